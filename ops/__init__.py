@@ -1,0 +1,14 @@
+"""What can be done to tiles, for use inside kernels. Scope warp here; `ops.warpgroup` for four warps together; `ops.raw`
+for the instructions without their guards."""
+from . import convert as _convert  # dtypes become callable  # noqa: F401
+from . import raw, warpgroup
+from .make import full, zeros
+from .maps import exp, exp2, log2, maximum, minimum
+from .mask import causal, right_fill
+from .memory import load, store
+from .reduce import lane_sum, row_max, row_sum, total
+
+__all__ = [
+    "causal", "exp", "exp2", "full", "lane_sum", "load", "log2", "maximum", "minimum", "raw", "right_fill", "row_max",
+    "row_sum", "store", "total", "warpgroup", "zeros",
+]  # fmt: skip

@@ -1,0 +1,24 @@
+"""Conversions: a dtype called on a tile or vector, `p = bf16(p)`."""
+from tiles.dtypes import bf16, fp16, fp32
+from tiles.op import lowers
+from tiles.types import rt, rv
+
+
+def _conversion(to):
+    def meaning(x):
+        return x.array.astype(to.np)
+
+    def rule(x):
+        if isinstance(x, rt):
+            out = rt(x.rows, x.cols, to)
+        elif isinstance(x, rv):
+            out = rv(x.length, to, x.axis, x.partial)
+        else:
+            return None
+        return out, lambda b, v: v if out == x else b.from_elements(out, b.elements(x, v))
+
+    lowers(to, meaning)(rule)
+
+
+for _dtype in (fp32, fp16, bf16):
+    _conversion(_dtype)

@@ -1,0 +1,36 @@
+"""Tiles from nothing."""
+import numpy as np
+
+from tiles.op import lowers, number, op
+from tiles.types import rt, rv
+
+
+def _shape(name, shape):
+    if not isinstance(shape, (rt, rv)):
+        raise TypeError(f"{name}: shape must be a register tile or vector type such as rt(16, 64, fp32), got {shape}")
+
+
+@op
+def full(shape, value):
+    """A register tile or vector of type `shape` with `value` in every element."""
+    return np.full(shape.shape, value, np.float32)
+
+
+@lowers(full)
+def _(shape, value):
+    _shape("full", shape)
+    if not number(value):
+        raise TypeError(f"full: value must be a number, got {value}")
+    return shape, lambda b, _, v: b.from_elements(shape, [b.real(v)] * shape.elements)
+
+
+@op
+def zeros(shape):
+    """A register tile or vector of type `shape`, all 0."""
+    return np.zeros(shape.shape, np.float32)
+
+
+@lowers(zeros)
+def _(shape):
+    _shape("zeros", shape)
+    return shape, lambda b, _: b.from_elements(shape, [b.real(0)] * shape.elements)

@@ -1,0 +1,71 @@
+"""Masks: a value in place of the elements on one side of a line."""
+import numpy as np
+
+from tiles import layout
+from tiles.op import integer, lowers, number, op
+from tiles.types import rt
+
+
+def _keep_below(b, tile, v, fill, bound):
+    """Keep element (row, col) where col < bound(element's index in its lane), else `fill`. Columns of a lane lie at
+    constants plus 2 (lane % 4), so the bound is moved instead of the columns."""
+    fill, shift = b.real(fill), b.mul(b.and_(b.special("tid.x"), b.u32(3)), b.u32(2))
+    bounds, out = {}, []
+    for i, e in enumerate(b.elements(tile, v)):
+        key, value = bound(i)
+        if key not in bounds:
+            bounds[key] = b.sub(value(), shift)
+        column = layout.element(0, i, tile.cols)[1]
+        out.append(b.select(b.icmp_signed("<", b.u32(column), bounds[key]), e, fill))
+    return b.from_elements(tile, out)
+
+
+def _check(name, tile, index, value):
+    if not (isinstance(tile, rt) and integer(index) and number(value)):
+        raise TypeError(f"{name}: takes a register tile, an integer and a number, got {tile}, {index} and {value}")
+
+
+@op
+def right_fill(tile, col, value):
+    """tile, with `value` in every column from `col` on."""
+    return np.where(np.arange(tile.cols)[None, :] < col, tile.array, np.float32(value))
+
+
+@lowers(right_fill)
+def _(tile, col, value):
+    _check("right_fill", tile, col, value)
+    return tile, lambda b, v, n, fill: _keep_below(b, tile, v, fill, lambda i: (0, lambda: b.u32(n)))
+
+
+def causal_array(array, diagonal, value):
+    """array, with `value` where col > row + diagonal."""
+    rows, cols = np.indices(array.shape)
+    return np.where(cols <= rows + diagonal, array, np.float32(value))
+
+
+def lower_causal(tile, first_row):
+    """The lowering of a causal mask of a tile whose first row is `first_row(b)`."""
+
+    def lower(b, v, diagonal, fill):
+        row = b.add(b.lshr(b.lane(), b.u32(2)), first_row(b))
+        end = b.add(b.add(row, b.u32(diagonal)), b.u32(1))
+
+        def bound(i):
+            offset = int(layout.element(0, i, tile.cols)[0])
+            return offset, lambda: b.add(end, b.u32(offset))
+
+        return _keep_below(b, tile, v, fill, bound)
+
+    return lower
+
+
+@op
+def causal(tile, diagonal, value):
+    """tile, with `value` in every element (row, col) with col > row + diagonal."""
+    return causal_array(tile.array, diagonal, value)
+
+
+@lowers(causal)
+def _(tile, diagonal, value):
+    _check("causal", tile, diagonal, value)
+    return tile, lower_causal(tile, lambda b: b.u32(0))

@@ -1,0 +1,277 @@
+"""Between registers and memory: a warp's tile or vector to and from global arrays and shared tiles.
+
+`load` and `store` take either: a shared tile of as many rows as the register tile, or a global array with the index of the
+tile's first element. Global accesses outside the array along the tile's axes are left out (loads give 0).
+"""
+import numpy as np
+from llvmlite import ir
+from numba.cuda import types
+
+from tiles import layout, ptx
+from tiles.dtypes import fp32
+from tiles.interpreter import here
+from tiles.op import lowers, op
+from tiles.plumbing import SCALARS, f32, i32, i64, void
+from tiles.types import rt, rv, st
+from tiles.values import SharedTile
+
+
+# ---- global arrays -------------------------------------------------------------------------------------------------
+def window(array, spec, at, rows, cols):
+    """The view of a global array that a tile or vector at index `at` covers, clipped to it, tile axes last."""
+    axes = [rows % array.ndim, cols % array.ndim] if isinstance(spec, rt) else [cols % array.ndim]
+    extents = spec.shape if isinstance(spec, rt) else (spec.length,)
+    index = []
+    for axis, (start, size) in enumerate(zip(at, array.shape, strict=True)):
+        if axis in axes:
+            if start < 0:
+                raise here().hazard(f"index {at} begins outside an array of shape {array.shape}")
+            index.append(slice(start, start + extents[axes.index(axis)]))
+        elif 0 <= start < size:
+            index.append(start)
+        else:
+            raise here().hazard(f"index {at} is out of range for an array of shape {array.shape}")
+    view = np.asarray(array)[tuple(index)]
+    return view.T if len(axes) == 2 and axes[0] > axes[1] else view
+
+
+def _check_global(name, array, spec, at, rows, cols):
+    if array.dtype not in SCALARS:
+        raise TypeError(f"{name}: the array must hold {', '.join(map(str, SCALARS.values()))}, got {array}")
+    if not (isinstance(at, types.BaseTuple) and len(at) == array.ndim):
+        raise TypeError(f"{name}: `at` must be a tuple of {array.ndim} integers for an array of {array.ndim} axes, got {at}")
+    needed = 2 if isinstance(spec, rt) else 1
+    if array.ndim < needed or needed == 2 and rows % array.ndim == cols % array.ndim:
+        raise TypeError(f"{name}: {spec} needs {needed} axes of the array, got axes {rows}, {cols} of {array.ndim}")
+
+
+def element_addresses(b, ty, array, spec, at, rows, cols, first_row):
+    """For each of this lane's elements: (does it lie inside the array and does this lane write it, its address)."""
+    data, extents, strides = b.array(ty, array)
+    at = [b.sext(b.u32(x), i64) for x in b.unpack(at)]
+    lane = b.lane()
+    quad, member = b.lshr(lane, b.u32(2)), b.and_(lane, b.u32(3))
+    rows, cols = rows % ty.ndim, cols % ty.ndim
+    if isinstance(spec, rv) and spec.axis == "col_vec":
+        places = [(0, layout.col_vec_element(0, i)) for i in range(spec.elements)]
+        shift, writes = (b.u32(0), b.add(quad, first_row)), b.icmp_unsigned("==", member, b.u32(0))
+    elif isinstance(spec, rv):
+        places = [(0, layout.row_vec_element(0, i)) for i in range(spec.elements)]
+        shift, writes = (b.u32(0), b.mul(member, b.u32(2))), b.icmp_unsigned("==", quad, b.u32(0))
+    else:
+        places = [layout.element(0, i, spec.cols) for i in range(spec.elements)]
+        shift, writes = (b.add(quad, first_row), b.mul(member, b.u32(2))), None
+    base = data
+    for axis, index in enumerate(at):
+        if axis != cols and not (axis == rows and isinstance(spec, rt)):
+            base = b.add(base, b.mul(index, strides[axis]))
+    row0 = b.add(at[rows], b.zext(shift[0], i64)) if isinstance(spec, rt) else None
+    col0 = b.add(at[cols], b.zext(shift[1], i64))
+    for row, col in places:
+        c = b.add(col0, ir.Constant(i64, int(col)))
+        inside, address = b.icmp_unsigned("<", c, extents[cols]), b.add(base, b.mul(c, strides[cols]))
+        if row0 is not None:
+            r = b.add(row0, ir.Constant(i64, int(row)))
+            inside = b.and_(inside, b.icmp_unsigned("<", r, extents[rows]))
+            address = b.add(address, b.mul(r, strides[rows]))
+        yield b.and_(inside, writes) if writes is not None else inside, address
+
+
+def lower_global_store(ty, spec, rows, cols, first_row):
+    """The lowering of a store to a global array by a warp whose first row is `first_row(b)` of the tile."""
+    dtype = SCALARS[ty.dtype]
+
+    def lower(b, array, value, at, *_):
+        places = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b))
+        for e, (inside, address) in zip(b.elements(spec, value), places):
+            with b.if_then(inside):
+                if dtype is fp32:
+                    b.do("st.global.f32 [$0], $1;", address, e)
+                else:
+                    b.do("{.reg .b16 lo, hi;\nmov.b32 {lo, hi}, $1;\nst.global.b16 [$0], lo;}", address, b.pair(dtype, e, e))
+
+    return lower
+
+
+def lower_global_load(ty, spec, rows, cols, first_row):
+    """The lowering of a load from a global array."""
+    dtype = SCALARS[ty.dtype]
+
+    def lower(b, array, _, at, *__):
+        out = []
+        for inside, address in element_addresses(b, ty, array, spec, at, rows, cols, first_row(b)):
+            guard = b.zext(inside, i32)
+            if dtype is fp32:
+                text = "{.reg .pred p;\nsetp.ne.u32 p, $2, 0;\nmov.f32 $0, 0f00000000;\n@p ld.global.f32 $0, [$1];}"
+                out.append(b.asm(f32, text, "=f,l,r", address, guard))
+            else:
+                text = (
+                    "{.reg .pred p;\n.reg .b16 lo;\nsetp.ne.u32 p, $2, 0;\nmov.b16 lo, 0;\n"
+                    "@p ld.global.b16 lo, [$1];\nmov.b32 $0, {lo, lo};}"
+                )
+                word = b.asm(i32, text, "=r,l,r", address, guard)
+                out.append(b.elements(rt(16, 16, dtype), b.pack([word]))[0])
+        return b.from_elements(spec, out)
+
+    return lower
+
+
+# ---- shared tiles --------------------------------------------------------------------------------------------------
+def _row_address(b, tile, address, row):
+    """(address of a row of a shared tile, what the swizzle XORs into offsets inside its panels)."""
+    offset = b.mul(row, b.u32(tile.width))
+    return b.add(address, offset), b.and_(b.lshr(offset, b.u32(3)), b.u32(tile.width - 16))
+
+
+def _matrix_addresses(b, tile, address, first_row, cols):
+    """For each 16x16 base tile, the address that this lane gives ldmatrix or stmatrix: matrices 0 and 1 are its left half,
+    2 and 3 its right one."""
+    lane = b.lane()
+    row = b.add(b.and_(lane, b.u32(15)), first_row)
+    start, swizzle = _row_address(b, tile, address, row)
+    half = b.xor(b.and_(lane, b.u32(16)), swizzle)
+    for col in range(0, cols, 16):
+        panel, byte = divmod(col * tile.dtype.itemsize, tile.width)
+        yield b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(half, b.u32(byte)))
+
+
+def _pair_addresses(b, tile, spec, address, first_row):
+    """For each pair of neighbouring fp32 elements of this lane, its address."""
+    lane = b.lane()
+    inside = b.mul(b.and_(lane, b.u32(3)), b.u32(8))
+    for i in range(0, spec.elements, 2):
+        row, col = layout.element(0, i, spec.cols)
+        start, swizzle = _row_address(b, tile, address, b.add(b.add(b.lshr(lane, b.u32(2)), first_row), b.u32(int(row))))
+        panel, byte = divmod(int(col) * 4, tile.width)
+        yield b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(b.add(inside, b.u32(byte)), swizzle))
+
+
+def lower_shared_store(tile, spec, first_row):
+    """The lowering of a store to rows first_row(b).. of a shared tile."""
+
+    def lower(b, address, value, *_):
+        if tile.dtype is fp32:
+            e = b.elements(spec, value)
+            for k, at in enumerate(_pair_addresses(b, tile, spec, address, first_row(b))):
+                b.do("st.shared.v2.f32 [$0], {$1, $2};", at, e[2 * k], e[2 * k + 1])
+            return
+        e = b.elements(spec, value)
+        same = spec.dtype is tile.dtype
+        registers = b.unpack(value) if same else [b.pair(tile.dtype, lo, hi) for lo, hi in zip(e[::2], e[1::2])]
+        per_band = spec.cols // 4
+        for band in range(spec.rows // 16):
+            row = b.add(first_row(b), b.u32(16 * band))
+            for k, at in enumerate(_matrix_addresses(b, tile, address, row, spec.cols)):
+                ptx.stmatrix(b, at, registers[band * per_band + 4 * k :][:4])
+
+    return lower
+
+
+def lower_shared_load(tile, spec, first_row):
+    """The lowering of a load from rows first_row(b).. of a shared tile."""
+
+    def lower(b, address, *_):
+        if tile.dtype is fp32:
+            out = []
+            for at in _pair_addresses(b, tile, spec, address, first_row(b)):
+                pair = b.asm(ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at)
+                out += b.unpack(pair)
+            return b.from_elements(spec, out)
+        registers = []
+        for band in range(spec.rows // 16):
+            row = b.add(first_row(b), b.u32(16 * band))
+            for at in _matrix_addresses(b, tile, address, row, spec.cols):
+                registers += ptx.ldmatrix(b, at)
+        return b.from_elements(spec, b.elements(rt(spec.rows, spec.cols, tile.dtype), b.pack(registers)))
+
+    return lower
+
+
+# ---- warp scope ----------------------------------------------------------------------------------------------------
+def rows_of(spec, rank):
+    """The rows of a warpgroup's tile that its warp `rank` holds."""
+    return range(spec.rows * rank, spec.rows * (rank + 1))
+
+
+def check_store(name, target, value, at, rows, cols, warps):
+    """The rule that stores at warp and warpgroup scope share."""
+    if not isinstance(value, (rt, rv)) or getattr(value, "partial", False):
+        raise TypeError(f"{name}: stores a register tile or vector, got {value}")
+    if isinstance(target, st):
+        if not isinstance(value, rt) or target.shape != (warps * value.rows, value.cols):
+            raise TypeError(f"{name}: {target} does not take {warps} x {value}" if warps > 1 else f"{name}: {target} does not take {value}")
+    elif isinstance(target, types.Array):
+        _check_global(name, target, value, at, rows, cols)
+    else:
+        raise TypeError(f"{name}: the target must be a shared tile or a global array, got {target}")
+
+
+def check_load(name, source, spec, at, rows, cols, warps):
+    """The rule that loads at warp and warpgroup scope share."""
+    if not isinstance(spec, (rt, rv)):
+        raise TypeError(f"{name}: the type to load must be an rt or a vector type, got {spec}")
+    if isinstance(source, st):
+        if not isinstance(spec, rt) or source.shape != (warps * spec.rows, spec.cols):
+            raise TypeError(f"{name}: {source} does not hold {warps} x {spec}" if warps > 1 else f"{name}: {source} does not hold {spec}")
+    elif isinstance(source, types.Array):
+        _check_global(name, source, spec, at, rows, cols)
+    else:
+        raise TypeError(f"{name}: the source must be a shared tile or a global array, got {source}")
+
+
+def store_rows(target, value, at, rows, cols, rank):
+    """The meaning of a store by warp `rank` of those that share the tile."""
+    if isinstance(target, SharedTile):
+        return here().write(target, value.array, rows_of(value, rank))
+    at = shifted(value.spec, at, rows, cols, rank)
+    view = window(target, value.spec, at, rows, cols)
+    array = value.array if isinstance(value.spec, rt) else value.array.ravel()
+    view[...] = array[tuple(map(slice, view.shape))].astype(view.dtype)
+
+
+def load_rows(source, spec, at, rows, cols, rank):
+    """The meaning of a load by warp `rank` of those that share the tile."""
+    if isinstance(source, SharedTile):
+        return here().read(source, rows_of(spec, rank)).astype(np.float32)
+    view = window(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)
+    out = np.zeros(spec.shape if isinstance(spec, rt) else spec.length, np.float32)
+    out[tuple(map(slice, view.shape))] = view
+    return out.reshape(spec.shape)
+
+
+def shifted(spec, at, rows, cols, rank):
+    """`at`, moved down to the rows of warp `rank`."""
+    if isinstance(spec, rv) and spec.axis == "row_vec":
+        return at
+    axis = (rows if isinstance(spec, rt) else cols) % len(at)
+    step = spec.rows if isinstance(spec, rt) else spec.length
+    return tuple(x + step * rank if k == axis else x for k, x in enumerate(at))
+
+
+@op
+def store(target, value, at=None, rows=-2, cols=-1):
+    """target[...] = value, rounded to target's dtype, by one warp. target: a shared tile of value's shape; or a global array,
+    where `at` is the index of the first element and the tile runs along axes `rows` and `cols` (a vector along `cols`)."""
+    store_rows(target, value, at, rows, cols, 0)
+
+
+@lowers(store)
+def _(target, value, at, rows: int, cols: int):
+    check_store("store", target, value, at, rows, cols, 1)
+    if isinstance(target, st):
+        return void, lower_shared_store(target, value, lambda b: b.u32(0))
+    return void, lower_global_store(target, value, rows, cols, lambda b: b.u32(0))
+
+
+@op
+def load(source, spec, at=None, rows=-2, cols=-1):
+    """The register tile or vector of type `spec` from a shared tile or a global array (see `store`), by one warp."""
+    return load_rows(source, spec, at, rows, cols, 0)
+
+
+@lowers(load)
+def _(source, spec, at, rows: int, cols: int):
+    check_load("load", source, spec, at, rows, cols, 1)
+    if isinstance(source, st):
+        return spec, lower_shared_load(source, spec, lambda b: b.u32(0))
+    return spec, lower_global_load(source, spec, rows, cols, lambda b: b.u32(0))

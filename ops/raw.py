@@ -1,0 +1,110 @@
+"""The instructions without their guards, for experts and for the broken kernels of the tests.
+
+Here nothing fences, elects a thread or counts phases for you. A barrier or shared tile comes from the plan:
+`smem = shared(x=st(64, 64, bf16), full=barrier(1))`. The interpreter checks what these ops do all the same.
+"""
+from numba.cuda import types
+
+from tiles import ptx
+from tiles.interpreter import here
+from tiles.layout import LANES
+from tiles.op import integer, lowers, op
+from tiles.plumbing import void
+from tiles.shared import elected
+from tiles.types import barrier, gl, st
+
+
+def _lowers(face, *kinds, emit):
+    """A rule by kinds: a type, or `int` for any integer; `emit(b, specs, *values)`."""
+
+    @lowers(face)
+    def rule(*specs):
+        for spec, kind in zip(specs, kinds):
+            if not (integer(spec) if kind is int else isinstance(spec, kind)):
+                raise TypeError(f"raw.{face.__name__}: takes {', '.join(k.__name__ for k in kinds)}, got {', '.join(map(str, specs))}")
+        return void, lambda b, *values: emit(b, specs, *values)
+
+    return rule
+
+
+def _one_lane(instruction):
+    def emit(b, specs, *values):
+        with b.if_then(elected(b, LANES)):
+            instruction(b, *values)
+
+    return emit
+
+
+@op
+def arrive(bar):
+    """One arrival of this warp on a barrier."""
+    bar.arrive(here())
+
+
+@op
+def expect(bar, nbytes):
+    """One arrival of this warp on a barrier, which then also waits for `nbytes` bytes of copies."""
+    bar.arrive(here(), nbytes)
+
+
+@op
+def wait(bar, phases):
+    """Until `phases` phases of a barrier are complete. The hardware sees the parity of that number only."""
+    bar.wait(here(), phases)
+
+
+@op
+def tma_load(tile, source, at, bar):
+    """Copy source[at] into a shared tile; its bytes count on the barrier, which must expect them."""
+    here().load_async(tile, bar, source, at)
+
+
+@op
+def tma_store(target, at, tile):
+    """Copy a shared tile to target[at], with no fence before."""
+    here().store_async(target, at, tile)
+
+
+@op
+def store_wait():
+    """Until this warp's bulk stores have read their shared tiles."""
+    here().wait_stores()
+
+
+@op
+def fence_async():
+    """This warp's ordinary accesses to shared memory become visible to wgmma and TMA."""
+    here().fence_async()
+
+
+@op
+def named_sync(number, threads):
+    """bar.sync: until `threads` threads have arrived on a named barrier."""
+    here().block.named(number, threads).meet(here(), threads)
+
+
+@op
+def named_arrive(number, threads):
+    """bar.arrive: arrive on a named barrier without waiting."""
+    here().block.named(number, threads).meet(here(), threads, sync=False)
+
+
+def _emit_load(b, specs, tile, source, at, bar):
+    with b.if_then(elected(b, LANES)):
+        ptx.tma_load(b, specs[1], tile, source, b.unpack(at), bar)
+
+
+def _emit_store(b, specs, target, at, tile):
+    with b.if_then(elected(b, LANES)):
+        ptx.tma_store(b, specs[0], target, b.unpack(at), tile)
+
+
+_lowers(arrive, barrier, emit=_one_lane(ptx.mbarrier_arrive))
+_lowers(expect, barrier, int, emit=_one_lane(lambda b, bar, n: ptx.mbarrier_expect(b, bar, b.u32(n))))
+_lowers(wait, barrier, int, emit=lambda b, _, bar, n: ptx.mbarrier_wait(b, bar, b.and_(b.sub(b.u32(n), b.u32(1)), b.u32(1))))
+_lowers(tma_load, st, gl, types.BaseTuple, barrier, emit=_emit_load)
+_lowers(tma_store, gl, types.BaseTuple, st, emit=_emit_store)
+_lowers(store_wait, emit=_one_lane(ptx.tma_store_wait))
+_lowers(fence_async, emit=lambda b, _: ptx.fence_async(b))
+_lowers(named_sync, int, int, emit=lambda b, _, n, t: ptx.named_barrier(b, b.u32(n), b.u32(t)))
+_lowers(named_arrive, int, int, emit=lambda b, _, n, t: ptx.named_barrier(b, b.u32(n), b.u32(t), sync=False))

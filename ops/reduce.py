@@ -1,0 +1,85 @@
+"""Along rows: fold the elements of a lane, then over the four lanes of a quad, which hold a row between them."""
+from functools import partial, reduce
+
+from tiles import ptx
+from tiles.op import lowers, op
+from tiles.types import rt, rv, whole
+
+from .maps import _add, fmax
+
+CHAINS = 4  # independent partial folds in a lane, so that their latency hides
+
+
+def _fold(b, tile, elements, combine):
+    """One register a row of this lane's: the fold of its elements."""
+    index = tile.lane_index(tile.col_vec)
+    combine = partial(combine, b)
+    rows = []
+    for row in range(tile.col_vec.elements):
+        mine = [e for e, k in zip(elements, index) if k == row]
+        rows.append(reduce(combine, [reduce(combine, mine[c::CHAINS]) for c in range(CHAINS)]))
+    return rows
+
+
+def _across_quad(b, rows, combine):
+    """Fold over the four lanes of a quad; all of them get the result."""
+    for lanes in (1, 2):
+        rows = [combine(b, r, ptx.shuffle_xor(b, r, lanes)) for r in rows]
+    return rows
+
+
+def _row_reduction(face, combine):
+    @lowers(face)
+    def _(tile):
+        if not isinstance(tile, rt):
+            raise TypeError(f"{face.__name__}: takes a register tile, got {tile}")
+        out = tile.col_vec
+
+        def lower(b, v):
+            return b.from_elements(out, _across_quad(b, _fold(b, tile, b.elements(tile, v), combine), combine))
+
+        return out, lower
+
+
+@op
+def row_max(tile):
+    """Greatest element of each row, as tile.col_vec."""
+    return tile.array.max(axis=1, keepdims=True)
+
+
+@op
+def row_sum(tile):
+    """Sum of each row, as tile.col_vec. In a loop, `lane_sum` and one `total` at its end are cheaper."""
+    return tile.array.sum(axis=1, keepdims=True)
+
+
+_row_reduction(row_max, fmax)
+_row_reduction(row_sum, _add)
+
+
+@op
+def lane_sum(tile):
+    """Sum of each row as a *partial* col_vec, each lane holding its share: scale and add partial sums, then `total`."""
+    return tile.array.sum(axis=1, keepdims=True)
+
+
+@lowers(lane_sum)
+def _(tile):
+    if not isinstance(tile, rt):
+        raise TypeError(f"lane_sum: takes a register tile, got {tile}")
+    out = rv(tile.rows, tile.dtype, "col_vec", partial=True)
+    return out, lambda b, v: b.from_elements(out, _fold(b, tile, b.elements(tile, v), _add))
+
+
+@op
+def total(vector):
+    """The col_vec whose lanes' shares a partial sum holds."""
+    return vector.array
+
+
+@lowers(total)
+def _(vector):
+    if not (isinstance(vector, rv) and vector.partial):
+        raise TypeError(f"total: takes a partial sum (from lane_sum), got {vector}")
+    out = whole(vector)
+    return out, lambda b, v: b.from_elements(out, _across_quad(b, b.elements(vector, v), _add))

@@ -1,0 +1,354 @@
+"""What four warps do together. A warpgroup's tile of 64 rows is four rt(16, n), one a warp.
+
+wgmma is asynchronous: `mm_*` and `mma_*` return a *pending* tile, and only `wait` turns it into one that can be used.
+"""
+import numpy as np
+from numba.cuda import types
+
+from tiles import layout, ptx
+from tiles.dtypes import bf16, fp16, fp32
+from tiles.interpreter import here
+from tiles.interpreter.block import WARPGROUP
+from tiles.layout import LANES
+from tiles.op import integer, lowers, number, op
+from tiles.plumbing import i64, static, void
+from tiles.shared import elected
+from tiles.types import gl, pending, rt, st
+from tiles.values import Pending
+
+from . import memory
+from .mask import causal_array, lower_causal
+
+THREADS = WARPGROUP * LANES
+ROWS = 64
+INPUTS = (bf16, fp16)
+
+
+def rank(b):
+    """This warp's place in its warpgroup, as the lowering of `16 * rank` needs it."""
+    return b.and_(b.lshr(b.special("tid.x"), b.u32(5)), b.u32(WARPGROUP - 1))
+
+
+def first_row(spec):
+    """Where this warp's rows of a warpgroup's tile begin."""
+    return lambda b: b.mul(rank(b), b.u32(getattr(spec, "rows", None) or spec.length))
+
+
+@op
+def id():
+    """Which warpgroup of the block this is."""
+    return here().group
+
+
+@lowers(id)
+def _():  # through a shuffle, so that ptxas knows it is uniform: 4 % fewer instructions in a loop that depends on it
+    return types.int32, lambda b: ptx.uniform(b, b.lshr(b.special("tid.x"), b.u32(7)))
+
+
+# ---- registers -----------------------------------------------------------------------------------------------------
+@op
+def claim_registers(n):
+    """Give every thread of this warpgroup n registers (setmaxnreg.inc); waits until others have released enough."""
+    warp = here()
+    block, more = warp.block, (n - warp.block.entry_registers) * LANES
+    warp.until(lambda: block.spare >= more, lambda: f"{more} registers; {block.spare} are free")
+    block.spare -= more
+
+
+@op
+def release_registers(n):
+    """Keep n registers per thread, free the rest for other warpgroups (setmaxnreg.dec)."""
+    here().block.spare += (here().block.entry_registers - n) * LANES
+
+
+def _register_count(name, more):
+    def rule(n: int):
+        if n % 8 or not 24 <= n <= 256:
+            raise TypeError(f"{name}: a multiple of 8 from 24 to 256, got {n}")
+        return void, lambda b, _: ptx.set_registers(b, n, more)
+
+    return rule
+
+
+lowers(claim_registers)(_register_count("claim_registers", True))
+lowers(release_registers)(_register_count("release_registers", False))
+
+
+# ---- matrix multiplication -----------------------------------------------------------------------------------------
+def _product(name, transposed, accumulates):
+    """The op `name`: acc + a @ b or a @ b, with b as stored or transposed."""
+
+    def meaning(acc, a, b):
+        warp, from_shared = here(), not hasattr(a, "array")
+        tile = _result(name, None if acc is None else acc.spec, a.spec, b.spec, transposed)
+        slab = (None if acc is None else acc.array, None if from_shared else a.array)
+
+        def compute(slabs):
+            left = read(a) if from_shared else np.concatenate([x for _, x in slabs]).astype(np.float32)
+            right = read(b)
+            out = left @ (right.T if transposed else right)
+            return out if acc is None else np.concatenate([c for c, _ in slabs]) + out
+
+        def read(shared):
+            return warp.block.shadow.get(shared.address, shared.spec.offsets(), shared.spec.dtype.np).astype(np.float32)
+
+        mma, group = warp.issue(tile, compute, slab, *([a, b] if from_shared else [b]))
+        return Pending(tile, mma, group)
+
+    def rule(acc, a, b):
+        out = _result(name, acc, a, b, transposed)
+        return pending(out), lambda builder, *v: _emit(builder, out, acc, a, b, transposed, *v)
+
+    return meaning, rule
+
+
+def _result(name, acc, a, b, transposed):
+    """The type of the product, or what is wrong."""
+    right = "st(n, k)" if transposed else "st(k, n)"
+    ok = isinstance(a, (rt, st)) and isinstance(b, st) and a.dtype == b.dtype and a.dtype in INPUTS
+    ok = ok and a.rows == (16 if isinstance(a, rt) else ROWS) and a.cols == (b.cols if transposed else b.rows) and a.cols % 16 == 0
+    n = (b.rows if transposed else b.cols) if ok else 0
+    if not ok or n % 16 or not 16 <= n <= 256 or acc not in (None, rt(16, n, fp32)):
+        given = ", ".join(str(x) for x in (acc, a, b) if x is not None)
+        raise TypeError(
+            f"{name}: takes {'rt(16, n, fp32), ' if name.startswith('mma') else ''}st(64, k) or rt(16, k), and {right}, of one dtype "
+            f"(bf16 or fp16), n up to 256; got {given}"
+        )
+    return rt(16, n, fp32)
+
+
+def _emit(b, out, acc, a, right, transposed, vacc, va, vright):
+    def describe(tile, address, rows_are_k):
+        low = b.zext(b.lshr(address, b.u32(4)), i64)
+        start = b.or_(low, i64(layout.descriptor(tile.rows, tile.width, rows_are_k)))
+        return lambda k: b.add(start, i64(layout.k_step(k, tile.rows, tile.dtype.itemsize, tile.width, rows_are_k) >> 4))
+
+    registers = b.unpack(va) if isinstance(a, rt) else []
+    parts = ptx.wgmma_fence(b, (b.unpack(vacc) if acc else []) + registers)
+    c = parts[: out.elements] if acc else [b.real(0)] * out.elements
+    registers = parts[len(parts) - len(registers) :]
+    left = None if registers else describe(a, va, False)
+    step = describe(right, vright, not transposed)
+    for k in range(0, a.cols, 16):
+        operand = registers[k // 4 : k // 4 + 4] if registers else [left(k)]
+        c = ptx.wgmma(b, right.dtype, c, operand, step(k), out.cols, not transposed, accumulate=acc is not None or k > 0)
+    ptx.wgmma_commit(b)
+    return b.pack(c)
+
+
+@op
+def mm_ABt(a, b):
+    """a @ b.T in fp32, pending. a: st(64, k) or the warps' rt(16, k); b: st(n, k); both bf16 or both fp16."""
+    return _MM_ABT[0](None, a, b)
+
+
+@op
+def mm_AB(a, b):
+    """a @ b in fp32, pending. a: st(64, k) or the warps' rt(16, k); b: st(k, n); both bf16 or both fp16."""
+    return _MM_AB[0](None, a, b)
+
+
+@op
+def mma_ABt(acc, a, b):
+    """acc + a @ b.T in fp32, pending; acc: the warps' rt(16, n, fp32); a, b as for mm_ABt."""
+    return _MMA_ABT[0](acc, a, b)
+
+
+@op
+def mma_AB(acc, a, b):
+    """acc + a @ b in fp32, pending; acc: the warps' rt(16, n, fp32); a, b as for mm_AB."""
+    return _MMA_AB[0](acc, a, b)
+
+
+_MM_ABT, _MM_AB = _product("mm_ABt", True, False), _product("mm_AB", False, False)
+_MMA_ABT, _MMA_AB = _product("mma_ABt", True, True), _product("mma_AB", False, True)
+
+
+def _without_acc(rule):
+    def two(a, b):
+        out, emit = rule(None, a, b)
+        return out, lambda builder, va, vb: emit(builder, None, va, vb)
+
+    return two
+
+
+lowers(mm_ABt)(_without_acc(_MM_ABT[1]))
+lowers(mm_AB)(_without_acc(_MM_AB[1]))
+lowers(mma_ABt)(_MMA_ABT[1])
+lowers(mma_AB)(_MMA_AB[1])
+
+
+@op(takes_pending=True)
+def wait(tile, newer=0):
+    """The tile that a pending one promises. Waits for all mmas of this warpgroup but the `newer` youngest."""
+    return here().complete(tile, newer)
+
+
+@lowers(wait)
+def _(tile, newer: int):
+    if not isinstance(tile, pending):
+        raise TypeError(f"wait: {tile} is not in flight")
+    return tile.tile, lambda b, v, *_: ptx.wgmma_wait(b, v, tile.tile.elements, newer)
+
+
+# ---- masks ---------------------------------------------------------------------------------------------------------
+@op
+def causal(tile, diagonal, value):
+    """tile, with `value` in every element (row, col) with col > row + diagonal; rows count through the warpgroup's 64."""
+    return causal_array(tile.array, diagonal + tile.rows * here().rank, value)
+
+
+@lowers(causal)
+def _(tile, diagonal, value):
+    if not (isinstance(tile, rt) and integer(diagonal) and number(value)):
+        raise TypeError(f"warpgroup.causal: takes a register tile, an integer and a number, got {tile}, {diagonal}, {value}")
+    return tile, lower_causal(tile, first_row(tile))
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+@op
+def store(target, value, at=None, rows=-2, cols=-1):
+    """target[...] = value, as ops.store, with the rows of the four warps one below the other."""
+    memory.store_rows(target, value, at, rows, cols, here().rank)
+
+
+@lowers(store)
+def _(target, value, at, rows: int, cols: int):
+    memory.check_store("warpgroup.store", target, value, at, rows, cols, WARPGROUP)
+    if isinstance(target, st):
+        return void, memory.lower_shared_store(target, value, first_row(value))
+    return void, memory.lower_global_store(target, value, rows, cols, first_row(value))
+
+
+@op
+def load(source, spec, at=None, rows=-2, cols=-1):
+    """The type `spec` from source, as ops.load, with the rows of the four warps one below the other."""
+    return memory.load_rows(source, spec, at, rows, cols, here().rank)
+
+
+@lowers(load)
+def _(source, spec, at, rows: int, cols: int):
+    memory.check_load("warpgroup.load", source, spec, at, rows, cols, WARPGROUP)
+    if isinstance(source, st):
+        return spec, memory.lower_shared_load(source, spec, first_row(spec))
+    return spec, memory.lower_global_load(source, spec, rows, cols, first_row(spec))
+
+
+def _meet(warp):
+    warp.fence_async()
+    number = LAST_NAMED - warp.group
+    warp.block.named(number, THREADS).meet(warp, THREADS)
+
+
+def _emit_meet(b):
+    ptx.fence_async(b)
+    ptx.named_barrier(b, b.sub(b.u32(LAST_NAMED), b.lshr(b.special("tid.x"), b.u32(7))), THREADS)
+
+
+LAST_NAMED = 15  # warpgroups take named barriers from here down; 0 is the block's, `turns` count up
+
+
+@op
+def sync():
+    """The four warps meet. What they wrote to shared memory is then visible to all of them, to their wgmmas and to TMA."""
+    _meet(here())
+
+
+@lowers(sync)
+def _():
+    return void, _emit_meet
+
+
+@op
+def tma_store(target, at, tile):
+    """target[at] = a shared tile that this warpgroup wrote, by TMA; rows and columns outside the array are left out. Meets
+    first, so that all four warps' stores are in it. Follow with `store_wait` before the tile is reused and before the end."""
+    warp = here()
+    _meet(warp)
+    if warp.rank == 0:
+        warp.store_async(target, at, tile)
+
+
+@lowers(tma_store)
+def _(target, at, tile):
+    if not (isinstance(target, gl) and isinstance(tile, st) and target.tile == tile):
+        raise TypeError(f"tma_store: the target takes {getattr(target, 'tile', target)}, got {tile}")
+
+    def emit(b, vtarget, vat, vtile):
+        _emit_meet(b)
+        with b.if_then(elected(b, THREADS)):
+            ptx.tma_store(b, target, vtarget, b.unpack(vat), vtile)
+
+    return void, emit
+
+
+@op
+def store_wait():
+    """Until the bulk stores that this warpgroup's first thread started have read their shared tiles."""
+    if here().rank == 0:
+        here().wait_stores()
+
+
+@lowers(store_wait)
+def _():
+    def emit(b):
+        with b.if_then(elected(b, THREADS)):
+            ptx.tma_store_wait(b)
+
+    return void, emit
+
+
+# ---- taking turns --------------------------------------------------------------------------------------------------
+@static
+class turns:
+    """`players` warpgroups, numbered from 0, take turns to issue their mmas, so that one's softmax runs under another's mma.
+    Player i waits for named barrier `first` + i; more than one player."""
+
+    players: int = 2
+    first: int = 1
+
+    def __str__(self):
+        return f"turns({self.players} players)"
+
+    def _arrive(self, warp, player, sync):
+        warp.block.named(self.first + player % self.players, 2 * THREADS).meet(warp, 2 * THREADS, sync)
+
+    @op
+    def begin(self, me):
+        """Once, before the first `take`: the first turn is player 0's (unprimed, all would wait for ever)."""
+        if me == self.players - 1:
+            self._arrive(here(), 0, sync=False)
+
+    @op
+    def take(self, me):
+        """Wait for my turn."""
+        self._arrive(here(), me, sync=True)
+
+    @op
+    def give(self, me):
+        """The next player's turn."""
+        self._arrive(here(), me + 1, sync=False)
+
+
+@lowers(turns.begin)
+def _(turn, me):
+    def emit(b, _, me):
+        with b.if_then(b.icmp_unsigned("==", b.u32(me), b.u32(turn.players - 1))):
+            ptx.named_barrier(b, b.u32(turn.first), 2 * THREADS, sync=False)
+
+    return void, emit
+
+
+@lowers(turns.take)
+def _(turn, me):
+    return void, lambda b, _, me: ptx.named_barrier(b, b.add(b.u32(me), b.u32(turn.first)), 2 * THREADS)
+
+
+@lowers(turns.give)
+def _(turn, me):
+    def emit(b, _, me):
+        last = b.icmp_unsigned("==", b.u32(me), b.u32(turn.players - 1))
+        after = b.select(last, b.u32(turn.first), b.add(b.u32(me), b.u32(turn.first + 1)))
+        ptx.named_barrier(b, after, 2 * THREADS, sync=False)
+
+    return void, emit

@@ -1,0 +1,82 @@
+"""From a kernel to machine code, with or without a GPU: Numba types and lowers it, NVVM and nvJitLink do the rest.
+
+Link-time optimisation stays on: without it ptxas ignores setmaxnreg and serialises wgmma.
+"""
+import contextlib
+import re
+from dataclasses import dataclass
+
+from cuda.core import Linker, LinkerOptions, ObjectCode
+from numba.core import types
+from numba.cuda import compiler, dispatcher
+
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Machine code of one kernel: `name` is its entry, `log` what the linker and ptxas said."""
+
+    cubin: bytes
+    name: str
+    log: str
+
+    @property
+    def registers(self):
+        """Registers a thread at launch."""
+        return int(re.search(r"Used (\d+) registers", self.log)[1])
+
+    @property
+    def spill_bytes(self):
+        """Bytes of spill stores and loads."""
+        return sum(map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", self.log).groups()))
+
+    @property
+    def local_bytes(self):
+        """Bytes of stack a thread."""
+        return int(re.search(r"(\d+) bytes stack frame", self.log)[1])
+
+    @property
+    def warnings(self):
+        """Complaints of ptxas: C7510 and its kin say that wgmma was serialised or setmaxnreg ignored."""
+        return [line.strip() for line in self.log.splitlines() if re.search(r"\(C7\d\d\d\)|warning", line)]
+
+
+@contextlib.contextmanager
+def _device_of(cc):
+    """numba-cuda asks the current device for its compute capability when a kernel calls a device function; answer for it,
+    so that code for any architecture can be made on any machine."""
+    asked = dispatcher.get_current_device
+    dispatcher.get_current_device = lambda: type("Device", (), {"compute_capability": cc})
+    try:
+        yield
+    finally:
+        dispatcher.get_current_device = asked
+
+
+def capability(arch):
+    """The compute capability of an architecture: "sm_90a" -> (9, 0, "a")."""
+    match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", arch)
+    if not match:
+        raise ValueError(f"arch must look like sm_80 or sm_90a, got {arch!r}")
+    major, minor, suffix = match.groups()
+    return (int(major), int(minor), suffix) if suffix else (int(major), int(minor))
+
+
+def compile_kernel(kernel, signature, arch) -> Compiled:
+    """Machine code for `arch` of a `@cuda.jit` kernel and the Numba types of its arguments. No GPU is needed."""
+    cc, options = capability(arch), kernel.targetoptions
+    with _device_of(cc[:2]):
+        library, _ = compiler._compile_pyfunc_with_fixup(
+            kernel.py_func,
+            types.void(*signature),
+            device=False,
+            abi="numba",
+            cc=cc,
+            fastmath=options.get("fastmath", False),
+            launch_bounds=options.get("launch_bounds"),
+            lto=True,
+        )
+    code = ObjectCode.from_ltoir(bytes(library.get_ltoir(cc)))
+    linker = Linker(code, options=LinkerOptions(arch=arch, link_time_optimization=True, verbose=True, ptxas_options=["-v"]))
+    cubin = linker.link("cubin")
+    return Compiled(bytes(cubin.code), library._entry_name, linker.get_info_log() + linker.get_error_log())

@@ -1,0 +1,124 @@
+"""What an op is: one name with two meanings, written side by side.
+
+    @op
+    def row_max(tile):
+        '''Greatest element of each row, as tile.col_vec.'''
+        return tile.array.max(axis=1, keepdims=True)          # what it means, on NumPy arrays
+
+    @lowers(row_max)
+    def _(tile):                                              # what it becomes: sees types, e.g. rt(16, 64, fp32)
+        return tile.col_vec, lambda b, v: ...                 # the result's type, and LLVM from the builder b
+
+The decorated lowering is at once the typing rule of both backends: Numba asks it when a kernel is compiled, and the
+interpreter asks it before it runs the NumPy meaning. So a mistake is refused with the same words on a laptop and on a
+GPU. Types arrive as the frozen objects of tiles (rt, st, ring, ...), numbers as Numba scalar types, and a parameter
+annotated `int` as the integer itself: it must be known when the kernel is compiled.
+
+A rule refuses with TypeError, or returns None when the combination is somebody else's (`1 + 2`). A meaning returns an
+array or number, which is wrapped into the type that the rule announced; whatever else it returns passes unchanged.
+"""
+import functools
+import inspect
+import operator
+
+import numpy as np
+from numba.cuda import types
+
+OPS = {}
+
+
+class Op:
+    """A face (function, operator or dtype), its NumPy meaning, and its rule once `lowers` has given it one."""
+
+    def __init__(self, face, meaning, takes_pending=False):
+        self.face, self.meaning, self.takes_pending = face, meaning, takes_pending
+        self.name = getattr(face, "__qualname__", None) or str(face)
+        self.signature = inspect.signature(operator.add if not callable(meaning) or isinstance(meaning, np.ufunc) else meaning)
+        self.rule, self.known = None, {}
+        OPS[face] = self
+
+    def __repr__(self):
+        return f"<op {self.name}>"
+
+    @functools.cached_property
+    def compile_time(self):
+        """For each parameter, whether it must be known when the kernel is compiled."""
+        return tuple(p.annotation is int for p in inspect.signature(self.rule).parameters.values())
+
+    def type(self, *specs):
+        """(result type, emit) for argument types, or None; TypeError says what was given and what is possible."""
+        from .types import pending
+
+        if specs in self.known:
+            return self.known[specs]
+        for spec, parameter, fixed in zip(specs, self.signature.parameters, self.compile_time, strict=True):
+            if isinstance(spec, pending) and not self.takes_pending:
+                raise TypeError(f"{self.name}: this tile is still in flight: {spec}; take it with warpgroup.wait(...) first")
+            if fixed and not isinstance(spec, int):
+                raise TypeError(f"{self.name}: {parameter} must be known when the kernel is compiled, got {spec}")
+        self.known[specs] = found = self.rule(*specs)
+        return found
+
+    def __call__(self, *args, **kwargs):
+        """The NumPy meaning, after the rule has agreed."""
+        from .interpreter import hazard_line
+        from .values import spec_of, wrap
+
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        args = tuple(bound.arguments.values())
+        try:
+            found = self.type(*(spec_of(a, fixed) for a, fixed in zip(args, self.compile_time)))
+            if found is None:
+                raise TypeError(f"{self.name}: no meaning for {', '.join(str(spec_of(a)) for a in args)}")
+        except TypeError as error:
+            raise TypeError(f"{error}{hazard_line()}") from None
+        return wrap(found[0], self.meaning(*args))
+
+
+def op(face=None, *, takes_pending=False):
+    """Decorator: the function's body is an op's NumPy meaning. `lowers` completes it."""
+    if face is None:
+        return functools.partial(op, takes_pending=takes_pending)
+
+    @functools.wraps(face)
+    def call(*args, **kwargs):
+        return operation(*args, **kwargs)
+
+    operation = Op(call, face, takes_pending)
+    operation.name = face.__qualname__
+    return call
+
+
+def lowers(face, meaning=None):
+    """Decorator: the function is the rule and lowering of the op `face`. Foreign faces (`operator.add`, a dtype) bring
+    their NumPy `meaning` along."""
+
+    def register(rule):
+        from .plumbing import teach_numba
+
+        operation = OPS.get(face) or Op(face, meaning)
+        operation.rule = rule
+        teach_numba(operation)
+        return rule
+
+    return register
+
+
+def inlined(function):
+    """Decorator: a plain function of kernel code, compiled into its callers (through a real call, tiles would go through
+    memory). Without a GPU it is simply called."""
+    from .plumbing import inline
+
+    inline(function)
+    return function
+
+
+def integer(spec) -> bool:
+    """Is this the type of a run-time or compile-time integer?"""
+    return isinstance(spec, (int, types.Integer))
+
+
+def number(spec) -> bool:
+    """Is this the type of a scalar?"""
+    return isinstance(spec, (int, float, types.Number))

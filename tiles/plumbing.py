@@ -1,0 +1,297 @@
+"""The one place that knows Numba: frozen tile types become Numba types, ops become intrinsics.
+
+Two Numba types carry everything: `Value(spec)` is a run-time value of that type (registers, or an address), `Static(spec)`
+the frozen object itself, closed over by a kernel and known when it is compiled. Kernel authors see neither.
+"""
+import inspect
+import sys
+from dataclasses import dataclass
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.core import typeinfer
+from numba.cuda.cudaimpl import registry
+from numba.cuda.extending import core_models, infer, infer_getattr, register_model
+from numba.cuda.typeconv import Conversion
+from numba.cuda.typing import signature
+from numba.cuda.typing.templates import AbstractTemplate, AttributeTemplate, infer_global
+from numba.cuda.typing.typeof import typeof_impl
+
+from .dtypes import bf16, dtype, fp16, fp32
+from .op import OPS
+from .types import barrier, gl, pending, rt, rv, st
+
+i1, i32, i64, f32 = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
+void = types.void
+SCALARS = {types.float32: fp32, types.float16: fp16, types.bfloat16: bf16}
+
+
+class Value(types.Type):
+    """A value in a kernel whose type is a frozen object: Value(rt(16, 64, fp32))."""
+
+    def __init__(self, spec):
+        self.spec = spec
+        super().__init__(str(spec))
+
+    @property
+    def key(self):
+        return self.spec
+
+    def unify(self, context, other):
+        """A tile may join a pending tile that a loop carries, never the reverse."""
+        return self if isinstance(other, Value) and pending(other.spec) == self.spec else None
+
+    def can_convert_to(self, context, other):
+        return Conversion.safe if isinstance(other, Value) and pending(self.spec) == other.spec else None
+
+
+class Static(types.Dummy):
+    """The frozen object itself: known at compile time, no bits at run time."""
+
+    def __init__(self, spec):
+        self.spec = spec
+        super().__init__(f"type[{spec}]")
+
+    @property
+    def key(self):
+        return self.spec
+
+
+register_model(Static)(core_models.OpaqueModel)
+registry.lower_constant(Static)(lambda context, builder, ty, value: context.get_dummy_value())
+registry.lower_cast(Value, Value)(lambda context, builder, have, want, value: value)
+
+
+def llvm_type(spec):
+    """Registers of a tile (two 2-byte elements to one) or vector (one fp32 an element); otherwise an address."""
+    match spec:
+        case pending(tile):
+            return llvm_type(tile)
+        case rt(dtype=d):
+            return ir.LiteralStructType([f32] * spec.elements if d is fp32 else [i32] * (spec.elements // 2))
+        case rv():
+            return ir.LiteralStructType([f32] * spec.elements)
+        case gl():
+            return i64
+        case _:
+            return i32
+
+
+@register_model(Value)
+class _Model(core_models.PrimitiveModel):
+    def __init__(self, manager, ty):
+        super().__init__(manager, ty, llvm_type(ty.spec))
+
+
+def compile_time(cls):
+    """Class decorator: kernels may close over instances, which are frozen and compared by value."""
+    typeof_impl.register(cls)(lambda value, context: Static(value))
+    return cls
+
+
+def static(cls):
+    """`@static class ring`: a frozen dataclass that kernels may close over."""
+    return compile_time(dataclass(frozen=True)(cls))
+
+
+for _cls in (rt, rv, st, barrier):
+    compile_time(_cls)
+
+
+class Builder(ir.IRBuilder):
+    """LLVM's builder plus the few words that lowerings use."""
+
+    def __init__(self, builder, context):
+        self.__dict__ = builder.__dict__
+        self.context = context
+
+    def unpack(self, value):
+        """The parts of a struct or a tuple."""
+        parts = value.type.count if isinstance(value.type, ir.ArrayType) else len(value.type.elements)
+        return [self.extract_value(value, k) for k in range(parts)]
+
+    def pack(self, values):
+        """A struct of these values."""
+        out = ir.Constant(ir.LiteralStructType([v.type for v in values]), ir.Undefined)
+        for k, v in enumerate(values):
+            out = self.insert_value(out, v, k)
+        return out
+
+    def elements(self, spec, value):
+        """A tile's or vector's elements in this lane, as fp32."""
+        parts = self.unpack(value)
+        if isinstance(spec, rv) or spec.dtype is fp32:
+            return parts
+        if spec.dtype is bf16:
+            high = self.u32(0xFFFF0000)
+            pairs = [(self.shl(r, self.u32(16)), self.and_(r, high)) for r in parts]
+            return [self.bitcast(x, f32) for pair in pairs for x in pair]
+        halves = [self.bitcast(r, ir.VectorType(ir.HalfType(), 2)) for r in parts]
+        return [self.fpext(self.extract_element(h, self.u32(k)), f32) for h in halves for k in (0, 1)]
+
+    def from_elements(self, spec, elements):
+        """The tile or vector with these fp32 elements, each rounded to its dtype."""
+        if spec.dtype is fp32:
+            return self.pack(elements)
+        if isinstance(spec, rv):
+            tile = rt(16, 16, spec.dtype)
+            pairs = [self.elements(tile, self.pack([self.pair(spec.dtype, e, e)]))[0] for e in elements]
+            return self.pack(pairs)
+        return self.pack([self.pair(spec.dtype, lo, hi) for lo, hi in zip(elements[::2], elements[1::2])])
+
+    def pair(self, dtype, low, high):
+        """One register of two 2-byte elements, rounded from fp32."""
+        return self.asm(i32, f"cvt.rn.{dtype.ptx}x2.f32 $0, $1, $2;", "=r,f,f", high, low, effect=False)
+
+    def asm(self, ret, text, constraints, *args, effect=True):
+        """One PTX snippet; `effect` keeps it where it stands among memory operations."""
+        ty = ir.FunctionType(ret, [a.type for a in args])
+        parts = [c for c in (constraints, "~{memory}" if effect else "") if c]
+        return self.call(ir.InlineAsm(ty, text, ",".join(parts), side_effect=effect), args)
+
+    def do(self, text, *args):
+        """A PTX statement with no result."""
+        letters = {i64: "l", f32: "f"}
+        self.asm(ir.VoidType(), text, ",".join(letters.get(a.type, "r") for a in args), *args)
+
+    def llvm(self, name, *args):
+        """A call of an LLVM or libdevice function whose result has its first argument's type."""
+        fn = self.module.globals.get(name) or ir.Function(
+            self.module, ir.FunctionType(args[0].type, [a.type for a in args]), name
+        )
+        return self.call(fn, args)
+
+    def u32(self, value):
+        """A 32-bit integer, from a Python or LLVM integer of any width."""
+        if isinstance(value, int):
+            return ir.Constant(i32, value)
+        width = value.type.width
+        return value if width == 32 else self.trunc(value, i32) if width > 32 else self.zext(value, i32)
+
+    def real(self, value):
+        """An fp32 number, from a Python or LLVM number."""
+        if isinstance(value, (int, float)):
+            return ir.Constant(f32, float(value))
+        if value.type == ir.DoubleType():
+            return self.fptrunc(value, f32)
+        return value if value.type == f32 else self.sitofp(value, f32)
+
+    def special(self, name):
+        """A special register, e.g. tid.x."""
+        return self.asm(i32, f"mov.u32 $0, %{name};", "=r", effect=False)
+
+    def lane(self):
+        """This thread's lane in its warp."""
+        return self.and_(self.special("tid.x"), self.u32(31))
+
+    def array(self, ty, value):
+        """A Numba array's (data address, extents, strides in bytes)."""
+        array = self.context.make_array(ty)(self.context, self, value)
+        return self.ptrtoint(array.data, i64), self.unpack(array.shape), self.unpack(array.strides)
+
+
+def spec_of(ty):
+    """What a rule sees of an argument's Numba type."""
+    if isinstance(ty, (Value, Static)):
+        return ty.spec
+    if isinstance(ty, types.Function) and isinstance(ty.typing_key, dtype):
+        return ty.typing_key
+    if isinstance(ty, types.Literal):
+        return ty.literal_value
+    return ty.value if isinstance(ty, types.Omitted) else ty
+
+
+def numba_type(spec):
+    """The Numba type of a result that a rule announces."""
+    if isinstance(spec, types.Type):
+        return spec
+    return types.BaseTuple.from_types([numba_type(s) for s in spec]) if isinstance(spec, tuple) else Value(spec)
+
+
+def kernel_line():
+    """file:line of the call that Numba is typing. A plain TypeError with it reaches the user as it is; Numba's TypingError
+    would drown in candidates."""
+    frame = sys._getframe()
+    while frame and not isinstance(frame.f_locals.get("self"), typeinfer.CallConstraint):
+        frame = frame.f_back
+    return "\n" + frame.f_locals["self"].loc.strformat() if frame else ""
+
+
+def teach_numba(op):
+    """Make the op's face callable in kernels."""
+
+    class Template(AbstractTemplate):
+        key, prefer_literal, metadata, impls = op.face, True, {"target": "cuda"}, {}
+
+        def generic(self, args, kws):
+            try:
+                bound = op.signature.bind(*args, **kws)
+                args = tuple(
+                    bound.arguments[p.name] if p.name in bound.arguments else types.Omitted(p.default)
+                    for p in op.signature.parameters.values()
+                )
+                found = op.type(*(spec_of(a) for a in args))
+            except TypeError as error:
+                raise TypeError(f"{error}{kernel_line()}") from None
+            if found is None:
+                return None
+            result, emit = found
+            sig = signature(numba_type(result), *args).replace(pysig=op.signature)
+
+            def lower(context, builder, sig, values):
+                out = emit(Builder(builder, context), *values)
+                return context.get_dummy_value() if out is None else out
+
+            self.impls[args] = lower
+            for key in (lower, op.face):
+                registry.lower(key, *args)(lower)
+            return sig
+
+        def get_impl_key(self, sig):
+            return self.impls[sig.args]
+
+    infer(Template)
+    infer_global(op.face, types.Function(Template))
+    op.template = Template
+
+
+def inline(function):
+    """Compile a plain function into its callers."""
+    from numba import cuda
+
+    function.dispatcher = cuda.jit(device=True, forceinline=True, fastmath=True)(function)  # held weakly by its type
+    infer_global(function, types.Dispatcher(function.dispatcher))
+
+
+class _Members(AttributeTemplate):
+    """An attribute of a tile value is that of its frozen object: an op, an integer known at compile time, or a type."""
+
+    def generic_resolve(self, this, name):
+        face = getattr(type(this.spec), name, None)
+        if inspect.isfunction(face) and face in OPS:
+            template = OPS[face].template
+
+            class Method(AbstractTemplate):
+                key, prefer_literal = face, True
+
+                def generic(self, args, kws):
+                    sig = template(self.context).generic((this, *args), kws)
+                    return sig and sig.as_method()
+
+            return types.BoundFunction(Method, this)
+        value = getattr(this.spec, name, None)
+        if isinstance(value, int):
+            return types.literal(value)
+        if isinstance(value, dtype):
+            return self.context.resolve_value_type(value)
+        return Static(value) if isinstance(value, (rt, rv, st)) else None
+
+
+def _attribute(context, builder, ty, value, name):
+    member = getattr(ty.spec, name)
+    return context.get_constant(types.int64, member) if isinstance(member, int) else context.get_dummy_value()
+
+
+for _t in (Value, Static):
+    infer_getattr(type(f"{_t.__name__}Members", (_Members,), {"key": _t}))
+    registry.lower_getattr_generic(_t)(_attribute)

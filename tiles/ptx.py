@@ -1,0 +1,180 @@
+"""The PTX instructions that lowerings are made of, each a function of the builder (PTX ISA 8.0 and up, sm_90).
+
+Addresses in shared memory are 32-bit, global ones 64-bit; barriers are addresses of mbarriers.
+"""
+from llvmlite import ir
+
+from .plumbing import f32, i32, i64
+
+
+# ---- mbarrier ------------------------------------------------------------------------------------------------------
+def mbarrier_init(b, bar, count):
+    """Set a barrier up for `count` arrivals a phase."""
+    b.do("mbarrier.init.shared::cta.b64 [$0], $1;", bar, b.u32(count))
+
+
+def mbarrier_fence(b):
+    """Make initialised barriers visible to the asynchronous proxy and the cluster."""
+    b.do("fence.mbarrier_init.release.cluster;")
+
+
+def mbarrier_arrive(b, bar):
+    """One arrival."""
+    b.do("mbarrier.arrive.shared::cta.b64 _, [$0];", bar)
+
+
+def mbarrier_expect(b, bar, nbytes):
+    """One arrival, and `nbytes` more bytes to come in this phase."""
+    b.do("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", bar, b.u32(nbytes))
+
+
+def mbarrier_wait(b, bar, parity):
+    """Until the phase of this parity is complete."""
+    b.do(
+        "{\n.reg .pred done;\nagain${:uid}:\nmbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n"
+        "@!done bra again${:uid};\n}",
+        bar,
+        parity,
+    )
+
+
+# ---- TMA -----------------------------------------------------------------------------------------------------------
+def _box(b, gl, at):
+    """(element coordinates of the tile at `at`, innermost axis first; the place of the column coordinate)."""
+    at = [b.u32(x) for x in at] + [b.u32(0)] * (gl.rank - len(at))
+    at[gl.rows] = b.mul(at[gl.rows], b.u32(gl.tile.rows))
+    at[gl.cols] = b.mul(at[gl.cols], b.u32(gl.tile.cols))
+    return at
+
+
+def _coordinates(b, gl, at, panel, first):
+    """The text and operands of one panel's coordinates; operands are numbered from `first`."""
+    at = list(at)
+    if panel:
+        at[gl.cols] = b.add(at[gl.cols], b.u32(panel * gl.tile.panel_cols))
+    at = [at[axis] for axis in tma_axes(gl)]
+    return "{" + ", ".join(f"${first + k}" for k in range(len(at))) + "}", at
+
+
+def tma_axes(gl):
+    """The array's axes in the order of its tensor map, innermost first: columns, the others from the last on."""
+    return [gl.cols] + [axis for axis in reversed(range(gl.rank)) if axis != gl.cols]
+
+
+def tma_load(b, gl, to, source, at, bar):
+    """Start copying the tile at `at` into shared memory, one instruction a panel, completing on a barrier."""
+    box = _box(b, gl, at)
+    for p in range(gl.tile.panels):
+        text, coordinates = _coordinates(b, gl, box, p, 3)
+        b.do(
+            f"cp.async.bulk.tensor.{gl.rank}d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {text}], [$2];",
+            b.add(to, b.u32(p * gl.tile.panel_bytes)), source, bar, *coordinates,
+        )  # fmt: skip
+
+
+def tma_store(b, gl, target, at, tile):
+    """Start copying a shared tile to the tile at `at`, as one bulk group."""
+    box = _box(b, gl, at)
+    for p in range(gl.tile.panels):
+        text, coordinates = _coordinates(b, gl, box, p, 2)
+        b.do(
+            f"cp.async.bulk.tensor.{gl.rank}d.global.shared::cta.tile.bulk_group [$0, {text}], [$1];",
+            target, b.add(tile, b.u32(p * gl.tile.panel_bytes)), *coordinates,
+        )  # fmt: skip
+    b.do("cp.async.bulk.commit_group;")
+
+
+def tma_store_wait(b):
+    """Until this thread's bulk stores have read their shared memory."""
+    b.do("cp.async.bulk.wait_group.read 0;")
+
+
+def prefetch_map(b, source):
+    """Bring a tensor map near before it is needed."""
+    b.do("prefetch.tensormap [$0];", source)
+
+
+# ---- ordering ------------------------------------------------------------------------------------------------------
+def fence_async(b):
+    """Make this thread's ordinary accesses to shared memory visible to wgmma and TMA."""
+    b.do("fence.proxy.async.shared::cta;")
+
+
+def named_barrier(b, number, threads, sync=True):
+    """bar.sync or bar.arrive on a named barrier."""
+    b.do(f"bar.{'sync' if sync else 'arrive'} $0, $1;", number, b.u32(threads))
+
+
+# ---- wgmma ---------------------------------------------------------------------------------------------------------
+def wgmma(b, dtype, acc, a, desc, n, b_is_transposed, accumulate):
+    """acc (+)= A @ B for m64 n k16: `acc` is a list of fp32 registers or None for a product of its own, A a descriptor (one
+    value) or four registers, B a descriptor; `b_is_transposed`: B's rows run along k."""
+    regs = len(acc)
+    first = 2 * regs
+    out = ", ".join(f"${k}" for k in range(regs))
+    from_registers = len(a) > 1
+    a_text = "{" + ", ".join(f"${first + k}" for k in range(4)) + "}" if from_registers else f"${first}"
+    tail = f"1, 1, {int(b_is_transposed)}" if from_registers else f"1, 1, 0, {int(b_is_transposed)}"
+    text = (
+        f"{{\n.reg .pred p;\nsetp.ne.b32 p, {int(accumulate)}, 0;\n"
+        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype.ptx}.{dtype.ptx} "
+        f"{{{out}}}, {a_text}, ${first + len(a)}, p, {tail};\n}}"
+    )
+    constraints = ["=f"] * regs + [str(k) for k in range(regs)] + (["r"] * 4 if from_registers else ["l"]) + ["l"]
+    ty = ir.FunctionType(ir.LiteralStructType([f32] * regs), [f32] * regs + [x.type for x in a] + [i64])
+    return b.unpack(b.call(ir.InlineAsm(ty, text, ",".join(constraints), side_effect=True), acc + a + [desc]))
+
+
+def wgmma_fence(b, registers):
+    """Order accesses to the registers of accumulator and A before the next wgmma. They pass through, so that LLVM cannot
+    move their last change below the fence."""
+    if not registers:
+        b.do("wgmma.fence.sync.aligned;")
+        return []
+    outs = ["=f" if r.type == f32 else "=r" for r in registers]
+    ret = ir.LiteralStructType([r.type for r in registers])
+    ties = [str(k) for k in range(len(registers))]
+    return b.unpack(b.asm(ret, "wgmma.fence.sync.aligned;", ",".join(outs + ties), *registers))
+
+
+def wgmma_commit(b):
+    """Close the group of the wgmmas issued so far."""
+    b.do("wgmma.commit_group.sync.aligned;")
+
+
+def wgmma_wait(b, value, registers, newer):
+    """Until all groups but the `newer` youngest are done. The registers pass through, so nothing can touch them before."""
+    constraints = ["=f"] * registers + [str(k) for k in range(registers)]
+    return b.asm(value.type, f"wgmma.wait_group.sync.aligned {newer};", ",".join(constraints), *b.unpack(value))
+
+
+# ---- lanes and registers -------------------------------------------------------------------------------------------
+def shuffle_xor(b, x, lanes):
+    """The value of the lane whose number differs in the bits of `lanes`."""
+    return b.asm(f32, f"shfl.sync.bfly.b32 $0, $1, {lanes}, 31, -1;", "=f,f", x)
+
+
+def uniform(b, x):
+    """x of lane 0, which ptxas then knows to be the same for the whole warp."""
+    return b.asm(i32, "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", x)
+
+
+def stmatrix(b, address, registers, transposed=False):
+    """Four 8x8 matrices of 2-byte elements to shared memory; each lane gives the address of one of their rows."""
+    trans = ".trans" if transposed else ""
+    b.do(f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [$0], {{$1, $2, $3, $4}};", address, *registers)
+
+
+def ldmatrix(b, address, transposed=False):
+    """Four 8x8 matrices of 2-byte elements from shared memory."""
+    trans = ".trans" if transposed else ""
+    out = b.asm(
+        ir.LiteralStructType([i32] * 4), f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
+        "=r,=r,=r,=r,r", address,
+    )  # fmt: skip
+    return b.unpack(out)
+
+
+def set_registers(b, n, more):
+    """Give each thread of the warpgroup `n` registers (setmaxnreg)."""
+    b.do(f"setmaxnreg.{'inc' if more else 'dec'}.sync.aligned.u32 {n};")

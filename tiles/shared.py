@@ -1,0 +1,253 @@
+"""Shared memory, laid out on the host, and rings: pipeline stages that need no state.
+
+    smem = shared(q=ring(Q, 2, readers=4), k=ring(K, STAGES, readers=8))     # on the host: offsets, barriers, nbytes
+    q, k = smem.open()                                                       # in the kernel
+    k.fill(j, gK, (batch, j, head))     producer: waits until slot j % stages is free, then copies by TMA
+    tile = k.wait(j)                    consumer: the j-th tile, once it has arrived
+    k.release(j)                        consumer: this warp is done with the j-th tile
+
+The j-th fill goes to slot j % stages and completes phase j // stages + 1 of that slot's "full" barrier; the readers'
+releases complete the same phase of its "empty" barrier. Producer and consumer compute both from j alone, so they cannot
+disagree, and a kernel shows no barrier arithmetic.
+"""
+from dataclasses import replace
+
+from llvmlite import ir
+from numba.cuda import types
+
+from . import ptx
+from .interpreter import Mbarrier, here, span
+from .op import integer, lowers, op
+from .plumbing import Value, compile_time, i32, static, void
+from .types import barrier, gl, st
+from .values import SharedTile
+
+ALIGN = 1024  # of a swizzled tile
+BARRIER_BYTES = 8
+
+
+@static
+class ring:
+    """`stages` copies of one shared tile. `readers`: how many warps release each tile before its slot is filled again."""
+
+    tile: st
+    stages: int
+    readers: int = 4
+    name: str = ""  # these are set by `shared`: what it is called, and bytes from the base of shared memory
+    start: int = 0
+    barriers: int = 0
+
+    def __post_init__(self):
+        if self.stages < 1 or self.readers < 1:
+            raise ValueError(f"ring: stages and readers must be positive, got {self.stages} and {self.readers}")
+
+    def __str__(self):
+        return f"ring({self.tile}, {self.stages} stages, {self.readers} readers)"
+
+    def slot(self, j):
+        """Address of the j-th tile."""
+        return self.start + j % self.stages * self.tile.nbytes
+
+    @op
+    def fill(self, j, source, at):
+        """Copy source[at] into slot j % stages by TMA, as soon as the readers of tile j - stages have released it.
+        Called by a whole warpgroup; its first thread does it. source: a `tensor` whose tile is the ring's."""
+        warp = here()
+        if warp.rank == 0:
+            full, empty = _barriers(self, j)
+            empty.wait(warp, j // self.stages, f"fill {j} of ring {self.name!r}")
+            warp.load_async(_tile(self, j), full, source, at)
+            full.arrive(warp, self.tile.nbytes)
+
+    @op
+    def wait(self, j):
+        """The j-th tile, once it is in shared memory."""
+        warp = here()
+        _barriers(self, j)[0].wait(warp, j // self.stages + 1, f"tile {j} of ring {self.name!r}")
+        return _tile(self, j)
+
+    @op
+    def release(self, j):
+        """This warp has read tile j for the last time. Its mmas on the tile must have been waited for."""
+        warp, tile = here(), _tile(self, j)
+        if warp.releases.get(self, -1) >= j:
+            raise warp.hazard(f"releases {tile.name} a second time")
+        if warp.block.shadow.reading(warp.block.mma_agents[warp.group], warp.clock, span(tile)):
+            raise warp.hazard(f"releases {tile.name} while an mma that reads it is in flight")
+        warp.releases[self] = j
+        _barriers(self, j)[1].arrive(warp)
+
+
+@compile_time
+class shared:
+    """A block's dynamic shared memory: named rings, shared tiles and barriers, one after the other, tiles aligned for their
+    swizzle. `nbytes` is what a launch must reserve."""
+
+    def __init__(self, **items):
+        self.items, at = {}, 0
+        for name, item in items.items():
+            if not isinstance(item, (ring, st, barrier)):
+                raise TypeError(f"shared: {name} must be a ring, an st or a barrier, got {item!r}")
+        tiles = {n: i for n, i in items.items() if not isinstance(i, barrier)}
+        self.starts = {}
+        for name, item in tiles.items():
+            self.starts[name] = at
+            at += -(-(item.tile.nbytes * item.stages if isinstance(item, ring) else item.nbytes) // ALIGN) * ALIGN
+        self.barriers = 0
+        for name, item in items.items():
+            if isinstance(item, ring):
+                self.items[name] = replace(item, name=name, start=self.starts[name], barriers=at)
+                at, self.barriers = at + 2 * BARRIER_BYTES * item.stages, self.barriers + 2 * item.stages
+            elif isinstance(item, barrier):
+                self.items[name], self.starts[name] = item, at
+                at, self.barriers = at + BARRIER_BYTES, self.barriers + 1
+            else:
+                self.items[name] = item
+        self.nbytes = at + ALIGN  # the kernel rounds its base up
+
+    def __str__(self):
+        return f"shared({', '.join(f'{name}={item}' for name, item in self.items.items())})"
+
+    def __eq__(self, other):
+        return isinstance(other, shared) and self.items == other.items
+
+    def __hash__(self):
+        return hash(tuple(self.items.items()))
+
+    @op
+    def open(self):
+        """The items, in order, their barriers ready. Every thread of the block calls it once, first."""
+        block, warp = here().block, here()
+        if block.smem != self:
+            raise warp.hazard(f"the kernel opens {self}, but the launch reserved {block.smem}")
+        if block.opened is None:
+            block.opened = {}
+            for name, item in self.items.items():
+                if isinstance(item, ring):
+                    block.opened[name] = _open_ring(block, item)
+                elif isinstance(item, barrier):
+                    block.opened[name] = Mbarrier(block, f"barrier {name!r}", item.count)
+                else:
+                    block.opened[name] = SharedTile(item, self.starts[name], f"shared tile {name!r}")
+        threads = 32 * block.size
+        block.named(0, threads).meet(warp, threads)
+        return tuple(item if isinstance(item, ring) else block.opened[name] for name, item in self.items.items())
+
+
+# ---- meanings ------------------------------------------------------------------------------------------------------
+def _open_ring(block, ring):
+    def released(stage):
+        return lambda: block.shadow.poison(span(_tile(ring, stage)))
+
+    return [
+        (
+            Mbarrier(block, f"{ring.name}.full[{s}]", 1),
+            Mbarrier(block, f"{ring.name}.empty[{s}]", ring.readers, released(s)),
+        )
+        for s in range(ring.stages)
+    ]
+
+
+def _barriers(ring, j):
+    if j < 0:
+        raise here().hazard(f"ring {ring.name!r} has no tile {j}")
+    return here().block.opened[ring.name][j % ring.stages]
+
+
+def _tile(ring, j):
+    return SharedTile(ring.tile, ring.slot(j), f"tile {j} of ring {ring.name!r}")
+
+
+# ---- lowerings -----------------------------------------------------------------------------------------------------
+def _modulo(b, ring, j):
+    """(slot, parity) of tile j."""
+    j, n = b.u32(j), b.u32(ring.stages)
+    return b.urem(j, n), b.and_(b.udiv(j, n), b.u32(1))
+
+
+def _address(b, ring, base, slot):
+    return b.add(b.add(base, b.mul(slot, b.u32(ring.tile.nbytes))), b.u32(ring.start))
+
+
+def _full(b, ring, base, slot):
+    return b.add(b.add(base, b.mul(slot, b.u32(2 * BARRIER_BYTES))), b.u32(ring.barriers))
+
+
+def _empty(b, ring, base, slot):
+    return b.add(_full(b, ring, base, slot), b.u32(BARRIER_BYTES))
+
+
+def elected(b, group):
+    """Is this the first thread of its group of `group` threads (32, 128)?"""
+    return b.icmp_unsigned("==", b.and_(b.special("tid.x"), b.u32(group - 1)), b.u32(0))
+
+
+def _needs_index(name, j):
+    if not integer(j):
+        raise TypeError(f"{name}: the tile's number j must be an integer, got {j}")
+
+
+@lowers(shared.open)
+def _(smem):
+    def emit(b, _):
+        symbol = b.module.globals.get("dynamic_smem")
+        if symbol is None:
+            symbol = ir.GlobalVariable(b.module, ir.ArrayType(ir.IntType(8), 0), "dynamic_smem", addrspace=3)
+            symbol.linkage, symbol.align = "external", ALIGN
+        base = b.and_(b.add(b.ptrtoint(symbol, i32), b.u32(ALIGN - 1)), b.u32(-ALIGN))
+        with b.if_then(b.icmp_unsigned("==", b.special("tid.x"), b.u32(0))):
+            for name, item in smem.items.items():
+                if isinstance(item, barrier):
+                    ptx.mbarrier_init(b, b.add(base, b.u32(smem.starts[name])), item.count)
+                elif isinstance(item, ring):
+                    for s in range(item.stages):
+                        ptx.mbarrier_init(b, _full(b, item, base, b.u32(s)), 1)
+                        ptx.mbarrier_init(b, _empty(b, item, base, b.u32(s)), item.readers)
+            ptx.mbarrier_fence(b)
+        b.do("bar.sync 0;")
+        at = [base if isinstance(i, ring) else b.add(base, b.u32(smem.starts[n])) for n, i in smem.items.items()]
+        return b.context.make_tuple(b, types.BaseTuple.from_types([Value(i) for i in smem.items.values()]), at)
+
+    return tuple(smem.items.values()), emit
+
+
+@lowers(ring.fill)
+def _(ring, j, source, at):
+    _needs_index("fill", j)
+    if not isinstance(source, gl) or source.tile != ring.tile:
+        raise TypeError(f"fill: the ring holds {ring.tile}, the source gives {getattr(source, 'tile', source)}")
+    if not isinstance(at, types.BaseTuple) or not 1 <= len(at) <= source.rank:
+        raise TypeError(f"fill: `at` must be a tuple of up to {source.rank} integers, got {at}")
+
+    def emit(b, base, j, source_map, at):
+        with b.if_then(elected(b, 128)):
+            slot, parity = _modulo(b, ring, j)
+            full = _full(b, ring, base, slot)
+            ptx.mbarrier_wait(b, _empty(b, ring, base, slot), b.xor(parity, b.u32(1)))
+            ptx.mbarrier_expect(b, full, ring.tile.nbytes)
+            ptx.tma_load(b, source, _address(b, ring, base, slot), source_map, b.unpack(at), full)
+
+    return void, emit
+
+
+@lowers(ring.wait)
+def _(ring, j):
+    _needs_index("wait", j)
+
+    def emit(b, base, j):
+        slot, parity = _modulo(b, ring, j)
+        ptx.mbarrier_wait(b, _full(b, ring, base, slot), parity)
+        return _address(b, ring, base, slot)
+
+    return ring.tile, emit
+
+
+@lowers(ring.release)
+def _(ring, j):
+    _needs_index("release", j)
+
+    def emit(b, base, j):
+        with b.if_then(elected(b, 32)):
+            ptx.mbarrier_arrive(b, _empty(b, ring, base, _modulo(b, ring, j)[0]))
+
+    return void, emit

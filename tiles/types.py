@@ -1,0 +1,186 @@
+"""What a tile is: frozen types, compared by value. They know sizes and layouts; none of them holds data.
+
+`rt(16, 128, fp32)` names a register tile of one warp, `st(128, 64, bf16)` a tile in shared memory, `gl(...)` a global
+array cut into tiles. A kernel closes over them; the values they describe are made by ops.
+"""
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from . import layout
+from .dtypes import bf16, dtype, fp16, fp32
+
+REGISTER_DTYPES = (fp32, fp16, bf16)
+
+
+@dataclass(frozen=True)
+class rt:
+    """A register tile of one warp in row layout: rows and cols multiples of 16, dtype fp32, fp16 or bf16.
+
+    A warpgroup's 64 x n tile is four of them, one a warp, in the order of its warps."""
+
+    rows: int
+    cols: int
+    dtype: dtype
+
+    def __post_init__(self):
+        if self.rows < 16 or self.cols < 16 or self.rows % 16 or self.cols % 16:
+            raise ValueError(f"rt: rows and cols must be positive multiples of 16, got {self.rows} x {self.cols}")
+        if self.dtype not in REGISTER_DTYPES:
+            raise ValueError(f"rt: dtype must be one of {REGISTER_DTYPES}, got {self.dtype}")
+
+    def __str__(self):
+        return f"rt({self.rows}, {self.cols}, {self.dtype})"
+
+    @property
+    def shape(self):
+        """(rows, cols)"""
+        return self.rows, self.cols
+
+    @property
+    def col_vec(self):
+        """The vector with one value per row."""
+        return rv(self.rows, self.dtype, "col_vec")
+
+    @property
+    def row_vec(self):
+        """The vector with one value per column."""
+        return rv(self.cols, self.dtype, "row_vec")
+
+    @property
+    def elements(self):
+        """Elements that each lane holds."""
+        return self.rows * self.cols // layout.LANES
+
+    def lane_index(self, vector):
+        """For each of a lane's elements, the index of the vector element that broadcasts to it."""
+        place = layout.col_vec_index if vector.axis == "col_vec" else layout.row_vec_index
+        return [place(i, self.cols) for i in range(self.elements)]
+
+
+@dataclass(frozen=True)
+class rv:
+    """A vector in registers. Its axis is part of its type: a `col_vec` has one value per row of a tile, a `row_vec` one
+    per column, so `tile - vector` broadcasts without being told how. `partial`: each lane holds only its share of a row's
+    sum; partial sums may be scaled and added, and `total` finishes them."""
+
+    length: int
+    dtype: dtype
+    axis: str
+    partial: bool = False
+
+    def __str__(self):
+        return f"{'partial ' * self.partial}{self.axis}({self.length}, {self.dtype})"
+
+    @property
+    def shape(self):
+        """As an array that broadcasts against its tile: (length, 1) or (1, length)."""
+        return (self.length, 1) if self.axis == "col_vec" else (1, self.length)
+
+    @property
+    def elements(self):
+        """Elements that each lane holds: two a base tile of a col_vec, four a base tile of a row_vec."""
+        return self.length // (8 if self.axis == "col_vec" else 4)
+
+
+@dataclass(frozen=True)
+class pending:
+    """What an asynchronous mma returns: a tile that nobody may touch before `warpgroup.wait`."""
+
+    tile: rt
+
+    def __str__(self):
+        return f"pending {self.tile}"
+
+
+@dataclass(frozen=True)
+class st:
+    """A tile in shared memory, stored in swizzled panels `width` bytes wide: 128, 64 or 32, by default the widest that
+    divides a row. rows: a multiple of 8; a row: a multiple of 32 bytes."""
+
+    rows: int
+    cols: int
+    dtype: dtype
+    width: int = 0
+
+    def __post_init__(self):
+        if self.rows < 8 or self.rows % 8:
+            raise ValueError(f"st: rows must be a positive multiple of 8, got {self.rows}")
+        row = self.cols * self.dtype.itemsize
+        object.__setattr__(self, "width", self.width or layout.swizzle_width(row))
+        if self.width not in layout.WIDTHS or row % self.width:
+            raise ValueError(f"st: width must be one of {layout.WIDTHS} and divide a row of {row} bytes, got {self.width}")
+
+    def __str__(self):
+        return f"st({self.rows}, {self.cols}, {self.dtype})"
+
+    @property
+    def shape(self):
+        """(rows, cols)"""
+        return self.rows, self.cols
+
+    @property
+    def nbytes(self):
+        """Bytes of the whole tile."""
+        return self.rows * self.cols * self.dtype.itemsize
+
+    @property
+    def panel_cols(self):
+        """Columns of one panel: the inner extent of a TMA box."""
+        return self.width // self.dtype.itemsize
+
+    @property
+    def panels(self):
+        """How many panels."""
+        return self.cols // self.panel_cols
+
+    @property
+    def panel_bytes(self):
+        """Bytes of one panel."""
+        return self.rows * self.width
+
+    def offset(self, row, col):
+        """Byte offset of an element."""
+        return layout.shared_offset(row, col, self.rows, self.dtype.itemsize, self.width)
+
+    def offsets(self, rows=None):
+        """Byte offsets of all elements of `rows` (a range; all by default), as an array (rows, cols)."""
+        rows = np.arange(self.rows) if rows is None else np.asarray(rows)
+        return self.offset(rows[:, None], np.arange(self.cols)[None, :])
+
+
+@dataclass(frozen=True)
+class barrier:
+    """An mbarrier in shared memory: a phase completes after `count` arrivals and all expected bytes."""
+
+    count: int = 1
+
+    def __str__(self):
+        return f"barrier({self.count})"
+
+
+@dataclass(frozen=True)
+class gl:
+    """A global array of `rank` axes as TMA sees it, cut into tiles along the axes `rows` and `cols`.
+
+    In a kernel it is indexed by one number per axis: the tile axes count tiles, the others elements; trailing indices
+    left out are 0. On the host, `tiles.tensor(array, tile, rows=, cols=)` makes one."""
+
+    tile: st
+    rank: int
+    rows: int
+    cols: int
+
+    def __str__(self):
+        return f"gl({self.tile} over axes {self.rows}, {self.cols} of {self.rank})"
+
+    def origin(self, at):
+        """Element index of the tile at `at`, per axis."""
+        at = tuple(at) + (0,) * (self.rank - len(at))
+        extent = {self.rows: self.tile.rows, self.cols: self.tile.cols}
+        return tuple(i * extent.get(axis, 1) for axis, i in enumerate(at))
+
+
+def whole(vector):
+    """The type of a partial sum once it is finished."""
+    return replace(vector, partial=False)

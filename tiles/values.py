@@ -1,0 +1,143 @@
+"""What a kernel's values are without a GPU: NumPy arrays that know their tile type."""
+import numpy as np
+from numba.cuda import types as numba
+
+from .dtypes import dtype_of
+from .op import OPS, operator
+from .types import gl, pending, rt, rv, st
+
+
+class Tile:
+    """A register tile or vector: an immutable array with a type. `spec` is an rt or rv, `array` has its shape."""
+
+    __slots__ = ("spec", "array")
+    __array_ufunc__ = None  # numpy scalars leave `2 * tile` to us
+
+    def __init__(self, spec, array):
+        self.spec = spec
+        self.array = np.broadcast_to(np.asarray(array, spec.dtype.np), spec.shape)
+        self.array.flags.writeable = False
+
+    def __getattr__(self, name):
+        return getattr(self.spec, name)
+
+    def __str__(self):
+        return f"{self.spec}\n{np.array2string(self.array.astype(np.float32), precision=4, suppress_small=True)}"
+
+    __repr__ = __str__
+
+    def __bool__(self):
+        raise TypeError(f"a branch cannot depend on a tile: {self.spec}")
+
+    def __neg__(self):
+        return self * -1.0
+
+
+for _name in ("add", "sub", "mul", "truediv"):
+    _face = getattr(operator, _name)
+    setattr(Tile, f"__{_name}__", lambda self, other, face=_face: OPS[face](self, other))
+    setattr(Tile, f"__r{_name}__", lambda self, other, face=_face: OPS[face](other, self))
+
+
+class Pending:
+    """A tile that an mma in flight will write; `group` counts the mmas of its warpgroup."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, tile, mma, group):
+        self.spec, self.mma, self.group = pending(tile), mma, group
+
+    def __str__(self):
+        return str(self.spec)
+
+    def _refuse(self, *_):
+        raise TypeError(f"this tile is still in flight: {self.spec}; take it with warpgroup.wait(...) first")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __bool__ = _refuse
+
+
+class SharedTile:
+    """A tile in shared memory: its type, its address there, and what to call it in messages."""
+
+    def __init__(self, spec, address, name):
+        self.spec, self.address, self.name = spec, address, name
+
+    def __getattr__(self, name):
+        return getattr(self.spec, name)
+
+    def __str__(self):
+        return f"{self.name}: {self.spec}"
+
+
+class tensor:
+    """A global array cut into tiles for TMA: `tensor(q, st(64, 128, bf16), rows=1, cols=3)` for q of shape (B, S, H, D).
+
+    array: NumPy, or anything with `__dlpack__` or `__cuda_array_interface__`. tile: the shared tile that copies go to or
+    come from; rows, cols: the axes of the array that its rows and columns run along (the last two by default). Other
+    axes are indexed one at a time. What a tile has outside the array is zero on load and left alone on store."""
+
+    def __init__(self, array, tile: st, rows: int = -2, cols: int = -1):
+        rank = len(array.shape)
+        if not 2 <= rank <= 5:
+            raise ValueError(f"tensor: TMA takes arrays of 2 to 5 axes, got shape {tuple(array.shape)}")
+        self.array, self.spec = array, gl(tile, rank, rows % rank, cols % rank)
+        if self.spec.rows == self.spec.cols:
+            raise ValueError(f"tensor: rows and cols must be different axes, got {rows} and {cols} of {rank}")
+
+    def window(self, at):
+        """The part of the array that the tile at `at` covers, as a view (rows, cols), and its place inside the tile."""
+        tile, index, place = self.spec.tile, [], {}
+        for axis, (start, size) in enumerate(zip(self.spec.origin(at), self.array.shape)):
+            extent = {self.spec.rows: tile.rows, self.spec.cols: tile.cols}.get(axis)
+            if extent is None:
+                if not 0 <= start < size:
+                    raise IndexError(f"index {start} is out of range for axis {axis} of an array of shape {self.array.shape}")
+                index.append(start)
+            else:
+                low, high = min(max(start, 0), size), min(max(start + extent, 0), size)
+                index.append(slice(low, high))
+                place[axis] = slice(low - start, high - start)
+        part = self.array[tuple(index)]
+        return part if self.spec.rows < self.spec.cols else part.T, (place[self.spec.rows], place[self.spec.cols])
+
+    def load(self, at):
+        """The tile at `at`, zeros outside the array."""
+        tile = self.spec.tile
+        out = np.zeros(tile.shape, tile.dtype.np)
+        part, place = self.window(at)
+        out[place] = part
+        return out
+
+    def store(self, at, values):
+        """Write the tile at `at`; what lies outside the array is dropped."""
+        part, place = self.window(at)
+        part[...] = values[place]
+
+
+def spec_of(value, fixed=False):
+    """The type that an op's rule sees of a value; integers themselves where the rule wants them known (`fixed`)."""
+    if isinstance(value, (Tile, Pending, SharedTile, tensor)):
+        return value.spec
+    if isinstance(value, (bool, np.bool_)):
+        return numba.boolean
+    if isinstance(value, (int, np.integer)):
+        return int(value) if fixed else numba.int64
+    if isinstance(value, (float, np.floating)):
+        return numba.float32
+    if isinstance(value, tuple):
+        return numba.UniTuple(numba.int64, len(value))
+    if isinstance(value, np.ndarray):
+        return numba.Array(NUMBA_SCALARS.get(dtype_of(value).name) or numba.uint8, value.ndim, "A")
+    return value
+
+
+NUMBA_SCALARS = {"fp32": numba.float32, "fp16": numba.float16, "bf16": numba.bfloat16}
+
+
+def wrap(spec, value):
+    """A meaning's result as a value of the type that the rule announced."""
+    if isinstance(spec, (rt, rv)):
+        return value if isinstance(value, Tile) else Tile(spec, value)
+    if isinstance(spec, numba.Float):
+        return np.float32(value)
+    return value
