@@ -1,0 +1,167 @@
+"""FlashAttention forward for Hopper: a producer warpgroup, and consumers that overlap their softmax with matrix products.
+
+Every consumer owns 64 query rows. Key blocks run from the last to the first, so that the ones a mask cuts come first.
+While the softmax of block j runs, the tensor cores compute O += P V of block j - 1, and consumers take turns to issue, so
+that one's softmax runs under another's products (FlashAttention-3, Shah et al. 2024).
+
+A row that has seen no key keeps the finite maximum LOWEST while its masked scores are -inf: exp2 gives exact zeros, and
+neither the loop nor the end needs a test for it.
+"""
+import functools
+import math
+from dataclasses import dataclass
+
+from numba import cuda
+
+from ops import exp2, full, lane_sum, log2, maximum, right_fill, row_max, total, warpgroup, zeros
+from tiles import dtype, fp32, inlined, ring, rt, shared, st
+
+LOWEST, TINY, LN2 = -1e30, 1e-30, math.log(2)
+SHARED_BYTES = 227 * 1024
+REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}  # consumers -> registers a thread of producer and consumer
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's shape: head_dim as padded, key rows of a block, consumers of 64 query rows each, stages of the rings."""
+
+    head_dim: int
+    dtype: dtype
+    causal: bool
+    kv: int
+    consumers: int
+    stages: int = 2
+
+    @property
+    def rows(self):
+        """Query rows of a thread block."""
+        return warpgroup.ROWS * self.consumers
+
+    @property
+    def threads(self):
+        """Threads of a block: the consumers and one producer warpgroup."""
+        return warpgroup.THREADS * (self.consumers + 1)
+
+    @property
+    def query(self):
+        """A consumer's tile of Q and of O."""
+        return st(warpgroup.ROWS, self.head_dim, self.dtype)
+
+    @property
+    def key(self):
+        """A tile of K or V."""
+        return st(self.kv, self.head_dim, self.dtype)
+
+    def __str__(self):
+        return f"D {self.head_dim} {self.dtype}{' causal' * self.causal}, {self.rows} x {self.kv}, {self.stages} stages"
+
+
+#          padded head_dim: (full, causal), each (kv, consumers)
+SHAPES = {64: ((128, 3), (128, 3)), 96: ((128, 2), (128, 2)), 128: ((176, 2), (128, 2)), 192: ((112, 2), (112, 2)), 256: ((80, 2), (80, 2))}  # fmt: skip
+
+
+def config_for(head_dim: int, dtype: dtype, causal: bool) -> Config:
+    """The configuration that serves a head dimension: the next larger one of SHAPES."""
+    padded = min(d for d in SHAPES if d >= head_dim)
+    kv, consumers = SHAPES[padded][causal]
+    return Config(padded, dtype, causal, kv, consumers)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    KV, ROWS, CONSUMERS, CAUSAL = config.kv, config.rows, config.consumers, config.causal
+    PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
+    INPUT, O = config.dtype, rt(16, config.head_dim, fp32)
+    readers = CONSUMERS * warpgroup.WARPGROUP
+    smem = shared(
+        q=ring(config.query, CONSUMERS),
+        k=ring(config.key, config.stages, readers),
+        v=ring(config.key, config.stages, readers),
+    )
+    turn = warpgroup.turns(CONSUMERS)
+
+    @inlined
+    def place():
+        """This block's (query block, head, batch). Causal: the longest blocks of all heads first."""
+        if CAUSAL:
+            return cuda.gridDim.z - 1 - cuda.blockIdx.z, cuda.blockIdx.x, cuda.blockIdx.y
+        else:
+            return cuda.blockIdx.x, cuda.blockIdx.y, cuda.blockIdx.z
+
+    @inlined
+    def key_blocks(diagonal, kv_len):
+        """How many key blocks the query block sees, and how many of them, counted from the last, a mask cuts."""
+        if CAUSAL:
+            seen = max(1, min(kv_len, ROWS + diagonal) + KV - 1) // KV
+            return max(1, seen), seen - max(0, diagonal + 1) // KV
+        else:
+            return (kv_len + KV - 1) // KV, 1
+
+    @inlined
+    def mask(s, me, first_key, diagonal, kv_len):
+        """-inf for the scores that the query rows must not see."""
+        if CAUSAL:
+            return warpgroup.causal(s, diagonal + 64 * me - first_key, -math.inf)
+        else:
+            return right_fill(s, kv_len - first_key, -math.inf)
+
+    @inlined
+    def softmax_step(s, m, scale):
+        """exp2(scale (s - m_new)), the running maximum m_new, and the factor for sums taken with the old one."""
+        m_new = maximum(m, row_max(s))
+        return exp2(s * scale - m_new * scale), m_new, exp2((m - m_new) * scale)
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, group, scale):
+        """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp for one block of query rows; `group` query heads share a key
+        head, `scale` is log2(e) / sqrt(D)."""
+        q, k, v = smem.open()
+        block, head, batch = place()
+        diagonal = ROWS * block + kv_len - q_len  # the first row's last key
+        n, masked = key_blocks(diagonal, kv_len)
+        me = warpgroup.id()
+        if me == PRODUCER:
+            warpgroup.release_registers(keep)
+            kv_head = head // group
+            k.fill(0, gK, (batch, n - 1, kv_head))
+            for c in range(CONSUMERS):
+                q.fill(c, gQ, (batch, CONSUMERS * block + c, head))
+            v.fill(0, gV, (batch, n - 1, kv_head))
+            for j in range(1, n):
+                k.fill(j, gK, (batch, n - 1 - j, kv_head))
+                v.fill(j, gV, (batch, n - 1 - j, kv_head))
+        else:
+            warpgroup.claim_registers(claim)
+            turn.begin(me)
+            queries = q.wait(me)
+            s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(0)))
+            k.release(0)
+            s = mask(s, me, (n - 1) * KV, diagonal, kv_len)
+            p, m, alpha = softmax_step(s, full(O.col_vec, LOWEST), scale)
+            l = lane_sum(p)
+            p = INPUT(p)
+            o = zeros(O)
+            for j in range(1, n):
+                turn.take(me)
+                s = warpgroup.mm_ABt(queries, k.wait(j))
+                o = warpgroup.mma_AB(o, p, v.wait(j - 1))
+                turn.give(me)
+                s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
+                k.release(j)
+                if CAUSAL:
+                    if j < masked:
+                        s = mask(s, me, (n - 1 - j) * KV, diagonal, kv_len)
+                p, m, alpha = softmax_step(s, m, scale)
+                l = l * alpha + lane_sum(p)
+                o = warpgroup.wait(o) * alpha
+                v.release(j - 1)
+                p = INPUT(p)  # here, not earlier: the mma reads P's registers until wait(o)
+            o = warpgroup.wait(warpgroup.mma_AB(o, p, v.wait(n - 1)))
+            l = total(l)
+            warpgroup.store(queries, o / maximum(l, TINY))  # in the place of Q, whose mmas are done
+            warpgroup.tma_store(gO, (batch, CONSUMERS * block + me, head), queries)
+            warpgroup.store(gLse, (m * scale + log2(l)) * LN2, (batch, head, ROWS * block + 64 * me))
+            warpgroup.store_wait()
+
+    return attend, smem

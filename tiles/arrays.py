@@ -1,0 +1,409 @@
+"""A user's array as a kernel sees it: an address, a form, and who owns the memory.
+
+    array = describe(q, "q")                            torch, NumPy, CuPy, Numba, JAX, or anything that has
+    stream = current_stream(array)                      __cuda_array_interface__ or __dlpack__
+    out = empty_like_caller(array, shape, "bfloat16")   out.owner is the caller's kind of array
+    ...                                                 launch on `stream`
+    finish(array, stream)                               then hand out.owner back
+
+No framework is imported here: whoever passes a tensor has imported its framework already.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import ml_dtypes  # noqa: F401  makes "bfloat16" a name that np.dtype knows
+import numpy as np
+
+FORMS = 4096  # how many forms are remembered; a forgotten one is only slower, never wrong
+LEGACY_STREAM = 1  # CUDA's handle of the legacy default stream where 0 would mean "none given"
+_HOST, _CUDA = (1, 3), (2, 13)  # DLPack: kDLCPU, kDLCUDAHost; kDLCUDA, kDLCUDAManaged
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """All of an array but its address: shape, strides (bytes), dtype's name, CUDA ordinal (None: host memory).
+
+    Forms are interned by `form`, so they hash and compare by identity: a validated call is found by one cheap lookup.
+    `extent` is how many bytes lie between the lowest element's start and the highest's end; 0 if there is none.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int | None
+    itemsize: int
+    extent: int
+
+
+@lru_cache(FORMS)
+def form(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: int | None, itemsize: int) -> Form:
+    """The one Form of these values (strides in bytes)."""
+    reach = sum((n - 1) * abs(stride) for n, stride in zip(shape, strides))
+    return Form(shape, strides, dtype, device, itemsize, 0 if 0 in shape else reach + itemsize)
+
+
+class Array(NamedTuple):
+    """Where an array lies: `pointer` to its first element, its `form`, and the user's object, which owns the memory."""
+
+    pointer: int
+    form: Form
+    owner: Any
+    kind: Kind
+    readonly: bool = False
+    lease: Any = None  # what else keeps the memory alive: a view of a DLPack capsule
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.form.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In bytes."""
+        return self.form.strides
+
+    @property
+    def dtype(self) -> str:
+        """'bfloat16', 'float16', 'float32', ..."""
+        return self.form.dtype
+
+    @property
+    def device(self) -> int | None:
+        """CUDA ordinal; None is host memory."""
+        return self.form.device
+
+
+def contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Byte strides of a C-ordered array."""
+    strides = [itemsize]
+    for n in reversed(shape[1:]):
+        strides.append(strides[-1] * n)
+    return tuple(reversed(strides[: len(shape)]))
+
+
+# What callers use ---------------------------------------------------------------------------------------------------
+
+
+def describe(x: Any, name: str) -> Array:
+    """Describe a user's array without copying it.
+
+    `name` is the argument's name, for messages. Raises TypeError if x is no array, or lies where no kernel of ours can
+    read it; NotImplementedError if x is a torch tensor that requires grad while grad mode is on.
+    """
+    kind = _KIND_OF.get(type(x)) or _find_kind(x, name)
+    return kind.describe(x, name)
+
+
+def empty_like_caller(array: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    """Uninitialised, C-ordered memory of the same kind and on the same device as `array`; `.owner` is the new object.
+
+    A type that we know only by a protocol gives a Numba device array, or a NumPy array for host memory.
+    """
+    return array.kind.empty(array, shape, dtype)
+
+
+def current_stream(array: Array) -> int:
+    """Handle of the stream on which the array's framework works now; 0 is the legacy default stream.
+
+    torch and CuPy: their current stream of the array's device. Numba: the stream the array is bound to, or the default
+    one. An object with only __cuda_array_interface__: the stream it names. JAX and DLPack know no current stream: the
+    legacy default one, for which `describe` made the contents ready. Only the first array of a call is asked: what the
+    others wait for is the caller's to order, as it is with any explicit stream.
+    """
+    return 0 if array.device is None else array.kind.stream(array)
+
+
+def stream_handle(stream: Any) -> int:
+    """Handle of a `stream=` argument: an integer >= 0, or a stream of torch, CuPy, or with __cuda_stream__.
+
+    Raises TypeError for anything else.
+    """
+    if hasattr(stream, "__index__") and not isinstance(stream, bool) and int(stream) >= 0:
+        return int(stream)
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    for attribute in ("cuda_stream", "ptr"):  # older torch, CuPy
+        if hasattr(stream, attribute):
+            return int(getattr(stream, attribute))
+    raise TypeError(f"stream: must be a handle (an integer >= 0) or a CUDA stream object: {stream=}")
+
+
+def finish(array: Array, stream: int) -> None:
+    """Do what the array's framework needs between a launch on `stream` and handing the result back.
+
+    torch, CuPy and Numba order later work by stream and need nothing. JAX works on streams of its own that wait for
+    nobody, and may reuse an input's memory as soon as Python forgets it: the host waits for `stream`.
+    """
+    if array.device is not None:
+        array.kind.finish(stream)
+
+
+def numpy_view(array: Array) -> np.ndarray:
+    """The same memory as a NumPy array (bfloat16 is ml_dtypes.bfloat16); read-only if the array is.
+
+    Raises ValueError if the array does not lie in host memory.
+    """
+    if array.device is not None:
+        raise ValueError(f"only host memory has a NumPy view: {array.device=}")
+    return np.asarray(_Memory(array.pointer, array.form, array.readonly, array)).view(array.dtype)
+
+
+def fill(array: Array, value: float, stream: int) -> None:
+    """array[...] = value, for 2- and 4-byte floats of any strides; device memory by memset on `stream`, with no kernel.
+
+    The device's context must be current.
+    """
+    if array.device is None:
+        numpy_view(array)[...] = value
+        return
+    if array.form.extent == 0:
+        return
+    from cuda.bindings import driver
+
+    size = array.form.itemsize
+    bits = int(np.array(value, array.dtype).view(f"u{size}"))
+    memset = {2: driver.cuMemsetD2D16Async, 4: driver.cuMemsetD2D32Async}[size]
+    runs = [(1, 0), (1, 0)]  # (extent, stride), outermost first, axes that follow on each other merged
+    for n, stride in zip(array.shape, array.strides):
+        extent, step = runs[-1]
+        if step == n * stride:
+            runs[-1] = extent * n, stride
+        else:
+            runs.append((n, stride))
+    *outer, (height, pitch), (width, _) = runs
+    for index in np.ndindex(*(n for n, _ in outer)):
+        offset = sum(i * stride for i, (_, stride) in zip(index, outer))
+        _cuda(memset(array.pointer + offset, pitch, bits, width, height, stream))
+
+
+def overlaps(a: Array, b: Array) -> bool:
+    """Whether a byte belongs to elements of both. Exact, so interleaved views (q, k, v in one buffer) do not overlap.
+
+    Strides must not be negative. The rare case that is too hard to decide counts as overlapping.
+    """
+    distance = b.pointer - a.pointer
+    return -b.form.extent < distance < a.form.extent and _elements_meet(a.form, b.form, distance)
+
+
+def overlaps_itself(form: Form) -> bool:
+    """Whether two indices may name the same byte: an axis steps less than what the axes inside it cover."""
+    covered = form.itemsize
+    for stride, n in sorted((abs(stride), n) for n, stride in zip(form.shape, form.strides) if n > 1):
+        if stride < covered:
+            return form.extent > 0
+        covered += stride * (n - 1)
+    return False
+
+
+@lru_cache(FORMS)
+def _elements_meet(a: Form, b: Form, distance: int) -> bool:
+    start = 1 << 50  # any address: NumPy solves for equal addresses and reads nothing
+    first, second = np.asarray(_Memory(start, a)), np.asarray(_Memory(start + distance, b))
+    try:
+        return np.shares_memory(first, second, max_work=100_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Memory:
+    """Memory at an address, for np.asarray; keeps `owner` alive as long as the view lives."""
+
+    def __init__(self, pointer: int, form: Form, readonly: bool = True, owner: Any = None):
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": form.shape,
+            "strides": form.strides,
+            "typestr": f"|V{form.itemsize}",
+            "data": (pointer, readonly),
+        }
+
+
+def _cuda(result: tuple) -> Any:
+    """The value of a call of cuda.bindings, or RuntimeError."""
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"the CUDA driver answers {error.name}")
+    return values[0] if values else None
+
+
+# One class for each framework ---------------------------------------------------------------------------------------
+
+
+class Kind:
+    """How one framework's arrays are described and made, and how its work is ordered."""
+
+    def describe(self, x: Any, name: str) -> Array:
+        raise NotImplementedError
+
+    def empty(self, array: Array, shape: tuple[int, ...], dtype: str) -> Array:
+        if array.device is None:
+            return describe(np.empty(shape, dtype), "out")
+        from numba import cuda
+
+        with cuda.gpus[array.device]:
+            return describe(cuda.device_array(shape, np.dtype(dtype)), "out")
+
+    def stream(self, array: Array) -> int:
+        return 0
+
+    def finish(self, stream: int) -> None:
+        pass
+
+
+class NumPy(Kind):
+    def describe(self, x: np.ndarray, name: str) -> Array:
+        pointer, readonly = x.__array_interface__["data"]
+        return Array(pointer, form(x.shape, x.strides, _name(x.dtype), None, x.itemsize), x, self, readonly)
+
+
+class Torch(Kind):
+    def __init__(self):
+        self.torch = sys.modules["torch"]
+
+    def describe(self, x: Any, name: str) -> Array:
+        if x.requires_grad and self.torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{name}: requires grad, and the backward pass is not there yet; "
+                f"call under torch.no_grad(), or pass {name}.detach()"
+            )
+        try:
+            # tuple.__new__ and not Array(...): the call has 10 us for everything, and this saves 0.1 of them
+            where = _torch_form(x.shape, x.stride(), x.dtype, x.device)
+            return tuple.__new__(Array, (x.data_ptr(), where, x, self, False, None))
+        except (RuntimeError, TypeError) as error:  # sparse, nested, meta, under vmap: no memory to address
+            raise TypeError(f"{name}: {error}") from error
+
+    def empty(self, array: Array, shape: tuple[int, ...], dtype: str) -> Array:
+        new = self.torch.empty(shape, dtype=getattr(self.torch, dtype), device=array.owner.device)
+        return self.describe(new, "out")
+
+    def stream(self, array: Array) -> int:
+        return self.torch._C._cuda_getCurrentRawStream(array.device)
+
+
+@lru_cache(FORMS)
+def _torch_form(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, device: Any) -> Form:
+    if device.type not in ("cpu", "cuda"):
+        raise TypeError(f"must lie in host or CUDA memory: device={str(device)!r}")
+    name, size = str(dtype).removeprefix("torch."), dtype.itemsize
+    ordinal = device.index if device.type == "cuda" else None
+    return form(tuple(shape), tuple(size * s for s in strides), name, ordinal, size)
+
+
+class CuPy(Kind):
+    def describe(self, x: Any, name: str) -> Array:
+        return Array(x.data.ptr, form(x.shape, x.strides, _name(x.dtype), x.device.id, x.itemsize), x, self)
+
+    def empty(self, array: Array, shape: tuple[int, ...], dtype: str) -> Array:
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(array.device):
+            return self.describe(cupy.empty(shape, np.dtype(dtype)), "out")
+
+    def stream(self, array: Array) -> int:
+        return sys.modules["cupy"].cuda.get_current_stream(array.device).ptr
+
+
+class CudaArrayInterface(Kind):
+    """Numba's device arrays, and whatever else has __cuda_array_interface__ (version 2 or 3)."""
+
+    def describe(self, x: Any, name: str) -> Array:
+        interface = x.__cuda_array_interface__
+        if interface.get("mask") is not None:
+            raise TypeError(f"{name}: masked arrays are not supported")
+        pointer, readonly = interface["data"]
+        shape, dtype = tuple(map(int, interface["shape"])), np.dtype(interface["typestr"])
+        strides = tuple(map(int, interface.get("strides") or contiguous(shape, dtype.itemsize)))
+        # the typestr of bfloat16 is "<V2", two bytes of anything: only the object's own dtype says more
+        named = str(getattr(x, "dtype", dtype)) if dtype.kind == "V" else _name(dtype)
+        return Array(pointer, form(shape, strides, named, _ordinal(pointer), dtype.itemsize), x, self, readonly)
+
+    def stream(self, array: Array) -> int:
+        return array.owner.__cuda_array_interface__.get("stream") or 0
+
+
+class DLPack(Kind):
+    """Whatever has __dlpack__. cuda.core reads the capsule; its view keeps the memory as long as the Array lives."""
+
+    def describe(self, x: Any, name: str) -> Array:
+        from cuda.core.utils import StridedMemoryView
+
+        place, ordinal = map(int, x.__dlpack_device__())
+        if place not in _HOST + _CUDA:
+            raise TypeError(f"{name}: must lie in host or CUDA memory: its DLPack device is {(place, ordinal)}")
+        try:
+            view = StridedMemoryView.from_dlpack(x, stream_ptr=LEGACY_STREAM if place in _CUDA else -1)
+            size = view.dtype.itemsize
+        except (BufferError, RuntimeError, TypeError, NotImplementedError) as error:
+            raise TypeError(f"{name}: {error}") from error
+        strides = contiguous(view.shape, size) if view.strides is None else tuple(size * s for s in view.strides)
+        where = form(view.shape, strides, _name(view.dtype), ordinal if place in _CUDA else None, size)
+        return Array(view.ptr, where, x, self, view.readonly, view)
+
+
+class Jax(DLPack):
+    """jax.Array on one device. Described through DLPack, which also keeps JAX from donating the buffer meanwhile.
+
+    JAX arrays are immutable and from_dlpack would leave their memory outside JAX's allocator (which holds most of the
+    card), so a result is written into the buffer of a fresh jnp.empty: nobody else has seen it, and `finish` waits for
+    the last byte before anybody can.
+    """
+
+    def describe(self, x: Any, name: str) -> Array:
+        if len(x.devices()) != 1:
+            raise ValueError(f"{name}: must lie on one device: {name}.devices()={x.devices()}")
+        x.block_until_ready()
+        return super().describe(x, name)._replace(readonly=True)
+
+    def empty(self, array: Array, shape: tuple[int, ...], dtype: str) -> Array:
+        (device,) = array.owner.devices()
+        new = sys.modules["jax"].numpy.empty(shape, np.dtype(dtype), device=device)
+        return self.describe(new, "out")._replace(readonly=False)
+
+    def finish(self, stream: int) -> None:
+        from cuda.bindings import driver
+
+        _cuda(driver.cuStreamSynchronize(stream))
+
+
+_KINDS = {
+    "numpy.ndarray": NumPy,
+    "torch.Tensor": Torch,
+    "cupy.ndarray": CuPy,
+    "jaxlib.ArrayImpl": Jax,
+    "jax.ArrayImpl": Jax,
+}
+_KIND_OF: dict[type, Kind] = {}
+
+
+def _find_kind(x: Any, name: str) -> Kind:
+    """The kind of x's class, by the name of its first known base, and remembered; else by what x can do."""
+    cls = type(x)
+    for base in cls.__mro__:
+        if kind := _KINDS.get(f"{base.__module__.partition('.')[0]}.{base.__name__}"):
+            return _KIND_OF.setdefault(cls, kind())
+    if hasattr(x, "__cuda_array_interface__"):
+        return CudaArrayInterface()
+    if hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__"):
+        return DLPack()
+    given = f"{cls.__module__}.{cls.__qualname__}"
+    raise TypeError(f"{name}: must be an array with __cuda_array_interface__ or __dlpack__, not {given}")
+
+
+def _name(dtype: np.dtype) -> str:
+    """'float16' for np.float16, and '>f2' for one in foreign byte order, which no kernel reads."""
+    return dtype.name if dtype.isnative else dtype.str
+
+
+def _ordinal(pointer: int) -> int:
+    """CUDA ordinal of the device that holds the pointer; the current device for NULL, an empty array's address."""
+    from cuda.bindings import driver
+
+    if not pointer:
+        return int(_cuda(driver.cuCtxGetDevice()))
+    ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    return int(_cuda(driver.cuPointerGetAttribute(ordinal, pointer)))
