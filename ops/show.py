@@ -1,0 +1,66 @@
+"""`print(tile)` in a kernel: the same picture on the GPU as in the interpreter, where Python prints the tile itself.
+
+One vector or tile a call. The values travel to lane 0, which prints row after row. For looking at things, not for speed.
+"""
+import numpy as np
+from llvmlite import ir
+from numba.cuda import cgutils, nvvmutils
+from numba.cuda.cudaimpl import registry
+from numba.cuda.printimpl import print_item
+
+from tiles import layout
+from tiles.plumbing import Builder, Value, f32
+from tiles.types import rt, rv
+
+ARGUMENTS = 32  # that vprintf takes
+f64 = ir.DoubleType()
+
+
+def _places(spec):
+    """Who holds which value: an array of (lane, element) of the tile's shape."""
+    out = np.empty(spec.shape, object)
+    for lane in range(layout.LANES):
+        for index in range(spec.elements):
+            if isinstance(spec, rt):
+                out[layout.element(lane, index, spec.cols)] = lane, index
+            elif spec.axis == "col_vec":
+                out[layout.col_vec_element(lane, index), 0] = lane, index
+            else:
+                out[0, layout.row_vec_element(lane, index)] = lane, index
+    return out
+
+
+def _from_lane(b, x, lane):
+    """Another lane's fp32 register."""
+    text = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+    return b.asm(f32, text, "=f,f,r", x, b.u32(lane))
+
+
+def _printf(b, buffer, text, *values):
+    """printf by lane 0 of this warp."""
+    with b.if_then(b.icmp_unsigned("==", b.lane(), b.u32(0))):
+        for k, value in enumerate(values):
+            b.store(b.fpext(value, f64), b.gep(buffer, [b.u32(0), b.u32(k)]))
+        text = b.context.insert_string_const_addrspace(b, text)
+        b.call(nvvmutils.declare_vprint(b.module), [text, b.bitcast(buffer, ir.PointerType(ir.IntType(8)))])
+
+
+@print_item.register(Value)
+def _(tile, *_):
+    raise TypeError(f"print: a tile is printed by itself, print(tile), got {tile} among other arguments")
+
+
+@registry.lower(print, Value)
+def _(context, builder, sig, args):
+    b, spec = Builder(builder, context), sig.args[0].spec
+    if not isinstance(spec, (rt, rv)) or getattr(spec, "partial", False):
+        raise TypeError(f"print: takes a register tile or vector, got {spec}")
+    elements = b.elements(spec, args[0])
+    buffer = cgutils.alloca_once(b, ir.ArrayType(f64, ARGUMENTS))
+    _printf(b, buffer, f"{spec}\n")
+    for row in _places(spec):
+        for start in range(0, len(row), ARGUMENTS):
+            values = [_from_lane(b, elements[index], lane) for lane, index in row[start : start + ARGUMENTS]]
+            end = "\n" if start + ARGUMENTS >= len(row) else " "
+            _printf(b, buffer, " ".join(["%9.4f"] * len(values)) + end, *values)
+    return context.get_dummy_value()

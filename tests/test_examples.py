@@ -1,0 +1,99 @@
+"""Every example runs: in the interpreter, as machine code for sm_90a that nobody has to apologise for, and on the card."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiles
+from tiles.compiler import compile_kernel
+from tiles.plumbing import numba_type
+from tiles.values import spec_of
+
+FOLDER = Path(__file__).parents[1] / "examples"
+EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "machine")
+LAUNCH = tiles.launch
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What the example launches, as [(kernel, arguments)]; it is launched all the same."""
+    seen = []
+
+    def launch(kernel, *grid, **options):
+        def run(*args):
+            seen.append((kernel, args))
+            LAUNCH(kernel, *grid, **options)(*args)
+
+        return run
+
+    monkeypatch.setattr(tiles, "launch", launch)
+    return seen
+
+
+def load(name, monkeypatch):
+    """The example's module, as `python examples/name.py` finds it."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module(name)
+
+
+def on_host(array):
+    return array
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_runs_in_the_interpreter(name, monkeypatch, launches):
+    load(name, monkeypatch).main(on_host)
+    assert launches
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_compiles_for_hopper(name, monkeypatch, launches):
+    load(name, monkeypatch).main(on_host)
+    for kernel, args in launches:
+        code = compile_kernel(kernel, [numba_type(spec_of(a)) for a in args], "sm_90a")
+        prints = "print" in kernel.py_func.__code__.co_names  # printf takes its arguments from memory
+        assert code.spill_bytes == 0 and not code.warnings, code.log
+        assert code.local_bytes == 0 or prints, code.log
+
+
+SIZES = {  # at and around the edges of tiles
+    "copy_tma": [(64, 64), (1, 8), (65, 200), (63, 56)],
+    "softmax": [(1, 1), (64, 128), (63, 129), (130, 1000)],
+    "gemm": [(1, 8, 8), (128, 128, 64), (129, 136, 72), (64, 256, 640)],
+    "flash_attention": [(1, 1), (128, 128), (127, 129), (129, 640)],
+}
+
+
+@pytest.mark.parametrize("name, sizes", [(name, sizes) for name, rows in SIZES.items() for sizes in rows])
+def test_any_size(name, sizes, monkeypatch):
+    load(name, monkeypatch).main(on_host, *sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_runs_on_the_card(name, monkeypatch):
+    from numba import cuda
+
+    load(name, monkeypatch).main(cuda.to_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, sizes", [(name, sizes) for name, rows in SIZES.items() for sizes in rows])
+def test_any_size_on_the_card(name, sizes, monkeypatch):
+    from numba import cuda
+
+    load(name, monkeypatch).main(cuda.to_device, *sizes)
+
+
+def test_runs_as_a_script():
+    done = subprocess.run([sys.executable, FOLDER / "hello_tile.py"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "rt(16, 16, fp32)" in done.stdout
+    numbers = np.array(re.findall(r"-?\d+\.\d{4}", done.stdout), float)
+    np.testing.assert_array_equal(numbers, 2.0 * np.arange(256))
