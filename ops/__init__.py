@@ -2,6 +2,7 @@
 for the instructions without their guards."""
 from . import convert as _convert  # dtypes become callable  # noqa: F401
 from . import raw, warpgroup
+from . import show as _show  # print takes tiles  # noqa: F401
 from .make import full, zeros
 from .maps import exp, exp2, log2, maximum, minimum
 from .mask import causal, right_fill

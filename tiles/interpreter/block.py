@@ -296,6 +296,7 @@ class Block:
             for warp in self.rng.sample(live, len(live)) if self.rng else live:
                 if self.rng and self.flying and self.rng.random() < 0.2:
                     self.land(self.rng.choice(self.flying))
+                    moved = True
                 if warp.ready is None or warp.ready():
                     warp.switch()
                     moved = True
