@@ -1,6 +1,7 @@
 """Every example runs: in the interpreter, as machine code for sm_90a that nobody has to apologise for, and on the card."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -11,8 +12,6 @@ import pytest
 
 import tiles
 from tiles.compiler import compile_kernel
-from tiles.plumbing import numba_type
-from tiles.values import spec_of
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "machine")
@@ -21,13 +20,15 @@ LAUNCH = tiles.launch
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What the example launches, as [(kernel, arguments)]; it is launched all the same."""
+    """What the example launches, as [(kernel, types of the arguments)]; it is launched all the same."""
     seen = []
 
     def launch(kernel, *grid, **options):
+        launched = LAUNCH(kernel, *grid, **options)
+
         def run(*args):
-            seen.append((kernel, args))
-            LAUNCH(kernel, *grid, **options)(*args)
+            seen.append((kernel, [p.type for p in launched.parameters(args)]))
+            launched(*args)
 
         return run
 
@@ -54,8 +55,8 @@ def test_runs_in_the_interpreter(name, monkeypatch, launches):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_compiles_for_hopper(name, monkeypatch, launches):
     load(name, monkeypatch).main(on_host)
-    for kernel, args in launches:
-        code = compile_kernel(kernel, [numba_type(spec_of(a)) for a in args], "sm_90a")
+    for kernel, signature in launches:
+        code = compile_kernel(kernel, signature, "sm_90a")
         prints = "print" in kernel.py_func.__code__.co_names  # printf takes its arguments from memory
         assert code.spill_bytes == 0 and not code.warnings, code.log
         assert code.local_bytes == 0 or prints, code.log
@@ -92,7 +93,8 @@ def test_any_size_on_the_card(name, sizes, monkeypatch):
 
 
 def test_runs_as_a_script():
-    done = subprocess.run([sys.executable, FOLDER / "hello_tile.py"], capture_output=True, text=True, timeout=120)
+    env = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
+    done = subprocess.run([sys.executable, FOLDER / "hello_tile.py"], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     assert "rt(16, 16, fp32)" in done.stdout
     numbers = np.array(re.findall(r"-?\d+\.\d{4}", done.stdout), float)

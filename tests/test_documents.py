@@ -1,0 +1,68 @@
+"""What the documents show is true: their code runs, the README's kernel is the example's, its error is the one you get."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiles import Hazard
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md"]
+EXAMPLE = ROOT / "examples" / "gemm.py"
+
+
+def blocks(document, language):
+    """[(line, block)]: the fenced blocks of a document in a language, and the lines before each."""
+    text = (ROOT / document).read_text()
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+    return [(text[: block.start(1)].count("\n"), block[1]) for block in found]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_code_runs(document):
+    namespace = {}
+    for line, code in blocks(document, "python"):
+        exec(compile("\n" * line + code, ROOT / document, "exec"), namespace)
+
+
+def test_kernel_is_the_example():
+    (_, types), (_, kernel) = blocks("README.md", "python")[:2]
+    example = EXAMPLE.read_text()
+    assert kernel in example
+    assert types[types.index("CONSUMERS, STAGES") :] in example
+
+
+def test_error_message(tmp_path, monkeypatch):
+    [(_, diff)], [(_, message)] = blocks("README.md", "diff"), blocks("README.md", "text")
+    old, new = ("".join(line[1:] + "\n" for line in diff.splitlines() if line[0] in kind) for kind in (" -", " +"))
+    example = EXAMPLE.read_text()
+    assert example.count(old) == 1
+    broken = tmp_path / "gemm.py"
+    broken.write_text(example.replace(old, new))
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    spec = importlib.util.spec_from_file_location("broken_gemm", broken)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(Hazard) as caught:
+        module.main(lambda array: array)
+    assert str(caught.value) == message.strip()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_names_exist(document):
+    text = (ROOT / document).read_text()
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    paths = re.findall(r"`((?:tiles|ops|attention|examples|tests|bench|docs|\.ci)/[\w./]*)`", text)
+    for name in [link for link in links if not link.startswith("https://")] + paths:
+        assert (ROOT / name).exists(), name
+
+
+def test_picture_is_what_the_layouts_say():
+    command = [sys.executable, "-c", "import draw_layouts as d; assert d.PICTURE.read_text() == d.svg()"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "docs")])
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
