@@ -1,12 +1,16 @@
 """Tiles for Numba-CUDA: what a tile is, where its elements lie, and how a kernel made of them is launched."""
-from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32
-from .interpreter import Hazard
-from .op import inlined, lowers, op
-from .shared import ring, shared
-from .types import barrier, gl, pending, rt, rv, st
-from .values import Tile, tensor
+from .doctor import importing
+
+with importing():
+    from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32
+    from .interpreter import Hazard
+    from .launch import launch
+    from .op import inlined, lowers, op
+    from .shared import ring, shared
+    from .types import barrier, gl, pending, rt, rv, st
+    from .values import Tile, tensor
 
 __all__ = [
-    "Hazard", "Tile", "barrier", "bf16", "dtype", "fp8e4m3", "fp8e5m2", "fp16", "fp32", "gl", "inlined", "lowers", "op",
-    "pending", "ring", "rt", "rv", "shared", "st", "tensor",
+    "Hazard", "Tile", "barrier", "bf16", "dtype", "fp8e4m3", "fp8e5m2", "fp16", "fp32", "gl", "inlined", "launch", "lowers",
+    "op", "pending", "ring", "rt", "rv", "shared", "st", "tensor",
 ]  # fmt: skip

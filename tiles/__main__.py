@@ -1,0 +1,20 @@
+"""`python -m tiles COMMAND`: see COMMANDS."""
+
+import importlib
+import sys
+
+COMMANDS = {"doctor": "what this machine has, what runs where, and what to do about what is missing"}
+
+
+def main(arguments) -> int:
+    """Run a command's module, whose `main` takes the remaining arguments and returns the exit code."""
+    if arguments[:1] and arguments[0] in COMMANDS:
+        return importlib.import_module(f".{arguments[0]}", __package__).main(arguments[1:])
+    print("usage: python -m tiles COMMAND", file=sys.stderr)
+    for name, text in COMMANDS.items():
+        print(f"  {name:<10} {text}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

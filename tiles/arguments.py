@@ -1,0 +1,93 @@
+"""A kernel's arguments: how each is typed, and the 8-byte slots that the machine code takes it in."""
+
+import functools
+import math
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba.cuda import types
+from numba.cuda.np.numpy_support import from_dtype
+
+from . import tma
+from .arrays import Array, describe
+from .dtypes import DTYPES
+from .plumbing import Value
+from .types import gl
+from .values import NUMBA_SCALARS, tensor
+
+_SCALARS: dict[type, tuple[str, types.Type]] = {
+    bool: ("?", types.boolean),
+    int: ("i", types.int32),
+    float: ("f", types.float32),
+    np.bool_: ("?", types.boolean),
+    **{np.dtype(c).type: (c, from_dtype(np.dtype(c))) for c in "bBhHiIqQfd"},
+}
+DATA = 4  # the slot of an array's address
+
+
+class Parameter(NamedTuple):
+    """One argument: its Numba type, and its 8-byte slots as the machine code takes them. Of an array or tensor also its
+    description and which slot its address (or that of its map) goes to; of a tensor also its `gl`."""
+
+    name: str
+    type: types.Type
+    slots: tuple[int, ...]
+    value: Any
+    array: Array | None = None
+    spec: gl | None = None
+    place: int = 0
+
+
+def parameter(name: str, value: Any) -> Parameter:
+    """How the argument `name` is passed. TypeError, ValueError or OverflowError that names it: it cannot be."""
+    scalar = _SCALARS.get(type(value))
+    if scalar:
+        code, ty = scalar
+        try:
+            bits = struct.pack("<" + code, value).ljust(8, b"\0")
+        except (struct.error, OverflowError):
+            wide = "np.int64" if code == "i" else "np.float64"
+            raise OverflowError(f"{name}: {value} does not fit {ty}; pass {wide}({value})") from None
+        return Parameter(name, ty, (int.from_bytes(bits, "little"),), value)
+    if isinstance(value, tensor):
+        array = describe(value.array, name)
+        try:
+            tma.encoding(value.spec, array.form)
+            tma.check_address(array.pointer)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from None
+        return Parameter(name, _map_type(value.spec), (0,), value, array, value.spec)
+    array = describe(value, name)
+    form = array.form
+    # Numba's array: who owns the memory (nobody here), who counts references, elements, bytes of one, address, shape, strides
+    slots = (0, 0, math.prod(form.shape), form.itemsize, array.pointer, *form.shape, *(s % 2**64 for s in form.strides))
+    try:
+        ty = _array_type(form.dtype, len(form.shape))
+    except (TypeError, NotImplementedError):
+        raise TypeError(f"{name}: kernels know no elements of type {form.dtype}") from None
+    return Parameter(name, ty, slots, value, array, None, DATA)
+
+
+@functools.cache
+def _map_type(spec):
+    return Value(spec)
+
+
+@functools.cache
+def _array_type(dtype, rank):
+    named = np.dtype(dtype)
+    return types.Array(NUMBA_SCALARS.get(named) or (types.uint8 if named in DTYPES else from_dtype(named)), rank, "A")
+
+
+def same_place(parameters):
+    """The CUDA ordinal that all arrays share; None: host memory, or no array at all."""
+    first = None
+    for p in parameters:
+        if p.array is None:
+            continue
+        first = first or p
+        if p.array.device != first.array.device:
+            places = ["host memory" if x.array.device is None else f"GPU {x.array.device}" for x in (p, first)]
+            raise TypeError(f"{p.name} lies in {places[0]}, but {first.name} in {places[1]}")
+    return first.array.device if first else None

@@ -1,0 +1,80 @@
+"""The CUDA driver, as the launching code uses it: errors by name, what a GPU is, and whose context is current."""
+
+import contextlib
+import functools
+
+from cuda.bindings import driver
+
+_ATTRIBUTE = driver.CUdevice_attribute
+
+
+def check(result):
+    """What a call of cuda.bindings.driver returned besides its status; RuntimeError with CUDA's own name and words if that
+    is an error."""
+    status, *values = result
+    if status:
+        _, name = driver.cuGetErrorName(status)
+        _, words = driver.cuGetErrorString(status)
+        raise RuntimeError(f"{_text(name)}: {_text(words)}")
+    return values[0] if len(values) == 1 else tuple(values) or None
+
+
+def _text(answer):
+    return answer.decode() if isinstance(answer, bytes) else "an unknown CUDA error"
+
+
+class Device:
+    """One GPU. `context` is its primary context, which torch, CuPy, JAX and Numba use, too."""
+
+    def __init__(self, ordinal):
+        check(driver.cuInit(0))
+        self.ordinal = ordinal
+        self.handle = check(driver.cuDeviceGet(ordinal))
+        self.context = check(driver.cuDevicePrimaryCtxRetain(self.handle))
+        self.name = check(driver.cuDeviceGetName(128, self.handle)).split(b"\0")[0].decode()
+        major = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+        minor = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        self.capability = major, minor
+        self.shared_bytes = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+
+    def attribute(self, which):
+        """A CUdevice_attribute of this GPU."""
+        return check(driver.cuDeviceGetAttribute(which, self.handle))
+
+    @property
+    def arch(self):
+        """The architecture that kernels are compiled for: "sm_90a"."""
+        major, minor = self.capability
+        return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+    def __str__(self):
+        return f"GPU {self.ordinal}, {self.name} ({self.arch})"
+
+    @contextlib.contextmanager
+    def current(self):
+        """This GPU's primary context is current inside, whatever it was before."""
+        check(driver.cuCtxPushCurrent(self.context))
+        try:
+            yield
+        finally:
+            check(driver.cuCtxPopCurrent())
+
+
+device = functools.lru_cache(maxsize=None)(Device)
+"""device(ordinal): the one Device of that number."""
+
+
+@contextlib.contextmanager
+def uncaptured():
+    """Work inside is no part of a CUDA graph that this or another thread may be capturing, and does not break its capture:
+    allocations, copies on streams of our own, loading of modules."""
+    mode = check(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    try:
+        yield
+    finally:
+        check(driver.cuThreadExchangeStreamCaptureMode(mode))
+
+
+def capturing(stream) -> bool:
+    """Is a CUDA graph being captured from this stream?"""
+    return bool(check(driver.cuStreamIsCapturing(stream)))

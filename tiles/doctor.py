@@ -1,0 +1,214 @@
+"""`python -m tiles doctor`: what this machine has, what runs where, and what to do about what is missing.
+
+Only the standard library is imported at the top, so that it can speak where nothing else can be imported.
+"""
+
+import contextlib
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OF_NUMBA_CUDA = ("numba-cuda", "cuda-core", "cuda-bindings", "nvidia-nvjitlink")  # what numba-cuda[cu13] brings
+PACKAGES = ("numba", "llvmlite", "numpy", "ml_dtypes", "greenlet", *OF_NUMBA_CUDA)
+OPTIONAL = ("torch", "cupy-cuda13x", "jax")
+FAMILIES = (  # (lowest capability, what runs there)
+    ((10, 0), "no wgmma: kernels of registers, ordinary memory and TMA; those with wgmma run in the interpreter"),
+    ((9, 0), "wgmma and TMA: every kernel"),
+    ((8, 0), "neither wgmma nor TMA: kernels of registers and global memory; the others run in the interpreter"),
+    ((0, 0), "too old: kernels run in the interpreter"),
+)
+SIMULATOR = (
+    "NUMBA_ENABLE_CUDASIM is set, and Numba's simulator cannot run tiles. Unset it: tiles.launch runs kernels on NumPy arrays "
+    "in an interpreter of its own, and with TILES_INTERPRET=1 kernels on device arrays, too"
+)
+
+
+def simulated() -> bool:
+    """Does the environment ask for Numba's simulator?"""
+    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+
+
+@contextlib.contextmanager
+def importing():
+    """Around the imports of tiles/__init__.py: says what to do where they cannot work. Under `python -m tiles doctor` they may
+    fail, for the doctor looks into that."""
+    examining = sys.argv[:2] == ["-m", "doctor"]
+    if simulated() and not examining:
+        raise ImportError(SIMULATOR)
+    try:
+        yield
+    except Exception as error:
+        if examining:
+            return
+        if isinstance(error, (ImportError, AttributeError)):
+            raise ImportError(f"{error}; `python -m tiles doctor` says what to do") from error
+        raise
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. advice: what to do about it; broken: tiles does not work like this."""
+
+    subject: str
+    text: str
+    advice: str = ""
+    broken: bool = False
+
+
+def version(name) -> str | None:
+    """The installed version of a distribution."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return None
+
+
+def packages():
+    """Python and the packages that tiles is made with."""
+    yield Finding("python", f"{platform.python_version()}, {sys.executable}")
+    for name in PACKAGES:
+        found = version(name)
+        needed = not found and name != "nvidia-nvjitlink"  # a CUDA toolkit that pip did not install has its own
+        advice = "pip install " + ("'numba-cuda[cu13]'" if name in OF_NUMBA_CUDA else name)
+        yield Finding(name, found or "not installed", "" if found else advice, needed)
+    for name in OPTIONAL:
+        if found := version(name):
+            yield Finding(name, found)
+
+
+def numpy_fits():
+    """numba-cuda releases that call numpy.row_stack do not import with NumPy 2.5, which no longer has it."""
+    numpy, spec = version("numpy"), importlib.util.find_spec("numba_cuda")
+    if numpy is None or spec is None or spec.origin is None or tuple(map(int, numpy.split(".")[:2])) < (2, 5):
+        return
+    source = Path(spec.origin).parent / "numba/cuda/np/arrayobj.py"
+    if source.exists() and "np.row_stack" in source.read_text():
+        text = f"numba-cuda {version('numba-cuda')} calls numpy.row_stack, which NumPy {numpy} does not have"
+        yield Finding("numpy", text, "pip install 'numpy<2.5'", broken=True)
+
+
+def simulator():
+    """Numba's simulator is no way to run tiles."""
+    if simulated():
+        yield Finding("environment", SIMULATOR, "unset NUMBA_ENABLE_CUDASIM", broken=True)
+
+
+def shadows():
+    """Another package of the same name, found before ours or after."""
+    for name in ("tiles", "ops"):
+        places = []
+        for entry in sys.path:
+            spec = importlib.machinery.PathFinder.find_spec(name, [entry or os.getcwd()])
+            if spec and spec.origin and (place := Path(spec.origin).resolve()) not in places:
+                places.append(place)
+        ours = ROOT / name / "__init__.py"
+        others = [place for place in places if place != ours]
+        for place in others:
+            first = places.index(place) < places.index(ours) if ours in places else True
+            text = f"{place} {'shadows ours, ' + str(ours) if first else 'is shadowed by ours'}"
+            yield Finding(f"package {name}", text, f"rename it, or put {ROOT} before it on sys.path" if first else "", first)
+        if not others:
+            yield Finding(f"package {name}", str(ours.parent))
+
+
+def imports():
+    """Whether `import tiles, ops` works, in a process of its own."""
+    try:
+        run = subprocess.run([sys.executable, "-c", "import tiles, ops"], capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        yield Finding("import", "`import tiles, ops` takes more than two minutes", "look for a hanging file system", True)
+        return
+    words = (run.stderr.strip().splitlines() or ["no message"])[-1]
+    if run.returncode:
+        yield Finding("import", f"`import tiles, ops` fails: {words}", "mend what is marked above first", broken=True)
+    else:
+        yield Finding("interpreter", "works: kernels on arrays in host memory, and all with TILES_INTERPRET=1, run in it")
+
+
+def gpus():
+    """The driver and the GPUs, and what runs on each."""
+    nothing = "kernels run in the interpreter; for a GPU install NVIDIA's driver, 580 or later"
+    try:
+        from cuda.bindings import driver
+
+        from .device import check
+
+        check(driver.cuInit(0))
+        cuda = check(driver.cuDriverGetVersion())
+        count = check(driver.cuDeviceGetCount())
+    except Exception as error:  # whatever fails here, fails for lack of a driver or of the package
+        yield Finding("driver", f"none that works: {str(error).splitlines()[0]}", nothing)
+        return
+    file = Path("/proc/driver/nvidia/version")
+    words = file.read_text().split("Kernel Module")[-1].split()[:3] if file.exists() else []
+    release = next((word for word in words if word[0].isdigit()), "")
+    yield Finding("driver", f"{release} for CUDA {cuda // 1000}.{cuda % 1000 // 10}".strip())
+    made_for = version("nvidia-nvjitlink")
+    if made_for and int(made_for.split(".")[0]) > cuda // 1000:
+        advice = f"a newer driver, or pip install 'numba-cuda[cu{cuda // 1000}]'"
+        yield Finding("driver", f"too old for the compiler, which is of CUDA {made_for}", advice, broken=True)
+    for ordinal in range(count):
+        yield from _gpu(driver, check, ordinal)
+    if not count:
+        yield Finding("GPU", "none", nothing)
+
+
+def _gpu(driver, check, ordinal):
+    handle, which = check(driver.cuDeviceGet(ordinal)), driver.CUdevice_attribute
+    name = check(driver.cuDeviceGetName(128, handle)).split(b"\0")[0].decode()
+    capability = tuple(
+        check(driver.cuDeviceGetAttribute(getattr(which, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), handle))
+        for part in ("MAJOR", "MINOR")
+    )
+    memory = check(driver.cuDeviceTotalMem(handle)) / 2**30
+    runs = next(text for lowest, text in FAMILIES if capability >= lowest)
+    text = f"{name}, compute capability {capability[0]}.{capability[1]}, {memory:.0f} GiB"
+    yield Finding(f"GPU {ordinal}", f"{text}; {runs}", "" if capability[0] == 9 else "TILES_INTERPRET=1 runs any kernel")
+
+
+def cache():
+    """Where compiled kernels are kept."""
+    try:
+        from .cache import folder
+    except Exception:  # `imports` has told why
+        return
+    path = folder()
+    if path is None:
+        yield Finding("cache", "off", "unset TILES_CACHE; let TILES_CACHE_DIR name a folder that this user alone may write to")
+        return
+    entries = list(path.glob("*.json"))
+    yield Finding("cache", f"{path}, {len(entries)} kernels, {sum(e.stat().st_size for e in entries) / 2**20:.1f} MiB")
+
+
+PROBES = (packages, numpy_fits, simulator, shadows, imports, gpus, cache)
+
+
+def examine():
+    """All findings. A probe that itself fails is one, too."""
+    for probe in PROBES:
+        try:
+            yield from probe()
+        except Exception as error:
+            yield Finding(probe.__name__, f"could not be examined: {type(error).__name__}: {error}")
+
+
+def main(arguments=()) -> int:
+    """Print the report; 1 if something is broken."""
+    if arguments:
+        print(f"doctor takes no arguments, got {' '.join(arguments)}", file=sys.stderr)
+        return 2
+    broken = 0
+    for finding in examine():
+        print(f"{'!' if finding.broken else ' '} {finding.subject:<18} {finding.text}")
+        if finding.advice:
+            print(f"  {'':<18} -> {finding.advice}")
+        broken += finding.broken
+    print("tiles does not work here as it is: see the lines marked !" if broken else "tiles works here")
+    return int(broken > 0)
