@@ -67,6 +67,12 @@ def config_for(head_dim: int, dtype: dtype, causal: bool) -> Config:
     return Config(padded, dtype, causal, kv, consumers)
 
 
+def grid(config: Config, batch: int, heads: int, seqlen_q: int):
+    """One block for every `config.rows` query rows of every head, in the order that `place` reads."""
+    blocks = -(-seqlen_q // config.rows)
+    return (heads, batch, blocks) if config.causal else (blocks, heads, batch)
+
+
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
@@ -91,20 +97,20 @@ def make(config: Config):
 
     @inlined
     def key_blocks(diagonal, kv_len):
-        """How many key blocks the query block sees, and how many of them, counted from the last, a mask cuts."""
+        """How many key blocks the query rows see, and how many of them, counted from the last, a mask cuts."""
         if CAUSAL:
-            seen = max(1, min(kv_len, ROWS + diagonal) + KV - 1) // KV
-            return max(1, seen), seen - max(0, diagonal + 1) // KV
+            n = max(1, (min(kv_len, ROWS + diagonal) + KV - 1) // KV)
+            return n, n - max(0, diagonal + 1) // KV
         else:
             return (kv_len + KV - 1) // KV, 1
 
     @inlined
-    def mask(s, me, first_key, diagonal, kv_len):
-        """-inf for the scores that the query rows must not see."""
+    def mask(s, edge):
+        """-inf for the scores that must not be seen: from column `edge` on or, causal, right of the diagonal `edge`."""
         if CAUSAL:
-            return warpgroup.causal(s, diagonal + 64 * me - first_key, -math.inf)
+            return warpgroup.causal(s, edge, -math.inf)
         else:
-            return right_fill(s, kv_len - first_key, -math.inf)
+            return right_fill(s, edge, -math.inf)
 
     @inlined
     def softmax_step(s, m, scale):
@@ -112,51 +118,61 @@ def make(config: Config):
         m_new = maximum(m, row_max(s))
         return exp2(s * scale - m_new * scale), m_new, exp2((m - m_new) * scale)
 
+    def overlap(cut):
+        """The middle of the pipeline: scores and softmax of block j, while O takes up block j - 1; `cut` by the mask or not."""
+
+        @inlined
+        def step(j, o, p, m, l, queries, k, v, me, edge, scale):
+            turn.take(me)
+            s = warpgroup.mm_ABt(queries, k.wait(j))
+            o = warpgroup.mma_AB(o, p, v.wait(j - 1))
+            turn.give(me)
+            s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
+            k.release(j)
+            if cut:
+                s = mask(s, edge + j * KV)
+            p, m, alpha = softmax_step(s, m, scale)
+            l = l * alpha + lane_sum(p)
+            o = warpgroup.wait(o) * alpha
+            v.release(j - 1)
+            return o, INPUT(p), m, l  # P is rounded here, not earlier: the mma reads its registers until wait(o)
+
+        return step
+
+    cut_step, step = overlap(True), overlap(False)
+
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, group, scale):
         """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp for one block of query rows; `group` query heads share a key
         head, `scale` is log2(e) / sqrt(D)."""
         q, k, v = smem.open()
         block, head, batch = place()
-        diagonal = ROWS * block + kv_len - q_len  # the first row's last key
-        n, masked = key_blocks(diagonal, kv_len)
+        kv_head = head // group
+        diagonal = ROWS * block + kv_len - q_len  # the last key that the first row may see
+        n, cut = key_blocks(diagonal, kv_len)
         me = warpgroup.id()
         if me == PRODUCER:
             warpgroup.release_registers(keep)
-            kv_head = head // group
-            k.fill(0, gK, (batch, n - 1, kv_head))
             for c in range(CONSUMERS):
                 q.fill(c, gQ, (batch, CONSUMERS * block + c, head))
-            v.fill(0, gV, (batch, n - 1, kv_head))
-            for j in range(1, n):
+            for j in range(n):
                 k.fill(j, gK, (batch, n - 1 - j, kv_head))
                 v.fill(j, gV, (batch, n - 1 - j, kv_head))
         else:
             warpgroup.claim_registers(claim)
             turn.begin(me)
+            edge = (diagonal + 64 * me if CAUSAL else kv_len) - (n - 1) * KV
             queries = q.wait(me)
             s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(0)))
             k.release(0)
-            s = mask(s, me, (n - 1) * KV, diagonal, kv_len)
-            p, m, alpha = softmax_step(s, full(O.col_vec, LOWEST), scale)
+            p, m, alpha = softmax_step(mask(s, edge), full(O.col_vec, LOWEST), scale)
             l = lane_sum(p)
             p = INPUT(p)
             o = zeros(O)
-            for j in range(1, n):
-                turn.take(me)
-                s = warpgroup.mm_ABt(queries, k.wait(j))
-                o = warpgroup.mma_AB(o, p, v.wait(j - 1))
-                turn.give(me)
-                s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
-                k.release(j)
-                if CAUSAL:
-                    if j < masked:
-                        s = mask(s, me, (n - 1 - j) * KV, diagonal, kv_len)
-                p, m, alpha = softmax_step(s, m, scale)
-                l = l * alpha + lane_sum(p)
-                o = warpgroup.wait(o) * alpha
-                v.release(j - 1)
-                p = INPUT(p)  # here, not earlier: the mma reads P's registers until wait(o)
+            for j in range(1, cut):
+                o, p, m, l = cut_step(j, o, p, m, l, queries, k, v, me, edge, scale)
+            for j in range(cut, n):
+                o, p, m, l = step(j, o, p, m, l, queries, k, v, me, edge, scale)
             o = warpgroup.wait(warpgroup.mma_AB(o, p, v.wait(n - 1)))
             l = total(l)
             warpgroup.store(queries, o / maximum(l, TINY))  # in the place of Q, whose mmas are done
@@ -165,3 +181,14 @@ def make(config: Config):
             warpgroup.store_wait()
 
     return attend, smem
+
+
+def signature(config: Config):
+    """The Numba types of the kernel's arguments."""
+    from numba.cuda import types
+
+    from tiles import gl
+    from tiles.plumbing import Value
+
+    query, key = (Value(gl(tile, 4, 1, 3)) for tile in (config.query, config.key))
+    return query, key, key, query, types.Array(types.float32, 3, "A"), *[types.int32] * 3, types.float32

@@ -77,6 +77,11 @@ class Array(NamedTuple):
         return self.form.device
 
 
+def at(pointer: int, where: Form) -> Array:
+    """The Array at an address, for what has no object of any framework; whoever uses it keeps the memory alive."""
+    return Array(pointer, where, None, _KIND_OF[Array])
+
+
 def contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Byte strides of a C-ordered array."""
     strides = [itemsize]
@@ -370,6 +375,13 @@ class Jax(DLPack):
         _cuda(driver.cuStreamSynchronize(stream))
 
 
+class Described(Kind):
+    """An Array is its own description: memory known by its address and form alone."""
+
+    def describe(self, x: Array, name: str) -> Array:
+        return x
+
+
 _KINDS = {
     "numpy.ndarray": NumPy,
     "torch.Tensor": Torch,
@@ -377,7 +389,7 @@ _KINDS = {
     "jaxlib.ArrayImpl": Jax,
     "jax.ArrayImpl": Jax,
 }
-_KIND_OF: dict[type, Kind] = {}
+_KIND_OF: dict[type, Kind] = {Array: Described()}
 
 
 def _find_kind(x: Any, name: str) -> Kind:

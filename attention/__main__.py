@@ -1,0 +1,121 @@
+"""`python -m attention`: shows the library at work on this machine. `python -m attention inspect`: see inspect.py."""
+import argparse
+import importlib.util
+import sys
+import time
+
+import ml_dtypes
+import numpy as np
+
+from . import forward, reference
+
+REAL_SIZE = (4, 4096, 16, 128)  # batch, sequence, heads, head dim: on a GPU
+SMALL_SIZE = (1, 256, 2, 128)  # in the interpreter
+REPEATS = 20
+
+
+def has_gpu() -> bool:
+    """Is there a GPU that runs our kernels?"""
+    try:
+        from numba import cuda
+
+        return cuda.is_available() and cuda.get_current_device().compute_capability[0] == 9
+    except Exception:
+        return False
+
+
+def checked(size, to_device, to_host, seed=0):
+    """Run a causal forward pass and compare its last head with float64. Returns (device inputs, seconds of the first call)."""
+    rng = np.random.default_rng(seed)
+    host = [rng.standard_normal(size, np.float32).astype(ml_dtypes.bfloat16) for _ in range(3)]
+    arrays = [to_device(x) for x in host]
+    start = time.perf_counter()
+    out = to_host(forward(*arrays, causal=True))
+    seconds = time.perf_counter() - start
+    one = [x[-1:, :, -1:] for x in host]
+    ref, low = reference.forward(*one, causal=True)[0], reference.forward_low(*one, causal=True)[0]
+    got = out[-1:, :, -1:]
+    reference.assert_close(got, ref, low)
+    error = np.abs(got.astype(float) - ref).max()
+    print(f"forward  (B, S, H, D) = {size}, bf16, causal: largest error {error:.1e} against float64,")
+    print(f"         {np.abs(low.astype(float) - ref).max():.1e} is what the same formula loses in bf16. First call {seconds:.2f} s.")
+    return arrays
+
+
+def on_torch() -> None:
+    """The real size on the card, and its speed beside torch's scaled_dot_product_attention."""
+    import torch
+    import torch.nn.functional as F
+
+    def to_device(x):
+        return torch.from_numpy(x.view(np.int16)).cuda().view(torch.bfloat16)
+
+    def to_host(x):
+        return x.view(torch.int16).cpu().numpy().view(ml_dtypes.bfloat16)
+
+    q, k, v = checked(REAL_SIZE, to_device, to_host)
+    batch, length, heads, dim = REAL_SIZE
+    flops = 2 * batch * heads * length * length * dim
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    calls = {
+        "attention.forward": lambda: forward(q, k, v, causal=True),
+        "torch SDPA": lambda: F.scaled_dot_product_attention(*turned, is_causal=True),
+    }
+    for name, call in calls.items():
+        times = []
+        for _ in range(REPEATS):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        ms = sorted(times)[REPEATS // 2]
+        print(f"speed    {name:18} {ms:6.3f} ms  {flops / ms / 1e9:5.0f} TFLOPS")
+
+
+def on_numba() -> None:
+    """The real size on the card with Numba's own arrays."""
+    from numba import cuda
+
+    checked(REAL_SIZE, cuda.to_device, lambda x: x.copy_to_host())
+
+
+def on_interpreter() -> None:
+    """A small size with no GPU, checked for races and deadlocks on the way."""
+    checked(SMALL_SIZE, lambda x: x, lambda x: x)
+
+
+def show() -> None:
+    """What this machine has, and attention on it."""
+    from tiles import doctor
+
+    doctor.main()
+    if not has_gpu():
+        on_interpreter()
+    elif importlib.util.find_spec("torch"):
+        on_torch()
+    else:
+        on_numba()
+
+
+def main(arguments=None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m attention", description=__doc__)
+    commands = parser.add_subparsers(dest="command")
+    look = commands.add_parser("inspect", help="compile every shipped kernel, with no GPU, and count what came out")
+    look.add_argument("--arch", default="sm_90a", help="architecture (default: %(default)s)")
+    look.add_argument("--all", action="store_true", help="every dtype")
+    look.add_argument("--check", action="store_true", help="exit with 1 on a spill, local memory or a warning of ptxas")
+    look.add_argument("--json", action="store_true", help="rows for machines")
+    options = parser.parse_args(arguments)
+    if options.command == "inspect":
+        from . import inspect
+
+        return inspect.main(options.arch, options.all, options.check, options.json)
+    show()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

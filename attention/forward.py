@@ -1,0 +1,84 @@
+"""attention.forward: from a user's arrays to a launch."""
+import functools
+import math
+from typing import Any
+
+from tiles import launch, tensor
+from tiles.arrays import FORMS, at, contiguous, current_stream, describe, empty_like_caller, fill, finish, form, stream_handle
+from tiles.dtypes import bf16, fp16
+
+from . import hopper
+from .problem import Problem, check
+
+DTYPES = {"bfloat16": bf16, "float16": fp16}
+LOG2_E = math.log2(math.e)
+
+
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "bshd",
+    out: Any = None,
+    return_lse: bool = False,
+    stream: Any = None,
+) -> Any:
+    """Attention: out = softmax(scale * q k^T) v, per batch and head.
+
+    q: (B, Sq, H, D); k, v: (B, Sk, Hkv, D) for layout="bshd"; (B, H, S, D) for "bhsd". bfloat16 or float16; D a multiple
+    of 8 up to 256; H a multiple of Hkv (GQA, MQA: query head h reads key head h // (H // Hkv)). Any lengths; any strides
+    that are multiples of 16 bytes, with a contiguous last axis; nothing is ever copied.
+
+    causal: query i sees key j where j <= i + Sk - Sq (aligned bottom-right); a query that sees no key gives 0.
+    scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
+    default the current one of q's framework.
+
+    Returns `out`, the same kind of array as q, or with return_lse=True `(out, lse)`, where lse (B, H, Sq) is the float32
+    natural logarithm of the sum of exp(score), -inf for a query that sees no key.
+
+    Arrays are torch's, CuPy's, JAX's, Numba's or anything with `__dlpack__` or `__cuda_array_interface__`. NumPy arrays
+    and others in host memory run in the interpreter, slowly and under supervision. ValueError or TypeError, before
+    anything is launched, names the argument and prints the values."""
+    queries, keys, values = describe(q, "q"), describe(k, "k"), describe(v, "v")
+    given = None if out is None else describe(out, "out")
+    problem = check(queries, keys, values, given, causal=causal, scale=scale, layout=layout)
+    handle = current_stream(queries) if stream is None else stream_handle(stream)
+    result = given or empty_like_caller(queries, problem.out_shape, problem.dtype)
+    lse = empty_like_caller(queries, problem.lse_shape, "float32") if return_lse else None
+    if problem.trivial:
+        fill(result, 0, handle)
+        if lse is not None:
+            fill(lse, -math.inf, handle)
+    else:
+        places = queries.pointer, keys.pointer, values.pointer, result.pointer
+        _plan(problem, return_lse)(handle, *places, lse.pointer if lse else 0)
+    finish(queries, handle)
+    return (result.owner, lse.owner) if return_lse else result.owner
+
+
+@functools.lru_cache(FORMS)
+def _plan(problem: Problem, with_lse: bool):
+    """The launch that solves problems of this form: all that is left to say is the stream and five addresses. Where it runs
+    is settled here, too, so TILES_INTERPRET is read when a form is first seen."""
+    config = hopper.config_for(problem.head_dim, DTYPES[problem.dtype], problem.causal)
+    kernel, smem = hopper.make(config)
+
+    def tiled(tile, length, heads, strides):
+        shape = problem.batch, length, heads, problem.head_dim
+        return tensor(at(0, form(shape, strides, problem.dtype, problem.device, config.dtype.itemsize)), tile, rows=1, cols=3)
+
+    lse_shape = problem.lse_shape if with_lse else (*problem.lse_shape[:2], 0)  # stores outside an array are left out
+    return launch(kernel, hopper.grid(config, problem.batch, problem.heads_q, problem.seqlen_q), config.threads, shared=smem).bind(
+        tiled(config.query, problem.seqlen_q, problem.heads_q, problem.q_strides),
+        tiled(config.key, problem.seqlen_kv, problem.heads_kv, problem.k_strides),
+        tiled(config.key, problem.seqlen_kv, problem.heads_kv, problem.v_strides),
+        tiled(config.query, problem.seqlen_q, problem.heads_q, problem.out_strides),
+        at(0, form(lse_shape, contiguous(lse_shape, 4), "float32", problem.device, 4)),
+        problem.seqlen_q,
+        problem.seqlen_kv,
+        problem.group,
+        problem.scale * LOG2_E,
+    )

@@ -1,0 +1,70 @@
+"""How everything here is timed, and why.
+
+- Device time by events around a group of launches, so that the host's part overlaps as it does in a model.
+- Providers take turns within each round: a card that warms up or clocks down does so for all of them, and only ratios
+  within a run mean anything. The figure is the median over rounds.
+- Inputs rotate through sets that together exceed the L2 cache several times over, so nothing is measured from cache.
+- Before a provider is timed its output is compared with a float32 reference on the same inputs, by the rule of the tests.
+"""
+import itertools
+import statistics
+
+import torch
+
+L2_BYTES = 64 * 2**20
+WARMUP_MS, ROUND_MS = 30, 20
+
+
+def rotated(make, nbytes):
+    """Enough sets of inputs, each from `make()` and `nbytes` large, to exceed L2 four times over; at least two."""
+    return [make() for _ in range(max(2, -(-4 * L2_BYTES // nbytes)))]
+
+
+def _timed(call, sets, repeats):
+    """Milliseconds of one call, over `repeats` calls in a row."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    rotation = itertools.cycle(sets)
+    start.record()
+    for _ in range(repeats):
+        call(*next(rotation))
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def interleaved(providers, sets, rounds=7):
+    """{provider: its milliseconds in every round}; each call is given one of `sets`."""
+    repeats = {}
+    for name, call in providers.items():
+        estimate = _timed(call, sets, 2)
+        _timed(call, sets, max(1, int(WARMUP_MS / estimate)))
+        repeats[name] = max(1, int(ROUND_MS / _timed(call, sets, 3)))
+    times = {name: [] for name in providers}
+    for _ in range(rounds):
+        for name, call in providers.items():
+            times[name].append(_timed(call, sets, repeats[name]))
+    return times
+
+
+def medians(times):
+    """{provider: median milliseconds}"""
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+class Recorded:
+    """A clock that replays times, so that pytest-benchmark can report what `interleaved` measured."""
+
+    def __init__(self, milliseconds):
+        ticks = []
+        for ms in milliseconds:
+            ticks += [0.0, ms / 1e3]
+        self._ticks = iter(ticks)
+
+    def __call__(self):
+        return next(self._ticks)
+
+
+def report(benchmark, milliseconds):
+    """Give the rounds of one provider to pytest-benchmark's fixture."""
+    benchmark._timer = Recorded(milliseconds)
+    benchmark.pedantic(lambda: None, rounds=len(milliseconds), iterations=1, warmup_rounds=0)

@@ -1,0 +1,63 @@
+"""Tables of TFLOPS from a run of the benchmarks: `python bench/table.py forward.json [> results/....md]`."""
+import json
+import math
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGES = ("numba", "numba-cuda", "torch", "nvidia-cudnn-cu13", "flash-attn-4")
+ORDER = ("tiles", "cudnn", "flash4", "flash2")
+PEERS = ("cudnn", "flash4")
+
+
+def versions():
+    """What ran, as one line."""
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"{package} absent")
+    return ", ".join([f"Python {platform.python_version()}", *found])
+
+
+def rows(path):
+    """{(head_dim, causal): {length: {provider: tflops}}}"""
+    with open(path) as file:
+        run = json.load(file)
+    table = {}
+    for b in run["benchmarks"]:
+        info = b["extra_info"]
+        place = table.setdefault((info["head_dim"], info["causal"]), {}).setdefault(info["length"], {})
+        place[info["provider"]] = info["tflops"]
+    return run, table
+
+
+def main(path):
+    """Print the tables in Markdown; the last row is the ratio to the better of cuDNN and FlashAttention-4."""
+    run, table = rows(path)
+    print(f"{run['datetime'][:10]}, {card()}; {versions()}. TFLOPS, medians of interleaved rounds.\n")
+    ratios = []
+    for (head_dim, causal), lengths in sorted(table.items()):
+        print(f"| D {head_dim}{' causal' * causal} | " + " | ".join(f"S {n}" for n in lengths) + " |")
+        print("|---|" + "---:|" * len(lengths))
+        for provider in ORDER:
+            cells = [f"{cell[provider]:.0f}" if provider in cell else "" for cell in lengths.values()]
+            print(f"| {provider} | " + " | ".join(cells) + " |")
+        best = [max((cell.get(p, 0) for p in PEERS)) for cell in lengths.values()]
+        row = [cell["tiles"] / peer if peer else math.nan for cell, peer in zip(lengths.values(), best)]
+        ratios += row
+        print("| **tiles / better peer** | " + " | ".join(f"**{x:.2f}**" for x in row) + " |\n")
+    print(f"Geometric mean of the ratios: {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}")
+
+
+def card():
+    """The GPU's name and driver."""
+    from cuda.bindings import driver
+    from cuda.core import Device
+
+    return f"{Device(0).name}, driver CUDA {int(driver.cuDriverGetVersion()[1]) / 1000:.1f}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,104 @@
+"""attention.forward beside cuDNN, FlashAttention-2 (both through torch) and FlashAttention-4, where they are installed.
+
+bf16, B * S = 16384, H * D = 2048, (B, S, H, D) for all: the peers get views of the same memory. See measure.py for the
+protocol. `pytest bench/test_forward.py --benchmark-json=forward.json`, then `python bench/table.py forward.json`.
+"""
+import functools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("the benchmarks need a GPU", allow_module_level=True)
+
+import torch.nn.functional as F  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
+import attention  # noqa: E402
+from bench.measure import interleaved, report, rotated  # noqa: E402
+
+TOKENS, WIDTH = 16384, 2048
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+ROUNDS = 7
+
+
+def _sdpa(backend, causal):
+    def call(q, k, v):
+        with sdpa_kernel(backend):
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+    return call
+
+
+def _flash4(causal):
+    from flash_attn.cute.interface import flash_attn_func
+
+    def call(q, k, v):
+        out = flash_attn_func(q, k, v, causal=causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    return call
+
+
+PROVIDERS = {
+    "tiles": lambda causal: functools.partial(attention.forward, causal=causal),
+    "cudnn": functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "flash4": _flash4,
+    "flash2": functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+}
+
+
+def _inputs(head_dim, length):
+    shape = TOKENS // length, length, WIDTH // head_dim, head_dim
+    return tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+
+def _check(call, q, k, v, causal):
+    """One head of one batch against float32, by the rule of the tests."""
+    out = call(q, k, v)[-1:, :, -1].float()
+    one = [x[-1:, :, -1].float() for x in (q, k, v)]
+
+    def formula(round):
+        s = one[0] @ one[1].transpose(1, 2) * q.shape[-1] ** -0.5
+        if causal:
+            s.masked_fill_(torch.ones_like(s, dtype=torch.bool).triu(1), float("-inf"))
+        return round(round(s.softmax(-1)) @ one[2])
+
+    ref, low = formula(lambda x: x), formula(lambda x: x.bfloat16().float())
+    assert (out - ref).abs().max() <= 2 * (low - ref).abs().max() + 2**-9 * ref.abs().max()
+
+
+@functools.cache
+def _times(head_dim, causal, length):
+    """{provider: milliseconds of every round}, or the reason why it cannot run."""
+    sets = rotated(lambda: _inputs(head_dim, length), 3 * TOKENS * WIDTH * 2)
+    calls, missing = {}, {}
+    for name, provider in PROVIDERS.items():
+        try:
+            call = provider(causal)
+            call(*sets[0])
+        except (ImportError, RuntimeError, NotImplementedError, AssertionError) as error:
+            if name == "tiles":
+                raise
+            missing[name] = f"{type(error).__name__}: {error}"
+            continue
+        _check(call, *sets[0], causal)
+        calls[name] = call
+    return interleaved(calls, sets, ROUNDS) | missing
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_forward(benchmark, head_dim, causal, length, provider):
+    """Rows of a group are what one reads: the same problem, one provider each."""
+    times = _times(head_dim, causal, length)[provider]
+    if isinstance(times, str):
+        pytest.skip(f"{provider}: {times}")
+    flops = 4 * TOKENS * length * WIDTH * (0.5 if causal else 1)
+    benchmark.group = f"forward D {head_dim} {'causal' if causal else 'full'} S {length}"
+    benchmark.extra_info |= {"provider": provider, "head_dim": head_dim, "causal": causal, "length": length}
+    report(benchmark, times)
+    benchmark.extra_info["tflops"] = round(flops / benchmark.stats.stats.median / 1e12, 1)

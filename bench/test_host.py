@@ -1,0 +1,83 @@
+"""What a call costs on the host: p50 over 10,000 calls of a tiny problem, and the first call of a process.
+
+`pytest bench/test_host.py --benchmark-json=host.json`
+"""
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("the benchmarks need a GPU", allow_module_level=True)
+
+import torch.nn.functional as F  # noqa: E402
+
+import attention  # noqa: E402
+from bench.measure import report  # noqa: E402
+
+CALLS = 10_000
+
+
+def _calls():
+    q, k, v = (torch.randn(1, 128, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    out = torch.empty_like(q)
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    return {
+        "forward, out=": lambda: attention.forward(q, k, v, out=out),
+        "forward": lambda: attention.forward(q, k, v),
+        "torch SDPA": lambda: F.scaled_dot_product_attention(*turned),
+    }
+
+
+@pytest.mark.parametrize("name", ["forward, out=", "forward", "torch SDPA"])
+def test_host_time(benchmark, name):
+    """Milliseconds of the call itself; the device keeps up because the problem is tiny, and is waited for now and then."""
+    call = _calls()[name]
+    times = []
+    for n in range(CALLS + 100):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+        if n % 100 == 99:
+            torch.cuda.synchronize()
+    benchmark.group = "host time of one call"
+    benchmark.extra_info |= {"provider": name}
+    report(benchmark, times[100:])
+
+
+FIRST = """
+import json, time, torch, attention
+q, k, v = (torch.randn(1, 4096, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+torch.cuda.synchronize()
+start = time.perf_counter()
+attention.forward(q, k, v)
+torch.cuda.synchronize()
+print(json.dumps(time.perf_counter() - start))
+"""
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["compiled", "from disk"])
+def test_first_call(benchmark, cached, tmp_path_factory):
+    """The first call of a process, after imports and context: compiling, or loading from the disk cache."""
+    folder = str(tmp_path_factory.mktemp("cache"))
+    environment = {**os.environ, "TILES_CACHE_DIR": folder}
+
+    def first():
+        done = subprocess.run([sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1]) * 1e3
+
+    if cached:
+        first()
+        times = [first() for _ in range(3)]
+    else:
+        times = []
+        for n in range(3):
+            environment["TILES_CACHE_DIR"] = f"{folder}/{n}"
+            times.append(first())
+    benchmark.group = "first call of a process"
+    benchmark.extra_info |= {"provider": "from disk" if cached else "compiled"}
+    report(benchmark, times)

@@ -1,0 +1,219 @@
+"""attention.forward against float64, on both backends from one body."""
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attention
+from attention import hopper, reference
+from tiles import bf16
+
+BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
+
+
+class OnInterpreter:
+    """NumPy arrays as they are."""
+
+    def put(self, x):
+        return x
+
+    get = put
+
+
+class OnCard:
+    """torch tensors, which carry bf16 to the card and back as bits."""
+
+    def put(self, x):
+        import torch
+
+        if x.dtype == BF16:
+            return torch.from_numpy(np.ascontiguousarray(x).view(np.int16)).cuda().view(torch.bfloat16)
+        return torch.from_numpy(np.ascontiguousarray(x)).cuda()
+
+    def get(self, x):
+        import torch
+
+        return x.view(torch.int16).cpu().numpy().view(BF16) if x.dtype == torch.bfloat16 else x.cpu().numpy()
+
+
+@pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
+def place(request):
+    if request.param == "gpu":
+        pytest.importorskip("torch")
+        return OnCard()
+    return OnInterpreter()
+
+
+def draw(shape, dtype, seed=None):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
+
+
+def inputs(batch, seq_q, seq_kv, heads, heads_kv, head_dim, dtype=BF16, layout="bshd"):
+    shapes = (batch, seq_q, heads, head_dim), (batch, seq_kv, heads_kv, head_dim), (batch, seq_kv, heads_kv, head_dim)
+    order = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
+    return tuple(draw([shape[axis] for axis in order], dtype) for shape in shapes)
+
+
+def poisoned(shape, dtype):
+    return np.full(shape, np.nan, dtype)
+
+
+def agree(place, q, k, v, **options):
+    """Run and judge by the rule: out and lse against float64, no NaN, every element written."""
+    out = place.put(poisoned(q.shape, q.dtype))
+    got, lse = attention.forward(place.put(q), place.put(k), place.put(v), out=out, return_lse=True, **options)
+    assert got is out
+    ref, ref_lse = reference.forward(q, k, v, **options)
+    low, low_lse = reference.forward_low(q, k, v, **options)
+    reference.assert_close(place.get(out), ref, low)
+    reference.assert_close(place.get(lse), ref_lse, low_lse, factor=4, name="lse")  # exp2.approx and log2.approx
+    return place.get(out), place.get(lse)
+
+
+EDGES = [(1, 1), (63, 65), (64, 64), (128, 128), (129, 127), (192, 300), (200, 177), (5, 400), (320, 70)]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("seq_q", "seq_kv"), EDGES)
+def test_lengths_around_every_tile_edge(place, seq_q, seq_kv, causal):
+    """Query tiles of 64, 128, 192 and key tiles of 128 and 176 rows; more queries than keys leaves rows with no key."""
+    agree(place, *inputs(1, seq_q, seq_kv, 1, 1, 128), causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 96, 128, 136, 192, 200, 256])
+def test_every_head_dim(place, head_dim):
+    """Padded inside to the next kernel's; never reading a neighbour head, whose values are huge here."""
+    q, k, v = inputs(1, 70, 200, 2, 2, head_dim)
+    for x in (q, k, v):
+        x[:, :, 1] *= 100
+    for causal in (False, True):
+        out, _ = agree(place, q[:, :, :1], k[:, :, :1], v[:, :, :1], causal=causal)
+        assert np.abs(out.astype(np.float32)).max() < 10
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_fp16(place, head_dim, causal):
+    agree(place, *inputs(1, 130, 260, 1, 1, head_dim, FP16), causal=causal)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize(("heads", "heads_kv"), [(4, 2), (3, 1), (2, 2)])
+def test_shared_key_heads_and_layouts(place, heads, heads_kv, layout):
+    agree(place, *inputs(2, 66, 130, heads, heads_kv, 64, layout=layout), causal=True, layout=layout)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(1, 2), st.integers(1, 260), st.integers(1, 400), st.integers(1, 2), st.integers(1, 2), st.integers(1, 16),
+    st.booleans(), st.sampled_from([BF16, FP16]), st.sampled_from(["bshd", "bhsd"]), st.floats(0.01, 2),
+)  # fmt: skip
+def test_random_problems(batch, seq_q, seq_kv, heads_kv, group, eighths, causal, dtype, layout, scale):
+    q, k, v = inputs(batch, seq_q, seq_kv, heads_kv * group, heads_kv, 8 * eighths, dtype, layout)
+    agree(OnInterpreter(), q, k, v, causal=causal, layout=layout, scale=scale)
+
+
+@pytest.mark.gpu
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 1500), st.integers(1, 1500), st.integers(1, 3), st.integers(1, 4), st.integers(1, 32),
+    st.booleans(), st.sampled_from([BF16, FP16]), st.sampled_from(["bshd", "bhsd"]), st.floats(0.01, 2),
+)  # fmt: skip
+def test_random_problems_on_the_card(batch, seq_q, seq_kv, heads_kv, group, eighths, causal, dtype, layout, scale):
+    pytest.importorskip("torch")
+    q, k, v = inputs(batch, seq_q, seq_kv, heads_kv * group, heads_kv, 8 * eighths, dtype, layout)
+    agree(OnCard(), q, k, v, causal=causal, layout=layout, scale=scale)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_no_hazard_under_random_orders(head_dim, seed, monkeypatch):
+    monkeypatch.setenv("TILES_SEED", str(seed))
+    agree(OnInterpreter(), *inputs(1, 130, 520, 1, 1, head_dim), causal=bool(seed % 2))
+
+
+# ---- properties ----------------------------------------------------------------------------------------------------
+def test_adding_a_constant_to_the_scores_changes_nothing(place):
+    """q k^T grows by the same amount for every key if the keys all move by one vector."""
+    q, k, v = inputs(1, 64, 200, 1, 1, 64, FP16)
+    q, k = np.round(q * 4) / 4, np.round(k * 4) / 4  # exactly representable sums
+    one, _ = agree(place, q, k, v)
+    moved, _ = agree(place, q, (k + np.float16(2)).astype(FP16), v)
+    np.testing.assert_allclose(one.astype(float), moved.astype(float), atol=2e-3)
+
+
+def test_equal_scores_average_the_values(place):
+    q, k, v = inputs(1, 64, 300, 1, 1, 128)
+    k[:] = k[:, :1]
+    out, lse = agree(place, q, k, v)
+    np.testing.assert_allclose(out.astype(float), np.broadcast_to(v.astype(float).mean(1, keepdims=True), out.shape), atol=1e-2)
+
+
+@pytest.mark.parametrize("size", [1e-3, 30.0, 300.0])
+def test_extreme_scores(place, size):
+    """Tiny scores give an average, huge ones pick the greatest key; neither overflows."""
+    q, k, v = inputs(1, 64, 260, 1, 1, 64)
+    agree(place, (q * size).astype(BF16), k, v, causal=True)
+
+
+def test_a_nan_stays_in_its_row_and_head(place):
+    q, k, v = inputs(1, 128, 128, 2, 2, 64)
+    q[0, 5, 0, 0] = np.nan
+    out = place.get(attention.forward(place.put(q), place.put(k), place.put(v)))
+    assert np.isnan(out[0, 5, 0].astype(float)).all()
+    assert np.isnan(out.astype(float)).sum() == 64
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_strided_views_are_read_and_written_in_place(place, layout):
+    """q, k, v as slices of one packed array, out as a slice of another; what lies around them stays."""
+    packed = place.put(draw((2, 70, 2, 3, 64), BF16))
+    q, k, v = (packed[:, :, :, i] for i in range(3))
+    room = place.put(np.full((2, 70, 2, 80), 7, BF16))
+    if layout == "bhsd":
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        target = room.swapaxes(1, 2)[..., :64]
+    else:
+        target = room[..., :64]
+    attention.forward(q, k, v, layout=layout, out=target)
+    host = [np.ascontiguousarray(place.get(x)) for x in (q, k, v)]
+    ref, _ = reference.forward(*host, layout=layout)
+    low, _ = reference.forward_low(*host, layout=layout)
+    reference.assert_close(place.get(target), ref, low)
+    assert (place.get(room)[..., 64:].astype(np.float32) == 7).all()
+
+
+@pytest.mark.parametrize(("seq_q", "seq_kv", "batch"), [(4, 0, 1), (0, 4, 1), (3, 3, 0)])
+def test_empty(place, seq_q, seq_kv, batch):
+    q, k, v = inputs(batch, seq_q, seq_kv, 2, 2, 64)
+    out, lse = attention.forward(place.put(q), place.put(k), place.put(v), return_lse=True)
+    assert out.shape == q.shape and (place.get(out).astype(np.float32) == 0).all()
+    assert tuple(lse.shape) == (batch, 2, seq_q) and (place.get(lse) == -math.inf).all()
+
+
+def test_without_lse_only_the_output_is_returned(place):
+    q, k, v = (place.put(x) for x in inputs(1, 64, 64, 1, 1, 64))
+    alone = attention.forward(q, k, v)
+    both, _ = attention.forward(q, k, v, return_lse=True)
+    assert (place.get(alone) == place.get(both)).all()
+
+
+def test_bad_input_is_refused_before_any_launch():
+    q, k, v = inputs(1, 8, 8, 1, 1, 64)
+    with pytest.raises(ValueError, match=r"k: head_dim must equal q's"):
+        attention.forward(q, k[..., :32], v)
+    with pytest.raises(TypeError, match="dtype"):
+        attention.forward(q, k, v.astype(np.float32))
+
+
+# ---- the kernel's shapes -------------------------------------------------------------------------------------------
+def test_every_head_dim_has_a_configuration_that_fits():
+    for head_dim in range(8, 257, 8):
+        for causal in (False, True):
+            config = hopper.config_for(head_dim, bf16, causal)
+            _, smem = hopper.make(config)
+            assert config.head_dim >= head_dim and smem.nbytes <= hopper.SHARED_BYTES, config
