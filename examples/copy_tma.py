@@ -3,6 +3,7 @@
 The j-th tile goes through slot j % STAGES of the ring. `fill` waits until that slot is free, `wait` until the tile has
 arrived; both know from j alone. What a tile has outside the array is zero on load and dropped on store.
 """
+
 import numpy as np
 from machine import to_device, to_host
 from numba import cuda

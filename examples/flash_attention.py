@@ -3,6 +3,7 @@
 The plain version, to read first: each consumer warpgroup owns 64 query rows, walks over the blocks of keys and keeps a
 running maximum m and sum l of each row. `attention/hopper.py` is the fast one: it overlaps the two products.
 """
+
 import math
 
 import numpy as np
@@ -48,7 +49,7 @@ def attend(gQ, gK, gV, gO, kv_len, scale):
             m = m_new
             o = warpgroup.wait(warpgroup.mma_AB(o * alpha, bf16(p), v.wait(j)))
             v.release(j)
-        warpgroup.store(gO, o / l, (64 * (CONSUMERS * block + me), head, 0), rows=0, cols=2)
+        warpgroup.store(gO, o / l, (Q.rows * (CONSUMERS * block + me), head, 0), rows=0, cols=2)
 
 
 def main(to_device=to_device, q_len=200, kv_len=300, heads=2):
@@ -58,7 +59,7 @@ def main(to_device=to_device, q_len=200, kv_len=300, heads=2):
     out = to_device(np.full_like(q, np.nan))
     gQ, gK, gV = (tiles.tensor(to_device(x), tile, rows=0, cols=2) for x, tile in ((q, Q), (k, K), (v, K)))
     scale = math.log2(math.e) / math.sqrt(D)
-    grid = -(-q_len // (64 * CONSUMERS)), heads
+    grid = -(-q_len // (Q.rows * CONSUMERS)), heads
     tiles.launch(attend, grid, THREADS, shared=smem)(gQ, gK, gV, out, kv_len, scale)
 
     q, k, v = (x.astype(np.float64) for x in (q, k, v))

@@ -4,6 +4,7 @@ A block owns BLOCK_M x BLOCK_N of C. Its producer warpgroup walks along k and ke
 own 64 rows each and share the tiles of B. Ragged edges need no code: TMA loads zeros from outside A and B, and `store`
 leaves out what lies outside C. The kernel is the same for a C of fp32 or bf16; only bf16 rounds.
 """
+
 import numpy as np
 from machine import to_device, to_host
 from numba import cuda

@@ -1,4 +1,5 @@
 """Hello, tile: load 16 x 16 numbers into the registers of one warp, double them, look at them, store them."""
+
 import numpy as np
 from machine import to_device, to_host
 from numba import cuda

@@ -1,4 +1,5 @@
 """Where an example runs: on this machine's Hopper GPU if it has one, else in the interpreter, on NumPy arrays."""
+
 import numpy as np
 from numba import cuda
 

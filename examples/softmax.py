@@ -3,6 +3,7 @@
 The first pass keeps each row's maximum so far and the sum of exponentials relative to it (Milakov and Gimelshein, 2018);
 attention does the same. Four warps take 64 rows together: a warpgroup's `load` gives each warp its 16.
 """
+
 import math
 
 import numpy as np
@@ -20,8 +21,8 @@ LOWEST = -1e30  # a maximum to begin with, below every number
 
 @cuda.jit(fastmath=True)
 def softmax(x, y):
-    """y = softmax of the rows of x, 64 rows a block."""
-    row, cols = 64 * cuda.blockIdx.x, x.shape[1]
+    """y = softmax of the rows of x, a warpgroup's rows a block."""
+    row, cols = warpgroup.ROWS * cuda.blockIdx.x, x.shape[1]
     m = full(TILE.col_vec, LOWEST)
     l = zeros(TILE.col_vec)
     for col in range(0, cols, TILE.cols):
@@ -39,7 +40,7 @@ def main(to_device=to_device, rows=100, cols=300):
     """Softmax of a matrix whose sides are no multiples of the tile's."""
     x = 3 * np.random.default_rng(0).standard_normal((rows, cols), np.float32)
     y = to_device(np.full_like(x, np.nan))
-    tiles.launch(softmax, grid=-(-rows // 64), block=warpgroup.THREADS)(to_device(x), y)
+    tiles.launch(softmax, grid=-(-rows // warpgroup.ROWS), block=warpgroup.THREADS)(to_device(x), y)
     e = np.exp(x.astype(np.float64))
     np.testing.assert_allclose(to_host(y), e / e.sum(axis=1, keepdims=True), rtol=1e-5, atol=1e-7)
     print(f"softmax of {rows} rows of {cols}: agrees with NumPy")

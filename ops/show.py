@@ -2,6 +2,7 @@
 
 One vector or tile a call. The values travel to lane 0, which prints row after row. For looking at things, not for speed.
 """
+
 import numpy as np
 from llvmlite import ir
 from numba.cuda import cgutils, nvvmutils
@@ -57,7 +58,8 @@ def _(context, builder, sig, args):
         raise TypeError(f"print: takes a register tile or vector, got {spec}")
     elements = b.elements(spec, args[0])
     buffer = cgutils.alloca_once(b, ir.ArrayType(f64, ARGUMENTS))
-    _printf(b, buffer, f"{spec}\n")
+    place = [b.special(f"ctaid.{axis}") for axis in "xyz"] + [b.lshr(b.special("tid.x"), b.u32(5))]
+    _printf(b, buffer, f"[block (%.0f, %.0f, %.0f), warp %.0f] {spec}\n", *map(b.real, place))
     for row in _places(spec):
         for start in range(0, len(row), ARGUMENTS):
             values = [_from_lane(b, elements[index], lane) for lane, index in row[start : start + ARGUMENTS]]
