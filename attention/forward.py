@@ -56,7 +56,7 @@ def forward(
         places = queries.pointer, keys.pointer, values.pointer, result.pointer
         _plan(problem, return_lse)(handle, *places, lse.pointer if lse else 0)
     finish(queries, handle)
-    return (result.owner, lse.owner) if return_lse else result.owner
+    return (result.owner, lse.owner) if lse else result.owner
 
 
 @functools.lru_cache(FORMS)

@@ -28,13 +28,13 @@ def configurations(everything=False):
 def lines(function) -> int:
     """Lines of a function's source, without blanks, comments and docstrings."""
     tree = ast.parse(inspect.getsource(function))
-    used = set()
+    used: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass(lineno=node.lineno, end_lineno=node.lineno)]
     for node in ast.walk(tree):
         if isinstance(node, (ast.expr, ast.keyword, ast.arg)):
-            used.update((node.lineno, node.end_lineno))
+            used.update((node.lineno, node.end_lineno or node.lineno))
         elif isinstance(node, ast.stmt):
             used.add(node.lineno)
     return len(used)

@@ -2,6 +2,8 @@
 
 wgmma is asynchronous: `mm_*` and `mma_*` return a *pending* tile, and only `wait` turns it into one that can be used.
 """
+from dataclasses import dataclass
+
 import numpy as np
 from numba.cuda import types
 
@@ -11,7 +13,7 @@ from tiles.interpreter import here
 from tiles.interpreter.block import WARPGROUP
 from tiles.layout import LANES
 from tiles.op import integer, lowers, number, op
-from tiles.plumbing import i64, static, void
+from tiles.plumbing import compile_time, i64, void
 from tiles.shared import elected
 from tiles.types import gl, pending, rt, st
 from tiles.values import Pending
@@ -299,7 +301,8 @@ def _():
 
 
 # ---- taking turns --------------------------------------------------------------------------------------------------
-@static
+@compile_time
+@dataclass(frozen=True)
 class turns:
     """`players` warpgroups, numbered from 0, take turns to issue their mmas, so that one's softmax runs under another's mma.
     Player i waits for named barrier `first` + i; more than one player."""

@@ -24,7 +24,7 @@ import operator
 import numpy as np
 from numba.cuda import types
 
-OPS = {}
+OPS: dict = {}  # face -> Op
 
 
 class Op:

@@ -5,7 +5,6 @@ the frozen object itself, closed over by a kernel and known when it is compiled.
 """
 import inspect
 import sys
-from dataclasses import dataclass
 
 from llvmlite import ir
 from numba.cuda import types
@@ -87,11 +86,6 @@ def compile_time(cls):
     """Class decorator: kernels may close over instances, which are frozen and compared by value."""
     typeof_impl.register(cls)(lambda value, context: Static(value))
     return cls
-
-
-def static(cls):
-    """`@static class ring`: a frozen dataclass that kernels may close over."""
-    return compile_time(dataclass(frozen=True)(cls))
 
 
 for _cls in (rt, rv, st, barrier):

@@ -10,7 +10,7 @@ The j-th fill goes to slot j % stages and completes phase j // stages + 1 of tha
 releases complete the same phase of its "empty" barrier. Producer and consumer compute both from j alone, so they cannot
 disagree, and a kernel shows no barrier arithmetic.
 """
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from llvmlite import ir
 from numba.cuda import types
@@ -18,7 +18,7 @@ from numba.cuda import types
 from . import ptx
 from .interpreter import Mbarrier, here, span
 from .op import integer, lowers, op
-from .plumbing import Value, compile_time, i32, static, void
+from .plumbing import Value, compile_time, i32, void
 from .types import barrier, gl, st
 from .values import SharedTile
 
@@ -26,7 +26,8 @@ ALIGN = 1024  # of a swizzled tile
 BARRIER_BYTES = 8
 
 
-@static
+@compile_time
+@dataclass(frozen=True)
 class ring:
     """`stages` copies of one shared tile. `readers`: how many warps release each tile before its slot is filled again."""
 
