@@ -14,7 +14,7 @@ def _conversion(to):
         elif isinstance(x, rv):
             out = rv(x.length, to, x.axis, x.partial)
         else:
-            return None
+            raise TypeError(f"{to}: converts a register tile or vector, got {x}")
         return out, lambda b, v: v if out == x else b.from_elements(out, b.elements(x, v))
 
     lowers(to, meaning)(rule)

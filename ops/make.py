@@ -19,6 +19,8 @@ def full(shape, value):
 @lowers(full)
 def _(shape, value):
     _shape("full", shape)
+    if getattr(shape, "partial", False):
+        raise TypeError(f"full: {shape}: a partial sum can only start from zeros")
     if not number(value):
         raise TypeError(f"full: value must be a number, got {value}")
     return shape, lambda b, _, v: b.from_elements(shape, [b.real(v)] * shape.elements)

@@ -10,57 +10,59 @@ from numba.cuda import types
 from tiles import layout, ptx
 from tiles.dtypes import fp32
 from tiles.interpreter import here
-from tiles.op import lowers, op
+from tiles.op import integer, lowers, op
 from tiles.plumbing import SCALARS, f32, i32, i64, void
-from tiles.types import rt, rv, st
+from tiles.types import REGISTER_DTYPES, rt, rv, st
 from tiles.values import SharedTile
 
 
 # ---- global arrays -------------------------------------------------------------------------------------------------
 def window(array, spec, at, rows, cols):
-    """The view of a global array that a tile or vector at index `at` covers, clipped to it, tile axes last."""
+    """The view of a global array that a tile or vector at index `at` covers, tile axes last, and which part of the tile or
+    vector that is."""
     axes = [rows % array.ndim, cols % array.ndim] if isinstance(spec, rt) else [cols % array.ndim]
     extents = spec.shape if isinstance(spec, rt) else (spec.length,)
-    index = []
+    index, part = [], [slice(0)] * len(axes)
     for axis, (start, size) in enumerate(zip(at, array.shape, strict=True)):
         if axis in axes:
-            if start < 0:
-                raise here().hazard(f"index {at} begins outside an array of shape {array.shape}")
-            index.append(slice(start, start + extents[axes.index(axis)]))
+            k = axes.index(axis)
+            low, high = (min(max(int(x), 0), size) for x in (start, start + extents[k]))
+            index.append(slice(low, high))
+            part[k] = slice(low - start, high - start)
         elif 0 <= start < size:
             index.append(start)
         else:
             raise here().hazard(f"index {at} is out of range for an array of shape {array.shape}")
     view = np.asarray(array)[tuple(index)]
-    return view.T if len(axes) == 2 and axes[0] > axes[1] else view
+    return view.T if len(axes) == 2 and axes[0] > axes[1] else view, tuple(part)
 
 
 def _check_global(name, array, spec, at, rows, cols):
     if array.dtype not in SCALARS:
         raise TypeError(f"{name}: the array must hold {', '.join(map(str, SCALARS.values()))}, got {array}")
-    if not (isinstance(at, types.BaseTuple) and len(at) == array.ndim):
+    if not (isinstance(at, types.BaseTuple) and len(at) == array.ndim and all(map(integer, at))):
         raise TypeError(f"{name}: `at` must be a tuple of {array.ndim} integers for an array of {array.ndim} axes, got {at}")
-    needed = 2 if isinstance(spec, rt) else 1
-    if array.ndim < needed or needed == 2 and rows % array.ndim == cols % array.ndim:
-        raise TypeError(f"{name}: {spec} needs {needed} axes of the array, got axes {rows}, {cols} of {array.ndim}")
+    axes = (rows, cols) if isinstance(spec, rt) else (cols,)
+    if not all(-array.ndim <= axis < array.ndim for axis in axes) or len({axis % array.ndim for axis in axes}) < len(axes):
+        raise TypeError(f"{name}: {spec} lies along {len(axes)} axes of the array, got {axes} of {array.ndim}")
 
 
 def element_addresses(b, ty, array, spec, at, rows, cols, first_row):
-    """For each of this lane's elements: (does it lie inside the array and does this lane write it, its address)."""
+    """For each of this lane's elements: (does it lie inside the array, its address)."""
     data, extents, strides = b.array(ty, array)
-    at = [b.sext(b.u32(x), i64) for x in b.unpack(at)]
+    at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
     lane = b.lane()
     quad, member = b.lshr(lane, b.u32(2)), b.and_(lane, b.u32(3))
     rows, cols = rows % ty.ndim, cols % ty.ndim
     if isinstance(spec, rv) and spec.axis == "col_vec":
         places = [(0, layout.col_vec_element(0, i)) for i in range(spec.elements)]
-        shift, writes = (b.u32(0), b.add(quad, first_row)), b.icmp_unsigned("==", member, b.u32(0))
+        shift = b.u32(0), b.add(quad, first_row)
     elif isinstance(spec, rv):
         places = [(0, layout.row_vec_element(0, i)) for i in range(spec.elements)]
-        shift, writes = (b.u32(0), b.mul(member, b.u32(2))), b.icmp_unsigned("==", quad, b.u32(0))
+        shift = b.u32(0), b.mul(member, b.u32(2))
     else:
         places = [layout.element(0, i, spec.cols) for i in range(spec.elements)]
-        shift, writes = (b.add(quad, first_row), b.mul(member, b.u32(2))), None
+        shift = b.add(quad, first_row), b.mul(member, b.u32(2))
     base = data
     for axis, index in enumerate(at):
         if axis != cols and not (axis == rows and isinstance(spec, rt)):
@@ -74,7 +76,12 @@ def element_addresses(b, ty, array, spec, at, rows, cols, first_row):
             r = b.add(row0, ir.Constant(i64, int(row)))
             inside = b.and_(inside, b.icmp_unsigned("<", r, extents[rows]))
             address = b.add(address, b.mul(r, strides[rows]))
-        yield b.and_(inside, writes) if writes is not None else inside, address
+        yield inside, address
+
+
+def _holders(spec):
+    """The bits of a lane's number in which the lanes that hold the same elements differ; the one with zeros there writes."""
+    return {"col_vec": 3, "row_vec": 28}[spec.axis] if isinstance(spec, rv) else 0
 
 
 def lower_global_store(ty, spec, rows, cols, first_row):
@@ -83,8 +90,9 @@ def lower_global_store(ty, spec, rows, cols, first_row):
 
     def lower(b, array, value, at, *_):
         places = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b))
-        for e, (inside, address) in zip(b.elements(spec, value), places):
-            with b.if_then(inside):
+        mine = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(_holders(spec))), b.u32(0))
+        for e, (inside, address) in zip(b.elements(spec, value), places, strict=True):
+            with b.if_then(b.and_(inside, mine)):
                 if dtype is fp32:
                     b.do("st.global.f32 [$0], $1;", address, e)
                 else:
@@ -157,7 +165,7 @@ def lower_shared_store(tile, spec, first_row):
             return
         e = b.elements(spec, value)
         same = spec.dtype is tile.dtype
-        registers = b.unpack(value) if same else [b.pair(tile.dtype, lo, hi) for lo, hi in zip(e[::2], e[1::2])]
+        registers = b.unpack(value if same else b.from_elements(rt(spec.rows, spec.cols, tile.dtype), e))
         per_band = spec.cols // 4
         for band in range(spec.rows // 16):
             row = b.add(first_row(b), b.u32(16 * band))
@@ -187,7 +195,7 @@ def lower_shared_load(tile, spec, first_row):
     return lower
 
 
-# ---- warp scope ----------------------------------------------------------------------------------------------------
+# ---- both scopes ---------------------------------------------------------------------------------------------------
 def rows_of(spec, rank):
     """The rows of a warpgroup's tile that its warp `rank` holds."""
     return range(spec.rows * rank, spec.rows * (rank + 1))
@@ -196,10 +204,19 @@ def rows_of(spec, rank):
 def check_store(name, target, value, at, rows, cols, warps):
     """The rule that stores at warp and warpgroup scope share."""
     if not isinstance(value, (rt, rv)) or getattr(value, "partial", False):
-        raise TypeError(f"{name}: stores a register tile or vector, got {value}")
+def _check_shared(name, tile, verb, spec, at, warps):
+    """A shared tile is loaded and stored whole, by one warp or by four."""
+    if tile.dtype not in REGISTER_DTYPES:
+        raise TypeError(f"{name}: there are no register tiles of {tile.dtype}: {tile}")
+    if not isinstance(spec, rt) or tile.shape != (warps * spec.rows, spec.cols):
+        raise TypeError(f"{name}: {tile} does not {verb} {f'{warps} x ' * (warps > 1)}{spec}")
+    if at is not None:
+        raise TypeError(f"{name}: `at` is for global arrays; a shared tile is taken whole, got {at}")
+
+
+        raise TypeError(f"{name}: stores a register tile or whole vector, got {value}")
     if isinstance(target, st):
-        if not isinstance(value, rt) or target.shape != (warps * value.rows, value.cols):
-            raise TypeError(f"{name}: {target} does not take {warps} x {value}" if warps > 1 else f"{name}: {target} does not take {value}")
+        _check_shared(name, target, "take", value, at, warps)
     elif isinstance(target, types.Array):
         _check_global(name, target, value, at, rows, cols)
     else:
@@ -208,11 +225,10 @@ def check_store(name, target, value, at, rows, cols, warps):
 
 def check_load(name, source, spec, at, rows, cols, warps):
     """The rule that loads at warp and warpgroup scope share."""
-    if not isinstance(spec, (rt, rv)):
+    if not isinstance(spec, (rt, rv)) or getattr(spec, "partial", False):
         raise TypeError(f"{name}: the type to load must be an rt or a vector type, got {spec}")
     if isinstance(source, st):
-        if not isinstance(spec, rt) or source.shape != (warps * spec.rows, spec.cols):
-            raise TypeError(f"{name}: {source} does not hold {warps} x {spec}" if warps > 1 else f"{name}: {source} does not hold {spec}")
+        _check_shared(name, source, "hold", spec, at, warps)
     elif isinstance(source, types.Array):
         _check_global(name, source, spec, at, rows, cols)
     else:
@@ -224,18 +240,18 @@ def store_rows(target, value, at, rows, cols, rank):
     if isinstance(target, SharedTile):
         return here().write(target, value.array, rows_of(value, rank))
     at = shifted(value.spec, at, rows, cols, rank)
-    view = window(target, value.spec, at, rows, cols)
+    view, part = window(target, value.spec, at, rows, cols)
     array = value.array if isinstance(value.spec, rt) else value.array.ravel()
-    view[...] = array[tuple(map(slice, view.shape))].astype(view.dtype)
+    view[...] = array[part].astype(view.dtype)
 
 
 def load_rows(source, spec, at, rows, cols, rank):
     """The meaning of a load by warp `rank` of those that share the tile."""
     if isinstance(source, SharedTile):
         return here().read(source, rows_of(spec, rank)).astype(np.float32)
-    view = window(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)
+    view, part = window(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)
     out = np.zeros(spec.shape if isinstance(spec, rt) else spec.length, np.float32)
-    out[tuple(map(slice, view.shape))] = view
+    out[part] = view
     return out.reshape(spec.shape)
 
 
@@ -251,6 +267,7 @@ def shifted(spec, at, rows, cols, rank):
 @op
 def store(target, value, at=None, rows=-2, cols=-1):
     """target[...] = value, rounded to target's dtype, by one warp. target: a shared tile of value's shape; or a global array,
+# ---- warp scope ----------------------------------------------------------------------------------------------------
     where `at` is the index of the first element and the tile runs along axes `rows` and `cols` (a vector along `cols`)."""
     store_rows(target, value, at, rows, cols, 0)
 

@@ -3,6 +3,8 @@
 Here nothing fences, elects a thread or counts phases for you. A barrier or shared tile comes from the plan:
 `smem = shared(x=st(64, 64, bf16), full=barrier(1))`. The interpreter checks what these ops do all the same.
 """
+import inspect
+
 from numba.cuda import types
 
 from tiles import ptx
@@ -17,14 +19,15 @@ from tiles.types import barrier, gl, st
 def _lowers(face, *kinds, emit):
     """A rule by kinds: a type, or `int` for any integer; `emit(b, specs, *values)`."""
 
-    @lowers(face)
     def rule(*specs):
-        for spec, kind in zip(specs, kinds):
+        for spec, kind in zip(specs, kinds, strict=True):
             if not (integer(spec) if kind is int else isinstance(spec, kind)):
-                raise TypeError(f"raw.{face.__name__}: takes {', '.join(k.__name__ for k in kinds)}, got {', '.join(map(str, specs))}")
+                names = ", ".join(k.__name__ for k in kinds)
+                raise TypeError(f"raw.{face.__name__}: takes {names}, got {', '.join(map(str, specs))}")
         return void, lambda b, *values: emit(b, specs, *values)
 
-    return rule
+    rule.__signature__ = inspect.signature(face)
+    lowers(face)(rule)
 
 
 def _one_lane(instruction):

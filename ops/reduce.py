@@ -1,6 +1,8 @@
 """Along rows: fold the elements of a lane, then over the four lanes of a quad, which hold a row between them."""
 from functools import partial, reduce
 
+import numpy as np
+
 from tiles import ptx
 from tiles.op import lowers, op
 from tiles.types import rt, rv, whole
@@ -16,7 +18,7 @@ def _fold(b, tile, elements, combine):
     combine = partial(combine, b)
     rows = []
     for row in range(tile.col_vec.elements):
-        mine = [e for e, k in zip(elements, index) if k == row]
+        mine = [e for e, k in zip(elements, index, strict=True) if k == row]
         rows.append(reduce(combine, [reduce(combine, mine[c::CHAINS]) for c in range(CHAINS)]))
     return rows
 
@@ -43,14 +45,14 @@ def _row_reduction(face, combine):
 
 @op
 def row_max(tile):
-    """Greatest element of each row, as tile.col_vec."""
-    return tile.array.max(axis=1, keepdims=True)
+    """Greatest element of each row, as tile.col_vec; as in `maximum`, NaN loses against a number."""
+    return np.fmax.reduce(tile.array.astype(np.float32), axis=1, keepdims=True)
 
 
 @op
 def row_sum(tile):
-    """Sum of each row, as tile.col_vec. In a loop, `lane_sum` and one `total` at its end are cheaper."""
-    return tile.array.sum(axis=1, keepdims=True)
+    """Sum of each row, taken in fp32, as tile.col_vec. In a loop, `lane_sum` and one `total` at its end are cheaper."""
+    return tile.array.sum(axis=1, keepdims=True, dtype=np.float32)
 
 
 _row_reduction(row_max, fmax)
@@ -59,8 +61,9 @@ _row_reduction(row_sum, _add)
 
 @op
 def lane_sum(tile):
-    """Sum of each row as a *partial* col_vec, each lane holding its share: scale and add partial sums, then `total`."""
-    return tile.array.sum(axis=1, keepdims=True)
+    """Sum of each row as a *partial* col_vec, each lane holding its share: scale and add partial sums, then `total`.
+    Of a 2-byte tile each share is rounded; sum an fp32 tile where that matters."""
+    return tile.array.sum(axis=1, keepdims=True, dtype=np.float32)
 
 
 @lowers(lane_sum)

@@ -108,13 +108,13 @@ def _result(name, acc, a, b, transposed):
     """The type of the product, or what is wrong."""
     right = "st(n, k)" if transposed else "st(k, n)"
     ok = isinstance(a, (rt, st)) and isinstance(b, st) and a.dtype == b.dtype and a.dtype in INPUTS
-    ok = ok and a.rows == (16 if isinstance(a, rt) else ROWS) and a.cols == (b.cols if transposed else b.rows) and a.cols % 16 == 0
-    n = (b.rows if transposed else b.cols) if ok else 0
+    n, k = ((b.rows, b.cols) if transposed else (b.cols, b.rows)) if ok else (0, 0)
+    ok = ok and a.rows == (16 if isinstance(a, rt) else ROWS) and a.cols == k and k % 16 == 0
     if not ok or n % 16 or not 16 <= n <= 256 or acc not in (None, rt(16, n, fp32)):
         given = ", ".join(str(x) for x in (acc, a, b) if x is not None)
         raise TypeError(
-            f"{name}: takes {'rt(16, n, fp32), ' if name.startswith('mma') else ''}st(64, k) or rt(16, k), and {right}, of one dtype "
-            f"(bf16 or fp16), n up to 256; got {given}"
+            f"{name}: takes {accumulator}st(64, k) or rt(16, k), and {right}, of one dtype (bf16 or fp16), "
+            f"n and k multiples of 16, n up to 256; got {given}"
         )
     return rt(16, n, fp32)
 
@@ -123,6 +123,7 @@ def _emit(b, out, acc, a, right, transposed, vacc, va, vright):
     def describe(tile, address, rows_are_k):
         low = b.zext(b.lshr(address, b.u32(4)), i64)
         start = b.or_(low, i64(layout.descriptor(tile.rows, tile.width, rows_are_k)))
+        accumulator = "rt(16, n, fp32), " * name.startswith("mma")
         return lambda k: b.add(start, i64(layout.k_step(k, tile.rows, tile.dtype.itemsize, tile.width, rows_are_k) >> 4))
 
     registers = b.unpack(va) if isinstance(a, rt) else []
@@ -189,7 +190,9 @@ def wait(tile, newer=0):
 @lowers(wait)
 def _(tile, newer: int):
     if not isinstance(tile, pending):
-        raise TypeError(f"wait: {tile} is not in flight")
+        raise TypeError(f"wait: takes a tile in flight (from mm_* or mma_*), got {tile}")
+    if newer < 0:
+        raise TypeError(f"wait: newer must be 0 or more, got {newer}")
     return tile.tile, lambda b, v, *_: ptx.wgmma_wait(b, v, tile.tile.elements, newer)
 
 
@@ -247,7 +250,8 @@ def _emit_meet(b):
     ptx.named_barrier(b, b.sub(b.u32(LAST_NAMED), b.lshr(b.special("tid.x"), b.u32(7))), THREADS)
 
 
-LAST_NAMED = 15  # warpgroups take named barriers from here down; 0 is the block's, `turns` count up
+LAST_NAMED = 15  # warpgroups take named barriers from here down, up to eight of them; 0 is the block's, `turns` count up
+FREE_NAMED = LAST_NAMED - 7
 
 
 @op
@@ -264,7 +268,8 @@ def _():
 @op
 def tma_store(target, at, tile):
     """target[at] = a shared tile that this warpgroup wrote, by TMA; rows and columns outside the array are left out. Meets
-    first, so that all four warps' stores are in it. Follow with `store_wait` before the tile is reused and before the end."""
+    first, so that all four warps' stores are in it. Follow with `store_wait` before the end, and with `store_wait` and `sync`
+    before the tile is written again."""
     warp = here()
     _meet(warp)
     if warp.rank == 0:
@@ -285,6 +290,8 @@ def _(target, at, tile):
 
 
 @op
+    if not (isinstance(at, types.BaseTuple) and 1 <= len(at) <= target.rank and all(map(integer, at))):
+        raise TypeError(f"tma_store: `at` must be a tuple of up to {target.rank} integers, got {at}")
 def store_wait():
     """Until the bulk stores that this warpgroup's first thread started have read their shared tiles."""
     if here().rank == 0:
@@ -320,6 +327,12 @@ class turns:
     def begin(self, me):
         """Once, before the first `take`: the first turn is player 0's (unprimed, all would wait for ever)."""
         if me == self.players - 1:
+    def __post_init__(self):
+        if self.players < 2 or self.first < 1 or self.first + self.players > FREE_NAMED:
+            raise ValueError(
+                f"turns: 2 or more players on named barriers 1 to {FREE_NAMED - 1}, got {self.players} from {self.first} on"
+            )
+
             self._arrive(here(), 0, sync=False)
 
     @op
@@ -347,11 +360,21 @@ def _(turn, me):
     return void, lambda b, _, me: ptx.named_barrier(b, b.add(b.u32(me), b.u32(turn.first)), 2 * THREADS)
 
 
+def _needs_player(name, me):
+    if not integer(me):
+        raise TypeError(f"{name}: the player's number must be an integer, got {me}")
+
+
 @lowers(turns.give)
 def _(turn, me):
+    _needs_player("begin", me)
+
     def emit(b, _, me):
         last = b.icmp_unsigned("==", b.u32(me), b.u32(turn.players - 1))
         after = b.select(last, b.u32(turn.first), b.add(b.u32(me), b.u32(turn.first + 1)))
         ptx.named_barrier(b, after, 2 * THREADS, sync=False)
 
     return void, emit
+    _needs_player("take", me)
+    _needs_player("give", me)
+

@@ -1,8 +1,9 @@
 """What a kernel's values are without a GPU: NumPy arrays that know their tile type."""
 import numpy as np
 from numba.cuda import types as numba
+from numba.cuda.np.numpy_support import from_dtype
 
-from .dtypes import dtype_of
+from .dtypes import DTYPES, bf16, fp16, fp32
 from .op import OPS, operator
 from .types import gl, pending, rt, rv, st
 
@@ -30,7 +31,7 @@ class Tile:
         raise TypeError(f"a branch cannot depend on a tile: {self.spec}")
 
     def __neg__(self):
-        return self * -1.0
+        return OPS[operator.neg](self)
 
 
 for _name in ("add", "sub", "mul", "truediv"):
@@ -125,13 +126,14 @@ def spec_of(value, fixed=False):
     if isinstance(value, (float, np.floating)):
         return numba.float32
     if isinstance(value, tuple):
-        return numba.UniTuple(numba.int64, len(value))
+        return numba.BaseTuple.from_types([numba.int64 if hasattr(v, "__index__") else spec_of(v) for v in value])
     if isinstance(value, np.ndarray):
-        return numba.Array(NUMBA_SCALARS.get(dtype_of(value).name) or numba.uint8, value.ndim, "A")
-    return value
+        scalar = NUMBA_SCALARS.get(value.dtype) or (numba.uint8 if value.dtype in DTYPES else from_dtype(value.dtype))
+        return numba.Array(scalar, value.ndim, "A")
+    return getattr(value, "spec", value)  # a barrier's; what is frozen is its own type
 
 
-NUMBA_SCALARS = {"fp32": numba.float32, "fp16": numba.float16, "bf16": numba.bfloat16}
+NUMBA_SCALARS = {fp32.np: numba.float32, fp16.np: numba.float16, bf16.np: numba.bfloat16}
 
 
 def wrap(spec, value):

@@ -1,0 +1,198 @@
+"""What PTX instructions do, written down from the PTX ISA alone: matrix fragments, ldmatrix, wgmma's descriptors, TMA's boxes.
+
+`PTX` maps the text of an instruction to its effect on a machine (lanes.py) whose registers hold one entry a thread. Nothing
+here looks at tiles/layout.py: what the two say must agree, and the ops' tests are where it shows.
+"""
+import numpy as np
+from llvmlite import ir
+
+from tiles import bf16, fp16
+from tiles.plumbing import f32, i1, i32, i64
+
+TYPES = {f32: np.float32, i32: np.uint32, i64: np.uint64, i1: np.bool_, ir.DoubleType(): np.float64, ir.HalfType(): np.float16}
+NUMPY = {"bf16": bf16.np, "f16": fp16.np}
+
+
+class Register:
+    """One LLVM value: its type, and an array with an entry a thread."""
+
+    def __init__(self, type, array):
+        self.type, self.array = type, np.asarray(array, TYPES[type])
+
+
+class Struct:
+    """Several registers."""
+
+    def __init__(self, parts):
+        self.parts, self.type = list(parts), ir.LiteralStructType([p.type for p in parts])
+
+
+def flush(x):
+    """.ftz: numbers below 2 ** -126 are 0."""
+    return np.where(np.abs(x) < np.float32(2**-126), np.copysign(np.float32(0), x), x)
+
+
+def _unary(function):
+    return lambda m, _, x: Register(f32, flush(function(flush(x.array)).astype(np.float32)))
+
+
+def _shuffle_xor(m, match, x):
+    return Register(x.type, x.array[m.tid ^ int(match[1])])
+
+
+def _pack(m, match, high, low):
+    to = NUMPY[match[1]]
+    bits = [v.array.astype(to).view(np.uint16).astype(np.uint32) for v in (low, high)]
+    return Register(i32, bits[0] | bits[1] << 16)
+
+
+def _load_global(m, match, address, guard):
+    size, out = (4 if match[1] == "f32" else 2), np.zeros(m.threads, np.uint32)
+    active = m.active & (guard.array != 0)
+    if active.any():
+        memory, at = m.reach(address.array[active], size)
+        out[active] = sum(memory[at + k].astype(np.uint32) << 8 * k for k in range(size))
+    return Register(f32, out.view(np.float32)) if size == 4 else Register(i32, out | out << 16)
+
+
+def _store_global(m, match, address, value):
+    if m.active.any():
+        size, bits = (4 if match[1] == "f32" else 2), value.array.view(np.uint32)[m.active]
+        memory, at = m.reach(address.array[m.active], size)
+        for k in range(size):
+            memory[at + k] = bits >> 8 * k & 0xFF
+
+
+def _store_pair(m, _, address, x, y):
+    m.passes("st.shared.v2", address.array, 8)
+    words = m.shared.view(np.float32)
+    words[address.array[m.active] // 4] = x.array[m.active]
+    words[address.array[m.active] // 4 + 1] = y.array[m.active]
+
+
+def _load_pair(m, _, address):
+    m.passes("ld.shared.v2", address.array, 8)
+    words = m.shared.view(np.float32)
+    return Struct([Register(f32, words[address.array // 4 + k]) for k in (0, 1)])
+
+
+def _matrix_cells(m, name, address):
+    """For each thread and matrix of an x4 ldmatrix or stmatrix, the index of its 32-bit word: lanes 8i..8i+7 name the rows
+    of matrix i, and lane L holds of each matrix the elements 2(L%4) and 2(L%4)+1 of row L/4."""
+    m.passes(name, address.array, 16)
+    assert not (address.array % 16).any()
+    warp, lane = m.tid // 32 * 32, m.tid % 32
+    return [(address.array[warp + 8 * i + lane // 4] + lane % 4 * 4) // 4 for i in range(4)]
+
+
+def _stmatrix(m, _, address, *registers):
+    for cell, register in zip(_matrix_cells(m, "stmatrix", address), registers, strict=True):
+        m.shared.view(np.uint32)[cell] = register.array
+
+
+def _ldmatrix(m, _, address):
+    return Struct([Register(i32, m.shared.view(np.uint32)[cell]) for cell in _matrix_cells(m, "ldmatrix", address)])
+
+
+def _pass_through(m, _, *registers):
+    return Struct(registers) if registers else None
+
+
+def _operand(m, descriptor, mn_rows, k_major, dtype):
+    """The (mn_rows, 16) slice that a wgmma matrix descriptor names (PTX ISA, asynchronous warpgroup matrix shared memory
+    layout): swizzled atoms of eight rows, `stride` bytes from atom to atom, `leading` bytes from panel to panel."""
+    bits = int(descriptor.array[0])
+    assert (descriptor.array == bits).all(), "a descriptor must be the same in the whole warpgroup"
+    start, leading, stride = (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4
+    width = {1: 128, 2: 64, 3: 32}[bits >> 62]
+    mn, k = np.arange(mn_rows)[:, None], np.arange(16)[None, :]
+    if k_major:
+        address = start + mn // 8 * stride + mn % 8 * width + 2 * k
+    else:
+        address = start + k // 8 * stride + k % 8 * width + 2 * mn // width * leading + 2 * mn % width
+    address ^= (address >> 7 & width // 16 - 1) << 4
+    return m.shared.view(dtype)[address // 2].astype(np.float64)
+
+
+def _wgmma(m, match, *args):
+    n, dtype, scale = int(match[2]), NUMPY[match[3]], int(match[1])
+    registers = n // 2
+    acc, rest = args[:registers], args[registers:]
+    group, lane, warp = m.tid // 128, m.tid % 32, m.tid // 32 % 4
+    assert (group == 0).all()
+    row = 16 * warp + lane // 4
+    if len(rest) == 5:
+        a = np.zeros((64, 16))
+        for i, register in enumerate(rest[:4]):
+            halves = register.array[:, None].view(dtype).astype(np.float64)
+            for h in (0, 1):
+                a[row + i % 2 * 8, i // 2 * 8 + lane % 4 * 2 + h] = halves[:, h]
+    else:
+        a = _operand(m, rest[0], 64, True, dtype)
+    b = _operand(m, rest[-1], n, match[4].split(",")[-1].strip() == "0", dtype)
+    d = a @ b.T
+    out = []
+    for i in range(registers):
+        piece = d[row + i // 2 % 2 * 8, i // 4 * 8 + lane % 4 * 2 + i % 2]
+        out.append(Register(f32, piece + acc[i].array if scale else piece))
+    return Struct(out)
+
+
+def _box(m, handle, coordinates):
+    """The array of a tensor map with columns last, its tile's type, and the box's coordinates, columns last."""
+    source = m.tensors[int(handle.array[0])]
+    spec, array = source.spec, source.array
+    order = [a for a in range(array.ndim) if a != spec.cols] + [spec.cols]
+    at = [int(c.array.view(np.int32)[0]) for c in coordinates][::-1]
+    return array.transpose(order), spec.tile, order.index(spec.rows), at
+
+
+def _panel_cells(tile, address):
+    """Where each (row, column) of one panel lies in shared memory: TMA XORs address bits 4.. with bits 7.. ."""
+    row, byte = np.arange(tile.rows)[:, None], np.arange(0, tile.width, tile.dtype.itemsize)[None, :]
+    cells = address + row * tile.width + byte
+    return cells ^ (cells >> 7 & tile.width // 16 - 1) << 4
+
+
+def _tma(m, match, load, handle, coordinates, address):
+    if not m.active.any():
+        return
+    assert m.active.sum() == 1, "one thread starts a copy"
+    thread = int(np.flatnonzero(m.active)[0])
+    array, tile, rows_axis, at = _box(m, handle, coordinates)
+    cells = _panel_cells(tile, int(address.array[thread])) // tile.dtype.itemsize
+    memory = m.shared.view(tile.dtype.np)
+    if load:
+        memory[cells] = 0
+    for r in range(tile.rows):
+        for c in range(tile.panel_cols):
+            index = list(at)
+            index[rows_axis] += r
+            index[-1] += c
+            if all(0 <= i < size for i, size in zip(index, array.shape, strict=True)):
+                if load:
+                    memory[cells[r, c]] = array[tuple(index)]
+                else:
+                    array[tuple(index)] = memory[cells[r, c]]
+
+
+PTX = {
+    r"^mov.u32 \$0, %tid.x;$": lambda m, _: Register(i32, m.tid),
+    r"^ex2.approx.ftz.f32 \$0, \$1;$": _unary(np.exp2),
+    r"^lg2.approx.ftz.f32 \$0, \$1;$": _unary(np.log2),
+    r"^rcp.approx.ftz.f32 \$0, \$1;$": _unary(np.reciprocal),
+    r"^cvt.rn.(bf16|f16)x2.f32 \$0, \$1, \$2;$": _pack,
+    r"^shfl.sync.bfly.b32 \$0, \$1, (\d+), 31, -1;$": _shuffle_xor,
+    r"^shfl.sync.idx.b32 \$0, \$1, 0, 31, -1;$": lambda m, _, x: Register(x.type, x.array[m.tid // 32 * 32]),
+    r"@p ld.global.(f32|b16) \S+ \[\$1\];": _load_global,
+    r"st.global.(f32|b16) \[\$0\], (?:\$1|lo);": _store_global,
+    r"^st.shared.v2.f32 \[\$0\], \{\$1, \$2\};$": _store_pair,
+    r"^ld.shared.v2.f32 \{\$0, \$1\}, \[\$2\];$": _load_pair,
+    r"^stmatrix.sync.aligned.m8n8.x4.shared.b16 \[\$0\], \{\$1, \$2, \$3, \$4\};$": _stmatrix,
+    r"^ldmatrix.sync.aligned.m8n8.x4.shared.b16 \{\$0, \$1, \$2, \$3\}, \[\$4\];$": _ldmatrix,
+    r"^wgmma.(fence|wait_group|commit_group)": _pass_through,
+    r"p, (\d), 0;\nwgmma.mma_async.sync.aligned.m64n(\d+)k16.f32.(bf16|f16).*, p, (.*);\n": _wgmma,
+    r"cp.async.bulk.tensor.\dd.shared::cluster": lambda m, t, to, source, bar, *at: _tma(m, t, True, source, at, to),
+    r"cp.async.bulk.tensor.\dd.global.shared::cta": lambda m, t, to, tile, *at: _tma(m, t, False, to, at, tile),
+    r"^cp.async.bulk.(commit_group|wait_group)|^bar.|^fence|mbarrier": lambda m, _, *args: None,
+}  # fmt: skip

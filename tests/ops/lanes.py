@@ -1,0 +1,234 @@
+"""Runs what ops *compile to*, without a GPU: every lowering is executed on NumPy arrays with one entry a thread.
+
+The ops of a kernel called through `run` emit their code as for Numba, but into a builder whose instructions act at once.
+LLVM's instructions are one line each, PTX is the table of isa.py. So a wrong lane, address or rounding in a lowering fails
+here, on any machine. All threads run in step: for kernels whose warps all do the same.
+"""
+import contextlib
+import ctypes
+import re
+from functools import partial
+from unittest import mock
+
+import numpy as np
+from isa import PTX, TYPES, Register, Struct, flush
+from llvmlite import ir
+from numba import cuda
+from numba.cuda import types
+
+from tiles import ring
+from tiles.op import OPS, Op, operator
+from tiles.plumbing import Builder, f32, i1, i32, i64
+from tiles.shared import shared as Plan
+from tiles.values import spec_of, tensor
+
+SIGNED = {i32: np.int32, i64: np.int64}
+BASE = 1024  # where a block's tiles begin in shared memory
+
+
+class Value:
+    """What a kernel holds: a type of tiles and the registers of all threads."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, spec, registers):
+        self.spec, self.registers = spec, registers
+
+    def __getattr__(self, name):
+        member = getattr(type(self.spec), name, None)
+        return partial(member, self) if member in OPS else getattr(self.spec, name)
+
+
+for _name in ("add", "sub", "mul", "truediv"):
+    _face = getattr(operator, _name)
+    setattr(Value, f"__{_name}__", lambda self, other, face=_face: OPS[face](self, other))
+    setattr(Value, f"__r{_name}__", lambda self, other, face=_face: OPS[face](other, self))
+Value.__neg__ = lambda self: OPS[operator.neg](self)
+
+
+class Machine(Builder):
+    """A builder whose instructions act on all threads at once."""
+
+    def __init__(self, threads):
+        self.threads, self.active = threads, np.ones(threads, bool)
+        self.tid = np.arange(threads)
+        self.shared = np.full(1 << 18, 0xFF, np.uint8)
+        self.ranges, self.tensors = [], []  # global arrays: addresses of their first byte and their end; TMA's tensors
+        self.ways = {}  # instruction -> the worst number of accesses to one bank in one pass
+        self.context = self
+
+    # -- values
+    def const(self, x):
+        """A register of an llvmlite constant."""
+        if isinstance(x, Register):
+            return x
+        bits = int(x.constant) % 2**x.type.width if isinstance(x.type, ir.IntType) else x.constant
+        return Register(x.type, np.full(self.threads, TYPES[x.type](bits)))
+
+    def argument(self, x):
+        """What a lowering gets for a value of the kernel."""
+        if isinstance(x, Value):
+            return x.registers
+        if isinstance(x, tuple):
+            return Struct([self.argument(v) for v in x])
+        if isinstance(x, tensor):
+            self.tensors.append(x)
+            return self.const(ir.Constant(i64, len(self.tensors) - 1))
+        if isinstance(x, (float, np.floating)):
+            return self.const(ir.Constant(f32, float(np.float32(x))))
+        return self.const(ir.Constant(i64, x)) if isinstance(x, (int, np.integer)) else x
+
+    def unpack(self, value):
+        return list(value.parts)
+
+    def pack(self, values):
+        return Struct([self.const(v) for v in values])
+
+    def extract_value(self, value, k):
+        return value.parts[k]
+
+    def array(self, ty, value):
+        numbers = [self.const(ir.Constant(i64, n)) for n in (value.ctypes.data, *value.shape, *value.strides)]
+        return numbers[0], numbers[1 : 1 + value.ndim], numbers[1 + value.ndim :]
+
+    # -- LLVM
+    def _same(f):
+        def instruction(self, x, y, flags=()):
+            x, y = self.const(x), self.const(y)
+            assert x.type == y.type, f"{f}: {x.type} and {y.type}"
+            return Register(x.type, f(x.array, y.array))
+
+        return instruction
+
+    add, sub, mul = _same(np.add), _same(np.subtract), _same(np.multiply)
+    fadd, fsub, fmul = _same(np.add), _same(np.subtract), _same(np.multiply)
+    and_, or_, xor = _same(np.bitwise_and), _same(np.bitwise_or), _same(np.bitwise_xor)
+    udiv, urem = _same(np.floor_divide), _same(np.remainder)
+    shl, lshr = _same(np.left_shift), _same(np.right_shift)
+
+    def _compare(self, sign, x, y):
+        return Register(i1, {"<": np.less, "==": np.equal, ">=": np.greater_equal}[sign](x, y))
+
+    def icmp_unsigned(self, sign, x, y):
+        x, y = self.const(x), self.const(y)
+        assert x.type == y.type
+        return self._compare(sign, x.array, y.array)
+
+    def icmp_signed(self, sign, x, y):
+        x, y = self.const(x), self.const(y)
+        assert x.type == y.type
+        return self._compare(sign, x.array.view(SIGNED[x.type]), y.array.view(SIGNED[y.type]))
+
+    def select(self, condition, x, y):
+        x, y = self.const(x), self.const(y)
+        return Register(x.type, np.where(condition.array, x.array, y.array))
+
+    def zext(self, x, to):
+        return Register(to, self.const(x).array.astype(TYPES[to]))
+
+    trunc = fpext = fptrunc = zext
+
+    def sext(self, x, to):
+        return Register(to, self.const(x).array.view(SIGNED[x.type]).astype(SIGNED[to]).view(TYPES[to]))
+
+    def sitofp(self, x, to):
+        return Register(to, self.const(x).array.view(SIGNED[x.type]).astype(TYPES[to]))
+
+    def bitcast(self, x, to):
+        if isinstance(to, ir.VectorType):
+            halves = self.const(x).array[:, None].view(np.float16)
+            return Struct([Register(ir.HalfType(), halves[:, k]) for k in (0, 1)])
+        return Register(to, self.const(x).array.view(TYPES[to]))
+
+    def extract_element(self, vector, k):
+        return vector.parts[k.constant]
+
+    @contextlib.contextmanager
+    def if_then(self, condition):
+        before, self.active = self.active, self.active & condition.array
+        yield
+        self.active = before
+
+    def llvm(self, name, x, y):
+        function = {"llvm.nvvm.fmax.ftz.f": np.fmax, "llvm.nvvm.fmin.ftz.f": np.fmin}[name]
+        x, y = self.const(x), self.const(y)
+        return Register(f32, flush(function(flush(x.array), flush(y.array))))
+
+    def call(self, inline, args):
+        return self.asm(inline.type, inline.asm, inline.constraint, *args)
+
+    def asm(self, ret, text, constraints, *args, effect=True):
+        args = [self.const(a) for a in args]
+        _agree(text, constraints, ret, args)
+        for pattern, meaning in PTX.items():
+            if match := re.search(pattern, text):
+                return meaning(self, match, *args)
+        raise NotImplementedError(f"no meaning for the PTX {text!r}")
+
+    # -- memory
+    def reach(self, address, size):
+        """The bytes from which a global array's elements are taken, and where in it these addresses (uint64) lie."""
+        first, last = (int(f(address)) for f in (np.min, np.max))
+        for low, high in self.ranges:
+            if low <= first and last + size <= high:
+                memory = (ctypes.c_uint8 * (high - low)).from_address(low)
+                return np.ctypeslib.as_array(memory), (address - low).astype(np.int64)
+        raise IndexError(f"a global access outside all arrays: {first:#x} .. {last:#x}")
+
+    def passes(self, name, addresses, size):
+        """Count how often the busiest bank of a pass (128 bytes) is asked for different words."""
+        lanes = 128 // size
+        for warp in range(0, len(addresses), lanes):
+            words = {int(a) // 4 + k for a in addresses[warp : warp + lanes] for k in range(size // 4)}
+            banks = np.bincount([w % 32 for w in words], minlength=32)
+            self.ways[name] = max(self.ways.get(name, 0), int(banks.max()))
+
+
+def _agree(text, constraints, ret, args):
+    """The operands of a PTX snippet are of the types that its constraints promise LLVM."""
+    letters = {"r": i32, "l": i64, "f": f32}
+    names = [c for c in constraints.split(",") if c and not c.startswith("~")]
+    outs = () if isinstance(ret, ir.VoidType) else ret.elements if isinstance(ret, ir.LiteralStructType) else (ret,)
+    want = [letters[c[1]] for c in names if c.startswith("=")]
+    want += [want[int(c)] if c.isdigit() else letters[c] for c in names if not c.startswith("=")]
+    assert want == [*outs, *(a.type for a in args)], f"{text!r} with {constraints!r}: {outs} from {[str(a.type) for a in args]}"
+
+
+# ---- kernels -------------------------------------------------------------------------------------------------------
+def _open(machine, plan):
+    starts = [item.start if isinstance(item, ring) else plan.starts[name] for name, item in plan.items.items()]
+    place = lambda item, start: BASE if isinstance(item, ring) else BASE + start
+    return tuple(
+        Value(item, machine.const(ir.Constant(i32, place(item, start))))
+        for item, start in zip(plan.items.values(), starts, strict=True)
+    )
+
+
+def _call(machine, operation, *args, **kwargs):
+    bound = operation.signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    args = tuple(bound.arguments.values())
+    if operation is OPS[Plan.open]:
+        return _open(machine, args[0])
+    fixed = operation.compile_time
+    specs = [a.spec if isinstance(a, Value) else spec_of(a, known) for a, known in zip(args, fixed, strict=True)]
+    result, emit = operation.type(*specs)
+    with np.errstate(all="ignore"):
+        out = emit(machine, *map(machine.argument, args))
+    if isinstance(result, types.Integer):
+        return int(out.array[0])
+    if isinstance(result, types.Float):
+        return float(out.array[0])
+    return None if result is types.void else Value(result, out)
+
+
+def run(kernel, args, threads=32):
+    """Run a kernel's own source on what its ops compile to; returns the machine, for its counts."""
+    machine = Machine(threads)
+    for a in args:
+        if isinstance(a, np.ndarray) and a.size:
+            machine.ranges.append(np.lib.array_utils.byte_bounds(a))
+    ours = mock.patch.object(Op, "__call__", lambda self, *a, **k: _call(machine, self, *a, **k))
+    with ours, mock.patch.object(cuda, "syncthreads", lambda: None):
+        kernel.py_func(*args)
+    return machine

@@ -1,0 +1,134 @@
+"""One test, three ways: a test is valid shapes, a reference in float64 and a device body, swept by `run`.
+
+    def test_exp2(run, sample):
+        @cuda.jit
+        def body(x, y):                                       # the device body: registers from global memory and back
+            store(y, exp2(load(x, rt(16, 64, fp32), (0, 0))), (0, 0))
+
+        x, y = sample((16, 64)), blank((16, 64))
+        run(body, x, y)
+        close(y, np.exp2(wide(x)), ulp=2)
+
+`run` is a fixture with three values: `meaning` (the interpreter: NumPy meanings under the sanitizer), `lowering` (lanes.py:
+what the ops compile to, executed on NumPy) and `gpu` (the card). Outputs start as NaN, inputs are fresh each time from a
+seed that a failure prints, and NaN never passes unless the reference says NaN.
+
+Sweeps are pairs, not products: each value of a parameter occurs, most pairs of neighbours occur, and the largest tile
+occurs once. `pairs(xs, ys)` walks both lists at once until the longer ends.
+"""
+import itertools
+
+import lanes
+import numpy as np
+import pytest
+from numba import cuda
+from numba.cuda.cudadrv.devicearray import DeviceNDArray
+
+import tiles
+from tiles import bf16, fp16, fp32, interpreter, tensor
+
+MARGIN = 5  # elements of canary on every side of a guarded array
+EPS = {fp32: 2.0**-23, fp16: 2.0**-10, bf16: 2.0**-7}  # from 1 to the next number
+END = {fp32: 2.0**128 * (1 - 2.0**-25), fp16: 65520.0, bf16: 2.0**128 * (1 - 2.0**-9)}  # from here on: inf
+TINY = {fp32: 2.0**-126, fp16: 2.0**-24, bf16: 2.0**-126}  # an error below this is none (fp32 units flush to 0)
+
+
+def pairs(*lists):
+    """Tuples that walk all lists at once, the shorter ones again and again."""
+    longest = max(map(len, lists))
+    return list(itertools.islice(zip(*map(itertools.cycle, lists), strict=False), longest))
+
+
+def blank(shape, dtype=fp32):
+    """An output: NaN everywhere."""
+    return np.full(shape, np.nan, dtype.np)
+
+
+def guarded(shape, dtype=fp32, order=None, step=1):
+    """A NaN-filled array inside a larger one of canaries, its axes laid out in `order`, every `step`-th element used: the view,
+    and a function that checks that nothing around it was touched."""
+    order = order or range(len(shape))
+    root = np.full([shape[a] * step + 2 * MARGIN for a in order], 12345, np.float32).astype(dtype.np)
+    view = root[tuple(slice(MARGIN, MARGIN + shape[a] * step, step) for a in order)].transpose(np.argsort(list(order)))
+    outside = np.ones(root.shape, bool)
+    outside[tuple(slice(MARGIN, MARGIN + shape[a] * step, step) for a in order)] = False
+    before = root.copy()
+    view[...] = np.nan
+
+    def check():
+        assert (root[outside] == before[outside]).all(), "memory around the array was written"
+
+    return view, check
+
+
+def wide(array):
+    """The array in float64."""
+    return np.asarray(array).astype(np.float64)
+
+
+def close(got, want, ulp=0.0, atol=0.0, dtype=None):
+    """|got - want| <= ulp units in the last place of the result's dtype (or `dtype`) + atol; inf and NaN where `want` has them
+    or is too large."""
+    dtype = dtype or tiles.dtypes.dtype_of(got)
+    got, want = wide(got), np.broadcast_to(wide(want), np.shape(got))
+    want = np.where(np.abs(want) >= END[dtype], np.copysign(np.inf, want), want)
+    finite = np.isfinite(want)
+    same = np.where(np.isnan(want), np.isnan(got), got == want)
+    assert same[~finite].all(), _worst(got, want, ~finite & ~same)
+    unit = np.exp2(np.floor(np.log2(np.maximum(np.abs(want), 2.0**-149), where=finite, out=np.zeros(want.shape)))) * EPS[dtype]
+    allowed = ulp * np.maximum(unit, TINY[dtype] * EPS[dtype]) + atol + (TINY[dtype] if np.any(ulp) else 0)
+    wrong = finite & ~(np.abs(got - np.where(finite, want, 0)) <= allowed)
+    assert not wrong.any(), _worst(got, want, wrong)
+
+
+def _worst(got, want, wrong):
+    at = np.argwhere(wrong)
+    first = tuple(at[0])
+    return f"{len(at)} of {got.size} elements, first at {first}: got {got[first]!r}, want {want[first]!r}" if len(at) else ""
+
+
+# ---- backends ------------------------------------------------------------------------------------------------------
+def meaning(kernel, *args, warps=1, shared=None, seed=None):
+    """Run one block in the interpreter."""
+    interpreter.interpret(kernel, (1, 1, 1), 32 * warps, args, shared, seed)
+
+
+def lowering(kernel, *args, warps=1, shared=None):
+    """Run one block on what its ops compile to."""
+    return lanes.run(kernel, args, 32 * warps)
+
+
+def _on_device(array, roots):
+    """The same view of a device copy of the array's root."""
+    root = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    if id(root) not in roots:
+        roots[id(root)] = root, cuda.to_device(root)
+    device = roots[id(root)][1]
+    data = device.gpu_data.view(array.ctypes.data - root.ctypes.data)
+    return DeviceNDArray(array.shape, array.strides, array.dtype, gpu_data=data)
+
+
+def gpu(kernel, *args, warps=1, shared=None):
+    """Run one block on the card, on copies of the arrays."""
+    roots, given = {}, []
+    for a in args:
+        if isinstance(a, tensor):
+            given.append(tensor(_on_device(a.array, roots), a.spec.tile, a.spec.rows, a.spec.cols))
+        else:
+            given.append(_on_device(a, roots) if isinstance(a, np.ndarray) else a)
+    tiles.launch(kernel, 1, 32 * warps, shared=shared)(*given)
+    cuda.synchronize()
+    for root, device in roots.values():
+        device.copy_to_host(root)
+
+
+BACKENDS = {"meaning": meaning, "lowering": lowering, "gpu": gpu}
+
+
+def together(run):
+    """`run`, for kernels whose warps do different things: not on the lowerings, where all threads run in step."""
+    if run is lowering:
+        pytest.skip("all threads run in step")
+    return run

@@ -1,0 +1,152 @@
+"""ops/maps.py: arithmetic between tiles, vectors and numbers, and functions of one tile."""
+import operator
+
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import EPS, blank, close, pairs, wide
+
+from ops import exp, exp2, full, load, log2, maximum, minimum, store
+from tiles import bf16, fp16, fp32, rt
+
+FACES = {
+    "add": (operator.add, np.add, 1),
+    "sub": (operator.sub, np.subtract, 1),
+    "mul": (operator.mul, np.multiply, 1),
+    "truediv": (operator.truediv, np.divide, 2),
+    "maximum": (maximum, np.maximum, 0),
+    "minimum": (minimum, np.minimum, 0),
+}
+SHAPES = [(16, 16), (32, 16), (16, 64), (48, 32)]
+DTYPES = [fp32, bf16, fp16]
+
+
+@pytest.mark.parametrize(("name", "shape", "dtype"), pairs(list(FACES) * 2, SHAPES + SHAPES[:1], [*DTYPES, fp32]))
+def test_every_combination(run, sample, name, shape, dtype):
+    face, reference, ulp = FACES[name]
+    T = rt(*shape, dtype)
+
+    @cuda.jit
+    def body(x, y, c, r, number, xy, xc, cx, xr, rx, xn, nx, cc, cn, rr):
+        a, b = load(x, T, (0, 0)), load(y, T, (0, 0))
+        col, row = load(c, T.col_vec, (0,)), load(r, T.row_vec, (0,))
+        store(xy, face(a, b), (0, 0))
+        store(xc, face(a, col), (0, 0))
+        store(cx, face(col, a), (0, 0))
+        store(xr, face(a, row), (0, 0))
+        store(rx, face(row, a), (0, 0))
+        store(xn, face(a, number), (0, 0))
+        store(nx, face(1.5, a), (0, 0))
+        store(cc, face(col, col * 2), (0,))
+        store(cn, face(col, 3), (0,))
+        store(rr, face(row * 2.0, row), (0,))
+
+    x, y, c, r = sample(shape, dtype), sample(shape, dtype), sample(shape[0], dtype), sample(shape[1], dtype)
+    outs = [blank(shape, dtype) for _ in range(7)] + [blank(n, dtype) for n in (shape[0], shape[0], shape[1])]
+    run(body, x, y, c, r, 0.7, *outs)
+    X, Y, C, R = wide(x), wide(y), wide(c)[:, None], wide(r)
+    number = np.float32(0.7)
+    given = [(X, Y), (X, C), (C, X), (X, R), (R, X), (X, number), (1.5, X), (C[:, 0], C[:, 0] * 2), (C[:, 0], 3), (R * 2, R)]
+    for out, args in zip(outs, given, strict=True):
+        close(out, reference(*args), ulp=max(ulp, 0.5 if dtype is not fp32 or name in ("maximum", "minimum") else 1))
+
+
+def test_in_place_forms_rebind(run, sample):
+    T = rt(16, 32, fp32)
+
+    @cuda.jit
+    def body(x, out):
+        a = load(x, T, (0, 0))
+        b = a
+        a += 1.0
+        a -= b * 0.5
+        a *= a
+        a /= 2.0
+        store(out, a - b, (0, 0))
+        store(out, -b, (16, 0))
+
+    x, out = sample((16, 32)), blank((32, 32))
+    run(body, x, out)
+    X = wide(x)
+    close(out[:16], (X + 1 - X * 0.5) ** 2 / 2 - X, atol=4e-6 * np.abs(X).max() ** 2)
+    assert (out[16:] == -x).all()
+
+
+def test_nan_loses_against_a_number_in_maximum_and_minimum(run, sample):
+    T = rt(16, 16, fp32)
+
+    @cuda.jit
+    def body(x, y, high, low):
+        a, b = load(x, T, (0, 0)), load(y, T, (0, 0))
+        store(high, maximum(a, b), (0, 0))
+        store(low, minimum(a, b), (0, 0))
+
+    x, y = sample((16, 16)), sample((16, 16))
+    x[::2], y[:, ::2] = np.nan, np.nan
+    x[1, 1], y[1, 1] = np.inf, -np.inf
+    high, low = blank((16, 16)), blank((16, 16))
+    run(body, x, y, high, low)
+    close(high, np.fmax(x, y))
+    close(low, np.fmin(x, y))
+    assert np.isnan(high[0, 0])
+
+
+def test_numbers_alone(run):
+    T = rt(16, 16, fp32)
+
+    @cuda.jit
+    def body(n, out):
+        store(out, full(T, maximum(n, 2)) * exp2(n) + minimum(0.5, n), (0, 0))
+
+    out = blank((16, 16))
+    run(body, 3.0, out)
+    close(out, np.full((16, 16), 3 * 8 + 0.5))
+
+
+FUNCTIONS = {
+    exp2: (np.exp2, lambda x: 2),
+    exp: (np.exp, lambda x: 2 + 1.2 * np.abs(x)),
+    log2: (np.log2, lambda x: 2),
+}
+EXTREMES = [-np.inf, np.inf, np.nan, 0.0, -0.0, 1.0, -1.0, 127.0, -126.0, 128.5, -1000.0, 1e38, 2.0**-126, 0.5, 88.0, -87.0]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_functions_of_one_tile(run, sample, function):
+    reference, ulp = FUNCTIONS[function]
+    T = rt(16, 64, fp32)
+
+    @cuda.jit
+    def body(x, c, out, vector):
+        store(out, function(load(x, T, (0, 0))), (0, 0))
+        store(vector, function(load(c, T.col_vec, (0,))), (0,))
+
+    x, c = sample((16, 64)) * np.float32(10), sample(16)
+    if function is log2:
+        x, c = np.exp2(x), np.exp2(c)
+    x[0, :16] = EXTREMES
+    out, vector = blank((16, 64)), blank(16)
+    run(body, x, c, out, vector)
+    with np.errstate(all="ignore"):
+        for got, X in ((out, wide(x)), (vector, wide(c))):
+            close(got, reference(X), ulp=ulp(np.where(np.isfinite(X), X, 0)), atol=2.0**-21.5 if function is log2 else 0)
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp16])
+def test_two_byte_elements_are_rounded_once(run, sample, dtype):
+    """x * y + 1 in two ops rounds twice; one op is the fp32 result rounded to nearest even."""
+    T = rt(16, 32, dtype)
+
+    @cuda.jit
+    def body(x, y, product, power, quotient):
+        a, b = load(x, T, (0, 0)), load(y, T, (0, 0))
+        store(product, a * b, (0, 0))
+        store(power, exp2(a), (0, 0))
+        store(quotient, a / b, (0, 0))
+
+    x, y = sample((16, 32), dtype), sample((16, 32), dtype)
+    product, power, quotient = (blank((16, 32), dtype) for _ in range(3))
+    run(body, x, y, product, power, quotient)
+    assert (product == (wide(x) * wide(y)).astype(dtype.np)).all()
+    close(power, np.exp2(wide(x)), ulp=0.5 + 4 * EPS[fp32] / EPS[dtype])
+    close(quotient, wide(x) / wide(y), ulp=0.5 + 4 * EPS[fp32] / EPS[dtype])

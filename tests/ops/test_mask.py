@@ -1,0 +1,85 @@
+"""ops/mask.py, and warpgroup.causal: every place of the edge, from nothing kept to nothing masked."""
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import blank, pairs
+
+from ops import causal, load, right_fill, store, warpgroup
+from tiles import bf16, fp16, fp32, rt
+
+SHAPES = [(16, 32), (32, 16), (16, 16), (48, 64)]
+FILLS = [-np.inf, 0.0, 7.5]
+
+
+def edges(size):
+    """Where an edge may lie along `size` elements: everywhere once, outside, and far outside."""
+    return [*range(-2, size + 3), -(10**6), 10**6, -(2**31) + 200, 2**31 - 200]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "fill"), pairs(SHAPES, [fp32, bf16, fp16], FILLS))
+def test_right_fill(run, sample, shape, dtype, fill):
+    T, cols = rt(*shape, dtype), edges(shape[1])
+    n = len(cols)
+
+    @cuda.jit
+    def body(x, at, out):
+        a = load(x, T, (0, 0))
+        for i in range(n):
+            store(out, right_fill(a, at[i], fill), (i, 0, 0), 1, 2)
+
+    x, out = sample(shape, dtype), blank((n, *shape), dtype)
+    run(body, x, np.array(cols, np.int32), out)
+    for got, col in zip(out, cols, strict=True):
+        assert (got == np.where(np.arange(shape[1]) < col, x, dtype.np.type(fill))).all(), f"{col=}"
+
+
+@pytest.mark.parametrize(("shape", "dtype", "fill"), pairs(SHAPES, [fp32, fp16, bf16], FILLS[::-1]))
+def test_causal(run, sample, shape, dtype, fill):
+    T, diagonals = rt(*shape, dtype), [max(d - shape[0], -(2**31) + 200) for d in edges(shape[0] + shape[1])]
+    n = len(diagonals)
+
+    @cuda.jit
+    def body(x, at, out):
+        a = load(x, T, (0, 0))
+        for i in range(n):
+            store(out, causal(a, at[i], fill), (i, 0, 0), 1, 2)
+
+    x, out = sample(shape, dtype), blank((n, *shape), dtype)
+    run(body, x, np.array(diagonals, np.int32), out)
+    row, col = np.indices(shape)
+    for got, diagonal in zip(out, diagonals, strict=True):
+        assert (got == np.where(col <= row + diagonal, x, dtype.np.type(fill))).all(), f"{diagonal=}"
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(16, 64), (32, 48)])
+def test_causal_counts_rows_through_the_warpgroup(run, sample, rows, cols):
+    T, diagonals = rt(rows, cols, fp32), [d - 4 * rows for d in edges(4 * rows + cols)[::3] if abs(d) <= 10**6]
+    n = len(diagonals)
+
+    @cuda.jit
+    def body(x, at, out):
+        a = warpgroup.load(x, T, (0, 0))
+        for i in range(n):
+            warpgroup.store(out, warpgroup.causal(a, at[i], -np.inf), (i, 0, 0))
+
+    x, out = sample((4 * rows, cols)), blank((n, 4 * rows, cols))
+    run(body, x, np.array(diagonals, np.int32), out, warps=4)
+    row, col = np.indices(x.shape)
+    for got, diagonal in zip(out, diagonals, strict=True):
+        assert (got == np.where(col <= row + diagonal, x, -np.inf)).all(), f"{diagonal=}"
+
+
+def test_nan_under_the_mask_disappears(run):
+    """Masked scores may come from keys that are not there."""
+    T = rt(16, 32, fp32)
+
+    @cuda.jit
+    def body(x, out):
+        store(out, right_fill(load(x, T, (0, 0)), 9, -1.0), (0, 0))
+        store(out, causal(load(x, T, (0, 0)), -20, -1.0), (16, 0))
+
+    x = np.full((16, 32), np.nan, np.float32)
+    x[:, :9] = 3
+    out = blank((32, 32))
+    run(body, x, out)
+    assert (out[:16] == np.where(np.arange(32) < 9, 3, -1)).all() and (out[16:] == -1).all()

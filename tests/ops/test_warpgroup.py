@@ -1,0 +1,251 @@
+"""ops/warpgroup.py: wgmma in all its forms, TMA stores, meetings and turns."""
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import EPS, blank, close, guarded, pairs, together, wide
+
+import tiles
+from ops import load, row_sum, store, warpgroup, zeros
+from tiles import bf16, fp16, fp32, ring, rt, st, tensor
+
+EVERY_N = range(16, 257, 16)
+EVERY_K = [16, 32, 48, 64, 80, 112, 128, 192, 256]
+
+
+def widths(cols):
+    """The panel widths that divide a row of `cols` 2-byte elements, widest first."""
+    return [w for w in (128, 64, 32) if cols * 2 % w == 0]
+
+
+def products(rows_are_k):
+    """Every n once, every k, dtype and width in turn: (n, k, dtype, width of b, width of a)."""
+    out = []
+    for i, (n, k, dtype) in enumerate(pairs(EVERY_N, EVERY_K, [bf16, fp16])):
+        b, a = widths(n if rows_are_k else k), widths(k)
+        out.append((n, k, dtype, b[i % len(b)], a[(i + 1) % len(a)]))
+    return out
+
+
+def exact(a, b, acc=0.0):
+    """(the product in float64, how wrong fp32 sums of it may be)"""
+    return acc + wide(a) @ wide(b), (np.abs(acc) + np.abs(wide(a)) @ np.abs(wide(b))) * EPS[fp32] * 8
+
+
+@pytest.mark.parametrize(("n", "k", "dtype", "width", "left"), products(False), ids=str)
+def test_ABt(run, sample, n, k, dtype, width, left):
+    """a @ b.T and acc + a @ b.T, a from shared memory and from registers."""
+    A, B, T = st(64, k, dtype, left), st(n, k, dtype, width), rt(16, k, dtype)
+    smem = tiles.shared(a=ring(A, 1), b=ring(B, 1))
+
+    @cuda.jit
+    def body(gA, gB, C, shared, registers, added, added_registers):
+        a, b = smem.open()
+        a.fill(0, gA, (0, 0))
+        b.fill(0, gB, (0, 0))
+        left, right = a.wait(0), b.wait(0)
+        mine, acc = warpgroup.load(left, T), warpgroup.load(C, rt(16, n, fp32), (0, 0))
+        warpgroup.store(shared, warpgroup.wait(warpgroup.mm_ABt(left, right)), (0, 0))
+        warpgroup.store(registers, warpgroup.wait(warpgroup.mm_ABt(mine, right)), (0, 0))
+        warpgroup.store(added, warpgroup.wait(warpgroup.mma_ABt(acc, left, right)), (0, 0))
+        warpgroup.store(added_registers, warpgroup.wait(warpgroup.mma_ABt(acc, mine, right)), (0, 0))
+
+    a, b, c = sample((64, k), dtype), sample((n, k), dtype), sample((64, n))
+    outs = [blank((64, n)) for _ in range(4)]
+    run(body, tensor(a, A), tensor(b, B), c, *outs, warps=4, shared=smem)
+    for out, acc in zip(outs, (0.0, 0.0, wide(c), wide(c)), strict=True):
+        want, atol = exact(a, b.T, acc)
+        close(out, want, atol=atol)
+
+
+@pytest.mark.parametrize(("n", "k", "dtype", "width", "left"), products(True), ids=str)
+def test_AB(run, sample, n, k, dtype, width, left):
+    """a @ b and acc + a @ b, a from shared memory and from registers."""
+    A, B, T = st(64, k, dtype, left), st(k, n, dtype, width), rt(16, k, dtype)
+    smem = tiles.shared(a=ring(A, 1), b=ring(B, 1))
+
+    @cuda.jit
+    def body(gA, gB, C, shared, registers, added, added_registers):
+        a, b = smem.open()
+        a.fill(0, gA, (0, 0))
+        b.fill(0, gB, (0, 0))
+        left, right = a.wait(0), b.wait(0)
+        mine, acc = warpgroup.load(left, T), warpgroup.load(C, rt(16, n, fp32), (0, 0))
+        warpgroup.store(shared, warpgroup.wait(warpgroup.mm_AB(left, right)), (0, 0))
+        warpgroup.store(registers, warpgroup.wait(warpgroup.mm_AB(mine, right)), (0, 0))
+        warpgroup.store(added, warpgroup.wait(warpgroup.mma_AB(acc, left, right)), (0, 0))
+        warpgroup.store(added_registers, warpgroup.wait(warpgroup.mma_AB(acc, mine, right)), (0, 0))
+
+    a, b, c = sample((64, k), dtype), sample((k, n), dtype), sample((64, n))
+    outs = [blank((64, n)) for _ in range(4)]
+    run(body, tensor(a, A), tensor(b, B), c, *outs, warps=4, shared=smem)
+    for out, acc in zip(outs, (0.0, 0.0, wide(c), wide(c)), strict=True):
+        want, atol = exact(a, b, acc)
+        close(out, want, atol=atol)
+
+
+def test_two_in_flight_and_what_ordinary_stores_wrote(run, sample):
+    """The attention pattern: S and O in flight together, S waited for first; operands written by stores, seen after sync."""
+    K, V = st(64, 64, bf16), st(64, 96, bf16)
+    smem = tiles.shared(q=K, k=K, v=V)
+
+    @cuda.jit
+    def body(Q, gK, gV, scores, out):
+        q, k, v = smem.open()
+        warpgroup.store(q, warpgroup.load(Q, rt(16, 64, bf16), (0, 0)))
+        warpgroup.store(k, warpgroup.load(gK, rt(16, 64, bf16), (0, 0)))
+        warpgroup.store(v, warpgroup.load(gV, rt(16, 96, bf16), (0, 0)))
+        warpgroup.sync()
+        p = bf16(warpgroup.wait(warpgroup.mm_ABt(q, k)))
+        s = warpgroup.mm_ABt(q, k)
+        o = warpgroup.mma_AB(zeros(rt(16, 96, fp32)), p, v)
+        warpgroup.store(scores, warpgroup.wait(s, 1) * 2.0, (0, 0))
+        warpgroup.store(out, warpgroup.wait(o), (0, 0))
+
+    q, k, v = sample((64, 64), bf16), sample((64, 64), bf16), sample((64, 96), bf16)
+    scores, out = blank((64, 64)), blank((64, 96))
+    run(body, q, k, v, scores, out, warps=4, shared=smem)
+    want, atol = exact(q, k.T)
+    close(scores, 2 * want, atol=2 * atol)
+    size = np.abs(want) @ np.abs(wide(v))
+    close(out, want @ wide(v), atol=size * EPS[bf16])  # p was rounded to bf16
+
+
+TMA = pairs([bf16, fp32, fp16, bf16], [128, 64, 32], [(37, 70), (64, 64), (130, 10), (9, 200)])
+
+
+@pytest.mark.parametrize(("dtype", "width", "shape"), TMA)
+def test_tma_load_and_store_ragged(run, sample, dtype, width, shape):
+    """Tiles over every edge: zeros come in, nothing goes out past the array."""
+    S, T = st(64, 64, dtype, width), rt(16, 64, dtype)
+    smem = tiles.shared(x=ring(S, 2), y=S)
+    down, right = -(-shape[0] // 64), -(-shape[1] // 64)
+
+    @cuda.jit
+    def body(x, seen, y):
+        a, b = smem.open()
+        for i in range(down):
+            for j in range(right):
+                n = i * right + j
+                a.fill(n, x, (1, i, j))
+                tile = warpgroup.load(a.wait(n), T)
+                a.release(n)
+                warpgroup.store(seen, tile, (64 * i, 64 * j))
+                warpgroup.store(b, tile)
+                warpgroup.tma_store(y, (2, i, j), b)
+                warpgroup.store_wait()
+                warpgroup.sync()
+
+    pad = -shape[1] % (16 // dtype.itemsize)  # a tensor map's strides are multiples of 16 bytes
+    x = sample((3, shape[0], shape[1] + pad), dtype)[:, :, : shape[1]]
+    root = np.full((4, shape[0], shape[1] + pad), 7, dtype.np)
+    y, seen = root[:, :, : shape[1]], blank((64 * down, 64 * right), dtype)
+    run(body, tensor(x, S), seen, tensor(y, S), warps=4, shared=smem)
+    assert (seen[: shape[0], : shape[1]] == x[1]).all()
+    assert (seen[shape[0] :] == 0).all() and (seen[:, shape[1] :] == 0).all()
+    assert (y[2] == x[1]).all()
+    root[2, :, : shape[1]] = 7
+    assert (root == 7).all(), "memory around the array was written"
+
+
+def test_tma_along_any_axes(run, sample):
+    """(B, S, H, D) as attention has it: rows along axis 1, columns along the last, the others indexed."""
+    S, T = st(64, 64, bf16), rt(16, 64, bf16)
+    smem = tiles.shared(x=ring(S, 1), y=S)
+
+    @cuda.jit
+    def body(x, y):
+        a, b = smem.open()
+        a.fill(0, x, (1, 1, 2))
+        warpgroup.store(b, warpgroup.load(a.wait(0), T) * 2.0)
+        warpgroup.tma_store(y, (0, 0, 1), b)
+        warpgroup.store_wait()
+
+    x, y = sample((2, 100, 3, 72), bf16), blank((1, 50, 2, 64), bf16)
+    run(body, tensor(x, S, rows=1), tensor(y, S, rows=1), warps=4, shared=smem)
+    want = np.zeros((50, 64), np.float32)
+    want[:36] = 2 * x[1, 64:100, 2, :64].astype(np.float32)
+    assert (y[0, :, 1] == want).all() and np.isnan(y[0, :, 0].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("players", [2, 3])
+def test_turns_order_the_players(run, players):
+    """Each player appends its number as a digit to base 4, in turn and without atomics."""
+    run, turn, rounds = together(run), warpgroup.turns(players), 4
+    digits = rt(16, 16, fp32).col_vec
+
+    @cuda.jit
+    def body(log):
+        me = warpgroup.id()
+        turn.begin(me)
+        for _ in range(rounds):
+            turn.take(me)
+            if cuda.threadIdx.x % 128 < 32:
+                store(log, load(log, digits, (0,)) * 4 + (me + 1), (0,))
+            warpgroup.sync()
+            turn.give(me)
+
+    log = np.zeros(16, np.float32)
+    run(body, log, warps=4 * players)
+    want = 0
+    for _ in range(rounds):
+        for player in range(players):
+            want = 4 * want + player + 1
+    assert (log == np.float32(want)).all() and want < 2**24
+
+
+def test_producer_and_consumer(run, sample):
+    """A producer warpgroup fills a ring, two consumers with more registers sum its tiles' rows."""
+    run = together(run)
+    S, T, count = st(64, 64, bf16), rt(16, 64, fp32), 7
+    smem = tiles.shared(x=ring(S, 3, readers=8))
+
+    @cuda.jit(launch_bounds=(384, 1))
+    def body(x, out):
+        (a,) = smem.open()
+        me = warpgroup.id()
+        if me == 2:
+            warpgroup.release_registers(24)
+            for j in range(count):
+                a.fill(j, x, (j,))
+        else:
+            warpgroup.claim_registers(240)
+            total = zeros(T.col_vec)
+            for j in range(count):
+                total += row_sum(warpgroup.load(a.wait(j), T))
+                a.release(j)
+            warpgroup.store(out, total, (me, 0))
+
+    x, out = sample((64 * count, 64), bf16), blank((2, 64))
+    run(body, tensor(x, S), out, warps=12, shared=smem)
+    X = wide(x).reshape(count, 64, 64)
+    close(out, [X.sum(axis=(0, 2))] * 2, atol=np.abs(X).sum(axis=(0, 2)) * EPS[fp32] * 8)
+
+
+def test_two_warpgroups_meet_apart(run, sample):
+    """`sync` is each warpgroup's own: they pass through it different numbers of times."""
+    run = together(run)
+    S, T = st(64, 64, fp16), rt(16, 64, fp16)
+    smem = tiles.shared(a=S, b=S)
+
+    @cuda.jit
+    def body(x, y):
+        a, b = smem.open()
+        if warpgroup.id() == 0:
+            warpgroup.store(a, warpgroup.load(x, T, (0, 0)))
+            warpgroup.sync()
+            store_reversed(a, y, 0)
+        else:
+            for _ in range(3):
+                warpgroup.store(b, warpgroup.load(x, T, (64, 0)))
+                warpgroup.sync()
+            store_reversed(b, y, 64)
+
+    @tiles.inlined
+    def store_reversed(tile, y, row):
+        if cuda.threadIdx.x % 128 < 32:
+            store(y, load(tile, rt(64, 64, fp16)), (row, 0))
+
+    x, (y, check) = sample((128, 64), fp16), guarded((128, 64), fp16)
+    run(body, x, y, warps=8, shared=smem)
+    check()
+    assert (y == x).all()

@@ -1,0 +1,92 @@
+"""Machine code, read back: what the compiler really made of a kernel.
+
+Needs nvdisasm (`pip install nvidia-cuda-nvdisasm`), no GPU."""
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Instruction(NamedTuple):
+    """One line of SASS: `@!P0 LDS.64 R2, [R4+0x10]` has the opcode LDS.64 and the mnemonic LDS."""
+
+    address: int
+    predicate: str
+    opcode: str
+    operands: str
+
+    @property
+    def mnemonic(self):
+        """The opcode without its modifiers."""
+        return self.opcode.split(".")[0]
+
+    def __str__(self):
+        return " ".join(filter(None, (self.predicate, self.opcode, self.operands)))
+
+
+@lru_cache
+def nvdisasm() -> Path:
+    """The disassembler: of the nvidia-cuda-nvdisasm wheel, or one on the path. FileNotFoundError if there is neither."""
+    package = importlib.util.find_spec("nvidia")
+    for root in (package and package.submodule_search_locations) or ():
+        for found in sorted(Path(root).glob("*/bin/nvdisasm*")):
+            return found
+    if path := shutil.which("nvdisasm"):
+        return Path(path)
+    raise FileNotFoundError("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
+
+
+def disassemble(cubin: bytes) -> str:
+    """nvdisasm's text of a cubin's code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([nvdisasm(), "-c", file.name], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"nvdisasm: {done.stderr.strip()}")
+    return done.stdout
+
+
+LABEL = re.compile(r"(\.L_x_\d+):")
+LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+)?\s*(\S+)\s*(.*?)\s*;")
+
+
+@lru_cache(maxsize=16)
+def _parse(cubin):
+    code, labels = [], {}
+    for line in disassemble(cubin).splitlines():
+        if match := LABEL.match(line):
+            labels[match[1]] = len(code)
+        elif match := LINE.match(line):
+            code.append(Instruction(int(match[1], 16), match[2] or "", match[3], match[4]))
+    return tuple(code), labels
+
+
+def listing(cubin: bytes) -> tuple[Instruction, ...]:
+    """The instructions of a cubin, in order."""
+    return _parse(cubin)[0]
+
+
+def instructions(cubin: bytes) -> Counter:
+    """How many instructions of each mnemonic: Counter({"HGMMA": 32, "MUFU": 66, ...})."""
+    return Counter(i.mnemonic for i in listing(cubin))
+
+
+def main_loop(cubin: bytes, mnemonic: str = "HGMMA") -> tuple[Instruction, ...]:
+    """The body of the smallest loop with at least half of all instructions of this kind; empty if there is none.
+
+    (Out-of-line tails of barrier waits also branch back, past a whole loop or more: hence the smallest.)"""
+    code, labels = _parse(cubin)
+    enough, best = max(1, -(-instructions(cubin)[mnemonic] // 2)), ()
+    for end, branch in enumerate(code):
+        target = re.search(r"\.L_x_\d+", branch.operands) if branch.mnemonic == "BRA" else None
+        start = labels.get(target[0], end + 1) if target else end + 1
+        body = code[start : end + 1]
+        if sum(i.mnemonic == mnemonic for i in body) >= enough and (not best or len(body) < len(best)):
+            best = body
+    return best
