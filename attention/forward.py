@@ -71,7 +71,8 @@ def _plan(problem: Problem, with_lse: bool):
         return tensor(at(0, form(shape, strides, problem.dtype, problem.device, config.dtype.itemsize)), tile, rows=1, cols=3)
 
     lse_shape = problem.lse_shape if with_lse else (*problem.lse_shape[:2], 0)  # stores outside an array are left out
-    return launch(kernel, hopper.grid(config, problem.batch, problem.heads_q, problem.seqlen_q), config.threads, shared=smem).bind(
+    blocks = -(-problem.seqlen_q // config.rows)
+    return launch(kernel, blocks * problem.heads_q * problem.batch, config.threads, shared=smem).bind(
         tiled(config.query, problem.seqlen_q, problem.heads_q, problem.q_strides),
         tiled(config.key, problem.seqlen_kv, problem.heads_kv, problem.k_strides),
         tiled(config.key, problem.seqlen_kv, problem.heads_kv, problem.v_strides),
@@ -79,6 +80,8 @@ def _plan(problem: Problem, with_lse: bool):
         at(0, form(lse_shape, contiguous(lse_shape, 4), "float32", problem.device, 4)),
         problem.seqlen_q,
         problem.seqlen_kv,
+        blocks,
+        problem.heads_q,
         problem.group,
         problem.scale * LOG2_E,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from numba import cuda
 
-from ops import exp2, full, lane_sum, log2, maximum, right_fill, row_max, total, warpgroup, zeros
+from ops import exp2, full, lane_sum, log2, maximum, right_fill, row_max, split, total, warpgroup, zeros
 from tiles import dtype, fp32, inlined, ring, rt, shared, st
 
 LOWEST, TINY, LN2 = -1e30, 1e-30, math.log(2)
@@ -67,12 +67,6 @@ def config_for(head_dim: int, dtype: dtype, causal: bool) -> Config:
     return Config(padded, dtype, causal, kv, consumers)
 
 
-def grid(config: Config, batch: int, heads: int, seqlen_q: int):
-    """One block for every `config.rows` query rows of every head, in the order that `place` reads."""
-    blocks = -(-seqlen_q // config.rows)
-    return (heads, batch, blocks) if config.causal else (blocks, heads, batch)
-
-
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
@@ -88,12 +82,16 @@ def make(config: Config):
     turn = warpgroup.turns(CONSUMERS)
 
     @inlined
-    def place():
+    def place(blocks, heads):
         """This block's (query block, head, batch). Causal: the longest blocks of all heads first."""
         if CAUSAL:
-            return cuda.gridDim.z - 1 - cuda.blockIdx.z, cuda.blockIdx.x, cuda.blockIdx.y
+            _, pairs = split(cuda.gridDim.x, blocks)
+            pair, done = split(cuda.blockIdx.x, pairs)
+            block = blocks - 1 - done
         else:
-            return cuda.blockIdx.x, cuda.blockIdx.y, cuda.blockIdx.z
+            block, pair = split(cuda.blockIdx.x, blocks)
+        head, batch = split(pair, heads)
+        return block, head, batch
 
     @inlined
     def key_blocks(diagonal, kv_len):
@@ -142,12 +140,12 @@ def make(config: Config):
     cut_step, step = overlap(True), overlap(False)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, group, scale):
-        """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp for one block of query rows; `group` query heads share a key
-        head, `scale` is log2(e) / sqrt(D)."""
+    def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, blocks, heads, group, scale):
+        """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, one of `blocks` * heads * batch blocks of query rows; `group`
+        query heads share a key head, `scale` is log2(e) / sqrt(D)."""
         q, k, v = smem.open()
-        block, head, batch = place()
-        kv_head = head // group
+        block, head, batch = place(blocks, heads)
+        _, kv_head = split(head, group)
         diagonal = ROWS * block + kv_len - q_len  # the last key that the first row may see
         n, cut = key_blocks(diagonal, kv_len)
         me = warpgroup.id()
@@ -191,4 +189,4 @@ def signature(config: Config):
     from tiles.plumbing import Value
 
     query, key = (Value(gl(tile, 4, 1, 3)) for tile in (config.query, config.key))
-    return query, key, key, query, types.Array(types.float32, 3, "A"), *[types.int32] * 3, types.float32
+    return query, key, key, query, types.Array(types.float32, 3, "A"), *[types.int32] * 5, types.float32

@@ -3,6 +3,7 @@ for the instructions without their guards."""
 from . import convert as _convert  # dtypes become callable  # noqa: F401
 from . import raw, warpgroup
 from . import show as _show  # print takes tiles  # noqa: F401
+from .index import split
 from .make import full, zeros
 from .maps import exp, exp2, log2, maximum, minimum
 from .mask import causal, right_fill
@@ -11,5 +12,5 @@ from .reduce import lane_sum, row_max, row_sum, total
 
 __all__ = [
     "causal", "exp", "exp2", "full", "lane_sum", "load", "log2", "maximum", "minimum", "raw", "right_fill", "row_max",
-    "row_sum", "store", "total", "warpgroup", "zeros",
+    "row_sum", "split", "store", "total", "warpgroup", "zeros",
 ]  # fmt: skip
