@@ -13,7 +13,7 @@ def no_gpu() -> str:
     try:
         found = device(0)
     except Exception as error:  # no driver, no GPU, or one that is out of order: cuda.bindings has a class for each
-        return f"needs a GPU: {str(error).splitlines()[0]}"
+        return f"needs a GPU: {str(error).partition('.')[0]}"
     return "" if found.capability[0] == 9 else f"needs a Hopper GPU, got {found}"
 
 

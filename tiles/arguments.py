@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba.cuda import types
+from numba.cuda.core.errors import TypingError
 from numba.cuda.np.numpy_support import from_dtype
 
 from . import tma
@@ -16,12 +17,13 @@ from .plumbing import Value
 from .types import gl
 from .values import NUMBA_SCALARS, tensor
 
-_SCALARS: dict[type, tuple[str, types.Type]] = {
+_NUMPY = {np.bool_: "?", np.int8: "b", np.uint8: "B", np.int16: "h", np.uint16: "H", np.int32: "i", np.uint32: "I"}
+_NUMPY |= {np.int64: "q", np.uint64: "Q", np.float32: "f", np.float64: "d"}
+_SCALARS: dict[type, tuple[str, types.Type]] = {  # struct's code and Numba's type
     bool: ("?", types.boolean),
     int: ("i", types.int32),
     float: ("f", types.float32),
-    np.bool_: ("?", types.boolean),
-    **{np.dtype(c).type: (c, from_dtype(np.dtype(c))) for c in "bBhHiIqQfd"},
+    **{kind: (code, from_dtype(np.dtype(kind))) for kind, code in _NUMPY.items()},
 }
 DATA = 4  # the slot of an array's address
 
@@ -64,7 +66,7 @@ def parameter(name: str, value: Any) -> Parameter:
     slots = (0, 0, math.prod(form.shape), form.itemsize, array.pointer, *form.shape, *(s % 2**64 for s in form.strides))
     try:
         ty = _array_type(form.dtype, len(form.shape))
-    except (TypeError, NotImplementedError):
+    except TypingError:
         raise TypeError(f"{name}: kernels know no elements of type {form.dtype}") from None
     return Parameter(name, ty, slots, value, array, None, DATA)
 
@@ -77,6 +79,8 @@ def _map_type(spec):
 @functools.cache
 def _array_type(dtype, rank):
     named = np.dtype(dtype)
+    if named.kind in "OSUMm":
+        raise TypingError(dtype)
     return types.Array(NUMBA_SCALARS.get(named) or (types.uint8 if named in DTYPES else from_dtype(named)), rank, "A")
 
 

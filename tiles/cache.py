@@ -47,7 +47,8 @@ from .op import OPS, Op
 
 log = logging.getLogger(__name__)
 HOUSE = [Path(__file__).parent, Path(__file__).parent.parent / "ops"]  # digested whole, file by file
-VERSIONED = {m.__name__: m.__version__ for m in (numba, numba_cuda, llvmlite, cuda.core, cuda.bindings, np, ml_dtypes)}
+VERSIONED = {m.__name__: m.__version__ for m in (numba, numba_cuda, llvmlite, np, ml_dtypes)}
+VERSIONED |= {"cuda.core": cuda.core.__version__, "cuda.bindings": cuda.bindings.__version__}
 STDLIB = Path(sysconfig.get_path("stdlib"))
 # a source younger than this may differ from what was imported; two seconds for clocks and for the imports before this one
 IMPORTED = time.time() - 2

@@ -1,0 +1,155 @@
+"""`python -m tiles doctor` speaks wherever Python starts, and tells what is wrong."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tiles import doctor
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command, cwd=ROOT, **variables):
+    env = {**os.environ, **variables}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, cwd=cwd, timeout=200)
+
+
+def examined(**variables):
+    return run("-m", "tiles", "doctor", **variables)
+
+
+def test_a_sound_machine():
+    done = examined()
+    assert done.returncode == 0, done.stdout + done.stderr
+    for word in ("numba-cuda", "numpy", "driver", "interpreter", "package ops", "cache", "tiles works here"):
+        assert word in done.stdout
+    assert "!" not in done.stdout and not done.stderr
+
+
+def shadow(tmp_path, name, text):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text(text)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["numba", "numpy", "ml_dtypes", "greenlet", "cuda/bindings"])
+def test_a_package_that_does_not_import(name, tmp_path):
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name / "__init__.py").write_text("raise ImportError('it is broken')")
+    if "/" in name:
+        (tmp_path / name.split("/")[0] / "__init__.py").write_text("")
+    done = examined(PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1 and str(ROOT) not in done.stderr, done.stderr
+    assert "`import tiles, ops` fails" in done.stdout and "!" in done.stdout
+
+
+def test_another_ops_before_ours(tmp_path):
+    place = shadow(tmp_path, "ops", "")
+    # `python -m` puts the current folder first, as a user's own folder would be
+    done = run("-m", "tiles", "doctor", cwd=place, PYTHONPATH=str(ROOT))
+    assert done.returncode == 1
+    assert f"{tmp_path / 'ops' / '__init__.py'} shadows ours" in done.stdout
+
+
+def test_another_tiles_after_ours(tmp_path):
+    done = examined(PYTHONPATH=shadow(tmp_path, "tiles", ""))
+    assert done.returncode == 0, done.stdout
+    assert f"{tmp_path / 'tiles' / '__init__.py'} is shadowed by ours" in done.stdout
+
+
+def test_numba_s_simulator():
+    done = run("-c", "import tiles", NUMBA_ENABLE_CUDASIM="1")
+    assert done.returncode == 1 and "TILES_INTERPRET=1" in done.stderr.splitlines()[-1]
+    done = examined(NUMBA_ENABLE_CUDASIM="1")
+    assert done.returncode == 1 and "unset NUMBA_ENABLE_CUDASIM" in done.stdout
+
+
+def test_an_import_that_fails_points_to_the_doctor(tmp_path):
+    done = run("-c", "import tiles", PYTHONPATH=shadow(tmp_path, "greenlet", "raise ImportError('it is broken')"))
+    assert "it is broken; `python -m tiles doctor` says what to do" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "numpy, source, broken", [("2.5.0", "np.row_stack", 1), ("2.4.6", "np.row_stack", 0), ("2.6.1", "", 0)]
+)
+def test_numpy_without_row_stack(numpy, source, broken, tmp_path, monkeypatch):
+    file = tmp_path / "numba/cuda/np/arrayobj.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"overload({source})")
+    monkeypatch.setattr(doctor, "version", {"numpy": numpy, "numba-cuda": "0.30.4"}.get)
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: spec)
+    found = list(doctor.numpy_fits())
+    assert len(found) == broken
+    if broken:
+        assert found[0].broken and found[0].advice == "pip install 'numpy<2.5'" and "NumPy 2.5.0" in found[0].text
+
+
+class Driver:
+    """cuda.bindings.driver with some GPUs."""
+
+    class CUdevice_attribute:
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 0, 1
+
+    def __init__(self, *capabilities, cuda=13000):
+        answer = lambda value: lambda *_: (0, value)
+        self.cuInit, self.cuDriverGetVersion = lambda _: (0,), answer(cuda)
+        self.cuDeviceGetCount, self.cuDeviceGet = answer(len(capabilities)), lambda n: (0, n)
+        self.cuDeviceGetName, self.cuDeviceTotalMem = answer(b"Card\0\0"), answer(80 * 2**30)
+        self.cuDeviceGetAttribute = lambda which, handle: (0, capabilities[handle][which])
+
+
+@pytest.fixture
+def with_driver(monkeypatch):
+    def put(driver):
+        import cuda.bindings
+
+        monkeypatch.setattr(cuda.bindings, "driver", driver)
+        return list(doctor.gpus())
+
+    return put
+
+
+def test_what_runs_on_which_gpu(with_driver):
+    _, hopper, ada, blackwell, old = with_driver(Driver((9, 0), (8, 9), (12, 0), (7, 5)))
+    assert "every kernel" in hopper.text and not hopper.advice and "Card, compute capability 9.0, 80 GiB" in hopper.text
+    assert "neither wgmma nor TMA" in ada.text and "no wgmma" in blackwell.text and "too old" in old.text
+    assert not any(f.broken for f in (hopper, ada, blackwell, old)) and "TILES_INTERPRET=1" in ada.advice
+
+
+def test_a_driver_older_than_the_compiler(with_driver, monkeypatch):
+    monkeypatch.setattr(doctor, "version", lambda name: "13.5.37")
+    driver, complaint, _ = with_driver(Driver((9, 0), cuda=12080))
+    assert "CUDA 12.8" in driver.text and complaint.broken and "numba-cuda[cu12]" in complaint.advice
+
+
+def test_no_gpu(with_driver):
+    _, none = with_driver(Driver())
+    assert none.text == "none" and not none.broken
+
+
+def test_a_probe_that_fails_is_reported(monkeypatch):
+    def surprising():
+        raise KeyError("something")
+        yield
+
+    monkeypatch.setattr(doctor, "PROBES", (surprising,))
+    assert [f.subject for f in doctor.examine()] == ["surprising"]
+
+
+def test_missing_packages_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(doctor, "version", lambda name: None)
+    found = {f.subject: f for f in doctor.packages()}
+    assert found["numba-cuda"].broken and "numba-cuda[cu13]" in found["numba-cuda"].advice
+    assert found["greenlet"].advice == "pip install greenlet" and not found["nvidia-nvjitlink"].broken
+
+
+def test_usage():
+    done = run("-m", "tiles")
+    assert done.returncode == 2 and "doctor" in done.stderr
+    done = run("-m", "tiles", "doctor", "extra")
+    assert done.returncode == 2 and "takes no arguments" in done.stderr

@@ -1,0 +1,281 @@
+"""tiles/tma.py: what TMA is told of an array, as a pure function; and the maps, with a driver that only takes notes."""
+
+import contextlib
+import itertools
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cuda.bindings import driver
+from hypothesis import given
+from hypothesis import strategies as strategy
+from kernels import copies
+
+import tiles
+from tiles import bf16, fp16, fp32, st, tensor, tma
+from tiles.arrays import describe, form
+from tiles.types import gl
+
+TILE = st(64, 64, bf16)
+
+
+def encoded(array, tile, rows=-2, cols=-1):
+    return tma.encoding(tensor(array, tile, rows, cols).spec, describe(array, "x").form)
+
+
+def test_of_an_attention_input():
+    q = np.zeros((2, 1000, 3, 128), bf16.np)
+    e = encoded(q, st(64, 128, bf16), rows=1)
+    assert e.dtype == "BFLOAT16" and e.swizzle == "128B"
+    assert e.extents == (128, 3, 1000, 2)
+    assert e.strides == (128 * 2, 3 * 128 * 2, 1000 * 3 * 128 * 2)
+    assert e.box == (64, 1, 64, 1)
+
+
+@pytest.mark.parametrize("cols, dtype, panel, swizzle", [(64, fp16, 64, "128B"), (32, bf16, 32, "64B"), (8, fp32, 8, "32B")])
+def test_the_box_is_one_panel(cols, dtype, panel, swizzle):
+    e = encoded(np.zeros((100, 200), dtype.np), st(16, cols, dtype))
+    assert (e.box, e.swizzle) == ((panel, 16), swizzle)
+
+
+def test_an_axis_of_extent_1_may_have_any_stride():
+    x = np.zeros((4, 8, 64), bf16.np)
+    odd = np.lib.stride_tricks.as_strided(x, (1, 8, 64), (7, 128, 2))
+    assert encoded(odd, TILE).strides == (128, 128)
+    column = np.lib.stride_tricks.as_strided(x, (8, 1), (128, 6))
+    assert encoded(column, TILE).strides == (128,)
+
+
+class Box:
+    """TMA, by the encoding: the elements of the box at some coordinates, zeros outside the array."""
+
+    def __init__(self, encoding, array):
+        self.encoding, self.array = encoding, array
+
+    def __call__(self, at):
+        e, flat = self.encoding, np.frombuffer(np.ascontiguousarray(self.array.base).data, np.uint8)
+        start = self.array.__array_interface__["data"][0] - self.array.base.__array_interface__["data"][0]
+        size = self.array.itemsize
+        out = np.zeros(e.box[::-1], self.array.dtype)
+        for index in itertools.product(*map(range, e.box)):
+            place = [a + i for a, i in zip(at, index)]
+            if all(0 <= p < n for p, n in zip(place, e.extents)):
+                offset = start + sum(p * s for p, s in zip(place, (size, *e.strides)))
+                out[index[::-1]] = flat[offset : offset + size].view(self.array.dtype)[0]
+        return out.reshape(-1) if out.size == 1 else out.squeeze()
+
+
+@given(strategy.data())
+def test_a_box_holds_what_the_tile_holds(data):
+    """For arrays of any rank, order of axes and extent: the encoding, read as TMA reads it, gives the interpreter's tile."""
+    rank = data.draw(strategy.integers(2, 5))
+    order = [*data.draw(strategy.permutations(range(rank - 1))), rank - 1]
+    shape = [data.draw(strategy.integers(1, 4)) for _ in order[:-1]] + [8 * data.draw(strategy.integers(1, 3))]
+    base = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    view = base.transpose(np.argsort(order))  # the last axis stays last
+    inner = data.draw(strategy.integers(1, view.shape[-1]))
+    view = view[..., :inner]
+    rows = data.draw(strategy.integers(0, rank - 2))
+    tile = st(8, 8, fp32)
+    source = tensor(view, tile, rows)
+    at = [data.draw(strategy.integers(0, n - 1)) for n in view.shape]
+    at[rows], at[-1] = at[rows] // 8, at[-1] // 8
+    origin = source.spec.origin(at)
+    box = Box(tma.encoding(source.spec, describe(view, "x").form), view)
+    coordinates = [origin[axis] for axis in tma.tma_axes(source.spec)]
+    np.testing.assert_array_equal(np.reshape(box(coordinates), (8, 8)), source.load(at))
+
+
+BASE = np.zeros((4, 64, 128), bf16.np)
+LONG = form((2**32, 64), (128, 2), "bfloat16", 0, 2)
+REFUSED = {
+    "dtype": (lambda: encoded(BASE.astype(np.float32), TILE), TypeError, "bfloat16, got float32"),
+    "rank": (lambda: tma.encoding(gl(TILE, 4, 2, 3), describe(BASE, "x").form), TypeError, r"4 axes, got shape \(4, 64, 128\)"),
+    "empty": (lambda: encoded(BASE[:0], TILE), ValueError, r"got shape \(0, 64, 128\)"),
+    "rows": (lambda: encoded(BASE, st(264, 64, bf16)), ValueError, r"at most 256 rows.*264"),
+    "columns": (lambda: encoded(BASE[..., ::2], TILE), ValueError, r"axis 2.*contiguous.*\(16384, 256, 4\)"),
+    "stride": (lambda: encoded(np.zeros((4, 64, 132), bf16.np), TILE), ValueError, r"multiples of 16.*264, 2"),
+    "negative": (lambda: encoded(BASE[:, ::-1], TILE), ValueError, r"multiples of 16 bytes below.*-256"),
+    "extent": (
+        lambda: tma.encoding(gl(TILE, 2, 0, 1), form((2**32, 64), (128, 2), "bfloat16", 0, 2)),
+        ValueError,
+        "4294967296",
+    ),
+    "address": (lambda: tma.check_address(4104), ValueError, "multiple of 16 bytes, got 0x1008"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case):
+    make, error, words = REFUSED[case]
+    with pytest.raises(error, match=words):
+        make()
+
+
+# ---- maps, with a driver that takes notes ----------------------------------------------------------------------------
+@pytest.fixture
+def notes(monkeypatch):
+    """What the driver is asked for, as a list of (call, arguments); allocations are numbered from 2**20 on."""
+    asked, free = [], itertools.count(2**20, 2**20)
+
+    def stand_in(name, answer=lambda *_: ()):
+        def call(*args):
+            asked.append((name, args))
+            return (driver.CUresult.CUDA_SUCCESS, *answer(*args))
+
+        monkeypatch.setattr(driver, name, call)
+
+    stand_in("cuCtxPushCurrent")
+    stand_in("cuCtxPopCurrent", lambda: (1,))
+    stand_in("cuStreamCreate", lambda flags: (77,))
+    stand_in("cuStreamSynchronize")
+    stand_in("cuThreadExchangeStreamCaptureMode", lambda mode: (mode,))
+    stand_in("cuStreamIsCapturing", lambda stream: (int(stream == 5),))
+    stand_in("cuMemAlloc", lambda size: (next(free),))
+    stand_in("cuMemAllocAsync", lambda size, stream: (next(free),))
+    stand_in("cuMemFreeAsync")
+    stand_in("cuMemcpyHtoDAsync")
+    stand_in("cuTensorMapEncodeTiled", lambda *_: (SimpleNamespace(getPtr=lambda: 0),))
+    monkeypatch.setattr(tma, "_maps", {})
+    return asked
+
+
+class Gpu:
+    """Enough of a Device."""
+
+    current = staticmethod(contextlib.nullcontext)
+
+
+def names(asked):
+    return [name for name, _ in asked]
+
+
+def test_a_map_is_made_once_and_never_again(notes):
+    gpu, e = Gpu(), encoded(BASE, TILE)
+    maps = tma.maps_of(e, gpu)
+    first = maps[4096]
+    assert names(notes).count("cuTensorMapEncodeTiled") == 1
+    notes.clear()
+    assert maps[4096] == first and tma.maps_of(e, gpu) is maps and not notes
+    second = maps[8192]
+    assert second - first == tma.MAP_BYTES and "cuMemAlloc" not in names(notes)
+    other = tma.maps_of(encoded(BASE, st(32, 64, bf16)), gpu)
+    assert other is not maps and other[4096] not in (first, second)
+
+
+def test_a_map_is_copied_outside_any_capture_and_waited_for(notes):
+    maps = tma.maps_of(encoded(BASE, TILE), Gpu())
+    maps[4096]
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    calls = names(notes)
+    exchange = [k for k, name in enumerate(calls) if name == "cuThreadExchangeStreamCaptureMode"]
+    assert len(exchange) == 2 and notes[exchange[0]][1] == (relaxed,)
+    inside = calls[exchange[0] : exchange[1]]
+    assert inside.index("cuMemAlloc") < inside.index("cuMemcpyHtoDAsync") < inside.index("cuStreamSynchronize")
+    assert next(args for name, args in notes if name == "cuMemcpyHtoDAsync")[3] == 77  # the arena's own stream
+
+
+def test_the_driver_hears_the_encoding(notes):
+    q = np.zeros((2, 1000, 3, 128), bf16.np)
+    tma.encode(encoded(q, st(64, 128, bf16), rows=1), 4096)
+    (_, args) = notes[-1]
+    assert args[0] == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 and args[1:3] == (4, 4096)
+    assert [[int(n) for n in part] for part in args[3:7]] == [[128, 3, 1000, 2], [256, 768, 768000], [64, 1, 64, 1], [1] * 4]
+    assert args[8] == driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+    assert args[9] == driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+
+
+def test_beyond_the_room_maps_are_lent(notes, monkeypatch):
+    monkeypatch.setattr(tma, "ROOM", 2)
+    gpu, e = Gpu(), encoded(BASE, TILE)
+    maps = tma.maps_of(e, gpu)
+    kept = [maps[4096], maps[8192]]
+    with pytest.raises(tma.Full):
+        maps[12288]
+    assert [maps[4096], maps[8192]] == kept
+    stranger = tma.maps_of(encoded(BASE, st(32, 64, bf16)), gpu)
+    assert stranger is not tma.maps_of(stranger.form, gpu)  # nobody keeps it
+    notes.clear()
+    (place, next_place), take_back = tma.arena(gpu).lend([tma.encode(e, a) for a in (12288, 16384)], 3)
+    assert next_place - place == tma.MAP_BYTES
+    assert "cuMemFreeAsync" not in names(notes)
+    take_back()
+    assert notes[-1] == ("cuMemFreeAsync", (place, 3))
+    assert all(args[3] == 3 for name, args in notes if name == "cuMemcpyHtoDAsync")
+
+
+def test_a_graph_keeps_the_maps_of_its_launches(notes, monkeypatch):
+    monkeypatch.setattr(tma, "ROOM", 0)
+    gpu = Gpu()
+    (place,), take_back = tma.arena(gpu).lend([tma.encode(encoded(BASE, TILE), 4096)], 5)  # 5 is being captured
+    take_back()
+    assert "cuMemAlloc" in names(notes) and not {"cuMemAllocAsync", "cuMemFreeAsync"} & set(names(notes))
+    (other,), _ = tma.arena(gpu).lend([tma.encode(encoded(BASE, TILE), 4096)], 5)
+    assert other != place
+
+
+def test_threads_share_one_map(notes):
+    maps, start, seen = tma.maps_of(encoded(BASE, TILE), Gpu()), threading.Barrier(8), []
+
+    def work():
+        start.wait()
+        seen.append([maps[4096 * (k + 1)] for k in range(50)])
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(row == seen[0] for row in seen) and len(set(seen[0])) == 50
+    assert names(notes).count("cuTensorMapEncodeTiled") == 50
+
+
+# ---- on the card -------------------------------------------------------------------------------------------------------
+SHAPES = {  # shape, the axis that rows run along, tile
+    "rank 2": ((150, 200), 0, TILE),
+    "rank 3": ((3, 70, 72), 1, TILE),
+    "rank 3, rows first": ((70, 3, 72), 0, TILE),
+    "rank 4": ((2, 130, 3, 40), 1, st(128, 64, fp16)),
+    "rank 5": ((2, 3, 65, 2, 24), 2, st(64, 32, fp32)),
+    "narrow": ((9, 16), 0, st(64, 16, bf16)),
+}
+
+
+def round_trip(shape, rows, tile, to_device, to_host):
+    """Copy an array through shared memory, tile by tile; y must be x to the last bit, and nothing beside it touched."""
+    x = np.random.default_rng(0).standard_normal((*shape[:-1], shape[-1] + 8)).astype(tile.dtype.np)
+    whole = to_device(np.full_like(x, np.nan))
+    source, target = to_device(x)[..., : shape[-1]], whole[..., : shape[-1]]
+    kernel, smem = copies(tile, len(shape), rows)
+    others = [n for axis, n in enumerate(shape) if axis not in (rows, len(shape) - 1)] + [1, 1, 1]
+    grid = -(-shape[rows] // tile.rows), -(-shape[-1] // tile.cols), int(np.prod(others))
+    a, b = tiles.tensor(source, tile, rows), tiles.tensor(target, tile, rows)
+    tiles.launch(kernel, grid, 128, shared=smem)(a, b, others[1], others[2])
+    y = to_host(whole)
+    assert np.isnan(y[..., shape[-1] :].astype(np.float32)).all()
+    np.testing.assert_array_equal(y[..., : shape[-1]], x[..., : shape[-1]])
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_round_trip(case):
+    round_trip(*SHAPES[case], lambda x: x, lambda x: x)
+
+
+@pytest.mark.gpu
+@pytest.mark.smoke
+@pytest.mark.parametrize("case", SHAPES)
+def test_round_trip_on_the_card(case):
+    torch = pytest.importorskip("torch")
+
+    def to_device(x):
+        bits = x.view(f"i{x.itemsize}")
+        return (
+            torch.from_numpy(bits).cuda().view({"bfloat16": torch.bfloat16}.get(x.dtype.name) or getattr(torch, x.dtype.name))
+        )
+
+    def to_host(t):
+        tile = SHAPES[case][2]
+        return t.view({2: torch.int16, 4: torch.int32}[t.element_size()]).cpu().numpy().view(tile.dtype.np)
+
+    round_trip(*SHAPES[case], to_device, to_host)
