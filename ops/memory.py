@@ -84,6 +84,9 @@ def _holders(spec):
     return {"col_vec": 3, "row_vec": 28}[spec.axis] if isinstance(spec, rv) else 0
 
 
+GUARD = ".reg .pred p;\nsetp.ne.u32 p, $2, 0;\n"  # a predicated access, unlike a branch round it, leaves the code in one piece
+
+
 def lower_global_store(ty, spec, rows, cols, first_row):
     """The lowering of a store to a global array by a warp whose first row is `first_row(b)` of the tile."""
     dtype = SCALARS[ty.dtype]
@@ -92,11 +95,12 @@ def lower_global_store(ty, spec, rows, cols, first_row):
         places = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b))
         mine = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(_holders(spec))), b.u32(0))
         for e, (inside, address) in zip(b.elements(spec, value), places, strict=True):
-            with b.if_then(b.and_(inside, mine)):
-                if dtype is fp32:
-                    b.do("st.global.f32 [$0], $1;", address, e)
-                else:
-                    b.do("{.reg .b16 lo, hi;\nmov.b32 {lo, hi}, $1;\nst.global.b16 [$0], lo;}", address, b.pair(dtype, e, e))
+            guard = b.zext(b.and_(inside, mine), i32)
+            if dtype is fp32:
+                b.do(f"{{{GUARD}@p st.global.f32 [$0], $1;}}", address, e, guard)
+            else:
+                text = f"{{{GUARD}.reg .b16 lo, hi;\nmov.b32 {{lo, hi}}, $1;\n@p st.global.b16 [$0], lo;}}"
+                b.do(text, address, b.pair(dtype, e, e), guard)
 
     return lower
 
@@ -110,13 +114,10 @@ def lower_global_load(ty, spec, rows, cols, first_row):
         for inside, address in element_addresses(b, ty, array, spec, at, rows, cols, first_row(b)):
             guard = b.zext(inside, i32)
             if dtype is fp32:
-                text = "{.reg .pred p;\nsetp.ne.u32 p, $2, 0;\nmov.f32 $0, 0f00000000;\n@p ld.global.f32 $0, [$1];}"
+                text = f"{{{GUARD}mov.f32 $0, 0f00000000;\n@p ld.global.f32 $0, [$1];}}"
                 out.append(b.asm(f32, text, "=f,l,r", address, guard))
             else:
-                text = (
-                    "{.reg .pred p;\n.reg .b16 lo;\nsetp.ne.u32 p, $2, 0;\nmov.b16 lo, 0;\n"
-                    "@p ld.global.b16 lo, [$1];\nmov.b32 $0, {lo, lo};}"
-                )
+                text = f"{{{GUARD}.reg .b16 lo;\nmov.b16 lo, 0;\n@p ld.global.b16 lo, [$1];\nmov.b32 $0, {{lo, lo}};}}"
                 word = b.asm(i32, text, "=r,l,r", address, guard)
                 out.append(b.elements(rt(16, 16, dtype), b.pack([word]))[0])
         return b.from_elements(spec, out)
@@ -184,13 +185,16 @@ def lower_shared_load(tile, spec, first_row):
             for at in _pair_addresses(b, tile, spec, address, first_row(b)):
                 pair = b.asm(ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at)
                 out += b.unpack(pair)
+            ptx.reads_done(b)
             return b.from_elements(spec, out)
         registers = []
         for band in range(spec.rows // 16):
             row = b.add(first_row(b), b.u32(16 * band))
             for at in _matrix_addresses(b, tile, address, row, spec.cols):
                 registers += ptx.ldmatrix(b, at)
-        return b.from_elements(spec, b.elements(rt(spec.rows, spec.cols, tile.dtype), b.pack(registers)))
+        ptx.reads_done(b)
+        held = rt(spec.rows, spec.cols, tile.dtype)
+        return b.pack(registers) if held == spec else b.from_elements(spec, b.elements(held, b.pack(registers)))
 
     return lower
 
@@ -201,9 +205,6 @@ def rows_of(spec, rank):
     return range(spec.rows * rank, spec.rows * (rank + 1))
 
 
-def check_store(name, target, value, at, rows, cols, warps):
-    """The rule that stores at warp and warpgroup scope share."""
-    if not isinstance(value, (rt, rv)) or getattr(value, "partial", False):
 def _check_shared(name, tile, verb, spec, at, warps):
     """A shared tile is loaded and stored whole, by one warp or by four."""
     if tile.dtype not in REGISTER_DTYPES:
@@ -214,6 +215,9 @@ def _check_shared(name, tile, verb, spec, at, warps):
         raise TypeError(f"{name}: `at` is for global arrays; a shared tile is taken whole, got {at}")
 
 
+def check_store(name, target, value, at, rows, cols, warps):
+    """The rule that stores at warp and warpgroup scope share."""
+    if not isinstance(value, (rt, rv)) or getattr(value, "partial", False):
         raise TypeError(f"{name}: stores a register tile or whole vector, got {value}")
     if isinstance(target, st):
         _check_shared(name, target, "take", value, at, warps)
@@ -264,10 +268,10 @@ def shifted(spec, at, rows, cols, rank):
     return tuple(x + step * rank if k == axis else x for k, x in enumerate(at))
 
 
+# ---- warp scope ----------------------------------------------------------------------------------------------------
 @op
 def store(target, value, at=None, rows=-2, cols=-1):
     """target[...] = value, rounded to target's dtype, by one warp. target: a shared tile of value's shape; or a global array,
-# ---- warp scope ----------------------------------------------------------------------------------------------------
     where `at` is the index of the first element and the tile runs along axes `rows` and `cols` (a vector along `cols`)."""
     store_rows(target, value, at, rows, cols, 0)
 

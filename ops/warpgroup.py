@@ -24,6 +24,7 @@ from .mask import causal_array, lower_causal
 THREADS = WARPGROUP * LANES
 ROWS = 64
 INPUTS = (bf16, fp16)
+ONE_THREAD = 2**18  # multiplications up to which OpenBLAS starts no threads
 
 
 def rank(b):
@@ -51,16 +52,13 @@ def _():  # through a shuffle, so that ptxas knows it is uniform: 4 % fewer inst
 @op
 def claim_registers(n):
     """Give every thread of this warpgroup n registers (setmaxnreg.inc); waits until others have released enough."""
-    warp = here()
-    block, more = warp.block, (n - warp.block.entry_registers) * LANES
-    warp.until(lambda: block.spare >= more, lambda: f"{more} registers; {block.spare} are free")
-    block.spare -= more
+    here().set_registers(n, more=True)
 
 
 @op
 def release_registers(n):
     """Keep n registers per thread, free the rest for other warpgroups (setmaxnreg.dec)."""
-    here().block.spare += (here().block.entry_registers - n) * LANES
+    here().set_registers(n, more=False)
 
 
 def _register_count(name, more):
@@ -77,6 +75,19 @@ lowers(release_registers)(_register_count("release_registers", False))
 
 
 # ---- matrix multiplication -----------------------------------------------------------------------------------------
+def _matmul(a, b):
+    """a @ b, in parts that BLAS computes on one thread: more threads make a product this small up to 600 times slower when
+    the cores are busy."""
+    rows = a.shape[0] // WARPGROUP
+    step = ONE_THREAD // (rows * b.shape[1])
+    return np.concatenate(
+        [
+            sum(a[r : r + rows, k : k + step] @ b[k : k + step] for k in range(0, a.shape[1], step))
+            for r in range(0, a.shape[0], rows)
+        ]
+    )
+
+
 def _product(name, transposed, accumulates):
     """The op `name`: acc + a @ b or a @ b, with b as stored or transposed."""
 
@@ -88,13 +99,13 @@ def _product(name, transposed, accumulates):
         def compute(slabs):
             left = read(a) if from_shared else np.concatenate([x for _, x in slabs]).astype(np.float32)
             right = read(b)
-            out = left @ (right.T if transposed else right)
+            out = _matmul(left, right.T if transposed else right)
             return out if acc is None else np.concatenate([c for c, _ in slabs]) + out
 
         def read(shared):
-            return warp.block.shadow.get(shared.address, shared.spec.offsets(), shared.spec.dtype.np).astype(np.float32)
+            return warp.block.shadow.get(shared).astype(np.float32)
 
-        mma, group = warp.issue(tile, compute, slab, *([a, b] if from_shared else [b]))
+        mma, group = warp.issue(compute, slab, *([a, b] if from_shared else [b]))
         return Pending(tile, mma, group)
 
     def rule(acc, a, b):
@@ -112,6 +123,7 @@ def _result(name, acc, a, b, transposed):
     ok = ok and a.rows == (16 if isinstance(a, rt) else ROWS) and a.cols == k and k % 16 == 0
     if not ok or n % 16 or not 16 <= n <= 256 or acc not in (None, rt(16, n, fp32)):
         given = ", ".join(str(x) for x in (acc, a, b) if x is not None)
+        accumulator = "rt(16, n, fp32), " * name.startswith("mma")
         raise TypeError(
             f"{name}: takes {accumulator}st(64, k) or rt(16, k), and {right}, of one dtype (bf16 or fp16), "
             f"n and k multiples of 16, n up to 256; got {given}"
@@ -123,7 +135,6 @@ def _emit(b, out, acc, a, right, transposed, vacc, va, vright):
     def describe(tile, address, rows_are_k):
         low = b.zext(b.lshr(address, b.u32(4)), i64)
         start = b.or_(low, i64(layout.descriptor(tile.rows, tile.width, rows_are_k)))
-        accumulator = "rt(16, n, fp32), " * name.startswith("mma")
         return lambda k: b.add(start, i64(layout.k_step(k, tile.rows, tile.dtype.itemsize, tile.width, rows_are_k) >> 4))
 
     registers = b.unpack(va) if isinstance(a, rt) else []
@@ -241,8 +252,7 @@ def _(source, spec, at, rows: int, cols: int):
 
 def _meet(warp):
     warp.fence_async()
-    number = LAST_NAMED - warp.group
-    warp.block.named(number, THREADS).meet(warp, THREADS)
+    warp.block.named(LAST_NAMED - warp.group, THREADS).meet(warp, THREADS, what="the warpgroup's meeting: ")
 
 
 def _emit_meet(b):
@@ -280,6 +290,8 @@ def tma_store(target, at, tile):
 def _(target, at, tile):
     if not (isinstance(target, gl) and isinstance(tile, st) and target.tile == tile):
         raise TypeError(f"tma_store: the target takes {getattr(target, 'tile', target)}, got {tile}")
+    if not (isinstance(at, types.BaseTuple) and 1 <= len(at) <= target.rank and all(map(integer, at))):
+        raise TypeError(f"tma_store: `at` must be a tuple of up to {target.rank} integers, got {at}")
 
     def emit(b, vtarget, vat, vtile):
         _emit_meet(b)
@@ -290,8 +302,6 @@ def _(target, at, tile):
 
 
 @op
-    if not (isinstance(at, types.BaseTuple) and 1 <= len(at) <= target.rank and all(map(integer, at))):
-        raise TypeError(f"tma_store: `at` must be a tuple of up to {target.rank} integers, got {at}")
 def store_wait():
     """Until the bulk stores that this warpgroup's first thread started have read their shared tiles."""
     if here().rank == 0:
@@ -317,22 +327,26 @@ class turns:
     players: int = 2
     first: int = 1
 
-    def __str__(self):
-        return f"turns({self.players} players)"
-
-    def _arrive(self, warp, player, sync):
-        warp.block.named(self.first + player % self.players, 2 * THREADS).meet(warp, 2 * THREADS, sync)
-
-    @op
-    def begin(self, me):
-        """Once, before the first `take`: the first turn is player 0's (unprimed, all would wait for ever)."""
-        if me == self.players - 1:
     def __post_init__(self):
         if self.players < 2 or self.first < 1 or self.first + self.players > FREE_NAMED:
             raise ValueError(
                 f"turns: 2 or more players on named barriers 1 to {FREE_NAMED - 1}, got {self.players} from {self.first} on"
             )
 
+    def __str__(self):
+        return f"turns({self.players} players)"
+
+    def _arrive(self, warp, player, sync):
+        if not 0 <= player <= self.players:
+            raise warp.hazard(f"{self} has no player {player}")
+        player %= self.players
+        what = f"the turn of player {player} (`begin` grants the first, `give` the next): "
+        warp.block.named(self.first + player, 2 * THREADS).meet(warp, 2 * THREADS, sync, what)
+
+    @op
+    def begin(self, me):
+        """Once, before the first `take`: the first turn is player 0's (unprimed, all would wait for ever)."""
+        if me == self.players - 1:
             self._arrive(here(), 0, sync=False)
 
     @op
@@ -346,8 +360,15 @@ class turns:
         self._arrive(here(), me + 1, sync=False)
 
 
+def _needs_player(name, me):
+    if not integer(me):
+        raise TypeError(f"{name}: the player's number must be an integer, got {me}")
+
+
 @lowers(turns.begin)
 def _(turn, me):
+    _needs_player("begin", me)
+
     def emit(b, _, me):
         with b.if_then(b.icmp_unsigned("==", b.u32(me), b.u32(turn.players - 1))):
             ptx.named_barrier(b, b.u32(turn.first), 2 * THREADS, sync=False)
@@ -357,17 +378,13 @@ def _(turn, me):
 
 @lowers(turns.take)
 def _(turn, me):
+    _needs_player("take", me)
     return void, lambda b, _, me: ptx.named_barrier(b, b.add(b.u32(me), b.u32(turn.first)), 2 * THREADS)
-
-
-def _needs_player(name, me):
-    if not integer(me):
-        raise TypeError(f"{name}: the player's number must be an integer, got {me}")
 
 
 @lowers(turns.give)
 def _(turn, me):
-    _needs_player("begin", me)
+    _needs_player("give", me)
 
     def emit(b, _, me):
         last = b.icmp_unsigned("==", b.u32(me), b.u32(turn.players - 1))
@@ -375,6 +392,3 @@ def _(turn, me):
         ptx.named_barrier(b, after, 2 * THREADS, sync=False)
 
     return void, emit
-    _needs_player("take", me)
-    _needs_player("give", me)
-

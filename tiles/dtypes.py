@@ -26,6 +26,9 @@ class dtype:
         becomes the A operand of the next mma inside each lane, with no shuffle. (Lowering: ops/convert.py.)"""
         return OPS[self](x)
 
+    def __hash__(self):
+        return hash(self.name)
+
     def __str__(self):
         return self.name
 

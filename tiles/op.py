@@ -64,9 +64,10 @@ class Op:
         from .interpreter import hazard_line
         from .values import spec_of, wrap
 
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        args = tuple(bound.arguments.values())
+        if kwargs or len(args) != len(self.signature.parameters):  # binding costs more than most ops
+            bound = self.signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            args = tuple(bound.arguments.values())
         try:
             found = self.type(*(spec_of(a, fixed) for a, fixed in zip(args, self.compile_time)))
             if found is None:

@@ -100,6 +100,13 @@ def fence_async(b):
     b.do("fence.proxy.async.shared::cta;")
 
 
+def reads_done(b):
+    """After ordinary loads from shared memory: TMA may overwrite what this warp has read as soon as one of its lanes says
+    so. (The fence orders a lane's loads before asynchronous writes, the meeting all lanes' before the one that speaks.)"""
+    fence_async(b)
+    b.do("bar.warp.sync 0xffffffff;")
+
+
 def named_barrier(b, number, threads, sync=True):
     """bar.sync or bar.arrive on a named barrier."""
     b.do(f"bar.{'sync' if sync else 'arrive'} $0, $1;", number, b.u32(threads))

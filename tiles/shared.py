@@ -11,12 +11,13 @@ releases complete the same phase of its "empty" barrier. Producer and consumer c
 disagree, and a kernel shows no barrier arithmetic.
 """
 from dataclasses import dataclass, replace
+from functools import partial
 
 from llvmlite import ir
 from numba.cuda import types
 
 from . import ptx
-from .interpreter import Mbarrier, here, span
+from .interpreter import Mbarrier, Slot, here
 from .op import integer, lowers, op
 from .plumbing import Value, compile_time, i32, void
 from .types import barrier, gl, st
@@ -53,30 +54,18 @@ class ring:
     def fill(self, j, source, at):
         """Copy source[at] into slot j % stages by TMA, as soon as the readers of tile j - stages have released it.
         Called by a whole warpgroup; its first thread does it. source: a `tensor` whose tile is the ring's."""
-        warp = here()
-        if warp.rank == 0:
-            full, empty = _barriers(self, j)
-            empty.wait(warp, j // self.stages, f"fill {j} of ring {self.name!r}")
-            warp.load_async(_tile(self, j), full, source, at)
-            full.arrive(warp, self.tile.nbytes)
+        if here().rank == 0:
+            _slot(self, j).fill(here(), j, source, at)
 
     @op
     def wait(self, j):
         """The j-th tile, once it is in shared memory."""
-        warp = here()
-        _barriers(self, j)[0].wait(warp, j // self.stages + 1, f"tile {j} of ring {self.name!r}")
-        return _tile(self, j)
+        return _slot(self, j).wait(here(), j)
 
     @op
     def release(self, j):
         """This warp has read tile j for the last time. Its mmas on the tile must have been waited for."""
-        warp, tile = here(), _tile(self, j)
-        if warp.releases.get(self, -1) >= j:
-            raise warp.hazard(f"releases {tile.name} a second time")
-        if warp.block.shadow.reading(warp.block.mma_agents[warp.group], warp.clock, span(tile)):
-            raise warp.hazard(f"releases {tile.name} while an mma that reads it is in flight")
-        warp.releases[self] = j
-        _barriers(self, j)[1].arrive(warp)
+        _slot(self, j).release(here(), j)
 
 
 @compile_time
@@ -120,43 +109,35 @@ class shared:
         """The items, in order, their barriers ready. Every thread of the block calls it once, first."""
         block, warp = here().block, here()
         if block.smem != self:
-            raise warp.hazard(f"the kernel opens {self}, but the launch reserved {block.smem}")
+            raise warp.hazard(f"the kernel opens {self}; the launch reserved {block.smem or 'no shared memory'}", "plan")
         if block.opened is None:
             block.opened = {}
             for name, item in self.items.items():
                 if isinstance(item, ring):
-                    block.opened[name] = _open_ring(block, item)
+                    block.opened[name] = [Slot(block, item, s, partial(_tile, block, item)) for s in range(item.stages)]
+                    block.slots += block.opened[name]
                 elif isinstance(item, barrier):
                     block.opened[name] = Mbarrier(block, f"barrier {name!r}", item.count)
                 else:
                     block.opened[name] = SharedTile(item, self.starts[name], f"shared tile {name!r}")
         threads = 32 * block.size
-        block.named(0, threads).meet(warp, threads)
+        block.named(0, threads).meet(warp, threads, what="shared.open: ")
         return tuple(item if isinstance(item, ring) else block.opened[name] for name, item in self.items.items())
 
 
 # ---- meanings ------------------------------------------------------------------------------------------------------
-def _open_ring(block, ring):
-    def released(stage):
-        return lambda: block.shadow.poison(span(_tile(ring, stage)))
-
-    return [
-        (
-            Mbarrier(block, f"{ring.name}.full[{s}]", 1),
-            Mbarrier(block, f"{ring.name}.empty[{s}]", ring.readers, released(s)),
-        )
-        for s in range(ring.stages)
-    ]
-
-
-def _barriers(ring, j):
+def _slot(ring, j):
+    block = here().block
     if j < 0:
         raise here().hazard(f"ring {ring.name!r} has no tile {j}")
-    return here().block.opened[ring.name][j % ring.stages]
+    if block.opened is None or ring.name not in block.opened:
+        raise here().hazard(f"{ring} is used, and the kernel has not opened it: `q, k = smem.open()`", "plan")
+    return block.opened[ring.name][j % ring.stages]
 
 
-def _tile(ring, j):
-    return SharedTile(ring.tile, ring.slot(j), f"tile {j} of ring {ring.name!r}")
+def _tile(block, ring, j):
+    slot = block.opened[ring.name][j % ring.stages]
+    return SharedTile(ring.tile, ring.slot(j), f"tile {j} of ring {ring.name!r}", slot, j)
 
 
 # ---- lowerings -----------------------------------------------------------------------------------------------------

@@ -11,19 +11,20 @@ from .types import gl, pending, rt, rv, st
 class Tile:
     """A register tile or vector: an immutable array with a type. `spec` is an rt or rv, `array` has its shape."""
 
-    __slots__ = ("spec", "array")
+    __slots__ = ("array", "spec")
     __array_ufunc__ = None  # numpy scalars leave `2 * tile` to us
 
     def __init__(self, spec, array):
         self.spec = spec
-        self.array = np.broadcast_to(np.asarray(array, spec.dtype.np), spec.shape)
+        array = np.asarray(array, spec.dtype.np)
+        self.array = array if array.shape == spec.shape else np.broadcast_to(array, spec.shape)
         self.array.flags.writeable = False
 
     def __getattr__(self, name):
         return getattr(self.spec, name)
 
     def __str__(self):
-        return f"{self.spec}\n{np.array2string(self.array.astype(np.float32), precision=4, suppress_small=True)}"
+        return "\n".join([str(self.spec), *(" ".join(f"{x:9.4f}" for x in row) for row in self.array.astype(np.float32))])
 
     __repr__ = __str__
 
@@ -58,10 +59,11 @@ class Pending:
 
 
 class SharedTile:
-    """A tile in shared memory: its type, its address there, and what to call it in messages."""
+    """A tile in shared memory: its type, its address there, what to call it in messages; of a ring, also the slot that it
+    lies in and its number."""
 
-    def __init__(self, spec, address, name):
-        self.spec, self.address, self.name = spec, address, name
+    def __init__(self, spec, address, name, slot=None, number=0):
+        self.spec, self.address, self.name, self.slot, self.number = spec, address, name, slot, number
 
     def __getattr__(self, name):
         return getattr(self.spec, name)

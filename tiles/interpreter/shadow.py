@@ -1,44 +1,73 @@
-"""Shared memory under supervision: its bytes, and for every word who wrote it, who reads it and what state it is in.
+"""Shared memory under supervision: its bytes, and for every cell who wrote it, who reads it and what state it is in.
 
 **Clocks.** Whatever touches shared memory is an *agent* with a clock of its own: each warp; each warp once more as the
 asynchronous proxy sees it; each warpgroup's mmas; each mbarrier's copies; each warp's bulk stores. A warp carries a vector
 with the time of every agent up to which it knows what happened (Lamport, Fidge, Mattern; FastTrack's epochs, Flanagan and
 Freund 2009). An access is ordered after an earlier one if the vector has reached that one's time; if not, the two race,
-whatever order this run happened to take.
+whatever order this run happened to take. So a copy that lands early hides nothing: until a wait has taught a warp that
+the copy is done, its tile may not be touched.
 
-**Proxies.** wgmma and TMA see shared memory through the asynchronous proxy: they see an ordinary store only if a
-`fence.proxy.async` stands between. A fence copies the warp's knowledge of the ordinary agents to their asynchronous
-doubles, and an asynchronous access consults the doubles.
+**Proxies.** wgmma and TMA go through the asynchronous proxy. After ordinary accesses to the same memory, writes and reads
+alike, they need a `fence.proxy.async` on the way. A fence copies the warp's knowledge of the ordinary agents to their
+asynchronous doubles, and an asynchronous access consults the doubles. The other way round the end of a copy, store or mma
+is a fence of its own (PTX ISA, "Async proxy").
 
-The unit is a word of 4 bytes, the smallest thing any op stores; so every byte has its state.
+The unit is a cell of 16 bytes, the chunk that swizzles move about: ops touch whole rows of panels, multiples of 32 bytes.
 """
+
+import functools
+from typing import NamedTuple
+
 import numpy as np
 
-WORD = 4
+from .hazard import Place
+
+CELL = 16
 NEVER, FILLING, VALID, RELEASED = range(4)
-STATES = {
-    NEVER: "was never written",
-    FILLING: "is still being filled by a copy in flight",
-    RELEASED: "was released by all its readers",
-}
 POISON = 0xFF  # as bf16, fp16 and fp32: NaN
 
 
-class Hazard(Exception):
-    """What would be a race, a hang, a fault or a silent wrong result on the GPU."""
+class Event(NamedTuple):
+    """An access, for messages: `kind` is a key of OVERTAKEN or "read"."""
+
+    kind: str
+    deed: str
+    place: Place
+
+    def __str__(self):
+        return self.place.by(self.deed)
+
+
+OVERTAKEN = {"store": "race", "copy": "in flight", "release": "released"}  # kind of write -> kind of hazard
+
+
+class span:
+    """The cells of a shared tile, or of a range of its rows."""
+
+    __slots__ = ("cells", "rows", "shape")
+
+    def __init__(self, tile, rows=None):
+        spec = tile.spec
+        self.cells = slice(tile.address // CELL, (tile.address + spec.nbytes) // CELL)
+        self.rows, self.shape = rows and slice(rows.start, rows.stop), (spec.panels, spec.rows, spec.width // CELL)
+
+    def of(self, array):
+        """They in an array with an element a cell, as a view."""
+        part = array[self.cells]
+        return part if self.rows is None else part.reshape(*self.shape, *array.shape[1:])[:, self.rows]
 
 
 class Shadow:
     """Shared memory of one block. Agents: warps 0..W-1, their asynchronous doubles W..2W-1, then as `agent` hands them out."""
 
     def __init__(self, nbytes, warps, agents):
-        words = -(-nbytes // WORD)
-        self.bytes = np.full(words * WORD, POISON, np.uint8)
-        self.state = np.zeros(words, np.uint8)
-        self.writer, self.written = np.zeros(words, np.int16), np.zeros(words, np.int64)
-        self.read = {}  # agent -> time of its last read of each word
+        cells = -(-nbytes // CELL)
+        self.bytes = np.full((cells, CELL), POISON, np.uint8)
+        self.state = np.full(cells, NEVER, np.uint8)
+        self.writer, self.written = np.zeros(cells, np.int32), np.zeros(cells, np.int32)
+        self.write, self.writes = np.zeros(cells, np.int32), []  # a cell's last write, as an index into the list of events
+        self.read, self.reads = {}, {}  # agent -> time of its last read of each cell; (agent, time) -> event
         self.warps, self.agents, self.next_agent = warps, agents, 2 * warps
-        self.events = {}  # (agent, time) -> what it did, for messages
 
     def agent(self):
         """A new agent's number."""
@@ -48,72 +77,88 @@ class Shadow:
 
     def fence(self, clock):
         """fence.proxy.async: what the warp knows of ordinary accesses, the asynchronous proxy now sees too."""
-        np.maximum(clock[: self.warps], clock[self.warps : 2 * self.warps], out=clock[self.warps : 2 * self.warps])
+        clock[self.warps : 2 * self.warps] = clock[: self.warps]
 
-    def _unordered(self, clock, words, asynchronous):
-        """The first of `words` whose last write the clock does not cover, as (agent, time, unfenced), or None."""
-        writer, written = self.writer[words], self.written[words]
-        late = clock[writer] < written
-        if late.any():
-            k = late.argmax()
-            return writer[k], written[k], False
-        if asynchronous:
-            ordinary = writer < self.warps
-            late = ordinary & (clock[np.where(ordinary, writer + self.warps, 0)] < written)
-            if late.any():
-                k = late.argmax()
-                return writer[k], written[k], True
+    def _seen(self, clock, asynchronous):
+        """The clock that an access goes by: the asynchronous proxy knows of ordinary accesses what it was told by fences."""
+        if not asynchronous:
+            return clock
+        return np.concatenate([clock[self.warps : 2 * self.warps], clock[self.warps :]])
+
+    def _overtaken(self, clock, cells, bad):
+        """(kind, cause) for the first bad cell, by who wrote it."""
+        k = bad.argmax()
+        event = self.writes[cells.of(self.write).flat[k]]
+        known = clock[cells.of(self.writer).flat[k]] >= cells.of(self.written).flat[k]
+        if known and event.kind == "store":
+            return "fence", f"with no fence.proxy.async (warpgroup.sync) after {event}"
+        return OVERTAKEN[event.kind], f"and nothing orders this after {event}"
+
+    def unreadable(self, clock, cells, asynchronous):
+        """What forbids one who knows `clock` to read these cells: (kind, cause), or None."""
+        state = cells.of(self.state)
+        bad = self._seen(clock, asynchronous)[cells.of(self.writer)] < cells.of(self.written)
+        bad |= state != VALID
+        if not bad.any():
+            return None
+        if state.flat[bad.argmax()] == NEVER:
+            return "never written", "which nobody has written"
+        return self._overtaken(clock, cells, bad)
+
+    def unwritable(self, clock, cells, asynchronous):
+        """What forbids one who knows `clock` to overwrite these cells: (kind, cause), or None."""
+        seen = self._seen(clock, asynchronous)
+        bad = seen[cells.of(self.writer)] < cells.of(self.written)
+        if bad.any():
+            return self._overtaken(clock, cells, bad)
+        for agent, times in self.read.items():
+            times = cells.of(times)
+            if times.max() > seen[agent]:
+                late = int(times[times > seen[agent]].min())
+                if late > clock[agent]:
+                    return "race", f"and nothing orders this after {self.reads[agent, late]}"
+                return "fence", f"with no fence.proxy.async after {self.reads[agent, late]}"
         return None
 
-    def _refuse(self, unordered, doing):
-        agent, time, unfenced = unordered
-        event = self.events.get((int(agent), int(time)), "an earlier access")
-        if unfenced:
-            return Hazard(f"{doing}, but the asynchronous proxy may not see yet what {event} wrote: fence.proxy.async is missing")
-        return Hazard(f"race: {doing}, and nothing orders this after {event}")
+    def note_read(self, agent, time, cells, event):
+        """`agent` reads these cells at `time`."""
+        if agent not in self.read:
+            self.read[agent] = np.zeros(len(self.state), np.int32)
+        cells.of(self.read[agent])[...] = time
+        self.reads.setdefault((agent, time), event)
 
-    def check_read(self, clock, words, doing, asynchronous):
-        """May these words be read by one who knows `clock`?"""
-        state = self.state[words]
-        if (state != VALID).any():
-            raise Hazard(f"{doing}, which {STATES[int(state[state != VALID][0])]}")
-        if unordered := self._unordered(clock, words, asynchronous):
-            raise self._refuse(unordered, doing)
+    def note_write(self, agent, time, cells, state, event):
+        """`agent` writes these cells, finished at its `time`."""
+        cells.of(self.writer)[...], cells.of(self.written)[...], cells.of(self.state)[...] = agent, time, state
+        cells.of(self.write)[...] = len(self.writes)
+        self.writes.append(event)
 
-    def note_read(self, agent, time, words, event):
-        """`agent` reads these words at `time`."""
-        self.read.setdefault(agent, np.zeros(len(self.state), np.int64))[words] = time
-        self.events[agent, time] = event
+    def reading(self, agent, clock, cells):
+        """The first read of these cells by `agent` that `clock` does not know to be over, or None."""
+        if agent not in self.read:
+            return None
+        times = cells.of(self.read[agent])
+        late = times[times > clock[agent]]
+        return self.reads[agent, int(late.min())] if late.size else None
 
-    def check_write(self, clock, words, doing, asynchronous):
-        """May these words be overwritten by one who knows `clock`?"""
-        if unordered := self._unordered(clock, words, asynchronous):
-            raise self._refuse(unordered, doing)
-        for agent, times in self.read.items():
-            late = times[words] > clock[agent]
-            if late.any():
-                raise self._refuse((agent, times[words][late.argmax()], False), doing)
+    def poison(self, cells):
+        """Nothing of what these cells hold is good any more."""
+        cells.of(self.bytes)[...] = POISON
 
-    def note_write(self, agent, time, words, state, event):
-        """`agent` writes these words, finished at its `time`."""
-        self.writer[words], self.written[words], self.state[words] = agent, time, state
-        self.events[agent, time] = event
+    def get(self, tile, rows=None):
+        """The elements of a shared tile, or of a range of its rows."""
+        return self._elements(tile)[_places(tile.spec, rows)].view(tile.spec.dtype.np)
 
-    def reading(self, agent, clock, words):
-        """Does `agent` still read any of these words, as far as `clock` knows?"""
-        return agent in self.read and bool((self.read[agent][words] > clock[agent]).any())
+    def put(self, tile, values, rows=None):
+        """Store `values`, of the tile's dtype, to a shared tile or a range of its rows."""
+        self._elements(tile)[_places(tile.spec, rows)] = np.ascontiguousarray(values).view(f"u{tile.spec.dtype.itemsize}")
 
-    def poison(self, words):
-        """All readers have released these words."""
-        self.state[words] = RELEASED
-        self.bytes.reshape(-1, WORD)[words] = POISON
+    def _elements(self, tile):
+        unsigned = self.bytes.reshape(-1)[tile.address : tile.address + tile.spec.nbytes]
+        return unsigned.view(f"u{tile.spec.dtype.itemsize}")
 
-    def get(self, address, offsets, dtype):
-        """The elements at byte `offsets` from `address`, as an array of their shape."""
-        unsigned = np.dtype(f"u{dtype.itemsize}")
-        return self.bytes.view(unsigned)[(address + offsets) // dtype.itemsize].view(dtype)
 
-    def put(self, address, offsets, values):
-        """Store values at byte `offsets` from `address`."""
-        unsigned = np.dtype(f"u{values.dtype.itemsize}")
-        self.bytes.view(unsigned)[(address + offsets) // values.dtype.itemsize] = np.ascontiguousarray(values).view(unsigned)
+@functools.cache
+def _places(spec, rows):
+    """For each element (row, col), its index among the tile's elements in memory."""
+    return spec.offsets(rows) // spec.dtype.itemsize

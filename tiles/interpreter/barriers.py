@@ -1,0 +1,182 @@
+"""Barriers of a block, in full: the hardware keeps parities and counters, here every phase and every arrival is known.
+
+What the hardware would let pass by luck is refused on any schedule, because it is asked of clocks:
+an arrival (or a copy) must be ordered after the phase before its own, else it might have counted there;
+a wait for phase n must be ordered after phase n - 1, else the parity of phase n - 2 might let it pass;
+phase n + 1 must be ordered after all waits for phase n, else such a wait might miss its phase and sleep until n + 2.
+"""
+
+import numpy as np
+
+from ..layout import LANES
+from ..types import barrier
+from .hazard import Hazard
+
+
+class Mbarrier:
+    """An mbarrier: arrivals and bytes due in this phase, phases completed, and what their completion lets one know."""
+
+    def __init__(self, block, name, count, on_phase=None):
+        self.block, self.name, self.spec, self.count, self.on_phase = block, name, barrier(count), count, on_phase
+        self.agent, self.warps = block.shadow.agent(), block.size
+        self.due, self.bytes, self.phase = count, 0, 0
+        self.clock = np.zeros(block.shadow.agents, np.int64)
+        self.published = [self.clock.copy()]
+        self.arrivals, self.before = np.zeros(block.size, np.int64), np.zeros(block.size, np.int64)
+        self.arrived, self.expected, self.flying = [], None, []  # in this phase: places, the last expectation, copies
+        self.bytes_came = False  # in the phase before
+        self.waits = {}  # warp -> its last wait: (phase, time, place)
+        self.last_copy = None
+        block.mbarriers.append(self)
+
+    def knows(self, warp, phase):
+        """Does the warp know that `phase` phases are complete, on any schedule?"""
+        if phase <= 0 or warp.clock[self.agent] >= phase:
+            return True
+        return phase == self.phase and not self.bytes_came and (warp.clock[: self.warps] >= self.before).all()
+
+    def _enter(self, warp, what, kind):
+        if not self.knows(warp, self.phase):
+            raise warp.hazard(
+                f"{what} {self.name}, and nothing orders this after its phase {self.phase}, in which it might have counted; "
+                f"a phase takes {self.count} arrivals and the bytes expected",
+                kind,
+            )
+
+    def arrive(self, warp, nbytes=0):
+        """One arrival; `nbytes` more bytes are expected in this phase."""
+        self._enter(warp, "arrives on", "arrivals")
+        if self.due == 0:
+            raise warp.hazard(f"one arrival too many on {self.name}: a phase takes {self.count}", "arrivals")
+        place = warp.place()
+        self.arrivals[warp.index] = warp.tick()
+        self.arrived.append(place)
+        if nbytes:
+            self.expected = place
+        np.maximum(self.clock, warp.clock, out=self.clock)
+        self.bytes += nbytes
+        self.due -= 1
+        self._settle(warp, place)
+
+    def begin_copy(self, warp, copy):
+        """A copy whose bytes will count in this phase. Returns the time of the copies' clock at which it is over."""
+        self._enter(warp, "starts a copy that counts on", "bytes")
+        self.flying.append(copy)
+        self.last_copy = self.phase + 1, copy
+        return self.phase + 1
+
+    def end_copy(self, copy):
+        """It has landed."""
+        self.flying.remove(copy)
+        self.bytes -= copy.nbytes
+        self._settle(None, copy.place)
+
+    def _settle(self, warp, place):
+        if self.due:
+            return
+        if self.bytes < 0 or (self.bytes == 0 and self.flying):
+            short = -self.bytes or sum(copy.nbytes for copy in self.flying)
+            raise Hazard(
+                "bytes",
+                f"phase {self.phase + 1} of {self.name} expects {short} bytes less than its copies bring",
+                *dict.fromkeys([self.expected, place] if self.expected else [place]),
+            )
+        if self.bytes == 0:
+            self._complete(warp, place)
+
+    def _complete(self, warp, place):
+        for index, (phase, time, waited) in self.waits.items():
+            if phase <= self.phase and self.clock[index] < time:
+                raise Hazard(
+                    "phase",
+                    f"this completes phase {self.phase + 1} of {self.name}, and nothing orders it after "
+                    f"{waited.by('the wait')} for phase {phase}: a little later, that wait would have missed its phase",
+                    place,
+                    waited,
+                )
+        self.bytes_came = self.expected is not None
+        self.phase, self.due, self.expected, self.arrived = self.phase + 1, self.count, None, []
+        self.before, self.arrivals = self.arrivals, np.zeros_like(self.arrivals)
+        self.clock[self.agent] = self.phase
+        if self.on_phase:
+            self.on_phase(warp)
+        self.published.append(self.clock.copy())
+
+    def wait(self, warp, phases, what=""):
+        """Until `phases` phases are complete; `what` is waited for."""
+        what = f"{what}: " * bool(what)
+        if not self.knows(warp, phases - 1):
+            raise warp.hazard(
+                f"{what}waits for phase {phases} of {self.name}, and nothing orders this after phase {phases - 1}: "
+                f"before that one is complete, the parity of phase {phases - 2} lets it pass",
+                "phase",
+            )
+        self._missed(warp, phases, what)
+        warp.until(lambda: self.phase >= phases, lambda: f"{what}phase {phases} of {self.name}, {self._lacks()}")
+        self._missed(warp, phases, what)
+        warp.learn(self.published[phases])
+        self.waits[warp.index] = phases, warp.tick(), warp.place()
+
+    def _missed(self, warp, phases, what):
+        if self.phase > phases:
+            raise warp.hazard(
+                f"{what}waits for phase {phases} of {self.name}, which has completed {self.phase} phases: "
+                f"by its parity this would mean phase {phases + 2 * ((self.phase - phases + 1) // 2)}",
+                "phase",
+            )
+
+    def _lacks(self):
+        parts = []
+        if self.due:
+            came = ", ".join(sorted({f"warp {p.warp} at {p.line}" for p in self.arrived}))
+            parts.append(f"{self.due} of {self.count} arrivals ({f'came: {came}' if came else 'none came'})")
+        if self.bytes > 0:
+            parts.append(f"{self.bytes} bytes that no copy brings, expected by {self.expected}")
+        return f"which lacks {' and '.join(parts)}"
+
+    def close(self, warps):
+        """At the block's end: is everything that was promised here done, and does somebody know?"""
+        if self.last_copy and max(warp.clock[self.agent] for warp in warps) < self.last_copy[0]:
+            raise Hazard(
+                "unfinished", f"the block ends, and nobody has waited for {self.last_copy[1]}", self.last_copy[1].place
+            )
+        if self.bytes:
+            raise Hazard("bytes", f"the block ends, and {self.name} still expects {self.bytes} bytes", self.expected)
+
+
+class Named:
+    """A named barrier (bar.sync, bar.arrive)."""
+
+    def __init__(self, number, threads, block):
+        self.number, self.threads, self.warps, self.opened = number, threads, block.size, 0
+        self.arrived = {}  # warp -> place, in this generation
+        self.arrivals, self.before = np.zeros(block.size, np.int64), np.zeros(block.size, np.int64)
+        self.clock, self.published = np.zeros(block.shadow.agents, np.int64), {}
+
+    def meet(self, warp, threads, sync=True, what=""):
+        """Arrive, and unless `sync` is false wait until `threads` threads have."""
+        place = warp.place()
+        if threads != self.threads and self.arrived:
+            cause = f"named barrier {self.number} is used with {threads} and {self.threads} threads at once"
+            raise warp.hazard(cause, "collective")
+        if warp.index in self.arrived or (warp.clock[: self.warps] < self.before).any():
+            raise warp.hazard(
+                f"{what}arrives on named barrier {self.number} once more before it is known that it has opened: "
+                f"this may count twice",
+                "arrivals",
+                *[self.arrived[warp.index]] * (warp.index in self.arrived),
+            )
+        self.threads, generation = threads, self.opened
+        self.arrived[warp.index], self.arrivals[warp.index] = place, warp.tick()
+        np.maximum(self.clock, warp.clock, out=self.clock)
+        if LANES * len(self.arrived) == threads:
+            self.opened, self.published[generation + 1] = generation + 1, self.clock.copy()
+            self.before, self.arrivals = self.arrivals, np.zeros_like(self.arrivals)
+            self.arrived = {}
+        if sync:
+            warp.until(lambda: self.opened > generation, lambda: what + self._lacks())
+            warp.learn(self.published[generation + 1])
+
+    def _lacks(self):
+        threads = LANES * len(self.arrived)
+        return f"named barrier {self.number}, where {threads} of {self.threads} threads have arrived (warps {[*self.arrived]})"

@@ -1,0 +1,70 @@
+"""What went wrong, and where in the kernel's source."""
+
+import linecache
+from typing import NamedTuple
+
+KINDS = {
+    "deadlock": "nobody can go on",
+    "race": "two accesses to shared memory that nothing orders",
+    "in flight": "a tile is touched while a copy into it may still be under way",
+    "released": "a ring's tile is used after, or given back before, its readers are done with it",
+    "fence": "ordinary accesses and asynchronous ones (wgmma, TMA) with no fence.proxy.async between",
+    "never written": "memory is read that nobody has written",
+    "arrivals": "a barrier gets more arrivals than a phase takes",
+    "bytes": "a barrier is told of more or fewer bytes than its copies bring",
+    "phase": "a wait by parity that may take one phase for another",
+    "wait": "a wait for mmas that does not cover the one asked for",
+    "unfinished": "work is in flight, or half agreed upon, when the block ends",
+    "bounds": "an index outside an array, a ring or the named barriers",
+    "divergence": "the lanes of a warp disagree where the warp must act as one",
+    "collective": "the warps of a warpgroup do different things where they must do the same",
+    "registers": "setmaxnreg in the wrong direction",
+    "plan": "the kernel and its launch disagree about shared memory",
+    "language": "something that kernels run here cannot say",
+}
+
+
+class Place(NamedTuple):
+    """A warp and the statement it is at: (file, line) of each function it is in, the innermost first."""
+
+    block: tuple
+    warp: int
+    frames: tuple
+
+    @property
+    def line(self):
+        """file:line and text of the statement, then where the helper it stands in was called."""
+        return ", called at ".join(_statement(*frame) for frame in self.frames) or "?"
+
+    def by(self, deed):
+        """Who did what, for the middle of a sentence."""
+        return f"{deed} (warp {self.warp}, {self.line})"
+
+    def __str__(self):
+        return f"warp {self.warp} (warpgroup {self.warp // 4}) of block {self.block}, {self.line}"
+
+
+def _statement(file, line):
+    text = linecache.getline(file, line).split("  #")[0].strip()
+    return f"{file.replace(chr(92), '/').rsplit('/')[-1]}:{line} `{text}`"
+
+
+class Hazard(Exception):
+    """What would be a race, a hang, a fault or a silent wrong result on the GPU.
+
+    kind: a key of KINDS. cause: what is wrong, in words. places: the warps that it concerns, the guilty one first."""
+
+    def __init__(self, kind, cause, *places):
+        assert kind in KINDS, kind
+        self.kind, self.cause, self.places = kind, cause, places
+        super().__init__("\n  ".join([f"{kind}: {cause}", *(f"at {place}" for place in places)]))
+
+    @property
+    def warp(self):
+        """The guilty warp."""
+        return self.places[0].warp
+
+    @property
+    def line(self):
+        """The guilty statement: file:line and text."""
+        return self.places[0].line

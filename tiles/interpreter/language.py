@@ -1,0 +1,171 @@
+"""The kernel language as the interpreter speaks it: what `cuda`, `print` and global arrays mean to a whole warp."""
+
+import builtins
+import operator
+import types as python
+
+import numpy as np
+from greenlet import getcurrent
+from numba import cuda
+
+from ..layout import LANES
+from .warp import Warp
+
+
+def here() -> Warp:
+    """The warp that is running."""
+    warp = getcurrent()
+    if not isinstance(warp, Warp):
+        raise RuntimeError("this op has a meaning only inside a kernel: run it with tiles.launch")
+    return warp
+
+
+class Lanes:
+    """A number per lane of the warp (cuda.threadIdx.x). Whatever is the same in all lanes is a plain number again."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, values):
+        self.values = values
+
+    @classmethod
+    def of(cls, values):
+        """`values`, one per lane, or the one value that all lanes have."""
+        return cls(values) if (values != values[0]).any() else values[0].item()
+
+    def __str__(self):
+        return f"a number per lane ({self.values[0]} .. {self.values[-1]})"
+
+    __repr__ = __str__
+
+    def _refuse(self, use):
+        cause = f"{use} takes one number for the whole warp, and this one differs from lane to lane: {self}"
+        raise here().hazard(cause, "divergence")
+
+    @property
+    def spec(self):
+        """Ops ask for an argument's type."""
+        return self._refuse("an op")
+
+    def __bool__(self):
+        return self._refuse("a branch")
+
+    def __index__(self):
+        return self._refuse("an index, a range or a conversion")
+
+    __int__ = __float__ = __index__
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _lanewise(name):
+    def apply(self, *other):
+        if not all(isinstance(o, (Lanes, int, float, np.number)) for o in other):
+            return NotImplemented
+        return Lanes.of(getattr(self.values, name)(*(getattr(o, "values", o) for o in other)))
+
+    return apply
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_OTHERS = ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "invert", "abs")
+for _name in (*_BINARY, *[f"r{name}" for name in _BINARY], *_OTHERS):
+    setattr(Lanes, f"__{_name}__", _lanewise(f"__{_name}__"))
+
+
+def _xyz(x, y, z):
+    return python.SimpleNamespace(x=x, y=y, z=z)
+
+
+class Cuda:
+    """What `cuda` means inside an interpreted kernel."""
+
+    laneid = property(lambda self: Lanes(np.arange(LANES)))
+    threadIdx = property(lambda self: _xyz(Lanes(LANES * here().index + np.arange(LANES)), 0, 0))
+    blockIdx = property(lambda self: _xyz(*here().block.index))
+    gridDim = property(lambda self: _xyz(*here().block.grid))
+    blockDim = property(lambda self: _xyz(LANES * here().block.size, 1, 1))
+
+    def syncthreads(self):
+        """Every thread of the block meets here."""
+        block = here().block
+        block.named(0, LANES * block.size).meet(here(), LANES * block.size, what="syncthreads: ")
+
+    def syncwarp(self, mask=-1):
+        """The lanes of a warp meet: here they are never apart."""
+
+    def __getattr__(self, name):
+        raise here().hazard(f"cuda.{name} has no meaning for a whole warp; use tiles and ops", "language")
+
+
+class Bounded(np.ndarray):
+    """A global array that stops the kernel at an index outside it."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(self._inside(index))
+
+    def __setitem__(self, index, value):
+        super().__setitem__(self._inside(index), value)
+
+    def _inside(self, index):
+        if not isinstance(getcurrent(), Warp):
+            return index
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) > self.ndim or not all(isinstance(i, (slice, Lanes)) or hasattr(i, "__index__") for i in index):
+            cause = f"index {index} for an array of shape {self.shape}: integers and slices, one per axis"
+            raise here().hazard(cause, "language")
+        index = tuple(i if isinstance(i, slice) else operator.index(i) for i in index)
+        for axis, (i, size) in enumerate(zip(index, self.shape)):
+            if not isinstance(i, slice) and not 0 <= i < size:
+                raise here().hazard(f"index {i} is out of range for axis {axis} of an array of shape {self.shape}")
+        return index
+
+
+def say(*values, **options):
+    """print, by a warp."""
+    builtins.print(f"[block {here().block.index}, warp {here().index}]", *values, **options)
+
+
+class Module:
+    """A module seen from a kernel: `helpers.step`, `numba.cuda.blockIdx`."""
+
+    def __init__(self, module, seen):
+        self.__dict__.update(_module=module, _seen=seen)
+
+    def __getattr__(self, name):
+        value = self.__dict__[name] = _swap(getattr(self._module, name), self._seen)
+        return value
+
+
+def _swap(value, seen):
+    if value is cuda:
+        return Cuda()
+    if isinstance(value, python.ModuleType):
+        return Module(value, seen)
+    if hasattr(value, "py_func") or (isinstance(value, python.FunctionType) and hasattr(value, "dispatcher")):
+        return rebind(value, seen)
+    return value
+
+
+def rebind(function, seen):
+    """The plain function with `cuda`, `print`, modules and every helper in its globals and closure replaced in turn; `seen`
+    collects them: plain function -> replaced one."""
+    function = getattr(function, "py_func", function)
+    if function in seen:
+        return seen[function]
+    space = {"__builtins__": builtins, "print": say}
+    cells = tuple(python.CellType() for _ in function.__closure__ or ())
+    new = seen[function] = python.FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
+    new.__kwdefaults__ = function.__kwdefaults__
+    for name in _names(function.__code__):
+        if name in function.__globals__:
+            space[name] = _swap(function.__globals__[name], seen)
+    for cell, old in zip(cells, function.__closure__ or ()):
+        cell.cell_contents = _swap(old.cell_contents, seen)
+    return new
+
+
+def _names(code):
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, python.CodeType):
+            yield from _names(constant)

@@ -1,0 +1,76 @@
+"""A slot of a ring: who fills it, who may read it, who has given it back."""
+
+from .barriers import Mbarrier
+from .hazard import Hazard
+from .shadow import RELEASED, Event, span
+
+
+class Slot:
+    """One stage of a ring: its barriers, the tile it holds, how often that one was released.
+
+    `tile` makes the shared tile number j; `readers` warps must release it before the slot is filled again."""
+
+    def __init__(self, block, ring, index, tile):
+        self.block, self.ring, self.index, self.tile = block, ring, index, tile
+        self.full = Mbarrier(block, f"'full' of slot {index} of ring {ring.name!r}", 1)
+        self.empty = Mbarrier(block, f"'empty' of slot {index} of ring {ring.name!r}", ring.readers, self._hand_back)
+        self.fills, self.number, self.releases, self.place = 0, index, 0, None
+
+    def _name(self, j):
+        return f"tile {j} of ring {self.ring.name!r}"
+
+    def fill(self, warp, j, source, at):
+        """Copy source[at] into the slot as tile j, once tile j - stages has been released."""
+        due = self.index + self.fills * self.ring.stages
+        if j != due:
+            raise warp.hazard(f"fills {self._name(j)}, and the next tile for slot {self.index} is number {due}", "phase")
+        self.fills += 1
+        self.empty.wait(warp, j // self.ring.stages, f"the slot for {self._name(j)}")
+        tile = self.tile(j)
+        self.full.arrive(warp, tile.spec.nbytes)
+        warp.load_async(tile, self.full, source, at)
+
+    def wait(self, warp, j):
+        """Tile j, once it has arrived."""
+        self.full.wait(warp, j // self.ring.stages + 1, self._name(j))
+        return self.tile(j)
+
+    def release(self, warp, j):
+        """The warp is done with tile j."""
+        name, readers = self._name(j), self.ring.readers
+        if warp.released.get(self, -1) >= j:
+            raise warp.hazard(f"releases {name} a second time", "released")
+        if not self.full.knows(warp, j // self.ring.stages + 1):
+            raise warp.hazard(f"releases {name}, for which it has not waited", "released")
+        mma = self.block.mma_agents[warp.group]
+        if read := self.block.shadow.reading(mma, warp.clock, span(self.tile(j))):
+            raise warp.hazard(f"releases {name}, and has not waited for an mma that reads it", "released", read.place)
+        if j == self.number and self.releases == readers:
+            cause = f"releases {name}, which has had its {readers} releases: the ring has readers={readers}"
+            raise warp.hazard(cause, "arrivals")
+        self.number, self.releases, self.place = j, self.releases + 1 if j == self.number else 1, warp.place()
+        warp.released[self] = j
+        self.empty.arrive(warp)
+
+    def _hand_back(self, warp):
+        """All readers have released the tile: it is gone, and whoever touched it must have said so."""
+        tile, shadow = self.tile(self.number), self.block.shadow
+        if found := shadow.unwritable(self.empty.clock, span(tile), True):
+            kind, cause = found
+            raise warp.hazard(
+                f"this is the last of {self.ring.readers} releases (the ring's readers) of {tile.name}, {cause}",
+                "fence" if kind == "fence" else "released",
+            )
+        event = Event("release", f"the last release of {tile.name}", warp.place())
+        shadow.note_write(self.empty.agent, self.empty.phase, span(tile), RELEASED, event)
+        shadow.poison(span(tile))
+
+    def close(self, _):
+        """At the block's end: some readers have released the last tile and others have not?"""
+        if 0 < self.releases < self.ring.readers:
+            raise Hazard(
+                "unfinished",
+                f"the block ends, and {self._name(self.number)} was released {self.releases} times; "
+                f"the ring has readers={self.ring.readers}",
+                self.place,
+            )

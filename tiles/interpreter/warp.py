@@ -1,0 +1,220 @@
+"""A warp: a coroutine with a clock, and what it does to shared memory."""
+
+import contextvars
+import sys
+
+import numpy as np
+from greenlet import getcurrent, greenlet
+
+from .hazard import Hazard, Place
+from .shadow import FILLING, VALID, Event, span
+
+WARPGROUP = 4  # warps
+
+
+class Warp(greenlet):
+    """One warp: a coroutine that gives way when it waits."""
+
+    def __init__(self, block, index, kernel, args):
+        super().__init__(lambda: kernel(*args))
+        self.gr_context = contextvars.copy_context()  # NumPy's error state
+        self.block, self.index, self.kernel = block, index, kernel.__code__
+        self.group, self.rank = divmod(index, WARPGROUP)
+        self.clock = np.zeros(block.shadow.agents, np.int64)
+        self.ready, self.why, self.at = None, lambda: "", None
+        self.registers = block.entry_registers
+        self.mmas, self.stores, self.released, self.collectives = 0, 0, {}, 0
+
+    # -- time
+    def until(self, ready, why):
+        """Let others run until `ready()`; `why()` says what for, should it never come."""
+        if self.block.gives_way() or not ready():
+            self.ready, self.why, self.at = ready, why, self.place()
+            self.parent.switch()
+            self.ready = None
+
+    def tick(self):
+        """A new time of this warp's clock."""
+        self.clock[self.index] += 1
+        return int(self.clock[self.index])
+
+    def learn(self, clock):
+        """Know what `clock` knows."""
+        np.maximum(self.clock, clock, out=self.clock)
+
+    # -- messages
+    def place(self):
+        """The statement the warp is at, and those that called its function."""
+        frame, frames, is_source = self.gr_frame if getcurrent() is not self else sys._getframe(1), [], self.block.is_source
+        while frame:
+            code = frame.f_code
+            if is_source(code):
+                frames.append((code.co_filename, frame.f_lineno))
+            if code is self.kernel:
+                break
+            frame = frame.f_back
+        return Place(self.block.index, self.index, tuple(frames))
+
+    def __str__(self):
+        return str(self.place())
+
+    def hazard(self, cause, kind="bounds", *others):
+        """A Hazard of this warp at its statement."""
+        return Hazard(kind, cause, self.place(), *others)
+
+    def _allowed(self, found, doing):
+        if found:
+            kind, cause = found
+            raise self.hazard(f"{doing}, {cause}", kind)
+
+    def _not_released(self, tile, doing):
+        if tile.slot is not None and self.released.get(tile.slot, -1) >= tile.number:
+            raise self.hazard(f"{doing}, which this warp has released", "released")
+
+    # -- ordinary accesses to shared memory
+    def read(self, tile, rows=None, fence=True):
+        """The elements of a shared tile (some of its rows), read with ordinary loads; `fence`: a fence follows the loads."""
+        cells, shadow = span(tile, rows), self.block.shadow
+        self._not_released(tile, f"reads {tile.name}")
+        self._allowed(shadow.unreadable(self.clock, cells, False), f"reads {tile.name}")
+        shadow.note_read(self.index, self.tick(), cells, Event("read", f"the read of {tile.name}", self.place()))
+        if fence:
+            self.fence_async()
+        return shadow.get(tile, rows)
+
+    def write(self, tile, values, rows=None):
+        """Store values to (some rows of) a shared tile with ordinary stores."""
+        cells, shadow = span(tile, rows), self.block.shadow
+        self._not_released(tile, f"writes {tile.name}")
+        self._allowed(shadow.unwritable(self.clock, cells, False), f"writes {tile.name}")
+        event = Event("store", f"the write of {tile.name}", self.place())
+        shadow.note_write(self.index, self.tick(), cells, VALID, event)
+        shadow.put(tile, values.astype(tile.spec.dtype.np), rows)
+
+    def fence_async(self):
+        """fence.proxy.async"""
+        self.block.shadow.fence(self.clock)
+
+    # -- copies by TMA
+    def load_async(self, tile, barrier, source, at):
+        """Start a copy of source[at] into a shared tile, completing on an mbarrier."""
+        self._inside(source, at)
+        self._not_released(tile, f"fills {tile.name}")
+        shadow, cells = self.block.shadow, span(tile)
+        self._allowed(shadow.unwritable(self.clock, cells, True), f"fills {tile.name}")
+        shadow.poison(cells)
+
+        def land():
+            shadow.put(tile, source.load(at))
+            cells.of(shadow.state)[...] = VALID
+            barrier.end_copy(copy)
+
+        copy = self.block.start(land, f"the copy into {tile.name}", tile.spec.nbytes, self.place())
+        time = barrier.begin_copy(self, copy)
+        shadow.note_write(barrier.agent, time, cells, FILLING, Event("copy", f"the end of {copy.deed}", copy.place))
+
+    def store_async(self, target, at, tile):
+        """Start a copy of a shared tile to target[at]."""
+        self._inside(target, at)
+        self._not_released(tile, f"stores {tile.name} by TMA")
+        shadow, cells, agent = self.block.shadow, span(tile), self.block.store_agents[self.index]
+        self._allowed(shadow.unreadable(self.clock, cells, True), f"stores {tile.name} by TMA")
+        self.stores += 1
+        store = self.block.start(
+            lambda: target.store(at, shadow.get(tile)), f"the TMA store of {tile.name}", tile.spec.nbytes, self.place()
+        )
+        shadow.note_read(agent, self.stores, cells, Event("read", store.deed, store.place))
+        self.block.bulk.setdefault(self.index, []).append(store)
+
+    def _inside(self, tensor, at):
+        try:
+            tensor.window(at)
+        except IndexError as error:
+            raise self.hazard(str(error), "bounds") from None
+
+    def wait_stores(self):
+        """Until this warp's bulk stores have read their shared tiles."""
+        stores = self.block.bulk.pop(self.index, [])
+        self.until(lambda: all(store.done for store in stores), lambda: "its TMA stores")
+        self.clock[self.block.store_agents[self.index]] = self.stores
+
+    # -- what the four warps of a warpgroup do together
+    def together(self, deed):
+        """The warps of a warpgroup must do `deed` as their next common one."""
+        block = self.block
+        if self.group >= block.size // WARPGROUP:
+            raise self.hazard(f"{deed} takes a warpgroup of {WARPGROUP} warps; this block has {block.size} warps", "collective")
+        deeds = block.deeds[self.group]
+        if self.collectives == len(deeds):
+            deeds.append((deed, self.place()))
+        first, place = deeds[self.collectives]
+        if first != deed:
+            raise self.hazard(f"{deed}, where another warp of its warpgroup did: {first}", "collective", place)
+        self.collectives += 1
+
+    def set_registers(self, n, more):
+        """setmaxnreg: take registers from the block's pool, or give some back."""
+        if n < self.registers if more else n > self.registers:
+            verb = "claims" if more else "keeps"
+            raise self.hazard(f"{verb} {n} registers a thread, and it has {self.registers}", "registers")
+        self.together(f"setmaxnreg {n}")
+        self.block.take_registers(self, n)
+
+    def issue(self, compute, slab, *operands):
+        """This warp's part of its warpgroup's next mma on shared tiles `operands`; `compute` gets the four slabs when it is
+        done. An mma starts when all four warps have issued it and ends for all at once (wgmma-groups are per warpgroup)."""
+        block = self.block
+        self.together("mma on " + " and ".join(f"{tile.name}, {tile.spec}" for tile in operands))
+        mmas, agent = block.mmas[self.group], block.mma_agents[self.group]
+        if self.mmas == len(mmas):
+            mmas.append(Mma(compute))
+        mma = mmas[self.mmas]
+        self.mmas += 1
+        for tile in operands:
+            self._not_released(tile, f"mma reads {tile.name}")
+            self._allowed(block.shadow.unreadable(self.clock, span(tile), True), f"mma reads {tile.name}")
+            if not mma.slabs:
+                block.shadow.note_read(agent, self.mmas, span(tile), Event("read", "the end of the mma", self.place()))
+        mma.slabs[self.rank], mma.places[self.rank] = slab, self.place()
+        return mma, self.mmas
+
+    def complete(self, pending, newer):
+        """The tile that `pending` promises, once all but the newest `newer` mmas are done."""
+        done, mmas = self.mmas - newer, self.block.mmas[self.group]
+        if pending.group > done:
+            raise self.hazard(
+                f"wait(..., newer={newer}) lets {newer} mmas stay in flight, and the one asked for is among them: "
+                f"{self.mmas - pending.group} came after it",
+                "wait",
+            )
+        agent = self.block.mma_agents[self.group]
+        self.until(lambda: len(mmas[done - 1].slabs) == WARPGROUP, lambda: "the other warps of its warpgroup to issue the mma")
+        for mma in mmas[self.clock[agent] : done]:
+            mma.finish()
+        self.clock[agent] = max(self.clock[agent], done)
+        rows = pending.spec.tile.rows
+        return pending.mma.value[rows * self.rank : rows * (self.rank + 1)]
+
+    def close(self, _):
+        """At the block's end: has it waited for what it started?"""
+        block = self.block
+        if self.clock[block.store_agents[self.index]] < self.stores:
+            store = block.bulk[self.index][0]
+            cause = f"the block ends, and nobody has waited for {store.deed}: store_wait is missing"
+            raise Hazard("unfinished", cause, store.place)
+        known = self.clock[block.mma_agents[self.group]] if self.mmas else 0
+        if known < self.mmas:
+            place = block.mmas[self.group][known].places[self.rank]
+            raise Hazard("unfinished", "the block ends, and this mma has not been waited for", place)
+
+
+class Mma:
+    """One asynchronous mma of a warpgroup."""
+
+    def __init__(self, compute):
+        self.compute, self.slabs, self.places, self.value = compute, {}, {}, None
+
+    def finish(self):
+        """Compute its 64 rows: when first waited for, as late as the waits allow."""
+        if self.value is None:
+            self.value = self.compute([self.slabs[rank] for rank in range(WARPGROUP)])
