@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiles import Hazard
+from tiles.op import OPS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md"]
@@ -23,9 +24,18 @@ def blocks(document, language):
     return [(text[: block.start(1)].count("\n"), block[1]) for block in found]
 
 
+@pytest.fixture
+def no_new_ops():
+    """Forgets the ops that a test defines."""
+    before = set(OPS)
+    yield
+    for face in set(OPS) - before:
+        del OPS[face]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_code_runs(document):
-    namespace = {}
+def test_code_runs(document, no_new_ops):
+    namespace = {"__name__": Path(document).stem}
     for line, code in blocks(document, "python"):
         exec(compile("\n" * line + code, ROOT / document, "exec"), namespace)
 

@@ -224,7 +224,7 @@ class _Memory:
             "shape": form.shape,
             "strides": form.strides,
             "typestr": f"|V{form.itemsize}",
-            "data": (pointer, readonly),
+            "data": (pointer or 16, readonly),  # an empty array may lie nowhere; NumPy 2.2 takes 0 for no address at all
         }
 
 

@@ -138,6 +138,11 @@ def test_view_of_device_memory_is_refused():
         numpy_view(array)
 
 
+def test_an_empty_array_may_lie_nowhere():
+    array = describe(np.zeros((2, 0), np.float32), "x")._replace(pointer=0)
+    assert numpy_view(array).shape == (2, 0)
+
+
 # torch ----------------------------------------------------------------------------------------------------------------
 
 
