@@ -9,11 +9,23 @@ def hopper():
     return cuda.is_available() and tuple(cuda.get_current_device().compute_capability) == (9, 0)
 
 
+def bits(dtype):
+    """The unsigned integers of a dtype's size: Numba's copies know no bf16, so its bits travel."""
+    return np.dtype(f"u{dtype.itemsize}")
+
+
+def on_gpu(array):
+    """A copy of a NumPy array in the GPU's memory, as a Numba array."""
+    return cuda.to_device(array.view(bits(array.dtype))).view(array.dtype)
+
+
 def to_device(array):
     """A NumPy array, moved to where kernels run: itself where there is no Hopper GPU."""
-    return cuda.to_device(array) if hopper() else array
+    return on_gpu(array) if hopper() else array
 
 
 def to_host(array):
     """Back again, as float32, to compare with NumPy."""
-    return (array if isinstance(array, np.ndarray) else array.copy_to_host()).astype(np.float32)
+    if not isinstance(array, np.ndarray):
+        array = array.view(bits(array.dtype)).copy_to_host().view(array.dtype)
+    return array.astype(np.float32)

@@ -79,17 +79,13 @@ def test_any_size(name, sizes, monkeypatch):
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_runs_on_the_card(name, monkeypatch):
-    from numba import cuda
-
-    load(name, monkeypatch).main(cuda.to_device)
+    load(name, monkeypatch).main(load("machine", monkeypatch).on_gpu)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, sizes", [(name, sizes) for name, rows in SIZES.items() for sizes in rows])
 def test_any_size_on_the_card(name, sizes, monkeypatch):
-    from numba import cuda
-
-    load(name, monkeypatch).main(cuda.to_device, *sizes)
+    load(name, monkeypatch).main(load("machine", monkeypatch).on_gpu, *sizes)
 
 
 def test_runs_as_a_script():
