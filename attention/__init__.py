@@ -1,4 +1,5 @@
 """FlashAttention from pure Python: `attention.forward(q, k, v, causal=True)`."""
+
 from .forward import forward
 
 __all__ = ["forward"]

@@ -1,4 +1,5 @@
 """`python -m attention`: shows the library at work on this machine. `python -m attention inspect`: see inspect.py."""
+
 import argparse
 import importlib.util
 import sys
@@ -38,7 +39,8 @@ def checked(size, to_device, to_host, seed=0):
     reference.assert_close(got, ref, low)
     error = np.abs(got.astype(float) - ref).max()
     print(f"forward  (B, S, H, D) = {size}, bf16, causal: largest error {error:.1e} against float64,")
-    print(f"         {np.abs(low.astype(float) - ref).max():.1e} is what the same formula loses in bf16. First call {seconds:.2f} s.")
+    lost = np.abs(low.astype(float) - ref).max()
+    print(f"         {lost:.1e} is what the same formula loses in bf16. First call {seconds:.2f} s.")
     return arrays
 
 

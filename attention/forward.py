@@ -1,4 +1,5 @@
 """attention.forward: from a user's arrays to a launch."""
+
 import functools
 import math
 from typing import Any

@@ -3,6 +3,7 @@
 A row: {kernel, arch, config, registers, spill_bytes, local_bytes, shared_bytes, lines, warnings, instructions}. `lines`
 counts the kernel and its helpers without blanks, comments and docstrings; `instructions` counts SASS mnemonics.
 """
+
 import ast
 import inspect
 import json

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from tiles.arrays import describe, numpy_view
+
 from .problem import AXES
 
 ROWS = 1024  # rows of scores that are held at once

@@ -6,6 +6,7 @@
 - Inputs rotate through sets that together exceed the L2 cache several times over, so nothing is measured from cache.
 - Before a provider is timed its output is compared with a float32 reference on the same inputs, by the rule of the tests.
 """
+
 import itertools
 import statistics
 

@@ -1,4 +1,5 @@
 """Tables of TFLOPS from a run of the benchmarks: `python bench/table.py forward.json [> results/....md]`."""
+
 import json
 import math
 import platform
@@ -44,7 +45,7 @@ def main(path):
         for provider in ORDER:
             cells = [f"{cell[provider]:.0f}" if provider in cell else "" for cell in lengths.values()]
             print(f"| {provider} | " + " | ".join(cells) + " |")
-        best = [max((cell.get(p, 0) for p in PEERS)) for cell in lengths.values()]
+        best = [max(cell.get(p, 0) for p in PEERS) for cell in lengths.values()]
         row = [cell["tiles"] / peer if peer else math.nan for cell, peer in zip(lengths.values(), best)]
         ratios += row
         print("| **tiles / better peer** | " + " | ".join(f"**{x:.2f}**" for x in row) + " |\n")

@@ -3,6 +3,7 @@
 bf16, B * S = 16384, H * D = 2048, (B, S, H, D) for all: the peers get views of the same memory. See measure.py for the
 protocol. `pytest bench/test_forward.py --benchmark-json=forward.json`, then `python bench/table.py forward.json`.
 """
+
 import functools
 
 import pytest

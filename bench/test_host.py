@@ -2,6 +2,7 @@
 
 `pytest bench/test_host.py --benchmark-json=host.json`
 """
+
 import json
 import os
 import subprocess

@@ -1,4 +1,5 @@
 """Conversions: a dtype called on a tile or vector, `p = bf16(p)`."""
+
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.op import lowers
 from tiles.types import rt, rv

@@ -1,4 +1,5 @@
 """Arithmetic of indices, in the 32 bits that the GPU has units for (Numba's // and % work on 64, with a sign)."""
+
 from numba.cuda import types
 
 from tiles.op import integer, lowers, op

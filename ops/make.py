@@ -1,4 +1,5 @@
 """Tiles from nothing."""
+
 import numpy as np
 
 from tiles.op import lowers, number, op

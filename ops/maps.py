@@ -5,6 +5,7 @@ axis that its type names. 2-byte elements are computed in fp32 and rounded once.
 
 The GPU's fast units take fp32 numbers below 2 ** -126 for 0, and so do all of these but negation, + - and *.
 """
+
 import operator
 
 import numpy as np

@@ -1,4 +1,5 @@
 """Masks: a value in place of the elements on one side of a line."""
+
 import numpy as np
 
 from tiles import layout

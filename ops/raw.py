@@ -3,6 +3,7 @@
 Here nothing fences, elects a thread or counts phases for you. A barrier or shared tile comes from the plan:
 `smem = shared(x=st(64, 64, bf16), full=barrier(1))`. The interpreter checks what these ops do all the same.
 """
+
 import inspect
 
 from numba.cuda import types

@@ -1,4 +1,5 @@
 """Along rows: fold the elements of a lane, then over the four lanes of a quad, which hold a row between them."""
+
 from functools import partial, reduce
 
 import numpy as np

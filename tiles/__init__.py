@@ -1,4 +1,5 @@
 """Tiles for Numba-CUDA: what a tile is, where its elements lie, and how a kernel made of them is launched."""
+
 from .doctor import importing
 
 with importing():

@@ -2,6 +2,7 @@
 
 Link-time optimisation stays on: without it ptxas ignores setmaxnreg and serialises wgmma.
 """
+
 import contextlib
 import re
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from cuda.core import Linker, LinkerOptions, ObjectCode
 from numba.core import types
 from numba.cuda import compiler, dispatcher
-
 
 
 @dataclass(frozen=True)

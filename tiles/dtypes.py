@@ -1,4 +1,5 @@
 """Element types. A dtype is a value (`rt(16, 64, bf16)`) and, called in a kernel, the conversion to it: `p = bf16(p)`."""
+
 from dataclasses import dataclass
 
 import ml_dtypes

@@ -17,6 +17,7 @@ annotated `int` as the integer itself: it must be known when the kernel is compi
 A rule refuses with TypeError, or returns None when the combination is somebody else's (`1 + 2`). A meaning returns an
 array or number, which is wrapped into the type that the rule announced; whatever else it returns passes unchanged.
 """
+
 import functools
 import inspect
 import operator

@@ -3,6 +3,7 @@
 Two Numba types carry everything: `Value(spec)` is a run-time value of that type (registers, or an address), `Static(spec)`
 the frozen object itself, closed over by a kernel and known when it is compiled. Kernel authors see neither.
 """
+
 import inspect
 import sys
 

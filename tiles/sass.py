@@ -1,6 +1,7 @@
 """Machine code, read back: what the compiler really made of a kernel.
 
 Needs nvdisasm (`pip install nvidia-cuda-nvdisasm`), no GPU."""
+
 import importlib.util
 import re
 import shutil

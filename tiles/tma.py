@@ -34,13 +34,15 @@ STRIDE_END, EXTENT_END, BOX_END = 2**40, 2**32, 256
 
 class Encoding(NamedTuple):
     """What cuTensorMapEncodeTiled is told besides the array's address, innermost axis first. strides: bytes, of all axes but
-    the innermost. dtype, swizzle: the ends of the driver's names for them."""
+    the innermost. dtype, swizzle, promotion: the ends of the driver's names for them. Promotion is how much L2 fetches at
+    once: no more than a row, or a row of 128 bytes would bring its neighbour's, of another head (8 % at head_dim 64)."""
 
     dtype: str
     extents: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: str
+    promotion: str
 
 
 @functools.lru_cache(FORMS)
@@ -75,6 +77,7 @@ def encoding(spec: gl, form: Form) -> Encoding:
         strides,
         tuple(box.get(axis, 1) for axis in axes),
         f"{tile.width}B",
+        "L2_256B" if form.shape[inner] * form.itemsize >= 256 else "L2_128B",
     )
 
 
@@ -99,7 +102,7 @@ def encode(form: Encoding, pointer: int):
             [u32(1)] * rank,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{form.swizzle}"),
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{form.promotion}"),
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )

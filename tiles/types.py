@@ -3,6 +3,7 @@
 `rt(16, 128, fp32)` names a register tile of one warp, `st(128, 64, bf16)` a tile in shared memory, `gl(...)` a global
 array cut into tiles. A kernel closes over them; the values they describe are made by ops.
 """
+
 from dataclasses import dataclass, replace
 
 import numpy as np

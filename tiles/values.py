@@ -1,4 +1,5 @@
 """What a kernel's values are without a GPU: NumPy arrays that know their tile type."""
+
 import numpy as np
 from numba.cuda import types as numba
 from numba.cuda.np.numpy_support import from_dtype

@@ -1,4 +1,5 @@
 """attention.forward against float64, on both backends from one body."""
+
 import math
 
 import ml_dtypes

@@ -1,4 +1,5 @@
 """attention.forward on everybody's arrays, streams, graphs, threads and devices; judged by NumPy's result."""
+
 import threading
 
 import ml_dtypes

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention import problem
-from tiles.arrays import describe, form
 from attention.problem import check
+from tiles.arrays import describe, form
 
 Q, KV = (2, 5, 6, 16), (2, 7, 3, 16)  # (B, S, H, D)
 bf16 = ml_dtypes.bfloat16
@@ -111,12 +111,11 @@ def test_inputs_may_overlap_and_packed_inputs_may_hold_out():
 
 # Invalid calls --------------------------------------------------------------------------------------------------------
 
-zeros = lambda *shape, dtype=bf16: np.zeros(shape, dtype)  # noqa: E731
+zeros = lambda *shape, dtype=bf16: np.zeros(shape, dtype)
 T, V = TypeError, ValueError
 f16, f32 = np.float16, np.float32
 POSITIVE = (
-    "strides must be positive and below 2**40 bytes "
-    "(pass shared heads once (GQA), and copy other broadcast or flipped axes)"
+    "strides must be positive and below 2**40 bytes (pass shared heads once (GQA), and copy other broadcast or flipped axes)"
 )
 DTYPE = "dtype must be one of ('bfloat16', 'float16')"
 HEAD_DIM = "head_dim must be a multiple of 8, from 8 to 256"

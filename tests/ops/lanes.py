@@ -4,6 +4,7 @@ The ops of a kernel called through `run` emit their code as for Numba, but into 
 LLVM's instructions are one line each, PTX is the table of isa.py. So a wrong lane, address or rounding in a lowering fails
 here, on any machine. All threads run in step: for kernels whose warps all do the same.
 """
+
 import contextlib
 import ctypes
 import re

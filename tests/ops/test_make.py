@@ -1,4 +1,5 @@
 """ops/make.py: tiles from nothing."""
+
 import numpy as np
 import pytest
 from numba import cuda

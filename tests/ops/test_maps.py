@@ -1,4 +1,5 @@
 """ops/maps.py: arithmetic between tiles, vectors and numbers, and functions of one tile."""
+
 import operator
 
 import numpy as np

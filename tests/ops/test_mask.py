@@ -1,4 +1,5 @@
 """ops/mask.py, and warpgroup.causal: every place of the edge, from nothing kept to nothing masked."""
+
 import numpy as np
 import pytest
 from numba import cuda

@@ -1,4 +1,5 @@
 """ops/reduce.py: along rows, in one go or by lanes first."""
+
 import numpy as np
 import pytest
 from numba import cuda

@@ -204,7 +204,7 @@ def test_cupy(monkeypatch):
             entered.append("left")
 
     cuda = SimpleNamespace(get_current_stream=lambda ordinal: SimpleNamespace(ptr=100 + ordinal), Device=Device)
-    empty = lambda shape, dtype: FakeCuPy(np.empty(shape, dtype))  # noqa: E731
+    empty = lambda shape, dtype: FakeCuPy(np.empty(shape, dtype))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, empty=empty))
     x = FakeCuPy(sample("bfloat16"))
     array = describe(x, "x")
