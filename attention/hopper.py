@@ -7,16 +7,18 @@ that one's softmax runs under another's products (FlashAttention-3, Shah et al. 
 A row that has seen no key keeps the finite maximum LOWEST while its masked scores are -inf: exp2 gives exact zeros, and
 neither the loop nor the end needs a test for it.
 """
+
 import functools
 import math
 from dataclasses import dataclass
 
 from numba import cuda
 
-from ops import exp2, full, lane_sum, log2, maximum, right_fill, row_max, split, total, warpgroup, zeros
+from ops import exp2, full, lane_sum, lazy_maximum, log2, maximum, rescale, right_fill, row_max, split, total, warpgroup, zeros
 from tiles import dtype, fp32, inlined, ring, rt, shared, st
 
 LOWEST, TINY, LN2 = -1e30, 1e-30, math.log(2)
+SLACK = 8.0  # how far, in powers of 2, the maximum may grow before O is rescaled: P stays below 2**8
 SHARED_BYTES = 227 * 1024
 REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}  # consumers -> registers a thread of producer and consumer
 
@@ -56,8 +58,13 @@ class Config:
         return f"D {self.head_dim} {self.dtype}{' causal' * self.causal}, {self.rows} x {self.kv}, {self.stages} stages"
 
 
-#          padded head_dim: (full, causal), each (kv, consumers)
-SHAPES = {64: ((128, 3), (128, 3)), 96: ((128, 2), (128, 2)), 128: ((176, 2), (128, 2)), 192: ((112, 2), (112, 2)), 256: ((80, 2), (80, 2))}  # fmt: skip
+SHAPES = {  # padded head_dim: (full, causal), each (kv, consumers)
+    64: ((128, 3), (128, 3)),
+    96: ((128, 2), (128, 2)),
+    128: ((176, 2), (128, 2)),
+    192: ((112, 2), (112, 2)),
+    256: ((80, 2), (80, 2)),
+}
 
 
 def config_for(head_dim: int, dtype: dtype, causal: bool) -> Config:
@@ -113,27 +120,28 @@ def make(config: Config):
     @inlined
     def softmax_step(s, m, scale):
         """exp2(scale (s - m_new)), the running maximum m_new, and the factor for sums taken with the old one."""
-        m_new = maximum(m, row_max(s))
+        m_new = lazy_maximum(m, maximum(m, row_max(s)), SLACK / scale)
         return exp2(s * scale - m_new * scale), m_new, exp2((m - m_new) * scale)
 
     def overlap(cut):
         """The middle of the pipeline: scores and softmax of block j, while O takes up block j - 1; `cut` by the mask or not."""
 
         @inlined
-        def step(j, o, p, m, l, queries, k, v, me, edge, scale):
+        def step(j, o, p, m, l, alpha, queries, k, v, me, edge, scale):
             turn.take(me)
             s = warpgroup.mm_ABt(queries, k.wait(j))
+            o = rescale(o, alpha)
             o = warpgroup.mma_AB(o, p, v.wait(j - 1))
             turn.give(me)
             s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
-            k.release(j)
             if cut:
                 s = mask(s, edge + j * KV)
             p, m, alpha = softmax_step(s, m, scale)
+            k.release(j, after=m)
             l = l * alpha + lane_sum(p)
-            o = warpgroup.wait(o) * alpha
+            o = warpgroup.wait(o)
             v.release(j - 1)
-            return o, INPUT(p), m, l  # P is rounded here, not earlier: the mma reads its registers until wait(o)
+            return o, INPUT(p), m, l, alpha  # P is rounded here, not earlier: the mma reads its registers until wait(o)
 
         return step
 
@@ -168,10 +176,10 @@ def make(config: Config):
             p = INPUT(p)
             o = zeros(O)
             for j in range(1, cut):
-                o, p, m, l = cut_step(j, o, p, m, l, queries, k, v, me, edge, scale)
+                o, p, m, l, alpha = cut_step(j, o, p, m, l, alpha, queries, k, v, me, edge, scale)
             for j in range(cut, n):
-                o, p, m, l = step(j, o, p, m, l, queries, k, v, me, edge, scale)
-            o = warpgroup.wait(warpgroup.mma_AB(o, p, v.wait(n - 1)))
+                o, p, m, l, alpha = step(j, o, p, m, l, alpha, queries, k, v, me, edge, scale)
+            o = warpgroup.wait(warpgroup.mma_AB(rescale(o, alpha), p, v.wait(n - 1)))
             l = total(l)
             warpgroup.store(queries, o / maximum(l, TINY))  # in the place of Q, whose mmas are done
             warpgroup.tma_store(gO, (batch, CONSUMERS * block + me, head), queries)

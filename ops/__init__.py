@@ -1,5 +1,6 @@
 """What can be done to tiles, for use inside kernels. Scope warp here; `ops.warpgroup` for four warps together; `ops.raw`
 for the instructions without their guards."""
+
 from . import convert as _convert  # dtypes become callable  # noqa: F401
 from . import raw, warpgroup
 from . import show as _show  # print takes tiles  # noqa: F401
@@ -8,9 +9,10 @@ from .make import full, zeros
 from .maps import exp, exp2, log2, maximum, minimum
 from .mask import causal, right_fill
 from .memory import load, store
+from .online import lazy_maximum, rescale
 from .reduce import lane_sum, row_max, row_sum, total
 
 __all__ = [
-    "causal", "exp", "exp2", "full", "lane_sum", "load", "log2", "maximum", "minimum", "raw", "right_fill", "row_max",
-    "row_sum", "split", "store", "total", "warpgroup", "zeros",
+    "causal", "exp", "exp2", "full", "lane_sum", "lazy_maximum", "load", "log2", "maximum", "minimum", "raw", "rescale",
+    "right_fill", "row_max", "row_sum", "split", "store", "total", "warpgroup", "zeros",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 Addresses in shared memory are 32-bit, global ones 64-bit; barriers are addresses of mbarriers.
 """
+
 from llvmlite import ir
 
 from .plumbing import f32, i32, i64
@@ -164,6 +165,15 @@ def shuffle_xor(b, x, lanes):
 def uniform(b, x):
     """x of lane 0, which ptxas then knows to be the same for the whole warp."""
     return b.asm(i32, "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", x)
+
+
+def computed(b, registers):
+    """True, as soon as these fp32 registers are computed: compares them with a NaN that no arithmetic makes, which the
+    compiler cannot know."""
+    true = b.icmp_unsigned("==", b.u32(0), b.u32(0))
+    for x in registers:
+        true = b.and_(true, b.icmp_unsigned("!=", b.bitcast(x, i32), b.u32(0x7FEDCBA9)))
+    return true
 
 
 def stmatrix(b, address, registers, transposed=False):

@@ -10,6 +10,7 @@ The j-th fill goes to slot j % stages and completes phase j // stages + 1 of tha
 releases complete the same phase of its "empty" barrier. Producer and consumer compute both from j alone, so they cannot
 disagree, and a kernel shows no barrier arithmetic.
 """
+
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +21,7 @@ from . import ptx
 from .interpreter import Mbarrier, Slot, here
 from .op import integer, lowers, op
 from .plumbing import Value, compile_time, i32, void
-from .types import barrier, gl, st
+from .types import barrier, gl, rv, st
 from .values import SharedTile
 
 ALIGN = 1024  # of a swizzled tile
@@ -63,8 +64,9 @@ class ring:
         return _slot(self, j).wait(here(), j)
 
     @op
-    def release(self, j):
-        """This warp has read tile j for the last time. Its mmas on the tile must have been waited for."""
+    def release(self, j, after=None):
+        """This warp has read tile j for the last time. Its mmas on the tile must have been waited for. `after`, a vector: not
+        before it is computed, which also keeps the compiler from moving its computation behind a later wait."""
         _slot(self, j).release(here(), j)
 
 
@@ -218,6 +220,7 @@ def _(ring, j):
 
     def emit(b, base, j):
         slot, parity = _modulo(b, ring, j)
+        slot = ptx.uniform(b, slot)  # so that descriptors stay in uniform registers, and wgmma needs no moves before it
         ptx.mbarrier_wait(b, _full(b, ring, base, slot), parity)
         return _address(b, ring, base, slot)
 
@@ -225,11 +228,16 @@ def _(ring, j):
 
 
 @lowers(ring.release)
-def _(ring, j):
+def _(ring, j, after):
     _needs_index("release", j)
+    if not (after is None or isinstance(after, rv)):
+        raise TypeError(f"release: `after` must be a vector, got {after}")
 
-    def emit(b, base, j):
-        with b.if_then(elected(b, 32)):
+    def emit(b, base, j, vector):
+        mine = elected(b, 32)
+        if after is not None:
+            mine = b.and_(mine, ptx.computed(b, b.unpack(vector)))
+        with b.if_then(mine):
             ptx.mbarrier_arrive(b, _empty(b, ring, base, _modulo(b, ring, j)[0]))
 
     return void, emit

@@ -33,6 +33,11 @@ def test_of_an_attention_input():
     assert e.box == (64, 1, 64, 1)
 
 
+def test_l2_fetches_no_more_than_a_row():
+    assert encoded(np.zeros((1, 100, 3, 64), bf16.np), TILE, rows=1).promotion == "L2_128B"
+    assert encoded(np.zeros((1, 100, 3, 128), bf16.np), st(64, 128, bf16), rows=1).promotion == "L2_256B"
+
+
 @pytest.mark.parametrize("cols, dtype, panel, swizzle", [(64, fp16, 64, "128B"), (32, bf16, 32, "64B"), (8, fp32, 8, "32B")])
 def test_the_box_is_one_panel(cols, dtype, panel, swizzle):
     e = encoded(np.zeros((100, 200), dtype.np), st(16, cols, dtype))
