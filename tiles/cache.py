@@ -35,7 +35,7 @@ import cuda.core
 import llvmlite
 import ml_dtypes
 import numba
-import numba_cuda  # type: ignore[import-untyped]
+import numba_cuda
 import numpy as np
 from cuda.bindings import nvjitlink, nvvm
 from cuda.pathfinder import load_nvidia_dynamic_lib
