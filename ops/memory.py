@@ -3,6 +3,7 @@
 `load` and `store` take either: a shared tile of as many rows as the register tile, or a global array with the index of the
 tile's first element. Global accesses outside the array along the tile's axes are left out (loads give 0).
 """
+
 import numpy as np
 from llvmlite import ir
 from numba.cuda import types
@@ -37,11 +38,16 @@ def window(array, spec, at, rows, cols):
     return view.T if len(axes) == 2 and axes[0] > axes[1] else view, tuple(part)
 
 
+def said(at):
+    """The type of an index in a user's words: (int, float32)."""
+    return f"({', '.join('int' if integer(i) else str(i) for i in at)})" if isinstance(at, types.BaseTuple) else at
+
+
 def _check_global(name, array, spec, at, rows, cols):
     if array.dtype not in SCALARS:
         raise TypeError(f"{name}: the array must hold {', '.join(map(str, SCALARS.values()))}, got {array}")
     if not (isinstance(at, types.BaseTuple) and len(at) == array.ndim and all(map(integer, at))):
-        raise TypeError(f"{name}: `at` must be a tuple of {array.ndim} integers for an array of {array.ndim} axes, got {at}")
+        raise TypeError(f"{name}: `at` must be {array.ndim} integers for an array of {array.ndim} axes, got {said(at)}")
     axes = (rows, cols) if isinstance(spec, rt) else (cols,)
     if not all(-array.ndim <= axis < array.ndim for axis in axes) or len({axis % array.ndim for axis in axes}) < len(axes):
         raise TypeError(f"{name}: {spec} lies along {len(axes)} axes of the array, got {axes} of {array.ndim}")
@@ -212,7 +218,7 @@ def _check_shared(name, tile, verb, spec, at, warps):
     if not isinstance(spec, rt) or tile.shape != (warps * spec.rows, spec.cols):
         raise TypeError(f"{name}: {tile} does not {verb} {f'{warps} x ' * (warps > 1)}{spec}")
     if at is not None:
-        raise TypeError(f"{name}: `at` is for global arrays; a shared tile is taken whole, got {at}")
+        raise TypeError(f"{name}: `at` is for global arrays; a shared tile is taken whole, got {said(at)}")
 
 
 def check_store(name, target, value, at, rows, cols, warps):

@@ -2,6 +2,7 @@
 
 wgmma is asynchronous: `mm_*` and `mma_*` return a *pending* tile, and only `wait` turns it into one that can be used.
 """
+
 from dataclasses import dataclass
 
 import numpy as np
@@ -291,7 +292,7 @@ def _(target, at, tile):
     if not (isinstance(target, gl) and isinstance(tile, st) and target.tile == tile):
         raise TypeError(f"tma_store: the target takes {getattr(target, 'tile', target)}, got {tile}")
     if not (isinstance(at, types.BaseTuple) and 1 <= len(at) <= target.rank and all(map(integer, at))):
-        raise TypeError(f"tma_store: `at` must be a tuple of up to {target.rank} integers, got {at}")
+        raise TypeError(f"tma_store: `at` must be up to {target.rank} integers, got {memory.said(at)}")
 
     def emit(b, vtarget, vat, vtile):
         _emit_meet(b)

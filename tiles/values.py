@@ -1,5 +1,7 @@
 """What a kernel's values are without a GPU: NumPy arrays that know their tile type."""
 
+import itertools
+
 import numpy as np
 from numba.cuda import types as numba
 from numba.cuda.np.numpy_support import from_dtype
@@ -36,12 +38,6 @@ class Tile:
         return OPS[operator.neg](self)
 
 
-for _name in ("add", "sub", "mul", "truediv"):
-    _face = getattr(operator, _name)
-    setattr(Tile, f"__{_name}__", lambda self, other, face=_face: OPS[face](self, other))
-    setattr(Tile, f"__r{_name}__", lambda self, other, face=_face: OPS[face](other, self))
-
-
 class Pending:
     """A tile that an mma in flight will write; `group` counts the mmas of its warpgroup."""
 
@@ -53,10 +49,16 @@ class Pending:
     def __str__(self):
         return str(self.spec)
 
-    def _refuse(self, *_):
+    def __bool__(self):
         raise TypeError(f"this tile is still in flight: {self.spec}; take it with warpgroup.wait(...) first")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __bool__ = _refuse
+    __neg__ = Tile.__neg__
+
+
+for _name, _class in itertools.product(("add", "sub", "mul", "truediv"), (Tile, Pending)):
+    _face = getattr(operator, _name)
+    setattr(_class, f"__{_name}__", lambda self, other, face=_face: OPS[face](self, other))
+    setattr(_class, f"__r{_name}__", lambda self, other, face=_face: OPS[face](other, self))
 
 
 class SharedTile:

@@ -55,10 +55,11 @@ def _load_global(m, match, address, guard):
     return Register(f32, out.view(np.float32)) if size == 4 else Register(i32, out | out << 16)
 
 
-def _store_global(m, match, address, value):
-    if m.active.any():
-        size, bits = (4 if match[1] == "f32" else 2), value.array.view(np.uint32)[m.active]
-        memory, at = m.reach(address.array[m.active], size)
+def _store_global(m, match, address, value, guard):
+    active = m.active & (guard.array != 0)
+    if active.any():
+        size, bits = (4 if match[1] == "f32" else 2), value.array.view(np.uint32)[active]
+        memory, at = m.reach(address.array[active], size)
         for k in range(size):
             memory[at + k] = bits >> 8 * k & 0xFF
 
@@ -185,7 +186,7 @@ PTX = {
     r"^shfl.sync.bfly.b32 \$0, \$1, (\d+), 31, -1;$": _shuffle_xor,
     r"^shfl.sync.idx.b32 \$0, \$1, 0, 31, -1;$": lambda m, _, x: Register(x.type, x.array[m.tid // 32 * 32]),
     r"@p ld.global.(f32|b16) \S+ \[\$1\];": _load_global,
-    r"st.global.(f32|b16) \[\$0\], (?:\$1|lo);": _store_global,
+    r"@p st.global.(f32|b16) \[\$0\], (?:\$1|lo);": _store_global,
     r"^st.shared.v2.f32 \[\$0\], \{\$1, \$2\};$": _store_pair,
     r"^ld.shared.v2.f32 \{\$0, \$1\}, \[\$2\];$": _load_pair,
     r"^stmatrix.sync.aligned.m8n8.x4.shared.b16 \[\$0\], \{\$1, \$2, \$3, \$4\};$": _stmatrix,

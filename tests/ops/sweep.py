@@ -1,4 +1,4 @@
-"""One test, three ways: a test is valid shapes, a reference in float64 and a device body, swept by `run`.
+"""One test, four ways: a test is valid shapes, a reference in float64 and a device body, swept by `run`.
 
     def test_exp2(run, sample):
         @cuda.jit
@@ -9,9 +9,9 @@
         run(body, x, y)
         close(y, np.exp2(wide(x)), ulp=2)
 
-`run` is a fixture with three values: `meaning` (the interpreter: NumPy meanings under the sanitizer), `lowering` (lanes.py:
-what the ops compile to, executed on NumPy) and `gpu` (the card). Outputs start as NaN, inputs are fresh each time from a
-seed that a failure prints, and NaN never passes unless the reference says NaN.
+`run` is a fixture with four values: `meaning` (the interpreter: NumPy meanings under the sanitizer), `lowering` (lanes.py:
+what the ops compile to, executed on NumPy), `code` (compiled for sm_90a, not run) and `gpu` (the card). Outputs start as NaN,
+inputs are fresh each time from a seed that a failure prints, and NaN never passes unless the reference says NaN.
 
 Sweeps are pairs, not products: each value of a parameter occurs, most pairs of neighbours occur, and the largest tile
 occurs once. `pairs(xs, ys)` walks both lists at once until the longer ends.
@@ -20,12 +20,13 @@ import itertools
 
 import lanes
 import numpy as np
-import pytest
 from numba import cuda
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
 import tiles
 from tiles import bf16, fp16, fp32, interpreter, tensor
+from tiles.arguments import parameter
+from tiles.compiler import compile_kernel
 
 MARGIN = 5  # elements of canary on every side of a guarded array
 EPS = {fp32: 2.0**-23, fp16: 2.0**-10, bf16: 2.0**-7}  # from 1 to the next number
@@ -104,10 +105,22 @@ def _on_device(array, roots):
     while isinstance(root.base, np.ndarray):
         root = root.base
     if id(root) not in roots:
-        roots[id(root)] = root, cuda.to_device(root)
+        bits = root.view(f"u{root.itemsize}")  # Numba's copies know no bf16
+        roots[id(root)] = bits, cuda.to_device(bits)
     device = roots[id(root)][1]
     data = device.gpu_data.view(array.ctypes.data - root.ctypes.data)
     return DeviceNDArray(array.shape, array.strides, array.dtype, gpu_data=data)
+
+
+class Compiled(Exception):
+    """Thrown by `code`: there is no result that the rest of the test could check."""
+
+
+def code(kernel, *args, warps=1, shared=None):
+    """Compile for Hopper: nothing may lie in local memory, and ptxas may complain of nothing."""
+    found = compile_kernel(kernel, [parameter(f"argument {k}", a).type for k, a in enumerate(args)], "sm_90a")
+    assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])
+    raise Compiled
 
 
 def gpu(kernel, *args, warps=1, shared=None):
@@ -120,15 +133,8 @@ def gpu(kernel, *args, warps=1, shared=None):
             given.append(_on_device(a, roots) if isinstance(a, np.ndarray) else a)
     tiles.launch(kernel, 1, 32 * warps, shared=shared)(*given)
     cuda.synchronize()
-    for root, device in roots.values():
-        device.copy_to_host(root)
+    for bits, device in roots.values():
+        device.copy_to_host(bits)
 
 
-BACKENDS = {"meaning": meaning, "lowering": lowering, "gpu": gpu}
-
-
-def together(run):
-    """`run`, for kernels whose warps do different things: not on the lowerings, where all threads run in step."""
-    if run is lowering:
-        pytest.skip("all threads run in step")
-    return run
+BACKENDS = {"meaning": meaning, "lowering": lowering, "code": code, "gpu": gpu}

@@ -107,11 +107,13 @@ def test_vectors(run, sample, dtype, step):
 
 
 def test_the_array_and_the_tile_may_differ_in_dtype(run, sample):
+    T, col = rt(16, 16, fp32), rt(16, 16, fp16).col_vec
+
     @cuda.jit
     def body(x, h, wide, narrow):
-        store(wide, load(h, rt(16, 16, fp32), (0, 0)), (0, 0))
-        store(narrow, load(x, rt(16, 16, fp32), (0, 0)), (0, 0))
-        store(narrow, load(x, rt(16, 16, fp16).col_vec, (0, 0)), (16, 0))
+        store(wide, load(h, T, (0, 0)), (0, 0))
+        store(narrow, load(x, T, (0, 0)), (0, 0))
+        store(narrow, load(x, col, (0, 0)), (16, 0))
 
     x, h = sample((16, 16)), sample((16, 16), bf16)
     wide, narrow = blank((16, 16)), blank((17, 16), fp16)

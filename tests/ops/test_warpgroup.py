@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, guarded, pairs, together, wide
+from sweep import EPS, blank, close, guarded, pairs, wide
 
 import tiles
 from ops import load, row_sum, store, warpgroup, zeros
@@ -17,13 +17,12 @@ def widths(cols):
     return [w for w in (128, 64, 32) if cols * 2 % w == 0]
 
 
-def products(rows_are_k):
-    """Every n once, every k, dtype and width in turn: (n, k, dtype, width of b, width of a)."""
-    out = []
+def products(form):
+    """Every n once, every k, dtype and width in turn, and by turns with a from registers in the plain product and from shared
+    memory in the one that adds, or the other way round: (form, n, k, dtype, width of b, width of a, plain from registers)."""
     for i, (n, k, dtype) in enumerate(pairs(EVERY_N, EVERY_K, [bf16, fp16])):
-        b, a = widths(n if rows_are_k else k), widths(k)
-        out.append((n, k, dtype, b[i % len(b)], a[(i + 1) % len(a)]))
-    return out
+        b, a = widths(n if form == "AB" else k), widths(k)
+        yield form, n, k, dtype, b[i % len(b)], a[(i + 1) % len(a)], i % 2 == (form == "AB")
 
 
 def exact(a, b, acc=0.0):
@@ -31,73 +30,54 @@ def exact(a, b, acc=0.0):
     return acc + wide(a) @ wide(b), (np.abs(acc) + np.abs(wide(a)) @ np.abs(wide(b))) * EPS[fp32] * 8
 
 
-@pytest.mark.parametrize(("n", "k", "dtype", "width", "left"), products(False), ids=str)
-def test_ABt(run, sample, n, k, dtype, width, left):
-    """a @ b.T and acc + a @ b.T, a from shared memory and from registers."""
-    A, B, T = st(64, k, dtype, left), st(n, k, dtype, width), rt(16, k, dtype)
+@pytest.mark.parametrize(
+    ("form", "n", "k", "dtype", "width", "left_width", "registers_first"), [*products("ABt"), *products("AB")], ids=str
+)
+def test_products(run, sample, form, n, k, dtype, width, left_width, registers_first):
+    """a @ b.T or a @ b, alone and added to an accumulator, a from shared memory and from registers."""
+    mm, mma = getattr(warpgroup, f"mm_{form}"), getattr(warpgroup, f"mma_{form}")
+    A, B = st(64, k, dtype, left_width), st(*((k, n) if form == "AB" else (n, k)), dtype, width)
+    T, O = rt(16, k, dtype), rt(16, n, fp32)
     smem = tiles.shared(a=ring(A, 1), b=ring(B, 1))
 
     @cuda.jit
-    def body(gA, gB, C, shared, registers, added, added_registers):
+    def body(gA, gB, C, plain, added):
         a, b = smem.open()
         a.fill(0, gA, (0, 0))
         b.fill(0, gB, (0, 0))
         left, right = a.wait(0), b.wait(0)
-        mine, acc = warpgroup.load(left, T), warpgroup.load(C, rt(16, n, fp32), (0, 0))
-        warpgroup.store(shared, warpgroup.wait(warpgroup.mm_ABt(left, right)), (0, 0))
-        warpgroup.store(registers, warpgroup.wait(warpgroup.mm_ABt(mine, right)), (0, 0))
-        warpgroup.store(added, warpgroup.wait(warpgroup.mma_ABt(acc, left, right)), (0, 0))
-        warpgroup.store(added_registers, warpgroup.wait(warpgroup.mma_ABt(acc, mine, right)), (0, 0))
+        if registers_first:
+            warpgroup.store(plain, warpgroup.wait(mm(warpgroup.load(left, T), right)), (0, 0))
+            warpgroup.store(added, warpgroup.wait(mma(warpgroup.load(C, O, (0, 0)), left, right)), (0, 0))
+        else:
+            warpgroup.store(plain, warpgroup.wait(mm(left, right)), (0, 0))
+            acc = warpgroup.load(C, O, (0, 0))
+            warpgroup.store(added, warpgroup.wait(mma(acc, warpgroup.load(left, T), right)), (0, 0))
 
-    a, b, c = sample((64, k), dtype), sample((n, k), dtype), sample((64, n))
-    outs = [blank((64, n)) for _ in range(4)]
-    run(body, tensor(a, A), tensor(b, B), c, *outs, warps=4, shared=smem)
-    for out, acc in zip(outs, (0.0, 0.0, wide(c), wide(c)), strict=True):
-        want, atol = exact(a, b.T, acc)
-        close(out, want, atol=atol)
-
-
-@pytest.mark.parametrize(("n", "k", "dtype", "width", "left"), products(True), ids=str)
-def test_AB(run, sample, n, k, dtype, width, left):
-    """a @ b and acc + a @ b, a from shared memory and from registers."""
-    A, B, T = st(64, k, dtype, left), st(k, n, dtype, width), rt(16, k, dtype)
-    smem = tiles.shared(a=ring(A, 1), b=ring(B, 1))
-
-    @cuda.jit
-    def body(gA, gB, C, shared, registers, added, added_registers):
-        a, b = smem.open()
-        a.fill(0, gA, (0, 0))
-        b.fill(0, gB, (0, 0))
-        left, right = a.wait(0), b.wait(0)
-        mine, acc = warpgroup.load(left, T), warpgroup.load(C, rt(16, n, fp32), (0, 0))
-        warpgroup.store(shared, warpgroup.wait(warpgroup.mm_AB(left, right)), (0, 0))
-        warpgroup.store(registers, warpgroup.wait(warpgroup.mm_AB(mine, right)), (0, 0))
-        warpgroup.store(added, warpgroup.wait(warpgroup.mma_AB(acc, left, right)), (0, 0))
-        warpgroup.store(added_registers, warpgroup.wait(warpgroup.mma_AB(acc, mine, right)), (0, 0))
-
-    a, b, c = sample((64, k), dtype), sample((k, n), dtype), sample((64, n))
-    outs = [blank((64, n)) for _ in range(4)]
-    run(body, tensor(a, A), tensor(b, B), c, *outs, warps=4, shared=smem)
-    for out, acc in zip(outs, (0.0, 0.0, wide(c), wide(c)), strict=True):
-        want, atol = exact(a, b, acc)
+    a, b, c = sample(A.shape, dtype), sample(B.shape, dtype), sample((64, n))
+    plain, added = blank((64, n)), blank((64, n))
+    run(body, tensor(a, A), tensor(b, B), c, plain, added, warps=4, shared=smem)
+    for out, acc in ((plain, 0.0), (added, wide(c))):
+        want, atol = exact(a, b if form == "AB" else b.T, acc)
         close(out, want, atol=atol)
 
 
 def test_two_in_flight_and_what_ordinary_stores_wrote(run, sample):
     """The attention pattern: S and O in flight together, S waited for first; operands written by stores, seen after sync."""
-    K, V = st(64, 64, bf16), st(64, 96, bf16)
+    K, V, T, O = st(64, 64, bf16), st(64, 96, bf16), rt(16, 64, bf16), rt(16, 96, fp32)
+    W = rt(16, 96, bf16)
     smem = tiles.shared(q=K, k=K, v=V)
 
     @cuda.jit
     def body(Q, gK, gV, scores, out):
         q, k, v = smem.open()
-        warpgroup.store(q, warpgroup.load(Q, rt(16, 64, bf16), (0, 0)))
-        warpgroup.store(k, warpgroup.load(gK, rt(16, 64, bf16), (0, 0)))
-        warpgroup.store(v, warpgroup.load(gV, rt(16, 96, bf16), (0, 0)))
+        warpgroup.store(q, warpgroup.load(Q, T, (0, 0)))
+        warpgroup.store(k, warpgroup.load(gK, T, (0, 0)))
+        warpgroup.store(v, warpgroup.load(gV, W, (0, 0)))
         warpgroup.sync()
         p = bf16(warpgroup.wait(warpgroup.mm_ABt(q, k)))
         s = warpgroup.mm_ABt(q, k)
-        o = warpgroup.mma_AB(zeros(rt(16, 96, fp32)), p, v)
+        o = warpgroup.mma_AB(zeros(O), p, v)
         warpgroup.store(scores, warpgroup.wait(s, 1) * 2.0, (0, 0))
         warpgroup.store(out, warpgroup.wait(o), (0, 0))
 
@@ -168,9 +148,9 @@ def test_tma_along_any_axes(run, sample):
 
 
 @pytest.mark.parametrize("players", [2, 3])
-def test_turns_order_the_players(run, players):
+def test_turns_order_the_players(run_apart, players):
     """Each player appends its number as a digit to base 4, in turn and without atomics."""
-    run, turn, rounds = together(run), warpgroup.turns(players), 4
+    turn, rounds = warpgroup.turns(players), 4
     digits = rt(16, 16, fp32).col_vec
 
     @cuda.jit
@@ -185,7 +165,7 @@ def test_turns_order_the_players(run, players):
             turn.give(me)
 
     log = np.zeros(16, np.float32)
-    run(body, log, warps=4 * players)
+    run_apart(body, log, warps=4 * players)
     want = 0
     for _ in range(rounds):
         for player in range(players):
@@ -193,9 +173,8 @@ def test_turns_order_the_players(run, players):
     assert (log == np.float32(want)).all() and want < 2**24
 
 
-def test_producer_and_consumer(run, sample):
+def test_producer_and_consumer(run_apart, sample):
     """A producer warpgroup fills a ring, two consumers with more registers sum its tiles' rows."""
-    run = together(run)
     S, T, count = st(64, 64, bf16), rt(16, 64, fp32), 7
     smem = tiles.shared(x=ring(S, 3, readers=8))
 
@@ -216,15 +195,14 @@ def test_producer_and_consumer(run, sample):
             warpgroup.store(out, total, (me, 0))
 
     x, out = sample((64 * count, 64), bf16), blank((2, 64))
-    run(body, tensor(x, S), out, warps=12, shared=smem)
+    run_apart(body, tensor(x, S), out, warps=12, shared=smem)
     X = wide(x).reshape(count, 64, 64)
     close(out, [X.sum(axis=(0, 2))] * 2, atol=np.abs(X).sum(axis=(0, 2)) * EPS[fp32] * 8)
 
 
-def test_two_warpgroups_meet_apart(run, sample):
+def test_two_warpgroups_meet_apart(run_apart, sample):
     """`sync` is each warpgroup's own: they pass through it different numbers of times."""
-    run = together(run)
-    S, T = st(64, 64, fp16), rt(16, 64, fp16)
+    S, T, whole = st(64, 64, fp16), rt(16, 64, fp16), rt(64, 64, fp16)
     smem = tiles.shared(a=S, b=S)
 
     @cuda.jit
@@ -243,9 +221,9 @@ def test_two_warpgroups_meet_apart(run, sample):
     @tiles.inlined
     def store_reversed(tile, y, row):
         if cuda.threadIdx.x % 128 < 32:
-            store(y, load(tile, rt(64, 64, fp16)), (row, 0))
+            store(y, load(tile, whole), (row, 0))
 
     x, (y, check) = sample((128, 64), fp16), guarded((128, 64), fp16)
-    run(body, x, y, warps=8, shared=smem)
+    run_apart(body, x, y, warps=8, shared=smem)
     check()
     assert (y == x).all()
