@@ -11,7 +11,7 @@ from numba.cuda.core.errors import TypingError
 from numba.cuda.np.numpy_support import from_dtype
 
 from . import tma
-from .arrays import Array, describe
+from .arrays import FORMS, Array, Form, describe
 from .dtypes import DTYPES
 from .plumbing import Value
 from .types import gl
@@ -30,15 +30,15 @@ DATA = 4  # the slot of an array's address
 
 class Parameter(NamedTuple):
     """One argument: its Numba type, and its 8-byte slots as the machine code takes them. Of an array or tensor also its
-    description and which slot its address (or that of its map) goes to; of a tensor also its `gl`."""
+    description and which slot its address (or that of its map) goes to; of a tensor also how TMA is told of it."""
 
     name: str
     type: types.Type
     slots: tuple[int, ...]
     value: Any
     array: Array | None = None
-    spec: gl | None = None
     place: int = 0
+    encoding: tma.Encoding | None = None
 
 
 def parameter(name: str, value: Any) -> Parameter:
@@ -55,11 +55,11 @@ def parameter(name: str, value: Any) -> Parameter:
     if isinstance(value, tensor):
         array = describe(value.array, name)
         try:
-            tma.encoding(value.spec, array.form)
+            ty, encoding = _map(value.spec, array.form)
             tma.check_address(array.pointer)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from None
-        return Parameter(name, _map_type(value.spec), (0,), value, array, value.spec)
+        return Parameter(name, ty, (0,), value, array, 0, encoding)
     array = describe(value, name)
     form = array.form
     # Numba's array: who owns the memory (nobody here), who counts references, elements, bytes of one, address, shape, strides
@@ -68,7 +68,12 @@ def parameter(name: str, value: Any) -> Parameter:
         ty = _array_type(form.dtype, len(form.shape))
     except TypingError:
         raise TypeError(f"{name}: kernels know no elements of type {form.dtype}") from None
-    return Parameter(name, ty, slots, value, array, None, DATA)
+    return Parameter(name, ty, slots, value, array, DATA)
+
+
+@functools.lru_cache(FORMS)
+def _map(spec: gl, form: Form):
+    return _map_type(spec), tma.encoding(spec, form)
 
 
 @functools.cache

@@ -42,11 +42,15 @@ class Interpreted:
                 views = stack.enter_context(mirrored(self.target, stream, arrays))
             rest, args = iter(views), []
             for p in self.parameters:
-                value = p.value if p.array is None else next(rest)
-                args.append(tensor(value, p.spec.tile, p.spec.rows, p.spec.cols) if p.spec else value)
+                view = p.value if p.array is None else next(rest)
+                args.append(_cut(view, p.value.spec) if p.encoding else view)
             seed = os.environ.get("TILES_SEED")
             launch = self.launch
             interpret(launch.kernel, launch.grid, launch.block[0], args, launch.shared, int(seed) if seed else None)
+
+
+def _cut(view, spec):
+    return tensor(view, spec.tile, spec.rows, spec.cols)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from .device import Device, check, device, uncaptured
 from .fallback import Interpreted, forced
 
 THREADS_END = 1024  # most threads of a block
-STREAMS = 64  # launch configurations that a bound launch remembers, one a stream
+STREAMS, READY = 64, 4096  # launch configurations, one a stream, and filled frames that a bound launch remembers
 
 
 # ---- machine code --------------------------------------------------------------------------------------------------
@@ -94,12 +94,13 @@ def load(kernel, signature, target: Device, shared_bytes: int = 0) -> Loaded:
 
 # ---- launches ------------------------------------------------------------------------------------------------------
 class Frame:
-    """The arguments of one launch in flight: 8-byte slots, and the array of their addresses that the driver reads."""
+    """The arguments of launches: 8-byte slots, and the array of their addresses that the driver reads. Nothing changes it
+    once it is filled, so any number of threads may launch from it."""
 
     def __init__(self, slots):
         self.slots = (ctypes.c_uint64 * len(slots))(*slots)
         start = ctypes.addressof(self.slots)
-        self.pointers = (ctypes.c_void_p * len(slots))(*(start + 8 * k for k in range(len(slots))))
+        self.pointers = (ctypes.c_void_p * len(slots))(*range(start, start + 8 * len(slots), 8))
         self.address = ctypes.addressof(self.pointers)
 
 
@@ -108,58 +109,71 @@ class Bound:
 
     stream: a handle. addresses: those of the arrays and of the tensors' arrays, in the order of the kernel's arguments; each
     must point to an array of the form that was bound, and a tensor's be a multiple of 16. Numbers stay as they were bound.
-    Any number of threads may call it at once."""
+    Any number of threads may call it at once. What was launched before costs one lookup and the driver's call."""
 
     def __init__(self, launch: "Launch", parameters, target: Device):
-        nbytes = launch.shared.nbytes if launch.shared else 0
         self.launch, self.target = launch, target
-        self.function = load(launch.kernel, tuple(p.type for p in parameters), target, nbytes).function
-        self.context, self.nbytes = int(target.context), nbytes
+        self.nbytes = launch.shared.nbytes if launch.shared else 0
+        self.function = load(launch.kernel, tuple(p.type for p in parameters), target, self.nbytes).function
         self.slots = [slot for p in parameters for slot in p.slots]
         self.places, self.maps, at = [], [], 0
         for p in parameters:
             if p.array is not None:
                 self.places.append(at + p.place)
-                self.maps.append(p.spec and tma.maps_of(tma.encoding(p.spec, p.array.form), target))
+                self.maps.append(p.encoding and tma.maps_of(p.encoding, target))
             at += len(p.slots)
-        self.frames: list[Frame] = []  # free ones: pop and append are atomic, so no two launches share one
         self.configs: dict = {}
+        self.ready: dict = {}  # (stream, *addresses): (configuration, address of the frame's pointers, frame)
 
-    def __call__(self, stream: int, *addresses: int) -> None:
-        if int(driver.cuCtxGetCurrent()[1]) != self.context:
-            with self.target.current():
-                return self(stream, *addresses)
+    def __call__(self, *where: int) -> None:
+        ready = self.ready.get(where)
+        if ready is None:
+            try:
+                ready = self._prepare(*where)
+            except tma.Full:
+                return self._launch_with_lent_maps(*where)
+        (status,) = driver.cuLaunchKernelEx(ready[0], self.function, ready[1], 0)
+        if status:
+            self._launch_in_context(ready)
+
+    def _prepare(self, stream, *addresses):
+        """What the driver is given, made once for these addresses and this stream."""
         if len(addresses) != len(self.places):
             raise TypeError(f"{self.launch} takes {len(self.places)} addresses, got {len(addresses)}")
-        config = self.configs.get(stream) or self._config(stream)
-        try:
-            frame = self.frames.pop()
-        except IndexError:
-            frame = Frame(self.slots)
-        slots = frame.slots
-        try:
-            for place, maps, address in zip(self.places, self.maps, addresses):
-                slots[place] = address if maps is None else maps[address]
-        except tma.Full:
-            return self._with_lent_maps(config, frame, stream, addresses)
-        (status,) = driver.cuLaunchKernelEx(config, self.function, frame.address, 0)
-        if status:
-            self._failed(status)
-        self.frames.append(frame)
+        maps = [address if maps is None else maps[address] for maps, address in zip(self.maps, addresses)]
+        if len(self.ready) >= READY:
+            self.ready.clear()
+        self.ready[(stream, *addresses)] = ready = self._frame(stream, maps)
+        return ready
 
-    def _with_lent_maps(self, config, frame, stream, addresses):
+    def _frame(self, stream, values):
+        slots = list(self.slots)
+        for place, value in zip(self.places, values):
+            slots[place] = value
+        frame = Frame(slots)
+        return self.configs.get(stream) or self._config(stream), frame.address, frame
+
+    def _launch_in_context(self, ready):
+        """The launch once more, after the driver has refused it: if another context, or none, is current on this thread, that
+        is why. To look first would cost every launch a quarter of a microsecond."""
+        with self.target.current():
+            (status,) = driver.cuLaunchKernelEx(ready[0], self.function, ready[1], 0)
+        try:
+            check((status,))
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.launch} on {self.target}: {error}") from None
+
+    def _launch_with_lent_maps(self, stream, *addresses):
         """The launch, with maps that live no longer than it (see tma.py)."""
-        tensors = [(place, maps, a) for place, maps, a in zip(self.places, self.maps, addresses) if maps is not None]
-        lent, take_back = tma.arena(self.target).lend([tma.encode(maps.form, a) for _, maps, a in tensors], stream)
-        for place, maps, address in zip(self.places, self.maps, addresses):
-            if maps is None:
-                frame.slots[place] = address
-        for (place, _, _), address in zip(tensors, lent):
-            frame.slots[place] = address
-        (status,) = driver.cuLaunchKernelEx(config, self.function, frame.address, 0)
-        take_back()
-        if status:
-            self._failed(status)
+        tensors = [tma.encode(maps.form, address) for maps, address in zip(self.maps, addresses) if maps is not None]
+        with self.target.current():
+            lent, take_back = tma.arena(self.target).lend(tensors, stream)
+            rest = iter(lent)
+            values = [address if maps is None else next(rest) for maps, address in zip(self.maps, addresses)]
+            try:
+                self._launch_in_context(self._frame(stream, values))
+            finally:
+                take_back()
 
     def _config(self, stream):
         """The launch configuration for this stream."""
@@ -177,12 +191,6 @@ class Bound:
             self.configs.clear()
         self.configs[stream] = config
         return config
-
-    def _failed(self, status):
-        try:
-            check((status,))
-        except RuntimeError as error:
-            raise RuntimeError(f"{self.launch} on {self.target}: {error}") from None
 
 
 class Launch:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from cuda.bindings import driver
 
-from .arrays import FORMS, Form
+from .arrays import Form
 from .device import Device, capturing, check, uncaptured
 from .ptx import tma_axes
 from .types import gl
@@ -45,7 +45,6 @@ class Encoding(NamedTuple):
     promotion: str
 
 
-@functools.lru_cache(FORMS)
 def encoding(spec: gl, form: Form) -> Encoding:
     """How TMA is told of an array of this form, cut into tiles as `spec` says. TypeError or ValueError: what TMA cannot do."""
     tile, axes = spec.tile, tma_axes(spec)

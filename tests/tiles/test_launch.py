@@ -195,6 +195,8 @@ def gpu(monkeypatch):
     def launch(config, function, address, extra):
         pointers = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))
         slots = [ctypes.cast(pointers[k], ctypes.POINTER(ctypes.c_uint64))[0] for k in range(gpu.count)]
+        if gpu.current != 1234:
+            return (driver.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         gpu.launches.append((int(config.hStream), slots, config))
         return (gpu.status,)
 
@@ -267,6 +269,19 @@ def test_a_bound_launch_takes_other_arrays(gpu):
         bound(3, 4096)
 
 
+def test_a_bound_launch_does_not_remember_for_ever(gpu, monkeypatch):
+    monkeypatch.setattr(launching, "READY", 8)
+    monkeypatch.setattr(launching, "STREAMS", 3)
+    x, gpu.count = on_device(16, 16), 19
+    bound = tiles.launch(scale, 1, 32).bind(x, x, 2.0)
+    for k in range(100):
+        bound(k % 7, 4096 * k, 8192 * k)
+        assert len(bound.ready) <= 8 and len(bound.configs) <= 3
+    assert [(stream, slots[4], slots[13]) for stream, slots, _ in gpu.launches] == [
+        (k % 7, 4096 * k, 8192 * k) for k in range(100)
+    ]
+
+
 def test_a_kernel_is_loaded_once_for_arrays_of_any_extent(gpu):
     for n in (16, 32, 48):
         tiles.launch(scale, 1, 32)(on_device(16, n), on_device(16, n), n)
@@ -289,7 +304,7 @@ def test_threads_do_not_mix_their_arguments(gpu):
     def work(n):
         start.wait()
         for k in range(100):
-            bound(n, 4096 * n, 16 * k + n)
+            bound(n, 4096 * n, 16 * (k % 10) + n)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 9)]
     for thread in threads:
@@ -303,12 +318,11 @@ def test_threads_do_not_mix_their_arguments(gpu):
 
 def test_the_gpu_s_context_is_made_current_and_the_old_one_comes_back(gpu):
     x = on_device(16, 16)
-    gpu.current = 99
-    seen = []
-    real = driver.cuLaunchKernelEx
-    driver.cuLaunchKernelEx = lambda *args: seen.append(gpu.current) or real(*args)
-    tiles.launch(scale, 1, 32)(x, x, 2.0)
-    assert seen == [1234] and gpu.current == 99 and not gpu.pushed
+    for other in (99, 0):
+        gpu.current = other
+        tiles.launch(scale, 1, 32)(x, x, 2.0)
+        assert gpu.current == other and not gpu.pushed
+    assert len(gpu.launches) == 2
 
 
 def test_errors_carry_cuda_s_name(gpu, monkeypatch):
@@ -584,6 +598,25 @@ def test_a_thread_without_a_context(torch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("stream", ["default", "side"])
+def test_another_context_of_the_same_gpu_is_current(torch, stream):
+    bound, make = copier(torch)
+    x, y, handle = make(), make(), 0 if stream == "default" else torch.cuda.Stream().cuda_stream
+    torch.cuda.synchronize()
+    primary = driver.cuCtxGetCurrent()[1]
+    other = driver.cuCtxCreate(None, 0, driver.cuDeviceGet(0)[1])
+    assert not other[0] and int(driver.cuCtxGetCurrent()[1]) != int(primary)
+    try:
+        bound(handle, x.data_ptr(), y.data_ptr())
+        assert int(driver.cuCtxGetCurrent()[1]) == int(other[1])
+    finally:
+        driver.cuCtxDestroy(other[1])
+        driver.cuCtxSetCurrent(primary)
+    torch.cuda.synchronize()
+    assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
 def test_an_axis_without_stride_on_the_card(torch):
     """One row, seen 128 times."""
     tile, y = st(64, 64, bf16), torch.zeros(128, 64, device="cuda", dtype=torch.bfloat16)
@@ -688,4 +721,5 @@ def test_host_cost(torch):
 
 def bare(bound, stream):
     """The arguments of the driver's call in a bound launch."""
-    return bound.configs[stream], bound.function, bound.frames[0].address, 0
+    config, address, _ = next(ready for where, ready in bound.ready.items() if where[0] == stream)
+    return config, bound.function, address, 0
