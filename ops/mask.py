@@ -7,17 +7,16 @@ from tiles.op import integer, lowers, number, op
 from tiles.types import rt
 
 
-def _keep_below(b, tile, v, fill, bound):
-    """Keep element (row, col) where col < bound(element's index in its lane), else `fill`. Columns of a lane lie at
-    constants plus 2 (lane % 4), so the bound is moved instead of the columns."""
-    fill, shift = b.real(fill), b.mul(b.and_(b.special("tid.x"), b.u32(3)), b.u32(2))
-    bounds, out = {}, []
+def _keep_below(b, tile, v, fill, bound, slope):
+    """Keep element (row, col) where col < bound + slope * row, else `fill`; rows count from this lane's first.
+
+    Rows and columns of a lane's elements are constants plus 2 (lane % 4) columns, so the bound takes what varies, and the
+    element's constant col - slope * row stands against it: rows 8 apart share the comparisons of columns 8 apart."""
+    fill, bound = b.real(fill), b.sub(bound, b.mul(b.and_(b.special("tid.x"), b.u32(3)), b.u32(2)))
+    out = []
     for i, e in enumerate(b.elements(tile, v)):
-        key, value = bound(i)
-        if key not in bounds:
-            bounds[key] = b.sub(value(), shift)
-        column = layout.element(0, i, tile.cols)[1]
-        out.append(b.select(b.icmp_signed("<", b.u32(column), bounds[key]), e, fill))
+        row, col = layout.element(0, i, tile.cols)
+        out.append(b.select(b.icmp_signed(">", bound, b.u32(col - slope * row)), e, fill))
     return b.from_elements(tile, out)
 
 
@@ -35,7 +34,7 @@ def right_fill(tile, col, value):
 @lowers(right_fill)
 def _(tile, col, value):
     _check("right_fill", tile, col, value)
-    return tile, lambda b, v, n, fill: _keep_below(b, tile, v, fill, lambda i: (0, lambda: b.u32(n)))
+    return tile, lambda b, v, n, fill: _keep_below(b, tile, v, fill, b.u32(n), slope=0)
 
 
 def causal_array(array, diagonal, value):
@@ -49,13 +48,7 @@ def lower_causal(tile, first_row):
 
     def lower(b, v, diagonal, fill):
         row = b.add(b.lshr(b.lane(), b.u32(2)), first_row(b))
-        end = b.add(b.add(row, b.u32(diagonal)), b.u32(1))
-
-        def bound(i):
-            offset = int(layout.element(0, i, tile.cols)[0])
-            return offset, lambda: b.add(end, b.u32(offset))
-
-        return _keep_below(b, tile, v, fill, bound)
+        return _keep_below(b, tile, v, fill, b.add(b.add(row, b.u32(diagonal)), b.u32(1)), slope=1)
 
     return lower
 

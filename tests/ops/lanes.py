@@ -108,7 +108,7 @@ class Machine(Builder):
     shl, lshr = _same(np.left_shift), _same(np.right_shift)
 
     def _compare(self, sign, x, y):
-        return Register(i1, {"<": np.less, "==": np.equal, ">=": np.greater_equal}[sign](x, y))
+        return Register(i1, {"<": np.less, "==": np.equal, ">": np.greater}[sign](x, y))
 
     def icmp_unsigned(self, sign, x, y):
         x, y = self.const(x), self.const(y)
@@ -211,7 +211,7 @@ def _call(machine, operation, *args, **kwargs):
     args = tuple(bound.arguments.values())
     if operation is OPS[Plan.open]:
         return _open(machine, args[0])
-    fixed = operation.compile_time
+    fixed = [want is int for want in operation.wants]
     specs = [a.spec if isinstance(a, Value) else spec_of(a, known) for a, known in zip(args, fixed, strict=True)]
     result, emit = operation.type(*specs)
     with np.errstate(all="ignore"):
