@@ -18,7 +18,7 @@ def full(shape, value):
 
 
 @lowers(full)
-def _(shape, value):
+def _(shape: type, value):
     _shape("full", shape)
     if getattr(shape, "partial", False):
         raise TypeError(f"full: {shape}: a partial sum can only start from zeros")
@@ -34,6 +34,6 @@ def zeros(shape):
 
 
 @lowers(zeros)
-def _(shape):
+def _(shape: type):
     _shape("zeros", shape)
     return shape, lambda b, _: b.from_elements(shape, [b.real(0)] * shape.elements)

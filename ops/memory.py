@@ -297,7 +297,7 @@ def load(source, spec, at=None, rows=-2, cols=-1):
 
 
 @lowers(load)
-def _(source, spec, at, rows: int, cols: int):
+def _(source, spec: type, at, rows: int, cols: int):
     check_load("load", source, spec, at, rows, cols, 1)
     if isinstance(source, st):
         return spec, lower_shared_load(source, spec, lambda b: b.u32(0))

@@ -244,7 +244,7 @@ def load(source, spec, at=None, rows=-2, cols=-1):
 
 
 @lowers(load)
-def _(source, spec, at, rows: int, cols: int):
+def _(source, spec: type, at, rows: int, cols: int):
     memory.check_load("warpgroup.load", source, spec, at, rows, cols, WARPGROUP)
     if isinstance(source, st):
         return spec, memory.lower_shared_load(source, spec, first_row(spec))

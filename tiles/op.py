@@ -11,8 +11,9 @@
 
 The decorated lowering is at once the typing rule of both backends: Numba asks it when a kernel is compiled, and the
 interpreter asks it before it runs the NumPy meaning. So a mistake is refused with the same words on a laptop and on a
-GPU. Types arrive as the frozen objects of tiles (rt, st, ring, ...), numbers as Numba scalar types, and a parameter
-annotated `int` as the integer itself: it must be known when the kernel is compiled.
+GPU. Types arrive as the frozen objects of tiles (rt, st, ring, ...), numbers as Numba scalar types. A parameter annotated
+`int` arrives as the integer itself: it must be known when the kernel is compiled. One annotated `type` takes the name of a
+tile type (`zeros(rt(16, 64, fp32))`); all others take values, and the name of a type is no value.
 
 A rule refuses with TypeError, or returns None when the combination is somebody else's (`1 + 2`). A meaning returns an
 array or number, which is wrapped into the type that the rule announced; whatever else it returns passes unchanged.
@@ -21,11 +22,22 @@ array or number, which is wrapped into the type that the rule announced; whateve
 import functools
 import inspect
 import operator
+from typing import NamedTuple
 
 import numpy as np
 from numba.cuda import types
 
 OPS: dict = {}  # face -> Op
+TYPE = type  # inside Op, `type` is a method
+
+
+class Name(NamedTuple):
+    """What stands for an argument that is itself a tile type, not a value of it."""
+
+    type: object
+
+    def __str__(self):
+        return str(self.type)
 
 
 class Op:
@@ -42,9 +54,9 @@ class Op:
         return f"<op {self.name}>"
 
     @functools.cached_property
-    def compile_time(self):
-        """For each parameter, whether it must be known when the kernel is compiled."""
-        return tuple(p.annotation is int for p in inspect.signature(self.rule).parameters.values())
+    def wants(self):
+        """For each parameter `int`, `type` or something else, as the rule is annotated."""
+        return tuple(p.annotation for p in inspect.signature(self.rule).parameters.values())
 
     def type(self, *specs):
         """(result type, emit) for argument types, or None; TypeError says what was given and what is possible."""
@@ -52,12 +64,14 @@ class Op:
 
         if specs in self.known:
             return self.known[specs]
-        for spec, parameter, fixed in zip(specs, self.signature.parameters, self.compile_time, strict=True):
+        for spec, parameter, want in zip(specs, self.signature.parameters, self.wants, strict=True):
+            if isinstance(spec, Name) and want is not TYPE:
+                raise TypeError(f"{self.name}: {parameter} must be a value, got the type {spec}")
             if isinstance(spec, pending) and not self.takes_pending:
                 raise TypeError(f"{self.name}: this tile is still in flight: {spec}; take it with warpgroup.wait(...) first")
-            if fixed and not isinstance(spec, int):
+            if want is int and not isinstance(spec, int):
                 raise TypeError(f"{self.name}: {parameter} must be known when the kernel is compiled, got {spec}")
-        self.known[specs] = found = self.rule(*specs)
+        self.known[specs] = found = self.rule(*(s.type if isinstance(s, Name) else s for s in specs))
         return found
 
     def __call__(self, *args, **kwargs):
@@ -70,7 +84,7 @@ class Op:
             bound.apply_defaults()
             args = tuple(bound.arguments.values())
         try:
-            found = self.type(*(spec_of(a, fixed) for a, fixed in zip(args, self.compile_time)))
+            found = self.type(*(spec_of(a, want is int) for a, want in zip(args, self.wants)))
             if found is None:
                 raise TypeError(f"{self.name}: no meaning for {', '.join(str(spec_of(a)) for a in args)}")
         except TypeError as error:

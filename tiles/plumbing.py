@@ -18,7 +18,7 @@ from numba.cuda.typing.templates import AbstractTemplate, AttributeTemplate, inf
 from numba.cuda.typing.typeof import typeof_impl
 
 from .dtypes import bf16, dtype, fp16, fp32
-from .op import OPS
+from .op import OPS, Name
 from .types import barrier, gl, pending, rt, rv, st
 
 i1, i32, i64, f32 = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -187,6 +187,8 @@ class Builder(ir.IRBuilder):
 
 def spec_of(ty):
     """What a rule sees of an argument's Numba type."""
+    if isinstance(ty, Static) and isinstance(ty.spec, (rt, rv, st)):
+        return Name(ty.spec)
     if isinstance(ty, (Value, Static)):
         return ty.spec
     if isinstance(ty, types.Function) and isinstance(ty.typing_key, dtype):

@@ -7,7 +7,7 @@ from numba.cuda import types as numba
 from numba.cuda.np.numpy_support import from_dtype
 
 from .dtypes import DTYPES, bf16, fp16, fp32
-from .op import OPS, operator
+from .op import OPS, Name, operator
 from .types import gl, pending, rt, rv, st
 
 
@@ -135,7 +135,9 @@ def spec_of(value, fixed=False):
     if isinstance(value, np.ndarray):
         scalar = NUMBA_SCALARS.get(value.dtype) or (numba.uint8 if value.dtype in DTYPES else from_dtype(value.dtype))
         return numba.Array(scalar, value.ndim, "A")
-    return getattr(value, "spec", value)  # a barrier's; what is frozen is its own type
+    if isinstance(value, (rt, rv, st)):
+        return Name(value)
+    return getattr(value, "spec", value)  # a barrier's; rings and plans are their own types
 
 
 NUMBA_SCALARS = {fp32.np: numba.float32, fp16.np: numba.float16, bf16.np: numba.bfloat16}

@@ -430,7 +430,7 @@ def bare_load(tile, spec):
 
 
 @lowers(bare_load)
-def _(tile, spec):
+def _(tile, spec: type):
     return spec, None
 
 

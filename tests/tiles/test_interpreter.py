@@ -1,216 +1,30 @@
 """Correct kernels run to their end with the right numbers and without a false alarm, in the strict order and by twenty seeds;
 and the kernel language is as tiles/interpreter says. (Broken kernels: test_hazards.py, test_limits.py.)"""
 
-import math
 import sys
 import time
 import warnings
 
+import correct
 import numpy as np
 import pytest
-from broken import G, S, run
+from broken import run
+from correct import R, S, attention_error, numbers, plan, two
 from numba import cuda
 
 import ops
-from ops import exp2, full, lane_sum, load, log2, maximum, raw, right_fill, row_max, row_sum, store, total, warpgroup, zeros
-from tiles import Hazard, barrier, bf16, fp16, fp32, inlined, ring, rt, shared, st, tensor
+from ops import full, load, log2, raw, row_sum, store, warpgroup, zeros
+from tiles import Hazard, fp32, rt
 from tiles.interpreter import interpret
 
 ORDERS = [None, *range(20)]
-R = rt(16, 64, fp32)
 every_order = pytest.mark.parametrize("seed", ORDERS)
 
 
-def numbers(*shape, dtype=bf16, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype.np)
-
-
-# ---- attention: rings, taking turns, overlapped mmas, the query's slot reused for the output, TMA stores ------------
-@inlined
-def softmax_step(s, m, scale):
-    m_new = maximum(m, row_max(s))
-    return exp2(s * scale - m_new * scale), m_new, exp2((m - m_new) * scale)
-
-
-def attention(D, KV):
-    """(kernel, tile of queries, tile of keys, shared memory)"""
-    Q, K, O = st(64, D, bf16), st(KV, D, bf16), rt(16, D, fp32)
-    smem = shared(q=ring(Q, 2), k=ring(K, 2, 8), v=ring(K, 2, 8))
-    turn, PRODUCER = warpgroup.turns(2), 2
-
-    @cuda.jit(launch_bounds=(384, 1))
-    def attend(gQ, gK, gV, gO, gL, kv_len, scale):
-        q, k, v = smem.open()
-        block, head, batch = cuda.blockIdx.x, cuda.blockIdx.y, cuda.blockIdx.z
-        last, me = (kv_len - 1) // KV, warpgroup.id()
-        if me == PRODUCER:
-            warpgroup.release_registers(24)
-            for c in range(2):
-                q.fill(c, gQ, (batch, 2 * block + c, head))
-            for j in range(last + 1):
-                k.fill(j, gK, (batch, last - j, head))
-                v.fill(j, gV, (batch, last - j, head))
-        else:
-            warpgroup.claim_registers(240)
-            turn.begin(me)
-            queries = q.wait(me)
-            s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(0)))
-            k.release(0)
-            p, m, alpha = softmax_step(right_fill(s, kv_len - last * KV, -math.inf), full(O.col_vec, -1e30), scale)
-            l, p, o = lane_sum(p), bf16(p), zeros(O)
-            for j in range(1, last + 1):
-                turn.take(me)
-                s = warpgroup.mm_ABt(queries, k.wait(j))
-                o = warpgroup.mma_AB(o, p, v.wait(j - 1))
-                turn.give(me)
-                s = warpgroup.wait(s, 1)
-                k.release(j)
-                p, m, alpha = softmax_step(s, m, scale)
-                l = l * alpha + lane_sum(p)
-                o = warpgroup.wait(o) * alpha
-                v.release(j - 1)
-                p = bf16(p)
-            o = warpgroup.wait(warpgroup.mma_AB(o, p, v.wait(last)))
-            l = total(l)
-            warpgroup.store(queries, o / l)
-            warpgroup.tma_store(gO, (batch, 2 * block + me, head), queries)
-            warpgroup.store(gL, (m * scale + log2(l)) * math.log(2), (batch, head, 64 * (2 * block + me)))
-            warpgroup.store_wait()
-
-    return attend, Q, K, smem
-
-
-def attention_error(D, KV, q_len, kv_len, seed=None):
-    """The greatest error of the kernel's output and lse against float64."""
-    kernel, Q, K, smem = attention(D, KV)
-    q, k, v = (numbers(1, n, 1, D, seed=i) for i, n in enumerate((q_len, kv_len, kv_len)))
-    out, lse = np.full_like(q, np.nan), np.full((1, 1, q_len), np.nan, np.float32)
-    args = [tensor(q, Q, 1), tensor(k, K, 1), tensor(v, K, 1), tensor(out, Q, 1), lse, kv_len, math.log2(math.e) / math.sqrt(D)]
-    interpret(kernel, (-(-q_len // 128), 1, 1), 384, args, smem, seed)
-    scores = q[0, :, 0].astype(float) @ k[0, :, 0].astype(float).T / math.sqrt(D)
-    exact = np.log(np.exp(scores).sum(axis=1))
-    output = np.exp(scores - exact[:, None]) @ v[0, :, 0].astype(float)
-    return max(np.abs(out[0, :, 0] - output).max(), np.abs(lse - exact).max())
-
-
+@pytest.mark.parametrize("check", [f for name, f in vars(correct).items() if name.startswith("check_")])
 @every_order
-def test_attention(seed):
-    assert attention_error(64, 32, 130, 150, seed) < 2**-7
-
-
-# ---- a GEMM's ring, persistent over two tiles of C: slots are refilled many times, j runs on --------------------------
-A, B = st(64, 32, fp16), st(32, 48, fp16)
-gemm_smem = shared(a=ring(A, 3, readers=4), b=ring(B, 3, readers=4))
-
-
-@cuda.jit
-def gemm(gA, gB, gC, steps):
-    a, b = gemm_smem.open()
-    if warpgroup.id() == 0:
-        for j in range(2 * steps):
-            a.fill(j, gA, (j // steps, j % steps))
-            b.fill(j, gB, (j % steps, 0))
-    else:
-        for tile in range(2):
-            acc = zeros(rt(16, 48, fp32))
-            for j in range(tile * steps, (tile + 1) * steps):
-                acc = warpgroup.wait(warpgroup.mma_AB(acc, a.wait(j), b.wait(j)))
-                a.release(j)
-                b.release(j)
-            warpgroup.store(gC, acc, (64 * tile, 0))
-
-
-@every_order
-def test_gemm(seed):
-    a, b, c = numbers(100, 150, dtype=fp16), numbers(150, 40, dtype=fp16), np.full((100, 40), np.nan, np.float32)
-    interpret(gemm, (1, 1, 1), 256, [tensor(a, A), tensor(b, B), c, 5], gemm_smem, seed)
-    np.testing.assert_allclose(c, a.astype(np.float32) @ b.astype(np.float32), atol=1e-4)
-
-
-# ---- ordinary stores, then an mma; then another into the same tiles --------------------------------------------------
-two = shared(x=G, y=G)
-
-
-@cuda.jit
-def square(source, out):
-    x, y = two.open()
-    acc = zeros(R)
-    for k in range(3):
-        tile = load(source, R, (64 * k + 16 * (cuda.threadIdx.x // 32), 0))
-        warpgroup.store(x, tile)
-        warpgroup.store(y, tile)
-        warpgroup.sync()
-        acc = warpgroup.wait(warpgroup.mma_AB(acc, x, y))
-        warpgroup.sync()
-    warpgroup.store(out, acc, (0, 0))
-
-
-@every_order
-def test_store_then_mma(seed):
-    x, out = numbers(192, 64), np.zeros((64, 64), np.float32)
-    interpret(square, (1, 1, 1), 128, [x, out], two, seed)
-    np.testing.assert_allclose(out, sum(t @ t for t in np.split(x.astype(np.float32), 3)), atol=1e-3)
-
-
-# ---- a ring read with ordinary loads, written back and stored by TMA --------------------------------------------------
-through = shared(r=ring(G, 2, readers=4), out=G)
-
-
-@cuda.jit
-def double(source, target):
-    r, out = through.open()
-    if warpgroup.id() == 0:
-        for j in range(6):
-            r.fill(j, source, (0, j))
-    else:
-        for j in range(6):
-            x = warpgroup.load(r.wait(j), R)
-            r.release(j)
-            warpgroup.store_wait()
-            warpgroup.sync()
-            warpgroup.store(out, x + x)
-            warpgroup.tma_store(target, (0, j), out)
-        warpgroup.store_wait()
-
-
-@every_order
-def test_loads_and_stores(seed):
-    x = numbers(1, 350, 64)
-    y = np.zeros_like(x)
-    interpret(double, (1, 1, 1), 256, [tensor(x, G, 1), tensor(y, G, 1)], through, seed)
-    np.testing.assert_array_equal(y.astype(np.float32), 2 * x.astype(np.float32))
-
-
-# ---- raw barriers: two copies on one, expected before or after they start; used again and again -----------------------
-plan = shared(x=S, y=S, full=barrier(1), empty=barrier(2))
-
-
-@cuda.jit
-def by_hand(small, out, early):
-    x, y, full, empty = plan.open()
-    warp = cuda.threadIdx.x // 32
-    for j in range(5):
-        if warp == 0:
-            raw.wait(empty, j)
-            if early:
-                raw.expect(full, 2 * S.nbytes)
-            raw.tma_load(x, small, (0, 2 * j), full)
-            raw.tma_load(y, small, (0, 2 * j + 1), full)
-            if not early:
-                raw.expect(full, 2 * S.nbytes)
-        elif warp <= 2:
-            raw.wait(full, j + 1)
-            tile = x if warp == 1 else y
-            store(out, load(tile, R), (16 * (2 * j + warp - 1), 0))
-            raw.arrive(empty)
-
-
-@pytest.mark.parametrize("early", [False, True])
-@every_order
-def test_raw_barriers(seed, early):
-    x, out = numbers(1, 160, 64), np.zeros((160, 64), np.float32)
-    interpret(by_hand, (1, 1, 1), 96, [tensor(x, S, 1), out, early], plan, seed)
-    np.testing.assert_array_equal(out, x[0].astype(np.float32))
+def test_correct_kernels(check, seed):
+    check(seed)
 
 
 # ---- named barriers: three players, each in its turn ---------------------------------------------------------------------
@@ -275,7 +89,7 @@ def test_data_in_flight_is_poison_until_it_lands():
 
 
 def test_speed():
-    """Attention over 1024 queries and keys, D = 128: 0.3 s on an idle core. (Processor time, so that busy cores matter little.)"""
+    """Attention over 1024 queries and keys, D = 128: 0.3 s on an idle core. (Processor time: busy cores matter little.)"""
     start = time.process_time()
     assert attention_error(128, 128, 1024, 1024) < 2**-7
     assert time.process_time() - start < 2
@@ -380,7 +194,7 @@ def test_a_mistake_in_python_stays_what_it_is():
 @pytest.mark.parametrize("threads", [0, 33, 1056])
 def test_threads_must_be_whole_warps(threads):
     with pytest.raises(ValueError, match=f"a multiple of 32 up to 1024, got {threads}"):
-        interpret(gemm, (1, 1, 1), threads, [])
+        interpret(correct.gemm, (1, 1, 1), threads, [])
 
 
 def test_ops_of_memory_need_a_kernel():

@@ -1,0 +1,77 @@
+"""Shared memory as the host lays it out, and rings as plain arithmetic."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from tiles import barrier, bf16, fp32, ring, rt, shared, st
+from tiles.shared import ALIGN, BARRIER_BYTES
+
+TILES = some.builds(
+    lambda rows, cols, dtype: st(8 * rows, 16 * cols, dtype),
+    some.integers(1, 24),
+    some.integers(1, 12),
+    some.sampled_from([bf16, fp32]),
+)
+ITEMS = some.one_of(
+    TILES, some.builds(ring, TILES, some.integers(1, 5), some.integers(1, 12)), some.builds(barrier, some.integers(1, 9))
+)
+
+
+def regions(plan):
+    """(start, end, alignment) of every tile and barrier."""
+    for name, item in plan.items.items():
+        if isinstance(item, ring):
+            for s in range(item.stages):
+                yield item.slot(s), item.slot(s) + item.tile.nbytes, item.tile.width
+            yield item.start, item.start, ALIGN
+            yield item.barriers, item.barriers + 2 * BARRIER_BYTES * item.stages, BARRIER_BYTES
+        else:
+            size, align = (BARRIER_BYTES, BARRIER_BYTES) if isinstance(item, barrier) else (item.nbytes, ALIGN)
+            yield plan.starts[name], plan.starts[name] + size, align
+
+
+@given(some.lists(ITEMS, min_size=1, max_size=6))
+def test_nothing_overlaps_and_all_is_aligned(items):
+    plan = shared(**{f"item{k}": item for k, item in enumerate(items)})
+    placed = sorted(regions(plan))
+    for start, _, align in placed:
+        assert start % align == 0
+    for (_, end, _), (start, _, _) in itertools.pairwise(placed):
+        assert end <= start
+    assert placed[-1][1] <= plan.nbytes - ALIGN, "the kernel may have to move its base up by less than that"
+    assert plan.barriers == sum(2 * i.stages if isinstance(i, ring) else isinstance(i, barrier) for i in items)
+    tiles = sum(i.stages * i.tile.nbytes if isinstance(i, ring) else getattr(i, "nbytes", 0) for i in items)
+    assert plan.nbytes <= tiles + ALIGN * (len(items) + 1) + BARRIER_BYTES * plan.barriers, "no more than alignment is lost"
+
+
+@given(TILES.filter(lambda tile: tile.nbytes % ALIGN), some.integers(2, 4))
+def test_every_slot_of_a_ring_is_aligned_for_its_swizzle(tile, stages):
+    """The swizzle XORs address bits: a tile must begin at a multiple of eight rows of its panels."""
+    plan = shared(r=ring(tile, stages))
+    assert all(plan.items["r"].slot(s) % (8 * tile.width) == 0 for s in range(stages))
+
+
+def test_the_jth_tile_goes_round():
+    r = shared(a=st(8, 64, bf16), r=ring(st(64, 64, bf16), 3)).items["r"]
+    assert [r.slot(j) for j in range(7)] == [1024 + 8192 * (j % 3) for j in range(7)]
+
+
+def test_a_plan_is_a_value():
+    make = lambda n: shared(q=ring(st(64, 64, bf16), n), full=barrier(1))
+    assert make(2) == make(2) and hash(make(2)) == hash(make(2)) and make(2) != make(3)
+    assert str(make(2)) == "shared(q=ring(st(64, 64, bf16), 2 stages, 4 readers), full=barrier(1))"
+
+
+@pytest.mark.parametrize("item", [rt(16, 16, fp32), 64, "q"])
+def test_only_rings_tiles_and_barriers_lie_in_shared_memory(item):
+    with pytest.raises(TypeError, match="shared: x must be a ring, an st or a barrier, got"):
+        shared(x=item)
+
+
+@pytest.mark.parametrize("stages, readers", [(0, 4), (2, 0), (-1, 4)])
+def test_rings_have_stages_and_readers(stages, readers):
+    with pytest.raises(ValueError, match=f"ring: stages and readers must be positive, got {stages} and {readers}"):
+        ring(st(64, 64, bf16), stages, readers)

@@ -1,0 +1,109 @@
+"""Tile types: what they refuse and in which words, how they print, what they derive, when they are equal."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tiles import barrier, bf16, fp8e4m3, fp16, fp32, gl, pending, rt, rv, st
+from tiles.dtypes import DTYPES, dtype_of
+from tiles.types import whole
+
+
+@pytest.mark.parametrize("rows, cols", [(0, 16), (8, 16), (16, 24), (-16, 16), (16, 0)])
+def test_register_tiles_are_made_of_base_tiles(rows, cols):
+    with pytest.raises(ValueError, match=f"rt: rows and cols must be positive multiples of 16, got {rows} x {cols}"):
+        rt(rows, cols, fp32)
+
+
+def test_register_tiles_hold_what_registers_compute_with():
+    with pytest.raises(ValueError, match=r"rt: dtype must be one of \(fp32, fp16, bf16\), got fp8e4m3"):
+        rt(16, 16, fp8e4m3)
+
+
+@pytest.mark.parametrize("rows", [0, 4, -8, 12])
+def test_shared_tiles_are_made_of_eight_rows(rows):
+    with pytest.raises(ValueError, match=f"st: rows must be a positive multiple of 8, got {rows}"):
+        st(rows, 64, bf16)
+
+
+@pytest.mark.parametrize("cols, width", [(64, 48), (32, 128), (48, 64), (64, 16)])
+def test_a_panel_divides_a_row(cols, width):
+    with pytest.raises(
+        ValueError, match=rf"st: width must be one of \(128, 64, 32\) and divide a row of {2 * cols} bytes, got {width}"
+    ):
+        st(8, cols, bf16, width)
+
+
+def test_rows_of_shared_tiles_have_whole_panels():
+    with pytest.raises(ValueError, match="a shared tile's row must be a multiple of 32 bytes, got 48"):
+        st(8, 24, bf16)
+
+
+@pytest.mark.parametrize(
+    "spec, text",
+    [
+        (rt(16, 64, bf16), "rt(16, 64, bf16)"),
+        (rt(16, 64, bf16).col_vec, "col_vec(16, bf16)"),
+        (rt(16, 64, fp32).row_vec, "row_vec(64, fp32)"),
+        (rv(16, fp32, "col_vec", partial=True), "partial col_vec(16, fp32)"),
+        (pending(rt(16, 64, fp32)), "pending rt(16, 64, fp32)"),
+        (st(64, 128, fp16), "st(64, 128, fp16)"),
+        (gl(st(64, 128, fp16), 4, 1, 3), "gl(st(64, 128, fp16) over axes 1, 3 of 4)"),
+        (barrier(2), "barrier(2)"),
+        (bf16, "bf16"),
+    ],
+)
+def test_types_print_as_one_writes_them(spec, text):
+    assert str(spec) == text
+
+
+def test_a_register_tile_knows_its_vectors():
+    tile = rt(32, 64, fp16)
+    assert (tile.shape, tile.elements) == ((32, 64), 64)
+    assert (tile.col_vec, tile.col_vec.shape, tile.col_vec.elements) == (rv(32, fp16, "col_vec"), (32, 1), 4)
+    assert (tile.row_vec, tile.row_vec.shape, tile.row_vec.elements) == (rv(64, fp16, "row_vec"), (1, 64), 16)
+    assert whole(rv(32, fp16, "col_vec", partial=True)) == tile.col_vec
+
+
+def test_a_shared_tile_knows_its_panels():
+    tile = st(64, 192, bf16)
+    assert (tile.width, tile.panel_cols, tile.panels, tile.panel_bytes, tile.nbytes) == (128, 64, 3, 8192, 24576)
+    assert (st(64, 96, bf16).width, st(64, 48, bf16).width, st(64, 32, fp32).width) == (64, 32, 128)
+    assert st(64, 64, bf16) == st(64, 64, bf16, 128) != st(64, 64, bf16, 64), "the width is part of the type"
+
+
+def test_a_global_tensor_finds_a_tiles_origin():
+    source = gl(st(64, 128, bf16), 4, 1, 3)
+    assert source.origin((2, 3, 5)) == (2, 192, 5, 0), "tile axes count tiles, others elements, what is left out is 0"
+    assert source.origin((2, 3, 5, 1)) == (2, 192, 5, 128)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: rt(16, 32, fp32), lambda: rt(16, 32, fp32).col_vec, lambda: st(64, 64, bf16), lambda: barrier(3)]
+)
+def test_types_are_values(make):
+    one, other = make(), make()
+    assert one == other and hash(one) == hash(other) and one is not other
+    field = dataclasses.fields(one)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(one, field, getattr(one, field))
+
+
+def test_types_of_different_kinds_differ():
+    kinds = [
+        rt(16, 16, fp32),
+        rt(16, 16, bf16),
+        pending(rt(16, 16, fp32)),
+        st(16, 16, fp32),
+        rt(16, 16, fp32).col_vec,
+        rt(16, 16, fp32).row_vec,
+    ]
+    assert len({*kinds}) == len(kinds)
+
+
+def test_dtypes_of_arrays():
+    for dtype in DTYPES.values():
+        assert dtype_of(np.zeros(1, dtype.np)) is dtype
+    with pytest.raises(TypeError, match="no tile dtype for int64; there are fp32, fp16, bf16, fp8e4m3, fp8e5m2"):
+        dtype_of(np.zeros(1, "int64"))
