@@ -13,13 +13,15 @@ from tiles import doctor
 ROOT = Path(__file__).parents[2]
 
 
-def run(*command, cwd=ROOT, **variables):
-    env = {**os.environ, **variables}
+def run(*command, cwd=ROOT, path="", **variables):
+    """The command in a process of its own, with `path` put before PYTHONPATH."""
+    paths = [str(path), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, cwd=cwd, timeout=200)
 
 
-def examined(**variables):
-    return run("-m", "tiles", "doctor", **variables)
+def examined(**options):
+    return run("-m", "tiles", "doctor", **options)
 
 
 def test_a_sound_machine():
@@ -42,7 +44,7 @@ def test_a_package_that_does_not_import(name, tmp_path):
     (tmp_path / name / "__init__.py").write_text("raise ImportError('it is broken')")
     if "/" in name:
         (tmp_path / name.split("/")[0] / "__init__.py").write_text("")
-    done = examined(PYTHONPATH=str(tmp_path))
+    done = examined(path=tmp_path)
     assert done.returncode == 1 and str(ROOT) not in done.stderr, done.stderr
     assert "`import tiles, ops` fails" in done.stdout and "!" in done.stdout
 
@@ -50,13 +52,13 @@ def test_a_package_that_does_not_import(name, tmp_path):
 def test_another_ops_before_ours(tmp_path):
     place = shadow(tmp_path, "ops", "")
     # `python -m` puts the current folder first, as a user's own folder would be
-    done = run("-m", "tiles", "doctor", cwd=place, PYTHONPATH=str(ROOT))
+    done = run("-m", "tiles", "doctor", cwd=place, path=ROOT)
     assert done.returncode == 1
     assert f"{tmp_path / 'ops' / '__init__.py'} shadows ours" in done.stdout
 
 
 def test_another_tiles_after_ours(tmp_path):
-    done = examined(PYTHONPATH=shadow(tmp_path, "tiles", ""))
+    done = examined(path=shadow(tmp_path, "tiles", ""))
     assert done.returncode == 0, done.stdout
     assert f"{tmp_path / 'tiles' / '__init__.py'} is shadowed by ours" in done.stdout
 
@@ -69,7 +71,7 @@ def test_numba_s_simulator():
 
 
 def test_an_import_that_fails_points_to_the_doctor(tmp_path):
-    done = run("-c", "import tiles", PYTHONPATH=shadow(tmp_path, "greenlet", "raise ImportError('it is broken')"))
+    done = run("-c", "import tiles", path=shadow(tmp_path, "greenlet", "raise ImportError('it is broken')"))
     assert "it is broken; `python -m tiles doctor` says what to do" in done.stderr
 
 
