@@ -6,9 +6,11 @@ from tiles.op import lowers, number, op
 from tiles.types import rt, rv
 
 
-def _shape(name, shape):
+def _filled(name, shape, element):
+    """The rule and lowering of a tile whose elements are all `element(b, *values)`."""
     if not isinstance(shape, (rt, rv)):
         raise TypeError(f"{name}: shape must be a register tile or vector type such as rt(16, 64, fp32), got {shape}")
+    return shape, lambda b, _, *values: b.from_elements(shape, [element(b, *values)] * shape.elements)
 
 
 @op
@@ -19,12 +21,12 @@ def full(shape, value):
 
 @lowers(full)
 def _(shape: type, value):
-    _shape("full", shape)
+    rule = _filled("full", shape, lambda b, v: b.real(v))
     if getattr(shape, "partial", False):
         raise TypeError(f"full: {shape}: a partial sum can only start from zeros")
     if not number(value):
         raise TypeError(f"full: value must be a number, got {value}")
-    return shape, lambda b, _, v: b.from_elements(shape, [b.real(v)] * shape.elements)
+    return rule
 
 
 @op
@@ -35,5 +37,4 @@ def zeros(shape):
 
 @lowers(zeros)
 def _(shape: type):
-    _shape("zeros", shape)
-    return shape, lambda b, _: b.from_elements(shape, [b.real(0)] * shape.elements)
+    return _filled("zeros", shape, lambda b: b.real(0))
