@@ -40,6 +40,11 @@ def _shuffle_xor(m, match, x):
     return Register(x.type, x.array[m.tid ^ int(match[1])])
 
 
+def _ballot(m, _, flag):
+    bits = (flag.array.reshape(-1, 32) != 0) @ (1 << np.arange(32))
+    return Register(i32, np.repeat(bits, 32))
+
+
 def _pack(m, match, high, low):
     to = NUMPY[match[1]]
     bits = [v.array.astype(to).view(np.uint16).astype(np.uint32) for v in (low, high)]
@@ -184,6 +189,7 @@ PTX = {
     r"^rcp.approx.ftz.f32 \$0, \$1;$": _unary(np.reciprocal),
     r"^cvt.rn.(bf16|f16)x2.f32 \$0, \$1, \$2;$": _pack,
     r"^shfl.sync.bfly.b32 \$0, \$1, (\d+), 31, -1;$": _shuffle_xor,
+    r"vote.sync.ballot.b32 \$0, p, -1;": _ballot,
     r"^shfl.sync.idx.b32 \$0, \$1, 0, 31, -1;$": lambda m, _, x: Register(x.type, x.array[m.tid // 32 * 32]),
     r"@p ld.global.(f32|b16) \S+ \[\$1\];": _load_global,
     r"@p st.global.(f32|b16) \[\$0\], (?:\$1|lo);": _store_global,

@@ -47,6 +47,13 @@ for _name in ("add", "sub", "mul", "truediv"):
 Value.__neg__ = lambda self: OPS[operator.neg](self)
 
 
+class Phi(Register):
+    """A register that is what the last block through which a thread came says."""
+
+    def add_incoming(self, value, block):
+        self.array = np.where(block, value.array, self.array)
+
+
 class Machine(Builder):
     """A builder whose instructions act on all threads at once."""
 
@@ -108,7 +115,8 @@ class Machine(Builder):
     shl, lshr = _same(np.left_shift), _same(np.right_shift)
 
     def _compare(self, sign, x, y):
-        return Register(i1, {"<": np.less, "==": np.equal, ">": np.greater}[sign](x, y))
+        compare = {"<": np.less, "==": np.equal, ">": np.greater, "!=": np.not_equal}
+        return Register(i1, compare[sign](x, y))
 
     def icmp_unsigned(self, sign, x, y):
         x, y = self.const(x), self.const(y)
@@ -119,6 +127,24 @@ class Machine(Builder):
         x, y = self.const(x), self.const(y)
         assert x.type == y.type
         return self._compare(sign, x.array.view(SIGNED[x.type]), y.array.view(SIGNED[y.type]))
+
+    def fcmp_ordered(self, sign, x, y):
+        return self._compare(sign, self.const(x).array, self.const(y).array)
+
+    def fcmp_unordered(self, sign, x, y):
+        x, y = self.const(x), self.const(y)
+        return Register(i1, self._compare(sign, x.array, y.array).array | np.isnan(x.array) | np.isnan(y.array))
+
+    def phi(self, type):
+        return Phi(type, np.zeros(self.threads, TYPES[type]))
+
+    @property
+    def block(self):
+        """Where the threads are: a basic block is named by those that run it."""
+        return self.active
+
+    def make_tuple(self, _, type, values):
+        return self.pack(values)
 
     def select(self, condition, x, y):
         x, y = self.const(x), self.const(y)
@@ -218,6 +244,8 @@ def _call(machine, operation, *args, **kwargs):
         out = emit(machine, *map(machine.argument, args))
     if isinstance(result, types.Integer):
         return int(out.array[0])
+    if isinstance(result, types.BaseTuple):
+        return tuple(int(part.array[0]) for part in out.parts)
     if isinstance(result, types.Float):
         return float(out.array[0])
     return None if result is types.void else Value(result, out)

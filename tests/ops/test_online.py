@@ -1,0 +1,60 @@
+"""ops/online.py and ops/index.py: a maximum that seldom moves, a rescale that is seldom done, arithmetic of indices."""
+
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import blank, pairs
+
+from ops import full, lazy_maximum, load, rescale, split, store
+from tiles import fp32, rt
+
+
+def test_the_maximum_moves_only_by_more_than_the_slack(run, sample):
+    T = rt(32, 16, fp32)
+
+    @cuda.jit
+    def body(old, new, slack, out):
+        store(out, lazy_maximum(load(old, T.col_vec, (0,)), load(new, T.col_vec, (0,)), slack), (0,))
+
+    old, new, out = sample(32), sample(32), blank(32)
+    old[:6] = [-np.inf, -np.inf, 1.0, 1.0, 1.0, -1e30]
+    new[:6] = [-np.inf, 3.0, 1.5, 1.501, np.nan, -np.inf]
+    run(body, old, new, 0.5, out)
+    with np.errstate(invalid="ignore"):
+        assert (out == np.where(new - old > np.float32(0.5), new, old)).all()
+    assert (out[:6] == np.array([-np.inf, 3.0, 1.0, 1.501, 1.0, -1e30], np.float32)).all()
+
+
+@pytest.mark.parametrize(("shape", "moved"), pairs([(16, 32), (48, 16)], [[], [0], [15, 8], range(16)]), ids=str)
+def test_rescale_is_a_product(run, sample, shape, moved):
+    """Whether no row has a factor other than 1, one has, or all have; NaN and infinity are factors, too."""
+    T = rt(*shape, fp32)
+
+    @cuda.jit
+    def body(x, alpha, out):
+        store(out, rescale(load(x, T, (0, 0)), load(alpha, T.col_vec, (0,))), (0, 0))
+
+    x, alpha, out = sample(shape), np.ones(shape[0], np.float32), blank(shape)
+    alpha[list(moved)] = sample(len(moved))
+    if len(moved) > 1:
+        alpha[list(moved)[:2]] = np.nan, 0.0
+    run(body, x, alpha, out)
+    assert np.array_equal(out, x * alpha[:, None], equal_nan=True)
+
+
+def test_split(run):
+    cases = [(0, 1), (7, 3), (6, 3), (2, 5), (2**31 - 1, 2**16), (2**31 - 1, 2**31 - 1), (123456789, 1000)]
+    n, T = len(cases), rt(16, 16, fp32).row_vec
+
+    @cuda.jit
+    def body(index, extent, inner, outer):
+        for i in range(n):
+            rest, times = split(index[i], extent[i])
+            store(inner, full(T, rest % 65536), (i, 0))
+            store(outer, full(T, times % 65536), (i, 0))
+
+    index, extent = (np.array(c, np.int32) for c in zip(*cases, strict=True))
+    inner, outer = blank((n, 16)), blank((n, 16))
+    run(body, index, extent, inner, outer)
+    assert (inner == (index % extent % 65536)[:, None]).all()
+    assert (outer == (index // extent % 65536)[:, None]).all()
