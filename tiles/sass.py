@@ -79,11 +79,12 @@ def instructions(cubin: bytes) -> Counter:
 
 
 def main_loop(cubin: bytes, mnemonic: str = "HGMMA") -> tuple[Instruction, ...]:
-    """The body of the smallest loop with at least half of all instructions of this kind; empty if there is none.
+    """The body of the smallest loop with at least a third of all instructions of this kind; empty if there is none.
 
-    (Out-of-line tails of barrier waits also branch back, past a whole loop or more: hence the smallest.)"""
+    (Out-of-line tails of barrier waits also branch back, past a whole loop or more: hence the smallest. A third: a pipeline's
+    ends hold as many as one round, and a causal kernel has one loop with its mask and one without.)"""
     code, labels = _parse(cubin)
-    enough, best = max(1, -(-instructions(cubin)[mnemonic] // 2)), ()
+    enough, best = max(1, -(-instructions(cubin)[mnemonic] // 3)), ()
     for end, branch in enumerate(code):
         target = re.search(r"\.L_x_\d+", branch.operands) if branch.mnemonic == "BRA" else None
         start = labels.get(target[0], end + 1) if target else end + 1

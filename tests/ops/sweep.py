@@ -17,9 +17,11 @@ Sweeps are pairs, not products: each value of a parameter occurs, most pairs of 
 occurs once. `pairs(xs, ys)` walks both lists at once until the longer ends.
 """
 import itertools
+import time
 
 import lanes
 import numpy as np
+import pytest
 from numba import cuda
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
@@ -112,6 +114,10 @@ def _on_device(array, roots):
     return DeviceNDArray(array.shape, array.strides, array.dtype, gpu_data=data)
 
 
+PATIENCE = 10  # seconds
+HUNG = []  # the kernel that hangs, if one does: nothing can run on the GPU any more, and waiting for it would hang as well
+
+
 class Compiled(Exception):
     """Thrown by `code`: there is no result that the rest of the test could check."""
 
@@ -131,8 +137,16 @@ def gpu(kernel, *args, warps=1, shared=None):
             given.append(tensor(_on_device(a.array, roots), a.spec.tile, a.spec.rows, a.spec.cols))
         else:
             given.append(_on_device(a, roots) if isinstance(a, np.ndarray) else a)
+    if HUNG:
+        pytest.fail(f"the GPU is still busy with {HUNG[0]}, which hangs")
     tiles.launch(kernel, 1, 32 * warps, shared=shared)(*given)
-    cuda.synchronize()
+    done = cuda.event(timing=False)
+    done.record()
+    deadline = time.monotonic() + PATIENCE
+    while not done.query():
+        if time.monotonic() > deadline:
+            HUNG.append(kernel.py_func.__qualname__)
+            pytest.fail(f"not done after {PATIENCE} seconds: the kernel hangs")
     for bits, device in roots.values():
         device.copy_to_host(bits)
 
