@@ -125,7 +125,7 @@ def spec_of(value, fixed=False):
     if isinstance(value, (Tile, Pending, SharedTile, tensor)):
         return value.spec
     if isinstance(value, (bool, np.bool_)):
-        return numba.boolean
+        return bool(value) if fixed else numba.boolean
     if isinstance(value, (int, np.integer)):
         return int(value) if fixed else numba.int64
     if isinstance(value, (float, np.floating)):

@@ -311,11 +311,16 @@ def arrival_while_bytes_are_due(small):
         raw.wait(full, 1)
 
 
-@broken("arrivals", "arrives on named barrier 1 once more before it is known that it has opened", 0, None, 64)
+@broken("arrivals", "arrives on named barrier 1 once more before it has opened: this counts twice", 0, None, 64)
 def counted_twice():
     if cuda.threadIdx.x // 32 == 0:
         raw.named_arrive(1, 64)
         raw.named_arrive(1, 64)  # guilty
+
+
+@broken("arrivals", "arrives on named barrier 1, and nothing orders this after its opening number 1", range(4), None, 128)
+def one_named_barrier_for_two_pairs():
+    raw.named_sync(1, 64)  # guilty
 
 
 @broken("bytes", "phase 1 of barrier 'full' expects 16 bytes less than its copies bring", 0, X)

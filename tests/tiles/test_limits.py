@@ -206,6 +206,15 @@ def atomics(array):
     cuda.atomic.add(array, 0, 1)  # guilty
 
 
+def undecorated(x):
+    return x
+
+
+@broken("language", "undecorated is a plain Python function, which a kernel cannot call: decorate it with @tiles.inlined")
+def plain_function():
+    undecorated(1)  # guilty
+
+
 @broken("language", "integers and slices, one per axis")
 def fancy_index(array):
     array[..., 0] = 1.0  # guilty

@@ -118,6 +118,7 @@ def test_values_have_types():
     assert spec_of(tile) == rt(16, 16, fp32)
     assert spec_of(Pending(rt(16, 16, fp32), None, 1)) == pending(rt(16, 16, fp32))
     assert (str(spec_of(3)), spec_of(3, fixed=True), str(spec_of(2.5)), str(spec_of(True))) == ("int64", 3, "float32", "bool")
+    assert spec_of(np.True_, fixed=True) is True
     assert [str(spec_of(x)) for x in (np.int32(3), np.float64(1))] == ["int64", "float32"]
     assert len(spec_of((1, 2, 3))) == 3 and spec_of(np.zeros((2, 3), np.float32)).ndim == 2
     assert spec_of(rt(16, 16, fp32)) == Name(rt(16, 16, fp32)), "the name of a type is no value of it"

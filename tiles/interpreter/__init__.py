@@ -17,9 +17,13 @@ Not accepted: `cuda.shared`, `cuda.local`, atomics, shuffles and votes (say it w
 from lane to lane.
 
 **What it watches.** Shared memory (shadow.py), barriers (barriers.py, rings.py), mmas and copies in flight, the limits of
-arrays, setmaxnreg; the kinds of Hazard are listed in hazard.py. A verdict does not depend on the schedule: it rests on what
-the kernel orders, not on what this run happened to do first. What only another path through the kernel would show (other
-arguments, a branch on data) is not seen. Global memory is watched for its bounds only, not for races, and not between blocks.
+arrays, setmaxnreg; hazard.py lists the kinds of Hazard. A verdict rests on what the kernel orders, not on what this run
+happened to do first, so it is the same on every schedule. Where the PTX ISA is silent: a fence.proxy.async anywhere on the
+way from the ordinary access to the asynchronous one will do; an mma is over for its four warps at once.
+
+**What it does not see.** Another path through the kernel: other arguments, a branch on data. Races on global memory, between
+blocks or within one. Integers that pass 2^31, and integers that must be known when the kernel is compiled. A loop that waits
+for nothing and never ends. Registers that an mma in flight still reads (the compiler keeps them).
 """
 
 import itertools

@@ -159,13 +159,14 @@ class Named:
         if threads != self.threads and self.arrived:
             cause = f"named barrier {self.number} is used with {threads} and {self.threads} threads at once"
             raise warp.hazard(cause, "collective")
-        if warp.index in self.arrived or (warp.clock[: self.warps] < self.before).any():
-            raise warp.hazard(
-                f"{what}arrives on named barrier {self.number} once more before it is known that it has opened: "
-                f"this may count twice",
-                "arrivals",
-                *[self.arrived[warp.index]] * (warp.index in self.arrived),
+        if warp.index in self.arrived:
+            cause = f"{what}arrives on named barrier {self.number} once more before it has opened: this counts twice"
+            raise warp.hazard(cause, "arrivals", self.arrived[warp.index])
+        if (warp.clock[: self.warps] < self.before).any():
+            cause = (
+                f"{what}arrives on named barrier {self.number}, and nothing orders this after its opening number {self.opened}"
             )
+            raise warp.hazard(f"{cause}, for which it might have counted", "arrivals")
         self.threads, generation = threads, self.opened
         self.arrived[warp.index], self.arrivals[warp.index] = place, warp.tick()
         np.maximum(self.clock, warp.clock, out=self.clock)

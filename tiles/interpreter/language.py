@@ -7,8 +7,10 @@ import types as python
 import numpy as np
 from greenlet import getcurrent
 from numba import cuda
+from numba.cuda.descriptor import cuda_target
 
 from ..layout import LANES
+from ..op import OPS
 from .warp import Warp
 
 
@@ -141,9 +143,26 @@ def _swap(value, seen):
         return Cuda()
     if isinstance(value, python.ModuleType):
         return Module(value, seen)
-    if hasattr(value, "py_func") or (isinstance(value, python.FunctionType) and hasattr(value, "dispatcher")):
+    if hasattr(value, "py_func") or hasattr(value, "dispatcher"):
         return rebind(value, seen)
-    return value
+    return value if not isinstance(value, python.FunctionType) or value in OPS or _known_to_numba(value) else _plain(value)
+
+
+def _known_to_numba(function):
+    context = cuda_target.typing_context
+    context.refresh()
+    try:
+        return context.resolve_value_type(function) is not None
+    except ValueError:
+        return False
+
+
+def _plain(function):
+    def refuse(*_, **__):
+        cause = f"{function.__name__} is a plain Python function, which a kernel cannot call: decorate it with @tiles.inlined"
+        raise here().hazard(cause, "language")
+
+    return refuse
 
 
 def rebind(function, seen):
