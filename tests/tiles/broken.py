@@ -75,4 +75,4 @@ def check(case, seed):
     assert re.search(cause, hazard.cause, re.DOTALL), text
     assert hazard.warp in warps, text
     assert hazard.line.split(", called at ")[-1] in guilty(kernel.py_func), text
-    assert f"warp {hazard.warp} " in text and hazard.line in text
+    assert re.search(rf"warps? \[?[\d, ]*\b{hazard.warp}\b", text) and hazard.line in text

@@ -62,7 +62,7 @@ def tile_before_the_first(small):
         r.wait(-1)  # guilty
 
 
-@broken("deadlock", "tile 1 of ring 'r': phase 1 of 'full' of slot 1", 4, RING)
+@broken("deadlock", "tile 1 of ring 'r': nobody fills it", 4, RING)
 def wrong_tile(small):
     (r,) = RING.open()
     if warpgroup.id() == 0:

@@ -102,8 +102,8 @@ class Mbarrier:
             self.on_phase(warp)
         self.published.append(self.clock.copy())
 
-    def wait(self, warp, phases, what=""):
-        """Until `phases` phases are complete; `what` is waited for."""
+    def wait(self, warp, phases, what="", lacks=None):
+        """Until `phases` phases are complete; `what` is waited for, and `lacks()` says why in vain."""
         what = f"{what}: " * bool(what)
         if not self.knows(warp, phases - 1):
             raise warp.hazard(
@@ -112,7 +112,7 @@ class Mbarrier:
                 "phase",
             )
         self._missed(warp, phases, what)
-        warp.until(lambda: self.phase >= phases, lambda: f"{what}phase {phases} of {self.name}, {self._lacks()}")
+        warp.until(lambda: self.phase >= phases, lambda: what + (lacks or self._lacks)(phases))
         self._missed(warp, phases, what)
         warp.learn(self.published[phases])
         self.waits[warp.index] = phases, warp.tick(), warp.place()
@@ -125,20 +125,20 @@ class Mbarrier:
                 "phase",
             )
 
-    def _lacks(self):
+    def _lacks(self, phase):
         parts = []
         if self.due:
             came = ", ".join(sorted({f"warp {p.warp} at {p.line}" for p in self.arrived}))
             parts.append(f"{self.due} of {self.count} arrivals ({f'came: {came}' if came else 'none came'})")
         if self.bytes > 0:
             parts.append(f"{self.bytes} bytes that no copy brings, expected by {self.expected}")
-        return f"which lacks {' and '.join(parts)}"
+        return f"phase {phase} of {self.name}, which lacks {' and '.join(parts)}"
 
     def close(self, warps):
         """At the block's end: is everything that was promised here done, and does somebody know?"""
         if self.last_copy and max(warp.clock[self.agent] for warp in warps) < self.last_copy[0]:
             raise Hazard(
-                "unfinished", f"the block ends, and nobody has waited for {self.last_copy[1]}", self.last_copy[1].place
+                "unfinished", f"the block ends, and nobody has waited for {self.last_copy[1].deed}", self.last_copy[1].place
             )
         if self.bytes:
             raise Hazard("bytes", f"the block ends, and {self.name} still expects {self.bytes} bytes", self.expected)

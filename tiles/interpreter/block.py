@@ -114,7 +114,7 @@ class Block:
         for warp in live:
             waiting.setdefault((warp.group, warp.at.line, warp.why()), []).append(warp)
         lines = [
-            f"\n    warps {[w.index for w in warps]} of warpgroup {group} at {line} wait for {why}"
+            f"\n  warps {[w.index for w in warps]} of warpgroup {group} at {line} wait for {why}"
             for (group, line, why), warps in waiting.items()
         ]
         places = [warps[0].at for warps in waiting.values()]

@@ -57,7 +57,8 @@ class Hazard(Exception):
     def __init__(self, kind, cause, *places):
         assert kind in KINDS, kind
         self.kind, self.cause, self.places = kind, cause, places
-        super().__init__("\n  ".join([f"{kind}: {cause}", *(f"at {place}" for place in places)]))
+        at = [] if kind == "deadlock" else [f"at {place}" for place in places]  # a deadlock's cause names them all
+        super().__init__("\n  ".join([f"{kind}: {cause}", *at]))
 
     @property
     def warp(self):

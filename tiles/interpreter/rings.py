@@ -25,15 +25,21 @@ class Slot:
         if j != due:
             raise warp.hazard(f"fills {self._name(j)}, and the next tile for slot {self.index} is number {due}", "phase")
         self.fills += 1
-        self.empty.wait(warp, j // self.ring.stages, f"the slot for {self._name(j)}")
+        self.empty.wait(warp, j // self.ring.stages, f"the slot for {self._name(j)}", self._held)
         tile = self.tile(j)
         self.full.arrive(warp, tile.spec.nbytes)
         warp.load_async(tile, self.full, source, at)
 
     def wait(self, warp, j):
         """Tile j, once it has arrived."""
-        self.full.wait(warp, j // self.ring.stages + 1, self._name(j))
+        self.full.wait(warp, j // self.ring.stages + 1, self._name(j), lambda _: "nobody fills it")
         return self.tile(j)
+
+    def _held(self, phase):
+        """Why the slot is not free."""
+        j = self.index + (phase - 1) * self.ring.stages
+        releases = self.releases if j == self.number else 0
+        return f"{self._name(j)} lies there and was released by {releases} of {self.ring.readers} readers"
 
     def release(self, warp, j):
         """The warp is done with tile j."""
@@ -46,7 +52,7 @@ class Slot:
         if read := self.block.shadow.reading(mma, warp.clock, span(self.tile(j))):
             raise warp.hazard(f"releases {name}, and has not waited for an mma that reads it", "released", read.place)
         if j == self.number and self.releases == readers:
-            cause = f"releases {name}, which has had its {readers} releases: the ring has readers={readers}"
+            cause = f"releases {name}, after as many others as the ring has readers: is readers={readers} too small?"
             raise warp.hazard(cause, "arrivals")
         self.number, self.releases, self.place = j, self.releases + 1 if j == self.number else 1, warp.place()
         warp.released[self] = j

@@ -183,8 +183,8 @@ class Warp(greenlet):
         done, mmas = self.mmas - newer, self.block.mmas[self.group]
         if pending.group > done:
             raise self.hazard(
-                f"wait(..., newer={newer}) lets {newer} mmas stay in flight, and the one asked for is among them: "
-                f"{self.mmas - pending.group} came after it",
+                f"newer={newer} lets the youngest {newer} mmas of this warpgroup stay in flight, and only "
+                f"{self.mmas - pending.group} are younger than the one asked for",
                 "wait",
             )
         agent = self.block.mma_agents[self.group]
