@@ -1,4 +1,5 @@
 """The fixtures of the ops' tests; sweep.py says how they are used."""
+
 import os
 import random
 import sys

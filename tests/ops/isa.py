@@ -3,6 +3,7 @@
 `PTX` maps the text of an instruction to its effect on a machine (lanes.py) whose registers hold one entry a thread. Nothing
 here looks at tiles/layout.py: what the two say must agree, and the ops' tests are where it shows.
 """
+
 import numpy as np
 from llvmlite import ir
 

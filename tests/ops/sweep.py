@@ -16,6 +16,7 @@ inputs are fresh each time from a seed that a failure prints, and NaN never pass
 Sweeps are pairs, not products: each value of a parameter occurs, most pairs of neighbours occur, and the largest tile
 occurs once. `pairs(xs, ys)` walks both lists at once until the longer ends.
 """
+
 import itertools
 import time
 

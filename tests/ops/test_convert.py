@@ -1,4 +1,5 @@
 """ops/convert.py: fp32 <-> bf16, fp16 by calling the dtype."""
+
 import numpy as np
 import pytest
 from numba import cuda

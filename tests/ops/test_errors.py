@@ -1,4 +1,5 @@
 """What mistakes say: a TypeError in a user's words, with what was given and what is possible, the same on both backends."""
+
 from dataclasses import replace
 
 import numpy as np

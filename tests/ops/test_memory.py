@@ -1,4 +1,5 @@
 """ops/memory.py: tiles and vectors to and from global arrays and shared tiles, by one warp and by four."""
+
 import numpy as np
 import pytest
 from numba import cuda

@@ -1,4 +1,5 @@
 """ops/raw.py: the instructions without guards, used as they must be."""
+
 import pytest
 from numba import cuda
 from sweep import blank, pairs

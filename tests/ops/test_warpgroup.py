@@ -1,4 +1,5 @@
 """ops/warpgroup.py: wgmma in all its forms, TMA stores, meetings and turns."""
+
 import numpy as np
 import pytest
 from numba import cuda
