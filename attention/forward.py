@@ -6,6 +6,7 @@ from typing import Any
 
 from tiles import launch, tensor
 from tiles.arrays import FORMS, at, contiguous, current_stream, describe, empty_like_caller, fill, finish, form, stream_handle
+from tiles.device import processors
 from tiles.dtypes import bf16, fp16
 
 from . import hopper
@@ -71,18 +72,23 @@ def _plan(problem: Problem, with_lse: bool):
         shape = problem.batch, length, heads, problem.head_dim
         return tensor(at(0, form(shape, strides, problem.dtype, problem.device, config.dtype.itemsize)), tile, rows=1, cols=3)
 
+    pairs, blocks = problem.batch * problem.heads_q, -(-problem.seqlen_q // config.rows)
+    out_shape = problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim
     lse_shape = problem.lse_shape if with_lse else (*problem.lse_shape[:2], 0)  # stores outside an array are left out
-    blocks = -(-problem.seqlen_q // config.rows)
-    return launch(kernel, blocks * problem.heads_q * problem.batch, config.threads, shared=smem).bind(
+    scale = problem.scale * LOG2_E
+    grid = min(pairs * blocks, processors(problem.device))
+    return launch(kernel, grid, config.threads, shared=smem).bind(
         tiled(config.query, problem.seqlen_q, problem.heads_q, problem.q_strides),
         tiled(config.key, problem.seqlen_kv, problem.heads_kv, problem.k_strides),
         tiled(config.key, problem.seqlen_kv, problem.heads_kv, problem.v_strides),
-        tiled(config.query, problem.seqlen_q, problem.heads_q, problem.out_strides),
+        at(0, form(out_shape, problem.out_strides, problem.dtype, problem.device, config.dtype.itemsize)),
         at(0, form(lse_shape, contiguous(lse_shape, 4), "float32", problem.device, 4)),
         problem.seqlen_q,
         problem.seqlen_kv,
         blocks,
         problem.heads_q,
+        pairs,
         problem.group,
-        problem.scale * LOG2_E,
+        scale,
+        hopper.SLACK / scale,
     )

@@ -14,13 +14,29 @@ from dataclasses import dataclass
 
 from numba import cuda
 
-from ops import exp2, full, lane_sum, lazy_maximum, log2, maximum, rescale, right_fill, row_max, split, total, warpgroup, zeros
+from ops import (
+    exp2,
+    full,
+    lane_sum,
+    lazy_maximum,
+    log2,
+    maximum,
+    rescale,
+    right_fill,
+    row_max,
+    snake,
+    split,
+    subtile,
+    total,
+    warpgroup,
+    zeros,
+)
 from tiles import dtype, fp32, inlined, ring, rt, shared, st
 
 LOWEST, TINY, LN2 = -1e30, 1e-30, math.log(2)
 SLACK = 8.0  # how far, in powers of 2, the maximum may grow before O is rescaled: P stays below 2**8
 SHARED_BYTES = 227 * 1024
-REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}  # consumers -> registers a thread of producer and consumer
+REGISTERS = {2: (40, 232), 3: (32, 160)}  # consumers -> registers a thread of producer and consumer
 
 
 @dataclass(frozen=True)
@@ -46,8 +62,8 @@ class Config:
 
     @property
     def query(self):
-        """A consumer's tile of Q and of O."""
-        return st(warpgroup.ROWS, self.head_dim, self.dtype)
+        """A block's tile of Q, 64 rows a consumer."""
+        return st(self.rows, self.head_dim, self.dtype)
 
     @property
     def key(self):
@@ -58,19 +74,13 @@ class Config:
         return f"D {self.head_dim} {self.dtype}{' causal' * self.causal}, {self.rows} x {self.kv}, {self.stages} stages"
 
 
-SHAPES = {  # padded head_dim: (full, causal), each (kv, consumers)
-    64: ((128, 3), (128, 3)),
-    96: ((128, 2), (128, 2)),
-    128: ((176, 2), (128, 2)),
-    192: ((112, 2), (112, 2)),
-    256: ((80, 2), (80, 2)),
-}
+SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (112, 2), 256: (80, 2)}  # padded head_dim: (kv, consumers)
 
 
 def config_for(head_dim: int, dtype: dtype, causal: bool) -> Config:
     """The configuration that serves a head dimension: the next larger one of SHAPES."""
     padded = min(d for d in SHAPES if d >= head_dim)
-    kv, consumers = SHAPES[padded][causal]
+    kv, consumers = SHAPES[padded]
     return Config(padded, dtype, causal, kv, consumers)
 
 
@@ -82,23 +92,20 @@ def make(config: Config):
     INPUT, O = config.dtype, rt(16, config.head_dim, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
     smem = shared(
-        q=ring(config.query, CONSUMERS),
+        q=ring(config.query, 1, readers),
         k=ring(config.key, config.stages, readers),
         v=ring(config.key, config.stages, readers),
     )
     turn = warpgroup.turns(CONSUMERS)
 
     @inlined
-    def place(blocks, heads):
-        """This block's (query block, head, batch). Causal: the longest blocks of all heads first."""
+    def place(tile, blocks, pairs):
+        """The tile's (query block, pair of head and batch). Causal: the longest blocks of all pairs first."""
         if CAUSAL:
-            _, pairs = split(cuda.gridDim.x, blocks)
-            pair, done = split(cuda.blockIdx.x, pairs)
-            block = blocks - 1 - done
+            pair, done = split(tile, pairs)
+            return blocks - 1 - done, pair
         else:
-            block, pair = split(cuda.blockIdx.x, blocks)
-        head, batch = split(pair, heads)
-        return block, head, batch
+            return split(tile, blocks)
 
     @inlined
     def key_blocks(diagonal, kv_len):
@@ -118,16 +125,16 @@ def make(config: Config):
             return right_fill(s, edge, -math.inf)
 
     @inlined
-    def softmax_step(s, m, scale):
+    def softmax_step(s, m, scale, slack):
         """exp2(scale (s - m_new)), the running maximum m_new, and the factor for sums taken with the old one."""
-        m_new = lazy_maximum(m, maximum(m, row_max(s)), SLACK / scale)
+        m_new = lazy_maximum(m, maximum(m, row_max(s)), slack)
         return exp2(s * scale - m_new * scale), m_new, exp2((m - m_new) * scale)
 
     def overlap(cut):
         """The middle of the pipeline: scores and softmax of block j, while O takes up block j - 1; `cut` by the mask or not."""
 
         @inlined
-        def step(j, o, p, m, l, alpha, queries, k, v, me, edge, scale):
+        def step(j, o, p, m, l, alpha, queries, k, v, me, edge, scale, slack):
             turn.take(me)
             s = warpgroup.mm_ABt(queries, k.wait(j))
             o = rescale(o, alpha)
@@ -136,7 +143,7 @@ def make(config: Config):
             s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
             if cut:
                 s = mask(s, edge + j * KV)
-            p, m, alpha = softmax_step(s, m, scale)
+            p, m, alpha = softmax_step(s, m, scale, slack)
             k.release(j, after=m)
             l = l * alpha + lane_sum(p)
             o = warpgroup.wait(o)
@@ -148,43 +155,54 @@ def make(config: Config):
     cut_step, step = overlap(True), overlap(False)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, blocks, heads, group, scale):
-        """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, one of `blocks` * heads * batch blocks of query rows; `group`
-        query heads share a key head, `scale` is log2(e) / sqrt(D)."""
+    def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, blocks, heads, pairs, group, scale, slack):
+        """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp. A tile is a block of query rows of one of `pairs` pairs of head
+        and batch; `group` query heads share a key head; `scale` is log2(e) / sqrt(D),
+        `slack` how far a maximum may lag."""
         q, k, v = smem.open()
-        block, head, batch = place(blocks, heads)
-        _, kv_head = split(head, group)
-        diagonal = ROWS * block + kv_len - q_len  # the last key that the first row may see
-        n, cut = key_blocks(diagonal, kv_len)
         me = warpgroup.id()
+        r = j = 0  # tiles and key blocks so far
         if me == PRODUCER:
             warpgroup.release_registers(keep)
-            for c in range(CONSUMERS):
-                q.fill(c, gQ, (batch, CONSUMERS * block + c, head))
-            for j in range(n):
-                k.fill(j, gK, (batch, n - 1 - j, kv_head))
-                v.fill(j, gV, (batch, n - 1 - j, kv_head))
+            while snake(r) < blocks * pairs:
+                block, pair = place(snake(r), blocks, pairs)
+                head, batch = split(pair, heads)
+                _, kv_head = split(head, group)
+                n, _ = key_blocks(ROWS * block + kv_len - q_len, kv_len)
+                for i in range(n):
+                    k.fill(j + i, gK, (batch, n - 1 - i, kv_head))
+                    if i == 0:
+                        q.fill(r, gQ, (batch, block, head))
+                    v.fill(j + i, gV, (batch, n - 1 - i, kv_head))
+                r, j = r + 1, j + n
         else:
             warpgroup.claim_registers(claim)
             turn.begin(me)
-            edge = (diagonal + 64 * me if CAUSAL else kv_len) - (n - 1) * KV
-            queries = q.wait(me)
-            s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(0)))
-            k.release(0)
-            p, m, alpha = softmax_step(mask(s, edge), full(O.col_vec, LOWEST), scale)
-            l = lane_sum(p)
-            p = INPUT(p)
-            o = zeros(O)
-            for j in range(1, cut):
-                o, p, m, l, alpha = cut_step(j, o, p, m, l, alpha, queries, k, v, me, edge, scale)
-            for j in range(cut, n):
-                o, p, m, l, alpha = step(j, o, p, m, l, alpha, queries, k, v, me, edge, scale)
-            o = warpgroup.wait(warpgroup.mma_AB(rescale(o, alpha), p, v.wait(n - 1)))
-            l = total(l)
-            warpgroup.store(queries, o / maximum(l, TINY))  # in the place of Q, whose mmas are done
-            warpgroup.tma_store(gO, (batch, CONSUMERS * block + me, head), queries)
-            warpgroup.store(gLse, (m * scale + log2(l)) * LN2, (batch, head, ROWS * block + 64 * me))
-            warpgroup.store_wait()
+            while snake(r) < blocks * pairs:
+                block, pair = place(snake(r), blocks, pairs)
+                diagonal = ROWS * block + kv_len - q_len  # the last key that the first row may see
+                n, cut = key_blocks(diagonal, kv_len)
+                edge = (diagonal + 64 * me if CAUSAL else kv_len) - (n - 1 + j) * KV
+                queries = subtile(q.wait(r), 64, me)
+                s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(j)))
+                k.release(j)
+                p, m, alpha = softmax_step(mask(s, edge + j * KV), full(O.col_vec, LOWEST), scale, slack)
+                l = lane_sum(p)
+                p = INPUT(p)
+                o = zeros(O)
+                for i in range(j + 1, j + cut):
+                    o, p, m, l, alpha = cut_step(i, o, p, m, l, alpha, queries, k, v, me, edge, scale, slack)
+                for i in range(j + cut, j + n):
+                    o, p, m, l, alpha = step(i, o, p, m, l, alpha, queries, k, v, me, edge, scale, slack)
+                q.release(r)
+                r, j = r + 1, j + n
+                o = warpgroup.wait(warpgroup.mma_AB(rescale(o, alpha), p, v.wait(j - 1)))
+                v.release(j - 1)
+                l = total(l)
+                row = ROWS * block + 64 * me
+                head, batch = split(pair, heads)
+                warpgroup.store(gO, o / maximum(l, TINY), (batch, row, head, 0), rows=1, cols=3, aligned=True)
+                warpgroup.store(gLse, (m * scale + log2(l)) * LN2, (batch, head, row))
 
     return attend, smem
 
@@ -195,6 +213,8 @@ def signature(config: Config):
 
     from tiles import gl
     from tiles.plumbing import Value
+    from tiles.values import NUMBA_SCALARS
 
     query, key = (Value(gl(tile, 4, 1, 3)) for tile in (config.query, config.key))
-    return query, key, key, query, types.Array(types.float32, 3, "A"), *[types.int32] * 5, types.float32
+    output, lse = types.Array(NUMBA_SCALARS[config.dtype.np], 4, "A"), types.Array(types.float32, 3, "A")
+    return query, key, key, output, lse, *[types.int32] * 6, *[types.float32] * 2

@@ -16,6 +16,8 @@ from tiles.plumbing import SCALARS, f32, i32, i64, void
 from tiles.types import REGISTER_DTYPES, rt, rv, st
 from tiles.values import SharedTile
 
+from . import pieces
+
 
 # ---- global arrays -------------------------------------------------------------------------------------------------
 def window(array, spec, at, rows, cols):
@@ -221,7 +223,7 @@ def _check_shared(name, tile, verb, spec, at, warps):
         raise TypeError(f"{name}: `at` is for global arrays; a shared tile is taken whole, got {said(at)}")
 
 
-def check_store(name, target, value, at, rows, cols, warps):
+def check_store(name, target, value, at, rows, cols, is_aligned, warps):
     """The rule that stores at warp and warpgroup scope share."""
     if not isinstance(value, (rt, rv)) or getattr(value, "partial", False):
         raise TypeError(f"{name}: stores a register tile or whole vector, got {value}")
@@ -229,6 +231,8 @@ def check_store(name, target, value, at, rows, cols, warps):
         _check_shared(name, target, "take", value, at, warps)
     elif isinstance(target, types.Array):
         _check_global(name, target, value, at, rows, cols)
+        if is_aligned:
+            pieces.check(name, target, value)
     else:
         raise TypeError(f"{name}: the target must be a shared tile or a global array, got {target}")
 
@@ -245,10 +249,19 @@ def check_load(name, source, spec, at, rows, cols, warps):
         raise TypeError(f"{name}: the source must be a shared tile or a global array, got {source}")
 
 
-def store_rows(target, value, at, rows, cols, rank):
+def lower_store(target, value, rows, cols, is_aligned, first_row):
+    """The lowering of a store by a warp whose first row is `first_row(b)` of the tile."""
+    if isinstance(target, st):
+        return lower_shared_store(target, value, first_row)
+    return (pieces.lower_store if is_aligned else lower_global_store)(target, value, rows, cols, first_row)
+
+
+def store_rows(target, value, at, rows, cols, is_aligned, rank):
     """The meaning of a store by warp `rank` of those that share the tile."""
     if isinstance(target, SharedTile):
         return here().write(target, value.array, rows_of(value, rank))
+    if is_aligned and (why := pieces.misaligned(target, at, cols)):
+        raise here().hazard(f"aligned store: {why}")
     at = shifted(value.spec, at, rows, cols, rank)
     view, part = window(target, value.spec, at, rows, cols)
     array = value.array if isinstance(value.spec, rt) else value.array.ravel()
@@ -276,18 +289,19 @@ def shifted(spec, at, rows, cols, rank):
 
 # ---- warp scope ----------------------------------------------------------------------------------------------------
 @op
-def store(target, value, at=None, rows=-2, cols=-1):
+def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
     """target[...] = value, rounded to target's dtype, by one warp. target: a shared tile of value's shape; or a global array,
-    where `at` is the index of the first element and the tile runs along axes `rows` and `cols` (a vector along `cols`)."""
-    store_rows(target, value, at, rows, cols, 0)
+    where `at` is the index of the first element and the tile runs along axes `rows` and `cols` (a vector along `cols`).
+
+    aligned: the array's rows begin at multiples of 16 bytes, and its columns are adjacent and come by eight; a lane then
+    stores 16 bytes at a time."""
+    store_rows(target, value, at, rows, cols, aligned, 0)
 
 
 @lowers(store)
-def _(target, value, at, rows: int, cols: int):
-    check_store("store", target, value, at, rows, cols, 1)
-    if isinstance(target, st):
-        return void, lower_shared_store(target, value, lambda b: b.u32(0))
-    return void, lower_global_store(target, value, rows, cols, lambda b: b.u32(0))
+def _(target, value, at, rows: int, cols: int, aligned: int):
+    check_store("store", target, value, at, rows, cols, aligned, 1)
+    return void, lower_store(target, value, rows, cols, aligned, lambda b: b.u32(0))
 
 
 @op

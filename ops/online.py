@@ -3,6 +3,7 @@
 exp2(scale (s - m)) may use any m near the row's maximum: the factor cancels in O / l. If m moves only when the maximum has
 grown by more than `slack`, most blocks rescale nothing, and a warp vote skips the multiplications.
 """
+
 import numpy as np
 from llvmlite import ir
 

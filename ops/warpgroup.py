@@ -135,8 +135,8 @@ def _result(name, acc, a, b, transposed):
 def _emit(b, out, acc, a, right, transposed, vacc, va, vright):
     def describe(tile, address, rows_are_k):
         low = b.zext(b.lshr(address, b.u32(4)), i64)
-        start = b.or_(low, i64(layout.descriptor(tile.rows, tile.width, rows_are_k)))
-        return lambda k: b.add(start, i64(layout.k_step(k, tile.rows, tile.dtype.itemsize, tile.width, rows_are_k) >> 4))
+        start = b.or_(low, i64(layout.descriptor(tile.whole, tile.width, rows_are_k)))
+        return lambda k: b.add(start, i64(layout.k_step(k, tile.whole, tile.dtype.itemsize, tile.width, rows_are_k) >> 4))
 
     registers = b.unpack(va) if isinstance(a, rt) else []
     parts = ptx.wgmma_fence(b, (b.unpack(vacc) if acc else []) + registers)
@@ -224,17 +224,15 @@ def _(tile, diagonal, value):
 
 # ---- memory --------------------------------------------------------------------------------------------------------
 @op
-def store(target, value, at=None, rows=-2, cols=-1):
+def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
     """target[...] = value, as ops.store, with the rows of the four warps one below the other."""
-    memory.store_rows(target, value, at, rows, cols, here().rank)
+    memory.store_rows(target, value, at, rows, cols, aligned, here().rank)
 
 
 @lowers(store)
-def _(target, value, at, rows: int, cols: int):
-    memory.check_store("warpgroup.store", target, value, at, rows, cols, WARPGROUP)
-    if isinstance(target, st):
-        return void, memory.lower_shared_store(target, value, first_row(value))
-    return void, memory.lower_global_store(target, value, rows, cols, first_row(value))
+def _(target, value, at, rows: int, cols: int, aligned: int):
+    memory.check_store("warpgroup.store", target, value, at, rows, cols, aligned, WARPGROUP)
+    return void, memory.lower_store(target, value, rows, cols, aligned, first_row(value))
 
 
 @op

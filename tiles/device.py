@@ -35,6 +35,7 @@ class Device:
         major = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
         minor = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
         self.capability = major, minor
+        self.processors = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
         self.shared_bytes = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 
     def attribute(self, which):
@@ -62,6 +63,12 @@ class Device:
 
 device = functools.lru_cache(maxsize=None)(Device)
 """device(ordinal): the one Device of that number."""
+
+
+def processors(ordinal) -> int:
+    """How many blocks a persistent grid has: one a multiprocessor of this GPU. In the interpreter (None) a few, so that every
+    block goes through several tiles."""
+    return 3 if ordinal is None else device(ordinal).processors
 
 
 @contextlib.contextmanager

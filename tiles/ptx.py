@@ -159,7 +159,8 @@ def wgmma_wait(b, value, registers, newer):
 # ---- lanes and registers -------------------------------------------------------------------------------------------
 def shuffle_xor(b, x, lanes):
     """The value of the lane whose number differs in the bits of `lanes`."""
-    return b.asm(f32, f"shfl.sync.bfly.b32 $0, $1, {lanes}, 31, -1;", "=f,f", x)
+    letter = "f" if x.type == f32 else "r"
+    return b.asm(x.type, f"shfl.sync.bfly.b32 $0, $1, {lanes}, 31, -1;", f"={letter},{letter}", x)
 
 
 def uniform(b, x):

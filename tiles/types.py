@@ -97,23 +97,26 @@ class pending:
 @dataclass(frozen=True)
 class st:
     """A tile in shared memory, stored in swizzled panels `width` bytes wide: 128, 64 or 32, by default the widest that
-    divides a row. rows: a multiple of 8; a row: a multiple of 32 bytes."""
+    divides a row. rows: a multiple of 8; a row: a multiple of 32 bytes. `whole`: the rows of the tile that this one is a part
+    of (see ops.subtile), which its panels are apart; its own by default."""
 
     rows: int
     cols: int
     dtype: dtype
     width: int = 0
+    whole: int = 0
 
     def __post_init__(self):
         if self.rows < 8 or self.rows % 8:
             raise ValueError(f"st: rows must be a positive multiple of 8, got {self.rows}")
         row = self.cols * self.dtype.itemsize
         object.__setattr__(self, "width", self.width or layout.swizzle_width(row))
+        object.__setattr__(self, "whole", self.whole or self.rows)
         if self.width not in layout.WIDTHS or row % self.width:
             raise ValueError(f"st: width must be one of {layout.WIDTHS} and divide a row of {row} bytes, got {self.width}")
 
     def __str__(self):
-        return f"st({self.rows}, {self.cols}, {self.dtype})"
+        return f"st({self.rows}, {self.cols}, {self.dtype})" + f" of {self.whole} rows" * (self.whole != self.rows)
 
     @property
     def shape(self):
@@ -137,12 +140,12 @@ class st:
 
     @property
     def panel_bytes(self):
-        """Bytes of one panel."""
-        return self.rows * self.width
+        """Bytes from panel to panel."""
+        return self.whole * self.width
 
     def offset(self, row, col):
         """Byte offset of an element."""
-        return layout.shared_offset(row, col, self.rows, self.dtype.itemsize, self.width)
+        return layout.shared_offset(row, col, self.whole, self.dtype.itemsize, self.width)
 
     def offsets(self, rows=None):
         """Byte offsets of all elements of `rows` (a range; all by default), as an array (rows, cols)."""

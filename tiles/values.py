@@ -63,10 +63,10 @@ for _name, _class in itertools.product(("add", "sub", "mul", "truediv"), (Tile, 
 
 class SharedTile:
     """A tile in shared memory: its type, its address there, what to call it in messages; of a ring, also the slot that it
-    lies in and its number."""
+    lies in and its number; of a part, its first row in the whole."""
 
-    def __init__(self, spec, address, name, slot=None, number=0):
-        self.spec, self.address, self.name, self.slot, self.number = spec, address, name, slot, number
+    def __init__(self, spec, address, name, slot=None, number=0, first=0):
+        self.spec, self.address, self.name, self.slot, self.number, self.first = spec, address, name, slot, number, first
 
     def __getattr__(self, name):
         return getattr(self.spec, name)

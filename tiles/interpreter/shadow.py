@@ -47,9 +47,15 @@ class span:
     __slots__ = ("cells", "rows", "shape")
 
     def __init__(self, tile, rows=None):
-        spec = tile.spec
-        self.cells = slice(tile.address // CELL, (tile.address + spec.nbytes) // CELL)
-        self.rows, self.shape = rows and slice(rows.start, rows.stop), (spec.panels, spec.rows, spec.width // CELL)
+        spec, rows = tile.spec, rows or range(tile.spec.rows)
+        start = tile.address - tile.first * spec.width
+        self.cells = slice(start // CELL, (start + spec.panels * spec.panel_bytes) // CELL)
+        self.rows, self.shape = (
+            slice(tile.first + rows.start, tile.first + rows.stop),
+            (spec.panels, spec.whole, spec.width // CELL),
+        )
+        if len(rows) == spec.whole:
+            self.rows = None
 
     def of(self, array):
         """They in an array with an element a cell, as a view."""
@@ -154,7 +160,9 @@ class Shadow:
         self._elements(tile)[_places(tile.spec, rows)] = np.ascontiguousarray(values).view(f"u{tile.spec.dtype.itemsize}")
 
     def _elements(self, tile):
-        unsigned = self.bytes.reshape(-1)[tile.address : tile.address + tile.spec.nbytes]
+        spec = tile.spec
+        end = tile.address + (spec.panels - 1) * spec.panel_bytes + spec.rows * spec.width
+        unsigned = self.bytes.reshape(-1)[tile.address : end]
         return unsigned.view(f"u{tile.spec.dtype.itemsize}")
 
 

@@ -1,0 +1,36 @@
+"""Which tiles a block of a persistent grid works on.
+
+The blocks take the tiles in turn, back and forth: of 4 blocks, block 0 takes tiles 0, 7, 8, 15, ..., block 3 takes 3, 4, 11,
+12, ... So if the tiles come longest first, every block gets about the same amount of work.
+
+    r = 0
+    while snake(r) < tiles:
+        ...
+        r += 1
+"""
+
+from numba.cuda import types
+
+from tiles.interpreter import here
+from tiles.op import integer, lowers, op
+from tiles.plumbing import i1
+
+
+@op
+def snake(r):
+    """The number of the r-th tile, below 2**31, that this block takes."""
+    (block, _, _), (blocks, _, _) = here().block.index, here().block.grid
+    return r * blocks + (blocks - 1 - block if r % 2 else block)
+
+
+@lowers(snake)
+def _(r):
+    if not integer(r):
+        raise TypeError(f"snake: takes an integer, got {r}")
+
+    def lower(b, r):
+        r, block, blocks = b.u32(r), b.special("ctaid.x"), b.special("nctaid.x")
+        back = b.sub(b.sub(blocks, b.u32(1)), block)
+        return b.add(b.mul(r, blocks), b.select(b.trunc(r, i1), back, block))
+
+    return types.int32, lower
