@@ -65,7 +65,7 @@ def forward(
 def _plan(problem: Problem, with_lse: bool):
     """The launch that solves problems of this form: all that is left to say is the stream and five addresses. Where it runs
     is settled here, too, so TILES_INTERPRET is read when a form is first seen."""
-    config = hopper.config_for(problem.head_dim, DTYPES[problem.dtype], problem.causal)
+    config = hopper.config_for(problem.head_dim, DTYPES[problem.dtype], problem.causal, problem.seqlen_kv)
     kernel, smem = hopper.make(config)
 
     def tiled(tile, length, heads, strides):
@@ -76,7 +76,7 @@ def _plan(problem: Problem, with_lse: bool):
     out_shape = problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim
     lse_shape = problem.lse_shape if with_lse else (*problem.lse_shape[:2], 0)  # stores outside an array are left out
     scale = problem.scale * LOG2_E
-    grid = min(pairs * blocks, processors(problem.device))
+    grid = min(pairs * blocks, processors(problem.device)) if config.persistent else pairs * blocks
     return launch(kernel, grid, config.threads, shared=smem).bind(
         tiled(config.query, problem.seqlen_q, problem.heads_q, problem.q_strides),
         tiled(config.key, problem.seqlen_kv, problem.heads_kv, problem.k_strides),
