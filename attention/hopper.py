@@ -85,9 +85,12 @@ SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (112, 2), 256: (80, 2)
 
 
 def config_for(head_dim: int, dtype: dtype, causal: bool, seqlen_kv: int) -> Config:
-    """The configuration that serves a problem: the next larger head_dim of SHAPES, persistent where tiles are short."""
+    """The configuration that serves a problem: the next larger head_dim of SHAPES, persistent where tiles are short, and of
+    fewer rows where half of a tile would lie beyond the diagonal."""
     padded = min(d for d in SHAPES if d >= head_dim)
     kv, consumers = SHAPES[padded]
+    if causal and seqlen_kv <= SHORT // 2:
+        consumers = min(consumers, 2)
     return Config(padded, dtype, causal, kv, consumers, persistent=seqlen_kv <= SHORT)
 
 
