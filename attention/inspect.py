@@ -29,7 +29,7 @@ def configurations(everything=False):
 
 def lines(function) -> int:
     """Lines of the kernel and its helpers, which are the functions inside `function`, without blanks, comments, docstrings."""
-    used = set()
+    used: set[int] = set()
     for inner in ast.walk(ast.parse(inspect.getsource(function)).body[0]):
         if isinstance(inner, ast.FunctionDef) and inner.name != function.__name__:
             body = inner.body[1:] if ast.get_docstring(inner) else inner.body
