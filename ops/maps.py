@@ -7,6 +7,7 @@ The GPU's fast units take fp32 numbers below 2 ** -126 for 0, and so do all of t
 """
 
 import operator
+from dataclasses import replace
 
 import numpy as np
 from llvmlite import ir
@@ -70,7 +71,7 @@ def _binary(name, emit, ours=True):
             return None
         partial = _partial(name, x, y, out)
         if isinstance(out, rv):
-            out = rv(out.length, out.dtype, out.axis, partial)
+            out = replace(out, partial=partial)
 
         def lane(b, spec, value):
             if not isinstance(spec, (rt, rv)):

@@ -20,9 +20,10 @@ def _keep_below(b, tile, v, fill, bound, slope):
     return b.from_elements(tile, out)
 
 
-def _check(name, tile, index, value):
-    if not (isinstance(tile, rt) and integer(index) and number(value)):
-        raise TypeError(f"{name}: takes a register tile, an integer and a number, got {tile}, {index} and {value}")
+def check(name, tile, index, value):
+    """TypeError if a mask does not take these."""
+    if not (isinstance(tile, rt) and tile.layout == "row" and integer(index) and number(value)):
+        raise TypeError(f"{name}: takes a register tile in row layout, an integer and a number, got {tile}, {index}, {value}")
 
 
 @op
@@ -33,7 +34,7 @@ def right_fill(tile, col, value):
 
 @lowers(right_fill)
 def _(tile, col, value):
-    _check("right_fill", tile, col, value)
+    check("right_fill", tile, col, value)
     return tile, lambda b, v, n, fill: _keep_below(b, tile, v, fill, b.u32(n), slope=0)
 
 
@@ -61,5 +62,5 @@ def causal(tile, diagonal, value):
 
 @lowers(causal)
 def _(tile, diagonal, value):
-    _check("causal", tile, diagonal, value)
+    check("causal", tile, diagonal, value)
     return tile, lower_causal(tile, lambda b: b.u32(0))

@@ -4,11 +4,13 @@
 tile's first element. Global accesses outside the array along the tile's axes are left out (loads give 0).
 """
 
+from dataclasses import replace
+
 import numpy as np
 from llvmlite import ir
 from numba.cuda import types
 
-from tiles import layout, ptx
+from tiles import ptx
 from tiles.dtypes import fp32
 from tiles.interpreter import here
 from tiles.op import integer, lowers, op
@@ -55,22 +57,26 @@ def _check_global(name, array, spec, at, rows, cols):
         raise TypeError(f"{name}: {spec} lies along {len(axes)} axes of the array, got {axes} of {array.ndim}")
 
 
+def _shifts(b):
+    """What this lane's elements are apart from lane 0's: along the axis where quads differ, and along that of the pairs."""
+    lane = b.lane()
+    return b.lshr(lane, b.u32(2)), b.mul(b.and_(lane, b.u32(3)), b.u32(2))
+
+
 def element_addresses(b, ty, array, spec, at, rows, cols, first_row):
     """For each of this lane's elements: (does it lie inside the array, its address)."""
     data, extents, strides = b.array(ty, array)
     at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
-    lane = b.lane()
-    quad, member = b.lshr(lane, b.u32(2)), b.and_(lane, b.u32(3))
+    quad, pair = _shifts(b)
     rows, cols = rows % ty.ndim, cols % ty.ndim
-    if isinstance(spec, rv) and spec.axis == "col_vec":
-        places = [(0, layout.col_vec_element(0, i)) for i in range(spec.elements)]
-        shift = b.u32(0), b.add(quad, first_row)
-    elif isinstance(spec, rv):
-        places = [(0, layout.row_vec_element(0, i)) for i in range(spec.elements)]
-        shift = b.u32(0), b.mul(member, b.u32(2))
+    if isinstance(spec, rv):
+        places = [(0, spec.element(0, i)) for i in range(spec.elements)]
+        shift = b.u32(0), quad if spec.by_quad else pair
+        shift = shift[0], b.add(shift[1], first_row) if spec.axis == "col_vec" else shift[1]
     else:
-        places = [layout.element(0, i, spec.cols) for i in range(spec.elements)]
-        shift = b.add(quad, first_row), b.mul(member, b.u32(2))
+        places = [spec.element(0, i) for i in range(spec.elements)]
+        shift = (quad, pair) if spec.layout == "row" else (pair, quad)
+        shift = b.add(shift[0], first_row), shift[1]
     base = data
     for axis, index in enumerate(at):
         if axis != cols and not (axis == rows and isinstance(spec, rt)):
@@ -89,7 +95,7 @@ def element_addresses(b, ty, array, spec, at, rows, cols, first_row):
 
 def _holders(spec):
     """The bits of a lane's number in which the lanes that hold the same elements differ; the one with zeros there writes."""
-    return {"col_vec": 3, "row_vec": 28}[spec.axis] if isinstance(spec, rv) else 0
+    return (3 if spec.by_quad else 28) if isinstance(spec, rv) else 0
 
 
 GUARD = ".reg .pred p;\nsetp.ne.u32 p, $2, 0;\n"  # a predicated access, unlike a branch round it, leaves the code in one piece
@@ -140,68 +146,93 @@ def _row_address(b, tile, address, row):
     return b.add(address, offset), b.and_(b.lshr(offset, b.u32(3)), b.u32(tile.width - 16))
 
 
-def _matrix_addresses(b, tile, address, first_row, cols):
-    """For each 16x16 base tile, the address that this lane gives ldmatrix or stmatrix: matrices 0 and 1 are its left half,
-    2 and 3 its right one."""
-    lane = b.lane()
-    row = b.add(b.and_(lane, b.u32(15)), first_row)
-    start, swizzle = _row_address(b, tile, address, row)
-    half = b.xor(b.and_(lane, b.u32(16)), swizzle)
-    for col in range(0, cols, 16):
-        panel, byte = divmod(col * tile.dtype.itemsize, tile.width)
-        yield b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(half, b.u32(byte)))
+def matrix_addresses(b, tile, spec, address, first_row):
+    """For each 16x16 base tile of `spec`, in the order of its registers, the address that this lane gives ldmatrix or
+    stmatrix. Matrices 0 and 1 are the base tile's left half, 2 and 3 its right one; for column layout, with .trans, its upper
+    and its lower half."""
+    lane, by_row = b.lane(), spec.layout == "row"
+    lower, right = (15, 16) if by_row else (7, 8)
+    row = b.and_(lane, b.u32(lower))
+    if not by_row:
+        row = b.or_(row, b.lshr(b.and_(lane, b.u32(16)), b.u32(1)))
+    start, swizzle = _row_address(b, tile, address, b.add(row, first_row))
+    half = b.and_(lane, b.u32(right))
+    half = b.xor(half if by_row else b.shl(half, b.u32(1)), swizzle)
+    bands, across = range(0, spec.rows, 16), range(0, spec.cols, 16)
+    for row, col in ((r, c) for r in bands for c in across) if by_row else ((r, c) for c in across for r in bands):
+        panel, byte = divmod(col * tile.dtype.itemsize, tile.width)  # the swizzle repeats after 8 rows
+        yield b.add(b.add(start, b.u32(panel * tile.panel_bytes + row * tile.width)), b.xor(half, b.u32(byte)))
 
 
-def _pair_addresses(b, tile, spec, address, first_row):
-    """For each pair of neighbouring fp32 elements of this lane, its address."""
-    lane = b.lane()
-    inside = b.mul(b.and_(lane, b.u32(3)), b.u32(8))
-    for i in range(0, spec.elements, 2):
-        row, col = layout.element(0, i, spec.cols)
-        start, swizzle = _row_address(b, tile, address, b.add(b.add(b.lshr(lane, b.u32(2)), first_row), b.u32(int(row))))
-        panel, byte = divmod(int(col) * 4, tile.width)
+def _lane_addresses(b, tile, spec, address, first_row, step):
+    """The address of every `step`-th element of this lane."""
+    quad, pair = _shifts(b)
+    down, across = (quad, pair) if spec.layout == "row" else (pair, quad)
+    inside = b.mul(across, b.u32(tile.dtype.itemsize))
+    for i in range(0, spec.elements, step):
+        row, col = spec.element(0, i)
+        start, swizzle = _row_address(b, tile, address, b.add(b.add(down, first_row), b.u32(int(row))))
+        panel, byte = divmod(int(col) * tile.dtype.itemsize, tile.width)
         yield b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(b.add(inside, b.u32(byte)), swizzle))
+
+
+def _store_words(b, tile, spec, address, registers, first_row):
+    """2-byte elements by plain stores: pairs of a row at once, pairs of a column one by one."""
+    if spec.layout == "row":
+        for at, register in zip(_lane_addresses(b, tile, spec, address, first_row, 2), registers, strict=True):
+            b.do("st.shared.b32 [$0], $1;", at, register)
+        return
+    for i, at in enumerate(_lane_addresses(b, tile, spec, address, first_row, 1)):
+        half = "lo" if i % 2 == 0 else "hi"
+        b.do(f"{{.reg .b16 lo, hi;\nmov.b32 {{lo, hi}}, $1;\nst.shared.b16 [$0], {half};}}", at, registers[i // 2])
 
 
 def lower_shared_store(tile, spec, first_row):
     """The lowering of a store to rows first_row(b).. of a shared tile."""
+    by_row = spec.layout == "row"
 
     def lower(b, address, value, *_):
-        if tile.dtype is fp32:
-            e = b.elements(spec, value)
-            for k, at in enumerate(_pair_addresses(b, tile, spec, address, first_row(b))):
+        e, row = b.elements(spec, value), first_row(b)
+        if tile.dtype is fp32 and by_row:
+            for k, at in enumerate(_lane_addresses(b, tile, spec, address, row, 2)):
                 b.do("st.shared.v2.f32 [$0], {$1, $2};", at, e[2 * k], e[2 * k + 1])
             return
-        e = b.elements(spec, value)
-        same = spec.dtype is tile.dtype
-        registers = b.unpack(value if same else b.from_elements(rt(spec.rows, spec.cols, tile.dtype), e))
-        per_band = spec.cols // 4
-        for band in range(spec.rows // 16):
-            row = b.add(first_row(b), b.u32(16 * band))
-            for k, at in enumerate(_matrix_addresses(b, tile, address, row, spec.cols)):
-                ptx.stmatrix(b, at, registers[band * per_band + 4 * k :][:4])
+        if tile.dtype is fp32:
+            for at, x in zip(_lane_addresses(b, tile, spec, address, row, 1), e, strict=True):
+                b.do("st.shared.f32 [$0], $1;", at, x)
+            return
+        registers = b.unpack(value if spec.dtype is tile.dtype else b.from_elements(replace(spec, dtype=tile.dtype), e))
+        matrices = b.since(90)
+        with b.if_then(matrices):
+            for k, at in enumerate(matrix_addresses(b, tile, spec, address, row)):
+                ptx.stmatrix(b, at, registers[4 * k : 4 * k + 4], transposed=not by_row)
+        with b.if_then(b.not_(matrices)):
+            _store_words(b, tile, spec, address, registers, row)
 
     return lower
 
 
 def lower_shared_load(tile, spec, first_row):
     """The lowering of a load from rows first_row(b).. of a shared tile."""
+    by_row = spec.layout == "row"
 
     def lower(b, address, *_):
+        row = first_row(b)
         if tile.dtype is fp32:
             out = []
-            for at in _pair_addresses(b, tile, spec, address, first_row(b)):
-                pair = b.asm(ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at)
-                out += b.unpack(pair)
+            for at in _lane_addresses(b, tile, spec, address, row, 2 if by_row else 1):
+                if by_row:
+                    pair = b.asm(ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at)
+                    out += b.unpack(pair)
+                else:
+                    out.append(b.asm(f32, "ld.shared.f32 $0, [$1];", "=f,r", at))
             ptx.reads_done(b)
             return b.from_elements(spec, out)
         registers = []
-        for band in range(spec.rows // 16):
-            row = b.add(first_row(b), b.u32(16 * band))
-            for at in _matrix_addresses(b, tile, address, row, spec.cols):
-                registers += ptx.ldmatrix(b, at)
+        for at in matrix_addresses(b, tile, spec, address, row):
+            registers += ptx.ldmatrix(b, at, transposed=not by_row)
         ptx.reads_done(b)
-        held = rt(spec.rows, spec.cols, tile.dtype)
+        held = replace(spec, dtype=tile.dtype)
         return b.pack(registers) if held == spec else b.from_elements(spec, b.elements(held, b.pack(registers)))
 
     return lower
@@ -229,6 +260,8 @@ def check_store(name, target, value, at, rows, cols, is_aligned, warps):
         raise TypeError(f"{name}: stores a register tile or whole vector, got {value}")
     if isinstance(target, st):
         _check_shared(name, target, "take", value, at, warps)
+        if is_aligned:
+            raise TypeError(f"{name}: `aligned` is for global arrays, got {target}")
     elif isinstance(target, types.Array):
         _check_global(name, target, value, at, rows, cols)
         if is_aligned:
@@ -293,8 +326,9 @@ def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
     """target[...] = value, rounded to target's dtype, by one warp. target: a shared tile of value's shape; or a global array,
     where `at` is the index of the first element and the tile runs along axes `rows` and `cols` (a vector along `cols`).
 
-    aligned: the array's rows begin at multiples of 16 bytes, and its columns are adjacent and come by eight; a lane then
-    stores 16 bytes at a time."""
+    aligned: a promise that lets a lane store 16 bytes at a time, for tiles of 32, 64, 96, ... columns and 2-byte arrays: the
+    array's columns are adjacent and come by eight, as does `at` along them, and its address and other strides are multiples
+    of 16 bytes. The interpreter checks it; on the GPU a broken promise is a misaligned access, or a write past the columns."""
     store_rows(target, value, at, rows, cols, aligned, 0)
 
 

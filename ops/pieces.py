@@ -20,9 +20,10 @@ PIECE = 16  # bytes of a chunk
 
 def check(name, array, spec):
     """TypeError if tiles of type `spec` cannot be stored to this array in pieces of 16 bytes."""
-    if not isinstance(spec, rt) or spec.cols % (QUAD * CHUNK) or SCALARS[array.dtype].itemsize != 2:
+    if not isinstance(spec, rt) or spec.layout != "row" or spec.cols % (QUAD * CHUNK) or SCALARS[array.dtype].itemsize != 2:
         raise TypeError(
-            f"{name}: aligned stores take tiles of 32, 64, 96, ... columns and arrays of bf16 or fp16, got {spec}, {array}"
+            f"{name}: aligned stores take tiles of 32, 64, 96, ... columns, in row layout, and arrays of bf16 or fp16, "
+            f"got {spec}, {array}"
         )
 
 
@@ -64,10 +65,10 @@ def lower_store(ty, spec, rows, cols, first_row):
         place = {layout.element(0, 2 * k, spec.cols): register for k, register in enumerate(registers)}
         for row in sorted({row for row, _ in place}):
             line = b.add(start, b.mul(ir.Constant(i64, row), strides[r]))
-            inside = b.icmp_signed("<", b.add(at[r], ir.Constant(i64, row)), extents[r])
+            inside = b.icmp_unsigned("<", b.add(at[r], ir.Constant(i64, row)), extents[r])
             for col in range(0, spec.cols, QUAD * CHUNK):
                 piece = _transpose_quad(b, [place[row, col + CHUNK * k] for k in range(QUAD)])
-                fits = b.and_(inside, b.icmp_signed("<", b.add(at[c], ir.Constant(i64, col)), extents[c]))
+                fits = b.and_(inside, b.icmp_unsigned("<", b.add(at[c], ir.Constant(i64, col)), extents[c]))
                 text = "{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n@p st.global.v4.b32 [$0], {$1, $2, $3, $4};}"
                 b.do(text, b.add(line, ir.Constant(i64, 2 * col)), *piece, b.zext(fits, i32))
 

@@ -13,6 +13,11 @@ from .maps import _add, fmax
 CHAINS = 4  # independent partial folds in a lane, so that their latency hides
 
 
+def _needs_rows(name, tile):
+    if not (isinstance(tile, rt) and tile.layout == "row"):
+        raise TypeError(f"{name}: takes a register tile in row layout, got {tile}")
+
+
 def _fold(b, tile, elements, combine):
     """One register a row of this lane's: the fold of its elements."""
     index = tile.lane_index(tile.col_vec)
@@ -34,8 +39,7 @@ def _across_quad(b, rows, combine):
 def _row_reduction(face, combine):
     @lowers(face)
     def _(tile):
-        if not isinstance(tile, rt):
-            raise TypeError(f"{face.__name__}: takes a register tile, got {tile}")
+        _needs_rows(face.__name__, tile)
         out = tile.col_vec
 
         def lower(b, v):
@@ -69,8 +73,7 @@ def lane_sum(tile):
 
 @lowers(lane_sum)
 def _(tile):
-    if not isinstance(tile, rt):
-        raise TypeError(f"lane_sum: takes a register tile, got {tile}")
+    _needs_rows("lane_sum", tile)
     out = rv(tile.rows, tile.dtype, "col_vec", partial=True)
     return out, lambda b, v: b.from_elements(out, _fold(b, tile, b.elements(tile, v), _add))
 

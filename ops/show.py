@@ -22,12 +22,8 @@ def _places(spec):
     out = np.empty(spec.shape, object)
     for lane in range(layout.LANES):
         for index in range(spec.elements):
-            if isinstance(spec, rt):
-                out[layout.element(lane, index, spec.cols)] = lane, index
-            elif spec.axis == "col_vec":
-                out[layout.col_vec_element(lane, index), 0] = lane, index
-            else:
-                out[0, layout.row_vec_element(lane, index)] = lane, index
+            place = spec.element(lane, index)
+            out[place if isinstance(spec, rt) else (place, 0) if spec.axis == "col_vec" else (0, place)] = lane, index
     return out
 
 

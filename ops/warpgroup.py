@@ -13,14 +13,13 @@ from tiles.dtypes import bf16, fp16, fp32
 from tiles.interpreter import here
 from tiles.interpreter.block import WARPGROUP
 from tiles.layout import LANES
-from tiles.op import integer, lowers, number, op
+from tiles.op import integer, lowers, op
 from tiles.plumbing import compile_time, i64, void
 from tiles.shared import elected
 from tiles.types import gl, pending, rt, st
 from tiles.values import Pending
 
-from . import memory
-from .mask import causal_array, lower_causal
+from . import mask, memory
 
 THREADS = WARPGROUP * LANES
 ROWS = 64
@@ -121,8 +120,10 @@ def _result(name, acc, a, b, transposed):
     right = "st(n, k)" if transposed else "st(k, n)"
     ok = isinstance(a, (rt, st)) and isinstance(b, st) and a.dtype == b.dtype and a.dtype in INPUTS
     n, k = ((b.rows, b.cols) if transposed else (b.cols, b.rows)) if ok else (0, 0)
-    ok = ok and a.rows == (16 if isinstance(a, rt) else ROWS) and a.cols == k and k % 16 == 0
-    if not ok or n % 16 or not 16 <= n <= 256 or acc not in (None, rt(16, n, fp32)):
+    ok = ok and (a.rows == ROWS if isinstance(a, st) else a == rt(16, k, a.dtype)) and a.cols == k and k % 16 == 0
+    ok = ok and n % 16 == 0 and 16 <= n <= 256
+    if not ok or acc not in (None, rt(16, n, fp32), pending(rt(16, n, fp32))):
+        only = "; only the accumulator may be in flight" * name.startswith("mma")
         given = ", ".join(str(x) for x in (acc, a, b) if x is not None)
         accumulator = "rt(16, n, fp32), " * name.startswith("mma")
         raise TypeError(
@@ -212,14 +213,13 @@ def _(tile, newer: int):
 @op
 def causal(tile, diagonal, value):
     """tile, with `value` in every element (row, col) with col > row + diagonal; rows count through the warpgroup's 64."""
-    return causal_array(tile.array, diagonal + tile.rows * here().rank, value)
+    return mask.causal_array(tile.array, diagonal + tile.rows * here().rank, value)
 
 
 @lowers(causal)
 def _(tile, diagonal, value):
-    if not (isinstance(tile, rt) and integer(diagonal) and number(value)):
-        raise TypeError(f"warpgroup.causal: takes a register tile, an integer and a number, got {tile}, {diagonal}, {value}")
-    return tile, lower_causal(tile, first_row(tile))
+    mask.check("warpgroup.causal", tile, diagonal, value)
+    return tile, mask.lower_causal(tile, first_row(tile))
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------

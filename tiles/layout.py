@@ -13,6 +13,16 @@ This is mma's accumulator and, with two 2-byte elements to a register, its A ope
 the same four times, warp w on rows 16w..16w+15 (PTX ISA, "Matrix Fragments"). So an accumulator turns into the next
 operand inside each lane.
 
+The **column layout** is its transpose: lane L holds pairs of neighbouring *rows*,
+
+                  column L/4        column L/4 + 8
+    rows 2(L%4) + {0,1}          e0             e2
+                                 e1             e3
+    rows 2(L%4) + 8 + {0,1}      e4             e6
+                                 e5             e7
+
+which is mma.sync's B operand (k x n): e0 e1 e4 e5 are the fragment of its left eight columns, e2 e3 e6 e7 of the right ones.
+
 **Shared memory.** A tile is stored as panels `width` bytes wide (128, 64 or 32). Inside a panel rows are `width` bytes
 apart, and the index of a 16-byte chunk is XORed with the low bits of its row, so that eight rows of one chunk column fall
 into different banks. The same pattern is TMA's swizzle and what wgmma's descriptors name.
@@ -30,13 +40,19 @@ def element(lane, index, cols):
     return 16 * band + lane // 4 + 8 * (index // 2 % 2), index // 4 * 8 + lane % 4 * 2 + index % 2
 
 
+def column_element(lane, index, rows):
+    """(row, col) of the `index`-th element that `lane` holds of a column-layout tile `rows` rows high."""
+    col, row = element(lane, index, rows)
+    return row, col
+
+
 def col_vec_index(index, cols):
-    """Which of a lane's col_vec elements (one value per row) goes with its `index`-th tile element."""
+    """Which of a lane's col_vec elements (one value per row) goes with its `index`-th element of a row-layout tile."""
     return index // (cols // 2) * 2 + index // 2 % 2
 
 
 def row_vec_index(index, cols):
-    """Which of a lane's row_vec elements (one value per column) goes with its `index`-th tile element."""
+    """Which of a lane's row_vec elements (one value per column) goes with its `index`-th element of a row-layout tile."""
     index = index % (cols // 2)
     return index // 4 * 2 + index % 2
 

@@ -1,4 +1,5 @@
-"""The PTX instructions that lowerings are made of, each a function of the builder (PTX ISA 8.0 and up, sm_90).
+"""The PTX instructions that lowerings are made of, each a function of the builder (PTX ISA 8.0 and up),
+for sm_90 where nothing else is said.
 
 Addresses in shared memory are 32-bit, global ones 64-bit; barriers are addresses of mbarriers.
 """
@@ -97,8 +98,9 @@ def prefetch_map(b, source):
 
 # ---- ordering ------------------------------------------------------------------------------------------------------
 def fence_async(b):
-    """Make this thread's ordinary accesses to shared memory visible to wgmma and TMA."""
-    b.do("fence.proxy.async.shared::cta;")
+    """Make this thread's ordinary accesses to shared memory visible to wgmma and TMA, where there are such (any arch)."""
+    with b.if_then(b.since(90)):
+        b.do("fence.proxy.async.shared::cta;")
 
 
 def reads_done(b):
@@ -154,6 +156,35 @@ def wgmma_wait(b, value, registers, newer):
     """Until all groups but the `newer` youngest are done. The registers pass through, so nothing can touch them before."""
     constraints = ["=f"] * registers + [str(k) for k in range(registers)]
     return b.asm(value.type, f"wgmma.wait_group.sync.aligned {newer};", ",".join(constraints), *b.unpack(value))
+
+
+# ---- sm_80: cp.async and mma.sync -----------------------------------------------------------------------------------
+def copy_async(b, to, source, nbytes, guard, size=16):
+    """Start copying `nbytes` bytes to `size` (4, 8 or 16) bytes of shared memory, zeros for the rest; both addresses multiples
+    of `size`. Lanes whose `guard` is 0 copy nothing. With nbytes 0 nothing is read."""
+    cache = "cg" if size == 16 else "ca"
+    text = f"{{.reg .pred p;\nsetp.ne.u32 p, $3, 0;\n@p cp.async.{cache}.shared.global [$0], [$1], {size}, $2;}}"
+    b.do(text, to, source, nbytes, guard)
+
+
+def copy_commit(b):
+    """Close the group of the cp.async copies that this thread has started."""
+    b.do("cp.async.commit_group;")
+
+
+def copy_wait(b, newer):
+    """Until all groups of this thread's copies but the `newer` youngest are done."""
+    b.do(f"cp.async.wait_group {newer};")
+
+
+def mma(b, dtype, c, a, right):
+    """c + A @ B for m16 n8 k16: four fp32 registers of C, four registers of A, two of B."""
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype.ptx}.{dtype.ptx}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    out = ir.LiteralStructType([f32] * 4)
+    return b.unpack(b.asm(out, text, "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3", *a, *right, *c, effect=False))
 
 
 # ---- lanes and registers -------------------------------------------------------------------------------------------

@@ -12,26 +12,31 @@ from . import layout
 from .dtypes import bf16, dtype, fp16, fp32
 
 REGISTER_DTYPES = (fp32, fp16, bf16)
+LAYOUTS = ("row", "col")
 
 
 @dataclass(frozen=True)
 class rt:
-    """A register tile of one warp in row layout: rows and cols multiples of 16, dtype fp32, fp16 or bf16.
+    """A register tile of one warp: rows and cols multiples of 16, dtype fp32, fp16 or bf16. layout: "row", where a lane's
+    pairs of elements lie side by side, or "col", its transpose, where they lie one below the other (see tiles/layout.py).
 
     A warpgroup's 64 x n tile is four of them, one a warp, in the order of its warps."""
 
     rows: int
     cols: int
     dtype: dtype
+    layout: str = "row"
 
     def __post_init__(self):
         if self.rows < 16 or self.cols < 16 or self.rows % 16 or self.cols % 16:
             raise ValueError(f"rt: rows and cols must be positive multiples of 16, got {self.rows} x {self.cols}")
         if self.dtype not in REGISTER_DTYPES:
             raise ValueError(f"rt: dtype must be one of {REGISTER_DTYPES}, got {self.dtype}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"rt: layout must be one of {LAYOUTS}, got {self.layout!r}")
 
     def __str__(self):
-        return f"rt({self.rows}, {self.cols}, {self.dtype})"
+        return f"rt({self.rows}, {self.cols}, {self.dtype}{', col' * (self.layout == 'col')})"
 
     @property
     def shape(self):
@@ -41,37 +46,44 @@ class rt:
     @property
     def col_vec(self):
         """The vector with one value per row."""
-        return rv(self.rows, self.dtype, "col_vec")
+        return rv(self.rows, self.dtype, "col_vec", layout=self.layout)
 
     @property
     def row_vec(self):
         """The vector with one value per column."""
-        return rv(self.cols, self.dtype, "row_vec")
+        return rv(self.cols, self.dtype, "row_vec", layout=self.layout)
 
     @property
     def elements(self):
         """Elements that each lane holds."""
         return self.rows * self.cols // layout.LANES
 
+    def element(self, lane, index):
+        """(row, col) of the `index`-th element that `lane` holds."""
+        if self.layout == "row":
+            return layout.element(lane, index, self.cols)
+        return layout.column_element(lane, index, self.rows)
+
     def lane_index(self, vector):
         """For each of a lane's elements, the index of the vector element that broadcasts to it."""
-        place = layout.col_vec_index if vector.axis == "col_vec" else layout.row_vec_index
-        return [place(i, self.cols) for i in range(self.elements)]
+        place = layout.col_vec_index if vector.by_quad else layout.row_vec_index
+        return [place(i, self.cols if self.layout == "row" else self.rows) for i in range(self.elements)]
 
 
 @dataclass(frozen=True)
 class rv:
     """A vector in registers. Its axis is part of its type: a `col_vec` has one value per row of a tile, a `row_vec` one
     per column, so `tile - vector` broadcasts without being told how. `partial`: each lane holds only its share of a row's
-    sum; partial sums may be scaled and added, and `total` finishes them."""
+    sum; partial sums may be scaled and added, and `total` finishes them. `layout`: that of the tiles it goes with."""
 
     length: int
     dtype: dtype
     axis: str
     partial: bool = False
+    layout: str = "row"
 
     def __str__(self):
-        return f"{'partial ' * self.partial}{self.axis}({self.length}, {self.dtype})"
+        return f"{'partial ' * self.partial}{self.axis}({self.length}, {self.dtype}{', col' * (self.layout == 'col')})"
 
     @property
     def shape(self):
@@ -79,9 +91,19 @@ class rv:
         return (self.length, 1) if self.axis == "col_vec" else (1, self.length)
 
     @property
+    def by_quad(self):
+        """Do the four lanes of a quad hold the same elements, or else the eight lanes of one place in their quads? The
+        former for one value a row of a tile in row layout, or a column of one in column layout."""
+        return (self.axis == "col_vec") == (self.layout == "row")
+
+    @property
     def elements(self):
-        """Elements that each lane holds: two a base tile of a col_vec, four a base tile of a row_vec."""
-        return self.length // (8 if self.axis == "col_vec" else 4)
+        """Elements that each lane holds: of a base tile's sixteen two if quads agree, else four."""
+        return self.length // (8 if self.by_quad else 4)
+
+    def element(self, lane, index):
+        """Which element of the vector is the `index`-th that `lane` holds."""
+        return (layout.col_vec_element if self.by_quad else layout.row_vec_element)(lane, index)
 
 
 @dataclass(frozen=True)

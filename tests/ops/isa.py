@@ -92,13 +92,85 @@ def _matrix_cells(m, name, address):
     return [(address.array[warp + 8 * i + lane // 4] + lane % 4 * 4) // 4 for i in range(4)]
 
 
-def _stmatrix(m, _, address, *registers):
+def _transposed_cells(m, name, address):
+    """With .trans: for each matrix and each half of a register, the index of its 2-byte element: column L/4, rows 2(L%4) and
+    2(L%4)+1."""
+    m.passes(name, address.array, 16)
+    warp, lane = m.tid // 32 * 32, m.tid % 32
+    return [[(address.array[warp + 8 * i + lane % 4 * 2 + h] + lane // 4 * 2) // 2 for h in (0, 1)] for i in range(4)]
+
+
+def _stmatrix(m, match, address, *registers):
+    if not m.active.any():
+        return
+    if match[1]:
+        for cells, register in zip(_transposed_cells(m, "stmatrix", address), registers, strict=True):
+            for h in (0, 1):
+                m.shared.view(np.uint16)[cells[h]] = register.array >> 16 * h & 0xFFFF
+        return
     for cell, register in zip(_matrix_cells(m, "stmatrix", address), registers, strict=True):
         m.shared.view(np.uint32)[cell] = register.array
 
 
-def _ldmatrix(m, _, address):
+def _ldmatrix(m, match, address):
+    if match[1]:
+        halves = m.shared.view(np.uint16)
+        cells = _transposed_cells(m, "ldmatrix", address)
+        return Struct([Register(i32, halves[lo] | halves[hi].astype(np.uint32) << 16) for lo, hi in cells])
     return Struct([Register(i32, m.shared.view(np.uint32)[cell]) for cell in _matrix_cells(m, "ldmatrix", address)])
+
+
+def _store_word(m, match, address, x):
+    """st.shared of 4 bytes, or of the low or high half of a register."""
+    active = m.active
+    if match[1] == "b16":
+        half = x.array[active] >> (16 if match[2] == "hi" else 0) & 0xFFFF
+        m.shared.view(np.uint16)[address.array[active] // 2] = half
+    elif active.any():
+        m.passes(f"st.shared.{match[1]}", address.array, 4)
+        m.shared.view(np.uint32)[address.array[active] // 4] = x.array.view(np.uint32)[active]
+
+
+def _load_word(m, _, address):
+    m.passes("ld.shared.f32", address.array, 4)
+    return Register(f32, m.shared.view(np.float32)[address.array // 4])
+
+
+def _mma(m, match, *registers):
+    """PTX ISA, "Matrix Fragments for mma.m16n8k16": groupID g = lane / 4, t = lane % 4.
+    A: a0 a1 at (g, 2t + {0, 1}), a2 a3 at g + 8, a4.. at k + 8; B: b0 b1 at k 2t + {0, 1}, n g, b2 b3 at k + 8; C: c0 c1 at
+    (g, 2t + {0, 1}), c2 c3 at g + 8."""
+    dtype, out = NUMPY[match[1]], [np.empty(m.threads, np.float32) for _ in range(4)]
+    a, right, c = registers[:4], registers[4:6], registers[6:]
+    for warp in range(0, m.threads, 32):
+        lanes = slice(warp, warp + 32)
+        g, t = m.tid[lanes] % 32 // 4, m.tid[lanes] % 4
+        A, B = np.zeros((16, 16)), np.zeros((16, 8))
+        for h in (0, 1):
+            for i in range(4):
+                A[g + i % 2 * 8, 2 * t + h + i // 2 * 8] = a[i].array[lanes][:, None].view(dtype)[:, h]
+            for i in range(2):
+                B[2 * t + h + 8 * i, g] = right[i].array[lanes][:, None].view(dtype)[:, h]
+        D = A @ B
+        for i in range(4):
+            out[i][lanes] = D[g + i // 2 * 8, 2 * t + i % 2] + c[i].array[lanes]
+    return Struct([Register(f32, x) for x in out])
+
+
+def _copy_async(m, match, to, source, nbytes, guard):
+    """Lands at once; what must not be read yet is the interpreter's business."""
+    size = int(match[2])
+    assert match[1] == ("cg" if size == 16 else "ca")
+    m.passes("cp.async", to.array, size)
+    for lane in np.flatnonzero(m.active & (guard.array != 0)):
+        n, start = int(nbytes.array[lane]), int(to.array[lane])
+        assert 0 <= n <= size and start % size == 0
+        m.shared[start : start + size] = 0
+        if n:
+            address = source.array[lane : lane + 1]
+            assert int(address[0]) % size == 0, "cp.async from an address that is not aligned"
+            memory, at = m.reach(address, n)
+            m.shared[start : start + n] = memory[at[0] : at[0] + n]
 
 
 def _pass_through(m, _, *registers):
@@ -196,8 +268,14 @@ PTX = {
     r"@p st.global.(f32|b16) \[\$0\], (?:\$1|lo);": _store_global,
     r"^st.shared.v2.f32 \[\$0\], \{\$1, \$2\};$": _store_pair,
     r"^ld.shared.v2.f32 \{\$0, \$1\}, \[\$2\];$": _load_pair,
-    r"^stmatrix.sync.aligned.m8n8.x4.shared.b16 \[\$0\], \{\$1, \$2, \$3, \$4\};$": _stmatrix,
-    r"^ldmatrix.sync.aligned.m8n8.x4.shared.b16 \{\$0, \$1, \$2, \$3\}, \[\$4\];$": _ldmatrix,
+    r"^st.shared.(f32|b32) \[\$0\], \$1;$": _store_word,
+    r"st.shared.(b16) \[\$0\], (lo|hi);": _store_word,
+    r"^ld.shared.f32 \$0, \[\$1\];$": _load_word,
+    r"^mma.sync.aligned.m16n8k16.row.col.f32.(bf16|f16)": _mma,
+    r"@p cp.async.(c[ag]).shared.global \[\$0\], \[\$1\], (4|8|16), \$2;": _copy_async,
+    r"^cp.async.(commit_group|wait_group \d+);$": lambda m, _: None,
+    r"^stmatrix.sync.aligned.m8n8.x4(.trans)?.shared.b16 \[\$0\], \{\$1, \$2, \$3, \$4\};$": _stmatrix,
+    r"^ldmatrix.sync.aligned.m8n8.x4(.trans)?.shared.b16 \{\$0, \$1, \$2, \$3\}, \[\$4\];$": _ldmatrix,
     r"^wgmma.(fence|wait_group|commit_group)": _pass_through,
     r"p, (\d), 0;\nwgmma.mma_async.sync.aligned.m64n(\d+)k16.f32.(bf16|f16).*, p, (.*);\n": _wgmma,
     r"cp.async.bulk.tensor.\dd.shared::cluster": lambda m, t, to, source, bar, *at: _tma(m, t, True, source, at, to),

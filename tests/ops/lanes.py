@@ -57,8 +57,8 @@ class Phi(Register):
 class Machine(Builder):
     """A builder whose instructions act on all threads at once."""
 
-    def __init__(self, threads):
-        self.threads, self.active = threads, np.ones(threads, bool)
+    def __init__(self, threads, arch=90):
+        self.arch, self.threads, self.active = arch, threads, np.ones(threads, bool)
         self.tid = np.arange(threads)
         self.shared = np.full(1 << 18, 0xFF, np.uint8)
         self.ranges, self.tensors = [], []  # global arrays: addresses of their first byte and their end; TMA's tensors
@@ -134,6 +134,12 @@ class Machine(Builder):
     def fcmp_unordered(self, sign, x, y):
         x, y = self.const(x), self.const(y)
         return Register(i1, self._compare(sign, x.array, y.array).array | np.isnan(x.array) | np.isnan(y.array))
+
+    def not_(self, x):
+        return Register(i1, ~x.array)
+
+    def since(self, arch):
+        return Register(i1, np.full(self.threads, self.arch >= arch))
 
     def phi(self, type):
         return Phi(type, np.zeros(self.threads, TYPES[type]))
@@ -251,9 +257,9 @@ def _call(machine, operation, *args, **kwargs):
     return None if result is types.void else Value(result, out)
 
 
-def run(kernel, args, threads=32):
-    """Run a kernel's own source on what its ops compile to; returns the machine, for its counts."""
-    machine = Machine(threads)
+def run(kernel, args, threads=32, arch=90):
+    """Run a kernel's own source on what its ops compile to for sm_`arch`; returns the machine, for its counts."""
+    machine = Machine(threads, arch)
     for a in args:
         if isinstance(a, np.ndarray) and a.size:
             machine.ranges.append(np.lib.array_utils.byte_bounds(a))

@@ -27,6 +27,7 @@ from ops import (
 from tiles import barrier, bf16, fp16, fp32, ring, rt, st, tensor
 
 T, B, H, WIDE = rt(16, 64, fp32), rt(16, 64, bf16), rt(16, 64, fp16), rt(16, 128, fp32)
+COLUMNS, NARROW_COLUMNS = rt(16, 64, fp32, "col"), rt(16, 64, bf16, "col")
 S, S8 = st(64, 64, bf16), st(64, 64, tiles.fp8e4m3)
 smem = tiles.shared(s=S, v=st(64, 48, fp16), f=S8, bar=barrier(1))
 PARTIAL = replace(T.col_vec, partial=True)
@@ -103,6 +104,27 @@ def row_max_of_a_vector(x, g):
 
 
 def row_sum_of_an_array(x, g):
+def row_max_of_a_column_tile(x, g):
+    row_max(zeros(COLUMNS))
+
+
+def mask_of_a_column_tile(x, g):
+    causal(zeros(COLUMNS), 0, 0.0)
+
+
+def tiles_of_different_layouts(x, g):
+    zeros(T) + zeros(COLUMNS)
+
+
+def column_vector_of_the_other_layout(x, g):
+    zeros(T) + zeros(COLUMNS.col_vec)
+
+
+def product_of_a_column_tile(x, g):
+    s, _, _, _ = smem.open()
+    warpgroup.mm_AB(zeros(NARROW_COLUMNS), s)
+
+
     row_sum(x)
 
 
@@ -270,15 +292,20 @@ CASES = {
     exp2_of_an_array: "exp2: takes a tile, a vector or a number, got array",
     storing_a_partial_sum: "store: stores a register tile or whole vector, got partial col_vec(16, fp32)",
     total_of_a_whole_vector: "total: takes a partial sum (from lane_sum), got col_vec(16, fp32)",
-    row_max_of_a_vector: "row_max: takes a register tile, got col_vec(16, fp32)",
-    row_sum_of_an_array: "row_sum: takes a register tile, got array",
+    row_max_of_a_vector: "row_max: takes a register tile in row layout, got col_vec(16, fp32)",
+    row_max_of_a_column_tile: "row_max: takes a register tile in row layout, got rt(16, 64, fp32, col)",
+    mask_of_a_column_tile: "causal: takes a register tile in row layout, an integer and a number, got rt(16, 64, fp32, col)",
+    tiles_of_different_layouts: "add: rt(16, 64, fp32) and rt(16, 64, fp32, col) do not broadcast",
+    column_vector_of_the_other_layout: "add: rt(16, 64, fp32) and col_vec(16, fp32, col) do not broadcast",
+    product_of_a_column_tile: "mm_AB: takes st(64, k) or rt(16, k), and st(k, n), of one dtype",
+    row_sum_of_an_array: "row_sum: takes a register tile in row layout, got array",
     converting_an_array: "bf16: converts a register tile or vector, got array",
     zeros_of_a_shared_tile_type: "zeros: shape must be a register tile or vector type such as rt(16, 64, fp32), got st(64, 64",
     full_of_a_tile: "full: value must be a number, got rt(16, 64, fp32)",
     full_of_a_partial_sum: "full: partial col_vec(16, fp32): a partial sum can only start from zeros",
-    mask_at_a_fraction: "right_fill: takes a register tile, an integer and a number, got rt(16, 64, fp32)",
-    mask_of_a_vector: "causal: takes a register tile, an integer and a number, got col_vec(16, fp32)",
-    warpgroup_mask_of_an_array: "warpgroup.causal: takes a register tile, an integer and a number, got array",
+    mask_at_a_fraction: "right_fill: takes a register tile in row layout, an integer and a number, got rt(16, 64, fp32)",
+    mask_of_a_vector: "causal: takes a register tile in row layout, an integer and a number, got col_vec(16, fp32)",
+    warpgroup_mask_of_an_array: "warpgroup.causal: takes a register tile in row layout, an integer and a number, got array",
     a_tile_in_flight_added: "add: this tile is still in flight: pending rt(16, 64, fp32); take it with warpgroup.wait",
     a_tile_in_flight_stored: "store: this tile is still in flight: pending rt(16, 64, fp32)",
     an_accumulator_in_flight: "mma_AB: this tile is still in flight: pending rt(16, 64, fp32)",

@@ -22,10 +22,15 @@ SHAPES = [(16, 16), (32, 16), (16, 64), (48, 32)]
 DTYPES = [fp32, bf16, fp16]
 
 
-@pytest.mark.parametrize(("name", "shape", "dtype"), pairs(list(FACES) * 2, SHAPES + SHAPES[:1], [*DTYPES, fp32]))
-def test_every_combination(run, sample, name, shape, dtype):
+SIDES = ["row", "col", "row", "row", "col"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "side"), pairs(list(FACES) * 2, SHAPES + SHAPES[:1], [*DTYPES, fp32], SIDES)
+)
+def test_every_combination(run, sample, name, shape, dtype, side):
     face, reference, ulp = FACES[name]
-    T = rt(*shape, dtype)
+    T = rt(*shape, dtype, side)
 
     @cuda.jit
     def body(x, y, c, r, number, xy, xc, cx, xr, rx, xn, nx, cc, cn, rr):

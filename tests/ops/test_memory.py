@@ -1,5 +1,6 @@
 """ops/memory.py: tiles and vectors to and from global arrays and shared tiles, by one warp and by four."""
 
+import lanes
 import numpy as np
 import pytest
 from numba import cuda
@@ -27,10 +28,12 @@ PLACES = [(0, 0), (3, 5), (-7, 2), (4, -9), (30, 33), (-16, 0), (0, 45), (-100, 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "order", "step"), pairs(DTYPES, [(0, 1), (1, 0)], [1, 1, 2, 3]), ids=lambda v: str(v).replace(" ", "")
+    ("dtype", "order", "step", "side"),
+    pairs(DTYPES, [(0, 1), (1, 0)], [1, 1, 2, 3], ["row", "col", "row", "row", "col"]),
+    ids=lambda v: str(v).replace(" ", ""),
 )
-def test_tiles_ragged_on_every_side(run, sample, dtype, order, step):
-    T, shape, n = rt(16, 32, dtype), (37, 45), len(PLACES)
+def test_tiles_ragged_on_every_side(run, sample, dtype, order, step, side):
+    T, shape, n = rt(16, 32, dtype, side), (37, 45), len(PLACES)
 
     @cuda.jit
     def body(x, at, back, y):
@@ -76,9 +79,9 @@ def test_any_two_axes_in_any_order(run, sample, dtype):
     assert (d[:, 1] == x[3, 1, :32, :16].T).all() and np.isnan(d[:, 0].astype(np.float32)).all()
 
 
-@pytest.mark.parametrize(("dtype", "step"), pairs(DTYPES, [1, 2]))
-def test_vectors(run, sample, dtype, step):
-    T, starts = rt(32, 48, dtype), [0, 7, -9, 50, 90, -200]
+@pytest.mark.parametrize(("dtype", "step", "side"), pairs(DTYPES, [1, 2], ["row", "col", "row", "col"]))
+def test_vectors(run, sample, dtype, step, side):
+    T, starts = rt(32, 48, dtype, side), [0, 7, -9, 50, 90, -200]
     n = len(starts)
 
     @cuda.jit
@@ -162,13 +165,13 @@ def test_four_warps_one_below_the_other(run, sample):
 
 
 # ---- shared tiles --------------------------------------------------------------------------------------------------
-SHARED = pairs(WIDTHS, [fp32, bf16, fp16, bf16], [(16, 64), (32, 128), (48, 64)])
+SHARED = pairs(WIDTHS, [fp32, bf16, fp16, bf16], [(16, 64), (32, 128), (48, 64)], ["row", "col", "col", "row"])
 
 
-@pytest.mark.parametrize(("width", "dtype", "shape"), SHARED)
-def test_shared_and_back(run, sample, width, dtype, shape):
+@pytest.mark.parametrize(("width", "dtype", "shape", "side"), SHARED)
+def test_shared_and_back(run, sample, width, dtype, shape, side):
     """Through a shared tile by one warp, out again as another dtype: the same layout whoever reads it."""
-    S, T, other = st(*shape, dtype, width), rt(*shape, dtype), rt(*shape, fp16 if dtype is fp32 else fp32)
+    S, T, other = st(*shape, dtype, width), rt(*shape, dtype, side), rt(*shape, fp16 if dtype is fp32 else fp32, side)
     smem = tiles.shared(a=S, b=S)
 
     @cuda.jit
@@ -187,6 +190,45 @@ def test_shared_and_back(run, sample, width, dtype, shape):
     run(body, x, same, converted, shared=smem)
     assert (same == x).all()
     assert (converted == (x.astype(np.float16) if dtype is fp32 else x).astype(dtype.np)).all()
+
+
+@pytest.mark.parametrize(("width", "dtype"), pairs(WIDTHS, [*DTYPES, bf16]))
+def test_both_layouts_see_the_same_tile(run, sample, width, dtype):
+    """Stored in one layout, loaded in the other: ldmatrix with .trans and without."""
+    S, R, C = st(32, 64, dtype, width), rt(32, 64, dtype), rt(32, 64, dtype, "col")
+    smem = tiles.shared(a=S, b=S)
+
+    @cuda.jit
+    def body(x, by_col, by_row):
+        a, b = smem.open()
+        store(a, load(x, R, (0, 0)))
+        store(b, load(x, C, (0, 0)))
+        cuda.syncthreads()
+        store(by_col, load(a, C), (0, 0))
+        store(by_row, load(b, R), (0, 0))
+
+    x, by_col, by_row = sample(S.shape, dtype), blank(S.shape, dtype), blank(S.shape, dtype)
+    run(body, x, by_col, by_row, shared=smem)
+    assert (by_col == x).all() and (by_row == x).all()
+
+
+@pytest.mark.parametrize("side", ["row", "col"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_where_there_is_no_stmatrix(sample, dtype, side):
+    """The same on sm_80, by plain stores."""
+    S, T = st(32, 64, dtype), rt(32, 64, dtype, side)
+    smem = tiles.shared(a=S)
+
+    @cuda.jit
+    def body(x, out):
+        (a,) = smem.open()
+        store(a, load(x, T, (0, 0)))
+        cuda.syncthreads()
+        store(out, load(a, T), (0, 0))
+
+    x, out = sample(S.shape, dtype), blank(S.shape, dtype)
+    machine = lanes.run(body, (x, out), arch=80)
+    assert (out == x).all() and "stmatrix" not in machine.ways
 
 
 @pytest.mark.parametrize(("width", "dtype", "rows"), pairs(WIDTHS, [bf16, fp32, fp16], [16, 32, 16, 16]))

@@ -19,11 +19,14 @@ def tiles(width, dtype):
 
 
 # ---- registers -----------------------------------------------------------------------------------------------------
-@given(BLOCKS, BLOCKS)
-def test_every_element_of_a_register_tile_is_held_once(high, wide):
-    tile = rt(16 * high, 16 * wide, fp32)
+LAYOUTS = some.sampled_from(["row", "col"])
+
+
+@given(BLOCKS, BLOCKS, LAYOUTS)
+def test_every_element_of_a_register_tile_is_held_once(high, wide, order):
+    tile = rt(16 * high, 16 * wide, fp32, order)
     index = np.arange(tile.elements)
-    rows, cols = layout.element(LANES[:, None], index, tile.cols)
+    rows, cols = tile.element(LANES[:, None], index)
     held = np.zeros(tile.shape, int)
     np.add.at(held, (rows, cols), 1)
     assert (held == 1).all()
@@ -49,13 +52,33 @@ def test_an_accumulator_is_what_wgmma_writes(n):
     assert (cols == LANES[:, None] % 4 * 2 + i // 4 * 8 + i % 2).all()
 
 
+def test_a_column_layout_base_tile_is_two_fragments_of_b():
+    """PTX ISA, "Matrix Fragments for mma.m16n8k16", B: groupID = lane / 4, thread = lane % 4;
+    row = 2 thread + (i & 1), + 8 for i >= 2; col = groupID. The base tile's elements 0 1 4 5 are the left fragment's, 2 3 6 7
+    the right one's."""
+    for lane in range(32):
+        for half, elements in enumerate([(0, 1, 4, 5), (2, 3, 6, 7)]):
+            for i, e in enumerate(elements):
+                row = lane % 4 * 2 + (i & 1) + (8 if i >= 2 else 0)
+                assert layout.column_element(lane, e, 16) == (row, lane // 4 + 8 * half)
+
+
 @given(BLOCKS, BLOCKS)
-def test_vectors_lie_beside_the_elements_they_broadcast_to(high, wide):
-    tile = rt(16 * high, 16 * wide, fp32)
+def test_the_column_layout_is_the_transpose(high, wide):
+    """A b of shape (k, n) in column layout lies as its transpose in row layout, register by register: AB is ABt."""
+    tile, across = rt(16 * high, 16 * wide, fp32, "col"), rt(16 * wide, 16 * high, fp32)
     index = np.arange(tile.elements)
-    rows, cols = layout.element(LANES[:, None], index, tile.cols)
-    assert (layout.col_vec_element(LANES[:, None], np.array(tile.lane_index(tile.col_vec))) == rows).all()
-    assert (layout.row_vec_element(LANES[:, None], np.array(tile.lane_index(tile.row_vec))) == cols).all()
+    rows, cols = tile.element(LANES[:, None], index)
+    assert all((x == y).all() for x, y in zip(across.element(LANES[:, None], index), (cols, rows), strict=True))
+
+
+@given(BLOCKS, BLOCKS, LAYOUTS)
+def test_vectors_lie_beside_the_elements_they_broadcast_to(high, wide, order):
+    tile = rt(16 * high, 16 * wide, fp32, order)
+    index = np.arange(tile.elements)
+    rows, cols = tile.element(LANES[:, None], index)
+    assert (tile.col_vec.element(LANES[:, None], np.array(tile.lane_index(tile.col_vec))) == rows).all()
+    assert (tile.row_vec.element(LANES[:, None], np.array(tile.lane_index(tile.row_vec))) == cols).all()
     assert set(tile.lane_index(tile.col_vec)) == set(range(tile.col_vec.elements))
     assert set(tile.lane_index(tile.row_vec)) == set(range(tile.row_vec.elements))
 

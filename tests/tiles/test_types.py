@@ -21,6 +21,11 @@ def test_register_tiles_hold_what_registers_compute_with():
         rt(16, 16, fp8e4m3)
 
 
+def test_register_tiles_are_laid_out_by_row_or_column():
+    with pytest.raises(ValueError, match=r"rt: layout must be one of \('row', 'col'\), got 'diagonal'"):
+        rt(16, 16, fp32, "diagonal")
+
+
 @pytest.mark.parametrize("rows", [0, 4, -8, 12])
 def test_shared_tiles_are_made_of_eight_rows(rows):
     with pytest.raises(ValueError, match=f"st: rows must be a positive multiple of 8, got {rows}"):
@@ -44,7 +49,9 @@ def test_rows_of_shared_tiles_have_whole_panels():
     "spec, text",
     [
         (rt(16, 64, bf16), "rt(16, 64, bf16)"),
+        (rt(16, 64, bf16, "col"), "rt(16, 64, bf16, col)"),
         (rt(16, 64, bf16).col_vec, "col_vec(16, bf16)"),
+        (rt(16, 64, bf16, "col").col_vec, "col_vec(16, bf16, col)"),
         (rt(16, 64, fp32).row_vec, "row_vec(64, fp32)"),
         (rv(16, fp32, "col_vec", partial=True), "partial col_vec(16, fp32)"),
         (pending(rt(16, 64, fp32)), "pending rt(16, 64, fp32)"),
