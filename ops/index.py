@@ -7,7 +7,7 @@ from tiles.op import integer, lowers, op
 
 @op
 def split(index, extent):
-    """A flat index as (inner, outer) = (index % extent, index // extent); both at least 0, extent at least 1, below 2**32."""
+    """A flat index as (inner, outer) = (index % extent, index // extent); 0 <= index < 2**31, 1 <= extent < 2**31."""
     return index % extent, index // extent
 
 

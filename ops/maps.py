@@ -15,7 +15,7 @@ from numba.cuda import types
 
 from tiles.op import lowers, number, op
 from tiles.plumbing import f32
-from tiles.types import rt, rv, whole
+from tiles.types import rt, rv, st, whole
 from tiles.values import Tile
 
 FAST = ("contract",)
@@ -35,8 +35,15 @@ def _scaled(factor, emit):
 
 
 # ---- two arguments -------------------------------------------------------------------------------------------------
+def _needs_registers(name, *specs):
+    for spec in specs:
+        if isinstance(spec, st):
+            raise TypeError(f"{name}: {spec} lies in shared memory: load(...) it first")
+
+
 def _broadcast(name, x, y):
     """The type of a map of x and y; None if neither is a tile or vector."""
+    _needs_registers(name, x, y)
     given = [s for s in (x, y) if isinstance(s, (rt, rv))]
     if not given:
         return None
@@ -161,6 +168,7 @@ def _map(name, emit):
 
 def _negation(x):
     """The rule of -x, where x is a tile or vector."""
+    _needs_registers("neg", x)
     return _negated(x) if isinstance(x, (rt, rv)) else None
 
 

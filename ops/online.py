@@ -15,8 +15,9 @@ from tiles.types import rt, rv
 
 @op
 def lazy_maximum(old, new, slack):
-    """new where it exceeds old by more than `slack`, else old; vectors of one type, slack a number."""
-    return np.where(new.array - old.array > np.float32(slack), new.array, old.array)
+    """new where it exceeds old by more than `slack`, else old; vectors of one type, slack a number. A NaN never exceeds."""
+    growth = new.array.astype(np.float32) - old.array.astype(np.float32)
+    return np.where(growth > np.float32(slack), new.array, old.array)
 
 
 @lowers(lazy_maximum)
@@ -35,7 +36,8 @@ def _(old, new, slack):
 
 @op
 def rescale(tile, alpha):
-    """tile * alpha, one factor a row; a warp all of whose factors are 1 skips the multiplications."""
+    """tile * alpha, one factor a row, for an fp32 tile and its col_vec; a warp all of whose factors are 1 skips the
+    multiplications."""
     return tile.array * alpha.array
 
 

@@ -65,7 +65,8 @@ def tma_load(tile, source, at, bar):
 
 @op
 def tma_store(target, at, tile):
-    """Copy a shared tile to target[at], with no fence before."""
+    """Copy a shared tile to target[at], with no fence before. It writes whole chunks of 16 bytes, past the end of a row of
+    the array that is no multiple of them."""
     here().store_async(target, at, tile)
 
 
@@ -100,7 +101,7 @@ def _emit_load(b, specs, tile, source, at, bar):
 
 def _emit_store(b, specs, target, at, tile):
     with b.if_then(elected(b, LANES)):
-        ptx.tma_store(b, specs[0], target, b.unpack(at), tile)
+        ptx.tma_store(b, specs[0], target, b.unpack(at), specs[2], tile)
 
 
 _lowers(arrive, barrier, emit=_one_lane(ptx.mbarrier_arrive))

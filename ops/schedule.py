@@ -3,9 +3,9 @@
 The blocks take the tiles in turn, back and forth: of 4 blocks, block 0 takes tiles 0, 7, 8, 15, ..., block 3 takes 3, 4, 11,
 12, ... So if the tiles come longest first, every block gets about the same amount of work.
 
-    r = 0
+    r = 0                          # the grid has one axis: tiles.launch(kernel, grid=multiprocessors, ...)
     while snake(r) < tiles:
-        ...
+        ...                        # tile number snake(r)
         r += 1
 """
 
@@ -18,7 +18,7 @@ from tiles.plumbing import i1
 
 @op
 def snake(r):
-    """The number of the r-th tile, below 2**31, that this block takes."""
+    """The number of the r-th tile, r from 0, that this block of a grid along x takes; it grows with r, and is below 2**31."""
     (block, _, _), (blocks, _, _) = here().block.index, here().block.grid
     return r * blocks + (blocks - 1 - block if r % 2 else block)
 

@@ -11,7 +11,8 @@ from numba.cuda.printimpl import print_item
 
 from tiles import layout
 from tiles.plumbing import Builder, Value, f32
-from tiles.types import rt, rv
+from tiles.refused import check_print
+from tiles.types import rt
 
 ARGUMENTS = 32  # that vprintf takes
 f64 = ir.DoubleType()
@@ -44,14 +45,13 @@ def _printf(b, buffer, text, *values):
 
 @print_item.register(Value)
 def _(tile, *_):
-    raise TypeError(f"print: a tile is printed by itself, print(tile), got {tile} among other arguments")
+    check_print(None, tile.spec)
 
 
 @registry.lower(print, Value)
 def _(context, builder, sig, args):
     b, spec = Builder(builder, context), sig.args[0].spec
-    if not isinstance(spec, (rt, rv)) or getattr(spec, "partial", False):
-        raise TypeError(f"print: takes a register tile or vector, got {spec}")
+    check_print(spec)
     elements = b.elements(spec, args[0])
     buffer = cgutils.alloca_once(b, ir.ArrayType(f64, ARGUMENTS))
     place = [b.special(f"ctaid.{axis}") for axis in "xyz"] + [b.lshr(b.special("tid.x"), b.u32(5))]

@@ -1,4 +1,11 @@
-"""Views of shared tiles."""
+"""Views of shared tiles: a block loads one tile, and each of its warpgroups works on a part of the rows.
+
+    queries = subtile(q.wait(r), 64, warpgroup.id())
+    s = warpgroup.mm_ABt(queries, k.wait(j))
+
+A part may be loaded, stored, multiplied and copied by TMA like a tile of its own. Swizzles repeat every 8 rows, so it lies as
+such a tile would, but for its panels, which are as far apart as the whole tile's (`st.whole`).
+"""
 
 from dataclasses import replace
 
@@ -10,18 +17,14 @@ from tiles.values import SharedTile
 
 @op
 def subtile(tile, rows, index):
-    """Rows index * rows .. (index + 1) * rows of a shared tile, as a shared tile: one warpgroup's part of what all load.
-    `rows`, a multiple of 8 that divides the tile's rows, must be known when the kernel is compiled."""
+    """The `index`-th part of `rows` rows of a shared tile, rows index * rows and following, as a shared tile. No copy.
+    `rows`, a multiple of 8 that divides the tile's rows, must be known when the kernel is compiled; `index` from 0."""
     if not 0 <= index < tile.rows // rows:
         raise here().hazard(f"subtile {index} of {rows} rows lies outside {tile.spec}")
     first = index * rows
-    part = _part(tile.spec, rows)
     name = f"rows {first} to {first + rows - 1} of {tile.name}"
-    return SharedTile(part, tile.address + first * tile.width, name, tile.slot, tile.number, tile.first + first)
-
-
-def _part(tile, rows):
-    return replace(tile, rows=rows, whole=tile.whole)
+    address = tile.address + first * tile.width
+    return SharedTile(replace(tile.spec, rows=rows), address, name, tile.slot, tile.number, tile.first + first)
 
 
 @lowers(subtile)
@@ -30,4 +33,5 @@ def _(tile, rows: int, index):
         raise TypeError(f"subtile: takes a shared tile, its rows and an integer, got {tile} and {index}")
     if rows < 8 or rows % 8 or tile.rows % rows:
         raise TypeError(f"subtile: rows must be a multiple of 8 that divides {tile.rows}, got {rows}")
-    return _part(tile, rows), lambda b, address, _, i: b.add(address, b.mul(b.u32(i), b.u32(rows * tile.width)))
+    step = rows * tile.width
+    return replace(tile, rows=rows), lambda b, address, _, i: b.add(address, b.mul(b.u32(i), b.u32(step)))

@@ -15,7 +15,7 @@ from tiles.interpreter.block import WARPGROUP
 from tiles.layout import LANES
 from tiles.op import integer, lowers, op
 from tiles.plumbing import compile_time, i64, void
-from tiles.shared import elected
+from tiles.shared import check_tensor, elected
 from tiles.types import gl, pending, rt, st
 from tiles.values import Pending
 
@@ -276,9 +276,10 @@ def _():
 
 @op
 def tma_store(target, at, tile):
-    """target[at] = a shared tile that this warpgroup wrote, by TMA; rows and columns outside the array are left out. Meets
-    first, so that all four warps' stores are in it. Follow with `store_wait` before the end, and with `store_wait` and `sync`
-    before the tile is written again."""
+    """target[at] = a shared tile, or a part of one, that this warpgroup wrote, by TMA; rows and columns outside the array are
+    left out. Meets first, so that all four warps' stores are in it. Follow with `store_wait` before the end, and with
+    `store_wait` and `sync` before the tile is written again. TMA writes 16 bytes at a time: TypeError for an array whose
+    columns are not a multiple of that, since what lies behind them would be overwritten."""
     warp = here()
     _meet(warp)
     if warp.rank == 0:
@@ -287,15 +288,21 @@ def tma_store(target, at, tile):
 
 @lowers(tma_store)
 def _(target, at, tile):
-    if not (isinstance(target, gl) and isinstance(tile, st) and target.tile == tile):
-        raise TypeError(f"tma_store: the target takes {getattr(target, 'tile', target)}, got {tile}")
+    check_tensor("tma_store", target)
+    if not (isinstance(tile, st) and target.tile.alone == tile.alone):
+        raise TypeError(f"tma_store: the target takes {target.tile}, got {tile}")
+    if not target.storable:
+        raise TypeError(
+            f"tma_store: TMA writes 16 bytes at a time, and would write past columns that are not a multiple of that: "
+            f"{target}; use warpgroup.store, or an array with room"
+        )
     if not (isinstance(at, types.BaseTuple) and 1 <= len(at) <= target.rank and all(map(integer, at))):
         raise TypeError(f"tma_store: `at` must be up to {target.rank} integers, got {memory.said(at)}")
 
     def emit(b, vtarget, vat, vtile):
         _emit_meet(b)
         with b.if_then(elected(b, THREADS)):
-            ptx.tma_store(b, target, vtarget, b.unpack(vat), vtile)
+            ptx.tma_store(b, target, vtarget, b.unpack(vat), tile, vtile)
 
     return void, emit
 

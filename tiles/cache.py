@@ -108,7 +108,9 @@ def _hash(*parts) -> bytes:
 
 
 def covered(name) -> bool:
-    """Does the key hold this module already, by its source or its version?"""
+    """Does the key hold this module already, by its source or its version? Not if a function says of none (exec's do)."""
+    if not isinstance(name, str):
+        return False
     root, module = name.partition(".")[0], sys.modules.get(name)
     file = getattr(module, "__file__", None)
     if file and any(folder in Path(file).parents for folder in HOUSE):
@@ -126,7 +128,7 @@ def covered(name) -> bool:
 def _named(value):
     """Whether a function or class is what its covered module holds under its name, so that the name says it all."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-    if not isinstance(module, str) or not covered(module):
+    if not covered(module):
         return False
     found: object = sys.modules.get(module)
     for part in name.split("."):

@@ -46,12 +46,12 @@ def _machine_code(kernel, signature, target: Device):
         except Exception as error:
             lacks = list(dict.fromkeys(_LACKS.findall(str(error))))
             if lacks:
-                title = kernel.py_func.__qualname__
+                title = kernel.py_func.__name__
                 raise RuntimeError(f"{title} uses {', '.join(lacks[:4])}, which {target} does not have") from error
             raise
         cache.store(name, compiled)
     for line in compiled.warnings:
-        warnings.warn(f"{kernel.py_func.__qualname__}: {line}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{kernel.py_func.__name__}: {line}", RuntimeWarning, stacklevel=2)
     return compiled
 
 
@@ -214,7 +214,7 @@ class Launch:
     @property
     def title(self):
         """The kernel's name."""
-        return self.kernel.py_func.__qualname__
+        return self.kernel.py_func.__name__
 
     def __str__(self):
         return f"launch({self.title}, {self.grid}, {self.block})"

@@ -219,11 +219,14 @@ def numba_type(spec):
     return types.BaseTuple.from_types([numba_type(s) for s in spec]) if isinstance(spec, tuple) else Value(spec)
 
 
+_STATEMENTS = (typeinfer.CallConstraint, typeinfer.SetItemConstraint, typeinfer.StaticSetItemConstraint)
+
+
 def kernel_line():
     """file:line of the call that Numba is typing. A plain TypeError with it reaches the user as it is; Numba's TypingError
     would drown in candidates."""
     frame = sys._getframe()
-    while frame and not isinstance(frame.f_locals.get("self"), typeinfer.CallConstraint):
+    while frame and not isinstance(frame.f_locals.get("self"), _STATEMENTS):
         frame = frame.f_back
     return "\n" + frame.f_locals["self"].loc.strformat() if frame else ""
 
@@ -264,6 +267,22 @@ def teach_numba(op):
     infer(Template)
     infer_global(op.face, types.Function(Template))
     op.template = Template
+
+
+def refuse(face, check):
+    """Let `check(*specs)` refuse calls of a foreign face (`operator.gt`, `math.exp`) with a TypeError."""
+
+    class Template(AbstractTemplate):
+        key, metadata = face, {"target": "cuda"}
+
+        def generic(self, args, kws):
+            try:
+                check(*map(spec_of, args))
+            except TypeError as error:
+                raise TypeError(f"{error}{kernel_line()}") from None
+
+    infer(Template)
+    infer_global(face, types.Function(Template))
 
 
 def inline(function):

@@ -74,14 +74,14 @@ def tma_load(b, gl, to, source, at, bar):
         )  # fmt: skip
 
 
-def tma_store(b, gl, target, at, tile):
-    """Start copying a shared tile to the tile at `at`, as one bulk group."""
+def tma_store(b, gl, target, at, spec, tile):
+    """Start copying a shared tile of type `spec` to the tile at `at`, as one bulk group."""
     box = _box(b, gl, at)
     for p in range(gl.tile.panels):
         text, coordinates = _coordinates(b, gl, box, p, 2)
         b.do(
             f"cp.async.bulk.tensor.{gl.rank}d.global.shared::cta.tile.bulk_group [$0, {text}], [$1];",
-            target, b.add(tile, b.u32(p * gl.tile.panel_bytes)), *coordinates,
+            target, b.add(tile, b.u32(p * spec.panel_bytes)), *coordinates,
         )  # fmt: skip
     b.do("cp.async.bulk.commit_group;")
 

@@ -43,6 +43,7 @@ class ring:
     def __post_init__(self):
         if self.stages < 1 or self.readers < 1:
             raise ValueError(f"ring: stages and readers must be positive, got {self.stages} and {self.readers}")
+        _needs_whole("ring", self.tile)
 
     def __str__(self):
         return f"ring({self.tile}, {self.stages} stages, {self.readers} readers)"
@@ -80,6 +81,8 @@ class shared:
         for name, item in items.items():
             if not isinstance(item, (ring, st, barrier)):
                 raise TypeError(f"shared: {name} must be a ring, an st or a barrier, got {item!r}")
+            if isinstance(item, st):
+                _needs_whole("shared", item)
         tiles = {n: i for n, i in items.items() if not isinstance(i, barrier)}
         self.starts = {}
         for name, item in tiles.items():
@@ -127,6 +130,11 @@ class shared:
         return tuple(item if isinstance(item, ring) else block.opened[name] for name, item in self.items.items())
 
 
+def _needs_whole(name, tile):
+    if tile.whole != tile.rows:
+        raise ValueError(f"{name}: {tile} is a part; lay out the whole, and take subtile(...) of it in the kernel")
+
+
 # ---- meanings ------------------------------------------------------------------------------------------------------
 def _slot(ring, j):
     block = here().block
@@ -166,6 +174,14 @@ def elected(b, group):
     return b.icmp_unsigned("==", b.and_(b.special("tid.x"), b.u32(group - 1)), b.u32(0))
 
 
+def check_tensor(name, spec):
+    """TypeError if this is not the type of a `tensor`."""
+    if isinstance(spec, types.Array):
+        raise TypeError(f"{name}: TMA must be told how the array is cut: pass tiles.tensor(array, tile) to the launch, got {spec}")
+    if not isinstance(spec, gl):
+        raise TypeError(f"{name}: takes a tiles.tensor, got {spec}")
+
+
 def _needs_index(name, j):
     if not integer(j):
         raise TypeError(f"{name}: the tile's number j must be an integer, got {j}")
@@ -198,8 +214,9 @@ def _(smem):
 @lowers(ring.fill)
 def _(ring, j, source, at):
     _needs_index("fill", j)
-    if not isinstance(source, gl) or source.tile != ring.tile:
-        raise TypeError(f"fill: the ring holds {ring.tile}, the source gives {getattr(source, 'tile', source)}")
+    check_tensor("fill", source)
+    if source.tile != ring.tile:
+        raise TypeError(f"fill: the ring holds {ring.tile}, the source gives {source.tile}")
     if not isinstance(at, types.BaseTuple) or not 1 <= len(at) <= source.rank:
         raise TypeError(f"fill: `at` must be a tuple of up to {source.rank} integers, got {at}")
 

@@ -120,7 +120,7 @@ class pending:
 class st:
     """A tile in shared memory, stored in swizzled panels `width` bytes wide: 128, 64 or 32, by default the widest that
     divides a row. rows: a multiple of 8; a row: a multiple of 32 bytes. `whole`: the rows of the tile that this one is a part
-    of (see ops.subtile), which its panels are apart; its own by default."""
+    of (see ops.subtile): its panels are that many rows apart. By default its own, and it is no part."""
 
     rows: int
     cols: int
@@ -131,6 +131,8 @@ class st:
     def __post_init__(self):
         if self.rows < 8 or self.rows % 8:
             raise ValueError(f"st: rows must be a positive multiple of 8, got {self.rows}")
+        if self.whole and (self.whole < self.rows or self.whole % 8):
+            raise ValueError(f"st: whole must be a multiple of 8 and at least the {self.rows} rows, got {self.whole}")
         row = self.cols * self.dtype.itemsize
         object.__setattr__(self, "width", self.width or layout.swizzle_width(row))
         object.__setattr__(self, "whole", self.whole or self.rows)
@@ -147,8 +149,13 @@ class st:
 
     @property
     def nbytes(self):
-        """Bytes of the whole tile."""
+        """Bytes of its elements."""
         return self.rows * self.cols * self.dtype.itemsize
+
+    @property
+    def alone(self):
+        """The type of a tile like this one that is no part of another."""
+        return replace(self, whole=0)
 
     @property
     def panel_cols(self):
@@ -190,15 +197,17 @@ class gl:
     """A global array of `rank` axes as TMA sees it, cut into tiles along the axes `rows` and `cols`.
 
     In a kernel it is indexed by one number per axis: the tile axes count tiles, the others elements; trailing indices
-    left out are 0. On the host, `tiles.tensor(array, tile, rows=, cols=)` makes one."""
+    left out are 0. `storable`: the array has whole chunks of 16 bytes along `cols`; TMA writes no less than one, so that it
+    would write past the end of others. On the host, `tiles.tensor(array, tile, rows=, cols=)` makes one."""
 
     tile: st
     rank: int
     rows: int
     cols: int
+    storable: bool = True
 
     def __str__(self):
-        return f"gl({self.tile} over axes {self.rows}, {self.cols} of {self.rank})"
+        return f"gl({self.tile} over axes {self.rows}, {self.cols} of {self.rank}{', not storable' * (not self.storable)})"
 
     def origin(self, at):
         """Element index of the tile at `at`, per axis."""

@@ -8,6 +8,7 @@ from numba.cuda.np.numpy_support import from_dtype
 
 from .dtypes import DTYPES, bf16, fp16, fp32
 from .op import OPS, Name, operator
+from .refused import REFUSED, check_branch, refuse_values
 from .types import gl, pending, rt, rv, st
 
 
@@ -32,7 +33,7 @@ class Tile:
     __repr__ = __str__
 
     def __bool__(self):
-        raise TypeError(f"a branch cannot depend on a tile: {self.spec}")
+        return refuse_values(check_branch, self)
 
     def __neg__(self):
         return OPS[operator.neg](self)
@@ -49,16 +50,7 @@ class Pending:
     def __str__(self):
         return str(self.spec)
 
-    def __bool__(self):
-        raise TypeError(f"this tile is still in flight: {self.spec}; take it with warpgroup.wait(...) first")
-
-    __neg__ = Tile.__neg__
-
-
-for _name, _class in itertools.product(("add", "sub", "mul", "truediv"), (Tile, Pending)):
-    _face = getattr(operator, _name)
-    setattr(_class, f"__{_name}__", lambda self, other, face=_face: OPS[face](self, other))
-    setattr(_class, f"__r{_name}__", lambda self, other, face=_face: OPS[face](other, self))
+    __bool__, __neg__ = Tile.__bool__, Tile.__neg__
 
 
 class SharedTile:
@@ -74,19 +66,36 @@ class SharedTile:
     def __str__(self):
         return f"{self.name}: {self.spec}"
 
+    __bool__, __neg__ = Tile.__bool__, Tile.__neg__
+
+
+for _name, _class in itertools.product(("add", "sub", "mul", "truediv"), (Tile, Pending, SharedTile)):
+    _face = getattr(operator, _name)
+    setattr(_class, f"__{_name}__", lambda self, other, face=_face: OPS[face](self, other))
+    setattr(_class, f"__r{_name}__", lambda self, other, face=_face: OPS[face](other, self))
+
+for _row, _class in itertools.product(REFUSED, (Tile, Pending, SharedTile)):
+    for _name in _row.methods:
+        setattr(_class, f"__{_name}__", lambda *values, row=_row: refuse_values(row.check, *values))
+
+
+CHUNK = 16  # bytes: what TMA writes at once
+
 
 class tensor:
     """A global array cut into tiles for TMA: `tensor(q, st(64, 128, bf16), rows=1, cols=3)` for q of shape (B, S, H, D).
 
     array: NumPy, or anything with `__dlpack__` or `__cuda_array_interface__`. tile: the shared tile that copies go to or
     come from; rows, cols: the axes of the array that its rows and columns run along (the last two by default). Other
-    axes are indexed one at a time. What a tile has outside the array is zero on load and left alone on store."""
+    axes are indexed one at a time. What a tile has outside the array is zero on load and left alone on store. TMA writes
+    16 bytes at a time: an array whose axis `cols` is not a multiple of 16 bytes can only be loaded from."""
 
     def __init__(self, array, tile: st, rows: int = -2, cols: int = -1):
         rank = len(array.shape)
         if not 2 <= rank <= 5:
             raise ValueError(f"tensor: TMA takes arrays of 2 to 5 axes, got shape {tuple(array.shape)}")
-        self.array, self.spec = array, gl(tile, rank, rows % rank, cols % rank)
+        storable = array.shape[cols] * tile.dtype.itemsize % CHUNK == 0
+        self.array, self.spec = array, gl(tile, rank, rows % rank, cols % rank, storable)
         if self.spec.rows == self.spec.cols:
             raise ValueError(f"tensor: rows and cols must be different axes, got {rows} and {cols} of {rank}")
 

@@ -11,6 +11,7 @@ from numba.cuda.descriptor import cuda_target
 
 from ..layout import LANES
 from ..op import OPS
+from ..refused import REFUSED, check_print, refuse_values
 from .warp import Warp
 
 
@@ -124,6 +125,7 @@ class Bounded(np.ndarray):
 
 def say(*values, **options):
     """print, by a warp."""
+    refuse_values(check_print, *values)
     builtins.print(f"[block {here().block.index}, warp {here().index}]", *values, **options)
 
 
@@ -138,9 +140,23 @@ class Module:
         return value
 
 
+def _guarded(function, row):
+    def call(*args, **kwargs):
+        refuse_values(row.check, *args)
+        return function(*args, **kwargs)
+
+    return call
+
+
+GUARDED = {function: _guarded(function, row) for row in REFUSED for function in row.functions}
+BUILTINS = {f.__name__: call for f, call in GUARDED.items() if getattr(builtins, f.__name__, None) is f}
+
+
 def _swap(value, seen):
     if value is cuda:
         return Cuda()
+    if isinstance(value, (python.BuiltinFunctionType, np.ufunc)) and value in GUARDED:
+        return GUARDED[value]
     if isinstance(value, python.ModuleType):
         return Module(value, seen)
     if hasattr(value, "py_func") or hasattr(value, "dispatcher"):
@@ -171,7 +187,7 @@ def rebind(function, seen):
     function = getattr(function, "py_func", function)
     if function in seen:
         return seen[function]
-    space = {"__builtins__": builtins, "print": say}
+    space = {"__builtins__": builtins, "print": say, **BUILTINS}
     cells = tuple(python.CellType() for _ in function.__closure__ or ())
     new = seen[function] = python.FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
     new.__kwdefaults__ = function.__kwdefaults__

@@ -116,6 +116,8 @@ class Warp(greenlet):
     def store_async(self, target, at, tile):
         """Start a copy of a shared tile to target[at]."""
         self._inside(target, at)
+        if not target.spec.storable:
+            raise self.hazard(f"TMA writes 16 bytes at a time, and would write past the columns of {target.spec}")
         self._not_released(tile, f"stores {tile.name} by TMA")
         shadow, cells, agent = self.block.shadow, span(tile), self.block.store_agents[self.index]
         self._allowed(shadow.unreadable(self.clock, cells, True), f"stores {tile.name} by TMA")

@@ -1,0 +1,113 @@
+"""What Python or NumPy would do with a tile and kernels cannot: one table says what to use instead, in both backends.
+
+Operators and functions that the ops do have are not here (ops/maps.py). Everything refused here is a TypeError.
+"""
+
+import builtins
+import math
+import operator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .plumbing import refuse
+from .types import gl, pending, rt, rv, st
+
+TILES = (rt, rv, pending, st, gl)
+ARITHMETIC = ("matmul", "pow", "floordiv", "mod")  # operators that have forms `x op= y` and, in Python, `__rop__`
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What is not done with tiles, what to use instead; by which operators and functions one would do it."""
+
+    deed: str
+    instead: str
+    operators: tuple[str, ...] = ()  # as the module `operator` names them
+    functions: tuple = ()
+
+    @property
+    def methods(self):
+        """The special methods that Python calls for the operators, without their underscores: gt; pow and rpow."""
+        return [*self.operators, *(f"r{name}" for name in self.operators if name in ARITHMETIC)]
+
+    @property
+    def faces(self):
+        """What Numba calls them."""
+        names = [*self.operators, *(f"i{name}" for name in self.operators if name in ARITHMETIC)]
+        return [*(getattr(operator, name) for name in names), *self.functions]
+
+    def check(self, *specs):
+        """TypeError if there is a tile among these types."""
+        found = [str(spec) for spec in specs if isinstance(spec, TILES)]
+        if found:
+            raise TypeError(f"a tile cannot be {self.deed}: {self.instead}; got {' and '.join(found)}")
+
+
+def _in_numpy(names):
+    return tuple(getattr(np, name) for name in names.split())
+
+
+REFUSED = (
+    Refused(
+        "compared",
+        "take maximum or minimum of two, or mask with causal or right_fill",
+        ("lt", "le", "gt", "ge", "eq", "ne"),
+        (builtins.max, builtins.min, *_in_numpy("maximum minimum fmax fmin greater less equal")),
+    ),
+    Refused(
+        "indexed",
+        "its elements are spread over the lanes; store it to an array, or reduce it with row_max or row_sum",
+        ("getitem", "setitem"),
+        (builtins.len, builtins.sum),
+    ),
+    Refused("multiplied with @", "use warpgroup.mm_AB, mm_ABt, mma_AB or mma_ABt", ("matmul",), _in_numpy("matmul")),
+    Refused("raised to a power", "multiply, or take exp2(y * log2(x))", ("pow",), (math.pow, *_in_numpy("power"))),
+    Refused("divided by // or %", "use /", ("floordiv", "mod"), (math.fmod, *_in_numpy("floor_divide mod fmod"))),
+    Refused("made positive by abs", "take maximum(x, -x)", ("abs",), (builtins.abs, math.fabs, *_in_numpy("absolute fabs"))),
+    Refused(
+        "given to math or NumPy",
+        "from ops import exp, exp2, log2, maximum, minimum",
+        (),
+        (
+            *(getattr(math, f) for f in "exp expm1 log log1p log2 log10 sqrt sin cos tan tanh sinh cosh floor ceil".split()),
+            *_in_numpy("exp exp2 expm1 log log1p log2 log10 sqrt sin cos tan tanh sinh cosh floor ceil rint sign"),
+            *_in_numpy("add subtract multiply true_divide negative"),
+        ),
+    ),
+)
+
+
+
+def check_branch(spec):
+    """TypeError if a branch, `if x:`, is to depend on a tile."""
+    if isinstance(spec, pending):
+        raise TypeError(f"this tile is still in flight: {spec}; take it with warpgroup.wait(...) first")
+    if isinstance(spec, TILES):
+        raise TypeError(f"a branch cannot depend on a tile: {spec}")
+
+
+def check_print(*specs):
+    """TypeError if print(...) does not take arguments of these types."""
+    tiles = [spec for spec in specs if isinstance(spec, TILES)]
+    if tiles and len(specs) > 1:
+        raise TypeError(f"print: a tile is printed by itself, print(tile), got {tiles[0]} among other arguments")
+    if tiles and (not isinstance(tiles[0], (rt, rv)) or getattr(tiles[0], "partial", False)):
+        raise TypeError(f"print: takes a register tile or vector, got {tiles[0]}")
+
+
+def refuse_values(check, *values):
+    """The same for values of an interpreted kernel: `check` their types, and add the kernel's line to what it says."""
+    from .interpreter import hazard_line
+    from .values import Pending, SharedTile, Tile, tensor
+
+    try:
+        check(*[v.spec if isinstance(v, (Tile, Pending, SharedTile, tensor)) else None for v in values])
+    except TypeError as error:
+        raise TypeError(f"{error}{hazard_line()}") from None
+
+
+refuse(bool, check_branch)
+for _row in REFUSED:
+    for _face in _row.faces:
+        refuse(_face, _row.check)
