@@ -11,10 +11,10 @@ from .mask import causal, right_fill
 from .memory import load, store
 from .online import lazy_maximum, rescale
 from .reduce import lane_sum, row_max, row_sum, total
-from .schedule import snake
+from .schedule import grouped, snake
 from .subtile import subtile
 
 __all__ = [
-    "causal", "exp", "exp2", "full", "lane_sum", "lazy_maximum", "load", "log2", "maximum", "minimum", "raw", "rescale",
-    "right_fill", "row_max", "row_sum", "snake", "split", "store", "subtile", "total", "warpgroup", "zeros",
+    "causal", "exp", "exp2", "full", "grouped", "lane_sum", "lazy_maximum", "load", "log2", "maximum", "minimum", "raw",
+    "rescale", "right_fill", "row_max", "row_sum", "snake", "split", "store", "subtile", "total", "warpgroup", "zeros",
 ]  # fmt: skip

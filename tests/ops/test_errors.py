@@ -27,6 +27,7 @@ from ops import (
 from tiles import barrier, bf16, fp16, fp32, ring, rt, st, tensor
 
 T, B, H, WIDE = rt(16, 64, fp32), rt(16, 64, bf16), rt(16, 64, fp16), rt(16, 128, fp32)
+H48 = rt(16, 48, fp16)
 COLUMNS, NARROW_COLUMNS = rt(16, 64, fp32, "col"), rt(16, 64, bf16, "col")
 S, S8 = st(64, 64, bf16), st(64, 64, tiles.fp8e4m3)
 smem = tiles.shared(s=S, v=st(64, 48, fp16), f=S8, bar=barrier(1))
@@ -166,9 +167,23 @@ def a_tile_in_flight_stored(x, g):
     store(x, warpgroup.mm_AB(s, s), (0, 0))
 
 
-def an_accumulator_in_flight(x, g):
+def an_accumulator_in_flight_of_another_shape(x, g):
+    v = smem.open()[1]
+    warpgroup.store(v, zeros(H48))
+    warpgroup.sync()
+    short = warpgroup.mm_AB(fp16(zeros(T)), v)
+    s = smem.open()[0]
+    warpgroup.mma_AB(short, s, s)
+
+
+def an_operand_in_flight(x, g):
     s = written()
-    warpgroup.mma_AB(warpgroup.mm_AB(s, s), s, s)
+    warpgroup.mma_AB(zeros(T), warpgroup.mm_AB(s, s), s)
+
+
+def a_product_of_a_tile_in_flight(x, g):
+    s = written()
+    warpgroup.mm_AB(warpgroup.mm_AB(s, s), s)
 
 
 def waiting_for_what_is_here(x, g):
@@ -308,7 +323,12 @@ CASES = {
     warpgroup_mask_of_an_array: "warpgroup.causal: takes a register tile in row layout, an integer and a number, got array",
     a_tile_in_flight_added: "add: this tile is still in flight: pending rt(16, 64, fp32); take it with warpgroup.wait",
     a_tile_in_flight_stored: "store: this tile is still in flight: pending rt(16, 64, fp32)",
-    an_accumulator_in_flight: "mma_AB: this tile is still in flight: pending rt(16, 64, fp32)",
+    an_accumulator_in_flight_of_another_shape: "mma_AB: takes rt(16, n, fp32), st(64, k) or rt(16, k), and st(k, n), of one "
+    "dtype (bf16 or fp16), n and k multiples of 16, n up to 256; only the accumulator may be in flight; got pending rt(16, 48, "
+    "fp32), st(64, 64, bf16), st(64, 64, bf16)",
+    an_operand_in_flight: "mma_AB: takes rt(16, n, fp32), st(64, k) or rt(16, k), and st(k, n), of one dtype (bf16 or fp16), n "
+    "and k multiples of 16, n up to 256; only the accumulator may be in flight; got rt(16, 64, fp32), pending rt(16, 64, fp32)",
+    a_product_of_a_tile_in_flight: "mm_AB: this tile is still in flight: pending rt(16, 64, fp32)",
     waiting_for_what_is_here: "wait: takes a tile in flight (from mm_* or mma_*), got rt(16, 64, fp32)",
     leaving_fewer_than_none_in_flight: "wait: newer must be 0 or more, got -1",
     product_of_unequal_dtypes: "mm_AB: takes st(64, k) or rt(16, k), and st(k, n), of one dtype (bf16 or fp16), n and k "

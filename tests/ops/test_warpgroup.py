@@ -63,6 +63,51 @@ def test_products(run, sample, form, n, k, dtype, width, left_width, registers_f
         close(out, want, atol=atol)
 
 
+@pytest.mark.parametrize("form, from_registers", [("AB", False), ("ABt", True), ("AB", True), ("ABt", False)])
+def test_accumulator_in_flight(run, sample, form, from_registers):
+    """A sum over five tiles whose mmas follow each other without a wait, and one more that starts from registers."""
+    mm, mma, steps = getattr(warpgroup, f"mm_{form}"), getattr(warpgroup, f"mma_{form}"), 5
+    A, B, T, O = st(64, 64, bf16), st(64, 64, bf16), rt(16, 64, bf16), rt(16, 64, fp32)
+    smem = tiles.shared(a=ring(A, steps), b=ring(B, steps))
+
+    @cuda.jit
+    def body(gA, gB, C, out, added):
+        a, b = smem.open()
+        for j in range(steps):
+            a.fill(j, gA, (0, j))
+            b.fill(j, gB, (0, j))
+        left = warpgroup.load(a.wait(0), T)
+        acc = mm(left if from_registers else a.wait(0), b.wait(0))
+        for j in range(1, steps):
+            if from_registers:
+                acc = warpgroup.wait(acc)
+                acc = mma(acc, warpgroup.load(a.wait(j), T), b.wait(j))
+                acc = mma(acc, warpgroup.load(a.wait(j), T), b.wait(j))
+            else:
+                acc = mma(acc, a.wait(j), b.wait(j))
+                acc = mma(acc, a.wait(j), b.wait(j))
+            warpgroup.wait(newer=1)
+            a.release(j - 1)
+            b.release(j - 1)
+        warpgroup.store(out, warpgroup.wait(acc), (0, 0))
+        chain = mma(warpgroup.load(C, O, (0, 0)), a.wait(steps - 1), b.wait(steps - 1))
+        warpgroup.wait(newer=1)
+        chain = mma(chain, a.wait(steps - 1), b.wait(steps - 1))
+        warpgroup.wait()
+        warpgroup.store(added, warpgroup.wait(chain), (0, 0))
+
+    a, b, c = sample((64, 64 * steps), bf16), sample((64, 64 * steps), bf16), sample((64, 64))
+    out, added = blank((64, 64)), blank((64, 64))
+    run(body, tensor(a, A), tensor(b, B), c, out, added, warps=4, shared=smem)
+    parts = [
+        exact(x, y if form == "AB" else y.T)
+        for x, y in zip(np.split(a, steps, axis=1), np.split(b, steps, axis=1), strict=True)
+    ]
+    want, atol = (parts[0][k] + 2 * sum(p[k] for p in parts[1:]) for k in (0, 1))
+    close(out, want, atol=2 * atol)
+    close(added, c + 2 * parts[-1][0], atol=2 * parts[-1][1] + np.abs(c) * EPS[fp32])
+
+
 def test_two_in_flight_and_what_ordinary_stores_wrote(run, sample):
     """The attention pattern: S and O in flight together, S waited for first; operands written by stores, seen after sync."""
     K, V, T, O = st(64, 64, bf16), st(64, 96, bf16), rt(16, 64, bf16), rt(16, 96, fp32)

@@ -193,6 +193,31 @@ def wait_that_does_not_cover_its_mma():
         s = warpgroup.wait(s)
 
 
+@broken("wait", "this tile in flight was handed on to a later mma", range(4), Y)
+def accumulator_used_after_it_was_handed_on():
+    x, y = Y.open()
+    if warpgroup.id() == 0:
+        warpgroup.store(x, zeros(R))
+        warpgroup.store(y, zeros(R))
+        warpgroup.sync()
+        first = warpgroup.mm_AB(x, y)
+        both = warpgroup.mma_AB(first, x, y)
+        first = warpgroup.wait(first)  # guilty
+        both = warpgroup.wait(both)
+
+
+@broken("wait", "this tile in flight was handed on to a later mma", range(4), Y)
+def accumulator_handed_on_twice():
+    x, y = Y.open()
+    if warpgroup.id() == 0:
+        warpgroup.store(x, zeros(R))
+        warpgroup.store(y, zeros(R))
+        warpgroup.sync()
+        first = warpgroup.mm_AB(x, y)
+        left = warpgroup.mma_AB(first, x, y)
+        right = warpgroup.mma_AB(first, x, y)  # guilty
+
+
 # ---- a ring's tiles, used too long ---------------------------------------------------------------------------------
 @broken({"arrivals", "released", "in flight", "phase"}, "ring 'r'", (0, *range(4, 12)), RING, 384)
 def twice_as_many_readers_as_the_ring_knows(source):
@@ -218,6 +243,22 @@ def only_one_of_four_readers_releases(small):
             load(r.wait(j), R)  # guilty
             if cuda.threadIdx.x // 32 == 4:
                 r.release(j)  # guilty
+
+
+@broken("released", "releases tile 1 of ring 'r', and has not waited for an mma that reads it", range(4, 8), RING)
+def release_of_the_mma_that_may_go_on(source):
+    (r,) = RING.open()
+    if warpgroup.id() == 0:
+        for j in range(2):
+            r.fill(j, source, (0, j))
+    else:
+        a = bf16(zeros(R))
+        s = warpgroup.mm_AB(a, r.wait(0))
+        s = warpgroup.mma_AB(s, a, r.wait(1))
+        warpgroup.wait(newer=1)
+        r.release(0)
+        r.release(1)  # guilty
+        s = warpgroup.wait(s)
 
 
 @broken("released", "releases tile 0 of ring 'r', and has not waited for an mma that reads it", range(4, 8), RING)
