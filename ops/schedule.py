@@ -1,4 +1,4 @@
-"""Which tiles a block of a persistent grid works on.
+"""Which tiles a block of a persistent grid works on, and where they lie.
 
 The blocks take the tiles in turn, back and forth: of 4 blocks, block 0 takes tiles 0, 7, 8, 15, ..., block 3 takes 3, 4, 11,
 12, ... So if the tiles come longest first, every block gets about the same amount of work.
@@ -12,8 +12,10 @@ The blocks take the tiles in turn, back and forth: of 4 blocks, block 0 takes ti
 from numba.cuda import types
 
 from tiles.interpreter import here
-from tiles.op import integer, lowers, op
+from tiles.op import inlined, integer, lowers, op
 from tiles.plumbing import i1
+
+from .index import split
 
 
 @op
@@ -34,3 +36,13 @@ def _(r):
         return b.add(b.mul(r, blocks), b.select(b.trunc(r, i1), back, block))
 
     return types.int32, lower
+
+
+@inlined
+def grouped(index, rows, cols, height):
+    """(row, col) of tile number `index` of a grid of rows x cols tiles, taken in bands of `height` rows (the last may be
+    lower), each band column by column. Tiles that are worked on at once then lie in few rows *and* few columns, so that what
+    a product reads for them comes from the L2 cache; height 1 is row by row."""
+    inside, band = split(index, height * cols)
+    row, col = split(inside, min(height, rows - height * band))
+    return height * band + row, col

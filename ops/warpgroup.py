@@ -1,6 +1,15 @@
 """What four warps do together. A warpgroup's tile of 64 rows is four rt(16, n), one a warp.
 
 wgmma is asynchronous: `mm_*` and `mma_*` return a *pending* tile, and only `wait` turns it into one that can be used.
+A pending accumulator may be handed to the next `mma_*` (the tensor cores keep the order), and to nothing else:
+
+    acc = warpgroup.mm_AB(a.wait(0), b.wait(0))
+    for j in range(1, steps):
+        acc = warpgroup.mma_AB(acc, a.wait(j), b.wait(j))
+        warpgroup.wait(newer=1)         # mma j may go on; those before it are done,
+        a.release(j - 1)                # so what they read can be given back
+        b.release(j - 1)
+    acc = warpgroup.wait(acc)
 """
 
 from dataclasses import dataclass
@@ -94,13 +103,18 @@ def _product(name, transposed, accumulates):
     def meaning(acc, a, b):
         warp, from_shared = here(), not hasattr(a, "array")
         tile = _result(name, None if acc is None else acc.spec, a.spec, b.spec, transposed)
-        slab = (None if acc is None else acc.array, None if from_shared else a.array)
+        if isinstance(acc, Pending):
+            warp.hand_on(acc)
+        slab = (acc, None if from_shared else a.array)
 
         def compute(slabs):
             left = read(a) if from_shared else np.concatenate([x for _, x in slabs]).astype(np.float32)
             right = read(b)
             out = _matmul(left, right.T if transposed else right)
-            return out if acc is None else np.concatenate([c for c, _ in slabs]) + out
+            return out if acc is None else out + np.concatenate([part(c, rank) for rank, (c, _) in enumerate(slabs)])
+
+        def part(c, rank):
+            return c.part(rank) if isinstance(c, Pending) else c.array
 
         def read(shared):
             return warp.block.shadow.get(shared).astype(np.float32)
@@ -128,7 +142,7 @@ def _result(name, acc, a, b, transposed):
         accumulator = "rt(16, n, fp32), " * name.startswith("mma")
         raise TypeError(
             f"{name}: takes {accumulator}st(64, k) or rt(16, k), and {right}, of one dtype (bf16 or fp16), "
-            f"n and k multiples of 16, n up to 256; got {given}"
+            f"n and k multiples of 16, n up to 256{only}; got {given}"
         )
     return rt(16, n, fp32)
 
@@ -140,8 +154,9 @@ def _emit(b, out, acc, a, right, transposed, vacc, va, vright):
         return lambda k: b.add(start, i64(layout.k_step(k, tile.whole, tile.dtype.itemsize, tile.width, rows_are_k) >> 4))
 
     registers = b.unpack(va) if isinstance(a, rt) else []
-    parts = ptx.wgmma_fence(b, (b.unpack(vacc) if acc else []) + registers)
-    c = parts[: out.elements] if acc else [b.real(0)] * out.elements
+    settled = isinstance(acc, rt)  # the registers of one in flight pass to the next wgmma untouched, not even by the fence
+    parts = ptx.wgmma_fence(b, (b.unpack(vacc) if settled else []) + registers)
+    c = parts[: out.elements] if settled else b.unpack(vacc) if acc else [b.real(0)] * out.elements
     registers = parts[len(parts) - len(registers) :]
     left = None if registers else describe(a, va, False)
     step = describe(right, vright, not transposed)
@@ -164,15 +179,15 @@ def mm_AB(a, b):
     return _MM_AB[0](None, a, b)
 
 
-@op
+@op(takes_pending=True)
 def mma_ABt(acc, a, b):
-    """acc + a @ b.T in fp32, pending; acc: the warps' rt(16, n, fp32); a, b as for mm_ABt."""
+    """acc + a @ b.T in fp32, pending; acc: the warps' rt(16, n, fp32), in flight or not; a, b as for mm_ABt."""
     return _MMA_ABT[0](acc, a, b)
 
 
-@op
+@op(takes_pending=True)
 def mma_AB(acc, a, b):
-    """acc + a @ b in fp32, pending; acc: the warps' rt(16, n, fp32); a, b as for mm_AB."""
+    """acc + a @ b in fp32, pending; acc: the warps' rt(16, n, fp32), in flight or not; a, b as for mm_AB."""
     return _MMA_AB[0](acc, a, b)
 
 
@@ -195,17 +210,20 @@ lowers(mma_AB)(_MMA_AB[1])
 
 
 @op(takes_pending=True)
-def wait(tile, newer=0):
-    """The tile that a pending one promises. Waits for all mmas of this warpgroup but the `newer` youngest."""
+def wait(tile=None, newer=0):
+    """The tile that a pending one promises. Waits for all mmas of this warpgroup but the `newer` youngest; without a tile that
+    is all it does: what those mmas read from shared memory may then be released."""
     return here().complete(tile, newer)
 
 
 @lowers(wait)
 def _(tile, newer: int):
-    if not isinstance(tile, pending):
+    if not (tile is None or isinstance(tile, pending)):
         raise TypeError(f"wait: takes a tile in flight (from mm_* or mma_*), got {tile}")
     if newer < 0:
         raise TypeError(f"wait: newer must be 0 or more, got {newer}")
+    if tile is None:
+        return void, lambda b, *_: b.do(f"wgmma.wait_group.sync.aligned {newer};")
     return tile.tile, lambda b, v, *_: ptx.wgmma_wait(b, v, tile.tile.elements, newer)
 
 

@@ -40,12 +40,18 @@ class Tile:
 
 
 class Pending:
-    """A tile that an mma in flight will write; `group` counts the mmas of its warpgroup."""
+    """A tile that an mma in flight will write; `group` counts the mmas of its warpgroup, `next` is where it was handed on to
+    another mma."""
 
     __array_ufunc__ = None
 
     def __init__(self, tile, mma, group):
-        self.spec, self.mma, self.group = pending(tile), mma, group
+        self.spec, self.mma, self.group, self.next = pending(tile), mma, group, None
+
+    def part(self, rank):
+        """What it holds for warp `rank` of its warpgroup, once its mma is done."""
+        rows = self.spec.tile.rows
+        return self.mma.value[rows * rank : rows * (rank + 1)]
 
     def __str__(self):
         return str(self.spec)

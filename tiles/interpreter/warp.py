@@ -180,22 +180,38 @@ class Warp(greenlet):
         mma.slabs[self.rank], mma.places[self.rank] = slab, self.place()
         return mma, self.mmas
 
+    def hand_on(self, pending):
+        """`pending` becomes the accumulator of the next mma, and is no more."""
+        self._not_handed_on(pending)
+        pending.next = self.place()
+
+    def _not_handed_on(self, pending):
+        if pending.next:
+            raise self.hazard("this tile in flight was handed on to a later mma, which adds to it", "wait", pending.next)
+
     def complete(self, pending, newer):
-        """The tile that `pending` promises, once all but the newest `newer` mmas are done."""
-        done, mmas = self.mmas - newer, self.block.mmas[self.group]
+        """The tile that `pending` promises, if one is given, once all but the newest `newer` mmas are done."""
+        done, mmas = max(0, self.mmas - newer), self.block.mmas[self.group]
+        if pending is not None:
+            self._covered(pending, newer, done)
+        agent = self.block.mma_agents[self.group]
+        self.until(
+            lambda: not done or len(mmas[done - 1].slabs) == WARPGROUP,
+            lambda: "the other warps of its warpgroup to issue the mma",
+        )
+        for mma in mmas[self.clock[agent] : done]:
+            mma.finish()
+        self.clock[agent] = max(self.clock[agent], done)
+        return None if pending is None else pending.part(self.rank)
+
+    def _covered(self, pending, newer, done):
+        self._not_handed_on(pending)
         if pending.group > done:
             raise self.hazard(
                 f"newer={newer} lets the youngest {newer} mmas of this warpgroup stay in flight, and only "
                 f"{self.mmas - pending.group} are younger than the one asked for",
                 "wait",
             )
-        agent = self.block.mma_agents[self.group]
-        self.until(lambda: len(mmas[done - 1].slabs) == WARPGROUP, lambda: "the other warps of its warpgroup to issue the mma")
-        for mma in mmas[self.clock[agent] : done]:
-            mma.finish()
-        self.clock[agent] = max(self.clock[agent], done)
-        rows = pending.spec.tile.rows
-        return pending.mma.value[rows * self.rank : rows * (self.rank + 1)]
 
     def close(self, _):
         """At the block's end: has it waited for what it started?"""
