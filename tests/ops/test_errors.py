@@ -104,7 +104,6 @@ def row_max_of_a_vector(x, g):
     row_max(zeros(T.col_vec))
 
 
-def row_sum_of_an_array(x, g):
 def row_max_of_a_column_tile(x, g):
     row_max(zeros(COLUMNS))
 
@@ -126,6 +125,7 @@ def product_of_a_column_tile(x, g):
     warpgroup.mm_AB(zeros(NARROW_COLUMNS), s)
 
 
+def row_sum_of_an_array(x, g):
     row_sum(x)
 
 
