@@ -175,6 +175,20 @@ class Builder(ir.IRBuilder):
         """A special register, e.g. tid.x."""
         return self.asm(i32, f"mov.u32 $0, %{name};", "=r", effect=False)
 
+    def since(self, arch):
+        """Is the code for sm_`arch` or later? NVVM knows when it links, and leaves nothing of the other branch."""
+        byte, name = ir.IntType(8), b"__CUDA_ARCH\0"
+        text = self.module.globals.get("name_of_arch")
+        if text is None:
+            text = ir.GlobalVariable(self.module, ir.ArrayType(byte, len(name)), "name_of_arch", addrspace=4)
+            text.initializer, text.linkage = ir.Constant(text.type.pointee, bytearray(name)), "internal"
+            text.global_constant = True
+        generic = self.addrspacecast(self.bitcast(text, byte.as_pointer(4)), byte.as_pointer())
+        reflect = self.module.globals.get("__nvvm_reflect") or ir.Function(
+            self.module, ir.FunctionType(i32, [byte.as_pointer()]), "__nvvm_reflect"
+        )
+        return self.icmp_signed(">=", self.call(reflect, [generic]), self.u32(10 * arch))
+
     def lane(self):
         """This thread's lane in its warp."""
         return self.and_(self.special("tid.x"), self.u32(31))
@@ -190,20 +204,6 @@ def spec_of(ty):
     if isinstance(ty, Static) and isinstance(ty.spec, (rt, rv, st)):
         return Name(ty.spec)
     if isinstance(ty, (Value, Static)):
-    def since(self, arch):
-        """Is the code for sm_`arch` or later? NVVM knows when it links, and leaves nothing of the other branch."""
-        byte, name = ir.IntType(8), b"__CUDA_ARCH\0"
-        text = self.module.globals.get("name_of_arch")
-        if text is None:
-            text = ir.GlobalVariable(self.module, ir.ArrayType(byte, len(name)), "name_of_arch", addrspace=4)
-            text.initializer, text.linkage = ir.Constant(text.type.pointee, bytearray(name)), "internal"
-            text.global_constant = True
-        generic = self.addrspacecast(self.bitcast(text, byte.as_pointer(4)), byte.as_pointer())
-        reflect = self.module.globals.get("__nvvm_reflect") or ir.Function(
-            self.module, ir.FunctionType(i32, [byte.as_pointer()]), "__nvvm_reflect"
-        )
-        return self.icmp_signed(">=", self.call(reflect, [generic]), self.u32(10 * arch))
-
         return ty.spec
     if isinstance(ty, types.Function) and isinstance(ty.typing_key, dtype):
         return ty.typing_key
