@@ -20,6 +20,7 @@ from numba.cuda import types
 from . import ptx
 from .interpreter import Mbarrier, Slot, here
 from .op import integer, lowers, op
+from .pipeline import pipeline
 from .plumbing import Value, compile_time, i32, void
 from .types import barrier, gl, rv, st
 from .values import SharedTile
@@ -71,28 +72,33 @@ class ring:
         _slot(self, j).release(here(), j)
 
 
+STAGED = (ring, pipeline)
+
+
 @compile_time
 class shared:
-    """A block's dynamic shared memory: named rings, shared tiles and barriers, one after the other, tiles aligned for their
+    """A block's dynamic shared memory: named rings, pipelines, shared tiles and barriers, one after the other, tiles aligned for their
     swizzle. `nbytes` is what a launch must reserve."""
 
     def __init__(self, **items):
         self.items, at = {}, 0
         for name, item in items.items():
-            if not isinstance(item, (ring, st, barrier)):
-                raise TypeError(f"shared: {name} must be a ring, an st or a barrier, got {item!r}")
+            if not isinstance(item, (*STAGED, st, barrier)):
+                raise TypeError(f"shared: {name} must be a ring, a pipeline, an st or a barrier, got {item!r}")
             if isinstance(item, st):
                 _needs_whole("shared", item)
         tiles = {n: i for n, i in items.items() if not isinstance(i, barrier)}
         self.starts = {}
         for name, item in tiles.items():
             self.starts[name] = at
-            at += -(-(item.tile.nbytes * item.stages if isinstance(item, ring) else item.nbytes) // ALIGN) * ALIGN
+            at += -(-(item.tile.nbytes * item.stages if isinstance(item, STAGED) else item.nbytes) // ALIGN) * ALIGN
         self.barriers = 0
         for name, item in items.items():
             if isinstance(item, ring):
                 self.items[name] = replace(item, name=name, start=self.starts[name], barriers=at)
                 at, self.barriers = at + 2 * BARRIER_BYTES * item.stages, self.barriers + 2 * item.stages
+            elif isinstance(item, pipeline):
+                self.items[name] = replace(item, name=name, start=self.starts[name])
             elif isinstance(item, barrier):
                 self.items[name], self.starts[name] = item, at
                 at, self.barriers = at + BARRIER_BYTES, self.barriers + 1
@@ -123,11 +129,13 @@ class shared:
                     block.slots += block.opened[name]
                 elif isinstance(item, barrier):
                     block.opened[name] = Mbarrier(block, f"barrier {name!r}", item.count)
+                elif isinstance(item, pipeline):
+                    block.opened[name] = item
                 else:
                     block.opened[name] = SharedTile(item, self.starts[name], f"shared tile {name!r}")
         threads = 32 * block.size
         block.named(0, threads).meet(warp, threads, what="shared.open: ")
-        return tuple(item if isinstance(item, ring) else block.opened[name] for name, item in self.items.items())
+        return tuple(item if isinstance(item, STAGED) else block.opened[name] for name, item in self.items.items())
 
 
 def _needs_whole(name, tile):
@@ -203,9 +211,10 @@ def _(smem):
                     for s in range(item.stages):
                         ptx.mbarrier_init(b, _full(b, item, base, b.u32(s)), 1)
                         ptx.mbarrier_init(b, _empty(b, item, base, b.u32(s)), item.readers)
-            ptx.mbarrier_fence(b)
+            if smem.barriers:
+                ptx.mbarrier_fence(b)
         b.do("bar.sync 0;")
-        at = [base if isinstance(i, ring) else b.add(base, b.u32(smem.starts[n])) for n, i in smem.items.items()]
+        at = [base if isinstance(i, STAGED) else b.add(base, b.u32(smem.starts[n])) for n, i in smem.items.items()]
         return b.context.make_tuple(b, types.BaseTuple.from_types([Value(i) for i in smem.items.values()]), at)
 
     return tuple(smem.items.values()), emit

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
 
-from tiles import ring
+from tiles import pipeline, ring
 from tiles.op import OPS, Op, operator
 from tiles.plumbing import Builder, f32, i1, i32, i64
 from tiles.shared import shared as Plan
@@ -229,8 +229,8 @@ def _agree(text, constraints, ret, args):
 
 # ---- kernels -------------------------------------------------------------------------------------------------------
 def _open(machine, plan):
-    starts = [item.start if isinstance(item, ring) else plan.starts[name] for name, item in plan.items.items()]
-    place = lambda item, start: BASE if isinstance(item, ring) else BASE + start
+    starts = [item.start if isinstance(item, (ring, pipeline)) else plan.starts[name] for name, item in plan.items.items()]
+    place = lambda item, start: BASE if isinstance(item, (ring, pipeline)) else BASE + start
     return tuple(
         Value(item, machine.const(ir.Constant(i32, place(item, start))))
         for item, start in zip(plan.items.values(), starts, strict=True)

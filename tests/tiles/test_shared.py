@@ -67,7 +67,7 @@ def test_a_plan_is_a_value():
 
 @pytest.mark.parametrize("item", [rt(16, 16, fp32), 64, "q"])
 def test_only_rings_tiles_and_barriers_lie_in_shared_memory(item):
-    with pytest.raises(TypeError, match="shared: x must be a ring, an st or a barrier, got"):
+    with pytest.raises(TypeError, match="shared: x must be a ring, a pipeline, an st or a barrier, got"):
         shared(x=item)
 
 

@@ -36,7 +36,7 @@ class Block:
         self.index, self.grid, self.size, self.smem, self.rng, self.source = index, grid, warps, smem, rng, source
         self.codes, self.functions = set(), 0
         groups = -(-warps // WARPGROUP)
-        self.shadow = Shadow(smem.nbytes if smem else 0, warps, 3 * warps + groups + (smem.barriers if smem else 0))
+        self.shadow = Shadow(smem.nbytes if smem else 0, 2 * warps, 5 * warps + groups + (smem.barriers if smem else 0))
         self.mma_agents = [self.shadow.agent() for _ in range(groups)]
         self.store_agents = [self.shadow.agent() for _ in range(warps)]
         self.mmas, self.deeds = [[] for _ in range(groups)], [[] for _ in range(groups)]

@@ -1,11 +1,11 @@
 """Shared memory under supervision: its bytes, and for every cell who wrote it, who reads it and what state it is in.
 
-**Clocks.** Whatever touches shared memory is an *agent* with a clock of its own: each warp; each warp once more as the
-asynchronous proxy sees it; each warpgroup's mmas; each mbarrier's copies; each warp's bulk stores. A warp carries a vector
-with the time of every agent up to which it knows what happened (Lamport, Fidge, Mattern; FastTrack's epochs, Flanagan and
-Freund 2009). An access is ordered after an earlier one if the vector has reached that one's time; if not, the two race,
-whatever order this run happened to take. So a copy that lands early hides nothing: until a wait has taught a warp that
-the copy is done, its tile may not be touched.
+**Clocks.** Whatever touches shared memory is an *agent* with a clock of its own: each warp; each warp's copies by cp.async;
+both once more as the asynchronous proxy sees them; each warpgroup's mmas; each mbarrier's copies; each warp's bulk stores.
+A warp carries a vector with the time of every agent up to which it knows what happened (Lamport, Fidge, Mattern;
+FastTrack's epochs, Flanagan and Freund 2009). An access is ordered after an earlier one if the vector has reached that
+one's time; if not, the two race, whatever order this run happened to take. So a copy that lands early hides nothing: until
+a wait has taught a warp that the copy is done, its tile may not be touched.
 
 **Proxies.** wgmma and TMA go through the asynchronous proxy. After ordinary accesses to the same memory, writes and reads
 alike, they need a `fence.proxy.async` on the way. A fence copies the warp's knowledge of the ordinary agents to their
@@ -64,16 +64,17 @@ class span:
 
 
 class Shadow:
-    """Shared memory of one block. Agents: warps 0..W-1, their asynchronous doubles W..2W-1, then as `agent` hands them out."""
+    """Shared memory of one block. Agents: the `ordinary` ones (warps 0..W-1, their copies by cp.async W..2W-1), as many
+    asynchronous doubles, then as `agent` hands them out."""
 
-    def __init__(self, nbytes, warps, agents):
+    def __init__(self, nbytes, ordinary, agents):
         cells = -(-nbytes // CELL)
         self.bytes = np.full((cells, CELL), POISON, np.uint8)
         self.state = np.full(cells, NEVER, np.uint8)
         self.writer, self.written = np.zeros(cells, np.int32), np.zeros(cells, np.int32)
         self.write, self.writes = np.zeros(cells, np.int32), []  # a cell's last write, as an index into the list of events
         self.read, self.reads = {}, {}  # agent -> time of its last read of each cell; (agent, time) -> event
-        self.warps, self.agents, self.next_agent = warps, agents, 2 * warps
+        self.ordinary, self.agents, self.next_agent = ordinary, agents, 2 * ordinary
 
     def agent(self):
         """A new agent's number."""
@@ -83,20 +84,20 @@ class Shadow:
 
     def fence(self, clock):
         """fence.proxy.async: what the warp knows of ordinary accesses, the asynchronous proxy now sees too."""
-        clock[self.warps : 2 * self.warps] = clock[: self.warps]
+        clock[self.ordinary : 2 * self.ordinary] = clock[: self.ordinary]
 
     def _seen(self, clock, asynchronous):
         """The clock that an access goes by: the asynchronous proxy knows of ordinary accesses what it was told by fences."""
         if not asynchronous:
             return clock
-        return np.concatenate([clock[self.warps : 2 * self.warps], clock[self.warps :]])
+        return np.concatenate([clock[self.ordinary : 2 * self.ordinary], clock[self.ordinary :]])
 
     def _overtaken(self, clock, cells, bad):
         """(kind, cause) for the first bad cell, by who wrote it."""
         k = bad.argmax()
         event = self.writes[cells.of(self.write).flat[k]]
-        known = clock[cells.of(self.writer).flat[k]] >= cells.of(self.written).flat[k]
-        if known and event.kind == "store":
+        writer = cells.of(self.writer).flat[k]
+        if writer < self.ordinary and clock[writer] >= cells.of(self.written).flat[k]:
             return "fence", f"with no fence.proxy.async (warpgroup.sync) after {event}"
         return OVERTAKEN[event.kind], f"and nothing orders this after {event}"
 

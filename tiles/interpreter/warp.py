@@ -6,6 +6,7 @@ import sys
 import numpy as np
 from greenlet import getcurrent, greenlet
 
+from .copies import cut, misaligned
 from .hazard import Hazard, Place
 from .shadow import FILLING, VALID, Event, span
 
@@ -24,6 +25,7 @@ class Warp(greenlet):
         self.ready, self.why, self.at = None, lambda: "", None
         self.registers = block.entry_registers
         self.mmas, self.stores, self.released, self.collectives = 0, 0, {}, 0
+        self.copies, self.groups, self.filled = [], [], {}  # copies of the open group, groups, tile of a pipeline -> its group
 
     # -- time
     def until(self, ready, why):
@@ -140,6 +142,49 @@ class Warp(greenlet):
         self.until(lambda: all(store.done for store in stores), lambda: "its TMA stores")
         self.clock[self.block.store_agents[self.index]] = self.stores
 
+    # -- copies by cp.async
+    def copy_async(self, tile, source, at, rows, cols, piece, own):
+        """Start copying rows `own` of the tile at `at` of a global array into a shared tile, `piece` bytes at a time."""
+        rows, cols = rows % source.ndim, cols % source.ndim
+        if why := misaligned(source, at, cols, piece):
+            raise self.hazard(f"copy in pieces of {piece} bytes: {why}")
+        for axis, (index, size) in enumerate(zip(at, source.shape)):
+            if axis not in (rows, cols) and not 0 <= index < size:
+                raise self.hazard(f"index {index} is out of range for axis {axis} of an array of shape {source.shape}")
+        at = tuple(int(index) + (own.start if axis == rows else 0) for axis, index in enumerate(at))
+        array, shape = np.asarray(source), (len(own), tile.spec.cols)
+        shadow, cells, agent = self.block.shadow, span(tile, own), self.block.size + self.index
+        self._allowed(shadow.unwritable(self.clock, cells, False), f"copies into {tile.name}")
+        shadow.poison(cells)
+
+        def land():
+            shadow.put(tile, cut(array, at, shape, rows, cols), own)
+            cells.of(shadow.state)[...] = VALID
+
+        copy = self.block.start(land, f"the copy into {tile.name}", len(own) * shape[1] * array.itemsize, self.place())
+        self.copies.append(copy)
+        event = Event("copy", f"the end of {copy.deed}", copy.place)
+        shadow.note_write(agent, len(self.groups) + 1, cells, FILLING, event)
+
+    def commit_group(self, what=None):
+        """Close the group of copies started since the last; `what` tile of a pipeline it brings."""
+        self.groups.append(self.copies)
+        self.copies, self.filled[what] = [], len(self.groups)
+
+    def wait_group(self, newer, what=None):
+        """Until all groups but the `newer` youngest are here, tile `what` of a pipeline among them."""
+        done = max(0, len(self.groups) - newer)
+        if what is not None and self.filled.get(what, done + 1) > done:
+            name = f"tile {what[1]} of pipeline {what[0]!r}"
+            if what not in self.filled:
+                raise self.hazard(f"waits for {name}, which this warp has not filled", "wait")
+            younger = len(self.groups) - self.filled[what]
+            cause = f"newer={newer} lets the youngest {newer} groups of copies stay in flight, and only {younger} are younger"
+            raise self.hazard(f"{cause} than {name}", "wait")
+        known = int(self.clock[self.block.size + self.index])
+        self.until(lambda: all(copy.done for group in self.groups[known:done] for copy in group), lambda: "its copies")
+        self.clock[self.block.size + self.index] = max(known, done)
+
     # -- what the four warps of a warpgroup do together
     def together(self, deed):
         """The warps of a warpgroup must do `deed` as their next common one."""
@@ -220,6 +265,9 @@ class Warp(greenlet):
             store = block.bulk[self.index][0]
             cause = f"the block ends, and nobody has waited for {store.deed}: store_wait is missing"
             raise Hazard("unfinished", cause, store.place)
+        pending = [copy for group in self.groups[self.clock[block.size + self.index] :] for copy in group] + self.copies
+        if pending:
+            raise Hazard("unfinished", f"the block ends, and nobody has waited for {pending[0].deed}", pending[0].place)
         known = self.clock[block.mma_agents[self.group]] if self.mmas else 0
         if known < self.mmas:
             place = block.mmas[self.group][known].places[self.rank]

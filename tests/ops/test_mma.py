@@ -1,0 +1,85 @@
+"""ops/mma.py: the products of one warp, from registers and from shared memory, and the table of what there is."""
+
+import lanes
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import EPS, blank, close, pairs, wide
+
+import tiles
+from ops import load, mma, mma_AB, mma_ABt, store
+from tiles import bf16, fp16, fp32, rt, st
+from tiles.arguments import parameter
+from tiles.compiler import compile_kernel
+
+FORMS = {"AB": (mma_AB, "col"), "ABt": (mma_ABt, "row")}
+SHAPES = [(16, 16, 16), (32, 48, 64), (16, 128, 32), (64, 16, 48)]
+
+
+def exact(a, b, acc):
+    """acc + a @ b, and how far sums in fp32 may be from it."""
+    A, B = wide(a), wide(b)
+    return A @ B + acc, (np.abs(A) @ np.abs(B) + np.abs(acc)).max() * EPS[fp32] * (A.shape[1] + 2)
+
+
+def kernel_of(form, m, n, k, dtype, placed):
+    """acc + a b, with a and b in registers ("r") or shared memory ("s"), and its shared memory."""
+    op, layout = FORMS[form]
+    right = (k, n) if form == "AB" else (n, k)
+    A, B, C = rt(m, k, dtype), rt(*right, dtype, layout), rt(m, n, fp32)
+    smem = tiles.shared(a=st(m, k, dtype), b=st(*right, dtype))
+    a_shared, b_shared = (place == "s" for place in placed)
+
+    @cuda.jit
+    def body(ga, gb, gc, out):
+        a, b = smem.open()
+        left, right = load(ga, A, (0, 0)), load(gb, B, (0, 0))
+        store(a, left)
+        store(b, right)
+        cuda.syncthreads()
+        acc = load(gc, C, (0, 0))
+        if a_shared and b_shared:
+            acc = op(acc, a, b)
+        elif a_shared:
+            acc = op(acc, a, right)
+        elif b_shared:
+            acc = op(acc, left, b)
+        else:
+            acc = op(acc, left, right)
+        store(out, acc, (0, 0))
+
+    return body, smem, right
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "dtype", "placed"), pairs(list(FORMS), SHAPES, [bf16, fp16, fp16], ["rr", "ss", "rs", "sr", "ss"])
+)
+def test_products(run, sample, form, shape, dtype, placed):
+    m, n, k = shape
+    body, smem, right = kernel_of(form, *shape, dtype, placed)
+    a, b, c = sample((m, k), dtype), sample(right, dtype), sample((m, n))
+    out = blank((m, n))
+    run(body, a, b, c, out, shared=smem)
+    want, atol = exact(a, b if form == "AB" else b.T, wide(c))
+    close(out, want, atol=atol)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_operands_in_shared_memory_are_read_without_conflicts(sample, form):
+    body, _, right = kernel_of(form, 32, 64, 64, bf16, "ss")
+    machine = lanes.run(body, (sample((32, 64), bf16), sample(right, bf16), sample((32, 64)), blank((32, 64))))
+    assert machine.ways["ldmatrix"] == 1
+
+
+CELLS = [(family, name, dtype) for family, row in mma.SUPPORTED.items() for name, p in row.items() for dtype in p.dtypes]
+ARCHS = {"sm_80": ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"), "sm_90": ("sm_90a",)}
+
+
+@pytest.mark.parametrize("arch", ARCHS["sm_80"])
+@pytest.mark.parametrize(("name", "dtype"), [cell[1:] for cell in CELLS if cell[0] == "sm_80"], ids=str)
+def test_every_cell_compiles_for_every_gpu_that_has_it(name, dtype, arch):
+    """wgmma's cells: tests/ops/test_warpgroup.py."""
+    body, _, right = kernel_of(name.removeprefix("mma_"), 32, 32, 32, dtype, "ss")
+    arrays = blank((32, 32), dtype), blank(right, dtype), blank((32, 32)), blank((32, 32))
+    found = compile_kernel(body, [parameter("x", a).type for a in arrays], arch)
+    assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])

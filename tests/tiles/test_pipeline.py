@@ -1,0 +1,149 @@
+"""Broken kernels: copies by cp.async and pipelines. See test_hazards.py."""
+
+import pytest
+from broken import Cases, check
+from numba import cuda
+
+from ops import commit_group, copy_async, load, mma_ABt, store, wait_group, warpgroup, zeros
+from tiles import bf16, fp32, pipeline, ring, rt, shared, st
+
+S, P, R = st(16, 64, fp32), st(32, 64, fp32), rt(16, 64, fp32)
+X = shared(x=S)
+K = shared(k=pipeline(P, 2, warps=4))
+WHOLE = rt(32, 64, fp32)
+
+broken = Cases()
+
+
+@broken("in flight", "reads shared tile 'x', and nothing orders this after the end of the copy into shared tile 'x'", 0, X, 32)
+def read_before_the_wait(array):
+    (x,) = X.open()
+    copy_async(x, array, (0, 0, 0))
+    commit_group()
+    load(x, R)  # guilty
+    wait_group()
+
+
+@broken("in flight", "reads shared tile 'x', and nothing orders this after the end of the copy into shared tile 'x'", 0, X, 32)
+def not_committed(array):
+    (x,) = X.open()
+    copy_async(x, array, (0, 0, 0))
+    wait_group()
+    load(x, R)  # guilty
+
+
+@broken(("in flight", "race"), "shared tile 'x', and nothing orders this after the", (0, 1), X, 64)
+def missing_barrier(array):
+    (x,) = X.open()
+    if cuda.threadIdx.x // 32 == 0:
+        store(x, zeros(R))
+    cuda.syncthreads()
+    if cuda.threadIdx.x // 32 == 0:
+        copy_async(x, array, (0, 0, 0))  # guilty
+        commit_group()
+        wait_group()
+    load(x, R)  # guilty
+
+
+@broken(("race", "in flight"), "(copies into|reads) shared tile 'x', and nothing orders this after the", (0, 1), X, 64)
+def overwritten_while_read(array):
+    (x,) = X.open()
+    copied = cuda.threadIdx.x // 32 == 0
+    if copied:
+        store(x, zeros(R))
+    cuda.syncthreads()
+    load(x, R)  # guilty
+    if copied:
+        copy_async(x, array, (0, 0, 0))  # guilty
+        commit_group()
+        wait_group()
+
+
+@broken("unfinished", "nobody has waited for the copy into shared tile 'x'", 0, X, 32)
+def never_waited_for(array):
+    (x,) = X.open()
+    copy_async(x, array, (0, 0, 0))  # guilty
+    commit_group()
+
+
+@broken("bounds", "copy in pieces of 16 bytes: column 1 does not begin at a multiple of 16 bytes", 0, X, 32)
+def column_not_aligned(array):
+    (x,) = X.open()
+    copy_async(x, array, (0, 0, 1))  # guilty
+
+
+@broken("bounds", r"index 4 is out of range for axis 0 of an array of shape \(4, 128, 64\)", 0, X, 32)
+def index_outside_the_array(array):
+    (x,) = X.open()
+    copy_async(x, array, (4, 0, 0))  # guilty
+
+
+@broken(("race", "in flight"), "tile . of pipeline 'k', and nothing orders this after the", range(4), K, 128)
+def slot_refilled_while_read(array):
+    (k,) = K.open()
+    k.fill(0, array, (0, 0, 0))
+    load(k.wait(0), WHOLE)  # guilty
+    k.fill(2, array, (0, 64, 0))  # guilty
+    k.wait(2)
+
+
+@broken(
+    "wait", "newer=1 lets the youngest 1 groups of copies stay in flight, and only 0 are younger than tile 1", range(4), K, 128
+)
+def count_that_does_not_cover(array):
+    (k,) = K.open()
+    k.fill(0, array, (0, 0, 0))
+    k.fill(1, array, (0, 32, 0))
+    load(k.wait(1, newer=1), WHOLE)  # guilty
+
+
+@broken("wait", "waits for tile 1 of pipeline 'k', which this warp has not filled", range(4), K, 128)
+def tile_that_nobody_fills(array):
+    (k,) = K.open()
+    k.fill(0, array, (0, 0, 0))
+    k.wait(1)  # guilty
+
+
+@broken("collective", r"is filled by a block of 8 warps", range(8), K, 256)
+def block_of_another_size(array):
+    (k,) = K.open()
+    k.fill(0, array, (0, 0, 0))  # guilty
+
+
+@broken("deadlock", r"tile 0 of pipeline 'k': named barrier 0, where 96 of 128 threads have arrived", range(3), K, 128)
+def one_warp_does_not_meet(array):
+    (k,) = K.open()
+    k.fill(0, array, (0, 0, 0))
+    if cuda.threadIdx.x // 32 < 3:
+        k.wait(0)  # guilty
+    else:
+        wait_group()
+
+
+G = st(64, 64, bf16)
+BOTH = shared(r=ring(G, 1, readers=4), x=G)
+
+
+@broken("fence", "tile 0 of ring 'r', with no fence.proxy.async after the read of tile 0 of ring 'r'", range(4), BOTH, 128)
+def ring_read_by_mma_sync_without_a_fence(source):
+    """The asynchronous proxy may overwrite what ordinary reads have not been fenced from."""
+    r, _ = BOTH.open()
+    r.fill(0, source, (0, 0))
+    tile = r.wait(0)
+    mma_ABt(zeros(ACC), zeros(LEFT), tile)
+    r.release(0)  # guilty
+    warpgroup.sync()
+
+
+ACC, LEFT = rt(16, 64, fp32), rt(16, 64, bf16)
+
+
+@broken.sweep
+def test_broken_kernels_stop(case, seed):
+    check(case, seed)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_what_a_pipeline_refuses(stages):
+    with pytest.raises(ValueError, match=f"got {stages} stages and 3 warps for st\\(32, 64, fp32\\)"):
+        pipeline(P, stages, 3)

@@ -1,0 +1,190 @@
+"""Pipelines by cp.async: stages that all warps of a block fill together, with no barriers of their own (sm_80 and later).
+
+    smem = shared(k=pipeline(K, STAGES, warps=4))         # on the host
+    (k,) = smem.open()                                    # in the kernel
+    for j in range(STAGES - 1):
+        k.fill(j, x, at(j), end=n)                        every warp starts copying its rows: one group
+    for j in range(n):
+        tile = k.wait(j, newer=STAGES - 2)                tile j, once all but the youngest groups are here; the block meets
+        k.fill(j + STAGES - 1, x, at(...), end=n)         its slot is free: since the meeting nobody reads tile j - 1
+        ...
+
+As with rings, the j-th tile lies in slot j % stages, whoever asks. Groups are counted by each thread, over all its pipelines.
+"""
+
+from dataclasses import dataclass
+
+from llvmlite import ir
+from numba.cuda import types
+
+from . import layout, ptx
+from .interpreter import here
+from .op import integer, lowers, op
+from .plumbing import SCALARS, compile_time, i64, void
+from .types import st
+from .values import SharedTile
+
+PIECES = (16, 8, 4)  # bytes that one cp.async may copy
+CHUNK = PIECES[0]  # bytes that a lane copies of a row
+
+
+@compile_time
+@dataclass(frozen=True)
+class pipeline:
+    """`stages` copies of one shared tile, each filled by all `warps` warps of the block, a share of its rows each."""
+
+    tile: st
+    stages: int
+    warps: int
+    name: str = ""  # these are set by `shared`: what it is called, and bytes from the base of shared memory
+    start: int = 0
+
+    def __post_init__(self):
+        if self.stages < 1 or self.warps < 1 or self.tile.rows % (8 * self.warps):
+            raise ValueError(
+                f"pipeline: stages and warps must be positive, and each warp copy a multiple of 8 rows, "
+                f"got {self.stages} stages and {self.warps} warps for {self.tile}"
+            )
+
+    def __str__(self):
+        return f"pipeline({self.tile}, {self.stages} stages, {self.warps} warps)"
+
+    def slot(self, j):
+        """Address of the j-th tile."""
+        return self.start + j % self.stages * self.tile.nbytes
+
+    @op
+    def fill(self, j, source, at, rows=-2, cols=-1, end=None, piece=CHUNK):
+        """Start copying the tile at `at` of a global array into slot j % stages, as one group; all warps of the block call it.
+        Nobody may read tile j - stages any more: call it after a `wait` since. With j >= `end` nothing is copied and the group
+        is empty, so that counts of younger groups hold to the end. Other arguments: see ops.copy_async."""
+        warp = _opened(self, j)
+        if end is None or j < end:
+            share = self.tile.rows // self.warps
+            own = range(share * warp.index, share * (warp.index + 1))
+            warp.copy_async(_tile(self, j), source, at, rows, cols, piece, own)
+        warp.commit_group((self.name, j))
+
+    @op
+    def wait(self, j, newer=0):
+        """The j-th tile, once it is in shared memory: waits for this thread's groups of copies but the `newer` youngest, then
+        for all other warps of the block. What they have read before may then be overwritten."""
+        warp = _opened(self, j)
+        warp.wait_group(newer, (self.name, j))
+        threads = layout.LANES * self.warps
+        warp.block.named(0, threads).meet(warp, threads, what=f"tile {j} of pipeline {self.name!r}: ")
+        return _tile(self, j)
+
+
+# ---- meanings ------------------------------------------------------------------------------------------------------
+def _opened(pipe, j):
+    warp = here()
+    if j < 0:
+        raise warp.hazard(f"pipeline {pipe.name!r} has no tile {j}")
+    if warp.block.opened is None or pipe.name not in warp.block.opened:
+        raise warp.hazard(f"{pipe} is used, and the kernel has not opened it: `q, k = smem.open()`", "plan")
+    if warp.block.size != pipe.warps:
+        raise warp.hazard(f"{pipe} is filled by a block of {warp.block.size} warps", "collective")
+    return warp
+
+
+def _tile(pipe, j):
+    return SharedTile(pipe.tile, pipe.slot(j), f"tile {j} of pipeline {pipe.name!r}")
+
+
+# ---- lowerings -----------------------------------------------------------------------------------------------------
+def check_copy(name, tile, source, at, rows, cols, piece):
+    """TypeError if cp.async cannot fill a shared tile with this part of a global array."""
+    if not isinstance(source, types.Array) or SCALARS.get(source.dtype) is not tile.dtype:
+        raise TypeError(f"{name}: the source must be a global array of {tile.dtype} for {tile}, got {source}")
+    if not (isinstance(at, types.BaseTuple) and len(at) == source.ndim and all(map(integer, at))):
+        raise TypeError(f"{name}: `at` must be {source.ndim} integers for an array of {source.ndim} axes, got {at}")
+    if not all(-source.ndim <= axis < source.ndim for axis in (rows, cols)) or (rows - cols) % source.ndim == 0:
+        raise TypeError(f"{name}: {tile} lies along 2 axes of the array, got {rows} and {cols} of {source.ndim}")
+    if piece not in PIECES:
+        raise TypeError(f"{name}: piece must be one of {PIECES} bytes, got {piece}")
+
+
+def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first):
+    """Start copying rows first.. first + share of the tile at `at`, by one warp: lanes side by side along a row's chunks of 16
+    bytes, so that a panel's row is one access to global memory and its chunks lie in different banks."""
+    data, extents, strides = b.array(ty, array)
+    at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
+    rows, cols, itemsize = rows % ty.ndim, cols % ty.ndim, tile.dtype.itemsize
+    chunks = tile.width // CHUNK  # of a panel's row
+    step = layout.LANES // chunks  # rows that a warp copies at once
+    lane = b.lane()
+    own = b.udiv(lane, b.u32(chunks))
+    row, byte = b.add(own, first), b.mul(b.and_(lane, b.u32(chunks - 1)), b.u32(CHUNK))
+    start = b.mul(row, b.u32(tile.width))
+    inside = b.xor(byte, b.and_(b.lshr(start, b.u32(3)), b.u32(tile.width - 16)))
+    start = b.add(address, start)
+    at[rows] = b.add(at[rows], b.zext(row, i64))
+    source = b.add(data, b.zext(byte, i64))
+    for axis, index in enumerate(at):
+        source = b.add(source, b.mul(index, ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
+    over = b.mul(b.sub(extents[cols], at[cols]), ir.Constant(i64, itemsize))  # bytes of a row from the tile's first column on
+    over = b.sub(over, b.zext(byte, i64))
+    before = b.icmp_signed("<", b.add(b.mul(at[cols], ir.Constant(i64, itemsize)), b.zext(byte, i64)), ir.Constant(i64, 0))
+    guard = b.zext(b.icmp_unsigned("<", own, b.u32(min(step, share))), ir.IntType(32))
+    widths = []  # for each panel and piece of a chunk, how many of its bytes lie inside the array
+    for low in range(0, tile.panels * tile.width, tile.width):
+        for part in range(0, CHUNK, piece):
+            left = b.sub(over, ir.Constant(i64, low + part))
+            left = b.select(b.icmp_signed("<", left, ir.Constant(i64, piece)), left, ir.Constant(i64, piece))
+            out = b.icmp_signed("<", left, ir.Constant(i64, 0))
+            if low == 0:
+                out = b.or_(out, before)
+            widths.append((low // tile.width, low + part, part, b.select(out, b.u32(0), b.u32(left))))
+    for down in range(0, share, step):
+        index = b.add(at[rows], ir.Constant(i64, down))
+        here = b.add(start, b.u32(down * tile.width))
+        chunk = b.xor(inside, b.u32(down * tile.width >> 3 & tile.width - 16))
+        line = b.add(source, b.mul(strides[rows], ir.Constant(i64, down)))
+        exists = b.icmp_unsigned("<", index, extents[rows])
+        for panel, low, part, width in widths:
+            to = b.add(b.add(here, chunk), b.u32(panel * tile.panel_bytes + part))
+            nbytes = b.select(exists, width, b.u32(0))
+            ptx.copy_async(b, to, b.add(line, ir.Constant(i64, low)), nbytes, guard, piece)
+
+
+def _needs_index(name, j):
+    if not integer(j):
+        raise TypeError(f"{name}: the tile's number j must be an integer, got {j}")
+
+
+def _address(b, pipe, base, j):
+    slot = b.urem(b.u32(j), b.u32(pipe.stages))
+    return b.add(b.add(base, b.mul(slot, b.u32(pipe.tile.nbytes))), b.u32(pipe.start))
+
+
+@lowers(pipeline.fill)
+def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
+    _needs_index("fill", j)
+    check_copy("fill", pipe.tile, source, at, rows, cols, piece)
+    if not (end is None or integer(end)):
+        raise TypeError(f"fill: end must be an integer, got {end}")
+    share = pipe.tile.rows // pipe.warps
+
+    def emit(b, base, j, array, at, _, __, last, ___):
+        first = b.mul(b.lshr(b.special("tid.x"), b.u32(5)), b.u32(share))
+        wanted = b.icmp_signed("<", b.u32(j), b.u32(2**31 - 1) if end is None else b.u32(last))
+        with b.if_then(wanted):
+            lower_copy(b, source, pipe.tile, _address(b, pipe, base, j), array, at, rows, cols, piece, share, first)
+        ptx.copy_commit(b)
+
+    return void, emit
+
+
+@lowers(pipeline.wait)
+def _(pipe, j, newer: int):
+    _needs_index("wait", j)
+    if newer < 0:
+        raise TypeError(f"wait: newer must be 0 or more, got {newer}")
+
+    def emit(b, base, j, _):
+        ptx.copy_wait(b, newer)
+        ptx.named_barrier(b, b.u32(0), layout.LANES * pipe.warps)
+        return _address(b, pipe, base, j)
+
+    return pipe.tile, emit
