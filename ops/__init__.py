@@ -4,10 +4,28 @@ for the instructions without their guards."""
 from . import convert as _convert  # dtypes become callable  # noqa: F401
 from . import mma, raw, warpgroup
 from . import show as _show  # print takes tiles  # noqa: F401
+from .compare import equal, greater, greater_equal, less, less_equal, not_equal, where
 from .copy import commit_group, copy_async, wait_group
+from .functions import (
+    abs,
+    exp,
+    exp2,
+    gelu,
+    gelu_tanh,
+    log,
+    log2,
+    map,
+    reciprocal,
+    relu,
+    rsqrt,
+    sigmoid,
+    silu,
+    sqrt,
+    tanh,
+)
 from .index import split
 from .make import full, zeros
-from .maps import exp, exp2, log2, maximum, minimum
+from .maps import fma, maximum, minimum
 from .mask import causal, right_fill
 from .memory import load, store
 from .mma import mma_AB, mma_ABt
@@ -17,7 +35,9 @@ from .schedule import grouped, snake
 from .subtile import subtile
 
 __all__ = [
-    "causal", "commit_group", "copy_async", "exp", "exp2", "full", "grouped", "lane_sum", "lazy_maximum", "load", "log2",
-    "maximum", "minimum", "mma", "mma_AB", "mma_ABt", "raw", "rescale", "right_fill", "row_max", "row_sum", "snake",
-    "split", "store", "subtile", "total", "wait_group", "warpgroup", "zeros",
+    "abs", "causal", "commit_group", "copy_async", "equal", "exp", "exp2", "fma", "full", "gelu", "gelu_tanh", "greater",
+    "greater_equal", "grouped", "lane_sum", "lazy_maximum", "less", "less_equal", "load", "log", "log2", "map", "maximum",
+    "minimum", "mma", "mma_AB", "mma_ABt", "not_equal", "raw", "reciprocal", "relu", "rescale", "right_fill", "row_max",
+    "row_sum", "rsqrt", "sigmoid", "silu", "snake", "split", "sqrt", "store", "subtile", "tanh", "total", "wait_group",
+    "warpgroup", "where", "zeros",
 ]  # fmt: skip

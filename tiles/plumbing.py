@@ -11,6 +11,7 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.core import typeinfer
 from numba.cuda.cudaimpl import registry
+from numba.cuda.descriptor import cuda_target
 from numba.cuda.extending import core_models, infer, infer_getattr, register_model
 from numba.cuda.typeconv import Conversion
 from numba.cuda.typing import signature
@@ -156,6 +157,12 @@ class Builder(ir.IRBuilder):
         )
         return self.call(fn, args)
 
+    def apply(self, function, _, x):
+        """function(x) of an fp32 number, for the Numba type of a function that kernels can call. (Its Python function is what
+        the tests' builder calls.)"""
+        sig = scalar_signature(function)
+        return self.context.cast(self, self.context.get_function(function, sig)(self, [x]), sig.return_type, types.float32)
+
     def u32(self, value):
         """A 32-bit integer, from a Python or LLVM integer of any width."""
         if isinstance(value, int):
@@ -197,6 +204,11 @@ class Builder(ir.IRBuilder):
         """A Numba array's (data address, extents, strides in bytes)."""
         array = self.context.make_array(ty)(self.context, self, value)
         return self.ptrtoint(array.data, i64), self.unpack(array.shape), self.unpack(array.strides)
+
+
+def scalar_signature(function):
+    """How a function that kernels can call takes one fp32 number."""
+    return cuda_target.typing_context.resolve_function_type(function, (types.float32,), {})
 
 
 def spec_of(ty):

@@ -1,6 +1,7 @@
 """What a kernel's values are without a GPU: NumPy arrays that know their tile type."""
 
 import itertools
+from types import BuiltinFunctionType, FunctionType
 
 import numpy as np
 from numba.cuda import types as numba
@@ -152,9 +153,12 @@ def spec_of(value, fixed=False):
         return numba.Array(scalar, value.ndim, "A")
     if isinstance(value, (rt, rv, st)):
         return Name(value)
+    if isinstance(value, (FunctionType, BuiltinFunctionType)):
+        return FUNCTION
     return getattr(value, "spec", value)  # a barrier's; rings and plans are their own types
 
 
+FUNCTION = numba.Opaque("function")
 NUMBA_SCALARS = {fp32.np: numba.float32, fp16.np: numba.float16, bf16.np: numba.bfloat16}
 
 

@@ -4,6 +4,8 @@
 here looks at tiles/layout.py: what the two say must agree, and the ops' tests are where it shows.
 """
 
+import math
+
 import numpy as np
 from llvmlite import ir
 
@@ -41,6 +43,10 @@ def _shuffle_xor(m, match, x):
     return Register(x.type, x.array[m.tid ^ int(match[1])])
 
 
+def _shuffle(m, _, x, lane):
+    return Register(x.type, x.array[m.tid // 32 * 32 + lane.array % 32])
+
+
 def _ballot(m, _, flag):
     bits = (flag.array.reshape(-1, 32) != 0) @ (1 << np.arange(32))
     return Register(i32, np.repeat(bits, 32))
@@ -68,6 +74,17 @@ def _store_global(m, match, address, value, guard):
         memory, at = m.reach(address.array[active], size)
         for k in range(size):
             memory[at + k] = bits >> 8 * k & 0xFF
+
+
+def _store_chunk(m, _, address, *words_and_guard):
+    *words, guard = words_and_guard
+    active = m.active & (guard.array != 0)
+    if active.any():
+        assert not (address.array[active] % 16).any(), "a 16-byte access needs an address that is a multiple of 16"
+        memory, at = m.reach(address.array[active], 16)
+        for k, word in enumerate(words):
+            for byte in range(4):
+                memory[at + 4 * k + byte] = word.array[active] >> 8 * byte & 0xFF
 
 
 def _store_pair(m, _, address, x, y):
@@ -173,6 +190,16 @@ def _copy_async(m, match, to, source, nbytes, guard):
             m.shared[start : start + n] = memory[at[0] : at[0] + n]
 
 
+def _movmatrix(m, _, x):
+    """An 8x8 matrix of 2-byte elements, lane L's at row L/4, columns 2(L%4) and 2(L%4)+1, transposed."""
+    lane, row = m.tid % 32, m.tid // 32 * 8
+    matrices = np.zeros((m.threads // 4, 8), np.uint16)
+    for h in (0, 1):
+        matrices[row + lane // 4, lane % 4 * 2 + h] = x.array >> 16 * h & 0xFFFF
+    low, high = (matrices[row + lane % 4 * 2 + h, lane // 4].astype(np.uint32) for h in (0, 1))
+    return Register(i32, low | high << 16)
+
+
 def _pass_through(m, _, *registers):
     return Struct(registers) if registers else None
 
@@ -255,17 +282,31 @@ def _tma(m, match, load, handle, coordinates, address):
                     array[tuple(index)] = memory[cells[r, c]]
 
 
+LLVM = {
+    "llvm.nvvm.fmax.ftz.f": lambda x, y: flush(np.fmax(flush(x), flush(y))),
+    "llvm.nvvm.fmin.ftz.f": lambda x, y: flush(np.fmin(flush(x), flush(y))),
+    "llvm.fma.f32": lambda x, y, z: np.float64(x) * np.float64(y) + np.float64(z),
+    "llvm.nvvm.fabs.f": np.abs,
+    "__nv_erff": np.vectorize(math.erf),
+}
 PTX = {
     r"^mov.u32 \$0, %tid.x;$": lambda m, _: Register(i32, m.tid),
+    r"^mov.u32 \$0, %(n?)ctaid.x;$": lambda m, match: Register(i32, np.full(m.threads, m.place[match[1] == "n"])),
     r"^ex2.approx.ftz.f32 \$0, \$1;$": _unary(np.exp2),
     r"^lg2.approx.ftz.f32 \$0, \$1;$": _unary(np.log2),
     r"^rcp.approx.ftz.f32 \$0, \$1;$": _unary(np.reciprocal),
+    r"^sqrt.approx.ftz.f32 \$0, \$1;$": _unary(np.sqrt),
+    r"^rsqrt.approx.ftz.f32 \$0, \$1;$": _unary(lambda x: np.reciprocal(np.sqrt(x))),
+    r"^tanh.approx.f32 \$0, \$1;$": lambda m, _, x: Register(f32, np.tanh(x.array * np.float32(1 + 2**-12))),
     r"^cvt.rn.(bf16|f16)x2.f32 \$0, \$1, \$2;$": _pack,
     r"^shfl.sync.bfly.b32 \$0, \$1, (\d+), 31, -1;$": _shuffle_xor,
     r"vote.sync.ballot.b32 \$0, p, -1;": _ballot,
+    r"^shfl.sync.idx.b32 \$0, \$1, \$2, 31, -1;$": _shuffle,
+    r"^movmatrix.sync.aligned.m8n8.trans.b16 \$0, \$1;$": _movmatrix,
     r"^shfl.sync.idx.b32 \$0, \$1, 0, 31, -1;$": lambda m, _, x: Register(x.type, x.array[m.tid // 32 * 32]),
     r"@p ld.global.(f32|b16) \S+ \[\$1\];": _load_global,
     r"@p st.global.(f32|b16) \[\$0\], (?:\$1|lo);": _store_global,
+    r"@p st.global.v4.b32 \[\$0\], \{\$1, \$2, \$3, \$4\};": _store_chunk,
     r"^st.shared.v2.f32 \[\$0\], \{\$1, \$2\};$": _store_pair,
     r"^ld.shared.v2.f32 \{\$0, \$1\}, \[\$2\];$": _load_pair,
     r"^st.shared.(f32|b32) \[\$0\], \$1;$": _store_word,

@@ -12,7 +12,7 @@ from functools import partial
 from unittest import mock
 
 import numpy as np
-from isa import PTX, TYPES, Register, Struct, flush
+from isa import LLVM, PTX, TYPES, Register, Struct
 from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
@@ -23,6 +23,7 @@ from tiles.plumbing import Builder, f32, i1, i32, i64
 from tiles.shared import shared as Plan
 from tiles.values import spec_of, tensor
 
+COMPARE = {s: getattr(operator, n) for s, n in zip("< <= == > >= !=".split(), "lt le eq gt ge ne".split(), strict=True)}
 SIGNED = {i32: np.int32, i64: np.int64}
 BASE = 1024  # where a block's tiles begin in shared memory
 
@@ -57,8 +58,8 @@ class Phi(Register):
 class Machine(Builder):
     """A builder whose instructions act on all threads at once."""
 
-    def __init__(self, threads, arch=90):
-        self.arch, self.threads, self.active = arch, threads, np.ones(threads, bool)
+    def __init__(self, threads, arch=90, place=(0, 1)):
+        self.arch, self.threads, self.active, self.place = arch, threads, np.ones(threads, bool), place
         self.tid = np.arange(threads)
         self.shared = np.full(1 << 18, 0xFF, np.uint8)
         self.ranges, self.tensors = [], []  # global arrays: addresses of their first byte and their end; TMA's tensors
@@ -115,8 +116,7 @@ class Machine(Builder):
     shl, lshr = _same(np.left_shift), _same(np.right_shift)
 
     def _compare(self, sign, x, y):
-        compare = {"<": np.less, "==": np.equal, ">": np.greater, "!=": np.not_equal}
-        return Register(i1, compare[sign](x, y))
+        return Register(i1, COMPARE[sign](x, y))
 
     def icmp_unsigned(self, sign, x, y):
         x, y = self.const(x), self.const(y)
@@ -159,7 +159,10 @@ class Machine(Builder):
     def zext(self, x, to):
         return Register(to, self.const(x).array.astype(TYPES[to]))
 
-    trunc = fpext = fptrunc = zext
+    fpext = fptrunc = zext
+
+    def trunc(self, x, to):
+        return Register(to, (self.const(x).array & 2**to.width - 1).astype(TYPES[to]))
 
     def sext(self, x, to):
         return Register(to, self.const(x).array.view(SIGNED[x.type]).astype(SIGNED[to]).view(TYPES[to]))
@@ -182,10 +185,11 @@ class Machine(Builder):
         yield
         self.active = before
 
-    def llvm(self, name, x, y):
-        function = {"llvm.nvvm.fmax.ftz.f": np.fmax, "llvm.nvvm.fmin.ftz.f": np.fmin}[name]
-        x, y = self.const(x), self.const(y)
-        return Register(f32, flush(function(flush(x.array), flush(y.array))))
+    def llvm(self, name, *args):
+        return Register(f32, LLVM[name](*(self.const(x).array for x in args)))
+
+    def apply(self, _, function, x):
+        return Register(f32, [function(e) for e in x.array])
 
     def call(self, inline, args):
         return self.asm(inline.type, inline.asm, inline.constraint, *args)
@@ -240,7 +244,7 @@ def _open(machine, plan):
 def _call(machine, operation, *args, **kwargs):
     bound = operation.signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    args = tuple(bound.arguments.values())
+    args = tuple(getattr(a, "py_func", a) for a in bound.arguments.values())
     if operation is OPS[Plan.open]:
         return _open(machine, args[0])
     fixed = [want is int for want in operation.wants]
@@ -254,12 +258,15 @@ def _call(machine, operation, *args, **kwargs):
         return tuple(int(part.array[0]) for part in out.parts)
     if isinstance(result, types.Float):
         return float(out.array[0])
+    if isinstance(result, types.Boolean):
+        return bool(out.array[0])
     return None if result is types.void else Value(result, out)
 
 
-def run(kernel, args, threads=32, arch=90):
-    """Run a kernel's own source on what its ops compile to for sm_`arch`; returns the machine, for its counts."""
-    machine = Machine(threads, arch)
+def run(kernel, args, threads=32, arch=90, place=(0, 1)):
+    """Run a kernel's own source on what its ops compile to for sm_`arch`, as block place[0] of place[1]; returns the machine,
+    for its counts."""
+    machine = Machine(threads, arch, place)
     for a in args:
         if isinstance(a, np.ndarray) and a.size:
             machine.ranges.append(np.lib.array_utils.byte_bounds(a))
