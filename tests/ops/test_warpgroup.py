@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, guarded, pairs, wide
+from sweep import EPS, blank, close, code, gpu, guarded, meaning, pairs, wide
 
 import tiles
-from ops import load, row_sum, store, warpgroup, zeros
+from ops import load, raw, row_sum, store, warpgroup, zeros
 from tiles import bf16, fp16, fp32, ring, rt, st, tensor
 
 EVERY_N = range(16, 257, 16)
@@ -136,12 +136,12 @@ def test_two_in_flight_and_what_ordinary_stores_wrote(run, sample):
     close(out, want @ wide(v), atol=size * EPS[bf16])  # p was rounded to bf16
 
 
-TMA = pairs([bf16, fp32, fp16, bf16], [128, 64, 32], [(37, 70), (64, 64), (130, 10), (9, 200)])
+TMA = pairs([bf16, fp32, fp16, bf16], [128, 64, 32], [(37, 72), (64, 64), (130, 8), (9, 200), (70, 4), (1, 136)])
 
 
-@pytest.mark.parametrize(("dtype", "width", "shape"), TMA)
+@pytest.mark.parametrize(("dtype", "width", "shape"), [case for case in TMA if case[2][1] * case[0].itemsize % 16 == 0])
 def test_tma_load_and_store_ragged(run, sample, dtype, width, shape):
-    """Tiles over every edge: zeros come in, nothing goes out past the array."""
+    """Tiles over every edge: zeros come in, nothing goes out past the array, whose columns are a multiple of 16 bytes."""
     S, T = st(64, 64, dtype, width), rt(16, 64, dtype)
     smem = tiles.shared(x=ring(S, 2), y=S)
     down, right = -(-shape[0] // 64), -(-shape[1] // 64)
@@ -161,16 +161,113 @@ def test_tma_load_and_store_ragged(run, sample, dtype, width, shape):
                 warpgroup.store_wait()
                 warpgroup.sync()
 
-    pad = -shape[1] % (16 // dtype.itemsize)  # a tensor map's strides are multiples of 16 bytes
-    x = sample((3, shape[0], shape[1] + pad), dtype)[:, :, : shape[1]]
-    root = np.full((4, shape[0], shape[1] + pad), 7, dtype.np)
-    y, seen = root[:, :, : shape[1]], blank((64 * down, 64 * right), dtype)
+    room = 16 // dtype.itemsize  # a tensor map's strides and address are multiples of 16 bytes
+    x = sample((3, *shape), dtype)
+    root = np.full((4, shape[0] + 1, shape[1] + 2 * room), 7, dtype.np)
+    y, seen = root[:, : shape[0], room:-room], blank((64 * down, 64 * right), dtype)
     run(body, tensor(x, S), seen, tensor(y, S), warps=4, shared=smem)
     assert (seen[: shape[0], : shape[1]] == x[1]).all()
     assert (seen[shape[0] :] == 0).all() and (seen[:, shape[1] :] == 0).all()
     assert (y[2] == x[1]).all()
-    root[2, :, : shape[1]] = 7
+    y[2] = 7
     assert (root == 7).all(), "memory around the array was written"
+
+
+RAGGED = pairs([bf16, fp32, fp16], [128, 64, 32], [(37, 70), (64, 61), (130, 10), (9, 199)])
+
+
+@pytest.mark.parametrize(("dtype", "width", "shape"), RAGGED)
+def test_tma_load_of_part_of_a_chunk(run, sample, dtype, width, shape):
+    """Columns that end inside 16 bytes: what lies behind them in memory is not loaded."""
+    S, T = st(64, 64, dtype, width), rt(16, 64, dtype)
+    smem = tiles.shared(x=ring(S, 2))
+    down, right = -(-shape[0] // 64), -(-shape[1] // 64)
+
+    @cuda.jit
+    def body(x, seen):
+        (a,) = smem.open()
+        for i in range(down):
+            for j in range(right):
+                n = i * right + j
+                a.fill(n, x, (1, i, j))
+                warpgroup.store(seen, warpgroup.load(a.wait(n), T), (64 * i, 64 * j))
+                a.release(n)
+
+    root = np.full((3, shape[0], -(-shape[1] * dtype.itemsize // 16) * 16 // dtype.itemsize), np.nan, dtype.np)
+    x, seen = root[:, :, : shape[1]], blank((64 * down, 64 * right), dtype)
+    x[...] = sample(x.shape, dtype)
+    run(body, tensor(x, S), seen, warps=4, shared=smem)
+    assert (seen[: shape[0], : shape[1]] == x[1]).all()
+    assert (seen[shape[0] :] == 0).all() and (seen[:, shape[1] :] == 0).all()
+
+
+@pytest.mark.parametrize("backend", [meaning, code, pytest.param(gpu, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("dtype", "cols"), [(bf16, 70), (fp16, 4), (fp32, 63)])
+def test_tma_store_to_part_of_a_chunk_is_refused(backend, dtype, cols):
+    """TMA writes 16 bytes at a time: what lies behind the array's columns would be overwritten."""
+    S, T = st(64, 64, dtype), rt(16, 64, dtype)
+    smem = tiles.shared(y=S)
+
+    def body(y):
+        (b,) = smem.open()
+        warpgroup.store(b, zeros(T))
+        warpgroup.tma_store(y, (0, 0), b)
+        warpgroup.store_wait()
+
+    root = np.full((64, 80), 7, dtype.np)
+    words = "TMA writes 16 bytes at a time, and would write past columns that are not a multiple of that: gl(st(64, 64"
+    with pytest.raises(TypeError) as error:
+        backend(cuda.jit(body), tensor(root[:, :cols], S), warps=4, shared=smem)
+    assert str(error.value).startswith("tma_store: " + words) and "use warpgroup.store, or an array with room" in str(error.value)
+    assert (root == 7).all()
+
+
+def test_a_raw_tma_store_to_part_of_a_chunk():
+    """The instruction without its guard: the interpreter stops it, the card would write past the columns."""
+    S = st(16, 64, bf16)
+    smem = tiles.shared(y=S)
+
+    @cuda.jit
+    def body(y):
+        (b,) = smem.open()
+        store(b, zeros(rt_of_s))
+        raw.fence_async()
+        raw.tma_store(y, (0, 0), b)
+        raw.store_wait()
+
+    rt_of_s = rt(16, 64, bf16)
+    with pytest.raises(tiles.Hazard, match="TMA writes 16 bytes at a time, and would write past the columns of gl"):
+        meaning(body, tensor(np.zeros((16, 72), bf16.np)[:, :70], S), shared=smem)
+
+
+@pytest.mark.parametrize("backend", [meaning, code])
+def test_an_array_is_no_tensor(backend):
+    """TMA takes tensors; of a plain array the message says how to make one."""
+    S = st(64, 64, bf16)
+    smem = tiles.shared(x=ring(S, 1), y=S)
+
+    def filled(x):
+        a, _ = smem.open()
+        a.fill(0, x, (0, 0))
+
+    def stored(x):
+        _, b = smem.open()
+        warpgroup.tma_store(x, (0, 0), b)
+
+    def filled_from_a_tile(x):
+        a, b = smem.open()
+        a.fill(0, b, (0, 0))
+
+    words = "TMA must be told how the array is cut: pass tiles.tensor(array, tile) to the launch, got array(float32, 2d, A)"
+    for kernel, message in {
+        filled: f"fill: {words}",
+        stored: f"tma_store: {words}",
+        filled_from_a_tile: "fill: takes a tiles.tensor, got st(64, 64, bf16)",
+    }.items():
+        with pytest.raises(TypeError) as error:
+            backend(cuda.jit(kernel), np.zeros((64, 64), np.float32), warps=4, shared=smem)
+        message_of = str(error.value).replace("ring.", "")
+        assert message_of.startswith(message)
 
 
 def test_tma_along_any_axes(run, sample):

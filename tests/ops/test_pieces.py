@@ -1,0 +1,239 @@
+"""ops/pieces.py: `store(..., aligned=True)`, 16 bytes a lane, by one warp and by four; what keeps an array from it."""
+
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import blank, code, meaning, pairs
+
+import tiles
+from ops import load, store, warpgroup
+from tiles import Hazard, bf16, fp16, fp32, rt, sass, st
+from tiles.arguments import parameter
+from tiles.compiler import compile_kernel
+from tiles.interpreter import interpret
+
+COLS = range(32, 257, 32)
+HALVES = [bf16, fp16]
+
+
+def roomy(shape, dtype, order=None, step=1):
+    """A NaN-filled array whose address and strides are multiples of 16 bytes inside a larger one of canaries, its axes laid
+    out in `order` (the last stays last), every `step`-th element of the others used; and a check of the canaries."""
+    order = tuple(order or range(len(shape)))
+    assert order[-1] == len(shape) - 1 and shape[-1] % 8 == 0
+    extents = [shape[a] * step + 2 for a in order[:-1]] + [shape[-1] + 16]
+    memory = np.zeros(np.prod(extents) + 8, dtype.np)
+    start = -memory.ctypes.data % 16 // 2
+    root = memory[start : start + np.prod(extents)].reshape(extents)
+    root[...] = 12345
+    place = tuple(slice(1, 1 + shape[a] * step, step) for a in order[:-1]) + (slice(8, 8 + shape[-1]),)
+    view = root[place].transpose(np.argsort(order))
+    view[...] = np.nan
+
+    def check():
+        kept, view[...] = view.copy(), 12345
+        untouched = (memory[start : start + root.size] == dtype.np.type(12345)).all()
+        untouched &= (memory[:start] == 0).all() and (memory[start + root.size :] == 0).all()
+        view[...] = kept
+        assert untouched, "memory around the array was written"
+
+    return view, check
+
+
+def placed(shape, at, tile):
+    """What an array of this shape, NaN everywhere, holds after a 2-d tile was stored to it at `at`."""
+    out = np.full(shape, np.nan, np.float32)
+    rows, cols = (np.arange(size) + start for size, start in zip(tile.shape, at, strict=True))
+    r, c = (rows >= 0) & (rows < shape[0]), (cols >= 0) & (cols < shape[1])
+    out[np.ix_(rows[r], cols[c])] = tile[np.ix_(r, c)]
+    return out
+
+
+def same(got, want):
+    return np.array_equal(got.astype(np.float32), want, equal_nan=True)
+
+
+@pytest.mark.parametrize(("cols", "held", "dtype"), pairs(COLS, [bf16, fp16, fp32], [*HALVES, *HALVES[::-1]]))
+def test_every_width_at_every_edge(run, sample, cols, held, dtype):
+    """Rows and columns over every edge, before the array's first and after its last: 8 columns are in it or are not."""
+    shape = (21, cols + 24)
+    places = [(0, 0), (0, 24), (5, 8), (9, 40), (-3, -8), (-16, 0), (20, cols), (2, -16), (0, cols + 16), (100, 0), (0, -cols)]
+    T, n = rt(16, cols, held), len(places)
+
+    @cuda.jit
+    def body(x, at, y):
+        tile = load(x, T, (0, 0))
+        for i in range(n):
+            store(y, tile, (i, at[i, 0], at[i, 1]), aligned=True)
+
+    x, (y, check) = sample((16, cols), held), roomy((n, *shape), dtype)
+    run(body, x, np.array(places, np.int32), y)
+    check()
+    for i, at in enumerate(places):
+        assert same(y[i], placed(shape, at, x.astype(np.float32).astype(dtype.np).astype(np.float32))), f"store at {at}"
+
+
+@pytest.mark.parametrize(("rows", "cols", "dtype"), pairs([16, 32], [64, 32, 96, 128], HALVES))
+def test_by_four_warps(run, sample, rows, cols, dtype):
+    T, H = rt(rows, cols, fp32), rt(rows, cols, dtype)
+    places = [(0, 0), (7, 16), (-rows, 8), (rows + 5, cols - 24), (-2 * rows - 1, -8)]
+    n, shape = len(places), (4 * rows + 3, cols + 8)
+
+    @cuda.jit
+    def body(x, at, y, z):
+        tile = warpgroup.load(x, T, (0, 0))
+        for i in range(n):
+            warpgroup.store(y, tile, (i, at[i, 0], at[i, 1]), aligned=True)
+        warpgroup.store(z, H_of(tile), (0, 0), -2, -1, True)
+
+    H_of = dtype
+
+    x, (y, check), (z, check_z) = sample((4 * rows, cols)), roomy((n, *shape), dtype), roomy((4 * rows, cols), dtype)
+    run(body, x, np.array(places, np.int32), y, z, warps=4)
+    check()
+    check_z()
+    rounded = x.astype(dtype.np).astype(np.float32)
+    assert (z == rounded).all()
+    for i, at in enumerate(places):
+        assert same(y[i], placed(shape, at, rounded)), f"store at {at}"
+
+
+@pytest.mark.parametrize(("order", "step", "dtype"), pairs([(0, 1, 2, 3), (2, 0, 1, 3), (1, 2, 0, 3)], [1, 2], HALVES))
+def test_strided_axes(run, sample, order, step, dtype):
+    """(B, S, H, D) as attention has it, and transposed; rows along any axis, every `step`-th element of the others."""
+    T = rt(16, 64, dtype)
+
+    @cuda.jit
+    def body(x, y):
+        store(y, load(x, T, (0, 0)), (1, 3, 2, 0), rows=1, cols=3, aligned=True)
+        store(y, load(x, T, (0, 0)), (-1, 0, 0, 8), rows=0, aligned=True)
+
+    x, (y, check) = sample((16, 64), dtype), roomy((2, 30, 3, 40), dtype, order, step)
+    run(body, x, y)
+    check()
+    want = np.full((2, 30, 3, 40), np.nan, np.float32)
+    want[1, 3:19, 2] = x[:, :40]
+    want[:2, 0, 0, 8:] = x[1:3, :32]
+    assert same(y, want)
+
+
+def test_an_axis_of_one_may_have_any_stride(run, sample):
+    """No step is taken along it, so its stride does not matter."""
+    T = rt(16, 32, bf16)
+
+    @cuda.jit
+    def body(x, y):
+        store(y, load(x, T, (0, 0)), (0, 0, 0), aligned=True)
+
+    x, (flat, check) = sample((16, 32), bf16), roomy((16, 32), bf16)
+    y = np.lib.stride_tricks.as_strided(flat, (1, 16, 32), (6, *flat.strides))
+    run(body, x, y)
+    check()
+    assert (flat == x).all()
+
+
+def test_one_instruction_for_eight_columns():
+    """A lane stores 16 bytes at a time, not 2: 8 instructions for 16 x 128 instead of 64."""
+    T = rt(16, 128, fp32)
+
+    @cuda.jit
+    def body(x, y):
+        store(y, load(x, T, (0, 0)), (0, 0), aligned=True)
+
+    x, y = np.zeros((16, 128), np.float32), np.zeros((16, 128), bf16.np)
+    found = compile_kernel(body, [parameter("x", x).type, parameter("y", y).type], "sm_90a")
+    stores = [i.opcode for i in sass.listing(found.cubin) if i.mnemonic == "STG"]
+    assert len(stores) == 8 and all(".128" in opcode for opcode in stores)
+
+
+# ---- broken promises -----------------------------------------------------------------------------------------------
+def unaligned(case):
+    """(array, index) that break the promise in one way."""
+    base, _ = roomy((40, 72), bf16)
+    return {
+        "address": (base[:, 4:68], (0, 0)),
+        "stride": (np.zeros((40, 68), bf16.np)[:, :64], (0, 0)),
+        "apart": (base[:, :64:2], (0, 0)),
+        "down": (base[:, :32].T, (0, 0)),
+        "at": (base, (0, 4)),
+        "before": (base, (0, -4)),
+        "columns": (base[:, :68], (0, 0)),
+    }[case]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("address", r"the array \(strides \(176, 2\), address 0x\w+8\) is not aligned to 16 bytes"),
+        ("stride", r"the array \(strides \(136, 2\), address 0x\w+\) is not aligned to 16 bytes"),
+        ("apart", r"the array \(strides \(176, 4\)"),
+        ("down", r"the array \(strides \(2, 176\)"),
+        ("at", r"columns from 4 of 72 are not multiples of 8"),
+        ("before", r"columns from -4 of 72 are not multiples of 8"),
+        ("columns", r"columns from 0 of 68 are not multiples of 8"),
+    ],
+)
+@pytest.mark.parametrize("scope", [1, 4])
+def test_a_broken_promise(case, words, scope):
+    T, (y, at) = rt(16, 32, bf16), unaligned(case)
+    before = y.copy()
+
+    def by_one(y, x, row, col):
+        store(y, load(x, T, (0, 0)), (row, col), aligned=True)
+
+    def by_four(y, x, row, col):
+        warpgroup.store(y, load(x, T, (0, 0)), (row, col), aligned=True)
+
+    kernel = cuda.jit(by_one if scope == 1 else by_four)
+    with pytest.raises(Hazard, match="aligned store: " + words):
+        interpret(kernel, (1, 1, 1), 32 * scope, [y, np.zeros((16, 32), bf16.np), *at])
+    assert np.array_equal(before.view(np.uint16), y.view(np.uint16))
+
+
+S = st(64, 32, bf16)
+SMEM = tiles.shared(s=S)
+T, NARROW, COLUMN = rt(16, 32, fp32), rt(16, 48, fp32), rt(16, 32, bf16, "col")
+
+
+def of_48_columns(h, f):
+    store(h, load(f, NARROW, (0, 0)), (0, 0), aligned=True)
+
+
+def to_fp32(h, f):
+    store(f, load(f, T, (0, 0)), (0, 0), aligned=True)
+
+
+def of_a_vector(h, f):
+    store(h, load(f, T.row_vec, (0, 0)), (0, 0), aligned=True)
+
+
+def in_column_layout(h, f):
+    store(h, load(h, COLUMN, (0, 0)), (0, 0), aligned=True)
+
+
+def by_four_warps(h, f):
+    warpgroup.store(f, warpgroup.load(f, T, (0, 0)), (0, 0), aligned=True)
+
+
+def to_a_shared_tile(h, f):
+    (s,) = SMEM.open()
+    warpgroup.store(s, warpgroup.load(f, T, (0, 0)), aligned=True)
+
+
+TAKES = "aligned stores take tiles of 32, 64, 96, ... columns, in row layout, and arrays of bf16 or fp16, got "
+MISTAKES = {
+    of_48_columns: f"store: {TAKES}rt(16, 48, fp32)",
+    to_fp32: f"store: {TAKES}rt(16, 32, fp32), array(float32, 2d, A)",
+    of_a_vector: f"store: {TAKES}row_vec(32, fp32)",
+    in_column_layout: f"store: {TAKES}rt(16, 32, bf16, col)",
+    by_four_warps: f"warpgroup.store: {TAKES}rt(16, 32, fp32)",
+    to_a_shared_tile: "warpgroup.store: `aligned` is for global arrays, got st(64, 32, bf16)",
+}
+
+
+@pytest.mark.parametrize("backend", [meaning, code])
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__)
+def test_mistakes(backend, mistake):
+    with pytest.raises(TypeError) as error:
+        backend(cuda.jit(mistake), blank((64, 64), bf16), blank((64, 64)), warps=4, shared=SMEM)
+    assert str(error.value).startswith(MISTAKES[mistake])

@@ -1,0 +1,139 @@
+"""ops/schedule.py: every tile of a persistent grid is taken exactly once, by blocks that get about the same amount of work."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from lanes import run as lowered
+from numba import cuda
+
+import tiles
+from ops import full, snake, store
+from ops.schedule import snake as face
+from tiles import bf16, fp32, rt
+from tiles.compiler import compile_kernel
+from tiles.interpreter import interpret
+from tiles.op import OPS
+
+V = rt(16, 16, fp32).row_vec
+
+
+@cuda.jit
+def persistent(tiles, log, count):
+    """log[tile] = how often it was taken, and by which block, in which round; count[block] = how many it took."""
+    r = 0
+    while snake(r) < tiles:
+        log[snake(r), 0] += 1
+        log[snake(r), 1] = cuda.blockIdx.x
+        log[snake(r), 2] = r
+        r += 1
+    count[cuda.blockIdx.x] = r
+
+
+def by_meaning(blocks, tiles, log, count):
+    interpret(persistent, (blocks, 1, 1), 32, [tiles, log, count])
+
+
+def by_lowering(blocks, tiles, log, count):
+    for block in range(blocks):
+        kernel = cuda.jit(_source(block))
+        lowered(kernel, [tiles, log, count], place=(block, blocks))
+
+
+def _source(block):
+    def kernel(tiles, log, count):
+        r = 0
+        while snake(r) < tiles:
+            log[snake(r)] += [1, block, r]
+            r += 1
+        count[block] = r
+
+    return kernel
+
+
+def check(blocks, tiles, log, count):
+    """Each tile once; a block's tiles in rising order; counts that differ by one at most, of rounds that go back and forth."""
+    assert (log[:, 0] == 1).all()
+    assert count.sum() == tiles and count.max() - count.min() <= 1
+    for tile, (_, block, r) in enumerate(log):
+        there, k = divmod(tile, blocks)
+        assert (r, block) == (there, k if r % 2 == 0 else blocks - 1 - k)
+
+
+@pytest.mark.parametrize("backend", [by_meaning, by_lowering])
+@settings(deadline=None, max_examples=60)
+@given(blocks=some.integers(1, 40), tiles=some.integers(0, 300))
+def test_every_tile_exactly_once(backend, blocks, tiles):
+    log, count = np.zeros((tiles, 3), np.int64), np.zeros(blocks, np.int64)
+    backend(blocks, tiles, log, count)
+    check(blocks, tiles, log, count)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("blocks", "tiles"), [(1, 0), (1, 5), (4, 3), (7, 100), (132, 1000), (132, 132), (500, 499)])
+def test_on_the_card(blocks, tiles):
+    import tiles as library
+
+    log, count = cuda.to_device(np.zeros((tiles, 3), np.int64)), cuda.to_device(np.zeros(blocks, np.int64))
+    library.launch(persistent, blocks, 1)(tiles, log, count)
+    check(blocks, tiles, log.copy_to_host(), count.copy_to_host())
+
+
+@settings(deadline=None)
+@given(blocks=some.integers(1, 2**16), data=some.data())
+def test_both_backends_say_the_same(blocks, data):
+    """Up to the last tile below 2**31."""
+    block, r = data.draw(some.integers(0, blocks - 1)), data.draw(some.integers(0, 2**31 // blocks - 1))
+    out, said = np.zeros(1, np.int64), np.zeros(1, np.int64)
+
+    def kernel(r, out):
+        out[0] = snake(r)
+
+    lowered(cuda.jit(kernel), [r, said], place=(block, blocks))
+    want = r * blocks + (blocks - 1 - block if r % 2 else block)
+    assert said[0] == want < 2**31
+    in_block(block, blocks, lambda: out.__setitem__(0, snake(r)))
+    assert out[0] == want
+
+
+def in_block(block, blocks, deed):
+    """Do it as the given block of a grid would in the interpreter."""
+    from tiles.interpreter import Block
+
+    done = []
+    Block((block, 0, 0), (blocks, 1, 1), 1, None, None, {}).run(lambda: done.append(deed()), [])
+    assert done
+
+
+def test_longest_first_shares_the_work():
+    """What the order is for: causal tiles, whose lengths fall from first to last; a simple round robin would give block 0 more."""
+    blocks, tiles = 8, 64
+    log, count = np.zeros((tiles, 3), np.int64), np.zeros(blocks, np.int64)
+    by_meaning(blocks, tiles, log, count)
+    work = np.bincount(log[:, 1], weights=np.arange(tiles, 0, -1))
+    assert work.min() == work.max()
+
+
+def test_compiles_to_32_bits():
+    """One multiplication and a selection, in registers of 32 bits."""
+    from numba.cuda import types
+
+    @cuda.jit
+    def kernel(r, out):
+        store(out, full(V, snake(r)), (0,))
+
+    found = compile_kernel(kernel, [types.int32, types.Array(types.float32, 1, "A")], "sm_90a")
+    assert not found.local_bytes and not found.warnings
+    assert OPS[face].type(types.int32)[0] == types.int32
+
+
+@pytest.mark.parametrize("given", [1.5, np.zeros(3, np.float32)], ids=["number", "array"])
+def test_mistakes(given):
+    def kernel(x):
+        snake(x)
+
+    from sweep import code, meaning
+
+    for backend in (meaning, code):
+        with pytest.raises(TypeError, match="snake: takes an integer, got (float|array)"):
+            backend(cuda.jit(kernel), given)
