@@ -29,8 +29,8 @@ DATA = 4  # the slot of an array's address
 
 
 class Parameter(NamedTuple):
-    """One argument: its Numba type, and its 8-byte slots as the machine code takes them. Of an array or tensor also its
-    description and which slot its address (or that of its map) goes to; of a tensor also how TMA is told of it."""
+    """One argument: its Numba type, and its 8-byte slots as the machine code takes them. Of an array also its description and
+    which slot its address goes to; of a tensor, besides, how TMA is told of it: its one slot stands for the map."""
 
     name: str
     type: types.Type

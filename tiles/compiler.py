@@ -8,8 +8,11 @@ import re
 from dataclasses import dataclass
 
 from cuda.core import Linker, LinkerOptions, ObjectCode
+from llvmlite.ir.values import ArgumentAttributes
 from numba.core import types
-from numba.cuda import compiler, dispatcher
+from numba.cuda import cgutils, compiler, dispatcher
+
+from .plumbing import TENSOR_MAP, i32
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,30 @@ def capability(arch):
     return (int(major), int(minor), suffix) if suffix else (int(major), int(minor))
 
 
+class _Untyped(ArgumentAttributes):
+    """`byval` and not `byval(type)`: before sm_100 NVVM reads the language of LLVM 7."""
+
+    def _expand(self, name, typ):
+        return name
+
+
+def _take_maps_by_value(function, cc):
+    """Make a kernel's tensor maps `__grid_constant__` parameters: `byval`, and named to NVVM by their numbers, from 1 on.
+
+    The launch then brings a copy of each map, and TMA reads that copy where the parameters lie. Without the annotation every
+    thread would copy its 128 bytes to the stack."""
+    numbers = []
+    for number, argument in enumerate(function.args, 1):
+        if argument.type == TENSOR_MAP.as_pointer():
+            argument.attributes = (ArgumentAttributes if cc >= (10, 0) else _Untyped)(["byval"])
+            argument.attributes.align = 64  # what cuda.h asks of a CUtensorMap
+            numbers.append(i32(number))
+    if numbers:
+        module = function.module
+        note = module.add_metadata([function, "grid_constant", module.add_metadata(numbers)])
+        cgutils.get_or_insert_named_metadata(module, "nvvm.annotations").add(note)
+
+
 def compile_kernel(kernel, signature, arch) -> Compiled:
     """Machine code for `arch` of a `@cuda.jit` kernel and the Numba types of its arguments. No GPU is needed."""
     cc, options = capability(arch), kernel.targetoptions
@@ -76,6 +103,7 @@ def compile_kernel(kernel, signature, arch) -> Compiled:
             launch_bounds=options.get("launch_bounds"),
             lto=True,
         )
+    _take_maps_by_value(library.get_function(library._entry_name), cc)
     code = ObjectCode.from_ltoir(bytes(library.get_ltoir(cc)))
     linker = Linker(code, options=LinkerOptions(arch=arch, link_time_optimization=True, verbose=True, ptxas_options=["-v"]))
     cubin = linker.link("cubin")

@@ -80,8 +80,3 @@ def uncaptured():
         yield
     finally:
         check(driver.cuThreadExchangeStreamCaptureMode(mode))
-
-
-def capturing(stream) -> bool:
-    """Is a CUDA graph being captured from this stream?"""
-    return bool(check(driver.cuStreamIsCapturing(stream)))

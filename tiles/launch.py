@@ -9,7 +9,7 @@ interpreter. TILES_INTERPRET=1 sends device arrays to the interpreter, too: they
 copied back; TILES_SEED=n makes the interpreter's order random, by that seed.
 
 How arguments are typed: arrays of rank n as Numba's array(dtype, n, "A"), so strides never cost a compilation; `tensor` as
-the address of its TMA map; bool as it is, int as int32, float as float32, so a growing value never costs one either; NumPy's
+its TMA map, by value; bool as it is, int as int32, float as float32, so a growing value never costs one either; NumPy's
 scalars as their own type, so np.int64(n) where 32 bits are too few.
 """
 
@@ -94,13 +94,17 @@ def load(kernel, signature, target: Device, shared_bytes: int = 0) -> Loaded:
 
 # ---- launches ------------------------------------------------------------------------------------------------------
 class Frame:
-    """The arguments of launches: 8-byte slots, and the array of their addresses that the driver reads. Nothing changes it
-    once it is filled, so any number of threads may launch from it."""
+    """The arguments of launches: 8-byte slots, and the array of addresses through which the driver copies them; a tensor's is
+    that of its map. Nothing changes it once it is filled, so any number of threads may launch from it.
 
-    def __init__(self, slots):
-        self.slots = (ctypes.c_uint64 * len(slots))(*slots)
+    maps: {a tensor's place among the slots: its map}."""
+
+    def __init__(self, slots, maps):
+        self.slots, self.maps = (ctypes.c_uint64 * len(slots))(*slots), maps
         start = ctypes.addressof(self.slots)
         self.pointers = (ctypes.c_void_p * len(slots))(*range(start, start + 8 * len(slots), 8))
+        for place, tensor_map in maps.items():
+            self.pointers[place] = tensor_map.getPtr()
         self.address = ctypes.addressof(self.pointers)
 
 
@@ -116,11 +120,11 @@ class Bound:
         self.nbytes = launch.shared.nbytes if launch.shared else 0
         self.function = load(launch.kernel, tuple(p.type for p in parameters), target, self.nbytes).function
         self.slots = [slot for p in parameters for slot in p.slots]
-        self.places, self.maps, at = [], [], 0
+        self.places, self.encodings, at = [], [], 0
         for p in parameters:
             if p.array is not None:
                 self.places.append(at + p.place)
-                self.maps.append(p.encoding and tma.maps_of(p.encoding, target))
+                self.encodings.append(p.encoding)
             at += len(p.slots)
         self.configs: dict = {}
         self.ready: dict = {}  # (stream, *addresses): (configuration, address of the frame's pointers, frame)
@@ -128,29 +132,24 @@ class Bound:
     def __call__(self, *where: int) -> None:
         ready = self.ready.get(where)
         if ready is None:
-            try:
-                ready = self._prepare(*where)
-            except tma.Full:
-                return self._launch_with_lent_maps(*where)
+            if len(self.ready) >= READY:
+                self.ready.clear()
+            ready = self.ready[where] = self._prepare(*where)
         (status,) = driver.cuLaunchKernelEx(ready[0], self.function, ready[1], 0)
         if status:
             self._launch_in_context(ready)
 
     def _prepare(self, stream, *addresses):
-        """What the driver is given, made once for these addresses and this stream."""
+        """What the driver is given for this stream and these addresses."""
         if len(addresses) != len(self.places):
             raise TypeError(f"{self.launch} takes {len(self.places)} addresses, got {len(addresses)}")
-        maps = [address if maps is None else maps[address] for maps, address in zip(self.maps, addresses)]
-        if len(self.ready) >= READY:
-            self.ready.clear()
-        self.ready[(stream, *addresses)] = ready = self._frame(stream, maps)
-        return ready
-
-    def _frame(self, stream, values):
-        slots = list(self.slots)
-        for place, value in zip(self.places, values):
-            slots[place] = value
-        frame = Frame(slots)
+        slots, maps = list(self.slots), {}
+        for place, encoding, address in zip(self.places, self.encodings, addresses):
+            if encoding is None:
+                slots[place] = address
+            else:
+                maps[place] = tma.tensor_map(encoding, address, self.target)
+        frame = Frame(slots, maps)
         return self.configs.get(stream) or self._config(stream), frame.address, frame
 
     def _launch_in_context(self, ready):
@@ -162,18 +161,6 @@ class Bound:
             check((status,))
         except RuntimeError as error:
             raise RuntimeError(f"{self.launch} on {self.target}: {error}") from None
-
-    def _launch_with_lent_maps(self, stream, *addresses):
-        """The launch, with maps that live no longer than it (see tma.py)."""
-        tensors = [tma.encode(maps.form, address) for maps, address in zip(self.maps, addresses) if maps is not None]
-        with self.target.current():
-            lent, take_back = tma.arena(self.target).lend(tensors, stream)
-            rest = iter(lent)
-            values = [address if maps is None else next(rest) for maps, address in zip(self.maps, addresses)]
-            try:
-                self._launch_in_context(self._frame(stream, values))
-            finally:
-                take_back()
 
     def _config(self, stream):
         """The launch configuration for this stream."""

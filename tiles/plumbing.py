@@ -23,6 +23,7 @@ from .op import OPS, Name
 from .types import barrier, gl, pending, rt, rv, st
 
 i1, i32, i64, f32 = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
+TENSOR_MAP = ir.LiteralStructType([ir.ArrayType(i64, 16)])  # 128 bytes that only TMA understands
 void = types.void
 SCALARS = {types.float32: fp32, types.float16: fp16, types.bfloat16: bf16}
 
@@ -64,7 +65,8 @@ registry.lower_cast(Value, Value)(lambda context, builder, have, want, value: va
 
 
 def llvm_type(spec):
-    """Registers of a tile (two 2-byte elements to one) or vector (one fp32 an element); otherwise an address."""
+    """Registers of a tile (two 2-byte elements to one) or vector (one fp32 an element); otherwise an address: in shared memory,
+    or of a tensor's map."""
     match spec:
         case pending(tile):
             return llvm_type(tile)
@@ -80,8 +82,21 @@ def llvm_type(spec):
 
 @register_model(Value)
 class _Model(core_models.PrimitiveModel):
+    """A tensor is the address of its map. As an argument that is a pointer, so that a kernel can take the map itself, by value
+    (compiler.py)."""
+
     def __init__(self, manager, ty):
         super().__init__(manager, ty, llvm_type(ty.spec))
+        self.is_tensor = isinstance(ty.spec, gl)
+
+    def get_argument_type(self):
+        return TENSOR_MAP.as_pointer() if self.is_tensor else self.be_type
+
+    def as_argument(self, builder, value):
+        return builder.inttoptr(value, self.get_argument_type()) if self.is_tensor else value
+
+    def from_argument(self, builder, value):
+        return builder.ptrtoint(value, self.be_type) if self.is_tensor else value
 
 
 def compile_time(cls):

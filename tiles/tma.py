@@ -1,33 +1,28 @@
 """Tensor maps: how TMA is told where an array lies and what box of it to copy.
 
     form = describe(q, "q").form
-    maps = maps_of(encoding(gl(tile, 4, 1, 3), form), device)        # once for arrays of this form
-    maps[q.data_ptr()]                                               # the device address of the map of one of them
+    tensor_map(encoding(gl(tile, 4, 1, 3), form), q.data_ptr(), device)      # the driver's 128 bytes
 
-A map depends on the array's address and form, the tile and the GPU, and on nothing else, so a map found by these is never
-stale. Maps lie in device memory and are passed to kernels by address.
+A map depends on the array's address and form, the tile and the GPU, and on nothing else, so a map that is found again is
+never stale.
 
-**Why a map is never freed or changed.** A kernel in flight, or a captured CUDA graph that will be replayed, may hold its
-address; nobody can tell when the last one is done. So the first ROOM maps of a GPU stay for good (8 MiB). When the room is
-used up, which takes as many different addresses and shapes, every further map lives for one launch, in memory that is
-allocated, written and freed in the order of that launch's stream; slower, and as safe. Only a launch that is being captured
-still gets maps that stay: its graph owns them.
+**Maps are passed by value**, as `__grid_constant__` parameters (compiler.py). The driver copies them when a kernel is launched,
+and a node of a CUDA graph keeps its own copy: here a map is an ordinary object, free to go once the launch has returned. In
+global memory it would have to outlive every kernel and graph that holds its address, and every block would need a proxy fence
+before it (CUDA C++ Programming Guide, on tensor maps that were copied there).
 """
 
 import functools
-import threading
 from typing import NamedTuple
 
 from cuda.bindings import driver
 
 from .arrays import Form
-from .device import Device, capturing, check, uncaptured
+from .device import Device, check
 from .ptx import tma_axes
 from .types import gl
 
-ROOM = 65536  # maps of a GPU that stay
-MAP_BYTES = 128
-SLAB = 512  # maps to one allocation
+MAPS = 4096  # maps that are remembered
 ALIGNMENT = 16  # bytes, of the base address and of strides
 STRIDE_END, EXTENT_END, BOX_END = 2**40, 2**32, 256
 
@@ -87,7 +82,7 @@ def check_address(pointer: int):
 
 
 def encode(form: Encoding, pointer: int):
-    """The driver's 128 bytes for an array at this address."""
+    """The driver's CUtensorMap of an array at this address. Some context must be current."""
     check_address(pointer)
     u64, u32, rank = driver.cuuint64_t, driver.cuuint32_t, len(form.extents)
     return check(
@@ -107,71 +102,8 @@ def encode(form: Encoding, pointer: int):
     )
 
 
-class Full(Exception):
-    """A GPU's room for maps that stay is used up."""
-
-
-class Arena:
-    """A GPU's memory for tensor maps."""
-
-    def __init__(self, device: Device):
-        self.device, self.lock, self.used, self.slab, self.left = device, threading.RLock(), 0, 0, 0
-        with device.current():
-            self.stream = check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-
-    def keep(self, tensor_map, beyond=False) -> int:
-        """The address of a copy of this map that stays. `beyond`: even if there is no room."""
-        with self.lock:
-            if self.used >= ROOM and not beyond:
-                raise Full
-            with self.device.current(), uncaptured():
-                if not self.left:
-                    self.slab, self.left = int(check(driver.cuMemAlloc(SLAB * MAP_BYTES))), SLAB
-                address = self.slab + (SLAB - self.left) * MAP_BYTES
-                check(driver.cuMemcpyHtoDAsync(address, tensor_map.getPtr(), MAP_BYTES, self.stream))
-                check(driver.cuStreamSynchronize(self.stream))
-            self.left -= 1
-            self.used += 1
-            return address
-
-    def lend(self, tensor_maps, stream):
-        """(addresses of copies of these maps, a function that takes them back): for one launch on this stream, between the
-        two; both with the GPU's context current."""
-        if capturing(stream):
-            return [self.keep(m, beyond=True) for m in tensor_maps], lambda: None
-        base = check(driver.cuMemAllocAsync(MAP_BYTES * len(tensor_maps), stream))
-        places = [int(base) + MAP_BYTES * k for k in range(len(tensor_maps))]
-        for place, m in zip(places, tensor_maps):
-            check(driver.cuMemcpyHtoDAsync(place, m.getPtr(), MAP_BYTES, stream))
-        return places, lambda: check(driver.cuMemFreeAsync(base, stream))
-
-
-arena = functools.lru_cache(maxsize=None)(Arena)
-"""arena(device): the one Arena of a GPU."""
-
-
-class Maps(dict):
-    """The maps of arrays of one form, by the arrays' addresses: a dict that makes what it lacks, or raises Full."""
-
-    def __init__(self, form: Encoding, device: Device):
-        super().__init__()
-        self.form, self.arena = form, arena(device)
-
-    def __missing__(self, pointer):
-        with self.arena.lock:
-            if pointer not in self:
-                self[pointer] = self.arena.keep(encode(self.form, pointer))
-        return self[pointer]
-
-
-_maps: dict[tuple[Encoding, Device], Maps] = {}
-
-
-def maps_of(form: Encoding, device: Device) -> Maps:
-    """The one Maps of arrays of this form on this GPU; once the GPU's room is used up, an empty one that nobody keeps."""
-    found = _maps.get((form, device))
-    if found is None:
-        found = Maps(form, device)
-        if found.arena.used < ROOM:
-            found = _maps.setdefault((form, device), found)
-    return found
+@functools.lru_cache(MAPS)
+def tensor_map(form: Encoding, pointer: int, device: Device):
+    """The map of an array at this address of this GPU, whose context need not be current; made once for the newest MAPS."""
+    with device.current():
+        return encode(form, pointer)

@@ -2,6 +2,8 @@
 
 import contextlib
 import ctypes
+import functools
+import gc
 import itertools
 import logging
 import subprocess
@@ -21,7 +23,7 @@ from numba.cuda import types
 
 import tiles
 from ops import store, warpgroup, zeros
-from tiles import bf16, fallback, fp32, ring, rt, shared, st, tma
+from tiles import bf16, fallback, fp16, fp32, ring, rt, shared, st, tma
 from tiles.arguments import parameter
 from tiles.compiler import Compiled
 from tiles.plumbing import Value
@@ -78,7 +80,7 @@ def test_element_types(dtype, ty):
     assert parameter("x", np.zeros(3, dtype)).type.dtype == ty
 
 
-def test_a_tensor_is_passed_as_the_address_of_its_map():
+def test_a_tensor_takes_one_slot_for_its_map():
     q = np.zeros((2, 64, 3, 64), bf16.np)
     source = tiles.tensor(q, st(64, 64, bf16), rows=1)
     p = parameter("q", source)
@@ -267,6 +269,66 @@ def test_a_bound_launch_takes_other_arrays(gpu):
     assert first[5:9] == second[5:9] == [16, 16, 64, 4] and first[18] == second[18]
     with pytest.raises(TypeError, match="takes 2 addresses, got 1"):
         bound(3, 4096)
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """A driver whose tensor maps begin with the address of the array; yields what it was asked for."""
+    asked = []
+
+    class Map:
+        def __init__(self, pointer):
+            self.bytes = (ctypes.c_uint64 * 16)(pointer)
+
+        def getPtr(self):
+            return ctypes.addressof(self.bytes)
+
+    def encode(*args):
+        asked.append(args[2])
+        return driver.CUresult.CUDA_SUCCESS, Map(args[2])
+
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
+    yield asked
+    tma.tensor_map.cache_clear()
+
+
+def test_the_driver_copies_maps_from_where_they_lie(gpu, encoded):
+    """One argument each: a tensor's map, an array's seven parts, another tensor's map, a number."""
+
+    @cuda.jit
+    def takes(q, x, k, n):
+        pass
+
+    q, x, gpu.count = on_device(64, 64, dtype=np.float16), on_device(8), 10
+    tensors = [tiles.tensor(q, st(64, 64, fp16)), tiles.tensor(q, st(32, 64, fp16))]
+    bound = tiles.launch(takes, 1, 32).bind(tensors[0], x, tensors[1], 7)
+    for addresses in ((4096, 8192, 12288), (16, 32, 48), (4096, 8192, 12288)):
+        bound(3, *addresses)
+        _, slots, _ = gpu.launches[-1]
+        assert slots == [addresses[0], 0, 0, 8, 4, addresses[1], 8, 4, addresses[2], 7]
+    assert encoded == [4096, 12288, 16, 48]
+
+
+def test_a_launch_keeps_its_maps(gpu, encoded, monkeypatch):
+    """While the driver reads a frame, other threads may push it and its maps out of every cache."""
+    x, gpu.count = tiles.tensor(on_device(64, 64, dtype=np.float16), st(64, 64, fp16)), 1
+
+    @cuda.jit
+    def takes(x):
+        pass
+
+    bound, real = tiles.launch(takes, 1, 32).bind(x), driver.cuLaunchKernelEx
+
+    def forgetful(*args):
+        bound.ready.clear()
+        tma.tensor_map.cache_clear()
+        gc.collect()
+        return real(*args)
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", forgetful)
+    for k in range(1, 20):
+        bound(0, 16 * k)
+    assert [slots for _, slots, _ in gpu.launches] == [[16 * k] for k in range(1, 20)]
 
 
 def test_a_bound_launch_does_not_remember_for_ever(gpu, monkeypatch):
@@ -542,21 +604,25 @@ def test_runs_on_the_caller_s_stream(torch):
 
 
 @pytest.mark.gpu
-def test_maps_beyond_the_room(torch, monkeypatch):
+def test_maps_may_go_once_the_launch_has_returned(torch, monkeypatch):
+    """Launches in a queue and in a graph have their own copies."""
+    monkeypatch.setattr(launching, "READY", 2)
+    monkeypatch.setattr(tma, "tensor_map", functools.lru_cache(2)(tma.tensor_map.__wrapped__))
     bound, make = copier(torch)
-    arrays = [make() for _ in range(40)]
-    bound(0, arrays[0].data_ptr(), arrays[1].data_ptr())
-    monkeypatch.setattr(tma, "ROOM", 0)
-    for _ in range(3):
-        for x, y in itertools.pairwise(arrays):
-            x.normal_()
-            bound(torch.cuda.current_stream().cuda_stream, x.data_ptr(), y.data_ptr())
-            assert torch.equal(x, y)
-    a, b, graph = make(), make(), torch.cuda.CUDAGraph()
+    arrays, graph, stream = [make() for _ in range(40)], torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    a, b, first = make(), make(), arrays[0].clone()
     with torch.cuda.graph(graph):
         bound(torch.cuda.current_stream().cuda_stream, a.data_ptr(), b.data_ptr())
-    for x, y in itertools.pairwise(arrays):  # lent maps in between must not disturb the graph's
-        bound(torch.cuda.current_stream().cuda_stream, x.data_ptr(), y.data_ptr())
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        for x, y in itertools.pairwise(arrays):
+            bound(stream.cuda_stream, x.data_ptr(), y.data_ptr())
+    assert not stream.query(), "the launches have been waited for"
+    gc.collect()
+    stream.synchronize()
+    assert all(torch.equal(x, first) for x in arrays)
+    for _ in range(3):
         a.normal_()
         graph.replay()
         assert torch.equal(a, b)
@@ -704,9 +770,12 @@ def test_host_cost(torch):
     launch, stream = tiles.launch(nothing, 1, 128), torch.cuda.current_stream().cuda_stream
     bound = launch.bind(*every)
     addresses = [t.data_ptr() for t in (q, k, v, out, lse)]
+    fresh = iter(range(2**40, 2**41, 4096))  # addresses that nobody has seen; they are never read
     x, three = torch.zeros(16, 16, device="cuda"), tiles.launch(nothing, 1, 32).bind
     costs = {
         "bound, 4 maps + 1 array": p50(lambda: bound(stream, *addresses)),
+        "the same, addresses never seen": p50(lambda: bound(stream, *(next(fresh) for _ in addresses)), 2000),
+        "encoding a map": p50(lambda: tma.encode(bound.encodings[0], next(fresh)), 2000),
         "launch(...)(4 tensors, 1 array, 2 numbers)": p50(lambda: tiles.launch(nothing, 1, 128)(*every), 2000),
         "launch(...)(2 arrays, 1 number)": p50(lambda: tiles.launch(scale, 1, 32)(x, x, 2.0), 2000),
         "bind alone": p50(lambda: three(*every), 2000),

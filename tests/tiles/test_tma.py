@@ -1,9 +1,6 @@
 """tiles/tma.py: what TMA is told of an array, as a pure function; and the maps, with a driver that only takes notes."""
 
-import contextlib
 import itertools
-import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +12,7 @@ from kernels import copies
 import tiles
 from tiles import bf16, fp16, fp32, st, tensor, tma
 from tiles.arrays import describe, form
+from tiles.device import Device
 from tiles.types import gl
 
 TILE = st(64, 64, bf16)
@@ -121,119 +119,54 @@ def test_refuses(case):
 # ---- maps, with a driver that takes notes ----------------------------------------------------------------------------
 @pytest.fixture
 def notes(monkeypatch):
-    """What the driver is asked for, as a list of (call, arguments); allocations are numbered from 2**20 on."""
-    asked, free = [], itertools.count(2**20, 2**20)
+    """What the driver is asked to encode, as a list of its arguments; only with a context, as the real one wants it."""
+    asked, contexts = [], []
 
-    def stand_in(name, answer=lambda *_: ()):
-        def call(*args):
-            asked.append((name, args))
-            return (driver.CUresult.CUDA_SUCCESS, *answer(*args))
+    def encode(*args):
+        assert contexts, "cuTensorMapEncodeTiled gives CUDA_ERROR_INVALID_CONTEXT on a thread that has none"
+        asked.append(args)
+        return driver.CUresult.CUDA_SUCCESS, object()
 
-        monkeypatch.setattr(driver, name, call)
-
-    stand_in("cuCtxPushCurrent")
-    stand_in("cuCtxPopCurrent", lambda: (1,))
-    stand_in("cuStreamCreate", lambda flags: (77,))
-    stand_in("cuStreamSynchronize")
-    stand_in("cuThreadExchangeStreamCaptureMode", lambda mode: (mode,))
-    stand_in("cuStreamIsCapturing", lambda stream: (int(stream == 5),))
-    stand_in("cuMemAlloc", lambda size: (next(free),))
-    stand_in("cuMemAllocAsync", lambda size, stream: (next(free),))
-    stand_in("cuMemFreeAsync")
-    stand_in("cuMemcpyHtoDAsync")
-    stand_in("cuTensorMapEncodeTiled", lambda *_: (SimpleNamespace(getPtr=lambda: 0),))
-    monkeypatch.setattr(tma, "_maps", {})
-    return asked
+    ok = driver.CUresult.CUDA_SUCCESS
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
+    monkeypatch.setattr(driver, "cuCtxPushCurrent", lambda context: contexts.append(context) or (ok,))
+    monkeypatch.setattr(driver, "cuCtxPopCurrent", lambda: (ok, contexts.pop()))
+    yield asked
+    tma.tensor_map.cache_clear()
+    assert not contexts
 
 
-class Gpu:
+def gpu():
     """Enough of a Device."""
-
-    current = staticmethod(contextlib.nullcontext)
-
-
-def names(asked):
-    return [name for name, _ in asked]
+    device = object.__new__(Device)
+    device.context = 1234
+    return device
 
 
-def test_a_map_is_made_once_and_never_again(notes):
-    gpu, e = Gpu(), encoded(BASE, TILE)
-    maps = tma.maps_of(e, gpu)
-    first = maps[4096]
-    assert names(notes).count("cuTensorMapEncodeTiled") == 1
-    notes.clear()
-    assert maps[4096] == first and tma.maps_of(e, gpu) is maps and not notes
-    second = maps[8192]
-    assert second - first == tma.MAP_BYTES and "cuMemAlloc" not in names(notes)
-    other = tma.maps_of(encoded(BASE, st(32, 64, bf16)), gpu)
-    assert other is not maps and other[4096] not in (first, second)
+def test_a_map_is_made_once(notes):
+    device, e = gpu(), encoded(BASE, TILE)
+    first = tma.tensor_map(e, 4096, device)
+    assert tma.tensor_map(encoded(BASE, TILE), 4096, device) is first and len(notes) == 1
+    others = (e, 8192, device), (encoded(BASE, st(32, 64, bf16)), 4096, device), (e, 4096, gpu())
+    assert len({first, *(tma.tensor_map(*other) for other in others)}) == len(notes) == 4
 
 
-def test_a_map_is_copied_outside_any_capture_and_waited_for(notes):
-    maps = tma.maps_of(encoded(BASE, TILE), Gpu())
-    maps[4096]
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    calls = names(notes)
-    exchange = [k for k, name in enumerate(calls) if name == "cuThreadExchangeStreamCaptureMode"]
-    assert len(exchange) == 2 and notes[exchange[0]][1] == (relaxed,)
-    inside = calls[exchange[0] : exchange[1]]
-    assert inside.index("cuMemAlloc") < inside.index("cuMemcpyHtoDAsync") < inside.index("cuStreamSynchronize")
-    assert next(args for name, args in notes if name == "cuMemcpyHtoDAsync")[3] == 77  # the arena's own stream
+def test_maps_are_not_remembered_for_ever(notes):
+    device, e = gpu(), encoded(BASE, TILE)
+    for k in range(tma.MAPS + 10):
+        tma.tensor_map(e, 16 * k, device)
+    assert tma.tensor_map.cache_info().currsize == tma.MAPS
+    assert [args[2] for args in notes] == [16 * k for k in range(tma.MAPS + 10)]
 
 
 def test_the_driver_hears_the_encoding(notes):
     q = np.zeros((2, 1000, 3, 128), bf16.np)
-    tma.encode(encoded(q, st(64, 128, bf16), rows=1), 4096)
-    (_, args) = notes[-1]
+    tma.tensor_map(encoded(q, st(64, 128, bf16), rows=1), 4096, gpu())
+    (args,) = notes
     assert args[0] == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 and args[1:3] == (4, 4096)
     assert [[int(n) for n in part] for part in args[3:7]] == [[128, 3, 1000, 2], [256, 768, 768000], [64, 1, 64, 1], [1] * 4]
     assert args[8] == driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
     assert args[9] == driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-
-
-def test_beyond_the_room_maps_are_lent(notes, monkeypatch):
-    monkeypatch.setattr(tma, "ROOM", 2)
-    gpu, e = Gpu(), encoded(BASE, TILE)
-    maps = tma.maps_of(e, gpu)
-    kept = [maps[4096], maps[8192]]
-    with pytest.raises(tma.Full):
-        maps[12288]
-    assert [maps[4096], maps[8192]] == kept
-    stranger = tma.maps_of(encoded(BASE, st(32, 64, bf16)), gpu)
-    assert stranger is not tma.maps_of(stranger.form, gpu)  # nobody keeps it
-    notes.clear()
-    (place, next_place), take_back = tma.arena(gpu).lend([tma.encode(e, a) for a in (12288, 16384)], 3)
-    assert next_place - place == tma.MAP_BYTES
-    assert "cuMemFreeAsync" not in names(notes)
-    take_back()
-    assert notes[-1] == ("cuMemFreeAsync", (place, 3))
-    assert all(args[3] == 3 for name, args in notes if name == "cuMemcpyHtoDAsync")
-
-
-def test_a_graph_keeps_the_maps_of_its_launches(notes, monkeypatch):
-    monkeypatch.setattr(tma, "ROOM", 0)
-    gpu = Gpu()
-    (place,), take_back = tma.arena(gpu).lend([tma.encode(encoded(BASE, TILE), 4096)], 5)  # 5 is being captured
-    take_back()
-    assert "cuMemAlloc" in names(notes) and not {"cuMemAllocAsync", "cuMemFreeAsync"} & set(names(notes))
-    (other,), _ = tma.arena(gpu).lend([tma.encode(encoded(BASE, TILE), 4096)], 5)
-    assert other != place
-
-
-def test_threads_share_one_map(notes):
-    maps, start, seen = tma.maps_of(encoded(BASE, TILE), Gpu()), threading.Barrier(8), []
-
-    def work():
-        start.wait()
-        seen.append([maps[4096 * (k + 1)] for k in range(50)])
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(row == seen[0] for row in seen) and len(set(seen[0])) == 50
-    assert names(notes).count("cuTensorMapEncodeTiled") == 50
 
 
 # ---- on the card -------------------------------------------------------------------------------------------------------
