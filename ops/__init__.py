@@ -4,6 +4,7 @@ for the instructions without their guards."""
 from . import convert as _convert  # dtypes become callable  # noqa: F401
 from . import mma, raw, warpgroup
 from . import show as _show  # print takes tiles  # noqa: F401
+from .columns import columns
 from .compare import equal, greater, greater_equal, less, less_equal, not_equal, where
 from .copy import commit_group, copy_async, wait_group
 from .functions import (
@@ -35,9 +36,9 @@ from .schedule import grouped, snake
 from .subtile import subtile
 
 __all__ = [
-    "abs", "causal", "commit_group", "copy_async", "equal", "exp", "exp2", "fma", "full", "gelu", "gelu_tanh", "greater",
-    "greater_equal", "grouped", "lane_sum", "lazy_maximum", "less", "less_equal", "load", "log", "log2", "map", "maximum",
-    "minimum", "mma", "mma_AB", "mma_ABt", "not_equal", "raw", "reciprocal", "relu", "rescale", "right_fill", "row_max",
-    "row_sum", "rsqrt", "sigmoid", "silu", "snake", "split", "sqrt", "store", "subtile", "tanh", "total", "wait_group",
-    "warpgroup", "where", "zeros",
+    "abs", "causal", "columns", "commit_group", "copy_async", "equal", "exp", "exp2", "fma", "full", "gelu", "gelu_tanh",
+    "greater", "greater_equal", "grouped", "lane_sum", "lazy_maximum", "less", "less_equal", "load", "log", "log2", "map",
+    "maximum", "minimum", "mma", "mma_AB", "mma_ABt", "not_equal", "raw", "reciprocal", "relu", "rescale", "right_fill",
+    "row_max", "row_sum", "rsqrt", "sigmoid", "silu", "snake", "split", "sqrt", "store", "subtile", "tanh", "total",
+    "wait_group", "warpgroup", "where", "zeros",
 ]  # fmt: skip

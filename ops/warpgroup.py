@@ -25,7 +25,7 @@ from tiles.layout import LANES
 from tiles.op import integer, lowers, op
 from tiles.plumbing import compile_time, i64, void
 from tiles.shared import check_tensor, elected
-from tiles.types import gl, pending, rt, st
+from tiles.types import pending, rt, st
 from tiles.values import Pending
 
 from . import mask, memory

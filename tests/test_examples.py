@@ -14,7 +14,8 @@ import tiles
 from tiles.compiler import compile_kernel
 
 FOLDER = Path(__file__).parents[1] / "examples"
-EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "machine")
+LEVELS = sorted(f"gemm/{path.stem}" for path in FOLDER.glob("gemm/level_*.py"))
+EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "machine") + LEVELS
 LAUNCH = tiles.launch
 
 
@@ -38,8 +39,9 @@ def launches(monkeypatch):
 
 def load(name, monkeypatch):
     """The example's module, as `python examples/name.py` finds it."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module(name)
+    path = FOLDER / name
+    monkeypatch.syspath_prepend(str(path.parent))
+    return importlib.import_module(path.name)
 
 
 def on_host(array):
@@ -67,6 +69,7 @@ SIZES = {  # at and around the edges of tiles
     "softmax": [(1, 1), (64, 128), (63, 129), (130, 1000)],
     "gemm": [(1, 8, 8), (128, 128, 64), (129, 136, 72), (64, 256, 640)],
     "flash_attention": [(1, 1), (128, 128), (127, 129), (129, 640)],
+    **{name: [(1, 8, 8), (128, 256, 64), (129, 264, 72), (64, 520, 328)] for name in LEVELS},
 }
 
 
