@@ -31,14 +31,32 @@ from .mask import causal, right_fill
 from .memory import load, store
 from .mma import mma_AB, mma_ABt
 from .online import lazy_maximum, rescale
-from .reduce import lane_sum, row_max, row_sum, total
+from .reduce import (
+    col_max,
+    col_min,
+    col_prod,
+    col_sum,
+    lane_sum,
+    row_max,
+    row_min,
+    row_prod,
+    row_sum,
+    tile_all,
+    tile_any,
+    tile_max,
+    tile_min,
+    tile_prod,
+    tile_sum,
+    total,
+)
 from .schedule import grouped, snake
 from .subtile import subtile
 
 __all__ = [
-    "abs", "causal", "columns", "commit_group", "copy_async", "equal", "exp", "exp2", "fma", "full", "gelu", "gelu_tanh",
-    "greater", "greater_equal", "grouped", "lane_sum", "lazy_maximum", "less", "less_equal", "load", "log", "log2", "map",
-    "maximum", "minimum", "mma", "mma_AB", "mma_ABt", "not_equal", "raw", "reciprocal", "relu", "rescale", "right_fill",
-    "row_max", "row_sum", "rsqrt", "sigmoid", "silu", "snake", "split", "sqrt", "store", "subtile", "tanh", "total",
-    "wait_group", "warpgroup", "where", "zeros",
+    "abs", "causal", "col_max", "col_min", "col_prod", "col_sum", "columns", "commit_group", "copy_async", "equal", "exp",
+    "exp2", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grouped", "lane_sum", "lazy_maximum", "less",
+    "less_equal", "load", "log", "log2", "map", "maximum", "minimum", "mma", "mma_AB", "mma_ABt", "not_equal", "raw",
+    "reciprocal", "relu", "rescale", "right_fill", "row_max", "row_min", "row_prod", "row_sum", "rsqrt", "sigmoid", "silu",
+    "snake", "split", "sqrt", "store", "subtile", "tanh", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod",
+    "tile_sum", "total", "wait_group", "warpgroup", "where", "zeros",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ grown by more than `slack`, most blocks rescale nothing, and a warp vote skips t
 import numpy as np
 from llvmlite import ir
 
+from tiles import ptx
 from tiles.dtypes import fp32
 from tiles.op import lowers, number, op
 from tiles.plumbing import f32, i32
@@ -51,8 +52,7 @@ def _(tile, alpha):
         moved = b.fcmp_unordered("!=", factors[0], one)
         for factor in factors[1:]:
             moved = b.or_(moved, b.fcmp_unordered("!=", factor, one))
-        vote = "{\n.reg .pred p;\nsetp.ne.u32 p, $1, 0;\nvote.sync.ballot.b32 $0, p, -1;\n}"
-        any_lane = b.asm(i32, vote, "=r,r", b.zext(moved, i32))
+        any_lane = ptx.ballot(b, b.zext(moved, i32))
         before = b.block
         with b.if_then(b.icmp_unsigned("!=", any_lane, b.u32(0))):
             index = tile.lane_index(alpha)

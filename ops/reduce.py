@@ -1,81 +1,156 @@
-"""Along rows: fold the elements of a lane, then over the four lanes of a quad, which hold a row between them."""
+"""Reductions along rows, along columns, and of a whole tile: fold the elements of a lane, then butterflies over the lanes that
+hold the rest. Taken in fp32, and rounded once to the tile's dtype.
 
-from functools import partial, reduce
+A row of a tile in row layout lies in the four lanes of a quad (two shuffles a row), a column in the eight lanes of one place in
+their quads (three); in column layout it is the other way round. All of this is one warp's: a warpgroup's tile is four of them,
+so its columns are reduced once their warps have met through shared memory.
+"""
+
+from dataclasses import replace
+from functools import partial
+from functools import reduce as fold
 
 import numpy as np
+from llvmlite import ir
+from numba.cuda import types
 
 from tiles import ptx
+from tiles.dtypes import fp32
 from tiles.op import lowers, op
+from tiles.plumbing import f32, i32
 from tiles.types import rt, rv, whole
 
-from .maps import _add, fmax
+from .maps import _add, _mul, fmax, fmin
 
 CHAINS = 4  # independent partial folds in a lane, so that their latency hides
+QUAD, PLACES = (1, 2), (4, 8, 16)  # the bits of a lane's number in its quad, and those of its quad
+ZERO = ir.Constant(f32, 0.0)
+FOLDS = {"max": (np.fmax, fmax), "min": (np.fmin, fmin), "sum": (np.add, _add), "prod": (np.multiply, _mul)}
 
 
-def _needs_rows(name, tile):
-    if not (isinstance(tile, rt) and tile.layout == "row"):
-        raise TypeError(f"{name}: takes a register tile in row layout, got {tile}")
+def _reduced(kind, tile, axis, running=None):
+    """What a reduction means: along an axis, or None for all elements."""
+    ufunc = FOLDS[kind][0]
+    out = ufunc.reduce(tile.array.astype(np.float32), axis=axis, keepdims=axis is not None)
+    return out if running is None else ufunc(running.array.astype(np.float32), out)
 
 
-def _fold(b, tile, elements, combine):
-    """One register a row of this lane's: the fold of its elements."""
-    index = tile.lane_index(tile.col_vec)
+# ---- rows and columns ----------------------------------------------------------------------------------------------
+@op
+def row_max(tile, running=None):
+    """Greatest element of each row, as tile.col_vec; as in `maximum`, NaN loses against a number. With a `running` col_vec, the
+    greatest of both."""
+    return _reduced("max", tile, 1, running)
+
+
+@op
+def row_min(tile, running=None):
+    """Least element of each row, as tile.col_vec; as in `minimum`, NaN loses against a number. With a `running` col_vec, the
+    least of both."""
+    return _reduced("min", tile, 1, running)
+
+
+@op
+def row_sum(tile, running=None):
+    """Sum of each row, taken in fp32, as tile.col_vec, plus the `running` one if given. In a loop, `lane_sum` and one `total`
+    at its end are cheaper."""
+    return _reduced("sum", tile, 1, running)
+
+
+@op
+def row_prod(tile, running=None):
+    """Product of each row, taken in fp32, as tile.col_vec, times the `running` one if given."""
+    return _reduced("prod", tile, 1, running)
+
+
+@op
+def col_max(tile, running=None):
+    """Greatest element of each column of this warp's tile, as tile.row_vec; as in `maximum`, NaN loses against a number. With a
+    `running` row_vec, the greatest of both."""
+    return _reduced("max", tile, 0, running)
+
+
+@op
+def col_min(tile, running=None):
+    """Least element of each column of this warp's tile, as tile.row_vec; as in `minimum`, NaN loses against a number. With a
+    `running` row_vec, the least of both."""
+    return _reduced("min", tile, 0, running)
+
+
+@op
+def col_sum(tile, running=None):
+    """Sum of each column of this warp's tile, taken in fp32, as tile.row_vec, plus the `running` one if given."""
+    return _reduced("sum", tile, 0, running)
+
+
+@op
+def col_prod(tile, running=None):
+    """Product of each column of this warp's tile, taken in fp32, as tile.row_vec, times the `running` one if given."""
+    return _reduced("prod", tile, 0, running)
+
+
+def _fold(b, elements, combine):
+    """One register: the fold of a lane's registers, in chains."""
     combine = partial(combine, b)
-    rows = []
-    for row in range(tile.col_vec.elements):
-        mine = [e for e, k in zip(elements, index, strict=True) if k == row]
-        rows.append(reduce(combine, [reduce(combine, mine[c::CHAINS]) for c in range(CHAINS)]))
-    return rows
+    return fold(combine, [fold(combine, elements[c::CHAINS]) for c in range(min(CHAINS, len(elements)))])
 
 
-def _across_quad(b, rows, combine):
-    """Fold over the four lanes of a quad; all of them get the result."""
-    for lanes in (1, 2):
-        rows = [combine(b, r, ptx.shuffle_xor(b, r, lanes)) for r in rows]
-    return rows
+def _fold_lane(b, tile, vector, elements, combine):
+    """For each of this lane's elements of `vector`, the fold of those elements of the tile that go with it."""
+    index = tile.lane_index(vector)
+    return [_fold(b, [e for e, k in zip(elements, index, strict=True) if k == i], combine) for i in range(vector.elements)]
 
 
-def _row_reduction(face, combine):
-    @lowers(face)
-    def _(tile):
-        _needs_rows(face.__name__, tile)
-        out = tile.col_vec
+def _across(b, registers, lanes, combine):
+    """Fold over the lanes whose numbers differ in these bits; all of them get the result."""
+    for bit in lanes:
+        registers = [combine(b, r, ptx.shuffle_xor(b, r, bit)) for r in registers]
+    return registers
 
-        def lower(b, v):
-            return b.from_elements(out, _across_quad(b, _fold(b, tile, b.elements(tile, v), combine), combine))
+
+def _sharers(vector):
+    """The bits of a lane's number that do not matter to what it holds of a vector."""
+    return QUAD if vector.by_quad else PLACES
+
+
+def _reduction(name, axis, combine):
+    def rule(tile, running):
+        if not isinstance(tile, rt):
+            raise TypeError(f"{name}: takes a register tile, got {tile}")
+        out = tile.col_vec if axis == "row" else tile.row_vec
+        if running not in (None, out):
+            raise TypeError(f"{name}: the running value of {tile} must be {out}, got {running}")
+
+        def lower(b, v, before):
+            folded = _across(b, _fold_lane(b, tile, out, b.elements(tile, v), combine), _sharers(out), combine)
+            if running is not None:
+                folded = [combine(b, x, y) for x, y in zip(b.elements(out, before), folded, strict=True)]
+            return b.from_elements(out, folded)
 
         return out, lower
 
-
-@op
-def row_max(tile):
-    """Greatest element of each row, as tile.col_vec; as in `maximum`, NaN loses against a number."""
-    return np.fmax.reduce(tile.array.astype(np.float32), axis=1, keepdims=True)
+    return rule
 
 
-@op
-def row_sum(tile):
-    """Sum of each row, taken in fp32, as tile.col_vec. In a loop, `lane_sum` and one `total` at its end are cheaper."""
-    return tile.array.sum(axis=1, keepdims=True, dtype=np.float32)
+for _face in (row_max, row_min, row_sum, row_prod, col_max, col_min, col_sum, col_prod):
+    _axis, _kind = _face.__name__.split("_")
+    lowers(_face)(_reduction(_face.__name__, _axis, FOLDS[_kind][1]))
 
 
-_row_reduction(row_max, fmax)
-_row_reduction(row_sum, _add)
-
-
+# ---- partial sums --------------------------------------------------------------------------------------------------
 @op
 def lane_sum(tile):
     """Sum of each row as a *partial* col_vec, each lane holding its share: scale and add partial sums, then `total`.
     Of a 2-byte tile each share is rounded; sum an fp32 tile where that matters."""
-    return tile.array.sum(axis=1, keepdims=True, dtype=np.float32)
+    return _reduced("sum", tile, 1)
 
 
 @lowers(lane_sum)
 def _(tile):
-    _needs_rows("lane_sum", tile)
-    out = rv(tile.rows, tile.dtype, "col_vec", partial=True)
-    return out, lambda b, v: b.from_elements(out, _fold(b, tile, b.elements(tile, v), _add))
+    if not isinstance(tile, rt):
+        raise TypeError(f"lane_sum: takes a register tile, got {tile}")
+    out = replace(tile.col_vec, partial=True)
+    return out, lambda b, v: b.from_elements(out, _fold_lane(b, tile, out, b.elements(tile, v), _add))
 
 
 @op
@@ -89,4 +164,82 @@ def _(vector):
     if not (isinstance(vector, rv) and vector.partial):
         raise TypeError(f"total: takes a partial sum (from lane_sum), got {vector}")
     out = whole(vector)
-    return out, lambda b, v: b.from_elements(out, _across_quad(b, b.elements(vector, v), _add))
+    return out, lambda b, v: b.from_elements(out, _across(b, b.elements(vector, v), _sharers(out), _add))
+
+
+# ---- everything ----------------------------------------------------------------------------------------------------
+@op
+def tile_max(x):
+    """The greatest element of a warp's tile or vector, a number that all its lanes get; NaN loses against a number."""
+    return _reduced("max", x, None)
+
+
+@op
+def tile_min(x):
+    """The least element of a warp's tile or vector, a number that all its lanes get; NaN loses against a number."""
+    return _reduced("min", x, None)
+
+
+@op
+def tile_sum(x):
+    """The sum of a warp's tile or vector, an fp32 number that all its lanes get."""
+    return _reduced("sum", x, None)
+
+
+@op
+def tile_prod(x):
+    """The product of the elements of a warp's tile or vector, an fp32 number that all its lanes get."""
+    return _reduced("prod", x, None)
+
+
+@op
+def tile_any(mask):
+    """Is an element of a warp's mask (what a comparison gives) not 0? The warp may branch on it."""
+    return bool((mask.array != 0).any())
+
+
+@op
+def tile_all(mask):
+    """Is no element of a warp's mask (what a comparison gives) 0? The warp may branch on it."""
+    return bool((mask.array != 0).all())
+
+
+def _all_elements(name, x):
+    """The bits of a lane's number in which lanes must be apart to hold all of a tile or vector between them."""
+    if isinstance(x, rt):
+        return QUAD + PLACES
+    if isinstance(x, rv) and not x.partial:
+        return PLACES if x.by_quad else QUAD
+    raise TypeError(f"{name}: takes a register tile or a whole vector, got {x}")
+
+
+def _whole_reduction(name, combine):
+    def rule(x):
+        lanes = _all_elements(name, x)
+        return types.float32, lambda b, v: _across(b, [_fold(b, b.elements(x, v), combine)], lanes, combine)[0]
+
+    return rule
+
+
+def _vote(name, sign):
+    """The rule of any (`!=`) and all (no element `==` 0), by a vote of the warp."""
+
+    def rule(mask):
+        _all_elements(name, mask)
+        if mask.dtype is not fp32:
+            raise TypeError(f"{name}: takes a mask, which is fp32, such as less(x, y), got {mask}")
+
+        def lower(b, v):
+            compare = b.fcmp_unordered if sign == "!=" else b.fcmp_ordered
+            found = fold(b.or_, [compare(sign, e, ZERO) for e in b.elements(mask, v)])
+            return b.icmp_unsigned("!=" if sign == "!=" else "==", ptx.ballot(b, b.zext(found, i32)), b.u32(0))
+
+        return types.boolean, lower
+
+    return rule
+
+
+for _face in (tile_max, tile_min, tile_sum, tile_prod):
+    lowers(_face)(_whole_reduction(_face.__name__, FOLDS[_face.__name__.split("_")[1]][1]))
+lowers(tile_any)(_vote("tile_any", "!="))
+lowers(tile_all)(_vote("tile_all", "=="))

@@ -199,6 +199,21 @@ def uniform(b, x):
     return b.asm(i32, "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", x)
 
 
+def shuffle(b, x, lane):
+    """An fp32 x of lane number `lane`, which each lane chooses for itself."""
+    return b.asm(f32, "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=f,f,r", x, lane)
+
+
+def movmatrix(b, x):
+    """An 8x8 matrix of 2-byte elements, two neighbouring ones of a row in each lane, transposed."""
+    return b.asm(i32, "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", x)
+
+
+def ballot(b, flag):
+    """One bit a lane: is its `flag` other than 0?"""
+    return b.asm(i32, "{\n.reg .pred p;\nsetp.ne.u32 p, $1, 0;\nvote.sync.ballot.b32 $0, p, -1;\n}", "=r,r", flag)
+
+
 def computed(b, registers):
     """True, as soon as these fp32 registers are computed: compares them with a NaN that no arithmetic makes, which the
     compiler cannot know."""

@@ -11,17 +11,24 @@ import tiles
 from ops import (
     causal,
     exp2,
+    fma,
     full,
     lane_sum,
+    less,
     load,
+    map,
     maximum,
     raw,
     right_fill,
     row_max,
     row_sum,
     store,
+    tanh,
+    tile_any,
+    tile_sum,
     total,
     warpgroup,
+    where,
     zeros,
 )  # fmt: skip
 from tiles import barrier, bf16, fp16, fp32, ring, rt, st, tensor
@@ -104,8 +111,44 @@ def row_max_of_a_vector(x, g):
     row_max(zeros(T.col_vec))
 
 
-def row_max_of_a_column_tile(x, g):
-    row_max(zeros(COLUMNS))
+def running_maximum_of_the_other_layout(x, g):
+    row_max(zeros(COLUMNS), zeros(T.col_vec))
+
+
+def sum_of_a_partial_sum(x, g):
+    tile_sum(lane_sum(zeros(T)))
+
+
+def any_of_a_tile_that_is_no_mask(x, g):
+    tile_any(zeros(B))
+
+
+def mask_of_two_bytes(x, g):
+    where(zeros(B), zeros(B), 0.0)
+
+
+def mask_of_another_shape(x, g):
+    where(less(zeros(WIDE), 0.0), zeros(T), 0.0)
+
+
+def comparing_with_an_array(x, g):
+    less(zeros(T), x)
+
+
+def fma_of_a_partial_sum(x, g):
+    fma(zeros(T.col_vec), 2.0, lane_sum(zeros(T)))
+
+
+def map_by_a_number(x, g):
+    map(zeros(T), 2.0)
+
+
+def map_of_a_number(x, g):
+    map(2.0, exp2)
+
+
+def tanh_of_an_array(x, g):
+    tanh(x)
 
 
 def mask_of_a_column_tile(x, g):
@@ -307,13 +350,23 @@ CASES = {
     exp2_of_an_array: "exp2: takes a tile, a vector or a number, got array",
     storing_a_partial_sum: "store: stores a register tile or whole vector, got partial col_vec(16, fp32)",
     total_of_a_whole_vector: "total: takes a partial sum (from lane_sum), got col_vec(16, fp32)",
-    row_max_of_a_vector: "row_max: takes a register tile in row layout, got col_vec(16, fp32)",
-    row_max_of_a_column_tile: "row_max: takes a register tile in row layout, got rt(16, 64, fp32, col)",
+    row_max_of_a_vector: "row_max: takes a register tile, got col_vec(16, fp32)",
+    running_maximum_of_the_other_layout: "row_max: the running value of rt(16, 64, fp32, col) must be col_vec(16, fp32, col), "
+    "got col_vec(16, fp32)",
+    sum_of_a_partial_sum: "tile_sum: takes a register tile or a whole vector, got partial col_vec(16, fp32)",
+    any_of_a_tile_that_is_no_mask: "tile_any: takes a mask, which is fp32, such as less(x, y), got rt(16, 64, bf16)",
+    mask_of_two_bytes: "where: the mask must be an fp32 tile or vector, such as less(x, y), got rt(16, 64, bf16)",
+    mask_of_another_shape: "where: rt(16, 128, fp32), rt(16, 64, fp32) and float",
+    comparing_with_an_array: "less: takes tiles, vectors and numbers, got rt(16, 64, fp32) and array(float32, 2d, A)",
+    fma_of_a_partial_sum: "fma: col_vec(16, fp32), ",
+    map_by_a_number: "map: takes a function of one number (a Python function under @tiles.inlined), got float",
+    map_of_a_number: "map: takes a tile or a whole vector, got float",
+    tanh_of_an_array: "tanh: takes a tile, a vector or a number, got array",
     mask_of_a_column_tile: "causal: takes a register tile in row layout, an integer and a number, got rt(16, 64, fp32, col)",
     tiles_of_different_layouts: "add: rt(16, 64, fp32) and rt(16, 64, fp32, col) do not broadcast",
     column_vector_of_the_other_layout: "add: rt(16, 64, fp32) and col_vec(16, fp32, col) do not broadcast",
     product_of_a_column_tile: "mm_AB: takes st(64, k) or rt(16, k), and st(k, n), of one dtype",
-    row_sum_of_an_array: "row_sum: takes a register tile in row layout, got array",
+    row_sum_of_an_array: "row_sum: takes a register tile, got array",
     converting_an_array: "bf16: converts a register tile or vector, got array",
     zeros_of_a_shared_tile_type: "zeros: shape must be a register tile or vector type such as rt(16, 64, fp32), got st(64, 64",
     full_of_a_tile: "full: value must be a number, got rt(16, 64, fp32)",

@@ -1,36 +1,127 @@
-"""ops/reduce.py: along rows, in one go or by lanes first."""
+"""ops/reduce.py: along rows and columns, in one go or by lanes first, and of a whole tile."""
 
 import numpy as np
 import pytest
 from numba import cuda
 from sweep import EPS, blank, close, pairs, wide
 
-from ops import lane_sum, load, row_max, row_sum, store, total
+import ops
+from ops import full, lane_sum, load, row_max, row_sum, store, total
 from tiles import bf16, fp16, fp32, rt
+
+SHAPES = [(16, 16), (32, 16), (16, 48), (48, 32), (16, 256), (64, 32)]
+KINDS = {"max": np.max, "min": np.min, "sum": np.sum, "prod": np.prod}
+
+
+def error_of(kind, X, axis):
+    """What fp32 may be wrong by: of a sum in proportion to the numbers' sizes, of a product to the result."""
+    if kind in ("max", "min"):
+        return 0
+    size = np.abs(X).sum(axis=axis) if kind == "sum" else np.abs(X.prod(axis=axis)) * X.size
+    return size * EPS[fp32] * 4
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), pairs([(16, 16), (32, 16), (16, 48), (48, 32), (16, 256), (64, 64)], [fp32, bf16, fp16])
+    ("shape", "dtype", "side", "axis"),
+    pairs(SHAPES, [fp32, bf16, fp16], ["row", "row", "col", "col"], ["row", "col"]),
 )
-def test_rows(run, sample, shape, dtype):
-    T = rt(*shape, dtype)
+def test_rows_and_columns(run, sample, shape, dtype, side, axis):
+    T = rt(*shape, dtype, side)
+    V = T.col_vec if axis == "row" else T.row_vec
+    greatest, least, summed, multiplied = (getattr(ops, f"{axis}_{kind}") for kind in KINDS)
 
     @cuda.jit
-    def body(x, greatest, sums, lanes):
-        a = load(x, T, (0, 0))
-        store(greatest, row_max(a), (0,))
-        store(sums, row_sum(a), (0,))
-        store(lanes, total(lane_sum(a)), (0,))
+    def body(x, v, out, running):
+        a, m = load(x, T, (0, 0)), load(v, V, (0,))
+        store(out, greatest(a), (0, 0))
+        store(out, least(a), (1, 0))
+        store(out, summed(a), (2, 0))
+        store(out, multiplied(a), (3, 0))
+        store(running, greatest(a, m), (0, 0))
+        store(running, least(a, m), (1, 0))
+        store(running, summed(a, m), (2, 0))
+        store(running, multiplied(a, running=m), (3, 0))
 
-    x = sample(shape, dtype)
-    greatest, sums, lanes = (blank(shape[0], dtype) for _ in range(3))
-    run(body, x, greatest, sums, lanes)
+    number = 1 if axis == "row" else 0
+    x, v = sample(shape, dtype), sample(V.length, dtype)
+    if dtype is fp16:
+        x[:8] = 1  # products stay in its range
+    out, running = blank((4, V.length), dtype), blank((4, V.length), dtype)
+    run(body, x, v, out, running)
+    X, M = wide(x), wide(v)
+    for k, (kind, reference) in enumerate(KINDS.items()):
+        want, error = reference(X, axis=number), error_of(kind, X, number)
+        with_m = {"max": np.maximum, "min": np.minimum, "sum": np.add, "prod": np.multiply}[kind](want, M)
+        rounding = 0 if kind in ("max", "min") else 0.51 if dtype is not fp32 else 1
+        close(out[k], want, ulp=rounding, atol=error)
+        close(running[k], with_m, ulp=rounding, atol=error * (np.abs(M) if kind == "prod" else 1))
+
+
+@pytest.mark.parametrize(("shape", "dtype", "side"), pairs([(16, 16), (48, 32), (16, 48)], [fp32, bf16], ["row", "col"]))
+def test_a_whole_tile_or_vector_gives_a_number(run, sample, shape, dtype, side):
+    T = rt(*shape, dtype, side)
+    O = rt(16, 16, fp32).row_vec
+
+    @cuda.jit
+    def body(x, c, r, out):
+        a, col, row = load(x, T, (0, 0)), load(c, T.col_vec, (0,)), load(r, T.row_vec, (0,))
+        store(out, full(O, ops.tile_max(a)), (0, 0))
+        store(out, full(O, ops.tile_min(a)), (1, 0))
+        store(out, full(O, ops.tile_sum(a)), (2, 0))
+        store(out, full(O, ops.tile_prod(col)), (3, 0))
+        store(out, full(O, ops.tile_sum(col)), (4, 0))
+        store(out, full(O, ops.tile_sum(row)), (5, 0))
+        store(out, full(O, ops.tile_max(row)), (6, 0))
+
+    x, c, r = sample(shape, dtype), sample(shape[0], dtype), sample(shape[1], dtype)
+    out = blank((7, 16))
+    run(body, x, c, r, out)
+    X, C, R = wide(x), wide(c), wide(r)
+    wants = [X.max(), X.min(), X.sum(), C.prod(), C.sum(), R.sum(), R.max()]
+    errors = [0, 0, *(error_of(*given, None) for given in (("sum", X), ("prod", C), ("sum", C), ("sum", R))), 0]
+    for got, want, error in zip(out, wants, errors, strict=True):
+        close(got, np.full(16, want), atol=error)
+
+
+@pytest.mark.parametrize("where", ["nowhere", "everywhere", "at the last element", "but at the last element"])
+def test_any_and_all_decide_a_branch(run, where):
+    """Of tiles and of vectors held by quads and by places."""
+    T, K = rt(16, 32, fp32), rt(32, 16, fp32, "col")
+
+    @cuda.jit
+    def body(x, out):
+        mask = ops.greater(load(x, T, (0, 0)), 0.0)
+        col, row = load(x, K.col_vec, (15, 0)), load(x, T.row_vec, (15, 0))
+        if ops.tile_any(mask):
+            store(out, full(T.row_vec, 1.0), (0, 0))
+        if ops.tile_all(mask):
+            store(out, full(T.row_vec, 1.0), (1, 0))
+        if ops.tile_any(ops.not_equal(col, 0.0)):
+            store(out, full(T.row_vec, 1.0), (2, 0))
+        if ops.tile_all(row):
+            store(out, full(T.row_vec, 1.0), (3, 0))
+
+    x = np.full((16, 32), where in ("everywhere", "but at the last element"), np.float32)
+    if "last" in where:
+        x[15, 31] = 1 - x[15, 31]
+    out = np.zeros((4, 32), np.float32)
+    run(body, x, out)
+    assert (out[::2] == x.any()).all() and (out[1::2] == x.all()).all()
+
+
+@pytest.mark.parametrize(("dtype", "side"), [(bf16, "row"), (fp32, "col")])
+def test_partial_sums_are_finished_once(run, sample, dtype, side):
+    T = rt(32, 48, dtype, side)
+
+    @cuda.jit
+    def body(x, lanes):
+        store(lanes, total(lane_sum(load(x, T, (0, 0)))), (0,))
+
+    x, lanes = sample((32, 48), dtype), blank(32, dtype)
+    run(body, x, lanes)
     X = wide(x)
-    assert (greatest == x.max(axis=1)).all()
-    rounding = np.abs(X).sum(axis=1) * EPS[fp32] * 4  # a sum of n numbers is as wrong as the n numbers are great
-    close(sums, X.sum(axis=1), ulp=0.51 if dtype is not fp32 else 0, atol=rounding)
     shares = np.abs(X).sum(axis=1) * EPS[dtype] / 2 * (dtype is not fp32)  # every lane's share is rounded
-    close(lanes, X.sum(axis=1), ulp=0.51 if dtype is not fp32 else 0, atol=rounding + shares)
+    close(lanes, X.sum(axis=1), ulp=0.51 if dtype is not fp32 else 0, atol=error_of("sum", X, 1) + shares)
 
 
 def test_row_max_drops_nan_as_fmax_does(run, sample):
