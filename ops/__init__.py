@@ -51,6 +51,7 @@ from .reduce import (
 )
 from .schedule import grouped, snake
 from .subtile import subtile
+from .transpose import transpose
 
 __all__ = [
     "abs", "causal", "col_max", "col_min", "col_prod", "col_sum", "columns", "commit_group", "copy_async", "equal", "exp",
@@ -58,5 +59,5 @@ __all__ = [
     "less_equal", "load", "log", "log2", "map", "maximum", "minimum", "mma", "mma_AB", "mma_ABt", "not_equal", "raw",
     "reciprocal", "relu", "rescale", "right_fill", "row_max", "row_min", "row_prod", "row_sum", "rsqrt", "sigmoid", "silu",
     "snake", "split", "sqrt", "store", "subtile", "tanh", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod",
-    "tile_sum", "total", "wait_group", "warpgroup", "where", "zeros",
+    "tile_sum", "total", "transpose", "wait_group", "warpgroup", "where", "zeros",
 ]  # fmt: skip

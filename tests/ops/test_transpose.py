@@ -1,0 +1,33 @@
+"""ops/transpose.py: tiles and vectors turned inside the warp."""
+
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import blank, pairs
+
+from ops import load, store, transpose
+from tiles import bf16, fp16, fp32, rt
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "side"),
+    pairs([(16, 16), (32, 16), (16, 48), (64, 32)], [fp32, bf16, fp16], ["row", "row", "col", "col", "row"]),
+)
+def test_transpose(run, sample, shape, dtype, side):
+    T = rt(*shape, dtype, side)
+
+    @cuda.jit
+    def body(x, c, r, turned, back, row, col, same):
+        a, columns, rows = load(x, T, (0, 0)), load(c, T.col_vec, (0,)), load(r, T.row_vec, (0,))
+        store(turned, transpose(a), (0, 0))
+        store(back, transpose(transpose(a) + transpose(columns)), (0, 0))
+        store(row, transpose(columns), (0,))
+        store(col, transpose(rows), (0,))
+        store(same, transpose(transpose(rows)), (0,))
+
+    x, c, r = sample(shape, dtype), sample(shape[0], dtype), sample(shape[1], dtype)
+    turned, back, row, col, same = (blank(s, dtype) for s in (shape[::-1], shape, shape[0], shape[1], shape[1]))
+    run(body, x, c, r, turned, back, row, col, same)
+    assert (turned == x.T).all()
+    assert (back == (x.astype(np.float32) + c.astype(np.float32)[:, None]).astype(dtype.np)).all()
+    assert (row == c).all() and (col == r).all() and (same == r).all()
