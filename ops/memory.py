@@ -262,8 +262,6 @@ def check_store(name, target, value, at, rows, cols, is_aligned, warps):
         _check_shared(name, target, "take", value, at, warps)
         if is_aligned:
             raise TypeError(f"{name}: `aligned` is for global arrays, got {target}")
-        if is_aligned:
-            raise TypeError(f"{name}: `aligned` is for global arrays, got {target}")
     elif isinstance(target, types.Array):
         _check_global(name, target, value, at, rows, cols)
         if is_aligned:

@@ -1,6 +1,6 @@
 """What Python or NumPy would do with a tile and kernels cannot: one table says what to use instead, in both backends.
 
-Operators and functions that the ops do have are not here (ops/maps.py). Everything refused here is a TypeError.
+Operators and functions that tiles do have are not here (ops/maps.py, ops/functions.py). Refused is by a TypeError.
 """
 
 import builtins
@@ -51,23 +51,23 @@ def _in_numpy(names):
 REFUSED = (
     Refused(
         "compared",
-        "take maximum or minimum of two, or mask with causal or right_fill",
+        "use less, greater, equal, ... and where, or maximum and minimum",
         ("lt", "le", "gt", "ge", "eq", "ne"),
         (builtins.max, builtins.min, *_in_numpy("maximum minimum fmax fmin greater less equal")),
     ),
     Refused(
         "indexed",
-        "its elements are spread over the lanes; store it to an array, or reduce it with row_max or row_sum",
+        "its elements are spread over the lanes; store it to an array, or reduce it (row_sum, tile_sum, ...)",
         ("getitem", "setitem"),
         (builtins.len, builtins.sum),
     ),
     Refused("multiplied with @", "use warpgroup.mm_AB, mm_ABt, mma_AB or mma_ABt", ("matmul",), _in_numpy("matmul")),
-    Refused("raised to a power", "multiply, or take exp2(y * log2(x))", ("pow",), (math.pow, *_in_numpy("power"))),
+    Refused("raised to a power", "multiply, or use exp2(y * log2(x))", ("pow",), (math.pow, *_in_numpy("power"))),
     Refused("divided by // or %", "use /", ("floordiv", "mod"), (math.fmod, *_in_numpy("floor_divide mod fmod"))),
-    Refused("made positive by abs", "take maximum(x, -x)", ("abs",), (builtins.abs, math.fabs, *_in_numpy("absolute fabs"))),
+    Refused("made positive by abs", "import abs from ops", ("abs",), (builtins.abs, math.fabs, *_in_numpy("absolute fabs"))),
     Refused(
         "given to math or NumPy",
-        "from ops import exp, exp2, log2, maximum, minimum",
+        "import the function from ops (exp, log, sqrt, tanh, ...)",
         (),
         (
             *(getattr(math, f) for f in "exp expm1 log log1p log2 log10 sqrt sin cos tan tanh sinh cosh floor ceil".split()),
@@ -76,7 +76,6 @@ REFUSED = (
         ),
     ),
 )
-
 
 
 def check_branch(spec):

@@ -185,7 +185,9 @@ def elected(b, group):
 def check_tensor(name, spec):
     """TypeError if this is not the type of a `tensor`."""
     if isinstance(spec, types.Array):
-        raise TypeError(f"{name}: TMA must be told how the array is cut: pass tiles.tensor(array, tile) to the launch, got {spec}")
+        raise TypeError(
+            f"{name}: TMA must be told how the array is cut: pass tiles.tensor(array, tile) to the launch, got {spec}"
+        )
     if not isinstance(spec, gl):
         raise TypeError(f"{name}: takes a tiles.tensor, got {spec}")
 

@@ -87,17 +87,6 @@ def _store_chunk(m, _, address, *words_and_guard):
                 memory[at + 4 * k + byte] = word.array[active] >> 8 * byte & 0xFF
 
 
-def _store_chunk(m, _, address, *words_and_guard):
-    *words, guard = words_and_guard
-    active = m.active & (guard.array != 0)
-    if active.any():
-        assert not (address.array[active] % 16).any(), "a 16-byte access needs an address that is a multiple of 16"
-        memory, at = m.reach(address.array[active], 16)
-        for k, word in enumerate(words):
-            for byte in range(4):
-                memory[at + 4 * k + byte] = word.array[active] >> 8 * byte & 0xFF
-
-
 def _store_pair(m, _, address, x, y):
     m.passes("st.shared.v2", address.array, 8)
     words = m.shared.view(np.float32)
@@ -303,7 +292,6 @@ LLVM = {
 PTX = {
     r"^mov.u32 \$0, %tid.x;$": lambda m, _: Register(i32, m.tid),
     r"^mov.u32 \$0, %(n?)ctaid.x;$": lambda m, match: Register(i32, np.full(m.threads, m.place[match[1] == "n"])),
-    r"^mov.u32 \$0, %(n?)ctaid.x;$": lambda m, match: Register(i32, np.full(m.threads, m.place[match[1] == "n"])),
     r"^ex2.approx.ftz.f32 \$0, \$1;$": _unary(np.exp2),
     r"^lg2.approx.ftz.f32 \$0, \$1;$": _unary(np.log2),
     r"^rcp.approx.ftz.f32 \$0, \$1;$": _unary(np.reciprocal),
@@ -318,7 +306,6 @@ PTX = {
     r"^shfl.sync.idx.b32 \$0, \$1, 0, 31, -1;$": lambda m, _, x: Register(x.type, x.array[m.tid // 32 * 32]),
     r"@p ld.global.(f32|b16) \S+ \[\$1\];": _load_global,
     r"@p st.global.(f32|b16) \[\$0\], (?:\$1|lo);": _store_global,
-    r"@p st.global.v4.b32 \[\$0\], \{\$1, \$2, \$3, \$4\};": _store_chunk,
     r"@p st.global.v4.b32 \[\$0\], \{\$1, \$2, \$3, \$4\};": _store_chunk,
     r"^st.shared.v2.f32 \[\$0\], \{\$1, \$2\};$": _store_pair,
     r"^ld.shared.v2.f32 \{\$0, \$1\}, \[\$2\];$": _load_pair,

@@ -6,13 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from lanes import run as lowered
 from numba import cuda
+from numba.cuda import types
+from sweep import code, meaning
 
-import tiles
 from ops import full, snake, store
 from ops.schedule import snake as face
-from tiles import bf16, fp32, rt
+from tiles import fp32, launch, rt
 from tiles.compiler import compile_kernel
-from tiles.interpreter import interpret
+from tiles.interpreter import Block, interpret
 from tiles.op import OPS
 
 V = rt(16, 16, fp32).row_vec
@@ -72,10 +73,8 @@ def test_every_tile_exactly_once(backend, blocks, tiles):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("blocks", "tiles"), [(1, 0), (1, 5), (4, 3), (7, 100), (132, 1000), (132, 132), (500, 499)])
 def test_on_the_card(blocks, tiles):
-    import tiles as library
-
     log, count = cuda.to_device(np.zeros((tiles, 3), np.int64)), cuda.to_device(np.zeros(blocks, np.int64))
-    library.launch(persistent, blocks, 1)(tiles, log, count)
+    launch(persistent, blocks, 1)(tiles, log, count)
     check(blocks, tiles, log.copy_to_host(), count.copy_to_host())
 
 
@@ -98,15 +97,13 @@ def test_both_backends_say_the_same(blocks, data):
 
 def in_block(block, blocks, deed):
     """Do it as the given block of a grid would in the interpreter."""
-    from tiles.interpreter import Block
-
     done = []
     Block((block, 0, 0), (blocks, 1, 1), 1, None, None, {}).run(lambda: done.append(deed()), [])
     assert done
 
 
 def test_longest_first_shares_the_work():
-    """What the order is for: causal tiles, whose lengths fall from first to last; a simple round robin would give block 0 more."""
+    """What the order is for: causal tiles, whose lengths fall from first to last; round robin would give block 0 more."""
     blocks, tiles = 8, 64
     log, count = np.zeros((tiles, 3), np.int64), np.zeros(blocks, np.int64)
     by_meaning(blocks, tiles, log, count)
@@ -116,7 +113,6 @@ def test_longest_first_shares_the_work():
 
 def test_compiles_to_32_bits():
     """One multiplication and a selection, in registers of 32 bits."""
-    from numba.cuda import types
 
     @cuda.jit
     def kernel(r, out):
@@ -131,8 +127,6 @@ def test_compiles_to_32_bits():
 def test_mistakes(given):
     def kernel(x):
         snake(x)
-
-    from sweep import code, meaning
 
     for backend in (meaning, code):
         with pytest.raises(TypeError, match="snake: takes an integer, got (float|array)"):

@@ -80,7 +80,10 @@ def test_by_four_warps_and_tma(run, sample, width, dtype):
     assert (z[64:] == x[64:100, :120]).all() and np.isnan(wide(z[:64])).all()
 
 
-@pytest.mark.parametrize(("width", "left", "n", "k", "dtype"), pairs(WIDTHS, [64, 32, 128], [64, 128, 96], [128, 64, 192], [bf16, fp16]))
+PRODUCTS = pairs(WIDTHS, [64, 32, 128], [64, 128, 96], [128, 64, 192], [bf16, fp16])
+
+
+@pytest.mark.parametrize(("width", "left", "n", "k", "dtype"), PRODUCTS)
 def test_products(run, sample, width, left, n, k, dtype):
     """Parts of both operands: a @ b.T, and acc + p @ c with rows of c along the contracted axis."""
     A, B, C = st(192, k, dtype, left), st(2 * n, k, dtype, width), st(3 * 64, n, dtype, width)
@@ -99,7 +102,8 @@ def test_products(run, sample, width, left, n, k, dtype):
         values = subtile(c.wait(0), 64, 1)
         p = warpgroup.load(gP, P, (0, 0))
         warpgroup.store(second, warpgroup.wait(warpgroup.mma_AB(zeros(O), p, values)), (0, 0))
-        warpgroup.store(third, warpgroup.wait(warpgroup.mm_AB(subtile(left, 64, 0), subtile(subtile(b.wait(0), k, 0), k, 0))), (0, 0))
+        nested = subtile(subtile(b.wait(0), k, 0), k, 0)
+        warpgroup.store(third, warpgroup.wait(warpgroup.mm_AB(subtile(left, 64, 0), nested)), (0, 0))
 
     a, b, c, p = sample(A.shape, dtype), sample(B.shape, dtype), sample(C.shape, dtype), sample((64, 64), dtype)
     first, second, third = blank((64, n)), blank((64, n)), blank((64, k))

@@ -218,7 +218,8 @@ def test_tma_store_to_part_of_a_chunk_is_refused(backend, dtype, cols):
     words = "TMA writes 16 bytes at a time, and would write past columns that are not a multiple of that: gl(st(64, 64"
     with pytest.raises(TypeError) as error:
         backend(cuda.jit(body), tensor(root[:, :cols], S), warps=4, shared=smem)
-    assert str(error.value).startswith("tma_store: " + words) and "use warpgroup.store, or an array with room" in str(error.value)
+    message = str(error.value)
+    assert message.startswith("tma_store: " + words) and "use warpgroup.store, or an array with room" in message
     assert (root == 7).all()
 
 
@@ -266,8 +267,7 @@ def test_an_array_is_no_tensor(backend):
     }.items():
         with pytest.raises(TypeError) as error:
             backend(cuda.jit(kernel), np.zeros((64, 64), np.float32), warps=4, shared=smem)
-        message_of = str(error.value).replace("ring.", "")
-        assert message_of.startswith(message)
+        assert str(error.value).startswith(message)
 
 
 def test_tma_along_any_axes(run, sample):

@@ -1,3 +1,4 @@
+# ruff: noqa: B015, B018, SIM300 (kernels whose one statement is the mistake)
 """tiles/refused.py: what Python and NumPy would do with a tile is refused with the same words on both backends."""
 
 import math
@@ -48,7 +49,7 @@ def applied(face, tiles):
 def arity(face):
     if isinstance(face, np.ufunc):
         return face.nin
-    return 2 if face in (max, min, math.pow, math.fmod) or face.__module__ == "_operator" and face is not operator.abs else 1
+    return 1 if face is operator.abs or not (face.__module__ == "_operator" or face in (max, min, math.pow, math.fmod)) else 2
 
 
 FACES = [(row, face) for row in REFUSED for face in row.faces if face is not operator.setitem]
@@ -149,19 +150,19 @@ def printed_shared(x):
 
 
 MISTAKES = {
-    comparing: "a tile cannot be compared: take maximum or minimum of two, or mask with causal or right_fill; got rt(16, 32",
+    comparing: "a tile cannot be compared: use less, greater, equal, ... and where, or maximum and minimum; got rt(16, 32",
     comparing_from_the_right: "a tile cannot be compared: ",
-    comparing_two: "a tile cannot be compared: take maximum or minimum of two, or mask with causal or right_fill; got "
+    comparing_two: "a tile cannot be compared: use less, greater, equal, ... and where, or maximum and minimum; got "
     "rt(16, 32, fp32) and rt(16, 32, fp32)",
-    indexing: "a tile cannot be indexed: its elements are spread over the lanes; store it to an array",
+    indexing: "a tile cannot be indexed: its elements are spread over the lanes; store it to an array, or",
     indexing_at_run_time: "a tile cannot be indexed: ",
     assigning: "a tile cannot be indexed: ",
     assigning_at_run_time: "a tile cannot be indexed: ",
-    powers: "a tile cannot be raised to a power: multiply, or take exp2(y * log2(x)); got rt(16, 32, fp32)",
+    powers: "a tile cannot be raised to a power: multiply, or use exp2(y * log2(x)); got rt(16, 32, fp32)",
     powers_in_place: "a tile cannot be raised to a power: ",
     powers_of_two: "a tile cannot be raised to a power: ",
     matrix_product: "a tile cannot be multiplied with @: use warpgroup.mm_AB, mm_ABt, mma_AB or mma_ABt; got st(64, 64, bf16)",
-    shared_in_math: "a tile cannot be given to math or NumPy: from ops import exp, exp2, log2, maximum, minimum; got st(64,",
+    shared_in_math: "a tile cannot be given to math or NumPy: import the function from ops (exp, log, sqrt, tanh, ...); got st",
     tile_in_flight: "a tile cannot be compared: ",
     shared_arithmetic: "mul: st(64, 64, bf16) lies in shared memory: load(...) it first",
     negated_shared: "neg: st(64, 64, bf16) lies in shared memory: load(...) it first",

@@ -1,0 +1,170 @@
+"""ring.release(j, after=vector): what it means does not change, and what it waits for is always true."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from lanes import Machine
+from llvmlite import ir
+from numba import cuda
+from sweep import blank, code, meaning
+
+import tiles
+from ops import exp2, row_max, row_sum, store, warpgroup, zeros
+from tiles import bf16, fp16, fp32, ptx, ring, rt, sass, st, tensor
+from tiles.arguments import parameter
+from tiles.compiler import compile_kernel
+from tiles.plumbing import f32, i32
+
+S, T = st(64, 64, bf16), rt(16, 64, fp32)
+MARK = 0x7FEDCBA9  # the NaN that no arithmetic makes
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16, fp16])
+def test_slots_go_round(run_apart, sample, dtype):
+    """Three stages, eleven tiles, vectors of every dtype, infinite and NaN in places: the producer is let in each time."""
+    count, V = 11, rt(16, 64, dtype)
+    smem = tiles.shared(x=ring(S, 3, readers=4))
+
+    @cuda.jit
+    def body(x, out):
+        (a,) = smem.open()
+        if warpgroup.id() == 1:
+            for j in range(count):
+                a.fill(j, x, (j,))
+        else:
+            for j in range(count):
+                m = row_max(warpgroup.load(a.wait(j), V))
+                a.release(j, after=m)
+                warpgroup.store(out, m, (j, 0))
+
+    x, out = sample((64 * count, 64), bf16), blank((count, 64), dtype)
+    x[5], x[70, 3], x[130] = np.nan, np.inf, -np.inf
+    run_apart(body, tensor(x, S), out, warps=8, shared=smem)
+    want = np.fmax.reduce(x.astype(np.float32).reshape(count, 64, 64), axis=2).astype(dtype.np)
+    assert np.array_equal(out.astype(np.float32), want.astype(np.float32), equal_nan=True)
+
+
+SPECIAL = [
+    0x00000000,
+    0x80000000,
+    0x7F800000,
+    0xFF800000,
+    0x7FC00000,
+    0xFFC00000,
+    0x7FFFFFFF,
+    0x7F800001,
+    0x00000001,
+    0xFFFFFFFF,
+]
+
+
+def said(bits):
+    """What `computed` says in each of 32 lanes that hold these fp32 registers."""
+    machine = Machine(32)
+    registers = [machine.bitcast(machine.const(ir.Constant(i32, x)), f32) for x in bits]
+    return ptx.computed(machine, registers).array
+
+
+@settings(deadline=None)
+@given(some.lists(some.one_of(some.integers(0, 2**32 - 1), some.sampled_from(SPECIAL)), min_size=1, max_size=4))
+def test_always_true(bits):
+    assert said(bits).all() == (MARK not in bits)
+
+
+def test_no_arithmetic_makes_the_mark():
+    """It is a NaN, and not the one that operations make here; the GPU's own is 0x7FFFFFFF."""
+    with np.errstate(all="ignore"):
+        made = np.array([np.inf], np.float32) * np.float32(0)
+    assert np.isnan(np.array([MARK], np.uint32).view(np.float32)).all()
+    assert made.view(np.uint32)[0] not in (MARK, 0)
+
+
+def test_the_compiler_keeps_the_comparison():
+    """The arrival stands behind a comparison with the mark, which nothing folds away, and before the mma is waited for."""
+    smem = tiles.shared(x=ring(S, 2))
+
+    def kernel(after):
+        @cuda.jit
+        def body(x, out):
+            (a,) = smem.open()
+            a.fill(0, x, (0, 0))
+            v = row_sum(exp2(warpgroup.load(a.wait(0), T)))
+            if after:
+                a.release(0, after=v)
+            else:
+                a.release(0)
+            store(out, v, (0,))
+
+        return body
+
+    x, out = tensor(np.zeros((64, 64), bf16.np), S), blank(16)
+    marked = []
+    for after in (True, False):
+        found = compile_kernel(kernel(after), [parameter("x", x).type, parameter("out", out).type], "sm_90a")
+        text = [str(i).lower() for i in sass.listing(found.cubin)]
+        marked.append(any(f"{MARK:#x}" in line for line in text))
+    assert marked == [True, False]
+
+
+@pytest.mark.parametrize("backend", [meaning, code])
+def test_mistakes(backend):
+    smem = tiles.shared(x=ring(S, 2))
+
+    def after_a_tile(x):
+        (a,) = smem.open()
+        a.fill(0, x, (0, 0))
+        a.wait(0)
+        a.release(0, after=zeros(T))
+
+    def after_a_number(x):
+        (a,) = smem.open()
+        a.fill(0, x, (0, 0))
+        a.wait(0)
+        a.release(0, after=1)
+
+    for kernel, words in {after_a_tile: r"rt\(16, 64, fp32\)", after_a_number: "(1|int64)"}.items():
+        with pytest.raises(TypeError, match=f"release: `after` must be a vector, got {words}"):
+            backend(cuda.jit(kernel), tensor(np.zeros((64, 64), bf16.np), S), warps=4, shared=smem)
+
+
+def test_the_meaning_does_not_change():
+    """With `after` the interpreter sees the same mistakes."""
+    smem = tiles.shared(x=ring(S, 2))
+
+    @cuda.jit
+    def body(x):
+        (a,) = smem.open()
+        a.fill(0, x, (0, 0))
+        v = row_max(warpgroup.load(a.wait(0), T))
+        a.release(0, after=v)
+        warpgroup.load(a.wait(0), T)
+
+    with pytest.raises(tiles.Hazard, match="which this warp has released"):
+        meaning(body, tensor(np.zeros((64, 64), bf16.np), S), warps=4, shared=smem)
+
+
+def test_the_slot_of_a_wait_is_uniform():
+    """A consumer's descriptors stay in uniform registers: without the shuffle in ring.wait there are four moves (R2UR) to a
+    product, with it one in the whole loop."""
+    smem = tiles.shared(x=ring(S, 3), y=ring(S, 3))
+
+    @cuda.jit
+    def body(x, out, rounds):
+        a, b = smem.open()
+        if warpgroup.id() == 1:
+            for j in range(rounds):
+                a.fill(j, x, (j, 0))
+                b.fill(j, x, (j, 0))
+        else:
+            o = zeros(T)
+            for j in range(rounds):
+                o = warpgroup.wait(warpgroup.mma_AB(o, a.wait(j), b.wait(j)))
+                a.release(j)
+                b.release(j)
+            warpgroup.store(out, o, (0, 0))
+
+    x, out = tensor(np.zeros((64, 64), bf16.np), S), blank((64, 64))
+    found = compile_kernel(body, [parameter("x", x).type, parameter("out", out).type, parameter("n", 3).type], "sm_90a")
+    loop = [i.mnemonic for i in sass.main_loop(found.cubin)]
+    assert loop.count("HGMMA") % 4 == 0 and 4 * loop.count("R2UR") <= loop.count("HGMMA")
