@@ -25,9 +25,9 @@ from .functions import (
     tanh,
 )
 from .index import split
-from .make import full, zeros
+from .make import col_index, full, neg_infty, ones, pos_infty, row_index, zeros
 from .maps import fma, maximum, minimum
-from .mask import causal, right_fill
+from .mask import bounds, causal, left_fill, lower_fill, right_fill, tril, triu, upper_fill
 from .memory import load, store
 from .mma import mma_AB, mma_ABt
 from .online import lazy_maximum, rescale
@@ -54,10 +54,11 @@ from .subtile import subtile
 from .transpose import transpose
 
 __all__ = [
-    "abs", "causal", "col_max", "col_min", "col_prod", "col_sum", "columns", "commit_group", "copy_async", "equal", "exp",
-    "exp2", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grouped", "lane_sum", "lazy_maximum", "less",
-    "less_equal", "load", "log", "log2", "map", "maximum", "minimum", "mma", "mma_AB", "mma_ABt", "not_equal", "raw",
-    "reciprocal", "relu", "rescale", "right_fill", "row_max", "row_min", "row_prod", "row_sum", "rsqrt", "sigmoid", "silu",
-    "snake", "split", "sqrt", "store", "subtile", "tanh", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod",
-    "tile_sum", "total", "transpose", "wait_group", "warpgroup", "where", "zeros",
+    "abs", "bounds", "causal", "col_index", "col_max", "col_min", "col_prod", "col_sum", "columns", "commit_group",
+    "copy_async", "equal", "exp", "exp2", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grouped", "lane_sum",
+    "lazy_maximum", "left_fill", "less", "less_equal", "load", "log", "log2", "lower_fill", "map", "maximum", "minimum", "mma",
+    "mma_AB", "mma_ABt", "neg_infty", "not_equal", "ones", "pos_infty", "raw", "reciprocal", "relu", "rescale", "right_fill",
+    "row_index", "row_max", "row_min", "row_prod", "row_sum", "rsqrt", "sigmoid", "silu", "snake", "split", "sqrt", "store",
+    "subtile", "tanh", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "total", "transpose", "tril",
+    "triu", "upper_fill", "wait_group", "warpgroup", "where", "zeros",
 ]  # fmt: skip

@@ -1,66 +1,165 @@
-"""Masks: a value in place of the elements on one side of a line."""
+"""Masks: a value in place of the elements on one side of a line.
+
+A line is `down * row + across * col < bound + past`; the mask keeps the elements on that side of it, or on the other. Each
+mask is a row of the table `LINES`. Rows are those of the warp's tile; ops.warpgroup has the masks whose rows count through the
+warpgroup's 64.
+"""
+
+import inspect
+from typing import NamedTuple
 
 import numpy as np
 
-from tiles import layout
 from tiles.op import integer, lowers, number, op
 from tiles.types import rt
 
-
-def _keep_below(b, tile, v, fill, bound, slope):
-    """Keep element (row, col) where col < bound + slope * row, else `fill`; rows count from this lane's first.
-
-    Rows and columns of a lane's elements are constants plus 2 (lane % 4) columns, so the bound takes what varies, and the
-    element's constant col - slope * row stands against it: rows 8 apart share the comparisons of columns 8 apart."""
-    fill, bound = b.real(fill), b.sub(bound, b.mul(b.and_(b.special("tid.x"), b.u32(3)), b.u32(2)))
-    out = []
-    for i, e in enumerate(b.elements(tile, v)):
-        row, col = layout.element(0, i, tile.cols)
-        out.append(b.select(b.icmp_signed(">", bound, b.u32(col - slope * row)), e, fill))
-    return b.from_elements(tile, out)
+from .make import lane_corner
 
 
-def check(name, tile, index, value):
-    """TypeError if a mask does not take these."""
-    if not (isinstance(tile, rt) and tile.layout == "row" and integer(index) and number(value)):
-        raise TypeError(f"{name}: takes a register tile in row layout, an integer and a number, got {tile}, {index}, {value}")
+class Line(NamedTuple):
+    """Kept is down * row + across * col < bound + past, or if not `below` the rest."""
+
+    down: int
+    across: int
+    past: int = 0
+    below: bool = True
+
+    def keeps(self, shape, bound, first_row=0):
+        """What is kept, as an array of booleans."""
+        rows, cols = np.indices(shape)
+        return (self.down * (rows + first_row) + self.across * cols < bound + self.past) == self.below
+
+
+def _masked(line, tile, bound, value, first_row=0):
+    return np.where(line.keeps(tile.shape, bound, first_row), tile.array, np.float32(value))
+
+
+def _rule(name, line, first_row=None):
+    """The rule and lowering of a mask of a tile whose first row is `first_row(tile)(b)`.
+
+    Rows and columns of a lane's elements are constants plus those of its first element, so the bound takes what varies, and the
+    element's constant stands against it: in row layout, rows 8 apart share the comparisons of columns 8 apart."""
+
+    def rule(tile, bound, value):
+        if not (isinstance(tile, rt) and integer(bound) and number(value)):
+            raise TypeError(f"{name}: takes a register tile, an integer and a number, got {tile}, {bound} and {value}")
+
+        def lower(b, v, bound_value, fill):
+            row, col = lane_corner(b, tile)
+            if first_row is not None:
+                row = b.add(row, first_row(tile)(b))
+            bound, fill = b.u32(bound_value), b.real(fill)
+            if line.down:
+                bound = b.sub(bound, row) if line.down > 0 else b.add(row, bound)
+            if line.past:
+                bound = b.add(bound, b.u32(line.past))
+            if line.across:
+                bound = b.sub(bound, col)
+            out = []
+            for i, e in enumerate(b.elements(tile, v)):
+                row, col = tile.element(0, i)
+                kept = b.icmp_signed(">" if line.below else "<=", bound, b.u32(int(line.down * row + line.across * col)))
+                out.append(b.select(kept, e, fill))
+            return b.from_elements(tile, out)
+
+        return tile, lower
+
+    return rule
 
 
 @op
 def right_fill(tile, col, value):
     """tile, with `value` in every column from `col` on."""
-    return np.where(np.arange(tile.cols)[None, :] < col, tile.array, np.float32(value))
+    return _masked(LINES[right_fill], tile, col, value)
 
 
-@lowers(right_fill)
-def _(tile, col, value):
-    check("right_fill", tile, col, value)
-    return tile, lambda b, v, n, fill: _keep_below(b, tile, v, fill, b.u32(n), slope=0)
+@op
+def left_fill(tile, col, value):
+    """tile, with `value` in every column before `col`."""
+    return _masked(LINES[left_fill], tile, col, value)
 
 
-def causal_array(array, diagonal, value):
-    """array, with `value` where col > row + diagonal."""
-    rows, cols = np.indices(array.shape)
-    return np.where(cols <= rows + diagonal, array, np.float32(value))
+@op
+def lower_fill(tile, row, value):
+    """tile, with `value` in every row from `row` on."""
+    return _masked(LINES[lower_fill], tile, row, value)
 
 
-def lower_causal(tile, first_row):
-    """The lowering of a causal mask of a tile whose first row is `first_row(b)`."""
-
-    def lower(b, v, diagonal, fill):
-        row = b.add(b.lshr(b.lane(), b.u32(2)), first_row(b))
-        return _keep_below(b, tile, v, fill, b.add(b.add(row, b.u32(diagonal)), b.u32(1)), slope=1)
-
-    return lower
+@op
+def upper_fill(tile, row, value):
+    """tile, with `value` in every row before `row`."""
+    return _masked(LINES[upper_fill], tile, row, value)
 
 
 @op
 def causal(tile, diagonal, value):
     """tile, with `value` in every element (row, col) with col > row + diagonal."""
-    return causal_array(tile.array, diagonal, value)
+    return _masked(LINES[causal], tile, diagonal, value)
 
 
-@lowers(causal)
-def _(tile, diagonal, value):
-    check("causal", tile, diagonal, value)
-    return tile, lower_causal(tile, lambda b: b.u32(0))
+@op
+def tril(tile, diagonal, value):
+    """The lower triangle of tile: `value` in every element (row, col) with col > row + diagonal, as causal has it."""
+    return _masked(LINES[tril], tile, diagonal, value)
+
+
+@op
+def triu(tile, diagonal, value):
+    """The upper triangle of tile: `value` in every element (row, col) with col < row + diagonal."""
+    return _masked(LINES[triu], tile, diagonal, value)
+
+
+LINES = {
+    right_fill: Line(0, 1),
+    left_fill: Line(0, 1, below=False),
+    lower_fill: Line(1, 0),
+    upper_fill: Line(1, 0, below=False),
+    causal: Line(-1, 1, past=1),
+    tril: Line(-1, 1, past=1),
+    triu: Line(-1, 1, below=False),
+}
+for _face, _line in LINES.items():
+    lowers(_face)(_rule(_face.__name__, _line))
+
+
+def bounds_array(tile, rows, cols, value, first_row=0):
+    """What bounds means, for a tile whose first row is `first_row`."""
+    inside = LINES[lower_fill].keeps(tile.shape, rows, first_row) & LINES[right_fill].keeps(tile.shape, cols)
+    return np.where(inside, tile.array, np.float32(value))
+
+
+def bounds_rule(name, first_row=None):
+    """The rule and lowering of bounds, for tiles whose first row is `first_row(tile)(b)`."""
+    below, left = _rule(name, LINES[lower_fill], first_row), _rule(name, LINES[right_fill])
+
+    def rule(tile, rows, cols, value):
+        if not (isinstance(tile, rt) and integer(rows) and integer(cols) and number(value)):
+            raise TypeError(f"{name}: takes a register tile, two integers and a number, got {tile}, {rows}, {cols} and {value}")
+        (_, fill_rows), (_, fill_cols) = below(tile, rows, value), left(tile, cols, value)
+        return tile, lambda b, v, r, c, fill: fill_cols(b, fill_rows(b, v, r, fill), c, fill)
+
+    return rule
+
+
+@op
+def bounds(tile, rows, cols, value):
+    """tile, with `value` in every row from `rows` on and every column from `cols` on: what a ragged tile holds stays."""
+    return bounds_array(tile, rows, cols, value)
+
+
+lowers(bounds)(bounds_rule("bounds"))
+
+
+def through_warpgroup(face, lower_first_row, first_row):
+    """The mask `face` of a tile whose rows count from `first_row(tile)`, by its lowering `lower_first_row(tile)(b)`."""
+    line = LINES[face]
+
+    def meaning(tile, bound, value):
+        return _masked(line, tile, bound, value, first_row(tile))
+
+    meaning.__name__ = meaning.__qualname__ = face.__name__
+    meaning.__doc__ = face.__doc__.rstrip() + " Rows count through the warpgroup's 64."
+    meaning.__signature__ = inspect.signature(face)
+    through = op(meaning)
+    lowers(through)(_rule(f"warpgroup.{face.__name__}", line, lower_first_row))
+    return through

@@ -28,7 +28,7 @@ from tiles.shared import check_tensor, elected
 from tiles.types import pending, rt, st
 from tiles.values import Pending
 
-from . import mask, memory
+from . import make, mask, memory
 
 THREADS = WARPGROUP * LANES
 ROWS = 64
@@ -227,17 +227,31 @@ def _(tile, newer: int):
     return tile.tile, lambda b, v, *_: ptx.wgmma_wait(b, v, tile.tile.elements, newer)
 
 
-# ---- masks ---------------------------------------------------------------------------------------------------------
+# ---- masks and indices ---------------------------------------------------------------------------------------------
+causal, tril, triu, lower_fill, upper_fill = (
+    mask.through_warpgroup(face, first_row, lambda tile: tile.rows * here().rank)
+    for face in (mask.causal, mask.tril, mask.triu, mask.lower_fill, mask.upper_fill)
+)
+
+
 @op
-def causal(tile, diagonal, value):
-    """tile, with `value` in every element (row, col) with col > row + diagonal; rows count through the warpgroup's 64."""
-    return mask.causal_array(tile.array, diagonal + tile.rows * here().rank, value)
+def bounds(tile, rows, cols, value):
+    """tile, with `value` in every row from `rows` on, counted through the warpgroup's 64, and every column from `cols` on."""
+    return mask.bounds_array(tile, rows, cols, value, tile.rows * here().rank)
 
 
-@lowers(causal)
-def _(tile, diagonal, value):
-    mask.check("warpgroup.causal", tile, diagonal, value)
-    return tile, mask.lower_causal(tile, first_row(tile))
+lowers(bounds)(mask.bounds_rule("warpgroup.bounds", first_row))
+
+
+@op
+def row_index(shape):
+    """ops.row_index, with the rows of the four warps one below the other: 0 to 63 for rt(16, n)."""
+    return make.index_array(shape, 0, shape.shape[0] * here().rank)
+
+
+@lowers(row_index)
+def _(shape: type):
+    return make.index_rule("warpgroup.row_index", shape, 0, first_row(shape))
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------

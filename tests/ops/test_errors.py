@@ -10,6 +10,7 @@ from sweep import blank, code, meaning
 import tiles
 from ops import (
     causal,
+    col_index,
     exp2,
     fma,
     full,
@@ -18,8 +19,10 @@ from ops import (
     load,
     map,
     maximum,
+    ones,
     raw,
     right_fill,
+    row_index,
     row_max,
     row_sum,
     store,
@@ -27,6 +30,7 @@ from ops import (
     tile_any,
     tile_sum,
     total,
+    transpose,
     warpgroup,
     where,
     zeros,
@@ -38,6 +42,7 @@ H48 = rt(16, 48, fp16)
 COLUMNS, NARROW_COLUMNS = rt(16, 64, fp32, "col"), rt(16, 64, bf16, "col")
 S, S8 = st(64, 64, bf16), st(64, 64, tiles.fp8e4m3)
 smem = tiles.shared(s=S, v=st(64, 48, fp16), f=S8, bar=barrier(1))
+LONG = rt(16, 512, bf16)
 PARTIAL = replace(T.col_vec, partial=True)
 turn = warpgroup.turns(2)
 
@@ -151,8 +156,24 @@ def tanh_of_an_array(x, g):
     tanh(x)
 
 
-def mask_of_a_column_tile(x, g):
-    causal(zeros(COLUMNS), 0, 0.0)
+def bounds_of_a_vector(x, g):
+    warpgroup.bounds(zeros(T.col_vec), 1, 2, 0.0)
+
+
+def row_numbers_of_a_row_vec(x, g):
+    row_index(T.row_vec)
+
+
+def column_numbers_that_two_bytes_cannot_hold(x, g):
+    col_index(LONG)
+
+
+def ones_of_a_partial_sum(x, g):
+    ones(PARTIAL)
+
+
+def transpose_of_a_partial_sum(x, g):
+    transpose(lane_sum(zeros(T)))
 
 
 def tiles_of_different_layouts(x, g):
@@ -362,7 +383,11 @@ CASES = {
     map_by_a_number: "map: takes a function of one number (a Python function under @tiles.inlined), got float",
     map_of_a_number: "map: takes a tile or a whole vector, got float",
     tanh_of_an_array: "tanh: takes a tile, a vector or a number, got array",
-    mask_of_a_column_tile: "causal: takes a register tile in row layout, an integer and a number, got rt(16, 64, fp32, col)",
+    bounds_of_a_vector: "warpgroup.bounds: takes a register tile, two integers and a number, got col_vec(16, fp32)",
+    row_numbers_of_a_row_vec: "row_index: takes a tile type or a col_vec type, got row_vec(64, fp32)",
+    column_numbers_that_two_bytes_cannot_hold: "col_index: bf16 holds integers up to 256 only, got rt(16, 512, bf16)",
+    ones_of_a_partial_sum: "ones: partial col_vec(16, fp32): a partial sum can only start from zeros",
+    transpose_of_a_partial_sum: "transpose: takes a register tile or a whole vector, got partial col_vec(16, fp32)",
     tiles_of_different_layouts: "add: rt(16, 64, fp32) and rt(16, 64, fp32, col) do not broadcast",
     column_vector_of_the_other_layout: "add: rt(16, 64, fp32) and col_vec(16, fp32, col) do not broadcast",
     product_of_a_column_tile: "mm_AB: takes st(64, k) or rt(16, k), and st(k, n), of one dtype",
@@ -371,9 +396,9 @@ CASES = {
     zeros_of_a_shared_tile_type: "zeros: shape must be a register tile or vector type such as rt(16, 64, fp32), got st(64, 64",
     full_of_a_tile: "full: value must be a number, got rt(16, 64, fp32)",
     full_of_a_partial_sum: "full: partial col_vec(16, fp32): a partial sum can only start from zeros",
-    mask_at_a_fraction: "right_fill: takes a register tile in row layout, an integer and a number, got rt(16, 64, fp32)",
-    mask_of_a_vector: "causal: takes a register tile in row layout, an integer and a number, got col_vec(16, fp32)",
-    warpgroup_mask_of_an_array: "warpgroup.causal: takes a register tile in row layout, an integer and a number, got array",
+    mask_at_a_fraction: "right_fill: takes a register tile, an integer and a number, got rt(16, 64, fp32)",
+    mask_of_a_vector: "causal: takes a register tile, an integer and a number, got col_vec(16, fp32)",
+    warpgroup_mask_of_an_array: "warpgroup.causal: takes a register tile, an integer and a number, got array",
     a_tile_in_flight_added: "add: this tile is still in flight: pending rt(16, 64, fp32); take it with warpgroup.wait",
     a_tile_in_flight_stored: "store: this tile is still in flight: pending rt(16, 64, fp32)",
     an_accumulator_in_flight_of_another_shape: "mma_AB: takes rt(16, n, fp32), st(64, k) or rt(16, k), and st(k, n), of one "

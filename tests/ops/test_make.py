@@ -5,7 +5,8 @@ import pytest
 from numba import cuda
 from sweep import blank, close, pairs
 
-from ops import full, store, zeros
+import ops
+from ops import col_index, full, neg_infty, ones, pos_infty, row_index, store, warpgroup, zeros
 from tiles import bf16, fp16, fp32, rt
 
 
@@ -29,14 +30,52 @@ def test_full_and_zeros(run, shape, dtype):
         close(out, np.full(out.shape, value))
 
 
-def test_infinities_and_nan(run):
-    T = rt(16, 16, fp32)
+@pytest.mark.parametrize("dtype", [fp32, fp16])
+def test_ones_infinities_and_nan(run, dtype):
+    T = rt(16, 16, dtype)
 
     @cuda.jit
-    def body(x, out):
+    def body(x, out, col):
         store(out, full(T, -np.inf), (0, 0))
         store(out, full(T, x), (16, 0))
+        store(out, neg_infty(T), (32, 0))
+        store(out, pos_infty(T), (48, 0))
+        store(out, ones(T), (64, 0))
+        store(col, ops.maximum(neg_infty(T.col_vec), ones(T.col_vec)), (0,))
 
-    out = np.zeros((32, 16), np.float32)
-    run(body, float("nan"), out)
-    assert (out[:16] == -np.inf).all() and np.isnan(out[16:]).all()
+    out, col = np.zeros((80, 16), dtype.np), blank(16, dtype)
+    run(body, float("nan"), out, col)
+    assert np.isnan(out[16:32]).all() and (col == 1).all()
+    for first, value in {0: -np.inf, 32: -np.inf, 48: np.inf, 64: 1}.items():
+        assert (out[first : first + 16] == value).all()
+
+
+@pytest.mark.parametrize(("shape", "dtype", "side"), pairs([(16, 32), (48, 16)], [fp32, bf16, fp16], ["row", "col"]))
+def test_indices(run, shape, dtype, side):
+    T = rt(*shape, dtype, side)
+
+    @cuda.jit
+    def body(rows, cols, col, row):
+        store(rows, row_index(T), (0, 0))
+        store(cols, col_index(T), (0, 0))
+        store(col, row_index(T.col_vec), (0,))
+        store(row, col_index(T.row_vec), (0,))
+
+    rows, cols, col, row = blank(shape, dtype), blank(shape, dtype), blank(shape[0], dtype), blank(shape[1], dtype)
+    run(body, rows, cols, col, row)
+    want = np.indices(shape)
+    assert (rows == want[0]).all() and (cols == want[1]).all()
+    assert (col == np.arange(shape[0])).all() and (row == np.arange(shape[1])).all()
+
+
+def test_row_indices_count_through_the_warpgroup(run):
+    T = rt(32, 16, fp32)
+
+    @cuda.jit
+    def body(rows, col):
+        warpgroup.store(rows, warpgroup.row_index(T), (0, 0))
+        warpgroup.store(col, warpgroup.row_index(T.col_vec), (0,), 0, 0)
+
+    rows, col = blank((128, 16)), blank(128)
+    run(body, rows, col, warps=4)
+    assert (rows == np.arange(128)[:, None]).all() and (col == np.arange(128)).all()
