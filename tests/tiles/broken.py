@@ -7,11 +7,17 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from tiles import Hazard, bf16, st, tensor
+from tiles import Hazard, barrier, bf16, fp32, ring, rt, shared, st, tensor
 from tiles.interpreter import interpret
 
 SEEDS = range(10)
 S, G = st(16, 64, bf16), st(64, 64, bf16)  # the tile of one warp and of a warpgroup
+R = rt(16, 64, fp32)  # a warp's part
+ONE = shared(r=ring(S, 2, readers=1))  # filled by warpgroup 0, read by warp 4
+RING = shared(r=ring(G, 2, readers=4))  # filled by warpgroup 0, read by warpgroup 1
+TWO = shared(r=ring(G, 2, readers=8))  # filled by warpgroup 0, read by warpgroups 1 and 2
+X = shared(x=S, full=barrier(1), done=barrier(2))  # for raw ops
+Y = shared(x=G, y=G)  # for mmas
 
 
 class Cases:
