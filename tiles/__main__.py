@@ -3,15 +3,18 @@
 import importlib
 import sys
 
-COMMANDS = {"doctor": "what this machine has, what runs where, and what to do about what is missing"}
+COMMANDS = {  # name: (module, what it does)
+    "doctor": ("doctor", "what this machine has, what runs where, and what to do about what is missing"),
+    "layout": ("draw", "draw where a tile's elements lie, and the bank conflicts of an access"),
+}
 
 
 def main(arguments) -> int:
     """Run a command's module, whose `main` takes the remaining arguments and returns the exit code."""
     if arguments[:1] and arguments[0] in COMMANDS:
-        return importlib.import_module(f".{arguments[0]}", __package__).main(arguments[1:])
+        return importlib.import_module(f".{COMMANDS[arguments[0]][0]}", __package__).main(arguments[1:])
     print("usage: python -m tiles COMMAND", file=sys.stderr)
-    for name, text in COMMANDS.items():
+    for name, (_, text) in COMMANDS.items():
         print(f"  {name:<10} {text}", file=sys.stderr)
     return 2
 
