@@ -6,7 +6,7 @@ from numba import cuda
 from sweep import blank, pairs
 
 from ops import full, lazy_maximum, load, rescale, split, store
-from tiles import fp32, rt
+from tiles import bf16, fp16, fp32, rt
 
 
 def test_the_maximum_moves_only_by_more_than_the_slack(run, sample):
@@ -23,6 +23,24 @@ def test_the_maximum_moves_only_by_more_than_the_slack(run, sample):
     with np.errstate(invalid="ignore"):
         assert (out == np.where(new - old > np.float32(0.5), new, old)).all()
     assert (out[:6] == np.array([-np.inf, 3.0, 1.0, 1.501, 1.0, -1e30], np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp16])
+def test_the_growth_of_2_byte_vectors_is_not_rounded(run, dtype):
+    """They grow by 201.5 (bf16) or 2001.5 (fp16), less than the slack; rounded to their dtype, it would be more."""
+    V, size = rt(16, 16, dtype).col_vec, 100 if dtype is bf16 else 1000
+    slack = 2 * size + 1.75
+
+    @cuda.jit
+    def body(old, new, slack, out):
+        store(out, lazy_maximum(load(old, V, (0,)), load(new, V, (0,)), slack), (0,))
+
+    old, new = np.full(16, -size - 1, dtype.np), np.full(16, size + 0.5, dtype.np)
+    out = blank(16, dtype)
+    growth = new.astype(np.float32) - old.astype(np.float32)
+    assert (growth < slack).all() and ((new - old).astype(np.float32) > slack).all()
+    run(body, old, new, slack, out)
+    assert (out == old).all()
 
 
 @pytest.mark.parametrize(("shape", "moved"), pairs([(16, 32), (48, 16)], [[], [0], [15, 8], range(16)]), ids=str)

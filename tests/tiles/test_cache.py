@@ -346,6 +346,15 @@ def test_an_inlined_function_of_the_tests_own():
     assert key(kernel_using(twice))
 
 
+def test_a_function_of_no_module():
+    """What exec makes may say that its module is None: it is a function like any other then, and digested by its code."""
+    space = {}
+    exec("def twice(x): return x + x", space)
+    space["twice"].__module__ = None
+    assert not cache.covered(None)
+    assert key(kernel_using(inlined(space["twice"])))
+
+
 def test_another_package_named_ops_is_not_taken_for_ours(monkeypatch, tmp_path):
     (tmp_path / "ops").mkdir()
     (tmp_path / "ops/__init__.py").write_text("")

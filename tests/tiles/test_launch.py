@@ -147,6 +147,21 @@ def test_arrays_in_host_memory_run_in_the_interpreter_and_a_log_line_says_so_onc
     assert "scale runs in the interpreter" in record.getMessage()
 
 
+def test_a_kernel_is_called_by_its_short_name(caplog, monkeypatch):
+    """`scale`, also where a function made it: not test_...<locals>.scale."""
+    monkeypatch.setattr(fallback, "_said", [])
+
+    @cuda.jit
+    def scale(x):
+        pass
+
+    with caplog.at_level(logging.INFO):
+        tiles.launch(scale, 1, 32)(np.zeros(3, np.float32))
+    assert [r.getMessage().split()[0] for r in caplog.records if r.name.startswith("tiles")] == ["scale"]
+    with pytest.raises(TypeError, match=r"^scale takes 1 arguments \(x\), got 0"):
+        tiles.launch(scale, 1, 32)()
+
+
 def test_torch_tensors_in_host_memory():
     torch = pytest.importorskip("torch")
     x, y = torch.ones(16, 16, dtype=torch.bfloat16), torch.zeros(16, 16, dtype=torch.bfloat16)
