@@ -7,9 +7,9 @@ from hypothesis import strategies as some
 from lanes import run as lowered
 from numba import cuda
 from numba.cuda import types
-from sweep import code, meaning
+from sweep import blank, code, meaning
 
-from ops import full, snake, store
+from ops import full, grouped, snake, store
 from ops.schedule import snake as face
 from tiles import fp32, launch, rt
 from tiles.compiler import compile_kernel
@@ -131,3 +131,19 @@ def test_mistakes(given):
     for backend in (meaning, code):
         with pytest.raises(TypeError, match="snake: takes an integer, got (float|array)"):
             backend(cuda.jit(kernel), given)
+
+
+@pytest.mark.parametrize("rows, cols, height", [(5, 3, 2), (4, 4, 4), (3, 2, 8), (1, 5, 1), (7, 1, 3)])
+def test_grouped(run, rows, cols, height):
+    """Every tile once; band after band, each column by column, the last band lower."""
+
+    @cuda.jit
+    def body(rows, cols, height, order):
+        for index in range(rows * cols):
+            row, col = grouped(index, rows, cols, height)
+            store(order, full(V, index), (row, 16 * col))
+
+    order = blank((rows, 16 * cols))
+    run(body, rows, cols, height, order)
+    expected = sorted(np.ndindex(rows, cols), key=lambda at: (at[0] // height, at[1], at[0]))
+    np.testing.assert_array_equal(order.reshape(rows, cols, 16)[tuple(zip(*expected))].T, [range(rows * cols)] * 16)
