@@ -119,6 +119,31 @@ def check_gemm(seed):
     np.testing.assert_allclose(c, a.astype(np.float32) @ b.astype(np.float32), atol=1e-4)
 
 
+# ---- the same with an mma in flight over the loop's edge: tile j - 1 is given back while mma j runs -----------------
+@cuda.jit
+def gemm_in_flight(gA, gB, gC, steps):
+    a, b = gemm_smem.open()
+    if warpgroup.id() == 0:
+        for j in range(steps):
+            a.fill(j, gA, (0, j))
+            b.fill(j, gB, (j, 0))
+    else:
+        acc = warpgroup.mm_AB(a.wait(0), b.wait(0))
+        for j in range(1, steps):
+            acc = warpgroup.mma_AB(acc, a.wait(j), b.wait(j))
+            warpgroup.wait(newer=1)
+            a.release(j - 1)
+            b.release(j - 1)
+        acc = warpgroup.wait(acc)
+        warpgroup.store(gC, acc, (0, 0))
+
+
+def check_gemm_in_flight(seed):
+    a, b, c = numbers(50, 250, dtype=fp16), numbers(250, 40, dtype=fp16), np.full((50, 40), np.nan, np.float32)
+    interpret(gemm_in_flight, (1, 1, 1), 256, [tensor(a, A), tensor(b, B), c, 8], gemm_smem, seed)
+    np.testing.assert_allclose(c, a.astype(np.float32) @ b.astype(np.float32), atol=1e-4)
+
+
 # ---- ordinary stores, then an mma; then another into the same tiles --------------------------------------------------
 two = shared(x=G, y=G)
 

@@ -20,6 +20,7 @@ CHANGES = [  # pattern, what it becomes
     (r"\bwait\(j\)", "wait(j + 1)"),
     (r"\bwait\(j - 1\)", "wait(j)"),
     (r"warpgroup\.wait\(s, 1\)", "warpgroup.wait(s, 2)"),
+    (r"wait\(newer=1\)", "wait(newer=2)"),
     (r"(full, )j \+ 1", r"\1j + 2"),
     (r"(empty, )j\b", r"\1j + 1"),
     (r"2 \* S\.nbytes", "S.nbytes"),
