@@ -77,8 +77,8 @@ STAGED = (ring, pipeline)
 
 @compile_time
 class shared:
-    """A block's dynamic shared memory: named rings, pipelines, shared tiles and barriers, one after the other, tiles aligned for their
-    swizzle. `nbytes` is what a launch must reserve."""
+    """A block's dynamic shared memory: named rings, pipelines, shared tiles and barriers, one after the other, tiles aligned
+    for their swizzle. `nbytes` is what a launch must reserve."""
 
     def __init__(self, **items):
         self.items, at = {}, 0
