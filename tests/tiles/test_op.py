@@ -113,7 +113,7 @@ def type_for_a_tile(array, source, x):
     exp2(X)  # here
 
 
-@mistake("row_max: takes a register tile in row layout, got col_vec(16, fp32)")
+@mistake("row_max: takes a register tile, got col_vec(16, fp32)")
 def reduction_of_a_vector(array, source, x):
     row_max(zeros(X.col_vec))  # here
 
@@ -128,7 +128,7 @@ def shared_tile_in_registers(array, source, x):
     full(A, 1.0)  # here
 
 
-@mistake("right_fill: takes a register tile in row layout, an integer and a number, got rt(16, 32, fp32), float32, ")
+@mistake("right_fill: takes a register tile, an integer and a number, got rt(16, 32, fp32), float32, ")
 def column_that_is_no_integer(array, source, x):
     right_fill(zeros(X), x, 0.0)  # here
 
@@ -206,7 +206,7 @@ def helper(tile):
     return causal(tile, 0.5, 0.0)  # here
 
 
-@mistake("causal: takes a register tile in row layout, an integer and a number, got rt(16, 32, fp32), float")
+@mistake("causal: takes a register tile, an integer and a number, got rt(16, 32, fp32), float")
 def mistake_in_a_helper(array, source, x):
     helper(zeros(X))
 
