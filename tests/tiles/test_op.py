@@ -128,7 +128,7 @@ def shared_tile_in_registers(array, source, x):
     full(A, 1.0)  # here
 
 
-@mistake("right_fill: takes a register tile, an integer and a number, got rt(16, 32, fp32), float32, ")
+@mistake("right_fill: takes a register tile, an integer and a number, got rt(16, 32, fp32), float32 and ")
 def column_that_is_no_integer(array, source, x):
     right_fill(zeros(X), x, 0.0)  # here
 
