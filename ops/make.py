@@ -77,11 +77,12 @@ for _face, _value in {zeros: 0, ones: 1, pos_infty: np.inf, neg_infty: -np.inf}.
 
 
 # ---- indices -------------------------------------------------------------------------------------------------------
-def lane_corner(b, spec):
-    """(row, col) of this lane's first element of a tile or vector; its others lie where lane 0's do, seen from there."""
-    lane = b.lane()
-    by_quad, by_place = b.lshr(lane, b.u32(2)), b.mul(b.and_(lane, b.u32(3)), b.u32(2))
-    return (by_quad, by_place) if spec.layout == "row" else (by_place, by_quad)
+def lane_first(b, spec, axis):
+    """The row (axis 0) or column (1) of this lane's first element of a tile or vector; its others lie where lane 0's do, seen
+    from there."""
+    if (axis == 0) == (spec.layout == "row"):
+        return b.lshr(b.lane(), b.u32(2))
+    return b.mul(b.and_(b.lane(), b.u32(3)), b.u32(2))
 
 
 def index_array(shape, axis, first=0):
@@ -101,7 +102,7 @@ def index_rule(name, shape, axis, first=None):
         raise TypeError(f"{name}: {shape.dtype} holds integers up to {EXACT[shape.dtype]} only, got {shape}; convert fp32")
 
     def lower(b, _):
-        start = lane_corner(b, shape)[axis]
+        start = lane_first(b, shape, axis)
         start = b.real(start if first is None else b.add(start, first(b)))
         places = [shape.element(0, i) for i in range(shape.elements)]
         numbers = [place[axis] if isinstance(shape, rt) else place for place in places]

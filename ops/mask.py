@@ -13,7 +13,7 @@ import numpy as np
 from tiles.op import integer, lowers, number, op
 from tiles.types import rt
 
-from .make import lane_corner
+from .make import lane_first
 
 
 class Line(NamedTuple):
@@ -45,16 +45,15 @@ def _rule(name, line, first_row=None):
             raise TypeError(f"{name}: takes a register tile, an integer and a number, got {tile}, {bound} and {value}")
 
         def lower(b, v, bound_value, fill):
-            row, col = lane_corner(b, tile)
-            if first_row is not None:
-                row = b.add(row, first_row(tile)(b))
             bound, fill = b.u32(bound_value), b.real(fill)
             if line.down:
+                row = lane_first(b, tile, 0)
+                row = row if first_row is None else b.add(row, first_row(tile)(b))
                 bound = b.sub(bound, row) if line.down > 0 else b.add(row, bound)
             if line.past:
                 bound = b.add(bound, b.u32(line.past))
             if line.across:
-                bound = b.sub(bound, col)
+                bound = b.sub(bound, lane_first(b, tile, 1))
             out = []
             for i, e in enumerate(b.elements(tile, v)):
                 row, col = tile.element(0, i)
