@@ -11,6 +11,11 @@ from sweep import blank, pairs
 import tiles
 from ops import (
     causal,
+    col_max,
+    less,
+    silu,
+    transpose,
+    where,
     exp,
     exp2,
     full,
@@ -140,6 +145,26 @@ def clipped(t, scale, n):
     return maximum(t, scale)
 
 
+@tiles.inlined
+def chosen(t, scale, n):
+    return where(less(t, scale), t, 0.0)
+
+
+@tiles.inlined
+def turned(t, scale, n):
+    return transpose(transpose(bf16(t)))
+
+
+@tiles.inlined
+def swish(t, scale, n):
+    return silu(t)
+
+
+@tiles.inlined
+def by_columns(t, scale, n):
+    return t - col_max(t)
+
+
 EXACTLY = {
     softmax: {"FMNMX.FTZ": 66, "SHFL.BFLY": 4, "FMUL": 2, "FFMA": ELEMENTS, "MUFU.EX2": ELEMENTS},
     divided: {"FADD": 66, "SHFL.BFLY": 4, "MUFU.RCP": 2, "FMUL": ELEMENTS},
@@ -151,6 +176,10 @@ EXACTLY = {
     logarithm: {"MUFU.LG2": ELEMENTS},
     exponential: {"FMUL": ELEMENTS, "MUFU.EX2": ELEMENTS},
     clipped: {"FMNMX.FTZ": ELEMENTS},
+    chosen: {"FSETP.GEU.AND": ELEMENTS, "FSEL": ELEMENTS},  # the mask's 1 and 0 are nowhere to be seen
+    turned: {"F2FP.BF16.F32.PACK_AB": ELEMENTS // 2, "MOVM.16.MT88": ELEMENTS},  # two a matrix
+    swish: {"FMUL": 2 * ELEMENTS, "MUFU.EX2": ELEMENTS, "FADD": ELEMENTS, "MUFU.RCP": ELEMENTS},
+    by_columns: {"FMNMX.FTZ": 2 * ELEMENTS, "SHFL.BFLY": 3 * ELEMENTS // 2, "FADD": ELEMENTS},  # three shuffles a column
 }
 
 
