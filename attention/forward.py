@@ -6,13 +6,14 @@ from typing import Any
 
 from tiles import launch, tensor
 from tiles.arrays import FORMS, at, contiguous, current_stream, describe, empty_like_caller, fill, finish, form, stream_handle
-from tiles.device import processors
+from tiles.device import device, processors
 from tiles.dtypes import bf16, fp16
 
-from . import hopper
-from .problem import Problem, check
+from . import hopper, sm_80
+from .problem import PIECES, Problem, check, piece
 
 DTYPES = {"bfloat16": bf16, "float16": fp16}
+FAMILIES = "sm_80", "sm_90"
 LOG2_E = math.log2(math.e)
 
 
@@ -27,16 +28,19 @@ def forward(
     out: Any = None,
     return_lse: bool = False,
     stream: Any = None,
+    family: str | None = None,
 ) -> Any:
     """Attention: out = softmax(scale * q k^T) v, per batch and head.
 
     q: (B, Sq, H, D); k, v: (B, Sk, Hkv, D) for layout="bshd"; (B, H, S, D) for "bhsd". bfloat16 or float16; D a multiple
-    of 8 up to 256; H a multiple of Hkv (GQA, MQA: query head h reads key head h // (H // Hkv)). Any lengths; any strides
-    that are multiples of 16 bytes, with a contiguous last axis; nothing is ever copied.
+    of 8 up to 256; H a multiple of Hkv (GQA, MQA: query head h reads key head h // (H // Hkv)). Any lengths; any base
+    addresses and strides that are multiples of 4 bytes, with a contiguous last axis; nothing is ever copied.
 
     causal: query i sees key j where j <= i + Sk - Sq (aligned bottom-right); a query that sees no key gives 0.
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
-    default the current one of q's framework.
+    default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, addresses and
+    strides multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default what the GPU and the
+    arrays allow.
 
     Returns `out`, the same kind of array as q, or with return_lse=True `(out, lse)`, where lse (B, H, Sq) is the float32
     natural logarithm of the sum of exp(score), -inf for a query that sees no key.
@@ -56,24 +60,43 @@ def forward(
             fill(lse, -math.inf, handle)
     else:
         places = queries.pointer, keys.pointer, values.pointer, result.pointer
-        _plan(problem, return_lse)(handle, *places, lse.pointer if lse else 0)
+        _plan(problem, return_lse, piece(problem, *places), family)(handle, *places, lse.pointer if lse else 0)
     finish(queries, handle)
     return (result.owner, lse.owner) if lse else result.owner
 
 
+def choose(problem: Problem, bytes_at_once: int, family: str | None) -> str:
+    """The family that serves a problem: the one asked for, or Hopper's where there is TMA and it can address the arrays. In
+    the interpreter every family runs. ValueError: the one asked for cannot."""
+    if family not in (None, *FAMILIES):
+        raise ValueError(f"family: must be None or one of {FAMILIES}: {family=}")
+    hopper_gpu = problem.device is None or device(problem.device).capability[0] == 9
+    if family == "sm_90" and not hopper_gpu:
+        raise ValueError(f"family: sm_90 runs on Hopper; the arrays lie on {device(problem.device)}: {family=}")
+    if family == "sm_90" and bytes_at_once < PIECES[0]:
+        raise ValueError(
+            f"family: sm_90 takes addresses and strides that are multiples of {PIECES[0]} bytes; "
+            f"these are of {bytes_at_once}: {family=}"
+        )
+    return family or ("sm_90" if hopper_gpu and bytes_at_once == PIECES[0] else "sm_80")
+
+
 @functools.lru_cache(FORMS)
-def _plan(problem: Problem, with_lse: bool):
+def _plan(problem: Problem, with_lse: bool, bytes_at_once: int, family: str | None):
     """The launch that solves problems of this form: all that is left to say is the stream and five addresses. Where it runs
     is settled here, too, so TILES_INTERPRET is read when a form is first seen."""
-    config = hopper.config_for(problem.head_dim, DTYPES[problem.dtype], problem.causal, problem.seqlen_kv)
-    kernel, smem = hopper.make(config)
+    tma, wanted = choose(problem, bytes_at_once, family) == "sm_90", (problem.head_dim, DTYPES[problem.dtype], problem.causal)
+    config = hopper.config_for(*wanted, problem.seqlen_kv) if tma else sm_80.config_for(*wanted, bytes_at_once)
+    kernel, smem = (hopper if tma else sm_80).make(config)
 
-    def tiled(tile, length, heads, strides):
+    def array(length, heads, strides):
         shape = problem.batch, length, heads, problem.head_dim
-        return tensor(at(0, form(shape, strides, problem.dtype, problem.device, config.dtype.itemsize)), tile, rows=1, cols=3)
+        return at(0, form(shape, strides, problem.dtype, problem.device, config.dtype.itemsize))
+
+    def tiled(tile, *place):
+        return tensor(array(*place), tile, rows=1, cols=3) if tma else array(*place)
 
     pairs, blocks = problem.batch * problem.heads_q, -(-problem.seqlen_q // config.rows)
-    out_shape = problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim
     lse_shape = problem.lse_shape if with_lse else (*problem.lse_shape[:2], 0)  # stores outside an array are left out
     scale = problem.scale * LOG2_E
     grid = min(pairs * blocks, processors(problem.device)) if config.persistent else pairs * blocks
@@ -81,7 +104,7 @@ def _plan(problem: Problem, with_lse: bool):
         tiled(config.query, problem.seqlen_q, problem.heads_q, problem.q_strides),
         tiled(config.key, problem.seqlen_kv, problem.heads_kv, problem.k_strides),
         tiled(config.key, problem.seqlen_kv, problem.heads_kv, problem.v_strides),
-        at(0, form(out_shape, problem.out_strides, problem.dtype, problem.device, config.dtype.itemsize)),
+        array(problem.seqlen_q, problem.heads_q, problem.out_strides),
         at(0, form(lse_shape, contiguous(lse_shape, 4), "float32", problem.device, 4)),
         problem.seqlen_q,
         problem.seqlen_kv,

@@ -6,25 +6,31 @@ counts the kernel and its helpers without blanks, comments and docstrings; `inst
 
 import ast
 import inspect
+import itertools
 import json
 
 from tiles import bf16, fp16
 from tiles.compiler import compile_kernel
 from tiles.sass import instructions
 
-from . import hopper
+from . import hopper, sm_80
+from .problem import PIECES
 
-SHOWN = ("HGMMA", "UTMALDG", "UTMASTG", "STSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
+SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 BAD = ("spill_bytes", "local_bytes", "warnings")
 
 
-def configurations(everything=False):
-    """(kernel name, module, config) of what is shipped: bf16, or `everything` with fp16 too."""
+def configurations(everything=False, arch="sm_90a"):
+    """(kernel name, module, config) of what is shipped for an architecture: bf16, or `everything` with fp16 and unaligned
+    arrays too."""
     for dtype in (bf16, fp16) if everything else (bf16,):
-        for head_dim in hopper.SHAPES:
+        for head_dim in hopper.SHAPES if arch == "sm_90a" else ():
             for causal in (False, True):
                 for config in {hopper.config_for(head_dim, dtype, causal, hopper.SHORT * n // 2): None for n in (1, 2, 3)}:
                     yield "forward", hopper, config
+        for head_dim, causal in itertools.product(sm_80.SHAPES, (False, True)):
+            for piece in PIECES if everything else PIECES[:1]:
+                yield "forward", sm_80, sm_80.config_for(head_dim, dtype, causal, piece)
 
 
 def lines(function) -> int:
@@ -60,7 +66,7 @@ def row(name, module, config, arch) -> dict:
 def main(arch="sm_90a", everything=False, check=False, as_json=False) -> int:
     """Print the rows; the exit code is 1 if `check` finds a spill, local memory or a warning."""
     rows = []
-    for name, module, config in configurations(everything):
+    for name, module, config in configurations(everything, arch):
         rows.append(found := row(name, module, config, arch))
         if not as_json:
             counts = " ".join(f"{m} {found['instructions'].get(m, 0)}" for m in SHOWN)

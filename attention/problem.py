@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from numbers import Real
+from operator import or_
 from typing import Any
 
 from tiles.arrays import FORMS, Array, Form, contiguous, form, overlaps, overlaps_itself
 
 AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3)}  # where batch, sequence, head and column stand in the caller's axes
 DTYPES = ("bfloat16", "float16")
-ALIGNMENT = 16  # bytes: what TMA asks of a base address and of every stride
+PIECES = 16, 8, 4  # bytes that a kernel copies at once: base addresses and strides are multiples; TMA asks for the first
+ALIGNMENT = PIECES[-1]
 STRIDE_END = 2**40  # bytes: TMA's strides are less
 SCALES = (2.0**-120, 2.0**120)  # float32 holds the scale, and the scale times log2(e)
 
@@ -44,6 +46,7 @@ class Problem:
     k_strides: tuple[int, ...]
     v_strides: tuple[int, ...]
     out_strides: tuple[int, ...]
+    strides: int  # all bits that any of them has, but for those of columns
 
     @property
     def group(self) -> int:
@@ -74,7 +77,7 @@ def check(
     """The Problem of these arguments, out being what the caller passed, if anything.
 
     q, out: (B, Sq, Hq, D); k, v: (B, Sk, Hkv, D), for layout="bshd"; sequence and head swapped for "bhsd". All bfloat16
-    or all float16, on one device, D a multiple of 8 up to 256, last axis contiguous, base and strides multiples of 16
+    or all float16, on one device, D a multiple of 8 up to 256, last axis contiguous, base and strides multiples of 4
     bytes. Inputs may overlap each other; out may be q itself and must otherwise lie apart. Raises ValueError or
     TypeError that names the argument and prints the values.
     """
@@ -90,6 +93,12 @@ def check(
     if out is not None and (out.readonly or overlaps(out, k) or overlaps(out, v) or overlaps(out, q)):
         _require(_apart(q, k, v, out, problem))
     return problem
+
+
+def piece(problem: Problem, *pointers: int) -> int:
+    """The bytes that all base addresses and strides are multiples of: 16, 8 or 4."""
+    bits = reduce(or_, pointers, problem.strides)
+    return next(n for n in PIECES if bits % n == 0)
 
 
 Rule = tuple[bool, type[Exception], str]  # (holds, the error if it does not, its message)
@@ -113,9 +122,10 @@ def _problem(q: Form, k: Form, v: Form, out: Form | None, causal: bool, scale: f
     if not SCALES[0] <= scale <= SCALES[1]:  # a masked score is -inf, and must be -inf when scaled
         raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
     out = out or form(q.shape, contiguous(q.shape, q.itemsize), q.dtype, q.device, q.itemsize)
-    strides = [_strides(x, layout) for x in (q, k, v, out)]
+    of_q, of_k, of_v, of_out = strides = [_strides(x, layout) for x in (q, k, v, out)]
     sizes = batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim
-    return Problem(*sizes, q.dtype, causal, scale, layout, q.device, q.shape, *strides)
+    bits = reduce(or_, (stride for one in strides for stride in one[:-1]))
+    return Problem(*sizes, q.dtype, causal, scale, layout, q.device, q.shape, of_q, of_k, of_v, of_out, bits)
 
 
 def _shape_rules(forms: dict[str, Form], layout: str) -> Iterator[Rule]:
@@ -154,7 +164,7 @@ def _shape_rules(forms: dict[str, Form], layout: str) -> Iterator[Rule]:
 
 
 def _memory_rules(forms: dict[str, Form]) -> Iterator[Rule]:
-    """Strides: what TMA can address."""
+    """Strides: what a kernel can address."""
     for name, x in forms.items():
         if x.extent == 0:
             continue

@@ -161,7 +161,7 @@ def matrix_addresses(b, tile, spec, address, first_row):
     bands, across = range(0, spec.rows, 16), range(0, spec.cols, 16)
     for row, col in ((r, c) for r in bands for c in across) if by_row else ((r, c) for c in across for r in bands):
         panel, byte = divmod(col * tile.dtype.itemsize, tile.width)  # the swizzle repeats after 8 rows
-        yield b.add(b.add(start, b.u32(panel * tile.panel_bytes + row * tile.width)), b.xor(half, b.u32(byte)))
+        yield b.add(b.add(start, b.xor(half, b.u32(byte))), b.u32(panel * tile.panel_bytes + row * tile.width))
 
 
 def _lane_addresses(b, tile, spec, address, first_row, step):

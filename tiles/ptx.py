@@ -184,7 +184,7 @@ def mma(b, dtype, c, a, right):
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
     out = ir.LiteralStructType([f32] * 4)
-    return b.unpack(b.asm(out, text, "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3", *a, *right, *c, effect=False))
+    return b.unpack(b.asm(out, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", *a, *right, *c, effect=False))
 
 
 # ---- lanes and registers -------------------------------------------------------------------------------------------

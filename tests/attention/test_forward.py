@@ -1,5 +1,6 @@
-"""attention.forward against float64, on both backends from one body."""
+"""attention.forward against float64, on both backends and in both families from one body."""
 
+import functools
 import math
 
 import ml_dtypes
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention
-from attention import hopper, reference
+from attention import hopper, inspect, reference, sm_80
 from tiles import bf16
 
 BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
@@ -48,6 +49,13 @@ def place(request):
     return OnInterpreter()
 
 
+@pytest.fixture(params=["sm_90", "sm_80"], autouse=True)
+def family(request, monkeypatch):
+    """Every test runs with the kernels of each family."""
+    monkeypatch.setattr(attention, "forward", functools.partial(attention.forward, family=request.param))
+    return request.param
+
+
 def draw(shape, dtype, seed=None):
     return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
 
@@ -83,7 +91,7 @@ EDGES = [(1, 1), (63, 65), (64, 64), (128, 128), (129, 127), (192, 300), (200, 1
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("seq_q", "seq_kv"), EDGES)
 def test_lengths_around_every_tile_edge(place, seq_q, seq_kv, causal):
-    """Query tiles of 64, 128, 192 and key tiles of 128 and 176 rows; more queries than keys leaves rows with no key."""
+    """Query tiles of 64, 128, 192 and key tiles of 32, 64, 112 and 128 rows; more queries than keys leaves rows with no key."""
     agree(place, *inputs(1, seq_q, seq_kv, 1, 1, 128), causal=causal)
 
 
@@ -217,6 +225,44 @@ def test_bad_input_is_refused_before_any_launch():
 def test_every_head_dim_has_a_configuration_that_fits():
     for head_dim in range(8, 257, 8):
         for causal in (False, True):
+            config = sm_80.config_for(head_dim, bf16, causal)
+            assert config.head_dim >= head_dim and sm_80.make(config)[1].nbytes <= sm_80.SHARED_BYTES, config
             config = hopper.config_for(head_dim, bf16, causal, 1000)
             _, smem = hopper.make(config)
             assert config.head_dim >= head_dim and smem.nbytes <= hopper.SHARED_BYTES, config
+
+
+# ---- families ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("skip", "head_dim"), [(4, 64), (2, 128), (6, 72)])
+def test_arrays_that_tma_cannot_address(place, family, skip, head_dim):
+    """Bases and strides of 8 or 4 bytes: sm_80's family takes them, of itself too, Hopper's says why it does not."""
+    room = [place.put(x) for x in inputs(1, 130, 70, 2, 1, head_dim + skip)]
+    target = place.put(poisoned((1, 130, 2, head_dim + skip), BF16))
+    q, k, v, out = (x[..., skip:] for x in (*room, target))
+    if family == "sm_90":
+        with pytest.raises(ValueError, match=r"family: sm_90 takes addresses and strides that are multiples of 16 bytes"):
+            attention.forward(q, k, v, out=out)
+        attention.forward(q, k, v, out=out, causal=True, family=None)
+    else:
+        attention.forward(q, k, v, out=out, causal=True)
+    host = [np.ascontiguousarray(place.get(x)[..., skip:]) for x in room]
+    ref, _ = reference.forward(*host, causal=True)
+    low, _ = reference.forward_low(*host, causal=True)
+    reference.assert_close(place.get(target)[..., skip:], ref, low)
+    assert np.isnan(place.get(target)[..., :skip].astype(np.float32)).all(), "columns beside out were written"
+
+
+def test_a_family_that_does_not_exist():
+    with pytest.raises(ValueError, match=r"family: must be None or one of \('sm_80', 'sm_90'\): family='sm_70'"):
+        attention.forward(*inputs(1, 8, 8, 1, 1, 64), family="sm_70")
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "causal"),
+    [("sm_80", 128, False), ("sm_89", 64, True), ("sm_90a", 128, True), ("sm_100a", 96, False), ("sm_120a", 256, True)],
+)
+def test_the_sm_80_kernel_compiles_for_every_gpu(arch, head_dim, causal):
+    """`python -m attention inspect --arch ...` compiles all of them."""
+    found = inspect.row("forward", sm_80, sm_80.config_for(head_dim, bf16, causal), arch)
+    assert (found["spill_bytes"], found["local_bytes"], found["warnings"]) == (0, 0, [])
+    assert found["lines"] <= 58

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention import problem
-from attention.problem import check
+from attention.problem import check, piece
 from tiles.arrays import describe, form
 
 Q, KV = (2, 5, 6, 16), (2, 7, 3, 16)  # (B, S, H, D)
@@ -65,8 +65,18 @@ def test_a_form_that_was_valid_is_checked_for_its_address_again():
     plain = np.ndarray(KV, bf16, buffer)
     shifted = np.ndarray(KV, bf16, buffer, offset=2)
     assert call(k=plain)
-    with pytest.raises(ValueError, match=r"^k: must start at a multiple of 16 bytes: address 0x"):
+    with pytest.raises(ValueError, match=r"^k: must start at a multiple of 4 bytes: address 0x"):
         call(k=shifted)
+
+
+@pytest.mark.parametrize(("offset", "step", "bytes_at_once"), [(0, 16, 16), (4, 16, 8), (0, 20, 8), (2, 16, 4), (4, 18, 4)])
+def test_the_bytes_that_all_addresses_are_multiples_of(offset, step, bytes_at_once):
+    """`offset` elements past an address that is a multiple of 16, rows `step` elements apart."""
+    buffer = np.zeros(4096, bf16)
+    start = -buffer.ctypes.data % 16 // 2 + offset
+    k = np.ndarray((1, 5, 1, 16), bf16, buffer, 2 * start, (0, 2 * step, 0, 2))
+    pointers = [describe(x, "x").pointer for x in (k, k, k)]
+    assert piece(call(q=k, k=k, v=k), *pointers) == bytes_at_once
 
 
 extents = st.tuples(*[st.integers(1, 3)] * 3)
@@ -147,7 +157,7 @@ INVALID = [
     (dict(scale=-1.0), V, f"{SCALE}: scale=-1.0"),
     (dict(scale=1e40), V, f"{SCALE}: scale=1e+40"),
     (dict(k=zeros(2, 7, 3, 32)[..., ::2]), V, "k: last axis must be contiguous: k.strides=(1344, 192, 64, 4)"),
-    (dict(v=strided(KV, (420, 60, 20, 1))), V, "v: strides must be multiples of 16 bytes: v.strides=(840, 120, 40, 2)"),
+    (dict(v=strided(KV, (399, 57, 19, 1))), V, "v: strides must be multiples of 4 bytes: v.strides=(798, 114, 38, 2)"),
     (dict(k=np.broadcast_to(zeros(2, 7, 1, 16), KV)), V, f"k: {POSITIVE}: k.strides=(224, 32, 0, 2)"),
     (dict(q=zeros(*Q)[:, ::-1]), V, f"q: {POSITIVE}: q.strides=(960, -192, 32, 2) bytes, q.shape=(2,"),
     (dict(q=zeros(2, 2, 1, 16)[:, ::-1], k=zeros(2, 2, 1, 16), v=zeros(2, 2, 1, 16)), V, f"q: {POSITIVE}"),
@@ -195,7 +205,7 @@ def test_alignment(name):
     shape = (1, 3, 2, 8)
     made = {n: np.ndarray(shape, bf16, np.zeros(64, bf16), offset=2 if n == name else 0) for n in "qkvo"}
     name = name.replace("o", "out")
-    with pytest.raises(ValueError, match=rf"^{name}: must start at a multiple of 16 bytes: address 0x"):
+    with pytest.raises(ValueError, match=rf"^{name}: must start at a multiple of 4 bytes: address 0x"):
         call(*made.values())
 
 

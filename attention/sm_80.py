@@ -1,0 +1,194 @@
+"""FlashAttention forward for sm_80 and later: cp.async, ldmatrix and mma.sync.
+
+Every warp owns `band` query rows and goes through all key blocks, from the last to the first, so that the ones a mask cuts
+come first. While a block's scores are computed its values are on their way, and the next keys under the softmax
+(FlashAttention-2, Dao 2023): two meetings of the block a round, and no barriers in memory.
+
+It also takes what TMA cannot: bases and strides of 8 or 4 bytes, by as many smaller copies.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import (
+    causal,
+    exp2,
+    full,
+    lane_sum,
+    lazy_maximum,
+    log2,
+    maximum,
+    mma_AB,
+    mma_ABt,
+    rescale,
+    right_fill,
+    row_max,
+    split,
+    store,
+    subtile,
+    total,
+    zeros,
+)
+from tiles import dtype, fp32, inlined, pipeline, rt, shared, st
+from tiles.layout import LANES
+
+from .hopper import LN2, LOWEST, TINY
+
+SHARED_BYTES = 99 * 1024  # of sm_86, sm_89 and sm_120; sm_80 has 163 KB
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's shape: head_dim as padded, key rows of a block, warps of `band` query rows each, stages of the pipelines,
+    blocks that a multiprocessor is to hold. piece: the bytes that bases and strides are multiples of."""
+
+    head_dim: int
+    dtype: dtype
+    causal: bool
+    kv: int
+    warps: int
+    band: int
+    stages: int
+    resident: int
+    piece: int = 16
+
+    @property
+    def rows(self):
+        """Query rows of a thread block."""
+        return self.band * self.warps
+
+    @property
+    def threads(self):
+        """Threads of a block."""
+        return LANES * self.warps
+
+    @property
+    def query(self):
+        """A block's tile of Q."""
+        return st(self.rows, self.head_dim, self.dtype)
+
+    @property
+    def key(self):
+        """A tile of K or V."""
+        return st(self.kv, self.head_dim, self.dtype)
+
+    @property
+    def persistent(self):
+        """Never: blocks are short, and a multiprocessor holds several."""
+        return False
+
+    def __str__(self):
+        small = f", by {self.piece} bytes" * (self.piece != 16)
+        return f"D {self.head_dim} {self.dtype}{' causal' * self.causal}, {self.rows} x {self.kv}{small}"
+
+
+SHAPES = {  # padded head_dim: (kv, warps, band, stages, resident)
+    64: (64, 4, 32, 2, 2),
+    96: (64, 4, 32, 1, 2),
+    128: (64, 4, 32, 1, 2),
+    192: (64, 4, 16, 1, 2),
+    256: (32, 4, 16, 1, 2),
+}
+
+
+def config_for(head_dim: int, dtype: dtype, causal: bool, piece: int = 16) -> Config:
+    """The configuration that serves a problem: the next larger head_dim of SHAPES."""
+    padded = min(d for d in SHAPES if d >= head_dim)
+    return Config(padded, dtype, causal, *SHAPES[padded], piece)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    KV, ROWS, BAND, CAUSAL, PIECE = config.kv, config.rows, config.band, config.causal, config.piece
+    INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.head_dim, fp32)
+    STAGES, ALIGNED = config.stages, int(PIECE == 16)
+    NEWER = 2 * (STAGES - 1)  # groups of keys and values in turn: so many are younger than the one waited for
+    KEYS_ALONE = NEWER + 1  # groups after that of Q, when it is waited for
+    smem = shared(
+        q=pipeline(config.query, 1, config.warps),
+        k=pipeline(config.key, STAGES, config.warps),
+        v=pipeline(config.key, STAGES, config.warps),
+    )
+
+    @inlined
+    def place(tile, blocks, pairs):
+        """The tile's (query block, pair of head and batch). Causal: the longest blocks of all pairs first."""
+        if CAUSAL:
+            pair, done = split(tile, pairs)
+            return blocks - 1 - done, pair
+        else:
+            return split(tile, blocks)
+
+    @inlined
+    def key_blocks(diagonal, kv_len):
+        """How many key blocks the query rows see, and how many of them, counted from the last, a mask cuts."""
+        if CAUSAL:
+            n = max(1, (min(kv_len, ROWS + diagonal) + KV - 1) // KV)
+            return int32(n), int32(n - max(0, diagonal + 1) // KV)
+        else:
+            return int32((kv_len + KV - 1) // KV), int32(1)
+
+    def attend_to(cut):
+        """One key block: O, the running maximum and the sums take up the i-th from the last; `cut` by the mask or not."""
+
+        @inlined
+        def step(i, o, m, l, queries, k, v, gK, gV, batch, kv_head, n, edge, scale, slack):
+            keys = k.wait(i, NEWER)
+            v.fill(i + STAGES - 1, gV, (batch, KV * (n - i - STAGES), kv_head, 0), 1, 3, n, PIECE)
+            s = mma_ABt(zeros(S), queries, keys)
+            values = v.wait(i, NEWER)
+            k.fill(i + STAGES, gK, (batch, KV * (n - 1 - i - STAGES), kv_head, 0), 1, 3, n, PIECE)
+            if cut:
+                s = causal(s, edge + i * KV, -math.inf) if CAUSAL else right_fill(s, edge + i * KV, -math.inf)
+            new = lazy_maximum(m, maximum(m, row_max(s)), slack)
+            alpha, p = exp2((m - new) * scale), exp2(s * scale - new * scale)
+            return mma_AB(rescale(o, alpha), INPUT(p), values), new, l * alpha + lane_sum(p)
+
+        return step
+
+    cut_step, step = attend_to(True), attend_to(False)
+
+    @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
+    def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, blocks, heads, pairs, group, scale, slack):
+        """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, for a block of query rows of one of `pairs` pairs of head and
+        batch; `group` query heads share a key head; `scale` is log2(e) / sqrt(D), `slack` how far a maximum may lag."""
+        q, k, v = smem.open()
+        block, pair = place(cuda.blockIdx.x, blocks, pairs)
+        head, batch = split(pair, heads)
+        _, kv_head = split(head, group)
+        warp = int32(cuda.threadIdx.x // 32)
+        diagonal = ROWS * block + kv_len - q_len  # the last key that the first row may see
+        n, cut = key_blocks(diagonal, kv_len)
+        q.fill(0, gQ, (batch, ROWS * block, head, 0), 1, 3, 1, PIECE)
+        for i in range(STAGES):
+            k.fill(i, gK, (batch, KV * (n - 1 - i), kv_head, 0), 1, 3, n, PIECE)
+            if i < STAGES - 1:
+                v.fill(i, gV, (batch, KV * (n - 1 - i), kv_head, 0), 1, 3, n, PIECE)
+        edge = (diagonal + BAND * warp if CAUSAL else kv_len) - (n - 1) * KV
+        queries = subtile(q.wait(0, KEYS_ALONE), BAND, warp)
+        o, m, l = zeros(O), full(O.col_vec, LOWEST), lane_sum(zeros(O))
+        for i in range(cut):
+            o, m, l = cut_step(i, o, m, l, queries, k, v, gK, gV, batch, kv_head, n, edge, scale, slack)
+        for i in range(cut, n):
+            o, m, l = step(i, o, m, l, queries, k, v, gK, gV, batch, kv_head, n, edge, scale, slack)
+        l = total(l)
+        row = ROWS * block + BAND * warp
+        store(gO, o / maximum(l, TINY), (batch, row, head, 0), 1, 3, ALIGNED)
+        store(gLse, (m * scale + log2(l)) * LN2, (batch, head, row))
+
+    return attend, smem
+
+
+def signature(config: Config):
+    """The Numba types of the kernel's arguments."""
+    from numba.cuda import types
+
+    from tiles.values import NUMBA_SCALARS
+
+    array, lse = types.Array(NUMBA_SCALARS[config.dtype.np], 4, "A"), types.Array(types.float32, 3, "A")
+    return array, array, array, array, lse, *[types.int32] * 6, *[types.float32] * 2
