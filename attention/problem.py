@@ -97,8 +97,10 @@ def check(
 
 def piece(problem: Problem, *pointers: int) -> int:
     """The bytes that all base addresses and strides are multiples of: 16, 8 or 4."""
-    bits = reduce(or_, pointers, problem.strides)
-    return next(n for n in PIECES if bits % n == 0)
+    bits = problem.strides
+    for pointer in pointers:
+        bits |= pointer
+    return 16 if bits % 16 == 0 else 8 if bits % 8 == 0 else 4  # PIECES, spelled out: every call comes through here
 
 
 Rule = tuple[bool, type[Exception], str]  # (holds, the error if it does not, its message)
