@@ -34,13 +34,12 @@ def forward(
 
     q: (B, Sq, H, D); k, v: (B, Sk, Hkv, D) for layout="bshd"; (B, H, S, D) for "bhsd". bfloat16 or float16; D a multiple
     of 8 up to 256; H a multiple of Hkv (GQA, MQA: query head h reads key head h // (H // Hkv)). Any lengths; any base
-    addresses and strides that are multiples of 4 bytes, with a contiguous last axis; nothing is ever copied.
+    addresses and strides that are multiples of 16 bytes, with a contiguous last axis; nothing is ever copied.
 
     causal: query i sees key j where j <= i + Sk - Sq (aligned bottom-right); a query that sees no key gives 0.
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
-    default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, addresses and
-    strides multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default what the GPU and the
-    arrays allow.
+    default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper; the
+    default) or "sm_80" (mma.sync and cp.async: any GPU since Ampere, and multiples of 4 bytes; not run on a card yet).
 
     Returns `out`, the same kind of array as q, or with return_lse=True `(out, lse)`, where lse (B, H, Sq) is the float32
     natural logarithm of the sum of exp(score), -inf for a query that sees no key.
@@ -66,19 +65,21 @@ def forward(
 
 
 def choose(problem: Problem, bytes_at_once: int, family: str | None) -> str:
-    """The family that serves a problem: the one asked for, or Hopper's where there is TMA and it can address the arrays. In
-    the interpreter every family runs. ValueError: the one asked for cannot."""
+    """The family that serves a problem: Hopper's, or the one asked for. sm_80 must be asked for until it has run on a card.
+    In the interpreter both run. ValueError: this GPU or these arrays are not for it."""
     if family not in (None, *FAMILIES):
         raise ValueError(f"family: must be None or one of {FAMILIES}: {family=}")
-    hopper_gpu = problem.device is None or device(problem.device).capability[0] == 9
-    if family == "sm_90" and not hopper_gpu:
-        raise ValueError(f"family: sm_90 runs on Hopper; the arrays lie on {device(problem.device)}: {family=}")
-    if family == "sm_90" and bytes_at_once < PIECES[0]:
+    if family == "sm_80":
+        return family
+    hint = "family='sm_80' is for any GPU since Ampere and for multiples of 4 bytes, and has not been run on a card yet"
+    if problem.device is not None and device(problem.device).capability[0] != 9:
+        raise ValueError(f"family: sm_90 runs on Hopper; the arrays lie on {device(problem.device)}: {family=} ({hint})")
+    if bytes_at_once < PIECES[0]:
         raise ValueError(
             f"family: sm_90 takes addresses and strides that are multiples of {PIECES[0]} bytes; "
-            f"these are of {bytes_at_once}: {family=}"
+            f"these are of {bytes_at_once}: {family=} ({hint})"
         )
-    return family or ("sm_90" if hopper_gpu and bytes_at_once == PIECES[0] else "sm_80")
+    return "sm_90"
 
 
 @functools.lru_cache(FORMS)
