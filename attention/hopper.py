@@ -34,6 +34,8 @@ from ops import (
 )
 from tiles import dtype, fp32, inlined, ring, rt, shared, st
 
+from .blocks import walk
+
 LOWEST, TINY, LN2 = -1e30, 1e-30, math.log(2)
 SLACK = 8.0  # how far, in powers of 2, the maximum may grow before O is rescaled: P stays below 2**8
 SHARED_BYTES = 227 * 1024
@@ -108,6 +110,8 @@ def make(config: Config):
     )
     turn = warpgroup.turns(CONSUMERS)
 
+    place, key_blocks = walk(config)
+
     @inlined
     def more(r, tiles):
         """Is there an r-th tile for this block?"""
@@ -115,24 +119,6 @@ def make(config: Config):
             return snake(r) < tiles
         else:
             return r == 0
-
-    @inlined
-    def place(tile, blocks, pairs):
-        """The tile's (query block, pair of head and batch). Causal: the longest blocks of all pairs first."""
-        if CAUSAL:
-            pair, done = split(tile, pairs)
-            return blocks - 1 - done, pair
-        else:
-            return split(tile, blocks)
-
-    @inlined
-    def key_blocks(diagonal, kv_len):
-        """How many key blocks the query rows see, and how many of them, counted from the last, a mask cuts."""
-        if CAUSAL:
-            n = max(1, (min(kv_len, ROWS + diagonal) + KV - 1) // KV)
-            return int32(n), int32(n - max(0, diagonal + 1) // KV)
-        else:
-            return int32((kv_len + KV - 1) // KV), int32(1)
 
     @inlined
     def mask(s, edge):

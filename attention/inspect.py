@@ -13,7 +13,7 @@ from tiles import bf16, fp16
 from tiles.compiler import compile_kernel
 from tiles.sass import instructions
 
-from . import hopper, sm_80
+from . import blocks, hopper, sm_80
 from .problem import PIECES
 
 SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
@@ -57,7 +57,7 @@ def row(name, module, config, arch) -> dict:
         "spill_bytes": compiled.spill_bytes,
         "local_bytes": compiled.local_bytes,
         "shared_bytes": smem.nbytes,
-        "lines": lines(module.make.__wrapped__),
+        "lines": lines(module.make.__wrapped__) + lines(blocks.walk),
         "warnings": compiled.warnings,
         "instructions": dict(instructions(compiled.cubin)),
     }

@@ -36,6 +36,7 @@ from ops import (
 from tiles import dtype, fp32, inlined, pipeline, rt, shared, st
 from tiles.layout import LANES
 
+from .blocks import walk
 from .hopper import LN2, LOWEST, TINY
 
 SHARED_BYTES = 99 * 1024  # of sm_86, sm_89 and sm_120; sm_80 has 163 KB
@@ -115,23 +116,7 @@ def make(config: Config):
         v=pipeline(config.key, STAGES, config.warps),
     )
 
-    @inlined
-    def place(tile, blocks, pairs):
-        """The tile's (query block, pair of head and batch). Causal: the longest blocks of all pairs first."""
-        if CAUSAL:
-            pair, done = split(tile, pairs)
-            return blocks - 1 - done, pair
-        else:
-            return split(tile, blocks)
-
-    @inlined
-    def key_blocks(diagonal, kv_len):
-        """How many key blocks the query rows see, and how many of them, counted from the last, a mask cuts."""
-        if CAUSAL:
-            n = max(1, (min(kv_len, ROWS + diagonal) + KV - 1) // KV)
-            return int32(n), int32(n - max(0, diagonal + 1) // KV)
-        else:
-            return int32((kv_len + KV - 1) // KV), int32(1)
+    place, key_blocks = walk(config)
 
     def attend_to(cut):
         """One key block: O, the running maximum and the sums take up the i-th from the last; `cut` by the mask or not."""
