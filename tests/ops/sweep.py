@@ -104,9 +104,10 @@ def lowering(kernel, *args, warps=1, shared=None):
 
 def _on_device(array, roots):
     """The same view of a device copy of the array's root."""
-    root = array
-    while isinstance(root.base, np.ndarray):
-        root = root.base
+    root = base = array
+    while base is not None:  # as_strided puts an object of its own between a view and its base
+        root = base if isinstance(base, np.ndarray) else root
+        base = getattr(base, "base", None)
     if id(root) not in roots:
         bits = root.view(f"u{root.itemsize}")  # Numba's copies know no bf16
         roots[id(root)] = bits, cuda.to_device(bits)
