@@ -146,18 +146,19 @@ def _row_address(b, tile, address, row):
     return b.add(address, offset), b.and_(b.lshr(offset, b.u32(3)), b.u32(tile.width - 16))
 
 
-def matrix_addresses(b, tile, spec, address, first_row):
+def matrix_addresses(b, tile, spec, address, first_row, turned=False):
     """For each 16x16 base tile of `spec`, in the order of its registers, the address that this lane gives ldmatrix or
     stmatrix. Matrices 0 and 1 are the base tile's left half, 2 and 3 its right one; for column layout, with .trans, its upper
-    and its lower half."""
+    and its lower half. `turned`: matrices 1 and 2 change places."""
     lane, by_row = b.lane(), spec.layout == "row"
-    lower, right = (15, 16) if by_row else (7, 8)
+    down_first = by_row != turned  # matrix 1 lies below matrix 0, not to its right
+    lower, right = (15, 16) if down_first else (7, 8)
     row = b.and_(lane, b.u32(lower))
-    if not by_row:
+    if not down_first:
         row = b.or_(row, b.lshr(b.and_(lane, b.u32(16)), b.u32(1)))
     start, swizzle = _row_address(b, tile, address, b.add(row, first_row))
     half = b.and_(lane, b.u32(right))
-    half = b.xor(half if by_row else b.shl(half, b.u32(1)), swizzle)
+    half = b.xor(half if down_first else b.shl(half, b.u32(1)), swizzle)
     bands, across = range(0, spec.rows, 16), range(0, spec.cols, 16)
     for row, col in ((r, c) for r in bands for c in across) if by_row else ((r, c) for c in across for r in bands):
         panel, byte = divmod(col * tile.dtype.itemsize, tile.width)  # the swizzle repeats after 8 rows

@@ -69,15 +69,33 @@ def _check(name, acc, a, b, transposed):
     raise TypeError(f"{name}: got {acc}, {a} and {b}. {there} (n, m and k multiples of {STEP})")
 
 
-def _fragments(b, operand, value, layout):
-    """fragment(across, along): the four registers of an operand's 16x16 base tile, k running along."""
-    rows, cols = operand.shape if layout == "row" else operand.shape[::-1]
-    steps = cols // STEP
+def _left(b, operand, value):
+    """fragment(band, along): the four registers of a 16x16 base tile of the left operand."""
+    steps = operand.cols // STEP
     if isinstance(operand, rt):
         registers = b.unpack(value)
-        return lambda across, along: registers[4 * (across * steps + along) :][:4]
-    addresses = list(matrix_addresses(b, operand, _held(operand, layout), value, b.u32(0)))
-    return lambda across, along: ptx.ldmatrix(b, addresses[across * steps + along], transposed=layout == "col")
+        return lambda band, along: registers[4 * (band * steps + along) :][:4]
+    addresses = list(matrix_addresses(b, operand, _held(operand, "row"), value, b.u32(0)))
+    return lambda band, along: ptx.ldmatrix(b, addresses[band * steps + along])
+
+
+def _right(b, operand, value, layout):
+    """fragments(column, along): the right operand's two registers for eight columns of the product and those for the next
+    eight, of a 16x16 base tile. The instruction takes neighbours, and ldmatrix brings them so: other registers would have to
+    be moved, two for each product."""
+    steps = operand.shape[layout == "row"] // STEP
+    if isinstance(operand, rt):
+        registers = b.unpack(value)
+        tiles = (registers[4 * i :][:4] for i in range(len(registers) // 4))
+        pairs = [(tile[::2], tile[1::2]) for tile in tiles]  # see tiles/layout.py
+        return lambda column, along: pairs[column * steps + along]
+    addresses = list(matrix_addresses(b, operand, _held(operand, layout), value, b.u32(0), turned=True))
+
+    def fragments(column, along):
+        tile = ptx.ldmatrix(b, addresses[column * steps + along], transposed=layout == "col")
+        return tile[:2], tile[2:]
+
+    return fragments
 
 
 def _product(face, transposed):
@@ -89,15 +107,14 @@ def _product(face, transposed):
 
         def emit(builder, vacc, va, vright):
             c = builder.unpack(vacc)
-            left, right = _fragments(builder, a, va, "row"), _fragments(builder, b, vright, layout)
+            left, right = _left(builder, a, va), _right(builder, b, vright, layout)
             for along in range(k // STEP):
                 bands = [left(band, along) for band in range(m // STEP)]
                 for column in range(n // STEP):
-                    registers = right(column, along)
-                    for half in (0, 1):  # a base tile of b is two fragments of eight columns (see tiles/layout.py)
+                    for half, pair in enumerate(right(column, along)):
                         for band, fragment in enumerate(bands):
                             at = slice(start := band * n // 2 + column * 8 + half * 4, start + 4)
-                            c[at] = ptx.mma(builder, a.dtype, c[at], fragment, registers[half::2])
+                            c[at] = ptx.mma(builder, a.dtype, c[at], fragment, pair)
             return builder.pack(c)
 
         return acc, emit

@@ -3,14 +3,15 @@
 import lanes
 import numpy as np
 import pytest
-from numba import cuda
+from numba import cuda, types
 from sweep import EPS, blank, close, pairs, wide
 
 import tiles
-from ops import load, mma, mma_AB, mma_ABt, store
+from ops import load, mma, mma_AB, mma_ABt, store, zeros
 from tiles import bf16, fp16, fp32, rt, st
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
+from tiles.sass import main_loop
 
 FORMS = {"AB": (mma_AB, "col"), "ABt": (mma_ABt, "row")}
 SHAPES = [(16, 16, 16), (32, 48, 64), (16, 128, 32), (64, 16, 48)]
@@ -69,6 +70,26 @@ def test_operands_in_shared_memory_are_read_without_conflicts(sample, form):
     body, _, right = kernel_of(form, 32, 64, 64, bf16, "ss")
     machine = lanes.run(body, (sample((32, 64), bf16), sample(right, bf16), sample((32, 64)), blank((32, 64))))
     assert machine.ways["ldmatrix"] == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_operands_in_shared_memory_arrive_where_the_products_take_them(form):
+    """Hardly a register is moved: two a product, if ldmatrix brings the matrices in another order."""
+    op, _ = FORMS[form]
+    C, smem = rt(32, 64, fp32), tiles.shared(a=st(32, 64, bf16), b=st(64, 64, bf16))
+
+    @cuda.jit
+    def body(out, rounds):
+        a, b = smem.open()
+        acc = zeros(C)
+        for _ in range(rounds):
+            acc = op(acc, a, b)
+        store(out, acc, (0, 0))
+
+    cubin = compile_kernel(body, [parameter("out", blank((32, 64))).type, types.int32], "sm_80").cubin
+    loop = main_loop(cubin, "HMMA")
+    products, moves = (sum(kind in i.opcode for i in loop) for kind in ("HMMA", "MOV"))
+    assert products >= 64 and moves <= products / 16
 
 
 CELLS = [(family, name, dtype) for family, row in mma.SUPPORTED.items() for name, p in row.items() for dtype in p.dtypes]
