@@ -1,12 +1,14 @@
 """ops/make.py: tiles from nothing."""
 
+import re
+
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, close, pairs
+from sweep import blank, close, code, pairs
 
 import ops
-from ops import col_index, full, neg_infty, ones, pos_infty, row_index, store, warpgroup, zeros
+from ops import col_index, full, load, neg_infty, ones, pos_infty, row_index, store, warpgroup, zeros
 from tiles import bf16, fp16, fp32, rt
 
 
@@ -79,3 +81,48 @@ def test_row_indices_count_through_the_warpgroup(run):
     rows, col = blank((128, 16)), blank(128)
     run(body, rows, col, warps=4)
     assert (rows == np.arange(128)[:, None]).all() and (col == np.arange(128)).all()
+
+
+def test_types_made_in_the_kernel(run, sample):
+    """Of what is known when the kernel is compiled: numbers, names from outside, dtypes, and other types' parts."""
+    N, D = 48, bf16
+
+    @cuda.jit
+    def body(x, y, col):
+        T = rt(16, N, fp32)
+        tile = load(x, T, (0, 0)) + zeros(rt(16, cols=N, dtype=fp32))
+        store(y, D(tile), (0, 0))
+        store(col, ops.row_sum(tile, full(T.col_vec, 1.0)), (0,))
+        store(y, zeros(rt(N, 16, D, layout="col")), (16, 0))
+
+    x, y, col = sample((16, N)), blank((64, N), bf16), blank(16)
+    run(body, x, y, col)
+    assert (y[:16] == x.astype(bf16.np)).all() and (y[16:, :16] == 0).all() and np.isnan(y[16:, 16:]).all()
+    close(col, x.sum(axis=1, dtype=np.float64) + 1, atol=1e-4)
+
+
+def computed_size(x):
+    zeros(rt(16, x.shape[1], fp32))
+
+
+def odd_size(x):
+    zeros(rt(16, 17, fp32))
+
+
+def numpys_dtype(x):
+    zeros(rt(16, 16, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (computed_size, "rt: cols must be known when the kernel is compiled, got int"),
+        (odd_size, "rt: rows and cols must be positive multiples of 16, got 16 x 17"),
+        (numpys_dtype, "rt: dtype must be one of (fp32, fp16, bf16"),
+    ],
+)
+def test_mistakes_in_a_type_made_in_the_kernel(mistake, words):
+    """Plain TypeErrors with the kernel's line."""
+    with pytest.raises(TypeError, match=re.escape(words)) as error:
+        code(cuda.jit(mistake), np.zeros((16, 16), np.float32))
+    assert mistake.__name__ in str(error.value)
