@@ -4,7 +4,6 @@ for the instructions without their guards."""
 from . import convert as _convert  # dtypes become callable  # noqa: F401
 from . import mma, raw, warpgroup
 from . import show as _show  # print takes tiles  # noqa: F401
-from .columns import columns
 from .compare import equal, greater, greater_equal, less, less_equal, not_equal, where
 from .copy import commit_group, copy_async, wait_group
 from .functions import (
@@ -31,6 +30,7 @@ from .mask import bounds, causal, left_fill, lower_fill, right_fill, tril, triu,
 from .memory import load, store
 from .mma import mma_AB, mma_ABt
 from .online import lazy_maximum, rescale
+from .parts import columns, hstack, rows, vstack
 from .reduce import (
     col_max,
     col_min,
@@ -51,14 +51,15 @@ from .reduce import (
 )
 from .schedule import grouped, snake
 from .subtile import subtile
-from .transpose import transpose
+from .transpose import swap_layout, transpose
 
 __all__ = [
     "abs", "bounds", "causal", "col_index", "col_max", "col_min", "col_prod", "col_sum", "columns", "commit_group",
-    "copy_async", "equal", "exp", "exp2", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grouped", "lane_sum",
-    "lazy_maximum", "left_fill", "less", "less_equal", "load", "log", "log2", "lower_fill", "map", "maximum", "minimum", "mma",
-    "mma_AB", "mma_ABt", "neg_infty", "not_equal", "ones", "pos_infty", "raw", "reciprocal", "relu", "rescale", "right_fill",
-    "row_index", "row_max", "row_min", "row_prod", "row_sum", "rsqrt", "sigmoid", "silu", "snake", "split", "sqrt", "store",
-    "subtile", "tanh", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "total", "transpose", "tril",
-    "triu", "upper_fill", "wait_group", "warpgroup", "where", "zeros",
+    "copy_async", "equal", "exp", "exp2", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grouped", "hstack",
+    "lane_sum", "lazy_maximum", "left_fill", "less", "less_equal", "load", "log", "log2", "lower_fill", "map", "maximum",
+    "minimum", "mma", "mma_AB", "mma_ABt", "neg_infty", "not_equal", "ones", "pos_infty", "raw", "reciprocal", "relu",
+    "rescale", "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu",
+    "snake", "split", "sqrt", "store", "subtile", "swap_layout", "tanh", "tile_all", "tile_any", "tile_max", "tile_min",
+    "tile_prod", "tile_sum", "total", "transpose", "tril", "triu", "upper_fill", "vstack", "wait_group", "warpgroup", "where",
+    "zeros",
 ]  # fmt: skip

@@ -1,8 +1,9 @@
-"""Transposes of register tiles and vectors, inside the warp.
+"""Transposes of register tiles and vectors, and changes of a tile's layout, inside the warp.
 
-A tile is transposed by 8x8 matrices: 2-byte ones by movmatrix, one instruction each. In fp32 lane L holds of such a matrix the
-elements (L/4, 2(L%4)) and (L/4, 2(L%4) + 1) and wants (2(L%4), L/4) and (2(L%4) + 1, L/4): two shuffles, in which odd rows
-go first with their second element, so that every lane has one element to give each time.
+Both turn a tile's 8x8 matrices; a transpose also puts them in each other's places. 2-byte matrices are turned by movmatrix,
+one instruction each. In fp32 lane L holds of such a matrix the elements (L/4, 2(L%4)) and (L/4, 2(L%4) + 1) and wants
+(2(L%4), L/4) and (2(L%4) + 1, L/4): two shuffles, in which odd rows go first with their second element, so that every lane
+has one element to give each time.
 """
 
 from dataclasses import replace
@@ -21,23 +22,44 @@ def transpose(x):
     return np.ascontiguousarray(x.array.T)
 
 
-@lowers(transpose)
-def _(x):
-    if isinstance(x, rt):
-        out = replace(x, rows=x.cols, cols=x.rows)
-        return out, lambda b, v: b.pack(_tile(b, x, out, b.unpack(v)))
-    if isinstance(x, rv) and not x.partial:
-        out = replace(x, axis={"col_vec": "row_vec", "row_vec": "col_vec"}[x.axis])
-        return out, lambda b, v: b.pack((_to_places if x.by_quad else _to_quads)(b, b.unpack(v)))
-    raise TypeError(f"transpose: takes a register tile or a whole vector, got {x}")
+@op
+def swap_layout(x):
+    """x, a tile or vector, in the other layout: of "row" in "col", which is what mma's right operand has, or the reverse."""
+    return x.array
 
 
-def _tile(b, spec, out, registers):
+OTHER = {"row": "col", "col": "row", "row_vec": "col_vec", "col_vec": "row_vec"}
+
+
+def _turning(name, turned, place):
+    """The rule of an op that gives the type turned(x), where the matrix at (row, col) of a tile goes to place(row, col)."""
+
+    def rule(x):
+        if not isinstance(x, (rt, rv)) or getattr(x, "partial", False):
+            raise TypeError(f"{name}: takes a register tile or a whole vector, got {x}")
+        out = turned(x)
+        if isinstance(x, rt):
+            return out, lambda b, v: b.pack(_matrices(b, x, out, b.unpack(v), place))
+        return out, lambda b, v: b.pack((_to_places if x.by_quad else to_quads)(b, b.unpack(v)))
+
+    return rule
+
+
+def _transposed(x):
+    return replace(x, rows=x.cols, cols=x.rows) if isinstance(x, rt) else replace(x, axis=OTHER[x.axis])
+
+
+lowers(transpose)(_turning("transpose", _transposed, lambda row, col: (col, row)))
+lowers(swap_layout)(_turning("swap_layout", lambda x: replace(x, layout=OTHER[x.layout]), lambda row, col: (row, col)))
+
+
+def _matrices(b, spec, out, registers, place):
+    """The registers of `out`, whose 8x8 matrix at place(row, col) is the one at (row, col), turned."""
     step = 2 if spec.dtype is fp32 else 1  # registers that a lane holds of an 8x8 matrix
     given = {spec.element(0, 2 * k): registers[step * k : step * (k + 1)] for k in range(spec.elements // 2)}
-    move = _exchange(b) if step == 2 else lambda pair: [ptx.movmatrix(b, *pair)]
-    moved = {(col, row): move(pair) for (row, col), pair in given.items()}
-    return [register for k in range(out.elements // 2) for register in moved[out.element(0, 2 * k)]]
+    turn = _exchange(b) if step == 2 else lambda pair: [ptx.movmatrix(b, *pair)]
+    turned = {place(*at): turn(pair) for at, pair in given.items()}
+    return [register for k in range(out.elements // 2) for register in turned[out.element(0, 2 * k)]]
 
 
 def _is_odd(b, x):
@@ -68,7 +90,7 @@ def _to_places(b, registers):
     return [ptx.shuffle(b, x, source) for x in registers for source in sources]
 
 
-def _to_quads(b, registers):
+def to_quads(b, registers):
     """Lane L has elements 8i + 2(L%4) + {0, 1}, and wants 8i + L/4: lanes of odd rows give their second element."""
     lane = b.lane()
     row = b.lshr(lane, b.u32(2))

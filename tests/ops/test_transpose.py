@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 from sweep import blank, pairs
 
-from ops import load, store, transpose
+from ops import load, store, swap_layout, transpose
 from tiles import bf16, fp16, fp32, rt
 
 
@@ -31,3 +31,23 @@ def test_transpose(run, sample, shape, dtype, side):
     assert (turned == x.T).all()
     assert (back == (x.astype(np.float32) + c.astype(np.float32)[:, None]).astype(dtype.np)).all()
     assert (row == c).all() and (col == r).all() and (same == r).all()
+
+
+@pytest.mark.parametrize(("shape", "dtype", "side"), pairs([(16, 48), (32, 16), (64, 32)], [fp32, bf16, fp16], ["row", "col"]))
+def test_swap_layout(run, sample, shape, dtype, side):
+    """The other layout's tile goes with the other layout's vectors; transposed, it is what lies in the same registers."""
+    T, O = rt(*shape, dtype, side), rt(*shape, dtype, "col" if side == "row" else "row")
+
+    @cuda.jit
+    def body(x, c, r, swapped, back, summed):
+        a, col, row = load(x, T, (0, 0)), load(c, T.col_vec, (0,)), load(r, T.row_vec, (0,))
+        b = swap_layout(a)
+        store(swapped, b, (0, 0))
+        store(back, swap_layout(b), (0, 0))
+        store(summed, load(x, O, (0, 0)) + (swap_layout(col) + b + swap_layout(row)) - b, (0, 0))
+
+    x, c, r = sample(shape, dtype), np.ones(shape[0], dtype.np), np.full(shape[1], 2, dtype.np)
+    x = np.round(x.astype(np.float32) * 4).astype(dtype.np)  # small integers: every sum is exact
+    swapped, back, summed = (blank(shape, dtype) for _ in range(3))
+    run(body, x, c, r, swapped, back, summed)
+    assert (swapped == x).all() and (back == x).all() and (summed == (x.astype(np.float32) + 3).astype(dtype.np)).all()

@@ -1,0 +1,145 @@
+"""ops/parts.py: parts of a register tile, and tiles put together from them."""
+
+import re
+
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import blank, code, meaning, pairs
+
+from ops import columns, hstack, load, rows, store, vstack, zeros
+from tiles import bf16, fp16, fp32, rt
+
+T = rt(16, 96, fp32)
+SHAPES, COUNTS = [(16, 16), (32, 96), (16, 128), (48, 64)], [16, 48, 64, 32]
+DTYPES, SIDES = [fp32, bf16, fp16], ["row", "row", "col", "col"]
+
+
+@pytest.mark.parametrize(("shape", "count", "dtype", "side"), pairs(SHAPES, COUNTS, DTYPES, SIDES))
+def test_columns(run, sample, shape, count, dtype, side):
+    """Every part of a tile, in its place again."""
+    W, last = rt(*shape, dtype, side), shape[1] // count - 1
+
+    @cuda.jit
+    def body(x, first, end):
+        tile = load(x, W, (0, 0))
+        store(first, columns(tile, count, 0), (0, 0))
+        store(end, columns(tile, count, last), (0, 0))
+
+    x = sample(shape, dtype)
+    first, end = blank((shape[0], count), dtype), blank((shape[0], count), dtype)
+    run(body, x, first, end)
+    np.testing.assert_array_equal(first, x[:, :count])
+    np.testing.assert_array_equal(end, x[:, -count:])
+
+
+@pytest.mark.parametrize(("shape", "count", "dtype", "side"), pairs([s[::-1] for s in SHAPES], COUNTS, DTYPES, SIDES[1:]))
+def test_rows(run, sample, shape, count, dtype, side):
+    W, last = rt(*shape, dtype, side), shape[0] // count - 1
+
+    @cuda.jit
+    def body(x, first, end):
+        tile = load(x, W, (0, 0))
+        store(first, rows(tile, count, 0), (0, 0))
+        store(end, rows(tile, count, last), (0, 0))
+
+    x = sample(shape, dtype)
+    first, end = blank((count, shape[1]), dtype), blank((count, shape[1]), dtype)
+    run(body, x, first, end)
+    np.testing.assert_array_equal(first, x[:count])
+    np.testing.assert_array_equal(end, x[-count:])
+
+
+@pytest.mark.parametrize(("dtype", "side"), pairs(DTYPES, ["row", "col"]))
+def test_stacks(run, sample, dtype, side):
+    """Beside and below each other; and what was taken apart is whole again."""
+    A, B, C = rt(32, 16, dtype, side), rt(32, 48, dtype, side), rt(16, 48, dtype, side)
+
+    @cuda.jit
+    def body(x, y, beside, below, again):
+        a, b, c = load(x, A, (0, 0)), load(x, B, (0, 16)), load(y, C, (0, 0))
+        store(beside, hstack(a, b), (0, 0))
+        store(below, vstack(b, c), (0, 0))
+        both = vstack(c, b)
+        store(again, hstack(columns(both, 16, 2), hstack(columns(both, 16, 0), columns(both, 16, 1))), (0, 0))
+
+    x, y = sample((32, 64), dtype), sample((16, 48), dtype)
+    beside, below, again = (blank(shape, dtype) for shape in ((32, 64), (48, 48), (48, 48)))
+    run(body, x, y, beside, below, again)
+    np.testing.assert_array_equal(beside, x)
+    np.testing.assert_array_equal(below, np.concatenate([x[:, 16:], y]))
+    np.testing.assert_array_equal(again, np.roll(np.concatenate([y, x[:, 16:]]), 16, axis=1))
+
+
+# ---- mistakes ------------------------------------------------------------------------------------------------------
+def too_narrow(x):
+    columns(zeros(T), 8, 0)
+
+
+def no_divisor(x):
+    columns(zeros(T), 64, 0)
+
+
+def beyond(x):
+    columns(zeros(T), 48, 2)
+
+
+def too_many_rows(x):
+    rows(zeros(T), 32, 0)
+
+
+def a_vector(x):
+    columns(zeros(T.col_vec), 16, 0)
+
+
+def other_rows(x):
+    hstack(zeros(T), zeros(rt(32, 16, fp32)))
+
+
+def other_columns(x):
+    vstack(zeros(T), zeros(rt(16, 16, fp32)))
+
+
+def other_dtype(x):
+    vstack(zeros(T), zeros(rt(16, 96, bf16)))
+
+
+def other_layout(x):
+    hstack(zeros(T), zeros(rt(16, 96, fp32, "col")))
+
+
+def a_number(x):
+    hstack(zeros(T), 1.0)
+
+
+SIZE = "columns: count must be a multiple of 16 that divides 96, and index one of those parts, got "
+STACK = "stack: takes two register tiles of as many {}, one dtype and layout, got rt(16, 96, fp32) and "
+MISTAKES = {
+    too_narrow: SIZE + "8 and 0",
+    no_divisor: SIZE + "64 and 0",
+    beyond: SIZE + "48 and 2",
+    too_many_rows: "rows: count must be a multiple of 16 that divides 16, and index one of those parts, got 32 and 0",
+    a_vector: "columns: takes a register tile, got col_vec(16, fp32)",
+    other_rows: "h" + STACK.format("rows") + "rt(32, 16, fp32)",
+    other_columns: "v" + STACK.format("columns") + "rt(16, 16, fp32)",
+    other_dtype: "v" + STACK.format("columns") + "rt(16, 96, bf16)",
+    other_layout: "h" + STACK.format("rows") + "rt(16, 96, fp32, col)",
+    a_number: "h" + STACK.format("rows") + "float",
+}
+
+
+@pytest.mark.parametrize("backend", [meaning, code], ids=["meaning", "code"])
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__)
+def test_mistakes(backend, mistake):
+    with pytest.raises(TypeError, match=f"^{re.escape(MISTAKES[mistake])}"):
+        backend(cuda.jit(mistake), np.zeros((16, 16), np.float32))
+
+
+def known_too_late(x):
+    for k in range(2):
+        columns(zeros(T), 48, k + x.shape[0])
+
+
+def test_index_is_known_when_compiled():
+    with pytest.raises(TypeError, match="columns: index must be known when the kernel is compiled"):
+        code(cuda.jit(known_too_late), np.zeros((16, 16), np.float32))
