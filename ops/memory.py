@@ -1,7 +1,8 @@
 """Between registers and memory: a warp's tile or vector to and from global arrays and shared tiles.
 
-`load` and `store` take either: a shared tile of as many rows as the register tile, or a global array with the index of the
-tile's first element. Global accesses outside the array along the tile's axes are left out (loads give 0).
+`load` and `store` take either: a shared tile of as many rows as the register tile, for a vector a shared vector (vectors.py),
+or a global array with the index of the tile's first element. Global accesses outside the array along the tile's axes are left
+out (loads give 0).
 """
 
 from dataclasses import replace
@@ -15,10 +16,10 @@ from tiles.dtypes import fp32
 from tiles.interpreter import here
 from tiles.op import integer, lowers, op
 from tiles.plumbing import SCALARS, f32, i32, i64, void
-from tiles.types import REGISTER_DTYPES, rt, rv, st
+from tiles.types import REGISTER_DTYPES, rt, rv, st, sv
 from tiles.values import SharedTile
 
-from . import pieces
+from . import pieces, vectors
 
 
 # ---- global arrays -------------------------------------------------------------------------------------------------
@@ -93,11 +94,6 @@ def element_addresses(b, ty, array, spec, at, rows, cols, first_row):
         yield inside, address
 
 
-def _holders(spec):
-    """The bits of a lane's number in which the lanes that hold the same elements differ; the one with zeros there writes."""
-    return (3 if spec.by_quad else 28) if isinstance(spec, rv) else 0
-
-
 GUARD = ".reg .pred p;\nsetp.ne.u32 p, $2, 0;\n"  # a predicated access, unlike a branch round it, leaves the code in one piece
 
 
@@ -107,7 +103,7 @@ def lower_global_store(ty, spec, rows, cols, first_row):
 
     def lower(b, array, value, at, *_):
         places = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b))
-        mine = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(_holders(spec))), b.u32(0))
+        mine = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(getattr(spec, "holders", 0))), b.u32(0))
         for e, (inside, address) in zip(b.elements(spec, value), places, strict=True):
             guard = b.zext(b.and_(inside, mine), i32)
             if dtype is fp32:
@@ -146,10 +142,10 @@ def _row_address(b, tile, address, row):
     return b.add(address, offset), b.and_(b.lshr(offset, b.u32(3)), b.u32(tile.width - 16))
 
 
-def matrix_addresses(b, tile, spec, address, first_row, turned=False):
+def matrix_addresses(b, tile, spec, address, first_row, turned=False, first_col=None):
     """For each 16x16 base tile of `spec`, in the order of its registers, the address that this lane gives ldmatrix or
     stmatrix. Matrices 0 and 1 are the base tile's left half, 2 and 3 its right one; for column layout, with .trans, its upper
-    and its lower half. `turned`: matrices 1 and 2 change places."""
+    and its lower half. `turned`: matrices 1 and 2 change places. first_col: of a base tile, in the tile's first panel."""
     lane, by_row = b.lane(), spec.layout == "row"
     down_first = by_row != turned  # matrix 1 lies below matrix 0, not to its right
     lower, right = (15, 16) if down_first else (7, 8)
@@ -159,6 +155,8 @@ def matrix_addresses(b, tile, spec, address, first_row, turned=False):
     start, swizzle = _row_address(b, tile, address, b.add(row, first_row))
     half = b.and_(lane, b.u32(right))
     half = b.xor(half if down_first else b.shl(half, b.u32(1)), swizzle)
+    if first_col is not None:
+        half = b.xor(half, b.mul(first_col, b.u32(tile.dtype.itemsize)))
     bands, across = range(0, spec.rows, 16), range(0, spec.cols, 16)
     for row, col in ((r, c) for r in bands for c in across) if by_row else ((r, c) for c in across for r in bands):
         panel, byte = divmod(col * tile.dtype.itemsize, tile.width)  # the swizzle repeats after 8 rows
@@ -241,7 +239,9 @@ def lower_shared_load(tile, spec, first_row):
 
 # ---- both scopes ---------------------------------------------------------------------------------------------------
 def rows_of(spec, rank):
-    """The rows of a warpgroup's tile that its warp `rank` holds."""
+    """The rows of a warpgroup's tile, or the elements of its vector, that its warp `rank` holds."""
+    if isinstance(spec, rv):
+        return vectors.part(spec, rank)
     return range(spec.rows * rank, spec.rows * (rank + 1))
 
 
@@ -259,8 +259,8 @@ def check_store(name, target, value, at, rows, cols, is_aligned, warps):
     """The rule that stores at warp and warpgroup scope share."""
     if not isinstance(value, (rt, rv)) or getattr(value, "partial", False):
         raise TypeError(f"{name}: stores a register tile or whole vector, got {value}")
-    if isinstance(target, st):
-        _check_shared(name, target, "take", value, at, warps)
+    if isinstance(target, (st, sv)):
+        (_check_shared if isinstance(target, st) else vectors.check)(name, target, "take", value, at, warps)
         if is_aligned:
             raise TypeError(f"{name}: `aligned` is for global arrays, got {target}")
     elif isinstance(target, types.Array):
@@ -268,32 +268,39 @@ def check_store(name, target, value, at, rows, cols, is_aligned, warps):
         if is_aligned:
             pieces.check(name, target, value)
     else:
-        raise TypeError(f"{name}: the target must be a shared tile or a global array, got {target}")
+        raise TypeError(f"{name}: the target must be a shared tile or vector, or a global array, got {target}")
 
 
 def check_load(name, source, spec, at, rows, cols, warps):
     """The rule that loads at warp and warpgroup scope share."""
     if not isinstance(spec, (rt, rv)) or getattr(spec, "partial", False):
         raise TypeError(f"{name}: the type to load must be an rt or a vector type, got {spec}")
-    if isinstance(source, st):
-        _check_shared(name, source, "hold", spec, at, warps)
+    if isinstance(source, (st, sv)):
+        (_check_shared if isinstance(source, st) else vectors.check)(name, source, "hold", spec, at, warps)
     elif isinstance(source, types.Array):
         _check_global(name, source, spec, at, rows, cols)
     else:
-        raise TypeError(f"{name}: the source must be a shared tile or a global array, got {source}")
+        raise TypeError(f"{name}: the source must be a shared tile or vector, or a global array, got {source}")
 
 
 def lower_store(target, value, rows, cols, is_aligned, first_row):
     """The lowering of a store by a warp whose first row is `first_row(b)` of the tile."""
-    if isinstance(target, st):
-        return lower_shared_store(target, value, first_row)
+    if isinstance(target, (st, sv)):
+        return (lower_shared_store if isinstance(target, st) else vectors.lower_store)(target, value, first_row)
     return (pieces.lower_store if is_aligned else lower_global_store)(target, value, rows, cols, first_row)
+
+
+def lower_load(source, spec, rows, cols, first_row):
+    """The lowering of a load, likewise."""
+    if isinstance(source, (st, sv)):
+        return (lower_shared_load if isinstance(source, st) else vectors.lower_load)(source, spec, first_row)
+    return lower_global_load(source, spec, rows, cols, first_row)
 
 
 def store_rows(target, value, at, rows, cols, is_aligned, rank):
     """The meaning of a store by warp `rank` of those that share the tile."""
     if isinstance(target, SharedTile):
-        return here().write(target, value.array, rows_of(value, rank))
+        return here().write(target, value.array.reshape(-1, *target.shape[1:]), rows_of(value.spec, rank))
     if is_aligned and (why := pieces.misaligned(target, at, cols)):
         raise here().hazard(f"aligned store: {why}")
     at = shifted(value.spec, at, rows, cols, rank)
@@ -305,7 +312,7 @@ def store_rows(target, value, at, rows, cols, is_aligned, rank):
 def load_rows(source, spec, at, rows, cols, rank):
     """The meaning of a load by warp `rank` of those that share the tile."""
     if isinstance(source, SharedTile):
-        return here().read(source, rows_of(spec, rank)).astype(np.float32)
+        return here().read(source, rows_of(spec, rank)).astype(np.float32).reshape(spec.shape)
     view, part = window(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)
     out = np.zeros(spec.shape if isinstance(spec, rt) else spec.length, np.float32)
     out[part] = view
@@ -324,8 +331,9 @@ def shifted(spec, at, rows, cols, rank):
 # ---- warp scope ----------------------------------------------------------------------------------------------------
 @op
 def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
-    """target[...] = value, rounded to target's dtype, by one warp. target: a shared tile of value's shape; or a global array,
-    where `at` is the index of the first element and the tile runs along axes `rows` and `cols` (a vector along `cols`).
+    """target[...] = value, rounded to target's dtype, by one warp. target: a shared tile or vector of value's shape; or a
+    global array, where `at` is the index of the first element and the tile runs along axes `rows` and `cols` (a vector along
+    `cols`).
 
     aligned: a promise that lets a lane store 16 bytes at a time, for tiles of 32, 64, 96, ... columns and 2-byte arrays: the
     array's columns are adjacent and come by eight, as does `at` along them, and its address and other strides are multiples
@@ -341,13 +349,11 @@ def _(target, value, at, rows: int, cols: int, aligned: int):
 
 @op
 def load(source, spec, at=None, rows=-2, cols=-1):
-    """The register tile or vector of type `spec` from a shared tile or a global array (see `store`), by one warp."""
+    """The register tile or vector of type `spec` from a shared tile or vector, or a global array (see `store`), by one warp."""
     return load_rows(source, spec, at, rows, cols, 0)
 
 
 @lowers(load)
 def _(source, spec: type, at, rows: int, cols: int):
     check_load("load", source, spec, at, rows, cols, 1)
-    if isinstance(source, st):
-        return spec, lower_shared_load(source, spec, lambda b: b.u32(0))
-    return spec, lower_global_load(source, spec, rows, cols, lambda b: b.u32(0))
+    return spec, lower_load(source, spec, rows, cols, lambda b: b.u32(0))

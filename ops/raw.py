@@ -14,7 +14,7 @@ from tiles.layout import LANES
 from tiles.op import integer, lowers, op
 from tiles.plumbing import void
 from tiles.shared import elected
-from tiles.types import barrier, gl, st
+from tiles.types import barrier, gl, st, sv
 
 
 def _lowers(face, *kinds, emit):
@@ -23,7 +23,7 @@ def _lowers(face, *kinds, emit):
     def rule(*specs):
         for spec, kind in zip(specs, kinds, strict=True):
             if not (integer(spec) if kind is int else isinstance(spec, kind)):
-                names = ", ".join(k.__name__ for k in kinds)
+                names = ", ".join(getattr(k, "__name__", str(k)) for k in kinds)
                 raise TypeError(f"raw.{face.__name__}: takes {names}, got {', '.join(map(str, specs))}")
         return void, lambda b, *values: emit(b, specs, *values)
 
@@ -65,8 +65,8 @@ def tma_load(tile, source, at, bar):
 
 @op
 def tma_store(target, at, tile):
-    """Copy a shared tile to target[at], with no fence before. It writes whole chunks of 16 bytes, past the end of a row of
-    the array that is no multiple of them."""
+    """Copy a shared tile to target[at], with no fence before. It writes whole chunks of 16 bytes: of a row of the array that is
+    no multiple of them, the tile's own values up to the next multiple past its end."""
     here().store_async(target, at, tile)
 
 
@@ -107,8 +107,8 @@ def _emit_store(b, specs, target, at, tile):
 _lowers(arrive, barrier, emit=_one_lane(ptx.mbarrier_arrive))
 _lowers(expect, barrier, int, emit=_one_lane(lambda b, bar, n: ptx.mbarrier_expect(b, bar, b.u32(n))))
 _lowers(wait, barrier, int, emit=lambda b, _, bar, n: ptx.mbarrier_wait(b, bar, b.and_(b.sub(b.u32(n), b.u32(1)), b.u32(1))))
-_lowers(tma_load, st, gl, types.BaseTuple, barrier, emit=_emit_load)
-_lowers(tma_store, gl, types.BaseTuple, st, emit=_emit_store)
+_lowers(tma_load, st | sv, gl, types.BaseTuple, barrier, emit=_emit_load)
+_lowers(tma_store, gl, types.BaseTuple, st | sv, emit=_emit_store)
 _lowers(store_wait, emit=_one_lane(ptx.tma_store_wait))
 _lowers(fence_async, emit=lambda b, _: ptx.fence_async(b))
 _lowers(named_sync, int, int, emit=lambda b, _, n, t: ptx.named_barrier(b, b.u32(n), b.u32(t)))

@@ -11,10 +11,11 @@ from tiles.layout import LANES
 from tiles.op import integer, lowers, op
 from tiles.plumbing import compile_time, void
 from tiles.shared import check_tensor, elected
-from tiles.types import st
+from tiles.types import st, sv
 
 from . import make, mask, memory
-from .wgmma import ROWS, mm_AB, mm_ABt, mma_AB, mma_ABt, wait  # noqa: F401
+from .turned import load_transposed, own_rows  # noqa: F401
+from .wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait  # noqa: F401
 
 THREADS = WARPGROUP * LANES
 
@@ -115,9 +116,7 @@ def load(source, spec, at=None, rows=-2, cols=-1):
 @lowers(load)
 def _(source, spec: type, at, rows: int, cols: int):
     memory.check_load("warpgroup.load", source, spec, at, rows, cols, WARPGROUP)
-    if isinstance(source, st):
-        return spec, memory.lower_shared_load(source, spec, first_row(spec))
-    return spec, memory.lower_global_load(source, spec, rows, cols, first_row(spec))
+    return spec, memory.lower_load(source, spec, rows, cols, first_row(spec))
 
 
 def _meet(warp):
@@ -147,10 +146,10 @@ def _():
 
 @op
 def tma_store(target, at, tile):
-    """target[at] = a shared tile, or a part of one, that this warpgroup wrote, by TMA; rows and columns outside the array are
-    left out. Meets first, so that all four warps' stores are in it. Follow with `store_wait` before the end, and with
+    """target[at] = a shared tile, a part of one or a shared vector that this warpgroup wrote, by TMA; what lies outside the
+    array is left out. Meets first, so that all four warps' stores are in it. Follow with `store_wait` before the end, and with
     `store_wait` and `sync` before the tile is written again. TMA writes 16 bytes at a time: TypeError for an array whose
-    columns are not a multiple of that, since what lies behind them would be overwritten."""
+    columns are not a multiple of that, since behind its edge TMA writes the tile's own values up to the next such multiple."""
     warp = here()
     _meet(warp)
     if warp.rank == 0:
@@ -160,12 +159,12 @@ def tma_store(target, at, tile):
 @lowers(tma_store)
 def _(target, at, tile):
     check_tensor("tma_store", target)
-    if not (isinstance(tile, st) and target.tile.alone == tile.alone):
+    if not (isinstance(tile, (st, sv)) and target.tile.alone == tile.alone):
         raise TypeError(f"tma_store: the target takes {target.tile}, got {tile}")
     if not target.storable:
         raise TypeError(
-            f"tma_store: TMA writes 16 bytes at a time, and would write past columns that are not a multiple of that: "
-            f"{target}; use warpgroup.store, or an array with room"
+            f"tma_store: TMA writes 16 bytes at a time, and would write past columns that are not a multiple of that, the "
+            f"tile's own values up to the next one: {target}; use warpgroup.store, or an array with room"
         )
     if not (isinstance(at, types.BaseTuple) and 1 <= len(at) <= target.rank and all(map(integer, at))):
         raise TypeError(f"tma_store: `at` must be up to {target.rank} integers, got {memory.said(at)}")

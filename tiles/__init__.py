@@ -9,10 +9,10 @@ with importing():
     from .op import inlined, lowers, op
     from .pipeline import pipeline
     from .shared import ring, shared
-    from .types import barrier, gl, pending, rt, rv, st
+    from .types import barrier, gl, pending, rt, rv, st, sv
     from .values import Tile, tensor
 
 __all__ = [
     "Hazard", "Tile", "barrier", "bf16", "dtype", "fp8e4m3", "fp8e5m2", "fp16", "fp32", "gl", "inlined", "launch", "lowers",
-    "op", "pending", "pipeline", "ring", "rt", "rv", "shared", "st", "tensor",
+    "op", "pending", "pipeline", "ring", "rt", "rv", "shared", "st", "sv", "tensor",
 ]  # fmt: skip

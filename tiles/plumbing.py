@@ -20,7 +20,7 @@ from numba.cuda.typing.typeof import typeof_impl
 
 from .dtypes import bf16, dtype, fp16, fp32
 from .op import OPS, Name
-from .types import barrier, gl, pending, rt, rv, st
+from .types import barrier, gl, pending, rt, rv, st, sv
 
 i1, i32, i64, f32 = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
 TENSOR_MAP = ir.LiteralStructType([ir.ArrayType(i64, 16)])  # 128 bytes that only TMA understands
@@ -105,7 +105,7 @@ def compile_time(cls):
     return cls
 
 
-for _cls in (rt, rv, st, barrier):
+for _cls in (rt, rv, st, sv, barrier):
     compile_time(_cls)
 
 
@@ -228,7 +228,7 @@ def scalar_signature(function):
 
 def spec_of(ty):
     """What a rule sees of an argument's Numba type."""
-    if isinstance(ty, Static) and isinstance(ty.spec, (rt, rv, st)):
+    if isinstance(ty, Static) and isinstance(ty.spec, (rt, rv, st, sv)):
         return Name(ty.spec)
     if isinstance(ty, (Value, Static)):
         return ty.spec
@@ -341,7 +341,7 @@ class _Members(AttributeTemplate):
             return types.literal(value)
         if isinstance(value, dtype):
             return self.context.resolve_value_type(value)
-        return Static(value) if isinstance(value, (rt, rv, st)) else None
+        return Static(value) if isinstance(value, (rt, rv, st, sv)) else None
 
 
 def _attribute(context, builder, ty, value, name):

@@ -44,8 +44,8 @@ def mbarrier_wait(b, bar, parity):
 def _box(b, gl, at):
     """(element coordinates of the tile at `at`, innermost axis first; the place of the column coordinate)."""
     at = [b.u32(x) for x in at] + [b.u32(0)] * (gl.rank - len(at))
-    at[gl.rows] = b.mul(at[gl.rows], b.u32(gl.tile.rows))
-    at[gl.cols] = b.mul(at[gl.cols], b.u32(gl.tile.cols))
+    for axis, step in gl.steps.items():
+        at[axis] = b.mul(at[axis], b.u32(step))
     return at
 
 
@@ -116,15 +116,15 @@ def named_barrier(b, number, threads, sync=True):
 
 
 # ---- wgmma ---------------------------------------------------------------------------------------------------------
-def wgmma(b, dtype, acc, a, desc, n, b_is_transposed, accumulate):
-    """acc (+)= A @ B for m64 n k16: `acc` is a list of fp32 registers or None for a product of its own, A a descriptor (one
-    value) or four registers, B a descriptor; `b_is_transposed`: B's rows run along k."""
+def wgmma(b, dtype, acc, a, desc, n, rows_are_k, accumulate):
+    """acc (+)= A @ B for m64 n k16: `acc` is a list of fp32 registers, A a descriptor (one value) or four registers, B a
+    descriptor; rows_are_k: of A, of B in shared memory: do its rows run along k?"""
     regs = len(acc)
     first = 2 * regs
     out = ", ".join(f"${k}" for k in range(regs))
     from_registers = len(a) > 1
     a_text = "{" + ", ".join(f"${first + k}" for k in range(4)) + "}" if from_registers else f"${first}"
-    tail = f"1, 1, {int(b_is_transposed)}" if from_registers else f"1, 1, 0, {int(b_is_transposed)}"
+    tail = ", ".join(str(int(x)) for x in (1, 1, *rows_are_k[from_registers:]))
     text = (
         f"{{\n.reg .pred p;\nsetp.ne.b32 p, {int(accumulate)}, 0;\n"
         f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype.ptx}.{dtype.ptx} "

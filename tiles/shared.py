@@ -22,19 +22,19 @@ from .interpreter import Mbarrier, Slot, here
 from .op import integer, lowers, op
 from .pipeline import pipeline
 from .plumbing import Value, compile_time, i32, void
-from .types import barrier, gl, rv, st
+from .types import TILE_ALIGN, barrier, gl, rv, st, sv
 from .values import SharedTile
 
-ALIGN = 1024  # of a swizzled tile
+ALIGN = TILE_ALIGN  # of a block's shared memory
 BARRIER_BYTES = 8
 
 
 @compile_time
 @dataclass(frozen=True)
 class ring:
-    """`stages` copies of one shared tile. `readers`: how many warps release each tile before its slot is filled again."""
+    """`stages` copies of one shared tile or vector. `readers`: how many warps release each before its slot is filled again."""
 
-    tile: st
+    tile: st | sv
     stages: int
     readers: int = 4
     name: str = ""  # these are set by `shared`: what it is called, and bytes from the base of shared memory
@@ -51,7 +51,7 @@ class ring:
 
     def slot(self, j):
         """Address of the j-th tile."""
-        return self.start + j % self.stages * self.tile.nbytes
+        return self.start + j % self.stages * self.tile.room
 
     @op
     def fill(self, j, source, at):
@@ -77,21 +77,22 @@ STAGED = (ring, pipeline)
 
 @compile_time
 class shared:
-    """A block's dynamic shared memory: named rings, pipelines, shared tiles and barriers, one after the other, tiles aligned
-    for their swizzle. `nbytes` is what a launch must reserve."""
+    """A block's dynamic shared memory: named rings, pipelines, shared tiles, vectors and barriers, one after the other, tiles
+    aligned for their swizzle. `nbytes` is what a launch must reserve."""
 
     def __init__(self, **items):
         self.items, at = {}, 0
         for name, item in items.items():
-            if not isinstance(item, (*STAGED, st, barrier)):
-                raise TypeError(f"shared: {name} must be a ring, a pipeline, an st or a barrier, got {item!r}")
+            if not isinstance(item, (*STAGED, st, sv, barrier)):
+                raise TypeError(f"shared: {name} must be a ring, a pipeline, an st, an sv or a barrier, got {item!r}")
             if isinstance(item, st):
                 _needs_whole("shared", item)
-        tiles = {n: i for n, i in items.items() if not isinstance(i, barrier)}
         self.starts = {}
-        for name, item in tiles.items():
-            self.starts[name] = at
-            at += -(-(item.tile.nbytes * item.stages if isinstance(item, STAGED) else item.nbytes) // ALIGN) * ALIGN
+        for name, item in items.items():
+            if not isinstance(item, barrier):
+                tile, stages = (item.tile, item.stages) if isinstance(item, STAGED) else (item, 1)
+                self.starts[name] = -(-at // tile.align) * tile.align
+                at = self.starts[name] + stages * tile.room
         self.barriers = 0
         for name, item in items.items():
             if isinstance(item, ring):
@@ -166,7 +167,7 @@ def _modulo(b, ring, j):
 
 
 def _address(b, ring, base, slot):
-    return b.add(b.add(base, b.mul(slot, b.u32(ring.tile.nbytes))), b.u32(ring.start))
+    return b.add(b.add(base, b.mul(slot, b.u32(ring.tile.room))), b.u32(ring.start))
 
 
 def _full(b, ring, base, slot):

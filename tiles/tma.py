@@ -64,13 +64,13 @@ def encoding(spec: gl, form: Form) -> Encoding:
             f"strides must be multiples of {ALIGNMENT} bytes below 2**40, but for axis {inner}; "
             f"got strides {form.strides} bytes of shape {form.shape}"
         )
-    box = {spec.cols: tile.panel_cols, spec.rows: tile.rows}
+    box = spec.extents | {spec.cols: tile.panel_cols}
     return Encoding(
         tile.dtype.tma,
         tuple(form.shape[axis] for axis in axes),
         strides,
         tuple(box.get(axis, 1) for axis in axes),
-        f"{tile.width}B",
+        tile.swizzle,
         "L2_256B" if form.shape[inner] * form.itemsize >= 256 else "L2_128B",
     )
 

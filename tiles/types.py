@@ -13,6 +13,7 @@ from .dtypes import bf16, dtype, fp16, fp32
 
 REGISTER_DTYPES = (fp32, fp16, bf16)
 LAYOUTS = ("row", "col")
+TILE_ALIGN = 1024  # bytes, of where a swizzled tile begins in shared memory
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,11 @@ class rv:
         """Do the four lanes of a quad hold the same elements, or else the eight lanes of one place in their quads? The
         former for one value a row of a tile in row layout, or a column of one in column layout."""
         return (self.axis == "col_vec") == (self.layout == "row")
+
+    @property
+    def holders(self):
+        """The bits of a lane's number in which lanes that hold the same elements differ; the one with zeros there writes."""
+        return 3 if self.by_quad else 28
 
     @property
     def elements(self):
@@ -181,6 +187,75 @@ class st:
         rows = np.arange(self.rows) if rows is None else np.asarray(rows)
         return self.offset(rows[:, None], np.arange(self.cols)[None, :])
 
+    @property
+    def swizzle(self):
+        """The end of the driver's name for its swizzle."""
+        return f"{self.width}B"
+
+    align = TILE_ALIGN
+
+    @property
+    def room(self):
+        """Bytes from one to the next in a ring."""
+        return self.nbytes
+
+
+VECTOR_BOX, VECTOR_ALIGN = 256, 128  # elements that TMA copies at once; bytes, of where it begins in shared memory
+
+
+@dataclass(frozen=True)
+class sv:
+    """A vector in shared memory, its elements side by side. length: a multiple of 16, as of vectors in registers, up to 256;
+    or a multiple of 128, which TMA copies in parts. To TMA it is a tile of one row."""
+
+    length: int
+    dtype: dtype
+
+    def __post_init__(self):
+        if self.length < 16 or self.length % (16 if self.length <= VECTOR_BOX else VECTOR_BOX // 2):
+            raise ValueError(f"sv: length must be a positive multiple of 16 up to 256, or one of 128, got {self.length}")
+        if self.dtype not in REGISTER_DTYPES:
+            raise ValueError(f"sv: dtype must be one of {REGISTER_DTYPES}, got {self.dtype}")
+
+    def __str__(self):
+        return f"sv({self.length}, {self.dtype})"
+
+    rows, whole, align, swizzle = 1, 1, VECTOR_ALIGN, "NONE"
+    cols = property(lambda self: self.length)
+    shape = property(lambda self: (self.length,))
+    alone = property(lambda self: self)
+
+    @property
+    def nbytes(self):
+        """Bytes of its elements."""
+        return self.length * self.dtype.itemsize
+
+    @property
+    def room(self):
+        """Bytes from one to the next in a ring."""
+        return -(-self.nbytes // VECTOR_ALIGN) * VECTOR_ALIGN
+
+    @property
+    def panel_cols(self):
+        """Elements of one part: the extent of a TMA box."""
+        return self.length if self.length <= VECTOR_BOX else VECTOR_BOX if self.length % VECTOR_BOX == 0 else VECTOR_BOX // 2
+
+    @property
+    def panels(self):
+        """How many parts."""
+        return self.length // self.panel_cols
+
+    @property
+    def panel_bytes(self):
+        """Bytes from part to part."""
+        return self.panel_cols * self.dtype.itemsize
+
+    width = panel_bytes
+
+    def offsets(self, part=None):
+        """Byte offsets of the elements of `part` (a range; all by default)."""
+        return (np.arange(self.length) if part is None else np.asarray(part)) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class barrier:
@@ -198,22 +273,39 @@ class gl:
 
     In a kernel it is indexed by one number per axis: the tile axes count tiles, the others elements; trailing indices
     left out are 0. `storable`: the array has whole chunks of 16 bytes along `cols`; TMA writes no less than one, so that it
-    would write past the end of others. On the host, `tiles.tensor(array, tile, rows=, cols=)` makes one."""
+    would write past the end of others. A tile may be a shared vector: it lies along `cols`, and `rows` is None. `unit`: what
+    the index along `rows` counts, the tile's rows by default; 1 lets tiles begin at any row. On the host,
+    `tiles.tensor(array, tile, rows=, cols=)` makes one."""
 
-    tile: st
+    tile: "st | sv"
     rank: int
-    rows: int
+    rows: int | None
     cols: int
     storable: bool = True
+    unit: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "unit", self.unit or self.tile.rows)
 
     def __str__(self):
-        return f"gl({self.tile} over axes {self.rows}, {self.cols} of {self.rank}{', not storable' * (not self.storable)})"
+        axes = f"axis {self.cols}" if self.rows is None else f"axes {self.rows}, {self.cols}"
+        steps = f", by {self.unit} rows" * (self.unit != self.tile.rows)
+        return f"gl({self.tile} over {axes} of {self.rank}{steps}{', not storable' * (not self.storable)})"
+
+    @property
+    def extents(self):
+        """{axis: extent of a tile along it}"""
+        return {axis: n for axis, n in ((self.rows, self.tile.rows), (self.cols, self.tile.cols)) if axis is not None}
+
+    @property
+    def steps(self):
+        """{axis: elements that one index counts there, if not one}"""
+        return {axis: self.unit if axis == self.rows else n for axis, n in self.extents.items()}
 
     def origin(self, at):
         """Element index of the tile at `at`, per axis."""
-        at = tuple(at) + (0,) * (self.rank - len(at))
-        extent = {self.rows: self.tile.rows, self.cols: self.tile.cols}
-        return tuple(i * extent.get(axis, 1) for axis, i in enumerate(at))
+        at, steps = tuple(at) + (0,) * (self.rank - len(at)), self.steps
+        return tuple(i * steps.get(axis, 1) for axis, i in enumerate(at))
 
 
 def whole(vector):

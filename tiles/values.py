@@ -10,7 +10,7 @@ from numba.cuda.np.numpy_support import from_dtype
 from .dtypes import DTYPES, bf16, fp16, fp32
 from .op import OPS, Name, operator
 from .refused import REFUSED, check_branch, refuse_values
-from .types import gl, pending, rt, rv, st
+from .types import gl, pending, rt, rv, st, sv
 
 
 class Tile:
@@ -92,25 +92,28 @@ CHUNK = 16  # bytes: what TMA writes at once
 class tensor:
     """A global array cut into tiles for TMA: `tensor(q, st(64, 128, bf16), rows=1, cols=3)` for q of shape (B, S, H, D).
 
-    array: NumPy, or anything with `__dlpack__` or `__cuda_array_interface__`. tile: the shared tile that copies go to or
-    come from; rows, cols: the axes of the array that its rows and columns run along (the last two by default). Other
-    axes are indexed one at a time. What a tile has outside the array is zero on load and left alone on store. TMA writes
-    16 bytes at a time: an array whose axis `cols` is not a multiple of 16 bytes can only be loaded from."""
+    array: NumPy, or anything with `__dlpack__` or `__cuda_array_interface__`. tile: the shared tile or vector that copies go
+    to or come from; rows, cols: the axes of the array that a tile's rows and columns run along (the last two by default); a
+    vector runs along `cols`. Other axes are indexed one at a time. What a tile has outside the array is zero on load and left
+    alone on store. TMA writes 16 bytes at a time, on the card the tile's own values up to the next multiple of 16 bytes past
+    the edge: an array whose axis `cols` is not such a multiple can only be loaded from. unit: what an index along `rows`
+    counts, by default the tile's rows; 1 for tiles that begin at any row."""
 
-    def __init__(self, array, tile: st, rows: int = -2, cols: int = -1):
-        rank = len(array.shape)
-        if not 2 <= rank <= 5:
-            raise ValueError(f"tensor: TMA takes arrays of 2 to 5 axes, got shape {tuple(array.shape)}")
+    def __init__(self, array, tile: "st | sv", rows: int = -2, cols: int = -1, unit: int | None = None):
+        rank, is_tile = len(array.shape), isinstance(tile, st)
+        if not 1 + is_tile <= rank <= 5:
+            raise ValueError(f"tensor: TMA takes arrays of {1 + is_tile} to 5 axes for {tile}, got shape {tuple(array.shape)}")
         storable = array.shape[cols] * tile.dtype.itemsize % CHUNK == 0
-        self.array, self.spec = array, gl(tile, rank, rows % rank, cols % rank, storable)
+        place = rows % rank if is_tile else None, cols % rank
+        self.array, self.spec = array, gl(tile, rank, *place, storable, unit or tile.rows)
         if self.spec.rows == self.spec.cols:
             raise ValueError(f"tensor: rows and cols must be different axes, got {rows} and {cols} of {rank}")
 
     def window(self, at):
-        """The part of the array that the tile at `at` covers, as a view (rows, cols), and its place inside the tile."""
-        tile, index, place = self.spec.tile, [], {}
+        """The part of the array that the tile at `at` covers, as a view of the tile's axes, and its place inside the tile."""
+        index, place = [], {}
         for axis, (start, size) in enumerate(zip(self.spec.origin(at), self.array.shape)):
-            extent = {self.spec.rows: tile.rows, self.spec.cols: tile.cols}.get(axis)
+            extent = self.spec.extents.get(axis)
             if extent is None:
                 if not 0 <= start < size:
                     raise IndexError(f"index {start} is out of range for axis {axis} of an array of shape {self.array.shape}")
@@ -120,7 +123,7 @@ class tensor:
                 index.append(slice(low, high))
                 place[axis] = slice(low - start, high - start)
         part = self.array[tuple(index)]
-        return part if self.spec.rows < self.spec.cols else part.T, (place[self.spec.rows], place[self.spec.cols])
+        return part if list(place) == list(self.spec.extents) else part.T, tuple(place[axis] for axis in self.spec.extents)
 
     def load(self, at):
         """The tile at `at`, zeros outside the array."""
@@ -151,7 +154,7 @@ def spec_of(value, fixed=False):
     if isinstance(value, np.ndarray):
         scalar = NUMBA_SCALARS.get(value.dtype) or (numba.uint8 if value.dtype in DTYPES else from_dtype(value.dtype))
         return numba.Array(scalar, value.ndim, "A")
-    if isinstance(value, (rt, rv, st)):
+    if isinstance(value, (rt, rv, st, sv)):
         return Name(value)
     if isinstance(value, (FunctionType, BuiltinFunctionType)):
         return FUNCTION

@@ -9,10 +9,11 @@ import math
 import numpy as np
 from llvmlite import ir
 
-from tiles import bf16, fp16
+from tiles import bf16, fp16, sv
 from tiles.plumbing import f32, i1, i32, i64
 
 TYPES = {f32: np.float32, i32: np.uint32, i64: np.uint64, i1: np.bool_, ir.DoubleType(): np.float64, ir.HalfType(): np.float16}
+TYPED = {"f32": f32, "b32": i32}
 NUMPY = {"bf16": bf16.np, "f16": fp16.np}
 
 
@@ -88,7 +89,7 @@ def _store_chunk(m, _, address, *words_and_guard):
 
 
 def _store_pair(m, _, address, x, y):
-    m.passes("st.shared.v2", address.array, 8)
+    m.passes("st.shared.v2", address.array[m.active], 8)
     words = m.shared.view(np.float32)
     words[address.array[m.active] // 4] = x.array[m.active]
     words[address.array[m.active] // 4 + 1] = y.array[m.active]
@@ -144,13 +145,17 @@ def _store_word(m, match, address, x):
         half = x.array[active] >> (16 if match[2] == "hi" else 0) & 0xFFFF
         m.shared.view(np.uint16)[address.array[active] // 2] = half
     elif active.any():
-        m.passes(f"st.shared.{match[1]}", address.array, 4)
+        m.passes(f"st.shared.{match[1]}", address.array[active], 4)
         m.shared.view(np.uint32)[address.array[active] // 4] = x.array.view(np.uint32)[active]
 
 
-def _load_word(m, _, address):
-    m.passes("ld.shared.f32", address.array, 4)
-    return Register(f32, m.shared.view(np.float32)[address.array // 4])
+def _load_word(m, match, address):
+    """ld.shared of 4 bytes, or of 2 into both halves of a register."""
+    if match[1] == "b16":
+        half = m.shared.view(np.uint16)[address.array // 2].astype(np.uint32)
+        return Register(i32, half | half << 16)
+    m.passes(f"ld.shared.{match[1]}", address.array, 4)
+    return Register(TYPED[match[1]], m.shared.view(TYPES[TYPED[match[1]]])[address.array // 4])
 
 
 def _mma(m, match, *registers):
@@ -250,14 +255,14 @@ def _box(m, handle, coordinates):
     spec, array = source.spec, source.array
     order = [a for a in range(array.ndim) if a != spec.cols] + [spec.cols]
     at = [int(c.array.view(np.int32)[0]) for c in coordinates][::-1]
-    return array.transpose(order), spec.tile, order.index(spec.rows), at
+    return array.transpose(order), spec.tile, 0 if spec.rows is None else order.index(spec.rows), at
 
 
 def _panel_cells(tile, address):
-    """Where each (row, column) of one panel lies in shared memory: TMA XORs address bits 4.. with bits 7.. ."""
+    """Where each (row, column) of one panel lies in shared memory: TMA XORs address bits 4.. with bits 7.. ; not of vectors."""
     row, byte = np.arange(tile.rows)[:, None], np.arange(0, tile.width, tile.dtype.itemsize)[None, :]
     cells = address + row * tile.width + byte
-    return cells ^ (cells >> 7 & tile.width // 16 - 1) << 4
+    return cells if isinstance(tile, sv) else cells ^ (cells >> 7 & tile.width // 16 - 1) << 4
 
 
 def _tma(m, match, load, handle, coordinates, address):
@@ -311,7 +316,7 @@ PTX = {
     r"^ld.shared.v2.f32 \{\$0, \$1\}, \[\$2\];$": _load_pair,
     r"^st.shared.(f32|b32) \[\$0\], \$1;$": _store_word,
     r"st.shared.(b16) \[\$0\], (lo|hi);": _store_word,
-    r"^ld.shared.f32 \$0, \[\$1\];$": _load_word,
+    r"ld.shared.(f32|b32|b16) (?:\$0|x), \[\$1\];": _load_word,
     r"^mma.sync.aligned.m16n8k16.row.col.f32.(bf16|f16)": _mma,
     r"@p cp.async.(c[ag]).shared.global \[\$0\], \[\$1\], (4|8|16), \$2;": _copy_async,
     r"^cp.async.(commit_group|wait_group \d+);$": lambda m, _: None,

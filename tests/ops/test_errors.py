@@ -425,7 +425,7 @@ CASES = {
     loading_at_a_fraction: "load: `at` must be 2 integers for an array of 2 axes, got (float",
     loading_along_one_axis_twice: "load: rt(16, 64, fp32) lies along 2 axes of the array, got (1, -1) of 2",
     loading_along_an_axis_that_is_not_there: "load: rt(16, 64, fp32) lies along 2 axes of the array, got (0, 2) of 2",
-    storing_into_a_number: "store: the target must be a shared tile or a global array, got",
+    storing_into_a_number: "store: the target must be a shared tile or vector, or a global array, got",
     tma_store_of_another_tile: "tma_store: the target takes st(64, 64, bf16), got st(64, 48, fp16)",
     tma_store_with_too_many_indices: "tma_store: `at` must be up to 2 integers, got (int, int, int)",
     taking_the_turn_of_nobody: "take: the player's number must be an integer, got array",

@@ -215,11 +215,14 @@ def test_tma_store_to_part_of_a_chunk_is_refused(backend, dtype, cols):
         warpgroup.store_wait()
 
     root = np.full((64, 80), 7, dtype.np)
-    words = "TMA writes 16 bytes at a time, and would write past columns that are not a multiple of that: gl(st(64, 64"
+    words = (
+        "tma_store: TMA writes 16 bytes at a time, and would write past columns that are not a multiple of that, the tile's "
+    )
     with pytest.raises(TypeError) as error:
         backend(cuda.jit(body), tensor(root[:, :cols], S), warps=4, shared=smem)
     message = str(error.value)
-    assert message.startswith("tma_store: " + words) and "use warpgroup.store, or an array with room" in message
+    assert message.startswith(words + "own values up to the next one: gl(st(64, 64")
+    assert "use warpgroup.store, or an array with room" in message
     assert (root == 7).all()
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from tiles import barrier, bf16, fp32, ring, rt, shared, st
+from tiles import barrier, bf16, fp32, ring, rt, shared, st, sv
 from tiles.shared import ALIGN, BARRIER_BYTES
 
 TILES = some.builds(
@@ -15,8 +15,13 @@ TILES = some.builds(
     some.integers(1, 12),
     some.sampled_from([bf16, fp32]),
 )
+VECTORS = some.builds(lambda n, dtype: sv(16 * n, dtype), some.integers(1, 16), some.sampled_from([bf16, fp32]))
 ITEMS = some.one_of(
-    TILES, some.builds(ring, TILES, some.integers(1, 5), some.integers(1, 12)), some.builds(barrier, some.integers(1, 9))
+    TILES,
+    VECTORS,
+    some.builds(ring, VECTORS, some.integers(1, 5)),
+    some.builds(ring, TILES, some.integers(1, 5), some.integers(1, 12)),
+    some.builds(barrier, some.integers(1, 9)),
 )
 
 
@@ -25,11 +30,11 @@ def regions(plan):
     for name, item in plan.items.items():
         if isinstance(item, ring):
             for s in range(item.stages):
-                yield item.slot(s), item.slot(s) + item.tile.nbytes, item.tile.width
-            yield item.start, item.start, ALIGN
+                yield item.slot(s), item.slot(s) + item.tile.nbytes, min(item.tile.room & -item.tile.room, item.tile.align)
+            yield item.start, item.start, item.tile.align
             yield item.barriers, item.barriers + 2 * BARRIER_BYTES * item.stages, BARRIER_BYTES
         else:
-            size, align = (BARRIER_BYTES, BARRIER_BYTES) if isinstance(item, barrier) else (item.nbytes, ALIGN)
+            size, align = (BARRIER_BYTES, BARRIER_BYTES) if isinstance(item, barrier) else (item.nbytes, item.align)
             yield plan.starts[name], plan.starts[name] + size, align
 
 
@@ -67,7 +72,7 @@ def test_a_plan_is_a_value():
 
 @pytest.mark.parametrize("item", [rt(16, 16, fp32), 64, "q"])
 def test_only_rings_tiles_and_barriers_lie_in_shared_memory(item):
-    with pytest.raises(TypeError, match="shared: x must be a ring, a pipeline, an st or a barrier, got"):
+    with pytest.raises(TypeError, match="shared: x must be a ring, a pipeline, an st, an sv or a barrier, got"):
         shared(x=item)
 
 

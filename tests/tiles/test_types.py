@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tiles import barrier, bf16, fp8e4m3, fp16, fp32, gl, pending, rt, rv, st
+from tiles import barrier, bf16, fp8e4m3, fp16, fp32, gl, pending, rt, rv, st, sv
 from tiles.dtypes import DTYPES, dtype_of
 from tiles.types import whole
 
@@ -56,6 +56,8 @@ def test_rows_of_shared_tiles_have_whole_panels():
         (rv(16, fp32, "col_vec", partial=True), "partial col_vec(16, fp32)"),
         (pending(rt(16, 64, fp32)), "pending rt(16, 64, fp32)"),
         (st(64, 128, fp16), "st(64, 128, fp16)"),
+        (sv(64, fp32), "sv(64, fp32)"),
+        (gl(sv(64, fp32), 3, None, 1), "gl(sv(64, fp32) over axis 1 of 3)"),
         (gl(st(64, 128, fp16), 4, 1, 3), "gl(st(64, 128, fp16) over axes 1, 3 of 4)"),
         (barrier(2), "barrier(2)"),
         (bf16, "bf16"),
@@ -80,6 +82,12 @@ def test_a_shared_tile_knows_its_panels():
     assert st(64, 64, bf16) == st(64, 64, bf16, 128) != st(64, 64, bf16, 64), "the width is part of the type"
 
 
+def test_a_shared_vector_knows_its_parts():
+    assert (sv(48, bf16).panels, sv(48, bf16).nbytes, sv(48, bf16).room) == (1, 96, 128)
+    assert [(sv(n, fp32).panels, sv(n, fp32).panel_cols) for n in (256, 384, 512)] == [(1, 256), (3, 128), (2, 256)]
+    assert (sv(32, bf16).offsets() == 2 * np.arange(32)).all() and gl(sv(32, bf16), 3, None, 1).origin((1, 2, 3)) == (1, 64, 3)
+
+
 def test_a_global_tensor_finds_a_tiles_origin():
     source = gl(st(64, 128, bf16), 4, 1, 3)
     assert source.origin((2, 3, 5)) == (2, 192, 5, 0), "tile axes count tiles, others elements, what is left out is 0"
@@ -87,7 +95,14 @@ def test_a_global_tensor_finds_a_tiles_origin():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: rt(16, 32, fp32), lambda: rt(16, 32, fp32).col_vec, lambda: st(64, 64, bf16), lambda: barrier(3)]
+    "make",
+    [
+        lambda: rt(16, 32, fp32),
+        lambda: rt(16, 32, fp32).col_vec,
+        lambda: st(64, 64, bf16),
+        lambda: sv(64, bf16),
+        lambda: barrier(3),
+    ],
 )
 def test_types_are_values(make):
     one, other = make(), make()

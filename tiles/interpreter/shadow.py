@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..types import sv
 from .hazard import Place
 
 CELL = 16
@@ -42,12 +43,18 @@ OVERTAKEN = {"store": "race", "copy": "in flight", "release": "released"}  # kin
 
 
 class span:
-    """The cells of a shared tile, or of a range of its rows."""
+    """The cells of a shared tile, or of a range of its rows; of a vector, or of a range of its elements."""
 
     __slots__ = ("cells", "rows", "shape")
 
     def __init__(self, tile, rows=None):
-        spec, rows = tile.spec, rows or range(tile.spec.rows)
+        spec = tile.spec
+        if isinstance(spec, sv):
+            rows, size = rows or range(spec.length), spec.dtype.itemsize
+            self.cells = slice(*((tile.address + at * size) // CELL for at in (rows.start, rows.stop)))
+            self.rows = None
+            return
+        rows = rows or range(spec.rows)
         start = tile.address - tile.first * spec.width
         self.cells = slice(start // CELL, (start + spec.panels * spec.panel_bytes) // CELL)
         self.rows, self.shape = (
@@ -153,7 +160,7 @@ class Shadow:
         cells.of(self.bytes)[...] = POISON
 
     def get(self, tile, rows=None):
-        """The elements of a shared tile, or of a range of its rows."""
+        """The elements of a shared tile or vector, or of a range of its rows or elements."""
         return self._elements(tile)[_places(tile.spec, rows)].view(tile.spec.dtype.np)
 
     def put(self, tile, values, rows=None):
@@ -169,5 +176,5 @@ class Shadow:
 
 @functools.cache
 def _places(spec, rows):
-    """For each element (row, col), its index among the tile's elements in memory."""
+    """For each element, its index among the tile's or vector's elements in memory."""
     return spec.offsets(rows) // spec.dtype.itemsize

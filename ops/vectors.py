@@ -1,0 +1,81 @@
+"""Between registers and shared vectors: how `load` and `store` (memory.py) move a vector.
+
+    gate = load(gates.wait(j), S.col_vec)          a tile's vector from a shared one, along either axis
+
+A warpgroup's col_vec is 64 elements or more, as long as its tile is high: each warp moves its part.
+"""
+
+from llvmlite import ir
+
+from tiles import ptx
+from tiles.dtypes import fp32
+from tiles.plumbing import f32, i32
+from tiles.types import rt, rv
+
+
+def part(spec, rank):
+    """The elements of a shared vector that warp `rank` of those that share it holds: along rows its own, along columns all."""
+    first = spec.length * rank if spec.axis == "col_vec" else 0
+    return range(first, first + spec.length)
+
+
+def check(name, vector, verb, spec, at, warps):
+    """TypeError if `warps` warps cannot move this vector in registers from or to a shared one."""
+    spread = warps if isinstance(spec, rv) and spec.axis == "col_vec" else 1
+    if not isinstance(spec, rv) or spread * spec.length != vector.length:
+        raise TypeError(f"{name}: {vector} does not {verb} {f'{spread} x ' * (spread > 1)}{spec}")
+    if verb == "take" and spread < warps:
+        raise TypeError(f"{name}: all {warps} warps hold the whole {spec}; let one of them store it (ops.store)")
+    if at is not None:
+        raise TypeError(f"{name}: `at` is for global arrays; a shared vector is taken whole, got {at}")
+
+
+def _addresses(b, vector, spec, address, first):
+    """The elements that go together (two if the lane's lie in pairs, else one) and the address of each such piece."""
+    lane, step = b.lane(), 1 if spec.by_quad else 2
+    own = b.lshr(lane, b.u32(2)) if spec.by_quad else b.mul(b.and_(lane, b.u32(3)), b.u32(2))
+    if spec.axis == "col_vec":
+        own = b.add(own, first)
+    start = b.add(address, b.mul(own, b.u32(vector.dtype.itemsize)))
+    for i in range(0, spec.elements, step):
+        yield slice(i, i + step), b.add(start, b.u32(spec.element(0, i) * vector.dtype.itemsize))
+
+
+def lower_load(vector, spec, first_row):
+    """The lowering of a load, by a warp whose part begins at first_row(b)."""
+
+    def lower(b, address, *_):
+        out = []
+        for piece, at in _addresses(b, vector, spec, address, first_row(b)):
+            if vector.dtype is not fp32:
+                width = 16 if spec.by_quad else 32
+                text = {16: "{.reg .b16 x;\nld.shared.b16 x, [$1];\nmov.b32 $0, {x, x};}", 32: "ld.shared.b32 $0, [$1];"}[width]
+                word = b.asm(i32, text, "=r,r", at)
+                out += b.elements(rt(16, 16, vector.dtype), b.pack([word]))[: piece.stop - piece.start]
+            elif spec.by_quad:
+                out.append(b.asm(f32, "ld.shared.f32 $0, [$1];", "=f,r", at))
+            else:
+                pair = b.asm(ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at)
+                out += b.unpack(pair)
+        ptx.reads_done(b)
+        return b.from_elements(spec, out)
+
+    return lower
+
+
+def lower_store(vector, spec, first_row):
+    """The lowering of a store, by a warp whose part begins at first_row(b); of the lanes that hold an element one stores it."""
+
+    def lower(b, address, value, *_):
+        elements = b.elements(spec, value)
+        with b.if_then(b.icmp_unsigned("==", b.and_(b.lane(), b.u32(spec.holders)), b.u32(0))):
+            for piece, at in _addresses(b, vector, spec, address, first_row(b)):
+                e = elements[piece]
+                if vector.dtype is fp32:
+                    b.do("st.shared.f32 [$0], $1;" if spec.by_quad else "st.shared.v2.f32 [$0], {$1, $2};", at, *e)
+                    continue
+                word = b.pair(vector.dtype, e[0], e[-1])
+                half = "{.reg .b16 lo, hi;\nmov.b32 {lo, hi}, $1;\nst.shared.b16 [$0], lo;}"
+                b.do(half if spec.by_quad else "st.shared.b32 [$0], $1;", at, word)
+
+    return lower

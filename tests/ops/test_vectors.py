@@ -1,0 +1,222 @@
+"""ops/vectors.py: shared vectors to and from registers, by TMA, and in rings."""
+
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import blank, lowering, pairs
+
+import tiles
+from ops import load, raw, store, warpgroup, zeros
+from tiles import Hazard, barrier, bf16, fp16, fp32, ring, rt, sv, tensor
+from tiles.interpreter import interpret
+
+DTYPES, AXES, LAYOUTS = [fp32, bf16, fp16], ["col_vec", "row_vec"], ["row", "col"]
+
+
+# ---- registers -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("dtype", "axis", "layout"), pairs(DTYPES, AXES, ["row", "row", "col", "col"]))
+def test_shared_and_back(run, sample, dtype, axis, layout):
+    """Through a shared vector by one warp, out again as another dtype, and from either layout into the other."""
+    n, other = 48, fp16 if dtype is fp32 else fp32
+    V = getattr(rt(n, n, dtype, layout), axis)
+    W, X = getattr(rt(n, n, other, layout), axis), getattr(rt(n, n, dtype, "row" if layout == "col" else "col"), axis)
+    smem = tiles.shared(first=sv(16, dtype), a=sv(n, dtype), b=sv(n, dtype))
+
+    @cuda.jit
+    def body(x, same, converted, turned):
+        _, a, b = smem.open()
+        store(a, load(x, V, (0,)))
+        cuda.syncthreads()
+        store(same, load(a, V), (0,))
+        store(turned, load(a, X), (0,))
+        store(b, load(a, W))
+        cuda.syncthreads()
+        store(converted, load(b, V), (0,))
+
+    x = sample(n, dtype)
+    same, converted, turned = blank(n, dtype), blank(n, dtype), blank(n, dtype)
+    run(body, x, same, converted, turned, shared=smem)
+    assert (same == x).all() and (turned == x).all()
+    assert (converted == (x.astype(np.float16) if dtype is fp32 else x).astype(dtype.np)).all()
+
+
+@pytest.mark.parametrize(("dtype", "layout"), pairs(DTYPES, LAYOUTS))
+def test_four_warps_share_a_col_vec(run, sample, dtype, layout):
+    """Each warp has its part of the rows, and all of the columns."""
+    T = rt(32, 128, dtype, layout)
+    smem = tiles.shared(a=sv(128, dtype))
+
+    @cuda.jit
+    def body(x, down, across):
+        (a,) = smem.open()
+        warpgroup.store(a, warpgroup.load(x, T.col_vec, (0,)))
+        cuda.syncthreads()
+        warpgroup.store(down, warpgroup.load(a, T.col_vec), (0,))
+        warpgroup.store(across, warpgroup.load(a, T.row_vec), (0,))
+
+    x, down, across = sample(128, dtype), blank(128, dtype), blank(128, dtype)
+    run(body, x, down, across, warps=4, shared=smem)
+    assert (down == x).all() and (across == x).all()
+
+
+@pytest.mark.parametrize(("dtype", "axis"), pairs(DTYPES, AXES))
+def test_no_bank_conflicts(sample, dtype, axis):
+    V = getattr(rt(64, 64, dtype), axis)
+    smem = tiles.shared(a=sv(64, dtype))
+
+    @cuda.jit
+    def body(x):
+        (a,) = smem.open()
+        store(a, load(x, V, (0,)))
+        store(x, load(a, V), (0,))
+
+    assert set(lowering(body, sample(64, dtype), shared=smem).ways.values()) <= {1}
+
+
+# ---- TMA -----------------------------------------------------------------------------------------------------------
+LENGTHS = [(64, 8), (16, 24), (256, 1), (384, 3), (512, 13)]  # of a vector; by how much the array is shorter than its tiles
+
+
+@pytest.mark.parametrize(("length", "short", "dtype"), [(*n, d) for n, d in pairs(LENGTHS, DTYPES)])
+def test_a_ring_of_vectors(run_apart, sample, length, short, dtype):
+    """Through a ring, doubled, and out by TMA: what lies outside is zero on load and left alone on store. TMA stores arrays
+    of whole 16 bytes only, others go out from registers."""
+    parts, V = 5, rt(16, length, dtype).row_vec
+    size = parts * length - short
+    by_tma = size * dtype.itemsize % 16 == 0
+    smem = tiles.shared(r=ring(sv(length, dtype), 2, readers=1), out=sv(length, dtype), odd=sv(16, fp16))
+
+    @cuda.jit
+    def body(x, y, z):
+        r, out, _ = smem.open()
+        if warpgroup.id() == 1:
+            for j in range(parts):
+                r.fill(j, x, (j,))
+        else:
+            for j in range(parts):
+                if cuda.threadIdx.x < 32:
+                    v = load(r.wait(j), V)
+                    r.release(j)
+                    store(out, v + v)
+                    store(z, v + v, (j * length,))
+                if by_tma:
+                    warpgroup.tma_store(y, (j,), out)
+                    warpgroup.store_wait()
+                    warpgroup.sync()
+
+    x, y, z = sample(size, dtype), blank(size + 8, dtype), blank(size, dtype)
+    target = tensor(y[:size] if by_tma else np.zeros(parts * length, dtype.np), sv(length, dtype))
+    run_apart(body, tensor(x, sv(length, dtype)), target, z, warps=8, shared=smem)
+    double = x * dtype.np.type(2)
+    assert (z == double).all()
+    if by_tma:
+        assert (y[:size] == double).all() and np.isnan(y[size:].astype(np.float32)).all()
+
+
+def test_along_any_axis_of_an_array(run_apart, sample):
+    """A vector along the contiguous axis, wherever it stands; the others are indexed one at a time."""
+    S, V = sv(32, fp32), rt(32, 16, fp32).col_vec
+    smem = tiles.shared(r=ring(S, 3))
+
+    @cuda.jit
+    def body(x, y, out):
+        (r,) = smem.open()
+        r.fill(0, x, (1, 2, 1))
+        r.fill(1, y, (1, 1))
+        r.fill(2, y, (0, -1, 1))
+        for j in range(3):
+            if cuda.threadIdx.x < 32:
+                store(out, load(r.wait(j), V), (j, 0))
+
+    x, y = sample((2, 4, 56)), sample((2, 4, 60)).transpose(0, 2, 1)
+    out = blank((3, 32))
+    run_apart(body, tensor(x, S), tensor(y, S, cols=1), out, warps=4, shared=smem)
+    want = np.zeros((3, 32), np.float32)
+    want[0, :24], want[1, :28] = x[1, 2, 32:], y[1, 32:, 0]
+    assert (out == want).all()
+
+
+def test_raw_copies_of_vectors(run_apart, sample):
+    S, V = sv(64, bf16), rt(64, 16, bf16).col_vec
+    smem = tiles.shared(x=S, full=barrier(1))
+
+    @cuda.jit
+    def body(x, y):
+        v, full = smem.open()
+        raw.expect(full, S.nbytes)
+        raw.tma_load(v, x, (1,), full)
+        raw.wait(full, 1)
+        store(v, load(v, V) * 2.0)
+        raw.fence_async()
+        cuda.syncwarp()
+        raw.tma_store(y, (0,), v)
+        raw.store_wait()
+
+    x, y = sample(128, bf16), blank(64, bf16)
+    run_apart(body, tensor(x, S), tensor(y, S), shared=smem)
+    assert (y == x[64:] * bf16.np.type(2)).all()
+
+
+# ---- what the interpreter sees -------------------------------------------------------------------------------------
+SMEM, FOUR = tiles.shared(a=sv(64, fp32)), rt(16, 16, fp32).col_vec
+
+
+def test_warps_that_share_a_vector_do_not_race():
+    def kernel():
+        (a,) = SMEM.open()
+        for _ in range(3):
+            warpgroup.store(a, zeros(FOUR))
+            warpgroup.load(a, FOUR)
+
+    for seed in (None, 1, 2):
+        interpret(cuda.jit(kernel), (1, 1, 1), 128, [], SMEM, seed)
+
+
+def test_two_writers_race():
+    whole = rt(64, 16, fp32).col_vec
+
+    def kernel():
+        (a,) = SMEM.open()
+        if cuda.threadIdx.x < 32:
+            store(a, zeros(whole))
+        elif cuda.threadIdx.x < 64:
+            load(a, whole)
+
+    for seed in (None, 1, 2):
+        with pytest.raises(Hazard, match="(reads|writes) shared tile 'a', (and nothing orders this after|which nobody)"):
+            interpret(cuda.jit(kernel), (1, 1, 1), 128, [], SMEM, seed)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("length", [0, 8, 24, -16, 272, 320])
+def test_lengths(length):
+    with pytest.raises(ValueError, match=f"length must be a positive multiple of 16 up to 256, or one of 128, got {length}"):
+        sv(length, fp32)
+
+
+ROW, COL, TILE = rt(16, 64, fp32).row_vec, rt(64, 16, fp32).col_vec, rt(16, 64, fp32)
+REFUSED = {
+    "a tile": (lambda a: store(a, zeros(TILE)), r"store: sv\(64, fp32\) does not take rt\(16, 64, fp32\)"),
+    "another length": (lambda a: load(a, FOUR), r"load: sv\(64, fp32\) does not hold col_vec\(16, fp32\)"),
+    "four parts": (lambda a: warpgroup.load(a, COL), r"warpgroup.load: sv\(64, fp32\) does not hold 4 x col_vec\(64, fp32\)"),
+    "four writers": (lambda a: warpgroup.store(a, zeros(ROW)), r"all 4 warps hold the whole row_vec\(64, fp32\)"),
+    "an index": (lambda a: load(a, ROW, (0,)), r"load: `at` is for global arrays; a shared vector is taken whole, got"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case):
+    use, words = tiles.inlined(REFUSED[case][0]), REFUSED[case][1]
+
+    def kernel():
+        (a,) = SMEM.open()
+        use(a)
+
+    with pytest.raises(TypeError, match=words):
+        interpret(cuda.jit(kernel), (1, 1, 1), 128, [], SMEM)
+
+
+def test_tensors_of_vectors():
+    assert str(tensor(np.zeros((3, 100), np.float32), sv(32, fp32)).spec) == "gl(sv(32, fp32) over axis 1 of 2)"
+    with pytest.raises(ValueError, match=r"TMA takes arrays of 1 to 5 axes for sv\(32, fp32\), got shape \(\)"):
+        tensor(np.zeros((), np.float32), sv(32, fp32))
