@@ -6,6 +6,7 @@ from . import mma, raw, warpgroup
 from . import show as _show  # print takes tiles  # noqa: F401
 from .compare import equal, greater, greater_equal, less, less_equal, not_equal, where
 from .copy import commit_group, copy_async, wait_group
+from .extent import clip
 from .functions import (
     abs,
     exp,
@@ -31,6 +32,7 @@ from .memory import load, store
 from .mma import mma_AB, mma_ABt
 from .online import lazy_maximum, rescale
 from .parts import columns, hstack, rows, vstack
+from .prefix import cumsum
 from .reduce import (
     col_max,
     col_min,
@@ -54,8 +56,8 @@ from .subtile import subtile
 from .transpose import swap_layout, transpose
 
 __all__ = [
-    "abs", "bounds", "causal", "col_index", "col_max", "col_min", "col_prod", "col_sum", "columns", "commit_group",
-    "copy_async", "equal", "exp", "exp2", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grouped", "hstack",
+    "abs", "bounds", "causal", "clip", "col_index", "col_max", "col_min", "col_prod", "col_sum", "columns", "commit_group",
+    "copy_async", "cumsum", "equal", "exp", "exp2", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grouped", "hstack",
     "lane_sum", "lazy_maximum", "left_fill", "less", "less_equal", "load", "log", "log2", "lower_fill", "map", "maximum",
     "minimum", "mma", "mma_AB", "mma_ABt", "neg_infty", "not_equal", "ones", "pos_infty", "raw", "reciprocal", "relu",
     "rescale", "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu",

@@ -220,6 +220,15 @@ class Builder(ir.IRBuilder):
         array = self.context.make_array(ty)(self.context, self, value)
         return self.ptrtoint(array.data, i64), self.unpack(array.shape), self.unpack(array.strides)
 
+    def clipped(self, ty, value, axis, end):
+        """The Numba array without what lies from index `end` on along `axis`."""
+        array = self.context.make_array(ty)(self.context, self, value)
+        zero, extent = i64(0), self.unpack(array.shape)[axis]
+        end = self.select(self.icmp_signed("<", end, zero), zero, end)
+        end = self.select(self.icmp_signed("<", end, extent), end, extent)
+        array.shape = self.insert_value(array.shape, end, axis)
+        return array._getvalue()
+
 
 def scalar_signature(function):
     """How a function that kernels can call takes one fp32 number."""

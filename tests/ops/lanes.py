@@ -100,6 +100,10 @@ class Machine(Builder):
         numbers = [self.const(ir.Constant(i64, n)) for n in (value.ctypes.data, *value.shape, *value.strides)]
         return numbers[0], numbers[1 : 1 + value.ndim], numbers[1 + value.ndim :]
 
+    def clipped(self, ty, value, axis, end):
+        (end,) = set(end.array.astype(np.int64).tolist())
+        return value[(slice(None),) * axis + (slice(0, max(end, 0)),)]
+
     # -- LLVM
     def _same(f):
         def instruction(self, x, y, flags=()):

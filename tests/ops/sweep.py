@@ -136,7 +136,7 @@ def gpu(kernel, *args, warps=1, shared=None):
     roots, given = {}, []
     for a in args:
         if isinstance(a, tensor):
-            given.append(tensor(_on_device(a.array, roots), a.spec.tile, a.spec.rows, a.spec.cols))
+            given.append(tensor(_on_device(a.array, roots), a.spec.tile, a.spec.rows, a.spec.cols, a.spec.unit))
         else:
             given.append(_on_device(a, roots) if isinstance(a, np.ndarray) else a)
     if HUNG:

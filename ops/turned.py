@@ -1,0 +1,74 @@
+"""What a warp of a warpgroup takes of something that lies across its rows: its part of a shared tile's columns, turned into
+rows, and its part of a row vector, turned into a column. See `warpgroup.load_transposed` and `warpgroup.own_rows`."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from tiles import ptx
+from tiles.interpreter import here
+from tiles.interpreter.block import WARPGROUP
+from tiles.op import lowers, op
+from tiles.types import rt, rv, st
+
+from .memory import matrix_addresses
+from .transpose import to_quads
+
+BASE = 16  # rows of a warp
+
+
+def rank(b):
+    """This warp's place in its warpgroup."""
+    return b.and_(b.lshr(b.special("tid.x"), b.u32(5)), b.u32(WARPGROUP - 1))
+
+
+@op
+def load_transposed(tile, spec):
+    """The warp's 16 rows of tile.T, as `spec`: rt(16, tile.rows) of the tile's dtype, from a 2-byte shared tile of 64 columns,
+    16 a warp. It is what wgmma takes as its left operand, and ldmatrix transposes on the way."""
+    first = BASE * here().rank
+    return here().read(tile)[:, first : first + BASE].T
+
+
+@lowers(load_transposed)
+def _(tile, spec: type):
+    ok = isinstance(tile, st) and tile.dtype.itemsize == 2 and tile.cols == WARPGROUP * BASE and tile.rows % BASE == 0
+    if not ok or spec != rt(BASE, tile.rows, tile.dtype):
+        raise TypeError(f"load_transposed: takes a 2-byte st(k, 64) and rt(16, k) of its dtype, got {tile} and {spec}")
+    turned = rt(tile.rows, BASE, tile.dtype, "col")  # a column layout's registers are those of its transpose in row layout
+
+    def emit(b, address, *_):
+        registers = []
+        for at in matrix_addresses(b, tile, turned, address, b.u32(0), first_col=b.mul(rank(b), b.u32(BASE))):
+            registers += ptx.ldmatrix(b, at, transposed=True)
+        ptx.reads_done(b)
+        return b.pack(registers)
+
+    return spec, emit
+
+
+@op
+def own_rows(vector):
+    """The warp's 16 elements of a row_vec of 64, as the col_vec of its rows: what the warpgroup's 64 x 64 tile, one of whose
+    sides is the vector's, has on its other side."""
+    first = BASE * here().rank
+    return np.ascontiguousarray(vector.array[:, first : first + BASE].T)
+
+
+@lowers(own_rows)
+def _(vector):
+    if not isinstance(vector, rv) or vector.partial or vector.by_quad or vector.length != WARPGROUP * BASE:
+        raise TypeError(f"own_rows: takes a row_vec of {WARPGROUP * BASE} elements, got {vector}")
+    out = replace(vector, length=BASE, axis="col_vec" if vector.axis == "row_vec" else "row_vec")
+
+    def emit(b, value):
+        registers, mine = b.unpack(value), rank(b)
+        count = len(registers) // WARPGROUP
+        parts = [registers[w * count : (w + 1) * count] for w in range(WARPGROUP)]
+        own = parts[0]
+        for w in range(1, WARPGROUP):
+            is_mine = b.icmp_unsigned("==", mine, b.u32(w))
+            own = [b.select(is_mine, x, y) for x, y in zip(parts[w], own, strict=True)]
+        return b.pack(to_quads(b, own))
+
+    return out, emit
