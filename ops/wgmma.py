@@ -15,16 +15,17 @@ A pending accumulator may be handed to the next `mma_*` (the tensor cores keep t
 import numpy as np
 
 from tiles import layout, ptx
-from tiles.dtypes import bf16, fp16, fp32
+from tiles.dtypes import fp32
 from tiles.interpreter import here
 from tiles.interpreter.block import WARPGROUP
 from tiles.op import lowers, op
 from tiles.plumbing import i64, void
-from tiles.types import pending, rt, st
+from tiles.types import pending, rt
 from tiles.values import Pending
 
+from .products import check, form_of
+
 ROWS = 64  # of a warpgroup's tile
-INPUTS = (bf16, fp16)
 ONE_THREAD = 2**18  # multiplications up to which OpenBLAS starts no threads
 
 
@@ -41,116 +42,128 @@ def _matmul(a, b):
     )
 
 
-def _product(name, transposed, accumulates):
-    """The op `name`: acc + a @ b or a @ b, with b as stored or transposed."""
+def _meaning(name, acc, a, b):
+    """Issue the product `name`, computed when it is waited for: what it reads is in use until then."""
+    form, warp, from_shared = form_of(name), here(), not hasattr(a, "array")
+    tile = _result(name, None if acc is None else acc.spec, a.spec, b.spec)
+    if isinstance(acc, Pending):
+        warp.hand_on(acc)
+    slab = (acc, None if from_shared else a.array)
 
-    def meaning(acc, a, b):
-        warp, from_shared = here(), not hasattr(a, "array")
-        tile = _result(name, None if acc is None else acc.spec, a.spec, b.spec, transposed)
-        if isinstance(acc, Pending):
-            warp.hand_on(acc)
-        slab = (acc, None if from_shared else a.array)
+    def compute(slabs):
+        left = read(a, form.left) if from_shared else np.concatenate([x for _, x in slabs]).astype(np.float32)
+        out = _matmul(left, read(b, form.right))
+        return out if acc is None else out + np.concatenate([part(c, rank) for rank, (c, _) in enumerate(slabs)])
 
-        def compute(slabs):
-            left = read(a) if from_shared else np.concatenate([x for _, x in slabs]).astype(np.float32)
-            right = read(b)
-            out = _matmul(left, right.T if transposed else right)
-            return out if acc is None else out + np.concatenate([part(c, rank) for rank, (c, _) in enumerate(slabs)])
+    def part(c, rank):
+        return c.part(rank) if isinstance(c, Pending) else c.array
 
-        def part(c, rank):
-            return c.part(rank) if isinstance(c, Pending) else c.array
+    def read(shared, transposed):
+        array = warp.block.shadow.get(shared).astype(np.float32)
+        return array.T if transposed else array
 
-        def read(shared):
-            return warp.block.shadow.get(shared).astype(np.float32)
-
-        mma, group = warp.issue(compute, slab, *([a, b] if from_shared else [b]))
-        return Pending(tile, mma, group)
-
-    def rule(acc, a, b):
-        out = _result(name, acc, a, b, transposed)
-        return pending(out), lambda builder, *v: _emit(builder, out, acc, a, b, transposed, *v)
-
-    return meaning, rule
+    mma, group = warp.issue(compute, slab, *([a, b] if from_shared else [b]))
+    return Pending(tile, mma, group)
 
 
-def _result(name, acc, a, b, transposed):
-    """The type of the product, or what is wrong."""
-    right = "st(n, k)" if transposed else "st(k, n)"
-    ok = isinstance(a, (rt, st)) and isinstance(b, st) and a.dtype == b.dtype and a.dtype in INPUTS
-    n, k = ((b.rows, b.cols) if transposed else (b.cols, b.rows)) if ok else (0, 0)
-    ok = ok and (a.rows == ROWS if isinstance(a, st) else a == rt(16, k, a.dtype)) and a.cols == k and k % 16 == 0
-    ok = ok and n % 16 == 0 and 16 <= n <= 256
-    if not ok or acc not in (None, rt(16, n, fp32), pending(rt(16, n, fp32))):
-        only = "; only the accumulator may be in flight" * name.startswith("mma")
-        given = ", ".join(str(x) for x in (acc, a, b) if x is not None)
-        accumulator = "rt(16, n, fp32), " * name.startswith("mma")
-        raise TypeError(
-            f"{name}: takes {accumulator}st(64, k) or rt(16, k), and {right}, of one dtype (bf16 or fp16), "
-            f"n and k multiples of 16, n up to 256{only}; got {given}"
-        )
-    return rt(16, n, fp32)
+def _result(name, acc, a, b):
+    """The type of the product; TypeError if there is none of these operands."""
+    m, n, _ = check(f"warpgroup.{name}", acc, a, b)
+    return rt(m, n, fp32)
 
 
-def _emit(b, out, acc, a, right, transposed, vacc, va, vright):
-    def describe(tile, address, rows_are_k):
-        low = b.zext(b.lshr(address, b.u32(4)), i64)
-        start = b.or_(low, i64(layout.descriptor(tile.whole, tile.width, rows_are_k)))
-        return lambda k: b.add(start, i64(layout.k_step(k, tile.whole, tile.dtype.itemsize, tile.width, rows_are_k) >> 4))
+def _operand(b, tile, address, rows_are_k):
+    """k -> the descriptor of a shared operand's slice that begins at `k` of the contracted axis."""
+    low = b.zext(b.lshr(address, b.u32(4)), i64)
+    start = b.or_(low, i64(layout.descriptor(tile.whole, tile.width, rows_are_k)))
+    return lambda k: b.add(start, i64(layout.k_step(k, tile.whole, tile.dtype.itemsize, tile.width, rows_are_k) >> 4))
 
+
+def _emit(b, name, out, acc, a, right, vacc, va, vright):
+    form = form_of(name)
     registers = b.unpack(va) if isinstance(a, rt) else []
     settled = isinstance(acc, rt)  # the registers of one in flight pass to the next wgmma untouched, not even by the fence
     parts = ptx.wgmma_fence(b, (b.unpack(vacc) if settled else []) + registers)
     c = parts[: out.elements] if settled else b.unpack(vacc) if acc else [b.real(0)] * out.elements
     registers = parts[len(parts) - len(registers) :]
-    left = None if registers else describe(a, va, False)
-    step = describe(right, vright, not transposed)
-    for k in range(0, a.cols, 16):
+    left = None if registers else _operand(b, a, va, form.left)
+    step = _operand(b, right, vright, not form.right)
+    for k in range(0, right.shape[form.right], 16):
         operand = registers[k // 4 : k // 4 + 4] if registers else [left(k)]
-        c = ptx.wgmma(b, right.dtype, c, operand, step(k), out.cols, not transposed, accumulate=acc is not None or k > 0)
+        across = form.left, not form.right  # these operands' rows run along k
+        c = ptx.wgmma(b, right.dtype, c, operand, step(k), out.cols, across, accumulate=acc is not None or k > 0)
     ptx.wgmma_commit(b)
     return b.pack(c)
 
 
 @op
-def mm_ABt(a, b):
-    """a @ b.T in fp32, pending. a: st(64, k) or the warps' rt(16, k); b: st(n, k); both bf16 or both fp16."""
-    return _MM_ABT[0](None, a, b)
+def mm_AB(a, b):
+    """a @ b in fp32, pending. a: st(64, k) or the warps' rt(16, k); b: st(k, n). Dtypes: ops.mma.SUPPORTED."""
+    return _meaning("mm_AB", None, a, b)
 
 
 @op
-def mm_AB(a, b):
-    """a @ b in fp32, pending. a: st(64, k) or the warps' rt(16, k); b: st(k, n); both bf16 or both fp16."""
-    return _MM_AB[0](None, a, b)
+def mm_ABt(a, b):
+    """a @ b.T in fp32, pending. a: st(64, k) or the warps' rt(16, k); b: st(n, k)."""
+    return _meaning("mm_ABt", None, a, b)
 
 
-@op(takes_pending=True)
-def mma_ABt(acc, a, b):
-    """acc + a @ b.T in fp32, pending; acc: the warps' rt(16, n, fp32), in flight or not; a, b as for mm_ABt."""
-    return _MMA_ABT[0](acc, a, b)
+@op
+def mm_AtB(a, b):
+    """a.T @ b in fp32, pending. a: st(k, 64); b: st(k, n)."""
+    return _meaning("mm_AtB", None, a, b)
+
+
+@op
+def mm_AtBt(a, b):
+    """a.T @ b.T in fp32, pending. a: st(k, 64); b: st(n, k)."""
+    return _meaning("mm_AtBt", None, a, b)
 
 
 @op(takes_pending=True)
 def mma_AB(acc, a, b):
     """acc + a @ b in fp32, pending; acc: the warps' rt(16, n, fp32), in flight or not; a, b as for mm_AB."""
-    return _MMA_AB[0](acc, a, b)
+    return _meaning("mma_AB", acc, a, b)
 
 
-_MM_ABT, _MM_AB = _product("mm_ABt", True, False), _product("mm_AB", False, False)
-_MMA_ABT, _MMA_AB = _product("mma_ABt", True, True), _product("mma_AB", False, True)
+@op(takes_pending=True)
+def mma_ABt(acc, a, b):
+    """acc + a @ b.T in fp32, pending; acc as for mma_AB; a, b as for mm_ABt."""
+    return _meaning("mma_ABt", acc, a, b)
 
 
-def _without_acc(rule):
-    def two(a, b):
-        out, emit = rule(None, a, b)
-        return out, lambda builder, va, vb: emit(builder, None, va, vb)
-
-    return two
+@op(takes_pending=True)
+def mma_AtB(acc, a, b):
+    """acc + a.T @ b in fp32, pending; acc as for mma_AB; a, b as for mm_AtB."""
+    return _meaning("mma_AtB", acc, a, b)
 
 
-lowers(mm_ABt)(_without_acc(_MM_ABT[1]))
-lowers(mm_AB)(_without_acc(_MM_AB[1]))
-lowers(mma_ABt)(_MMA_ABT[1])
-lowers(mma_AB)(_MMA_AB[1])
+@op(takes_pending=True)
+def mma_AtBt(acc, a, b):
+    """acc + a.T @ b.T in fp32, pending; acc as for mma_AB; a, b as for mm_AtBt."""
+    return _meaning("mma_AtBt", acc, a, b)
+
+
+def _adding(name):
+    def rule(acc, a, b):
+        out = _result(name, acc, a, b)
+        return pending(out), lambda builder, *values: _emit(builder, name, out, acc, a, b, *values)
+
+    return rule
+
+
+def _alone(name):
+    def rule(a, b):
+        out = _result(name, None, a, b)
+        return pending(out), lambda builder, *values: _emit(builder, name, out, None, a, b, None, *values)
+
+    return rule
+
+
+for _face in (mm_AB, mm_ABt, mm_AtB, mm_AtBt):
+    lowers(_face)(_alone(_face.__name__))
+for _face in (mma_AB, mma_ABt, mma_AtB, mma_AtBt):
+    lowers(_face)(_adding(_face.__name__))
 
 
 @op(takes_pending=True)

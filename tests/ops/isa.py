@@ -231,7 +231,7 @@ def _wgmma(m, match, *args):
     acc, rest = args[:registers], args[registers:]
     group, lane, warp = m.tid // 128, m.tid % 32, m.tid // 32 % 4
     assert (group == 0).all()
-    row = 16 * warp + lane // 4
+    row, transposed = 16 * warp + lane // 4, match[4].split(", ")[2:]
     if len(rest) == 5:
         a = np.zeros((64, 16))
         for i, register in enumerate(rest[:4]):
@@ -239,8 +239,8 @@ def _wgmma(m, match, *args):
             for h in (0, 1):
                 a[row + i % 2 * 8, i // 2 * 8 + lane % 4 * 2 + h] = halves[:, h]
     else:
-        a = _operand(m, rest[0], 64, True, dtype)
-    b = _operand(m, rest[-1], n, match[4].split(",")[-1].strip() == "0", dtype)
+        a = _operand(m, rest[0], 64, transposed[0] == "0", dtype)
+    b = _operand(m, rest[-1], n, transposed[-1] == "0", dtype)
     d = a @ b.T
     out = []
     for i in range(registers):

@@ -1,0 +1,100 @@
+"""Which matrix products there are: one table, which the rules of both scopes go by, and the words of what they refuse.
+
+An op's name says which operands come transposed: mma_AtB is acc + a.T @ b. A register operand whose contracted axis runs down
+its rows is in column layout (see tiles/layout.py), so that in registers every form is the same instruction.
+"""
+
+from typing import NamedTuple
+
+from tiles.dtypes import bf16, dtype, fp16, fp32
+from tiles.types import pending, rt, st
+
+MULTIPLE = 16  # of a product's rows and columns
+SLICE = 32  # bytes along the contracted axis that one instruction takes
+WIDEST = 256  # columns of a warpgroup's product
+
+
+class Form(NamedTuple):
+    """Which operands of a product come transposed."""
+
+    left: bool
+    right: bool
+
+    @property
+    def layouts(self):
+        """Of a and b in registers."""
+        return "col" if self.left else "row", "row" if self.right else "col"
+
+
+class Places(NamedTuple):
+    """Where a product's operands may lie: in registers (rt), in shared memory (st)."""
+
+    a: tuple[type, ...]
+    b: tuple[type, ...]
+
+
+FORMS = {"AB": Form(False, False), "ABt": Form(False, True), "AtB": Form(True, False), "AtBt": Form(True, True)}
+ANYWHERE, B_SHARED, SHARED = Places((rt, st), (rt, st)), Places((rt, st), (st,)), Places((st,), (st,))
+ROWS = {"": {rt: "m", st: "m"}, "warpgroup.": {rt: 16, st: 64}}  # of a and acc, by scope
+
+SUPPORTED: dict[str, dict[str, dict[dtype, Places]]] = {
+    "sm_80": {
+        "mma_AB": dict.fromkeys((bf16, fp16), ANYWHERE),
+        "mma_ABt": dict.fromkeys((bf16, fp16), ANYWHERE),
+    },
+    "sm_90": {
+        "warpgroup.mma_AB": dict.fromkeys((bf16, fp16), B_SHARED),
+        "warpgroup.mma_ABt": dict.fromkeys((bf16, fp16), B_SHARED),
+        "warpgroup.mma_AtB": dict.fromkeys((bf16, fp16), SHARED),
+        "warpgroup.mma_AtBt": dict.fromkeys((bf16, fp16), SHARED),
+    },
+}
+"""{family: {op: {dtype of a and b: where they may lie}}}; a GPU has the families up to its own, sm_90's on Hopper alone."""
+
+
+def form_of(name):
+    """The form of a product, by its op's name."""
+    return FORMS[name.rpartition("_")[2]]
+
+
+def _words(name, places, dtypes):
+    """A line of the table."""
+    form, rows = form_of(name), ROWS[name.rpartition("mma")[0]]
+
+    def said(kinds, layout, shape):
+        turned = {rt: ", col" * (layout == "col"), st: ""}
+        return " or ".join(f"{kind.__name__}({shape(kind)}{turned[kind]})" for kind in kinds)
+
+    a = said(places.a, form.layouts[0], lambda kind: f"k, {rows[kind]}" if form.left else f"{rows[kind]}, k")
+    b = said(places.b, form.layouts[1], lambda _: "n, k" if form.right else "k, n")
+    return f"{name}: acc rt({rows[rt]}, n, fp32), a {a}, b {b}, both {' or both '.join(map(str, dtypes))}"
+
+
+def listed(scope):
+    """The products of a scope ("" or "warpgroup."), a line each."""
+    cells = [(n, p, d) for rows in SUPPORTED.values() for n, row in rows.items() for d, p in row.items()]
+    lines = dict.fromkeys((n, p) for n, p, _ in cells if n.rpartition("mma")[0] == scope)
+    return "".join(f"\n  {_words(*line, [d for *cell, d in cells if tuple(cell) == line])}" for line in lines)
+
+
+def check(name, acc, a, b):
+    """(m, n, k) of the product `name` ("mma_AB", "warpgroup.mm_AtB"; mm_* add to nothing, and acc is None), m as one warp has
+    it; TypeError if the table has none of these operands. acc may be in flight if the scope is the warpgroup's."""
+    scope, form = name[: name.index("mm")], form_of(name)
+    row, given = f"{scope}mma_{name.rpartition('_')[2]}", (getattr(a, "dtype", None), getattr(b, "dtype", None))
+    places = next((rows[row][given[0]] for rows in SUPPORTED.values() if given[0] in rows.get(row, ())), None)
+    if places and given[0] is given[1] and all(map(_may_lie, (a, b), places, form.layouts)):
+        (m, k), (along, n) = a.shape[:: -1 if form.left else 1], b.shape[:: -1 if form.right else 1]
+        fits = along == k and not (m % MULTIPLE or n % MULTIPLE or k * a.dtype.itemsize % SLICE)
+        if scope:
+            fits, m = fits and m == ROWS[scope][type(a)] and n <= WIDEST, ROWS[scope][rt]
+        if fits and acc in (None, rt(m, n, fp32), pending(rt(m, n, fp32))):
+            return m, n, k
+    said = ", ".join(str(x) for x in (acc, a, b) if x is not None)
+    rest = f"m, n multiples of {MULTIPLE}, k of {SLICE} bytes" + f"; n up to {WIDEST}; only acc may be in flight" * bool(scope)
+    raise TypeError(f"{name}: got {said}; there are ({rest}){listed(scope)}")
+
+
+def _may_lie(x, kinds, layout):
+    """May the operand lie where it lies?"""
+    return isinstance(x, kinds) and (isinstance(x, st) or x.layout == layout)
