@@ -12,6 +12,7 @@
 As with rings, the j-th tile lies in slot j % stages, whoever asks. Groups are counted by each thread, over all its pipelines.
 """
 
+import itertools
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -105,47 +106,61 @@ def check_copy(name, tile, source, at, rows, cols, piece):
         raise TypeError(f"{name}: piece must be one of {PIECES} bytes, got {piece}")
 
 
+def _widths(b, tile, over, before, piece):
+    """For each piece of a lane's chunks, a panel's after the other: (panel, byte in the row, byte in the chunk, how many of its
+    bytes lie inside the array), where `over` bytes are left from the lane's first one on, and none if that lies `before` it."""
+    for panel in range(tile.panels):
+        for part in range(0, CHUNK, piece):
+            low = panel * tile.width + part
+            left = b.sub(over, ir.Constant(i64, low))
+            left = b.select(b.icmp_signed("<", left, ir.Constant(i64, piece)), left, ir.Constant(i64, piece))
+            out = b.icmp_signed("<", left, ir.Constant(i64, 0))
+            if panel == 0:
+                out = b.or_(out, before)
+            yield panel, low, part, b.select(out, b.u32(0), b.u32(left))
+
+
 def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first):
     """Start copying rows first.. first + share of the tile at `at`, by one warp: lanes side by side along a row's chunks of 16
-    bytes, so that a panel's row is one access to global memory and its chunks lie in different banks."""
+    bytes, so that a panel's row is one access to global memory and its chunks lie in different banks. A tile that lies inside
+    the array is copied without looking at every row: most do, and the copies stand in a loop that has better to do."""
     data, extents, strides = b.array(ty, array)
     at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
     rows, cols, itemsize = rows % ty.ndim, cols % ty.ndim, tile.dtype.itemsize
+    inside = b.icmp_unsigned("==", b.u32(0), b.u32(0))
+    for axis, size in ((rows, tile.rows), (cols, tile.cols)):
+        fits = b.icmp_signed("<=", at[axis], b.sub(extents[axis], ir.Constant(i64, size)))
+        inside = b.and_(b.and_(inside, fits), b.icmp_signed(">=", at[axis], ir.Constant(i64, 0)))
     chunks = tile.width // CHUNK  # of a panel's row
     step = layout.LANES // chunks  # rows that a warp copies at once
     lane = b.lane()
     own = b.udiv(lane, b.u32(chunks))
     row, byte = b.add(own, first), b.mul(b.and_(lane, b.u32(chunks - 1)), b.u32(CHUNK))
-    start = b.mul(row, b.u32(tile.width))
-    inside = b.xor(byte, b.and_(b.lshr(start, b.u32(3)), b.u32(tile.width - 16)))
-    start = b.add(address, start)
-    at[rows] = b.add(at[rows], b.zext(row, i64))
-    source = b.add(data, b.zext(byte, i64))
-    for axis, index in enumerate(at):
-        source = b.add(source, b.mul(index, ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
-    over = b.mul(b.sub(extents[cols], at[cols]), ir.Constant(i64, itemsize))  # bytes of a row from the tile's first column on
-    over = b.sub(over, b.zext(byte, i64))
-    before = b.icmp_signed("<", b.add(b.mul(at[cols], ir.Constant(i64, itemsize)), b.zext(byte, i64)), ir.Constant(i64, 0))
+    offset = b.mul(row, b.u32(tile.width))
+    chunk, start = b.xor(byte, b.and_(b.lshr(offset, b.u32(3)), b.u32(tile.width - 16))), b.add(address, offset)
+    source = b.add(b.add(data, b.zext(byte, i64)), b.mul(b.zext(row, i64), strides[rows]))
+    for axis in sorted(range(ty.ndim), key=lambda axis: axis == rows):  # what changes from tile to tile last
+        source = b.add(source, b.mul(at[axis], ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
     guard = b.zext(b.icmp_unsigned("<", own, b.u32(min(step, share))), ir.IntType(32))
-    widths = []  # for each panel and piece of a chunk, how many of its bytes lie inside the array
-    for low in range(0, tile.panels * tile.width, tile.width):
-        for part in range(0, CHUNK, piece):
-            left = b.sub(over, ir.Constant(i64, low + part))
-            left = b.select(b.icmp_signed("<", left, ir.Constant(i64, piece)), left, ir.Constant(i64, piece))
-            out = b.icmp_signed("<", left, ir.Constant(i64, 0))
-            if low == 0:
-                out = b.or_(out, before)
-            widths.append((low // tile.width, low + part, part, b.select(out, b.u32(0), b.u32(left))))
-    for down in range(0, share, step):
-        index = b.add(at[rows], ir.Constant(i64, down))
-        here = b.add(start, b.u32(down * tile.width))
-        chunk = b.xor(inside, b.u32(down * tile.width >> 3 & tile.width - 16))
+
+    def copy(down, panel, low, part, nbytes):
+        to = b.add(b.add(start, b.xor(chunk, b.u32(down * tile.width >> 3 & tile.width - 16))), b.u32(down * tile.width))
         line = b.add(source, b.mul(strides[rows], ir.Constant(i64, down)))
-        exists = b.icmp_unsigned("<", index, extents[rows])
-        for panel, low, part, width in widths:
-            to = b.add(b.add(here, chunk), b.u32(panel * tile.panel_bytes + part))
-            nbytes = b.select(exists, width, b.u32(0))
-            ptx.copy_async(b, to, b.add(line, ir.Constant(i64, low)), nbytes, guard, piece)
+        to, line = b.add(to, b.u32(panel * tile.panel_bytes + part)), b.add(line, ir.Constant(i64, low))
+        ptx.copy_async(b, to, line, nbytes, guard, piece)
+
+    with b.if_then(inside):
+        for down, panel, part in itertools.product(range(0, share, step), range(tile.panels), range(0, CHUNK, piece)):
+            copy(down, panel, panel * tile.width + part, part, b.u32(piece))
+    with b.if_then(b.not_(inside)):
+        first_byte = b.add(b.mul(at[cols], ir.Constant(i64, itemsize)), b.zext(byte, i64))
+        over = b.sub(b.mul(extents[cols], ir.Constant(i64, itemsize)), first_byte)
+        widths = list(_widths(b, tile, over, b.icmp_signed("<", first_byte, ir.Constant(i64, 0)), piece))
+        first_row = b.add(at[rows], b.zext(row, i64))
+        for down in range(0, share, step):
+            exists = b.icmp_unsigned("<", b.add(first_row, ir.Constant(i64, down)), extents[rows])
+            for *place, width in widths:
+                copy(down, *place, b.select(exists, width, b.u32(0)))
 
 
 def _needs_index(name, j):
