@@ -57,9 +57,14 @@ def form_of(name):
     return FORMS[name.rpartition("_")[2]]
 
 
+def cells(name):
+    """{dtype: places} of the op, through all families."""
+    return {d: places for rows in SUPPORTED.values() for d, places in rows.get(name, {}).items()}
+
+
 def _words(name, places, dtypes):
-    """A line of the table."""
-    form, rows = form_of(name), ROWS[name.rpartition("mma")[0]]
+    """What the op takes of these dtypes."""
+    form, rows = form_of(name), ROWS[name[: name.index("mm")]]
 
     def said(kinds, layout, shape):
         turned = {rt: ", col" * (layout == "col"), st: ""}
@@ -67,22 +72,24 @@ def _words(name, places, dtypes):
 
     a = said(places.a, form.layouts[0], lambda kind: f"k, {rows[kind]}" if form.left else f"{rows[kind]}, k")
     b = said(places.b, form.layouts[1], lambda _: "n, k" if form.right else "k, n")
-    return f"{name}: acc rt({rows[rt]}, n, fp32), a {a}, b {b}, both {' or both '.join(map(str, dtypes))}"
+    return f"acc rt({rows[rt]}, n, fp32), a {a}, b {b}, both {' or both '.join(map(str, dtypes))}"
 
 
-def listed(scope):
-    """The products of a scope ("" or "warpgroup."), a line each."""
-    cells = [(n, p, d) for rows in SUPPORTED.values() for n, row in rows.items() for d, p in row.items()]
-    lines = dict.fromkeys((n, p) for n, p, _ in cells if n.rpartition("mma")[0] == scope)
-    return "".join(f"\n  {_words(*line, [d for *cell, d in cells if tuple(cell) == line])}" for line in lines)
+def _listed(scope, name):
+    """What `name` takes, and the other products of its scope."""
+    found = {form: cells(f"{scope}mma_{form}") for form in FORMS}
+    mine = found.pop(name.rpartition("_")[2])
+    takes = [_words(name, places, [d for d in mine if mine[d] == places]) for places in dict.fromkeys(mine.values())]
+    others = [f"mma_{form} ({', '.join(map(str, found[form]))})" for form in found]
+    return f"takes {'; or '.join(takes)}. There are also {', '.join(others)}"
 
 
 def check(name, acc, a, b):
     """(m, n, k) of the product `name` ("mma_AB", "warpgroup.mm_AtB"; mm_* add to nothing, and acc is None), m as one warp has
     it; TypeError if the table has none of these operands. acc may be in flight if the scope is the warpgroup's."""
     scope, form = name[: name.index("mm")], form_of(name)
-    row, given = f"{scope}mma_{name.rpartition('_')[2]}", (getattr(a, "dtype", None), getattr(b, "dtype", None))
-    places = next((rows[row][given[0]] for rows in SUPPORTED.values() if given[0] in rows.get(row, ())), None)
+    given = getattr(a, "dtype", None), getattr(b, "dtype", None)
+    places = cells(f"{scope}mma_{name.rpartition('_')[2]}").get(given[0])
     if places and given[0] is given[1] and all(map(_may_lie, (a, b), places, form.layouts)):
         (m, k), (along, n) = a.shape[:: -1 if form.left else 1], b.shape[:: -1 if form.right else 1]
         fits = along == k and not (m % MULTIPLE or n % MULTIPLE or k * a.dtype.itemsize % SLICE)
@@ -91,8 +98,8 @@ def check(name, acc, a, b):
         if fits and acc in (None, rt(m, n, fp32), pending(rt(m, n, fp32))):
             return m, n, k
     said = ", ".join(str(x) for x in (acc, a, b) if x is not None)
-    rest = f"m, n multiples of {MULTIPLE}, k of {SLICE} bytes" + f"; n up to {WIDEST}; only acc may be in flight" * bool(scope)
-    raise TypeError(f"{name}: got {said}; there are ({rest}){listed(scope)}")
+    rest = f"m and n multiples of {MULTIPLE}, k of {SLICE} bytes" + f"; n up to {WIDEST}; only acc in flight" * bool(scope)
+    raise TypeError(f"{name}: got {said}; {_listed(scope, name)} ({rest})")
 
 
 def _may_lie(x, kinds, layout):

@@ -390,7 +390,7 @@ CASES = {
     transpose_of_a_partial_sum: "transpose: takes a register tile or a whole vector, got partial col_vec(16, fp32)",
     tiles_of_different_layouts: "add: rt(16, 64, fp32) and rt(16, 64, fp32, col) do not broadcast",
     column_vector_of_the_other_layout: "add: rt(16, 64, fp32) and col_vec(16, fp32, col) do not broadcast",
-    product_of_a_column_tile: "mm_AB: takes st(64, k) or rt(16, k), and st(k, n), of one dtype",
+    product_of_a_column_tile: "warpgroup.mm_AB: got rt(16, 64, bf16, col), st(64, 64, bf16); takes a",
     row_sum_of_an_array: "row_sum: takes a register tile, got array",
     converting_an_array: "bf16: converts a register tile or vector, got array",
     zeros_of_a_shared_tile_type: "zeros: shape must be a register tile or vector type such as rt(16, 64, fp32), got st(64, 64",
@@ -401,19 +401,16 @@ CASES = {
     warpgroup_mask_of_an_array: "warpgroup.causal: takes a register tile, an integer and a number, got array",
     a_tile_in_flight_added: "add: this tile is still in flight: pending rt(16, 64, fp32); take it with warpgroup.wait",
     a_tile_in_flight_stored: "store: this tile is still in flight: pending rt(16, 64, fp32)",
-    an_accumulator_in_flight_of_another_shape: "mma_AB: takes rt(16, n, fp32), st(64, k) or rt(16, k), and st(k, n), of one "
-    "dtype (bf16 or fp16), n and k multiples of 16, n up to 256; only the accumulator may be in flight; got pending rt(16, 48, "
-    "fp32), st(64, 64, bf16), st(64, 64, bf16)",
-    an_operand_in_flight: "mma_AB: takes rt(16, n, fp32), st(64, k) or rt(16, k), and st(k, n), of one dtype (bf16 or fp16), n "
-    "and k multiples of 16, n up to 256; only the accumulator may be in flight; got rt(16, 64, fp32), pending rt(16, 64, fp32)",
+    an_accumulator_in_flight_of_another_shape: "warpgroup.mma_AB: got pending rt(16, 48, fp32), st(64, 64, bf16), st(64, 64, bf16); takes",
+    an_operand_in_flight: "warpgroup.mma_AB: got rt(16, 64, fp32), pending rt(16, 64, fp32), st(64, 64, bf16); takes acc "
+    "rt(16, n, fp32), a rt(16, k) or st(64, k), b st(k, n), both bf16 or both fp16. There are also mma_ABt (bf16, fp16",
     a_product_of_a_tile_in_flight: "mm_AB: this tile is still in flight: pending rt(16, 64, fp32)",
     waiting_for_what_is_here: "wait: takes a tile in flight (from mm_* or mma_*), got rt(16, 64, fp32)",
     leaving_fewer_than_none_in_flight: "wait: newer must be 0 or more, got -1",
-    product_of_unequal_dtypes: "mm_AB: takes st(64, k) or rt(16, k), and st(k, n), of one dtype (bf16 or fp16), n and k "
-    "multiples of 16, n up to 256; got st(64, 64, bf16), st(64, 48, fp16)",
-    product_of_unequal_k: "mm_ABt: takes st(64, k) or rt(16, k), and st(n, k), of one dtype",
-    product_in_fp32: "mm_AB: takes st(64, k) or rt(16, k)",
-    accumulator_of_another_shape: "mma_AB: takes rt(16, n, fp32), st(64, k) or rt(16, k), and st(k, n)",
+    product_of_unequal_dtypes: "warpgroup.mm_AB: got st(64, 64, bf16), st(64, 48, fp16); takes a",
+    product_of_unequal_k: "warpgroup.mm_ABt: got rt(16, 64, fp16), st(64, 48, fp16); takes a",
+    product_in_fp32: "warpgroup.mm_AB: got rt(16, 64, fp32), st(64, 64, bf16); takes a",
+    accumulator_of_another_shape: "warpgroup.mma_AB: got rt(16, 128, fp32), st(64, 64, bf16), st(64, 64, bf16); takes a",
     storing_to_a_shared_tile_of_another_shape: "warpgroup.store: st(64, 64, bf16) does not take 4 x rt(16, 128, fp32)",
     storing_a_warps_tile_as_a_warpgroups: "store: st(64, 64, bf16) does not take rt(16, 64, fp32)",
     loading_a_vector_from_a_shared_tile: "load: st(64, 64, bf16) does not hold col_vec(16, fp32)",

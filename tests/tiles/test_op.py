@@ -156,13 +156,13 @@ def wait_for_what_is_here(array, source, x):
     warpgroup.wait(zeros(Y))  # here
 
 
-@mistake("mm_AB: takes st(64, k) or rt(16, k), and st(k, n), of one dtype (bf16 or fp16)")
+@mistake("mm_AB: got st(64, 64, bf16), st(64, 64, fp16); takes a")
 def mma_of_two_dtypes(array, source, x):
     a, b, r = smem.open()
     warpgroup.mm_AB(a, b)  # here
 
 
-@mistake("mma_ABt: takes rt(16, n, fp32), st(64, k) or rt(16, k), and st(n, k), of one dtype")
+@mistake("mma_ABt: got rt(16, 32, fp32), st(64, 64, bf16), st(64, 64, bf16); takes acc")
 def accumulator_of_another_shape(array, source, x):
     a, b, r = smem.open()
     warpgroup.mma_ABt(zeros(X), a, a)  # here

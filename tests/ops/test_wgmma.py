@@ -1,0 +1,147 @@
+"""ops/wgmma.py: a warpgroup's products in all their forms, waited for at once, in flight together and one after the other."""
+
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import EPS, blank, close, pairs, wide
+
+import tiles
+from ops import warpgroup, zeros
+from ops.products import FORMS, SUPPORTED
+from tiles import bf16, fp16, fp32, ring, rt, st, tensor
+
+EVERY_N = range(16, 257, 16)
+EVERY_K = [16, 32, 48, 64, 80, 112, 128, 192, 256]
+
+
+def widths(cols):
+    """The panel widths that divide a row of `cols` 2-byte elements, widest first."""
+    return [w for w in (128, 64, 32) if cols * 2 % w == 0]
+
+
+def products(form):
+    """Every n once, every k, dtype and width in turn, and a from registers where there is such a form, by turns in the plain
+    product and in the one that adds: (form, n, k, dtype, width of b, width of a, which product has a in registers)."""
+    left, right = FORMS[form]
+    for i, (n, k, dtype) in enumerate(pairs(EVERY_N, EVERY_K, [bf16, fp16])):
+        b, a = widths(k if right else n), widths(64 if left else k)
+        places = SUPPORTED["sm_90"][f"warpgroup.mma_{form}"][dtype].a
+        registers = ("plain", "added")[i % 2] if rt in places else None
+        yield form, n, k, dtype, b[i % len(b)], a[(i + 1) % len(a)], registers
+
+
+def exact(a, b, acc=0.0):
+    """(the product in float64, how wrong fp32 sums of it may be)"""
+    return acc + wide(a) @ wide(b), (np.abs(acc) + np.abs(wide(a)) @ np.abs(wide(b))) * EPS[fp32] * 8
+
+
+CASES = [case for form in FORMS for case in products(form)]
+
+
+@pytest.mark.parametrize(("form", "n", "k", "dtype", "width", "left_width", "registers"), CASES, ids=str)
+def test_products(run, sample, form, n, k, dtype, width, left_width, registers):
+    """All four forms, alone and added to an accumulator, a from shared memory and from registers."""
+    mm, mma, (left_turned, turned) = getattr(warpgroup, f"mm_{form}"), getattr(warpgroup, f"mma_{form}"), FORMS[form]
+    A = st(*((k, 64) if left_turned else (64, k)), dtype, left_width)
+    B = st(*((n, k) if turned else (k, n)), dtype, width)
+    T, O = rt(16, k, dtype), rt(16, n, fp32)
+    smem = tiles.shared(a=ring(A, 1), b=ring(B, 1))
+    plain_from_registers, added_from_registers = registers == "plain", registers == "added"
+
+    @cuda.jit
+    def body(gA, gB, C, plain, added):
+        a, b = smem.open()
+        a.fill(0, gA, (0, 0))
+        b.fill(0, gB, (0, 0))
+        left, right = a.wait(0), b.wait(0)
+        if plain_from_registers:
+            product = mm(warpgroup.load(left, T), right)
+        else:
+            product = mm(left, right)
+        warpgroup.store(plain, warpgroup.wait(product), (0, 0))
+        acc = warpgroup.load(C, O, (0, 0))
+        if added_from_registers:
+            total = mma(acc, warpgroup.load(left, T), right)
+        else:
+            total = mma(acc, left, right)
+        warpgroup.store(added, warpgroup.wait(total), (0, 0))
+
+    a, b, c = sample(A.shape, dtype), sample(B.shape, dtype), sample((64, n))
+    plain, added = blank((64, n)), blank((64, n))
+    run(body, tensor(a, A), tensor(b, B), c, plain, added, warps=4, shared=smem)
+    for out, acc in ((plain, 0.0), (added, wide(c))):
+        want, atol = exact(a.T if left_turned else a, b.T if turned else b, acc)
+        close(out, want, atol=atol)
+
+
+@pytest.mark.parametrize("form, from_registers", [("AB", False), ("ABt", True), ("AB", True), ("ABt", False)])
+def test_accumulator_in_flight(run, sample, form, from_registers):
+    """A sum over five tiles whose mmas follow each other without a wait, and one more that starts from registers."""
+    mm, mma, steps = getattr(warpgroup, f"mm_{form}"), getattr(warpgroup, f"mma_{form}"), 5
+    A, B, T, O = st(64, 64, bf16), st(64, 64, bf16), rt(16, 64, bf16), rt(16, 64, fp32)
+    smem = tiles.shared(a=ring(A, steps), b=ring(B, steps))
+
+    @cuda.jit
+    def body(gA, gB, C, out, added):
+        a, b = smem.open()
+        for j in range(steps):
+            a.fill(j, gA, (0, j))
+            b.fill(j, gB, (0, j))
+        left = warpgroup.load(a.wait(0), T)
+        acc = mm(left if from_registers else a.wait(0), b.wait(0))
+        for j in range(1, steps):
+            if from_registers:
+                acc = warpgroup.wait(acc)
+                acc = mma(acc, warpgroup.load(a.wait(j), T), b.wait(j))
+                acc = mma(acc, warpgroup.load(a.wait(j), T), b.wait(j))
+            else:
+                acc = mma(acc, a.wait(j), b.wait(j))
+                acc = mma(acc, a.wait(j), b.wait(j))
+            warpgroup.wait(newer=1)
+            a.release(j - 1)
+            b.release(j - 1)
+        warpgroup.store(out, warpgroup.wait(acc), (0, 0))
+        chain = mma(warpgroup.load(C, O, (0, 0)), a.wait(steps - 1), b.wait(steps - 1))
+        warpgroup.wait(newer=1)
+        chain = mma(chain, a.wait(steps - 1), b.wait(steps - 1))
+        warpgroup.wait()
+        warpgroup.store(added, warpgroup.wait(chain), (0, 0))
+
+    a, b, c = sample((64, 64 * steps), bf16), sample((64, 64 * steps), bf16), sample((64, 64))
+    out, added = blank((64, 64)), blank((64, 64))
+    run(body, tensor(a, A), tensor(b, B), c, out, added, warps=4, shared=smem)
+    parts = [
+        exact(x, y if form == "AB" else y.T)
+        for x, y in zip(np.split(a, steps, axis=1), np.split(b, steps, axis=1), strict=True)
+    ]
+    want, atol = (parts[0][k] + 2 * sum(p[k] for p in parts[1:]) for k in (0, 1))
+    close(out, want, atol=2 * atol)
+    close(added, c + 2 * parts[-1][0], atol=2 * parts[-1][1] + np.abs(c) * EPS[fp32])
+
+
+def test_two_in_flight_and_what_ordinary_stores_wrote(run, sample):
+    """The attention pattern: S and O in flight together, S waited for first; operands written by stores, seen after sync."""
+    K, V, T, O = st(64, 64, bf16), st(64, 96, bf16), rt(16, 64, bf16), rt(16, 96, fp32)
+    W = rt(16, 96, bf16)
+    smem = tiles.shared(q=K, k=K, v=V)
+
+    @cuda.jit
+    def body(Q, gK, gV, scores, out):
+        q, k, v = smem.open()
+        warpgroup.store(q, warpgroup.load(Q, T, (0, 0)))
+        warpgroup.store(k, warpgroup.load(gK, T, (0, 0)))
+        warpgroup.store(v, warpgroup.load(gV, W, (0, 0)))
+        warpgroup.sync()
+        p = bf16(warpgroup.wait(warpgroup.mm_ABt(q, k)))
+        s = warpgroup.mm_ABt(q, k)
+        o = warpgroup.mma_AB(zeros(O), p, v)
+        warpgroup.store(scores, warpgroup.wait(s, 1) * 2.0, (0, 0))
+        warpgroup.store(out, warpgroup.wait(o), (0, 0))
+
+    q, k, v = sample((64, 64), bf16), sample((64, 64), bf16), sample((64, 96), bf16)
+    scores, out = blank((64, 64)), blank((64, 96))
+    run(body, q, k, v, scores, out, warps=4, shared=smem)
+    want, atol = exact(q, k.T)
+    close(scores, 2 * want, atol=2 * atol)
+    size = np.abs(want) @ np.abs(wide(v))
+    close(out, want @ wide(v), atol=size * EPS[bf16])  # p was rounded to bf16
