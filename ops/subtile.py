@@ -4,7 +4,9 @@
     s = warpgroup.mm_ABt(queries, k.wait(j))
 
 A part may be loaded, stored, multiplied and copied by TMA like a tile of its own. Swizzles repeat every 8 rows, so it lies as
-such a tile would, but for its panels, which are as far apart as the whole tile's (`st.whole`).
+such a tile would, but for its panels, which are as far apart as the whole tile's (`st.whole`). Columns come by whole panels:
+
+    state = warpgroup.mma_AtB(state, subtile(k.wait(j), ROWS, 0, 64, warpgroup.id()), v.wait(j))     # 64 rows of K^T V
 """
 
 from dataclasses import replace
@@ -16,22 +18,41 @@ from tiles.values import SharedTile
 
 
 @op
-def subtile(tile, rows, index):
-    """The `index`-th part of `rows` rows of a shared tile, rows index * rows and following, as a shared tile. No copy.
-    `rows`, a multiple of 8 that divides the tile's rows, must be known when the kernel is compiled; `index` from 0."""
-    if not 0 <= index < tile.rows // rows:
-        raise here().hazard(f"subtile {index} of {rows} rows lies outside {tile.spec}")
-    first = index * rows
-    name = f"rows {first} to {first + rows - 1} of {tile.name}"
-    address = tile.address + first * tile.width
-    return SharedTile(replace(tile.spec, rows=rows), address, name, tile.slot, tile.number, tile.first + first)
+def subtile(tile, rows, index, cols=0, across=0):
+    """The part of a shared tile of `rows` rows and `cols` columns that begins at (index * rows, across * cols), as a shared
+    tile. No copy. `rows`, a multiple of 8 that divides the tile's rows, and `cols`, a multiple of a panel's columns that
+    divides the tile's (all by default), must be known when the kernel is compiled; `index` and `across` from 0."""
+    spec = _part(tile.spec, rows, cols)
+    if not (0 <= index < tile.rows // rows and 0 <= across < tile.cols // spec.cols):
+        what = f"subtile {index} of {rows} rows" + f", {across} of {cols} columns" * bool(cols)
+        raise here().hazard(f"{what} lies outside {tile.spec}")
+    first, left = index * rows, across * spec.cols
+    columns = f", columns {left} to {left + spec.cols - 1}" * (spec.cols < tile.cols)
+    name = f"rows {first} to {first + rows - 1}{columns} of {tile.name}"
+    address = tile.address + first * tile.width + left // tile.panel_cols * tile.panel_bytes
+    return SharedTile(spec, address, name, tile.slot, tile.number, tile.first + first)
+
+
+def _part(tile, rows, cols):
+    return replace(tile, rows=rows, cols=cols or tile.cols)
 
 
 @lowers(subtile)
-def _(tile, rows: int, index):
-    if not isinstance(tile, st) or not integer(index):
-        raise TypeError(f"subtile: takes a shared tile, its rows and an integer, got {tile} and {index}")
+def _(tile, rows: int, index, cols: int, across):
+    if not (isinstance(tile, st) and integer(index) and integer(across)):
+        numbers = f"{index} and {across}" if cols else index
+        raise TypeError(f"subtile: takes a shared tile, its rows and an integer, got {tile} and {numbers}")
     if rows < 8 or rows % 8 or tile.rows % rows:
         raise TypeError(f"subtile: rows must be a multiple of 8 that divides {tile.rows}, got {rows}")
-    step = rows * tile.width
-    return replace(tile, rows=rows), lambda b, address, _, i: b.add(address, b.mul(b.u32(i), b.u32(step)))
+    if cols < 0 or cols % tile.panel_cols or tile.cols % (cols or tile.cols):
+        raise TypeError(
+            f"subtile: cols must be a multiple of the {tile.panel_cols} columns of a panel that divides {tile.cols}, got {cols}"
+        )
+    spec = _part(tile, rows, cols)
+    down, right = rows * tile.width, spec.panels * tile.panel_bytes
+
+    def emit(b, address, _, index, __, across):
+        address = b.add(address, b.mul(b.u32(index), b.u32(down)))
+        return b.add(address, b.mul(b.u32(across), b.u32(right))) if cols else address
+
+    return spec, emit

@@ -55,6 +55,31 @@ def test_by_one_warp(run, sample, width, dtype, rows, cols):
     assert (nested == x.reshape(n, rows, cols)[:, -16:]).all()
 
 
+@pytest.mark.parametrize(("width", "dtype"), pairs(WIDTHS, [bf16, fp16]))
+def test_by_columns(run, sample, width, dtype):
+    """K^T V of 128 columns of K, 64 at a time, for some rows of each: parts in both directions; stored and loaded as such."""
+    S, T = st(128, 128, dtype, width), rt(16, 64, dtype)
+    smem = tiles.shared(k=ring(S, 1), v=ring(S, 1), x=S)
+
+    @cuda.jit
+    def body(gk, gv, x, product, quarter):
+        k, v, place = smem.open()
+        k.fill(0, gk, (0, 0))
+        v.fill(0, gv, (0, 0))
+        for half in range(2):
+            keys, values = subtile(k.wait(0), 64, 1, 64, half), subtile(v.wait(0), 64, 1, 64, 1)
+            warpgroup.store(product, warpgroup.wait(warpgroup.mm_AtB(keys, values)), (64 * half, 0))
+        warpgroup.store(subtile(place, 64, 0, 64, 1), warpgroup.load(x, T, (0, 0)))
+        warpgroup.store(quarter, warpgroup.load(subtile(place, 64, 0, 64, 1), T), (0, 0))
+
+    k, v, x = sample(S.shape, dtype), sample(S.shape, dtype), sample((64, 64), dtype)
+    product, quarter = blank((128, 64)), blank((64, 64), dtype)
+    run(body, tensor(k, S), tensor(v, S), x, product, quarter, warps=4, shared=smem)
+    K, V = wide(k)[64:], wide(v)[64:, 64:]
+    close(product, K.T @ V, atol=np.abs(K.T) @ np.abs(V) * EPS[fp32] * 8)
+    assert (quarter == x).all()
+
+
 @pytest.mark.parametrize(("width", "dtype"), pairs(WIDTHS, [bf16, fp32, fp16]))
 def test_by_four_warps_and_tma(run, sample, width, dtype):
     """Filled whole by TMA, each part loaded and stored by four warps, and copied out by TMA: to a tensor of its type, and to
@@ -227,6 +252,10 @@ def test_mistakes(backend):
         (a,) = SMEM.open()
         subtile(a, 24, 0)
 
+    def of_part_of_a_panel(x):
+        (a,) = SMEM.open()
+        subtile(a, 16, 0, 32, 1)
+
     def of_fewer_than_a_swizzle(x):
         (a,) = SMEM.open()
         subtile(a, 4, 0)
@@ -240,6 +269,7 @@ def test_mistakes(backend):
         at_a_fraction: "subtile: takes a shared tile, its rows and an integer, got st(64, 128, bf16) and float",
         of_rows_that_do_not_divide: "subtile: rows must be a multiple of 8 that divides 64, got 24",
         of_fewer_than_a_swizzle: "subtile: rows must be a multiple of 8 that divides 64, got 4",
+        of_part_of_a_panel: "subtile: cols must be a multiple of the 64 columns of a panel that divides 128, got 32",
         loaded_as_the_whole: "warpgroup.load: st(32, 128, bf16) of 64 rows does not hold 4 x rt(16, 128, bf16)",
     }.items():
         with pytest.raises(TypeError) as error:
