@@ -2,8 +2,12 @@
 hold the rest. Taken in fp32, and rounded once to the tile's dtype.
 
 A row of a tile in row layout lies in the four lanes of a quad (two shuffles a row), a column in the eight lanes of one place in
-their quads (three); in column layout it is the other way round. All of this is one warp's: a warpgroup's tile is four of them,
-so its columns are reduced once their warps have met through shared memory.
+their quads (three); in column layout it is the other way round. A shared tile is read band by band, in row layout.
+
+All of this is one warp's. A warpgroup's tile is four of them, and so its rows are reduced, too; its columns and all its
+elements once the warps have met through shared memory (group.py):
+
+    most = warpgroup.reduce_max(col_max(tile), scratch)
 """
 
 from dataclasses import replace
@@ -16,76 +20,88 @@ from numba.cuda import types
 
 from tiles import ptx
 from tiles.dtypes import fp32
+from tiles.interpreter import here
+from tiles.layout import LANES
 from tiles.op import lowers, op
 from tiles.plumbing import f32, i32
-from tiles.types import rt, rv, whole
+from tiles.types import rt, rv, st, whole
+from tiles.values import SharedTile
 
 from .maps import _add, _mul, fmax, fmin
+from .memory import lower_shared_load
 
 CHAINS = 4  # independent partial folds in a lane, so that their latency hides
+BAND = 64  # elements a lane that are read at once of a shared tile
 QUAD, PLACES = (1, 2), (4, 8, 16)  # the bits of a lane's number in its quad, and those of its quad
 ZERO = ir.Constant(f32, 0.0)
 FOLDS = {"max": (np.fmax, fmax), "min": (np.fmin, fmin), "sum": (np.add, _add), "prod": (np.multiply, _mul)}
 
 
+def _elements(x):
+    """What a tile or vector holds, in fp32; a shared tile's elements are read."""
+    return (here().read(x) if isinstance(x, SharedTile) else x.array).astype(np.float32)
+
+
 def _reduced(kind, tile, axis, running=None):
     """What a reduction means: along an axis, or None for all elements."""
     ufunc = FOLDS[kind][0]
-    out = ufunc.reduce(tile.array.astype(np.float32), axis=axis, keepdims=axis is not None)
-    return out if running is None else ufunc(running.array.astype(np.float32), out)
+    out = ufunc.reduce(_elements(tile), axis=axis, keepdims=axis is not None)
+    return out if running is None else ufunc(_elements(running), out)
 
 
 # ---- rows and columns ----------------------------------------------------------------------------------------------
 @op
 def row_max(tile, running=None):
-    """Greatest element of each row, as tile.col_vec; as in `maximum`, NaN loses against a number. With a `running` col_vec, the
-    greatest of both."""
+    """Greatest element of each row of a register or shared tile, as a col_vec; as in `maximum`, NaN loses against a number.
+    With a `running` col_vec, the greatest of both."""
     return _reduced("max", tile, 1, running)
 
 
 @op
 def row_min(tile, running=None):
-    """Least element of each row, as tile.col_vec; as in `minimum`, NaN loses against a number. With a `running` col_vec, the
-    least of both."""
+    """Least element of each row of a register or shared tile, as a col_vec; as in `minimum`, NaN loses against a number. With a
+    `running` col_vec, the least of both."""
     return _reduced("min", tile, 1, running)
 
 
 @op
 def row_sum(tile, running=None):
-    """Sum of each row, taken in fp32, as tile.col_vec, plus the `running` one if given. In a loop, `lane_sum` and one `total`
-    at its end are cheaper."""
+    """Sum of each row of a register or shared tile, as a col_vec, taken in fp32. With a `running` col_vec, their sum. In a
+    loop, `lane_sum` and one `total` at its end are cheaper."""
     return _reduced("sum", tile, 1, running)
 
 
 @op
 def row_prod(tile, running=None):
-    """Product of each row, taken in fp32, as tile.col_vec, times the `running` one if given."""
+    """Product of each row of a register or shared tile, as a col_vec, taken in fp32. With a `running` col_vec, their
+    product."""
     return _reduced("prod", tile, 1, running)
 
 
 @op
 def col_max(tile, running=None):
-    """Greatest element of each column of this warp's tile, as tile.row_vec; as in `maximum`, NaN loses against a number. With a
-    `running` row_vec, the greatest of both."""
+    """Greatest element of each column of a register or shared tile, as a row_vec; as in `maximum`, NaN loses against a number.
+    With a `running` row_vec, the greatest of both."""
     return _reduced("max", tile, 0, running)
 
 
 @op
 def col_min(tile, running=None):
-    """Least element of each column of this warp's tile, as tile.row_vec; as in `minimum`, NaN loses against a number. With a
-    `running` row_vec, the least of both."""
+    """Least element of each column of a register or shared tile, as a row_vec; as in `minimum`, NaN loses against a number.
+    With a `running` row_vec, the least of both."""
     return _reduced("min", tile, 0, running)
 
 
 @op
 def col_sum(tile, running=None):
-    """Sum of each column of this warp's tile, taken in fp32, as tile.row_vec, plus the `running` one if given."""
+    """Sum of each column of a register or shared tile, as a row_vec, taken in fp32. With a `running` row_vec, their sum."""
     return _reduced("sum", tile, 0, running)
 
 
 @op
 def col_prod(tile, running=None):
-    """Product of each column of this warp's tile, taken in fp32, as tile.row_vec, times the `running` one if given."""
+    """Product of each column of a register or shared tile, as a row_vec, taken in fp32. With a `running` row_vec, their
+    product."""
     return _reduced("prod", tile, 0, running)
 
 
@@ -93,6 +109,42 @@ def _fold(b, elements, combine):
     """One register: the fold of a lane's registers, in chains."""
     combine = partial(combine, b)
     return fold(combine, [fold(combine, elements[c::CHAINS]) for c in range(min(CHAINS, len(elements)))])
+
+
+def _held(name, tile):
+    """The register tile that holds what a shared one does."""
+    try:
+        return rt(tile.rows, tile.cols, tile.dtype)
+    except ValueError as error:
+        raise TypeError(f"{name}: {tile} is read into registers: {error}") from None
+
+
+def _bands(b, x, value):
+    """[(type of some rows, this lane's elements of them)], one after the other; a register tile or vector is one band."""
+    if not isinstance(x, st):
+        yield x, b.elements(x, value)
+        return
+    step = max(BAND * LANES // x.cols // 16, 1) * 16
+    for row in range(0, x.rows, step):
+        band = rt(min(step, x.rows - row), x.cols, x.dtype)
+        yield band, b.elements(band, lower_shared_load(x, band, lambda b, row=row: b.u32(row))(b, value))
+
+
+def _fold_bands(b, tile, axis, value, combine):
+    """For each of this lane's elements of the vector of an axis, the fold of those elements of the tile that go with it."""
+    folded = []
+    for band, elements in _bands(b, tile, value):
+        part = _fold_lane(b, band, _vector(band, axis), elements, combine)
+        if axis == "row":
+            folded += part
+        else:
+            folded = [combine(b, x, y) for x, y in zip(folded, part, strict=True)] if folded else part
+    return folded
+
+
+def _vector(tile, axis):
+    """The type of what is left of a tile when its rows or its columns are reduced."""
+    return tile.col_vec if axis == "row" else tile.row_vec
 
 
 def _fold_lane(b, tile, vector, elements, combine):
@@ -115,14 +167,14 @@ def _sharers(vector):
 
 def _reduction(name, axis, combine):
     def rule(tile, running):
-        if not isinstance(tile, rt):
-            raise TypeError(f"{name}: takes a register tile, got {tile}")
-        out = tile.col_vec if axis == "row" else tile.row_vec
+        if not isinstance(tile, (rt, st)):
+            raise TypeError(f"{name}: takes a register tile or a shared one, got {tile}")
+        out = _vector(tile if isinstance(tile, rt) else _held(name, tile), axis)
         if running not in (None, out):
             raise TypeError(f"{name}: the running value of {tile} must be {out}, got {running}")
 
         def lower(b, v, before):
-            folded = _across(b, _fold_lane(b, tile, out, b.elements(tile, v), combine), _sharers(out), combine)
+            folded = _across(b, _fold_bands(b, tile, axis, v, combine), _sharers(out), combine)
             if running is not None:
                 folded = [combine(b, x, y) for x, y in zip(b.elements(out, before), folded, strict=True)]
             return b.from_elements(out, folded)
@@ -170,53 +222,58 @@ def _(vector):
 # ---- everything ----------------------------------------------------------------------------------------------------
 @op
 def tile_max(x):
-    """The greatest element of a warp's tile or vector, a number that all its lanes get; NaN loses against a number."""
+    """The greatest element of a register or shared tile or a vector, a number for every lane; NaN loses against a number."""
     return _reduced("max", x, None)
 
 
 @op
 def tile_min(x):
-    """The least element of a warp's tile or vector, a number that all its lanes get; NaN loses against a number."""
+    """The least element of a register or shared tile or a vector, a number for every lane; NaN loses against a number."""
     return _reduced("min", x, None)
 
 
 @op
 def tile_sum(x):
-    """The sum of a warp's tile or vector, an fp32 number that all its lanes get."""
+    """The sum of a register or shared tile or a vector, an fp32 number for every lane."""
     return _reduced("sum", x, None)
 
 
 @op
 def tile_prod(x):
-    """The product of the elements of a warp's tile or vector, an fp32 number that all its lanes get."""
+    """The product of the elements of a register or shared tile or a vector, an fp32 number for every lane."""
     return _reduced("prod", x, None)
 
 
 @op
 def tile_any(mask):
-    """Is an element of a warp's mask (what a comparison gives) not 0? The warp may branch on it."""
-    return bool((mask.array != 0).any())
+    """Is an element of a mask (what a comparison gives) not 0? The warp may branch on it."""
+    return bool((_elements(mask) != 0).any())
 
 
 @op
 def tile_all(mask):
-    """Is no element of a warp's mask (what a comparison gives) 0? The warp may branch on it."""
-    return bool((mask.array != 0).all())
+    """Is no element of a mask (what a comparison gives) 0? The warp may branch on it."""
+    return bool((_elements(mask) != 0).all())
 
 
 def _all_elements(name, x):
     """The bits of a lane's number in which lanes must be apart to hold all of a tile or vector between them."""
-    if isinstance(x, rt):
+    if isinstance(x, rt) or (isinstance(x, st) and _held(name, x)):
         return QUAD + PLACES
     if isinstance(x, rv) and not x.partial:
         return PLACES if x.by_quad else QUAD
-    raise TypeError(f"{name}: takes a register tile or a whole vector, got {x}")
+    raise TypeError(f"{name}: takes a tile or a whole vector, got {x}")
 
 
 def _whole_reduction(name, combine):
     def rule(x):
         lanes = _all_elements(name, x)
-        return types.float32, lambda b, v: _across(b, [_fold(b, b.elements(x, v), combine)], lanes, combine)[0]
+
+        def lower(b, v):
+            folded = [_fold(b, elements, combine) for _, elements in _bands(b, x, v)]
+            return _across(b, [fold(partial(combine, b), folded)], lanes, combine)[0]
+
+        return types.float32, lower
 
     return rule
 
@@ -231,7 +288,7 @@ def _vote(name, sign):
 
         def lower(b, v):
             compare = b.fcmp_unordered if sign == "!=" else b.fcmp_ordered
-            found = fold(b.or_, [compare(sign, e, ZERO) for e in b.elements(mask, v)])
+            found = fold(b.or_, [compare(sign, e, ZERO) for _, elements in _bands(b, mask, v) for e in elements])
             return b.icmp_unsigned("!=" if sign == "!=" else "==", ptx.ballot(b, b.zext(found, i32)), b.u32(0))
 
         return types.boolean, lower

@@ -1,13 +1,15 @@
 """ops/reduce.py: along rows and columns, in one go or by lanes first, and of a whole tile."""
 
+import re
+
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, pairs, wide
+from sweep import EPS, blank, close, code, meaning, pairs, wide
 
 import ops
 from ops import full, lane_sum, load, row_max, row_sum, store, total
-from tiles import bf16, fp16, fp32, rt
+from tiles import bf16, fp16, fp32, rt, shared, st
 
 SHAPES = [(16, 16), (32, 16), (16, 48), (48, 32), (16, 256), (64, 32)]
 KINDS = {"max": np.max, "min": np.min, "sum": np.sum, "prod": np.prod}
@@ -81,6 +83,57 @@ def test_a_whole_tile_or_vector_gives_a_number(run, sample, shape, dtype, side):
     errors = [0, 0, *(error_of(*given, None) for given in (("sum", X), ("prod", C), ("sum", C), ("sum", R))), 0]
     for got, want, error in zip(out, wants, errors, strict=True):
         close(got, np.full(16, want), atol=error)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), pairs([(16, 16), (48, 64), (80, 32)], [fp32, bf16, fp16]))
+def test_shared_tiles(run, sample, shape, dtype):
+    """As the same tile in registers; by rows, by columns, whole; with running values."""
+    S, T, O = st(*shape, dtype), rt(*shape, dtype), rt(16, shape[1], fp32).row_vec
+    plan = shared(s=S)
+
+    @cuda.jit
+    def body(x, v, rows, cols, out):
+        (s,) = plan.open()
+        tile = load(x, T, (0, 0))
+        store(s, tile)
+        cuda.syncthreads()
+        m = load(v, T.col_vec, (0,))
+        store(rows, ops.row_max(s), (0, 0))
+        store(rows, ops.row_sum(s, m), (1, 0))
+        store(cols, ops.col_min(s), (0, 0))
+        store(cols, ops.col_sum(s), (1, 0))
+        store(cols, ops.col_prod(s, ops.col_max(tile)), (2, 0))
+        store(out, full(O, ops.tile_max(s)), (0, 0))
+        store(out, full(O, ops.tile_sum(s)), (1, 0))
+
+    x, v = sample(shape, dtype), sample(shape[0], dtype)
+    x[2:] *= dtype.np.type(0.5)
+    if dtype is fp16:
+        x[4:] = 1  # products stay in its range
+    rows, cols, out = blank((2, shape[0]), dtype), blank((3, shape[1]), dtype), blank((2, shape[1]))
+    run(body, x, v, rows, cols, out, shared=plan)
+    X, M, rounding = wide(x), wide(v), 1 if dtype is fp32 else 0.51
+    close(rows[0], X.max(axis=1))
+    close(rows[1], X.sum(axis=1) + M, ulp=rounding, atol=error_of("sum", X, 1))
+    close(cols[0], X.min(axis=0))
+    close(cols[1], X.sum(axis=0), ulp=rounding, atol=error_of("sum", X, 0))
+    close(cols[2], X.prod(axis=0) * X.max(axis=0), ulp=rounding, atol=error_of("prod", X, 0) * np.abs(X.max(axis=0)))
+    close(out[0], np.full(shape[1], X.max()))
+    close(out[1], np.full(shape[1], X.sum()), atol=error_of("sum", X, None))
+
+
+@pytest.mark.parametrize("backend", [meaning, code], ids=["meaning", "code"])
+def test_shared_tiles_that_registers_cannot_hold(backend):
+    plan = shared(s=st(8, 64, bf16))
+
+    @cuda.jit
+    def body(out):
+        (s,) = plan.open()
+        store(out, row_sum(s), (0,))
+
+    words = "row_sum: st(8, 64, bf16) is read into registers: rt: rows and cols must be positive multiples of 16, got 8 x 64"
+    with pytest.raises(TypeError, match=re.escape(words)):
+        backend(body, blank(64), shared=plan)
 
 
 @pytest.mark.parametrize("where", ["nowhere", "everywhere", "at the last element", "but at the last element"])

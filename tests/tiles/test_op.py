@@ -113,7 +113,7 @@ def type_for_a_tile(array, source, x):
     exp2(X)  # here
 
 
-@mistake("row_max: takes a register tile, got col_vec(16, fp32)")
+@mistake("row_max: takes a register tile or a shared one, got col_vec(16, fp32)")
 def reduction_of_a_vector(array, source, x):
     row_max(zeros(X.col_vec))  # here
 
