@@ -1,4 +1,4 @@
-"""The formula itself, in NumPy, and the rule by which a result is judged against it.
+"""Softmax attention: the formula itself, in NumPy.
 
 For query i and key j of a head (K and V heads shared by heads_q // heads_kv query heads):
 
@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from tiles.arrays import describe, numpy_view
-
-from .problem import AXES
+from ..problem import AXES
+from .rule import host
 
 ROWS = 1024  # rows of scores that are held at once
 
@@ -28,7 +26,7 @@ def forward(
 
     Takes host arrays of any float dtype and any framework that `arrays.describe` knows; trusts their shapes.
     """
-    return _forward(_host(q), _host(k), _host(v), causal, scale, layout, np.float64, np.float64)
+    return _forward(host(q), host(k), host(v), causal, scale, layout, np.float64, np.float64)
 
 
 def forward_low(
@@ -38,7 +36,7 @@ def forward_low(
 
     Returns out in q's dtype and lse in float32: what a faithful kernel may lose, and the yardstick of `tolerance`.
     """
-    q, k, v = map(_host, (q, k, v))
+    q, k, v = map(host, (q, k, v))
     return _forward(q, k, v, causal, scale, layout, np.float32, q.dtype)
 
 
@@ -65,42 +63,3 @@ def _forward(q, k, v, causal, scale, layout, real, rounded):
         p = (p / np.where(total == 0, 1, total)).astype(rounded).astype(real)
         out[b, rows, h] = (p @ values).astype(rounded)
     return out.transpose(axes), lse
-
-
-def tolerance(ref: Any, low: Any, dtype: Any, *, factor: float = 2) -> float:
-    """factor * max|low - ref| + u * max|ref|, u being the unit roundoff of dtype: half the gap after 1.
-
-    FlashAttention's rule (factor 2; 3 for gradients) with one rounding of the greatest element as its floor. Elements
-    where ref is infinite do not count. Raises ValueError if ref or low has a NaN.
-    """
-    ref, low = (_host(x).astype(np.float64) for x in (ref, low))
-    if np.isnan(ref).any() or np.isnan(low).any():
-        raise ValueError(f"NaN in {np.isnan(ref).sum()} elements of ref and {np.isnan(low).sum()} of low")
-    finite = np.isfinite(ref)
-    roundoff = float(ml_dtypes.finfo(dtype).eps) / 2
-    error = np.abs(low[finite] - ref[finite]).max(initial=0)
-    return float(factor * error + roundoff * np.abs(ref[finite]).max(initial=0))
-
-
-def assert_close(out: Any, ref: Any, low: Any, *, factor: float = 2, name: str = "out") -> None:
-    """Assert |out - ref| <= tolerance(ref, low, out's dtype) everywhere, and equal infinities; NaN never passes.
-
-    The AssertionError prints the worst element, its index and the limit. Shapes must be equal.
-    """
-    out, ref = _host(out), _host(ref)
-    limit = tolerance(ref, low, out.dtype, factor=factor)
-    assert out.shape == ref.shape, f"{name}: {out.shape=} is not {ref.shape=}"
-    wide = out.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        error = np.where(wide == ref, 0, np.abs(wide - ref))
-    bad = ~(error <= limit)
-    if bad.any():
-        worst = np.unravel_index(np.where(np.isnan(error), np.inf, error).argmax(), error.shape)
-        raise AssertionError(
-            f"{name}: {bad.sum()} of {bad.size} elements are off, {np.isnan(wide).sum()} of them NaN; the worst: "
-            f"{name}{list(map(int, worst))} = {wide[worst]}, not {ref[worst]}; error {error[worst]:.2g} > {limit:.2g}"
-        )
-
-
-def _host(x: Any) -> np.ndarray:
-    return x if isinstance(x, np.ndarray) else numpy_view(describe(x, "array"))

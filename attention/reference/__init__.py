@@ -1,0 +1,10 @@
+"""The formulas, in NumPy, and the rule by which a kernel is judged against them.
+
+`softmax` is attention.forward's, `linear` the recurrences of linear attention, `rule` the tolerance: what a result may be off.
+"""
+
+from .linear import based, hedgehog, linear, linear_step, mamba2
+from .rule import assert_close, tolerance
+from .softmax import forward, forward_low
+
+__all__ = ["assert_close", "based", "forward", "forward_low", "hedgehog", "linear", "linear_step", "mamba2", "tolerance"]

@@ -1,0 +1,259 @@
+"""Linear attention: the recurrences themselves, in NumPy, token by token.
+
+One head keeps a state S (Dk, Dv). A token with query q, key k and value v gives
+
+    S = exp(decay) * S                decay <= 0: one number, or one per row of S; 0 where there is none
+    v = beta * (v - S^T k)            the delta rule: only what S does not say yet of k; otherwise v stays
+    S = S + k v^T
+    o = scale * S^T q
+
+Every function takes host arrays of any float dtype and any framework that `arrays.describe` knows, trusts their shapes, and
+returns float64. With `low=True` it computes as the input dtype allows: in float32, what a tensor core would read (S, the delta
+rule's v, feature maps, weights) and the result rounded to v's dtype. That is what a faithful kernel may lose: the yardstick of
+`tolerance`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..problem import AXES
+from .rule import host
+
+EPSILON = 1e-10  # added to the divisor of `linear`, as in flash-linear-attention
+HEDGEHOG_FLOOR = 1e-6  # the least feature, and what is added to the divisor, as in ThunderKittens
+
+
+def linear_step(
+    state: Any, q: Any, k: Any, v: Any, *, decay: Any = None, beta: Any = None, scale: float | None = None, low: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """(o, the new state) of one token.
+
+    state: (B, H, Dk, Dv); q, k: (B, Hk, Dk), Hk dividing H; v, o: (B, H, Dv); decay: None, (H,), (B, H) or (B, H, Dk);
+    beta: None or (B, H).
+    """
+    if decay is not None and host(decay).ndim > 1:
+        decay = host(decay)[:, None]
+    beta = None if beta is None else host(beta)[:, None]
+    q, k, v = (host(x)[:, None] for x in (q, k, v))
+    out, state = linear(q, k, v, decay=decay, beta=beta, scale=scale, initial_state=state, low=low)
+    return out[:, 0], state
+
+
+def linear(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    decay: Any = None,
+    beta: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    normalize: bool = False,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    low: bool = False,
+) -> tuple[np.ndarray, Any]:
+    """(o, the last state) of whole sequences: all members of the family that have no feature map.
+
+    q, k: (B, S, Hk, Dk); v, o: (B, S, H, Dv); Hk divides H, and value head h reads key head h // (H // Hk). decay: None,
+    (H,), (B, S, H) or (B, S, H, Dk); beta: None or (B, S, H). S and H change places for layout="bhsd". State: (B, H, Dk, Dv).
+    scale: Dk^-1/2 by default. cu_seqlens (N + 1,): B is 1, sequence n is the tokens cu_seqlens[n] to cu_seqlens[n + 1], and
+    states are (N, H, Dk, Dv).
+
+    normalize: o is divided by scale * z . q + 1e-10, z being the sum of the keys, decayed as S is; both states are then
+    pairs (S, z), z (B, H, Dk).
+    """
+    v, axes, real = host(v), np.argsort(AXES[layout]), np.float32 if low else np.float64
+    rounded = _rounding(v.dtype, low)
+    q, k, values = (host(x).transpose(axes).astype(real) for x in (q, k, v))
+    scale = real(k.shape[-1] ** -0.5 if scale is None else scale)
+    q, k = (x.repeat(values.shape[2] // k.shape[2], axis=2) for x in (q, k))
+    decay, beta = (None if x is None else _of_tokens(x, axes, values.shape[:3]).astype(real) for x in (decay, beta))
+    if normalize:  # z is one more column of S: that of a value which is always 1
+        values = np.concatenate([values, np.ones_like(values[..., :1])], -1)
+
+    sequences = [slice(None)] if cu_seqlens is None else [slice(*ends) for ends in pairwise(host(cu_seqlens))]
+    shape = len(values) if cu_seqlens is None else len(sequences), values.shape[2], k.shape[-1], values.shape[-1]
+    state = np.zeros(shape, real) if initial_state is None else _joined(initial_state).astype(real)
+    out = np.zeros(values.shape, real)
+    for n, tokens in enumerate(sequences):
+        own = slice(None) if cu_seqlens is None else slice(n, n + 1)
+        parts = [None if x is None else x[:, tokens] for x in (q, k, values, decay, beta)]
+        out[:, tokens], state[own] = _recurrence(parts, state[own], rounded)
+    out *= scale
+    if not normalize:
+        return rounded(out).transpose(axes), state
+    return rounded(out[..., :-1] / (out[..., -1:] + EPSILON)).transpose(axes), (state[..., :-1], state[..., -1])
+
+
+def _recurrence(tokens, S, rounded):
+    """(S^T q of every token, the last S): tokens are q, k (B, S, H, Dk), v (B, S, H, Dv), decay None or (B, S, H, 1 or Dk) and
+    beta None or (B, S, H, 1); S (B, H, Dk, Dv)."""
+    q, k, v, decay, beta = tokens
+    out = np.empty_like(v)
+    for t in range(v.shape[1]):
+        value = v[:, t]
+        if decay is not None:
+            S = np.exp(decay[:, t])[..., None] * S
+        if beta is not None:
+            value = rounded(beta[:, t] * (value - _read(S, k[:, t], rounded)))
+        S = S + k[:, t, :, :, None] * value[:, :, None]
+        out[:, t] = _read(S, q[:, t], rounded)
+    return out, S
+
+
+def mamba2(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    *,
+    D: Any = None,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, np.inf),
+    initial_states: Any = None,
+    cu_seqlens: Any = None,
+    low: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(y, the last state) of Mamba-2's SSD, with mamba_ssm's names and layouts; its state is S transposed, (B, H, P, N).
+
+        dt = clip(softplus(dt + dt_bias), dt_limit)         softplus with dt_softplus=True only
+        y  = linear(q=C, k=B, v=dt * x, decay=dt * A, scale=1) + D * x
+        y  = y * silu(z)                                    with z only
+
+    x, z, y: (B, S, H, P); dt: (B, S, H); A, dt_bias: (H,); B, C: (B, S, G, N); D: (H,) or (H, P).
+    """
+    x, real = host(x), np.float32 if low else np.float64
+    rounded = _rounding(x.dtype, low)
+    values, dt = x.astype(real), host(dt).astype(real)
+    if dt_bias is not None:
+        dt = dt + host(dt_bias).astype(real)
+    if dt_softplus:
+        dt = np.logaddexp(dt, real(0))
+    dt = dt.clip(*map(real, dt_limit))
+    decay = dt * host(A).astype(real)
+    state = None if initial_states is None else host(initial_states).swapaxes(2, 3)
+    scaled = dt[..., None] * values
+    y, state = linear(
+        C,
+        B,
+        scaled.astype(x.dtype) if low else scaled,
+        decay=decay,
+        scale=1,
+        initial_state=state,
+        cu_seqlens=cu_seqlens,
+        low=low,
+    )
+    if D is not None:
+        D = host(D).astype(real)
+        y = y + (D if D.ndim == 2 else D[:, None]) * values
+    if z is not None:
+        z = host(z).astype(real)
+        y = y * z / (1 + np.exp(-z))
+    return rounded(y), state.swapaxes(2, 3)
+
+
+def based(
+    q: Any, k: Any, v: Any, *, scale: float | None = None, normalize: bool = True, layout: str = "bshd", low: bool = False
+) -> tuple[np.ndarray, Any]:
+    """(o, the last state) with exp(s) taken to the second order: 1 + s + s^2 / 2, s = scale * q . k, scale Dk^-1/2.
+
+    That is `linear` on the features (1, x, x x^T / sqrt(2)) of x = sqrt(scale) * q and sqrt(scale) * k, of which there are
+    1 + Dk + Dk^2, in this order. normalize: o is divided by the sum of the weights, and the state is a pair: see `linear`.
+    """
+    rounded = _rounding(host(v).dtype, low)
+
+    def features(x):
+        x = host(x).astype(np.float32 if low else np.float64)
+        x = x * (x.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+        squares = (x[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1)
+        return rounded(np.concatenate([np.ones_like(x[..., :1]), x, squares / 2**0.5], -1))
+
+    return linear(features(q), features(k), v, scale=1, normalize=normalize, layout=layout, low=low)
+
+
+def hedgehog(
+    q: Any,
+    k: Any,
+    v: Any,
+    q_map: Any,
+    k_map: Any,
+    alphas: Any,
+    betas: Any,
+    *,
+    window: int = 64,
+    layout: str = "bshd",
+    low: bool = False,
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """(o, (S, z)): softmax attention to the newest keys, linear attention by learned features to all before, for head h
+
+        w[i, j] = betas[h] * exp((q[i] . k[j] - m[i]) / sqrt(D))    j <= i in the `window`-block of i, or the one before it
+        w[i, j] = alphas[h] * f(q[i], q_map[h]) . f(k[j], k_map[h]) j in older blocks
+        o[i]    = sum_j w[i, j] v[j] / (sum_j w[i, j] + 1e-6)
+        f(x, M) = max((softmax(x M), softmax(-x M)), 1e-6)          2 F features
+
+    where m[i] is the greatest q[i] . k[j] of the first line. S (B, H, 2 F, Dv) and z (B, H, 2 F) are the sums of f(k) v^T and
+    of f(k) over the keys that are older blocks' to the token which would come next. q, k: (B, S, H, D); v: (B, S, H, Dv);
+    maps: (H, D, F); alphas, betas: (H,).
+    """
+    v, axes, real = host(v), np.argsort(AXES[layout]), np.float32 if low else np.float64
+    rounded = _rounding(v.dtype, low)
+    q, k, values = (host(x).transpose(axes).astype(real) for x in (q, k, v))
+    alphas, betas = (host(x).astype(real)[:, None] for x in (alphas, betas))
+    of_q, of_k = (_hedgehog_features(x, host(M).astype(real), rounded) for x, M in ((q, q_map), (k, k_map)))
+    values = np.concatenate([values, np.ones_like(values[..., :1])], -1)  # the last column of S is z
+    S = np.zeros((len(values), values.shape[2], of_k.shape[-1], values.shape[-1]), real)
+    out = np.empty(values.shape, real)
+    for t in range(values.shape[1] + 1):
+        if t % window == 0 and t >= 2 * window:
+            block = slice(t - 2 * window, t - window)
+            S = S + np.einsum("bshf,bshd->bhfd", of_k[:, block], values[:, block])
+        if t < values.shape[1]:
+            near = slice(max(0, t // window - 1) * window, t + 1)
+            s = np.einsum("bhd,bshd->bhs", q[:, t], k[:, near])
+            weights = betas * np.exp((s - s.max(-1, keepdims=True)) / real(np.sqrt(q.shape[-1])))
+            exact = np.einsum("bhs,bshd->bhd", rounded(weights), values[:, near])
+            out[:, t] = exact + alphas * _read(S, of_q[:, t], rounded)
+    o = out[..., :-1] / (out[..., -1:] + real(HEDGEHOG_FLOOR))
+    return rounded(o).transpose(axes), (S[..., :-1], S[..., -1])
+
+
+def _hedgehog_features(x, M, rounded):
+    """f of `hedgehog`: x (B, S, H, D), M (H, D, F) -> (B, S, H, 2 F)."""
+    y = np.einsum("bshd,hdf->bshf", x, M)
+    parts = [np.exp(side - side.max(-1, keepdims=True)) for side in (y, -y)]
+    features = np.concatenate([part / part.sum(-1, keepdims=True) for part in parts], -1)
+    return rounded(features.clip(x.dtype.type(HEDGEHOG_FLOOR)))
+
+
+def _read(S, x, rounded):
+    """S^T x: S (B, H, Dk, Dv), x (B, H, Dk)."""
+    return (x[:, :, None] @ rounded(S))[:, :, 0]
+
+
+def _of_tokens(x, axes, tokens):
+    """A decay or beta as (B, S, H, 1 or Dk): from (H,), or (B, S, H) or (B, S, H, Dk) in the caller's order of axes."""
+    x = host(x)
+    if x.ndim == 1:
+        return np.broadcast_to(x[:, None], (*tokens, 1))
+    return (x if x.ndim == 4 else x[..., None]).transpose(axes)
+
+
+def _joined(state):
+    """A state, z of a pair (S, z) being its last column."""
+    if not isinstance(state, tuple):
+        return host(state)
+    S, z = map(host, state)
+    return np.concatenate([S, z[..., None]], -1)
+
+
+def _rounding(dtype, low):
+    """What rounds to dtype and goes on in float32, if `low`; otherwise nothing."""
+    return (lambda x: x.astype(dtype).astype(np.float32)) if low else (lambda x: x)

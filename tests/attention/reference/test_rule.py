@@ -1,0 +1,39 @@
+"""attention/reference/rule.py: the rule that judges kernels, by what it must refuse."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from attention.reference import assert_close, tolerance
+
+bf16 = ml_dtypes.bfloat16
+
+
+def test_tolerance():
+    ref, low = np.array([1.0, -4.0, -np.inf]), np.array([1.25, -4.0, -np.inf])
+    assert tolerance(ref, low, bf16) == 2 * 0.25 + 4 * 2**-8
+    assert tolerance(ref, low, np.float16, factor=3) == 3 * 0.25 + 4 * 2**-11
+    assert tolerance(ref, low, np.float32) == 2 * 0.25 + 4 * 2**-24
+    assert tolerance(np.zeros((0, 3)), np.zeros((0, 3)), bf16) == 0
+
+
+def test_infinities_must_be_the_same():
+    ref = np.array([-np.inf, 1.0])
+    assert_close(np.array([-np.inf, 1.0], np.float32), ref, ref)
+    for wrong in ([np.inf, 1.0], [-1e30, 1.0], [-np.inf, -np.inf]):
+        with pytest.raises(AssertionError, match="^lse: 1 of 2"):
+            assert_close(np.array(wrong, np.float32), ref, ref, name="lse")
+
+
+def test_nan_never_passes():
+    good, nan = np.ones(2), np.array([1, np.nan])
+    for ref, low in ((nan, good), (good, nan), (nan, nan)):
+        with pytest.raises(ValueError, match="NaN in"):
+            assert_close(good.astype(np.float32), ref, low)
+    with pytest.raises(AssertionError, match="1 of them NaN"):
+        assert_close(nan.astype(np.float32), good, good)
+
+
+def test_shapes_must_be_equal():
+    with pytest.raises(AssertionError, match=r"out.shape=\(1, 3\) is not ref.shape=\(3,\)"):
+        assert_close(np.ones((1, 3)), np.ones(3), np.ones(3))
