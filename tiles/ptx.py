@@ -200,8 +200,14 @@ def uniform(b, x):
 
 
 def shuffle(b, x, lane):
-    """An fp32 x of lane number `lane`, which each lane chooses for itself."""
-    return b.asm(f32, "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=f,f,r", x, lane)
+    """x of lane number `lane`, which each lane chooses for itself."""
+    letter = "f" if x.type == f32 else "r"
+    return b.asm(x.type, "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", f"={letter},{letter},r", x, lane)
+
+
+def mul_pair(b, dtype, x, y):
+    """Products of two registers of two 2-byte elements, each rounded once: fma with -0, since sm_80 has no mul of bf16x2."""
+    return b.asm(i32, f"fma.rn.{dtype.ptx}x2 $0, $1, $2, $3;", "=r,r,r,r", x, y, b.u32(0x80008000), effect=False)
 
 
 def movmatrix(b, x):

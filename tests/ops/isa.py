@@ -59,6 +59,11 @@ def _pack(m, match, high, low):
     return Register(i32, bits[0] | bits[1] << 16)
 
 
+def _fma_pair(m, match, *registers):
+    x, y, z = (r.array[:, None].view(NUMPY[match[1]]).astype(np.float64) for r in registers)
+    return Register(i32, (x * y + z).astype(NUMPY[match[1]]).view(np.uint32)[:, 0])
+
+
 def _load_global(m, match, address, guard):
     size, out = (4 if match[1] == "f32" else 2), np.zeros(m.threads, np.uint32)
     active = m.active & (guard.array != 0)
@@ -304,6 +309,7 @@ PTX = {
     r"^rsqrt.approx.ftz.f32 \$0, \$1;$": _unary(lambda x: np.reciprocal(np.sqrt(x))),
     r"^tanh.approx.f32 \$0, \$1;$": lambda m, _, x: Register(f32, np.tanh(x.array * np.float32(1 + 2**-12))),
     r"^cvt.rn.(bf16|f16)x2.f32 \$0, \$1, \$2;$": _pack,
+    r"^fma.rn.(bf16|f16)x2 \$0, \$1, \$2, \$3;$": _fma_pair,
     r"^shfl.sync.bfly.b32 \$0, \$1, (\d+), 31, -1;$": _shuffle_xor,
     r"vote.sync.ballot.b32 \$0, p, -1;": _ballot,
     r"^shfl.sync.idx.b32 \$0, \$1, \$2, 31, -1;$": _shuffle,
