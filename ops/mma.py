@@ -4,46 +4,17 @@ A warp multiplies by mma.sync (sm_80 and later), from registers or straight from
 warpgroup by wgmma (sm_90), whose result is pending: see ops.warpgroup. `SUPPORTED[family]` names all of them.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from tiles import ptx
-from tiles.dtypes import bf16, dtype, fp16, fp32
 from tiles.interpreter import here
 from tiles.op import lowers, op
-from tiles.types import rt, st
+from tiles.types import rt
 
 from .memory import matrix_addresses
+from .products import SUPPORTED, check, form_of  # noqa: F401
 
 STEP = 16  # rows, columns and contracted elements that operands come in
-
-
-class Product(NamedTuple):
-    """A product's operands in words (n and k multiples of 16), and the dtypes that a and b have in common."""
-
-    acc: str
-    a: str
-    b: str
-    dtypes: tuple[dtype, ...]
-
-    def __str__(self):
-        return f"{self.acc}, {self.a} and {self.b}, where a and b are both {' or both '.join(map(str, self.dtypes))}"
-
-
-_WARP = "acc rt(m, n, fp32)", "a rt(m, k) or st(m, k)"
-_GROUP = "acc rt(16, n, fp32)", "a rt(16, k) or st(64, k)"
-SUPPORTED = {
-    "sm_80": {
-        "mma_AB": Product(*_WARP, "b rt(k, n, col) or st(k, n)", (bf16, fp16)),
-        "mma_ABt": Product(*_WARP, "b rt(n, k) or st(n, k)", (bf16, fp16)),
-    },
-    "sm_90": {
-        "warpgroup.mma_AB": Product(*_GROUP, "b st(k, n)", (bf16, fp16)),
-        "warpgroup.mma_ABt": Product(*_GROUP, "b st(n, k)", (bf16, fp16)),
-    },
-}
-"""{family: {op: what it takes}}; a GPU has the families up to its own, sm_90's on Hopper alone."""
 
 
 def _array(operand):
@@ -56,27 +27,14 @@ def _held(operand, layout):
     return rt(operand.rows, operand.cols, operand.dtype, layout)
 
 
-def _check(name, acc, a, b, transposed):
-    """TypeError if this is no row of the table; returns (m, n, k)."""
-    product, layout = SUPPORTED["sm_80"][name], "row" if transposed else "col"
-    ok = all(isinstance(x, (rt, st)) and x.dtype in product.dtypes and not (x.rows % STEP or x.cols % STEP) for x in (a, b))
-    ok = ok and all(isinstance(x, st) or x == _held(x, side) for x, side in ((a, "row"), (b, layout)))
-    if ok and a.dtype == b.dtype:
-        n, k = b.shape if transposed else b.shape[::-1]
-        if a.cols == k and acc == rt(a.rows, n, fp32):
-            return a.rows, n, k
-    there = "; ".join(f"{other} takes {takes}" for other, takes in SUPPORTED["sm_80"].items())
-    raise TypeError(f"{name}: got {acc}, {a} and {b}. {there} (n, m and k multiples of {STEP})")
-
-
-def _left(b, operand, value):
+def _left(b, operand, value, layout):
     """fragment(band, along): the four registers of a 16x16 base tile of the left operand."""
-    steps = operand.cols // STEP
+    steps = operand.shape[layout == "row"] // STEP
     if isinstance(operand, rt):
         registers = b.unpack(value)
         return lambda band, along: registers[4 * (band * steps + along) :][:4]
-    addresses = list(matrix_addresses(b, operand, _held(operand, "row"), value, b.u32(0)))
-    return lambda band, along: ptx.ldmatrix(b, addresses[band * steps + along])
+    addresses = list(matrix_addresses(b, operand, _held(operand, layout), value, b.u32(0)))
+    return lambda band, along: ptx.ldmatrix(b, addresses[band * steps + along], transposed=layout == "col")
 
 
 def _right(b, operand, value, layout):
@@ -98,16 +56,17 @@ def _right(b, operand, value, layout):
     return fragments
 
 
-def _product(face, transposed):
-    """Complete the op `face`: acc + a @ b, with b as stored or transposed."""
+def _product(face):
+    """Complete the op `face`, which is named by its form."""
 
     @lowers(face)
     def _(acc, a, b):
-        (m, n, k), layout = _check(face.__name__, acc, a, b, transposed), "row" if transposed else "col"
+        m, n, k = check(face.__name__, acc, a, b)
+        layouts = form_of(face.__name__).layouts
 
         def emit(builder, vacc, va, vright):
             c = builder.unpack(vacc)
-            left, right = _left(builder, a, va), _right(builder, b, vright, layout)
+            left, right = _left(builder, a, va, layouts[0]), _right(builder, b, vright, layouts[1])
             for along in range(k // STEP):
                 bands = [left(band, along) for band in range(m // STEP)]
                 for column in range(n // STEP):
@@ -122,8 +81,8 @@ def _product(face, transposed):
 
 @op
 def mma_AB(acc, a, b):
-    """acc + a @ b in fp32, by one warp. acc: rt(m, n, fp32); a: rt(m, k) or st(m, k); b: rt(k, n, layout="col") or st(k, n);
-    a and b both bf16 or both fp16. Shared operands are read 16 x 16 at a time, between the products."""
+    """acc + a @ b in fp32, by one warp. acc: rt(m, n, fp32); a: rt(m, k) or st(m, k); b: rt(k, n, layout="col") or st(k, n),
+    of one dtype (SUPPORTED). Shared operands are read 16 x 16 at a time, between the products."""
     return acc.array + _array(a) @ _array(b)
 
 
@@ -133,5 +92,17 @@ def mma_ABt(acc, a, b):
     return acc.array + _array(a) @ _array(b).T
 
 
-_product(mma_AB, transposed=False)
-_product(mma_ABt, transposed=True)
+@op
+def mma_AtB(acc, a, b):
+    """acc + a.T @ b in fp32, by one warp. a: rt(k, m, layout="col") or st(k, m); acc and b as for mma_AB."""
+    return acc.array + _array(a).T @ _array(b)
+
+
+@op
+def mma_AtBt(acc, a, b):
+    """acc + a.T @ b.T in fp32, by one warp. a as for mma_AtB; acc and b as for mma_ABt."""
+    return acc.array + _array(a).T @ _array(b).T
+
+
+for _face in (mma_AB, mma_ABt, mma_AtB, mma_AtBt):
+    _product(_face)

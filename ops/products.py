@@ -38,10 +38,7 @@ ANYWHERE, B_SHARED, SHARED = Places((rt, st), (rt, st)), Places((rt, st), (st,))
 ROWS = {"": {rt: "m", st: "m"}, "warpgroup.": {rt: 16, st: 64}}  # of a and acc, by scope
 
 SUPPORTED: dict[str, dict[str, dict[dtype, Places]]] = {
-    "sm_80": {
-        "mma_AB": dict.fromkeys((bf16, fp16), ANYWHERE),
-        "mma_ABt": dict.fromkeys((bf16, fp16), ANYWHERE),
-    },
+    "sm_80": {f"mma_{form}": dict.fromkeys((bf16, fp16), ANYWHERE) for form in FORMS},
     "sm_90": {
         "warpgroup.mma_AB": dict.fromkeys((bf16, fp16), B_SHARED),
         "warpgroup.mma_ABt": dict.fromkeys((bf16, fp16), B_SHARED),

@@ -6,14 +6,15 @@ import pytest
 from numba import cuda, types
 from sweep import EPS, blank, close, pairs, wide
 
+import ops
 import tiles
-from ops import load, mma, mma_AB, mma_ABt, store, zeros
+from ops import load, mma, store, zeros
+from ops.products import FORMS
 from tiles import bf16, fp16, fp32, rt, st
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
 from tiles.sass import main_loop
 
-FORMS = {"AB": (mma_AB, "col"), "ABt": (mma_ABt, "row")}
 SHAPES = [(16, 16, 16), (32, 48, 64), (16, 128, 32), (64, 16, 48)]
 
 
@@ -23,12 +24,12 @@ def exact(a, b, acc):
     return A @ B + acc, (np.abs(A) @ np.abs(B) + np.abs(acc)).max() * EPS[fp32] * (A.shape[1] + 2)
 
 
-def kernel_of(form, m, n, k, dtype, placed):
-    """acc + a b, with a and b in registers ("r") or shared memory ("s"), and its shared memory."""
-    op, layout = FORMS[form]
-    right = (k, n) if form == "AB" else (n, k)
-    A, B, C = rt(m, k, dtype), rt(*right, dtype, layout), rt(m, n, fp32)
-    smem = tiles.shared(a=st(m, k, dtype), b=st(*right, dtype))
+def kernel_of(name, m, n, k, dtype, placed):
+    """acc + a b by the op `name`, with a and b in registers ("r") or shared memory ("s"), and its shared memory."""
+    op, form = getattr(ops, name), mma.form_of(name)
+    left, right = (m, k)[:: -1 if form.left else 1], (k, n)[:: -1 if form.right else 1]
+    A, B, C = rt(*left, dtype, form.layouts[0]), rt(*right, dtype, form.layouts[1]), rt(m, n, fp32)
+    smem = tiles.shared(a=st(*left, dtype), b=st(*right, dtype))
     a_shared, b_shared = (place == "s" for place in placed)
 
     @cuda.jit
@@ -49,34 +50,35 @@ def kernel_of(form, m, n, k, dtype, placed):
             acc = op(acc, left, right)
         store(out, acc, (0, 0))
 
-    return body, smem, right
+    return body, smem, left, right
 
 
-@pytest.mark.parametrize(
-    ("form", "shape", "dtype", "placed"), pairs(list(FORMS), SHAPES, [bf16, fp16, fp16], ["rr", "ss", "rs", "sr", "ss"])
-)
+PLACED = ["rr", "ss", "rs", "sr", "ss"]
+
+
+@pytest.mark.parametrize(("form", "shape", "dtype", "placed"), pairs([*FORMS], SHAPES * 2, [bf16, fp16, fp16], PLACED * 2))
 def test_products(run, sample, form, shape, dtype, placed):
     m, n, k = shape
-    body, smem, right = kernel_of(form, *shape, dtype, placed)
-    a, b, c = sample((m, k), dtype), sample(right, dtype), sample((m, n))
+    body, smem, left, right = kernel_of(f"mma_{form}", *shape, dtype, placed)
+    a, b, c = sample(left, dtype), sample(right, dtype), sample((m, n))
     out = blank((m, n))
     run(body, a, b, c, out, shared=smem)
-    want, atol = exact(a, b if form == "AB" else b.T, wide(c))
+    want, atol = exact(a.T if FORMS[form].left else a, b.T if FORMS[form].right else b, wide(c))
     close(out, want, atol=atol)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_operands_in_shared_memory_are_read_without_conflicts(sample, form):
-    body, _, right = kernel_of(form, 32, 64, 64, bf16, "ss")
-    machine = lanes.run(body, (sample((32, 64), bf16), sample(right, bf16), sample((32, 64)), blank((32, 64))))
+    body, _, left, right = kernel_of(f"mma_{form}", 32, 64, 64, bf16, "ss")
+    machine = lanes.run(body, (sample(left, bf16), sample(right, bf16), sample((32, 64)), blank((32, 64))))
     assert machine.ways["ldmatrix"] == 1
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_operands_in_shared_memory_arrive_where_the_products_take_them(form):
     """Hardly a register is moved: two a product, if ldmatrix brings the matrices in another order."""
-    op, _ = FORMS[form]
-    C, smem = rt(32, 64, fp32), tiles.shared(a=st(32, 64, bf16), b=st(64, 64, bf16))
+    op, (left, right) = getattr(ops, f"mma_{form}"), FORMS[form]
+    C, smem = rt(32, 64, fp32), tiles.shared(a=st(*((64, 32) if left else (32, 64)), bf16), b=st(64, 64, bf16))
 
     @cuda.jit
     def body(out, rounds):
@@ -92,15 +94,15 @@ def test_operands_in_shared_memory_arrive_where_the_products_take_them(form):
     assert products >= 64 and moves <= products / 16
 
 
-CELLS = [(family, name, dtype) for family, row in mma.SUPPORTED.items() for name, p in row.items() for dtype in p.dtypes]
+CELLS = [(family, name, dtype) for family, rows in mma.SUPPORTED.items() for name, row in rows.items() for dtype in row]
 ARCHS = {"sm_80": ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"), "sm_90": ("sm_90a",)}
 
 
 @pytest.mark.parametrize("arch", ARCHS["sm_80"])
 @pytest.mark.parametrize(("name", "dtype"), [cell[1:] for cell in CELLS if cell[0] == "sm_80"], ids=str)
 def test_every_cell_compiles_for_every_gpu_that_has_it(name, dtype, arch):
-    """wgmma's cells: tests/ops/test_warpgroup.py."""
-    body, _, right = kernel_of(name.removeprefix("mma_"), 32, 32, 32, dtype, "ss")
-    arrays = blank((32, 32), dtype), blank(right, dtype), blank((32, 32)), blank((32, 32))
+    """wgmma's cells: test_wgmma.py."""
+    body, _, left, right = kernel_of(name, 32, 32, 32, dtype, "ss")
+    arrays = blank(left, dtype), blank(right, dtype), blank((32, 32)), blank((32, 32))
     found = compile_kernel(body, [parameter("x", a).type for a in arrays], arch)
     assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])
