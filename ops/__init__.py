@@ -53,6 +53,7 @@ from .reduce import (
 )
 from .schedule import grouped, snake
 from .subtile import subtile
+from .taylor import taylor
 from .transpose import swap_layout, transpose
 
 __all__ = [
