@@ -45,22 +45,28 @@ def lower_load(vector, spec, first_row):
     """The lowering of a load, by a warp whose part begins at first_row(b)."""
 
     def lower(b, address, *_):
-        out = []
-        for piece, at in _addresses(b, vector, spec, address, first_row(b)):
-            if vector.dtype is not fp32:
-                width = 16 if spec.by_quad else 32
-                text = {16: "{.reg .b16 x;\nld.shared.b16 x, [$1];\nmov.b32 $0, {x, x};}", 32: "ld.shared.b32 $0, [$1];"}[width]
-                word = b.asm(i32, text, "=r,r", at)
-                out += b.elements(rt(16, 16, vector.dtype), b.pack([word]))[: piece.stop - piece.start]
-            elif spec.by_quad:
-                out.append(b.asm(f32, "ld.shared.f32 $0, [$1];", "=f,r", at))
-            else:
-                pair = b.asm(ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at)
-                out += b.unpack(pair)
+        out = read(b, vector, spec, address, first_row(b))
         ptx.reads_done(b)
         return b.from_elements(spec, out)
 
     return lower
+
+
+def read(b, vector, spec, address, first):
+    """This lane's elements of a vector in registers, from a shared one."""
+    out = []
+    for piece, at in _addresses(b, vector, spec, address, first):
+        if vector.dtype is not fp32:
+            width = 16 if spec.by_quad else 32
+            text = {16: "{.reg .b16 x;\nld.shared.b16 x, [$1];\nmov.b32 $0, {x, x};}", 32: "ld.shared.b32 $0, [$1];"}[width]
+            word = b.asm(i32, text, "=r,r", at)
+            out += b.elements(rt(16, 16, vector.dtype), b.pack([word]))[: piece.stop - piece.start]
+        elif spec.by_quad:
+            out.append(b.asm(f32, "ld.shared.f32 $0, [$1];", "=f,r", at))
+        else:
+            pair = b.asm(ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at)
+            out += b.unpack(pair)
+    return out
 
 
 def lower_store(vector, spec, first_row):

@@ -1,6 +1,6 @@
 """What four warps do together. A warpgroup's tile of 64 rows is four rt(16, n), one a warp. Its matrix products: wgmma.py."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from numba.cuda import types
 
@@ -14,10 +14,13 @@ from tiles.shared import check_tensor, elected
 from tiles.types import st, sv
 
 from . import make, mask, memory
+from .group import LAST_NAMED, Group
+from .subtile import subtile
 from .turned import load_transposed, own_rows  # noqa: F401
 from .wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait  # noqa: F401
 
 THREADS = WARPGROUP * LANES
+GROUP = Group("warpgroup", WARPGROUP)
 
 
 def rank(b):
@@ -65,6 +68,53 @@ def _register_count(name, more):
 
 lowers(claim_registers)(_register_count("claim_registers", True))
 lowers(release_registers)(_register_count("release_registers", False))
+
+
+# ---- across the four warps ------------------------------------------------------------------------------------------
+@op
+def sync():
+    """The four warps meet. What they wrote to shared memory is then visible to all of them, to their wgmmas and to TMA."""
+    GROUP.meet(here())
+
+
+@op
+def reduce_max(x, scratch):
+    """The greatest of what the four warps bring, vectors element by element or numbers: reduce_max(col_max(tile), scratch).
+    scratch: an fp32 shared vector of 4 x length elements or more; of 16 for numbers. All four get the result."""
+    return GROUP.reduce("max", x, scratch)
+
+
+@op
+def reduce_min(x, scratch):
+    """The least of what the four warps bring; see reduce_max."""
+    return GROUP.reduce("min", x, scratch)
+
+
+@op
+def reduce_sum(x, scratch):
+    """The sum of what the four warps bring, taken in fp32; see reduce_max."""
+    return GROUP.reduce("sum", x, scratch)
+
+
+@op
+def reduce_prod(x, scratch):
+    """The product of what the four warps bring, taken in fp32; see reduce_max."""
+    return GROUP.reduce("prod", x, scratch)
+
+
+@op
+def reduce_any(condition):
+    """Does the condition, such as tile_any(mask), hold in one of the four warps? They meet."""
+    return GROUP.vote(any, condition)
+
+
+@op
+def reduce_all(condition):
+    """Does the condition, such as tile_all(mask), hold in all four warps? They meet."""
+    return GROUP.vote(all, condition)
+
+
+GROUP.lower(reduce_max, reduce_min, reduce_sum, reduce_prod, reduce_any, reduce_all, sync)
 
 
 # ---- masks and indices ---------------------------------------------------------------------------------------------
@@ -119,29 +169,18 @@ def _(source, spec: type, at, rows: int, cols: int):
     return spec, memory.lower_load(source, spec, rows, cols, first_row(spec))
 
 
-def _meet(warp):
-    warp.fence_async()
-    warp.block.named(LAST_NAMED - warp.group, THREADS).meet(warp, THREADS, what="the warpgroup's meeting: ")
-
-
-def _emit_meet(b):
-    ptx.fence_async(b)
-    ptx.named_barrier(b, b.sub(b.u32(LAST_NAMED), b.lshr(b.special("tid.x"), b.u32(7))), THREADS)
-
-
-LAST_NAMED = 15  # warpgroups take named barriers from here down, up to eight of them; 0 is the block's, `turns` count up
-FREE_NAMED = LAST_NAMED - 7
-
-
 @op
-def sync():
-    """The four warps meet. What they wrote to shared memory is then visible to all of them, to their wgmmas and to TMA."""
-    _meet(here())
+def quarter(tile):
+    """This warp's quarter of the rows of a shared tile, as a shared tile: row_max(quarter(x)). No copy."""
+    return subtile(tile, tile.rows // WARPGROUP, here().rank)
 
 
-@lowers(sync)
-def _():
-    return void, _emit_meet
+@lowers(quarter)
+def _(tile):
+    if not isinstance(tile, st) or tile.rows % (8 * WARPGROUP):
+        raise TypeError(f"warpgroup.quarter: takes a shared tile of 32, 64, 96, ... rows, got {tile}")
+    part = replace(tile, rows=tile.rows // WARPGROUP)
+    return part, lambda b, address: b.add(address, b.mul(rank(b), b.u32(part.rows * part.width)))
 
 
 @op
@@ -151,7 +190,7 @@ def tma_store(target, at, tile):
     `store_wait` and `sync` before the tile is written again. TMA writes 16 bytes at a time: TypeError for an array whose
     columns are not a multiple of that, since behind its edge TMA writes the tile's own values up to the next such multiple."""
     warp = here()
-    _meet(warp)
+    GROUP.meet(warp)
     if warp.rank == 0:
         warp.store_async(target, at, tile)
 
@@ -170,7 +209,7 @@ def _(target, at, tile):
         raise TypeError(f"tma_store: `at` must be up to {target.rank} integers, got {memory.said(at)}")
 
     def emit(b, vtarget, vat, vtile):
-        _emit_meet(b)
+        GROUP.emit_meet(b)
         with b.if_then(elected(b, THREADS)):
             ptx.tma_store(b, target, vtarget, b.unpack(vat), tile, vtile)
 
@@ -194,6 +233,9 @@ def _():
 
 
 # ---- taking turns --------------------------------------------------------------------------------------------------
+FREE_NAMED = LAST_NAMED - 7  # from here on named barriers are the warpgroups' own
+
+
 @compile_time
 @dataclass(frozen=True)
 class turns:

@@ -53,6 +53,11 @@ def _ballot(m, _, flag):
     return Register(i32, np.repeat(bits, 32))
 
 
+def _barrier_vote(m, match, _, threads, flag):
+    votes = (flag.array != 0).reshape(-1, threads.array[0])
+    return Register(i32, np.repeat((np.any if match[1] == "or" else np.all)(votes, axis=1), threads.array[0]))
+
+
 def _pack(m, match, high, low):
     to = NUMPY[match[1]]
     bits = [v.array.astype(to).view(np.uint16).astype(np.uint32) for v in (low, high)]
@@ -301,6 +306,7 @@ LLVM = {
 }
 PTX = {
     r"^mov.u32 \$0, %tid.x;$": lambda m, _: Register(i32, m.tid),
+    r"^mov.u32 \$0, %ntid.x;$": lambda m, _: Register(i32, np.full(m.threads, m.threads)),
     r"^mov.u32 \$0, %(n?)ctaid.x;$": lambda m, match: Register(i32, np.full(m.threads, m.place[match[1] == "n"])),
     r"^ex2.approx.ftz.f32 \$0, \$1;$": _unary(np.exp2),
     r"^lg2.approx.ftz.f32 \$0, \$1;$": _unary(np.log2),
@@ -312,6 +318,7 @@ PTX = {
     r"^fma.rn.(bf16|f16)x2 \$0, \$1, \$2, \$3;$": _fma_pair,
     r"^shfl.sync.bfly.b32 \$0, \$1, (\d+), 31, -1;$": _shuffle_xor,
     r"vote.sync.ballot.b32 \$0, p, -1;": _ballot,
+    r"bar.red.(or|and).pred q, \$1, \$2, p;": _barrier_vote,
     r"^shfl.sync.idx.b32 \$0, \$1, \$2, 31, -1;$": _shuffle,
     r"^movmatrix.sync.aligned.m8n8.trans.b16 \$0, \$1;$": _movmatrix,
     r"^shfl.sync.idx.b32 \$0, \$1, 0, 31, -1;$": lambda m, _, x: Register(x.type, x.array[m.tid // 32 * 32]),
