@@ -6,6 +6,11 @@
     tile = k.wait(j)                    consumer: the j-th tile, once it has arrived
     k.release(j)                        consumer: this warp is done with the j-th tile
 
+What warps compute for other warps goes through a ring with `writers` instead: each of them stores its part of the j-th tile.
+
+    store(p.claim(j), x)                writer: the j-th tile, once its slot is free
+    p.publish(j)                        writer: this warp's part is there
+
 The j-th fill goes to slot j % stages and completes phase j // stages + 1 of that slot's "full" barrier; the readers'
 releases complete the same phase of its "empty" barrier. Producer and consumer compute both from j alone, so they cannot
 disagree, and a kernel shows no barrier arithmetic.
@@ -32,11 +37,13 @@ BARRIER_BYTES = 8
 @compile_time
 @dataclass(frozen=True)
 class ring:
-    """`stages` copies of one shared tile or vector. `readers`: how many warps release each before its slot is filled again."""
+    """`stages` copies of one shared tile or vector. `readers`: how many warps release each before its slot is filled again.
+    `writers`: how many warps store it, each its part; 0 where TMA brings it."""
 
     tile: st | sv
     stages: int
     readers: int = 4
+    writers: int = 0
     name: str = ""  # these are set by `shared`: what it is called, and bytes from the base of shared memory
     start: int = 0
     barriers: int = 0
@@ -44,10 +51,13 @@ class ring:
     def __post_init__(self):
         if self.stages < 1 or self.readers < 1:
             raise ValueError(f"ring: stages and readers must be positive, got {self.stages} and {self.readers}")
+        if self.writers < 0:
+            raise ValueError(f"ring: writers must be 0 (TMA) or more, got {self.writers}")
         _needs_whole("ring", self.tile)
 
     def __str__(self):
-        return f"ring({self.tile}, {self.stages} stages, {self.readers} readers)"
+        writers = f", {self.writers} writers" * bool(self.writers)
+        return f"ring({self.tile}, {self.stages} stages, {self.readers} readers{writers})"
 
     def slot(self, j):
         """Address of the j-th tile."""
@@ -59,6 +69,16 @@ class ring:
         Called by a whole warpgroup; its first thread does it. source: a `tensor` whose tile is the ring's."""
         if here().rank == 0:
             _slot(self, j).fill(here(), j, source, at)
+
+    @op
+    def claim(self, j):
+        """The j-th tile, to be stored, as soon as the readers of tile j - stages have released it. By each of the `writers`."""
+        return _slot(self, j).claim(here(), j)
+
+    @op
+    def publish(self, j):
+        """This warp has stored its part of tile j; the readers, their mmas and TMA see it once all writers have said so."""
+        _slot(self, j).publish(here(), j)
 
     @op
     def wait(self, j):
@@ -212,7 +232,7 @@ def _(smem):
                     ptx.mbarrier_init(b, b.add(base, b.u32(smem.starts[name])), item.count)
                 elif isinstance(item, ring):
                     for s in range(item.stages):
-                        ptx.mbarrier_init(b, _full(b, item, base, b.u32(s)), 1)
+                        ptx.mbarrier_init(b, _full(b, item, base, b.u32(s)), item.writers or 1)
                         ptx.mbarrier_init(b, _empty(b, item, base, b.u32(s)), item.readers)
             if smem.barriers:
                 ptx.mbarrier_fence(b)
@@ -223,9 +243,16 @@ def _(smem):
     return tuple(smem.items.values()), emit
 
 
+def _needs_writers(name, ring):
+    if not ring.writers:
+        raise TypeError(f"{name}: TMA writes this ring, fill(...) it: {ring}")
+
+
 @lowers(ring.fill)
 def _(ring, j, source, at):
     _needs_index("fill", j)
+    if ring.writers:
+        raise TypeError(f"fill: warps write this ring, claim(...) and publish(...) a tile: {ring}")
     check_tensor("fill", source)
     if source.tile != ring.tile:
         raise TypeError(f"fill: the ring holds {ring.tile}, the source gives {source.tile}")
@@ -239,6 +266,33 @@ def _(ring, j, source, at):
             ptx.mbarrier_wait(b, _empty(b, ring, base, slot), b.xor(parity, b.u32(1)))
             ptx.mbarrier_expect(b, full, ring.tile.nbytes)
             ptx.tma_load(b, source, _address(b, ring, base, slot), source_map, b.unpack(at), full)
+
+    return void, emit
+
+
+@lowers(ring.claim)
+def _(ring, j):
+    _needs_index("claim", j)
+    _needs_writers("claim", ring)
+
+    def emit(b, base, j):
+        slot, parity = _modulo(b, ring, j)
+        slot = ptx.uniform(b, slot)
+        ptx.mbarrier_wait(b, _empty(b, ring, base, slot), b.xor(parity, b.u32(1)))
+        return _address(b, ring, base, slot)
+
+    return ring.tile, emit
+
+
+@lowers(ring.publish)
+def _(ring, j):
+    _needs_index("publish", j)
+    _needs_writers("publish", ring)
+
+    def emit(b, base, j):
+        ptx.reads_done(b)
+        with b.if_then(elected(b, 32)):
+            ptx.mbarrier_arrive(b, _full(b, ring, base, _modulo(b, ring, j)[0]))
 
     return void, emit
 

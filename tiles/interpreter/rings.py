@@ -12,9 +12,10 @@ class Slot:
 
     def __init__(self, block, ring, index, tile):
         self.block, self.ring, self.index, self.tile = block, ring, index, tile
-        self.full = Mbarrier(block, f"'full' of slot {index} of ring {ring.name!r}", 1)
+        self.full = Mbarrier(block, f"'full' of slot {index} of ring {ring.name!r}", ring.writers or 1)
         self.empty = Mbarrier(block, f"'empty' of slot {index} of ring {ring.name!r}", ring.readers, self._hand_back)
         self.fills, self.number, self.releases, self.place = 0, index, 0, None
+        self.claims = {}  # warp -> the last tile that it claimed, and whether it has published it
 
     def _name(self, j):
         return f"tile {j} of ring {self.ring.name!r}"
@@ -30,10 +31,36 @@ class Slot:
         self.full.arrive(warp, tile.spec.nbytes)
         warp.load_async(tile, self.full, source, at)
 
+    def claim(self, warp, j):
+        """Tile j, for this warp to store its part, once tile j - stages has been released."""
+        last, published = self.claims.get(warp.index, (self.index - self.ring.stages, True))
+        if not published:
+            raise warp.hazard(f"claims {self._name(j)}, and has not published {self._name(last)}", "phase")
+        if j != last + self.ring.stages:
+            due = last + self.ring.stages
+            raise warp.hazard(f"claims {self._name(j)}, and the next tile for slot {self.index} is number {due}", "phase")
+        self.empty.wait(warp, j // self.ring.stages, f"the slot for {self._name(j)}", self._held)
+        self.claims[warp.index] = j, False
+        return self.tile(j)
+
+    def publish(self, warp, j):
+        """The warp has stored its part of tile j."""
+        if self.claims.get(warp.index) != (j, False):
+            raise warp.hazard(f"publishes {self._name(j)}, which it has not claimed", "phase")
+        self.claims[warp.index] = j, True
+        warp.fence_async()
+        self.full.arrive(warp)
+
     def wait(self, warp, j):
         """Tile j, once it has arrived."""
-        self.full.wait(warp, j // self.ring.stages + 1, self._name(j), lambda _: "nobody fills it")
+        self.full.wait(warp, j // self.ring.stages + 1, self._name(j), self._unfilled)
         return self.tile(j)
+
+    def _unfilled(self, phase):
+        """Why the tile is not there."""
+        if not self.ring.writers:
+            return "nobody fills it"
+        return f"{self.ring.writers - self.full.due} of {self.ring.writers} writers have published it"
 
     def _held(self, phase):
         """Why the slot is not free."""
