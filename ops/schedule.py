@@ -19,19 +19,20 @@ from .index import split
 
 
 @op
-def snake(r):
-    """The number of the r-th tile, r from 0, that this block of a grid along x takes; it grows with r, and is below 2**31."""
-    (block, _, _), (blocks, _, _) = here().block.index, here().block.grid
+def snake(r, cluster=1):
+    """The number of the r-th tile, r from 0, that this block of a grid along x takes, together with its peers of a cluster of
+    that many blocks; it grows with r, and is below 2**31."""
+    block, blocks = here().block.index[0] // cluster, here().block.grid[0] // cluster
     return r * blocks + (blocks - 1 - block if r % 2 else block)
 
 
 @lowers(snake)
-def _(r):
-    if not integer(r):
-        raise TypeError(f"snake: takes an integer, got {r}")
+def _(r, cluster: int):
+    if not integer(r) or cluster < 1:
+        raise TypeError(f"snake: takes an integer, and how many blocks a cluster has, got {r} and {cluster}")
 
-    def lower(b, r):
-        r, block, blocks = b.u32(r), b.special("ctaid.x"), b.special("nctaid.x")
+    def lower(b, r, _):
+        r, block, blocks = b.u32(r), *(b.udiv(b.special(name), b.u32(cluster)) for name in ("ctaid.x", "nctaid.x"))
         back = b.sub(b.sub(blocks, b.u32(1)), block)
         return b.add(b.mul(r, blocks), b.select(b.trunc(r, i1), back, block))
 

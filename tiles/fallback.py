@@ -45,8 +45,8 @@ class Interpreted:
                 view = p.value if p.array is None else next(rest)
                 args.append(_cut(view, p.value.spec) if p.encoding else view)
             seed = os.environ.get("TILES_SEED")
-            launch = self.launch
-            interpret(launch.kernel, launch.grid, launch.block[0], args, launch.shared, int(seed) if seed else None)
+            launch, cluster = self.launch, self.launch.cluster or (1, 1, 1)
+            interpret(launch.kernel, launch.grid, launch.block[0], args, launch.shared, int(seed) if seed else None, cluster)
 
 
 def _cut(view, spec):

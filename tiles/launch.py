@@ -14,6 +14,7 @@ scalars as their own type, so np.int64(n) where 32 bits are too few.
 """
 
 import ctypes
+import math
 import re
 import threading
 import warnings
@@ -197,6 +198,9 @@ class Launch:
             raise TypeError(f"launch: shared must be a tiles.shared plan, got {shared!r}")
         if self.cluster and any(g % c for g, c in zip(self.grid, self.cluster)):
             raise ValueError(f"launch: {cluster=} must divide {grid=}")
+        blocks = math.prod(self.cluster or (1,))
+        if shared is not None and shared.blocks not in (1, blocks):
+            raise ValueError(f"launch: {shared} is for clusters of {shared.blocks} blocks, got {cluster=}")
 
     @property
     def title(self):

@@ -40,6 +40,27 @@ def mbarrier_wait(b, bar, parity):
     )
 
 
+def mbarrier_arrive_remote(b, bar):
+    """One arrival on a barrier of a block of the cluster, by its address among them all."""
+    b.do("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", bar)
+
+
+# ---- clusters ------------------------------------------------------------------------------------------------------
+def map_shared(b, address, rank):
+    """Where block number `rank` of the cluster has what this one has at `address`, as an address among them all."""
+    return b.asm(i32, "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", address, rank, effect=False)
+
+
+def cluster_arrive(b):
+    """Announce that this thread has come to the cluster's barrier; what it wrote is then visible to those that wait."""
+    b.do("barrier.cluster.arrive.release.aligned;")
+
+
+def cluster_wait(b):
+    """Until all threads of the cluster have arrived."""
+    b.do("barrier.cluster.wait.acquire.aligned;")
+
+
 # ---- TMA -----------------------------------------------------------------------------------------------------------
 def _box(b, gl, at):
     """(element coordinates of the tile at `at`, innermost axis first; the place of the column coordinate)."""
@@ -63,14 +84,17 @@ def tma_axes(gl):
     return [gl.cols] + [axis for axis in reversed(range(gl.rank)) if axis != gl.cols]
 
 
-def tma_load(b, gl, to, source, at, bar):
-    """Start copying the tile at `at` into shared memory, one instruction a panel, completing on a barrier."""
+def tma_load(b, gl, to, source, at, bar, spec=None, blocks=1):
+    """Start copying the tile at `at` into shared memory, one instruction a panel, completing on a barrier. spec: the shared
+    tile that it is a part of. blocks: into all that many of the cluster, completing on the barrier of each."""
     box = _box(b, gl, at)
+    cast, mask = (".multicast::cluster", f", {2**blocks - 1}") if blocks > 1 else ("", "")
     for p in range(gl.tile.panels):
         text, coordinates = _coordinates(b, gl, box, p, 3)
         b.do(
-            f"cp.async.bulk.tensor.{gl.rank}d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {text}], [$2];",
-            b.add(to, b.u32(p * gl.tile.panel_bytes)), source, bar, *coordinates,
+            f"cp.async.bulk.tensor.{gl.rank}d.shared::cluster.global.mbarrier::complete_tx::bytes{cast} "
+            f"[$0], [$1, {text}], [$2]{mask};",
+            b.add(to, b.u32(p * (spec or gl.tile).panel_bytes)), source, bar, *coordinates,
         )  # fmt: skip
 
 

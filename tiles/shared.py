@@ -32,18 +32,25 @@ from .values import SharedTile
 
 ALIGN = TILE_ALIGN  # of a block's shared memory
 BARRIER_BYTES = 8
+CLUSTER_END = 8  # most blocks of a cluster
 
 
 @compile_time
 @dataclass(frozen=True)
 class ring:
     """`stages` copies of one shared tile or vector. `readers`: how many warps release each before its slot is filled again.
-    `writers`: how many warps store it, each its part; 0 where TMA brings it."""
+    `writers`: how many warps store it, each its part; 0 where TMA brings it.
+
+    `blocks`: that many blocks, a cluster, want the same tiles, and read each from global memory once: every block brings its
+    `part` of the rows to all of them (TMA multicast), as soon as `readers` warps of each have released the slot. All fill, wait
+    for and release the same tiles in the same order, and end with ops.cluster.sync(): a peer may release a tile when a block is
+    already done."""
 
     tile: st | sv
     stages: int
     readers: int = 4
     writers: int = 0
+    blocks: int = 1
     name: str = ""  # these are set by `shared`: what it is called, and bytes from the base of shared memory
     start: int = 0
     barriers: int = 0
@@ -53,11 +60,23 @@ class ring:
             raise ValueError(f"ring: stages and readers must be positive, got {self.stages} and {self.readers}")
         if self.writers < 0:
             raise ValueError(f"ring: writers must be 0 (TMA) or more, got {self.writers}")
+        if self.writers and self.blocks > 1:
+            raise ValueError(f"ring: what warps write stays in their block, got {self.writers=} and {self.blocks=}")
+        if not 1 <= self.blocks <= CLUSTER_END or (self.blocks > 1 and self.tile.rows % (8 * self.blocks)):
+            raise ValueError(
+                f"ring: 1 to {CLUSTER_END} blocks share a tile, by multiples of 8 rows, got {self.blocks} for {self.tile}"
+            )
         _needs_whole("ring", self.tile)
 
     def __str__(self):
         writers = f", {self.writers} writers" * bool(self.writers)
-        return f"ring({self.tile}, {self.stages} stages, {self.readers} readers{writers})"
+        blocks = f", for {self.blocks} blocks" * (self.blocks > 1)
+        return f"ring({self.tile}, {self.stages} stages, {self.readers} readers{writers}{blocks})"
+
+    @property
+    def part(self):
+        """What one block fills of a tile, the rows of all blocks in turn; and the tile of the tensors that it comes from."""
+        return self.tile if self.blocks == 1 else replace(self.tile, rows=self.tile.rows // self.blocks, whole=0)
 
     def slot(self, j):
         """Address of the j-th tile."""
@@ -66,9 +85,10 @@ class ring:
     @op
     def fill(self, j, source, at):
         """Copy source[at] into slot j % stages by TMA, as soon as the readers of tile j - stages have released it.
-        Called by a whole warpgroup; its first thread does it. source: a `tensor` whose tile is the ring's."""
+        Called by a whole warpgroup; its first thread does it. source: a `tensor` whose tile is the ring's `part`; `at` counts
+        the ring's tiles all the same."""
         if here().rank == 0:
-            _slot(self, j).fill(here(), j, source, at)
+            _slot(self, j).fill(here(), j, source, _own(self, source.spec, at, here().block.rank))
 
     @op
     def claim(self, j):
@@ -98,7 +118,7 @@ STAGED = (ring, pipeline)
 @compile_time
 class shared:
     """A block's dynamic shared memory: named rings, pipelines, shared tiles, vectors and barriers, one after the other, tiles
-    aligned for their swizzle. `nbytes` is what a launch must reserve."""
+    aligned for their swizzle. `nbytes` is what a launch must reserve, `blocks` how many a cluster must have."""
 
     def __init__(self, **items):
         self.items, at = {}, 0
@@ -126,6 +146,9 @@ class shared:
             else:
                 self.items[name] = item
         self.nbytes = at + ALIGN  # the kernel rounds its base up
+        self.blocks = max((item.blocks for item in items.values() if isinstance(item, ring)), default=1)
+        if any(isinstance(item, ring) and item.blocks not in (1, self.blocks) for item in items.values()):
+            raise ValueError(f"shared: a ring is for all blocks of a cluster or for one, got {self}")
 
     def __str__(self):
         return f"shared({', '.join(f'{name}={item}' for name, item in self.items.items())})"
@@ -138,7 +161,8 @@ class shared:
 
     @op
     def open(self):
-        """The items, in order, their barriers ready. Every thread of the block calls it once, first."""
+        """The items, in order, their barriers ready, in all blocks of a cluster that share a ring. Every thread of the block
+        calls it once, first."""
         block, warp = here().block, here()
         if block.smem != self:
             raise warp.hazard(f"the kernel opens {self}; the launch reserved {block.smem or 'no shared memory'}", "plan")
@@ -154,8 +178,16 @@ class shared:
                     block.opened[name] = item
                 else:
                     block.opened[name] = SharedTile(item, self.starts[name], f"shared tile {name!r}")
+        if warp.index == 0:
+            block.ready = warp.agent, warp.tick()
         threads = 32 * block.size
         block.named(0, threads).meet(warp, threads, what="shared.open: ")
+        if self.blocks > 1:
+            if block.cluster.size != self.blocks:
+                cause = f"{self} is for clusters of {self.blocks} blocks, and the launch has clusters of {block.cluster.size}"
+                raise warp.hazard(cause, "plan")
+            block.cluster.barrier.arrive(warp)
+            block.cluster.barrier.wait(warp)
         return tuple(item if isinstance(item, STAGED) else block.opened[name] for name, item in self.items.items())
 
 
@@ -172,6 +204,12 @@ def _slot(ring, j):
     if block.opened is None or ring.name not in block.opened:
         raise here().hazard(f"{ring} is used, and the kernel has not opened it: `q, k = smem.open()`", "plan")
     return block.opened[ring.name][j % ring.stages]
+
+
+def _own(ring, source, at, rank):
+    """Where block `rank` of a cluster finds its part of the tile at `at`, counted in parts."""
+    at = tuple(at) + (0,) * (source.rank - len(at))
+    return at if ring.blocks == 1 else tuple(i * ring.blocks + rank if k == source.rows else i for k, i in enumerate(at))
 
 
 def _tile(block, ring, j):
@@ -233,10 +271,13 @@ def _(smem):
                 elif isinstance(item, ring):
                     for s in range(item.stages):
                         ptx.mbarrier_init(b, _full(b, item, base, b.u32(s)), item.writers or 1)
-                        ptx.mbarrier_init(b, _empty(b, item, base, b.u32(s)), item.readers)
+                        ptx.mbarrier_init(b, _empty(b, item, base, b.u32(s)), item.readers * item.blocks)
             if smem.barriers:
                 ptx.mbarrier_fence(b)
         b.do("bar.sync 0;")
+        if smem.blocks > 1:
+            ptx.cluster_arrive(b)
+            ptx.cluster_wait(b)
         at = [base if isinstance(i, STAGED) else b.add(base, b.u32(smem.starts[n])) for n, i in smem.items.items()]
         return b.context.make_tuple(b, types.BaseTuple.from_types([Value(i) for i in smem.items.values()]), at)
 
@@ -254,8 +295,9 @@ def _(ring, j, source, at):
     if ring.writers:
         raise TypeError(f"fill: warps write this ring, claim(...) and publish(...) a tile: {ring}")
     check_tensor("fill", source)
-    if source.tile != ring.tile:
-        raise TypeError(f"fill: the ring holds {ring.tile}, the source gives {source.tile}")
+    if source.tile != ring.part or (ring.blocks > 1 and source.unit != ring.part.rows):
+        parts = f" in parts of {ring.part}" * (ring.blocks > 1)
+        raise TypeError(f"fill: the ring holds {ring.tile}{parts}, the source gives {source.tile}")
     if not isinstance(at, types.BaseTuple) or not 1 <= len(at) <= source.rank:
         raise TypeError(f"fill: `at` must be a tuple of up to {source.rank} integers, got {at}")
 
@@ -265,7 +307,13 @@ def _(ring, j, source, at):
             full = _full(b, ring, base, slot)
             ptx.mbarrier_wait(b, _empty(b, ring, base, slot), b.xor(parity, b.u32(1)))
             ptx.mbarrier_expect(b, full, ring.tile.nbytes)
-            ptx.tma_load(b, source, _address(b, ring, base, slot), source_map, b.unpack(at), full)
+            to, place = _address(b, ring, base, slot), b.unpack(at)
+            if ring.blocks > 1:
+                rank = b.special("cluster_ctarank")
+                to = b.add(to, b.mul(rank, b.u32(ring.part.rows * ring.tile.width)))
+                place += [b.u32(0)] * (source.rank - len(place))
+                place[source.rows] = b.add(b.mul(b.u32(place[source.rows]), b.u32(ring.blocks)), rank)
+            ptx.tma_load(b, source, to, source_map, place, full, ring.tile, ring.blocks)
 
     return void, emit
 
@@ -317,10 +365,14 @@ def _(ring, j, after):
         raise TypeError(f"release: `after` must be a vector, got {after}")
 
     def emit(b, base, j, vector):
-        mine = elected(b, 32)
+        mine = elected(b, 32) if ring.blocks == 1 else b.icmp_unsigned("<", b.lane(), b.u32(ring.blocks))
         if after is not None:
             mine = b.and_(mine, ptx.computed(b, b.unpack(vector)))
         with b.if_then(mine):
-            ptx.mbarrier_arrive(b, _empty(b, ring, base, _modulo(b, ring, j)[0]))
+            empty = _empty(b, ring, base, _modulo(b, ring, j)[0])
+            if ring.blocks == 1:
+                ptx.mbarrier_arrive(b, empty)
+            else:  # a lane for each block
+                ptx.mbarrier_arrive_remote(b, ptx.map_shared(b, empty, b.lane()))
 
     return void, emit

@@ -13,7 +13,7 @@ from ops import full, grouped, snake, store
 from ops.schedule import snake as face
 from tiles import fp32, launch, rt
 from tiles.compiler import compile_kernel
-from tiles.interpreter import Block, interpret
+from tiles.interpreter import Cluster, interpret
 from tiles.op import OPS
 
 V = rt(16, 16, fp32).row_vec
@@ -95,10 +95,26 @@ def test_both_backends_say_the_same(blocks, data):
     assert out[0] == want
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_blocks_of_a_cluster_take_a_tile_together(size):
+    """As if the cluster were one block."""
+    for block in range(8):
+        alone, said = np.zeros(6, np.int64), np.zeros((2, 6), np.int64)
+
+        def kernel(out, of_cluster):
+            for r in range(6):
+                out[r] = snake(r, of_cluster)
+
+        lowered(cuda.jit(kernel), [alone, 1], place=(block // size, 8 // size))
+        lowered(cuda.jit(kernel), [said[0], size], place=(block, 8))
+        in_block(block, 8, lambda: kernel(said[1], size))
+        assert (said == alone).all()
+
+
 def in_block(block, blocks, deed):
     """Do it as the given block of a grid would in the interpreter."""
     done = []
-    Block((block, 0, 0), (blocks, 1, 1), 1, None, None, {}).run(lambda: done.append(deed()), [])
+    Cluster([(block, 0, 0)], (blocks, 1, 1), 1, None, None, {}).run(lambda: done.append(deed()), [])
     assert done
 
 
@@ -120,7 +136,7 @@ def test_compiles_to_32_bits():
 
     found = compile_kernel(kernel, [types.int32, types.Array(types.float32, 1, "A")], "sm_90a")
     assert not found.local_bytes and not found.warnings
-    assert OPS[face].type(types.int32)[0] == types.int32
+    assert OPS[face].type(types.int32, 1)[0] == types.int32
 
 
 @pytest.mark.parametrize("given", [1.5, np.zeros(3, np.float32)], ids=["number", "array"])
@@ -129,7 +145,7 @@ def test_mistakes(given):
         snake(x)
 
     for backend in (meaning, code):
-        with pytest.raises(TypeError, match="snake: takes an integer, got (float|array)"):
+        with pytest.raises(TypeError, match="snake: takes an integer, and how many blocks a cluster has, got (float|array)"):
             backend(cuda.jit(kernel), given)
 
 

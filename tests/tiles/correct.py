@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numba import cuda
 
-from ops import exp2, full, lane_sum, load, log2, maximum, raw, right_fill, row_max, store, total, warpgroup, zeros
+from ops import cluster, exp2, full, lane_sum, load, log2, maximum, raw, right_fill, row_max, store, total, warpgroup, zeros
 from tiles import barrier, bf16, fp16, fp32, inlined, ring, rt, shared, st, tensor
 from tiles.interpreter import interpret
 
@@ -226,3 +226,32 @@ def check_by_hand(seed):
         out = np.zeros((160, 64), np.float32)
         interpret(by_hand, (1, 1, 1), 96, [tensor(x, S, 1), out, early], plan, seed)
         np.testing.assert_array_equal(out, x[0].astype(np.float32))
+
+
+# ---- a pair of blocks shares one operand: each brings half of it to both --------------------------------------------
+H = st(32, 32, fp16)  # half of a tile of b
+pair_smem = shared(a=ring(A, 2, readers=4), b=ring(st(64, 32, fp16), 2, readers=4, blocks=2))
+
+
+@cuda.jit
+def gemm_by_pairs(gA, gB, gC, steps):
+    a, b = pair_smem.open()
+    if warpgroup.id() == 0:
+        for j in range(2 * steps):
+            a.fill(j, gA, (cuda.blockIdx.x, j % steps))
+            b.fill(j, gB, (j // steps, j % steps))
+    else:
+        for tile in range(2):
+            acc = zeros(rt(16, 64, fp32))
+            for j in range(tile * steps, (tile + 1) * steps):
+                acc = warpgroup.wait(warpgroup.mma_ABt(acc, a.wait(j), b.wait(j)))
+                a.release(j)
+                b.release(j)
+            warpgroup.store(gC, acc, (64 * cuda.blockIdx.x, 64 * tile))
+    cluster.sync()
+
+
+def check_gemm_by_pairs(seed):
+    a, b, c = numbers(200, 150, dtype=fp16), numbers(100, 150, dtype=fp16), np.full((200, 100), np.nan, np.float32)
+    interpret(gemm_by_pairs, (4, 1, 1), 256, [tensor(a, A), tensor(b, H), c, 5], pair_smem, seed, (2, 1, 1))
+    np.testing.assert_allclose(c, a.astype(np.float32) @ b.astype(np.float32).T, atol=1e-4)

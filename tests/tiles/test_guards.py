@@ -33,6 +33,8 @@ CHANGES = [  # pattern, what it becomes
     (r"\bK, 2, 8\)", "K, 2, 9)"),
     (r"readers=4", "readers=3"),
     (r"readers=4", "readers=5"),
+    (r"readers=4, blocks", "readers=3, blocks"),
+    (r"readers=4, blocks", "readers=5, blocks"),
     (r"turn\.give\(me\)", "turn.give(me + 1)"),
     (r"begin\(me\)", "begin(0)"),
     (r"fill\(j,", "fill(j + 1,"),

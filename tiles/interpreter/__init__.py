@@ -32,14 +32,28 @@ import numpy as np
 
 from ..layout import LANES
 from .barriers import Mbarrier, Named
-from .block import Block, seeded
+from .block import Block
+from .cluster import Cluster, seeded
 from .hazard import KINDS, Hazard
 from .language import Bounded, getcurrent, here, rebind
 from .rings import Slot
 from .shadow import span
 from .warp import Warp
 
-__all__ = ["KINDS", "Block", "Hazard", "Mbarrier", "Named", "Slot", "Warp", "hazard_line", "here", "interpret", "span"]
+__all__ = [
+    "KINDS",
+    "Block",
+    "Cluster",
+    "Hazard",
+    "Mbarrier",
+    "Named",
+    "Slot",
+    "Warp",
+    "hazard_line",
+    "here",
+    "interpret",
+    "span",
+]
 
 
 def hazard_line():
@@ -48,16 +62,25 @@ def hazard_line():
     return f"\n  at {warp}" if isinstance(warp, Warp) else ""
 
 
-def interpret(kernel, grid, threads, args, shared=None, seed=None):
-    """Run kernel[grid, threads](*args) here, block by block: NumPy arrays, tensors and numbers in, arrays written in place.
+def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 1)):
+    """Run kernel[grid, threads](*args) here, cluster by cluster: NumPy arrays, tensors and numbers in, arrays written in place.
 
     grid: (x, y, z). threads: a multiple of 32. shared: the `tiles.shared` plan that the kernel opens. seed: None for the
-    strict order (asynchronous work as late as possible), a number for a random one. Hazard: what went wrong, where."""
+    strict order (asynchronous work as late as possible), a number for a random one. cluster: (x, y, z) blocks, which run
+    together; others one after the other. Hazard: what went wrong, where."""
     if threads % LANES or not 0 < threads <= 1024:
         raise ValueError(f"threads: a multiple of {LANES} up to 1024, got {threads}")
     seen, rng = {}, seeded(seed)
+    bounds = getattr(kernel, "targetoptions", {}).get("launch_bounds")
+    resident = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
     function = rebind(kernel, seen)
     args = [np.float32(a) if isinstance(a, float) else a.view(Bounded) if isinstance(a, np.ndarray) else a for a in args]
     with np.errstate(all="ignore"):
-        for z, y, x in itertools.product(*map(range, reversed(grid))):
-            Block((x, y, z), grid, threads // LANES, shared, rng, seen).run(function, args)
+        for corner in _places(*(range(0, g, c) for g, c in zip(grid, cluster))):
+            places = _places(*(range(at, at + n) for at, n in zip(corner, cluster)))
+            Cluster(places, grid, threads // LANES, shared, rng, seen, resident).run(function, args)
+
+
+def _places(*axes):
+    """All (x, y, z) of these ranges, x running fastest."""
+    return [place[::-1] for place in itertools.product(*reversed(axes))]

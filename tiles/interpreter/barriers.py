@@ -18,11 +18,11 @@ class Mbarrier:
 
     def __init__(self, block, name, count, on_phase=None):
         self.block, self.name, self.spec, self.count, self.on_phase = block, name, barrier(count), count, on_phase
-        self.agent, self.warps = block.shadow.agent(), block.size
+        self.agent, self.warps = block.agents.new(), block.agents.warps
         self.due, self.bytes, self.phase = count, 0, 0
-        self.clock = np.zeros(block.shadow.agents, np.int64)
+        self.clock = np.zeros(block.agents.count, np.int64)
         self.published = [self.clock.copy()]
-        self.arrivals, self.before = np.zeros(block.size, np.int64), np.zeros(block.size, np.int64)
+        self.arrivals, self.before = np.zeros(self.warps, np.int64), np.zeros(self.warps, np.int64)
         self.arrived, self.expected, self.flying = [], None, []  # in this phase: places, the last expectation, copies
         self.bytes_came = False  # in the phase before
         self.waits = {}  # warp -> its last wait: (phase, time, place)
@@ -45,11 +45,13 @@ class Mbarrier:
 
     def arrive(self, warp, nbytes=0):
         """One arrival; `nbytes` more bytes are expected in this phase."""
+        self.block.reached(warp, f"arrives on {self.name}")
         self._enter(warp, "arrives on", "arrivals")
         if self.due == 0:
             raise warp.hazard(f"one arrival too many on {self.name}: a phase takes {self.count}", "arrivals")
         place = warp.place()
-        self.arrivals[warp.index] = warp.tick()
+        self.arrivals[warp.agent] = time = warp.tick()
+        self.block.visited(warp, time, f"arrives on {self.name}")
         self.arrived.append(place)
         if nbytes:
             self.expected = place
@@ -58,8 +60,11 @@ class Mbarrier:
         self.due -= 1
         self._settle(warp, place)
 
-    def begin_copy(self, warp, copy):
-        """A copy whose bytes will count in this phase. Returns the time of the copies' clock at which it is over."""
+    def begin_copy(self, warp, copy, after=()):
+        """A copy whose bytes will count in this phase. Returns the time of the copies' clock at which it is over. after:
+        mbarriers whose phases were waited for before: who sees this phase complete knows of theirs."""
+        for bar in after:
+            self.clock[bar.agent] = max(self.clock[bar.agent], bar.phase)
         self._enter(warp, "starts a copy that counts on", "bytes")
         self.flying.append(copy)
         self.last_copy = self.phase + 1, copy
@@ -115,7 +120,7 @@ class Mbarrier:
         warp.until(lambda: self.phase >= phases, lambda: what + (lacks or self._lacks)(phases))
         self._missed(warp, phases, what)
         warp.learn(self.published[phases])
-        self.waits[warp.index] = phases, warp.tick(), warp.place()
+        self.waits[warp.agent] = phases, warp.tick(), warp.place()
 
     def _missed(self, warp, phases, what):
         if self.phase > phases:
@@ -148,10 +153,10 @@ class Named:
     """A named barrier (bar.sync, bar.arrive)."""
 
     def __init__(self, number, threads, block):
-        self.number, self.threads, self.warps, self.opened = number, threads, block.size, 0
+        self.number, self.threads, self.warps, self.opened = number, threads, block.agents.warps, 0
         self.arrived = {}  # warp -> place, in this generation
-        self.arrivals, self.before = np.zeros(block.size, np.int64), np.zeros(block.size, np.int64)
-        self.clock, self.published = np.zeros(block.shadow.agents, np.int64), {}
+        self.arrivals, self.before = np.zeros(self.warps, np.int64), np.zeros(self.warps, np.int64)
+        self.clock, self.published = np.zeros(block.agents.count, np.int64), {}
 
     def meet(self, warp, threads, sync=True, what=""):
         """Arrive, and unless `sync` is false wait until `threads` threads have."""
@@ -168,7 +173,7 @@ class Named:
             )
             raise warp.hazard(f"{cause}, for which it might have counted", "arrivals")
         self.threads, generation = threads, self.opened
-        self.arrived[warp.index], self.arrivals[warp.index] = place, warp.tick()
+        self.arrived[warp.index], self.arrivals[warp.agent] = place, warp.tick()
         np.maximum(self.clock, warp.clock, out=self.clock)
         if LANES * len(self.arrived) == threads:
             self.opened, self.published[generation + 1] = generation + 1, self.clock.copy()

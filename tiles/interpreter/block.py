@@ -1,48 +1,32 @@
-"""One thread block: its warps, its asynchronous work, and a scheduler that looks for trouble.
-
-Asynchronous work (a copy, a bulk store) finishes as late as the waits allow: only when no warp can go on. With a seed,
-warps give way and work finishes in random order instead. Either way hazards are found by clocks (shadow.py, barriers.py),
-not by luck: a schedule decides only what a kernel does, never whether it was ordered.
-"""
-
-import random
+"""One thread block: its shared memory, barriers and registers, and who of its cluster has reached into it."""
 
 from greenlet import getcurrent
 
 from ..layout import LANES
 from .barriers import Named
 from .hazard import Hazard
-from .shadow import Shadow
-from .warp import WARPGROUP, Warp
+from .shadow import Event, Shadow
 
+WARPGROUP = 4  # warps
 REGISTERS = 65536  # of a multiprocessor
-PATIENCE = 0.5  # a seed's chance that a warp gives way, or that a copy in flight lands, at each opportunity
-
-
-class Work:
-    """Asynchronous work that has been started: what it is, how many bytes it moves, who started it."""
-
-    def __init__(self, land, deed, nbytes, place):
-        self.land, self.deed, self.nbytes, self.place, self.done = land, deed, nbytes, place, False
-
-    def __str__(self):
-        return self.place.by(self.deed)
 
 
 class Block:
-    """One thread block and its shared memory. source: the functions of the kernel (see language.rebind)."""
+    """Block `index` of the grid, the `rank`-th of its cluster."""
 
-    def __init__(self, index, grid, warps, smem, rng, source):
-        self.index, self.grid, self.size, self.smem, self.rng, self.source = index, grid, warps, smem, rng, source
-        self.codes, self.functions = set(), 0
-        groups = -(-warps // WARPGROUP)
-        self.shadow = Shadow(smem.nbytes if smem else 0, 2 * warps, 5 * warps + groups + (smem.barriers if smem else 0))
-        self.mma_agents = [self.shadow.agent() for _ in range(groups)]
-        self.store_agents = [self.shadow.agent() for _ in range(warps)]
+    def __init__(self, cluster, rank, index, resident):
+        self.cluster, self.rank, self.index, self.size, self.smem = cluster, rank, index, cluster.warps, cluster.smem
+        self.crew, self.agents, self.grid = [], cluster.agents, cluster.grid
+        groups = -(-self.size // WARPGROUP)
+        self.shadow = Shadow(self.smem.nbytes if self.smem else 0, self.agents)
+        self.mma_agents = [self.agents.new() for _ in range(groups)]
+        self.store_agents = [self.agents.new() for _ in range(self.size)]
         self.mmas, self.deeds = [[] for _ in range(groups)], [[] for _ in range(groups)]
-        self.bulk, self.flying, self.named_barriers = {}, [], {}
+        self.bulk, self.named_barriers = {}, {}
         self.opened, self.mbarriers, self.slots = None, [], []
-        self.entry_registers = min(256, REGISTERS // (LANES * warps) // 8 * 8)
+        self.ready = None  # (agent, time) of the warp that has set up the barriers
+        self.visits = []  # accesses by warps of peers: (agent, time, event)
+        self.entry_registers = min(256, REGISTERS // (LANES * self.size * resident) // 8 * 8)
         self.pool = 0  # registers a thread and warp that setmaxnreg has given back
 
     def named(self, number, threads):
@@ -63,64 +47,32 @@ class Block:
         )
         self.pool, warp.registers = self.pool - more, n
 
-    # -- asynchronous work
-    def start(self, land, deed, nbytes, place):
-        """Start asynchronous work; it finishes when no warp can go on (or, with a seed, whenever it likes)."""
-        work = Work(land, deed, nbytes, place)
-        self.flying.append(work)
-        return work
+    def reached(self, warp, deed):
+        """A warp, of a peer if not of this block, reaches into this block's shared memory: it must be set up."""
+        if warp.block is self:
+            return
+        agent, time = self.ready or (0, None)
+        if time is None or warp.clock[agent] < time:
+            raise warp.hazard(
+                f"{deed} in block {self.index}, and nothing orders this after that block's `smem.open()`: cluster.sync() is "
+                f"missing",
+                "lifetime",
+            )
 
-    def land(self, work):
-        """Finish asynchronous work."""
-        self.flying.remove(work)
-        work.land()
-        work.done = True
+    def visited(self, warp, time, deed):
+        """Such a warp has done so at its `time`: the block must not end before."""
+        if warp.block is not self:
+            self.visits.append((warp.agent, time, Event("visit", deed, warp.place())))
 
-    # -- the schedule
-    def gives_way(self):
-        """Shall a warp that need not wait let others run all the same?"""
-        return self.rng is not None and self.rng.random() < PATIENCE
-
-    def run(self, kernel, args):
-        """Run the kernel to its end."""
-        warps = [Warp(self, k, kernel, args) for k in range(self.size)]
-        live = warps
-        while live:
-            moved = False
-            for warp in self.rng.sample(live, len(live)) if self.rng else live:
-                if self.flying and self.gives_way():
-                    self.land(self.rng.choice(self.flying))
-                    moved = True
-                if warp.ready is None or warp.ready():
-                    warp.switch()
-                    moved = True
-            live = [w for w in live if not w.dead]
-            if not moved:
-                if not self.flying:
-                    raise self.deadlock(live)
-                self.land(self.rng.choice(self.flying) if self.rng else self.flying[0])
-        for part in (*warps, *self.mbarriers, *self.slots):
-            part.close(warps)
-
-    def is_source(self, code):
-        """Is this code of the kernel or one of its helpers?"""
-        if len(self.source) != self.functions:  # helpers turn up as the kernel runs
-            self.codes, self.functions = {id(f.__code__) for f in self.source.values()}, len(self.source)
-        return id(code) in self.codes
-
-    def deadlock(self, live):
-        """Who waits for what."""
-        waiting = {}
-        for warp in live:
-            waiting.setdefault((warp.group, warp.at.line, warp.why()), []).append(warp)
-        lines = [
-            f"\n  warps {[w.index for w in warps]} of warpgroup {group} at {line} wait for {why}"
-            for (group, line, why), warps in waiting.items()
-        ]
-        places = [warps[0].at for warps in waiting.values()]
-        return Hazard("deadlock", f"nobody can go on in block {self.index}" + "".join(lines), *places)
-
-
-def seeded(seed):
-    """A random order, or None for the strict one."""
-    return None if seed is None else random.Random(seed)
+    def close(self):
+        """At the end: is everything done that was started here, and has nobody come too late?"""
+        for part in (*self.crew, *self.mbarriers, *self.slots):
+            part.close(self.crew)
+        for agent, time, event in self.visits:
+            if max(warp.clock[agent] for warp in self.crew) < time:
+                raise Hazard(
+                    "lifetime",
+                    f"{event.deed} in block {self.index}, and nothing orders that block's end after this: its shared memory may "
+                    f"be gone; cluster.sync() is missing at the end",
+                    event.place,
+                )

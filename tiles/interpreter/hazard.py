@@ -14,6 +14,7 @@ KINDS = {
     "bytes": "a barrier is told of more or fewer bytes than its copies bring",
     "phase": "a wait by parity that may take one phase for another",
     "wait": "a wait for mmas that does not cover the one asked for",
+    "lifetime": "a peer's shared memory is reached before it is set up, or when it may be gone",
     "unfinished": "work is in flight, or half agreed upon, when the block ends",
     "bounds": "an index outside an array, a ring or the named barriers",
     "divergence": "the lanes of a warp disagree where the warp must act as one",

@@ -1,5 +1,8 @@
 """A slot of a ring: who fills it, who may read it, who has given it back."""
 
+from dataclasses import replace
+
+from ..values import SharedTile
 from .barriers import Mbarrier
 from .hazard import Hazard
 from .shadow import RELEASED, Event, span
@@ -8,17 +11,35 @@ from .shadow import RELEASED, Event, span
 class Slot:
     """One stage of a ring: its barriers, the tile it holds, how often that one was released.
 
-    `tile` makes the shared tile number j; `readers` warps must release it before the slot is filled again."""
+    `tile` makes the shared tile number j; `readers` warps must release it before the slot is filled again. If the blocks of a
+    cluster share the ring, each fills its part of the tile in all of them, once the readers of all have released it."""
 
     def __init__(self, block, ring, index, tile):
         self.block, self.ring, self.index, self.tile = block, ring, index, tile
         self.full = Mbarrier(block, f"'full' of slot {index} of ring {ring.name!r}", ring.writers or 1)
-        self.empty = Mbarrier(block, f"'empty' of slot {index} of ring {ring.name!r}", ring.readers, self._hand_back)
+        arrivals = ring.readers * ring.blocks
+        self.empty = Mbarrier(block, f"'empty' of slot {index} of ring {ring.name!r}", arrivals, self._hand_back)
         self.fills, self.number, self.releases, self.place = 0, index, 0, None
         self.claims = {}  # warp -> the last tile that it claimed, and whether it has published it
 
     def _name(self, j):
         return f"tile {j} of ring {self.ring.name!r}"
+
+    @property
+    def _everywhere(self):
+        """This slot in all blocks that share the ring."""
+        if self.ring.blocks == 1:
+            return [self]
+        return [block.opened[self.ring.name][self.index] for block in self.block.cluster.blocks]
+
+    def _part(self, slot, j):
+        """What this block fills of tile j in a slot."""
+        tile = slot.tile(j)
+        if self.ring.blocks == 1:
+            return tile
+        part, rank = replace(self.ring.part, whole=tile.rows), self.block.rank
+        first, address = rank * part.rows, tile.address + rank * part.rows * part.width
+        return SharedTile(part, address, f"part {rank} of {tile.name}", slot, j, first)
 
     def fill(self, warp, j, source, at):
         """Copy source[at] into the slot as tile j, once tile j - stages has been released."""
@@ -27,9 +48,9 @@ class Slot:
             raise warp.hazard(f"fills {self._name(j)}, and the next tile for slot {self.index} is number {due}", "phase")
         self.fills += 1
         self.empty.wait(warp, j // self.ring.stages, f"the slot for {self._name(j)}", self._held)
-        tile = self.tile(j)
-        self.full.arrive(warp, tile.spec.nbytes)
-        warp.load_async(tile, self.full, source, at)
+        self.full.arrive(warp, self.ring.tile.nbytes)
+        for slot in self._everywhere:
+            warp.load_async(self._part(slot, j), slot.full, source, at, [self.empty])
 
     def claim(self, warp, j):
         """Tile j, for this warp to store its part, once tile j - stages has been released."""
@@ -65,8 +86,7 @@ class Slot:
     def _held(self, phase):
         """Why the slot is not free."""
         j = self.index + (phase - 1) * self.ring.stages
-        releases = self.releases if j == self.number else 0
-        return f"{self._name(j)} lies there and was released by {releases} of {self.ring.readers} readers"
+        return f"{self._name(j)} lies there and was released by {len(self.empty.arrived)} of {self.empty.count} readers"
 
     def release(self, warp, j):
         """The warp is done with tile j."""
@@ -83,20 +103,22 @@ class Slot:
             raise warp.hazard(cause, "arrivals")
         self.number, self.releases, self.place = j, self.releases + 1 if j == self.number else 1, warp.place()
         warp.released[self] = j
-        self.empty.arrive(warp)
+        for slot in self._everywhere:
+            slot.empty.arrive(warp)
 
     def _hand_back(self, warp):
         """All readers have released the tile: it is gone, and whoever touched it must have said so."""
-        tile, shadow = self.tile(self.number), self.block.shadow
-        if found := shadow.unwritable(self.empty.clock, span(tile), True):
-            kind, cause = found
-            raise warp.hazard(
-                f"this is the last of {self.ring.readers} releases (the ring's readers) of {tile.name}, {cause}",
-                "fence" if kind == "fence" else "released",
-            )
-        event = Event("release", f"the last release of {tile.name}", warp.place())
-        shadow.note_write(self.empty.agent, self.empty.phase, span(tile), RELEASED, event)
-        shadow.poison(span(tile))
+        for slot in self._everywhere:
+            tile, shadow = self._part(slot, self.number), slot.block.shadow
+            if found := shadow.unwritable(self.empty.clock, span(tile), True):
+                kind, cause = found
+                raise warp.hazard(
+                    f"this is the last of {self.empty.count} releases (the ring's readers) of {tile.name}, {cause}",
+                    "fence" if kind == "fence" else "released",
+                )
+            event = Event("release", f"the last release of {tile.name}", warp.place())
+            shadow.note_write(self.empty.agent, self.empty.phase, span(tile), RELEASED, event)
+            shadow.poison(span(tile))
 
     def close(self, _):
         """At the block's end: some readers have released the last tile and others have not?"""

@@ -1,8 +1,9 @@
 """Shared memory under supervision: its bytes, and for every cell who wrote it, who reads it and what state it is in.
 
 **Clocks.** Whatever touches shared memory is an *agent* with a clock of its own: each warp; each warp's copies by cp.async;
-both once more as the asynchronous proxy sees them; each warpgroup's mmas; each mbarrier's copies; each warp's bulk stores.
-A warp carries a vector with the time of every agent up to which it knows what happened (Lamport, Fidge, Mattern;
+both once more as the asynchronous proxy sees them; each warpgroup's mmas; each mbarrier's copies; each warp's bulk stores; of
+all blocks of a cluster. A warp carries a vector with the time of every agent up to which it knows what happened (Lamport,
+Fidge, Mattern;
 FastTrack's epochs, Flanagan and Freund 2009). An access is ordered after an earlier one if the vector has reached that
 one's time; if not, the two race, whatever order this run happened to take. So a copy that lands early hides nothing: until
 a wait has taught a warp that the copy is done, its tile may not be touched.
@@ -70,28 +71,36 @@ class span:
         return part if self.rows is None else part.reshape(*self.shape, *array.shape[1:])[:, self.rows]
 
 
-class Shadow:
-    """Shared memory of one block. Agents: the `ordinary` ones (warps 0..W-1, their copies by cp.async W..2W-1), as many
-    asynchronous doubles, then as `agent` hands them out."""
+class Agents:
+    """Who has a clock, in all blocks of a cluster: the `ordinary` ones (warps 0..W-1, their copies by cp.async W..2W-1), as
+    many asynchronous doubles, then as `new` hands them out; `count` in all."""
 
-    def __init__(self, nbytes, ordinary, agents):
+    def __init__(self, warps, others):
+        self.warps, self.ordinary = warps, 2 * warps
+        self.next, self.count = 4 * warps, 4 * warps + others
+
+    def new(self):
+        """A new agent's number."""
+        self.next += 1
+        assert self.next <= self.count
+        return self.next - 1
+
+    def fence(self, clock):
+        """fence.proxy.async: what the warp knows of ordinary accesses, the asynchronous proxy now sees too."""
+        clock[self.ordinary : 2 * self.ordinary] = clock[: self.ordinary]
+
+
+class Shadow:
+    """Shared memory of one block."""
+
+    def __init__(self, nbytes, agents):
         cells = -(-nbytes // CELL)
         self.bytes = np.full((cells, CELL), POISON, np.uint8)
         self.state = np.full(cells, NEVER, np.uint8)
         self.writer, self.written = np.zeros(cells, np.int32), np.zeros(cells, np.int32)
         self.write, self.writes = np.zeros(cells, np.int32), []  # a cell's last write, as an index into the list of events
         self.read, self.reads = {}, {}  # agent -> time of its last read of each cell; (agent, time) -> event
-        self.ordinary, self.agents, self.next_agent = ordinary, agents, 2 * ordinary
-
-    def agent(self):
-        """A new agent's number."""
-        self.next_agent += 1
-        assert self.next_agent <= self.agents
-        return self.next_agent - 1
-
-    def fence(self, clock):
-        """fence.proxy.async: what the warp knows of ordinary accesses, the asynchronous proxy now sees too."""
-        clock[self.ordinary : 2 * self.ordinary] = clock[: self.ordinary]
+        self.ordinary = agents.ordinary
 
     def _seen(self, clock, asynchronous):
         """The clock that an access goes by: the asynchronous proxy knows of ordinary accesses what it was told by fences."""

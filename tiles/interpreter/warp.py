@@ -21,24 +21,27 @@ class Warp(greenlet):
         self.gr_context = contextvars.copy_context()  # NumPy's error state
         self.block, self.index, self.kernel = block, index, kernel.__code__
         self.group, self.rank = divmod(index, WARPGROUP)
-        self.clock = np.zeros(block.shadow.agents, np.int64)
+        self.agent = block.rank * block.size + index
+        self.copier = block.agents.warps + self.agent  # the agent of its copies by cp.async
+        self.clock = np.zeros(block.agents.count, np.int64)
         self.ready, self.why, self.at = None, lambda: "", None
         self.registers = block.entry_registers
         self.mmas, self.stores, self.released, self.collectives = 0, 0, {}, 0
+        self.met, self.waited, self.met_at = 0, 0, None  # arrivals on the cluster's barrier, waits, where it last arrived
         self.copies, self.groups, self.filled = [], [], {}  # copies of the open group, groups, tile of a pipeline -> its group
 
     # -- time
     def until(self, ready, why):
         """Let others run until `ready()`; `why()` says what for, should it never come."""
-        if self.block.gives_way() or not ready():
+        if self.block.cluster.gives_way() or not ready():
             self.ready, self.why, self.at = ready, why, self.place()
             self.parent.switch()
             self.ready = None
 
     def tick(self):
         """A new time of this warp's clock."""
-        self.clock[self.index] += 1
-        return int(self.clock[self.index])
+        self.clock[self.agent] += 1
+        return int(self.clock[self.agent])
 
     def learn(self, clock):
         """Know what `clock` knows."""
@@ -47,7 +50,11 @@ class Warp(greenlet):
     # -- messages
     def place(self):
         """The statement the warp is at, and those that called its function."""
-        frame, frames, is_source = self.gr_frame if getcurrent() is not self else sys._getframe(1), [], self.block.is_source
+        frame, frames, is_source = (
+            self.gr_frame if getcurrent() is not self else sys._getframe(1),
+            [],
+            self.block.cluster.is_source,
+        )
         while frame:
             code = frame.f_code
             if is_source(code):
@@ -79,7 +86,7 @@ class Warp(greenlet):
         cells, shadow = span(tile, rows), self.block.shadow
         self._not_released(tile, f"reads {tile.name}")
         self._allowed(shadow.unreadable(self.clock, cells, False), f"reads {tile.name}")
-        shadow.note_read(self.index, self.tick(), cells, Event("read", f"the read of {tile.name}", self.place()))
+        shadow.note_read(self.agent, self.tick(), cells, Event("read", f"the read of {tile.name}", self.place()))
         if fence:
             self.fence_async()
         return shadow.get(tile, rows)
@@ -90,19 +97,21 @@ class Warp(greenlet):
         self._not_released(tile, f"writes {tile.name}")
         self._allowed(shadow.unwritable(self.clock, cells, False), f"writes {tile.name}")
         event = Event("store", f"the write of {tile.name}", self.place())
-        shadow.note_write(self.index, self.tick(), cells, VALID, event)
-        shadow.put(tile, values.astype(tile.spec.dtype.np), rows)
+        shadow.note_write(self.agent, self.tick(), cells, VALID, event)
+        shadow.put(tile, tile.spec.dtype.round(values), rows)
 
     def fence_async(self):
         """fence.proxy.async"""
-        self.block.shadow.fence(self.clock)
+        self.block.agents.fence(self.clock)
 
     # -- copies by TMA
-    def load_async(self, tile, barrier, source, at):
-        """Start a copy of source[at] into a shared tile, completing on an mbarrier."""
+    def load_async(self, tile, barrier, source, at, after=()):
+        """Start a copy of source[at] into a shared tile, completing on an mbarrier, both of one block; `after` barriers that
+        were waited for."""
         self._inside(source, at)
         self._not_released(tile, f"fills {tile.name}")
-        shadow, cells = self.block.shadow, span(tile)
+        barrier.block.reached(self, f"fills {tile.name}")
+        shadow, cells = barrier.block.shadow, span(tile)
         self._allowed(shadow.unwritable(self.clock, cells, True), f"fills {tile.name}")
         shadow.poison(cells)
 
@@ -111,8 +120,8 @@ class Warp(greenlet):
             cells.of(shadow.state)[...] = VALID
             barrier.end_copy(copy)
 
-        copy = self.block.start(land, f"the copy into {tile.name}", tile.spec.nbytes, self.place())
-        time = barrier.begin_copy(self, copy)
+        copy = self.block.cluster.start(land, f"the copy into {tile.name}", tile.spec.nbytes, self.place())
+        time = barrier.begin_copy(self, copy, after)
         shadow.note_write(barrier.agent, time, cells, FILLING, Event("copy", f"the end of {copy.deed}", copy.place))
 
     def store_async(self, target, at, tile):
@@ -124,7 +133,7 @@ class Warp(greenlet):
         shadow, cells, agent = self.block.shadow, span(tile), self.block.store_agents[self.index]
         self._allowed(shadow.unreadable(self.clock, cells, True), f"stores {tile.name} by TMA")
         self.stores += 1
-        store = self.block.start(
+        store = self.block.cluster.start(
             lambda: target.store(at, shadow.get(tile)), f"the TMA store of {tile.name}", tile.spec.nbytes, self.place()
         )
         shadow.note_read(agent, self.stores, cells, Event("read", store.deed, store.place))
@@ -153,7 +162,7 @@ class Warp(greenlet):
                 raise self.hazard(f"index {index} is out of range for axis {axis} of an array of shape {source.shape}")
         at = tuple(int(index) + (own.start if axis == rows else 0) for axis, index in enumerate(at))
         array, shape = np.asarray(source), (len(own), tile.spec.cols)
-        shadow, cells, agent = self.block.shadow, span(tile, own), self.block.size + self.index
+        shadow, cells, agent = self.block.shadow, span(tile, own), self.copier
         self._allowed(shadow.unwritable(self.clock, cells, False), f"copies into {tile.name}")
         shadow.poison(cells)
 
@@ -161,7 +170,7 @@ class Warp(greenlet):
             shadow.put(tile, cut(array, at, shape, rows, cols), own)
             cells.of(shadow.state)[...] = VALID
 
-        copy = self.block.start(land, f"the copy into {tile.name}", len(own) * shape[1] * array.itemsize, self.place())
+        copy = self.block.cluster.start(land, f"the copy into {tile.name}", len(own) * shape[1] * array.itemsize, self.place())
         self.copies.append(copy)
         event = Event("copy", f"the end of {copy.deed}", copy.place)
         shadow.note_write(agent, len(self.groups) + 1, cells, FILLING, event)
@@ -181,9 +190,9 @@ class Warp(greenlet):
             younger = len(self.groups) - self.filled[what]
             cause = f"newer={newer} lets the youngest {newer} groups of copies stay in flight, and only {younger} are younger"
             raise self.hazard(f"{cause} than {name}", "wait")
-        known = int(self.clock[self.block.size + self.index])
+        known = int(self.clock[self.copier])
         self.until(lambda: all(copy.done for group in self.groups[known:done] for copy in group), lambda: "its copies")
-        self.clock[self.block.size + self.index] = max(known, done)
+        self.clock[self.copier] = max(known, done)
 
     # -- what the four warps of a warpgroup do together
     def together(self, deed):
@@ -265,7 +274,7 @@ class Warp(greenlet):
             store = block.bulk[self.index][0]
             cause = f"the block ends, and nobody has waited for {store.deed}: store_wait is missing"
             raise Hazard("unfinished", cause, store.place)
-        pending = [copy for group in self.groups[self.clock[block.size + self.index] :] for copy in group] + self.copies
+        pending = [copy for group in self.groups[self.clock[self.copier] :] for copy in group] + self.copies
         if pending:
             raise Hazard("unfinished", f"the block ends, and nobody has waited for {pending[0].deed}", pending[0].place)
         known = self.clock[block.mma_agents[self.group]] if self.mmas else 0

@@ -1,0 +1,90 @@
+"""Level 8, clusters: two blocks, one below the other in C, work at the same time and share the tiles of B. Each fetches half of
+a tile and TMA multicasts it to both, so that B crosses the L2 cache's port once where two blocks would fetch it twice.
+
+Rings with `blocks=2` hide who brings which half, and whose readers must be done before a slot is filled again: those of both
+blocks. What shows is the last line, where each block waits for the other: a peer still gives slots back when one is done.
+"""
+
+from functools import partial
+
+from ladder import check
+from numba import cuda
+from numpy import int32
+
+import tiles
+from ops import cluster, columns, grouped, snake, subtile, warpgroup
+from tiles import bf16, inlined, ring, shared, st
+from tiles.arrays import describe
+from tiles.device import processors
+
+CONSUMERS, STAGES, GROUP, BLOCKS = 2, 4, 8, 2
+PRODUCER, ROWS = CONSUMERS, 64
+THREADS = (CONSUMERS + 1) * warpgroup.THREADS
+A, B = st(CONSUMERS * ROWS, 64, bf16), st(256, 64, bf16)
+HALF = B.rows // 2  # of C's columns at a time: for all of them, the ring would have to give a slot away
+C = st(CONSUMERS * ROWS, HALF, bf16)
+PART = st(ROWS, HALF, bf16)
+READERS = CONSUMERS * warpgroup.WARPGROUP
+smem = shared(a=ring(A, STAGES, READERS), b=ring(B, STAGES, READERS, blocks=BLOCKS), c=C)
+B_PART = smem.items["b"].part
+
+
+@inlined
+def send(gC, row, col, shared_tile, tile):
+    """gC[row, col] = tile, by way of the shared tile, as soon as what was there before has left."""
+    warpgroup.store_wait()
+    warpgroup.sync()
+    warpgroup.store(shared_tile, tile)
+    warpgroup.tma_store(gC, (row, col), shared_tile)
+
+
+@cuda.jit(launch_bounds=(THREADS, 1))
+def gemm(gA, gB, gC, rows, cols, steps):
+    """C = A B^T, of rows x cols pairs of tiles; `steps` tiles along k."""
+    a, b, c = smem.open()
+    me, rank = warpgroup.id(), cluster.rank()
+    r = j = int32(0)  # tiles of C and steps along k so far
+    if me == PRODUCER:
+        warpgroup.release_registers(40)
+        while snake(r, BLOCKS) < rows * cols:
+            pair, col = grouped(snake(r, BLOCKS), rows, cols, GROUP)
+            row = BLOCKS * pair + rank
+            for i in range(steps):
+                a.fill(j + i, gA, (row, i))
+                b.fill(j + i, gB, (col, i))
+            r, j = int32(r + 1), int32(j + steps)
+    else:
+        warpgroup.claim_registers(232)
+        mine = subtile(c, ROWS, me)
+        while snake(r, BLOCKS) < rows * cols:
+            pair, col = grouped(snake(r, BLOCKS), rows, cols, GROUP)
+            row = BLOCKS * pair + rank
+            acc = warpgroup.mm_ABt(subtile(a.wait(j), ROWS, me), b.wait(j))
+            for i in range(int32(j + 1), int32(j + steps)):
+                acc = warpgroup.mma_ABt(acc, subtile(a.wait(i), ROWS, me), b.wait(i))
+                warpgroup.wait(newer=1)
+                a.release(i - 1)
+                b.release(i - 1)
+            acc = warpgroup.wait(acc)
+            r, j = int32(r + 1), int32(j + steps)
+            a.release(j - 1)
+            b.release(j - 1)
+            send(gC, CONSUMERS * row + me, 2 * col, mine, columns(acc, HALF, 0))
+            send(gC, CONSUMERS * row + me, 2 * col + 1, mine, columns(acc, HALF, 1))
+        warpgroup.store_wait()
+    cluster.sync()
+
+
+def matmul(a, b, c):
+    """c = a @ b.T"""
+    (m, k), n = a.shape, b.shape[0]
+    rows, cols, steps = -(-m // (BLOCKS * A.rows)), -(-n // B.rows), -(-k // A.cols)
+    grid = BLOCKS * min(rows * cols, processors(describe(c, "c").device) // BLOCKS)
+    operands = tiles.tensor(a, A), tiles.tensor(b, B_PART), tiles.tensor(c, PART)
+    tiles.launch(gemm, grid, THREADS, shared=smem, cluster=BLOCKS)(*operands, rows, cols, steps)
+
+
+main = partial(check, matmul)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The blocks of a cluster, which run together: their clocks, their asynchronous work, and a scheduler that looks for trouble.
+
+Asynchronous work (a copy, a bulk store) finishes as late as the waits allow: only when no warp can go on. With a seed,
+warps give way and work finishes in random order instead. Either way hazards are found by clocks (shadow.py, barriers.py),
+not by luck: a schedule decides only what a kernel does, never whether it was ordered.
+"""
+
+import random
+
+import numpy as np
+
+from .block import WARPGROUP, Block
+from .hazard import Hazard
+from .shadow import Agents
+from .warp import Warp
+
+PATIENCE = 0.5  # a seed's chance that a warp gives way, or that a copy in flight lands, at each opportunity
+
+
+class Work:
+    """Asynchronous work that has been started: what it is, how many bytes it moves, who started it."""
+
+    def __init__(self, land, deed, nbytes, place):
+        self.land, self.deed, self.nbytes, self.place, self.done = land, deed, nbytes, place, False
+
+    def __str__(self):
+        return self.place.by(self.deed)
+
+
+class Cluster:
+    """The blocks at `places` of a grid, with `warps` warps and the shared memory `smem` each, in the order of their ranks.
+    source: the functions of the kernel (see language.rebind). resident: blocks for which a multiprocessor must have
+    registers."""
+
+    def __init__(self, places, grid, warps, smem, rng, source, resident=1):
+        self.grid, self.size, self.warps, self.smem, self.rng, self.source = grid, len(places), warps, smem, rng, source
+        others = warps + -(-warps // WARPGROUP) + (smem.barriers if smem else 0)
+        self.agents = Agents(len(places) * warps, len(places) * others)
+        self.flying, self.codes, self.functions = [], set(), 0
+        self.barrier = Meeting(self)
+        self.blocks = [Block(self, rank, place, resident) for rank, place in enumerate(places)]
+
+    # -- asynchronous work
+    def start(self, land, deed, nbytes, place):
+        """Start asynchronous work; it finishes when no warp can go on (or, with a seed, whenever it likes)."""
+        work = Work(land, deed, nbytes, place)
+        self.flying.append(work)
+        return work
+
+    def land(self, work):
+        """Finish asynchronous work."""
+        self.flying.remove(work)
+        work.land()
+        work.done = True
+
+    # -- the schedule
+    def gives_way(self):
+        """Shall a warp that need not wait let others run all the same?"""
+        return self.rng is not None and self.rng.random() < PATIENCE
+
+    def run(self, kernel, args):
+        """Run the kernel to its end."""
+        for block in self.blocks:
+            block.crew = [Warp(block, k, kernel, args) for k in range(self.warps)]
+        live = [warp for block in self.blocks for warp in block.crew]
+        while live:
+            moved = False
+            for warp in self.rng.sample(live, len(live)) if self.rng else live:
+                if self.flying and self.gives_way():
+                    self.land(self.rng.choice(self.flying))
+                    moved = True
+                if warp.ready is None or warp.ready():
+                    warp.switch()
+                    moved = True
+            live = [w for w in live if not w.dead]
+            if not moved:
+                if not self.flying:
+                    raise self.deadlock(live)
+                self.land(self.rng.choice(self.flying) if self.rng else self.flying[0])
+        for block in self.blocks:
+            block.close()
+
+    def is_source(self, code):
+        """Is this code of the kernel or one of its helpers?"""
+        if len(self.source) != self.functions:  # helpers turn up as the kernel runs
+            self.codes, self.functions = {id(f.__code__) for f in self.source.values()}, len(self.source)
+        return id(code) in self.codes
+
+    def deadlock(self, live):
+        """Who waits for what."""
+        waiting = {}
+        for warp in live:
+            waiting.setdefault((warp.block.index, warp.group, warp.at.line, warp.why()), []).append(warp)
+        lines = [
+            f"\n  warps {[w.index for w in warps]} of warpgroup {group}{f' of block {block}' * (self.size > 1)} at {line} "
+            f"wait for {why}"
+            for (block, group, line, why), warps in waiting.items()
+        ]
+        places = [warps[0].at for warps in waiting.values()]
+        where = f"block {live[0].block.index}" if self.size == 1 else f"the cluster of block {self.blocks[0].index}"
+        return Hazard("deadlock", f"nobody can go on in {where}" + "".join(lines), *places)
+
+
+class Meeting:
+    """The cluster's barrier (barrier.cluster): every warp of every block arrives, and waits, in turn."""
+
+    def __init__(self, cluster):
+        self.cluster, self.opened, self.clock = cluster, 0, np.zeros(cluster.agents.count, np.int64)
+        self.arrived, self.published = {}, {}  # warp -> place, in this round; round -> what its opening lets one know
+
+    def arrive(self, warp):
+        """Announce that this warp has come."""
+        if warp.met > warp.waited:
+            raise warp.hazard("arrives on the cluster's barrier once more, and has not waited since", "arrivals", warp.met_at)
+        warp.met, warp.met_at = warp.met + 1, warp.place()
+        self.arrived[warp.agent] = warp.met_at
+        np.maximum(self.clock, warp.clock, out=self.clock)
+        if len(self.arrived) == self.cluster.agents.warps:
+            self.opened, self.arrived = self.opened + 1, {}
+            self.published[self.opened] = self.clock.copy()
+
+    def wait(self, warp):
+        """Until all have."""
+        if warp.met == warp.waited:
+            raise warp.hazard("waits on the cluster's barrier, and has not arrived", "wait")
+        warp.until(lambda: self.opened >= warp.met, self._lacks)
+        warp.waited = warp.met
+        warp.learn(self.published[warp.met])
+
+    def _lacks(self):
+        size = self.cluster.warps
+        late = [block.index for block in self.cluster.blocks if any(w.agent not in self.arrived for w in block.crew)]
+        return (
+            f"the cluster's barrier, where {len(self.arrived)} of {size * self.cluster.size} warps have arrived; lacking are "
+            f"some of {'block' if len(late) == 1 else 'blocks'} {', '.join(map(str, late))} (one that has ended does not count)"
+        )
+
+
+def seeded(seed):
+    """A random order, or None for the strict one."""
+    return None if seed is None else random.Random(seed)
