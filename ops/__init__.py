@@ -52,6 +52,7 @@ from .reduce import (
     total,
 )
 from .schedule import grouped, snake
+from .scopes import refuse_others as _refuse_others
 from .subtile import subtile
 from .taylor import taylor
 from .transpose import swap_layout, transpose
@@ -66,3 +67,5 @@ __all__ = [
     "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "total", "transpose", "tril", "triu",
     "upper_fill", "vstack", "wait_group", "warpgroup", "where", "zeros",
 ]  # fmt: skip
+
+_refuse_others()

@@ -255,11 +255,11 @@ def numba_type(spec):
     return types.BaseTuple.from_types([numba_type(s) for s in spec]) if isinstance(spec, tuple) else Value(spec)
 
 
-_STATEMENTS = (typeinfer.CallConstraint, typeinfer.SetItemConstraint, typeinfer.StaticSetItemConstraint)
+_STATEMENTS = tuple(getattr(typeinfer, f"{name}Constraint") for name in ("Call", "GetAttr", "SetItem", "StaticSetItem"))
 
 
 def kernel_line():
-    """file:line of the call that Numba is typing. A plain TypeError with it reaches the user as it is; Numba's TypingError
+    """file:line of the statement that Numba is typing. A plain TypeError with it reaches the user as it is; Numba's TypingError
     would drown in candidates."""
     frame = sys._getframe()
     while frame and not isinstance(frame.f_locals.get("self"), _STATEMENTS):

@@ -1,0 +1,38 @@
+"""Who does an op: a warp (`ops`), a warpgroup (`ops.warpgroup`) or a block (`ops.block`).
+
+Asked for in a scope where it has no meaning, an op says where it has one: a TypeError with the kernel's line, as for every
+other mistake that types show.
+"""
+
+import sys
+from functools import partial
+
+from tiles.interpreter import hazard_line
+from tiles.op import OPS
+from tiles.plumbing import kernel_line
+
+SCOPES = {  # module: (who works there, how its ops are called)
+    "ops": ("a warp", "each warp calls ops.{} on its own tile"),
+    "ops.warpgroup": ("a warpgroup", "its four warps together call warpgroup.{}"),
+    "ops.block": ("a block", "all its warps together call block.{}"),
+}
+
+
+class NoMeaning(TypeError, AttributeError):
+    """This scope has no such op. Also an AttributeError, by which Python knows that a module lacks a name."""
+
+
+def _refuse(module, name):
+    for other, (who, how) in SCOPES.items():
+        found = vars(sys.modules[other]).get(name)
+        if callable(found) and found in OPS:
+            text = f"{name} has no meaning for {SCOPES[module][0]}. It is an op of {who}: {how.format(name)}"
+            raise NoMeaning(f"{text}{kernel_line() or hazard_line()}")
+    raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules[module])
+
+
+def refuse_others():
+    """Let each scope's module refuse the ops of the others. (From here, so that editors and type checkers do not see modules
+    that have every name.)"""
+    for module in SCOPES:
+        sys.modules[module].__getattr__ = partial(_refuse, module)
