@@ -72,7 +72,7 @@ class Block:
             if max(warp.clock[agent] for warp in self.crew) < time:
                 raise Hazard(
                     "lifetime",
-                    f"{event.deed} in block {self.index}, and nothing orders that block's end after this: its shared memory may "
-                    f"be gone; cluster.sync() is missing at the end",
+                    f"{event.deed} in block {self.index}, and nothing orders that block's end after this: its shared memory "
+                    f"may be gone; cluster.sync() is missing at the end",
                     event.place,
                 )
