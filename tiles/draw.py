@@ -1,7 +1,7 @@
 """Pictures of layouts, all computed from tiles/layout.py: `python -m tiles layout rt 16 16 fp32`, `... st 64 64 bf16`.
 
 A register tile is drawn by lanes and elements; a shared tile by its 16-byte chunks, as a kernel names them and as they lie in
-the banks. `--access` shows how often the banks are hit by one of ACCESSES; `--svg FILE` draws the same as an SVG picture.
+the banks. `--access` shows how often the banks are hit by one of ACCESSES; `--svg FILE` and `--png FILE` draw a picture.
 """
 
 import argparse
@@ -229,6 +229,17 @@ def svg(*panels):
     return "\n".join([*head, *parts, "</svg>"]) + "\n"
 
 
+def png(picture):
+    """An SVG picture as PNG, two pixels a unit. RuntimeError: what is missing."""
+    try:
+        from cairosvg import svg2png
+    except (ImportError, OSError) as error:  # OSError: without the library cairo
+        raise RuntimeError(
+            f"PNG pictures take CairoSVG (pip install 'numba-tiles[png]') and the system's cairo: {error}"
+        ) from None
+    return svg2png(picture.encode(), scale=2)
+
+
 # ---- command -------------------------------------------------------------------------------------------------------
 def main(arguments) -> int:
     """`python -m tiles layout ...`; the exit code."""
@@ -241,7 +252,8 @@ def main(arguments) -> int:
     parser.add_argument("--layout", choices=("row", "col"), default="row", help="of a register tile")
     parser.add_argument("--width", type=int, default=0, help="bytes of a shared tile's panels: 128, 64 or 32")
     parser.add_argument("--access", choices=ACCESSES, help="of a shared tile: what the banks do")
-    parser.add_argument("--svg", type=Path, help="write the picture to this file, too")
+    parser.add_argument("--svg", type=Path, help="draw the picture to this file, too")
+    parser.add_argument("--png", type=Path, help="the same as PNG, by CairoSVG (pip install 'numba-tiles[png]')")
     given = parser.parse_args(arguments)
     foreign = (given.width or given.access) if given.kind == "rt" else given.layout != "row"
     if foreign:
@@ -256,6 +268,12 @@ def main(arguments) -> int:
     else:
         lines, panels = shared_text(tile), shared_panels(tile)
     print(*lines, *(access_text(tile, given.access) if given.access else ()), sep="\n")
+    picture = svg(*panels)
     if given.svg:
-        given.svg.write_text(svg(*panels))
+        given.svg.write_text(picture)
+    if given.png:
+        try:
+            given.png.write_bytes(png(picture))
+        except RuntimeError as error:
+            parser.error(str(error))
     return 0

@@ -1,6 +1,7 @@
 """tiles/draw.py: what the pictures and the tables say is what the layouts do."""
 
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -94,3 +95,24 @@ def test_mistakes(capsys, words, why):
     with pytest.raises(SystemExit) as caught:
         main(["layout", *words.split()])
     assert caught.value.code == 2 and why in capsys.readouterr().err
+
+
+def test_png(tmp_path, capsys):
+    """Two pixels for each unit of the SVG picture, and not of one colour."""
+    pytest.importorskip("cairosvg", exc_type=(ImportError, OSError), reason="no CairoSVG, or no cairo")
+    from PIL import Image
+
+    file = tmp_path / "tile.png"
+    layout(capsys, "rt", 16, 16, "fp32", "--png", file)
+    width, height = re.search(r'viewBox="0 0 (\d+) (\d+)"', draw.svg(draw.register_panel(rt(16, 16, fp32)))).groups()
+    with Image.open(file) as picture:
+        assert picture.size == (2 * int(width), 2 * int(height))
+        assert len(picture.convert("RGB").getcolors(1 << 16)) > 32  # a colour for each lane, and its letters
+
+
+def test_png_without_cairosvg(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cairosvg", None)
+    with pytest.raises(SystemExit) as caught:
+        main(["layout", "rt", "16", "16", "fp32", "--png", str(tmp_path / "tile.png")])
+    assert caught.value.code == 2 and "pip install 'numba-tiles[png]'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
