@@ -5,21 +5,19 @@ or a global array with the index of the tile's first element. Global accesses ou
 out (loads give 0).
 """
 
-from dataclasses import replace
-
 import numpy as np
 from llvmlite import ir
 from numba.cuda import types
 
-from tiles import ptx
 from tiles.dtypes import fp32
 from tiles.interpreter import here
 from tiles.op import integer, lowers, op
 from tiles.plumbing import SCALARS, f32, i32, i64, void
-from tiles.types import REGISTER_DTYPES, rt, rv, st, sv
+from tiles.types import rt, rv, st, sv
 from tiles.values import SharedTile
 
-from . import pieces, vectors
+from . import panels, pieces, vectors
+from .panels import bytes_of, joined, said, shifts
 
 
 # ---- global arrays -------------------------------------------------------------------------------------------------
@@ -43,11 +41,6 @@ def window(array, spec, at, rows, cols):
     return view.T if len(axes) == 2 and axes[0] > axes[1] else view, tuple(part)
 
 
-def said(at):
-    """The type of an index in a user's words: (int, float32)."""
-    return f"({', '.join('int' if integer(i) else str(i) for i in at)})" if isinstance(at, types.BaseTuple) else at
-
-
 def _check_global(name, array, spec, at, rows, cols):
     if array.dtype not in SCALARS:
         raise TypeError(f"{name}: the array must hold {', '.join(map(str, SCALARS.values()))}, got {array}")
@@ -58,17 +51,11 @@ def _check_global(name, array, spec, at, rows, cols):
         raise TypeError(f"{name}: {spec} lies along {len(axes)} axes of the array, got {axes} of {array.ndim}")
 
 
-def _shifts(b):
-    """What this lane's elements are apart from lane 0's: along the axis where quads differ, and along that of the pairs."""
-    lane = b.lane()
-    return b.lshr(lane, b.u32(2)), b.mul(b.and_(lane, b.u32(3)), b.u32(2))
-
-
 def element_addresses(b, ty, array, spec, at, rows, cols, first_row):
     """For each of this lane's elements: (does it lie inside the array, its address)."""
     data, extents, strides = b.array(ty, array)
     at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
-    quad, pair = _shifts(b)
+    quad, pair = shifts(b, spec.dtype.run)
     rows, cols = rows % ty.ndim, cols % ty.ndim
     if isinstance(spec, rv):
         places = [(0, spec.element(0, i)) for i in range(spec.elements)]
@@ -97,6 +84,34 @@ def element_addresses(b, ty, array, spec, at, rows, cols, first_row):
 GUARD = ".reg .pred p;\nsetp.ne.u32 p, $2, 0;\n"  # a predicated access, unlike a branch round it, leaves the code in one piece
 
 
+STORE = {
+    4: "@p st.global.f32 [$0], $1;",
+    2: ".reg .b16 lo, hi;\nmov.b32 {lo, hi}, $1;\n@p st.global.b16 [$0], lo;",
+    1: "@p st.global.b8 [$0], $1;",
+}
+LOAD = {
+    4: "mov.f32 $0, 0f00000000;\n@p ld.global.f32 $0, [$1];",
+    2: ".reg .b16 lo;\nmov.b16 lo, 0;\n@p ld.global.b16 lo, [$1];\nmov.b32 $0, {lo, lo};",
+    1: "mov.b32 $0, 0;\n@p ld.global.b8 $0, [$1];",
+}
+
+
+def _apart(b, dtype, spec, value):
+    """A register for each element of a value, which begins with the element as `dtype`."""
+    if dtype.itemsize == 1 and spec.dtype is dtype:
+        return bytes_of(b, b.unpack(value))
+    elements, word = b.elements(spec, value), {4: lambda _, e: e, 2: b.pair, 1: b.quad}[dtype.itemsize]
+    return [word(dtype, *[e] * (4 // dtype.itemsize)) for e in elements]
+
+
+def _together(b, dtype, spec, parts):
+    """The value of these elements."""
+    if dtype.itemsize == 1 and spec.dtype is dtype:
+        return b.pack(joined(b, parts))
+    held = rt(32, 32, dtype)
+    return b.from_elements(spec, parts if dtype is fp32 else [b.elements(held, b.pack([word]))[0] for word in parts])
+
+
 def lower_global_store(ty, spec, rows, cols, first_row):
     """The lowering of a store to a global array by a warp whose first row is `first_row(b)` of the tile."""
     dtype = SCALARS[ty.dtype]
@@ -104,13 +119,8 @@ def lower_global_store(ty, spec, rows, cols, first_row):
     def lower(b, array, value, at, *_):
         places = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b))
         mine = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(getattr(spec, "holders", 0))), b.u32(0))
-        for e, (inside, address) in zip(b.elements(spec, value), places, strict=True):
-            guard = b.zext(b.and_(inside, mine), i32)
-            if dtype is fp32:
-                b.do(f"{{{GUARD}@p st.global.f32 [$0], $1;}}", address, e, guard)
-            else:
-                text = f"{{{GUARD}.reg .b16 lo, hi;\nmov.b32 {{lo, hi}}, $1;\n@p st.global.b16 [$0], lo;}}"
-                b.do(text, address, b.pair(dtype, e, e), guard)
+        for x, (inside, address) in zip(_apart(b, dtype, spec, value), places, strict=True):
+            b.do(f"{{{GUARD}{STORE[dtype.itemsize]}}}", address, x, b.zext(b.and_(inside, mine), i32))
 
     return lower
 
@@ -118,121 +128,13 @@ def lower_global_store(ty, spec, rows, cols, first_row):
 def lower_global_load(ty, spec, rows, cols, first_row):
     """The lowering of a load from a global array."""
     dtype = SCALARS[ty.dtype]
+    word, letter = (f32, "f") if dtype is fp32 else (i32, "r")
 
     def lower(b, array, _, at, *__):
-        out = []
-        for inside, address in element_addresses(b, ty, array, spec, at, rows, cols, first_row(b)):
-            guard = b.zext(inside, i32)
-            if dtype is fp32:
-                text = f"{{{GUARD}mov.f32 $0, 0f00000000;\n@p ld.global.f32 $0, [$1];}}"
-                out.append(b.asm(f32, text, "=f,l,r", address, guard))
-            else:
-                text = f"{{{GUARD}.reg .b16 lo;\nmov.b16 lo, 0;\n@p ld.global.b16 lo, [$1];\nmov.b32 $0, {{lo, lo}};}}"
-                word = b.asm(i32, text, "=r,l,r", address, guard)
-                out.append(b.elements(rt(16, 16, dtype), b.pack([word]))[0])
-        return b.from_elements(spec, out)
-
-    return lower
-
-
-# ---- shared tiles --------------------------------------------------------------------------------------------------
-def _row_address(b, tile, address, row):
-    """(address of a row of a shared tile, what the swizzle XORs into offsets inside its panels)."""
-    offset = b.mul(row, b.u32(tile.width))
-    return b.add(address, offset), b.and_(b.lshr(offset, b.u32(3)), b.u32(tile.width - 16))
-
-
-def matrix_addresses(b, tile, spec, address, first_row, turned=False, first_col=None):
-    """For each 16x16 base tile of `spec`, in the order of its registers, the address that this lane gives ldmatrix or
-    stmatrix. Matrices 0 and 1 are the base tile's left half, 2 and 3 its right one; for column layout, with .trans, its upper
-    and its lower half. `turned`: matrices 1 and 2 change places. first_col: of a base tile, in the tile's first panel."""
-    lane, by_row = b.lane(), spec.layout == "row"
-    down_first = by_row != turned  # matrix 1 lies below matrix 0, not to its right
-    lower, right = (15, 16) if down_first else (7, 8)
-    row = b.and_(lane, b.u32(lower))
-    if not down_first:
-        row = b.or_(row, b.lshr(b.and_(lane, b.u32(16)), b.u32(1)))
-    start, swizzle = _row_address(b, tile, address, b.add(row, first_row))
-    half = b.and_(lane, b.u32(right))
-    half = b.xor(half if down_first else b.shl(half, b.u32(1)), swizzle)
-    if first_col is not None:
-        half = b.xor(half, b.mul(first_col, b.u32(tile.dtype.itemsize)))
-    bands, across = range(0, spec.rows, 16), range(0, spec.cols, 16)
-    for row, col in ((r, c) for r in bands for c in across) if by_row else ((r, c) for c in across for r in bands):
-        panel, byte = divmod(col * tile.dtype.itemsize, tile.width)  # the swizzle repeats after 8 rows
-        yield b.add(b.add(start, b.xor(half, b.u32(byte))), b.u32(panel * tile.panel_bytes + row * tile.width))
-
-
-def _lane_addresses(b, tile, spec, address, first_row, step):
-    """The address of every `step`-th element of this lane."""
-    quad, pair = _shifts(b)
-    down, across = (quad, pair) if spec.layout == "row" else (pair, quad)
-    inside = b.mul(across, b.u32(tile.dtype.itemsize))
-    for i in range(0, spec.elements, step):
-        row, col = spec.element(0, i)
-        start, swizzle = _row_address(b, tile, address, b.add(b.add(down, first_row), b.u32(int(row))))
-        panel, byte = divmod(int(col) * tile.dtype.itemsize, tile.width)
-        yield b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(b.add(inside, b.u32(byte)), swizzle))
-
-
-def _store_words(b, tile, spec, address, registers, first_row):
-    """2-byte elements by plain stores: pairs of a row at once, pairs of a column one by one."""
-    if spec.layout == "row":
-        for at, register in zip(_lane_addresses(b, tile, spec, address, first_row, 2), registers, strict=True):
-            b.do("st.shared.b32 [$0], $1;", at, register)
-        return
-    for i, at in enumerate(_lane_addresses(b, tile, spec, address, first_row, 1)):
-        half = "lo" if i % 2 == 0 else "hi"
-        b.do(f"{{.reg .b16 lo, hi;\nmov.b32 {{lo, hi}}, $1;\nst.shared.b16 [$0], {half};}}", at, registers[i // 2])
-
-
-def lower_shared_store(tile, spec, first_row):
-    """The lowering of a store to rows first_row(b).. of a shared tile."""
-    by_row = spec.layout == "row"
-
-    def lower(b, address, value, *_):
-        e, row = b.elements(spec, value), first_row(b)
-        if tile.dtype is fp32 and by_row:
-            for k, at in enumerate(_lane_addresses(b, tile, spec, address, row, 2)):
-                b.do("st.shared.v2.f32 [$0], {$1, $2};", at, e[2 * k], e[2 * k + 1])
-            return
-        if tile.dtype is fp32:
-            for at, x in zip(_lane_addresses(b, tile, spec, address, row, 1), e, strict=True):
-                b.do("st.shared.f32 [$0], $1;", at, x)
-            return
-        registers = b.unpack(value if spec.dtype is tile.dtype else b.from_elements(replace(spec, dtype=tile.dtype), e))
-        matrices = b.since(90)
-        with b.if_then(matrices):
-            for k, at in enumerate(matrix_addresses(b, tile, spec, address, row)):
-                ptx.stmatrix(b, at, registers[4 * k : 4 * k + 4], transposed=not by_row)
-        with b.if_then(b.not_(matrices)):
-            _store_words(b, tile, spec, address, registers, row)
-
-    return lower
-
-
-def lower_shared_load(tile, spec, first_row):
-    """The lowering of a load from rows first_row(b).. of a shared tile."""
-    by_row = spec.layout == "row"
-
-    def lower(b, address, *_):
-        row = first_row(b)
-        if tile.dtype is fp32:
-            out = []
-            for at in _lane_addresses(b, tile, spec, address, row, 2 if by_row else 1):
-                if by_row:
-                    pair = b.asm(ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at)
-                    out += b.unpack(pair)
-                else:
-                    out.append(b.asm(f32, "ld.shared.f32 $0, [$1];", "=f,r", at))
-            ptx.reads_done(b)
-            return b.from_elements(spec, out)
-        registers = []
-        for at in matrix_addresses(b, tile, spec, address, row):
-            registers += ptx.ldmatrix(b, at, transposed=not by_row)
-        ptx.reads_done(b)
-        held = replace(spec, dtype=tile.dtype)
-        return b.pack(registers) if held == spec else b.from_elements(spec, b.elements(held, b.pack(registers)))
+        places = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b))
+        text = f"{{{GUARD}{LOAD[dtype.itemsize]}}}"
+        parts = [b.asm(word, text, f"={letter},l,r", address, b.zext(inside, i32)) for inside, address in places]
+        return _together(b, dtype, spec, parts)
 
     return lower
 
@@ -245,14 +147,9 @@ def rows_of(spec, rank):
     return range(spec.rows * rank, spec.rows * (rank + 1))
 
 
-def _check_shared(name, tile, verb, spec, at, warps):
-    """A shared tile is loaded and stored whole, by one warp or by four."""
-    if tile.dtype not in REGISTER_DTYPES:
-        raise TypeError(f"{name}: there are no register tiles of {tile.dtype}: {tile}")
-    if not isinstance(spec, rt) or tile.shape != (warps * spec.rows, spec.cols):
-        raise TypeError(f"{name}: {tile} does not {verb} {f'{warps} x ' * (warps > 1)}{spec}")
-    if at is not None:
-        raise TypeError(f"{name}: `at` is for global arrays; a shared tile is taken whole, got {said(at)}")
+def _shared(spec):
+    """The module that knows how such shared memory is read and written."""
+    return panels if isinstance(spec, st) else vectors
 
 
 def check_store(name, target, value, at, rows, cols, is_aligned, warps):
@@ -260,7 +157,7 @@ def check_store(name, target, value, at, rows, cols, is_aligned, warps):
     if not isinstance(value, (rt, rv)) or getattr(value, "partial", False):
         raise TypeError(f"{name}: stores a register tile or whole vector, got {value}")
     if isinstance(target, (st, sv)):
-        (_check_shared if isinstance(target, st) else vectors.check)(name, target, "take", value, at, warps)
+        _shared(target).check(name, target, "take", value, at, warps)
         if is_aligned:
             raise TypeError(f"{name}: `aligned` is for global arrays, got {target}")
     elif isinstance(target, types.Array):
@@ -276,7 +173,7 @@ def check_load(name, source, spec, at, rows, cols, warps):
     if not isinstance(spec, (rt, rv)) or getattr(spec, "partial", False):
         raise TypeError(f"{name}: the type to load must be an rt or a vector type, got {spec}")
     if isinstance(source, (st, sv)):
-        (_check_shared if isinstance(source, st) else vectors.check)(name, source, "hold", spec, at, warps)
+        _shared(source).check(name, source, "hold", spec, at, warps)
     elif isinstance(source, types.Array):
         _check_global(name, source, spec, at, rows, cols)
     else:
@@ -286,14 +183,14 @@ def check_load(name, source, spec, at, rows, cols, warps):
 def lower_store(target, value, rows, cols, is_aligned, first_row):
     """The lowering of a store by a warp whose first row is `first_row(b)` of the tile."""
     if isinstance(target, (st, sv)):
-        return (lower_shared_store if isinstance(target, st) else vectors.lower_store)(target, value, first_row)
+        return _shared(target).lower_store(target, value, first_row)
     return (pieces.lower_store if is_aligned else lower_global_store)(target, value, rows, cols, first_row)
 
 
 def lower_load(source, spec, rows, cols, first_row):
     """The lowering of a load, likewise."""
     if isinstance(source, (st, sv)):
-        return (lower_shared_load if isinstance(source, st) else vectors.lower_load)(source, spec, first_row)
+        return _shared(source).lower_load(source, spec, first_row)
     return lower_global_load(source, spec, rows, cols, first_row)
 
 
@@ -329,7 +226,7 @@ def shifted(spec, at, rows, cols, rank):
 
 
 # ---- warp scope ----------------------------------------------------------------------------------------------------
-@op
+@op(takes_operands=True)
 def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
     """target[...] = value, rounded to target's dtype, by one warp. target: a shared tile or vector of value's shape; or a
     global array, where `at` is the index of the first element and the tile runs along axes `rows` and `cols` (a vector along
@@ -347,7 +244,7 @@ def _(target, value, at, rows: int, cols: int, aligned: int):
     return void, lower_store(target, value, rows, cols, aligned, lambda b: b.u32(0))
 
 
-@op
+@op(takes_operands=True)
 def load(source, spec, at=None, rows=-2, cols=-1):
     """The register tile or vector of type `spec` from a shared tile or vector, or a global array (see `store`), by one warp."""
     return load_rows(source, spec, at, rows, cols, 0)

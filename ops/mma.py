@@ -11,7 +11,7 @@ from tiles.interpreter import here
 from tiles.op import lowers, op
 from tiles.types import rt
 
-from .memory import matrix_addresses
+from .panels import matrix_addresses
 from .products import SUPPORTED, check, form_of  # noqa: F401
 
 STEP = 16  # rows, columns and contracted elements that operands come in

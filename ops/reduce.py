@@ -27,8 +27,8 @@ from tiles.plumbing import f32, i32
 from tiles.types import rt, rv, st, whole
 from tiles.values import SharedTile
 
+from . import panels
 from .maps import _add, _mul, fmax, fmin
-from .memory import lower_shared_load
 
 CHAINS = 4  # independent partial folds in a lane, so that their latency hides
 BAND = 64  # elements a lane that are read at once of a shared tile
@@ -127,7 +127,7 @@ def _bands(b, x, value):
     step = max(BAND * LANES // x.cols // 16, 1) * 16
     for row in range(0, x.rows, step):
         band = rt(min(step, x.rows - row), x.cols, x.dtype)
-        yield band, b.elements(band, lower_shared_load(x, band, lambda b, row=row: b.u32(row))(b, value))
+        yield band, b.elements(band, panels.lower_load(x, band, lambda b, row=row: b.u32(row))(b, value))
 
 
 def _fold_bands(b, tile, axis, value, combine):

@@ -11,7 +11,7 @@ from tiles.interpreter.block import WARPGROUP
 from tiles.op import lowers, op
 from tiles.types import rt, rv, st
 
-from .memory import matrix_addresses
+from .panels import matrix_addresses
 from .transpose import to_quads
 
 BASE = 16  # rows of a warp

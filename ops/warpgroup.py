@@ -145,7 +145,7 @@ def _(shape: type):
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
-@op
+@op(takes_operands=True)
 def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
     """target[...] = value, as ops.store, with the rows of the four warps one below the other."""
     memory.store_rows(target, value, at, rows, cols, aligned, here().rank)

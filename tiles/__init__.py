@@ -3,7 +3,7 @@
 from .doctor import importing
 
 with importing():
-    from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32
+    from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32
     from .interpreter import Hazard
     from .launch import launch
     from .op import inlined, lowers, op
@@ -14,5 +14,5 @@ with importing():
 
 __all__ = [
     "Hazard", "Tile", "barrier", "bf16", "dtype", "fp8e4m3", "fp8e5m2", "fp16", "fp32", "gl", "inlined", "launch", "lowers",
-    "op", "pending", "pipeline", "ring", "rt", "rv", "shared", "st", "sv", "tensor",
+    "op", "pending", "pipeline", "ring", "rt", "rv", "shared", "st", "sv", "tensor", "tf32",
 ]  # fmt: skip

@@ -12,7 +12,6 @@ from numba.cuda.np.numpy_support import from_dtype
 
 from . import tma
 from .arrays import FORMS, Array, Form, describe
-from .dtypes import DTYPES
 from .plumbing import Value
 from .types import gl
 from .values import NUMBA_SCALARS, tensor
@@ -86,7 +85,7 @@ def _array_type(dtype, rank):
     named = np.dtype(dtype)
     if named.kind in "OSUMm":
         raise TypingError(dtype)
-    return types.Array(NUMBA_SCALARS.get(named) or (types.uint8 if named in DTYPES else from_dtype(named)), rank, "A")
+    return types.Array(NUMBA_SCALARS.get(named) or from_dtype(named), rank, "A")
 
 
 def same_place(parameters):

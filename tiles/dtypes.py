@@ -1,6 +1,7 @@
 """Element types. A dtype is a value (`rt(16, 64, bf16)`) and, called in a kernel, the conversion to it: `p = bf16(p)`."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
@@ -10,21 +11,33 @@ from .op import OPS
 
 @dataclass(frozen=True)
 class dtype:
-    """An element type: its NumPy dtype and its names in PTX and in the TMA driver API."""
+    """An element type: its NumPy dtype, its names in PTX and in the TMA driver API, and how numbers become such elements where
+    that is not NumPy's own rounding."""
 
     name: str
     np: np.dtype
     ptx: str
     tma: str
+    rounding: Callable[[np.ndarray], np.ndarray] | None = field(default=None, compare=False)
 
     @property
     def itemsize(self) -> int:
         """Bytes an element."""
         return self.np.itemsize
 
+    @property
+    def run(self) -> int:
+        """How many neighbouring elements a lane of a register tile holds: a register's, but two of 4 bytes."""
+        return max(4 // self.itemsize, 2)
+
+    def round(self, array) -> np.ndarray:
+        """An array's elements rounded to the nearest value of this dtype, ties to even; fp8 numbers beyond the greatest one,
+        inf too, become that; tf32 ties go away from zero."""
+        return np.asarray(array, self.np) if self.rounding is None else self.rounding(np.asarray(array))
+
     def __call__(self, x):
-        """x rounded to the nearest value of this dtype, ties to even; x is a register tile or vector. An fp32 accumulator
-        becomes the A operand of the next mma inside each lane, with no shuffle. (Lowering: ops/convert.py.)"""
+        """x rounded to this dtype (see `round`); x is a register tile or vector. An fp32 accumulator becomes the A operand of
+        the next mma inside each lane, with no shuffle, unless that is fp8. (Lowering: ops/convert.py.)"""
         return OPS[self](x)
 
     def __hash__(self):
@@ -36,13 +49,36 @@ class dtype:
     __repr__ = __str__
 
 
+def _to_tf32(array):
+    """cvt.rna.tf32.f32: ten bits of mantissa, half a unit is rounded away from zero."""
+    numbers = np.asarray(array, np.float32)
+    rounded = (numbers.view(np.uint32) + np.uint32(0x1000) & np.uint32(0xFFFFE000)).view(np.float32)
+    return np.where(np.isnan(numbers), numbers, rounded)
+
+
+def _saturating(to):
+    """cvt.rn.satfinite."""
+    greatest = np.float32(ml_dtypes.finfo(to).max)
+
+    def rounded(array):
+        if array.dtype == to:
+            return array
+        with np.errstate(invalid="ignore"):
+            return np.clip(array.astype(np.float32), -greatest, greatest).astype(to)
+
+    return rounded
+
+
+E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 fp32 = dtype("fp32", np.dtype(np.float32), "f32", "FLOAT32")
+tf32 = dtype("tf32", np.dtype(np.float32), "tf32", "TFLOAT32", _to_tf32)  # an fp32 number that the tensor cores take as it is
 fp16 = dtype("fp16", np.dtype(np.float16), "f16", "FLOAT16")
 bf16 = dtype("bf16", np.dtype(ml_dtypes.bfloat16), "bf16", "BFLOAT16")
-fp8e4m3 = dtype("fp8e4m3", np.dtype(ml_dtypes.float8_e4m3fn), "e4m3", "UINT8")
-fp8e5m2 = dtype("fp8e5m2", np.dtype(ml_dtypes.float8_e5m2), "e5m2", "UINT8")
+fp8e4m3 = dtype("fp8e4m3", E4M3, "e4m3", "UINT8", _saturating(E4M3))
+fp8e5m2 = dtype("fp8e5m2", E5M2, "e5m2", "UINT8", _saturating(E5M2))
 
-DTYPES = {d.np: d for d in (fp32, fp16, bf16, fp8e4m3, fp8e5m2)}
+OPERANDS = (tf32, fp8e4m3, fp8e5m2)  # of products: such tiles are loaded, stored, converted and multiplied, and that is all
+DTYPES = {d.np: d for d in (fp32, fp16, bf16, fp8e4m3, fp8e5m2)}  # of arrays
 
 
 def dtype_of(array) -> dtype:

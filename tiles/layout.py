@@ -23,6 +23,9 @@ The **column layout** is its transpose: lane L holds pairs of neighbouring *rows
 
 which is mma.sync's B operand (k x n): e0 e1 e4 e5 are the fragment of its left eight columns, e2 e3 e6 e7 of the right ones.
 
+Tiles of 1-byte elements are made of 16x32 base tiles (32x16 in column layout). Where the others have a pair, a lane has a *run*
+of four: columns 4(L%4) + {0,1,2,3}, and 16 further on.
+
 **Shared memory.** A tile is stored as panels `width` bytes wide (128, 64 or 32). Inside a panel rows are `width` bytes
 apart, and the index of a 16-byte chunk is XORed with the low bits of its row, so that eight rows of one chunk column fall
 into different banks. The same pattern is TMA's swizzle and what wgmma's descriptors name.
@@ -34,15 +37,16 @@ WIDTHS = (128, 64, 32)
 
 
 # ---- registers -----------------------------------------------------------------------------------------------------
-def element(lane, index, cols):
+def element(lane, index, cols, run=2):
     """(row, col) of the `index`-th element that `lane` holds of a register tile `cols` columns wide."""
     band, index = index // (cols // 2), index % (cols // 2)
-    return 16 * band + lane // 4 + 8 * (index // 2 % 2), index // 4 * 8 + lane % 4 * 2 + index % 2
+    row = 16 * band + lane // 4 + 8 * (index // run % 2)
+    return row, index // (2 * run) * 4 * run + lane % 4 * run + index % run
 
 
-def column_element(lane, index, rows):
+def column_element(lane, index, rows, run=2):
     """(row, col) of the `index`-th element that `lane` holds of a column-layout tile `rows` rows high."""
-    col, row = element(lane, index, rows)
+    col, row = element(lane, index, rows, run)
     return row, col
 
 

@@ -43,8 +43,8 @@ class Name(NamedTuple):
 class Op:
     """A face (function, operator or dtype), its NumPy meaning, and its rule once `lowers` has given it one."""
 
-    def __init__(self, face, meaning, takes_pending=False):
-        self.face, self.meaning, self.takes_pending = face, meaning, takes_pending
+    def __init__(self, face, meaning, takes_pending=False, takes_operands=False):
+        self.face, self.meaning, self.takes_pending, self.takes_operands = face, meaning, takes_pending, takes_operands
         self.name = getattr(face, "__qualname__", None) or str(face)
         self.signature = inspect.signature(operator.add if not callable(meaning) or isinstance(meaning, np.ufunc) else meaning)
         self.rule, self.known = None, {}
@@ -60,7 +60,8 @@ class Op:
 
     def type(self, *specs):
         """(result type, emit) for argument types, or None; TypeError says what was given and what is possible."""
-        from .types import pending
+        from .dtypes import OPERANDS
+        from .types import pending, rt
 
         if specs in self.known:
             return self.known[specs]
@@ -69,6 +70,8 @@ class Op:
                 raise TypeError(f"{self.name}: {parameter} must be a value, got the type {spec}")
             if isinstance(spec, pending) and not self.takes_pending:
                 raise TypeError(f"{self.name}: this tile is still in flight: {spec}; take it with warpgroup.wait(...) first")
+            if isinstance(spec, rt) and spec.dtype in OPERANDS and not self.takes_operands:
+                raise TypeError(f"{self.name}: tiles of {spec.dtype} are only for products: convert it, fp32(x); got {spec}")
             if want is int and not isinstance(spec, int):
                 raise TypeError(f"{self.name}: {parameter} must be known when the kernel is compiled, got {spec}")
         self.known[specs] = found = self.rule(*(s.type if isinstance(s, Name) else s for s in specs))
@@ -92,28 +95,29 @@ class Op:
         return wrap(found[0], self.meaning(*args))
 
 
-def op(face=None, *, takes_pending=False):
-    """Decorator: the function's body is an op's NumPy meaning. `lowers` completes it."""
+def op(face=None, *, takes_pending=False, takes_operands=False):
+    """Decorator: the function's body is an op's NumPy meaning. `lowers` completes it. takes_pending: it takes tiles in flight;
+    takes_operands: it takes register tiles of dtypes that are only for products."""
     if face is None:
-        return functools.partial(op, takes_pending=takes_pending)
+        return functools.partial(op, takes_pending=takes_pending, takes_operands=takes_operands)
 
     @functools.wraps(face)
     def call(*args, **kwargs):
         return operation(*args, **kwargs)
 
-    operation = Op(call, face, takes_pending)
+    operation = Op(call, face, takes_pending, takes_operands)
     operation.name = face.__qualname__
     return call
 
 
-def lowers(face, meaning=None):
+def lowers(face, meaning=None, **takes):
     """Decorator: the function is the rule and lowering of the op `face`. Foreign faces (`operator.add`, a dtype) bring
-    their NumPy `meaning` along."""
+    their NumPy `meaning` along, and what they take (see `op`)."""
 
     def register(rule):
         from .plumbing import teach_numba
 
-        operation = OPS.get(face) or Op(face, meaning)
+        operation = OPS.get(face) or Op(face, meaning, **takes)
         operation.rule = rule
         teach_numba(operation)
         return rule

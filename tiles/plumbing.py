@@ -18,14 +18,22 @@ from numba.cuda.typing import signature
 from numba.cuda.typing.templates import AbstractTemplate, AttributeTemplate, infer_global
 from numba.cuda.typing.typeof import typeof_impl
 
-from .dtypes import bf16, dtype, fp16, fp32
+from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32
 from .op import OPS, Name
 from .types import barrier, gl, pending, rt, rv, st, sv
 
 i1, i32, i64, f32 = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
 TENSOR_MAP = ir.LiteralStructType([ir.ArrayType(i64, 16)])  # 128 bytes that only TMA understands
 void = types.void
+
+
+class Byte(types.Type):
+    """An element of an fp8 array, which kernels only load and store by tiles."""
+
+
+register_model(Byte)(lambda manager, ty: core_models.PrimitiveModel(manager, ty, ir.IntType(8)))
 SCALARS = {types.float32: fp32, types.float16: fp16, types.bfloat16: bf16}
+SCALARS |= {Byte(str(d)): d for d in (fp8e4m3, fp8e5m2)}
 
 
 class Value(types.Type):
@@ -65,13 +73,13 @@ registry.lower_cast(Value, Value)(lambda context, builder, have, want, value: va
 
 
 def llvm_type(spec):
-    """Registers of a tile (two 2-byte elements to one) or vector (one fp32 an element); otherwise an address: in shared memory,
-    or of a tensor's map."""
+    """Registers of a tile (of 4 bytes) or vector (one fp32 an element); otherwise an address: in shared memory, or of a
+    tensor's map."""
     match spec:
         case pending(tile):
             return llvm_type(tile)
         case rt(dtype=d):
-            return ir.LiteralStructType([f32] * spec.elements if d is fp32 else [i32] * (spec.elements // 2))
+            return ir.LiteralStructType([f32 if d.itemsize == 4 else i32] * (spec.elements * d.itemsize // 4))
         case rv():
             return ir.LiteralStructType([f32] * spec.elements)
         case gl():
@@ -131,28 +139,44 @@ class Builder(ir.IRBuilder):
     def elements(self, spec, value):
         """A tile's or vector's elements in this lane, as fp32."""
         parts = self.unpack(value)
-        if isinstance(spec, rv) or spec.dtype is fp32:
+        if isinstance(spec, rv) or spec.dtype.itemsize == 4:
             return parts
         if spec.dtype is bf16:
             high = self.u32(0xFFFF0000)
             pairs = [(self.shl(r, self.u32(16)), self.and_(r, high)) for r in parts]
             return [self.bitcast(x, f32) for pair in pairs for x in pair]
+        if spec.dtype.itemsize == 1:
+            parts = [self._halves(spec.dtype, r, part) for r in parts for part in ("lo", "hi")]
         halves = [self.bitcast(r, ir.VectorType(ir.HalfType(), 2)) for r in parts]
         return [self.fpext(self.extract_element(h, self.u32(k)), f32) for h in halves for k in (0, 1)]
+
+    def _halves(self, dtype, register, part):
+        """Two fp8 elements, the lower or the upper ones of a register, as fp16."""
+        text = f"{{.reg .b16 lo, hi;\nmov.b32 {{lo, hi}}, $1;\ncvt.rn.f16x2.{dtype.ptx}x2 $0, {part};}}"
+        return self.asm(i32, text, "=r,r", register, effect=False)
 
     def from_elements(self, spec, elements):
         """The tile or vector with these fp32 elements, each rounded to its dtype."""
         if spec.dtype is fp32:
             return self.pack(elements)
+        if spec.dtype is tf32:
+            return self.pack([self.asm(f32, "cvt.rna.tf32.f32 $0, $1;", "=f,f", e, effect=False) for e in elements])
         if isinstance(spec, rv):
             tile = rt(16, 16, spec.dtype)
             pairs = [self.elements(tile, self.pack([self.pair(spec.dtype, e, e)]))[0] for e in elements]
             return self.pack(pairs)
-        return self.pack([self.pair(spec.dtype, lo, hi) for lo, hi in zip(elements[::2], elements[1::2])])
+        run, word = spec.dtype.run, self.pair if spec.dtype.run == 2 else self.quad
+        return self.pack([word(spec.dtype, *elements[k : k + run]) for k in range(0, len(elements), run)])
 
     def pair(self, dtype, low, high):
         """One register of two 2-byte elements, rounded from fp32."""
         return self.asm(i32, f"cvt.rn.{dtype.ptx}x2.f32 $0, $1, $2;", "=r,f,f", high, low, effect=False)
+
+    def quad(self, dtype, *four):
+        """One register of four fp8 elements, rounded from fp32, the first one lowest (sm_89 and later)."""
+        to = f"cvt.rn.satfinite.{dtype.ptx}x2.f32"
+        text = f"{{.reg .b16 lo, hi;\n{to} lo, $2, $1;\n{to} hi, $4, $3;\nmov.b32 $0, {{lo, hi}};}}"
+        return self.asm(i32, text, "=r,f,f,f,f", *four, effect=False)
 
     def asm(self, ret, text, constraints, *args, effect=True):
         """One PTX snippet; `effect` keeps it where it stands among memory operations."""

@@ -9,17 +9,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from . import layout
-from .dtypes import bf16, dtype, fp16, fp32
+from .dtypes import OPERANDS, bf16, dtype, fp16, fp32
 
-REGISTER_DTYPES = (fp32, fp16, bf16)
+REGISTER_DTYPES = (fp32, fp16, bf16)  # in which ops compute; tiles may have those of OPERANDS, too
 LAYOUTS = ("row", "col")
 TILE_ALIGN = 1024  # bytes, of where a swizzled tile begins in shared memory
 
 
 @dataclass(frozen=True)
 class rt:
-    """A register tile of one warp: rows and cols multiples of 16, dtype fp32, fp16 or bf16. layout: "row", where a lane's
-    pairs of elements lie side by side, or "col", its transpose, where they lie one below the other (see tiles/layout.py).
+    """A register tile of one warp: rows and cols multiples of 16; cols (rows in column layout) of 32 for fp8. layout:
+    "row", where a lane's pairs of elements lie side by side, or "col", its transpose, where they lie one below the other (see
+    tiles/layout.py). dtype: fp32, fp16 or bf16; tf32 and fp8 for operands of products.
 
     A warpgroup's 64 x n tile is four of them, one a warp, in the order of its warps."""
 
@@ -31,10 +32,13 @@ class rt:
     def __post_init__(self):
         if self.rows < 16 or self.cols < 16 or self.rows % 16 or self.cols % 16:
             raise ValueError(f"rt: rows and cols must be positive multiples of 16, got {self.rows} x {self.cols}")
-        if self.dtype not in REGISTER_DTYPES:
-            raise ValueError(f"rt: dtype must be one of {REGISTER_DTYPES}, got {self.dtype}")
+        if self.dtype not in REGISTER_DTYPES + OPERANDS:
+            raise ValueError(f"rt: dtype must be one of {REGISTER_DTYPES + OPERANDS}, got {self.dtype}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"rt: layout must be one of {LAYOUTS}, got {self.layout!r}")
+        if self.shape[self.layout == "row"] % (8 * self.dtype.run):
+            side = "cols" if self.layout == "row" else "rows"
+            raise ValueError(f"rt: {side} of {self} must be a multiple of {8 * self.dtype.run}")
 
     def __str__(self):
         return f"rt({self.rows}, {self.cols}, {self.dtype}{', col' * (self.layout == 'col')})"
@@ -62,8 +66,8 @@ class rt:
     def element(self, lane, index):
         """(row, col) of the `index`-th element that `lane` holds."""
         if self.layout == "row":
-            return layout.element(lane, index, self.cols)
-        return layout.column_element(lane, index, self.rows)
+            return layout.element(lane, index, self.cols, self.dtype.run)
+        return layout.column_element(lane, index, self.rows, self.dtype.run)
 
     def lane_index(self, vector):
         """For each of a lane's elements, the index of the vector element that broadcasts to it."""
@@ -82,6 +86,10 @@ class rv:
     axis: str
     partial: bool = False
     layout: str = "row"
+
+    def __post_init__(self):
+        if self.dtype not in REGISTER_DTYPES:
+            raise ValueError(f"vectors are of {', '.join(map(str, REGISTER_DTYPES))}, not of {self.dtype}")
 
     def __str__(self):
         return f"{'partial ' * self.partial}{self.axis}({self.length}, {self.dtype}{', col' * (self.layout == 'col')})"
@@ -265,6 +273,16 @@ class barrier:
 
     def __str__(self):
         return f"barrier({self.count})"
+
+
+@dataclass(frozen=True)
+class remote:
+    """A shared tile, vector or barrier of another block of the cluster: what `ops.cluster.map` gives."""
+
+    item: "st | sv | barrier"
+
+    def __str__(self):
+        return f"remote {self.item}"
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import numpy as np
 from numba.cuda import types as numba
 from numba.cuda.np.numpy_support import from_dtype
 
-from .dtypes import DTYPES, bf16, fp16, fp32
 from .op import OPS, Name, operator
+from .plumbing import SCALARS
 from .refused import REFUSED, check_branch, refuse_values
-from .types import gl, pending, rt, rv, st, sv
+from .types import gl, pending, remote, rt, rv, st, sv
 
 
 class Tile:
@@ -21,7 +21,7 @@ class Tile:
 
     def __init__(self, spec, array):
         self.spec = spec
-        array = np.asarray(array, spec.dtype.np)
+        array = spec.dtype.round(array)
         self.array = array if array.shape == spec.shape else np.broadcast_to(array, spec.shape)
         self.array.flags.writeable = False
 
@@ -74,6 +74,19 @@ class SharedTile:
         return f"{self.name}: {self.spec}"
 
     __bool__, __neg__ = Tile.__bool__, Tile.__neg__
+
+
+class Remote:
+    """A shared tile or barrier of a block of the cluster: `item` as that block sees it."""
+
+    def __init__(self, item, block):
+        self.item, self.block, self.spec = item, block, remote(item.spec)
+
+    def __getattr__(self, name):
+        return getattr(self.spec.item, name)
+
+    def __str__(self):
+        return f"{self.item} of block {self.block.index}"
 
 
 for _name, _class in itertools.product(("add", "sub", "mul", "truediv"), (Tile, Pending, SharedTile)):
@@ -130,7 +143,7 @@ class tensor:
         tile = self.spec.tile
         out = np.zeros(tile.shape, tile.dtype.np)
         part, place = self.window(at)
-        out[place] = part
+        out[place] = tile.dtype.round(part)
         return out
 
     def store(self, at, values):
@@ -152,7 +165,7 @@ def spec_of(value, fixed=False):
     if isinstance(value, tuple):
         return numba.BaseTuple.from_types([numba.int64 if hasattr(v, "__index__") else spec_of(v) for v in value])
     if isinstance(value, np.ndarray):
-        scalar = NUMBA_SCALARS.get(value.dtype) or (numba.uint8 if value.dtype in DTYPES else from_dtype(value.dtype))
+        scalar = NUMBA_SCALARS.get(value.dtype) or from_dtype(value.dtype)
         return numba.Array(scalar, value.ndim, "A")
     if isinstance(value, (rt, rv, st, sv)):
         return Name(value)
@@ -162,7 +175,7 @@ def spec_of(value, fixed=False):
 
 
 FUNCTION = numba.Opaque("function")
-NUMBA_SCALARS = {fp32.np: numba.float32, fp16.np: numba.float16, bf16.np: numba.bfloat16}
+NUMBA_SCALARS = {d.np: scalar for scalar, d in SCALARS.items()}
 
 
 def wrap(spec, value):

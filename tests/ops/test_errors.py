@@ -35,14 +35,14 @@ from ops import (
     where,
     zeros,
 )  # fmt: skip
-from tiles import barrier, bf16, fp16, fp32, ring, rt, st, tensor
+from tiles import barrier, bf16, fp8e4m3, fp16, fp32, ring, rt, st, tensor, tf32
 
 T, B, H, WIDE = rt(16, 64, fp32), rt(16, 64, bf16), rt(16, 64, fp16), rt(16, 128, fp32)
 H48 = rt(16, 48, fp16)
 COLUMNS, NARROW_COLUMNS = rt(16, 64, fp32, "col"), rt(16, 64, bf16, "col")
 S, S8 = st(64, 64, bf16), st(64, 64, tiles.fp8e4m3)
 smem = tiles.shared(s=S, v=st(64, 48, fp16), f=S8, bar=barrier(1))
-LONG = rt(16, 512, bf16)
+LONG, NARROW = rt(16, 512, bf16), rt(16, 16, fp32)
 PARTIAL = replace(T.col_vec, partial=True)
 turn = warpgroup.turns(2)
 
@@ -304,6 +304,22 @@ def loading_fp8(x, g):
     warpgroup.load(f, T)
 
 
+def adding_fp8(x, g):
+    fp8e4m3(zeros(T)) + 1.0
+
+
+def a_maximum_of_tf32(x, g):
+    row_max(tf32(zeros(T)))
+
+
+def a_vector_of_fp8(x, g):
+    fp8e4m3(zeros(T.col_vec))
+
+
+def fp8_of_half_a_base_tile(x, g):
+    fp8e4m3(zeros(NARROW))
+
+
 def loading_a_shared_tile_type(x, g):
     load(x, S, (0, 0))
 
@@ -401,7 +417,8 @@ CASES = {
     warpgroup_mask_of_an_array: "warpgroup.causal: takes a register tile, an integer and a number, got array",
     a_tile_in_flight_added: "add: this tile is still in flight: pending rt(16, 64, fp32); take it with warpgroup.wait",
     a_tile_in_flight_stored: "store: this tile is still in flight: pending rt(16, 64, fp32)",
-    an_accumulator_in_flight_of_another_shape: "warpgroup.mma_AB: got pending rt(16, 48, fp32), st(64, 64, bf16), st(64, 64, bf16); takes",
+    an_accumulator_in_flight_of_another_shape: "warpgroup.mma_AB: got pending rt(16, 48, fp32), st(64, 64, bf16), "
+    "st(64, 64, bf16); takes",
     an_operand_in_flight: "warpgroup.mma_AB: got rt(16, 64, fp32), pending rt(16, 64, fp32), st(64, 64, bf16); takes acc "
     "rt(16, n, fp32), a rt(16, k) or st(64, k), b st(k, n), both bf16 or both fp16. There are also mma_ABt (bf16, fp16",
     a_product_of_a_tile_in_flight: "mm_AB: this tile is still in flight: pending rt(16, 64, fp32)",
@@ -415,7 +432,12 @@ CASES = {
     storing_a_warps_tile_as_a_warpgroups: "store: st(64, 64, bf16) does not take rt(16, 64, fp32)",
     loading_a_vector_from_a_shared_tile: "load: st(64, 64, bf16) does not hold col_vec(16, fp32)",
     loading_part_of_a_shared_tile: "warpgroup.load: `at` is for global arrays; a shared tile is taken whole, got (int, int)",
-    loading_fp8: "warpgroup.load: there are no register tiles of fp8e4m3",
+    loading_fp8: "warpgroup.load: st(64, 64, fp8e4m3) does not hold rt(16, 64, fp32): fp8 tiles are converted "
+    "in registers, fp8e4m3(x)",
+    adding_fp8: "add: tiles of fp8e4m3 are only for products: convert it, fp32(x); got rt(16, 64, fp8e4m3)",
+    a_maximum_of_tf32: "row_max: tiles of tf32 are only for products: convert it, fp32(x); got rt(16, 64, tf32)",
+    a_vector_of_fp8: "fp8e4m3: vectors are of fp32, fp16, bf16, not of fp8e4m3; got col_vec(16, fp32)",
+    fp8_of_half_a_base_tile: "fp8e4m3: rt: cols of rt(16, 16, fp8e4m3) must be a multiple of 32; got rt(16, 16, fp32)",
     loading_a_shared_tile_type: "load: the type to load must be an rt or a vector type, got st(64, 64, bf16)",
     loading_with_no_index: "load: `at` must be 2 integers for an array of 2 axes, got None",
     loading_with_too_few_indices: "load: `at` must be 2 integers for an array of 2 axes, got (int)",
@@ -446,7 +468,9 @@ def test_mistakes(backend, mistake):
     ("make", "message"),
     [
         (lambda: rt(16, 24, fp32), "rt: rows and cols must be positive multiples of 16, got 16 x 24"),
-        (lambda: rt(16, 16, tiles.fp8e5m2), "rt: dtype must be one of"),
+        (lambda: rt(16, 16, tiles.fp8e5m2), "rt: cols of rt(16, 16, fp8e5m2) must be a multiple of 32"),
+        (lambda: rt(16, 32, tiles.fp8e5m2, "col"), "rt: rows of rt(16, 32, fp8e5m2, col) must be a multiple of 32"),
+        (lambda: rt(16, 32, tiles.fp8e5m2).col_vec, "vectors are of fp32, fp16, bf16, not of fp8e5m2"),
         (lambda: st(64, 64, bf16, 256), "st: width must be one of (128, 64, 32) and divide a row of 128 bytes, got 256"),
         (lambda: st(64, 24, bf16), "a shared tile's row must be a multiple of 32 bytes, got 48"),
         (lambda: ring(S, 0), "ring: stages and readers must be positive, got 0 and 4"),

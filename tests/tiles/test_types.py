@@ -17,7 +17,7 @@ def test_register_tiles_are_made_of_base_tiles(rows, cols):
 
 
 def test_register_tiles_hold_what_registers_compute_with():
-    with pytest.raises(ValueError, match=r"rt: dtype must be one of \(fp32, fp16, bf16\), got fp8e4m3"):
+    with pytest.raises(ValueError, match=r"rt: cols of rt\(16, 16, fp8e4m3\) must be a multiple of 32"):
         rt(16, 16, fp8e4m3)
 
 

@@ -1,0 +1,36 @@
+"""Exchanges between the four lanes of a quad, two shuffles each: lane t says which of its registers it gives in each round, and
+whose it takes."""
+
+from tiles import ptx
+
+
+def _place(b):
+    """(t, t's two bits as conditions, the quad's first lane)"""
+    lane = b.lane()
+    is_set = (b.icmp_unsigned("!=", b.and_(lane, b.u32(bit)), b.u32(0)) for bit in (1, 2))
+    return b.and_(lane, b.u32(3)), *is_set, b.and_(lane, b.u32(28))
+
+
+def _exchange(b, given, source, other):
+    """Two rounds: the first of `given` from lane `source`, the second from the lane that differs in the bit `other`."""
+    return ptx.shuffle(b, given[0], source), ptx.shuffle(b, given[1], b.xor(source, b.u32(other)))
+
+
+def _pair(b, swap, x, y):
+    return b.select(swap, y, x), b.select(swap, x, y)
+
+
+def gather(b, x, y):
+    """What lanes 2(t%2) and 2(t%2) + 1 have as x if t < 2, as y otherwise. If x and y are elements 2t, 2t + 1 of one chunk of
+    eight and of the next, lane t gets the four from 4t on."""
+    t, odd, upper, first = _place(b)
+    source = b.or_(first, b.or_(b.shl(b.and_(t, b.u32(1)), b.u32(1)), b.lshr(t, b.u32(1))))
+    return _pair(b, upper, *_exchange(b, _pair(b, odd, x, y), source, 1))
+
+
+def spread(b, x, y):
+    """The reverse: what lanes t/2 and t/2 + 2 have as x if t is even, as y otherwise. If x and y are elements 2t and 2t + 1 of
+    eight, lane t gets elements t and t + 4."""
+    t, odd, upper, first = _place(b)
+    source = b.or_(first, b.or_(b.shl(b.and_(t, b.u32(1)), b.u32(1)), b.lshr(t, b.u32(1))))
+    return _pair(b, odd, *_exchange(b, _pair(b, upper, x, y), source, 2))
