@@ -4,6 +4,7 @@ all of a block; `ops.raw` for the instructions without their guards."""
 from . import block, mma, raw, warpgroup
 from . import convert as _convert  # dtypes become callable  # noqa: F401
 from . import show as _show  # print takes tiles  # noqa: F401
+from .bulk import prefetch
 from .compare import equal, greater, greater_equal, less, less_equal, not_equal, where
 from .copy import commit_group, copy_async, wait_group
 from .extent import clip
@@ -62,7 +63,7 @@ __all__ = [
     "commit_group", "copy_async", "cumsum", "equal", "exp", "exp2", "fma", "full", "gelu", "gelu_tanh", "greater",
     "greater_equal", "grouped", "hstack", "lane_sum", "lazy_maximum", "left_fill", "less", "less_equal", "load", "log", "log2",
     "lower_fill", "map", "maximum", "minimum", "mma", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal",
-    "ones", "pos_infty", "raw", "reciprocal", "relu", "rescale", "right_fill", "row_index", "row_max", "row_min", "row_prod",
+    "ones", "pos_infty", "prefetch", "raw", "reciprocal", "relu", "rescale", "right_fill", "row_index", "row_max", "row_min", "row_prod",
     "row_sum", "rows", "rsqrt", "sigmoid", "silu", "snake", "split", "sqrt", "store", "subtile", "swap_layout", "tanh",
     "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "total", "transpose", "tril", "triu",
     "upper_fill", "vstack", "wait_group", "warpgroup", "where", "zeros",

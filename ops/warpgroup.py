@@ -10,10 +10,10 @@ from tiles.interpreter.block import WARPGROUP
 from tiles.layout import LANES
 from tiles.op import integer, lowers, op
 from tiles.plumbing import compile_time, void
-from tiles.shared import check_tensor, elected
-from tiles.types import st, sv
+from tiles.types import st
 
 from . import make, mask, memory
+from .bulk import store_wait, tma_add, tma_max, tma_min, tma_store  # noqa: F401
 from .group import LAST_NAMED, Group
 from .subtile import subtile
 from .turned import load_transposed, own_rows  # noqa: F401
@@ -181,55 +181,6 @@ def _(tile):
         raise TypeError(f"warpgroup.quarter: takes a shared tile of 32, 64, 96, ... rows, got {tile}")
     part = replace(tile, rows=tile.rows // WARPGROUP)
     return part, lambda b, address: b.add(address, b.mul(rank(b), b.u32(part.rows * part.width)))
-
-
-@op
-def tma_store(target, at, tile):
-    """target[at] = a shared tile, a part of one or a shared vector that this warpgroup wrote, by TMA; what lies outside the
-    array is left out. Meets first, so that all four warps' stores are in it. Follow with `store_wait` before the end, and with
-    `store_wait` and `sync` before the tile is written again. TMA writes 16 bytes at a time: TypeError for an array whose
-    columns are not a multiple of that, since behind its edge TMA writes the tile's own values up to the next such multiple."""
-    warp = here()
-    GROUP.meet(warp)
-    if warp.rank == 0:
-        warp.store_async(target, at, tile)
-
-
-@lowers(tma_store)
-def _(target, at, tile):
-    check_tensor("tma_store", target)
-    if not (isinstance(tile, (st, sv)) and target.tile.alone == tile.alone):
-        raise TypeError(f"tma_store: the target takes {target.tile}, got {tile}")
-    if not target.storable:
-        raise TypeError(
-            f"tma_store: TMA writes 16 bytes at a time, and would write past columns that are not a multiple of that, the "
-            f"tile's own values up to the next one: {target}; use warpgroup.store, or an array with room"
-        )
-    if not (isinstance(at, types.BaseTuple) and 1 <= len(at) <= target.rank and all(map(integer, at))):
-        raise TypeError(f"tma_store: `at` must be up to {target.rank} integers, got {memory.said(at)}")
-
-    def emit(b, vtarget, vat, vtile):
-        GROUP.emit_meet(b)
-        with b.if_then(elected(b, THREADS)):
-            ptx.tma_store(b, target, vtarget, b.unpack(vat), tile, vtile)
-
-    return void, emit
-
-
-@op
-def store_wait():
-    """Until the bulk stores that this warpgroup's first thread started have read their shared tiles."""
-    if here().rank == 0:
-        here().wait_stores()
-
-
-@lowers(store_wait)
-def _():
-    def emit(b):
-        with b.if_then(elected(b, THREADS)):
-            ptx.tma_store_wait(b)
-
-    return void, emit
 
 
 # ---- taking turns --------------------------------------------------------------------------------------------------

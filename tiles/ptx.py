@@ -98,21 +98,31 @@ def tma_load(b, gl, to, source, at, bar, spec=None, blocks=1):
         )  # fmt: skip
 
 
-def tma_store(b, gl, target, at, spec, tile):
-    """Start copying a shared tile of type `spec` to the tile at `at`, as one bulk group."""
+def tma_store(b, gl, target, at, spec, tile, fold=None):
+    """Start copying a shared tile of type `spec` to the tile at `at`, as one bulk group; `fold`: adding to what is there
+    ("add") or keeping the lesser or greater ("min", "max")."""
+    copy, fold = ("cp.reduce.async", f".{fold}") if fold else ("cp.async", "")
     box = _box(b, gl, at)
     for p in range(gl.tile.panels):
         text, coordinates = _coordinates(b, gl, box, p, 2)
         b.do(
-            f"cp.async.bulk.tensor.{gl.rank}d.global.shared::cta.tile.bulk_group [$0, {text}], [$1];",
+            f"{copy}.bulk.tensor.{gl.rank}d.global.shared::cta{fold}.tile.bulk_group [$0, {text}], [$1];",
             target, b.add(tile, b.u32(p * spec.panel_bytes)), *coordinates,
         )  # fmt: skip
     b.do("cp.async.bulk.commit_group;")
 
 
-def tma_store_wait(b):
-    """Until this thread's bulk stores have read their shared memory."""
-    b.do("cp.async.bulk.wait_group.read 0;")
+def tma_store_wait(b, newer=0):
+    """Until this thread's bulk stores, all but the `newer` youngest, have read their shared memory."""
+    b.do(f"cp.async.bulk.wait_group.read {newer};")
+
+
+def tma_prefetch(b, gl, source, at):
+    """Start bringing the tile at `at` to the L2 cache."""
+    box = _box(b, gl, at)
+    for p in range(gl.tile.panels):
+        text, coordinates = _coordinates(b, gl, box, p, 1)
+        b.do(f"cp.async.bulk.prefetch.tensor.{gl.rank}d.L2.global.tile [$0, {text}];", source, *coordinates)
 
 
 def prefetch_map(b, source):
@@ -147,17 +157,17 @@ def barrier_vote(b, number, threads, how, flag):
 
 # ---- wgmma ---------------------------------------------------------------------------------------------------------
 def wgmma(b, dtype, acc, a, desc, n, rows_are_k, accumulate):
-    """acc (+)= A @ B for m64 n k16: `acc` is a list of fp32 registers, A a descriptor (one value) or four registers, B a
-    descriptor; rows_are_k: of A, of B in shared memory: do its rows run along k?"""
+    """acc (+)= A @ B for m64 n and 32 bytes along k: `acc` is a list of fp32 registers, A a descriptor (one value) or four
+    registers, B a descriptor; rows_are_k: of A, of B in shared memory: do its rows run along k? (Of 2-byte elements only.)"""
     regs = len(acc)
     first = 2 * regs
     out = ", ".join(f"${k}" for k in range(regs))
     from_registers = len(a) > 1
     a_text = "{" + ", ".join(f"${first + k}" for k in range(4)) + "}" if from_registers else f"${first}"
-    tail = ", ".join(str(int(x)) for x in (1, 1, *rows_are_k[from_registers:]))
+    tail = ", ".join(str(int(x)) for x in (1, 1, *(rows_are_k[from_registers:] if dtype.itemsize == 2 else ())))
     text = (
         f"{{\n.reg .pred p;\nsetp.ne.b32 p, {int(accumulate)}, 0;\n"
-        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype.ptx}.{dtype.ptx} "
+        f"wgmma.mma_async.sync.aligned.m64n{n}k{32 // dtype.itemsize}.f32.{dtype.ptx}.{dtype.ptx} "
         f"{{{out}}}, {a_text}, ${first + len(a)}, p, {tail};\n}}"
     )
     constraints = ["=f"] * regs + [str(k) for k in range(regs)] + (["r"] * 4 if from_registers else ["l"]) + ["l"]
@@ -208,13 +218,13 @@ def copy_wait(b, newer):
 
 
 def mma(b, dtype, c, a, right):
-    """c + A @ B for m16 n8 k16: four fp32 registers of C, four registers of A, two of B."""
+    """c + A @ B for m16 n8 and 32 bytes along k: four fp32 registers of C, four registers of A, two of B (fp8: from sm_89)."""
     text = (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype.ptx}.{dtype.ptx}.f32 "
+        f"mma.sync.aligned.m16n8k{32 // dtype.itemsize}.row.col.f32.{dtype.ptx}.{dtype.ptx}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    out = ir.LiteralStructType([f32] * 4)
-    return b.unpack(b.asm(out, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", *a, *right, *c, effect=False))
+    out, operands = ir.LiteralStructType([f32] * 4), [b.bitcast(x, i32) for x in (*a, *right)]
+    return b.unpack(b.asm(out, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", *operands, *c, effect=False))
 
 
 # ---- lanes and registers -------------------------------------------------------------------------------------------

@@ -146,10 +146,10 @@ class tensor:
         out[place] = tile.dtype.round(part)
         return out
 
-    def store(self, at, values):
-        """Write the tile at `at`; what lies outside the array is dropped."""
+    def store(self, at, values, fold=None):
+        """Write the tile at `at`, or what `fold` makes of what is there and it; what lies outside the array is dropped."""
         part, place = self.window(at)
-        part[...] = values[place]
+        part[...] = fold(part, values[place]) if fold else values[place]
 
 
 def spec_of(value, fixed=False):

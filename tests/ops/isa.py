@@ -98,6 +98,16 @@ def _store_chunk(m, _, address, *words_and_guard):
                 memory[at + 4 * k + byte] = word.array[active] >> 8 * byte & 0xFF
 
 
+def _load_chunk(m, _, address, guard):
+    out, active = np.zeros((4, m.threads), np.uint32), m.active & (guard.array != 0)
+    if active.any():
+        assert not (address.array[active] % 16).any(), "a 16-byte access needs an address that is a multiple of 16"
+        memory, at = m.reach(address.array[active], 16)
+        for k in range(16):
+            out[k // 4, active] |= memory[at + k].astype(np.uint32) << 8 * (k % 4)
+    return Struct([Register(i32, word) for word in out])
+
+
 def _store_pair(m, _, address, x, y):
     m.passes("st.shared.v2", address.array[m.active], 8)
     words = m.shared.view(np.float32)
@@ -275,7 +285,10 @@ def _panel_cells(tile, address):
     return cells if isinstance(tile, sv) else cells ^ (cells >> 7 & tile.width // 16 - 1) << 4
 
 
-def _tma(m, match, load, handle, coordinates, address):
+FOLDS = {"add": np.add, "min": np.fmin, "max": np.fmax}
+
+
+def _tma(m, fold, load, handle, coordinates, address):
     if not m.active.any():
         return
     assert m.active.sum() == 1, "one thread starts a copy"
@@ -293,6 +306,8 @@ def _tma(m, match, load, handle, coordinates, address):
             if all(0 <= i < size for i, size in zip(index, array.shape, strict=True)):
                 if load:
                     memory[cells[r, c]] = array[tuple(index)]
+                elif fold:
+                    array[tuple(index)] = FOLDS[fold](array[tuple(index)], memory[cells[r, c]])
                 else:
                     array[tuple(index)] = memory[cells[r, c]]
 
@@ -325,6 +340,7 @@ PTX = {
     r"@p ld.global.(f32|b16) \S+ \[\$1\];": _load_global,
     r"@p st.global.(f32|b16) \[\$0\], (?:\$1|lo);": _store_global,
     r"@p st.global.v4.b32 \[\$0\], \{\$1, \$2, \$3, \$4\};": _store_chunk,
+    r"@p ld.global.v4.b32 \{\$0, \$1, \$2, \$3\}, \[\$4\];": _load_chunk,
     r"^st.shared.v2.f32 \[\$0\], \{\$1, \$2\};$": _store_pair,
     r"^ld.shared.v2.f32 \{\$0, \$1\}, \[\$2\];$": _load_pair,
     r"^st.shared.(f32|b32) \[\$0\], \$1;$": _store_word,
@@ -337,7 +353,10 @@ PTX = {
     r"^ldmatrix.sync.aligned.m8n8.x4(.trans)?.shared.b16 \{\$0, \$1, \$2, \$3\}, \[\$4\];$": _ldmatrix,
     r"^wgmma.(fence|wait_group|commit_group)": _pass_through,
     r"p, (\d), 0;\nwgmma.mma_async.sync.aligned.m64n(\d+)k16.f32.(bf16|f16).*, p, (.*);\n": _wgmma,
-    r"cp.async.bulk.tensor.\dd.shared::cluster": lambda m, t, to, source, bar, *at: _tma(m, t, True, source, at, to),
-    r"cp.async.bulk.tensor.\dd.global.shared::cta": lambda m, t, to, tile, *at: _tma(m, t, False, to, at, tile),
+    r"cp.async.bulk.tensor.\dd.shared::cluster": lambda m, _, to, source, bar, *at: _tma(m, None, True, source, at, to),
+    r"async.bulk.tensor.\dd.global.shared::cta(?:.(add|min|max))?.tile": lambda m, match, to, tile, *at: _tma(
+        m, match[1], False, to, at, tile
+    ),
+    r"^cp.async.bulk.prefetch.tensor.\dd.L2.global.tile \[\$0, .*\];$": lambda m, _, source, *at: _box(m, source, at) and None,
     r"^cp.async.bulk.(commit_group|wait_group)|^bar.|^fence|mbarrier": lambda m, _, *args: None,
 }  # fmt: skip

@@ -22,7 +22,7 @@ class Block:
         self.mma_agents = [self.agents.new() for _ in range(groups)]
         self.store_agents = [self.agents.new() for _ in range(self.size)]
         self.mmas, self.deeds = [[] for _ in range(groups)], [[] for _ in range(groups)]
-        self.bulk, self.named_barriers = {}, {}
+        self.named_barriers = {}
         self.opened, self.mbarriers, self.slots = None, [], []
         self.ready = None  # (agent, time) of the warp that has set up the barriers
         self.visits = []  # accesses by warps of peers: (agent, time, event)

@@ -26,7 +26,7 @@ class Warp(greenlet):
         self.clock = np.zeros(block.agents.count, np.int64)
         self.ready, self.why, self.at = None, lambda: "", None
         self.registers = block.entry_registers
-        self.mmas, self.stores, self.released, self.collectives = 0, 0, {}, 0
+        self.mmas, self.stores, self.sent, self.released, self.collectives = 0, 0, [], {}, 0
         self.met, self.waited, self.met_at = 0, 0, None  # arrivals on the cluster's barrier, waits, where it last arrived
         self.copies, self.groups, self.filled = [], [], {}  # copies of the open group, groups, tile of a pipeline -> its group
 
@@ -108,7 +108,7 @@ class Warp(greenlet):
     def load_async(self, tile, barrier, source, at, after=()):
         """Start a copy of source[at] into a shared tile, completing on an mbarrier, both of one block; `after` barriers that
         were waited for."""
-        self._inside(source, at)
+        self.inside(source, at)
         self._not_released(tile, f"fills {tile.name}")
         barrier.block.reached(self, f"fills {tile.name}")
         shadow, cells = barrier.block.shadow, span(tile)
@@ -124,9 +124,9 @@ class Warp(greenlet):
         time = barrier.begin_copy(self, copy, after)
         shadow.note_write(barrier.agent, time, cells, FILLING, Event("copy", f"the end of {copy.deed}", copy.place))
 
-    def store_async(self, target, at, tile):
-        """Start a copy of a shared tile to target[at]."""
-        self._inside(target, at)
+    def store_async(self, target, at, tile, fold=None):
+        """Start a copy of a shared tile to target[at]; `fold`, a function of two, says what becomes of what is there."""
+        self.inside(target, at)
         if not target.spec.storable:
             raise self.hazard(f"TMA writes 16 bytes at a time, and would write past the columns of {target.spec}")
         self._not_released(tile, f"stores {tile.name} by TMA")
@@ -134,22 +134,24 @@ class Warp(greenlet):
         self._allowed(shadow.unreadable(self.clock, cells, True), f"stores {tile.name} by TMA")
         self.stores += 1
         store = self.block.cluster.start(
-            lambda: target.store(at, shadow.get(tile)), f"the TMA store of {tile.name}", tile.spec.nbytes, self.place()
+            lambda: target.store(at, shadow.get(tile), fold), f"the TMA store of {tile.name}", tile.spec.nbytes, self.place()
         )
         shadow.note_read(agent, self.stores, cells, Event("read", store.deed, store.place))
-        self.block.bulk.setdefault(self.index, []).append(store)
+        self.sent.append(store)
 
-    def _inside(self, tensor, at):
+    def inside(self, tensor, at):
+        """A Hazard if the tile at `at` does not exist."""
         try:
             tensor.window(at)
         except IndexError as error:
             raise self.hazard(str(error), "bounds") from None
 
-    def wait_stores(self):
-        """Until this warp's bulk stores have read their shared tiles."""
-        stores = self.block.bulk.pop(self.index, [])
-        self.until(lambda: all(store.done for store in stores), lambda: "its TMA stores")
-        self.clock[self.block.store_agents[self.index]] = self.stores
+    def wait_stores(self, newer=0):
+        """Until this warp's bulk stores, all but the `newer` youngest, have read their shared tiles."""
+        agent, done = self.block.store_agents[self.index], max(0, self.stores - newer)
+        known = int(self.clock[agent])
+        self.until(lambda: all(store.done for store in self.sent[known:done]), lambda: "its TMA stores")
+        self.clock[agent] = max(known, done)
 
     # -- copies by cp.async
     def copy_async(self, tile, source, at, rows, cols, piece, own):
@@ -270,8 +272,8 @@ class Warp(greenlet):
     def close(self, _):
         """At the block's end: has it waited for what it started?"""
         block = self.block
-        if self.clock[block.store_agents[self.index]] < self.stores:
-            store = block.bulk[self.index][0]
+        if (known := self.clock[block.store_agents[self.index]]) < self.stores:
+            store = self.sent[known]
             cause = f"the block ends, and nobody has waited for {store.deed}: store_wait is missing"
             raise Hazard("unfinished", cause, store.place)
         pending = [copy for group in self.groups[self.clock[self.copier] :] for copy in group] + self.copies
