@@ -33,7 +33,7 @@ from .memory import load, store
 from .mma import mma_AB, mma_ABt, mma_AtB, mma_AtBt
 from .online import lazy_maximum, rescale
 from .parts import columns, hstack, rows, vstack
-from .prefix import cumsum
+from .prefix import cumsum, last
 from .reduce import (
     col_max,
     col_min,
@@ -61,12 +61,12 @@ from .transpose import swap_layout, transpose
 __all__ = [
     "abs", "block", "bounds", "causal", "clip", "col_index", "col_max", "col_min", "col_prod", "col_sum", "columns",
     "commit_group", "copy_async", "cumsum", "equal", "exp", "exp2", "fma", "full", "gelu", "gelu_tanh", "greater",
-    "greater_equal", "grouped", "hstack", "lane_sum", "lazy_maximum", "left_fill", "less", "less_equal", "load", "log", "log2",
-    "lower_fill", "map", "maximum", "minimum", "mma", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal",
-    "ones", "pos_infty", "prefetch", "raw", "reciprocal", "relu", "rescale", "right_fill", "row_index", "row_max", "row_min", "row_prod",
-    "row_sum", "rows", "rsqrt", "sigmoid", "silu", "snake", "split", "sqrt", "store", "subtile", "swap_layout", "tanh",
-    "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "total", "transpose", "tril", "triu",
-    "upper_fill", "vstack", "wait_group", "warpgroup", "where", "zeros",
+    "greater_equal", "grouped", "hstack", "lane_sum", "last", "lazy_maximum", "left_fill", "less", "less_equal", "load", "log",
+    "log2", "lower_fill", "map", "maximum", "minimum", "mma", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty",
+    "not_equal", "ones", "pos_infty", "prefetch", "raw", "reciprocal", "relu", "rescale", "right_fill", "row_index", "row_max", "row_min",
+    "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "snake", "split", "sqrt", "store", "subtile", "swap_layout",
+    "tanh", "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "total", "transpose", "tril",
+    "triu", "upper_fill", "vstack", "wait_group", "warpgroup", "where", "zeros",
 ]  # fmt: skip
 
 _refuse_others()

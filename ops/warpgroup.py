@@ -16,6 +16,7 @@ from . import make, mask, memory
 from .bulk import store_wait, tma_add, tma_max, tma_min, tma_store  # noqa: F401
 from .group import LAST_NAMED, Group
 from .subtile import subtile
+from .tails import zero_rows  # noqa: F401
 from .turned import load_transposed, own_rows  # noqa: F401
 from .wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait  # noqa: F401
 
@@ -158,15 +159,15 @@ def _(target, value, at, rows: int, cols: int, aligned: int):
 
 
 @op
-def load(source, spec, at=None, rows=-2, cols=-1):
+def load(source, spec, at=None, rows=-2, cols=-1, aligned=False):
     """The type `spec` from source, as ops.load, with the rows of the four warps one below the other."""
-    return memory.load_rows(source, spec, at, rows, cols, here().rank)
+    return memory.load_rows(source, spec, at, rows, cols, aligned, here().rank)
 
 
 @lowers(load)
-def _(source, spec: type, at, rows: int, cols: int):
-    memory.check_load("warpgroup.load", source, spec, at, rows, cols, WARPGROUP)
-    return spec, memory.lower_load(source, spec, rows, cols, first_row(spec))
+def _(source, spec: type, at, rows: int, cols: int, aligned: int):
+    memory.check_load("warpgroup.load", source, spec, at, rows, cols, aligned, WARPGROUP)
+    return spec, memory.lower_load(source, spec, rows, cols, aligned, first_row(spec))
 
 
 @op

@@ -158,6 +158,12 @@ def _ldmatrix(m, match, address):
     return Struct([Register(i32, m.shared.view(np.uint32)[cell]) for cell in _matrix_cells(m, "ldmatrix", address)])
 
 
+def _store_four(m, _, address, x):
+    """st.shared.v4 of one register four times."""
+    for k in range(4):
+        m.shared.view(np.uint32)[address.array[m.active] // 4 + k] = x.array.view(np.uint32)[m.active]
+
+
 def _store_word(m, match, address, x):
     """st.shared of 4 bytes, or of the low or high half of a register."""
     active = m.active
@@ -343,6 +349,7 @@ PTX = {
     r"@p ld.global.v4.b32 \{\$0, \$1, \$2, \$3\}, \[\$4\];": _load_chunk,
     r"^st.shared.v2.f32 \[\$0\], \{\$1, \$2\};$": _store_pair,
     r"^ld.shared.v2.f32 \{\$0, \$1\}, \[\$2\];$": _load_pair,
+    r"^st.shared.v4.b32 \[\$0\], \{\$1, \$1, \$1, \$1\};$": _store_four,
     r"^st.shared.(f32|b32) \[\$0\], \$1;$": _store_word,
     r"st.shared.(b16) \[\$0\], (lo|hi);": _store_word,
     r"ld.shared.(f32|b32|b16) (?:\$0|x), \[\$1\];": _load_word,
