@@ -158,8 +158,7 @@ def check_store(name, target, value, at, rows, cols, is_aligned, warps):
         raise TypeError(f"{name}: stores a register tile or whole vector, got {value}")
     if isinstance(target, (st, sv)):
         _shared(target).check(name, target, "take", value, at, warps)
-        if is_aligned:
-            raise TypeError(f"{name}: `aligned` is for global arrays, got {target}")
+        _check_unaligned(name, target, is_aligned)
     elif isinstance(target, types.Array):
         _check_global(name, target, value, at, rows, cols)
         if is_aligned:
@@ -168,14 +167,22 @@ def check_store(name, target, value, at, rows, cols, is_aligned, warps):
         raise TypeError(f"{name}: the target must be a shared tile or vector, or a global array, got {target}")
 
 
-def check_load(name, source, spec, at, rows, cols, warps):
+def _check_unaligned(name, shared, is_aligned):
+    if is_aligned:
+        raise TypeError(f"{name}: `aligned` is for global arrays, got {shared}")
+
+
+def check_load(name, source, spec, at, rows, cols, is_aligned, warps):
     """The rule that loads at warp and warpgroup scope share."""
     if not isinstance(spec, (rt, rv)) or getattr(spec, "partial", False):
         raise TypeError(f"{name}: the type to load must be an rt or a vector type, got {spec}")
     if isinstance(source, (st, sv)):
         _shared(source).check(name, source, "hold", spec, at, warps)
+        _check_unaligned(name, source, is_aligned)
     elif isinstance(source, types.Array):
         _check_global(name, source, spec, at, rows, cols)
+        if is_aligned:
+            pieces.check(name, source, spec)
     else:
         raise TypeError(f"{name}: the source must be a shared tile or vector, or a global array, got {source}")
 
@@ -187,11 +194,11 @@ def lower_store(target, value, rows, cols, is_aligned, first_row):
     return (pieces.lower_store if is_aligned else lower_global_store)(target, value, rows, cols, first_row)
 
 
-def lower_load(source, spec, rows, cols, first_row):
+def lower_load(source, spec, rows, cols, is_aligned, first_row):
     """The lowering of a load, likewise."""
     if isinstance(source, (st, sv)):
         return _shared(source).lower_load(source, spec, first_row)
-    return lower_global_load(source, spec, rows, cols, first_row)
+    return (pieces.lower_load if is_aligned else lower_global_load)(source, spec, rows, cols, first_row)
 
 
 def store_rows(target, value, at, rows, cols, is_aligned, rank):
@@ -206,10 +213,12 @@ def store_rows(target, value, at, rows, cols, is_aligned, rank):
     view[...] = array[part].astype(view.dtype)
 
 
-def load_rows(source, spec, at, rows, cols, rank):
+def load_rows(source, spec, at, rows, cols, is_aligned, rank):
     """The meaning of a load by warp `rank` of those that share the tile."""
     if isinstance(source, SharedTile):
         return here().read(source, rows_of(spec, rank)).astype(np.float32).reshape(spec.shape)
+    if is_aligned and (why := pieces.misaligned(source, at, cols)):
+        raise here().hazard(f"aligned load: {why}")
     view, part = window(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)
     out = np.zeros(spec.shape if isinstance(spec, rt) else spec.length, np.float32)
     out[part] = view
@@ -232,9 +241,10 @@ def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
     global array, where `at` is the index of the first element and the tile runs along axes `rows` and `cols` (a vector along
     `cols`).
 
-    aligned: a promise that lets a lane store 16 bytes at a time, for tiles of 32, 64, 96, ... columns and 2-byte arrays: the
-    array's columns are adjacent and come by eight, as does `at` along them, and its address and other strides are multiples
-    of 16 bytes. The interpreter checks it; on the GPU a broken promise is a misaligned access, or a write past the columns."""
+    aligned: a promise that lets a lane move 16 bytes at a time, for tiles in row layout of 32, 64, 96, ... columns and 2-byte
+    arrays, or of 16, 32, 48, ... columns and fp32 arrays: the array's columns are adjacent and come by eight (fp32: by four),
+    as does `at` along them, and its address and other strides are multiples of 16 bytes. The interpreter checks it; on the GPU
+    a broken promise is a misaligned access, or one past the columns."""
     store_rows(target, value, at, rows, cols, aligned, 0)
 
 
@@ -245,12 +255,12 @@ def _(target, value, at, rows: int, cols: int, aligned: int):
 
 
 @op(takes_operands=True)
-def load(source, spec, at=None, rows=-2, cols=-1):
+def load(source, spec, at=None, rows=-2, cols=-1, aligned=False):
     """The register tile or vector of type `spec` from a shared tile or vector, or a global array (see `store`), by one warp."""
-    return load_rows(source, spec, at, rows, cols, 0)
+    return load_rows(source, spec, at, rows, cols, aligned, 0)
 
 
 @lowers(load)
-def _(source, spec: type, at, rows: int, cols: int):
-    check_load("load", source, spec, at, rows, cols, 1)
-    return spec, lower_load(source, spec, rows, cols, lambda b: b.u32(0))
+def _(source, spec: type, at, rows: int, cols: int, aligned: int):
+    check_load("load", source, spec, at, rows, cols, aligned, 1)
+    return spec, lower_load(source, spec, rows, cols, aligned, lambda b: b.u32(0))

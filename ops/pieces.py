@@ -1,75 +1,144 @@
-"""Stores of register tiles to aligned global arrays, 16 bytes a lane.
+"""Register tiles to and from aligned global arrays, 16 bytes a lane.
 
-A lane of an accumulator holds pairs of neighbouring columns, 4 bytes of a row at a time. The four lanes of a quad hold a row
-between them; they exchange their pairs so that each ends up with eight neighbouring columns:
+A lane of an accumulator holds pairs of neighbouring columns. The lanes of a quad hold a row between them, and exchange pairs so
+that each ends up with a piece of 16 bytes:
 
-    before, lane t:   columns 2t, 2t+1 of each of four chunks of eight
-    after,  lane t:   all eight columns of chunk t
+    2 bytes an element          before: columns 2t, 2t+1 of each of four chunks of eight        lane t of the quad
+                                after:  all eight columns of chunk t
+    4 bytes                     before: columns 2t, 2t+1 of each of two chunks of eight
+                                after:  four columns of chunk t % 2, the first four if t < 2
+
+The exchange is its own inverse: a load brings the pieces and makes pairs of them.
 """
+
+from dataclasses import dataclass
 
 from llvmlite import ir
 
-from tiles import layout, ptx
-from tiles.plumbing import SCALARS, i32, i64
+from tiles import ptx
+from tiles.plumbing import SCALARS, f32, i32, i64
 from tiles.types import rt
 
-CHUNK = 8  # columns of 2 bytes that one lane stores
-QUAD = 4
-PIECE = 16  # bytes of a chunk
+QUAD, CHUNK = 4, 8  # lanes, and columns of which each of them has two
+PIECE = 16  # bytes
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How lanes of a quad exchange words of 4 bytes. chunks: how many of eight columns go together; each lane has 4 / chunks
+    words of each. stages: bit of the lane's number, and the pairs of words (of each pair a lane keeps one, by that bit).
+    column: the columns that each bit of the lane's number moves its piece by."""
+
+    chunks: int
+    stages: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    column: tuple[int, int]
+
+    @property
+    def columns(self):
+        """Of a row, all chunks together."""
+        return CHUNK * self.chunks
+
+    def __call__(self, b, words):
+        """Pieces of pairs, or pairs of pieces."""
+        words, lane = list(words), b.lane()
+        for bit, pairs in self.stages:
+            odd = b.icmp_unsigned("!=", b.and_(lane, b.u32(bit)), b.u32(0))
+            for low, high in pairs:
+                got = ptx.shuffle_xor(b, b.select(odd, words[low], words[high]), bit)
+                words[low], words[high] = b.select(odd, got, words[low]), b.select(odd, words[high], got)
+        return words
+
+    def first_column(self, b):
+        """Of this lane's piece."""
+        lane, (low, high) = b.lane(), self.column
+        return b.add(b.mul(b.and_(lane, b.u32(1)), b.u32(low)), b.mul(b.and_(b.lshr(lane, b.u32(1)), b.u32(1)), b.u32(high)))
+
+
+EXCHANGES = {
+    2: Exchange(4, ((1, ((0, 1), (2, 3))), (2, ((0, 2), (1, 3)))), (8, 16)),
+    4: Exchange(2, ((1, ((0, 2), (1, 3))),), (8, 4)),
+}
 
 
 def check(name, array, spec):
-    """TypeError if tiles of type `spec` cannot be stored to this array in pieces of 16 bytes."""
-    if not isinstance(spec, rt) or spec.layout != "row" or spec.cols % (QUAD * CHUNK) or SCALARS[array.dtype].itemsize != 2:
+    """TypeError if tiles of type `spec` cannot be moved to or from this array in pieces of 16 bytes."""
+    size = SCALARS[array.dtype].itemsize
+    fits = isinstance(spec, rt) and spec.layout == "row" and size in EXCHANGES
+    if not fits or spec.cols % EXCHANGES[size].columns:
         raise TypeError(
-            f"{name}: aligned stores take tiles of 32, 64, 96, ... columns, in row layout, and arrays of bf16 or fp16, "
-            f"got {spec}, {array}"
+            f"{name}: aligned accesses take tiles in row layout, of 32, 64, 96, ... columns for arrays of bf16 or fp16, "
+            f"of 16, 32, 48, ... for fp32, got {spec}, {array}"
         )
 
 
 def misaligned(array, at, cols):
-    """What keeps a NumPy array from being stored to in pieces of 16 bytes, or None."""
+    """What keeps pieces of 16 bytes from being moved to or from a NumPy array, or None."""
     steps = [stride for axis, stride in enumerate(array.strides) if axis != cols % array.ndim and array.shape[axis] > 1]
     if array.strides[cols] != array.itemsize or any(stride % PIECE for stride in steps) or array.ctypes.data % PIECE:
         return f"the array (strides {array.strides}, address {array.ctypes.data:#x}) is not aligned to {PIECE} bytes"
-    if at[cols] % CHUNK or array.shape[cols] % CHUNK:
-        return f"columns from {at[cols]} of {array.shape[cols]} are not multiples of {CHUNK}"
+    columns = PIECE // array.itemsize
+    if at[cols] % columns or array.shape[cols] % columns:
+        return f"columns from {at[cols]} of {array.shape[cols]} are not multiples of {columns}"
     return None
 
 
-def _transpose_quad(b, x):
-    """x[k] of lane t becomes x[t] of lane k, within each quad."""
-    x, lane = list(x), b.lane()
-    for bit, pairs in ((1, ((0, 1), (2, 3))), (2, ((0, 2), (1, 3)))):
-        odd = b.icmp_unsigned("!=", b.and_(lane, b.u32(bit)), b.u32(0))
-        for low, high in pairs:
-            got = ptx.shuffle_xor(b, b.select(odd, x[low], x[high]), bit)
-            x[low], x[high] = b.select(odd, got, x[low]), b.select(odd, x[high], got)
-    return x
+def _pieces(b, ty, exchange, array, spec, at, rows, cols, first_row):
+    """For each of this lane's pieces: (the places of its words in lane 0, is it inside the array, its address)."""
+    data, extents, strides = b.array(ty, array)
+    at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
+    size, r, c = SCALARS[ty.dtype].itemsize, rows % ty.ndim, cols % ty.ndim
+    at[r] = b.add(at[r], b.zext(b.add(b.lshr(b.lane(), b.u32(2)), first_row), i64))
+    at[c] = b.add(at[c], b.zext(exchange.first_column(b), i64))
+    start = data
+    for index, stride in zip(at, strides):
+        start = b.add(start, b.mul(index, stride))
+    words = range(0, 2, 4 // size)  # columns at which lane 0 has words of a chunk
+    for row in range(0, spec.rows, CHUNK):
+        line = b.add(start, b.mul(ir.Constant(i64, row), strides[r]))
+        inside = b.icmp_unsigned("<", b.add(at[r], ir.Constant(i64, row)), extents[r])
+        for col in range(0, spec.cols, exchange.columns):
+            fits = b.and_(inside, b.icmp_unsigned("<", b.add(at[c], ir.Constant(i64, col)), extents[c]))
+            places = [(row, col + CHUNK * k + word) for k in range(exchange.chunks) for word in words]
+            yield places, b.zext(fits, i32), b.add(line, ir.Constant(i64, size * col))
+
+
+def _places(spec):
+    """Where lane 0's words lie, in the order of its registers."""
+    step = 4 // spec.dtype.itemsize
+    return [spec.element(0, k) for k in range(0, spec.elements, step)]
 
 
 def lower_store(ty, spec, rows, cols, first_row):
     """The lowering of an aligned store by a warp whose first row is `first_row(b)` of the tile."""
     stored = rt(spec.rows, spec.cols, SCALARS[ty.dtype])
+    exchange = EXCHANGES[stored.dtype.itemsize]
 
     def lower(b, array, value, at, *_):
-        data, extents, strides = b.array(ty, array)
-        at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
-        lane, r, c = b.lane(), rows % ty.ndim, cols % ty.ndim
-        at[r] = b.add(at[r], b.zext(b.add(b.lshr(lane, b.u32(2)), first_row(b)), i64))
-        at[c] = b.add(at[c], b.zext(b.mul(b.and_(lane, b.u32(QUAD - 1)), b.u32(CHUNK)), i64))
-        start = data
-        for index, stride in zip(at, strides):
-            start = b.add(start, b.mul(index, stride))
         registers = b.unpack(value) if stored == spec else b.unpack(b.from_elements(stored, b.elements(spec, value)))
-        place = {layout.element(0, 2 * k, spec.cols): register for k, register in enumerate(registers)}
-        for row in sorted({row for row, _ in place}):
-            line = b.add(start, b.mul(ir.Constant(i64, row), strides[r]))
-            inside = b.icmp_unsigned("<", b.add(at[r], ir.Constant(i64, row)), extents[r])
-            for col in range(0, spec.cols, QUAD * CHUNK):
-                piece = _transpose_quad(b, [place[row, col + CHUNK * k] for k in range(QUAD)])
-                fits = b.and_(inside, b.icmp_unsigned("<", b.add(at[c], ir.Constant(i64, col)), extents[c]))
-                text = "{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n@p st.global.v4.b32 [$0], {$1, $2, $3, $4};}"
-                b.do(text, b.add(line, ir.Constant(i64, 2 * col)), *piece, b.zext(fits, i32))
+        held = dict(zip(_places(stored), registers, strict=True))
+        for places, fits, address in _pieces(b, ty, exchange, array, spec, at, rows, cols, first_row(b)):
+            piece = [b.bitcast(x, i32) for x in exchange(b, [held[place] for place in places])]
+            text = "{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n@p st.global.v4.b32 [$0], {$1, $2, $3, $4};}"
+            b.do(text, address, *piece, fits)
+
+    return lower
+
+
+def lower_load(ty, spec, rows, cols, first_row):
+    """The lowering of an aligned load, likewise."""
+    loaded = rt(spec.rows, spec.cols, SCALARS[ty.dtype])
+    exchange, register = EXCHANGES[loaded.dtype.itemsize], f32 if loaded.dtype.itemsize == 4 else i32
+    zeros = "".join(f"mov.b32 ${k}, 0;\n" for k in range(4))
+    text = f"{{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n{zeros}@p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4];}}"
+
+    def lower(b, array, _, at, *__):
+        pieces = list(_pieces(b, ty, exchange, array, spec, at, rows, cols, first_row(b)))
+        four = ir.LiteralStructType([i32] * 4)
+        brought = [b.unpack(b.asm(four, text, "=&r,=&r,=&r,=&r,l,r", address, fits)) for _, fits, address in pieces]
+        held = {}
+        for (places, *_), piece in zip(pieces, brought, strict=True):
+            held |= zip(places, exchange(b, [b.bitcast(x, register) for x in piece]), strict=True)
+        value = b.pack([held[place] for place in _places(loaded)])
+        return value if loaded == spec else b.from_elements(spec, b.elements(loaded, value))
 
     return lower

@@ -230,7 +230,7 @@ def _agree(text, constraints, ret, args):
     letters = {"r": i32, "l": i64, "f": f32}
     names = [c for c in constraints.split(",") if c and not c.startswith("~")]
     outs = () if isinstance(ret, ir.VoidType) else ret.elements if isinstance(ret, ir.LiteralStructType) else (ret,)
-    want = [letters[c[1]] for c in names if c.startswith("=")]
+    want = [letters[c[-1]] for c in names if c.startswith("=")]
     want += [want[int(c)] if c.isdigit() else letters[c] for c in names if not c.startswith("=")]
     assert want == [*outs, *(a.type for a in args)], f"{text!r} with {constraints!r}: {outs} from {[str(a.type) for a in args]}"
 

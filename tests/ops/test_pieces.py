@@ -1,4 +1,4 @@
-"""ops/pieces.py: `store(..., aligned=True)`, 16 bytes a lane, by one warp and by four; what keeps an array from it."""
+"""ops/pieces.py: aligned loads and stores, 16 bytes a lane, by one warp and by four; what keeps an array from them."""
 
 import numpy as np
 import pytest
@@ -13,17 +13,17 @@ from tiles.compiler import compile_kernel
 from tiles.interpreter import interpret
 
 COLS = range(32, 257, 32)
-HALVES = [bf16, fp16]
+HALVES, DTYPES = [bf16, fp16], [bf16, fp16, fp32]
 
 
 def roomy(shape, dtype, order=None, step=1):
     """A NaN-filled array whose address and strides are multiples of 16 bytes inside a larger one of canaries, its axes laid
     out in `order` (the last stays last), every `step`-th element of the others used; and a check of the canaries."""
     order = tuple(order or range(len(shape)))
-    assert order[-1] == len(shape) - 1 and shape[-1] % 8 == 0
+    assert order[-1] == len(shape) - 1 and shape[-1] * dtype.itemsize % 16 == 0
     extents = [shape[a] * step + 2 for a in order[:-1]] + [shape[-1] + 16]
     memory = np.zeros(np.prod(extents) + 8, dtype.np)
-    start = -memory.ctypes.data % 16 // 2
+    start = -memory.ctypes.data % 16 // dtype.itemsize
     root = memory[start : start + np.prod(extents)].reshape(extents)
     root[...] = 12345
     place = tuple(slice(1, 1 + shape[a] * step, step) for a in order[:-1]) + (slice(8, 8 + shape[-1]),)
@@ -71,6 +71,62 @@ def test_every_width_at_every_edge(run, sample, cols, held, dtype):
     check()
     for i, at in enumerate(places):
         assert same(y[i], placed(shape, at, x.astype(np.float32).astype(dtype.np).astype(np.float32))), f"store at {at}"
+
+
+def test_fp32_comes_by_four_columns(run, sample):
+    """Tiles of 16, 32, 48, ... columns at every edge; a bf16 tile is stored as fp32, too."""
+    shape, places = (37, 60), [(0, 0), (3, 4), (-7, -4), (30, 52), (-16, 0), (0, 56), (100, 8)]
+    T, H, n = rt(16, 48, fp32), rt(32, 16, bf16), len(places)
+
+    @cuda.jit
+    def body(x, h, at, y, z):
+        for i in range(n):
+            store(y, load(x, T, (0, 0)), (i, at[i, 0], at[i, 1]), aligned=True)
+            store(z, load(h, H, (0, 0)), (i, at[i, 0], at[i, 1]), aligned=True)
+
+    x, h = sample((16, 48)), sample((32, 16), bf16)
+    (y, check), (z, check_z) = (roomy((n, *shape), fp32) for _ in range(2))
+    run(body, x, h, np.array(places, np.int32), y, z)
+    check()
+    check_z()
+    for i, at in enumerate(places):
+        assert same(y[i], placed(shape, at, x)) and same(z[i], placed(shape, at, h.astype(np.float32))), f"store at {at}"
+
+
+@pytest.mark.parametrize(("cols", "held", "dtype"), pairs(COLS, DTYPES, [*DTYPES, bf16]))
+def test_loads_at_every_edge(run, sample, cols, held, dtype):
+    """What lies outside is 0, as for any load."""
+    shape = (21, cols + 24)
+    places = [(0, 0), (0, 24), (5, 8), (-3, -8), (-16, 0), (20, cols), (2, -16), (0, cols + 16), (100, 0), (0, -cols)]
+    T, n = rt(16, cols, held), len(places)
+
+    @cuda.jit
+    def body(x, at, y):
+        for i in range(n):
+            store(y, load(x, T, (at[i, 0], at[i, 1]), aligned=True), (i, 0, 0))
+
+    (x, check), y = roomy(shape, dtype), blank((n, 16, cols), held)
+    x[...] = sample(shape, dtype)
+    run(body, x, np.array(places, np.int32), y)
+    check()
+    for i, at in enumerate(places):
+        want = np.nan_to_num(placed((16, cols), (-at[0], -at[1]), x.astype(np.float32)), nan=0).astype(held.np)
+        assert same(y[i], want.astype(np.float32)), f"load at {at}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_loads_by_four_warps_along_any_axis(run, sample, dtype):
+    T = rt(16, 64, dtype)
+
+    @cuda.jit
+    def body(x, y):
+        warpgroup.store(y, warpgroup.load(x, T, (1, 3, 2, 0), 1, 3, True), (0, 0))
+
+    (x, check), y = roomy((2, 80, 3, 64), dtype, (2, 0, 1, 3), 2), blank((64, 64), dtype)
+    x[...] = sample(x.shape, dtype)
+    run(body, x, y, warps=4)
+    check()
+    assert same(y, x[1, 3:67, 2].astype(np.float32))
 
 
 @pytest.mark.parametrize(("rows", "cols", "dtype"), pairs([16, 32], [64, 32, 96, 128], HALVES))
@@ -146,6 +202,21 @@ def test_one_instruction_for_eight_columns():
     assert len(stores) == 8 and all(".128" in opcode for opcode in stores)
 
 
+def test_a_copy_in_fp32_moves_16_bytes_an_instruction():
+    """All loads are on their way before the first store."""
+    T = rt(32, 32, fp32)
+
+    @cuda.jit
+    def body(x, y):
+        store(y, load(x, T, (0, 0), aligned=True), (0, 0), aligned=True)
+
+    x = np.zeros((32, 32), np.float32)
+    found = compile_kernel(body, [parameter("x", x).type, parameter("y", x).type], "sm_90a")
+    moves = [i.opcode for i in sass.listing(found.cubin) if i.mnemonic in ("LDG", "STG")]
+    assert len(moves) == 16 and all(".128" in opcode for opcode in moves)
+    assert [opcode[:3] for opcode in moves] == ["LDG"] * 8 + ["STG"] * 8
+
+
 # ---- broken promises -----------------------------------------------------------------------------------------------
 def unaligned(case):
     """(array, index) that break the promise in one way."""
@@ -184,10 +255,28 @@ def test_a_broken_promise(case, words, scope):
     def by_four(y, x, row, col):
         warpgroup.store(y, load(x, T, (0, 0)), (row, col), aligned=True)
 
-    kernel = cuda.jit(by_one if scope == 1 else by_four)
-    with pytest.raises(Hazard, match="aligned store: " + words):
-        interpret(kernel, (1, 1, 1), 32 * scope, [y, np.zeros((16, 32), bf16.np), *at])
+    def load_by_one(y, x, row, col):
+        load(y, T, (row, col), aligned=True)
+
+    def load_by_four(y, x, row, col):
+        warpgroup.load(y, T, (row, col), aligned=True)
+
+    for verb, kernels in (("store", (by_one, by_four)), ("load", (load_by_one, load_by_four))):
+        with pytest.raises(Hazard, match=f"aligned {verb}: {words}"):
+            interpret(cuda.jit(kernels[scope == 4]), (1, 1, 1), 32 * scope, [y, np.zeros((16, 32), bf16.np), *at])
     assert np.array_equal(before.view(np.uint16), y.view(np.uint16))
+
+
+def test_a_broken_promise_in_fp32():
+    """Columns come by four."""
+    T, y = rt(16, 32, fp32), roomy((16, 40), fp32)[0]
+
+    @cuda.jit
+    def body(y):
+        load(y, T, (0, 2), aligned=True)
+
+    with pytest.raises(Hazard, match="aligned load: columns from 2 of 40 are not multiples of 4"):
+        interpret(body, (1, 1, 1), 32, [y])
 
 
 S = st(64, 32, bf16)
@@ -199,10 +288,6 @@ def of_48_columns(h, f):
     store(h, load(f, NARROW, (0, 0)), (0, 0), aligned=True)
 
 
-def to_fp32(h, f):
-    store(f, load(f, T, (0, 0)), (0, 0), aligned=True)
-
-
 def of_a_vector(h, f):
     store(h, load(f, T.row_vec, (0, 0)), (0, 0), aligned=True)
 
@@ -212,7 +297,7 @@ def in_column_layout(h, f):
 
 
 def by_four_warps(h, f):
-    warpgroup.store(f, warpgroup.load(f, T, (0, 0)), (0, 0), aligned=True)
+    warpgroup.store(h, warpgroup.load(f, NARROW, (0, 0)), (0, 0), aligned=True)
 
 
 def to_a_shared_tile(h, f):
@@ -220,14 +305,31 @@ def to_a_shared_tile(h, f):
     warpgroup.store(s, warpgroup.load(f, T, (0, 0)), aligned=True)
 
 
-TAKES = "aligned stores take tiles of 32, 64, 96, ... columns, in row layout, and arrays of bf16 or fp16, got "
+def loaded_48_columns(h, f):
+    load(h, NARROW, (0, 0), aligned=True)
+
+
+def loaded_vector(h, f):
+    warpgroup.load(f, T.row_vec, (0, 0), aligned=True)
+
+
+def from_a_shared_tile(h, f):
+    (s,) = SMEM.open()
+    warpgroup.load(s, T, aligned=True)
+
+
+TAKES = (
+    "aligned accesses take tiles in row layout, of 32, 64, 96, ... columns for arrays of bf16 or fp16, of 16, 32, 48, ... for "
+)
 MISTAKES = {
-    of_48_columns: f"store: {TAKES}rt(16, 48, fp32)",
-    to_fp32: f"store: {TAKES}rt(16, 32, fp32), array(float32, 2d, A)",
-    of_a_vector: f"store: {TAKES}row_vec(32, fp32)",
-    in_column_layout: f"store: {TAKES}rt(16, 32, bf16, col)",
-    by_four_warps: f"warpgroup.store: {TAKES}rt(16, 32, fp32)",
+    of_48_columns: f"store: {TAKES}fp32, got rt(16, 48, fp32)",
+    of_a_vector: f"store: {TAKES}fp32, got row_vec(32, fp32)",
+    in_column_layout: f"store: {TAKES}fp32, got rt(16, 32, bf16, col)",
+    by_four_warps: f"warpgroup.store: {TAKES}fp32, got rt(16, 48, fp32)",
     to_a_shared_tile: "warpgroup.store: `aligned` is for global arrays, got st(64, 32, bf16)",
+    loaded_48_columns: f"load: {TAKES}fp32, got rt(16, 48, fp32)",
+    loaded_vector: f"warpgroup.load: {TAKES}fp32, got row_vec(32, fp32)",
+    from_a_shared_tile: "warpgroup.load: `aligned` is for global arrays, got st(64, 32, bf16)",
 }
 
 
