@@ -19,8 +19,8 @@ TOGETHER = LAST_NAMED - 7  # the named barrier of several warpgroups: that of th
 
 @op
 def zero_rows(tile, first, groups=1):
-    """tile[first:] = 0, in shared memory, by the block's first `groups` warpgroups together (1: by each that calls it, of a tile
-    of its own; 2 to 7). All of them meet, and the zeros are then visible to them, to their wgmmas and to TMA."""
+    """tile[first:] = 0, in shared memory, by the block's first `groups` warpgroups together (2 to 7; 1: by each that calls it,
+    of a tile of its own). All of them meet, and the zeros are then visible to them, to their wgmmas and to TMA."""
     warp = here()
     count = WARPGROUP * groups
     gone = range(min(max(first, 0), tile.rows), tile.rows)

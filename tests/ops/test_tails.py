@@ -10,9 +10,10 @@ from ops import warpgroup
 from tiles import bf16, fp16, fp32, ring, rt, st, tensor
 
 
-@pytest.mark.parametrize("first", [-1, 0, 5, 63, 64, 90])
-@pytest.mark.parametrize(("cols", "dtype", "groups"), [(64, bf16, 1), (128, fp16, 2), (16, bf16, 1), (64, fp32, 2)])
-def test_zero_rows(run, sample, first, cols, dtype, groups):
+FIRST = pytest.mark.parametrize("first", [-1, 0, 5, 63, 64, 90])
+
+
+def zeroed(run, sample, first, cols, dtype, groups):
     S, T = st(64, cols, dtype), rt(16, cols, dtype)
     smem = tiles.shared(x=ring(S, 1, readers=4 * groups))
 
@@ -30,3 +31,14 @@ def test_zero_rows(run, sample, first, cols, dtype, groups):
     run(body, tensor(x, S), y, np.int32(first), warps=4 * groups, shared=smem)
     x[max(first, 0) :] = 0
     assert (y == x).all()
+
+
+@FIRST
+@pytest.mark.parametrize(("cols", "dtype"), [(64, bf16), (128, fp16), (16, bf16), (64, fp32)])
+def test_zero_rows(run, sample, first, cols, dtype):
+    zeroed(run, sample, first, cols, dtype, 1)
+
+
+@FIRST
+def test_zero_rows_of_two_warpgroups(run_apart, sample, first):
+    zeroed(run_apart, sample, first, 128, bf16, 2)
