@@ -5,7 +5,6 @@ mask is a row of the table `LINES`. Rows are those of the warp's tile; ops.warpg
 warpgroup's 64.
 """
 
-import inspect
 from typing import NamedTuple
 
 import numpy as np
@@ -30,15 +29,17 @@ class Line(NamedTuple):
         return (self.down * (rows + first_row) + self.across * cols < bound + self.past) == self.below
 
 
-def _masked(line, tile, bound, value, first_row=0):
-    return np.where(line.keeps(tile.shape, bound, first_row), tile.array, np.float32(value))
+def masked(face, tile, bound, value, first_row=0):
+    """What the mask `face` means, for a tile whose first row is `first_row`."""
+    return np.where(LINES[face].keeps(tile.shape, bound, first_row), tile.array, np.float32(value))
 
 
-def _rule(name, line, first_row=None):
-    """The rule and lowering of a mask of a tile whose first row is `first_row(tile)(b)`.
+def mask_rule(name, face, first_row=None):
+    """The rule and lowering of the mask `face`, for tiles whose first row is `first_row(tile)(b)`.
 
     Rows and columns of a lane's elements are constants plus those of its first element, so the bound takes what varies, and the
     element's constant stands against it: in row layout, rows 8 apart share the comparisons of columns 8 apart."""
+    line = LINES[face]
 
     def rule(tile, bound, value):
         if not (isinstance(tile, rt) and integer(bound) and number(value)):
@@ -69,43 +70,43 @@ def _rule(name, line, first_row=None):
 @op
 def right_fill(tile, col, value):
     """tile, with `value` in every column from `col` on."""
-    return _masked(LINES[right_fill], tile, col, value)
+    return masked(right_fill, tile, col, value)
 
 
 @op
 def left_fill(tile, col, value):
     """tile, with `value` in every column before `col`."""
-    return _masked(LINES[left_fill], tile, col, value)
+    return masked(left_fill, tile, col, value)
 
 
 @op
 def lower_fill(tile, row, value):
     """tile, with `value` in every row from `row` on."""
-    return _masked(LINES[lower_fill], tile, row, value)
+    return masked(lower_fill, tile, row, value)
 
 
 @op
 def upper_fill(tile, row, value):
     """tile, with `value` in every row before `row`."""
-    return _masked(LINES[upper_fill], tile, row, value)
+    return masked(upper_fill, tile, row, value)
 
 
 @op
 def causal(tile, diagonal, value):
     """tile, with `value` in every element (row, col) with col > row + diagonal."""
-    return _masked(LINES[causal], tile, diagonal, value)
+    return masked(causal, tile, diagonal, value)
 
 
 @op
 def tril(tile, diagonal, value):
     """The lower triangle of tile: `value` in every element (row, col) with col > row + diagonal, as causal has it."""
-    return _masked(LINES[tril], tile, diagonal, value)
+    return masked(tril, tile, diagonal, value)
 
 
 @op
 def triu(tile, diagonal, value):
     """The upper triangle of tile: `value` in every element (row, col) with col < row + diagonal."""
-    return _masked(LINES[triu], tile, diagonal, value)
+    return masked(triu, tile, diagonal, value)
 
 
 LINES = {
@@ -117,8 +118,8 @@ LINES = {
     tril: Line(-1, 1, past=1),
     triu: Line(-1, 1, below=False),
 }
-for _face, _line in LINES.items():
-    lowers(_face)(_rule(_face.__name__, _line))
+for _face in LINES:
+    lowers(_face)(mask_rule(_face.__name__, _face))
 
 
 def bounds_array(tile, rows, cols, value, first_row=0):
@@ -129,7 +130,7 @@ def bounds_array(tile, rows, cols, value, first_row=0):
 
 def bounds_rule(name, first_row=None):
     """The rule and lowering of bounds, for tiles whose first row is `first_row(tile)(b)`."""
-    below, left = _rule(name, LINES[lower_fill], first_row), _rule(name, LINES[right_fill])
+    below, left = mask_rule(name, lower_fill, first_row), mask_rule(name, right_fill)
 
     def rule(tile, rows, cols, value):
         if not (isinstance(tile, rt) and integer(rows) and integer(cols) and number(value)):
@@ -147,18 +148,3 @@ def bounds(tile, rows, cols, value):
 
 
 lowers(bounds)(bounds_rule("bounds"))
-
-
-def through_warpgroup(face, lower_first_row, first_row):
-    """The mask `face` of a tile whose rows count from `first_row(tile)`, by its lowering `lower_first_row(tile)(b)`."""
-    line = LINES[face]
-
-    def meaning(tile, bound, value):
-        return _masked(line, tile, bound, value, first_row(tile))
-
-    meaning.__name__ = meaning.__qualname__ = face.__name__
-    meaning.__doc__ = face.__doc__.rstrip() + " Rows count through the warpgroup's 64."
-    meaning.__signature__ = inspect.signature(face)
-    through = op(meaning)
-    lowers(through)(_rule(f"warpgroup.{face.__name__}", line, lower_first_row))
-    return through

@@ -296,7 +296,7 @@ def _vote(name, sign):
     return rule
 
 
-for _face in (tile_max, tile_min, tile_sum, tile_prod):
-    lowers(_face)(_whole_reduction(_face.__name__, FOLDS[_face.__name__.split("_")[1]][1]))
+for _all in (tile_max, tile_min, tile_sum, tile_prod):
+    lowers(_all)(_whole_reduction(_all.__name__, FOLDS[_all.__name__.split("_")[1]][1]))
 lowers(tile_any)(_vote("tile_any", "!="))
 lowers(tile_all)(_vote("tile_all", "=="))

@@ -32,7 +32,8 @@ def _(r, cluster: int):
         raise TypeError(f"snake: takes an integer, and how many blocks a cluster has, got {r} and {cluster}")
 
     def lower(b, r, _):
-        r, block, blocks = b.u32(r), *(b.udiv(b.special(name), b.u32(cluster)) for name in ("ctaid.x", "nctaid.x"))
+        block, blocks = (b.udiv(b.special(name), b.u32(cluster)) for name in ("ctaid.x", "nctaid.x"))
+        r = b.u32(r)
         back = b.sub(b.sub(blocks, b.u32(1)), block)
         return b.add(b.mul(r, blocks), b.select(b.trunc(r, i1), back, block))
 

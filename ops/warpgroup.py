@@ -119,10 +119,40 @@ GROUP.lower(reduce_max, reduce_min, reduce_sum, reduce_prod, reduce_any, reduce_
 
 
 # ---- masks and indices ---------------------------------------------------------------------------------------------
-causal, tril, triu, lower_fill, upper_fill = (
-    mask.through_warpgroup(face, first_row, lambda tile: tile.rows * here().rank)
-    for face in (mask.causal, mask.tril, mask.triu, mask.lower_fill, mask.upper_fill)
-)
+@op
+def causal(tile, diagonal, value):
+    """tile, with `value` in every element (row, col) with col > row + diagonal; rows count through the warpgroup's 64."""
+    return mask.masked(mask.causal, tile, diagonal, value, tile.rows * here().rank)
+
+
+@op
+def tril(tile, diagonal, value):
+    """The lower triangle of tile: `value` in every element (row, col) with col > row + diagonal, as causal has it; rows count
+    through the warpgroup's 64."""
+    return mask.masked(mask.tril, tile, diagonal, value, tile.rows * here().rank)
+
+
+@op
+def triu(tile, diagonal, value):
+    """The upper triangle of tile: `value` in every element (row, col) with col < row + diagonal; rows count through the
+    warpgroup's 64."""
+    return mask.masked(mask.triu, tile, diagonal, value, tile.rows * here().rank)
+
+
+@op
+def lower_fill(tile, row, value):
+    """tile, with `value` in every row from `row` on; rows count through the warpgroup's 64."""
+    return mask.masked(mask.lower_fill, tile, row, value, tile.rows * here().rank)
+
+
+@op
+def upper_fill(tile, row, value):
+    """tile, with `value` in every row before `row`; rows count through the warpgroup's 64."""
+    return mask.masked(mask.upper_fill, tile, row, value, tile.rows * here().rank)
+
+
+for _face in (causal, tril, triu, lower_fill, upper_fill):
+    lowers(_face)(mask.mask_rule(f"warpgroup.{_face.__name__}", getattr(mask, _face.__name__), first_row))
 
 
 @op

@@ -160,10 +160,9 @@ def _alone(name):
     return rule
 
 
-for _face in (mm_AB, mm_ABt, mm_AtB, mm_AtBt):
-    lowers(_face)(_alone(_face.__name__))
-for _face in (mma_AB, mma_ABt, mma_AtB, mma_AtBt):
-    lowers(_face)(_adding(_face.__name__))
+for _mm, _mma in ((mm_AB, mma_AB), (mm_ABt, mma_ABt), (mm_AtB, mma_AtB), (mm_AtBt, mma_AtBt)):
+    lowers(_mm)(_alone(_mm.__name__))
+    lowers(_mma)(_adding(_mma.__name__))
 
 
 @op(takes_pending=True)

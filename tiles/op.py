@@ -22,12 +22,15 @@ array or number, which is wrapped into the type that the rule announced; whateve
 import functools
 import inspect
 import operator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import numpy as np
 from numba.cuda import types
 
 OPS: dict = {}  # face -> Op
+P = ParamSpec("P")  # an op keeps the parameters of its meaning, for editors and type checkers; not what it returns, an array
+F = TypeVar("F", bound=Callable)
 TYPE = type  # inside Op, `type` is a method
 
 
@@ -95,6 +98,10 @@ class Op:
         return wrap(found[0], self.meaning(*args))
 
 
+@overload
+def op(face: Callable[P, object]) -> Callable[P, Any]: ...
+@overload
+def op(*, takes_pending: bool = False, takes_operands: bool = False) -> Callable[[Callable[P, object]], Callable[P, Any]]: ...
 def op(face=None, *, takes_pending=False, takes_operands=False):
     """Decorator: the function's body is an op's NumPy meaning. `lowers` completes it. takes_pending: it takes tiles in flight;
     takes_operands: it takes register tiles of dtypes that are only for products."""
@@ -125,7 +132,7 @@ def lowers(face, meaning=None, **takes):
     return register
 
 
-def inlined(function):
+def inlined(function: F) -> F:
     """Decorator: a plain function of kernel code, compiled into its callers (through a real call, tiles would go through
     memory). Without a GPU it is simply called."""
     from .plumbing import inline
