@@ -7,14 +7,13 @@ warpgroup by wgmma (sm_90), whose result is pending: see ops.warpgroup. `SUPPORT
 import numpy as np
 
 from tiles import ptx
+from tiles.dtypes import tf32
 from tiles.interpreter import here
 from tiles.op import lowers, op
 from tiles.types import rt
 
 from .panels import matrix_addresses
-from .products import SUPPORTED, check, form_of  # noqa: F401
-
-STEP = 16  # rows, columns and contracted elements that operands come in
+from .products import MULTIPLE, SLICE, SUPPORTED, check, form_of  # noqa: F401
 
 
 def _array(operand):
@@ -27,25 +26,31 @@ def _held(operand, layout):
     return rt(operand.rows, operand.cols, operand.dtype, layout)
 
 
+def _pieces(b, operand, value):
+    """Four registers at a time: what an instruction takes of 16 rows of a left operand. A tf32 tile's lane has two neighbours
+    where the instruction means t and t + 4 of eight along k; which is which matters to nobody if a and b agree."""
+    registers = b.unpack(value)
+    order = (0, 2, 1, 3) if operand.dtype is tf32 else range(4)
+    return [[registers[k + i] for i in order] for k in range(0, len(registers), 4)]
+
+
 def _left(b, operand, value, layout):
-    """fragment(band, along): the four registers of a 16x16 base tile of the left operand."""
-    steps = operand.shape[layout == "row"] // STEP
+    """fragment(band, along): the four registers of 16 rows of the left operand."""
+    steps = operand.shape[layout == "row"] * operand.dtype.itemsize // SLICE
     if isinstance(operand, rt):
-        registers = b.unpack(value)
-        return lambda band, along: registers[4 * (band * steps + along) :][:4]
+        pieces = _pieces(b, operand, value)
+        return lambda band, along: pieces[band * steps + along]
     addresses = list(matrix_addresses(b, operand, _held(operand, layout), value, b.u32(0)))
     return lambda band, along: ptx.ldmatrix(b, addresses[band * steps + along], transposed=layout == "col")
 
 
 def _right(b, operand, value, layout):
     """fragments(column, along): the right operand's two registers for eight columns of the product and those for the next
-    eight, of a 16x16 base tile. The instruction takes neighbours, and ldmatrix brings them so: other registers would have to
+    eight. The instruction takes neighbours, and ldmatrix brings them so: other registers would have to
     be moved, two for each product."""
-    steps = operand.shape[layout == "row"] // STEP
+    steps = operand.shape[layout == "row"] * operand.dtype.itemsize // SLICE
     if isinstance(operand, rt):
-        registers = b.unpack(value)
-        tiles = (registers[4 * i :][:4] for i in range(len(registers) // 4))
-        pairs = [(tile[::2], tile[1::2]) for tile in tiles]  # see tiles/layout.py
+        pairs = [(piece[::2], piece[1::2]) for piece in _pieces(b, operand, value)]  # see tiles/layout.py
         return lambda column, along: pairs[column * steps + along]
     addresses = list(matrix_addresses(b, operand, _held(operand, layout), value, b.u32(0), turned=True))
 
@@ -67,9 +72,9 @@ def _product(face):
         def emit(builder, vacc, va, vright):
             c = builder.unpack(vacc)
             left, right = _left(builder, a, va, layouts[0]), _right(builder, b, vright, layouts[1])
-            for along in range(k // STEP):
-                bands = [left(band, along) for band in range(m // STEP)]
-                for column in range(n // STEP):
+            for along in range(k * a.dtype.itemsize // SLICE):
+                bands = [left(band, along) for band in range(m // MULTIPLE)]
+                for column in range(n // MULTIPLE):
                     for half, pair in enumerate(right(column, along)):
                         for band, fragment in enumerate(bands):
                             at = slice(start := band * n // 2 + column * 8 + half * 4, start + 4)
@@ -79,26 +84,26 @@ def _product(face):
         return acc, emit
 
 
-@op
+@op(takes_operands=True)
 def mma_AB(acc, a, b):
     """acc + a @ b in fp32, by one warp. acc: rt(m, n, fp32); a: rt(m, k) or st(m, k); b: rt(k, n, layout="col") or st(k, n),
-    of one dtype (SUPPORTED). Shared operands are read 16 x 16 at a time, between the products."""
+    of one dtype (SUPPORTED). Shared operands are read 16 rows x 32 bytes at a time, between the products."""
     return acc.array + _array(a) @ _array(b)
 
 
-@op
+@op(takes_operands=True)
 def mma_ABt(acc, a, b):
     """acc + a @ b.T in fp32, by one warp. b: rt(n, k) or st(n, k); acc and a as for mma_AB."""
     return acc.array + _array(a) @ _array(b).T
 
 
-@op
+@op(takes_operands=True)
 def mma_AtB(acc, a, b):
     """acc + a.T @ b in fp32, by one warp. a: rt(k, m, layout="col") or st(k, m); acc and b as for mma_AB."""
     return acc.array + _array(a).T @ _array(b)
 
 
-@op
+@op(takes_operands=True)
 def mma_AtBt(acc, a, b):
     """acc + a.T @ b.T in fp32, by one warp. a as for mma_AtB; acc and b as for mma_ABt."""
     return acc.array + _array(a).T @ _array(b).T

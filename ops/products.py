@@ -6,7 +6,7 @@ its rows is in column layout (see tiles/layout.py), so that in registers every f
 
 from typing import NamedTuple
 
-from tiles.dtypes import bf16, dtype, fp16, fp32
+from tiles.dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32
 from tiles.types import pending, rt, st
 
 MULTIPLE = 16  # of a product's rows and columns
@@ -34,19 +34,30 @@ class Places(NamedTuple):
 
 
 FORMS = {"AB": Form(False, False), "ABt": Form(False, True), "AtB": Form(True, False), "AtBt": Form(True, True)}
-ANYWHERE, B_SHARED, SHARED = Places((rt, st), (rt, st)), Places((rt, st), (st,)), Places((st,), (st,))
+FP8 = fp8e4m3, fp8e5m2
+ANYWHERE, B_SHARED = Places((rt, st), (rt, st)), Places((rt, st), (st,))
+REGISTERS, SHARED = Places((rt,), (rt,)), Places((st,), (st,))
 ROWS = {"": {rt: "m", st: "m"}, "warpgroup.": {rt: 16, st: 64}}  # of a and acc, by scope
 
 SUPPORTED: dict[str, dict[str, dict[dtype, Places]]] = {
-    "sm_80": {f"mma_{form}": dict.fromkeys((bf16, fp16), ANYWHERE) for form in FORMS},
+    "sm_80": {f"mma_{form}": {bf16: ANYWHERE, fp16: ANYWHERE, tf32: REGISTERS} for form in FORMS},
+    "sm_89": {
+        "mma_AB": dict.fromkeys(FP8, Places((rt, st), (rt,))),
+        "mma_ABt": dict.fromkeys(FP8, ANYWHERE),
+        "mma_AtB": dict.fromkeys(FP8, REGISTERS),
+        "mma_AtBt": dict.fromkeys(FP8, Places((rt,), (rt, st))),
+    },
     "sm_90": {
         "warpgroup.mma_AB": dict.fromkeys((bf16, fp16), B_SHARED),
-        "warpgroup.mma_ABt": dict.fromkeys((bf16, fp16), B_SHARED),
+        "warpgroup.mma_ABt": dict.fromkeys((bf16, fp16, tf32, *FP8), B_SHARED),
         "warpgroup.mma_AtB": dict.fromkeys((bf16, fp16), SHARED),
         "warpgroup.mma_AtBt": dict.fromkeys((bf16, fp16), SHARED),
     },
 }
-"""{family: {op: {dtype of a and b: where they may lie}}}; a GPU has the families up to its own, sm_90's on Hopper alone."""
+"""{family: {op: {dtype of a and b: where they may lie}}}; a GPU has the families up to its own, sm_90's on Hopper alone.
+
+What instructions read from shared memory they transpose by two bytes: where the contracted axis runs down the rows, fp8 and
+tf32 operands must be in registers (warp), or there is no such product (warpgroup). At warp scope tf32 always is."""
 
 
 def form_of(name):

@@ -15,15 +15,16 @@ A pending accumulator may be handed to the next `mma_*` (the tensor cores keep t
 import numpy as np
 
 from tiles import layout, ptx
-from tiles.dtypes import fp32
+from tiles.dtypes import fp32, tf32
 from tiles.interpreter import here
 from tiles.interpreter.block import WARPGROUP
 from tiles.op import lowers, op
-from tiles.plumbing import i64, void
+from tiles.plumbing import i32, i64, void
 from tiles.types import pending, rt
 from tiles.values import Pending
 
-from .products import check, form_of
+from .products import SLICE, check, form_of
+from .quads import spread
 
 ROWS = 64  # of a warpgroup's tile
 ONE_THREAD = 2**18  # multiplications up to which OpenBLAS starts no threads
@@ -79,66 +80,77 @@ def _operand(b, tile, address, rows_are_k):
     return lambda k: b.add(start, i64(layout.k_step(k, tile.whole, tile.dtype.itemsize, tile.width, rows_are_k) >> 4))
 
 
+def _left_registers(b, a, value):
+    """Those of a left operand, as wgmma takes them: of tf32, elements t and t + 4 of eight, where a lane has 2t and 2t + 1."""
+    registers = b.unpack(value)
+    if a.dtype is not tf32:
+        return registers
+    pairs = [spread(b, *registers[k : k + 2]) for k in range(0, len(registers), 2)]
+    return [b.bitcast(pair[i], i32) for k in range(0, len(pairs), 2) for i in (0, 1) for pair in pairs[k : k + 2]]
+
+
 def _emit(b, name, out, acc, a, right, vacc, va, vright):
     form = form_of(name)
-    registers = b.unpack(va) if isinstance(a, rt) else []
+    registers = _left_registers(b, a, va) if isinstance(a, rt) else []
     settled = isinstance(acc, rt)  # the registers of one in flight pass to the next wgmma untouched, not even by the fence
     parts = ptx.wgmma_fence(b, (b.unpack(vacc) if settled else []) + registers)
     c = parts[: out.elements] if settled else b.unpack(vacc) if acc else [b.real(0)] * out.elements
     registers = parts[len(parts) - len(registers) :]
     left = None if registers else _operand(b, a, va, form.left)
     step = _operand(b, right, vright, not form.right)
-    for k in range(0, right.shape[form.right], 16):
-        operand = registers[k // 4 : k // 4 + 4] if registers else [left(k)]
+    slices = SLICE // right.dtype.itemsize
+    for k in range(0, right.shape[form.right], slices):
+        operand = registers[4 * k // slices :][:4] if registers else [left(k)]
         across = form.left, not form.right  # these operands' rows run along k
         c = ptx.wgmma(b, right.dtype, c, operand, step(k), out.cols, across, accumulate=acc is not None or k > 0)
     ptx.wgmma_commit(b)
     return b.pack(c)
 
 
-@op
+@op(takes_operands=True)
 def mm_AB(a, b):
-    """a @ b in fp32, pending. a: st(64, k) or the warps' rt(16, k); b: st(k, n). Dtypes: ops.mma.SUPPORTED."""
+    """a @ b in fp32, pending. a: st(64, k) or the warps' rt(16, k); b: st(k, n). Dtypes: ops.mma.SUPPORTED; sums of fp8
+    products keep some 13 bits on the tensor cores."""
     return _meaning("mm_AB", None, a, b)
 
 
-@op
+@op(takes_operands=True)
 def mm_ABt(a, b):
     """a @ b.T in fp32, pending. a: st(64, k) or the warps' rt(16, k); b: st(n, k)."""
     return _meaning("mm_ABt", None, a, b)
 
 
-@op
+@op(takes_operands=True)
 def mm_AtB(a, b):
     """a.T @ b in fp32, pending. a: st(k, 64); b: st(k, n)."""
     return _meaning("mm_AtB", None, a, b)
 
 
-@op
+@op(takes_operands=True)
 def mm_AtBt(a, b):
     """a.T @ b.T in fp32, pending. a: st(k, 64); b: st(n, k)."""
     return _meaning("mm_AtBt", None, a, b)
 
 
-@op(takes_pending=True)
+@op(takes_pending=True, takes_operands=True)
 def mma_AB(acc, a, b):
     """acc + a @ b in fp32, pending; acc: the warps' rt(16, n, fp32), in flight or not; a, b as for mm_AB."""
     return _meaning("mma_AB", acc, a, b)
 
 
-@op(takes_pending=True)
+@op(takes_pending=True, takes_operands=True)
 def mma_ABt(acc, a, b):
     """acc + a @ b.T in fp32, pending; acc as for mma_AB; a, b as for mm_ABt."""
     return _meaning("mma_ABt", acc, a, b)
 
 
-@op(takes_pending=True)
+@op(takes_pending=True, takes_operands=True)
 def mma_AtB(acc, a, b):
     """acc + a.T @ b in fp32, pending; acc as for mma_AB; a, b as for mm_AtB."""
     return _meaning("mma_AtB", acc, a, b)
 
 
-@op(takes_pending=True)
+@op(takes_pending=True, takes_operands=True)
 def mma_AtBt(acc, a, b):
     """acc + a.T @ b.T in fp32, pending; acc as for mma_AB; a, b as for mm_AtBt."""
     return _meaning("mma_AtBt", acc, a, b)
