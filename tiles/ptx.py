@@ -40,9 +40,11 @@ def mbarrier_wait(b, bar, parity):
     )
 
 
-def mbarrier_arrive_remote(b, bar):
-    """One arrival on a barrier of a block of the cluster, by its address among them all."""
-    b.do("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", bar)
+def mbarrier_arrive_remote(b, bar, publish=False):
+    """One arrival on a barrier of a block of the cluster, by its address among them all. publish: what this thread wrote is
+    visible to the other block, too, which costs a fence of the whole GPU's memory; else it only says what was read."""
+    scope = ".release.cluster" * publish
+    b.do(f"mbarrier.arrive{scope}.shared::cluster.b64 _, [$0];", bar)
 
 
 # ---- clusters ------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def encode(form: Encoding, pointer: int):
             rank,
             pointer,
             [u64(n) for n in form.extents],
-            [u64(n) for n in form.strides],
+            [u64(n) for n in form.strides or (ALIGNMENT,)],  # of one axis: the driver wants an array, and reads none of it
             [u32(n) for n in form.box],
             [u32(1)] * rank,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -10,7 +10,7 @@ from hypothesis import strategies as strategy
 from kernels import copies
 
 import tiles
-from tiles import bf16, fp16, fp32, st, tensor, tma
+from tiles import bf16, fp16, fp32, st, sv, tensor, tma
 from tiles.arrays import describe, form
 from tiles.device import Device
 from tiles.types import gl
@@ -167,6 +167,14 @@ def test_the_driver_hears_the_encoding(notes):
     assert [[int(n) for n in part] for part in args[3:7]] == [[128, 3, 1000, 2], [256, 768, 768000], [64, 1, 64, 1], [1] * 4]
     assert args[8] == driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
     assert args[9] == driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+
+
+def test_the_driver_wants_strides_of_one_axis_too(notes):
+    """An empty list of them is CUDA_ERROR_INVALID_VALUE."""
+    e = encoded(np.zeros(100, np.float32), sv(64, fp32))
+    assert (e.extents, e.strides, e.box, e.swizzle) == ((100,), (), (64,), "NONE")
+    tma.tensor_map(e, 4096, gpu())
+    assert notes[0][0] == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 and len(notes[0][4]) == 1
 
 
 # ---- on the card -------------------------------------------------------------------------------------------------------
