@@ -160,7 +160,8 @@ class Builder(ir.IRBuilder):
         if spec.dtype is fp32:
             return self.pack(elements)
         if spec.dtype is tf32:
-            return self.pack([self.asm(f32, "cvt.rna.tf32.f32 $0, $1;", "=f,f", e, effect=False) for e in elements])
+            words = [self.asm(i32, "cvt.rna.tf32.f32 $0, $1;", "=r,f", e, effect=False) for e in elements]
+            return self.pack([self.bitcast(word, f32) for word in words])
         if isinstance(spec, rv):
             tile = rt(16, 16, spec.dtype)
             pairs = [self.elements(tile, self.pack([self.pair(spec.dtype, e, e)]))[0] for e in elements]

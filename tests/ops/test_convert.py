@@ -1,12 +1,15 @@
-"""ops/convert.py: fp32 <-> bf16, fp16 by calling the dtype."""
+"""ops/convert.py: every dtype to every other by calling it."""
+
+import itertools
 
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, close
+from sweep import blank, close, pairs, wide
 
-from ops import load, store
-from tiles import bf16, fp16, fp32, rt
+import tiles
+from ops import load, store, warpgroup
+from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, st, tensor, tf32
 
 
 def corners(to):
@@ -21,6 +24,120 @@ def corners(to):
     small = [2.0**bottom, 2.0**bottom - subnormal / 2, *(subnormal * x for x in (1, 0.5, 1.5, 2.5, 0.51))]
     numbers = np.array(ties + ends + small + [0.0, np.inf], np.float64).astype(np.float32)
     return np.concatenate([numbers, -numbers, [np.nan, -np.nan]]).astype(np.float32)
+
+
+def values(dtype):
+    """All finite numbers of an fp8 dtype, ascending from 0, and whether the last bit of each is 0."""
+    bits = np.arange(128, dtype=np.uint8)
+    found = wide(bits.view(dtype.np))
+    return found[np.isfinite(found)], bits[np.isfinite(found)] % 2 == 0
+
+
+def rounded(x, to):
+    """x rounded to a dtype, in float64, without help of ml_dtypes where that means something else."""
+    x = wide(x)
+    if to is tf32:
+        mantissa, exponent = np.frexp(x)
+        return np.copysign(np.floor(np.abs(mantissa) * 2**11 + 0.5), x) * np.exp2(exponent - 11.0)
+    if to.itemsize > 1:
+        with np.errstate(over="ignore"):
+            return wide(x.astype(np.float32).astype(to.np))
+    ladder, even = values(to)
+    low = np.clip(np.searchsorted(ladder, np.abs(x), side="right") - 1, 0, len(ladder) - 2)
+    below, above = np.abs(x) - ladder[low], ladder[low + 1] - np.abs(x)
+    up = (below > above) | (below == above) & even[low + 1]
+    return np.where(np.isnan(x), x, np.copysign(np.where(up, ladder[low + 1], ladder[low]), x))
+
+
+def decisive(dtype):
+    """Numbers at which rounding to fp8 is decided, as many as 64 x 32 take."""
+    ladder, _ = values(dtype)
+    middles = (ladder[1:] + ladder[:-1]) / 2
+    end = ladder[-1]
+    beyond = [end * 1.01, end * 1.07, end * 2, 3e38, np.inf, np.nan, 1e-30, 0.0]
+    numbers = np.concatenate([ladder, middles, middles * (1 - 2.0**-20), middles * (1 + 2.0**-20), beyond])
+    return np.resize(np.concatenate([numbers, -numbers]).astype(np.float32), (64, 32))
+
+
+ALL = [fp32, fp16, bf16, tf32, fp8e4m3, fp8e5m2]
+NARROW = [(a, b) for a, b in itertools.product(ALL, ALL) if {a, b} & {tf32, fp8e4m3, fp8e5m2}]
+
+
+@pytest.mark.parametrize(("source_and_target", "layout"), pairs(NARROW, ["row", "col", "col"]), ids=str)
+def test_every_dtype_to_every_other(run, sample, source_and_target, layout):
+    """Ties to even and saturating to fp8; ties away from zero to tf32, also when it is loaded."""
+    source, to = source_and_target
+    T = rt(64, 32, source, layout)
+
+    @cuda.jit
+    def body(x, out):
+        store(out, to(load(x, T, (0, 0))), (0, 0))
+
+    x = np.where(np.arange(64)[:, None] % 2, sample((64, 32)) * 8, decisive(to if to.itemsize == 1 else fp8e4m3))
+    x = rounded(x, source).astype(source.np)
+    out = blank(x.shape, to)
+    run(body, x, out)
+    want = rounded(rounded(x, source), to)
+    assert ((out == want) & (np.signbit(out) == np.signbit(want)) | np.isnan(wide(out)) & np.isnan(want)).all()
+
+
+@pytest.mark.parametrize(("dtype", "layout", "width"), pairs([fp8e4m3, fp8e5m2], ["row", "col", "col", "row"], [64, 32, 128]))
+def test_fp8_through_shared_memory(run, sample, dtype, layout, width):
+    """Rounded in registers, stored, loaded and widened."""
+    T, narrow = rt(32, 128, fp32, layout), rt(32, 128, dtype, layout)
+    smem = tiles.shared(a=st(32, 128, dtype, width))
+
+    @cuda.jit
+    def body(x, out):
+        (a,) = smem.open()
+        store(a, dtype(load(x, T, (0, 0))))
+        cuda.syncthreads()
+        store(out, fp32(load(a, narrow)), (0, 0))
+
+    x, out = sample((32, 128)) * 8, blank((32, 128))
+    run(body, x, out, shared=smem)
+    assert (out == rounded(x, dtype)).all()
+
+
+@pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2, tf32])
+def test_by_four_warps(run, sample, dtype):
+    T, narrow, S = rt(16, 64, fp32), rt(16, 64, dtype), st(64, 64, dtype)
+    smem = tiles.shared(a=S)
+
+    @cuda.jit
+    def body(x, out):
+        (a,) = smem.open()
+        warpgroup.store(a, dtype(warpgroup.load(x, T, (0, 0))))
+        warpgroup.sync()
+        warpgroup.store(out, fp32(warpgroup.load(a, narrow)), (0, 0))
+
+    x, out = sample((64, 64)) * 8, blank((64, 64))
+    run(body, x, out, warps=4, shared=smem)
+    assert (out == rounded(x, dtype)).all()
+
+
+@pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2, tf32])
+def test_by_tma(run, sample, dtype):
+    """Copied as bytes, or rounded to tf32 on the way in."""
+    T, S = rt(16, 64, dtype), st(64, 64, dtype)
+    smem = tiles.shared(a=ring(S, 1), b=S)
+
+    @cuda.jit
+    def body(x, seen, y):
+        a, b = smem.open()
+        a.fill(0, x, (1, 0))
+        tile = warpgroup.load(a.wait(0), T)
+        warpgroup.store(b, tile)
+        warpgroup.tma_store(y, (0, 0), b)
+        warpgroup.store(seen, fp32(tile), (0, 0))
+        warpgroup.store_wait()
+
+    x = rounded(sample((100, 64)) * 8, fp32 if dtype is tf32 else dtype).astype(dtype.np)
+    seen, y = blank((64, 64)), blank((64, 64), dtype)
+    run(body, tensor(x, S), seen, tensor(y, S), warps=4, shared=smem)
+    want = np.zeros((64, 64))
+    want[:36] = rounded(x[64:], dtype)
+    assert (seen == want).all() and (wide(y) == want).all()
 
 
 @pytest.mark.parametrize("to", [bf16, fp16])
