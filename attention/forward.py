@@ -2,15 +2,17 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from tiles import launch, tensor
-from tiles.arrays import FORMS, at, contiguous, current_stream, describe, empty_like_caller, fill, finish, form, stream_handle
+from tiles.arrays import FORMS, Form, at, c_ordered, fill, form
 from tiles.device import device, processors
 from tiles.dtypes import bf16, fp16
+from tiles.plans import Plan, planned
 
 from . import hopper, sm_80
-from .problem import PIECES, Problem, check, piece
+from .problem import PIECES, Problem, check, options, piece
 
 DTYPES = {"bfloat16": bf16, "float16": fp16}
 FAMILIES = "sm_80", "sm_90"
@@ -47,21 +49,36 @@ def forward(
     Arrays are torch's, CuPy's, JAX's, Numba's or anything with `__dlpack__` or `__cuda_array_interface__`. NumPy arrays
     and others in host memory run in the interpreter, slowly and under supervision. ValueError or TypeError, before
     anything is launched, names the argument and prints the values."""
-    queries, keys, values = describe(q, "q"), describe(k, "k"), describe(v, "v")
-    given = None if out is None else describe(out, "out")
-    problem = check(queries, keys, values, given, causal=causal, scale=scale, layout=layout)
-    handle = current_stream(queries) if stream is None else stream_handle(stream)
-    result = given or empty_like_caller(queries, problem.out_shape, problem.dtype)
-    lse = empty_like_caller(queries, problem.lse_shape, "float32") if return_lse else None
+    causal, scale = options(causal, scale)
+    return _solve(stream, (q, k, v, out, None), (causal, scale, layout, return_lse, family))
+
+
+@planned("q k v", "out lse")
+def _solve(q, k, v, out, lse, causal, scale, layout, with_lse, family) -> Plan:
+    """How forward does calls of this form at these addresses; lse is never given."""
+    problem = check(q, k, v, out, causal=causal, scale=scale, layout=layout)
+    make = {} if out else {"out": (problem.out_shape, problem.dtype)}
+    if with_lse:
+        make["lse"] = problem.lse_shape, "float32"
     if problem.trivial:
-        fill(result, 0, handle)
-        if lse is not None:
-            fill(lse, -math.inf, handle)
+        made = {name: c_ordered(*what, problem.device) for name, what in make.items()}
+        prepare = functools.partial(_fill, {"out": out.form} | made if out else made)
     else:
-        places = queries.pointer, keys.pointer, values.pointer, result.pointer
-        _plan(problem, return_lse, piece(problem, *places), family)(handle, *places, lse.pointer if lse else 0)
-    finish(queries, handle)
-    return (result.owner, lse.owner) if lse else result.owner
+        given = [array.pointer for array in (q, k, v, out) if array]
+        prepare = _plan(problem, with_lse, piece(problem, *given), family).prepare
+    return Plan(prepare, make, ("out", "lse") if with_lse else ("out",))
+
+
+def _fill(forms: dict[str, Form], stream: int, *addresses: int) -> Callable[[], None]:
+    """A function for calls in which no query sees a key: out is 0 and lse, if wanted, -inf."""
+    values = zip(("out", "lse"), addresses[-2:], (0, -math.inf))
+    targets = [(at(address, forms[name]), value) for name, address, value in values if name in forms]
+
+    def run():
+        for target, value in targets:
+            fill(target, value, stream)
+
+    return run
 
 
 def choose(problem: Problem, bytes_at_once: int, family: str | None) -> str:
@@ -106,7 +123,7 @@ def _plan(problem: Problem, with_lse: bool, bytes_at_once: int, family: str | No
         tiled(config.key, problem.seqlen_kv, problem.heads_kv, problem.k_strides),
         tiled(config.key, problem.seqlen_kv, problem.heads_kv, problem.v_strides),
         array(problem.seqlen_q, problem.heads_q, problem.out_strides),
-        at(0, form(lse_shape, contiguous(lse_shape, 4), "float32", problem.device, 4)),
+        at(0, c_ordered(lse_shape, "float32", problem.device)),
         problem.seqlen_q,
         problem.seqlen_kv,
         blocks,

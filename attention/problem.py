@@ -1,6 +1,6 @@
 """One forward call, validated: what `attention.forward` was asked to compute, and nothing about how.
 
-`check` costs about a microsecond when a call of the same form was seen before, and raises before anything is launched.
+`check` raises before anything is launched. It is called when a form or an address is new (see tiles/plans.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numbers import Real
 from operator import or_
 from typing import Any
 
-from tiles.arrays import FORMS, Array, Form, contiguous, form, overlaps, overlaps_itself
+from tiles.arrays import FORMS, Array, Form, c_ordered, overlaps, overlaps_itself
 
 AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3)}  # where batch, sequence, head and column stand in the caller's axes
 DTYPES = ("bfloat16", "float16")
@@ -81,11 +81,8 @@ def check(
     bytes. Inputs may overlap each other; out may be q itself and must otherwise lie apart. Raises ValueError or
     TypeError that names the argument and prints the values.
     """
-    if causal is not True and causal is not False:
-        raise TypeError(f"causal: must be a bool: {causal=}")
-    if type(scale) is not float and scale is not None:
-        scale = _number(scale)
-    if type(layout) is not str:
+    causal, scale = options(causal, scale)
+    if not isinstance(layout, str):
         raise TypeError(f"layout: must be one of {tuple(AXES)}: {layout=}")
     problem = _problem(q.form, k.form, v.form, None if out is None else out.form, causal, scale, layout)
     if (q.pointer | k.pointer | v.pointer | (0 if out is None else out.pointer)) % ALIGNMENT:
@@ -95,12 +92,23 @@ def check(
     return problem
 
 
+def options(causal: Any, scale: Any) -> tuple[bool, float | None]:
+    """A bool, and a float or None: equal ones now mean the same. TypeError: causal is no bool, or scale is no number."""
+    if causal is not True and causal is not False:
+        raise TypeError(f"causal: must be a bool: {causal=}")
+    if scale is None or type(scale) is float:
+        return causal, scale
+    if not isinstance(scale, Real) or isinstance(scale, bool):
+        raise TypeError(f"scale: must be a number or None: {scale=}")
+    return causal, float(scale)
+
+
 def piece(problem: Problem, *pointers: int) -> int:
     """The bytes that all base addresses and strides are multiples of: 16, 8 or 4."""
     bits = problem.strides
     for pointer in pointers:
         bits |= pointer
-    return 16 if bits % 16 == 0 else 8 if bits % 8 == 0 else 4  # PIECES, spelled out: every call comes through here
+    return next(size for size in PIECES if bits % size == 0)
 
 
 Rule = tuple[bool, type[Exception], str]  # (holds, the error if it does not, its message)
@@ -123,7 +131,7 @@ def _problem(q: Form, k: Form, v: Form, out: Form | None, causal: bool, scale: f
     scale = head_dim**-0.5 if scale is None else scale
     if not SCALES[0] <= scale <= SCALES[1]:  # a masked score is -inf, and must be -inf when scaled
         raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
-    out = out or form(q.shape, contiguous(q.shape, q.itemsize), q.dtype, q.device, q.itemsize)
+    out = out or c_ordered(q.shape, q.dtype, q.device)
     of_q, of_k, of_v, of_out = strides = [_strides(x, layout) for x in (q, k, v, out)]
     sizes = batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim
     bits = reduce(or_, (stride for one in strides for stride in one[:-1]))
@@ -203,9 +211,3 @@ def _strides(x: Form, layout: str) -> tuple[int, ...]:
     row = x.shape[-1] * x.itemsize
     axes = [(x.shape[axis], x.strides[axis]) for axis in AXES[layout][:3]]
     return *(stride if n > 1 and x.extent else row for n, stride in axes), x.itemsize
-
-
-def _number(scale: Any) -> float:
-    if not isinstance(scale, Real) or isinstance(scale, bool):
-        raise TypeError(f"scale: must be a number or None: {scale=}")
-    return float(scale)

@@ -12,8 +12,9 @@ No framework is imported here: whoever passes a tensor has imported its framewor
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  makes "bfloat16" a name that np.dtype knows
@@ -45,6 +46,12 @@ def form(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: i
     """The one Form of these values (strides in bytes)."""
     reach = sum((n - 1) * abs(stride) for n, stride in zip(shape, strides))
     return Form(shape, strides, dtype, device, itemsize, 0 if 0 in shape else reach + itemsize)
+
+
+def c_ordered(shape: tuple[int, ...], dtype: str, device: int | None) -> Form:
+    """The form of a C-ordered array."""
+    size = np.dtype(dtype).itemsize
+    return form(shape, contiguous(shape, size), dtype, device, size)
 
 
 class Array(NamedTuple):
@@ -99,8 +106,12 @@ def describe(x: Any, name: str) -> Array:
     `name` is the argument's name, for messages. Raises TypeError if x is no array, or lies where no kernel of ours can
     read it; NotImplementedError if x is a torch tensor that requires grad while grad mode is on.
     """
-    kind = _KIND_OF.get(type(x)) or _find_kind(x, name)
-    return kind.describe(x, name)
+    return kind_of(x, name).describe(x, name)
+
+
+def kind_of(x: Any, name: str) -> Kind:
+    """The framework that x belongs to; TypeError if x is no array."""
+    return _KIND_OF.get(type(x)) or _find_kind(x, name)
 
 
 def empty_like_caller(array: Array, shape: tuple[int, ...], dtype: str) -> Array:
@@ -108,7 +119,8 @@ def empty_like_caller(array: Array, shape: tuple[int, ...], dtype: str) -> Array
 
     A type that we know only by a protocol gives a Numba device array, or a NumPy array for host memory.
     """
-    return array.kind.empty(array, shape, dtype)
+    kind = array.kind
+    return describe(kind.maker(kind.home(array), shape, dtype)(), "out")._replace(readonly=False)
 
 
 def current_stream(array: Array) -> int:
@@ -119,7 +131,7 @@ def current_stream(array: Array) -> int:
     legacy default one, for which `describe` made the contents ready. Only the first array of a call is asked: what the
     others wait for is the caller's to order, as it is with any explicit stream.
     """
-    return 0 if array.device is None else array.kind.stream(array)
+    return 0 if array.device is None else array.kind.stream(array.owner, array.device)
 
 
 def stream_handle(stream: Any) -> int:
@@ -240,20 +252,35 @@ def _cuda(result: tuple) -> Any:
 
 
 class Kind:
-    """How one framework's arrays are described and made, and how its work is ordered."""
+    """How one framework's arrays are described and made, and how its work is ordered.
+
+    maker: a function without arguments, each call of which gives uninitialised, C-ordered memory in the place that `home`
+    calls an array's; neither keeps an array alive. address: of the first element of what a maker gave. waits: `finish` has
+    something to do."""
+
+    waits = False
 
     def describe(self, x: Any, name: str) -> Array:
         raise NotImplementedError
 
-    def empty(self, array: Array, shape: tuple[int, ...], dtype: str) -> Array:
-        if array.device is None:
-            return describe(np.empty(shape, dtype), "out")
+    def home(self, array: Array) -> Any:
+        return array.device
+
+    def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        if home is None:
+            return partial(np.empty, shape, dtype)
         from numba import cuda
 
-        with cuda.gpus[array.device]:
-            return describe(cuda.device_array(shape, np.dtype(dtype)), "out")
+        def make():
+            with cuda.gpus[home]:
+                return cuda.device_array(shape, np.dtype(dtype))
 
-    def stream(self, array: Array) -> int:
+        return make
+
+    def address(self, x: Any) -> int:
+        return describe(x, "out").pointer
+
+    def stream(self, x: Any, device: int) -> int:
         return 0
 
     def finish(self, stream: int) -> None:
@@ -283,12 +310,18 @@ class Torch(Kind):
         except (RuntimeError, TypeError) as error:  # sparse, nested, meta, under vmap: no memory to address
             raise TypeError(f"{name}: {error}") from error
 
-    def empty(self, array: Array, shape: tuple[int, ...], dtype: str) -> Array:
-        new = self.torch.empty(shape, dtype=getattr(self.torch, dtype), device=array.owner.device)
-        return self.describe(new, "out")
+    def home(self, array: Array) -> Any:
+        return array.owner.device
 
-    def stream(self, array: Array) -> int:
-        return self.torch._C._cuda_getCurrentRawStream(array.device)
+    def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        # takes 0.4 us less than torch.empty
+        return partial(self.torch.empty_strided, shape, contiguous(shape, 1), dtype=getattr(self.torch, dtype), device=home)
+
+    def address(self, x: Any) -> int:
+        return x.data_ptr()
+
+    def stream(self, x: Any, device: int) -> int:
+        return self.torch._C._cuda_getCurrentRawStream(device)
 
 
 @lru_cache(FORMS)
@@ -304,13 +337,17 @@ class CuPy(Kind):
     def describe(self, x: Any, name: str) -> Array:
         return Array(x.data.ptr, form(x.shape, x.strides, _name(x.dtype), x.device.id, x.itemsize), x, self)
 
-    def empty(self, array: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         cupy = sys.modules["cupy"]
-        with cupy.cuda.Device(array.device):
-            return self.describe(cupy.empty(shape, np.dtype(dtype)), "out")
 
-    def stream(self, array: Array) -> int:
-        return sys.modules["cupy"].cuda.get_current_stream(array.device).ptr
+        def make():
+            with cupy.cuda.Device(home):
+                return cupy.empty(shape, np.dtype(dtype))
+
+        return make
+
+    def stream(self, x: Any, device: int) -> int:
+        return sys.modules["cupy"].cuda.get_current_stream(device).ptr
 
 
 class CudaArrayInterface(Kind):
@@ -327,8 +364,8 @@ class CudaArrayInterface(Kind):
         named = str(getattr(x, "dtype", dtype)) if dtype.kind == "V" else _name(dtype)
         return Array(pointer, form(shape, strides, named, _ordinal(pointer), dtype.itemsize), x, self, readonly)
 
-    def stream(self, array: Array) -> int:
-        return array.owner.__cuda_array_interface__.get("stream") or 0
+    def stream(self, x: Any, device: int) -> int:
+        return x.__cuda_array_interface__.get("stream") or 0
 
 
 class DLPack(Kind):
@@ -364,10 +401,14 @@ class Jax(DLPack):
         x.block_until_ready()
         return super().describe(x, name)._replace(readonly=True)
 
-    def empty(self, array: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    waits = True
+
+    def home(self, array: Array) -> Any:
         (device,) = array.owner.devices()
-        new = sys.modules["jax"].numpy.empty(shape, np.dtype(dtype), device=device)
-        return self.describe(new, "out")._replace(readonly=False)
+        return device
+
+    def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        return partial(sys.modules["jax"].numpy.empty, shape, np.dtype(dtype), device=home)
 
     def finish(self, stream: int) -> None:
         from cuda.bindings import driver
@@ -390,6 +431,7 @@ _KINDS = {
     "jax.ArrayImpl": Jax,
 }
 _KIND_OF: dict[type, Kind] = {Array: Described()}
+_INTERFACE, _DLPACK = CudaArrayInterface(), DLPack()
 
 
 def _find_kind(x: Any, name: str) -> Kind:
@@ -399,9 +441,9 @@ def _find_kind(x: Any, name: str) -> Kind:
         if kind := _KINDS.get(f"{base.__module__.partition('.')[0]}.{base.__name__}"):
             return _KIND_OF.setdefault(cls, kind())
     if hasattr(x, "__cuda_array_interface__"):
-        return CudaArrayInterface()
+        return _INTERFACE
     if hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__"):
-        return DLPack()
+        return _DLPACK
     given = f"{cls.__module__}.{cls.__qualname__}"
     raise TypeError(f"{name}: must be an array with __cuda_array_interface__ or __dlpack__, not {given}")
 

@@ -1,6 +1,7 @@
 """Launches that run in the interpreter: arrays in host memory as they are, arrays in device memory by a copy."""
 
 import contextlib
+import functools
 import logging
 import os
 
@@ -29,6 +30,10 @@ class Interpreted:
             raise ValueError(f"{launch}: the interpreter takes blocks of one axis")
         self.launch, self.parameters, self.target = launch, parameters, target
 
+    def prepare(self, stream: int, *addresses: int) -> functools.partial:
+        """The same on this stream and with these addresses, to be called without arguments."""
+        return functools.partial(self, stream, *addresses)
+
     def __call__(self, stream: int, *addresses: int) -> None:
         _announce(self.launch.title)
         arrays = [p.array for p in self.parameters if p.array is not None]
@@ -50,7 +55,7 @@ class Interpreted:
 
 
 def _cut(view, spec):
-    return tensor(view, spec.tile, spec.rows, spec.cols)
+    return tensor(view, spec.tile, spec.rows, spec.cols, spec.unit)
 
 
 @contextlib.contextmanager

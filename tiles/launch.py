@@ -109,6 +109,31 @@ class Frame:
         self.address = ctypes.addressof(self.pointers)
 
 
+class Ready:
+    """A launch of which nothing is left to say: calling it is the driver's call. Any number of threads may call it at once."""
+
+    __slots__ = ("bound", "config", "frame", "function")
+
+    def __init__(self, bound: "Bound", config, frame: Frame):
+        self.bound, self.config, self.frame, self.function = bound, config, frame, bound.function
+
+    def __call__(self) -> None:
+        (status,) = driver.cuLaunchKernelEx(self.config, self.function, self.frame.address, 0)
+        if status:
+            self._launch_in_context()
+
+    def _launch_in_context(self):
+        """The launch once more, after the driver has refused it: if another context, or none, is current on this thread, that
+        is why. To look first would cost every launch a quarter of a microsecond."""
+        bound = self.bound
+        with bound.target.current():
+            (status,) = driver.cuLaunchKernelEx(self.config, self.function, self.frame.address, 0)
+        try:
+            check((status,))
+        except RuntimeError as error:
+            raise RuntimeError(f"{bound.launch} on {bound.target}: {error}") from None
+
+
 class Bound:
     """A launch ready to go: `bound(stream, *addresses)` is all that is left to say.
 
@@ -128,20 +153,18 @@ class Bound:
                 self.encodings.append(p.encoding)
             at += len(p.slots)
         self.configs: dict = {}
-        self.ready: dict = {}  # (stream, *addresses): (configuration, address of the frame's pointers, frame)
+        self.ready: dict[tuple[int, ...], Ready] = {}  # by (stream, *addresses)
 
     def __call__(self, *where: int) -> None:
         ready = self.ready.get(where)
         if ready is None:
             if len(self.ready) >= READY:
                 self.ready.clear()
-            ready = self.ready[where] = self._prepare(*where)
-        (status,) = driver.cuLaunchKernelEx(ready[0], self.function, ready[1], 0)
-        if status:
-            self._launch_in_context(ready)
+            ready = self.ready[where] = self.prepare(*where)
+        ready()
 
-    def _prepare(self, stream, *addresses):
-        """What the driver is given for this stream and these addresses."""
+    def prepare(self, stream: int, *addresses: int) -> "Ready":
+        """The launch on this stream and with these addresses, to be called without arguments."""
         if len(addresses) != len(self.places):
             raise TypeError(f"{self.launch} takes {len(self.places)} addresses, got {len(addresses)}")
         slots, maps = list(self.slots), {}
@@ -150,18 +173,7 @@ class Bound:
                 slots[place] = address
             else:
                 maps[place] = tma.tensor_map(encoding, address, self.target)
-        frame = Frame(slots, maps)
-        return self.configs.get(stream) or self._config(stream), frame.address, frame
-
-    def _launch_in_context(self, ready):
-        """The launch once more, after the driver has refused it: if another context, or none, is current on this thread, that
-        is why. To look first would cost every launch a quarter of a microsecond."""
-        with self.target.current():
-            (status,) = driver.cuLaunchKernelEx(ready[0], self.function, ready[1], 0)
-        try:
-            check((status,))
-        except RuntimeError as error:
-            raise RuntimeError(f"{self.launch} on {self.target}: {error}") from None
+        return Ready(self, self.configs.get(stream) or self._config(stream), Frame(slots, maps))
 
     def _config(self, stream):
         """The launch configuration for this stream."""

@@ -63,6 +63,33 @@ def test_jax_on_the_host():
     judge(np.asarray(out), inputs)
 
 
+REFUSED = {
+    "out over k": (lambda at: {"out": at(1, 128)}, ValueError, "out: must not overlap k"),
+    "out over q": (lambda at: {"out": at(0, 128)}, ValueError, "out: must not overlap q"),
+    "address": (lambda at: {"k": at(1, 1)}, ValueError, "k: must start at a multiple of 4 bytes"),
+    "shape": (lambda at: {"v": at(2, 0)[:, 1:]}, ValueError, "v: shape must equal k's"),
+    "causal": (lambda at: {"causal": 0}, TypeError, "causal: must be a bool"),
+    "scale": (lambda at: {"scale": True}, TypeError, "scale: must be a number or None"),
+    "layout": (lambda at: {"layout": ["bshd"]}, TypeError, "layout: must be one of"),
+    "family": (lambda at: {"family": "sm_70"}, ValueError, "family: must be None or one of"),
+    "stream": (lambda at: {"stream": -1}, TypeError, "stream: must be a handle"),
+}
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_a_call_is_refused_also_if_one_like_it_was_made(framework):
+    """What is remembered of a call is never taken for another that is almost the same."""
+    memory = np.zeros((4, 8192), BF16)
+    room = memory if framework == "numpy" else to_torch(memory, "cpu")
+    at = lambda row, start: room[row, start : start + 1024].reshape(1, 8, 2, 64)
+    good = dict(q=at(0, 0), k=at(1, 0), v=at(2, 0), out=at(3, 0), scale=1.0)
+    for _ in range(2):
+        assert attention.forward(**good) is good["out"]
+        for change, error, words in REFUSED.values():
+            with pytest.raises(error, match="^" + words):
+                attention.forward(**{**good, **change(at)})
+
+
 # ---- on the card ---------------------------------------------------------------------------------------------------
 @pytest.mark.gpu
 @pytest.mark.smoke

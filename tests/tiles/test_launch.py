@@ -181,7 +181,7 @@ def test_a_kernel_without_arrays_runs_in_the_interpreter(capsys):
 
 def test_the_seed_reaches_the_interpreter(monkeypatch):
     seen = []
-    monkeypatch.setattr(fallback, "interpret", lambda *args: seen.append(args[-1]))
+    monkeypatch.setattr(fallback, "interpret", lambda kernel, grid, threads, args, shared, seed, *_: seen.append(seed))
     x = np.zeros((16, 16), np.float32)
     for seed in ("", "7"):
         monkeypatch.setenv("TILES_SEED", seed)
@@ -806,5 +806,5 @@ def test_host_cost(torch):
 
 def bare(bound, stream):
     """The arguments of the driver's call in a bound launch."""
-    config, address, _ = next(ready for where, ready in bound.ready.items() if where[0] == stream)
-    return config, bound.function, address, 0
+    ready = next(ready for where, ready in bound.ready.items() if where[0] == stream)
+    return ready.config, ready.function, ready.frame.address, 0
