@@ -7,8 +7,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 PACKAGES = ("numba", "numba-cuda", "torch", "nvidia-cudnn-cu13", "flash-attn-4")
-ORDER = ("tiles", "cudnn", "flash4", "flash2")
-PEERS = ("cudnn", "flash4")
+ORDER = ("tiles", "cudnn", "flash4", "tiles_sm_80", "flash2")
+PEERS = {"tiles": ("cudnn", "flash4"), "tiles_sm_80": ("flash2",)}  # the instructions of Hopper, and those since Ampere
 
 
 def versions():
@@ -35,21 +35,24 @@ def rows(path):
 
 
 def main(path):
-    """Print the tables in Markdown; the last row is the ratio to the better of cuDNN and FlashAttention-4."""
+    """Print the tables in Markdown; below each are the ratios to the better of the peers that use the same instructions."""
     run, table = rows(path)
     print(f"{run['datetime'][:10]}, {card()}; {versions()}. TFLOPS, medians of interleaved rounds.\n")
-    ratios = []
+    ratios = {ours: [] for ours in PEERS}
     for (head_dim, causal), lengths in sorted(table.items()):
         print(f"| D {head_dim}{' causal' * causal} | " + " | ".join(f"S {n}" for n in lengths) + " |")
         print("|---|" + "---:|" * len(lengths))
         for provider in ORDER:
             cells = [f"{cell[provider]:.0f}" if provider in cell else "" for cell in lengths.values()]
             print(f"| {provider} | " + " | ".join(cells) + " |")
-        best = [max(cell.get(p, 0) for p in PEERS) for cell in lengths.values()]
-        row = [cell["tiles"] / peer if peer else math.nan for cell, peer in zip(lengths.values(), best)]
-        ratios += row
-        print("| **tiles / better peer** | " + " | ".join(f"**{x:.2f}**" for x in row) + " |\n")
-    print(f"Geometric mean of the ratios: {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}")
+        for ours, peers in PEERS.items():
+            best = [max(cell.get(p, 0) for p in peers) for cell in lengths.values()]
+            row = [cell.get(ours, math.nan) / peer if peer else math.nan for cell, peer in zip(lengths.values(), best)]
+            ratios[ours] += row
+            print(f"| **{ours} / {' or '.join(peers)}** | " + " | ".join(f"**{x:.2f}**" for x in row) + " |")
+        print()
+    for ours, row in ratios.items():
+        print(f"Geometric mean of the ratios of {ours}: {math.exp(sum(map(math.log, row)) / len(row)):.3f}")
 
 
 def card():

@@ -1,7 +1,8 @@
 """attention.forward beside cuDNN, FlashAttention-2 (both through torch) and FlashAttention-4, where they are installed.
 
-bf16, B * S = 16384, H * D = 2048, (B, S, H, D) for all: the peers get views of the same memory. See measure.py for the
-protocol. `pytest bench/test_forward.py --benchmark-json=forward.json`, then `python bench/table.py forward.json`.
+`tiles` is what a user gets on this GPU, `tiles_sm_80` the kernel for all since Ampere, whose peer is FlashAttention-2. bf16,
+B * S = 16384, H * D = 2048, (B, S, H, D) for all: the peers get views of the same memory. See measure.py for the protocol.
+`pytest bench/test_forward.py --benchmark-json=forward.json`, then `python bench/table.py forward.json`.
 """
 
 import functools
@@ -44,6 +45,7 @@ def _flash4(causal):
 
 PROVIDERS = {
     "tiles": lambda causal: functools.partial(attention.forward, causal=causal),
+    "tiles_sm_80": lambda causal: functools.partial(attention.forward, causal=causal, family="sm_80"),
     "cudnn": functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
     "flash4": _flash4,
     "flash2": functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION),
@@ -80,7 +82,7 @@ def _times(head_dim, causal, length):
             call = provider(causal)
             call(*sets[0])
         except (ImportError, RuntimeError, NotImplementedError, AssertionError) as error:
-            if name == "tiles":
+            if name.startswith("tiles"):
                 raise
             missing[name] = f"{type(error).__name__}: {error}"
             continue
