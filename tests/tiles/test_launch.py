@@ -604,7 +604,8 @@ def test_first_launch_of_a_kernel_during_capture(torch, monkeypatch, tmp_path):
 def test_runs_on_the_caller_s_stream(torch):
     x, y = torch.zeros(64, 96, device="cuda"), torch.zeros(64, 96, device="cuda")
     side = torch.cuda.Stream()
-    tiles.launch(scale, (4, 6), 32)(x, y, 0.0)  # compiling takes longer than the stream sleeps
+    tiles.launch(scale, (4, 6), 32)(x.fill_(0), y, 1.0)
+    assert (y == 0).all()  # what is used below is compiled and loaded now: that takes longer than the stream sleeps
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(200_000_000)
