@@ -50,4 +50,4 @@ def sample():
     seed = int(os.environ.get("TILES_SEED") or random.getrandbits(32))
     print(f"TILES_SEED={seed}")
     rng = np.random.default_rng(seed)
-    return lambda shape, dtype=fp32: rng.standard_normal(shape, np.float32).astype(dtype.np)
+    return lambda shape, dtype=fp32: dtype.round(rng.standard_normal(shape, np.float32))

@@ -1,21 +1,27 @@
 """ops/mma.py: the products of one warp, from registers and from shared memory, and the table of what there is."""
 
+import itertools
+
 import lanes
 import numpy as np
 import pytest
 from numba import cuda, types
-from sweep import EPS, blank, close, pairs, wide
+from sweep import EPS, blank, close, wide
 
 import ops
 import tiles
 from ops import load, mma, store, zeros
 from ops.products import FORMS
-from tiles import bf16, fp16, fp32, rt, st
+from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st, tf32
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
 from tiles.sass import main_loop
 
-SHAPES = [(16, 16, 16), (32, 48, 64), (16, 128, 32), (64, 16, 48)]
+SHAPES = {  # (m, n, k), by the size of elements
+    2: [(16, 16, 32), (32, 48, 64), (16, 128, 32), (64, 16, 32)],
+    1: [(32, 32, 32), (64, 32, 64), (32, 64, 32)],
+    4: [(16, 16, 32), (32, 16, 16), (16, 48, 16)],
+}
 
 
 def exact(a, b, acc):
@@ -53,17 +59,27 @@ def kernel_of(name, m, n, k, dtype, placed):
     return body, smem, left, right
 
 
-PLACED = ["rr", "ss", "rs", "sr", "ss"]
+def products():
+    """Every place of the operands in every form, dtypes and shapes in turn: (op, dtype, places, (m, n, k))."""
+    turns = [itertools.cycle(found) for found in ((bf16, fp16), (fp8e4m3, fp8e5m2))]
+    shapes = {itemsize: itertools.cycle(found) for itemsize, found in SHAPES.items()}
+    for form in FORMS:
+        cells = mma.cells(f"mma_{form}")
+        for dtype in (next(turns[0]), tf32, next(turns[1])):
+            for left, right in itertools.product(*cells[dtype]):
+                yield f"mma_{form}", dtype, left.__name__[0] + right.__name__[0], next(shapes[dtype.itemsize])
+    yield "mma_ABt", next(turns[1]), "ss", (32, 32, 32)
 
 
-@pytest.mark.parametrize(("form", "shape", "dtype", "placed"), pairs([*FORMS], SHAPES * 2, [bf16, fp16, fp16], PLACED * 2))
-def test_products(run, sample, form, shape, dtype, placed):
+@pytest.mark.parametrize(("name", "dtype", "placed", "shape"), [*products()], ids=str)
+def test_products(run, sample, name, dtype, placed, shape):
     m, n, k = shape
-    body, smem, left, right = kernel_of(f"mma_{form}", *shape, dtype, placed)
+    body, smem, left, right = kernel_of(name, *shape, dtype, placed)
     a, b, c = sample(left, dtype), sample(right, dtype), sample((m, n))
     out = blank((m, n))
     run(body, a, b, c, out, shared=smem)
-    want, atol = exact(a.T if FORMS[form].left else a, b.T if FORMS[form].right else b, wide(c))
+    form = mma.form_of(name)
+    want, atol = exact(a.T if form.left else a, b.T if form.right else b, wide(c))
     close(out, want, atol=atol)
 
 
@@ -94,15 +110,21 @@ def test_operands_in_shared_memory_arrive_where_the_products_take_them(form):
     assert products >= 64 and moves <= products / 16
 
 
-CELLS = [(family, name, dtype) for family, rows in mma.SUPPORTED.items() for name, row in rows.items() for dtype in row]
-ARCHS = {"sm_80": ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"), "sm_90": ("sm_90a",)}
+ARCHS = {"sm_80": ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"), "sm_89": ("sm_89", "sm_90a", "sm_100a", "sm_120a")}
+CELLS = [
+    (name, dtype, places, arch)
+    for family, archs in ARCHS.items()
+    for name, row in mma.SUPPORTED[family].items()
+    for dtype, places in row.items()
+    for arch in archs
+]
 
 
-@pytest.mark.parametrize("arch", ARCHS["sm_80"])
-@pytest.mark.parametrize(("name", "dtype"), [cell[1:] for cell in CELLS if cell[0] == "sm_80"], ids=str)
-def test_every_cell_compiles_for_every_gpu_that_has_it(name, dtype, arch):
-    """wgmma's cells: test_wgmma.py."""
-    body, _, left, right = kernel_of(name, 32, 32, 32, dtype, "ss")
+@pytest.mark.parametrize(("name", "dtype", "places", "arch"), CELLS, ids=str)
+def test_every_cell_compiles_for_every_gpu_that_has_it(name, dtype, places, arch):
+    """wgmma's cells, which Hopper alone has: test_wgmma.py."""
+    placed = "".join(kinds[-1].__name__[0] for kinds in places)
+    body, _, left, right = kernel_of(name, 32, 32, 32, dtype, placed)
     arrays = blank(left, dtype), blank(right, dtype), blank((32, 32)), blank((32, 32))
     found = compile_kernel(body, [parameter("x", a).type for a in arrays], arch)
     assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])

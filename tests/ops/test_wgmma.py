@@ -8,34 +8,37 @@ from sweep import EPS, blank, close, pairs, wide
 import tiles
 from ops import warpgroup, zeros
 from ops.products import FORMS, SUPPORTED
-from tiles import bf16, fp16, fp32, ring, rt, st, tensor
+from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, st, tensor, tf32
 
 EVERY_N = range(16, 257, 16)
 EVERY_K = [16, 32, 48, 64, 80, 112, 128, 192, 256]
 
 
-def widths(cols):
-    """The panel widths that divide a row of `cols` 2-byte elements, widest first."""
-    return [w for w in (128, 64, 32) if cols * 2 % w == 0]
+def widths(cols, dtype):
+    """The panel widths that divide a row of `cols` elements, widest first."""
+    return [w for w in (128, 64, 32) if cols * dtype.itemsize % w == 0]
 
 
-def products(form):
+def products(form, dtypes, every_n, every_k):
     """Every n once, every k, dtype and width in turn, and a from registers where there is such a form, by turns in the plain
     product and in the one that adds: (form, n, k, dtype, width of b, width of a, which product has a in registers)."""
     left, right = FORMS[form]
-    for i, (n, k, dtype) in enumerate(pairs(EVERY_N, EVERY_K, [bf16, fp16])):
-        b, a = widths(k if right else n), widths(64 if left else k)
+    for i, (n, k, dtype) in enumerate(pairs(every_n, every_k, dtypes)):
+        b, a = widths(k if right else n, dtype), widths(64 if left else k, dtype)
         places = SUPPORTED["sm_90"][f"warpgroup.mma_{form}"][dtype].a
         registers = ("plain", "added")[i % 2] if rt in places else None
         yield form, n, k, dtype, b[i % len(b)], a[(i + 1) % len(a)], registers
 
 
 def exact(a, b, acc=0.0):
-    """(the product in float64, how wrong fp32 sums of it may be)"""
-    return acc + wide(a) @ wide(b), (np.abs(acc) + np.abs(wide(a)) @ np.abs(wide(b))) * EPS[fp32] * 8
+    """(the product in float64, how wrong sums of it may be: in fp32, or of fp8 products in the tensor cores' 13 bits)"""
+    unit = 2.0**-12 if a.itemsize == 1 else EPS[fp32] * 8
+    return acc + wide(a) @ wide(b), (np.abs(acc) + np.abs(wide(a)) @ np.abs(wide(b))) * unit
 
 
-CASES = [case for form in FORMS for case in products(form)]
+CASES = [case for form in FORMS for case in products(form, [bf16, fp16], EVERY_N, EVERY_K)]
+CASES += products("ABt", [tf32], [16, 64, 176, 256], [16, 32, 64, 48])
+CASES += products("ABt", [fp8e4m3, fp8e5m2], [16, 64, 176, 256, 80, 128], [32, 64, 96, 128])
 
 
 @pytest.mark.parametrize(("form", "n", "k", "dtype", "width", "left_width", "registers"), CASES, ids=str)
