@@ -77,28 +77,54 @@ def matrix_addresses(b, tile, spec, address, first_row, turned=False, first_col=
         yield b.add(b.add(start, b.xor(half, b.u32(byte))), b.u32(panel * tile.panel_bytes + row * tile.width))
 
 
-def _lane_addresses(b, tile, spec, address, first_row, step):
-    """The address of every `step`-th element of this lane."""
+# Accesses to 4-byte elements without bank conflicts. The banks serve 16 lanes at once if each takes a pair, 32 of single elements.
+# Four neighbouring rows of a pair's two chunks then lie in half of the banks, whatever the swizzle, for it moves chunks by one
+# row's bits only. So in instruction k lanes L with L & mask take the elements that the others take in instruction k ^ partner:
+# further along the row, or one row below. (layout, width): mask, partner, bytes from one to the other along the row.
+TURNS = {("row", 128): (4, 4, 64), ("row", 64): (8, 2, 32), ("col", 64): (1, 1, 0), ("col", 32): (2, 1, 0)}
+
+
+def _turn(b, tile, spec):
+    """(does this lane take turns with a partner, instructions to the partner, rows and bytes to it, as registers)."""
+    mask, partner, across = TURNS.get((spec.layout, tile.width), (0, 0, 0)) if tile.dtype.itemsize == 4 else (0, 0, 0)
+    if not mask:
+        return None, 0, b.u32(0), b.u32(0)
+    bit = b.and_(b.lane(), b.u32(mask))
+    mine = b.icmp_unsigned("!=", bit, b.u32(0))
+    return mine, partner, b.select(mine, b.u32(int(across == 0)), b.u32(0)), b.select(mine, b.u32(across), b.u32(0))
+
+
+def _take_turns(b, mine, partner, parts):
+    """The registers of each instruction, those of lanes that take turns exchanged with the partner's."""
+    if not partner:
+        return parts
+    return [[b.select(mine, y, x) for x, y in zip(part, parts[k ^ partner])] for k, part in enumerate(parts)]
+
+
+def lane_addresses(b, tile, spec, address, first_row, step, turn=None):
+    """The address of every `step`-th element of this lane; `turn`: of its partner, see TURNS."""
     quad, pair = shifts(b, spec.dtype.run)
     down, across = (quad, pair) if spec.layout == "row" else (pair, quad)
     inside = b.mul(across, b.u32(tile.dtype.itemsize))
     for i in range(0, spec.elements, step):
         row, col = spec.element(0, i)
-        start, swizzle = _row_address(b, tile, address, b.add(b.add(down, first_row), b.u32(int(row))))
+        row = b.add(b.add(down, first_row), b.u32(int(row)))
+        start, swizzle = _row_address(b, tile, address, b.xor(row, turn[2]) if turn else row)
         panel, byte = divmod(int(col) * tile.dtype.itemsize, tile.width)
-        yield b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(b.add(inside, b.u32(byte)), swizzle))
+        inner = b.xor(b.add(inside, b.u32(byte)), b.xor(swizzle, turn[3]) if turn else swizzle)
+        yield b.add(b.add(start, b.u32(panel * tile.panel_bytes)), inner)
 
 
 def _store_words(b, tile, spec, address, registers, first_row):
     """2-byte and 1-byte elements by plain stores: runs of a row at once, those of a column one by one."""
     if spec.layout == "row":
-        for at, register in zip(_lane_addresses(b, tile, spec, address, first_row, tile.dtype.run), registers, strict=True):
+        for at, register in zip(lane_addresses(b, tile, spec, address, first_row, tile.dtype.run), registers, strict=True):
             b.do("st.shared.b32 [$0], $1;", at, register)
     elif tile.dtype.itemsize == 1:
-        for at, byte in zip(_lane_addresses(b, tile, spec, address, first_row, 1), bytes_of(b, registers), strict=True):
+        for at, byte in zip(lane_addresses(b, tile, spec, address, first_row, 1), bytes_of(b, registers), strict=True):
             b.do("st.shared.b8 [$0], $1;", at, byte)
     else:
-        for i, at in enumerate(_lane_addresses(b, tile, spec, address, first_row, 1)):
+        for i, at in enumerate(lane_addresses(b, tile, spec, address, first_row, 1)):
             half = "lo" if i % 2 == 0 else "hi"
             b.do(f"{{.reg .b16 lo, hi;\nmov.b32 {{lo, hi}}, $1;\nst.shared.b16 [$0], {half};}}", at, registers[i // 2])
 
@@ -118,8 +144,10 @@ def lower_store(tile, spec, first_row):
         if tile.dtype.itemsize == 4:
             step = 2 if by_row else 1
             text = "st.shared.v2.f32 [$0], {$1, $2};" if by_row else "st.shared.f32 [$0], $1;"
-            for k, at in enumerate(_lane_addresses(b, tile, spec, address, row, step)):
-                b.do(text, at, *registers[step * k : step * (k + 1)])
+            turn = _turn(b, tile, spec)
+            parts = _take_turns(b, *turn[:2], [registers[k : k + step] for k in range(0, len(registers), step)])
+            for at, part in zip(lane_addresses(b, tile, spec, address, row, step, turn), parts, strict=True):
+                b.do(text, at, *part)
             return
         matrices = b.since(90)
         if _by_matrices(tile, spec):
@@ -142,13 +170,16 @@ def lower_load(tile, spec, first_row):
         if _by_matrices(tile, spec):
             places = matrix_addresses(b, tile, spec, address, row)
             return [register for at in places for register in ptx.ldmatrix(b, at, transposed=not by_row)]
-        places = _lane_addresses(b, tile, spec, address, row, 2 if by_row else 1)
+        turn = _turn(b, tile, spec)
+        places = lane_addresses(b, tile, spec, address, row, 2 if by_row else 1, turn)
+        if tile.dtype.itemsize == 1:
+            return joined(b, [b.asm(i32, "ld.shared.b8 $0, [$1];", "=r,r", at) for at in places])
         if by_row:
             pair, text = ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];"
-            return [x for at in places for x in b.unpack(b.asm(pair, text, "=f,=f,r", at))]
-        if tile.dtype.itemsize == 4:
-            return [b.asm(f32, "ld.shared.f32 $0, [$1];", "=f,r", at) for at in places]
-        return joined(b, [b.asm(i32, "ld.shared.b8 $0, [$1];", "=r,r", at) for at in places])
+            parts = [b.unpack(b.asm(pair, text, "=f,=f,r", at)) for at in places]
+        else:
+            parts = [[b.asm(f32, "ld.shared.f32 $0, [$1];", "=f,r", at)] for at in places]
+        return [x for part in _take_turns(b, *turn[:2], parts) for x in part]
 
     def lower(b, address, *_):
         registers = read(b, address, first_row(b))
