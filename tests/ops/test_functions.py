@@ -33,6 +33,7 @@ FUNCTIONS = {
     "tanh": (np.tanh, lambda x: 0, lambda x: np.minimum(x, 1) * 2.0**-11),
     "sigmoid": (lambda x: 1 / (1 + np.exp(-x)), lambda x: 4 + ABOUT_X * x, 0),
     "silu": (lambda x: x / (1 + np.exp(-x)), lambda x: 5 + ABOUT_X * x, 0),
+    "softplus": (lambda x: np.logaddexp(0, x), lambda x: 2, 2.0**-21),
     "gelu": (lambda x: x / 2 * (1 + ERF(x / math.sqrt(2))), lambda x: 2, lambda x: x * 2.0**-22),
     "gelu_tanh": (tanh_form, lambda x: 2, lambda x: x * 2.0**-11),
 }

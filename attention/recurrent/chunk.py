@@ -1,0 +1,241 @@
+"""Linear attention for Hopper, chunk by chunk, where a decay is one number for a token and head.
+
+    S_t = exp(g_t) S_(t-1) + w_t k_t^T v_t        o_t = scale q_t S_t
+
+A block walks a sequence (or a segment of one) for some columns of the values, 64 a consumer, and keeps their part of the state
+in registers, transposed: S^T is 64 x Dk. Of a chunk of 64 tokens, b being the running sum of its gates g,
+
+    O   = exp(b) Q S + tril(exp(b - b^T) w^T * Q K^T) V          two products from shared memory, one from registers
+    S^T = exp(b_last) S^T + (exp(b_last - b) w V)^T K            V^T comes from shared memory turned by ldmatrix
+
+Every exponent that counts is a sum of gates and so never positive: nothing overflows, however strong the decay. Gates of single
+tokens are loaded and summed up by a warp of the producer, chunks ahead of their use.
+
+Few long sequences are cut into segments, in two passes: one finds the state that each segment by itself ends with, the other
+starts each segment from what those before it add up to.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import float32, int32
+
+from ops import clip, exp, load, row_max, silu, split, store, subtile, tile_min, warpgroup, zeros
+from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
+
+from .gates import ALONG, CHUNK, ROWS, TILE, gates
+
+COLUMNS = 64  # of the values, for a consumer
+WIDE = 128  # key dim, beyond which a state takes half of a consumer's registers: one consumer, and no segments
+REGISTERS = {(1, 2): (48, 208), (2, 1): (56, 224), (1, 1): (56, 256)}  # (consumers, resident) -> those of producer, consumer
+SHARED_BYTES = 227 * 1024
+STAGES = 3  # chunks in flight, if shared memory has room for so many
+TINY = 1e-10  # added to a normalizer, as flash-linear-attention does
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's shape and what it computes.
+
+    key_dim: as padded. consumers: warpgroups of 64 value columns each. gate: one of gates.KINDS. softplus: dt is that of what is
+    given. skip: the output is added D v. gated: then multiplied by silu(z). states: a pass that finds the states of segments,
+    and no output. varlen: the sequences lie one behind the other in one batch. ones: all values are 1, and the output is the
+    normalizer, one fp32 number a row and head. divided: the output is divided by that."""
+
+    key_dim: int
+    consumers: int
+    dtype: dtype
+    gate: str | None = None
+    softplus: bool = False
+    skip: bool = False
+    gated: bool = False
+    states: bool = False
+    varlen: bool = False
+    ones: bool = False
+    divided: bool = False
+
+    @property
+    def resident(self):
+        """Blocks that share a multiprocessor's registers."""
+        return 2 if self.consumers == 1 and self.key_dim < WIDE and not self.gated else 1
+
+    @property
+    def threads(self):
+        """Threads of a block: the consumers and one producer warpgroup."""
+        return warpgroup.THREADS * (self.consumers + 1)
+
+    @property
+    def key(self):
+        """A chunk's tile of Q or K."""
+        return st(CHUNK, self.key_dim, self.dtype)
+
+    @property
+    def value(self):
+        """A consumer's tile of a chunk of V, Z or the output."""
+        return st(CHUNK, COLUMNS, self.dtype)
+
+    @property
+    def stages(self):
+        """Chunks in flight."""
+        chunk = (1 + (not self.states)) * self.key.nbytes + (1 + self.gated) * self.consumers * self.value.nbytes
+        kept = self.consumers * (self.key.nbytes + self.value.nbytes) + 8 * 1024  # the state, the output, and what is small
+        return min(STAGES, (SHARED_BYTES - kept) // chunk)
+
+    def __str__(self):
+        kinds = [f"gates by {self.gate}"] * bool(self.gate)
+        kinds += [x for x in ("softplus", "skip", "gated", "states", "varlen", "ones", "divided") if getattr(self, x)]
+        return ", ".join([f"Dk {self.key_dim} {self.dtype}", f"{COLUMNS * self.consumers} columns", *kinds])
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    CONSUMERS, (keep, claim) = config.consumers, REGISTERS[config.consumers, config.resident]
+    PRODUCER, INPUT, STATE = CONSUMERS, config.dtype, rt(16, config.key_dim, fp32)
+    DECAYS, LOADED = config.gate is not None, config.gate in ("token", "step")
+    SKIP, GATED, ONES, DIVIDED = config.skip, config.gated, config.ones, config.divided
+    VARLEN, OUTPUTS, TURNED = config.varlen, not config.states, rt(16, CHUNK, INPUT)
+    LATER = OUTPUTS and config.key_dim <= WIDE  # may begin with what earlier segments add up to
+    sum_up, steady, sums, pairs, remaining = gates(config.gate, CONSUMERS, config.softplus)
+
+    def each(item, used=True, **of):
+        """A ring whose tiles are for one consumer each."""
+        return ring(item, config.stages * CONSUMERS if used else 1, warpgroup.WARPGROUP, **of)
+
+    readers = CONSUMERS * warpgroup.WARPGROUP
+    smem = shared(
+        q=ring(config.key, config.stages if OUTPUTS else 1, readers),
+        k=ring(config.key, config.stages, readers),
+        v=each(config.value, not ONES),
+        z=each(config.value, GATED),
+        b=each(sv(CHUNK, fp32), LOADED, writers=1),
+        w=each(sv(CHUNK, fp32), LOADED, writers=1),
+        state=st(COLUMNS * CONSUMERS, config.key_dim, INPUT),
+        out=st(COLUMNS * CONSUMERS, COLUMNS, INPUT),
+    )
+
+    @inlined
+    def place(x, blocks, segments, heads):
+        """The block of columns, the segment, the head of the keys and the sequence that are this block's."""
+        block, x = split(x, blocks)
+        segment, x = split(x, segments)
+        head, sequence = split(x, heads)
+        return block, segment, head, sequence
+
+    @inlined
+    def tokens(gEnds, sequence, length, segment, segments):
+        """[first, end) of a segment and the batch that it lies in: whole chunks, but for the end of the sequence."""
+        if VARLEN:
+            start, end, batch = int32(gEnds[sequence]), int32(gEnds[sequence + 1]), int32(0)
+        else:
+            start, end, batch = int32(0), int32(length), int32(sequence)
+        step = CHUNK * ((end - start + CHUNK * segments - 1) // (CHUNK * segments))
+        return int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch
+
+    @inlined
+    def decayed(x, b):
+        """exp(b) x"""
+        if DECAYS:
+            return x * exp(b)
+        else:
+            return x
+
+    @inlined
+    def finish(o, values, z, mine, gSkip, gDivisor, at, column):
+        """What becomes of an output before it is stored."""
+        if DIVIDED:
+            o = o / (warpgroup.load(gDivisor, ROWS, at, cols=1) + TINY)
+        if SKIP:
+            o = o + fp32(warpgroup.load(values, TURNED)) * load(gSkip, ALONG, (at[2], column))
+        if GATED:
+            o = o * silu(fp32(warpgroup.load(z.wait(mine), TURNED)))
+            z.release(mine)
+        return o
+
+    @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
+    def scan(
+        gQ, gK, gV, gZ, gGates, gRate, gBias, gSkip, gDivisor, gO, gStart, gLocal, gState, gTotal, gEnds,
+        length, blocks, segments, walked, heads, group, width, scale,
+    ):  # fmt: skip
+        """The outputs, or the states and summed gates, of a segment. `group` value heads share a key head, each `width` blocks
+        of 64 columns wide; `walked` of the `segments` have blocks in this launch."""
+        q, k, v, z, b, w, state, staged = smem.open()
+        me = warpgroup.id()
+        block, segment, key_head, sequence = place(cuda.blockIdx.x, blocks, walked, heads)
+        first, end, batch = tokens(gEnds, sequence, length, segment, segments)
+        n = int32((end - first + CHUNK - 1) // CHUNK)
+        if me == PRODUCER:
+            warpgroup.release_registers(keep)
+            warp = cuda.threadIdx.x // 32 - 4 * PRODUCER
+            if warp == 0:
+                for j in range(n):
+                    token = first + CHUNK * j
+                    k.fill(j, gK, (batch, token, key_head))
+                    if OUTPUTS:
+                        q.fill(j, gQ, (batch, token, key_head))
+                    for c in range(CONSUMERS):
+                        column, shared_by = split(CONSUMERS * block + c, width)
+                        if not ONES:
+                            v.fill(CONSUMERS * j + c, gV, (batch, token, key_head * group + shared_by, column))
+                        if GATED:
+                            z.fill(CONSUMERS * j + c, gZ, (batch, token, key_head * group + shared_by, column))
+            elif LOADED and warp <= CONSUMERS:
+                _, shared_by = split(CONSUMERS * block + warp - 1, width)
+                head = key_head * group + shared_by
+                sum_up(b, w, clip(gGates, 1, end), gRate, gBias, batch, first, end, n, warp - 1, head)
+        else:
+            warpgroup.claim_registers(claim)
+            column, shared_by = split(CONSUMERS * block + me, width)
+            head, at = key_head * group + shared_by, COLUMNS * column
+            turned, out = subtile(state, COLUMNS, me), subtile(staged, COLUMNS, me)
+            s_t = warpgroup.load(gStart, STATE, (sequence, head, at, 0))
+            for i in range(segment if LATER else 0):
+                total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
+                s_t = decayed(s_t, total) + warpgroup.load(gLocal, STATE, (sequence, head, i, at, 0))
+            same, so_far = steady(gGates, head), float32(0)
+            if ONES:
+                warpgroup.store(out, zeros(TILE) + 1.0)
+                warpgroup.sync()
+            for j in range(n):
+                mine, token, keys = CONSUMERS * j + me, first + CHUNK * j, k.wait(j)
+                values = out if ONES else v.wait(mine)
+                if VARLEN and end - token < CHUNK:
+                    warpgroup.zero_rows(keys, end - token, CONSUMERS)
+                    warpgroup.zero_rows(values, end - token)
+                if OUTPUTS:
+                    queries = q.wait(j)
+                    warpgroup.store(turned, s_t)
+                    warpgroup.store_wait()
+                    s = warpgroup.mm_ABt(queries, keys)
+                    warpgroup.sync()
+                    o = warpgroup.mm_ABt(queries, turned)
+                rows, along, total, weights = sums(b, w, mine, same, end - token)
+                if OUTPUTS:
+                    p = INPUT(pairs(warpgroup.wait(s, newer=1), rows, along, weights))
+                    o = warpgroup.mma_AB(decayed(warpgroup.wait(o), rows), p, values)
+                    q.release(j)
+                v_t = INPUT(remaining(fp32(warpgroup.load_transposed(values, TURNED)), along, total, weights))
+                s_t, so_far = warpgroup.mma_AB(decayed(s_t, total), v_t, keys), so_far + total
+                if OUTPUTS:
+                    o = finish(warpgroup.wait(o, newer=1) * scale, values, z, mine, gSkip, gDivisor, (batch, token, head), at)
+                    if ONES:
+                        warpgroup.store(clip(gO, 1, end), row_max(o), (batch, token, head), cols=1)
+                    elif VARLEN:
+                        warpgroup.store(clip(gO, 1, end), o, (batch, token, head, at), rows=1, cols=3, aligned=True)
+                    else:
+                        warpgroup.store(out, o)
+                        warpgroup.tma_store(gO, (batch, token, head, column), out)
+                s_t = warpgroup.wait(s_t)
+                k.release(j)
+                if not ONES:
+                    v.release(mine)
+            if OUTPUTS:
+                warpgroup.store_wait()
+                if segment == (segments - 1 if LATER else 0):
+                    warpgroup.store(gState, s_t, (sequence, head, at, 0))
+            else:
+                warpgroup.store(gLocal, s_t, (sequence, head, segment, at, 0))
+                store(gTotal, zeros(ROWS) + so_far, (sequence, head, segment, 0))
+
+    return scan, smem

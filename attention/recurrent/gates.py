@@ -1,0 +1,87 @@
+"""Where a chunk's decays come from, if there is one number for a token and head (chunk.py, delta.py).
+
+g is a token's gate, the logarithm of its decay and never positive, w the weight of its key, and b the running sum of a chunk's
+gates.
+"""
+
+from numpy import float32
+
+from ops import col_index, cumsum, exp, last, less, load, minimum, softplus, store, tile_max, warpgroup, where, zeros
+from tiles import fp32, inlined, rt
+
+CHUNK = 64  # tokens
+TILE = rt(16, CHUNK, fp32)
+ROWS, ALONG = TILE.col_vec, TILE.row_vec
+KINDS = (None, "head", "token", "step")
+"""None: no decay. "head": one gate a head. "token": one a token and head. "step": Mamba-2's, w = dt and g = dt A."""
+
+
+def gates(kind: str | None, consumers: int, softpluses: bool = False):
+    """What a kernel needs of a kind of gate.
+
+    sum_up(b, w, gGates, gRate, gBias, batch, first, end, n, c, head): a warp's work, for kinds that are loaded: chunk after chunk
+    of tokens first to end, the running sums of the gates of consumer c go to ring b, and the weights to w.
+    steady(gGates, head): the gate, if all of a head are the same.
+    sums(b, w, mine, same, left): of a chunk, the `mine`-th of the rings, of which `left` tokens or more are left: b of this
+    warp's rows, of all, the last, and the weights.
+    pairs(s, rows, along, weights): tril(exp(b - b^T) w^T * s).
+    remaining(v_t, along, end, weights): exp(b_last - b) w v, v being turned."""
+    BY_STEP, LOADED = kind == "step", kind in ("token", "step")
+
+    @inlined
+    def sum_up(b, w, gGates, gRate, gBias, batch, first, end, n, c, head):
+        rate, bias = tile_max(load(gRate, ROWS, (head, 0))), tile_max(load(gBias, ROWS, (head, 0)))
+        for j in range(n):
+            token, mine = first + CHUNK * j, consumers * j + c
+            g = load(gGates, ALONG, (batch, token, head), cols=1)
+            if BY_STEP:
+                dt = g + bias
+                if softpluses:
+                    dt = softplus(dt)
+                dt = where(less(col_index(ALONG), float32(end - token)), dt, 0.0)
+                store(w.claim(mine), dt)
+                w.publish(mine)
+                g = dt * rate
+            store(b.claim(mine), cumsum(g))
+            b.publish(mine)
+
+    @inlined
+    def steady(gGates, head):
+        if kind == "head":
+            return tile_max(load(gGates, ROWS, (head, 0)))
+        else:
+            return float32(0)
+
+    @inlined
+    def sums(b, w, mine, same, left):
+        if LOADED:
+            total = b.wait(mine)
+            rows, along, end = warpgroup.load(total, ROWS), load(total, ALONG), last(total)
+            b.release(mine)
+        else:
+            rows, along = same * (warpgroup.row_index(ROWS) + 1.0), same * (col_index(ALONG) + 1.0)
+            end = same * float32(min(CHUNK, left))
+        if BY_STEP:
+            weights = load(w.wait(mine), ALONG)
+            w.release(mine)
+        else:
+            weights = 0.0
+        return rows, along, end, weights
+
+    @inlined
+    def pairs(s, rows, along, weights):
+        if kind is None:
+            return warpgroup.causal(s, 0, 0.0)
+        else:
+            s = s * exp(zeros(TILE) + rows - along)
+            return warpgroup.causal(s * weights if BY_STEP else s, 0, 0.0)
+
+    @inlined
+    def remaining(v_t, along, end, weights):
+        if kind is None:
+            return v_t
+        else:
+            v_t = v_t * exp(minimum(end - along, 0.0))
+            return v_t * weights if BY_STEP else v_t
+
+    return sum_up, steady, sums, pairs, remaining
