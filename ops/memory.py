@@ -51,8 +51,9 @@ def _check_global(name, array, spec, at, rows, cols):
         raise TypeError(f"{name}: {spec} lies along {len(axes)} axes of the array, got {axes} of {array.ndim}")
 
 
-def element_addresses(b, ty, array, spec, at, rows, cols, first_row):
-    """For each of this lane's elements: (does it lie inside the array, its address)."""
+def element_addresses(b, ty, array, spec, at, rows, cols, first_row, adjacent=False):
+    """For each of this lane's elements: (does it lie inside the array, its address). adjacent: columns are, so addresses are a
+    constant apart."""
     data, extents, strides = b.array(ty, array)
     at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
     quad, pair = shifts(b, spec.dtype.run)
@@ -74,6 +75,9 @@ def element_addresses(b, ty, array, spec, at, rows, cols, first_row):
     for row, col in places:
         c = b.add(col0, ir.Constant(i64, int(col)))
         inside, address = b.icmp_unsigned("<", c, extents[cols]), b.add(base, b.mul(c, strides[cols]))
+        if adjacent:
+            size = SCALARS[ty.dtype].itemsize
+            address = b.add(b.add(base, b.mul(col0, ir.Constant(i64, size))), ir.Constant(i64, size * int(col)))
         if row0 is not None:
             r = b.add(row0, ir.Constant(i64, int(row)))
             inside = b.and_(inside, b.icmp_unsigned("<", r, extents[rows]))
@@ -125,13 +129,13 @@ def lower_global_store(ty, spec, rows, cols, first_row):
     return lower
 
 
-def lower_global_load(ty, spec, rows, cols, first_row):
-    """The lowering of a load from a global array."""
+def lower_global_load(ty, spec, rows, cols, first_row, adjacent=False):
+    """The lowering of a load from a global array, whose columns may be known to be adjacent."""
     dtype = SCALARS[ty.dtype]
     word, letter = (f32, "f") if dtype is fp32 else (i32, "r")
 
     def lower(b, array, _, at, *__):
-        places = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b))
+        places = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b), adjacent)
         text = f"{{{GUARD}{LOAD[dtype.itemsize]}}}"
         parts = [b.asm(word, text, f"={letter},l,r", address, b.zext(inside, i32)) for inside, address in places]
         return _together(b, dtype, spec, parts)
@@ -182,7 +186,7 @@ def check_load(name, source, spec, at, rows, cols, is_aligned, warps):
     elif isinstance(source, types.Array):
         _check_global(name, source, spec, at, rows, cols)
         if is_aligned:
-            pieces.check(name, source, spec)
+            pieces.check(name, source, spec, vectors=True)
     else:
         raise TypeError(f"{name}: the source must be a shared tile or vector, or a global array, got {source}")
 
@@ -198,14 +202,16 @@ def lower_load(source, spec, rows, cols, is_aligned, first_row):
     """The lowering of a load, likewise."""
     if isinstance(source, (st, sv)):
         return _shared(source).lower_load(source, spec, first_row)
-    return (pieces.lower_load if is_aligned else lower_global_load)(source, spec, rows, cols, first_row)
+    if is_aligned and isinstance(spec, rt):
+        return pieces.lower_load(source, spec, rows, cols, first_row)
+    return lower_global_load(source, spec, rows, cols, first_row, is_aligned)
 
 
 def store_rows(target, value, at, rows, cols, is_aligned, rank):
     """The meaning of a store by warp `rank` of those that share the tile."""
     if isinstance(target, SharedTile):
         return here().write(target, value.array.reshape(-1, *target.shape[1:]), rows_of(value.spec, rank))
-    if is_aligned and (why := pieces.misaligned(target, at, cols)):
+    if is_aligned and (why := pieces.misaligned(target, value.spec, at, cols)):
         raise here().hazard(f"aligned store: {why}")
     at = shifted(value.spec, at, rows, cols, rank)
     view, part = window(target, value.spec, at, rows, cols)
@@ -217,7 +223,7 @@ def load_rows(source, spec, at, rows, cols, is_aligned, rank):
     """The meaning of a load by warp `rank` of those that share the tile."""
     if isinstance(source, SharedTile):
         return here().read(source, rows_of(spec, rank)).astype(np.float32).reshape(spec.shape)
-    if is_aligned and (why := pieces.misaligned(source, at, cols)):
+    if is_aligned and (why := pieces.misaligned(source, spec, at, cols)):
         raise here().hazard(f"aligned load: {why}")
     view, part = window(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)
     out = np.zeros(spec.shape if isinstance(spec, rt) else spec.length, np.float32)
@@ -243,8 +249,8 @@ def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
 
     aligned: a promise that lets a lane move 16 bytes at a time, for tiles in row layout of 32, 64, 96, ... columns and 2-byte
     arrays, or of 16, 32, 48, ... columns and fp32 arrays: the array's columns are adjacent and come by eight (fp32: by four),
-    as does `at` along them, and its address and other strides are multiples of 16 bytes. The interpreter checks it; on the GPU
-    a broken promise is a misaligned access, or one past the columns."""
+    as does `at` along them, and its address and other strides are multiples of 16 bytes. Of a vector, which may be loaded so,
+    that its elements are adjacent. The interpreter checks it; on the GPU a broken promise is an access elsewhere."""
     store_rows(target, value, at, rows, cols, aligned, 0)
 
 

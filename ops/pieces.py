@@ -17,7 +17,7 @@ from llvmlite import ir
 
 from tiles import ptx
 from tiles.plumbing import SCALARS, f32, i32, i64
-from tiles.types import rt
+from tiles.types import rt, rv
 
 QUAD, CHUNK = 4, 8  # lanes, and columns of which each of them has two
 PIECE = 16  # bytes
@@ -60,9 +60,11 @@ EXCHANGES = {
 }
 
 
-def check(name, array, spec):
-    """TypeError if tiles of type `spec` cannot be moved to or from this array in pieces of 16 bytes."""
+def check(name, array, spec, vectors=False):
+    """TypeError if tiles of type `spec` cannot be moved to or from this array in pieces of 16 bytes. vectors: they may come."""
     size = SCALARS[array.dtype].itemsize
+    if vectors and isinstance(spec, rv) and size in EXCHANGES:
+        return
     fits = isinstance(spec, rt) and spec.layout == "row" and size in EXCHANGES
     if not fits or spec.cols % EXCHANGES[size].columns:
         raise TypeError(
@@ -71,8 +73,11 @@ def check(name, array, spec):
         )
 
 
-def misaligned(array, at, cols):
-    """What keeps pieces of 16 bytes from being moved to or from a NumPy array, or None."""
+def misaligned(array, spec, at, cols):
+    """What keeps pieces of 16 bytes, or the elements of a vector, from being moved to or from a NumPy array, or None."""
+    if isinstance(spec, rv):
+        adjacent = array.strides[cols] == array.itemsize
+        return None if adjacent else f"the elements of the array (strides {array.strides}) are not adjacent along axis {cols}"
     steps = [stride for axis, stride in enumerate(array.strides) if axis != cols % array.ndim and array.shape[axis] > 1]
     if array.strides[cols] != array.itemsize or any(stride % PIECE for stride in steps) or array.ctypes.data % PIECE:
         return f"the array (strides {array.strides}, address {array.ctypes.data:#x}) is not aligned to {PIECE} bytes"
@@ -82,7 +87,13 @@ def misaligned(array, at, cols):
     return None
 
 
-def _pieces(b, ty, exchange, array, spec, at, rows, cols, first_row):
+def _anew(b, address):
+    """The address, taken from this lane itself: to the compiler another one, of which it has computed nothing yet."""
+    low = ptx.shuffle(b, b.trunc(address, i32), b.lane())
+    return b.or_(b.shl(b.lshr(address, ir.Constant(i64, 32)), ir.Constant(i64, 32)), b.zext(low, i64))
+
+
+def _pieces(b, ty, exchange, array, spec, at, rows, cols, first_row, anew=False):
     """For each of this lane's pieces: (the places of its words in lane 0, is it inside the array, its address)."""
     data, extents, strides = b.array(ty, array)
     at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
@@ -92,14 +103,16 @@ def _pieces(b, ty, exchange, array, spec, at, rows, cols, first_row):
     start = data
     for index, stride in zip(at, strides):
         start = b.add(start, b.mul(index, stride))
+    line, step = _anew(b, start) if anew else start, b.mul(ir.Constant(i64, CHUNK), strides[r])
+    down, across, height, width = (b.trunc(x, i32) for x in (at[r], at[c], extents[r], extents[c]))  # all below 2**31
     words = range(0, 2, 4 // size)  # columns at which lane 0 has words of a chunk
     for row in range(0, spec.rows, CHUNK):
-        line = b.add(start, b.mul(ir.Constant(i64, row), strides[r]))
-        inside = b.icmp_unsigned("<", b.add(at[r], ir.Constant(i64, row)), extents[r])
+        inside = b.icmp_unsigned("<", b.add(down, b.u32(row)), height)
         for col in range(0, spec.cols, exchange.columns):
-            fits = b.and_(inside, b.icmp_unsigned("<", b.add(at[c], ir.Constant(i64, col)), extents[c]))
+            fits = b.and_(inside, b.icmp_unsigned("<", b.add(across, b.u32(col)), width))
             places = [(row, col + CHUNK * k + word) for k in range(exchange.chunks) for word in words]
             yield places, b.zext(fits, i32), b.add(line, ir.Constant(i64, size * col))
+        line = b.add(line, step)
 
 
 def _places(spec):
@@ -132,7 +145,7 @@ def lower_load(ty, spec, rows, cols, first_row):
     text = f"{{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n{zeros}@p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4];}}"
 
     def lower(b, array, _, at, *__):
-        pieces = list(_pieces(b, ty, exchange, array, spec, at, rows, cols, first_row(b)))
+        pieces = list(_pieces(b, ty, exchange, array, spec, at, rows, cols, first_row(b), True))
         four = ir.LiteralStructType([i32] * 4)
         brought = [b.unpack(b.asm(four, text, "=&r,=&r,=&r,=&r,l,r", address, fits)) for _, fits, address in pieces]
         held = {}

@@ -188,6 +188,26 @@ def test_an_axis_of_one_may_have_any_stride(run, sample):
     assert (flat == x).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("start", [0, 7, -3, 40])
+def test_vectors(run, sample, start, dtype):
+    """Of adjacent elements at any address, with zeros outside the array; by one warp, and by four along rows."""
+    T = rt(32, 48, fp32)
+
+    @cuda.jit
+    def body(x, y, z, w):
+        store(y, load(x, T.col_vec, (1, start), aligned=True), (0,))
+        store(z, load(x, T.row_vec, (2, start), aligned=True), (0,))
+        warpgroup.store(w, warpgroup.load(x, T.col_vec, (0, start), aligned=True), (0,))
+
+    x, y, z, w = sample((3, 61), dtype), blank(32), blank(48), blank(128)
+    run(body, x, y, z, w, warps=4)
+    for got, row in ((y, 1), (z, 2), (w, 0)):
+        want = np.zeros(3 + 61 + 168, np.float32)
+        want[3:64] = x[row]
+        assert same(got, want[3 + start :][: len(got)])
+
+
 def test_one_instruction_for_eight_columns():
     """A lane stores 16 bytes at a time, not 2: 8 instructions for 16 x 128 instead of 64."""
     T = rt(16, 128, fp32)
@@ -279,6 +299,19 @@ def test_a_broken_promise_in_fp32():
         interpret(body, (1, 1, 1), 32, [y])
 
 
+def test_a_vector_of_elements_that_are_apart():
+    T = rt(16, 32, fp32)
+
+    @cuda.jit
+    def body(y):
+        load(y, T.row_vec, (0,), aligned=True)
+
+    with pytest.raises(
+        Hazard, match=r"aligned load: the elements of the array \(strides \(8,\)\) are not adjacent along axis -1"
+    ):
+        interpret(body, (1, 1, 1), 32, [np.zeros(64, np.float32)[::2]])
+
+
 S = st(64, 32, bf16)
 SMEM = tiles.shared(s=S)
 T, NARROW, COLUMN = rt(16, 32, fp32), rt(16, 48, fp32), rt(16, 32, bf16, "col")
@@ -309,10 +342,6 @@ def loaded_48_columns(h, f):
     load(h, NARROW, (0, 0), aligned=True)
 
 
-def loaded_vector(h, f):
-    warpgroup.load(f, T.row_vec, (0, 0), aligned=True)
-
-
 def from_a_shared_tile(h, f):
     (s,) = SMEM.open()
     warpgroup.load(s, T, aligned=True)
@@ -328,7 +357,6 @@ MISTAKES = {
     by_four_warps: f"warpgroup.store: {TAKES}fp32, got rt(16, 48, fp32)",
     to_a_shared_tile: "warpgroup.store: `aligned` is for global arrays, got st(64, 32, bf16)",
     loaded_48_columns: f"load: {TAKES}fp32, got rt(16, 48, fp32)",
-    loaded_vector: f"warpgroup.load: {TAKES}fp32, got row_vec(32, fp32)",
     from_a_shared_tile: "warpgroup.load: `aligned` is for global arrays, got st(64, 32, bf16)",
 }
 
