@@ -358,9 +358,11 @@ class CudaArrayInterface(Kind):
         if interface.get("mask") is not None:
             raise TypeError(f"{name}: masked arrays are not supported")
         pointer, readonly = interface["data"]
-        shape, dtype = tuple(map(int, interface["shape"])), np.dtype(interface["typestr"])
+        # the typestr of bfloat16 is "<V2", two bytes of anything, that of float8_e5m2 "<f1", which NumPy does not read itself:
+        # only the object's own dtype says more
+        typestr = interface["typestr"]
+        shape, dtype = tuple(map(int, interface["shape"])), np.dtype(x.dtype if typestr == "<f1" else typestr)
         strides = tuple(map(int, interface.get("strides") or contiguous(shape, dtype.itemsize)))
-        # the typestr of bfloat16 is "<V2", two bytes of anything: only the object's own dtype says more
         named = str(getattr(x, "dtype", dtype)) if dtype.kind == "V" else _name(dtype)
         return Array(pointer, form(shape, strides, named, _ordinal(pointer), dtype.itemsize), x, self, readonly)
 

@@ -10,6 +10,8 @@ from sweep import blank, close, pairs, wide
 import tiles
 from ops import load, store, warpgroup
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, st, tensor, tf32
+from tiles.arguments import parameter
+from tiles.compiler import compile_kernel
 
 
 def corners(to):
@@ -138,6 +140,21 @@ def test_by_tma(run, sample, dtype):
     want = np.zeros((64, 64))
     want[:36] = rounded(x[64:], dtype)
     assert (seen == want).all() and (wide(y) == want).all()
+
+
+def test_what_an_a100_lacks():
+    """fp8 comes with sm_89: a launch says so before it starts."""
+    T = rt(16, 32, fp32)
+
+    @cuda.jit
+    def narrow(x):
+        store(x, fp32(fp8e4m3(load(x, T, (0, 0)))), (0, 0))
+
+    signature = [parameter("x", blank((16, 32))).type]
+    with pytest.raises(Exception, match="cvt.e4m3x2.f32' requires .target sm_89 or higher"):
+        compile_kernel(narrow, signature, "sm_80")
+    for arch in ("sm_89", "sm_100a", "sm_120a"):
+        assert compile_kernel(narrow, signature, arch).local_bytes == 0
 
 
 @pytest.mark.parametrize("to", [bf16, fp16])
