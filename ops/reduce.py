@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba.cuda import types
 
 from tiles import ptx
-from tiles.dtypes import fp32
+from tiles.dtypes import OPERANDS, fp32
 from tiles.interpreter import here
 from tiles.layout import LANES
 from tiles.op import lowers, op
@@ -113,6 +113,8 @@ def _fold(b, elements, combine):
 
 def _held(name, tile):
     """The register tile that holds what a shared one does."""
+    if tile.dtype in OPERANDS:
+        raise TypeError(f"{name}: tiles of {tile.dtype} are only for products: load it and convert it, fp32(x); got {tile}")
     try:
         return rt(tile.rows, tile.cols, tile.dtype)
     except ValueError as error:

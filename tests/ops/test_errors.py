@@ -312,6 +312,11 @@ def a_maximum_of_tf32(x, g):
     row_max(tf32(zeros(T)))
 
 
+def a_maximum_of_shared_fp8(x, g):
+    _, _, f, _ = smem.open()
+    row_max(f)
+
+
 def a_vector_of_fp8(x, g):
     fp8e4m3(zeros(T.col_vec))
 
@@ -436,6 +441,7 @@ CASES = {
     "in registers, fp8e4m3(x)",
     adding_fp8: "add: tiles of fp8e4m3 are only for products: convert it, fp32(x); got rt(16, 64, fp8e4m3)",
     a_maximum_of_tf32: "row_max: tiles of tf32 are only for products: convert it, fp32(x); got rt(16, 64, tf32)",
+    a_maximum_of_shared_fp8: "row_max: tiles of fp8e4m3 are only for products: load it and convert it, fp32(x); got st(64, 64",
     a_vector_of_fp8: "fp8e4m3: vectors are of fp32, fp16, bf16, not of fp8e4m3; got col_vec(16, fp32)",
     fp8_of_half_a_base_tile: "fp8e4m3: rt: cols of rt(16, 16, fp8e4m3) must be a multiple of 32; got rt(16, 16, fp32)",
     loading_a_shared_tile_type: "load: the type to load must be an rt or a vector type, got st(64, 64, bf16)",
