@@ -38,10 +38,10 @@ TINY = 1e-10  # added to a normalizer, as flash-linear-attention does
 class Config:
     """A kernel's shape and what it computes.
 
-    key_dim: as padded. consumers: warpgroups of 64 value columns each. gate: one of gates.KINDS. softplus: dt is that of what is
-    given. skip: the output is added D v. gated: then multiplied by silu(z). states: a pass that finds the states of segments,
-    and no output. varlen: the sequences lie one behind the other in one batch. ones: all values are 1, and the output is the
-    normalizer, one fp32 number a row and head. divided: the output is divided by that."""
+    key_dim: as padded. consumers: warpgroups of 64 value columns each. gate: one of gates.KINDS. softplus: dt is that of
+    what is given. skip: D v is added to the output. gated: which is then multiplied by silu(z). states: a pass that finds the
+    states of segments, and no output. varlen: the sequences lie one behind the other in one batch. ones: all values are 1,
+    and the output is the normalizer, one fp32 number a row and head. divided: the output is divided by that."""
 
     key_dim: int
     consumers: int

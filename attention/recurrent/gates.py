@@ -19,8 +19,8 @@ KINDS = (None, "head", "token", "step")
 def gates(kind: str | None, consumers: int, softpluses: bool = False):
     """What a kernel needs of a kind of gate.
 
-    sum_up(b, w, gGates, gRate, gBias, batch, first, end, n, c, head): a warp's work, for kinds that are loaded: chunk after chunk
-    of tokens first to end, the running sums of the gates of consumer c go to ring b, and the weights to w.
+    sum_up(b, w, gGates, gRate, gBias, batch, first, end, n, c, head): a warp's work, for kinds that are loaded: chunk after
+    chunk of tokens first to end, the running sums of the gates of consumer c go to ring b, and the weights to w.
     steady(gGates, head): the gate, if all of a head are the same.
     sums(b, w, mine, same, left): of a chunk, the `mine`-th of the rings, of which `left` tokens or more are left: b of this
     warp's rows, of all, the last, and the weights.

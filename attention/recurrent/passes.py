@@ -1,0 +1,169 @@
+"""From a problem of linear attention to launches of the chunk kernel (chunk.py).
+
+There is one, or two where few long sequences are cut into segments, and one before it where a normalizer is wanted.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tiles import launch, tensor
+from tiles.arrays import FORMS, Form, at, c_ordered, form
+from tiles.device import processors
+from tiles.dtypes import bf16, fp16
+from tiles.launch import Bound
+
+from . import chunk
+from .problem import Problem
+
+DTYPES = {"bfloat16": bf16, "float16": fp16}
+KEY_DIMS = 64, 128, 256
+TWICE = 1.6  # what two passes cost: one reads everything, the other keys and values
+LEAST = 8  # chunks of a segment
+ARRAYS = "q k v z gates rate bias skip divisor out start local state total ends".split()  # of the kernel, in order
+TILED = "q", "k", "v", "z"
+NAMES = {  # what the caller gives calls some of them
+    "linear": {"gates": "decay", "start": "initial_state", "ends": "cu_seqlens"},
+    "mamba2": dict(
+        q="C", k="B", v="x", gates="dt", rate="A", bias="dt_bias", skip="D", start="initial_states", ends="cu_seqlens"
+    ),
+}
+
+
+class Passes(NamedTuple):
+    """What solves problems of one form. scratch: {name: (shape, dtype)}, memory in which a pass leaves something for the next.
+    launches: each with the names of the arrays whose addresses it takes."""
+
+    scratch: dict[str, tuple[tuple[int, ...], str]]
+    launches: list[tuple[Bound, list[str]]]
+
+    def prepare(self, stream: int, where: dict[str, int]) -> Callable[[], None]:
+        """A function that launches them. where: addresses by name, 0 or nothing for what is absent."""
+        ready = [bound.prepare(stream, *(where.get(name, 0) for name in names)) for bound, names in self.launches]
+        if len(ready) == 1:
+            return ready[0]
+
+        def run():
+            for one in ready:
+                one()
+
+        return run
+
+
+def segments(items: int, chunks: int, places: int) -> int:
+    """Into how many parts to cut each sequence, if there are `items` pieces of work of so many chunks, and `places` for blocks
+    at once: what ends soonest."""
+
+    def time(parts):
+        return math.ceil(items * parts / places) / parts * (1 if parts == 1 else TWICE)
+
+    return min(range(1, max(1, min(chunks // LEAST, places)) + 1), key=time)
+
+
+@functools.lru_cache(FORMS)
+def passes(problem: Problem, softplus: bool = False, parts: int | None = None) -> Passes:
+    """The launches for a problem; softplus: of dt. parts: segments of each sequence, chosen by default."""
+    forms, width = _forms(problem), math.ceil(problem.value_dim / chunk.COLUMNS)
+    main, device = _config(problem, width, softplus), problem.device
+    if parts is None:
+        parts = _parts(problem, main, width)
+    names = {name: NAMES[problem.member].get(name, name) for name in ARRAYS}
+    names |= {} if main.gated else {"z": names["v"]}
+    scratch, launches = {}, []
+    if parts > 1:
+        pairs = problem.sequences, problem.heads, parts - 1
+        scratch |= {"local": ((*pairs, problem.value_dim, problem.key_dim), "float32"), "total": ((*pairs, 1), "float32")}
+        forms |= {name: c_ordered(*what, device) for name, what in scratch.items()}
+        states = _config(problem, width, softplus, states=True)
+        anew = {"start": c_ordered((*pairs[:2], 0, 0), "float32", device), "out": forms["v"]}
+        launches.append((_bind(states, problem, forms | anew, width, parts, parts - 1), [*names.values()]))
+    if problem.normalize:
+        scratch["divisor"] = forms["v"].shape[:3], "float32"
+        forms["divisor"] = c_ordered(*scratch["divisor"], device)
+        z, start = c_ordered(problem.z_shape, "float32", device), problem.forms.get("initial_z")
+        rows = {
+            "start": _spread(start, 2, chunk.COLUMNS) if start else forms["start"],
+            "state": _spread(z, 2, 1),
+            "out": forms["divisor"],
+        }
+        ones, called = _config(problem, 1, softplus, ones=True), {"start": "initial_z", "state": "final_z", "out": "divisor"}
+        launches.append((_bind(ones, problem, forms | rows, 1, 1, 1), [*(names | called).values()]))
+    launches.append((_bind(main, problem, forms, width, parts, parts), [*names.values()]))
+    return Passes(scratch, launches)
+
+
+def _forms(problem: Problem) -> dict[str, Form]:
+    """The kernel's arrays. What was not given is empty: loads from it are 0, and stores to it left out."""
+    batch, heads, pairs = problem.batch, problem.heads, (problem.sequences, problem.heads)
+    empty = {name: (heads, 0) for name in ("rate", "bias", "skip")} | {name: (batch, 0, heads) for name in ("gates", "divisor")}
+    empty |= {"start": (*pairs, 0, 0), "local": (*pairs, 0, 0, 0), "total": (*pairs, 0, 0)}
+    forms = {name: c_ordered(shape, "float32", problem.device) for name, shape in empty.items()}
+    forms["ends"] = c_ordered((0,), "int32", problem.device)
+    forms["state"] = c_ordered(problem.state_shape, "float32", problem.device)
+    called = {NAMES[problem.member].get(name, name): name for name in ARRAYS}
+    forms |= {called[name]: x for name, x in problem.forms.items() if name in called}
+    forms.setdefault("z", forms["v"])
+    for name, extent in ("gates", chunk.CHUNK), ("rate", chunk.CHUNK), ("bias", chunk.CHUNK), ("skip", problem.value_dim):
+        if len(forms[name].shape) == 1:  # one number a head, as if there were one for each token or column
+            forms[name] = _spread(forms[name], 1, extent)
+    if problem.member == "linear":  # whose states are not transposed, as the kernel's and Mamba-2's are
+        forms |= {name: _swapped(forms[name]) for name in ("start", "state")}
+    return forms
+
+
+def _config(problem: Problem, width: int, softplus: bool, states: bool = False, ones: bool = False) -> chunk.Config:
+    """The kernel for values of `width` blocks of columns."""
+    key_dim, given = min(n for n in KEY_DIMS if n >= problem.key_dim), problem.forms
+    decay = given.get("decay")
+    return chunk.Config(
+        key_dim,
+        consumers=2 if problem.group * width % 2 == 0 and key_dim <= chunk.WIDE else 1,
+        dtype=DTYPES[problem.dtype],
+        gate="step" if "dt" in given else None if decay is None else "head" if len(decay.shape) == 1 else "token",
+        softplus=softplus,
+        skip="D" in given and not states,
+        gated="z" in given and not states,
+        states=states,
+        varlen="cu_seqlens" in given,
+        ones=ones,
+        divided=problem.normalize and not (states or ones),
+    )
+
+
+def _parts(problem: Problem, config: chunk.Config, width: int) -> int:
+    """How many segments each sequence is cut into."""
+    if problem.key_dim > chunk.WIDE:
+        return 1
+    items = problem.sequences * problem.heads * width // config.consumers
+    chunks = problem.seqlen * problem.batch // problem.sequences // chunk.CHUNK
+    return segments(items, chunks, config.resident * processors(problem.device))
+
+
+def _bind(config: chunk.Config, problem: Problem, forms: dict[str, Form], width: int, parts: int, walked: int) -> Bound:
+    """The launch of a kernel."""
+    kernel, smem = chunk.make(config)
+
+    def argument(name: str):
+        array = at(0, forms[name])
+        if name in TILED or (name == "out" and not (config.states or config.ones or config.varlen)):
+            return tensor(array, config.key if name in "qk" else config.value, rows=1, cols=3, unit=1)
+        return array
+
+    blocks = problem.group * width // config.consumers
+    grid = problem.sequences * problem.key_heads * walked * blocks
+    sizes = problem.seqlen, blocks, parts, walked, problem.key_heads, problem.group, width, problem.scale
+    return launch(kernel, grid, config.threads, shared=smem).bind(*map(argument, ARRAYS), *sizes)
+
+
+def _swapped(x: Form) -> Form:
+    """The form with its last two axes swapped."""
+    *shape, m, n = x.shape
+    *strides, down, across = x.strides
+    return form((*shape, n, m), (*strides, across, down), x.dtype, x.device, x.itemsize)
+
+
+def _spread(x: Form, axis: int, extent: int) -> Form:
+    """The form with one more axis, along which all elements are one."""
+    shape, strides = (*x.shape[:axis], extent, *x.shape[axis:]), (*x.strides[:axis], 0, *x.strides[axis:])
+    return form(shape, strides, x.dtype, x.device, x.itemsize)
