@@ -23,7 +23,7 @@ from . import memory
 from .group import Group
 
 WARPGROUP = Group("warpgroup", 4)
-THREADS = LANES * WARPGROUP.warps
+THREADS = LANES * 4
 
 
 def _to_global(warp, target, at, tile, fold=None):

@@ -1,19 +1,38 @@
 """Blocks of a cluster, launched by tiles.launch(..., cluster=n): they run at the same time, close together, and reach into each
-other's shared memory. Rings with `blocks=n` share what TMA brings; see tiles.ring.
+other's shared memory. Rings with `blocks=n` share what TMA brings; see tiles.ring. For what the blocks compute:
 
     peer = cluster.rank() ^ 1
+    theirs = cluster.map(tile, peer)          # the peer's shared tile of the same name
+    cluster.store(theirs, x)                  # by one warp; theirs may also be loaded from
+    cluster.sync()                            # all blocks of the cluster meet, and see what was written
     ...
-    cluster.sync()               # at the end: nobody goes while a peer may still reach into its shared memory
+    cluster.sync()                            # at the end: nobody goes while a peer may still reach into its shared memory
+
+or, from one warp to those that wait for it, with barriers of the plan:
+
+    cluster.store_async(theirs, x, cluster.map(full, peer))     # its bytes count on the peer's barrier
+    cluster.signal(cluster.map(empty, peer))                    # one arrival there
+    cluster.receive(full, 1)                                    # phase 1 of one's own is complete
 """
 
+import numpy as np
+from llvmlite import ir
 from numba.cuda import types
 
 from tiles import ptx
+from tiles.dtypes import fp32
 from tiles.interpreter import here
-from tiles.op import lowers, op
-from tiles.plumbing import void
+from tiles.layout import LANES
+from tiles.op import integer, lowers, op
+from tiles.plumbing import f32, i32, void
+from tiles.shared import elected
+from tiles.types import REGISTER_DTYPES, barrier, remote, rt, rv, st, sv
+from tiles.values import Remote, SharedTile
+
+from . import panels, vectors
 
 
+# ---- who, and when -------------------------------------------------------------------------------------------------
 @op
 def rank():
     """Which block of its cluster this is: 0, 1, ..., along x first."""
@@ -54,5 +73,169 @@ def _():
     def emit(b):
         ptx.cluster_arrive(b)
         ptx.cluster_wait(b)
+
+    return void, emit
+
+
+# ---- where ---------------------------------------------------------------------------------------------------------
+@op
+def map(item, rank):
+    """What block number `rank` of the cluster has where this one has the shared tile, vector or barrier `item`."""
+    warp, blocks = here(), here().block.cluster.blocks
+    if not 0 <= rank < len(blocks):
+        raise warp.hazard(f"there is no block {rank} in a cluster of {len(blocks)} blocks")
+    home = blocks[rank]
+    home.reached(warp, "reaches for shared memory")
+    if not isinstance(item, SharedTile):
+        item = home.opened[next(name for name, own in warp.block.opened.items() if own is item)]
+    return Remote(item, home)
+
+
+@lowers(map)
+def _(item, rank):
+    if not isinstance(item, (st, sv, barrier)) or not integer(rank):
+        raise TypeError(f"cluster.map: takes a shared tile, vector or barrier, and a number, got {item} and {rank}")
+    return remote(item), lambda b, address, rank: ptx.map_shared(b, address, b.u32(rank))
+
+
+# ---- tiles and vectors ---------------------------------------------------------------------------------------------
+@op
+def store(target, value):
+    """A peer's shared tile or vector = value, rounded to its dtype, by one warp. The peer sees it after cluster.sync(), or once
+    it has received this warp's signal."""
+    here().write(target.item, value.array.reshape(-1, *target.shape[1:]), home=target.block)
+
+
+@op
+def load(source, spec):
+    """The register tile or vector of type `spec` from a peer's shared tile or vector, by one warp."""
+    return here().read(source.item, home=source.block).astype(np.float32).reshape(spec.shape)
+
+
+@op
+def store_async(target, value, bar):
+    """As `store`, without waiting for it (st.async): its bytes count on a barrier of the same peer, which expects them
+    (raw.expect) and reads the tile with ordinary loads once it has received them."""
+    if bar.block is not target.block:
+        raise here().hazard(f"stores to {target}, and counts on {bar.item.name} of block {bar.block.index}", "bytes")
+    here().write_async(target.item, value.array.reshape(-1, *target.shape[1:]), bar.item)
+
+
+def _check(name, verb, target, value):
+    if not (isinstance(target, remote) and isinstance(target.item, (st, sv)) and target.item.dtype in REGISTER_DTYPES):
+        raise TypeError(f"{name}: takes a peer's shared tile or vector (cluster.map), got {target}")
+    if not isinstance(value, (rt, rv)) or value.dtype not in REGISTER_DTYPES or getattr(value, "partial", False):
+        raise TypeError(f"{name}: takes a register tile or whole vector, got {value}")
+    (panels if isinstance(target.item, st) else vectors).check(name, target.item, verb, value, None, 1)
+
+
+def _pieces(b, item, spec, address):
+    """The elements that a lane moves at once, neighbours in memory, and where they lie."""
+    if isinstance(item, sv):
+        return vectors.addresses(b, item, spec, address, b.u32(0))
+    step = 2 if spec.layout == "row" else 1
+    places = panels.lane_addresses(b, item, spec, address, b.u32(0), step)
+    return ((slice(k, k + step), at) for k, at in zip(range(0, spec.elements, step), places, strict=True))
+
+
+def _lower_store(item, spec, instruction):
+    """The lowering of a store by `instruction`, which is told of a barrier last if there is one."""
+
+    def lower(b, address, value, *bars):
+        elements, tail = b.elements(spec, value), ", [${}]" if bars else ""
+        mine = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(getattr(spec, "holders", 0))), b.u32(0))
+        with b.if_then(mine):
+            for piece, at in _pieces(b, item, spec, address):
+                e = elements[piece]
+                if item.dtype is fp32:
+                    given = "{$1, $2}" if len(e) > 1 else "$1"
+                    text = f"{instruction}{'.v2' * (len(e) > 1)}.f32 [$0], {given}{tail.format(1 + len(e))};"
+                    b.do(text, at, *e, *bars)
+                elif len(e) > 1:
+                    b.do(f"{instruction}.b32 [$0], $1{tail.format(2)};", at, b.pair(item.dtype, *e), *bars)
+                else:
+                    text = f"{{.reg .b16 lo, hi;\nmov.b32 {{lo, hi}}, $1;\n{instruction}.b16 [$0], lo;}}"
+                    b.do(text, at, b.pair(item.dtype, e[0], e[0]))
+
+    return lower
+
+
+@lowers(store)
+def _(target, value):
+    _check("cluster.store", "take", target, value)
+    return void, _lower_store(target.item, value, "st.shared::cluster")
+
+
+@lowers(store_async)
+def _(target, value, bar):
+    _check("cluster.store_async", "take", target, value)
+    if not (isinstance(bar, remote) and isinstance(bar.item, barrier)):
+        raise TypeError(f"cluster.store_async: takes a peer's barrier (cluster.map), got {bar}")
+    pairs = value.layout == "row" if isinstance(value, rt) else not value.by_quad
+    if not pairs and target.item.dtype is not fp32:
+        raise TypeError(f"cluster.store_async: stores no less than 4 bytes, and lanes hold single elements of {value}")
+    return void, _lower_store(target.item, value, "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes")
+
+
+@lowers(load)
+def _(source, spec: type):
+    _check("cluster.load", "hold", source, spec)
+    item = source.item
+
+    def emit(b, address, _):
+        out = []
+        for piece, at in _pieces(b, item, spec, address):
+            if item.dtype is fp32 and piece.stop - piece.start > 1:
+                two = ir.LiteralStructType([f32] * 2)
+                out += b.unpack(b.asm(two, "ld.shared::cluster.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at))
+            elif item.dtype is fp32:
+                out.append(b.asm(f32, "ld.shared::cluster.f32 $0, [$1];", "=f,r", at))
+            elif piece.stop - piece.start > 1:
+                word = b.asm(i32, "ld.shared::cluster.b32 $0, [$1];", "=r,r", at)
+                out += b.elements(rt(16, 16, item.dtype), b.pack([word]))
+            else:
+                text = "{.reg .b16 x;\nld.shared::cluster.b16 x, [$1];\nmov.b32 $0, {x, x};}"
+                word = b.asm(i32, text, "=r,r", at)
+                out.append(b.elements(rt(16, 16, item.dtype), b.pack([word]))[0])
+        ptx.reads_done(b)
+        return b.from_elements(spec, out)
+
+    return spec, emit
+
+
+# ---- barriers ------------------------------------------------------------------------------------------------------
+@op
+def signal(bar):
+    """One arrival of this warp on a peer's barrier. Those that receive it see what the warp wrote before."""
+    bar.item.arrive(here())
+
+
+@lowers(signal)
+def _(bar):
+    if not (isinstance(bar, remote) and isinstance(bar.item, barrier)):
+        raise TypeError(f"cluster.signal: takes a peer's barrier (cluster.map), got {bar}")
+
+    def emit(b, address):
+        b.do("bar.warp.sync 0xffffffff;")
+        with b.if_then(elected(b, LANES)):
+            ptx.mbarrier_arrive_remote(b, address, publish=True)
+
+    return void, emit
+
+
+@op
+def receive(bar, phases):
+    """Until `phases` phases of a barrier of this block are complete, of which the hardware sees the parity only; what peers
+    wrote before they signalled, or stored to count on it, is then visible."""
+    bar.wait(here(), phases)
+
+
+@lowers(receive)
+def _(bar, phases):
+    if not (isinstance(bar, barrier) and integer(phases)):
+        raise TypeError(f"cluster.receive: takes a barrier of this block and a number of phases, got {bar} and {phases}")
+
+    def emit(b, address, phases):
+        ptx.mbarrier_wait(b, address, b.and_(b.sub(b.u32(phases), b.u32(1)), b.u32(1)), ".acquire.cluster")
 
     return void, emit

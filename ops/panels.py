@@ -77,7 +77,7 @@ def matrix_addresses(b, tile, spec, address, first_row, turned=False, first_col=
         yield b.add(b.add(start, b.xor(half, b.u32(byte))), b.u32(panel * tile.panel_bytes + row * tile.width))
 
 
-# Accesses to 4-byte elements without bank conflicts. The banks serve 16 lanes at once if each takes a pair, 32 of single elements.
+# Accesses to 4-byte elements without bank conflicts. The banks serve 16 lanes at once if each takes a pair, 32 of single ones.
 # Four neighbouring rows of a pair's two chunks then lie in half of the banks, whatever the swizzle, for it moves chunks by one
 # row's bits only. So in instruction k lanes L with L & mask take the elements that the others take in instruction k ^ partner:
 # further along the row, or one row below. (layout, width): mask, partner, bytes from one to the other along the row.

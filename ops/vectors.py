@@ -30,7 +30,7 @@ def check(name, vector, verb, spec, at, warps):
         raise TypeError(f"{name}: `at` is for global arrays; a shared vector is taken whole, got {at}")
 
 
-def _addresses(b, vector, spec, address, first):
+def addresses(b, vector, spec, address, first):
     """The elements that go together (two if the lane's lie in pairs, else one) and the address of each such piece."""
     lane, step = b.lane(), 1 if spec.by_quad else 2
     own = b.lshr(lane, b.u32(2)) if spec.by_quad else b.mul(b.and_(lane, b.u32(3)), b.u32(2))
@@ -55,7 +55,7 @@ def lower_load(vector, spec, first_row):
 def read(b, vector, spec, address, first):
     """This lane's elements of a vector in registers, from a shared one."""
     out = []
-    for piece, at in _addresses(b, vector, spec, address, first):
+    for piece, at in addresses(b, vector, spec, address, first):
         if vector.dtype is not fp32:
             width = 16 if spec.by_quad else 32
             text = {16: "{.reg .b16 x;\nld.shared.b16 x, [$1];\nmov.b32 $0, {x, x};}", 32: "ld.shared.b32 $0, [$1];"}[width]
@@ -75,7 +75,7 @@ def lower_store(vector, spec, first_row):
     def lower(b, address, value, *_):
         elements = b.elements(spec, value)
         with b.if_then(b.icmp_unsigned("==", b.and_(b.lane(), b.u32(spec.holders)), b.u32(0))):
-            for piece, at in _addresses(b, vector, spec, address, first_row(b)):
+            for piece, at in addresses(b, vector, spec, address, first_row(b)):
                 e = elements[piece]
                 if vector.dtype is fp32:
                     b.do("st.shared.f32 [$0], $1;" if spec.by_quad else "st.shared.v2.f32 [$0], {$1, $2};", at, *e)

@@ -30,10 +30,10 @@ def mbarrier_expect(b, bar, nbytes):
     b.do("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", bar, b.u32(nbytes))
 
 
-def mbarrier_wait(b, bar, parity):
-    """Until the phase of this parity is complete."""
+def mbarrier_wait(b, bar, parity, scope=""):
+    """Until the phase of this parity is complete. scope: ".acquire.cluster" if blocks of the cluster wrote what is awaited."""
     b.do(
-        "{\n.reg .pred done;\nagain${:uid}:\nmbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n"
+        f"{{\n.reg .pred done;\nagain${{:uid}}:\nmbarrier.try_wait.parity{scope}.shared::cta.b64 done, [$0], $1;\n"
         "@!done bra again${:uid};\n}",
         bar,
         parity,

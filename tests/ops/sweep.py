@@ -92,9 +92,9 @@ def _worst(got, want, wrong):
 
 
 # ---- backends ------------------------------------------------------------------------------------------------------
-def meaning(kernel, *args, warps=1, shared=None, seed=None):
-    """Run one block in the interpreter."""
-    interpreter.interpret(kernel, (1, 1, 1), 32 * warps, args, shared, seed)
+def meaning(kernel, *args, warps=1, shared=None, seed=None, blocks=1):
+    """Run one block, or a cluster of `blocks`, in the interpreter."""
+    interpreter.interpret(kernel, (blocks, 1, 1), 32 * warps, args, shared, seed, (blocks, 1, 1))
 
 
 def lowering(kernel, *args, warps=1, shared=None):
@@ -124,15 +124,15 @@ class Compiled(Exception):
     """Thrown by `code`: there is no result that the rest of the test could check."""
 
 
-def code(kernel, *args, warps=1, shared=None):
+def code(kernel, *args, warps=1, shared=None, blocks=1):
     """Compile for Hopper: nothing may lie in local memory, and ptxas may complain of nothing."""
     found = compile_kernel(kernel, [parameter(f"argument {k}", a).type for k, a in enumerate(args)], "sm_90a")
     assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])
     raise Compiled
 
 
-def gpu(kernel, *args, warps=1, shared=None):
-    """Run one block on the card, on copies of the arrays."""
+def gpu(kernel, *args, warps=1, shared=None, blocks=1):
+    """Run one block, or a cluster of `blocks`, on the card, on copies of the arrays."""
     roots, given = {}, []
     for a in args:
         if isinstance(a, tensor):
@@ -141,7 +141,7 @@ def gpu(kernel, *args, warps=1, shared=None):
             given.append(_on_device(a, roots) if isinstance(a, np.ndarray) else a)
     if HUNG:
         pytest.fail(f"the GPU is still busy with {HUNG[0]}, which hangs")
-    tiles.launch(kernel, 1, 32 * warps, shared=shared)(*given)
+    tiles.launch(kernel, blocks, 32 * warps, shared=shared, cluster=blocks)(*given)
     done = cuda.event(timing=False)
     done.record()
     deadline = time.monotonic() + PATIENCE

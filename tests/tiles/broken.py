@@ -12,6 +12,7 @@ from tiles.interpreter import interpret
 
 SEEDS = range(10)
 S, G = st(16, 64, bf16), st(64, 64, bf16)  # the tile of one warp and of a warpgroup
+H = st(32, 64, bf16)  # half of the latter
 R = rt(16, 64, fp32)  # a warp's part
 ONE = shared(r=ring(S, 2, readers=1))  # filled by warpgroup 0, read by warp 4
 RING = shared(r=ring(G, 2, readers=4))  # filled by warpgroup 0, read by warpgroup 1
@@ -52,6 +53,7 @@ def arguments(kernel):
         "array": lambda: numbers,
         "small": lambda: tensor(numbers.astype(bf16.np), S, 1),
         "source": lambda: tensor(numbers.astype(bf16.np), G, 1),
+        "halves": lambda: tensor(numbers[0].astype(bf16.np), H),
         "target": lambda: tensor(np.zeros_like(numbers, bf16.np), G, 1),
     }
     return [known[name]() for name in inspect.signature(kernel).parameters]
@@ -65,17 +67,17 @@ def guilty(kernel):
     return {f"{file}:{number} `{text}`" for number, text in marked}
 
 
-def run(kernel, smem=None, threads=256, seed=None, args=None, grid=(1, 1, 1)):
+def run(kernel, smem=None, threads=256, seed=None, args=None, grid=(1, 1, 1), cluster=(1, 1, 1)):
     """Run a kernel in the interpreter."""
     function = getattr(kernel, "py_func", kernel)
-    interpret(kernel, grid, threads, arguments(function) if args is None else args, smem, seed)
+    interpret(kernel, grid, threads, arguments(function) if args is None else args, smem, seed, cluster)
 
 
-def check(case, seed):
-    """The kernel stops with the right complaint."""
+def check(case, seed, blocks=1):
+    """The kernel, run by a cluster of `blocks`, stops with the right complaint."""
     kernel, kinds, cause, warps, smem, threads = case
     with pytest.raises(Hazard) as caught:
-        run(kernel, smem, threads, seed)
+        run(kernel, smem, threads, seed, grid=(blocks, 1, 1), cluster=(blocks, 1, 1))
     hazard, text = caught.value, str(caught.value)
     assert hazard.kind in kinds, text
     assert re.search(cause, hazard.cause, re.DOTALL), text

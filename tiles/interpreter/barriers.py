@@ -55,7 +55,7 @@ class Mbarrier:
         self.arrived.append(place)
         if nbytes:
             self.expected = place
-        np.maximum(self.clock, warp.clock, out=self.clock)
+        self.learn(warp.clock)
         self.bytes += nbytes
         self.due -= 1
         self._settle(warp, place)
@@ -69,6 +69,10 @@ class Mbarrier:
         self.flying.append(copy)
         self.last_copy = self.phase + 1, copy
         return self.phase + 1
+
+    def learn(self, clock):
+        """Who sees this phase complete knows what `clock` knows."""
+        np.maximum(self.clock, clock, out=self.clock)
 
     def end_copy(self, copy):
         """It has landed."""

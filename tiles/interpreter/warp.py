@@ -81,24 +81,41 @@ class Warp(greenlet):
             raise self.hazard(f"{doing}, which this warp has released", "released")
 
     # -- ordinary accesses to shared memory
-    def read(self, tile, rows=None, fence=True):
-        """The elements of a shared tile (some of its rows), read with ordinary loads; `fence`: a fence follows the loads."""
-        cells, shadow = span(tile, rows), self.block.shadow
+    def read(self, tile, rows=None, fence=True, home=None):
+        """The elements of a shared tile (some of its rows), read with ordinary loads; `fence`: a fence follows the loads. home:
+        the block in whose memory it lies, this one by default."""
+        home = home or self.block
+        cells, shadow = span(tile, rows), home.shadow
         self._not_released(tile, f"reads {tile.name}")
+        home.reached(self, f"reads {tile.name}")
         self._allowed(shadow.unreadable(self.clock, cells, False), f"reads {tile.name}")
-        shadow.note_read(self.agent, self.tick(), cells, Event("read", f"the read of {tile.name}", self.place()))
+        time = self.tick()
+        home.visited(self, time, f"reads {tile.name}")
+        shadow.note_read(self.agent, time, cells, Event("read", f"the read of {tile.name}", self.place()))
         if fence:
             self.fence_async()
         return shadow.get(tile, rows)
 
-    def write(self, tile, values, rows=None):
-        """Store values to (some rows of) a shared tile with ordinary stores."""
-        cells, shadow = span(tile, rows), self.block.shadow
+    def write(self, tile, values, rows=None, home=None):
+        """Store values to (some rows of) a shared tile, of block `home`, with ordinary stores."""
+        home = home or self.block
+        cells, shadow = span(tile, rows), home.shadow
         self._not_released(tile, f"writes {tile.name}")
+        home.reached(self, f"writes {tile.name}")
         self._allowed(shadow.unwritable(self.clock, cells, False), f"writes {tile.name}")
         event = Event("store", f"the write of {tile.name}", self.place())
-        shadow.note_write(self.agent, self.tick(), cells, VALID, event)
+        time = self.tick()
+        home.visited(self, time, f"writes {tile.name}")
+        shadow.note_write(self.agent, time, cells, VALID, event)
         shadow.put(tile, tile.spec.dtype.round(values), rows)
+
+    def write_async(self, tile, values, barrier):
+        """Start storing values to a shared tile (st.async), completing on an mbarrier, both of one block."""
+        barrier.block.reached(self, f"writes {tile.name}")
+        shadow, cells = barrier.block.shadow, span(tile)
+        self._allowed(shadow.unwritable(self.clock, cells, False), f"writes {tile.name}")
+        self._flies(tile, barrier, lambda: tile.spec.dtype.round(values), "the store to")
+        barrier.learn(self.clock)  # what completes it is a release (PTX ISA, "st.async")
 
     def fence_async(self):
         """fence.proxy.async"""
@@ -113,14 +130,19 @@ class Warp(greenlet):
         barrier.block.reached(self, f"fills {tile.name}")
         shadow, cells = barrier.block.shadow, span(tile)
         self._allowed(shadow.unwritable(self.clock, cells, True), f"fills {tile.name}")
+        self._flies(tile, barrier, lambda: source.load(at), "the copy into", after)
+
+    def _flies(self, tile, barrier, values, what, after=()):
+        """From now on `values()` are on their way to a shared tile."""
+        shadow, cells = barrier.block.shadow, span(tile)
         shadow.poison(cells)
 
         def land():
-            shadow.put(tile, source.load(at))
+            shadow.put(tile, values())
             cells.of(shadow.state)[...] = VALID
             barrier.end_copy(copy)
 
-        copy = self.block.cluster.start(land, f"the copy into {tile.name}", tile.spec.nbytes, self.place())
+        copy = self.block.cluster.start(land, f"{what} {tile.name}", tile.spec.nbytes, self.place())
         time = barrier.begin_copy(self, copy, after)
         shadow.note_write(barrier.agent, time, cells, FILLING, Event("copy", f"the end of {copy.deed}", copy.place))
 

@@ -1,0 +1,204 @@
+"""ops/cluster.py: ranks, the cluster's barrier, peers' shared memory, rings that blocks share."""
+
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import blank, code, meaning, pairs
+
+import tiles
+from ops import cluster, load, raw, store, warpgroup, zeros
+from tiles import barrier, bf16, fp16, fp32, ring, rt, shared, st, sv, tensor
+
+SIDES = ["row", "col", "col", "row"]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4, 8])
+def test_ranks(run_apart, blocks):
+    T = rt(16, 16, fp32).row_vec
+
+    @cuda.jit
+    def body(y):
+        store(y, zeros(T) + cluster.rank(), (cuda.blockIdx.x, 0))
+
+    y = blank((blocks, 16))
+    run_apart(body, y, blocks=blocks)
+    assert (y == np.arange(blocks)[:, None]).all()
+
+
+@pytest.mark.parametrize(("dtype", "side", "blocks"), pairs([fp32, bf16, fp16], SIDES, [2, 4]))
+def test_every_block_stores_to_the_next_and_loads_from_it(run_apart, sample, dtype, side, blocks):
+    S, T, V = st(32, 64, dtype), rt(32, 64, dtype, side), rt(32, 64, dtype, side).col_vec
+    smem = shared(first=sv(16, fp32), a=S, v=sv(32, dtype))
+
+    @cuda.jit
+    def body(x, down, up, vector, across):
+        _, a, v = smem.open()
+        me = cluster.rank()
+        right = (me + 1) % blocks
+        cluster.sync()
+        cluster.store(cluster.map(a, right), load(x, T, (me, 0, 0)))
+        cluster.store(cluster.map(v, right), load(x, V, (me, 0, 0)))
+        cluster.arrive()
+        cluster.wait()
+        store(down, load(a, T), (me, 0, 0))
+        store(vector, load(v, V), (me, 0))
+        store(up, cluster.load(cluster.map(a, right), T), (me, 0, 0))
+        store(across, cluster.load(cluster.map(v, right), V), (me, 0))
+        cluster.sync()
+
+    x = sample((blocks, 32, 64), dtype)
+    down, up, vector, across = (
+        blank(x.shape, dtype),
+        blank(x.shape, dtype),
+        blank((blocks, 32), dtype),
+        blank((blocks, 32), dtype),
+    )
+    run_apart(body, x, down, up, vector, across, shared=smem, blocks=blocks)
+    assert (down == np.roll(x, 1, 0)).all() and (up == x).all()
+    assert (vector == np.roll(x[:, 0, :32], 1, 0)).all() and (across == x[:, 0, :32]).all()
+
+
+@pytest.mark.parametrize(("dtype", "side"), [(fp32, "row"), (fp32, "col"), (bf16, "row"), (fp16, "row")])
+def test_messages(run_apart, sample, dtype, side):
+    """A pair of blocks sends each other tiles, again and again: st.async to a barrier there, and a signal when it was read."""
+    S, T, N, rounds = st(16, 32, dtype), rt(16, 32, dtype, side), st(16, 32, dtype).nbytes, 5
+    smem = shared(a=S, full=barrier(1), free=barrier(1))
+
+    @cuda.jit
+    def body(x, y):
+        a, full, free = smem.open()
+        me = cluster.rank()
+        cluster.sync()
+        peer = 1 - me
+        for i in range(rounds):
+            raw.expect(full, N)
+            if i > 0:
+                cluster.receive(free, i)
+            cluster.store_async(cluster.map(a, peer), load(x, T, (me, 16 * i, 0)), cluster.map(full, peer))
+            cluster.receive(full, i + 1)
+            store(y, load(a, T), (me, 16 * i, 0))
+            cluster.signal(cluster.map(free, peer))
+        cluster.sync()
+
+    x = sample((2, 16 * rounds, 32), dtype)
+    y = blank(x.shape, dtype)
+    run_apart(body, x, y, shared=smem, blocks=2)
+    assert (y == x[::-1]).all()
+
+
+@pytest.mark.parametrize(("dtype", "blocks", "width"), pairs([bf16, fp32, fp16], [2, 4], [128, 64]))
+def test_a_ring_that_blocks_share(run_apart, sample, dtype, blocks, width):
+    """Each brings its part of the rows to all; all see whole tiles, zeros where they lie outside."""
+    S, T, count = st(64, 64, dtype, width), rt(16, 64, dtype), 6
+    smem = shared(first=st(8, 64, dtype), r=ring(S, 2, readers=4, blocks=blocks))
+
+    @cuda.jit
+    def body(x, y):
+        _, r = smem.open()
+        if warpgroup.id() == 0:
+            for j in range(count):
+                r.fill(j, x, (j // 2, j % 2))
+        else:
+            for j in range(count):
+                warpgroup.store(y, warpgroup.load(r.wait(j), T), (cuda.blockIdx.x, 64 * (j // 2), 64 * (j % 2)))
+                r.release(j)
+        cluster.sync()
+
+    x, y = sample((185, 120), dtype), blank((blocks, 192, 128), dtype)
+    part = smem.items["r"].part
+    assert part == st(64 // blocks, 64, dtype, width)
+    run_apart(body, tensor(x, part), y, warps=8, shared=smem, blocks=blocks)
+    assert (y[:, :185, :120] == x).all() and (y[:, 185:] == 0).all() and (y[:, :, 120:] == 0).all()
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+A = shared(a=st(32, 64, bf16), v=sv(32, bf16), full=barrier(1))
+R, C = rt(32, 64, bf16), rt(32, 64, bf16, "col")
+
+
+@tiles.inlined
+def peer(item):
+    return cluster.map(item, 0)
+
+
+REFUSED = {
+    "a register tile": (
+        lambda a, v, f: cluster.map(zeros(R), 0),
+        r"cluster.map: takes a shared tile, vector or barrier, and a num",
+    ),
+    "not mapped": (
+        lambda a, v, f: cluster.store(a, zeros(R)),
+        r"takes a peer's shared tile or vector \(cluster.map\), got st\(32",
+    ),
+    "a barrier": (
+        lambda a, v, f: cluster.load(peer(f), R),
+        r"cluster.load: takes a peer's shared tile or vector .* remote barrier",
+    ),
+    "another shape": (
+        lambda a, v, f: cluster.load(peer(a), rt(16, 64, bf16)),
+        r"st\(32, 64, bf16\) does not hold rt\(16, 64, bf16",
+    ),
+    "no remote barrier": (lambda a, v, f: cluster.store_async(peer(a), zeros(R), f), "takes a peer's barrier .* got barrier"),
+    "2 bytes": (lambda a, v, f: cluster.store_async(peer(a), zeros(C), peer(f)), "stores no less than 4 bytes, and lanes hold"),
+    "a signal": (
+        lambda a, v, f: cluster.signal(f),
+        r"cluster.signal: takes a peer's barrier \(cluster.map\), got barrier\(1\)",
+    ),
+    "a peer's message": (
+        lambda a, v, f: cluster.receive(peer(f), 1),
+        "receive: takes a barrier of this block and a number of pha",
+    ),
+    "read by an op": (
+        lambda a, v, f: load(peer(a), R),
+        "load: the source must be a shared tile or vector, or a global array, got rem",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case):
+    use, words = tiles.inlined(REFUSED[case][0]), REFUSED[case][1]
+
+    @cuda.jit
+    def body():
+        a, v, f = A.open()
+        use(a, v, f)
+
+    with pytest.raises(TypeError, match=words):
+        meaning(body, shared=A)
+
+
+def test_rings_that_cannot_be_shared():
+    with pytest.raises(
+        ValueError, match=r"ring: 1 to 8 blocks share a tile, by multiples of 8 rows, got 3 for st\(64, 64, bf16\)"
+    ):
+        ring(st(64, 64, bf16), 2, blocks=3)
+    with pytest.raises(ValueError, match="ring: 1 to 8 blocks share a tile, by multiples of 8 rows, got 16"):
+        ring(st(256, 64, bf16), 2, blocks=16)
+    with pytest.raises(ValueError, match="ring: what warps write stays in their block"):
+        ring(st(64, 64, bf16), 2, writers=4, blocks=2)
+    with pytest.raises(ValueError, match="shared: a ring is for all blocks of a cluster or for one"):
+        shared(a=ring(st(64, 64, bf16), 2, blocks=2), b=ring(st(64, 64, bf16), 2, blocks=4))
+
+
+def test_the_launch_and_the_plan_agree():
+    smem = shared(a=ring(st(64, 64, bf16), 2, blocks=2))
+    with pytest.raises(ValueError, match=r"launch: shared\(.*\) is for clusters of 2 blocks, got cluster=None"):
+        tiles.launch(cuda.jit(lambda: None), 2, 32, shared=smem)
+    with pytest.raises(ValueError, match="cluster=4"):
+        tiles.launch(cuda.jit(lambda: None), 4, 32, shared=smem, cluster=4)
+
+
+def test_a_shared_ring_wants_tensors_of_parts():
+    S = st(64, 64, bf16)
+    smem = shared(r=ring(S, 2, blocks=2))
+
+    @cuda.jit
+    def body(x):
+        (r,) = smem.open()
+        r.fill(0, x, (0, 0))
+
+    words = r"fill: the ring holds st\(64, 64, bf16\) in parts of st\(32, 64, bf16\), the source gives st\(64, 64, bf16\)"
+    for backend in (meaning, code):
+        with pytest.raises(TypeError, match=words):
+            backend(body, tensor(np.zeros((64, 64), bf16.np), S), warps=4, shared=smem, blocks=2)
