@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from numbers import Real
@@ -86,9 +86,9 @@ def check(
         raise TypeError(f"layout: must be one of {tuple(AXES)}: {layout=}")
     problem = _problem(q.form, k.form, v.form, None if out is None else out.form, causal, scale, layout)
     if (q.pointer | k.pointer | v.pointer | (0 if out is None else out.pointer)) % ALIGNMENT:
-        _require(_alignment({"q": q, "k": k, "v": v, "out": out}))
+        require(alignment_rules({"q": q, "k": k, "v": v, "out": out}))
     if out is not None and (out.readonly or overlaps(out, k) or overlaps(out, v) or overlaps(out, q)):
-        _require(_apart(q, k, v, out, problem))
+        require(_apart(q, k, v, out, problem))
     return problem
 
 
@@ -114,7 +114,7 @@ def piece(problem: Problem, *pointers: int) -> int:
 Rule = tuple[bool, type[Exception], str]  # (holds, the error if it does not, its message)
 
 
-def _require(rules: Iterator[Rule]) -> None:
+def require(rules: Iterator[Rule]) -> None:
     """Raise the first rule's error that does not hold. Rules are lazy: one may rely on those before it."""
     for holds, error, message in rules:
         if not holds:
@@ -124,8 +124,8 @@ def _require(rules: Iterator[Rule]) -> None:
 @lru_cache(FORMS)
 def _problem(q: Form, k: Form, v: Form, out: Form | None, causal: bool, scale: float | None, layout: str) -> Problem:
     forms = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
-    _require(_shape_rules(forms, layout))
-    _require(_memory_rules(forms))
+    require(_shape_rules(forms, layout))
+    require(memory_rules(forms))
     batch, seqlen_q, heads_q, head_dim = (q.shape[axis] for axis in AXES[layout])
     _, seqlen_kv, heads_kv, _ = (k.shape[axis] for axis in AXES[layout])
     scale = head_dim**-0.5 if scale is None else scale
@@ -173,8 +173,8 @@ def _shape_rules(forms: dict[str, Form], layout: str) -> Iterator[Rule]:
         yield fits, ValueError, f"out: shape must equal q's: {values('shape', 'out', 'q')}"
 
 
-def _memory_rules(forms: dict[str, Form]) -> Iterator[Rule]:
-    """Strides: what a kernel can address."""
+def memory_rules(forms: Mapping[str, Form]) -> Iterator[Rule]:
+    """Strides of arrays that are moved as tiles: what a kernel can address."""
     for name, x in forms.items():
         if x.extent == 0:
             continue
@@ -191,7 +191,8 @@ def _memory_rules(forms: dict[str, Form]) -> Iterator[Rule]:
             yield not overlaps_itself(x), ValueError, f"out: its elements must not overlap each other: {seen}"
 
 
-def _alignment(arrays: dict[str, Array | None]) -> Iterator[Rule]:
+def alignment_rules(arrays: Mapping[str, Array | None]) -> Iterator[Rule]:
+    """Addresses, likewise."""
     for name, array in arrays.items():
         if array is not None and array.form.extent:
             message = f"{name}: must start at a multiple of {ALIGNMENT} bytes: address {array.pointer:#x}"
