@@ -107,6 +107,8 @@ def index_rule(name, shape, axis, first=None):
     vector = ("col_vec", "row_vec")[axis]
     if isinstance(shape, rv) and shape.axis != vector:
         raise TypeError(f"{name}: takes a tile type or a {vector} type, got {shape}")
+    if shape.dtype not in EXACT:
+        raise TypeError(f"{name}: tiles of {shape.dtype} are only for products: convert fp32, got {shape}")
     count = shape.shape[axis] * (1 if first is None else 4)
     if count > EXACT[shape.dtype]:
         raise TypeError(f"{name}: {shape.dtype} holds integers up to {EXACT[shape.dtype]} only, got {shape}; convert fp32")

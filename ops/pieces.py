@@ -65,7 +65,7 @@ def check(name, array, spec, vectors=False):
     size = SCALARS[array.dtype].itemsize
     if vectors and isinstance(spec, rv) and size in EXCHANGES:
         return
-    fits = isinstance(spec, rt) and spec.layout == "row" and size in EXCHANGES
+    fits = isinstance(spec, rt) and spec.layout == "row" and size in EXCHANGES and spec.dtype.itemsize > 1
     if not fits or spec.cols % EXCHANGES[size].columns:
         raise TypeError(
             f"{name}: aligned accesses take tiles in row layout, of 32, 64, 96, ... columns for arrays of bf16 or fp16, "

@@ -42,7 +42,7 @@ H48 = rt(16, 48, fp16)
 COLUMNS, NARROW_COLUMNS = rt(16, 64, fp32, "col"), rt(16, 64, bf16, "col")
 S, S8 = st(64, 64, bf16), st(64, 64, tiles.fp8e4m3)
 smem = tiles.shared(s=S, v=st(64, 48, fp16), f=S8, bar=barrier(1))
-LONG, NARROW = rt(16, 512, bf16), rt(16, 16, fp32)
+LONG, NARROW, E = rt(16, 512, bf16), rt(16, 16, fp32), rt(16, 64, fp8e4m3)
 PARTIAL = replace(T.col_vec, partial=True)
 turn = warpgroup.turns(2)
 
@@ -317,6 +317,14 @@ def a_maximum_of_shared_fp8(x, g):
     row_max(f)
 
 
+def row_numbers_of_fp8(x, g):
+    row_index(E)
+
+
+def storing_fp8_in_pieces(x, g):
+    store(x, zeros(E), (0, 0), aligned=True)
+
+
 def a_vector_of_fp8(x, g):
     fp8e4m3(zeros(T.col_vec))
 
@@ -442,6 +450,8 @@ CASES = {
     adding_fp8: "add: tiles of fp8e4m3 are only for products: convert it, fp32(x); got rt(16, 64, fp8e4m3)",
     a_maximum_of_tf32: "row_max: tiles of tf32 are only for products: convert it, fp32(x); got rt(16, 64, tf32)",
     a_maximum_of_shared_fp8: "row_max: tiles of fp8e4m3 are only for products: load it and convert it, fp32(x); got st(64, 64",
+    row_numbers_of_fp8: "row_index: tiles of fp8e4m3 are only for products: convert fp32, got rt(16, 64, fp8e4m3)",
+    storing_fp8_in_pieces: "store: aligned accesses take tiles in row layout, of 32, 64, 96, ... columns for arrays of bf16 or",
     a_vector_of_fp8: "fp8e4m3: vectors are of fp32, fp16, bf16, not of fp8e4m3; got col_vec(16, fp32)",
     fp8_of_half_a_base_tile: "fp8e4m3: rt: cols of rt(16, 16, fp8e4m3) must be a multiple of 32; got rt(16, 16, fp32)",
     loading_a_shared_tile_type: "load: the type to load must be an rt or a vector type, got st(64, 64, bf16)",
