@@ -1,0 +1,41 @@
+"""Where a test of the linear-attention family runs: the interpreter with NumPy's arrays, the card with torch's."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class OnInterpreter:
+    """NumPy arrays as they are."""
+
+    def put(self, x):
+        return x
+
+    get = put
+
+
+class OnCard:
+    """torch tensors, which carry bf16 to the card and back as bits."""
+
+    def put(self, x):
+        import torch
+
+        if x.dtype == BF16:
+            return torch.from_numpy(np.ascontiguousarray(x).view(np.int16)).cuda().view(torch.bfloat16)
+        return torch.from_numpy(np.ascontiguousarray(x)).cuda()
+
+    def get(self, x):
+        import torch
+
+        return x.view(torch.int16).cpu().numpy().view(BF16) if x.dtype == torch.bfloat16 else x.cpu().numpy()
+
+
+@pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
+def place(request):
+    """`put` takes an array there, `get` brings it back."""
+    if request.param == "gpu":
+        pytest.importorskip("torch")
+        return OnCard()
+    return OnInterpreter()

@@ -1,0 +1,114 @@
+"""attention.based against its recurrence in float64, in the interpreter and on the card."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from attention import reference
+from attention.recurrent import based as module
+from attention.recurrent.based import based
+from tiles import bf16, fp16
+from tiles.compiler import compile_kernel
+
+BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
+
+
+def inputs(batch, length, heads, value_dim, dtype=BF16, key_heads=None, seed=0):
+    draw = np.random.default_rng(seed).standard_normal
+    q, k = (draw((batch, length, key_heads or heads, 16), np.float32).astype(dtype) for _ in range(2))
+    return q, k, draw((batch, length, heads, value_dim), np.float32).astype(dtype)
+
+
+def agree(place, q, k, v, **options):
+    """Run into a poisoned output and judge by the rule."""
+    out = place.put(np.full(v.shape, np.nan, v.dtype))
+    assert based(*map(place.put, (q, k, v)), out=out, **options) is out
+    ref, low = (reference.based(q, k, v, low=low, **options)[0] for low in (False, True))
+    reference.assert_close(place.get(out), ref, low)
+    return place.get(out)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("normalize", [True, False], ids=["divided", "sums"])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 300])
+def test_lengths_around_every_chunk(place, length, normalize):
+    agree(place, *inputs(1, length, 1, 64), normalize=normalize)
+
+
+@pytest.mark.parametrize(("value_dim", "dtype"), [(16, BF16), (64, FP16), (80, BF16), (128, BF16), (256, FP16)])
+def test_columns_of_the_values(place, value_dim, dtype):
+    agree(place, *inputs(2, 100, 2, value_dim, dtype))
+
+
+def test_values_that_share_keys(place):
+    agree(place, *inputs(2, 130, 4, 64, key_heads=2))
+
+
+@pytest.mark.parametrize("scale", [0.25, 0.3, 2])
+def test_scale(place, scale):
+    agree(place, *inputs(1, 150, 1, 64), scale=scale)
+
+
+def test_layouts_agree(place):
+    q, k, v = inputs(2, 70, 3, 64)
+    turned = based(*(place.put(x.swapaxes(1, 2).copy()) for x in (q, k, v)), layout="bhsd")
+    assert (place.get(turned).swapaxes(1, 2) == agree(place, q, k, v)).all()
+
+
+def test_the_future_does_not_matter(place):
+    """What comes later changes no bit, and no neighbour: not even NaN, if it lies in another chunk."""
+    q, k, v = inputs(2, 200, 2, 64)
+    before = agree(place, q, k, v)[0, :128, 0].copy()
+    for x in (q, k, v):
+        x[0, 128:] = x[1] = x[:, :, 1] = np.nan
+    assert (place.get(based(*map(place.put, (q, k, v))))[0, :128, 0] == before).all()
+
+
+def test_weights_that_are_one():
+    """With q = 0 the output is the mean of the values so far."""
+    _, k, v = inputs(1, 140, 1, 64)
+    out = based(np.zeros_like(k), k, v).astype(np.float64)
+    mean = v.astype(np.float64).cumsum(axis=1) / np.arange(1, 141)[:, None, None]
+    assert np.abs(out - mean).max() < 2**-7
+
+
+@pytest.mark.gpu
+def test_a_long_sequence(place):
+    """The divisor counts a quarter of a million tokens: with equal values the output is that value."""
+    q, k, v = inputs(1, 2**18, 1, 64)
+    v[...] = 1.5
+    out = place.get(based(*map(place.put, (q, k, v)))).astype(np.float64)
+    assert np.abs(out - 1.5).max() < 0.03
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("dtype", [bf16, fp16], ids=str)
+def test_machine_code(dtype, normalize):
+    """No spills, and no product waits for another."""
+    config = module.Config(dtype, normalize)
+    compiled = compile_kernel(module.make(config)[0], module.signature(config), "sm_90a")
+    assert (compiled.spill_bytes, compiled.local_bytes, compiled.warnings) == (0, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(q=np.zeros((1, 8, 1, 32), BF16), k=np.zeros((1, 8, 1, 32), BF16)), r"q: key_dim must be 16: 32, q.shape="),
+        (dict(v=np.zeros((1, 8, 1, 40), BF16)), "v: value_dim must be a multiple of 16"),
+        (dict(v=np.zeros((1, 9, 1, 64), BF16)), "v: sequence must equal q's"),
+        (
+            dict(v=np.zeros((1, 8, 1, 68), BF16)[..., 4:]),
+            "attention.based: takes addresses and strides that are multiples of 16",
+        ),
+    ],
+)
+def test_what_it_refuses(change, message):
+    arrays = dict(zip("qkv", inputs(1, 8, 1, 64))) | change
+    with pytest.raises(ValueError, match=message):
+        based(**arrays)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 1), (1, 0, 1)])
+def test_nothing_to_do(shape):
+    x = np.zeros((*shape, 16), BF16)
+    assert based(x, x, x).shape == x.shape
