@@ -1,4 +1,4 @@
-"""Who does an op: a warp (`ops`), a warpgroup (`ops.warpgroup`) or a block (`ops.block`).
+"""Who does an op: a warp (`ops`), a warpgroup (`ops.warpgroup`), a block (`ops.block`) or a cluster (`ops.cluster`).
 
 Asked for in a scope where it has no meaning, an op says where it has one: a TypeError with the kernel's line, as for every
 other mistake that types show.
@@ -15,6 +15,7 @@ SCOPES = {  # module: (who works there, how its ops are called)
     "ops": ("a warp", "each warp calls ops.{} on its own tile"),
     "ops.warpgroup": ("a warpgroup", "its four warps together call warpgroup.{}"),
     "ops.block": ("a block", "all its warps together call block.{}"),
+    "ops.cluster": ("a cluster", "all its blocks together call cluster.{}"),
 }
 
 

@@ -1,6 +1,9 @@
-"""What the documents show is true: their code runs, the README's kernel is the example's, its error is the one you get."""
+"""What the documents show is true: their code runs and prints what they say, the README's kernel is the example's, its error is
+the one you get, and whatever they name exists."""
 
+import contextlib
 import importlib.util
+import io
 import os
 import re
 import subprocess
@@ -9,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tiles import Hazard
+import ops
+import tiles
+from tiles import Hazard, ring, shared
 from tiles.op import OPS
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md"]
+PAGES = sorted(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES]
 EXAMPLE = ROOT / "examples" / "gemm.py"
 
 
@@ -33,11 +39,23 @@ def no_new_ops():
         del OPS[face]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_code_runs(document, no_new_ops):
     namespace = {"__name__": Path(document).stem}
     for line, code in blocks(document, "python"):
         exec(compile("\n" * line + code, ROOT / document, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_output_is_what_follows(page, no_new_ops):
+    """In the pages of docs/, a text block is what the Python block before it printed."""
+    namespace, printed = {"__name__": Path(page).stem}, None
+    for line, language, block in sorted((line, name, b) for name in ("python", "text") for line, b in blocks(page, name)):
+        if language == "text":
+            assert [x.rstrip() for x in printed.getvalue().splitlines()] == block.splitlines()
+            continue
+        with contextlib.redirect_stdout(printed := io.StringIO()):
+            exec(compile("\n" * line + block, ROOT / page, "exec"), namespace)
 
 
 def test_kernel_is_the_example():
@@ -66,10 +84,26 @@ def test_error_message(tmp_path, monkeypatch):
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_names_exist(document):
     text = (ROOT / document).read_text()
-    links = re.findall(r"\]\(([^)#]+)\)", text)
+    links = re.findall(r"\]\(([^)#]+)\)", re.sub(r"`[^`\n]*`", "", text))
     paths = re.findall(r"`((?:tiles|ops|attention|examples|tests|bench|docs|\.ci)/[\w./]*)`", text)
-    for name in [link for link in links if not link.startswith("https://")] + paths:
+    for link in links:
+        assert link.startswith("https://") or (ROOT / document).parent.joinpath(link).exists(), link
+    for name in paths:
         assert (ROOT / name).exists(), name
+
+
+def test_equivalents_exist():
+    """Whatever is called in the right column of the tables of equivalents."""
+    names = {**vars(tiles), **vars(ops), "r": ring, "smem": shared, "print": print}
+    rows = re.findall(r"^\|.*\| (.*) \|$", (ROOT / "docs" / "coming_from.md").read_text(), re.M)
+    code = [piece for row in rows for piece in re.findall(r"`([^`]*)`", row)]
+    calls = {call for piece in code for call in re.findall(r"(?<![\w.])([A-Za-z_][\w.]*)\(", piece)}
+    assert len(calls) > 50
+    for call in calls - {"cuda.jit"}:
+        first, *rest = call.removeprefix("tiles.").split(".")
+        found = names[first]
+        for name in rest:
+            found = getattr(found, name)
 
 
 def test_picture_is_what_the_layouts_say():

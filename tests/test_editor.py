@@ -48,7 +48,7 @@ COMPLETIONS = {
 SIGNATURES = {
     "ops.exp2(": "exp2(x)",
     "row_max(": "row_max(tile, running=None)",
-    "load(": "load(source, spec, at=None, rows=-2, cols=-1)",
+    "ops.columns(": "columns(tile, count, index)",
     "zeros(": "zeros(shape)",
     "ops.where(": "where(mask, x, y)",
     "ops.causal(": "causal(tile, diagonal, value)",

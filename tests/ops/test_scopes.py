@@ -8,7 +8,7 @@ from numba import cuda
 from sweep import code, meaning
 
 import ops
-from ops import block, warpgroup, zeros
+from ops import block, cluster, warpgroup, zeros
 from ops.scopes import SCOPES
 from tiles import fp32, rt
 from tiles.op import OPS
@@ -36,6 +36,10 @@ def tiles_of_a_block(x):
     block.load(x, T, (0, 0))
 
 
+def ranks_of_a_block(x):
+    block.rank()
+
+
 WARP = "It is an op of a warp: each warp calls ops.{} on its own tile"
 GROUP = "It is an op of a warpgroup: its four warps together call warpgroup.{}"
 MISTAKES = {
@@ -43,6 +47,7 @@ MISTAKES = {
     rows_in_a_warpgroup: "row_max has no meaning for a warpgroup. " + WARP.format("row_max"),
     a_wgmma_by_a_warp: "mm_AB has no meaning for a warp. " + GROUP.format("mm_AB"),
     turns_of_a_block: "wait has no meaning for a block. " + GROUP.format("wait"),
+    ranks_of_a_block: "rank has no meaning for a block. It is an op of a cluster: all its blocks together call cluster.rank",
     tiles_of_a_block: "load has no meaning for a block. " + WARP.format("load"),
 }
 
@@ -56,7 +61,7 @@ def test_mistakes(backend, mistake):
     assert re.search(rf"test_scopes\.py(:|\", line ){mistake.__code__.co_firstlineno + 1}\b", str(error.value))
 
 
-@pytest.mark.parametrize("module", [ops, warpgroup, block], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [ops, warpgroup, block, cluster], ids=lambda m: m.__name__)
 def test_names_of_no_op_are_missing_as_in_any_module(module):
     assert module.__name__ in SCOPES and not hasattr(module, "no_such_op")
     with pytest.raises(AttributeError, match="has no attribute 'no_such_op'") as error:
