@@ -228,6 +228,29 @@ def test_a_part_of_what_was_released():
     assert hazard.kind == "released"
 
 
+def test_columns_that_an_mma_reads():
+    """The other columns may be written meanwhile; they themselves may not."""
+    S, T = st(64, 128, bf16), rt(16, 64, bf16)
+    plan = tiles.shared(a=S)
+
+    def kernel_of(part):
+        def kernel():
+            (a,) = plan.open()
+            for half in range(2):
+                warpgroup.store(subtile(a, 64, 0, 64, half), zeros(T))
+            warpgroup.sync()
+            keys = subtile(a, 64, 0, 64, 0)
+            state = warpgroup.mm_AtB(keys, keys)
+            warpgroup.store(subtile(a, 64, 0, 64, part), zeros(T))
+            warpgroup.wait(state)
+
+        return kernel
+
+    interpret(cuda.jit(kernel_of(1)), (1, 1, 1), 128, (), plan)
+    hazard = stopped(kernel_of(0), warps=4, shared=plan)
+    assert hazard.kind == "race" and "rows 0 to 63, columns 0 to 63 of shared tile 'a'" in hazard.cause
+
+
 def test_parts_that_are_not_there():
     for index in (-1, 4):
 

@@ -119,6 +119,18 @@ def operand_overwritten_before_the_wait():
         warpgroup.wait(s)
 
 
+@broken("race", "writes shared tile 'x', and nothing orders this after the end of the mma", range(4), Y)
+def transposed_operand_overwritten_before_the_wait():
+    x, y = Y.open()
+    if warpgroup.id() == 0:
+        warpgroup.store(x, zeros(R))
+        warpgroup.store(y, zeros(R))
+        warpgroup.sync()
+        s = warpgroup.mm_AtB(x, y)
+        warpgroup.store(x, zeros(R))  # guilty
+        warpgroup.wait(s)
+
+
 # ---- data in flight ------------------------------------------------------------------------------------------------
 @broken("in flight", "reads shared tile 'x', and nothing orders this after the end of the copy into shared tile 'x'", 0, X)
 def read_before_the_wait(small):

@@ -53,6 +53,19 @@ def release_of_the_mma_that_may_go_on(source):
 
 
 @broken("released", "releases tile 0 of ring 'r', and has not waited for an mma that reads it", range(4, 8), RING)
+def release_of_keys_that_a_state_is_still_made_of(source):
+    (r,) = RING.open()
+    if warpgroup.id() == 0:
+        for j in range(2):
+            r.fill(j, source, (0, j))
+    else:
+        state = warpgroup.mm_AtB(r.wait(0), r.wait(1))
+        r.release(0)  # guilty
+        r.release(1)
+        state = warpgroup.wait(state)
+
+
+@broken("released", "releases tile 0 of ring 'r', and has not waited for an mma that reads it", range(4, 8), RING)
 def release_before_the_wait(source):
     (r,) = RING.open()
     if warpgroup.id() == 0:
