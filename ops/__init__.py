@@ -1,7 +1,7 @@
 """What can be done to tiles, for use inside kernels. Scope warp here; `ops.warpgroup` for four warps together, `ops.block` for
 all of a block, `ops.cluster` for several blocks; `ops.raw` for the instructions without their guards."""
 
-from . import block, cluster, mma, raw, warpgroup
+from . import block, cluster, complex, mma, raw, warpgroup
 from . import convert as _convert  # dtypes become callable  # noqa: F401
 from . import show as _show  # print takes tiles  # noqa: F401
 from .bulk import prefetch
@@ -61,7 +61,7 @@ from .transpose import swap_layout, transpose
 
 __all__ = [
     "abs", "block", "bounds", "causal", "clip", "cluster", "col_index", "col_max", "col_min", "col_prod", "col_sum", "columns",
-    "commit_group", "copy_async", "cumsum", "equal", "exp", "exp2", "fma", "full", "gelu", "gelu_tanh", "greater",
+    "commit_group", "complex", "copy_async", "cumsum", "equal", "exp", "exp2", "fma", "full", "gelu", "gelu_tanh", "greater",
     "greater_equal", "grouped", "hstack", "lane_sum", "last", "lazy_maximum", "left_fill", "less", "less_equal", "load", "log",
     "log2", "lower_fill", "map", "maximum", "minimum", "mma", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty",
     "not_equal", "ones", "pos_infty", "prefetch", "raw", "reciprocal", "relu", "rescale", "right_fill", "row_index", "row_max",

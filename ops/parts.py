@@ -8,32 +8,32 @@ import numpy as np
 from tiles.op import lowers, op
 from tiles.types import rt
 
-BASE = 16  # rows and columns of a base tile
 
-
-@op
+@op(takes_operands=True)
 def columns(tile, count, index):
     """tile[:, index * count : (index + 1) * count], as a register tile: the `index`-th part of `count` columns.
 
-    `count`, a multiple of 16 that divides the columns, and `index`, from 0, must be known when the kernel is compiled."""
+    Both are known when the kernel is compiled: `count`, a multiple of 16 (of fp8 in row layout 32) that divides the columns,
+    and `index`, from 0."""
     return tile.array[:, index * count : (index + 1) * count]
 
 
-@op
+@op(takes_operands=True)
 def rows(tile, count, index):
     """tile[index * count : (index + 1) * count, :], as a register tile: the `index`-th part of `count` rows.
 
-    `count`, a multiple of 16 that divides the rows, and `index`, from 0, must be known when the kernel is compiled."""
+    Both are known when the kernel is compiled: `count`, a multiple of 16 (of fp8 in column layout 32) that divides the rows,
+    and `index`, from 0."""
     return tile.array[index * count : (index + 1) * count]
 
 
-@op
+@op(takes_operands=True)
 def hstack(left, right):
     """[left, right]: the columns of one tile, then those of the other. Of as many rows, one dtype and layout."""
     return np.concatenate([left.array, right.array], axis=1)
 
 
-@op
+@op(takes_operands=True)
 def vstack(upper, lower):
     """The rows of one tile above those of the other. Of as many columns, one dtype and layout."""
     return np.concatenate([upper.array, lower.array], axis=0)
@@ -55,10 +55,10 @@ def _part(face, axis):
     def rule(tile, count: int, index: int):
         if not isinstance(tile, rt):
             raise TypeError(f"{name}: takes a register tile, got {tile}")
-        extent = tile.shape[axis]
-        if count < BASE or count % BASE or extent % count or not 0 <= index < extent // count:
+        extent, base = tile.shape[axis], 8 * tile.dtype.run if axis == (tile.layout == "row") else 16
+        if count < base or count % base or extent % count or not 0 <= index < extent // count:
             raise TypeError(
-                f"{name}: count must be a multiple of {BASE} that divides {extent}, and index one of those parts, "
+                f"{name}: count must be a multiple of {base} that divides {extent}, and index one of those parts, "
                 f"got {count} and {index}"
             )
         out = replace(tile, rows=count) if axis == 0 else replace(tile, cols=count)

@@ -8,7 +8,7 @@ from numba import cuda
 from sweep import blank, code, meaning, pairs
 
 from ops import columns, hstack, load, rows, store, vstack, zeros
-from tiles import bf16, fp16, fp32, rt
+from tiles import bf16, fp8e4m3, fp16, fp32, rt
 
 T = rt(16, 96, fp32)
 SHAPES, COUNTS = [(16, 16), (32, 96), (16, 128), (48, 64)], [16, 48, 64, 32]
@@ -71,6 +71,25 @@ def test_stacks(run, sample, dtype, side):
     np.testing.assert_array_equal(again, np.roll(np.concatenate([y, x[:, 16:]]), 16, axis=1))
 
 
+def test_operands_of_products(run, sample):
+    """fp8 tiles are taken apart, too: by base tiles of 32 along the contracted axis."""
+    W, V = rt(32, 64, fp8e4m3), rt(64, 32, fp8e4m3, "col")
+
+    @cuda.jit
+    def body(x, y, right, lower, swapped):
+        a, b = load(x, W, (0, 0)), load(y, V, (0, 0))
+        store(right, columns(a, 32, 1), (0, 0))
+        store(lower, rows(b, 32, 1), (0, 0))
+        store(swapped, vstack(rows(a, 16, 1), hstack(columns(rows(a, 16, 0), 32, 1), columns(rows(a, 16, 0), 32, 0))), (0, 0))
+
+    x, y = sample((32, 64)).astype(fp8e4m3.np), sample((64, 32)).astype(fp8e4m3.np)
+    right, lower, swapped = (np.zeros(shape, fp8e4m3.np) for shape in ((32, 32), (32, 32), (32, 64)))
+    run(body, x, y, right, lower, swapped)
+    wide = [np.asarray(a, np.float32) for a in (x, y, right, lower, swapped)]
+    assert (wide[2] == wide[0][:, 32:]).all() and (wide[3] == wide[1][32:]).all()
+    assert (wide[4] == np.concatenate([wide[0][16:], np.roll(wide[0][:16], 32, axis=1)])).all()
+
+
 # ---- mistakes ------------------------------------------------------------------------------------------------------
 def too_narrow(x):
     columns(zeros(T), 8, 0)
@@ -78,6 +97,10 @@ def too_narrow(x):
 
 def no_divisor(x):
     columns(zeros(T), 64, 0)
+
+
+def too_narrow_for_fp8(x):
+    columns(fp8e4m3(zeros(T)), 16, 0)
 
 
 def beyond(x):
@@ -116,6 +139,7 @@ SIZE = "columns: count must be a multiple of 16 that divides 96, and index one o
 STACK = "stack: takes two register tiles of as many {}, one dtype and layout, got rt(16, 96, fp32) and "
 MISTAKES = {
     too_narrow: SIZE + "8 and 0",
+    too_narrow_for_fp8: SIZE.replace("16", "32") + "16 and 0",
     no_divisor: SIZE + "64 and 0",
     beyond: SIZE + "48 and 2",
     too_many_rows: "rows: count must be a multiple of 16 that divides 16, and index one of those parts, got 32 and 0",
