@@ -1,5 +1,8 @@
-"""FlashAttention from pure Python: `attention.forward(q, k, v, causal=True)`."""
+"""FlashAttention and linear attention from pure Python: `attention.forward(q, k, v, causal=True)`."""
 
 from .forward import forward
+from .recurrent.based import based
+from .recurrent.hedgehog import hedgehog
+from .recurrent.step import linear_step
 
-__all__ = ["forward"]
+__all__ = ["based", "forward", "hedgehog", "linear_step"]

@@ -1,0 +1,136 @@
+"""attention/recurrent/step.py: one token of every member, beside the recurrence in float64."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from attention import reference
+from attention.recurrent.step import BLOCKS, Config, linear_step, make
+from tiles.arguments import parameter
+from tiles.compiler import compile_kernel
+
+bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
+DECAYS = {"none": None, "head": (4,), "token": (3, 4), "channel": (3, 4, None)}
+
+
+def inputs(key_dim, value_dim, decay="none", delta=False, dtype=bf16, key_heads=4, gates=f32, seed=0):
+    """The arguments of a step of 3 sequences and 4 heads."""
+    rng = np.random.default_rng(seed)
+    q, k = rng.standard_normal((2, 3, key_heads, key_dim))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    given = dict(q=q.astype(dtype), k=k.astype(dtype), v=rng.standard_normal((3, 4, value_dim)).astype(dtype))
+    given["state"] = rng.standard_normal((3, 4, key_dim, value_dim)).astype(f32)
+    if DECAYS[decay]:
+        given["decay"] = -rng.exponential(1, [n or key_dim for n in DECAYS[decay]]).astype(gates)
+    if delta:
+        given["beta"] = rng.uniform(0, 1, (3, 4)).astype(gates)
+    return given
+
+
+def check(place, given, **options):
+    """A step in this place: out is right to one rounding, the state to a few of float32."""
+    on = {name: place.put(x.copy()) for name, x in given.items()}
+    out = place.get(linear_step(**on, **options))
+    ref, state = reference.linear_step(**given, **options)
+    reference.assert_close(out, ref, ref.astype(out.dtype))
+    np.testing.assert_allclose(place.get(on["state"]), state, rtol=1e-5, atol=1e-5)
+    return out
+
+
+@pytest.mark.parametrize("delta", [False, True], ids=["plain", "delta"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_members(place, decay, delta):
+    check(place, inputs(64, 48, decay, delta))
+
+
+@pytest.mark.parametrize("key_dim, value_dim", [(16, 16), (80, 32), (128, 128), (256, 16), (64, 256)])
+def test_sizes(place, key_dim, value_dim):
+    check(place, inputs(key_dim, value_dim, "channel", True))
+
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_shared_keys(place, key_heads):
+    check(place, inputs(32, 16, "token", True, key_heads=key_heads))
+
+
+@pytest.mark.parametrize("dtype, gates", [(f16, f32), (bf16, bf16), (f16, f16)])
+@pytest.mark.parametrize("decay", ["head", "token", "channel"])
+def test_dtypes(place, decay, dtype, gates):
+    check(place, inputs(32, 32, decay, True, dtype, gates=gates))
+
+
+def test_scale(place):
+    check(place, inputs(32, 32), scale=-2)
+
+
+def test_strong_decays_forget(place):
+    """No NaN from exp(-50 ...), whatever the state was."""
+    given = inputs(32, 32, "channel", True)
+    given["decay"][:] = np.linspace(-50, -1e4, 32)
+    given["decay"][0] = -np.inf
+    check(place, given)
+
+
+def test_many_steps_are_a_sequence(place):
+    rng = np.random.default_rng(1)
+    q, k, v = rng.standard_normal((3, 2, 7, 2, 32)).astype(bf16)
+    decay, beta = -rng.exponential(1, (2, 7, 2)).astype(f32), rng.uniform(0, 0.05, (2, 7, 2)).astype(f32)
+    state = place.put(np.zeros((2, 2, 32, 32), f32))
+    outs = []
+    for t in range(7):
+        token = [place.put(x[:, t].copy()) for x in (q, k, v, decay, beta)]
+        outs.append(place.get(linear_step(state, *token[:3], decay=token[3], beta=token[4])))
+    ref, last = reference.linear(q, k, v, decay=decay, beta=beta)
+    reference.assert_close(np.stack(outs, 1), ref, ref.astype(bf16))
+    np.testing.assert_allclose(place.get(state), last, rtol=1e-5, atol=1e-5)
+
+
+def test_strides_and_out():
+    """Tokens of a longer sequence, states of more heads than are stepped, and `out` among other outputs."""
+    given = inputs(32, 16, "channel")
+    wide = {name: np.full((x.shape[0], 2, *x.shape[1:]), np.nan, x.dtype) for name, x in given.items()}
+    for name, x in given.items():
+        wide[name][:, 1] = x
+    outs = np.full((3, 5, 4, 16), np.nan, bf16)
+    out = linear_step(**{name: x[:, 1] for name, x in wide.items()}, out=outs[:, 2])
+    ref, state = reference.linear_step(**given)
+    assert out.base is outs and np.isnan(np.delete(outs, 2, 1).astype(f32)).all()
+    reference.assert_close(outs[:, 2], ref, ref.astype(bf16))
+    np.testing.assert_allclose(wide["state"][:, 1], state, rtol=1e-5, atol=1e-5)
+    assert np.isnan(wide["state"][:, 0]).all()
+
+
+def test_no_sequence():
+    given = {name: x[:0] for name, x in inputs(32, 16, "token", True).items()}
+    assert linear_step(**given).shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x: x.swapaxes(2, 3), "state: last axis must be contiguous, address and other strides multiples of 16 bytes: "),
+        (
+            lambda x: np.ndarray(x.shape, f32, np.zeros(x.nbytes + 16, np.uint8), offset=4),
+            "state: last axis must be contiguous",
+        ),
+        (lambda x: x.astype(bf16), "state: dtype must be one of ('float32',)"),
+    ],
+)
+def test_states_that_cannot_be_moved(change, message):
+    given = inputs(32, 32)
+    given["state"] = change(given["state"])
+    with pytest.raises((ValueError, TypeError)) as raised:
+        linear_step(**given)
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("decay", ["", "token", "channel"])
+@pytest.mark.parametrize("key_dim", BLOCKS)
+def test_the_state_stays_in_registers(key_dim, decay, delta):
+    """Of the greatest key dim that so many blocks of an SM must do with."""
+    token, state = np.zeros((2, 2, key_dim), bf16), np.zeros((2, 2, key_dim, 16), f32)
+    arrays = [token, token, token, state, token.astype(f32), token.astype(f32), token]
+    types = [parameter("x", x).type for x in (*arrays, 1, 1, 1, 1, 1.0)]
+    found = compile_kernel(make(Config(key_dim, decay, delta)), types, "sm_90a")
+    assert (found.spill_bytes, found.local_bytes, found.warnings) == (0, 0, [])
