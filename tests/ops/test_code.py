@@ -31,7 +31,7 @@ from ops import (
     where,
     zeros,
 )
-from tiles import bf16, fp16, fp32, ring, rt, sass, st, tensor
+from tiles import bf16, fp8e4m3, fp16, fp32, ring, rt, sass, st, tensor
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
 
@@ -131,6 +131,11 @@ def halved(t, scale, n):
 
 
 @tiles.inlined
+def eighths(t, scale, n):
+    return fp32(fp8e4m3(t))
+
+
+@tiles.inlined
 def logarithm(t, scale, n):
     return log2(t)
 
@@ -173,6 +178,15 @@ EXACTLY = {
     below: {"ISETP.GT.AND": ELEMENTS // 2 + 2, "FSEL": ELEMENTS},  # rows 8 apart share comparisons of columns 8 apart
     rounded: {"F2FP.BF16.F32.PACK_AB": ELEMENTS // 2},
     halved: {"F2FP.F16.F32.PACK_AB": ELEMENTS // 2, "HADD2.F32": ELEMENTS},
+    eighths: {  # a quad exchanges registers, two shuffles and four selects for four of them, and back
+        "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C": ELEMENTS // 2,
+        "F2FP.F16.E4M3.UNPACK_B": ELEMENTS // 2,
+        "HADD2.F32": ELEMENTS,
+        "PRMT": ELEMENTS // 2,
+        "SHFL.IDX": ELEMENTS // 2,
+        "SEL": ELEMENTS,
+        "ISETP.NE.U32.AND": 2,
+    },
     logarithm: {"MUFU.LG2": ELEMENTS},
     exponential: {"FMUL": ELEMENTS, "MUFU.EX2": ELEMENTS},
     clipped: {"FMNMX.FTZ": ELEMENTS},

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from tiles import bf16, fp32, layout, rt, st
+from tiles import bf16, fp8e4m3, fp32, layout, rt, st
 
 BLOCKS = some.integers(1, 12)
 LANES = np.arange(layout.LANES)
@@ -22,9 +22,10 @@ def tiles(width, dtype):
 LAYOUTS = some.sampled_from(["row", "col"])
 
 
-@given(BLOCKS, BLOCKS, LAYOUTS)
-def test_every_element_of_a_register_tile_is_held_once(high, wide, order):
-    tile = rt(16 * high, 16 * wide, fp32, order)
+@given(BLOCKS, BLOCKS, LAYOUTS, some.sampled_from([fp32, fp8e4m3]))
+def test_every_element_of_a_register_tile_is_held_once(high, wide, order, dtype):
+    rows, cols = (16, 8 * dtype.run) if order == "row" else (8 * dtype.run, 16)
+    tile = rt(rows * high, cols * wide, dtype, order)
     index = np.arange(tile.elements)
     rows, cols = tile.element(LANES[:, None], index)
     held = np.zeros(tile.shape, int)
@@ -40,6 +41,16 @@ def test_a_base_tile_is_the_fragment_that_mma_takes():
             row = lane // 4 + (0 if i in (0, 1, 4, 5) else 8)
             col = lane % 4 * 2 + (i & 1) + (8 if i >= 4 else 0)
             assert layout.element(lane, i, 16) == (row, col)
+
+
+def test_a_base_tile_of_bytes_is_the_fragment_that_mma_takes():
+    """PTX ISA, "Matrix Fragments for mma.m16n8k32", A: row = groupID for a0..a3, a8..a11, else groupID + 8;
+    col = 4 thread + (i & 3), + 16 for i >= 8."""
+    for lane in range(32):
+        for i in range(16):
+            row = lane // 4 + (0 if i // 4 in (0, 2) else 8)
+            col = lane % 4 * 4 + (i & 3) + (16 if i >= 8 else 0)
+            assert layout.element(lane, i, 32, 4) == (row, col)
 
 
 @pytest.mark.parametrize("n", range(8, 257, 8))
