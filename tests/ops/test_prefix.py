@@ -23,6 +23,19 @@ def test_cumsum(run, sample, length):
     close(y, np.cumsum(wide(x)), atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(16, 16), (64, 16), (32, 48)])
+def test_cumsum_down_columns(run, sample, shape):
+    T = rt(*shape, fp32, "col")
+
+    @cuda.jit
+    def body(x, y):
+        store(y, cumsum(load(x, T, (0, 0))), (0, 0))
+
+    x, y = sample(shape), blank(shape)
+    run(body, x, y)
+    close(y, np.cumsum(wide(x), axis=0), atol=1e-5)
+
+
 def test_own_rows(run, sample):
     V = rt(16, 64, fp32).row_vec
 

@@ -7,7 +7,7 @@ from sweep import EPS, blank, close, code, meaning, pairs, wide
 
 import tiles
 from ops import load, store, subtile, warpgroup, zeros
-from tiles import Hazard, bf16, fp16, fp32, ring, rt, st, tensor
+from tiles import Hazard, bf16, fp16, fp32, ring, rt, st, sv, tensor
 from tiles.interpreter import interpret
 
 WIDTHS = [128, 64, 32]
@@ -298,3 +298,20 @@ def test_mistakes(backend):
         with pytest.raises(TypeError) as error:
             backend(cuda.jit(kernel), np.zeros(1, np.float32), warps=4, shared=SMEM)
         assert str(error.value).startswith(words)
+
+
+def test_parts_of_a_shared_vector(run, sample):
+    V, T = sv(64, fp32), rt(16, 16, fp32).row_vec
+    smem = tiles.shared(x=V)
+
+    @cuda.jit
+    def body(x, y):
+        (a,) = smem.open()
+        for i in range(4):
+            store(subtile(a, 16, i), load(x, T, (16 * i,)))
+        for i in range(4):
+            store(y, load(subtile(a, 16, 3 - i), T), (16 * i,))
+
+    x, y = sample(64), blank(64)
+    run(body, x, y, shared=smem)
+    assert (y == x.reshape(4, 16)[::-1].ravel()).all()
