@@ -7,11 +7,12 @@ from typing import Any
 
 from tiles import launch, tensor
 from tiles.arrays import FORMS, Form, at, c_ordered, fill, form
-from tiles.device import device, processors
+from tiles.device import cache, device, processors
 from tiles.dtypes import bf16, fp16
 from tiles.plans import Plan, planned
 
 from . import hopper, sm_80
+from .blocks import band_of
 from .problem import PIECES, Problem, check, options, piece
 
 DTYPES = {"bfloat16": bf16, "float16": fp16}
@@ -117,7 +118,11 @@ def _plan(problem: Problem, with_lse: bool, bytes_at_once: int, family: str | No
     pairs, blocks = problem.batch * problem.heads_q, -(-problem.seqlen_q // config.rows)
     lse_shape = problem.lse_shape if with_lse else (*problem.lse_shape[:2], 0)  # stores outside an array are left out
     scale = problem.scale * LOG2_E
-    grid = min(pairs * blocks, processors(problem.device)) if config.persistent else pairs * blocks
+    grid = band = pairs * blocks
+    if config.persistent:
+        grid = min(grid, processors(problem.device))
+        nbytes = 2 * problem.seqlen_kv * problem.head_dim * config.dtype.itemsize
+        band = band_of(grid, nbytes / problem.group, cache(problem.device))
     return launch(kernel, grid, config.threads, shared=smem).bind(
         tiled(config.query, problem.seqlen_q, problem.heads_q, problem.q_strides),
         tiled(config.key, problem.seqlen_kv, problem.heads_kv, problem.k_strides),
@@ -129,6 +134,7 @@ def _plan(problem: Problem, with_lse: bool, bytes_at_once: int, family: str | No
         blocks,
         problem.heads_q,
         pairs,
+        band,
         problem.group,
         scale,
         hopper.SLACK / scale,

@@ -159,16 +159,17 @@ def make(config: Config):
     cut_step, step = overlap(True), overlap(False)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, blocks, heads, pairs, group, scale, slack):
+    def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, blocks, heads, pairs, band, group, scale, slack):
         """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp. A tile is a block of query rows of one of `pairs` pairs of head
-        and batch; `group` query heads share a key head; `scale` is log2(e) / sqrt(D), `slack` how far a maximum may lag."""
+        and batch, `band` of which are worked on at once; `group` query heads share a key head; `scale` is log2(e) / sqrt(D),
+        `slack` how far a maximum may lag."""
         q, k, v = smem.open()
         me = warpgroup.id()
         r = j = int32(0)  # tiles and key blocks so far
         if me == PRODUCER:
             warpgroup.release_registers(keep)
             while more(r, blocks * pairs):
-                block, pair = place(snake(r), blocks, pairs)
+                block, pair = place(snake(r), blocks, pairs, band)
                 head, batch = split(pair, heads)
                 _, kv_head = split(head, group)
                 n, _ = key_blocks(ROWS * block + kv_len - q_len, kv_len)
@@ -182,7 +183,7 @@ def make(config: Config):
             warpgroup.claim_registers(claim)
             turn.begin(me)
             while more(r, blocks * pairs):
-                block, pair = place(snake(r), blocks, pairs)
+                block, pair = place(snake(r), blocks, pairs, band)
                 diagonal = ROWS * block + kv_len - q_len  # the last key that the first row may see
                 n, cut = key_blocks(diagonal, kv_len)
                 edge = (diagonal + 64 * me if CAUSAL else kv_len) - (n - 1 + j) * KV
@@ -220,4 +221,4 @@ def signature(config: Config):
 
     query, key = (Value(gl(tile, 4, 1, 3)) for tile in (config.query, config.key))
     output, lse = types.Array(NUMBA_SCALARS[config.dtype.np], 4, "A"), types.Array(types.float32, 3, "A")
-    return query, key, key, output, lse, *[types.int32] * 6, *[types.float32] * 2
+    return query, key, key, output, lse, *[types.int32] * 7, *[types.float32] * 2

@@ -139,11 +139,11 @@ def make(config: Config):
     cut_step, step = attend_to(True), attend_to(False)
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
-    def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, blocks, heads, pairs, group, scale, slack):
+    def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, blocks, heads, pairs, band, group, scale, slack):
         """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, for a block of query rows of one of `pairs` pairs of head and
         batch; `group` query heads share a key head; `scale` is log2(e) / sqrt(D), `slack` how far a maximum may lag."""
         q, k, v = smem.open()
-        block, pair = place(cuda.blockIdx.x, blocks, pairs)
+        block, pair = place(cuda.blockIdx.x, blocks, pairs, band)
         head, batch = split(pair, heads)
         _, kv_head = split(head, group)
         warp = int32(cuda.threadIdx.x // 32)
@@ -176,4 +176,4 @@ def signature(config: Config):
     from tiles.values import NUMBA_SCALARS
 
     array, lse = types.Array(NUMBA_SCALARS[config.dtype.np], 4, "A"), types.Array(types.float32, 3, "A")
-    return array, array, array, array, lse, *[types.int32] * 6, *[types.float32] * 2
+    return array, array, array, array, lse, *[types.int32] * 7, *[types.float32] * 2

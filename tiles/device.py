@@ -36,6 +36,7 @@ class Device:
         minor = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
         self.capability = major, minor
         self.processors = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        self.cache_bytes = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)
         self.shared_bytes = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 
     def attribute(self, which):
@@ -69,6 +70,11 @@ def processors(ordinal) -> int:
     """How many blocks a persistent grid has: one a multiprocessor of this GPU. In the interpreter (None) a few, so that every
     block goes through several tiles."""
     return 3 if ordinal is None else device(ordinal).processors
+
+
+def cache(ordinal) -> int:
+    """Bytes of this GPU's L2 cache; in the interpreter (None) those of a large one."""
+    return 64 * 2**20 if ordinal is None else device(ordinal).cache_bytes
 
 
 @contextlib.contextmanager
