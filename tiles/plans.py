@@ -1,4 +1,4 @@
-"""Functions that are called often: what decides a call is looked up in one step, and only the launch is left.
+"""Functions that are called often: what decides a call is looked up, and only the launch is left.
 
     @planned("q k v", "out")  # arrays that must be given; arrays that may be None
     def _scaled(q, k, v, out, scale):
