@@ -19,17 +19,43 @@ from typing import Any
 
 import numpy as np
 from numba import cuda
-from numpy import int32
+from numpy import float32, int32
 
-from ops import fma, lane_sum, mma_AB, mma_ABt, mma_AtB, ones, row_sum, split, subtile, taylor, total, warpgroup, zeros
-from ops.taylor import BASE, FEATURES
+from ops import (
+    clip,
+    col_index,
+    col_max,
+    equal,
+    fma,
+    lane_sum,
+    less,
+    load,
+    mma_AB,
+    mma_ABt,
+    mma_AtB,
+    ones,
+    row_index,
+    row_sum,
+    split,
+    store,
+    subtile,
+    taylor,
+    tile_sum,
+    total,
+    transpose,
+    warpgroup,
+    where,
+    zeros,
+)
+from ops.taylor import BASE, FEATURES, HALF
 from tiles import dtype, fp32, inlined, launch, ring, rt, shared, st, tensor
-from tiles.arrays import at
+from tiles.arrays import at, c_ordered
 from tiles.dtypes import DTYPES
 from tiles.plans import Plan, planned
 
 from ..problem import options
 from .problem import Problem, check, needs_hopper, nothing
+from .spans import span
 
 CHUNK = 64  # tokens
 COLUMNS = 64  # of the values, a block's
@@ -40,13 +66,15 @@ KEEP, CLAIM = 24, 232  # registers a thread of the loader and of the other warpg
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's form: dtype, and whether outputs are divided by the sum of their weights."""
+    """A kernel's form: dtype; whether outputs are divided by the sum of their weights; whether several sequences lie one behind
+    the other in one batch."""
 
     dtype: dtype
     normalize: bool = True
+    varlen: bool = False
 
     def __str__(self):
-        return f"{self.dtype}{', normalized' * self.normalize}"
+        return f"{self.dtype}{', normalized' * self.normalize}{', varlen' * self.varlen}"
 
     @property
     def key(self):
@@ -62,9 +90,10 @@ class Config:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, NORMALIZE = config.dtype, config.normalize
-    X, ONES, SQUARE = rt(16, BASE, INPUT), rt(16, CHUNK, INPUT), rt(BASE, BASE, fp32)
-    STATE = rt(16, FEATURES, fp32)
+    INPUT, NORMALIZE, VARLEN = config.dtype, config.normalize, config.varlen
+    X, ONES, STATE = rt(16, BASE, INPUT), rt(16, CHUNK, INPUT), rt(16, FEATURES, fp32)
+    SQUARE = rt(BASE, BASE, fp32)
+    DOWN, ALONG, tokens = SQUARE.col_vec, SQUARE.row_vec, span(VARLEN)
     smem = shared(
         q=ring(config.key, STAGES),
         k=ring(config.key, STAGES),
@@ -86,42 +115,74 @@ def make(config: Config):
         return subtile(features, CHUNK, turn)
 
     @inlined
-    def divide(queries, keys, sums, j, z, zz):
-        """The divisors of chunk j's outputs, `sums` being those of its own weights; then z and Z with its keys."""
-        before = row_sum(fp32(queries) * mma_ABt(z, queries, INPUT(zz * 0.5)))
-        return sums + before + CHUNK * j, mma_AB(z, ones(ONES), keys), mma_AtB(zz, keys, keys)
+    def divisors(queries, weights, before, z, zz):
+        """The sums of the queries' weights: their own chunk's, and those of the `before` tokens that z and Z are of."""
+        return total(lane_sum(weights)) + before + row_sum(fp32(queries) * mma_ABt(z, queries, INPUT(zz * 0.5)))
+
+    @inlined
+    def apart(d):
+        """1 where a column is d to the right of its row, going round."""
+        far = col_index(SQUARE) - row_index(SQUARE) - d
+        return equal(far, 0.0) + equal(far, -float(BASE))
+
+    @inlined
+    def load_sums(gZ, sequence, head):
+        """(n, z, Z) from the sums of features."""
+        zz, last = zeros(SQUARE), load(gZ, DOWN, (sequence, head, BASE * HALF), cols=2)
+        for d in range(HALF):
+            zz = zz + apart(d) * load(gZ, DOWN, (sequence, head, BASE * d), cols=2)
+        zz = zz + apart(HALF) * where(less(row_index(DOWN), HALF), last, 0.0)
+        z = zeros(SQUARE) + load(gZ, ALONG, (sequence, head, BASE * (HALF + 1)), cols=2)
+        return tile_sum(where(equal(row_index(DOWN), HALF), last, 0.0)), z, zz + transpose(zz)
+
+    @inlined
+    def store_sums(gZ, sequence, head, count, z, zz):
+        """The reverse; each warp has them all."""
+        for d in range(HALF):
+            share = 0.5 if d == 0 else 1.0
+            store(gZ, row_sum(apart(d) * zz) * share, (sequence, head, BASE * d), cols=2)
+        last = where(equal(row_index(DOWN), HALF), count, 0.0)
+        store(gZ, where(less(row_index(DOWN), HALF), row_sum(apart(HALF) * zz), last), (sequence, head, BASE * HALF), cols=2)
+        store(gZ, col_max(z), (sequence, head, BASE * (HALF + 1)), cols=2)
 
     @cuda.jit(launch_bounds=(THREADS, RESIDENT), fastmath=True)
-    def scan(gQ, gK, gV, gO, length, heads, columns, group, scale):
+    def scan(gQ, gK, gV, gO, gStart, gStartZ, gState, gZ, gEnds, length, heads, columns, group, scale):
         """O of one of the values' heads, of which `group` share a key head, and 64 of its columns: one of `columns` blocks."""
         q, k, v, state, features, out = smem.open()
         column, pair = split(cuda.blockIdx.x, columns)
-        head, batch = split(pair, heads)
+        head, sequence = split(pair, heads)
         _, key_head = split(head, group)
-        n = int32((length + CHUNK - 1) // CHUNK)
+        first, end, batch = tokens(gEnds, sequence, length)
+        n = int32((end - first + CHUNK - 1) // CHUNK)
         if warpgroup.id() == LOADER:
             warpgroup.release_registers(KEEP)
             for j in range(n + 1):
-                q.fill(j, gQ, (batch, j, key_head))
-                k.fill(j, gK, (batch, j, key_head))
+                q.fill(j, gQ, (batch, first + CHUNK * j, key_head))
+                k.fill(j, gK, (batch, first + CHUNK * j, key_head))
                 if j < n:
-                    v.fill(j, gV, (batch, j, head, column))
+                    v.fill(j, gV, (batch, first + CHUNK * j, head, column))
         else:
             warpgroup.claim_registers(CLAIM)
-            s_t, z, zz = zeros(STATE), zeros(SQUARE), zeros(SQUARE)
+            s_t = warpgroup.load(gStart, STATE, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
             keys, queries = k.wait(0), warpgroup.load(q.wait(0), X) * scale
+            if VARLEN:
+                warpgroup.zero_rows(keys, end - first)
             weights = weigh(warpgroup.wait(warpgroup.mm_ABt(q.wait(0), keys)), scale)
             warpgroup.store(state, s_t)
             warpgroup.store(of_chunk(features, 0), taylor(warpgroup.load(keys, X), 0.5))
-            sums = total(lane_sum(weights))
             if NORMALIZE:
-                sums, z, zz = divide(queries, keys, sums, 0, z, zz)
+                before, z, zz = load_sums(gStartZ, sequence, head)
+                sums = divisors(queries, weights, before, z, zz)
+                z, zz = mma_AB(z, ones(ONES), keys), mma_AtB(zz, keys, keys)
             p, f = INPUT(weights), taylor(queries, 1.0)
             warpgroup.sync()
             q.release(0)
             k.release(0)
             for j in range(n):
-                values, keys = v.wait(j), k.wait(j + 1)
+                values, keys, left = v.wait(j), k.wait(j + 1), end - first - CHUNK * j
+                if VARLEN and left < 2 * CHUNK:
+                    warpgroup.zero_rows(values, left)
+                    warpgroup.zero_rows(keys, left - CHUNK)
                 s = warpgroup.mm_ABt(q.wait(j + 1), keys)
                 o = warpgroup.mma_AB(warpgroup.mm_ABt(f, state), p, values)
                 s_t = warpgroup.mma_AtB(s_t, values, of_chunk(features, j))
@@ -133,7 +194,8 @@ def make(config: Config):
                 warpgroup.store(of_chunk(features, j + 1), taylor(warpgroup.load(keys, X), 0.5))
                 queries = warpgroup.load(q.wait(j + 1), X) * scale
                 if NORMALIZE:
-                    sums, z, zz = divide(queries, keys, total(lane_sum(weights)), j + 1, z, zz)
+                    sums = divisors(queries, weights, before + float32(CHUNK * (j + 1)), z, zz)
+                    z, zz = mma_AB(z, ones(ONES), keys), mma_AtB(zz, keys, keys)
                 f = taylor(queries, 1.0)
                 s_t = warpgroup.wait(s_t)
                 warpgroup.store_wait()
@@ -141,10 +203,18 @@ def make(config: Config):
                 q.release(j + 1)
                 k.release(j + 1)
                 v.release(j)
-                warpgroup.store(out, o)
                 warpgroup.store(state, s_t)
-                warpgroup.tma_store(gO, (batch, j, head, column), out)
+                if VARLEN:
+                    at = batch, first + CHUNK * j, head, COLUMNS * column
+                    warpgroup.store(clip(gO, 1, end), o, at, rows=1, cols=3, aligned=True)
+                    warpgroup.sync()
+                else:
+                    warpgroup.store(out, o)
+                    warpgroup.tma_store(gO, (batch, j, head, column), out)
             warpgroup.store_wait()
+            warpgroup.store(gState, s_t, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
+            if NORMALIZE and column == 0:
+                store_sums(gZ, sequence, head, before + float32(end - first), z, zz)
 
     return scan, smem
 
@@ -155,9 +225,12 @@ def signature(config: Config):
 
     from tiles import gl
     from tiles.plumbing import Value
+    from tiles.values import NUMBA_SCALARS
 
-    key, value = (Value(gl(tile, 4, 1, 3)) for tile in (config.key, config.value))
-    return key, key, value, value, *[types.int32] * 4, types.float32
+    key, value = (Value(gl(tile, 4, 1, 3, unit=1)) for tile in (config.key, config.value))
+    out = types.Array(NUMBA_SCALARS[config.dtype.np], 4, "A") if config.varlen else Value(gl(config.value, 4, 1, 3))
+    state, z = types.Array(types.float32, 4, "A"), types.Array(types.float32, 3, "A")
+    return key, key, value, out, state, z, state, z, types.Array(types.int32, 1, "A"), *[types.int32] * 4, types.float32
 
 
 def based(
@@ -167,6 +240,9 @@ def based(
     *,
     scale: float | None = None,
     normalize: bool = True,
+    initial_state: Any = None,
+    return_state: bool = False,
+    cu_seqlens: Any = None,
     layout: str = "bshd",
     out: Any = None,
     stream: Any = None,
@@ -178,8 +254,14 @@ def based(
 
     q, k: (B, S, Hk, 16); v, out: (B, S, H, Dv) for layout="bshd", sequence and head swapped for "bhsd"; bfloat16 or float16,
     any S, Dv a multiple of 16 up to 256. Hk divides H: value head h reads key head h // (H // Hk). scale: Dk^-1/2, that is
-    1/4, by default. The sums that one chunk of 64 tokens leaves to the next are float32, and are rounded to q's dtype to be
-    multiplied: with float16 they must stay below 65504.
+    1/4, by default. cu_seqlens (N + 1,), int32 or int64: B is 1, and sequence n is the tokens cu_seqlens[n] to
+    cu_seqlens[n + 1]. Sums over earlier chunks of 64 tokens are float32, and rounded to q's dtype to be multiplied: with
+    float16 they must stay below 65504.
+
+    initial_state, and what return_state=True returns as `(out, state)`: float32 (B, H, 160, Dv), or (N, ...), the sum of
+    f(k)^T v over the tokens so far; with normalize=True a pair of that and the sum of f(k), (B, H, 160). f(x) has 160 columns:
+    x[i] * x[(i + d) % 16] in column 16 * d + i for d = 0 (halved) to 7; the same for d = 8 and i < 8; then 1, seven zeros, and
+    x. (P is the product of f(k) and the same of scale * q, nothing halved: attention.linear_step takes these, with scale=1.)
 
     |         | here             | flash-linear-attention's fused_chunk_based | ThunderKittens' based |
     | ------- | ---------------- | ------------------------------------------ | --------------------- |
@@ -187,33 +269,60 @@ def based(
     | divisor | the sum          | the sum + 1e-6 (use_norm=True, default)    | none                  |
     | Dk, Dv  | 16, 16 to 256    | up to 16, any                              | 16, 64                |
     | order   | layout="bshd"    | (B, S, H, D)                               | (B, H, S, D)          |
+    | state   | 160 features     | none                                       | 273, in bfloat16      |
 
     (The sum is never less than half the number of tokens.) On Hopper, with addresses and strides that are multiples of 16
     bytes. Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
     _, scale = options(False, scale)
-    return _solve(stream, (q, k, v, out), (scale, normalize, layout))
+    state, z = initial_state if normalize and initial_state is not None else (initial_state, None)
+    arrays = q, k, v, out, state, z, None, None, cu_seqlens
+    found = _solve(stream, arrays, (scale, normalize, layout, return_state))
+    return (found[0], found[1:]) if return_state and normalize else found
 
 
-@planned("q k v", "out")
-def _solve(q, k, v, out, scale, normalize, layout) -> Plan:
-    """How based does calls of this form at these addresses."""
-    problem = check("based", {"q": q, "k": k, "v": v, "out": out}, scale=scale, normalize=normalize, layout=layout)
+@planned("q k v", "out initial_state initial_z state z cu_seqlens")
+def _solve(q, k, v, out, start, start_z, state, z, ends, scale, normalize, layout, with_state) -> Plan:
+    """How based does calls of this form at these addresses; state and z are never given."""
+    tiles = {"q": q, "k": k, "v": v, "out": out}
+    states = {"initial_state": start, "initial_z": start_z, "cu_seqlens": ends}
+    problem = check("based", tiles | states, scale=scale, normalize=normalize, layout=layout)
     if problem.key_dim != BASE:
         raise ValueError(f"q: key_dim must be {BASE}: {problem.key_dim}, q.shape={q.shape}")
-    needs_hopper(problem, *(array.pointer for array in (q, k, v, out) if array))
-    make_out = {} if out else {"out": (problem.out_shape, problem.dtype)}
-    return Plan(nothing if problem.trivial else _plan(problem).prepare, make_out, ("out",))
+    if start and start.shape[2] != FEATURES:
+        raise ValueError(f"initial_state: must have {FEATURES} features: initial_state.shape={start.shape}")
+    needs_hopper(problem, *(array.pointer for array in tiles.values() if array))
+    pairs, make = (problem.sequences, problem.heads), {} if out else {"out": (problem.out_shape, problem.dtype)}
+    if with_state:
+        make["state"] = (*pairs, FEATURES, problem.value_dim), "float32"
+    if with_state and normalize:
+        make["z"] = (*pairs, FEATURES), "float32"
+    if problem.trivial and with_state:
+        raise ValueError(f"return_state: there must be a token: q.shape={q.shape}")
+    give = ("out", *(name for name in make if name != "out"))
+    return Plan(nothing if problem.trivial else _plan(problem, give).prepare, make, give)
 
 
 @functools.lru_cache
-def _plan(problem: Problem):
+def _plan(problem: Problem, made: tuple[str, ...]):
     """The launch of problems of this form; arrays in the order of `_solve`."""
-    config = Config(DTYPES[np.dtype(problem.dtype)], problem.normalize)
-    kernel, smem = make(config)
-    columns = -(-problem.value_dim // COLUMNS)
-    tiles = {"q": config.key, "k": config.key, "v": config.value, "out": config.value}
-    return launch(kernel, problem.batch * problem.heads * columns, THREADS, shared=smem).bind(
-        *(tensor(at(0, problem.forms[name]), tile, rows=1, cols=3) for name, tile in tiles.items()),
+    config = Config(DTYPES[np.dtype(problem.dtype)], problem.normalize, "cu_seqlens" in problem.forms)
+    (kernel, smem), forms = make(config), problem.forms
+    columns, pairs = -(-problem.value_dim // COLUMNS), (problem.sequences, problem.heads)
+    shapes = {"state": (*pairs, FEATURES, problem.value_dim), "z": (*pairs, FEATURES)}
+
+    def real(name, like):
+        """An array of states; one of no features for what is neither given nor made."""
+        if name in forms:
+            return at(0, forms[name])
+        shape = shapes[like] if name in made else (*pairs, *[0] * (len(shapes[like]) - 2))
+        return at(0, c_ordered(shape, "float32", problem.device))
+
+    out = at(0, forms["out"])
+    return launch(kernel, problem.sequences * problem.heads * columns, THREADS, shared=smem).bind(
+        *(tensor(at(0, forms[x]), t, 1, 3, unit=1) for x, t in zip("qkv", (config.key, config.key, config.value))),
+        out if config.varlen else tensor(out, config.value, 1, 3),
+        *(real(*names) for names in (("initial_state", "state"), ("initial_z", "z"), ("state", "state"), ("z", "z"))),
+        at(0, forms.get("cu_seqlens") or c_ordered((0,), "int32", problem.device)),
         problem.seqlen,
         problem.heads,
         columns,

@@ -21,13 +21,14 @@ import numpy as np
 from numba import cuda
 from numpy import int32
 
-from ops import exp2, hstack, load, maximum, right_fill, row_max, row_min, row_sum, split, subtile, warpgroup, zeros
+from ops import clip, exp2, hstack, load, maximum, right_fill, row_max, row_min, row_sum, split, subtile, warpgroup, zeros
 from tiles import dtype, fp32, inlined, launch, ring, rt, shared, st, sv, tensor
-from tiles.arrays import at
+from tiles.arrays import at, c_ordered
 from tiles.dtypes import DTYPES
 from tiles.plans import Plan, planned
 
 from .problem import Problem, check, needs_hopper, nothing
+from .spans import span
 
 CHUNK = 64  # tokens of a block
 HEAD = 128  # columns of queries, keys and values
@@ -40,12 +41,13 @@ FLOOR, LOG2_E = 1e-6, math.log2(math.e)
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's form."""
+    """A kernel's form: dtype; whether several sequences lie one behind the other in one batch."""
 
     dtype: dtype
+    varlen: bool = False
 
     def __str__(self):
-        return f"{self.dtype}"
+        return f"{self.dtype}{', varlen' * self.varlen}"
 
     @property
     def rows(self):
@@ -61,7 +63,7 @@ class Config:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, WARPS = config.dtype, warpgroup.WARPGROUP
+    INPUT, VARLEN, WARPS, tokens = config.dtype, config.varlen, warpgroup.WARPGROUP, span(config.varlen)
     QUERY, STATE, O, TURNED = rt(16, HEAD, INPUT), rt(16, 2 * HALF, fp32), rt(16, HEAD, fp32), rt(16, CHUNK, INPUT)
     Z, (FEW, MORE, MOST) = rt(16, HALF, fp32).row_vec, REGISTERS
     smem = shared(
@@ -99,21 +101,22 @@ def make(config: Config):
         return row_sum(fp32(warpgroup.load_transposed(subtile(tile, CHUNK, 0, HALF, half), TURNED)))
 
     @cuda.jit(launch_bounds=(THREADS, 1), fastmath=True)
-    def attend(gQ, gK, gV, gQMap, gKMap, gAlphas, gBetas, gO, length, heads, group, scale):
+    def attend(gQ, gK, gV, gQMap, gKMap, gAlphas, gBetas, gO, gEnds, length, heads, group, scale):
         """O of one of the values' heads, of which `group` share a key head; `scale` is log2(e) / sqrt(D)."""
         q, k, v, maps, window, of_q, of_k, state, near_sum, far_sum, z_up, z_down = smem.open()
-        head, batch = split(cuda.blockIdx.x, heads)
+        head, sequence = split(cuda.blockIdx.x, heads)
         _, key_head = split(head, group)
-        n = int32((length + CHUNK - 1) // CHUNK)
+        first, end, batch = tokens(gEnds, sequence, length)
+        n = int32((end - first + CHUNK - 1) // CHUNK)
         me = warpgroup.id()
         if me == LOADER:
             warpgroup.release_registers(FEW)
             maps.fill(0, gQMap, (key_head, 0, 0))
             maps.fill(1, gKMap, (key_head, 0, 0))
             for j in range(n):
-                q.fill(j, gQ, (batch, j, key_head))
-                k.fill(j, gK, (batch, j, key_head))
-                v.fill(j, gV, (batch, j, head))
+                q.fill(j, gQ, (batch, first + CHUNK * j, key_head))
+                k.fill(j, gK, (batch, first + CHUNK * j, key_head))
+                v.fill(j, gV, (batch, first + CHUNK * j, head))
         elif me == WINDOW:
             beta = gBetas[head]
             for j in range(n):
@@ -160,7 +163,9 @@ def make(config: Config):
                 warpgroup.store(subtile(state, CHUNK, 0), left)
                 warpgroup.store(subtile(state, CHUNK, 1), right)
                 warpgroup.sync()
-                values, old = v.wait(j), v.wait(max(j - 1, 0))
+                values, old, token = v.wait(j), v.wait(max(j - 1, 0)), first + CHUNK * j
+                if VARLEN and end - token < CHUNK:
+                    warpgroup.zero_rows(values, end - token)
                 o = warpgroup.mm_AB(window.wait(2 * j), old)
                 o = warpgroup.mma_AB(o, window.wait(2 * j + 1), values)
                 o = warpgroup.mma_ABt(o, of_q.wait(j), state)
@@ -178,7 +183,7 @@ def make(config: Config):
                 o = o / (warpgroup.load(near_sum.wait(j), O.col_vec) + warpgroup.load(far_sum.wait(j), O.col_vec) + FLOOR)
                 near_sum.release(j)
                 far_sum.release(j)
-                warpgroup.store(gO, o, (batch, CHUNK * j, head, 0), rows=1, cols=3, aligned=True)
+                warpgroup.store(clip(gO, 1, end), o, (batch, token, head, 0), rows=1, cols=3, aligned=True)
                 warpgroup.sync()
 
     return attend, smem
@@ -192,9 +197,10 @@ def signature(config: Config):
     from tiles.plumbing import Value
     from tiles.values import NUMBA_SCALARS
 
-    rows, maps = Value(gl(config.rows, 4, 1, 3)), Value(gl(config.map, 3, 1, 2))
+    rows, maps = Value(gl(config.rows, 4, 1, 3, unit=1)), Value(gl(config.map, 3, 1, 2))
     output, weights = types.Array(NUMBA_SCALARS[config.dtype.np], 4, "A"), types.Array(types.float32, 1, "A")
-    return rows, rows, rows, maps, maps, weights, weights, output, *[types.int32] * 3, types.float32
+    ends = types.Array(types.int32, 1, "A")
+    return rows, rows, rows, maps, maps, weights, weights, output, ends, *[types.int32] * 3, types.float32
 
 
 def hedgehog(
@@ -207,6 +213,7 @@ def hedgehog(
     betas: Any,
     *,
     window: int = CHUNK,
+    cu_seqlens: Any = None,
     layout: str = "bshd",
     out: Any = None,
     stream: Any = None,
@@ -224,19 +231,20 @@ def hedgehog(
     q, k: (B, S, Hk, D); v, out: (B, S, H, Dv) for layout="bshd", sequence and head swapped for "bhsd"; D and Dv multiples of 16
     up to 128, any S. q_map, k_map: (Hk, D, 64). All bfloat16 or all float16. Hk divides H: value head h reads key head
     h // (H // Hk). alphas, betas: (H,) float32, not both 0. window: 64.
+    cu_seqlens (N + 1,), int32 or int64: B is 1, and sequence n is the tokens cu_seqlens[n] to cu_seqlens[n + 1].
 
     On Hopper, with addresses and strides that are multiples of 16 bytes. Returns `out`, the same kind of array as q. Arrays,
     `stream` and errors are those of attention.forward."""
     if window != CHUNK:
         raise ValueError(f"window: must be {CHUNK}: {window=}")
-    return _solve(stream, (q, k, v, q_map, k_map, alphas, betas, out), (layout,))
+    return _solve(stream, (q, k, v, q_map, k_map, alphas, betas, out, cu_seqlens), (layout,))
 
 
-@planned("q k v q_map k_map alphas betas", "out")
-def _solve(q, k, v, q_map, k_map, alphas, betas, out, layout) -> Plan:
+@planned("q k v q_map k_map alphas betas", "out cu_seqlens")
+def _solve(q, k, v, q_map, k_map, alphas, betas, out, ends, layout) -> Plan:
     """How hedgehog does calls of this form at these addresses."""
     tiles = {"q": q, "k": k, "v": v, "q_map": q_map, "k_map": k_map, "out": out}
-    problem = check("hedgehog", tiles | {"alphas": alphas, "betas": betas}, layout=layout)
+    problem = check("hedgehog", tiles | {"alphas": alphas, "betas": betas, "cu_seqlens": ends}, layout=layout)
     widths = {"q": problem.key_dim, "v": problem.value_dim}
     for name, width in widths.items():
         if width > HEAD:
@@ -251,12 +259,13 @@ def _solve(q, k, v, q_map, k_map, alphas, betas, out, layout) -> Plan:
 @functools.lru_cache
 def _plan(problem: Problem):
     """The launch of problems of this form; arrays in the order of `_solve`."""
-    config, forms = Config(DTYPES[np.dtype(problem.dtype)]), problem.forms
+    forms = {"cu_seqlens": c_ordered((0,), "int32", problem.device), **problem.forms}
+    config = Config(DTYPES[np.dtype(problem.dtype)], "cu_seqlens" in problem.forms)
     kernel, smem = make(config)
-    return launch(kernel, problem.batch * problem.heads, THREADS, shared=smem).bind(
-        *(tensor(at(0, forms[name]), config.rows, rows=1, cols=3) for name in ("q", "k", "v")),
+    return launch(kernel, problem.sequences * problem.heads, THREADS, shared=smem).bind(
+        *(tensor(at(0, forms[name]), config.rows, rows=1, cols=3, unit=1) for name in ("q", "k", "v")),
         *(tensor(at(0, forms[name]), config.map, rows=1, cols=2) for name in ("q_map", "k_map")),
-        *(at(0, forms[name]) for name in ("alphas", "betas", "out")),
+        *(at(0, forms[name]) for name in ("alphas", "betas", "out", "cu_seqlens")),
         problem.seqlen,
         problem.heads,
         problem.group,

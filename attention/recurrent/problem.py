@@ -22,7 +22,7 @@ from ..problem import AXES, DTYPES, PIECES, SCALES, STRIDE_END, Rule, alignment_
 # share the former, columns of values, of keys (K) and of a feature map (F); a state for each of N sequences, which have
 # N + 1 = E ends.
 SPOKEN = {"G": "Hk", "K": "Dk", "V": "Dv", "E": "N + 1"}
-TITLES = dict(B="batch", S="sequence", H="heads", G="heads", K="key_dim", V="value_dim", N="sequences", F="columns")
+TITLES = dict(B="batch", S="sequence", H="heads", G="heads", K="key_dim", V="value_dim", N="sequences", F="features")
 COLUMNS = 16, 256  # key_dim and value_dim are multiples of the first, up to the second
 
 
@@ -86,6 +86,9 @@ MEMBERS: dict[str, dict[str, Argument]] = {
         "k": _tiles("BSGK"),
         "v": _tiles("BSHV"),
         "out": _tiles("BSHV", written=True),
+        "cu_seqlens": _ENDS,
+        "initial_state": _state("NHFV"),
+        "initial_z": _state("NHF"),
     },
     "hedgehog": {
         "q": _tiles("BSGK"),
@@ -96,6 +99,7 @@ MEMBERS: dict[str, dict[str, Argument]] = {
         "k_map": _tiles("GKF"),
         "alphas": _state("H"),
         "betas": _state("H"),
+        "cu_seqlens": _ENDS,
     },
     "step": {
         "q": _tiles("BGK"),

@@ -1,5 +1,7 @@
 """attention.based against its recurrence in float64, in the interpreter and on the card."""
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -72,6 +74,69 @@ def test_weights_that_are_one():
     assert np.abs(out - mean).max() < 2**-7
 
 
+def features_of(x):
+    """f of the rows of x, one by one: the docstring's words."""
+    out = np.zeros((*x.shape[:-1], 160))
+    for i in range(16):
+        for d in range(9 if i < 8 else 8):
+            out[..., 16 * d + i] = x[..., i] * x[..., (i + d) % 16] * (0.5 if d == 0 else 1)
+    out[..., 136], out[..., 144:] = 1, x
+    return out
+
+
+def states(k, v):
+    """(sum of f(k)^T v, sum of f(k)) in float64; k has as many heads as v."""
+    f = features_of(k.astype(np.float64))
+    return np.einsum("bshf,bshv->bhfv", f, v.astype(np.float64)), f.sum(axis=1)
+
+
+def near(got, want):
+    """States are sums of rounded products."""
+    assert got.dtype == np.float32 and got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-7 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("length", [1, 64, 100, 200])
+def test_states(place, length):
+    """What is returned, and what comes of it: two halves of a sequence are the whole."""
+    q, k, v = inputs(2, 2 * length, 2, 80)
+    whole = agree(place, q, k, v)
+    halves = [tuple(place.put(x[:, part].copy()) for x in (q, k, v)) for part in (slice(length), slice(length, None))]
+    first, state = based(*halves[0], return_state=True)
+    second, (s, z) = based(*halves[1], initial_state=state, return_state=True)
+    for got, want in zip(state, states(k[:, :length], v[:, :length])):
+        near(place.get(got), want)
+    for got, want in zip((s, z), states(k, v)):
+        near(place.get(got), want)
+    together = np.concatenate([place.get(first), place.get(second)], axis=1).astype(np.float64)
+    assert np.abs(together - whole.astype(np.float64)).max() < 2**-6 * np.abs(whole).max()
+
+
+def test_a_state_of_sums(place):
+    q, k, v = inputs(1, 130, 4, 64, key_heads=2)
+    _, state = based(*map(place.put, (q, k, v)), normalize=False, return_state=True)
+    near(place.get(state), states(k.repeat(2, axis=2), v)[0])
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_sequences_of_one_batch(place, normalize):
+    """Each as if it were alone, whatever lies beside it: one has NaN, another no token."""
+    ends = np.array([0, 65, 65, 192, 193, 300], np.int32)
+    q, k, v = inputs(1, 300, 2, 64)
+    for x in (q, k, v):
+        x[:, 192:193] = np.nan
+    together, found = based(*map(place.put, (q, k, v)), cu_seqlens=place.put(ends), normalize=normalize, return_state=True)
+    found = found if normalize else (found,)
+    for n, part in enumerate(slice(*pair) for pair in itertools.pairwise(ends)):
+        if part.stop > part.start:
+            alone, state = based(*(place.put(x[:, part].copy()) for x in (q, k, v)), normalize=normalize, return_state=True)
+            np.testing.assert_array_equal(*(x.astype(np.float64) for x in (place.get(together)[:, part], place.get(alone))))
+            for got, want in zip(found, state if normalize else (state,)):
+                np.testing.assert_array_equal(place.get(got)[n], place.get(want)[0])
+        else:
+            assert not place.get(found[0])[n].any()
+
+
 @pytest.mark.gpu
 def test_a_long_sequence(place):
     """The divisor counts a quarter of a million tokens: with equal values the output is that value."""
@@ -81,11 +146,12 @@ def test_a_long_sequence(place):
     assert np.abs(out - 1.5).max() < 0.03
 
 
+@pytest.mark.parametrize("varlen", [True, False])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("dtype", [bf16, fp16], ids=str)
-def test_machine_code(dtype, normalize):
+def test_machine_code(dtype, normalize, varlen):
     """No spills, and no product waits for another."""
-    config = module.Config(dtype, normalize)
+    config = module.Config(dtype, normalize, varlen)
     compiled = compile_kernel(module.make(config)[0], module.signature(config), "sm_90a")
     assert (compiled.spill_bytes, compiled.local_bytes, compiled.warnings) == (0, 0, [])
 
@@ -112,3 +178,5 @@ def test_what_it_refuses(change, message):
 def test_nothing_to_do(shape):
     x = np.zeros((*shape, 16), BF16)
     assert based(x, x, x).shape == x.shape
+    with pytest.raises(ValueError, match="return_state: there must be a token"):
+        based(x, x, x, return_state=True)

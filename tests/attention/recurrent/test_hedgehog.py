@@ -1,5 +1,7 @@
 """attention.hedgehog against its formula in float64, in the interpreter and on the card."""
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -77,16 +79,30 @@ def test_the_future_does_not_matter(place):
     assert (place.get(hedgehog(*map(place.put, (q, k, v, *rest))))[0, :256, 0] == before).all()
 
 
+def test_sequences_of_one_batch(place):
+    """Each as if it were alone, whatever lies beside it: one has NaN, another no token."""
+    ends = np.array([0, 65, 65, 192, 193, 400], np.int32)
+    q, k, v, *rest = inputs(1, 400, 2)
+    for x in (q, k, v):
+        x[:, 192:193] = np.nan
+    rest = [place.put(x) for x in rest]
+    together = place.get(hedgehog(*map(place.put, (q, k, v)), *rest, cu_seqlens=place.put(ends)))
+    for part in (slice(*pair) for pair in itertools.pairwise(ends) if pair[0] < pair[1]):
+        alone = place.get(hedgehog(*(place.put(x[:, part].copy()) for x in (q, k, v)), *rest))
+        np.testing.assert_array_equal(together[:, part].astype(np.float64), alone.astype(np.float64))
+
+
 def test_large_scores(place):
     """Scores of thousands, and maps that pick one feature."""
     q, k, v, q_map, k_map, *weights = inputs(1, 200, 1)
     agree(place, q * 30, k * 30, v, q_map, k_map, *weights)
 
 
+@pytest.mark.parametrize("varlen", [True, False])
 @pytest.mark.parametrize("dtype", [bf16, fp16], ids=str)
-def test_machine_code(dtype):
+def test_machine_code(dtype, varlen):
     """No spills, and no product waits for another."""
-    config = module.Config(dtype)
+    config = module.Config(dtype, varlen)
     compiled = compile_kernel(module.make(config)[0], module.signature(config), "sm_90a")
     assert (compiled.spill_bytes, compiled.local_bytes, compiled.warnings) == (0, 0, [])
 
