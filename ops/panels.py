@@ -10,6 +10,7 @@ from llvmlite import ir
 from numba.cuda import types
 
 from tiles import ptx
+from tiles.layout import WIDTHS
 from tiles.op import integer
 from tiles.plumbing import f32, i32
 from tiles.types import rt
@@ -77,20 +78,24 @@ def matrix_addresses(b, tile, spec, address, first_row, turned=False, first_col=
         yield b.add(b.add(start, b.xor(half, b.u32(byte))), b.u32(panel * tile.panel_bytes + row * tile.width))
 
 
-# Accesses to 4-byte elements without bank conflicts. The banks serve 16 lanes at once if each takes a pair, 32 of single ones.
-# Four neighbouring rows of a pair's two chunks then lie in half of the banks, whatever the swizzle, for it moves chunks by one
-# row's bits only. So in instruction k lanes L with L & mask take the elements that the others take in instruction k ^ partner:
-# further along the row, or one row below. (layout, width): mask, partner, bytes from one to the other along the row.
-TURNS = {("row", 128): (4, 4, 64), ("row", 64): (8, 2, 32), ("col", 64): (1, 1, 0), ("col", 32): (2, 1, 0)}
+# Accesses to single elements and fp32 pairs without bank conflicts. The banks serve 16 lanes at once if each takes a pair, 32 if
+# single ones, and these reach half of the banks twice: four rows of a pair's two chunks, or rows of which every other (every
+# fourth) is touched, for the swizzle looks at some of a row's bits only. So in instruction k lanes L with L & mask take the
+# elements that the others take in instruction k ^ partner: further along the row, or one row below.
+# (itemsize, layout, width): mask, partner, bytes from one to the other along the row.
+TURNS = {
+    (4, "row", 128): (4, 4, 64),
+    (4, "row", 64): (8, 2, 32),
+    (4, "col", 64): (1, 1, 0),
+    (4, "col", 32): (2, 1, 0),
+    **{(1, "col", width): (2, 1, 0) for width in WIDTHS},
+}
 
 
 def _turn(b, tile, spec):
     """(does this lane take turns with a partner, instructions to the partner, rows and bytes to it, as registers)."""
-    mask, partner, across = TURNS.get((spec.layout, tile.width), (0, 0, 0)) if tile.dtype.itemsize == 4 else (0, 0, 0)
-    if not mask:
-        return None, 0, b.u32(0), b.u32(0)
-    bit = b.and_(b.lane(), b.u32(mask))
-    mine = b.icmp_unsigned("!=", bit, b.u32(0))
+    mask, partner, across = TURNS.get((tile.dtype.itemsize, spec.layout, tile.width), (0, 0, 0))
+    mine = b.icmp_unsigned("!=", b.and_(b.lane(), b.u32(mask)), b.u32(0))
     return mine, partner, b.select(mine, b.u32(int(across == 0)), b.u32(0)), b.select(mine, b.u32(across), b.u32(0))
 
 
@@ -121,7 +126,9 @@ def _store_words(b, tile, spec, address, registers, first_row):
         for at, register in zip(lane_addresses(b, tile, spec, address, first_row, tile.dtype.run), registers, strict=True):
             b.do("st.shared.b32 [$0], $1;", at, register)
     elif tile.dtype.itemsize == 1:
-        for at, byte in zip(lane_addresses(b, tile, spec, address, first_row, 1), bytes_of(b, registers), strict=True):
+        turn = _turn(b, tile, spec)
+        parts = _take_turns(b, *turn[:2], [[byte] for byte in bytes_of(b, registers)])
+        for at, (byte,) in zip(lane_addresses(b, tile, spec, address, first_row, 1, turn), parts, strict=True):
             b.do("st.shared.b8 [$0], $1;", at, byte)
     else:
         for i, at in enumerate(lane_addresses(b, tile, spec, address, first_row, 1)):
@@ -173,7 +180,8 @@ def lower_load(tile, spec, first_row):
         turn = _turn(b, tile, spec)
         places = lane_addresses(b, tile, spec, address, row, 2 if by_row else 1, turn)
         if tile.dtype.itemsize == 1:
-            return joined(b, [b.asm(i32, "ld.shared.b8 $0, [$1];", "=r,r", at) for at in places])
+            parts = [[b.asm(i32, "ld.shared.b8 $0, [$1];", "=r,r", at)] for at in places]
+            return joined(b, [byte for (byte,) in _take_turns(b, *turn[:2], parts)])
         if by_row:
             pair, text = ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];"
             parts = [b.unpack(b.asm(pair, text, "=f,=f,r", at)) for at in places]

@@ -125,7 +125,7 @@ def _load_chunk(m, _, address, guard):
 
 
 def _store_pair(m, _, address, x, y):
-    m.passes("st.shared.v2", address.array[m.active], 8)
+    m.passes("st.shared.v2", address.array, 8)
     words = m.shared.view(np.float32)
     words[address.array[m.active] // 4] = x.array[m.active]
     words[address.array[m.active] // 4 + 1] = y.array[m.active]
@@ -146,25 +146,25 @@ def _store_four(m, _, address, x):
 def _store_word(m, match, address, x):
     """st.shared of 4 bytes, of the low or high half of a register, or of its lowest byte."""
     active = m.active
+    m.passes(f"st.shared.{match[1]}", address.array, SIZES[match[1]])
     if match[1] == "b8":
         m.shared[address.array[active]] = x.array[active] & 0xFF
         return
     if match[1] == "b16":
         half = x.array[active] >> (16 if match[2] == "hi" else 0) & 0xFFFF
         m.shared.view(np.uint16)[address.array[active] // 2] = half
-    elif active.any():
-        m.passes(f"st.shared.{match[1]}", address.array[active], 4)
+    else:
         m.shared.view(np.uint32)[address.array[active] // 4] = x.array.view(np.uint32)[active]
 
 
 def _load_word(m, match, address):
     """ld.shared of 4 bytes, of 2 into both halves of a register, or of one."""
+    m.passes(f"ld.shared.{match[1]}", address.array, SIZES[match[1]])
     if match[1] == "b8":
         return Register(i32, m.shared[address.array].astype(np.uint32))
     if match[1] == "b16":
         half = m.shared.view(np.uint16)[address.array // 2].astype(np.uint32)
         return Register(i32, half | half << 16)
-    m.passes(f"ld.shared.{match[1]}", address.array, 4)
     return Register(TYPED[match[1]], m.shared.view(TYPES[TYPED[match[1]]])[address.array // 4])
 
 

@@ -217,10 +217,13 @@ class Machine(Builder):
         raise IndexError(f"a global access outside all arrays: {first:#x} .. {last:#x}")
 
     def passes(self, name, addresses, size):
-        """Count how often the busiest bank of a pass (128 bytes) is asked for different words."""
-        lanes = 128 // size
-        for warp in range(0, len(addresses), lanes):
-            words = {int(a) // 4 + k for a in addresses[warp : warp + lanes] for k in range(size // 4)}
+        """Count how often the busiest bank of a pass (128 bytes) is asked for different words by the active lanes."""
+        if not self.active.any():
+            return
+        lanes = min(32, 128 // size)
+        for first in range(0, len(addresses), lanes):
+            own = addresses[first : first + lanes][self.active[first : first + lanes]]
+            words = {int(a) // 4 + k for a in own for k in range(max(1, size // 4))}
             banks = np.bincount([w % 32 for w in words], minlength=32)
             self.ways[name] = max(self.ways.get(name, 0), int(banks.max()))
 

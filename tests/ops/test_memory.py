@@ -8,7 +8,7 @@ from sweep import blank, guarded, pairs
 
 import tiles
 from ops import load, store, warpgroup
-from tiles import bf16, fp16, fp32, rt, st
+from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st
 
 DTYPES = [fp32, bf16, fp16]
 WIDTHS = [128, 64, 32]
@@ -268,12 +268,14 @@ def test_one_warp_reads_what_four_wrote(run, sample, width, dtype):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(("dtype", "side"), [(fp32, "row"), (fp32, "col"), (bf16, "row"), (fp16, "col")])
+@pytest.mark.parametrize(
+    ("dtype", "side"), [(fp32, "row"), (fp32, "col"), (bf16, "row"), (fp16, "col"), (fp8e4m3, "row"), (fp8e5m2, "col")]
+)
 @pytest.mark.parametrize("arch", [90, 80])
 def test_no_bank_conflicts(sample, arch, dtype, side, width):
     """The addresses that the lowerings form, counted bank by bank: the lanes that the banks serve at once (8 of ldmatrix, 16 of
     fp32 pairs, all of words) touch each bank once."""
-    S, T = st(32, 64, dtype, width), rt(32, 64, dtype, side)
+    S, T = st(32, 128, dtype, width), rt(32, 128, dtype, side)
     smem = tiles.shared(a=S)
 
     @cuda.jit
@@ -282,7 +284,7 @@ def test_no_bank_conflicts(sample, arch, dtype, side, width):
         store(a, load(x, T, (0, 0)))
         store(y, load(a, T), (0, 0))
 
-    x, y = sample((32, 64), dtype), blank((32, 64), dtype)
+    x, y = sample((32, 128), dtype), blank((32, 128), dtype)
     machine = lanes.run(body, (x, y), arch=arch)
     assert (y == x).all()
     assert machine.ways and set(machine.ways.values()) == {1}
