@@ -14,7 +14,7 @@ import tiles
 from ops import exp2, full, maximum, right_fill, row_max, row_sum, warpgroup, zeros
 from tiles import fp32, rt
 
-TILE = rt(16, 128, fp32)
+TILE = rt(16, 64, fp32)
 LOG2_E = math.log2(math.e)  # exp(x) = exp2(x * LOG2_E)
 LOWEST = -1e30  # a maximum to begin with, below every number
 

@@ -90,11 +90,12 @@ def tma_load(b, gl, to, source, at, bar, spec=None, blocks=1):
     """Start copying the tile at `at` into shared memory, one instruction a panel, completing on a barrier. spec: the shared
     tile that it is a part of. blocks: into all that many of the cluster, completing on the barrier of each."""
     box = _box(b, gl, at)
-    cast, mask = (".multicast::cluster", f", {2**blocks - 1}") if blocks > 1 else ("", "")
+    # for an address that might lie in another block sm_120's code would call a routine, with a stack
+    space, cast, mask = ("cluster", ".multicast::cluster", f", {2**blocks - 1}") if blocks > 1 else ("cta", "", "")
     for p in range(gl.tile.panels):
         text, coordinates = _coordinates(b, gl, box, p, 3)
         b.do(
-            f"cp.async.bulk.tensor.{gl.rank}d.shared::cluster.global.mbarrier::complete_tx::bytes{cast} "
+            f"cp.async.bulk.tensor.{gl.rank}d.shared::{space}.global.mbarrier::complete_tx::bytes{cast} "
             f"[$0], [$1, {text}], [$2]{mask};",
             b.add(to, b.u32(p * (spec or gl.tile).panel_bytes)), source, bar, *coordinates,
         )  # fmt: skip

@@ -277,7 +277,7 @@ PTX = {
     r"^ldmatrix.sync.aligned.m8n8.x4(.trans)?.shared.b16 \{\$0, \$1, \$2, \$3\}, \[\$4\];$": ldmatrix,
     r"^wgmma.(fence|wait_group|commit_group)": _pass_through,
     r"p, (\d), 0;\nwgmma.mma_async.sync.aligned.m64n(\d+)k(\d+).f32.(bf16|f16|tf32|e4m3|e5m2)\..*, p, (.*);\n": wgmma,
-    r"cp.async.bulk.tensor.\dd.shared::cluster": lambda m, _, to, source, bar, *at: _tma(m, None, True, source, at, to),
+    r"cp.async.bulk.tensor.\dd.shared::(?:cta|cluster)": lambda m, _, to, source, bar, *at: _tma(m, None, True, source, at, to),
     r"async.bulk.tensor.\dd.global.shared::cta(?:.(add|min|max))?.tile": lambda m, match, to, tile, *at: _tma(
         m, match[1], False, to, at, tile
     ),
