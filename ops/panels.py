@@ -78,9 +78,9 @@ def matrix_addresses(b, tile, spec, address, first_row, turned=False, first_col=
         yield b.add(b.add(start, b.xor(half, b.u32(byte))), b.u32(panel * tile.panel_bytes + row * tile.width))
 
 
-# Accesses to single elements and fp32 pairs without bank conflicts. The banks serve 16 lanes at once if each takes a pair, 32 if
-# single ones, and these reach half of the banks twice: four rows of a pair's two chunks, or rows of which every other (every
-# fourth) is touched, for the swizzle looks at some of a row's bits only. So in instruction k lanes L with L & mask take the
+# Accesses to single elements and fp32 pairs without bank conflicts. The banks serve 16 lanes at once if each takes a pair, else
+# 32, and these reach half of the banks twice: four rows of a pair's two chunks, or rows of which every other (every fourth) is
+# touched, for the swizzle looks at some of a row's bits only. So in instruction k lanes L with L & mask take the
 # elements that the others take in instruction k ^ partner: further along the row, or one row below.
 # (itemsize, layout, width): mask, partner, bytes from one to the other along the row.
 TURNS = {
