@@ -51,23 +51,24 @@ def joined(b, parts):
     return words
 
 
-def _row_address(b, tile, address, row):
+def row_address(b, tile, address, row):
     """(address of a row of a shared tile, what the swizzle XORs into offsets inside its panels)."""
     offset = b.mul(row, b.u32(tile.width))
     return b.add(address, offset), b.and_(b.lshr(offset, b.u32(3)), b.u32(tile.width - 16))
 
 
-def matrix_addresses(b, tile, spec, address, first_row, turned=False, first_col=None):
+def matrix_addresses(b, tile, spec, address, first_row, turned=False, first_col=None, anew=False):
     """For each base tile of `spec` (16x16, of bytes 16x32), in the order of its registers, the address that this lane gives
     ldmatrix or stmatrix. Matrices 0 and 1 are the base tile's left half, 2 and 3 its right one; for column layout, with .trans,
-    its upper and its lower half. `turned`: matrices 1 and 2 change places. first_col: of a base tile, in the first panel."""
-    lane, by_row = b.lane(), spec.layout == "row"
+    its upper and its lower half. `turned`: matrices 1 and 2 change places. first_col: of a base tile, in the first panel.
+    `anew`: addresses that no loop keeps in registers."""
+    lane, by_row = b.lane(anew), spec.layout == "row"
     down_first = by_row != turned  # matrix 1 lies below matrix 0, not to its right
     lower, right = (15, 16) if down_first else (7, 8)
     row = b.and_(lane, b.u32(lower))
     if not down_first:
         row = b.or_(row, b.lshr(b.and_(lane, b.u32(16)), b.u32(1)))
-    start, swizzle = _row_address(b, tile, address, b.add(row, first_row))
+    start, swizzle = row_address(b, tile, address, b.add(row, first_row))
     half = b.and_(lane, b.u32(right))
     half = b.xor(half if down_first else b.shl(half, b.u32(1)), swizzle)
     if first_col is not None:
@@ -114,7 +115,7 @@ def lane_addresses(b, tile, spec, address, first_row, step, turn=None):
     for i in range(0, spec.elements, step):
         row, col = spec.element(0, i)
         row = b.add(b.add(down, first_row), b.u32(int(row)))
-        start, swizzle = _row_address(b, tile, address, b.xor(row, turn[2]) if turn else row)
+        start, swizzle = row_address(b, tile, address, b.xor(row, turn[2]) if turn else row)
         panel, byte = divmod(int(col) * tile.dtype.itemsize, tile.width)
         inner = b.xor(b.add(inside, b.u32(byte)), b.xor(swizzle, turn[3]) if turn else swizzle)
         yield b.add(b.add(start, b.u32(panel * tile.panel_bytes)), inner)

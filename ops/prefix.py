@@ -22,7 +22,7 @@ def cumsum(x):
 
 @lowers(cumsum)
 def _(x):
-    fits = isinstance(x, rt) and x.layout == "col" or isinstance(x, rv) and not (x.partial or x.by_quad)
+    fits = (isinstance(x, rt) and x.layout == "col") or (isinstance(x, rv) and not (x.partial or x.by_quad))
     if not fits or x.dtype is not fp32:
         raise TypeError(
             f"cumsum: takes an fp32 tile in column layout, or a row_vec of row layout or col_vec of column layout, got {x}"

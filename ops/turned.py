@@ -1,17 +1,21 @@
 """What a warp of a warpgroup takes of something that lies across its rows: its part of a shared tile's columns, turned into
-rows, and its part of a row vector, turned into a column. See `warpgroup.load_transposed` and `warpgroup.own_rows`."""
+rows, and its part of a row vector, turned into a column. See `warpgroup.load_transposed` and `warpgroup.own_rows`. And one row
+of a shared tile as a vector, for any warp."""
 
 from dataclasses import replace
 
 import numpy as np
+from llvmlite import ir
 
 from tiles import ptx
+from tiles.dtypes import bf16, fp16, fp32
 from tiles.interpreter import here
 from tiles.interpreter.block import WARPGROUP
-from tiles.op import lowers, op
+from tiles.op import integer, lowers, op
+from tiles.plumbing import f32, i32
 from tiles.types import rt, rv, st
 
-from .panels import matrix_addresses
+from .panels import matrix_addresses, row_address
 from .transpose import to_quads
 
 BASE = 16  # rows of a warp
@@ -43,6 +47,42 @@ def _(tile, spec: type):
             registers += ptx.ldmatrix(b, at, transposed=True)
         ptx.reads_done(b)
         return b.pack(registers)
+
+    return spec, emit
+
+
+@op
+def load_row(tile, spec, row):
+    """One row of a shared fp32 or 2-byte tile as the fp32 row_vec `spec`, by one warp; all its lanes get it."""
+    if not 0 <= row < tile.rows:
+        raise here().hazard(f"row {row} lies outside {tile.spec}")
+    return here().read(tile, range(row, row + 1)).astype(np.float32)
+
+
+@lowers(load_row)
+def _(tile, spec: type, row):
+    ok = isinstance(tile, st) and tile.dtype in (fp32, bf16, fp16) and integer(row)
+    if not ok or spec != rt(BASE, tile.cols, fp32).row_vec:
+        raise TypeError(
+            f"load_row: takes an fp32 or 2-byte tile, its fp32 row_vec and an integer, got {tile}, {spec} and {row}"
+        )
+    size = tile.dtype.itemsize
+
+    def emit(b, address, _, row):
+        start, swizzle = row_address(b, tile, address, b.u32(row))
+        pair = b.mul(b.and_(b.lane(), b.u32(3)), b.u32(2 * size))
+        out = []
+        for i in range(0, spec.elements, 2):
+            panel, byte = divmod(int(spec.element(0, i)) * size, tile.width)
+            at = b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(b.add(pair, b.u32(byte)), swizzle))
+            if size == 4:
+                words = b.asm(ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at)
+                out += b.unpack(words)
+            else:
+                word = b.asm(i32, "ld.shared.b32 $0, [$1];", "=r,r", at)
+                out += b.elements(rt(16, 16, tile.dtype), b.pack([word]))[:2]
+        ptx.reads_done(b)
+        return b.from_elements(spec, out)
 
     return spec, emit
 

@@ -24,9 +24,9 @@ from numpy import float32, int32
 from ops import clip, exp, load, row_max, silu, split, store, subtile, tile_min, warpgroup, zeros
 from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
 
-from .gates import ALONG, CHUNK, ROWS, TILE, gates
+from .gates import ALONG, ROWS, TILE, gates
+from .places import CHUNK, COLUMNS, places
 
-COLUMNS = 64  # of the values, for a consumer
 WIDE = 128  # key dim, beyond which a state takes half of a consumer's registers: one consumer, and no segments
 REGISTERS = {(1, 2): (48, 208), (2, 1): (56, 224), (1, 1): (56, 256)}  # (consumers, resident) -> those of producer, consumer
 SHARED_BYTES = 227 * 1024
@@ -97,6 +97,7 @@ def make(config: Config):
     SKIP, GATED, ONES, DIVIDED = config.skip, config.gated, config.ones, config.divided
     VARLEN, OUTPUTS, TURNED = config.varlen, not config.states, rt(16, CHUNK, INPUT)
     LATER = OUTPUTS and config.key_dim <= WIDE  # may begin with what earlier segments add up to
+    place, tokens = places(config.varlen)
     sum_up, steady, sums, pairs, remaining = gates(config.gate, CONSUMERS, config.softplus)
 
     def each(item, used=True, **of):
@@ -114,24 +115,6 @@ def make(config: Config):
         state=st(COLUMNS * CONSUMERS, config.key_dim, INPUT),
         out=st(COLUMNS * CONSUMERS, COLUMNS, INPUT),
     )
-
-    @inlined
-    def place(x, blocks, segments, heads):
-        """The block of columns, the segment, the head of the keys and the sequence that are this block's."""
-        block, x = split(x, blocks)
-        segment, x = split(x, segments)
-        head, sequence = split(x, heads)
-        return block, segment, head, sequence
-
-    @inlined
-    def tokens(gEnds, sequence, length, segment, segments):
-        """[first, end) of a segment and the batch that it lies in: whole chunks, but for the end of the sequence."""
-        if VARLEN:
-            start, end, batch = int32(gEnds[sequence]), int32(gEnds[sequence + 1]), int32(0)
-        else:
-            start, end, batch = int32(0), int32(length), int32(sequence)
-        step = CHUNK * ((end - start + CHUNK * segments - 1) // (CHUNK * segments))
-        return int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch
 
     @inlined
     def decayed(x, b):

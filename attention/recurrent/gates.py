@@ -9,7 +9,8 @@ from numpy import float32
 from ops import col_index, cumsum, exp, last, less, load, minimum, softplus, store, tile_max, warpgroup, where, zeros
 from tiles import fp32, inlined, rt
 
-CHUNK = 64  # tokens
+from .places import CHUNK
+
 TILE = rt(16, CHUNK, fp32)
 ROWS, ALONG = TILE.col_vec, TILE.row_vec
 KINDS = (None, "head", "token", "step")

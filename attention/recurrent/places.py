@@ -1,0 +1,32 @@
+"""Which tokens, head and columns a block works on: what the kernels that go through chunks have in common."""
+
+from numpy import int32
+
+from ops import split
+from tiles import inlined
+
+CHUNK, COLUMNS = 64, 64  # tokens; value columns of a consumer
+
+
+def places(varlen: bool):
+    """(place, tokens), for sequences of a batch each, or one behind the other in one batch."""
+
+    @inlined
+    def place(x, blocks, segments, heads):
+        """The block of columns, the segment, the head and the sequence that are the x-th block's."""
+        block, x = split(x, blocks)
+        segment, x = split(x, segments)
+        head, sequence = split(x, heads)
+        return block, segment, head, sequence
+
+    @inlined
+    def tokens(gEnds, sequence, length, segment, segments):
+        """[first, end) of a segment and the batch that it lies in: whole chunks, but for the end of the sequence."""
+        if varlen:
+            start, end, batch = int32(gEnds[sequence]), int32(gEnds[sequence + 1]), int32(0)
+        else:
+            start, end, batch = int32(0), int32(length), int32(sequence)
+        step = CHUNK * ((end - start + CHUNK * segments - 1) // (CHUNK * segments))
+        return int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch
+
+    return place, tokens
