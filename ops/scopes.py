@@ -6,6 +6,7 @@ other mistake that types show.
 
 import sys
 from functools import partial
+from inspect import isfunction
 
 from tiles.interpreter import hazard_line
 from tiles.op import OPS
@@ -26,7 +27,7 @@ class NoMeaning(TypeError, AttributeError):
 def _refuse(module, name):
     for other, (who, how) in SCOPES.items():
         found = vars(sys.modules[other]).get(name)
-        if callable(found) and found in OPS:
+        if isfunction(found) and found in OPS:
             text = f"{name} has no meaning for {SCOPES[module][0]}. It is an op of {who}: {how.format(name)}"
             raise NoMeaning(f"{text}{kernel_line() or hazard_line()}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules[module])

@@ -15,7 +15,7 @@ from tiles.types import st
 from . import make, mask, memory
 from .bulk import store_wait, tma_add, tma_max, tma_min, tma_store  # noqa: F401
 from .group import LAST_NAMED, Group
-from .subtile import subtile
+from .subtile import subtile as _subtile
 from .tails import meet, zero_rows  # noqa: F401
 from .turned import load_transposed, own_rows  # noqa: F401
 from .wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait  # noqa: F401
@@ -203,7 +203,7 @@ def _(source, spec: type, at, rows: int, cols: int, aligned: int):
 @op
 def quarter(tile):
     """This warp's quarter of the rows of a shared tile, as a shared tile: row_max(quarter(x)). No copy."""
-    return subtile(tile, tile.rows // WARPGROUP, here().rank)
+    return _subtile(tile, tile.rows // WARPGROUP, here().rank)
 
 
 @lowers(quarter)

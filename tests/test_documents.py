@@ -3,6 +3,7 @@ the one you get, and whatever they name exists."""
 
 import contextlib
 import importlib.util
+import inspect
 import io
 import os
 import re
@@ -110,3 +111,14 @@ def test_picture_is_what_the_layouts_say():
     command = [sys.executable, "-c", "import draw_layouts as d; assert d.PICTURE.read_text() == d.svg()"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "docs")])
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
+
+
+def test_vocabulary_is_complete():
+    """Every op of every scope is in the tables of docs/kernel.md, and nothing else is."""
+    text = (ROOT / "docs" / "kernel.md").read_text().partition("## The vocabulary")[2]
+    said = {name for name in re.findall(r"`([^`]*)`", text) if name.isidentifier()} - {"turns"}
+    there = set(ops.__all__)
+    for scope in (ops.warpgroup, ops.block, ops.cluster):
+        there |= {name for name, f in vars(scope).items() if inspect.isfunction(f) and f in OPS and name[0] != "_"}
+    assert not there - said, "add these to the tables of docs/kernel.md"
+    assert not said - there
