@@ -4,7 +4,9 @@
 
 With b the running sums of a chunk's gates, and any r, one number a channel, to count them from,
 
-    q' = q exp(b - r),  k' = k exp(r - b),  S' = exp(r) S        O = q' S' + tril(q' k'^T) V        S = exp(b_last - r) (S' + k'^T V)
+    q' = q exp(b - r),  k' = k exp(r - b),  S' = exp(r) S
+    O  = q' S' + tril(q' k'^T) V
+    S  = exp(b_last - r) (S' + k'^T V)
 
 so in the frame of r a chunk is one of plain linear attention. r = b_last / 2 keeps all exponents small, and q' and k' are made
 in place by the warps that multiply them, each some channels. Where a chunk decays by more than a dtype can hold, the weights of
@@ -48,8 +50,8 @@ LEAST = {bf16: -60.0, fp16: -8.0}  # what b - r may be, so that q' and k' keep t
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's shape: key dim as padded, consumers of 64 value columns each, the dtype of the gates; varlen: the sequences lie
-    one behind the other in one batch."""
+    """A kernel's shape: key dim as padded, consumers of 64 value columns each, the dtype of the gates; varlen: the sequences
+    lie one behind the other in one batch."""
 
     key_dim: int
     consumers: int

@@ -1,4 +1,4 @@
-"""From a problem of linear attention to launches of the chunk kernel (chunk.py).
+"""From a problem of linear attention to launches of the kernels of chunks (chunk.py, gated.py).
 
 There is one, or two where few long sequences are cut into segments, and one before it where a normalizer is wanted.
 """
@@ -11,13 +11,13 @@ from typing import NamedTuple
 from tiles import launch, tensor
 from tiles.arrays import FORMS, Form, at, c_ordered, form
 from tiles.device import processors
-from tiles.dtypes import bf16, fp16
-from tiles.launch import Bound
+from tiles.dtypes import bf16, fp16, fp32
+from tiles.launch import Bound, Interpreted
 
-from . import chunk
+from . import chunk, gated
 from .problem import Problem
 
-DTYPES = {"bfloat16": bf16, "float16": fp16}
+DTYPES = {"bfloat16": bf16, "float16": fp16, "float32": fp32}
 KEY_DIMS = 64, 128, 256
 TWICE = 1.6  # what two passes cost: one reads everything, the other keys and values
 LEAST = 8  # chunks of a segment
@@ -36,7 +36,7 @@ class Passes(NamedTuple):
     launches: each with the names of the arrays whose addresses it takes."""
 
     scratch: dict[str, tuple[tuple[int, ...], str]]
-    launches: list[tuple[Bound, list[str]]]
+    launches: list[tuple[Bound | Interpreted, list[str]]]
 
     def prepare(self, stream: int, where: dict[str, int]) -> Callable[[], None]:
         """A function that launches them. where: addresses by name, 0 or nothing for what is absent."""
@@ -64,13 +64,17 @@ def segments(items: int, chunks: int, places: int) -> int:
 @functools.lru_cache(FORMS)
 def passes(problem: Problem, softplus: bool = False, parts: int | None = None) -> Passes:
     """The launches for a problem; softplus: of dt. parts: segments of each sequence, chosen by default."""
+    decay = problem.forms.get("decay")
+    if decay is not None and len(decay.shape) == 4:
+        return _by_channel(problem)
     forms, width = _forms(problem), math.ceil(problem.value_dim / chunk.COLUMNS)
     main, device = _config(problem, width, softplus), problem.device
     if parts is None:
         parts = _parts(problem, main, width)
     names = {name: NAMES[problem.member].get(name, name) for name in ARRAYS}
     names |= {} if main.gated else {"z": names["v"]}
-    scratch, launches = {}, []
+    scratch: dict[str, tuple[tuple[int, ...], str]] = {}
+    launches: list[tuple[Bound | Interpreted, list[str]]] = []
     if parts > 1:
         pairs = problem.sequences, problem.heads, parts - 1
         scratch |= {"local": ((*pairs, problem.value_dim, problem.key_dim), "float32"), "total": ((*pairs, 1), "float32")}
@@ -79,8 +83,8 @@ def passes(problem: Problem, softplus: bool = False, parts: int | None = None) -
         anew = {"start": c_ordered((*pairs[:2], 0, 0), "float32", device), "out": forms["v"]}
         launches.append((_bind(states, problem, forms | anew, width, parts, parts - 1), [*names.values()]))
     if problem.normalize:
-        scratch["divisor"] = forms["v"].shape[:3], "float32"
-        forms["divisor"] = c_ordered(*scratch["divisor"], device)
+        forms["divisor"] = c_ordered(forms["v"].shape[:3], "float32", device)
+        scratch["divisor"] = forms["divisor"].shape, "float32"
         z, start = c_ordered(problem.z_shape, "float32", device), problem.forms.get("initial_z")
         rows = {
             "start": _spread(start, 2, chunk.COLUMNS) if start else forms["start"],
@@ -96,7 +100,9 @@ def passes(problem: Problem, softplus: bool = False, parts: int | None = None) -
 def _forms(problem: Problem) -> dict[str, Form]:
     """The kernel's arrays. What was not given is empty: loads from it are 0, and stores to it left out."""
     batch, heads, pairs = problem.batch, problem.heads, (problem.sequences, problem.heads)
-    empty = {name: (heads, 0) for name in ("rate", "bias", "skip")} | {name: (batch, 0, heads) for name in ("gates", "divisor")}
+    empty: dict[str, tuple[int, ...]] = {name: (heads, 0) for name in ("rate", "bias", "skip")} | {
+        name: (batch, 0, heads) for name in ("gates", "divisor")
+    }
     empty |= {"start": (*pairs, 0, 0), "local": (*pairs, 0, 0, 0), "total": (*pairs, 0, 0)}
     forms = {name: c_ordered(shape, "float32", problem.device) for name, shape in empty.items()}
     forms["ends"] = c_ordered((0,), "int32", problem.device)
@@ -140,7 +146,9 @@ def _parts(problem: Problem, config: chunk.Config, width: int) -> int:
     return segments(items, chunks, config.resident * processors(problem.device))
 
 
-def _bind(config: chunk.Config, problem: Problem, forms: dict[str, Form], width: int, parts: int, walked: int) -> Bound:
+def _bind(
+    config: chunk.Config, problem: Problem, forms: dict[str, Form], width: int, parts: int, walked: int
+) -> Bound | Interpreted:
     """The launch of a kernel."""
     kernel, smem = chunk.make(config)
 
@@ -154,6 +162,28 @@ def _bind(config: chunk.Config, problem: Problem, forms: dict[str, Form], width:
     grid = problem.sequences * problem.key_heads * walked * blocks
     sizes = problem.seqlen, blocks, parts, walked, problem.key_heads, problem.group, width, problem.scale
     return launch(kernel, grid, config.threads, shared=smem).bind(*map(argument, ARRAYS), *sizes)
+
+
+def _by_channel(problem: Problem) -> Passes:
+    """The launch for decays of channels."""
+    forms, width = _forms(problem), math.ceil(problem.value_dim / chunk.COLUMNS)
+    key_dim, gates = min(n for n in KEY_DIMS if n >= problem.key_dim), DTYPES[forms["gates"].dtype]
+    consumers = 2 if width % 2 == 0 and key_dim <= gated.WIDE else 1
+    config = gated.Config(key_dim, consumers, DTYPES[problem.dtype], gates, "cu_seqlens" in problem.forms)
+    kernel, smem = gated.make(config)
+    tiled = {"q": config.key, "k": config.key, "v": config.value, "gates": config.gate}
+    if not config.varlen:
+        tiled["out"] = config.value
+
+    def argument(name: str):
+        array = at(0, forms[name])
+        return tensor(array, tiled[name], rows=1, cols=3, unit=1) if name in tiled else array
+
+    names, blocks = "q k v gates out start state ends".split(), width // consumers
+    sizes = problem.seqlen, blocks, problem.heads, problem.group, problem.scale
+    launched = launch(kernel, problem.sequences * problem.heads * blocks, config.threads, shared=smem)
+    called = [NAMES["linear"].get(name, name) for name in names]
+    return Passes({}, [(launched.bind(*map(argument, names), *sizes), called)])
 
 
 def _swapped(x: Form) -> Form:
