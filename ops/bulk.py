@@ -16,7 +16,7 @@ from tiles.interpreter import here
 from tiles.layout import LANES
 from tiles.op import integer, lowers, op
 from tiles.plumbing import void
-from tiles.shared import check_tensor, elected
+from tiles.ring import check_tensor, elected
 from tiles.types import st, sv
 
 from . import memory

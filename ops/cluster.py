@@ -25,7 +25,7 @@ from tiles.interpreter import here
 from tiles.layout import LANES
 from tiles.op import integer, lowers, op
 from tiles.plumbing import f32, i32, void
-from tiles.shared import elected
+from tiles.ring import elected
 from tiles.types import REGISTER_DTYPES, barrier, remote, rt, rv, st, sv
 from tiles.values import Remote, SharedTile
 

@@ -20,7 +20,7 @@ from tiles.interpreter import here
 from tiles.layout import LANES
 from tiles.op import lowers, number
 from tiles.plumbing import f32, void
-from tiles.shared import elected
+from tiles.ring import elected
 from tiles.types import rv, sv
 
 from . import vectors

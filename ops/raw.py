@@ -13,7 +13,7 @@ from tiles.interpreter import here
 from tiles.layout import LANES
 from tiles.op import integer, lowers, op
 from tiles.plumbing import void
-from tiles.shared import elected
+from tiles.ring import elected
 from tiles.types import barrier, gl, st, sv
 
 

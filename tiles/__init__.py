@@ -8,7 +8,8 @@ with importing():
     from .launch import launch
     from .op import inlined, lowers, op
     from .pipeline import pipeline
-    from .shared import ring, shared
+    from .ring import ring
+    from .shared import shared
     from .types import barrier, gl, pending, rt, rv, st, sv
     from .values import Tile, tensor
 

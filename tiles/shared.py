@@ -1,22 +1,10 @@
-"""Shared memory, laid out on the host, and rings: pipeline stages that need no state.
+"""Shared memory, laid out on the host.
 
-    smem = shared(q=ring(Q, 2, readers=4), k=ring(K, STAGES, readers=8))     # on the host: offsets, barriers, nbytes
-    q, k = smem.open()                                                       # in the kernel
-    k.fill(j, gK, (batch, j, head))     producer: waits until slot j % stages is free, then copies by TMA
-    tile = k.wait(j)                    consumer: the j-th tile, once it has arrived
-    k.release(j)                        consumer: this warp is done with the j-th tile
-
-What warps compute for other warps goes through a ring with `writers` instead: each of them stores its part of the j-th tile.
-
-    store(p.claim(j), x)                writer: the j-th tile, once its slot is free
-    p.publish(j)                        writer: this warp's part is there
-
-The j-th fill goes to slot j % stages and completes phase j // stages + 1 of that slot's "full" barrier; the readers'
-releases complete the same phase of its "empty" barrier. Producer and consumer compute both from j alone, so they cannot
-disagree, and a kernel shows no barrier arithmetic.
+smem = shared(q=ring(Q, 2, readers=4), k=ring(K, STAGES, readers=8), full=barrier(1))     # offsets, barriers, nbytes
+q, k, full = smem.open()                                                                  # in the kernel
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from llvmlite import ir
@@ -24,94 +12,14 @@ from numba.cuda import types
 
 from . import ptx
 from .interpreter import Mbarrier, Slot, here
-from .op import integer, lowers, op
+from .op import lowers, op
 from .pipeline import pipeline
-from .plumbing import Value, compile_time, i32, void
-from .types import TILE_ALIGN, barrier, gl, rv, st, sv
+from .plumbing import Value, compile_time, i32
+from .ring import BARRIER_BYTES, empty_barrier, full_barrier, needs_whole, ring, tile_of
+from .types import TILE_ALIGN, barrier, st, sv
 from .values import SharedTile
 
 ALIGN = TILE_ALIGN  # of a block's shared memory
-BARRIER_BYTES = 8
-CLUSTER_END = 8  # most blocks of a cluster
-
-
-@compile_time
-@dataclass(frozen=True)
-class ring:
-    """`stages` copies of one shared tile or vector. `readers`: how many warps release each before its slot is filled again.
-    `writers`: how many warps store it, each its part; 0 where TMA brings it.
-
-    `blocks`: that many blocks, a cluster, want the same tiles, and read each from global memory once: every block brings its
-    `part` of the rows to all of them (TMA multicast), as soon as `readers` warps of each have released the slot. All fill, wait
-    for and release the same tiles in the same order, and end with ops.cluster.sync(): a peer may release a tile when a block is
-    already done."""
-
-    tile: st | sv
-    stages: int
-    readers: int = 4
-    writers: int = 0
-    blocks: int = 1
-    name: str = ""  # these are set by `shared`: what it is called, and bytes from the base of shared memory
-    start: int = 0
-    barriers: int = 0
-
-    def __post_init__(self):
-        if self.stages < 1 or self.readers < 1:
-            raise ValueError(f"ring: stages and readers must be positive, got {self.stages} and {self.readers}")
-        if self.writers < 0:
-            raise ValueError(f"ring: writers must be 0 (TMA) or more, got {self.writers}")
-        if self.writers and self.blocks > 1:
-            raise ValueError(f"ring: what warps write stays in their block, got {self.writers=} and {self.blocks=}")
-        if not 1 <= self.blocks <= CLUSTER_END or (self.blocks > 1 and self.tile.rows % (8 * self.blocks)):
-            raise ValueError(
-                f"ring: 1 to {CLUSTER_END} blocks share a tile, by multiples of 8 rows, got {self.blocks} for {self.tile}"
-            )
-        _needs_whole("ring", self.tile)
-
-    def __str__(self):
-        writers = f", {self.writers} writers" * bool(self.writers)
-        blocks = f", for {self.blocks} blocks" * (self.blocks > 1)
-        return f"ring({self.tile}, {self.stages} stages, {self.readers} readers{writers}{blocks})"
-
-    @property
-    def part(self):
-        """What one block fills of a tile, the rows of all blocks in turn; and the tile of the tensors that it comes from."""
-        return self.tile if self.blocks == 1 else replace(self.tile, rows=self.tile.rows // self.blocks, whole=0)
-
-    def slot(self, j):
-        """Address of the j-th tile."""
-        return self.start + j % self.stages * self.tile.room
-
-    @op
-    def fill(self, j, source, at):
-        """Copy source[at] into slot j % stages by TMA, as soon as the readers of tile j - stages have released it.
-        Called by a whole warpgroup; its first thread does it. source: a `tensor` whose tile is the ring's `part`; `at` counts
-        the ring's tiles all the same."""
-        if here().rank == 0:
-            _slot(self, j).fill(here(), j, source, _own(self, source.spec, at, here().block.rank))
-
-    @op
-    def claim(self, j):
-        """The j-th tile, to be stored, as soon as the readers of tile j - stages have released it. By each of the `writers`."""
-        return _slot(self, j).claim(here(), j)
-
-    @op
-    def publish(self, j):
-        """This warp has stored its part of tile j; the readers, their mmas and TMA see it once all writers have said so."""
-        _slot(self, j).publish(here(), j)
-
-    @op
-    def wait(self, j):
-        """The j-th tile, once it is in shared memory."""
-        return _slot(self, j).wait(here(), j)
-
-    @op
-    def release(self, j, after=None):
-        """This warp has read tile j for the last time. Its mmas on the tile must have been waited for. `after`, a vector: not
-        before it is computed, which also keeps the compiler from moving its computation behind a later wait."""
-        _slot(self, j).release(here(), j)
-
-
 STAGED = (ring, pipeline)
 
 
@@ -126,7 +34,7 @@ class shared:
             if not isinstance(item, (*STAGED, st, sv, barrier)):
                 raise TypeError(f"shared: {name} must be a ring, a pipeline, an st, an sv or a barrier, got {item!r}")
             if isinstance(item, st):
-                _needs_whole("shared", item)
+                needs_whole("shared", item)
         self.starts = {}
         for name, item in items.items():
             if not isinstance(item, barrier):
@@ -170,7 +78,7 @@ class shared:
             block.opened = {}
             for name, item in self.items.items():
                 if isinstance(item, ring):
-                    block.opened[name] = [Slot(block, item, s, partial(_tile, block, item)) for s in range(item.stages)]
+                    block.opened[name] = [Slot(block, item, s, partial(tile_of, block, item)) for s in range(item.stages)]
                     block.slots += block.opened[name]
                 elif isinstance(item, barrier):
                     block.opened[name] = Mbarrier(block, f"barrier {name!r}", item.count)
@@ -191,71 +99,6 @@ class shared:
         return tuple(item if isinstance(item, STAGED) else block.opened[name] for name, item in self.items.items())
 
 
-def _needs_whole(name, tile):
-    if tile.whole != tile.rows:
-        raise ValueError(f"{name}: {tile} is a part; lay out the whole, and take subtile(...) of it in the kernel")
-
-
-# ---- meanings ------------------------------------------------------------------------------------------------------
-def _slot(ring, j):
-    block = here().block
-    if j < 0:
-        raise here().hazard(f"ring {ring.name!r} has no tile {j}")
-    if block.opened is None or ring.name not in block.opened:
-        raise here().hazard(f"{ring} is used, and the kernel has not opened it: `q, k = smem.open()`", "plan")
-    return block.opened[ring.name][j % ring.stages]
-
-
-def _own(ring, source, at, rank):
-    """Where block `rank` of a cluster finds its part of the tile at `at`, counted in parts."""
-    at = tuple(at) + (0,) * (source.rank - len(at))
-    return at if ring.blocks == 1 else tuple(i * ring.blocks + rank if k == source.rows else i for k, i in enumerate(at))
-
-
-def _tile(block, ring, j):
-    slot = block.opened[ring.name][j % ring.stages]
-    return SharedTile(ring.tile, ring.slot(j), f"tile {j} of ring {ring.name!r}", slot, j)
-
-
-# ---- lowerings -----------------------------------------------------------------------------------------------------
-def _modulo(b, ring, j):
-    """(slot, parity) of tile j."""
-    j, n = b.u32(j), b.u32(ring.stages)
-    return b.urem(j, n), b.and_(b.udiv(j, n), b.u32(1))
-
-
-def _address(b, ring, base, slot):
-    return b.add(b.add(base, b.mul(slot, b.u32(ring.tile.room))), b.u32(ring.start))
-
-
-def _full(b, ring, base, slot):
-    return b.add(b.add(base, b.mul(slot, b.u32(2 * BARRIER_BYTES))), b.u32(ring.barriers))
-
-
-def _empty(b, ring, base, slot):
-    return b.add(_full(b, ring, base, slot), b.u32(BARRIER_BYTES))
-
-
-def elected(b, group):
-    """Is this the first thread of its group of `group` threads (32, 128)?"""
-    return b.icmp_unsigned("==", b.and_(b.special("tid.x"), b.u32(group - 1)), b.u32(0))
-
-
-def check_tensor(name, spec):
-    """TypeError if this is not the type of a `tensor`."""
-    if isinstance(spec, types.Array):
-        raise TypeError(
-            f"{name}: TMA must be told how the array is cut: pass tiles.tensor(array, tile) to the launch, got {spec}"
-        )
-    if not isinstance(spec, gl):
-        raise TypeError(f"{name}: takes a tiles.tensor, got {spec}")
-
-
-def _needs_index(name, j):
-    if not integer(j):
-        raise TypeError(f"{name}: the tile's number j must be an integer, got {j}")
-
-
 @lowers(shared.open)
 def _(smem):
     def emit(b, _):
@@ -270,8 +113,8 @@ def _(smem):
                     ptx.mbarrier_init(b, b.add(base, b.u32(smem.starts[name])), item.count)
                 elif isinstance(item, ring):
                     for s in range(item.stages):
-                        ptx.mbarrier_init(b, _full(b, item, base, b.u32(s)), item.writers or 1)
-                        ptx.mbarrier_init(b, _empty(b, item, base, b.u32(s)), item.readers * item.blocks)
+                        ptx.mbarrier_init(b, full_barrier(b, item, base, b.u32(s)), item.writers or 1)
+                        ptx.mbarrier_init(b, empty_barrier(b, item, base, b.u32(s)), item.readers * item.blocks)
             if smem.barriers:
                 ptx.mbarrier_fence(b)
         b.do("bar.sync 0;")
@@ -282,97 +125,3 @@ def _(smem):
         return b.context.make_tuple(b, types.BaseTuple.from_types([Value(i) for i in smem.items.values()]), at)
 
     return tuple(smem.items.values()), emit
-
-
-def _needs_writers(name, ring):
-    if not ring.writers:
-        raise TypeError(f"{name}: TMA writes this ring, fill(...) it: {ring}")
-
-
-@lowers(ring.fill)
-def _(ring, j, source, at):
-    _needs_index("fill", j)
-    if ring.writers:
-        raise TypeError(f"fill: warps write this ring, claim(...) and publish(...) a tile: {ring}")
-    check_tensor("fill", source)
-    if source.tile != ring.part or (ring.blocks > 1 and source.unit != ring.part.rows):
-        parts = f" in parts of {ring.part}" * (ring.blocks > 1)
-        raise TypeError(f"fill: the ring holds {ring.tile}{parts}, the source gives {source.tile}")
-    if not isinstance(at, types.BaseTuple) or not 1 <= len(at) <= source.rank:
-        raise TypeError(f"fill: `at` must be a tuple of up to {source.rank} integers, got {at}")
-
-    def emit(b, base, j, source_map, at):
-        with b.if_then(elected(b, 128)):
-            slot, parity = _modulo(b, ring, j)
-            full = _full(b, ring, base, slot)
-            ptx.mbarrier_wait(b, _empty(b, ring, base, slot), b.xor(parity, b.u32(1)))
-            ptx.mbarrier_expect(b, full, ring.tile.nbytes)
-            to, place = _address(b, ring, base, slot), b.unpack(at)
-            if ring.blocks > 1:
-                rank = b.special("cluster_ctarank")
-                to = b.add(to, b.mul(rank, b.u32(ring.part.rows * ring.tile.width)))
-                place += [b.u32(0)] * (source.rank - len(place))
-                place[source.rows] = b.add(b.mul(b.u32(place[source.rows]), b.u32(ring.blocks)), rank)
-            ptx.tma_load(b, source, to, source_map, place, full, ring.tile, ring.blocks)
-
-    return void, emit
-
-
-@lowers(ring.claim)
-def _(ring, j):
-    _needs_index("claim", j)
-    _needs_writers("claim", ring)
-
-    def emit(b, base, j):
-        slot, parity = _modulo(b, ring, j)
-        slot = ptx.uniform(b, slot)
-        ptx.mbarrier_wait(b, _empty(b, ring, base, slot), b.xor(parity, b.u32(1)))
-        return _address(b, ring, base, slot)
-
-    return ring.tile, emit
-
-
-@lowers(ring.publish)
-def _(ring, j):
-    _needs_index("publish", j)
-    _needs_writers("publish", ring)
-
-    def emit(b, base, j):
-        ptx.reads_done(b)
-        with b.if_then(elected(b, 32)):
-            ptx.mbarrier_arrive(b, _full(b, ring, base, _modulo(b, ring, j)[0]))
-
-    return void, emit
-
-
-@lowers(ring.wait)
-def _(ring, j):
-    _needs_index("wait", j)
-
-    def emit(b, base, j):
-        slot, parity = _modulo(b, ring, j)
-        slot = ptx.uniform(b, slot)  # so that descriptors stay in uniform registers, and wgmma needs no moves before it
-        ptx.mbarrier_wait(b, _full(b, ring, base, slot), parity)
-        return _address(b, ring, base, slot)
-
-    return ring.tile, emit
-
-
-@lowers(ring.release)
-def _(ring, j, after):
-    _needs_index("release", j)
-    if not (after is None or isinstance(after, rv)):
-        raise TypeError(f"release: `after` must be a vector, got {after}")
-
-    def emit(b, base, j, vector):
-        mine = elected(b, 32) if ring.blocks == 1 else b.icmp_unsigned("<", b.lane(), b.u32(ring.blocks))
-        if after is not None:
-            mine = b.and_(mine, ptx.computed(b, b.unpack(vector)))
-        with b.if_then(mine):
-            empty = _empty(b, ring, base, _modulo(b, ring, j)[0])
-            if ring.blocks == 1:
-                ptx.mbarrier_arrive(b, empty)
-            else:  # a lane for each block
-                ptx.mbarrier_arrive_remote(b, ptx.map_shared(b, empty, b.lane()))
-
-    return void, emit
