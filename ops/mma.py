@@ -40,19 +40,19 @@ def _left(b, operand, value, layout):
     if isinstance(operand, rt):
         pieces = _pieces(b, operand, value)
         return lambda band, along: pieces[band * steps + along]
-    addresses = list(matrix_addresses(b, operand, _held(operand, layout), value, b.u32(0)))
+    addresses = list(matrix_addresses(b, operand, _held(operand, layout), value, b.u32(0), anew=True))
     return lambda band, along: ptx.ldmatrix(b, addresses[band * steps + along], transposed=layout == "col")
 
 
 def _right(b, operand, value, layout):
     """fragments(column, along): the right operand's two registers for eight columns of the product and those for the next
-    eight. The instruction takes neighbours, and ldmatrix brings them so: other registers would have to
-    be moved, two for each product."""
+    eight. The instruction takes neighbours, and ldmatrix brings them so: other registers would have to be moved, two for each
+    product."""
     steps = operand.shape[layout == "row"] * operand.dtype.itemsize // SLICE
     if isinstance(operand, rt):
         pairs = [(piece[::2], piece[1::2]) for piece in _pieces(b, operand, value)]  # see tiles/layout.py
         return lambda column, along: pairs[column * steps + along]
-    addresses = list(matrix_addresses(b, operand, _held(operand, layout), value, b.u32(0), turned=True))
+    addresses = list(matrix_addresses(b, operand, _held(operand, layout), value, b.u32(0), turned=True, anew=True))
 
     def fragments(column, along):
         tile = ptx.ldmatrix(b, addresses[column * steps + along], transposed=layout == "col")
@@ -73,12 +73,12 @@ def _product(face):
             c = builder.unpack(vacc)
             left, right = _left(builder, a, va, layouts[0]), _right(builder, b, vright, layouts[1])
             for along in range(k * a.dtype.itemsize // SLICE):
-                bands = [left(band, along) for band in range(m // MULTIPLE)]
-                for column in range(n // MULTIPLE):
-                    for half, pair in enumerate(right(column, along)):
-                        for band, fragment in enumerate(bands):
-                            at = slice(start := band * n // 2 + column * 8 + half * 4, start + 4)
-                            c[at] = ptx.mma(builder, a.dtype, c[at], fragment, pair)
+                pairs = [pair for column in range(n // MULTIPLE) for pair in right(column, along)]
+                for band in range(m // MULTIPLE):
+                    fragment = left(band, along)
+                    for eighth, pair in enumerate(pairs):
+                        at = slice(start := band * n // 2 + eighth * 4, start + 4)
+                        c[at] = ptx.mma(builder, a.dtype, c[at], fragment, pair)
             return builder.pack(c)
 
         return acc, emit

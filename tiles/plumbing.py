@@ -218,9 +218,10 @@ class Builder(ir.IRBuilder):
             return self.fptrunc(value, f32)
         return value if value.type == f32 else self.sitofp(value, f32)
 
-    def special(self, name):
-        """A special register, e.g. tid.x."""
-        return self.asm(i32, f"mov.u32 $0, %{name};", "=r", effect=False)
+    def special(self, name, anew=False):
+        """A special register, e.g. tid.x. `anew`: read here, so that what is computed from it is not kept in registers over the
+        loop round it."""
+        return self.asm(i32, f"mov.u32 $0, %{name};", "=r", effect=anew)
 
     def since(self, arch):
         """Is the code for sm_`arch` or later? NVVM knows when it links, and leaves nothing of the other branch."""
@@ -236,9 +237,9 @@ class Builder(ir.IRBuilder):
         )
         return self.icmp_signed(">=", self.call(reflect, [generic]), self.u32(10 * arch))
 
-    def lane(self):
+    def lane(self, anew=False):
         """This thread's lane in its warp."""
-        return self.and_(self.special("tid.x"), self.u32(31))
+        return self.and_(self.special("tid.x", anew), self.u32(31))
 
     def array(self, ty, value):
         """A Numba array's (data address, extents, strides in bytes)."""
