@@ -35,6 +35,10 @@ class dtype:
         inf too, become that; tf32 ties go away from zero."""
         return np.asarray(array, self.np) if self.rounding is None else self.rounding(np.asarray(array))
 
+    def copied(self, array) -> np.ndarray:
+        """An array's elements as TMA brings them into shared memory: as they are; but tf32 rounded, and ties to even."""
+        return _to_tf32(array, to_even=True) if self.ptx == "tf32" else array
+
     def __call__(self, x):
         """x rounded to this dtype (see `round`); x is a register tile or vector. An fp32 accumulator becomes the A operand of
         the next mma inside each lane, with no shuffle, unless that is fp8. (Lowering: ops/convert.py.)"""
@@ -49,11 +53,12 @@ class dtype:
     __repr__ = __str__
 
 
-def _to_tf32(array):
-    """cvt.rna.tf32.f32: ten bits of mantissa, half a unit is rounded away from zero."""
+def _to_tf32(array, to_even=False):
+    """Ten bits of mantissa; half a unit goes away from zero (cvt.rna.tf32.f32) or to even (TMA, as seen on an H200)."""
     numbers = np.asarray(array, np.float32)
-    rounded = (numbers.view(np.uint32) + np.uint32(0x1000) & np.uint32(0xFFFFE000)).view(np.float32)
-    return np.where(np.isnan(numbers), numbers, rounded)
+    bits = numbers.view(np.uint32)
+    half = np.uint32(0xFFF) + (bits >> np.uint32(13) & np.uint32(1)) if to_even else np.uint32(0x1000)
+    return np.where(np.isnan(numbers), numbers, (bits + half & np.uint32(0xFFFFE000)).view(np.float32))
 
 
 def _saturating(to):

@@ -143,7 +143,7 @@ class tensor:
         tile = self.spec.tile
         out = np.zeros(tile.shape, tile.dtype.np)
         part, place = self.window(at)
-        out[place] = tile.dtype.round(part)
+        out[place] = tile.dtype.copied(part)
         return out
 
     def store(self, at, values, fold=None):

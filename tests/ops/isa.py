@@ -224,7 +224,7 @@ def _tma(m, fold, load, handle, coordinates, address):
             index[-1] += c
             if all(0 <= i < size for i, size in zip(index, array.shape, strict=True)):
                 if load:
-                    memory[cells[r, c]] = tile.dtype.round(array[tuple(index)])
+                    memory[cells[r, c]] = tile.dtype.copied(array[tuple(index)])
                 elif fold:
                     array[tuple(index)] = FOLDS[fold](array[tuple(index)], memory[cells[r, c]])
                 else:
