@@ -3,6 +3,8 @@
 from .forward import forward
 from .recurrent.based import based
 from .recurrent.hedgehog import hedgehog
+from .recurrent.linear import gla, lightning, linear, retention
+from .recurrent.mamba2 import mamba2
 from .recurrent.step import linear_step
 
-__all__ = ["based", "forward", "hedgehog", "linear_step"]
+__all__ = ["based", "forward", "gla", "hedgehog", "lightning", "linear", "linear_step", "mamba2", "retention"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from numbers import Real
 from operator import or_
-from typing import Any
+from typing import Any, Protocol
 
 from tiles.arrays import FORMS, Array, Form, c_ordered, overlaps, overlaps_itself
 
@@ -20,6 +20,13 @@ PIECES = 16, 8, 4  # bytes that a kernel copies at once: base addresses and stri
 ALIGNMENT = PIECES[-1]
 STRIDE_END = 2**40  # bytes: TMA's strides are less
 SCALES = (2.0**-120, 2.0**120)  # float32 holds the scale, and the scale times log2(e)
+
+
+class Strided(Protocol):
+    """A problem of any kind: `strides` has all bits that any stride has, but for those of columns."""
+
+    @property
+    def strides(self) -> int: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +110,7 @@ def options(causal: Any, scale: Any) -> tuple[bool, float | None]:
     return causal, float(scale)
 
 
-def piece(problem: Problem, *pointers: int) -> int:
+def piece(problem: Strided, *pointers: int) -> int:
     """The bytes that all base addresses and strides are multiples of: 16, 8 or 4."""
     bits = problem.strides
     for pointer in pointers:

@@ -199,7 +199,7 @@ def needs_hopper(problem: Problem, *pointers: int) -> None:
     gpu = None if problem.device is None else device(problem.device)
     if gpu and gpu.capability[0] != 9:
         raise ValueError(f"attention.{problem.member}: runs on Hopper; the arrays lie on {gpu}")
-    if piece(problem, *pointers) < PIECES[0]:  # type: ignore[arg-type]
+    if piece(problem, *pointers) < PIECES[0]:
         strides = {name: x.strides for name, x in problem.forms.items()}
         raise ValueError(
             f"attention.{problem.member}: takes addresses and strides that are multiples of {PIECES[0]} bytes: "

@@ -1,0 +1,187 @@
+"""attention.linear and its named members: retention, lightning, gla. What differs is where the decays come from.
+
+| here                          | flash-linear-attention          | S_t =                             |
+| ----------------------------- | ------------------------------- | --------------------------------- |
+| linear(q, k, v)               | chunk_linear_attn               | S + k v^T                         |
+| linear(.., decay=(H,))        | chunk_simple_gla(.., g_gamma=)  | exp(decay[h]) S + k v^T           |
+| retention(q, k, v)            | chunk_retention                 | (1 - 2^(-5 - h)) S + k v^T        |
+| lightning(q, k, v, i, n)      | chunk_lightning_attn            | exp(-8 h / H (1 - i / n)) S + k v^T |
+| linear(.., decay=(B, S, H))   | chunk_simple_gla(.., g=)        | exp(decay[b, t, h]) S + k v^T     |
+| gla(q, k, v, decay)           | chunk_gla(q, k, v, g)           | diag(exp(decay[b, t, h])) S + k v^T |
+
+| here                             | flash-linear-attention                                              |
+| -------------------------------- | ------------------------------------------------------------------- |
+| scale: Dk^-1/2 by default        | the same                                                            |
+| initial_state, return_state=True | initial_state, output_final_state=True: (N, H, Dk, Dv) float32, too |
+| with normalize: pairs (S, z)     | the same, z being (N, 1, H, Dk) there and (N, H, Dk) here           |
+| normalize=False by default       | normalize=True by default                                           |
+| layout="bshd" or "bhsd"          | (B, T, H, D)                                                        |
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+
+from tiles.arrays import Array, Kind, describe
+from tiles.device import check as checked
+from tiles.device import device, uncaptured
+from tiles.plans import Plan, planned
+
+from ..problem import PIECES, options, piece
+from .passes import passes
+from .problem import Problem, check, nothing
+from .walk import ARRAYS, walk
+
+NEEDED, OTHERS = "q k v", "decay initial_state initial_z cu_seqlens out state final_z local total divisor"
+
+
+def linear(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    decay: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    out: Any = None,
+    stream: Any = None,
+) -> Any:
+    """Causal linear attention with decay. For every sequence and head, over its tokens t,
+
+        S_t = exp(decay_t) S_(t-1) + k_t v_t^T        o_t = scale S_t^T q_t
+
+    q, k: (B, S, Hk, Dk); v, out: (B, S, H, Dv) for layout="bshd"; sequence and head swapped for "bhsd", in decay, too. bfloat16
+    or float16; Dk and Dv multiples of 16 up to 256, 64 and 128 being fast; Hk divides H, and value head h reads key head
+    h // (H // Hk). Any lengths.
+
+    decay: logarithms, finite and never positive, in float32, bfloat16 or float16: None; (H,), the same for all tokens;
+    (B, S, H), of each token; or (B, S, H, Dk), of each token and channel of the keys. scale: Dk^-1/2 by default.
+    initial_state: (B, H, Dk, Dv) float32, with 0 as default. out: written in place of a new array. stream: the CUDA stream, by
+    default the current one of q's framework.
+
+    normalize: o_t is divided by scale z_t . q_t + 1e-10, z_t being the sum of the keys so far, decayed as S_t is. Then
+    initial_state is a pair (S, z), and so is the state given back; z: (B, H, Dk).
+
+    cu_seqlens: (N + 1,) int32 or int64, on q's device: N sequences lie one behind the other in a batch of 1, sequence n from
+    cu_seqlens[n] to cu_seqlens[n + 1]; states are (N, H, Dk, Dv). That it ascends from 0 to S is not checked, for reading it
+    would wait for the device.
+
+    Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`, state being a new float32 array
+    (B, H, Dk, Dv), C-ordered, that of each sequence after its last token.
+
+    On Hopper sequences are cut into chunks of 64 tokens, which the tensor cores multiply. Other GPUs, addresses and strides
+    that are not multiples of 16 bytes, and normalize=True with decays of channels, are served token by token: right, and slow.
+    Arrays, `stream` and errors are those of attention.forward; flash-linear-attention's names stand beside these at the head
+    of this file."""
+    _, scale = options(False, scale)
+    state, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
+    if normalize and (state is None) != (z is None):
+        raise TypeError(f"initial_state: must be a pair (state, z) with normalize=True, not {type(initial_state).__name__}")
+    if not normalize and z is not None:
+        raise TypeError("initial_state: must be an array, not a pair, which is for normalize=True")
+    found = _solve(stream, (q, k, v, decay, state, z, cu_seqlens, out, *(None,) * 5), (scale, normalize, return_state, layout))
+    if not (return_state and normalize):
+        return found
+    out, state, z = found
+    return out, (state, z)
+
+
+def retention(q: Any, k: Any, v: Any, **given: Any) -> Any:
+    """Retention (Sun et al. 2023): `linear` with a decay of log(1 - 2^(-5 - h)) for head h, and all its other arguments.
+
+    flash-linear-attention's chunk_retention(q, k, v, scale, initial_state, output_final_state, cu_seqlens) has the same decays,
+    default scale and state layout. The decays are copied to a GPU once: call it once before a CUDA graph is captured."""
+    return linear(q, k, v, decay=_of_heads(q, v, given, lambda h, heads: math.log1p(-(2.0 ** (-5 - h)))), **given)
+
+
+def lightning(q: Any, k: Any, v: Any, layer: int, layers: int, **given: Any) -> Any:
+    """Lightning attention (Qin et al. 2024): `linear` with a decay of -8 h / H (1 - layer / layers) for head h of H, and all
+    its other arguments.
+
+    flash-linear-attention's chunk_lightning_attn(q, k, v, layer_idx, num_layers, scale, ...) has the same decays, default scale
+    and state layout. The decays are copied to a GPU once: call it once before a CUDA graph is captured."""
+    slope = 8 * (1 - layer / layers)
+    return linear(q, k, v, decay=_of_heads(q, v, given, lambda h, heads: -slope * h / heads), **given)
+
+
+def gla(q: Any, k: Any, v: Any, decay: Any, **given: Any) -> Any:
+    """Gated linear attention (Yang et al. 2024): `linear` with a decay (B, S, H, Dk) for each token and channel, and all its
+    other arguments.
+
+    flash-linear-attention's chunk_gla(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens) calls the decay g, and
+    has the same default scale and state layout."""
+    return linear(q, k, v, decay=decay, **given)
+
+
+@planned(NEEDED, OTHERS)
+def _solve(q, k, v, decay, initial_state, initial_z, cu_seqlens, out, *made_and_options) -> Plan:
+    """How linear does calls of this form at these addresses."""
+    *_, scale, normalize, return_state, layout = made_and_options
+    arrays = {"q": q, "k": k, "v": v, "out": out, "decay": decay, "cu_seqlens": cu_seqlens}
+    arrays |= {"initial_state": initial_state, "initial_z": initial_z}
+    problem = check("linear", arrays, scale=scale, normalize=normalize, layout=layout)
+    make = {} if out else {"out": (problem.out_shape, problem.dtype)}
+    give = ["out"]
+    if return_state:
+        give += ["state", "final_z"] if normalize else ["state"]
+    if 0 in problem.out_shape and (0 in problem.state_shape or not return_state):
+        prepare, made = nothing, give[1:]
+    elif _in_chunks(problem, decay, *(array.pointer for array in (q, k, v, out) if array)):
+        found = passes(problem)
+        make |= found.scratch
+        prepare, made = _named(found.prepare), ["state", "final_z"] if normalize else ["state"]
+    else:
+        bound = walk(problem, return_state)
+        prepare, made = _named(lambda stream, where: bound.prepare(stream, *(where.get(name, 0) for name in ARRAYS))), give[1:]
+    shapes = {"state": problem.state_shape, "final_z": problem.z_shape}
+    return Plan(prepare, make | {name: (shapes[name], "float32") for name in made}, tuple(give))
+
+
+def _named(prepare: Callable[[int, dict[str, int]], Callable[[], None]]) -> Callable[..., Callable[[], None]]:
+    """Plan.prepare of what takes addresses by name."""
+    names = f"{NEEDED} {OTHERS}".split()
+    return lambda stream, *addresses: prepare(stream, dict(zip(names, addresses, strict=True)))
+
+
+def _in_chunks(problem: Problem, decay: Array | None, *pointers: int) -> bool:
+    """Is there a kernel of chunks for it? TMA reads queries, keys, values and the decays of channels."""
+    if problem.trivial or (problem.device is not None and device(problem.device).capability[0] != 9):
+        return False
+    by_channel = decay is not None and len(decay.shape) == 4
+    if by_channel and problem.normalize:
+        return False
+    gates = (decay.pointer, *problem.forms["decay"].strides[:-1]) if decay and by_channel else ()
+    return piece(problem, *pointers, *gates) == PIECES[0]
+
+
+# ---- decays that follow from the number of a head ------------------------------------------------------------------
+def _of_heads(q: Any, v: Any, given: dict[str, Any], decay: Callable[[int, int], float]) -> Any:
+    """The decays of v's heads, as an array of q's kind: decay(h, heads)."""
+    if "decay" in given:
+        raise TypeError("decay: follows from the number of the head; linear takes one")
+    queries, values = describe(q, "q"), describe(v, "v")
+    axis = -3 if given.get("layout") == "bhsd" else -2
+    heads = values.shape[axis] if len(values.shape) == 4 else 0
+    return _constant(queries.kind, queries.kind.home(queries), queries.device, tuple(decay(h, heads) for h in range(heads)))
+
+
+@functools.lru_cache
+def _constant(kind: Kind, home: Any, ordinal: int | None, numbers: tuple[float, ...]) -> Any:
+    """A float32 array of these numbers, of this kind and in this place; made once and kept."""
+    host, made = np.array(numbers, np.float32), kind.maker(home, (len(numbers),), "float32")
+    if ordinal is None:
+        new = made()
+        new[...] = host
+        return new
+    with uncaptured(), device(ordinal).current():
+        new = made()
+        checked(driver.cuMemcpyHtoD(kind.address(new), host.ctypes.data, host.nbytes))
+        return new

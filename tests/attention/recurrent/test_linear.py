@@ -1,0 +1,192 @@
+"""attention/recurrent/linear.py and walk.py: every member beside its recurrence in float64, in chunks and token by token."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from attention import reference
+from attention.recurrent import linear as members
+from attention.recurrent.linear import gla, lightning, linear, retention
+from attention.recurrent.walk import walk
+
+bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
+HEADS = 4
+DECAYS = {"none": (), "head": (HEADS,), "token": (0, 1, HEADS), "channel": (0, 1, HEADS, 2)}
+
+
+def inputs(batch=2, length=70, key_dim=64, value_dim=64, decay="none", key_heads=2, dtype=bf16, gates=f32, seed=0):
+    """The arguments of a call, and a state to begin with."""
+    rng = np.random.default_rng(seed)
+    q, k = rng.standard_normal((2, batch, length, key_heads, key_dim)).astype(dtype)
+    v = rng.standard_normal((batch, length, HEADS, value_dim)).astype(dtype)
+    given = dict(q=q, k=k, v=v, initial_state=rng.standard_normal((batch, HEADS, key_dim, value_dim)).astype(f32))
+    if DECAYS[decay]:
+        shape = (
+            DECAYS[decay] if decay == "head" else [(batch, length, key_dim, HEADS)[n] if n < 3 else n for n in DECAYS[decay]]
+        )
+        given["decay"] = -rng.exponential(0.2, shape).astype(gates)
+    return given
+
+
+def check(place, given, function=linear, **options):
+    """A call in this place, the state given back: both beside the reference, whose decays may be the function's own."""
+    own = options.pop("own", {})
+    on = {name: tuple(map(place.put, x)) if isinstance(x, tuple) else place.put(x) for name, x in given.items()}
+    out, state = function(**on, **options, return_state=True)
+    known = {name: x for name, x in options.items() if name not in ("layer", "layers")}
+    ref, last = reference.linear(**given, **known, **own)
+    low, _ = reference.linear(**given, **known, **own, low=True)
+    reference.assert_close(place.get(out), ref, low)
+    for got, want in zip(*((x if isinstance(x, tuple) else (x,)) for x in (state, last)), strict=True):
+        np.testing.assert_allclose(place.get(got), want, rtol=0, atol=2**-7 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("length", [1, 63, 64, 150])
+def test_lengths(place, length, decay):
+    check(place, inputs(1, length, decay=decay))
+
+
+@pytest.mark.parametrize("key_dim, value_dim", [(16, 16), (128, 128), (80, 48), (256, 64)])
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_sizes(place, key_dim, value_dim, decay):
+    check(place, inputs(1, 40, key_dim, value_dim, decay))
+
+
+@pytest.mark.parametrize("key_heads", [1, 4])
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_shared_keys(place, key_heads, decay):
+    check(place, inputs(length=20, decay=decay, key_heads=key_heads))
+
+
+@pytest.mark.parametrize("dtype, gates", [(f16, f32), (bf16, bf16), (f16, f16)])
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_dtypes(place, dtype, gates, decay):
+    check(place, inputs(1, 70, decay=decay, dtype=dtype, gates=gates))
+
+
+@pytest.mark.parametrize("decay", ["none", "token", "channel"])
+def test_layout_and_scale(place, decay):
+    given = inputs(length=20, decay=decay)
+    turned = {name: x.swapaxes(1, 2).copy() if name != "initial_state" else x for name, x in given.items()}
+    check(place, turned, layout="bhsd", scale=0.3)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_normalize(place, decay):
+    given = inputs(length=30, decay=decay)
+    given["q"], given["k"] = abs(given["q"]), abs(given["k"])
+    given["initial_state"] = abs(given["initial_state"]), np.ones((2, HEADS, 64), f32)
+    check(place, given, normalize=True)
+
+
+@pytest.mark.parametrize("ends", [np.int32, np.int64])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_sequences_of_one_batch(place, decay, ends):
+    """One is empty; a NaN in the first does not reach the others."""
+    given = inputs(1, 150, decay=decay)
+    given["initial_state"] = np.random.default_rng(1).standard_normal((3, HEADS, 64, 64)).astype(f32)
+    given["cu_seqlens"] = np.array([0, 70, 70, 150], ends)
+    given["v"][0, 69] = np.nan
+    out, state = linear(**{name: place.put(x) for name, x in given.items()}, return_state=True)
+    del given["cu_seqlens"]
+    tail = {name: x[:, 70:] if x.ndim > 1 and name != "initial_state" else x for name, x in given.items()}
+    tail["initial_state"] = given["initial_state"][2:]
+    ref, last = reference.linear(**tail)
+    low, _ = reference.linear(**tail, low=True)
+    reference.assert_close(place.get(out)[:, 70:], ref, low)
+    np.testing.assert_allclose(place.get(state)[2:], last, rtol=0, atol=2**-7 * np.abs(last).max())
+    np.testing.assert_array_equal(place.get(state)[1], given["initial_state"][1])
+
+
+@pytest.mark.parametrize("gate", [-50.0, -1e3])
+@pytest.mark.parametrize("decay", ["head", "token", "channel"])
+def test_strong_decays(place, decay, gate):
+    """No overflow and no NaN, where some tokens forget all and others nothing."""
+    given = inputs(1, 70, decay=decay)
+    given["decay"] = np.where(np.random.default_rng(2).random(given["decay"].shape) < 0.3, gate, -0.01).astype(f32)
+    check(place, given)
+
+
+def test_retention(place):
+    check(place, inputs(length=70), retention, own={"decay": np.log(1 - 2.0 ** (-5 - np.arange(HEADS)))})
+
+
+def test_lightning(place):
+    own = {"decay": -8 / HEADS * (1 - 3 / 12) * np.arange(HEADS)}
+    check(place, inputs(length=70), lightning, layer=3, layers=12, own=own)
+
+
+def test_gla(place):
+    check(place, inputs(length=20, decay="channel"), gla)
+
+
+def test_the_parts_of_a_sequence(place):
+    """A state given back begins what follows."""
+    given = {name: place.put(x) for name, x in inputs(1, 100, decay="head").items() if name != "initial_state"}
+    whole = place.get(linear(**given))
+    first, rest = (
+        {name: x[:, s] if len(x.shape) > 1 else x for name, x in given.items()} for s in (slice(0, 70), slice(70, 100))
+    )
+    out, state = linear(**first, return_state=True)
+    reference.assert_close(place.get(linear(**rest, initial_state=state)), whole[:, 70:], whole[:, 70:], factor=0)
+    assert (place.get(out) == whole[:, :70]).all()
+
+
+@pytest.mark.parametrize("decay", ["none", "token", "channel"])
+def test_arrays_that_tma_cannot_read(monkeypatch, decay):
+    """Rows 4 bytes past a multiple of 16: token by token. Without return_state there is nothing but `out`."""
+    given = inputs(1, 20, decay=decay)
+    calls = []
+    monkeypatch.setattr(members, "walk", lambda *args: calls.append(args) or walk(*args))
+    apart = {name: np.full((1, 20, x.shape[2], 66), np.nan, bf16)[..., :64] for name, x in given.items() if name in "qkv"}
+    for name, x in apart.items():
+        x[...] = given[name]
+    out = np.full((1, 20, HEADS, 64), np.nan, bf16)
+    ref, _ = reference.linear(**given)
+    assert linear(**given | apart, out=out) is out and len(calls) == 1
+    reference.assert_close(out, ref, reference.linear(**given, low=True)[0])
+
+
+@pytest.mark.parametrize("length", [0, 5])
+def test_no_token_or_no_sequence(length):
+    given = inputs(2 if length == 0 else 0, length, decay="token")
+    out, state = linear(**given, return_state=True)
+    assert out.shape == given["v"].shape and (state == given["initial_state"]).all()
+    assert linear(**given).shape == out.shape
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(normalize=True), "initial_state: must be a pair (state, z) with normalize=True, not ndarray"),
+        (dict(initial_state=(1, 2)), "initial_state: must be an array, not a pair"),
+        (dict(decay=np.zeros(3, f32)), "decay: heads must equal v's: "),
+        (dict(k=None), "k: must be an array"),
+    ],
+)
+def test_errors(change, message):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        linear(**inputs() | change)
+    assert str(raised.value).startswith(message)
+
+
+def test_named_members_have_their_own_decays():
+    given = inputs()
+    for call in (lambda: retention(**given, decay=None), lambda: lightning(**given, layer=1, layers=2, decay=None)):
+        with pytest.raises(TypeError, match="^decay: follows from the number of the head"):
+            call()
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_the_walk_on_its_own(place, monkeypatch, decay):
+    """Token by token everything is right to one rounding, states to a few of float32."""
+    given = inputs(1, 40, 32, 48, decay)
+    given["initial_state"] = np.random.default_rng(3).standard_normal((1, HEADS, 32, 48)).astype(f32)
+    monkeypatch.setattr(members, "_in_chunks", lambda *_: False)
+    members._solve.known.clear()
+    out, state = linear(**{name: place.put(x) for name, x in given.items()}, return_state=True)
+    members._solve.known.clear()
+    ref, last = reference.linear(**given)
+    reference.assert_close(place.get(out), ref, ref.astype(bf16))
+    np.testing.assert_allclose(place.get(state), last, rtol=1e-5, atol=1e-4)

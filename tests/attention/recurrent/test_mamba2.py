@@ -1,0 +1,55 @@
+"""attention/recurrent/mamba2.py beside the recurrence in float64."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from attention import reference
+from attention.recurrent.mamba2 import mamba2
+
+bf16, f32 = ml_dtypes.bfloat16, np.float32
+
+
+def inputs(length=70, P=64, N=64, groups=1, batch=1, heads=4, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((batch, length, heads, P)).astype(bf16)
+    B, C = (rng.standard_normal((2, batch, length, groups, N)) / N**0.25).astype(bf16)
+    return dict(
+        x=x, dt=rng.uniform(0, 0.5, (batch, length, heads)).astype(f32), A=-rng.uniform(0.2, 2, heads).astype(f32), B=B, C=C
+    )
+
+
+def check(place, given, **options):
+    on = {name: place.put(x) for name, x in given.items()}
+    out, state = mamba2(**on, **options, return_final_states=True)
+    ref, last = reference.mamba2(**given, **options)
+    low, _ = reference.mamba2(**given, **options, low=True)
+    reference.assert_close(place.get(out), ref, low)
+    np.testing.assert_allclose(place.get(state), last, rtol=0, atol=2**-7 * np.abs(last).max())
+
+
+@pytest.mark.parametrize("length, P, N, groups", [(1, 64, 64, 1), (150, 64, 128, 1), (64, 128, 64, 2), (70, 32, 16, 4)])
+def test_sizes(place, length, P, N, groups):
+    check(place, inputs(length, P, N, groups))
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["D of heads", "D of columns"])
+def test_everything_at_once(place, columns):
+    given, rng = inputs(batch=2), np.random.default_rng(1)
+    given |= {"z": rng.standard_normal(given["x"].shape).astype(bf16), "dt_bias": rng.standard_normal(4).astype(f32)}
+    given |= {"D": rng.standard_normal((4, 64) if columns else 4).astype(f32)}
+    given |= {"initial_states": rng.standard_normal((2, 4, 64, 64)).astype(f32)}
+    check(place, given, dt_softplus=True)
+
+
+def test_sequences_of_one_batch(place):
+    given = inputs(150)
+    given["initial_states"] = np.random.default_rng(2).standard_normal((3, 4, 64, 64)).astype(f32)
+    given["cu_seqlens"] = np.array([0, 30, 100, 150], np.int32)
+    check(place, given)
+
+
+def test_no_token():
+    assert mamba2(**inputs(0)).shape == (1, 0, 4, 64)
+    with pytest.raises(ValueError, match=r"^x: must have a token, for return_final_states=True: x.shape=\(1, 0, 4, 64\)"):
+        mamba2(**inputs(0), return_final_states=True)
