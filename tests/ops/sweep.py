@@ -52,7 +52,7 @@ def guarded(shape, dtype=fp32, order=None, step=1):
     """A NaN-filled array inside a larger one of canaries, its axes laid out in `order`, every `step`-th element used: the view,
     and a function that checks that nothing around it was touched."""
     order = order or range(len(shape))
-    root = np.full([shape[a] * step + 2 * MARGIN for a in order], 12345, np.float32).astype(dtype.np)
+    root = dtype.round(np.full([shape[a] * step + 2 * MARGIN for a in order], 12345, np.float32))
     view = root[tuple(slice(MARGIN, MARGIN + shape[a] * step, step) for a in order)].transpose(np.argsort(list(order)))
     outside = np.ones(root.shape, bool)
     outside[tuple(slice(MARGIN, MARGIN + shape[a] * step, step) for a in order)] = False
@@ -141,7 +141,7 @@ def gpu(kernel, *args, warps=1, shared=None, blocks=1):
             given.append(_on_device(a, roots) if isinstance(a, np.ndarray) else a)
     if HUNG:
         pytest.fail(f"the GPU is still busy with {HUNG[0]}, which hangs")
-    tiles.launch(kernel, blocks, 32 * warps, shared=shared, cluster=blocks)(*given)
+    tiles.launch(kernel, blocks, 32 * warps, shared=shared, cluster=blocks if blocks > 1 else None)(*given)
     done = cuda.event(timing=False)
     done.record()
     deadline = time.monotonic() + PATIENCE
