@@ -9,11 +9,9 @@ from test_memory import DTYPES, PLACES, WIDTHS, cut
 
 import tiles
 from ops import commit_group, copy_async, load, store, wait_group
-from tiles import bf16, fp32, pipeline, rt, st
+from tiles import bf16, fp8e4m3, fp32, pipeline, rt, st
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
-
-ALIGNED = [(row, col // 8 * 8) for row, col in PLACES]
 
 
 def padded(x, columns, skip=0):
@@ -24,9 +22,11 @@ def padded(x, columns, skip=0):
     return root[:, skip : skip + x.shape[1]]
 
 
-@pytest.mark.parametrize(("width", "dtype", "piece"), pairs(WIDTHS, DTYPES, [16, 8, 4, 16]))
+@pytest.mark.parametrize(("width", "dtype", "piece"), pairs(WIDTHS, [*DTYPES, fp8e4m3], [16, 8, 4, 16]))
 def test_tiles_ragged_on_every_side(run, sample, width, dtype, piece):
-    S, T, n = st(16, 64, dtype, width), rt(16, 64, dtype), len(ALIGNED)
+    S, T, step = st(16, 64, dtype, min(width, 64 * dtype.itemsize)), rt(16, 64, dtype), max(16 // dtype.itemsize, 8)
+    aligned = [(row, col // step * step) for row, col in PLACES]
+    n = len(aligned)
     smem = tiles.shared(a=S)
 
     @cuda.jit
@@ -41,8 +41,8 @@ def test_tiles_ragged_on_every_side(run, sample, width, dtype, piece):
 
     x = padded(sample((37, 45), dtype), 64, skip=piece // dtype.itemsize)
     out = blank((n, 16, 64), dtype)
-    run(body, x, np.array(ALIGNED, np.int32), out, shared=smem)
-    for i, at in enumerate(ALIGNED):
+    run(body, x, np.array(aligned, np.int32), out, shared=smem)
+    for i, at in enumerate(aligned):
         assert (out[i] == cut(x, at, (16, 64))).all(), f"at {at}"
 
 
