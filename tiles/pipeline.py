@@ -5,8 +5,8 @@
     for j in range(STAGES - 1):
         k.fill(j, x, at(j), end=n)                        every warp starts copying its rows: one group
     for j in range(n):
-        tile = k.wait(j, newer=STAGES - 2)                tile j, once all but the youngest groups are here; the block meets
-        k.fill(j + STAGES - 1, x, at(...), end=n)         its slot is free: since the meeting nobody reads tile j - 1
+        tile = k.wait(j, newer=NEWER)                     tile j, once all but the NEWER = STAGES - 2 youngest groups are here
+        k.fill(j + STAGES - 1, x, at(...), end=n)         the block has met: its slot is free, nobody reads tile j - 1
         ...
 
 As with rings, the j-th tile lies in slot j % stages, whoever asks. Groups are counted by each thread, over all its pipelines.
