@@ -37,12 +37,12 @@ def forward(
 
     q: (B, Sq, H, D); k, v: (B, Sk, Hkv, D) for layout="bshd"; (B, H, S, D) for "bhsd". bfloat16 or float16; D a multiple
     of 8 up to 256; H a multiple of Hkv (GQA, MQA: query head h reads key head h // (H // Hkv)). Any lengths; any base
-    addresses and strides that are multiples of 16 bytes, with a contiguous last axis; nothing is ever copied.
+    addresses and strides that are multiples of 4 bytes, with a contiguous last axis; nothing is ever copied.
 
     causal: query i sees key j where j <= i + Sk - Sq (aligned bottom-right); a query that sees no key gives 0.
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
-    default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper; the
-    default) or "sm_80" (mma.sync and cp.async: any GPU since Ampere, and multiples of 4 bytes; not run on a card yet).
+    default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, and
+    multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default the first where it can run.
 
     Returns `out`, the same kind of array as q, or with return_lse=True `(out, lse)`, where lse (B, H, Sq) is the float32
     natural logarithm of the sum of exp(score), -inf for a query that sees no key.
@@ -83,21 +83,22 @@ def _fill(forms: dict[str, Form], stream: int, *addresses: int) -> Callable[[], 
 
 
 def choose(problem: Problem, bytes_at_once: int, family: str | None) -> str:
-    """The family that serves a problem: Hopper's, or the one asked for. sm_80 must be asked for until it has run on a card.
-    In the interpreter both run. ValueError: this GPU or these arrays are not for it."""
+    """The family that serves a problem: the one asked for; by default Hopper's, on Hopper if TMA can address the arrays, and
+    else sm_80's. In the interpreter both run. ValueError: this GPU or these arrays are not for it."""
     if family not in (None, *FAMILIES):
         raise ValueError(f"family: must be None or one of {FAMILIES}: {family=}")
-    if family == "sm_80":
-        return family
-    hint = "family='sm_80' is for any GPU since Ampere and for multiples of 4 bytes, and has not been run on a card yet"
-    if problem.device is not None and device(problem.device).capability[0] != 9:
-        raise ValueError(f"family: sm_90 runs on Hopper; the arrays lie on {device(problem.device)}: {family=} ({hint})")
-    if bytes_at_once < PIECES[0]:
+    gpu, addressable = None if problem.device is None else device(problem.device), bytes_at_once == PIECES[0]
+    if gpu and gpu.capability < (8, 0):
+        raise ValueError(f"attention.forward: runs on GPUs since Ampere (sm_80); the arrays lie on {gpu}")
+    hopper_runs = gpu is None or gpu.capability[0] == 9
+    if family == "sm_90" and not hopper_runs:
+        raise ValueError(f"family: sm_90 runs on Hopper; the arrays lie on {gpu}: {family=} (the default, None, runs there)")
+    if family == "sm_90" and not addressable:
         raise ValueError(
             f"family: sm_90 takes addresses and strides that are multiples of {PIECES[0]} bytes; "
-            f"these are of {bytes_at_once}: {family=} ({hint})"
+            f"these are of {bytes_at_once}: {family=} (the default, None, takes them)"
         )
-    return "sm_90"
+    return family or ("sm_90" if hopper_runs and addressable else "sm_80")
 
 
 @functools.lru_cache(FORMS)
@@ -105,7 +106,10 @@ def _plan(problem: Problem, with_lse: bool, bytes_at_once: int, family: str | No
     """The launch that solves problems of this form: all that is left to say is the stream and five addresses. Where it runs
     is settled here, too, so TILES_INTERPRET is read when a form is first seen."""
     tma, wanted = choose(problem, bytes_at_once, family) == "sm_90", (problem.head_dim, DTYPES[problem.dtype], problem.causal)
-    config = hopper.config_for(*wanted, problem.seqlen_kv) if tma else sm_80.config_for(*wanted, bytes_at_once)
+    room = sm_80.ROOMY if problem.device is None else device(problem.device).shared_bytes
+    config: hopper.Config | sm_80.Config = (
+        hopper.config_for(*wanted, problem.seqlen_kv) if tma else sm_80.config_for(*wanted, room, bytes_at_once)
+    )
     kernel, smem = (hopper if tma else sm_80).make(config)
 
     def array(length, heads, strides):

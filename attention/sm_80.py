@@ -33,13 +33,14 @@ from ops import (
     total,
     zeros,
 )
-from tiles import dtype, fp32, inlined, pipeline, rt, shared, st
+from tiles import dtype, fp32, pipeline, rt, shared, st
 from tiles.layout import LANES
 
 from .blocks import walk
 from .hopper import LN2, LOWEST, TINY
 
-SHARED_BYTES = 99 * 1024  # of sm_86, sm_89 and sm_120; sm_80 has 163 KB
+SHARED_BYTES = 99 * 1024  # what a block may have on sm_86, sm_89 and sm_120, so every block fits; they have 100 KB in all
+ROOMY = 163 * 1024  # what it may have on sm_80, which with sm_90 and sm_100 has room for two of the larger blocks
 
 
 @dataclass(frozen=True)
@@ -88,18 +89,21 @@ class Config:
 
 
 SHAPES = {  # padded head_dim: (kv, warps, band, stages, resident)
-    64: (64, 4, 32, 2, 2),
-    96: (64, 4, 32, 1, 2),
+    64: (128, 4, 32, 1, 2),
+    96: (64, 4, 32, 2, 2),
     128: (64, 4, 32, 1, 2),
     192: (64, 4, 16, 1, 2),
-    256: (32, 4, 16, 1, 2),
+    256: (64, 4, 16, 1, 2),
 }
+NARROW = SHAPES | {96: (64, 4, 32, 1, 2), 128: (32, 4, 32, 1, 2), 192: (32, 4, 16, 1, 2)}  # two blocks fit into 100 KB
 
 
-def config_for(head_dim: int, dtype: dtype, causal: bool, piece: int = 16) -> Config:
-    """The configuration that serves a problem: the next larger head_dim of SHAPES."""
+def config_for(head_dim: int, dtype: dtype, causal: bool, room: int = ROOMY, piece: int = 16) -> Config:
+    """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
+    head_dim."""
     padded = min(d for d in SHAPES if d >= head_dim)
-    return Config(padded, dtype, causal, *SHAPES[padded], piece)
+    shape = (SHAPES if room >= ROOMY else NARROW)[padded]
+    return Config(padded, dtype, causal, *shape, piece)
 
 
 @functools.cache
@@ -118,26 +122,6 @@ def make(config: Config):
 
     place, key_blocks = walk(config)
 
-    def attend_to(cut):
-        """One key block: O, the running maximum and the sums take up the i-th from the last; `cut` by the mask or not."""
-
-        @inlined
-        def step(i, o, m, l, queries, k, v, gK, gV, batch, kv_head, n, edge, scale, slack):
-            keys = k.wait(i, NEWER)
-            v.fill(i + STAGES - 1, gV, (batch, KV * (n - i - STAGES), kv_head, 0), 1, 3, n, PIECE)
-            s = mma_ABt(zeros(S), queries, keys)
-            values = v.wait(i, NEWER)
-            k.fill(i + STAGES, gK, (batch, KV * (n - 1 - i - STAGES), kv_head, 0), 1, 3, n, PIECE)
-            if cut:
-                s = causal(s, edge + i * KV, -math.inf) if CAUSAL else right_fill(s, edge + i * KV, -math.inf)
-            new = lazy_maximum(m, maximum(m, row_max(s)), slack)
-            alpha, p = exp2((m - new) * scale), exp2(s * scale - new * scale)
-            return mma_AB(rescale(o, alpha), INPUT(p), values), new, l * alpha + lane_sum(p)
-
-        return step
-
-    cut_step, step = attend_to(True), attend_to(False)
-
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, blocks, heads, pairs, band, group, scale, slack):
         """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, for a block of query rows of one of `pairs` pairs of head and
@@ -155,13 +139,22 @@ def make(config: Config):
             k.fill(i, gK, (batch, KV * (n - 1 - i), kv_head, 0), 1, 3, n, PIECE)
             if i < STAGES - 1:
                 v.fill(i, gV, (batch, KV * (n - 1 - i), kv_head, 0), 1, 3, n, PIECE)
-        edge = (diagonal + BAND * warp if CAUSAL else kv_len) - (n - 1) * KV
+        edge = int32((diagonal + BAND * warp if CAUSAL else kv_len) - (n - 1) * KV)
         queries = subtile(q.wait(0, KEYS_ALONE), BAND, warp)
         o, m, l = zeros(O), full(O.col_vec, LOWEST), lane_sum(zeros(O))
-        for i in range(cut):
-            o, m, l = cut_step(i, o, m, l, queries, k, v, gK, gV, batch, kv_head, n, edge, scale, slack)
-        for i in range(cut, n):
-            o, m, l = step(i, o, m, l, queries, k, v, gK, gV, batch, kv_head, n, edge, scale, slack)
+        for i in range(n):
+            keys = k.wait(i, NEWER)
+            v.fill(i + STAGES - 1, gV, (batch, KV * (n - i - STAGES), kv_head, 0), 1, 3, n, PIECE)
+            s = mma_ABt(zeros(S), queries, keys)
+            values = v.wait(i, NEWER)
+            k.fill(i + STAGES, gK, (batch, KV * (n - 1 - i - STAGES), kv_head, 0), 1, 3, n, PIECE)
+            if i < cut:
+                s = causal(s, edge + i * KV, -math.inf) if CAUSAL else right_fill(s, edge + i * KV, -math.inf)
+            new = lazy_maximum(m, maximum(m, row_max(s)), slack)
+            alpha = exp2((m - new) * scale)
+            o = rescale(o, alpha)  # before P, so that nothing parts the exponentials from the products that they run under
+            p = exp2(s * scale - new * scale)
+            o, m, l = mma_AB(o, INPUT(p), values), new, l * alpha + lane_sum(p)
         l = total(l)
         row = ROWS * block + BAND * warp
         store(gO, o / maximum(l, TINY), (batch, row, head, 0), 1, 3, ALIGNED)

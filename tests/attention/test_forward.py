@@ -1,7 +1,10 @@
 """attention.forward against float64, on both backends and in both families from one body."""
 
+import dataclasses
 import functools
+import importlib
 import math
+import types
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +14,9 @@ from hypothesis import strategies as st
 
 import attention
 from attention import hopper, inspect, reference, sm_80
+from attention.problem import check
 from tiles import bf16
+from tiles.arrays import describe
 
 BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 
@@ -91,7 +96,7 @@ EDGES = [(1, 1), (63, 65), (64, 64), (128, 128), (129, 127), (192, 300), (200, 1
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("seq_q", "seq_kv"), EDGES)
 def test_lengths_around_every_tile_edge(place, seq_q, seq_kv, causal):
-    """Query tiles of 64, 128, 192 and key tiles of 32, 64, 112 and 128 rows; more queries than keys leaves rows with no key."""
+    """Query tiles of 64, 128, 192 and key tiles of 64, 112 and 128 rows; more queries than keys leaves rows with no key."""
     agree(place, *inputs(1, seq_q, seq_kv, 1, 1, 128), causal=causal)
 
 
@@ -225,31 +230,79 @@ def test_bad_input_is_refused_before_any_launch():
 def test_every_head_dim_has_a_configuration_that_fits():
     for head_dim in range(8, 257, 8):
         for causal in (False, True):
-            config = sm_80.config_for(head_dim, bf16, causal)
-            assert config.head_dim >= head_dim and sm_80.make(config)[1].nbytes <= sm_80.SHARED_BYTES, config
+            for room in (sm_80.SHARED_BYTES, sm_80.ROOMY):
+                config = sm_80.config_for(head_dim, bf16, causal, room)
+                assert config.head_dim >= head_dim and sm_80.make(config)[1].nbytes <= sm_80.SHARED_BYTES, config
             config = hopper.config_for(head_dim, bf16, causal, 1000)
             _, smem = hopper.make(config)
             assert config.head_dim >= head_dim and smem.nbytes <= hopper.SHARED_BYTES, config
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
+@pytest.mark.parametrize(("room", "processor"), [(sm_80.SHARED_BYTES, 100), (sm_80.ROOMY, 164)], ids=["sm_86", "sm_80"])
+def test_two_blocks_share_a_multiprocessor(head_dim, room, processor):
+    """Of its kilobytes of shared memory the driver takes one a block."""
+    _, smem = sm_80.make(sm_80.config_for(head_dim, bf16, False, room))
+    assert 2 * (smem.nbytes + 1024) <= processor * 1024
+
+
 # ---- families ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("skip", "head_dim"), [(4, 64), (2, 128), (6, 72)])
 def test_arrays_that_tma_cannot_address(place, family, skip, head_dim):
-    """Bases and strides of 8 or 4 bytes: sm_80's family takes them when asked, Hopper's, the default, says why it does not."""
+    """Bases and strides of 8 or 4 bytes: sm_80's family takes them, asked or not; Hopper's, if asked, says why it does not."""
     room = [place.put(x) for x in inputs(1, 130, 70, 2, 1, head_dim + skip)]
     target = place.put(poisoned((1, 130, 2, head_dim + skip), BF16))
     q, k, v, out = (x[..., skip:] for x in (*room, target))
     if family == "sm_90":
-        for asked in ("sm_90", None):
-            with pytest.raises(ValueError, match=r"sm_90 takes addresses and strides that are multiples of 16 bytes.*sm_80"):
-                attention.forward(q, k, v, out=out, family=asked)
-        return
-    attention.forward(q, k, v, out=out, causal=True)
+        with pytest.raises(ValueError, match=r"sm_90 takes addresses and strides that are multiples of 16 bytes.*'sm_90'"):
+            attention.forward(q, k, v, out=out)
+    attention.forward(q, k, v, out=out, causal=True, family=None if family == "sm_90" else family)
     host = [np.ascontiguousarray(place.get(x)[..., skip:]) for x in room]
     ref, _ = reference.forward(*host, causal=True)
     low, _ = reference.forward_low(*host, causal=True)
     reference.assert_close(place.get(target)[..., skip:], ref, low)
     assert np.isnan(place.get(target)[..., :skip].astype(np.float32)).all(), "columns beside out were written"
+
+
+@pytest.mark.parametrize("family", ["sm_80"], indirect=True)
+@pytest.mark.parametrize("head_dim", [96, 128, 192])
+def test_kernels_for_gpus_with_little_shared_memory(place, head_dim, monkeypatch):
+    """Their shapes run everywhere."""
+    monkeypatch.setattr(sm_80, "SHAPES", sm_80.NARROW)
+    for causal in (False, True):
+        agree(place, *inputs(1, 141, 171, 1, 1, head_dim), causal=causal)  # lengths that no other test plans for
+
+
+FORWARD = importlib.import_module("attention.forward")  # the module, whose name is also the function's
+
+
+def problem_on(capability, monkeypatch):
+    """A problem whose arrays lie on a GPU of this capability; None: in host memory."""
+    given = check(*(describe(x, name) for x, name in zip(inputs(1, 8, 8, 1, 1, 64), "qkv", strict=True)))
+    monkeypatch.setattr(FORWARD, "device", lambda ordinal: types.SimpleNamespace(capability=capability))
+    return dataclasses.replace(given, device=None if capability is None else 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "piece", "chosen"),
+    [
+        ((9, 0), 16, "sm_90"), ((9, 0), 8, "sm_80"), ((9, 0), 4, "sm_80"), ((8, 0), 16, "sm_80"), ((8, 9), 4, "sm_80"),
+        ((10, 0), 16, "sm_80"), ((12, 0), 16, "sm_80"), (None, 16, "sm_90"), (None, 4, "sm_80"),
+    ],
+)  # fmt: skip
+def test_the_family_by_default(capability, piece, chosen, monkeypatch):
+    """Hopper's where it runs, sm_80's for all other GPUs and arrays."""
+    assert FORWARD.choose(problem_on(capability, monkeypatch), piece, None) == chosen
+
+
+@pytest.mark.parametrize(
+    ("capability", "family", "words"),
+    [((8, 9), "sm_90", "sm_90 runs on Hopper"), ((7, 5), "sm_80", "since Ampere"), ((7, 5), None, "since Ampere")],
+    indirect=["family"],
+)
+def test_a_family_that_does_not_run_there(capability, family, words, monkeypatch):
+    with pytest.raises(ValueError, match=words):
+        FORWARD.choose(problem_on(capability, monkeypatch), 16, family)
 
 
 def test_a_family_that_does_not_exist():
@@ -259,10 +312,12 @@ def test_a_family_that_does_not_exist():
 
 @pytest.mark.parametrize(
     ("arch", "head_dim", "causal"),
-    [("sm_80", 128, False), ("sm_89", 64, True), ("sm_90a", 128, True), ("sm_100a", 96, False), ("sm_120a", 256, True)],
+    [("sm_80", 128, False), ("sm_89", 128, True), ("sm_90a", 128, True), ("sm_100a", 96, False), ("sm_120a", 64, True)],
 )
 def test_the_sm_80_kernel_compiles_for_every_gpu(arch, head_dim, causal):
     """`python -m attention inspect --arch ...` compiles all of them."""
-    found = inspect.row("forward", sm_80, sm_80.config_for(head_dim, bf16, causal), arch)
+    shipped = (config for _, module, config in inspect.configurations(arch=arch) if module is sm_80)
+    (config,) = (config for config in shipped if (config.head_dim, config.causal) == (head_dim, causal))
+    found = inspect.row("forward", sm_80, config, arch)
     assert (found["spill_bytes"], found["local_bytes"], found["warnings"]) == (0, 0, [])
     assert found["lines"] <= 58
