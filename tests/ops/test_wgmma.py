@@ -77,7 +77,10 @@ def test_products(run, sample, form, n, k, dtype, width, left_width, registers):
         close(out, want, atol=atol)
 
 
-@pytest.mark.parametrize("form, from_registers", [("AB", False), ("ABt", True), ("AB", True), ("ABt", False)])
+CHAINS = [("AB", False), ("ABt", True), ("AB", True), ("ABt", False), ("AtB", False), ("AtBt", False)]
+
+
+@pytest.mark.parametrize("form, from_registers", CHAINS)
 def test_accumulator_in_flight(run, sample, form, from_registers):
     """A sum over five tiles whose mmas follow each other without a wait, and one more that starts from registers."""
     mm, mma, steps = getattr(warpgroup, f"mm_{form}"), getattr(warpgroup, f"mma_{form}"), 5
@@ -114,7 +117,7 @@ def test_accumulator_in_flight(run, sample, form, from_registers):
     out, added = blank((64, 64)), blank((64, 64))
     run(body, tensor(a, A), tensor(b, B), c, out, added, warps=4, shared=smem)
     parts = [
-        exact(x, y if form == "AB" else y.T)
+        exact(x.T if FORMS[form].left else x, y.T if FORMS[form].right else y)
         for x, y in zip(np.split(a, steps, axis=1), np.split(b, steps, axis=1), strict=True)
     ]
     want, atol = (parts[0][k] + 2 * sum(p[k] for p in parts[1:]) for k in (0, 1))
