@@ -58,17 +58,19 @@ from .scopes import refuse_others as _refuse_others
 from .subtile import subtile
 from .taylor import taylor
 from .transpose import swap_layout, transpose
+from .triangular import inverse_unit_lower
 from .turned import load_row
 
 __all__ = [
     "abs", "block", "bounds", "causal", "clip", "cluster", "col_index", "col_max", "col_min", "col_prod", "col_sum", "columns",
     "commit_group", "complex", "copy_async", "cumsum", "equal", "exp", "exp2", "fma", "full", "gelu", "gelu_tanh", "greater",
-    "greater_equal", "grouped", "hstack", "lane_sum", "last", "lazy_maximum", "left_fill", "less", "less_equal", "load", "load_row", "log",
-    "log2", "lower_fill", "map", "maximum", "minimum", "mma", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty",
-    "not_equal", "ones", "pos_infty", "prefetch", "raw", "reciprocal", "relu", "rescale", "right_fill", "row_index", "row_max",
-    "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "snake", "softplus", "split", "sqrt", "store",
-    "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum",
-    "total", "transpose", "tril", "triu", "upper_fill", "vstack", "wait_group", "warpgroup", "where", "zeros",
+    "greater_equal", "grouped", "hstack", "inverse_unit_lower", "lane_sum", "last", "lazy_maximum", "left_fill", "less",
+    "less_equal", "load", "load_row", "log", "log2", "lower_fill", "map", "maximum", "minimum", "mma", "mma_AB", "mma_ABt",
+    "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones", "pos_infty", "prefetch", "raw", "reciprocal", "relu", "rescale",
+    "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "snake",
+    "softplus", "split", "sqrt", "store", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max",
+    "tile_min", "tile_prod", "tile_sum", "total", "transpose", "tril", "triu", "upper_fill", "vstack", "wait_group",
+    "warpgroup", "where", "zeros",
 ]  # fmt: skip
 
 _refuse_others()

@@ -12,7 +12,7 @@ from tiles.dtypes import bf16, fp16, fp32
 from tiles.interpreter import here
 from tiles.interpreter.block import WARPGROUP
 from tiles.op import integer, lowers, op
-from tiles.plumbing import f32, i32
+from tiles.plumbing import f32, i32, void
 from tiles.types import rt, rv, st
 
 from .panels import matrix_addresses, row_address
@@ -85,6 +85,29 @@ def _(tile, spec: type, row):
         return b.from_elements(spec, out)
 
     return spec, emit
+
+
+@op
+def store_transposed(tile, value):
+    """tile.T = value, rounded to the tile's dtype: the warps' rt(16, k) as 16 columns each of a 2-byte shared tile of 64."""
+    first = BASE * here().rank
+    here().write(tile, value.array.T, cols=range(first, first + BASE))
+
+
+@lowers(store_transposed)
+def _(tile, value):
+    ok = isinstance(tile, st) and tile.dtype.itemsize == 2 and tile.cols == tile.panel_cols == WARPGROUP * BASE
+    if not (ok and isinstance(value, rt) and value.shape == (BASE, tile.rows) and value.layout == "row"):
+        raise TypeError(f"store_transposed: takes a 2-byte st(k, 64) and rt(16, k) in row layout, got {tile} and {value}")
+    held, turned = replace(value, dtype=tile.dtype), rt(tile.rows, BASE, tile.dtype, "col")
+
+    def emit(b, address, registers):
+        registers = b.unpack(registers if held == value else b.from_elements(held, b.elements(value, registers)))
+        first = b.mul(rank(b), b.u32(BASE))
+        for k, at in enumerate(matrix_addresses(b, tile, turned, address, b.u32(0), first_col=first)):
+            ptx.stmatrix(b, at, registers[4 * k : 4 * k + 4], transposed=True)
+
+    return void, emit
 
 
 @op

@@ -17,7 +17,8 @@ from .bulk import store_wait, tma_add, tma_max, tma_min, tma_store  # noqa: F401
 from .group import LAST_NAMED, Group
 from .subtile import subtile as _subtile
 from .tails import meet, zero_rows  # noqa: F401
-from .turned import load_transposed, own_rows  # noqa: F401
+from .triangular import own_block  # noqa: F401
+from .turned import load_transposed, own_rows, store_transposed  # noqa: F401
 from .wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait  # noqa: F401
 
 THREADS = WARPGROUP * LANES

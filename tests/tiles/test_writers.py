@@ -69,7 +69,9 @@ def test_rules():
     assert "4 writers" in str(ring(S, 2, writers=4))
 
 
-@pytest.mark.parametrize("op, message", [("fill", "warps write this ring"), ("claim", "TMA writes this ring"), ("publish", "TMA writes")])
+@pytest.mark.parametrize(
+    "op, message", [("fill", "warps write this ring"), ("claim", "TMA writes this ring"), ("publish", "TMA writes")]
+)
 def test_a_ring_is_written_one_way(op, message):
     plan = shared(x=ring(S, 2, writers=4 if op == "fill" else 0))
 

@@ -44,12 +44,16 @@ OVERTAKEN = {"store": "race", "copy": "in flight", "release": "released"}  # kin
 
 
 class span:
-    """The cells of a shared tile, or of a range of its rows; of a vector, or of a range of its elements."""
+    """The cells of a shared tile, or of a range of its rows or (whole cells) columns; of a vector, or of a range of its
+    elements."""
 
     __slots__ = ("cells", "rows", "shape")
 
-    def __init__(self, tile, rows=None):
+    def __init__(self, tile, rows=None, cols=None):
         spec = tile.spec
+        if cols is not None:  # the swizzle has strewn them
+            self.cells, self.rows = np.unique((tile.address + spec.offsets()[:, cols.start : cols.stop]) // CELL), None
+            return
         if isinstance(spec, sv):
             rows, size = rows or range(spec.length), spec.dtype.itemsize
             self.cells = slice(*((tile.address + at * size) // CELL for at in (rows.start, rows.stop)))
@@ -66,9 +70,16 @@ class span:
             self.rows = None
 
     def of(self, array):
-        """They in an array with an element a cell, as a view."""
+        """They in an array with an element a cell, as a view unless they are columns."""
         part = array[self.cells]
         return part if self.rows is None else part.reshape(*self.shape, *array.shape[1:])[:, self.rows]
+
+    def set(self, array, value):
+        """Give all of them a value there."""
+        if self.rows is None:
+            array[self.cells] = value
+        else:
+            self.of(array)[...] = value
 
 
 class Agents:
@@ -152,8 +163,9 @@ class Shadow:
 
     def note_write(self, agent, time, cells, state, event):
         """`agent` writes these cells, finished at its `time`."""
-        cells.of(self.writer)[...], cells.of(self.written)[...], cells.of(self.state)[...] = agent, time, state
-        cells.of(self.write)[...] = len(self.writes)
+        event_number = len(self.writes)
+        for array, value in (self.writer, agent), (self.written, time), (self.state, state), (self.write, event_number):
+            cells.set(array, value)
         self.writes.append(event)
 
     def reading(self, agent, clock, cells):
@@ -172,9 +184,11 @@ class Shadow:
         """The elements of a shared tile or vector, or of a range of its rows or elements."""
         return self._elements(tile)[_places(tile.spec, rows)].view(tile.spec.dtype.np)
 
-    def put(self, tile, values, rows=None):
-        """Store `values`, of the tile's dtype, to a shared tile or a range of its rows."""
-        self._elements(tile)[_places(tile.spec, rows)] = np.ascontiguousarray(values).view(f"u{tile.spec.dtype.itemsize}")
+    def put(self, tile, values, rows=None, cols=None):
+        """Store `values`, of the tile's dtype, to a shared tile or a range of its rows or columns."""
+        places = _places(tile.spec, rows)
+        places = places if cols is None else places[:, cols.start : cols.stop]
+        self._elements(tile)[places] = np.ascontiguousarray(values).view(f"u{tile.spec.dtype.itemsize}")
 
     def _elements(self, tile):
         spec = tile.spec

@@ -96,10 +96,10 @@ class Warp(greenlet):
             self.fence_async()
         return shadow.get(tile, rows)
 
-    def write(self, tile, values, rows=None, home=None):
-        """Store values to (some rows of) a shared tile, of block `home`, with ordinary stores."""
+    def write(self, tile, values, rows=None, home=None, cols=None):
+        """Store values to (some rows or columns of) a shared tile, of block `home`, with ordinary stores."""
         home = home or self.block
-        cells, shadow = span(tile, rows), home.shadow
+        cells, shadow = span(tile, rows, cols), home.shadow
         self._not_released(tile, f"writes {tile.name}")
         home.reached(self, f"writes {tile.name}")
         self._allowed(shadow.unwritable(self.clock, cells, False), f"writes {tile.name}")
@@ -107,7 +107,7 @@ class Warp(greenlet):
         time = self.tick()
         home.visited(self, time, f"writes {tile.name}")
         shadow.note_write(self.agent, time, cells, VALID, event)
-        shadow.put(tile, tile.spec.dtype.round(values), rows)
+        shadow.put(tile, tile.spec.dtype.round(values), rows, cols)
 
     def write_async(self, tile, values, barrier):
         """Start storing values to a shared tile (st.async), completing on an mbarrier, both of one block."""

@@ -1,0 +1,99 @@
+"""Triangular tiles in the registers of one warp, and the block of a warpgroup's tile that a warp has on the diagonal."""
+
+import numpy as np
+
+from tiles import ptx
+from tiles.dtypes import fp32
+from tiles.interpreter import here
+from tiles.interpreter.block import WARPGROUP
+from tiles.op import lowers, op
+from tiles.types import rt
+
+from .turned import rank
+
+BASE = 16  # rows and columns
+QUAD, HALF = 4, 8  # lanes that hold a row; rows and columns of a matrix inside the base tile
+BLOCK = rt(BASE, BASE, fp32)
+
+
+@op
+def inverse_unit_lower(tile):
+    """(I + L)^-1 of an rt(16, 16, fp32), where L is the part of the tile below its diagonal; the rest is not looked at.
+
+    By forward substitution, in fp32: as exact as the matrix allows, with no sums of large powers."""
+    out = np.eye(BASE, dtype=np.float32)
+    for j in range(BASE):
+        out[j + 1 :] -= tile.array[j + 1 :, j : j + 1] * out[j : j + 1]
+    return out
+
+
+@lowers(inverse_unit_lower)
+def _(tile):
+    if tile != BLOCK:
+        raise TypeError(f"inverse_unit_lower: takes {BLOCK}, got {tile}")
+    return tile, _substitute
+
+
+def _substitute(b, value):
+    """Row j of the inverse is done once rows 0 to j - 1 are: then L[i, j] times it goes off every row i below.
+
+    Lane 4 r + c holds rows r and r + 8, columns 2 c, 2 c + 1 and those plus 8. Row j is what its quad holds; column j of L is
+    what one lane of each quad holds. In front of the diagonal halves that stay 0 are left out."""
+    l, lane = b.unpack(value), b.lane()
+    row, column = b.lshr(lane, b.u32(2)), b.mul(b.and_(lane, b.u32(QUAD - 1)), b.u32(2))
+    place, first = b.and_(lane, b.u32(QUAD - 1)), b.and_(lane, b.u32(-QUAD))
+
+    def known(i, j):
+        """This lane's element of I in the rows that begin at i and columns that begin at j."""
+        return [
+            b.select(b.icmp_unsigned("==", b.add(row, b.u32(i)), b.add(column, b.u32(j + k))), b.real(1), b.real(0))
+            for k in (0, 1)
+        ]
+
+    out = {(0, 0): known(0, 0), (HALF, 0): [b.real(0)] * 2, (HALF, HALF): known(HALF, HALF)}
+    for j in range(BASE - 1):
+        half, within = j // HALF * HALF, j % HALF
+        pivot = {
+            at: [ptx.shuffle(b, x, b.add(place, b.u32(QUAD * within))) for x in out[half, at]]
+            for at in (0, HALF)
+            if (half, at) in out
+        }
+        for below in (0, HALF):
+            if below < half:
+                continue
+            factor = ptx.shuffle(b, l[_register(below, j)], b.add(first, b.u32(within // 2)))
+            if below == half:
+                factor = b.select(b.icmp_unsigned(">", row, b.u32(within)), factor, b.real(0))
+            for at, ahead in pivot.items():
+                out[below, at] = [b.fsub(x, b.fmul(factor, p)) for x, p in zip(out[below, at], ahead, strict=True)]
+    zero = [b.real(0)] * 2
+    return b.pack(out[0, 0] + out[HALF, 0] + zero + out[HALF, HALF])
+
+
+def _register(row, column):
+    """Which of a lane's registers holds the rows that begin at `row` (0 or 8) of a column."""
+    return column // HALF * 4 + row // HALF * 2 + column % 2
+
+
+@op
+def own_block(tile):
+    """The 16 x 16 block that this warp's rt(16, 64) has on the diagonal of its warpgroup's 64 x 64 tile."""
+    first = BASE * here().rank
+    return tile.array[:, first : first + BASE]
+
+
+@lowers(own_block)
+def _(tile):
+    if not isinstance(tile, rt) or tile.shape != (BASE, WARPGROUP * BASE) or tile.layout != "row":
+        raise TypeError(f"own_block: takes rt({BASE}, {WARPGROUP * BASE}) in row layout, got {tile}")
+
+    def emit(b, value):
+        registers, mine = b.unpack(value), rank(b)
+        count = len(registers) // WARPGROUP
+        own = registers[:count]
+        for w in range(1, WARPGROUP):
+            is_mine = b.icmp_unsigned("==", mine, b.u32(w))
+            own = [b.select(is_mine, x, y) for x, y in zip(registers[w * count :][:count], own, strict=True)]
+        return b.pack(own)
+
+    return rt(BASE, BASE, tile.dtype), emit
