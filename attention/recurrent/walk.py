@@ -19,6 +19,7 @@ from tiles.arrays import Form, at, c_ordered, form
 from tiles.launch import Bound, Interpreted
 
 from .problem import Problem
+from .spans import span
 
 WARPS = 4  # of a block
 COLUMNS = 16  # of the state, a warp
@@ -55,7 +56,7 @@ class Config:
 def make(config: Config):
     """The kernel of a configuration."""
     DECAY, DELTA, NORMALIZE = config.decay, config.delta, config.normalize
-    VARLEN, SINGLE = config.varlen, config.single
+    SINGLE, tokens = config.single, span(config.varlen)
     STATE = rt(config.key_dim, COLUMNS, fp32)
     KEYS, VALUES = STATE.col_vec, STATE.row_vec
 
@@ -79,9 +80,8 @@ def make(config: Config):
             part, pair = split(warp, parts)
             head, sequence = split(pair, heads)
             _, shared = split(head, group)
-            column, first, end, batch = COLUMNS * part, 0, 1 if SINGLE else length, sequence
-            if VARLEN:
-                first, end, batch = gEnds[sequence], gEnds[sequence + 1], 0
+            column = COLUMNS * part
+            first, end, batch = tokens(gEnds, sequence, 1 if SINGLE else length)
             s = load(gStart, STATE, (sequence, head, 0, column), aligned=SINGLE)
             if NORMALIZE:
                 z = load(gStartZ, KEYS, (sequence, head, 0))
