@@ -5,7 +5,7 @@
     for j in range(STAGES - 1):
         k.fill(j, x, at(j), end=n)                        every warp starts copying its rows: one group
     for j in range(n):
-        tile = k.wait(j, newer=NEWER)                     tile j, once all but the NEWER = STAGES - 2 youngest groups are here
+        tile = k.wait(j, newer=STAGES - 2)                tile j, once all but the youngest groups are here; the block meets
         k.fill(j + STAGES - 1, x, at(...), end=n)         the block has met: its slot is free, nobody reads tile j - 1
         ...
 

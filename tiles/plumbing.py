@@ -18,6 +18,7 @@ from numba.cuda.typing import signature
 from numba.cuda.typing.templates import AbstractTemplate, AttributeTemplate, infer_global
 from numba.cuda.typing.typeof import typeof_impl
 
+from . import constants as _constants  # registers itself  # noqa: F401
 from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32
 from .op import OPS, Name
 from .types import barrier, gl, pending, rt, rv, st, sv
