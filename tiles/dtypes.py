@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
+from numpy import ndarray
 
 from .op import OPS
 
@@ -18,7 +19,7 @@ class dtype:
     np: np.dtype
     ptx: str
     tma: str
-    rounding: Callable[[np.ndarray], np.ndarray] | None = field(default=None, compare=False)
+    rounding: Callable[[ndarray], ndarray] | None = field(default=None, compare=False)
 
     @property
     def itemsize(self) -> int:
@@ -30,12 +31,12 @@ class dtype:
         """How many neighbouring elements a lane of a register tile holds: a register's, but two of 4 bytes."""
         return max(4 // self.itemsize, 2)
 
-    def round(self, array) -> np.ndarray:
+    def round(self, array) -> ndarray:
         """An array's elements rounded to the nearest value of this dtype, ties to even; fp8 numbers beyond the greatest one,
         inf too, become that; tf32 ties go away from zero."""
         return np.asarray(array, self.np) if self.rounding is None else self.rounding(np.asarray(array))
 
-    def copied(self, array) -> np.ndarray:
+    def copied(self, array) -> ndarray:
         """An array's elements as TMA brings them into shared memory: as they are; but tf32 rounded, and ties to even."""
         return _to_tf32(array, to_even=True) if self.ptx == "tf32" else array
 
