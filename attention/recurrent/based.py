@@ -9,8 +9,8 @@ columns of the values and keeps its part of S in registers, transposed, 64 x 160
     O   = f(Q) S + tril(P) V        f(Q) is made in registers; S comes from shared memory, rounded
     S^T = S^T + V^T f(K)            f(K) is made in registers, and read from shared memory
 
-While the tensor cores do that, the same warps make P, f(Q) and f(K) of the next chunk. The divisor's sum over earlier chunks is
-n + q . z + q^T Z q / 2 with n tokens, z = sum k and Z = sum k^T k, all of it in registers.
+The divisor's sum over earlier chunks is n + q . z + q^T Z q / 2 with n tokens, z = sum k and Z = sum k^T k, all of it in
+registers.
 """
 
 import functools
@@ -38,7 +38,6 @@ from ops import (
     row_sum,
     split,
     store,
-    subtile,
     taylor,
     tile_sum,
     total,
@@ -59,7 +58,7 @@ from .spans import span
 
 CHUNK = 64  # tokens
 COLUMNS = 64  # of the values, a block's
-STAGES = 3  # chunks in flight
+STAGES = 4  # chunks in flight
 LOADER, THREADS, RESIDENT = 1, 2 * warpgroup.THREADS, 2  # the loading warpgroup; threads; blocks of a multiprocessor
 KEEP, CLAIM = 24, 232  # registers a thread of the loader and of the other warpgroup
 
@@ -99,25 +98,14 @@ def make(config: Config):
         k=ring(config.key, STAGES),
         v=ring(config.value, STAGES),
         state=st(COLUMNS, FEATURES, INPUT),
-        features=st(2 * CHUNK, FEATURES, INPUT),
+        features=st(CHUNK, FEATURES, INPUT),
         out=config.value,
     )
 
     @inlined
-    def weigh(s, scale):
-        """tril(1 + x + x ** 2 / 2), x = scale s"""
-        return warpgroup.tril(fma(s, fma(s, 0.5 * scale * scale, scale), 1.0), 0, 0.0)
-
-    @inlined
-    def of_chunk(features, j):
-        """Where f of chunk j's keys lies: that of two chunks is there at a time."""
-        turn, _ = split(j, 2)
-        return subtile(features, CHUNK, turn)
-
-    @inlined
-    def divisors(queries, weights, before, z, zz):
-        """The sums of the queries' weights: their own chunk's, and those of the `before` tokens that z and Z are of."""
-        return total(lane_sum(weights)) + before + row_sum(fp32(queries) * mma_ABt(z, queries, INPUT(zz * 0.5)))
+    def weigh(s):
+        """tril(1 + s + s ** 2 / 2)"""
+        return warpgroup.tril(fma(s, fma(s, 0.5, 1.0), 1.0), 0, 0.0)
 
     @inlined
     def apart(d):
@@ -151,70 +139,58 @@ def make(config: Config):
         q, k, v, state, features, out = smem.open()
         column, pair = split(cuda.blockIdx.x, columns)
         head, sequence = split(pair, heads)
-        _, key_head = split(head, group)
         first, end, batch = tokens(gEnds, sequence, length)
         n = int32((end - first + CHUNK - 1) // CHUNK)
         if warpgroup.id() == LOADER:
             warpgroup.release_registers(KEEP)
-            for j in range(n + 1):
+            _, key_head = split(head, group)
+            for j in range(n):
                 q.fill(j, gQ, (batch, first + CHUNK * j, key_head))
                 k.fill(j, gK, (batch, first + CHUNK * j, key_head))
-                if j < n:
-                    v.fill(j, gV, (batch, first + CHUNK * j, head, column))
+                v.fill(j, gV, (batch, first + CHUNK * j, head, column))
         else:
             warpgroup.claim_registers(CLAIM)
             s_t = warpgroup.load(gStart, STATE, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
-            keys, queries = k.wait(0), warpgroup.load(q.wait(0), X) * scale
-            if VARLEN:
-                warpgroup.zero_rows(keys, end - first)
-            weights = weigh(warpgroup.wait(warpgroup.mm_ABt(q.wait(0), keys)), scale)
-            warpgroup.store(state, s_t)
-            warpgroup.store(of_chunk(features, 0), taylor(warpgroup.load(keys, X), 0.5))
             if NORMALIZE:
-                before, z, zz = load_sums(gStartZ, sequence, head)
-                sums = divisors(queries, weights, before, z, zz)
-                z, zz = mma_AB(z, ones(ONES), keys), mma_AtB(zz, keys, keys)
-            p, f = INPUT(weights), taylor(queries, 1.0)
+                earlier, z, zz = load_sums(gStartZ, sequence, head)
+            warpgroup.store(state, s_t)
             warpgroup.sync()
-            q.release(0)
-            k.release(0)
             for j in range(n):
-                values, keys, left = v.wait(j), k.wait(j + 1), end - first - CHUNK * j
-                if VARLEN and left < 2 * CHUNK:
-                    warpgroup.zero_rows(values, left)
-                    warpgroup.zero_rows(keys, left - CHUNK)
-                s = warpgroup.mm_ABt(q.wait(j + 1), keys)
-                o = warpgroup.mma_AB(warpgroup.mm_ABt(f, state), p, values)
-                s_t = warpgroup.mma_AtB(s_t, values, of_chunk(features, j))
-                weights = weigh(warpgroup.wait(s, newer=3), scale)
+                keys, values, token = k.wait(j), v.wait(j), first + CHUNK * j
+                if VARLEN and end - token < CHUNK:
+                    warpgroup.zero_rows(keys, end - token)
+                    warpgroup.zero_rows(values, end - token)
+                queries = warpgroup.load(q.wait(j), X) * scale
+                q.release(j)
+                s = warpgroup.mm_ABt(queries, keys)
+                o = warpgroup.mm_ABt(taylor(queries, 1.0), state)
+                p = weigh(warpgroup.wait(s, newer=1))
+                if NORMALIZE:
+                    sums = total(lane_sum(p))
+                o = warpgroup.mma_AB(o, INPUT(p), values)
+                warpgroup.store(features, taylor(warpgroup.load(keys, X), 0.5))
+                warpgroup.sync()
+                s_t = warpgroup.mma_AtB(s_t, values, features)
                 o = warpgroup.wait(o, newer=1)
                 if NORMALIZE:
-                    o = o / sums
-                o, p = INPUT(o), INPUT(weights)  # P here, not earlier: the mma reads its registers until wait(o)
-                warpgroup.store(of_chunk(features, j + 1), taylor(warpgroup.load(keys, X), 0.5))
-                queries = warpgroup.load(q.wait(j + 1), X) * scale
-                if NORMALIZE:
-                    sums = divisors(queries, weights, before + float32(CHUNK * (j + 1)), z, zz)
+                    before = row_sum(fp32(queries) * mma_ABt(z, queries, INPUT(zz * 0.5))) + earlier + CHUNK * j
                     z, zz = mma_AB(z, ones(ONES), keys), mma_AtB(zz, keys, keys)
-                f = taylor(queries, 1.0)
-                s_t = warpgroup.wait(s_t)
-                warpgroup.store_wait()
-                warpgroup.sync()
-                q.release(j + 1)
-                k.release(j + 1)
-                v.release(j)
-                warpgroup.store(state, s_t)
+                    o = o / (sums + before)
                 if VARLEN:
-                    at = batch, first + CHUNK * j, head, COLUMNS * column
-                    warpgroup.store(clip(gO, 1, end), o, at, rows=1, cols=3, aligned=True)
+                    warpgroup.store(clip(gO, 1, end), o, (batch, token, head, COLUMNS * column), rows=1, cols=3, aligned=True)
                     warpgroup.sync()
                 else:
                     warpgroup.store(out, o)
                     warpgroup.tma_store(gO, (batch, j, head, column), out)
-            warpgroup.store_wait()
+                s_t = warpgroup.wait(s_t)
+                warpgroup.store(state, s_t)
+                warpgroup.store_wait()
+                warpgroup.sync()
+                k.release(j)
+                v.release(j)
             warpgroup.store(gState, s_t, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
             if NORMALIZE and column == 0:
-                store_sums(gZ, sequence, head, before + float32(end - first), z, zz)
+                store_sums(gZ, sequence, head, earlier + float32(end - first), z, zz)
 
     return scan, smem
 
