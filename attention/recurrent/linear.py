@@ -133,16 +133,16 @@ def _solve(q, k, v, decay, initial_state, initial_z, cu_seqlens, out, *made_and_
     if return_state:
         give += ["state", "final_z"] if normalize else ["state"]
     if 0 in problem.out_shape and (0 in problem.state_shape or not return_state):
-        prepare, made = nothing, give[1:]
+        prepare = nothing
     elif _in_chunks(problem, decay, *(array.pointer for array in (q, k, v, out) if array)):
-        found = passes(problem)
+        found = passes(problem, keep=return_state)
         make |= found.scratch
-        prepare, made = _named(found.prepare), ["state", "final_z"] if normalize else ["state"]
+        prepare = _named(found.prepare)
     else:
         bound = walk(problem, return_state)
-        prepare, made = _named(lambda stream, where: bound.prepare(stream, *(where.get(name, 0) for name in ARRAYS))), give[1:]
+        prepare = _named(lambda stream, where: bound.prepare(stream, *(where.get(name, 0) for name in ARRAYS)))
     shapes = {"state": problem.state_shape, "final_z": problem.z_shape}
-    return Plan(prepare, make | {name: (shapes[name], "float32") for name in made}, tuple(give))
+    return Plan(prepare, make | {name: (shapes[name], "float32") for name in give[1:]}, tuple(give))
 
 
 def _named(prepare: Callable[[int, dict[str, int]], Callable[[], None]]) -> Callable[..., Callable[[], None]]:

@@ -63,13 +63,15 @@ def _solve(x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, state
     arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens}
     problem = check("mamba2", arrays | {"initial_states": initial_states, "out": out}, scale=1.0)
     give = ("out", "state") if keep else ("out",)
-    make = ({} if out else {"out": (problem.out_shape, problem.dtype)}) | {"state": (problem.state_shape, "float32")}
+    make: dict[str, tuple[tuple[int, ...], str]] = {} if out else {"out": (problem.out_shape, problem.dtype)}
+    if keep:
+        make["state"] = problem.state_shape, "float32"
     if problem.trivial:
         if keep and 0 not in problem.state_shape:
             raise ValueError(f"x: must have a token, for return_final_states=True: x.shape={x.shape}")
         return Plan(nothing, make, give)
     needs_hopper(problem, *(array.pointer for array in (x, B, C, z, out) if array))
-    found, names = passes(problem, softplus), f"{NEEDED} {OTHERS}".split()
+    found, names = passes(problem, softplus, keep), f"{NEEDED} {OTHERS}".split()
 
     def prepare(stream: int, *addresses: int):
         return found.prepare(stream, dict(zip(names, addresses, strict=True)))

@@ -62,12 +62,13 @@ def segments(items: int, chunks: int, places: int) -> int:
 
 
 @functools.lru_cache(FORMS)
-def passes(problem: Problem, softplus: bool = False, parts: int | None = None) -> Passes:
-    """The launches for a problem; softplus: of dt. parts: segments of each sequence, chosen by default."""
+def passes(problem: Problem, softplus: bool = False, keep: bool = True, parts: int | None = None) -> Passes:
+    """The launches for a problem; softplus: of dt; keep: store the last states. parts: segments of each sequence, chosen by
+    default."""
     decay = problem.forms.get("decay")
     if decay is not None and len(decay.shape) == 4:
-        return _by_channel(problem)
-    forms, width = _forms(problem), math.ceil(problem.value_dim / chunk.COLUMNS)
+        return _by_channel(problem, keep)
+    forms, width = _forms(problem, keep), math.ceil(problem.value_dim / chunk.COLUMNS)
     main, device = _config(problem, width, softplus), problem.device
     if parts is None:
         parts = _parts(problem, main, width)
@@ -85,10 +86,10 @@ def passes(problem: Problem, softplus: bool = False, parts: int | None = None) -
     if problem.normalize:
         forms["divisor"] = c_ordered(forms["v"].shape[:3], "float32", device)
         scratch["divisor"] = forms["divisor"].shape, "float32"
-        z, start = c_ordered(problem.z_shape, "float32", device), problem.forms.get("initial_z")
+        z_shape, start = problem.z_shape if keep else (*problem.z_shape[:2], 0), problem.forms.get("initial_z")
         rows = {
             "start": _spread(start, 2, chunk.COLUMNS) if start else forms["start"],
-            "state": _spread(z, 2, 1),
+            "state": _spread(c_ordered(z_shape, "float32", device), 2, 1),
             "out": forms["divisor"],
         }
         ones, called = _config(problem, 1, softplus, ones=True), {"start": "initial_z", "state": "final_z", "out": "divisor"}
@@ -97,7 +98,7 @@ def passes(problem: Problem, softplus: bool = False, parts: int | None = None) -
     return Passes(scratch, launches)
 
 
-def _forms(problem: Problem) -> dict[str, Form]:
+def _forms(problem: Problem, keep: bool) -> dict[str, Form]:
     """The kernel's arrays. What was not given is empty: loads from it are 0, and stores to it left out."""
     batch, heads, pairs = problem.batch, problem.heads, (problem.sequences, problem.heads)
     empty: dict[str, tuple[int, ...]] = {name: (heads, 0) for name in ("rate", "bias", "skip")} | {
@@ -106,7 +107,7 @@ def _forms(problem: Problem) -> dict[str, Form]:
     empty |= {"start": (*pairs, 0, 0), "local": (*pairs, 0, 0, 0), "total": (*pairs, 0, 0)}
     forms = {name: c_ordered(shape, "float32", problem.device) for name, shape in empty.items()}
     forms["ends"] = c_ordered((0,), "int32", problem.device)
-    forms["state"] = c_ordered(problem.state_shape, "float32", problem.device)
+    forms["state"] = c_ordered(problem.state_shape if keep else (*pairs, 0, 0), "float32", problem.device)
     called = {NAMES[problem.member].get(name, name): name for name in ARRAYS}
     forms |= {called[name]: x for name, x in problem.forms.items() if name in called}
     forms.setdefault("z", forms["v"])
@@ -164,9 +165,9 @@ def _bind(
     return launch(kernel, grid, config.threads, shared=smem).bind(*map(argument, ARRAYS), *sizes)
 
 
-def _by_channel(problem: Problem) -> Passes:
+def _by_channel(problem: Problem, keep: bool) -> Passes:
     """The launch for decays of channels."""
-    forms, width = _forms(problem), math.ceil(problem.value_dim / chunk.COLUMNS)
+    forms, width = _forms(problem, keep), math.ceil(problem.value_dim / chunk.COLUMNS)
     key_dim, gates = min(n for n in KEY_DIMS if n >= problem.key_dim), DTYPES[forms["gates"].dtype]
     consumers = 2 if width % 2 == 0 and key_dim <= gated.WIDE else 1
     config = gated.Config(key_dim, consumers, DTYPES[problem.dtype], gates, "cu_seqlens" in problem.forms)

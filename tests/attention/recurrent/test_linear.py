@@ -6,8 +6,9 @@ import pytest
 
 from attention import reference
 from attention.recurrent import linear as members
-from attention.recurrent.linear import gla, lightning, linear, retention
+from attention.recurrent.linear import NEEDED, OTHERS, gla, lightning, linear, retention
 from attention.recurrent.walk import walk
+from tiles.arrays import describe
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 HEADS = 4
@@ -146,6 +147,21 @@ def test_arrays_that_tma_cannot_read(monkeypatch, decay):
     ref, _ = reference.linear(**given)
     assert linear(**given | apart, out=out) is out and len(calls) == 1
     reference.assert_close(out, ref, reference.linear(**given, low=True)[0])
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_state_nobody_wants_is_not_stored(place, decay, normalize):
+    """The same outputs, and no memory for states."""
+    given = {name: place.put(abs(x) if name in "qk" else x) for name, x in inputs(1, 70, decay=decay).items()}
+    state = given.pop("initial_state")
+    if not normalize:
+        given["initial_state"] = state
+    out, _ = linear(**given, normalize=normalize, return_state=True)
+    assert (place.get(linear(**given, normalize=normalize)) == place.get(out)).all()
+    arrays = [describe(given[name], name) if name in given else None for name in f"{NEEDED} {OTHERS}".split()]
+    plan = members._solve.planner(*arrays, None, normalize, False, "bshd")
+    assert set(plan.make) <= {"out", "divisor"} and plan.give == ("out",)
 
 
 @pytest.mark.parametrize("length", [0, 5])
