@@ -109,8 +109,12 @@ def test_strong_decays(place, decay, gate):
     check(place, given)
 
 
-def test_retention(place):
-    check(place, inputs(length=70), retention, own={"decay": np.log(1 - 2.0 ** (-5 - np.arange(HEADS)))})
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_retention(place, layout):
+    given = inputs(length=70)
+    if layout == "bhsd":
+        given |= {name: given[name].swapaxes(1, 2).copy() for name in "qkv"}
+    check(place, given, retention, layout=layout, own={"decay": np.log(1 - 2.0 ** (-5 - np.arange(HEADS)))})
 
 
 def test_lightning(place):
