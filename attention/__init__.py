@@ -2,9 +2,10 @@
 
 from .forward import forward
 from .recurrent.based import based
+from .recurrent.delta_rule import delta_rule
 from .recurrent.hedgehog import hedgehog
 from .recurrent.linear import gla, lightning, linear, retention
 from .recurrent.mamba2 import mamba2
 from .recurrent.step import linear_step
 
-__all__ = ["based", "forward", "gla", "hedgehog", "lightning", "linear", "linear_step", "mamba2", "retention"]
+__all__ = ["based", "delta_rule", "forward", "gla", "hedgehog", "lightning", "linear", "linear_step", "mamba2", "retention"]

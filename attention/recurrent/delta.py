@@ -1,0 +1,356 @@
+"""The delta rule for Hopper, chunk by chunk, with decays that are one number a token and head (or none).
+
+    u_t = beta_t (v_t - exp(g_t) k_t S_(t-1))        S_t = exp(g_t) S_(t-1) + k_t^T u_t        o_t = scale q_t S_t
+
+In a chunk of 64 tokens every u depends on those before it. With b the running sum of the gates,
+
+    A = tril(beta exp(b - b^T) * K K^T, -1)      T = (I + A)^-1 beta              (WY representation; Yang et al. 2024)
+    U = T (V - exp(b) K S)                       O = scale (exp(b) Q S + tril(exp(b - b^T) * Q K^T) U)
+    S = exp(b_last) S + (exp(b_last - b) K)^T U
+
+T knows nothing of the state. So a solver warpgroup makes T and the weights of Q K^T for the chunks to come, while consumers, of
+64 value columns each, carry the state through the chunk that is ready. They hold it transposed, 64 x Dk, and everything that
+they multiply by it as well: the product of one step, rounded, is the left operand of the next, and never leaves the registers.
+
+Every exponent is a sum of gates, none is ever positive: nothing overflows however strong the decay.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import (
+    clip,
+    col_index,
+    columns,
+    cumsum,
+    equal,
+    exp,
+    hstack,
+    inverse_unit_lower,
+    last,
+    load,
+    minimum,
+    mma_ABt,
+    right_fill,
+    split,
+    subtile,
+    tile_sum,
+    warpgroup,
+    zeros,
+)
+from tiles import bf16, dtype, fp32, inlined, ring, rt, shared, st, sv
+
+from .spans import span
+
+CHUNK = 64  # tokens
+COLUMNS = 64  # value columns of a consumer
+REGISTERS = {1: (72, 88, 232), 2: (72, 88, 176)}  # consumers -> registers a thread of weigher, solver and consumer
+STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
+AHEAD = 2  # chunks that the solver may be ahead
+ARRAYS = "q", "k", "v", "beta", "decay", "out", "initial_state", "state", "cu_seqlens"  # of the kernel, in order
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's shape: key dim as padded, consumers of 64 value columns each. gated: there are decays. varlen: several
+    sequences lie one behind the other in one batch."""
+
+    key_dim: int
+    consumers: int
+    dtype: dtype
+    gated: bool
+    varlen: bool = False
+
+    @property
+    def stages(self):
+        """Chunks in flight."""
+        return STAGES[self.key_dim]
+
+    @property
+    def threads(self):
+        """Threads of a block: the consumers, the solver, the producer."""
+        return warpgroup.THREADS * (self.consumers + 2)
+
+    @property
+    def key(self):
+        """A chunk's tile of Q or K."""
+        return st(CHUNK, self.key_dim, self.dtype)
+
+    @property
+    def value(self):
+        """A consumer's tile of a chunk of V."""
+        return st(CHUNK, COLUMNS, self.dtype)
+
+    def __str__(self):
+        kind = f"{', gated' * self.gated}{', varlen' * self.varlen}"
+        return f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns{kind}"
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    CONSUMERS, GATED, VARLEN, INPUT, KEY_DIM = config.consumers, config.gated, config.varlen, config.dtype, config.key_dim
+    SOLVER, WEIGHER, (weigh, solve, claim) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
+    STATE, TURNED = rt(16, config.key_dim, fp32), rt(16, CHUNK, INPUT)
+    WEIGHTS, BLOCK, G = rt(16, CHUNK, fp32), rt(16, 16, fp32), rt(16, CHUNK, fp32).row_vec
+    ROWS = WEIGHTS.col_vec
+    group, GROUPS = warpgroup.WARPGROUP, CONSUMERS + 2
+    readers = CONSUMERS * group
+    stack = st(CHUNK, CHUNK, bf16, width=32)  # in panels of 16 columns, so that a block of 16 x 16 is a tile of its own
+    smem = shared(
+        q=ring(config.key, config.stages, readers + group),
+        k=ring(config.key, config.stages, readers + 2 * group),
+        v=ring(config.value, config.stages * CONSUMERS, group),
+        t=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=group),
+        p=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=group),
+        b=ring(sv(CHUNK, fp32), AHEAD, 2 * group, writers=group),
+        beta=ring(sv(CHUNK, fp32), AHEAD, group, writers=group),
+        since=ring(sv(CHUNK, fp32), AHEAD, readers, writers=group),
+        until=ring(sv(CHUNK, fp32), AHEAD, readers, writers=group),
+        gates=sv(CHUNK, fp32),
+        high=stack,
+        low=stack,
+        inverse_high=st(CHUNK, 16, bf16),
+        inverse_low=st(CHUNK, 16, bf16),
+        out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
+    )
+
+    tokens = span(VARLEN)
+
+    @inlined
+    def hand_out(gO, mine, o, batch, token, end, head, block):
+        """The outputs of a chunk, which a consumer has transposed. TMA would write past the end of a sequence among others."""
+        warpgroup.store_wait()
+        warpgroup.sync()
+        warpgroup.store_transposed(mine, o)
+        if VARLEN:
+            warpgroup.sync()
+            o = warpgroup.load(mine, TURNED)
+            warpgroup.store(clip(gO, 1, end), o, (batch, token, head, COLUMNS * block), 1, 3, True)
+        else:
+            warpgroup.tma_store(gO, (batch, token, head, block), mine)
+
+    @inlined
+    def gate(decays, batch, token, head):
+        """The gates of this warp's tokens of a chunk."""
+        return warpgroup.load(decays, ROWS, (batch, token, head), cols=1) if GATED else 0.0
+
+    @inlined
+    def add_up(g, vector, b, since, until, j):
+        """Hand on the running sums of a chunk's gates, of which each warp brings 16, and what tokens decay by since the chunk
+        began and until it ends. The warps meet."""
+        if GATED:
+            warpgroup.store(vector, g)
+            warpgroup.sync()
+            g = load(vector, G)
+            sums = warpgroup.own_rows(cumsum(g))
+            warpgroup.store(b.claim(j), sums)
+            b.publish(j)
+            warpgroup.store(since.claim(j), exp(sums))
+            since.publish(j)
+            warpgroup.store(until.claim(j), exp(minimum(tile_sum(g) - sums, 0.0)))
+            until.publish(j)
+        else:
+            warpgroup.sync()
+
+    @inlined
+    def taken(b, j):
+        """A shared vector of a chunk's sums or decays."""
+        return b.wait(j) if GATED else 0
+
+    @inlined
+    def given(b, j):
+        """It is not needed any more."""
+        if GATED:
+            b.release(j)
+
+    @inlined
+    def decay(x, vector):
+        """x, each of its columns times the vector's element."""
+        if GATED:
+            return x * load(vector, G)
+        else:
+            return x
+
+    @inlined
+    def whole_decay(x, vector):
+        """x, times the vector's last element."""
+        if GATED:
+            return x * last(vector)
+        else:
+            return x
+
+    @inlined
+    def spread(s, sums):
+        """s, its element (i, j) decayed from token j to i."""
+        if GATED:
+            return s * exp(warpgroup.causal(zeros(WEIGHTS) + warpgroup.load(sums, ROWS) - load(sums, G), 0, 0.0))
+        else:
+            return s
+
+    @inlined
+    def whole(k, j, rows):
+        """The j-th tile of keys, with zeros from row `rows` on: another sequence's keys, maybe NaN. All warps clear them."""
+        keys = k.wait(j)
+        if VARLEN and rows < CHUNK:
+            warpgroup.zero_rows(keys, rows, GROUPS)
+        return keys
+
+    @inlined
+    def without_others(v_t, rows):
+        """The same of values that a warp holds, transposed."""
+        if VARLEN:
+            return right_fill(v_t, rows, 0.0)
+        else:
+            return v_t
+
+    @inlined
+    def part(tile, i):
+        """The i-th 64 columns of a tile of Q or K."""
+        return subtile(tile, CHUNK, 0, 64, i)
+
+    @inlined
+    def read(s_t, keys, queries):
+        """(S^T K^T, S^T Q^T), by 64 columns of S^T at a time: registers for all of them, rounded, there are not."""
+        state = INPUT(columns(s_t, 64, 0))
+        u, o = warpgroup.mm_ABt(state, part(keys, 0)), warpgroup.mm_ABt(state, part(queries, 0))
+        u, o = warpgroup.wait(u, newer=1), warpgroup.wait(o)
+        if KEY_DIM > 64:
+            state = INPUT(columns(s_t, 64, 1))
+            u, o = warpgroup.mma_ABt(u, state, part(keys, 1)), warpgroup.mma_ABt(o, state, part(queries, 1))
+            u, o = warpgroup.wait(u, newer=1), warpgroup.wait(o)
+        return u, o
+
+    @inlined
+    def times(acc, x, high, low):
+        """acc + x (high + low)^T: 16 bits of each factor, where bf16 has 8."""
+        x_high = bf16(x)
+        x_low = bf16(x - fp32(x_high))
+        return mma_ABt(mma_ABt(mma_ABt(acc, x_low, high), x_high, low), x_high, high)
+
+    @inlined
+    def store_parts(high, low, x):
+        """x as a sum of two bf16 tiles."""
+        x_high = bf16(x)
+        warpgroup.store(high, x_high)
+        warpgroup.store(low, x - fp32(x_high))
+
+    @inlined
+    def identity(i):
+        """The i-th 16 columns of this warp's rows of I."""
+        return equal(warpgroup.row_index(BLOCK), col_index(BLOCK) + 16.0 * i)
+
+    @inlined
+    def solved(high, low, inverse_high, inverse_low):
+        """This warp's 16 rows of (I + A)^-T, from -A and the inverses of the blocks on the diagonal of I + A, each in two
+        parts. X (I + A)^T = I, from the left to the right: X_i = (I_i - sum over j < i of X_j A_ij^T) (I + A_ii)^-T."""
+        x0 = times(zeros(BLOCK), identity(0), subtile(inverse_high, 16, 0), subtile(inverse_low, 16, 0))
+        y1 = times(identity(1), x0, subtile(high, 16, 1, 16, 0), subtile(low, 16, 1, 16, 0))
+        x1 = times(zeros(BLOCK), y1, subtile(inverse_high, 16, 1), subtile(inverse_low, 16, 1))
+        left = hstack(x0, x1)
+        y2 = times(identity(2), left, subtile(high, 16, 2, 32, 0), subtile(low, 16, 2, 32, 0))
+        x2 = times(zeros(BLOCK), y2, subtile(inverse_high, 16, 2), subtile(inverse_low, 16, 2))
+        y3 = times(identity(3), left, subtile(high, 16, 3, 32, 0), subtile(low, 16, 3, 32, 0))
+        y3 = times(y3, x2, subtile(high, 16, 3, 16, 2), subtile(low, 16, 3, 16, 2))
+        x3 = times(zeros(BLOCK), y3, subtile(inverse_high, 16, 3), subtile(inverse_low, 16, 3))
+        return hstack(left, hstack(x2, x3))
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def scan(gQ, gK, gV, gBeta, gGates, gO, gStart, gState, gEnds, length, blocks, heads, group, scale):
+        """O and the state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
+        q, k, v, t, p, b, beta, since, until, gates, high, low, inverse_high, inverse_low, out = smem.open()
+        me = warpgroup.id()
+        block, value_head = split(cuda.blockIdx.x, blocks)
+        value_head, sequence = split(value_head, heads * group)
+        _, head = split(value_head, group)
+        first, end, batch = tokens(gEnds, sequence, length)
+        n = int32((end - first + CHUNK - 1) // CHUNK)
+        if me == WEIGHER:
+            warpgroup.release_registers(weigh)
+            decays, betas = clip(gGates, 1, end), clip(gBeta, 1, end)
+            g = gate(decays, batch, first, value_head)
+            strength = warpgroup.load(betas, ROWS, (batch, first, value_head), cols=1)
+            for j in range(n + 1):
+                token = int32(first + CHUNK * j)
+                if j < n:
+                    k.fill(j, gK, (batch, token, head))
+                    q.fill(j, gQ, (batch, token, head))
+                    for c in range(CONSUMERS):
+                        v.fill(CONSUMERS * j + c, gV, (batch, token, value_head, CONSUMERS * block + c))
+                if j > 0:
+                    warpgroup.store(beta.claim(j - 1), strength)
+                    beta.publish(j - 1)
+                    strength = warpgroup.load(betas, ROWS, (batch, token, value_head), cols=1)
+                    add_up(g, gates, b, since, until, j - 1)
+                    g = gate(decays, batch, token, value_head)
+                    keys = whole(k, j - 1, end - token + CHUNK)
+                    s = warpgroup.wait(warpgroup.mm_ABt(q.wait(j - 1), keys))
+                    k.release(j - 1)
+                    q.release(j - 1)
+                    s = warpgroup.causal(spread(s, taken(b, j - 1)), 0, 0.0) * scale
+                    warpgroup.store(p.claim(j - 1), s)
+                    p.publish(j - 1)
+                    given(b, j - 1)
+        elif me == SOLVER:
+            warpgroup.release_registers(solve)
+            for j in range(n):
+                token = int32(first + CHUNK * j)
+                keys = whole(k, j, end - token)
+                s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
+                k.release(j)
+                a = warpgroup.causal(spread(s, taken(b, j)), -1, 0.0) * -warpgroup.load(beta.wait(j), ROWS)
+                given(b, j)
+                warpgroup.sync()
+                store_parts(high, low, a)
+                store_parts(inverse_high, inverse_low, inverse_unit_lower(-warpgroup.own_block(a)))
+                warpgroup.sync()
+                x = solved(high, low, inverse_high, inverse_low)
+                warpgroup.store(t.claim(j), x * warpgroup.load(beta.wait(j), ROWS))
+                t.publish(j)
+                beta.release(j)
+        else:
+            warpgroup.claim_registers(claim)
+            column, mine = COLUMNS * (CONSUMERS * block + me), subtile(out, CHUNK, me)
+            s_t = warpgroup.load(gStart, STATE, (sequence, value_head, 0, column), 3, 2)
+            for j in range(n):
+                token = int32(first + CHUNK * j)
+                keys = whole(k, j, end - token)
+                u, o = read(s_t, keys, q.wait(j))
+                q.release(j)
+                values = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + me), TURNED))
+                v.release(CONSUMERS * j + me)
+                before, after = taken(since, j), taken(until, j)
+                u = without_others(values, end - token) - decay(u, before)
+                o = decay(o, before) * scale
+                s_t = whole_decay(s_t, before)
+                given(since, j)
+                u = warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j)))
+                t.release(j)
+                low = INPUT(u)
+                s_t = warpgroup.wait(warpgroup.mma_AB(s_t, INPUT(decay(u, after)), keys))
+                given(until, j)
+                k.release(j)
+                o = warpgroup.wait(warpgroup.mma_ABt(o, low, p.wait(j)))
+                p.release(j)
+                hand_out(gO, mine, o, batch, token, end, value_head, CONSUMERS * block + me)
+            warpgroup.store_wait()
+            warpgroup.store(gState, s_t, (sequence, value_head, 0, column), 3, 2)
+
+    return scan, smem
+
+
+def signature(config: Config):
+    """The Numba types of the kernel's arguments."""
+    from numba.cuda import types
+
+    from tiles import gl
+    from tiles.plumbing import Value
+    from tiles.values import NUMBA_SCALARS
+
+    key, value = (Value(gl(tile, 4, 1, 3, unit=1)) for tile in (config.key, config.value))
+    output = types.Array(NUMBA_SCALARS[config.dtype.np], 4, "A") if config.varlen else value
+    gates, state, ends = (types.Array(t, n, "A") for t, n in ((types.float32, 3), (types.float32, 4), (types.int32, 1)))
+    return key, key, value, gates, gates, output, state, state, ends, *[types.int32] * 4, types.float32
