@@ -4,8 +4,9 @@ imports nothing."""
 import sys
 from pathlib import Path
 
-import jedi
 import pytest
+
+jedi = pytest.importorskip("jedi")
 
 ROOT = Path(__file__).parents[1]
 KERNEL = """

@@ -40,6 +40,7 @@ from ops import (
 )
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 
+from .gates import floored
 from .places import CHUNK, COLUMNS, places
 
 REGISTERS = {1: (56, 256), 2: (56, 224)}  # consumers -> registers a thread of producer and consumer
@@ -127,7 +128,7 @@ def make(config: Config):
     def sum_up(gates, sums, ends, warp):
         """The running sums of the gates, and where they end, of this warp's slices."""
         for i in range(warp, SLICES, WARPS):
-            b = cumsum(load(part(gates, i), PART))
+            b = cumsum(floored(load(part(gates, i), PART)))
             store(part(sums, i), b)
             store(subtile(ends, SLICE, i), col_min(b))
 

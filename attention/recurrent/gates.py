@@ -13,8 +13,15 @@ from .places import CHUNK
 
 TILE = rt(16, CHUNK, fp32)
 ROWS, ALONG = TILE.col_vec, TILE.row_vec
+FLOOR = -100.0  # exp of it is 0 in fp32; sums of greater numbers would say less of small gates beside them
 KINDS = (None, "head", "token", "step")
 """None: no decay. "head": one gate a head. "token": one a token and head. "step": Mamba-2's, w = dt and g = dt A."""
+
+
+@inlined
+def floored(g):
+    """g, no gate below FLOOR; NaN stays NaN."""
+    return where(less(g, FLOOR), FLOOR, g)
 
 
 def gates(kind: str | None, consumers: int, softpluses: bool = False):
@@ -43,13 +50,13 @@ def gates(kind: str | None, consumers: int, softpluses: bool = False):
                 store(w.claim(mine), dt)
                 w.publish(mine)
                 g = dt * rate
-            store(b.claim(mine), cumsum(g))
+            store(b.claim(mine), cumsum(floored(g)))
             b.publish(mine)
 
     @inlined
     def steady(gGates, head):
         if kind == "head":
-            return tile_max(load(gGates, ROWS, (head, 0)))
+            return tile_max(floored(load(gGates, ROWS, (head, 0))))
         else:
             return float32(0)
 

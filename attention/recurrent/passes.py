@@ -20,6 +20,7 @@ from .problem import Problem
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float32": fp32}
 KEY_DIMS = 64, 128, 256
 TWICE = 1.6  # what two passes cost: one reads everything, the other keys and values
+STATE = 1.5  # chunks that could be walked while the state of one segment is added up
 LEAST = 8  # chunks of a segment
 ARRAYS = "q k v z gates rate bias skip divisor out start local state total ends".split()  # of the kernel, in order
 TILED = "q", "k", "v", "z"
@@ -56,7 +57,8 @@ def segments(items: int, chunks: int, places: int) -> int:
     at once: what ends soonest."""
 
     def time(parts):
-        return math.ceil(items * parts / places) / parts * (1 if parts == 1 else TWICE)
+        walked = chunks / parts * (1 if parts == 1 else TWICE) + (parts - 1) * STATE
+        return math.ceil(items * parts / places) * walked
 
     return min(range(1, max(1, min(chunks // LEAST, places)) + 1), key=time)
 

@@ -9,7 +9,6 @@ import tiles
 from ops import warpgroup
 from tiles import bf16, fp16, fp32, ring, rt, st, tensor
 
-
 FIRST = pytest.mark.parametrize("first", [-1, 0, 5, 63, 64, 90])
 
 
