@@ -48,6 +48,9 @@ class dtype:
     def __hash__(self):
         return hash(self.name)
 
+    def __reduce__(self):
+        return self.name  # that of a global here: dtypes are compared by identity, and a copy is the dtype itself
+
     def __str__(self):
         return self.name
 

@@ -1,13 +1,23 @@
 """Tile types: what they refuse and in which words, how they print, what they derive, when they are equal."""
 
+import copy
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
 
-from tiles import barrier, bf16, fp8e4m3, fp16, fp32, gl, pending, rt, rv, st, sv
+from tiles import barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, gl, pending, rt, rv, st, sv, tf32
 from tiles.dtypes import DTYPES, dtype_of
 from tiles.types import whole
+
+
+@pytest.mark.parametrize("dtype", [fp32, tf32, fp16, bf16, fp8e4m3, fp8e5m2], ids=str)
+def test_a_copied_dtype_is_the_dtype_itself(dtype):
+    """In another process, too: a tile type that went there is still the same."""
+    assert copy.deepcopy(dtype) is dtype and pickle.loads(pickle.dumps(dtype)) is dtype
+    tile = st(64, 64, dtype)
+    assert pickle.loads(pickle.dumps(tile)) == tile and pickle.loads(pickle.dumps(tile)).dtype is dtype
 
 
 @pytest.mark.parametrize("rows, cols", [(0, 16), (8, 16), (16, 24), (-16, 16), (16, 0)])
