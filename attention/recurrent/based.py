@@ -53,8 +53,8 @@ from tiles.dtypes import DTYPES
 from tiles.plans import Plan, planned
 
 from ..problem import options
+from .places import span
 from .problem import Problem, check, needs_hopper, nothing
-from .spans import span
 
 CHUNK = 64  # tokens
 COLUMNS = 64  # of the values, a block's

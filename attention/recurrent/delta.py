@@ -43,7 +43,7 @@ from ops import (
 )
 from tiles import bf16, dtype, fp32, inlined, ring, rt, shared, st, sv
 
-from .spans import span
+from .places import span
 
 CHUNK = 64  # tokens
 COLUMNS = 64  # value columns of a consumer

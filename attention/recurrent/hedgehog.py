@@ -27,8 +27,8 @@ from tiles.arrays import at, c_ordered
 from tiles.dtypes import DTYPES
 from tiles.plans import Plan, planned
 
+from .places import span
 from .problem import Problem, check, needs_hopper, nothing
-from .spans import span
 
 CHUNK = 64  # tokens of a block
 HEAD = 128  # columns of queries, keys and values

@@ -1,4 +1,4 @@
-"""Which tokens, head and columns a block works on: what the kernels that go through chunks have in common."""
+"""Which tokens, head and columns a block works on: what the kernels that go through sequences have in common."""
 
 from numpy import int32
 
@@ -8,8 +8,23 @@ from tiles import inlined
 CHUNK, COLUMNS = 64, 64  # tokens; value columns of a consumer
 
 
+def span(varlen: bool):
+    """tokens(gEnds, sequence, length): [first, end) of a sequence and the batch that it lies in, which is its own, or one in
+    which sequences lie one behind the other (cu_seqlens)."""
+
+    @inlined
+    def tokens(gEnds, sequence, length):
+        if varlen:
+            return int32(gEnds[sequence]), int32(gEnds[sequence + 1]), int32(0)
+        else:
+            return int32(0), int32(length), int32(sequence)
+
+    return tokens
+
+
 def places(varlen: bool):
-    """(place, tokens), for sequences of a batch each, or one behind the other in one batch."""
+    """(place, tokens), for sequences that are cut into segments."""
+    whole = span(varlen)
 
     @inlined
     def place(x, blocks, segments, heads):
@@ -22,10 +37,7 @@ def places(varlen: bool):
     @inlined
     def tokens(gEnds, sequence, length, segment, segments):
         """[first, end) of a segment and the batch that it lies in: whole chunks, but for the end of the sequence."""
-        if varlen:
-            start, end, batch = int32(gEnds[sequence]), int32(gEnds[sequence + 1]), int32(0)
-        else:
-            start, end, batch = int32(0), int32(length), int32(sequence)
+        start, end, batch = whole(gEnds, sequence, length)
         step = CHUNK * ((end - start + CHUNK * segments - 1) // (CHUNK * segments))
         return int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch
 

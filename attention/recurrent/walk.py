@@ -18,8 +18,8 @@ from tiles import fp32, inlined, launch, rt
 from tiles.arrays import Form, at, c_ordered, form
 from tiles.launch import Bound, Interpreted
 
+from .places import span
 from .problem import Problem
-from .spans import span
 
 WARPS = 4  # of a block
 COLUMNS = 16  # of the state, a warp
