@@ -35,6 +35,7 @@ from ops import (
 from tiles import dtype, fp32, inlined, ring, rt, shared, st
 
 from .blocks import walk
+from .signature import FLOAT, INT, array, tiled
 
 LOWEST, TINY, LN2 = -1e30, 1e-30, math.log(2)
 SLACK = 8.0  # how far, in powers of 2, the maximum may grow before O is rescaled: P stays below 2**8
@@ -213,12 +214,5 @@ def make(config: Config):
 
 def signature(config: Config):
     """The Numba types of the kernel's arguments."""
-    from numba.cuda import types
-
-    from tiles import gl
-    from tiles.plumbing import Value
-    from tiles.values import NUMBA_SCALARS
-
-    query, key = (Value(gl(tile, 4, 1, 3)) for tile in (config.query, config.key))
-    output, lse = types.Array(NUMBA_SCALARS[config.dtype.np], 4, "A"), types.Array(types.float32, 3, "A")
-    return query, key, key, output, lse, *[types.int32] * 7, *[types.float32] * 2
+    query, key, output = tiled(config.query), tiled(config.key), array(4, config.dtype)
+    return query, key, key, output, array(3), *[INT] * 7, *[FLOAT] * 2

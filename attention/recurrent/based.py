@@ -53,6 +53,7 @@ from tiles.dtypes import DTYPES
 from tiles.plans import Plan, planned
 
 from ..problem import options
+from ..signature import ENDS, FLOAT, INT, array, tiled
 from .places import span
 from .problem import Problem, check, needs_hopper, nothing
 
@@ -197,16 +198,9 @@ def make(config: Config):
 
 def signature(config: Config):
     """The Numba types of the kernel's arguments."""
-    from numba.cuda import types
-
-    from tiles import gl
-    from tiles.plumbing import Value
-    from tiles.values import NUMBA_SCALARS
-
-    key, value = (Value(gl(tile, 4, 1, 3, unit=1)) for tile in (config.key, config.value))
-    out = types.Array(NUMBA_SCALARS[config.dtype.np], 4, "A") if config.varlen else Value(gl(config.value, 4, 1, 3))
-    state, z = types.Array(types.float32, 4, "A"), types.Array(types.float32, 3, "A")
-    return key, key, value, out, state, z, state, z, types.Array(types.int32, 1, "A"), *[types.int32] * 4, types.float32
+    key, value, state, z = tiled(config.key, unit=1), tiled(config.value, unit=1), array(4), array(3)
+    out = array(4, config.dtype) if config.varlen else tiled(config.value)
+    return key, key, value, out, state, z, state, z, ENDS, *[INT] * 4, FLOAT
 
 
 def based(

@@ -24,6 +24,7 @@ from numpy import float32, int32
 from ops import clip, exp, load, row_max, silu, split, store, subtile, tile_min, warpgroup, zeros
 from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
 
+from ..signature import ENDS, FLOAT, INT, array, tiled
 from .gates import ALONG, ROWS, TILE, gates
 from .places import CHUNK, COLUMNS, places
 
@@ -222,3 +223,12 @@ def make(config: Config):
                 store(gTotal, zeros(ROWS) + so_far, (sequence, head, segment, 0))
 
     return scan, smem
+
+
+def signature(config: Config):
+    """The Numba types of the kernel's arguments."""
+    key, value, plain = tiled(config.key, unit=1), tiled(config.value, unit=1), array(4, config.dtype)
+    out = array(3) if config.ones else plain if config.states or config.varlen else value
+    gates = array(2 if config.gate == "head" else 3)
+    states = array(4), array(5), array(4), array(4)
+    return key, key, value, value, gates, *[array(2)] * 3, array(3), out, *states, ENDS, *[INT] * 7, FLOAT

@@ -43,6 +43,7 @@ from ops import (
 )
 from tiles import bf16, dtype, fp32, inlined, ring, rt, shared, st, sv
 
+from ..signature import ENDS, FLOAT, INT, array, tiled
 from .places import span
 
 CHUNK = 64  # tokens
@@ -344,13 +345,6 @@ def make(config: Config):
 
 def signature(config: Config):
     """The Numba types of the kernel's arguments."""
-    from numba.cuda import types
-
-    from tiles import gl
-    from tiles.plumbing import Value
-    from tiles.values import NUMBA_SCALARS
-
-    key, value = (Value(gl(tile, 4, 1, 3, unit=1)) for tile in (config.key, config.value))
-    output = types.Array(NUMBA_SCALARS[config.dtype.np], 4, "A") if config.varlen else value
-    gates, state, ends = (types.Array(t, n, "A") for t, n in ((types.float32, 3), (types.float32, 4), (types.int32, 1)))
-    return key, key, value, gates, gates, output, state, state, ends, *[types.int32] * 4, types.float32
+    key, value, gates, state = tiled(config.key, unit=1), tiled(config.value, unit=1), array(3), array(4)
+    output = array(4, config.dtype) if config.varlen else value
+    return key, key, value, gates, gates, output, state, state, ENDS, *[INT] * 4, FLOAT

@@ -40,6 +40,7 @@ from ops import (
 )
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 
+from ..signature import ENDS, FLOAT, INT, array, tiled
 from .gates import floored
 from .places import CHUNK, COLUMNS, places
 
@@ -51,13 +52,13 @@ LEAST = {bf16: -60.0, fp16: -8.0}  # what b - r may be, so that q' and k' keep t
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's shape: key dim as padded, consumers of 64 value columns each, the dtype of the gates; varlen: the sequences
-    lie one behind the other in one batch."""
+    """A kernel's shape: key dim as padded, consumers of 64 value columns each, the dtype of the gates and that of all else;
+    varlen: the sequences lie one behind the other in one batch."""
 
     key_dim: int
     consumers: int
+    gates: dtype
     dtype: dtype
-    gates: dtype = fp32
     varlen: bool = False
 
     @property
@@ -218,3 +219,10 @@ def make(config: Config):
             warpgroup.store(gState, s_t, (sequence, head, at, 0))
 
     return scan, smem
+
+
+def signature(config: Config):
+    """The Numba types of the kernel's arguments."""
+    key, value = tiled(config.key, unit=1), tiled(config.value, unit=1)
+    out = array(4, config.dtype) if config.varlen else value
+    return key, key, value, tiled(config.gate, unit=1), out, array(4), array(4), ENDS, *[INT] * 4, FLOAT

@@ -27,6 +27,7 @@ from tiles.arrays import at, c_ordered
 from tiles.dtypes import DTYPES
 from tiles.plans import Plan, planned
 
+from ..signature import ENDS, FLOAT, INT, array, tiled
 from .places import span
 from .problem import Problem, check, needs_hopper, nothing
 
@@ -191,16 +192,8 @@ def make(config: Config):
 
 def signature(config: Config):
     """The Numba types of the kernel's arguments."""
-    from numba.cuda import types
-
-    from tiles import gl
-    from tiles.plumbing import Value
-    from tiles.values import NUMBA_SCALARS
-
-    rows, maps = Value(gl(config.rows, 4, 1, 3, unit=1)), Value(gl(config.map, 3, 1, 2))
-    output, weights = types.Array(NUMBA_SCALARS[config.dtype.np], 4, "A"), types.Array(types.float32, 1, "A")
-    ends = types.Array(types.int32, 1, "A")
-    return rows, rows, rows, maps, maps, weights, weights, output, ends, *[types.int32] * 3, types.float32
+    rows, maps, weights = tiled(config.rows, unit=1), tiled(config.map, 3, 1, 2), array(1)
+    return rows, rows, rows, maps, maps, weights, weights, array(4, config.dtype), ENDS, *[INT] * 3, FLOAT
 
 
 def hedgehog(

@@ -172,7 +172,7 @@ def _by_channel(problem: Problem, keep: bool) -> Passes:
     forms, width = _forms(problem, keep), math.ceil(problem.value_dim / chunk.COLUMNS)
     key_dim, gates = min(n for n in KEY_DIMS if n >= problem.key_dim), DTYPES[forms["gates"].dtype]
     consumers = 2 if width % 2 == 0 and key_dim <= gated.WIDE else 1
-    config = gated.Config(key_dim, consumers, DTYPES[problem.dtype], gates, "cu_seqlens" in problem.forms)
+    config = gated.Config(key_dim, consumers, gates, DTYPES[problem.dtype], "cu_seqlens" in problem.forms)
     kernel, smem = gated.make(config)
     tiled = {"q": config.key, "k": config.key, "v": config.value, "gates": config.gate}
     if not config.varlen:
