@@ -106,7 +106,7 @@ def _plan(problem: Problem, with_lse: bool, bytes_at_once: int, family: str | No
     """The launch that solves problems of this form: all that is left to say is the stream and five addresses. Where it runs
     is settled here, too, so TILES_INTERPRET is read when a form is first seen."""
     tma, wanted = choose(problem, bytes_at_once, family) == "sm_90", (problem.head_dim, DTYPES[problem.dtype], problem.causal)
-    room = sm_80.ROOMY if problem.device is None else device(problem.device).shared_bytes
+    room = sm_80.LARGE if problem.device is None else device(problem.device).shared_bytes
     config: hopper.Config | sm_80.Config = (
         hopper.config_for(*wanted, problem.seqlen_kv) if tma else sm_80.config_for(*wanted, room, bytes_at_once)
     )

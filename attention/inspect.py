@@ -17,7 +17,7 @@ from . import blocks, hopper, sm_80
 from .problem import PIECES
 
 SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
-ROOMY = ("sm_80", "sm_90a", "sm_100a")  # blocks may have more than the 99 KB of all others
+ROOMS = {"sm_80": 163 * 1024, "sm_90a": sm_80.LARGE, "sm_100a": sm_80.LARGE}  # shared memory a block; others have least
 BAD = ("spill_bytes", "local_bytes", "warnings")
 
 
@@ -29,7 +29,7 @@ def configurations(everything=False, arch="sm_90a"):
             for causal in (False, True):
                 for config in {hopper.config_for(head_dim, dtype, causal, hopper.SHORT * n // 2): None for n in (1, 2, 3)}:
                     yield "forward", hopper, config
-        room = sm_80.ROOMY if arch in ROOMY else sm_80.SHARED_BYTES
+        room = ROOMS.get(arch, sm_80.SHARED_BYTES)
         for head_dim, causal in itertools.product(sm_80.SHAPES, (False, True)):
             for piece in PIECES if everything else PIECES[:1]:
                 yield "forward", sm_80, sm_80.config_for(head_dim, dtype, causal, room, piece)

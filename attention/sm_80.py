@@ -39,9 +39,6 @@ from tiles.layout import LANES
 from .blocks import walk
 from .hopper import LN2, LOWEST, TINY
 
-SHARED_BYTES = 99 * 1024  # what a block may have on sm_86, sm_89 and sm_120, so every block fits; they have 100 KB in all
-ROOMY = 163 * 1024  # what it may have on sm_80, which with sm_90 and sm_100 has room for two of the larger blocks
-
 
 @dataclass(frozen=True)
 class Config:
@@ -95,15 +92,22 @@ SHAPES = {  # padded head_dim: (kv, warps, band, stages, resident)
     192: (64, 4, 16, 1, 2),
     256: (64, 4, 16, 1, 2),
 }
-NARROW = SHAPES | {96: (64, 4, 32, 1, 2), 128: (32, 4, 32, 1, 2), 192: (32, 4, 16, 1, 2)}  # two blocks fit into 100 KB
+ROOMS = {  # bytes of shared memory that a block may have: other shapes, of which two blocks share a multiprocessor there
+    99 * 1024: {96: (64, 4, 32, 1, 2), 128: (32, 4, 32, 1, 2), 192: (32, 4, 16, 1, 2)},  # sm_86, sm_89, sm_120
+    163 * 1024: {},  # sm_80
+    227 * 1024: {192: (96, 4, 16, 1, 2)},  # sm_90, sm_100
+}
+UNALIGNED = {(227 * 1024, 128): (64, 4, 32, 2, 2)}  # in smaller pieces: with one stage sm_100's code spills
+SHARED_BYTES, LARGE = min(ROOMS), max(ROOMS)
 
 
-def config_for(head_dim: int, dtype: dtype, causal: bool, room: int = ROOMY, piece: int = 16) -> Config:
+def config_for(head_dim: int, dtype: dtype, causal: bool, room: int = LARGE, piece: int = 16) -> Config:
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
     head_dim."""
     padded = min(d for d in SHAPES if d >= head_dim)
-    shape = (SHAPES if room >= ROOMY else NARROW)[padded]
-    return Config(padded, dtype, causal, *shape, piece)
+    least = max(r for r in ROOMS if r <= room)
+    shape = ROOMS[least].get(padded, SHAPES[padded])
+    return Config(padded, dtype, causal, *(shape if piece == 16 else UNALIGNED.get((least, padded), shape)), piece)
 
 
 @functools.cache
