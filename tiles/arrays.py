@@ -12,7 +12,8 @@ No framework is imported here: whoever passes a tensor has imported its framewor
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -255,8 +256,8 @@ class Kind:
     """How one framework's arrays are described and made, and how its work is ordered.
 
     maker: a function without arguments, each call of which gives uninitialised, C-ordered memory in the place that `home`
-    calls an array's; neither keeps an array alive. address: of the first element of what a maker gave. waits: `finish` has
-    something to do."""
+    calls an array's; neither keeps an array alive. address: of the first element of what a maker gave. on: inside, makers give
+    memory that is for work on this stream, where the framework reuses memory by stream. waits: `finish` has something to do."""
 
     waits = False
 
@@ -282,6 +283,9 @@ class Kind:
 
     def stream(self, x: Any, device: int) -> int:
         return 0
+
+    def on(self, stream: int, device: int) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def finish(self, stream: int) -> None:
         pass
@@ -323,6 +327,11 @@ class Torch(Kind):
     def stream(self, x: Any, device: int) -> int:
         return self.torch._C._cuda_getCurrentRawStream(device)
 
+    def on(self, stream: int, device: int) -> AbstractContextManager[Any]:
+        cuda = self.torch.cuda
+        # torch's own handle of the legacy default stream is 0, and it refuses 1
+        return cuda.stream(cuda.ExternalStream(0 if stream == LEGACY_STREAM else stream, device=device))
+
 
 @lru_cache(FORMS)
 def _torch_form(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, device: Any) -> Form:
@@ -348,6 +357,12 @@ class CuPy(Kind):
 
     def stream(self, x: Any, device: int) -> int:
         return sys.modules["cupy"].cuda.get_current_stream(device).ptr
+
+    @contextmanager
+    def on(self, stream: int, device: int) -> Iterator[None]:
+        cuda = sys.modules["cupy"].cuda
+        with cuda.Device(device), cuda.ExternalStream(stream):
+            yield
 
 
 class CudaArrayInterface(Kind):

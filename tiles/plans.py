@@ -51,6 +51,14 @@ class _Known(NamedTuple):
     give: Callable[[Sequence[Any]], Any]
     ready: dict[tuple[int, ...], Callable[[], None]]  # by stream and addresses
 
+    def make_on(self, stream: int, make: Callable[[], Any]) -> Any:
+        """What a maker gives, for a launch on another stream than the framework's current one: memory of that one might be
+        reused by work that does not wait for the launch."""
+        if self.device is None:
+            return make()
+        with self.kind.on(stream, self.device):
+            return make()
+
 
 def planned(needed: str, others: str = "") -> Callable[[Callable[..., Plan]], Planned]:
     """Make a planner a function of (stream, arrays, options). needed, others: the arrays' names; `others` may be None.
@@ -63,8 +71,9 @@ def planned(needed: str, others: str = "") -> Callable[[Callable[..., Plan]], Pl
 class Planned:
     """What `planned` makes: `function(stream, arrays, options)`.
 
-    stream: a handle or a stream object; None is the current one of the first array's framework. arrays: one for each name, or
-    None. options: a tuple of what else decides a call; those that are equal must mean the same (True, 1 and 1.0 are equal)."""
+    stream: a handle or a stream object; None is the current one of the first array's framework. What is made belongs to the
+    stream as if it were the current one. arrays: one for each name, or None. options: a tuple of what else decides a call;
+    those that are equal must mean the same (True, 1 and 1.0 are equal)."""
 
     def __init__(self, planner: Callable[..., Plan], needed: list[str], others: list[str]):
         self.planner, self.needed, self.names = planner, needed, needed + others
@@ -85,15 +94,13 @@ class Planned:
         if known is None:
             plan = self._plan(arrays, options)
             known = self._learn(form, plan, arrays[0])
-        if stream is not None:
-            handle = stream_handle(stream)
-        else:
-            handle = 0 if known.device is None else known.kind.stream(arrays[0], known.device)
+        current = 0 if known.device is None else known.kind.stream(arrays[0], known.device)
+        handle = current if stream is None else stream_handle(stream)
         every: Sequence[Any] = arrays
         if known.makers:
             every, addresses = list(arrays), list(addresses)
             for place, make in known.makers:
-                new = every[place] = make()
+                new = every[place] = make() if handle == current else known.make_on(handle, make)
                 addresses[place] = known.kind.address(new)
         where = (handle, *addresses)
         run = known.ready.get(where)

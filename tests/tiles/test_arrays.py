@@ -1,5 +1,6 @@
-"""attention/arrays.py: every framework's arrays are described alike; stand-ins replace what is not installed."""
+"""tiles/arrays.py: every framework's arrays are described alike; stand-ins replace what is not installed."""
 
+import contextlib
 import ctypes
 import gc
 import subprocess
@@ -388,6 +389,46 @@ def test_torch_stream(monkeypatch):
     host = describe(torch.zeros(2), "x")
     assert current_stream(host) == 0
     assert current_stream(host._replace(form=form((2,), (4,), "float32", 5, 4))) == 1005
+
+
+class Entered(list):
+    """Which context managers a stand-in of a framework has given out that were entered, with their arguments; and left."""
+
+    def manager(self, name):
+        @contextlib.contextmanager
+        def enter(*args, **options):
+            self.append((name, *args, options))
+            yield
+            self.append(name)
+
+        return enter
+
+
+@pytest.mark.parametrize("stream, handle", [(77, 77), (arrays.LEGACY_STREAM, 0), (0, 0)])
+def test_torch_makes_memory_for_a_stream(stream, handle):
+    """torch's allocator reuses memory by the stream that is current when it is asked for it."""
+    entered = Entered()
+    cuda = SimpleNamespace(ExternalStream=lambda handle, device: ("stream", handle, device), stream=entered.manager("stream"))
+    kind = object.__new__(arrays.Torch)
+    kind.torch = SimpleNamespace(cuda=cuda)
+    with kind.on(stream, 3):
+        assert entered == [("stream", ("stream", handle, 3), {})]
+    assert entered.pop() == "stream"
+
+
+def test_cupy_makes_memory_for_a_stream(monkeypatch):
+    entered = Entered()
+    cuda = SimpleNamespace(Device=entered.manager("device"), ExternalStream=entered.manager("stream"))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    with arrays.CuPy().on(77, 2):
+        assert entered == [("device", 2, {}), ("stream", 77, {})]
+    assert entered[2:] == ["stream", "device"]
+
+
+@pytest.mark.parametrize("kind", [arrays.NumPy, arrays.CudaArrayInterface, arrays.DLPack])
+def test_others_know_no_memory_of_a_stream(kind):
+    with kind().on(77, 0) as nothing:
+        assert nothing is None
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # one driver serves all examples

@@ -1,5 +1,6 @@
 """tiles/plans.py: what is looked up, what goes the full way, and that nothing is mistaken for something seen before."""
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -204,8 +205,9 @@ def test_what_is_remembered_is_limited(scaled, monkeypatch):
 
 
 def test_the_stream_and_the_end_of_a_call(scaled, monkeypatch):
-    """On a device the first array's framework is asked for its stream, and told when the launch is made."""
-    finished = []
+    """On a device the first array's framework is asked for its stream, makes arrays for the one given, and is told when the
+    launch is made."""
+    finished, inside, made = [], [], []
 
     class OnDevice(Kind):
         waits = True
@@ -220,10 +222,16 @@ def test_the_stream_and_the_end_of_a_call(scaled, monkeypatch):
 
         def maker(self, home, shape, dtype):
             assert home == 3
-            return lambda: np.zeros(shape, dtype)
+            return lambda: made.append(tuple(inside)) or np.zeros(shape, dtype)
 
         def stream(self, x, device):
             return 100 * device + x.stream
+
+        @contextlib.contextmanager
+        def on(self, stream, device):
+            inside.append((stream, device))
+            yield
+            inside.pop()
 
         def finish(self, stream):
             finished.append((stream, len(RUNS)))
@@ -236,8 +244,15 @@ def test_the_stream_and_the_end_of_a_call(scaled, monkeypatch):
     x, y, _ = arrays(4, 8)
     for stream in (1, 2):
         scaled(None, (Fake(x, stream), y, None, None), (2.0, False))
-    scaled(9, (Fake(x, 1), y, None, None), (2.0, False))
-    assert [run[0] for run in RUNS] == [301, 302, 9] and finished == [(301, 1), (302, 2), (9, 3)]
+    for stream in (9, 301):
+        scaled(stream, (Fake(x, 1), y, None, None), (2.0, False))
+    assert [run[0] for run in RUNS] == [301, 302, 9, 301] and finished == [(301, 1), (302, 2), (9, 3), (301, 4)]
+    assert made == [(), (), ((9, 3),), ()]  # 301 is its current stream anyway
+
+
+def test_a_stream_for_arrays_in_host_memory_changes_nothing(scaled, monkeypatch):
+    monkeypatch.setattr(Kind, "on", lambda *_: pytest.fail("there is no stream to make arrays for"))
+    scaled(9, (*arrays(4, 8, n=2), None, None), (2.0, True))
 
 
 def test_threads(scaled, monkeypatch):
