@@ -1,4 +1,4 @@
-"""Tables of TFLOPS from a run of the benchmarks: `python bench/table.py forward.json [> results/....md]`."""
+"""Tables from a run of bench/test_forward.py or test_linear.py: `python bench/table.py forward.json [> results/....md]`."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-PACKAGES = ("numba", "numba-cuda", "torch", "nvidia-cudnn-cu13", "flash-attn-4")
+PACKAGES = ("numba", "numba-cuda", "torch", "nvidia-cudnn-cu13", "flash-attn-4", "fla-core")
 ORDER = ("tiles", "cudnn", "flash4", "tiles_sm_80", "flash2")
 PEERS = {"tiles": ("cudnn", "flash4"), "tiles_sm_80": ("flash2",)}  # the instructions of Hopper, and those since Ampere
 
@@ -22,22 +22,20 @@ def versions():
     return ", ".join([f"Python {platform.python_version()}", *found])
 
 
-def rows(path):
+def rows(run):
     """{(head_dim, causal): {length: {provider: tflops}}}"""
-    with open(path) as file:
-        run = json.load(file)
     table = {}
     for b in run["benchmarks"]:
         info = b["extra_info"]
         place = table.setdefault((info["head_dim"], info["causal"]), {}).setdefault(info["length"], {})
         place[info["provider"]] = info["tflops"]
-    return run, table
+    return table
 
 
-def main(path):
-    """Print the tables in Markdown; below each are the ratios to the better of the peers that use the same instructions."""
-    run, table = rows(path)
-    print(f"{run['datetime'][:10]}, {card()}; {versions()}. TFLOPS, medians of interleaved rounds.\n")
+def forward(run):
+    """TFLOPS, and below each table the ratios to the better of the peers that use the same instructions."""
+    table = rows(run)
+    print("TFLOPS, medians of interleaved rounds.\n")
     ratios = {ours: [] for ours in PEERS}
     for (head_dim, causal), lengths in sorted(table.items()):
         print(f"| D {head_dim}{' causal' * causal} | " + " | ".join(f"S {n}" for n in lengths) + " |")
@@ -53,6 +51,31 @@ def main(path):
         print()
     for ours, row in ratios.items():
         print(f"Geometric mean of the ratios of {ours}: {math.exp(sum(map(math.log, row)) / len(row)):.3f}")
+
+
+def linear(run):
+    """Milliseconds beside the limit that memory sets, and beside flash-linear-attention."""
+    cells = {}
+    for b in run["benchmarks"]:
+        info = b["extra_info"]
+        cells.setdefault((info["member"], info["batch"], info["length"], info["heads"]), {})[info["provider"]] = info
+    print("Milliseconds, medians of interleaved rounds; of the limit: that of reading and writing all once over ours.\n")
+    print("| | B | S | H | tiles | limit | of the limit | fla | fla / tiles | our error / fla's |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for (member, *sizes), cell in cells.items():
+        ours, fla = cell["tiles"], cell.get("fla")
+        numbers = [f"{ours['ms']:.3f}", f"{ours['limit']:.3f}", f"**{ours['of_limit']:.2f}**"]
+        numbers += [f"{fla['ms']:.3f}", f"**{fla['ms'] / ours['ms']:.2f}**"] if fla else ["", ""]
+        numbers.append(f"{ours['error_ratio']:.2f}" if "error_ratio" in ours else "")
+        print(f"| {member} | " + " | ".join([*map(str, sizes), *numbers]) + " |")
+
+
+def main(path):
+    """Print the tables of a run in Markdown."""
+    with open(path) as file:
+        run = json.load(file)
+    print(f"{run['datetime'][:10]}, {card()}; {versions()}.", end=" ")
+    (linear if "member" in run["benchmarks"][0]["extra_info"] else forward)(run)
 
 
 def card():
