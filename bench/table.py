@@ -40,16 +40,17 @@ def forward(run):
     for (head_dim, causal), lengths in sorted(table.items()):
         print(f"| D {head_dim}{' causal' * causal} | " + " | ".join(f"S {n}" for n in lengths) + " |")
         print("|---|" + "---:|" * len(lengths))
-        for provider in ORDER:
+        ran = {provider for cell in lengths.values() for provider in cell}
+        for provider in (p for p in ORDER if p in ran):
             cells = [f"{cell[provider]:.0f}" if provider in cell else "" for cell in lengths.values()]
             print(f"| {provider} | " + " | ".join(cells) + " |")
-        for ours, peers in PEERS.items():
+        for ours, peers in {ours: [p for p in peers if p in ran] for ours, peers in PEERS.items() if ours in ran}.items():
             best = [max(cell.get(p, 0) for p in peers) for cell in lengths.values()]
             row = [cell.get(ours, math.nan) / peer if peer else math.nan for cell, peer in zip(lengths.values(), best)]
             ratios[ours] += row
             print(f"| **{ours} / {' or '.join(peers)}** | " + " | ".join(f"**{x:.2f}**" for x in row) + " |")
         print()
-    for ours, row in ratios.items():
+    for ours, row in ((ours, row) for ours, row in ratios.items() if row):
         print(f"Geometric mean of the ratios of {ours}: {math.exp(sum(map(math.log, row)) / len(row)):.3f}")
 
 
