@@ -8,9 +8,10 @@ In a chunk of 64 tokens every u depends on those before it. With b the running s
     U = T (V - exp(b) K S)                       O = scale (exp(b) Q S + tril(exp(b - b^T) * Q K^T) U)
     S = exp(b_last) S + (exp(b_last - b) K)^T U
 
-T knows nothing of the state. So a solver warpgroup makes T and the weights of Q K^T for the chunks to come, while consumers, of
-64 value columns each, carry the state through the chunk that is ready. They hold it transposed, 64 x Dk, and everything that
-they multiply by it as well: the product of one step, rounded, is the left operand of the next, and never leaves the registers.
+T and the weights of U know nothing of the state. So one warpgroup, the solver, makes T for the chunks to come, another, the
+weigher, makes the weights (and has TMA bring what all need), while consumers, of 64 value columns each, carry the state through
+the chunk that is ready. They hold it transposed, 64 x Dk, and U and O as well: the product of one step, rounded, is the left
+operand of the next, and never leaves the registers.
 
 Every exponent is a sum of gates, none is ever positive: nothing overflows however strong the decay.
 """
@@ -23,17 +24,12 @@ from numpy import int32
 
 from ops import (
     clip,
-    col_index,
     columns,
     cumsum,
-    equal,
     exp,
-    hstack,
-    inverse_unit_lower,
     last,
     load,
     minimum,
-    mma_ABt,
     right_fill,
     split,
     subtile,
@@ -41,14 +37,14 @@ from ops import (
     warpgroup,
     zeros,
 )
-from tiles import bf16, dtype, fp32, inlined, ring, rt, shared, st, sv
+from ops.inverse import DIAGONAL, TRIANGLE, inverse_transposed
+from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
 
-from ..signature import ENDS, FLOAT, INT, array, tiled
-from .places import span
+from .spans import span
 
 CHUNK = 64  # tokens
 COLUMNS = 64  # value columns of a consumer
-REGISTERS = {1: (72, 88, 232), 2: (72, 88, 176)}  # consumers -> registers a thread of weigher, solver and consumer
+REGISTERS = {1: (104, 104, 232), 2: (72, 88, 176)}  # consumers -> registers a thread of weigher, solver and consumer
 STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
 AHEAD = 2  # chunks that the solver may be ahead
 ARRAYS = "q", "k", "v", "beta", "decay", "out", "initial_state", "state", "cu_seqlens"  # of the kernel, in order
@@ -72,7 +68,7 @@ class Config:
 
     @property
     def threads(self):
-        """Threads of a block: the consumers, the solver, the producer."""
+        """Threads of a block: the consumers, the solver, the weigher."""
         return warpgroup.THREADS * (self.consumers + 2)
 
     @property
@@ -96,11 +92,10 @@ def make(config: Config):
     CONSUMERS, GATED, VARLEN, INPUT, KEY_DIM = config.consumers, config.gated, config.varlen, config.dtype, config.key_dim
     SOLVER, WEIGHER, (weigh, solve, claim) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
     STATE, TURNED = rt(16, config.key_dim, fp32), rt(16, CHUNK, INPUT)
-    WEIGHTS, BLOCK, G = rt(16, CHUNK, fp32), rt(16, 16, fp32), rt(16, CHUNK, fp32).row_vec
-    ROWS = WEIGHTS.col_vec
+    WEIGHTS = rt(16, CHUNK, fp32)
+    ROWS, G = WEIGHTS.col_vec, WEIGHTS.row_vec
     group, GROUPS = warpgroup.WARPGROUP, CONSUMERS + 2
     readers = CONSUMERS * group
-    stack = st(CHUNK, CHUNK, bf16, width=32)  # in panels of 16 columns, so that a block of 16 x 16 is a tile of its own
     smem = shared(
         q=ring(config.key, config.stages, readers + group),
         k=ring(config.key, config.stages, readers + 2 * group),
@@ -112,10 +107,10 @@ def make(config: Config):
         since=ring(sv(CHUNK, fp32), AHEAD, readers, writers=group),
         until=ring(sv(CHUNK, fp32), AHEAD, readers, writers=group),
         gates=sv(CHUNK, fp32),
-        high=stack,
-        low=stack,
-        inverse_high=st(CHUNK, 16, bf16),
-        inverse_low=st(CHUNK, 16, bf16),
+        high=TRIANGLE,
+        low=TRIANGLE,
+        inverse_high=DIAGONAL,
+        inverse_low=DIAGONAL,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
     )
 
@@ -142,7 +137,7 @@ def make(config: Config):
     @inlined
     def add_up(g, vector, b, since, until, j):
         """Hand on the running sums of a chunk's gates, of which each warp brings 16, and what tokens decay by since the chunk
-        began and until it ends. The warps meet."""
+        began and until it ends."""
         if GATED:
             warpgroup.store(vector, g)
             warpgroup.sync()
@@ -154,8 +149,6 @@ def make(config: Config):
             since.publish(j)
             warpgroup.store(until.claim(j), exp(minimum(tile_sum(g) - sums, 0.0)))
             until.publish(j)
-        else:
-            warpgroup.sync()
 
     @inlined
     def taken(b, j):
@@ -225,40 +218,6 @@ def make(config: Config):
             u, o = warpgroup.wait(u, newer=1), warpgroup.wait(o)
         return u, o
 
-    @inlined
-    def times(acc, x, high, low):
-        """acc + x (high + low)^T: 16 bits of each factor, where bf16 has 8."""
-        x_high = bf16(x)
-        x_low = bf16(x - fp32(x_high))
-        return mma_ABt(mma_ABt(mma_ABt(acc, x_low, high), x_high, low), x_high, high)
-
-    @inlined
-    def store_parts(high, low, x):
-        """x as a sum of two bf16 tiles."""
-        x_high = bf16(x)
-        warpgroup.store(high, x_high)
-        warpgroup.store(low, x - fp32(x_high))
-
-    @inlined
-    def identity(i):
-        """The i-th 16 columns of this warp's rows of I."""
-        return equal(warpgroup.row_index(BLOCK), col_index(BLOCK) + 16.0 * i)
-
-    @inlined
-    def solved(high, low, inverse_high, inverse_low):
-        """This warp's 16 rows of (I + A)^-T, from -A and the inverses of the blocks on the diagonal of I + A, each in two
-        parts. X (I + A)^T = I, from the left to the right: X_i = (I_i - sum over j < i of X_j A_ij^T) (I + A_ii)^-T."""
-        x0 = times(zeros(BLOCK), identity(0), subtile(inverse_high, 16, 0), subtile(inverse_low, 16, 0))
-        y1 = times(identity(1), x0, subtile(high, 16, 1, 16, 0), subtile(low, 16, 1, 16, 0))
-        x1 = times(zeros(BLOCK), y1, subtile(inverse_high, 16, 1), subtile(inverse_low, 16, 1))
-        left = hstack(x0, x1)
-        y2 = times(identity(2), left, subtile(high, 16, 2, 32, 0), subtile(low, 16, 2, 32, 0))
-        x2 = times(zeros(BLOCK), y2, subtile(inverse_high, 16, 2), subtile(inverse_low, 16, 2))
-        y3 = times(identity(3), left, subtile(high, 16, 3, 32, 0), subtile(low, 16, 3, 32, 0))
-        y3 = times(y3, x2, subtile(high, 16, 3, 16, 2), subtile(low, 16, 3, 16, 2))
-        x3 = times(zeros(BLOCK), y3, subtile(inverse_high, 16, 3), subtile(inverse_low, 16, 3))
-        return hstack(left, hstack(x2, x3))
-
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(gQ, gK, gV, gBeta, gGates, gO, gStart, gState, gEnds, length, blocks, heads, group, scale):
         """O and the state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
@@ -274,19 +233,20 @@ def make(config: Config):
             decays, betas = clip(gGates, 1, end), clip(gBeta, 1, end)
             g = gate(decays, batch, first, value_head)
             strength = warpgroup.load(betas, ROWS, (batch, first, value_head), cols=1)
-            for j in range(n + 1):
+            for j in range(n + 1):  # chunk j comes, chunk j - 1 is weighed; gates first, for the solver waits for nothing else
                 token = int32(first + CHUNK * j)
-                if j < n:
-                    k.fill(j, gK, (batch, token, head))
-                    q.fill(j, gQ, (batch, token, head))
-                    for c in range(CONSUMERS):
-                        v.fill(CONSUMERS * j + c, gV, (batch, token, value_head, CONSUMERS * block + c))
                 if j > 0:
                     warpgroup.store(beta.claim(j - 1), strength)
                     beta.publish(j - 1)
                     strength = warpgroup.load(betas, ROWS, (batch, token, value_head), cols=1)
                     add_up(g, gates, b, since, until, j - 1)
                     g = gate(decays, batch, token, value_head)
+                if j < n:
+                    k.fill(j, gK, (batch, token, head))
+                    q.fill(j, gQ, (batch, token, head))
+                    for c in range(CONSUMERS):
+                        v.fill(CONSUMERS * j + c, gV, (batch, token, value_head, CONSUMERS * block + c))
+                if j > 0:
                     keys = whole(k, j - 1, end - token + CHUNK)
                     s = warpgroup.wait(warpgroup.mm_ABt(q.wait(j - 1), keys))
                     k.release(j - 1)
@@ -302,13 +262,9 @@ def make(config: Config):
                 keys = whole(k, j, end - token)
                 s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
                 k.release(j)
-                a = warpgroup.causal(spread(s, taken(b, j)), -1, 0.0) * -warpgroup.load(beta.wait(j), ROWS)
+                a = spread(s, taken(b, j)) * warpgroup.load(beta.wait(j), ROWS)
                 given(b, j)
-                warpgroup.sync()
-                store_parts(high, low, a)
-                store_parts(inverse_high, inverse_low, inverse_unit_lower(-warpgroup.own_block(a)))
-                warpgroup.sync()
-                x = solved(high, low, inverse_high, inverse_low)
+                x = inverse_transposed(a, high, low, inverse_high, inverse_low)
                 warpgroup.store(t.claim(j), x * warpgroup.load(beta.wait(j), ROWS))
                 t.publish(j)
                 beta.release(j)
@@ -345,6 +301,13 @@ def make(config: Config):
 
 def signature(config: Config):
     """The Numba types of the kernel's arguments."""
-    key, value, gates, state = tiled(config.key, unit=1), tiled(config.value, unit=1), array(3), array(4)
-    output = array(4, config.dtype) if config.varlen else value
-    return key, key, value, gates, gates, output, state, state, ENDS, *[INT] * 4, FLOAT
+    from numba.cuda import types
+
+    from tiles import gl
+    from tiles.plumbing import Value
+    from tiles.values import NUMBA_SCALARS
+
+    key, value = (Value(gl(tile, 4, 1, 3, unit=1)) for tile in (config.key, config.value))
+    output = types.Array(NUMBA_SCALARS[config.dtype.np], 4, "A") if config.varlen else value
+    gates, state, ends = (types.Array(t, n, "A") for t, n in ((types.float32, 3), (types.float32, 4), (types.int32, 1)))
+    return key, key, value, gates, gates, output, state, state, ends, *[types.int32] * 4, types.float32

@@ -176,10 +176,11 @@ def test_other_schedules(monkeypatch, schedule):
     agree(place, *inputs(1, 330, 1, 64, 128))
 
 
-CONFIGS = [delta.Config(d, c, t, g, v) for d, c, t, g, v in [
-    (128, 2, bf16, True, False), (128, 2, bf16, False, True), (128, 2, fp16, True, True), (128, 1, bf16, True, False),
-    (64, 2, bf16, True, True), (64, 1, fp16, False, False),
-]]  # fmt: skip
+CONFIGS = [
+    *(delta.Config(128, 2, bf16, gated, varlen) for gated in (True, False) for varlen in (True, False)),
+    *(delta.Config(key_dim, 1, fp16, gated) for key_dim in delta.STAGES for gated in (True, False)),
+    delta.Config(64, 2, bf16, True, True),
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
