@@ -40,10 +40,9 @@ from ops import (
 from ops.inverse import DIAGONAL, TRIANGLE, inverse_transposed
 from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
 
-from .spans import span
+from ..signature import ENDS, FLOAT, INT, array, tiled
+from .places import CHUNK, COLUMNS, span
 
-CHUNK = 64  # tokens
-COLUMNS = 64  # value columns of a consumer
 REGISTERS = {1: (104, 104, 232), 2: (72, 88, 176)}  # consumers -> registers a thread of weigher, solver and consumer
 STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
 AHEAD = 2  # chunks that the solver may be ahead
@@ -301,13 +300,6 @@ def make(config: Config):
 
 def signature(config: Config):
     """The Numba types of the kernel's arguments."""
-    from numba.cuda import types
-
-    from tiles import gl
-    from tiles.plumbing import Value
-    from tiles.values import NUMBA_SCALARS
-
-    key, value = (Value(gl(tile, 4, 1, 3, unit=1)) for tile in (config.key, config.value))
-    output = types.Array(NUMBA_SCALARS[config.dtype.np], 4, "A") if config.varlen else value
-    gates, state, ends = (types.Array(t, n, "A") for t, n in ((types.float32, 3), (types.float32, 4), (types.int32, 1)))
-    return key, key, value, gates, gates, output, state, state, ends, *[types.int32] * 4, types.float32
+    key, value, gates, state = tiled(config.key, unit=1), tiled(config.value, unit=1), array(3), array(4)
+    output = array(4, config.dtype) if config.varlen else value
+    return key, key, value, gates, gates, output, state, state, ENDS, *[INT] * 4, FLOAT
