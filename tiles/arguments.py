@@ -11,7 +11,8 @@ from numba.cuda.core.errors import TypingError
 from numba.cuda.np.numpy_support import from_dtype
 
 from . import tma
-from .arrays import FORMS, Array, Form, describe
+from .forms import FORMS, Form
+from .frameworks import Array, describe
 from .plumbing import Value
 from .types import gl
 from .values import NUMBA_SCALARS, tensor

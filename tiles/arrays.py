@@ -6,113 +6,29 @@
     ...                                                 launch on `stream`
     finish(array, stream)                               then hand out.owner back
 
-No framework is imported here: whoever passes a tensor has imported its framework already.
+What a form is: forms.py. What each framework does: frameworks.py.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import ml_dtypes  # noqa: F401  makes "bfloat16" a name that np.dtype knows
 import numpy as np
+from cuda.bindings import driver
 
-FORMS = 4096  # how many forms are remembered; a forgotten one is only slower, never wrong
-LEGACY_STREAM = 1  # CUDA's handle of the legacy default stream where 0 would mean "none given"
-_HOST, _CUDA = (1, 3), (2, 13)  # DLPack: kDLCPU, kDLCUDAHost; kDLCUDA, kDLCUDAManaged
+from .device import check
+from .forms import FORMS, Form, c_ordered, elements_meet, form, overlaps_itself, raw
+from .frameworks import KIND_OF, Array, Kind, describe
 
-
-@dataclass(frozen=True, eq=False)
-class Form:
-    """All of an array but its address: shape, strides (bytes), dtype's name, CUDA ordinal (None: host memory).
-
-    Forms are interned by `form`, so they hash and compare by identity: a validated call is found by one cheap lookup.
-    `extent` is how many bytes lie between the lowest element's start and the highest's end; 0 if there is none.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    device: int | None
-    itemsize: int
-    extent: int
-
-
-@lru_cache(FORMS)
-def form(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: int | None, itemsize: int) -> Form:
-    """The one Form of these values (strides in bytes)."""
-    reach = sum((n - 1) * abs(stride) for n, stride in zip(shape, strides))
-    return Form(shape, strides, dtype, device, itemsize, 0 if 0 in shape else reach + itemsize)
-
-
-def c_ordered(shape: tuple[int, ...], dtype: str, device: int | None) -> Form:
-    """The form of a C-ordered array."""
-    size = np.dtype(dtype).itemsize
-    return form(shape, contiguous(shape, size), dtype, device, size)
-
-
-class Array(NamedTuple):
-    """Where an array lies: `pointer` to its first element, its `form`, and the user's object, which owns the memory."""
-
-    pointer: int
-    form: Form
-    owner: Any
-    kind: Kind
-    readonly: bool = False
-    lease: Any = None  # what else keeps the memory alive: a view of a DLPack capsule
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.form.shape
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """In bytes."""
-        return self.form.strides
-
-    @property
-    def dtype(self) -> str:
-        """'bfloat16', 'float16', 'float32', ..."""
-        return self.form.dtype
-
-    @property
-    def device(self) -> int | None:
-        """CUDA ordinal; None is host memory."""
-        return self.form.device
+__all__ = [
+    "FORMS", "Array", "Form", "Kind", "at", "c_ordered", "current_stream", "describe", "empty_like_caller", "fill", "finish",
+    "form", "numpy_view", "overlaps", "overlaps_itself", "stream_handle",
+]  # fmt: skip
 
 
 def at(pointer: int, where: Form) -> Array:
     """The Array at an address, for what has no object of any framework; whoever uses it keeps the memory alive."""
-    return Array(pointer, where, None, _KIND_OF[Array])
-
-
-def contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Byte strides of a C-ordered array."""
-    strides = [itemsize]
-    for n in reversed(shape[1:]):
-        strides.append(strides[-1] * n)
-    return tuple(reversed(strides[: len(shape)]))
-
-
-# What callers use ---------------------------------------------------------------------------------------------------
-
-
-def describe(x: Any, name: str) -> Array:
-    """Describe a user's array without copying it.
-
-    `name` is the argument's name, for messages. Raises TypeError if x is no array, or lies where no kernel of ours can
-    read it; NotImplementedError if x is a torch tensor that requires grad while grad mode is on.
-    """
-    return kind_of(x, name).describe(x, name)
-
-
-def kind_of(x: Any, name: str) -> Kind:
-    """The framework that x belongs to; TypeError if x is no array."""
-    return _KIND_OF.get(type(x)) or _find_kind(x, name)
+    return Array(pointer, where, None, KIND_OF[Array])
 
 
 def empty_like_caller(array: Array, shape: tuple[int, ...], dtype: str) -> Array:
@@ -167,7 +83,7 @@ def numpy_view(array: Array) -> np.ndarray:
     """
     if array.device is not None:
         raise ValueError(f"only host memory has a NumPy view: {array.device=}")
-    return np.asarray(_Memory(array.pointer, array.form, array.readonly, array)).view(array.dtype)
+    return raw(array.pointer, array.form, array.readonly, array).view(array.dtype)
 
 
 def fill(array: Array, value: float, stream: int) -> None:
@@ -180,8 +96,6 @@ def fill(array: Array, value: float, stream: int) -> None:
         return
     if array.form.extent == 0:
         return
-    from cuda.bindings import driver
-
     size = array.form.itemsize
     bits = int(np.array(value, array.dtype).view(f"u{size}"))
     memset = {2: driver.cuMemsetD2D16Async, 4: driver.cuMemsetD2D32Async}[size]
@@ -195,7 +109,7 @@ def fill(array: Array, value: float, stream: int) -> None:
     *outer, (height, pitch), (width, _) = runs
     for index in np.ndindex(*(n for n, _ in outer)):
         offset = sum(i * stride for i, (_, stride) in zip(index, outer))
-        _cuda(memset(array.pointer + offset, pitch, bits, width, height, stream))
+        check(memset(array.pointer + offset, pitch, bits, width, height, stream))
 
 
 def overlaps(a: Array, b: Array) -> bool:
@@ -204,277 +118,4 @@ def overlaps(a: Array, b: Array) -> bool:
     Strides must not be negative. The rare case that is too hard to decide counts as overlapping.
     """
     distance = b.pointer - a.pointer
-    return -b.form.extent < distance < a.form.extent and _elements_meet(a.form, b.form, distance)
-
-
-def overlaps_itself(form: Form) -> bool:
-    """Whether two indices may name the same byte: an axis steps less than what the axes inside it cover."""
-    covered = form.itemsize
-    for stride, n in sorted((abs(stride), n) for n, stride in zip(form.shape, form.strides) if n > 1):
-        if stride < covered:
-            return form.extent > 0
-        covered += stride * (n - 1)
-    return False
-
-
-@lru_cache(FORMS)
-def _elements_meet(a: Form, b: Form, distance: int) -> bool:
-    start = 1 << 50  # any address: NumPy solves for equal addresses and reads nothing
-    first, second = np.asarray(_Memory(start, a)), np.asarray(_Memory(start + distance, b))
-    try:
-        return np.shares_memory(first, second, max_work=100_000)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
-
-
-class _Memory:
-    """Memory at an address, for np.asarray; keeps `owner` alive as long as the view lives."""
-
-    def __init__(self, pointer: int, form: Form, readonly: bool = True, owner: Any = None):
-        self.owner = owner
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": form.shape,
-            "strides": form.strides,
-            "typestr": f"|V{form.itemsize}",
-            "data": (pointer or 16, readonly),  # an empty array may lie nowhere; NumPy 2.2 takes 0 for no address at all
-        }
-
-
-def _cuda(result: tuple) -> Any:
-    """The value of a call of cuda.bindings, or RuntimeError."""
-    error, *values = result
-    if int(error):
-        raise RuntimeError(f"the CUDA driver answers {error.name}")
-    return values[0] if values else None
-
-
-# One class for each framework ---------------------------------------------------------------------------------------
-
-
-class Kind:
-    """How one framework's arrays are described and made, and how its work is ordered.
-
-    maker: a function without arguments, each call of which gives uninitialised, C-ordered memory in the place that `home`
-    calls an array's; neither keeps an array alive. address: of the first element of what a maker gave. on: inside, makers give
-    memory that is for work on this stream, where the framework reuses memory by stream. waits: `finish` has something to do."""
-
-    waits = False
-
-    def describe(self, x: Any, name: str) -> Array:
-        raise NotImplementedError
-
-    def home(self, array: Array) -> Any:
-        return array.device
-
-    def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        if home is None:
-            return partial(np.empty, shape, dtype)
-        from numba import cuda
-
-        def make():
-            with cuda.gpus[home]:
-                return cuda.device_array(shape, np.dtype(dtype))
-
-        return make
-
-    def address(self, x: Any) -> int:
-        return describe(x, "out").pointer
-
-    def stream(self, x: Any, device: int) -> int:
-        return 0
-
-    def on(self, stream: int, device: int) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def finish(self, stream: int) -> None:
-        pass
-
-
-class NumPy(Kind):
-    def describe(self, x: np.ndarray, name: str) -> Array:
-        pointer, readonly = x.__array_interface__["data"]
-        return Array(pointer, form(x.shape, x.strides, _name(x.dtype), None, x.itemsize), x, self, readonly)
-
-
-class Torch(Kind):
-    def __init__(self):
-        self.torch = sys.modules["torch"]
-
-    def describe(self, x: Any, name: str) -> Array:
-        if x.requires_grad and self.torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"{name}: requires grad, and the backward pass is not there yet; "
-                f"call under torch.no_grad(), or pass {name}.detach()"
-            )
-        try:
-            # tuple.__new__ and not Array(...): the call has 10 us for everything, and this saves 0.1 of them
-            where = _torch_form(x.shape, x.stride(), x.dtype, x.device)
-            return tuple.__new__(Array, (x.data_ptr(), where, x, self, False, None))
-        except (RuntimeError, TypeError) as error:  # sparse, nested, meta, under vmap: no memory to address
-            raise TypeError(f"{name}: {error}") from error
-
-    def home(self, array: Array) -> Any:
-        return array.owner.device
-
-    def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        # takes 0.4 us less than torch.empty
-        return partial(self.torch.empty_strided, shape, contiguous(shape, 1), dtype=getattr(self.torch, dtype), device=home)
-
-    def address(self, x: Any) -> int:
-        return x.data_ptr()
-
-    def stream(self, x: Any, device: int) -> int:
-        return self.torch._C._cuda_getCurrentRawStream(device)
-
-    def on(self, stream: int, device: int) -> AbstractContextManager[Any]:
-        cuda = self.torch.cuda
-        # torch's own handle of the legacy default stream is 0, and it refuses 1
-        return cuda.stream(cuda.ExternalStream(0 if stream == LEGACY_STREAM else stream, device=device))
-
-
-@lru_cache(FORMS)
-def _torch_form(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, device: Any) -> Form:
-    if device.type not in ("cpu", "cuda"):
-        raise TypeError(f"must lie in host or CUDA memory: device={str(device)!r}")
-    name, size = str(dtype).removeprefix("torch."), dtype.itemsize
-    ordinal = device.index if device.type == "cuda" else None
-    return form(tuple(shape), tuple(size * s for s in strides), name, ordinal, size)
-
-
-class CuPy(Kind):
-    def describe(self, x: Any, name: str) -> Array:
-        return Array(x.data.ptr, form(x.shape, x.strides, _name(x.dtype), x.device.id, x.itemsize), x, self)
-
-    def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        cupy = sys.modules["cupy"]
-
-        def make():
-            with cupy.cuda.Device(home):
-                return cupy.empty(shape, np.dtype(dtype))
-
-        return make
-
-    def stream(self, x: Any, device: int) -> int:
-        return sys.modules["cupy"].cuda.get_current_stream(device).ptr
-
-    @contextmanager
-    def on(self, stream: int, device: int) -> Iterator[None]:
-        cuda = sys.modules["cupy"].cuda
-        with cuda.Device(device), cuda.ExternalStream(stream):
-            yield
-
-
-class CudaArrayInterface(Kind):
-    """Numba's device arrays, and whatever else has __cuda_array_interface__ (version 2 or 3)."""
-
-    def describe(self, x: Any, name: str) -> Array:
-        interface = x.__cuda_array_interface__
-        if interface.get("mask") is not None:
-            raise TypeError(f"{name}: masked arrays are not supported")
-        pointer, readonly = interface["data"]
-        # the typestr of bfloat16 is "<V2", two bytes of anything, that of float8_e5m2 "<f1", which NumPy does not read itself:
-        # only the object's own dtype says more
-        typestr = interface["typestr"]
-        shape, dtype = tuple(map(int, interface["shape"])), np.dtype(x.dtype if typestr == "<f1" else typestr)
-        strides = tuple(map(int, interface.get("strides") or contiguous(shape, dtype.itemsize)))
-        named = str(getattr(x, "dtype", dtype)) if dtype.kind == "V" else _name(dtype)
-        return Array(pointer, form(shape, strides, named, _ordinal(pointer), dtype.itemsize), x, self, readonly)
-
-    def stream(self, x: Any, device: int) -> int:
-        return x.__cuda_array_interface__.get("stream") or 0
-
-
-class DLPack(Kind):
-    """Whatever has __dlpack__. cuda.core reads the capsule; its view keeps the memory as long as the Array lives."""
-
-    def describe(self, x: Any, name: str) -> Array:
-        from cuda.core.utils import StridedMemoryView
-
-        place, ordinal = map(int, x.__dlpack_device__())
-        if place not in _HOST + _CUDA:
-            raise TypeError(f"{name}: must lie in host or CUDA memory: its DLPack device is {(place, ordinal)}")
-        try:
-            view = StridedMemoryView.from_dlpack(x, stream_ptr=LEGACY_STREAM if place in _CUDA else -1)
-            size = view.dtype.itemsize
-        except (BufferError, RuntimeError, TypeError, NotImplementedError) as error:
-            raise TypeError(f"{name}: {error}") from error
-        strides = contiguous(view.shape, size) if view.strides is None else tuple(size * s for s in view.strides)
-        where = form(view.shape, strides, _name(view.dtype), ordinal if place in _CUDA else None, size)
-        return Array(view.ptr, where, x, self, view.readonly, view)
-
-
-class Jax(DLPack):
-    """jax.Array on one device. Described through DLPack, which also keeps JAX from donating the buffer meanwhile.
-
-    JAX arrays are immutable and from_dlpack would leave their memory outside JAX's allocator (which holds most of the
-    card), so a result is written into the buffer of a fresh jnp.empty: nobody else has seen it, and `finish` waits for
-    the last byte before anybody can.
-    """
-
-    def describe(self, x: Any, name: str) -> Array:
-        if len(x.devices()) != 1:
-            raise ValueError(f"{name}: must lie on one device: {name}.devices()={x.devices()}")
-        x.block_until_ready()
-        return super().describe(x, name)._replace(readonly=True)
-
-    waits = True
-
-    def home(self, array: Array) -> Any:
-        (device,) = array.owner.devices()
-        return device
-
-    def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        return partial(sys.modules["jax"].numpy.empty, shape, np.dtype(dtype), device=home)
-
-    def finish(self, stream: int) -> None:
-        from cuda.bindings import driver
-
-        _cuda(driver.cuStreamSynchronize(stream))
-
-
-class Described(Kind):
-    """An Array is its own description: memory known by its address and form alone."""
-
-    def describe(self, x: Array, name: str) -> Array:
-        return x
-
-
-_KINDS = {
-    "numpy.ndarray": NumPy,
-    "torch.Tensor": Torch,
-    "cupy.ndarray": CuPy,
-    "jaxlib.ArrayImpl": Jax,
-    "jax.ArrayImpl": Jax,
-}
-_KIND_OF: dict[type, Kind] = {Array: Described()}
-_INTERFACE, _DLPACK = CudaArrayInterface(), DLPack()
-
-
-def _find_kind(x: Any, name: str) -> Kind:
-    """The kind of x's class, by the name of its first known base, and remembered; else by what x can do."""
-    cls = type(x)
-    for base in cls.__mro__:
-        if kind := _KINDS.get(f"{base.__module__.partition('.')[0]}.{base.__name__}"):
-            return _KIND_OF.setdefault(cls, kind())
-    if hasattr(x, "__cuda_array_interface__"):
-        return _INTERFACE
-    if hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__"):
-        return _DLPACK
-    given = f"{cls.__module__}.{cls.__qualname__}"
-    raise TypeError(f"{name}: must be an array with __cuda_array_interface__ or __dlpack__, not {given}")
-
-
-def _name(dtype: np.dtype) -> str:
-    """'float16' for np.float16, and '>f2' for one in foreign byte order, which no kernel reads."""
-    return dtype.name if dtype.isnative else dtype.str
-
-
-def _ordinal(pointer: int) -> int:
-    """CUDA ordinal of the device that holds the pointer; the current device for NULL, an empty array's address."""
-    from cuda.bindings import driver
-
-    if not pointer:
-        return int(_cuda(driver.cuCtxGetDevice()))
-    ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    return int(_cuda(driver.cuPointerGetAttribute(ordinal, pointer)))
+    return -b.form.extent < distance < a.form.extent and elements_meet(a.form, b.form, distance)

@@ -24,7 +24,9 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from .arrays import FORMS, Kind, Torch, describe, kind_of, stream_handle
+from .arrays import stream_handle
+from .forms import FORMS
+from .frameworks import Kind, Torch, describe, kind_of
 
 READY = 4096  # launches that a form remembers: one for each stream and set of addresses
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from cuda.bindings import driver
 
-from .arrays import Form
 from .device import Device, check
+from .forms import Form
 from .ptx import tma_axes
 from .types import gl
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tiles import plans
-from tiles.arrays import _KIND_OF as known_kinds
 from tiles.arrays import Kind, describe, form
+from tiles.frameworks import KIND_OF as known_kinds
 from tiles.plans import Plan, planned
 
 RUNS, PLANNED = [], []
