@@ -247,10 +247,10 @@ def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
     global array, where `at` is the index of the first element and the tile runs along axes `rows` and `cols` (a vector along
     `cols`).
 
-    aligned: a promise that lets a lane move 16 bytes at a time, for tiles in row layout of 32, 64, 96, ... columns and 2-byte
-    arrays, or of 16, 32, 48, ... columns and fp32 arrays: the array's columns are adjacent and come by eight (fp32: by four),
-    as does `at` along them, and its address and other strides are multiples of 16 bytes. Of a vector, which may be loaded so,
-    that its elements are adjacent. The interpreter checks it; on the GPU a broken promise is an access elsewhere."""
+    aligned: a promise that lets a lane move 16 bytes at a time, for tiles in row layout and 2- or 4-byte arrays: the array's
+    columns are adjacent and come by eight (fp32: by four), as does `at` along them, and its address and other strides are
+    multiples of 16 bytes. Of a vector, which may be loaded so, that its elements are adjacent. The interpreter checks it; on
+    the GPU a broken promise is an access elsewhere."""
     store_rows(target, value, at, rows, cols, aligned, 0)
 
 

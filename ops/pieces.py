@@ -5,12 +5,15 @@ that each ends up with a piece of 16 bytes:
 
     2 bytes an element          before: columns 2t, 2t+1 of each of four chunks of eight        lane t of the quad
                                 after:  all eight columns of chunk t
+    2 bytes, 16, 48, .. columns before: columns 2t, 2t+1 of two chunks of eight, of two rows 8 apart
+                                after:  chunk t % 2 of the first row if t < 2, else of the second
     4 bytes                     before: columns 2t, 2t+1 of each of two chunks of eight
                                 after:  four columns of chunk t % 2, the first four if t < 2
 
 The exchange is its own inverse: a load brings the pieces and makes pairs of them.
 """
 
+import itertools
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -25,13 +28,20 @@ PIECE = 16  # bytes
 
 @dataclass(frozen=True)
 class Exchange:
-    """How lanes of a quad exchange words of 4 bytes. chunks: how many of eight columns go together; each lane has 4 / chunks
-    words of each. stages: bit of the lane's number, and the pairs of words (of each pair a lane keeps one, by that bit).
-    column: the columns that each bit of the lane's number moves its piece by."""
+    """How lanes of a quad exchange words of 4 bytes. chunks: how many of eight columns go together, of `lines` rows 8 apart; each
+    lane has 4 / chunks / lines words of each. stages: bit of the lane's number, and the pairs of words (of each pair a lane
+    keeps one, by that bit). column: the columns that each bit of the lane's number moves its piece by; row: the rows that the
+    second does."""
 
     chunks: int
     stages: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
     column: tuple[int, int]
+    row: int = 0
+
+    @property
+    def lines(self):
+        """Rows that go together."""
+        return 2 if self.row else 1
 
     @property
     def columns(self):
@@ -53,11 +63,21 @@ class Exchange:
         lane, (low, high) = b.lane(), self.column
         return b.add(b.mul(b.and_(lane, b.u32(1)), b.u32(low)), b.mul(b.and_(b.lshr(lane, b.u32(1)), b.u32(1)), b.u32(high)))
 
+    def first_row(self, b):
+        """Of this lane's piece, counted from the one that its quad has."""
+        return b.mul(b.and_(b.lshr(b.lane(), b.u32(1)), b.u32(1)), b.u32(self.row))
 
-EXCHANGES = {
-    2: Exchange(4, ((1, ((0, 1), (2, 3))), (2, ((0, 2), (1, 3)))), (8, 16)),
-    4: Exchange(2, ((1, ((0, 2), (1, 3))),), (8, 4)),
+
+ACROSS = (1, ((0, 1), (2, 3))), (2, ((0, 2), (1, 3)))  # lane t gets the t-th words of all four
+EXCHANGES = {  # bytes an element: exchanges, those of more columns first
+    2: (Exchange(4, ACROSS, (8, 16)), Exchange(2, ACROSS, (8, 0), CHUNK)),
+    4: (Exchange(2, ((1, ((0, 2), (1, 3))),), (8, 4)),),
 }
+
+
+def _exchange(spec, size):
+    """The exchange for tiles of type `spec` and an array of so many bytes an element."""
+    return next(exchange for exchange in EXCHANGES[size] if spec.cols % exchange.columns == 0)
 
 
 def check(name, array, spec, vectors=False):
@@ -65,11 +85,9 @@ def check(name, array, spec, vectors=False):
     size = SCALARS[array.dtype].itemsize
     if vectors and isinstance(spec, rv) and size in EXCHANGES:
         return
-    fits = isinstance(spec, rt) and spec.layout == "row" and size in EXCHANGES and spec.dtype.itemsize > 1
-    if not fits or spec.cols % EXCHANGES[size].columns:
+    if not (isinstance(spec, rt) and spec.layout == "row" and size in EXCHANGES and spec.dtype.itemsize > 1):
         raise TypeError(
-            f"{name}: aligned accesses take tiles in row layout, of 32, 64, 96, ... columns for arrays of bf16 or fp16, "
-            f"of 16, 32, 48, ... for fp32, got {spec}, {array}"
+            f"{name}: aligned accesses take tiles in row layout, of fp32, bf16 or fp16 as is the array, got {spec}, {array}"
         )
 
 
@@ -98,19 +116,21 @@ def _pieces(b, ty, exchange, array, spec, at, rows, cols, first_row, anew=False)
     data, extents, strides = b.array(ty, array)
     at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
     size, r, c = SCALARS[ty.dtype].itemsize, rows % ty.ndim, cols % ty.ndim
-    at[r] = b.add(at[r], b.zext(b.add(b.lshr(b.lane(), b.u32(2)), first_row), i64))
+    own_row = b.add(b.lshr(b.lane(), b.u32(2)), exchange.first_row(b))
+    at[r] = b.add(at[r], b.zext(b.add(own_row, first_row), i64))
     at[c] = b.add(at[c], b.zext(exchange.first_column(b), i64))
     start = data
     for index, stride in zip(at, strides):
         start = b.add(start, b.mul(index, stride))
-    line, step = _anew(b, start) if anew else start, b.mul(ir.Constant(i64, CHUNK), strides[r])
+    line, step = _anew(b, start) if anew else start, b.mul(ir.Constant(i64, CHUNK * exchange.lines), strides[r])
     down, across, height, width = (b.trunc(x, i32) for x in (at[r], at[c], extents[r], extents[c]))  # all below 2**31
     words = range(0, 2, 4 // size)  # columns at which lane 0 has words of a chunk
-    for row in range(0, spec.rows, CHUNK):
+    for row in range(0, spec.rows, CHUNK * exchange.lines):
         inside = b.icmp_unsigned("<", b.add(down, b.u32(row)), height)
         for col in range(0, spec.cols, exchange.columns):
             fits = b.and_(inside, b.icmp_unsigned("<", b.add(across, b.u32(col)), width))
-            places = [(row, col + CHUNK * k + word) for k in range(exchange.chunks) for word in words]
+            eighths = itertools.product(range(exchange.lines), range(exchange.chunks), words)
+            places = [(row + CHUNK * e, col + CHUNK * k + word) for e, k, word in eighths]
             yield places, b.zext(fits, i32), b.add(line, ir.Constant(i64, size * col))
         line = b.add(line, step)
 
@@ -124,7 +144,7 @@ def _places(spec):
 def lower_store(ty, spec, rows, cols, first_row):
     """The lowering of an aligned store by a warp whose first row is `first_row(b)` of the tile."""
     stored = rt(spec.rows, spec.cols, SCALARS[ty.dtype])
-    exchange = EXCHANGES[stored.dtype.itemsize]
+    exchange = _exchange(stored, stored.dtype.itemsize)
 
     def lower(b, array, value, at, *_):
         registers = b.unpack(value) if stored == spec else b.unpack(b.from_elements(stored, b.elements(spec, value)))
@@ -140,7 +160,8 @@ def lower_store(ty, spec, rows, cols, first_row):
 def lower_load(ty, spec, rows, cols, first_row):
     """The lowering of an aligned load, likewise."""
     loaded = rt(spec.rows, spec.cols, SCALARS[ty.dtype])
-    exchange, register = EXCHANGES[loaded.dtype.itemsize], f32 if loaded.dtype.itemsize == 4 else i32
+    size = loaded.dtype.itemsize
+    exchange, register = _exchange(loaded, size), f32 if size == 4 else i32
     zeros = "".join(f"mov.b32 ${k}, 0;\n" for k in range(4))
     text = f"{{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n{zeros}@p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4];}}"
 
