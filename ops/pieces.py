@@ -28,8 +28,8 @@ PIECE = 16  # bytes
 
 @dataclass(frozen=True)
 class Exchange:
-    """How lanes of a quad exchange words of 4 bytes. chunks: how many of eight columns go together, of `lines` rows 8 apart; each
-    lane has 4 / chunks / lines words of each. stages: bit of the lane's number, and the pairs of words (of each pair a lane
+    """How lanes of a quad exchange words of 4 bytes. chunks: how many of eight columns go together, of `lines` rows 8 apart;
+    each lane has 4 / chunks / lines words of each. stages: bit of the lane's number, and the pairs of words (of each a lane
     keeps one, by that bit). column: the columns that each bit of the lane's number moves its piece by; row: the rows that the
     second does."""
 

@@ -451,7 +451,7 @@ CASES = {
     a_maximum_of_tf32: "row_max: tiles of tf32 are only for products: convert it, fp32(x); got rt(16, 64, tf32)",
     a_maximum_of_shared_fp8: "row_max: tiles of fp8e4m3 are only for products: load it and convert it, fp32(x); got st(64, 64",
     row_numbers_of_fp8: "row_index: tiles of fp8e4m3 are only for products: convert fp32, got rt(16, 64, fp8e4m3)",
-    storing_fp8_in_pieces: "store: aligned accesses take tiles in row layout, of fp32, bf16 or fp16 as is the array, got rt(16, 64, fp8e4m3)",
+    storing_fp8_in_pieces: "store: aligned accesses take tiles in row layout, of fp32, bf16 or fp16 as is",
     a_vector_of_fp8: "fp8e4m3: vectors are of fp32, fp16, bf16, not of fp8e4m3; got col_vec(16, fp32)",
     fp8_of_half_a_base_tile: "fp8e4m3: rt: cols of rt(16, 16, fp8e4m3) must be a multiple of 32; got rt(16, 16, fp32)",
     loading_a_shared_tile_type: "load: the type to load must be an rt or a vector type, got st(64, 64, bf16)",
