@@ -17,7 +17,7 @@ from typing import Any
 
 from tiles import launch, tensor
 from tiles.arrays import FORMS, Form, at, c_ordered, form
-from tiles.device import device
+from tiles.device import device, processors
 from tiles.dtypes import bf16, fp16
 from tiles.launch import Bound, Interpreted
 from tiles.plans import Plan, planned
@@ -109,9 +109,10 @@ def _in_chunks(problem: Problem, *pointers: int) -> bool:
 def _chunks(problem: Problem, keep: bool) -> Bound | Interpreted:
     """The launch for a problem; its addresses are those of delta.ARRAYS. keep: store the last states."""
     given, pairs, width = problem.forms, (problem.sequences, problem.heads), math.ceil(problem.value_dim / delta.COLUMNS)
+    apart = math.prod(pairs) * width <= processors(problem.device)  # then there is a multiprocessor for each 64 columns
     config = delta.Config(
         min(n for n in delta.STAGES if n >= problem.key_dim),
-        min(width, 2),
+        1 if apart else min(width, 2),
         DTYPES[problem.dtype],
         "decay" in given,
         "cu_seqlens" in given,

@@ -8,6 +8,7 @@ from sweep import blank, close, wide
 import tiles
 from ops import inverse_unit_lower, load, store, warpgroup
 from tiles import bf16, fp16, fp32, rt, st
+from tiles.interpreter import interpret
 
 BLOCK, ROWS = rt(16, 16, fp32), rt(16, 64, fp32)
 
@@ -67,6 +68,21 @@ def test_store_transposed(run, sample, rows, dtype):
     x, y = sample((64, rows)), blank((rows, 64), dtype)
     run(body, x, y, warps=4, shared=smem)
     assert (y == x.T.astype(dtype.np)).all()
+
+
+def test_columns_are_read_when_all_warps_have_stored_theirs():
+    """The interpreter knows whose columns lie where, swizzle or not."""
+    S, T = st(64, 64, bf16), rt(16, 64, fp32)
+    smem = tiles.shared(x=S)
+
+    @cuda.jit
+    def too_early(x, y):
+        (tile,) = smem.open()
+        warpgroup.store_transposed(tile, warpgroup.load(x, T, (0, 0)))
+        store(y, load(tile, rt(64, 64, bf16)), (0, 0))
+
+    with pytest.raises(tiles.Hazard, match="reads shared tile 'x'"):
+        interpret(too_early, (1, 1, 1), 128, [np.zeros((64, 64), np.float32), blank((64, 64))], smem)
 
 
 def test_rules(run):

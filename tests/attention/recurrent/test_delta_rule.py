@@ -6,6 +6,7 @@ import pytest
 
 from attention import reference
 from attention.recurrent import delta
+from attention.recurrent import delta_rule as module
 from attention.recurrent.delta_rule import delta_rule
 from tiles import bf16, fp16
 from tiles.compiler import compile_kernel
@@ -53,6 +54,14 @@ def test_lengths_around_every_chunk(place, length, gated):
 )
 def test_sizes_of_keys_and_values(place, key_dim, value_dim, dtype):
     agree(place, *inputs(2, 150, 2, key_dim, value_dim, dtype))
+
+
+@pytest.mark.parametrize(("processors", "length"), [(0, 189), (1000, 190)], ids=["two consumers", "one"])
+@pytest.mark.parametrize(("key_dim", "dtype"), [(64, FP16), (128, BF16)])
+def test_consumers_of_a_block(place, monkeypatch, processors, length, key_dim, dtype):
+    """Whatever the card has room for. (Lengths that no other test has: what was planned is remembered.)"""
+    monkeypatch.setattr(module, "processors", lambda _: processors)
+    agree(place, *inputs(1, length, 2, key_dim, 128, dtype))
 
 
 def test_long_keys_are_walked(place):
