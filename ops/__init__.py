@@ -34,7 +34,7 @@ from .memory import load, store
 from .mma import mma_AB, mma_ABt, mma_AtB, mma_AtBt
 from .online import lazy_maximum, rescale
 from .parts import columns, hstack, rows, vstack
-from .prefix import cumsum, last
+from .prefix import cumsum
 from .reduce import (
     col_max,
     col_min,
@@ -59,7 +59,7 @@ from .subtile import subtile
 from .taylor import taylor
 from .transpose import swap_layout, transpose
 from .triangular import inverse_unit_lower
-from .turned import load_row
+from .vectors import last, load_row
 
 __all__ = [
     "abs", "block", "bounds", "causal", "clip", "cluster", "col_index", "col_max", "col_min", "col_prod", "col_sum", "columns",

@@ -3,51 +3,50 @@
 from tiles.interpreter import here
 from tiles.op import op
 
-from .group import Group
+from .group import ALL_WARPS
 
 
 @op
 def sync():
     """All warps of the block meet. What they wrote to shared memory is then visible to all, to their wgmmas and to TMA."""
-    GROUP.meet(here())
+    ALL_WARPS.meet(here())
 
 
 @op
 def reduce_max(x, scratch):
     """The greatest of what the block's warps bring, vectors element by element or numbers: reduce_max(tile_max(tile), scratch).
     scratch: an fp32 shared vector of x's length for each warp; of 4 for numbers. All warps get the result."""
-    return GROUP.reduce("max", x, scratch)
+    return ALL_WARPS.reduce("max", x, scratch)
 
 
 @op
 def reduce_min(x, scratch):
     """The least of what the block's warps bring; see reduce_max."""
-    return GROUP.reduce("min", x, scratch)
+    return ALL_WARPS.reduce("min", x, scratch)
 
 
 @op
 def reduce_sum(x, scratch):
     """The sum of what the block's warps bring, taken in fp32; see reduce_max."""
-    return GROUP.reduce("sum", x, scratch)
+    return ALL_WARPS.reduce("sum", x, scratch)
 
 
 @op
 def reduce_prod(x, scratch):
     """The product of what the block's warps bring, taken in fp32; see reduce_max."""
-    return GROUP.reduce("prod", x, scratch)
+    return ALL_WARPS.reduce("prod", x, scratch)
 
 
 @op
 def reduce_any(condition):
     """Does the condition, such as tile_any(mask), hold in one of the block's warps? They meet."""
-    return GROUP.vote(any, condition)
+    return ALL_WARPS.vote(any, condition)
 
 
 @op
 def reduce_all(condition):
     """Does the condition, such as tile_all(mask), hold in all of the block's warps? They meet."""
-    return GROUP.vote(all, condition)
+    return ALL_WARPS.vote(all, condition)
 
 
-GROUP = Group("block", None)
-GROUP.lower(reduce_max, reduce_min, reduce_sum, reduce_prod, reduce_any, reduce_all, sync)
+ALL_WARPS.lower(reduce_max, reduce_min, reduce_sum, reduce_prod, reduce_any, reduce_all, sync)

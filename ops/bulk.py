@@ -20,14 +20,11 @@ from tiles.ring import check_tensor, elected
 from tiles.types import st, sv
 
 from . import memory
-from .group import Group
-
-WARPGROUP = Group("warpgroup", 4)
-THREADS = LANES * 4
+from .group import FOUR_WARPS, THREADS
 
 
 def _to_global(warp, target, at, tile, fold=None):
-    WARPGROUP.meet(warp)
+    FOUR_WARPS.meet(warp)
     if warp.rank == 0:
         warp.store_async(target, at, tile, fold)
 
@@ -95,7 +92,7 @@ def _rule(name, fold, dtypes=None):
             )
 
         def emit(b, vtarget, vat, vtile):
-            WARPGROUP.emit_meet(b)
+            FOUR_WARPS.emit_meet(b)
             with b.if_then(elected(b, THREADS)):
                 ptx.tma_store(b, target, vtarget, b.unpack(vat), tile, vtile, fold)
 

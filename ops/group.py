@@ -17,16 +17,19 @@ from numba.cuda import types
 from tiles import ptx
 from tiles.dtypes import fp32
 from tiles.interpreter import here
-from tiles.layout import LANES
+from tiles.layout import LANES, WARPGROUP
 from tiles.op import lowers, number
-from tiles.plumbing import f32, void
+from tiles.plumbing import void
 from tiles.ring import elected
 from tiles.types import rv, sv
 
 from . import vectors
 from .reduce import FOLDS
 
-LAST_NAMED = 15  # warpgroups take named barriers from here down, up to eight of them; 0 is the block's, `turns` count up
+# Who meets at which of a block's 16 named barriers: all its warps at 0, warpgroups that take `turns` at 1 to 7, warpgroup g by
+# itself at LAST_NAMED - g, several warpgroups together at TOGETHER, which only an eighth warpgroup would have for itself.
+LAST_NAMED, TOGETHER = 15, 8
+THREADS = WARPGROUP * LANES
 CELL = 4  # elements of a number's part: warps write no cell of 16 bytes that another does
 NEUTRAL = {"max": -np.inf, "min": np.inf, "sum": 0.0, "prod": 1.0}
 
@@ -107,6 +110,7 @@ class Group:
             lowers(face)(_sync(self) if name == "sync" else (_reduction if kind in FOLDS else _vote)(self, name, kind))
 
 
+FOUR_WARPS, ALL_WARPS = Group("warpgroup", WARPGROUP), Group("block", None)
 VOTES: WeakKeyDictionary = WeakKeyDictionary()  # barrier: {how often it had opened: the flags brought since}
 
 
@@ -167,7 +171,7 @@ def _reduction(group, name, kind):
             size, folded = group.emit_warps(b), None
             for k in range(parts):
                 found = at(b, address, k)
-                found = vectors.read(b, scratch, held, found, b.u32(0)) if held else [_load(b, found)]
+                found = vectors.read(b, scratch, held, found, b.u32(0)) if held else vectors.load_elements(b, fp32, 1, found)
                 if not group.warps:  # scratch may have room for more warps than there are
                     present = b.icmp_unsigned(">", size, b.u32(k))
                     found = [b.select(present, e, b.real(NEUTRAL[kind])) for e in found]
@@ -177,7 +181,3 @@ def _reduction(group, name, kind):
         return x if held else types.float32, lower
 
     return rule
-
-
-def _load(b, address):
-    return b.asm(f32, "ld.shared.f32 $0, [$1];", "=f,r", address)

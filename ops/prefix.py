@@ -1,14 +1,11 @@
-"""Running sums along a vector, in registers: no shared memory, four shuffles for every eight elements; and where they end."""
+"""Running sums along a vector, in registers: no shared memory, four shuffles for every eight elements."""
 
 import numpy as np
-from numba.cuda import types
 
 from tiles import ptx
 from tiles.dtypes import fp32
-from tiles.interpreter import here
 from tiles.op import lowers, op
-from tiles.plumbing import f32
-from tiles.types import rt, rv, sv
+from tiles.types import rt, rv
 
 PLACES = 4  # lanes of a quad, which hold neighbouring pairs
 
@@ -61,17 +58,3 @@ def _columns(x):
         row, col = x.element(0, k)
         columns.setdefault(int(col), []).append((int(row), k))
     return [[k for _, k in sorted(column)] for column in columns.values()]
-
-
-@op
-def last(vector):
-    """The last element of a shared vector, as a number."""
-    return here().read(vector)[-1]
-
-
-@lowers(last)
-def _(vector):
-    if not isinstance(vector, sv) or vector.dtype is not fp32:
-        raise TypeError(f"last: takes an fp32 shared vector, got {vector}")
-    end = vector.nbytes - vector.dtype.itemsize
-    return types.float32, lambda b, address: b.asm(f32, "ld.shared.f32 $0, [$1];", "=f,r", b.add(address, b.u32(end)))

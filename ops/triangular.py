@@ -1,15 +1,11 @@
-"""Triangular tiles in the registers of one warp, and the block of a warpgroup's tile that a warp has on the diagonal."""
+"""Triangular tiles in the registers of one warp. (Those of a warpgroup: inverse.py.)"""
 
 import numpy as np
 
 from tiles import ptx
 from tiles.dtypes import fp32
-from tiles.interpreter import here
-from tiles.interpreter.block import WARPGROUP
 from tiles.op import lowers, op
 from tiles.types import rt
-
-from .turned import rank
 
 BASE = 16  # rows and columns
 QUAD, HALF = 4, 8  # lanes that hold a row; rows and columns of a matrix inside the base tile
@@ -73,27 +69,3 @@ def _substitute(b, value):
 def _register(row, column):
     """Which of a lane's registers holds the rows that begin at `row` (0 or 8) of a column."""
     return column // HALF * 4 + row // HALF * 2 + column % 2
-
-
-@op
-def own_block(tile):
-    """The 16 x 16 block that this warp's rt(16, 64) has on the diagonal of its warpgroup's 64 x 64 tile."""
-    first = BASE * here().rank
-    return tile.array[:, first : first + BASE]
-
-
-@lowers(own_block)
-def _(tile):
-    if not isinstance(tile, rt) or tile.shape != (BASE, WARPGROUP * BASE) or tile.layout != "row":
-        raise TypeError(f"own_block: takes rt({BASE}, {WARPGROUP * BASE}) in row layout, got {tile}")
-
-    def emit(b, value):
-        registers, mine = b.unpack(value), rank(b)
-        count = len(registers) // WARPGROUP
-        own = registers[:count]
-        for w in range(1, WARPGROUP):
-            is_mine = b.icmp_unsigned("==", mine, b.u32(w))
-            own = [b.select(is_mine, x, y) for x, y in zip(registers[w * count :][:count], own, strict=True)]
-        return b.pack(own)
-
-    return rt(BASE, BASE, tile.dtype), emit

@@ -3,14 +3,23 @@
     gate = load(gates.wait(j), S.col_vec)          a tile's vector from a shared one, along either axis
 
 A warpgroup's col_vec is 64 elements or more, as long as its tile is high: each warp moves its part.
+
+Here, too: `load_row`, a row of a shared tile as a vector, and `last`, an element of a shared vector as a number.
 """
 
+import numpy as np
 from llvmlite import ir
+from numba.cuda import types
 
 from tiles import ptx
-from tiles.dtypes import fp32
+from tiles.dtypes import bf16, fp16, fp32
+from tiles.interpreter import here
+from tiles.layout import QUAD
+from tiles.op import integer, lowers, op
 from tiles.plumbing import f32, i32
-from tiles.types import rt, rv
+from tiles.types import rt, rv, st, sv
+
+from .panels import row_address
 
 
 def part(spec, rank):
@@ -54,19 +63,21 @@ def lower_load(vector, spec, first_row):
 
 def read(b, vector, spec, address, first):
     """This lane's elements of a vector in registers, from a shared one."""
-    out = []
-    for piece, at in addresses(b, vector, spec, address, first):
-        if vector.dtype is not fp32:
-            width = 16 if spec.by_quad else 32
-            text = {16: "{.reg .b16 x;\nld.shared.b16 x, [$1];\nmov.b32 $0, {x, x};}", 32: "ld.shared.b32 $0, [$1];"}[width]
-            word = b.asm(i32, text, "=r,r", at)
-            out += b.elements(rt(16, 16, vector.dtype), b.pack([word]))[: piece.stop - piece.start]
-        elif spec.by_quad:
-            out.append(b.asm(f32, "ld.shared.f32 $0, [$1];", "=f,r", at))
-        else:
-            pair = b.asm(ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at)
-            out += b.unpack(pair)
+    step, out = 1 if spec.by_quad else 2, []
+    for _, at in addresses(b, vector, spec, address, first):
+        out += load_elements(b, vector.dtype, step, at)
     return out
+
+
+def load_elements(b, dtype, count, at):
+    """`count` elements (1 or 2, neighbours) at an address in shared memory, as fp32."""
+    if dtype is fp32:
+        if count == 1:
+            return [b.asm(f32, "ld.shared.f32 $0, [$1];", "=f,r", at)]
+        return b.unpack(b.asm(ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at))
+    text = "{.reg .b16 x;\nld.shared.b16 x, [$1];\nmov.b32 $0, {x, x};}" if count == 1 else "ld.shared.b32 $0, [$1];"
+    word = b.asm(i32, text, "=r,r", at)
+    return b.elements(rt(16, 16, dtype), b.pack([word]))[:count]
 
 
 def lower_store(vector, spec, first_row):
@@ -85,3 +96,49 @@ def lower_store(vector, spec, first_row):
                 b.do(half if spec.by_quad else "st.shared.b32 [$0], $1;", at, word)
 
     return lower
+
+
+# ---- parts of what is shared -----------------------------------------------------------------------------------------
+@op
+def load_row(tile, spec, row):
+    """One row of a shared fp32 or 2-byte tile as the fp32 row_vec `spec`, by one warp; all its lanes get it."""
+    if not 0 <= row < tile.rows:
+        raise here().hazard(f"row {row} lies outside {tile.spec}")
+    return here().read(tile, range(row, row + 1)).astype(np.float32)
+
+
+@lowers(load_row)
+def _(tile, spec: type, row):
+    ok = isinstance(tile, st) and tile.dtype in (fp32, bf16, fp16) and integer(row)
+    if not ok or spec != rt(16, tile.cols, fp32).row_vec:
+        raise TypeError(
+            f"load_row: takes an fp32 or 2-byte tile, its fp32 row_vec and an integer, got {tile}, {spec} and {row}"
+        )
+
+    def emit(b, address, _, row):
+        size = tile.dtype.itemsize
+        start, swizzle = row_address(b, tile, address, b.u32(row))
+        pair = b.mul(b.and_(b.lane(), b.u32(QUAD - 1)), b.u32(2 * size))
+        out = []
+        for i in range(0, spec.elements, 2):
+            panel, byte = divmod(int(spec.element(0, i)) * size, tile.width)
+            at = b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(b.add(pair, b.u32(byte)), swizzle))
+            out += load_elements(b, tile.dtype, 2, at)
+        ptx.reads_done(b)
+        return b.from_elements(spec, out)
+
+    return spec, emit
+
+
+@op
+def last(vector):
+    """The last element of a shared vector, as a number."""
+    return here().read(vector)[-1]
+
+
+@lowers(last)
+def _(vector):
+    if not isinstance(vector, sv) or vector.dtype is not fp32:
+        raise TypeError(f"last: takes an fp32 shared vector, got {vector}")
+    end = vector.nbytes - vector.dtype.itemsize
+    return types.float32, lambda b, address: load_elements(b, fp32, 1, b.add(address, b.u32(end)))[0]

@@ -1,38 +1,39 @@
-"""What four warps do together. A warpgroup's tile of 64 rows is four rt(16, n), one a warp. Its matrix products: wgmma.py."""
+"""What four warps do together. A warpgroup's tile of 64 rows is four rt(16, n), one a warp.
 
-from dataclasses import dataclass, replace
+Its matrix products: wgmma.py. Copies by TMA: bulk.py. What lies across its warps' rows: slices.py. Several warpgroups of a
+block: warpgroups.py."""
+
+from dataclasses import replace
 
 from numba.cuda import types
 
 from tiles import ptx
 from tiles.interpreter import here
-from tiles.interpreter.block import WARPGROUP
-from tiles.layout import LANES
-from tiles.op import integer, lowers, op
-from tiles.plumbing import compile_time, void
+from tiles.layout import WARPGROUP
+from tiles.op import lowers, op
+from tiles.plumbing import void
 from tiles.types import st
 
 from . import make, mask, memory
-from .bulk import store_wait, tma_add, tma_max, tma_min, tma_store  # noqa: F401
-from .group import LAST_NAMED, Group
+from .bulk import store_wait, tma_add, tma_max, tma_min, tma_store
+from .group import FOUR_WARPS, THREADS
+from .slices import load_transposed, own_block, own_rows, store_transposed
 from .subtile import subtile as _subtile
-from .tails import meet, zero_rows  # noqa: F401
-from .triangular import own_block  # noqa: F401
-from .turned import load_transposed, own_rows, store_transposed  # noqa: F401
-from .wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait  # noqa: F401
+from .warpgroups import meet, turns, zero_rows
+from .wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait
 
-THREADS = WARPGROUP * LANES
-GROUP = Group("warpgroup", WARPGROUP)
-
-
-def rank(b):
-    """This warp's place in its warpgroup, as the lowering of `16 * rank` needs it."""
-    return b.and_(b.lshr(b.special("tid.x"), b.u32(5)), b.u32(WARPGROUP - 1))
+__all__ = [
+    "ROWS", "THREADS", "bounds", "causal", "claim_registers", "id", "load", "load_transposed", "lower_fill", "meet", "mm_AB",
+    "mm_ABt", "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "own_block", "own_rows", "quarter",
+    "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "release_registers", "row_index",
+    "store", "store_transposed", "store_wait", "sync", "tma_add", "tma_max", "tma_min", "tma_store", "tril", "triu", "turns",
+    "upper_fill", "wait", "zero_rows",
+]  # fmt: skip
 
 
 def first_row(spec):
     """Where this warp's rows of a warpgroup's tile begin."""
-    return lambda b: b.mul(rank(b), b.u32(getattr(spec, "rows", None) or spec.length))
+    return lambda b: b.mul(FOUR_WARPS.emit_rank(b), b.u32(getattr(spec, "rows", None) or spec.length))
 
 
 @op
@@ -76,47 +77,47 @@ lowers(release_registers)(_register_count("release_registers", False))
 @op
 def sync():
     """The four warps meet. What they wrote to shared memory is then visible to all of them, to their wgmmas and to TMA."""
-    GROUP.meet(here())
+    FOUR_WARPS.meet(here())
 
 
 @op
 def reduce_max(x, scratch):
     """The greatest of what the four warps bring, vectors element by element or numbers: reduce_max(col_max(tile), scratch).
     scratch: an fp32 shared vector of 4 x length elements or more; of 16 for numbers. All four get the result."""
-    return GROUP.reduce("max", x, scratch)
+    return FOUR_WARPS.reduce("max", x, scratch)
 
 
 @op
 def reduce_min(x, scratch):
     """The least of what the four warps bring; see reduce_max."""
-    return GROUP.reduce("min", x, scratch)
+    return FOUR_WARPS.reduce("min", x, scratch)
 
 
 @op
 def reduce_sum(x, scratch):
     """The sum of what the four warps bring, taken in fp32; see reduce_max."""
-    return GROUP.reduce("sum", x, scratch)
+    return FOUR_WARPS.reduce("sum", x, scratch)
 
 
 @op
 def reduce_prod(x, scratch):
     """The product of what the four warps bring, taken in fp32; see reduce_max."""
-    return GROUP.reduce("prod", x, scratch)
+    return FOUR_WARPS.reduce("prod", x, scratch)
 
 
 @op
 def reduce_any(condition):
     """Does the condition, such as tile_any(mask), hold in one of the four warps? They meet."""
-    return GROUP.vote(any, condition)
+    return FOUR_WARPS.vote(any, condition)
 
 
 @op
 def reduce_all(condition):
     """Does the condition, such as tile_all(mask), hold in all four warps? They meet."""
-    return GROUP.vote(all, condition)
+    return FOUR_WARPS.vote(all, condition)
 
 
-GROUP.lower(reduce_max, reduce_min, reduce_sum, reduce_prod, reduce_any, reduce_all, sync)
+FOUR_WARPS.lower(reduce_max, reduce_min, reduce_sum, reduce_prod, reduce_any, reduce_all, sync)
 
 
 # ---- masks and indices ---------------------------------------------------------------------------------------------
@@ -212,84 +213,4 @@ def _(tile):
     if not isinstance(tile, st) or tile.rows % (8 * WARPGROUP):
         raise TypeError(f"warpgroup.quarter: takes a shared tile of 32, 64, 96, ... rows, got {tile}")
     part = replace(tile, rows=tile.rows // WARPGROUP)
-    return part, lambda b, address: b.add(address, b.mul(rank(b), b.u32(part.rows * part.width)))
-
-
-# ---- taking turns --------------------------------------------------------------------------------------------------
-FREE_NAMED = LAST_NAMED - 7  # from here on named barriers are the warpgroups' own
-
-
-@compile_time
-@dataclass(frozen=True)
-class turns:
-    """`players` warpgroups, numbered from 0, take turns to issue their mmas, so that one's softmax runs under another's mma.
-    Player i waits for named barrier `first` + i; more than one player."""
-
-    players: int = 2
-    first: int = 1
-
-    def __post_init__(self):
-        if self.players < 2 or self.first < 1 or self.first + self.players > FREE_NAMED:
-            raise ValueError(
-                f"turns: 2 or more players on named barriers 1 to {FREE_NAMED - 1}, got {self.players} from {self.first} on"
-            )
-
-    def __str__(self):
-        return f"turns({self.players} players)"
-
-    def _arrive(self, warp, player, sync):
-        if not 0 <= player <= self.players:
-            raise warp.hazard(f"{self} has no player {player}")
-        player %= self.players
-        what = f"the turn of player {player} (`begin` grants the first, `give` the next): "
-        warp.block.named(self.first + player, 2 * THREADS).meet(warp, 2 * THREADS, sync, what)
-
-    @op
-    def begin(self, me):
-        """Once, before the first `take`: the first turn is player 0's (unprimed, all would wait for ever)."""
-        if me == self.players - 1:
-            self._arrive(here(), 0, sync=False)
-
-    @op
-    def take(self, me):
-        """Wait for my turn."""
-        self._arrive(here(), me, sync=True)
-
-    @op
-    def give(self, me):
-        """The next player's turn."""
-        self._arrive(here(), me + 1, sync=False)
-
-
-def _needs_player(name, me):
-    if not integer(me):
-        raise TypeError(f"{name}: the player's number must be an integer, got {me}")
-
-
-@lowers(turns.begin)
-def _(turn, me):
-    _needs_player("begin", me)
-
-    def emit(b, _, me):
-        with b.if_then(b.icmp_unsigned("==", b.u32(me), b.u32(turn.players - 1))):
-            ptx.named_barrier(b, b.u32(turn.first), 2 * THREADS, sync=False)
-
-    return void, emit
-
-
-@lowers(turns.take)
-def _(turn, me):
-    _needs_player("take", me)
-    return void, lambda b, _, me: ptx.named_barrier(b, b.add(b.u32(me), b.u32(turn.first)), 2 * THREADS)
-
-
-@lowers(turns.give)
-def _(turn, me):
-    _needs_player("give", me)
-
-    def emit(b, _, me):
-        last = b.icmp_unsigned("==", b.u32(me), b.u32(turn.players - 1))
-        after = b.select(last, b.u32(turn.first), b.add(b.u32(me), b.u32(turn.first + 1)))
-        ptx.named_barrier(b, after, 2 * THREADS, sync=False)
-
-    return void, emit
+    return part, lambda b, address: b.add(address, b.mul(FOUR_WARPS.emit_rank(b), b.u32(part.rows * part.width)))

@@ -17,7 +17,7 @@ import numpy as np
 from tiles import layout, ptx
 from tiles.dtypes import fp32, tf32
 from tiles.interpreter import here
-from tiles.interpreter.block import WARPGROUP
+from tiles.layout import WARPGROUP
 from tiles.op import lowers, op
 from tiles.plumbing import i32, i64, void
 from tiles.types import pending, rt

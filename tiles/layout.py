@@ -31,7 +31,9 @@ apart, and the index of a 16-byte chunk is XORed with the low bits of its row, s
 into different banks. The same pattern is TMA's swizzle and what wgmma's descriptors name.
 """
 
-LANES = 32
+LANES = 32  # of a warp
+QUAD = 4  # lanes, which hold a row between them
+WARPGROUP = 4  # warps
 BANKS = 32
 WIDTHS = (128, 64, 32)
 

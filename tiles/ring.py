@@ -21,6 +21,7 @@ from numba.cuda import types
 
 from . import ptx
 from .interpreter import here
+from .layout import LANES, WARPGROUP
 from .op import integer, lowers, op
 from .plumbing import compile_time, void
 from .types import gl, rv, st, sv
@@ -157,7 +158,7 @@ def empty_barrier(b, ring, base, slot):
 
 
 def elected(b, group):
-    """Is this the first thread of its group of `group` threads (32, 128)?"""
+    """Is this the first thread of its group of `group` threads, a power of 2?"""
     return b.icmp_unsigned("==", b.and_(b.special("tid.x"), b.u32(group - 1)), b.u32(0))
 
 
@@ -194,7 +195,7 @@ def _(ring, j, source, at):
         raise TypeError(f"fill: `at` must be a tuple of up to {source.rank} integers, got {at}")
 
     def emit(b, base, j, source_map, at):
-        with b.if_then(elected(b, 128)):
+        with b.if_then(elected(b, WARPGROUP * LANES)):
             slot, parity = _modulo(b, ring, j)
             full = full_barrier(b, ring, base, slot)
             ptx.mbarrier_wait(b, empty_barrier(b, ring, base, slot), b.xor(parity, b.u32(1)))
@@ -231,7 +232,7 @@ def _(ring, j):
 
     def emit(b, base, j):
         ptx.reads_done(b)
-        with b.if_then(elected(b, 32)):
+        with b.if_then(elected(b, LANES)):
             ptx.mbarrier_arrive(b, full_barrier(b, ring, base, _modulo(b, ring, j)[0]))
 
     return void, emit
@@ -257,7 +258,7 @@ def _(ring, j, after):
         raise TypeError(f"release: `after` must be a vector, got {after}")
 
     def emit(b, base, j, vector):
-        mine = elected(b, 32) if ring.blocks == 1 else b.icmp_unsigned("<", b.lane(), b.u32(ring.blocks))
+        mine = elected(b, LANES) if ring.blocks == 1 else b.icmp_unsigned("<", b.lane(), b.u32(ring.blocks))
         if after is not None:
             mine = b.and_(mine, ptx.computed(b, b.unpack(vector)))
         with b.if_then(mine):

@@ -12,6 +12,7 @@ from numba.cuda import types
 
 from . import ptx
 from .interpreter import Mbarrier, Slot, here
+from .layout import LANES
 from .op import lowers, op
 from .pipeline import pipeline
 from .plumbing import Value, compile_time, i32
@@ -88,7 +89,7 @@ class shared:
                     block.opened[name] = SharedTile(item, self.starts[name], f"shared tile {name!r}")
         if warp.index == 0:
             block.ready = warp.agent, warp.tick()
-        threads = 32 * block.size
+        threads = LANES * block.size
         block.named(0, threads).meet(warp, threads, what="shared.open: ")
         if self.blocks > 1:
             if block.cluster.size != self.blocks:

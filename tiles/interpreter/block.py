@@ -2,12 +2,11 @@
 
 from greenlet import getcurrent
 
-from ..layout import LANES
+from ..layout import LANES, WARPGROUP
 from .barriers import Named
 from .hazard import Hazard
 from .shadow import Event, Shadow
 
-WARPGROUP = 4  # warps
 REGISTERS = 65536  # of a multiprocessor
 
 

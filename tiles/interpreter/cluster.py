@@ -9,7 +9,8 @@ import random
 
 import numpy as np
 
-from .block import WARPGROUP, Block
+from ..layout import WARPGROUP
+from .block import Block
 from .hazard import Hazard
 from .shadow import Agents
 from .warp import Warp

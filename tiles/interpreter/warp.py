@@ -6,11 +6,10 @@ import sys
 import numpy as np
 from greenlet import getcurrent, greenlet
 
+from ..layout import WARPGROUP
 from .copies import cut, misaligned
 from .hazard import Hazard, Place
 from .shadow import FILLING, VALID, Event, span
-
-WARPGROUP = 4  # warps
 
 
 class Warp(greenlet):

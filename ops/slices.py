@@ -1,29 +1,33 @@
-"""What a warp of a warpgroup takes of something that lies across its rows: its part of a shared tile's columns, turned into
-rows, and its part of a row vector, turned into a column. See `warpgroup.load_transposed` and `warpgroup.own_rows`. And one row
-of a shared tile as a vector, for any warp."""
+"""A warp's slice of what lies across its warpgroup's rows: the 16 columns, of a shared tile of 64, or the 16 elements, of a
+row vector of 64, that have the numbers of its own 16 rows. Turned into rows, or the block on the diagonal; ops of
+`ops.warpgroup`."""
 
 from dataclasses import replace
 
 import numpy as np
-from llvmlite import ir
 
 from tiles import ptx
-from tiles.dtypes import bf16, fp16, fp32
 from tiles.interpreter import here
-from tiles.interpreter.block import WARPGROUP
-from tiles.op import integer, lowers, op
-from tiles.plumbing import f32, i32, void
+from tiles.layout import WARPGROUP
+from tiles.op import lowers, op
+from tiles.plumbing import void
 from tiles.types import rt, rv, st
 
-from .panels import matrix_addresses, row_address
+from .group import FOUR_WARPS
+from .panels import matrix_addresses
 from .transpose import to_quads
 
 BASE = 16  # rows of a warp
 
 
-def rank(b):
-    """This warp's place in its warpgroup."""
-    return b.and_(b.lshr(b.special("tid.x"), b.u32(5)), b.u32(WARPGROUP - 1))
+def _own(b, registers):
+    """This warp's quarter of registers that every warp has all of."""
+    rank, count = FOUR_WARPS.emit_rank(b), len(registers) // WARPGROUP
+    own = registers[:count]
+    for w in range(1, WARPGROUP):
+        is_mine = b.icmp_unsigned("==", rank, b.u32(w))
+        own = [b.select(is_mine, x, y) for x, y in zip(registers[w * count :][:count], own, strict=True)]
+    return own
 
 
 @op
@@ -43,46 +47,10 @@ def _(tile, spec: type):
 
     def emit(b, address, *_):
         registers = []
-        for at in matrix_addresses(b, tile, turned, address, b.u32(0), first_col=b.mul(rank(b), b.u32(BASE))):
+        for at in matrix_addresses(b, tile, turned, address, b.u32(0), first_col=b.mul(FOUR_WARPS.emit_rank(b), b.u32(BASE))):
             registers += ptx.ldmatrix(b, at, transposed=True)
         ptx.reads_done(b)
         return b.pack(registers)
-
-    return spec, emit
-
-
-@op
-def load_row(tile, spec, row):
-    """One row of a shared fp32 or 2-byte tile as the fp32 row_vec `spec`, by one warp; all its lanes get it."""
-    if not 0 <= row < tile.rows:
-        raise here().hazard(f"row {row} lies outside {tile.spec}")
-    return here().read(tile, range(row, row + 1)).astype(np.float32)
-
-
-@lowers(load_row)
-def _(tile, spec: type, row):
-    ok = isinstance(tile, st) and tile.dtype in (fp32, bf16, fp16) and integer(row)
-    if not ok or spec != rt(BASE, tile.cols, fp32).row_vec:
-        raise TypeError(
-            f"load_row: takes an fp32 or 2-byte tile, its fp32 row_vec and an integer, got {tile}, {spec} and {row}"
-        )
-    size = tile.dtype.itemsize
-
-    def emit(b, address, _, row):
-        start, swizzle = row_address(b, tile, address, b.u32(row))
-        pair = b.mul(b.and_(b.lane(), b.u32(3)), b.u32(2 * size))
-        out = []
-        for i in range(0, spec.elements, 2):
-            panel, byte = divmod(int(spec.element(0, i)) * size, tile.width)
-            at = b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(b.add(pair, b.u32(byte)), swizzle))
-            if size == 4:
-                words = b.asm(ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at)
-                out += b.unpack(words)
-            else:
-                word = b.asm(i32, "ld.shared.b32 $0, [$1];", "=r,r", at)
-                out += b.elements(rt(16, 16, tile.dtype), b.pack([word]))[:2]
-        ptx.reads_done(b)
-        return b.from_elements(spec, out)
 
     return spec, emit
 
@@ -103,7 +71,7 @@ def _(tile, value):
 
     def emit(b, address, registers):
         registers = b.unpack(registers if held == value else b.from_elements(held, b.elements(value, registers)))
-        first = b.mul(rank(b), b.u32(BASE))
+        first = b.mul(FOUR_WARPS.emit_rank(b), b.u32(BASE))
         for k, at in enumerate(matrix_addresses(b, tile, turned, address, b.u32(0), first_col=first)):
             ptx.stmatrix(b, at, registers[4 * k : 4 * k + 4], transposed=True)
 
@@ -123,15 +91,18 @@ def _(vector):
     if not isinstance(vector, rv) or vector.partial or vector.by_quad or vector.length != WARPGROUP * BASE:
         raise TypeError(f"own_rows: takes a row_vec of {WARPGROUP * BASE} elements, got {vector}")
     out = replace(vector, length=BASE, axis="col_vec" if vector.axis == "row_vec" else "row_vec")
+    return out, lambda b, value: b.pack(to_quads(b, _own(b, b.unpack(value))))
 
-    def emit(b, value):
-        registers, mine = b.unpack(value), rank(b)
-        count = len(registers) // WARPGROUP
-        parts = [registers[w * count : (w + 1) * count] for w in range(WARPGROUP)]
-        own = parts[0]
-        for w in range(1, WARPGROUP):
-            is_mine = b.icmp_unsigned("==", mine, b.u32(w))
-            own = [b.select(is_mine, x, y) for x, y in zip(parts[w], own, strict=True)]
-        return b.pack(to_quads(b, own))
 
-    return out, emit
+@op
+def own_block(tile):
+    """The 16 x 16 block that this warp's rt(16, 64) has on the diagonal of its warpgroup's 64 x 64 tile."""
+    first = BASE * here().rank
+    return tile.array[:, first : first + BASE]
+
+
+@lowers(own_block)
+def _(tile):
+    if not isinstance(tile, rt) or tile.shape != (BASE, WARPGROUP * BASE) or tile.layout != "row":
+        raise TypeError(f"own_block: takes rt({BASE}, {WARPGROUP * BASE}) in row layout, got {tile}")
+    return rt(BASE, BASE, tile.dtype), lambda b, value: b.pack(_own(b, b.unpack(value)))
