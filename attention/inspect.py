@@ -9,12 +9,13 @@ import inspect
 import itertools
 import json
 
-from tiles import bf16, fp16
+from tiles import bf16, fp16, fp32
 from tiles.compiler import compile_kernel
 from tiles.sass import instructions
 
 from . import blocks, hopper, sm_80
 from .problem import PIECES
+from .recurrent import based, chunk, delta, gated, gates, hedgehog, places
 
 SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 ROOMS = {"sm_80": 163 * 1024, "sm_90a": sm_80.LARGE, "sm_100a": sm_80.LARGE}  # shared memory a block; others have least
@@ -33,6 +34,33 @@ def configurations(everything=False, arch="sm_90a"):
         for head_dim, causal in itertools.product(sm_80.SHAPES, (False, True)):
             for piece in PIECES if everything else PIECES[:1]:
                 yield "forward", sm_80, sm_80.config_for(head_dim, dtype, causal, room, piece)
+        if arch == "sm_90a":
+            yield from _recurrent(dtype)
+
+
+def _recurrent(dtype):
+    """The family of linear attention: every gate at every size, every other form at one size."""
+    sizes = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
+    for size, gate in itertools.product(sizes, gates.KINDS):
+        yield "linear", chunk, chunk.Config(*size, dtype, gate)
+    for form in CHUNK_FORMS:
+        yield "linear", chunk, chunk.Config(128, 2, dtype, "token", **form)
+    for more in ({}, {"softplus": True, "skip": True, "gated": True}):
+        yield "mamba2", chunk, chunk.Config(128, 2, dtype, "step", states=not more, **more)
+    for size, of in itertools.product(sizes, (fp32, dtype)):
+        yield "gla", gated, gated.Config(*size, of, dtype)
+    for size, decays in itertools.product(sizes[:4], (False, True)):
+        yield "delta", delta, delta.Config(*size, dtype, decays)
+    for flag in (False, True):
+        yield "gla", gated, gated.Config(128, 2, fp32, dtype, varlen=flag)
+        yield "delta", delta, delta.Config(128, 2, dtype, True, varlen=flag)
+        yield "based", based, based.Config(dtype, normalize=flag)
+        yield "hedgehog", hedgehog, hedgehog.Config(dtype, varlen=flag)
+
+
+CHUNK_FORMS = {"states": True}, {"varlen": True}, {"ones": True}, {"divided": True}, {"varlen": True, "states": True}
+SHARES = {chunk: (gates.gates, places.places), gated: (places.places,), delta: (places.span,), based: (places.span,),
+          hedgehog: (places.span,)}  # fmt: skip
 
 
 def lines(function) -> int:
@@ -59,7 +87,7 @@ def row(name, module, config, arch) -> dict:
         "spill_bytes": compiled.spill_bytes,
         "local_bytes": compiled.local_bytes,
         "shared_bytes": smem.nbytes,
-        "lines": lines(module.make.__wrapped__) + lines(blocks.walk),
+        "lines": sum(map(lines, (module.make.__wrapped__, *SHARES.get(module, (blocks.walk,))))),
         "warnings": compiled.warnings,
         "instructions": dict(instructions(compiled.cubin)),
     }

@@ -59,7 +59,7 @@ class Config:
     @property
     def resident(self):
         """Blocks that share a multiprocessor's registers."""
-        return 2 if self.consumers == 1 and self.key_dim < WIDE and not self.gated else 1
+        return 2 if self.consumers == 1 and self.key_dim < WIDE and self.gate != "step" else 1
 
     @property
     def threads(self):

@@ -23,9 +23,11 @@ from ops import (
     clip,
     col_index,
     col_min,
+    columns,
     cumsum,
     equal,
     exp,
+    hstack,
     load,
     load_row,
     minimum,
@@ -106,8 +108,10 @@ def make(config: Config):
     VARLEN, IN_PLACE, LIMIT = config.varlen, config.gates is fp32, LEAST[config.dtype]
     CLAIMS = CONSUMERS > 1  # one consumer alone has all it may have
     WARPS, SLICES = warpgroup.WARPGROUP * CONSUMERS, config.key_dim // SLICE
-    PART, ENDS, SCORES = rt(CHUNK, SLICE, fp32, "col"), STATE.row_vec, rt(16, CHUNK, fp32)
-    WIDTH, WIDTHS, CHANNELS = 32, config.key_dim // 32, rt(16, 32, fp32)
+    PART, FEW = (rt(rows, SLICE, fp32, "col") for rows in (CHUNK, CHUNK // 2))
+    ENDS, SCORES = STATE.row_vec, rt(16, CHUNK, fp32)
+    HALVES, HALF = config.key_dim > WIDE, rt(16, config.key_dim // 2, fp32).row_vec
+    WIDTH, WIDTHS, CHANNELS = SLICE, config.key_dim // SLICE, rt(16, SLICE, fp32)
     place, tokens = places(VARLEN)
     smem = shared(
         q=ring(config.key, config.stages, WARPS),
@@ -126,6 +130,11 @@ def make(config: Config):
         return subtile(tile, CHUNK, 0, SLICE, i)
 
     @inlined
+    def few(tile, half, i):
+        """Half of the tokens of the i-th slice."""
+        return subtile(tile, FEW.rows, half, SLICE, i)
+
+    @inlined
     def sum_up(gates, sums, ends, warp):
         """The running sums of the gates, and where they end, of this warp's slices."""
         for i in range(warp, SLICES, WARPS):
@@ -137,13 +146,24 @@ def make(config: Config):
     def change_frame(queries, keys, sums, ends, warp, of_queries, of_keys):
         """q' and k' in place of q and k, of this warp's slices; a frame is a share of where the sums end."""
         for i in range(warp, SLICES, WARPS):
-            b, end = load(part(sums, i), PART), load(subtile(ends, SLICE, i), PART.row_vec)
-            store(part(queries, i), load(part(queries, i), PART) * exp(b - end * of_queries))
-            store(part(keys, i), load(part(keys, i), PART) * exp(end * of_keys - b))
+            end = load(subtile(ends, SLICE, i), FEW.row_vec)
+            for half in range(CHUNK // FEW.rows):
+                b, q, k = few(sums, half, i), few(queries, half, i), few(keys, half, i)
+                store(q, load(q, FEW) * exp(load(b, FEW) - end * of_queries))
+                store(k, load(k, FEW) * exp(end * of_keys - load(b, FEW)))
+
+    @inlined
+    def framed(s_t, last, share):
+        """exp(share * b_last) S; a wide one by halves, or there would be no room for the exponents."""
+        if HALVES:
+            left = columns(s_t, HALF.length, 0) * exp(load(subtile(last, HALF.length, 0), HALF) * share)
+            return hstack(left, columns(s_t, HALF.length, 1) * exp(load(subtile(last, HALF.length, 1), HALF) * share))
+        else:
+            return s_t * exp(last * share)
 
     @inlined
     def one_by_one(queries, keys, sums):
-        """tril(q_i . (exp(b_i - b_j) k_j)), key after key and 32 channels at a time."""
+        """tril(q_i . (exp(b_i - b_j) k_j)), key after key and a slice at a time."""
         p = zeros(SCORES)
         for i in range(WIDTHS):
             k, b = subtile(keys, CHUNK, 0, WIDTH, i), subtile(sums, CHUNK, 0, WIDTH, i)
@@ -196,21 +216,27 @@ def make(config: Config):
                     p = INPUT(one_by_one(queries, keys, sums))
                     warpgroup.meet(CONSUMERS)
                 change_frame(queries, keys, sums, ends, warp, of_queries, of_keys)
-                last = load(ends, ENDS)
-                warpgroup.store(turned, s_t * exp(last * of_queries))
+                if HALVES:
+                    last = ends
+                else:
+                    last = load(ends, ENDS)
+                warpgroup.store(turned, framed(s_t, last, of_queries))
+                s_t = framed(s_t, last, of_keys)
                 warpgroup.store_wait()
                 warpgroup.meet(CONSUMERS)
                 if not strong:
                     p = INPUT(warpgroup.causal(warpgroup.wait(warpgroup.mm_ABt(queries, keys)), 0, 0.0))
                 o = warpgroup.mma_AB(warpgroup.mm_ABt(queries, turned), p, values)
-                s_t = warpgroup.mma_AtB(s_t * exp(last * of_keys), values, keys)
+                s_t = warpgroup.mma_AtB(s_t, values, keys)
                 o = warpgroup.wait(o, newer=1) * scale
                 if VARLEN:
                     warpgroup.store(clip(gO, 1, end), o, (batch, token, head, at), rows=1, cols=3, aligned=True)
                 else:
                     warpgroup.store(out, o)
                     warpgroup.tma_store(gO, (batch, token, head, column), out)
-                s_t = warpgroup.wait(s_t) * exp(last * (1.0 - of_keys))
+                s_t = framed(warpgroup.wait(s_t), last, 1.0 - of_keys)
+                if HALVES:
+                    warpgroup.sync()  # all have read where the sums end
                 q.release(j)
                 k.release(j)
                 g.release(j)
