@@ -7,7 +7,6 @@ from . import show as _show  # print takes tiles  # noqa: F401
 from .bulk import prefetch
 from .compare import equal, greater, greater_equal, less, less_equal, not_equal, where
 from .copy import commit_group, copy_async, wait_group
-from .extent import clip
 from .functions import (
     abs,
     exp,
@@ -30,7 +29,7 @@ from .index import split
 from .make import col_index, full, neg_infty, ones, pos_infty, row_index, zeros
 from .maps import fma, maximum, minimum
 from .mask import bounds, causal, left_fill, lower_fill, right_fill, tril, triu, upper_fill
-from .memory import load, store
+from .memory import clip, load, store
 from .mma import mma_AB, mma_ABt, mma_AtB, mma_AtBt
 from .online import lazy_maximum, rescale
 from .parts import columns, hstack, rows, vstack

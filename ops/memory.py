@@ -2,7 +2,7 @@
 
 `load` and `store` take either: a shared tile of as many rows as the register tile, for a vector a shared vector (vectors.py),
 or a global array with the index of the tile's first element. Global accesses outside the array along the tile's axes are left
-out (loads give 0).
+out (loads give 0); `clip` moves that edge, for kernels that share one array between sequences.
 """
 
 import numpy as np
@@ -141,6 +141,24 @@ def lower_global_load(ty, spec, rows, cols, first_row, adjacent=False):
         return _together(b, dtype, spec, parts)
 
     return lower
+
+
+@op
+def clip(array, axis, end):
+    """The array without what lies from index `end` on along `axis`: loads give zeros there, stores leave it alone. `axis` must
+    be known when the kernel is compiled."""
+    return array[(slice(None),) * axis + (slice(0, max(end, 0)),)]
+
+
+@lowers(clip)
+def _(array, axis: int, end):
+    if not isinstance(array, types.Array) or not integer(end) or not 0 <= axis < array.ndim:
+        raise TypeError(f"clip: takes a global array, one of its axes and an integer, got {array}, {axis} and {end}")
+
+    def emit(b, value, _, end):
+        return b.clipped(array, value, axis, b.sext(end, i64) if end.type.width < 64 else end)
+
+    return array, emit
 
 
 # ---- both scopes ---------------------------------------------------------------------------------------------------

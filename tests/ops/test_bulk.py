@@ -155,3 +155,19 @@ def test_what_tma_cannot_fold(backend, fold):
 
     with pytest.raises(TypeError, match=r"tma_(min|max): TMA does this for fp16, bf16, got gl\(st\(64, 64, fp32\)"):
         backend(body, tensor(np.zeros((64, 64), np.float32), S), warps=4, shared=smem)
+
+
+def test_tiles_that_begin_at_any_row(run, sample):
+    """`unit` rows at a time: a chunk of a sequence in an array of many."""
+    S, T = st(64, 64, bf16), rt(16, 64, bf16)
+    smem = tiles.shared(x=ring(S, 1))
+
+    @cuda.jit
+    def body(x, y):
+        (a,) = smem.open()
+        a.fill(0, x, (7, 0))
+        warpgroup.store(y, warpgroup.load(a.wait(0), T), (0, 0))
+
+    x, y = sample((100, 64), bf16), blank((64, 64), bf16)
+    run(body, tensor(x, S, unit=1), y, warps=4, shared=smem)
+    assert (y == x[7:71]).all()

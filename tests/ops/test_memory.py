@@ -7,7 +7,7 @@ from numba import cuda
 from sweep import blank, guarded, pairs
 
 import tiles
-from ops import load, store, warpgroup
+from ops import clip, load, store, warpgroup
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st
 
 DTYPES = [fp32, bf16, fp16]
@@ -289,3 +289,19 @@ def test_no_bank_conflicts(sample, arch, dtype, side, width):
     machine = lanes.run(body, (x, y), arch=arch)
     assert (y == x).all()
     assert machine.ways and set(machine.ways.values()) == {1}
+
+
+@pytest.mark.parametrize("end", [0, 1, 17, 32, 99, -3])
+def test_clip(run, sample, end):
+    T = rt(32, 16, fp32)
+
+    @cuda.jit
+    def body(x, y, seen, end):
+        store(y, load(clip(x, 0, end), T, (0, 0)), (0, 0))
+        store(clip(seen, 0, end), load(x, T, (0, 0)), (0, 0))
+
+    x, y, seen = sample((32, 16)), blank((32, 16)), blank((32, 16))
+    run(body, x, y, seen, np.int32(end))
+    inside = np.arange(32)[:, None] < end
+    assert (y == np.where(inside, x, 0)).all()
+    assert (seen[: max(end, 0)] == x[: max(end, 0)]).all() and np.isnan(seen[max(end, 0) :]).all()

@@ -6,8 +6,8 @@ from numba import cuda
 from sweep import blank, lowering, pairs
 
 import tiles
-from ops import load, raw, store, warpgroup, zeros
-from tiles import Hazard, barrier, bf16, fp16, fp32, ring, rt, sv, tensor
+from ops import last, load, load_row, raw, store, warpgroup, zeros
+from tiles import Hazard, barrier, bf16, fp16, fp32, ring, rt, st, sv, tensor
 from tiles.interpreter import interpret
 
 DTYPES, AXES, LAYOUTS = [fp32, bf16, fp16], ["col_vec", "row_vec"], ["row", "col"]
@@ -71,6 +71,56 @@ def test_no_bank_conflicts(sample, dtype, axis):
         store(x, load(a, V), (0,))
 
     assert set(lowering(body, sample(64, dtype), shared=smem).ways.values()) <= {1}
+
+
+@pytest.mark.parametrize(("dtype", "cols"), [(fp32, 32), (fp32, 80), (bf16, 64), (fp16, 144)])
+def test_load_row(run, sample, dtype, cols):
+    """Every row of a tile, whatever its panels and its swizzle."""
+    S, T, V = st(16, cols, dtype), rt(16, cols, dtype), rt(16, cols, fp32).row_vec
+    smem = tiles.shared(first=st(8, 16, dtype), tile=S)
+
+    @cuda.jit
+    def body(x, y):
+        _, tile = smem.open()
+        store(tile, load(x, T, (0, 0)))
+        cuda.syncthreads()
+        for row in range(16):
+            store(y, load_row(tile, V, row), (row, 0))
+
+    x, y = sample(S.shape, dtype), blank(S.shape)
+    run(body, x, y, shared=smem)
+    assert (y == x.astype(np.float32)).all()
+
+
+def test_a_row_outside_the_tile():
+    S, V = st(16, 32, fp32), rt(16, 32, fp32).row_vec
+    smem = tiles.shared(tile=S)
+
+    @cuda.jit
+    def body(row):
+        (tile,) = smem.open()
+        load_row(tile, V, row)
+
+    for row in (-1, 16):
+        with pytest.raises(Hazard, match=f"row {row} lies outside"):
+            interpret(body, (1, 1, 1), 32, [row], smem)
+
+
+@pytest.mark.parametrize("n", [16, 64])
+def test_last(run, sample, n):
+    V = rt(16, n, fp32).row_vec
+    smem = tiles.shared(first=sv(16, fp32), x=sv(n, fp32))
+
+    @cuda.jit
+    def body(x, y):
+        _, a = smem.open()
+        store(a, load(x, V, (0,)))
+        cuda.syncthreads()
+        store(y, zeros(V) + last(a), (0,))
+
+    x, y = sample(n), blank(n)
+    run(body, x, y, shared=smem)
+    assert (y == x[-1]).all()
 
 
 # ---- TMA -----------------------------------------------------------------------------------------------------------

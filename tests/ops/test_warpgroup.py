@@ -1,4 +1,4 @@
-"""ops/warpgroup.py: TMA stores, meetings and turns. (Products: test_wgmma.py.)"""
+"""ops/warpgroup.py: TMA stores and meetings. (Products: test_wgmma.py.)"""
 
 import numpy as np
 import pytest
@@ -164,32 +164,6 @@ def test_tma_along_any_axes(run, sample):
     want = np.zeros((50, 64), np.float32)
     want[:36] = 2 * x[1, 64:100, 2, :64].astype(np.float32)
     assert (y[0, :, 1] == want).all() and np.isnan(y[0, :, 0].astype(np.float32)).all()
-
-
-@pytest.mark.parametrize("players", [2, 3])
-def test_turns_order_the_players(run_apart, players):
-    """Each player appends its number as a digit to base 4, in turn and without atomics."""
-    turn, rounds = warpgroup.turns(players), 4
-    digits = rt(16, 16, fp32).col_vec
-
-    @cuda.jit
-    def body(log):
-        me = warpgroup.id()
-        turn.begin(me)
-        for _ in range(rounds):
-            turn.take(me)
-            if cuda.threadIdx.x % 128 < 32:
-                store(log, load(log, digits, (0,)) * 4 + (me + 1), (0,))
-            warpgroup.sync()
-            turn.give(me)
-
-    log = np.zeros(16, np.float32)
-    run_apart(body, log, warps=4 * players)
-    want = 0
-    for _ in range(rounds):
-        for player in range(players):
-            want = 4 * want + player + 1
-    assert (log == np.float32(want)).all() and want < 2**24
 
 
 def test_producer_and_consumer(run_apart, sample):

@@ -1,4 +1,4 @@
-"""ops/tails.py: rows that are not there are zero, and the others as they were."""
+"""ops/warpgroups.py: several warpgroups meet, clear rows that are not there, take turns."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from numba import cuda
 from sweep import blank
 
 import tiles
-from ops import warpgroup
+from ops import load, store, subtile, warpgroup
 from tiles import bf16, fp16, fp32, ring, rt, st, tensor
 
 FIRST = pytest.mark.parametrize("first", [-1, 0, 5, 63, 64, 90])
@@ -41,3 +41,59 @@ def test_zero_rows(run, sample, first, cols, dtype):
 @FIRST
 def test_zero_rows_of_two_warpgroups(run_apart, sample, first):
     zeroed(run_apart, sample, first, 128, bf16, 2)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_meet(run_apart, sample, groups):
+    """What each warpgroup writes, the next one reads; one that is alone, its own."""
+    S, T = st(64 * groups, 64, bf16), rt(16, 64, bf16)
+    smem = tiles.shared(x=S)
+
+    @cuda.jit
+    def body(x, y):
+        (whole,) = smem.open()
+        me = warpgroup.id()
+        warpgroup.store(subtile(whole, 64, me), warpgroup.load(x, T, (64 * me, 0)))
+        warpgroup.meet(groups)
+        neighbour = (me + 1) % groups
+        warpgroup.store(y, warpgroup.load(subtile(whole, 64, neighbour), T), (64 * neighbour, 0))
+
+    x, y = sample(S.shape, bf16), blank(S.shape, bf16)
+    run_apart(body, x, y, warps=4 * groups, shared=smem)
+    assert (y == x).all()
+
+
+@pytest.mark.parametrize("groups", [0, 8])
+def test_meetings_of_none_and_of_eight(run_apart, groups):
+    @cuda.jit
+    def body():
+        warpgroup.meet(groups)
+
+    with pytest.raises(TypeError, match=f"meet: takes 1 to 7 warpgroups, got {groups}"):
+        run_apart(body, warps=4)
+
+
+@pytest.mark.parametrize("players", [2, 3])
+def test_turns_order_the_players(run_apart, players):
+    """Each player appends its number as a digit to base 4, in turn and without atomics."""
+    turn, rounds = warpgroup.turns(players), 4
+    digits = rt(16, 16, fp32).col_vec
+
+    @cuda.jit
+    def body(log):
+        me = warpgroup.id()
+        turn.begin(me)
+        for _ in range(rounds):
+            turn.take(me)
+            if cuda.threadIdx.x % 128 < 32:
+                store(log, load(log, digits, (0,)) * 4 + (me + 1), (0,))
+            warpgroup.sync()
+            turn.give(me)
+
+    log = np.zeros(16, np.float32)
+    run_apart(body, log, warps=4 * players)
+    want = 0
+    for _ in range(rounds):
+        for player in range(players):
+            want = 4 * want + player + 1
+    assert (log == np.float32(want)).all() and want < 2**24
