@@ -1,0 +1,84 @@
+"""tiles/arguments.py: how arguments are typed and packed."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numba.cuda import types
+
+import tiles
+from tiles import bf16, st
+from tiles.arguments import parameter
+from tiles.plumbing import Value
+
+SCALARS = [
+    (True, types.boolean, 1),
+    (7, types.int32, 7),
+    (-1, types.int32, 0xFFFFFFFF),
+    (2**31 - 1, types.int32, 2**31 - 1),
+    (1.0, types.float32, 0x3F800000),
+    (float("inf"), types.float32, 0x7F800000),
+    (np.bool_(False), types.boolean, 0),
+    (np.int8(-1), types.int8, 0xFF),
+    (np.uint16(65535), types.uint16, 65535),
+    (np.int32(-2), types.int32, 0xFFFFFFFE),
+    (np.int64(-1), types.int64, 2**64 - 1),
+    (np.uint64(2**64 - 1), types.uint64, 2**64 - 1),
+    (np.float32(-2), types.float32, 0xC0000000),
+    (np.float64(1), types.float64, 0x3FF0000000000000),
+]
+
+
+@pytest.mark.parametrize("value, ty, bits", SCALARS, ids=[f"{type(v).__name__} {v}" for v, _, _ in SCALARS])
+def test_scalars(value, ty, bits):
+    p = parameter("n", value)
+    assert (p.type, p.slots, p.array) == (ty, (bits,), None)
+
+
+@pytest.mark.parametrize("value, cure", [(2**31, "np.int64"), (-(2**31) - 1, "np.int64"), (1e39, "np.float64")])
+def test_a_number_that_does_not_fit_says_what_to_pass(value, cure):
+    with pytest.raises(OverflowError, match=rf"count: .*{cure}\("):
+        parameter("count", value)
+
+
+def test_an_array_is_passed_as_numba_takes_it():
+    x = np.zeros((3, 4, 5), np.float16)[:, ::2, ::-1]
+    p = parameter("x", x)
+    assert p.type == types.Array(types.float16, 3, "A")
+    address = x.__array_interface__["data"][0]
+    assert p.slots == (0, 0, 3 * 2 * 5, 2, address, 3, 2, 5, 40, 20, 2**64 - 2) and p.place == 4
+    assert parameter("x", np.zeros((), np.int32)).slots[5:] == ()
+
+
+@pytest.mark.parametrize(
+    "dtype, ty",
+    [(ml_dtypes.bfloat16, types.bfloat16), (np.float64, types.float64), (np.bool_, types.boolean), (np.int64, types.int64)],
+)
+def test_element_types(dtype, ty):
+    assert parameter("x", np.zeros(3, dtype)).type.dtype == ty
+
+
+def test_a_tensor_takes_one_slot_for_its_map():
+    q = np.zeros((2, 64, 3, 64), bf16.np)
+    source = tiles.tensor(q, st(64, 64, bf16), rows=1)
+    p = parameter("q", source)
+    assert p.type == Value(source.spec) and p.slots == (0,) and p.place == 0 and p.array.owner is q
+
+
+REFUSED = {
+    "text": ("a", TypeError, "x: must be an array.*builtins.str"),
+    "dtype": (np.zeros(3, object), TypeError, "x: kernels know no elements of type object"),
+    "order": (np.zeros(3, ">f4"), TypeError, "x: kernels know no elements of type >f4"),
+    "tensor": (tiles.tensor(np.zeros((64, 64), np.float32), st(64, 64, bf16)), TypeError, "x: .*bfloat16, got float32"),
+    "address": (
+        tiles.tensor(np.zeros((64, 72), bf16.np)[:, 1:65], st(64, 64, bf16)),
+        ValueError,
+        "x: the address must be a multiple of 16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_an_argument_by_its_name(case):
+    value, error, words = REFUSED[case]
+    with pytest.raises(error, match=words):
+        parameter("x", value)
