@@ -22,7 +22,7 @@ import weakref
 
 from cuda.bindings import driver
 
-from . import cache, tma
+from . import cache, digest, tma
 from .arguments import Parameter, parameter, same_place
 from .arrays import current_stream, finish, stream_handle
 from .compiler import compile_kernel
@@ -39,7 +39,7 @@ _LACKS = re.compile(r"(?:Instruction|Feature|Modifier) '\.?([^']+)' (?:not suppo
 
 def _machine_code(kernel, signature, target: Device):
     """The kernel's machine code, from disk or from the compiler. RuntimeError: the GPU lacks its instructions."""
-    name = cache.key(kernel, signature, target.arch)
+    name = digest.key(kernel, signature, target.arch)
     compiled = cache.load(name)
     if compiled is None:
         try:
