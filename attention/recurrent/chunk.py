@@ -98,6 +98,8 @@ def make(config: Config):
     SKIP, GATED, ONES, DIVIDED = config.skip, config.gated, config.ones, config.divided
     VARLEN, OUTPUTS, TURNED = config.varlen, not config.states, rt(16, CHUNK, INPUT)
     LATER = OUTPUTS and config.key_dim <= WIDE  # may begin with what earlier segments add up to
+    AT_ONCE = config.key_dim <= WIDE  # has registers for Q K^T and Q S together
+    NEWER = int(AT_ONCE)  # products in flight when the scores are wanted
     place, tokens = places(config.varlen)
     sum_up, steady, sums, pairs, remaining = gates(config.gate, CONSUMERS, config.softplus)
 
@@ -193,10 +195,13 @@ def make(config: Config):
                     warpgroup.store_wait()
                     s = warpgroup.mm_ABt(queries, keys)
                     warpgroup.sync()
-                    o = warpgroup.mm_ABt(queries, turned)
+                    if AT_ONCE:
+                        o = warpgroup.mm_ABt(queries, turned)
                 rows, along, total, weights = sums(b, w, mine, same, end - token)
                 if OUTPUTS:
-                    p = INPUT(pairs(warpgroup.wait(s, newer=1), rows, along, weights))
+                    p = INPUT(pairs(warpgroup.wait(s, newer=NEWER), rows, along, weights))
+                    if not AT_ONCE:
+                        o = warpgroup.mm_ABt(queries, turned)
                     o = warpgroup.mma_AB(decayed(warpgroup.wait(o), rows), p, values)
                     q.release(j)
                 v_t = INPUT(remaining(fp32(warpgroup.load_transposed(values, TURNED)), along, total, weights))
