@@ -6,13 +6,31 @@ gates.
 
 from numpy import float32
 
-from ops import col_index, cumsum, exp, last, less, load, minimum, softplus, store, tile_max, warpgroup, where, zeros
+from ops import (
+    clip,
+    col_index,
+    cumsum,
+    exp,
+    last,
+    less,
+    load,
+    minimum,
+    softplus,
+    store,
+    tile_max,
+    tile_min,
+    transpose,
+    warpgroup,
+    where,
+    zeros,
+)
 from tiles import fp32, inlined, rt
 
 from .places import CHUNK
 
 TILE = rt(16, CHUNK, fp32)
 ROWS, ALONG = TILE.col_vec, TILE.row_vec
+DOWN = rt(CHUNK, 16, fp32).col_vec  # a chunk's tokens, of which a lane holds half as many as of ALONG
 FLOOR = -100.0  # exp of it is 0 in fp32; sums of greater numbers would say less of small gates beside them
 KINDS = (None, "head", "token", "step")
 """None: no decay. "head": one gate a head. "token": one a token and head. "step": Mamba-2's, w = dt and g = dt A."""
@@ -22,6 +40,24 @@ KINDS = (None, "head", "token", "step")
 def floored(g):
     """g, no gate below FLOOR; NaN stays NaN."""
     return where(less(g, FLOOR), FLOOR, g)
+
+
+def _summing(kind: str | None, softpluses: bool):
+    """summed(g, rate, bias, left): the running sums of a chunk's gates, and its weights. g: what the caller gave for them,
+    of which `left` or more are left."""
+
+    @inlined
+    def summed(g, rate, bias, left):
+        if kind == "step":
+            dt = g + bias
+            if softpluses:
+                dt = softplus(dt)
+            dt = where(less(col_index(ALONG), float32(left)), dt, 0.0)
+            return cumsum(floored(dt * rate)), dt
+        else:
+            return cumsum(floored(g)), 0.0
+
+    return summed
 
 
 def gates(kind: str | None, consumers: int, softpluses: bool = False):
@@ -34,23 +70,18 @@ def gates(kind: str | None, consumers: int, softpluses: bool = False):
     warp's rows, of all, the last, and the weights.
     pairs(s, rows, along, weights): tril(exp(b - b^T) w^T * s).
     remaining(v_t, along, end, weights): exp(b_last - b) w v, v being turned."""
-    BY_STEP, LOADED = kind == "step", kind in ("token", "step")
+    BY_STEP, LOADED, summed = kind == "step", kind in ("token", "step"), _summing(kind, softpluses)
 
     @inlined
     def sum_up(b, w, gGates, gRate, gBias, batch, first, end, n, c, head):
         rate, bias = tile_max(load(gRate, ROWS, (head, 0))), tile_max(load(gBias, ROWS, (head, 0)))
         for j in range(n):
             token, mine = first + CHUNK * j, consumers * j + c
-            g = load(gGates, ALONG, (batch, token, head), cols=1)
+            totals, weights = summed(load(gGates, ALONG, (batch, token, head), cols=1), rate, bias, end - token)
             if BY_STEP:
-                dt = g + bias
-                if softpluses:
-                    dt = softplus(dt)
-                dt = where(less(col_index(ALONG), float32(end - token)), dt, 0.0)
-                store(w.claim(mine), dt)
+                store(w.claim(mine), weights)
                 w.publish(mine)
-                g = dt * rate
-            store(b.claim(mine), cumsum(floored(g)))
+            store(b.claim(mine), totals)
             b.publish(mine)
 
     @inlined
@@ -93,3 +124,29 @@ def gates(kind: str | None, consumers: int, softpluses: bool = False):
             return v_t * weights if BY_STEP else v_t
 
     return sum_up, steady, sums, pairs, remaining
+
+
+def own_gates(kind: str | None, softpluses: bool = False):
+    """Where every warp sums up gates by itself, with no shared memory: what stands for sum_up and sums. kind: None,
+    "token" or "step"; there a head's gate is that of each of its tokens.
+
+    given(gGates, batch, token, end, head): what the caller gave for a chunk's tokens before `end`, to be loaded ahead.
+    own_sums(g, rate, bias, left): of the chunk that g was given for, what sums gives."""
+    summed = _summing(kind, softpluses)
+
+    @inlined
+    def given(gGates, batch, token, end, head):
+        if kind is None:
+            return 0.0
+        else:
+            return load(clip(gGates, 1, end), DOWN, (batch, token, head), cols=1)
+
+    @inlined
+    def own_sums(g, rate, bias, left):
+        if kind is None:
+            return 0.0, zeros(ALONG), 0.0, 0.0
+        else:
+            along, weights = summed(transpose(g), rate, bias, left)
+            return warpgroup.own_rows(along), along, tile_min(along), weights  # sums never rise: the last is the least
+
+    return given, own_sums

@@ -32,7 +32,7 @@ from tiles.device import device, uncaptured
 from tiles.plans import Plan, planned
 
 from ..problem import PIECES, options, piece
-from .passes import passes
+from .passes import copied, passes
 from .problem import Problem, check, nothing
 from .walk import ARRAYS, walk
 
@@ -77,8 +77,9 @@ def linear(
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`, state being a new float32 array
     (B, H, Dk, Dv), C-ordered, that of each sequence after its last token.
 
-    On Hopper sequences are cut into chunks of 64 tokens, which the tensor cores multiply. Other GPUs, addresses and strides
-    that are not multiples of 16 bytes, and normalize=True with decays of channels, are served token by token: right, and slow.
+    Sequences are cut into chunks of 64 tokens, which the tensor cores multiply: Hopper's with tiles that TMA brings; on other
+    GPUs since Ampere, and where addresses and strides are not multiples of 16 bytes, with copies by cp.async. Decays of
+    channels ask for the former, and for normalize=False; else they are served token by token: right, and slow.
     Arrays, `stream` and errors are those of attention.forward; flash-linear-attention's names stand beside these at the head
     of this file."""
     _, scale = options(False, scale)
@@ -134,8 +135,8 @@ def _solve(q, k, v, decay, initial_state, initial_z, cu_seqlens, out, *made_and_
         give += ["state", "final_z"] if normalize else ["state"]
     if 0 in problem.out_shape and (0 in problem.state_shape or not return_state):
         prepare = nothing
-    elif _in_chunks(problem, decay, *(array.pointer for array in (q, k, v, out) if array)):
-        found = passes(problem, keep=return_state)
+    elif _in_chunks(problem, decay, by_copies := copied(problem, *(array.pointer for array in (q, k, v, out) if array))):
+        found = passes(problem, keep=return_state, by_copies=by_copies)
         make |= found.scratch
         prepare = _named(found.prepare)
     else:
@@ -151,15 +152,14 @@ def _named(prepare: Callable[[int, dict[str, int]], Callable[[], None]]) -> Call
     return lambda stream, *addresses: prepare(stream, dict(zip(names, addresses, strict=True)))
 
 
-def _in_chunks(problem: Problem, decay: Array | None, *pointers: int) -> bool:
-    """Is there a kernel of chunks for it? TMA reads queries, keys, values and the decays of channels."""
-    if problem.trivial or (problem.device is not None and device(problem.device).capability[0] != 9):
+def _in_chunks(problem: Problem, decay: Array | None, by_copies: int) -> bool:
+    """Is there a kernel of chunks for it? With decays of channels if TMA can read them and all else, and for no normalizer."""
+    if problem.trivial:
         return False
-    by_channel = decay is not None and len(decay.shape) == 4
-    if by_channel and problem.normalize:
-        return False
-    gates = (decay.pointer, *problem.forms["decay"].strides[:-1]) if decay and by_channel else ()
-    return piece(problem, *pointers, *gates) == PIECES[0]
+    if decay is None or len(decay.shape) < 4:
+        return True
+    aligned = piece(problem, decay.pointer, *problem.forms["decay"].strides[:-1]) == PIECES[0]
+    return aligned and not (by_copies or problem.normalize)
 
 
 # ---- decays that follow from the number of a head ------------------------------------------------------------------

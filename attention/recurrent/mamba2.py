@@ -4,8 +4,8 @@ from typing import Any
 
 from tiles.plans import Plan, planned
 
-from .passes import passes
-from .problem import check, needs_hopper, nothing
+from .passes import copied, passes
+from .problem import check, nothing
 
 NEEDED, OTHERS = "x dt A B C", "D z dt_bias cu_seqlens initial_states out state local total"
 
@@ -51,8 +51,7 @@ def mamba2(
     cu_seqlens: see attention.linear; states are then one of each sequence. out: written in place of a new array.
 
     Returns `out`, the same kind of array as x, or with return_final_states=True `(out, states)`, float32 (B, H, P, N). On
-    Hopper, with addresses and strides that are multiples of 16 bytes. Arrays, `stream` and errors are those of
-    attention.forward."""
+    GPUs since Ampere. Arrays, `stream` and errors are those of attention.forward."""
     arrays = (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, None, None, None)
     return _solve(stream, arrays, (bool(dt_softplus), bool(return_final_states)))
 
@@ -70,8 +69,8 @@ def _solve(x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, state
         if keep and 0 not in problem.state_shape:
             raise ValueError(f"x: must have a token, for return_final_states=True: x.shape={x.shape}")
         return Plan(nothing, make, give)
-    needs_hopper(problem, *(array.pointer for array in (x, B, C, z, out) if array))
-    found, names = passes(problem, softplus, keep), f"{NEEDED} {OTHERS}".split()
+    by_copies = copied(problem, *(array.pointer for array in (x, B, C, z, out) if array))
+    found, names = passes(problem, softplus, keep, by_copies=by_copies), f"{NEEDED} {OTHERS}".split()
 
     def prepare(stream: int, *addresses: int):
         return found.prepare(stream, dict(zip(names, addresses, strict=True)))

@@ -1,4 +1,4 @@
-"""From a problem of linear attention to launches of the kernels of chunks (chunk.py, gated.py).
+"""From a problem of linear attention to launches of the kernels of chunks (chunk.py, chunk_80.py, gated.py).
 
 There is one, or two where few long sequences are cut into segments, and one before it where a normalizer is wanted.
 """
@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from tiles import launch, tensor
 from tiles.arrays import FORMS, Form, at, c_ordered, form
-from tiles.device import processors
+from tiles.device import device, processors
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.launch import Bound, Interpreted
 
-from . import chunk, gated
+from ..problem import PIECES, piece
+from . import chunk, chunk_80, gated
 from .problem import Problem
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float32": fp32}
@@ -63,15 +64,26 @@ def segments(items: int, chunks: int, places: int) -> int:
     return min(range(1, max(1, min(chunks // LEAST, places)) + 1), key=time)
 
 
+def copied(problem: Problem, *pointers: int) -> int:
+    """The bytes that cp.async copies at once of arrays at these addresses: chunk_80.py's way, on any GPU since Ampere. 0 where
+    TMA brings whole tiles: on Hopper and in the interpreter, if everything is aligned to 16 bytes."""
+    gpu = None if problem.device is None else device(problem.device)
+    if gpu and gpu.capability < (8, 0):
+        raise ValueError(f"attention.{problem.member}: runs on GPUs since Ampere (sm_80); the arrays lie on {gpu}")
+    aligned = piece(problem, *pointers)
+    return 0 if aligned == PIECES[0] and (gpu is None or gpu.capability[0] == 9) else aligned
+
+
 @functools.lru_cache(FORMS)
-def passes(problem: Problem, softplus: bool = False, keep: bool = True, parts: int | None = None) -> Passes:
+def passes(problem: Problem, softplus: bool = False, keep: bool = True, parts: int | None = None, by_copies: int = 0) -> Passes:
     """The launches for a problem; softplus: of dt; keep: store the last states. parts: segments of each sequence, chosen by
-    default."""
+    default. by_copies: see `copied`; 0 for decays of channels."""
     decay = problem.forms.get("decay")
     if decay is not None and len(decay.shape) == 4:
         return _by_channel(problem, keep)
-    forms, width = _forms(problem, keep), math.ceil(problem.value_dim / chunk.COLUMNS)
-    main, device = _config(problem, width, softplus), problem.device
+    forms, width = _forms(problem, keep, by_copies), math.ceil(problem.value_dim / chunk.COLUMNS)
+    config = functools.partial(_config, problem, softplus=softplus, by_copies=by_copies)
+    main, place = config(width), problem.device
     if parts is None:
         parts = _parts(problem, main, width)
     names = {name: NAMES[problem.member].get(name, name) for name in ARRAYS}
@@ -81,26 +93,26 @@ def passes(problem: Problem, softplus: bool = False, keep: bool = True, parts: i
     if parts > 1:
         pairs = problem.sequences, problem.heads, parts - 1
         scratch |= {"local": ((*pairs, problem.value_dim, problem.key_dim), "float32"), "total": ((*pairs, 1), "float32")}
-        forms |= {name: c_ordered(*what, device) for name, what in scratch.items()}
-        states = _config(problem, width, softplus, states=True)
-        anew = {"start": c_ordered((*pairs[:2], 0, 0), "float32", device), "out": forms["v"]}
+        forms |= {name: c_ordered(*what, place) for name, what in scratch.items()}
+        states = config(width, states=True)
+        anew = {"start": c_ordered((*pairs[:2], 0, 0), "float32", place), "out": forms["v"]}
         launches.append((_bind(states, problem, forms | anew, width, parts, parts - 1), [*names.values()]))
     if problem.normalize:
-        forms["divisor"] = c_ordered(forms["v"].shape[:3], "float32", device)
+        forms["divisor"] = c_ordered(forms["v"].shape[:3], "float32", place)
         scratch["divisor"] = forms["divisor"].shape, "float32"
         z_shape, start = problem.z_shape if keep else (*problem.z_shape[:2], 0), problem.forms.get("initial_z")
         rows = {
             "start": _spread(start, 2, chunk.COLUMNS) if start else forms["start"],
-            "state": _spread(c_ordered(z_shape, "float32", device), 2, 1),
+            "state": _spread(c_ordered(z_shape, "float32", place), 2, 1),
             "out": forms["divisor"],
         }
-        ones, called = _config(problem, 1, softplus, ones=True), {"start": "initial_z", "state": "final_z", "out": "divisor"}
+        ones, called = config(1, ones=True), {"start": "initial_z", "state": "final_z", "out": "divisor"}
         launches.append((_bind(ones, problem, forms | rows, 1, 1, 1), [*(names | called).values()]))
     launches.append((_bind(main, problem, forms, width, parts, parts), [*names.values()]))
     return Passes(scratch, launches)
 
 
-def _forms(problem: Problem, keep: bool) -> dict[str, Form]:
+def _forms(problem: Problem, keep: bool, by_copies: int = 0) -> dict[str, Form]:
     """The kernel's arrays. What was not given is empty: loads from it are 0, and stores to it left out."""
     batch, heads, pairs = problem.batch, problem.heads, (problem.sequences, problem.heads)
     empty: dict[str, tuple[int, ...]] = {name: (heads, 0) for name in ("rate", "bias", "skip")} | {
@@ -113,6 +125,8 @@ def _forms(problem: Problem, keep: bool) -> dict[str, Form]:
     called = {NAMES[problem.member].get(name, name): name for name in ARRAYS}
     forms |= {called[name]: x for name, x in problem.forms.items() if name in called}
     forms.setdefault("z", forms["v"])
+    if by_copies and len(forms["gates"].shape) == 1:  # each token's is the head's
+        forms["gates"] = _spread(_spread(forms["gates"], 0, problem.seqlen), 0, batch)
     for name, extent in ("gates", chunk.CHUNK), ("rate", chunk.CHUNK), ("bias", chunk.CHUNK), ("skip", problem.value_dim):
         if len(forms[name].shape) == 1:  # one number a head, as if there were one for each token or column
             forms[name] = _spread(forms[name], 1, extent)
@@ -121,15 +135,18 @@ def _forms(problem: Problem, keep: bool) -> dict[str, Form]:
     return forms
 
 
-def _config(problem: Problem, width: int, softplus: bool, states: bool = False, ones: bool = False) -> chunk.Config:
+def _config(
+    problem: Problem, width: int, softplus: bool, by_copies: int, states: bool = False, ones: bool = False
+) -> chunk.Config:
     """The kernel for values of `width` blocks of columns."""
     key_dim, given = min(n for n in KEY_DIMS if n >= problem.key_dim), problem.forms
     decay = given.get("decay")
-    return chunk.Config(
+    make = functools.partial(chunk_80.Config, piece=by_copies) if by_copies else chunk.Config
+    return make(
         key_dim,
-        consumers=2 if problem.group * width % 2 == 0 and key_dim <= chunk.WIDE else 1,
+        consumers=2 if problem.group * width % 2 == 0 and key_dim <= chunk.WIDE and not by_copies else 1,
         dtype=DTYPES[problem.dtype],
-        gate="step" if "dt" in given else None if decay is None else "head" if len(decay.shape) == 1 else "token",
+        gate="step" if "dt" in given else None if decay is None else "token" if by_copies or len(decay.shape) > 1 else "head",
         softplus=softplus,
         skip="D" in given and not states,
         gated="z" in given and not states,
@@ -153,10 +170,13 @@ def _bind(
     config: chunk.Config, problem: Problem, forms: dict[str, Form], width: int, parts: int, walked: int
 ) -> Bound | Interpreted:
     """The launch of a kernel."""
-    kernel, smem = chunk.make(config)
+    tma = not isinstance(config, chunk_80.Config)
+    kernel, smem = (chunk if tma else chunk_80).make(config)
 
     def argument(name: str):
         array = at(0, forms[name])
+        if not tma:
+            return array
         if name in TILED or (name == "out" and not (config.states or config.ones or config.varlen)):
             return tensor(array, config.key if name in "qk" else config.value, rows=1, cols=3, unit=1)
         return array
