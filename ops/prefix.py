@@ -4,10 +4,11 @@ import numpy as np
 
 from tiles import ptx
 from tiles.dtypes import fp32
+from tiles.layout import QUAD
 from tiles.op import lowers, op
 from tiles.types import rt, rv
 
-PLACES = 4  # lanes of a quad, which hold neighbouring pairs
+from . import quads
 
 
 @op
@@ -26,13 +27,12 @@ def _(x):
         )
 
     def emit(b, value):
-        lane = b.lane()
-        place, quad = b.and_(lane, b.u32(PLACES - 1)), b.and_(lane, b.u32(-PLACES))
-        end, elements, out = b.or_(quad, b.u32(PLACES - 1)), b.elements(x, value), {}
+        place, quad = quads.place(b)
+        end, elements, out = b.or_(quad, b.u32(QUAD - 1)), b.elements(x, value), {}
 
         def from_left(y, distance):
             """y of the lane that many places to the left in the quad, 0 where there is none."""
-            got = ptx.shuffle(b, y, b.or_(quad, b.and_(b.sub(lane, b.u32(distance)), b.u32(PLACES - 1))))
+            got = ptx.shuffle(b, y, b.or_(quad, b.and_(b.sub(place, b.u32(distance)), b.u32(QUAD - 1))))
             return b.select(b.icmp_unsigned(">=", place, b.u32(distance)), got, b.real(0))
 
         for column in _columns(x):

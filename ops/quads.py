@@ -1,14 +1,21 @@
-"""Exchanges between the four lanes of a quad, two shuffles each: lane t says which of its registers it gives in each round, and
-whose it takes."""
+"""The four lanes of a quad: which of them this is, and exchanges between them, two shuffles each: lane t says which of its
+registers it gives in each round, and whose it takes."""
 
 from tiles import ptx
+from tiles.layout import QUAD
+
+
+def place(b):
+    """(this lane's place t in its quad, the quad's first lane)"""
+    lane = b.lane()
+    return b.and_(lane, b.u32(QUAD - 1)), b.and_(lane, b.u32(-QUAD))
 
 
 def _place(b):
     """(t, t's two bits as conditions, the quad's first lane)"""
-    lane = b.lane()
-    is_set = (b.icmp_unsigned("!=", b.and_(lane, b.u32(bit)), b.u32(0)) for bit in (1, 2))
-    return b.and_(lane, b.u32(3)), *is_set, b.and_(lane, b.u32(28))
+    t, first = place(b)
+    is_set = (b.icmp_unsigned("!=", b.and_(t, b.u32(bit)), b.u32(0)) for bit in (1, 2))
+    return t, *is_set, first
 
 
 def _exchange(b, given, source, other):

@@ -11,12 +11,14 @@ from dataclasses import replace
 import numpy as np
 
 from tiles import ptx
+from tiles.layout import QUAD
 from tiles.op import lowers, number, op
 from tiles.types import rt
 
+from . import quads
+
 BASE, HALF = 16, 8  # numbers a row; the farthest apart that two of them are, going round
 FEATURES = BASE * (HALF + 2)
-PLACES = 4  # lanes of a quad, which hold a row between them
 
 
 @op
@@ -40,17 +42,16 @@ def _(x, squares):
     def emit(b, value, factor):
         factor = b.real(factor)
         registers, factor = b.unpack(value), b.pair(x.dtype, factor, factor)
-        lane = b.lane()
-        place, quad = b.and_(lane, b.u32(PLACES - 1)), b.and_(lane, b.u32(-PLACES))
+        place, quad = quads.place(b)
         both = b.pair(x.dtype, b.real(1), b.real(1))
         one = b.select(b.icmp_unsigned("==", place, b.u32(0)), b.and_(both, b.u32(0xFFFF)), b.u32(0))
 
         def turned(left, right, pairs):
             """A row's two registers, its columns moved to the left by `pairs` pairs: a lane gives the half that is wanted."""
-            if pairs % PLACES == 0:
+            if pairs % QUAD == 0:
                 return (right, left) if pairs else (left, right)
             wraps = b.icmp_unsigned("<", place, b.u32(pairs))
-            source = b.or_(quad, b.and_(b.add(place, b.u32(pairs)), b.u32(PLACES - 1)))
+            source = b.or_(quad, b.and_(b.add(place, b.u32(pairs)), b.u32(QUAD - 1)))
             given = b.select(wraps, right, left), b.select(wraps, left, right)
             return tuple(ptx.shuffle(b, half, source) for half in given)
 
@@ -61,7 +62,7 @@ def _(x, squares):
         features = [[b.u32(0)] * 4 for _ in range(HALF + 1)]
         for row in (0, 1):
             mine = registers[row], registers[row + 2]
-            even = [turned(*mine, pairs) for pairs in range(PLACES + 1)]
+            even = [turned(*mine, pairs) for pairs in range(QUAD + 1)]
             for d in range(HALF + 1):
                 other = even[d // 2] if d % 2 == 0 else map(between, even[d // 2], even[d // 2 + 1])
                 products = [ptx.mul_pair(b, x.dtype, m, o) for m, o in zip(mine, other, strict=True)]

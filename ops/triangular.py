@@ -4,11 +4,14 @@ import numpy as np
 
 from tiles import ptx
 from tiles.dtypes import fp32
+from tiles.layout import QUAD
 from tiles.op import lowers, op
 from tiles.types import rt
 
+from . import quads
+
 BASE = 16  # rows and columns
-QUAD, HALF = 4, 8  # lanes that hold a row; rows and columns of a matrix inside the base tile
+HALF = 8  # rows and columns of a matrix inside the base tile
 BLOCK = rt(BASE, BASE, fp32)
 
 
@@ -35,9 +38,8 @@ def _substitute(b, value):
 
     Lane 4 r + c holds rows r and r + 8, columns 2 c, 2 c + 1 and those plus 8. Row j is what its quad holds; column j of L is
     what one lane of each quad holds. In front of the diagonal halves that stay 0 are left out."""
-    l, lane = b.unpack(value), b.lane()
-    row, column = b.lshr(lane, b.u32(2)), b.mul(b.and_(lane, b.u32(QUAD - 1)), b.u32(2))
-    place, first = b.and_(lane, b.u32(QUAD - 1)), b.and_(lane, b.u32(-QUAD))
+    l, (place, first) = b.unpack(value), quads.place(b)
+    row, column = b.lshr(b.lane(), b.u32(2)), b.mul(place, b.u32(2))
 
     def known(i, j):
         """This lane's element of I in the rows that begin at i and columns that begin at j."""
