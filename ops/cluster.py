@@ -20,11 +20,12 @@ from llvmlite import ir
 from numba.cuda import types
 
 from tiles import ptx
+from tiles.builder import f32, i32
 from tiles.dtypes import fp32
 from tiles.interpreter import here
 from tiles.layout import LANES
 from tiles.op import integer, lowers, op
-from tiles.plumbing import f32, i32, void
+from tiles.plumbing import void
 from tiles.ring import elected
 from tiles.types import REGISTER_DTYPES, barrier, remote, rt, rv, st, sv
 from tiles.values import Remote, SharedTile

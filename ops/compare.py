@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 from llvmlite import ir
 
+from tiles.builder import f32
 from tiles.dtypes import fp32
 from tiles.op import lowers, op
-from tiles.plumbing import f32
 from tiles.types import rt, rv
 
 from .maps import _of_numbers, broadcast, lower_map, plain

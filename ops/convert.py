@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from tiles.builder import i32
 from tiles.dtypes import OPERANDS, bf16, fp16, fp32
 from tiles.op import lowers
-from tiles.plumbing import i32
 from tiles.types import rt, rv
 
 from .quads import gather, spread

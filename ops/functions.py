@@ -9,8 +9,8 @@ import numpy as np
 from llvmlite import ir
 from numba.cuda import types
 
+from tiles.builder import f32, scalar_signature
 from tiles.op import lowers, number, op
-from tiles.plumbing import f32, scalar_signature
 from tiles.types import rt, rv
 from tiles.values import FUNCTION
 

@@ -13,8 +13,8 @@ import numpy as np
 from llvmlite import ir
 from numba.cuda import types
 
+from tiles.builder import f32
 from tiles.op import lowers, number, op
-from tiles.plumbing import f32
 from tiles.types import rt, rv, st, whole
 from tiles.values import Tile
 

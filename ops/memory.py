@@ -9,10 +9,11 @@ import numpy as np
 from llvmlite import ir
 from numba.cuda import types
 
+from tiles.builder import f32, i32, i64
 from tiles.dtypes import fp32
 from tiles.interpreter import here
 from tiles.op import integer, lowers, op
-from tiles.plumbing import SCALARS, f32, i32, i64, void
+from tiles.plumbing import SCALARS, void
 from tiles.types import rt, rv, st, sv
 from tiles.values import SharedTile
 

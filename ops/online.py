@@ -8,9 +8,9 @@ import numpy as np
 from llvmlite import ir
 
 from tiles import ptx
+from tiles.builder import f32, i32
 from tiles.dtypes import fp32
 from tiles.op import lowers, number, op
-from tiles.plumbing import f32, i32
 from tiles.types import rt, rv
 
 

@@ -10,9 +10,9 @@ from llvmlite import ir
 from numba.cuda import types
 
 from tiles import ptx
+from tiles.builder import f32, i32
 from tiles.layout import WIDTHS
 from tiles.op import integer
-from tiles.plumbing import f32, i32
 from tiles.types import rt
 
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from tiles import ptx
-from tiles.plumbing import SCALARS, f32, i32, i64
+from tiles.builder import f32, i32, i64
+from tiles.plumbing import SCALARS
 from tiles.types import rt, rv
 
 QUAD, CHUNK = 4, 8  # lanes, and columns of which each of them has two

@@ -19,11 +19,11 @@ from llvmlite import ir
 from numba.cuda import types
 
 from tiles import ptx
+from tiles.builder import f32, i32
 from tiles.dtypes import OPERANDS, fp32
 from tiles.interpreter import here
 from tiles.layout import LANES
 from tiles.op import lowers, op
-from tiles.plumbing import f32, i32
 from tiles.types import rt, rv, st, whole
 from tiles.values import SharedTile
 

@@ -11,9 +11,9 @@ The blocks take the tiles in turn, back and forth: of 4 blocks, block 0 takes ti
 
 from numba.cuda import types
 
+from tiles.builder import i1
 from tiles.interpreter import here
 from tiles.op import inlined, integer, lowers, op
-from tiles.plumbing import i1
 
 from .index import split
 

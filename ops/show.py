@@ -10,7 +10,8 @@ from numba.cuda.cudaimpl import registry
 from numba.cuda.printimpl import print_item
 
 from tiles import layout
-from tiles.plumbing import Builder, Value, f32
+from tiles.builder import Builder, f32
+from tiles.plumbing import Value
 from tiles.refused import check_print
 from tiles.types import rt
 

@@ -12,11 +12,11 @@ from llvmlite import ir
 from numba.cuda import types
 
 from tiles import ptx
+from tiles.builder import f32, i32
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.interpreter import here
 from tiles.layout import QUAD
 from tiles.op import integer, lowers, op
-from tiles.plumbing import f32, i32
 from tiles.types import rt, rv, st, sv
 
 from .panels import row_address

@@ -15,11 +15,12 @@ A pending accumulator may be handed to the next `mma_*` (the tensor cores keep t
 import numpy as np
 
 from tiles import layout, ptx
+from tiles.builder import i32, i64
 from tiles.dtypes import fp32, tf32
 from tiles.interpreter import here
 from tiles.layout import WARPGROUP
 from tiles.op import lowers, op
-from tiles.plumbing import i32, i64, void
+from tiles.plumbing import void
 from tiles.types import pending, rt
 from tiles.values import Pending
 

@@ -12,7 +12,8 @@ from llvmlite.ir.values import ArgumentAttributes
 from numba.core import types
 from numba.cuda import cgutils, compiler, dispatcher
 
-from .plumbing import TENSOR_MAP, i32
+from .builder import i32
+from .plumbing import TENSOR_MAP
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from llvmlite import ir
 from numba.cuda import types
 
 from . import layout, ptx
+from .builder import i64
 from .interpreter import here
 from .op import integer, lowers, op
-from .plumbing import SCALARS, compile_time, i64, void
+from .plumbing import SCALARS, compile_time, void
 from .types import st
 from .values import SharedTile
 

@@ -6,7 +6,7 @@ Addresses in shared memory are 32-bit, global ones 64-bit; barriers are addresse
 
 from llvmlite import ir
 
-from .plumbing import f32, i32, i64
+from .builder import f32, i32, i64
 
 
 # ---- mbarrier ------------------------------------------------------------------------------------------------------

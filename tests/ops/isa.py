@@ -12,7 +12,7 @@ from matrices import ldmatrix, mma, movmatrix, stmatrix, wgmma
 from registers import NUMPY, TYPES, Register, Struct
 
 from tiles import sv
-from tiles.plumbing import f32, i32
+from tiles.builder import f32, i32
 
 SIZES = {"f32": 4, "b32": 4, "b16": 2, "b8": 1}
 TYPED = {"f32": f32, "b32": i32}

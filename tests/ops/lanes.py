@@ -18,8 +18,8 @@ from numba import cuda
 from numba.cuda import types
 
 from tiles import pipeline, ring
+from tiles.builder import Builder, f32, i1, i32, i64
 from tiles.op import OPS, Op, operator
-from tiles.plumbing import Builder, f32, i1, i32, i64
 from tiles.shared import shared as Plan
 from tiles.values import spec_of, tensor
 

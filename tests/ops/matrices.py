@@ -3,7 +3,7 @@
 import numpy as np
 from registers import NUMPY, Register, Struct
 
-from tiles.plumbing import f32, i32
+from tiles.builder import f32, i32
 
 SLICE = 32  # bytes along k that an instruction takes
 

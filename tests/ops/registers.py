@@ -4,7 +4,7 @@ import numpy as np
 from llvmlite import ir
 
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, tf32
-from tiles.plumbing import f32, i1, i32, i64
+from tiles.builder import f32, i1, i32, i64
 
 TYPES = {f32: np.float32, i32: np.uint32, i64: np.uint64, i1: np.bool_, ir.DoubleType(): np.float64, ir.HalfType(): np.float16}
 NUMPY = {d.ptx: d.np for d in (bf16, fp16, tf32, fp8e4m3, fp8e5m2)}

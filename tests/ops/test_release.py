@@ -13,8 +13,8 @@ import tiles
 from ops import exp2, row_max, row_sum, store, warpgroup, zeros
 from tiles import bf16, fp16, fp32, ptx, ring, rt, sass, st, tensor
 from tiles.arguments import parameter
+from tiles.builder import f32, i32
 from tiles.compiler import compile_kernel
-from tiles.plumbing import f32, i32
 
 S, T = st(64, 64, bf16), rt(16, 64, fp32)
 MARK = 0x7FEDCBA9  # the NaN that no arithmetic makes
