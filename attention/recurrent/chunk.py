@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import clip, exp, load, row_max, silu, split, store, subtile, tile_min, warpgroup, zeros
+from ops import clip, exp2, load, row_max, silu, split, store, subtile, tile_min, warpgroup, zeros
 from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
 
 from ..signature import ENDS, FLOAT, INT, array, tiled
@@ -121,9 +121,9 @@ def make(config: Config):
 
     @inlined
     def decayed(x, b):
-        """exp(b) x"""
+        """exp2(b) x"""
         if DECAYS:
-            return x * exp(b)
+            return x * exp2(b)
         else:
             return x
 

@@ -22,7 +22,7 @@ from ops import (
 )
 from ops import (
     clip,
-    exp,
+    exp2,
     load,
     mma_AB,
     mma_ABt,
@@ -99,9 +99,9 @@ def make(config: Config):
 
     @inlined
     def decayed(x, b):
-        """exp(b) x"""
+        """exp2(b) x"""
         if DECAYS:
-            return x * exp(b)
+            return x * exp2(b)
         else:
             return x
 

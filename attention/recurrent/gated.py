@@ -26,7 +26,7 @@ from ops import (
     columns,
     cumsum,
     equal,
-    exp,
+    exp2,
     hstack,
     load,
     load_row,
@@ -43,13 +43,13 @@ from ops import (
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 
 from ..signature import ENDS, FLOAT, INT, array, tiled
-from .gates import floored
+from .gates import LOG2_E, floored
 from .places import CHUNK, COLUMNS, places
 
 REGISTERS = {1: (56, 256), 2: (56, 224)}  # consumers -> registers a thread of producer and consumer
 SHARED_BYTES, STAGES, WIDE = 227 * 1024, 2, 128
 SLICE = 16  # channels that a warp brings into the frame at once
-LEAST = {bf16: -60.0, fp16: -8.0}  # what b - r may be, so that q' and k' keep their precision
+LEAST = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2, so that q' and k' keep their precision
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def make(config: Config):
     def sum_up(gates, sums, ends, warp):
         """The running sums of the gates, and where they end, of this warp's slices."""
         for i in range(warp, SLICES, WARPS):
-            b = cumsum(floored(load(part(gates, i), PART)))
+            b = cumsum(floored(load(part(gates, i), PART)) * LOG2_E)
             store(part(sums, i), b)
             store(subtile(ends, SLICE, i), col_min(b))
 
@@ -149,27 +149,27 @@ def make(config: Config):
             end = load(subtile(ends, SLICE, i), FEW.row_vec)
             for half in range(CHUNK // FEW.rows):
                 b, q, k = few(sums, half, i), few(queries, half, i), few(keys, half, i)
-                store(q, load(q, FEW) * exp(load(b, FEW) - end * of_queries))
-                store(k, load(k, FEW) * exp(end * of_keys - load(b, FEW)))
+                store(q, load(q, FEW) * exp2(load(b, FEW) - end * of_queries))
+                store(k, load(k, FEW) * exp2(end * of_keys - load(b, FEW)))
 
     @inlined
     def framed(s_t, last, share):
-        """exp(share * b_last) S; a wide one by halves, or there would be no room for the exponents."""
+        """exp2(share * b_last) S; a wide one by halves, or there would be no room for the exponents."""
         if HALVES:
-            left = columns(s_t, HALF.length, 0) * exp(load(subtile(last, HALF.length, 0), HALF) * share)
-            return hstack(left, columns(s_t, HALF.length, 1) * exp(load(subtile(last, HALF.length, 1), HALF) * share))
+            left = columns(s_t, HALF.length, 0) * exp2(load(subtile(last, HALF.length, 0), HALF) * share)
+            return hstack(left, columns(s_t, HALF.length, 1) * exp2(load(subtile(last, HALF.length, 1), HALF) * share))
         else:
-            return s_t * exp(last * share)
+            return s_t * exp2(last * share)
 
     @inlined
     def one_by_one(queries, keys, sums):
-        """tril(q_i . (exp(b_i - b_j) k_j)), key after key and a slice at a time."""
+        """tril(q_i . (exp2(b_i - b_j) k_j)), key after key and a slice at a time."""
         p = zeros(SCORES)
         for i in range(WIDTHS):
             k, b = subtile(keys, CHUNK, 0, WIDTH, i), subtile(sums, CHUNK, 0, WIDTH, i)
             own, sum_of_own = warpgroup.load(subtile(queries, CHUNK, 0, WIDTH, i), CHANNELS), warpgroup.load(b, CHANNELS)
             for j in range(CHUNK):
-                kept = exp(minimum(sum_of_own - load_row(b, CHANNELS.row_vec, j), 0.0))
+                kept = exp2(minimum(sum_of_own - load_row(b, CHANNELS.row_vec, j), 0.0))
                 scores = row_sum(own * kept * load_row(k, CHANNELS.row_vec, j))
                 p = where(equal(col_index(SCORES), j), p + scores, p)
         return warpgroup.causal(p, 0, 0.0)

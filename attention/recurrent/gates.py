@@ -1,8 +1,10 @@
 """Where a chunk's decays come from, if there is one number for a token and head (chunk.py, delta.py).
 
 g is a token's gate, the logarithm of its decay and never positive, w the weight of its key, and b the running sum of a chunk's
-gates.
+gates, in powers of 2: exp2 is an instruction, exp two.
 """
+
+import math
 
 from numpy import float32
 
@@ -10,7 +12,7 @@ from ops import (
     clip,
     col_index,
     cumsum,
-    exp,
+    exp2,
     last,
     less,
     load,
@@ -31,6 +33,7 @@ from .places import CHUNK
 TILE = rt(16, CHUNK, fp32)
 ROWS, ALONG = TILE.col_vec, TILE.row_vec
 DOWN = rt(CHUNK, 16, fp32).col_vec  # a chunk's tokens, of which a lane holds half as many as of ALONG
+LOG2_E = math.log2(math.e)
 FLOOR = -100.0  # exp of it is 0 in fp32; sums of greater numbers would say less of small gates beside them
 KINDS = (None, "head", "token", "step")
 """None: no decay. "head": one gate a head. "token": one a token and head. "step": Mamba-2's, w = dt and g = dt A."""
@@ -53,9 +56,9 @@ def _summing(kind: str | None, softpluses: bool):
             if softpluses:
                 dt = softplus(dt)
             dt = where(less(col_index(ALONG), float32(left)), dt, 0.0)
-            return cumsum(floored(dt * rate)), dt
+            return cumsum(floored(dt * rate) * LOG2_E), dt
         else:
-            return cumsum(floored(g)), 0.0
+            return cumsum(floored(g) * LOG2_E), 0.0
 
     return summed
 
@@ -65,11 +68,11 @@ def gates(kind: str | None, consumers: int, softpluses: bool = False):
 
     sum_up(b, w, gGates, gRate, gBias, batch, first, end, n, c, head): a warp's work, for kinds that are loaded: chunk after
     chunk of tokens first to end, the running sums of the gates of consumer c go to ring b, and the weights to w.
-    steady(gGates, head): the gate, if all of a head are the same.
+    steady(gGates, head): the gate, if all of a head are the same, in powers of 2.
     sums(b, w, mine, same, left): of a chunk, the `mine`-th of the rings, of which `left` tokens or more are left: b of this
     warp's rows, of all, the last, and the weights.
-    pairs(s, rows, along, weights): tril(exp(b - b^T) w^T * s).
-    remaining(v_t, along, end, weights): exp(b_last - b) w v, v being turned."""
+    pairs(s, rows, along, weights): tril(exp2(b - b^T) w^T * s).
+    remaining(v_t, along, end, weights): exp2(b_last - b) w v, v being turned."""
     BY_STEP, LOADED, summed = kind == "step", kind in ("token", "step"), _summing(kind, softpluses)
 
     @inlined
@@ -87,7 +90,7 @@ def gates(kind: str | None, consumers: int, softpluses: bool = False):
     @inlined
     def steady(gGates, head):
         if kind == "head":
-            return tile_max(floored(load(gGates, ROWS, (head, 0))))
+            return tile_max(floored(load(gGates, ROWS, (head, 0)))) * LOG2_E
         else:
             return float32(0)
 
@@ -112,7 +115,7 @@ def gates(kind: str | None, consumers: int, softpluses: bool = False):
         if kind is None:
             return warpgroup.causal(s, 0, 0.0)
         else:
-            s = s * exp(zeros(TILE) + rows - along)
+            s = s * exp2(zeros(TILE) + rows - along)
             return warpgroup.causal(s * weights if BY_STEP else s, 0, 0.0)
 
     @inlined
@@ -120,7 +123,8 @@ def gates(kind: str | None, consumers: int, softpluses: bool = False):
         if kind is None:
             return v_t
         else:
-            v_t = v_t * exp(minimum(end - along, 0.0))
+            left = end - along
+            v_t = v_t * exp2(left if LOADED else minimum(left, 0.0))  # the same gate goes on beyond the last token
             return v_t * weights if BY_STEP else v_t
 
     return sum_up, steady, sums, pairs, remaining
