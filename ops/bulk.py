@@ -19,8 +19,8 @@ from tiles.plumbing import void
 from tiles.ring import check_tensor, elected
 from tiles.types import st, sv
 
-from . import memory
 from .group import FOUR_WARPS, THREADS
+from .panels import said
 
 
 def _to_global(warp, target, at, tile, fold=None):
@@ -75,7 +75,7 @@ def store_wait(newer=0):
 def _check(name, target, at):
     check_tensor(name, target)
     if not (isinstance(at, types.BaseTuple) and 1 <= len(at) <= target.rank and all(map(integer, at))):
-        raise TypeError(f"{name}: `at` must be up to {target.rank} integers, got {memory.said(at)}")
+        raise TypeError(f"{name}: `at` must be up to {target.rank} integers, got {said(at)}")
 
 
 def _rule(name, fold, dtypes=None):

@@ -16,7 +16,7 @@ from tiles.dtypes import fp32
 from tiles.op import lowers, op
 from tiles.types import rt, rv
 
-from .maps import _of_numbers, broadcast, lower_map, plain
+from .maps import broadcast, lower_map, of_numbers, plain
 
 
 @op
@@ -67,7 +67,7 @@ def _comparison(name, sign):
     def rule(x, y):
         out = broadcast(name, x, y)
         if out is None:
-            return _of_numbers(name, emit, (x, y))
+            return of_numbers(name, emit, (x, y))
         out = replace(out, dtype=fp32)
         return out, lower_map(out, emit, x, y)
 

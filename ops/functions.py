@@ -14,7 +14,7 @@ from tiles.op import lowers, number, op
 from tiles.types import rt, rv
 from tiles.values import FUNCTION
 
-from .maps import FAST, _map, fmax, plain
+from .maps import FAST, fmax, map_rule, plain
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 GELU_CUBIC, GELU_SLOPE = 0.044715, math.sqrt(2 / math.pi)
@@ -167,7 +167,7 @@ FUNCTIONS = {
     gelu_tanh: _emit_gelu_tanh,
 }
 for _face, _emit in FUNCTIONS.items():
-    lowers(_face)(_map(_face.__name__, _emit))
+    lowers(_face)(map_rule(_face.__name__, _emit))
 
 
 # ---- a function of one's own ---------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def lower_map(out, emit, *specs):
     return lower
 
 
-def _of_numbers(name, emit, specs):
+def of_numbers(name, emit, specs):
     """The same of numbers alone."""
     if not all(map(number, specs)):
         raise TypeError(f"{name}: takes tiles, vectors and numbers, got {_listed(specs)}")
@@ -90,7 +90,7 @@ def _of_numbers(name, emit, specs):
 def _several(name, emit, *specs):
     """The rule and lowering of a map of several arguments that has this meaning only."""
     out = broadcast(name, *specs)
-    return (out, lower_map(out, emit, *specs)) if out else _of_numbers(name, emit, specs)
+    return (out, lower_map(out, emit, *specs)) if out else of_numbers(name, emit, specs)
 
 
 def _operator(name, emit):
@@ -103,7 +103,7 @@ def _operator(name, emit):
     return rule
 
 
-def _map(name, emit):
+def map_rule(name, emit):
     """The rule and lowering of a map of one argument."""
 
     def rule(x):
@@ -138,7 +138,8 @@ def fma(x, y, z):
     return (np.float64(plain(x)) * np.float64(plain(y)) + np.float64(plain(z))).astype(np.float32)
 
 
-def _add(b, x, y):
+def fadd(b, x, y):
+    """The sum of two fp32 registers."""
     return b.fadd(x, y, flags=FAST)
 
 
@@ -146,13 +147,14 @@ def _sub(b, x, y):
     return b.fsub(x, y, flags=FAST)
 
 
-def _mul(b, x, y):
+def fmul(b, x, y):
+    """The product of two fp32 registers."""
     return b.fmul(x, y, flags=FAST)
 
 
 def _div(b, x, y):
     """By the reciprocal, which is shared by all elements that divide by the same register: 2 ulp, and 0 for |y| > 2 ** 126."""
-    return _mul(b, x, b.asm(f32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", y, effect=False))
+    return fmul(b, x, b.asm(f32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", y, effect=False))
 
 
 def _fma(b, x, y, z):
@@ -170,9 +172,9 @@ def fmin(b, x, y):
 
 
 OPERATORS = {
-    "add": (np.add, _add),
+    "add": (np.add, fadd),
     "sub": (np.subtract, _sub),
-    "mul": (np.multiply, _mul),
+    "mul": (np.multiply, fmul),
     "truediv": (np.divide, _div),
 }
 
@@ -207,5 +209,5 @@ def _negation(x):
     return _negated(x) if isinstance(x, (rt, rv)) else None
 
 
-_negated = _map("neg", lambda b, x: b.fsub(ir.Constant(f32, -0.0), x))
+_negated = map_rule("neg", lambda b, x: b.fsub(ir.Constant(f32, -0.0), x))
 lowers(operator.neg, lambda x: -plain(x))(_negation)

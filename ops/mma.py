@@ -13,7 +13,9 @@ from tiles.op import lowers, op
 from tiles.types import rt
 
 from .panels import matrix_addresses
-from .products import MULTIPLE, SLICE, SUPPORTED, cells, check, form_of  # noqa: F401
+from .products import MULTIPLE, SLICE, SUPPORTED, check, form_of
+
+__all__ = ["SUPPORTED", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt"]
 
 
 def _array(operand):

@@ -28,13 +28,13 @@ from tiles.types import rt, rv, st, whole
 from tiles.values import SharedTile
 
 from . import panels
-from .maps import _add, _mul, fmax, fmin
+from .maps import fadd, fmax, fmin, fmul
 
 CHAINS = 4  # independent partial folds in a lane, so that their latency hides
 BAND = 64  # elements a lane that are read at once of a shared tile
 QUAD, PLACES = (1, 2), (4, 8, 16)  # the bits of a lane's number in its quad, and those of its quad
 ZERO = ir.Constant(f32, 0.0)
-FOLDS = {"max": (np.fmax, fmax), "min": (np.fmin, fmin), "sum": (np.add, _add), "prod": (np.multiply, _mul)}
+FOLDS = {"max": (np.fmax, fmax), "min": (np.fmin, fmin), "sum": (np.add, fadd), "prod": (np.multiply, fmul)}
 
 
 def _elements(x):
@@ -204,7 +204,7 @@ def _(tile):
     if not isinstance(tile, rt):
         raise TypeError(f"lane_sum: takes a register tile, got {tile}")
     out = replace(tile.col_vec, partial=True)
-    return out, lambda b, v: b.from_elements(out, _fold_lane(b, tile, out, b.elements(tile, v), _add))
+    return out, lambda b, v: b.from_elements(out, _fold_lane(b, tile, out, b.elements(tile, v), fadd))
 
 
 @op
@@ -218,7 +218,7 @@ def _(vector):
     if not (isinstance(vector, rv) and vector.partial):
         raise TypeError(f"total: takes a partial sum (from lane_sum), got {vector}")
     out = whole(vector)
-    return out, lambda b, v: b.from_elements(out, _across(b, b.elements(vector, v), _sharers(out), _add))
+    return out, lambda b, v: b.from_elements(out, _across(b, b.elements(vector, v), _sharers(out), fadd))
 
 
 # ---- everything ----------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from numba.cuda import cgutils, nvvmutils
 from numba.cuda.cudaimpl import registry
 from numba.cuda.printimpl import print_item
 
-from tiles import layout
-from tiles.builder import Builder, f32
+from tiles import layout, ptx
+from tiles.builder import Builder
 from tiles.plumbing import Value
 from tiles.refused import check_print
 from tiles.types import rt
@@ -27,12 +27,6 @@ def _places(spec):
             place = spec.element(lane, index)
             out[place if isinstance(spec, rt) else (place, 0) if spec.axis == "col_vec" else (0, place)] = lane, index
     return out
-
-
-def _from_lane(b, x, lane):
-    """Another lane's fp32 register."""
-    text = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
-    return b.asm(f32, text, "=f,f,r", x, b.u32(lane))
 
 
 def _printf(b, buffer, text, *values):
@@ -59,7 +53,7 @@ def _(context, builder, sig, args):
     _printf(b, buffer, f"[block (%.0f, %.0f, %.0f), warp %.0f] {spec}\n", *map(b.real, place))
     for row in _places(spec):
         for start in range(0, len(row), ARGUMENTS):
-            values = [_from_lane(b, elements[index], lane) for lane, index in row[start : start + ARGUMENTS]]
+            values = [ptx.shuffle(b, elements[index], b.u32(lane)) for lane, index in row[start : start + ARGUMENTS]]
             end = "\n" if start + ARGUMENTS >= len(row) else " "
             _printf(b, buffer, " ".join(["%9.4f"] * len(values)) + end, *values)
     return context.get_dummy_value()

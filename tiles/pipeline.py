@@ -19,10 +19,11 @@ from llvmlite import ir
 from numba.cuda import types
 
 from . import layout, ptx
-from .builder import i64
+from .builder import i32, i64
 from .interpreter import here
 from .op import integer, lowers, op
 from .plumbing import SCALARS, compile_time, void
+from .ring import needs_index
 from .types import st
 from .values import SharedTile
 
@@ -142,7 +143,7 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
     source = b.add(b.add(data, b.zext(byte, i64)), b.mul(b.zext(row, i64), strides[rows]))
     for axis in sorted(range(ty.ndim), key=lambda axis: axis == rows):  # what changes from tile to tile last
         source = b.add(source, b.mul(at[axis], ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
-    guard = b.zext(b.icmp_unsigned("<", own, b.u32(min(step, share))), ir.IntType(32))
+    guard = b.zext(b.icmp_unsigned("<", own, b.u32(min(step, share))), i32)
 
     def copy(down, panel, low, part, nbytes):
         to = b.add(b.add(start, b.xor(chunk, b.u32(down * tile.width >> 3 & tile.width - 16))), b.u32(down * tile.width))
@@ -164,11 +165,6 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
                 copy(down, *place, b.select(exists, width, b.u32(0)))
 
 
-def _needs_index(name, j):
-    if not integer(j):
-        raise TypeError(f"{name}: the tile's number j must be an integer, got {j}")
-
-
 def _address(b, pipe, base, j):
     slot = b.urem(b.u32(j), b.u32(pipe.stages))
     return b.add(b.add(base, b.mul(slot, b.u32(pipe.tile.nbytes))), b.u32(pipe.start))
@@ -176,7 +172,7 @@ def _address(b, pipe, base, j):
 
 @lowers(pipeline.fill)
 def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
-    _needs_index("fill", j)
+    needs_index("fill", j)
     check_copy("fill", pipe.tile, source, at, rows, cols, piece)
     if not (end is None or integer(end)):
         raise TypeError(f"fill: end must be an integer, got {end}")
@@ -194,7 +190,7 @@ def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
 
 @lowers(pipeline.wait)
 def _(pipe, j, newer: int):
-    _needs_index("wait", j)
+    needs_index("wait", j)
     if newer < 0:
         raise TypeError(f"wait: newer must be 0 or more, got {newer}")
 

@@ -172,7 +172,8 @@ def check_tensor(name, spec):
         raise TypeError(f"{name}: takes a tiles.tensor, got {spec}")
 
 
-def _needs_index(name, j):
+def needs_index(name, j):
+    """TypeError if this is not the type of a tile's number."""
     if not integer(j):
         raise TypeError(f"{name}: the tile's number j must be an integer, got {j}")
 
@@ -184,7 +185,7 @@ def _needs_writers(name, ring):
 
 @lowers(ring.fill)
 def _(ring, j, source, at):
-    _needs_index("fill", j)
+    needs_index("fill", j)
     if ring.writers:
         raise TypeError(f"fill: warps write this ring, claim(...) and publish(...) a tile: {ring}")
     check_tensor("fill", source)
@@ -213,7 +214,7 @@ def _(ring, j, source, at):
 
 @lowers(ring.claim)
 def _(ring, j):
-    _needs_index("claim", j)
+    needs_index("claim", j)
     _needs_writers("claim", ring)
 
     def emit(b, base, j):
@@ -227,7 +228,7 @@ def _(ring, j):
 
 @lowers(ring.publish)
 def _(ring, j):
-    _needs_index("publish", j)
+    needs_index("publish", j)
     _needs_writers("publish", ring)
 
     def emit(b, base, j):
@@ -240,7 +241,7 @@ def _(ring, j):
 
 @lowers(ring.wait)
 def _(ring, j):
-    _needs_index("wait", j)
+    needs_index("wait", j)
 
     def emit(b, base, j):
         slot, parity = _modulo(b, ring, j)
@@ -253,7 +254,7 @@ def _(ring, j):
 
 @lowers(ring.release)
 def _(ring, j, after):
-    _needs_index("release", j)
+    needs_index("release", j)
     if not (after is None or isinstance(after, rv)):
         raise TypeError(f"release: `after` must be a vector, got {after}")
 

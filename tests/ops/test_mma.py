@@ -11,7 +11,7 @@ from sweep import EPS, blank, close, wide
 import ops
 import tiles
 from ops import load, mma, store, zeros
-from ops.products import FORMS
+from ops.products import FORMS, cells, form_of
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st, tf32
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
@@ -32,7 +32,7 @@ def exact(a, b, acc):
 
 def kernel_of(name, m, n, k, dtype, placed):
     """acc + a b by the op `name`, with a and b in registers ("r") or shared memory ("s"), and its shared memory."""
-    op, form = getattr(ops, name), mma.form_of(name)
+    op, form = getattr(ops, name), form_of(name)
     left, right = (m, k)[:: -1 if form.left else 1], (k, n)[:: -1 if form.right else 1]
     A, B, C = rt(*left, dtype, form.layouts[0]), rt(*right, dtype, form.layouts[1]), rt(m, n, fp32)
     smem = tiles.shared(a=st(*left, dtype), b=st(*right, dtype))
@@ -64,9 +64,9 @@ def products():
     turns = [itertools.cycle(found) for found in ((bf16, fp16), (fp8e4m3, fp8e5m2))]
     shapes = {itemsize: itertools.cycle(found) for itemsize, found in SHAPES.items()}
     for form in FORMS:
-        cells = mma.cells(f"mma_{form}")
+        found = cells(f"mma_{form}")
         for dtype in (next(turns[0]), tf32, next(turns[1])):
-            for left, right in itertools.product(*cells[dtype]):
+            for left, right in itertools.product(*found[dtype]):
                 yield f"mma_{form}", dtype, left.__name__[0] + right.__name__[0], next(shapes[dtype.itemsize])
     yield "mma_ABt", next(turns[1]), "ss", (32, 32, 32)
 
@@ -78,7 +78,7 @@ def test_products(run, sample, name, dtype, placed, shape):
     a, b, c = sample(left, dtype), sample(right, dtype), sample((m, n))
     out = blank((m, n))
     run(body, a, b, c, out, shared=smem)
-    form = mma.form_of(name)
+    form = form_of(name)
     want, atol = exact(a.T if form.left else a, b.T if form.right else b, wide(c))
     close(out, want, atol=atol)
 
