@@ -9,7 +9,7 @@ import pytest
 
 from tiles import fp32
 
-pytest.register_assert_rewrite("sweep", "lanes", "isa", "matrices")
+pytest.register_assert_rewrite("sweep", "lanes", "isa", "matrices", "mistakes")
 from sweep import BACKENDS, HUNG, Compiled  # noqa: E402
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)

@@ -1,0 +1,214 @@
+"""What mistakes say, see test_errors.py: those of products, loads and stores, and of warpgroups."""
+
+from mistakes import WIDE, B, Cases, E, S, T, check, smem
+
+import tiles
+from ops import lane_sum, load, raw, row_max, store, warpgroup, zeros
+from tiles import bf16, fp16, rt
+
+says = Cases()
+H = rt(16, 64, fp16)
+H48 = rt(16, 48, fp16)
+NARROW_COLUMNS = rt(16, 64, bf16, "col")
+turn = warpgroup.turns(2)
+
+
+@tiles.inlined
+def written():
+    """A shared tile that mmas may read."""
+    tile = smem.open()[0]
+    warpgroup.store(tile, zeros(B))
+    warpgroup.sync()
+    return tile
+
+
+@says("store: stores a register tile or whole vector, got partial col_vec(16, fp32)")
+def storing_a_partial_sum(x, g):
+    store(x, lane_sum(zeros(T)), (0, 0))
+
+
+@says("warpgroup.mm_AB: got rt(16, 64, bf16, col), st(64, 64, bf16); takes a")
+def product_of_a_column_tile(x, g):
+    s, _, _, _ = smem.open()
+    warpgroup.mm_AB(zeros(NARROW_COLUMNS), s)
+
+
+@says("add: this tile is still in flight: pending rt(16, 64, fp32); take it with warpgroup.wait")
+def a_tile_in_flight_added(x, g):
+    s = written()
+    warpgroup.mm_ABt(s, s) + 1.0
+
+
+@says("store: this tile is still in flight: pending rt(16, 64, fp32)")
+def a_tile_in_flight_stored(x, g):
+    s = written()
+    store(x, warpgroup.mm_AB(s, s), (0, 0))
+
+
+@says("warpgroup.mma_AB: got pending rt(16, 48, fp32), st(64, 64, bf16), st(64, 64, bf16); takes")
+def an_accumulator_in_flight_of_another_shape(x, g):
+    v = smem.open()[1]
+    warpgroup.store(v, zeros(H48))
+    warpgroup.sync()
+    short = warpgroup.mm_AB(fp16(zeros(T)), v)
+    s = smem.open()[0]
+    warpgroup.mma_AB(short, s, s)
+
+
+@says(
+    "warpgroup.mma_AB: got rt(16, 64, fp32), pending rt(16, 64, fp32), st(64, 64, bf16); takes acc "
+    "rt(16, n, fp32), a rt(16, k) or st(64, k), b st(k, n), both bf16 or both fp16. There are also mma_ABt (bf16, fp16"
+)
+def an_operand_in_flight(x, g):
+    s = written()
+    warpgroup.mma_AB(zeros(T), warpgroup.mm_AB(s, s), s)
+
+
+@says("mm_AB: this tile is still in flight: pending rt(16, 64, fp32)")
+def a_product_of_a_tile_in_flight(x, g):
+    s = written()
+    warpgroup.mm_AB(warpgroup.mm_AB(s, s), s)
+
+
+@says("wait: takes a tile in flight (from mm_* or mma_*), got rt(16, 64, fp32)")
+def waiting_for_what_is_here(x, g):
+    warpgroup.wait(zeros(T))
+
+
+@says("wait: newer must be 0 or more, got -1")
+def leaving_fewer_than_none_in_flight(x, g):
+    s = written()
+    warpgroup.wait(warpgroup.mm_ABt(s, s), -1)
+
+
+@says("warpgroup.mm_AB: got st(64, 64, bf16), st(64, 48, fp16); takes a")
+def product_of_unequal_dtypes(x, g):
+    s, v, _, _ = smem.open()
+    warpgroup.mm_AB(s, v)
+
+
+@says("warpgroup.mm_ABt: got rt(16, 64, fp16), st(64, 48, fp16); takes a")
+def product_of_unequal_k(x, g):
+    _, v, _, _ = smem.open()
+    warpgroup.mm_ABt(zeros(H), v)
+
+
+@says("warpgroup.mm_AB: got rt(16, 64, fp32), st(64, 64, bf16); takes a")
+def product_in_fp32(x, g):
+    s, _, _, _ = smem.open()
+    warpgroup.mm_AB(zeros(T), s)
+
+
+@says("warpgroup.mma_AB: got rt(16, 128, fp32), st(64, 64, bf16), st(64, 64, bf16); takes a")
+def accumulator_of_another_shape(x, g):
+    s, _, _, _ = smem.open()
+    warpgroup.mma_AB(zeros(WIDE), s, s)
+
+
+@says("warpgroup.store: st(64, 64, bf16) does not take 4 x rt(16, 128, fp32)")
+def storing_to_a_shared_tile_of_another_shape(x, g):
+    s, _, _, _ = smem.open()
+    warpgroup.store(s, zeros(WIDE))
+
+
+@says("store: st(64, 64, bf16) does not take rt(16, 64, fp32)")
+def storing_a_warps_tile_as_a_warpgroups(x, g):
+    s, _, _, _ = smem.open()
+    store(s, zeros(T))
+
+
+@says("load: st(64, 64, bf16) does not hold col_vec(16, fp32)")
+def loading_a_vector_from_a_shared_tile(x, g):
+    s, _, _, _ = smem.open()
+    load(s, T.col_vec)
+
+
+@says("warpgroup.load: `at` is for global arrays; a shared tile is taken whole, got (int, int)")
+def loading_part_of_a_shared_tile(x, g):
+    s, _, _, _ = smem.open()
+    warpgroup.load(s, B, (0, 0))
+
+
+@says("warpgroup.load: st(64, 64, fp8e4m3) does not hold rt(16, 64, fp32): fp8 tiles are converted in registers, fp8e4m3(x)")
+def loading_fp8(x, g):
+    _, _, f, _ = smem.open()
+    warpgroup.load(f, T)
+
+
+@says("row_max: tiles of fp8e4m3 are only for products: load it and convert it, fp32(x); got st(64, 64")
+def a_maximum_of_shared_fp8(x, g):
+    _, _, f, _ = smem.open()
+    row_max(f)
+
+
+@says("store: aligned accesses take tiles in row layout, of fp32, bf16 or fp16 as is")
+def storing_fp8_in_pieces(x, g):
+    store(x, zeros(E), (0, 0), aligned=True)
+
+
+@says("load: the type to load must be an rt or a vector type, got st(64, 64, bf16)")
+def loading_a_shared_tile_type(x, g):
+    load(x, S, (0, 0))
+
+
+@says("load: `at` must be 2 integers for an array of 2 axes, got None")
+def loading_with_no_index(x, g):
+    load(x, T)
+
+
+@says("load: `at` must be 2 integers for an array of 2 axes, got (int)")
+def loading_with_too_few_indices(x, g):
+    load(x, T, (0,))
+
+
+@says("load: `at` must be 2 integers for an array of 2 axes, got (float")
+def loading_at_a_fraction(x, g):
+    load(x, T, (0.5, 1.5))
+
+
+@says("load: rt(16, 64, fp32) lies along 2 axes of the array, got (1, -1) of 2")
+def loading_along_one_axis_twice(x, g):
+    load(x, T, (0, 0), 1, -1)
+
+
+@says("load: rt(16, 64, fp32) lies along 2 axes of the array, got (0, 2) of 2")
+def loading_along_an_axis_that_is_not_there(x, g):
+    load(x, T, (0, 0), 0, 2)
+
+
+@says("store: the target must be a shared tile or vector, or a global array, got")
+def storing_into_a_number(x, g):
+    store(1.0, zeros(T), (0, 0))
+
+
+@says("tma_store: the target takes st(64, 64, bf16), got st(64, 48, fp16)")
+def tma_store_of_another_tile(x, g):
+    _, v, _, _ = smem.open()
+    warpgroup.tma_store(g, (0, 0), v)
+
+
+@says("tma_store: `at` must be up to 2 integers, got (int, int, int)")
+def tma_store_with_too_many_indices(x, g):
+    s, _, _, _ = smem.open()
+    warpgroup.tma_store(g, (0, 0, 0), s)
+
+
+@says("take: the player's number must be an integer, got array")
+def taking_the_turn_of_nobody(x, g):
+    turn.take(x)
+
+
+@says("claim_registers: a multiple of 8 from 24 to 256, got 100")
+def a_number_of_registers_that_setmaxnreg_refuses(x, g):
+    warpgroup.claim_registers(100)
+
+
+@says("raw.wait: takes barrier, int, got st(64, 64, bf16)")
+def waiting_for_a_tile_as_for_a_barrier(x, g):
+    s, _, _, _ = smem.open()
+    raw.wait(s, 1)
+
+
+@says.sweep
+def test_mistakes(backend, mistake, message):
+    check(backend, mistake, message)
