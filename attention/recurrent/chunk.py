@@ -29,7 +29,7 @@ from .gates import ALONG, ROWS, TILE, gates
 from .places import CHUNK, COLUMNS, places
 
 WIDE = 128  # key dim, beyond which a state takes half of a consumer's registers: one consumer, and no segments
-REGISTERS = {(1, 2): (48, 208), (2, 1): (56, 224), (1, 1): (56, 256)}  # (consumers, resident) -> those of producer, consumer
+REGISTERS = {(1, 2): (48, 208), (2, 1): (56, 224), (1, 1): (88, 256)}  # (consumers, resident) -> those of producer, consumer
 SHARED_BYTES = 227 * 1024
 STAGES = 3  # chunks in flight, if shared memory has room for so many
 TINY = 1e-10  # added to a normalizer, as flash-linear-attention does

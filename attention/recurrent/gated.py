@@ -46,7 +46,7 @@ from ..signature import ENDS, FLOAT, INT, array, tiled
 from .gates import LOG2_E, floored
 from .places import CHUNK, COLUMNS, places
 
-REGISTERS = {1: (56, 256), 2: (56, 224)}  # consumers -> registers a thread of producer and consumer
+REGISTERS = {1: (88, 256), 2: (56, 224)}  # consumers -> registers a thread of producer and consumer
 SHARED_BYTES, STAGES, WIDE = 227 * 1024, 2, 128
 SLICE = 16  # channels that a warp brings into the frame at once
 LEAST = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2, so that q' and k' keep their precision
