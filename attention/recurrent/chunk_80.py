@@ -37,13 +37,13 @@ from ops import (
     warpgroup,
     zeros,
 )
-from tiles import fp32, inlined, pipeline, rt, shared, st
+from tiles import fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.layout import LANES
 
 from ..signature import ENDS, FLOAT, INT, array
 from . import chunk
 from .chunk import TINY, WIDE
-from .gates import ROWS, TILE, gates, own_gates
+from .gates import ROWS, TILE, gates, shared_gates
 from .places import CHUNK, COLUMNS, places
 
 WARPS = 4  # of a block
@@ -88,13 +88,15 @@ def make(config: Config):
     BEHIND = (3 if config.gated else 2) * NEWER  # and so many groups than its queries
     place, tokens = places(config.varlen)
     *_, pairs, remaining = gates(config.gate, 1)
-    given, own_sums = own_gates(config.gate, config.softplus)
+    given, put, of_pairs, of_rows, of_end = shared_gates(config.gate, config.softplus)
     smem = shared(
         q=pipeline(config.key, 1, WARPS),
         k=pipeline(config.key, STAGES, WARPS),
         v=pipeline(config.value, 1, WARPS),
         z=pipeline(config.value if config.gated else st(8 * WARPS, 16, INPUT), 1, WARPS),
         p=st(CHUNK, CHUNK, INPUT),
+        b=sv(CHUNK, fp32),
+        w=sv(CHUNK, fp32),
     )
 
     @inlined
@@ -106,13 +108,11 @@ def make(config: Config):
             return x
 
     @inlined
-    def finish(o, values, z, j, gSkip, gDivisor, at):
+    def finish(o, z, j, gDivisor, at):
         """What becomes of an output before it is stored."""
-        batch, token, head, column = at
+        batch, token, head, _ = at
         if DIVIDED:
             o = o / (load(gDivisor, OUT.col_vec, (batch, token, head), cols=1) + TINY)
-        if SKIP:
-            o = o + fp32(transpose(warpgroup.load_transposed(values, TURNED))) * load(gSkip, OUT.row_vec, (head, column))
         if GATED:
             o = o * silu(fp32(transpose(warpgroup.load_transposed(z.wait(j, NEWER), TURNED))))
         return o
@@ -123,7 +123,7 @@ def make(config: Config):
         length, blocks, segments, walked, heads, group, width, scale,
     ):  # fmt: skip
         """The outputs, or the states and summed gates, of a segment: see chunk.py, whose arguments these are."""
-        q, k, v, z, p = smem.open()
+        q, k, v, z, p, b, w = smem.open()
         me = int32(cuda.threadIdx.x // 32)
         block, segment, key_head, sequence = place(cuda.blockIdx.x, blocks, walked, heads)
         first, end, batch = tokens(gEnds, sequence, length, segment, segments)
@@ -143,27 +143,32 @@ def make(config: Config):
             total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
             s_t = decayed(s_t, total) + load(gLocal, STATE, (sequence, head, i, at, 0))
         rate, bias = tile_max(load(gRate, ROWS, (head, 0))), tile_max(load(gBias, ROWS, (head, 0)))
-        so_far, g = float32(0), given(gGates, batch, first, end, head)
+        so_far = float32(0)
+        if me == 0:
+            put(b, w, given(gGates, batch, first, end, head), rate, bias, end - first)
         for j in range(n):
             token, later = first + CHUNK * j, first + CHUNK * (j + 1)
-            rows, along, total, weights = own_sums(g, rate, bias, end - token)
             keys = k.wait(j, BEHIND)
             if OUTPUTS:
                 queries = q.wait(j, BEHIND)
                 s = mma_ABt(zeros(TILE), subtile(queries, BAND, me), keys)
+                rows, along, weights = of_pairs(b, w, me)
                 store(subtile(p, BAND, me), INPUT(pairs(s, rows, along, weights)))
             values = v.wait(j, NEWER)  # and all of P is there
             v_t = INPUT(zeros(TILE) + 1.0) if ONES else warpgroup.load_transposed(values, TURNED)
-            u_t, by_token = INPUT(remaining(fp32(v_t), along, total, weights)), transpose(along)
             if OUTPUTS:
-                o = decayed(mma_ABt(zeros(OUT), queries, INPUT(s_t)), by_token)
+                o = decayed(mma_ABt(zeros(OUT), queries, INPUT(s_t)), of_rows(b))
+                if SKIP:  # Mamba-2's, whose scale is 1
+                    o = o + fp32(transpose(v_t)) * load(gSkip, OUT.row_vec, (head, at))
                 o = mma_ABt(o, p, v_t) * scale
                 if ONES:
                     if me == 0:
                         store(gO, row_max(o), (batch, token, head), cols=1)
                 else:
-                    o = finish(o, values, z, j, gSkip, gDivisor, (batch, token, head, at))
+                    o = finish(o, z, j, gDivisor, (batch, token, head, at))
                     store(gO, o, (batch, token, head, at), 1, 3, ALIGNED)
+            along, total, weights = of_end(b, w)
+            u_t = INPUT(remaining(fp32(v_t), along, total, weights))
             together.sync()
             q.fill(j + 1, gQ, (batch, later, key_head, 0), 1, 3, n if OUTPUTS else 0, PIECE)
             if GATED:
@@ -171,6 +176,8 @@ def make(config: Config):
             v.fill(j + 1, gV, (batch, later, head, left), 1, 3, 0 if ONES else n, PIECE)
             g = given(gGates, batch, later, end, head)
             s_t, so_far = mma_AB(decayed(s_t, total), u_t, keys), so_far + total
+            if me == 0:
+                put(b, w, g, rate, bias, end - later)
             together.sync()
             k.fill(j + STAGES, gK, (batch, token + CHUNK * STAGES, key_head, 0), 1, 3, n, PIECE)
         if OUTPUTS:

@@ -19,8 +19,8 @@ from ops import (
     minimum,
     softplus,
     store,
+    subtile,
     tile_max,
-    tile_min,
     transpose,
     warpgroup,
     where,
@@ -130,13 +130,15 @@ def gates(kind: str | None, consumers: int, softpluses: bool = False):
     return sum_up, steady, sums, pairs, remaining
 
 
-def own_gates(kind: str | None, softpluses: bool = False):
-    """Where every warp sums up gates by itself, with no shared memory: what stands for sum_up and sums. kind: None,
-    "token" or "step"; there a head's gate is that of each of its tokens.
+def shared_gates(kind: str | None, softpluses: bool = False):
+    """The same where warps meet anyway: vectors b and w in shared memory are a chunk's sums and weights. kind: None, "token" or
+    "step"; there a head's gate is that of each of its tokens.
 
-    given(gGates, batch, token, end, head): what the caller gave for a chunk's tokens before `end`, to be loaded ahead.
-    own_sums(g, rate, bias, left): of the chunk that g was given for, what sums gives."""
-    summed = _summing(kind, softpluses)
+    given(gGates, batch, token, end, head): what the caller gave for a chunk's tokens before `end`.
+    put(b, w, g, rate, bias, left): a warp's work: the sums and weights of the chunk that g was given for, before a meeting.
+    of_pairs(b, w, me): b of warp me's rows, of all, and the weights. of_rows(b): b of all rows. of_end(b, w): b, its last,
+    and the weights."""
+    BY_STEP, summed = kind == "step", _summing(kind, softpluses)
 
     @inlined
     def given(gGates, batch, token, end, head):
@@ -146,11 +148,29 @@ def own_gates(kind: str | None, softpluses: bool = False):
             return load(clip(gGates, 1, end), DOWN, (batch, token, head), cols=1)
 
     @inlined
-    def own_sums(g, rate, bias, left):
-        if kind is None:
-            return 0.0, zeros(ALONG), 0.0, 0.0
-        else:
-            along, weights = summed(transpose(g), rate, bias, left)
-            return warpgroup.own_rows(along), along, tile_min(along), weights  # sums never rise: the last is the least
+    def put(b, w, g, rate, bias, left):
+        if kind is not None:
+            totals, weights = summed(transpose(g), rate, bias, left)
+            store(b, totals)
+            if BY_STEP:
+                store(w, weights)
 
-    return given, own_sums
+    @inlined
+    def of_pairs(b, w, me):
+        if kind is None:
+            return 0.0, 0.0, 0.0
+        else:
+            return load(subtile(b, 16, me), ROWS), load(b, ALONG), load(w, ALONG) if BY_STEP else 0.0
+
+    @inlined
+    def of_rows(b):
+        return 0.0 if kind is None else load(b, DOWN)
+
+    @inlined
+    def of_end(b, w):
+        if kind is None:
+            return 0.0, 0.0, 0.0
+        else:
+            return load(b, ALONG), last(b), load(w, ALONG) if BY_STEP else 0.0
+
+    return given, put, of_pairs, of_rows, of_end
