@@ -185,7 +185,7 @@ def check_store(name, target, value, at, rows, cols, is_aligned, warps):
     elif isinstance(target, types.Array):
         _check_global(name, target, value, at, rows, cols)
         if is_aligned:
-            pieces.check(name, target, value)
+            pieces.check(name, target, value, is_aligned)
     else:
         raise TypeError(f"{name}: the target must be a shared tile or vector, or a global array, got {target}")
 
@@ -205,7 +205,7 @@ def check_load(name, source, spec, at, rows, cols, is_aligned, warps):
     elif isinstance(source, types.Array):
         _check_global(name, source, spec, at, rows, cols)
         if is_aligned:
-            pieces.check(name, source, spec, vectors=True)
+            pieces.check(name, source, spec, is_aligned, loads=True)
     else:
         raise TypeError(f"{name}: the source must be a shared tile or vector, or a global array, got {source}")
 
@@ -214,7 +214,9 @@ def lower_store(target, value, rows, cols, is_aligned, first_row):
     """The lowering of a store by a warp whose first row is `first_row(b)` of the tile."""
     if isinstance(target, (st, sv)):
         return _shared(target).lower_store(target, value, first_row)
-    return (pieces.lower_store if is_aligned else lower_global_store)(target, value, rows, cols, first_row)
+    if is_aligned:
+        return pieces.lower_store(target, value, rows, cols, first_row, pieces.piece_of(is_aligned))
+    return lower_global_store(target, value, rows, cols, first_row)
 
 
 def lower_load(source, spec, rows, cols, is_aligned, first_row):
@@ -230,7 +232,7 @@ def store_rows(target, value, at, rows, cols, is_aligned, rank):
     """The meaning of a store by warp `rank` of those that share the tile."""
     if isinstance(target, SharedTile):
         return here().write(target, value.array.reshape(-1, *target.shape[1:]), rows_of(value.spec, rank))
-    if is_aligned and (why := pieces.misaligned(target, value.spec, at, cols)):
+    if is_aligned and (why := pieces.misaligned(target, value.spec, at, cols, pieces.piece_of(is_aligned))):
         raise here().hazard(f"aligned store: {why}")
     at = shifted(value.spec, at, rows, cols, rank)
     view, part = window(target, value.spec, at, rows, cols)
@@ -268,8 +270,9 @@ def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
 
     aligned: a promise that lets a lane move 16 bytes at a time, for tiles in row layout and 2- or 4-byte arrays: the array's
     columns are adjacent and come by eight (fp32: by four), as does `at` along them, and its address and other strides are
-    multiples of 16 bytes. Of a vector, which may be loaded so, that its elements are adjacent. The interpreter checks it; on
-    the GPU a broken promise is an access elsewhere."""
+    multiples of 16 bytes. Of a vector, which may be loaded so, that its elements are adjacent. aligned=4: the same with
+    multiples of 4 bytes and columns by two, for stores to 2-byte arrays. The interpreter checks it; on the GPU a broken promise
+    is an access elsewhere."""
     store_rows(target, value, at, rows, cols, aligned, 0)
 
 

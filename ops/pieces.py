@@ -1,4 +1,4 @@
-"""Register tiles to and from aligned global arrays, 16 bytes a lane.
+"""Register tiles to and from aligned global arrays, 16 bytes a lane, or 4.
 
 A lane of an accumulator holds pairs of neighbouring columns. The lanes of a quad hold a row between them, and exchange pairs so
 that each ends up with a piece of 16 bytes:
@@ -24,7 +24,7 @@ from tiles.plumbing import SCALARS
 from tiles.types import rt, rv
 
 QUAD, CHUNK = 4, 8  # lanes, and columns of which each of them has two
-PIECE = 16  # bytes
+PIECE, PAIR = 16, 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -74,17 +74,27 @@ EXCHANGES = {  # bytes an element: exchanges, those of more columns first
     2: (Exchange(4, ACROSS, (8, 16)), Exchange(2, ACROSS, (8, 0), CHUNK)),
     4: (Exchange(2, ((1, ((0, 2), (1, 3))),), (8, 4)),),
 }
+PAIRS = Exchange(1, (), (2, 4))  # two columns stay where they are
 
 
-def _exchange(spec, size):
+def piece_of(aligned):
+    """The bytes that `aligned` promises: 16, or 4 where it is that number."""
+    return PAIR if aligned == PAIR else PIECE
+
+
+def _exchange(spec, size, piece=PIECE):
     """The exchange for tiles of type `spec` and an array of so many bytes an element."""
+    if piece == PAIR:
+        return PAIRS
     return next(exchange for exchange in EXCHANGES[size] if spec.cols % exchange.columns == 0)
 
 
-def check(name, array, spec, vectors=False):
-    """TypeError if tiles of type `spec` cannot be moved to or from this array in pieces of 16 bytes. vectors: they may come."""
+def check(name, array, spec, aligned, loads=False):
+    """TypeError if tiles of type `spec` cannot be moved to or from this array in pieces. loads: of 16 bytes, and of vectors."""
     size = SCALARS[array.dtype].itemsize
-    if vectors and isinstance(spec, rv) and size in EXCHANGES:
+    if aligned not in (False, True) and (loads or aligned != PAIR or size != 2):
+        raise TypeError(f"{name}: aligned must be True, or for stores to bf16 and fp16 arrays {PAIR}, got {aligned}")
+    if loads and isinstance(spec, rv) and size in EXCHANGES:
         return
     if not (isinstance(spec, rt) and spec.layout == "row" and size in EXCHANGES and spec.dtype.itemsize > 1):
         raise TypeError(
@@ -92,15 +102,15 @@ def check(name, array, spec, vectors=False):
         )
 
 
-def misaligned(array, spec, at, cols):
-    """What keeps pieces of 16 bytes, or the elements of a vector, from being moved to or from a NumPy array, or None."""
+def misaligned(array, spec, at, cols, piece=PIECE):
+    """What keeps pieces of so many bytes, or the elements of a vector, from being moved to or from a NumPy array, or None."""
     if isinstance(spec, rv):
         adjacent = array.strides[cols] == array.itemsize
         return None if adjacent else f"the elements of the array (strides {array.strides}) are not adjacent along axis {cols}"
     steps = [stride for axis, stride in enumerate(array.strides) if axis != cols % array.ndim and array.shape[axis] > 1]
-    if array.strides[cols] != array.itemsize or any(stride % PIECE for stride in steps) or array.ctypes.data % PIECE:
-        return f"the array (strides {array.strides}, address {array.ctypes.data:#x}) is not aligned to {PIECE} bytes"
-    columns = PIECE // array.itemsize
+    if array.strides[cols] != array.itemsize or any(stride % piece for stride in steps) or array.ctypes.data % piece:
+        return f"the array (strides {array.strides}, address {array.ctypes.data:#x}) is not aligned to {piece} bytes"
+    columns = piece // array.itemsize
     if at[cols] % columns or array.shape[cols] % columns:
         return f"columns from {at[cols]} of {array.shape[cols]} are not multiples of {columns}"
     return None
@@ -142,18 +152,18 @@ def _places(spec):
     return [spec.element(0, k) for k in range(0, spec.elements, step)]
 
 
-def lower_store(ty, spec, rows, cols, first_row):
+def lower_store(ty, spec, rows, cols, first_row, piece=PIECE):
     """The lowering of an aligned store by a warp whose first row is `first_row(b)` of the tile."""
     stored = rt(spec.rows, spec.cols, SCALARS[ty.dtype])
-    exchange = _exchange(stored, stored.dtype.itemsize)
+    exchange, count = _exchange(stored, stored.dtype.itemsize, piece), piece // 4
+    words = {1: "b32 [$0], $1", 4: "v4.b32 [$0], {$1, $2, $3, $4}"}[count]
+    text = f"{{.reg .pred p;\nsetp.ne.u32 p, ${count + 1}, 0;\n@p st.global.{words};}}"
 
     def lower(b, array, value, at, *_):
         registers = b.unpack(value) if stored == spec else b.unpack(b.from_elements(stored, b.elements(spec, value)))
         held = dict(zip(_places(stored), registers, strict=True))
         for places, fits, address in _pieces(b, ty, exchange, array, spec, at, rows, cols, first_row(b)):
-            piece = [b.bitcast(x, i32) for x in exchange(b, [held[place] for place in places])]
-            text = "{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n@p st.global.v4.b32 [$0], {$1, $2, $3, $4};}"
-            b.do(text, address, *piece, fits)
+            b.do(text, address, *(b.bitcast(x, i32) for x in exchange(b, [held[place] for place in places])), fits)
 
     return lower
 

@@ -80,7 +80,7 @@ class Config(chunk.Config):
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, STATE, OUT = config.dtype, rt(BAND, config.key_dim, fp32), rt(CHUNK, BAND, fp32)
-    TURNED, STAGES, PIECE, ALIGNED = rt(BAND, CHUNK, INPUT), config.stages, config.piece, int(config.piece == 16)
+    TURNED, STAGES, PIECE, ALIGNED = rt(BAND, CHUNK, INPUT), config.stages, config.piece, 1 if config.piece == 16 else 4
     DECAYS, LATER = config.gate is not None, not config.states and config.key_dim <= WIDE
     SKIP, GATED, ONES, DIVIDED = config.skip, config.gated, config.ones, config.divided
     OUTPUTS = not config.states

@@ -107,8 +107,9 @@ def _store_chunk(m, _, address, *words_and_guard):
     *words, guard = words_and_guard
     active = m.active & (guard.array != 0)
     if active.any():
-        assert not (address.array[active] % 16).any(), "a 16-byte access needs an address that is a multiple of 16"
-        memory, at = m.reach(address.array[active], 16)
+        size = 4 * len(words)
+        assert not (address.array[active] % size).any(), f"a {size}-byte access needs an address that is a multiple of {size}"
+        memory, at = m.reach(address.array[active], size)
         for k, word in enumerate(words):
             for byte in range(4):
                 memory[at + 4 * k + byte] = word.array[active] >> 8 * byte & 0xFF
@@ -262,7 +263,7 @@ PTX = {
     r"^shfl.sync.idx.b32 \$0, \$1, 0, 31, -1;$": lambda m, _, x: Register(x.type, x.array[m.tid // 32 * 32]),
     r"@p ld.global.(f32|b16|b8) \S+ \[\$1\];": _load_global,
     r"@p st.global.(f32|b16|b8) \[\$0\], (?:\$1|lo);": _store_global,
-    r"@p st.global.v4.b32 \[\$0\], \{\$1, \$2, \$3, \$4\};": _store_chunk,
+    r"@p st.global.(?:v4.b32 \[\$0\], \{\$1, \$2, \$3, \$4\}|b32 \[\$0\], \$1);": _store_chunk,
     r"@p ld.global.v4.b32 \{\$0, \$1, \$2, \$3\}, \[\$4\];": _load_chunk,
     r"^st.shared.v2.f32 \[\$0\], \{\$1, \$2\};$": _store_pair,
     r"^ld.shared.v2.f32 \{\$0, \$1\}, \[\$2\];$": _load_pair,

@@ -93,6 +93,27 @@ def test_fp32_comes_by_four_columns(run, sample):
         assert same(y[i], placed(shape, at, x)) and same(z[i], placed(shape, at, h.astype(np.float32))), f"store at {at}"
 
 
+@pytest.mark.parametrize(("cols", "held", "dtype"), pairs(COLS, [bf16, fp16, fp32], [*HALVES, *HALVES[::-1]]))
+def test_stores_of_pairs(run, sample, cols, held, dtype):
+    """Columns by two, and rows that begin 4 bytes past a multiple of 8."""
+    shape, places = (21, cols + 22), [(0, 0), (0, 22), (5, 6), (-3, -2), (-16, 0), (20, cols), (0, cols + 20), (100, 0)]
+    T, n = rt(16, cols, held), len(places)
+
+    @cuda.jit
+    def body(x, at, y):
+        tile = load(x, T, (0, 0))
+        for i in range(n):
+            store(y, tile, (i, at[i, 0], at[i, 1]), aligned=4)
+
+    x, memory = sample((16, cols), held), np.zeros((n, 21, cols + 26), dtype.np)
+    y = memory[..., 2:-2]
+    y[...] = np.nan
+    run(body, x, np.array(places, np.int32), y)
+    assert not memory[..., :2].any() and not memory[..., -2:].any(), "memory around the array was written"
+    for i, at in enumerate(places):
+        assert same(y[i], placed(shape, at, x.astype(np.float32).astype(dtype.np).astype(np.float32))), f"store at {at}"
+
+
 @pytest.mark.parametrize(("cols", "held", "dtype"), pairs(COLS, DTYPES, [*DTYPES, bf16]))
 def test_loads_at_every_edge(run, sample, cols, held, dtype):
     """What lies outside is 0, as for any load."""
@@ -321,6 +342,14 @@ def of_a_vector(h, f):
     store(h, load(f, T.row_vec, (0, 0)), (0, 0), aligned=True)
 
 
+def loaded_pairs(h, f):
+    load(h, T, (0, 0), aligned=4)
+
+
+def pairs_of_fp32(h, f):
+    store(f, load(f, T, (0, 0)), (0, 0), aligned=4)
+
+
 def in_column_layout(h, f):
     store(h, load(h, COLUMN, (0, 0)), (0, 0), aligned=True)
 
@@ -348,6 +377,8 @@ MISTAKES = {
     of_a_vector: f"store: {TAKES}got row_vec(32, fp32)",
     in_column_layout: f"store: {TAKES}got rt(16, 32, bf16, col)",
     by_four_warps: f"warpgroup.store: {TAKES}got rt(16, 32, bf16, col)",
+    loaded_pairs: "load: aligned must be True, or for stores to bf16 and fp16 arrays 4, got 4",
+    pairs_of_fp32: "store: aligned must be True, or for stores to bf16 and fp16 arrays 4, got 4",
     to_a_shared_tile: "warpgroup.store: `aligned` is for global arrays, got st(64, 32, bf16)",
     loaded_columns: f"load: {TAKES}got rt(16, 32, bf16, col)",
     from_a_shared_tile: "warpgroup.load: `aligned` is for global arrays, got st(64, 32, bf16)",
