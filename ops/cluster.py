@@ -217,7 +217,7 @@ def _(bar):
         raise TypeError(f"cluster.signal: takes a peer's barrier (cluster.map), got {bar}")
 
     def emit(b, address):
-        b.do("bar.warp.sync 0xffffffff;")
+        ptx.warp_sync(b)
         with b.if_then(elected(b, LANES)):
             ptx.mbarrier_arrive_remote(b, address, publish=True)
 

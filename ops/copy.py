@@ -61,6 +61,6 @@ def _(newer: int):
 
     def emit(b, _):
         ptx.copy_wait(b, newer)
-        b.do("bar.warp.sync 0xffffffff;")
+        ptx.warp_sync(b)
 
     return void, emit

@@ -62,17 +62,16 @@ class Group:
     # -- what they become
     def emit_warps(self, b):
         """How many warps there are."""
-        return b.u32(self.warps) if self.warps else b.lshr(b.special("ntid.x"), b.u32(5))
+        return b.u32(self.warps) if self.warps else b.udiv(b.special("ntid.x"), b.u32(LANES))
 
     def emit_rank(self, b):
         """The warp's place among them."""
-        warp = b.lshr(b.special("tid.x"), b.u32(5))
-        return b.and_(warp, b.u32(self.warps - 1)) if self.warps else warp
+        return b.and_(b.warp(), b.u32(self.warps - 1)) if self.warps else b.warp()
 
     def emit_barrier(self, b):
         """(number, threads) of the named barrier where they meet."""
         if self.warps:
-            return b.sub(b.u32(LAST_NAMED), b.lshr(b.special("tid.x"), b.u32(7))), b.u32(LANES * self.warps)
+            return b.sub(b.u32(LAST_NAMED), b.warpgroup()), b.u32(LANES * self.warps)
         return b.u32(0), b.special("ntid.x")
 
     def emit_meet(self, b):

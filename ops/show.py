@@ -49,7 +49,7 @@ def _(context, builder, sig, args):
     check_print(spec)
     elements = b.elements(spec, args[0])
     buffer = cgutils.alloca_once(b, ir.ArrayType(f64, ARGUMENTS))
-    place = [b.special(f"ctaid.{axis}") for axis in "xyz"] + [b.lshr(b.special("tid.x"), b.u32(5))]
+    place = [b.special(f"ctaid.{axis}") for axis in "xyz"] + [b.warp()]
     _printf(b, buffer, f"[block (%.0f, %.0f, %.0f), warp %.0f] {spec}\n", *map(b.real, place))
     for row in _places(spec):
         for start in range(0, len(row), ARGUMENTS):

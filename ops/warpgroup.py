@@ -44,7 +44,7 @@ def id():
 
 @lowers(id)
 def _():  # through a shuffle, so that ptxas knows it is uniform: 4 % fewer instructions in a loop that depends on it
-    return types.int32, lambda b: ptx.uniform(b, b.lshr(b.special("tid.x"), b.u32(7)))
+    return types.int32, lambda b: ptx.uniform(b, b.warpgroup())
 
 
 # ---- registers -----------------------------------------------------------------------------------------------------

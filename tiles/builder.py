@@ -5,6 +5,7 @@ from numba.cuda import types
 from numba.cuda.descriptor import cuda_target
 
 from .dtypes import bf16, fp32, tf32
+from .layout import LANES, WARPGROUP
 from .types import rt, rv
 
 i1, i32, i64, f32 = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -132,7 +133,15 @@ class Builder(ir.IRBuilder):
 
     def lane(self, anew=False):
         """This thread's lane in its warp."""
-        return self.and_(self.special("tid.x", anew), self.u32(31))
+        return self.and_(self.special("tid.x", anew), self.u32(LANES - 1))
+
+    def warp(self):
+        """This thread's warp in its block."""
+        return self.lshr(self.special("tid.x"), self.u32(LANES.bit_length() - 1))
+
+    def warpgroup(self):
+        """This thread's warpgroup in its block."""
+        return self.lshr(self.special("tid.x"), self.u32((WARPGROUP * LANES).bit_length() - 1))
 
     def array(self, ty, value):
         """A Numba array's (data address, extents, strides in bytes)."""

@@ -179,7 +179,7 @@ def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
     share = pipe.tile.rows // pipe.warps
 
     def emit(b, base, j, array, at, _, __, last, ___):
-        first = b.mul(b.lshr(b.special("tid.x"), b.u32(5)), b.u32(share))
+        first = b.mul(b.warp(), b.u32(share))
         wanted = b.icmp_signed("<", b.u32(j), b.u32(2**31 - 1) if end is None else b.u32(last))
         with b.if_then(wanted):
             lower_copy(b, source, pipe.tile, _address(b, pipe, base, j), array, at, rows, cols, piece, share, first)

@@ -144,6 +144,11 @@ def reads_done(b):
     """After ordinary loads from shared memory: TMA may overwrite what this warp has read as soon as one of its lanes says
     so. (The fence orders a lane's loads before asynchronous writes, the meeting all lanes' before the one that speaks.)"""
     fence_async(b)
+    warp_sync(b)
+
+
+def warp_sync(b):
+    """The lanes of this warp meet; what each wrote before is visible to all."""
     b.do("bar.warp.sync 0xffffffff;")
 
 
