@@ -1,4 +1,4 @@
-"""The one place that knows Numba: frozen tile types become Numba types, ops become intrinsics.
+"""The one place that teaches Numba: frozen tile types become Numba types, ops become intrinsics (builder.py has their words).
 
 Two Numba types carry everything: `Value(spec)` is a run-time value of that type (registers, or an address), `Static(spec)`
 the frozen object itself, closed over by a kernel and known when it is compiled. Kernel authors see neither.
