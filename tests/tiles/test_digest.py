@@ -200,7 +200,7 @@ USERS_OP = """
     import numpy as np
     from numba import cuda
     from tiles import lowers, op
-    from ops.maps import _map
+    from ops.maps import map_rule
     from ops import load, store
     from tiles import rt, fp32
     TILE, SLOPE = rt(16, 16, fp32), 0.5
@@ -220,8 +220,8 @@ USERS_OP = """
 """
 REGISTRATIONS = {
     "a rule": "@lowers(leaky)\n    def _(x):\n        return x, lambda b, v: b.pack([scaled(b, e) for e in b.unpack(v)])",
-    "a table's row": 'lowers(leaky)(_map("leaky", scaled))',
-    "a lambda in a table's row": 'lowers(leaky)(_map("leaky", lambda b, e: b.fmul(e, b.real(SLOPE))))',
+    "a table's row": 'lowers(leaky)(map_rule("leaky", scaled))',
+    "a lambda in a table's row": 'lowers(leaky)(map_rule("leaky", lambda b, e: b.fmul(e, b.real(SLOPE))))',
 }
 
 
