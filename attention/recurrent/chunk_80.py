@@ -143,12 +143,12 @@ def make(config: Config):
             total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
             s_t = decayed(s_t, total) + load(gLocal, STATE, (sequence, head, i, at, 0))
         rate, bias = tile_max(load(gRate, ROWS, (head, 0))), tile_max(load(gBias, ROWS, (head, 0)))
-        so_far = float32(0)
-        if me == 0:
-            put(b, w, given(gGates, batch, first, end, head), rate, bias, end - first)
+        so_far, g = float32(0), given(gGates, batch, first, end, head)
         for j in range(n):
             token, later = first + CHUNK * j, first + CHUNK * (j + 1)
-            keys = k.wait(j, BEHIND)
+            if me == 0:
+                put(b, w, g, rate, bias, end - token)
+            keys = k.wait(j, BEHIND)  # and the sums of gates
             if OUTPUTS:
                 queries = q.wait(j, BEHIND)
                 s = mma_ABt(zeros(TILE), subtile(queries, BAND, me), keys)
@@ -176,8 +176,6 @@ def make(config: Config):
             v.fill(j + 1, gV, (batch, later, head, left), 1, 3, 0 if ONES else n, PIECE)
             g = given(gGates, batch, later, end, head)
             s_t, so_far = mma_AB(decayed(s_t, total), u_t, keys), so_far + total
-            if me == 0:
-                put(b, w, g, rate, bias, end - later)
             together.sync()
             k.fill(j + STAGES, gK, (batch, token + CHUNK * STAGES, key_head, 0), 1, 3, n, PIECE)
         if OUTPUTS:
