@@ -15,7 +15,7 @@ from tiles.sass import instructions
 
 from . import blocks, hopper, sm_80
 from .problem import PIECES
-from .recurrent import based, chunk, delta, gated, gates, hedgehog, places
+from .recurrent import based, chunk, chunk_80, delta, gated, gates, hedgehog, places
 
 SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 ROOMS = {"sm_80": 163 * 1024, "sm_90a": sm_80.LARGE, "sm_100a": sm_80.LARGE}  # shared memory a block; others have least
@@ -34,8 +34,21 @@ def configurations(everything=False, arch="sm_90a"):
         for head_dim, causal in itertools.product(sm_80.SHAPES, (False, True)):
             for piece in PIECES if everything else PIECES[:1]:
                 yield "forward", sm_80, sm_80.config_for(head_dim, dtype, causal, room, piece)
+        yield from _by_copies(dtype, PIECES if everything else PIECES[:1])
         if arch == "sm_90a":
             yield from _recurrent(dtype)
+
+
+def _by_copies(dtype, pieces):
+    """Linear attention on every GPU: every gate at every size, every other form at one size."""
+    for key_dim in 64, 128, 256:
+        for gate, piece in itertools.product((None, "token", "step"), pieces):
+            yield "linear", chunk_80, chunk_80.Config(key_dim, 1, dtype, gate, piece=piece)
+        for piece in pieces:
+            more = {"softplus": True, "skip": True, "gated": True, "piece": piece}
+            yield "mamba2", chunk_80, chunk_80.Config(key_dim, 1, dtype, "step", **more)
+    for form in CHUNK_FORMS:
+        yield "linear", chunk_80, chunk_80.Config(128, 1, dtype, "token", **form)
 
 
 def _recurrent(dtype):
@@ -59,8 +72,12 @@ def _recurrent(dtype):
 
 
 CHUNK_FORMS = {"states": True}, {"varlen": True}, {"ones": True}, {"divided": True}, {"varlen": True, "states": True}
-SHARES = {chunk: (gates.gates, places.places), gated: (places.places,), delta: (places.span,), based: (places.span,),
-          hedgehog: (places.span,)}  # fmt: skip
+SHARES = {
+    chunk: (gates.gates, places.places),
+    chunk_80: (gates.gates, gates.shared_gates, places.places),
+    gated: (places.places,),
+    **dict.fromkeys((delta, based, hedgehog), (places.span,)),
+}
 
 
 def lines(function) -> int:
