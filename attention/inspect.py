@@ -15,7 +15,7 @@ from tiles.sass import instructions
 
 from . import blocks, hopper, sm_80
 from .problem import PIECES
-from .recurrent import based, chunk, chunk_80, delta, gated, gates, hedgehog, places
+from .recurrent import based, chunk, chunk_80, delta, gated, gates, hedgehog, kda, places, turned
 
 SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 ROOMS = {"sm_80": 163 * 1024, "sm_90a": sm_80.LARGE, "sm_100a": sm_80.LARGE}  # shared memory a block; others have least
@@ -64,9 +64,12 @@ def _recurrent(dtype):
         yield "gla", gated, gated.Config(*size, of, dtype)
     for size, decays in itertools.product(sizes[:4], (False, True)):
         yield "delta", delta, delta.Config(*size, dtype, decays)
+    for size, of in itertools.product(sizes[:4], (fp32, dtype)):
+        yield "kda", kda, kda.Config(*size, of, dtype)
     for flag in (False, True):
         yield "gla", gated, gated.Config(128, 2, fp32, dtype, varlen=flag)
         yield "delta", delta, delta.Config(128, 2, dtype, True, varlen=flag)
+        yield "kda", kda, kda.Config(128, 2, fp32, dtype, varlen=flag)
         yield "based", based, based.Config(dtype, normalize=flag)
         yield "hedgehog", hedgehog, hedgehog.Config(dtype, varlen=flag)
 
@@ -76,7 +79,8 @@ SHARES = {
     chunk: (gates.gates, places.places),
     chunk_80: (gates.gates, gates.shared_gates, places.places),
     gated: (places.places,),
-    **dict.fromkeys((delta, based, hedgehog), (places.span,)),
+    **dict.fromkeys((delta, kda), (places.span, turned.turned)),
+    **dict.fromkeys((based, hedgehog), (places.span,)),
 }
 
 

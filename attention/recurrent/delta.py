@@ -24,13 +24,11 @@ from numpy import int32
 
 from ops import (
     clip,
-    columns,
     cumsum,
     exp,
     last,
     load,
     minimum,
-    right_fill,
     split,
     subtile,
     tile_sum,
@@ -42,6 +40,7 @@ from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
 
 from ..signature import ENDS, FLOAT, INT, array, tiled
 from .places import CHUNK, COLUMNS, span
+from .turned import turned
 
 REGISTERS = {1: (104, 104, 232), 2: (72, 88, 176)}  # consumers -> registers a thread of weigher, solver and consumer
 STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
@@ -88,7 +87,7 @@ class Config:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    CONSUMERS, GATED, VARLEN, INPUT, KEY_DIM = config.consumers, config.gated, config.varlen, config.dtype, config.key_dim
+    CONSUMERS, GATED, VARLEN, INPUT = config.consumers, config.gated, config.varlen, config.dtype
     SOLVER, WEIGHER, (weigh, solve, claim) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
     STATE, TURNED = rt(16, config.key_dim, fp32), rt(16, CHUNK, INPUT)
     WEIGHTS = rt(16, CHUNK, fp32)
@@ -112,21 +111,7 @@ def make(config: Config):
         inverse_low=DIAGONAL,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
     )
-
-    tokens = span(VARLEN)
-
-    @inlined
-    def hand_out(gO, mine, o, batch, token, end, head, block):
-        """The outputs of a chunk, which a consumer has transposed. TMA would write past the end of a sequence among others."""
-        warpgroup.store_wait()
-        warpgroup.sync()
-        warpgroup.store_transposed(mine, o)
-        if VARLEN:
-            warpgroup.sync()
-            o = warpgroup.load(mine, TURNED)
-            warpgroup.store(clip(gO, 1, end), o, (batch, token, head, COLUMNS * block), 1, 3, True)
-        else:
-            warpgroup.tma_store(gO, (batch, token, head, block), mine)
+    tokens, (read, without_others, hand_out) = span(VARLEN), turned(config.key_dim, INPUT, VARLEN)
 
     @inlined
     def gate(decays, batch, token, head):
@@ -191,31 +176,6 @@ def make(config: Config):
         if VARLEN and rows < CHUNK:
             warpgroup.zero_rows(keys, rows, GROUPS)
         return keys
-
-    @inlined
-    def without_others(v_t, rows):
-        """The same of values that a warp holds, transposed."""
-        if VARLEN:
-            return right_fill(v_t, rows, 0.0)
-        else:
-            return v_t
-
-    @inlined
-    def part(tile, i):
-        """The i-th 64 columns of a tile of Q or K."""
-        return subtile(tile, CHUNK, 0, 64, i)
-
-    @inlined
-    def read(s_t, keys, queries):
-        """(S^T K^T, S^T Q^T), by 64 columns of S^T at a time: registers for all of them, rounded, there are not."""
-        state = INPUT(columns(s_t, 64, 0))
-        u, o = warpgroup.mm_ABt(state, part(keys, 0)), warpgroup.mm_ABt(state, part(queries, 0))
-        u, o = warpgroup.wait(u, newer=1), warpgroup.wait(o)
-        if KEY_DIM > 64:
-            state = INPUT(columns(s_t, 64, 1))
-            u, o = warpgroup.mma_ABt(u, state, part(keys, 1)), warpgroup.mma_ABt(o, state, part(queries, 1))
-            u, o = warpgroup.wait(u, newer=1), warpgroup.wait(o)
-        return u, o
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(gQ, gK, gV, gBeta, gGates, gO, gStart, gState, gEnds, length, blocks, heads, group, scale):

@@ -16,18 +16,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiles import launch, tensor
-from tiles.arrays import FORMS, Form, at, c_ordered, form
+from tiles.arrays import FORMS, Array, Form, at, c_ordered, form
 from tiles.device import device, processors
-from tiles.dtypes import bf16, fp16
+from tiles.dtypes import bf16, fp16, fp32
 from tiles.launch import Bound, Interpreted
 from tiles.plans import Plan, planned
 
 from ..problem import PIECES, options, piece
-from . import delta
+from . import delta, kda
 from .problem import Problem, check, nothing
 from .walk import ARRAYS, walk
 
-DTYPES = {"bfloat16": bf16, "float16": fp16}
+DTYPES = {"bfloat16": bf16, "float16": fp16, "float32": fp32}
 NEEDED, OTHERS = "q k v beta", "decay initial_state cu_seqlens out state"
 
 
@@ -66,9 +66,9 @@ def delta_rule(
     (B, H, Dk, Dv), C-ordered, that of each sequence after its last token.
 
     On Hopper sequences are cut into chunks of 64 tokens, which the tensor cores multiply. Other GPUs, addresses and strides
-    that are not multiples of 16 bytes, decays of channels and Dk above 128 are served token by token: right, and slow. Arrays,
-    `stream` and errors are those of attention.forward; flash-linear-attention's names stand beside these at the head of this
-    file."""
+    that are not multiples of 16 bytes and Dk above 128 are served token by token: right, and slow. With decays of channels,
+    chunks by whose end a channel has decayed by more than exp(-119), or exp(-15) for float16, are slow, too. Arrays, `stream`
+    and errors are those of attention.forward; flash-linear-attention's names stand beside these at the head of this file."""
     _, scale = options(False, scale)
     arrays = q, k, v, beta, decay, initial_state, cu_seqlens, out, None
     return _solve(stream, arrays, (scale, return_state, layout))
@@ -85,7 +85,7 @@ def _solve(q, k, v, beta, decay, initial_state, cu_seqlens, out, state, scale, r
     give = ("out", "state") if return_state else ("out",)
     if 0 in problem.out_shape and (0 in problem.state_shape or not return_state):
         return Plan(nothing, make, give)
-    in_chunks = _in_chunks(problem, *(array.pointer for array in (q, k, v, out) if array))
+    in_chunks = _in_chunks(problem, decay, *(array.pointer for array in (q, k, v, out) if array))
     bound, names = (_chunks(problem, return_state), delta.ARRAYS) if in_chunks else (walk(problem, return_state), ARRAYS)
     return Plan(_named(bound, names), make, give)
 
@@ -96,28 +96,28 @@ def _named(bound: Bound | Interpreted, names: Sequence[str]) -> Callable[..., Ca
     return lambda stream, *places: bound.prepare(stream, *(dict(zip(ours, places, strict=True)).get(n, 0) for n in names))
 
 
-def _in_chunks(problem: Problem, *pointers: int) -> bool:
-    """Is there a kernel of chunks for it?"""
+def _by_channel(problem: Problem) -> bool:
+    """Does every channel decay by itself?"""
     decay = problem.forms.get("decay")
+    return decay is not None and len(decay.shape) == 4
+
+
+def _in_chunks(problem: Problem, decay: Array | None, *pointers: int) -> bool:
+    """Is there a kernel of chunks for it? With decays of channels if TMA can read them and all else."""
     on_hopper = problem.device is None or device(problem.device).capability[0] == 9
-    by_channel = decay is not None and len(decay.shape) == 4
     narrow = problem.key_dim <= max(delta.STAGES)
-    return on_hopper and narrow and not by_channel and not problem.trivial and piece(problem, *pointers) == PIECES[0]
+    if decay is not None and _by_channel(problem):
+        pointers = *pointers, decay.pointer, *problem.forms["decay"].strides[:-1]
+    return on_hopper and narrow and not problem.trivial and piece(problem, *pointers) == PIECES[0]
 
 
 @functools.lru_cache(FORMS)
 def _chunks(problem: Problem, keep: bool) -> Bound | Interpreted:
-    """The launch for a problem; its addresses are those of delta.ARRAYS. keep: store the last states."""
+    """The launch for a problem; its addresses are those of delta.ARRAYS, which are kda's, too. keep: store the last states."""
     given, pairs, width = problem.forms, (problem.sequences, problem.heads), math.ceil(problem.value_dim / delta.COLUMNS)
     apart = math.prod(pairs) * width <= processors(problem.device)  # then there is a multiprocessor for each 64 columns
-    config = delta.Config(
-        min(n for n in delta.STAGES if n >= problem.key_dim),
-        1 if apart else min(width, 2),
-        DTYPES[problem.dtype],
-        "decay" in given,
-        "cu_seqlens" in given,
-    )
-    (kernel, smem), blocks = delta.make(config), math.ceil(width / config.consumers)
+    sizes = min(n for n in delta.STAGES if n >= problem.key_dim), 1 if apart else min(width, 2)
+    dtype, varlen = DTYPES[problem.dtype], "cu_seqlens" in given
     empty: dict[str, tuple[int, ...]] = {
         "decay": (problem.batch, 0, problem.heads),
         "initial_state": (*pairs, 0, 0),
@@ -125,12 +125,20 @@ def _chunks(problem: Problem, keep: bool) -> Bound | Interpreted:
     }
     forms = {name: c_ordered(shape, "float32", problem.device) for name, shape in empty.items()}
     forms |= {"cu_seqlens": c_ordered((0,), "int32", problem.device)} | dict(given)
-    forms["decay"] = _of_tokens(forms["decay"], problem)
-    tiles = dict(q=config.key, k=config.key, v=config.value) | ({} if config.varlen else {"out": config.value})
+    config: delta.Config | kda.Config
+    if _by_channel(problem):
+        config = kda.Config(*sizes, DTYPES[forms["decay"].dtype], dtype, varlen)
+        (kernel, smem), tiles = kda.make(config), {"decay": config.gate}
+    else:
+        config = delta.Config(*sizes, dtype, "decay" in given, varlen)
+        (kernel, smem), tiles = delta.make(config), {}
+        forms["decay"] = _of_tokens(forms["decay"], problem)
+    tiles |= dict(q=config.key, k=config.key, v=config.value) | ({} if varlen else {"out": config.value})
 
     def array(name):
         return tensor(at(0, forms[name]), tiles[name], 1, 3, unit=1) if name in tiles else at(0, forms[name])
 
+    blocks = math.ceil(width / config.consumers)
     return launch(kernel, math.prod(pairs) * blocks, config.threads, shared=smem).bind(
         *map(array, delta.ARRAYS), problem.seqlen, blocks, problem.key_heads, problem.group, problem.scale
     )
