@@ -54,8 +54,8 @@ LEAST = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2, so that
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's shape: key dim as padded, consumers of 64 value columns each, the dtype of the gates and that of all else;
-    varlen: the sequences lie one behind the other in one batch."""
+    """A kernel's shape, here and for the delta rule (kda.py): key dim as padded, consumers of 64 value columns each, the dtype
+    of the gates and that of all else; varlen: the sequences lie one behind the other in one batch."""
 
     key_dim: int
     consumers: int
@@ -65,7 +65,7 @@ class Config:
 
     @property
     def threads(self):
-        """Threads of a block: the consumers and one producer warpgroup."""
+        """Threads of a block: the consumers and the warpgroup that brings them what they consume."""
         return warpgroup.THREADS * (self.consumers + 1)
 
     @property

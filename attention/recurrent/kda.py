@@ -18,7 +18,6 @@ the chunk's beginning, k* from its end, and no exponent is positive.
 """
 
 import functools
-from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
@@ -44,10 +43,10 @@ from ops import (
     zeros,
 )
 from ops.inverse import DIAGONAL, TRIANGLE, inverse_transposed, store_parts
-from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
+from tiles import fp32, inlined, ring, rt, shared, st, sv
 
 from ..signature import ENDS, FLOAT, INT, array, tiled
-from .gated import LEAST, SLICE
+from .gated import LEAST, SLICE, Config
 from .gates import LOG2_E, floored
 from .places import CHUNK, COLUMNS, span
 from .turned import turned
@@ -56,42 +55,6 @@ REGISTERS = {1: (240, 240), 2: (152, 176)}  # consumers -> registers a thread of
 KEY_DIMS = 64, 128  # as padded
 STAGES = 2  # chunks in flight
 ARRAYS = "q", "k", "v", "beta", "decay", "out", "initial_state", "state", "cu_seqlens"  # of the kernel, in order
-
-
-@dataclass(frozen=True)
-class Config:
-    """A kernel's shape: key dim as padded, consumers of 64 value columns each, the dtype of the gates and that of all else;
-    varlen: the sequences lie one behind the other in one batch."""
-
-    key_dim: int
-    consumers: int
-    gates: dtype
-    dtype: dtype
-    varlen: bool = False
-
-    @property
-    def threads(self):
-        """Threads of a block: the consumers and the preparer."""
-        return warpgroup.THREADS * (self.consumers + 1)
-
-    @property
-    def key(self):
-        """A chunk's tile of Q or K, in panels of one slice each."""
-        return st(CHUNK, self.key_dim, self.dtype, width=SLICE * self.dtype.itemsize)
-
-    @property
-    def gate(self):
-        """A chunk's tile of gates, likewise."""
-        return st(CHUNK, self.key_dim, self.gates, width=SLICE * self.gates.itemsize)
-
-    @property
-    def value(self):
-        """A consumer's tile of a chunk of V, or of the output."""
-        return st(CHUNK, COLUMNS, self.dtype)
-
-    def __str__(self):
-        kinds = f", gates {self.gates}{', varlen' * self.varlen}"
-        return f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns{kinds}"
 
 
 @functools.cache

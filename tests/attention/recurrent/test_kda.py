@@ -3,8 +3,8 @@ on the card."""
 
 import numpy as np
 import pytest
-from test_delta_rule import BF16, FP16, STATE, agree
-from test_delta_rule import inputs as inputs_of_tokens
+from delta_cases import BF16, FP16, Sequences, agree
+from delta_cases import inputs as inputs_of_tokens
 
 from attention.recurrent import delta_rule as module
 from attention.recurrent import kda
@@ -30,55 +30,17 @@ def in_chunks(monkeypatch):
     monkeypatch.setattr(module, "walk", walked)
 
 
+class TestSequences(Sequences):
+    """With decays of channels, whose keys are rounded once more."""
+
+    BETWEEN_PARTS = 2**-6
+    inputs = staticmethod(inputs)
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 128, 300])
 def test_lengths_around_every_chunk(place, length):
     agree(place, *inputs(1, length, 1, 64, 64))
-
-
-@pytest.mark.parametrize(
-    ("key_dim", "value_dim", "dtype"),
-    [(128, 128, BF16), (64, 128, FP16), (128, 64, BF16), (128, 128, FP16), (16, 16, BF16), (80, 208, FP16), (48, 256, BF16)],
-)
-def test_sizes_of_keys_and_values(place, key_dim, value_dim, dtype):
-    agree(place, *inputs(2, 150, 2, key_dim, value_dim, dtype))
-
-
-@pytest.mark.parametrize(("processors", "length"), [(0, 187), (1000, 188)], ids=["two consumers", "one"])
-@pytest.mark.parametrize(("key_dim", "dtype"), [(64, FP16), (128, BF16)])
-def test_consumers_of_a_block(place, monkeypatch, processors, length, key_dim, dtype):
-    """Whatever the card has room for. (Lengths that no other test has: what was planned is remembered.)"""
-    monkeypatch.setattr(module, "processors", lambda _: processors)
-    agree(place, *inputs(1, length, 2, key_dim, 128, dtype))
-
-
-def test_values_that_share_keys(place):
-    agree(place, *inputs(2, 130, 6, 64, 64, key_heads=2))
-
-
-@pytest.mark.parametrize("length", [64, 70, 200])
-def test_a_state_to_start_with(place, length):
-    start = 0.3 * np.random.default_rng(1).standard_normal((2, 2, 128, 128), np.float32)
-    agree(place, *inputs(2, length, 2, 128, 128), initial_state=start)
-
-
-def test_a_sequence_in_parts(place):
-    """The state after one part is where the next begins."""
-    q, k, v, beta, decay = inputs(1, 200, 2, 64, 128)
-    whole, last = agree(place, q, k, v, beta, decay)
-    first, state = agree(place, *(x[:, :90] for x in (q, k, v, beta, decay)))
-    second, end = agree(place, *(x[:, 90:] for x in (q, k, v, beta, decay)), initial_state=state)
-    both = np.concatenate([first, second], axis=1)
-    np.testing.assert_allclose(both.astype(float), whole.astype(float), atol=2**-6 * np.abs(whole.astype(float)).max())
-    np.testing.assert_allclose(end, last, atol=2 * STATE * np.abs(last).max())
-
-
-def test_scale_and_layouts(place):
-    q, k, v, beta, decay = inputs(2, 70, 3, 64, 64)
-    out, _ = agree(place, q, k, v, beta, decay, scale=0.7)
-    turned = [place.put(x.swapaxes(1, 2).copy()) for x in (q, k, v, beta, decay)]
-    got = delta_rule(*turned[:4], decay=turned[4], scale=0.7, layout="bhsd")
-    assert (place.get(got).swapaxes(1, 2) == out).all()
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
