@@ -1,10 +1,11 @@
-"""Tables from a run of bench/test_forward.py or test_linear.py: `python bench/table.py forward.json [> results/....md]`."""
+"""Tables from runs of bench/test_forward.py or test_linear.py: `python bench/table.py run.json ... [> results/....md]`."""
 
 import json
 import math
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 PACKAGES = ("numba", "numba-cuda", "torch", "nvidia-cudnn-cu13", "flash-attn-4", "fla-core")
 ORDER = ("tiles", "cudnn", "flash4", "tiles_sm_80", "flash2")
@@ -55,26 +56,26 @@ def forward(run):
 
 
 def linear(run):
-    """Milliseconds beside the limit that memory sets, and beside flash-linear-attention."""
+    """Milliseconds beside the limit that memory sets, and beside the peer."""
     cells = {}
     for b in run["benchmarks"]:
         info = b["extra_info"]
         cells.setdefault((info["member"], info["batch"], info["length"], info["heads"]), {})[info["provider"]] = info
     print("Milliseconds, medians of interleaved rounds; of the limit: that of reading and writing all once over ours.\n")
-    print("| | B | S | H | tiles | limit | of the limit | fla | fla / tiles | our error / fla's |")
+    print("| | B | S | H | tiles | limit | of the limit | peer | peer / tiles | our error / the peer's |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for (member, *sizes), cell in cells.items():
-        ours, fla = cell["tiles"], cell.get("fla")
+        ours, peer = cell["tiles"], cell.get("peer")
         numbers = [f"{ours['ms']:.3f}", f"{ours['limit']:.3f}", f"**{ours['of_limit']:.2f}**"]
-        numbers += [f"{fla['ms']:.3f}", f"**{fla['ms'] / ours['ms']:.2f}**"] if fla else ["", ""]
+        numbers += [f"{peer['ms']:.3f}", f"**{peer['ms'] / ours['ms']:.2f}**"] if peer else ["", ""]
         numbers.append(f"{ours['error_ratio']:.2f}" if "error_ratio" in ours else "")
         print(f"| {member} | " + " | ".join([*map(str, sizes), *numbers]) + " |")
 
 
-def main(path):
-    """Print the tables of a run in Markdown."""
-    with open(path) as file:
-        run = json.load(file)
+def main(*paths):
+    """Print the tables of a run, or of one in several parts, in Markdown."""
+    runs = [json.loads(Path(path).read_text()) for path in paths]
+    run = runs[0] | {"benchmarks": [b for run in runs for b in run["benchmarks"]]}
     print(f"{run['datetime'][:10]}, {card()}; {versions()}.", end=" ")
     (linear if "member" in run["benchmarks"][0]["extra_info"] else forward)(run)
 
@@ -88,4 +89,4 @@ def card():
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -13,43 +13,14 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("the benchmarks need a GPU", allow_module_level=True)
 
-import torch.nn.functional as F  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-
 import attention  # noqa: E402
+from bench import peers  # noqa: E402
 from bench.measure import interleaved, report, rotated  # noqa: E402
 
 TOKENS, WIDTH = 16384, 2048
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 ROUNDS = 7
-
-
-def _sdpa(backend, causal):
-    def call(q, k, v):
-        with sdpa_kernel(backend):
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
-
-    return call
-
-
-def _flash4(causal):
-    from flash_attn.cute.interface import flash_attn_func
-
-    def call(q, k, v):
-        out = flash_attn_func(q, k, v, causal=causal)
-        return out[0] if isinstance(out, tuple) else out
-
-    return call
-
-
-PROVIDERS = {
-    "tiles": lambda causal: functools.partial(attention.forward, causal=causal),
-    "tiles_sm_80": lambda causal: functools.partial(attention.forward, causal=causal, family="sm_80"),
-    "cudnn": functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
-    "flash4": _flash4,
-    "flash2": functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION),
-}
+PROVIDERS = "tiles", "tiles_sm_80", "cudnn", "flash4", "flash2"
 
 
 def _inputs(head_dim, length):
@@ -76,18 +47,13 @@ def _check(call, q, k, v, causal):
 def _times(head_dim, causal, length):
     """{provider: milliseconds of every round}, or the reason why it cannot run."""
     sets = rotated(lambda: _inputs(head_dim, length), 3 * TOKENS * WIDTH * 2)
-    calls, missing = {}, {}
-    for name, provider in PROVIDERS.items():
-        try:
-            call = provider(causal)
-            call(*sets[0])
-        except (ImportError, RuntimeError, NotImplementedError, AssertionError) as error:
-            if name.startswith("tiles"):
-                raise
-            missing[name] = f"{type(error).__name__}: {error}"
-            continue
+    ours = {
+        "tiles": functools.partial(attention.forward, causal=causal),
+        "tiles_sm_80": functools.partial(attention.forward, causal=causal, family="sm_80"),
+    }
+    theirs, missing = peers.present(peers.softmax(causal), sets[0])
+    for call in (calls := ours | theirs).values():
         _check(call, *sets[0], causal)
-        calls[name] = call
     return interleaved(calls, sets, ROUNDS) | missing
 
 

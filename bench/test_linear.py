@@ -1,13 +1,15 @@
-"""The linear-attention family beside flash-linear-attention, where it is installed, and a copy in device memory.
+"""The linear-attention family beside a copy in device memory, and flash-linear-attention and mamba_ssm where installed.
 
 `limit` is the time in which the inputs can be read and the output written once, at the bandwidth that a copy of as many bytes
 reaches in the same rounds; `of_limit` is that over the provider's time. `error_ratio` is our root-mean-square error against
-float64 over flash-linear-attention's on the same inputs. See measure.py for the protocol.
+float64 over the peer's on the same inputs. See measure.py for the protocol. flash-linear-attention tunes itself for up to a
+minute a member.
 `pytest bench/test_linear.py --benchmark-json=linear.json`, then `python bench/table.py linear.json`.
 """
 
 import functools
-import importlib
+import math
+import statistics
 
 import pytest
 
@@ -18,22 +20,13 @@ if not torch.cuda.is_available():
 import torch.nn.functional as F  # noqa: E402
 
 import attention  # noqa: E402
-from bench.measure import interleaved, medians, report, rotated  # noqa: E402
+from bench.measure import interleaved, report, rotated  # noqa: E402
+from bench.peers import fla, library, present  # noqa: E402
 
 ROUNDS, CHECKED = 5, 1024  # tokens of one head that are compared with float64
 WIDE, LONG = (8, 2048, 32), (1, 32768, 16)  # batch, tokens, heads
 LARGE = 8, 8192, 32
 MANY = [WIDE, LARGE, LONG, (1, 131072, 16), (1, 262144, 16)]
-
-
-def _fla(module, name, **options):
-    """A function of flash-linear-attention's, looked up when it is called."""
-
-    def call(*args):
-        out = getattr(importlib.import_module(f"fla.ops.{module}"), name)(*args, **options)
-        return out[0] if isinstance(out, tuple) else out
-
-    return call
 
 
 def _normal(*shape):
@@ -71,6 +64,14 @@ def _ssd(batch, length, heads):
     return _normal(batch, length, 2 * heads, 64), dt, rate, *(_normal(batch, length, 1, 128) for _ in range(2))
 
 
+def _maps(batch, length, heads):
+    return _normal(heads, 128, 64) / 8
+
+
+def _weight(batch, length, heads):
+    return torch.rand(heads, device="cuda") + 0.5
+
+
 def _steps(q, k, v, decay=None, beta=None, scale=None):
     """The outputs of one head, token by token in float64; q, k, v: (S, D)."""
     q, k, v, decay, beta = (None if x is None else x.double() for x in (q, k, v, decay, beta))
@@ -90,103 +91,99 @@ def _series(q, k, v):
     return weights @ v.double() / weights.sum(-1, keepdim=True)
 
 
-MEMBERS = {  # name: inputs, ours, flash-linear-attention's, float64, sizes
-    "linear": (_with(), attention.linear, _fla("linear_attn", "chunk_linear_attn", normalize=False), _steps, MANY),
-    "retention": (_with(), attention.retention, _fla("retention", "chunk_retention"), None, MANY),
+MEMBERS = {  # name: inputs, ours, peer, float64, sizes
+    "linear": (_with(), attention.linear, fla("linear_attn", "chunk_linear_attn", normalize=False), _steps, MANY),
+    "retention": (
+        _with(),
+        attention.retention,
+        fla("retention", "chunk_retention"),
+        lambda q, k, v: _steps(q, k, v, q.new_full(q.shape[:1], math.log(1 - 2**-5), dtype=torch.float64)),
+        MANY,
+    ),
     "simple GLA": (
         _with(_gates),
         lambda q, k, v, g: attention.linear(q, k, v, decay=g),
-        _fla("simple_gla", "chunk_simple_gla"),
+        fla("simple_gla", "chunk_simple_gla"),
         _steps,
         MANY,
     ),
-    "GLA": (_with(_by_channel), attention.gla, _fla("gla", "chunk_gla"), _steps, [WIDE]),
+    "GLA": (_with(_by_channel), attention.gla, fla("gla", "chunk_gla"), _steps, [WIDE]),
     "delta rule": (
         _with(_beta),
         lambda q, k, v, beta: attention.delta_rule(q, k, v, beta),
-        _fla("delta_rule", "chunk_delta_rule"),
+        fla("delta_rule", "chunk_delta_rule"),
         lambda q, k, v, beta: _steps(q, k, v, None, beta),
         [WIDE],
     ),
     "gated delta rule": (
         _with(_gates, _beta),
         lambda q, k, v, g, beta: attention.delta_rule(q, k, v, beta, decay=g),
-        _fla("gated_delta_rule", "chunk_gated_delta_rule"),
+        fla("gated_delta_rule", "chunk_gated_delta_rule"),
         _steps,
         [WIDE, LARGE],
     ),
     "KDA": (
         _with(_by_channel, _beta),
         lambda q, k, v, g, beta: attention.delta_rule(q, k, v, beta, decay=g),
-        _fla("kda", "chunk_kda"),
+        fla("kda", "chunk_kda"),
         _steps,
         [WIDE],
     ),
     "based": (
         lambda *sizes: (_normal(*sizes, 16), _normal(*sizes, 16), _normal(*sizes, 64)),
         attention.based,
-        _fla("based", "fused_chunk_based"),
+        fla("based", "fused_chunk_based"),
         _series,
         [WIDE],
     ),
     "Mamba-2": (
         _ssd,
         attention.mamba2,
-        None,
-        None,
+        library("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", chunk_size=256),
+        lambda x, dt, A, B, C: _steps(C, B, x * dt[:, None], dt * A, scale=1),
         [WIDE],
     ),
-    "softmax": (_with(), functools.partial(attention.forward, causal=True), None, None, [WIDE, LARGE]),
-}  # fmt: skip
+    "hedgehog": (_with(_maps, _maps, _weight, _weight), attention.hedgehog, None, None, [WIDE]),
+}
 CASES = [(name, size) for name, (*_, sizes) in MEMBERS.items() for size in sizes]
-PROVIDERS = "tiles", "fla", "copy"
+PROVIDERS = "tiles", "peer", "copy"
 
 
 def _error(reference, call, given):
-    """Root-mean-square error of the last head of the last batch, relative to the reference's size."""
-    out = call(*given)[-1, :CHECKED, -1].double()
-    want = reference(*(x[-1, :CHECKED, -1] for x in given))
+    """Root-mean-square error of the first head of the last batch, relative to the reference's size."""
+    out = call(*given)[-1, :CHECKED, 0].double()
+    want = reference(*(x[-1, :CHECKED, 0] if x.ndim > 2 else x[0] for x in given))
     return ((out - want).square().mean() / want.square().mean()).sqrt().item()
 
 
 @functools.cache
 def _times(name, size):
-    """({provider: milliseconds of every round, or why it cannot run}, {"error", "fla_error"}, bytes)"""
-    make, ours, fla, reference, _ = MEMBERS[name]
+    """({provider: milliseconds of every round, or why it cannot run}, {provider: error})"""
+    make, ours, peer, reference, _ = MEMBERS[name]
     nbytes = sum(x.nbytes for x in make(*size)) + ours(*make(*size)).nbytes
     sets = rotated(lambda: make(*size), nbytes)
-    calls, missing, errors = {"tiles": ours}, {}, {}
     source = torch.empty(nbytes // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    calls["copy"] = lambda *_: target.copy_(source)
-    if reference is not None:
-        errors["error"] = _error(reference, ours, sets[0])
-        assert errors["error"] < 2**-6
-    try:
-        if fla is None:
-            raise ImportError("there is no such function")
-        fla(*sets[0])
-        calls["fla"] = fla
-        if reference is not None:
-            errors["fla_error"] = _error(reference, fla, sets[0])
-    except (ImportError, RuntimeError, AttributeError, TypeError, AssertionError) as error:
-        missing["fla"] = f"{type(error).__name__}: {error}"
-    return interleaved(calls, sets, ROUNDS) | missing, errors, nbytes
+    calls, missing = present({"peer": peer} if peer else {}, sets[0])
+    calls = {"tiles": ours} | calls
+    errors = {provider: _error(reference, call, sets[0]) for provider, call in calls.items() if reference}
+    assert errors.get("tiles", 0) < 2**-6
+    return interleaved(calls | {"copy": lambda *_: target.copy_(source)}, sets, ROUNDS) | missing, errors
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize(("name", "size"), CASES, ids=lambda x: x if isinstance(x, str) else "x".join(map(str, x)))
 def test_linear(benchmark, name, size, provider):
     """Rows of a group are what one reads: the same problem, one provider each."""
-    found, errors, nbytes = _times(name, size)
-    times = found[provider]
+    found, errors = _times(name, size)
+    times = found.get(provider, "none is known")
     if isinstance(times, str):
         pytest.skip(f"{provider}: {times}")
     batch, length, heads = size
     benchmark.group = f"{name} B {batch} S {length} H {heads}"
     benchmark.extra_info |= {"provider": provider, "member": name, "batch": batch, "length": length, "heads": heads}
     report(benchmark, times)
-    limit = medians(found | {p: [0.0] for p, x in found.items() if isinstance(x, str)})["copy"]
-    benchmark.extra_info |= {"ms": medians({"x": times})["x"], "limit": limit, "of_limit": limit / medians({"x": times})["x"]}
+    limit, ms = statistics.median(found["copy"]), statistics.median(times)
+    benchmark.extra_info |= {"ms": ms, "limit": limit, "of_limit": limit / ms}
     if provider == "tiles" and len(errors) == 2:
-        benchmark.extra_info["error_ratio"] = errors["error"] / errors["fla_error"]
+        benchmark.extra_info["error_ratio"] = errors["tiles"] / errors["peer"]
