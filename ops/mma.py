@@ -80,7 +80,7 @@ def _product(face):
                     fragment = left(band, along)
                     for eighth, pair in enumerate(pairs):
                         at = slice(start := band * n // 2 + eighth * 4, start + 4)
-                        c[at] = ptx.mma(builder, a.dtype, c[at], fragment, pair)
+                        c[at] = ptx.mma(builder, (a.dtype, b.dtype), c[at], fragment, pair)
             return builder.pack(c)
 
         return acc, emit
@@ -89,7 +89,7 @@ def _product(face):
 @op(takes_operands=True)
 def mma_AB(acc, a, b):
     """acc + a @ b in fp32, by one warp. acc: rt(m, n, fp32); a: rt(m, k) or st(m, k); b: rt(k, n, layout="col") or st(k, n),
-    of one dtype (SUPPORTED). Shared operands are read 16 rows x 32 bytes at a time, between the products."""
+    of one dtype or, of fp8, of two (SUPPORTED). Shared operands are read 16 rows x 32 bytes at a time, between the products."""
     return acc.array + _array(a) @ _array(b)
 
 

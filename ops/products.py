@@ -4,6 +4,7 @@ An op's name says which operands come transposed: mma_AtB is acc + a.T @ b. A re
 its rows is in column layout (see tiles/layout.py), so that in registers every form is the same instruction.
 """
 
+import itertools
 from typing import NamedTuple
 
 from tiles.dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32
@@ -34,13 +35,14 @@ class Places(NamedTuple):
 
 
 FORMS = {"AB": Form(False, False), "ABt": Form(False, True), "AtB": Form(True, False), "AtBt": Form(True, True)}
-FP8 = fp8e4m3, fp8e5m2
+BF16, FP16, TF32 = ((d, d) for d in (bf16, fp16, tf32))
+FP8 = tuple(itertools.product((fp8e4m3, fp8e5m2), repeat=2))
 ANYWHERE, B_SHARED = Places((rt, st), (rt, st)), Places((rt, st), (st,))
 REGISTERS, SHARED = Places((rt,), (rt,)), Places((st,), (st,))
 ROWS = {"": {rt: "m", st: "m"}, "warpgroup.": {rt: 16, st: 64}}  # of a and acc, by scope
 
-SUPPORTED: dict[str, dict[str, dict[dtype, Places]]] = {
-    "sm_80": {f"mma_{form}": {bf16: ANYWHERE, fp16: ANYWHERE, tf32: REGISTERS} for form in FORMS},
+SUPPORTED: dict[str, dict[str, dict[tuple[dtype, dtype], Places]]] = {
+    "sm_80": {f"mma_{form}": {BF16: ANYWHERE, FP16: ANYWHERE, TF32: REGISTERS} for form in FORMS},
     "sm_89": {
         "mma_AB": dict.fromkeys(FP8, Places((rt, st), (rt,))),
         "mma_ABt": dict.fromkeys(FP8, ANYWHERE),
@@ -48,13 +50,13 @@ SUPPORTED: dict[str, dict[str, dict[dtype, Places]]] = {
         "mma_AtBt": dict.fromkeys(FP8, Places((rt,), (rt, st))),
     },
     "sm_90": {
-        "warpgroup.mma_AB": dict.fromkeys((bf16, fp16), B_SHARED),
-        "warpgroup.mma_ABt": dict.fromkeys((bf16, fp16, tf32, *FP8), B_SHARED),
-        "warpgroup.mma_AtB": dict.fromkeys((bf16, fp16), SHARED),
-        "warpgroup.mma_AtBt": dict.fromkeys((bf16, fp16), SHARED),
+        "warpgroup.mma_AB": dict.fromkeys((BF16, FP16), B_SHARED),
+        "warpgroup.mma_ABt": dict.fromkeys((BF16, FP16, TF32, *FP8), B_SHARED),
+        "warpgroup.mma_AtB": dict.fromkeys((BF16, FP16), SHARED),
+        "warpgroup.mma_AtBt": dict.fromkeys((BF16, FP16), SHARED),
     },
 }
-"""{family: {op: {dtype of a and b: where they may lie}}}; a GPU has the families up to its own, sm_90's on Hopper alone.
+"""{family: {op: {dtypes of a and b: where they may lie}}}; a GPU has the families up to its own, sm_90's on Hopper alone.
 
 What instructions read from shared memory they transpose by two bytes: where the contracted axis runs down the rows, fp8 and
 tf32 operands must be in registers (warp), or there is no such product (warpgroup). At warp scope tf32 always is."""
@@ -66,12 +68,22 @@ def form_of(name):
 
 
 def cells(name):
-    """{dtype: places} of the op, through all families."""
-    return {d: places for rows in SUPPORTED.values() for d, places in rows.get(name, {}).items()}
+    """{dtypes: places} of the op, through all families."""
+    return {pair: places for rows in SUPPORTED.values() for pair, places in rows.get(name, {}).items()}
 
 
-def _words(name, places, dtypes):
-    """What the op takes of these dtypes."""
+def _dtypes(pairs):
+    """Those of two operands, in words."""
+    alike = [f"both {a}" for a, _ in pairs if a.itemsize > 1]
+    return " or ".join(alike + ["each fp8e4m3 or fp8e5m2"] * (FP8[0] in pairs))
+
+
+def _names(pairs):
+    return ", ".join(dict.fromkeys(str(a) for a, _ in pairs))
+
+
+def _words(name, places, pairs):
+    """What the op takes of these pairs of dtypes."""
     form, rows = form_of(name), ROWS[name[: name.index("mm")]]
 
     def said(kinds, layout, shape):
@@ -80,15 +92,15 @@ def _words(name, places, dtypes):
 
     a = said(places.a, form.layouts[0], lambda kind: f"k, {rows[kind]}" if form.left else f"{rows[kind]}, k")
     b = said(places.b, form.layouts[1], lambda _: "n, k" if form.right else "k, n")
-    return f"acc rt({rows[rt]}, n, fp32), a {a}, b {b}, both {' or both '.join(map(str, dtypes))}"
+    return f"acc rt({rows[rt]}, n, fp32), a {a}, b {b}, {_dtypes(pairs)}"
 
 
 def _listed(scope, name):
     """What `name` takes, and the other products of its scope."""
     found = {form: cells(f"{scope}mma_{form}") for form in FORMS}
     mine = found.pop(name.rpartition("_")[2])
-    takes = [_words(name, places, [d for d in mine if mine[d] == places]) for places in dict.fromkeys(mine.values())]
-    others = [f"mma_{form} ({', '.join(map(str, found[form]))})" for form in found]
+    takes = [_words(name, places, [pair for pair in mine if mine[pair] == places]) for places in dict.fromkeys(mine.values())]
+    others = [f"mma_{form} ({_names(found[form])})" for form in found]
     return f"takes {'; or '.join(takes)}. There are also {', '.join(others)}"
 
 
@@ -97,8 +109,8 @@ def check(name, acc, a, b):
     it; TypeError if the table has none of these operands. acc may be in flight if the scope is the warpgroup's."""
     scope, form = name[: name.index("mm")], form_of(name)
     given = getattr(a, "dtype", None), getattr(b, "dtype", None)
-    places = cells(f"{scope}mma_{name.rpartition('_')[2]}").get(given[0])
-    if places and given[0] is given[1] and all(map(_may_lie, (a, b), places, form.layouts)):
+    places = cells(f"{scope}mma_{name.rpartition('_')[2]}").get(given)
+    if places and all(map(_may_lie, (a, b), places, form.layouts)):
         (m, k), (along, n) = a.shape[:: -1 if form.left else 1], b.shape[:: -1 if form.right else 1]
         fits = along == k and not (m % MULTIPLE or n % MULTIPLE or k * a.dtype.itemsize % SLICE)
         if scope:

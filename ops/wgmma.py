@@ -103,7 +103,7 @@ def _emit(b, name, out, acc, a, right, vacc, va, vright):
     for k in range(0, right.shape[form.right], slices):
         operand = registers[4 * k // slices :][:4] if registers else [left(k)]
         across = form.left, not form.right  # these operands' rows run along k
-        c = ptx.wgmma(b, right.dtype, c, operand, step(k), out.cols, across, accumulate=acc is not None or k > 0)
+        c = ptx.wgmma(b, (a.dtype, right.dtype), c, operand, step(k), out.cols, across, accumulate=acc is not None or k > 0)
     ptx.wgmma_commit(b)
     return b.pack(c)
 

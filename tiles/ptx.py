@@ -164,18 +164,19 @@ def barrier_vote(b, number, threads, how, flag):
 
 
 # ---- wgmma ---------------------------------------------------------------------------------------------------------
-def wgmma(b, dtype, acc, a, desc, n, rows_are_k, accumulate):
+def wgmma(b, dtypes, acc, a, desc, n, rows_are_k, accumulate):
     """acc (+)= A @ B for m64 n and 32 bytes along k: `acc` is a list of fp32 registers, A a descriptor (one value) or four
-    registers, B a descriptor; rows_are_k: of A, of B in shared memory: do its rows run along k? (Of 2-byte elements only.)"""
+    registers, B a descriptor; dtypes: of A, of B; rows_are_k: of A, of B in shared memory: do its rows run along k? (Of 2-byte
+    elements only.)"""
     regs = len(acc)
     first = 2 * regs
     out = ", ".join(f"${k}" for k in range(regs))
     from_registers = len(a) > 1
     a_text = "{" + ", ".join(f"${first + k}" for k in range(4)) + "}" if from_registers else f"${first}"
-    tail = ", ".join(str(int(x)) for x in (1, 1, *(rows_are_k[from_registers:] if dtype.itemsize == 2 else ())))
+    tail = ", ".join(str(int(x)) for x in (1, 1, *(rows_are_k[from_registers:] if dtypes[0].itemsize == 2 else ())))
     text = (
         f"{{\n.reg .pred p;\nsetp.ne.b32 p, {int(accumulate)}, 0;\n"
-        f"wgmma.mma_async.sync.aligned.m64n{n}k{32 // dtype.itemsize}.f32.{dtype.ptx}.{dtype.ptx} "
+        f"wgmma.mma_async.sync.aligned.m64n{n}k{32 // dtypes[0].itemsize}.f32.{'.'.join(d.ptx for d in dtypes)} "
         f"{{{out}}}, {a_text}, ${first + len(a)}, p, {tail};\n}}"
     )
     constraints = ["=f"] * regs + [str(k) for k in range(regs)] + (["r"] * 4 if from_registers else ["l"]) + ["l"]
@@ -225,10 +226,11 @@ def copy_wait(b, newer):
     b.do(f"cp.async.wait_group {newer};")
 
 
-def mma(b, dtype, c, a, right):
-    """c + A @ B for m16 n8 and 32 bytes along k: four fp32 registers of C, four registers of A, two of B (fp8: from sm_89)."""
+def mma(b, dtypes, c, a, right):
+    """c + A @ B for m16 n8 and 32 bytes along k: four fp32 registers of C, four registers of A, two of B, of these dtypes (fp8:
+    from sm_89)."""
     text = (
-        f"mma.sync.aligned.m16n8k{32 // dtype.itemsize}.row.col.f32.{dtype.ptx}.{dtype.ptx}.f32 "
+        f"mma.sync.aligned.m16n8k{32 // dtypes[0].itemsize}.row.col.f32.{'.'.join(d.ptx for d in dtypes)}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
     out, operands = ir.LiteralStructType([f32] * 4), [b.bitcast(x, i32) for x in (*a, *right)]

@@ -271,13 +271,13 @@ PTX = {
     r"^st.shared.(f32|b32|b8) \[\$0\], \$1;$": _store_word,
     r"st.shared.(b16) \[\$0\], (lo|hi);": _store_word,
     r"ld.shared.(f32|b32|b16|b8) (?:\$0|x), \[\$1\];": _load_word,
-    r"^mma.sync.aligned.m16n8k(8|16|32).row.col.f32.(bf16|f16|tf32|e4m3|e5m2)\.": mma,
+    r"^mma.sync.aligned.m16n8k(8|16|32).row.col.f32.(bf16|f16|tf32|e4m3|e5m2).(\w+).f32 ": mma,
     r"@p cp.async.(c[ag]).shared.global \[\$0\], \[\$1\], (4|8|16), \$2;": _copy_async,
     r"^cp.async.(commit_group|wait_group \d+);$": lambda m, _: None,
     r"^stmatrix.sync.aligned.m8n8.x4(.trans)?.shared.b16 \[\$0\], \{\$1, \$2, \$3, \$4\};$": stmatrix,
     r"^ldmatrix.sync.aligned.m8n8.x4(.trans)?.shared.b16 \{\$0, \$1, \$2, \$3\}, \[\$4\];$": ldmatrix,
     r"^wgmma.(fence|wait_group|commit_group)": _pass_through,
-    r"p, (\d), 0;\nwgmma.mma_async.sync.aligned.m64n(\d+)k(\d+).f32.(bf16|f16|tf32|e4m3|e5m2)\..*, p, (.*);\n": wgmma,
+    r"p, (\d), 0;\nwgmma.mma_async.sync.aligned.m64n(\d+)k(\d+).f32.(bf16|f16|tf32|e4m3|e5m2).(\w+) .*, p, (.*);\n": wgmma,
     r"cp.async.bulk.tensor.\dd.shared::(?:cta|cluster)": lambda m, _, to, source, bar, *at: _tma(m, None, True, source, at, to),
     r"async.bulk.tensor.\dd.global.shared::cta(?:.(add|min|max))?.tile": lambda m, match, to, tile, *at: _tma(
         m, match[1], False, to, at, tile

@@ -77,7 +77,7 @@ def mma(m, match, *registers):
     """PTX ISA, "Matrix Fragments for mma.m16n8k8, k16, k32": groupID g = lane / 4, t = lane % 4. A's rows are g and g + 8, B's
     column is g; C: c0 c1 at (g, 2t + {0, 1}), c2 c3 at g + 8."""
     k, out = int(match[1]), [np.empty(m.threads, np.float32) for _ in range(4)]
-    a, right, c = _elements(registers[:4], match[2]), _elements(registers[4:6], match[2]), registers[6:]
+    a, right, c = _elements(registers[:4], match[2]), _elements(registers[4:6], match[3]), registers[6:]
     assert k * NUMPY[match[2]].itemsize == SLICE
     for warp in range(0, m.threads, 32):
         lanes = slice(warp, warp + 32)
@@ -110,19 +110,19 @@ def _operand(m, descriptor, mn_rows, k_major, dtype):
 
 def wgmma(m, match, *args):
     """m64 n k of 32 bytes: A from shared memory, or each warp's sixteen rows of it as fragments of mma."""
-    scale, n, k, kind, rest_of_text = match.groups()
-    dtype, n, registers = NUMPY[kind], int(n), int(n) // 2
+    scale, n, k, *kinds, rest_of_text = match.groups()
+    (left, right), n, registers = (NUMPY[kind] for kind in kinds), int(n), int(n) // 2
     acc, rest = args[:registers], args[registers:]
     group, lane, warp = m.tid // 128, m.tid % 32, m.tid // 32 % 4
-    assert (group == 0).all() and int(k) * dtype.itemsize == SLICE
+    assert (group == 0).all() and int(k) * left.itemsize == int(k) * right.itemsize == SLICE
     row, transposed = 16 * warp + lane // 4, rest_of_text.split(", ")[2:]
-    assert len(transposed) == ((2 if len(rest) == 2 else 1) if dtype.itemsize == 2 else 0)
+    assert len(transposed) == ((2 if len(rest) == 2 else 1) if right.itemsize == 2 else 0)
     if len(rest) == 5:
         a = np.zeros((64, int(k)))
-        _fill(a, _elements(rest[:4], kind), row, lane % 4, slice(None))
+        _fill(a, _elements(rest[:4], kinds[0]), row, lane % 4, slice(None))
     else:
-        a = _operand(m, rest[0], 64, transposed[:1] != ["1"], dtype)
-    b = _operand(m, rest[-1], n, transposed[-1:] != ["1"], dtype)
+        a = _operand(m, rest[0], 64, transposed[:1] != ["1"], left)
+    b = _operand(m, rest[-1], n, transposed[-1:] != ["1"], right)
     d = a @ b.T
     out = []
     for i in range(registers):

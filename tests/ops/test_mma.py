@@ -10,7 +10,7 @@ from sweep import EPS, blank, close, wide
 
 import ops
 import tiles
-from ops import load, mma, store, zeros
+from ops import commit_group, copy_async, load, mma, store, wait_group, zeros
 from ops.products import FORMS, cells, form_of
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st, tf32
 from tiles.arguments import parameter
@@ -23,6 +23,9 @@ SHAPES = {  # (m, n, k), by the size of elements
     4: [(16, 16, 32), (32, 16, 16), (16, 48, 16)],
 }
 
+ALIKE = [(fp8e4m3, fp8e4m3), (fp8e5m2, fp8e5m2)]
+MIXED = [(fp8e4m3, fp8e5m2), (fp8e5m2, fp8e4m3)]
+
 
 def exact(a, b, acc):
     """acc + a @ b, and how far sums in fp32 may be from it."""
@@ -30,12 +33,12 @@ def exact(a, b, acc):
     return A @ B + acc, (np.abs(A) @ np.abs(B) + np.abs(acc)).max() * EPS[fp32] * (A.shape[1] + 2)
 
 
-def kernel_of(name, m, n, k, dtype, placed):
+def kernel_of(name, m, n, k, dtypes, placed):
     """acc + a b by the op `name`, with a and b in registers ("r") or shared memory ("s"), and its shared memory."""
     op, form = getattr(ops, name), form_of(name)
     left, right = (m, k)[:: -1 if form.left else 1], (k, n)[:: -1 if form.right else 1]
-    A, B, C = rt(*left, dtype, form.layouts[0]), rt(*right, dtype, form.layouts[1]), rt(m, n, fp32)
-    smem = tiles.shared(a=st(*left, dtype), b=st(*right, dtype))
+    A, B, C = rt(*left, dtypes[0], form.layouts[0]), rt(*right, dtypes[1], form.layouts[1]), rt(m, n, fp32)
+    smem = tiles.shared(a=st(*left, dtypes[0]), b=st(*right, dtypes[1]))
     a_shared, b_shared = (place == "s" for place in placed)
 
     @cuda.jit
@@ -60,22 +63,22 @@ def kernel_of(name, m, n, k, dtype, placed):
 
 
 def products():
-    """Every place of the operands in every form, dtypes and shapes in turn: (op, dtype, places, (m, n, k))."""
-    turns = [itertools.cycle(found) for found in ((bf16, fp16), (fp8e4m3, fp8e5m2))]
+    """Every place of the operands in every form, dtypes and shapes in turn: (op, dtypes of a and b, places, (m, n, k))."""
+    turns = [itertools.cycle(found) for found in (((bf16, bf16), (fp16, fp16)), [(tf32, tf32)], MIXED + ALIKE)]
     shapes = {itemsize: itertools.cycle(found) for itemsize, found in SHAPES.items()}
     for form in FORMS:
         found = cells(f"mma_{form}")
-        for dtype in (next(turns[0]), tf32, next(turns[1])):
-            for left, right in itertools.product(*found[dtype]):
-                yield f"mma_{form}", dtype, left.__name__[0] + right.__name__[0], next(shapes[dtype.itemsize])
-    yield "mma_ABt", next(turns[1]), "ss", (32, 32, 32)
+        for turn in turns:
+            for left, right in itertools.product(*found[next(turn)]):
+                dtypes = next(turn)
+                yield f"mma_{form}", dtypes, left.__name__[0] + right.__name__[0], next(shapes[dtypes[0].itemsize])
 
 
-@pytest.mark.parametrize(("name", "dtype", "placed", "shape"), [*products()], ids=str)
-def test_products(run, sample, name, dtype, placed, shape):
+@pytest.mark.parametrize(("name", "dtypes", "placed", "shape"), [*products()], ids=str)
+def test_products(run, sample, name, dtypes, placed, shape):
     m, n, k = shape
-    body, smem, left, right = kernel_of(name, *shape, dtype, placed)
-    a, b, c = sample(left, dtype), sample(right, dtype), sample((m, n))
+    body, smem, left, right = kernel_of(name, *shape, dtypes, placed)
+    a, b, c = sample(left, dtypes[0]), sample(right, dtypes[1]), sample((m, n))
     out = blank((m, n))
     run(body, a, b, c, out, shared=smem)
     form = form_of(name)
@@ -84,8 +87,31 @@ def test_products(run, sample, name, dtype, placed, shape):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_tf32_of_what_lies_in_shared_memory_as_fp32(run, sample, form):
+    """What loads rounds: operands of any form, from tiles that TMA or cp.async filled with fp32 numbers."""
+    op, (left, right) = getattr(ops, f"mma_{form}"), form_of(form).layouts
+    A, B = ((rows, cols)[:: -1 if turned else 1] for rows, cols, turned in zip((32, 32), (32, 16), FORMS[form], strict=True))
+    L, R, C, smem = rt(*A, tf32, left), rt(*B, tf32, right), rt(32, 16, fp32), tiles.shared(a=st(*A, fp32), b=st(*B, fp32))
+
+    @cuda.jit
+    def body(x, y, out):
+        a, b = smem.open()
+        copy_async(a, x, (0, 0))
+        copy_async(b, y, (0, 0))
+        commit_group()
+        wait_group()
+        store(out, op(zeros(C), load(a, L), load(b, R)), (0, 0))
+
+    x, y, out = sample(A), sample(B), blank((32, 16))
+    run(body, x, y, out, shared=smem)
+    a, b = (z.T if turned else z for z, turned in zip((x, y), FORMS[form], strict=True))
+    want, atol = exact(tf32.round(a), tf32.round(b), 0.0)
+    close(out, want, atol=atol)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_operands_in_shared_memory_are_read_without_conflicts(sample, form):
-    body, _, left, right = kernel_of(f"mma_{form}", 32, 64, 64, bf16, "ss")
+    body, _, left, right = kernel_of(f"mma_{form}", 32, 64, 64, (bf16, bf16), "ss")
     machine = lanes.run(body, (sample(left, bf16), sample(right, bf16), sample((32, 64)), blank((32, 64))))
     assert machine.ways["ldmatrix"] == 1
 
@@ -112,19 +138,19 @@ def test_operands_in_shared_memory_arrive_where_the_products_take_them(form):
 
 ARCHS = {"sm_80": ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"), "sm_89": ("sm_89", "sm_90a", "sm_100a", "sm_120a")}
 CELLS = [
-    (name, dtype, places, arch)
+    (name, dtypes, places, arch)
     for family, archs in ARCHS.items()
     for name, row in mma.SUPPORTED[family].items()
-    for dtype, places in row.items()
+    for dtypes, places in row.items()
     for arch in archs
 ]
 
 
-@pytest.mark.parametrize(("name", "dtype", "places", "arch"), CELLS, ids=str)
-def test_every_cell_compiles_for_every_gpu_that_has_it(name, dtype, places, arch):
+@pytest.mark.parametrize(("name", "dtypes", "places", "arch"), CELLS, ids=str)
+def test_every_cell_compiles_for_every_gpu_that_has_it(name, dtypes, places, arch):
     """wgmma's cells, which Hopper alone has: test_wgmma.py."""
     placed = "".join(kinds[-1].__name__[0] for kinds in places)
-    body, _, left, right = kernel_of(name, 32, 32, 32, dtype, placed)
-    arrays = blank(left, dtype), blank(right, dtype), blank((32, 32)), blank((32, 32))
+    body, _, left, right = kernel_of(name, 32, 32, 32, dtypes, placed)
+    arrays = blank(left, dtypes[0]), blank(right, dtypes[1]), blank((32, 32)), blank((32, 32))
     found = compile_kernel(body, [parameter("x", a).type for a in arrays], arch)
     assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])

@@ -7,8 +7,8 @@ from sweep import EPS, blank, close, pairs, wide
 
 import tiles
 from ops import warpgroup, zeros
-from ops.products import FORMS, SUPPORTED
-from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, st, tensor, tf32
+from ops.products import FORMS, FP8, SUPPORTED
+from tiles import bf16, fp16, fp32, ring, rt, st, tensor, tf32
 
 EVERY_N = range(16, 257, 16)
 EVERY_K = [16, 32, 48, 64, 80, 112, 128, 192, 256]
@@ -19,15 +19,15 @@ def widths(cols, dtype):
     return [w for w in (128, 64, 32) if cols * dtype.itemsize % w == 0]
 
 
-def products(form, dtypes, every_n, every_k):
-    """Every n once, every k, dtype and width in turn, and a from registers where there is such a form, by turns in the plain
-    product and in the one that adds: (form, n, k, dtype, width of b, width of a, which product has a in registers)."""
+def products(form, pairs_of_dtypes, every_n, every_k):
+    """Every n once, every k, dtypes and width in turn, and a from registers where there is such a form, by turns in the plain
+    product and in the one that adds: (form, n, k, dtypes, width of b, width of a, which product has a in registers)."""
     left, right = FORMS[form]
-    for i, (n, k, dtype) in enumerate(pairs(every_n, every_k, dtypes)):
-        b, a = widths(k if right else n, dtype), widths(64 if left else k, dtype)
-        places = SUPPORTED["sm_90"][f"warpgroup.mma_{form}"][dtype].a
+    for i, (n, k, dtypes) in enumerate(pairs(every_n, every_k, pairs_of_dtypes)):
+        b, a = widths(k if right else n, dtypes[1]), widths(64 if left else k, dtypes[0])
+        places = SUPPORTED["sm_90"][f"warpgroup.mma_{form}"][dtypes].a
         registers = ("plain", "added")[i % 2] if rt in places else None
-        yield form, n, k, dtype, b[i % len(b)], a[(i + 1) % len(a)], registers
+        yield form, n, k, dtypes, b[i % len(b)], a[(i + 1) % len(a)], registers
 
 
 def exact(a, b, acc=0.0):
@@ -36,18 +36,18 @@ def exact(a, b, acc=0.0):
     return acc + wide(a) @ wide(b), (np.abs(acc) + np.abs(wide(a)) @ np.abs(wide(b))) * unit
 
 
-CASES = [case for form in FORMS for case in products(form, [bf16, fp16], EVERY_N, EVERY_K)]
-CASES += products("ABt", [tf32], [16, 64, 176, 256], [16, 32, 64, 48])
-CASES += products("ABt", [fp8e4m3, fp8e5m2], [16, 64, 176, 256, 80, 128], [32, 64, 96, 128])
+CASES = [case for form in FORMS for case in products(form, [(bf16, bf16), (fp16, fp16)], EVERY_N, EVERY_K)]
+CASES += products("ABt", [(tf32, tf32)], [16, 64, 176, 256], [16, 32, 64, 48])
+CASES += products("ABt", FP8, [16, 64, 176, 256, 80, 128, 32, 48], [32, 64, 96, 128, 160])
 
 
-@pytest.mark.parametrize(("form", "n", "k", "dtype", "width", "left_width", "registers"), CASES, ids=str)
-def test_products(run, sample, form, n, k, dtype, width, left_width, registers):
+@pytest.mark.parametrize(("form", "n", "k", "dtypes", "width", "left_width", "registers"), CASES, ids=str)
+def test_products(run, sample, form, n, k, dtypes, width, left_width, registers):
     """All four forms, alone and added to an accumulator, a from shared memory and from registers."""
     mm, mma, (left_turned, turned) = getattr(warpgroup, f"mm_{form}"), getattr(warpgroup, f"mma_{form}"), FORMS[form]
-    A = st(*((k, 64) if left_turned else (64, k)), dtype, left_width)
-    B = st(*((n, k) if turned else (k, n)), dtype, width)
-    T, O = rt(16, k, dtype), rt(16, n, fp32)
+    A = st(*((k, 64) if left_turned else (64, k)), dtypes[0], left_width)
+    B = st(*((n, k) if turned else (k, n)), dtypes[1], width)
+    T, O = rt(16, k, dtypes[0]), rt(16, n, fp32)
     smem = tiles.shared(a=ring(A, 1), b=ring(B, 1))
     plain_from_registers, added_from_registers = registers == "plain", registers == "added"
 
@@ -69,7 +69,7 @@ def test_products(run, sample, form, n, k, dtype, width, left_width, registers):
             total = mma(acc, left, right)
         warpgroup.store(added, warpgroup.wait(total), (0, 0))
 
-    a, b, c = sample(A.shape, dtype), sample(B.shape, dtype), sample((64, n))
+    a, b, c = sample(A.shape, dtypes[0]), sample(B.shape, dtypes[1]), sample((64, n))
     plain, added = blank((64, n)), blank((64, n))
     run(body, tensor(a, A), tensor(b, B), c, plain, added, warps=4, shared=smem)
     for out, acc in ((plain, 0.0), (added, wide(c))):
