@@ -57,7 +57,7 @@ def element_addresses(b, ty, array, spec, at, rows, cols, first_row, adjacent=Fa
     constant apart."""
     data, extents, strides = b.array(ty, array)
     at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
-    quad, pair = shifts(b, spec.dtype.run)
+    quad, pair = shifts(b, spec.dtype.run if isinstance(spec, rt) else 2)
     rows, cols = rows % ty.ndim, cols % ty.ndim
     if isinstance(spec, rv):
         places = [(0, spec.element(0, i)) for i in range(spec.elements)]
@@ -103,7 +103,7 @@ LOAD = {
 
 def _apart(b, dtype, spec, value):
     """A register for each element of a value, which begins with the element as `dtype`."""
-    if dtype.itemsize == 1 and spec.dtype is dtype:
+    if dtype.itemsize == 1 and spec.dtype is dtype and isinstance(spec, rt):
         return bytes_of(b, b.unpack(value))
     elements, word = b.elements(spec, value), {4: lambda _, e: e, 2: b.pair, 1: b.quad}[dtype.itemsize]
     return [word(dtype, *[e] * (4 // dtype.itemsize)) for e in elements]
@@ -111,7 +111,7 @@ def _apart(b, dtype, spec, value):
 
 def _together(b, dtype, spec, parts):
     """The value of these elements."""
-    if dtype.itemsize == 1 and spec.dtype is dtype:
+    if dtype.itemsize == 1 and spec.dtype is dtype and isinstance(spec, rt):
         return b.pack(joined(b, parts))
     held = rt(32, 32, dtype)
     return b.from_elements(spec, parts if dtype is fp32 else [b.elements(held, b.pack([word]))[0] for word in parts])

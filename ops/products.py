@@ -36,7 +36,7 @@ class Places(NamedTuple):
 
 FORMS = {"AB": Form(False, False), "ABt": Form(False, True), "AtB": Form(True, False), "AtBt": Form(True, True)}
 BF16, FP16, TF32 = ((d, d) for d in (bf16, fp16, tf32))
-FP8 = tuple(itertools.product((fp8e4m3, fp8e5m2), repeat=2))
+FP8 = tuple(itertools.product((fp8e4m3, fp8e5m2), (fp8e4m3, fp8e5m2)))
 ANYWHERE, B_SHARED = Places((rt, st), (rt, st)), Places((rt, st), (st,))
 REGISTERS, SHARED = Places((rt,), (rt,)), Places((st,), (st,))
 ROWS = {"": {rt: "m", st: "m"}, "warpgroup.": {rt: 16, st: 64}}  # of a and acc, by scope

@@ -7,13 +7,15 @@ A warpgroup's col_vec is 64 elements or more, as long as its tile is high: each 
 Here, too: `load_row`, a row of a shared tile as a vector, and `last`, an element of a shared vector as a number.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from llvmlite import ir
 from numba.cuda import types
 
 from tiles import ptx
 from tiles.builder import f32, i32
-from tiles.dtypes import bf16, fp16, fp32
+from tiles.dtypes import fp32
 from tiles.interpreter import here
 from tiles.layout import QUAD
 from tiles.op import integer, lowers, op
@@ -69,31 +71,47 @@ def read(b, vector, spec, address, first):
     return out
 
 
+LOAD, STORE = (  # bytes: the instruction
+    {
+        1: "ld.shared.b8 $0, [$1];",
+        2: "{.reg .b16 x;\nld.shared.b16 x, [$1];\nmov.b32 $0, {x, x};}",
+        4: "ld.shared.b32 $0, [$1];",
+    },
+    {
+        1: "st.shared.b8 [$0], $1;",
+        2: "{.reg .b16 lo, hi;\nmov.b32 {lo, hi}, $1;\nst.shared.b16 [$0], lo;}",
+        4: "st.shared.b32 [$0], $1;",
+    },
+)
+
+
 def load_elements(b, dtype, count, at):
     """`count` elements (1 or 2, neighbours) at an address in shared memory, as fp32."""
-    if dtype is fp32:
+    if dtype.itemsize == 4:
         if count == 1:
             return [b.asm(f32, "ld.shared.f32 $0, [$1];", "=f,r", at)]
         return b.unpack(b.asm(ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at))
-    text = "{.reg .b16 x;\nld.shared.b16 x, [$1];\nmov.b32 $0, {x, x};}" if count == 1 else "ld.shared.b32 $0, [$1];"
-    word = b.asm(i32, text, "=r,r", at)
-    return b.elements(rt(16, 16, dtype), b.pack([word]))[:count]
+    word = b.asm(i32, LOAD[count * dtype.itemsize], "=r,r", at)
+    return b.elements(rt(32, 32, dtype), b.pack([word]))[:count]
 
 
 def lower_store(vector, spec, first_row):
     """The lowering of a store, by a warp whose part begins at first_row(b); of the lanes that hold an element one stores it."""
 
+    dtype = vector.dtype
+
     def lower(b, address, value, *_):
         elements = b.elements(spec, value)
+        if dtype.itemsize == 4:
+            elements = b.unpack(b.from_elements(replace(spec, dtype=dtype), elements))
         with b.if_then(b.icmp_unsigned("==", b.and_(b.lane(), b.u32(spec.holders)), b.u32(0))):
             for piece, at in addresses(b, vector, spec, address, first_row(b)):
                 e = elements[piece]
-                if vector.dtype is fp32:
+                if dtype.itemsize == 4:
                     b.do("st.shared.f32 [$0], $1;" if spec.by_quad else "st.shared.v2.f32 [$0], {$1, $2};", at, *e)
-                    continue
-                word = b.pair(vector.dtype, e[0], e[-1])
-                half = "{.reg .b16 lo, hi;\nmov.b32 {lo, hi}, $1;\nst.shared.b16 [$0], lo;}"
-                b.do(half if spec.by_quad else "st.shared.b32 [$0], $1;", at, word)
+                else:
+                    word = (b.quad if dtype.itemsize == 1 else b.pair)(dtype, *[e[0], e[-1]] * (dtype.run // 2))
+                    b.do(STORE[len(e) * dtype.itemsize], at, word)
 
     return lower
 
@@ -101,7 +119,7 @@ def lower_store(vector, spec, first_row):
 # ---- parts of what is shared -----------------------------------------------------------------------------------------
 @op
 def load_row(tile, spec, row):
-    """One row of a shared fp32 or 2-byte tile as the fp32 row_vec `spec`, by one warp; all its lanes get it."""
+    """One row of a shared tile as the fp32 row_vec `spec`, by one warp; all its lanes get it."""
     if not 0 <= row < tile.rows:
         raise here().hazard(f"row {row} lies outside {tile.spec}")
     return here().read(tile, range(row, row + 1)).astype(np.float32)
@@ -109,11 +127,8 @@ def load_row(tile, spec, row):
 
 @lowers(load_row)
 def _(tile, spec: type, row):
-    ok = isinstance(tile, st) and tile.dtype in (fp32, bf16, fp16) and integer(row)
-    if not ok or spec != rt(16, tile.cols, fp32).row_vec:
-        raise TypeError(
-            f"load_row: takes an fp32 or 2-byte tile, its fp32 row_vec and an integer, got {tile}, {spec} and {row}"
-        )
+    if not (isinstance(tile, st) and integer(row)) or spec != rt(16, tile.cols, fp32).row_vec:
+        raise TypeError(f"load_row: takes a shared tile, its fp32 row_vec and an integer, got {tile}, {spec} and {row}")
 
     def emit(b, address, _, row):
         size = tile.dtype.itemsize

@@ -56,11 +56,10 @@ class Builder(ir.IRBuilder):
         if spec.dtype is tf32:
             words = [self.asm(i32, "cvt.rna.tf32.f32 $0, $1;", "=r,f", e, effect=False) for e in elements]
             return self.pack([self.bitcast(word, f32) for word in words])
-        if isinstance(spec, rv):
-            tile = rt(16, 16, spec.dtype)
-            pairs = [self.elements(tile, self.pack([self.pair(spec.dtype, e, e)]))[0] for e in elements]
-            return self.pack(pairs)
         run, word = spec.dtype.run, self.pair if spec.dtype.run == 2 else self.quad
+        if isinstance(spec, rv):
+            words = [word(spec.dtype, *[e] * run) for e in elements]
+            return self.pack([self.elements(rt(32, 32, spec.dtype), self.pack([word]))[0] for word in words])
         return self.pack([word(spec.dtype, *elements[k : k + run]) for k in range(0, len(elements), run)])
 
     def pair(self, dtype, low, high):

@@ -64,7 +64,7 @@ class Op:
     def type(self, *specs):
         """(result type, emit) for argument types, or None; TypeError says what was given and what is possible."""
         from .dtypes import OPERANDS
-        from .types import pending, rt
+        from .types import pending, rt, rv
 
         if specs in self.known:
             return self.known[specs]
@@ -73,8 +73,11 @@ class Op:
                 raise TypeError(f"{self.name}: {parameter} must be a value, got the type {spec}")
             if isinstance(spec, pending) and not self.takes_pending:
                 raise TypeError(f"{self.name}: this tile is still in flight: {spec}; take it with warpgroup.wait(...) first")
-            if isinstance(spec, rt) and spec.dtype in OPERANDS and not self.takes_operands:
-                raise TypeError(f"{self.name}: tiles of {spec.dtype} are only for products: convert it, fp32(x); got {spec}")
+            if isinstance(spec, (rt, rv)) and spec.dtype in OPERANDS and not self.takes_operands:
+                use = (
+                    "tiles of {} are only for products" if isinstance(spec, rt) else "vectors of {} are only loaded and stored"
+                )
+                raise TypeError(f"{self.name}: {use.format(spec.dtype)}: convert it, fp32(x); got {spec}")
             if want is int and not isinstance(spec, int):
                 raise TypeError(f"{self.name}: {parameter} must be known when the kernel is compiled, got {spec}")
         self.known[specs] = found = self.rule(*(s.type if isinstance(s, Name) else s for s in specs))

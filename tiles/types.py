@@ -11,7 +11,8 @@ import numpy as np
 from . import layout
 from .dtypes import OPERANDS, bf16, dtype, fp16, fp32
 
-REGISTER_DTYPES = (fp32, fp16, bf16)  # in which ops compute; tiles may have those of OPERANDS, too
+REGISTER_DTYPES = (fp32, fp16, bf16)  # in which ops compute
+EVERY_DTYPE = REGISTER_DTYPES + OPERANDS
 LAYOUTS = ("row", "col")
 TILE_ALIGN = 1024  # bytes, of where a swizzled tile begins in shared memory
 
@@ -32,8 +33,8 @@ class rt:
     def __post_init__(self):
         if self.rows < 16 or self.cols < 16 or self.rows % 16 or self.cols % 16:
             raise ValueError(f"rt: rows and cols must be positive multiples of 16, got {self.rows} x {self.cols}")
-        if self.dtype not in REGISTER_DTYPES + OPERANDS:
-            raise ValueError(f"rt: dtype must be one of {REGISTER_DTYPES + OPERANDS}, got {self.dtype}")
+        if self.dtype not in EVERY_DTYPE:
+            raise ValueError(f"rt: dtype must be one of {EVERY_DTYPE}, got {self.dtype}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"rt: layout must be one of {LAYOUTS}, got {self.layout!r}")
         if self.shape[self.layout == "row"] % (8 * self.dtype.run):
@@ -77,9 +78,10 @@ class rt:
 
 @dataclass(frozen=True)
 class rv:
-    """A vector in registers. Its axis is part of its type: a `col_vec` has one value per row of a tile, a `row_vec` one
-    per column, so `tile - vector` broadcasts without being told how. `partial`: each lane holds only its share of a row's
-    sum; partial sums may be scaled and added, and `total` finishes them. `layout`: that of the tiles it goes with."""
+    """A vector in registers, an fp32 register an element, whatever the dtype. Its axis is part of its type: a `col_vec` has one
+    value per row of a tile, a `row_vec` one per column, so `tile - vector` broadcasts without being told how. `partial`: each
+    lane holds only its share of a row's sum; partial sums may be scaled and added, and `total` finishes them. `layout`: that of
+    the tiles it goes with."""
 
     length: int
     dtype: dtype
@@ -88,8 +90,8 @@ class rv:
     layout: str = "row"
 
     def __post_init__(self):
-        if self.dtype not in REGISTER_DTYPES:
-            raise ValueError(f"vectors are of {', '.join(map(str, REGISTER_DTYPES))}, not of {self.dtype}")
+        if self.dtype not in EVERY_DTYPE:
+            raise ValueError(f"rv: dtype must be one of {EVERY_DTYPE}, got {self.dtype}")
 
     def __str__(self):
         return f"{'partial ' * self.partial}{self.axis}({self.length}, {self.dtype}{', col' * (self.layout == 'col')})"
@@ -222,8 +224,8 @@ class sv:
     def __post_init__(self):
         if self.length < 16 or self.length % (16 if self.length <= VECTOR_BOX else VECTOR_BOX // 2):
             raise ValueError(f"sv: length must be a positive multiple of 16 up to 256, or one of 128, got {self.length}")
-        if self.dtype not in REGISTER_DTYPES:
-            raise ValueError(f"sv: dtype must be one of {REGISTER_DTYPES}, got {self.dtype}")
+        if self.dtype not in EVERY_DTYPE:
+            raise ValueError(f"sv: dtype must be one of {EVERY_DTYPE}, got {self.dtype}")
 
     def __str__(self):
         return f"sv({self.length}, {self.dtype})"

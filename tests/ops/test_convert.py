@@ -83,6 +83,23 @@ def test_every_dtype_to_every_other(run, sample, source_and_target, layout):
     assert ((out == want) & (np.signbit(out) == np.signbit(want)) | np.isnan(wide(out)) & np.isnan(want)).all()
 
 
+@pytest.mark.parametrize(("source_and_target", "axis"), pairs(NARROW, ["col_vec", "row_vec", "row_vec"]), ids=str)
+def test_vectors_of_every_dtype_to_every_other(run, sample, source_and_target, axis):
+    source, to = source_and_target
+    V = getattr(rt(64, 64, source), axis)
+
+    @cuda.jit
+    def body(x, out):
+        store(out, to(load(x, V, (0,))), (0,))
+
+    x = decisive(to if to.itemsize == 1 else fp8e4m3).ravel()[:64]
+    x = rounded(np.where(np.arange(64) % 2, sample(64) * 8, x), source).astype(source.np)
+    out = blank(64, to)
+    run(body, x, out)
+    want = rounded(rounded(x, source), to)
+    assert ((wide(out) == want) | np.isnan(wide(out)) & np.isnan(want)).all()
+
+
 @pytest.mark.parametrize(("dtype", "layout", "width"), pairs([fp8e4m3, fp8e5m2], ["row", "col", "col", "row"], [64, 32, 128]))
 def test_fp8_through_shared_memory(run, sample, dtype, layout, width):
     """Rounded in registers, stored, loaded and widened."""

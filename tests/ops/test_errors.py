@@ -256,9 +256,9 @@ def row_numbers_of_fp8(x, g):
     row_index(E)
 
 
-@says("fp8e4m3: vectors are of fp32, fp16, bf16, not of fp8e4m3; got col_vec(16, fp32)")
-def a_vector_of_fp8(x, g):
-    fp8e4m3(zeros(T.col_vec))
+@says("mul: vectors of fp8e4m3 are only loaded and stored: convert it, fp32(x); got col_vec(16, fp8e4m3)")
+def scaling_a_vector_of_fp8(x, g):
+    fp8e4m3(zeros(T.col_vec)) * 2.0
 
 
 @says("fp8e4m3: rt: cols of rt(16, 16, fp8e4m3) must be a multiple of 32; got rt(16, 16, fp32)")
@@ -277,7 +277,11 @@ def test_mistakes(backend, mistake, message):
         (lambda: rt(16, 24, fp32), "rt: rows and cols must be positive multiples of 16, got 16 x 24"),
         (lambda: rt(16, 16, tiles.fp8e5m2), "rt: cols of rt(16, 16, fp8e5m2) must be a multiple of 32"),
         (lambda: rt(16, 32, tiles.fp8e5m2, "col"), "rt: rows of rt(16, 32, fp8e5m2, col) must be a multiple of 32"),
-        (lambda: rt(16, 32, tiles.fp8e5m2).col_vec, "vectors are of fp32, fp16, bf16, not of fp8e5m2"),
+        (lambda: tiles.sv(32, "fp8"), "sv: dtype must be one of (fp32, fp16, bf16, tf32, fp8e4m3, fp8e5m2), got fp8"),
+        (
+            lambda: tiles.types.rv(32, "fp8", "row_vec"),
+            "rv: dtype must be one of (fp32, fp16, bf16, tf32, fp8e4m3, fp8e5m2), got",
+        ),
         (lambda: st(64, 64, bf16, 256), "st: width must be one of (128, 64, 32) and divide a row of 128 bytes, got 256"),
         (lambda: st(64, 24, bf16), "a shared tile's row must be a multiple of 32 bytes, got 48"),
         (lambda: ring(S, 0), "ring: stages and readers must be positive, got 0 and 4"),

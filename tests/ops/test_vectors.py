@@ -3,21 +3,24 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, lowering, pairs
+from sweep import blank, lowering, pairs, wide
 
 import tiles
 from ops import last, load, load_row, raw, store, warpgroup, zeros
-from tiles import Hazard, barrier, bf16, fp16, fp32, ring, rt, st, sv, tensor
+from tiles import Hazard, barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, st, sv, tensor, tf32
 from tiles.interpreter import interpret
 
-DTYPES, AXES, LAYOUTS = [fp32, bf16, fp16], ["col_vec", "row_vec"], ["row", "col"]
+DTYPES, AXES, LAYOUTS = [fp32, bf16, fp16, fp8e4m3, fp8e5m2, tf32], ["col_vec", "row_vec"], ["row", "col"]
+COMPUTED = DTYPES[:3]
 
 
 # ---- registers -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("dtype", "axis", "layout"), pairs(DTYPES, AXES, ["row", "row", "col", "col"]))
+@pytest.mark.parametrize(
+    ("dtype", "axis", "layout"), [*pairs(DTYPES, AXES, LAYOUTS), *pairs(DTYPES[::-1], AXES, LAYOUTS[::-1])]
+)
 def test_shared_and_back(run, sample, dtype, axis, layout):
     """Through a shared vector by one warp, out again as another dtype, and from either layout into the other."""
-    n, other = 48, fp16 if dtype is fp32 else fp32
+    n, other = 96, fp16 if dtype is fp32 else fp32
     V = getattr(rt(n, n, dtype, layout), axis)
     W, X = getattr(rt(n, n, other, layout), axis), getattr(rt(n, n, dtype, "row" if layout == "col" else "col"), axis)
     smem = tiles.shared(first=sv(16, dtype), a=sv(n, dtype), b=sv(n, dtype))
@@ -36,8 +39,8 @@ def test_shared_and_back(run, sample, dtype, axis, layout):
     x = sample(n, dtype)
     same, converted, turned = blank(n, dtype), blank(n, dtype), blank(n, dtype)
     run(body, x, same, converted, turned, shared=smem)
-    assert (same == x).all() and (turned == x).all()
-    assert (converted == (x.astype(np.float16) if dtype is fp32 else x).astype(dtype.np)).all()
+    assert (wide(same) == wide(x)).all() and (wide(turned) == wide(x)).all()
+    assert (wide(converted) == wide(x.astype(np.float16) if dtype is fp32 else x)).all()
 
 
 @pytest.mark.parametrize(("dtype", "layout"), pairs(DTYPES, LAYOUTS))
@@ -56,7 +59,32 @@ def test_four_warps_share_a_col_vec(run, sample, dtype, layout):
 
     x, down, across = sample(128, dtype), blank(128, dtype), blank(128, dtype)
     run(body, x, down, across, warps=4, shared=smem)
-    assert (down == x).all() and (across == x).all()
+    assert (wide(down) == wide(x)).all() and (wide(across) == wide(x)).all()
+
+
+@pytest.mark.parametrize(("dtype", "axis"), pairs(DTYPES, [*AXES, *AXES[::-1]]))
+def test_rounded_on_the_way(run, sample, dtype, axis):
+    """To the dtype of the shared vector, of the one in registers, of the array."""
+    n, other = 64, fp32 if dtype is fp16 else fp16
+    V, W = (getattr(rt(n, n, d), axis) for d in (other, dtype))
+    smem = tiles.shared(a=sv(n, dtype), b=sv(n, other))
+
+    @cuda.jit
+    def body(x, shared, registers, array):
+        a, b = smem.open()
+        v = load(x, V, (0,))
+        store(a, v)
+        store(b, v)
+        cuda.syncthreads()
+        store(shared, load(a, V), (0,))
+        store(registers, load(b, W), (0,))
+        store(array, v, (0,))
+
+    x = sample(n, other)
+    found = blank(n), blank(n), blank(n, dtype)
+    run(body, x, *found, shared=smem)
+    for got in found:
+        assert (wide(got) == wide(dtype.round(wide(x).astype(np.float32)))).all()
 
 
 @pytest.mark.parametrize(("dtype", "axis"), pairs(DTYPES, AXES))
@@ -73,11 +101,11 @@ def test_no_bank_conflicts(sample, dtype, axis):
     assert set(lowering(body, sample(64, dtype), shared=smem).ways.values()) <= {1}
 
 
-@pytest.mark.parametrize(("dtype", "cols"), [(fp32, 32), (fp32, 80), (bf16, 64), (fp16, 144)])
+@pytest.mark.parametrize(("dtype", "cols"), [(fp32, 32), (fp32, 80), (bf16, 64), (fp16, 144), (fp8e4m3, 96)])
 def test_load_row(run, sample, dtype, cols):
     """Every row of a tile, whatever its panels and its swizzle."""
     S, T, V = st(16, cols, dtype), rt(16, cols, dtype), rt(16, cols, fp32).row_vec
-    smem = tiles.shared(first=st(8, 16, dtype), tile=S)
+    smem = tiles.shared(first=st(8, 32, dtype), tile=S)
 
     @cuda.jit
     def body(x, y):
@@ -127,7 +155,7 @@ def test_last(run, sample, n):
 LENGTHS = [(64, 8), (16, 24), (256, 1), (384, 3), (512, 13)]  # of a vector; by how much the array is shorter than its tiles
 
 
-@pytest.mark.parametrize(("length", "short", "dtype"), [(*n, d) for n, d in pairs(LENGTHS, DTYPES)])
+@pytest.mark.parametrize(("length", "short", "dtype"), [(*n, d) for n, d in pairs(LENGTHS, COMPUTED)])
 def test_a_ring_of_vectors(run_apart, sample, length, short, dtype):
     """Through a ring, doubled, and out by TMA: what lies outside is zero on load and left alone on store. TMA stores arrays
     of whole 16 bytes only, others go out from registers."""
@@ -184,6 +212,29 @@ def test_along_any_axis_of_an_array(run_apart, sample):
     want = np.zeros((3, 32), np.float32)
     want[0, :24], want[1, :28] = x[1, 2, 32:], y[1, 32:, 0]
     assert (out == want).all()
+
+
+@pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2, tf32])
+def test_tma_brings_and_takes_what_is_only_stored(run_apart, sample, dtype):
+    """Bytes as they are; fp32 numbers rounded to tf32."""
+    S, V = sv(64, dtype), rt(16, 64, dtype).row_vec
+    smem = tiles.shared(r=ring(S, 1), out=S)
+
+    @cuda.jit
+    def body(x, seen, y):
+        r, out = smem.open()
+        r.fill(0, x, (1,))
+        v = load(r.wait(0), V)
+        if cuda.threadIdx.x < 32:
+            store(out, v)
+            store(seen, fp32(v), (0,))
+        warpgroup.tma_store(y, (0,), out)
+        warpgroup.store_wait()
+
+    x = sample(128, dtype)
+    seen, y = blank(64), blank(64, dtype)
+    run_apart(body, tensor(x, S), seen, tensor(y, S), warps=4, shared=smem)
+    assert (wide(seen) == wide(x[64:])).all() and (wide(y) == wide(x[64:])).all()
 
 
 def test_raw_copies_of_vectors(run_apart, sample):
