@@ -8,13 +8,14 @@ import math
 import numpy as np
 from llvmlite import ir
 from numba.cuda import types
+from numba.cuda.core.errors import TypingError
 
 from tiles.builder import f32, scalar_signature
 from tiles.op import lowers, number, op
 from tiles.types import rt, rv
 from tiles.values import FUNCTION
 
-from .maps import FAST, fmax, map_rule, plain
+from .maps import FAST, broadcast, fmax, lower_map, map_rule, plain
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 GELU_CUBIC, GELU_SLOPE = 0.044715, math.sqrt(2 / math.pi)
@@ -172,25 +173,36 @@ for _face, _emit in FUNCTIONS.items():
 
 # ---- a function of one's own ---------------------------------------------------------------------------------------
 @op
-def map(x, function):
-    """function(e) for each element e of a tile or vector, as fp32. `function`: a function of one number that kernels can call,
-    such as a plain Python function under `@tiles.inlined`. Numba takes a literal like 0.5 for float64, and computes what it
-    touches in float64; np.float32(0.5) does not."""
-    return np.array([function(e) for e in plain(x).flat], np.float32).reshape(x.array.shape)
+def map(x, function, y=None, z=None):
+    """function(e) for each element e of a tile or vector, as fp32; function(e, f) or function(e, f, g) with those of y and z
+    that go with it, which are tiles, vectors or numbers as in `fma`. `function`: of numbers, one that kernels can call, such as
+    a plain Python function under `@tiles.inlined`. It captures what is known when the kernel is compiled; a number that comes
+    later is a y: map(tile, leaky, slope). Numba takes a literal like 0.5 for float64, and computes what it touches in float64;
+    np.float32(0.5) does not."""
+    given = np.broadcast_arrays(*[plain(v) for v in (x, y, z) if v is not None])
+    return np.array([function(*e) for e in zip(*(array.flat for array in given))], np.float32).reshape(given[0].shape)
 
 
 @lowers(map)
-def _(x, function):
+def _(x, function, y, z):
     if not isinstance(x, (rt, rv)) or getattr(x, "partial", False):
         raise TypeError(f"map: takes a tile or a whole vector, got {x}")
     if function is not FUNCTION and not isinstance(function, types.Callable):
-        raise TypeError(f"map: takes a function of one number (a Python function under @tiles.inlined), got {function}")
+        raise TypeError(f"map: takes a function of numbers (a Python function under @tiles.inlined), got {function}")
+    if y is None and z is not None:
+        raise TypeError(f"map: has a z, {z}, and no y")
+    given = [v for v in (x, y, z) if v is not None]
+    out = broadcast("map", *given)
     if isinstance(function, types.Callable):
-        result = scalar_signature(function).return_type
+        try:
+            result = scalar_signature(function, len(given)).return_type
+        except TypingError as error:
+            raise TypeError(f"map: the function does not take {len(given)} numbers: {error}") from None
         if not number(result):
             raise TypeError(f"map: the function must return a number, got {result}")
 
-    def lower(b, value, python_function):
-        return b.from_elements(x, [b.apply(function, python_function, e) for e in b.elements(x, value)])
+    def lower(b, value, python_function, *others):
+        emit = lower_map(out, lambda b, *e: b.apply(function, python_function, *e), *given)
+        return emit(b, value, *others[: len(given) - 1])
 
-    return x, lower
+    return out, lower

@@ -90,11 +90,12 @@ class Builder(ir.IRBuilder):
         )
         return self.call(fn, args)
 
-    def apply(self, function, _, x):
-        """function(x) of an fp32 number, for the Numba type of a function that kernels can call. (Its Python function is what
-        the tests' builder calls.)"""
-        sig = scalar_signature(function)
-        return self.context.cast(self, self.context.get_function(function, sig)(self, [x]), sig.return_type, types.float32)
+    def apply(self, function, _, *numbers):
+        """function(*numbers) of fp32 numbers, for the Numba type of a function that kernels can call. (Its Python function is
+        what the tests' builder calls.)"""
+        sig = scalar_signature(function, len(numbers))
+        result = self.context.get_function(function, sig)(self, numbers)
+        return self.context.cast(self, result, sig.return_type, types.float32)
 
     def u32(self, value):
         """A 32-bit integer, from a Python or LLVM integer of any width."""
@@ -157,6 +158,6 @@ class Builder(ir.IRBuilder):
         return array._getvalue()
 
 
-def scalar_signature(function):
-    """How a function that kernels can call takes one fp32 number."""
-    return cuda_target.typing_context.resolve_function_type(function, (types.float32,), {})
+def scalar_signature(function, count):
+    """How a function that kernels can call takes `count` fp32 numbers."""
+    return cuda_target.typing_context.resolve_function_type(function, (types.float32,) * count, {})

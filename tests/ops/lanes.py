@@ -192,8 +192,8 @@ class Machine(Builder):
     def llvm(self, name, *args):
         return Register(f32, LLVM[name](*(self.const(x).array for x in args)))
 
-    def apply(self, _, function, x):
-        return Register(f32, [function(e) for e in x.array])
+    def apply(self, _, function, *numbers):
+        return Register(f32, [function(*e) for e in zip(*(self.const(x).array for x in numbers), strict=True)])
 
     def call(self, inline, args):
         return self.asm(inline.type, inline.asm, inline.constraint, *args)

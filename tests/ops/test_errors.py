@@ -151,9 +151,19 @@ def fma_of_a_partial_sum(x, g):
     fma(zeros(T.col_vec), 2.0, lane_sum(zeros(T)))
 
 
-@says("map: takes a function of one number (a Python function under @tiles.inlined), got float")
+@says("map: takes a function of numbers (a Python function under @tiles.inlined), got float")
 def map_by_a_number(x, g):
     map(zeros(T), 2.0)
+
+
+@says("map: rt(16, 64, fp32) and rt(16, 128, fp32) do not broadcast: with rt(16, 64, fp32) goes rt(16, 64, fp32), col_vec(16")
+def map_of_tiles_of_other_shapes(x, g):
+    map(zeros(T), exp2, zeros(WIDE))
+
+
+@says("map: has a z, rt(16, 64, fp32), and no y")
+def map_without_a_second(x, g):
+    map(zeros(T), exp2, z=zeros(T))
 
 
 @says("map: takes a tile or a whole vector, got float")

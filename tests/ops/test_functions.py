@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, wide
+from sweep import EPS, blank, close, code, meaning, wide
 
 import ops
 from ops import exp2, full, load, sigmoid, store
@@ -126,6 +126,52 @@ def test_map_takes_a_function_of_ones_own(run, sample):
     assert (out == np.where(X > 0, X, X / 4)).all()
     assert (half == np.floor(wide(y)) * 0.5).all() and (sine == np.floor(X)).all()
     close(col, 1 / (1 + np.exp(-X[:, 0])), ulp=8)
+
+
+@inlined
+def leaky_by(x, slope):
+    if x > 0:
+        return x
+    return x * slope
+
+
+@inlined
+def between(x, low, high):
+    return min(max(x, low), high)
+
+
+def test_map_of_several(run, sample):
+    """A number that the kernel knows only when it runs, and tiles and vectors that go together."""
+    T, B = rt(16, 32, fp32), rt(32, 32, bf16, "col")
+
+    @cuda.jit
+    def body(x, y, slope, out, vector, clamped, narrow):
+        a, b = load(x, T, (0, 0)), load(y, B, (0, 0))
+        store(out, ops.map(a, leaky_by, slope), (0, 0))
+        store(vector, ops.map(ops.row_max(a), leaky_by, 2.0), (0,))
+        store(clamped, ops.map(a, between, -1.0, ops.col_max(a)), (0, 0))
+        store(narrow, ops.map(ops.row_max(b), between, b, 2), (0, 0))
+
+    x, y = sample((16, 32)), sample((32, 32), bf16)
+    x[3] = -np.abs(x[3])
+    out, vector, clamped, narrow = blank((16, 32)), blank(16), blank((16, 32)), blank((32, 32), bf16)
+    run(body, x, y, 0.25, out, vector, clamped, narrow)
+    assert (out == np.where(x > 0, x, x / 4)).all()
+    most = x.max(axis=1)
+    assert (vector == np.where(most > 0, most, 2 * most)).all()
+    assert (clamped == np.minimum(np.maximum(x, -1), x.max(axis=0))).all()
+    assert (narrow == np.minimum(wide(y).max(axis=1, keepdims=True), 2)).all()
+
+
+def test_map_by_a_function_of_fewer():
+    @cuda.jit
+    def body(x):
+        ops.map(load(x, rt(16, 16, fp32), (0, 0)), leaky, 1.0)
+
+    with pytest.raises(TypeError, match="map: the function does not take 2 numbers: .*too many positional arguments"):
+        code(body, blank((16, 16)))
+    with pytest.raises(TypeError, match=r"leaky\(\) takes 1 positional argument but 2 were given"):
+        meaning(body, np.zeros((16, 16), np.float32))
 
 
 def test_functions_chain_in_registers(run, sample):
