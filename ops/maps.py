@@ -15,7 +15,7 @@ from numba.cuda import types
 
 from tiles.builder import f32
 from tiles.op import lowers, number, op
-from tiles.types import rt, rv, st, whole
+from tiles.types import rt, rv, st, sv, whole
 from tiles.values import Tile
 
 FAST = ("contract",)
@@ -33,7 +33,7 @@ def _listed(specs):
 
 def _needs_registers(name, *specs):
     for spec in specs:
-        if isinstance(spec, st):
+        if isinstance(spec, (st, sv)):
             raise TypeError(f"{name}: {spec} lies in shared memory: load(...) it first")
 
 

@@ -24,7 +24,7 @@ from tiles.dtypes import OPERANDS, fp32
 from tiles.interpreter import here
 from tiles.layout import LANES
 from tiles.op import lowers, op
-from tiles.types import rt, rv, st, whole
+from tiles.types import rt, rv, st, sv, whole
 from tiles.values import SharedTile
 
 from . import panels
@@ -264,6 +264,8 @@ def _all_elements(name, x):
         return QUAD + PLACES
     if isinstance(x, rv) and not x.partial:
         return PLACES if x.by_quad else QUAD
+    if isinstance(x, sv):
+        raise TypeError(f"{name}: {x} lies in shared memory: load(...) it first")
     raise TypeError(f"{name}: takes a tile or a whole vector, got {x}")
 
 

@@ -25,11 +25,11 @@ class NoMeaning(TypeError, AttributeError):
 
 
 def _refuse(module, name):
-    for other, (who, how) in SCOPES.items():
-        found = vars(sys.modules[other]).get(name)
-        if isfunction(found) and found in OPS:
-            text = f"{name} has no meaning for {SCOPES[module][0]}. It is an op of {who}: {how.format(name)}"
-            raise NoMeaning(f"{text}{kernel_line() or hazard_line()}")
+    found = {other: vars(sys.modules[other]).get(name) for other in SCOPES}
+    places = [SCOPES[other] for other, face in found.items() if isfunction(face) and face in OPS]
+    if places:
+        meant = "; ".join(f"of {who}: {how.format(name)}" for who, how in places)
+        raise NoMeaning(f"{name} has no meaning for {SCOPES[module][0]}. It is an op {meant}{kernel_line() or hazard_line()}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules[module])
 
 

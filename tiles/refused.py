@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from .plumbing import refuse
-from .types import gl, pending, rt, rv, st
+from .types import gl, pending, rt, rv, st, sv
 
-TILES = (rt, rv, pending, st, gl)
+TILES = (rt, rv, pending, st, sv, gl)
 ARITHMETIC = ("matmul", "pow", "floordiv", "mod")  # operators that have forms `x op= y` and, in Python, `__rop__`
 
 

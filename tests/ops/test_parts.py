@@ -71,6 +71,27 @@ def test_stacks(run, sample, dtype, side):
     np.testing.assert_array_equal(again, np.roll(np.concatenate([y, x[:, 16:]]), 16, axis=1))
 
 
+@pytest.mark.parametrize(("dtype", "side"), pairs(DTYPES + [fp8e4m3], ["row", "col"]))
+def test_vectors(run, sample, dtype, side):
+    """Their parts go with the tile's."""
+    W = rt(48, 96, fp32, side)
+
+    @cuda.jit
+    def body(x, row, col, right, lower, again):
+        r, c = load(row, W.row_vec, (0,)), load(col, W.col_vec, (0,))
+        store(right, columns(load(x, W, (0, 0)), 48, 1) + columns(r, 48, 1), (0, 0))
+        store(lower, rows(load(x, W, (0, 0)), 16, 2) * rows(c, 16, 2), (0, 0))
+        store(again, hstack(columns(r, 48, 1), columns(r, 48, 0)), (0, 0))
+        store(again, dtype(vstack(rows(c, 16, 1), vstack(rows(c, 16, 2), rows(c, 16, 0)))), (1, 0))
+
+    x, row, col = sample((48, 96)), sample(96, dtype).astype(np.float32), sample(48)
+    right, lower, again = blank((48, 48)), blank((16, 96)), np.zeros((2, 96), np.float32)
+    run(body, x, row, col, right, lower, again)
+    assert (right == x[:, 48:] + row[48:]).all() and (lower == x[32:] * col[32:, None]).all()
+    assert (again[0] == np.roll(row, 48)).all()
+    assert (again[1, :48] == np.roll(dtype.round(col).astype(np.float32), -16)).all()
+
+
 def test_operands_of_products(run, sample):
     """fp8 tiles are taken apart, too: by base tiles of 32 along the contracted axis."""
     W, V = rt(32, 64, fp8e4m3), rt(64, 32, fp8e4m3, "col")
@@ -115,6 +136,10 @@ def a_vector(x):
     columns(zeros(T.col_vec), 16, 0)
 
 
+def vectors_of_other_tiles(x):
+    hstack(zeros(T.row_vec), zeros(rt(16, 96, fp32, "col").row_vec))
+
+
 def other_rows(x):
     hstack(zeros(T), zeros(rt(32, 16, fp32)))
 
@@ -136,19 +161,20 @@ def a_number(x):
 
 
 SIZE = "columns: count must be a multiple of 16 that divides 96, and index one of those parts, got "
-STACK = "stack: takes two register tiles of as many {}, one dtype and layout, got rt(16, 96, fp32) and "
+STACK = "stack: takes two register tiles of as many {}, one dtype and layout, or two such {}_vecs, got rt(16, 96, fp32) and "
 MISTAKES = {
     too_narrow: SIZE + "8 and 0",
     too_narrow_for_fp8: SIZE.replace("16", "32") + "16 and 0",
     no_divisor: SIZE + "64 and 0",
     beyond: SIZE + "48 and 2",
     too_many_rows: "rows: count must be a multiple of 16 that divides 16, and index one of those parts, got 32 and 0",
-    a_vector: "columns: takes a register tile, got col_vec(16, fp32)",
-    other_rows: "h" + STACK.format("rows") + "rt(32, 16, fp32)",
-    other_columns: "v" + STACK.format("columns") + "rt(16, 16, fp32)",
-    other_dtype: "v" + STACK.format("columns") + "rt(16, 96, bf16)",
-    other_layout: "h" + STACK.format("rows") + "rt(16, 96, fp32, col)",
-    a_number: "h" + STACK.format("rows") + "float",
+    a_vector: "columns: takes a register tile or a row_vec, got col_vec(16, fp32)",
+    vectors_of_other_tiles: "hstack: takes two register tiles of as many rows, one dtype and layout, or two such row_vecs, got",
+    other_rows: "h" + STACK.format("rows", "row") + "rt(32, 16, fp32)",
+    other_columns: "v" + STACK.format("columns", "col") + "rt(16, 16, fp32)",
+    other_dtype: "v" + STACK.format("columns", "col") + "rt(16, 96, bf16)",
+    other_layout: "h" + STACK.format("rows", "row") + "rt(16, 96, fp32, col)",
+    a_number: "h" + STACK.format("rows", "row") + "float",
 }
 
 

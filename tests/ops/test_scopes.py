@@ -46,9 +46,9 @@ MISTAKES = {
     columns_in_a_warpgroup: "right_fill has no meaning for a warpgroup. " + WARP.format("right_fill"),
     rows_in_a_warpgroup: "row_max has no meaning for a warpgroup. " + WARP.format("row_max"),
     a_wgmma_by_a_warp: "mm_AB has no meaning for a warp. " + GROUP.format("mm_AB"),
-    turns_of_a_block: "wait has no meaning for a block. " + GROUP.format("wait"),
+    turns_of_a_block: "wait has no meaning for a block. " + GROUP.format("wait") + "; of a cluster: all its",
     ranks_of_a_block: "rank has no meaning for a block. It is an op of a cluster: all its blocks together call cluster.rank",
-    tiles_of_a_block: "load has no meaning for a block. " + WARP.format("load"),
+    tiles_of_a_block: f"load has no meaning for a block. {WARP}; {GROUP[12:]}; of a cluster".replace("{}", "load"),
 }
 
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, lowering, pairs, wide
+from sweep import blank, code, lowering, meaning, pairs, wide
 
 import tiles
-from ops import last, load, load_row, raw, store, warpgroup, zeros
+from ops import exp, last, load, load_row, raw, store, tile_max, warpgroup, zeros
 from tiles import Hazard, barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, st, sv, tensor, tf32
 from tiles.interpreter import interpret
 
@@ -301,20 +301,29 @@ REFUSED = {
     "another length": (lambda a: load(a, FOUR), r"load: sv\(64, fp32\) does not hold col_vec\(16, fp32\)"),
     "four parts": (lambda a: warpgroup.load(a, COL), r"warpgroup.load: sv\(64, fp32\) does not hold 4 x col_vec\(64, fp32\)"),
     "four writers": (lambda a: warpgroup.store(a, zeros(ROW)), r"all 4 warps hold the whole row_vec\(64, fp32\)"),
+    "arithmetic": (lambda a: a * 2.0, r"mul: sv\(64, fp32\) lies in shared memory: load\(...\) it first"),
+    "a comparison": (lambda a: a > 2.0, r"a tile cannot be compared: use less, greater, .*; got sv\(64, fp32\)"),
+    "a function": (lambda a: exp(a), r"exp: sv\(64, fp32\) lies in shared memory: load\(...\) it first"),
+    "a reduction": (lambda a: tile_max(a), r"tile_max: sv\(64, fp32\) lies in shared memory: load\(...\) it first"),
     "an index": (lambda a: load(a, ROW, (0,)), r"load: `at` is for global arrays; a shared vector is taken whole, got"),
 }
 
 
+for _use, _ in REFUSED.values():
+    tiles.inlined(_use)
+
+
+@pytest.mark.parametrize("backend", [meaning, code], ids=["meaning", "code"])
 @pytest.mark.parametrize("case", REFUSED)
-def test_refuses(case):
-    use, words = tiles.inlined(REFUSED[case][0]), REFUSED[case][1]
+def test_refuses(backend, case):
+    use, words = REFUSED[case]
 
     def kernel():
         (a,) = SMEM.open()
         use(a)
 
     with pytest.raises(TypeError, match=words):
-        interpret(cuda.jit(kernel), (1, 1, 1), 128, [], SMEM)
+        backend(cuda.jit(kernel), warps=4, shared=SMEM)
 
 
 def test_tensors_of_vectors():
