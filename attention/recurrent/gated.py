@@ -9,8 +9,10 @@ With b the running sums of a chunk's gates, and any r, one number a channel, to 
     S  = exp(b_last - r) (S' + k'^T V)
 
 so in the frame of r a chunk is one of plain linear attention. r = b_last / 2 keeps all exponents small, and q' and k' are made
-in place by the warps that multiply them, each some channels. Where a chunk decays by more than a dtype can hold, the weights of
-its pairs are computed one by one, and the frames of q' and k' are its beginning and its end: no exponent is positive then.
+in place by the warps that multiply them, each some channels. What rounding takes from q' and from the weights is multiplied as
+well: the frame would cost half as much again as all else that is rounded. Where a chunk decays by more than a dtype can hold,
+the weights of its pairs are computed one by one, and the frames of q' and k' are its beginning and its end: no exponent is
+positive then.
 """
 
 import functools
@@ -46,8 +48,9 @@ from ..signature import ENDS, FLOAT, INT, array, tiled
 from .gates import LOG2_E, floored
 from .places import CHUNK, COLUMNS, places
 
-REGISTERS = {1: (88, 256), 2: (56, 224)}  # consumers -> registers a thread of producer and consumer
-SHARED_BYTES, STAGES, WIDE = 227 * 1024, 2, 128
+REGISTERS = {1: (88, 256), 2: (40, 232)}  # consumers -> registers a thread of producer and consumer
+SHARED_BYTES, STAGES = 227 * 1024, 2
+WIDE = 128  # key dim, beyond which a state takes half of a consumer's registers: one consumer
 SLICE = 16  # channels that a warp brings into the frame at once
 LEAST = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2, so that q' and k' keep their precision
 
@@ -92,7 +95,8 @@ class Config:
     def stages(self):
         """Chunks in flight."""
         chunk = 2 * self.key.nbytes + self.gate.nbytes + self.consumers * self.value.nbytes
-        kept = self.consumers * (self.key.nbytes + self.value.nbytes) + (self.gates is not fp32) * self.sums.nbytes + 4096
+        kept = self.consumers * (self.key.nbytes + self.value.nbytes) + self.key.nbytes
+        kept += (self.gates is not fp32) * self.sums.nbytes + 2048  # for what is small
         return min(STAGES, (SHARED_BYTES - kept) // chunk)
 
     def __str__(self):
@@ -107,67 +111,74 @@ def make(config: Config):
     PRODUCER, INPUT, STATE = CONSUMERS, config.dtype, rt(16, config.key_dim, fp32)
     VARLEN, IN_PLACE, LIMIT = config.varlen, config.gates is fp32, LEAST[config.dtype]
     CLAIMS = CONSUMERS > 1  # one consumer alone has all it may have
-    WARPS, SLICES = warpgroup.WARPGROUP * CONSUMERS, config.key_dim // SLICE
-    PART, FEW = (rt(rows, SLICE, fp32, "col") for rows in (CHUNK, CHUNK // 2))
-    ENDS, SCORES = STATE.row_vec, rt(16, CHUNK, fp32)
-    HALVES, HALF = config.key_dim > WIDE, rt(16, config.key_dim // 2, fp32).row_vec
-    WIDTH, WIDTHS, CHANNELS = SLICE, config.key_dim // SLICE, rt(16, SLICE, fp32)
+    KEY_DIM, WARPS, SLICES = config.key_dim, warpgroup.WARPGROUP * CONSUMERS, config.key_dim // SLICE
+    FEW = rt(CHUNK // 4, SLICE, fp32, "col")
+    ENDS, HALF, SCORES = STATE.row_vec, rt(16, KEY_DIM // 2, fp32).row_vec, rt(16, CHUNK, fp32)
+    PANEL = min(128, HALF.length * INPUT.itemsize)
+    CHANNELS = rt(16, SLICE, fp32)
     place, tokens = places(VARLEN)
     smem = shared(
         q=ring(config.key, config.stages, WARPS),
         k=ring(config.key, config.stages, WARPS),
         g=ring(config.gate, config.stages, WARPS),
         v=ring(config.value, config.stages * CONSUMERS, warpgroup.WARPGROUP),
-        sums=config.sums if not IN_PLACE else sv(16, fp32),
-        ends=sv(config.key_dim, fp32),
-        state=st(COLUMNS * CONSUMERS, config.key_dim, INPUT),
+        lost=config.key,
+        state=st(COLUMNS * CONSUMERS, KEY_DIM, INPUT, width=PANEL),
         out=st(COLUMNS * CONSUMERS, COLUMNS, INPUT),
+        sums=config.sums if not IN_PLACE else sv(16, fp32),
+        ends=sv(2 * config.key_dim, fp32),  # of this chunk and the one before it, which slower warps still read
     )
 
     @inlined
-    def part(tile, i):
-        """The i-th slice of a chunk's tile."""
-        return subtile(tile, CHUNK, 0, SLICE, i)
-
-    @inlined
-    def few(tile, half, i):
-        """Half of the tokens of the i-th slice."""
-        return subtile(tile, FEW.rows, half, SLICE, i)
+    def few(tile, n, i):
+        """The n-th quarter of the tokens of the i-th slice."""
+        return subtile(tile, FEW.rows, n, SLICE, i)
 
     @inlined
     def sum_up(gates, sums, ends, warp):
         """The running sums of the gates, and where they end, of this warp's slices."""
         for i in range(warp, SLICES, WARPS):
-            b = cumsum(floored(load(part(gates, i), PART)) * LOG2_E)
-            store(part(sums, i), b)
-            store(subtile(ends, SLICE, i), col_min(b))
+            end = zeros(FEW.row_vec)
+            for n in range(CHUNK // FEW.rows):
+                b = cumsum(floored(load(few(gates, n, i), FEW)) * LOG2_E) + end
+                store(few(sums, n, i), b)
+                end = col_min(b)
+            store(subtile(ends, SLICE, i), end)
 
     @inlined
-    def change_frame(queries, keys, sums, ends, warp, of_queries, of_keys):
-        """q' and k' in place of q and k, of this warp's slices; a frame is a share of where the sums end."""
+    def rest(x):
+        """What rounding takes from x."""
+        return INPUT(x - fp32(INPUT(x)))
+
+    @inlined
+    def change_frame(queries, lost, keys, sums, ends, warp, of_queries, of_keys):
+        """q' and k' in place of q and k, and what q' lost, of this warp's slices; a frame is a share of where the sums end."""
         for i in range(warp, SLICES, WARPS):
             end = load(subtile(ends, SLICE, i), FEW.row_vec)
-            for half in range(CHUNK // FEW.rows):
-                b, q, k = few(sums, half, i), few(queries, half, i), few(keys, half, i)
-                store(q, load(q, FEW) * exp2(load(b, FEW) - end * of_queries))
+            for n in range(CHUNK // FEW.rows):
+                b, q, k = few(sums, n, i), few(queries, n, i), few(keys, n, i)
+                framed = load(q, FEW) * exp2(load(b, FEW) - end * of_queries)
+                store(q, framed)
+                store(few(lost, n, i), rest(framed))
                 store(k, load(k, FEW) * exp2(end * of_keys - load(b, FEW)))
 
     @inlined
+    def half(s_t, last, share, i):
+        """Half of the channels of exp2(share * b_last) S: of all at once the exponents would fill the registers."""
+        return columns(s_t, HALF.length, i) * exp2(load(subtile(last, HALF.length, i), HALF) * share)
+
+    @inlined
     def framed(s_t, last, share):
-        """exp2(share * b_last) S; a wide one by halves, or there would be no room for the exponents."""
-        if HALVES:
-            left = columns(s_t, HALF.length, 0) * exp2(load(subtile(last, HALF.length, 0), HALF) * share)
-            return hstack(left, columns(s_t, HALF.length, 1) * exp2(load(subtile(last, HALF.length, 1), HALF) * share))
-        else:
-            return s_t * exp2(last * share)
+        """exp2(share * b_last) S"""
+        return hstack(half(s_t, last, share, 0), half(s_t, last, share, 1))
 
     @inlined
     def one_by_one(queries, keys, sums):
         """tril(q_i . (exp2(b_i - b_j) k_j)), key after key and a slice at a time."""
         p = zeros(SCORES)
-        for i in range(WIDTHS):
-            k, b = subtile(keys, CHUNK, 0, WIDTH, i), subtile(sums, CHUNK, 0, WIDTH, i)
-            own, sum_of_own = warpgroup.load(subtile(queries, CHUNK, 0, WIDTH, i), CHANNELS), warpgroup.load(b, CHANNELS)
+        for i in range(SLICES):
+            k, b = subtile(keys, CHUNK, 0, SLICE, i), subtile(sums, CHUNK, 0, SLICE, i)
+            own, sum_of_own = warpgroup.load(subtile(queries, CHUNK, 0, SLICE, i), CHANNELS), warpgroup.load(b, CHANNELS)
             for j in range(CHUNK):
                 kept = exp2(minimum(sum_of_own - load_row(b, CHANNELS.row_vec, j), 0.0))
                 scores = row_sum(own * kept * load_row(k, CHANNELS.row_vec, j))
@@ -178,7 +189,7 @@ def make(config: Config):
     def scan(gQ, gK, gV, gGates, gO, gStart, gState, gEnds, length, blocks, heads, group, scale):
         """The outputs of a sequence and its last state, for some columns of the values: one of `blocks` blocks of a head, of
         which `group` share a key head."""
-        q, k, g, v, kept, ends, state, staged = smem.open()
+        q, k, g, v, lost, state, staged, kept, ends = smem.open()
         me = warpgroup.id()
         block, _, head, sequence = place(cuda.blockIdx.x, blocks, 1, heads)
         first, end, batch = tokens(gEnds, sequence, length, 0, 1)
@@ -207,26 +218,27 @@ def make(config: Config):
                     warpgroup.zero_rows(keys, end - token, CONSUMERS)
                     warpgroup.zero_rows(gates, end - token, CONSUMERS)
                 sums = gates if IN_PLACE else kept
-                sum_up(gates, sums, ends, warp)
+                last = subtile(ends, KEY_DIM, j % 2)
+                sum_up(gates, sums, last, warp)
                 warpgroup.meet(CONSUMERS)
-                strong = tile_min(load(ends, ENDS)) < 2 * LIMIT
+                strong = tile_min(load(last, ENDS)) < 2 * LIMIT
                 of_queries, of_keys = 0.0 if strong else 0.5, 1.0 if strong else 0.5
-                p = INPUT(zeros(SCORES))
+                weights, lost_weights = INPUT(zeros(SCORES)), INPUT(zeros(SCORES))
                 if strong:
-                    p = INPUT(one_by_one(queries, keys, sums))
+                    weights = INPUT(one_by_one(queries, keys, sums))
                     warpgroup.meet(CONSUMERS)
-                change_frame(queries, keys, sums, ends, warp, of_queries, of_keys)
-                if HALVES:
-                    last = ends
-                else:
-                    last = load(ends, ENDS)
-                warpgroup.store(turned, framed(s_t, last, of_queries))
+                change_frame(queries, lost, keys, sums, last, warp, of_queries, of_keys)
+                warpgroup.store(subtile(turned, COLUMNS, 0, HALF.length, 0), half(s_t, last, of_queries, 0))
+                warpgroup.store(subtile(turned, COLUMNS, 0, HALF.length, 1), half(s_t, last, of_queries, 1))
                 s_t = framed(s_t, last, of_keys)
                 warpgroup.store_wait()
                 warpgroup.meet(CONSUMERS)
                 if not strong:
-                    p = INPUT(warpgroup.causal(warpgroup.wait(warpgroup.mm_ABt(queries, keys)), 0, 0.0))
-                o = warpgroup.mma_AB(warpgroup.mm_ABt(queries, turned), p, values)
+                    p = warpgroup.mma_ABt(warpgroup.mm_ABt(queries, keys), lost, keys)
+                    p = warpgroup.causal(warpgroup.wait(p), 0, 0.0)
+                    weights, lost_weights = INPUT(p), rest(p)
+                o = warpgroup.mma_AB(warpgroup.mm_ABt(queries, turned), weights, values)
+                o = warpgroup.mma_AB(o, lost_weights, values)
                 s_t = warpgroup.mma_AtB(s_t, values, keys)
                 o = warpgroup.wait(o, newer=1) * scale
                 if VARLEN:
@@ -235,8 +247,6 @@ def make(config: Config):
                     warpgroup.store(out, o)
                     warpgroup.tma_store(gO, (batch, token, head, column), out)
                 s_t = framed(warpgroup.wait(s_t), last, 1.0 - of_keys)
-                if HALVES:
-                    warpgroup.sync()  # all have read where the sums end
                 q.release(j)
                 k.release(j)
                 g.release(j)
