@@ -16,18 +16,15 @@ or, from one warp to those that wait for it, with barriers of the plan:
 """
 
 import numpy as np
-from llvmlite import ir
 from numba.cuda import types
 
 from tiles import ptx
-from tiles.builder import f32, i32
-from tiles.dtypes import fp32
 from tiles.interpreter import here
 from tiles.layout import LANES
 from tiles.op import integer, lowers, op
 from tiles.plumbing import void
 from tiles.ring import elected
-from tiles.types import REGISTER_DTYPES, barrier, remote, rt, rv, st, sv
+from tiles.types import barrier, remote, rt, rv, st, sv
 from tiles.values import Remote, SharedTile
 
 from . import panels, vectors
@@ -100,7 +97,7 @@ def _(item, rank):
 
 
 # ---- tiles and vectors ---------------------------------------------------------------------------------------------
-@op
+@op(takes_operands=True)
 def store(target, value):
     """A peer's shared tile or vector = value, rounded to its dtype, by one warp. The peer sees it after cluster.sync(), or once
     it has received this warp's signal."""
@@ -113,7 +110,7 @@ def load(source, spec):
     return here().read(source.item, home=source.block).astype(np.float32).reshape(spec.shape)
 
 
-@op
+@op(takes_operands=True)
 def store_async(target, value, bar):
     """As `store`, without waiting for it (st.async): its bytes count on a barrier of the same peer, which expects them
     (raw.expect) and reads the tile with ordinary loads once it has received them."""
@@ -123,18 +120,25 @@ def store_async(target, value, bar):
 
 
 def _check(name, verb, target, value):
-    if not (isinstance(target, remote) and isinstance(target.item, (st, sv)) and target.item.dtype in REGISTER_DTYPES):
+    if not (isinstance(target, remote) and isinstance(target.item, (st, sv))):
         raise TypeError(f"{name}: takes a peer's shared tile or vector (cluster.map), got {target}")
-    if not isinstance(value, (rt, rv)) or value.dtype not in REGISTER_DTYPES or getattr(value, "partial", False):
+    if not isinstance(value, (rt, rv)) or getattr(value, "partial", False):
         raise TypeError(f"{name}: takes a register tile or whole vector, got {value}")
     (panels if isinstance(target.item, st) else vectors).check(name, target.item, verb, value, None, 1)
+
+
+def _step(spec):
+    """How many neighbours in memory a lane holds side by side."""
+    if isinstance(spec, rv):
+        return 1 if spec.by_quad else 2
+    return spec.dtype.run if spec.layout == "row" else 1
 
 
 def _pieces(b, item, spec, address):
     """The elements that a lane moves at once, neighbours in memory, and where they lie."""
     if isinstance(item, sv):
         return vectors.addresses(b, item, spec, address, b.u32(0))
-    step = 2 if spec.layout == "row" else 1
+    step = _step(spec)
     places = panels.lane_addresses(b, item, spec, address, b.u32(0), step)
     return ((slice(k, k + step), at) for k, at in zip(range(0, spec.elements, step), places, strict=True))
 
@@ -143,20 +147,11 @@ def _lower_store(item, spec, instruction):
     """The lowering of a store by `instruction`, which is told of a barrier last if there is one."""
 
     def lower(b, address, value, *bars):
-        elements, tail = b.elements(spec, value), ", [${}]" if bars else ""
+        elements = b.elements(spec, value)
         mine = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(getattr(spec, "holders", 0))), b.u32(0))
         with b.if_then(mine):
             for piece, at in _pieces(b, item, spec, address):
-                e = elements[piece]
-                if item.dtype is fp32:
-                    given = "{$1, $2}" if len(e) > 1 else "$1"
-                    text = f"{instruction}{'.v2' * (len(e) > 1)}.f32 [$0], {given}{tail.format(1 + len(e))};"
-                    b.do(text, at, *e, *bars)
-                elif len(e) > 1:
-                    b.do(f"{instruction}.b32 [$0], $1{tail.format(2)};", at, b.pair(item.dtype, *e), *bars)
-                else:
-                    text = f"{{.reg .b16 lo, hi;\nmov.b32 {{lo, hi}}, $1;\n{instruction}.b16 [$0], lo;}}"
-                    b.do(text, at, b.pair(item.dtype, e[0], e[0]))
+                vectors.store_elements(b, item.dtype, elements[piece], at, instruction, *bars)
 
     return lower
 
@@ -172,9 +167,8 @@ def _(target, value, bar):
     _check("cluster.store_async", "take", target, value)
     if not (isinstance(bar, remote) and isinstance(bar.item, barrier)):
         raise TypeError(f"cluster.store_async: takes a peer's barrier (cluster.map), got {bar}")
-    pairs = value.layout == "row" if isinstance(value, rt) else not value.by_quad
-    if not pairs and target.item.dtype is not fp32:
-        raise TypeError(f"cluster.store_async: stores no less than 4 bytes, and lanes hold single elements of {value}")
+    if _step(value) * target.item.dtype.itemsize < 4:
+        raise TypeError(f"cluster.store_async: stores no less than 4 bytes, and lanes hold {_step(value)} of {value} together")
     return void, _lower_store(target.item, value, "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes")
 
 
@@ -186,18 +180,7 @@ def _(source, spec: type):
     def emit(b, address, _):
         out = []
         for piece, at in _pieces(b, item, spec, address):
-            if item.dtype is fp32 and piece.stop - piece.start > 1:
-                two = ir.LiteralStructType([f32] * 2)
-                out += b.unpack(b.asm(two, "ld.shared::cluster.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at))
-            elif item.dtype is fp32:
-                out.append(b.asm(f32, "ld.shared::cluster.f32 $0, [$1];", "=f,r", at))
-            elif piece.stop - piece.start > 1:
-                word = b.asm(i32, "ld.shared::cluster.b32 $0, [$1];", "=r,r", at)
-                out += b.elements(rt(16, 16, item.dtype), b.pack([word]))
-            else:
-                text = "{.reg .b16 x;\nld.shared::cluster.b16 x, [$1];\nmov.b32 $0, {x, x};}"
-                word = b.asm(i32, text, "=r,r", at)
-                out.append(b.elements(rt(16, 16, item.dtype), b.pack([word]))[0])
+            out += vectors.load_elements(b, item.dtype, piece.stop - piece.start, at, "shared::cluster")
         ptx.reads_done(b)
         return b.from_elements(spec, out)
 

@@ -7,8 +7,6 @@ A warpgroup's col_vec is 64 elements or more, as long as its tile is high: each 
 Here, too: `load_row`, a row of a shared tile as a vector, and `last`, an element of a shared vector as a number.
 """
 
-from dataclasses import replace
-
 import numpy as np
 from llvmlite import ir
 from numba.cuda import types
@@ -71,47 +69,42 @@ def read(b, vector, spec, address, first):
     return out
 
 
-LOAD, STORE = (  # bytes: the instruction
-    {
-        1: "ld.shared.b8 $0, [$1];",
-        2: "{.reg .b16 x;\nld.shared.b16 x, [$1];\nmov.b32 $0, {x, x};}",
-        4: "ld.shared.b32 $0, [$1];",
-    },
-    {
-        1: "st.shared.b8 [$0], $1;",
-        2: "{.reg .b16 lo, hi;\nmov.b32 {lo, hi}, $1;\nst.shared.b16 [$0], lo;}",
-        4: "st.shared.b32 [$0], $1;",
-    },
-)
-
-
-def load_elements(b, dtype, count, at):
-    """`count` elements (1 or 2, neighbours) at an address in shared memory, as fp32."""
+def load_elements(b, dtype, count, at, where="shared"):
+    """`count` elements (neighbours: 1, 2, or 4 of fp8) at an address in shared memory, as fp32. where: the state space."""
     if dtype.itemsize == 4:
         if count == 1:
-            return [b.asm(f32, "ld.shared.f32 $0, [$1];", "=f,r", at)]
-        return b.unpack(b.asm(ir.LiteralStructType([f32] * 2), "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", at))
-    word = b.asm(i32, LOAD[count * dtype.itemsize], "=r,r", at)
-    return b.elements(rt(32, 32, dtype), b.pack([word]))[:count]
+            return [b.asm(f32, f"ld.{where}.f32 $0, [$1];", "=f,r", at)]
+        return b.unpack(b.asm(ir.LiteralStructType([f32] * 2), f"ld.{where}.v2.f32 {{$0, $1}}, [$2];", "=f,=f,r", at))
+    if count * dtype.itemsize == 2:
+        text = f"{{.reg .b16 x;\nld.{where}.b16 x, [$1];\nmov.b32 $0, {{x, x}};}}"
+    else:
+        text = f"ld.{where}.b{8 * count * dtype.itemsize} $0, [$1];"
+    return b.elements(rt(32, 32, dtype), b.pack([b.asm(i32, text, "=r,r", at)]))[:count]
+
+
+def store_elements(b, dtype, elements, at, instruction="st.shared", *bars):
+    """Store neighbours (as many as load_elements brings), given as fp32, at an address in shared memory. bars: the address that
+    an asynchronous instruction is told last; such store 4 bytes or more."""
+    if dtype.itemsize == 4:
+        given, kind = b.unpack(b.from_elements(rt(16, 16, dtype), elements)), ["f32", "v2.f32"][len(elements) - 1]
+    else:
+        word = b.pair if dtype.itemsize == 2 else b.quad
+        given, kind = [word(dtype, *(elements * dtype.run)[: dtype.run])], f"b{8 * len(elements) * dtype.itemsize}"
+    if kind == "b16":
+        b.do(f"{{.reg .b16 lo, hi;\nmov.b32 {{lo, hi}}, $1;\n{instruction}.b16 [$0], lo;}}", at, *given)
+        return
+    names, tail = "$1" if len(given) == 1 else "{$1, $2}", "".join(f", [${1 + len(given)}]" for _ in bars)
+    b.do(f"{instruction}.{kind} [$0], {names}{tail};", at, *given, *bars)
 
 
 def lower_store(vector, spec, first_row):
     """The lowering of a store, by a warp whose part begins at first_row(b); of the lanes that hold an element one stores it."""
 
-    dtype = vector.dtype
-
     def lower(b, address, value, *_):
         elements = b.elements(spec, value)
-        if dtype.itemsize == 4:
-            elements = b.unpack(b.from_elements(replace(spec, dtype=dtype), elements))
         with b.if_then(b.icmp_unsigned("==", b.and_(b.lane(), b.u32(spec.holders)), b.u32(0))):
             for piece, at in addresses(b, vector, spec, address, first_row(b)):
-                e = elements[piece]
-                if dtype.itemsize == 4:
-                    b.do("st.shared.f32 [$0], $1;" if spec.by_quad else "st.shared.v2.f32 [$0], {$1, $2};", at, *e)
-                else:
-                    word = (b.quad if dtype.itemsize == 1 else b.pair)(dtype, *[e[0], e[-1]] * (dtype.run // 2))
-                    b.do(STORE[len(e) * dtype.itemsize], at, word)
+                store_elements(b, vector.dtype, elements[piece], at)
 
     return lower
 

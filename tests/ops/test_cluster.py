@@ -5,14 +5,15 @@ from collections import Counter
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, code, meaning, pairs
+from sweep import blank, code, meaning, pairs, wide
 
 import tiles
 from ops import cluster, load, raw, store, warpgroup, zeros
-from tiles import barrier, bf16, fp16, fp32, ring, rt, sass, shared, st, sv, tensor
+from tiles import barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, sass, shared, st, sv, tensor, tf32
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
 
+DTYPES = [fp32, bf16, fp16, fp8e4m3, tf32, fp8e5m2]
 SIDES = ["row", "col", "col", "row"]
 
 
@@ -29,7 +30,7 @@ def test_ranks(run_apart, blocks):
     assert (y == np.arange(blocks)[:, None]).all()
 
 
-@pytest.mark.parametrize(("dtype", "side", "blocks"), pairs([fp32, bf16, fp16], SIDES, [2, 4]))
+@pytest.mark.parametrize(("dtype", "side", "blocks"), pairs(DTYPES, [*SIDES, *SIDES[1:]], [2, 4, 4]))
 def test_every_block_stores_to_the_next_and_loads_from_it(run_apart, sample, dtype, side, blocks):
     S, T, V = st(32, 64, dtype), rt(32, 64, dtype, side), rt(32, 64, dtype, side).col_vec
     smem = shared(first=sv(16, fp32), a=S, v=sv(32, dtype))
@@ -58,11 +59,15 @@ def test_every_block_stores_to_the_next_and_loads_from_it(run_apart, sample, dty
         blank((blocks, 32), dtype),
     )
     run_apart(body, x, down, up, vector, across, shared=smem, blocks=blocks)
+    x, down, up, vector, across = map(wide, (x, down, up, vector, across))
     assert (down == np.roll(x, 1, 0)).all() and (up == x).all()
     assert (vector == np.roll(x[:, 0, :32], 1, 0)).all() and (across == x[:, 0, :32]).all()
 
 
-@pytest.mark.parametrize(("dtype", "side"), [(fp32, "row"), (fp32, "col"), (bf16, "row"), (fp16, "row")])
+MESSAGES = [(fp32, "row"), (fp32, "col"), (bf16, "row"), (fp16, "row"), (fp8e5m2, "row"), (tf32, "col")]
+
+
+@pytest.mark.parametrize(("dtype", "side"), MESSAGES)
 def test_messages(run_apart, sample, dtype, side):
     """A pair of blocks sends each other tiles, again and again: st.async to a barrier there, and a signal when it was read."""
     S, T, N, rounds = st(16, 32, dtype), rt(16, 32, dtype, side), st(16, 32, dtype).nbytes, 5
@@ -87,7 +92,7 @@ def test_messages(run_apart, sample, dtype, side):
     x = sample((2, 16 * rounds, 32), dtype)
     y = blank(x.shape, dtype)
     run_apart(body, x, y, shared=smem, blocks=2)
-    assert (y == x[::-1]).all()
+    assert (wide(y) == wide(x[::-1])).all()
 
 
 @pytest.mark.parametrize(("dtype", "blocks", "width"), pairs([bf16, fp32, fp16], [2, 4], [128, 64]))
