@@ -14,18 +14,22 @@ from dataclasses import dataclass
 from numba import cuda
 
 from ops import col_sum, exp, fma, load, split, store, tile_sum
-from tiles import fp32, inlined, launch, rt
+from tiles import bf16, dtype, fp32, inlined, launch, rt
 from tiles.arrays import Form, at, c_ordered, form
 from tiles.launch import Bound, Interpreted
 
+from ..signature import ENDS, FLOAT, INT, array
 from .places import span
 from .problem import Problem
 
 WARPS = 4  # of a block
 COLUMNS = 16  # of the state, a warp
 BLOCKS = {64: 5, 128: 3, 256: 2}  # key dim, up to -> blocks of an SM, as registers allow
+WIDE = 128  # key dim, up to which there are registers to keep the addresses that a state came from until it goes back there
+MOST = 65535  # blocks along the second and third axis of a grid
 TINY = 1e-10  # added to a normalizer, as flash-linear-attention does
 ARRAYS = "q k v decay beta out initial_state state initial_z final_z cu_seqlens".split()  # of the kernel, in order
+FLAGS = "delta", "normalize", "varlen", "single"
 
 
 @dataclass(frozen=True)
@@ -51,34 +55,35 @@ class Config:
         """Of a block."""
         return 32 * WARPS
 
+    def __str__(self):
+        kinds = [f"decay by {self.decay}"] * bool(self.decay)
+        return ", ".join([f"Dk {self.key_dim}", *kinds, *(x for x in FLAGS if getattr(self, x))])
+
 
 @functools.cache
 def make(config: Config):
-    """The kernel of a configuration."""
+    """(kernel, shared memory) of a configuration; it needs none of the latter."""
     DECAY, DELTA, NORMALIZE = config.decay, config.delta, config.normalize
     SINGLE, tokens = config.single, span(config.varlen)
+    IN_PLACE = SINGLE and config.key_dim <= WIDE
     STATE = rt(config.key_dim, COLUMNS, fp32)
     KEYS, VALUES = STATE.col_vec, STATE.row_vec
 
     @inlined
-    def decayed(x, gDecay, which, token, head, column):
-        """exp(decay) x. A decay that is the token's is the same for all rows and columns."""
+    def decayed_by(gDecay, which, token, head, column):
+        """The factor of a state. A decay that is the token's is the same for all rows and columns."""
         if DECAY == "channel":
-            return x * exp(load(gDecay, KEYS, (which, token, head, 0), aligned=True))
+            return exp(load(gDecay, KEYS, (which, token, head, 0), aligned=True))
         elif DECAY == "token":
-            return x * exp(load(gDecay, VALUES, (which, token, head, column)))
+            return exp(load(gDecay, VALUES, (which, token, head, column)))
         else:
-            return x
+            return 1.0
 
     @cuda.jit(launch_bounds=(config.threads, config.blocks), fastmath=True)
-    def walk(
-        gQ, gK, gV, gDecay, gBeta, gOut, gStart, gState, gStartZ, gStateZ, gEnds, count, parts, heads, group, length, scale
-    ):
-        """`count` warps: `parts` for a head's state, `heads` states for a sequence; `group` heads share a key."""
-        warp = cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32
-        if warp < count:
-            part, pair = split(warp, parts)
-            head, sequence = split(pair, heads)
+    def walk(gQ, gK, gV, gDecay, gBeta, gOut, gStart, gState, gStartZ, gStateZ, gEnds, parts, group, length, scale):
+        """A block a head of a sequence, and some of the `parts` of its state, a warp each; `group` heads share a key."""
+        part, head, sequence = cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32, cuda.blockIdx.y, cuda.blockIdx.z
+        if part < parts:
             _, shared = split(head, group)
             column = COLUMNS * part
             first, end, batch = tokens(gEnds, sequence, 1 if SINGLE else length)
@@ -89,20 +94,21 @@ def make(config: Config):
                 q = load(gQ, KEYS, (batch, t, shared, 0), aligned=True)
                 k = load(gK, KEYS, (batch, t, shared, 0), aligned=True)
                 v = load(gV, VALUES, (batch, t, head, column), aligned=True)
-                s = decayed(s, gDecay, batch, t, head, column)
+                beta = load(gBeta, VALUES, (batch, t, head, column)) if DELTA else 0.0
+                s = s * decayed_by(gDecay, batch, t, head, column)
                 if DELTA:
-                    v = load(gBeta, VALUES, (batch, t, head, column)) * (v - col_sum(s * k))
+                    v = beta * (v - col_sum(s * k))
                 s = fma(k, v, s)
                 o = scale * col_sum(s * q)
                 if NORMALIZE:
                     z = z * exp(load(gDecay, KEYS, (batch, t, head, 0))) + k
                     o = o / (scale * tile_sum(z * q) + TINY)
                 store(gOut, o, (batch, t, head, column))
-            store(gState, s, (sequence, head, 0, column), aligned=SINGLE)
+            store(gStart if IN_PLACE else gState, s, (sequence, head, 0, column), aligned=SINGLE)
             if NORMALIZE and part == 0:
                 store(gStateZ, z, (sequence, head, 0))
 
-    return walk
+    return walk, None
 
 
 @functools.lru_cache
@@ -132,9 +138,17 @@ def bind(problem: Problem, given: Mapping[str, Form], single: bool) -> Bound | I
     forms = {name: c_ordered(shape, "float32", problem.device) for name, shape in empty.items()}
     forms |= {"cu_seqlens": c_ordered((0,), "int32", problem.device)} | dict(given)
     forms |= {name: _spread(given.get(name), problem) for name in ("decay", "beta")}
-    count = problem.sequences * problem.heads * parts
-    sizes = count, parts, problem.heads, problem.group, problem.seqlen, problem.scale
-    return launch(make(config), -(-count // WARPS), config.threads).bind(*(at(0, forms[name]) for name in ARRAYS), *sizes)
+    if max(problem.heads, problem.sequences) > MOST:
+        raise ValueError(f"q: must have at most {MOST} heads and sequences: {problem.heads}, {problem.sequences}")
+    grid = -(-parts // WARPS), problem.heads, problem.sequences  # in the order in which states lie: others took 6 % longer
+    kernel, sizes = make(config)[0], (parts, problem.group, problem.seqlen, problem.scale)
+    return launch(kernel, grid, config.threads).bind(*(at(0, forms[name]) for name in ARRAYS), *sizes)
+
+
+def signature(config: Config, dtype: dtype = bf16):
+    """The Numba types of the kernel's arguments, for tokens of a dtype."""
+    token, real, z = array(4, dtype), array(4), array(3)
+    return token, token, token, real, real, token, real, real, z, z, ENDS, *[INT] * 3, FLOAT
 
 
 def _spread(given: Form | None, problem: Problem) -> Form:

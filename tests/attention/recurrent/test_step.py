@@ -6,8 +6,7 @@ import pytest
 
 from attention import reference
 from attention.recurrent.step import linear_step
-from attention.recurrent.walk import BLOCKS, Config, make
-from tiles.arguments import parameter
+from attention.recurrent.walk import BLOCKS, Config, make, signature
 from tiles.compiler import compile_kernel
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
@@ -130,8 +129,6 @@ def test_states_that_cannot_be_moved(change, message):
 @pytest.mark.parametrize("key_dim", BLOCKS)
 def test_the_state_stays_in_registers(key_dim, decay, delta):
     """Of the greatest key dim that so many blocks of an SM must do with."""
-    token, gates, state = (np.zeros((2, 2, 2, key_dim), dtype) for dtype in (bf16, f32, f32))
-    arrays = [token, token, token, gates, gates, token, state, state, state[0], state[0], np.zeros(2, np.int32)]
-    types = [parameter("x", x).type for x in (*arrays, 1, 1, 1, 1, 1, 1.0)]
-    found = compile_kernel(make(Config(key_dim, decay, delta, single=True)), types, "sm_90a")
+    config = Config(key_dim, decay, delta, single=True)
+    found = compile_kernel(make(config)[0], signature(config), "sm_90a")
     assert (found.spill_bytes, found.local_bytes, found.warnings) == (0, 0, [])
