@@ -13,7 +13,7 @@ from tiles.interpreter import here
 from tiles.op import lowers, op
 from tiles.pipeline import CHUNK, check_copy, lower_copy
 from tiles.plumbing import void
-from tiles.types import st
+from tiles.types import st, sv
 
 
 @op
@@ -27,7 +27,7 @@ def copy_async(tile, source, at, rows=-2, cols=-1, piece=CHUNK):
 @lowers(copy_async)
 def _(tile, source, at, rows: int, cols: int, piece: int):
     if not isinstance(tile, st):
-        raise TypeError(f"copy_async: copies to a shared tile, got {tile}")
+        raise TypeError(f"copy_async: copies to a shared tile, got {tile}" + ": load and store it" * isinstance(tile, sv))
     check_copy("copy_async", tile, source, at, rows, cols, piece)
 
     def emit(b, address, array, at, *_):

@@ -177,6 +177,9 @@ def _shared(spec):
 
 def check_store(name, target, value, at, rows, cols, is_aligned, warps):
     """The rule that stores at warp and warpgroup scope share."""
+    if isinstance(value, (st, sv, types.Array)):
+        way = "copy_async it" if isinstance(value, types.Array) else "tma_store it"
+        raise TypeError(f"{name}: stores from registers, got {value}: load(...) it first, or {way}")
     if not isinstance(value, (rt, rv)) or getattr(value, "partial", False):
         raise TypeError(f"{name}: stores a register tile or whole vector, got {value}")
     if isinstance(target, (st, sv)):
@@ -268,11 +271,11 @@ def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
     global array, where `at` is the index of the first element and the tile runs along axes `rows` and `cols` (a vector along
     `cols`).
 
-    aligned: a promise that lets a lane move 16 bytes at a time, for tiles in row layout and 2- or 4-byte arrays: the array's
-    columns are adjacent and come by eight (fp32: by four), as does `at` along them, and its address and other strides are
-    multiples of 16 bytes. Of a vector, which may be loaded so, that its elements are adjacent. aligned=4: the same with
-    multiples of 4 bytes and columns by two, for stores to 2-byte arrays. The interpreter checks it; on the GPU a broken promise
-    is an access elsewhere."""
+    aligned: a promise that lets a lane move 16 bytes at a time, for tiles in row layout, fp8 only to and from fp8: the array's
+    columns are adjacent and come by 16 bytes, as does `at` along them, and its address and other strides are multiples of 16
+    bytes. Of a vector, which may be loaded so, that its elements are adjacent. aligned=4: the same with multiples of 4 bytes
+    and columns by two, for stores to 2-byte arrays. The interpreter checks it; on the GPU a broken promise is an access
+    elsewhere."""
     store_rows(target, value, at, rows, cols, aligned, 0)
 
 

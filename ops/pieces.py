@@ -1,12 +1,13 @@
 """Register tiles to and from aligned global arrays, 16 bytes a lane, or 4.
 
-A lane of an accumulator holds pairs of neighbouring columns. The lanes of a quad hold a row between them, and exchange pairs so
-that each ends up with a piece of 16 bytes:
+A lane of an accumulator holds pairs of neighbouring columns (runs of four if they are bytes). The lanes of a quad hold a row
+between them, and exchange pairs so that each ends up with a piece of 16 bytes:
 
     2 bytes an element          before: columns 2t, 2t+1 of each of four chunks of eight        lane t of the quad
                                 after:  all eight columns of chunk t
     2 bytes, 16, 48, .. columns before: columns 2t, 2t+1 of two chunks of eight, of two rows 8 apart
                                 after:  chunk t % 2 of the first row if t < 2, else of the second
+    1 byte                      as with 2, in chunks of sixteen columns
     4 bytes                     before: columns 2t, 2t+1 of each of two chunks of eight
                                 after:  four columns of chunk t % 2, the first four if t < 2
 
@@ -23,13 +24,13 @@ from tiles.builder import f32, i32, i64
 from tiles.plumbing import SCALARS
 from tiles.types import rt, rv
 
-QUAD, CHUNK = 4, 8  # lanes, and columns of which each of them has two
+QUAD, HALF = 4, 8  # lanes; rows from one that a quad has to its next
 PIECE, PAIR = 16, 4  # bytes
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """How lanes of a quad exchange words of 4 bytes. chunks: how many of eight columns go together, of `lines` rows 8 apart;
+    """How lanes of a quad exchange words of 4 bytes. chunks: how many of `chunk` columns go together, of `lines` rows 8 apart;
     each lane has 4 / chunks / lines words of each. stages: bit of the lane's number, and the pairs of words (of each a lane
     keeps one, by that bit). column: the columns that each bit of the lane's number moves its piece by; row: the rows that the
     second does."""
@@ -38,6 +39,7 @@ class Exchange:
     stages: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
     column: tuple[int, int]
     row: int = 0
+    chunk: int = 8
 
     @property
     def lines(self):
@@ -47,7 +49,7 @@ class Exchange:
     @property
     def columns(self):
         """Of a row, all chunks together."""
-        return CHUNK * self.chunks
+        return self.chunk * self.chunks
 
     def __call__(self, b, words):
         """Pieces of pairs, or pairs of pieces."""
@@ -71,7 +73,8 @@ class Exchange:
 
 ACROSS = (1, ((0, 1), (2, 3))), (2, ((0, 2), (1, 3)))  # lane t gets the t-th words of all four
 EXCHANGES = {  # bytes an element: exchanges, those of more columns first
-    2: (Exchange(4, ACROSS, (8, 16)), Exchange(2, ACROSS, (8, 0), CHUNK)),
+    1: (Exchange(4, ACROSS, (16, 32), chunk=16), Exchange(2, ACROSS, (16, 0), HALF, chunk=16)),
+    2: (Exchange(4, ACROSS, (8, 16)), Exchange(2, ACROSS, (8, 0), HALF)),
     4: (Exchange(2, ((1, ((0, 2), (1, 3))),), (8, 4)),),
 }
 PAIRS = Exchange(1, (), (2, 4))  # two columns stay where they are
@@ -94,12 +97,10 @@ def check(name, array, spec, aligned, loads=False):
     size = SCALARS[array.dtype].itemsize
     if aligned not in (False, True) and (loads or aligned != PAIR or size != 2):
         raise TypeError(f"{name}: aligned must be True, or for stores to bf16 and fp16 arrays {PAIR}, got {aligned}")
-    if loads and isinstance(spec, rv) and size in EXCHANGES:
+    if loads and isinstance(spec, rv):
         return
-    if not (isinstance(spec, rt) and spec.layout == "row" and size in EXCHANGES and spec.dtype.itemsize > 1):
-        raise TypeError(
-            f"{name}: aligned accesses take tiles in row layout, of fp32, bf16 or fp16 as is the array, got {spec}, {array}"
-        )
+    if not (isinstance(spec, rt) and spec.layout == "row" and (spec.dtype.itemsize == 1) == (size == 1)):
+        raise TypeError(f"{name}: aligned accesses take tiles in row layout, of fp8 if the array is, got {spec}, {array}")
 
 
 def misaligned(array, spec, at, cols, piece=PIECE):
@@ -133,15 +134,15 @@ def _pieces(b, ty, exchange, array, spec, at, rows, cols, first_row, anew=False)
     start = data
     for index, stride in zip(at, strides):
         start = b.add(start, b.mul(index, stride))
-    line, step = _anew(b, start) if anew else start, b.mul(ir.Constant(i64, CHUNK * exchange.lines), strides[r])
+    line, step = _anew(b, start) if anew else start, b.mul(ir.Constant(i64, HALF * exchange.lines), strides[r])
     down, across, height, width = (b.trunc(x, i32) for x in (at[r], at[c], extents[r], extents[c]))  # all below 2**31
     words = range(0, 2, 4 // size)  # columns at which lane 0 has words of a chunk
-    for row in range(0, spec.rows, CHUNK * exchange.lines):
+    for row in range(0, spec.rows, HALF * exchange.lines):
         inside = b.icmp_unsigned("<", b.add(down, b.u32(row)), height)
         for col in range(0, spec.cols, exchange.columns):
             fits = b.and_(inside, b.icmp_unsigned("<", b.add(across, b.u32(col)), width))
             eighths = itertools.product(range(exchange.lines), range(exchange.chunks), words)
-            places = [(row + CHUNK * e, col + CHUNK * k + word) for e, k, word in eighths]
+            places = [(row + HALF * e, col + exchange.chunk * k + word) for e, k, word in eighths]
             yield places, b.zext(fits, i32), b.add(line, ir.Constant(i64, size * col))
         line = b.add(line, step)
 

@@ -31,7 +31,7 @@ from tiles import bf16, fp16, fp32, interpreter, tensor
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
 
-MARGIN = 5  # elements of canary on every side of a guarded array
+MARGIN, CANARY = 5, 96  # elements on every side of a guarded array; what they are
 EPS = {fp32: 2.0**-23, fp16: 2.0**-10, bf16: 2.0**-7}  # from 1 to the next number
 END = {fp32: 2.0**128 * (1 - 2.0**-25), fp16: 65520.0, bf16: 2.0**128 * (1 - 2.0**-9)}  # from here on: inf
 TINY = {fp32: 2.0**-126, fp16: 2.0**-24, bf16: 2.0**-126}  # an error below this is none (fp32 units flush to 0)
@@ -52,7 +52,7 @@ def guarded(shape, dtype=fp32, order=None, step=1):
     """A NaN-filled array inside a larger one of canaries, its axes laid out in `order`, every `step`-th element used: the view,
     and a function that checks that nothing around it was touched."""
     order = order or range(len(shape))
-    root = dtype.round(np.full([shape[a] * step + 2 * MARGIN for a in order], 12345, np.float32))
+    root = np.full([shape[a] * step + 2 * MARGIN for a in order], CANARY, dtype.np)
     view = root[tuple(slice(MARGIN, MARGIN + shape[a] * step, step) for a in order)].transpose(np.argsort(list(order)))
     outside = np.ones(root.shape, bool)
     outside[tuple(slice(MARGIN, MARGIN + shape[a] * step, step) for a in order)] = False
@@ -61,6 +61,30 @@ def guarded(shape, dtype=fp32, order=None, step=1):
 
     def check():
         assert (root[outside] == before[outside]).all(), "memory around the array was written"
+
+    return view, check
+
+
+def roomy(shape, dtype, order=None, step=1):
+    """A NaN-filled array whose address and strides are multiples of 16 bytes inside a larger one of canaries, its axes laid
+    out in `order` (the last stays last), every `step`-th element of the others used; and a check of the canaries."""
+    order = tuple(order or range(len(shape)))
+    assert order[-1] == len(shape) - 1 and shape[-1] * dtype.itemsize % 16 == 0
+    extents = [shape[a] * step + 2 for a in order[:-1]] + [shape[-1] + 32]
+    memory = np.zeros(np.prod(extents) + 16, dtype.np)
+    start = -memory.ctypes.data % 16 // dtype.itemsize
+    root = memory[start : start + np.prod(extents)].reshape(extents)
+    root[...] = CANARY
+    place = tuple(slice(1, 1 + shape[a] * step, step) for a in order[:-1]) + (slice(16, 16 + shape[-1]),)
+    view = root[place].transpose(np.argsort(order))
+    view[...] = np.nan
+
+    def check():
+        kept, view[...] = view.copy(), CANARY
+        untouched = (wide(memory[start : start + root.size]) == CANARY).all()
+        untouched &= not wide(memory[:start]).any() and not wide(memory[start + root.size :]).any()
+        view[...] = kept
+        assert untouched, "memory around the array was written"
 
     return view, check
 

@@ -141,7 +141,12 @@ def a_maximum_of_shared_fp8(x, g):
     row_max(f)
 
 
-@says("store: aligned accesses take tiles in row layout, of fp32, bf16 or fp16 as is")
+@says("store: stores from registers, got st(64, 64, bf16): load(...) it first, or tma_store it")
+def storing_a_shared_tile(x, g):
+    store(x, written(), (0, 0))
+
+
+@says("store: aligned accesses take tiles in row layout, of fp8 if the array is, got rt(16, 64, fp8e4m3), array(float32")
 def storing_fp8_in_pieces(x, g):
     store(x, zeros(E), (0, 0), aligned=True)
 

@@ -1,43 +1,17 @@
-"""ops/pieces.py: aligned loads and stores, 16 bytes a lane, by one warp and by four; what keeps an array from them."""
+"""ops/pieces.py: aligned loads and stores, 16 bytes a lane, by one warp and by four. (Broken promises: test_promises.py.)"""
 
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, code, meaning, pairs
+from sweep import blank, pairs, roomy
 
-import tiles
 from ops import load, store, warpgroup
-from tiles import Hazard, bf16, fp16, fp32, rt, sass, st
+from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, sass
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
-from tiles.interpreter import interpret
 
 COLS = 16, 48, *range(32, 257, 32)
 HALVES, DTYPES = [bf16, fp16], [bf16, fp16, fp32]
-
-
-def roomy(shape, dtype, order=None, step=1):
-    """A NaN-filled array whose address and strides are multiples of 16 bytes inside a larger one of canaries, its axes laid
-    out in `order` (the last stays last), every `step`-th element of the others used; and a check of the canaries."""
-    order = tuple(order or range(len(shape)))
-    assert order[-1] == len(shape) - 1 and shape[-1] * dtype.itemsize % 16 == 0
-    extents = [shape[a] * step + 2 for a in order[:-1]] + [shape[-1] + 16]
-    memory = np.zeros(np.prod(extents) + 8, dtype.np)
-    start = -memory.ctypes.data % 16 // dtype.itemsize
-    root = memory[start : start + np.prod(extents)].reshape(extents)
-    root[...] = 12345
-    place = tuple(slice(1, 1 + shape[a] * step, step) for a in order[:-1]) + (slice(8, 8 + shape[-1]),)
-    view = root[place].transpose(np.argsort(order))
-    view[...] = np.nan
-
-    def check():
-        kept, view[...] = view.copy(), 12345
-        untouched = (memory[start : start + root.size] == dtype.np.type(12345)).all()
-        untouched &= (memory[:start] == 0).all() and (memory[start + root.size :] == 0).all()
-        view[...] = kept
-        assert untouched, "memory around the array was written"
-
-    return view, check
 
 
 def placed(shape, at, tile):
@@ -91,6 +65,30 @@ def test_fp32_comes_by_four_columns(run, sample):
     check_z()
     for i, at in enumerate(places):
         assert same(y[i], placed(shape, at, x)) and same(z[i], placed(shape, at, h.astype(np.float32))), f"store at {at}"
+
+
+@pytest.mark.parametrize(("cols", "dtype", "held"), pairs([32, 64, 96, 128], [fp8e4m3, fp8e5m2], [fp8e4m3, fp8e5m2, fp8e5m2]))
+def test_fp8_comes_by_sixteen_columns(run, sample, cols, dtype, held):
+    """From an array of the one kind to one of the other, at every edge."""
+    shape, places = (37, cols + 48), [(0, 0), (3, 16), (-7, -16), (30, 48), (-32, 0), (0, cols), (100, 32)]
+    T, n = rt(32, cols, held), len(places)
+
+    @cuda.jit
+    def body(x, at, y, z):
+        for i in range(n):
+            tile = load(x, T, (at[i, 0], at[i, 1]), aligned=True)
+            store(y, tile, (i, 0, 0), aligned=True)
+            store(z, tile, (i, at[i, 0], at[i, 1]), aligned=True)
+
+    (x, _), (y, check_y), (z, check_z) = roomy(shape, held), roomy((n, 32, cols), dtype), roomy((n, *shape), dtype)
+    x[...] = sample(shape, held)
+    run(body, x, np.array(places, np.int32), y, z)
+    check_y()
+    check_z()
+    for i, at in enumerate(places):
+        tile = np.nan_to_num(placed((32, cols), (-at[0], -at[1]), x.astype(np.float32)), nan=0)
+        tile = dtype.round(tile).astype(np.float32)
+        assert same(y[i], tile) and same(z[i], placed(shape, at, tile)), f"at {at}"
 
 
 @pytest.mark.parametrize(("cols", "held", "dtype"), pairs(COLS, [bf16, fp16, fp32], [*HALVES, *HALVES[::-1]]))
@@ -256,138 +254,3 @@ def test_a_copy_in_fp32_moves_16_bytes_an_instruction():
     moves = [i.opcode for i in sass.listing(found.cubin) if i.mnemonic in ("LDG", "STG")]
     assert len(moves) == 16 and all(".128" in opcode for opcode in moves)
     assert [opcode[:3] for opcode in moves] == ["LDG"] * 8 + ["STG"] * 8
-
-
-# ---- broken promises -----------------------------------------------------------------------------------------------
-def unaligned(case):
-    """(array, index) that break the promise in one way."""
-    base, _ = roomy((40, 72), bf16)
-    return {
-        "address": (base[:, 4:68], (0, 0)),
-        "stride": (np.zeros((40, 68), bf16.np)[:, :64], (0, 0)),
-        "apart": (base[:, :64:2], (0, 0)),
-        "down": (base[:, :32].T, (0, 0)),
-        "at": (base, (0, 4)),
-        "before": (base, (0, -4)),
-        "columns": (base[:, :68], (0, 0)),
-    }[case]
-
-
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("address", r"the array \(strides \(176, 2\), address 0x\w+8\) is not aligned to 16 bytes"),
-        ("stride", r"the array \(strides \(136, 2\), address 0x\w+\) is not aligned to 16 bytes"),
-        ("apart", r"the array \(strides \(176, 4\)"),
-        ("down", r"the array \(strides \(2, 176\)"),
-        ("at", r"columns from 4 of 72 are not multiples of 8"),
-        ("before", r"columns from -4 of 72 are not multiples of 8"),
-        ("columns", r"columns from 0 of 68 are not multiples of 8"),
-    ],
-)
-@pytest.mark.parametrize("scope", [1, 4])
-def test_a_broken_promise(case, words, scope):
-    T, (y, at) = rt(16, 32, bf16), unaligned(case)
-    before = y.copy()
-
-    def by_one(y, x, row, col):
-        store(y, load(x, T, (0, 0)), (row, col), aligned=True)
-
-    def by_four(y, x, row, col):
-        warpgroup.store(y, load(x, T, (0, 0)), (row, col), aligned=True)
-
-    def load_by_one(y, x, row, col):
-        load(y, T, (row, col), aligned=True)
-
-    def load_by_four(y, x, row, col):
-        warpgroup.load(y, T, (row, col), aligned=True)
-
-    for verb, kernels in (("store", (by_one, by_four)), ("load", (load_by_one, load_by_four))):
-        with pytest.raises(Hazard, match=f"aligned {verb}: {words}"):
-            interpret(cuda.jit(kernels[scope == 4]), (1, 1, 1), 32 * scope, [y, np.zeros((16, 32), bf16.np), *at])
-    assert np.array_equal(before.view(np.uint16), y.view(np.uint16))
-
-
-def test_a_broken_promise_in_fp32():
-    """Columns come by four."""
-    T, y = rt(16, 32, fp32), roomy((16, 40), fp32)[0]
-
-    @cuda.jit
-    def body(y):
-        load(y, T, (0, 2), aligned=True)
-
-    with pytest.raises(Hazard, match="aligned load: columns from 2 of 40 are not multiples of 4"):
-        interpret(body, (1, 1, 1), 32, [y])
-
-
-def test_a_vector_of_elements_that_are_apart():
-    T = rt(16, 32, fp32)
-
-    @cuda.jit
-    def body(y):
-        load(y, T.row_vec, (0,), aligned=True)
-
-    with pytest.raises(
-        Hazard, match=r"aligned load: the elements of the array \(strides \(8,\)\) are not adjacent along axis -1"
-    ):
-        interpret(body, (1, 1, 1), 32, [np.zeros(64, np.float32)[::2]])
-
-
-S = st(64, 32, bf16)
-SMEM = tiles.shared(s=S)
-T, COLUMN = rt(16, 32, fp32), rt(16, 32, bf16, "col")
-
-
-def of_a_vector(h, f):
-    store(h, load(f, T.row_vec, (0, 0)), (0, 0), aligned=True)
-
-
-def loaded_pairs(h, f):
-    load(h, T, (0, 0), aligned=4)
-
-
-def pairs_of_fp32(h, f):
-    store(f, load(f, T, (0, 0)), (0, 0), aligned=4)
-
-
-def in_column_layout(h, f):
-    store(h, load(h, COLUMN, (0, 0)), (0, 0), aligned=True)
-
-
-def by_four_warps(h, f):
-    warpgroup.store(h, warpgroup.load(f, COLUMN, (0, 0)), (0, 0), aligned=True)
-
-
-def to_a_shared_tile(h, f):
-    (s,) = SMEM.open()
-    warpgroup.store(s, warpgroup.load(f, T, (0, 0)), aligned=True)
-
-
-def loaded_columns(h, f):
-    load(h, COLUMN, (0, 0), aligned=True)
-
-
-def from_a_shared_tile(h, f):
-    (s,) = SMEM.open()
-    warpgroup.load(s, T, aligned=True)
-
-
-TAKES = "aligned accesses take tiles in row layout, of fp32, bf16 or fp16 as is the array, "
-MISTAKES = {
-    of_a_vector: f"store: {TAKES}got row_vec(32, fp32)",
-    in_column_layout: f"store: {TAKES}got rt(16, 32, bf16, col)",
-    by_four_warps: f"warpgroup.store: {TAKES}got rt(16, 32, bf16, col)",
-    loaded_pairs: "load: aligned must be True, or for stores to bf16 and fp16 arrays 4, got 4",
-    pairs_of_fp32: "store: aligned must be True, or for stores to bf16 and fp16 arrays 4, got 4",
-    to_a_shared_tile: "warpgroup.store: `aligned` is for global arrays, got st(64, 32, bf16)",
-    loaded_columns: f"load: {TAKES}got rt(16, 32, bf16, col)",
-    from_a_shared_tile: "warpgroup.load: `aligned` is for global arrays, got st(64, 32, bf16)",
-}
-
-
-@pytest.mark.parametrize("backend", [meaning, code])
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__)
-def test_mistakes(backend, mistake):
-    with pytest.raises(TypeError) as error:
-        backend(cuda.jit(mistake), blank((64, 64), bf16), blank((64, 64)), warps=4, shared=SMEM)
-    assert str(error.value).startswith(MISTAKES[mistake])
