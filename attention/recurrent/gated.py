@@ -112,7 +112,7 @@ def make(config: Config):
     VARLEN, IN_PLACE, LIMIT = config.varlen, config.gates is fp32, LEAST[config.dtype]
     CLAIMS = CONSUMERS > 1  # one consumer alone has all it may have
     KEY_DIM, WARPS, SLICES = config.key_dim, warpgroup.WARPGROUP * CONSUMERS, config.key_dim // SLICE
-    FEW = rt(CHUNK // 4, SLICE, fp32, "col")
+    FEW = rt(CHUNK // 2, SLICE, fp32, "col")
     ENDS, HALF, SCORES = STATE.row_vec, rt(16, KEY_DIM // 2, fp32).row_vec, rt(16, CHUNK, fp32)
     PANEL = min(128, HALF.length * INPUT.itemsize)
     CHANNELS = rt(16, SLICE, fp32)
@@ -131,7 +131,7 @@ def make(config: Config):
 
     @inlined
     def few(tile, n, i):
-        """The n-th quarter of the tokens of the i-th slice."""
+        """The n-th half of the tokens of the i-th slice."""
         return subtile(tile, FEW.rows, n, SLICE, i)
 
     @inlined
