@@ -20,8 +20,9 @@ import torch.nn.functional as F  # noqa: E402
 
 import attention  # noqa: E402
 from bench.measure import report  # noqa: E402
+from bench.test_linear import MEMBERS  # noqa: E402
 
-CALLS, TURN = 10_000, 100
+CALLS, TURN, ROUNDS = 10_000, 100, 3
 
 
 @functools.cache
@@ -58,34 +59,33 @@ def test_host_time(benchmark, name):
 
 
 FIRST = """
-import json, time, torch, attention
-q, k, v = (torch.randn(1, 4096, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+import json, sys, time, torch, attention
+from bench.test_linear import MEMBERS
+make, ours, *_ = MEMBERS.get(sys.argv[1], (MEMBERS["linear"][0], attention.forward))
+inputs = make(1, 4096, 16)
 torch.cuda.synchronize()
 start = time.perf_counter()
-attention.forward(q, k, v)
+ours(*inputs)
 torch.cuda.synchronize()
 print(json.dumps(time.perf_counter() - start))
 """
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["compiled", "from disk"])
-def test_first_call(benchmark, cached, tmp_path_factory):
+@pytest.mark.parametrize("name", ["forward", *MEMBERS])
+def test_first_call(benchmark, name, cached, tmp_path_factory):
     """The first call of a process, after imports and context: compiling, or loading from the disk cache."""
-    folder = str(tmp_path_factory.mktemp("cache"))
-    environment = {**os.environ, "TILES_CACHE_DIR": folder}
+    folder = tmp_path_factory.mktemp("cache")
 
-    def first():
-        done = subprocess.run([sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True, check=True)
+    def first(cache):
+        environment = {**os.environ, "TILES_CACHE_DIR": str(cache)}
+        command = [sys.executable, "-c", FIRST, name]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         return json.loads(done.stdout.splitlines()[-1]) * 1e3
 
     if cached:
-        first()
-        times = [first() for _ in range(3)]
-    else:
-        times = []
-        for n in range(3):
-            environment["TILES_CACHE_DIR"] = f"{folder}/{n}"
-            times.append(first())
-    benchmark.group = "first call of a process"
+        first(folder)
+    times = [first(folder if cached else folder / str(n)) for n in range(ROUNDS)]
+    benchmark.group = f"first call of a process, {name}"
     benchmark.extra_info |= {"provider": "from disk" if cached else "compiled"}
     report(benchmark, times)
