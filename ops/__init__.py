@@ -26,6 +26,7 @@ from .functions import (
     tanh,
 )
 from .index import split
+from .inverse import inverse_unit_lower
 from .make import col_index, full, neg_infty, ones, pos_infty, row_index, zeros
 from .maps import fma, maximum, minimum
 from .mask import bounds, causal, left_fill, lower_fill, right_fill, tril, triu, upper_fill
@@ -57,7 +58,6 @@ from .scopes import refuse_others as _refuse_others
 from .subtile import subtile
 from .taylor import taylor
 from .transpose import swap_layout, transpose
-from .triangular import inverse_unit_lower
 from .vectors import last, load_row
 
 __all__ = [

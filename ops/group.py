@@ -26,9 +26,10 @@ from tiles.types import rv, sv
 from . import vectors
 from .reduce import FOLDS
 
-# Who meets at which of a block's 16 named barriers: all its warps at 0, warpgroups that take `turns` at 1 to 7, warpgroup g by
-# itself at LAST_NAMED - g, several warpgroups together at TOGETHER, which only an eighth warpgroup would have for itself.
-LAST_NAMED, TOGETHER = 15, 8
+# Who meets at which of a block's 16 named barriers: all its warps at 0, warpgroups that take `turns` at those before TOGETHER,
+# several warpgroups at TOGETHER, warpgroup g by itself at LAST_NAMED - g.
+LAST_NAMED, MOST_GROUPS = 15, 8
+TOGETHER = LAST_NAMED - MOST_GROUPS
 THREADS = WARPGROUP * LANES
 CELL = 4  # elements of a number's part: warps write no cell of 16 bytes that another does
 NEUTRAL = {"max": -np.inf, "min": np.inf, "sum": 0.0, "prod": 1.0}

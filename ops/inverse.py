@@ -1,4 +1,4 @@
-"""The inverse of a unit lower triangular 64 x 64 matrix, by a warpgroup: that of a chunk of the delta rule.
+"""Inverses of unit lower triangular matrices: of 16 x 16 by a warp, and of 64 x 64, a chunk of the delta rule, by a warpgroup.
 
     smem = shared(.., high=TRIANGLE, low=TRIANGLE, inverse_high=DIAGONAL, inverse_low=DIAGONAL)
     x = inverse_transposed(a, high, low, inverse_high, inverse_low)
@@ -11,23 +11,88 @@ where each warp has 16 rows of X to itself: it reads blocks of A and the inverse
 other warps find. All of it is substitution: no power of A is taken, and what is small comes out small.
 """
 
+import numpy as np
+
+from tiles import ptx
 from tiles.dtypes import bf16, fp32
-from tiles.op import inlined
+from tiles.layout import QUAD
+from tiles.op import inlined, lowers, op
 from tiles.types import rt, st
 
-from . import warpgroup
+from . import quads, warpgroup
 from .compare import equal
 from .make import col_index, zeros
 from .mma import mma_ABt
 from .parts import hstack
 from .subtile import subtile
-from .triangular import inverse_unit_lower
 
+BASE = 16  # rows and columns of a block
+HALF = 8  # rows and columns of a matrix inside the base tile
+BLOCK = rt(BASE, BASE, fp32)
 TRIANGLE = st(64, 64, bf16, width=32)  # in panels of 16 columns, so that a block is a tile of its own
 DIAGONAL = st(64, 16, bf16)
-BLOCK = rt(16, 16, fp32)
 
 
+# ---- a block, by a warp --------------------------------------------------------------------------------------------
+@op
+def inverse_unit_lower(tile):
+    """(I + L)^-1 of an rt(16, 16, fp32), where L is the part of the tile below its diagonal; the rest is not looked at.
+
+    By forward substitution, in fp32: as exact as the matrix allows, with no sums of large powers."""
+    out = np.eye(BASE, dtype=np.float32)
+    for j in range(BASE):
+        out[j + 1 :] -= tile.array[j + 1 :, j : j + 1] * out[j : j + 1]
+    return out
+
+
+@lowers(inverse_unit_lower)
+def _(tile):
+    if tile != BLOCK:
+        raise TypeError(f"inverse_unit_lower: takes {BLOCK}, got {tile}")
+    return tile, _substitute
+
+
+def _substitute(b, value):
+    """Row j of the inverse is done once rows 0 to j - 1 are: then L[i, j] times it goes off every row i below.
+
+    Lane 4 r + c holds rows r and r + 8, columns 2 c, 2 c + 1 and those plus 8. Row j is what its quad holds; column j of L is
+    what one lane of each quad holds. In front of the diagonal halves that stay 0 are left out."""
+    l, (place, first) = b.unpack(value), quads.place(b)
+    row, column = b.lshr(b.lane(), b.u32(2)), b.mul(place, b.u32(2))
+
+    def known(i, j):
+        """This lane's element of I in the rows that begin at i and columns that begin at j."""
+        return [
+            b.select(b.icmp_unsigned("==", b.add(row, b.u32(i)), b.add(column, b.u32(j + k))), b.real(1), b.real(0))
+            for k in (0, 1)
+        ]
+
+    out = {(0, 0): known(0, 0), (HALF, 0): [b.real(0)] * 2, (HALF, HALF): known(HALF, HALF)}
+    for j in range(BASE - 1):
+        half, within = j // HALF * HALF, j % HALF
+        pivot = {
+            at: [ptx.shuffle(b, x, b.add(place, b.u32(QUAD * within))) for x in out[half, at]]
+            for at in (0, HALF)
+            if (half, at) in out
+        }
+        for below in (0, HALF):
+            if below < half:
+                continue
+            factor = ptx.shuffle(b, l[_register(below, j)], b.add(first, b.u32(within // 2)))
+            if below == half:
+                factor = b.select(b.icmp_unsigned(">", row, b.u32(within)), factor, b.real(0))
+            for at, ahead in pivot.items():
+                out[below, at] = [b.fsub(x, b.fmul(factor, p)) for x, p in zip(out[below, at], ahead, strict=True)]
+    zero = [b.real(0)] * 2
+    return b.pack(out[0, 0] + out[HALF, 0] + zero + out[HALF, HALF])
+
+
+def _register(row, column):
+    """Which of a lane's registers holds the rows that begin at `row` (0 or 8) of a column."""
+    return column // HALF * 4 + row // HALF * 2 + column % 2
+
+
+# ---- 4 x 4 blocks, by a warpgroup -----------------------------------------------------------------------------------
 @inlined
 def times(acc, x, high, low):
     """acc + x (high + low)^T, x being split in two as well: 16 bits of each factor, where bf16 has 8."""

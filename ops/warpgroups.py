@@ -12,24 +12,22 @@ from tiles.op import integer, lowers, op
 from tiles.plumbing import compile_time, void
 from tiles.types import st
 
-from .group import FOUR_WARPS, THREADS, TOGETHER
+from .group import FOUR_WARPS, MOST_GROUPS, THREADS, TOGETHER
 
 CHUNK = 16  # bytes that a thread writes at once
-MOST = TOGETHER - 1  # warpgroups that may meet
 
 
 @op
 def meet(groups):
-    """The block's first `groups` warpgroups meet, 1 (each by itself) to 7. What they wrote to shared memory is then visible to
+    """The block's first `groups` warpgroups meet, 1 (each by itself) to 8. What they wrote to shared memory is then visible to
     all of them, to their wgmmas and to TMA."""
     _meet(here(), groups)
 
 
 @lowers(meet)
 def _(groups: int):
-    if not 1 <= groups <= MOST:
-        raise TypeError(f"meet: takes 1 to {MOST} warpgroups, got {groups}")
-
+    if not 1 <= groups <= MOST_GROUPS:
+        raise TypeError(f"meet: takes 1 to {MOST_GROUPS} warpgroups, got {groups}")
     return void, lambda b, _: _emit_meet(b, groups)
 
 
@@ -51,7 +49,7 @@ def _emit_meet(b, groups):
 @op
 def zero_rows(tile, first, groups=1):
     """tile[first:] = 0, in shared memory: behind the end of a sequence lies whatever comes next. By the block's first `groups`
-    warpgroups together (2 to 7; 1: by each that calls it, of a tile of its own). All of them meet, and the zeros are then
+    warpgroups together (2 to 8; 1: by each that calls it, of a tile of its own). All of them meet, and the zeros are then
     visible to them, to their wgmmas and to TMA."""
     warp = here()
     count = WARPGROUP * groups
@@ -64,9 +62,9 @@ def zero_rows(tile, first, groups=1):
 
 @lowers(zero_rows)
 def _(tile, first, groups: int):
-    if not isinstance(tile, st) or not integer(first) or not 1 <= groups <= MOST:
+    if not isinstance(tile, st) or not integer(first) or not 1 <= groups <= MOST_GROUPS:
         raise TypeError(
-            f"zero_rows: takes a shared tile, an integer and 1 to {MOST} warpgroups, got {tile}, {first} and {groups}"
+            f"zero_rows: takes a shared tile, an integer and 1 to {MOST_GROUPS} warpgroups, got {tile}, {first} and {groups}"
         )
     threads = THREADS * groups
     row_chunks = tile.width // CHUNK

@@ -1,4 +1,4 @@
-"""ops/inverse.py: the inverse of a unit lower triangular 64 x 64 matrix."""
+"""ops/inverse.py: inverses of unit lower triangular matrices, 16 x 16 and 64 x 64."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,48 @@ from numba import cuda
 from sweep import blank, close, wide
 
 import tiles
-from ops import inverse, warpgroup
+from ops import inverse, inverse_unit_lower, load, store, warpgroup
 from tiles import fp32, rt
 
 PLAN = tiles.shared(high=inverse.TRIANGLE, low=inverse.TRIANGLE, inverse_high=inverse.DIAGONAL, inverse_low=inverse.DIAGONAL)
-ROWS = rt(16, 64, fp32)
+BLOCK, ROWS = rt(16, 16, fp32), rt(16, 64, fp32)
+
+
+@cuda.jit
+def invert_block(x, y):
+    store(y, inverse_unit_lower(load(x, BLOCK, (0, 0))), (0, 0))
+
+
+def test_a_block(run, sample):
+    """(I + L)^-1, whatever stands on and above the diagonal."""
+    x, y = 0.3 * sample((16, 16)), blank((16, 16))
+    x[np.triu_indices(16)] = np.nan
+    run(invert_block, x, y)
+    close(y, np.linalg.inv(np.eye(16) + np.tril(np.nan_to_num(wide(x)), -1)), atol=1e-5)
+
+
+def test_a_block_of_all_ones(run):
+    """Whose powers are as large as binomials, and whose inverse has nothing but 1 and -1: it is exact."""
+    x, y = np.ones((16, 16), np.float32), blank((16, 16))
+    run(invert_block, x, y)
+    assert (y == np.eye(16) - np.eye(16, k=-1)).all()
+
+
+def test_a_block_that_grows(run):
+    """Entries up to 2^14: the relative error stays that of a few roundings."""
+    x, y = np.full((16, 16), -1, np.float32), blank((16, 16))
+    run(invert_block, x, y)
+    close(y, np.linalg.inv(np.eye(16) - np.tril(np.ones((16, 16)), -1)), ulp=1)
+
+
+def test_what_is_no_block(run):
+    @cuda.jit
+    def wide_tile(x):
+        inverse_unit_lower(load(x, ROWS, (0, 0)))
+
+    x = np.zeros((64, 64), np.float32)
+    with pytest.raises(TypeError, match=r"inverse_unit_lower: takes rt\(16, 16, fp32\), got rt\(16, 64, fp32\)"):
+        run(wide_tile, x)
 
 
 @cuda.jit

@@ -6,7 +6,7 @@ from numba import cuda
 from sweep import blank
 
 import tiles
-from ops import load, store, subtile, warpgroup
+from ops import load, ones, store, subtile, warpgroup
 from tiles import bf16, fp16, fp32, ring, rt, st, tensor
 
 FIRST = pytest.mark.parametrize("first", [-1, 0, 5, 63, 64, 90])
@@ -43,7 +43,7 @@ def test_zero_rows_of_two_warpgroups(run_apart, sample, first):
     zeroed(run_apart, sample, first, 128, bf16, 2)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2, 3, 8])
 def test_meet(run_apart, sample, groups):
     """What each warpgroup writes, the next one reads; one that is alone, its own."""
     S, T = st(64 * groups, 64, bf16), rt(16, 64, bf16)
@@ -63,13 +63,31 @@ def test_meet(run_apart, sample, groups):
     assert (y == x).all()
 
 
-@pytest.mark.parametrize("groups", [0, 8])
-def test_meetings_of_none_and_of_eight(run_apart, groups):
+def test_seven_meet_and_the_eighth_by_itself(run_apart):
+    """Theirs are different barriers."""
+    V = rt(16, 16, fp32).row_vec
+
+    @cuda.jit
+    def body(y):
+        me = warpgroup.id()
+        if me < 7:
+            warpgroup.meet(7)
+        else:
+            warpgroup.sync()
+        store(y, ones(V) * me, (me, 0))
+
+    y = blank((8, 16))
+    run_apart(body, y, warps=32)
+    assert (y == np.arange(8)[:, None]).all()
+
+
+@pytest.mark.parametrize("groups", [0, 9])
+def test_meetings_of_none_and_of_nine(run_apart, groups):
     @cuda.jit
     def body():
         warpgroup.meet(groups)
 
-    with pytest.raises(TypeError, match=f"meet: takes 1 to 7 warpgroups, got {groups}"):
+    with pytest.raises(TypeError, match=f"meet: takes 1 to 8 warpgroups, got {groups}"):
         run_apart(body, warps=4)
 
 
