@@ -13,7 +13,7 @@ from tiles.plans import Plan, planned
 
 from . import hopper, sm_80
 from .blocks import band_of
-from .problem import PIECES, Problem, check, options, piece
+from .problem import PIECES, Placed, Problem, check, options, piece
 
 DTYPES = {"bfloat16": bf16, "float16": fp16}
 FAMILIES = "sm_80", "sm_90"
@@ -82,14 +82,14 @@ def _fill(forms: dict[str, Form], stream: int, *addresses: int) -> Callable[[], 
     return run
 
 
-def choose(problem: Problem, bytes_at_once: int, family: str | None) -> str:
-    """The family that serves a problem: the one asked for; by default Hopper's, on Hopper if TMA can address the arrays, and
-    else sm_80's. In the interpreter both run. ValueError: this GPU or these arrays are not for it."""
+def choose(problem: Placed, bytes_at_once: int, family: str | None, member: str = "forward") -> str:
+    """The family that serves a problem of attention.`member`: the one asked for; by default Hopper's, on Hopper if TMA can
+    address the arrays, and else sm_80's. In the interpreter both run. ValueError: this GPU or these arrays are not for it."""
     if family not in (None, *FAMILIES):
         raise ValueError(f"family: must be None or one of {FAMILIES}: {family=}")
     gpu, addressable = None if problem.device is None else device(problem.device), bytes_at_once == PIECES[0]
     if gpu and gpu.capability < (8, 0):
-        raise ValueError(f"attention.forward: runs on GPUs since Ampere (sm_80); the arrays lie on {gpu}")
+        raise ValueError(f"attention.{member}: runs on GPUs since Ampere (sm_80); the arrays lie on {gpu}")
     hopper_runs = gpu is None or gpu.capability[0] == 9
     if family == "sm_90" and not hopper_runs:
         raise ValueError(f"family: sm_90 runs on Hopper; the arrays lie on {gpu}: {family=} (the default, None, runs there)")

@@ -29,6 +29,13 @@ class Strided(Protocol):
     def strides(self) -> int: ...
 
 
+class Placed(Protocol):
+    """Likewise: `device` is the CUDA ordinal of the GPU that all its arrays lie on, None being host memory."""
+
+    @property
+    def device(self) -> int | None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """The forward problem of a call. Equal calls share one object, so it is compared and hashed by identity.

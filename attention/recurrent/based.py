@@ -55,7 +55,7 @@ from tiles.plans import Plan, planned
 from ..problem import options
 from ..signature import ENDS, FLOAT, INT, array, tiled
 from .places import span
-from .problem import Problem, check, needs_hopper, nothing
+from .problem import Problem, check, needs_hopper, nothing, paired
 
 CHUNK = 64  # tokens
 COLUMNS = 64  # of the values, a block's
@@ -244,8 +244,7 @@ def based(
     (The sum is never less than half the number of tokens.) On Hopper, with addresses and strides that are multiples of 16
     bytes. Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
     _, scale = options(False, scale)
-    state, z = initial_state if normalize and initial_state is not None else (initial_state, None)
-    arrays = q, k, v, out, state, z, None, None, cu_seqlens
+    arrays = q, k, v, out, *paired(initial_state, normalize), None, None, cu_seqlens
     found = _solve(stream, arrays, (scale, normalize, layout, return_state))
     return (found[0], found[1:]) if return_state and normalize else found
 

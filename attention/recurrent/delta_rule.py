@@ -3,11 +3,12 @@
 | delta_rule(q, k, v, beta, ..) | flash-linear-attention              | S_t =                                                |
 | ----------------------------- | ----------------------------------- | ---------------------------------------------------- |
 |                               | chunk_delta_rule(q, k, v, beta)     | S + k (beta (v - S^T k))^T                           |
-| decay=(B, S, H)               | chunk_gated_delta_rule(.., g, beta) | the same of exp(decay) S: gated delta networks       |
+| decay=(H,) or (B, S, H)       | chunk_gated_delta_rule(.., g, beta) | the same of exp(decay) S: gated delta networks       |
 | decay=(B, S, H, Dk)           | chunk_kda(.., g, beta)              | the same of diag(exp(decay)) S: Kimi delta attention |
 
-Default scale (Dk^-1/2), shared q and k heads and the states' layout are the same there; decays are logarithms in both. Keys are
-taken as they are: use_qk_l2norm_in_kernel=True and the like are the caller's work here.
+Default scale (Dk^-1/2) and the states' layout, (N, H, Dk, Dv) float32, are the same there; so are shared q and k heads, which
+chunk_delta_rule has not. g is (B, T, H) or (B, T, H, Dk) there, of each token; decays are logarithms in both. Keys are taken as
+they are: use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True and the like are the caller's work here.
 """
 
 import functools
@@ -17,12 +18,13 @@ from typing import Any
 
 from tiles import launch, tensor
 from tiles.arrays import FORMS, Array, Form, at, c_ordered, form
-from tiles.device import device, processors
+from tiles.device import processors
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.launch import Bound, Interpreted
 from tiles.plans import Plan, planned
 
-from ..problem import PIECES, options, piece
+from ..forward import choose
+from ..problem import options, piece
 from . import delta, kda
 from .problem import Problem, check, nothing
 from .walk import ARRAYS, walk
@@ -45,6 +47,7 @@ def delta_rule(
     layout: str = "bshd",
     out: Any = None,
     stream: Any = None,
+    family: str | None = None,
 ) -> Any:
     """The delta rule: a state learns of every key what it does not say yet. For every sequence and head, over its tokens t,
 
@@ -67,15 +70,16 @@ def delta_rule(
 
     On Hopper sequences are cut into chunks of 64 tokens, which the tensor cores multiply. Other GPUs, addresses and strides
     that are not multiples of 16 bytes and Dk above 128 are served token by token: right, and slow. With decays of channels,
-    chunks by whose end a channel has decayed by more than exp(-119), or exp(-15) for float16, are slow, too. Arrays, `stream`
-    and errors are those of attention.forward; flash-linear-attention's names stand beside these at the head of this file."""
+    chunks by whose end a channel has decayed by more than exp(-119), or exp(-15) for float16, are slow, too. Arrays, `stream`,
+    `family` ("sm_80" is token by token) and errors are those of attention.forward; flash-linear-attention's names stand beside
+    these at the head of this file."""
     _, scale = options(False, scale)
     arrays = q, k, v, beta, decay, initial_state, cu_seqlens, out, None
-    return _solve(stream, arrays, (scale, return_state, layout))
+    return _solve(stream, arrays, (scale, return_state, layout, family))
 
 
 @planned(NEEDED, OTHERS)
-def _solve(q, k, v, beta, decay, initial_state, cu_seqlens, out, state, scale, return_state, layout) -> Plan:
+def _solve(q, k, v, beta, decay, initial_state, cu_seqlens, out, state, scale, return_state, layout, family) -> Plan:
     """How delta_rule does calls of this form at these addresses; state is never given."""
     arrays = {"q": q, "k": k, "v": v, "out": out, "decay": decay, "beta": beta}
     problem = check("linear", arrays | {"initial_state": initial_state, "cu_seqlens": cu_seqlens}, scale=scale, layout=layout)
@@ -85,7 +89,7 @@ def _solve(q, k, v, beta, decay, initial_state, cu_seqlens, out, state, scale, r
     give = ("out", "state") if return_state else ("out",)
     if 0 in problem.out_shape and (0 in problem.state_shape or not return_state):
         return Plan(nothing, make, give)
-    in_chunks = _in_chunks(problem, decay, *(array.pointer for array in (q, k, v, out) if array))
+    in_chunks = _in_chunks(problem, decay, family, *(array.pointer for array in (q, k, v, out) if array))
     bound, names = (_chunks(problem, return_state), delta.ARRAYS) if in_chunks else (walk(problem, return_state), ARRAYS)
     return Plan(_named(bound, names), make, give)
 
@@ -102,13 +106,15 @@ def _by_channel(problem: Problem) -> bool:
     return decay is not None and len(decay.shape) == 4
 
 
-def _in_chunks(problem: Problem, decay: Array | None, *pointers: int) -> bool:
+def _in_chunks(problem: Problem, decay: Array | None, family: str | None, *pointers: int) -> bool:
     """Is there a kernel of chunks for it? With decays of channels if TMA can read them and all else."""
-    on_hopper = problem.device is None or device(problem.device).capability[0] == 9
-    narrow = problem.key_dim <= max(delta.STAGES)
+    widest = max(delta.STAGES)
     if decay is not None and _by_channel(problem):
         pointers = *pointers, decay.pointer, *problem.forms["decay"].strides[:-1]
-    return on_hopper and narrow and not problem.trivial and piece(problem, *pointers) == PIECES[0]
+    on_hopper = choose(problem, piece(problem, *pointers), family, "delta_rule") == "sm_90"
+    if problem.key_dim > widest and family == "sm_90":
+        raise ValueError(f"family: sm_90 takes keys of at most {widest} columns: {family=}, q has {problem.key_dim}")
+    return on_hopper and problem.key_dim <= widest and not problem.trivial
 
 
 @functools.lru_cache(FORMS)

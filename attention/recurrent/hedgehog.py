@@ -225,6 +225,7 @@ def hedgehog(
     up to 128, any S. q_map, k_map: (Hk, D, 64). All bfloat16 or all float16. Hk divides H: value head h reads key head
     h // (H // Hk). alphas, betas: (H,) float32, not both 0. window: 64.
     cu_seqlens (N + 1,), int32 or int64: B is 1, and sequence n is the tokens cu_seqlens[n] to cu_seqlens[n + 1].
+    There is no state to take or give: besides sums of features, what follows needs the keys and values of up to two blocks.
 
     On Hopper, with addresses and strides that are multiples of 16 bytes. Returns `out`, the same kind of array as q. Arrays,
     `stream` and errors are those of attention.forward."""

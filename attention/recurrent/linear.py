@@ -21,6 +21,7 @@
 import functools
 import math
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from tiles.plans import Plan, planned
 
 from ..problem import PIECES, options, piece
 from .passes import copied, passes
-from .problem import Problem, check, nothing
+from .problem import Problem, check, nothing, paired
 from .walk import ARRAYS, walk
 
 NEEDED, OTHERS = "q k v", "decay initial_state initial_z cu_seqlens out state final_z local total divisor"
@@ -53,6 +54,7 @@ def linear(
     layout: str = "bshd",
     out: Any = None,
     stream: Any = None,
+    family: str | None = None,
 ) -> Any:
     """Causal linear attention with decay. For every sequence and head, over its tokens t,
 
@@ -79,20 +81,13 @@ def linear(
 
     Sequences are cut into chunks of 64 tokens, which the tensor cores multiply: Hopper's with tiles that TMA brings; on other
     GPUs since Ampere, and where addresses and strides are not multiples of 16 bytes, with copies by cp.async. Decays of
-    channels ask for the former, and for normalize=False; else they are served token by token: right, and slow.
-    Arrays, `stream` and errors are those of attention.forward; flash-linear-attention's names stand beside these at the head
-    of this file."""
+    channels ask for the former, and for normalize=False; else they are served token by token: right, and slow. Arrays,
+    `stream`, `family` ("sm_80" is cp.async, or token by token) and errors are those of attention.forward;
+    flash-linear-attention's names stand beside these at the head of this file."""
     _, scale = options(False, scale)
-    state, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
-    if normalize and (state is None) != (z is None):
-        raise TypeError(f"initial_state: must be a pair (state, z) with normalize=True, not {type(initial_state).__name__}")
-    if not normalize and z is not None:
-        raise TypeError("initial_state: must be an array, not a pair, which is for normalize=True")
-    found = _solve(stream, (q, k, v, decay, state, z, cu_seqlens, out, *(None,) * 5), (scale, normalize, return_state, layout))
-    if not (return_state and normalize):
-        return found
-    out, state, z = found
-    return out, (state, z)
+    arrays = q, k, v, decay, *paired(initial_state, normalize), cu_seqlens, out, *(None,) * 5
+    found = _solve(stream, arrays, (scale, normalize, return_state, layout, family))
+    return (found[0], found[1:]) if return_state and normalize else found
 
 
 def retention(q: Any, k: Any, v: Any, **given: Any) -> Any:
@@ -109,6 +104,8 @@ def lightning(q: Any, k: Any, v: Any, layer: int, layers: int, **given: Any) -> 
 
     flash-linear-attention's chunk_lightning_attn(q, k, v, layer_idx, num_layers, scale, ...) has the same decays, default scale
     and state layout. The decays are copied to a GPU once: call it once before a CUDA graph is captured."""
+    if not (isinstance(layer, Integral) and isinstance(layers, Integral) and 0 <= layer <= layers > 0):
+        raise ValueError(f"layer: must be an integer from 0 to layers, of which there is one or more: {layer=}, {layers=}")
     slope = 8 * (1 - layer / layers)
     return linear(q, k, v, decay=_of_heads(q, v, given, lambda h, heads: -slope * h / heads), **given)
 
@@ -119,13 +116,16 @@ def gla(q: Any, k: Any, v: Any, decay: Any, **given: Any) -> Any:
 
     flash-linear-attention's chunk_gla(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens) calls the decay g, and
     has the same default scale and state layout."""
+    shape = describe(decay, "decay").shape
+    if len(shape) != 4:
+        raise ValueError(f"decay: must have an axis of channels (linear takes those that have none): decay.shape={shape}")
     return linear(q, k, v, decay=decay, **given)
 
 
 @planned(NEEDED, OTHERS)
 def _solve(q, k, v, decay, initial_state, initial_z, cu_seqlens, out, *made_and_options) -> Plan:
     """How linear does calls of this form at these addresses."""
-    *_, scale, normalize, return_state, layout = made_and_options
+    *_, scale, normalize, return_state, layout, family = made_and_options
     arrays = {"q": q, "k": k, "v": v, "out": out, "decay": decay, "cu_seqlens": cu_seqlens}
     arrays |= {"initial_state": initial_state, "initial_z": initial_z}
     problem = check("linear", arrays, scale=scale, normalize=normalize, layout=layout)
@@ -135,11 +135,18 @@ def _solve(q, k, v, decay, initial_state, initial_z, cu_seqlens, out, *made_and_
         give += ["state", "final_z"] if normalize else ["state"]
     if 0 in problem.out_shape and (0 in problem.state_shape or not return_state):
         prepare = nothing
-    elif _in_chunks(problem, decay, by_copies := copied(problem, *(array.pointer for array in (q, k, v, out) if array))):
+    elif _in_chunks(
+        problem, decay, by_copies := copied(problem, family, *(array.pointer for array in (q, k, v, out) if array))
+    ):
         found = passes(problem, keep=return_state, by_copies=by_copies)
         make |= found.scratch
         prepare = _named(found.prepare)
     else:
+        if family == "sm_90" and not problem.trivial:
+            raise ValueError(
+                f"family: sm_90 takes decays of channels whose address and strides are multiples of {PIECES[0]} bytes, and no "
+                f"normalize=True: {family=}, {normalize=}, decay at {decay.pointer:#x}, decay.strides={decay.strides}"
+            )
         bound = walk(problem, return_state)
         prepare = _named(lambda stream, where: bound.prepare(stream, *(where.get(name, 0) for name in ARRAYS)))
     shapes = {"state": problem.state_shape, "final_z": problem.z_shape}
@@ -175,13 +182,11 @@ def _of_heads(q: Any, v: Any, given: dict[str, Any], decay: Callable[[int, int],
 
 @functools.lru_cache
 def _constant(kind: Kind, home: Any, ordinal: int | None, numbers: tuple[float, ...]) -> Any:
-    """A float32 array of these numbers, of this kind and in this place; made once and kept."""
-    host, made = np.array(numbers, np.float32), kind.maker(home, (len(numbers),), "float32")
+    """A float32 array of these numbers in this place, of this kind, or NumPy's in host memory; made once and kept."""
+    host = np.array(numbers, np.float32)
     if ordinal is None:
-        new = made()
-        new[...] = host
-        return new
+        return host
     with uncaptured(), device(ordinal).current():
-        new = made()
+        new = kind.maker(home, host.shape, "float32")()
         checked(driver.cuMemcpyHtoD(kind.address(new), host.ctypes.data, host.nbytes))
         return new

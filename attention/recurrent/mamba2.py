@@ -26,6 +26,7 @@ def mamba2(
     cu_seqlens: Any = None,
     out: Any = None,
     stream: Any = None,
+    family: str | None = None,
 ) -> Any:
     """Mamba-2's scan. For every sequence and head h, g = h // (H // G), over its tokens t,
 
@@ -51,13 +52,13 @@ def mamba2(
     cu_seqlens: see attention.linear; states are then one of each sequence. out: written in place of a new array.
 
     Returns `out`, the same kind of array as x, or with return_final_states=True `(out, states)`, float32 (B, H, P, N). On
-    GPUs since Ampere. Arrays, `stream` and errors are those of attention.forward."""
+    GPUs since Ampere. Arrays, `stream`, `family` and errors are those of attention.forward."""
     arrays = (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, None, None, None)
-    return _solve(stream, arrays, (bool(dt_softplus), bool(return_final_states)))
+    return _solve(stream, arrays, (bool(dt_softplus), bool(return_final_states), family))
 
 
 @planned(NEEDED, OTHERS)
-def _solve(x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, state, local, total, softplus, keep) -> Plan:
+def _solve(x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, state, local, total, softplus, keep, family) -> Plan:
     """How mamba2 does calls of this form at these addresses."""
     arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens}
     problem = check("mamba2", arrays | {"initial_states": initial_states, "out": out}, scale=1.0)
@@ -69,7 +70,7 @@ def _solve(x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, state
         if keep and 0 not in problem.state_shape:
             raise ValueError(f"x: must have a token, for return_final_states=True: x.shape={x.shape}")
         return Plan(nothing, make, give)
-    by_copies = copied(problem, *(array.pointer for array in (x, B, C, z, out) if array))
+    by_copies = copied(problem, family, *(array.pointer for array in (x, B, C, z, out) if array))
     found, names = passes(problem, softplus, keep, by_copies=by_copies), f"{NEEDED} {OTHERS}".split()
 
     def prepare(stream: int, *addresses: int):

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from tiles import launch, tensor
 from tiles.arrays import FORMS, Form, at, c_ordered, form
-from tiles.device import device, processors
+from tiles.device import processors
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.launch import Bound, Interpreted
 
-from ..problem import PIECES, piece
+from ..forward import choose
+from ..problem import piece
 from . import chunk, chunk_80, gated
 from .problem import Problem
 
@@ -64,14 +65,12 @@ def segments(items: int, chunks: int, places: int) -> int:
     return min(range(1, max(1, min(chunks // LEAST, places)) + 1), key=time)
 
 
-def copied(problem: Problem, *pointers: int) -> int:
+def copied(problem: Problem, family: str | None, *pointers: int) -> int:
     """The bytes that cp.async copies at once of arrays at these addresses: chunk_80.py's way, on any GPU since Ampere. 0 where
-    TMA brings whole tiles: on Hopper and in the interpreter, if everything is aligned to 16 bytes."""
-    gpu = None if problem.device is None else device(problem.device)
-    if gpu and gpu.capability < (8, 0):
-        raise ValueError(f"attention.{problem.member}: runs on GPUs since Ampere (sm_80); the arrays lie on {gpu}")
+    TMA brings whole tiles: on Hopper and in the interpreter, if everything is aligned to 16 bytes. family: see forward.choose,
+    which raises ValueError."""
     aligned = piece(problem, *pointers)
-    return 0 if aligned == PIECES[0] and (gpu is None or gpu.capability[0] == 9) else aligned
+    return 0 if choose(problem, aligned, family, problem.member) == "sm_90" else aligned
 
 
 @functools.lru_cache(FORMS)

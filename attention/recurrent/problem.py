@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import or_
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tiles.arrays import FORMS, Array, Form, c_ordered, form, overlaps, overlaps_itself
 from tiles.device import device
@@ -205,6 +205,18 @@ def needs_hopper(problem: Problem, *pointers: int) -> None:
             f"attention.{problem.member}: takes addresses and strides that are multiples of {PIECES[0]} bytes: "
             f"addresses {[hex(pointer) for pointer in pointers]}, {strides=}"
         )
+
+
+def paired(initial_state: Any, normalize: bool) -> tuple[Any, Any]:
+    """(state, z) of what a caller gave to begin with; z is None without `normalize`, and both are where nothing was given."""
+    if initial_state is None or (not normalize and not isinstance(initial_state, tuple)):
+        return initial_state, None
+    if not normalize:
+        raise TypeError("initial_state: must be an array, not a pair, which is for normalize=True")
+    given = tuple(type(x).__name__ for x in initial_state) if isinstance(initial_state, tuple) else type(initial_state).__name__
+    if not isinstance(given, tuple) or len(given) != 2 or "NoneType" in given:
+        raise TypeError(f"initial_state: must be a pair (state, z) with normalize=True, not {given}")
+    return initial_state
 
 
 def nothing(stream: int, *addresses: int) -> Callable[[], None]:

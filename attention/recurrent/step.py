@@ -31,7 +31,7 @@ def linear_step(
 
     state: (B, H, Dk, Dv) float32, its rows contiguous and 16 bytes aligned: what the functions of whole sequences return with
     return_state=True. q, k: (B, Hk, Dk), bfloat16 or float16, value head h reading key head h // (H // Hk); v, out: (B, H, Dv).
-    Dk and Dv: multiples of 16 up to 256.
+    Dk and Dv: multiples of 16 up to 256; B and H: up to 65535.
 
     decay: logarithms (<= 0), float32, bfloat16 or float16: None (linear attention), (H,) (retention, lightning), (B, H) (simple
     GLA, gated delta rule) or (B, H, Dk) (GLA, KDA). beta: None or (B, H): the delta rule. scale: Dk^-1/2 by default.

@@ -165,7 +165,7 @@ def test_a_state_nobody_wants_is_not_stored(place, decay, normalize):
     out, _ = linear(**given, normalize=normalize, return_state=True)
     assert (place.get(linear(**given, normalize=normalize)) == place.get(out)).all()
     arrays = [describe(given[name], name) if name in given else None for name in f"{NEEDED} {OTHERS}".split()]
-    plan = members._solve.planner(*arrays, None, normalize, False, "bshd")
+    plan = members._solve.planner(*arrays, None, normalize, False, "bshd", None)
     assert set(plan.make) <= {"out", "divisor"} and plan.give == ("out",)
 
 
