@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from tiles import Hazard, barrier, bf16, fp32, ring, rt, shared, st, tensor
+from ops import warpgroup, zeros
+from tiles import Hazard, barrier, bf16, fp32, inlined, ring, rt, shared, st, tensor
 from tiles.interpreter import interpret
 
 SEEDS = range(10)
@@ -19,6 +20,17 @@ RING = shared(r=ring(G, 2, readers=4))  # filled by warpgroup 0, read by warpgro
 TWO = shared(r=ring(G, 2, readers=8))  # filled by warpgroup 0, read by warpgroups 1 and 2
 X = shared(x=S, full=barrier(1), done=barrier(2))  # for raw ops
 Y = shared(x=G, y=G)  # for mmas
+
+
+@inlined
+def operands():
+    """Y's tiles, which the first warpgroup has written and its mmas may read."""
+    x, y = Y.open()
+    if warpgroup.id() == 0:
+        warpgroup.store(x, zeros(R))
+        warpgroup.store(y, zeros(R))
+        warpgroup.sync()
+    return x, y
 
 
 class Cases:

@@ -1,8 +1,35 @@
 """What the tests of tiles share."""
 
 import ctypes
+import itertools
+import sys
+import textwrap
 
 import pytest
+
+from tiles import digest
+
+numbers = itertools.count()
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """However young the sources are, they are what was imported."""
+    monkeypatch.setattr(digest, "IMPORTED", float("inf"))
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """module(source) imports this source under a fresh name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def load(source, name=None):
+        name = name or f"written_{next(numbers)}"
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
+        sys.modules.pop(name, None)
+        return __import__(name)
+
+    return load
 
 
 @pytest.fixture
