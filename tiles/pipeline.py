@@ -114,12 +114,12 @@ def _widths(b, tile, over, before, piece):
     for panel in range(tile.panels):
         for part in range(0, CHUNK, piece):
             low = panel * tile.width + part
-            left = b.sub(over, ir.Constant(i64, low))
-            left = b.select(b.icmp_signed("<", left, ir.Constant(i64, piece)), left, ir.Constant(i64, piece))
-            out = b.icmp_signed("<", left, ir.Constant(i64, 0))
+            left = b.sub(over, b.u32(low))
+            left = b.select(b.icmp_signed("<", left, b.u32(piece)), left, b.u32(piece))
+            out = b.icmp_signed("<", left, b.u32(0))
             if panel == 0:
                 out = b.or_(out, before)
-            yield panel, low, part, b.select(out, b.u32(0), b.u32(left))
+            yield panel, low, part, b.select(out, b.u32(0), left)
 
 
 def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first):
@@ -140,29 +140,43 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
     row, byte = b.add(own, first), b.mul(b.and_(lane, b.u32(chunks - 1)), b.u32(CHUNK))
     offset = b.mul(row, b.u32(tile.width))
     chunk, start = b.xor(byte, b.and_(b.lshr(offset, b.u32(3)), b.u32(tile.width - 16))), b.add(address, offset)
-    source = b.add(b.add(data, b.zext(byte, i64)), b.mul(b.zext(row, i64), strides[rows]))
-    for axis in sorted(range(ty.ndim), key=lambda axis: axis == rows):  # what changes from tile to tile last
-        source = b.add(source, b.mul(at[axis], ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
+    source, first_row = b.add(data, b.zext(byte, i64)), b.add(b.trunc(at[rows], i32), row)  # rows are fewer than 2**31
+    for axis in range(ty.ndim):
+        if axis != rows:
+            source = b.add(source, b.mul(at[axis], ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
+    source = b.add(source, b.mul(b.sext(first_row, i64), strides[rows]))  # what changes from tile to tile last
     guard = b.zext(b.icmp_unsigned("<", own, b.u32(min(step, share))), i32)
 
-    def copy(down, panel, low, part, nbytes):
-        to = b.add(b.add(start, b.xor(chunk, b.u32(down * tile.width >> 3 & tile.width - 16))), b.u32(down * tile.width))
-        line = b.add(source, b.mul(strides[rows], ir.Constant(i64, down)))
-        to, line = b.add(to, b.u32(panel * tile.panel_bytes + part)), b.add(line, ir.Constant(i64, low))
-        ptx.copy_async(b, to, line, nbytes, guard, piece)
+    def copies(nbytes):
+        """One after the other; nbytes(row, panel): (byte in the row, byte in the chunk, how many to copy) of each piece."""
+        line, further = source, b.mul(strides[rows], ir.Constant(i64, step))
+        for down in range(0, share, step):
+            to = b.add(b.add(start, b.xor(chunk, b.u32(down * tile.width >> 3 & tile.width - 16))), b.u32(down * tile.width))
+            for panel, low, part, width in nbytes(down):
+                place = b.add(to, b.u32(panel * tile.panel_bytes + part))
+                ptx.copy_async(b, place, b.add(line, ir.Constant(i64, low)), width, guard, piece)
+            line = b.add(line, further)  # not the first plus a multiple, each of which the loop would hold in registers
+
+    def whole(_):
+        for panel, part in itertools.product(range(tile.panels), range(0, CHUNK, piece)):
+            yield panel, panel * tile.width + part, part, b.u32(piece)
 
     with b.if_then(inside):
-        for down, panel, part in itertools.product(range(0, share, step), range(tile.panels), range(0, CHUNK, piece)):
-            copy(down, panel, panel * tile.width + part, part, b.u32(piece))
+        copies(whole)
     with b.if_then(b.not_(inside)):
+        byte = ptx.shuffle(b, byte, lane)  # of this lane itself: now no loop can make the widths ahead and hold them
         first_byte = b.add(b.mul(at[cols], ir.Constant(i64, itemsize)), b.zext(byte, i64))
         over = b.sub(b.mul(extents[cols], ir.Constant(i64, itemsize)), first_byte)
+        most = ir.Constant(i64, tile.cols * itemsize)
+        over = b.u32(b.select(b.icmp_signed("<", over, most), over, most))
         widths = list(_widths(b, tile, over, b.icmp_signed("<", first_byte, ir.Constant(i64, 0)), piece))
-        first_row = b.add(at[rows], b.zext(row, i64))
-        for down in range(0, share, step):
-            exists = b.icmp_unsigned("<", b.add(first_row, ir.Constant(i64, down)), extents[rows])
+
+        def cut(down):
+            exists = b.icmp_unsigned("<", b.add(first_row, b.u32(down)), b.trunc(extents[rows], i32))
             for *place, width in widths:
-                copy(down, *place, b.select(exists, width, b.u32(0)))
+                yield *place, b.select(exists, width, b.u32(0))
+
+        copies(cut)
 
 
 def _address(b, pipe, base, j):

@@ -27,6 +27,7 @@ from ops import (
     mma_AB,
     mma_ABt,
     row_max,
+    row_sum,
     silu,
     split,
     store,
@@ -80,7 +81,8 @@ class Config(chunk.Config):
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, STATE, OUT = config.dtype, rt(BAND, config.key_dim, fp32), rt(CHUNK, BAND, fp32)
-    TURNED, STAGES, PIECE, ALIGNED = rt(BAND, CHUNK, INPUT), config.stages, config.piece, 1 if config.piece == 16 else 4
+    SQUARE, TURNED, STAGES = rt(BAND, BAND, fp32), rt(BAND, CHUNK, INPUT), config.stages
+    PIECE, ALIGNED = config.piece, 1 if config.piece == 16 else 4
     DECAYS, LATER = config.gate is not None, not config.states and config.key_dim <= WIDE
     SKIP, GATED, ONES, DIVIDED = config.skip, config.gated, config.ones, config.divided
     OUTPUTS = not config.states
@@ -143,30 +145,34 @@ def make(config: Config):
             total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
             s_t = decayed(s_t, total) + load(gLocal, STATE, (sequence, head, i, at, 0))
         rate, bias = tile_max(load(gRate, ROWS, (head, 0))), tile_max(load(gBias, ROWS, (head, 0)))
+        skip = load(gSkip, OUT.row_vec, (head, at)) if SKIP else 0.0
         so_far, g = float32(0), given(gGates, batch, first, end, head)
         for j in range(n):
-            token, later = first + CHUNK * j, first + CHUNK * (j + 1)
+            token, later = int32(first + CHUNK * j), int32(first + CHUNK * (j + 1))
             if me == 0:
                 put(b, w, g, rate, bias, end - token)
             keys = k.wait(j, BEHIND)  # and the sums of gates
             if OUTPUTS:
                 queries = q.wait(j, BEHIND)
-                s = mma_ABt(zeros(TILE), subtile(queries, BAND, me), keys)
+                mine = subtile(queries, BAND, me)
+                if ONES:  # each column is the same
+                    earlier = row_max(mma_ABt(zeros(SQUARE), mine, INPUT(s_t)))
+                s = mma_ABt(zeros(TILE), mine, keys)
                 rows, along, weights = of_pairs(b, w, me)
-                store(subtile(p, BAND, me), INPUT(pairs(s, rows, along, weights)))
+                s = pairs(s, rows, along, weights)
+                if ONES:
+                    store(gO, (decayed(earlier, rows) + row_sum(s)) * scale, (batch, token + BAND * me, head), cols=1)
+                else:
+                    store(subtile(p, BAND, me), INPUT(s))
             values = v.wait(j, NEWER)  # and all of P is there
             v_t = INPUT(zeros(TILE) + 1.0) if ONES else warpgroup.load_transposed(values, TURNED)
-            if OUTPUTS:
+            if OUTPUTS and not ONES:
                 o = decayed(mma_ABt(zeros(OUT), queries, INPUT(s_t)), of_rows(b))
                 if SKIP:  # Mamba-2's, whose scale is 1
-                    o = o + fp32(transpose(v_t)) * load(gSkip, OUT.row_vec, (head, at))
+                    o = o + fp32(transpose(v_t)) * skip
                 o = mma_ABt(o, p, v_t) * scale
-                if ONES:
-                    if me == 0:
-                        store(gO, row_max(o), (batch, token, head), cols=1)
-                else:
-                    o = finish(o, z, j, gDivisor, (batch, token, head, at))
-                    store(gO, o, (batch, token, head, at), 1, 3, ALIGNED)
+                o = finish(o, z, j, gDivisor, (batch, token, head, at))
+                store(gO, o, (batch, token, head, at), 1, 3, ALIGNED)
             along, total, weights = of_end(b, w)
             u_t = INPUT(remaining(fp32(v_t), along, total, weights))
             together.sync()
@@ -177,7 +183,7 @@ def make(config: Config):
             g = given(gGates, batch, later, end, head)
             s_t, so_far = mma_AB(decayed(s_t, total), u_t, keys), so_far + total
             together.sync()
-            k.fill(j + STAGES, gK, (batch, token + CHUNK * STAGES, key_head, 0), 1, 3, n, PIECE)
+            k.fill(j + STAGES, gK, (batch, int32(token + CHUNK * STAGES), key_head, 0), 1, 3, n, PIECE)
         if OUTPUTS:
             if segment == (segments - 1 if LATER else 0):
                 store(gState, s_t, (sequence, head, at, 0))

@@ -20,7 +20,7 @@ DECAYS = "none", "head", "token"
 def by_copies(monkeypatch):
     """Nothing comes by TMA, and nothing is walked."""
     for module in members, of_steps:
-        monkeypatch.setattr(module, "copied", piece)
+        monkeypatch.setattr(module, "copied", lambda problem, family, *pointers: piece(problem, *pointers))
         module._solve.known.clear()
     monkeypatch.setattr(members, "walk", lambda *_: pytest.fail("token by token"))
     yield
