@@ -54,9 +54,7 @@ def lower_load(vector, spec, first_row):
     """The lowering of a load, by a warp whose part begins at first_row(b)."""
 
     def lower(b, address, *_):
-        out = read(b, vector, spec, address, first_row(b))
-        ptx.reads_done(b)
-        return b.from_elements(spec, out)
+        return b.from_elements(spec, read(b, vector, spec, address, first_row(b)))
 
     return lower
 
@@ -141,7 +139,7 @@ def _(tile, spec: type, row):
 @op
 def last(vector):
     """The last element of a shared vector, as a number."""
-    return here().read(vector)[-1]
+    return here().read(vector, fence=False)[-1]
 
 
 @lowers(last)

@@ -74,6 +74,12 @@ class ring:
         """What one block fills of a tile, the rows of all blocks in turn; and the tile of the tensors that it comes from."""
         return self.tile if self.blocks == 1 else replace(self.tile, rows=self.tile.rows // self.blocks, whole=0)
 
+    @property
+    def fenced(self):
+        """Must giving back a tile order this warp's loads before TMA's next write? Loads of tiles have done so themselves,
+        loads of vectors have not: most vectors are written by warps, and need no fence."""
+        return isinstance(self.tile, sv) and not self.writers
+
     def slot(self, j):
         """Address of the j-th tile."""
         return self.start + j % self.stages * self.tile.room
@@ -259,6 +265,10 @@ def _(ring, j, after):
         raise TypeError(f"release: `after` must be a vector, got {after}")
 
     def emit(b, base, j, vector):
+        if ring.fenced:
+            ptx.reads_done(b)
+        elif isinstance(ring.tile, sv):
+            ptx.warp_sync(b)
         mine = elected(b, LANES) if ring.blocks == 1 else b.icmp_unsigned("<", b.lane(), b.u32(ring.blocks))
         if after is not None:
             mine = b.and_(mine, ptx.computed(b, b.unpack(vector)))

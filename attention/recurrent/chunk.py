@@ -9,7 +9,7 @@ in registers, transposed: S^T is 64 x Dk. Of a chunk of 64 tokens, b being the r
     S^T = exp(b_last) S^T + (exp(b_last - b) w V)^T K            V^T comes from shared memory turned by ldmatrix
 
 Every exponent that counts is a sum of gates and so never positive: nothing overflows, however strong the decay. Gates of single
-tokens are loaded and summed up by a warp of the producer, chunks ahead of their use.
+tokens are loaded and summed up by warps of the producer, chunks ahead of their use.
 
 Few long sequences are cut into segments, in two passes: one finds the state that each segment by itself ends with, the other
 starts each segment from what those before it add up to.
@@ -29,8 +29,9 @@ from .gates import ALONG, ROWS, TILE, gates
 from .places import CHUNK, COLUMNS, places
 
 WIDE = 128  # key dim, beyond which a state takes half of a consumer's registers: one consumer, and no segments
-REGISTERS = {(1, 2): (48, 208), (2, 1): (56, 224), (1, 1): (88, 256)}  # (consumers, resident) -> those of producer, consumer
+REGISTERS = {(1, 2): (48, 208), (2, 1): (88, 208), (1, 1): (88, 256)}  # (consumers, resident) -> those of producer, consumer
 SHARED_BYTES = 227 * 1024
+SUMMING = warpgroup.WARPGROUP - 1  # warps of the producer that sum up gates, a chunk each in turn
 STAGES = 3  # chunks in flight, if shared memory has room for so many
 TINY = 1e-10  # added to a normalizer, as flash-linear-attention does
 
@@ -103,18 +104,19 @@ def make(config: Config):
     place, tokens = places(config.varlen)
     sum_up, steady, sums, pairs, remaining = gates(config.gate, CONSUMERS, config.softplus)
 
-    def each(item, used=True, **of):
+    def each(item, used):
         """A ring whose tiles are for one consumer each."""
-        return ring(item, config.stages * CONSUMERS if used else 1, warpgroup.WARPGROUP, **of)
+        return ring(item, config.stages * CONSUMERS if used else 1, warpgroup.WARPGROUP)
 
     readers = CONSUMERS * warpgroup.WARPGROUP
+    summed = ring(sv(CHUNK, fp32), CONSUMERS * SUMMING if LOADED else 1, warpgroup.WARPGROUP, writers=1)
     smem = shared(
         q=ring(config.key, config.stages if OUTPUTS else 1, readers),
         k=ring(config.key, config.stages, readers),
         v=each(config.value, not ONES),
         z=each(config.value, GATED),
-        b=each(sv(CHUNK, fp32), LOADED, writers=1),
-        w=each(sv(CHUNK, fp32), LOADED, writers=1),
+        b=summed,
+        w=summed,
         state=st(COLUMNS * CONSUMERS, config.key_dim, INPUT),
         out=st(COLUMNS * CONSUMERS, COLUMNS, INPUT),
     )
@@ -166,10 +168,12 @@ def make(config: Config):
                             v.fill(CONSUMERS * j + c, gV, (batch, token, key_head * group + shared_by, column))
                         if GATED:
                             z.fill(CONSUMERS * j + c, gZ, (batch, token, key_head * group + shared_by, column))
-            elif LOADED and warp <= CONSUMERS:
-                _, shared_by = split(CONSUMERS * block + warp - 1, width)
-                head = key_head * group + shared_by
-                sum_up(b, w, clip(gGates, 1, end), gRate, gBias, batch, first, end, n, warp - 1, head)
+            elif LOADED:
+                for mine in range(warp - 1, CONSUMERS * n, SUMMING):
+                    c, j = split(mine, CONSUMERS)
+                    _, shared_by = split(CONSUMERS * block + c, width)
+                    of = batch, first + CHUNK * j, end, key_head * group + shared_by
+                    sum_up(b, w, mine, clip(gGates, 1, end), gRate, gBias, *of)
         else:
             warpgroup.claim_registers(claim)
             column, shared_by = split(CONSUMERS * block + me, width)

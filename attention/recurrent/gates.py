@@ -66,8 +66,8 @@ def _summing(kind: str | None, softpluses: bool):
 def gates(kind: str | None, consumers: int, softpluses: bool = False):
     """What a kernel needs of a kind of gate.
 
-    sum_up(b, w, gGates, gRate, gBias, batch, first, end, n, c, head): a warp's work, for kinds that are loaded: chunk after
-    chunk of tokens first to end, the running sums of the gates of consumer c go to ring b, and the weights to w.
+    sum_up(b, w, mine, gGates, gRate, gBias, batch, token, end, head): a warp's work, for kinds that are loaded: the running
+    sums of the gates of the chunk that begins at `token` go to ring b as its `mine`-th, and the weights to w.
     steady(gGates, head): the gate, if all of a head are the same, in powers of 2.
     sums(b, w, mine, same, left): of a chunk, the `mine`-th of the rings, of which `left` tokens or more are left: b of this
     warp's rows, of all, the last, and the weights.
@@ -76,16 +76,14 @@ def gates(kind: str | None, consumers: int, softpluses: bool = False):
     BY_STEP, LOADED, summed = kind == "step", kind in ("token", "step"), _summing(kind, softpluses)
 
     @inlined
-    def sum_up(b, w, gGates, gRate, gBias, batch, first, end, n, c, head):
+    def sum_up(b, w, mine, gGates, gRate, gBias, batch, token, end, head):
         rate, bias = tile_max(load(gRate, ROWS, (head, 0))), tile_max(load(gBias, ROWS, (head, 0)))
-        for j in range(n):
-            token, mine = first + CHUNK * j, consumers * j + c
-            totals, weights = summed(load(gGates, ALONG, (batch, token, head), cols=1), rate, bias, end - token)
-            if BY_STEP:
-                store(w.claim(mine), weights)
-                w.publish(mine)
-            store(b.claim(mine), totals)
-            b.publish(mine)
+        totals, weights = summed(load(gGates, ALONG, (batch, token, head), cols=1), rate, bias, end - token)
+        if BY_STEP:
+            store(w.claim(mine), weights)
+            w.publish(mine)
+        store(b.claim(mine), totals)
+        b.publish(mine)
 
     @inlined
     def steady(gGates, head):

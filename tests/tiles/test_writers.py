@@ -8,7 +8,10 @@ from numba import cuda
 import tiles
 from ops import load, store, warpgroup, zeros
 from tiles import bf16, fp32, ring, rt, shared, st, sv, tensor
+from tiles.arguments import parameter
+from tiles.compiler import compile_kernel
 from tiles.interpreter import interpret
+from tiles.sass import instructions
 
 S, V = st(64, 64, bf16), sv(64, fp32)
 R, IN = rt(16, 64, fp32), rt(16, 64, bf16)
@@ -61,6 +64,23 @@ def test_what_warps_hand_on_the_card():
     source = cuda.cudadrv.devicearray.DeviceNDArray(x.shape, x.strides, x.dtype, gpu_data=on_device[0].gpu_data)
     tiles.launch(handed_on, 1, 256, shared=PLAN)(source, on_device[1])
     np.testing.assert_allclose(on_device[1].copy_to_host(), wanted(x), atol=1e-4)
+
+
+def test_only_what_tma_writes_again_is_fenced():
+    def fences(writers):
+        plan = shared(v=ring(sv(64, fp32), 2, readers=1, writers=writers))
+
+        @cuda.jit
+        def read(out):
+            (v,) = plan.open()
+            first = load(v.wait(0), R.row_vec)
+            v.release(0)
+            store(out, first, (0,))
+
+        code = compile_kernel(read, [parameter("out", np.zeros(64, np.float32)).type], "sm_90a")
+        return instructions(code.cubin)["FENCE"]
+
+    assert fences(writers=1) < fences(writers=0)
 
 
 def test_rules():

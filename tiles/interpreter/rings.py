@@ -101,6 +101,8 @@ class Slot:
         if j == self.number and self.releases == readers:
             cause = f"releases {name}, after as many others as the ring has readers: is readers={readers} too small?"
             raise warp.hazard(cause, "arrivals")
+        if self.ring.fenced:
+            warp.fence_async()
         self.number, self.releases, self.place = j, self.releases + 1 if j == self.number else 1, warp.place()
         warp.released[self] = j
         for slot in self._everywhere:
@@ -110,7 +112,7 @@ class Slot:
         """All readers have released the tile: it is gone, and whoever touched it must have said so."""
         for slot in self._everywhere:
             tile, shadow = self._part(slot, self.number), slot.block.shadow
-            if found := shadow.unwritable(self.empty.clock, span(tile), True):
+            if found := shadow.unwritable(self.empty.clock, span(tile), not self.ring.writers):
                 kind, cause = found
                 raise warp.hazard(
                     f"this is the last of {self.empty.count} releases (the ring's readers) of {tile.name}, {cause}",
