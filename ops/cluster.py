@@ -125,6 +125,8 @@ def _check(name, verb, target, value):
     if not isinstance(value, (rt, rv)) or getattr(value, "partial", False):
         raise TypeError(f"{name}: takes a register tile or whole vector, got {value}")
     (panels if isinstance(target.item, st) else vectors).check(name, target.item, verb, value, None, 1)
+    if isinstance(value, rt) and value.dtype.run != target.item.dtype.run:
+        raise TypeError(f"{name}: {target.item} does not {verb} {value}: fp8 tiles are converted in registers")
 
 
 def _step(spec):

@@ -30,13 +30,15 @@ def _conversion(to):
             out = replace(x, dtype=to)
         except ValueError as error:
             raise TypeError(f"{to}: {error}; got {x}") from None
-        return out, lambda b, v: v if out == x else b.pack(_registers(b, x, out, v))
+        return out, lambda b, v: b.pack(converted(b, x, out, v))
 
     lowers(to, meaning, takes_operands=True)(rule)
 
 
-def _registers(b, x, out, value):
-    """The registers of `out`, from a value of type x."""
+def converted(b, x, out, value):
+    """The registers of `out`, which differs in its dtype at most, from a value of type x."""
+    if out == x:
+        return b.unpack(value)
     if isinstance(x, rv) or x.dtype.run == out.dtype.run:
         return b.unpack(b.from_elements(out, b.elements(x, value)))
     return _narrowed(b, x, out, b.elements(x, value)) if out.dtype.run > x.dtype.run else _widened(b, x, out, b.unpack(value))

@@ -15,6 +15,8 @@ from tiles.layout import WIDTHS
 from tiles.op import integer
 from tiles.types import rt
 
+from .convert import converted
+
 
 def said(at):
     """The type of an index in a user's words: (int, float32)."""
@@ -25,8 +27,10 @@ def check(name, tile, verb, spec, at, warps):
     """A shared tile is loaded and stored whole, by one warp or by four."""
     if not isinstance(spec, rt) or tile.shape != (warps * spec.rows, spec.cols):
         raise TypeError(f"{name}: {tile} does not {verb} {f'{warps} x ' * (warps > 1)}{spec}")
-    if (tile.dtype.itemsize == 1) != (spec.dtype.itemsize == 1):
-        raise TypeError(f"{name}: {tile} does not {verb} {spec}: fp8 tiles are converted in registers, {tile.dtype}(x)")
+    try:
+        replace(spec, dtype=tile.dtype)
+    except ValueError as error:
+        raise TypeError(f"{name}: {tile} does not {verb} {spec}: {error}") from None
     if at is not None:
         raise TypeError(f"{name}: `at` is for global arrays; a shared tile is taken whole, got {said(at)}")
 
@@ -148,24 +152,24 @@ def lower_store(tile, spec, first_row):
 
     def lower(b, address, value, *_):
         row = first_row(b)
-        registers = b.unpack(value if held == spec else b.from_elements(held, b.elements(spec, value)))
+        registers = converted(b, spec, held, value)
         if tile.dtype.itemsize == 4:
             step = 2 if by_row else 1
             text = "st.shared.v2.f32 [$0], {$1, $2};" if by_row else "st.shared.f32 [$0], $1;"
-            turn = _turn(b, tile, spec)
+            turn = _turn(b, tile, held)
             parts = _take_turns(b, *turn[:2], [registers[k : k + step] for k in range(0, len(registers), step)])
-            for at, part in zip(lane_addresses(b, tile, spec, address, row, step, turn), parts, strict=True):
+            for at, part in zip(lane_addresses(b, tile, held, address, row, step, turn), parts, strict=True):
                 b.do(text, at, *part)
             return
         matrices = b.since(90)
-        if _by_matrices(tile, spec):
+        if _by_matrices(tile, held):
             with b.if_then(matrices):
-                for k, at in enumerate(matrix_addresses(b, tile, spec, address, row)):
+                for k, at in enumerate(matrix_addresses(b, tile, held, address, row)):
                     ptx.stmatrix(b, at, registers[4 * k : 4 * k + 4], transposed=not by_row)
             with b.if_then(b.not_(matrices)):
-                _store_words(b, tile, spec, address, registers, row)
+                _store_words(b, tile, held, address, registers, row)
         else:
-            _store_words(b, tile, spec, address, registers, row)
+            _store_words(b, tile, held, address, registers, row)
 
     return lower
 
@@ -175,11 +179,11 @@ def lower_load(tile, spec, first_row):
     held, by_row = replace(spec, dtype=tile.dtype), spec.layout == "row"
 
     def read(b, address, row):
-        if _by_matrices(tile, spec):
-            places = matrix_addresses(b, tile, spec, address, row)
+        if _by_matrices(tile, held):
+            places = matrix_addresses(b, tile, held, address, row)
             return [register for at in places for register in ptx.ldmatrix(b, at, transposed=not by_row)]
-        turn = _turn(b, tile, spec)
-        places = lane_addresses(b, tile, spec, address, row, 2 if by_row else 1, turn)
+        turn = _turn(b, tile, held)
+        places = lane_addresses(b, tile, held, address, row, 2 if by_row else 1, turn)
         if tile.dtype.itemsize == 1:
             parts = [[b.asm(i32, "ld.shared.b8 $0, [$1];", "=r,r", at)] for at in places]
             return joined(b, [byte for (byte,) in _take_turns(b, *turn[:2], parts)])
@@ -193,6 +197,6 @@ def lower_load(tile, spec, first_row):
     def lower(b, address, *_):
         registers = read(b, address, first_row(b))
         ptx.reads_done(b)
-        return b.pack(registers) if held == spec else b.from_elements(spec, b.elements(held, b.pack(registers)))
+        return b.pack(converted(b, held, spec, b.pack(registers)))
 
     return lower

@@ -147,6 +147,10 @@ REFUSED = {
         lambda a, v, f: cluster.load(peer(a), rt(16, 64, bf16)),
         r"st\(32, 64, bf16\) does not hold rt\(16, 64, bf16",
     ),
+    "bytes of what is not": (
+        lambda a, v, f: cluster.load(peer(a), rt(32, 64, fp8e4m3)),
+        r"st\(32, 64, bf16\) does not hold rt\(32, 64, fp8e4m3\): fp8 tiles are converted in registers",
+    ),
     "no remote barrier": (lambda a, v, f: cluster.store_async(peer(a), zeros(R), f), "takes a peer's barrier .* got barrier"),
     "2 bytes": (lambda a, v, f: cluster.store_async(peer(a), zeros(C), peer(f)), "stores no less than 4 bytes, and lanes hold"),
     "a signal": (

@@ -100,7 +100,12 @@ def test_vectors_of_every_dtype_to_every_other(run, sample, source_and_target, a
     assert ((wide(out) == want) | np.isnan(wide(out)) & np.isnan(want)).all()
 
 
-@pytest.mark.parametrize(("dtype", "layout", "width"), pairs([fp8e4m3, fp8e5m2], ["row", "col", "col", "row"], [64, 32, 128]))
+SHARED = pytest.mark.parametrize(
+    ("dtype", "layout", "width"), pairs([fp8e4m3, fp8e5m2], ["row", "col", "col", "row"], [64, 32, 128])
+)
+
+
+@SHARED
 def test_fp8_through_shared_memory(run, sample, dtype, layout, width):
     """Rounded in registers, stored, loaded and widened."""
     T, narrow = rt(32, 128, fp32, layout), rt(32, 128, dtype, layout)
@@ -116,6 +121,27 @@ def test_fp8_through_shared_memory(run, sample, dtype, layout, width):
     x, out = sample((32, 128)) * 8, blank((32, 128))
     run(body, x, out, shared=smem)
     assert (out == rounded(x, dtype)).all()
+
+
+@SHARED
+def test_loads_and_stores_convert_fp8(run, sample, dtype, layout, width):
+    """fp32 into an fp8 tile, fp8 into a tf32 tile, each to fp8, bf16 and back."""
+    T, H, narrow = rt(32, 128, fp32, layout), rt(32, 128, bf16, layout), rt(32, 128, dtype, layout)
+    smem = tiles.shared(a=st(32, 128, dtype, width), b=st(32, 128, tf32))
+
+    @cuda.jit
+    def body(x, out):
+        a, b = smem.open()
+        store(a, load(x, T, (0, 0)))
+        cuda.syncthreads()
+        store(b, load(a, narrow))
+        cuda.syncthreads()
+        store(out, load(b, narrow), (0, 0))
+        store(out, load(a, H), (32, 0))
+
+    x, out = sample((32, 128)) * 8, blank((64, 128))
+    run(body, x, out, shared=smem)
+    assert (out == np.tile(rounded(x, dtype), (2, 1))).all()
 
 
 @pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2, tf32])

@@ -129,10 +129,10 @@ def loading_part_of_a_shared_tile(x, g):
     warpgroup.load(s, B, (0, 0))
 
 
-@says("warpgroup.load: st(64, 64, fp8e4m3) does not hold rt(16, 64, fp32): fp8 tiles are converted in registers, fp8e4m3(x)")
-def loading_fp8(x, g):
+@says("warpgroup.load: st(64, 64, fp8e4m3) does not hold rt(16, 64, bf16, col): rt: rows of rt(16, 64, fp8e4m3, col) must be")
+def loading_fp8_by_half_base_tiles(x, g):
     _, _, f, _ = smem.open()
-    warpgroup.load(f, T)
+    warpgroup.load(f, NARROW_COLUMNS)
 
 
 @says("row_max: tiles of fp8e4m3 are only for products: load it and convert it, fp32(x); got st(64, 64")
