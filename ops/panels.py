@@ -55,12 +55,6 @@ def joined(b, parts):
     return words
 
 
-def row_address(b, tile, address, row):
-    """(address of a row of a shared tile, what the swizzle XORs into offsets inside its panels)."""
-    offset = b.mul(row, b.u32(tile.width))
-    return b.add(address, offset), b.and_(b.lshr(offset, b.u32(3)), b.u32(tile.width - 16))
-
-
 def matrix_addresses(b, tile, spec, address, first_row, turned=False, first_col=None, anew=False):
     """For each base tile of `spec` (16x16, of bytes 16x32), in the order of its registers, the address that this lane gives
     ldmatrix or stmatrix. Matrices 0 and 1 are the base tile's left half, 2 and 3 its right one; for column layout, with .trans,
@@ -72,7 +66,7 @@ def matrix_addresses(b, tile, spec, address, first_row, turned=False, first_col=
     row = b.and_(lane, b.u32(lower))
     if not down_first:
         row = b.or_(row, b.lshr(b.and_(lane, b.u32(16)), b.u32(1)))
-    start, swizzle = row_address(b, tile, address, b.add(row, first_row))
+    start, swizzle = b.row_address(tile, address, b.add(row, first_row))
     half = b.and_(lane, b.u32(right))
     half = b.xor(half if down_first else b.shl(half, b.u32(1)), swizzle)
     if first_col is not None:
@@ -119,7 +113,7 @@ def lane_addresses(b, tile, spec, address, first_row, step, turn=None):
     for i in range(0, spec.elements, step):
         row, col = spec.element(0, i)
         row = b.add(b.add(down, first_row), b.u32(int(row)))
-        start, swizzle = row_address(b, tile, address, b.xor(row, turn[2]) if turn else row)
+        start, swizzle = b.row_address(tile, address, b.xor(row, turn[2]) if turn else row)
         panel, byte = divmod(int(col) * tile.dtype.itemsize, tile.width)
         inner = b.xor(b.add(inside, b.u32(byte)), b.xor(swizzle, turn[3]) if turn else swizzle)
         yield b.add(b.add(start, b.u32(panel * tile.panel_bytes)), inner)

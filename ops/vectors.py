@@ -19,8 +19,6 @@ from tiles.layout import QUAD
 from tiles.op import integer, lowers, op
 from tiles.types import rt, rv, st, sv
 
-from .panels import row_address
-
 
 def part(spec, rank):
     """The elements of a shared vector that warp `rank` of those that share it holds: along rows its own, along columns all."""
@@ -123,7 +121,7 @@ def _(tile, spec: type, row):
 
     def emit(b, address, _, row):
         size = tile.dtype.itemsize
-        start, swizzle = row_address(b, tile, address, b.u32(row))
+        start, swizzle = b.row_address(tile, address, b.u32(row))
         pair = b.mul(b.and_(b.lane(), b.u32(QUAD - 1)), b.u32(2 * size))
         out = []
         for i in range(0, spec.elements, 2):

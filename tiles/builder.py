@@ -143,6 +143,11 @@ class Builder(ir.IRBuilder):
         """This thread's warpgroup in its block."""
         return self.lshr(self.special("tid.x"), self.u32((WARPGROUP * LANES).bit_length() - 1))
 
+    def row_address(self, tile, address, row):
+        """(address of a row of a shared tile in its first panel, what the swizzle XORs into offsets inside the panel)."""
+        offset = self.mul(row, self.u32(tile.width))
+        return self.add(address, offset), self.and_(self.lshr(offset, self.u32(3)), self.u32(tile.width - 16))
+
     def array(self, ty, value):
         """A Numba array's (data address, extents, strides in bytes)."""
         array = self.context.make_array(ty)(self.context, self, value)

@@ -138,8 +138,8 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
     lane = b.lane()
     own = b.udiv(lane, b.u32(chunks))
     row, byte = b.add(own, first), b.mul(b.and_(lane, b.u32(chunks - 1)), b.u32(CHUNK))
-    offset = b.mul(row, b.u32(tile.width))
-    chunk, start = b.xor(byte, b.and_(b.lshr(offset, b.u32(3)), b.u32(tile.width - 16))), b.add(address, offset)
+    start, swizzle = b.row_address(tile, address, row)
+    chunk = b.xor(byte, swizzle)
     source, first_row = b.add(data, b.zext(byte, i64)), b.add(b.trunc(at[rows], i32), row)  # rows are fewer than 2**31
     for axis in range(ty.ndim):
         if axis != rows:
