@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import layout
-from .dtypes import DTYPES
+from .dtypes import DTYPES, tf32
 from .types import rt, st
 
 ROW, PAIR, CHUNK = 22, 54, 34  # heights and widths of cells
 MARGIN, GAP, TOP = 24, 40, 84
 CHUNK_BYTES = 16  # what a swizzle moves as one
 WORD = layout.BANKS * 4  # bytes that the banks serve at once
-LINES, BASE = 8, 16  # rows after which a shared layout, and rows and columns after which a register layout repeats
+LINES = 8  # rows after which a shared layout repeats
 STYLE = """
   text { font-size: 11.5px; font-family: system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
   .title { font-size: 15px; font-weight: 600 }
@@ -51,12 +51,13 @@ def row(tile):
 
 
 def pairs(tile):
-    """Each lane stores the first two neighbouring elements that it holds of an accumulator; the banks serve 128 bytes a turn,
-    so fp32 pairs take two."""
-    size = 2 * tile.dtype.itemsize
-    lanes = WORD // max(size, 4)
+    """Each lane stores the first neighbouring elements that it holds of a register tile, two or, of fp8, four; the banks serve
+    128 bytes a turn, so pairs of 4-byte elements take two."""
+    run = tile.dtype.run
+    lanes = WORD // (run * tile.dtype.itemsize)
     for first in range(0, layout.LANES, lanes):
-        yield [(tile.offset(*layout.element(lane, 0, BASE)), size) for lane in range(first, first + lanes)]
+        places = (layout.element(lane, 0, 8 * run, run) for lane in range(first, first + lanes))
+        yield [(tile.offset(*place), run * tile.dtype.itemsize) for place in places]
 
 
 ACCESSES = {"ldmatrix": ldmatrix, "column": column, "row": row, "pairs": pairs}
@@ -76,24 +77,29 @@ def cost(turn):
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------
+def base(tile):
+    """(rows, cols) after which the layout of a register tile repeats."""
+    return (16, 8 * tile.dtype.run)[:: 1 if tile.layout == "row" else -1]
+
+
 def holders(tile):
     """{(row, col): (lane, index)} of the first base tile of a register tile."""
-    found = {}
+    found, (rows, cols) = {}, base(tile)
     for lane in range(layout.LANES):
         for index in range(tile.elements):
-            place = tile.element(lane, index)
-            if max(place) < BASE:
-                found[place] = lane, index
+            row, col = tile.element(lane, index)
+            if row < rows and col < cols:
+                found[row, col] = lane, index
     return found
 
 
 def register_text(tile):
     """The first base tile, `lane:element`, and how the others follow."""
-    found = holders(tile)
-    yield f"{tile}: lane:element of the first {BASE} x {BASE}; a lane holds {tile.elements} elements in all"
-    yield "      " + "".join(f"{col:>7}" for col in range(BASE))
-    for r in range(BASE):
-        yield f"{r:>5} " + "".join(f"{lane:>4}:{index:<2}" for lane, index in (found[r, c] for c in range(BASE)))
+    found, (rows, cols) = holders(tile), base(tile)
+    yield f"{tile}: lane:element of the first {rows} x {cols}; a lane holds {tile.elements} elements in all"
+    yield "      " + "".join(f"{col:>7}" for col in range(cols))
+    for r in range(rows):
+        yield f"{r:>5} " + "".join(f"{lane:>4}:{index:<2}" for lane, index in (found[r, c] for c in range(cols)))
 
 
 def in_memory(tile):
@@ -157,21 +163,23 @@ def cell(x, y, width, height, fill):
 
 
 def register_panel(tile):
-    """The first base tile: for each pair of elements that a lane holds side by side, or one below the other, that lane."""
-    down = tile.layout == "col"
+    """The first base tile: for each run of elements that a lane holds side by side, or one below the other, that lane."""
+    down, run, (rows, cols) = tile.layout == "col", tile.dtype.run, base(tile)
+    wide = PAIR if down else PAIR * run // 2
 
     def draw(x, y):
         for (r, c), (lane, index) in holders(tile).items():
             along, across = (r, c) if down else (c, r)
-            if along % 2:
+            if along % run:
                 continue
-            left, top = (x + c * PAIR // 2, y + r * ROW) if not down else (x + c * PAIR, y + r // 2 * ROW)
-            yield cell(left, top, PAIR, ROW, colour(lane // 4, lane % 4))
+            left, top = (x + c * PAIR // 2, y + r * ROW) if not down else (x + c * PAIR, y + r // run * ROW)
+            yield cell(left, top, wide, ROW, colour(lane // 4, lane % 4))
             yield text(left + 13, top + 15, lane, "big")
-            yield text(left + 37, top + 15, f"e{index} e{index + 1}", "small")
+            which = f"e{index} e{index + 1}" if run == 2 else f"e{index}–{index + run - 1}"
+            yield text(left + wide // 2 + 10, top + 15, which, "small")
 
     notes = "which of a warp's 32 lanes has an element,", f"and which of its {tile.elements} it is"
-    width, height = (BASE * PAIR, BASE * ROW // 2) if down else (BASE * PAIR // 2, BASE * ROW)
+    width, height = (cols * PAIR, rows * ROW // run) if down else (cols * PAIR // 2, rows * ROW)
     return Panel(f"{tile}: registers", notes, width, height, draw)
 
 
@@ -243,7 +251,7 @@ def png(picture):
 # ---- command -------------------------------------------------------------------------------------------------------
 def main(arguments) -> int:
     """`python -m tiles layout ...`; the exit code."""
-    names = {str(d): d for d in DTYPES.values()}
+    names = {str(d): d for d in (*DTYPES.values(), tf32)}
     parser = argparse.ArgumentParser(prog="python -m tiles layout", description="Draw where the elements of a tile lie.")
     parser.add_argument("kind", choices=("rt", "st"), help="a register tile, or one in shared memory")
     parser.add_argument("rows", type=int)

@@ -30,6 +30,19 @@ def test_register_table(capsys, way):
             assert (lane, index) == (row % 8 * 4 + col % 8 // 2, row // 8 * 2 + col // 8 * 4 + col % 2)
 
 
+@pytest.mark.parametrize("way", ["row", "col"])
+def test_register_table_of_bytes(capsys, way):
+    """Lane 4 g + t holds columns 4 t to 4 t + 3 of rows g and g + 8, and those 16 further on: base tiles of 16 x 32."""
+    first, _, *rows = layout(capsys, "rt", 32, 32, "fp8e5m2", "--layout", way)
+    assert f"of the first {'16 x 32' if way == 'row' else '32 x 16'};" in first
+    table = [[tuple(map(int, x.split(":"))) for x in line.split()[1:]] for line in rows]
+    assert (len(table), len(table[0])) == ((16, 32) if way == "row" else (32, 16))
+    for r, line in enumerate(table):
+        for c, (lane, index) in enumerate(line):
+            row, col = (r, c) if way == "row" else (c, r)
+            assert (lane, index) == (row % 8 * 4 + col % 16 // 4, row // 8 * 4 + col // 16 * 8 + col % 4)
+
+
 @pytest.mark.parametrize("tile", SHARED, ids=str)
 def test_shared_table(capsys, tile):
     """A chunk's banks are those of its address, with the chunk's number XORed by the row bits that the swizzle takes."""
@@ -64,7 +77,9 @@ def test_loads_of_banks():
     assert draw.bank_loads([(2, 2), (0, 2), (132, 4)]) == [1, 1] + [0] * 30
 
 
-@pytest.mark.parametrize("tile", [rt(16, 16, fp32), rt(32, 16, bf16, "col"), *SHARED], ids=str)
+@pytest.mark.parametrize(
+    "tile", [rt(16, 16, fp32), rt(32, 16, bf16, "col"), rt(32, 64, fp8e4m3), rt(32, 16, fp8e4m3, "col"), *SHARED], ids=str
+)
 def test_picture(tile, tmp_path, capsys):
     """Well-formed, each cell once, in the picture and on no other cell; the pairs of a register tile, or the chunks twice."""
     kind, file = type(tile).__name__, tmp_path / "tile.svg"
