@@ -39,3 +39,10 @@ def place(request):
         pytest.importorskip("torch")
         return OnCard()
     return OnInterpreter()
+
+
+@pytest.fixture
+def card():
+    """The latter alone, for tests that also carry `@pytest.mark.gpu`."""
+    pytest.importorskip("torch")
+    return OnCard()

@@ -1,0 +1,291 @@
+"""What every member of the linear-attention family must do: go on from a state, keep sequences apart, take gates of any size,
+everybody's arrays, a family by hand."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from members import BF16, F32, HEADS, MEMBERS
+
+from attention import reference
+from attention.recurrent.linear import linear
+from attention.recurrent.step import linear_step
+
+STATED = {name: member for name, member in MEMBERS.items() if member.start}
+every = pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS)
+stated = pytest.mark.parametrize("member", STATED.values(), ids=STATED)
+
+
+def both(state):
+    """A state as a tuple of arrays: (S,) or (S, z)."""
+    return state if isinstance(state, tuple) else (state,)
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+@stated
+@settings(max_examples=3, deadline=None)
+@given(length=some.integers(2, 140), cuts=some.sets(some.integers(1, 139), min_size=1, max_size=2), seed=some.integers(0, 9))
+def test_a_sequence_in_parts_is_the_whole(member, length, cuts, seed):
+    """Wherever it is cut: the state after one part is where the next begins."""
+    tokens, fixed = member.inputs(length, seed=seed)
+    ends, outs, state = [0, *sorted(cut for cut in cuts if cut < length), length], [], None
+    for part in (slice(*pair) for pair in itertools.pairwise(ends)):
+        out, state = member.run({name: x[:, part] for name, x in tokens.items()} | fixed, state)
+        outs.append(out)
+    member.judged(np.concatenate(outs, axis=1), tokens | fixed)
+    _, last = member.run(tokens | fixed)
+    for got, want in zip(both(state), both(last), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2**-6 * np.abs(want).max())
+
+
+STEPS = [name for name in STATED if name not in ("linear, divided", "based")]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_goes_on_from_the_state_of_a_sequence(place, name):
+    """linear_step after 70 tokens is token 71, as the docstrings say of each."""
+    member = MEMBERS[name]
+    tokens, fixed = member.inputs(71)
+    on = {key: place.put(x[:, :70].copy()) for key, x in tokens.items()} | {key: place.put(x) for key, x in fixed.items()}
+    _, state = member.run(on)
+    last = {key: x[:, 70] for key, x in tokens.items()}
+    scale, after = None, lambda o: o
+    if name == "Mamba-2":
+        state = place.put(np.ascontiguousarray(place.get(state).swapaxes(2, 3)))
+        x, z, values = last["x"], last.pop("z").astype(float), last.pop("x").astype(F32) * last["dt"][..., None]
+        after = lambda o: (o + fixed["D"][:, None] * x.astype(float)) * z / (1 + np.exp(-z))
+        last = dict(q=last["C"], k=last["B"], v=values.astype(BF16), decay=last["dt"] * fixed["A"])
+        scale = 1
+    elif name == "based, sums":
+        last, scale = features_of(last), 1
+    elif name in ("retention", "lightning"):
+        last["decay"] = member.formula.args[0].astype(F32)
+    else:
+        last |= fixed
+    out = place.get(linear_step(state, **{key: place.put(np.ascontiguousarray(x)) for key, x in last.items()}, scale=scale))
+    ref, low = (member.formula(**tokens, **fixed, **member.options, low=low)[0][:, 70] for low in (False, True))
+    reference.assert_close(after(out.astype(float)).astype(BF16), ref, low, factor=3)
+
+
+def features_of(token):
+    """Based's, of one token: see its docstring."""
+
+    def features(x, half):
+        x, out = x.astype(float), np.zeros((*x.shape[:-1], 160))
+        for i, d in itertools.product(range(16), range(9)):
+            if d < 8 or i < 8:
+                out[..., 16 * d + i] = x[..., i] * x[..., (i + d) % 16] * (half if d == 0 else 1)
+        out[..., 136], out[..., 144:] = 1, x
+        return out.astype(BF16)
+
+    return dict(q=features(token["q"].astype(float) / 4, 1), k=features(token["k"], 0.5), v=token["v"])
+
+
+# ---- sequences one behind the other ----------------------------------------------------------------------------------
+@every
+@pytest.mark.parametrize("poison", ["before", "after"])
+def test_neighbours_do_not_leak(member, poison):
+    """NaN in every array of a neighbour changes no bit; sequences without tokens, at both ends and between, have states."""
+    ends = np.array([0, 0, 37, 37, 110, 110], np.int32)
+    tokens, fixed = member.inputs(110)
+    clean, states = member.run(tokens | fixed, cu_seqlens=ends)
+    member.judged(clean[:, :37], {name: x[:, :37] for name, x in tokens.items()} | fixed)
+    member.judged(clean[:, 37:], {name: x[:, 37:] for name, x in tokens.items()} | fixed)
+    bad, good, mine = (slice(37), slice(37, None), 3) if poison == "before" else (slice(37, None), slice(37), 1)
+    tokens = {name: x.copy() for name, x in tokens.items()}
+    for x in tokens.values():
+        x[:, bad] = np.nan
+    out, found = member.run(tokens | fixed, cu_seqlens=ends)
+    np.testing.assert_array_equal(out[:, good].astype(F32), clean[:, good].astype(F32))
+    for got, want in zip(both(found), both(states), strict=True) if member.start else ():
+        assert len(got) == 5 and not got[[0, 2, 4]].any()
+        np.testing.assert_array_equal(got[mine], want[mine])
+
+
+# ---- gates -----------------------------------------------------------------------------------------------------------
+GATED = ["simple GLA", "GLA", "gated delta rule", "KDA"]
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_a_long_sequence_of_any_gates(name):
+    """16k tokens with gates from 0 to -50: no overflow, no NaN, and the end is right. The reference begins where a gate of -50
+    has made everything before it 1e-22 of what it was."""
+    member, length, known = MEMBERS[name], 2**14, 200
+    tokens, _ = member.inputs(length, seed=3)
+    tokens = {key: x[:, :, :1].copy() for key, x in tokens.items()}
+    decay = tokens["decay"]
+    decay *= 0.1
+    decay[:, 3000:3100] = -50 * np.random.default_rng(4).random(decay[:, 3000:3100].shape)
+    decay[:, 5000:6000] = 0
+    decay[:, 7000:7100] = decay[:, -known] = -50
+    out, state = member.run(tokens)
+    assert np.isfinite(out.astype(F32)).all() and np.isfinite(state).all()
+    member.judged(out[:, -known:], {key: x[:, -known:] for key, x in tokens.items()})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GATED)
+def test_a_million_tokens(card, name):
+    """Of one head, gates from 0 to -50 among them. Those of the last 2^13 tokens leave 1e-14 of what was before: there the
+    reference begins, and its last 2^10 outputs, and its state, are the kernel's."""
+    member, length, since, judged = MEMBERS[name], 2**20, 2**13, 2**10
+    tokens, _ = member.inputs(length, seed=5)
+    tokens = {key: x[:, :, :1].copy() for key, x in tokens.items()}
+    decay = tokens["decay"]
+    decay *= 0.004 / -decay[:, -since:].mean()
+    decay[:, 5000:6000] = -50 * np.random.default_rng(6).random(decay[:, 5000:6000].shape)
+    decay[:, 10**5 : 2 * 10**5] = 0
+    out, state = member.run({key: card.put(x) for key, x in tokens.items()})
+    assert np.isfinite(card.get(out).astype(F32)).all()
+    tail = {key: x[:, -since:] for key, x in tokens.items()}
+    (ref, last), (low, _) = (member.formula(**tail, low=low) for low in (False, True))
+    reference.assert_close(card.get(out)[:, -judged:], ref[:, -judged:], low[:, -judged:])
+    np.testing.assert_allclose(card.get(state), last, rtol=0, atol=2**-6 * np.abs(last).max())
+
+
+# ---- decays ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dtype", [F32, BF16, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize("name", ["decays of heads", *GATED, "delta rule, decays of heads"])
+def test_decays_of_every_form(name, dtype, layout):
+    member = MEMBERS[name]
+    tokens, fixed = member.inputs(70, batch=2)
+    arrays = {key: x.astype(dtype) if key in ("decay", "beta") else x for key, x in (tokens | fixed).items()}
+    if layout == "bhsd":
+        arrays = {key: x.swapaxes(1, 2) if x.ndim > 1 else x for key, x in arrays.items()}
+    out, _ = member.run(arrays, layout=layout)
+    ref, low = (member.formula(**arrays, layout=layout, low=low)[0] for low in (False, True))
+    reference.assert_close(out, ref, low)
+
+
+# ---- a family by hand --------------------------------------------------------------------------------------------------
+CHOOSES = [name for name in MEMBERS if name not in ("based", "based, sums", "hedgehog")]
+
+
+@pytest.mark.parametrize("family", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("name", CHOOSES)
+def test_a_family_by_hand(place, name, family):
+    member = MEMBERS[name]
+    tokens, fixed = member.inputs(80)
+    out, _ = member.run({key: place.put(x) for key, x in (tokens | fixed).items()}, family=family)
+    member.judged(place.get(out), tokens | fixed)
+
+
+@pytest.mark.parametrize("name", CHOOSES)
+def test_a_family_that_does_not_exist(name):
+    tokens, fixed = MEMBERS[name].inputs(10)
+    with pytest.raises(ValueError, match=r"^family: must be None or one of \('sm_80', 'sm_90'\): family='sm_70'"):
+        MEMBERS[name].run(tokens | fixed, family="sm_70")
+
+
+@pytest.mark.parametrize("name", ["GLA", "KDA"])
+def test_what_sm_90_does_not_take(name):
+    tokens, _ = MEMBERS[name].inputs(10)
+    shifted = np.zeros((1, 10, HEADS, 66), F32)[..., 2:]
+    shifted[...] = tokens["decay"]
+    tokens["decay"] = shifted
+    with pytest.raises(ValueError, match="^family: sm_90 takes .* multiples of 16 bytes"):
+        MEMBERS[name].run(tokens, family="sm_90")
+    MEMBERS[name].run(tokens)
+
+
+def test_a_divisor_with_decays_of_channels_is_not_for_sm_90():
+    tokens, _ = MEMBERS["GLA"].inputs(10)
+    with pytest.raises(ValueError, match="^family: sm_90 takes decays of channels .* no normalize=True: family='sm_90'"):
+        linear(**tokens, normalize=True, family="sm_90")
+
+
+def test_long_keys_are_not_for_sm_90_with_the_delta_rule():
+    x, beta = np.zeros((1, 5, 1, 256), BF16), np.zeros((1, 5, 1), F32)
+    with pytest.raises(ValueError, match="^family: sm_90 takes keys of at most 128 columns: family='sm_90', q has 256"):
+        MEMBERS["delta rule"].call(x, x, x, beta, family="sm_90")
+
+
+# ---- everybody's arrays ------------------------------------------------------------------------------------------------
+def as_torch(x, device):
+    torch = pytest.importorskip("torch")
+    return (
+        torch.from_numpy(x.view(np.int16)).to(device).view(torch.bfloat16)
+        if x.dtype == BF16
+        else torch.from_numpy(x).to(device)
+    )
+
+
+def as_jax(x, device):
+    jax = pytest.importorskip("jax")
+    if device == "cuda" and jax.default_backend() != "gpu":
+        pytest.skip("this JAX has no GPU")
+    return jax.device_put(x, jax.devices("cpu" if device == "cpu" else "gpu")[0])
+
+
+def as_cupy(x, device):
+    return pytest.importorskip("cupy").asarray(x)
+
+
+def as_numba(x, device):
+    from numba import cuda
+
+    return cuda.to_device(x)
+
+
+def on_host(x):
+    if hasattr(x, "copy_to_host"):
+        return x.copy_to_host()
+    if hasattr(x, "get"):
+        return x.get()
+    if hasattr(x, "cpu"):
+        return x.cpu().float().numpy()
+    return np.asarray(x)
+
+
+gpu = pytest.mark.gpu
+PLACES = [
+    pytest.param(as_torch, "cpu", id="torch"),
+    pytest.param(as_jax, "cpu", id="jax"),
+    pytest.param(as_torch, "cuda", id="torch on the card", marks=gpu),
+    pytest.param(as_jax, "cuda", id="jax on the card", marks=gpu),
+    pytest.param(as_cupy, "cuda", id="cupy", marks=gpu),
+    pytest.param(as_numba, "cuda", id="numba", marks=gpu),
+]
+
+
+@every
+@pytest.mark.parametrize(("put", "device"), PLACES)
+def test_arrays_of_every_framework(member, put, device):
+    """Outputs and states are of the caller's kind. CuPy and Numba have no bf16: float16."""
+    tokens, fixed = member.inputs(70)
+    dtype = np.float16 if put in (as_cupy, as_numba) else BF16
+    arrays = {key: x.astype(dtype) if x.dtype == BF16 else x for key, x in (tokens | fixed).items()}
+    given = {key: put(x, device) for key, x in arrays.items()}
+    out, state = member.run(given)
+    for x in (out, *both(state)) if member.start else (out,):
+        assert type(x) is type(next(iter(given.values())))
+    member.judged(on_host(out).astype(dtype), arrays)
+
+
+@every
+def test_out_and_stream(member):
+    """`out` is written and given back; a stream must be one."""
+    tokens, fixed = member.inputs(20)
+    values = tokens["x" if "x" in tokens else "v"]
+    out = np.full_like(values, np.nan)
+    assert member.run(tokens | fixed, out=out)[0] is out
+    member.judged(out, tokens | fixed)
+    with pytest.raises(TypeError, match="^stream: must be a handle"):
+        member.run(tokens | fixed, stream="x")
+
+
+@every
+def test_grads_are_refused(member):
+    """Of every array that could want one, by its name."""
+    torch = pytest.importorskip("torch")
+    tokens, fixed = member.inputs(5)
+    arrays = {key: as_torch(x, "cpu") for key, x in (tokens | fixed).items()}
+    for name, x in arrays.items():
+        wants = x.clone().requires_grad_()
+        with pytest.raises(NotImplementedError, match=rf"^{name}: requires grad.*torch\.no_grad\(\)"):
+            member.run(arrays | {name: wants})
+        with torch.no_grad():
+            member.run(arrays | {name: wants})
