@@ -70,3 +70,17 @@ def mma_ABt(acc, a, b):
     """acc + a bᵀ, which is not conjugated, by one warp; a in registers, b there or in shared memory."""
     re = mma.mma_ABt(mma.mma_ABt(acc.re, a.re, b.re), -a.im, b.im)
     return Complex(re, mma.mma_ABt(mma.mma_ABt(acc.im, a.re, b.im), a.im, b.re))
+
+
+@inlined
+def mma_AtB(acc, a, b):
+    """acc + aᵀ b, which is not conjugated, by one warp; a in registers, b there or in shared memory."""
+    re = mma.mma_AtB(mma.mma_AtB(acc.re, a.re, b.re), -a.im, b.im)
+    return Complex(re, mma.mma_AtB(mma.mma_AtB(acc.im, a.re, b.im), a.im, b.re))
+
+
+@inlined
+def mma_AtBt(acc, a, b):
+    """acc + aᵀ bᵀ, which is not conjugated, by one warp; a in registers, b there or in shared memory."""
+    re = mma.mma_AtBt(mma.mma_AtBt(acc.re, a.re, b.re), -a.im, b.im)
+    return Complex(re, mma.mma_AtBt(mma.mma_AtBt(acc.im, a.re, b.im), a.im, b.re))

@@ -7,6 +7,7 @@ from sweep import blank, close, pairs
 
 from ops import complex, load, zeros
 from ops import store as store_tile
+from ops.products import FORMS
 from tiles import bf16, fp16, fp32, rt, shared, st
 
 
@@ -65,3 +66,20 @@ def test_products(run, sample, dtype):
     run(body, x, y, ab, abt, shared=plan)
     close_to(ab, 2 * numbers(x) @ numbers(y), 1e-3)
     close_to(abt, numbers(x) @ numbers(x).T, 1e-3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_products(run, sample, form):
+    product, (left, right) = getattr(complex, f"mma_{form}"), FORMS[form].layouts
+    shapes = [(16, 32)[:: -1 if FORMS[form].left else 1], (32, 48)[:: -1 if FORMS[form].right else 1]]
+    A, B, C = rt(*shapes[0], bf16, left), rt(*shapes[1], bf16, right), rt(16, 48, fp32)
+
+    @cuda.jit
+    def body(x, y, z):
+        zero = complex.Complex(zeros(C), zeros(C))
+        complex.store(z, product(zero, complex.load(x, A, 0, 0), complex.load(y, B, 0, 0)), 0, 0)
+
+    x, y, z = (*(sample((*shape, 2), bf16) for shape in shapes), blank((16, 48, 2)))
+    run(body, x, y, z)
+    a, b = (numbers(v).T if turned else numbers(v) for v, turned in zip((x, y), FORMS[form], strict=True))
+    close_to(z, a @ b, 1e-3)
