@@ -16,12 +16,12 @@ starts each segment from what those before it add up to.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from numba import cuda
 from numpy import float32, int32
 
-from ops import clip, exp2, load, row_max, silu, split, store, subtile, tile_min, warpgroup, zeros
+from ops import clip, exp2, load, log2, row_max, silu, split, store, subtile, tile_min, warpgroup, zeros
 from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
 
 from ..signature import ENDS, FLOAT, INT, array, tiled
@@ -43,7 +43,8 @@ class Config:
     key_dim: as padded. consumers: warpgroups of 64 value columns each. gate: one of gates.KINDS. softplus: dt is that of
     what is given. skip: D v is added to the output. gated: which is then multiplied by silu(z). states: a pass that finds the
     states of segments, and no output. varlen: the sequences lie one behind the other in one batch. ones: all values are 1,
-    and the output is the normalizer, one fp32 number a row and head. divided: the output is divided by that."""
+    and the output is the normalizer, one fp32 number a row and head. divided: the output is divided by that. negative: so is
+    the scale."""
 
     key_dim: int
     consumers: int
@@ -56,6 +57,7 @@ class Config:
     varlen: bool = False
     ones: bool = False
     divided: bool = False
+    negative: bool = False
 
     @property
     def resident(self):
@@ -86,7 +88,7 @@ class Config:
 
     def __str__(self):
         kinds = [f"gates by {self.gate}"] * bool(self.gate)
-        kinds += [x for x in ("softplus", "skip", "gated", "states", "varlen", "ones", "divided") if getattr(self, x)]
+        kinds += [field.name for field in fields(self) if getattr(self, field.name) is True]
         return ", ".join([f"Dk {self.key_dim} {self.dtype}", f"{COLUMNS * self.consumers} columns", *kinds])
 
 
@@ -97,6 +99,7 @@ def make(config: Config):
     PRODUCER, INPUT, STATE = CONSUMERS, config.dtype, rt(16, config.key_dim, fp32)
     DECAYS, LOADED = config.gate is not None, config.gate in ("token", "step")
     SKIP, GATED, ONES, DIVIDED = config.skip, config.gated, config.ones, config.divided
+    GROWN = DECAYS and not config.negative  # the scale is one more factor among the exponents
     VARLEN, OUTPUTS, TURNED = config.varlen, not config.states, rt(16, CHUNK, INPUT)
     LATER = OUTPUTS and config.key_dim <= WIDE  # may begin with what earlier segments add up to
     AT_ONCE = config.key_dim <= WIDE  # has registers for Q K^T and Q S together
@@ -183,7 +186,7 @@ def make(config: Config):
             for i in range(segment if LATER else 0):
                 total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
                 s_t = decayed(s_t, total) + warpgroup.load(gLocal, STATE, (sequence, head, i, at, 0))
-            same, so_far = steady(gGates, head), float32(0)
+            same, so_far, growth = steady(gGates, head), float32(0), log2(zeros(ROWS) + scale)
             if ONES:
                 warpgroup.store(out, zeros(TILE) + 1.0)
                 warpgroup.sync()
@@ -202,6 +205,8 @@ def make(config: Config):
                     if AT_ONCE:
                         o = warpgroup.mm_ABt(queries, turned)
                 rows, along, total, weights = sums(b, w, mine, same, end - token)
+                if GROWN:
+                    rows = rows + growth
                 if OUTPUTS:
                     p = INPUT(pairs(warpgroup.wait(s, newer=NEWER), rows, along, weights))
                     if not AT_ONCE:
@@ -211,7 +216,8 @@ def make(config: Config):
                 v_t = INPUT(remaining(fp32(warpgroup.load_transposed(values, TURNED)), along, total, weights))
                 s_t, so_far = warpgroup.mma_AB(decayed(s_t, total), v_t, keys), so_far + total
                 if OUTPUTS:
-                    o = finish(warpgroup.wait(o, newer=1) * scale, values, z, mine, gSkip, gDivisor, (batch, token, head), at)
+                    o = warpgroup.wait(o, newer=1) * (1.0 if GROWN else scale)
+                    o = finish(o, values, z, mine, gSkip, gDivisor, (batch, token, head), at)
                     if ONES:
                         warpgroup.store(clip(gO, 1, end), row_max(o), (batch, token, head), cols=1)
                     elif VARLEN:

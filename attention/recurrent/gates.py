@@ -77,7 +77,9 @@ def gates(kind: str | None, consumers: int, softpluses: bool = False):
 
     @inlined
     def sum_up(b, w, mine, gGates, gRate, gBias, batch, token, end, head):
-        rate, bias = tile_max(load(gRate, ROWS, (head, 0))), tile_max(load(gBias, ROWS, (head, 0)))
+        rate, bias = 0.0, 0.0
+        if BY_STEP:
+            rate, bias = tile_max(load(gRate, ROWS, (head, 0))), tile_max(load(gBias, ROWS, (head, 0)))
         totals, weights = summed(load(gGates, ALONG, (batch, token, head), cols=1), rate, bias, end - token)
         if BY_STEP:
             store(w.claim(mine), weights)
@@ -122,8 +124,8 @@ def gates(kind: str | None, consumers: int, softpluses: bool = False):
             return v_t
         else:
             left = end - along
-            v_t = v_t * exp2(left if LOADED else minimum(left, 0.0))  # the same gate goes on beyond the last token
-            return v_t * weights if BY_STEP else v_t
+            kept = exp2(left if LOADED else minimum(left, 0.0))  # the same gate goes on beyond the last token
+            return v_t * (kept * weights if BY_STEP else kept)
 
     return sum_up, steady, sums, pairs, remaining
 

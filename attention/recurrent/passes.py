@@ -153,6 +153,7 @@ def _config(
         varlen="cu_seqlens" in given,
         ones=ones,
         divided=problem.normalize and not (states or ones),
+        negative=problem.scale < 0,
     )
 
 
