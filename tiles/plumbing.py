@@ -207,6 +207,8 @@ def inline(function):
     """Compile a plain function into its callers."""
     from numba import cuda
 
+    if hasattr(function, "dispatcher"):
+        return
     function.dispatcher = cuda.jit(device=True, forceinline=True, fastmath=True)(function)  # held weakly by its type
     infer_global(function, types.Dispatcher(function.dispatcher))
 

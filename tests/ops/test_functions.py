@@ -163,6 +163,17 @@ def test_map_of_several(run, sample):
     assert (narrow == np.minimum(wide(y).max(axis=1, keepdims=True), 2)).all()
 
 
+def test_a_function_may_be_inlined_twice(run):
+    @cuda.jit
+    def body(y):
+        store(y, ops.map(full(rt(16, 16, fp32), -1.0), leaky), (0, 0))
+
+    assert inlined(leaky) is leaky
+    y = blank((16, 16))
+    run(body, y)
+    assert (y == -0.25).all()
+
+
 def test_map_by_a_function_of_fewer():
     @cuda.jit
     def body(x):

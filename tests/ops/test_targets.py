@@ -1,13 +1,15 @@
 """The vocabulary of a warp and of a block compiles for every GPU, with no spill, no local memory and no complaint of ptxas.
 (What each op becomes on Hopper: test_code.py. Products, cell by cell: test_mma.py. wgmma and TMA are Hopper's.)"""
 
+import itertools
+
 import numpy as np
 import pytest
 from numba import cuda
 
 import ops
 from ops import block, complex, load, store, warpgroup, zeros
-from tiles import bf16, fp16, fp32, rt, shared, st, sv
+from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, inlined, rt, shared, st, sv
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
 
@@ -15,6 +17,7 @@ ARCHS = ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
 T, H = rt(16, 64, fp32), rt(32, 32, bf16)
 S = st(64, 64, bf16)
 plan = shared(s=S, scratch=sv(256, fp32))
+stores = shared(f=st(64, 64, fp32), h=S, v=sv(64, bf16), e=st(64, 64, fp8e4m3), w=sv(64, fp8e5m2))
 
 
 def maps(x, y):
@@ -61,8 +64,38 @@ def complex_products(x, y):
     store(y, ops.hstack(product.re, product.im), (0, 0))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("body", [maps, masks, reductions, turns, groups, complex_products], ids=lambda f: f.__name__)
+def moves(x, y):
+    f, h, v, _, _ = stores.open()
+    ops.copy_async(f, x, (-3, 60))
+    ops.commit_group()
+    ops.wait_group()
+    store(h, load(f, rt(64, 64, bf16, "col")))
+    store(v, load(x, T.row_vec, (1, 7)))
+    block.sync()
+    t = load(ops.subtile(h, 16, 1), T) + load(v, T.row_vec) + ops.load_row(f, T.row_vec, 2)
+    store(y, t + load(x, T, (0, 0), aligned=True), (48, 0), aligned=True)
+
+
+def bytes_of_fp8(x, y):
+    _, _, _, e, w = stores.open()
+    store(e, load(x, rt(64, 64, fp32), (0, 0)))
+    store(w, load(x, T.row_vec, (0, 3)))
+    block.sync()
+    right = load(e, rt(64, 64, fp8e4m3, "col"))
+    t = ops.mma_AB(zeros(T), fp8e5m2(load(x, T, (0, 0))), right)
+    store(y, ops.map(t, halfway, load(w, T.row_vec)), (0, 0))
+
+
+@inlined
+def halfway(e, f):
+    return (e + f) * np.float32(0.5)
+
+
+BODIES = [maps, masks, reductions, turns, groups, complex_products, moves]
+CASES = [*itertools.product(BODIES, ARCHS), *((bytes_of_fp8, arch) for arch in ARCHS[1:])]
+
+
+@pytest.mark.parametrize(("body", "arch"), CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_compiles(body, arch):
     array = parameter("x", np.zeros((64, 64), np.float32)).type
     code = compile_kernel(cuda.jit(body), (array, array), arch)

@@ -309,14 +309,10 @@ REFUSED = {
 }
 
 
-for _use, _ in REFUSED.values():
-    tiles.inlined(_use)
-
-
 @pytest.mark.parametrize("backend", [meaning, code], ids=["meaning", "code"])
 @pytest.mark.parametrize("case", REFUSED)
 def test_refuses(backend, case):
-    use, words = REFUSED[case]
+    use, words = tiles.inlined(REFUSED[case][0]), REFUSED[case][1]
 
     def kernel():
         (a,) = SMEM.open()
