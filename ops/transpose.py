@@ -1,7 +1,7 @@
 """Transposes of register tiles and vectors, and changes of a tile's layout, inside the warp.
 
 Both turn a tile's 8x8 matrices; a transpose also puts them in each other's places. 2-byte matrices are turned by movmatrix,
-one instruction each. In fp32 lane L holds of such a matrix the elements (L/4, 2(L%4)) and (L/4, 2(L%4) + 1) and wants
+one instruction each. Of 4 bytes lane L holds of such a matrix the elements (L/4, 2(L%4)) and (L/4, 2(L%4) + 1) and wants
 (2(L%4), L/4) and (2(L%4) + 1, L/4): two shuffles, in which odd rows go first with their second element, so that every lane
 has one element to give each time.
 """
@@ -11,18 +11,17 @@ from dataclasses import replace
 import numpy as np
 
 from tiles import ptx
-from tiles.dtypes import fp32
 from tiles.op import lowers, op
 from tiles.types import rt, rv
 
 
-@op
+@op(takes_operands=True)
 def transpose(x):
     """x.T: a tile of the transposed shape in the same layout; a col_vec as row_vec and the reverse."""
     return np.ascontiguousarray(x.array.T)
 
 
-@op
+@op(takes_operands=True)
 def swap_layout(x):
     """x, a tile or vector, in the other layout: of "row" in "col", which is what mma's right operand has, or the reverse."""
     return x.array
@@ -37,6 +36,8 @@ def _turning(name, turned, place):
     def rule(x):
         if not isinstance(x, (rt, rv)) or getattr(x, "partial", False):
             raise TypeError(f"{name}: takes a register tile or a whole vector, got {x}")
+        if isinstance(x, rt) and x.dtype.itemsize == 1:
+            raise TypeError(f"{name}: turns tiles of 2 or 4 bytes an element: {x.dtype}({name}(fp16(x))); got {x}")
         out = turned(x)
         if isinstance(x, rt):
             return out, lambda b, v: b.pack(_matrices(b, x, out, b.unpack(v), place))
@@ -55,7 +56,7 @@ lowers(swap_layout)(_turning("swap_layout", lambda x: replace(x, layout=OTHER[x.
 
 def _matrices(b, spec, out, registers, place):
     """The registers of `out`, whose 8x8 matrix at place(row, col) is the one at (row, col), turned."""
-    step = 2 if spec.dtype is fp32 else 1  # registers that a lane holds of an 8x8 matrix
+    step = 2 if spec.dtype.itemsize == 4 else 1  # registers that a lane holds of an 8x8 matrix
     given = {spec.element(0, 2 * k): registers[step * k : step * (k + 1)] for k in range(spec.elements // 2)}
     turn = _exchange(b) if step == 2 else lambda pair: [ptx.movmatrix(b, *pair)]
     turned = {place(*at): turn(pair) for at, pair in given.items()}

@@ -196,6 +196,11 @@ def ones_of_a_partial_sum(x, g):
     ones(PARTIAL)
 
 
+@says("transpose: turns tiles of 2 or 4 bytes an element: fp8e4m3(transpose(fp16(x))); got rt(16, 64, fp8e4m3)")
+def transpose_of_fp8(x, g):
+    transpose(fp8e4m3(zeros(T)))
+
+
 @says("transpose: takes a register tile or a whole vector, got partial col_vec(16, fp32)")
 def transpose_of_a_partial_sum(x, g):
     transpose(lane_sum(zeros(T)))

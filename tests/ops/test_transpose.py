@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, pairs
+from sweep import blank, pairs, wide
 
 from ops import load, store, swap_layout, transpose
-from tiles import bf16, fp16, fp32, rt
+from tiles import bf16, fp8e5m2, fp16, fp32, rt, tf32
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,19 @@ def test_swap_layout(run, sample, shape, dtype, side):
     swapped, back, summed = (blank(shape, dtype) for _ in range(3))
     run(body, x, c, r, swapped, back, summed)
     assert (swapped == x).all() and (back == x).all() and (summed == (x.astype(np.float32) + 3).astype(dtype.np)).all()
+
+
+def test_operands_of_products(run, sample):
+    """tf32 tiles are turned as fp32 is; vectors whatever they hold."""
+    T, V = rt(32, 16, tf32), rt(32, 64, fp8e5m2).row_vec
+
+    @cuda.jit
+    def body(x, v, turned, swapped, vector):
+        store(turned, transpose(load(x, T, (0, 0))), (0, 0))
+        store(swapped, swap_layout(load(x, T, (0, 0))), (0, 0))
+        store(vector, swap_layout(transpose(load(v, V, (0,)))), (0,))
+
+    x, v = sample((32, 16), tf32), sample(64, fp8e5m2)
+    turned, swapped, vector = blank((16, 32)), blank((32, 16)), blank(64, fp8e5m2)
+    run(body, x, v, turned, swapped, vector)
+    assert (turned == x.T).all() and (swapped == x).all() and (wide(vector) == wide(v)).all()
