@@ -43,7 +43,7 @@ def addresses(b, vector, spec, address, first):
     own = b.lshr(lane, b.u32(2)) if spec.by_quad else b.mul(b.and_(lane, b.u32(3)), b.u32(2))
     if spec.axis == "col_vec":
         own = b.add(own, first)
-    start = b.add(address, b.mul(own, b.u32(vector.dtype.itemsize)))
+    start = ptx.opaque(b, b.add(address, b.mul(own, b.u32(vector.dtype.itemsize))))
     for i in range(0, spec.elements, step):
         yield slice(i, i + step), b.add(start, b.u32(spec.element(0, i) * vector.dtype.itemsize))
 

@@ -270,6 +270,12 @@ def ballot(b, flag):
     return b.asm(i32, "{\n.reg .pred p;\nsetp.ne.u32 p, $1, 0;\nvote.sync.ballot.b32 $0, p, -1;\n}", "=r,r", flag)
 
 
+def opaque(b, x):
+    """The 32-bit integer x, of which LLVM knows nothing. It writes x + 32 as x | 32 if no bits meet, and ptxas folds only a sum
+    into the address of a load."""
+    return b.asm(i32, "mov.b32 $0, $1;", "=r,r", x, effect=False)
+
+
 def computed(b, registers):
     """True, as soon as these fp32 registers are computed: compares them with a NaN that no arithmetic makes, which the
     compiler cannot know."""

@@ -29,7 +29,7 @@ from .gates import ALONG, ROWS, TILE, gates
 from .places import CHUNK, COLUMNS, places
 
 WIDE = 128  # key dim, beyond which a state takes half of a consumer's registers: one consumer, and no segments
-REGISTERS = {(1, 2): (48, 208), (2, 1): (88, 208), (1, 1): (88, 256)}  # (consumers, resident) -> those of producer, consumer
+REGISTERS = {(1, 2): (48, 208), (2, 1): (72, 216), (1, 1): (88, 256)}  # (consumers, resident) -> those of producer, consumer
 SHARED_BYTES = 227 * 1024
 SUMMING = warpgroup.WARPGROUP - 1  # warps of the producer that sum up gates, a chunk each in turn
 STAGES = 3  # chunks in flight, if shared memory has room for so many

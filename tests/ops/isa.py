@@ -260,6 +260,7 @@ PTX = {
     r"bar.red.(or|and).pred q, \$1, \$2, p;": _barrier_vote,
     r"^shfl.sync.idx.b32 \$0, \$1, \$2, 31, -1;$": _shuffle,
     r"^movmatrix.sync.aligned.m8n8.trans.b16 \$0, \$1;$": movmatrix,
+    r"^mov.b32 \$0, \$1;$": lambda m, _, x: x,
     r"^shfl.sync.idx.b32 \$0, \$1, 0, 31, -1;$": lambda m, _, x: Register(x.type, x.array[m.tid // 32 * 32]),
     r"@p ld.global.(f32|b16|b8) \S+ \[\$1\];": _load_global,
     r"@p st.global.(f32|b16|b8) \[\$0\], (?:\$1|lo);": _store_global,
