@@ -94,8 +94,9 @@ def make(config: Config):
                 q = load(gQ, KEYS, (batch, t, shared, 0), aligned=True)
                 k = load(gK, KEYS, (batch, t, shared, 0), aligned=True)
                 v = load(gV, VALUES, (batch, t, head, column), aligned=True)
+                kept = decayed_by(gDecay, batch, t, head, column)
                 beta = load(gBeta, VALUES, (batch, t, head, column)) if DELTA else 0.0
-                s = s * decayed_by(gDecay, batch, t, head, column)
+                s = s * kept
                 if DELTA:
                     v = beta * (v - col_sum(s * k))
                 s = fma(k, v, s)
