@@ -107,14 +107,15 @@ def main(arguments=None) -> int:
     commands = parser.add_subparsers(dest="command")
     look = commands.add_parser("inspect", help="compile every shipped kernel, with no GPU, and count what came out")
     look.add_argument("--arch", default="sm_90a", help="architecture (default: %(default)s)")
-    look.add_argument("--all", action="store_true", help="every dtype")
+    look.add_argument("--all", action="store_true", help="every form at every size, every dtype, unaligned arrays")
     look.add_argument("--check", action="store_true", help="exit with 1 on a spill, local memory or a warning of ptxas")
     look.add_argument("--json", action="store_true", help="rows for machines")
+    look.add_argument("--jobs", type=int, help="processes that compile (default: as many as there are cores)")
     options = parser.parse_args(arguments)
     if options.command == "inspect":
         from . import inspect
 
-        return inspect.main(options.arch, options.all, options.check, options.json)
+        return inspect.main(options.arch, options.all, options.check, options.json, options.jobs)
     show()
     return 0
 

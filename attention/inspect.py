@@ -8,6 +8,9 @@ import ast
 import inspect
 import itertools
 import json
+import multiprocessing
+from collections.abc import Iterator
+from functools import partial
 
 from tiles import bf16, fp16, fp32
 from tiles.compiler import compile_kernel
@@ -15,73 +18,88 @@ from tiles.sass import instructions
 
 from . import blocks, hopper, sm_80
 from .problem import PIECES
-from .recurrent import based, chunk, chunk_80, delta, gated, gates, hedgehog, kda, places, turned
+from .recurrent import based, chunk, chunk_80, delta, gated, gates, hedgehog, kda, passes, places, turned, walk
 
 SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 ROOMS = {"sm_80": 163 * 1024, "sm_90a": sm_80.LARGE, "sm_100a": sm_80.LARGE}  # shared memory a block; others have least
 BAD = ("spill_bytes", "local_bytes", "warnings")
 
-
-def configurations(everything=False, arch="sm_90a"):
-    """(kernel name, module, config) of what is shipped for an architecture: bf16, or `everything` with fp16 and unaligned
-    arrays too."""
-    for dtype in (bf16, fp16) if everything else (bf16,):
-        for head_dim in hopper.SHAPES if arch == "sm_90a" else ():
-            for causal in (False, True):
-                for config in {hopper.config_for(head_dim, dtype, causal, hopper.SHORT * n // 2): None for n in (1, 2, 3)}:
-                    yield "forward", hopper, config
-        room = ROOMS.get(arch, sm_80.SHARED_BYTES)
-        for head_dim, causal in itertools.product(sm_80.SHAPES, (False, True)):
-            for piece in PIECES if everything else PIECES[:1]:
-                yield "forward", sm_80, sm_80.config_for(head_dim, dtype, causal, room, piece)
-        yield from _by_copies(dtype, PIECES if everything else PIECES[:1])
-        if arch == "sm_90a":
-            yield from _recurrent(dtype)
-
-
-def _by_copies(dtype, pieces):
-    """Linear attention on every GPU: every gate at every size, every other form at one size."""
-    for key_dim in 64, 128, 256:
-        for gate, piece in itertools.product((None, "token", "step"), pieces):
-            yield "linear", chunk_80, chunk_80.Config(key_dim, 1, dtype, gate, piece=piece)
-        for piece in pieces:
-            more = {"softplus": True, "skip": True, "gated": True, "piece": piece}
-            yield "mamba2", chunk_80, chunk_80.Config(key_dim, 1, dtype, "step", **more)
-    for form in CHUNK_FORMS:
-        yield "linear", chunk_80, chunk_80.Config(128, 1, dtype, "token", **form)
-
-
-def _recurrent(dtype):
-    """The family of linear attention: every gate at every size, every other form at one size."""
-    sizes = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
-    for size, gate in itertools.product(sizes, gates.KINDS):
-        yield "linear", chunk, chunk.Config(*size, dtype, gate)
-    for form in CHUNK_FORMS:
-        yield "linear", chunk, chunk.Config(128, 2, dtype, "token", **form)
-    for more in ({}, {"softplus": True, "skip": True, "gated": True}):
-        yield "mamba2", chunk, chunk.Config(128, 2, dtype, "step", states=not more, **more)
-    for size, of in itertools.product(sizes, (fp32, dtype)):
-        yield "gla", gated, gated.Config(*size, of, dtype)
-    for size, decays in itertools.product(sizes[:4], (False, True)):
-        yield "delta", delta, delta.Config(*size, dtype, decays)
-    for size, of in itertools.product(sizes[:4], (fp32, dtype)):
-        yield "kda", kda, kda.Config(*size, of, dtype)
-    for flag in (False, True):
-        yield "gla", gated, gated.Config(128, 2, fp32, dtype, varlen=flag)
-        yield "delta", delta, delta.Config(128, 2, dtype, True, varlen=flag)
-        yield "kda", kda, kda.Config(128, 2, fp32, dtype, varlen=flag)
-        yield "based", based, based.Config(dtype, normalize=flag)
-        yield "hedgehog", hedgehog, hedgehog.Config(dtype, varlen=flag)
-
-
-CHUNK_FORMS = {"states": True}, {"varlen": True}, {"ones": True}, {"divided": True}, {"varlen": True, "states": True}
+ALL = {"softplus": True, "skip": True, "gated": True}
+LINEAR: tuple[dict[str, bool], ...] = (
+    {},
+    {"states": True},
+    {"varlen": True},
+    {"ones": True},
+    {"divided": True},
+    {"varlen": True, "states": True},
+)
+MAMBA2: tuple[dict[str, bool], ...] = {}, {"states": True}, {"varlen": True}, ALL, {"varlen": True, **ALL}
 SHARES = {
     chunk: (gates.gates, places.places),
     chunk_80: (gates.gates, gates.shared_gates, places.places),
     gated: (places.places,),
     **dict.fromkeys((delta, kda), (places.span, turned.turned)),
-    **dict.fromkeys((based, hedgehog), (places.span,)),
+    **dict.fromkeys((based, hedgehog, walk), (places.span,)),
 }
+
+
+def configurations(everything=False, arch="sm_90a"):
+    """(kernel name, module, config) of what is shipped for an architecture: bf16, every gate at every size, every other form at
+    one size; or `everything`: every form at every size, fp16 and unaligned arrays too. fp16 and pieces of 8 bytes have no form
+    at every size: the former takes the same registers as bf16 (12 of 12 configurations), the latter fewer than 4 bytes do."""
+    large, middle, small = PIECES
+    some = (
+        (bf16, large, everything),
+        *(((bf16, middle, False), (bf16, small, True), (fp16, large, False)) if everything else ()),
+    )
+    for dtype, piece, all_forms in some:
+        for head_dim, causal in itertools.product(sm_80.SHAPES, (False, True)):
+            yield "forward", sm_80, sm_80.config_for(head_dim, dtype, causal, ROOMS.get(arch, sm_80.SHARED_BYTES), piece)
+        sizes = [(key_dim, 1) for key_dim in passes.KEY_DIMS]
+        yield from _by_token(chunk_80, sizes, (None, "token", "step"), all_forms, dtype, piece=piece)
+    yield from _walked(everything)
+    for dtype in ((bf16, fp16) if everything else (bf16,)) if arch == "sm_90a" else ():
+        yield from _on_hopper(dtype, everything and dtype is bf16)
+
+
+def _by_token(module, sizes, kinds, everything, dtype, **given):
+    """Linear attention and Mamba-2 where a decay is one number for a token and head."""
+    for size, kind in itertools.product(sizes, kinds):
+        name, forms = ("mamba2", MAMBA2) if kind == "step" else ("linear", LINEAR)
+        for form in forms if everything or (size[0], kind) in ((128, "token"), (128, "step")) else forms[:1]:
+            if size[0] <= chunk.WIDE or "states" not in form:  # beyond it sequences are not cut into segments
+                yield name, module, module.Config(*size, dtype, kind, **given, **form)
+
+
+def _walked(everything):
+    """Token by token; of the key dims that so many blocks of a multiprocessor must do with, the greatest."""
+    for key_dim, decay, delta_rule in itertools.product(walk.BLOCKS, ("", "token", "channel"), (False, True)):
+        for single in (True, False):
+            if everything or decay == "channel":
+                yield "walk", walk, walk.Config(key_dim, decay, delta_rule, varlen=not single, single=single)
+        if not delta_rule and (everything or decay == "token"):
+            yield "walk", walk, walk.Config(key_dim, decay, normalize=True)
+
+
+def _on_hopper(dtype, everything):
+    """What TMA and wgmma serve."""
+    for head_dim, causal in itertools.product(hopper.SHAPES, (False, True)):
+        for config in {hopper.config_for(head_dim, dtype, causal, hopper.SHORT * n // 2): None for n in (1, 2, 3)}:
+            yield "forward", hopper, config
+    sizes = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
+    yield from _by_token(chunk, sizes, gates.KINDS, everything, dtype)
+    for size, varlen in itertools.product(sizes, (False, True)):
+        if everything or not varlen or size == (128, 2):
+            for of in fp32, dtype:
+                yield "gla", gated, gated.Config(*size, of, dtype, varlen)
+                if size[0] in kda.KEY_DIMS:
+                    yield "kda", kda, kda.Config(*size, of, dtype, varlen)
+            for decays in (False, True) if size[0] in delta.STAGES else ():
+                yield "delta", delta, delta.Config(*size, dtype, decays, varlen)
+    for flag, varlen in itertools.product((False, True), repeat=2):
+        yield "based", based, based.Config(dtype, flag, varlen)
+    for varlen in False, True:
+        yield "hedgehog", hedgehog, hedgehog.Config(dtype, varlen)
 
 
 def lines(function) -> int:
@@ -107,27 +125,43 @@ def row(name, module, config, arch) -> dict:
         "registers": compiled.registers,
         "spill_bytes": compiled.spill_bytes,
         "local_bytes": compiled.local_bytes,
-        "shared_bytes": smem.nbytes,
+        "shared_bytes": smem.nbytes if smem else 0,
         "lines": sum(map(lines, (module.make.__wrapped__, *SHARES.get(module, (blocks.walk,))))),
         "warnings": compiled.warnings,
         "instructions": dict(instructions(compiled.cubin)),
     }
 
 
-def main(arch="sm_90a", everything=False, check=False, as_json=False) -> int:
+def _nth(everything, arch, n) -> dict:
+    """The row of the n-th configuration."""
+    name, module, config = next(itertools.islice(configurations(everything, arch), n, None))
+    return row(name, module, config, arch)
+
+
+def rows(everything=False, arch="sm_90a", jobs: int | None = 1) -> Iterator[dict]:
+    """A row for each configuration, in order; `jobs` processes, by default as many as there are cores, compile them."""
+    count = sum(1 for _ in configurations(everything, arch))
+    if jobs == 1:
+        yield from map(partial(_nth, everything, arch), range(count))
+    else:
+        with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+            yield from pool.imap(partial(_nth, everything, arch), range(count))
+
+
+def main(arch="sm_90a", everything=False, check=False, as_json=False, jobs: int | None = None) -> int:
     """Print the rows; the exit code is 1 if `check` finds a spill, local memory or a warning."""
-    rows = []
-    for name, module, config in configurations(everything, arch):
-        rows.append(found := row(name, module, config, arch))
+    found = []
+    for one in rows(everything, arch, jobs):
+        found.append(one)
         if not as_json:
-            counts = " ".join(f"{m} {found['instructions'].get(m, 0)}" for m in SHOWN)
+            counts = " ".join(f"{m} {one['instructions'].get(m, 0)}" for m in SHOWN)
             print(
-                f"{name:8} {arch:7} {found['config']:36} {found['registers']:4} registers {found['spill_bytes']:4} spilled "
-                f"{found['local_bytes']:4} local {found['shared_bytes']:7} shared {found['lines']:4} lines   {counts}",
-                *found["warnings"],
+                f"{one['kernel']:8} {arch:7} {one['config']:36} {one['registers']:4} registers {one['spill_bytes']:4} spilled "
+                f"{one['local_bytes']:4} local {one['shared_bytes']:7} shared {one['lines']:4} lines   {counts}",
+                *one["warnings"],
                 sep="\n    ",
                 flush=True,
             )
     if as_json:
-        print(json.dumps(rows, indent=1))
-    return int(check and any(found[key] for found in rows for key in BAD))
+        print(json.dumps(found, indent=1))
+    return int(check and any(one[key] for one in found for key in BAD))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from numba import cuda
 
-from ops import col_sum, exp, fma, load, split, store, tile_sum
+from ops import col_sum, exp, fma, load, split, store, tile_max, tile_sum
 from tiles import bf16, dtype, fp32, inlined, launch, rt
 from tiles.arrays import Form, at, c_ordered, form
 from tiles.launch import Bound, Interpreted
@@ -47,8 +47,8 @@ class Config:
 
     @property
     def blocks(self):
-        """Of an SM."""
-        return next(blocks for limit, blocks in BLOCKS.items() if self.key_dim <= limit)
+        """Of an SM; fewer where a lane holds its part of z, too."""
+        return next((blocks for limit, blocks in BLOCKS.items() if self.key_dim * (1 + self.normalize) <= limit), 1)
 
     @property
     def threads(self):
@@ -66,6 +66,7 @@ def make(config: Config):
     DECAY, DELTA, NORMALIZE = config.decay, config.delta, config.normalize
     SINGLE, tokens = config.single, span(config.varlen)
     IN_PLACE = SINGLE and config.key_dim <= WIDE
+    CROWDED = config.key_dim > WIDE and not SINGLE  # then a vector comes when it is needed, no sooner
     STATE = rt(config.key_dim, COLUMNS, fp32)
     KEYS, VALUES = STATE.col_vec, STATE.row_vec
 
@@ -91,18 +92,26 @@ def make(config: Config):
             if NORMALIZE:
                 z = load(gStartZ, KEYS, (sequence, head, 0))
             for t in range(first, end):
-                q = load(gQ, KEYS, (batch, t, shared, 0), aligned=True)
-                k = load(gK, KEYS, (batch, t, shared, 0), aligned=True)
+                if not CROWDED:
+                    q = load(gQ, KEYS, (batch, t, shared, 0), aligned=True)
+                    k = load(gK, KEYS, (batch, t, shared, 0), aligned=True)
                 v = load(gV, VALUES, (batch, t, head, column), aligned=True)
                 kept = decayed_by(gDecay, batch, t, head, column)
                 beta = load(gBeta, VALUES, (batch, t, head, column)) if DELTA else 0.0
                 s = s * kept
+                if NORMALIZE:
+                    z = z * (tile_max(kept) if DECAY == "token" else kept)
+                if CROWDED:
+                    k = load(gK, KEYS, (batch, t, shared, 0), aligned=True)
                 if DELTA:
                     v = beta * (v - col_sum(s * k))
                 s = fma(k, v, s)
+                if NORMALIZE:
+                    z = z + k
+                if CROWDED:
+                    q = load(gQ, KEYS, (batch, t, shared, 0), aligned=True)
                 o = scale * col_sum(s * q)
                 if NORMALIZE:
-                    z = z * exp(load(gDecay, KEYS, (batch, t, head, 0))) + k
                     o = o / (scale * tile_sum(z * q) + TINY)
                 store(gOut, o, (batch, t, head, column))
             store(gStart if IN_PLACE else gState, s, (sequence, head, 0, column), aligned=SINGLE)

@@ -5,9 +5,8 @@ import pytest
 import test_mamba2 as mamba2s
 from test_linear import HEADS, bf16, check, f16, f32, inputs
 
-from attention import inspect, reference
+from attention import reference
 from attention.problem import piece
-from attention.recurrent import chunk_80
 from attention.recurrent import linear as members
 from attention.recurrent import mamba2 as of_steps
 from attention.recurrent.linear import linear
@@ -154,22 +153,3 @@ def test_mamba2_with_everything(place, columns):
 
 def test_mamba2_in_sequences(place):
     mamba2s.test_sequences_of_one_batch(place)
-
-
-@pytest.mark.parametrize(
-    ("arch", "key_dim", "gate"),
-    [
-        ("sm_80", 256, "step"),
-        ("sm_89", 128, None),
-        ("sm_90a", 256, "token"),
-        ("sm_100a", 128, "token"),
-        ("sm_120a", 256, "step"),
-    ],
-)
-def test_it_compiles_for_every_gpu(arch, key_dim, gate):
-    """`python -m attention inspect --arch ...` compiles all of them."""
-    shipped = (config for _, module, config in inspect.configurations(arch=arch) if module is chunk_80)
-    config = next(config for config in shipped if (config.key_dim, config.gate) == (key_dim, gate))
-    found = inspect.row("linear", chunk_80, config, arch)
-    assert (found["spill_bytes"], found["local_bytes"], found["warnings"]) == (0, 0, [])
-    assert found["shared_bytes"] <= 99 * 1024 and inspect.lines(chunk_80.make.__wrapped__) <= 80
