@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from attention import reference
+from attention.recurrent import walk
 from attention.recurrent.step import linear_step
 from attention.recurrent.walk import BLOCKS, Config, make, signature
 from tiles.compiler import compile_kernel
@@ -122,6 +123,12 @@ def test_states_that_cannot_be_moved(change, message):
     with pytest.raises((ValueError, TypeError)) as raised:
         linear_step(**given)
     assert str(raised.value).startswith(message)
+
+
+def test_more_sequences_than_a_grid_has_room_for(monkeypatch):
+    monkeypatch.setattr(walk, "MOST", 2)
+    with pytest.raises(ValueError, match="^q: must have at most 2 heads and sequences: 4, 3"):
+        linear_step(**inputs(48, 80))
 
 
 @pytest.mark.parametrize("delta", [False, True])
