@@ -59,28 +59,30 @@ def store(target, value, row, col):
 
 
 @inlined
+def _product(real, acc, a, b):
+    """acc + a b, where `real` does the same with real tiles."""
+    return Complex(real(real(acc.re, a.re, b.re), -a.im, b.im), real(real(acc.im, a.re, b.im), a.im, b.re))
+
+
+@inlined
 def mma_AB(acc, a, b):
     """acc + a b, by one warp; a in registers, b there or in shared memory."""
-    re = mma.mma_AB(mma.mma_AB(acc.re, a.re, b.re), -a.im, b.im)
-    return Complex(re, mma.mma_AB(mma.mma_AB(acc.im, a.re, b.im), a.im, b.re))
+    return _product(mma.mma_AB, acc, a, b)
 
 
 @inlined
 def mma_ABt(acc, a, b):
     """acc + a bᵀ, which is not conjugated, by one warp; a in registers, b there or in shared memory."""
-    re = mma.mma_ABt(mma.mma_ABt(acc.re, a.re, b.re), -a.im, b.im)
-    return Complex(re, mma.mma_ABt(mma.mma_ABt(acc.im, a.re, b.im), a.im, b.re))
+    return _product(mma.mma_ABt, acc, a, b)
 
 
 @inlined
 def mma_AtB(acc, a, b):
     """acc + aᵀ b, which is not conjugated, by one warp; a in registers, b there or in shared memory."""
-    re = mma.mma_AtB(mma.mma_AtB(acc.re, a.re, b.re), -a.im, b.im)
-    return Complex(re, mma.mma_AtB(mma.mma_AtB(acc.im, a.re, b.im), a.im, b.re))
+    return _product(mma.mma_AtB, acc, a, b)
 
 
 @inlined
 def mma_AtBt(acc, a, b):
     """acc + aᵀ bᵀ, which is not conjugated, by one warp; a in registers, b there or in shared memory."""
-    re = mma.mma_AtBt(mma.mma_AtBt(acc.re, a.re, b.re), -a.im, b.im)
-    return Complex(re, mma.mma_AtBt(mma.mma_AtBt(acc.im, a.re, b.im), a.im, b.re))
+    return _product(mma.mma_AtBt, acc, a, b)
