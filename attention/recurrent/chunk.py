@@ -43,8 +43,8 @@ class Config:
     key_dim: as padded. consumers: warpgroups of 64 value columns each. gate: one of gates.KINDS. softplus: dt is that of
     what is given. skip: D v is added to the output. gated: which is then multiplied by silu(z). states: a pass that finds the
     states of segments, and no output. varlen: the sequences lie one behind the other in one batch. ones: all values are 1,
-    and the output is the normalizer, one fp32 number a row and head. divided: the output is divided by that. negative: so is
-    the scale."""
+    and the output is the normalizer, one fp32 number a row and head. divided: the output is divided by that. apart:
+    the scale is multiplied in at the end, instead of being one more factor among the decays."""
 
     key_dim: int
     consumers: int
@@ -57,7 +57,7 @@ class Config:
     varlen: bool = False
     ones: bool = False
     divided: bool = False
-    negative: bool = False
+    apart: bool = False
 
     @property
     def resident(self):
@@ -99,7 +99,7 @@ def make(config: Config):
     PRODUCER, INPUT, STATE = CONSUMERS, config.dtype, rt(16, config.key_dim, fp32)
     DECAYS, LOADED = config.gate is not None, config.gate in ("token", "step")
     SKIP, GATED, ONES, DIVIDED = config.skip, config.gated, config.ones, config.divided
-    GROWN = DECAYS and not config.negative  # the scale is one more factor among the exponents
+    GROWN = DECAYS and not config.apart  # the scale is one more summand of the exponents
     VARLEN, OUTPUTS, TURNED = config.varlen, not config.states, rt(16, CHUNK, INPUT)
     LATER = OUTPUTS and config.key_dim <= WIDE  # may begin with what earlier segments add up to
     AT_ONCE = config.key_dim <= WIDE  # has registers for Q K^T and Q S together

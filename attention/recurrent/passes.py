@@ -26,6 +26,7 @@ STATE = 1.5  # chunks that could be walked while the state of one segment is add
 LEAST = 8  # chunks of a segment
 ARRAYS = "q k v z gates rate bias skip divisor out start local state total ends".split()  # of the kernel, in order
 TILED = "q", "k", "v", "z"
+FACTORS = 2**-6, 1  # scales that scores in fp16 may be multiplied with: neither too small nor too large for them
 NAMES = {  # what the caller gives calls some of them
     "linear": {"gates": "decay", "start": "initial_state", "ends": "cu_seqlens"},
     "mamba2": dict(
@@ -153,7 +154,7 @@ def _config(
         varlen="cu_seqlens" in given,
         ones=ones,
         divided=problem.normalize and not (states or ones),
-        negative=problem.scale < 0,
+        apart=not FACTORS[0] <= problem.scale <= FACTORS[1],
     )
 
 

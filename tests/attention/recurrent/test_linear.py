@@ -73,7 +73,7 @@ def test_layout_and_scale(place, decay):
     check(place, turned, layout="bhsd", scale=0.3)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.3])
+@pytest.mark.parametrize("scale", [0.0, -0.3, 7.0])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_any_scale(place, decay, scale):
     check(place, inputs(length=70, decay=decay), scale=scale)
