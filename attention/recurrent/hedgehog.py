@@ -239,9 +239,9 @@ def _solve(q, k, v, q_map, k_map, alphas, betas, out, ends, layout) -> Plan:
     """How hedgehog does calls of this form at these addresses."""
     tiles = {"q": q, "k": k, "v": v, "q_map": q_map, "k_map": k_map, "out": out}
     problem = check("hedgehog", tiles | {"alphas": alphas, "betas": betas, "cu_seqlens": ends}, layout=layout)
-    for name, array in (("q", q), ("v", v)):
-        if array.shape[-1] > HEAD:
-            raise ValueError(f"{name}: head_dim must be at most {HEAD}: {array.shape[-1]}, {name}.shape={array.shape}")
+    for name, shape in {"q": q.shape, "v": v.shape}.items():
+        if shape[-1] > HEAD:
+            raise ValueError(f"{name}: head_dim must be at most {HEAD}: {shape[-1]}, {name}.shape={shape}")
     if q_map.shape[-1] != HALF:
         raise ValueError(f"q_map: must have {HALF} columns: q_map.shape={q_map.shape}")
     needs_hopper(problem, *(array.pointer for array in tiles.values() if array))
