@@ -83,7 +83,7 @@ def make(config: Config):
     INPUT, STATE, OUT = config.dtype, rt(BAND, config.key_dim, fp32), rt(CHUNK, BAND, fp32)
     SQUARE, TURNED, STAGES = rt(BAND, BAND, fp32), rt(BAND, CHUNK, INPUT), config.stages
     PIECE, ALIGNED = config.piece, 1 if config.piece == 16 else 4
-    DECAYS, LATER = config.gate is not None, not config.states and config.key_dim <= WIDE
+    DECAYS, LATER = config.gate is not None, not (config.states or config.ones) and config.key_dim <= WIDE
     SKIP, GATED, ONES, DIVIDED = config.skip, config.gated, config.ones, config.divided
     OUTPUTS = not config.states
     NEWER = STAGES - 1  # groups of keys: so many are younger than a chunk's values
@@ -131,7 +131,7 @@ def make(config: Config):
         first, end, batch = tokens(gEnds, sequence, length, segment, segments)
         n = int32((end - first + CHUNK - 1) // CHUNK)
         part, shared_by = split(block, width)
-        head, left, at = key_head * group + shared_by, COLUMNS * part, COLUMNS * part + BAND * me
+        head, left, at = int32(key_head * group + shared_by), int32(COLUMNS * part), int32(COLUMNS * part + BAND * me)
         gQ, gK, gV, gZ, gO = clip(gQ, 1, end), clip(gK, 1, end), clip(gV, 1, end), clip(gZ, 1, end), clip(gO, 1, end)
         for i in range(STAGES - 1):
             k.fill(i, gK, (batch, first + CHUNK * i, key_head, 0), 1, 3, n, PIECE)
@@ -155,13 +155,12 @@ def make(config: Config):
             if OUTPUTS:
                 queries = q.wait(j, BEHIND)
                 mine = subtile(queries, BAND, me)
-                if ONES:  # each column is the same
-                    earlier = row_max(mma_ABt(zeros(SQUARE), mine, INPUT(s_t)))
                 s = mma_ABt(zeros(TILE), mine, keys)
                 rows, along, weights = of_pairs(b, w, me)
                 s = pairs(s, rows, along, weights)
                 if ONES:
-                    store(gO, (decayed(earlier, rows) + row_sum(s)) * scale, (batch, token + BAND * me, head), cols=1)
+                    earlier = row_max(mma_ABt(zeros(SQUARE), mine, INPUT(s_t)))  # each column is the same
+                    store(gO, (row_sum(s) + decayed(earlier, rows)) * scale, (batch, token + BAND * me, head), cols=1)
                 else:
                     store(subtile(p, BAND, me), INPUT(s))
             values = v.wait(j, NEWER)  # and all of P is there
