@@ -6,29 +6,32 @@ from ops import grouped, split
 from tiles import inlined
 
 
-def band_of(grid: int, nbytes: float, cache: int) -> int:
-    """How many pairs a persistent grid of so many blocks goes through at once, longest query blocks first.
+SHARING = 6  # multiprocessors that should read one pair's keys and values at a time: 4 to 8 are as good (bench/NOTES.md)
 
-    nbytes: of a pair's keys and values. Those of a band should stay in half of the L2 `cache` until its last query block has
-    read them: with all pairs at once every query block fetches them from memory again, which costs up to a quarter of the
-    speed of short causal problems. And an even number of bands' rows should fill the grid, so that the snake, which turns
-    back after every round, gives each block as much work as the others."""
+
+def band_of(grid: int, processors: int, nbytes: float, cache: int) -> int:
+    """How many pairs causal attention goes through at once, longest query blocks first. With all at once every query block
+    would fetch its keys and values from memory anew, and nothing else would set the speed.
+
+    A grid of more blocks than processors goes through as many pairs as leave several multiprocessors to each: what one reads
+    comes from L2 for the others. A persistent grid is for short problems, whose keys and values, of `nbytes` a pair, can stay
+    in half of the L2 `cache` until the band's last query block has read them. There an even number of bands' rows should fill
+    the grid, so that the snake, which turns back after every round, gives each block as much work as the others."""
+    if grid > processors:
+        return max(1, processors // SHARING)
     return max(n for n in range(1, grid + 1) if n == 1 or (grid % (2 * n) == 0 and n * nbytes <= cache // 2))
 
 
 def walk(config):
     """(place, key_blocks) of a configuration with `rows` query rows and `kv` key rows a block, causal or not."""
-    KV, ROWS, CAUSAL, PERSISTENT = config.kv, config.rows, config.causal, config.persistent
+    KV, ROWS, CAUSAL = config.kv, config.rows, config.causal
 
     @inlined
     def place(tile, blocks, pairs, band):
-        """The tile's (query block, pair of head and batch). Causal: the longest blocks first, of all pairs or, in a persistent
-        grid, of one band of pairs after the other (see `band_of`)."""
-        if CAUSAL and PERSISTENT:
+        """The tile's (query block, pair of head and batch). Causal: one band of pairs after the other, its longest blocks
+        first (see `band_of`)."""
+        if CAUSAL:
             pair, done = grouped(tile, pairs, blocks, band)
-            return blocks - 1 - done, pair
-        elif CAUSAL:
-            pair, done = split(tile, pairs)
             return blocks - 1 - done, pair
         else:
             return split(tile, blocks)

@@ -122,11 +122,11 @@ def _plan(problem: Problem, with_lse: bool, bytes_at_once: int, family: str | No
     pairs, blocks = problem.batch * problem.heads_q, -(-problem.seqlen_q // config.rows)
     lse_shape = problem.lse_shape if with_lse else (*problem.lse_shape[:2], 0)  # stores outside an array are left out
     scale = problem.scale * LOG2_E
-    grid = band = pairs * blocks
+    grid, at_once = pairs * blocks, processors(problem.device)
     if config.persistent:
-        grid = min(grid, processors(problem.device))
-        nbytes = 2 * problem.seqlen_kv * problem.head_dim * config.dtype.itemsize
-        band = band_of(grid, nbytes / problem.group, cache(problem.device))
+        grid = min(grid, at_once)
+    nbytes = 2 * problem.seqlen_kv * problem.head_dim * config.dtype.itemsize / problem.group
+    band = band_of(grid, at_once, nbytes, cache(problem.device))
     return launch(kernel, grid, config.threads, shared=smem).bind(
         tiled(config.query, problem.seqlen_q, problem.heads_q, problem.q_strides),
         tiled(config.key, problem.seqlen_kv, problem.heads_kv, problem.k_strides),

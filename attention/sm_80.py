@@ -129,8 +129,8 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, blocks, heads, pairs, band, group, scale, slack):
         """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, for a block of query rows of one of `pairs` pairs of head and
-        batch; `group` query heads share a key head; `scale` is log2(e) / sqrt(D), `slack` how far a maximum may lag. `band` is
-        for persistent grids."""
+        batch; `group` query heads share a key head; `scale` is log2(e) / sqrt(D), `slack` how far a maximum may lag. Causal:
+        `band` pairs are worked on at once."""
         q, k, v = smem.open()
         block, pair = place(cuda.blockIdx.x, blocks, pairs, band)
         head, batch = split(pair, heads)

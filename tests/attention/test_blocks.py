@@ -17,17 +17,15 @@ def walked(config, pairs, blocks, band):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(("pairs", "blocks", "band"), [(1, 1, 1), (7, 3, 2), (8, 5, 8), (12, 1, 5), (5, 4, 99)])
-def test_every_tile_once(causal, persistent, pairs, blocks, band):
-    config = SimpleNamespace(kv=128, rows=128, causal=causal, persistent=persistent)
+def test_every_tile_once(causal, pairs, blocks, band):
+    config = SimpleNamespace(kv=128, rows=128, causal=causal)
     places = walked(config, pairs, blocks, band)
     assert sorted(places) == [(block, pair) for block in range(blocks) for pair in range(pairs)]
     if causal:
-        size = min(band, pairs) if persistent else pairs
-        for start in range(0, pairs, size):  # one band after the other, and its longest blocks first
-            part = places[start * blocks : (start + size) * blocks]
-            assert {pair for _, pair in part} == set(range(start, min(start + size, pairs)))
+        for start in range(0, pairs, band):  # one band after the other, and its longest blocks first
+            part = places[start * blocks : (start + band) * blocks]
+            assert {pair for _, pair in part} == set(range(start, min(start + band, pairs)))
             assert [block for block, _ in part] == sorted((block for block, _ in part), reverse=True)
 
 
@@ -38,7 +36,7 @@ def test_bands_fit_the_cache_and_share_the_work(grid, head_dim, length):
     """16384 tokens and 2048 columns: no block of the grid has much more to do than the average."""
     config = hopper.config_for(head_dim, bf16, True, length)
     pairs, blocks, nbytes = 16384 // length * 2048 // head_dim, -(-length // config.rows), 4 * length * head_dim
-    band = band_of(grid, nbytes, L2)
+    band = band_of(grid, grid, nbytes, L2)
     assert band * nbytes <= L2 / 2 and band * 2 * nbytes > L2 / 8
     _, key_blocks = walk(config)
     work = [0.0] * grid
@@ -49,4 +47,8 @@ def test_bands_fit_the_cache_and_share_the_work(grid, head_dim, length):
 
 
 def test_a_band_has_a_pair_at_least():
-    assert band_of(132, 2**40, L2) == 1 and band_of(1, 1, L2) == 1
+    assert band_of(132, 132, 2**40, L2) == 1 and band_of(1, 1, 1, L2) == 1 and band_of(9, 2, 1, L2) == 1
+
+
+def test_more_blocks_than_processors_share_what_they_read():
+    assert band_of(2048, 132, 2**21, L2) == 22
