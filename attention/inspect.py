@@ -45,8 +45,8 @@ SHARES = {
 
 def configurations(everything=False, arch="sm_90a"):
     """(kernel name, module, config) of what is shipped for an architecture: bf16, every gate at every size, every other form at
-    one size; or `everything`: every form at every size, fp16 and unaligned arrays too. fp16 and pieces of 8 bytes have no form
-    at every size: the former takes the same registers as bf16 (12 of 12 configurations), the latter fewer than 4 bytes do."""
+    one size; or `everything`: every form at every size, fp16 and unaligned arrays too. fp16 and pieces of 8 bytes come with
+    fewer forms, for time: the former takes the same registers as bf16, the latter are between the two others."""
     large, middle, small = PIECES
     some = (
         (bf16, large, everything),
