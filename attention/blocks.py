@@ -5,7 +5,6 @@ from numpy import int32
 from ops import grouped, split
 from tiles import inlined
 
-
 SHARING = 6  # multiprocessors that should read one pair's keys and values at a time: 4 to 8 are as good (bench/NOTES.md)
 
 
@@ -38,10 +37,11 @@ def walk(config):
 
     @inlined
     def key_blocks(diagonal, kv_len):
-        """How many key blocks the query rows see, and how many of them, counted from the last, a mask cuts."""
+        """How many key blocks the query rows see, and how many of them, counted from the last, must be masked. The last is
+        counted even if the first row already sees all of it: kernels begin with it, and mask it."""
         if CAUSAL:
             n = max(1, (min(kv_len, ROWS + diagonal) + KV - 1) // KV)
-            return int32(n), int32(n - max(0, diagonal + 1) // KV)
+            return int32(n), int32(max(1, n - max(0, diagonal + 1) // KV))
         else:
             return int32((kv_len + KV - 1) // KV), int32(1)
 

@@ -52,3 +52,13 @@ def test_a_band_has_a_pair_at_least():
 
 def test_more_blocks_than_processors_share_what_they_read():
     assert band_of(2048, 132, 2**21, L2) == 22
+
+
+@pytest.mark.parametrize("kv_len", [1, 127, 128, 256, 300])
+@pytest.mark.parametrize("q_len", [1, 128, 129, 300])
+def test_the_last_key_block_is_always_masked(q_len, kv_len):
+    """Also for a tile of one row that sees all keys: kernels begin with that block, and mask it."""
+    _, key_blocks = walk(SimpleNamespace(kv=128, rows=128, causal=True))
+    for first in range(0, q_len, 128):
+        n, cut = key_blocks(first + kv_len - q_len, kv_len)
+        assert 1 <= cut <= n
