@@ -38,7 +38,7 @@ def main(source, target):
     axes.set_title("{tokens} tokens, {heads} heads of {head_dim}, bf16, causal".format(**info), fontsize=10)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=8.5)
-    figure.savefig(target)
+    figure.savefig(target, metadata={"Date": None} if target.endswith(".svg") else None)
 
 
 if __name__ == "__main__":
