@@ -12,8 +12,8 @@ ABSENT = ImportError, RuntimeError, NotImplementedError, AssertionError, Attribu
 def library(module, name, **options):
     """A function of another library, looked up when it is called; of several results the first."""
 
-    def call(*args):
-        out = getattr(importlib.import_module(module), name)(*args, **options)
+    def call(*args, **more):
+        out = getattr(importlib.import_module(module), name)(*args, **options, **more)
         return out[0] if isinstance(out, tuple) else out
 
     return call

@@ -14,15 +14,19 @@ if not torch.cuda.is_available():
     pytest.skip("the benchmarks need a GPU", allow_module_level=True)
 
 import attention  # noqa: E402
+from bench import peers  # noqa: E402
 from bench.measure import interleaved, medians, report, rotated  # noqa: E402
 
-SHAPES = [(64, 32, 128), (256, 32, 128), (64, 32, 64), (64, 32, 256), (8, 32, 128)]  # B, H, Dk = Dv
-MEMBERS = {
-    "linear": (None, False),
-    "simple GLA": ("token", False),
-    "gated delta rule": ("token", True),
-    "KDA": ("channel", True),
+SHAPES = [(64, 32, 128), (128, 32, 128), (256, 32, 128), (64, 32, 64), (256, 32, 64), (64, 32, 256), (8, 32, 128)]  # B, H, D
+MEMBERS = {  # decays, beta, flash-linear-attention's module and its name for the decays
+    "linear": (None, False, "simple_gla", "g"),
+    "simple GLA": ("token", False, "simple_gla", "g"),
+    "GLA": ("channel", False, "gla", "gk"),
+    "delta rule": (None, True, "delta_rule", "g"),
+    "gated delta rule": ("token", True, "gated_delta_rule", "g"),
+    "KDA": ("channel", True, "kda", "g"),
 }
+PROVIDERS = "tiles", "copy", "fla"
 ROUNDS = 7
 
 
@@ -34,25 +38,20 @@ def _copy(state, new, *_):
     return new.copy_(state)
 
 
-def _fla(state, new, q, k, v, decay, beta):
-    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
-    from fla.ops.kda import fused_recurrent_kda
-    from fla.ops.simple_gla import fused_recurrent_simple_gla
+def _fla(member):
+    *_, module, gates = MEMBERS[member]
+    step = peers.fla(module, f"fused_recurrent_{module}", output_final_state=True)
 
-    q, k, v, decay, beta = (None if x is None else x[:, None] for x in (q, k, v, decay, beta))
-    options = dict(initial_state=state, output_final_state=True)
-    if beta is None:
-        return fused_recurrent_simple_gla(q, k, v, decay, **options)[0][:, 0]
-    call = fused_recurrent_gated_delta_rule if decay.ndim == 3 else fused_recurrent_kda
-    return call(q=q, k=k, v=v, g=decay, beta=beta, **options)[0][:, 0]
+    def call(state, new, q, k, v, decay, beta):
+        given = {name: x[:, None] for name, x in {gates: decay, "beta": beta}.items() if x is not None}
+        return step(*(x[:, None] for x in (q, k, v)), initial_state=state, **given)[:, 0]
 
-
-PROVIDERS = {"tiles": _step, "copy": _copy, "fla": _fla}
+    return call
 
 
 def _inputs(batch, heads, dim, member):
     """(state, room for another, q, k, v, decay, beta)"""
-    decay, delta = MEMBERS[member]
+    decay, delta, *_ = MEMBERS[member]
     state = torch.randn(batch, heads, dim, dim, device="cuda")
     q, k, v = torch.randn(3, batch, heads, dim, device="cuda", dtype=torch.bfloat16)
     k = torch.nn.functional.normalize(k, dim=-1)
@@ -77,18 +76,10 @@ def _times(shape, member):
     """{provider: milliseconds of every round}, or the reason why it cannot run."""
     batch, heads, dim = shape
     sets = rotated(lambda: _inputs(*shape, member), 2 * 4 * batch * heads * dim * dim)
-    calls, missing = {}, {}
-    for name, call in PROVIDERS.items():
-        try:
-            if name != "copy":
-                _check(call, *sets[0])
-        except (ImportError, RuntimeError, NotImplementedError, AssertionError) as error:
-            if name == "tiles":
-                raise
-            missing[name] = f"{type(error).__name__}: {error}"
-            continue
-        calls[name] = call
-    return interleaved(calls, sets, ROUNDS) | missing
+    theirs, missing = peers.present({"fla": _fla(member)}, sets[0])
+    for call in (calls := {"tiles": _step} | theirs).values():
+        _check(call, *sets[0])
+    return interleaved(calls | {"copy": _copy}, sets, ROUNDS) | missing
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
