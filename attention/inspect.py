@@ -18,7 +18,7 @@ from tiles.sass import instructions
 
 from . import blocks, hopper, sm_80
 from .problem import PIECES
-from .recurrent import based, chunk, chunk_80, delta, gated, gates, hedgehog, kda, passes, places, turned, walk
+from .recurrent import based, chunk, chunk_80, delta, frame, gated, gates, hedgehog, kda, passes, places, turned, walk
 
 SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 ROOMS = {"sm_80": 163 * 1024, "sm_90a": sm_80.LARGE, "sm_100a": sm_80.LARGE}  # shared memory a block; others have least
@@ -37,8 +37,8 @@ MAMBA2: tuple[dict[str, bool], ...] = {}, {"states": True}, {"varlen": True}, AL
 SHARES = {
     chunk: (gates.gates, places.places),
     chunk_80: (gates.gates, gates.shared_gates, places.places),
-    gated: (places.places,),
-    **dict.fromkeys((delta, kda), (places.span, turned.turned)),
+    delta: (places.span, turned.turned),
+    **dict.fromkeys((gated, kda), (frame.frame, frame.bringing, places.span, turned.turned)),
     **dict.fromkeys((based, hedgehog, walk), (places.span,)),
 }
 

@@ -34,7 +34,7 @@ from .memory import clip, load, store
 from .mma import mma_AB, mma_ABt, mma_AtB, mma_AtBt
 from .online import lazy_maximum, rescale
 from .parts import columns, hstack, rows, vstack
-from .prefix import cumsum
+from .prefix import cumsum, sum_down
 from .reduce import (
     col_max,
     col_min,
@@ -67,8 +67,8 @@ __all__ = [
     "less_equal", "load", "load_row", "log", "log2", "lower_fill", "map", "maximum", "minimum", "mma", "mma_AB", "mma_ABt",
     "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones", "pos_infty", "prefetch", "raw", "reciprocal", "relu", "rescale",
     "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "snake",
-    "softplus", "split", "sqrt", "store", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max",
-    "tile_min", "tile_prod", "tile_sum", "total", "transpose", "tril", "triu", "upper_fill", "vstack", "wait_group",
+    "softplus", "split", "sqrt", "store", "subtile", "sum_down", "swap_layout", "tanh", "taylor", "tile_all", "tile_any",
+    "tile_max", "tile_min", "tile_prod", "tile_sum", "total", "transpose", "tril", "triu", "upper_fill", "vstack", "wait_group",
     "warpgroup", "where", "zeros",
 ]  # fmt: skip
 

@@ -1,14 +1,20 @@
-"""Running sums along a vector, in registers: no shared memory, four shuffles for every eight elements."""
+"""Running sums. Along a vector, in registers: four shuffles for every eight elements. Down a shared tile: no shuffles, for a
+lane has a column to itself."""
 
 import numpy as np
 
 from tiles import ptx
 from tiles.dtypes import fp32
-from tiles.layout import QUAD
+from tiles.interpreter import here
+from tiles.layout import LANES, QUAD
 from tiles.op import lowers, op
-from tiles.types import rt, rv
+from tiles.plumbing import void
+from tiles.types import rt, rv, st
 
 from . import quads
+from .vectors import load_elements, store_elements
+
+AT_ONCE = 16  # rows of a shared tile that are on their way to registers
 
 
 @op
@@ -58,3 +64,57 @@ def _columns(x):
         row, col = x.element(0, k)
         columns.setdefault(int(col), []).append((int(row), k))
     return [[k for _, k in sorted(column)] for column in columns.values()]
+
+
+# ---- down a shared tile ----------------------------------------------------------------------------------------------
+@op
+def sum_down(target, source, least):
+    """target[i] = source[0] + ... + source[i], by one warp: running sums in fp32 down each column of a shared tile, of elements
+    that are `least` where they are less (NaN stays NaN). target: an fp32 shared tile of source's shape, or source itself."""
+    x = here().read(source, fence=False).astype(np.float32)
+    here().write(target, np.cumsum(np.where(x < least, np.float32(least), x), axis=0, dtype=np.float32))
+
+
+@lowers(sum_down)
+def _(target, source, least):
+    fits = isinstance(target, st) and isinstance(source, st) and target.shape == source.shape
+    if not fits or target.dtype is not fp32 or source.dtype.itemsize == 1:
+        raise TypeError(f"sum_down: takes an fp32 shared tile and one of its shape, not of fp8, got {target} and {source}")
+
+    def emit(b, target_address, source_address, least):
+        least = b.real(least)
+
+        def column(first):
+            """Of every lane its own, of those that begin at `first`."""
+
+            mine = b.add(b.lane(), b.u32(first))
+
+            def at(tile, address, i):
+                start, swizzle = b.row_address(tile, address, b.u32(i))
+                panel = b.udiv(mine, b.u32(tile.panel_cols))
+                byte = b.mul(b.urem(mine, b.u32(tile.panel_cols)), b.u32(tile.dtype.itemsize))
+                return b.add(b.add(start, b.mul(panel, b.u32(tile.panel_bytes))), b.xor(byte, swizzle))
+
+            def some(start):
+                found = [load_elements(b, source.dtype, 1, at(source, source_address, i))[0] for i in batch(start)]
+                return [b.select(b.fcmp_ordered("<", x, least), least, x) for x in found]
+
+            def batch(start):
+                return range(start, min(start + AT_ONCE, source.rows))
+
+            so_far, ahead = b.real(0), some(0)
+            for start in range(0, source.rows, AT_ONCE):
+                arrived, ahead = ahead, some(start + AT_ONCE)  # before these are stored, for a load waits for no store
+                for i, x in zip(batch(start), arrived, strict=True):
+                    so_far = b.fadd(so_far, x)
+                    store_elements(b, fp32, [so_far], at(target, target_address, i))
+
+        for first in range(0, source.cols, LANES):
+            if source.cols - first >= LANES:
+                column(first)
+            else:
+                with b.if_then(b.icmp_unsigned("<", b.lane(), b.u32(source.cols - first))):
+                    column(first)
+        ptx.warp_sync(b)
+
+    return void, emit

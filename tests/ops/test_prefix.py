@@ -5,8 +5,8 @@ import pytest
 from numba import cuda
 from sweep import blank, close, wide
 
-from ops import cumsum, load, store
-from tiles import fp32, rt
+from ops import block, cumsum, load, store, sum_down
+from tiles import bf16, fp16, fp32, rt, shared, st
 
 
 @pytest.mark.parametrize("length", [16, 64, 128])
@@ -33,3 +33,21 @@ def test_cumsum_down_columns(run, sample, shape):
     x, y = sample(shape), blank(shape)
     run(body, x, y)
     close(y, np.cumsum(wide(x), axis=0), atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((64, 32), fp32), ((64, 16), bf16), ((32, 64), fp16), ((64, 48), fp32)])
+def test_sum_down(run, sample, shape, dtype):
+    T, S = rt(*shape, fp32), st(*shape, dtype)
+    smem = shared(x=S, sums=st(*shape, fp32))
+
+    @cuda.jit
+    def body(x, y):
+        source, sums = smem.open()
+        store(source, load(x, T, (0, 0)))
+        block.sync()
+        sum_down(sums, source, -1.0)
+        store(y, load(sums, T), (0, 0))
+
+    x, y = sample(shape, dtype), blank(shape)
+    run(body, x, y, shared=smem)
+    close(y, np.cumsum(np.maximum(wide(x), -1), axis=0), atol=1e-5)

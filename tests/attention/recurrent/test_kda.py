@@ -7,7 +7,7 @@ from delta_cases import BF16, FP16, Sequences, agree
 from delta_cases import inputs as inputs_of_tokens
 
 from attention.recurrent import delta_rule as module
-from attention.recurrent import kda
+from attention.recurrent import frame, kda
 from attention.recurrent.delta_rule import delta_rule
 from tiles import bf16, fp16, fp32
 from tiles.compiler import compile_kernel
@@ -59,7 +59,7 @@ def test_gates_of_any_size(place, gate, dtype):
 def test_chunks_as_strong_as_a_dtype_holds(place, strength, dtype, of):
     """On both sides of the limit."""
     q, k, v, beta, decay = inputs(1, 130, 1, 128, 64, dtype)
-    decay[:] = strength * 2 * kda.LEAST[of] / kda.LOG2_E / 64
+    decay[:] = strength * 2 * frame.LEAST[of] / frame.LOG2_E / 64
     agree(place, q, k, v, beta, decay)
 
 

@@ -5,9 +5,12 @@ import numpy as np
 import pytest
 
 from attention import reference
+from attention.recurrent import frame
 from attention.recurrent import linear as members
 from attention.recurrent.linear import NEEDED, OTHERS, gla, lightning, linear, retention
 from attention.recurrent.walk import walk
+from tiles import bf16 as tiles_bf16
+from tiles import fp16 as tiles_f16
 from tiles.arrays import describe
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
@@ -112,6 +115,18 @@ def test_strong_decays(place, decay, gate):
     """No overflow and no NaN, where some tokens forget all and others nothing."""
     given = inputs(1, 70, decay=decay)
     given["decay"] = np.where(np.random.default_rng(2).random(given["decay"].shape) < 0.3, gate, -0.01).astype(f32)
+    check(place, given)
+
+
+@pytest.mark.parametrize("strength", [0.99, 1.01], ids=["weak", "strong"])
+@pytest.mark.parametrize("key_dim, dtype, gates", [(64, bf16, f32), (128, f16, f16), (128, bf16, f32), (256, bf16, bf16)])
+def test_channels_as_strong_as_a_dtype_holds(place, key_dim, dtype, gates, strength):
+    """On both sides of the limit, weak chunks and strong ones in turn, a last one that is not whole."""
+    given = inputs(1, 330, key_dim, 128, "channel", dtype=dtype, gates=gates)
+    limit = 2 * frame.LEAST[tiles_f16 if dtype is f16 else tiles_bf16] / frame.LOG2_E / 64
+    given["decay"][:] = -0.01
+    given["decay"][:, 64:128, :, ::3] = strength * limit
+    given["decay"][:, 256:, :, 5] = 1.1 * limit
     check(place, given)
 
 
