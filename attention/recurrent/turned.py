@@ -1,4 +1,4 @@
-"""What a consumer of the delta rule does with a state that it holds transposed, 64 value columns x Dk (delta.py, kda.py): U and
+"""What a consumer does with a state that it holds transposed, 64 value columns x Dk (delta.py, kda.py, gated.py): U and
 O are then transposed as well, and the product of one step, rounded, is the left operand of the next."""
 
 from ops import clip, columns, right_fill, subtile, warpgroup
