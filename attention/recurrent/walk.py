@@ -3,8 +3,9 @@
     S = exp(decay) S;  v = beta (v - S^T k);  S = S + k v^T;  o = scale S^T q
 
 A warp holds all rows of some columns of a head's state in its registers, so sums over the rows stay inside it and no warp
-waits for another. Of a single token (attention.linear_step) all that takes time is moving the state: 16 bytes a lane,
-everything on its way before anything is used. Sequences are walked where no kernel of chunks serves them.
+waits for another. States of more rows than registers hold are shared out to the warps of a block, which add up their sums.
+Of a single token (attention.linear_step) all that takes time is moving the state: 16 bytes a lane, everything on its way
+before anything is used. Sequences are walked where no kernel of chunks serves them.
 """
 
 import functools
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 
 from numba import cuda
 
-from ops import col_sum, exp, fma, load, split, store, tile_max, tile_sum
-from tiles import bf16, dtype, fp32, inlined, launch, rt
+from ops import block, col_sum, exp, fma, load, split, store, tile_max, tile_sum
+from tiles import bf16, dtype, fp32, inlined, launch, rt, shared, sv
 from tiles.arrays import Form, at, c_ordered, form
 from tiles.launch import Bound, Interpreted
 
@@ -24,8 +25,8 @@ from .problem import Problem
 
 WARPS = 4  # of a block
 COLUMNS = 16  # of the state, a warp
-BLOCKS = {64: 5, 128: 3, 256: 2}  # key dim, up to -> blocks of an SM, as registers allow
-WIDE = 128  # key dim, up to which there are registers to keep the addresses that a state came from until it goes back there
+BLOCKS = {64: 5, 80: 4, 128: 3, 256: 2}  # rows of a warp, up to -> blocks of an SM, as registers allow
+WIDE = 128  # key dim, up to which a warp holds all rows
 MOST = 65535  # blocks along the second and third axis of a grid
 TINY = 1e-10  # added to a normalizer, as flash-linear-attention does
 ARRAYS = "q k v decay beta out initial_state state initial_z final_z cu_seqlens".split()  # of the kernel, in order
@@ -46,9 +47,20 @@ class Config:
     single: bool = False
 
     @property
+    def together(self):
+        """Do the warps of a block share a state's rows?"""
+        return self.key_dim > WIDE
+
+    @property
+    def rows(self):
+        """Of a state, a warp."""
+        return 16 * -(-self.key_dim // (16 * WARPS)) if self.together else self.key_dim
+
+    @property
     def blocks(self):
-        """Of an SM; fewer where a lane holds its part of z, too."""
-        return next((blocks for limit, blocks in BLOCKS.items() if self.key_dim * (1 + self.normalize) <= limit), 1)
+        """Of an SM. z takes as much room as the state, and all vectors there can be as much as 16 rows of it."""
+        rows = self.rows * (1 + self.normalize) + 16 * (self.delta and self.decay == "channel")
+        return next(blocks for limit, blocks in BLOCKS.items() if rows <= limit)
 
     @property
     def threads(self):
@@ -62,19 +74,26 @@ class Config:
 
 @functools.cache
 def make(config: Config):
-    """(kernel, shared memory) of a configuration; it needs none of the latter."""
+    """(kernel, shared memory) of a configuration."""
     DECAY, DELTA, NORMALIZE = config.decay, config.delta, config.normalize
-    SINGLE, tokens = config.single, span(config.varlen)
-    IN_PLACE = SINGLE and config.key_dim <= WIDE
-    CROWDED = config.key_dim > WIDE and not SINGLE  # then a vector comes when it is needed, no sooner
-    STATE = rt(config.key_dim, COLUMNS, fp32)
+    SINGLE, TOGETHER, tokens = config.single, config.together, span(config.varlen)
+    STATE = rt(config.rows, COLUMNS, fp32)
     KEYS, VALUES = STATE.col_vec, STATE.row_vec
+    smem = shared(sums=sv(COLUMNS * WARPS, fp32), products=sv(4 * WARPS, fp32))
 
     @inlined
-    def decayed_by(gDecay, which, token, head, column):
+    def total(x, scratch):
+        """The sum of what the warps that hold a state bring."""
+        if TOGETHER:
+            return block.reduce_sum(x, scratch)
+        else:
+            return x
+
+    @inlined
+    def decayed_by(gDecay, which, token, head, row, column):
         """The factor of a state. A decay that is the token's is the same for all rows and columns."""
         if DECAY == "channel":
-            return exp(load(gDecay, KEYS, (which, token, head, 0), aligned=True))
+            return exp(load(gDecay, KEYS, (which, token, head, row), aligned=True))
         elif DECAY == "token":
             return exp(load(gDecay, VALUES, (which, token, head, column)))
         else:
@@ -82,43 +101,42 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, config.blocks), fastmath=True)
     def walk(gQ, gK, gV, gDecay, gBeta, gOut, gStart, gState, gStartZ, gStateZ, gEnds, parts, group, length, scale):
-        """A block a head of a sequence, and some of the `parts` of its state, a warp each; `group` heads share a key."""
-        part, head, sequence = cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32, cuda.blockIdx.y, cuda.blockIdx.z
+        """A block a head of a sequence, and of the `parts` of its state one, or one a warp; `group` heads share a key."""
+        warp, head, sequence = cuda.threadIdx.x // 32, cuda.blockIdx.y, cuda.blockIdx.z
+        if TOGETHER:
+            sums, products = smem.open()
+            part, row = cuda.blockIdx.x, STATE.rows * warp
+        else:
+            sums = products = row = 0
+            part = cuda.blockIdx.x * WARPS + warp
         if part < parts:
-            _, shared = split(head, group)
+            _, shared_by = split(head, group)
             column = COLUMNS * part
             first, end, batch = tokens(gEnds, sequence, 1 if SINGLE else length)
-            s = load(gStart, STATE, (sequence, head, 0, column), aligned=SINGLE)
+            s = load(gStart, STATE, (sequence, head, row, column), aligned=SINGLE)
             if NORMALIZE:
-                z = load(gStartZ, KEYS, (sequence, head, 0))
+                z = load(gStartZ, KEYS, (sequence, head, row))
             for t in range(first, end):
-                if not CROWDED:
-                    q = load(gQ, KEYS, (batch, t, shared, 0), aligned=True)
-                    k = load(gK, KEYS, (batch, t, shared, 0), aligned=True)
+                q = load(gQ, KEYS, (batch, t, shared_by, row), aligned=True)
+                k = load(gK, KEYS, (batch, t, shared_by, row), aligned=True)
                 v = load(gV, VALUES, (batch, t, head, column), aligned=True)
-                kept = decayed_by(gDecay, batch, t, head, column)
+                kept = decayed_by(gDecay, batch, t, head, row, column)
                 beta = load(gBeta, VALUES, (batch, t, head, column)) if DELTA else 0.0
                 s = s * kept
-                if NORMALIZE:
-                    z = z * (tile_max(kept) if DECAY == "token" else kept)
-                if CROWDED:
-                    k = load(gK, KEYS, (batch, t, shared, 0), aligned=True)
                 if DELTA:
-                    v = beta * (v - col_sum(s * k))
+                    v = beta * (v - total(col_sum(s * k), sums))
                 s = fma(k, v, s)
+                o = scale * total(col_sum(s * q), sums)
                 if NORMALIZE:
-                    z = z + k
-                if CROWDED:
-                    q = load(gQ, KEYS, (batch, t, shared, 0), aligned=True)
-                o = scale * col_sum(s * q)
-                if NORMALIZE:
-                    o = o / (scale * tile_sum(z * q) + TINY)
-                store(gOut, o, (batch, t, head, column))
-            store(gStart if IN_PLACE else gState, s, (sequence, head, 0, column), aligned=SINGLE)
+                    z = z * (tile_max(kept) if DECAY == "token" else kept) + k
+                    o = o / (scale * total(tile_sum(z * q), products) + TINY)
+                if row == 0:
+                    store(gOut, o, (batch, t, head, column))
+            store(gStart if SINGLE else gState, s, (sequence, head, row, column), aligned=SINGLE)
             if NORMALIZE and part == 0:
-                store(gStateZ, z, (sequence, head, 0))
+                store(gStateZ, z, (sequence, head, row))
 
-    return walk, None
+    return walk, smem if TOGETHER else None
 
 
 @functools.lru_cache
@@ -150,9 +168,13 @@ def bind(problem: Problem, given: Mapping[str, Form], single: bool) -> Bound | I
     forms |= {name: _spread(given.get(name), problem) for name in ("decay", "beta")}
     if max(problem.heads, problem.sequences) > MOST:
         raise ValueError(f"q: must have at most {MOST} heads and sequences: {problem.heads}, {problem.sequences}")
-    grid = -(-parts // WARPS), problem.heads, problem.sequences  # in the order in which states lie: others took 6 % longer
-    kernel, sizes = make(config)[0], (parts, problem.group, problem.seqlen, problem.scale)
-    return launch(kernel, grid, config.threads).bind(*(at(0, forms[name]) for name in ARRAYS), *sizes)
+    grid = (
+        -(-parts // (1 if config.together else WARPS)),
+        problem.heads,
+        problem.sequences,
+    )  # in the order in which states lie: others took 6 % longer
+    (kernel, smem), sizes = make(config), (parts, problem.group, problem.seqlen, problem.scale)
+    return launch(kernel, grid, config.threads, shared=smem).bind(*(at(0, forms[name]) for name in ARRAYS), *sizes)
 
 
 def signature(config: Config, dtype: dtype = bf16):

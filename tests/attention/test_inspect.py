@@ -26,7 +26,8 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
     ("sm_120a", chunk_80, chunk_80.Config(256, 1, bf16, "token", ones=True, piece=4)),
     ("sm_120a", chunk_80, chunk_80.Config(128, 1, bf16, "step", varlen=True, **ALL)),
     ("sm_120a", sm_80, sm_80.config_for(256, bf16, False, sm_80.SHARED_BYTES, 4)),
-    ("sm_120a", walk, walk.Config(64, "channel", normalize=True)),
+    ("sm_120a", walk, walk.Config(256, "channel", normalize=True)),
+    ("sm_120a", walk, walk.Config(128, "channel", True, single=True)),
 ]
 
 

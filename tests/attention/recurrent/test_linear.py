@@ -82,11 +82,11 @@ def test_any_scale(place, decay, scale):
     check(place, inputs(length=70, decay=decay), scale=scale)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-def test_normalize(place, decay):
-    given = inputs(length=30, decay=decay)
+@pytest.mark.parametrize("decay, key_dim", [*((decay, 64) for decay in DECAYS), ("channel", 144)])
+def test_normalize(place, decay, key_dim):
+    given = inputs(length=30, key_dim=key_dim, decay=decay)
     given["q"], given["k"] = abs(given["q"]), abs(given["k"])
-    given["initial_state"] = abs(given["initial_state"]), np.ones((2, HEADS, 64), f32)
+    given["initial_state"] = abs(given["initial_state"]), np.ones((2, HEADS, key_dim), f32)
     check(place, given, normalize=True)
 
 

@@ -44,7 +44,7 @@ def test_members(place, decay, delta):
     check(place, inputs(64, 48, decay, delta))
 
 
-@pytest.mark.parametrize("key_dim, value_dim", [(16, 16), (80, 32), (128, 128), (256, 16), (64, 256)])
+@pytest.mark.parametrize("key_dim, value_dim", [(16, 16), (80, 32), (128, 128), (144, 48), (256, 16), (64, 256)])
 def test_sizes(place, key_dim, value_dim):
     check(place, inputs(key_dim, value_dim, "channel", True))
 
