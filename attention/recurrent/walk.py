@@ -58,8 +58,8 @@ class Config:
 
     @property
     def blocks(self):
-        """Of an SM. z takes as much room as the state, and all vectors there can be as much as 16 rows of it."""
-        rows = self.rows * (1 + self.normalize) + 16 * (self.delta and self.decay == "channel")
+        """Of an SM. z takes as much room as the state; adding up sums, or all vectors that there can be, as 16 rows of it."""
+        rows = self.rows * (1 + self.normalize) + 16 * (self.together or (self.delta and self.decay == "channel"))
         return next(blocks for limit, blocks in BLOCKS.items() if rows <= limit)
 
     @property
