@@ -31,6 +31,7 @@ LINEAR: tuple[dict[str, bool], ...] = (
     {"varlen": True},
     {"ones": True},
     {"divided": True},
+    {"apart": True},
     {"varlen": True, "states": True},
 )
 MAMBA2: tuple[dict[str, bool], ...] = {}, {"states": True}, {"varlen": True}, ALL, {"varlen": True, **ALL}

@@ -231,7 +231,7 @@ def make(config: Config):
                     v.release(mine)
             if OUTPUTS:
                 warpgroup.store_wait()
-                if segment == (segments - 1 if LATER else 0):
+                if not LATER or segment == segments - 1:
                     warpgroup.store(gState, s_t, (sequence, head, at, 0))
             else:
                 warpgroup.store(gLocal, s_t, (sequence, head, segment, at, 0))
