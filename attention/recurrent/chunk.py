@@ -180,7 +180,7 @@ def make(config: Config):
         else:
             warpgroup.claim_registers(claim)
             column, shared_by = split(CONSUMERS * block + me, width)
-            head, at = key_head * group + shared_by, COLUMNS * column
+            head, at = int32(key_head * group + shared_by), int32(COLUMNS * column)
             turned, out = subtile(state, COLUMNS, me), subtile(staged, COLUMNS, me)
             s_t = warpgroup.load(gStart, STATE, (sequence, head, at, 0))
             for i in range(segment if LATER else 0):
@@ -191,11 +191,11 @@ def make(config: Config):
                 warpgroup.store(out, zeros(TILE) + 1.0)
                 warpgroup.sync()
             for j in range(n):
-                mine, token, keys = CONSUMERS * j + me, first + CHUNK * j, k.wait(j)
+                mine, keys, left = int32(CONSUMERS * j + me), k.wait(j), int32(end - first - CHUNK * j)
                 values = out if ONES else v.wait(mine)
-                if VARLEN and end - token < CHUNK:
-                    warpgroup.zero_rows(keys, end - token, CONSUMERS)
-                    warpgroup.zero_rows(values, end - token)
+                if VARLEN and left < CHUNK:
+                    warpgroup.zero_rows(keys, left, CONSUMERS)
+                    warpgroup.zero_rows(values, left)
                 if OUTPUTS:
                     queries = q.wait(j)
                     warpgroup.store(turned, s_t)
@@ -204,7 +204,7 @@ def make(config: Config):
                     warpgroup.sync()
                     if AT_ONCE:
                         o = warpgroup.mm_ABt(queries, turned)
-                rows, along, total, weights = sums(b, w, mine, same, end - token)
+                rows, along, total, weights = sums(b, w, mine, same, left)
                 if GROWN:
                     rows = rows + growth
                 if OUTPUTS:
@@ -215,6 +215,7 @@ def make(config: Config):
                     q.release(j)
                 v_t = INPUT(remaining(fp32(warpgroup.load_transposed(values, TURNED)), along, total, weights))
                 s_t, so_far = warpgroup.mma_AB(decayed(s_t, total), v_t, keys), so_far + total
+                token = int32(first + CHUNK * j)
                 if OUTPUTS:
                     o = warpgroup.wait(o, newer=1) * (1.0 if GROWN else scale)
                     o = finish(o, values, z, mine, gSkip, gDivisor, (batch, token, head), at)
