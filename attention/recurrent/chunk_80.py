@@ -148,7 +148,7 @@ def make(config: Config):
         skip = load(gSkip, OUT.row_vec, (head, at)) if SKIP else 0.0
         so_far, g = float32(0), given(gGates, batch, first, end, head)
         for j in range(n):
-            token = int32(first + CHUNK * j)
+            token, later = int32(first + CHUNK * j), int32(first + CHUNK * (j + 1))
             if me == 0:
                 put(b, w, g, rate, bias, end - token)
             keys = k.wait(j, BEHIND)  # and the sums of gates
@@ -175,7 +175,6 @@ def make(config: Config):
             along, total, weights = of_end(b, w)
             u_t = INPUT(remaining(fp32(v_t), along, total, weights))
             together.sync()
-            later = int32(first + CHUNK * (j + 1))
             q.fill(j + 1, gQ, (batch, later, key_head, 0), 1, 3, n if OUTPUTS else 0, PIECE)
             if GATED:
                 z.fill(j + 1, gZ, (batch, later, head, left), 1, 3, n, PIECE)
@@ -185,7 +184,7 @@ def make(config: Config):
             together.sync()
             k.fill(j + STAGES, gK, (batch, int32(token + CHUNK * STAGES), key_head, 0), 1, 3, n, PIECE)
         if OUTPUTS:
-            if not LATER or segment == segments - 1:
+            if segment == (segments - 1 if LATER else 0):
                 store(gState, s_t, (sequence, head, at, 0))
         else:
             store(gLocal, s_t, (sequence, head, segment, at, 0))
