@@ -246,9 +246,8 @@ def store_rows(target, value, at, rows, cols, is_aligned, rank):
 def load_rows(source, spec, at, rows, cols, is_aligned, rank):
     """The meaning of a load by warp `rank` of those that share the tile."""
     if isinstance(source, SharedTile):
-        return (
-            here().read(source, rows_of(spec, rank), fence=isinstance(source.spec, st)).astype(np.float32).reshape(spec.shape)
-        )
+        found = here().read(source, rows_of(spec, rank), fence=isinstance(source.spec, st))
+        return found.astype(np.float32).reshape(spec.shape)
     if is_aligned and (why := pieces.misaligned(source, spec, at, cols)):
         raise here().hazard(f"aligned load: {why}")
     view, part = window(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 from numba import cuda
 from numpy import float32, int32
 
-from ops import clip, exp2, load, log2, row_max, silu, split, store, subtile, tile_min, warpgroup, zeros
+from ops import clip, load, log2, row_max, silu, split, store, subtile, tile_min, warpgroup, zeros
 from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
 
 from ..signature import ENDS, FLOAT, INT, array, tiled
@@ -97,15 +97,15 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, (keep, claim) = config.consumers, REGISTERS[config.consumers, config.resident]
     PRODUCER, INPUT, STATE = CONSUMERS, config.dtype, rt(16, config.key_dim, fp32)
-    DECAYS, LOADED = config.gate is not None, config.gate in ("token", "step")
+    LOADED = config.gate in ("token", "step")
     SKIP, GATED, ONES, DIVIDED = config.skip, config.gated, config.ones, config.divided
-    GROWN = DECAYS and not config.apart  # the scale is one more summand of the exponents
+    GROWN = config.gate is not None and not config.apart  # the scale is one more summand of the exponents
     VARLEN, OUTPUTS, TURNED = config.varlen, not config.states, rt(16, CHUNK, INPUT)
     LATER = OUTPUTS and config.key_dim <= WIDE  # may begin with what earlier segments add up to
     AT_ONCE = config.key_dim <= WIDE  # has registers for Q K^T and Q S together
     NEWER = int(AT_ONCE)  # products in flight when the scores are wanted
     place, tokens = places(config.varlen)
-    sum_up, steady, sums, pairs, remaining = gates(config.gate, CONSUMERS, config.softplus)
+    sum_up, steady, sums, decayed, pairs, remaining = gates(config.gate, config.softplus)
 
     def each(item, used):
         """A ring whose tiles are for one consumer each."""
@@ -123,14 +123,6 @@ def make(config: Config):
         state=st(COLUMNS * CONSUMERS, config.key_dim, INPUT),
         out=st(COLUMNS * CONSUMERS, COLUMNS, INPUT),
     )
-
-    @inlined
-    def decayed(x, b):
-        """exp2(b) x"""
-        if DECAYS:
-            return x * exp2(b)
-        else:
-            return x
 
     @inlined
     def finish(o, values, z, mine, gSkip, gDivisor, at, column):

@@ -22,7 +22,6 @@ from ops import (
 )
 from ops import (
     clip,
-    exp2,
     load,
     mma_AB,
     mma_ABt,
@@ -83,13 +82,13 @@ def make(config: Config):
     INPUT, STATE, OUT = config.dtype, rt(BAND, config.key_dim, fp32), rt(CHUNK, BAND, fp32)
     SQUARE, TURNED, STAGES = rt(BAND, BAND, fp32), rt(BAND, CHUNK, INPUT), config.stages
     PIECE, ALIGNED = config.piece, 1 if config.piece == 16 else 4
-    DECAYS, LATER = config.gate is not None, not (config.states or config.ones) and config.key_dim <= WIDE
+    LATER = not (config.states or config.ones) and config.key_dim <= WIDE
     SKIP, GATED, ONES, DIVIDED = config.skip, config.gated, config.ones, config.divided
     OUTPUTS = not config.states
     NEWER = STAGES - 1  # groups of keys: so many are younger than a chunk's values
     BEHIND = (3 if config.gated else 2) * NEWER  # and so many groups than its queries
     place, tokens = places(config.varlen)
-    *_, pairs, remaining = gates(config.gate, 1)
+    *_, decayed, pairs, remaining = gates(config.gate)
     given, put, of_pairs, of_rows, of_end = shared_gates(config.gate, config.softplus)
     smem = shared(
         q=pipeline(config.key, 1, WARPS),
@@ -100,14 +99,6 @@ def make(config: Config):
         b=sv(CHUNK, fp32),
         w=sv(CHUNK, fp32),
     )
-
-    @inlined
-    def decayed(x, b):
-        """exp2(b) x"""
-        if DECAYS:
-            return x * exp2(b)
-        else:
-            return x
 
     @inlined
     def finish(o, z, j, gDivisor, at):

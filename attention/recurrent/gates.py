@@ -63,7 +63,7 @@ def _summing(kind: str | None, softpluses: bool):
     return summed
 
 
-def gates(kind: str | None, consumers: int, softpluses: bool = False):
+def gates(kind: str | None, softpluses: bool = False):
     """What a kernel needs of a kind of gate.
 
     sum_up(b, w, mine, gGates, gRate, gBias, batch, token, end, head): a warp's work, for kinds that are loaded: the running
@@ -71,6 +71,7 @@ def gates(kind: str | None, consumers: int, softpluses: bool = False):
     steady(gGates, head): the gate, if all of a head are the same, in powers of 2.
     sums(b, w, mine, same, left): of a chunk, the `mine`-th of the rings, of which `left` tokens or more are left: b of this
     warp's rows, of all, the last, and the weights.
+    decayed(x, b): exp2(b) x.
     pairs(s, rows, along, weights): tril(exp2(b - b^T) w^T * s).
     remaining(v_t, along, end, weights): exp2(b_last - b) w v, v being turned."""
     BY_STEP, LOADED, summed = kind == "step", kind in ("token", "step"), _summing(kind, softpluses)
@@ -111,6 +112,10 @@ def gates(kind: str | None, consumers: int, softpluses: bool = False):
         return rows, along, end, weights
 
     @inlined
+    def decayed(x, b):
+        return x if kind is None else x * exp2(b)
+
+    @inlined
     def pairs(s, rows, along, weights):
         if kind is None:
             return warpgroup.causal(s, 0, 0.0)
@@ -127,7 +132,7 @@ def gates(kind: str | None, consumers: int, softpluses: bool = False):
             kept = exp2(left if LOADED else minimum(left, 0.0))  # the same gate goes on beyond the last token
             return v_t * (kept * weights if BY_STEP else kept)
 
-    return sum_up, steady, sums, pairs, remaining
+    return sum_up, steady, sums, decayed, pairs, remaining
 
 
 def shared_gates(kind: str | None, softpluses: bool = False):
