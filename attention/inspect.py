@@ -33,6 +33,8 @@ LINEAR: tuple[dict[str, bool], ...] = (
     {"divided": True},
     {"apart": True},
     {"varlen": True, "states": True},
+    {"varlen": True, "ones": True},
+    {"varlen": True, "divided": True},
 )
 MAMBA2: tuple[dict[str, bool], ...] = {}, {"states": True}, {"varlen": True}, ALL, {"varlen": True, **ALL}
 SHARES = {
@@ -68,7 +70,7 @@ def _by_token(module, sizes, kinds, everything, dtype, **given):
     for size, kind in itertools.product(sizes, kinds):
         name, forms = ("mamba2", MAMBA2) if kind == "step" else ("linear", LINEAR)
         for form in forms if everything or (size[0], kind) in ((128, "token"), (128, "step")) else forms[:1]:
-            if size[0] <= chunk.WIDE or "states" not in form:  # beyond it sequences are not cut into segments
+            if "states" not in form or size[0] <= chunk.WIDE or module is chunk:  # chunk_80 cuts no sequences of wide keys
                 yield name, module, module.Config(*size, dtype, kind, **given, **form)
 
 

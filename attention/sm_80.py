@@ -95,9 +95,8 @@ SHAPES = {  # padded head_dim: (kv, warps, band, stages, resident)
 ROOMS = {  # bytes of shared memory that a block may have: other shapes, of which two blocks share a multiprocessor there
     99 * 1024: {96: (64, 4, 32, 1, 2), 128: (32, 4, 32, 1, 2), 192: (32, 4, 16, 1, 2)},  # sm_86, sm_89, sm_120
     163 * 1024: {},  # sm_80
-    227 * 1024: {192: (96, 4, 16, 1, 2)},  # sm_90, sm_100
+    227 * 1024: {128: (64, 4, 32, 2, 2), 192: (96, 4, 16, 1, 2)},  # sm_90, sm_100, whose code for D 128 in one stage spills
 }
-UNALIGNED = {(227 * 1024, 128): (64, 4, 32, 2, 2)}  # in smaller pieces: with one stage sm_100's code spills
 SHARED_BYTES, LARGE = min(ROOMS), max(ROOMS)
 
 
@@ -106,8 +105,7 @@ def config_for(head_dim: int, dtype: dtype, causal: bool, room: int = LARGE, pie
     head_dim."""
     padded = min(d for d in SHAPES if d >= head_dim)
     least = max(r for r in ROOMS if r <= room)
-    shape = ROOMS[least].get(padded, SHAPES[padded])
-    return Config(padded, dtype, causal, *(shape if piece == 16 else UNALIGNED.get((least, padded), shape)), piece)
+    return Config(padded, dtype, causal, *ROOMS[least].get(padded, SHAPES[padded]), piece)
 
 
 @functools.cache

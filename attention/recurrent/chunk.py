@@ -3,7 +3,8 @@
     S_t = exp(g_t) S_(t-1) + w_t k_t^T v_t        o_t = scale q_t S_t
 
 A block walks a sequence (or a segment of one) for some columns of the values, 64 a consumer, and keeps their part of the state
-in registers, transposed: S^T is 64 x Dk. Of a chunk of 64 tokens, b being the running sum of its gates g,
+in registers, transposed: S^T is 64 x Dk. Keys of more than 128 channels are shared out to two consumers: each does all of this
+with its half of them, and what both get is added up. Of a chunk of 64 tokens, b being the running sum of its gates g,
 
     O   = exp(b) Q S + tril(exp(b - b^T) w^T * Q K^T) V          two products from shared memory, one from registers
     S^T = exp(b_last) S^T + (exp(b_last - b) w V)^T K            V^T comes from shared memory turned by ldmatrix
@@ -28,10 +29,11 @@ from ..signature import ENDS, FLOAT, INT, array, tiled
 from .gates import ALONG, ROWS, TILE, gates
 from .places import CHUNK, COLUMNS, places
 
-WIDE = 128  # key dim, beyond which a state takes half of a consumer's registers: one consumer, and no segments
-REGISTERS = {(1, 2): (48, 208), (2, 1): (72, 216), (1, 1): (88, 256)}  # (consumers, resident) -> those of producer, consumer
+WIDE = 128  # key dim, beyond which a state would take half of a consumer's registers: two have half of the keys each
+REGISTERS = {(1, 2): (48, 208), (2, 1): (72, 216), (1, 1): (88, 256)}  # (warpgroups, resident) -> those of producer, consumer
 SHARED_BYTES = 227 * 1024
 SUMMING = warpgroup.WARPGROUP - 1  # warps of the producer that sum up gates, a chunk each in turn
+SMALL = 3 * 1024  # bytes of what else is in shared memory: gates and barriers
 STAGES = 3  # chunks in flight, if shared memory has room for so many
 TINY = 1e-10  # added to a normalizer, as flash-linear-attention does
 
@@ -40,11 +42,11 @@ TINY = 1e-10  # added to a normalizer, as flash-linear-attention does
 class Config:
     """A kernel's shape and what it computes.
 
-    key_dim: as padded. consumers: warpgroups of 64 value columns each. gate: one of gates.KINDS. softplus: dt is that of
-    what is given. skip: D v is added to the output. gated: which is then multiplied by silu(z). states: a pass that finds the
-    states of segments, and no output. varlen: the sequences lie one behind the other in one batch. ones: all values are 1,
-    and the output is the normalizer, one fp32 number a row and head. divided: the output is divided by that. apart:
-    the scale is multiplied in at the end, instead of being one more factor among the decays."""
+    key_dim: as padded. consumers: one warpgroup or two (`parts`) for 64 value columns each. gate: one of gates.KINDS.
+    softplus: dt is that of what is given. skip: D v is added to the output. gated: which is then multiplied by silu(z).
+    states: a pass that finds the states of segments, and no output. varlen: the sequences lie one behind the other in one
+    batch. ones: all values are 1, and the output is the normalizer, one fp32 number a row and head. divided: the output is
+    divided by that. apart: the scale is multiplied in at the end, instead of being one more factor among the decays."""
 
     key_dim: int
     consumers: int
@@ -60,6 +62,11 @@ class Config:
     apart: bool = False
 
     @property
+    def parts(self):
+        """Warpgroups that share out the keys of a consumer."""
+        return 2 if self.key_dim > WIDE else 1
+
+    @property
     def resident(self):
         """Blocks that share a multiprocessor's registers."""
         return 2 if self.consumers == 1 and self.key_dim < WIDE and self.gate != "step" else 1
@@ -67,12 +74,12 @@ class Config:
     @property
     def threads(self):
         """Threads of a block: the consumers and one producer warpgroup."""
-        return warpgroup.THREADS * (self.consumers + 1)
+        return warpgroup.THREADS * (self.consumers * self.parts + 1)
 
     @property
     def key(self):
-        """A chunk's tile of Q or K."""
-        return st(CHUNK, self.key_dim, self.dtype)
+        """A part's tile of a chunk of Q or K."""
+        return st(CHUNK, self.key_dim // self.parts, self.dtype)
 
     @property
     def value(self):
@@ -80,10 +87,16 @@ class Config:
         return st(CHUNK, COLUMNS, self.dtype)
 
     @property
+    def handed(self):
+        """What one part hands to the other: its output."""
+        return st(CHUNK, COLUMNS, fp32) if self.parts > 1 else st(16, 16, fp32)
+
+    @property
     def stages(self):
         """Chunks in flight."""
-        chunk = (1 + (not self.states)) * self.key.nbytes + (1 + self.gated) * self.consumers * self.value.nbytes
-        kept = self.consumers * (self.key.nbytes + self.value.nbytes) + 8 * 1024  # the state, the output, and what is small
+        keys, values = self.parts * self.key.nbytes, self.consumers * self.value.nbytes
+        chunk = (1 + (not self.states)) * keys + (1 + self.gated) * values
+        kept = self.consumers * keys + self.parts * values + self.handed.nbytes + SMALL
         return min(STAGES, (SHARED_BYTES - kept) // chunk)
 
     def __str__(self):
@@ -95,42 +108,56 @@ class Config:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    CONSUMERS, (keep, claim) = config.consumers, REGISTERS[config.consumers, config.resident]
-    PRODUCER, INPUT, STATE = CONSUMERS, config.dtype, rt(16, config.key_dim, fp32)
+    CONSUMERS, PARTS, INPUT = config.consumers, config.parts, config.dtype
+    PRODUCER, KEYS = CONSUMERS * PARTS, config.key.cols
+    (keep, claim), STATE = REGISTERS[PRODUCER, config.resident], rt(16, KEYS, fp32)
     LOADED = config.gate in ("token", "step")
     SKIP, GATED, ONES, DIVIDED = config.skip, config.gated, config.ones, config.divided
     GROWN = config.gate is not None and not config.apart  # the scale is one more summand of the exponents
     VARLEN, OUTPUTS, TURNED = config.varlen, not config.states, rt(16, CHUNK, INPUT)
-    LATER = OUTPUTS and config.key_dim <= WIDE  # may begin with what earlier segments add up to
-    AT_ONCE = config.key_dim <= WIDE  # has registers for Q K^T and Q S together
-    NEWER = int(AT_ONCE)  # products in flight when the scores are wanted
     place, tokens = places(config.varlen)
     sum_up, steady, sums, decayed, pairs, remaining = gates(config.gate, config.softplus)
 
-    def each(item, used):
-        """A ring whose tiles are for one consumer each."""
-        return ring(item, config.stages * CONSUMERS if used else 1, warpgroup.WARPGROUP)
+    def of_keys(used=True):
+        """A ring whose tiles are for one part of all consumers each."""
+        return ring(config.key, config.stages * PARTS if used else 1, CONSUMERS * warpgroup.WARPGROUP)
 
-    readers = CONSUMERS * warpgroup.WARPGROUP
-    summed = ring(sv(CHUNK, fp32), CONSUMERS * SUMMING if LOADED else 1, warpgroup.WARPGROUP, writers=1)
+    def of_values(used=True, parts=PARTS):
+        """A ring whose tiles are for one consumer each, all its parts or one."""
+        return ring(config.value, config.stages * CONSUMERS if used else 1, parts * warpgroup.WARPGROUP)
+
+    summed = ring(sv(CHUNK, fp32), CONSUMERS * SUMMING if LOADED else 1, PARTS * warpgroup.WARPGROUP, writers=1)
     smem = shared(
-        q=ring(config.key, config.stages if OUTPUTS else 1, readers),
-        k=ring(config.key, config.stages, readers),
-        v=each(config.value, not ONES),
-        z=each(config.value, GATED),
+        q=of_keys(OUTPUTS),
+        k=of_keys(),
+        v=of_values(not ONES),
+        z=of_values(GATED, 1),
         b=summed,
-        w=summed,
-        state=st(COLUMNS * CONSUMERS, config.key_dim, INPUT),
-        out=st(COLUMNS * CONSUMERS, COLUMNS, INPUT),
+        a=summed,
+        state=st(COLUMNS * PRODUCER, KEYS, INPUT),
+        out=st(COLUMNS * PRODUCER, COLUMNS, INPUT),
+        handed=config.handed,
     )
 
     @inlined
-    def finish(o, values, z, mine, gSkip, gDivisor, at, column):
+    def sum_of_parts(o, values, handed, part, skip):
+        """What the parts of a consumer get, and D v, added up; the first one's is the sum."""
+        if SKIP and (PARTS == 1 or part > 0):
+            o = o + fp32(warpgroup.load(values, TURNED)) * skip
+        if PARTS > 1:
+            warpgroup.meet(PARTS)
+            if part > 0:
+                warpgroup.store(handed, o)
+            warpgroup.meet(PARTS)
+            if part == 0:
+                o = o + warpgroup.load(handed, TILE)
+        return o
+
+    @inlined
+    def finish(o, z, mine, gDivisor, at):
         """What becomes of an output before it is stored."""
         if DIVIDED:
             o = o / (warpgroup.load(gDivisor, ROWS, at, cols=1) + TINY)
-        if SKIP:
-            o = o + fp32(warpgroup.load(values, TURNED)) * load(gSkip, ALONG, (at[2], column))
         if GATED:
             o = o * silu(fp32(warpgroup.load(z.wait(mine), TURNED)))
             z.release(mine)
@@ -143,7 +170,7 @@ def make(config: Config):
     ):  # fmt: skip
         """The outputs, or the states and summed gates, of a segment. `group` value heads share a key head, each `width` blocks
         of 64 columns wide; `walked` of the `segments` have blocks in this launch."""
-        q, k, v, z, b, w, state, staged = smem.open()
+        q, k, v, z, b, a, state, staged, handed = smem.open()
         me = warpgroup.id()
         block, segment, key_head, sequence = place(cuda.blockIdx.x, blocks, walked, heads)
         first, end, batch = tokens(gEnds, sequence, length, segment, segments)
@@ -154,9 +181,10 @@ def make(config: Config):
             if warp == 0:
                 for j in range(n):
                     token = first + CHUNK * j
-                    k.fill(j, gK, (batch, token, key_head))
-                    if OUTPUTS:
-                        q.fill(j, gQ, (batch, token, key_head))
+                    for part in range(PARTS):
+                        k.fill(PARTS * j + part, gK, (batch, token, key_head, part))
+                        if OUTPUTS:
+                            q.fill(PARTS * j + part, gQ, (batch, token, key_head, part))
                     for c in range(CONSUMERS):
                         column, shared_by = split(CONSUMERS * block + c, width)
                         if not ONES:
@@ -168,66 +196,69 @@ def make(config: Config):
                     c, j = split(mine, CONSUMERS)
                     _, shared_by = split(CONSUMERS * block + c, width)
                     of = batch, first + CHUNK * j, end, key_head * group + shared_by
-                    sum_up(b, w, mine, clip(gGates, 1, end), gRate, gBias, *of)
+                    sum_up(b, a, mine, clip(gGates, 1, end), gRate, gBias, *of)
         else:
             warpgroup.claim_registers(claim)
-            column, shared_by = split(CONSUMERS * block + me, width)
-            head, at = int32(key_head * group + shared_by), int32(COLUMNS * column)
+            c, part = (me, int32(0)) if PARTS == 1 else (int32(0), me)
+            column, shared_by = split(CONSUMERS * block + c, width)
+            head, at, key = int32(key_head * group + shared_by), int32(COLUMNS * column), int32(KEYS * part)
             turned, out = subtile(state, COLUMNS, me), subtile(staged, COLUMNS, me)
-            s_t = warpgroup.load(gStart, STATE, (sequence, head, at, 0))
-            for i in range(segment if LATER else 0):
+            s_t = warpgroup.load(gStart, STATE, (sequence, head, at, key))
+            for i in range(segment if OUTPUTS else 0):
                 total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
-                s_t = decayed(s_t, total) + warpgroup.load(gLocal, STATE, (sequence, head, i, at, 0))
+                s_t = decayed(s_t, total) + warpgroup.load(gLocal, STATE, (sequence, head, i, at, key))
             same, so_far, growth = steady(gGates, head), float32(0), log2(zeros(ROWS) + scale)
+            skip = load(gSkip, ALONG, (head, at)) if SKIP else 0.0
             if ONES:
                 warpgroup.store(out, zeros(TILE) + 1.0)
                 warpgroup.sync()
             for j in range(n):
-                mine, keys, left = int32(CONSUMERS * j + me), k.wait(j), int32(end - first - CHUNK * j)
+                mine, ours, left = int32(CONSUMERS * j + c), int32(PARTS * j + part), int32(end - first - CHUNK * j)
+                keys = k.wait(ours)
                 values = out if ONES else v.wait(mine)
                 if VARLEN and left < CHUNK:
                     warpgroup.zero_rows(keys, left, CONSUMERS)
-                    warpgroup.zero_rows(values, left)
+                    if not ONES:
+                        warpgroup.zero_rows(values, left, PARTS)
                 if OUTPUTS:
-                    queries = q.wait(j)
+                    queries = q.wait(ours)
                     warpgroup.store(turned, s_t)
                     warpgroup.store_wait()
                     s = warpgroup.mm_ABt(queries, keys)
                     warpgroup.sync()
-                    if AT_ONCE:
-                        o = warpgroup.mm_ABt(queries, turned)
-                rows, along, total, weights = sums(b, w, mine, same, left)
+                    o = warpgroup.mm_ABt(queries, turned)
+                rows, along, total = sums(b, a, mine, same, left)
                 if GROWN:
                     rows = rows + growth
                 if OUTPUTS:
-                    p = INPUT(pairs(warpgroup.wait(s, newer=NEWER), rows, along, weights))
-                    if not AT_ONCE:
-                        o = warpgroup.mm_ABt(queries, turned)
+                    p = INPUT(pairs(warpgroup.wait(s, newer=1), rows, along))
                     o = warpgroup.mma_AB(decayed(warpgroup.wait(o), rows), p, values)
-                    q.release(j)
-                v_t = INPUT(remaining(fp32(warpgroup.load_transposed(values, TURNED)), along, total, weights))
+                    q.release(ours)
+                v_t = INPUT(remaining(fp32(warpgroup.load_transposed(values, TURNED)), along, total))
                 s_t, so_far = warpgroup.mma_AB(decayed(s_t, total), v_t, keys), so_far + total
                 token = int32(first + CHUNK * j)
                 if OUTPUTS:
                     o = warpgroup.wait(o, newer=1) * (1.0 if GROWN else scale)
-                    o = finish(o, values, z, mine, gSkip, gDivisor, (batch, token, head), at)
-                    if ONES:
-                        warpgroup.store(clip(gO, 1, end), row_max(o), (batch, token, head), cols=1)
-                    elif VARLEN:
-                        warpgroup.store(clip(gO, 1, end), o, (batch, token, head, at), rows=1, cols=3, aligned=True)
-                    else:
-                        warpgroup.store(out, o)
-                        warpgroup.tma_store(gO, (batch, token, head, column), out)
+                    o = sum_of_parts(o, values, handed, part, skip)
+                    if PARTS == 1 or part == 0:
+                        o = finish(o, z, mine, gDivisor, (batch, token, head))
+                        if ONES:
+                            warpgroup.store(clip(gO, 1, end), row_max(o), (batch, token, head), cols=1)
+                        elif VARLEN:
+                            warpgroup.store(clip(gO, 1, end), o, (batch, token, head, at), rows=1, cols=3, aligned=True)
+                        else:
+                            warpgroup.store(out, o)
+                            warpgroup.tma_store(gO, (batch, token, head, column), out)
                 s_t = warpgroup.wait(s_t)
-                k.release(j)
+                k.release(ours)
                 if not ONES:
                     v.release(mine)
             if OUTPUTS:
                 warpgroup.store_wait()
-                if not LATER or segment == segments - 1:
-                    warpgroup.store(gState, s_t, (sequence, head, at, 0))
+                if segment == segments - 1:
+                    warpgroup.store(gState, s_t, (sequence, head, at, key))
             else:
-                warpgroup.store(gLocal, s_t, (sequence, head, segment, at, 0))
+                warpgroup.store(gLocal, s_t, (sequence, head, segment, at, key))
                 store(gTotal, zeros(ROWS) + so_far, (sequence, head, segment, 0))
 
     return scan, smem

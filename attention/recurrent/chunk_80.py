@@ -58,6 +58,11 @@ class Config(chunk.Config):
     piece: int = 16
 
     @property
+    def parts(self):
+        """A warp has all keys."""
+        return 1
+
+    @property
     def resident(self):
         """Blocks that share a multiprocessor's registers."""
         return 2 if self.key_dim <= WIDE else 1
@@ -97,7 +102,7 @@ def make(config: Config):
         z=pipeline(config.value if config.gated else st(8 * WARPS, 16, INPUT), 1, WARPS),
         p=st(CHUNK, CHUNK, INPUT),
         b=sv(CHUNK, fp32),
-        w=sv(CHUNK, fp32),
+        a=sv(CHUNK, fp32),
     )
 
     @inlined
@@ -116,7 +121,7 @@ def make(config: Config):
         length, blocks, segments, walked, heads, group, width, scale,
     ):  # fmt: skip
         """The outputs, or the states and summed gates, of a segment: see chunk.py, whose arguments these are."""
-        q, k, v, z, p, b, w = smem.open()
+        q, k, v, z, p, b, a = smem.open()
         me = int32(cuda.threadIdx.x // 32)
         block, segment, key_head, sequence = place(cuda.blockIdx.x, blocks, walked, heads)
         first, end, batch = tokens(gEnds, sequence, length, segment, segments)
@@ -141,16 +146,17 @@ def make(config: Config):
         for j in range(n):
             token, later = int32(first + CHUNK * j), int32(first + CHUNK * (j + 1))
             if me == 0:
-                put(b, w, g, rate, bias, end - token)
+                put(b, a, g, rate, bias, end - token)
             keys = k.wait(j, BEHIND)  # and the sums of gates
             if OUTPUTS:
                 queries = q.wait(j, BEHIND)
                 mine = subtile(queries, BAND, me)
-                s = mma_ABt(zeros(TILE), mine, keys)
-                rows, along, weights = of_pairs(b, w, me)
-                s = pairs(s, rows, along, weights)
                 if ONES:
                     earlier = row_max(mma_ABt(zeros(SQUARE), mine, INPUT(s_t)))  # each column is the same
+                s = mma_ABt(zeros(TILE), mine, keys)
+                rows, along = of_pairs(b, a, me)
+                s = pairs(s, rows, along)
+                if ONES:
                     store(gO, (row_sum(s) + decayed(earlier, rows)) * scale, (batch, token + BAND * me, head), cols=1)
                 else:
                     store(subtile(p, BAND, me), INPUT(s))
@@ -163,8 +169,8 @@ def make(config: Config):
                 o = mma_ABt(o, p, v_t) * scale
                 o = finish(o, z, j, gDivisor, (batch, token, head, at))
                 store(gO, o, (batch, token, head, at), 1, 3, ALIGNED)
-            along, total, weights = of_end(b, w)
-            u_t = INPUT(remaining(fp32(v_t), along, total, weights))
+            along, total = of_end(b, a)
+            u_t = INPUT(remaining(fp32(v_t), along, total))
             together.sync()
             q.fill(j + 1, gQ, (batch, later, key_head, 0), 1, 3, n if OUTPUTS else 0, PIECE)
             if GATED:

@@ -1,7 +1,8 @@
 """Where a chunk's decays come from, if there is one number for a token and head (chunk.py, delta.py).
 
 g is a token's gate, the logarithm of its decay and never positive, w the weight of its key, and b the running sum of a chunk's
-gates, in powers of 2: exp2 is an instruction, exp two.
+gates, in powers of 2: exp2 is an instruction, exp two. A weight is never negative, so that it is an exponent, too: what a key
+counts for a later query, exp2(b_query - b_key) w, takes the vector a = b - log2(w) and no other; without weights a is b.
 """
 
 import math
@@ -16,6 +17,7 @@ from ops import (
     last,
     less,
     load,
+    log2,
     minimum,
     softplus,
     store,
@@ -36,7 +38,7 @@ DOWN = rt(CHUNK, 16, fp32).col_vec  # a chunk's tokens, of which a lane holds ha
 LOG2_E = math.log2(math.e)
 FLOOR = -100.0  # exp of it is 0 in fp32; sums of greater numbers would say less of small gates beside them
 KINDS = (None, "head", "token", "step")
-"""None: no decay. "head": one gate a head. "token": one a token and head. "step": Mamba-2's, w = dt and g = dt A."""
+"""None: no decay. "head": one gate a head. "token": one a token and head. "step": Mamba-2's, w = max(dt, 0) and g = w A."""
 
 
 @inlined
@@ -46,8 +48,8 @@ def floored(g):
 
 
 def _summing(kind: str | None, softpluses: bool):
-    """summed(g, rate, bias, left): the running sums of a chunk's gates, and its weights. g: what the caller gave for them,
-    of which `left` or more are left."""
+    """summed(g, rate, bias, left): vectors b and a of a chunk. g: what the caller gave for its gates, of which `left` or more
+    are left."""
 
     @inlined
     def summed(g, rate, bias, left):
@@ -55,10 +57,12 @@ def _summing(kind: str | None, softpluses: bool):
             dt = g + bias
             if softpluses:
                 dt = softplus(dt)
-            dt = where(less(col_index(ALONG), float32(left)), dt, 0.0)
-            return cumsum(floored(dt * rate) * LOG2_E), dt
+            dt = where(less(dt, 0.0), 0.0, where(less(col_index(ALONG), float32(left)), dt, 0.0))
+            b = cumsum(floored(dt * rate) * LOG2_E)
+            return b, b - log2(dt)
         else:
-            return cumsum(floored(g) * LOG2_E), 0.0
+            b = cumsum(floored(g) * LOG2_E)
+            return b, b
 
     return summed
 
@@ -66,25 +70,25 @@ def _summing(kind: str | None, softpluses: bool):
 def gates(kind: str | None, softpluses: bool = False):
     """What a kernel needs of a kind of gate.
 
-    sum_up(b, w, mine, gGates, gRate, gBias, batch, token, end, head): a warp's work, for kinds that are loaded: the running
-    sums of the gates of the chunk that begins at `token` go to ring b as its `mine`-th, and the weights to w.
+    sum_up(b, a, mine, gGates, gRate, gBias, batch, token, end, head): a warp's work, for kinds that are loaded: b of the chunk
+    that begins at `token` goes to ring b as its `mine`-th, and where there are weights a to ring a.
     steady(gGates, head): the gate, if all of a head are the same, in powers of 2.
-    sums(b, w, mine, same, left): of a chunk, the `mine`-th of the rings, of which `left` tokens or more are left: b of this
-    warp's rows, of all, the last, and the weights.
+    sums(b, a, mine, same, left): of a chunk, the `mine`-th of the rings, of which `left` tokens or more are left: b of this
+    warp's rows, all of a, and the last of b.
     decayed(x, b): exp2(b) x.
-    pairs(s, rows, along, weights): tril(exp2(b - b^T) w^T * s).
-    remaining(v_t, along, end, weights): exp2(b_last - b) w v, v being turned."""
+    pairs(s, rows, along): tril(exp2(b - a^T) * s).
+    remaining(v_t, along, end): exp2(b_last - a) v, v being turned."""
     BY_STEP, LOADED, summed = kind == "step", kind in ("token", "step"), _summing(kind, softpluses)
 
     @inlined
-    def sum_up(b, w, mine, gGates, gRate, gBias, batch, token, end, head):
+    def sum_up(b, a, mine, gGates, gRate, gBias, batch, token, end, head):
         rate, bias = 0.0, 0.0
         if BY_STEP:
             rate, bias = tile_max(load(gRate, ROWS, (head, 0))), tile_max(load(gBias, ROWS, (head, 0)))
-        totals, weights = summed(load(gGates, ALONG, (batch, token, head), cols=1), rate, bias, end - token)
+        totals, along = summed(load(gGates, ALONG, (batch, token, head), cols=1), rate, bias, end - token)
         if BY_STEP:
-            store(w.claim(mine), weights)
-            w.publish(mine)
+            store(a.claim(mine), along)
+            a.publish(mine)
         store(b.claim(mine), totals)
         b.publish(mine)
 
@@ -96,53 +100,45 @@ def gates(kind: str | None, softpluses: bool = False):
             return float32(0)
 
     @inlined
-    def sums(b, w, mine, same, left):
+    def sums(b, a, mine, same, left):
         if LOADED:
             total = b.wait(mine)
-            rows, along, end = warpgroup.load(total, ROWS), load(total, ALONG), last(total)
+            rows, end = warpgroup.load(total, ROWS), last(total)
+            along = load(a.wait(mine) if BY_STEP else total, ALONG)
             b.release(mine)
+            if BY_STEP:
+                a.release(mine)
         else:
             rows, along = same * (warpgroup.row_index(ROWS) + 1.0), same * (col_index(ALONG) + 1.0)
             end = same * float32(min(CHUNK, left))
-        if BY_STEP:
-            weights = load(w.wait(mine), ALONG)
-            w.release(mine)
-        else:
-            weights = 0.0
-        return rows, along, end, weights
+        return rows, along, end
 
     @inlined
     def decayed(x, b):
         return x if kind is None else x * exp2(b)
 
     @inlined
-    def pairs(s, rows, along, weights):
-        if kind is None:
-            return warpgroup.causal(s, 0, 0.0)
-        else:
-            s = s * exp2(zeros(TILE) + rows - along)
-            return warpgroup.causal(s * weights if BY_STEP else s, 0, 0.0)
+    def pairs(s, rows, along):
+        return warpgroup.causal(s if kind is None else s * exp2(zeros(TILE) + rows - along), 0, 0.0)
 
     @inlined
-    def remaining(v_t, along, end, weights):
+    def remaining(v_t, along, end):
         if kind is None:
             return v_t
         else:
             left = end - along
-            kept = exp2(left if LOADED else minimum(left, 0.0))  # the same gate goes on beyond the last token
-            return v_t * (kept * weights if BY_STEP else kept)
+            return v_t * exp2(left if LOADED else minimum(left, 0.0))  # the same gate goes on beyond the last token
 
     return sum_up, steady, sums, decayed, pairs, remaining
 
 
 def shared_gates(kind: str | None, softpluses: bool = False):
-    """The same where warps meet anyway: vectors b and w in shared memory are a chunk's sums and weights. kind: None, "token" or
-    "step"; there a head's gate is that of each of its tokens.
+    """The same where warps meet anyway, b and a being vectors in shared memory. kind: None, "token" or "step"; there a head's
+    gate is that of each of its tokens.
 
     given(gGates, batch, token, end, head): what the caller gave for a chunk's tokens before `end`.
-    put(b, w, g, rate, bias, left): a warp's work: the sums and weights of the chunk that g was given for, before a meeting.
-    of_pairs(b, w, me): b of warp me's rows, of all, and the weights. of_rows(b): b of all rows. of_end(b, w): b, its last,
-    and the weights."""
+    put(b, a, g, rate, bias, left): a warp's work: b and a of the chunk that g was given for, before a meeting.
+    of_pairs(b, a, me): b of warp me's rows, and a. of_rows(b): b of all rows. of_end(b, a): a, and the last of b."""
     BY_STEP, summed = kind == "step", _summing(kind, softpluses)
 
     @inlined
@@ -153,29 +149,29 @@ def shared_gates(kind: str | None, softpluses: bool = False):
             return load(clip(gGates, 1, end), DOWN, (batch, token, head), cols=1)
 
     @inlined
-    def put(b, w, g, rate, bias, left):
+    def put(b, a, g, rate, bias, left):
         if kind is not None:
-            totals, weights = summed(transpose(g), rate, bias, left)
+            totals, along = summed(transpose(g), rate, bias, left)
             store(b, totals)
             if BY_STEP:
-                store(w, weights)
+                store(a, along)
 
     @inlined
-    def of_pairs(b, w, me):
+    def of_pairs(b, a, me):
         if kind is None:
-            return 0.0, 0.0, 0.0
+            return 0.0, 0.0
         else:
-            return load(subtile(b, 16, me), ROWS), load(b, ALONG), load(w, ALONG) if BY_STEP else 0.0
+            return load(subtile(b, 16, me), ROWS), load(a if BY_STEP else b, ALONG)
 
     @inlined
     def of_rows(b):
         return 0.0 if kind is None else load(b, DOWN)
 
     @inlined
-    def of_end(b, w):
+    def of_end(b, a):
         if kind is None:
-            return 0.0, 0.0, 0.0
+            return 0.0, 0.0
         else:
-            return load(b, ALONG), last(b), load(w, ALONG) if BY_STEP else 0.0
+            return load(a if BY_STEP else b, ALONG), last(b)
 
     return given, put, of_pairs, of_rows, of_end

@@ -30,21 +30,21 @@ def mamba2(
 ) -> Any:
     """Mamba-2's scan. For every sequence and head h, g = h // (H // G), over its tokens t,
 
-        dt_t = softplus(dt_t + dt_bias[h])                          softplus with dt_softplus=True only
+        dt_t = max(softplus(dt_t + dt_bias[h]), 0)                  softplus with dt_softplus=True only
         S_t  = exp(dt_t A[h]) S_(t-1) + dt_t x_t B_t[g]^T
         y_t  = (S_t C_t[g] + D[h] x_t) silu(z_t)                    the last factor with z only
 
     which is linear(q=C, k=B, v=dt x, decay=dt A, scale=1) with a state that is transposed.
 
     x, z, out: (B, S, H, P); B, C: (B, S, G, N), G dividing H; all bfloat16 or all float16; P and N multiples of 16 up to 256.
-    dt: (B, S, H); A, dt_bias: (H,); D: (H,) or (H, P); float32, bfloat16 or float16. dt * A must not be positive.
+    dt: (B, S, H); A, dt_bias: (H,); D: (H,) or (H, P); float32, bfloat16 or float16. A must not be positive.
     initial_states: (B, H, P, N) float32, 0 by default.
 
     | here                                | mamba_ssm's mamba_chunk_scan_combined                            |
     | ----------------------------------- | ---------------------------------------------------------------- |
     | x, dt, A, B, C, D, z, dt_bias       | the same                                                         |
     | dt_softplus=False                   | the same                                                         |
-    | dt is not clamped                   | dt_limit=(0, inf)                                                |
+    | dt >= 0                             | dt_limit=(0, inf)                                                |
     | chunks of 64 tokens                 | chunk_size                                                       |
     | initial_states, return_final_states | the same: (B, H, P, N)                                           |
     | cu_seqlens (N + 1,), any sequences  | seq_idx for the scan, and cu_seqlens with return_varlen_states   |

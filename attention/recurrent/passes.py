@@ -160,7 +160,7 @@ def _config(
 
 def _parts(problem: Problem, config: chunk.Config, width: int) -> int:
     """How many segments each sequence is cut into."""
-    if problem.key_dim > chunk.WIDE:
+    if isinstance(config, chunk_80.Config) and config.key_dim > chunk.WIDE:
         return 1
     items = problem.sequences * problem.heads * width // config.consumers
     chunks = problem.seqlen * problem.batch // problem.sequences // chunk.CHUNK

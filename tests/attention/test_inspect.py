@@ -6,7 +6,7 @@ import pytest
 
 from attention import inspect, sm_80
 from attention.inspect import ALL
-from attention.recurrent import chunk_80, walk
+from attention.recurrent import chunk, chunk_80, walk
 from tiles import bf16, fp16
 
 SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect --all --check` takes all of them
@@ -17,14 +17,19 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
     ("sm_89", sm_80, sm_80.config_for(128, fp16, False, sm_80.SHARED_BYTES)),
     ("sm_89", walk, walk.Config(128, "channel", True, varlen=True)),
     ("sm_90a", chunk_80, chunk_80.Config(128, 1, bf16, "token", states=True, varlen=True, piece=4)),
+    ("sm_90a", chunk, chunk.Config(256, 1, bf16, "step", varlen=True, **ALL)),
+    ("sm_90a", chunk, chunk.Config(128, 2, bf16, "step", varlen=True, **ALL)),
+    ("sm_90a", chunk_80, chunk_80.Config(256, 1, bf16, "token", ones=True, piece=4)),
     ("sm_90a", sm_80, sm_80.config_for(64, bf16, True, sm_80.LARGE, 8)),
     ("sm_90a", walk, walk.Config(128, "channel", normalize=True)),
     ("sm_100a", chunk_80, chunk_80.Config(256, 1, bf16, "token", ones=True)),
     ("sm_100a", chunk_80, chunk_80.Config(256, 1, bf16, "step", varlen=True, piece=4, **ALL)),
     ("sm_100a", sm_80, sm_80.config_for(128, bf16, True, sm_80.LARGE, 4)),
+    ("sm_100a", sm_80, sm_80.config_for(128, fp16, False, sm_80.LARGE)),
     ("sm_100a", walk, walk.Config(64, "channel", True, single=True)),
     ("sm_120a", chunk_80, chunk_80.Config(256, 1, bf16, "token", ones=True, piece=4)),
     ("sm_120a", chunk_80, chunk_80.Config(128, 1, bf16, "step", varlen=True, **ALL)),
+    ("sm_120a", chunk_80, chunk_80.Config(128, 1, bf16, "step", piece=8)),
     ("sm_120a", sm_80, sm_80.config_for(256, bf16, False, sm_80.SHARED_BYTES, 4)),
     ("sm_120a", walk, walk.Config(256, "channel", normalize=True)),
     ("sm_120a", walk, walk.Config(128, "channel", True, single=True)),

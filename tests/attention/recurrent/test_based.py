@@ -138,11 +138,11 @@ def test_sequences_of_one_batch(place, normalize):
 
 
 @pytest.mark.gpu
-def test_a_long_sequence(place):
+def test_a_long_sequence(card):
     """The divisor counts a quarter of a million tokens: with equal values the output is that value."""
     q, k, v = inputs(1, 2**18, 1, 64)
     v[...] = 1.5
-    out = place.get(based(*map(place.put, (q, k, v)))).astype(np.float64)
+    out = card.get(based(*map(card.put, (q, k, v)))).astype(np.float64)
     assert np.abs(out - 1.5).max() < 0.03
 
 

@@ -151,5 +151,9 @@ def test_mamba2_with_everything(place, columns):
     mamba2s.test_everything_at_once(place, columns)
 
 
+def test_mamba2_without_negative_steps(place):
+    mamba2s.test_steps_are_never_negative(place)
+
+
 def test_mamba2_in_sequences(place):
     mamba2s.test_sequences_of_one_batch(place)

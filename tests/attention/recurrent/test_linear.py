@@ -8,6 +8,7 @@ from attention import reference
 from attention.recurrent import frame
 from attention.recurrent import linear as members
 from attention.recurrent.linear import NEEDED, OTHERS, gla, lightning, linear, retention
+from attention.recurrent.passes import passes
 from attention.recurrent.walk import walk
 from tiles import bf16 as tiles_bf16
 from tiles import fp16 as tiles_f16
@@ -107,6 +108,30 @@ def test_sequences_of_one_batch(place, decay, ends):
     reference.assert_close(place.get(out)[:, 70:], ref, low)
     np.testing.assert_allclose(place.get(state)[2:], last, rtol=0, atol=2**-7 * np.abs(last).max())
     np.testing.assert_array_equal(place.get(state)[1], given["initial_state"][1])
+
+
+@pytest.mark.parametrize("sequences", [False, True])
+@pytest.mark.parametrize("decay", ["none", "head", "token"])
+def test_keys_of_two_parts(place, decay, sequences):
+    """On Hopper two warpgroups have half of the keys each, of the normalizer, too."""
+    given = inputs(1, 150, 256, decay=decay)
+    given["q"], given["k"] = abs(given["q"]), abs(given["k"])
+    count = 3 if sequences else 1
+    state = abs(np.random.default_rng(1).standard_normal((count, HEADS, 256, 64))).astype(f32)
+    given["initial_state"] = state, np.ones((count, HEADS, 256), f32)
+    if sequences:
+        given["cu_seqlens"] = np.array([0, 70, 70, 150], np.int32)
+    check(place, given, normalize=True)
+
+
+@pytest.mark.parametrize("key_dim", [64, 256])
+@pytest.mark.parametrize("decay", ["none", "head", "token"])
+def test_segments(place, monkeypatch, decay, key_dim):
+    """A sequence in three, the last chunk not whole: each starts from what those before it add up to."""
+    monkeypatch.setattr(members, "passes", lambda *given, **options: passes(*given, **options, parts=3))
+    members._solve.known.clear()
+    check(place, inputs(1, 300, key_dim, decay=decay))
+    members._solve.known.clear()
 
 
 @pytest.mark.parametrize("gate", [-50.0, -1e3])

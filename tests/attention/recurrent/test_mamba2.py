@@ -49,6 +49,24 @@ def test_sequences_of_one_batch(place):
     check(place, given)
 
 
+@pytest.mark.parametrize("sequences", [False, True])
+def test_keys_of_two_parts(place, sequences):
+    """On Hopper two warpgroups have half of the keys each."""
+    given, rng = inputs(150, N=256, heads=2), np.random.default_rng(3)
+    given |= {"z": rng.standard_normal(given["x"].shape).astype(bf16), "D": rng.standard_normal((2, 64)).astype(f32)}
+    if sequences:
+        given["cu_seqlens"] = np.array([0, 30, 100, 150], np.int32)
+    check(place, given, dt_softplus=True)
+
+
+def test_steps_are_never_negative(place):
+    """As mamba_ssm clamps dt by default: a token whose dt is not positive is passed by."""
+    given = inputs(150, heads=2)
+    given["dt"][:, ::3] *= -1
+    given["dt"][:, ::7] = 0
+    check(place, given)
+
+
 def test_no_token():
     assert mamba2(**inputs(0)).shape == (1, 0, 4, 64)
     with pytest.raises(ValueError, match=r"^x: must have a token, for return_final_states=True: x.shape=\(1, 0, 4, 64\)"):
