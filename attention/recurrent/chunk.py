@@ -33,7 +33,7 @@ WIDE = 128  # key dim, beyond which a state would take half of a consumer's regi
 REGISTERS = {(1, 2): (48, 208), (2, 1): (72, 216), (1, 1): (88, 256)}  # (warpgroups, resident) -> those of producer, consumer
 SHARED_BYTES = 227 * 1024
 SUMMING = warpgroup.WARPGROUP - 1  # warps of the producer that sum up gates, a chunk each in turn
-SMALL = 3 * 1024  # bytes of what else is in shared memory: gates and barriers
+SMALL = 4 * 1024  # bytes of what else is in shared memory: gates and barriers
 STAGES = 3  # chunks in flight, if shared memory has room for so many
 TINY = 1e-10  # added to a normalizer, as flash-linear-attention does
 
@@ -88,7 +88,7 @@ class Config:
 
     @property
     def handed(self):
-        """What one part hands to the other: its output."""
+        """What the second part hands to the first: its output."""
         return st(CHUNK, COLUMNS, fp32) if self.parts > 1 else st(16, 16, fp32)
 
     @property
@@ -96,7 +96,7 @@ class Config:
         """Chunks in flight."""
         keys, values = self.parts * self.key.nbytes, self.consumers * self.value.nbytes
         chunk = (1 + (not self.states)) * keys + (1 + self.gated) * values
-        kept = self.consumers * keys + self.parts * values + self.handed.nbytes + SMALL
+        kept = self.consumers * keys + values + self.handed.nbytes + SMALL
         return min(STAGES, (SHARED_BYTES - kept) // chunk)
 
     def __str__(self):
@@ -135,22 +135,22 @@ def make(config: Config):
         b=summed,
         a=summed,
         state=st(COLUMNS * PRODUCER, KEYS, INPUT),
-        out=st(COLUMNS * PRODUCER, COLUMNS, INPUT),
-        handed=config.handed,
+        out=st(COLUMNS * CONSUMERS, COLUMNS, INPUT),
+        handed=ring(config.handed, 1, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP),
     )
 
     @inlined
-    def sum_of_parts(o, values, handed, part, skip):
+    def sum_of_parts(o, values, handed, j, part, skip):
         """What the parts of a consumer get, and D v, added up; the first one's is the sum."""
         if SKIP and (PARTS == 1 or part > 0):
             o = o + fp32(warpgroup.load(values, TURNED)) * skip
         if PARTS > 1:
-            warpgroup.meet(PARTS)
             if part > 0:
-                warpgroup.store(handed, o)
-            warpgroup.meet(PARTS)
-            if part == 0:
-                o = o + warpgroup.load(handed, TILE)
+                warpgroup.store(handed.claim(j), o)
+                handed.publish(j)
+            else:
+                o = o + warpgroup.load(handed.wait(j), TILE)
+                handed.release(j)
         return o
 
     @inlined
@@ -202,7 +202,7 @@ def make(config: Config):
             c, part = (me, int32(0)) if PARTS == 1 else (int32(0), me)
             column, shared_by = split(CONSUMERS * block + c, width)
             head, at, key = int32(key_head * group + shared_by), int32(COLUMNS * column), int32(KEYS * part)
-            turned, out = subtile(state, COLUMNS, me), subtile(staged, COLUMNS, me)
+            turned, out = subtile(state, COLUMNS, me), subtile(staged, COLUMNS, c)
             s_t = warpgroup.load(gStart, STATE, (sequence, head, at, key))
             for i in range(segment if OUTPUTS else 0):
                 total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
@@ -210,8 +210,9 @@ def make(config: Config):
             same, so_far, growth = steady(gGates, head), float32(0), log2(zeros(ROWS) + scale)
             skip = load(gSkip, ALONG, (head, at)) if SKIP else 0.0
             if ONES:
-                warpgroup.store(out, zeros(TILE) + 1.0)
-                warpgroup.sync()
+                if part == 0:
+                    warpgroup.store(out, zeros(TILE) + 1.0)
+                warpgroup.meet(PARTS)
             for j in range(n):
                 mine, ours, left = int32(CONSUMERS * j + c), int32(PARTS * j + part), int32(end - first - CHUNK * j)
                 keys = k.wait(ours)
@@ -239,7 +240,7 @@ def make(config: Config):
                 token = int32(first + CHUNK * j)
                 if OUTPUTS:
                     o = warpgroup.wait(o, newer=1) * (1.0 if GROWN else scale)
-                    o = sum_of_parts(o, values, handed, part, skip)
+                    o = sum_of_parts(o, values, handed, j, part, skip)
                     if PARTS == 1 or part == 0:
                         o = finish(o, z, mine, gDivisor, (batch, token, head))
                         if ONES:
