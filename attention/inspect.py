@@ -75,8 +75,8 @@ def _by_token(module, sizes, kinds, everything, dtype, **given):
 
 
 def _walked(everything):
-    """Token by token; of the key dims that so many blocks of a multiprocessor must do with, the greatest."""
-    for key_dim, decay, delta_rule in itertools.product(walk.BLOCKS, ("", "token", "channel"), (False, True)):
+    """Token by token."""
+    for key_dim, decay, delta_rule in itertools.product(walk.GREATEST, ("", "token", "channel"), (False, True)):
         for single in (True, False):
             if everything or decay == "channel":
                 yield "walk", walk, walk.Config(key_dim, decay, delta_rule, varlen=not single, single=single)

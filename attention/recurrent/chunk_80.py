@@ -151,9 +151,9 @@ def make(config: Config):
             if OUTPUTS:
                 queries = q.wait(j, BEHIND)
                 mine = subtile(queries, BAND, me)
+                s = mma_ABt(zeros(TILE), mine, keys)
                 if ONES:
                     earlier = row_max(mma_ABt(zeros(SQUARE), mine, INPUT(s_t)))  # each column is the same
-                s = mma_ABt(zeros(TILE), mine, keys)
                 rows, along = of_pairs(b, a, me)
                 s = pairs(s, rows, along)
                 if ONES:

@@ -25,8 +25,9 @@ from .problem import Problem
 
 WARPS = 4  # of a block
 COLUMNS = 16  # of the state, a warp
-BLOCKS = {64: 5, 80: 4, 128: 3, 256: 2}  # rows of a warp, up to -> blocks of an SM, as registers allow
+BLOCKS = {64: 5, 80: 4, 144: 3, 256: 2}  # rows of a warp, up to -> blocks of an SM, as registers allow
 WIDE = 128  # key dim, up to which a warp holds all rows
+GREATEST = 64, 80, WIDE, 256  # key dims that fill a warp's registers as far as its blocks allow: if these do not spill, none do
 MOST = 65535  # blocks along the second and third axis of a grid
 TINY = 1e-10  # added to a normalizer, as flash-linear-attention does
 ARRAYS = "q k v decay beta out initial_state state initial_z final_z cu_seqlens".split()  # of the kernel, in order
@@ -117,14 +118,14 @@ def make(config: Config):
             if NORMALIZE:
                 z = load(gStartZ, KEYS, (sequence, head, row))
             for t in range(first, end):
-                q = load(gQ, KEYS, (batch, t, shared_by, row), aligned=True)
                 k = load(gK, KEYS, (batch, t, shared_by, row), aligned=True)
                 v = load(gV, VALUES, (batch, t, head, column), aligned=True)
                 kept = decayed_by(gDecay, batch, t, head, row, column)
                 beta = load(gBeta, VALUES, (batch, t, head, column)) if DELTA else 0.0
+                q = load(gQ, KEYS, (batch, t, shared_by, row), aligned=True)
                 s = s * kept
                 if DELTA:
-                    v = beta * (v - total(col_sum(s * k), sums))
+                    v = beta * v - beta * total(col_sum(s * k), sums)
                 s = fma(k, v, s)
                 o = scale * total(col_sum(s * q), sums)
                 if NORMALIZE:

@@ -7,7 +7,7 @@ import pytest
 from attention import reference
 from attention.recurrent import walk
 from attention.recurrent.step import linear_step
-from attention.recurrent.walk import BLOCKS, Config, make, signature
+from attention.recurrent.walk import GREATEST, Config, make, signature
 from tiles.compiler import compile_kernel
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
@@ -133,7 +133,7 @@ def test_more_sequences_than_a_grid_has_room_for(monkeypatch):
 
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", ["", "token", "channel"])
-@pytest.mark.parametrize("key_dim", BLOCKS)
+@pytest.mark.parametrize("key_dim", GREATEST)
 def test_the_state_stays_in_registers(key_dim, decay, delta):
     """Of the greatest key dim that so many blocks of an SM must do with."""
     config = Config(key_dim, decay, delta, single=True)
