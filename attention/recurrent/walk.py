@@ -53,20 +53,37 @@ class Config:
         return self.key_dim > WIDE
 
     @property
+    def breadth(self):
+        """How many times the usual warps and columns: of a single token, where moving the state is all that takes time, a block
+        that has few columns moves twice as many, 128 bytes of a row."""
+        return 2 if self.together and self.single else 1
+
+    @property
+    def warps(self):
+        """Of a block."""
+        return WARPS * self.breadth
+
+    @property
+    def columns(self):
+        """Of a state, a warp."""
+        return COLUMNS * self.breadth
+
+    @property
     def rows(self):
         """Of a state, a warp."""
-        return 16 * -(-self.key_dim // (16 * WARPS)) if self.together else self.key_dim
+        return 16 * -(-self.key_dim // (16 * self.warps)) if self.together else self.key_dim
 
     @property
     def blocks(self):
         """Of an SM. z takes as much room as the state; adding up sums, or all vectors that there can be, as 16 rows of it."""
-        rows = self.rows * (1 + self.normalize) + 16 * (self.together or (self.delta and self.decay == "channel"))
-        return next(blocks for limit, blocks in BLOCKS.items() if rows <= limit)
+        sums = 16 * (self.together or (self.delta and self.decay == "channel"))
+        rows = self.rows * (self.breadth + self.normalize) + sums
+        return next(blocks for limit, blocks in BLOCKS.items() if rows <= limit) // self.breadth
 
     @property
     def threads(self):
         """Of a block."""
-        return 32 * WARPS
+        return 32 * self.warps
 
     def __str__(self):
         kinds = [f"decay by {self.decay}"] * bool(self.decay)
@@ -78,9 +95,9 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     DECAY, DELTA, NORMALIZE = config.decay, config.delta, config.normalize
     SINGLE, TOGETHER, tokens = config.single, config.together, span(config.varlen)
-    STATE = rt(config.rows, COLUMNS, fp32)
+    STATE = rt(config.rows, config.columns, fp32)
     KEYS, VALUES = STATE.col_vec, STATE.row_vec
-    smem = shared(sums=sv(COLUMNS * WARPS, fp32), products=sv(4 * WARPS, fp32))
+    smem = shared(sums=sv(config.columns * config.warps, fp32), products=sv(4 * config.warps, fp32))
 
     @inlined
     def total(x, scratch):
@@ -112,7 +129,7 @@ def make(config: Config):
             part = cuda.blockIdx.x * WARPS + warp
         if part < parts:
             _, shared_by = split(head, group)
-            column = COLUMNS * part
+            column = STATE.cols * part
             first, end, batch = tokens(gEnds, sequence, 1 if SINGLE else length)
             s = load(gStart, STATE, (sequence, head, row, column), aligned=SINGLE)
             if NORMALIZE:
@@ -160,7 +177,7 @@ def bind(problem: Problem, given: Mapping[str, Form], single: bool) -> Bound | I
         "cu_seqlens" in given,
         single,
     )
-    pairs, parts = (problem.sequences, problem.heads), problem.value_dim // COLUMNS
+    pairs, parts = (problem.sequences, problem.heads), -(-problem.value_dim // config.columns)
     empty = {name: (*pairs, 0, 0) for name in ("initial_state", "state")} | {
         name: (*pairs, 0) for name in ("initial_z", "final_z")
     }
