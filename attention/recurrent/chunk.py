@@ -3,8 +3,8 @@
     S_t = exp(g_t) S_(t-1) + w_t k_t^T v_t        o_t = scale q_t S_t
 
 A block walks a sequence (or a segment of one) for some columns of the values, 64 a consumer, and keeps their part of the state
-in registers, transposed: S^T is 64 x Dk. Keys of more than 128 channels are shared out to two consumers: each does all of this
-with its half of them, and what both get is added up. Of a chunk of 64 tokens, b being the running sum of its gates g,
+in registers, transposed: S^T is 64 x Dk. Keys of more than 128 channels are shared out to two warpgroups: each does all of
+this with its half of them, and their outputs are added up. Of a chunk of 64 tokens, b being the running sum of its gates g,
 
     O   = exp(b) Q S + tril(exp(b - b^T) w^T * Q K^T) V          two products from shared memory, one from registers
     S^T = exp(b_last) S^T + (exp(b_last - b) w V)^T K            V^T comes from shared memory turned by ldmatrix

@@ -36,7 +36,7 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
 ]
 
 
-@pytest.mark.parametrize("arch, module, config", SAMPLE, ids=str)
+@pytest.mark.parametrize("arch, module, config", SAMPLE, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_nothing_spills(arch, module, config):
     name = next(name for name, *what in inspect.configurations(True, arch) if what == [module, config])  # it is shipped
     found = inspect.row(name, module, config, arch)
