@@ -159,6 +159,20 @@ def make(config: Config):
 
     cut_step, step = overlap(True), overlap(False)
 
+    @inlined
+    def stand_by(r, j, n, q, k, v, me):
+        """What a consumer does about a tile that has no rows for it: the others have the tensor cores for themselves."""
+        q.wait(r)
+        q.release(r)
+        for i in range(j, int32(j + n)):
+            k.wait(i)
+            k.release(i)
+            if i > j:
+                turn.take(me)
+                turn.give(me)
+            v.wait(i)
+            v.release(i)
+
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, blocks, heads, pairs, band, group, scale, slack):
         """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp. A tile is a block of query rows of one of `pairs` pairs of head
@@ -187,27 +201,30 @@ def make(config: Config):
                 block, pair = place(snake(r), blocks, pairs, band)
                 diagonal = ROWS * block + kv_len - q_len  # the last key that the first row may see
                 n, cut = key_blocks(diagonal, kv_len)
-                edge = (diagonal + 64 * me if CAUSAL else kv_len) - (n - 1 + j) * KV
-                queries = subtile(q.wait(r), 64, me)
-                s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(j)))
-                k.release(j)
-                p, m, alpha = softmax_step(mask(s, edge + j * KV), full(O.col_vec, LOWEST), scale, slack)
-                l = lane_sum(p)
-                p = INPUT(p)
-                o = zeros(O)
-                for i in range(int32(j + 1), int32(j + cut)):
-                    o, p, m, l, alpha = cut_step(i, o, p, m, l, alpha, queries, k, v, me, edge, scale, slack)
-                for i in range(int32(j + cut), int32(j + n)):
-                    o, p, m, l, alpha = step(i, o, p, m, l, alpha, queries, k, v, me, edge, scale, slack)
-                q.release(r)
-                r, j = int32(r + 1), int32(j + n)
-                o = warpgroup.wait(warpgroup.mma_AB(rescale(o, alpha), p, v.wait(j - 1)))
-                v.release(j - 1)
-                l = total(l)
                 row = ROWS * block + 64 * me
-                head, batch = split(pair, heads)
-                warpgroup.store(gO, o / maximum(l, TINY), (batch, row, head, 0), rows=1, cols=3, aligned=True)
-                warpgroup.store(gLse, (m * scale + log2(l)) * LN2, (batch, head, row))
+                if PERSISTENT and row >= q_len:
+                    stand_by(r, j, n, q, k, v, me)
+                else:
+                    edge = (diagonal + 64 * me if CAUSAL else kv_len) - (n - 1 + j) * KV
+                    queries = subtile(q.wait(r), 64, me)
+                    s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(j)))
+                    k.release(j)
+                    p, m, alpha = softmax_step(mask(s, edge + j * KV), full(O.col_vec, LOWEST), scale, slack)
+                    l = lane_sum(p)
+                    p = INPUT(p)
+                    o = zeros(O)
+                    for i in range(int32(j + 1), int32(j + cut)):
+                        o, p, m, l, alpha = cut_step(i, o, p, m, l, alpha, queries, k, v, me, edge, scale, slack)
+                    for i in range(int32(j + cut), int32(j + n)):
+                        o, p, m, l, alpha = step(i, o, p, m, l, alpha, queries, k, v, me, edge, scale, slack)
+                    q.release(r)
+                    o = warpgroup.wait(warpgroup.mma_AB(rescale(o, alpha), p, v.wait(j + n - 1)))
+                    v.release(j + n - 1)
+                    l = total(l)
+                    head, batch = split(pair, heads)
+                    warpgroup.store(gO, o / maximum(l, TINY), (batch, row, head, 0), rows=1, cols=3, aligned=True)
+                    warpgroup.store(gLse, (m * scale + log2(l)) * LN2, (batch, head, row))
+                r, j = int32(r + 1), int32(j + n)
 
     return attend, smem
 
