@@ -109,8 +109,8 @@ class Config:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, PARTS, INPUT = config.consumers, config.parts, config.dtype
-    PRODUCER, KEYS = CONSUMERS * PARTS, config.key.cols
-    (keep, claim), STATE = REGISTERS[PRODUCER, config.resident], rt(16, KEYS, fp32)
+    PRODUCER, KEYS = CONSUMERS * PARTS, config.key.cols  # the warpgroup after those that consume
+    (keep, claim), STATE = REGISTERS[CONSUMERS * PARTS, config.resident], rt(16, KEYS, fp32)
     LOADED = config.gate in ("token", "step")
     SKIP, GATED, ONES, DIVIDED = config.skip, config.gated, config.ones, config.divided
     GROWN = config.gate is not None and not config.apart  # the scale is one more summand of the exponents
@@ -134,7 +134,7 @@ def make(config: Config):
         z=of_values(GATED, 1),
         b=summed,
         a=summed,
-        state=st(COLUMNS * PRODUCER, KEYS, INPUT),
+        state=st(COLUMNS * CONSUMERS * PARTS, KEYS, INPUT),
         out=st(COLUMNS * CONSUMERS, COLUMNS, INPUT),
         handed=ring(config.handed, 1, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP),
     )

@@ -186,11 +186,8 @@ def bind(problem: Problem, given: Mapping[str, Form], single: bool) -> Bound | I
     forms |= {name: _spread(given.get(name), problem) for name in ("decay", "beta")}
     if max(problem.heads, problem.sequences) > MOST:
         raise ValueError(f"q: must have at most {MOST} heads and sequences: {problem.heads}, {problem.sequences}")
-    grid = (
-        -(-parts // (1 if config.together else WARPS)),
-        problem.heads,
-        problem.sequences,
-    )  # in the order in which states lie: others took 6 % longer
+    blocks = parts if config.together else -(-parts // WARPS)
+    grid = blocks, problem.heads, problem.sequences  # in the order in which states lie: others took 6 % longer
     (kernel, smem), sizes = make(config), (parts, problem.group, problem.seqlen, problem.scale)
     return launch(kernel, grid, config.threads, shared=smem).bind(*(at(0, forms[name]) for name in ARRAYS), *sizes)
 
