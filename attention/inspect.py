@@ -16,12 +16,24 @@ from tiles import bf16, fp16, fp32
 from tiles.compiler import compile_kernel
 from tiles.sass import instructions
 
-from . import blocks, hopper, sm_80
-from .problem import PIECES
-from .recurrent import based, chunk, chunk_80, delta, frame, gated, gates, hedgehog, kda, passes, places, turned, walk
+from .recurrent import based, chunks, hedgehog
+from .recurrent.kernels import (
+    chunk_ampere,
+    chunk_hopper,
+    decay_frame,
+    delta_hopper,
+    gates,
+    gla_hopper,
+    kda_hopper,
+    token_loop,
+    tokens,
+    transposed_state,
+)
+from .softmax import ampere, hopper, tiling
+from .softmax.problem import PIECES
 
 SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
-ROOMS = {"sm_80": 163 * 1024, "sm_90a": sm_80.LARGE, "sm_100a": sm_80.LARGE}  # shared memory a block; others have least
+ROOMS = {"sm_80": 163 * 1024, "sm_90a": ampere.LARGE, "sm_100a": ampere.LARGE}  # shared memory a block; others have least
 BAD = ("spill_bytes", "local_bytes", "warnings")
 
 ALL = {"softplus": True, "skip": True, "gated": True}
@@ -38,11 +50,11 @@ LINEAR: tuple[dict[str, bool], ...] = (
 )
 MAMBA2: tuple[dict[str, bool], ...] = {}, {"states": True}, {"varlen": True}, ALL, {"varlen": True, **ALL}
 SHARES = {
-    chunk: (gates.gates, places.places),
-    chunk_80: (gates.gates, gates.shared_gates, places.places),
-    delta: (places.span, turned.turned),
-    **dict.fromkeys((gated, kda), (frame.frame, frame.bringing, places.span, turned.turned)),
-    **dict.fromkeys((based, hedgehog, walk), (places.span,)),
+    chunk_hopper: (gates.gates, tokens.places),
+    chunk_ampere: (gates.gates, gates.shared_gates, tokens.places),
+    delta_hopper: (tokens.span, transposed_state.turned),
+    **dict.fromkeys((gla_hopper, kda_hopper), (decay_frame.frame, decay_frame.bringing, tokens.span, transposed_state.turned)),
+    **dict.fromkeys((based, hedgehog, token_loop), (tokens.span,)),
 }
 
 
@@ -56,10 +68,10 @@ def configurations(everything=False, arch="sm_90a"):
         *(((bf16, middle, False), (bf16, small, True), (fp16, large, False)) if everything else ()),
     )
     for dtype, piece, all_forms in some:
-        for head_dim, causal in itertools.product(sm_80.SHAPES, (False, True)):
-            yield "forward", sm_80, sm_80.config_for(head_dim, dtype, causal, ROOMS.get(arch, sm_80.SHARED_BYTES), piece)
-        sizes = [(key_dim, 1) for key_dim in passes.KEY_DIMS]
-        yield from _by_token(chunk_80, sizes, (None, "token", "step"), all_forms, dtype, piece=piece)
+        for head_dim, causal in itertools.product(ampere.SHAPES, (False, True)):
+            yield "forward", ampere, ampere.config_for(head_dim, dtype, causal, ROOMS.get(arch, ampere.SHARED_BYTES), piece)
+        sizes = [(key_dim, 1) for key_dim in chunks.KEY_DIMS]
+        yield from _by_token(chunk_ampere, sizes, (None, "token", "step"), all_forms, dtype, piece=piece)
     yield from _walked(everything)
     for dtype in ((bf16, fp16) if everything else (bf16,)) if arch == "sm_90a" else ():
         yield from _on_hopper(dtype, everything and dtype is bf16)
@@ -70,18 +82,18 @@ def _by_token(module, sizes, kinds, everything, dtype, **given):
     for size, kind in itertools.product(sizes, kinds):
         name, forms = ("mamba2", MAMBA2) if kind == "step" else ("linear", LINEAR)
         for form in forms if everything or (size[0], kind) in ((128, "token"), (128, "step")) else forms[:1]:
-            if "states" not in form or size[0] <= chunk.WIDE or module is chunk:  # chunk_80 cuts no sequences of wide keys
+            if "states" not in form or size[0] <= chunk_hopper.WIDE or module is chunk_hopper:
                 yield name, module, module.Config(*size, dtype, kind, **given, **form)
 
 
 def _walked(everything):
     """Token by token."""
-    for key_dim, decay, delta_rule in itertools.product(walk.GREATEST, ("", "token", "channel"), (False, True)):
+    for key_dim, decay, delta_rule in itertools.product(token_loop.GREATEST, ("", "token", "channel"), (False, True)):
         for single in (True, False):
             if everything or decay == "channel":
-                yield "walk", walk, walk.Config(key_dim, decay, delta_rule, varlen=not single, single=single)
+                yield "walk", token_loop, token_loop.Config(key_dim, decay, delta_rule, varlen=not single, single=single)
         if not delta_rule and (everything or decay == "token"):
-            yield "walk", walk, walk.Config(key_dim, decay, normalize=True)
+            yield "walk", token_loop, token_loop.Config(key_dim, decay, normalize=True)
 
 
 def _on_hopper(dtype, everything):
@@ -90,15 +102,15 @@ def _on_hopper(dtype, everything):
         for config in {hopper.config_for(head_dim, dtype, causal, hopper.SHORT * n // 2): None for n in (1, 2, 3)}:
             yield "forward", hopper, config
     sizes = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
-    yield from _by_token(chunk, sizes, gates.KINDS, everything, dtype)
+    yield from _by_token(chunk_hopper, sizes, gates.KINDS, everything, dtype)
     for size, varlen in itertools.product(sizes, (False, True)):
         if everything or not varlen or size == (128, 2):
             for of in fp32, dtype:
-                yield "gla", gated, gated.Config(*size, of, dtype, varlen)
-                if size[0] in kda.KEY_DIMS:
-                    yield "kda", kda, kda.Config(*size, of, dtype, varlen)
-            for decays in (False, True) if size[0] in delta.STAGES else ():
-                yield "delta", delta, delta.Config(*size, dtype, decays, varlen)
+                yield "gla", gla_hopper, gla_hopper.Config(*size, of, dtype, varlen)
+                if size[0] in kda_hopper.KEY_DIMS:
+                    yield "kda", kda_hopper, kda_hopper.Config(*size, of, dtype, varlen)
+            for decays in (False, True) if size[0] in delta_hopper.STAGES else ():
+                yield "delta", delta_hopper, delta_hopper.Config(*size, dtype, decays, varlen)
     for flag, varlen in itertools.product((False, True), repeat=2):
         yield "based", based, based.Config(dtype, flag, varlen)
     for varlen in False, True:
@@ -129,7 +141,7 @@ def row(name, module, config, arch) -> dict:
         "spill_bytes": compiled.spill_bytes,
         "local_bytes": compiled.local_bytes,
         "shared_bytes": smem.nbytes if smem else 0,
-        "lines": sum(map(lines, (module.make.__wrapped__, *SHARES.get(module, (blocks.walk,))))),
+        "lines": sum(map(lines, (module.make.__wrapped__, *SHARES.get(module, (tiling.walk,))))),
         "warnings": compiled.warnings,
         "instructions": dict(instructions(compiled.cubin)),
     }

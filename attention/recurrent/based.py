@@ -52,9 +52,9 @@ from tiles.arrays import at, c_ordered
 from tiles.dtypes import DTYPES
 from tiles.plans import Plan, planned
 
-from ..problem import options
 from ..signature import ENDS, FLOAT, INT, array, tiled
-from .places import span
+from ..softmax.problem import options
+from .kernels.tokens import span
 from .problem import Problem, check, needs_hopper, nothing, paired
 
 CHUNK = 64  # tokens

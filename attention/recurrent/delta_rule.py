@@ -23,11 +23,11 @@ from tiles.dtypes import bf16, fp16, fp32
 from tiles.launch import Bound, Interpreted
 from tiles.plans import Plan, planned
 
-from ..forward import choose
-from ..problem import options, piece
-from . import delta, kda
+from ..softmax.forward import choose
+from ..softmax.problem import options, piece
+from .kernels import delta_hopper, kda_hopper
+from .kernels.token_loop import ARRAYS, walk
 from .problem import Problem, check, nothing
-from .walk import ARRAYS, walk
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float32": fp32}
 NEEDED, OTHERS = "q k v beta", "decay initial_state cu_seqlens out state"
@@ -90,7 +90,7 @@ def _solve(q, k, v, beta, decay, initial_state, cu_seqlens, out, state, scale, r
     if 0 in problem.out_shape and (0 in problem.state_shape or not return_state):
         return Plan(nothing, make, give)
     in_chunks = _in_chunks(problem, decay, family, *(array.pointer for array in (q, k, v, out) if array))
-    bound, names = (_chunks(problem, return_state), delta.ARRAYS) if in_chunks else (walk(problem, return_state), ARRAYS)
+    bound, names = (_chunks(problem, return_state), delta_hopper.ARRAYS) if in_chunks else (walk(problem, return_state), ARRAYS)
     return Plan(_named(bound, names), make, give)
 
 
@@ -108,7 +108,7 @@ def _by_channel(problem: Problem) -> bool:
 
 def _in_chunks(problem: Problem, decay: Array | None, family: str | None, *pointers: int) -> bool:
     """Is there a kernel of chunks for it? With decays of channels if TMA can read them and all else."""
-    widest = max(delta.STAGES)
+    widest = max(delta_hopper.STAGES)
     if decay is not None and _by_channel(problem):
         pointers = *pointers, decay.pointer, *problem.forms["decay"].strides[:-1]
     on_hopper = choose(problem, piece(problem, *pointers), family, "delta_rule") == "sm_90"
@@ -119,10 +119,10 @@ def _in_chunks(problem: Problem, decay: Array | None, family: str | None, *point
 
 @functools.lru_cache(FORMS)
 def _chunks(problem: Problem, keep: bool) -> Bound | Interpreted:
-    """The launch for a problem; its addresses are those of delta.ARRAYS, which are kda's, too. keep: store the last states."""
-    given, pairs, width = problem.forms, (problem.sequences, problem.heads), math.ceil(problem.value_dim / delta.COLUMNS)
+    """The launch for a problem; its addresses are delta_hopper.ARRAYS, kda's, too. keep: store the last states."""
+    given, pairs, width = problem.forms, (problem.sequences, problem.heads), math.ceil(problem.value_dim / delta_hopper.COLUMNS)
     apart = math.prod(pairs) * width <= processors(problem.device)  # then there is a multiprocessor for each 64 columns
-    sizes = min(n for n in delta.STAGES if n >= problem.key_dim), 1 if apart else min(width, 2)
+    sizes = min(n for n in delta_hopper.STAGES if n >= problem.key_dim), 1 if apart else min(width, 2)
     dtype, varlen = DTYPES[problem.dtype], "cu_seqlens" in given
     empty: dict[str, tuple[int, ...]] = {
         "decay": (problem.batch, 0, problem.heads),
@@ -131,13 +131,13 @@ def _chunks(problem: Problem, keep: bool) -> Bound | Interpreted:
     }
     forms = {name: c_ordered(shape, "float32", problem.device) for name, shape in empty.items()}
     forms |= {"cu_seqlens": c_ordered((0,), "int32", problem.device)} | dict(given)
-    config: delta.Config | kda.Config
+    config: delta_hopper.Config | kda_hopper.Config
     if _by_channel(problem):
-        config = kda.Config(*sizes, DTYPES[forms["decay"].dtype], dtype, varlen)
-        (kernel, smem), tiles = kda.make(config), {"decay": config.gate}
+        config = kda_hopper.Config(*sizes, DTYPES[forms["decay"].dtype], dtype, varlen)
+        (kernel, smem), tiles = kda_hopper.make(config), {"decay": config.gate}
     else:
-        config = delta.Config(*sizes, dtype, "decay" in given, varlen)
-        (kernel, smem), tiles = delta.make(config), {}
+        config = delta_hopper.Config(*sizes, dtype, "decay" in given, varlen)
+        (kernel, smem), tiles = delta_hopper.make(config), {}
         forms["decay"] = _of_tokens(forms["decay"], problem)
     tiles |= dict(q=config.key, k=config.key, v=config.value) | ({} if varlen else {"out": config.value})
 
@@ -146,7 +146,7 @@ def _chunks(problem: Problem, keep: bool) -> Bound | Interpreted:
 
     blocks = math.ceil(width / config.consumers)
     return launch(kernel, math.prod(pairs) * blocks, config.threads, shared=smem).bind(
-        *map(array, delta.ARRAYS), problem.seqlen, blocks, problem.key_heads, problem.group, problem.scale
+        *map(array, delta_hopper.ARRAYS), problem.seqlen, blocks, problem.key_heads, problem.group, problem.scale
     )
 
 

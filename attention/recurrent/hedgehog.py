@@ -28,7 +28,7 @@ from tiles.dtypes import DTYPES
 from tiles.plans import Plan, planned
 
 from ..signature import ENDS, FLOAT, INT, array, tiled
-from .places import span
+from .kernels.tokens import span
 from .problem import Problem, check, needs_hopper, nothing
 
 CHUNK = 64  # tokens of a block

@@ -32,10 +32,10 @@ from tiles.device import check as checked
 from tiles.device import device, uncaptured
 from tiles.plans import Plan, planned
 
-from ..problem import PIECES, options, piece
-from .passes import copied, passes
+from ..softmax.problem import PIECES, options, piece
+from .chunks import copied, passes
+from .kernels.token_loop import ARRAYS, walk
 from .problem import Problem, check, nothing, paired
-from .walk import ARRAYS, walk
 
 NEEDED, OTHERS = "q k v", "decay initial_state initial_z cu_seqlens out state final_z local total divisor"
 

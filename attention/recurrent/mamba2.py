@@ -4,7 +4,7 @@ from typing import Any
 
 from tiles.plans import Plan, planned
 
-from .passes import copied, passes
+from .chunks import copied, passes
 from .problem import check, nothing
 
 NEEDED, OTHERS = "x dt A B C", "D z dt_bias cu_seqlens initial_states out state local total"

@@ -16,7 +16,19 @@ from typing import Any, NamedTuple
 from tiles.arrays import FORMS, Array, Form, c_ordered, form, overlaps, overlaps_itself
 from tiles.device import device
 
-from ..problem import AXES, DTYPES, PIECES, SCALES, STRIDE_END, Rule, alignment_rules, memory_rules, options, piece, require
+from ..softmax.problem import (
+    AXES,
+    DTYPES,
+    PIECES,
+    SCALES,
+    STRIDE_END,
+    Rule,
+    alignment_rules,
+    memory_rules,
+    options,
+    piece,
+    require,
+)
 
 # An axis has one letter, and one extent wherever it is found: batch, sequence (tokens), heads of values and of keys (G), which
 # share the former, columns of values, of keys (K) and of a feature map (F); a state for each of N sequences, which have

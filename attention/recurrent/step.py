@@ -6,8 +6,8 @@ from typing import Any
 from tiles.arrays import Form, form
 from tiles.plans import Plan, planned
 
-from ..problem import options
-from . import walk
+from ..softmax.problem import options
+from .kernels import token_loop
 from .problem import Problem, check, nothing
 
 PIECE = 16  # bytes that a lane moves of the state
@@ -65,11 +65,11 @@ def _plan(problem: Problem):
     forms = {
         name: _of_sequences(x) if name in ("q", "k", "v", "decay", "beta", "out") else x for name, x in problem.forms.items()
     }
-    bound = walk.bind(problem, forms | {"initial_state": forms["state"]}, True)
+    bound = token_loop.bind(problem, forms | {"initial_state": forms["state"]}, True)
 
     def prepare(stream: int, q: int, k: int, v: int, state: int, decay: int, beta: int, out: int):
         where = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta, "out": out, "initial_state": state, "state": state}
-        return bound.prepare(stream, *(where.get(name, 0) for name in walk.ARRAYS))
+        return bound.prepare(stream, *(where.get(name, 0) for name in token_loop.ARRAYS))
 
     return prepare
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..problem import AXES
+from ..softmax.problem import AXES
 from .rule import host
 
 EPSILON = 1e-10  # added to the divisor of `linear`, as in flash-linear-attention

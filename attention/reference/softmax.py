@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..problem import AXES
+from ..softmax.problem import AXES
 from .rule import host
 
 ROWS = 1024  # rows of scores that are held at once

@@ -4,35 +4,36 @@ import itertools
 
 import pytest
 
-from attention import inspect, sm_80
+from attention import inspect
 from attention.inspect import ALL
-from attention.recurrent import chunk, chunk_80, walk
+from attention.recurrent.kernels import chunk_ampere, chunk_hopper, token_loop
+from attention.softmax import ampere
 from tiles import bf16, fp16
 
 SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect --all --check` takes all of them
-    ("sm_80", chunk_80, chunk_80.Config(256, 1, bf16, "step", piece=4, **ALL)),
-    ("sm_80", sm_80, sm_80.config_for(192, bf16, True, inspect.ROOMS["sm_80"], 4)),
-    ("sm_80", walk, walk.Config(64, "token", normalize=True)),
-    ("sm_89", chunk_80, chunk_80.Config(128, 1, fp16, "token", divided=True)),
-    ("sm_89", sm_80, sm_80.config_for(128, fp16, False, sm_80.SHARED_BYTES)),
-    ("sm_89", walk, walk.Config(128, "channel", True, varlen=True)),
-    ("sm_90a", chunk_80, chunk_80.Config(128, 1, bf16, "token", states=True, varlen=True, piece=4)),
-    ("sm_90a", chunk, chunk.Config(256, 1, bf16, "step", varlen=True, **ALL)),
-    ("sm_90a", chunk, chunk.Config(128, 2, bf16, "step", varlen=True, **ALL)),
-    ("sm_90a", chunk_80, chunk_80.Config(256, 1, bf16, "token", ones=True, piece=4)),
-    ("sm_90a", sm_80, sm_80.config_for(64, bf16, True, sm_80.LARGE, 8)),
-    ("sm_90a", walk, walk.Config(128, "channel", normalize=True)),
-    ("sm_100a", chunk_80, chunk_80.Config(256, 1, bf16, "token", ones=True)),
-    ("sm_100a", chunk_80, chunk_80.Config(256, 1, bf16, "step", varlen=True, piece=4, **ALL)),
-    ("sm_100a", sm_80, sm_80.config_for(128, bf16, True, sm_80.LARGE, 4)),
-    ("sm_100a", sm_80, sm_80.config_for(128, fp16, False, sm_80.LARGE)),
-    ("sm_100a", walk, walk.Config(64, "channel", True, single=True)),
-    ("sm_120a", chunk_80, chunk_80.Config(256, 1, bf16, "token", ones=True, piece=4)),
-    ("sm_120a", chunk_80, chunk_80.Config(128, 1, bf16, "step", varlen=True, **ALL)),
-    ("sm_120a", chunk_80, chunk_80.Config(128, 1, bf16, "step", piece=8)),
-    ("sm_120a", sm_80, sm_80.config_for(256, bf16, False, sm_80.SHARED_BYTES, 4)),
-    ("sm_120a", walk, walk.Config(256, "channel", normalize=True)),
-    ("sm_120a", walk, walk.Config(128, "channel", True, single=True)),
+    ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, "step", piece=4, **ALL)),
+    ("sm_80", ampere, ampere.config_for(192, bf16, True, inspect.ROOMS["sm_80"], 4)),
+    ("sm_80", token_loop, token_loop.Config(64, "token", normalize=True)),
+    ("sm_89", chunk_ampere, chunk_ampere.Config(128, 1, fp16, "token", divided=True)),
+    ("sm_89", ampere, ampere.config_for(128, fp16, False, ampere.SHARED_BYTES)),
+    ("sm_89", token_loop, token_loop.Config(128, "channel", True, varlen=True)),
+    ("sm_90a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, "token", states=True, varlen=True, piece=4)),
+    ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, "step", varlen=True, **ALL)),
+    ("sm_90a", chunk_hopper, chunk_hopper.Config(128, 2, bf16, "step", varlen=True, **ALL)),
+    ("sm_90a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, "token", ones=True, piece=4)),
+    ("sm_90a", ampere, ampere.config_for(64, bf16, True, ampere.LARGE, 8)),
+    ("sm_90a", token_loop, token_loop.Config(128, "channel", normalize=True)),
+    ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, "token", ones=True)),
+    ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, "step", varlen=True, piece=4, **ALL)),
+    ("sm_100a", ampere, ampere.config_for(128, bf16, True, ampere.LARGE, 4)),
+    ("sm_100a", ampere, ampere.config_for(128, fp16, False, ampere.LARGE)),
+    ("sm_100a", token_loop, token_loop.Config(64, "channel", True, single=True)),
+    ("sm_120a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, "token", ones=True, piece=4)),
+    ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, "step", varlen=True, **ALL)),
+    ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, "step", piece=8)),
+    ("sm_120a", ampere, ampere.config_for(256, bf16, False, ampere.SHARED_BYTES, 4)),
+    ("sm_120a", token_loop, token_loop.Config(256, "channel", normalize=True)),
+    ("sm_120a", token_loop, token_loop.Config(128, "channel", True, single=True)),
 ]
 
 
@@ -41,7 +42,7 @@ def test_nothing_spills(arch, module, config):
     name = next(name for name, *what in inspect.configurations(True, arch) if what == [module, config])  # it is shipped
     found = inspect.row(name, module, config, arch)
     assert not any(found[key] for key in inspect.BAD)
-    assert found["shared_bytes"] <= inspect.ROOMS.get(arch, sm_80.SHARED_BYTES)
+    assert found["shared_bytes"] <= inspect.ROOMS.get(arch, ampere.SHARED_BYTES)
 
 
 def test_processes_share_the_work():

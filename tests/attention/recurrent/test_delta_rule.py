@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from delta_cases import BF16, Sequences, agree, inputs
 
-from attention.recurrent import delta
 from attention.recurrent.delta_rule import delta_rule
+from attention.recurrent.kernels import delta_hopper
 from tiles import bf16, fp16
 from tiles.compiler import compile_kernel
 
@@ -115,15 +115,15 @@ def test_other_schedules(monkeypatch, schedule):
 
 
 CONFIGS = [
-    *(delta.Config(128, 2, bf16, gated, varlen) for gated in (True, False) for varlen in (True, False)),
-    *(delta.Config(key_dim, 1, fp16, gated) for key_dim in delta.STAGES for gated in (True, False)),
-    delta.Config(64, 2, bf16, True, True),
+    *(delta_hopper.Config(128, 2, bf16, gated, varlen) for gated in (True, False) for varlen in (True, False)),
+    *(delta_hopper.Config(key_dim, 1, fp16, gated) for key_dim in delta_hopper.STAGES for gated in (True, False)),
+    delta_hopper.Config(64, 2, bf16, True, True),
 ]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_machine_code(config):
     """Nothing spills, and no wgmma waits for another."""
-    kernel, _ = delta.make(config)
-    found = compile_kernel(kernel, delta.signature(config), "sm_90a")
+    kernel, _ = delta_hopper.make(config)
+    found = compile_kernel(kernel, delta_hopper.signature(config), "sm_90a")
     assert (found.spill_bytes, found.local_bytes, found.warnings) == (0, 0, [])

@@ -1,15 +1,15 @@
-"""attention/recurrent/linear.py and walk.py: every member beside its recurrence in float64, in chunks and token by token."""
+"""attention/recurrent/linear.py and token_loop.py: every member beside its recurrence in float64, in chunks or not."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from attention import reference
-from attention.recurrent import frame
 from attention.recurrent import linear as members
+from attention.recurrent.chunks import passes
+from attention.recurrent.kernels import decay_frame
+from attention.recurrent.kernels.token_loop import walk
 from attention.recurrent.linear import NEEDED, OTHERS, gla, lightning, linear, retention
-from attention.recurrent.passes import passes
-from attention.recurrent.walk import walk
 from tiles import bf16 as tiles_bf16
 from tiles import fp16 as tiles_f16
 from tiles.arrays import describe
@@ -148,7 +148,7 @@ def test_strong_decays(place, decay, gate):
 def test_channels_as_strong_as_a_dtype_holds(place, key_dim, dtype, gates, strength):
     """On both sides of the limit, weak chunks and strong ones in turn, a last one that is not whole."""
     given = inputs(1, 330, key_dim, 128, "channel", dtype=dtype, gates=gates)
-    limit = 2 * frame.LEAST[tiles_f16 if dtype is f16 else tiles_bf16] / frame.LOG2_E / 64
+    limit = 2 * decay_frame.LEAST[tiles_f16 if dtype is f16 else tiles_bf16] / decay_frame.LOG2_E / 64
     given["decay"][:] = -0.01
     given["decay"][:, 64:128, :, ::3] = strength * limit
     given["decay"][:, 256:, :, 5] = 1.1 * limit

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from attention import reference
-from attention.recurrent import walk
+from attention.recurrent.kernels import token_loop
+from attention.recurrent.kernels.token_loop import GREATEST, Config, make, signature
 from attention.recurrent.step import linear_step
-from attention.recurrent.walk import GREATEST, Config, make, signature
 from tiles.compiler import compile_kernel
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
@@ -126,7 +126,7 @@ def test_states_that_cannot_be_moved(change, message):
 
 
 def test_more_sequences_than_a_grid_has_room_for(monkeypatch):
-    monkeypatch.setattr(walk, "MOST", 2)
+    monkeypatch.setattr(token_loop, "MOST", 2)
     with pytest.raises(ValueError, match="^q: must have at most 2 heads and sequences: 4, 3"):
         linear_step(**inputs(48, 80))
 

@@ -1,4 +1,4 @@
-"""attention/problem.py: what a valid call becomes, and that every invalid one says which argument and which values."""
+"""attention/softmax/problem.py: what a valid call becomes, and that every invalid one says which argument and which values."""
 
 import ml_dtypes
 import numpy as np
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention import problem
-from attention.problem import check, piece
+from attention.softmax import problem
+from attention.softmax.problem import check, piece
 from tiles.arrays import describe, form
 
 Q, KV = (2, 5, 6, 16), (2, 7, 3, 16)  # (B, S, H, D)

@@ -36,8 +36,8 @@ from ops import (
 from tiles import dtype, fp32, pipeline, rt, shared, st
 from tiles.layout import LANES
 
-from .blocks import walk
 from .hopper import LN2, LOWEST, TINY
+from .tiling import walk
 
 
 @dataclass(frozen=True)

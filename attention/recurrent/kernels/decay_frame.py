@@ -1,4 +1,4 @@
-"""The frame in which channels do not decay: what gated linear attention (gated.py) and the delta rule (kda.py) do to a chunk
+"""The frame in which channels do not decay: what gla_hopper.py and kda_hopper.py (the delta rule) do to a chunk
 whose channels each decay by themselves, and the shape of their kernels.
 
 With b the running sums of a chunk's gates, and any r, one number a channel, to count them from,
@@ -35,7 +35,7 @@ from ops import (
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, st, sv
 
 from .gates import FLOOR, LOG2_E
-from .places import CHUNK, COLUMNS
+from .tokens import CHUNK, COLUMNS
 
 PANEL = 128  # bytes of a row that lie side by side, at most
 TOKENS = 16  # that a warp brings into the frame at once: of more, the registers would overflow

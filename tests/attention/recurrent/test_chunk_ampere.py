@@ -1,4 +1,4 @@
-"""attention/recurrent/chunk_80.py: what GPUs without TMA do, and every GPU with arrays that TMA cannot read."""
+"""attention/recurrent/kernels/chunk_ampere.py: what GPUs without TMA do, and every GPU with arrays that TMA cannot read."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,11 @@ import test_mamba2 as mamba2s
 from test_linear import HEADS, bf16, check, f16, f32, inputs
 
 from attention import reference
-from attention.problem import piece
 from attention.recurrent import linear as members
 from attention.recurrent import mamba2 as of_steps
+from attention.recurrent.chunks import passes
 from attention.recurrent.linear import linear
-from attention.recurrent.passes import passes
+from attention.softmax.problem import piece
 
 DECAYS = "none", "head", "token"
 

@@ -25,9 +25,9 @@ from numpy import float32, int32
 from ops import clip, load, log2, row_max, silu, split, store, subtile, tile_min, warpgroup, zeros
 from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
 
-from ..signature import ENDS, FLOAT, INT, array, tiled
+from ...signature import ENDS, FLOAT, INT, array, tiled
 from .gates import ALONG, ROWS, TILE, gates
-from .places import CHUNK, COLUMNS, places
+from .tokens import CHUNK, COLUMNS, places
 
 WIDE = 128  # key dim, beyond which a state would take half of a consumer's registers: two have half of the keys each
 REGISTERS = {(1, 2): (48, 208), (2, 1): (72, 216), (1, 1): (88, 256)}  # (warpgroups, resident) -> those of producer, consumer

@@ -1,4 +1,4 @@
-"""Linear attention for sm_80 and later, chunk by chunk: cp.async, ldmatrix and mma.sync. The equations are chunk.py's.
+"""Linear attention for sm_80 and later, chunk by chunk: cp.async, ldmatrix and mma.sync. The equations are chunk_hopper.py's.
 
 A block of four warps walks a sequence (or a segment of one) for 64 columns of the values. Each warp keeps the state of 16 of
 them in registers, transposed: S^T is 16 x Dk, and as it lies there, rounded, it is the right operand of Q S. For all of them
@@ -40,19 +40,19 @@ from ops import (
 from tiles import fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.layout import LANES
 
-from ..signature import ENDS, FLOAT, INT, array
-from . import chunk
-from .chunk import TINY, WIDE
+from ...signature import ENDS, FLOAT, INT, array
+from . import chunk_hopper
+from .chunk_hopper import TINY, WIDE
 from .gates import ROWS, TILE, gates, shared_gates
-from .places import CHUNK, COLUMNS, places
+from .tokens import CHUNK, COLUMNS, places
 
 WARPS = 4  # of a block
 BAND = COLUMNS // WARPS  # value columns of a warp, and rows of P that it makes
 
 
 @dataclass(frozen=True)
-class Config(chunk.Config):
-    """A kernel's shape and what it computes: chunk.Config's, with one consumer. piece: the bytes that bases and strides are
+class Config(chunk_hopper.Config):
+    """A kernel's shape and what it computes: chunk_hopper's, with one consumer. piece: the bytes that bases and strides are
     multiples of."""
 
     piece: int = 16
@@ -120,7 +120,7 @@ def make(config: Config):
         gQ, gK, gV, gZ, gGates, gRate, gBias, gSkip, gDivisor, gO, gStart, gLocal, gState, gTotal, gEnds,
         length, blocks, segments, walked, heads, group, width, scale,
     ):  # fmt: skip
-        """The outputs, or the states and summed gates, of a segment: see chunk.py, whose arguments these are."""
+        """The outputs, or the states and summed gates, of a segment: see chunk_hopper.py, whose arguments these are."""
         q, k, v, z, p, b, a = smem.open()
         me = int32(cuda.threadIdx.x // 32)
         block, segment, key_head, sequence = place(cuda.blockIdx.x, blocks, walked, heads)

@@ -34,8 +34,8 @@ from ops import (
 )
 from tiles import dtype, fp32, inlined, ring, rt, shared, st
 
-from .blocks import walk
-from .signature import FLOAT, INT, array, tiled
+from ..signature import FLOAT, INT, array, tiled
+from .tiling import walk
 
 LOWEST, TINY, LN2 = -1e30, 1e-30, math.log(2)
 SLACK = 8.0  # how far, in powers of 2, the maximum may grow before O is rescaled: P stays below 2**8

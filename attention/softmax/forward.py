@@ -11,9 +11,9 @@ from tiles.device import cache, device, processors
 from tiles.dtypes import bf16, fp16
 from tiles.plans import Plan, planned
 
-from . import hopper, sm_80
-from .blocks import band_of
+from . import ampere, hopper
 from .problem import PIECES, Placed, Problem, check, options, piece
+from .tiling import band_of
 
 DTYPES = {"bfloat16": bf16, "float16": fp16}
 FAMILIES = "sm_80", "sm_90"
@@ -106,11 +106,11 @@ def _plan(problem: Problem, with_lse: bool, bytes_at_once: int, family: str | No
     """The launch that solves problems of this form: all that is left to say is the stream and five addresses. Where it runs
     is settled here, too, so TILES_INTERPRET is read when a form is first seen."""
     tma, wanted = choose(problem, bytes_at_once, family) == "sm_90", (problem.head_dim, DTYPES[problem.dtype], problem.causal)
-    room = sm_80.LARGE if problem.device is None else device(problem.device).shared_bytes
-    config: hopper.Config | sm_80.Config = (
-        hopper.config_for(*wanted, problem.seqlen_kv) if tma else sm_80.config_for(*wanted, room, bytes_at_once)
+    room = ampere.LARGE if problem.device is None else device(problem.device).shared_bytes
+    config: hopper.Config | ampere.Config = (
+        hopper.config_for(*wanted, problem.seqlen_kv) if tma else ampere.config_for(*wanted, room, bytes_at_once)
     )
-    kernel, smem = (hopper if tma else sm_80).make(config)
+    kernel, smem = (hopper if tma else ampere).make(config)
 
     def array(length, heads, strides):
         shape = problem.batch, length, heads, problem.head_dim

@@ -1,10 +1,10 @@
-"""What a consumer does with a state that it holds transposed, 64 value columns x Dk (delta.py, kda.py, gated.py): U and
+"""What a consumer does with a state that it holds transposed, 64 value columns x Dk: U and
 O are then transposed as well, and the product of one step, rounded, is the left operand of the next."""
 
 from ops import clip, columns, right_fill, subtile, warpgroup
 from tiles import dtype, inlined, rt
 
-from .places import CHUNK, COLUMNS
+from .tokens import CHUNK, COLUMNS
 
 
 def turned(key_dim: int, of: dtype, varlen: bool):

@@ -2,7 +2,7 @@
 
     S_t = diag(exp(g_t)) S_(t-1) + k_t^T v_t        o_t = scale q_t S_t        g_t: Dk numbers, never positive
 
-In the frame of some r a chunk is one of plain linear attention (b, q', k* and S': see frame.py):
+In the frame of some r a chunk is one of plain linear attention (b, q', k* and S': see decay_frame.py):
 
     P = tril(q' k*^T)        O = scale (q' S' + P V)        S = exp(b_last - r) (S' + k*^T V)
 
@@ -21,17 +21,17 @@ from numpy import int32
 from ops import columns, split, store, subtile, warpgroup
 from tiles import fp32, inlined, ring, rt, shared, st
 
-from ..signature import ENDS, FLOAT, INT, array, tiled
-from . import frame
-from .places import CHUNK, COLUMNS, span
-from .turned import turned
+from ...signature import ENDS, FLOAT, INT, array, tiled
+from . import decay_frame
+from .tokens import CHUNK, COLUMNS, span
+from .transposed_state import turned
 
 REGISTERS = {1: (184, 80, 240), 2: (120, 72, 160)}  # consumers -> registers a thread of framer, weigher and consumer
 STAGES = {64: 2, 128: 2, 256: 1}  # padded key dim: chunks in flight
 WIDE = 128  # key dim, beyond which a state takes half of a consumer's registers: one consumer
 
 
-class Config(frame.Config):
+class Config(decay_frame.Config):
     """A kernel's shape."""
 
     makers = 2
@@ -55,7 +55,7 @@ def make(config: Config):
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
         totals=config.sums,
         factor=ring(config.factor, AHEAD, readers, writers=group),
-        flag=ring(frame.FLAG, AHEAD, readers + group, writers=group),
+        flag=ring(decay_frame.FLAG, AHEAD, readers + group, writers=group),
     )
     tokens, (_, _, hand_out) = span(VARLEN), turned(KEY_DIM, INPUT, VARLEN)
 
@@ -65,8 +65,8 @@ def make(config: Config):
         if not strong:
             store(lost, query - fp32(INPUT(query)))
 
-    sum_up, change_frame, one_by_one, is_strong, scaled = frame.frame(config, keep_lost, PAIRS)
-    bring = frame.bringing(CONSUMERS)
+    sum_up, change_frame, one_by_one, is_strong, scaled = decay_frame.frame(config, keep_lost, PAIRS)
+    bring = decay_frame.bringing(CONSUMERS)
 
     @inlined
     def read(s_t, queries, factor, strong):

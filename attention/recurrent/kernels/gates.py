@@ -1,4 +1,4 @@
-"""Where a chunk's decays come from, if there is one number for a token and head (chunk.py, delta.py).
+"""Where a chunk's decays come from, if there is one number for a token and head (chunk_hopper.py, delta_hopper.py).
 
 g is a token's gate, the logarithm of its decay and never positive, w the weight of its key, and b the running sum of a chunk's
 gates, in powers of 2: exp2 is an instruction, exp two. A weight is never negative, so that it is an exponent, too: what a key
@@ -30,7 +30,7 @@ from ops import (
 )
 from tiles import fp32, inlined, rt
 
-from .places import CHUNK
+from .tokens import CHUNK
 
 TILE = rt(16, CHUNK, fp32)
 ROWS, ALONG = TILE.col_vec, TILE.row_vec

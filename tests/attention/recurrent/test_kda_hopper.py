@@ -7,8 +7,8 @@ from delta_cases import BF16, FP16, Sequences, agree
 from delta_cases import inputs as inputs_of_tokens
 
 from attention.recurrent import delta_rule as module
-from attention.recurrent import frame, kda
 from attention.recurrent.delta_rule import delta_rule
+from attention.recurrent.kernels import decay_frame, kda_hopper
 from tiles import bf16, fp16, fp32
 from tiles.compiler import compile_kernel
 
@@ -59,7 +59,7 @@ def test_gates_of_any_size(place, gate, dtype):
 def test_chunks_as_strong_as_a_dtype_holds(place, strength, dtype, of):
     """On both sides of the limit."""
     q, k, v, beta, decay = inputs(1, 130, 1, 128, 64, dtype)
-    decay[:] = strength * 2 * frame.LEAST[of] / frame.LOG2_E / 64
+    decay[:] = strength * 2 * decay_frame.LEAST[of] / decay_frame.LOG2_E / 64
     agree(place, q, k, v, beta, decay)
 
 
@@ -111,15 +111,15 @@ def test_other_schedules(monkeypatch, schedule):
 
 
 CONFIGS = [
-    *(kda.Config(key_dim, consumers, fp32, bf16) for key_dim in kda.KEY_DIMS for consumers in (1, 2)),
-    *(kda.Config(128, 2, gates, fp16, varlen) for gates in (fp32, fp16) for varlen in (True, False)),
+    *(kda_hopper.Config(key_dim, consumers, fp32, bf16) for key_dim in kda_hopper.KEY_DIMS for consumers in (1, 2)),
+    *(kda_hopper.Config(128, 2, gates, fp16, varlen) for gates in (fp32, fp16) for varlen in (True, False)),
 ]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_machine_code(config):
     """Nothing spills, and no wgmma waits for another; a block has room."""
-    kernel, smem = kda.make(config)
-    found = compile_kernel(kernel, kda.signature(config), "sm_90a")
+    kernel, smem = kda_hopper.make(config)
+    found = compile_kernel(kernel, kda_hopper.signature(config), "sm_90a")
     assert (found.spill_bytes, found.local_bytes, found.warnings) == (0, 0, [])
     assert smem.nbytes <= 227 * 1024

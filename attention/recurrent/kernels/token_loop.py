@@ -19,9 +19,9 @@ from tiles import bf16, dtype, fp32, inlined, launch, rt, shared, sv
 from tiles.arrays import Form, at, c_ordered, form
 from tiles.launch import Bound, Interpreted
 
-from ..signature import ENDS, FLOAT, INT, array
-from .places import span
-from .problem import Problem
+from ...signature import ENDS, FLOAT, INT, array
+from ..problem import Problem
+from .tokens import span
 
 WARPS = 4  # of a block
 COLUMNS = 16  # of the state, a warp

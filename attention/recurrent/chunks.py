@@ -1,4 +1,4 @@
-"""From a problem of linear attention to launches of the kernels of chunks (chunk.py, chunk_80.py, gated.py).
+"""From a problem of linear attention to launches of the kernels of chunks (chunk_hopper.py, chunk_ampere.py, gla_hopper.py).
 
 There is one, or two where few long sequences are cut into segments, and one before it where a normalizer is wanted.
 """
@@ -14,9 +14,9 @@ from tiles.device import processors
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.launch import Bound, Interpreted
 
-from ..forward import choose
-from ..problem import piece
-from . import chunk, chunk_80, gated
+from ..softmax.forward import choose
+from ..softmax.problem import piece
+from .kernels import chunk_ampere, chunk_hopper, gla_hopper
 from .problem import Problem
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float32": fp32}
@@ -67,7 +67,7 @@ def segments(items: int, chunks: int, places: int) -> int:
 
 
 def copied(problem: Problem, family: str | None, *pointers: int) -> int:
-    """The bytes that cp.async copies at once of arrays at these addresses: chunk_80.py's way, on any GPU since Ampere. 0 where
+    """The bytes that cp.async copies at once of arrays at these addresses: chunk_ampere.py's way. 0 where
     TMA brings whole tiles: on Hopper and in the interpreter, if everything is aligned to 16 bytes. family: see forward.choose,
     which raises ValueError."""
     aligned = piece(problem, *pointers)
@@ -81,7 +81,7 @@ def passes(problem: Problem, softplus: bool = False, keep: bool = True, parts: i
     decay = problem.forms.get("decay")
     if decay is not None and len(decay.shape) == 4:
         return _by_channel(problem, keep)
-    forms, width = _forms(problem, keep, by_copies), math.ceil(problem.value_dim / chunk.COLUMNS)
+    forms, width = _forms(problem, keep, by_copies), math.ceil(problem.value_dim / chunk_hopper.COLUMNS)
     config = functools.partial(_config, problem, softplus=softplus, by_copies=by_copies)
     main, place = config(width), problem.device
     if parts is None:
@@ -102,7 +102,7 @@ def passes(problem: Problem, softplus: bool = False, keep: bool = True, parts: i
         scratch["divisor"] = forms["divisor"].shape, "float32"
         z_shape, start = problem.z_shape if keep else (*problem.z_shape[:2], 0), problem.forms.get("initial_z")
         rows = {
-            "start": _spread(start, 2, chunk.COLUMNS) if start else forms["start"],
+            "start": _spread(start, 2, chunk_hopper.COLUMNS) if start else forms["start"],
             "state": _spread(c_ordered(z_shape, "float32", place), 2, 1),
             "out": forms["divisor"],
         }
@@ -127,7 +127,12 @@ def _forms(problem: Problem, keep: bool, by_copies: int = 0) -> dict[str, Form]:
     forms.setdefault("z", forms["v"])
     if by_copies and len(forms["gates"].shape) == 1:  # each token's is the head's
         forms["gates"] = _spread(_spread(forms["gates"], 0, problem.seqlen), 0, batch)
-    for name, extent in ("gates", chunk.CHUNK), ("rate", chunk.CHUNK), ("bias", chunk.CHUNK), ("skip", problem.value_dim):
+    for name, extent in (
+        ("gates", chunk_hopper.CHUNK),
+        ("rate", chunk_hopper.CHUNK),
+        ("bias", chunk_hopper.CHUNK),
+        ("skip", problem.value_dim),
+    ):
         if len(forms[name].shape) == 1:  # one number a head, as if there were one for each token or column
             forms[name] = _spread(forms[name], 1, extent)
     if problem.member == "linear":  # whose states are not transposed, as the kernel's and Mamba-2's are
@@ -137,14 +142,14 @@ def _forms(problem: Problem, keep: bool, by_copies: int = 0) -> dict[str, Form]:
 
 def _config(
     problem: Problem, width: int, softplus: bool, by_copies: int, states: bool = False, ones: bool = False
-) -> chunk.Config:
+) -> chunk_hopper.Config:
     """The kernel for values of `width` blocks of columns."""
     key_dim, given = min(n for n in KEY_DIMS if n >= problem.key_dim), problem.forms
     decay = given.get("decay")
-    make = functools.partial(chunk_80.Config, piece=by_copies) if by_copies else chunk.Config
+    make = functools.partial(chunk_ampere.Config, piece=by_copies) if by_copies else chunk_hopper.Config
     return make(
         key_dim,
-        consumers=2 if problem.group * width % 2 == 0 and key_dim <= chunk.WIDE and not by_copies else 1,
+        consumers=2 if problem.group * width % 2 == 0 and key_dim <= chunk_hopper.WIDE and not by_copies else 1,
         dtype=DTYPES[problem.dtype],
         gate="step" if "dt" in given else None if decay is None else "token" if by_copies or len(decay.shape) > 1 else "head",
         softplus=softplus,
@@ -158,21 +163,21 @@ def _config(
     )
 
 
-def _parts(problem: Problem, config: chunk.Config, width: int) -> int:
+def _parts(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
     """How many segments each sequence is cut into."""
-    if isinstance(config, chunk_80.Config) and config.key_dim > chunk.WIDE:
+    if isinstance(config, chunk_ampere.Config) and config.key_dim > chunk_hopper.WIDE:
         return 1
     items = problem.sequences * problem.heads * width // config.consumers
-    chunks = problem.seqlen * problem.batch // problem.sequences // chunk.CHUNK
+    chunks = problem.seqlen * problem.batch // problem.sequences // chunk_hopper.CHUNK
     return segments(items, chunks, config.resident * processors(problem.device))
 
 
 def _bind(
-    config: chunk.Config, problem: Problem, forms: dict[str, Form], width: int, parts: int, walked: int
+    config: chunk_hopper.Config, problem: Problem, forms: dict[str, Form], width: int, parts: int, walked: int
 ) -> Bound | Interpreted:
     """The launch of a kernel."""
-    tma = not isinstance(config, chunk_80.Config)
-    kernel, smem = (chunk if tma else chunk_80).make(config)
+    tma = not isinstance(config, chunk_ampere.Config)
+    kernel, smem = (chunk_hopper if tma else chunk_ampere).make(config)
 
     def argument(name: str):
         array = at(0, forms[name])
@@ -190,11 +195,11 @@ def _bind(
 
 def _by_channel(problem: Problem, keep: bool) -> Passes:
     """The launch for decays of channels."""
-    forms, width = _forms(problem, keep), math.ceil(problem.value_dim / chunk.COLUMNS)
+    forms, width = _forms(problem, keep), math.ceil(problem.value_dim / chunk_hopper.COLUMNS)
     key_dim, gates = min(n for n in KEY_DIMS if n >= problem.key_dim), DTYPES[forms["gates"].dtype]
-    consumers = 2 if width % 2 == 0 and key_dim <= gated.WIDE else 1
-    config = gated.Config(key_dim, consumers, gates, DTYPES[problem.dtype], "cu_seqlens" in problem.forms)
-    kernel, smem = gated.make(config)
+    consumers = 2 if width % 2 == 0 and key_dim <= gla_hopper.WIDE else 1
+    config = gla_hopper.Config(key_dim, consumers, gates, DTYPES[problem.dtype], "cu_seqlens" in problem.forms)
+    kernel, smem = gla_hopper.make(config)
     tiled = {"q": config.key, "k": config.key, "v": config.value, "gates": config.gate}
     if not config.varlen:
         tiled["out"] = config.value

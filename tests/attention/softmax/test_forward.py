@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention
-from attention import hopper, inspect, reference, sm_80
-from attention.problem import PIECES, check
+from attention import inspect, reference
+from attention.softmax import ampere, hopper
+from attention.softmax.problem import PIECES, check
 from tiles import bf16
 from tiles.arrays import describe
 
 BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
-FORWARD = importlib.import_module("attention.forward")  # the module, whose name is also the function's
+FORWARD = importlib.import_module("attention.softmax.forward")  # the module, whose name is also the function's
 
 
 class OnInterpreter:
@@ -233,20 +234,20 @@ def test_bad_input_is_refused_before_any_launch():
 def test_every_head_dim_has_a_configuration_that_fits():
     for head_dim in range(8, 257, 8):
         for causal in (False, True):
-            for room, piece in itertools.product(sm_80.ROOMS, PIECES):
-                config = sm_80.config_for(head_dim, bf16, causal, room, piece)
-                assert config.head_dim >= head_dim and sm_80.make(config)[1].nbytes <= sm_80.SHARED_BYTES, config
+            for room, piece in itertools.product(ampere.ROOMS, PIECES):
+                config = ampere.config_for(head_dim, bf16, causal, room, piece)
+                assert config.head_dim >= head_dim and ampere.make(config)[1].nbytes <= ampere.SHARED_BYTES, config
             config = hopper.config_for(head_dim, bf16, causal, 1000)
             _, smem = hopper.make(config)
             assert config.head_dim >= head_dim and smem.nbytes <= hopper.SHARED_BYTES, config
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
-@pytest.mark.parametrize("room", sm_80.ROOMS)
+@pytest.mark.parametrize("room", ampere.ROOMS)
 def test_two_blocks_share_a_multiprocessor(head_dim, room):
     """It has a kilobyte more than a block may have, and the driver takes one a block."""
     for piece in PIECES:
-        _, smem = sm_80.make(sm_80.config_for(head_dim, bf16, False, room, piece))
+        _, smem = ampere.make(ampere.config_for(head_dim, bf16, False, room, piece))
         assert 2 * (smem.nbytes + 1024) <= room + 1024
 
 
@@ -272,7 +273,7 @@ def test_arrays_that_tma_cannot_address(place, family, skip, head_dim):
 @pytest.mark.parametrize(("room", "head_dim"), [(99 * 1024, 96), (99 * 1024, 128), (99 * 1024, 192), (163 * 1024, 192)])
 def test_kernels_for_gpus_with_less_shared_memory(place, room, head_dim, monkeypatch):
     """Their shapes run everywhere."""
-    monkeypatch.setattr(sm_80, "ROOMS", dict.fromkeys(sm_80.ROOMS, sm_80.ROOMS[room]))
+    monkeypatch.setattr(ampere, "ROOMS", dict.fromkeys(ampere.ROOMS, ampere.ROOMS[room]))
     length = 141 + room // 2**14  # for which nobody else has planned
     for causal in (False, True):
         agree(place, *inputs(1, length, 171, 1, 1, head_dim), causal=causal)
@@ -318,8 +319,8 @@ def test_a_family_that_does_not_exist():
 )
 def test_the_sm_80_kernel_compiles_for_every_gpu(arch, head_dim, causal):
     """`python -m attention inspect --arch ...` compiles all of them."""
-    shipped = (config for _, module, config in inspect.configurations(arch=arch) if module is sm_80)
+    shipped = (config for _, module, config in inspect.configurations(arch=arch) if module is ampere)
     (config,) = (config for config in shipped if (config.head_dim, config.causal) == (head_dim, causal))
-    found = inspect.row("forward", sm_80, config, arch)
+    found = inspect.row("forward", ampere, config, arch)
     assert (found["spill_bytes"], found["local_bytes"], found["warnings"]) == (0, 0, [])
     assert found["lines"] <= 58

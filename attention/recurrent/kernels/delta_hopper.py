@@ -38,9 +38,9 @@ from ops import (
 from ops.inverse import DIAGONAL, TRIANGLE, inverse_transposed
 from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
 
-from ..signature import ENDS, FLOAT, INT, array, tiled
-from .places import CHUNK, COLUMNS, span
-from .turned import turned
+from ...signature import ENDS, FLOAT, INT, array, tiled
+from .tokens import CHUNK, COLUMNS, span
+from .transposed_state import turned
 
 REGISTERS = {1: (104, 104, 232), 2: (72, 88, 176)}  # consumers -> registers a thread of weigher, solver and consumer
 STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight

@@ -2,9 +2,9 @@
 
     S = diag(exp(g_t)) S_(t-1)        u_t = beta_t (v_t - k_t S)        S_t = S + k_t^T u_t        o_t = scale q_t S_t
 
-In the frame of some r a chunk is one of the delta rule without decays (b, q', k', k* and S': see frame.py):
+In the frame of some r a chunk is one of the delta rule without decays (b, q', k', k* and S': see decay_frame.py):
 
-    A  = tril(beta k' k*^T, -1)       T = (I + A)^-1 beta                                     (see delta.py)
+    A  = tril(beta k' k*^T, -1)       T = (I + A)^-1 beta                                     (see delta_hopper.py)
     U  = T (V - k' S')                O = scale (q' S' + tril(q' k*^T) U)
     S  = exp(b_last - r) (S' + k*^T U)
 
@@ -21,10 +21,10 @@ from ops import clip, split, store, subtile, warpgroup
 from ops.inverse import DIAGONAL, TRIANGLE, inverse_transposed, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 
-from ..signature import ENDS, FLOAT, INT, array, tiled
-from .frame import FLAG, Config, bringing, frame
-from .places import CHUNK, COLUMNS, span
-from .turned import turned
+from ...signature import ENDS, FLOAT, INT, array, tiled
+from .decay_frame import FLAG, Config, bringing, frame
+from .tokens import CHUNK, COLUMNS, span
+from .transposed_state import turned
 
 REGISTERS = {1: (240, 240), 2: (152, 176)}  # consumers -> registers a thread of preparer and consumer
 KEY_DIMS = 64, 128  # as padded

@@ -1,11 +1,11 @@
-"""attention/blocks.py: every tile is somebody's, the longest come first, and nobody gets much more than others."""
+"""attention/softmax/tiling.py: every tile is somebody's, the longest come first, and nobody gets much more than others."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from attention import hopper
-from attention.blocks import band_of, walk
+from attention.softmax import hopper
+from attention.softmax.tiling import band_of, walk
 from tiles import bf16
 
 L2 = 50 * 2**20

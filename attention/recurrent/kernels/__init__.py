@@ -1,0 +1,1 @@
+"""The kernels of the linear-attention family, and what they share."""

@@ -1,0 +1,1 @@
+"""Softmax attention: `attention.forward`, its kernels, and how their work is cut into tiles."""
