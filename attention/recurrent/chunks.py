@@ -27,6 +27,7 @@ Arrays = dict[str, Operand | None]  # a kernel's, by the names of its parameters
 Scratch = dict[str, tuple[tuple[int, ...], str]]
 
 
+@functools.lru_cache(1024)
 def segments(items: int, chunks: int, places: int) -> int:
     """Into how many parts to cut each sequence, if there are `items` pieces of work of so many chunks, and `places` for blocks
     at once: what ends soonest."""
