@@ -21,12 +21,6 @@ from .importable import NEEDED, ROOT, SIMULATOR, simulated
 OF_NUMBA_CUDA = ("numba-cuda", "cuda-core", "cuda-bindings", "nvidia-nvjitlink")  # what numba-cuda[cu13] brings
 PACKAGES = ("numba", "llvmlite", "numpy", "ml_dtypes", "greenlet", *OF_NUMBA_CUDA)
 OPTIONAL = ("torch", "cupy-cuda13x", "jax")
-FAMILIES = (  # (lowest capability, what runs there)
-    ((10, 0), "no wgmma: kernels of registers, ordinary memory and TMA; those with wgmma run in the interpreter"),
-    ((9, 0), "wgmma and TMA: every kernel"),
-    ((8, 0), "neither wgmma nor TMA: kernels of registers and global memory; the others run in the interpreter"),
-    ((0, 0), "too old: kernels run in the interpreter"),
-)
 
 
 @dataclass(frozen=True)
@@ -141,7 +135,22 @@ def gpus():
         yield Finding("GPU", "none", nothing)
 
 
+def runs_on(capability) -> str:
+    """What runs on a GPU of this compute capability."""
+    from .device import hopper, supported
+
+    if not supported(capability):
+        return "too old: kernels run in the interpreter"
+    if hopper(capability):
+        return "wgmma and TMA: every kernel"
+    if capability >= (10, 0):
+        return "no wgmma: kernels of registers, ordinary memory and TMA; those with wgmma run in the interpreter"
+    return "neither wgmma nor TMA: kernels of registers and global memory; the others run in the interpreter"
+
+
 def _gpu(driver, check, ordinal):
+    from .device import hopper
+
     handle, which = check(driver.cuDeviceGet(ordinal)), driver.CUdevice_attribute
     name = check(driver.cuDeviceGetName(128, handle)).split(b"\0")[0].decode()
     capability = tuple(
@@ -149,9 +158,9 @@ def _gpu(driver, check, ordinal):
         for part in ("MAJOR", "MINOR")
     )
     memory = check(driver.cuDeviceTotalMem(handle)) / 2**30
-    runs = next(text for lowest, text in FAMILIES if capability >= lowest)
     text = f"{name}, compute capability {capability[0]}.{capability[1]}, {memory:.0f} GiB"
-    yield Finding(f"GPU {ordinal}", f"{text}; {runs}", "" if capability[0] == 9 else "TILES_INTERPRET=1 runs any kernel")
+    advice = "" if hopper(capability) else "TILES_INTERPRET=1 runs any kernel"
+    yield Finding(f"GPU {ordinal}", f"{text}; {runs_on(capability)}", advice)
 
 
 def cache():

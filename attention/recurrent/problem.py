@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tiles.arrays import FORMS, Array, Form, c_ordered, form, overlaps, overlaps_itself
-from tiles.device import device
+from tiles.device import device, hopper
 
 from ..softmax.problem import (
     AXES,
@@ -209,7 +209,7 @@ def check(
 def needs_hopper(problem: Problem, *pointers: int) -> None:
     """ValueError if wgmma and TMA cannot solve the problem with arrays at these addresses. In the interpreter they can."""
     gpu = None if problem.device is None else device(problem.device)
-    if gpu and gpu.capability[0] != 9:
+    if gpu and not hopper(gpu.capability):
         raise ValueError(f"attention.{problem.member}: runs on Hopper; the arrays lie on {gpu}")
     if piece(problem, *pointers) < PIECES[0]:
         strides = {name: x.strides for name, x in problem.forms.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from tiles import launch, tensor
 from tiles.arrays import FORMS, Form, at, c_ordered, fill, form
-from tiles.device import cache, device, processors
+from tiles.device import cache, device, processors, supported
 from tiles.dtypes import bf16, fp16
 from tiles.plans import Plan, planned
 
@@ -88,7 +88,7 @@ def choose(problem: Placed, bytes_at_once: int, family: str | None, member: str 
     if family not in (None, *FAMILIES):
         raise ValueError(f"family: must be None or one of {FAMILIES}: {family=}")
     gpu, addressable = None if problem.device is None else device(problem.device), bytes_at_once == PIECES[0]
-    if gpu and gpu.capability < (8, 0):
+    if gpu and not supported(gpu.capability):
         raise ValueError(f"attention.{member}: runs on GPUs since Ampere (sm_80); the arrays lie on {gpu}")
     hopper_runs = gpu is None or gpu.capability[0] == 9
     if family == "sm_90" and not hopper_runs:
