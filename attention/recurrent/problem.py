@@ -13,6 +13,8 @@ from operator import or_
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tiles.arrays import FORMS, Array, Form, c_ordered, form, overlaps, overlaps_itself
 from tiles.device import device, hopper
 
@@ -24,6 +26,7 @@ from ..softmax.problem import (
     STRIDE_END,
     Rule,
     alignment_rules,
+    conversion,
     memory_rules,
     options,
     piece,
@@ -191,6 +194,8 @@ def check(
 
     Raises ValueError or TypeError that names the argument and prints the values.
     """
+    if isinstance(normalize, np.bool_):
+        normalize = bool(normalize)
     if normalize is not True and normalize is not False:
         raise TypeError(f"normalize: must be a bool: {normalize=}")
     _, scale = options(False, scale)
@@ -300,7 +305,8 @@ def _array_rules(forms: dict[str, Form], table: dict[str, Argument], layout: str
         rank = f"{name}: must have the axes {choices}: {_values(forms, 'shape', name)}"
         yield _axes(table[name], x, layout) is not None, ValueError, rank
         dtypes = table[name].dtypes
-        yield x.dtype in dtypes, TypeError, f"{name}: dtype must be one of {dtypes}: {_values(forms, 'dtype', name)}"
+        cure = conversion(x.dtype) if dtypes == DTYPES else ""
+        yield x.dtype in dtypes, TypeError, f"{name}: dtype must be one of {dtypes}: {_values(forms, 'dtype', name)}{cure}"
         alike = not table[name].tiles or x.dtype == forms[first].dtype
         yield alike, TypeError, f"{name}: dtype must be {first}'s: {_values(forms, 'dtype', name, first)}"
         elsewhere = f"{name}: must lie where {first} does (None: host memory): {_values(forms, 'device', name, first)}"

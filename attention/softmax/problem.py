@@ -12,6 +12,8 @@ from numbers import Real
 from operator import or_
 from typing import Any, Protocol
 
+import numpy as np
+
 from tiles.arrays import FORMS, Array, Form, c_ordered, overlaps, overlaps_itself
 
 AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3)}  # where batch, sequence, head and column stand in the caller's axes
@@ -108,6 +110,8 @@ def check(
 
 def options(causal: Any, scale: Any) -> tuple[bool, float | None]:
     """A bool, and a float or None: equal ones now mean the same. TypeError: causal is no bool, or scale is no number."""
+    if isinstance(causal, np.bool_):
+        causal = bool(causal)
     if causal is not True and causal is not False:
         raise TypeError(f"causal: must be a bool: {causal=}")
     if scale is None or type(scale) is float:
@@ -115,6 +119,11 @@ def options(causal: Any, scale: Any) -> tuple[bool, float | None]:
     if not isinstance(scale, Real) or isinstance(scale, bool):
         raise TypeError(f"scale: must be a number or None: {scale=}")
     return causal, float(scale)
+
+
+def conversion(dtype: str) -> str:
+    """What makes 2-byte elements of wider ones, to end a message with; empty for all that is no such float."""
+    return "; convert it: x.astype(tiles.bf16.np), or torch's x.bfloat16()" if dtype in ("float32", "float64") else ""
 
 
 def piece(problem: Strided, *pointers: int) -> int:
@@ -162,7 +171,8 @@ def _shape_rules(forms: dict[str, Form], layout: str) -> Iterator[Rule]:
     for name, x in forms.items():
         rank = f"{name}: must have 4 axes, {', '.join(layout.upper())}: {values('shape', name)}"
         yield len(x.shape) == 4, ValueError, rank
-        yield x.dtype in DTYPES, TypeError, f"{name}: dtype must be one of {DTYPES}: {values('dtype', name)}"
+        dtypes = f"{name}: dtype must be one of {DTYPES}: {values('dtype', name)}{conversion(x.dtype)}"
+        yield x.dtype in DTYPES, TypeError, dtypes
     for name in list(forms)[1:]:
         dtypes, devices = values("dtype", name, "q"), values("device", name, "q")
         yield forms[name].dtype == forms["q"].dtype, TypeError, f"{name}: dtype must be q's: {dtypes}"
