@@ -60,6 +60,23 @@ def test_what_harms_nobody(tmp_path):
     assert done.stdout.split() == [str(tmp_path / "attention.py"), "exp2"], done.stderr
 
 
+def test_a_folder_before_an_editable_install(tmp_path):
+    """Setuptools' finder for those is asked last: there even a folder without an __init__.py is in the way."""
+    (tmp_path / "ops").mkdir()
+    code = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Editable:
+    find_spec = lambda name, path=None, target=None: None if path else PathFinder.find_spec(name, [{str(ROOT)!r}])
+
+sys.path.remove({str(ROOT)!r})
+sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Editable)
+import attention
+"""
+    assert refused(run(tmp_path, code), tmp_path / "ops", "ops")
+
+
 def test_a_package_that_overwrote_ours(tmp_path):
     """pip installs two distributions with a package `ops` into one folder, one over the other."""
     site = tmp_path / "site"
