@@ -1,6 +1,12 @@
 """What can be done to tiles, for use inside kernels. Scope warp here; `ops.warpgroup` for four warps together, `ops.block` for
 all of a block, `ops.cluster` for several blocks; `ops.raw` for the instructions without their guards."""
 
+from pathlib import Path as _Path
+from runpy import run_path as _run_path
+
+if _why := _run_path(str(_Path(__file__).parents[1] / "tiles/importable.py"))["obstacle"]():  # `tiles` may be another's
+    raise ImportError(_why)
+
 from . import block, cluster, complex, mma, raw, warpgroup
 from . import convert as _convert  # dtypes become callable  # noqa: F401
 from . import show as _show  # print takes tiles  # noqa: F401

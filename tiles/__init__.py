@@ -1,6 +1,6 @@
 """Tiles for Numba-CUDA: what a tile is, where its elements lie, and how a kernel made of them is launched."""
 
-from .doctor import importing
+from .importable import importing
 
 with importing():
     from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32

@@ -254,7 +254,7 @@ def _refuse_axes(argument: Argument, layout: str, form: Form) -> NoReturn:
     raise ValueError(f"{argument.name}: must have the axes {choices}: {argument.name}.shape={form.shape}")
 
 
-CURE = " (tensor.bfloat16() in torch, array.astype(ml_dtypes.bfloat16) in NumPy)"
+CURE = "; convert it: x.astype(tiles.bf16.np), or torch's x.bfloat16()"
 
 
 def _refuse_dtype(argument: Argument, form: Form, first: str, dtype: str) -> NoReturn:
