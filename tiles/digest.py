@@ -10,10 +10,12 @@ Numba's or Python's own.
 """
 
 import builtins
+import contextlib
 import dis
 import enum
 import functools
 import hashlib
+import inspect
 import logging
 import os
 import struct
@@ -36,6 +38,7 @@ from numba.cuda import types
 from numba.cuda.cudadrv.libs import get_libdevice
 
 from .op import OPS, Op
+from .types import is_static
 
 log = logging.getLogger(__name__)
 HOUSE = [Path(__file__).parent, Path(__file__).parent.parent / "ops"]  # digested whole, file by file
@@ -189,14 +192,14 @@ class Digest:
             return self._dispatcher(value)
         if isinstance(value, (type, python.FunctionType, python.BuiltinFunctionType)):
             return self._definition(value, device)
-        return self._instance(value, device)
+        return self._static(value) if is_static(value) else self._instance(value, device)
 
     def _definition(self, value, device):
         """A function or class."""
         if _named(value):
             return [value.__module__, value.__qualname__]
         if isinstance(value, type):
-            return self._class(value)
+            return self._static_class(value) if hasattr(value, "__static__") else self._class(value)
         if isinstance(value, python.BuiltinFunctionType):
             raise Undigestible(f"the built-in {value!r}")
         if value in OPS:  # its lowering is among the foreign ones
@@ -221,7 +224,7 @@ class Digest:
         except ValueError:
             raise Undigestible(f"{function.__qualname__} closes over a name that has no value yet") from None
         names = set(_attributes(code))
-        for name in sorted(set(_globals(code))):
+        for name in global_names(code):
             value = function.__globals__.get(name, getattr(builtins, name, None))
             if isinstance(value, python.ModuleType) and not covered(value.__name__):
                 parts += [name.encode(), *self._module(value, names, device)]
@@ -262,6 +265,39 @@ class Digest:
                     parts += [name, self(value, False)]
         return parts
 
+    def _static(self, value):
+        """A static object: what kernels see of it, and not what its other methods do on the host."""
+        cls = type(value)
+        fields = (part for name in cls.__dataclass_fields__ for part in (name, self._kernel_code(getattr(value, name))))
+        properties = (name for name in dir(cls) if isinstance(inspect.getattr_static(cls, name), PROPERTIES))
+        return [self(cls), *fields, *(part for name in properties for part in self._property(value, name))]
+
+    def _static_class(self, cls):
+        """Its @inlined methods, those of its bases too, and its other values."""
+        parts = [cls.__qualname__]
+        for base in cls.__mro__[:-1]:
+            for name, value in sorted(vars(base).items()):
+                value = getattr(value, "__func__", value)
+                if hasattr(value, "dispatcher"):
+                    parts += [name, self(value)]
+                elif not name.startswith(("__", "_abc_")) and not isinstance(value, (python.FunctionType, *PROPERTIES)):
+                    parts += [name, self._kernel_code(value)]
+        return parts
+
+    def _property(self, value, name):
+        """A property, by its value: it runs on the host. What cannot be digested no kernel can read."""
+        with contextlib.suppress(Exception):
+            return [name, self(getattr(value, name))]
+        return [name, b"none"]
+
+    def _kernel_code(self, value):
+        """A field, whose functions are kernel code even if nothing marks them."""
+        if type(value) is tuple:
+            return _hash("tuple", *map(self._kernel_code, value))
+        if not isinstance(value, python.FunctionType) or value in OPS or _named(value):
+            return self(value)
+        return _hash("function", *self._function(value, True))
+
     def _instance(self, value, device):
         """Any other object: its class and its attributes, if that is all there is to it."""
         cls = type(value)
@@ -271,6 +307,9 @@ class Digest:
         return [self(cls, False), *(part for name, item in sorted(vars(value).items()) for part in (name, self(item, device)))]
 
 
+PROPERTIES = (property, functools.cached_property)
+
+
 def _codes(code):
     yield code
     for constant in code.co_consts:
@@ -278,10 +317,11 @@ def _codes(code):
             yield from _codes(constant)
 
 
-def _globals(code):
+@functools.lru_cache(1024)
+def global_names(code) -> tuple[str, ...]:
     """Names that a code object, or one inside it, loads as globals."""
-    for part in _codes(code):
-        yield from (i.argval for i in dis.get_instructions(part) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    found = {i.argval for part in _codes(code) for i in dis.get_instructions(part) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return tuple(sorted(found))
 
 
 def _attributes(code):
