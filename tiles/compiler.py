@@ -12,7 +12,7 @@ from llvmlite.ir.values import ArgumentAttributes
 from numba.core import types
 from numba.cuda import cgutils, compiler, dispatcher
 
-from . import constants as _constants  # registers itself  # noqa: F401
+from . import constants, named  # noqa: F401  # they teach Numba
 from .builder import i32
 from .plumbing import TENSOR_MAP
 

@@ -24,6 +24,7 @@ import sysconfig
 import time
 import types as python
 from pathlib import Path
+from typing import NamedTuple
 
 import cuda.bindings
 import cuda.core
@@ -199,7 +200,8 @@ class Digest:
         if _named(value):
             return [value.__module__, value.__qualname__]
         if isinstance(value, type):
-            return self._static_class(value) if hasattr(value, "__static__") else self._class(value)
+            kernels = hasattr(value, "__static__") or (issubclass(value, tuple) and hasattr(value, "_fields"))
+            return self._kernel_class(value) if kernels else self._class(value)
         if isinstance(value, python.BuiltinFunctionType):
             raise Undigestible(f"the built-in {value!r}")
         if value in OPS:  # its lowering is among the foreign ones
@@ -272,15 +274,18 @@ class Digest:
         properties = (name for name in dir(cls) if isinstance(inspect.getattr_static(cls, name), PROPERTIES))
         return [self(cls), *fields, *(part for name in properties for part in self._property(value, name))]
 
-    def _static_class(self, cls):
-        """Its @inlined methods, those of its bases too, and its other values."""
+    def _kernel_class(self, cls):
+        """The class of a static object or a named tuple: its @inlined methods, those of its bases too, and its other values."""
         parts = [cls.__qualname__]
-        for base in cls.__mro__[:-1]:
+        for base in cls.__mro__:
+            if _named(base):
+                parts += [base.__module__, base.__qualname__]
+                continue
             for name, value in sorted(vars(base).items()):
                 value = getattr(value, "__func__", value)
                 if hasattr(value, "dispatcher"):
                     parts += [name, self(value)]
-                elif not name.startswith(("__", "_abc_")) and not isinstance(value, (python.FunctionType, *PROPERTIES)):
+                elif not name.startswith(("__", "_abc_")) and not isinstance(value, ON_THE_HOST):
                     parts += [name, self._kernel_code(value)]
         return parts
 
@@ -308,6 +313,7 @@ class Digest:
 
 
 PROPERTIES = (property, functools.cached_property)
+ON_THE_HOST = (python.FunctionType, *PROPERTIES, type(NamedTuple("_", [("field", int)]).field))
 
 
 def _codes(code):

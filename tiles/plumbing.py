@@ -226,6 +226,14 @@ def plain_function(function):
     return f"{name} is a plain Python function, which a kernel cannot call: decorate it with @tiles.inlined"
 
 
+def method_of(cls, name):
+    """The @inlined method of that name, if the class has one. TypeError: it is a plain one."""
+    face = inspect.getattr_static(cls, name, None)
+    if inspect.isfunction(face) and not hasattr(face, "dispatcher"):
+        raise TypeError(f"{plain_function(face)}{kernel_line()}")
+    return face if inspect.isfunction(face) else None
+
+
 class Method(types.BoundFunction):
     """An @inlined method of `this`, a static object or a value: a call with `this` before its other arguments."""
 
@@ -269,10 +277,8 @@ class _Members(AttributeTemplate):
                     return sig and sig.as_method()
 
             return types.BoundFunction(Op, this)
-        if inspect.isfunction(face) and is_static(this.spec) and name not in vars(this.spec):
-            if not hasattr(face, "dispatcher"):
-                raise TypeError(f"{plain_function(face)}{kernel_line()}")
-            return Method(face, this)
+        if is_static(this.spec) and name not in vars(this.spec) and (method := method_of(type(this.spec), name)):
+            return Method(method, this)
         value = member(this.spec, name)
         if isinstance(this, Static) and inspect.isfunction(value) and value not in OPS:
             return inline(value)

@@ -180,6 +180,19 @@ class Static:
     __repr__ = __str__
 
 
+def _named(cls, seen):
+    """A class of named tuples with its methods made to run here."""
+    if cls not in seen:
+        new = seen[cls] = type(cls.__name__, (cls,), {"__slots__": (), "__qualname__": cls.__qualname__})
+        for name in dir(cls):
+            face = inspect.getattr_static(cls, name)
+            if isinstance(face, python.FunctionType) and hasattr(face, "dispatcher"):
+                setattr(new, name, rebind(face, seen))
+            elif isinstance(face, python.FunctionType) and name[0] != "_":
+                setattr(new, name, _plain(face))
+    return seen[cls]
+
+
 def _is_kernel_code(field):
     return isinstance(field, python.FunctionType) and field not in OPS
 
@@ -205,8 +218,11 @@ def _swap(value, seen):
         return Module(value, seen)
     if is_static(value):
         return Static(value, seen)
-    if type(value) is tuple and any(map(is_static, value)):
-        return tuple(_swap(item, seen) for item in value)
+    if isinstance(value, tuple):
+        items = (_swap(item, seen) for item in value)
+        return _named(type(value), seen)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
+        return _named(value, seen)
     if hasattr(value, "py_func") or hasattr(value, "dispatcher"):
         return rebind(value, seen)
     return value if not isinstance(value, python.FunctionType) or value in OPS or _known_to_numba(value) else _plain(value)
