@@ -6,11 +6,13 @@ the frozen object itself, closed over by a kernel and known when it is compiled.
 
 import inspect
 import sys
+import weakref
 
 from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.core import typeinfer
 from numba.cuda.cudaimpl import registry
+from numba.cuda.descriptor import cuda_target
 from numba.cuda.extending import core_models, infer, infer_getattr, register_model
 from numba.cuda.typeconv import Conversion
 from numba.cuda.typing import signature
@@ -159,8 +161,13 @@ def kernel_line():
 def teach_numba(op):
     """Make the op's face callable in kernels."""
 
+    def lower(context, builder, sig, values):
+        _, emit = op.type(*map(spec_of, sig.args))
+        out = emit(Builder(builder, context), *values)
+        return context.get_dummy_value() if out is None else out
+
     class Template(AbstractTemplate):
-        key, prefer_literal, metadata, impls = op.face, True, {"target": "cuda"}, {}
+        key, prefer_literal, metadata = op.face, True, {"target": "cuda"}
 
         def generic(self, args, kws):
             try:
@@ -174,21 +181,18 @@ def teach_numba(op):
                 raise TypeError(f"{error}{kernel_line()}") from None
             if found is None:
                 return None
-            result, emit = found
-            sig = signature(numba_type(result), *args).replace(pysig=op.signature)
-
-            def lower(context, builder, sig, values):
-                out = emit(Builder(builder, context), *values)
-                return context.get_dummy_value() if out is None else out
-
-            self.impls[args] = lower
-            for key in (lower, op.face):
-                registry.lower(key, *args)(lower)
-            return sig
+            if not is_ours and args not in seen:
+                seen.add(args)
+                registry.lower(op.face, *args)(lower)
+            return signature(numba_type(found[0]), *args).replace(pysig=op.signature)
 
         def get_impl_key(self, sig):
-            return self.impls[sig.args]
+            return lower
 
+    seen: set = set()
+    is_ours = inspect.isfunction(op.face)  # an operator means other things of other arguments: ours are told one by one
+    for key in (lower, op.face) if is_ours else (lower,):
+        registry.lower(key, types.VarArg(types.Any))(lower)
     infer(Template)
     infer_global(op.face, types.Function(Template))
     op.template = Template
@@ -217,7 +221,40 @@ def inline(function):
     if not hasattr(function, "dispatcher"):
         function.dispatcher = cuda.jit(device=True, forceinline=True, fastmath=True)(function)
         function._numba_type_ = types.Dispatcher(function.dispatcher)  # a type holds its dispatcher weakly
+        INLINED.add(function.dispatcher)
     return function._numba_type_
+
+
+INLINED: weakref.WeakSet = weakref.WeakSet()  # dispatchers
+
+
+def _passes(ty):
+    """Is this the type of something that may go: a static object, a local class, a method of theirs?"""
+    if isinstance(ty, types.BoundFunction):
+        return _passes(ty.this)
+    if isinstance(ty, types.BaseTuple):
+        return is_local(getattr(ty, "instance_class", None)) or any(map(_passes, ty))
+    return isinstance(ty, Static) and is_static(ty.spec)
+
+
+def is_local(definition):
+    """Was this function or class made by a function?"""
+    return "<locals>" in getattr(definition, "__qualname__", "")
+
+
+def forget():
+    """Lets go of what a factory made and Numba would keep for ever: compiled forms of local functions, and of all functions
+    for static objects. To be called when a kernel is compiled; the next one compiles what it needs."""
+    context = cuda_target.target_context
+    for dispatcher in list(INLINED):
+        for args in [a for a in dispatcher.overloads if is_local(dispatcher.py_func) or any(map(_passes, a))]:
+            context.remove_user_function(dispatcher.overloads.pop(args).entry_point)
+    for selector in (context._casts, context._get_constants, *context._getattrs.values(), *context._defns.values()):
+        for args in [a for a in selector._cache if any(map(_passes, a))]:
+            del selector._cache[args]
+    models = context.data_model_manager._cache
+    for ty in [ty for ty in models if _passes(ty)]:
+        del models[ty]
 
 
 def plain_function(function):
