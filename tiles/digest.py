@@ -1,9 +1,9 @@
 """What a kernel's machine code depends on, digested: the key under which cache.py keeps it.
 
-The key digests: the sources of tiles/ and ops/; the kernel's bytecode and constants, the values it closes over and the
-globals it loads, and so on through every helper it reaches; lowerings registered outside tiles/ and ops/; the argument
-types, the kernel's options and the architecture; NUMBA_* settings; the versions of all that takes part in compiling. What
-cannot be digested makes a kernel uncached, never wrongly cached. Making a key compiles nothing.
+The key digests: the sources of ops/ and of what in tiles/ takes part in compiling; the kernel's bytecode and constants, the
+values it closes over and the globals it loads, and so on through every helper it reaches; lowerings registered outside tiles/
+and ops/; the argument types, the kernel's options and the architecture; NUMBA_* settings; the versions of all that takes
+part in compiling. What cannot be digested makes a kernel uncached, never wrongly cached. Making a key compiles nothing.
 
 Not seen: tiles/, ops/ or Numba changed in memory (`ops.maps.exp2 = ...`), or an `overload` of somebody's for a function of
 Numba's or Python's own.
@@ -42,7 +42,10 @@ from .op import OPS, Op
 from .types import is_static
 
 log = logging.getLogger(__name__)
-HOUSE = [Path(__file__).parent, Path(__file__).parent.parent / "ops"]  # digested whole, file by file
+HOUSE = [Path(__file__).parent, Path(__file__).parent.parent / "ops"]  # digested file by file, but for those that are apart:
+# they say how kernels are launched, interpreted, kept and looked at, and not what they compile to
+APART = {f"tiles/{name}.py" for name in "__main__ arguments arrays cache device doctor draw fallback forms frameworks".split()}
+APART |= {f"tiles/{name}.py" for name in "launch plans sass tma values".split()} | {"tiles/interpreter"}
 VERSIONED = {m.__name__: m.__version__ for m in (numba, numba_cuda, llvmlite, np, ml_dtypes)}
 VERSIONED |= {"cuda.core": cuda.core.__version__, "cuda.bindings": cuda.bindings.__version__}
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -77,10 +80,20 @@ def _toolchain():
     return sys.version, sys.implementation.cache_tag, VERSIONED, tuple(nvvm.version()), tuple(nvjitlink.version()), marks
 
 
+def _takes_part(file):
+    """Is this a file of tiles/ or ops/ whose code decides what kernels compile to?"""
+    for folder in HOUSE:
+        if folder in file.parents:
+            name = Path(folder.name, file.relative_to(folder))
+            return not {name.as_posix(), *(parent.as_posix() for parent in name.parents)} & APART
+    return False
+
+
 @functools.cache
 def _sources():
-    """A digest of all Python files of tiles/ and ops/, and when the youngest was changed."""
-    files = [(f"{folder.name}/{file.relative_to(folder)}", file) for folder in HOUSE for file in sorted(folder.rglob("*.py"))]
+    """A digest of the files of tiles/ and ops/ that take part in compiling, and when the youngest was changed."""
+    found = ((folder, file) for folder in HOUSE for file in sorted(folder.rglob("*.py")) if _takes_part(file))
+    files = [(f"{folder.name}/{file.relative_to(folder)}", file) for folder, file in found]
     youngest = max(file.stat().st_mtime for _, file in files)
     return _hash("sources", *(part for name, file in files for part in (name.encode(), file.read_bytes()))), youngest
 
@@ -108,7 +121,7 @@ def covered(name) -> bool:
         return False
     root, module = name.partition(".")[0], sys.modules.get(name)
     file = getattr(module, "__file__", None)
-    if file and any(folder in Path(file).parents for folder in HOUSE):
+    if file and _takes_part(Path(file)):
         return True
     if root in ("tiles", "ops"):  # another package of that name
         return False
