@@ -166,15 +166,18 @@ def _gpu(driver, check, ordinal):
 def cache():
     """Where compiled kernels are kept."""
     try:
-        from .cache import folder
+        from .cache import entries, folder, limit
     except Exception:  # `imports` has told why
         return
     path = folder()
     if path is None:
         yield Finding("cache", "off", "unset TILES_CACHE; let TILES_CACHE_DIR name a folder that this user alone may write to")
         return
-    entries = list(path.glob("*.json"))
-    yield Finding("cache", f"{path}, {len(entries)} kernels, {sum(e.stat().st_size for e in entries) / 2**20:.1f} MiB")
+    sizes = [file.stat().st_size for file in entries(path)]
+    try:
+        yield Finding("cache", f"{path}, {len(sizes)} kernels, {sum(sizes) / 2**20:.1f} of {limit() / 2**20:.0f} MiB")
+    except ValueError as error:
+        yield Finding("cache", str(error), "set TILES_CACHE_BYTES to a number of bytes, or unset it")
 
 
 PROBES = (packages, numpy_fits, simulator, shadows, imports, gpus, cache)
