@@ -24,10 +24,10 @@ their other fields are: an equal lambda, written twice, finds the kernel that wa
 """
 
 import functools
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import dataclass_transform
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -37,6 +37,14 @@ from .dtypes import dtype
 from .op import OPS
 from .plumbing import FROZEN, compile_time
 from .types import is_static
+
+if sys.version_info >= (3, 11):
+    from typing import dataclass_transform
+else:  # what tells editors and type checkers that the decorator makes dataclasses
+
+    def dataclass_transform(**_):
+        return lambda decorator: decorator
+
 
 PLAIN = {type(None), bool, int, str, bytes, dtype}
 REMEMBERED = 256  # digests, by what was digested, of the objects of one class
