@@ -1,4 +1,4 @@
-"""ops/memory/global_vectorized.py: accesses of 16 bytes a lane, by one warp and by four. (Broken promises: test_promises.py.)"""
+"""ops/memory/global_vectorized.py: accesses of 16 bytes a lane, by a warp and by four. (Broken promises: test_promises.py.)"""
 
 import numpy as np
 import pytest
