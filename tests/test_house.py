@@ -199,4 +199,4 @@ def test_a_circle_is_found(small):
 
 if __name__ == "__main__":
     text = GUIDE.read_text()
-    GUIDE.write_text(text.replace(drawn(text), drawing(ROOT)))
+    GUIDE.write_text(text.replace(f"{FENCE}text\n{drawn(text)}\n", f"{FENCE}text\n{drawing(ROOT)}\n"))
