@@ -1,5 +1,9 @@
-"""What can be done to tiles, for use inside kernels. Scope warp here; `ops.warpgroup` for four warps together, `ops.block` for
-all of a block, `ops.cluster` for several blocks; `ops.raw` for the instructions without their guards."""
+"""What can be done to tiles inside kernels. The ops here are what one warp does with its own tile; `ops.warpgroup` has what
+four warps do together, `ops.block` all warps of a block, `ops.cluster` several blocks; `ops.raw` has the instructions without
+their guards.
+
+This file only gives names. How an op is done stands in the rooms: elementwise/, shape/, memory/, reductions/, matmul/,
+threads/, for_attention/."""
 
 from . import block, cluster, complex, matmul, raw, warpgroup
 from . import printing as _printing  # print takes tiles  # noqa: F401

@@ -81,20 +81,20 @@ def lower_map(out, emit, *specs):
 
 
 def of_numbers(name, emit, specs):
-    """The same of numbers alone."""
+    """The type and lowering of a map of numbers alone."""
     if not all(map(number, specs)):
         raise TypeError(f"{name}: takes tiles, vectors and numbers, got {_listed(specs)}")
     return types.float32, lambda b, *values: emit(b, *map(b.real, values))
 
 
 def _several(name, emit, *specs):
-    """The rule and lowering of a map of several arguments that has this meaning only."""
+    """The rule and lowering of a map of several arguments, which may all be numbers."""
     out = broadcast(name, *specs)
     return (out, lower_map(out, emit, *specs)) if out else of_numbers(name, emit, specs)
 
 
 def _operator(name, emit):
-    """The rule of an operator, which means something else for two numbers."""
+    """The rule of an operator; between two numbers it is Numba's, not ours."""
 
     def rule(x, y):
         out = broadcast(name, x, y)

@@ -2,8 +2,8 @@
 
     where(less(x, 0.0), x * slope, x)
 
-A comparison gives 1 where it holds and 0 where it does not, as fp32: so maximum is `or`, * is `and`, row_sum counts. The 1 and
-0 cost nothing where `where` takes them at once. A comparison with NaN does not hold, but for not_equal.
+A comparison gives 1 where it holds and 0 where it does not, as fp32: so maximum is `or`, * is `and`, row_sum counts. Where
+`where` takes them at once, no 1 or 0 is made. A comparison with NaN does not hold, but for not_equal.
 """
 
 from dataclasses import replace

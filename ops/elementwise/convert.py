@@ -1,8 +1,9 @@
 """Conversions: a dtype called on a tile or vector, `p = bf16(p)`.
 
-Between dtypes of which a lane holds pairs they stay inside each lane. fp8 lies in runs of four: lane t of a quad has columns
-2t, 2t + 1 of each eight, and wants 4t .. 4t + 3 of the first two eights together and of the next two. Two pairs are
-rounded into one register before the quad exchanges them: two shuffles for 32 columns of a row, and as many back.
+Between dtypes of 2 and 4 bytes every element stays in its lane, for a lane holds pairs of neighbours of either. Of fp8 a lane
+holds runs of four: lane t of a quad has columns 2t, 2t + 1 of each eight, and wants 4t .. 4t + 3 of the first two eights taken
+together, and of the next two. Two pairs are rounded into one register before the quad exchanges them: that takes two shuffles
+for 32 columns of a row, and two more back.
 """
 
 from dataclasses import replace
@@ -45,7 +46,8 @@ def converted(b, x, out, value):
 
 
 def _groups(x):
-    """For each row of 32 columns that a lane has a part of (column of 32 rows in column layout): its pairs' first elements."""
+    """For each 32 columns of a row of which a lane has a share (in column layout 32 rows of a column): which of the lane's
+    elements begin its pairs."""
     along, across = x.shape[:: 1 if x.layout == "row" else -1]
     return [
         [band * across // 2 + 4 * eighth + half for eighth in range(first, first + 4)]

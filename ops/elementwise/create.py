@@ -1,4 +1,4 @@
-"""Tiles from nothing."""
+"""Tiles from nothing: constants, and the numbers of rows and columns."""
 
 import numpy as np
 
@@ -88,8 +88,8 @@ for _face, _value in {zeros: 0, ones: 1, pos_infty: np.inf, neg_infty: -np.inf}.
 
 # ---- indices -------------------------------------------------------------------------------------------------------
 def lane_first(b, spec, axis):
-    """The row (axis 0) or column (1) of this lane's first element of a tile or vector; its others lie where lane 0's do, seen
-    from there."""
+    """The row (axis 0) or column (1) of this lane's first element of a tile or vector. Its other elements are as far from
+    that as lane 0's are from lane 0's first."""
     if (axis == 0) == (spec.layout == "row"):
         return b.lshr(b.lane(), b.u32(2))
     return b.mul(b.and_(b.lane(), b.u32(3)), b.u32(2))

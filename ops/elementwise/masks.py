@@ -37,8 +37,9 @@ def masked(face, tile, bound, value, first_row=0):
 def mask_rule(name, face, first_row=None):
     """The rule and lowering of the mask `face`, for tiles whose first row is `first_row(tile)(b)`.
 
-    Rows and columns of a lane's elements are constants plus those of its first element, so the bound takes what varies, and the
-    element's constant stands against it: in row layout, rows 8 apart share the comparisons of columns 8 apart."""
+    An element's row and column are those of its lane's first element plus constants. What differs from lane to lane is taken
+    off the bound once, and an element then compares only its constant: in row layout, rows 8 apart share the comparisons of
+    columns 8 apart."""
     line = LINES[face]
 
     def rule(tile, bound, value):

@@ -8,7 +8,7 @@ X (I + A)^T = I is solved by blocks of 16 columns, from the left to the right,
     X_i = (I_i - sum over j < i of X_j A_ij^T) (I + A_ii)^-T
 
 where each warp has 16 rows of X to itself: it reads blocks of A and the inverses of those on the diagonal, and nothing of what
-other warps find. All of it is substitution: no power of A is taken, and what is small comes out small.
+other warps find. All of it is substitution: no power of A is taken, whose large elements would have to cancel.
 """
 
 import numpy as np
@@ -57,7 +57,7 @@ def _substitute(b, value):
     """Row j of the inverse is done once rows 0 to j - 1 are: then L[i, j] times it goes off every row i below.
 
     Lane 4 r + c holds rows r and r + 8, columns 2 c, 2 c + 1 and those plus 8. Row j is what its quad holds; column j of L is
-    what one lane of each quad holds. In front of the diagonal halves that stay 0 are left out."""
+    what one lane of each quad holds. The upper right 8 x 8 quarter stays 0 and is left out."""
     l, (t, first) = b.unpack(value), lanes.in_quad(b)
     row, column = b.lshr(b.lane(), b.u32(2)), b.mul(t, b.u32(2))
 

@@ -45,8 +45,8 @@ def _left(b, operand, value, layout):
 
 def _right(b, operand, value, layout):
     """fragments(column, along): the right operand's two registers for eight columns of the product and those for the next
-    eight. The instruction takes neighbours, and ldmatrix brings them so: other registers would have to be moved, two for each
-    product."""
+    eight. The instruction takes registers that are neighbours, as ldmatrix brings them; of others two would have to be moved
+    for each product."""
     steps = operand.shape[layout == "row"] * operand.dtype.itemsize // SLICE
     if isinstance(operand, rt):
         pairs = [(four[::2], four[1::2]) for four in _fragments(b, operand, value)]  # see tiles/layout.py

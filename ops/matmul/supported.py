@@ -1,4 +1,4 @@
-"""Which matrix products there are: one table, which the rules of both scopes go by, and the words of what they refuse.
+"""Which matrix products there are: one table, by which the rules of both scopes check operands, and which their errors list.
 
 An op's name says which operands come transposed: mma_AtB is acc + a.T @ b. A register operand whose contracted axis runs down
 its rows is in column layout (see tiles/layout.py), so that in registers all four products are the same instruction.

@@ -120,7 +120,8 @@ def misaligned(array, spec, at, cols, aligned=True):
 
 
 def _anew(b, address):
-    """The address, taken from this lane itself: to the compiler another one, of which it has computed nothing yet."""
+    """The address, shuffled from this lane to itself: the compiler takes it for another one, and keeps nothing in
+    registers that it computed from the first."""
     low = ptx.shuffle(b, b.trunc(address, i32), b.lane())
     return b.or_(b.shl(b.lshr(address, ir.Constant(i64, 32)), ir.Constant(i64, 32)), b.zext(low, i64))
 

@@ -59,7 +59,8 @@ def matrix_addresses(b, tile, spec, address, first_row, swapped=False, first_col
     """For each base tile of `spec` (16x16, of bytes 16x32), in the order of its registers, the address that this lane gives
     ldmatrix or stmatrix. Matrices 0 and 1 are the base tile's left half, 2 and 3 its right one; for column layout, with .trans,
     its upper and its lower half. `swapped`: matrices 1 and 2 are swapped. first_col: of a base tile, in the first panel.
-    `anew`: addresses that no loop keeps in registers."""
+    `anew`: computed where they are used, so that no loop keeps
+    them in registers."""
     lane, by_row = b.lane(anew), spec.layout == "row"
     down_first = by_row != swapped  # matrix 1 lies below matrix 0, not to its right
     lower, right = (15, 16) if down_first else (7, 8)

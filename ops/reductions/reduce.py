@@ -123,7 +123,7 @@ def _held(name, tile):
 
 
 def _strips(b, x, value):
-    """[(type of some rows, this lane's elements of them)], one after the other; a register tile or vector is one strip."""
+    """(type of some rows, this lane's elements of them), one strip after the other; a register tile or vector is one strip."""
     if not isinstance(x, st):
         yield x, b.elements(x, value)
         return

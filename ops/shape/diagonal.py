@@ -1,5 +1,5 @@
-"""A warp's share of what lies across its warpgroup's rows, of a vector of 64 or a tile of 64 x 64: the 16 columns that have
-the numbers of its own 16 rows. As rows, or as the block on the diagonal. Ops of `ops.warpgroup`."""
+"""A warp's 16 of 64 columns: those with the numbers of its own 16 rows, as rows, or as the block on the diagonal. Ops of
+`ops.warpgroup`."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ BASE = 16  # rows of a warp
 
 
 def _own(b, registers):
-    """This warp's quarter of registers that every warp has all of."""
+    """This warp's quarter of registers, of which every warp has all four."""
     rank, count = FOUR_WARPS.emit_rank(b), len(registers) // WARPGROUP
     own = registers[:count]
     for w in range(1, WARPGROUP):

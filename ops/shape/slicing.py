@@ -1,5 +1,5 @@
-"""Parts of register tiles and vectors, and what is put together from them. No instruction: a part's registers are some of the
-whole's, in another order."""
+"""Parts of register tiles and vectors, and tiles and vectors put together from parts. It takes no instruction: the registers of
+a part are some of the whole's, in another order."""
 
 from dataclasses import replace
 

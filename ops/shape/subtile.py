@@ -3,8 +3,9 @@
     queries = subtile(q.wait(r), 64, warpgroup.id())
     s = warpgroup.mm_ABt(queries, k.wait(j))
 
-A part may be loaded, stored, multiplied and copied by TMA like a tile of its own. Swizzles repeat every 8 rows, so it lies as
-such a tile would, but for its panels, which are as far apart as the whole tile's (`st.whole`). Columns come by whole panels:
+A part may be loaded, stored, multiplied and copied by TMA like a tile of its own. Swizzles repeat every 8 rows, so
+a part of 8, 16, ... rows lies in memory as such a tile would. Only its panels are as far apart as the whole tile's
+(`st.whole`). Columns come by whole panels:
 
     state = warpgroup.mma_AtB(state, subtile(k.wait(j), ROWS, 0, 64, warpgroup.id()), v.wait(j))     # 64 rows of K^T V
 
