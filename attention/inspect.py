@@ -13,25 +13,28 @@ from collections.abc import Iterator
 from functools import partial
 
 from tiles import bf16, fp16, fp32
+from tiles.arguments import signature
 from tiles.compiler import compile_kernel
 from tiles.sass import instructions
 
-from .recurrent import based, chunks, hedgehog
+from .recurrent import chunks
 from .recurrent.kernels import (
+    based_hopper,
     chunk_ampere,
     chunk_hopper,
     decay_frame,
     delta_hopper,
     gates,
     gla_hopper,
+    hedgehog_hopper,
     kda_hopper,
     token_loop,
     tokens,
     transposed_state,
 )
 from .softmax import ampere, hopper, tiling
-from .softmax.problem import PIECES
 
+PIECES = 16, 8, 4  # bytes that arrays can be copied by at a time
 SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 ROOMS = {"sm_80": 163 * 1024, "sm_90a": ampere.LARGE, "sm_100a": ampere.LARGE}  # shared memory a block; others have least
 BAD = ("spill_bytes", "local_bytes", "warnings")
@@ -54,7 +57,7 @@ SHARES = {
     chunk_ampere: (gates.gates, gates.shared_gates, tokens.places),
     delta_hopper: (tokens.span, transposed_state.turned),
     **dict.fromkeys((gla_hopper, kda_hopper), (decay_frame.frame, decay_frame.bringing, tokens.span, transposed_state.turned)),
-    **dict.fromkeys((based, hedgehog, token_loop), (tokens.span,)),
+    **dict.fromkeys((based_hopper, hedgehog_hopper, token_loop), (tokens.span,)),
 }
 
 
@@ -112,9 +115,9 @@ def _on_hopper(dtype, everything):
             for decays in (False, True) if size[0] in delta_hopper.STAGES else ():
                 yield "delta", delta_hopper, delta_hopper.Config(*size, dtype, decays, varlen)
     for flag, varlen in itertools.product((False, True), repeat=2):
-        yield "based", based, based.Config(dtype, flag, varlen)
+        yield "based", based_hopper, based_hopper.Config(dtype, flag, varlen)
     for varlen in False, True:
-        yield "hedgehog", hedgehog, hedgehog.Config(dtype, varlen)
+        yield "hedgehog", hedgehog_hopper, hedgehog_hopper.Config(dtype, varlen)
 
 
 def lines(function) -> int:
@@ -132,7 +135,7 @@ def lines(function) -> int:
 def row(name, module, config, arch) -> dict:
     """Compile one configuration and describe the outcome."""
     kernel, smem = module.make(config)
-    compiled = compile_kernel(kernel, module.signature(config), arch)
+    compiled = compile_kernel(kernel, signature(kernel), arch)
     return {
         "kernel": name,
         "arch": arch,

@@ -1,4 +1,13 @@
-"""A kernel's arguments: how each is typed, and the 8-byte slots that the machine code takes it in."""
+"""A kernel's arguments: how each is typed, and the 8-byte slots that the machine code takes it in.
+
+A kernel may say in its own parameters what it takes, and then nobody says it again:
+
+    @cuda.jit
+    def attend(gQ: tiled(QUERY), gO: array(4, bf16), gLse: array(3), length: INT, scale: FLOAT):
+
+From these annotations come the types it is compiled with, with no array at hand (`declared`), and how arrays and numbers are
+bound to it by their names (tiles.launch.Kernel.bind). Without them the arguments themselves decide (`parameter`).
+"""
 
 import functools
 import math
@@ -11,21 +20,52 @@ from numba.cuda.core.errors import TypingError
 from numba.cuda.np.numpy_support import from_dtype
 
 from . import tma
-from .forms import FORMS, Form
-from .frameworks import Array, describe
-from .plumbing import Value
-from .types import gl
+from .arrays import Array, Form
+from .dtypes import dtype, fp32
+from .frameworks import describe
+from .plumbing import SCALARS, Value
+from .types import gl, st, sv
 from .values import NUMBA_SCALARS, tensor
 
 _NUMPY = {np.bool_: "?", np.int8: "b", np.uint8: "B", np.int16: "h", np.uint16: "H", np.int32: "i", np.uint32: "I"}
 _NUMPY |= {np.int64: "q", np.uint64: "Q", np.float32: "f", np.float64: "d"}
-_SCALARS: dict[type, tuple[str, types.Type]] = {  # struct's code and Numba's type
-    bool: ("?", types.boolean),
-    int: ("i", types.int32),
-    float: ("f", types.float32),
-    **{kind: (code, from_dtype(np.dtype(kind))) for kind, code in _NUMPY.items()},
-}
+_CODES = {from_dtype(np.dtype(kind)): code for kind, code in _NUMPY.items()}  # Numba's types and struct's codes
+_SCALARS: dict[type, types.Type] = {bool: types.boolean, int: types.int32, float: types.float32}
+_SCALARS |= {kind: from_dtype(np.dtype(kind)) for kind in _NUMPY}
 DATA = 4  # the slot of an array's address
+WORD = 2**64 - 1
+
+
+INT, FLOAT = types.int32, types.float32  # what kernels declare their numbers as
+ENDS = types.Array(types.int32, 1, "A")  # cu_seqlens
+
+
+def array(rank: int, of: dtype = fp32) -> types.Array:
+    """A parameter that is a global array, of any strides."""
+    return types.Array(NUMBA_SCALARS[of.np], rank, "A")
+
+
+def tiled(tile: st | sv, rank: int = 4, rows: int | None = 1, cols: int = 3, unit: int = 0) -> gl:
+    """A parameter that is a global array which TMA reads or writes, (B, S, H, D) by default: see tiles.tensor."""
+    return gl(tile, rank, rows, cols, unit=unit)
+
+
+@functools.cache
+def declared(function) -> dict[str, Any]:
+    """{parameter: what a kernel's function says of it}, in order. TypeError: it does not say it of all of them."""
+    code, said = function.__code__, function.__annotations__
+    names = code.co_varnames[: code.co_argcount]
+    missing = [name for name in names if name not in said]
+    if missing:
+        raise TypeError(
+            f"{function.__name__}: what is {', '.join(missing)}? Annotate it with array(...), tiled(...), INT or FLOAT"
+        )
+    return {name: said[name] for name in names}
+
+
+def signature(kernel) -> tuple[types.Type, ...]:
+    """The Numba types of a kernel's declared parameters."""
+    return tuple(Value(what) if isinstance(what, gl) else what for what in declared(kernel.py_func).values())
 
 
 class Parameter(NamedTuple):
@@ -45,13 +85,7 @@ def parameter(name: str, value: Any) -> Parameter:
     """How the argument `name` is passed. TypeError, ValueError or OverflowError that names it: it cannot be."""
     scalar = _SCALARS.get(type(value))
     if scalar:
-        code, ty = scalar
-        try:
-            bits = struct.pack("<" + code, value).ljust(8, b"\0")
-        except (struct.error, OverflowError):
-            wide = "np.int64" if code == "i" else "np.float64"
-            raise OverflowError(f"{name}: {value} does not fit {ty}; pass {wide}({value})") from None
-        return Parameter(name, ty, (int.from_bytes(bits, "little"),), value)
+        return Parameter(name, scalar, (number_slot(name, scalar, value),), value)
     if isinstance(value, tensor):
         array = describe(value.array, name)
         try:
@@ -62,16 +96,35 @@ def parameter(name: str, value: Any) -> Parameter:
         return Parameter(name, ty, (0,), value, array, 0, encoding)
     array = describe(value, name)
     form = array.form
-    # Numba's array: who owns the memory (nobody here), who counts references, elements, bytes of one, address, shape, strides
-    slots = (0, 0, math.prod(form.shape), form.itemsize, array.pointer, *form.shape, *(s % 2**64 for s in form.strides))
+    slots = array_slots(form, array.pointer)
     try:
-        ty = _array_type(form.dtype, len(form.shape))
+        ty = array_type(form.dtype, len(form.shape))
     except TypingError:
         raise TypeError(f"{name}: kernels know no elements of type {form.dtype}") from None
     return Parameter(name, ty, slots, value, array, DATA)
 
 
-@functools.lru_cache(FORMS)
+def array_slots(form: Form, pointer: int = 0) -> tuple[int, ...]:
+    """An array as Numba's machine code takes it: who owns the memory (nobody here), who counts references, elements, bytes of
+    one, address, shape, strides."""
+    return 0, 0, math.prod(form.shape), form.itemsize, pointer, *form.shape, *[stride & WORD for stride in form.strides]
+
+
+def named(scalar: types.Type) -> str:
+    """The name of an array's elements, for their Numba type."""
+    return SCALARS[scalar].np.name if scalar in SCALARS else str(scalar)
+
+
+def number_slot(name: str, ty: types.Type, value) -> int:
+    """A number of this type as machine code takes it. OverflowError that names the argument: it does not fit."""
+    code = _CODES[ty]
+    try:
+        return int.from_bytes(struct.pack("<" + code, value), "little")
+    except (struct.error, OverflowError):
+        wide = "np.int64" if code == "i" else "np.float64"
+        raise OverflowError(f"{name}: {value} does not fit {ty}; pass {wide}({value})") from None
+
+
 def _map(spec: gl, form: Form):
     return _map_type(spec), tma.encoding(spec, form)
 
@@ -82,10 +135,11 @@ def _map_type(spec):
 
 
 @functools.cache
-def _array_type(dtype, rank):
-    named = np.dtype(dtype)
+def array_type(name: str, rank: int) -> types.Array:
+    """The Numba type of an array of these elements, with any strides. TypingError: kernels know none of that name."""
+    named = np.dtype(name)
     if named.kind in "OSUMm":
-        raise TypingError(dtype)
+        raise TypingError(name)
     return types.Array(NUMBA_SCALARS.get(named) or from_dtype(named), rank, "A")
 
 

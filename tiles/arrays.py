@@ -1,106 +1,163 @@
 """A user's array as a kernel sees it: an address, a form, and who owns the memory.
 
     array = describe(q, "q")                            torch, NumPy, CuPy, Numba, JAX, or anything that has
-    stream = current_stream(array)                      __cuda_array_interface__ or __dlpack__
-    out = empty_like_caller(array, shape, "bfloat16")   out.owner is the caller's kind of array
-    ...                                                 launch on `stream`
-    finish(array, stream)                               then hand out.owner back
+    array.pointer, array.form                           __cuda_array_interface__ or __dlpack__ (frameworks.py)
 
-What a form is: forms.py. What each framework does: frameworks.py.
+A form is all of an array but its address: what decides the code that serves it, and the numbers that the code is given.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import ml_dtypes  # noqa: F401  makes "bfloat16" a name that np.dtype knows
 import numpy as np
 from cuda.bindings import driver
 
 from .device import check
-from .forms import FORMS, Form, c_ordered, elements_meet, form, overlaps_itself, raw
-from .frameworks import KIND_OF, Array, Kind, describe
 
-__all__ = [
-    "FORMS", "Array", "Form", "Kind", "at", "c_ordered", "current_stream", "describe", "empty_like_caller", "fill", "finish",
-    "form", "numpy_view", "overlaps", "overlaps_itself", "stream_handle",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from .frameworks import Kind
+
+ALIGNMENT = 16  # bytes: what a form says of its array's address is what is beyond a multiple of these
 
 
-def at(pointer: int, where: Form) -> Array:
-    """The Array at an address, for what has no object of any framework; whoever uses it keeps the memory alive."""
-    return Array(pointer, where, None, KIND_OF[Array])
+class Form(NamedTuple):
+    """All of an array but its address: shape, strides (bytes), dtype's name, CUDA ordinal (None: host memory), bytes of an
+    element; how many bytes the address lies past a multiple of ALIGNMENT; may it not be written?"""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int | None
+    itemsize: int
+    past: int = 0
+    readonly: bool = False
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the lowest element's start to the highest's end; 0 if there is none."""
+        if 0 in self.shape:
+            return 0
+        return sum([(n - 1) * abs(stride) for n, stride in zip(self.shape, self.strides)], self.itemsize)
+
+    @property
+    def bits(self) -> int:
+        """All bits that the address or a stride has that is used, but for that of the last axis: the lowest one that is set
+        says how many bytes can be moved at a time."""
+        bits = self.past
+        for n, stride in zip(self.shape[:-1], self.strides):
+            if n > 1:
+                bits |= stride
+        return bits
+
+    def permuted(self, order) -> Form:
+        """The form with its axes in another order."""
+        shape, strides = self.shape, self.strides
+        return self._replace(shape=tuple([shape[axis] for axis in order]), strides=tuple([strides[axis] for axis in order]))
+
+    def spread(self, axis: int, extent: int) -> Form:
+        """The form with one more axis, along which all elements are one: a stride of 0."""
+        shape, strides = self.shape, self.strides
+        return self._replace(shape=(*shape[:axis], extent, *shape[axis:]), strides=(*strides[:axis], 0, *strides[axis:]))
 
 
-def empty_like_caller(array: Array, shape: tuple[int, ...], dtype: str) -> Array:
-    """Uninitialised, C-ordered memory of the same kind and on the same device as `array`; `.owner` is the new object.
-
-    A type that we know only by a protocol gives a Numba device array, or a NumPy array for host memory.
-    """
-    kind = array.kind
-    return describe(kind.maker(kind.home(array), shape, dtype)(), "out")._replace(readonly=False)
+def c_ordered(shape: tuple[int, ...], dtype: str, device: int | None) -> Form:
+    """The form of a C-ordered array at an aligned address."""
+    size = ITEMSIZE.get(dtype) or np.dtype(dtype).itemsize
+    return Form(shape, contiguous(shape, size), dtype, device, size)
 
 
-def current_stream(array: Array) -> int:
-    """Handle of the stream on which the array's framework works now; 0 is the legacy default stream.
-
-    torch and CuPy: their current stream of the array's device. Numba: the stream the array is bound to, or the default
-    one. An object with only __cuda_array_interface__: the stream it names. JAX and DLPack know no current stream: the
-    legacy default one, for which `describe` made the contents ready. Only the first array of a call is asked: what the
-    others wait for is the caller's to order, as it is with any explicit stream.
-    """
-    return 0 if array.device is None else array.kind.stream(array.owner, array.device)
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 
 
-def stream_handle(stream: Any) -> int:
-    """Handle of a `stream=` argument: an integer >= 0, or a stream of torch, CuPy, or with __cuda_stream__.
-
-    Raises TypeError for anything else.
-    """
-    if hasattr(stream, "__index__") and not isinstance(stream, bool) and int(stream) >= 0:
-        return int(stream)
-    if hasattr(stream, "__cuda_stream__"):
-        return int(stream.__cuda_stream__()[1])
-    for attribute in ("cuda_stream", "ptr"):  # older torch, CuPy
-        if hasattr(stream, attribute):
-            return int(getattr(stream, attribute))
-    raise TypeError(f"stream: must be a handle (an integer >= 0) or a CUDA stream object: {stream=}")
+def contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Byte strides of a C-ordered array."""
+    strides = [itemsize]
+    for n in reversed(shape[1:]):
+        strides.append(strides[-1] * n)
+    return tuple(reversed(strides[: len(shape)]))
 
 
-def finish(array: Array, stream: int) -> None:
-    """Do what the array's framework needs between a launch on `stream` and handing the result back.
+class Array(NamedTuple):
+    """Where an array lies: `pointer` to its first element, its `form`, and the user's object, which owns the memory."""
 
-    torch, CuPy and Numba order later work by stream and need nothing. JAX works on streams of its own that wait for
-    nobody, and may reuse an input's memory as soon as Python forgets it: the host waits for `stream`.
-    """
-    if array.device is not None:
-        array.kind.finish(stream)
+    pointer: int
+    form: Form
+    owner: Any
+    kind: Kind
+    lease: Any = None  # what else keeps the memory alive: a view of a DLPack capsule
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.form.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In bytes."""
+        return self.form.strides
+
+    @property
+    def dtype(self) -> str:
+        """'bfloat16', 'float16', 'float32', ..."""
+        return self.form.dtype
+
+    @property
+    def device(self) -> int | None:
+        """CUDA ordinal; None is host memory."""
+        return self.form.device
+
+    @property
+    def readonly(self) -> bool:
+        """May it not be written?"""
+        return self.form.readonly
 
 
-def numpy_view(array: Array) -> np.ndarray:
-    """The same memory as a NumPy array (bfloat16 is ml_dtypes.bfloat16); read-only if the array is.
+ABSENT = -1  # the source of an array that was not given: it has no elements
+
+
+class Operand(NamedTuple):
+    """An array that a launch is bound to: whose address it has (a name of a program's, or the place among the addresses that a
+    launch is given), and its form, which may be another view of it than the caller's."""
+
+    source: str | int
+    form: Form
+
+    def permuted(self, order) -> Operand:
+        """With its axes in another order."""
+        return self._replace(form=self.form.permuted(order))
+
+    def spread(self, axis: int, extent: int) -> Operand:
+        """With one more axis, along which all elements are one."""
+        return self._replace(form=self.form.spread(axis, extent))
+
+
+def numpy_view(pointer: int, form: Form, owner: Any = None) -> np.ndarray:
+    """The elements at an address of host memory as a NumPy array (bfloat16 is ml_dtypes.bfloat16), read-only if the form says
+    so; it keeps `owner` alive.
 
     Raises ValueError if the array does not lie in host memory.
     """
-    if array.device is not None:
-        raise ValueError(f"only host memory has a NumPy view: {array.device=}")
-    return raw(array.pointer, array.form, array.readonly, array).view(array.dtype)
+    if form.device is not None:
+        raise ValueError(f"only host memory has a NumPy view: {form.device=}")
+    return _raw(pointer, form, form.readonly, owner).view(form.dtype)
 
 
-def fill(array: Array, value: float, stream: int) -> None:
+def fill(pointer: int, form: Form, value: float, stream: int) -> None:
     """array[...] = value, for 2- and 4-byte floats of any strides; device memory by memset on `stream`, with no kernel.
 
     The device's context must be current.
     """
-    if array.device is None:
-        numpy_view(array)[...] = value
+    if form.device is None:
+        numpy_view(pointer, form)[...] = value
         return
-    if array.form.extent == 0:
+    if form.extent == 0:
         return
-    size = array.form.itemsize
-    bits = int(np.array(value, array.dtype).view(f"u{size}"))
-    memset = {2: driver.cuMemsetD2D16Async, 4: driver.cuMemsetD2D32Async}[size]
+    bits = int(np.array(value, form.dtype).view(f"u{form.itemsize}"))
+    memset = {2: driver.cuMemsetD2D16Async, 4: driver.cuMemsetD2D32Async}[form.itemsize]
     runs = [(1, 0), (1, 0)]  # (extent, stride), outermost first, axes that follow on each other merged
-    for n, stride in zip(array.shape, array.strides):
+    for n, stride in zip(form.shape, form.strides):
         extent, step = runs[-1]
         if step == n * stride:
             runs[-1] = extent * n, stride
@@ -109,13 +166,56 @@ def fill(array: Array, value: float, stream: int) -> None:
     *outer, (height, pitch), (width, _) = runs
     for index in np.ndindex(*(n for n, _ in outer)):
         offset = sum(i * stride for i, (_, stride) in zip(index, outer))
-        check(memset(array.pointer + offset, pitch, bits, width, height, stream))
+        check(memset(pointer + offset, pitch, bits, width, height, stream))
 
 
-def overlaps(a: Array, b: Array) -> bool:
-    """Whether a byte belongs to elements of both. Exact, so interleaved views (q, k, v in one buffer) do not overlap.
+# ---- where elements lie among each other ----------------------------------------------------------------------------
+@functools.lru_cache(1024)
+def overlap(a: Form, b: Form, distance: int) -> bool:
+    """Whether a byte belongs to elements of both, where b's first element lies `distance` bytes behind a's. Exact, so
+    interleaved views (q, k, v in one buffer) do not overlap; what is too hard to decide counts as overlapping."""
+    (first, a), (last, b) = ascending(a), ascending(b)
+    distance += last - first
+    if not -b.extent < distance < a.extent:
+        return False
+    start = 1 << 50  # any address: NumPy solves for equal addresses and reads nothing
+    first, second = _raw(start, a), _raw(start + distance, b)
+    try:
+        return np.shares_memory(first, second, max_work=100_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
 
-    Strides must not be negative. The rare case that is too hard to decide counts as overlapping.
-    """
-    distance = b.pointer - a.pointer
-    return -b.form.extent < distance < a.form.extent and elements_meet(a.form, b.form, distance)
+
+def ascending(form: Form) -> tuple[int, Form]:
+    """The same elements by strides that are not negative, and how many bytes behind the first one those begin."""
+    start = sum(stride * (n - 1) for stride, n in zip(form.strides, form.shape) if stride < 0)
+    return start, form._replace(strides=tuple(map(abs, form.strides)))
+
+
+def overlaps_itself(form: Form) -> bool:
+    """Whether two indices may name the same byte: an axis steps less than what the axes inside it cover."""
+    covered = form.itemsize
+    for stride, n in sorted((abs(stride), n) for n, stride in zip(form.shape, form.strides) if n > 1):
+        if stride < covered:
+            return form.extent > 0
+        covered += stride * (n - 1)
+    return False
+
+
+def _raw(pointer: int, form: Form, readonly: bool = True, owner: Any = None) -> np.ndarray:
+    """The elements at an address, as bytes of no type."""
+    return np.asarray(_Memory(pointer, form, readonly, owner))
+
+
+class _Memory:
+    """What np.asarray takes an address from."""
+
+    def __init__(self, pointer: int, form: Form, readonly: bool, owner: Any):
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": form.shape,
+            "strides": form.strides,
+            "typestr": f"|V{form.itemsize}",
+            "data": (pointer or 16, readonly),  # an empty array may lie nowhere; NumPy 2.2 takes 0 for no address at all
+        }

@@ -1,14 +1,13 @@
 """Launches that run in the interpreter: arrays in host memory as they are, arrays in device memory by a copy."""
 
 import contextlib
-import functools
 import logging
 import os
 
 import numpy as np
 from cuda.bindings import driver
 
-from .arrays import numpy_view
+from .arrays import ABSENT, Operand, numpy_view
 from .device import check
 from .interpreter import interpret
 from .values import tensor
@@ -23,32 +22,43 @@ def forced() -> bool:
 
 
 class Interpreted:
-    """A launch in the interpreter, called like a Bound one: `bound(stream, *addresses)`."""
+    """A launch in the interpreter, called like a Bound one: `bound(stream, *addresses)`.
 
-    def __init__(self, launch, parameters, target):
+    values: for each of the kernel's arguments a number, or an Operand and the spec of the tiles that its array is cut into."""
+
+    def __init__(self, launch, values, target):
         if launch.block[1:] != (1, 1):
             raise ValueError(f"{launch}: the interpreter takes blocks of one axis")
-        self.launch, self.parameters, self.target = launch, parameters, target
-
-    def prepare(self, stream: int, *addresses: int) -> functools.partial:
-        """The same on this stream and with these addresses, to be called without arguments."""
-        return functools.partial(self, stream, *addresses)
+        self.launch, self.values, self.target = launch, values, target
+        self.count = sum(1 for value, _ in values if isinstance(value, Operand) and value.source != ABSENT)
 
     def __call__(self, stream: int, *addresses: int) -> None:
+        if len(addresses) != self.count:
+            raise TypeError(f"{self.launch} takes {self.count} addresses, got {len(addresses)}")
+        self.run(stream, addresses)
+
+    def index(self, order) -> None:
+        """Find the operands' addresses in a sequence that has them in this order."""
+        order = {**order, ABSENT: ABSENT}
+        self.values = [
+            (value._replace(source=order[value.source]) if isinstance(value, Operand) else value, spec)
+            for value, spec in self.values
+        ]
+
+    def run(self, stream: int, addresses) -> None:
+        """The same, addresses being a sequence in which the launch's arrays know their places."""
         _announce(self.launch.title)
-        arrays = [p.array for p in self.parameters if p.array is not None]
-        if len(addresses) != len(arrays):
-            raise TypeError(f"{self.launch} takes {len(arrays)} addresses, got {len(addresses)}")
-        arrays = [array._replace(pointer=address) for array, address in zip(arrays, addresses)]
+        here = [(value, spec) for value, spec in self.values if isinstance(value, Operand)]
+        places = [(0 if value.source == ABSENT else addresses[value.source], value.form) for value, _ in here]
         with contextlib.ExitStack() as stack:
             if self.target is None:
-                views = [numpy_view(array) for array in arrays]
+                views = [numpy_view(*place) for place in places]
             else:
-                views = stack.enter_context(mirrored(self.target, stream, arrays))
+                views = stack.enter_context(mirrored(self.target, stream, places))
             rest, args = iter(views), []
-            for p in self.parameters:
-                view = p.value if p.array is None else next(rest)
-                args.append(_cut(view, p.value.spec) if p.encoding else view)
+            for value, spec in self.values:
+                view = next(rest) if isinstance(value, Operand) else value
+                args.append(_cut(view, spec) if spec and view is not None else view)
             seed = os.environ.get("TILES_SEED")
             launch, cluster = self.launch, self.launch.cluster or (1, 1, 1)
             interpret(launch.kernel, launch.grid, launch.block[0], args, launch.shared, int(seed) if seed else None, cluster)
@@ -59,11 +69,11 @@ def _cut(view, spec):
 
 
 @contextlib.contextmanager
-def mirrored(target, stream, arrays):
-    """NumPy copies of device arrays, which alias where the arrays do; what has changed at the end goes back. The stream is
-    waited for first."""
+def mirrored(target, stream, places):
+    """NumPy copies of device arrays, of (address, form) each, which alias where the arrays do; what has changed at the end goes
+    back. The stream is waited for first."""
     spans: list[list[int]] = []  # disjoint [start, end), ascending
-    for start, end in sorted(filter(None, map(span, arrays))):
+    for start, end in sorted(filter(None, (span(*place) for place in places))):
         if spans and start < spans[-1][1]:
             spans[-1][1] = max(end, spans[-1][1])
         else:
@@ -74,7 +84,7 @@ def mirrored(target, stream, arrays):
         for start, copy in copies.items():
             check(driver.cuMemcpyDtoH(copy.ctypes.data, start, copy.nbytes))
         before = {start: copy.copy() for start, copy in copies.items()}
-        yield [_view(array, copies) for array in arrays]
+        yield [_view(*place, copies) for place in places]
         for start, copy in copies.items():
             changed = np.flatnonzero(copy != before[start])
             if changed.size:
@@ -82,20 +92,20 @@ def mirrored(target, stream, arrays):
                 check(driver.cuMemcpyHtoD(start + int(changed[0]), part.ctypes.data, part.nbytes))
 
 
-def span(array):
+def span(pointer, form):
     """[start, end) of the bytes that an array's elements lie in; None if it has none."""
-    if 0 in array.shape:
+    if 0 in form.shape:
         return None
-    reach = [(n - 1) * stride for n, stride in zip(array.shape, array.strides)]
-    return array.pointer + sum(r for r in reach if r < 0), array.pointer + sum(r for r in reach if r > 0) + array.form.itemsize
+    reach = [(n - 1) * stride for n, stride in zip(form.shape, form.strides)]
+    return pointer + sum(r for r in reach if r < 0), pointer + sum(r for r in reach if r > 0) + form.itemsize
 
 
-def _view(array, copies):
-    dtype = np.dtype(array.dtype)
-    if 0 in array.shape:
-        return np.empty(array.shape, dtype)
-    start = max(s for s in copies if s <= array.pointer)
-    return np.ndarray(array.shape, dtype, copies[start], array.pointer - start, array.strides)
+def _view(pointer, form, copies):
+    dtype = np.dtype(form.dtype)
+    if 0 in form.shape:
+        return np.empty(form.shape, dtype)
+    start = max(s for s in copies if s <= pointer)
+    return np.ndarray(form.shape, dtype, copies[start], pointer - start, form.strides)
 
 
 def _announce(title):

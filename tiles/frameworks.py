@@ -9,46 +9,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
 
+from .arrays import ALIGNMENT, Array, Form, contiguous
 from .device import check
-from .forms import FORMS, Form, contiguous, form
 
+PAST = ALIGNMENT - 1  # the bits of an address that its form holds
 LEGACY_STREAM = 1  # CUDA's handle of the legacy default stream where 0 would mean "none given"
 _HOST, _CUDA = (1, 3), (2, 13)  # DLPack: kDLCPU, kDLCUDAHost; kDLCUDA, kDLCUDAManaged
-
-
-class Array(NamedTuple):
-    """Where an array lies: `pointer` to its first element, its `form`, and the user's object, which owns the memory."""
-
-    pointer: int
-    form: Form
-    owner: Any
-    kind: Kind
-    readonly: bool = False
-    lease: Any = None  # what else keeps the memory alive: a view of a DLPack capsule
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.form.shape
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """In bytes."""
-        return self.form.strides
-
-    @property
-    def dtype(self) -> str:
-        """'bfloat16', 'float16', 'float32', ..."""
-        return self.form.dtype
-
-    @property
-    def device(self) -> int | None:
-        """CUDA ordinal; None is host memory."""
-        return self.form.device
 
 
 def describe(x: Any, name: str) -> Array:
@@ -100,6 +71,14 @@ class Kind:
     def on(self, stream: int, device: int) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def make_on(self, stream: int, device: int | None, make: Callable[[], Any]) -> Any:
+        """What a maker gives, for a launch on another stream than the framework's current one: memory of that one might be
+        reused by work that does not wait for the launch."""
+        if device is None:
+            return make()
+        with self.on(stream, device):
+            return make()
+
     def finish(self, stream: int) -> None:
         pass
 
@@ -107,7 +86,7 @@ class Kind:
 class NumPy(Kind):
     def describe(self, x: np.ndarray, name: str) -> Array:
         pointer, readonly = x.__array_interface__["data"]
-        return Array(pointer, form(x.shape, x.strides, _name(x.dtype), None, x.itemsize), x, self, readonly)
+        return Array(pointer, Form(x.shape, x.strides, _name(x.dtype), None, x.itemsize, pointer & PAST, readonly), x, self)
 
 
 class Torch(Kind):
@@ -121,11 +100,11 @@ class Torch(Kind):
                 f"call under torch.no_grad(), or pass {name}.detach()"
             )
         try:
-            # tuple.__new__ and not Array(...): the call has 10 us for everything, and this saves 0.1 of them
-            where = _torch_form(x.shape, x.stride(), x.dtype, x.device)
-            return tuple.__new__(Array, (x.data_ptr(), where, x, self, False, None))
+            pointer, (dtype, size, ordinal) = x.data_ptr(), _torch_words(x.dtype, x.device)
+            strides = tuple([size * stride for stride in x.stride()])
         except (RuntimeError, TypeError) as error:  # sparse, nested, meta, under vmap: no memory to address
             raise TypeError(f"{name}: {error}") from error
+        return Array(pointer, Form(tuple(x.shape), strides, dtype, ordinal, size, pointer & PAST), x, self)
 
     def home(self, array: Array) -> Any:
         return array.owner.device
@@ -146,18 +125,18 @@ class Torch(Kind):
         return cuda.stream(cuda.ExternalStream(0 if stream == LEGACY_STREAM else stream, device=device))
 
 
-@lru_cache(FORMS)
-def _torch_form(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, device: Any) -> Form:
+@lru_cache
+def _torch_words(dtype: Any, device: Any) -> tuple[str, int, int | None]:
+    """A torch dtype's name and bytes, and a device's CUDA ordinal (None: host memory)."""
     if device.type not in ("cpu", "cuda"):
         raise TypeError(f"must lie in host or CUDA memory: device={str(device)!r}")
-    name, size = str(dtype).removeprefix("torch."), dtype.itemsize
-    ordinal = device.index if device.type == "cuda" else None
-    return form(tuple(shape), tuple(size * s for s in strides), name, ordinal, size)
+    return str(dtype).removeprefix("torch."), dtype.itemsize, device.index if device.type == "cuda" else None
 
 
 class CuPy(Kind):
     def describe(self, x: Any, name: str) -> Array:
-        return Array(x.data.ptr, form(x.shape, x.strides, _name(x.dtype), x.device.id, x.itemsize), x, self)
+        pointer = x.data.ptr
+        return Array(pointer, Form(x.shape, x.strides, _name(x.dtype), x.device.id, x.itemsize, pointer & PAST), x, self)
 
     def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         cupy = sys.modules["cupy"]
@@ -192,7 +171,8 @@ class CudaArrayInterface(Kind):
         shape, dtype = tuple(map(int, interface["shape"])), np.dtype(x.dtype if typestr == "<f1" else typestr)
         strides = tuple(map(int, interface.get("strides") or contiguous(shape, dtype.itemsize)))
         named = str(getattr(x, "dtype", dtype)) if dtype.kind == "V" else _name(dtype)
-        return Array(pointer, form(shape, strides, named, _ordinal(pointer), dtype.itemsize), x, self, readonly)
+        where = Form(shape, strides, named, _ordinal(pointer), dtype.itemsize, pointer & PAST, bool(readonly))
+        return Array(pointer, where, x, self)
 
     def stream(self, x: Any, device: int) -> int:
         return x.__cuda_array_interface__.get("stream") or 0
@@ -213,8 +193,9 @@ class DLPack(Kind):
         except (BufferError, RuntimeError, TypeError, NotImplementedError) as error:
             raise TypeError(f"{name}: {error}") from error
         strides = contiguous(view.shape, size) if view.strides is None else tuple(size * s for s in view.strides)
-        where = form(view.shape, strides, _name(view.dtype), ordinal if place in _CUDA else None, size)
-        return Array(view.ptr, where, x, self, view.readonly, view)
+        home = ordinal if place in _CUDA else None
+        where = Form(tuple(view.shape), strides, _name(view.dtype), home, size, view.ptr & PAST, bool(view.readonly))
+        return Array(view.ptr, where, x, self, view)
 
 
 class Jax(DLPack):
@@ -229,7 +210,8 @@ class Jax(DLPack):
         if len(x.devices()) != 1:
             raise ValueError(f"{name}: must lie on one device: {name}.devices()={x.devices()}")
         x.block_until_ready()
-        return super().describe(x, name)._replace(readonly=True)
+        array = super().describe(x, name)
+        return array._replace(form=array.form._replace(readonly=True))
 
     waits = True
 
@@ -244,13 +226,6 @@ class Jax(DLPack):
         check(driver.cuStreamSynchronize(stream))
 
 
-class Described(Kind):
-    """An Array is its own description: memory known by its address and form alone."""
-
-    def describe(self, x: Array, name: str) -> Array:
-        return x
-
-
 _KINDS = {
     "numpy.ndarray": NumPy,
     "torch.Tensor": Torch,
@@ -258,7 +233,7 @@ _KINDS = {
     "jaxlib.ArrayImpl": Jax,
     "jax.ArrayImpl": Jax,
 }
-KIND_OF: dict[type, Kind] = {Array: Described()}  # classes seen so far
+KIND_OF: dict[type, Kind] = {}  # classes seen so far
 _INTERFACE, _DLPACK = CudaArrayInterface(), DLPack()
 
 
@@ -287,3 +262,50 @@ def _ordinal(pointer: int) -> int:
         return int(check(driver.cuCtxGetDevice()))
     ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     return int(check(driver.cuPointerGetAttribute(ordinal, pointer)))
+
+
+# ---- what follows a launch, and whose stream it goes to --------------------------------------------------------------
+def empty_like_caller(array: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    """Uninitialised, C-ordered memory of the same kind and on the same device as `array`; `.owner` is the new object.
+
+    A type that we know only by a protocol gives a Numba device array, or a NumPy array for host memory.
+    """
+    kind = array.kind
+    made = describe(kind.maker(kind.home(array), shape, dtype)(), "out")
+    return made._replace(form=made.form._replace(readonly=False))
+
+
+def current_stream(array: Array) -> int:
+    """Handle of the stream on which the array's framework works now; 0 is the legacy default stream.
+
+    torch and CuPy: their current stream of the array's device. Numba: the stream the array is bound to, or the default
+    one. An object with only __cuda_array_interface__: the stream it names. JAX and DLPack know no current stream: the
+    legacy default one, for which `describe` made the contents ready. Only the first array of a call is asked: what the
+    others wait for is the caller's to order, as it is with any explicit stream.
+    """
+    return 0 if array.device is None else array.kind.stream(array.owner, array.device)
+
+
+def stream_handle(stream: Any) -> int:
+    """Handle of a `stream=` argument: an integer >= 0, or a stream of torch, CuPy, or with __cuda_stream__.
+
+    Raises TypeError for anything else.
+    """
+    if hasattr(stream, "__index__") and not isinstance(stream, bool) and int(stream) >= 0:
+        return int(stream)
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    for attribute in ("cuda_stream", "ptr"):  # older torch, CuPy
+        if hasattr(stream, attribute):
+            return int(getattr(stream, attribute))
+    raise TypeError(f"stream: must be a handle (an integer >= 0) or a CUDA stream object: {stream=}")
+
+
+def finish(array: Array, stream: int) -> None:
+    """Do what the array's framework needs between a launch on `stream` and handing the result back.
+
+    torch, CuPy and Numba order later work by stream and need nothing. JAX works on streams of its own that wait for
+    nobody, and may reuse an input's memory as soon as Python forgets it: the host waits for `stream`.
+    """
+    if array.device is not None:
+        array.kind.finish(stream)

@@ -4,6 +4,9 @@
     bound = launch(kernel, grid, block).bind(q, k, out, 3, 0.5)
     bound(stream, q2.data_ptr(), k2.data_ptr(), out2.data_ptr())     again and again, for other arrays of the same form
 
+and, for kernels that say themselves what they take (arguments.py), `Kernel`: what decides the machine code is looked up once,
+and binding it to lengths, strides and addresses writes numbers into a parameter block.
+
 Where it runs: arrays in device memory on their GPU, arrays in host memory (and a kernel that takes no array) in the
 interpreter. TILES_INTERPRET=1 sends device arrays to the interpreter, too: they are copied to the host, and what changed is
 copied back; TILES_SEED=n makes the interpreter's order random, by that seed.
@@ -14,23 +17,28 @@ scalars as their own type, so np.int64(n) where 32 bits are too few.
 """
 
 import ctypes
+import functools
 import math
 import re
 import threading
 import warnings
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
 from cuda.bindings import driver
 
 from . import cache, digest, tma
-from .arguments import Parameter, parameter, same_place
-from .arrays import current_stream, finish, stream_handle
+from .arguments import DATA, Parameter, array_slots, array_type, declared, named, number_slot, parameter, same_place, signature
+from .arrays import ABSENT, Operand, c_ordered
 from .compiler import compile_kernel
 from .device import Device, check, device, uncaptured
 from .fallback import Interpreted, forced
+from .frameworks import current_stream, finish, stream_handle
+from .types import gl
 
 THREADS_END = 1024  # most threads of a block
-STREAMS, READY = 64, 4096  # launch configurations, one a stream, and filled frames that a bound launch remembers
+KERNELS = 1024  # that families' planners remember
 
 
 # ---- machine code --------------------------------------------------------------------------------------------------
@@ -95,43 +103,42 @@ def load(kernel, signature, target: Device, shared_bytes: int = 0) -> Loaded:
 
 # ---- launches ------------------------------------------------------------------------------------------------------
 class Frame:
-    """The arguments of launches: 8-byte slots, and the array of addresses through which the driver copies them; a tensor's is
-    that of its map. Nothing changes it once it is filled, so any number of threads may launch from it.
+    """The parameter block of a launch that is about to be made: tensor maps, 8-byte slots, and the addresses through which the
+    driver copies both. It belongs to one thread at a time; the driver has copied it when a launch returns."""
 
-    maps: {a tensor's place among the slots: its map}."""
+    __slots__ = ("addresses", "config", "maps", "memory", "pointers", "stream", "words")
 
-    def __init__(self, slots, maps):
-        self.slots, self.maps = (ctypes.c_uint64 * len(slots))(*slots), maps
-        start = ctypes.addressof(self.slots)
-        self.pointers = (ctypes.c_void_p * len(slots))(*range(start, start + 8 * len(slots), 8))
-        for place, tensor_map in maps.items():
-            self.pointers[place] = tensor_map.getPtr()
-        self.address = ctypes.addressof(self.pointers)
+    def __init__(self, bound: "Bound"):
+        slots, maps, words = bound.slots, len(bound.maps), tma.MAP_BYTES // 8
+        self.memory = (ctypes.c_uint64 * (tma.MAP_ALIGNMENT // 8 + words * maps + 2 * len(slots)))()
+        start = ctypes.addressof(self.memory)
+        aligned = -(-start // tma.MAP_ALIGNMENT) * tma.MAP_ALIGNMENT
+        first = (aligned - start) // 8 + words * maps  # the word of the first slot
+        self.words = memoryview(self.memory).cast("B").cast("Q")[first:]
+        self.pointers = start + 8 * (first + len(slots))
+        places = range(start + 8 * first, self.pointers, 8)
+        self.words[: len(slots)] = memoryview((ctypes.c_uint64 * len(slots))(*slots)).cast("B").cast("Q")
+        for k, place in enumerate(places, len(slots)):
+            self.words[k] = place
+        self.maps: list = []
+        for n, (place, _, _) in enumerate(bound.maps):
+            self.words[len(slots) + place] = aligned + tma.MAP_BYTES * n
+        self.config, self.stream, self.addresses = bound.configuration(), -1, None
 
-
-class Ready:
-    """A launch of which nothing is left to say: calling it is the driver's call. Any number of threads may call it at once."""
-
-    __slots__ = ("bound", "config", "frame", "function")
-
-    def __init__(self, bound: "Bound", config, frame: Frame):
-        self.bound, self.config, self.frame, self.function = bound, config, frame, bound.function
-
-    def __call__(self) -> None:
-        (status,) = driver.cuLaunchKernelEx(self.config, self.function, self.frame.address, 0)
-        if status:
-            self._launch_in_context()
-
-    def _launch_in_context(self):
-        """The launch once more, after the driver has refused it: if another context, or none, is current on this thread, that
-        is why. To look first would cost every launch a quarter of a microsecond."""
-        bound = self.bound
-        with bound.target.current():
-            (status,) = driver.cuLaunchKernelEx(self.config, self.function, self.frame.address, 0)
-        try:
-            check((status,))
-        except RuntimeError as error:
-            raise RuntimeError(f"{bound.launch} on {bound.target}: {error}") from None
+    def write(self, bound: "Bound", stream: int, addresses) -> None:
+        """Say where the launch goes, and where its arrays lie. Some context must be current."""
+        words = self.words
+        for place, index in bound.plain:
+            words[place] = addresses[index]
+        if self.maps:
+            for tensor_map, (_, index, _) in zip(self.maps, bound.maps):
+                tma.move(tensor_map, addresses[index])
+        else:
+            at = [words[len(bound.slots) + place] for place, _, _ in bound.maps]
+            self.maps = [tma.write(code, addresses[index], to) for to, (_, index, code) in zip(at, bound.maps)]
+        if stream != self.stream:
+            self.config.hStream, self.stream = driver.CUstream(stream), stream
+        self.addresses = addresses
 
 
 class Bound:
@@ -139,58 +146,153 @@ class Bound:
 
     stream: a handle. addresses: those of the arrays and of the tensors' arrays, in the order of the kernel's arguments; each
     must point to an array of the form that was bound, and a tensor's be a multiple of 16. Numbers stay as they were bound.
-    Any number of threads may call it at once. What was launched before costs one lookup and the driver's call."""
+    Any number of threads may call it at once: each takes a frame that nobody uses, or makes one.
 
-    def __init__(self, launch: "Launch", parameters, target: Device):
-        self.launch, self.target = launch, target
-        self.nbytes = launch.shared.nbytes if launch.shared else 0
-        self.function = load(launch.kernel, tuple(p.type for p in parameters), target, self.nbytes).function
-        self.slots = [slot for p in parameters for slot in p.slots]
-        self.places, self.encodings, at = [], [], 0
-        for p in parameters:
-            if p.array is not None:
-                self.places.append(at + p.place)
-                self.encodings.append(p.encoding)
-            at += len(p.slots)
-        self.configs: dict = {}
-        self.ready: dict[tuple[int, ...], Ready] = {}  # by (stream, *addresses)
+    slots: the kernel's arguments, 8 bytes each. plain: (slot, whose address goes there) of arrays; maps: (slot, whose
+    address, encoding) of tensors."""
 
-    def __call__(self, *where: int) -> None:
-        ready = self.ready.get(where)
-        if ready is None:
-            if len(self.ready) >= READY:
-                self.ready.clear()
-            ready = self.ready[where] = self.prepare(*where)
-        ready()
+    __slots__ = ("code", "count", "extents", "free", "maps", "nbytes", "plain", "slots", "title")
 
-    def prepare(self, stream: int, *addresses: int) -> "Ready":
-        """The launch on this stream and with these addresses, to be called without arguments."""
-        if len(addresses) != len(self.places):
-            raise TypeError(f"{self.launch} takes {len(self.places)} addresses, got {len(addresses)}")
-        slots, maps = list(self.slots), {}
-        for place, encoding, address in zip(self.places, self.encodings, addresses):
-            if encoding is None:
-                slots[place] = address
-            else:
-                maps[place] = tma.tensor_map(encoding, address, self.target)
-        return Ready(self, self.configs.get(stream) or self._config(stream), Frame(slots, maps))
+    def __init__(self, code: Loaded, title: str, extents, nbytes: int, slots, plain, maps, count: int):
+        self.code, self.title, self.extents, self.nbytes = code, title, extents, nbytes
+        self.slots, self.plain, self.maps, self.count = slots, plain, maps, count
+        self.free: list[Frame] = []
 
-    def _config(self, stream):
-        """The launch configuration for this stream."""
+    def __call__(self, stream: int, *addresses: int) -> None:
+        if len(addresses) != self.count:
+            raise TypeError(f"{self} takes {self.count} addresses, got {len(addresses)}")
+        self.run(stream, addresses)
+
+    def index(self, order: Mapping[str, int]) -> None:
+        """Find the operands' addresses in a sequence that has them in this order."""
+        self.plain = [(slot, order[source]) for slot, source in self.plain]
+        self.maps = [(slot, order[source], encoding) for slot, source, encoding in self.maps]
+
+    def run(self, stream: int, addresses) -> None:
+        """The same, addresses being a sequence in which the launch's arrays know their places."""
+        try:
+            frame = self.free.pop()
+        except IndexError:
+            frame = None
+        if frame is None or frame.addresses != addresses or frame.stream != stream:
+            frame = self._write(frame, stream, addresses)
+        (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
+        if status:
+            self._in_context(frame)
+        self.free.append(frame)
+
+    def _write(self, frame, stream, addresses):
+        """A frame for these addresses. If another context, or none, is current on this thread, the driver refuses to make maps:
+        to look first would cost every call a quarter of a microsecond."""
+        try:
+            frame = frame or Frame(self)
+            frame.write(self, stream, addresses)
+        except RuntimeError:
+            with self.code.target.current():
+                frame = Frame(self)
+                frame.write(self, stream, addresses)
+        return frame
+
+    def _in_context(self, frame):
+        """The launch once more, after the driver has refused it, with the GPU's own context."""
+        with self.code.target.current():
+            (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
+        try:
+            check((status,))
+        except RuntimeError as error:
+            raise RuntimeError(f"{self} on {self.code.target}: {error}") from None
+
+    def configuration(self):
+        """The driver's launch configuration, on no stream yet."""
+        grid, block, cluster = self.extents
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = self.launch.grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.launch.block
-        config.sharedMemBytes, config.hStream = self.nbytes, driver.CUstream(stream)
-        if self.launch.cluster:
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes = self.nbytes
+        if cluster:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            cluster = attribute.value.clusterDim
-            cluster.x, cluster.y, cluster.z = self.launch.cluster
+            dimension = attribute.value.clusterDim
+            dimension.x, dimension.y, dimension.z = cluster
             config.attrs, config.numAttrs = [attribute], 1
-        if len(self.configs) >= STREAMS:
-            self.configs.clear()
-        self.configs[stream] = config
         return config
+
+    def __str__(self):
+        return f"launch({self.title}, {self.extents[0]}, {self.extents[1]})"
+
+
+TILES = "tiles"  # what a parameter that is cut into tiles holds
+
+
+def _elements(what):
+    """What a declared parameter holds: TILES, an array's elements by name, or "" for a number."""
+    return TILES if isinstance(what, gl) else named(what.dtype) if hasattr(what, "ndim") else ""
+
+
+class Kernel:
+    """A kernel that declares its arguments (arguments.py), on one GPU or, with no ordinal, in the interpreter: all that decides
+    its machine code. It is compiled when it is first bound; arrays of other elements than declared are other code."""
+
+    def __init__(self, kernel, threads: int, shared, ordinal: int | None):
+        self.kernel, self.threads, self.shared, self.ordinal = kernel, threads, shared, ordinal
+        self.title = kernel.py_func.__name__
+        self.declared = [(name, what, _elements(what)) for name, what in declared(kernel.py_func).items()]
+        self.nbytes = shared.nbytes if shared else 0
+        self.codes: dict[tuple, Loaded] = {}  # by the parameters whose elements are others than declared: (place, dtype)
+
+    def bind(self, grid, **given: Any) -> "Bound | Interpreted":
+        """The launch of so many blocks, an Operand or a number for each parameter by its name. An array that is not given is
+        absent: all loads from it are 0, and stores are left out. ValueError, TypeError: TMA cannot take an array."""
+        grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
+        if self.ordinal is None or forced():
+            return self._interpreted(grid, given)
+        slots: list[int] = []
+        plain, maps, others = [], [], []
+        for place, (name, what, elements) in enumerate(self.declared):
+            value = given.pop(name, None)
+            if elements is TILES:
+                if value is not None:
+                    maps.append((len(slots), value.source, tma.encoding(what, value.form)))
+                slots.append(0)
+            elif elements:
+                if value is None:
+                    slots.extend([0] * (DATA + 1 + 2 * what.ndim))
+                else:
+                    if value.form.dtype != elements:
+                        others.append((place, value.form.dtype))
+                    plain.append((len(slots) + DATA, value.source))
+                    slots.extend(array_slots(value.form))
+            else:
+                slots.append(number_slot(name, what, value))
+        if given:
+            raise TypeError(f"{self.title} has no parameter {', '.join(given)}")
+        code = self.codes.get(tuple(others)) or self._load(tuple(others))
+        extents = grid, (self.threads, 1, 1), None
+        return Bound(code, self.title, extents, self.nbytes, slots, plain, maps, len(plain) + len(maps))
+
+    def _load(self, others):
+        types = list(signature(self.kernel))
+        for place, dtype in others:
+            types[place] = array_type(dtype, types[place].ndim)
+        self.codes[others] = code = load(self.kernel, tuple(types), device(self.ordinal), self.nbytes)
+        return code
+
+    def _interpreted(self, grid, given):
+        values = []
+        for name, what, elements in self.declared:
+            value = given.pop(name, None)
+            if value is None and elements and elements is not TILES:
+                value = Operand(ABSENT, c_ordered((0,) * what.ndim, elements, None))
+            values.append((value, what if elements is TILES else None))
+        launch = Launch(self.kernel, grid, self.threads, self.shared, None, None)
+        return Interpreted(launch, values, None if self.ordinal is None else device(self.ordinal))
+
+
+@functools.lru_cache(KERNELS)
+def kernel_for(family, config, ordinal: int | None) -> Kernel:
+    """The Kernel of a module's configuration: `family.make(config)` gives a kernel and its shared memory, or None."""
+    kernel, smem = family.make(config)
+    return Kernel(kernel, config.threads, smem, ordinal)
 
 
 class Launch:
@@ -238,8 +340,23 @@ class Launch:
     def _bind(self, parameters):
         place = same_place(parameters)
         if place is None or forced():
-            return Interpreted(self, parameters, None if place is None else device(place))
-        return Bound(self, parameters, device(place))
+            arrays = iter(range(len(parameters)))
+            values = [
+                (p.value if p.array is None else Operand(next(arrays), p.array.form), p.value.spec if p.encoding else None)
+                for p in parameters
+            ]
+            return Interpreted(self, values, None if place is None else device(place))
+        nbytes = self.shared.nbytes if self.shared else 0
+        code = load(self.kernel, tuple(p.type for p in parameters), device(place), nbytes)
+        slots, plain, maps, arrays = [], [], [], 0
+        for p in parameters:
+            if p.encoding:
+                maps.append((len(slots), arrays, p.encoding))
+            elif p.array is not None:
+                plain.append((len(slots) + p.place, arrays))
+            arrays += p.array is not None
+            slots.extend(p.slots)
+        return Bound(code, self.title, (self.grid, self.block, self.cluster), nbytes, slots, plain, maps, arrays)
 
     def __call__(self, *args) -> None:
         parameters = self.parameters(args)
@@ -249,7 +366,7 @@ class Launch:
             stream = stream_handle(self.stream)
         else:
             stream = current_stream(arrays[0]) if arrays else 0
-        bound(stream, *(a.pointer for a in arrays))
+        bound.run(stream, [a.pointer for a in arrays])
         for array in arrays:
             finish(array, stream)
 

@@ -1,29 +1,28 @@
 """Tensor maps: how TMA is told where an array lies and what box of it to copy.
 
     form = describe(q, "q").form
-    tensor_map(encoding(gl(tile, 4, 1, 3), form), q.data_ptr(), device)      # the driver's 128 bytes
+    write(encoding(gl(tile, 4, 1, 3), form), q.data_ptr(), place)      # the driver's 128 bytes, at an address of ours
 
-A map depends on the array's address and form, the tile and the GPU, and on nothing else, so a map that is found again is
-never stale.
+A map depends on the array's address and form, the tile, and on nothing else.
 
 **Maps are passed by value**, as `__grid_constant__` parameters (compiler.py). The driver copies them when a kernel is launched,
-and a node of a CUDA graph keeps its own copy: here a map is an ordinary object, free to go once the launch has returned. In
-global memory it would have to outlive every kernel and graph that holds its address, and every block would need a proxy fence
-before it (CUDA C++ Programming Guide, on tensor maps that were copied there).
+and a node of a CUDA graph keeps its own copy: here a map is 128 bytes of a launch's parameter block, which the next launch may
+overwrite. In global memory it would have to outlive every kernel and graph that holds its address, and every block would need a
+proxy fence before it (CUDA C++ Programming Guide, on tensor maps that were copied there).
 """
 
+import ctypes
 import functools
 from typing import NamedTuple
 
 from cuda.bindings import driver
 
-from .device import Device, check
-from .forms import Form
+from .arrays import ALIGNMENT, Form
+from .device import check
 from .ptx import tma_axes
 from .types import gl
 
-MAPS = 4096  # maps that are remembered
-ALIGNMENT = 16  # bytes, of the base address and of strides
+MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
 STRIDE_END, EXTENT_END, BOX_END = 2**40, 2**32, 256
 
 
@@ -40,39 +39,42 @@ class Encoding(NamedTuple):
     promotion: str
 
 
-def encoding(spec: gl, form: Form) -> Encoding:
-    """How TMA is told of an array of this form, cut into tiles as `spec` says. TypeError or ValueError: what TMA cannot do."""
+@functools.cache
+def _cut(spec: gl) -> tuple[tuple[int, ...], tuple[int, ...], str, str, str]:
+    """What of an encoding follows from how the array is cut: its axes, innermost first, the box along them, the array's dtype,
+    the driver's name of it, the swizzle."""
     tile, axes = spec.tile, tma_axes(spec)
-    if form.dtype != tile.dtype.np.name:
-        raise TypeError(f"{tile} is copied from and to arrays of {tile.dtype.np.name}, got {form.dtype}")
-    if len(form.shape) != spec.rank:
-        raise TypeError(f"{spec} is cut from arrays of {spec.rank} axes, got shape {form.shape}")
-    if 0 in form.shape or max(form.shape) >= EXTENT_END:
-        raise ValueError(f"TMA takes axes of 1 to 2**32 - 1 elements, got shape {form.shape}")
     if tile.rows > BOX_END:
         raise ValueError(f"TMA copies at most {BOX_END} rows at a time, got {tile}")
-    inner = axes[0]
-    if form.shape[inner] > 1 and form.strides[inner] != form.itemsize:
-        raise ValueError(
-            f"axis {inner}, along which a tile's columns run, must be contiguous, "
-            f"got strides {form.strides} bytes of shape {form.shape}"
-        )
-    unused = -(-form.shape[inner] * form.itemsize // ALIGNMENT) * ALIGNMENT  # legal, for axes that no step is taken along
-    strides = tuple(form.strides[axis] if form.shape[axis] > 1 else unused for axis in axes[1:])
-    if any(s % ALIGNMENT or not 0 <= s < STRIDE_END for s in strides):
-        raise ValueError(
-            f"strides must be multiples of {ALIGNMENT} bytes below 2**40, but for axis {inner}; "
-            f"got strides {form.strides} bytes of shape {form.shape}"
-        )
     box = spec.extents | {spec.cols: tile.panel_cols}
-    return Encoding(
-        tile.dtype.tma,
-        tuple(form.shape[axis] for axis in axes),
-        strides,
-        tuple(box.get(axis, 1) for axis in axes),
-        tile.swizzle,
-        "L2_256B" if form.shape[inner] * form.itemsize >= 256 else "L2_128B",
-    )
+    return axes, tuple(box.get(axis, 1) for axis in axes), tile.dtype.np.name, tile.dtype.tma, tile.swizzle
+
+
+def encoding(spec: gl, form: Form) -> Encoding:
+    """How TMA is told of an array of this form, cut into tiles as `spec` says. TypeError or ValueError: what TMA cannot do."""
+    (inner, *outer), box, named, dtype, swizzle = _cut(spec)
+    shape, steps, size = form.shape, form.strides, form.itemsize
+    if form.dtype != named:
+        raise TypeError(f"{spec.tile} is copied from and to arrays of {named}, got {form.dtype}")
+    if len(shape) != spec.rank:
+        raise TypeError(f"{spec} is cut from arrays of {spec.rank} axes, got shape {shape}")
+    if 0 in shape or max(shape) >= EXTENT_END:
+        raise ValueError(f"TMA takes axes of 1 to 2**32 - 1 elements, got shape {shape}")
+    if shape[inner] > 1 and steps[inner] != size:
+        raise ValueError(
+            f"axis {inner}, along which a tile's columns run, must be contiguous, got strides {steps} bytes of shape {shape}"
+        )
+    row = shape[inner] * size
+    unused = -(-row // ALIGNMENT) * ALIGNMENT  # legal, for axes that no step is taken along
+    strides = tuple([steps[axis] if shape[axis] > 1 else unused for axis in outer])
+    for stride in strides:
+        if stride % ALIGNMENT or not 0 <= stride < STRIDE_END:
+            raise ValueError(
+                f"strides must be multiples of {ALIGNMENT} bytes below 2**40, but for axis {inner}; "
+                f"got strides {steps} bytes of shape {shape}"
+            )
+    promotion = "L2_256B" if row >= 256 else "L2_128B"
+    return Encoding(dtype, (shape[inner], *[shape[axis] for axis in outer]), strides, box, swizzle, promotion)
 
 
 def check_address(pointer: int):
@@ -81,29 +83,38 @@ def check_address(pointer: int):
         raise ValueError(f"the address must be a multiple of {ALIGNMENT} bytes, got {pointer:#x}")
 
 
-def encode(form: Encoding, pointer: int):
-    """The driver's CUtensorMap of an array at this address. Some context must be current."""
-    check_address(pointer)
-    u64, u32, rank = driver.cuuint64_t, driver.cuuint32_t, len(form.extents)
-    return check(
-        driver.cuTensorMapEncodeTiled(
-            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{form.dtype}"),
-            rank,
-            pointer,
-            [u64(n) for n in form.extents],
-            [u64(n) for n in form.strides or (ALIGNMENT,)],  # of one axis: the driver wants an array, and reads none of it
-            [u32(n) for n in form.box],
-            [u32(1)] * rank,
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{form.swizzle}"),
-            getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{form.promotion}"),
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
+@functools.cache
+def _words(dtype: str, box: tuple[int, ...], swizzle: str, promotion: str):
+    """The driver's words for what maps have in common: (dtype, rank), (box, element strides, interleave, swizzle, promotion,
+    what lies outside)."""
+    u32 = driver.cuuint32_t
+    return (getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}"), len(box)), (
+        [u32(n) for n in box],
+        [u32(1)] * len(box),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
+        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}"),
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
 
 
-@functools.lru_cache(MAPS)
-def tensor_map(form: Encoding, pointer: int, device: Device):
-    """The map of an array at this address of this GPU, whose context need not be current; made once for the newest MAPS."""
-    with device.current():
-        return encode(form, pointer)
+def encode(form: Encoding, pointer: int):
+    """The driver's CUtensorMap of an array at this address. Some context must be current."""
+    check_address(pointer)
+    u64 = driver.cuuint64_t
+    before, after = _words(form.dtype, form.box, form.swizzle, form.promotion)
+    extents, strides = [u64(n) for n in form.extents], [u64(n) for n in form.strides]
+    # of one axis: the driver wants an array, and reads none of it
+    return check(driver.cuTensorMapEncodeTiled(*before, pointer, extents, strides or [u64(ALIGNMENT)], *after))
+
+
+def write(form: Encoding, pointer: int, place: int):
+    """Put the map of an array at this address to `place`, an address of MAP_BYTES bytes, a multiple of MAP_ALIGNMENT; returns
+    the driver's object that lies there, for `move`. Some context must be current."""
+    ctypes.memmove(place, encode(form, pointer).getPtr(), MAP_BYTES)
+    return driver.CUtensorMap(_ptr=place)
+
+
+def move(tensor_map, pointer: int):
+    """Let a map that was written speak of an array of the same form at another address."""
+    check(driver.cuTensorMapReplaceAddress(tensor_map, pointer))

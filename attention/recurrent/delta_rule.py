@@ -11,26 +11,34 @@ chunk_delta_rule has not. g is (B, T, H) or (B, T, H, Dk) there, of each token; 
 they are: use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True and the like are the caller's work here.
 """
 
-import functools
-import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiles import launch, tensor
-from tiles.arrays import FORMS, Array, Form, at, c_ordered, form
+from tiles.arrays import ALIGNMENT
 from tiles.device import processors
-from tiles.dtypes import bf16, fp16, fp32
-from tiles.launch import Bound, Interpreted
-from tiles.plans import Plan, planned
+from tiles.launch import kernel_for
+from tiles.program import Plan, Step, program
+from tiles.schema import Problem, Schema
 
-from ..softmax.forward import choose
-from ..softmax.problem import options, piece
-from .kernels import delta_hopper, kda_hopper
-from .kernels.token_loop import ARRAYS, walk
-from .problem import Problem, check, nothing
+from ..families import choose
+from ..options import flag, number
+from . import rules
+from .kernels import delta_hopper, kda_hopper, token_loop
+from .rules import DTYPES, padded, varlen
 
-DTYPES = {"bfloat16": bf16, "float16": fp16, "float32": fp32}
-NEEDED, OTHERS = "q k v beta", "decay initial_state cu_seqlens out state"
+DELTA_RULE = Schema(
+    "delta_rule",
+    """
+    q              BSGK        tile
+    k              BSGK        tile
+    v              BSHV        tile
+    beta           BSH         real
+    decay          H|BSH|BSHK  real     optional
+    cu_seqlens     E           index    optional
+    initial_state  NHKV        float32  optional
+    out            BSHV        tile     made
+    state          NHKV        float32  made
+    """,
+)
 
 
 def delta_rule(
@@ -73,86 +81,59 @@ def delta_rule(
     chunks by whose end a channel has decayed by more than exp(-119), or exp(-15) for float16, are slow, too. Arrays, `stream`,
     `family` ("sm_80" is token by token) and errors are those of attention.forward; flash-linear-attention's names stand beside
     these at the head of this file."""
-    _, scale = options(False, scale)
-    arrays = q, k, v, beta, decay, initial_state, cu_seqlens, out, None
-    return _solve(stream, arrays, (scale, return_state, layout, family))
+    arrays = q, k, v, beta, decay, cu_seqlens, initial_state, out, None
+    return _delta_rule(stream, arrays, (number("scale", scale), flag("return_state", return_state), family), layout)
 
 
-@planned(NEEDED, OTHERS)
-def _solve(q, k, v, beta, decay, initial_state, cu_seqlens, out, state, scale, return_state, layout, family) -> Plan:
-    """How delta_rule does calls of this form at these addresses; state is never given."""
-    arrays = {"q": q, "k": k, "v": v, "out": out, "decay": decay, "beta": beta}
-    problem = check("linear", arrays | {"initial_state": initial_state, "cu_seqlens": cu_seqlens}, scale=scale, layout=layout)
-    make = {} if out else {"out": (problem.out_shape, problem.dtype)}
-    if return_state:
-        make["state"] = problem.state_shape, "float32"
+@program(DELTA_RULE)
+def _delta_rule(problem: Problem, scale: float | None, return_state: bool, family: str | None) -> Plan:
+    """How delta_rule does calls of this form; state is never given."""
+    rules.check(problem)
+    scale, by_channel = rules.scale_of(problem, scale), rules.by_channel(problem)
     give = ("out", "state") if return_state else ("out",)
-    if 0 in problem.out_shape and (0 in problem.state_shape or not return_state):
-        return Plan(nothing, make, give)
-    in_chunks = _in_chunks(problem, decay, family, *(array.pointer for array in (q, k, v, out) if array))
-    bound, names = (_chunks(problem, return_state), delta_hopper.ARRAYS) if in_chunks else (walk(problem, return_state), ARRAYS)
-    return Plan(_named(bound, names), make, give)
-
-
-def _named(bound: Bound | Interpreted, names: Sequence[str]) -> Callable[..., Callable[[], None]]:
-    """Plan.prepare of a launch that takes the arrays of these names."""
-    ours = f"{NEEDED} {OTHERS}".split()
-    return lambda stream, *places: bound.prepare(stream, *(dict(zip(ours, places, strict=True)).get(n, 0) for n in names))
-
-
-def _by_channel(problem: Problem) -> bool:
-    """Does every channel decay by itself?"""
-    decay = problem.forms.get("decay")
-    return decay is not None and len(decay.shape) == 4
-
-
-def _in_chunks(problem: Problem, decay: Array | None, family: str | None, *pointers: int) -> bool:
-    """Is there a kernel of chunks for it? With decays of channels if TMA can read them and all else."""
-    widest = max(delta_hopper.STAGES)
-    if decay is not None and _by_channel(problem):
-        pointers = *pointers, decay.pointer, *problem.forms["decay"].strides[:-1]
-    on_hopper = choose(problem, piece(problem, *pointers), family, "delta_rule") == "sm_90"
-    if problem.key_dim > widest and family == "sm_90":
-        raise ValueError(f"family: sm_90 takes keys of at most {widest} columns: {family=}, q has {problem.key_dim}")
-    return on_hopper and problem.key_dim <= widest and not problem.trivial
-
-
-@functools.lru_cache(FORMS)
-def _chunks(problem: Problem, keep: bool) -> Bound | Interpreted:
-    """The launch for a problem; its addresses are delta_hopper.ARRAYS, kda's, too. keep: store the last states."""
-    given, pairs, width = problem.forms, (problem.sequences, problem.heads), math.ceil(problem.value_dim / delta_hopper.COLUMNS)
-    apart = math.prod(pairs) * width <= processors(problem.device)  # then there is a multiprocessor for each 64 columns
-    sizes = min(n for n in delta_hopper.STAGES if n >= problem.key_dim), 1 if apart else min(width, 2)
-    dtype, varlen = DTYPES[problem.dtype], "cu_seqlens" in given
-    empty: dict[str, tuple[int, ...]] = {
-        "decay": (problem.batch, 0, problem.heads),
-        "initial_state": (*pairs, 0, 0),
-        "state": problem.state_shape if keep else (*pairs, 0, 0),
+    batch, length, heads, key_dim = problem("BSHK")
+    if not (batch and length and heads) and not (return_state and heads and problem.extents["N"]):
+        return Plan([], give)
+    arrays = {
+        "gQ": problem["q"],
+        "gK": problem["k"],
+        "gV": problem["v"],
+        "gBeta": problem["beta"],
+        "gEnds": problem["cu_seqlens"],
+        "gStart": problem["initial_state"],
+        "gState": problem["state"] if return_state else None,
     }
-    forms = {name: c_ordered(shape, "float32", problem.device) for name, shape in empty.items()}
-    forms |= {"cu_seqlens": c_ordered((0,), "int32", problem.device)} | dict(given)
+    by_tma = problem.by_tma and not (by_channel and problem.bytes_at_once("decay") < ALIGNMENT)
+    on_hopper, widest = choose(problem, family, by_tma) == "sm_90", max(delta_hopper.STAGES)
+    if family == "sm_90" and key_dim > widest:
+        raise ValueError(f"family: sm_90 takes keys of at most {widest} columns: {family=}, q has {key_dim}")
+    if on_hopper and key_dim <= widest and batch * length:
+        arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
+        return Plan([_in_chunks(problem, arrays, scale, by_channel)], give)
+    return Plan([token_loop.launch(problem, arrays | {"gDecay": problem["decay"], "gOut": problem["out"]}, scale)], give)
+
+
+def _in_chunks(problem: Problem, arrays: dict, scale: float, by_channel: bool) -> Step:
+    """The launch of Hopper's kernels."""
+    batch, length, heads, key_heads, key_dim, columns, sequences = problem("BSHGKVN")
+    width, gates = -(-columns // delta_hopper.COLUMNS), arrays["gGates"]
+    apart = sequences * heads * width <= processors(problem.device)  # then there is a multiprocessor for each 64 columns
+    sizes = padded(key_dim, delta_hopper.STAGES), 1 if apart else min(width, 2)
+    dtype = DTYPES[problem.dtype]
     config: delta_hopper.Config | kda_hopper.Config
-    if _by_channel(problem):
-        config = kda_hopper.Config(*sizes, DTYPES[forms["decay"].dtype], dtype, varlen)
-        (kernel, smem), tiles = kda_hopper.make(config), {"decay": config.gate}
+    if by_channel:
+        config = kda_hopper.Config(*sizes, DTYPES[gates.form.dtype], dtype, varlen(problem))
     else:
-        config = delta_hopper.Config(*sizes, dtype, "decay" in given, varlen)
-        (kernel, smem), tiles = delta_hopper.make(config), {}
-        forms["decay"] = _of_tokens(forms["decay"], problem)
-    tiles |= dict(q=config.key, k=config.key, v=config.value) | ({} if varlen else {"out": config.value})
-
-    def array(name):
-        return tensor(at(0, forms[name]), tiles[name], 1, 3, unit=1) if name in tiles else at(0, forms[name])
-
-    blocks = math.ceil(width / config.consumers)
-    return launch(kernel, math.prod(pairs) * blocks, config.threads, shared=smem).bind(
-        *map(array, delta_hopper.ARRAYS), problem.seqlen, blocks, problem.key_heads, problem.group, problem.scale
+        config = delta_hopper.Config(*sizes, dtype, gates is not None, varlen(problem))
+        if gates and len(gates.form.shape) == 1:  # each token's is the head's
+            arrays["gGates"] = gates.spread(0, length).spread(0, batch)
+    blocks = -(-width // config.consumers)
+    return kernel_for(kda_hopper if by_channel else delta_hopper, config, problem.device).bind(
+        sequences * heads * blocks,
+        length=length,
+        blocks=blocks,
+        heads=key_heads,
+        group=heads // key_heads,
+        scale=scale,
+        **arrays,
     )
-
-
-def _of_tokens(decay: Form, problem: Problem) -> Form:
-    """A decay of heads as one of each token, 0 bytes apart."""
-    if len(decay.shape) == 3:
-        return decay
-    shape = problem.batch, problem.seqlen, problem.heads
-    return form(shape, (0, 0, *decay.strides), decay.dtype, decay.device, decay.itemsize)

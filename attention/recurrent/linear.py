@@ -27,17 +27,33 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver
 
-from tiles.arrays import Array, Kind, describe
+from tiles.arrays import ALIGNMENT
 from tiles.device import check as checked
 from tiles.device import device, uncaptured
-from tiles.plans import Plan, planned
+from tiles.frameworks import Kind, describe
+from tiles.program import Plan, program
+from tiles.schema import Problem, Schema
 
-from ..softmax.problem import PIECES, options, piece
-from .chunks import copied, passes
-from .kernels.token_loop import ARRAYS, walk
-from .problem import Problem, check, nothing, paired
+from ..families import choose
+from ..options import flag, number
+from . import chunks, rules
+from .kernels import token_loop
 
-NEEDED, OTHERS = "q k v", "decay initial_state initial_z cu_seqlens out state final_z local total divisor"
+LINEAR = Schema(
+    "linear",
+    """
+    q              BSGK        tile
+    k              BSGK        tile
+    v              BSHV        tile
+    decay          H|BSH|BSHK  real     optional
+    cu_seqlens     E           index    optional
+    initial_state  NHKV        float32  optional
+    initial_z      NHK         float32  optional
+    out            BSHV        tile     made
+    state          NHKV        float32  made
+    final_z        NHK         float32  made
+    """,
+)
 
 
 def linear(
@@ -84,9 +100,9 @@ def linear(
     channels ask for the former, and for normalize=False; else they are served token by token: right, and slow. Arrays,
     `stream`, `family` ("sm_80" is cp.async, or token by token) and errors are those of attention.forward;
     flash-linear-attention's names stand beside these at the head of this file."""
-    _, scale = options(False, scale)
-    arrays = q, k, v, decay, *paired(initial_state, normalize), cu_seqlens, out, *(None,) * 5
-    found = _solve(stream, arrays, (scale, normalize, return_state, layout, family))
+    normalize, return_state = flag("normalize", normalize), flag("return_state", return_state)
+    arrays = q, k, v, decay, cu_seqlens, *pair(initial_state, normalize), out, None, None
+    found = _linear(stream, arrays, (number("scale", scale), normalize, return_state, family), layout)
     return (found[0], found[1:]) if return_state and normalize else found
 
 
@@ -122,51 +138,54 @@ def gla(q: Any, k: Any, v: Any, decay: Any, **given: Any) -> Any:
     return linear(q, k, v, decay=decay, **given)
 
 
-@planned(NEEDED, OTHERS)
-def _solve(q, k, v, decay, initial_state, initial_z, cu_seqlens, out, *made_and_options) -> Plan:
-    """How linear does calls of this form at these addresses."""
-    *_, scale, normalize, return_state, layout, family = made_and_options
-    arrays = {"q": q, "k": k, "v": v, "out": out, "decay": decay, "cu_seqlens": cu_seqlens}
-    arrays |= {"initial_state": initial_state, "initial_z": initial_z}
-    problem = check("linear", arrays, scale=scale, normalize=normalize, layout=layout)
-    make = {} if out else {"out": (problem.out_shape, problem.dtype)}
-    give = ["out"]
-    if return_state:
-        give += ["state", "final_z"] if normalize else ["state"]
-    if 0 in problem.out_shape and (0 in problem.state_shape or not return_state):
-        prepare = nothing
-    elif _in_chunks(
-        problem, decay, by_copies := copied(problem, family, *(array.pointer for array in (q, k, v, out) if array))
-    ):
-        found = passes(problem, keep=return_state, by_copies=by_copies)
-        make |= found.scratch
-        prepare = _named(found.prepare)
-    else:
-        if family == "sm_90" and not problem.trivial:
-            raise ValueError(
-                f"family: sm_90 takes decays of channels whose address and strides are multiples of {PIECES[0]} bytes, and no "
-                f"normalize=True: {family=}, {normalize=}, decay at {decay.pointer:#x}, decay.strides={decay.strides}"
-            )
-        bound = walk(problem, return_state)
-        prepare = _named(lambda stream, where: bound.prepare(stream, *(where.get(name, 0) for name in ARRAYS)))
-    shapes = {"state": problem.state_shape, "final_z": problem.z_shape}
-    return Plan(prepare, make | {name: (shapes[name], "float32") for name in give[1:]}, tuple(give))
+@program(LINEAR)
+def _linear(problem: Problem, scale: float | None, normalize: bool, return_state: bool, family: str | None) -> Plan:
+    """How linear does calls of this form; state and final_z are never given."""
+    rules.check(problem)
+    scale, by_channel = rules.scale_of(problem, scale), rules.by_channel(problem)
+    states = ("state", "final_z") if normalize else ("state",)
+    give = ("out", *states) if return_state else ("out",)
+    batch, length, heads, value_dim = problem("BSHV")
+    if not (batch and length and heads) and not (return_state and heads and problem.extents["N"]):
+        return Plan([], give)
+    arrays = {
+        "gQ": problem["q"],
+        "gK": problem["k"],
+        "gV": problem["v"],
+        "gEnds": problem["cu_seqlens"],
+        "gStart": problem["initial_state"],
+        "gState": problem["state"] if return_state else None,
+    }
+    sums = {"gStart": problem["initial_z"], "gState": problem["final_z"] if return_state else None}
+    tma = choose(problem, family) == "sm_90"
+    gates_by_tma = tma and not normalize and problem.bytes_at_once("decay") == ALIGNMENT
+    if batch * length and (not by_channel or gates_by_tma):
+        arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
+        arrays |= {name: x and x.permuted(chunks.SWAPPED) for name, x in arrays.items() if name in ("gStart", "gState")}
+        if by_channel:
+            return Plan([chunks.by_channel(problem, arrays, scale)], give)
+        piece = 0 if tma else problem.bytes_at_once()
+        steps, scratch = chunks.by_token(problem, arrays, scale, piece, normalizer=sums if normalize else None)
+        return Plan(steps, give, scratch)
+    if family == "sm_90" and batch * length:
+        raise ValueError(
+            f"family: sm_90 takes decays of channels whose address and strides are multiples of {ALIGNMENT} bytes, and no "
+            f"normalize=True: {family=}, {normalize=}, decay.strides={problem.forms['decay'].strides}"
+        )
+    arrays |= {"gDecay": problem["decay"], "gOut": problem["out"], "gStartZ": sums["gStart"], "gStateZ": sums["gState"]}
+    return Plan([token_loop.launch(problem, arrays, scale, normalize)], give)
 
 
-def _named(prepare: Callable[[int, dict[str, int]], Callable[[], None]]) -> Callable[..., Callable[[], None]]:
-    """Plan.prepare of what takes addresses by name."""
-    names = f"{NEEDED} {OTHERS}".split()
-    return lambda stream, *addresses: prepare(stream, dict(zip(names, addresses, strict=True)))
-
-
-def _in_chunks(problem: Problem, decay: Array | None, by_copies: int) -> bool:
-    """Is there a kernel of chunks for it? With decays of channels if TMA can read them and all else, and for no normalizer."""
-    if problem.trivial:
-        return False
-    if decay is None or len(decay.shape) < 4:
-        return True
-    aligned = piece(problem, decay.pointer, *problem.forms["decay"].strides[:-1]) == PIECES[0]
-    return aligned and not (by_copies or problem.normalize)
+def pair(initial_state: Any, normalize: bool) -> tuple[Any, Any]:
+    """(state, z) of what a caller gave to begin with; z is None without `normalize`, and both are where nothing was given."""
+    if initial_state is None or (not normalize and not isinstance(initial_state, tuple)):
+        return initial_state, None
+    if not normalize:
+        raise TypeError("initial_state: must be an array, not a pair, which is for normalize=True")
+    given = tuple(type(x).__name__ for x in initial_state) if isinstance(initial_state, tuple) else type(initial_state).__name__
+    if not isinstance(given, tuple) or len(given) != 2 or "NoneType" in given:
+        raise TypeError(f"initial_state: must be a pair (state, z) with normalize=True, not {given}")
+    return initial_state
 
 
 # ---- decays that follow from the number of a head ------------------------------------------------------------------

@@ -2,12 +2,30 @@
 
 from typing import Any
 
-from tiles.plans import Plan, planned
+from tiles.program import Plan, program
+from tiles.schema import Problem, Schema
 
-from .chunks import copied, passes
-from .problem import check, nothing
+from ..families import choose
+from ..options import flag
+from . import chunks, rules
 
-NEEDED, OTHERS = "x dt A B C", "D z dt_bias cu_seqlens initial_states out state local total"
+MAMBA2 = Schema(
+    "mamba2",
+    """
+    x               BSHV  tile
+    dt              BSH   real
+    A               H     real
+    B               BSGK  tile
+    C               BSGK  tile
+    D               H|HV  real     optional
+    z               BSHV  tile     optional
+    dt_bias         H     real     optional
+    cu_seqlens      E     index    optional
+    initial_states  NHVK  float32  optional
+    out             BSHV  tile     made
+    states          NHVK  float32  made
+    """,
+)
 
 
 def mamba2(
@@ -53,27 +71,34 @@ def mamba2(
 
     Returns `out`, the same kind of array as x, or with return_final_states=True `(out, states)`, float32 (B, H, P, N). On
     GPUs since Ampere. Arrays, `stream`, `family` and errors are those of attention.forward."""
-    arrays = (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, None, None, None)
-    return _solve(stream, arrays, (bool(dt_softplus), bool(return_final_states), family))
+    arrays = x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, None
+    return _mamba2(stream, arrays, (flag("dt_softplus", dt_softplus), flag("return_final_states", return_final_states), family))
 
 
-@planned(NEEDED, OTHERS)
-def _solve(x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, state, local, total, softplus, keep, family) -> Plan:
-    """How mamba2 does calls of this form at these addresses."""
-    arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens}
-    problem = check("mamba2", arrays | {"initial_states": initial_states, "out": out}, scale=1.0)
-    give = ("out", "state") if keep else ("out",)
-    make: dict[str, tuple[tuple[int, ...], str]] = {} if out else {"out": (problem.out_shape, problem.dtype)}
-    if keep:
-        make["state"] = problem.state_shape, "float32"
-    if problem.trivial:
-        if keep and 0 not in problem.state_shape:
-            raise ValueError(f"x: must have a token, for return_final_states=True: x.shape={x.shape}")
-        return Plan(nothing, make, give)
-    by_copies = copied(problem, family, *(array.pointer for array in (x, B, C, z, out) if array))
-    found, names = passes(problem, softplus, keep, by_copies=by_copies), f"{NEEDED} {OTHERS}".split()
-
-    def prepare(stream: int, *addresses: int):
-        return found.prepare(stream, dict(zip(names, addresses, strict=True)))
-
-    return Plan(prepare, make | found.scratch, give)
+@program(MAMBA2)
+def _mamba2(problem: Problem, softplus: bool, return_states: bool, family: str | None) -> Plan:
+    """How mamba2 does calls of this form; states are never given."""
+    rules.check(problem, "B", "x")
+    give = ("out", "states") if return_states else ("out",)
+    batch, length, heads, sequences = problem("BSHN")
+    if not (batch and length and heads):
+        if return_states and sequences and heads:
+            raise ValueError(f"x: must have a token, for return_final_states=True: x.shape={problem.shape('x')}")
+        return Plan([], give)
+    arrays = {
+        "gQ": problem["C"],
+        "gK": problem["B"],
+        "gV": problem["x"],
+        "gZ": problem["z"],
+        "gGates": problem["dt"],
+        "gRate": problem["A"],
+        "gBias": problem["dt_bias"],
+        "gSkip": problem["D"],
+        "gEnds": problem["cu_seqlens"],
+        "gStart": problem["initial_states"],
+        "gState": problem["states"] if return_states else None,
+        "gO": problem["out"],
+    }
+    piece = 0 if choose(problem, family) == "sm_90" else problem.bytes_at_once()
+    steps, scratch = chunks.by_token(problem, arrays, 1.0, piece, softplus=softplus)
+    return Plan(steps, give, scratch)

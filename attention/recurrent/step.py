@@ -1,16 +1,27 @@
 """attention.linear_step: one token of linear attention, the state read and written once."""
 
-import functools
 from typing import Any
 
-from tiles.arrays import Form, form
-from tiles.plans import Plan, planned
+from tiles.arrays import ALIGNMENT, Operand
+from tiles.program import Plan, program
+from tiles.schema import Problem, Schema
 
-from ..softmax.problem import options
+from ..options import number
+from . import rules
 from .kernels import token_loop
-from .problem import Problem, check, nothing
 
-PIECE = 16  # bytes that a lane moves of the state
+STEP = Schema(
+    "linear_step",
+    """
+    q      BGK       tile
+    k      BGK       tile
+    v      BHV       tile
+    state  BHKV      float32  updated
+    decay  H|BH|BHK  real     optional
+    beta   BH        real     optional
+    out    BHV       tile     made
+    """,
+)
 
 
 def linear_step(
@@ -40,43 +51,27 @@ def linear_step(
     no step with normalize=True. JAX's arrays cannot be written, so they cannot be a state.
 
     Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
-    _, scale = options(False, scale)
-    return _solve(stream, (q, k, v, state, decay, beta, out), (scale,))
+    return _linear_step(stream, (q, k, v, state, decay, beta, out), (number("scale", scale),))
 
 
-@planned("q k v state", "decay beta out")
-def _solve(q, k, v, state, decay, beta, out, scale) -> Plan:
-    """How linear_step does calls of this form at these addresses."""
-    arrays = {"q": q, "k": k, "v": v, "state": state, "decay": decay, "beta": beta, "out": out}
-    problem = check("step", arrays, scale=scale)
-    place = problem.forms["state"]
-    if place.strides[-1] != place.itemsize or any(x % PIECE for x in (state.pointer, *place.strides[:-1])):
+@program(STEP)
+def _linear_step(problem: Problem, scale: float | None) -> Plan:
+    """How linear_step does calls of this form."""
+    rules.check(problem)
+    scale, state = rules.scale_of(problem, scale), problem["state"]
+    rules.by_channel(problem)
+    if state.form.strides[-1] != state.form.itemsize or problem.bytes_at_once("state") < ALIGNMENT:
         raise ValueError(
-            f"state: last axis must be contiguous, address and other strides multiples of {PIECE} bytes: "
-            f"address {state.pointer:#x}, state.strides={state.strides} bytes, state.shape={state.shape}"
+            f"state: last axis must be contiguous, address and other strides multiples of {ALIGNMENT} bytes: "
+            f"address {state.form.past} past one, state.strides={state.form.strides} bytes, state.shape={state.form.shape}"
         )
-    make_out = {} if out else {"out": (problem.out_shape, problem.dtype)}
-    return Plan(nothing if problem.trivial else _plan(problem), make_out, ("out",))
+    if 0 in problem["out"].form.shape:
+        return Plan([], ("out",))
+    arrays = {"gQ": "q", "gK": "k", "gV": "v", "gDecay": "decay", "gBeta": "beta", "gOut": "out"}
+    tokens = {parameter: _one_token(problem[name]) for parameter, name in arrays.items()}
+    return Plan([token_loop.launch(problem, tokens | {"gStart": state}, scale, single=True)], ("out",))
 
 
-@functools.lru_cache
-def _plan(problem: Problem):
-    """The launch of problems of this form; arrays in the order of `_solve`."""
-    forms = {
-        name: _of_sequences(x) if name in ("q", "k", "v", "decay", "beta", "out") else x for name, x in problem.forms.items()
-    }
-    bound = token_loop.bind(problem, forms | {"initial_state": forms["state"]}, True)
-
-    def prepare(stream: int, q: int, k: int, v: int, state: int, decay: int, beta: int, out: int):
-        where = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta, "out": out, "initial_state": state, "state": state}
-        return bound.prepare(stream, *(where.get(name, 0) for name in token_loop.ARRAYS))
-
-    return prepare
-
-
-def _of_sequences(x: Form) -> Form:
-    """The form of tokens as one of sequences of one token each; a decay of heads as it is."""
-    if len(x.shape) == 1:
-        return x
-    (batch, *shape), (step, *strides) = x.shape, x.strides
-    return form((batch, 1, *shape), (step, step, *strides), x.dtype, x.device, x.itemsize)
+def _one_token(x: Operand | None) -> Operand | None:
+    """Sequences of one token each; a decay of heads as it is."""
+    return x if x is None or len(x.form.shape) == 1 else x.spread(1, 1)

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from ..softmax.problem import AXES
+from tiles.schema import ORDER
+
 from .rule import host
 
 EPSILON = 1e-10  # added to the divisor of `linear`, as in flash-linear-attention
@@ -67,7 +68,7 @@ def linear(
     normalize: o is divided by scale * z . q + 1e-10, z being the sum of the keys, decayed as S is; both states are then
     pairs (S, z), z (B, H, Dk).
     """
-    v, axes, real = host(v), np.argsort(AXES[layout]), np.float32 if low else np.float64
+    v, axes, real = host(v), np.argsort(ORDER[layout]), np.float32 if low else np.float64
     rounded = _rounding(v.dtype, low)
     q, k, values = (host(x).transpose(axes).astype(real) for x in (q, k, v))
     scale = real(k.shape[-1] ** -0.5 if scale is None else scale)
@@ -203,7 +204,7 @@ def hedgehog(
     of f(k) over the keys that are older blocks' to the token which would come next. q, k: (B, S, H, D); v: (B, S, H, Dv);
     maps: (H, D, F); alphas, betas: (H,).
     """
-    v, axes, real = host(v), np.argsort(AXES[layout]), np.float32 if low else np.float64
+    v, axes, real = host(v), np.argsort(ORDER[layout]), np.float32 if low else np.float64
     rounded = _rounding(v.dtype, low)
     q, k, values = (host(x).transpose(axes).astype(real) for x in (q, k, v))
     alphas, betas = (host(x).astype(real)[:, None] for x in (alphas, betas))

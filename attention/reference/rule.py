@@ -7,12 +7,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tiles.arrays import describe, numpy_view
+from tiles.arrays import numpy_view
+from tiles.frameworks import describe
 
 
 def host(x: Any) -> np.ndarray:
-    """An array in host memory, of any framework that `arrays.describe` knows, as NumPy's."""
-    return x if isinstance(x, np.ndarray) else numpy_view(describe(x, "array"))
+    """An array in host memory, of any framework that `describe` knows, as NumPy's."""
+    if isinstance(x, np.ndarray):
+        return x
+    array = describe(x, "array")
+    return numpy_view(array.pointer, array.form, array)
 
 
 def tolerance(ref: Any, low: Any, dtype: Any, *, factor: float = 2) -> float:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..softmax.problem import AXES
+from tiles.schema import ORDER
+
 from .rule import host
 
 ROWS = 1024  # rows of scores that are held at once
@@ -42,7 +43,7 @@ def forward_low(
 
 def _forward(q, k, v, causal, scale, layout, real, rounded):
     """The formula in dtype `real`, with P and out rounded to dtype `rounded`."""
-    axes = np.argsort(AXES[layout])  # canonical (B, S, H, D) <-> the caller's: both permutations are their own inverse
+    axes = np.argsort(ORDER[layout])  # canonical (B, S, H, D) <-> the caller's: both permutations are their own inverse
     q, k, v = (x.transpose(axes).astype(real) for x in (q, k, v))
     batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_kv, heads_kv = k.shape[1:3]

@@ -34,6 +34,7 @@ from ops import (
     zeros,
 )
 from tiles import dtype, fp32, pipeline, rt, shared, st
+from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 
 from .hopper import LN2, LOWEST, TINY
@@ -125,7 +126,11 @@ def make(config: Config):
     place, key_blocks = walk(config)
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
-    def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, blocks, heads, pairs, band, group, scale, slack):
+    def attend(
+        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gO: array(4, INPUT), gLse: array(3),
+        q_len: INT, kv_len: INT, offset: INT, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT,
+        scale: FLOAT, slack: FLOAT,
+    ):  # fmt: skip
         """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, for a block of query rows of one of `pairs` pairs of head and
         batch; `group` query heads share a key head; `scale` is log2(e) / sqrt(D), `slack` how far a maximum may lag. Causal:
         `band` pairs are worked on at once."""
@@ -134,7 +139,7 @@ def make(config: Config):
         batch, head = divmod(pair, heads)
         kv_head, _ = divmod(head, group)
         warp = int32(cuda.threadIdx.x // 32)
-        diagonal = ROWS * block + kv_len - q_len  # the last key that the first row may see
+        diagonal = ROWS * block + offset  # the last key that the first row may see
         n, cut = key_blocks(diagonal, kv_len)
         q.fill(0, gQ, (batch, ROWS * block, head, 0), 1, 3, 1, PIECE)
         for i in range(STAGES):
@@ -163,13 +168,3 @@ def make(config: Config):
         store(gLse, (m * scale + log2(l)) * LN2, (batch, head, row))
 
     return attend, smem
-
-
-def signature(config: Config):
-    """The Numba types of the kernel's arguments."""
-    from numba.cuda import types
-
-    from tiles.values import NUMBA_SCALARS
-
-    array, lse = types.Array(NUMBA_SCALARS[config.dtype.np], 4, "A"), types.Array(types.float32, 3, "A")
-    return array, array, array, array, lse, *[types.int32] * 7, *[types.float32] * 2

@@ -33,8 +33,8 @@ from ops import (
     zeros,
 )
 from tiles import dtype, fp32, inlined, ring, rt, shared, st
+from tiles.arguments import FLOAT, INT, array, tiled
 
-from ..signature import FLOAT, INT, array, tiled
 from .tiling import walk
 
 LOWEST, TINY, LN2 = -1e30, 1e-30, math.log(2)
@@ -174,10 +174,14 @@ def make(config: Config):
             v.release(i)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def attend(gQ, gK, gV, gO, gLse, q_len, kv_len, blocks, heads, pairs, band, group, scale, slack):
+    def attend(
+        gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.key), gO: array(4, INPUT), gLse: array(3),
+        q_len: INT, kv_len: INT, offset: INT, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT,
+        scale: FLOAT, slack: FLOAT,
+    ):  # fmt: skip
         """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp. A tile is a block of query rows of one of `pairs` pairs of head
-        and batch, `band` of which are worked on at once; `group` query heads share a key head; `scale` is log2(e) / sqrt(D),
-        `slack` how far a maximum may lag."""
+        and batch, `band` of which are worked on at once; query i stands at key i + `offset`; `group` query heads
+        share a key head; `scale` is log2(e) / sqrt(D), `slack` how far a maximum may lag."""
         q, k, v = smem.open()
         me = warpgroup.id()
         r = j = int32(0)  # tiles and key blocks so far
@@ -187,7 +191,7 @@ def make(config: Config):
                 block, pair = place(persistent_tile(r), blocks, pairs, band)
                 batch, head = divmod(pair, heads)
                 kv_head, _ = divmod(head, group)
-                n, _ = key_blocks(ROWS * block + kv_len - q_len, kv_len)
+                n, _ = key_blocks(ROWS * block + offset, kv_len)
                 for i in range(n):
                     k.fill(j + i, gK, (batch, n - 1 - i, kv_head))
                     if i == 0:
@@ -199,7 +203,7 @@ def make(config: Config):
             turn.begin(me)
             while more(r, blocks * pairs):
                 block, pair = place(persistent_tile(r), blocks, pairs, band)
-                diagonal = ROWS * block + kv_len - q_len  # the last key that the first row may see
+                diagonal = ROWS * block + offset  # the last key that the first row may see
                 n, cut = key_blocks(diagonal, kv_len)
                 row = ROWS * block + 64 * me
                 if PERSISTENT and row >= q_len:
@@ -227,9 +231,3 @@ def make(config: Config):
                 r, j = int32(r + 1), int32(j + n)
 
     return attend, smem
-
-
-def signature(config: Config):
-    """The Numba types of the kernel's arguments."""
-    query, key, output = tiled(config.query), tiled(config.key), array(4, config.dtype)
-    return query, key, key, output, array(3), *[INT] * 7, *[FLOAT] * 2

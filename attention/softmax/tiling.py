@@ -1,5 +1,7 @@
 """Which query rows a tile has and which key blocks they see: the same for every family."""
 
+import functools
+
 from numpy import int32
 
 from ops import divmod, rasterize
@@ -18,7 +20,13 @@ def band_of(grid: int, processors: int, nbytes: float, cache: int) -> int:
     the grid, so that the snake, which turns back after every round, gives each block as much work as the others."""
     if grid > processors:
         return max(1, processors // SHARING)
-    return max(n for n in range(1, grid + 1) if n == 1 or (grid % (2 * n) == 0 and n * nbytes <= cache // 2))
+    return next((n for n in _halves(grid) if n * nbytes <= cache // 2), 1)
+
+
+@functools.cache
+def _halves(grid: int) -> list[int]:
+    """The numbers that divide a grid an even number of times, greatest first."""
+    return [n for n in range(grid // 2, 0, -1) if grid % (2 * n) == 0]
 
 
 def walk(config):

@@ -16,8 +16,8 @@ from numpy import int32
 import tiles
 from ops import persistent_tile, rasterize, subtile, warpgroup
 from tiles import bf16, ring, shared, st
-from tiles.arrays import describe
 from tiles.device import processors
+from tiles.frameworks import describe
 
 CONSUMERS, STAGES, GROUP = 2, 4, 16
 PRODUCER, ROWS = CONSUMERS, 64

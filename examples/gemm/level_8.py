@@ -17,8 +17,8 @@ from numpy import int32
 import tiles
 from ops import cluster, columns, persistent_tile, rasterize, subtile, warpgroup
 from tiles import bf16, inlined, ring, shared, st
-from tiles.arrays import describe
 from tiles.device import processors
+from tiles.frameworks import describe
 
 CONSUMERS, STAGES, GROUP, BLOCKS = 2, 4, 8, 2
 PRODUCER, ROWS = CONSUMERS, 64

@@ -24,6 +24,8 @@ def window(array, spec, at, rows, cols):
     vector that is."""
     axes = [rows % array.ndim, cols % array.ndim] if isinstance(spec, rt) else [cols % array.ndim]
     extents = spec.shape if isinstance(spec, rt) else (spec.length,)
+    if not any(array.shape):  # an array that was not given to the launch: all lies outside it
+        return np.zeros((0,) * len(axes), array.dtype), (slice(0, 0),) * len(axes)
     index, part = [], [slice(0)] * len(axes)
     for axis, (start, size) in enumerate(zip(at, array.shape, strict=True)):
         if axis in axes:

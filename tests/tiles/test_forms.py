@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import bytes_of, windows
-
-from tiles.arrays import describe
 from tiles.forms import contiguous, overlaps_itself
+
+from tiles.frameworks import describe
 
 
 def test_extent():

@@ -11,8 +11,8 @@ from kernels import copies
 
 import tiles
 from tiles import bf16, fp16, fp32, st, sv, tensor, tma
-from tiles.arrays import describe, form
 from tiles.device import Device
+from tiles.frameworks import describe
 from tiles.types import gl
 
 TILE = st(64, 64, bf16)

@@ -38,9 +38,9 @@ from ops import (
     zeros,
 )
 from tiles import fp32, inlined, pipeline, rt, shared, st, sv
+from tiles.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES
 
-from ...signature import ENDS, FLOAT, INT, array
 from . import chunk_hopper
 from .chunk_hopper import TINY, WIDE
 from .gates import ROWS, TILE, gates, shared_gates
@@ -117,8 +117,10 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def scan(
-        gQ, gK, gV, gZ, gGates, gRate, gBias, gSkip, gDivisor, gO, gStart, gLocal, gState, gTotal, gEnds,
-        length, blocks, segments, walked, heads, group, width, scale,
+        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gZ: array(4, INPUT), gGates: array(3), gRate: array(2),
+        gBias: array(2), gSkip: array(2), gDivisor: array(3), gO: array(3) if ONES else array(4, INPUT), gStart: array(4),
+        gLocal: array(5), gState: array(4), gTotal: array(4), gEnds: ENDS, length: INT, blocks: INT, segments: INT, walked: INT,
+        heads: INT, group: INT, width: INT, scale: FLOAT,
     ):  # fmt: skip
         """The outputs, or the states and summed gates, of a segment: see chunk_hopper.py, whose arguments these are."""
         q, k, v, z, p, b, a = smem.open()
@@ -194,10 +196,3 @@ def make(config: Config):
             store(gTotal, zeros(ROWS) + so_far, (sequence, head, segment, 0))
 
     return scan, smem
-
-
-def signature(config: Config):
-    """The Numba types of the kernel's arguments."""
-    tile, four = array(4, config.dtype), array(4)
-    out = array(3) if config.ones else tile
-    return tile, tile, tile, tile, array(3), *[array(2)] * 3, array(3), out, four, array(5), four, four, ENDS, *[INT] * 7, FLOAT

@@ -24,8 +24,8 @@ from numpy import float32, int32
 
 from ops import divmod, load, log2, row_max, silu, store, subtile, tile_min, truncate, warpgroup, zeros
 from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
+from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
-from ...signature import ENDS, FLOAT, INT, array, tiled
 from .gates import ALONG, ROWS, TILE, gates
 from .tokens import CHUNK, COLUMNS, places
 
@@ -115,6 +115,9 @@ def make(config: Config):
     SKIP, GATED, ONES, DIVIDED = config.skip, config.gated, config.ones, config.divided
     GROWN = config.gate is not None and not config.apart  # the scale is one more summand of the exponents
     VARLEN, OUTPUTS, TURNED = config.varlen, not config.states, rt(16, CHUNK, INPUT)
+    KEYS_OF_TMA, VALUES_OF_TMA = tiled(config.key, unit=1), tiled(config.value, unit=1)
+    GATES = array(2 if config.gate == "head" else 3)
+    OUTPUT = array(3) if ONES else array(4, INPUT) if VARLEN or config.states else VALUES_OF_TMA
     place, tokens = places(config.varlen)
     sum_up, steady, sums, decayed, pairs, remaining = gates(config.gate, config.softplus)
 
@@ -165,8 +168,10 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def scan(
-        gQ, gK, gV, gZ, gGates, gRate, gBias, gSkip, gDivisor, gO, gStart, gLocal, gState, gTotal, gEnds,
-        length, blocks, segments, walked, heads, group, width, scale,
+        gQ: KEYS_OF_TMA, gK: KEYS_OF_TMA, gV: VALUES_OF_TMA, gZ: VALUES_OF_TMA, gGates: GATES,
+        gRate: array(2), gBias: array(2), gSkip: array(2), gDivisor: array(3), gO: OUTPUT, gStart: array(4), gLocal: array(5),
+        gState: array(4), gTotal: array(4), gEnds: ENDS, length: INT, blocks: INT, segments: INT, walked: INT, heads: INT,
+        group: INT, width: INT, scale: FLOAT,
     ):  # fmt: skip
         """The outputs, or the states and summed gates, of a segment. `group` value heads share a key head, each `width` blocks
         of 64 columns wide; `walked` of the `segments` have blocks in this launch."""
@@ -263,12 +268,3 @@ def make(config: Config):
                 store(gTotal, zeros(ROWS) + so_far, (sequence, head, segment, 0))
 
     return scan, smem
-
-
-def signature(config: Config):
-    """The Numba types of the kernel's arguments."""
-    key, value, plain = tiled(config.key, unit=1), tiled(config.value, unit=1), array(4, config.dtype)
-    out = array(3) if config.ones else plain if config.states or config.varlen else value
-    gates = array(2 if config.gate == "head" else 3)
-    states = array(4), array(5), array(4), array(4)
-    return key, key, value, value, gates, *[array(2)] * 3, array(3), out, *states, ENDS, *[INT] * 7, FLOAT

@@ -25,15 +25,14 @@ from numpy import int32
 from ops import cumsum, divmod, exp, last_element, load, minimum, subtile, tile_sum, truncate, warpgroup, zeros
 from ops.for_attention.triangular_inverse import DIAGONAL, TRIANGLE, inverse_transposed
 from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
+from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
-from ...signature import ENDS, FLOAT, INT, array, tiled
 from .tokens import CHUNK, COLUMNS, span
 from .transposed_state import turned
 
 REGISTERS = {1: (104, 104, 232), 2: (72, 88, 176)}  # consumers -> registers a thread of weigher, solver and consumer
 STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
 AHEAD = 2  # chunks that the solver may be ahead
-ARRAYS = "q", "k", "v", "beta", "decay", "out", "initial_state", "state", "cu_seqlens"  # of the kernel, in order
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,7 @@ def make(config: Config):
         inverse_low=DIAGONAL,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
     )
+    VALUES = tiled(config.value, unit=1)
     tokens, (read, without_others, hand_out) = span(VARLEN), turned(config.key_dim, INPUT, VARLEN)
 
     @inlined
@@ -166,7 +166,11 @@ def make(config: Config):
         return keys
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def scan(gQ, gK, gV, gBeta, gGates, gO, gStart, gState, gEnds, length, blocks, heads, group, scale):
+    def scan(
+        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: VALUES, gBeta: array(3), gGates: array(3),
+        gO: array(4, INPUT) if VARLEN else VALUES, gStart: array(4), gState: array(4), gEnds: ENDS,
+        length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
+    ):  # fmt: skip
         """O and the state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
         q, k, v, t, p, b, beta, since, until, gates, high, low, inverse_high, inverse_low, out = smem.open()
         me = warpgroup.id()
@@ -244,10 +248,3 @@ def make(config: Config):
             warpgroup.store(gState, s_t, (sequence, value_head, 0, column), 3, 2)
 
     return scan, smem
-
-
-def signature(config: Config):
-    """The Numba types of the kernel's arguments."""
-    key, value, gates, state = tiled(config.key, unit=1), tiled(config.value, unit=1), array(3), array(4)
-    output = array(4, config.dtype) if config.varlen else value
-    return key, key, value, gates, gates, output, state, state, ENDS, *[INT] * 4, FLOAT

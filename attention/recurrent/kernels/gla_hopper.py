@@ -20,8 +20,8 @@ from numpy import int32
 
 from ops import columns, divmod, store, subtile, warpgroup
 from tiles import fp32, inlined, ring, rt, shared, st
+from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
-from ...signature import ENDS, FLOAT, INT, array, tiled
 from . import decay_frame
 from .tokens import CHUNK, COLUMNS, span
 from .transposed_state import turned
@@ -57,6 +57,7 @@ def make(config: Config):
         factor=ring(config.factor, AHEAD, readers, writers=group),
         flag=ring(decay_frame.FLAG, AHEAD, readers + group, writers=group),
     )
+    VALUES = tiled(config.value, unit=1)
     tokens, (_, _, hand_out) = span(VARLEN), turned(KEY_DIM, INPUT, VARLEN)
 
     @inlined
@@ -83,7 +84,11 @@ def make(config: Config):
             return warpgroup.mma_ABt(o, rounded, subtile(queries, CHUNK, 0, WIDE, 1)), s_t
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def scan(gQ, gK, gV, gGates, gO, gStart, gState, gEnds, length, blocks, heads, group, scale):
+    def scan(
+        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: VALUES, gGates: tiled(config.gate, unit=1),
+        gO: array(4, INPUT) if VARLEN else VALUES, gStart: array(4), gState: array(4), gEnds: ENDS,
+        length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
+    ):  # fmt: skip
         """The outputs of a sequence and its last state, for some columns of the values: one of `blocks` blocks of a head, of
         which `group` share a key head."""
         q, k, v, g, p, lost, out, totals, factor, flag = smem.open()
@@ -166,10 +171,3 @@ def make(config: Config):
             warpgroup.store(gState, s_t, (sequence, head, column, 0))
 
     return scan, smem
-
-
-def signature(config: Config):
-    """The Numba types of the kernel's arguments."""
-    key, value = tiled(config.key, unit=1), tiled(config.value, unit=1)
-    out = array(4, config.dtype) if config.varlen else value
-    return key, key, value, tiled(config.gate, unit=1), out, array(4), array(4), ENDS, *[INT] * 4, FLOAT

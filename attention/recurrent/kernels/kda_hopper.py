@@ -20,8 +20,8 @@ from numpy import int32
 from ops import divmod, store, subtile, truncate, warpgroup
 from ops.for_attention.triangular_inverse import DIAGONAL, TRIANGLE, inverse_transposed, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st
+from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
-from ...signature import ENDS, FLOAT, INT, array, tiled
 from .decay_frame import FLAG, Config, bringing, frame
 from .tokens import CHUNK, COLUMNS, span
 from .transposed_state import turned
@@ -58,6 +58,7 @@ def make(config: Config):
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
         totals=config.sums,
     )
+    VALUES_OF_TMA = tiled(config.value, unit=1)
     tokens, (read, without_others, hand_out) = span(VARLEN), turned(config.key_dim, INPUT, VARLEN)
 
     @inlined
@@ -69,7 +70,11 @@ def make(config: Config):
     bring = bringing(CONSUMERS)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def scan(gQ, gK, gV, gBeta, gGates, gO, gStart, gState, gEnds, length, blocks, heads, group, scale):
+    def scan(
+        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: VALUES_OF_TMA, gBeta: array(3),
+        gGates: tiled(config.gate, unit=1), gO: array(4, INPUT) if VARLEN else VALUES_OF_TMA, gStart: array(4),
+        gState: array(4), gEnds: ENDS, length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
+    ):  # fmt: skip
         """O and the state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
         q, k, kept, g, v, t, p, factor, flag, high, low, inverse_high, inverse_low, out, totals = smem.open()
         me = warpgroup.id()
@@ -146,10 +151,3 @@ def make(config: Config):
             warpgroup.store(gState, s_t, (sequence, head, 0, column), 3, 2)
 
     return scan, smem
-
-
-def signature(config: Config):
-    """The Numba types of the kernel's arguments."""
-    key, value, state = tiled(config.key, unit=1), tiled(config.value, unit=1), array(4)
-    output = array(4, config.dtype) if config.varlen else value
-    return key, key, value, array(3), tiled(config.gate, unit=1), output, state, state, ENDS, *[INT] * 4, FLOAT

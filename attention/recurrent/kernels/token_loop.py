@@ -9,18 +9,20 @@ before anything is used. Sequences are walked where no kernel of chunks serves t
 """
 
 import functools
-from collections.abc import Mapping
+import sys
 from dataclasses import dataclass
 
 from numba import cuda
 
 from ops import block, col_sum, divmod, exp, fma, load, store, tile_max, tile_sum
-from tiles import bf16, dtype, fp32, inlined, launch, rt, shared, sv
-from tiles.arrays import Form, at, c_ordered, form
-from tiles.launch import Bound, Interpreted
+from tiles import bf16, fp32, inlined, rt, shared, sv
+from tiles.arguments import ENDS, FLOAT, INT, array
+from tiles.arrays import Operand
+from tiles.launch import kernel_for
+from tiles.program import Step
+from tiles.schema import Problem
 
-from ...signature import ENDS, FLOAT, INT, array
-from ..problem import Problem
+from ..rules import varlen
 from .tokens import span
 
 WARPS = 4  # of a block
@@ -30,7 +32,6 @@ WIDE = 128  # key dim, up to which a warp holds all rows
 GREATEST = 64, 80, WIDE, 256  # key dims that fill a warp's registers as far as its blocks allow: if these do not spill, none do
 MOST = 65535  # blocks along the second and third axis of a grid
 TINY = 1e-10  # added to a normalizer, as flash-linear-attention does
-ARRAYS = "q k v decay beta out initial_state state initial_z final_z cu_seqlens".split()  # of the kernel, in order
 FLAGS = "delta", "normalize", "varlen", "single"
 
 
@@ -118,7 +119,11 @@ def make(config: Config):
             return 1.0
 
     @cuda.jit(launch_bounds=(config.threads, config.blocks), fastmath=True)
-    def walk(gQ, gK, gV, gDecay, gBeta, gOut, gStart, gState, gStartZ, gStateZ, gEnds, parts, group, length, scale):
+    def token_loop(
+        gQ: array(4, bf16), gK: array(4, bf16), gV: array(4, bf16), gDecay: array(4), gBeta: array(4), gOut: array(4, bf16),
+        gStart: array(4), gState: array(4), gStartZ: array(3), gStateZ: array(3), gEnds: ENDS,
+        parts: INT, group: INT, length: INT, scale: FLOAT,
+    ):  # fmt: skip
         """A block a head of a sequence, and of the `parts` of its state one, or one a warp; `group` heads share a key."""
         warp, head, sequence = cuda.threadIdx.x // 32, cuda.blockIdx.y, cuda.blockIdx.z
         if TOGETHER:
@@ -154,57 +159,44 @@ def make(config: Config):
             if NORMALIZE and part == 0:
                 store(gStateZ, z, (sequence, head, row))
 
-    return walk, smem if TOGETHER else None
+    return token_loop, smem if TOGETHER else None
 
 
-@functools.lru_cache
-def walk(problem: Problem, keep: bool) -> Bound | Interpreted:
-    """The launch that walks a problem's sequences; its addresses are those of ARRAYS. keep: store the last states."""
-    kept = {"state": problem.state_shape} | ({"final_z": problem.z_shape} if problem.normalize else {}) if keep else {}
-    forms = {name: c_ordered(shape, "float32", problem.device) for name, shape in kept.items()}
-    return bind(problem, dict(problem.forms) | forms, False)
-
-
-def bind(problem: Problem, given: Mapping[str, Form], single: bool) -> Bound | Interpreted:
-    """The launch for arrays of these forms, tokens (B, S, H, D). What was not given is empty: loads from it are 0, and stores
-    to it left out. single: see Config."""
-    decay = given.get("decay")
+def launch(
+    problem: Problem, arrays: dict[str, Operand | None], scale: float, normalize: bool = False, single: bool = False
+) -> Step:
+    """The launch for tokens (B, S, H, D), by the names of the kernel's parameters. single: see Config."""
+    length, heads, key_heads, key_dim, columns, sequences = (problem.extents.get(axis, 1) for axis in "SHGKVN")
+    decay = arrays.get("gDecay")
     config = Config(
-        problem.key_dim,
-        "" if decay is None else "channel" if len(decay.shape) == 4 else "token",
-        "beta" in given,
-        problem.normalize,
-        "cu_seqlens" in given,
+        key_dim,
+        "" if decay is None else "channel" if len(decay.form.shape) == 4 else "token",
+        arrays.get("gBeta") is not None,
+        normalize,
+        varlen(problem),
         single,
     )
-    pairs, parts = (problem.sequences, problem.heads), -(-problem.value_dim // config.columns)
-    empty = {name: (*pairs, 0, 0) for name in ("initial_state", "state")} | {
-        name: (*pairs, 0) for name in ("initial_z", "final_z")
-    }
-    forms = {name: c_ordered(shape, "float32", problem.device) for name, shape in empty.items()}
-    forms |= {"cu_seqlens": c_ordered((0,), "int32", problem.device)} | dict(given)
-    forms |= {name: _spread(given.get(name), problem) for name in ("decay", "beta")}
-    if max(problem.heads, problem.sequences) > MOST:
-        raise ValueError(f"q: must have at most {MOST} heads and sequences: {problem.heads}, {problem.sequences}")
+    if max(heads, sequences) > MOST:
+        raise ValueError(f"q: must have at most {MOST} heads and sequences: {heads}, {sequences}")
+    wide = max(key_dim, columns)
+    arrays = arrays | {name: _of_tokens(arrays.get(name), problem, wide) for name in ("gDecay", "gBeta")}
+    parts = -(-columns // config.columns)
     blocks = parts if config.together else -(-parts // WARPS)
-    grid = blocks, problem.heads, problem.sequences  # in the order in which states lie: others took 6 % longer
-    (kernel, smem), sizes = make(config), (parts, problem.group, problem.seqlen, problem.scale)
-    return launch(kernel, grid, config.threads, shared=smem).bind(*(at(0, forms[name]) for name in ARRAYS), *sizes)
+    return kernel_for(sys.modules[__name__], config, problem.device).bind(
+        (blocks, heads, sequences),  # in the order in which states lie: others took 6 % longer
+        parts=parts,
+        group=heads // key_heads,
+        length=length,
+        scale=scale,
+        **arrays,
+    )
 
 
-def signature(config: Config, dtype: dtype = bf16):
-    """The Numba types of the kernel's arguments, for tokens of a dtype."""
-    token, real, z = array(4, dtype), array(4), array(3)
-    return token, token, token, real, real, token, real, real, z, z, ENDS, *[INT] * 3, FLOAT
-
-
-def _spread(given: Form | None, problem: Problem) -> Form:
+def _of_tokens(given: Operand | None, problem: Problem, columns: int) -> Operand | None:
     """A decay or beta of each token as (B, S, H, columns of a state or more): axes that it has not are steps of 0 bytes. One of
     each channel as it is."""
-    if given is None:
-        return c_ordered((problem.batch, 0, problem.heads, 0), "float32", problem.device)
-    if len(given.shape) == 4:
+    if given is None or len(given.form.shape) == 4:
         return given
-    strides = (0, 0, *given.strides, 0) if len(given.shape) == 1 else (*given.strides, 0)
-    shape = problem.batch, problem.seqlen, problem.heads, max(problem.key_dim, problem.value_dim)
-    return form(shape, strides, given.dtype, given.device, given.itemsize)
+    if len(given.form.shape) == 1:
+        given = given.spread(0, problem.extents.get("S", 1)).spread(0, problem.extents["B"])
+    return given.spread(3, columns)

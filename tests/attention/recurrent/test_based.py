@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from attention import reference
-from attention.recurrent import based as module
 from attention.recurrent.based import based
+from attention.recurrent.kernels import based_hopper as module
 from tiles import bf16, fp16
+from tiles.arguments import signature
 from tiles.compiler import compile_kernel
 
 BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
@@ -152,7 +153,7 @@ def test_a_long_sequence(card):
 def test_machine_code(dtype, normalize, varlen):
     """No spills, and no product waits for another."""
     config = module.Config(dtype, normalize, varlen)
-    compiled = compile_kernel(module.make(config)[0], module.signature(config), "sm_90a")
+    compiled = compile_kernel(module.make(config)[0], signature(module.make(config)[0]), "sm_90a")
     assert (compiled.spill_bytes, compiled.local_bytes, compiled.warnings) == (0, 0, [])
 
 

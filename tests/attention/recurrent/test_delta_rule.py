@@ -7,6 +7,7 @@ from delta_cases import BF16, Sequences, agree, inputs
 from attention.recurrent.delta_rule import delta_rule
 from attention.recurrent.kernels import delta_hopper
 from tiles import bf16, fp16
+from tiles.arguments import signature
 from tiles.compiler import compile_kernel
 
 
@@ -125,5 +126,5 @@ CONFIGS = [
 def test_machine_code(config):
     """Nothing spills, and no wgmma waits for another."""
     kernel, _ = delta_hopper.make(config)
-    found = compile_kernel(kernel, delta_hopper.signature(config), "sm_90a")
+    found = compile_kernel(kernel, signature(kernel), "sm_90a")
     assert (found.spill_bytes, found.local_bytes, found.warnings) == (0, 0, [])

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from attention import reference
-from attention.recurrent import hedgehog as module
 from attention.recurrent.hedgehog import hedgehog
+from attention.recurrent.kernels import hedgehog_hopper as module
 from tiles import bf16, fp16
+from tiles.arguments import signature
 from tiles.compiler import compile_kernel
 
 BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
@@ -103,7 +104,7 @@ def test_large_scores(place):
 def test_machine_code(dtype, varlen):
     """No spills, and no product waits for another."""
     config = module.Config(dtype, varlen)
-    compiled = compile_kernel(module.make(config)[0], module.signature(config), "sm_90a")
+    compiled = compile_kernel(module.make(config)[0], signature(module.make(config)[0]), "sm_90a")
     assert (compiled.spill_bytes, compiled.local_bytes, compiled.warnings) == (0, 0, [])
 
 

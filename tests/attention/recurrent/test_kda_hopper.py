@@ -10,6 +10,7 @@ from attention.recurrent import delta_rule as module
 from attention.recurrent.delta_rule import delta_rule
 from attention.recurrent.kernels import decay_frame, kda_hopper
 from tiles import bf16, fp16, fp32
+from tiles.arguments import signature
 from tiles.compiler import compile_kernel
 
 
@@ -120,6 +121,6 @@ CONFIGS = [
 def test_machine_code(config):
     """Nothing spills, and no wgmma waits for another; a block has room."""
     kernel, smem = kda_hopper.make(config)
-    found = compile_kernel(kernel, kda_hopper.signature(config), "sm_90a")
+    found = compile_kernel(kernel, signature(kernel), "sm_90a")
     assert (found.spill_bytes, found.local_bytes, found.warnings) == (0, 0, [])
     assert smem.nbytes <= 227 * 1024

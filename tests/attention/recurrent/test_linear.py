@@ -12,7 +12,7 @@ from attention.recurrent.kernels.token_loop import walk
 from attention.recurrent.linear import NEEDED, OTHERS, gla, lightning, linear, retention
 from tiles import bf16 as tiles_bf16
 from tiles import fp16 as tiles_f16
-from tiles.arrays import describe
+from tiles.frameworks import describe
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 HEADS = 4

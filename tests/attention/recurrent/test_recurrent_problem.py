@@ -3,9 +3,9 @@
 import ml_dtypes
 import numpy as np
 import pytest
-
 from attention.recurrent.problem import MEMBERS, check
-from tiles.arrays import describe, form
+
+from tiles.frameworks import describe
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 EXTENTS = dict(B=2, S=5, G=3, H=6, K=32, V=16, N=2)

@@ -6,8 +6,9 @@ import pytest
 
 from attention import reference
 from attention.recurrent.kernels import token_loop
-from attention.recurrent.kernels.token_loop import GREATEST, Config, make, signature
+from attention.recurrent.kernels.token_loop import GREATEST, Config, make
 from attention.recurrent.step import linear_step
+from tiles.arguments import signature
 from tiles.compiler import compile_kernel
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
@@ -137,5 +138,5 @@ def test_more_sequences_than_a_grid_has_room_for(monkeypatch):
 def test_the_state_stays_in_registers(key_dim, decay, delta):
     """Of the greatest key dim that so many blocks of an SM must do with."""
     config = Config(key_dim, decay, delta, single=True)
-    found = compile_kernel(make(config)[0], signature(config), "sm_90a")
+    found = compile_kernel(make(config)[0], signature(make(config)[0]), "sm_90a")
     assert (found.spill_bytes, found.local_bytes, found.warnings) == (0, 0, [])

@@ -10,15 +10,15 @@ import types
 import ml_dtypes
 import numpy as np
 import pytest
+from attention.softmax.problem import PIECES, check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention
 from attention import inspect, reference
 from attention.softmax import ampere, hopper
-from attention.softmax.problem import PIECES, check
 from tiles import bf16
-from tiles.arrays import describe
+from tiles.frameworks import describe
 
 BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 FORWARD = importlib.import_module("attention.softmax.forward")  # the module, whose name is also the function's

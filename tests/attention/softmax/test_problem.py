@@ -3,12 +3,12 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from attention.softmax.problem import check, piece
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.softmax import problem
-from attention.softmax.problem import check, piece
-from tiles.arrays import describe, form
+from tiles.frameworks import describe
 
 Q, KV = (2, 5, 6, 16), (2, 7, 3, 16)  # (B, S, H, D)
 bf16 = ml_dtypes.bfloat16

@@ -1,0 +1,190 @@
+"""Hedgehog attention (Zhang et al. 2024; LoLCATS): softmax attention to the newest keys, linear attention by learned features
+to all that are older, under one divisor, for Hopper. With blocks of 64 tokens,
+
+    w_ij = beta exp((q_i . k_j - max) / sqrt(D))      j <= i in i's block or the one before it
+    w_ij = alpha f(q_i M_q) . f(k_j M_k)              j in older blocks;  f(x) = max([softmax(x), softmax(-x)], 1e-6)
+    o_i  = sum_j w_ij v_j / (sum_j w_ij + 1e-6)
+
+A block walks one head's chunks of 64 tokens, all columns of the values, with four warpgroups. One loads; one makes the weights
+of the window; one makes the features; one multiplies them by the values and by the state S = sum f(k)^T v over older blocks:
+
+    O   = W_far V_old + W_near V + f(Q) S        S comes from shared memory, rounded
+    S^T = S^T + V_old^T f(K_old)                 in registers, transposed: 128 x 128
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, exp2, hstack, load, maximum, right_fill, row_max, row_min, row_sum, subtile, truncate, warpgroup, zeros
+from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
+from tiles.arguments import ENDS, FLOAT, INT, array, tiled
+
+from .tokens import span
+
+CHUNK = 64  # tokens of a block
+HEAD = 128  # columns of queries, keys and values
+HALF = 64  # columns of a map: half of the features
+WINDOW, FEATURES, SUMS, LOADER = range(4)  # the warpgroups
+THREADS = 4 * warpgroup.THREADS
+REGISTERS = 24, 136, 224  # a thread's, of LOADER, FEATURES and SUMS; all start with 128, and WINDOW keeps them
+FLOOR, LOG2_E = 1e-6, math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's form: dtype; whether several sequences lie one behind the other in one batch."""
+
+    dtype: dtype
+    varlen: bool = False
+    threads: ClassVar[int] = THREADS
+
+    def __str__(self):
+        return f"{self.dtype}{', varlen' * self.varlen}"
+
+    @property
+    def rows(self):
+        """A chunk's tile of Q, K or V."""
+        return st(CHUNK, HEAD, self.dtype)
+
+    @property
+    def map(self):
+        """A head's tile of a feature map."""
+        return st(HEAD, HALF, self.dtype)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, VARLEN, WARPS, tokens = config.dtype, config.varlen, warpgroup.WARPGROUP, span(config.varlen)
+    QUERY, STATE, O, TURNED = rt(16, HEAD, INPUT), rt(16, 2 * HALF, fp32), rt(16, HEAD, fp32), rt(16, CHUNK, INPUT)
+    ROWS, MAP = tiled(config.rows, unit=1), tiled(config.map, 3, 1, 2)
+    Z, (FEW, MORE, MOST) = rt(16, HALF, fp32).row_vec, REGISTERS
+    smem = shared(
+        q=ring(config.rows, 1, readers=2 * WARPS),
+        k=ring(config.rows, 3, readers=2 * WARPS),
+        v=ring(config.rows, 3),
+        maps=ring(config.map, 2),
+        window=ring(st(CHUNK, CHUNK, INPUT), 2, writers=WARPS),
+        of_q=ring(st(CHUNK, 2 * HALF, INPUT), 1, writers=WARPS),
+        of_k=ring(st(CHUNK, 2 * HALF, INPUT), 1, writers=WARPS),
+        state=st(HEAD, 2 * HALF, INPUT),
+        near_sum=ring(sv(CHUNK, fp32), 1, writers=WARPS),
+        far_sum=ring(sv(CHUNK, fp32), 1, writers=WARPS),
+        z_up=sv(HALF, fp32),
+        z_down=sv(HALF, fp32),
+    )
+
+    @inlined
+    def features(x, weight):
+        """The two halves of weight * f, of x from a map."""
+        x = x * LOG2_E
+        up, down = exp2(x - row_max(x)), exp2(row_min(x) - x)
+        over, under = row_sum(up), row_sum(down)
+        return maximum(up, over * FLOOR) * (weight / over), maximum(down, under * FLOOR) * (weight / under)
+
+    @inlined
+    def put(ring, j, tile):
+        """Hand the warpgroup's tile over as the ring's j-th."""
+        warpgroup.store(ring.claim(j), tile)
+        ring.publish(j)
+
+    @inlined
+    def own_sums(tile, half):
+        """The sums of the tile's columns, those of 16 columns in each warp; half of the columns."""
+        return row_sum(fp32(warpgroup.load_transposed(subtile(tile, CHUNK, 0, HALF, half), TURNED)))
+
+    @cuda.jit(launch_bounds=(THREADS, 1), fastmath=True)
+    def attend(
+        gQ: ROWS, gK: ROWS, gV: ROWS, gQMap: MAP, gKMap: MAP, gAlphas: array(1), gBetas: array(1), gO: array(4, INPUT),
+        gEnds: ENDS, length: INT, heads: INT, group: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """O of one of the values' heads, of which `group` share a key head; `scale` is log2(e) / sqrt(D)."""
+        q, k, v, maps, window, of_q, of_k, state, near_sum, far_sum, z_up, z_down = smem.open()
+        sequence, head = divmod(cuda.blockIdx.x, heads)
+        key_head, _ = divmod(head, group)
+        first, end, batch = tokens(gEnds, sequence, length)
+        n = int32((end - first + CHUNK - 1) // CHUNK)
+        me = warpgroup.id()
+        if me == LOADER:
+            warpgroup.release_registers(FEW)
+            maps.fill(0, gQMap, (key_head, 0, 0))
+            maps.fill(1, gKMap, (key_head, 0, 0))
+            for j in range(n):
+                q.fill(j, gQ, (batch, first + CHUNK * j, key_head))
+                k.fill(j, gK, (batch, first + CHUNK * j, key_head))
+                v.fill(j, gV, (batch, first + CHUNK * j, head))
+        elif me == WINDOW:
+            beta = gBetas[head]
+            for j in range(n):
+                queries = warpgroup.load(q.wait(j), QUERY)
+                q.release(j)
+                near = warpgroup.mm_ABt(queries, k.wait(j))
+                far = warpgroup.mm_ABt(queries, k.wait(max(j - 1, 0)))
+                near = warpgroup.causal(warpgroup.wait(near, newer=1), 0, -math.inf)
+                far = right_fill(warpgroup.wait(far), CHUNK * min(j, 1), -math.inf)
+                if j > 0:
+                    k.release(j - 1)
+                top = row_max(near, row_max(far)) * scale
+                near, far = exp2(near * scale - top) * beta, exp2(far * scale - top) * beta
+                put(window, 2 * j, INPUT(far))
+                put(window, 2 * j + 1, INPUT(near))
+                put(near_sum, j, row_sum(near, row_sum(far)))
+        elif me == FEATURES:
+            warpgroup.claim_registers(MORE)
+            alpha, q_map, k_map = gAlphas[head], maps.wait(0), maps.wait(1)
+            sums_up, sums_down = zeros(O.col_vec), zeros(O.col_vec)
+            warpgroup.store(z_up, sums_up)
+            warpgroup.store(z_down, sums_down)
+            for j in range(n):
+                queries = warpgroup.load(q.wait(j), QUERY)
+                q.release(j)
+                up, down = features(warpgroup.wait(warpgroup.mm_AB(queries, q_map)), alpha)
+                put(of_q, j, INPUT(hstack(up, down)))
+                warpgroup.sync()
+                put(far_sum, j, row_sum(up * load(z_up, Z) + down * load(z_down, Z)))
+                if j > 0:
+                    up, down = features(warpgroup.wait(warpgroup.mm_AB(k.wait(j - 1), k_map)), 1.0)
+                    k.release(j - 1)
+                    f = of_k.claim(j - 1)
+                    warpgroup.store(f, INPUT(hstack(up, down)))
+                    warpgroup.sync()
+                    sums_up, sums_down = sums_up + own_sums(f, 0), sums_down + own_sums(f, 1)
+                    of_k.publish(j - 1)
+                    warpgroup.store(z_up, sums_up)
+                    warpgroup.store(z_down, sums_down)
+        else:
+            warpgroup.claim_registers(MOST)
+            left, right = zeros(STATE), zeros(STATE)
+            for j in range(n):
+                warpgroup.store(subtile(state, CHUNK, 0), left)
+                warpgroup.store(subtile(state, CHUNK, 1), right)
+                warpgroup.sync()
+                values, old, token = v.wait(j), v.wait(max(j - 1, 0)), first + CHUNK * j
+                if VARLEN and end - token < CHUNK:
+                    warpgroup.zero_rows(values, end - token)
+                o = warpgroup.mm_AB(window.wait(2 * j), old)
+                o = warpgroup.mma_AB(o, window.wait(2 * j + 1), values)
+                o = warpgroup.mma_ABt(o, of_q.wait(j), state)
+                if j > 0:
+                    f = of_k.wait(j - 1)
+                    left = warpgroup.mma_AtB(left, subtile(old, CHUNK, 0, HALF, 0), f)
+                    right = warpgroup.mma_AtB(right, subtile(old, CHUNK, 0, HALF, 1), f)
+                    left, right = warpgroup.wait(left), warpgroup.wait(right)
+                    of_k.release(j - 1)
+                    v.release(j - 1)
+                o = warpgroup.wait(o)
+                window.release(2 * j)
+                window.release(2 * j + 1)
+                of_q.release(j)
+                o = o / (warpgroup.load(near_sum.wait(j), O.col_vec) + warpgroup.load(far_sum.wait(j), O.col_vec) + FLOOR)
+                near_sum.release(j)
+                far_sum.release(j)
+                warpgroup.store(truncate(gO, 1, end), o, (batch, token, head, 0), rows=1, cols=3, aligned=True)
+                warpgroup.sync()
+
+    return attend, smem

@@ -1,0 +1,56 @@
+"""What all members of the linear-attention family ask of their arrays, besides what their schemas say."""
+
+from tiles.dtypes import bf16, fp16, fp32
+from tiles.schema import Problem
+
+from ..options import SCALES
+
+DTYPES = {"bfloat16": bf16, "float16": fp16, "float32": fp32}
+COLUMNS = 16, 256  # key_dim and value_dim are multiples of the first, up to the second
+NAMES = {"K": "key_dim", "V": "value_dim"}
+
+
+def check(problem: Problem, queries: str = "q", values: str = "v") -> None:
+    """ValueError: extents that the kernels do not take. queries, values: the arguments that a member has for them."""
+    low, high = COLUMNS
+    for axis, name in ("K", queries), ("V", values):
+        (extent,) = problem(axis)
+        if extent % low or not low <= extent <= high:
+            shape = f"{name}.shape={problem.shape(name)}"
+            raise ValueError(f"{name}: {NAMES[axis]} must be a multiple of {low}, from {low} to {high}: {extent}, {shape}")
+    heads, key_heads = problem("HG")
+    shapes = f"{values}.shape={problem.shape(values)}, {queries}.shape={problem.shape(queries)}"
+    if not key_heads:
+        raise ValueError(f"{queries}: must have at least one head: {shapes}")
+    if heads % key_heads:
+        raise ValueError(f"{values}: heads must be a multiple of {queries}'s: {shapes}")
+    if problem.extents.get("S", 0) >= 2**31:
+        raise ValueError(f"{queries}: sequence must be shorter than 2**31: {shapes}")
+
+
+def by_channel(problem: Problem) -> bool:
+    """Does every channel of the keys decay by itself? ValueError: such a decay's channels are not adjacent."""
+    decay = problem.forms.get("decay")
+    if decay is None or "K" not in problem.axes("decay"):
+        return False
+    if decay.strides[-1] != decay.itemsize and decay.extent:
+        raise ValueError(f"decay: last axis must be contiguous: decay.strides={decay.strides} bytes, decay.shape={decay.shape}")
+    return True
+
+
+def scale_of(problem: Problem, scale: float | None) -> float:
+    """The scale, Dk^-1/2 by default. ValueError: it is not finite in float32."""
+    scale = problem.extents["K"] ** -0.5 if scale is None else scale
+    if not abs(scale) <= SCALES[1]:
+        raise ValueError(f"scale: must be finite in float32: {scale=}")
+    return scale
+
+
+def varlen(problem: Problem) -> bool:
+    """Do the sequences lie one behind the other in one batch?"""
+    return "cu_seqlens" in problem
+
+
+def padded(key_dim: int, sizes) -> int:
+    """The least of these sizes that holds so many channels of keys."""
+    return min(size for size in sizes if size >= key_dim)
