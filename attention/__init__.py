@@ -1,11 +1,46 @@
-"""FlashAttention and linear attention from pure Python: `attention.forward(q, k, v, causal=True)`."""
+"""FlashAttention and linear attention from pure Python: `attention.forward(q, k, v, causal=True)`.
 
-from .recurrent.based import based
-from .recurrent.delta_rule import delta_rule
-from .recurrent.hedgehog import hedgehog
-from .recurrent.linear import gla, lightning, linear, retention
-from .recurrent.mamba2 import mamba2
-from .recurrent.step import linear_step
-from .softmax.forward import forward
+A function is imported when it is first asked for, and Numba with it: `import attention` alone costs nothing.
+"""
+
+from importlib import import_module as _import_module
+from pathlib import Path as _Path
+from runpy import run_path as _run_path
+from typing import TYPE_CHECKING
+
+if _why := _run_path(str(_Path(__file__).parents[1] / "tiles/importable.py"))["obstacle"]():  # `tiles` may be another's
+    raise ImportError(_why)
 
 __all__ = ["based", "delta_rule", "forward", "gla", "hedgehog", "lightning", "linear", "linear_step", "mamba2", "retention"]
+
+_HOMES = {  # module: the functions that are public
+    "recurrent.based": ("based",),
+    "recurrent.delta_rule": ("delta_rule",),
+    "recurrent.hedgehog": ("hedgehog",),
+    "recurrent.linear": ("gla", "lightning", "linear", "retention"),
+    "recurrent.mamba2": ("mamba2",),
+    "recurrent.step": ("linear_step",),
+    "softmax.forward": ("forward",),
+}
+
+if TYPE_CHECKING:  # what editors and type checkers read
+    from .recurrent.based import based
+    from .recurrent.delta_rule import delta_rule
+    from .recurrent.hedgehog import hedgehog
+    from .recurrent.linear import gla, lightning, linear, retention
+    from .recurrent.mamba2 import mamba2
+    from .recurrent.step import linear_step
+    from .softmax.forward import forward
+else:
+
+    def __getattr__(name: str) -> object:
+        """The public function of this name, from now on an ordinary attribute of the package."""
+        for home, names in _HOMES.items():
+            if name in names:
+                function = globals()[name] = getattr(_import_module(f".{home}", __name__), name)
+                return function
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""What a call costs on the host: p50 over 10,000 calls of a tiny problem, and the first call of a process.
+"""What a call costs on the host: p50 over 10,000 calls of a tiny problem, the first call of a process, and the imports before.
 
 `pytest bench/test_host.py --benchmark-json=host.json`
 """
@@ -56,6 +56,33 @@ def test_host_time(benchmark, name):
     benchmark.group = "host time of one call"
     benchmark.extra_info |= {"provider": name}
     report(benchmark, times)
+
+
+IMPORT = """
+import json, time, numpy
+start = time.perf_counter()
+{}
+print(json.dumps(time.perf_counter() - start))
+"""
+IMPORTS = {
+    "import attention": "import attention",
+    "and its first function": "from attention import forward",
+    "numba.cuda alone": "from numba import cuda",
+}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_import(benchmark, name):
+    """Imports in a process that has NumPy, from bytecode on disk: the first round writes it, and is not counted."""
+    environment = {variable: value for variable, value in os.environ.items() if variable != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", IMPORT.format(IMPORTS[name])]
+    times = []
+    for _ in range(ROUNDS + 1):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        times.append(json.loads(done.stdout.splitlines()[-1]) * 1e3)
+    benchmark.group = "imports of a process"
+    benchmark.extra_info |= {"provider": name}
+    report(benchmark, times[1:])
 
 
 FIRST = """

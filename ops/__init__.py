@@ -5,6 +5,12 @@ their guards.
 This file only gives names. How an op is done stands in the rooms: elementwise/, shape/, memory/, reductions/, matmul/,
 threads/, for_attention/."""
 
+from pathlib import Path as _Path
+from runpy import run_path as _run_path
+
+if _why := _run_path(str(_Path(__file__).parents[1] / "tiles/importable.py"))["obstacle"]():  # `tiles` may be another's
+    raise ImportError(_why)
+
 from . import block, cluster, complex, matmul, raw, warpgroup
 from . import printing as _printing  # print takes tiles  # noqa: F401
 from .elementwise import convert as _convert  # dtypes become callable  # noqa: F401

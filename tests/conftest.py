@@ -8,13 +8,13 @@ import pytest
 @functools.cache
 def no_gpu() -> str:
     """Why tests marked `gpu` cannot run here; empty if they can."""
-    from tiles.device import device
+    from tiles.device import device, hopper
 
     try:
         found = device(0)
     except Exception as error:  # no driver, no GPU, or one that is out of order: cuda.bindings has a class for each
         return f"needs a GPU: {str(error).partition('.')[0]}"
-    return "" if found.capability[0] == 9 else f"needs a Hopper GPU, got {found}"
+    return "" if hopper(found.capability) else f"needs a Hopper GPU, got {found}"
 
 
 def pytest_collection_modifyitems(items):

@@ -1,6 +1,6 @@
 """Tiles for Numba-CUDA: what a tile is, where its elements lie, and how a kernel made of them is launched."""
 
-from .doctor import importing
+from .importable import importing
 
 with importing():
     from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32
@@ -10,10 +10,11 @@ with importing():
     from .pipeline import pipeline
     from .ring import ring
     from .shared import shared
+    from .static import static
     from .types import barrier, gl, pending, rt, rv, st, sv
     from .values import Tile, tensor
 
 __all__ = [
     "Hazard", "Tile", "barrier", "bf16", "dtype", "fp8e4m3", "fp8e5m2", "fp16", "fp32", "gl", "inlined", "launch", "lowers",
-    "op", "pending", "pipeline", "ring", "rt", "rv", "shared", "st", "sv", "tensor", "tf32",
+    "op", "pending", "pipeline", "ring", "rt", "rv", "shared", "st", "static", "sv", "tensor", "tf32",
 ]  # fmt: skip

@@ -107,7 +107,8 @@ def parameter(name: str, value: Any) -> Parameter:
 def array_slots(form: Form, pointer: int = 0) -> tuple[int, ...]:
     """An array as Numba's machine code takes it: who owns the memory (nobody here), who counts references, elements, bytes of
     one, address, shape, strides."""
-    return 0, 0, math.prod(form.shape), form.itemsize, pointer, *form.shape, *[stride & WORD for stride in form.strides]
+    strides = form.strides if min(form.strides, default=0) >= 0 else [stride & WORD for stride in form.strides]
+    return 0, 0, math.prod(form.shape), form.itemsize, pointer, *form.shape, *strides
 
 
 def named(scalar: types.Type) -> str:
@@ -126,7 +127,7 @@ def number_slot(name: str, ty: types.Type, value) -> int:
 
 
 def _map(spec: gl, form: Form):
-    return _map_type(spec), tma.encoding(spec, form)
+    return _map_type(spec), tma.encoding(tma.cut(spec), form)
 
 
 @functools.cache

@@ -1,21 +1,26 @@
 """Compiled kernels on disk, under a key that covers all they were made from (digest.py).
 
-An entry is one JSON file: no pickle, so that reading it runs no code; written aside and renamed, so that it is whole or not
-there; with a digest of its own, so that a damaged one is made anew. TILES_CACHE_DIR moves the folder, TILES_CACHE=0 turns
-the cache off.
+The files are those of cuda.core's FileStreamProgramCache: written aside and renamed, so that an entry is whole or not there,
+by any number of processes; no pickles, so that reading one runs no code; the one read longest ago goes first when there are
+more bytes than the limit. What it leaves to its users is done here: a folder that others cannot write to, and an entry with
+the kernel's name and a digest of its own before the machine code, so that a damaged one is made anew.
+
+TILES_CACHE_DIR moves the folder, TILES_CACHE_BYTES sets the limit, TILES_CACHE=0 turns the cache off.
 """
 
-import base64
+import functools
 import hashlib
 import json
 import logging
 import os
 import sys
-import tempfile
 from pathlib import Path
+
+from cuda.core.utils import FileStreamProgramCache
 
 from .compiler import Compiled
 
+LIMIT = 512 * 2**20  # bytes: some thousands of kernels
 log = logging.getLogger(__name__)
 
 
@@ -44,20 +49,37 @@ def _platform_folder():
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache", "numba-tiles")
 
 
+def limit() -> int:
+    """Bytes that the cache may take. ValueError: TILES_CACHE_BYTES is no positive integer."""
+    given = os.environ.get("TILES_CACHE_BYTES") or str(LIMIT)
+    if not given.isdecimal() or not int(given):
+        raise ValueError(f"TILES_CACHE_BYTES must be a positive number of bytes, got {given!r}")
+    return int(given)
+
+
+def entries(path: Path) -> list[Path]:
+    """The files of the kernels that are kept in this folder."""
+    return [file for file in path.glob("entries/*/*") if file.is_file()]
+
+
+@functools.lru_cache(4)
+def _files(path, nbytes):
+    return FileStreamProgramCache(path, max_size_bytes=nbytes)
+
+
 def load(name: str | None) -> Compiled | None:
-    """The machine code kept under this key, if there is any and it is sound."""
+    """The machine code kept under this key, if there is any and it is sound. ValueError: see `limit`."""
     if name is None or (path := folder()) is None:
         return None
+    nbytes = limit()
     try:
-        entry = json.loads((path / f"{name}.json").read_bytes())
-        cubin = base64.b64decode(entry["cubin"], validate=True)
+        head, _, cubin = _files(path, nbytes)[name].partition(b"\n")
+        entry = json.loads(head)
         if entry["sha256"] != hashlib.sha256(cubin).hexdigest():
             raise ValueError("its digest differs")
         return Compiled(cubin, str(entry["name"]), str(entry["log"]))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        log.debug("the cached kernel %s is damaged: %s", name, error)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        log.debug("no cached kernel %s: %r", name, error)
         return None
 
 
@@ -65,16 +87,8 @@ def store(name: str | None, compiled: Compiled) -> None:
     """Keep machine code under this key. A folder that cannot be written is no error."""
     if name is None or (path := folder()) is None:
         return
-    digest, cubin = hashlib.sha256(compiled.cubin).hexdigest(), base64.b64encode(compiled.cubin).decode()
-    entry = {"name": compiled.name, "log": compiled.log, "sha256": digest, "cubin": cubin}
+    head = {"name": compiled.name, "log": compiled.log, "sha256": hashlib.sha256(compiled.cubin).hexdigest()}
     try:
-        handle, aside = tempfile.mkstemp(dir=path, suffix=".part")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(entry, file)
-            os.replace(aside, path / f"{name}.json")
-        except BaseException:
-            os.unlink(aside)
-            raise
+        _files(path, limit())[name] = json.dumps(head).encode() + b"\n" + compiled.cubin
     except OSError as error:
         log.debug("the kernel %s could not be kept: %s", name, error)

@@ -12,8 +12,9 @@ from llvmlite.ir.values import ArgumentAttributes
 from numba.core import types
 from numba.cuda import cgutils, compiler, dispatcher
 
+from . import constants, named  # noqa: F401  # they teach Numba
 from .builder import i32
-from .plumbing import TENSOR_MAP
+from .plumbing import TENSOR_MAP, forget
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,16 @@ class Compiled:
 
 
 @contextlib.contextmanager
-def _device_of(cc):
+def _compiling_for(cc):
     """numba-cuda asks the current device for its compute capability when a kernel calls a device function; answer for it,
-    so that code for any architecture can be made on any machine."""
+    so that code for any architecture can be made on any machine. Afterwards Numba keeps nothing of a factory's."""
     asked = dispatcher.get_current_device
     dispatcher.get_current_device = lambda: type("Device", (), {"compute_capability": cc})
     try:
         yield
     finally:
         dispatcher.get_current_device = asked
+        forget()
 
 
 def capability(arch):
@@ -93,7 +95,7 @@ def _take_maps_by_value(function, cc):
 def compile_kernel(kernel, signature, arch) -> Compiled:
     """Machine code for `arch` of a `@cuda.jit` kernel and the Numba types of its arguments. No GPU is needed."""
     cc, options = capability(arch), kernel.targetoptions
-    with _device_of(cc[:2]):
+    with _compiling_for(cc[:2]):
         library, _ = compiler._compile_pyfunc_with_fixup(
             kernel.py_func,
             types.void(*signature),

@@ -1,54 +1,109 @@
-"""`STAGES - 2` and `T.cols // 2`, of names outside the kernel, are known when it is compiled, and count as numbers there: an op
-that must know its argument may be given them. Numba alone would compute them when the kernel runs."""
+"""What a kernel's names are when it is compiled: `STAGES - 2`, `T.cols // 2` and `self.causal` are numbers and flags there.
+
+An op that must know its argument may be given them, and a branch on them is decided: what is not taken is not even typed.
+Numba alone would compute them when the kernel runs.
+"""
 
 import operator
 
-from numba.cuda.core import ir
+import numpy as np
+from numba.cuda.core import consts, ir
 from numba.cuda.core.rewrites import Rewrite, register_rewrite
 
-FOLDED = {getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift")}
+from .dtypes import dtype
+from .plumbing import Static
+from .types import is_static, member, rt, rv, st, sv
+
+ARITHMETIC = {getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift")}
+COMPARISONS = {getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "contains")}
+IDENTITIES = {operator.is_, operator.is_not}
+SCALARS = (bool, int, float, np.float32, str, type(None))  # what is written into the code
+COMPARED = (*SCALARS, tuple, dtype, rt, rv, st, sv)
+UNKNOWN = object()
 
 
-def known(function, variable):
-    """What a variable of Numba's IR is, if that does not depend on the kernel's run; else None."""
+def known(function, variable, args):
+    """What a variable of Numba's IR is, if that does not depend on the kernel's run; else UNKNOWN. args: the types of the
+    function's arguments."""
     try:
-        definition = function.get_definition(variable)
-    except KeyError:  # it has several
-        return None
+        return _value(function, function.get_definition(variable), args)
+    except KeyError:  # it has several definitions
+        return UNKNOWN
+
+
+def _value(function, definition, args):
+    """The same of what it is defined by."""
     if isinstance(definition, (ir.Const, ir.Global, ir.FreeVar)):
         return definition.value
+    if isinstance(definition, ir.Arg) and isinstance(args[definition.index], Static):
+        return args[definition.index].spec
     if not isinstance(definition, ir.Expr):
-        return None
+        return UNKNOWN
+    if definition.op == "binop":
+        return _binary(definition.fn, known(function, definition.lhs, args), known(function, definition.rhs, args))
+    if definition.op == "build_tuple":
+        items = tuple(known(function, item, args) for item in definition.items)
+        return UNKNOWN if any(item is UNKNOWN for item in items) else items
+    if definition.op not in ("getattr", "getitem", "static_getitem", "unary"):
+        return UNKNOWN
+    value = known(function, definition.value, args)
+    if value is UNKNOWN:
+        return UNKNOWN
     if definition.op == "getattr":
-        return getattr(known(function, definition.value), definition.attr, None)
-    if definition.op == "binop" and definition.fn in FOLDED:
-        x, y = known(function, definition.lhs), known(function, definition.rhs)
-        if type(x) is type(y) is int and (y or definition.fn not in (operator.floordiv, operator.mod)):
-            return definition.fn(x, y)
-    return None
+        return member(value, definition.attr, UNKNOWN)
+    if definition.op == "unary":
+        return not value if definition.fn is operator.not_ and isinstance(value, SCALARS) else UNKNOWN
+    index = definition.index if definition.op == "static_getitem" else known(function, definition.index, args)
+    fits = isinstance(value, tuple) and isinstance(index, int) and -len(value) <= index < len(value)
+    return value[index] if fits else UNKNOWN
+
+
+def _binary(operation, x, y):
+    """What an operation on two values gives, if both are known."""
+    if x is UNKNOWN or y is UNKNOWN:
+        return UNKNOWN
+    try:
+        if operation in ARITHMETIC and type(x) is type(y) is int:
+            return operation(x, y)
+        if operation in COMPARISONS and isinstance(x, COMPARED) and isinstance(y, COMPARED):
+            return bool(operation(x, y))
+    except (TypeError, ArithmeticError):  # the kernel's own mistake: Numba names it
+        return UNKNOWN
+    return operation(x, y) if operation in IDENTITIES and (x is None or y is None) else UNKNOWN
 
 
 @register_rewrite("before-inference")
-class FoldIntegers(Rewrite):
-    """Writes a number in place of such a sum, difference, product or quotient of integers."""
+class FoldConstants(Rewrite):
+    """Writes what is known in place of arithmetic and comparisons, and of what is read from static objects and tuples."""
+
+    def __init__(self, state=None):
+        self.args = state.args
 
     def match(self, func_ir, block, typemap, calltypes):
-        """Are there any in the block?"""
-        self.block, self.found = block, {}
+        """Is there any in the block?"""
+        self.function, self.block, self.found = func_ir, block, {}
         for assignment in block.find_insts(ir.Assign):
-            if isinstance(assignment.value, ir.Expr) and assignment.value.op == "binop":
-                value = known(func_ir, assignment.target)
-                if value is not None:
+            if isinstance(assignment.value, ir.Expr) and self._folds(assignment.value):
+                value = _value(func_ir, assignment.value, self.args)
+                if isinstance(value, SCALARS):
                     self.found[assignment] = value
         return bool(self.found)
 
+    def _folds(self, expression):
+        """Attributes of modules and tiles are Numba's and plumbing.py's matter."""
+        return expression.op != "getattr" or is_static(known(self.function, expression.value, self.args))
+
     def apply(self):
-        """The block with numbers in their places."""
+        """The block with the values in their places; the branches on them are pruned by Numba's next pass."""
         block = self.block.copy()
         block.clear()
         for statement in self.block.body:
             if statement in self.found:
-                number = ir.Const(self.found[statement], statement.loc)
-                statement = ir.Assign(number, statement.target, statement.loc)
+                value = ir.Const(self.found[statement], statement.loc)
+                definitions = self.function._definitions[statement.target.name]
+                if len(definitions) == 1:  # of several nobody can tell which holds
+                    definitions[0] = value
+                statement = ir.Assign(value, statement.target, statement.loc)
             block.append(statement)
+        self.function._consts = consts.ConstantInference(self.function)  # the old one remembers what it could not tell
         return block

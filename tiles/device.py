@@ -23,6 +23,16 @@ def _text(answer):
     return answer.decode() if isinstance(answer, bytes) else "an unknown CUDA error"
 
 
+def supported(capability) -> bool:
+    """Do kernels run on GPUs of this compute capability? Since Ampere: mma.sync of bf16, and cp.async."""
+    return capability >= (8, 0)
+
+
+def hopper(capability) -> bool:
+    """Do kernels with wgmma run there, and so every kernel? wgmma is Hopper's alone."""
+    return capability[0] == 9
+
+
 class Device:
     """One GPU. `context` is its primary context, which torch, CuPy, JAX and Numba use, too."""
 

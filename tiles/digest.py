@@ -1,19 +1,21 @@
 """What a kernel's machine code depends on, digested: the key under which cache.py keeps it.
 
-The key digests: the sources of tiles/ and ops/; the kernel's bytecode and constants, the values it closes over and the
-globals it loads, and so on through every helper it reaches; lowerings registered outside tiles/ and ops/; the argument
-types, the kernel's options and the architecture; NUMBA_* settings; the versions of all that takes part in compiling. What
-cannot be digested makes a kernel uncached, never wrongly cached. Making a key compiles nothing.
+The key digests: the sources of ops/ and of what in tiles/ takes part in compiling; the kernel's bytecode and constants, the
+values it closes over and the globals it loads, and so on through every helper it reaches; lowerings registered outside tiles/
+and ops/; the argument types, the kernel's options and the architecture; NUMBA_* settings; the versions of all that takes
+part in compiling. What cannot be digested makes a kernel uncached, never wrongly cached. Making a key compiles nothing.
 
 Not seen: tiles/, ops/ or Numba changed in memory (`ops.raw.wait = ...`), or an `overload` of somebody's for a function of
 Numba's or Python's own.
 """
 
 import builtins
+import contextlib
 import dis
 import enum
 import functools
 import hashlib
+import inspect
 import logging
 import os
 import struct
@@ -22,6 +24,7 @@ import sysconfig
 import time
 import types as python
 from pathlib import Path
+from typing import NamedTuple
 
 import cuda.bindings
 import cuda.core
@@ -36,9 +39,13 @@ from numba.cuda import types
 from numba.cuda.cudadrv.libs import get_libdevice
 
 from .op import OPS, Op
+from .types import is_static
 
 log = logging.getLogger(__name__)
-HOUSE = [Path(__file__).parent, Path(__file__).parent.parent / "ops"]  # digested whole, file by file
+HOUSE = [Path(__file__).parent, Path(__file__).parent.parent / "ops"]  # digested file by file, but for those that are apart:
+# they say how kernels are launched, interpreted, kept and looked at, and not what they compile to
+APART = {f"tiles/{name}.py" for name in "__main__ arguments arrays cache device doctor draw fallback forms frameworks".split()}
+APART |= {f"tiles/{name}.py" for name in "launch plans sass tma values".split()} | {"tiles/interpreter"}
 VERSIONED = {m.__name__: m.__version__ for m in (numba, numba_cuda, llvmlite, np, ml_dtypes)}
 VERSIONED |= {"cuda.core": cuda.core.__version__, "cuda.bindings": cuda.bindings.__version__}
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -73,10 +80,20 @@ def _toolchain():
     return sys.version, sys.implementation.cache_tag, VERSIONED, tuple(nvvm.version()), tuple(nvjitlink.version()), marks
 
 
+def _takes_part(file):
+    """Is this a file of tiles/ or ops/ whose code decides what kernels compile to?"""
+    for folder in HOUSE:
+        if folder in file.parents:
+            name = Path(folder.name, file.relative_to(folder))
+            return not {name.as_posix(), *(parent.as_posix() for parent in name.parents)} & APART
+    return False
+
+
 @functools.cache
 def _sources():
-    """A digest of all Python files of tiles/ and ops/, and when the youngest was changed."""
-    files = [(f"{folder.name}/{file.relative_to(folder)}", file) for folder in HOUSE for file in sorted(folder.rglob("*.py"))]
+    """A digest of the files of tiles/ and ops/ that take part in compiling, and when the youngest was changed."""
+    found = ((folder, file) for folder in HOUSE for file in sorted(folder.rglob("*.py")) if _takes_part(file))
+    files = [(f"{folder.name}/{file.relative_to(folder)}", file) for folder, file in found]
     youngest = max(file.stat().st_mtime for _, file in files)
     return _hash("sources", *(part for name, file in files for part in (name.encode(), file.read_bytes()))), youngest
 
@@ -104,7 +121,7 @@ def covered(name) -> bool:
         return False
     root, module = name.partition(".")[0], sys.modules.get(name)
     file = getattr(module, "__file__", None)
-    if file and any(folder in Path(file).parents for folder in HOUSE):
+    if file and _takes_part(Path(file)):
         return True
     if root in ("tiles", "ops"):  # another package of that name
         return False
@@ -189,14 +206,15 @@ class Digest:
             return self._dispatcher(value)
         if isinstance(value, (type, python.FunctionType, python.BuiltinFunctionType)):
             return self._definition(value, device)
-        return self._instance(value, device)
+        return self._static(value) if is_static(value) else self._instance(value, device)
 
     def _definition(self, value, device):
         """A function or class."""
         if _named(value):
             return [value.__module__, value.__qualname__]
         if isinstance(value, type):
-            return self._class(value)
+            kernels = hasattr(value, "__static__") or (issubclass(value, tuple) and hasattr(value, "_fields"))
+            return self._kernel_class(value) if kernels else self._class(value)
         if isinstance(value, python.BuiltinFunctionType):
             raise Undigestible(f"the built-in {value!r}")
         if value in OPS:  # its lowering is among the foreign ones
@@ -221,7 +239,7 @@ class Digest:
         except ValueError:
             raise Undigestible(f"{function.__qualname__} closes over a name that has no value yet") from None
         names = set(_attributes(code))
-        for name in sorted(set(_globals(code))):
+        for name in global_names(code):
             value = function.__globals__.get(name, getattr(builtins, name, None))
             if isinstance(value, python.ModuleType) and not covered(value.__name__):
                 parts += [name.encode(), *self._module(value, names, device)]
@@ -262,6 +280,42 @@ class Digest:
                     parts += [name, self(value, False)]
         return parts
 
+    def _static(self, value):
+        """A static object: what kernels see of it, and not what its other methods do on the host."""
+        cls = type(value)
+        fields = (part for name in cls.__dataclass_fields__ for part in (name, self._kernel_code(getattr(value, name))))
+        properties = (name for name in dir(cls) if isinstance(inspect.getattr_static(cls, name), PROPERTIES))
+        return [self(cls), *fields, *(part for name in properties for part in self._property(value, name))]
+
+    def _kernel_class(self, cls):
+        """The class of a static object or a named tuple: its @inlined methods, those of its bases too, and its other values."""
+        parts = [cls.__qualname__]
+        for base in cls.__mro__:
+            if _named(base):
+                parts += [base.__module__, base.__qualname__]
+                continue
+            for name, value in sorted(vars(base).items()):
+                value = getattr(value, "__func__", value)
+                if hasattr(value, "dispatcher"):
+                    parts += [name, self(value)]
+                elif not name.startswith(("__", "_abc_")) and not isinstance(value, ON_THE_HOST):
+                    parts += [name, self._kernel_code(value)]
+        return parts
+
+    def _property(self, value, name):
+        """A property, by its value: it runs on the host. What cannot be digested no kernel can read."""
+        with contextlib.suppress(Exception):
+            return [name, self(getattr(value, name))]
+        return [name, b"none"]
+
+    def _kernel_code(self, value):
+        """A field, whose functions are kernel code even if nothing marks them."""
+        if type(value) is tuple:
+            return _hash("tuple", *map(self._kernel_code, value))
+        if not isinstance(value, python.FunctionType) or value in OPS or _named(value):
+            return self(value)
+        return _hash("function", *self._function(value, True))
+
     def _instance(self, value, device):
         """Any other object: its class and its attributes, if that is all there is to it."""
         cls = type(value)
@@ -271,6 +325,10 @@ class Digest:
         return [self(cls, False), *(part for name, item in sorted(vars(value).items()) for part in (name, self(item, device)))]
 
 
+PROPERTIES = (property, functools.cached_property)
+ON_THE_HOST = (python.FunctionType, *PROPERTIES, type(NamedTuple("_", [("field", int)]).field))
+
+
 def _codes(code):
     yield code
     for constant in code.co_consts:
@@ -278,10 +336,11 @@ def _codes(code):
             yield from _codes(constant)
 
 
-def _globals(code):
+@functools.lru_cache(1024)
+def global_names(code) -> tuple[str, ...]:
     """Names that a code object, or one inside it, loads as globals."""
-    for part in _codes(code):
-        yield from (i.argval for i in dis.get_instructions(part) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    found = {i.argval for part in _codes(code) for i in dis.get_instructions(part) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return tuple(sorted(found))
 
 
 def _attributes(code):

@@ -1,6 +1,7 @@
 """`python -m tiles doctor`: what this machine has, what runs where, and what to do about what is missing.
 
-Only the standard library is imported at the top, so that it can speak where nothing else can be imported.
+Only the standard library is imported at the top (and what tiles/__init__.py begins with), so that it can speak where nothing
+else can be imported.
 """
 
 import contextlib
@@ -15,42 +16,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from .importable import NEEDED, ROOT, SIMULATOR, simulated
+
 OF_NUMBA_CUDA = ("numba-cuda", "cuda-core", "cuda-bindings", "nvidia-nvjitlink")  # what numba-cuda[cu13] brings
 PACKAGES = ("numba", "llvmlite", "numpy", "ml_dtypes", "greenlet", *OF_NUMBA_CUDA)
 OPTIONAL = ("torch", "cupy-cuda13x", "jax")
-FAMILIES = (  # (lowest capability, what runs there)
-    ((10, 0), "no wgmma: kernels of registers, ordinary memory and TMA; those with wgmma run in the interpreter"),
-    ((9, 0), "wgmma and TMA: every kernel"),
-    ((8, 0), "neither wgmma nor TMA: kernels of registers and global memory; the others run in the interpreter"),
-    ((0, 0), "too old: kernels run in the interpreter"),
-)
-SIMULATOR = (
-    "NUMBA_ENABLE_CUDASIM is set, and Numba's simulator cannot run tiles. Unset it: tiles.launch runs kernels on NumPy arrays "
-    "in an interpreter of its own, and with TILES_INTERPRET=1 kernels on device arrays, too"
-)
-
-
-def simulated() -> bool:
-    """Does the environment ask for Numba's simulator?"""
-    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
-
-
-@contextlib.contextmanager
-def importing():
-    """Around the imports of tiles/__init__.py: says what to do where they cannot work. Under `python -m tiles doctor` they may
-    fail, for the doctor looks into that."""
-    examining = sys.argv[:2] == ["-m", "doctor"]
-    if simulated() and not examining:
-        raise ImportError(SIMULATOR)
-    try:
-        yield
-    except Exception as error:
-        if examining:
-            return
-        if isinstance(error, (ImportError, AttributeError)):
-            raise ImportError(f"{error}; `python -m tiles doctor` says what to do") from error
-        raise
 
 
 @dataclass(frozen=True)
@@ -102,7 +72,7 @@ def simulator():
 
 def shadows():
     """Another package of the same name, found before ours or after."""
-    for name in ("tiles", "ops"):
+    for name in (*NEEDED, "attention"):
         places = []
         for entry in sys.path:
             spec = importlib.machinery.PathFinder.find_spec(name, [entry or os.getcwd()])
@@ -113,7 +83,12 @@ def shadows():
         for place in others:
             first = places.index(place) < places.index(ours) if ours in places else True
             text = f"{place} {'shadows ours, ' + str(ours) if first else 'is shadowed by ours'}"
-            yield Finding(f"package {name}", text, f"rename it, or put {ROOT} before it on sys.path" if first else "", first)
+            yield Finding(
+                f"package {name}",
+                text,
+                f"rename it, or put {ROOT} before it on sys.path" if first else "",
+                first and name in NEEDED,
+            )
         if not others:
             yield Finding(f"package {name}", str(ours.parent))
 
@@ -160,7 +135,22 @@ def gpus():
         yield Finding("GPU", "none", nothing)
 
 
+def runs_on(capability) -> str:
+    """What runs on a GPU of this compute capability."""
+    from .device import hopper, supported
+
+    if not supported(capability):
+        return "too old: kernels run in the interpreter"
+    if hopper(capability):
+        return "wgmma and TMA: every kernel"
+    if capability >= (10, 0):
+        return "no wgmma: kernels of registers, ordinary memory and TMA; those with wgmma run in the interpreter"
+    return "neither wgmma nor TMA: kernels of registers and global memory; the others run in the interpreter"
+
+
 def _gpu(driver, check, ordinal):
+    from .device import hopper
+
     handle, which = check(driver.cuDeviceGet(ordinal)), driver.CUdevice_attribute
     name = check(driver.cuDeviceGetName(128, handle)).split(b"\0")[0].decode()
     capability = tuple(
@@ -168,23 +158,26 @@ def _gpu(driver, check, ordinal):
         for part in ("MAJOR", "MINOR")
     )
     memory = check(driver.cuDeviceTotalMem(handle)) / 2**30
-    runs = next(text for lowest, text in FAMILIES if capability >= lowest)
     text = f"{name}, compute capability {capability[0]}.{capability[1]}, {memory:.0f} GiB"
-    yield Finding(f"GPU {ordinal}", f"{text}; {runs}", "" if capability[0] == 9 else "TILES_INTERPRET=1 runs any kernel")
+    advice = "" if hopper(capability) else "TILES_INTERPRET=1 runs any kernel"
+    yield Finding(f"GPU {ordinal}", f"{text}; {runs_on(capability)}", advice)
 
 
 def cache():
     """Where compiled kernels are kept."""
     try:
-        from .cache import folder
+        from .cache import entries, folder, limit
     except Exception:  # `imports` has told why
         return
     path = folder()
     if path is None:
         yield Finding("cache", "off", "unset TILES_CACHE; let TILES_CACHE_DIR name a folder that this user alone may write to")
         return
-    entries = list(path.glob("*.json"))
-    yield Finding("cache", f"{path}, {len(entries)} kernels, {sum(e.stat().st_size for e in entries) / 2**20:.1f} MiB")
+    sizes = [file.stat().st_size for file in entries(path)]
+    try:
+        yield Finding("cache", f"{path}, {len(sizes)} kernels, {sum(sizes) / 2**20:.1f} of {limit() / 2**20:.0f} MiB")
+    except ValueError as error:
+        yield Finding("cache", str(error), "set TILES_CACHE_BYTES to a number of bytes, or unset it")
 
 
 PROBES = (packages, numpy_fits, simulator, shadows, imports, gpus, cache)

@@ -242,9 +242,7 @@ def png(picture):
     try:
         from cairosvg import svg2png
     except (ImportError, OSError) as error:  # OSError: without the library cairo
-        raise RuntimeError(
-            f"PNG pictures take CairoSVG (pip install 'numba-tiles[png]') and the system's cairo: {error}"
-        ) from None
+        raise RuntimeError(f"PNG pictures take CairoSVG (pip install cairosvg) and the system's cairo: {error}") from None
     return svg2png(picture.encode(), scale=2)
 
 
@@ -261,7 +259,7 @@ def main(arguments) -> int:
     parser.add_argument("--width", type=int, default=0, help="bytes of a shared tile's panels: 128, 64 or 32")
     parser.add_argument("--access", choices=ACCESSES, help="of a shared tile: what the banks do")
     parser.add_argument("--svg", type=Path, help="draw the picture to this file, too")
-    parser.add_argument("--png", type=Path, help="the same as PNG, by CairoSVG (pip install 'numba-tiles[png]')")
+    parser.add_argument("--png", type=Path, help="the same as PNG, by CairoSVG (pip install cairosvg)")
     given = parser.parse_args(arguments)
     foreign = (given.width or given.access) if given.kind == "rt" else given.layout != "row"
     if foreign:

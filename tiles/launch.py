@@ -23,13 +23,24 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 from cuda.bindings import driver
 
 from . import cache, digest, tma
-from .arguments import DATA, Parameter, array_slots, array_type, declared, named, number_slot, parameter, same_place, signature
+from .arguments import (
+    DATA,
+    INT,
+    Parameter,
+    array_slots,
+    array_type,
+    declared,
+    named,
+    number_slot,
+    parameter,
+    same_place,
+    signature,
+)
 from .arrays import ABSENT, Operand, c_ordered
 from .compiler import compile_kernel
 from .device import Device, check, device, uncaptured
@@ -102,39 +113,42 @@ def load(kernel, signature, target: Device, shared_bytes: int = 0) -> Loaded:
 
 
 # ---- launches ------------------------------------------------------------------------------------------------------
+@functools.cache
+def _words(count: int) -> type:
+    """The type of so many 8-byte words."""
+    return ctypes.c_uint64 * count
+
+
 class Frame:
     """The parameter block of a launch that is about to be made: tensor maps, 8-byte slots, and the addresses through which the
     driver copies both. It belongs to one thread at a time; the driver has copied it when a launch returns."""
 
-    __slots__ = ("addresses", "config", "maps", "memory", "pointers", "stream", "words")
+    __slots__ = ("addresses", "config", "first", "maps", "pointers", "stream", "words")
 
     def __init__(self, bound: "Bound"):
-        slots, maps, words = bound.slots, len(bound.maps), tma.MAP_BYTES // 8
-        self.memory = (ctypes.c_uint64 * (tma.MAP_ALIGNMENT // 8 + words * maps + 2 * len(slots)))()
-        start = ctypes.addressof(self.memory)
+        slots, maps = bound.slots, tma.MAP_BYTES // 8 * len(bound.maps)
+        words = self.words = _words(tma.MAP_ALIGNMENT // 8 + maps + 2 * len(slots))()
+        start = ctypes.addressof(words)
         aligned = -(-start // tma.MAP_ALIGNMENT) * tma.MAP_ALIGNMENT
-        first = (aligned - start) // 8 + words * maps  # the word of the first slot
-        self.words = memoryview(self.memory).cast("B").cast("Q")[first:]
+        self.first = first = (aligned - start) // 8 + maps  # the word of the first slot
         self.pointers = start + 8 * (first + len(slots))
-        places = range(start + 8 * first, self.pointers, 8)
-        self.words[: len(slots)] = memoryview((ctypes.c_uint64 * len(slots))(*slots)).cast("B").cast("Q")
-        for k, place in enumerate(places, len(slots)):
-            self.words[k] = place
-        self.maps: list = []
+        words[first : first + len(slots)] = slots
+        words[first + len(slots) : first + 2 * len(slots)] = range(start + 8 * first, self.pointers, 8)
         for n, (place, _, _) in enumerate(bound.maps):
-            self.words[len(slots) + place] = aligned + tma.MAP_BYTES * n
+            words[first + len(slots) + place] = aligned + tma.MAP_BYTES * n
+        self.maps: list = []
         self.config, self.stream, self.addresses = bound.configuration(), -1, None
 
     def write(self, bound: "Bound", stream: int, addresses) -> None:
         """Say where the launch goes, and where its arrays lie. Some context must be current."""
-        words = self.words
+        words, first = self.words, self.first
         for place, index in bound.plain:
-            words[place] = addresses[index]
+            words[first + place] = addresses[index]
         if self.maps:
             for tensor_map, (_, index, _) in zip(self.maps, bound.maps):
                 tma.move(tensor_map, addresses[index])
         else:
-            at = [words[len(bound.slots) + place] for place, _, _ in bound.maps]
+            at = [words[first + len(bound.slots) + place] for place, _, _ in bound.maps]
             self.maps = [tma.write(code, addresses[index], to) for to, (_, index, code) in zip(at, bound.maps)]
         if stream != self.stream:
             self.config.hStream, self.stream = driver.CUstream(stream), stream
@@ -162,11 +176,6 @@ class Bound:
         if len(addresses) != self.count:
             raise TypeError(f"{self} takes {self.count} addresses, got {len(addresses)}")
         self.run(stream, addresses)
-
-    def index(self, order: Mapping[str, int]) -> None:
-        """Find the operands' addresses in a sequence that has them in this order."""
-        self.plain = [(slot, order[source]) for slot, source in self.plain]
-        self.maps = [(slot, order[source], encoding) for slot, source, encoding in self.maps]
 
     def run(self, stream: int, addresses) -> None:
         """The same, addresses being a sequence in which the launch's arrays know their places."""
@@ -236,7 +245,10 @@ class Kernel:
     def __init__(self, kernel, threads: int, shared, ordinal: int | None):
         self.kernel, self.threads, self.shared, self.ordinal = kernel, threads, shared, ordinal
         self.title = kernel.py_func.__name__
-        self.declared = [(name, what, _elements(what)) for name, what in declared(kernel.py_func).items()]
+        self.declared = [
+            (name, tma.cut(what) if isinstance(what, gl) else what, _elements(what))
+            for name, what in declared(kernel.py_func).items()
+        ]
         self.nbytes = shared.nbytes if shared else 0
         self.codes: dict[tuple, Loaded] = {}  # by the parameters whose elements are others than declared: (place, dtype)
 
@@ -262,6 +274,8 @@ class Kernel:
                         others.append((place, value.form.dtype))
                     plain.append((len(slots) + DATA, value.source))
                     slots.extend(array_slots(value.form))
+            elif what is INT and type(value) is int and -(2**31) <= value < 2**31:
+                slots.append(value & 0xFFFFFFFF)
             else:
                 slots.append(number_slot(name, what, value))
         if given:
@@ -283,7 +297,7 @@ class Kernel:
             value = given.pop(name, None)
             if value is None and elements and elements is not TILES:
                 value = Operand(ABSENT, c_ordered((0,) * what.ndim, elements, None))
-            values.append((value, what if elements is TILES else None))
+            values.append((value, what.spec if elements is TILES else None))
         launch = Launch(self.kernel, grid, self.threads, self.shared, None, None)
         return Interpreted(launch, values, None if self.ordinal is None else device(self.ordinal))
 

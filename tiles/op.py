@@ -80,7 +80,9 @@ class Op:
                 raise TypeError(f"{self.name}: {use.format(spec.dtype)}: convert it, fp32(x); got {spec}")
             if want is int and not isinstance(spec, int):
                 raise TypeError(f"{self.name}: {parameter} must be known when the kernel is compiled, got {spec}")
-        self.known[specs] = found = self.rule(*(s.type if isinstance(s, Name) else s for s in specs))
+        found = self.rule(*(s.type if isinstance(s, Name) else s for s in specs))
+        if not any(isinstance(spec, types.Dispatcher) for spec in specs):  # a user's function, which may go
+            self.known[specs] = found
         return found
 
     def __call__(self, *args, **kwargs):

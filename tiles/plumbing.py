@@ -6,22 +6,23 @@ the frozen object itself, closed over by a kernel and known when it is compiled.
 
 import inspect
 import sys
+import weakref
 
 from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.core import typeinfer
 from numba.cuda.cudaimpl import registry
+from numba.cuda.descriptor import cuda_target
 from numba.cuda.extending import core_models, infer, infer_getattr, register_model
 from numba.cuda.typeconv import Conversion
 from numba.cuda.typing import signature
 from numba.cuda.typing.templates import AbstractTemplate, AttributeTemplate, infer_global
 from numba.cuda.typing.typeof import typeof_impl
 
-from . import constants as _constants  # registers itself  # noqa: F401
 from .builder import Builder, f32, i32, i64
 from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32
 from .op import OPS, Name
-from .types import barrier, gl, pending, rt, rv, st, sv
+from .types import barrier, gl, is_static, member, pending, rt, rv, st, sv
 
 TENSOR_MAP = ir.LiteralStructType([ir.ArrayType(i64, 16)])  # 128 bytes that only TMA understands
 void = types.void
@@ -61,6 +62,10 @@ class Static(types.Dummy):
     def __init__(self, spec):
         self.spec = spec
         super().__init__(f"type[{spec}]")
+
+    @property
+    def mangling_args(self):  # names of functions are not to grow with what an object holds
+        return type(self.spec).__name__ if is_static(self.spec) else self.name, ()
 
     @property
     def key(self):
@@ -110,7 +115,11 @@ class _Model(core_models.PrimitiveModel):
 def compile_time(cls):
     """Class decorator: kernels may close over instances, which are frozen and compared by value."""
     typeof_impl.register(cls)(lambda value, context: Static(value))
+    FROZEN.add(cls)
     return cls
+
+
+FROZEN: set = set()
 
 
 for _cls in (rt, rv, st, sv, barrier):
@@ -152,8 +161,13 @@ def kernel_line():
 def teach_numba(op):
     """Make the op's face callable in kernels."""
 
+    def lower(context, builder, sig, values):
+        _, emit = op.type(*map(spec_of, sig.args))
+        out = emit(Builder(builder, context), *values)
+        return context.get_dummy_value() if out is None else out
+
     class Template(AbstractTemplate):
-        key, prefer_literal, metadata, impls = op.face, True, {"target": "cuda"}, {}
+        key, prefer_literal, metadata = op.face, True, {"target": "cuda"}
 
         def generic(self, args, kws):
             try:
@@ -167,21 +181,18 @@ def teach_numba(op):
                 raise TypeError(f"{error}{kernel_line()}") from None
             if found is None:
                 return None
-            result, emit = found
-            sig = signature(numba_type(result), *args).replace(pysig=op.signature)
-
-            def lower(context, builder, sig, values):
-                out = emit(Builder(builder, context), *values)
-                return context.get_dummy_value() if out is None else out
-
-            self.impls[args] = lower
-            for key in (lower, op.face):
-                registry.lower(key, *args)(lower)
-            return sig
+            if not is_ours and args not in seen:
+                seen.add(args)
+                registry.lower(op.face, *args)(lower)
+            return signature(numba_type(found[0]), *args).replace(pysig=op.signature)
 
         def get_impl_key(self, sig):
-            return self.impls[sig.args]
+            return lower
 
+    seen: set = set()
+    is_ours = inspect.isfunction(op.face)  # an operator means other things of other arguments: ours are told one by one
+    for key in (lower, op.face) if is_ours else (lower,):
+        registry.lower(key, types.VarArg(types.Any))(lower)
     infer(Template)
     infer_global(op.face, types.Function(Template))
     op.template = Template
@@ -204,42 +215,124 @@ def refuse(face, check):
 
 
 def inline(function):
-    """Compile a plain function into its callers."""
+    """Compile a plain function into its callers: its Numba type, which Numba asks it for, is a call that LLVM inlines."""
     from numba import cuda
 
-    if hasattr(function, "dispatcher"):
-        return
-    function.dispatcher = cuda.jit(device=True, forceinline=True, fastmath=True)(function)  # held weakly by its type
-    infer_global(function, types.Dispatcher(function.dispatcher))
+    if not hasattr(function, "dispatcher"):
+        function.dispatcher = cuda.jit(device=True, forceinline=True, fastmath=True)(function)
+        function._numba_type_ = types.Dispatcher(function.dispatcher)  # a type holds its dispatcher weakly
+        INLINED.add(function.dispatcher)
+    return function._numba_type_
+
+
+INLINED: weakref.WeakSet = weakref.WeakSet()  # dispatchers
+
+
+def _passes(ty):
+    """Is this the type of something that may go: a static object, a local class, a method of theirs?"""
+    if isinstance(ty, types.BoundFunction):
+        return _passes(ty.this)
+    if isinstance(ty, types.BaseTuple):
+        return is_local(getattr(ty, "instance_class", None)) or any(map(_passes, ty))
+    return isinstance(ty, Static) and is_static(ty.spec)
+
+
+def is_local(definition):
+    """Was this function or class made by a function?"""
+    return "<locals>" in getattr(definition, "__qualname__", "")
+
+
+def forget():
+    """Lets go of what a factory made and Numba would keep for ever: compiled forms of local functions, and of all functions
+    for static objects. To be called when a kernel is compiled; the next one compiles what it needs."""
+    context = cuda_target.target_context
+    for dispatcher in list(INLINED):
+        for args in [a for a in dispatcher.overloads if is_local(dispatcher.py_func) or any(map(_passes, a))]:
+            context.remove_user_function(dispatcher.overloads.pop(args).entry_point)
+    for selector in (context._casts, context._get_constants, *context._getattrs.values(), *context._defns.values()):
+        for args in [a for a in selector._cache if any(map(_passes, a))]:
+            del selector._cache[args]
+    models = context.data_model_manager._cache
+    for ty in [ty for ty in models if _passes(ty)]:
+        del models[ty]
+
+
+def plain_function(function):
+    """What is said of a function that kernels call and must not."""
+    name = function.__qualname__.rpartition("<locals>.")[2]
+    return f"{name} is a plain Python function, which a kernel cannot call: decorate it with @tiles.inlined"
+
+
+def method_of(cls, name):
+    """The @inlined method of that name, if the class has one. TypeError: it is a plain one."""
+    face = inspect.getattr_static(cls, name, None)
+    if inspect.isfunction(face) and not hasattr(face, "dispatcher"):
+        raise TypeError(f"{plain_function(face)}{kernel_line()}")
+    return face if inspect.isfunction(face) else None
+
+
+class Method(types.BoundFunction):
+    """An @inlined method of `this`, a static object or a value: a call with `this` before its other arguments."""
+
+    def __init__(self, function, this):
+        self.function, self.this = inline(function), this
+        self.template = type("Template", (AbstractTemplate,), {"key": function, "this": this})  # Numba reads them
+        types.Callable.__init__(self, f"{function.__qualname__} of {this}")
+
+    @property
+    def key(self):
+        return self.function, self.this
+
+    def get_call_type(self, context, args, kws):
+        found = self.function.get_call_type(context, (self.this, *args), kws)
+        return found and found.as_method()
+
+    def get_call_signatures(self):
+        return self.function.get_call_signatures()
+
+    def get_impl_key(self, sig):
+        return self.function.get_impl_key(sig)
+
+
+register_model(Method)(lambda manager, ty: manager[ty.this])
 
 
 class _Members(AttributeTemplate):
-    """An attribute of a tile value is that of its frozen object: an op, an integer known at compile time, or a type."""
+    """An attribute of a tile value is that of its frozen object: an op, or what is known when the kernel is compiled: a number,
+    a type, a static object, a function."""
 
     def generic_resolve(self, this, name):
-        face = getattr(type(this.spec), name, None)
+        face = inspect.getattr_static(type(this.spec), name, None)
         if inspect.isfunction(face) and face in OPS:
             template = OPS[face].template
 
-            class Method(AbstractTemplate):
+            class Op(AbstractTemplate):
                 key, prefer_literal = face, True
 
                 def generic(self, args, kws):
                     sig = template(self.context).generic((this, *args), kws)
                     return sig and sig.as_method()
 
-            return types.BoundFunction(Method, this)
-        value = getattr(this.spec, name, None)
-        if isinstance(value, int):
-            return types.literal(value)
-        if isinstance(value, dtype):
-            return self.context.resolve_value_type(value)
-        return Static(value) if isinstance(value, (rt, rv, st, sv)) else None
+            return types.BoundFunction(Op, this)
+        if is_static(this.spec) and name not in vars(this.spec) and (method := method_of(type(this.spec), name)):
+            return Method(method, this)
+        value = member(this.spec, name)
+        if isinstance(this, Static) and inspect.isfunction(value) and value not in OPS:
+            return inline(value)
+        if value is None:
+            return types.none if hasattr(this.spec, name) else None
+        try:
+            return self.context.resolve_value_type_prefer_literal(value)
+        except ValueError:
+            return None
 
 
 def _attribute(context, builder, ty, value, name):
-    member = getattr(ty.spec, name)
-    return context.get_constant(types.int64, member) if isinstance(member, int) else context.get_dummy_value()
+    """Lowers it: the bits of a number, or none."""
+    found = context.typing_context.resolve_getattr(ty, name)
+    if isinstance(found, types.Callable):
+        return context.get_dummy_value()
+    return context.get_constant_generic(builder, types.unliteral(found), member(ty.spec, name))
 
 
 for _t in (Value, Static):

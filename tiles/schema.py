@@ -78,6 +78,15 @@ class Argument(NamedTuple):
         swapped = [f"{a[0]}{a[2]}{a[1]}{a[3:]}" if swap and a[1:2] in TOKENS and len(a) > 2 else a for a in self.axes]
         return {len(axes): axes for axes in swapped}
 
+    def orders(self, layout: str) -> dict[int, tuple[str, tuple[int, ...]]]:
+        """{number of axes: (the axes in the caller's order, where the canonical ones stand among them; () where they do)}"""
+        canonical = {len(axes): axes for axes in self.axes}
+        pairs = {rank: (axes, canonical[rank]) for rank, axes in self.choices(layout).items()}
+        return {
+            rank: (axes, () if axes == ours else tuple(axes.index(axis) for axis in ours))
+            for rank, (axes, ours) in pairs.items()
+        }
+
 
 class Problem:
     """A call that was found valid: the forms of its arrays with axes in canonical order, and the extent of every axis.
@@ -100,29 +109,26 @@ class Problem:
 
     def __getitem__(self, name: str) -> Operand | None:
         """An argument for a launch, or a result, given or to be made; None for what was left out."""
-        if name in self.forms:
-            return Operand(name, self.forms[name])
-        return Operand(name, self._made(name).permuted(self._order(name))) if self.schema.arguments[name].written else None
+        form = self.forms.get(name)
+        if form is None and self.schema.arguments[name].written:
+            ((_, order),) = self.schema._rows[self.layout][name].values()
+            form = c_ordered(*self.made(name), self.device)
+            form = form.permuted(order) if order else form
+        return None if form is None else Operand(self.schema.places[name], form)
 
     def __call__(self, axes: str) -> tuple[int, ...]:
         """The extents of these axes: problem("BSH")."""
-        return tuple([self.extents[axis] for axis in axes])
+        extents = self.extents
+        return tuple([extents[axis] for axis in axes])
 
     def made(self, name: str) -> tuple[tuple[int, ...], str]:
         """The shape and dtype of a result, in the caller's axes."""
-        form = self._made(name)
-        return form.shape, form.dtype
+        ((axes, _),) = self.schema._rows[self.layout][name].values()
+        return self(axes), self.dtype if name in self.schema.tiles else self.schema.arguments[name].dtypes[0]
 
-    def _made(self, name):
-        argument = self.schema.arguments[name]
-        (axes,) = argument.choices(self.layout).values()
-        dtype = self.dtype if argument.holds == "tile" else argument.dtypes[0]
-        return c_ordered(self(axes), dtype, self.device)
-
-    def _order(self, name):
-        argument = self.schema.arguments[name]
-        (axes,) = argument.choices(self.layout).values()
-        return [axes.index(axis) for axis in argument.axes[0]]
+    def scratch(self, number: int, shape: tuple[int, ...], dtype: str) -> Operand:
+        """Memory between launches, the `number`-th of a plan's."""
+        return Operand(len(self.schema.places) + number, c_ordered(shape, dtype, self.device))
 
     def axes(self, name: str) -> str:
         """Which of its axes an argument came with, in canonical order."""
@@ -131,23 +137,29 @@ class Problem:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of an argument, in the caller's axes: for messages."""
-        form, argument = self.forms[name], self.schema.arguments[name]
-        axes = argument.choices(self.layout)[len(form.shape)]
+        form = self.forms[name]
+        axes, _ = self.schema._rows[self.layout][name][len(form.shape)]
         return tuple(form.shape[self.axes(name).index(axis)] for axis in axes)
+
+    def error(self, name: str, what: str, *shown: str) -> ValueError:
+        """What is wrong with an argument, with the shapes of those that are shown."""
+        return ValueError(f"{name}: {what}: {', '.join(f'{one}.shape={self.shape(one)}' for one in shown)}")
 
     def bytes_at_once(self, *names: str) -> int:
         """The bytes, 16 at most, that addresses and strides of these arrays are multiples of; by default of all its tiles."""
         bits = ALIGNMENT
         for name, form in self.forms.items():
-            if name in names if names else self.schema.arguments[name].holds == "tile":
+            if name in (names or self.schema.tiles):
                 bits |= form.bits
         return bits & -bits
 
     @property
     def by_tma(self) -> bool:
         """Can TMA address all tiles?"""
-        tiles = [form for name, form in self.forms.items() if self.schema.arguments[name].holds == "tile"]
-        return self.bytes_at_once() == ALIGNMENT and all(0 <= step < STRIDE_END for form in tiles for step in form.strides)
+        for name, form in self.forms.items():
+            if name in self.schema.tiles and (min(form.strides) < 0 or max(form.strides) >= STRIDE_END):
+                return False
+        return self.bytes_at_once() == ALIGNMENT
 
 
 class Schema:
@@ -158,47 +170,51 @@ class Schema:
         rows = [Argument(*_row(line.split())) for line in table.strip().splitlines()]
         self.arguments = {row.name: row for row in rows}
         self.names = tuple(self.arguments)
-        self._choices = {layout: {row.name: row.choices(layout) for row in rows} for layout in LAYOUTS}
+        self.tiles = frozenset(row.name for row in rows if row.holds == "tile")
+        self.places = {name: place for place, name in enumerate(self.names)}  # of their addresses
+        self._rows = {layout: {row.name: row.orders(layout) for row in rows} for layout in LAYOUTS}
 
     def problem(self, forms: Mapping[str, Form], layout: str = "bshd") -> Problem:
         """The Problem of a call, `forms` being those of the arrays that were given. All must lie on one device; tiles have a
         contiguous last axis. Raises ValueError or TypeError that names the argument and prints the values."""
-        if layout not in LAYOUTS:
+        if not isinstance(layout, str) or layout not in LAYOUTS:
             raise (ValueError if isinstance(layout, str) else TypeError)(f"layout: must be one of {LAYOUTS}: {layout=}")
-        every, first, extents = self._choices[layout], next(iter(forms.items())), {}
+        rows, first = self._rows[layout], next(iter(forms))
+        _, _, dtype, device, *_ = forms[first]
+        extents: dict[str, int] = {}
         holder: dict[str, str] = {}  # which argument said an axis's extent
-        device, dtype = first[1].device, first[1].dtype
         canonical = {}
         for name, form in forms.items():
-            argument, shape = self.arguments[name], form.shape
-            axes = every[name].get(len(shape))
-            if axes is None:
+            argument, (shape, strides, its_dtype, its_device, itemsize, _, readonly) = self.arguments[name], form
+            row = rows[name].get(len(shape))
+            if row is None:
                 _refuse_axes(argument, layout, form)
-            is_tile = argument.holds == "tile"
-            if form.dtype not in argument.dtypes or (is_tile and form.dtype != dtype):
-                _refuse_dtype(argument, form, first)
-            if form.device != device:
-                elsewhere = f"{name}.device={form.device}, {first[0]}.device={device}"
-                raise ValueError(f"{name}: must lie where {first[0]} does (None: host memory): {elsewhere}")
+            axes, order = row
+            is_tile = name in self.tiles
+            if its_dtype not in HOLDS[argument.holds] or (is_tile and its_dtype != dtype):
+                _refuse_dtype(argument, form, first, dtype)
+            if its_device != device:
+                where = f"{name}.device={its_device}, {first}.device={device}"
+                raise ValueError(f"{name}: must lie where {first} does (None: host memory): {where}")
             for axis, extent in zip(axes, shape):
                 if axis == "N" and axis not in extents:  # as many as there are ends, or batches
                     axis, extent = ("E", extent + 1) if "E" in extents else ("B", extent)
-                known = extents.setdefault(axis, extent)
-                if known != extent:
+                if axis not in extents:
+                    extents[axis], holder[axis] = extent, name
+                elif extents[axis] != extent:
                     other = holder[axis]
                     shapes = f"{name}.shape={shape}, {other}.shape={forms[other].shape}"
                     raise ValueError(f"{name}: {TITLES[axis]} must equal {other}'s: {shapes}")
-                holder.setdefault(axis, name)
-            if is_tile and shape[-1] > 1 and form.strides[-1] != form.itemsize and form.extent:
-                _refuse_strides(name, form, "last axis must be contiguous")
-            if not is_tile and min(form.strides, default=0) < 0:
+            if is_tile:
+                if strides[-1] != itemsize and shape[-1] > 1 and form.extent:
+                    _refuse_strides(name, form, "last axis must be contiguous")
+            elif min(strides, default=0) < 0:
                 _refuse_strides(name, form, "strides must not be negative")
-            if argument.written and form.readonly:
+            if argument.written and readonly:
                 raise ValueError(f"{name}: must be writable, and this array is read-only")
             if argument.written and overlaps_itself(form):
                 _refuse_strides(name, form, "its elements must not overlap each other")
-            order = _order(axes, argument.axes)
-            canonical[name] = form if order is None else form.permuted(order)
+            canonical[name] = form.permuted(order) if order else form
         if "E" in extents:
             self._check_ends(extents, forms, holder)
             extents["N"] = extents["E"] - 1
@@ -237,26 +253,18 @@ def _row(words: list[str]) -> tuple[str, tuple[str, ...], str, str]:
     return name, tuple(axes.split("|")), holds, role
 
 
-def _order(axes: str, canonical: tuple[str, ...]) -> list[int] | None:
-    """Where the canonical axes stand among the caller's; None where they are the same."""
-    for choice in canonical:
-        if len(choice) == len(axes):
-            return None if choice == axes else [axes.index(axis) for axis in choice]
-    raise AssertionError(axes)
-
-
 def _refuse_axes(argument: Argument, layout: str, form: Form) -> NoReturn:
     choices = "; or ".join(", ".join(SPOKEN.get(axis, axis) for axis in axes) for axes in argument.choices(layout).values())
     raise ValueError(f"{argument.name}: must have the axes {choices}: {argument.name}.shape={form.shape}")
 
 
-CURE = " (tensor.bfloat16() in torch, array.astype(ml_dtypes.bfloat16) in NumPy)"
+CURE = "; convert it: x.astype(tiles.bf16.np), or torch's x.bfloat16()"
 
 
-def _refuse_dtype(argument: Argument, form: Form, first: tuple[str, Form]) -> NoReturn:
-    name, (other, its) = argument.name, first
+def _refuse_dtype(argument: Argument, form: Form, first: str, dtype: str) -> NoReturn:
+    name = argument.name
     if form.dtype in argument.dtypes:
-        raise TypeError(f"{name}: dtype must be {other}'s: {name}.dtype={form.dtype!r}, {other}.dtype={its.dtype!r}")
+        raise TypeError(f"{name}: dtype must be {first}'s: {name}.dtype={form.dtype!r}, {first}.dtype={dtype!r}")
     cure = CURE if argument.holds == "tile" and form.dtype in ("float32", "float64") else ""
     raise TypeError(f"{name}: dtype must be one of {argument.dtypes}: {name}.dtype={form.dtype!r}{cure}")
 

@@ -1,7 +1,7 @@
 """Tensor maps: how TMA is told where an array lies and what box of it to copy.
 
     form = describe(q, "q").form
-    write(encoding(gl(tile, 4, 1, 3), form), q.data_ptr(), place)      # the driver's 128 bytes, at an address of ours
+    write(encoding(cut(gl(tile, 4, 1, 3)), form), q.data_ptr(), place)      # the driver's 128 bytes, at an address of ours
 
 A map depends on the array's address and form, the tile, and on nothing else.
 
@@ -23,6 +23,7 @@ from .ptx import tma_axes
 from .types import gl
 
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
+MAPS, SOMEWHERE = 512, 2**20  # maps that are remembered; an address that an encoded map begins with, of nobody
 STRIDE_END, EXTENT_END, BOX_END = 2**40, 2**32, 256
 
 
@@ -39,20 +40,33 @@ class Encoding(NamedTuple):
     promotion: str
 
 
-@functools.cache
-def _cut(spec: gl) -> tuple[tuple[int, ...], tuple[int, ...], str, str, str]:
+class Cut(NamedTuple):
     """What of an encoding follows from how the array is cut: its axes, innermost first, the box along them, the array's dtype,
     the driver's name of it, the swizzle."""
-    tile, axes = spec.tile, tma_axes(spec)
+
+    spec: gl
+    inner: int
+    outer: tuple[int, ...]
+    box: tuple[int, ...]
+    named: str
+    dtype: str
+    swizzle: str
+
+
+@functools.cache
+def cut(spec: gl) -> Cut:
+    """The Cut of a type. ValueError: TMA has no box of that size."""
+    tile, (inner, *outer) = spec.tile, tma_axes(spec)
     if tile.rows > BOX_END:
         raise ValueError(f"TMA copies at most {BOX_END} rows at a time, got {tile}")
     box = spec.extents | {spec.cols: tile.panel_cols}
-    return axes, tuple(box.get(axis, 1) for axis in axes), tile.dtype.np.name, tile.dtype.tma, tile.swizzle
+    boxes = tuple(box.get(axis, 1) for axis in (inner, *outer))
+    return Cut(spec, inner, tuple(outer), boxes, tile.dtype.np.name, tile.dtype.tma, tile.swizzle)
 
 
-def encoding(spec: gl, form: Form) -> Encoding:
-    """How TMA is told of an array of this form, cut into tiles as `spec` says. TypeError or ValueError: what TMA cannot do."""
-    (inner, *outer), box, named, dtype, swizzle = _cut(spec)
+def encoding(how: Cut, form: Form) -> Encoding:
+    """How TMA is told of an array of this form, which is cut like that. TypeError or ValueError: what TMA cannot do."""
+    spec, inner, outer, box, named, dtype, swizzle = how
     shape, steps, size = form.shape, form.strides, form.itemsize
     if form.dtype != named:
         raise TypeError(f"{spec.tile} is copied from and to arrays of {named}, got {form.dtype}")
@@ -108,11 +122,19 @@ def encode(form: Encoding, pointer: int):
     return check(driver.cuTensorMapEncodeTiled(*before, pointer, extents, strides or [u64(ALIGNMENT)], *after))
 
 
+@functools.lru_cache(MAPS)
+def _encoded(form: Encoding) -> bytes:
+    """A map of some array of this form. Often several have it: a call's keys and values, queries of one call and the next."""
+    return ctypes.string_at(encode(form, SOMEWHERE).getPtr(), MAP_BYTES)
+
+
 def write(form: Encoding, pointer: int, place: int):
     """Put the map of an array at this address to `place`, an address of MAP_BYTES bytes, a multiple of MAP_ALIGNMENT; returns
     the driver's object that lies there, for `move`. Some context must be current."""
-    ctypes.memmove(place, encode(form, pointer).getPtr(), MAP_BYTES)
-    return driver.CUtensorMap(_ptr=place)
+    ctypes.memmove(place, _encoded(form), MAP_BYTES)
+    tensor_map = driver.CUtensorMap(_ptr=place)
+    move(tensor_map, pointer)
+    return tensor_map
 
 
 def move(tensor_map, pointer: int):

@@ -331,3 +331,21 @@ class gl:
 def whole(vector):
     """The type of a partial sum once it is finished."""
     return replace(vector, partial=False)
+
+
+def is_static(value) -> bool:
+    """Is this a static object (static.py)?"""
+    return hasattr(type(value), "__static__")
+
+
+def member(value, name, missing=None):
+    """An attribute of an object that is known when a kernel is compiled, as kernels see it: the floats of static objects, and
+    those in their tuples, are fp32."""
+    found = getattr(value, name, missing)
+    return _single(found) if is_static(value) else found
+
+
+def _single(value):
+    if type(value) is tuple:
+        return tuple(map(_single, value))
+    return np.float32(value) if isinstance(value, float) else value

@@ -106,36 +106,94 @@ def linear(
     return (found[0], found[1:]) if return_state and normalize else found
 
 
-def retention(q: Any, k: Any, v: Any, **given: Any) -> Any:
+def retention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    out: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> Any:
     """Retention (Sun et al. 2023): `linear` with a decay of log(1 - 2^(-5 - h)) for head h, and all its other arguments.
 
     flash-linear-attention's chunk_retention(q, k, v, scale, initial_state, output_final_state, cu_seqlens) has the same decays,
-    default scale and state layout. The decays are copied to a GPU once: call it once before a CUDA graph is captured."""
-    return linear(q, k, v, decay=_of_heads(q, v, given, lambda h, heads: math.log1p(-(2.0 ** (-5 - h)))), **given)
+    default scale and state layout; its output_final_state is return_state here. The decays are copied to a GPU once: call
+    it once before a CUDA graph is captured."""
+    decay = _of_heads(q, v, layout, lambda h, heads: math.log1p(-(2.0 ** (-5 - h))))
+    return linear(
+        q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
+        cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
+    )  # fmt: skip
 
 
-def lightning(q: Any, k: Any, v: Any, layer: int, layers: int, **given: Any) -> Any:
+def lightning(
+    q: Any,
+    k: Any,
+    v: Any,
+    layer: int,
+    layers: int,
+    *,
+    scale: float | None = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    out: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> Any:
     """Lightning attention (Qin et al. 2024): `linear` with a decay of -8 h / H (1 - layer / layers) for head h of H, and all
     its other arguments.
 
     flash-linear-attention's chunk_lightning_attn(q, k, v, layer_idx, num_layers, scale, ...) has the same decays, default scale
-    and state layout. The decays are copied to a GPU once: call it once before a CUDA graph is captured."""
+    and state layout; its layer_idx, num_layers and output_final_state are layer, layers and return_state here. The decays are
+    copied to a GPU once: call it once before a CUDA graph is captured."""
     if not (isinstance(layer, Integral) and isinstance(layers, Integral) and 0 <= layer <= layers > 0):
         raise ValueError(f"layer: must be an integer from 0 to layers, of which there is one or more: {layer=}, {layers=}")
     slope = 8 * (1 - layer / layers)
-    return linear(q, k, v, decay=_of_heads(q, v, given, lambda h, heads: -slope * h / heads), **given)
+    decay = _of_heads(q, v, layout, lambda h, heads: -slope * h / heads)
+    return linear(
+        q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
+        cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
+    )  # fmt: skip
 
 
-def gla(q: Any, k: Any, v: Any, decay: Any, **given: Any) -> Any:
+def gla(
+    q: Any,
+    k: Any,
+    v: Any,
+    decay: Any,
+    *,
+    scale: float | None = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Any = None,
+    layout: str = "bshd",
+    out: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> Any:
     """Gated linear attention (Yang et al. 2024): `linear` with a decay (B, S, H, Dk) for each token and channel, and all its
     other arguments.
 
-    flash-linear-attention's chunk_gla(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens) calls the decay g, and
-    has the same default scale and state layout."""
+    flash-linear-attention's chunk_gla(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens) has the same default
+    scale and state layout; its g and output_final_state are decay and return_state here."""
     shape = describe(decay, "decay").shape
     if len(shape) != 4:
         raise ValueError(f"decay: must have an axis of channels (linear takes those that have none): decay.shape={shape}")
-    return linear(q, k, v, decay=decay, **given)
+    return linear(
+        q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
+        cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
+    )  # fmt: skip
 
 
 @program(LINEAR)
@@ -189,12 +247,10 @@ def pair(initial_state: Any, normalize: bool) -> tuple[Any, Any]:
 
 
 # ---- decays that follow from the number of a head ------------------------------------------------------------------
-def _of_heads(q: Any, v: Any, given: dict[str, Any], decay: Callable[[int, int], float]) -> Any:
+def _of_heads(q: Any, v: Any, layout: str, decay: Callable[[int, int], float]) -> Any:
     """The decays of v's heads, as an array of q's kind: decay(h, heads)."""
-    if "decay" in given:
-        raise TypeError("decay: follows from the number of the head; linear takes one")
     queries, values = describe(q, "q"), describe(v, "v")
-    axis = -3 if given.get("layout") == "bhsd" else -2
+    axis = -3 if layout == "bhsd" else -2
     heads = values.shape[axis] if len(values.shape) == 4 else 0
     return _constant(queries.kind, queries.kind.home(queries), queries.device, tuple(decay(h, heads) for h in range(heads)))
 

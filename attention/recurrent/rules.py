@@ -14,18 +14,16 @@ def check(problem: Problem, queries: str = "q", values: str = "v") -> None:
     """ValueError: extents that the kernels do not take. queries, values: the arguments that a member has for them."""
     low, high = COLUMNS
     for axis, name in ("K", queries), ("V", values):
-        (extent,) = problem(axis)
+        extent = problem.extents[axis]
         if extent % low or not low <= extent <= high:
-            shape = f"{name}.shape={problem.shape(name)}"
-            raise ValueError(f"{name}: {NAMES[axis]} must be a multiple of {low}, from {low} to {high}: {extent}, {shape}")
+            raise problem.error(name, f"{NAMES[axis]} must be a multiple of {low}, from {low} to {high}: {extent}", name)
     heads, key_heads = problem("HG")
-    shapes = f"{values}.shape={problem.shape(values)}, {queries}.shape={problem.shape(queries)}"
     if not key_heads:
-        raise ValueError(f"{queries}: must have at least one head: {shapes}")
+        raise problem.error(queries, "must have at least one head", queries)
     if heads % key_heads:
-        raise ValueError(f"{values}: heads must be a multiple of {queries}'s: {shapes}")
+        raise problem.error(values, f"heads must be a multiple of {queries}'s", values, queries)
     if problem.extents.get("S", 0) >= 2**31:
-        raise ValueError(f"{queries}: sequence must be shorter than 2**31: {shapes}")
+        raise problem.error(queries, "sequence must be shorter than 2**31", queries)
 
 
 def by_channel(problem: Problem) -> bool:

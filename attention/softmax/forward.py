@@ -109,13 +109,11 @@ def _forward(problem: Problem, causal: bool, scale: float | None, with_lse: bool
 def _check(problem: Problem) -> None:
     """ValueError: extents that the formula or the kernels do not take."""
     q_len, heads, head_dim, kv_len, kv_heads = problem("SHDTG")
-    shapes = f"q.shape={problem.shape('q')}, k.shape={problem.shape('k')}"
     if head_dim % 8 or not 8 <= head_dim <= 256:
-        raise ValueError(f"q: head_dim must be a multiple of 8, from 8 to 256: {head_dim=}, {shapes}")
+        raise problem.error("q", f"head_dim must be a multiple of 8, from 8 to 256: {head_dim=}", "q")
     if kv_heads == 0:
-        raise ValueError(f"k: must have at least one head: {shapes}")
+        raise problem.error("k", "must have at least one head", "k")
     if heads % kv_heads:
-        raise ValueError(f"q: heads must be a multiple of k's: {heads=}, {kv_heads=}, {shapes}")
-    for name, length in ("q", q_len), ("k", kv_len):
-        if length >= 2**31:
-            raise ValueError(f"{name}: sequence must be shorter than 2**31: {length=}, {shapes}")
+        raise problem.error("q", f"heads must be a multiple of k's: {heads=}, {kv_heads=}", "q", "k")
+    if q_len >= 2**31 or kv_len >= 2**31:
+        raise problem.error("q" if q_len >= 2**31 else "k", "sequence must be shorter than 2**31", "q", "k")

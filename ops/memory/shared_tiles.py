@@ -23,10 +23,15 @@ def said(at):
     return f"({', '.join('int' if integer(i) else str(i) for i in at)})" if isinstance(at, types.BaseTuple) else at
 
 
+TOGETHER = {"hold": "take", "take": "fill"}  # what a shared tile does to a register tile, and what warps do to it then
+
+
 def check(name, tile, verb, spec, at, warps):
     """A shared tile is loaded and stored whole, by one warp or by four."""
     if not isinstance(spec, rt) or tile.shape != (warps * spec.rows, spec.cols):
-        raise TypeError(f"{name}: {tile} does not {verb} {f'{warps} x ' * (warps > 1)}{spec}")
+        together = f": four warps {TOGETHER[verb]} it together, by warpgroup.{name}"
+        fits = warps == 1 and isinstance(spec, rt) and tile.shape == (4 * spec.rows, spec.cols)
+        raise TypeError(f"{name}: {tile} does not {verb} {f'{warps} x ' * (warps > 1)}{spec}{together * fits}")
     try:
         replace(spec, dtype=tile.dtype)
     except ValueError as error:

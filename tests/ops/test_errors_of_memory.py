@@ -111,10 +111,16 @@ def storing_to_a_shared_tile_of_another_shape(x, g):
     warpgroup.store(s, zeros(WIDE))
 
 
-@says("store: st(64, 64, bf16) does not take rt(16, 64, fp32)")
+@says("store: st(64, 64, bf16) does not take rt(16, 64, fp32): four warps fill it together, by warpgroup.store")
 def storing_a_warps_tile_as_a_warpgroups(x, g):
     s, _, _, _ = smem.open()
     store(s, zeros(T))
+
+
+@says("load: st(64, 64, bf16) does not hold rt(16, 64, bf16): four warps take it together, by warpgroup.load")
+def a_warpgroup_s_tile_for_a_warp(x, g):
+    s, _, _, _ = smem.open()
+    load(s, rt(16, 64, bf16))
 
 
 @says("load: st(64, 64, bf16) does not hold col_vec(16, fp32)")

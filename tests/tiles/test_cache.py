@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_what_is_stored_is_loaded(place):
     assert cache.load("a" * 64) is None
     cache.store("a" * 64, CODE)
     assert cache.load("a" * 64) == CODE and cache.load("b" * 64) is None
-    assert stat.S_IMODE(place.stat().st_mode) == 0o700 and len(list(place.iterdir())) == 1
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700 and len(cache.entries(place)) == 1
 
 
 def test_no_key_no_file(place):
@@ -38,27 +39,70 @@ def test_no_key_no_file(place):
     assert cache.load(None) is None and not place.exists()
 
 
+def _without(text, key):
+    head, _, cubin = text.partition(b"\n")
+    return json.dumps({k: v for k, v in json.loads(head).items() if k != key}).encode() + b"\n" + cubin
+
+
 DAMAGE = {
-    "empty": lambda text: "",
+    "empty": lambda text: b"",
     "cut": lambda text: text[: len(text) // 2],
-    "not JSON": lambda text: "cubin",
-    "a list": lambda text: "[1, 2]",
-    "a byte of the code": lambda text: text.replace("AAEC", "AAED"),
-    "no name": lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "name"}),
-    "not base 64": lambda text: json.dumps({**json.loads(text), "cubin": "?"}),
-    "not text": lambda text: "\udcff",
+    "one byte short": lambda text: text[:-1],
+    "not JSON": lambda text: b"cubin",
+    "a list": lambda text: b"[1, 2]\n",
+    "a byte of the code": lambda text: text.replace(bytes([7, 8, 9]), bytes([7, 8, 8])),
+    "no name": lambda text: _without(text, "name"),
+    "not text": lambda text: b"\xff" + text,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_made_anew(damage, place):
     cache.store("a", CODE)
-    file = place / "a.json"
-    text = file.read_text()
-    file.write_text(DAMAGE[damage](text), errors="surrogateescape")
+    [file] = cache.entries(place)
+    changed = DAMAGE[damage](file.read_bytes())
+    assert changed != file.read_bytes()
+    file.write_bytes(changed)
     assert cache.load("a") is None
     cache.store("a", CODE)
     assert cache.load("a") == CODE
+
+
+def kernel(k, size=10_000):
+    return Compiled(bytes([k]) * size, f"_Z{k}", "")
+
+
+def test_it_has_a_size(place, monkeypatch):
+    """Of twenty kernels of 10 kB, ten are kept."""
+    monkeypatch.setenv("TILES_CACHE_BYTES", "105000")
+    for k in range(20):
+        cache.store(str(k), kernel(k))
+        assert sum(file.stat().st_size for file in cache.entries(place)) <= 105_000
+    kept = [k for k in range(20) if cache.load(str(k))]
+    assert 19 in kept and 8 <= len(kept) <= 10
+    assert all(cache.load(str(k)) == kernel(k) for k in kept)
+
+
+def test_what_was_read_longest_ago_goes_first(place, monkeypatch):
+    monkeypatch.setenv("TILES_CACHE_BYTES", "35000")
+    for k in range(3):
+        cache.store(str(k), kernel(k))
+        time.sleep(0.02)
+    assert cache.load("0")  # so that 1 is the oldest
+    cache.store("3", kernel(3))
+    assert [cache.load(str(k)) is not None for k in range(4)] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "much", "1.5"])
+def test_a_limit_that_is_none(value, place, monkeypatch):
+    monkeypatch.setenv("TILES_CACHE_BYTES", value)
+    with pytest.raises(ValueError, match=f"TILES_CACHE_BYTES must be a positive number of bytes, got '{value}'"):
+        cache.load("a")
+
+
+def test_the_limit_by_default(monkeypatch):
+    monkeypatch.delenv("TILES_CACHE_BYTES", raising=False)
+    assert cache.limit() == 512 * 2**20
 
 
 def test_off(place, monkeypatch):
@@ -105,6 +149,6 @@ def test_a_write_that_fails_leaves_nothing(place, monkeypatch):
     def fails(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(cache.os, "replace", fails)
+    monkeypatch.setattr(os, "replace", fails)
     cache.store("a", CODE)
-    assert not list(place.iterdir())
+    assert not [file for file in place.rglob("*") if file.is_file()]

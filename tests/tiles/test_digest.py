@@ -14,7 +14,11 @@ from keys import ARRAY, key
 from numba.cuda import types
 
 import tiles
+from attention import inspect
+from attention.recurrent.kernels import chunk_ampere, token_loop
+from attention.softmax import hopper
 from tiles import bf16, digest, st
+from tiles.compiler import compile_kernel
 from tiles.plumbing import Value
 
 ROOT = Path(__file__).parents[2]
@@ -144,15 +148,40 @@ def test_the_sources_of_tiles_and_ops(module, monkeypatch, tmp_path):
 
     try:
         digests = [sources()]
-        for file in ("ops/elementwise/arithmetic.py", "tiles/ptx.py", "tiles/interpreter/__init__.py"):
+        for file in ("ops/elementwise/arithmetic.py", "tiles/ptx.py", "tiles/compiler.py"):
             with open(tmp_path / file, "a") as f:
                 f.write("# changed\n")
             digests.append(sources())
         (tmp_path / "ops/new.py").write_text("")
         digests.append(sources())
+        for file in ("tiles/doctor.py", "tiles/interpreter/warp.py", "tiles/launch.py"):  # these keep the last
+            with open(tmp_path / file, "a") as f:
+                f.write("# changed\n")
+            digests.append(sources())
     finally:
         digest._sources.cache_clear()
-    assert len(set(digests)) == 5 and len(set(keys)) == 5 and None not in keys
+    assert len(set(digests)) == len(set(digests[:5])) == 5 and len(set(keys)) == len(set(keys[:5])) == 5 and None not in keys
+
+
+def test_what_takes_part_in_compiling_is_digested():
+    """Whatever file of ours runs while kernels are typed and lowered; and what is named as apart exists."""
+    seen = set()
+    kernels = [
+        (hopper, hopper.config_for(64, bf16, True, 512), "sm_90a"),
+        (token_loop, token_loop.Config(64, "token", True), "sm_80"),
+        (chunk_ampere, next(c for n, m, c in inspect.configurations(False, "sm_80") if m is chunk_ampere), "sm_80"),
+    ]
+    for module, config, arch in kernels:
+        kernel, *_ = made if isinstance(made := module.make(config), tuple) else (made,)
+        sys.setprofile(lambda frame, event, _: event == "call" and seen.add(frame.f_code.co_filename))
+        try:
+            compile_kernel(kernel, module.signature(config), arch)
+        finally:
+            sys.setprofile(None)
+    ours = {Path(file) for file in seen if any(folder in Path(file).parents for folder in digest.HOUSE)}
+    assert {"plumbing.py", "compiler.py", "constants.py", "maps.py", "pipeline.py", "ring.py"} <= {file.name for file in ours}
+    assert {file for file in ours if not digest._takes_part(file)} == set()
+    assert all((ROOT / name).exists() for name in digest.APART)
 
 
 def test_sources_that_may_have_changed_after_their_import_are_not_trusted(module, monkeypatch):

@@ -57,6 +57,14 @@ def test_another_ops_before_ours(tmp_path):
     assert f"{tmp_path / 'ops' / '__init__.py'} shadows ours" in done.stdout
 
 
+def test_an_attention_py_of_the_user_s(tmp_path):
+    """Advice, no fault: tiles and ops work beside it."""
+    (tmp_path / "attention.py").write_text("from attention import forward\n")
+    done = run("-m", "tiles", "doctor", cwd=tmp_path, path=ROOT)
+    assert done.returncode == 0, done.stdout
+    assert f"{tmp_path / 'attention.py'} shadows ours" in done.stdout and "rename it" in done.stdout
+
+
 def test_another_tiles_after_ours(tmp_path):
     done = examined(path=shadow(tmp_path, "tiles", ""))
     assert done.returncode == 0, done.stdout

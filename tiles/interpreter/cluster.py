@@ -84,7 +84,10 @@ class Cluster:
     def is_source(self, code):
         """Is this code of the kernel or one of its helpers?"""
         if len(self.source) != self.functions:  # helpers turn up as the kernel runs
-            self.codes, self.functions = {id(f.__code__) for f in self.source.values()}, len(self.source)
+            self.codes, self.functions = (
+                {id(f.__code__) for f in self.source.values() if hasattr(f, "__code__")},
+                len(self.source),
+            )
         return id(code) in self.codes
 
     def deadlock(self, live):

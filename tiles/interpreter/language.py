@@ -1,6 +1,7 @@
 """The kernel language as the interpreter speaks it: what `cuda`, `print` and global arrays mean to a whole warp."""
 
 import builtins
+import inspect
 import operator
 import types as python
 
@@ -11,7 +12,9 @@ from numba.cuda.descriptor import cuda_target
 
 from ..layout import LANES
 from ..op import OPS
+from ..plumbing import plain_function
 from ..refused import REFUSED, check_print, refuse_values
+from ..types import is_static, member
 from .warp import Warp
 
 
@@ -140,6 +143,60 @@ class Module:
         return value
 
 
+class Static:
+    """A static object (static.py) seen from a kernel: its fields and properties as kernels see them, its methods made to run
+    here. Anything else takes it for the object itself."""
+
+    def __init__(self, value, seen):
+        self.__dict__.update(_value=value, _seen=seen)
+
+    __class__ = property(lambda self: type(self._value))  # type: ignore[assignment]
+    spec = property(lambda self: self._value)
+
+    def __getattr__(self, name):
+        face = inspect.getattr_static(type(self._value), name, None)
+        if isinstance(face, python.FunctionType) and name not in vars(self._value):
+            call = rebind(face, self._seen) if hasattr(face, "dispatcher") else _plain(face)
+            found = python.MethodType(call, self)
+        else:
+            found = member(self._value, name)
+            getattr(self._value, name)  # its own AttributeError
+            found = rebind(found, self._seen) if _is_kernel_code(found) else _swap(found, self._seen)
+        self.__dict__[name] = found
+        return found
+
+    def __setattr__(self, name, value):
+        setattr(self._value, name, value)  # which refuses
+
+    def __eq__(self, other):
+        return self._value == getattr(other, "_value", other)
+
+    def __hash__(self):
+        return hash(self._value)
+
+    def __str__(self):
+        return str(self._value)
+
+    __repr__ = __str__
+
+
+def _named(cls, seen):
+    """A class of named tuples with its methods made to run here."""
+    if cls not in seen:
+        new = seen[cls] = type(cls.__name__, (cls,), {"__slots__": (), "__qualname__": cls.__qualname__})
+        for name in dir(cls):
+            face = inspect.getattr_static(cls, name)
+            if isinstance(face, python.FunctionType) and hasattr(face, "dispatcher"):
+                setattr(new, name, rebind(face, seen))
+            elif isinstance(face, python.FunctionType) and name[0] != "_":
+                setattr(new, name, _plain(face))
+    return seen[cls]
+
+
+def _is_kernel_code(field):
+    return isinstance(field, python.FunctionType) and field not in OPS
+
+
 def _guarded(function, row):
     def call(*args, **kwargs):
         refuse_values(row.check, *args)
@@ -159,6 +216,13 @@ def _swap(value, seen):
         return GUARDED[value]
     if isinstance(value, python.ModuleType):
         return Module(value, seen)
+    if is_static(value):
+        return Static(value, seen)
+    if isinstance(value, tuple):
+        items = (_swap(item, seen) for item in value)
+        return _named(type(value), seen)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
+        return _named(value, seen)
     if hasattr(value, "py_func") or hasattr(value, "dispatcher"):
         return rebind(value, seen)
     return value if not isinstance(value, python.FunctionType) or value in OPS or _known_to_numba(value) else _plain(value)
@@ -175,8 +239,7 @@ def _known_to_numba(function):
 
 def _plain(function):
     def refuse(*_, **__):
-        cause = f"{function.__name__} is a plain Python function, which a kernel cannot call: decorate it with @tiles.inlined"
-        raise here().hazard(cause, "language")
+        raise here().hazard(plain_function(function), "language")
 
     return refuse
 

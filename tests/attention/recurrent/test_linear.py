@@ -1,5 +1,7 @@
 """attention/recurrent/linear.py and token_loop.py: every member beside its recurrence in float64, in chunks or not."""
 
+import inspect
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -241,8 +243,26 @@ def test_errors(change, message):
 def test_named_members_have_their_own_decays():
     given = inputs()
     for call in (lambda: retention(**given, decay=None), lambda: lightning(**given, layer=1, layers=2, decay=None)):
-        with pytest.raises(TypeError, match="^decay: follows from the number of the head"):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'decay'"):
             call()
+
+
+@pytest.mark.parametrize(("function", "more"), [(retention, []), (lightning, ["layer", "layers"]), (gla, ["decay"])])
+def test_named_members_take_what_linear_takes(function, more):
+    """By the same names, with the same defaults; and an unknown name is refused by the function that was called."""
+    whole, mine = (inspect.signature(f).parameters for f in (linear, function))
+    assert list(mine) == ["q", "k", "v", *more, *(name for name in list(whole)[3:] if name != "decay")]
+    assert all(mine[name] == whole[name] for name in mine if name not in more)
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'output_final_state'"):
+        function(**inputs(), **dict.fromkeys(more, 1), output_final_state=True)
+
+
+def test_each_option_reaches_linear(monkeypatch):
+    """Under its own name."""
+    monkeypatch.setattr(members, "linear", lambda *arrays, decay, **options: options)
+    given = {name: name for name in list(inspect.signature(linear).parameters)[4:]}
+    arrays = [inputs(decay="channel")[name] for name in ("q", "k", "v", "decay")]
+    assert retention(*arrays[:3], **given) == lightning(*arrays[:3], 1, 2, **given) == gla(*arrays, **given) == given
 
 
 @pytest.mark.parametrize("decay", DECAYS)

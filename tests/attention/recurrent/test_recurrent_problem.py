@@ -89,6 +89,7 @@ def test_layouts_differ_only_in_the_callers_axes():
 
 def test_equal_calls_share_one_problem():
     assert call() is call() and call(options={"scale": 1}) is call(options={"scale": 1.0}) is not call()
+    assert call(options={"normalize": np.True_}) is call(options={"normalize": True})
     assert call(options={"normalize": True}) is not call() and call(beta=valid("linear", "beta")) is not call()
 
 
@@ -122,7 +123,11 @@ INVALID = [
     (dict(q=zeros(2, 5, 32)), V, "q: must have the axes B, S, Hk, Dk: q.shape=(2, 5, 32)"),
     (dict(q=zeros(2, 5), options={"layout": "bhsd"}), V, "q: must have the axes B, Hk, S, Dk: q.shape=(2, 5)"),
     (dict(decay=zeros(2, 6, dtype=f32)), V, "decay: must have the axes H; or B, S, H; or B, S, H, Dk: decay.shape=(2, 6)"),
-    (dict(q=zeros(2, 5, 3, 32, dtype=f32)), T, "q: dtype must be one of ('bfloat16', 'float16'): q.dtype='float32'"),
+    (
+        dict(q=zeros(2, 5, 3, 32, dtype=f32)),
+        T,
+        "q: dtype must be one of ('bfloat16', 'float16'): q.dtype='float32'; convert it",
+    ),
     (dict(v=zeros(2, 5, 6, 16, dtype=f16)), T, "v: dtype must be q's: v.dtype='float16', q.dtype='bfloat16'"),
     (dict(decay=zeros(6, dtype=float)), T, f"decay: {REAL}: decay.dtype='float64'"),
     (dict(initial_state=zeros(2, 6, 32, 16)), T, "initial_state: dtype must be one of ('float32',): initial_state.dtype='bf"),

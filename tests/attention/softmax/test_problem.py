@@ -58,6 +58,7 @@ def test_equal_calls_share_one_problem():
     assert call() is call()
     assert call(causal=True) is not call() and call(scale=0.5) is not call()
     assert call(scale=1) is call(scale=1.0) is call(scale=np.float32(1))
+    assert call(causal=np.True_) is call(causal=True) is not call(causal=np.False_)
 
 
 def test_a_form_that_was_valid_is_checked_for_its_address_again():
@@ -133,7 +134,7 @@ SCALE = "scale: must be positive, and finite in float32"
 INVALID = [
     (dict(k=zeros(7, 3, 16)), V, "k: must have 4 axes, B, S, H, D: k.shape=(7, 3, 16)"),
     (dict(q=zeros(2, 3), layout="bhsd"), V, "q: must have 4 axes, B, H, S, D: q.shape=(2, 3)"),
-    (dict(q=zeros(*Q, dtype=f32)), T, f"q: {DTYPE}: q.dtype='float32'"),
+    (dict(q=zeros(*Q, dtype=f32)), T, f"q: {DTYPE}: q.dtype='float32'; convert it: x.astype(tiles.bf16.np), or torch's x.bf"),
     (dict(v=zeros(*KV, dtype=">f2")), T, f"v: {DTYPE}: v.dtype='>f2'"),
     (dict(v=zeros(*KV, dtype=f16)), T, "v: dtype must be q's: v.dtype='float16', q.dtype='bfloat16'"),
     (dict(q=zeros(2, 5, 6, 12)), V, f"q: {HEAD_DIM}: head_dim=12, q.shape=(2, 5, 6, 12)"),

@@ -1,0 +1,52 @@
+"""`import attention` brings no Numba; its functions are there all the same, for people, editors and pickles."""
+
+import ast
+import importlib
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attention
+
+SOURCE = Path(attention.__file__).read_text()
+
+
+def test_import_alone_is_light():
+    """Numba takes most of a second to import: not before it is needed."""
+    code = "import sys, attention; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    heavy = {"numba", "numba_cuda", "llvmlite", "cuda", "numpy", "ml_dtypes", "greenlet", "tiles", "ops"}
+    assert "attention" in run.stdout.split() and not heavy & set(run.stdout.split())
+
+
+@pytest.mark.parametrize("name", attention.__all__)
+def test_each_function_is_one_object(name):
+    function = getattr(attention, name)
+    assert callable(function) and function is getattr(attention, name) and name in dir(attention)
+    assert function is getattr(importlib.import_module(function.__module__), name)
+    assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_from_import():
+    space = {}
+    exec("from attention import forward, linear\nfrom attention import *", space)
+    assert space["forward"] is attention.forward and set(attention.__all__) <= set(space)
+
+
+def test_what_does_not_exist():
+    with pytest.raises(AttributeError, match="module 'attention' has no attribute 'backwards'"):
+        attention.backwards  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'backwards'"):
+        from attention import backwards  # noqa: F401
+
+
+def test_editors_read_what_is_imported():
+    """The imports for type checkers, the table of modules and __all__ say the same."""
+    [block] = [node for node in ast.parse(SOURCE).body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    read = {node.module: tuple(alias.name for alias in node.names) for node in block.body}
+    assert read == attention._HOMES
+    assert sorted(name for names in read.values() for name in names) == sorted(attention.__all__)

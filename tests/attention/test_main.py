@@ -1,0 +1,60 @@
+"""`python -m attention`: where its demonstration runs is where attention.forward does."""
+
+import dataclasses
+import importlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from attention.softmax.problem import check
+
+from attention import __main__ as main
+from tiles import bf16, doctor
+from tiles.arrays import describe
+
+FORWARD = importlib.import_module("attention.softmax.forward")
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """on(capability): GPU 0 is one of that compute capability."""
+
+    def put(capability):
+        for module in (main, FORWARD):
+            monkeypatch.setattr(module, "device", lambda ordinal: SimpleNamespace(capability=capability))
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"), [((7, 5), False), ((8, 0), True), ((8, 9), True), ((9, 0), True), ((12, 0), True)]
+)
+def test_main_forward_and_doctor_agree(capability, runs, on):
+    on(capability)
+    q = describe(np.zeros((1, 8, 1, 64), bf16.np), "q")
+    problem = dataclasses.replace(check(q, q, q), device=0)
+    try:
+        served = FORWARD.choose(problem, 16, None) == ("sm_90" if capability[0] == 9 else "sm_80")
+    except ValueError:
+        served = False
+    assert (main.has_gpu(), served, "too old" not in doctor.runs_on(capability)) == (runs, runs, runs)
+
+
+def test_no_gpu(monkeypatch):
+    def none(ordinal):
+        raise RuntimeError("CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected")
+
+    monkeypatch.setattr(main, "device", none)
+    assert not main.has_gpu()
+
+
+@pytest.mark.parametrize(("gpu", "place"), [(True, "on the card"), (False, "interpreted")])
+def test_where_the_demonstration_runs(gpu, place, on, monkeypatch):
+    """On an A100, on the card."""
+    on((8, 0) if gpu else (7, 5))
+    ran = []
+    monkeypatch.setattr(doctor, "main", lambda: 0)
+    for name, where in (("on_torch", "on the card"), ("on_numba", "on the card"), ("on_interpreter", "interpreted")):
+        monkeypatch.setattr(main, name, lambda where=where: ran.append(where))
+    main.show()
+    assert ran == [place]

@@ -1,0 +1,67 @@
+"""What pip installs, works: a wheel built from the tree, in a folder of its own, used from elsewhere."""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("tiles", "ops", "attention")
+USE = """
+import numpy as np
+import attention, ops, tiles
+q, k, v = np.random.default_rng(0).standard_normal((3, 1, 40, 2, 64), np.float32).astype(tiles.bf16.np)
+out = attention.forward(q, k, v, causal=True)
+assert np.array_equal(out[:, 0], v[:, 0])
+print(attention.__file__, ops.__file__, tiles.__file__, sep="\\n")
+"""
+
+
+def run(*command, cwd, **variables):
+    """What a command printed that must succeed."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **variables}, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of a copy of the tree: setuptools leaves a build folder behind, and takes old files from one that is there."""
+    tree, folder = tmp_path_factory.mktemp("tree") / "numba-tiles", tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__"))
+    new = int(importlib.metadata.version("setuptools").partition(".")[0]) >= 77
+    here = ["--no-build-isolation"] if new else []  # else pip fetches one that is new enough
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *here, "-w", str(folder), str(tree), cwd=folder)
+    [file] = folder.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory):
+    """The folder that it is installed into."""
+    folder = tmp_path_factory.mktemp("site")
+    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), str(wheel), cwd=folder)
+    return folder
+
+
+def test_all_packages_are_inside(wheel):
+    """Every module and every mark for type checkers of the tree, and nothing else: no tests, benchmarks or examples."""
+    files = [file for name in PACKAGES for file in (ROOT / name).rglob("*") if file.suffix == ".py" or file.name == "py.typed"]
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert inside == {file.relative_to(ROOT).as_posix() for file in files}
+
+
+def test_attention_runs_from_it(site, tmp_path):
+    places = run(sys.executable, "-c", USE, cwd=tmp_path, PYTHONPATH=str(site)).splitlines()
+    assert places == [str(site / name / "__init__.py") for name in ("attention", "ops", "tiles")]
+
+
+def test_the_doctor_comes_with_it(site, tmp_path):
+    report = run(sys.executable, "-m", "tiles", "doctor", cwd=tmp_path, PYTHONPATH=str(site))
+    assert "tiles works here" in report and str(site / "ops") in report

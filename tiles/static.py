@@ -1,0 +1,128 @@
+"""Static objects: frozen values with methods, known when a kernel is compiled.
+
+    @static
+    class Window:
+        left: int
+        causal: bool = False
+
+        @inlined
+        def mask(self, s, edge):                    # kernel code: a method that kernels call
+            if self.causal:                         # decided when the kernel is compiled
+                s = causal(s, edge, -inf)
+            return lower_fill(s, edge - self.left, -inf)
+
+A kernel closes over one, finds it among its module's globals, or gets it from a factory; it may be passed to `@inlined`
+functions and be a field of another. A kernel sees of it
+
+- fields: None, bool, int, float, str, dtypes, the types of tiles, rings, plans, tuples of these, other static objects, and
+  functions, whose bodies are kernel code without a decorator. Floats are fp32 in kernels;
+- `@inlined` methods, those of bases too; a subclass of a static class is static, and overrides what it likes;
+- properties, which run on the host: their value is a constant like a field's.
+
+Two objects are equal if the code of their classes, of the functions in their fields and of all that these reach is equal, and
+their other fields are: an equal lambda, written twice, finds the kernel that was compiled before, in this process and on disk.
+"""
+
+import functools
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from .digest import Digest, Undigestible, covered, global_names
+from .dtypes import dtype
+from .op import OPS
+from .plumbing import FROZEN, compile_time
+from .types import is_static
+
+if sys.version_info >= (3, 11):
+    from typing import dataclass_transform
+else:  # what tells editors and type checkers that the decorator makes dataclasses
+
+    def dataclass_transform(**_):
+        return lambda decorator: decorator
+
+
+PLAIN = {type(None), bool, int, str, bytes, dtype}
+REMEMBERED = 256  # digests, by what was digested, of the objects of one class
+_digests: WeakKeyDictionary = WeakKeyDictionary()  # class: {fingerprint: digest}, the last one used last
+
+
+@dataclass_transform(frozen_default=True, eq_default=False)
+def static(cls):
+    """Class decorator: a frozen dataclass whose objects kernels know when they are compiled. Its subclasses are static, too."""
+    if "__static__" in vars(cls):  # a subclass that says so itself
+        return cls
+    is_first = not hasattr(cls, "__static__")
+    made = dataclass(frozen=True, eq=False)(cls)
+    made.__static__, made.__eq__, made.__hash__ = True, _equal, _hash
+    if is_first:
+        compile_time(made)
+        made.__init_subclass__ = classmethod(functools.partial(_subclass, made))
+    return made
+
+
+def _subclass(base, cls, **options):
+    super(base, cls).__init_subclass__(**options)
+    static(cls)
+
+
+def _identity(value):
+    """The digest of a static object, or what stands for one that cannot be digested: itself. Found once an object; of objects
+    that differ in no more than the identity of functions' code, once."""
+    found = vars(value).get("__identity__")
+    if found is None:
+        try:
+            found = _digest(value)
+        except Undigestible:
+            found = id(value)
+        object.__setattr__(value, "__identity__", found)
+    return found
+
+
+def _digest(value):
+    known = _digests.setdefault(type(value), OrderedDict())
+    try:
+        mark = _mark(tuple(getattr(value, name) for name in type(value).__dataclass_fields__))
+    except (TypeError, ValueError, RecursionError):  # a cell without a value, a helper that calls itself
+        return Digest()(value)
+    if mark not in known:
+        known[mark] = Digest()(value)
+        if len(known) > REMEMBERED:
+            known.popitem(last=False)
+    known.move_to_end(mark)
+    return known[mark]
+
+
+def _mark(value):
+    """Something hashable that is equal only for what has the same digest; a function is its code and the values that it names.
+    TypeError: there is none."""
+    if type(value) is tuple:
+        return tuple(map(_mark, value))
+    if is_static(value):
+        return _identity(value)
+    if isinstance(value, (float, np.floating)):
+        return type(value), repr(value)  # 0.0 == -0.0, and NaN is not NaN
+    if isinstance(value, FunctionType) and value not in OPS:
+        if value.__kwdefaults__:
+            raise TypeError("defaults by name")
+        space = value.__globals__
+        used = tuple((name, _mark(space[name])) for name in global_names(value.__code__) if name in space)
+        closed = tuple(_mark(cell.cell_contents) for cell in value.__closure__ or ())
+        return value.__code__, used, closed, _mark(value.__defaults__)
+    if type(value) in PLAIN or type(value) in FROZEN or isinstance(value, (FunctionType, BuiltinFunctionType)):
+        return type(value), value
+    if isinstance(value, ModuleType) and covered(value.__name__):
+        return value.__name__
+    raise TypeError(f"{value!r} may change")
+
+
+def _equal(self, other):
+    return self is other or (hasattr(type(other), "__static__") and _identity(self) == _identity(other))
+
+
+def _hash(self):
+    return hash(_identity(self))
