@@ -5,7 +5,7 @@ values it closes over and the globals it loads, and so on through every helper i
 and ops/; the argument types, the kernel's options and the architecture; NUMBA_* settings; the versions of all that takes
 part in compiling. What cannot be digested makes a kernel uncached, never wrongly cached. Making a key compiles nothing.
 
-Not seen: tiles/, ops/ or Numba changed in memory (`ops.maps.exp2 = ...`), or an `overload` of somebody's for a function of
+Not seen: tiles/, ops/ or Numba changed in memory (`ops.raw.wait = ...`), or an `overload` of somebody's for a function of
 Numba's or Python's own.
 """
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import causal, mma_AB, mma_ABt, split, store, subtile, zeros
+from ops import causal, divmod, mma_AB, mma_ABt, store, subtile, zeros
 from tiles import dtype, fp32, pipeline, rt, shared, st
 from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
@@ -121,8 +121,8 @@ def make(config: Config):
         `band` pairs are worked on at once."""
         q, k, v = smem.open()
         block, pair = sees.place(cuda.blockIdx.x, blocks, pairs, band)
-        head, batch = split(pair, heads)
-        _, kv_head = split(head, group)
+        batch, head = divmod(pair, heads)
+        kv_head, _ = divmod(head, group)
         warp = int32(cuda.threadIdx.x // 32)
         diagonal = ROWS * block + offset  # the last key that the first row may see
         n, cut = sees.key_blocks(diagonal, kv_len)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import snake, split, subtile, warpgroup
+from ops import divmod, persistent_tile, subtile, warpgroup
 from tiles import dtype, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
@@ -93,13 +93,13 @@ def make(config: Config):
         k=ring(config.key, config.stages, readers),
         v=ring(config.key, config.stages, readers),
     )
-    turn, softmax = warpgroup.turns(CONSUMERS), Softmax(O)
+    turn, softmax = warpgroup.ping_pong(CONSUMERS), Softmax(O)
 
     @inlined
     def more(r, tiles):
         """Is there an r-th tile for this block?"""
         if PERSISTENT:
-            return snake(r) < tiles
+            return persistent_tile(r) < tiles
         else:
             return r == 0
 
@@ -156,9 +156,9 @@ def make(config: Config):
         if me == PRODUCER:
             warpgroup.release_registers(keep)
             while more(r, blocks * pairs):
-                block, pair = sees.place(snake(r), blocks, pairs, band)
-                head, batch = split(pair, heads)
-                _, kv_head = split(head, group)
+                block, pair = sees.place(persistent_tile(r), blocks, pairs, band)
+                batch, head = divmod(pair, heads)
+                kv_head, _ = divmod(head, group)
                 n, _ = sees.key_blocks(ROWS * block + offset, kv_len)
                 for i in range(n):
                     k.fill(j + i, gK, (batch, n - 1 - i, kv_head))
@@ -170,7 +170,7 @@ def make(config: Config):
             warpgroup.claim_registers(claim)
             turn.begin(me)
             while more(r, blocks * pairs):
-                block, pair = sees.place(snake(r), blocks, pairs, band)
+                block, pair = sees.place(persistent_tile(r), blocks, pairs, band)
                 diagonal = ROWS * block + offset  # the last key that the first row may see
                 n, cut = sees.key_blocks(diagonal, kv_len)
                 row = ROWS * block + 64 * me
@@ -192,7 +192,7 @@ def make(config: Config):
                     q.release(r)
                     o = warpgroup.wait(warpgroup.mma_AB(seen.rescaled(), p, v.wait(j + n - 1)))
                     v.release(j + n - 1)
-                    head, batch = split(pair, heads)
+                    batch, head = divmod(pair, heads)
                     o, lse = seen._replace(o=o).finish(scale)
                     warpgroup.store(gO, o, (batch, row, head, 0), rows=1, cols=3, aligned=True)
                     warpgroup.store(gLse, lse, (batch, head, row))

@@ -17,7 +17,7 @@ a loop nor the end needs a test for it.
 import math
 from typing import Any, NamedTuple
 
-from ops import exp2, full, lane_sum, lazy_maximum, log2, maximum, rescale, row_max, total, zeros
+from ops import exp2, finish_sum, full, lane_sum, lazy_maximum, log2, maximum, rescale, row_max, zeros
 from tiles import inlined, rt, static
 
 LOWEST, TINY, LN2 = -1e30, 1e-30, math.log(2)
@@ -64,7 +64,7 @@ class Seen(NamedTuple):
     @inlined
     def finish(self, scale):
         """softmax(S) V, and the logarithm of the sum of exp(score); 0 and -inf for a row that has seen no key."""
-        l = total(self.l)
+        l = finish_sum(self.l)
         return self.o / maximum(l, TINY), (self.m * scale + log2(l)) * LN2
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from numpy import int32
 
-from ops import grouped, right_fill, split
+from ops import divmod, rasterize, right_fill
 from tiles import inlined, static
 
 SHARING = 6  # multiprocessors that should read one pair's keys and values at a time: 4 to 8 are as good (bench/NOTES.md)
@@ -47,10 +47,11 @@ class Full:
     def place(self, tile, blocks, pairs, band):
         """The tile's (query block, pair of head and batch)."""
         if self.banded:
-            pair, block = grouped(tile, pairs, blocks, band)
+            pair, block = rasterize(tile, pairs, blocks, band)
             return block, pair
         else:
-            return split(tile, blocks)
+            pair, block = divmod(tile, blocks)
+            return block, pair
 
     @inlined
     def key_blocks(self, diagonal, kv_len):
@@ -76,7 +77,7 @@ class Causal(Full):
     @inlined
     def place(self, tile, blocks, pairs, band):
         """The tile's (query block, pair of head and batch): one band of pairs after the other, its longest blocks first."""
-        pair, done = grouped(tile, pairs, blocks, band)
+        pair, done = rasterize(tile, pairs, blocks, band)
         return blocks - 1 - done, pair
 
     @inlined

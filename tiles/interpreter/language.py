@@ -206,7 +206,7 @@ def _guarded(function, row):
 
 
 GUARDED = {function: _guarded(function, row) for row in REFUSED for function in row.functions}
-BUILTINS = {name: GUARDED[getattr(builtins, name)] for name in ("abs", "len", "max", "min", "sum")}
+BUILTINS = {name: GUARDED[getattr(builtins, name)] for name in ("abs", "divmod", "len", "max", "min", "sum")}
 
 
 def _swap(value, seen):
