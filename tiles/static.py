@@ -24,10 +24,11 @@ their other fields are: an equal lambda, written twice, finds the kernel that wa
 """
 
 import functools
+import typing
 from collections import OrderedDict
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import dataclass_transform
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -37,6 +38,13 @@ from .dtypes import dtype
 from .op import OPS
 from .plumbing import FROZEN, compile_time
 from .types import is_static
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+    dataclass_transform = getattr(
+        typing, "dataclass_transform", lambda **_: lambda decorator: decorator
+    )  # Python 3.10 lacks it
 
 PLAIN = {type(None), bool, int, str, bytes, dtype}
 REMEMBERED = 256  # digests, by what was digested, of the objects of one class

@@ -150,7 +150,7 @@ class Static:
     def __init__(self, value, seen):
         self.__dict__.update(_value=value, _seen=seen)
 
-    __class__ = property(lambda self: type(self._value))  # type: ignore[assignment]
+    __class__ = property(lambda self: type(self._value))
     spec = property(lambda self: self._value)
 
     def __getattr__(self, name):
