@@ -78,7 +78,7 @@ def _identity(value):
         try:
             found = _digest(value)
         except Undigestible:
-            found = id(value)
+            found = object()
         object.__setattr__(value, "__identity__", found)
     return found
 
