@@ -24,7 +24,6 @@ import sysconfig
 import time
 import types as python
 from pathlib import Path
-from typing import NamedTuple
 
 import cuda.bindings
 import cuda.core
@@ -295,7 +294,7 @@ class Digest:
                 parts += [base.__module__, base.__qualname__]
                 continue
             for name, value in sorted(vars(base).items()):
-                value = getattr(value, "__func__", value)
+                value = None if name in getattr(cls, "_fields", ()) else getattr(value, "__func__", value)
                 if hasattr(value, "dispatcher"):
                     parts += [name, self(value)]
                 elif not name.startswith(("__", "_abc_")) and not isinstance(value, ON_THE_HOST):
@@ -326,7 +325,7 @@ class Digest:
 
 
 PROPERTIES = (property, functools.cached_property)
-ON_THE_HOST = (python.FunctionType, *PROPERTIES, type(NamedTuple("_", [("field", int)]).field))
+ON_THE_HOST = (python.FunctionType, *PROPERTIES)
 
 
 def _codes(code):

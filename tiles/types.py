@@ -336,16 +336,3 @@ def whole(vector):
 def is_static(value) -> bool:
     """Is this a static object (static.py)?"""
     return hasattr(type(value), "__static__")
-
-
-def member(value, name, missing=None):
-    """An attribute of an object that is known when a kernel is compiled, as kernels see it: the floats of static objects, and
-    those in their tuples, are fp32."""
-    found = getattr(value, name, missing)
-    return _single(found) if is_static(value) else found
-
-
-def _single(value):
-    if type(value) is tuple:
-        return tuple(map(_single, value))
-    return np.float32(value) if isinstance(value, float) else value
