@@ -30,6 +30,7 @@ Its role:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
@@ -147,7 +148,8 @@ class Problem:
     def by_tma(self) -> bool:
         """Can TMA address all tiles?"""
         tiles = [form for name, form in self.forms.items() if self.schema.arguments[name].holds == "tile"]
-        return self.bytes_at_once() == ALIGNMENT and all(0 <= step < STRIDE_END for form in tiles for step in form.strides)
+        steps = [step for form in tiles for n, step in zip(form.shape, form.strides) if n > 1]
+        return self.bytes_at_once() == ALIGNMENT and all(0 <= step < STRIDE_END for step in steps)
 
 
 class Schema:
@@ -181,18 +183,23 @@ class Schema:
                 elsewhere = f"{name}.device={form.device}, {first[0]}.device={device}"
                 raise ValueError(f"{name}: must lie where {first[0]} does (None: host memory): {elsewhere}")
             for axis, extent in zip(axes, shape):
-                if axis == "N" and axis not in extents:  # as many as there are ends, or batches
+                title = TITLES.get(axis, axis)
+                if axis == "N":  # as many as there are ends, or batches
                     axis, extent = ("E", extent + 1) if "E" in extents else ("B", extent)
                 known = extents.setdefault(axis, extent)
                 if known != extent:
                     other = holder[axis]
                     shapes = f"{name}.shape={shape}, {other}.shape={forms[other].shape}"
-                    raise ValueError(f"{name}: {TITLES[axis]} must equal {other}'s: {shapes}")
+                    raise ValueError(f"{name}: {title} must equal {other}'s: {shapes}")
                 holder.setdefault(axis, name)
             if is_tile and shape[-1] > 1 and form.strides[-1] != form.itemsize and form.extent:
                 _refuse_strides(name, form, "last axis must be contiguous")
-            if not is_tile and min(form.strides, default=0) < 0:
+            steps = [step for n, step in zip(shape, form.strides) if n > 1]
+            if not is_tile and min(steps, default=0) < 0:
                 _refuse_strides(name, form, "strides must not be negative")
+            if form.extent and any(place % form.itemsize for place in (form.past, *steps)):
+                where = f"address and strides must be multiples of its elements' {form.itemsize} bytes"
+                _refuse_strides(name, form, f"{where}: address {form.past} past a multiple of {ALIGNMENT}")
             if argument.written and form.readonly:
                 raise ValueError(f"{name}: must be writable, and this array is read-only")
             if argument.written and overlaps_itself(form):
@@ -215,15 +222,16 @@ class Schema:
             raise ValueError(f"cu_seqlens: batch must be 1, all sequences one behind the other: {shapes}")
 
     def apart(self, forms: Mapping[str, Form]) -> list[tuple[str, str]]:
-        """The pairs of given arrays that must not share memory: what is written, and each other one."""
-        written = [name for name in forms if self.arguments[name].written]
-        return [(name, other) for name in written for other in forms if other != name and (other, name) not in written]
+        """The pairs of given arrays that must not share memory: one that is written, and any other."""
+        pairs = itertools.combinations(forms, 2)
+        turned = [pair if self.arguments[pair[0]].written else pair[::-1] for pair in pairs]
+        return [pair for pair in turned if self.arguments[pair[0]].written]
 
     def check_apart(self, name: str, other: str, pointers: tuple[int, int], forms: tuple[Form, Form]) -> None:
         """ValueError if two such arrays, which have these addresses and forms, share memory."""
         (at, behind), (mine, its) = pointers, forms
-        itself = self.arguments[name].role == "in_place" and other == self.names[0]
-        if itself and at == behind and mine.strides == its.strides:
+        itself = self.arguments[name].role == "in_place" and other == self.names[0] and at == behind
+        if itself and all(s == t for n, s, t in zip(mine.shape, mine.strides, its.strides) if n > 1):
             return
         if overlap(mine, its, behind - at):
             shapes = f"{name}.shape={mine.shape}, {other}.shape={its.shape}"
