@@ -64,6 +64,8 @@ def encoding(spec: gl, form: Form) -> Encoding:
         raise ValueError(
             f"axis {inner}, along which a tile's columns run, must be contiguous, got strides {steps} bytes of shape {shape}"
         )
+    if form.past:
+        raise ValueError(f"the address must be a multiple of {ALIGNMENT} bytes, and is {form.past} past one")
     row = shape[inner] * size
     unused = -(-row // ALIGNMENT) * ALIGNMENT  # legal, for axes that no step is taken along
     strides = tuple([steps[axis] if shape[axis] > 1 else unused for axis in outer])
@@ -111,7 +113,8 @@ def encode(form: Encoding, pointer: int):
 def write(form: Encoding, pointer: int, place: int):
     """Put the map of an array at this address to `place`, an address of MAP_BYTES bytes, a multiple of MAP_ALIGNMENT; returns
     the driver's object that lies there, for `move`. Some context must be current."""
-    ctypes.memmove(place, encode(form, pointer).getPtr(), MAP_BYTES)
+    made = encode(form, pointer)  # which owns what getPtr points to, and must outlive the copy
+    ctypes.memmove(place, made.getPtr(), MAP_BYTES)
     return driver.CUtensorMap(_ptr=place)
 
 
