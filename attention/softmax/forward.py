@@ -85,7 +85,7 @@ def _forward(problem: Problem, causal: bool, scale: float | None, with_lse: bool
     grid, at_once = pairs * blocks, processors(problem.device)
     if config.persistent:
         grid = min(grid, at_once)
-    nbytes = 2 * kv_len * head_dim * dtype.itemsize / group
+    nbytes, uneven = 2 * kv_len * head_dim * dtype.itemsize / group, causal or (config.persistent and q_len % config.rows > 0)
     launch = kernel_for(hopper if tma else ampere, config, problem.device).bind(
         grid,
         gQ=problem["q"],
@@ -99,7 +99,7 @@ def _forward(problem: Problem, causal: bool, scale: float | None, with_lse: bool
         blocks=blocks,
         heads=heads,
         pairs=pairs,
-        band=band_of(grid, at_once, nbytes, cache(problem.device)),
+        band=band_of(grid, at_once, nbytes, cache(problem.device), uneven),
         group=group,
         scale=scale * LOG2_E,
         slack=SLACK / (scale * LOG2_E),
