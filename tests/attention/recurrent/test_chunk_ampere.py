@@ -6,7 +6,10 @@ import test_mamba2 as mamba2s
 from test_linear import HEADS, bf16, check, f16, f32, inputs
 
 from attention import reference
+from attention.recurrent import chunks
+from attention.recurrent import linear as of_decays
 from attention.recurrent import mamba2 as of_steps
+from attention.recurrent.kernels import token_loop
 from attention.recurrent.linear import linear
 
 DECAYS = "none", "head", "token"
