@@ -174,14 +174,13 @@ def fill(pointer: int, form: Form, value: float, stream: int) -> None:
 def overlap(a: Form, b: Form, distance: int) -> bool:
     """Whether a byte belongs to elements of both, where b's first element lies `distance` bytes behind a's. Exact, so
     interleaved views (q, k, v in one buffer) do not overlap; what is too hard to decide counts as overlapping."""
-    (first, a), (last, b) = ascending(a), ascending(b)
-    distance += last - first
+    (behind_a, a), (behind_b, b) = ascending(a), ascending(b)
+    distance += behind_b - behind_a
     if not -b.extent < distance < a.extent:
         return False
     start = 1 << 50  # any address: NumPy solves for equal addresses and reads nothing
-    first, second = _raw(start, a), _raw(start + distance, b)
     try:
-        return np.shares_memory(first, second, max_work=100_000)  # type: ignore[arg-type]
+        return np.shares_memory(_raw(start, a), _raw(start + distance, b), max_work=100_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

@@ -175,7 +175,7 @@ class Bound:
             raise TypeError(f"{self} takes {self.count} addresses, got {len(addresses)}")
         self.run(stream, addresses)
 
-    def index(self, order: Mapping[str, int]) -> None:
+    def index(self, order: Mapping[Any, int]) -> None:
         """Find the operands' addresses in a sequence that has them in this order."""
         self.plain = [(slot, order[source]) for slot, source in self.plain]
         self.maps = [(slot, order[source], encoding) for slot, source, encoding in self.maps]

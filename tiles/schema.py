@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from .arrays import ALIGNMENT, Form, Operand, c_ordered, overlap, overlaps_itself
 
@@ -99,8 +99,8 @@ class Problem:
     def __contains__(self, name: str) -> bool:
         return name in self.forms
 
-    def __getitem__(self, name: str) -> Operand | None:
-        """An argument for a launch, or a result, given or to be made; None for what was left out."""
+    def __getitem__(self, name: str) -> Any:
+        """The Operand of an argument for a launch, or of a result, given or to be made; None for what was left out."""
         if name in self.forms:
             return Operand(name, self.forms[name])
         return Operand(name, self._made(name).permuted(self._order(name))) if self.schema.arguments[name].written else None
@@ -167,7 +167,8 @@ class Schema:
         contiguous last axis. Raises ValueError or TypeError that names the argument and prints the values."""
         if layout not in LAYOUTS:
             raise (ValueError if isinstance(layout, str) else TypeError)(f"layout: must be one of {LAYOUTS}: {layout=}")
-        every, first, extents = self._choices[layout], next(iter(forms.items())), {}
+        every, first = self._choices[layout], next(iter(forms.items()))
+        extents: dict[str, int] = {}
         holder: dict[str, str] = {}  # which argument said an axis's extent
         device, dtype = first[1].device, first[1].dtype
         canonical = {}
