@@ -15,7 +15,7 @@ import ml_dtypes  # noqa: F401  makes "bfloat16" a name that np.dtype knows
 import numpy as np
 from cuda.bindings import driver
 
-from .device import check
+from .device import check, device
 
 if TYPE_CHECKING:
     from .frameworks import Kind
@@ -145,16 +145,14 @@ def numpy_view(pointer: int, form: Form, owner: Any = None) -> np.ndarray:
 
 
 def fill(pointer: int, form: Form, value: float, stream: int) -> None:
-    """array[...] = value, for 2- and 4-byte floats of any strides; device memory by memset on `stream`, with no kernel.
-
-    The device's context must be current.
-    """
+    """array[...] = value, for 2- and 4-byte floats of any strides; device memory by memset on `stream`, with no kernel."""
     if form.device is None:
         numpy_view(pointer, form)[...] = value
         return
     if form.extent == 0:
         return
     bits = int(np.array(value, form.dtype).view(f"u{form.itemsize}"))
+    lowest, form = ascending(form)
     memset = {2: driver.cuMemsetD2D16Async, 4: driver.cuMemsetD2D32Async}[form.itemsize]
     runs = [(1, 0), (1, 0)]  # (extent, stride), outermost first, axes that follow on each other merged
     for n, stride in zip(form.shape, form.strides):
@@ -164,9 +162,10 @@ def fill(pointer: int, form: Form, value: float, stream: int) -> None:
         else:
             runs.append((n, stride))
     *outer, (height, pitch), (width, _) = runs
-    for index in np.ndindex(*(n for n, _ in outer)):
-        offset = sum(i * stride for i, (_, stride) in zip(index, outer))
-        check(memset(pointer + offset, pitch, bits, width, height, stream))
+    with device(form.device).current():
+        for index in np.ndindex(*(n for n, _ in outer)):
+            offset = lowest + sum(i * stride for i, (_, stride) in zip(index, outer))
+            check(memset(pointer + offset, pitch, bits, width, height, stream))
 
 
 # ---- where elements lie among each other ----------------------------------------------------------------------------
