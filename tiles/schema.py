@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from .arrays import ALIGNMENT, Form, Operand, c_ordered, overlap, overlaps_itself
 
@@ -108,8 +108,8 @@ class Problem:
     def __contains__(self, name: str) -> bool:
         return name in self.forms
 
-    def __getitem__(self, name: str) -> Operand | None:
-        """An argument for a launch, or a result, given or to be made; None for what was left out."""
+    def __getitem__(self, name: str) -> Any:
+        """The Operand of an argument for a launch, or of a result, given or to be made; None for what was left out."""
         form = self.forms.get(name)
         if form is None and self.schema.arguments[name].written:
             ((_, order),) = self.schema._rows[self.layout][name].values()

@@ -76,6 +76,7 @@ def _forward(problem: Problem, causal: bool, scale: float | None, with_lse: bool
     if 0 in out.form.shape or kv_len == 0:  # no query sees a key
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x], give)
     tma, dtype = choose(problem, family) == "sm_90", DTYPES[problem.dtype]
+    config: hopper.Config | ampere.Config
     if tma:
         config = hopper.config_for(head_dim, dtype, causal, kv_len)
     else:

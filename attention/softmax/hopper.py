@@ -135,8 +135,8 @@ def make(config: Config):
 
     @inlined
     def own_blocks(row, n, cut, diagonal, q_len, kv_len, me):
-        """How many of a tile's n key blocks a consumer's rows see, the last ones to come, and how many of them the mask cuts; none
-        for rows that there are not."""
+        """How many of a tile's n key blocks, the last ones to come, a consumer's rows see, and how many of them the mask cuts;
+        none for rows that there are not."""
         if PERSISTENT:
             own, cut = own_rows_see.key_blocks(diagonal + EACH * me, kv_len)
             return int32(own if row < q_len else 0), cut
