@@ -389,4 +389,4 @@ def test_the_sm_80_kernel_compiles_for_every_gpu(arch, head_dim, causal):
     (config,) = (config for config in shipped if (config.head_dim, config.causal) == (head_dim, causal))
     found = inspect.row("forward", ampere, config, arch)
     assert (found["spill_bytes"], found["local_bytes"], found["warnings"]) == (0, 0, [])
-    assert found["lines"] <= 58
+    assert found["lines"] <= 90
