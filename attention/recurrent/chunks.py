@@ -44,21 +44,17 @@ def by_token(
     arrays: Arrays,
     scale: float,
     piece: int = 0,
-    parts: int | None = None,
     softplus: bool = False,
     normalizer: Arrays | None = None,
 ) -> tuple[list[Step], Scratch]:
     """The launches for decays that are one number a token and head, and the scratch memory between them.
 
     arrays: those of chunk_hopper.py, states with their columns first. piece: bytes that cp.async copies at once, and 0 where
-    TMA brings whole tiles. parts: segments of each sequence, chosen by default. softplus: of Mamba-2's steps. normalizer: the
+    TMA brings whole tiles. softplus: of Mamba-2's steps. normalizer: the
     states gStart and gState of one that outputs are divided by."""
     batch, length, heads, key_heads, columns, sequences = problem("BSHGVN")
-    arrays, width, group = (
-        _as_kernels_have_them(problem, arrays, bool(piece)),
-        -(-columns // chunk_hopper.COLUMNS),
-        heads // key_heads,
-    )
+    arrays = _as_kernels_have_them(problem, arrays, bool(piece))
+    width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
     config = functools.partial(
         _config,
         problem,
@@ -69,7 +65,7 @@ def by_token(
         apart=not FACTORS[0] <= scale <= FACTORS[1],
     )
     main = config(width)
-    parts = _parts(problem, main, width) if parts is None else parts
+    parts = _parts(problem, main, width)
     scratch: Scratch = []
     steps: list[Step] = []
 

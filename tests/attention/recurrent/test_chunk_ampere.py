@@ -3,28 +3,21 @@
 import numpy as np
 import pytest
 import test_mamba2 as mamba2s
-from attention.softmax.problem import piece
 from test_linear import HEADS, bf16, check, f16, f32, inputs
 
 from attention import reference
-from attention.recurrent import linear as members
 from attention.recurrent import mamba2 as of_steps
-from attention.recurrent.chunks import passes
 from attention.recurrent.linear import linear
 
 DECAYS = "none", "head", "token"
 
 
 @pytest.fixture(autouse=True)
-def by_copies(monkeypatch):
+def by_copies(monkeypatch, nothing_known):
     """Nothing comes by TMA, and nothing is walked."""
-    for module in members, of_steps:
-        monkeypatch.setattr(module, "copied", lambda problem, family, *pointers: piece(problem, *pointers))
-        module._solve.known.clear()
-    monkeypatch.setattr(members, "walk", lambda *_: pytest.fail("token by token"))
-    yield
-    for module in members, of_steps:
-        module._solve.known.clear()
+    for module in of_decays, of_steps:
+        monkeypatch.setattr(module, "choose", lambda *_: "sm_80")
+    monkeypatch.setattr(token_loop, "launch", lambda *_: pytest.fail("token by token"))
 
 
 def off(x, elements, poison=np.nan):
@@ -130,7 +123,7 @@ def test_strong_decays(place, decay, gate):
 @pytest.mark.parametrize("decay", DECAYS)
 def test_segments(place, monkeypatch, decay):
     """A sequence that is cut into three gives what it gives in one piece."""
-    monkeypatch.setattr(members, "passes", lambda *given, **options: passes(*given, **options, parts=3))
+    monkeypatch.setattr(chunks, "_parts", lambda *_: 3)
     check(place, inputs(1, 300, decay=decay))
 
 
