@@ -6,6 +6,7 @@ There is one, or two where few long sequences are cut into segments, and one bef
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from tiles.arrays import Operand
 from tiles.device import processors
@@ -135,7 +136,7 @@ def _config(
     heads, key_heads, key_dim = problem("HGK")
     key_dim, gates = padded(key_dim, KEY_DIMS), arrays.get("gGates")
     gate = "step" if arrays.get("gRate") else None if gates is None else "head" if len(gates.form.shape) == 2 else "token"
-    common = dict(
+    common: dict[str, Any] = dict(
         dtype=DTYPES[problem.dtype],
         gate=gate,
         softplus=softplus,
@@ -166,7 +167,7 @@ def by_channel(problem: Problem, arrays: Arrays, scale: float) -> Step:
     length, heads, key_heads, key_dim, columns, sequences = problem("SHGKVN")
     width, key_dim = -(-columns // gla_hopper.COLUMNS), padded(key_dim, KEY_DIMS)
     consumers = 2 if width % 2 == 0 and key_dim <= gla_hopper.WIDE else 1
-    gates = DTYPES[arrays["gGates"].form.dtype]
+    gates = DTYPES[problem.forms["decay"].dtype]
     config = gla_hopper.Config(key_dim, consumers, gates, DTYPES[problem.dtype], varlen(problem))
     blocks = width // consumers
     return kernel_for(gla_hopper, config, problem.device).bind(

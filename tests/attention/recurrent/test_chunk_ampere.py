@@ -6,7 +6,10 @@ import test_mamba2 as mamba2s
 from test_linear import HEADS, bf16, check, f16, f32, inputs
 
 from attention import reference
+from attention.recurrent import chunks
+from attention.recurrent import linear as of_decays
 from attention.recurrent import mamba2 as of_steps
+from attention.recurrent.kernels import token_loop
 from attention.recurrent.linear import linear
 
 DECAYS = "none", "head", "token"
@@ -64,9 +67,12 @@ def test_normalize(place, decay):
     check(place, given, normalize=True)
 
 
-@pytest.mark.parametrize("elements", [2, 4])
+WAITS = pytest.mark.xfail(strict=True, reason="waits for pieces of 2 bytes in tiles/pipeline.py")
+
+
+@pytest.mark.parametrize("elements", [pytest.param(1, marks=WAITS), 2, 4])
 @pytest.mark.parametrize("key_dim", [48, 64, 256])
-def test_pieces_of_4_and_8_bytes(monkeypatch, elements, key_dim):
+def test_pieces_of_2_4_and_8_bytes(monkeypatch, elements, key_dim):
     """NaN lies between the rows, and `out` like the rest."""
     given = inputs(1, 70, key_dim, 80, "token")
     apart = {name: off(given[name], elements) for name in "qkv"}

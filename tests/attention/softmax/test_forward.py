@@ -251,9 +251,13 @@ def test_two_blocks_share_a_multiprocessor(head_dim, room):
 
 
 # ---- families ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("skip", "head_dim"), [(4, 64), (2, 128), (6, 72)])
+WAITS = pytest.mark.xfail(strict=True, reason="waits for pieces of 2 bytes in tiles/pipeline.py")
+SKIPPED = [(4, 64), (2, 128), (6, 72), pytest.param(1, 64, marks=WAITS), pytest.param(3, 72, marks=WAITS)]
+
+
+@pytest.mark.parametrize(("skip", "head_dim"), SKIPPED)
 def test_arrays_that_tma_cannot_address(place, family, skip, head_dim):
-    """Bases and strides of 8 or 4 bytes: sm_80's family takes them, asked or not; Hopper's, if asked, says why it does not."""
+    """Bases and strides of 8, 4 or 2 bytes: sm_80's family takes them, asked or not; Hopper's, if asked, says why not."""
     room = [place.put(x) for x in inputs(1, 130, 70, 2, 1, head_dim + skip)]
     target = place.put(poisoned((1, 130, 2, head_dim + skip), BF16))
     q, k, v, out = (x[..., skip:] for x in (*room, target))
