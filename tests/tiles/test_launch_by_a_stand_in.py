@@ -362,8 +362,10 @@ def test_a_kernel_is_made_once_for_a_configuration():
     assert [kernel.ordinal for kernel in kernels[::2]] == [0, None] and kernels[0].threads == 96
 
 
-def test_the_same_call_in_the_interpreter(monkeypatch):
+@pytest.mark.parametrize("ordinal", [None, 0])
+def test_the_same_call_in_the_interpreter(gpu, monkeypatch, ordinal):
     """Operands by their source, numbers, what is absent; on host memory, and by TILES_INTERPRET=1 on a GPU's."""
+    monkeypatch.setenv("TILES_INTERPRET", str(int(ordinal == 0)))
 
     @cuda.jit
     def doubles(gX: array(2), gY: array(2), gNone: array(2), gEnds: ENDS, factor: FLOAT):
@@ -371,16 +373,17 @@ def test_the_same_call_in_the_interpreter(monkeypatch):
         store(gY, (load(gX, rows, (0, 0)) + load(gNone, rows, (0, 0))) * factor + gEnds[1], (0, 0))
 
     x, y, ends = np.arange(256, dtype=np.float32).reshape(16, 16), np.zeros((16, 16), np.float32), np.array([0, 7])
-    bound = launching.Kernel(doubles, 32, None, None).bind(
+    bound = launching.Kernel(doubles, 32, None, ordinal).bind(
         1,
-        gX=Operand("x", c_ordered((16, 16), "float32", None)),
-        gY=Operand("y", c_ordered((16, 16), "float32", None)).permuted((1, 0)),
-        gEnds=Operand("ends", c_ordered((2,), "int64", None)),
+        gX=Operand("x", c_ordered((16, 16), "float32", ordinal)),
+        gY=Operand("y", c_ordered((16, 16), "float32", ordinal)).permuted((1, 0)),
+        gEnds=Operand("ends", c_ordered((2,), "int64", ordinal)),
         factor=2.0,
     )
     bound.index({"ends": 0, "y": 1, "x": 2})
     bound.run(0, [a.ctypes.data for a in (ends, y, x)])
     np.testing.assert_array_equal(y.T, 2 * x + 7)
+    assert not gpu.launches
 
 
 def test_a_kernel_is_loaded_once_for_arrays_of_any_extent(gpu):
