@@ -25,7 +25,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cuda.bindings import driver
 
@@ -127,11 +127,21 @@ class Frames:
         self.free: list[Frame] = []
 
 
+class Contents(NamedTuple):
+    """What a launch's parameter block holds besides addresses. block: the kernel's arguments, in slots of 8 bytes. plain: (slot,
+    whose address goes there) of arrays. maps: (which of the frame's maps, whose address, encoding) of tensors."""
+
+    grid: tuple[int, int, int]
+    block: bytes
+    plain: Sequence[tuple[int, int]]
+    maps: Sequence[tuple[int, int, tma.Encoding]]
+
+
 class Frame:
     """The parameter block of a launch that is about to be made: tensor maps, 8-byte slots, and the addresses through which the
     driver copies both. It belongs to one thread at a time; the driver has copied it when a launch returns.
 
-    holds: the contents of a Bound. room, rooms: views of its slots, and of its maps."""
+    holds: the Contents, known by their identity. room, rooms: views of its slots, and of its maps."""
 
     __slots__ = ("addresses", "config", "first", "holds", "maps", "memory", "pointers", "room", "rooms", "stream")
 
@@ -153,7 +163,7 @@ class Frame:
         self.maps = [driver.CUtensorMap(_ptr=place) for place in places]
         self.config, self.holds, self.stream, self.addresses = config, None, -1, None
 
-    def write(self, contents, stream: int, addresses) -> None:
+    def write(self, contents: Contents, stream: int, addresses) -> None:
         """Say what is launched, where it goes, and where its arrays lie. Some context must be current. After an error the frame
         must not be used."""
         grid, block, plain, maps = contents
@@ -180,19 +190,16 @@ class Bound:
     must point to an array of the form that was bound, and a tensor's be a multiple of 16. Numbers stay as they were bound.
     Any number of threads may call it at once: each takes a frame that nobody uses, or makes one.
 
-    contents: what a frame holds of it besides addresses. They are the grid; the kernel's arguments, in slots of 8 bytes; (slot,
-    whose address goes there) of arrays; (which of the frame's maps, whose address, encoding) of tensors. Frames know them by
-    their identity."""
+    frames: the kernel's."""
 
-    __slots__ = ("code", "contents", "extents", "frames", "nbytes", "title")
+    __slots__ = ("cluster", "code", "contents", "frames", "nbytes", "threads", "title")
 
-    def __init__(self, code: Loaded, title: str, extents, nbytes: int, block: bytes, plain, maps, frames: Frames):
-        self.code, self.title, self.extents, self.nbytes, self.frames = code, title, extents, nbytes, frames
-        self.contents = extents[0], block, plain, maps
+    def __init__(self, code: Loaded, title: str, threads, cluster, nbytes: int, contents: Contents, frames: Frames):
+        self.code, self.title, self.threads, self.cluster, self.nbytes = code, title, threads, cluster, nbytes
+        self.contents, self.frames = contents, frames
 
     def __call__(self, stream: int, *addresses: int) -> None:
-        _, _, plain, maps = self.contents
-        count = len(plain) + len(maps)
+        count = len(self.contents.plain) + len(self.contents.maps)
         if len(addresses) != count:
             raise TypeError(f"{self} takes {count} addresses, got {len(addresses)}")
         self.run(stream, addresses)
@@ -233,22 +240,20 @@ class Bound:
             raise RuntimeError(f"{self} on {self.code.target}: {error}") from None
 
     def configuration(self):
-        """The driver's launch configuration, on no stream yet."""
-        grid, block, cluster = self.extents
+        """The driver's launch configuration, of no grid and on no stream yet."""
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads
         config.sharedMemBytes = self.nbytes
-        if cluster:
+        if self.cluster:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             dimension = attribute.value.clusterDim
-            dimension.x, dimension.y, dimension.z = cluster
+            dimension.x, dimension.y, dimension.z = self.cluster
             config.attrs, config.numAttrs = [attribute], 1
         return config
 
     def __str__(self):
-        return f"launch({self.title}, {self.extents[0]}, {self.extents[1]})"
+        return f"launch({self.title}, {self.contents.grid}, {self.threads})"
 
 
 TILES = "tiles"  # what a parameter that is cut into tiles holds
@@ -312,7 +317,8 @@ class Kernel:
             self._check_numbers(arguments.values())
             raise
         code = self.codes.get(others) or self._load(others)
-        return Bound(code, self.title, (grid, (self.threads, 1, 1), None), self.nbytes, block, plain, maps, self.frames)
+        contents = Contents(grid, block, plain, maps)
+        return Bound(code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames)
 
     def _check_numbers(self, values):
         """TypeError, OverflowError that name the parameter: a number that is missing, or does not fit."""
@@ -412,8 +418,8 @@ class Launch:
                 plain.append((len(slots) + p.place, arrays))
             arrays += p.array is not None
             slots.extend(p.slots)
-        block, extents = struct.pack(f"<{len(slots)}Q", *slots), (self.grid, self.block, self.cluster)
-        return Bound(code, self.title, extents, nbytes, block, plain, maps, Frames(len(slots), places))
+        contents = Contents(self.grid, struct.pack(f"<{len(slots)}Q", *slots), plain, maps)
+        return Bound(code, self.title, self.block, self.cluster, nbytes, contents, Frames(len(slots), places))
 
     def __call__(self, *args) -> None:
         parameters = self.parameters(args)

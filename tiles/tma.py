@@ -140,4 +140,6 @@ def encoded(form: Encoding) -> bytes:
 def move(tensor_map, pointer: int):
     """Let a driver's CUtensorMap speak of an array of the same form at another address. Some context must be current."""
     check_address(pointer)
-    check(driver.cuTensorMapReplaceAddress(tensor_map, pointer))
+    (status,) = driver.cuTensorMapReplaceAddress(tensor_map, pointer)
+    if status:
+        check((status,))
