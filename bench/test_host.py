@@ -1,4 +1,4 @@
-"""What a call costs on the host: p50 over thousands of calls of small problems, the first call of a process, and the imports before.
+"""What a call costs on the host, p50 over thousands of calls of small problems; the first call of a process; the imports.
 
 `pytest bench/test_host.py --benchmark-json=host.json`
 """
@@ -56,10 +56,6 @@ def _calls():
         "SDPA under torch.compile": (torch.compile(F.scaled_dot_product_attention, fullgraph=True), lambda n: turned),
         "forward, new addresses": (attention.forward, lambda n: (moving[n], moving[n - 1], moving[n - 2])),
         "forward, new length": (attention.forward, lambda n: (*one, keys[n], values[n])),
-        "SDPA, new length": (
-            functools.partial(F.scaled_dot_product_attention, enable_gqa=True),
-            lambda n: tuple(x.transpose(1, 2) for x in (*one, keys[n], values[n])),
-        ),
         "linear, new length": (attention.linear, lambda n: tuple(x[n] for x in tokens)),
         "linear with decay, new length": (
             lambda *x: attention.linear(*x[:3], decay=x[3]),
@@ -70,7 +66,7 @@ def _calls():
 
 NAMES = (
     "forward, out=", "forward", "torch SDPA", "forward under torch.compile", "SDPA under torch.compile",
-    "forward, new addresses", "forward, new length", "SDPA, new length", "linear, new length", "linear with decay, new length",
+    "forward, new addresses", "forward, new length", "linear, new length", "linear with decay, new length",
 )  # fmt: skip
 
 
