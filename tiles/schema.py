@@ -204,6 +204,7 @@ class Schema:
                 where = f"{name}.device={its_device}, {first}.device={device}"
                 raise ValueError(f"{name}: must lie where {first} does (None: host memory): {where}")
             for axis, extent in zip(axes, shape):
+                title = TITLES.get(axis, axis)
                 if axis == "N":  # as many as there are ends, or batches
                     axis, extent = ("E", extent + 1) if "E" in extents else ("B", extent)
                 if axis not in extents:
@@ -211,7 +212,7 @@ class Schema:
                 elif extents[axis] != extent:
                     other = holder[axis]
                     shapes = f"{name}.shape={shape}, {other}.shape={forms[other].shape}"
-                    raise ValueError(f"{name}: {TITLES.get(axis, axis)} must equal {other}'s: {shapes}")
+                    raise ValueError(f"{name}: {title} must equal {other}'s: {shapes}")
             if is_tile and strides[-1] != itemsize and shape[-1] > 1 and form.extent:
                 _refuse_strides(name, form, "last axis must be contiguous")
             if not is_tile and min(strides, default=0) < 0 and min(form.steps, default=0) < 0:
