@@ -144,7 +144,7 @@ def row(name, module, config, arch) -> dict:
         "spill_bytes": compiled.spill_bytes,
         "local_bytes": compiled.local_bytes,
         "shared_bytes": smem.nbytes if smem else 0,
-        "lines": sum(map(lines, (module.make.__wrapped__, *SHARES.get(module, (tiling.walk,))))),
+        "lines": sum(map(lines, (module.make.__wrapped__, *SHARES.get(module, (tiling.Full, tiling.Causal))))),
         "warnings": compiled.warnings,
         "instructions": dict(instructions(compiled.cubin)),
     }

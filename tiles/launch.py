@@ -246,7 +246,7 @@ class Kernel:
     def __init__(self, kernel, threads: int, shared, ordinal: int | None):
         self.kernel, self.threads, self.shared, self.ordinal = kernel, threads, shared, ordinal
         self.title = kernel.py_func.__name__
-        self.declared = [
+        self.declared: list[tuple[str, Any, str]] = [
             (name, tma.cut(what) if isinstance(what, gl) else what, _elements(what))
             for name, what in declared(kernel.py_func).items()
         ]
