@@ -146,7 +146,7 @@ INVALID = [
     (dict(k=zeros(3, 7, 3, 16)), V, f"k: batch must equal q's: k.shape=(3, 7, 3, 16), {SHAPES}"),
     (dict(v=zeros(2, 8, 3, 16)), V, "v: sequence must equal k's: v.shape=(2, 8, 3, 16), k.shape=(2, 7, 3, 16)"),
     (dict(v=zeros(2, 7, 2, 16)), V, "v: heads must equal k's: v.shape=(2, 7, 2, 16), k.shape=(2, 7, 3, 16)"),
-    (dict(k=zeros(2, 7, 0, 16), v=zeros(2, 7, 0, 16)), V, f"k: must have at least one head: k.shape=(2, 7, 0, 16)"),
+    (dict(k=zeros(2, 7, 0, 16), v=zeros(2, 7, 0, 16)), V, "k: must have at least one head: k.shape=(2, 7, 0, 16)"),
     (dict(k=zeros(2, 7, 4, 16), v=zeros(2, 7, 4, 16)), V, f"q: heads must be a multiple of k's: heads=6, kv_heads=4: {SHAPES}"),
     (dict(layout="sbhd"), V, "layout: must be one of ('bshd', 'bhsd'): layout='sbhd'"),
     (dict(layout=["bshd"]), T, "layout: must be one of ('bshd', 'bhsd'): layout=['bshd']"),
