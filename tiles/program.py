@@ -27,7 +27,7 @@ Any number of threads may call at once: what is remembered does not change, and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -58,10 +58,6 @@ class Fill:
 
     def __init__(self, operand: Operand, value: float):
         self.operand, self.value = operand, value
-
-    def index(self, order: Mapping[Any, int]) -> None:
-        """Find the array's address in a sequence that has them in this order."""
-        self.place = order[self.operand.source]
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """At this stream and these addresses."""

@@ -121,6 +121,15 @@ def test_arrays_lie_apart_by_the_byte(data):
             assert rows(0, (x, y, out), ()) is out
 
 
+@pytest.mark.parametrize("start", [16, 17, 31, 33, 47, 48])
+def test_one_element_is_enough(start):
+    """On either side of an array of 16 elements that begins with the 32nd."""
+    flat = np.zeros(64, np.float16)
+    x, out = (flat[at : at + 16].reshape(4, 4) for at in (32, start))
+    with pytest.raises(ValueError, match="overlap") if 16 < start < 48 else contextlib.nullcontext():
+        rows(0, (x, np.zeros_like(x), out), ())
+
+
 def test_arrays_are_made_like_the_first_and_given_back(scaled):
     x, y, _ = arrays(4, 8)
     out, sums = scaled(0, (x, y.T.copy().T, None, None), (2.0, True))
@@ -155,8 +164,7 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework):
     @program(SCALED)
     def function(problem):
         partial = problem.scratch(0, (3, 5), "float32")
-        steps = [Noted(problem["x"], partial), Alive(problem["out"], partial)]
-        return Plan(steps, ("out",), [((3, 5), "float32")])
+        return Plan([Noted(problem["x"], partial), Alive(problem["out"], partial)], ("out",), [((3, 5), "float32")])
 
     x, y, _ = arrays(4, 8)
     if framework == "torch":
@@ -450,7 +458,7 @@ def test_threads(monkeypatch):
 
     class Local(Noted):
         def __init__(self, problem, kind):
-            super().__init__(problem["x"], problem["y"], problem["out"])
+            super().__init__(*map(problem.__getitem__, ("x", "y", "out")))
             self.kind = kind
 
         def run(self, stream, addresses):
