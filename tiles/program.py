@@ -32,7 +32,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from .arrays import Operand, ascending, fill
-from .frameworks import Kind, Torch, describe, kind_of, stream_handle
+from .frameworks import PAST, Kind, Torch, describe, kind_of, stream_handle
 from .schema import Schema
 
 ENTRIES = 4096  # forms of calls that are remembered, of all programs together: some 10 KB each
@@ -203,13 +203,13 @@ def _reads_tensors(names: tuple[str, ...]) -> Callable:
     """`Program._read` of torch's tensors: one expression over all of them, as a loop would take half as long again.
 
     A tensor that requires grad while grad mode is on has a form of its own, which `describe` refuses. The device is read as
-    a number, which compares faster. Host tensors have -1, and so have those without memory that a kernel could read; these
-    were never planned, and are at no address that was."""
+    a number, which compares faster. Host tensors have -1, and so have those without memory, such as meta tensors: as these are
+    at address 0 they have a form of their own, too."""
     one = (
         "None if {0} is None else ({0}.shape, {0}.stride(), {0}.dtype, {0}.get_device(), "
-        "{0}.requires_grad and grads(), (at_{0} := {0}.data_ptr()) & 15)"
+        "{0}.requires_grad and grads(), at_{0} & PAST if (at_{0} := {0}.data_ptr()) else None)"
     )
     forms = ", ".join(one.format(name) for name in names)
     addresses = ", ".join(f"0 if {name} is None else at_{name}" for name in names)
     grads = sys.modules["torch"].is_grad_enabled
-    return eval(f"lambda {', '.join(names)}: (({forms},), ({addresses},), None)", {"grads": grads})
+    return eval(f"lambda {', '.join(names)}: (({forms},), ({addresses},), None)", {"grads": grads, "PAST": PAST})
