@@ -232,7 +232,7 @@ class Jax(DLPack):
 
 
 class JaxBuffer(DLPack):
-    """What jax.experimental.buffer_callback calls with: memory of XLA's. Its dtype is JAX's, and it is ready on XLA's stream."""
+    """What jax.experimental.buffer_callback calls its function with: memory of XLA's, ready on XLA's stream."""
 
 
 _KINDS = {

@@ -59,7 +59,7 @@ def _buffer_callback() -> Any:
     except ImportError:
         version = sys.modules["jax"].__version__
         raise NotImplementedError(
-            f"jax.jit: needs jax.experimental.buffer_callback, which jax {version} has not; call outside of jax.jit, or update jax"
+            f"jax.jit: needs jax.experimental.buffer_callback, which jax {version} has not; update jax, or call outside of jit"
         ) from None
     return buffer_callback
 
@@ -71,8 +71,8 @@ def _without_gradient(jax: Any, names: tuple[str, ...], function: Any) -> Any:
     @traced.defjvp
     def refuse(primals, tangents):
         raise NotImplementedError(
-            f"{names[0]}: the backward pass is not there yet: jax.grad and jax.jvp need jax.lax.stop_gradient around the arrays "
-            f"({', '.join(names)})"
+            f"{names[0]}: the backward pass is not there yet; under jax.grad and jax.jvp put jax.lax.stop_gradient around the "
+            f"arrays: {', '.join(names)}"
         )
 
     return traced

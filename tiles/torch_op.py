@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from .program import Program
 
 NAMESPACE = "tiles"
-TYPES = {bool: "bool", int: "int", float: "float", str: "str"}  # of options, in torch's signatures
+# of options, in torch's signatures
+TYPES: dict[Any, str] = {bool: "bool", int: "int", float: "float", str: "str"}
 TYPES |= {kind | None: f"{name}?" for kind, name in TYPES.items()}
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # as torch writes them in a device, and in a dispatch key
 _LOCK = threading.Lock()
@@ -89,11 +90,9 @@ def serves(arrays: tuple, program: Program) -> bool:
     if torch is None:
         return False
     plain = torch._C._disabled_torch_dispatch_impl
-    for x, row in zip(arrays, program.schema.arguments.values()):
-        if isinstance(x, torch.Tensor):
-            if x.is_meta or getattr(type(x), "__torch_dispatch__", plain) is not plain or _cast_to(torch, x, row) != x.dtype:
-                return True
-    return False
+    tensors = [(x, row) for x, row in zip(arrays, program.schema.arguments.values()) if isinstance(x, torch.Tensor)]
+    shapes_only = any(x.is_meta or getattr(type(x), "__torch_dispatch__", plain) is not plain for x, _ in tensors)
+    return shapes_only or any(_cast_to(torch, x, row) != x.dtype for x, row in tensors)
 
 
 def _cast_to(torch: Any, x: Any, row: Argument) -> Any:
@@ -118,7 +117,7 @@ class _Op:
         self.library = torch.library.Library(NAMESPACE, "FRAGMENT")
         self.library.define(f"{name}{self.signature()}", tags=torch.Tag.pt2_compliant_tag)
         self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
-        for device, key in DEVICES.items():
+        for key in DEVICES.values():
             self.library.impl(name, self.run, key)
             self.library.impl(name, self.autocast(getattr(torch._C.DispatchKey, f"Autocast{key}")), f"Autocast{key}")
         self.library.impl(name, self.without_gradient, "Autograd", with_keyset=True)
@@ -186,7 +185,7 @@ class _Op:
         tensors, _, layout = self.parts(args)
         count, rest, dims = info.batch_size, args[len(tensors) :], in_dims[: len(tensors)]
         for row, x, dim in zip(self.rows, tensors, dims):
-            if row.written and dim is None:
+            if row.written and dim is None and x is not None:
                 raise ValueError(f"{row.name}: is written in place, so it must be mapped over where another argument is")
         moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims)]
         folded = [self._fold(row, x, dim is not None, count, layout) for row, x, dim in zip(self.rows, moved, dims)]
