@@ -118,8 +118,6 @@ def named(scalar: types.Type) -> str:
 
 def number_slot(name: str, ty: types.Type, value) -> int:
     """A number of this type as machine code takes it. OverflowError that names the argument: it does not fit."""
-    if ty is INT and type(value) is int and -(2**31) <= value < 2**31:
-        return value & 0xFFFFFFFF
     code = _CODES[ty]
     try:
         return int.from_bytes(struct.pack("<" + code, value), "little")

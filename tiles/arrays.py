@@ -118,10 +118,10 @@ ABSENT = -1  # the source of an array that was not given: it has no elements
 
 
 class Operand(NamedTuple):
-    """An array that a launch is bound to: whose address it has (a name of a program's, or the place among the addresses that a
-    launch is given), and its form, which may be another view of it than the caller's."""
+    """An array that a launch is bound to: the place of its address among those that the launch is given, and its form, which
+    may be another view of it than the caller's."""
 
-    source: str | int
+    source: int
     form: Form
 
     def permuted(self, order) -> Operand:

@@ -23,13 +23,24 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 from cuda.bindings import driver
 
 from . import cache, digest, tma
-from .arguments import DATA, Parameter, array_slots, array_type, declared, named, number_slot, parameter, same_place, signature
+from .arguments import (
+    DATA,
+    INT,
+    Parameter,
+    array_slots,
+    array_type,
+    declared,
+    named,
+    number_slot,
+    parameter,
+    same_place,
+    signature,
+)
 from .arrays import ABSENT, Operand, c_ordered
 from .compiler import compile_kernel
 from .device import Device, check, device, uncaptured
@@ -166,11 +177,6 @@ class Bound:
             raise TypeError(f"{self} takes {self.count} addresses, got {len(addresses)}")
         self.run(stream, addresses)
 
-    def index(self, order: Mapping[str, int]) -> None:
-        """Find the operands' addresses in a sequence that has them in this order."""
-        self.plain = [(slot, order[source]) for slot, source in self.plain]
-        self.maps = [(slot, order[source], encoding) for slot, source, encoding in self.maps]
-
     def run(self, stream: int, addresses) -> None:
         """The same, addresses being a sequence in which the launch's arrays know their places."""
         try:
@@ -268,6 +274,8 @@ class Kernel:
                         others.append((place, value.form.dtype))
                     plain.append((len(slots) + DATA, value.source))
                     slots.extend(array_slots(value.form))
+            elif what is INT and type(value) is int and -(2**31) <= value < 2**31:
+                slots.append(value & 0xFFFFFFFF)
             else:
                 slots.append(number_slot(name, what, value))
         if given:

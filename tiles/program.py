@@ -44,17 +44,16 @@ ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 
 class Step(Protocol):
     """A launch of a program, or what it does instead: Bound, Interpreted, Fill."""
 
-    def index(self, order: Mapping[str, int]) -> None: ...
     def run(self, stream: int, addresses: Sequence[int]) -> None: ...
 
 
 class Plan(NamedTuple):
     """How calls of one form are done: steps, the names of what the caller gets back (one array by itself, several as a tuple),
-    and scratch memory {name: (shape, dtype)}, uninitialised and C-ordered."""
+    and scratch memory, uninitialised and C-ordered: the shape and dtype of each (see Problem.scratch)."""
 
     steps: Sequence[Step]
     give: tuple[str, ...]
-    scratch: Mapping[str, tuple[tuple[int, ...], str]] = {}
+    scratch: Sequence[tuple[tuple[int, ...], str]] = ()
 
 
 class Fill:
@@ -68,7 +67,7 @@ class Fill:
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """At this stream and these addresses."""
-        fill(addresses[self.place], self.operand.form, self.value, stream)
+        fill(addresses[self.operand.source], self.operand.form, self.value, stream)
 
 
 class Recent:
@@ -128,6 +127,7 @@ class Program:
 
     def __init__(self, schema: Schema, planner: Callable[..., Plan]):
         self.schema, self.planner, self.names = schema, planner, schema.names
+        self.needed = [(name, argument.needed) for name, argument in schema.arguments.items()]
         self.readers: dict[type, Callable] = {}
         self.op = torch_op.named(self)
         self.options = tuple(signature(planner).parameters)[1:]  # their names
@@ -180,8 +180,10 @@ class Program:
 
     def _described(self, arrays: tuple) -> list:
         """An Array for each, or None; TypeError that names one that is no array, or is missing."""
-        named = zip(self.schema.arguments.values(), arrays, strict=True)
-        return [None if x is None and not argument.needed else describe(x, argument.name) for argument, x in named]
+        return [
+            None if x is None and not needed else describe(x, name)
+            for x, (name, needed) in zip(arrays, self.needed, strict=True)
+        ]
 
     def _read(self, *arrays: Any) -> tuple:
         """(what these arrays share with others of their forms, their addresses, what must live until the call has ended)."""
@@ -200,13 +202,10 @@ class Program:
         given = {name: array.form for name, array in zip(self.names, described) if array}
         problem = self.schema.problem(given, layout)
         steps, give, scratch = self.planner(problem, *options)
-        order = {name: place for place, name in enumerate((*self.names, *scratch))}
-        for step in steps:
-            step.index(order)
-        first = described[0]
+        first, order = described[0], self.schema.places
         kind, home = first.kind, first.kind.home(first)
-        make = {name: problem.made(name) for name in give if name not in given} | scratch
-        makers = [(order[name], kind.maker(home, *what)) for name, what in make.items()]
+        makers = [(order[name], kind.maker(home, *problem.made(name))) for name in give if name not in given]
+        makers += [(place, kind.maker(home, *what)) for place, what in enumerate(scratch, len(order))]
         apart = []
         for pair in self.schema.apart(given):
             forms = tuple(given[name] for name in pair)

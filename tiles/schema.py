@@ -119,8 +119,9 @@ class Problem:
         form = self.forms.get(name)
         if form is None and self.schema.arguments[name].written:
             ((_, order),) = self.schema._rows[self.layout][name].values()
-            form = self._made(name).permuted(order) if order else self._made(name)
-        return None if form is None else Operand(name, form)
+            form = c_ordered(*self.made(name), self.device)
+            form = form.permuted(order) if order else form
+        return None if form is None else Operand(self.schema.places[name], form)
 
     def __call__(self, axes: str) -> tuple[int, ...]:
         """The extents of these axes: problem("BSH")."""
@@ -129,13 +130,12 @@ class Problem:
 
     def made(self, name: str) -> tuple[tuple[int, ...], str]:
         """The shape and dtype of a result, in the caller's axes."""
-        form = self._made(name)
-        return form.shape, form.dtype
-
-    def _made(self, name):
         ((axes, _),) = self.schema._rows[self.layout][name].values()
-        holds = self.schema.arguments[name].holds
-        return c_ordered(self(axes), self.dtype if holds == "tile" else HOLDS[holds][0], self.device)
+        return self(axes), self.dtype if name in self.schema.tiles else self.schema.arguments[name].dtypes[0]
+
+    def scratch(self, number: int, shape: tuple[int, ...], dtype: str) -> Operand:
+        """Memory between launches, the `number`-th of a plan's."""
+        return Operand(len(self.schema.places) + number, c_ordered(shape, dtype, self.device))
 
     def axes(self, name: str) -> str:
         """Which of its axes an argument came with, in canonical order."""
@@ -156,15 +156,17 @@ class Problem:
         """The bytes, 16 at most, that addresses and strides of these arrays are multiples of; by default of all its tiles."""
         bits = ALIGNMENT
         for name, form in self.forms.items():
-            if name in names if names else self.schema.arguments[name].holds == "tile":
+            if name in (names or self.schema.tiles):
                 bits |= form.bits
         return bits & -bits
 
     @property
     def by_tma(self) -> bool:
         """Can TMA address all tiles?"""
-        tiles = [form for name, form in self.forms.items() if self.schema.arguments[name].holds == "tile"]
-        return self.bytes_at_once() == ALIGNMENT and all(0 <= step < STRIDE_END for form in tiles for step in form.strides)
+        for name, form in self.forms.items():
+            if name in self.schema.tiles and (min(form.strides) < 0 or max(form.strides) >= STRIDE_END):
+                return False
+        return self.bytes_at_once() == ALIGNMENT
 
 
 class Schema:
@@ -176,6 +178,8 @@ class Schema:
         rows = [Argument(*_row(line.split())) for line in table.strip().splitlines()]
         self.arguments = {row.name: row for row in rows}
         self.names = tuple(self.arguments)
+        self.tiles = frozenset(row.name for row in rows if row.holds == "tile")
+        self.places = {name: place for place, name in enumerate(self.names)}  # of their addresses
         self._rows = {layout: {row.name: row.orders(layout) for row in rows} for layout in LAYOUTS}
 
     def problem(self, forms: Mapping[str, Form], layout: str = "bshd") -> Problem:
@@ -194,7 +198,7 @@ class Schema:
             if row is None:
                 _refuse_axes(argument, layout, shape)
             axes, order = row
-            is_tile = argument.holds == "tile"
+            is_tile = name in self.tiles
             if its_dtype not in HOLDS[argument.holds] or (is_tile and its_dtype != dtype):
                 _refuse_dtype(argument, form, first, dtype)
             if its_device != device:

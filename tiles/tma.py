@@ -23,6 +23,7 @@ from .ptx import tma_axes
 from .types import gl
 
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
+MAPS, SOMEWHERE = 512, 2**20  # maps that are remembered; an address that an encoded map begins with, of nobody
 STRIDE_END, EXTENT_END, BOX_END = 2**40, 2**32, 256
 
 
@@ -121,11 +122,19 @@ def encode(form: Encoding, pointer: int):
     return check(driver.cuTensorMapEncodeTiled(*before, pointer, extents, strides or [u64(ALIGNMENT)], *after))
 
 
+@functools.lru_cache(MAPS)
+def _encoded(form: Encoding) -> bytes:
+    """A map of some array of this form. Often several have it: a call's keys and values, queries of one call and the next."""
+    return ctypes.string_at(encode(form, SOMEWHERE).getPtr(), MAP_BYTES)
+
+
 def write(form: Encoding, pointer: int, place: int):
     """Put the map of an array at this address to `place`, an address of MAP_BYTES bytes, a multiple of MAP_ALIGNMENT; returns
     the driver's object that lies there, for `move`. Some context must be current."""
-    ctypes.memmove(place, encode(form, pointer).getPtr(), MAP_BYTES)
-    return driver.CUtensorMap(_ptr=place)
+    ctypes.memmove(place, _encoded(form), MAP_BYTES)
+    tensor_map = driver.CUtensorMap(_ptr=place)
+    move(tensor_map, pointer)
+    return tensor_map
 
 
 def move(tensor_map, pointer: int):

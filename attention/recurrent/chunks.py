@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Mapping
 
-from tiles.arrays import Operand, c_ordered
+from tiles.arrays import Operand
 from tiles.device import processors
 from tiles.launch import kernel_for
 from tiles.program import Step
@@ -24,7 +24,7 @@ FACTORS = 2**-6, 1  # scales that scores in fp16 may be multiplied with: neither
 SWAPPED = 0, 1, 3, 2  # the axes of a state that kernels have transposed
 
 Arrays = dict[str, Operand | None]  # a kernel's, by the names of its parameters
-Scratch = dict[str, tuple[tuple[int, ...], str]]
+Scratch = list[tuple[tuple[int, ...], str]]
 
 
 @functools.lru_cache(1024)
@@ -70,12 +70,12 @@ def by_token(
     )
     main = config(width)
     parts = _parts(problem, main, width) if parts is None else parts
-    scratch: Scratch = {}
+    scratch: Scratch = []
     steps: list[Step] = []
 
-    def scratched(name: str, *shape: int) -> Operand:
-        scratch[name] = shape, "float32"
-        return Operand(name, c_ordered(shape, "float32", problem.device))
+    def scratched(*shape: int) -> Operand:
+        scratch.append((shape, "float32"))
+        return problem.scratch(len(scratch) - 1, *scratch[-1])
 
     def launch(config, width: int, segments: int, walked: int, given: Arrays) -> Step:
         blocks = group * width // config.consumers
@@ -95,12 +95,12 @@ def by_token(
     if parts > 1:
         pairs = sequences, heads, parts - 1
         arrays |= {
-            "gLocal": scratched("local", *pairs, columns, problem.extents["K"]),
-            "gTotal": scratched("total", *pairs, 1),
+            "gLocal": scratched(*pairs, columns, problem.extents["K"]),
+            "gTotal": scratched(*pairs, 1),
         }
         steps.append(launch(config(width, states=True), width, parts, parts - 1, arrays | {"gStart": None, "gO": None}))
     if normalizer is not None:
-        divisor = scratched("divisor", batch, length, heads)
+        divisor = scratched(batch, length, heads)
         start, end = normalizer["gStart"], normalizer["gState"]
         rows = {"gO": divisor, "gStart": start and start.spread(2, chunk_hopper.COLUMNS), "gState": end and end.spread(2, 1)}
         steps.append(launch(config(1, ones=True), 1, 1, 1, arrays | rows))
