@@ -106,11 +106,12 @@ def cloned(tree):
 
 
 def leaves(tree):
-    return torch.utils._pytree.tree_leaves(tree)
+    """Its tensors."""
+    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def assert_same(got, wanted):
-    """The same numbers, shapes, dtypes and strides. (Decays of heads are computed by torch where it traces: a rounding more.)"""
+    """The same numbers, shapes, dtypes and strides. (Where torch traces, it computes decays of heads: a rounding more.)"""
     got, wanted = leaves(got), leaves(wanted)
     assert len(got) == len(wanted) > 0
     for x, y in zip(got, wanted):
@@ -194,10 +195,12 @@ def test_lengths_are_symbols(name):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(CALLS[name][0], fullgraph=True, backend=counter, dynamic=True)
+    counts = []
     for tokens in 16, 24, 40:
         function, args, options = prepared(name, tokens=tokens)
         assert_same(compiled(*args, **options), function(*args, **options))
-    assert counter.frame_count == 1
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1  # Dynamo may start anew once, where a float is an argument
 
 
 def test_a_length_that_is_said_to_be_dynamic():
@@ -311,14 +314,9 @@ def autocast(device="cpu", dtype=torch.bfloat16):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_autocast(name, compiled):
     """Tiles of float32 become what autocast says; gates and states are float32 as before."""
-    function, args, options = prepared(name, dtype=torch.float32)
-    low, mine = ({}, (args, options)), (args, options)
-    rows = {"linear_step": (0,)}.get(name, ())
-    tile = lambda n, x: (
-        x.bfloat16() if isinstance(x, torch.Tensor) and x.dim() >= 3 and x.shape[-1] == HEAD and n not in rows else x
-    )
-    low = tuple(tile(n, x.clone()) for n, x in enumerate(args)), {n: tile(n, x) if n == "z" else x for n, x in options.items()}
-    wanted = function(*low[0], **low[1])
+    seeded = lambda dtype: (torch.manual_seed(0), prepared(name, dtype=dtype))[1]
+    (_, low, low_options), (function, args, options) = seeded(torch.bfloat16), seeded(torch.float32)
+    wanted = function(*low, **low_options)
     torch._dynamo.reset()
     with pytest.raises(TypeError, match="dtype must be one of"):
         function(*args, **options)
