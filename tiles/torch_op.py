@@ -7,8 +7,8 @@ vmapped axis is folded into, what autocast casts. Results that the options ask f
 Schema has several; what is `updated` is written in place and said to be. There is no gradient: a tensor that requires grad is
 refused, not detached.
 
-A call on plain tensors passes all of this by (`traced` costs it 0.4 us). An op is registered when the first call needs it, or
-by `register`; torch is never imported here.
+A call on plain tensors passes all of this by (`traced` costs it 0.4 us). An op is registered when the first call needs it, and
+torch is never imported here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from .frameworks import no_backward
@@ -38,12 +39,14 @@ def traced(x: Any) -> bool:
     """Does torch trace or transform the calls that it sees now, x being one of its tensors? That is torch.compile and
     torch.export, a mode that watches ops (fake tensors, a counter of FLOPs), vmap and its siblings."""
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(x, torch.Tensor):
-        return False
     return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        torch is not None
+        and (
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        )
+        and isinstance(x, torch.Tensor)  # the dearest question, and the last
     )
 
 
@@ -112,7 +115,10 @@ class _Op:
         self.program, self.schema, name = program, program.schema, program.schema.name
         self.rows = [row for row in self.schema.arguments.values() if not row.result]
         self.several = sum(row.result for row in self.schema.arguments.values()) > 1
-        if self.several and any(row.written for row in self.rows):
+        self.updated = [place for place, row in enumerate(self.rows) if row.written]
+        places = {row.name: place for place, row in enumerate(self.rows)}
+        self.arrays = itemgetter(*[places.get(name, -1) for name in self.schema.names])  # of the op's arguments and None
+        if self.several and self.updated:
             raise TypeError(f"{name}: torch makes no functional op of one that writes in place and gives several results")
         self.library = torch.library.Library(NAMESPACE, "FRAGMENT")
         self.library.define(f"{name}{self.signature()}", tags=torch.Tag.pt2_compliant_tag)
@@ -141,10 +147,7 @@ class _Op:
 
     def run(self, *args: Any) -> Any:
         """On tensors in memory."""
-        tensors, options, layout = self.parts(args)
-        given = dict(zip([row.name for row in self.rows], tensors))
-        arrays = tuple([given.get(name) for name in self.schema.names])
-        made = self.program.run(None, arrays, tuple(options.values()), layout)
+        made = self.program.run(None, self.arrays((*args, None)), args[len(self.rows) : -1], args[-1])
         return (list(made) if isinstance(made, tuple) else [made]) if self.several else made
 
     def fake(self, *args: Any) -> Any:
@@ -159,11 +162,13 @@ class _Op:
 
     def without_gradient(self, keys: Any, *args: Any) -> Any:
         """Where autograd would write down what is done."""
-        torch, (tensors, _, _) = self.torch, self.parts(args)
-        for row, x in zip(self.rows, tensors):
-            if x is not None and x.requires_grad and torch.is_grad_enabled():
-                raise NotImplementedError(no_backward(row.name))
-        torch.autograd.graph.increment_version([x for row, x in zip(self.rows, tensors) if row.written])
+        torch = self.torch
+        if torch.is_grad_enabled():
+            for row, x in zip(self.rows, args):
+                if x is not None and x.requires_grad:
+                    raise NotImplementedError(no_backward(row.name))
+        if self.updated:
+            torch.autograd.graph.increment_version([args[place] for place in self.updated])
         with torch._C._AutoDispatchBelowAutograd():
             return self.op.redispatch(keys & torch._C._after_autograd_keyset, *args)
 

@@ -111,7 +111,7 @@ def leaves(tree):
 
 
 def assert_same(got, wanted):
-    """The same numbers, shapes, dtypes and strides. (Where torch traces, it computes decays of heads: a rounding more.)"""
+    """The same numbers, shapes, dtypes and strides. (Decays of heads that torch computes differ by a rounding.)"""
     got, wanted = leaves(got), leaves(wanted)
     assert len(got) == len(wanted) > 0
     for x, y in zip(got, wanted):
@@ -179,10 +179,12 @@ def test_of_tensors_without_memory_only_shapes_are_asked():
 
 
 def test_an_op_is_called_by_its_name():
+    attention.register_torch_ops()
+    attention.register_torch_ops()  # they are there once
+    names = ["based", "delta_rule", "forward", "hedgehog", "linear", "linear_step", "mamba2"]
+    assert all(hasattr(torch.ops.tiles, name) for name in names)
     q, k, v = Inputs().qkv()
     out, lse = attention.forward(q, k, v, causal=True, return_lse=True)
-    with Recording():
-        attention.forward(q, k, v)
     assert_same(torch.ops.tiles.forward(q, k, v, True, None, True, None, "bshd"), [out, lse])
 
 
@@ -365,7 +367,7 @@ def test_vmap_in_vmap():
 @pytest.mark.parametrize("name", ["linear, state", "mamba2", "hedgehog", "delta_rule", "linear, sequences", "linear, sums"])
 @pytest.mark.parametrize("rates", [False, True])
 def test_vmap_of_the_others(name, rates):
-    """All arguments are mapped over, or but those without a batch (rates of heads, maps, ends): shared, or one call for each."""
+    """All arguments are mapped over; or all but rates of heads, maps and ends, which have no batch and ask for a call each."""
     function, args, options = prepared(name)
     flat, spec = torch.utils._pytree.tree_flatten((args, options))
     tensor = lambda x: isinstance(x, torch.Tensor)
