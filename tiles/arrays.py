@@ -43,6 +43,11 @@ class Form(NamedTuple):
         return sum([(n - 1) * abs(stride) for n, stride in zip(self.shape, self.strides)], self.itemsize)
 
     @property
+    def steps(self) -> list[int]:
+        """The strides of axes along which a step can be taken."""
+        return [stride for n, stride in zip(self.shape, self.strides) if n > 1]
+
+    @property
     def bits(self) -> int:
         """All bits that the address or a stride has that is used, but for that of the last axis: the lowest one that is set
         says how many bytes can be moved at a time."""

@@ -1,8 +1,8 @@
 """Functions that are called often: what decides a call is looked up, and only launches are left.
 
     SCALED = Schema("scaled", '''
-        x    MN  float32
-        out  MN  float32  made
+        x    SD  float32
+        out  SD  float32  made
     ''')
 
     @program(SCALED)

@@ -31,6 +31,7 @@ Its role:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -164,8 +165,10 @@ class Problem:
     def by_tma(self) -> bool:
         """Can TMA address all tiles?"""
         for name, form in self.forms.items():
-            if name in self.schema.tiles and (min(form.strides) < 0 or max(form.strides) >= STRIDE_END):
-                return False
+            if name in self.schema.tiles:
+                for extent, stride in zip(form.shape, form.strides):
+                    if extent > 1 and not 0 <= stride < STRIDE_END:
+                        return False
         return self.bytes_at_once() == ALIGNMENT
 
 
@@ -193,7 +196,7 @@ class Schema:
         holder: dict[str, str] = {}  # which argument said an axis's extent
         canonical = {}
         for name, form in forms.items():
-            argument, (shape, strides, its_dtype, its_device, itemsize, _, readonly) = self.arguments[name], form
+            argument, (shape, strides, its_dtype, its_device, itemsize, past, readonly) = self.arguments[name], form
             row = rows[name].get(len(shape))
             if row is None:
                 _refuse_axes(argument, layout, shape)
@@ -205,19 +208,21 @@ class Schema:
                 where = f"{name}.device={its_device}, {first}.device={device}"
                 raise ValueError(f"{name}: must lie where {first} does (None: host memory): {where}")
             for axis, extent in zip(axes, shape):
-                if axis == "N" and axis not in extents:  # as many as there are ends, or batches
+                if axis == "N":  # as many as there are ends, or batches
                     axis, extent = ("E", extent + 1) if "E" in extents else ("B", extent)
                 if axis not in extents:
                     extents[axis], holder[axis] = extent, name
                 elif extents[axis] != extent:
                     other = holder[axis]
                     shapes = f"{name}.shape={shape}, {other}.shape={forms[other].shape}"
-                    raise ValueError(f"{name}: {TITLES[axis]} must equal {other}'s: {shapes}")
-            if is_tile:
-                if strides[-1] != itemsize and shape[-1] > 1 and form.extent:
-                    _refuse_strides(name, form, "last axis must be contiguous")
-            elif min(strides, default=0) < 0:
+                    raise ValueError(f"{name}: {TITLES.get(axis, axis)} must equal {other}'s: {shapes}")
+            if is_tile and strides[-1] != itemsize and shape[-1] > 1 and form.extent:
+                _refuse_strides(name, form, "last axis must be contiguous")
+            if not is_tile and min(strides, default=0) < 0 and min(form.steps, default=0) < 0:
                 _refuse_strides(name, form, "strides must not be negative")
+            if (form.bits | (strides[-1] if shape[-1:] > (1,) else 0)) % itemsize and form.extent:
+                where = f"address and strides must be multiples of its elements' {itemsize} bytes"
+                _refuse_strides(name, form, f"{where}: address {past} past a multiple of {ALIGNMENT}")
             if argument.written and readonly:
                 raise ValueError(f"{name}: must be writable, and this array is read-only")
             if argument.written and overlaps_itself(form):
@@ -225,10 +230,7 @@ class Schema:
             canonical[name] = form.permuted(order) if order else form
         if "E" in extents:
             self._check_ends(extents, forms, holder)
-            extents["N"] = extents["E"] - 1
-        elif "B" in extents:
-            extents["N"] = extents["B"]
-        return Problem(self, canonical, self.extents | extents, layout)
+        return Problem(self, canonical, self.extents | _counted(extents), layout)
 
     def results(self, options: Mapping[str, Any]) -> list[str]:
         """The names of what is given back by a call with these options."""
@@ -244,10 +246,7 @@ class Schema:
             if len(shape) not in rows[name]:
                 _refuse_axes(self.arguments[name], layout, shape)
             extents |= zip(rows[name][len(shape)][0], shape)
-        if "E" in extents:
-            extents["N"] = extents["E"] - 1
-        elif "B" in extents:
-            extents["N"] = extents["B"]
+        _counted(extents)
         made = {name: axes for name, row in self.arguments.items() if row.result for axes, _ in rows[name].values()}
         return {name: [extents[axis] for axis in axes] for name, axes in made.items()}
 
@@ -260,19 +259,29 @@ class Schema:
             raise ValueError(f"cu_seqlens: batch must be 1, all sequences one behind the other: {shapes}")
 
     def apart(self, forms: Mapping[str, Form]) -> list[tuple[str, str]]:
-        """The pairs of given arrays that must not share memory: what is written, and each other one."""
-        written = [name for name in forms if self.arguments[name].written]
-        return [(name, other) for name in written for other in forms if other != name and (other, name) not in written]
+        """The pairs of given arrays that must not share memory: one that is written, and any other."""
+        pairs = itertools.combinations(forms, 2)
+        turned = [pair if self.arguments[pair[0]].written else pair[::-1] for pair in pairs]
+        return [pair for pair in turned if self.arguments[pair[0]].written]
 
     def check_apart(self, name: str, other: str, pointers: tuple[int, int], forms: tuple[Form, Form]) -> None:
         """ValueError if two such arrays, which have these addresses and forms, share memory."""
         (at, behind), (mine, its) = pointers, forms
-        itself = self.arguments[name].role == "in_place" and other == self.names[0]
-        if itself and at == behind and mine.strides == its.strides:
+        itself = self.arguments[name].role == "in_place" and other == self.names[0] and at == behind
+        if itself and all(s == t for n, s, t in zip(mine.shape, mine.strides, its.strides) if n > 1):
             return
         if overlap(mine, its, behind - at):
             shapes = f"{name}.shape={mine.shape}, {other}.shape={its.shape}"
             raise ValueError(f"{name}: must not overlap {other}: {name} at {at:#x}, {other} at {behind:#x}, {shapes}")
+
+
+def _counted(extents: dict[str, Any]) -> dict[str, Any]:
+    """With the number of sequences: one fewer than ends, or as many as batches."""
+    if "E" in extents:
+        extents["N"] = extents["E"] - 1
+    elif "B" in extents:
+        extents["N"] = extents["B"]
+    return extents
 
 
 def _row(words: list[str]) -> tuple[str, tuple[str, ...], str, str, tuple[str, ...]]:

@@ -78,6 +78,8 @@ def encoding(how: Cut, form: Form) -> Encoding:
         raise ValueError(
             f"axis {inner}, along which a tile's columns run, must be contiguous, got strides {steps} bytes of shape {shape}"
         )
+    if form.past:
+        raise ValueError(f"the address must be a multiple of {ALIGNMENT} bytes, and is {form.past} past one")
     row = shape[inner] * size
     unused = -(-row // ALIGNMENT) * ALIGNMENT  # legal, for axes that no step is taken along
     strides = tuple([steps[axis] if shape[axis] > 1 else unused for axis in outer])
@@ -125,7 +127,8 @@ def encode(form: Encoding, pointer: int):
 @functools.lru_cache(MAPS)
 def _encoded(form: Encoding) -> bytes:
     """A map of some array of this form. Often several have it: a call's keys and values, queries of one call and the next."""
-    return ctypes.string_at(encode(form, SOMEWHERE).getPtr(), MAP_BYTES)
+    made = encode(form, SOMEWHERE)  # which owns what getPtr points to, and must outlive the copy
+    return ctypes.string_at(made.getPtr(), MAP_BYTES)
 
 
 def write(form: Encoding, pointer: int, place: int):

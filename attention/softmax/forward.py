@@ -12,6 +12,7 @@ from tiles.schema import Problem, Schema
 from ..families import choose
 from ..options import SCALES, flag, number
 from . import ampere, hopper
+from .online import SLACK
 from .tiling import band_of
 
 FORWARD = Schema(
@@ -101,7 +102,7 @@ def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bo
         band=band_of(grid, at_once, nbytes, cache(problem.device)),
         group=group,
         scale=scale * LOG2_E,
-        slack=hopper.SLACK / (scale * LOG2_E),
+        slack=SLACK / (scale * LOG2_E),
     )
     return Plan([launch], give)
 

@@ -3,42 +3,21 @@
 Every consumer owns 64 query rows. Key blocks run from the last to the first, so that the ones a mask cuts come first.
 While the softmax of block j runs, the tensor cores compute O += P V of block j - 1, and consumers take turns to issue, so
 that one's softmax runs under another's products (FlashAttention-3, Shah et al. 2024).
-
-A row that has seen no key keeps the finite maximum LOWEST while its masked scores are -inf: exp2 gives exact zeros, and
-neither the loop nor the end needs a test for it.
 """
 
 import functools
-import math
 from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
-from ops import (
-    exp2,
-    full,
-    lane_sum,
-    lazy_maximum,
-    log2,
-    maximum,
-    rescale,
-    right_fill,
-    row_max,
-    snake,
-    split,
-    subtile,
-    total,
-    warpgroup,
-    zeros,
-)
+from ops import divmod, persistent_tile, subtile, warpgroup
 from tiles import dtype, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
-from .tiling import walk
+from .online import Softmax
+from .tiling import Causal, Full
 
-LOWEST, TINY, LN2 = -1e30, 1e-30, math.log(2)
-SLACK = 8.0  # how far, in powers of 2, the maximum may grow before O is rescaled: P stays below 2**8
 SHARED_BYTES = 227 * 1024
 SHORT = 2048  # keys, up to which a persistent grid pays: 5 % at 1024, -2 % from 4096 on (bench/NOTES.md)
 REGISTERS = {2: (40, 232), 3: (32, 160)}  # consumers -> registers a thread of producer and consumer
@@ -67,6 +46,11 @@ class Config:
     def threads(self):
         """Threads of a block: the consumers and one producer warpgroup."""
         return warpgroup.THREADS * (self.consumers + 1)
+
+    @property
+    def sees(self):
+        """Which keys a tile's queries see."""
+        return (Causal if self.causal else Full)(self.rows, self.kv, warpgroup.causal)
 
     @property
     def query(self):
@@ -100,7 +84,7 @@ def config_for(head_dim: int, dtype: dtype, causal: bool, seqlen_kv: int) -> Con
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, ROWS, CONSUMERS, CAUSAL, PERSISTENT = config.kv, config.rows, config.consumers, config.causal, config.persistent
+    KV, ROWS, CONSUMERS, PERSISTENT, sees = config.kv, config.rows, config.consumers, config.persistent, config.sees
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
     INPUT, O = config.dtype, rt(16, config.head_dim, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
@@ -109,51 +93,35 @@ def make(config: Config):
         k=ring(config.key, config.stages, readers),
         v=ring(config.key, config.stages, readers),
     )
-    turn = warpgroup.turns(CONSUMERS)
-
-    place, key_blocks = walk(config)
+    turn, softmax = warpgroup.ping_pong(CONSUMERS), Softmax(O)
 
     @inlined
     def more(r, tiles):
         """Is there an r-th tile for this block?"""
         if PERSISTENT:
-            return snake(r) < tiles
+            return persistent_tile(r) < tiles
         else:
             return r == 0
-
-    @inlined
-    def mask(s, edge):
-        """-inf for the scores that must not be seen: from column `edge` on or, causal, right of the diagonal `edge`."""
-        if CAUSAL:
-            return warpgroup.causal(s, edge, -math.inf)
-        else:
-            return right_fill(s, edge, -math.inf)
-
-    @inlined
-    def softmax_step(s, m, scale, slack):
-        """exp2(scale (s - m_new)), the running maximum m_new, and the factor for sums taken with the old one."""
-        m_new = lazy_maximum(m, maximum(m, row_max(s)), slack)
-        return exp2(s * scale - m_new * scale), m_new, exp2((m - m_new) * scale)
 
     def overlap(cut):
         """The middle of the pipeline: scores and softmax of block j, while O takes up block j - 1; `cut` by the mask or not."""
 
         @inlined
-        def step(j, o, p, m, l, alpha, queries, k, v, me, edge, scale, slack):
+        def step(j, p, seen, queries, k, v, me, edge, scale, slack):
             turn.take(me)
             s = warpgroup.mm_ABt(queries, k.wait(j))
-            o = rescale(o, alpha)
-            o = warpgroup.mma_AB(o, p, v.wait(j - 1))
+            o = warpgroup.mma_AB(seen.rescaled(), p, v.wait(j - 1))
             turn.give(me)
             s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
             if cut:
-                s = mask(s, edge + j * KV)
-            p, m, alpha = softmax_step(s, m, scale, slack)
-            k.release(j, after=m)
-            l = l * alpha + lane_sum(p)
+                s = sees.mask(s, edge + j * KV)
+            seen = seen.moved(s, scale, slack)
+            p = seen.weights(s, scale)
+            k.release(j, after=seen.m)
+            seen = seen.add(p)
             o = warpgroup.wait(o)
             v.release(j - 1)
-            return o, INPUT(p), m, l, alpha  # P is rounded here, not earlier: the mma reads its registers until wait(o)
+            return INPUT(p), seen._replace(o=o)  # P is rounded here, not earlier: the mma reads its registers until wait(o)
 
         return step
 
@@ -188,10 +156,10 @@ def make(config: Config):
         if me == PRODUCER:
             warpgroup.release_registers(keep)
             while more(r, blocks * pairs):
-                block, pair = place(snake(r), blocks, pairs, band)
-                head, batch = split(pair, heads)
-                _, kv_head = split(head, group)
-                n, _ = key_blocks(ROWS * block + offset, kv_len)
+                block, pair = sees.place(persistent_tile(r), blocks, pairs, band)
+                batch, head = divmod(pair, heads)
+                kv_head, _ = divmod(head, group)
+                n, _ = sees.key_blocks(ROWS * block + offset, kv_len)
                 for i in range(n):
                     k.fill(j + i, gK, (batch, n - 1 - i, kv_head))
                     if i == 0:
@@ -202,32 +170,32 @@ def make(config: Config):
             warpgroup.claim_registers(claim)
             turn.begin(me)
             while more(r, blocks * pairs):
-                block, pair = place(snake(r), blocks, pairs, band)
+                block, pair = sees.place(persistent_tile(r), blocks, pairs, band)
                 diagonal = ROWS * block + offset  # the last key that the first row may see
-                n, cut = key_blocks(diagonal, kv_len)
+                n, cut = sees.key_blocks(diagonal, kv_len)
                 row = ROWS * block + 64 * me
                 if PERSISTENT and row >= q_len:
                     stand_by(r, j, n, q, k, v, me)
                 else:
-                    edge = (diagonal + 64 * me if CAUSAL else kv_len) - (n - 1 + j) * KV
+                    edge = sees.edge(diagonal, 64 * me, kv_len) - (n - 1 + j) * KV
                     queries = subtile(q.wait(r), 64, me)
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(j)))
                     k.release(j)
-                    p, m, alpha = softmax_step(mask(s, edge + j * KV), full(O.col_vec, LOWEST), scale, slack)
-                    l = lane_sum(p)
-                    p = INPUT(p)
-                    o = zeros(O)
+                    s = sees.mask(s, edge + j * KV)
+                    seen = softmax.begin().moved(s, scale, slack)
+                    p = seen.weights(s, scale)
+                    p, seen = INPUT(p), seen.add(p)
                     for i in range(int32(j + 1), int32(j + cut)):
-                        o, p, m, l, alpha = cut_step(i, o, p, m, l, alpha, queries, k, v, me, edge, scale, slack)
+                        p, seen = cut_step(i, p, seen, queries, k, v, me, edge, scale, slack)
                     for i in range(int32(j + cut), int32(j + n)):
-                        o, p, m, l, alpha = step(i, o, p, m, l, alpha, queries, k, v, me, edge, scale, slack)
+                        p, seen = step(i, p, seen, queries, k, v, me, edge, scale, slack)
                     q.release(r)
-                    o = warpgroup.wait(warpgroup.mma_AB(rescale(o, alpha), p, v.wait(j + n - 1)))
+                    o = warpgroup.wait(warpgroup.mma_AB(seen.rescaled(), p, v.wait(j + n - 1)))
                     v.release(j + n - 1)
-                    l = total(l)
-                    head, batch = split(pair, heads)
-                    warpgroup.store(gO, o / maximum(l, TINY), (batch, row, head, 0), rows=1, cols=3, aligned=True)
-                    warpgroup.store(gLse, (m * scale + log2(l)) * LN2, (batch, head, row))
+                    batch, head = divmod(pair, heads)
+                    o, lse = seen._replace(o=o).finish(scale)
+                    warpgroup.store(gO, o, (batch, row, head, 0), rows=1, cols=3, aligned=True)
+                    warpgroup.store(gLse, lse, (batch, head, row))
                 r, j = int32(r + 1), int32(j + n)
 
     return attend, smem

@@ -96,23 +96,32 @@ def test_other_addresses_are_not_planned_again_and_may_be_refused(scaled):
     assert len(PLANNED) == 1 and [run[1:3] for run in RUNS] == [(address(x), address(y)), (address(y), address(x))]
 
 
+ROWS = Schema("rows", "x SD tile\ny SD tile\nout SD tile made")
+
+
+@program(ROWS)
+def rows(problem):
+    """Nothing is done to tiles, whose rows may lie in any order."""
+    return Plan([], ("out",))
+
+
 @given(st.data())
 def test_arrays_lie_apart_by_the_byte(data):
     """A call is refused exactly where NumPy says that elements are shared, whichever way they lie."""
-    function, memory = scaled_program(), np.zeros((24, 25), np.float32)
+    memory = np.zeros((24, 25), np.float16)
 
-    def window(steps):
-        across, down = (data.draw(st.sampled_from(steps)) for _ in range(2))
+    def window():
+        step = data.draw(st.sampled_from([1, 2, 3, -1, -2, -3]))
         top, left = (data.draw(st.integers(0, 12)) for _ in range(2))
-        return memory[top : top + 12, left : left + 12][::across, ::down][:4, :4]
+        return memory[top : top + 12, left : left + 4][::step][:4]
 
-    x, y, out = window([1, 2, 3]), window([1, 2, 3]), window([1, 2, 3, -1, -2, -3])
+    x, y, out = window(), window(), window()
     refused = contextlib.nullcontext()
     if np.shares_memory(out, x) or np.shares_memory(out, y):
         refused = pytest.raises(ValueError, match="out: must not overlap")
     for _ in range(2):
         with refused:
-            function(0, (x, y, out, None), (2.0, False))
+            assert rows(0, (x, y, out), ()) is out
 
 
 def test_arrays_are_made_like_the_first_and_given_back(scaled):
@@ -175,7 +184,7 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework):
             out = function(0, (x, y, None, None), ())
             assert tuple(out.shape) == (4, 8) and [shape for shape, _ in made] == [(4, 8), (3, 5)]
             (_, first), (_, second) = made
-            assert RUNS == [(0, address(x), second), (0, first, second)] and places == [True]
+            assert [(0, address(x), second), (0, first, second)] == RUNS and places == [True]
             RUNS.clear(), made.clear(), places.clear()
     finally:
         known_kinds[type(x)] = kinds

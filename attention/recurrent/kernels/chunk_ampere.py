@@ -21,19 +21,19 @@ from ops import (
     block as together,
 )
 from ops import (
-    clip,
+    divmod,
     load,
     mma_AB,
     mma_ABt,
     row_max,
     row_sum,
     silu,
-    split,
     store,
     subtile,
     tile_max,
     tile_min,
     transpose,
+    truncate,
     warpgroup,
     zeros,
 )
@@ -128,9 +128,15 @@ def make(config: Config):
         block, segment, key_head, sequence = place(cuda.blockIdx.x, blocks, walked, heads)
         first, end, batch = tokens(gEnds, sequence, length, segment, segments)
         n = int32((end - first + CHUNK - 1) // CHUNK)
-        part, shared_by = split(block, width)
+        shared_by, part = divmod(block, width)
         head, left, at = int32(key_head * group + shared_by), int32(COLUMNS * part), int32(COLUMNS * part + BAND * me)
-        gQ, gK, gV, gZ, gO = clip(gQ, 1, end), clip(gK, 1, end), clip(gV, 1, end), clip(gZ, 1, end), clip(gO, 1, end)
+        gQ, gK, gV, gZ, gO = (
+            truncate(gQ, 1, end),
+            truncate(gK, 1, end),
+            truncate(gV, 1, end),
+            truncate(gZ, 1, end),
+            truncate(gO, 1, end),
+        )
         for i in range(STAGES - 1):
             k.fill(i, gK, (batch, first + CHUNK * i, key_head, 0), 1, 3, n, PIECE)
         q.fill(0, gQ, (batch, first, key_head, 0), 1, 3, n if OUTPUTS else 0, PIECE)

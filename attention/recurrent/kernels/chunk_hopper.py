@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from numba import cuda
 from numpy import float32, int32
 
-from ops import clip, load, log2, row_max, silu, split, store, subtile, tile_min, warpgroup, zeros
+from ops import divmod, load, log2, row_max, silu, store, subtile, tile_min, truncate, warpgroup, zeros
 from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
@@ -191,21 +191,21 @@ def make(config: Config):
                         if OUTPUTS:
                             q.fill(PARTS * j + part, gQ, (batch, token, key_head, part))
                     for c in range(CONSUMERS):
-                        column, shared_by = split(CONSUMERS * block + c, width)
+                        shared_by, column = divmod(CONSUMERS * block + c, width)
                         if not ONES:
                             v.fill(CONSUMERS * j + c, gV, (batch, token, key_head * group + shared_by, column))
                         if GATED:
                             z.fill(CONSUMERS * j + c, gZ, (batch, token, key_head * group + shared_by, column))
             elif LOADED:
                 for mine in range(warp - 1, CONSUMERS * n, SUMMING):
-                    c, j = split(mine, CONSUMERS)
-                    _, shared_by = split(CONSUMERS * block + c, width)
+                    j, c = divmod(mine, CONSUMERS)
+                    shared_by, _ = divmod(CONSUMERS * block + c, width)
                     of = batch, first + CHUNK * j, end, key_head * group + shared_by
-                    sum_up(b, a, mine, clip(gGates, 1, end), gRate, gBias, *of)
+                    sum_up(b, a, mine, truncate(gGates, 1, end), gRate, gBias, *of)
         else:
             warpgroup.claim_registers(claim)
             c, part = (me, int32(0)) if PARTS == 1 else (int32(0), me)
-            column, shared_by = split(CONSUMERS * block + c, width)
+            shared_by, column = divmod(CONSUMERS * block + c, width)
             head, at, key = int32(key_head * group + shared_by), int32(COLUMNS * column), int32(KEYS * part)
             turned, out = subtile(state, COLUMNS, me), subtile(staged, COLUMNS, c)
             s_t = warpgroup.load(gStart, STATE, (sequence, head, at, key))
@@ -217,7 +217,7 @@ def make(config: Config):
             if ONES:
                 if part == 0:
                     warpgroup.store(out, zeros(TILE) + 1.0)
-                warpgroup.meet(PARTS)
+                warpgroup.sync_several(PARTS)
             for j in range(n):
                 mine, ours, left = int32(CONSUMERS * j + c), int32(PARTS * j + part), int32(end - first - CHUNK * j)
                 keys = k.wait(ours)
@@ -249,9 +249,9 @@ def make(config: Config):
                     if PARTS == 1 or part == 0:
                         o = finish(o, z, mine, gDivisor, (batch, token, head))
                         if ONES:
-                            warpgroup.store(clip(gO, 1, end), row_max(o), (batch, token, head), cols=1)
+                            warpgroup.store(truncate(gO, 1, end), row_max(o), (batch, token, head), cols=1)
                         elif VARLEN:
-                            warpgroup.store(clip(gO, 1, end), o, (batch, token, head, at), rows=1, cols=3, aligned=True)
+                            warpgroup.store(truncate(gO, 1, end), o, (batch, token, head, at), rows=1, cols=3, aligned=True)
                         else:
                             warpgroup.store(out, o)
                             warpgroup.tma_store(gO, (batch, token, head, column), out)

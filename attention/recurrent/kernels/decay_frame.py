@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from ops import (
     col_index,
+    cumsum_columns,
     equal,
     exp2,
     load,
@@ -25,7 +26,6 @@ from ops import (
     row_sum,
     store,
     subtile,
-    sum_down,
     tile_max,
     tile_min,
     warpgroup,
@@ -142,7 +142,7 @@ def frame(config: Config, keep, pairs):
 
     @inlined
     def sum_up(sums, gates, warp):
-        sum_down(part(sums, warp), part(gates, warp), FLOOR)
+        cumsum_columns(part(sums, warp), part(gates, warp), FLOOR)
         ends = load_row(part(sums, warp), CHANNELS, CHUNK - 1) * LOG2_E
         return ends, warpgroup.reduce_any(tile_min(ends) < LIMIT)
 

@@ -22,20 +22,8 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import (
-    clip,
-    cumsum,
-    exp,
-    last,
-    load,
-    minimum,
-    split,
-    subtile,
-    tile_sum,
-    warpgroup,
-    zeros,
-)
-from ops.inverse import DIAGONAL, TRIANGLE, inverse_transposed
+from ops import cumsum, divmod, exp, last_element, load, minimum, subtile, tile_sum, truncate, warpgroup, zeros
+from ops.for_attention.triangular_inverse import DIAGONAL, TRIANGLE, inverse_transposed
 from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
@@ -157,7 +145,7 @@ def make(config: Config):
     def whole_decay(x, vector):
         """x, times the vector's last element."""
         if GATED:
-            return x * last(vector)
+            return x * last_element(vector)
         else:
             return x
 
@@ -186,14 +174,14 @@ def make(config: Config):
         """O and the state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
         q, k, v, t, p, b, beta, since, until, gates, high, low, inverse_high, inverse_low, out = smem.open()
         me = warpgroup.id()
-        block, value_head = split(cuda.blockIdx.x, blocks)
-        value_head, sequence = split(value_head, heads * group)
-        _, head = split(value_head, group)
+        value_head, block = divmod(cuda.blockIdx.x, blocks)
+        sequence, value_head = divmod(value_head, heads * group)
+        head, _ = divmod(value_head, group)
         first, end, batch = tokens(gEnds, sequence, length)
         n = int32((end - first + CHUNK - 1) // CHUNK)
         if me == WEIGHER:
             warpgroup.release_registers(weigh)
-            decays, betas = clip(gGates, 1, end), clip(gBeta, 1, end)
+            decays, betas = truncate(gGates, 1, end), truncate(gBeta, 1, end)
             g = gate(decays, batch, first, value_head)
             strength = warpgroup.load(betas, ROWS, (batch, first, value_head), cols=1)
             for j in range(n + 1):  # chunk j comes, chunk j - 1 is weighed; gates first, for the solver waits for nothing else

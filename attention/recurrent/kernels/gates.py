@@ -10,11 +10,10 @@ import math
 from numpy import float32
 
 from ops import (
-    clip,
     col_index,
     cumsum,
     exp2,
-    last,
+    last_element,
     less,
     load,
     log2,
@@ -24,6 +23,7 @@ from ops import (
     subtile,
     tile_max,
     transpose,
+    truncate,
     warpgroup,
     where,
     zeros,
@@ -103,7 +103,7 @@ def gates(kind: str | None, softpluses: bool = False):
     def sums(b, a, mine, same, left):
         if LOADED:
             total = b.wait(mine)
-            rows, end = warpgroup.load(total, ROWS), last(total)
+            rows, end = warpgroup.load(total, ROWS), last_element(total)
             along = load(a.wait(mine) if BY_STEP else total, ALONG)
             b.release(mine)
             if BY_STEP:
@@ -146,7 +146,7 @@ def shared_gates(kind: str | None, softpluses: bool = False):
         if kind is None:
             return 0.0
         else:
-            return load(clip(gGates, 1, end), DOWN, (batch, token, head), cols=1)
+            return load(truncate(gGates, 1, end), DOWN, (batch, token, head), cols=1)
 
     @inlined
     def put(b, a, g, rate, bias, left):
@@ -172,6 +172,6 @@ def shared_gates(kind: str | None, softpluses: bool = False):
         if kind is None:
             return 0.0, 0.0
         else:
-            return load(a if BY_STEP else b, ALONG), last(b)
+            return load(a if BY_STEP else b, ALONG), last_element(b)
 
     return given, put, of_pairs, of_rows, of_end

@@ -18,7 +18,7 @@ import functools
 from numba import cuda
 from numpy import int32
 
-from ops import columns, split, store, subtile, warpgroup
+from ops import columns, divmod, store, subtile, warpgroup
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
@@ -93,8 +93,8 @@ def make(config: Config):
         which `group` share a key head."""
         q, k, v, g, p, lost, out, totals, factor, flag = smem.open()
         me = warpgroup.id()
-        block, head = split(cuda.blockIdx.x, blocks)
-        head, sequence = split(head, heads)
+        head, block = divmod(cuda.blockIdx.x, blocks)
+        sequence, head = divmod(head, heads)
         first, end, batch = tokens(gEnds, sequence, length)
         n = int32((end - first + CHUNK - 1) // CHUNK)
         if me == FRAMER:
@@ -125,7 +125,7 @@ def make(config: Config):
                 k.release(j)
         elif me == WEIGHER:
             warpgroup.release_registers(weighs)
-            _, key_head = split(head, group)
+            key_head, _ = divmod(head, group)
             for j in range(AHEAD):
                 bring(q, k, v, g, gQ, gK, gV, gGates, j, n, batch, first, head, key_head, block)
             for j in range(n):

@@ -20,7 +20,7 @@ from typing import ClassVar
 from numba import cuda
 from numpy import int32
 
-from ops import clip, exp2, hstack, load, maximum, right_fill, row_max, row_min, row_sum, split, subtile, warpgroup, zeros
+from ops import divmod, exp2, hstack, load, maximum, right_fill, row_max, row_min, row_sum, subtile, truncate, warpgroup, zeros
 from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
@@ -105,8 +105,8 @@ def make(config: Config):
     ):  # fmt: skip
         """O of one of the values' heads, of which `group` share a key head; `scale` is log2(e) / sqrt(D)."""
         q, k, v, maps, window, of_q, of_k, state, near_sum, far_sum, z_up, z_down = smem.open()
-        head, sequence = split(cuda.blockIdx.x, heads)
-        _, key_head = split(head, group)
+        sequence, head = divmod(cuda.blockIdx.x, heads)
+        key_head, _ = divmod(head, group)
         first, end, batch = tokens(gEnds, sequence, length)
         n = int32((end - first + CHUNK - 1) // CHUNK)
         me = warpgroup.id()
@@ -184,7 +184,7 @@ def make(config: Config):
                 o = o / (warpgroup.load(near_sum.wait(j), O.col_vec) + warpgroup.load(far_sum.wait(j), O.col_vec) + FLOOR)
                 near_sum.release(j)
                 far_sum.release(j)
-                warpgroup.store(clip(gO, 1, end), o, (batch, token, head, 0), rows=1, cols=3, aligned=True)
+                warpgroup.store(truncate(gO, 1, end), o, (batch, token, head, 0), rows=1, cols=3, aligned=True)
                 warpgroup.sync()
 
     return attend, smem

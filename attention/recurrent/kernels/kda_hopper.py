@@ -17,8 +17,8 @@ import functools
 from numba import cuda
 from numpy import int32
 
-from ops import clip, split, store, subtile, warpgroup
-from ops.inverse import DIAGONAL, TRIANGLE, inverse_transposed, store_parts
+from ops import divmod, store, subtile, truncate, warpgroup
+from ops.for_attention.triangular_inverse import DIAGONAL, TRIANGLE, inverse_transposed, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
@@ -78,14 +78,14 @@ def make(config: Config):
         """O and the state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
         q, k, kept, g, v, t, p, factor, flag, high, low, inverse_high, inverse_low, out, totals = smem.open()
         me = warpgroup.id()
-        block, head = split(cuda.blockIdx.x, blocks)
-        head, sequence = split(head, heads * group)
+        head, block = divmod(cuda.blockIdx.x, blocks)
+        sequence, head = divmod(head, heads * group)
         first, end, batch = tokens(gEnds, sequence, length)
         n = int32((end - first + CHUNK - 1) // CHUNK)
         if me == PREPARER:
             if CLAIMS:
                 warpgroup.release_registers(prepare)
-            betas, (_, key_head) = clip(gBeta, 1, end), split(head, group)
+            betas, (key_head, _) = truncate(gBeta, 1, end), divmod(head, group)
             warp = int32(cuda.threadIdx.x // 32) - PREPARER * WARPS
             bring(q, k, v, g, gQ, gK, gV, gGates, 0, n, batch, first, head, key_head, block)
             for j in range(n):

@@ -2,7 +2,7 @@
 
 from numpy import int32
 
-from ops import split
+from ops import divmod
 from tiles import inlined
 
 CHUNK, COLUMNS = 64, 64  # tokens; value columns of a consumer
@@ -29,9 +29,9 @@ def places(varlen: bool):
     @inlined
     def place(x, blocks, segments, heads):
         """The block of columns, the segment, the head and the sequence that are the x-th block's."""
-        block, x = split(x, blocks)
-        segment, x = split(x, segments)
-        head, sequence = split(x, heads)
+        x, block = divmod(x, blocks)
+        x, segment = divmod(x, segments)
+        sequence, head = divmod(x, heads)
         return block, segment, head, sequence
 
     @inlined

@@ -1,7 +1,7 @@
 """What a consumer does with a state that it holds transposed, 64 value columns x Dk: U and
 O are then transposed as well, and the product of one step, rounded, is the left operand of the next."""
 
-from ops import clip, columns, right_fill, subtile, warpgroup
+from ops import columns, right_fill, subtile, truncate, warpgroup
 from tiles import dtype, inlined, rt
 
 from .tokens import CHUNK, COLUMNS
@@ -49,7 +49,7 @@ def turned(key_dim: int, of: dtype, varlen: bool):
         if varlen:
             warpgroup.sync()
             o = warpgroup.load(mine, TURNED)
-            warpgroup.store(clip(gO, 1, end), o, (batch, token, head, COLUMNS * block), 1, 3, True)
+            warpgroup.store(truncate(gO, 1, end), o, (batch, token, head, COLUMNS * block), 1, 3, True)
         else:
             warpgroup.tma_store(gO, (batch, token, head, block), mine)
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import test_mamba2 as mamba2s
+from attention.softmax.problem import piece
 from test_linear import HEADS, bf16, check, f16, f32, inputs
 
 from attention import reference
@@ -10,7 +11,6 @@ from attention.recurrent import linear as members
 from attention.recurrent import mamba2 as of_steps
 from attention.recurrent.chunks import passes
 from attention.recurrent.linear import linear
-from attention.softmax.problem import piece
 
 DECAYS = "none", "head", "token"
 

@@ -1,0 +1,53 @@
+"""ops/reductions/scan.py: running sums."""
+
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import blank, close, wide
+
+from ops import block, cumsum, cumsum_columns, load, store
+from tiles import bf16, fp16, fp32, rt, shared, st
+
+
+@pytest.mark.parametrize("length", [16, 64, 128])
+def test_cumsum(run, sample, length):
+    V = rt(16, length, fp32).row_vec
+
+    @cuda.jit
+    def body(x, y):
+        store(y, cumsum(load(x, V, (0,))), (0,))
+
+    x, y = sample(length), blank(length)
+    run(body, x, y)
+    close(y, np.cumsum(wide(x)), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (64, 16), (32, 48)])
+def test_cumsum_down_columns(run, sample, shape):
+    T = rt(*shape, fp32, "col")
+
+    @cuda.jit
+    def body(x, y):
+        store(y, cumsum(load(x, T, (0, 0))), (0, 0))
+
+    x, y = sample(shape), blank(shape)
+    run(body, x, y)
+    close(y, np.cumsum(wide(x), axis=0), atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((64, 32), fp32), ((64, 16), bf16), ((32, 64), fp16), ((64, 48), fp32)])
+def test_sum_down(run, sample, shape, dtype):
+    T, S = rt(*shape, fp32), st(*shape, dtype)
+    smem = shared(x=S, sums=st(*shape, fp32))
+
+    @cuda.jit
+    def body(x, y):
+        source, sums = smem.open()
+        store(source, load(x, T, (0, 0)))
+        block.sync()
+        cumsum_columns(sums, source, -1.0)
+        store(y, load(sums, T), (0, 0))
+
+    x, y = sample(shape, dtype), blank(shape)
+    run(body, x, y, shared=smem)
+    close(y, np.cumsum(np.maximum(wide(x), -1), axis=0), atol=1e-5)
