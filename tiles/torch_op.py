@@ -87,15 +87,15 @@ def named(program: Program) -> Callable[[], str]:
 
 # ---- on a call that was refused --------------------------------------------------------------------------------------
 def serves(arrays: tuple, program: Program) -> bool:
-    """Can the op do what the program refused? It can if a tensor has no memory and only a shape (meta, fake), or if autocast is
-    on and a tile is float32."""
+    """Can the op do what the program refused? It can if no tensor has memory (meta, fake), or if autocast is on and a tile is
+    float32."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
     plain = torch._C._disabled_torch_dispatch_impl
     tensors = [(x, row) for x, row in zip(arrays, program.schema.arguments.values()) if isinstance(x, torch.Tensor)]
-    shapes_only = any(x.is_meta or getattr(type(x), "__torch_dispatch__", plain) is not plain for x, _ in tensors)
-    return shapes_only or any(_cast_to(torch, x, row) != x.dtype for x, row in tensors)
+    shapes_only = all(x.is_meta or getattr(type(x), "__torch_dispatch__", plain) is not plain for x, _ in tensors)
+    return (len(tensors) > 0 and shapes_only) or any(_cast_to(torch, x, row) != x.dtype for x, row in tensors)
 
 
 def _cast_to(torch: Any, x: Any, row: Argument) -> Any:
@@ -225,6 +225,11 @@ def _unfold(x: Any, count: int) -> Any:
 
 
 def _options(planner: Callable) -> dict[str, Any]:
-    """{name: annotation} of what a planner takes besides the problem."""
-    _, *options = inspect.get_annotations(planner, eval_str=True).items()
-    return {name: kind for name, kind in options if name != "return"}
+    """{name: type} of what a planner takes besides the problem. TypeError: it does not say one that torch knows."""
+    kinds = inspect.get_annotations(planner, eval_str=True)
+    _, *names = inspect.signature(planner).parameters
+    for name in names:
+        if kinds.get(name) not in TYPES:
+            said = f"{planner.__qualname__}'s annotation is {kinds.get(name)!r}"
+            raise TypeError(f"{name}: an option of a torch op must be one of {tuple(TYPES)}: {said}")
+    return {name: kinds[name] for name in names}

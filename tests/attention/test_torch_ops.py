@@ -173,6 +173,8 @@ def test_of_tensors_without_memory_only_shapes_are_asked():
     assert out.is_meta and out.shape == q.shape and lse.shape == (2, 8, 1 << 20)
     with pytest.raises(ValueError, match="k: must have the axes"):
         attention.forward(q, q[0], q)
+    with pytest.raises(TypeError, match="^q: must lie in host or CUDA memory"):
+        attention.forward(q, *(torch.zeros(1, 16, 1, 64, dtype=torch.float16) for _ in range(2)))
     with torch._subclasses.FakeTensorMode():
         fake = torch.empty(1, 16, 1, 64, dtype=torch.float16)
     assert attention.forward(fake, fake, fake).shape == fake.shape
