@@ -37,7 +37,7 @@ _LOCK = threading.Lock()
 # ---- what Dynamo reads -----------------------------------------------------------------------------------------------
 def traced(x: Any) -> bool:
     """Does torch trace or transform the calls that it sees now, x being one of its tensors? That is torch.compile and
-    torch.export, a mode that watches ops (fake tensors, a counter of FLOPs), vmap and its siblings."""
+    torch.export, a mode that watches ops (fake tensors, a counter of FLOPs), vmap and its siblings, autocast of float32."""
     torch = sys.modules.get("torch")
     return (
         torch is not None
@@ -45,6 +45,7 @@ def traced(x: Any) -> bool:
             torch.compiler.is_compiling()
             or torch._C._len_torch_dispatch_stack() > 0
             or torch._C._functorch.peek_interpreter_stack() is not None
+            or (torch._C._is_any_autocast_enabled() and getattr(x, "dtype", None) is torch.float32)
         )
         and isinstance(x, torch.Tensor)  # the dearest question, and the last
     )
@@ -87,8 +88,8 @@ def named(program: Program) -> Callable[[], str]:
 
 # ---- on a call that was refused --------------------------------------------------------------------------------------
 def serves(arrays: tuple, program: Program) -> bool:
-    """Can the op do what the program refused? It can if no tensor has memory (meta, fake), or if autocast is on and a tile is
-    float32."""
+    """Can the op do what the program refused? It can if no tensor has memory (meta, fake), or if autocast is on and some tile,
+    not the first, is float32."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False

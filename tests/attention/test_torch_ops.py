@@ -330,6 +330,16 @@ def test_autocast(name, compiled):
         assert_same(function(*args, **options), wanted)
 
 
+def test_autocast_of_some():
+    """What is low already is left, also where it comes first."""
+    q, k, v = Inputs().qkv()
+    with autocast():
+        assert_same(attention.forward(q, k.float(), v), attention.forward(q, k, v))
+        assert_same(attention.retention(q.float(), k, v.float()), attention.retention(q, k, v))
+    with pytest.raises(TypeError, match="k: dtype must be one of"):
+        attention.forward(q, k.float(), v)
+
+
 # ---- vmap ------------------------------------------------------------------------------------------------------------
 def mapped(function, in_dims, arrays, **options):
     """What torch.vmap should give: a call for each element, stacked."""
