@@ -62,7 +62,8 @@ class Fill:
     def __init__(self, operand: Operand, value: float):
         self.operand, self.value = operand, value
 
-    def index(self, order: Mapping[str, int]) -> None:
+    def index(self, order: Mapping[Any, int]) -> None:
+        """Find the array's address in a sequence that has them in this order."""
         self.place = order[self.operand.source]
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
@@ -75,7 +76,9 @@ class Recent:
     one, and when that is full the older one goes. A hit costs one lookup, and any number of threads may use it at once."""
 
     def __init__(self, entries: int):
-        self.half, self.young, self.old = entries // 2, {}, {}
+        self.half = entries // 2
+        self.young: dict[Any, Any] = {}
+        self.old: dict[Any, Any] = {}
 
     def get(self, key: Any) -> Any:
         """What was put under the key, or None."""
@@ -160,9 +163,9 @@ class Program:
             KNOWN.put(key, known)
         current = 0 if known.device is None else known.kind.stream(arrays[0], known.device)
         handle = current if stream is None else stream_handle(stream)
-        for a, b, names, pair, low, high in known.apart:
+        for a, b, (name, other), pair, low, high in known.apart:
             if low < addresses[b] - addresses[a] < high:
-                self.schema.check_apart(*names, (addresses[a], addresses[b]), pair)
+                self.schema.check_apart(name, other, (addresses[a], addresses[b]), pair)
         every: Sequence[Any] = arrays
         if known.makers:
             every, addresses = [*arrays], [*addresses]
@@ -171,7 +174,8 @@ class Program:
                 if place < len(arrays):
                     every[place], addresses[place] = new, known.kind.address(new)
                 else:  # scratch: kept until all steps are on the stream
-                    every.append(new), addresses.append(known.kind.address(new))
+                    every.append(new)
+                    addresses.append(known.kind.address(new))
         for step in known.steps:
             step.run(handle, addresses)
         if known.kind.waits and known.device is not None:

@@ -115,8 +115,8 @@ class Problem:
     def __contains__(self, name: str) -> bool:
         return name in self.forms
 
-    def __getitem__(self, name: str) -> Operand | None:
-        """An argument for a launch, or a result, given or to be made; None for what was left out."""
+    def __getitem__(self, name: str) -> Any:
+        """The Operand of an argument for a launch, or of a result, given or to be made; None for what was left out."""
         form = self.forms.get(name)
         if form is None and self.schema.arguments[name].written:
             ((_, order),) = self.schema._rows[self.layout][name].values()

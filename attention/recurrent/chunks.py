@@ -6,6 +6,7 @@ There is one, or two where few long sequences are cut into segments, and one bef
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from tiles.arrays import Operand
 from tiles.device import processors
@@ -44,21 +45,17 @@ def by_token(
     arrays: Arrays,
     scale: float,
     piece: int = 0,
-    parts: int | None = None,
     softplus: bool = False,
     normalizer: Arrays | None = None,
 ) -> tuple[list[Step], Scratch]:
     """The launches for decays that are one number a token and head, and the scratch memory between them.
 
     arrays: those of chunk_hopper.py, states with their columns first. piece: bytes that cp.async copies at once, and 0 where
-    TMA brings whole tiles. parts: segments of each sequence, chosen by default. softplus: of Mamba-2's steps. normalizer: the
+    TMA brings whole tiles. softplus: of Mamba-2's steps. normalizer: the
     states gStart and gState of one that outputs are divided by."""
     batch, length, heads, key_heads, columns, sequences = problem("BSHGVN")
-    arrays, width, group = (
-        _as_kernels_have_them(problem, arrays, bool(piece)),
-        -(-columns // chunk_hopper.COLUMNS),
-        heads // key_heads,
-    )
+    arrays = _as_kernels_have_them(problem, arrays, bool(piece))
+    width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
     config = functools.partial(
         _config,
         problem,
@@ -69,7 +66,7 @@ def by_token(
         apart=not FACTORS[0] <= scale <= FACTORS[1],
     )
     main = config(width)
-    parts = _parts(problem, main, width) if parts is None else parts
+    parts = _parts(problem, main, width)
     scratch: Scratch = []
     steps: list[Step] = []
 
@@ -139,7 +136,7 @@ def _config(
     heads, key_heads, key_dim = problem("HGK")
     key_dim, gates = padded(key_dim, KEY_DIMS), arrays.get("gGates")
     gate = "step" if arrays.get("gRate") else None if gates is None else "head" if len(gates.form.shape) == 2 else "token"
-    common = dict(
+    common: dict[str, Any] = dict(
         dtype=DTYPES[problem.dtype],
         gate=gate,
         softplus=softplus,
@@ -170,7 +167,7 @@ def by_channel(problem: Problem, arrays: Arrays, scale: float) -> Step:
     length, heads, key_heads, key_dim, columns, sequences = problem("SHGKVN")
     width, key_dim = -(-columns // gla_hopper.COLUMNS), padded(key_dim, KEY_DIMS)
     consumers = 2 if width % 2 == 0 and key_dim <= gla_hopper.WIDE else 1
-    gates = DTYPES[arrays["gGates"].form.dtype]
+    gates = DTYPES[problem.forms["decay"].dtype]
     config = gla_hopper.Config(key_dim, consumers, gates, DTYPES[problem.dtype], varlen(problem))
     blocks = width // consumers
     return kernel_for(gla_hopper, config, problem.device).bind(

@@ -6,20 +6,24 @@ from collections.abc import Callable
 
 from numpy import int32
 
-from ops import divmod, rasterize, right_fill
+from ops import rasterize, right_fill
 from tiles import inlined, static
 
 SHARING = 6  # multiprocessors that should read one pair's keys and values at a time: 4 to 8 are as good (bench/NOTES.md)
 
 
-def band_of(grid: int, processors: int, nbytes: float, cache: int) -> int:
-    """How many pairs causal attention goes through at once, longest query blocks first. With all at once every query block
-    would fetch its keys and values from memory anew, and nothing else would set the speed.
+def band_of(grid: int, processors: int, nbytes: float, cache: int, uneven: bool) -> int:
+    """How many pairs of head and batch are gone through at once, query block by query block. uneven: some query blocks of a
+    pair take longer than others, as causal ones do, or a last one that has few rows; else a pair at a time will do.
 
-    A grid of more blocks than processors goes through as many pairs as leave several multiprocessors to each: what one reads
-    comes from L2 for the others. A persistent grid is for short problems, whose keys and values, of `nbytes` a pair, can stay
-    in half of the L2 `cache` until the band's last query block has read them. There an even number of bands' rows should fill
-    the grid, so that the snake, which turns back after every round, gives each block as much work as the others."""
+    With all pairs at once every query block would fetch its keys and values from memory anew, and nothing else would set the
+    speed. A grid of more blocks than processors goes through as many pairs as leave several multiprocessors to each: what one
+    reads comes from L2 for the others. A persistent grid is for short problems, whose keys and values, of `nbytes` a pair, can
+    stay in half of the L2 `cache` until the band's last query block has read them. There an even number of bands' rows should
+    fill the grid, so that the order of tiles, which turns back after every round, gives each block as much work as the others;
+    pair by pair the same multiprocessors would get all last blocks, wherever the number of blocks divides the grid."""
+    if not uneven:
+        return 1
     if grid > processors:
         return max(1, processors // SHARING)
     return next((n for n in _halves(grid) if n * nbytes <= cache // 2), 1)
@@ -34,24 +38,17 @@ def _halves(grid: int) -> list[int]:
 @static
 class Full:
     """Every query sees every key. Of kernels whose tiles have `rows` query rows, and whose key blocks have `kv` keys.
-
-    triangle: the op `causal` of the scope that holds a tile of scores. banded: tiles are taken band by band (see `band_of`), or
-    else pair by pair."""
+    triangle: the op `causal` of the scope that holds a tile of scores."""
 
     rows: int
     kv: int
     triangle: Callable
-    banded: bool = False
 
     @inlined
     def place(self, tile, blocks, pairs, band):
-        """The tile's (query block, pair of head and batch)."""
-        if self.banded:
-            pair, block = rasterize(tile, pairs, blocks, band)
-            return block, pair
-        else:
-            pair, block = divmod(tile, blocks)
-            return block, pair
+        """The tile's (query block, pair of head and batch): one band of pairs after the other (see `band_of`)."""
+        pair, block = rasterize(tile, pairs, blocks, band)
+        return block, pair
 
     @inlined
     def key_blocks(self, diagonal, kv_len):
@@ -76,7 +73,7 @@ class Causal(Full):
 
     @inlined
     def place(self, tile, blocks, pairs, band):
-        """The tile's (query block, pair of head and batch): one band of pairs after the other, its longest blocks first."""
+        """See Full: a band's longest blocks first."""
         pair, done = rasterize(tile, pairs, blocks, band)
         return blocks - 1 - done, pair
 
