@@ -36,14 +36,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .arrays import ALIGNMENT, Form, Operand, c_ordered, overlap, overlaps_itself
+from .tma import STRIDE_END
 
 ORDER = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3)}  # where batch, sequence, head and column stand in the caller's axes
 LAYOUTS = tuple(ORDER)
-TILE, REAL = ("bfloat16", "float16"), ("float32", "bfloat16", "float16")
-HOLDS = {"tile": TILE, "real": REAL, "index": ("int32", "int64"), "float32": ("float32",)}
+HOLDS = {
+    "tile": ("bfloat16", "float16"),
+    "real": ("float32", "bfloat16", "float16"),
+    "index": ("int32", "int64"),
+    "float32": ("float32",),
+}
 ROLES = "", "optional", "made", "in_place", "updated"
 TOKENS = "S", "T"  # axes along a sequence
-STRIDE_END = 2**40  # bytes: TMA's strides are less
 # An axis in messages. G are the heads of keys, which share those of values or queries; T the keys' tokens; K and V the columns
 # of keys and values where they differ; F those of a feature map; N sequences have E = N + 1 ends
 TITLES = dict(B="batch", S="sequence", T="sequence", H="heads", G="heads", D="head_dim", K="key_dim", V="value_dim")

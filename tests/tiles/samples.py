@@ -4,6 +4,8 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
+from tiles.frameworks import describe
+
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 
@@ -13,6 +15,13 @@ def facts(array):
 
 def sample(dtype="bfloat16", shape=(2, 5, 3, 8)):
     return np.arange(np.prod(shape)).reshape(shape).astype(DTYPES[dtype])
+
+
+def made_like(array, shape, dtype):
+    """A result of this array's kind and place, described; `.owner` is the new object."""
+    made = describe(array.kind.maker(array.kind.home(array), shape, dtype)(), "out")
+    assert array.kind.address(made.owner) == made.pointer
+    return made._replace(form=made.form._replace(readonly=False))  # JAX's, until it is handed out
 
 
 class Exporter:

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from samples import DTYPES, Exporter, facts, sample
+from samples import DTYPES, Exporter, facts, made_like, sample
 
 from tiles import frameworks
 from tiles.arrays import c_ordered, fill, numpy_view
-from tiles.frameworks import current_stream, describe, empty_like_caller, finish, stream_handle
+from tiles.frameworks import current_stream, describe, finish, stream_handle
 
 
 def view_of(array):
@@ -116,7 +116,7 @@ def test_cupy(monkeypatch):
     array = describe(x, "x")
     assert facts(array) == (x.shape, x.strides, "bfloat16", 2)
     assert current_stream(array) == 102
-    out = empty_like_caller(array, (4, 8), "float16")
+    out = made_like(array, (4, 8), "float16")
     assert type(out.owner) is FakeCuPy and facts(out) == ((4, 8), (16, 2), "float16", 2)
     assert entered == [2, "left"]
 
@@ -213,7 +213,7 @@ def test_jax():
 def test_jax_result_is_written_before_it_is_seen():
     jax = pytest.importorskip("jax")
     x = jax.numpy.ones((4, 8), jax.numpy.bfloat16)
-    first, second = (empty_like_caller(describe(x, "x"), (4, 8), "bfloat16") for _ in range(2))
+    first, second = (made_like(describe(x, "x"), (4, 8), "bfloat16") for _ in range(2))
     assert first.pointer != second.pointer and not first.readonly
     for array, value in ((first, 2), (second, 3)):
         view_of(array)[...] = value
@@ -303,7 +303,7 @@ def test_numba_on_the_card():
     x = cuda.to_device(host.view(np.uint16)).view(host.dtype)  # Numba's copies know no bf16
     array = describe(x, "x")
     assert facts(array) == (x.shape, x.strides, "bfloat16", 0)
-    out = empty_like_caller(array, (2, 3), "float32")
+    out = made_like(array, (2, 3), "float32")
     fill_array(out, -np.inf, current_stream(array))
     assert np.isneginf(out.owner.copy_to_host()).all()
     assert describe(cuda.device_array((0, 3), np.float16), "x").device == 0
@@ -315,7 +315,7 @@ def test_jax_on_the_card():
     x = jax.numpy.ones((4, 8), jax.numpy.bfloat16)
     if next(iter(x.devices())).platform == "cpu":
         pytest.skip("this JAX has no GPU")
-    out = empty_like_caller(describe(x, "x"), (4, 8), "bfloat16")
+    out = made_like(describe(x, "x"), (4, 8), "bfloat16")
     fill_array(out, 3, 0)
     finish(out, 0)
     assert out.device == 0 and float(out.owner.sum()) == 96 and float(x.sum()) == 32

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from samples import DTYPES, Exporter, bytes_of, facts, sample, windows
+from samples import DTYPES, Exporter, bytes_of, facts, made_like, sample, windows
 
 from tiles.arrays import (
     ALIGNMENT,
@@ -22,7 +22,7 @@ from tiles.arrays import (
     overlap,
     overlaps_itself,
 )
-from tiles.frameworks import describe, empty_like_caller, stream_handle
+from tiles.frameworks import describe, stream_handle
 
 
 def form_of(x):
@@ -141,11 +141,11 @@ def test_an_empty_array_may_lie_nowhere():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_empty_like_caller_on_the_host(dtype):
+def test_results_on_the_host(dtype):
     torch = pytest.importorskip("torch")
     anyones = Exporter(sample("float16"))
     for caller, kind in ((sample(), np.ndarray), (torch.zeros(2, 3), torch.Tensor), (anyones, np.ndarray)):
-        out = empty_like_caller(describe(caller, "x"), (2, 3, 8), dtype)
+        out = made_like(describe(caller, "x"), (2, 3, 8), dtype)
         assert type(out.owner) is kind and not out.readonly
         assert facts(out)[:1] + facts(out)[2:] == ((2, 3, 8), dtype, None)
         assert out.strides == (24 * out.form.itemsize, 8 * out.form.itemsize, out.form.itemsize)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tiles.arrays import Form, Operand, c_ordered
 from tiles.frameworks import describe
-from tiles.schema import HOLDS, ORDER, ROLES, STRIDE_END, Argument, Schema
+from tiles.schema import HOLDS, ORDER, ROLES, Argument, Schema
+from tiles.tma import STRIDE_END
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 EXTENTS = dict(B=2, S=5, T=7, H=6, G=3, K=16, V=8, N=2, E=4)
