@@ -141,10 +141,10 @@ class Program:
         try:
             return self.run(stream, arrays, options, layout)
         except TypeError:  # it may be that these are no arrays yet
-            for way in torch_op, jax_call:
-                if way.serves(arrays, self):
-                    return way.call(self, stream, arrays, options, layout)
-            raise
+            ways = [way for way in (torch_op, jax_call) if way.serves(arrays, self)]
+            if not ways:
+                raise
+        return ways[0].call(self, stream, arrays, options, layout)
 
     def run(self, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
         """A call on arrays in memory."""

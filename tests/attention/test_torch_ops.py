@@ -97,7 +97,7 @@ every_call = pytest.mark.parametrize("name", CALLS)
 def prepared(name, **inputs):
     """(function, arrays by position, the rest)"""
     function, make = CALLS[name]
-    args, options = make(Inputs(**inputs))
+    args, options = make(Inputs(**{"heads": 2, **inputs}))
     return function, tuple(args), options
 
 
