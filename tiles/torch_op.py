@@ -195,16 +195,14 @@ class _Op:
                 raise ValueError(f"{row.name}: is written in place, so it must be mapped over where another argument is")
         moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims)]
         folded = [self._fold(row, x, dim is not None, count, layout) for row, x, dim in zip(self.rows, moved, dims)]
-        if any(x is not None and y is None for x, y in zip(tensors, folded)) or "cu_seqlens" in self._given(tensors):
+        no_batch = any(x is not None and y is None for x, y in zip(tensors, folded))
+        if no_batch or any(x is not None and row.axes == ("E",) for row, x in zip(self.rows, tensors)):  # ends of sequences
             each = [self.op(*[x if d is None else x[n] for x, d in zip(moved, dims)], *rest) for n in range(count)]
             made = [self.torch.stack(of) for of in zip(*each)] if self.several else self.torch.stack(each)
         else:
             found = self.op(*folded, *rest)
             made = [_unfold(x, count) for x in found] if self.several else _unfold(found, count)
         return made, [0] * len(made) if self.several else 0
-
-    def _given(self, tensors: Sequence[Any]) -> set[str]:
-        return {row.name for row, x in zip(self.rows, tensors) if x is not None}
 
     def _fold(self, row: Argument, x: Any, mapped: bool, count: int, layout: str) -> Any:
         """A tensor whose batch is `count` times as long; None if it has none, or was not given."""
