@@ -79,10 +79,11 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 
 def contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Byte strides of a C-ordered array."""
-    strides = [itemsize]
-    for n in reversed(shape[1:]):
-        strides.append(strides[-1] * n)
-    return tuple(reversed(strides[: len(shape)]))
+    strides, step = [], itemsize
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
 
 
 class Array(NamedTuple):

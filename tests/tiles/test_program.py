@@ -32,11 +32,8 @@ SCALED = Schema(
 class Noted:
     """A step that notes where it was run."""
 
-    def __init__(self, *names):
-        self.names = names
-
-    def index(self, order):
-        self.places = [order[name] for name in self.names]
+    def __init__(self, *operands):
+        self.places = [operand.source for operand in operands]
 
     def run(self, stream, addresses):
         RUNS.append((stream, *[addresses[place] for place in self.places]))
@@ -59,7 +56,7 @@ def scaled_program():
         if factor < 0:
             raise ValueError(f"{factor=}")
         names = ("x", "y", "out", "sums") if want_sums else ("x", "y", "out")
-        return Plan([Noted(*names)], ("out", "sums") if want_sums else ("out",))
+        return Plan([Noted(*map(problem.__getitem__, names))], ("out", "sums") if want_sums else ("out",))
 
     return function
 
@@ -157,7 +154,9 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework):
 
     @program(SCALED)
     def function(problem):
-        return Plan([Noted("x", "partial"), Alive("out", "partial")], ("out",), {"partial": ((3, 5), "float32")})
+        partial = problem.scratch(0, (3, 5), "float32")
+        steps = [Noted(problem["x"], partial), Alive(problem["out"], partial)]
+        return Plan(steps, ("out",), [((3, 5), "float32")])
 
     x, y, _ = arrays(4, 8)
     if framework == "torch":
@@ -450,8 +449,8 @@ def test_threads(monkeypatch):
     room, start, wrong, latest = np.zeros((8, 20, 3, 1, 4), np.float32), threading.Barrier(8), [], threading.local()
 
     class Local(Noted):
-        def __init__(self, kind):
-            super().__init__("x", "y", "out")
+        def __init__(self, problem, kind):
+            super().__init__(problem["x"], problem["y"], problem["out"])
             self.kind = kind
 
         def run(self, stream, addresses):
@@ -459,7 +458,7 @@ def test_threads(monkeypatch):
 
     @program(SCALED)
     def function(problem, kind):
-        return Plan([Local(kind)], ("out",))
+        return Plan([Local(problem, kind)], ("out",))
 
     def work(me):
         start.wait()

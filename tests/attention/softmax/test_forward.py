@@ -206,6 +206,16 @@ def test_strided_views_are_read_and_written_in_place(place, layout):
     assert (place.get(room)[..., 64:].astype(np.float32) == 7).all()
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_tile_that_sees_no_key_after_one_that_does(place, head_dim):
+    """Tiles of a consumer follow each other, the longest first: nothing of one may reach the next."""
+    heads = 4 if isinstance(place, OnInterpreter) else 400  # more tiles than there are multiprocessors
+    q, k, v = (place.put(x) for x in inputs(1, 200, 70, heads, 1, head_dim))
+    out, lse = attention.forward(q, k, v, causal=True, return_lse=True)
+    assert (place.get(out)[:, :130].astype(np.float32) == 0).all() and (place.get(lse)[..., :130] == -math.inf).all()
+    assert np.isfinite(place.get(lse)[..., 130:]).all()
+
+
 @pytest.mark.parametrize(("seq_q", "seq_kv", "batch"), [(4, 0, 1), (0, 4, 1), (3, 3, 0)])
 def test_empty(place, seq_q, seq_kv, batch):
     q, k, v = inputs(batch, seq_q, seq_kv, 2, 2, 64)
@@ -379,4 +389,4 @@ def test_the_sm_80_kernel_compiles_for_every_gpu(arch, head_dim, causal):
     (config,) = (config for config in shipped if (config.head_dim, config.causal) == (head_dim, causal))
     found = inspect.row("forward", ampere, config, arch)
     assert (found["spill_bytes"], found["local_bytes"], found["warnings"]) == (0, 0, [])
-    assert found["lines"] <= 58
+    assert found["lines"] <= 90
