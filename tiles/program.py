@@ -16,7 +16,8 @@
 From the *forms* of a call's arrays (shape, strides, dtype, device, alignment) and its options follows everything but addresses:
 what is computed, by which launches, what is made, and what is given back. So a call of a known form reads its arrays, looks the
 form up, writes their addresses into the launches' parameter blocks and calls the driver. One of a new form is checked and
-planned; what was refused is never remembered.
+planned; what was refused is never remembered. Where a framework traces the call instead of making it
+(torch.compile, jax.jit), it is given an op that stands for it (torch_op.py, jax_call.py).
 
 A **program** is its launches, one behind the other on the caller's stream, and the scratch memory between them, which comes
 from the caller's allocator. Nothing waits for the device, so that all of it may be captured in a CUDA graph.
@@ -28,9 +29,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from inspect import signature
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
+from . import jax_call, torch_op
 from .arrays import Operand, ascending, fill
 from .frameworks import PAST, Kind, Torch, describe, kind_of, stream_handle
 from .schema import Schema
@@ -125,8 +128,22 @@ class Program:
         self.schema, self.planner, self.names = schema, planner, schema.names
         self.needed = [(name, argument.needed) for name, argument in schema.arguments.items()]
         self.readers: dict[type, Callable] = {}
+        self.op = torch_op.named(self)
+        self.options = tuple(signature(planner).parameters)[1:]  # their names
 
     def __call__(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
+        if torch_op.traced(arrays[0]):
+            return torch_op.call(self, stream, arrays, options, layout)
+        try:
+            return self.run(stream, arrays, options, layout)
+        except TypeError:  # it may be that these are no arrays yet
+            ways = [way for way in (torch_op, jax_call) if way.serves(arrays, self)]
+            if not ways:
+                raise
+        return ways[0].call(self, stream, arrays, options, layout)
+
+    def run(self, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
+        """A call on arrays in memory."""
         read = self.readers.get(type(arrays[0])) or self._reader(arrays[0])
         try:
             forms, addresses, held = read(*arrays)

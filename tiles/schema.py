@@ -8,9 +8,10 @@
         lse  BHS   float32  made
     ''')
 
-A row: an argument's name; its axes, a letter each, in canonical order ("H|BSH": either); what it holds; its role. An axis has
-one extent wherever its letter is found. From the table follow the checks of a call (`problem`), the results' shapes, the order
-in which addresses are passed (program.py), and the schema of torch's op.
+A row: an argument's name; its axes, a letter each, in canonical order ("H|BSH": either); what it holds; its role; and of a
+result the options that ask for it, all of which must be true (`lse  BHS  float32  made  return_lse`). An axis has one extent
+wherever its letter is found. From the table follow the checks of a call (`problem`), the results' shapes, the order in which
+addresses are passed (program.py), and the schema and the fakes of torch's op (torch_op.py).
 
 What it holds:
     tile      bfloat16 or float16, one for all: kernels move tiles of it, so its last axis is contiguous
@@ -31,7 +32,7 @@ Its role:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .arrays import ALIGNMENT, Form, Operand, c_ordered, overlap, overlaps_itself
@@ -61,6 +62,7 @@ class Argument(NamedTuple):
     axes: tuple[str, ...]
     holds: str
     role: str
+    asked: tuple[str, ...] = ()
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -76,6 +78,11 @@ class Argument(NamedTuple):
     def written(self) -> bool:
         """Does a kernel write it, so that it must lie apart from all others?"""
         return self.role in ("made", "in_place", "updated")
+
+    @property
+    def result(self) -> bool:
+        """Is it given back, made where the caller leaves it out?"""
+        return self.role in ("made", "in_place")
 
     def choices(self, layout: str) -> dict[int, str]:
         """{number of axes: the axes in the caller's order}"""
@@ -167,10 +174,11 @@ class Problem:
 
 
 class Schema:
-    """A table of arguments: see the module. arguments: {name: Argument}, in the order of the rows."""
+    """A table of arguments: see the module. arguments: {name: Argument}, in the order of the rows. extents: of axes that have
+    always the same, or none but results have."""
 
-    def __init__(self, name: str, table: str):
-        self.name = name
+    def __init__(self, name: str, table: str, **extents: int):
+        self.name, self.extents = name, extents
         rows = [Argument(*_row(line.split())) for line in table.strip().splitlines()]
         self.arguments = {row.name: row for row in rows}
         self.names = tuple(self.arguments)
@@ -195,7 +203,7 @@ class Schema:
             shape, strides, its_dtype, its_device, itemsize, past, readonly = form
             row = rows[name].get(len(shape))
             if row is None:
-                _refuse_axes(self.arguments[name], layout, form)
+                _refuse_axes(self.arguments[name], layout, shape)
             axes, order = row
             is_tile = name in self.tiles
             if its_dtype not in self._dtypes[name] or (is_tile and its_dtype != dtype):
@@ -233,10 +241,25 @@ class Schema:
                     _refuse_strides(name, form, "its elements must not overlap each other")
         if "E" in extents:
             self._check_ends(extents, forms, holder)
-            extents["N"] = extents["E"] - 1
-        elif "B" in extents:
-            extents["N"] = extents["B"]
-        return Problem(self, canonical, extents, bits, layout)
+        return Problem(self, canonical, self.extents | _counted(extents), bits, layout)
+
+    def results(self, options: Mapping[str, Any]) -> list[str]:
+        """The names of what is given back by a call with these options."""
+        return [name for name, row in self.arguments.items() if row.result and all(options[option] for option in row.asked)]
+
+    def shapes(self, given: Mapping[str, Sequence[int]], layout: str) -> dict[str, list[int]]:
+        """The shapes of all results, in the caller's axes, by those of the arrays that were given. Nothing is compared: extents
+        may be torch's symbols, of which nobody knows yet whether they are equal. ValueError: no row has as many axes."""
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout: must be one of {LAYOUTS}: {layout=}")
+        rows, extents = self._rows[layout], dict(self.extents)
+        for name, shape in given.items():
+            if len(shape) not in rows[name]:
+                _refuse_axes(self.arguments[name], layout, shape)
+            extents |= zip(rows[name][len(shape)][0], shape)
+        _counted(extents)
+        made = {name: axes for name, row in self.arguments.items() if row.result for axes, _ in rows[name].values()}
+        return {name: [extents[axis] for axis in axes] for name, axes in made.items()}
 
     def _check_ends(self, extents, forms, holder):
         ends = f"cu_seqlens.shape={forms['cu_seqlens'].shape}"
@@ -265,16 +288,25 @@ class Schema:
             raise ValueError(f"{name}: must not overlap {other}: {name} at {at:#x}, {other} at {behind:#x}, {shapes}")
 
 
-def _row(words: list[str]) -> tuple[str, tuple[str, ...], str, str]:
-    name, axes, holds, role = (*words, "")[:4]
+def _counted(extents: dict[str, Any]) -> dict[str, Any]:
+    """With the number of sequences: one fewer than ends, or as many as batches."""
+    if "E" in extents:
+        extents["N"] = extents["E"] - 1
+    elif "B" in extents:
+        extents["N"] = extents["B"]
+    return extents
+
+
+def _row(words: list[str]) -> tuple[str, tuple[str, ...], str, str, tuple[str, ...]]:
+    name, axes, holds, role, *asked = (*words, "") if len(words) < 4 else words
     if holds not in HOLDS or role not in ROLES:
         raise ValueError(f"{name}: must hold one of {tuple(HOLDS)} and have a role of {ROLES}, got {holds!r}, {role!r}")
-    return name, tuple(axes.split("|")), holds, role
+    return name, tuple(axes.split("|")), holds, role, tuple(asked)
 
 
-def _refuse_axes(argument: Argument, layout: str, form: Form) -> NoReturn:
+def _refuse_axes(argument: Argument, layout: str, shape: Sequence[int]) -> NoReturn:
     choices = "; or ".join(", ".join(SPOKEN.get(axis, axis) for axis in axes) for axes in argument.choices(layout).values())
-    raise ValueError(f"{argument.name}: must have the axes {choices}: {argument.name}.shape={form.shape}")
+    raise ValueError(f"{argument.name}: must have the axes {choices}: {argument.name}.shape={tuple(shape)}")
 
 
 CURE = "; convert it: x.astype(tiles.bf16.np), or torch's x.bfloat16()"

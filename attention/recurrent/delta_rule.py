@@ -36,7 +36,7 @@ DELTA_RULE = Schema(
     cu_seqlens     E           index    optional
     initial_state  NHKV        float32  optional
     out            BSHV        tile     made
-    state          NHKV        float32  made
+    state          NHKV        float32  made      return_state
     """,
 )
 

@@ -22,7 +22,7 @@ FORWARD = Schema(
     k    BTGD  tile
     v    BTGD  tile
     out  BSHD  tile     in_place
-    lse  BHS   float32  made
+    lse  BHS   float32  made      return_lse
     """,
 )
 DTYPES = {"bfloat16": bf16, "float16": fp16}
@@ -64,15 +64,15 @@ def forward(
 
 
 @program(FORWARD)
-def _forward(problem: Problem, causal: bool, scale: float | None, with_lse: bool, family: str | None) -> Plan:
+def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """How forward does calls of this form; lse is never given."""
     batch, q_len, heads, head_dim, kv_len, kv_heads = problem("BSHDTG")
     _check(problem)
     scale = head_dim**-0.5 if scale is None else scale
     if not SCALES[0] <= scale <= SCALES[1]:  # a masked score is -inf, and must be -inf when scaled
         raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
-    give = ("out", "lse") if with_lse else ("out",)
-    out, lse = problem["out"], problem["lse"] if with_lse else None
+    give = ("out", "lse") if return_lse else ("out",)
+    out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in out.form.shape or kv_len == 0:  # no query sees a key
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x], give)
     tma, dtype = choose(problem, family) == "sm_90", DTYPES[problem.dtype]
