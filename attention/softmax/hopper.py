@@ -9,7 +9,9 @@ neither the loop nor the end needs a test for it.
 """
 
 import functools
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
@@ -32,7 +34,7 @@ from ops import (
     warpgroup,
     zeros,
 )
-from tiles import dtype, fp32, inlined, ring, rt, shared, st
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .tiling import walk
@@ -95,6 +97,13 @@ def config_for(head_dim: int, dtype: dtype, causal: bool, seqlen_kv: int) -> Con
     if causal and seqlen_kv <= SHORT // 2:
         consumers = min(consumers, 2)
     return Config(padded, dtype, causal, kv, consumers, persistent=seqlen_kv <= SHORT)
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What problems of any length are served with; fp16, whose code takes the same registers as bf16's, with `everything`."""
+    if arch == "sm_90a":
+        for of, head_dim, causal in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (False, True)):
+            yield from dict.fromkeys(config_for(head_dim, of, causal, SHORT * n // 2) for n in (1, 2, 3))
 
 
 @functools.cache
