@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
 import tiles  # noqa: E402
 from bench.measure import interleaved, medians, report, rotated  # noqa: E402
-from ops import snake, split, warpgroup  # noqa: E402
+from ops import divmod, persistent_tile, warpgroup  # noqa: E402
 from tiles import bf16, pipeline, ring, rt, shared, st  # noqa: E402
 
 ROWS, COLS = 32768, 4096  # 256 MB
@@ -39,13 +39,13 @@ def by_tma(source, target, across, count):
     (buffer,) = smem.open()
     r = int32(0)
     if warpgroup.id() == 0:
-        while snake(r) < count:
-            col, row = split(snake(r), across)
+        while persistent_tile(r) < count:
+            row, col = divmod(persistent_tile(r), across)
             buffer.fill(r, source, (row, col))
             r = int32(r + 1)
     else:
-        while snake(r) < count:
-            col, row = split(snake(r), across)
+        while persistent_tile(r) < count:
+            row, col = divmod(persistent_tile(r), across)
             warpgroup.tma_store(target, (row, col), buffer.wait(r))
             warpgroup.store_wait(1)
             if r > 0:
@@ -73,14 +73,14 @@ def by_cp_async(source, target, across, rounds):
     """A persistent grid takes the tiles in turn; of what lies past the last row nothing is copied."""
     (buffer,) = plan.open()
     for j in range(YOUNGER + 1):
-        col, row = split(snake(j), across)
+        row, col = divmod(persistent_tile(j), across)
         buffer.fill(j, source, (row * TILE.rows, col * TILE.cols), end=rounds)
     for j in range(int32(rounds)):
         tile = buffer.wait(j, newer=YOUNGER)
         ahead = int32(j + YOUNGER + 1)
-        col, row = split(snake(ahead), across)
+        row, col = divmod(persistent_tile(ahead), across)
         buffer.fill(ahead, source, (row * TILE.rows, col * TILE.cols), end=rounds)
-        col, row = split(snake(j), across)
+        row, col = divmod(persistent_tile(j), across)
         warpgroup.store(target, warpgroup.load(tile, PART), (row * TILE.rows, col * TILE.cols), aligned=True)
 
 

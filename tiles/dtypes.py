@@ -42,7 +42,7 @@ class dtype:
 
     def __call__(self, x):
         """x rounded to this dtype (see `round`); x is a register tile or vector. An fp32 accumulator becomes the A operand of
-        the next mma inside each lane, with no shuffle, unless that is fp8. (Lowering: ops/convert.py.)"""
+        the next mma inside each lane, with no shuffle, unless that is fp8. (Lowering: ops/elementwise/convert.py.)"""
         return OPS[self](x)
 
     def __hash__(self):

@@ -1,6 +1,6 @@
 """What Python or NumPy would do with a tile and kernels cannot: one table says what to use instead, in both backends.
 
-Operators and functions that tiles do have are not here (ops/maps.py, ops/functions.py). Refused is by a TypeError.
+Operators and functions that tiles do have are not here (ops/elementwise/arithmetic.py, ops/elementwise/functions.py). Refused is by a TypeError.
 """
 
 import builtins

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ops.taylor import BASE, FEATURES
+from ops.for_attention.taylor_features import BASE, FEATURES
+
 from tiles.launch import kernel_for
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema

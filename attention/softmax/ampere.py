@@ -18,7 +18,9 @@ from numpy import int32
 
 from ops import (
     causal,
+    divmod,
     exp2,
+    finish_sum,
     full,
     lane_sum,
     lazy_maximum,
@@ -29,10 +31,8 @@ from ops import (
     rescale,
     right_fill,
     row_max,
-    split,
     store,
     subtile,
-    total,
     zeros,
 )
 from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st
@@ -149,8 +149,8 @@ def make(config: Config):
         `band` pairs are worked on at once."""
         q, k, v = smem.open()
         block, pair = place(cuda.blockIdx.x, blocks, pairs, band)
-        head, batch = split(pair, heads)
-        _, kv_head = split(head, group)
+        batch, head = divmod(pair, heads)
+        kv_head, _ = divmod(head, group)
         warp = int32(cuda.threadIdx.x // 32)
         diagonal = ROWS * block + offset  # the last key that the first row may see
         n, cut = key_blocks(diagonal, kv_len)
@@ -175,7 +175,7 @@ def make(config: Config):
             o = rescale(o, alpha)  # before P, so that nothing parts the exponentials from the products that they run under
             p = exp2(s * scale - new * scale)
             o, m, l = mma_AB(o, INPUT(p), values), new, l * alpha + lane_sum(p)
-        l = total(l)
+        l = finish_sum(l)
         row = ROWS * block + BAND * warp
         store(gO, o / maximum(l, TINY), (batch, row, head, 0), 1, 3, ALIGNED)
         store(gLse, (m * scale + log2(l)) * LN2, (batch, head, row))

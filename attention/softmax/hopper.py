@@ -18,19 +18,19 @@ from numba import cuda
 from numpy import int32
 
 from ops import (
+    divmod,
     exp2,
+    finish_sum,
     full,
     lane_sum,
     lazy_maximum,
     log2,
     maximum,
+    persistent_tile,
     rescale,
     right_fill,
     row_max,
-    snake,
-    split,
     subtile,
-    total,
     warpgroup,
     zeros,
 )
@@ -118,7 +118,7 @@ def make(config: Config):
         k=ring(config.key, config.stages, readers),
         v=ring(config.key, config.stages, readers),
     )
-    turn = warpgroup.turns(CONSUMERS)
+    turn = warpgroup.ping_pong(CONSUMERS)
 
     place, key_blocks = walk(config)
 
@@ -126,7 +126,7 @@ def make(config: Config):
     def more(r, tiles):
         """Is there an r-th tile for this block?"""
         if PERSISTENT:
-            return snake(r) < tiles
+            return persistent_tile(r) < tiles
         else:
             return r == 0
 
@@ -197,9 +197,9 @@ def make(config: Config):
         if me == PRODUCER:
             warpgroup.release_registers(keep)
             while more(r, blocks * pairs):
-                block, pair = place(snake(r), blocks, pairs, band)
-                head, batch = split(pair, heads)
-                _, kv_head = split(head, group)
+                block, pair = place(persistent_tile(r), blocks, pairs, band)
+                batch, head = divmod(pair, heads)
+                kv_head, _ = divmod(head, group)
                 n, _ = key_blocks(ROWS * block + offset, kv_len)
                 for i in range(n):
                     k.fill(j + i, gK, (batch, n - 1 - i, kv_head))
@@ -211,7 +211,7 @@ def make(config: Config):
             warpgroup.claim_registers(claim)
             turn.begin(me)
             while more(r, blocks * pairs):
-                block, pair = place(snake(r), blocks, pairs, band)
+                block, pair = place(persistent_tile(r), blocks, pairs, band)
                 diagonal = ROWS * block + offset  # the last key that the first row may see
                 n, cut = key_blocks(diagonal, kv_len)
                 row = ROWS * block + 64 * me
@@ -233,8 +233,8 @@ def make(config: Config):
                     q.release(r)
                     o = warpgroup.wait(warpgroup.mma_AB(rescale(o, alpha), p, v.wait(j + n - 1)))
                     v.release(j + n - 1)
-                    l = total(l)
-                    head, batch = split(pair, heads)
+                    l = finish_sum(l)
+                    batch, head = divmod(pair, heads)
                     warpgroup.store(gO, o / maximum(l, TINY), (batch, row, head, 0), rows=1, cols=3, aligned=True)
                     warpgroup.store(gLse, (m * scale + log2(l)) * LN2, (batch, head, row))
                 r, j = int32(r + 1), int32(j + n)

@@ -4,7 +4,7 @@ import functools
 
 from numpy import int32
 
-from ops import grouped, split
+from ops import divmod, rasterize
 from tiles import inlined
 
 SHARING = 6  # multiprocessors that should read one pair's keys and values at a time: 4 to 8 are as good (bench/NOTES.md)
@@ -38,10 +38,11 @@ def walk(config):
         """The tile's (query block, pair of head and batch). Causal: one band of pairs after the other, its longest blocks
         first (see `band_of`)."""
         if CAUSAL:
-            pair, done = grouped(tile, pairs, blocks, band)
+            pair, done = rasterize(tile, pairs, blocks, band)
             return blocks - 1 - done, pair
         else:
-            return split(tile, blocks)
+            quotient, remainder = divmod(tile, blocks)
+            return remainder, quotient
 
     @inlined
     def key_blocks(diagonal, kv_len):

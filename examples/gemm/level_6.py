@@ -14,7 +14,7 @@ from numba import cuda
 from numpy import int32
 
 import tiles
-from ops import grouped, snake, subtile, warpgroup
+from ops import persistent_tile, rasterize, subtile, warpgroup
 from tiles import bf16, ring, shared, st
 from tiles.device import processors
 from tiles.frameworks import describe
@@ -35,16 +35,16 @@ def gemm(gA, gB, gC, rows, cols, steps):
     r = j = int32(0)  # tiles of C and steps along k so far
     if me == PRODUCER:
         warpgroup.release_registers(40)
-        while snake(r) < rows * cols:
-            row, col = grouped(snake(r), rows, cols, GROUP)
+        while persistent_tile(r) < rows * cols:
+            row, col = rasterize(persistent_tile(r), rows, cols, GROUP)
             for i in range(steps):
                 a.fill(j + i, gA, (row, i))
                 b.fill(j + i, gB, (col, i))
             r, j = int32(r + 1), int32(j + steps)
     else:
         warpgroup.claim_registers(232)
-        while snake(r) < rows * cols:
-            row, col = grouped(snake(r), rows, cols, GROUP)
+        while persistent_tile(r) < rows * cols:
+            row, col = rasterize(persistent_tile(r), rows, cols, GROUP)
             acc = warpgroup.mm_ABt(subtile(a.wait(j), ROWS, me), b.wait(j))
             for i in range(int32(j + 1), int32(j + steps)):
                 acc = warpgroup.mma_ABt(acc, subtile(a.wait(i), ROWS, me), b.wait(i))

@@ -15,7 +15,7 @@ from numba import cuda
 from numpy import int32
 
 import tiles
-from ops import cluster, columns, grouped, snake, subtile, warpgroup
+from ops import cluster, columns, persistent_tile, rasterize, subtile, warpgroup
 from tiles import bf16, inlined, ring, shared, st
 from tiles.device import processors
 from tiles.frameworks import describe
@@ -49,8 +49,8 @@ def gemm(gA, gB, gC, rows, cols, steps):
     r = j = int32(0)  # tiles of C and steps along k so far
     if me == PRODUCER:
         warpgroup.release_registers(40)
-        while snake(r, BLOCKS) < rows * cols:
-            pair, col = grouped(snake(r, BLOCKS), rows, cols, GROUP)
+        while persistent_tile(r, BLOCKS) < rows * cols:
+            pair, col = rasterize(persistent_tile(r, BLOCKS), rows, cols, GROUP)
             row = BLOCKS * pair + rank
             for i in range(steps):
                 a.fill(j + i, gA, (row, i))
@@ -59,8 +59,8 @@ def gemm(gA, gB, gC, rows, cols, steps):
     else:
         warpgroup.claim_registers(232)
         mine = subtile(c, ROWS, me)
-        while snake(r, BLOCKS) < rows * cols:
-            pair, col = grouped(snake(r, BLOCKS), rows, cols, GROUP)
+        while persistent_tile(r, BLOCKS) < rows * cols:
+            pair, col = rasterize(persistent_tile(r, BLOCKS), rows, cols, GROUP)
             row = BLOCKS * pair + rank
             acc = warpgroup.mm_ABt(subtile(a.wait(j), ROWS, me), b.wait(j))
             for i in range(int32(j + 1), int32(j + steps)):

@@ -1,4 +1,4 @@
-"""ops/bulk.py: TMA adds, keeps the lesser or greater, prefetches; waiting for all stores but the newest."""
+"""ops/memory/tma.py: TMA adds, keeps the lesser or greater, prefetches; waiting for all stores but the newest."""
 
 import numpy as np
 import pytest

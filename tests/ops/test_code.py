@@ -14,6 +14,7 @@ from ops import (
     col_max,
     exp,
     exp2,
+    finish_sum,
     full,
     lane_sum,
     less,
@@ -25,7 +26,6 @@ from ops import (
     row_sum,
     silu,
     store,
-    total,
     transpose,
     warpgroup,
     where,
@@ -107,7 +107,7 @@ def by_lanes(t, scale, n):
 @tiles.inlined
 def lane_sum_twice(t):
     partial = lane_sum(t)
-    return total(partial + partial)
+    return finish_sum(partial + partial)
 
 
 @tiles.inlined
@@ -302,7 +302,7 @@ def test_the_loop_of_an_online_softmax():
                 l = l * alpha + lane_sum(s)
                 o = warpgroup.wait(warpgroup.mma_AB(o * alpha, bf16(s), v.wait(j)))
                 v.release(j)
-            warpgroup.store(out, o / total(l), (0, 0))
+            warpgroup.store(out, o / finish_sum(l), (0, 0))
 
     args = tensor(blank((64, 128), bf16), Q), tensor(blank((128 * rounds, 128), bf16), K)
     loop = sass.main_loop(code(body, *args, args[1], blank((64, 128)), rounds, 1.0))

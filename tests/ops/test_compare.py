@@ -1,4 +1,4 @@
-"""ops/compare.py: comparisons give 0 and 1, `where` chooses by them."""
+"""ops/elementwise/compare.py: comparisons give 0 and 1, `where` chooses by them."""
 
 import operator
 

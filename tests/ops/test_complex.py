@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from numba import cuda
+from ops.matmul.supported import TRANSPOSED
 from sweep import blank, close, pairs
 
 from ops import complex, load, zeros
 from ops import store as store_tile
-from ops.products import FORMS
 from tiles import bf16, fp16, fp32, rt, shared, st
 
 
@@ -68,10 +68,10 @@ def test_products(run, sample, dtype):
     close_to(abt, numbers(x) @ numbers(x).T, 1e-3)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", TRANSPOSED)
 def test_every_form_of_products(run, sample, form):
-    product, (left, right) = getattr(complex, f"mma_{form}"), FORMS[form].layouts
-    shapes = [(16, 32)[:: -1 if FORMS[form].left else 1], (32, 48)[:: -1 if FORMS[form].right else 1]]
+    product, (left, right) = getattr(complex, f"mma_{form}"), TRANSPOSED[form].layouts
+    shapes = [(16, 32)[:: -1 if TRANSPOSED[form].left else 1], (32, 48)[:: -1 if TRANSPOSED[form].right else 1]]
     A, B, C = rt(*shapes[0], bf16, left), rt(*shapes[1], bf16, right), rt(16, 48, fp32)
 
     @cuda.jit
@@ -81,5 +81,5 @@ def test_every_form_of_products(run, sample, form):
 
     x, y, z = (*(sample((*shape, 2), bf16) for shape in shapes), blank((16, 48, 2)))
     run(body, x, y, z)
-    a, b = (numbers(v).T if turned else numbers(v) for v, turned in zip((x, y), FORMS[form], strict=True))
+    a, b = (numbers(v).T if turned else numbers(v) for v, turned in zip((x, y), TRANSPOSED[form], strict=True))
     close_to(z, a @ b, 1e-3)

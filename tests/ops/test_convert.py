@@ -1,4 +1,4 @@
-"""ops/convert.py: every dtype to every other by calling it."""
+"""ops/elementwise/convert.py: every dtype to every other by calling it."""
 
 import itertools
 

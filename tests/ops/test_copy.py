@@ -1,4 +1,4 @@
-"""ops/copy.py and tiles.pipeline: global memory to shared memory by cp.async, by one warp and by all of a block."""
+"""ops/memory/async_copy.py and tiles.pipeline: global memory to shared memory by cp.async, by one warp and by all of a block."""
 
 import lanes
 import numpy as np

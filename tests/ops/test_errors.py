@@ -14,6 +14,7 @@ from ops import (
     causal,
     col_index,
     exp2,
+    finish_sum,
     fma,
     full,
     lane_sum,
@@ -28,7 +29,6 @@ from ops import (
     tanh,
     tile_any,
     tile_sum,
-    total,
     transpose,
     warpgroup,
     where,
@@ -76,17 +76,17 @@ def maximum_of_arrays(x, g):
     maximum(x, x)
 
 
-@says("mul: rt(16, 64, fp32) and partial col_vec(16, fp32): take total(...) of the partial sum first")
+@says("mul: rt(16, 64, fp32) and partial col_vec(16, fp32): take finish_sum(...) of the partial sum first")
 def partial_sum_and_tile(x, g):
     zeros(T) * lane_sum(zeros(T))
 
 
-@says("add: partial col_vec(16, fp32) and col_vec(16, fp32): take total(...) of the partial sum first")
+@says("add: partial col_vec(16, fp32) and col_vec(16, fp32): take finish_sum(...) of the partial sum first")
 def partial_sum_plus_vector(x, g):
     lane_sum(zeros(T)) + zeros(T.col_vec)
 
 
-@says("truediv: col_vec(16, fp32) and partial col_vec(16, fp32): take total(...)")
+@says("truediv: col_vec(16, fp32) and partial col_vec(16, fp32): take finish_sum(...)")
 def dividing_by_a_partial_sum(x, g):
     zeros(T.col_vec) / lane_sum(zeros(T))
 
@@ -96,7 +96,7 @@ def a_longer_vector_times_a_partial_sum(x, g):
     zeros(WIDE.row_vec) * lane_sum(zeros(T))
 
 
-@says("exp2: partial col_vec(16, fp32): take total(...) of the partial sum first")
+@says("exp2: partial col_vec(16, fp32): take finish_sum(...) of the partial sum first")
 def exp2_of_a_partial_sum(x, g):
     exp2(lane_sum(zeros(T)))
 
@@ -106,9 +106,9 @@ def exp2_of_an_array(x, g):
     exp2(x)
 
 
-@says("total: takes a partial sum (from lane_sum), got col_vec(16, fp32)")
+@says("finish_sum: takes a partial sum (from lane_sum), got col_vec(16, fp32)")
 def total_of_a_whole_vector(x, g):
-    total(zeros(T.col_vec))
+    finish_sum(zeros(T.col_vec))
 
 
 @says("row_max: takes a register tile or a shared one, got col_vec(16, fp32)")
@@ -176,9 +176,9 @@ def tanh_of_an_array(x, g):
     tanh(x)
 
 
-@says("warpgroup.bounds: takes a register tile, two integers and a number, got col_vec(16, fp32)")
+@says("warpgroup.outside_fill: takes a register tile, two integers and a number, got col_vec(16, fp32)")
 def bounds_of_a_vector(x, g):
-    warpgroup.bounds(zeros(T.col_vec), 1, 2, 0.0)
+    warpgroup.outside_fill(zeros(T.col_vec), 1, 2, 0.0)
 
 
 @says("row_index: takes a tile type or a col_vec type, got row_vec(64, fp32)")
@@ -300,8 +300,8 @@ def test_mistakes(backend, mistake, message):
         (lambda: st(64, 64, bf16, 256), "st: width must be one of (128, 64, 32) and divide a row of 128 bytes, got 256"),
         (lambda: st(64, 24, bf16), "a shared tile's row must be a multiple of 32 bytes, got 48"),
         (lambda: ring(S, 0), "ring: stages and readers must be positive, got 0 and 4"),
-        (lambda: warpgroup.turns(1), "turns: 2 or more players on named barriers 1 to 6, got 1 from 1 on"),
-        (lambda: warpgroup.turns(3, 5), "turns: 2 or more players on named barriers 1 to 6, got 3 from 5 on"),
+        (lambda: warpgroup.ping_pong(1), "ping_pong: 2 or more players on named barriers 1 to 6, got 1 from 1 on"),
+        (lambda: warpgroup.ping_pong(3, 5), "ping_pong: 2 or more players on named barriers 1 to 6, got 3 from 5 on"),
     ],
 )
 def test_types_that_cannot_be(make, message):

@@ -10,7 +10,7 @@ says = Cases()
 H = rt(16, 64, fp16)
 H48 = rt(16, 48, fp16)
 NARROW_COLUMNS = rt(16, 64, bf16, "col")
-turn = warpgroup.turns(2)
+turn = warpgroup.ping_pong(2)
 
 
 @tiles.inlined

@@ -1,4 +1,4 @@
-"""ops/functions.py: functions of one tile, vector or number, and `map`."""
+"""ops/elementwise/functions.py: functions of one tile, vector or number, and `map`."""
 
 import math
 
@@ -76,7 +76,7 @@ def test_functions_of_one_tile(run, sample, names):
 
 
 def test_every_function_is_in_the_table():
-    assert [face.__name__ for face in ops.functions.FUNCTIONS] == NAMES
+    assert [face.__name__ for face in ops.elementwise.functions.FUNCTIONS] == NAMES
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp16])

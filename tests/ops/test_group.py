@@ -1,4 +1,4 @@
-"""ops/group.py: what the warps of a warpgroup, or of a block, reduce together."""
+"""ops/threads/warps.py: what the warps of a warpgroup, or of a block, reduce together."""
 
 import math
 import re

@@ -1,12 +1,13 @@
-"""ops/inverse.py: inverses of unit lower triangular matrices, 16 x 16 and 64 x 64."""
+"""ops/for_attention/triangular_inverse.py: inverses of unit lower triangular matrices, 16 x 16 and 64 x 64."""
 
 import numpy as np
 import pytest
 from numba import cuda
+from ops.for_attention import triangular_inverse as inverse
 from sweep import blank, close, wide
 
 import tiles
-from ops import inverse, inverse_unit_lower, load, store, warpgroup
+from ops import inverse_unit_lower, load, store, warpgroup
 from tiles import fp32, rt
 
 PLAN = tiles.shared(high=inverse.TRIANGLE, low=inverse.TRIANGLE, inverse_high=inverse.DIAGONAL, inverse_low=inverse.DIAGONAL)

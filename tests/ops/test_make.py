@@ -1,4 +1,4 @@
-"""ops/make.py: tiles from nothing."""
+"""ops/elementwise/create.py: tiles from nothing."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""ops/maps.py: arithmetic between tiles, vectors and numbers, and functions of one tile."""
+"""ops/elementwise/arithmetic.py: arithmetic between tiles, vectors and numbers, and functions of one tile."""
 
 import operator
 

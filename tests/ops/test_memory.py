@@ -7,7 +7,7 @@ from numba import cuda
 from sweep import blank, guarded, pairs
 
 import tiles
-from ops import clip, load, store, warpgroup
+from ops import load, store, truncate, warpgroup
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st
 
 DTYPES = [fp32, bf16, fp16]
@@ -297,8 +297,8 @@ def test_clip(run, sample, end):
 
     @cuda.jit
     def body(x, y, seen, end):
-        store(y, load(clip(x, 0, end), T, (0, 0)), (0, 0))
-        store(clip(seen, 0, end), load(x, T, (0, 0)), (0, 0))
+        store(y, load(truncate(x, 0, end), T, (0, 0)), (0, 0))
+        store(truncate(seen, 0, end), load(x, T, (0, 0)), (0, 0))
 
     x, y, seen = sample((32, 16)), blank((32, 16)), blank((32, 16))
     run(body, x, y, seen, np.int32(end))

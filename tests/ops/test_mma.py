@@ -1,4 +1,4 @@
-"""ops/mma.py: the products of one warp, from registers and from shared memory, and the table of what there is."""
+"""ops/matmul/mma.py: the products of one warp, from registers and from shared memory, and the table of what there is."""
 
 import itertools
 
@@ -6,12 +6,12 @@ import lanes
 import numpy as np
 import pytest
 from numba import cuda, types
+from ops.matmul.supported import TRANSPOSED, cells, transposed_in
 from sweep import EPS, blank, close, wide
 
 import ops
 import tiles
-from ops import commit_group, copy_async, load, mma, store, wait_group, zeros
-from ops.products import FORMS, cells, form_of
+from ops import commit_group, copy_async, load, matmul, store, wait_group, zeros
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st, tf32
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
@@ -35,7 +35,7 @@ def exact(a, b, acc):
 
 def kernel_of(name, m, n, k, dtypes, placed):
     """acc + a b by the op `name`, with a and b in registers ("r") or shared memory ("s"), and its shared memory."""
-    op, form = getattr(ops, name), form_of(name)
+    op, form = getattr(ops, name), transposed_in(name)
     left, right = (m, k)[:: -1 if form.left else 1], (k, n)[:: -1 if form.right else 1]
     A, B, C = rt(*left, dtypes[0], form.layouts[0]), rt(*right, dtypes[1], form.layouts[1]), rt(m, n, fp32)
     smem = tiles.shared(a=st(*left, dtypes[0]), b=st(*right, dtypes[1]))
@@ -66,7 +66,7 @@ def products():
     """Every place of the operands in every form, dtypes and shapes in turn: (op, dtypes of a and b, places, (m, n, k))."""
     turns = [itertools.cycle(found) for found in (((bf16, bf16), (fp16, fp16)), [(tf32, tf32)], MIXED + ALIKE)]
     shapes = {itemsize: itertools.cycle(found) for itemsize, found in SHAPES.items()}
-    for form in FORMS:
+    for form in TRANSPOSED:
         found = cells(f"mma_{form}")
         for turn in turns:
             for left, right in itertools.product(*found[next(turn)]):
@@ -81,16 +81,18 @@ def test_products(run, sample, name, dtypes, placed, shape):
     a, b, c = sample(left, dtypes[0]), sample(right, dtypes[1]), sample((m, n))
     out = blank((m, n))
     run(body, a, b, c, out, shared=smem)
-    form = form_of(name)
+    form = transposed_in(name)
     want, atol = exact(a.T if form.left else a, b.T if form.right else b, wide(c))
     close(out, want, atol=atol)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", TRANSPOSED)
 def test_tf32_of_what_lies_in_shared_memory_as_fp32(run, sample, form):
     """What loads rounds: operands of any form, from tiles that TMA or cp.async filled with fp32 numbers."""
-    op, (left, right) = getattr(ops, f"mma_{form}"), form_of(form).layouts
-    A, B = ((rows, cols)[:: -1 if turned else 1] for rows, cols, turned in zip((32, 32), (32, 16), FORMS[form], strict=True))
+    op, (left, right) = getattr(ops, f"mma_{form}"), transposed_in(form).layouts
+    A, B = (
+        (rows, cols)[:: -1 if turned else 1] for rows, cols, turned in zip((32, 32), (32, 16), TRANSPOSED[form], strict=True)
+    )
     L, R, C, smem = rt(*A, tf32, left), rt(*B, tf32, right), rt(32, 16, fp32), tiles.shared(a=st(*A, fp32), b=st(*B, fp32))
 
     @cuda.jit
@@ -104,22 +106,22 @@ def test_tf32_of_what_lies_in_shared_memory_as_fp32(run, sample, form):
 
     x, y, out = sample(A), sample(B), blank((32, 16))
     run(body, x, y, out, shared=smem)
-    a, b = (z.T if turned else z for z, turned in zip((x, y), FORMS[form], strict=True))
+    a, b = (z.T if turned else z for z, turned in zip((x, y), TRANSPOSED[form], strict=True))
     want, atol = exact(tf32.round(a), tf32.round(b), 0.0)
     close(out, want, atol=atol)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", TRANSPOSED)
 def test_operands_in_shared_memory_are_read_without_conflicts(sample, form):
     body, _, left, right = kernel_of(f"mma_{form}", 32, 64, 64, (bf16, bf16), "ss")
     machine = lanes.run(body, (sample(left, bf16), sample(right, bf16), sample((32, 64)), blank((32, 64))))
     assert machine.ways["ldmatrix"] == 1
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", TRANSPOSED)
 def test_operands_in_shared_memory_arrive_where_the_products_take_them(form):
     """Hardly a register is moved: two a product, if ldmatrix brings the matrices in another order."""
-    op, (left, right) = getattr(ops, f"mma_{form}"), FORMS[form]
+    op, (left, right) = getattr(ops, f"mma_{form}"), TRANSPOSED[form]
     C, smem = rt(32, 64, fp32), tiles.shared(a=st(*((64, 32) if left else (32, 64)), bf16), b=st(64, 64, bf16))
 
     @cuda.jit
@@ -140,7 +142,7 @@ ARCHS = {"sm_80": ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"), "sm_89": (
 CELLS = [
     (name, dtypes, places, arch)
     for family, archs in ARCHS.items()
-    for name, row in mma.SUPPORTED[family].items()
+    for name, row in matmul.SUPPORTED[family].items()
     for dtypes, places in row.items()
     for arch in archs
 ]

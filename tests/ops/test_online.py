@@ -1,11 +1,11 @@
-"""ops/online.py and ops/index.py: a maximum that seldom moves, a rescale that is seldom done, arithmetic of indices."""
+"""ops/for_attention/online_softmax.py and ops/schedule.py: a maximum that seldom moves, a rescale that is seldom done, arithmetic of indices."""
 
 import numpy as np
 import pytest
 from numba import cuda
 from sweep import blank, pairs
 
-from ops import full, lazy_maximum, load, rescale, split, store
+from ops import divmod, full, lazy_maximum, load, rescale, store
 from tiles import bf16, fp16, fp32, rt
 
 
@@ -67,7 +67,7 @@ def test_split(run):
     @cuda.jit
     def body(index, extent, inner, outer):
         for i in range(n):
-            rest, times = split(index[i], extent[i])
+            times, rest = divmod(index[i], extent[i])
             store(inner, full(T, rest % 65536), (i, 0))
             store(outer, full(T, times % 65536), (i, 0))
 

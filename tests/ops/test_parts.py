@@ -1,4 +1,4 @@
-"""ops/parts.py: parts of a register tile, and tiles put together from them."""
+"""ops/shape/slicing.py: parts of a register tile, and tiles put together from them."""
 
 import re
 

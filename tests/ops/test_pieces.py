@@ -1,4 +1,4 @@
-"""ops/pieces.py: aligned loads and stores, 16 bytes a lane, by one warp and by four. (Broken promises: test_promises.py.)"""
+"""ops/memory/global_vectorized.py: aligned loads and stores, 16 bytes a lane, by one warp and by four. (Broken promises: test_promises.py.)"""
 
 import numpy as np
 import pytest

@@ -1,11 +1,11 @@
-"""ops/prefix.py: running sums."""
+"""ops/reductions/scan.py: running sums."""
 
 import numpy as np
 import pytest
 from numba import cuda
 from sweep import blank, close, wide
 
-from ops import block, cumsum, load, store, sum_down
+from ops import block, cumsum, cumsum_columns, load, store
 from tiles import bf16, fp16, fp32, rt, shared, st
 
 
@@ -45,7 +45,7 @@ def test_sum_down(run, sample, shape, dtype):
         source, sums = smem.open()
         store(source, load(x, T, (0, 0)))
         block.sync()
-        sum_down(sums, source, -1.0)
+        cumsum_columns(sums, source, -1.0)
         store(y, load(sums, T), (0, 0))
 
     x, y = sample(shape, dtype), blank(shape)

@@ -1,4 +1,4 @@
-"""ops/pieces.py: what keeps arrays from aligned accesses, as the interpreter and types see it."""
+"""ops/memory/global_vectorized.py: what keeps arrays from aligned accesses, as the interpreter and types see it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""ops/reduce.py: along rows and columns, in one go or by lanes first, and of a whole tile."""
+"""ops/reductions/reduce.py: along rows and columns, in one go or by lanes first, and of a whole tile."""
 
 import re
 
@@ -8,7 +8,7 @@ from numba import cuda
 from sweep import EPS, blank, close, code, meaning, pairs, wide
 
 import ops
-from ops import full, lane_sum, load, row_max, row_sum, store, total
+from ops import finish_sum, full, lane_sum, load, row_max, row_sum, store
 from tiles import bf16, fp16, fp32, rt, shared, st
 
 SHAPES = [(16, 16), (32, 16), (16, 48), (48, 32), (16, 256), (64, 32)]
@@ -168,7 +168,7 @@ def test_partial_sums_are_finished_once(run, sample, dtype, side):
 
     @cuda.jit
     def body(x, lanes):
-        store(lanes, total(lane_sum(load(x, T, (0, 0)))), (0,))
+        store(lanes, finish_sum(lane_sum(load(x, T, (0, 0)))), (0,))
 
     x, lanes = sample((32, 48), dtype), blank(32, dtype)
     run(body, x, lanes)
@@ -209,7 +209,7 @@ def test_partial_sums_may_be_scaled_added_and_divided(run, sample):
         for _ in range(3):
             partial = partial * alpha + lane_sum(load(x, T, (32, 0)))
         partial *= 2.0
-        store(out, total((partial - lane_sum(load(x, T, (0, 0)))) / 4.0), (0,))
+        store(out, finish_sum((partial - lane_sum(load(x, T, (0, 0)))) / 4.0), (0,))
 
     x, c, out = sample((64, 32)), sample(32), blank(32)
     run(body, x, c, out)

@@ -9,8 +9,8 @@ from numba import cuda
 from numba.cuda import types
 from sweep import blank, code, meaning
 
-from ops import full, grouped, snake, store
-from ops.schedule import snake as face
+from ops import full, persistent_tile, rasterize, store
+from ops.schedule import persistent_tile as face
 from tiles import fp32, launch, rt
 from tiles.compiler import compile_kernel
 from tiles.interpreter import Cluster, interpret
@@ -23,10 +23,10 @@ V = rt(16, 16, fp32).row_vec
 def persistent(tiles, log, count):
     """log[tile] = how often it was taken, and by which block, in which round; count[block] = how many it took."""
     r = 0
-    while snake(r) < tiles:
-        log[snake(r), 0] += 1
-        log[snake(r), 1] = cuda.blockIdx.x
-        log[snake(r), 2] = r
+    while persistent_tile(r) < tiles:
+        log[persistent_tile(r), 0] += 1
+        log[persistent_tile(r), 1] = cuda.blockIdx.x
+        log[persistent_tile(r), 2] = r
         r += 1
     count[cuda.blockIdx.x] = r
 
@@ -44,8 +44,8 @@ def by_lowering(blocks, tiles, log, count):
 def _source(block):
     def kernel(tiles, log, count):
         r = 0
-        while snake(r) < tiles:
-            log[snake(r)] += [1, block, r]
+        while persistent_tile(r) < tiles:
+            log[persistent_tile(r)] += [1, block, r]
             r += 1
         count[block] = r
 
@@ -86,12 +86,12 @@ def test_both_backends_say_the_same(blocks, data):
     out, said = np.zeros(1, np.int64), np.zeros(1, np.int64)
 
     def kernel(r, out):
-        out[0] = snake(r)
+        out[0] = persistent_tile(r)
 
     lowered(cuda.jit(kernel), [r, said], place=(block, blocks))
     want = r * blocks + (blocks - 1 - block if r % 2 else block)
     assert said[0] == want < 2**31
-    in_block(block, blocks, lambda: out.__setitem__(0, snake(r)))
+    in_block(block, blocks, lambda: out.__setitem__(0, persistent_tile(r)))
     assert out[0] == want
 
 
@@ -103,7 +103,7 @@ def test_the_blocks_of_a_cluster_take_a_tile_together(size):
 
         def kernel(out, of_cluster):
             for r in range(6):
-                out[r] = snake(r, of_cluster)
+                out[r] = persistent_tile(r, of_cluster)
 
         lowered(cuda.jit(kernel), [alone, 1], place=(block // size, 8 // size))
         lowered(cuda.jit(kernel), [said[0], size], place=(block, 8))
@@ -132,7 +132,7 @@ def test_compiles_to_32_bits():
 
     @cuda.jit
     def kernel(r, out):
-        store(out, full(V, snake(r)), (0,))
+        store(out, full(V, persistent_tile(r)), (0,))
 
     found = compile_kernel(kernel, [types.int32, types.Array(types.float32, 1, "A")], "sm_90a")
     assert not found.local_bytes and not found.warnings
@@ -142,10 +142,12 @@ def test_compiles_to_32_bits():
 @pytest.mark.parametrize("given", [1.5, np.zeros(3, np.float32)], ids=["number", "array"])
 def test_mistakes(given):
     def kernel(x):
-        snake(x)
+        persistent_tile(x)
 
     for backend in (meaning, code):
-        with pytest.raises(TypeError, match="snake: takes an integer, and how many blocks a cluster has, got (float|array)"):
+        with pytest.raises(
+            TypeError, match="persistent_tile: takes an integer, and how many blocks a cluster has, got (float|array)"
+        ):
             backend(cuda.jit(kernel), given)
 
 
@@ -156,7 +158,7 @@ def test_grouped(run, rows, cols, height):
     @cuda.jit
     def body(rows, cols, height, order):
         for index in range(rows * cols):
-            row, col = grouped(index, rows, cols, height)
+            row, col = rasterize(index, rows, cols, height)
             store(order, full(V, index), (row, 16 * col))
 
     order = blank((rows, 16 * cols))

@@ -1,4 +1,4 @@
-"""ops/show.py: print(tile) says the same in the interpreter and on the card."""
+"""ops/printing.py: print(tile) says the same in the interpreter and on the card."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""ops/slices.py: what lies across a warpgroup's rows, in slices of 16."""
+"""ops/memory/transposed.py: what lies across a warpgroup's rows, in slices of 16."""
 
 import numpy as np
 import pytest

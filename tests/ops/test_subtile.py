@@ -1,4 +1,4 @@
-"""ops/subtile.py: parts of shared tiles are loaded, stored, multiplied and copied by TMA as tiles of their own."""
+"""ops/shape/subtile.py: parts of shared tiles are loaded, stored, multiplied and copied by TMA as tiles of their own."""
 
 import numpy as np
 import pytest

@@ -29,13 +29,13 @@ def maps(x, y):
 
 def masks(x, y):
     t = ops.causal(load(x, T, (0, 0)), 3, 0.0)
-    t = ops.bounds(ops.triu(ops.left_fill(t, 2, 1.0), -5, 2.0), 12, 60, 3.0)
+    t = ops.outside_fill(ops.triu(ops.left_fill(t, 2, 1.0), -5, 2.0), 12, 60, 3.0)
     store(y, ops.upper_fill(t, 1, 4.0), (0, 0))
 
 
 def reductions(x, y):
     t = load(x, T, (0, 0))
-    t = (t - ops.row_max(t)) / ops.total(ops.lane_sum(t)) + ops.col_sum(t, ops.col_prod(t))
+    t = (t - ops.row_max(t)) / ops.finish_sum(ops.lane_sum(t)) + ops.col_sum(t, ops.col_prod(t))
     if ops.tile_any(ops.less(t, 0.0)):
         t *= ops.tile_sum(t)
     store(y, t, (0, 0))

@@ -1,12 +1,12 @@
-"""ops/taylor.py: features whose products are the Taylor series of exp, to the second order."""
+"""ops/for_attention/taylor_features.py: features whose products are the Taylor series of exp, to the second order."""
 
 import numpy as np
 import pytest
 from numba import cuda
+from ops.for_attention.taylor_features import FEATURES
 from sweep import EPS, blank, close, wide
 
 from ops import load, store, taylor
-from ops.taylor import FEATURES
 from tiles import bf16, fp16, fp32, rt
 
 

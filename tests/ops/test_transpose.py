@@ -1,4 +1,4 @@
-"""ops/transpose.py: tiles and vectors turned inside the warp."""
+"""ops/shape/transpose.py: tiles and vectors turned inside the warp."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""ops/vectors.py: shared vectors to and from registers. (In rings: test_vectors_by_tma.py.)"""
+"""ops/memory/shared_vectors.py: shared vectors to and from registers. (In rings: test_vectors_by_tma.py.)"""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from numba import cuda
 from sweep import blank, code, lowering, meaning, pairs, wide
 
 import tiles
-from ops import exp, last, load, load_row, store, tile_max, warpgroup, zeros
+from ops import exp, last_element, load, load_row, store, tile_max, warpgroup, zeros
 from tiles import Hazard, bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st, sv, tf32
 from tiles.interpreter import interpret
 
@@ -143,7 +143,7 @@ def test_last(run, sample, n):
         _, a = smem.open()
         store(a, load(x, V, (0,)))
         cuda.syncthreads()
-        store(y, zeros(V) + last(a), (0,))
+        store(y, zeros(V) + last_element(a), (0,))
 
     x, y = sample(n), blank(n)
     run(body, x, y, shared=smem)

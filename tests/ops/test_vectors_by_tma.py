@@ -1,4 +1,4 @@
-"""ops/vectors.py: shared vectors in rings, by TMA."""
+"""ops/memory/shared_vectors.py: shared vectors in rings, by TMA."""
 
 import numpy as np
 import pytest

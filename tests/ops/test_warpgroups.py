@@ -1,4 +1,4 @@
-"""ops/warpgroups.py: several warpgroups meet, clear rows that are not there, take turns."""
+"""ops/threads/warpgroups.py: several warpgroups meet, clear rows that are not there, take turns."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_meet(run_apart, sample, groups):
         (whole,) = smem.open()
         me = warpgroup.id()
         warpgroup.store(subtile(whole, 64, me), warpgroup.load(x, T, (64 * me, 0)))
-        warpgroup.meet(groups)
+        warpgroup.sync_several(groups)
         neighbour = (me + 1) % groups
         warpgroup.store(y, warpgroup.load(subtile(whole, 64, neighbour), T), (64 * neighbour, 0))
 
@@ -71,7 +71,7 @@ def test_seven_meet_and_the_eighth_by_itself(run_apart):
     def body(y):
         me = warpgroup.id()
         if me < 7:
-            warpgroup.meet(7)
+            warpgroup.sync_several(7)
         else:
             warpgroup.sync()
         store(y, ones(V) * me, (me, 0))
@@ -85,16 +85,16 @@ def test_seven_meet_and_the_eighth_by_itself(run_apart):
 def test_meetings_of_none_and_of_nine(run_apart, groups):
     @cuda.jit
     def body():
-        warpgroup.meet(groups)
+        warpgroup.sync_several(groups)
 
-    with pytest.raises(TypeError, match=f"meet: takes 1 to 8 warpgroups, got {groups}"):
+    with pytest.raises(TypeError, match=f"sync_several: takes 1 to 8 warpgroups, got {groups}"):
         run_apart(body, warps=4)
 
 
 @pytest.mark.parametrize("players", [2, 3])
 def test_turns_order_the_players(run_apart, players):
     """Each player appends its number as a digit to base 4, in turn and without atomics."""
-    turn, rounds = warpgroup.turns(players), 4
+    turn, rounds = warpgroup.ping_pong(players), 4
     digits = rt(16, 16, fp32).col_vec
 
     @cuda.jit

@@ -1,13 +1,13 @@
-"""ops/wgmma.py: a warpgroup's products in all their forms, waited for at once, in flight together and one after the other."""
+"""ops/matmul/wgmma.py: a warpgroup's products in all their forms, waited for at once, in flight together and one after the other."""
 
 import numpy as np
 import pytest
 from numba import cuda
+from ops.matmul.supported import FP8, SUPPORTED, TRANSPOSED
 from sweep import EPS, blank, close, pairs, wide
 
 import tiles
 from ops import warpgroup, zeros
-from ops.products import FORMS, FP8, SUPPORTED
 from tiles import bf16, fp16, fp32, ring, rt, st, tensor, tf32
 
 EVERY_N = range(16, 257, 16)
@@ -22,7 +22,7 @@ def widths(cols, dtype):
 def products(form, pairs_of_dtypes, every_n, every_k):
     """Every n once, every k, dtypes and width in turn, and a from registers where there is such a form, by turns in the plain
     product and in the one that adds: (form, n, k, dtypes, width of b, width of a, which product has a in registers)."""
-    left, right = FORMS[form]
+    left, right = TRANSPOSED[form]
     for i, (n, k, dtypes) in enumerate(pairs(every_n, every_k, pairs_of_dtypes)):
         b, a = widths(k if right else n, dtypes[1]), widths(64 if left else k, dtypes[0])
         places = SUPPORTED["sm_90"][f"warpgroup.mma_{form}"][dtypes].a
@@ -36,7 +36,7 @@ def exact(a, b, acc=0.0):
     return acc + wide(a) @ wide(b), (np.abs(acc) + np.abs(wide(a)) @ np.abs(wide(b))) * unit
 
 
-CASES = [case for form in FORMS for case in products(form, [(bf16, bf16), (fp16, fp16)], EVERY_N, EVERY_K)]
+CASES = [case for form in TRANSPOSED for case in products(form, [(bf16, bf16), (fp16, fp16)], EVERY_N, EVERY_K)]
 CASES += products("ABt", [(tf32, tf32)], [16, 64, 176, 256], [16, 32, 64, 48])
 CASES += products("ABt", FP8, [16, 64, 176, 256, 80, 128, 32, 48], [32, 64, 96, 128, 160])
 
@@ -44,7 +44,7 @@ CASES += products("ABt", FP8, [16, 64, 176, 256, 80, 128, 32, 48], [32, 64, 96, 
 @pytest.mark.parametrize(("form", "n", "k", "dtypes", "width", "left_width", "registers"), CASES, ids=str)
 def test_products(run, sample, form, n, k, dtypes, width, left_width, registers):
     """All four forms, alone and added to an accumulator, a from shared memory and from registers."""
-    mm, mma, (left_turned, turned) = getattr(warpgroup, f"mm_{form}"), getattr(warpgroup, f"mma_{form}"), FORMS[form]
+    mm, mma, (left_turned, turned) = getattr(warpgroup, f"mm_{form}"), getattr(warpgroup, f"mma_{form}"), TRANSPOSED[form]
     A = st(*((k, 64) if left_turned else (64, k)), dtypes[0], left_width)
     B = st(*((n, k) if turned else (k, n)), dtypes[1], width)
     T, O = rt(16, k, dtypes[0]), rt(16, n, fp32)
@@ -117,7 +117,7 @@ def test_accumulator_in_flight(run, sample, form, from_registers):
     out, added = blank((64, 64)), blank((64, 64))
     run(body, tensor(a, A), tensor(b, B), c, out, added, warps=4, shared=smem)
     parts = [
-        exact(x.T if FORMS[form].left else x, y.T if FORMS[form].right else y)
+        exact(x.T if TRANSPOSED[form].left else x, y.T if TRANSPOSED[form].right else y)
         for x, y in zip(np.split(a, steps, axis=1), np.split(b, steps, axis=1), strict=True)
     ]
     want, atol = (parts[0][k] + 2 * sum(p[k] for p in parts[1:]) for k in (0, 1))

@@ -7,7 +7,22 @@ import math
 import numpy as np
 from numba import cuda
 
-from ops import cluster, exp2, full, lane_sum, load, log2, maximum, raw, right_fill, row_max, store, total, warpgroup, zeros
+from ops import (
+    cluster,
+    exp2,
+    finish_sum,
+    full,
+    lane_sum,
+    load,
+    log2,
+    maximum,
+    raw,
+    right_fill,
+    row_max,
+    store,
+    warpgroup,
+    zeros,
+)
 from tiles import barrier, bf16, fp16, fp32, inlined, ring, rt, shared, st, tensor
 from tiles.interpreter import interpret
 
@@ -30,7 +45,7 @@ def attention(D, KV):
     """(kernel, tile of queries, tile of keys, shared memory)"""
     Q, K, O = st(64, D, bf16), st(KV, D, bf16), rt(16, D, fp32)
     smem = shared(q=ring(Q, 2), k=ring(K, 2, 8), v=ring(K, 2, 8))
-    turn, PRODUCER = warpgroup.turns(2), 2
+    turn, PRODUCER = warpgroup.ping_pong(2), 2
 
     @cuda.jit(launch_bounds=(384, 1))
     def attend(gQ, gK, gV, gO, gL, kv_len, scale):
@@ -65,7 +80,7 @@ def attention(D, KV):
                 v.release(j - 1)
                 p = bf16(p)
             o = warpgroup.wait(warpgroup.mma_AB(o, p, v.wait(last)))
-            l = total(l)
+            l = finish_sum(l)
             warpgroup.store(queries, o / l)
             warpgroup.tma_store(gO, (batch, 2 * block + me, head), queries)
             warpgroup.store(gL, (m * scale + log2(l)) * math.log(2), (batch, head, 64 * (2 * block + me)))

@@ -25,7 +25,7 @@ USERS_OP = """
     import numpy as np
     from numba import cuda
     from tiles import lowers, op
-    from ops.maps import map_rule
+    from ops.elementwise.arithmetic import map_rule
     from ops import load, store
     from tiles import rt, fp32
     TILE, SLOPE = rt(16, 16, fp32), 0.5

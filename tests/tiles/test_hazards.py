@@ -36,7 +36,7 @@ def forgotten_release(small):
 
 @broken("deadlock", r"the turn of player 0 \(`begin` grants the first.* 128 of 256 threads", 0, None, 256)
 def unprimed_ping_pong():
-    turn, me = warpgroup.turns(2), warpgroup.id()
+    turn, me = warpgroup.ping_pong(2), warpgroup.id()
     turn.take(me)  # guilty
     turn.give(me)
 

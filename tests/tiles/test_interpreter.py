@@ -31,7 +31,7 @@ def test_correct_kernels(check, seed):
 # ---- named barriers: three players, each in its turn ---------------------------------------------------------------------
 @every_order
 def test_turns(seed):
-    said, three = [], warpgroup.turns(3)
+    said, three = [], warpgroup.ping_pong(3)
 
     @cuda.jit
     def play():

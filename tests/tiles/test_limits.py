@@ -76,9 +76,9 @@ def no_such_named_barrier():
     raw.named_sync(16, 256)  # guilty
 
 
-@broken("bounds", r"turns\(2 players\) has no player 3")
+@broken("bounds", r"ping_pong\(2 players\) has no player 3")
 def no_such_player():
-    warpgroup.turns(2).take(3)  # guilty
+    warpgroup.ping_pong(2).take(3)  # guilty
 
 
 # ---- branches that would split a warp ------------------------------------------------------------------------------

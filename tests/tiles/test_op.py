@@ -8,7 +8,7 @@ import pytest
 from numba import cuda
 from numba.cuda import types
 
-from ops import causal, exp2, full, lane_sum, load, maximum, right_fill, row_max, store, total, warpgroup, zeros
+from ops import causal, exp2, finish_sum, full, lane_sum, load, maximum, right_fill, row_max, store, warpgroup, zeros
 from tiles import bf16, fp16, fp32, gl, inlined, lowers, op, ring, rt, shared, st, tensor
 from tiles.compiler import compile_kernel
 from tiles.interpreter import interpret
@@ -103,7 +103,7 @@ def dtypes(array, source, x):
     zeros(X) - bf16(zeros(X))  # here
 
 
-@mistake("take total(...) of the partial sum first")
+@mistake("take finish_sum(...) of the partial sum first")
 def unfinished_sum(array, source, x):
     zeros(X) / lane_sum(zeros(X))  # here
 
@@ -118,9 +118,9 @@ def reduction_of_a_vector(array, source, x):
     row_max(zeros(X.col_vec))  # here
 
 
-@mistake("total: takes a partial sum (from lane_sum), got col_vec(16, fp32)")
+@mistake("finish_sum: takes a partial sum (from lane_sum), got col_vec(16, fp32)")
 def total_of_what_is_whole(array, source, x):
-    total(zeros(X.col_vec))  # here
+    finish_sum(zeros(X.col_vec))  # here
 
 
 @mistake("full: shape must be a register tile or vector type such as rt(16, 64, fp32), got st(64, 64, bf16)")

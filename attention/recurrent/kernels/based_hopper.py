@@ -2,7 +2,7 @@
 
     P[i, j] = 1 + s + s ** 2 / 2,  s = scale q_i . k_j,  j <= i          o_i = sum_j P[i, j] v_j / sum_j P[i, j]
 
-The weights are products of features, P = f(q) f(k)^T (ops/taylor.py: the 136 products of two of 16 numbers, the 16 themselves
+The weights are products of features, P = f(q) f(k)^T (`ops.taylor`: the 136 products of two of 16 numbers, the 16 themselves
 and 1), so the sum over all earlier chunks is f(q) S, S = sum f(k)^T v. A block walks one head's chunks of 64 tokens for 64
 columns of the values and keeps its part of S in registers, transposed, 64 x 160; of a chunk,
 
@@ -21,11 +21,14 @@ from typing import ClassVar
 
 from numba import cuda
 from numpy import float32
+from ops.for_attention.taylor_features import BASE, FEATURES, HALF
 
 from ops import (
     col_index,
     col_max,
+    divmod,
     equal,
+    finish_sum,
     fma,
     lane_sum,
     less,
@@ -36,17 +39,14 @@ from ops import (
     ones,
     row_index,
     row_sum,
-    split,
     store,
     taylor,
     tile_sum,
-    total,
     transpose,
     warpgroup,
     where,
     zeros,
 )
-from ops.taylor import BASE, FEATURES, HALF
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
@@ -143,13 +143,13 @@ def make(config: Config):
     ):  # fmt: skip
         """O of one of the values' heads, of which `group` share a key head, and 64 of its columns: one of `columns` blocks."""
         q, k, v, state, features, out = smem.open()
-        column, pair = split(cuda.blockIdx.x, columns)
-        head, sequence = split(pair, heads)
+        pair, column = divmod(cuda.blockIdx.x, columns)
+        sequence, head = divmod(pair, heads)
         span = sequences.span(gEnds, sequence, length)
         n = span.chunks()
         if warpgroup.id() == LOADER:
             warpgroup.release_registers(KEEP)
-            _, key_head = split(head, group)
+            key_head, _ = divmod(head, group)
             for j in range(n):
                 token = span.token(j)
                 q.fill(j, gQ, (span.batch, token, key_head))
@@ -172,7 +172,7 @@ def make(config: Config):
                 o = warpgroup.mm_ABt(taylor(queries, 1.0), state)
                 p = weigh(warpgroup.wait(s, newer=1))
                 if NORMALIZE:
-                    sums = total(lane_sum(p))
+                    sums = finish_sum(lane_sum(p))
                 o = warpgroup.mma_AB(o, INPUT(p), values)
                 warpgroup.store(features, taylor(warpgroup.load(keys, X), 0.5))
                 warpgroup.sync()

@@ -23,18 +23,18 @@ from ops import (
     block as together,
 )
 from ops import (
-    clip,
+    divmod,
     load,
     mma_AB,
     mma_ABt,
     row_max,
     row_sum,
     silu,
-    split,
     store,
     subtile,
     tile_min,
     transpose,
+    truncate,
     warpgroup,
     zeros,
 )
@@ -154,10 +154,16 @@ def make(config: Config):
         span = sequences.segment(gEnds, sequence, length, segment, segments)
         first, end, batch = span
         n = span.chunks()
-        column, shared_by = split(block, width)
+        shared_by, column = divmod(block, width)
         head, col = int32(key_head * group + shared_by), int32(COLUMNS * column)
         own = int32(col + SHARE * me)  # this warp's first column
-        gQ, gK, gV, gZ, gO = clip(gQ, 1, end), clip(gK, 1, end), clip(gV, 1, end), clip(gZ, 1, end), clip(gO, 1, end)
+        gQ, gK, gV, gZ, gO = (
+            truncate(gQ, 1, end),
+            truncate(gK, 1, end),
+            truncate(gV, 1, end),
+            truncate(gZ, 1, end),
+            truncate(gO, 1, end),
+        )
         for i in range(STAGES - 1):
             k.fill(i, gK, (batch, first + CHUNK * i, key_head, 0), 1, 3, n, PIECE)
         fill(q, v, z, gQ, gV, gZ, 0, n, batch, first, key_head, head, col)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import load, log2, split, store, subtile, tile_min, warpgroup, zeros
+from ops import divmod, load, log2, store, subtile, tile_min, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
@@ -184,19 +184,19 @@ def make(config: Config):
                         if result.outputs:
                             q.fill(PARTS * j + part, gQ, (span.batch, token, key_head, part))
                     for c in range(CONSUMERS):
-                        column, shared_by = split(CONSUMERS * block + c, width)
+                        shared_by, column = divmod(CONSUMERS * block + c, width)
                         at = span.batch, token, key_head * group + shared_by, column
                         result.fill(v, z, CONSUMERS * j + c, gV, gZ, at)
             elif gate.loaded:
                 for mine in range(warp - 1, CONSUMERS * n, SUMMING):
-                    c, j = split(mine, CONSUMERS)
-                    _, shared_by = split(CONSUMERS * block + c, width)
+                    j, c = divmod(mine, CONSUMERS)
+                    shared_by, _ = divmod(CONSUMERS * block + c, width)
                     head = key_head * group + shared_by
                     gate.sum_up(b, a, mine, gGates, gRate, gBias, span.batch, span.token(j), span.end, head)
         else:
             warpgroup.claim_registers(claim)
             c, part = (me, int32(0)) if PARTS == 1 else (int32(0), me)
-            column, shared_by = split(CONSUMERS * block + c, width)
+            shared_by, column = divmod(CONSUMERS * block + c, width)
             head, row, col = int32(key_head * group + shared_by), int32(COLUMNS * column), int32(KEYS * part)  # of S^T
             rounded, out = subtile(state, COLUMNS, me), subtile(staged, COLUMNS, c)
             s_t = warpgroup.load(gStart, STATE, (sequence, head, row, col))
@@ -208,7 +208,7 @@ def make(config: Config):
             if not result.values:
                 if part == 0:
                     warpgroup.store(out, zeros(TILE) + 1.0)
-                warpgroup.meet(PARTS)
+                warpgroup.sync_several(PARTS)
             for j in range(n):
                 mine, ours, left = int32(CONSUMERS * j + c), int32(PARTS * j + part), span.left(j)
                 keys, values = k.wait(ours), result.wait(v, out, mine)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from ops import (
     col_index,
+    cumsum_columns,
     equal,
     exp2,
     load,
@@ -27,7 +28,6 @@ from ops import (
     row_sum,
     store,
     subtile,
-    sum_down,
     tile_max,
     tile_min,
     warpgroup,
@@ -164,7 +164,7 @@ class Frame:
     def sum_up(self, sums, gates, warp):
         """The running sums of a chunk's gates. Returns where they end, in powers of 2, for the warp's channels; and whether the
         chunk is strong."""
-        sum_down(self.channels(sums, warp), self.channels(gates, warp), FLOOR)
+        cumsum_columns(self.channels(sums, warp), self.channels(gates, warp), FLOOR)
         ends = load_row(self.channels(sums, warp), self.share.row_vec, CHUNK - 1) * LOG2_E
         return ends, warpgroup.reduce_any(tile_min(ends) < self.least)
 

@@ -22,21 +22,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
+from ops.for_attention.triangular_inverse import DIAGONAL, TRIANGLE, inverse_transposed
 
-from ops import (
-    clip,
-    cumsum,
-    exp,
-    last,
-    load,
-    minimum,
-    split,
-    subtile,
-    tile_sum,
-    warpgroup,
-    zeros,
-)
-from ops.inverse import DIAGONAL, TRIANGLE, inverse_transposed
+from ops import cumsum, divmod, exp, last_element, load, minimum, subtile, tile_sum, truncate, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, static, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
@@ -141,7 +129,7 @@ class Decay(NoDecay):
 
     @inlined
     def load(self, gGates, span, j, head):
-        return warpgroup.load(clip(gGates, 1, span.end), ROWS, (span.batch, span.token(j), head), cols=1)
+        return warpgroup.load(truncate(gGates, 1, span.end), ROWS, (span.batch, span.token(j), head), cols=1)
 
     @inlined
     def sum_up(self, g, vector, b, since, until, j):
@@ -170,7 +158,7 @@ class Decay(NoDecay):
 
     @inlined
     def decayed_state(self, s_t, vector):
-        return s_t * last(vector)
+        return s_t * last_element(vector)
 
     @inlined
     def scores(self, s, sums):
@@ -213,14 +201,14 @@ def make(config: Config):
         """O and the state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
         q, k, v, t, p, b, beta, since, until, gates, high, low, inverse_high, inverse_low, out = smem.open()
         me = warpgroup.id()
-        block, value_head = split(cuda.blockIdx.x, blocks)
-        value_head, sequence = split(value_head, heads * group)
-        _, head = split(value_head, group)
+        value_head, block = divmod(cuda.blockIdx.x, blocks)
+        sequence, value_head = divmod(value_head, heads * group)
+        head, _ = divmod(value_head, group)
         span = sequences.span(gEnds, sequence, length)
         n = span.chunks()
         if me == WEIGHER:
             warpgroup.release_registers(weigh)
-            betas = clip(gBeta, 1, span.end)
+            betas = truncate(gBeta, 1, span.end)
             g = decay.load(gGates, span, 0, value_head)
             strength = warpgroup.load(betas, ROWS, (span.batch, span.first, value_head), cols=1)
             for j in range(n + 1):  # chunk j comes, chunk j - 1 is weighed; gates first, for the solver waits for nothing else

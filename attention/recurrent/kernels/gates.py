@@ -14,11 +14,10 @@ from typing import ClassVar
 from numpy import float32
 
 from ops import (
-    clip,
     col_index,
     cumsum,
     exp2,
-    last,
+    last_element,
     less,
     load,
     log2,
@@ -27,6 +26,7 @@ from ops import (
     store,
     tile_max,
     transpose,
+    truncate,
     warpgroup,
     where,
     zeros,
@@ -173,7 +173,7 @@ class ByToken(Decay):
     def sum_up(self, b, a, j, gGates, gRate, gBias, batch, token, end, head):
         """Hopper: a warp loads and sums up the gates of the chunk that begins at `token`, the j-th of the rings."""
         rate, bias = self.rate_and_bias(gRate, gBias, head)
-        g = load(clip(gGates, 1, end), ALONG, (batch, token, head), cols=1)
+        g = load(truncate(gGates, 1, end), ALONG, (batch, token, head), cols=1)
         down, along = self.summed(g, rate, bias, end - token)
         if self.weighted:
             store(a.claim(j), along)
@@ -184,7 +184,7 @@ class ByToken(Decay):
     @inlined
     def sums(self, b, a, j, g, left):
         down = b.wait(j)
-        rows, end = warpgroup.load(down, ROWS), last(down)
+        rows, end = warpgroup.load(down, ROWS), last_element(down)
         along = load(a.wait(j) if self.weighted else down, ALONG)
         b.release(j)
         if self.weighted:
@@ -193,7 +193,7 @@ class ByToken(Decay):
 
     @inlined
     def fetch(self, gGates, batch, token, end, head):
-        return load(clip(gGates, 1, end), DOWN, (batch, token, head), cols=1)
+        return load(truncate(gGates, 1, end), DOWN, (batch, token, head), cols=1)
 
     @inlined
     def share(self, b, a, g, rate, bias, left):
@@ -208,7 +208,7 @@ class ByToken(Decay):
 
     @inlined
     def last(self, b):
-        return last(b)
+        return last_element(b)
 
 
 class BySteps(ByToken):

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from numba import cuda
 from numpy import int32
 
-from ops import columns, split, store, subtile, warpgroup
+from ops import columns, divmod, store, subtile, warpgroup
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
@@ -103,8 +103,8 @@ def make(config: Config):
         which `group` share a key head."""
         q, k, v, g, p, lost, out, totals, factor, flag = smem.open()
         me = warpgroup.id()
-        block, head = split(cuda.blockIdx.x, blocks)
-        head, sequence = split(head, heads)
+        head, block = divmod(cuda.blockIdx.x, blocks)
+        sequence, head = divmod(head, heads)
         span = sequences.span(gEnds, sequence, length)
         n = span.chunks()
         if me == FRAMER:
@@ -133,7 +133,7 @@ def make(config: Config):
                 k.release(j)
         elif me == WEIGHER:
             warpgroup.release_registers(weighs)
-            _, key_head = split(head, group)
+            key_head, _ = divmod(head, group)
             rings, arrays = (q, k, v, g), (gQ, gK, gV, gGates)
             for j in range(AHEAD):
                 frame.fill(rings, arrays, j, n, span, head, key_head, block)

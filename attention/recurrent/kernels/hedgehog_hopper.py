@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from numba import cuda
 
-from ops import exp2, hstack, load, maximum, right_fill, row_max, row_min, row_sum, split, subtile, warpgroup, zeros
+from ops import divmod, exp2, hstack, load, maximum, right_fill, row_max, row_min, row_sum, subtile, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
@@ -111,8 +111,8 @@ def make(config: Config):
     ):  # fmt: skip
         """O of one of the values' heads, of which `group` share a key head; `scale` is log2(e) / sqrt(D)."""
         q, k, v, maps, window, of_q, of_k, state, near_sum, far_sum, z_up, z_down = smem.open()
-        head, sequence = split(cuda.blockIdx.x, heads)
-        _, key_head = split(head, group)
+        sequence, head = divmod(cuda.blockIdx.x, heads)
+        key_head, _ = divmod(head, group)
         span = sequences.span(gEnds, sequence, length)
         n = span.chunks()
         me = warpgroup.id()

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 
 from numba import cuda
 from numpy import int32
+from ops.for_attention.triangular_inverse import DIAGONAL, TRIANGLE, inverse_transposed, store_parts
 
-from ops import clip, split, store, subtile, warpgroup
-from ops.inverse import DIAGONAL, TRIANGLE, inverse_transposed, store_parts
+from ops import divmod, store, subtile, truncate, warpgroup
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
@@ -89,14 +89,14 @@ def make(config: Config):
         """O and the state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
         q, k, kept, g, v, t, p, factor, flag, high, low, inverse_high, inverse_low, out, totals = smem.open()
         me = warpgroup.id()
-        block, head = split(cuda.blockIdx.x, blocks)
-        head, sequence = split(head, heads * group)
+        head, block = divmod(cuda.blockIdx.x, blocks)
+        sequence, head = divmod(head, heads * group)
         span = sequences.span(gEnds, sequence, length)
         n = span.chunks()
         if me == PREPARER:
             if CLAIMS:
                 warpgroup.release_registers(prepare)
-            betas, (_, key_head) = clip(gBeta, 1, span.end), split(head, group)
+            betas, (key_head, _) = truncate(gBeta, 1, span.end), divmod(head, group)
             warp = int32(cuda.threadIdx.x // 32) - PREPARER * WARPS
             rings, arrays = (q, k, v, g), (gQ, gK, gV, gGates)
             frame.fill(rings, arrays, 0, n, span, head, key_head, block)

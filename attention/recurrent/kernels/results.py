@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ops import clip, row_max, silu, warpgroup
+from ops import row_max, silu, truncate, warpgroup
 from tiles import fp32, inlined, static
 
 from .gates import ROWS, BySteps, Gate
@@ -75,7 +75,7 @@ class Normalizer(Result):
     @inlined
     def write(self, o, sequences, gO, tile, z, j, gDivisor, span, token, head, column, kind):
         """One of the columns, which are all the same."""
-        warpgroup.store(clip(gO, 1, span.end), row_max(o), (span.batch, token, head), cols=1)
+        warpgroup.store(truncate(gO, 1, span.end), row_max(o), (span.batch, token, head), cols=1)
 
 
 class Outputs(Result):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from numba import cuda
 
-from ops import block, col_sum, exp, fma, load, split, store, tile_max, tile_sum
+from ops import block, col_sum, divmod, exp, fma, load, store, tile_max, tile_sum
 from tiles import bf16, fp32, inlined, rt, shared, sv
 from tiles.arguments import ENDS, FLOAT, INT, array
 from tiles.arrays import Operand
@@ -145,7 +145,7 @@ def make(config: Config):
             sums = products = row = 0
             part = cuda.blockIdx.x * WARPS + warp
         if part < parts:
-            _, shared_by = split(head, group)
+            shared_by, _ = divmod(head, group)
             column = STATE.cols * part
             first, end, batch = sequences.span(gEnds, sequence, 1 if SINGLE else length)
             s = load(gStart, STATE, (sequence, head, row, column), aligned=SINGLE)

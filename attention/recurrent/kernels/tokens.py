@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import clip, right_fill, split, warpgroup
+from ops import divmod, right_fill, truncate, warpgroup
 from tiles import inlined, static
 from tiles.arguments import array, tiled
 
@@ -37,9 +37,9 @@ class Span(NamedTuple):
 @inlined
 def assigned(x, blocks, segments, heads):
     """Of thread block x: which block of columns, segment, head and sequence it works on."""
-    block, x = split(x, blocks)
-    segment, x = split(x, segments)
-    head, sequence = split(x, heads)
+    x, block = divmod(x, blocks)
+    x, segment = divmod(x, segments)
+    sequence, head = divmod(x, heads)
     return block, segment, head, sequence
 
 
@@ -87,7 +87,7 @@ class Sequences:
     def store_rows(self, gO, o, span, token, head, block):
         """Write the rows of o, outputs of the chunk that begins at `token`, that are the sequence's own: 64 columns."""
         at = span.batch, token, head, COLUMNS * block
-        warpgroup.store(clip(gO, 1, span.end), o, at, rows=1, cols=3, aligned=True)
+        warpgroup.store(truncate(gO, 1, span.end), o, at, rows=1, cols=3, aligned=True)
 
     @inlined
     def store(self, gO, tile, o, span, token, head, block):
