@@ -1,5 +1,9 @@
-"""What can be done to tiles, for use inside kernels. Scope warp here; `ops.warpgroup` for four warps together, `ops.block` for
-all of a block, `ops.cluster` for several blocks; `ops.raw` for the instructions without their guards."""
+"""What can be done to tiles inside kernels. The ops here are what one warp does with its own tile; `ops.warpgroup` has what
+four warps do together, `ops.block` all warps of a block, `ops.cluster` several blocks; `ops.raw` has the instructions without
+their guards.
+
+This file only gives names. How an op is done stands in the rooms: elementwise/, shape/, memory/, reductions/, matmul/,
+threads/, for_attention/."""
 
 from pathlib import Path as _Path
 from runpy import run_path as _run_path
@@ -7,13 +11,13 @@ from runpy import run_path as _run_path
 if _why := _run_path(str(_Path(__file__).parents[1] / "tiles/importable.py"))["obstacle"]():  # `tiles` may be another's
     raise ImportError(_why)
 
-from . import block, cluster, complex, mma, raw, warpgroup
-from . import convert as _convert  # dtypes become callable  # noqa: F401
-from . import show as _show  # print takes tiles  # noqa: F401
-from .bulk import prefetch
-from .compare import equal, greater, greater_equal, less, less_equal, not_equal, where
-from .copy import commit_group, copy_async, wait_group
-from .functions import (
+from . import block, cluster, complex, matmul, raw, warpgroup
+from . import printing as _printing  # print takes tiles  # noqa: F401
+from .elementwise import convert as _convert  # dtypes become callable  # noqa: F401
+from .elementwise.arithmetic import fma, maximum, minimum
+from .elementwise.compare import equal, greater, greater_equal, less, less_equal, not_equal, where
+from .elementwise.create import col_index, full, neg_infty, ones, pos_infty, row_index, zeros
+from .elementwise.functions import (
     abs,
     exp,
     exp2,
@@ -31,21 +35,22 @@ from .functions import (
     sqrt,
     tanh,
 )
-from .index import split
-from .inverse import inverse_unit_lower
-from .make import col_index, full, neg_infty, ones, pos_infty, row_index, zeros
-from .maps import fma, maximum, minimum
-from .mask import bounds, causal, left_fill, lower_fill, right_fill, tril, triu, upper_fill
-from .memory import clip, load, store
-from .mma import mma_AB, mma_ABt, mma_AtB, mma_AtBt
-from .online import lazy_maximum, rescale
-from .parts import columns, hstack, rows, vstack
-from .prefix import cumsum, sum_down
-from .reduce import (
+from .elementwise.masks import causal, left_fill, lower_fill, outside_fill, right_fill, tril, triu, upper_fill
+from .for_attention.online_softmax import lazy_maximum, rescale
+from .for_attention.taylor_features import taylor
+from .for_attention.triangular_inverse import inverse_unit_lower
+from .matmul.mma import mma_AB, mma_ABt, mma_AtB, mma_AtBt
+from .memory.async_copy import commit_group, copy_async, wait_group
+from .memory.global_elements import truncate
+from .memory.load_store import load, store
+from .memory.shared_vectors import last_element, load_row
+from .memory.tma import prefetch
+from .reductions.reduce import (
     col_max,
     col_min,
     col_prod,
     col_sum,
+    finish_sum,
     lane_sum,
     row_max,
     row_min,
@@ -57,25 +62,25 @@ from .reduce import (
     tile_min,
     tile_prod,
     tile_sum,
-    total,
 )
-from .schedule import grouped, snake
+from .reductions.scan import cumsum, cumsum_columns
+from .schedule import divmod, persistent_tile, rasterize
 from .scopes import refuse_others as _refuse_others
-from .subtile import subtile
-from .taylor import taylor
-from .transpose import swap_layout, transpose
-from .vectors import last, load_row
+from .shape.slicing import columns, hstack, rows, vstack
+from .shape.subtile import subtile
+from .shape.transpose import swap_layout, transpose
 
 __all__ = [
-    "abs", "block", "bounds", "causal", "clip", "cluster", "col_index", "col_max", "col_min", "col_prod", "col_sum", "columns",
-    "commit_group", "complex", "copy_async", "cumsum", "equal", "exp", "exp2", "fma", "full", "gelu", "gelu_tanh", "greater",
-    "greater_equal", "grouped", "hstack", "inverse_unit_lower", "lane_sum", "last", "lazy_maximum", "left_fill", "less",
-    "less_equal", "load", "load_row", "log", "log2", "lower_fill", "map", "maximum", "minimum", "mma", "mma_AB", "mma_ABt",
-    "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones", "pos_infty", "prefetch", "raw", "reciprocal", "relu", "rescale",
-    "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "snake",
-    "softplus", "split", "sqrt", "store", "subtile", "sum_down", "swap_layout", "tanh", "taylor", "tile_all", "tile_any",
-    "tile_max", "tile_min", "tile_prod", "tile_sum", "total", "transpose", "tril", "triu", "upper_fill", "vstack", "wait_group",
-    "warpgroup", "where", "zeros",
+    "abs", "block", "causal", "cluster", "col_index", "col_max", "col_min", "col_prod", "col_sum", "columns",
+    "commit_group", "complex", "copy_async", "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum",
+    "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "hstack", "inverse_unit_lower", "lane_sum",
+    "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "load", "load_row", "log", "log2", "lower_fill",
+    "map", "matmul", "maximum", "minimum", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones",
+    "outside_fill", "persistent_tile", "pos_infty", "prefetch", "rasterize", "raw", "reciprocal", "relu", "rescale",
+    "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus",
+    "sqrt", "store", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max", "tile_min",
+    "tile_prod", "tile_sum", "transpose", "tril", "triu", "truncate", "upper_fill", "vstack", "wait_group", "warpgroup",
+    "where", "zeros",
 ]  # fmt: skip
 
 _refuse_others()

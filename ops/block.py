@@ -3,7 +3,8 @@
 from tiles.interpreter import here
 from tiles.op import op
 
-from .group import ALL_WARPS
+from .reductions.across_warps import lower_scope, reduced, voted
+from .threads.warps import ALL_WARPS
 
 
 @op
@@ -16,37 +17,37 @@ def sync():
 def reduce_max(x, scratch):
     """The greatest of what the block's warps bring, vectors element by element or numbers: reduce_max(tile_max(tile), scratch).
     scratch: an fp32 shared vector of x's length for each warp; of 4 for numbers. All warps get the result."""
-    return ALL_WARPS.reduce("max", x, scratch)
+    return reduced(ALL_WARPS, "max", x, scratch)
 
 
 @op
 def reduce_min(x, scratch):
     """The least of what the block's warps bring; see reduce_max."""
-    return ALL_WARPS.reduce("min", x, scratch)
+    return reduced(ALL_WARPS, "min", x, scratch)
 
 
 @op
 def reduce_sum(x, scratch):
     """The sum of what the block's warps bring, taken in fp32; see reduce_max."""
-    return ALL_WARPS.reduce("sum", x, scratch)
+    return reduced(ALL_WARPS, "sum", x, scratch)
 
 
 @op
 def reduce_prod(x, scratch):
     """The product of what the block's warps bring, taken in fp32; see reduce_max."""
-    return ALL_WARPS.reduce("prod", x, scratch)
+    return reduced(ALL_WARPS, "prod", x, scratch)
 
 
 @op
 def reduce_any(condition):
     """Does the condition, such as tile_any(mask), hold in one of the block's warps? They meet."""
-    return ALL_WARPS.vote(any, condition)
+    return voted(ALL_WARPS, any, condition)
 
 
 @op
 def reduce_all(condition):
     """Does the condition, such as tile_all(mask), hold in all of the block's warps? They meet."""
-    return ALL_WARPS.vote(all, condition)
+    return voted(ALL_WARPS, all, condition)
 
 
-ALL_WARPS.lower(reduce_max, reduce_min, reduce_sum, reduce_prod, reduce_any, reduce_all, sync)
+lower_scope(ALL_WARPS, reduce_max, reduce_min, reduce_sum, reduce_prod, reduce_any, reduce_all, sync)

@@ -27,7 +27,7 @@ from tiles.ring import elected
 from tiles.types import barrier, remote, rt, rv, st, sv
 from tiles.values import Remote, SharedTile
 
-from . import panels, vectors
+from .memory import shared_tiles, shared_vectors
 
 
 # ---- who, and when -------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def _check(name, verb, target, value):
         raise TypeError(f"{name}: takes a peer's shared tile or vector (cluster.map), got {target}")
     if not isinstance(value, (rt, rv)) or getattr(value, "partial", False):
         raise TypeError(f"{name}: takes a register tile or whole vector, got {value}")
-    (panels if isinstance(target.item, st) else vectors).check(name, target.item, verb, value, None, 1)
+    (shared_tiles if isinstance(target.item, st) else shared_vectors).check(name, target.item, verb, value, None, 1)
     if isinstance(value, rt) and value.dtype.run != target.item.dtype.run:
         raise TypeError(f"{name}: {target.item} does not {verb} {value}: fp8 tiles are converted in registers")
 
@@ -136,13 +136,13 @@ def _step(spec):
     return spec.dtype.run if spec.layout == "row" else 1
 
 
-def _pieces(b, item, spec, address):
+def _accesses(b, item, spec, address):
     """The elements that a lane moves at once, neighbours in memory, and where they lie."""
     if isinstance(item, sv):
-        return vectors.addresses(b, item, spec, address, b.u32(0))
+        return shared_vectors.addresses(b, item, spec, address, b.u32(0))
     step = _step(spec)
-    places = panels.lane_addresses(b, item, spec, address, b.u32(0), step)
-    return ((slice(k, k + step), at) for k, at in zip(range(0, spec.elements, step), places, strict=True))
+    addresses = shared_tiles.lane_addresses(b, item, spec, address, b.u32(0), step)
+    return ((slice(k, k + step), at) for k, at in zip(range(0, spec.elements, step), addresses, strict=True))
 
 
 def _lower_store(item, spec, instruction):
@@ -152,8 +152,8 @@ def _lower_store(item, spec, instruction):
         elements = b.elements(spec, value)
         mine = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(getattr(spec, "holders", 0))), b.u32(0))
         with b.if_then(mine):
-            for piece, at in _pieces(b, item, spec, address):
-                vectors.store_elements(b, item.dtype, elements[piece], at, instruction, *bars)
+            for together, at in _accesses(b, item, spec, address):
+                shared_vectors.store_elements(b, item.dtype, elements[together], at, instruction, *bars)
 
     return lower
 
@@ -181,8 +181,8 @@ def _(source, spec: type):
 
     def emit(b, address, _):
         out = []
-        for piece, at in _pieces(b, item, spec, address):
-            out += vectors.load_elements(b, item.dtype, piece.stop - piece.start, at, "shared::cluster")
+        for together, at in _accesses(b, item, spec, address):
+            out += shared_vectors.load_elements(b, item.dtype, together.stop - together.start, at, "shared::cluster")
         ptx.reads_done(b)
         return b.from_elements(spec, out)
 

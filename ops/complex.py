@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from tiles.op import inlined
 
-from . import memory, mma
+from .matmul import mma
+from .memory import load_store
 
 
 class Complex(NamedTuple):
@@ -48,14 +49,14 @@ def conj(x):
 @inlined
 def load(source, spec, row, col):
     """Two tiles of type `spec` that begin at (row, col) of an array of shape (rows, cols, 2)."""
-    return Complex(memory.load(source, spec, (row, col, 0), 0, 1), memory.load(source, spec, (row, col, 1), 0, 1))
+    return Complex(load_store.load(source, spec, (row, col, 0), 0, 1), load_store.load(source, spec, (row, col, 1), 0, 1))
 
 
 @inlined
 def store(target, value, row, col):
     """target[...] = value, from (row, col) on, for an array of shape (rows, cols, 2)."""
-    memory.store(target, value.re, (row, col, 0), 0, 1)
-    memory.store(target, value.im, (row, col, 1), 0, 1)
+    load_store.store(target, value.re, (row, col, 0), 0, 1)
+    load_store.store(target, value.im, (row, col, 1), 0, 1)
 
 
 @inlined

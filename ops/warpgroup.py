@@ -1,7 +1,7 @@
 """What four warps do together. A warpgroup's tile of 64 rows is four rt(16, n), one a warp.
 
-Its matrix products: wgmma.py. Copies by TMA: bulk.py. What lies across its warps' rows: slices.py. Several warpgroups of a
-block: warpgroups.py."""
+Here is what counts rows through all 64. Its matrix products are in matmul/wgmma.py, stores by TMA in memory/tma.py, transposes
+across its warps in memory/transposed.py and shape/diagonal.py, what several warpgroups do in threads/warpgroups.py."""
 
 from dataclasses import replace
 
@@ -14,20 +14,24 @@ from tiles.op import lowers, op
 from tiles.plumbing import void
 from tiles.types import st
 
-from . import make, mask, memory
-from .bulk import store_wait, tma_add, tma_max, tma_min, tma_store
-from .group import FOUR_WARPS, THREADS
-from .slices import load_transposed, own_block, own_rows, store_transposed
-from .subtile import subtile as _subtile
-from .warpgroups import meet, turns, zero_rows
-from .wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait
+from .elementwise import create, masks
+from .matmul.wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait
+from .memory import load_store
+from .memory.tma import store_wait, tma_add, tma_max, tma_min, tma_store
+from .memory.transposed import load_transposed, store_transposed
+from .memory.zero_rows import zero_rows
+from .reductions.across_warps import lower_scope, reduced, voted
+from .shape.diagonal import own_block, own_rows
+from .shape.subtile import subtile as _subtile
+from .threads.warpgroups import ping_pong, sync_several
+from .threads.warps import FOUR_WARPS, THREADS
 
 __all__ = [
-    "ROWS", "THREADS", "bounds", "causal", "claim_registers", "id", "load", "load_transposed", "lower_fill", "meet", "mm_AB",
-    "mm_ABt", "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "own_block", "own_rows", "quarter",
-    "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "release_registers", "row_index",
-    "store", "store_transposed", "store_wait", "sync", "tma_add", "tma_max", "tma_min", "tma_store", "tril", "triu", "turns",
-    "upper_fill", "wait", "zero_rows",
+    "ROWS", "THREADS", "causal", "claim_registers", "id", "load", "load_transposed", "lower_fill", "mm_AB", "mm_ABt",
+    "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "outside_fill", "own_block", "own_rows", "ping_pong",
+    "quarter", "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "release_registers",
+    "row_index", "store", "store_transposed", "store_wait", "sync", "sync_several", "tma_add", "tma_max", "tma_min",
+    "tma_store", "tril", "triu", "upper_fill", "wait", "zero_rows",
 ]  # fmt: skip
 
 
@@ -84,122 +88,119 @@ def sync():
 def reduce_max(x, scratch):
     """The greatest of what the four warps bring, vectors element by element or numbers: reduce_max(col_max(tile), scratch).
     scratch: an fp32 shared vector of 4 x length elements or more; of 16 for numbers. All four get the result."""
-    return FOUR_WARPS.reduce("max", x, scratch)
+    return reduced(FOUR_WARPS, "max", x, scratch)
 
 
 @op
 def reduce_min(x, scratch):
     """The least of what the four warps bring; see reduce_max."""
-    return FOUR_WARPS.reduce("min", x, scratch)
+    return reduced(FOUR_WARPS, "min", x, scratch)
 
 
 @op
 def reduce_sum(x, scratch):
     """The sum of what the four warps bring, taken in fp32; see reduce_max."""
-    return FOUR_WARPS.reduce("sum", x, scratch)
+    return reduced(FOUR_WARPS, "sum", x, scratch)
 
 
 @op
 def reduce_prod(x, scratch):
     """The product of what the four warps bring, taken in fp32; see reduce_max."""
-    return FOUR_WARPS.reduce("prod", x, scratch)
+    return reduced(FOUR_WARPS, "prod", x, scratch)
 
 
 @op
 def reduce_any(condition):
     """Does the condition, such as tile_any(mask), hold in one of the four warps? They meet."""
-    return FOUR_WARPS.vote(any, condition)
+    return voted(FOUR_WARPS, any, condition)
 
 
 @op
 def reduce_all(condition):
     """Does the condition, such as tile_all(mask), hold in all four warps? They meet."""
-    return FOUR_WARPS.vote(all, condition)
+    return voted(FOUR_WARPS, all, condition)
 
 
-FOUR_WARPS.lower(reduce_max, reduce_min, reduce_sum, reduce_prod, reduce_any, reduce_all, sync)
+lower_scope(FOUR_WARPS, reduce_max, reduce_min, reduce_sum, reduce_prod, reduce_any, reduce_all, sync)
 
 
 # ---- masks and indices ---------------------------------------------------------------------------------------------
 @op
 def causal(tile, diagonal, value):
-    """tile, with `value` in every element (row, col) with col > row + diagonal; rows count through the warpgroup's 64."""
-    return mask.masked(mask.causal, tile, diagonal, value, tile.rows * here().rank)
+    """The lower triangle of tile: `value` in every element (row, col) with col > row + diagonal; rows count through the
+    warpgroup's 64. Also called `tril`."""
+    return masks.masked(masks.causal, tile, diagonal, value, tile.rows * here().rank)
 
 
-@op
-def tril(tile, diagonal, value):
-    """The lower triangle of tile: `value` in every element (row, col) with col > row + diagonal, as causal has it; rows count
-    through the warpgroup's 64."""
-    return mask.masked(mask.tril, tile, diagonal, value, tile.rows * here().rank)
+tril = causal
 
 
 @op
 def triu(tile, diagonal, value):
     """The upper triangle of tile: `value` in every element (row, col) with col < row + diagonal; rows count through the
     warpgroup's 64."""
-    return mask.masked(mask.triu, tile, diagonal, value, tile.rows * here().rank)
+    return masks.masked(masks.triu, tile, diagonal, value, tile.rows * here().rank)
 
 
 @op
 def lower_fill(tile, row, value):
     """tile, with `value` in every row from `row` on; rows count through the warpgroup's 64."""
-    return mask.masked(mask.lower_fill, tile, row, value, tile.rows * here().rank)
+    return masks.masked(masks.lower_fill, tile, row, value, tile.rows * here().rank)
 
 
 @op
 def upper_fill(tile, row, value):
     """tile, with `value` in every row before `row`; rows count through the warpgroup's 64."""
-    return mask.masked(mask.upper_fill, tile, row, value, tile.rows * here().rank)
+    return masks.masked(masks.upper_fill, tile, row, value, tile.rows * here().rank)
 
 
-for _face in (causal, tril, triu, lower_fill, upper_fill):
-    lowers(_face)(mask.mask_rule(f"warpgroup.{_face.__name__}", getattr(mask, _face.__name__), first_row))
+for _face in (causal, triu, lower_fill, upper_fill):
+    lowers(_face)(masks.mask_rule(f"warpgroup.{_face.__name__}", getattr(masks, _face.__name__), first_row))
 
 
 @op
-def bounds(tile, rows, cols, value):
+def outside_fill(tile, rows, cols, value):
     """tile, with `value` in every row from `rows` on, counted through the warpgroup's 64, and every column from `cols` on."""
-    return mask.bounds_array(tile, rows, cols, value, tile.rows * here().rank)
+    return masks.outside_filled(tile, rows, cols, value, tile.rows * here().rank)
 
 
-lowers(bounds)(mask.bounds_rule("warpgroup.bounds", first_row))
+lowers(outside_fill)(masks.outside_rule("warpgroup.outside_fill", first_row))
 
 
 @op
 def row_index(shape):
     """ops.row_index, with the rows of the four warps one below the other: 0 to 63 for rt(16, n)."""
-    return make.index_array(shape, 0, shape.shape[0] * here().rank)
+    return create.index_array(shape, 0, shape.shape[0] * here().rank)
 
 
 @lowers(row_index)
 def _(shape: type):
-    return make.index_rule("warpgroup.row_index", shape, 0, first_row(shape))
+    return create.index_rule("warpgroup.row_index", shape, 0, first_row(shape))
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
 @op(takes_operands=True)
 def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
     """target[...] = value, as ops.store, with the rows of the four warps one below the other."""
-    memory.store_rows(target, value, at, rows, cols, aligned, here().rank)
+    load_store.store_rows(target, value, at, rows, cols, aligned, here().rank)
 
 
 @lowers(store)
 def _(target, value, at, rows: int, cols: int, aligned: int):
-    memory.check_store("warpgroup.store", target, value, at, rows, cols, aligned, WARPGROUP)
-    return void, memory.lower_store(target, value, rows, cols, aligned, first_row(value))
+    load_store.check_store("warpgroup.store", target, value, at, rows, cols, aligned, WARPGROUP)
+    return void, load_store.lower_store(target, value, rows, cols, aligned, first_row(value))
 
 
 @op
 def load(source, spec, at=None, rows=-2, cols=-1, aligned=False):
     """The type `spec` from source, as ops.load, with the rows of the four warps one below the other."""
-    return memory.load_rows(source, spec, at, rows, cols, aligned, here().rank)
+    return load_store.load_rows(source, spec, at, rows, cols, aligned, here().rank)
 
 
 @lowers(load)
 def _(source, spec: type, at, rows: int, cols: int, aligned: int):
-    memory.check_load("warpgroup.load", source, spec, at, rows, cols, aligned, WARPGROUP)
-    return spec, memory.lower_load(source, spec, rows, cols, aligned, first_row(spec))
+    load_store.check_load("warpgroup.load", source, spec, at, rows, cols, aligned, WARPGROUP)
+    return spec, load_store.lower_load(source, spec, rows, cols, aligned, first_row(spec))
 
 
 @op

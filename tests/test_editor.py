@@ -40,7 +40,7 @@ def editor():
 COMPLETIONS = {
     "ops.row_": {"row_index", "row_max", "row_min", "row_prod", "row_sum"},
     "ops.": {"exp2", "mma_AB", "where", "causal", "swap_layout", "warpgroup", "block"},
-    "warpgroup.": {"mm_ABt", "mma_AB", "wait", "store", "causal", "reduce_sum", "turns", "quarter"},
+    "warpgroup.": {"mm_ABt", "mma_AB", "wait", "store", "causal", "reduce_sum", "ping_pong", "quarter"},
     "ops.cluster.": {"rank", "map", "store", "store_async", "signal", "receive"},
     "ops.complex.": {"Complex", "mul", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt"},
     "block.reduce": {"reduce_max", "reduce_min", "reduce_sum", "reduce_prod", "reduce_any", "reduce_all"},

@@ -34,8 +34,6 @@ _SCALARS: dict[type, types.Type] = {bool: types.boolean, int: types.int32, float
 _SCALARS |= {kind: from_dtype(np.dtype(kind)) for kind in _NUMPY}
 DATA = 4  # the slot of an array's address
 WORD = 2**64 - 1
-
-
 INT, FLOAT = types.int32, types.float32  # what kernels declare their numbers as
 ENDS = types.Array(types.int32, 1, "A")  # cu_seqlens
 
@@ -88,12 +86,8 @@ def parameter(name: str, value: Any) -> Parameter:
         return Parameter(name, scalar, (number_slot(name, scalar, value),), value)
     if isinstance(value, tensor):
         array = describe(value.array, name)
-        try:
-            ty, encoding = _map(value.spec, array.form)
-            tma.check_address(array.pointer)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name}: {error}") from None
-        return Parameter(name, ty, (0,), value, array, 0, encoding)
+        encoding = map_encoding(name, value.spec, array.form)
+        return Parameter(name, _map_type(value.spec), (0,), value, array, 0, encoding)
     array = describe(value, name)
     form = array.form
     slots = array_slots(form, array.pointer)
@@ -117,9 +111,10 @@ def named(scalar: types.Type) -> str:
 
 
 def number_slot(name: str, ty: types.Type, value) -> int:
-    """A number of this type as machine code takes it. OverflowError that names the argument: it does not fit."""
-    if ty is INT and type(value) is int and -(2**31) <= value < 2**31:
-        return value & 0xFFFFFFFF
+    """A number of this type as machine code takes it. TypeError, OverflowError that name the argument: it is no number, or does
+    not fit."""
+    if value is None:
+        raise TypeError(f"{name}: must be a number: {name}=None")
     code = _CODES[ty]
     try:
         return int.from_bytes(struct.pack("<" + code, value), "little")
@@ -128,8 +123,12 @@ def number_slot(name: str, ty: types.Type, value) -> int:
         raise OverflowError(f"{name}: {value} does not fit {ty}; pass {wide}({value})") from None
 
 
-def _map(spec: gl, form: Form):
-    return _map_type(spec), tma.encoding(tma.cut(spec), form)
+def map_encoding(name: str, how: gl | tma.Cut, form: Form) -> tma.Encoding:
+    """How TMA is told of the argument `name`. TypeError, ValueError that name it: what TMA cannot do."""
+    try:
+        return tma.encoding(tma.cut(how) if isinstance(how, gl) else how, form)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
 
 
 @functools.cache

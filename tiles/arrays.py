@@ -15,7 +15,7 @@ import ml_dtypes  # noqa: F401  makes "bfloat16" a name that np.dtype knows
 import numpy as np
 from cuda.bindings import driver
 
-from .device import check
+from .device import check, device
 
 if TYPE_CHECKING:
     from .frameworks import Kind
@@ -41,6 +41,11 @@ class Form(NamedTuple):
         if 0 in self.shape:
             return 0
         return sum([(n - 1) * abs(stride) for n, stride in zip(self.shape, self.strides)], self.itemsize)
+
+    @property
+    def steps(self) -> list[int]:
+        """The strides of axes along which a step can be taken."""
+        return [stride for n, stride in zip(self.shape, self.strides) if n > 1]
 
     @property
     def bits(self) -> int:
@@ -118,10 +123,10 @@ ABSENT = -1  # the source of an array that was not given: it has no elements
 
 
 class Operand(NamedTuple):
-    """An array that a launch is bound to: whose address it has (a name of a program's, or the place among the addresses that a
-    launch is given), and its form, which may be another view of it than the caller's."""
+    """An array that a launch is bound to: the place of its address among those that the launch is given, and its form, which
+    may be another view of it than the caller's."""
 
-    source: str | int
+    source: int
     form: Form
 
     def permuted(self, order) -> Operand:
@@ -145,16 +150,14 @@ def numpy_view(pointer: int, form: Form, owner: Any = None) -> np.ndarray:
 
 
 def fill(pointer: int, form: Form, value: float, stream: int) -> None:
-    """array[...] = value, for 2- and 4-byte floats of any strides; device memory by memset on `stream`, with no kernel.
-
-    The device's context must be current.
-    """
+    """array[...] = value, for 2- and 4-byte floats of any strides; device memory by memset on `stream`, with no kernel."""
     if form.device is None:
         numpy_view(pointer, form)[...] = value
         return
     if form.extent == 0:
         return
     bits = int(np.array(value, form.dtype).view(f"u{form.itemsize}"))
+    lowest, form = ascending(form)
     memset = {2: driver.cuMemsetD2D16Async, 4: driver.cuMemsetD2D32Async}[form.itemsize]
     runs = [(1, 0), (1, 0)]  # (extent, stride), outermost first, axes that follow on each other merged
     for n, stride in zip(form.shape, form.strides):
@@ -164,9 +167,10 @@ def fill(pointer: int, form: Form, value: float, stream: int) -> None:
         else:
             runs.append((n, stride))
     *outer, (height, pitch), (width, _) = runs
-    for index in np.ndindex(*(n for n, _ in outer)):
-        offset = sum(i * stride for i, (_, stride) in zip(index, outer))
-        check(memset(pointer + offset, pitch, bits, width, height, stream))
+    with device(form.device).current():
+        for index in np.ndindex(*(n for n, _ in outer)):
+            offset = lowest + sum(i * stride for i, (_, stride) in zip(index, outer))
+            check(memset(pointer + offset, pitch, bits, width, height, stream))
 
 
 # ---- where elements lie among each other ----------------------------------------------------------------------------
@@ -174,14 +178,13 @@ def fill(pointer: int, form: Form, value: float, stream: int) -> None:
 def overlap(a: Form, b: Form, distance: int) -> bool:
     """Whether a byte belongs to elements of both, where b's first element lies `distance` bytes behind a's. Exact, so
     interleaved views (q, k, v in one buffer) do not overlap; what is too hard to decide counts as overlapping."""
-    (first, a), (last, b) = ascending(a), ascending(b)
-    distance += last - first
+    (behind_a, a), (behind_b, b) = ascending(a), ascending(b)
+    distance += behind_b - behind_a
     if not -b.extent < distance < a.extent:
         return False
     start = 1 << 50  # any address: NumPy solves for equal addresses and reads nothing
-    first, second = _raw(start, a), _raw(start + distance, b)
     try:
-        return np.shares_memory(first, second, max_work=100_000)  # type: ignore[arg-type]
+        return np.shares_memory(_raw(start, a), _raw(start + distance, b), max_work=100_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

@@ -11,8 +11,8 @@ from numba.cuda.core import consts, ir
 from numba.cuda.core.rewrites import Rewrite, register_rewrite
 
 from .dtypes import dtype
-from .plumbing import Static
-from .types import is_static, member, rt, rv, st, sv
+from .plumbing import Static, member
+from .types import is_static, rt, rv, st, sv
 
 ARITHMETIC = {getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift")}
 COMPARISONS = {getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "contains")}
@@ -50,7 +50,10 @@ def _value(function, definition, args):
     if value is UNKNOWN:
         return UNKNOWN
     if definition.op == "getattr":
-        return member(value, definition.attr, UNKNOWN)
+        try:
+            return member(value, definition.attr, UNKNOWN)
+        except TypeError:  # typing says so, and where
+            return UNKNOWN
     if definition.op == "unary":
         return not value if definition.fn is operator.not_ and isinstance(value, SCALARS) else UNKNOWN
     index = definition.index if definition.op == "static_getitem" else known(function, definition.index, args)

@@ -5,7 +5,7 @@ values it closes over and the globals it loads, and so on through every helper i
 and ops/; the argument types, the kernel's options and the architecture; NUMBA_* settings; the versions of all that takes
 part in compiling. What cannot be digested makes a kernel uncached, never wrongly cached. Making a key compiles nothing.
 
-Not seen: tiles/, ops/ or Numba changed in memory (`ops.maps.exp2 = ...`), or an `overload` of somebody's for a function of
+Not seen: tiles/, ops/ or Numba changed in memory (`ops.raw.wait = ...`), or an `overload` of somebody's for a function of
 Numba's or Python's own.
 """
 
@@ -24,7 +24,6 @@ import sysconfig
 import time
 import types as python
 from pathlib import Path
-from typing import NamedTuple
 
 import cuda.bindings
 import cuda.core
@@ -295,7 +294,7 @@ class Digest:
                 parts += [base.__module__, base.__qualname__]
                 continue
             for name, value in sorted(vars(base).items()):
-                value = getattr(value, "__func__", value)
+                value = None if name in getattr(cls, "_fields", ()) else getattr(value, "__func__", value)
                 if hasattr(value, "dispatcher"):
                     parts += [name, self(value)]
                 elif not name.startswith(("__", "_abc_")) and not isinstance(value, ON_THE_HOST):
@@ -326,7 +325,7 @@ class Digest:
 
 
 PROPERTIES = (property, functools.cached_property)
-ON_THE_HOST = (python.FunctionType, *PROPERTIES, type(NamedTuple("_", [("field", int)]).field))
+ON_THE_HOST = (python.FunctionType, *PROPERTIES)
 
 
 def _codes(code):

@@ -14,7 +14,7 @@ from . import layout
 from .dtypes import DTYPES, tf32
 from .types import rt, st
 
-ROW, PAIR, CHUNK = 22, 54, 34  # heights and widths of cells
+ROW, PAIR, CHUNK_WIDTH = 22, 54, 34  # heights and widths of cells
 MARGIN, GAP, TOP = 24, 40, 84
 CHUNK_BYTES = 16  # what a swizzle moves as one
 WORD = layout.BANKS * 4  # bytes that the banks serve at once
@@ -56,8 +56,8 @@ def pairs(tile):
     run = tile.dtype.run
     lanes = WORD // (run * tile.dtype.itemsize)
     for first in range(0, layout.LANES, lanes):
-        places = (layout.element(lane, 0, 8 * run, run) for lane in range(first, first + lanes))
-        yield [(tile.offset(*place), run * tile.dtype.itemsize) for place in places]
+        elements = (layout.element(lane, 0, 8 * run, run) for lane in range(first, first + lanes))
+        yield [(tile.offset(*at), run * tile.dtype.itemsize) for at in elements]
 
 
 ACCESSES = {"ldmatrix": ldmatrix, "column": column, "row": row, "pairs": pairs}
@@ -103,13 +103,13 @@ def register_text(tile):
 
 
 def in_memory(tile):
-    """place(row, chunk) -> (line of 128 bytes, group of four banks) of a 16-byte chunk of the tile's first panel."""
+    """lies_at(row, chunk) -> (line of 128 bytes, group of four banks) of a 16-byte chunk of the tile's first panel."""
 
-    def place(row, chunk):
+    def lies_at(row, chunk):
         offset = tile.offset(row, chunk * CHUNK_BYTES // tile.dtype.itemsize)
         return offset // WORD, layout.bank(offset) // (CHUNK_BYTES // 4)
 
-    return place
+    return lies_at
 
 
 def shared_text(tile):
@@ -119,9 +119,9 @@ def shared_text(tile):
     yield f"{tile}: banks of each {CHUNK_BYTES}-byte chunk ({across} columns), rows 0 to {LINES - 1}"
     yield f"panels of {tile.width} bytes ({tile.panel_cols} columns), {tile.panels} of them, {tile.panel_bytes} bytes apart"
     yield "  row " + "".join(f"{f'chunk {c}':>9}" for c in range(chunks))
-    place = in_memory(tile)
+    lies_at = in_memory(tile)
     for r in range(LINES):
-        groups = [place(r, c)[1] for c in range(chunks)]
+        groups = [lies_at(r, c)[1] for c in range(chunks)]
         yield f"{r:>5} " + "".join(f"{f'{4 * g}-{4 * g + 3}':>9}" for g in groups)
 
 
@@ -183,17 +183,17 @@ def register_panel(tile):
     return Panel(f"{tile}: registers", notes, width, height, draw)
 
 
-def chunks(tile, place):
-    """draw(x, y) for the chunks of the first rows; `place(row, chunk)` is where one is drawn, its colour says which it is."""
+def chunks(tile, lies_at):
+    """draw(x, y) for the chunks of the first rows; `lies_at(row, chunk)` is where one is drawn, its colour says which it is."""
 
     def draw(x, y):
         for r in range(LINES):
             for chunk in range(tile.width // CHUNK_BYTES):
-                line, group = place(r, chunk)
-                left, top = x + group * CHUNK, y + line * CHUNK
-                yield cell(left, top, CHUNK, CHUNK, colour(chunk, 1))
-                yield text(left + CHUNK / 2, top + 13, f"row {r}", "small")
-                yield text(left + CHUNK / 2, top + 27, chunk, "big")
+                line, group = lies_at(r, chunk)
+                left, top = x + group * CHUNK_WIDTH, y + line * CHUNK_WIDTH
+                yield cell(left, top, CHUNK_WIDTH, CHUNK_WIDTH, colour(chunk, 1))
+                yield text(left + CHUNK_WIDTH / 2, top + 13, f"row {r}", "small")
+                yield text(left + CHUNK_WIDTH / 2, top + 27, chunk, "big")
 
     return draw
 
@@ -205,8 +205,8 @@ def shared_panels(tile, below=()):
     def memory(x, y):
         yield from chunks(tile, in_memory(tile))(x, y)
         for g in range(groups):
-            yield text(x + (g + 0.5) * CHUNK, y + lines * CHUNK + 15, f"{4 * g}–{4 * g + 3}", "small")
-        yield text(x - 20, y + lines * CHUNK + 15, "banks", "small")
+            yield text(x + (g + 0.5) * CHUNK_WIDTH, y + lines * CHUNK_WIDTH + 15, f"{4 * g}–{4 * g + 3}", "small")
+        yield text(x - 20, y + lines * CHUNK_WIDTH + 15, "banks", "small")
 
     named = (
         "its first eight rows as a kernel names them,",
@@ -214,8 +214,8 @@ def shared_panels(tile, below=()):
     )
     moved = f"{tile.width}-byte swizzle: chunk XOR row;", "128 bytes a line, all 32 banks"
     drawn = chunks(tile, lambda r, chunk: (r, chunk))
-    yield Panel(f"{tile}: a shared tile", named, tile.width // CHUNK_BYTES * CHUNK, LINES * CHUNK, drawn, below)
-    yield Panel("the same, as it lies in memory", moved, groups * CHUNK, lines * CHUNK + 24, memory)
+    yield Panel(f"{tile}: a shared tile", named, tile.width // CHUNK_BYTES * CHUNK_WIDTH, LINES * CHUNK_WIDTH, drawn, below)
+    yield Panel("the same, as it lies in memory", moved, groups * CHUNK_WIDTH, lines * CHUNK_WIDTH + 24, memory)
 
 
 def svg(*panels):

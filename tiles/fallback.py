@@ -37,14 +37,6 @@ class Interpreted:
             raise TypeError(f"{self.launch} takes {self.count} addresses, got {len(addresses)}")
         self.run(stream, addresses)
 
-    def index(self, order) -> None:
-        """Find the operands' addresses in a sequence that has them in this order."""
-        order = {**order, ABSENT: ABSENT}
-        self.values = [
-            (value._replace(source=order[value.source]) if isinstance(value, Operand) else value, spec)
-            for value, spec in self.values
-        ]
-
     def run(self, stream: int, addresses) -> None:
         """The same, addresses being a sequence in which the launch's arrays know their places."""
         _announce(self.launch.title)

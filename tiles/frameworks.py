@@ -265,16 +265,6 @@ def _ordinal(pointer: int) -> int:
 
 
 # ---- what follows a launch, and whose stream it goes to --------------------------------------------------------------
-def empty_like_caller(array: Array, shape: tuple[int, ...], dtype: str) -> Array:
-    """Uninitialised, C-ordered memory of the same kind and on the same device as `array`; `.owner` is the new object.
-
-    A type that we know only by a protocol gives a Numba device array, or a NumPy array for host memory.
-    """
-    kind = array.kind
-    made = describe(kind.maker(kind.home(array), shape, dtype)(), "out")
-    return made._replace(form=made.form._replace(readonly=False))
-
-
 def current_stream(array: Array) -> int:
     """Handle of the stream on which the array's framework works now; 0 is the legacy default stream.
 

@@ -23,13 +23,25 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 from cuda.bindings import driver
 
 from . import cache, digest, tma
-from .arguments import DATA, Parameter, array_slots, array_type, declared, named, number_slot, parameter, same_place, signature
+from .arguments import (
+    DATA,
+    INT,
+    Parameter,
+    array_slots,
+    array_type,
+    declared,
+    map_encoding,
+    named,
+    number_slot,
+    parameter,
+    same_place,
+    signature,
+)
 from .arrays import ABSENT, Operand, c_ordered
 from .compiler import compile_kernel
 from .device import Device, check, device, uncaptured
@@ -166,11 +178,6 @@ class Bound:
             raise TypeError(f"{self} takes {self.count} addresses, got {len(addresses)}")
         self.run(stream, addresses)
 
-    def index(self, order: Mapping[str, int]) -> None:
-        """Find the operands' addresses in a sequence that has them in this order."""
-        self.plain = [(slot, order[source]) for slot, source in self.plain]
-        self.maps = [(slot, order[source], encoding) for slot, source, encoding in self.maps]
-
     def run(self, stream: int, addresses) -> None:
         """The same, addresses being a sequence in which the launch's arrays know their places."""
         try:
@@ -248,17 +255,20 @@ class Kernel:
 
     def bind(self, grid, **given: Any) -> "Bound | Interpreted":
         """The launch of so many blocks, an Operand or a number for each parameter by its name. An array that is not given is
-        absent: all loads from it are 0, and stores are left out. ValueError, TypeError: TMA cannot take an array."""
+        absent: all loads from it are 0, and stores are left out. ValueError, TypeError that name the parameter: TMA cannot take
+        an array, a number is missing, there is no such parameter."""
         grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
+        values = [given.pop(name, None) for name, _, _ in self.declared]
+        if given:
+            raise TypeError(f"{self.title} has no parameter {', '.join(given)}")
         if self.ordinal is None or forced():
-            return self._interpreted(grid, given)
+            return self._interpreted(grid, values)
         slots: list[int] = []
         plain, maps, others = [], [], []
-        for place, (name, what, elements) in enumerate(self.declared):
-            value = given.pop(name, None)
+        for place, ((name, what, elements), value) in enumerate(zip(self.declared, values)):
             if elements is TILES:
                 if value is not None:
-                    maps.append((len(slots), value.source, tma.encoding(what, value.form)))
+                    maps.append((len(slots), value.source, map_encoding(name, what, value.form)))
                 slots.append(0)
             elif elements:
                 if value is None:
@@ -268,10 +278,10 @@ class Kernel:
                         others.append((place, value.form.dtype))
                     plain.append((len(slots) + DATA, value.source))
                     slots.extend(array_slots(value.form))
+            elif what is INT and type(value) is int and -(2**31) <= value < 2**31:
+                slots.append(value & 0xFFFFFFFF)
             else:
                 slots.append(number_slot(name, what, value))
-        if given:
-            raise TypeError(f"{self.title} has no parameter {', '.join(given)}")
         code = self.codes.get(tuple(others)) or self._load(tuple(others))
         extents = grid, (self.threads, 1, 1), None
         return Bound(code, self.title, extents, self.nbytes, slots, plain, maps, len(plain) + len(maps))
@@ -283,15 +293,19 @@ class Kernel:
         self.codes[others] = code = load(self.kernel, tuple(types), device(self.ordinal), self.nbytes)
         return code
 
-    def _interpreted(self, grid, given):
-        values = []
-        for name, what, elements in self.declared:
-            value = given.pop(name, None)
-            if value is None and elements and elements is not TILES:
+    def _interpreted(self, grid, values):
+        """The same launch in the interpreter; what a GPU would refuse is refused."""
+        bound = []
+        for (name, what, elements), value in zip(self.declared, values):
+            if not elements:
+                number_slot(name, what, value)
+            elif value is None and elements is not TILES:
                 value = Operand(ABSENT, c_ordered((0,) * what.ndim, elements, None))
-            values.append((value, what.spec if elements is TILES else None))
+            elif value is not None and elements is TILES:
+                map_encoding(name, what, value.form)
+            bound.append((value, what.spec if elements is TILES else None))
         launch = Launch(self.kernel, grid, self.threads, self.shared, None, None)
-        return Interpreted(launch, values, None if self.ordinal is None else device(self.ordinal))
+        return Interpreted(launch, bound, None if self.ordinal is None else device(self.ordinal))
 
 
 @functools.lru_cache(KERNELS)

@@ -28,7 +28,7 @@ from .types import st
 from .values import SharedTile
 
 PIECES = (16, 8, 4)  # bytes that one cp.async may copy
-CHUNK = PIECES[0]  # bytes that a lane copies of a row
+CHUNK_BYTES = PIECES[0]  # that a lane copies of a row
 
 
 @compile_time
@@ -57,7 +57,7 @@ class pipeline:
         return self.start + j % self.stages * self.tile.nbytes
 
     @op
-    def fill(self, j, source, at, rows=-2, cols=-1, end=None, piece=CHUNK):
+    def fill(self, j, source, at, rows=-2, cols=-1, end=None, piece=CHUNK_BYTES):
         """Start copying the tile at `at` of a global array into slot j % stages, as one group; all warps of the block call it.
         Nobody may read tile j - stages any more: call it after a `wait` since. With j >= `end` nothing is copied and the group
         is empty, so that counts of younger groups hold to the end. Other arguments: see ops.copy_async."""
@@ -112,7 +112,7 @@ def _widths(b, tile, over, before, piece):
     """For each piece of a lane's chunks, a panel's after the other: (panel, byte in the row, byte in the chunk, how many of its
     bytes lie inside the array), where `over` bytes are left from the lane's first one on, and none if that lies `before` it."""
     for panel in range(tile.panels):
-        for part in range(0, CHUNK, piece):
+        for part in range(0, CHUNK_BYTES, piece):
             low = panel * tile.width + part
             left = b.sub(over, b.u32(low))
             left = b.select(b.icmp_signed("<", left, b.u32(piece)), left, b.u32(piece))
@@ -133,11 +133,11 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
     for axis, size in ((rows, tile.rows), (cols, tile.cols)):
         fits = b.icmp_signed("<=", at[axis], b.sub(extents[axis], ir.Constant(i64, size)))
         inside = b.and_(b.and_(inside, fits), b.icmp_signed(">=", at[axis], ir.Constant(i64, 0)))
-    chunks = tile.width // CHUNK  # of a panel's row
+    chunks = tile.width // CHUNK_BYTES  # of a panel's row
     step = layout.LANES // chunks  # rows that a warp copies at once
     lane = b.lane()
     own = b.udiv(lane, b.u32(chunks))
-    row, byte = b.add(own, first), b.mul(b.and_(lane, b.u32(chunks - 1)), b.u32(CHUNK))
+    row, byte = b.add(own, first), b.mul(b.and_(lane, b.u32(chunks - 1)), b.u32(CHUNK_BYTES))
     start, swizzle = b.row_address(tile, address, row)
     chunk = b.xor(byte, swizzle)
     source, first_row = b.add(data, b.zext(byte, i64)), b.add(b.trunc(at[rows], i32), row)  # rows are fewer than 2**31
@@ -153,12 +153,12 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
         for down in range(0, share, step):
             to = b.add(b.add(start, b.xor(chunk, b.u32(down * tile.width >> 3 & tile.width - 16))), b.u32(down * tile.width))
             for panel, low, part, width in nbytes(down):
-                place = b.add(to, b.u32(panel * tile.panel_bytes + part))
-                ptx.copy_async(b, place, b.add(line, ir.Constant(i64, low)), width, guard, piece)
+                target = b.add(to, b.u32(panel * tile.panel_bytes + part))
+                ptx.copy_async(b, target, b.add(line, ir.Constant(i64, low)), width, guard, piece)
             line = b.add(line, further)  # not the first plus a multiple, each of which the loop would hold in registers
 
     def whole(_):
-        for panel, part in itertools.product(range(tile.panels), range(0, CHUNK, piece)):
+        for panel, part in itertools.product(range(tile.panels), range(0, CHUNK_BYTES, piece)):
             yield panel, panel * tile.width + part, part, b.u32(piece)
 
     with b.if_then(inside):
@@ -173,8 +173,8 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
 
         def cut(down):
             exists = b.icmp_unsigned("<", b.add(first_row, b.u32(down)), b.trunc(extents[rows], i32))
-            for *place, width in widths:
-                yield *place, b.select(exists, width, b.u32(0))
+            for *where, width in widths:
+                yield *where, b.select(exists, width, b.u32(0))
 
         copies(cut)
 

@@ -8,6 +8,7 @@ import inspect
 import sys
 import weakref
 
+import numpy as np
 from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.core import typeinfer
@@ -22,7 +23,7 @@ from numba.cuda.typing.typeof import typeof_impl
 from .builder import Builder, f32, i32, i64
 from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32
 from .op import OPS, Name
-from .types import barrier, gl, is_static, member, pending, rt, rv, st, sv
+from .types import barrier, gl, is_static, pending, rt, rv, st, sv
 
 TENSOR_MAP = ir.LiteralStructType([ir.ArrayType(i64, 16)])  # 128 bytes that only TMA understands
 void = types.void
@@ -119,7 +120,28 @@ def compile_time(cls):
     return cls
 
 
-FROZEN: set = set()
+FROZEN: set = set()  # these classes
+FIELDS = (type(None), bool, int, float, str, np.generic, dtype, tuple)
+
+
+def member(value, name, missing=None):
+    """An attribute of an object that is known when a kernel is compiled, as kernels see it: the floats of static objects, and
+    those in their tuples, are fp32. TypeError: a static object holds there what kernels cannot read."""
+    found = getattr(value, name, missing)
+    if found is missing or not is_static(value):
+        return found
+    if not (isinstance(found, FIELDS) or is_static(found) or type(found) in FROZEN or callable(found)):
+        raise TypeError(
+            f"{type(value).__qualname__}.{name}: kernels read None, numbers, strings, dtypes, types of tiles, rings and plans, "
+            f"functions, static objects and tuples of these, got {found!r}"
+        )
+    return _single(found)
+
+
+def _single(value):
+    if type(value) is tuple:
+        return tuple(map(_single, value))
+    return np.float32(value) if isinstance(value, float) else value
 
 
 for _cls in (rt, rv, st, sv, barrier):
@@ -316,7 +338,10 @@ class _Members(AttributeTemplate):
             return types.BoundFunction(Op, this)
         if is_static(this.spec) and name not in vars(this.spec) and (method := method_of(type(this.spec), name)):
             return Method(method, this)
-        value = member(this.spec, name)
+        try:
+            value = member(this.spec, name)
+        except TypeError as error:
+            raise TypeError(f"{error}{kernel_line()}") from None
         if isinstance(this, Static) and inspect.isfunction(value) and value not in OPS:
             return inline(value)
         if value is None:

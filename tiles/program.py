@@ -1,8 +1,8 @@
 """Functions that are called often: what decides a call is looked up, and only launches are left.
 
     SCALED = Schema("scaled", '''
-        x    MN  float32
-        out  MN  float32  made
+        x    SD  float32
+        out  SD  float32  made
     ''')
 
     @program(SCALED)
@@ -32,7 +32,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from .arrays import Operand, ascending, fill
-from .frameworks import Kind, Torch, describe, kind_of, stream_handle
+from .frameworks import PAST, Kind, Torch, describe, kind_of, stream_handle
 from .schema import Schema
 
 ENTRIES = 4096  # forms of calls that are remembered, of all programs together: some 10 KB each
@@ -41,17 +41,16 @@ ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 
 class Step(Protocol):
     """A launch of a program, or what it does instead: Bound, Interpreted, Fill."""
 
-    def index(self, order: Mapping[str, int]) -> None: ...
     def run(self, stream: int, addresses: Sequence[int]) -> None: ...
 
 
 class Plan(NamedTuple):
     """How calls of one form are done: steps, the names of what the caller gets back (one array by itself, several as a tuple),
-    and scratch memory {name: (shape, dtype)}, uninitialised and C-ordered."""
+    and scratch memory, uninitialised and C-ordered: the shape and dtype of each (see Problem.scratch)."""
 
     steps: Sequence[Step]
     give: tuple[str, ...]
-    scratch: Mapping[str, tuple[tuple[int, ...], str]] = {}
+    scratch: Sequence[tuple[tuple[int, ...], str]] = ()
 
 
 class Fill:
@@ -60,12 +59,13 @@ class Fill:
     def __init__(self, operand: Operand, value: float):
         self.operand, self.value = operand, value
 
-    def index(self, order: Mapping[str, int]) -> None:
+    def index(self, order: Mapping[Any, int]) -> None:
+        """Find the array's address in a sequence that has them in this order."""
         self.place = order[self.operand.source]
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """At this stream and these addresses."""
-        fill(addresses[self.place], self.operand.form, self.value, stream)
+        fill(addresses[self.operand.source], self.operand.form, self.value, stream)
 
 
 class Recent:
@@ -73,7 +73,9 @@ class Recent:
     one, and when that is full the older one goes. A hit costs one lookup, and any number of threads may use it at once."""
 
     def __init__(self, entries: int):
-        self.half, self.young, self.old = entries // 2, {}, {}
+        self.half = entries // 2
+        self.young: dict[Any, Any] = {}
+        self.old: dict[Any, Any] = {}
 
     def get(self, key: Any) -> Any:
         """What was put under the key, or None."""
@@ -125,6 +127,7 @@ class Program:
 
     def __init__(self, schema: Schema, planner: Callable[..., Plan]):
         self.schema, self.planner, self.names = schema, planner, schema.names
+        self.needed = [(name, argument.needed) for name, argument in schema.arguments.items()]
         self.readers: dict[type, Callable] = {}
 
     def __call__(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
@@ -143,9 +146,9 @@ class Program:
             KNOWN.put(key, known)
         current = 0 if known.device is None else known.kind.stream(arrays[0], known.device)
         handle = current if stream is None else stream_handle(stream)
-        for a, b, names, pair, low, high in known.apart:
+        for a, b, (name, other), pair, low, high in known.apart:
             if low < addresses[b] - addresses[a] < high:
-                self.schema.check_apart(*names, (addresses[a], addresses[b]), pair)
+                self.schema.check_apart(name, other, (addresses[a], addresses[b]), pair)
         every: Sequence[Any] = arrays
         if known.makers:
             every, addresses = [*arrays], [*addresses]
@@ -154,7 +157,8 @@ class Program:
                 if place < len(arrays):
                     every[place], addresses[place] = new, known.kind.address(new)
                 else:  # scratch: kept until all steps are on the stream
-                    every.append(new), addresses.append(known.kind.address(new))
+                    every.append(new)
+                    addresses.append(known.kind.address(new))
         for step in known.steps:
             step.run(handle, addresses)
         if known.kind.waits and known.device is not None:
@@ -163,8 +167,10 @@ class Program:
 
     def _described(self, arrays: tuple) -> list:
         """An Array for each, or None; TypeError that names one that is no array, or is missing."""
-        named = zip(self.schema.arguments.values(), arrays, strict=True)
-        return [None if x is None and not argument.needed else describe(x, argument.name) for argument, x in named]
+        return [
+            None if x is None and not needed else describe(x, name)
+            for x, (name, needed) in zip(arrays, self.needed, strict=True)
+        ]
 
     def _read(self, *arrays: Any) -> tuple:
         """(what these arrays share with others of their forms, their addresses, what must live until the call has ended)."""
@@ -183,13 +189,10 @@ class Program:
         given = {name: array.form for name, array in zip(self.names, described) if array}
         problem = self.schema.problem(given, layout)
         steps, give, scratch = self.planner(problem, *options)
-        order = {name: place for place, name in enumerate((*self.names, *scratch))}
-        for step in steps:
-            step.index(order)
-        first = described[0]
+        first, order = described[0], self.schema.places
         kind, home = first.kind, first.kind.home(first)
-        make = {name: problem.made(name) for name in give if name not in given} | scratch
-        makers = [(order[name], kind.maker(home, *what)) for name, what in make.items()]
+        makers = [(order[name], kind.maker(home, *problem.made(name))) for name in give if name not in given]
+        makers += [(place, kind.maker(home, *what)) for place, what in enumerate(scratch, len(order))]
         apart = []
         for pair in self.schema.apart(given):
             forms = tuple(given[name] for name in pair)
@@ -203,13 +206,13 @@ def _reads_tensors(names: tuple[str, ...]) -> Callable:
     """`Program._read` of torch's tensors: one expression over all of them, as a loop would take half as long again.
 
     A tensor that requires grad while grad mode is on has a form of its own, which `describe` refuses. The device is read as
-    a number, which compares faster. Host tensors have -1, and so have those without memory that a kernel could read; these
-    were never planned, and are at no address that was."""
+    a number, which compares faster. Host tensors have -1, and so have those without memory, such as meta tensors: as these are
+    at address 0 they have a form of their own, too."""
     one = (
         "None if {0} is None else ({0}.shape, {0}.stride(), {0}.dtype, {0}.get_device(), "
-        "{0}.requires_grad and grads(), (at_{0} := {0}.data_ptr()) & 15)"
+        "{0}.requires_grad and grads(), at_{0} & PAST if (at_{0} := {0}.data_ptr()) else None)"
     )
     forms = ", ".join(one.format(name) for name in names)
     addresses = ", ".join(f"0 if {name} is None else at_{name}" for name in names)
     grads = sys.modules["torch"].is_grad_enabled
-    return eval(f"lambda {', '.join(names)}: (({forms},), ({addresses},), None)", {"grads": grads})
+    return eval(f"lambda {', '.join(names)}: (({forms},), ({addresses},), None)", {"grads": grads, "PAST": PAST})

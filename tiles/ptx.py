@@ -65,7 +65,7 @@ def cluster_wait(b):
 
 # ---- TMA -----------------------------------------------------------------------------------------------------------
 def _box(b, gl, at):
-    """(element coordinates of the tile at `at`, innermost axis first; the place of the column coordinate)."""
+    """(element coordinates of the tile at `at`, innermost axis first; which of them is the column's)."""
     at = [b.u32(x) for x in at] + [b.u32(0)] * (gl.rank - len(at))
     for axis, step in gl.steps.items():
         at[axis] = b.mul(at[axis], b.u32(step))

@@ -1,6 +1,6 @@
 """What Python or NumPy would do with a tile and kernels cannot: one table says what to use instead, in both backends.
 
-Operators and functions that tiles do have are not here (ops/elementwise/arithmetic.py, ops/elementwise/functions.py). Refused is by a TypeError.
+Operators and functions that tiles do have are not here (ops/elementwise/). Refused is by a TypeError.
 """
 
 import builtins
@@ -63,7 +63,9 @@ REFUSED = (
     ),
     Refused("multiplied with @", "use warpgroup.mm_AB, mm_ABt, mma_AB or mma_ABt", ("matmul",), _in_numpy("matmul")),
     Refused("raised to a power", "multiply, or use exp2(y * log2(x))", ("pow",), (math.pow, *_in_numpy("power"))),
-    Refused("divided by // or %", "use /", ("floordiv", "mod"), (math.fmod, *_in_numpy("floor_divide mod fmod"))),
+    Refused(
+        "divided by // or %", "use /", ("floordiv", "mod"), (builtins.divmod, math.fmod, *_in_numpy("floor_divide mod fmod"))
+    ),
     Refused("made positive by abs", "import abs from ops", ("abs",), (builtins.abs, math.fabs, *_in_numpy("absolute fabs"))),
     Refused(
         "given to math or NumPy",

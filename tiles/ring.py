@@ -207,13 +207,13 @@ def _(ring, j, source, at):
             full = full_barrier(b, ring, base, slot)
             ptx.mbarrier_wait(b, empty_barrier(b, ring, base, slot), b.xor(parity, b.u32(1)))
             ptx.mbarrier_expect(b, full, ring.tile.nbytes)
-            to, place = _address(b, ring, base, slot), b.unpack(at)
+            to, coordinates = _address(b, ring, base, slot), b.unpack(at)
             if ring.blocks > 1:
                 rank = b.special("cluster_ctarank")
                 to = b.add(to, b.mul(rank, b.u32(ring.part.rows * ring.tile.width)))
-                place += [b.u32(0)] * (source.rank - len(place))
-                place[source.rows] = b.add(b.mul(b.u32(place[source.rows]), b.u32(ring.blocks)), rank)
-            ptx.tma_load(b, source, to, source_map, place, full, ring.tile, ring.blocks)
+                coordinates += [b.u32(0)] * (source.rank - len(coordinates))
+                coordinates[source.rows] = b.add(b.mul(b.u32(coordinates[source.rows]), b.u32(ring.blocks)), rank)
+            ptx.tma_load(b, source, to, source_map, coordinates, full, ring.tile, ring.blocks)
 
     return void, emit
 

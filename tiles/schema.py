@@ -30,18 +30,23 @@ Its role:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from .arrays import ALIGNMENT, Form, Operand, c_ordered, overlap, overlaps_itself
+from .tma import STRIDE_END
 
 ORDER = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3)}  # where batch, sequence, head and column stand in the caller's axes
 LAYOUTS = tuple(ORDER)
-TILE, REAL = ("bfloat16", "float16"), ("float32", "bfloat16", "float16")
-HOLDS = {"tile": TILE, "real": REAL, "index": ("int32", "int64"), "float32": ("float32",)}
+HOLDS = {
+    "tile": ("bfloat16", "float16"),
+    "real": ("float32", "bfloat16", "float16"),
+    "index": ("int32", "int64"),
+    "float32": ("float32",),
+}
 ROLES = "", "optional", "made", "in_place", "updated"
 TOKENS = "S", "T"  # axes along a sequence
-STRIDE_END = 2**40  # bytes: TMA's strides are less
 # An axis in messages. G are the heads of keys, which share those of values or queries; T the keys' tokens; K and V the columns
 # of keys and values where they differ; F those of a feature map; N sequences have E = N + 1 ends
 TITLES = dict(B="batch", S="sequence", T="sequence", H="heads", G="heads", D="head_dim", K="key_dim", V="value_dim")
@@ -107,13 +112,14 @@ class Problem:
     def __contains__(self, name: str) -> bool:
         return name in self.forms
 
-    def __getitem__(self, name: str) -> Operand | None:
-        """An argument for a launch, or a result, given or to be made; None for what was left out."""
+    def __getitem__(self, name: str) -> Any:
+        """The Operand of an argument for a launch, or of a result, given or to be made; None for what was left out."""
         form = self.forms.get(name)
         if form is None and self.schema.arguments[name].written:
             ((_, order),) = self.schema._rows[self.layout][name].values()
-            form = self._made(name).permuted(order) if order else self._made(name)
-        return None if form is None else Operand(name, form)
+            form = c_ordered(*self.made(name), self.device)
+            form = form.permuted(order) if order else form
+        return None if form is None else Operand(self.schema.places[name], form)
 
     def __call__(self, axes: str) -> tuple[int, ...]:
         """The extents of these axes: problem("BSH")."""
@@ -122,13 +128,12 @@ class Problem:
 
     def made(self, name: str) -> tuple[tuple[int, ...], str]:
         """The shape and dtype of a result, in the caller's axes."""
-        form = self._made(name)
-        return form.shape, form.dtype
-
-    def _made(self, name):
         ((axes, _),) = self.schema._rows[self.layout][name].values()
-        holds = self.schema.arguments[name].holds
-        return c_ordered(self(axes), self.dtype if holds == "tile" else HOLDS[holds][0], self.device)
+        return self(axes), self.dtype if name in self.schema.tiles else self.schema.arguments[name].dtypes[0]
+
+    def scratch(self, number: int, shape: tuple[int, ...], dtype: str) -> Operand:
+        """Memory between launches, the `number`-th of a plan's."""
+        return Operand(len(self.schema.places) + number, c_ordered(shape, dtype, self.device))
 
     def axes(self, name: str) -> str:
         """Which of its axes an argument came with, in canonical order."""
@@ -149,15 +154,19 @@ class Problem:
         """The bytes, 16 at most, that addresses and strides of these arrays are multiples of; by default of all its tiles."""
         bits = ALIGNMENT
         for name, form in self.forms.items():
-            if name in names if names else self.schema.arguments[name].holds == "tile":
+            if name in (names or self.schema.tiles):
                 bits |= form.bits
         return bits & -bits
 
     @property
     def by_tma(self) -> bool:
         """Can TMA address all tiles?"""
-        tiles = [form for name, form in self.forms.items() if self.schema.arguments[name].holds == "tile"]
-        return self.bytes_at_once() == ALIGNMENT and all(0 <= step < STRIDE_END for form in tiles for step in form.strides)
+        for name, form in self.forms.items():
+            if name in self.schema.tiles:
+                for extent, stride in zip(form.shape, form.strides):
+                    if extent > 1 and not 0 <= stride < STRIDE_END:
+                        return False
+        return self.bytes_at_once() == ALIGNMENT
 
 
 class Schema:
@@ -168,6 +177,8 @@ class Schema:
         rows = [Argument(*_row(line.split())) for line in table.strip().splitlines()]
         self.arguments = {row.name: row for row in rows}
         self.names = tuple(self.arguments)
+        self.tiles = frozenset(row.name for row in rows if row.holds == "tile")
+        self.places = {name: place for place, name in enumerate(self.names)}  # of their addresses
         self._rows = {layout: {row.name: row.orders(layout) for row in rows} for layout in LAYOUTS}
 
     def problem(self, forms: Mapping[str, Form], layout: str = "bshd") -> Problem:
@@ -181,31 +192,33 @@ class Schema:
         holder: dict[str, str] = {}  # which argument said an axis's extent
         canonical = {}
         for name, form in forms.items():
-            argument, (shape, strides, its_dtype, its_device, itemsize, _, readonly) = self.arguments[name], form
+            argument, (shape, strides, its_dtype, its_device, itemsize, past, readonly) = self.arguments[name], form
             row = rows[name].get(len(shape))
             if row is None:
                 _refuse_axes(argument, layout, form)
             axes, order = row
-            is_tile = argument.holds == "tile"
+            is_tile = name in self.tiles
             if its_dtype not in HOLDS[argument.holds] or (is_tile and its_dtype != dtype):
                 _refuse_dtype(argument, form, first, dtype)
             if its_device != device:
                 where = f"{name}.device={its_device}, {first}.device={device}"
                 raise ValueError(f"{name}: must lie where {first} does (None: host memory): {where}")
             for axis, extent in zip(axes, shape):
-                if axis == "N" and axis not in extents:  # as many as there are ends, or batches
+                if axis == "N":  # as many as there are ends, or batches
                     axis, extent = ("E", extent + 1) if "E" in extents else ("B", extent)
                 if axis not in extents:
                     extents[axis], holder[axis] = extent, name
                 elif extents[axis] != extent:
                     other = holder[axis]
                     shapes = f"{name}.shape={shape}, {other}.shape={forms[other].shape}"
-                    raise ValueError(f"{name}: {TITLES[axis]} must equal {other}'s: {shapes}")
-            if is_tile:
-                if strides[-1] != itemsize and shape[-1] > 1 and form.extent:
-                    _refuse_strides(name, form, "last axis must be contiguous")
-            elif min(strides, default=0) < 0:
+                    raise ValueError(f"{name}: {TITLES.get(axis, axis)} must equal {other}'s: {shapes}")
+            if is_tile and strides[-1] != itemsize and shape[-1] > 1 and form.extent:
+                _refuse_strides(name, form, "last axis must be contiguous")
+            if not is_tile and min(strides, default=0) < 0 and min(form.steps, default=0) < 0:
                 _refuse_strides(name, form, "strides must not be negative")
+            if (form.bits | (strides[-1] if shape[-1:] > (1,) else 0)) % itemsize and form.extent:
+                where = f"address and strides must be multiples of its elements' {itemsize} bytes"
+                _refuse_strides(name, form, f"{where}: address {past} past a multiple of {ALIGNMENT}")
             if argument.written and readonly:
                 raise ValueError(f"{name}: must be writable, and this array is read-only")
             if argument.written and overlaps_itself(form):
@@ -227,15 +240,16 @@ class Schema:
             raise ValueError(f"cu_seqlens: batch must be 1, all sequences one behind the other: {shapes}")
 
     def apart(self, forms: Mapping[str, Form]) -> list[tuple[str, str]]:
-        """The pairs of given arrays that must not share memory: what is written, and each other one."""
-        written = [name for name in forms if self.arguments[name].written]
-        return [(name, other) for name in written for other in forms if other != name and (other, name) not in written]
+        """The pairs of given arrays that must not share memory: one that is written, and any other."""
+        pairs = itertools.combinations(forms, 2)
+        turned = [pair if self.arguments[pair[0]].written else pair[::-1] for pair in pairs]
+        return [pair for pair in turned if self.arguments[pair[0]].written]
 
     def check_apart(self, name: str, other: str, pointers: tuple[int, int], forms: tuple[Form, Form]) -> None:
         """ValueError if two such arrays, which have these addresses and forms, share memory."""
         (at, behind), (mine, its) = pointers, forms
-        itself = self.arguments[name].role == "in_place" and other == self.names[0]
-        if itself and at == behind and mine.strides == its.strides:
+        itself = self.arguments[name].role == "in_place" and other == self.names[0] and at == behind
+        if itself and all(s == t for n, s, t in zip(mine.shape, mine.strides, its.strides) if n > 1):
             return
         if overlap(mine, its, behind - at):
             shapes = f"{name}.shape={mine.shape}, {other}.shape={its.shape}"

@@ -24,11 +24,11 @@ their other fields are: an equal lambda, written twice, finds the kernel that wa
 """
 
 import functools
-import sys
+import typing
 from collections import OrderedDict
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,17 +38,14 @@ from .op import OPS
 from .plumbing import FROZEN, compile_time
 from .types import is_static
 
-if sys.version_info >= (3, 11):
-    from typing import dataclass_transform
-else:  # what tells editors and type checkers that the decorator makes dataclasses
-
-    def dataclass_transform(**_):
-        return lambda decorator: decorator
-
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:  # Python 3.10 lacks it
+    dataclass_transform = getattr(typing, "dataclass_transform", lambda **_: lambda decorator: decorator)
 
 PLAIN = {type(None), bool, int, str, bytes, dtype}
+_fixed = functools.lru_cache(256)(covered)  # modules that stay as they are
 REMEMBERED = 256  # digests, by what was digested, of the objects of one class
-_digests: WeakKeyDictionary = WeakKeyDictionary()  # class: {fingerprint: digest}, the last one used last
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
@@ -59,6 +56,7 @@ def static(cls):
     is_first = not hasattr(cls, "__static__")
     made = dataclass(frozen=True, eq=False)(cls)
     made.__static__, made.__eq__, made.__hash__ = True, _equal, _hash
+    made.__digests__ = OrderedDict()  # {mark: digest}, the last one used last
     if is_first:
         compile_time(made)
         made.__init_subclass__ = classmethod(functools.partial(_subclass, made))
@@ -78,13 +76,13 @@ def _identity(value):
         try:
             found = _digest(value)
         except Undigestible:
-            found = id(value)
+            found = object()
         object.__setattr__(value, "__identity__", found)
     return found
 
 
 def _digest(value):
-    known = _digests.setdefault(type(value), OrderedDict())
+    known = type(value).__digests__
     try:
         mark = _mark(tuple(getattr(value, name) for name in type(value).__dataclass_fields__))
     except (TypeError, ValueError, RecursionError):  # a cell without a value, a helper that calls itself
@@ -115,8 +113,8 @@ def _mark(value):
         return value.__code__, used, closed, _mark(value.__defaults__)
     if type(value) in PLAIN or type(value) in FROZEN or isinstance(value, (FunctionType, BuiltinFunctionType)):
         return type(value), value
-    if isinstance(value, ModuleType) and covered(value.__name__):
-        return value.__name__
+    if isinstance(value, (ModuleType, type)) and _fixed(value.__name__ if isinstance(value, ModuleType) else value.__module__):
+        return type(value), value
     raise TypeError(f"{value!r} may change")
 
 

@@ -23,6 +23,7 @@ from .ptx import tma_axes
 from .types import gl
 
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
+MAPS, SOMEWHERE = 512, 2**20  # maps that are remembered; an address that an encoded map begins with, of nobody
 STRIDE_END, EXTENT_END, BOX_END = 2**40, 2**32, 256
 
 
@@ -77,6 +78,8 @@ def encoding(how: Cut, form: Form) -> Encoding:
         raise ValueError(
             f"axis {inner}, along which a tile's columns run, must be contiguous, got strides {steps} bytes of shape {shape}"
         )
+    if form.past:
+        raise ValueError(f"the address must be a multiple of {ALIGNMENT} bytes, and is {form.past} past one")
     row = shape[inner] * size
     unused = -(-row // ALIGNMENT) * ALIGNMENT  # legal, for axes that no step is taken along
     strides = tuple([steps[axis] if shape[axis] > 1 else unused for axis in outer])
@@ -121,11 +124,20 @@ def encode(form: Encoding, pointer: int):
     return check(driver.cuTensorMapEncodeTiled(*before, pointer, extents, strides or [u64(ALIGNMENT)], *after))
 
 
+@functools.lru_cache(MAPS)
+def _encoded(form: Encoding) -> bytes:
+    """A map of some array of this form. Often several have it: a call's keys and values, queries of one call and the next."""
+    made = encode(form, SOMEWHERE)  # which owns what getPtr points to, and must outlive the copy
+    return ctypes.string_at(made.getPtr(), MAP_BYTES)
+
+
 def write(form: Encoding, pointer: int, place: int):
     """Put the map of an array at this address to `place`, an address of MAP_BYTES bytes, a multiple of MAP_ALIGNMENT; returns
     the driver's object that lies there, for `move`. Some context must be current."""
-    ctypes.memmove(place, encode(form, pointer).getPtr(), MAP_BYTES)
-    return driver.CUtensorMap(_ptr=place)
+    ctypes.memmove(place, _encoded(form), MAP_BYTES)
+    tensor_map = driver.CUtensorMap(_ptr=place)
+    move(tensor_map, pointer)
+    return tensor_map
 
 
 def move(tensor_map, pointer: int):

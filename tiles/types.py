@@ -72,16 +72,16 @@ class rt:
 
     def lane_index(self, vector):
         """For each of a lane's elements, the index of the vector element that broadcasts to it."""
-        place = layout.col_vec_index if vector.by_quad else layout.row_vec_index
-        return [place(i, self.cols if self.layout == "row" else self.rows) for i in range(self.elements)]
+        index = layout.col_vec_index if vector.by_quad else layout.row_vec_index
+        return [index(i, self.cols if self.layout == "row" else self.rows) for i in range(self.elements)]
 
 
 @dataclass(frozen=True)
 class rv:
     """A vector in registers, an fp32 register an element, whatever the dtype. Its axis is part of its type: a `col_vec` has one
     value per row of a tile, a `row_vec` one per column, so `tile - vector` broadcasts without being told how. `partial`: each
-    lane holds only its share of a row's sum; partial sums may be scaled and added, and `total` finishes them. `layout`: that of
-    the tiles it goes with."""
+    lane holds only its share of a row's sum; partial sums may be scaled and added, and `finish_sum` makes them whole.
+    `layout`: that of the tiles it goes with."""
 
     length: int
     dtype: dtype
@@ -103,7 +103,7 @@ class rv:
 
     @property
     def by_quad(self):
-        """Do the four lanes of a quad hold the same elements, or else the eight lanes of one place in their quads? The
+        """Do the four lanes of a quad hold the same elements, or else the eight lanes with one number in their quads? The
         former for one value a row of a tile in row layout, or a column of one in column layout."""
         return (self.axis == "col_vec") == (self.layout == "row")
 
@@ -336,16 +336,3 @@ def whole(vector):
 def is_static(value) -> bool:
     """Is this a static object (static.py)?"""
     return hasattr(type(value), "__static__")
-
-
-def member(value, name, missing=None):
-    """An attribute of an object that is known when a kernel is compiled, as kernels see it: the floats of static objects, and
-    those in their tuples, are fp32."""
-    found = getattr(value, name, missing)
-    return _single(found) if is_static(value) else found
-
-
-def _single(value):
-    if type(value) is tuple:
-        return tuple(map(_single, value))
-    return np.float32(value) if isinstance(value, float) else value

@@ -99,7 +99,7 @@ for _row, _class in itertools.product(REFUSED, (Tile, Pending, SharedTile)):
         setattr(_class, f"__{_name}__", lambda *values, row=_row: refuse_values(row.check, *values))
 
 
-CHUNK = 16  # bytes: what TMA writes at once
+TMA_BYTES = 16  # that TMA writes at once
 
 
 class tensor:
@@ -116,15 +116,15 @@ class tensor:
         rank, is_tile = len(array.shape), isinstance(tile, st)
         if not 1 + is_tile <= rank <= 5:
             raise ValueError(f"tensor: TMA takes arrays of {1 + is_tile} to 5 axes for {tile}, got shape {tuple(array.shape)}")
-        storable = array.shape[cols] * tile.dtype.itemsize % CHUNK == 0
-        place = rows % rank if is_tile else None, cols % rank
-        self.array, self.spec = array, gl(tile, rank, *place, storable, unit or tile.rows)
+        storable = array.shape[cols] * tile.dtype.itemsize % TMA_BYTES == 0
+        axes = rows % rank if is_tile else None, cols % rank
+        self.array, self.spec = array, gl(tile, rank, *axes, storable, unit or tile.rows)
         if self.spec.rows == self.spec.cols:
             raise ValueError(f"tensor: rows and cols must be different axes, got {rows} and {cols} of {rank}")
 
     def window(self, at):
-        """The part of the array that the tile at `at` covers, as a view of the tile's axes, and its place inside the tile."""
-        index, place = [], {}
+        """What the tile at `at` covers of the array, as a view of the tile's axes, and which part of the tile that is."""
+        index, inside = [], {}
         for axis, (start, size) in enumerate(zip(self.spec.origin(at), self.array.shape)):
             extent = self.spec.extents.get(axis)
             if extent is None:
@@ -134,22 +134,22 @@ class tensor:
             else:
                 low, high = min(max(start, 0), size), min(max(start + extent, 0), size)
                 index.append(slice(low, high))
-                place[axis] = slice(low - start, high - start)
+                inside[axis] = slice(low - start, high - start)
         part = self.array[tuple(index)]
-        return part if list(place) == list(self.spec.extents) else part.T, tuple(place[axis] for axis in self.spec.extents)
+        return part if list(inside) == list(self.spec.extents) else part.T, tuple(inside[axis] for axis in self.spec.extents)
 
     def load(self, at):
         """The tile at `at`, zeros outside the array."""
         tile = self.spec.tile
         out = np.zeros(tile.shape, tile.dtype.np)
-        part, place = self.window(at)
-        out[place] = tile.dtype.copied(part)
+        part, inside = self.window(at)
+        out[inside] = tile.dtype.copied(part)
         return out
 
     def store(self, at, values, fold=None):
         """Write the tile at `at`, or what `fold` makes of what is there and it; what lies outside the array is dropped."""
-        part, place = self.window(at)
-        part[...] = fold(part, values[place]) if fold else values[place]
+        part, inside = self.window(at)
+        part[...] = fold(part, values[inside]) if fold else values[inside]
 
 
 def spec_of(value, fixed=False):

@@ -3,7 +3,6 @@
 from typing import Any
 
 from ops.for_attention.taylor_features import BASE, FEATURES
-
 from tiles.launch import kernel_for
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
@@ -80,10 +79,8 @@ def based(
 def _based(problem: Problem, scale: float | None, normalize: bool, return_state: bool) -> Plan:
     """How based does calls of this form; state and z are never given."""
     rules.check(problem)
-    scale, config = (
-        rules.scale_of(problem, scale),
-        based_hopper.Config(rules.DTYPES[problem.dtype], normalize, rules.varlen(problem)),
-    )
+    scale = rules.scale_of(problem, scale)
+    config = based_hopper.Config(rules.DTYPES[problem.dtype], normalize, rules.varlen(problem))
     batch, length, heads, key_heads, key_dim, value_dim, sequences = problem("BSHGKVN")
     if key_dim != BASE:
         raise ValueError(f"q: key_dim must be {BASE}: {key_dim}, q.shape={problem.shape('q')}")

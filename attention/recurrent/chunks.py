@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Mapping
 
-from tiles.arrays import Operand, c_ordered
+from tiles.arrays import Operand
 from tiles.device import processors
 from tiles.launch import kernel_for
 from tiles.program import Step
@@ -25,7 +25,7 @@ FACTORS = 2**-6, 1  # scales that scores in fp16 may be multiplied with: neither
 SWAPPED = 0, 1, 3, 2  # the axes of a state that kernels have transposed
 
 Arrays = dict[str, Operand | None]  # a kernel's, by the names of its parameters
-Scratch = dict[str, tuple[tuple[int, ...], str]]
+Scratch = list[tuple[tuple[int, ...], str]]
 
 
 @functools.lru_cache(1024)
@@ -45,28 +45,27 @@ def by_token(
     arrays: Arrays,
     scale: float,
     piece: int = 0,
-    parts: int | None = None,
     softplus: bool = False,
     normalizer: Arrays | None = None,
 ) -> tuple[list[Step], Scratch]:
     """The launches for decays that are one number a token and head, and the scratch memory between them.
 
     arrays: those of chunk_hopper.py, states with their columns first. piece: bytes that cp.async copies at once, and 0 where
-    TMA brings whole tiles. parts: segments of each sequence, chosen by default. softplus: of Mamba-2's steps. normalizer: the
+    TMA brings whole tiles. softplus: of Mamba-2's steps. normalizer: the
     states gStart and gState of one that outputs are divided by."""
     batch, length, heads, key_heads, columns, sequences = problem("BSHGVN")
-    arrays, group = _as_kernels_have_them(problem, arrays, bool(piece)), heads // key_heads
-    width = -(-columns // chunk_hopper.COLUMNS)
+    arrays = _as_kernels_have_them(problem, arrays, bool(piece))
+    width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
     gate = _gate(arrays, softplus, apart=not (piece or FACTORS[0] <= scale <= FACTORS[1]))
     result = Outputs(arrays.get("gSkip") is not None, normalizer is not None, arrays.get("gZ") is not None)
     main = _config(problem, gate, result, piece, width)
-    parts = _parts(problem, main, width) if parts is None else parts
-    scratch: Scratch = {}
+    parts = _parts(problem, main, width)
+    scratch: Scratch = []
     steps: list[Step] = []
 
-    def scratched(name: str, *shape: int) -> Operand:
-        scratch[name] = shape, "float32"
-        return Operand(name, c_ordered(shape, "float32", problem.device))
+    def scratched(*shape: int) -> Operand:
+        scratch.append((shape, "float32"))
+        return problem.scratch(len(scratch) - 1, *scratch[-1])
 
     def launch(config, width: int, segments: int, walked: int, given: Arrays) -> Step:
         blocks = group * width // config.consumers
@@ -86,13 +85,13 @@ def by_token(
     if parts > 1:
         pairs = sequences, heads, parts - 1
         arrays |= {
-            "gLocal": scratched("local", *pairs, columns, problem.extents["K"]),
-            "gTotal": scratched("total", *pairs, 1),
+            "gLocal": scratched(*pairs, columns, problem.extents["K"]),
+            "gTotal": scratched(*pairs, 1),
         }
         alone = _config(problem, _gate(arrays, softplus), States(), piece, width)  # which know no scale
         steps.append(launch(alone, width, parts, parts - 1, arrays | {"gStart": None, "gO": None}))
     if normalizer is not None:
-        divisor = scratched("divisor", batch, length, heads)
+        divisor = scratched(batch, length, heads)
         start, end = normalizer["gStart"], normalizer["gState"]
         rows = {"gO": divisor, "gStart": start and start.spread(2, chunk_hopper.COLUMNS), "gState": end and end.spread(2, 1)}
         steps.append(launch(_config(problem, gate, Normalizer(), piece, 1), 1, 1, 1, arrays | rows))
@@ -149,7 +148,7 @@ def by_channel(problem: Problem, arrays: Arrays, scale: float) -> Step:
     length, heads, key_heads, key_dim, columns, sequences = problem("SHGKVN")
     width, key_dim = -(-columns // gla_hopper.COLUMNS), padded(key_dim, gla_hopper.STAGES)
     consumers = 2 if width % 2 == 0 and key_dim <= gla_hopper.WIDE else 1
-    gates = DTYPES[arrays["gGates"].form.dtype]
+    gates = DTYPES[problem.forms["decay"].dtype]
     config = gla_hopper.Config(key_dim, consumers, gates, DTYPES[problem.dtype], varlen(problem))
     blocks = width // consumers
     return kernel_for(gla_hopper, config, problem.device).bind(

@@ -9,38 +9,19 @@ It also takes what TMA cannot: bases and strides of 8 or 4 bytes, by as many sma
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
-from ops import (
-    causal,
-    divmod,
-    exp2,
-    finish_sum,
-    full,
-    lane_sum,
-    lazy_maximum,
-    log2,
-    maximum,
-    mma_AB,
-    mma_ABt,
-    rescale,
-    right_fill,
-    row_max,
-    store,
-    subtile,
-    zeros,
-)
+from ops import causal, divmod, mma_AB, mma_ABt, store, subtile, zeros
 from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st
 from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 
-from .hopper import LN2, LOWEST, TINY
-from .tiling import walk
+from .online import Softmax
+from .tiling import Causal, Full
 
 
 @dataclass(frozen=True)
@@ -77,6 +58,11 @@ class Config:
     def key(self):
         """A tile of K or V."""
         return st(self.kv, self.head_dim, self.dtype)
+
+    @property
+    def sees(self):
+        """Which keys a tile's queries see."""
+        return (Causal if self.causal else Full)(self.rows, self.kv, causal)
 
     @property
     def persistent(self):
@@ -125,7 +111,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, ROWS, BAND, CAUSAL, PIECE = config.kv, config.rows, config.band, config.causal, config.piece
+    KV, ROWS, BAND, PIECE, sees = config.kv, config.rows, config.band, config.piece, config.sees
     INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.head_dim, fp32)
     STAGES, ALIGNED = config.stages, int(PIECE == 16)
     NEWER = 2 * (STAGES - 1)  # groups of keys and values in turn: so many are younger than the one waited for
@@ -135,8 +121,7 @@ def make(config: Config):
         k=pipeline(config.key, STAGES, config.warps),
         v=pipeline(config.key, STAGES, config.warps),
     )
-
-    place, key_blocks = walk(config)
+    softmax = Softmax(O)
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
@@ -148,20 +133,19 @@ def make(config: Config):
         batch; `group` query heads share a key head; `scale` is log2(e) / sqrt(D), `slack` how far a maximum may lag. Causal:
         `band` pairs are worked on at once."""
         q, k, v = smem.open()
-        block, pair = place(cuda.blockIdx.x, blocks, pairs, band)
+        block, pair = sees.place(cuda.blockIdx.x, blocks, pairs, band)
         batch, head = divmod(pair, heads)
         kv_head, _ = divmod(head, group)
         warp = int32(cuda.threadIdx.x // 32)
         diagonal = ROWS * block + offset  # the last key that the first row may see
-        n, cut = key_blocks(diagonal, kv_len)
+        n, cut = sees.key_blocks(diagonal, kv_len)
         q.fill(0, gQ, (batch, ROWS * block, head, 0), 1, 3, 1, PIECE)
         for i in range(STAGES):
             k.fill(i, gK, (batch, KV * (n - 1 - i), kv_head, 0), 1, 3, n, PIECE)
             if i < STAGES - 1:
                 v.fill(i, gV, (batch, KV * (n - 1 - i), kv_head, 0), 1, 3, n, PIECE)
-        edge = int32((diagonal + BAND * warp if CAUSAL else kv_len) - (n - 1) * KV)
-        queries = subtile(q.wait(0, KEYS_ALONE), BAND, warp)
-        o, m, l = zeros(O), full(O.col_vec, LOWEST), lane_sum(zeros(O))
+        edge = int32(sees.edge(diagonal, BAND * warp, kv_len) - (n - 1) * KV)
+        queries, seen = subtile(q.wait(0, KEYS_ALONE), BAND, warp), softmax.begin()
         for i in range(n):
             keys = k.wait(i, NEWER)
             v.fill(i + STAGES - 1, gV, (batch, KV * (n - i - STAGES), kv_head, 0), 1, 3, n, PIECE)
@@ -169,15 +153,13 @@ def make(config: Config):
             values = v.wait(i, NEWER)
             k.fill(i + STAGES, gK, (batch, KV * (n - 1 - i - STAGES), kv_head, 0), 1, 3, n, PIECE)
             if i < cut:
-                s = causal(s, edge + i * KV, -math.inf) if CAUSAL else right_fill(s, edge + i * KV, -math.inf)
-            new = lazy_maximum(m, maximum(m, row_max(s)), slack)
-            alpha = exp2((m - new) * scale)
-            o = rescale(o, alpha)  # before P, so that nothing parts the exponentials from the products that they run under
-            p = exp2(s * scale - new * scale)
-            o, m, l = mma_AB(o, INPUT(p), values), new, l * alpha + lane_sum(p)
-        l = finish_sum(l)
-        row = ROWS * block + BAND * warp
-        store(gO, o / maximum(l, TINY), (batch, row, head, 0), 1, 3, ALIGNED)
-        store(gLse, (m * scale + log2(l)) * LN2, (batch, head, row))
+                s = sees.mask(s, edge + i * KV)
+            seen = seen.moved(s, scale, slack)
+            o = seen.rescaled()  # before P, so that nothing parts the exponentials from the products that they run under
+            p = seen.weights(s, scale)
+            seen = seen._replace(o=mma_AB(o, INPUT(p), values)).add(p)
+        row, (o, lse) = ROWS * block + BAND * warp, seen.finish(scale)
+        store(gO, o, (batch, row, head, 0), 1, 3, ALIGNED)
+        store(gLse, lse, (batch, head, row))
 
     return attend, smem

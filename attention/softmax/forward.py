@@ -12,6 +12,7 @@ from tiles.schema import Problem, Schema
 from ..families import choose
 from ..options import SCALES, flag, number
 from . import ampere, hopper
+from .online import SLACK
 from .tiling import band_of
 
 FORWARD = Schema(
@@ -75,6 +76,7 @@ def _forward(problem: Problem, causal: bool, scale: float | None, with_lse: bool
     if 0 in out.form.shape or kv_len == 0:  # no query sees a key
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x], give)
     tma, dtype = choose(problem, family) == "sm_90", DTYPES[problem.dtype]
+    config: hopper.Config | ampere.Config
     if tma:
         config = hopper.config_for(head_dim, dtype, causal, kv_len)
     else:
@@ -84,7 +86,7 @@ def _forward(problem: Problem, causal: bool, scale: float | None, with_lse: bool
     grid, at_once = pairs * blocks, processors(problem.device)
     if config.persistent:
         grid = min(grid, at_once)
-    nbytes = 2 * kv_len * head_dim * dtype.itemsize / group
+    nbytes, uneven = 2 * kv_len * head_dim * dtype.itemsize / group, causal or (config.persistent and q_len % config.rows > 0)
     launch = kernel_for(hopper if tma else ampere, config, problem.device).bind(
         grid,
         gQ=problem["q"],
@@ -98,10 +100,10 @@ def _forward(problem: Problem, causal: bool, scale: float | None, with_lse: bool
         blocks=blocks,
         heads=heads,
         pairs=pairs,
-        band=band_of(grid, at_once, nbytes, cache(problem.device)),
+        band=band_of(grid, at_once, nbytes, cache(problem.device), uneven),
         group=group,
         scale=scale * LOG2_E,
-        slack=hopper.SLACK / (scale * LOG2_E),
+        slack=SLACK / (scale * LOG2_E),
     )
     return Plan([launch], give)
 

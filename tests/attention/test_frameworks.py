@@ -66,8 +66,8 @@ def test_jax_on_the_host():
 REFUSED = {
     "out over k": (lambda at: {"out": at(1, 128)}, ValueError, "out: must not overlap k"),
     "out over q": (lambda at: {"out": at(0, 128)}, ValueError, "out: must not overlap q"),
-    "address": (lambda at: {"k": at(1, 1)}, ValueError, "k: must start at a multiple of 4 bytes"),
-    "shape": (lambda at: {"v": at(2, 0)[:, 1:]}, ValueError, "v: shape must equal k's"),
+    "address": (lambda at: {"k": at(1, 4), "family": "sm_90"}, ValueError, "family: sm_90 takes addresses .*past .*'k': 8"),
+    "shape": (lambda at: {"v": at(2, 0)[:, 1:]}, ValueError, "v: sequence must equal k's"),
     "causal": (lambda at: {"causal": 0}, TypeError, "causal: must be a bool"),
     "scale": (lambda at: {"scale": True}, TypeError, "scale: must be a number or None"),
     "layout": (lambda at: {"layout": ["bshd"]}, TypeError, "layout: must be one of"),

@@ -196,7 +196,7 @@ def ones_of_a_partial_sum(x, g):
     ones(PARTIAL)
 
 
-@says("transpose: turns tiles of 2 or 4 bytes an element: fp8e4m3(transpose(fp16(x))); got rt(16, 64, fp8e4m3)")
+@says("transpose: takes tiles of 2 or 4 bytes an element: fp8e4m3(transpose(fp16(x))); got rt(16, 64, fp8e4m3)")
 def transpose_of_fp8(x, g):
     transpose(fp8e4m3(zeros(T)))
 

@@ -6,12 +6,12 @@ import lanes
 import numpy as np
 import pytest
 from numba import cuda, types
-from ops.matmul.supported import TRANSPOSED, cells, transposed_in
 from sweep import EPS, blank, close, wide
 
 import ops
 import tiles
 from ops import commit_group, copy_async, load, matmul, store, wait_group, zeros
+from ops.matmul.supported import TRANSPOSED, cells, transposed_in
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st, tf32
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel

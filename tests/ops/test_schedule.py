@@ -9,7 +9,7 @@ from numba import cuda
 from numba.cuda import types
 from sweep import blank, code, meaning
 
-from ops import full, persistent_tile, rasterize, store
+from ops import divmod, full, persistent_tile, rasterize, store, zeros
 from ops.schedule import persistent_tile as face
 from tiles import fp32, launch, rt
 from tiles.compiler import compile_kernel
@@ -165,3 +165,27 @@ def test_grouped(run, rows, cols, height):
     run(body, rows, cols, height, order)
     expected = sorted(np.ndindex(rows, cols), key=lambda at: (at[0] // height, at[1], at[0]))
     np.testing.assert_array_equal(order.reshape(rows, cols, 16)[tuple(zip(*expected))].T, [range(rows * cols)] * 16)
+
+
+def test_divmod(run):
+    cases = [(0, 1), (7, 3), (6, 3), (2, 5), (2**31 - 1, 2**16), (2**31 - 1, 2**31 - 1), (123456789, 1000)]
+    n, T = len(cases), rt(16, 16, fp32).row_vec
+
+    @cuda.jit
+    def body(index, extent, quotients, remainders):
+        for i in range(n):
+            quotient, remainder = divmod(index[i], extent[i])
+            store(remainders, full(T, remainder % 65536), (i, 0))
+            store(quotients, full(T, quotient % 65536), (i, 0))
+
+    index, extent = (np.array(c, np.int32) for c in zip(*cases, strict=True))
+    quotients, remainders = blank((n, 16)), blank((n, 16))
+    run(body, index, extent, quotients, remainders)
+    assert (remainders == (index % extent % 65536)[:, None]).all()
+    assert (quotients == (index // extent % 65536)[:, None]).all()
+
+
+@pytest.mark.parametrize(("index", "extent"), [(zeros(V), 2), (7, 2.0)], ids=["tile", "float"])
+def test_divmod_takes_integers(index, extent):
+    with pytest.raises(TypeError, match="divmod: takes two integers, got "):
+        divmod(index, extent)

@@ -1,4 +1,4 @@
-"""ops/shape/transpose.py: tiles and vectors turned inside the warp."""
+"""ops/shape/transpose.py: tiles and vectors transposed inside the warp."""
 
 import numpy as np
 import pytest

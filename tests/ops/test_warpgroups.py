@@ -1,4 +1,4 @@
-"""ops/threads/warpgroups.py: several warpgroups meet, clear rows that are not there, take turns."""
+"""ops/threads/warpgroups.py and ops/memory/zero_rows.py: several warpgroups meet, clear rows, take turns."""
 
 import numpy as np
 import pytest

@@ -1,13 +1,13 @@
-"""ops/matmul/wgmma.py: a warpgroup's products in all their forms, waited for at once, in flight together and one after the other."""
+"""ops/matmul/wgmma.py: a warpgroup's products, all there are, waited for at once, together, one after the other."""
 
 import numpy as np
 import pytest
 from numba import cuda
-from ops.matmul.supported import FP8, SUPPORTED, TRANSPOSED
 from sweep import EPS, blank, close, pairs, wide
 
 import tiles
 from ops import warpgroup, zeros
+from ops.matmul.supported import FP8, SUPPORTED, TRANSPOSED
 from tiles import bf16, fp16, fp32, ring, rt, st, tensor, tf32
 
 EVERY_N = range(16, 257, 16)

@@ -1,13 +1,15 @@
 """What the tests of tiles share."""
 
+import contextlib
 import ctypes
 import itertools
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
-from tiles import digest
+from tiles import arrays, digest
 
 numbers = itertools.count()
 
@@ -41,6 +43,7 @@ def fake_cuda(monkeypatch):
 
     def memset(itemsize):
         def call(pointer, pitch, bits, width, height, stream):
+            assert pitch >= 0 and width > 0 and height > 0  # the driver takes sizes, and nothing less
             for row in range(height):
                 data = bits.to_bytes(itemsize, "little") * width
                 ctypes.memmove(pointer + row * pitch, data, len(data))
@@ -48,6 +51,7 @@ def fake_cuda(monkeypatch):
 
         return call
 
+    monkeypatch.setattr(arrays, "device", lambda ordinal: SimpleNamespace(current=contextlib.nullcontext))
     monkeypatch.setattr(driver, "cuMemsetD2D16Async", memset(2))
     monkeypatch.setattr(driver, "cuMemsetD2D32Async", memset(4))
     monkeypatch.setattr(driver, "cuStreamSynchronize", lambda s: (driver.CUresult.CUDA_SUCCESS, waited.append(s))[:1])

@@ -1,8 +1,10 @@
-"""Arrays for the tests of tiles/forms.py, frameworks.py and arrays.py: samples, what is known of one, stand-ins."""
+"""Arrays for the tests of tiles/arrays.py, frameworks.py and schema.py: samples, what is known of one, stand-ins."""
 
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
+
+from tiles.frameworks import describe
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
@@ -13,6 +15,13 @@ def facts(array):
 
 def sample(dtype="bfloat16", shape=(2, 5, 3, 8)):
     return np.arange(np.prod(shape)).reshape(shape).astype(DTYPES[dtype])
+
+
+def made_like(array, shape, dtype):
+    """A result of this array's kind and place, described; `.owner` is the new object."""
+    made = describe(array.kind.maker(array.kind.home(array), shape, dtype)(), "out")
+    assert array.kind.address(made.owner) == made.pointer
+    return made._replace(form=made.form._replace(readonly=False))  # JAX's, until it is handed out
 
 
 class Exporter:
@@ -35,12 +44,13 @@ def bytes_of(x):
     return [int(start) + byte for start in starts for byte in range(x.itemsize)]
 
 
-memory = np.zeros(400, np.float16)
+memory = np.zeros(600, np.float16)
 
 
 @st.composite
 def windows(draw):
-    """A strided window of one memory, strides >= 0, elements perhaps on top of each other."""
+    """A strided window of one memory, strides of any sign, elements perhaps on top of each other."""
     shape = draw(st.tuples(*[st.integers(0, 3)] * 3))
-    strides = tuple(2 * draw(st.integers(0, 20)) for _ in shape)
-    return np.lib.stride_tricks.as_strided(memory[draw(st.integers(0, 60)) :], shape, strides)
+    strides = tuple(2 * draw(st.integers(-20, 20)) for _ in shape)
+    behind = sum(2 * -stride for stride in strides if stride < 0) // 2  # elements that lie before the first one
+    return np.lib.stride_tricks.as_strided(memory[behind + draw(st.integers(0, 60)) :], shape, strides)

@@ -3,12 +3,15 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from numba import cuda
 from numba.cuda import types
 
 import tiles
-from tiles import bf16, st
-from tiles.arguments import parameter
+from tiles import bf16, fp16, fp32, st, sv
+from tiles.arguments import DATA, ENDS, FLOAT, INT, array, array_slots, array_type, declared, parameter, signature, tiled
+from tiles.arrays import c_ordered
 from tiles.plumbing import Value
+from tiles.types import gl
 
 SCALARS = [
     (True, types.boolean, 1),
@@ -45,7 +48,8 @@ def test_an_array_is_passed_as_numba_takes_it():
     p = parameter("x", x)
     assert p.type == types.Array(types.float16, 3, "A")
     address = x.__array_interface__["data"][0]
-    assert p.slots == (0, 0, 3 * 2 * 5, 2, address, 3, 2, 5, 40, 20, 2**64 - 2) and p.place == 4
+    assert p.slots == (0, 0, 3 * 2 * 5, 2, address, 3, 2, 5, 40, 20, 2**64 - 2) and p.place == DATA == 4
+    assert p.slots == array_slots(p.array.form, address)
     assert parameter("x", np.zeros((), np.int32)).slots[5:] == ()
 
 
@@ -82,3 +86,48 @@ def test_refuses_an_argument_by_its_name(case):
     value, error, words = REFUSED[case]
     with pytest.raises(error, match=words):
         parameter("x", value)
+
+
+# ---- what kernels say themselves -------------------------------------------------------------------------------------
+QUERY = st(64, 128, bf16)
+
+
+@cuda.jit
+def declares(
+    gQ: tiled(QUERY), gO: array(4, bf16), gLse: array(3), gEnds: ENDS, gS: tiled(sv(64, fp32), 2, None, 1), n: INT, s: FLOAT
+):
+    unused = n
+
+
+def test_a_kernel_says_what_it_takes():
+    """Names in order, and the types that arrays of these elements have when they are passed."""
+    said = declared(declares.py_func)
+    assert list(said) == ["gQ", "gO", "gLse", "gEnds", "gS", "n", "s"]
+    assert said["gQ"] == gl(QUERY, 4, 1, 3) == tiles.tensor(np.zeros((1, 64, 1, 128), bf16.np), QUERY, 1).spec
+    assert said["gO"] == array_type("bfloat16", 4) and said["gLse"] == array_type("float32", 3) and said["gS"].rank == 2
+    assert said["gEnds"] == array_type("int32", 1) and (said["n"], said["s"]) == (types.int32, types.float32)
+    expected = [Value(x) if isinstance(x, gl) else x for x in said.values()]
+    assert signature(declares) == tuple(expected)
+
+
+def test_the_types_are_those_of_arguments():
+    """A kernel compiled with no array at hand is the one that is launched: the same key on disk."""
+    q, o, lse = np.zeros((1, 64, 1, 128), bf16.np), np.zeros((1, 64, 1, 128), bf16.np), np.zeros((1, 1, 64), np.float32)
+    given = tiles.tensor(q, QUERY, 1), o, lse, np.zeros(3, np.int32), tiles.tensor(lse[0], sv(64, fp32), None, 1), 3, 0.5
+    names = list(declared(declares.py_func))
+    assert signature(declares) == tuple(parameter(name, value).type for name, value in zip(names, given, strict=True))
+
+
+def test_a_kernel_that_says_nothing_of_a_parameter():
+    @cuda.jit
+    def silent(x: array(2), y, n: INT, z):
+        pass
+
+    with pytest.raises(TypeError, match=r"^silent: what is y, z\? Annotate it with array\(...\), tiled\(...\), INT or FLOAT"):
+        declared(silent.py_func)
+
+
+@pytest.mark.parametrize("of", [bf16, fp16, fp32])
+def test_elements_by_name(of):
+    """array(rank, of) is the type of an array whose form has that name."""
+    assert array(2, of) == array_type(c_ordered((2, 3), of.np.name, None).dtype, 2)

@@ -8,10 +8,20 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from samples import DTYPES, Exporter, facts, sample
+from samples import DTYPES, Exporter, facts, made_like, sample
 
 from tiles import frameworks
-from tiles.arrays import current_stream, describe, empty_like_caller, fill, finish, form, numpy_view, stream_handle
+from tiles.arrays import c_ordered, fill, numpy_view
+from tiles.frameworks import current_stream, describe, finish, stream_handle
+
+
+def view_of(array):
+    """A described array's elements."""
+    return numpy_view(array.pointer, array.form, array)
+
+
+def fill_array(array, value, stream):
+    fill(array.pointer, array.form, value, stream)
 
 
 # ---- NumPy -----------------------------------------------------------------------------------------------------------
@@ -21,7 +31,7 @@ def test_numpy(dtype):
     array = describe(x, "x")
     assert facts(array) == (x.shape, x.strides, dtype, None)
     assert (array.pointer, array.owner, array.readonly) == (x.ctypes.data, x, False)
-    assert array.form is describe(x, "x").form
+    assert array.form == describe(x, "x").form
     assert current_stream(array) == 0
 
 
@@ -44,8 +54,8 @@ def test_torch(dtype):
     size = x.element_size()
     assert facts(array) == ((2, 3, 5, 8), tuple(size * s for s in x.stride()), dtype, None)
     assert array.pointer == x.data_ptr() and array.owner is x
-    np.testing.assert_array_equal(numpy_view(array).astype(float), x.double().numpy())
-    assert describe(torch.nn.Parameter(x, requires_grad=False), "x").form is array.form
+    np.testing.assert_array_equal(view_of(array).astype(float), x.double().numpy())
+    assert describe(torch.nn.Parameter(x, requires_grad=False), "x").form == array.form
 
 
 def test_torch_requires_grad():
@@ -71,7 +81,7 @@ def test_torch_stream(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda ordinal: 1000 + ordinal, raising=False)
     host = describe(torch.zeros(2), "x")
     assert current_stream(host) == 0
-    assert current_stream(host._replace(form=form((2,), (4,), "float32", 5, 4))) == 1005
+    assert current_stream(host._replace(form=c_ordered((2,), "float32", 5))) == 1005
 
 
 # ---- CuPy, by a stand-in ---------------------------------------------------------------------------------------------
@@ -106,7 +116,7 @@ def test_cupy(monkeypatch):
     array = describe(x, "x")
     assert facts(array) == (x.shape, x.strides, "bfloat16", 2)
     assert current_stream(array) == 102
-    out = empty_like_caller(array, (4, 8), "float16")
+    out = made_like(array, (4, 8), "float16")
     assert type(out.owner) is FakeCuPy and facts(out) == ((4, 8), (16, 2), "float16", 2)
     assert entered == [2, "left"]
 
@@ -157,7 +167,7 @@ def test_dlpack(version):
     array = describe(Exporter(x, max_version=version), "x")
     assert facts(array) == (x.shape, x.strides, "float16", None)
     assert array.pointer == x.ctypes.data
-    np.testing.assert_array_equal(numpy_view(array), x)
+    np.testing.assert_array_equal(view_of(array), x)
 
 
 def test_dlpack_bfloat16():
@@ -165,7 +175,7 @@ def test_dlpack_bfloat16():
     x = torch.arange(12).reshape(3, 4).bfloat16().T
     array = describe(Exporter(x), "x")
     assert facts(array) == ((4, 3), (2, 8), "bfloat16", None)
-    np.testing.assert_array_equal(numpy_view(array).astype(float), x.double().numpy())
+    np.testing.assert_array_equal(view_of(array).astype(float), x.double().numpy())
 
 
 def test_dlpack_readonly():
@@ -176,7 +186,7 @@ def test_dlpack_readonly():
 
 def test_dlpack_keeps_the_memory():
     exporter = Exporter(np.full(1000, 3, np.float16))
-    view = numpy_view(describe(exporter, "x"))
+    view = view_of(describe(exporter, "x"))
     exporter.x = None
     gc.collect()
     assert (view == 3).all()
@@ -197,16 +207,16 @@ def test_jax():
     array = describe(x, "x")
     assert facts(array) == ((2, 3, 4), (24, 8, 2), "bfloat16", None)
     assert array.owner is x and array.readonly
-    np.testing.assert_array_equal(numpy_view(array), np.asarray(x))
+    np.testing.assert_array_equal(view_of(array), np.asarray(x))
 
 
 def test_jax_result_is_written_before_it_is_seen():
     jax = pytest.importorskip("jax")
     x = jax.numpy.ones((4, 8), jax.numpy.bfloat16)
-    first, second = (empty_like_caller(describe(x, "x"), (4, 8), "bfloat16") for _ in range(2))
+    first, second = (made_like(describe(x, "x"), (4, 8), "bfloat16") for _ in range(2))
     assert first.pointer != second.pointer and not first.readonly
     for array, value in ((first, 2), (second, 3)):
-        numpy_view(array)[...] = value
+        view_of(array)[...] = value
         finish(array, 0)
     assert isinstance(first.owner, jax.Array)
     assert float(first.owner.sum()) == 64 and float(second.owner.sum()) == 96 and float(x.sum()) == 32
@@ -214,7 +224,7 @@ def test_jax_result_is_written_before_it_is_seen():
 
 def test_jax_waits_for_the_stream(fake_cuda):
     kind = object.__new__(frameworks.Jax)
-    device, host = (frameworks.Array(0, form((1,), (4,), "float32", where, 4), None, kind) for where in (0, None))
+    device, host = (frameworks.Array(0, c_ordered((1,), "float32", where), None, kind) for where in (0, None))
     finish(device, 5)
     finish(host, 6)
     assert fake_cuda == [5]
@@ -269,7 +279,7 @@ def test_others_know_no_memory_of_a_stream(kind):
 
 # ---- without frameworks, and with a card -----------------------------------------------------------------------------
 def test_importing_imports_no_framework():
-    check = "import sys, tiles.arrays; sys.exit(any(m in sys.modules for m in ('torch', 'cupy', 'jax')))"
+    check = "import sys, tiles.program; sys.exit(any(m in sys.modules for m in ('torch', 'cupy', 'jax')))"
     subprocess.run([sys.executable, "-c", check], check=True)
 
 
@@ -282,7 +292,7 @@ def test_torch_on_the_card():
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         assert current_stream(array) == side.cuda_stream == stream_handle(side) != 0
-    fill(describe(x[:, ::2], "x"), 2, current_stream(array))
+    fill_array(describe(x[:, ::2], "x"), 2, current_stream(array))
     assert x[:, ::2].eq(2).all() and x[:, 1].eq(0).all()
 
 
@@ -293,8 +303,8 @@ def test_numba_on_the_card():
     x = cuda.to_device(host.view(np.uint16)).view(host.dtype)  # Numba's copies know no bf16
     array = describe(x, "x")
     assert facts(array) == (x.shape, x.strides, "bfloat16", 0)
-    out = empty_like_caller(array, (2, 3), "float32")
-    fill(out, -np.inf, current_stream(array))
+    out = made_like(array, (2, 3), "float32")
+    fill_array(out, -np.inf, current_stream(array))
     assert np.isneginf(out.owner.copy_to_host()).all()
     assert describe(cuda.device_array((0, 3), np.float16), "x").device == 0
 
@@ -305,7 +315,7 @@ def test_jax_on_the_card():
     x = jax.numpy.ones((4, 8), jax.numpy.bfloat16)
     if next(iter(x.devices())).platform == "cpu":
         pytest.skip("this JAX has no GPU")
-    out = empty_like_caller(describe(x, "x"), (4, 8), "bfloat16")
-    fill(out, 3, 0)
+    out = made_like(describe(x, "x"), (4, 8), "bfloat16")
+    fill_array(out, 3, 0)
     finish(out, 0)
     assert out.device == 0 and float(out.owner.sum()) == 96 and float(x.sum()) == 32

@@ -1,4 +1,4 @@
-"""Launches with a driver that runs in host memory: what it gets, in which context, and what it says."""
+"""Launches with a driver that runs in host memory: what it gets, from which frame, in which context, and what it says."""
 
 import ctypes
 import gc
@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from kernels import scale
 from numba import cuda
 
 import tiles
-from ops import store, zeros
-from tiles import bf16, fp16, fp32, ring, rt, shared, st, tma
+from ops import load, store, zeros
+from tiles import bf16, fp16, fp32, ring, rt, shared, st
+from tiles.arguments import ENDS, FLOAT, INT, array, array_type, signature, tiled
+from tiles.arrays import Operand, c_ordered
 from tiles.compiler import Compiled
 
 launching = sys.modules["tiles.launch"]
@@ -44,7 +47,7 @@ def gpu(monkeypatch):
         pointers = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))
         slots = [ctypes.cast(pointers[k], ctypes.POINTER(ctypes.c_uint64))[0] for k in range(gpu.count)]
         if gpu.current != 1234:
-            return (driver.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+            return (INVALID_CONTEXT,)
         gpu.launches.append((int(config.hStream), slots, config))
         return (gpu.status,)
 
@@ -118,76 +121,266 @@ def test_a_bound_launch_takes_other_arrays(gpu):
 
 
 @pytest.fixture
-def encoded(monkeypatch):
-    """A driver whose tensor maps begin with the address of the array; yields what it was asked for."""
+def encoded(gpu, monkeypatch):
+    """A driver whose tensor maps begin with the address of the array; yields what it was asked for: ("encode" or "move",
+    address). Like the real one it wants a context, and maps that are moved at multiples of 64."""
     asked = []
 
     class Map:
-        def __init__(self, pointer):
-            self.bytes = (ctypes.c_uint64 * 16)(pointer)
+        def __init__(self, pointer=0, _ptr=None):
+            self.own = (ctypes.c_uint64 * 16)(pointer)
+            self.at = _ptr or ctypes.addressof(self.own)
 
         def getPtr(self):
-            return ctypes.addressof(self.bytes)
+            return self.at
 
     def encode(*args):
-        asked.append(args[2])
-        return driver.CUresult.CUDA_SUCCESS, Map(args[2])
+        asked.append(("encode", args[2]))
+        return (gpu.status if gpu.current == 1234 else INVALID_CONTEXT), Map(args[2])
+
+    def move(tensor_map, pointer):
+        asked.append(("move", pointer))
+        assert tensor_map.at % 64 == 0
+        if gpu.current != 1234:
+            return (INVALID_CONTEXT,)
+        ctypes.c_uint64.from_address(tensor_map.at).value = pointer
+        return (gpu.status,)
 
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
-    yield asked
-    tma.tensor_map.cache_clear()
+    monkeypatch.setattr(driver, "cuTensorMapReplaceAddress", move)
+    monkeypatch.setattr(driver, "CUtensorMap", Map)
+    return asked
 
 
-def test_the_driver_copies_maps_from_where_they_lie(gpu, encoded):
-    """One argument each: a tensor's map, an array's seven parts, another tensor's map, a number."""
+INVALID_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 
-    @cuda.jit
-    def takes(q, x, k, n):
-        pass
 
+@cuda.jit
+def takes(q, x, k, n):
+    """A tensor's map, an array's seven parts, another tensor's map, a number."""
+
+
+def bound_to_maps(gpu):
     q, x, gpu.count = on_device(64, 64, dtype=np.float16), on_device(8), 10
     tensors = [tiles.tensor(q, st(64, 64, fp16)), tiles.tensor(q, st(32, 64, fp16))]
-    bound = tiles.launch(takes, 1, 32).bind(tensors[0], x, tensors[1], 7)
-    for addresses in ((4096, 8192, 12288), (16, 32, 48), (4096, 8192, 12288)):
+    return tiles.launch(takes, 1, 32).bind(tensors[0], x, tensors[1], 7)
+
+
+def test_maps_are_encoded_once_and_moved(gpu, encoded):
+    """The driver copies them, aligned to 64 bytes, from the frame; only what is new is written there."""
+    bound, first, second = bound_to_maps(gpu), (4096, 8192, 12288), (16, 32, 48)
+    for addresses in (first, first, second, second, first):
         bound(3, *addresses)
         _, slots, _ = gpu.launches[-1]
         assert slots == [addresses[0], 0, 0, 8, 4, addresses[1], 8, 4, addresses[2], 7]
-    assert encoded == [4096, 12288, 16, 48]
+    assert encoded == [("encode", 4096), ("encode", 12288), ("move", 16), ("move", 48), ("move", 4096), ("move", 12288)]
+    (frame,) = bound.free
+    pointers = (ctypes.c_uint64 * gpu.count).from_address(frame.pointers)
+    maps = [pointers[0], pointers[8]]
+    assert maps == [tensor_map.getPtr() for tensor_map in frame.maps] and all(place % 64 == 0 for place in maps)
+    start = ctypes.addressof(frame.memory)
+    assert all(start <= place < start + ctypes.sizeof(frame.memory) for place in [*pointers, *(place + 127 for place in maps)])
 
 
-def test_a_launch_keeps_its_maps(gpu, encoded, monkeypatch):
-    """While the driver reads a frame, other threads may push it and its maps out of every cache."""
-    x, gpu.count = tiles.tensor(on_device(64, 64, dtype=np.float16), st(64, 64, fp16)), 1
+def test_the_same_addresses_write_nothing(gpu, monkeypatch):
+    x, gpu.count, written = on_device(16, 16), 19, []
+    real = launching.Frame.write
+    monkeypatch.setattr(launching.Frame, "write", lambda frame, *args: written.append(args[1:]) or real(frame, *args))
+    bound = tiles.launch(scale, 1, 32).bind(x, x, 2.0)
+    for stream, *addresses in ((3, 16, 32), (3, 16, 32), (3, 16, 48), (4, 16, 48), (4, 16, 48), (3, 16, 48)):
+        bound(stream, *addresses)
+        assert gpu.launches[-1][:2] == (stream, [*gpu.launches[0][1][:4], addresses[0], *gpu.launches[0][1][5:13], addresses[1],
+                                                 *gpu.launches[0][1][14:]])  # fmt: skip
+    assert written == [(3, (16, 32)), (3, (16, 48)), (4, (16, 48)), (3, (16, 48))] and len(bound.free) == 1
 
-    @cuda.jit
-    def takes(x):
-        pass
 
-    bound, real = tiles.launch(takes, 1, 32).bind(x), driver.cuLaunchKernelEx
+def test_a_launch_keeps_its_frame(gpu, encoded, monkeypatch):
+    """While the driver reads a frame, another thread that launches the same takes another one."""
+    bound, real = bound_to_maps(gpu), driver.cuLaunchKernelEx
 
-    def forgetful(*args):
-        bound.ready.clear()
-        tma.tensor_map.cache_clear()
+    def interrupted(*args):
+        monkeypatch.setattr(driver, "cuLaunchKernelEx", real)
+        other = threading.Thread(target=bound, args=(5, 160, 320, 480))
+        other.start(), other.join()
         gc.collect()
         return real(*args)
 
-    monkeypatch.setattr(driver, "cuLaunchKernelEx", forgetful)
-    for k in range(1, 5):
-        bound(0, 16 * k)
-    assert [slots for _, slots, _ in gpu.launches] == [[16 * k] for k in range(1, 5)]
+    bound(3, 16, 32, 48)
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", interrupted)
+    bound(3, 1600, 3200, 4800)
+    found = [(stream, slots[0], slots[5], slots[8]) for stream, slots, _ in gpu.launches]
+    assert found == [(3, 16, 32, 48), (5, 160, 320, 480), (3, 1600, 3200, 4800)] and len(bound.free) == 2
 
 
-def test_a_bound_launch_does_not_remember_for_ever(gpu, monkeypatch):
-    monkeypatch.setattr(launching, "READY", 8)
-    monkeypatch.setattr(launching, "STREAMS", 3)
+def test_frames_are_as_many_as_threads_that_launch_at_once(gpu):
     x, gpu.count = on_device(16, 16), 19
     bound = tiles.launch(scale, 1, 32).bind(x, x, 2.0)
     for k in range(100):
         bound(k % 7, 4096 * k, 8192 * k)
-        assert len(bound.ready) <= 8 and len(bound.configs) <= 3
+        assert len(bound.free) == 1
     assert [(stream, slots[4], slots[13]) for stream, slots, _ in gpu.launches] == [
         (k % 7, 4096 * k, 8192 * k) for k in range(100)
     ]
+
+
+@pytest.mark.parametrize("context", [0, 99])
+def test_maps_in_a_thread_without_the_context(gpu, encoded, context):
+    """They are made in the GPU's own, and the other one comes back; so it is if a map must be moved there."""
+    bound = bound_to_maps(gpu)
+    for before, addresses in ((context, (16, 32, 48)), (1234, (160, 320, 480)), (context, (1600, 3200, 4800))):
+        gpu.current = before
+        bound(3, *addresses)
+        assert gpu.current == before and not gpu.pushed
+    assert [(slots[0], slots[5], slots[8]) for _, slots, _ in gpu.launches] == [
+        (16, 32, 48), (160, 320, 480), (1600, 3200, 4800)
+    ]  # fmt: skip
+
+
+def test_an_error_of_the_driver_leaves_no_frame_half_written(gpu, encoded, monkeypatch):
+    """What it refused is reported, once more in the GPU's own context, and what follows is right."""
+    bound, ok = bound_to_maps(gpu), gpu.status
+    monkeypatch.setattr(driver, "cuGetErrorName", lambda s: (ok, b"CUDA_ERROR_INVALID_VALUE"))
+    monkeypatch.setattr(driver, "cuGetErrorString", lambda s: (ok, b"invalid argument"))
+    bound(3, 16, 32, 48)
+    for current in (1234, 0):
+        gpu.status, gpu.current = driver.CUresult.CUDA_ERROR_INVALID_VALUE, current
+        with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE: invalid argument"):
+            bound(3, 160, 320, 480)
+        with pytest.raises(ValueError, match="multiple of 16 bytes, got 0x8"):
+            bound(3, 8, 320, 480)
+        assert gpu.current == current and not gpu.pushed
+        gpu.status, gpu.current = ok, 1234
+        bound(3, 1600, 3200, 4800)
+        _, slots, _ = gpu.launches[-1]
+        assert (slots[0], slots[5], slots[8]) == (1600, 3200, 4800)
+
+
+# ---- kernels that say what they take ---------------------------------------------------------------------------------
+@cuda.jit
+def declares(gQ: tiled(st(64, 64, fp16), 2, 0, 1), gX: array(2), gEnds: ENDS, n: INT, s: FLOAT):
+    """Slots 0; 1 to 9; 10 to 16; 17; 18."""
+
+
+def declared_kernel(ordinal=0):
+    return launching.Kernel(declares, 64, None, ordinal)
+
+
+def operand(name, shape, dtype, **changes):
+    return Operand(name, c_ordered(shape, dtype, 0)._replace(**changes))
+
+
+def given(**changes):
+    q, x, ends = operand("q", (64, 64), "float16"), operand("x", (3, 5), "float32"), operand("ends", (4,), "int32")
+    return dict(gQ=q, gX=x, gEnds=ends, n=7, s=1.0) | changes
+
+
+def test_operands_are_bound_by_name_and_found_by_their_source(gpu, encoded):
+    """Wherever a program has their addresses."""
+    gpu.count = 19
+    bound = declared_kernel().bind(6, **given())
+    bound.index({"unused": 0, "ends": 1, "x": 2, "q": 3})
+    for stream, addresses in ((5, (1, 16, 32, 48)), (6, [1, 160, 320, 480])):
+        bound.run(stream, addresses)
+        at, slots, config = gpu.launches[-1]
+        assert at == stream and slots[0] == addresses[3]
+        assert slots[1:10] == [0, 0, 15, 4, addresses[2], 3, 5, 20, 4] and slots[10:17] == [0, 0, 4, 4, addresses[1], 4, 4]
+        assert slots[17:] == [7, 0x3F800000] and (config.gridDimX, config.gridDimY, config.blockDimX) == (6, 1, 64)
+
+
+def test_two_views_of_one_array(gpu, encoded):
+    """Each has its own strides, and both its address."""
+    gpu.count = 19
+    x = operand("x", (5, 3), "float32")
+    bound = declared_kernel().bind((2, 3, 4), **given(gX=x.permuted((1, 0)), gEnds=Operand("x", c_ordered((2,), "int32", 0))))
+    bound.index({"q": 0, "x": 1})
+    bound.run(0, (16, 32))
+    (_, slots, config) = gpu.launches[0]
+    assert slots[5:10] == [32, 3, 5, 4, 12] and slots[14] == 32 and (config.gridDimY, config.gridDimZ) == (3, 4)
+
+
+def test_what_is_not_given_is_absent(gpu, encoded):
+    """No elements at no address, and no map is made of it."""
+    gpu.count = 19
+    bound = declared_kernel().bind(1, n=7, s=1.0)
+    bound.index({})
+    bound.run(0, ())
+    assert not encoded
+    pointers = (ctypes.c_uint64 * 19).from_address(bound.free[0].pointers)
+    assert [ctypes.c_uint64.from_address(place).value for place in pointers][1:] == [0] * 16 + [7, 0x3F800000]
+
+
+WRONG = {
+    "unknown": (given(gY=None), TypeError, "^declares has no parameter gY"),
+    "no number": (given(n=None), TypeError, "^n: must be a number: n=None"),
+    "too large": (given(n=2**31), OverflowError, "^n: 2147483648 does not fit int32"),
+    "dtype": (given(gQ=operand("q", (64, 64), "bfloat16")), TypeError, "^gQ: .*of float16, got bfloat16"),
+    "address": (given(gQ=operand("q", (64, 64), "float16", past=8)), ValueError, "^gQ: the address must be a multiple of 16"),
+    "stride": (given(gQ=operand("q", (64, 64), "float16", strides=(-128, 2))), ValueError, "^gQ: strides must be multiples"),
+}
+
+
+@pytest.mark.parametrize("place", ["gpu", "interpreter"])
+@pytest.mark.parametrize("case", WRONG)
+def test_a_kernel_refuses_by_the_parameter_s_name(gpu, case, place):
+    arguments, error, words = WRONG[case]
+    with pytest.raises(error, match=words):
+        declared_kernel(0 if place == "gpu" else None).bind(1, **arguments)
+    assert not gpu.loaded
+
+
+def test_other_elements_are_other_code(gpu, monkeypatch):
+    """Decays in bf16, int64 ends: compiled for them, each once."""
+    compiled = []
+    monkeypatch.setattr(launching, "_machine_code", lambda _, types, target: compiled.append(types) or Compiled(b"", "k", ""))
+    kernel, wide = declared_kernel(), given(gEnds=operand("ends", (4,), "int64"))
+    for arguments in (given(), wide, given(gX=operand("x", (9, 9), "bfloat16")), given(gX=None), wide, given(n=8)):
+        kernel.bind(1, **arguments)
+    plain = signature(declares)
+    assert compiled == [
+        plain,
+        (*plain[:2], array_type("int64", 1), *plain[3:]),
+        (plain[0], array_type("bfloat16", 2), *plain[2:]),
+    ]
+
+
+def test_a_kernel_without_annotations_is_no_kernel_of_names():
+    with pytest.raises(TypeError, match="^takes: what is q, x, k, n"):
+        launching.Kernel(takes, 32, None, 0)
+
+
+def test_a_kernel_is_made_once_for_a_configuration():
+    made = []
+
+    class Config(NamedTuple):
+        threads: int
+
+    class Family:
+        make = staticmethod(lambda config: made.append(config) or (declares, None))
+
+    kernels = [launching.kernel_for(Family, Config(96), ordinal) for ordinal in (0, 0, None, None)]
+    assert kernels[0] is kernels[1] is not kernels[2] is kernels[3] and len(made) == 2
+    assert [kernel.ordinal for kernel in kernels[::2]] == [0, None] and kernels[0].threads == 96
+
+
+def test_the_same_call_in_the_interpreter(monkeypatch):
+    """Operands by their source, numbers, what is absent; on host memory, and by TILES_INTERPRET=1 on a GPU's."""
+
+    @cuda.jit
+    def doubles(gX: array(2), gY: array(2), gNone: array(2), gEnds: ENDS, factor: FLOAT):
+        rows = rt(16, 16, fp32)
+        store(gY, (load(gX, rows, (0, 0)) + load(gNone, rows, (0, 0))) * factor + gEnds[1], (0, 0))
+
+    x, y, ends = np.arange(256, dtype=np.float32).reshape(16, 16), np.zeros((16, 16), np.float32), np.array([0, 7])
+    bound = launching.Kernel(doubles, 32, None, None).bind(
+        1,
+        gX=Operand("x", c_ordered((16, 16), "float32", None)),
+        gY=Operand("y", c_ordered((16, 16), "float32", None)).permuted((1, 0)),
+        gEnds=Operand("ends", c_ordered((2,), "int64", None)),
+        factor=2.0,
+    )
+    bound.index({"ends": 0, "y": 1, "x": 2})
+    bound.run(0, [a.ctypes.data for a in (ends, y, x)])
+    np.testing.assert_array_equal(y.T, 2 * x + 7)
 
 
 def test_a_kernel_is_loaded_once_for_arrays_of_any_extent(gpu):

@@ -49,7 +49,8 @@ def applied(face, tiles):
 def arity(face):
     if isinstance(face, np.ufunc):
         return face.nin
-    return 1 if face is operator.abs or not (face.__module__ == "_operator" or face in (max, min, math.pow, math.fmod)) else 2
+    takes_two = face.__module__ == "_operator" or face in (max, min, divmod, math.pow, math.fmod)
+    return 2 if takes_two and face is not operator.abs else 1
 
 
 FACES = [(row, face) for row in REFUSED for face in row.faces if face is not operator.setitem]

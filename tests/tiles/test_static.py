@@ -9,7 +9,7 @@ from numba import cuda
 
 import tiles
 from ops import exp, load, maximum, relu, store
-from tiles import Hazard, fp32, inlined, rt, static
+from tiles import Hazard, fp32, inlined, ring, rt, shared, st, static
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
 
@@ -236,6 +236,44 @@ def test_arguments_and_factories():
     agrees(factory(3.0), lambda x: x * 27)
 
 
+def test_plans_and_rings_in_fields():
+    """A plan that a method opens, and what it gives passed on to another."""
+    plan = shared(a=ring(st(16, 32, fp32), 2, 1, writers=1))
+
+    @static
+    class Through:
+        plan: shared
+        tile: rt
+        steps: tuple
+
+        @inlined
+        def turn(self, a, t, j):
+            store(a.claim(j), t)
+            a.publish(j)
+            found = load(a.wait(j), self.tile)
+            a.release(j)
+            return found
+
+        @inlined
+        def run(self, x, y):
+            (a,) = self.plan.open()
+            t = load(x, self.tile, (0, 0))
+            for j in range(self.steps[0]):
+                t = self.turn(a, t, j) * self.steps[1]
+            store(y, t, (0, 0))
+
+    through = Through(plan, T, (3, 0.5))
+
+    @cuda.jit
+    def kernel(x, y):
+        through.run(x, y)
+
+    x, y = np.ones((16, 32), np.float32), np.zeros((16, 32), np.float32)
+    tiles.launch(kernel, 1, 32, shared=plan)(x, y)
+    assert (y == 0.125).all()
+    compiled(kernel, "sm_90a")
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------------------------
 @static
 class Mistaken:
@@ -254,4 +292,40 @@ def test_plain_methods_are_refused_in_the_same_words():
     with pytest.raises(Hazard, match=words):
         tiles.launch(kernel, 1, 32)(np.zeros((16, 32), np.float32), np.zeros((16, 32), np.float32))
     with pytest.raises(TypeError, match=words):
+        compiled(kernel, "sm_90a")
+
+
+def test_fields_that_kernels_cannot_read():
+    kernel = make(Chain(Variant(), [1]))
+    words = r"Chain.second: kernels read None, numbers, .* got \[1\]"
+    with pytest.raises(TypeError, match=words):
+        tiles.launch(kernel, 1, 32)(np.zeros((16, 32), np.float32), np.zeros((16, 32), np.float32))
+    with pytest.raises(TypeError, match=words):
+        compiled(kernel, "sm_90a")
+
+
+def test_fields_are_named_like_anything():
+    @static
+    class Spec:
+        spec: float = 2.0
+        value: float = 3.0
+        seen: bool = True
+
+        @inlined
+        def apply(self, t):
+            return t * self.spec if self.seen else t * self.value
+
+    agrees(make(Spec()), lambda x: 2 * x)
+
+
+def test_super_is_refused():
+    class Derived(Variant):
+        @inlined
+        def score(self, t):
+            return super().score(t)
+
+    kernel = make(Derived())
+    with pytest.raises(Hazard, match="super"):
+        tiles.launch(kernel, 1, 32)(np.zeros((16, 32), np.float32), np.zeros((16, 32), np.float32))
+    with pytest.raises(Exception, match="super"):
         compiled(kernel, "sm_90a")

@@ -1,5 +1,6 @@
 """tiles/tma.py: what TMA is told of an array, as a pure function; and the maps, with a driver that only takes notes."""
 
+import ctypes
 import itertools
 
 import numpy as np
@@ -11,7 +12,7 @@ from kernels import copies
 
 import tiles
 from tiles import bf16, fp16, fp32, st, sv, tensor, tma
-from tiles.device import Device
+from tiles.arrays import Form, c_ordered
 from tiles.frameworks import describe
 from tiles.types import gl
 
@@ -91,7 +92,8 @@ def test_a_box_holds_what_the_tile_holds(data):
 
 
 BASE = np.zeros((4, 64, 128), bf16.np)
-LONG = form((2**32, 64), (128, 2), "bfloat16", 0, 2)
+LONG = c_ordered((2**32, 64), "bfloat16", 0)
+FAR, LATE = Form((9, 64), (2**40, 2), "bfloat16", 0, 2), Form((9, 64), (128, 2), "bfloat16", 0, 2, 8)
 REFUSED = {
     "dtype": (lambda: encoded(BASE.astype(np.float32), TILE), TypeError, "bfloat16, got float32"),
     "rank": (lambda: tma.encoding(gl(TILE, 4, 2, 3), describe(BASE, "x").form), TypeError, r"4 axes, got shape \(4, 64, 128\)"),
@@ -100,11 +102,9 @@ REFUSED = {
     "columns": (lambda: encoded(BASE[..., ::2], TILE), ValueError, r"axis 2.*contiguous.*\(16384, 256, 4\)"),
     "stride": (lambda: encoded(np.zeros((4, 64, 132), bf16.np), TILE), ValueError, r"multiples of 16.*264, 2"),
     "negative": (lambda: encoded(BASE[:, ::-1], TILE), ValueError, r"multiples of 16 bytes below.*-256"),
-    "extent": (
-        lambda: tma.encoding(gl(TILE, 2, 0, 1), form((2**32, 64), (128, 2), "bfloat16", 0, 2)),
-        ValueError,
-        "4294967296",
-    ),
+    "extent": (lambda: tma.encoding(gl(TILE, 2, 0, 1), LONG), ValueError, "4294967296"),
+    "far": (lambda: tma.encoding(gl(TILE, 2, 0, 1), FAR), ValueError, r"below 2\*\*40.*1099511627776"),
+    "form": (lambda: tma.encoding(gl(TILE, 2, 0, 1), LATE), ValueError, "multiple of 16 bytes, and is 8 past one"),
     "address": (lambda: tma.check_address(4104), ValueError, "multiple of 16 bytes, got 0x1008"),
 }
 
@@ -117,51 +117,64 @@ def test_refuses(case):
 
 
 # ---- maps, with a driver that takes notes ----------------------------------------------------------------------------
+class Map:
+    """The driver's object of a map: 128 bytes, of its own or, by _ptr, somebody else's. The first 8 are the array's address."""
+
+    def __init__(self, pointer=0, _ptr=None):
+        self.bytes = (ctypes.c_uint64 * 16)(pointer, *range(15)) if _ptr is None else (ctypes.c_uint64 * 16).from_address(_ptr)
+
+    def getPtr(self):
+        return ctypes.addressof(self.bytes)
+
+
 @pytest.fixture
 def notes(monkeypatch):
-    """What the driver is asked to encode, as a list of its arguments; only with a context, as the real one wants it."""
-    asked, contexts = [], []
+    """What the driver is asked to encode, as a list of its arguments, and the addresses it is asked to move a map to."""
+    asked, ok = [], driver.CUresult.CUDA_SUCCESS
 
     def encode(*args):
-        assert contexts, "cuTensorMapEncodeTiled gives CUDA_ERROR_INVALID_CONTEXT on a thread that has none"
         asked.append(args)
-        return driver.CUresult.CUDA_SUCCESS, object()
+        return ok, Map(args[2])
 
-    ok = driver.CUresult.CUDA_SUCCESS
+    def move(tensor_map, pointer):
+        asked.append(pointer)
+        tensor_map.bytes[0] = pointer
+        return (ok,)
+
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
-    monkeypatch.setattr(driver, "cuCtxPushCurrent", lambda context: contexts.append(context) or (ok,))
-    monkeypatch.setattr(driver, "cuCtxPopCurrent", lambda: (ok, contexts.pop()))
-    yield asked
-    tma.tensor_map.cache_clear()
-    assert not contexts
+    monkeypatch.setattr(driver, "cuTensorMapReplaceAddress", move)
+    monkeypatch.setattr(driver, "CUtensorMap", Map)
+    return asked
 
 
-def gpu():
-    """Enough of a Device."""
-    device = object.__new__(Device)
-    device.context = 1234
-    return device
+def test_a_map_is_written_once_and_moved_from_then_on(notes):
+    """To where it is told, and not a byte beside it."""
+    memory = (ctypes.c_uint64 * 34)(*[7] * 34)
+    place = ctypes.addressof(memory) + 8 * 9
+    tensor_map = tma.write(encoded(BASE, TILE), 4096, place)
+    assert list(memory) == [7] * 9 + [4096, *range(15)] + [7] * 9 and len(notes) == 1
+    tma.move(tensor_map, 8192)
+    assert list(memory) == [7] * 9 + [8192, *range(15)] + [7] * 9 and notes[1:] == [8192]
 
 
-def test_a_map_is_made_once(notes):
-    device, e = gpu(), encoded(BASE, TILE)
-    first = tma.tensor_map(e, 4096, device)
-    assert tma.tensor_map(encoded(BASE, TILE), 4096, device) is first and len(notes) == 1
-    others = (e, 8192, device), (encoded(BASE, st(32, 64, bf16)), 4096, device), (e, 4096, gpu())
-    assert len({first, *(tma.tensor_map(*other) for other in others)}) == len(notes) == 4
+def test_a_map_begins_at_a_multiple_of_16(notes):
+    with pytest.raises(ValueError, match="multiple of 16 bytes, got 0x1008"):
+        tma.write(encoded(BASE, TILE), 4104, 0)
+    assert not notes
 
 
-def test_maps_are_not_remembered_for_ever(notes):
-    device, e = gpu(), encoded(BASE, TILE)
-    for k in range(tma.MAPS + 10):
-        tma.tensor_map(e, 16 * k, device)
-    assert tma.tensor_map.cache_info().currsize == tma.MAPS
-    assert [args[2] for args in notes] == [16 * k for k in range(tma.MAPS + 10)]
+def test_what_the_driver_refuses_carries_its_name(notes, monkeypatch):
+    wrong = driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    monkeypatch.setattr(driver, "cuTensorMapReplaceAddress", lambda *_: (wrong,))
+    monkeypatch.setattr(driver, "cuGetErrorName", lambda s: (s, b"CUDA_ERROR_INVALID_VALUE"))
+    monkeypatch.setattr(driver, "cuGetErrorString", lambda s: (s, b"invalid argument"))
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE: invalid argument"):
+        tma.move(Map(), 8)
 
 
 def test_the_driver_hears_the_encoding(notes):
     q = np.zeros((2, 1000, 3, 128), bf16.np)
-    tma.tensor_map(encoded(q, st(64, 128, bf16), rows=1), 4096, gpu())
+    tma.encode(encoded(q, st(64, 128, bf16), rows=1), 4096)
     (args,) = notes
     assert args[0] == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 and args[1:3] == (4, 4096)
     assert [[int(n) for n in part] for part in args[3:7]] == [[128, 3, 1000, 2], [256, 768, 768000], [64, 1, 64, 1], [1] * 4]
@@ -173,7 +186,7 @@ def test_the_driver_wants_strides_of_one_axis_too(notes):
     """An empty list of them is CUDA_ERROR_INVALID_VALUE."""
     e = encoded(np.zeros(100, np.float32), sv(64, fp32))
     assert (e.extents, e.strides, e.box, e.swizzle) == ((100,), (), (64,), "NONE")
-    tma.tensor_map(e, 4096, gpu())
+    tma.encode(e, 4096)
     assert notes[0][0] == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 and len(notes[0][4]) == 1
 
 

@@ -79,11 +79,11 @@ def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1
     function = rebind(kernel, seen)
     args = [np.float32(a) if isinstance(a, float) else a.view(Bounded) if isinstance(a, np.ndarray) else a for a in args]
     with np.errstate(all="ignore"):
-        for corner in _places(*(range(0, g, c) for g, c in zip(grid, cluster))):
-            places = _places(*(range(at, at + n) for at, n in zip(corner, cluster)))
-            Cluster(places, grid, threads // LANES, shared, rng, seen, resident).run(function, args)
+        for corner in _indices(*(range(0, g, c) for g, c in zip(grid, cluster))):
+            indices = _indices(*(range(at, at + n) for at, n in zip(corner, cluster)))
+            Cluster(indices, grid, threads // LANES, shared, rng, seen, resident).run(function, args)
 
 
-def _places(*axes):
+def _indices(*axes):
     """All (x, y, z) of these ranges, x running fastest."""
-    return [place[::-1] for place in itertools.product(*reversed(axes))]
+    return [index[::-1] for index in itertools.product(*reversed(axes))]

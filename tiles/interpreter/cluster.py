@@ -29,17 +29,17 @@ class Work:
 
 
 class Cluster:
-    """The blocks at `places` of a grid, with `warps` warps and the shared memory `smem` each, in the order of their ranks.
+    """The blocks at `indices` of a grid, with `warps` warps and the shared memory `smem` each, in the order of their ranks.
     source: the functions of the kernel (see language.rebind). resident: blocks for which a multiprocessor must have
     registers."""
 
-    def __init__(self, places, grid, warps, smem, rng, source, resident=1):
-        self.grid, self.size, self.warps, self.smem, self.rng, self.source = grid, len(places), warps, smem, rng, source
+    def __init__(self, indices, grid, warps, smem, rng, source, resident=1):
+        self.grid, self.size, self.warps, self.smem, self.rng, self.source = grid, len(indices), warps, smem, rng, source
         others = warps + -(-warps // WARPGROUP) + (smem.barriers if smem else 0)
-        self.agents = Agents(len(places) * warps, len(places) * others)
+        self.agents = Agents(len(indices) * warps, len(indices) * others)
         self.flying, self.codes, self.functions = [], set(), 0
         self.barrier = Meeting(self)
-        self.blocks = [Block(self, rank, place, resident) for rank, place in enumerate(places)]
+        self.blocks = [Block(self, rank, index, resident) for rank, index in enumerate(indices)]
 
     # -- asynchronous work
     def start(self, land, deed, nbytes, place):

@@ -15,10 +15,10 @@ def misaligned(array, at, cols, piece):
 
 def cut(array, at, shape, rows, cols):
     """The elements of the tile of `shape` at `at`, along two axes of an array, zeros outside it."""
-    out, index, place = np.zeros(shape, array.dtype), list(at), {}
+    out, index, inside = np.zeros(shape, array.dtype), list(at), {}
     for axis, extent in ((rows, shape[0]), (cols, shape[1])):
         low, high = (min(max(x, 0), array.shape[axis]) for x in (at[axis], at[axis] + extent))
-        index[axis], place[axis] = slice(low, high), slice(low - at[axis], high - at[axis])
+        index[axis], inside[axis] = slice(low, high), slice(low - at[axis], high - at[axis])
     part = array[tuple(index)]
-    out[place[rows], place[cols]] = part if rows < cols else part.T
+    out[inside[rows], inside[cols]] = part if rows < cols else part.T
     return out

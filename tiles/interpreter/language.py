@@ -12,9 +12,9 @@ from numba.cuda.descriptor import cuda_target
 
 from ..layout import LANES
 from ..op import OPS
-from ..plumbing import plain_function
+from ..plumbing import member, plain_function
 from ..refused import REFUSED, check_print, refuse_values
-from ..types import is_static, member
+from ..types import is_static
 from .warp import Warp
 
 
@@ -148,34 +148,37 @@ class Static:
     here. Anything else takes it for the object itself."""
 
     def __init__(self, value, seen):
-        self.__dict__.update(_value=value, _seen=seen)
+        self.__dict__.update(_Static__value=value, _Static__seen=seen)
 
-    __class__ = property(lambda self: type(self._value))  # type: ignore[assignment]
-    spec = property(lambda self: self._value)
+    __class__ = property(lambda self: type(self.__value))
 
     def __getattr__(self, name):
-        face = inspect.getattr_static(type(self._value), name, None)
-        if isinstance(face, python.FunctionType) and name not in vars(self._value):
-            call = rebind(face, self._seen) if hasattr(face, "dispatcher") else _plain(face)
+        face = inspect.getattr_static(type(self.__value), name, None)
+        if isinstance(face, python.FunctionType) and name not in vars(self.__value):
+            call = rebind(face, self.__seen) if hasattr(face, "dispatcher") else _plain(face)
             found = python.MethodType(call, self)
         else:
-            found = member(self._value, name)
-            getattr(self._value, name)  # its own AttributeError
-            found = rebind(found, self._seen) if _is_kernel_code(found) else _swap(found, self._seen)
+            getattr(self.__value, name)  # its own AttributeError
+            try:
+                found = member(self.__value, name)
+            except TypeError as error:
+                raise TypeError(f"{error}\n  at {here()}") from None
+            is_code = isinstance(found, python.FunctionType) and found not in OPS
+            found = rebind(found, self.__seen) if is_code else _swap(found, self.__seen)
         self.__dict__[name] = found
         return found
 
     def __setattr__(self, name, value):
-        setattr(self._value, name, value)  # which refuses
+        setattr(self.__value, name, value)  # which refuses
 
     def __eq__(self, other):
-        return self._value == getattr(other, "_value", other)
+        return self.__value == getattr(other, "_Static__value", other)
 
     def __hash__(self):
-        return hash(self._value)
+        return hash(self.__value)
 
     def __str__(self):
-        return str(self._value)
+        return str(self.__value)
 
     __repr__ = __str__
 
@@ -193,10 +196,6 @@ def _named(cls, seen):
     return seen[cls]
 
 
-def _is_kernel_code(field):
-    return isinstance(field, python.FunctionType) and field not in OPS
-
-
 def _guarded(function, row):
     def call(*args, **kwargs):
         refuse_values(row.check, *args)
@@ -206,7 +205,15 @@ def _guarded(function, row):
 
 
 GUARDED = {function: _guarded(function, row) for row in REFUSED for function in row.functions}
-BUILTINS = {name: GUARDED[getattr(builtins, name)] for name in ("abs", "len", "max", "min", "sum")}
+
+
+def _super(*_):
+    raise here().hazard("super() has no meaning in a kernel: give the base's method a second name, and call that", "language")
+
+
+BUILTINS = {name: GUARDED[getattr(builtins, name)] for name in ("abs", "divmod", "len", "max", "min", "sum")} | {
+    "super": _super
+}
 
 
 def _swap(value, seen):

@@ -21,7 +21,6 @@ from typing import ClassVar
 
 from numba import cuda
 from numpy import float32
-from ops.for_attention.taylor_features import BASE, FEATURES, HALF
 
 from ops import (
     col_index,
@@ -47,6 +46,7 @@ from ops import (
     where,
     zeros,
 )
+from ops.for_attention.taylor_features import BASE, FEATURES, HALF
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 

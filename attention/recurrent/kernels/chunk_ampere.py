@@ -96,9 +96,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         for key_dim, kind in itertools.product(KEY_DIMS, (Gate, ByToken, BySteps)):
             plainest = (piece, dtype) in ((8, bf16), (16, fp16))
             all_forms = (everything and not plainest) or (key_dim == WIDE and kind is not Gate)
-            for form in forms(kind, all_forms):
-                config = Config(key_dim, 1, dtype, *form, piece=piece)
-                if config.result.outputs or config.segmented:
+            for gate, result, varlen in forms(kind, all_forms):
+                config = Config(key_dim, 1, dtype, gate, result, varlen, piece)
+                if result.outputs or config.segmented:
                     yield config
 
 

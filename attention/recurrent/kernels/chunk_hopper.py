@@ -111,7 +111,8 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     if arch == "sm_90a":
         for of, size, kind in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, KINDS):
             all_forms = (everything and of is bf16) or (size[0] == WIDE and kind in (ByToken, BySteps))
-            yield from (Config(*size, of, *form) for form in forms(kind, all_forms))
+            for gate, result, varlen in forms(kind, all_forms):
+                yield Config(*size, of, gate, result, varlen)
             if all_forms and kind in (ByHead, ByToken):  # Mamba-2's scale is 1
                 yield Config(*size, of, kind(apart=True), Outputs())
 

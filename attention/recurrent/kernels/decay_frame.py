@@ -101,9 +101,11 @@ def space(form: type[Config], sizes, arch: str, everything: bool) -> Iterator[An
     """The configurations of these sizes, (padded key dim, consumers), with gates in fp32 or in the dtype of all else. Without
     `everything` varlen ones of one size only, and none of fp16; with it fp16 takes the same registers as bf16."""
     if arch == "sm_90a":
-        for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), sizes, (False, True)):
-            if not varlen or size == (128, 2) or (everything and of is bf16):
-                yield from (form(*size, gates, of, varlen) for gates in (fp32, of))
+        for of, (key_dim, consumers), varlen in itertools.product(
+            (bf16, fp16) if everything else (bf16,), sizes, (False, True)
+        ):
+            if not varlen or (key_dim, consumers) == (128, 2) or (everything and of is bf16):
+                yield from (form(key_dim, consumers, gates, of, varlen) for gates in (fp32, of))
 
 
 @static
@@ -183,6 +185,10 @@ class Frame:
         store(subtile(factor, self.share.cols, warp), exp2(finish))
         if warp == 0:
             store(flag, zeros(NUMBER) + (1.0 if strong else 0.0))
+
+    @inlined
+    def keep(self, more, query, key, since, strong):
+        """Store what else the kernel needs of some tokens, given q', k and exp(b - r)."""
 
     @inlined
     def one_by_one(self, queries, keys, sums, n):

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
-from ops.for_attention.triangular_inverse import DIAGONAL, TRIANGLE, inverse_transposed
 
 from ops import cumsum, divmod, exp, last_element, load, minimum, subtile, tile_sum, truncate, warpgroup, zeros
+from ops.for_attention.triangular_inverse import DIAGONAL, TRIANGLE, inverse_transposed
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, static, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 

@@ -9,7 +9,6 @@ of the producer fill; Ampere's from two vectors in shared memory, which one warp
 """
 
 import math
-from typing import ClassVar
 
 from numpy import float32
 
@@ -52,11 +51,11 @@ def floored(g):
 class Gate:
     """Nothing decays: all gates are 0. The other kinds override what they do otherwise."""
 
-    kind: ClassVar[str] = ""
-    loaded: ClassVar[bool] = False  # is there a gate for each token?
-    weighted: ClassVar[bool] = False  # do keys have weights, so that a is not b?
-    scales: ClassVar[bool] = False  # is the scale one more factor among the decays, and not multiplied in at the end?
-    rank: ClassVar[int] = 3  # of the array that they come in
+    kind = ""
+    loaded = False  # is there a gate for each token?
+    weighted = False  # do keys have weights, so that a is not b?
+    scales = False  # is the scale one more factor among the decays, and not multiplied in at the end?
+    rank = 3  # of the array that they come in
 
     def __str__(self):
         return f"gates by {self.kind}" if self.kind else ""
@@ -82,20 +81,24 @@ class Gate:
         return float32(0)
 
     @inlined
+    def sum_up(self, b, a, j, gGates, gRate, gBias, batch, token, end, head):
+        """Hopper: a warp loads and sums up the gates of the chunk that begins at `token`, the j-th of the rings."""
+
+    @inlined
     def sums(self, b, a, j, g, left):
         """Hopper: of a chunk, the j-th of the rings, b of this warp's rows, all of a, and the last of b. g is of_head's; the
         sequence ends after `left` tokens."""
         return 0.0, 0.0, float32(0)
 
     @inlined
+    def rate_and_bias(self, gRate, gBias, head):
+        """What a head's steps become gates by."""
+        return 0.0, 0.0
+
+    @inlined
     def fetch(self, gGates, batch, token, end, head):
         """Ampere: what the caller gave for the gates of the chunk that begins at `token`, while it is on its way."""
         return 0.0
-
-    @inlined
-    def rate_and_bias(self, gRate, gBias, head):
-        """What a head's gates are made with."""
-        return 0.0, 0.0
 
     @inlined
     def share(self, b, a, g, rate, bias, left):
@@ -112,6 +115,7 @@ class Gate:
         return 0.0
 
 
+@static
 class Decay(Gate):
     """What all have in common that do decay. apart: the scale is multiplied in at the end, because the scores would be too
     small or too large for fp16 if it were one more factor among the decays."""
@@ -171,7 +175,6 @@ class ByToken(Decay):
 
     @inlined
     def sum_up(self, b, a, j, gGates, gRate, gBias, batch, token, end, head):
-        """Hopper: a warp loads and sums up the gates of the chunk that begins at `token`, the j-th of the rings."""
         rate, bias = self.rate_and_bias(gRate, gBias, head)
         g = load(truncate(gGates, 1, end), ALONG, (batch, token, head), cols=1)
         down, along = self.summed(g, rate, bias, end - token)
@@ -211,6 +214,7 @@ class ByToken(Decay):
         return last_element(b)
 
 
+@static
 class BySteps(ByToken):
     """Mamba-2's steps dt: g = dt A, w = max(dt, 0). softplus: dt is that of what the caller gave and a bias."""
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 
 from numba import cuda
 from numpy import int32
-from ops.for_attention.triangular_inverse import DIAGONAL, TRIANGLE, inverse_transposed, store_parts
 
 from ops import divmod, store, subtile, truncate, warpgroup
+from ops.for_attention.triangular_inverse import DIAGONAL, TRIANGLE, inverse_transposed, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 

@@ -5,7 +5,6 @@ The methods are Hopper's, where values and z come by rings, and `ones` is a shar
 
 import itertools
 from collections.abc import Iterator
-from typing import ClassVar
 
 from ops import row_max, silu, truncate, warpgroup
 from tiles import fp32, inlined, static
@@ -19,11 +18,9 @@ TINY = 1e-10  # added to a normalizer, as flash-linear-attention does
 class Result:
     """What the results have in common, and differ in: see Outputs for the last three."""
 
-    outputs: ClassVar[bool] = True  # are there any? If so, queries are read
-    values: ClassVar[bool] = True  # are values read? If not, all of them are 1
-    skip: ClassVar[bool] = False
-    divided: ClassVar[bool] = False
-    gated: ClassVar[bool] = False
+    outputs = True  # are there any? If so, queries are read
+    values = True  # are values read? If not, all of them are 1
+    skip = divided = gated = False
 
     def __str__(self):
         return type(self).__name__.lower()
@@ -47,6 +44,10 @@ class Result:
     def skipped(self, o, values, d, kind):
         """o + D v"""
         return o
+
+    @inlined
+    def write(self, o, sequences, gO, tile, z, j, gDivisor, span, token, head, column, kind):
+        """What becomes of the outputs of the chunk that begins at `token`, by way of a shared tile. kind: that of z."""
 
 
 class States(Result):
@@ -74,10 +75,11 @@ class Normalizer(Result):
 
     @inlined
     def write(self, o, sequences, gO, tile, z, j, gDivisor, span, token, head, column, kind):
-        """One of the columns, which are all the same."""
+        """One of its columns, which are all the same."""
         warpgroup.store(truncate(gO, 1, span.end), row_max(o), (span.batch, token, head), cols=1)
 
 
+@static
 class Outputs(Result):
     """(o + D v) / normalizer * silu(z), of which D (`skip`), the division (`divided`) and z (`gated`) may be left out."""
 
@@ -102,7 +104,6 @@ class Outputs(Result):
 
     @inlined
     def write(self, o, sequences, gO, tile, z, j, gDivisor, span, token, head, column, kind):
-        """What becomes of the outputs of the chunk that begins at `token`, by way of a shared tile. kind: that of z."""
         if self.divided:
             o = o / (warpgroup.load(gDivisor, ROWS, (span.batch, token, head), cols=1) + TINY)
         if self.gated:

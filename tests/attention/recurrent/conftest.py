@@ -4,6 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tiles import program
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -46,3 +48,9 @@ def card():
     """The latter alone, for tests that also carry `@pytest.mark.gpu`."""
     pytest.importorskip("torch")
     return OnCard()
+
+
+@pytest.fixture
+def nothing_known(monkeypatch):
+    """Nobody has called anything yet, and what is planned now is forgotten afterwards."""
+    monkeypatch.setattr(program, "KNOWN", program.Recent(program.ENTRIES))

@@ -165,7 +165,7 @@ def test_machine_code(dtype, normalize, varlen):
         (dict(v=np.zeros((1, 9, 1, 64), BF16)), "v: sequence must equal q's"),
         (
             dict(v=np.zeros((1, 8, 1, 68), BF16)[..., 4:]),
-            "attention.based: takes addresses and strides that are multiples of 16",
+            "attention.based: takes addresses and positive strides that are multiples of 16",
         ),
     ],
 )

@@ -6,25 +6,21 @@ import test_mamba2 as mamba2s
 from test_linear import HEADS, bf16, check, f16, f32, inputs
 
 from attention import reference
-from attention.recurrent import linear as members
+from attention.recurrent import chunks
+from attention.recurrent import linear as of_decays
 from attention.recurrent import mamba2 as of_steps
-from attention.recurrent.chunks import passes
+from attention.recurrent.kernels import token_loop
 from attention.recurrent.linear import linear
-from attention.softmax.problem import piece
 
 DECAYS = "none", "head", "token"
 
 
 @pytest.fixture(autouse=True)
-def by_copies(monkeypatch):
+def by_copies(monkeypatch, nothing_known):
     """Nothing comes by TMA, and nothing is walked."""
-    for module in members, of_steps:
-        monkeypatch.setattr(module, "copied", lambda problem, family, *pointers: piece(problem, *pointers))
-        module._solve.known.clear()
-    monkeypatch.setattr(members, "walk", lambda *_: pytest.fail("token by token"))
-    yield
-    for module in members, of_steps:
-        module._solve.known.clear()
+    for module in of_decays, of_steps:
+        monkeypatch.setattr(module, "choose", lambda *_: "sm_80")
+    monkeypatch.setattr(token_loop, "launch", lambda *_: pytest.fail("token by token"))
 
 
 def off(x, elements, poison=np.nan):
@@ -71,9 +67,12 @@ def test_normalize(place, decay):
     check(place, given, normalize=True)
 
 
-@pytest.mark.parametrize("elements", [2, 4])
+WAITS = pytest.mark.xfail(strict=True, reason="waits for pieces of 2 bytes in tiles/pipeline.py")
+
+
+@pytest.mark.parametrize("elements", [pytest.param(1, marks=WAITS), 2, 4])
 @pytest.mark.parametrize("key_dim", [48, 64, 256])
-def test_pieces_of_4_and_8_bytes(monkeypatch, elements, key_dim):
+def test_pieces_of_2_4_and_8_bytes(monkeypatch, elements, key_dim):
     """NaN lies between the rows, and `out` like the rest."""
     given = inputs(1, 70, key_dim, 80, "token")
     apart = {name: off(given[name], elements) for name in "qkv"}
@@ -130,7 +129,7 @@ def test_strong_decays(place, decay, gate):
 @pytest.mark.parametrize("decay", DECAYS)
 def test_segments(place, monkeypatch, decay):
     """A sequence that is cut into three gives what it gives in one piece."""
-    monkeypatch.setattr(members, "passes", lambda *given, **options: passes(*given, **options, parts=3))
+    monkeypatch.setattr(chunks, "_parts", lambda *_: 3)
     check(place, inputs(1, 300, decay=decay))
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from delta_cases import BF16, Sequences, agree, inputs
 
+from attention import reference
 from attention.recurrent.delta_rule import delta_rule
 from attention.recurrent.kernels import delta_hopper
 from tiles import bf16, fp16
@@ -34,6 +35,23 @@ def test_decays_of_heads(place):
     out, _ = agree(place, q, k, v, beta, decay)
     of_tokens = np.broadcast_to(decay, (2, 100, 2)).copy()
     assert (agree(place, q, k, v, beta, of_tokens)[0] == out).all()
+
+
+@pytest.mark.parametrize("elements", [1, 2, 4])
+@pytest.mark.parametrize("channels", [False, True])
+def test_arrays_that_tma_cannot_read(elements, channels):
+    """So many elements past a multiple of 16 bytes, rows a multiple of them apart, NaN between: token by token."""
+    *given, decay = inputs(1, 20, 2, 64, 64)
+    decay = np.full((1, 20, 2, 64), -0.1, np.float32) if channels else decay
+    apart = []
+    for x in given[:3]:
+        apart.append(np.full((*x.shape[:-1], 64 + elements), np.nan, BF16)[..., elements:])
+        apart[-1][...] = x
+    out = np.full((1, 20, 2, 64 + elements), np.nan, BF16)
+    delta_rule(*apart, given[3], decay=decay, out=out[..., elements:])
+    arrays = dict(zip(("q", "k", "v", "beta", "decay"), (*given, decay), strict=True))
+    reference.assert_close(out[..., elements:], reference.linear(**arrays)[0], reference.linear(**arrays, low=True)[0])
+    assert np.isnan(out[..., :elements].astype(np.float32)).all(), "columns beside out were written"
 
 
 @pytest.mark.parametrize("length", [1, 70])

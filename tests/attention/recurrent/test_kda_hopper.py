@@ -6,9 +6,8 @@ import pytest
 from delta_cases import BF16, FP16, Sequences, agree
 from delta_cases import inputs as inputs_of_tokens
 
-from attention.recurrent import delta_rule as module
 from attention.recurrent.delta_rule import delta_rule
-from attention.recurrent.kernels import decay_frame, kda_hopper
+from attention.recurrent.kernels import decay_frame, kda_hopper, token_loop
 from tiles import bf16, fp16, fp32
 from tiles.arguments import signature
 from tiles.compiler import compile_kernel
@@ -22,13 +21,9 @@ def inputs(batch, length, heads, key_dim, value_dim, dtype=BF16, key_heads=None,
 
 
 @pytest.fixture(autouse=True)
-def in_chunks(monkeypatch):
+def in_chunks(monkeypatch, nothing_known):
     """Nothing here is walked token by token."""
-
-    def walked(problem, keep):
-        raise AssertionError(f"{problem} is walked")
-
-    monkeypatch.setattr(module, "walk", walked)
+    monkeypatch.setattr(token_loop, "launch", lambda *_: pytest.fail("token by token"))
 
 
 class TestSequences(Sequences):

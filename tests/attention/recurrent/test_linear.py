@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from attention import reference
+from attention.recurrent import chunks, rules
 from attention.recurrent import linear as members
-from attention.recurrent.chunks import passes
-from attention.recurrent.kernels import decay_frame
-from attention.recurrent.kernels.token_loop import walk
-from attention.recurrent.linear import NEEDED, OTHERS, gla, lightning, linear, retention
+from attention.recurrent.kernels import decay_frame, token_loop
+from attention.recurrent.linear import LINEAR, gla, lightning, linear, retention
 from tiles import bf16 as tiles_bf16
 from tiles import fp16 as tiles_f16
 from tiles.frameworks import describe
@@ -128,12 +127,10 @@ def test_keys_of_two_parts(place, decay, sequences):
 
 @pytest.mark.parametrize("key_dim", [64, 256])
 @pytest.mark.parametrize("decay", ["none", "head", "token"])
-def test_segments(place, monkeypatch, decay, key_dim):
+def test_segments(place, monkeypatch, nothing_known, decay, key_dim):
     """A sequence in three, the last chunk not whole: each starts from what those before it add up to."""
-    monkeypatch.setattr(members, "passes", lambda *given, **options: passes(*given, **options, parts=3))
-    members._solve.known.clear()
+    monkeypatch.setattr(chunks, "_parts", lambda *_: 3)
     check(place, inputs(1, 300, key_dim, decay=decay))
-    members._solve.known.clear()
 
 
 @pytest.mark.parametrize("gate", [-50.0, -1e3])
@@ -187,12 +184,12 @@ def test_the_parts_of_a_sequence(place):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_arrays_that_tma_cannot_read(monkeypatch, decay):
-    """Rows 4 bytes past a multiple of 16: in chunks by cp.async (test_chunk_80.py), with decays of channels token by token.
+def test_arrays_that_tma_cannot_read(monkeypatch, nothing_known, decay):
+    """Rows 4 bytes past a multiple of 16: in chunks by cp.async (test_chunk_ampere.py), with decays of channels token by token.
     Without return_state there is nothing but `out`."""
     given = inputs(1, 20, decay=decay)
-    calls = []
-    monkeypatch.setattr(members, "walk", lambda *args: calls.append(args) or walk(*args))
+    calls, launch = [], token_loop.launch
+    monkeypatch.setattr(token_loop, "launch", lambda *args: calls.append(args) or launch(*args))
     apart = {name: np.full((1, 20, x.shape[2], 66), np.nan, bf16)[..., :64] for name, x in given.items() if name in "qkv"}
     for name, x in apart.items():
         x[...] = given[name]
@@ -212,9 +209,9 @@ def test_a_state_nobody_wants_is_not_stored(place, decay, normalize):
         given["initial_state"] = state
     out, _ = linear(**given, normalize=normalize, return_state=True)
     assert (place.get(linear(**given, normalize=normalize)) == place.get(out)).all()
-    arrays = [describe(given[name], name) if name in given else None for name in f"{NEEDED} {OTHERS}".split()]
-    plan = members._solve.planner(*arrays, None, normalize, False, "bshd", None)
-    assert set(plan.make) <= {"out", "divisor"} and plan.give == ("out",)
+    problem = LINEAR.problem({name: describe(given[name], name).form for name in LINEAR.names if name in given})
+    plan = members._linear.planner(problem, None, normalize, False, None)
+    assert set(plan.scratch) <= {"divisor"} and plan.give == ("out",)
 
 
 @pytest.mark.parametrize("length", [0, 5])
@@ -266,14 +263,13 @@ def test_each_option_reaches_linear(monkeypatch):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_the_walk_on_its_own(place, monkeypatch, decay):
+def test_the_walk_on_its_own(place, monkeypatch, nothing_known, decay):
     """Token by token everything is right to one rounding, states to a few of float32."""
     given = inputs(1, 40, 32, 48, decay)
     given["initial_state"] = np.random.default_rng(3).standard_normal((1, HEADS, 32, 48)).astype(f32)
-    monkeypatch.setattr(members, "_in_chunks", lambda *_: False)
-    members._solve.known.clear()
-    out, state = linear(**{name: place.put(x) for name, x in given.items()}, return_state=True)
-    members._solve.known.clear()
+    monkeypatch.setattr(rules, "by_channel", lambda _: True)  # as if it were so: none of sm_80's kernels of chunks serves it
+    monkeypatch.setattr(chunks, "by_token", lambda *_, **__: pytest.fail("in chunks"))
+    out, state = linear(**{name: place.put(x) for name, x in given.items()}, return_state=True, family="sm_80")
     ref, last = reference.linear(**given)
     reference.assert_close(place.get(out), ref, ref.astype(bf16))
     np.testing.assert_allclose(place.get(state), last, rtol=1e-5, atol=1e-4)

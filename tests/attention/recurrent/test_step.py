@@ -102,6 +102,21 @@ def test_strides_and_out():
     assert np.isnan(wide["state"][:, 0]).all()
 
 
+@pytest.mark.parametrize("elements", [1, 2, 4])
+def test_tokens_anywhere(elements):
+    """So many elements past a multiple of 16 bytes; sequences backwards, heads apart."""
+    given = inputs(32, 16, "channel", True)
+    moved = dict(given, state=given["state"].copy())
+    for name in "qkv":
+        room = np.full((3, 4, given[name].shape[-1] + elements), np.nan, bf16)[::-1, :, elements:]
+        room[...] = given[name]
+        moved[name] = room
+    out = linear_step(**moved)
+    ref, state = reference.linear_step(**given)
+    reference.assert_close(out, ref, ref.astype(bf16))
+    np.testing.assert_allclose(moved["state"], state, rtol=1e-5, atol=1e-5)
+
+
 def test_no_sequence():
     given = {name: x[:0] for name, x in inputs(32, 16, "token", True).items()}
     assert linear_step(**given).shape == (0, 4, 16)

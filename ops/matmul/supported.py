@@ -1,0 +1,133 @@
+"""Which matrix products there are: one table, by which the rules of both scopes check operands, and which their errors list.
+
+An op's name says which operands come transposed: mma_AtB is acc + a.T @ b. A register operand whose contracted axis runs down
+its rows is in column layout (see tiles/layout.py), so that in registers all four products are the same instruction.
+"""
+
+import itertools
+from typing import NamedTuple
+
+from tiles.dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32
+from tiles.types import pending, rt, st
+
+MULTIPLE = 16  # of a product's rows and columns
+SLICE = 32  # bytes along the contracted axis that one instruction takes
+WIDEST = 256  # columns of a warpgroup's product
+
+
+class Transposed(NamedTuple):
+    """Which operands of a product come transposed."""
+
+    left: bool
+    right: bool
+
+    @property
+    def layouts(self):
+        """Of a and b in registers."""
+        return "col" if self.left else "row", "row" if self.right else "col"
+
+
+class Spaces(NamedTuple):
+    """Where a product's operands may lie: in registers (rt), in shared memory (st)."""
+
+    a: tuple[type, ...]
+    b: tuple[type, ...]
+
+
+TRANSPOSED = {
+    "AB": Transposed(False, False),
+    "ABt": Transposed(False, True),
+    "AtB": Transposed(True, False),
+    "AtBt": Transposed(True, True),
+}
+BF16, FP16, TF32 = ((d, d) for d in (bf16, fp16, tf32))
+FP8 = tuple(itertools.product((fp8e4m3, fp8e5m2), (fp8e4m3, fp8e5m2)))
+ANYWHERE, B_SHARED = Spaces((rt, st), (rt, st)), Spaces((rt, st), (st,))
+REGISTERS, SHARED = Spaces((rt,), (rt,)), Spaces((st,), (st,))
+ROWS = {"": {rt: "m", st: "m"}, "warpgroup.": {rt: 16, st: 64}}  # of a and acc, by scope
+
+SUPPORTED: dict[str, dict[str, dict[tuple[dtype, dtype], Spaces]]] = {
+    "sm_80": {f"mma_{form}": {BF16: ANYWHERE, FP16: ANYWHERE, TF32: REGISTERS} for form in TRANSPOSED},
+    "sm_89": {
+        "mma_AB": dict.fromkeys(FP8, Spaces((rt, st), (rt,))),
+        "mma_ABt": dict.fromkeys(FP8, ANYWHERE),
+        "mma_AtB": dict.fromkeys(FP8, REGISTERS),
+        "mma_AtBt": dict.fromkeys(FP8, Spaces((rt,), (rt, st))),
+    },
+    "sm_90": {
+        "warpgroup.mma_AB": dict.fromkeys((BF16, FP16), B_SHARED),
+        "warpgroup.mma_ABt": dict.fromkeys((BF16, FP16, TF32, *FP8), B_SHARED),
+        "warpgroup.mma_AtB": dict.fromkeys((BF16, FP16), SHARED),
+        "warpgroup.mma_AtBt": dict.fromkeys((BF16, FP16), SHARED),
+    },
+}
+"""{family: {op: {dtypes of a and b: where they may lie}}}; a GPU has the families up to its own, sm_90's on Hopper alone.
+
+What instructions read from shared memory they transpose by two bytes: where the contracted axis runs down the rows, fp8 and
+tf32 operands must be in registers (warp), or there is no such product (warpgroup). At warp scope tf32 always is."""
+
+
+def transposed_in(name):
+    """Which operands of a product come transposed, by its op's name."""
+    return TRANSPOSED[name.rpartition("_")[2]]
+
+
+def cells(name):
+    """{dtypes of a and b: where they may lie} of the op, through all families."""
+    return {dtypes: spaces for rows in SUPPORTED.values() for dtypes, spaces in rows.get(name, {}).items()}
+
+
+def _dtypes(pairs):
+    """Pairs of dtypes, of a and of b, in words."""
+    alike = [f"both {a}" for a, _ in pairs if a.itemsize > 1]
+    return " or ".join(alike + ["each fp8e4m3 or fp8e5m2"] * (FP8[0] in pairs))
+
+
+def _names(pairs):
+    """The dtypes of a, in words."""
+    return ", ".join(dict.fromkeys(str(a) for a, _ in pairs))
+
+
+def _words(name, spaces, pairs):
+    """What the op takes of these pairs of dtypes."""
+    transposed, rows = transposed_in(name), ROWS[name[: name.index("mm")]]
+
+    def said(kinds, layout, shape):
+        note = {rt: ", col" * (layout == "col"), st: ""}
+        return " or ".join(f"{kind.__name__}({shape(kind)}{note[kind]})" for kind in kinds)
+
+    a = said(spaces.a, transposed.layouts[0], lambda kind: f"k, {rows[kind]}" if transposed.left else f"{rows[kind]}, k")
+    b = said(spaces.b, transposed.layouts[1], lambda _: "n, k" if transposed.right else "k, n")
+    return f"acc rt({rows[rt]}, n, fp32), a {a}, b {b}, {_dtypes(pairs)}"
+
+
+def _listed(scope, name):
+    """What `name` takes, and the other products of its scope."""
+    found = {form: cells(f"{scope}mma_{form}") for form in TRANSPOSED}
+    mine = found.pop(name.rpartition("_")[2])
+    takes = [_words(name, spaces, [pair for pair in mine if mine[pair] == spaces]) for spaces in dict.fromkeys(mine.values())]
+    others = [f"mma_{form} ({_names(found[form])})" for form in found]
+    return f"takes {'; or '.join(takes)}. There are also {', '.join(others)}"
+
+
+def check(name, acc, a, b):
+    """(m, n, k) of the product `name` ("mma_AB", "warpgroup.mm_AtB"; mm_* add to nothing, and acc is None), m as one warp has
+    it; TypeError if the table has none of these operands. acc may be in flight if the scope is the warpgroup's."""
+    scope, transposed = name[: name.index("mm")], transposed_in(name)
+    given = getattr(a, "dtype", None), getattr(b, "dtype", None)
+    spaces = cells(f"{scope}mma_{name.rpartition('_')[2]}").get(given)
+    if spaces and all(map(_may_lie, (a, b), spaces, transposed.layouts)):
+        (m, k), (along, n) = a.shape[:: -1 if transposed.left else 1], b.shape[:: -1 if transposed.right else 1]
+        fits = along == k and not (m % MULTIPLE or n % MULTIPLE or k * a.dtype.itemsize % SLICE)
+        if scope:
+            fits, m = fits and m == ROWS[scope][type(a)] and n <= WIDEST, ROWS[scope][rt]
+        if fits and acc in (None, rt(m, n, fp32), pending(rt(m, n, fp32))):
+            return m, n, k
+    said = ", ".join(str(x) for x in (acc, a, b) if x is not None)
+    rest = f"m and n multiples of {MULTIPLE}, k of {SLICE} bytes" + f"; n up to {WIDEST}; only acc in flight" * bool(scope)
+    raise TypeError(f"{name}: got {said}; {_listed(scope, name)} ({rest})")
+
+
+def _may_lie(x, kinds, layout):
+    """May the operand lie where it lies?"""
+    return isinstance(x, kinds) and (isinstance(x, st) or x.layout == layout)

@@ -1,0 +1,196 @@
+"""Matrix products of a warpgroup, by wgmma (sm_90), and waiting for them. Their public names are in ops.warpgroup.
+
+wgmma is asynchronous: `mm_*` and `mma_*` return a *pending* tile, and only `wait` turns it into one that can be used.
+A pending accumulator may be handed to the next `mma_*` (the tensor cores keep the order), and to nothing else:
+
+    acc = warpgroup.mm_AB(a.wait(0), b.wait(0))
+    for j in range(1, steps):
+        acc = warpgroup.mma_AB(acc, a.wait(j), b.wait(j))
+        warpgroup.wait(newer=1)         # mma j may go on; those before it are done,
+        a.release(j - 1)                # so what they read can be given back
+        b.release(j - 1)
+    acc = warpgroup.wait(acc)
+"""
+
+import numpy as np
+
+from tiles import layout, ptx
+from tiles.builder import i32, i64
+from tiles.dtypes import fp32, tf32
+from tiles.interpreter import here
+from tiles.layout import WARPGROUP
+from tiles.op import lowers, op
+from tiles.plumbing import void
+from tiles.types import pending, rt
+from tiles.values import Pending
+
+from ..threads.lanes import spread
+from .supported import SLICE, check, transposed_in
+
+ROWS = 64  # of a warpgroup's tile
+ONE_THREAD = 2**18  # multiplications up to which OpenBLAS starts no threads
+
+
+def _matmul(a, b):
+    """a @ b, in parts that BLAS computes on one thread: more threads make a product this small up to 600 times slower when
+    the cores are busy."""
+    rows = a.shape[0] // WARPGROUP
+    step = ONE_THREAD // (rows * b.shape[1])
+    return np.concatenate(
+        [
+            sum(a[r : r + rows, k : k + step] @ b[k : k + step] for k in range(0, a.shape[1], step))
+            for r in range(0, a.shape[0], rows)
+        ]
+    )
+
+
+def _meaning(name, acc, a, b):
+    """Issue the product `name`, computed when it is waited for: what it reads is in use until then."""
+    transposed, warp, from_shared = transposed_in(name), here(), not hasattr(a, "array")
+    tile = _result(name, None if acc is None else acc.spec, a.spec, b.spec)
+    if isinstance(acc, Pending):
+        warp.hand_on(acc)
+    slab = (acc, None if from_shared else a.array)
+
+    def compute(slabs):
+        left = read(a, transposed.left) if from_shared else np.concatenate([x for _, x in slabs]).astype(np.float32)
+        out = _matmul(left, read(b, transposed.right))
+        return out if acc is None else out + np.concatenate([part(c, rank) for rank, (c, _) in enumerate(slabs)])
+
+    def part(c, rank):
+        return c.part(rank) if isinstance(c, Pending) else c.array
+
+    def read(shared, is_transposed):
+        array = warp.block.shadow.get(shared).astype(np.float32)
+        return array.T if is_transposed else array
+
+    mma, group = warp.issue(compute, slab, *([a, b] if from_shared else [b]))
+    return Pending(tile, mma, group)
+
+
+def _result(name, acc, a, b):
+    """The type of the product; TypeError if there is no such product of these operands."""
+    m, n, _ = check(f"warpgroup.{name}", acc, a, b)
+    return rt(m, n, fp32)
+
+
+def _operand(b, tile, address, rows_are_k):
+    """k -> the descriptor of a shared operand's slice that begins at `k` of the contracted axis."""
+    low = b.zext(b.lshr(address, b.u32(4)), i64)
+    start = b.or_(low, i64(layout.descriptor(tile.whole, tile.width, rows_are_k)))
+    return lambda k: b.add(start, i64(layout.k_step(k, tile.whole, tile.dtype.itemsize, tile.width, rows_are_k) >> 4))
+
+
+def _left_registers(b, a, value):
+    """Those of a left operand, as wgmma takes them: of tf32, elements t and t + 4 of eight, where a lane has 2t and 2t + 1."""
+    registers = b.unpack(value)
+    if a.dtype is not tf32:
+        return registers
+    pairs = [spread(b, *registers[k : k + 2]) for k in range(0, len(registers), 2)]
+    return [b.bitcast(pair[i], i32) for k in range(0, len(pairs), 2) for i in (0, 1) for pair in pairs[k : k + 2]]
+
+
+def _emit(b, name, out, acc, a, right, vacc, va, vright):
+    transposed = transposed_in(name)
+    registers = _left_registers(b, a, va) if isinstance(a, rt) else []
+    settled = isinstance(acc, rt)  # the registers of one in flight pass to the next wgmma untouched, not even by the fence
+    parts = ptx.wgmma_fence(b, (b.unpack(vacc) if settled else []) + registers)
+    c = parts[: out.elements] if settled else b.unpack(vacc) if acc else [b.real(0)] * out.elements
+    registers = parts[len(parts) - len(registers) :]
+    left = None if registers else _operand(b, a, va, transposed.left)
+    step = _operand(b, right, vright, not transposed.right)
+    slices = SLICE // right.dtype.itemsize
+    for k in range(0, right.shape[transposed.right], slices):
+        operand = registers[4 * k // slices :][:4] if registers else [left(k)]
+        across = transposed.left, not transposed.right  # these operands' rows run along k
+        c = ptx.wgmma(b, (a.dtype, right.dtype), c, operand, step(k), out.cols, across, accumulate=acc is not None or k > 0)
+    ptx.wgmma_commit(b)
+    return b.pack(c)
+
+
+@op(takes_operands=True)
+def mm_AB(a, b):
+    """a @ b in fp32, pending. a: st(64, k) or the warps' rt(16, k); b: st(k, n). Dtypes: ops.matmul.SUPPORTED; sums of fp8
+    products keep some 13 bits on the tensor cores."""
+    return _meaning("mm_AB", None, a, b)
+
+
+@op(takes_operands=True)
+def mm_ABt(a, b):
+    """a @ b.T in fp32, pending. a: st(64, k) or the warps' rt(16, k); b: st(n, k)."""
+    return _meaning("mm_ABt", None, a, b)
+
+
+@op(takes_operands=True)
+def mm_AtB(a, b):
+    """a.T @ b in fp32, pending. a: st(k, 64); b: st(k, n)."""
+    return _meaning("mm_AtB", None, a, b)
+
+
+@op(takes_operands=True)
+def mm_AtBt(a, b):
+    """a.T @ b.T in fp32, pending. a: st(k, 64); b: st(n, k)."""
+    return _meaning("mm_AtBt", None, a, b)
+
+
+@op(takes_pending=True, takes_operands=True)
+def mma_AB(acc, a, b):
+    """acc + a @ b in fp32, pending; acc: the warps' rt(16, n, fp32), in flight or not; a, b as for mm_AB."""
+    return _meaning("mma_AB", acc, a, b)
+
+
+@op(takes_pending=True, takes_operands=True)
+def mma_ABt(acc, a, b):
+    """acc + a @ b.T in fp32, pending; acc as for mma_AB; a, b as for mm_ABt."""
+    return _meaning("mma_ABt", acc, a, b)
+
+
+@op(takes_pending=True, takes_operands=True)
+def mma_AtB(acc, a, b):
+    """acc + a.T @ b in fp32, pending; acc as for mma_AB; a, b as for mm_AtB."""
+    return _meaning("mma_AtB", acc, a, b)
+
+
+@op(takes_pending=True, takes_operands=True)
+def mma_AtBt(acc, a, b):
+    """acc + a.T @ b.T in fp32, pending; acc as for mma_AB; a, b as for mm_AtBt."""
+    return _meaning("mma_AtBt", acc, a, b)
+
+
+def _adding(name):
+    def rule(acc, a, b):
+        out = _result(name, acc, a, b)
+        return pending(out), lambda builder, *values: _emit(builder, name, out, acc, a, b, *values)
+
+    return rule
+
+
+def _alone(name):
+    def rule(a, b):
+        out = _result(name, None, a, b)
+        return pending(out), lambda builder, *values: _emit(builder, name, out, None, a, b, None, *values)
+
+    return rule
+
+
+for _mm, _mma in ((mm_AB, mma_AB), (mm_ABt, mma_ABt), (mm_AtB, mma_AtB), (mm_AtBt, mma_AtBt)):
+    lowers(_mm)(_alone(_mm.__name__))
+    lowers(_mma)(_adding(_mma.__name__))
+
+
+@op(takes_pending=True)
+def wait(tile=None, newer=0):
+    """The tile that a pending one promises. Waits for all mmas of this warpgroup but the `newer` youngest; without a tile that
+    is all it does: what those mmas read from shared memory may then be released."""
+    return here().complete(tile, newer)
+
+
+@lowers(wait)
+def _(tile, newer: int):
+    if not (tile is None or isinstance(tile, pending)):
+        raise TypeError(f"wait: takes a tile in flight (from mm_* or mma_*), got {tile}")
+    if newer < 0:
+        raise TypeError(f"wait: newer must be 0 or more, got {newer}")
+    if tile is None:
+        return void, lambda b, *_: b.do(f"wgmma.wait_group.sync.aligned {newer};")
+    return tile.tile, lambda b, v, *_: ptx.wgmma_wait(b, v, tile.tile.elements, newer)

@@ -1,0 +1,66 @@
+"""Copies by cp.async: global memory to shared memory, past the registers, by one warp (sm_80 and later).
+
+    copy_async(tile, x, (row, col))         start
+    commit_group()                          the copies since the last commit are a group
+    wait_group(newer=1)                     all groups but the youngest are here: for this warp
+    cuda.syncthreads()                      ... and for all warps, if these waited, too
+
+`tiles.pipeline` does this for all warps of a block, stage by stage.
+"""
+
+from tiles import ptx
+from tiles.interpreter import here
+from tiles.op import lowers, op
+from tiles.pipeline import CHUNK_BYTES, check_copy, lower_copy
+from tiles.plumbing import void
+from tiles.types import st, sv
+
+
+@op
+def copy_async(tile, source, at, rows=-2, cols=-1, piece=CHUNK_BYTES):
+    """Start copying to a shared tile the part of a global array of its dtype that begins at index `at` and runs along axes
+    `rows` and `cols`; zeros where it lies outside the array. Columns must be adjacent, and the array's address, its strides and
+    at[cols] multiples of `piece` bytes: 16, or else 8 or 4, which take 2 and 4 times as many instructions."""
+    here().copy_async(tile, source, at, rows, cols, piece, range(tile.rows))
+
+
+@lowers(copy_async)
+def _(tile, source, at, rows: int, cols: int, piece: int):
+    if not isinstance(tile, st):
+        raise TypeError(f"copy_async: copies to a shared tile, got {tile}" + ": load and store it" * isinstance(tile, sv))
+    check_copy("copy_async", tile, source, at, rows, cols, piece)
+
+    def emit(b, address, array, at, *_):
+        lower_copy(b, source, tile, address, array, at, rows, cols, piece, tile.rows, b.u32(0))
+
+    return void, emit
+
+
+@op
+def commit_group():
+    """Close the group of this warp's copies since the last one."""
+    here().commit_group()
+
+
+@lowers(commit_group)
+def _():
+    return void, ptx.copy_commit
+
+
+@op
+def wait_group(newer=0):
+    """Until all groups of this warp's copies but the `newer` youngest are in shared memory, for this warp to read; for others
+    after a barrier."""
+    here().wait_group(newer)
+
+
+@lowers(wait_group)
+def _(newer: int):
+    if newer < 0:
+        raise TypeError(f"wait_group: newer must be 0 or more, got {newer}")
+
+    def emit(b, _):
+        ptx.copy_wait(b, newer)
+        ptx.warp_sync(b)
+
+    return void, emit

@@ -1,0 +1,154 @@
+"""Between registers and memory: a warp's tile or vector to and from global arrays and shared tiles.
+
+`load` and `store` take either: a shared tile of as many rows as the register tile, for a vector a shared vector, or a global
+array with the index of the tile's first element. How each is done stands in shared_tiles.py, shared_vectors.py and
+global_elements.py; in global_vectorized.py if the kernel promises that the array is aligned.
+"""
+
+import numpy as np
+from numba.cuda import types
+
+from tiles.interpreter import here
+from tiles.op import lowers, op
+from tiles.plumbing import void
+from tiles.types import rt, rv, st, sv
+from tiles.values import SharedTile
+
+from . import global_elements, global_vectorized, shared_tiles, shared_vectors
+
+
+# ---- both scopes ---------------------------------------------------------------------------------------------------
+def rows_of(spec, rank):
+    """The rows of a warpgroup's tile, or the elements of its vector, that its warp `rank` holds."""
+    if isinstance(spec, rv):
+        return shared_vectors.part(spec, rank)
+    return range(spec.rows * rank, spec.rows * (rank + 1))
+
+
+def _shared(spec):
+    """The module that knows how such shared memory is read and written."""
+    return shared_tiles if isinstance(spec, st) else shared_vectors
+
+
+def check_store(name, target, value, at, rows, cols, is_aligned, warps):
+    """The rule that stores at warp and warpgroup scope share."""
+    if isinstance(value, (st, sv, types.Array)):
+        way = "copy_async it" if isinstance(value, types.Array) else "tma_store it"
+        raise TypeError(f"{name}: stores from registers, got {value}: load(...) it first, or {way}")
+    if not isinstance(value, (rt, rv)) or getattr(value, "partial", False):
+        raise TypeError(f"{name}: stores a register tile or whole vector, got {value}")
+    if isinstance(target, (st, sv)):
+        _shared(target).check(name, target, "take", value, at, warps)
+        _check_unaligned(name, target, is_aligned)
+    elif isinstance(target, types.Array):
+        global_elements.check(name, target, value, at, rows, cols)
+        if is_aligned:
+            global_vectorized.check(name, target, value, is_aligned)
+    else:
+        raise TypeError(f"{name}: the target must be a shared tile or vector, or a global array, got {target}")
+
+
+def _check_unaligned(name, shared, is_aligned):
+    if is_aligned:
+        raise TypeError(f"{name}: `aligned` is for global arrays, got {shared}")
+
+
+def check_load(name, source, spec, at, rows, cols, is_aligned, warps):
+    """The rule that loads at warp and warpgroup scope share."""
+    if not isinstance(spec, (rt, rv)) or getattr(spec, "partial", False):
+        raise TypeError(f"{name}: the type to load must be an rt or a vector type, got {spec}")
+    if isinstance(source, (st, sv)):
+        _shared(source).check(name, source, "hold", spec, at, warps)
+        _check_unaligned(name, source, is_aligned)
+    elif isinstance(source, types.Array):
+        global_elements.check(name, source, spec, at, rows, cols)
+        if is_aligned:
+            global_vectorized.check(name, source, spec, is_aligned, loads=True)
+    else:
+        raise TypeError(f"{name}: the source must be a shared tile or vector, or a global array, got {source}")
+
+
+def lower_store(target, value, rows, cols, is_aligned, first_row):
+    """The lowering of a store by a warp whose first row is `first_row(b)` of the tile."""
+    if isinstance(target, (st, sv)):
+        return _shared(target).lower_store(target, value, first_row)
+    if is_aligned:
+        return global_vectorized.lower_store(target, value, rows, cols, first_row, is_aligned)
+    return global_elements.lower_store(target, value, rows, cols, first_row)
+
+
+def lower_load(source, spec, rows, cols, is_aligned, first_row):
+    """The lowering of a load, likewise."""
+    if isinstance(source, (st, sv)):
+        return _shared(source).lower_load(source, spec, first_row)
+    if is_aligned and isinstance(spec, rt):
+        return global_vectorized.lower_load(source, spec, rows, cols, first_row)
+    return global_elements.lower_load(source, spec, rows, cols, first_row, is_aligned)
+
+
+def store_rows(target, value, at, rows, cols, is_aligned, rank):
+    """The meaning of a store by warp `rank` of those that share the tile."""
+    if isinstance(target, SharedTile):
+        return here().write(target, value.array.reshape(-1, *target.shape[1:]), rows_of(value.spec, rank))
+    if is_aligned and (why := global_vectorized.misaligned(target, value.spec, at, cols, is_aligned)):
+        raise here().hazard(f"aligned store: {why}")
+    at = shifted(value.spec, at, rows, cols, rank)
+    view, part = global_elements.window(target, value.spec, at, rows, cols)
+    array = value.array if isinstance(value.spec, rt) else value.array.ravel()
+    view[...] = array[part].astype(view.dtype)
+
+
+def load_rows(source, spec, at, rows, cols, is_aligned, rank):
+    """The meaning of a load by warp `rank` of those that share the tile."""
+    if isinstance(source, SharedTile):
+        found = here().read(source, rows_of(spec, rank), fence=isinstance(source.spec, st))
+        return found.astype(np.float32).reshape(spec.shape)
+    if is_aligned and (why := global_vectorized.misaligned(source, spec, at, cols)):
+        raise here().hazard(f"aligned load: {why}")
+    view, part = global_elements.window(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)
+    out = np.zeros(spec.shape if isinstance(spec, rt) else spec.length, np.float32)
+    out[part] = view
+    return out.reshape(spec.shape)
+
+
+def shifted(spec, at, rows, cols, rank):
+    """`at`, moved down to the rows of warp `rank`."""
+    if isinstance(spec, rv) and spec.axis == "row_vec":
+        return at
+    axis = (rows if isinstance(spec, rt) else cols) % len(at)
+    step = spec.rows if isinstance(spec, rt) else spec.length
+    return tuple(x + step * rank if k == axis else x for k, x in enumerate(at))
+
+
+# ---- warp scope ----------------------------------------------------------------------------------------------------
+@op(takes_operands=True)
+def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
+    """target[...] = value, rounded to target's dtype, by one warp. target: a shared tile or vector of value's shape; or a
+    global array, where `at` is the index of the first element and the tile runs along axes `rows` and `cols` (a vector along
+    `cols`).
+
+    aligned: a promise that lets a lane move 16 bytes at a time, for tiles in row layout, fp8 only to and from fp8: the array's
+    columns are adjacent and come by 16 bytes, as does `at` along them, and its address and other strides are multiples of 16
+    bytes. For a vector, which can only be loaded so, the promise is that its
+    elements are adjacent. aligned=4: the same with multiples of 4 bytes
+    and columns by two, for stores to 2-byte arrays. The interpreter checks it; on the GPU a broken promise
+    reads or writes elsewhere."""
+    store_rows(target, value, at, rows, cols, aligned, 0)
+
+
+@lowers(store)
+def _(target, value, at, rows: int, cols: int, aligned: int):
+    check_store("store", target, value, at, rows, cols, aligned, 1)
+    return void, lower_store(target, value, rows, cols, aligned, lambda b: b.u32(0))
+
+
+@op(takes_operands=True)
+def load(source, spec, at=None, rows=-2, cols=-1, aligned=False):
+    """The register tile or vector of type `spec` from a shared tile or vector, or a global array (see `store`), by one warp."""
+    return load_rows(source, spec, at, rows, cols, aligned, 0)
+
+
+@lowers(load)
+def _(source, spec: type, at, rows: int, cols: int, aligned: int):
+    check_load("load", source, spec, at, rows, cols, aligned, 1)
+    return spec, lower_load(source, spec, rows, cols, aligned, lambda b: b.u32(0))

@@ -1,0 +1,148 @@
+"""Between registers and shared vectors: how `load` and `store` (load_store.py) move a vector.
+
+    gate = load(gates.wait(j), S.col_vec)          a tile's vector from a shared one, along either axis
+
+A warpgroup's col_vec is 64 elements or more, as long as its tile is high: each warp moves its part.
+
+Here, too: `load_row`, a row of a shared tile as a vector, and `last_element`, an element of a shared vector as a number.
+"""
+
+import numpy as np
+from llvmlite import ir
+from numba.cuda import types
+
+from tiles import ptx
+from tiles.builder import f32, i32
+from tiles.dtypes import fp32
+from tiles.interpreter import here
+from tiles.layout import QUAD
+from tiles.op import integer, lowers, op
+from tiles.types import rt, rv, st, sv
+
+
+def part(spec, rank):
+    """The elements of a shared vector that warp `rank` of those that share it holds: along rows its own, along columns all."""
+    first = spec.length * rank if spec.axis == "col_vec" else 0
+    return range(first, first + spec.length)
+
+
+def check(name, vector, verb, spec, at, warps):
+    """TypeError if `warps` warps cannot move this vector in registers from or to a shared one."""
+    spread = warps if isinstance(spec, rv) and spec.axis == "col_vec" else 1
+    if not isinstance(spec, rv) or spread * spec.length != vector.length:
+        raise TypeError(f"{name}: {vector} does not {verb} {f'{spread} x ' * (spread > 1)}{spec}")
+    if verb == "take" and spread < warps:
+        raise TypeError(f"{name}: all {warps} warps hold the whole {spec}; let one of them store it (ops.store)")
+    if at is not None:
+        raise TypeError(f"{name}: `at` is for global arrays; a shared vector is taken whole, got {at}")
+
+
+def addresses(b, vector, spec, address, first):
+    """The elements that go together (two if the lane's lie in pairs, else one) and the address of each such access."""
+    lane, step = b.lane(), 1 if spec.by_quad else 2
+    own = b.lshr(lane, b.u32(2)) if spec.by_quad else b.mul(b.and_(lane, b.u32(3)), b.u32(2))
+    if spec.axis == "col_vec":
+        own = b.add(own, first)
+    start = ptx.opaque(b, b.add(address, b.mul(own, b.u32(vector.dtype.itemsize))))
+    for i in range(0, spec.elements, step):
+        yield slice(i, i + step), b.add(start, b.u32(spec.element(0, i) * vector.dtype.itemsize))
+
+
+def lower_load(vector, spec, first_row):
+    """The lowering of a load, by a warp whose part begins at first_row(b)."""
+
+    def lower(b, address, *_):
+        return b.from_elements(spec, read(b, vector, spec, address, first_row(b)))
+
+    return lower
+
+
+def read(b, vector, spec, address, first):
+    """This lane's elements of a vector in registers, from a shared one."""
+    step, out = 1 if spec.by_quad else 2, []
+    for _, at in addresses(b, vector, spec, address, first):
+        out += load_elements(b, vector.dtype, step, at)
+    return out
+
+
+def load_elements(b, dtype, count, at, where="shared"):
+    """`count` elements (neighbours: 1, 2, or 4 of fp8) at an address in shared memory, as fp32. where: the state space."""
+    if dtype.itemsize == 4:
+        if count == 1:
+            return [b.asm(f32, f"ld.{where}.f32 $0, [$1];", "=f,r", at)]
+        return b.unpack(b.asm(ir.LiteralStructType([f32] * 2), f"ld.{where}.v2.f32 {{$0, $1}}, [$2];", "=f,=f,r", at))
+    if count * dtype.itemsize == 2:
+        text = f"{{.reg .b16 x;\nld.{where}.b16 x, [$1];\nmov.b32 $0, {{x, x}};}}"
+    else:
+        text = f"ld.{where}.b{8 * count * dtype.itemsize} $0, [$1];"
+    return b.elements(rt(32, 32, dtype), b.pack([b.asm(i32, text, "=r,r", at)]))[:count]
+
+
+def store_elements(b, dtype, elements, at, instruction="st.shared", *bars):
+    """Store neighbours (as many as load_elements brings), given as fp32, at an address in shared memory. bars: the address that
+    an asynchronous instruction is told last; such store 4 bytes or more."""
+    if dtype.itemsize == 4:
+        given, kind = b.unpack(b.from_elements(rt(16, 16, dtype), elements)), ["f32", "v2.f32"][len(elements) - 1]
+    else:
+        word = b.pair if dtype.itemsize == 2 else b.quad
+        given, kind = [word(dtype, *(elements * dtype.run)[: dtype.run])], f"b{8 * len(elements) * dtype.itemsize}"
+    if kind == "b16":
+        b.do(f"{{.reg .b16 lo, hi;\nmov.b32 {{lo, hi}}, $1;\n{instruction}.b16 [$0], lo;}}", at, *given)
+        return
+    names, tail = "$1" if len(given) == 1 else "{$1, $2}", "".join(f", [${1 + len(given)}]" for _ in bars)
+    b.do(f"{instruction}.{kind} [$0], {names}{tail};", at, *given, *bars)
+
+
+def lower_store(vector, spec, first_row):
+    """The lowering of a store, by a warp whose part begins at first_row(b); of the lanes that hold an element one stores it."""
+
+    def lower(b, address, value, *_):
+        elements = b.elements(spec, value)
+        with b.if_then(b.icmp_unsigned("==", b.and_(b.lane(), b.u32(spec.holders)), b.u32(0))):
+            for together, at in addresses(b, vector, spec, address, first_row(b)):
+                store_elements(b, vector.dtype, elements[together], at)
+
+    return lower
+
+
+# ---- parts of what is shared -----------------------------------------------------------------------------------------
+@op
+def load_row(tile, spec, row):
+    """One row of a shared tile as the fp32 row_vec `spec`, by one warp; all its lanes get it."""
+    if not 0 <= row < tile.rows:
+        raise here().hazard(f"row {row} lies outside {tile.spec}")
+    return here().read(tile, range(row, row + 1)).astype(np.float32)
+
+
+@lowers(load_row)
+def _(tile, spec: type, row):
+    if not (isinstance(tile, st) and integer(row)) or spec != rt(16, tile.cols, fp32).row_vec:
+        raise TypeError(f"load_row: takes a shared tile, its fp32 row_vec and an integer, got {tile}, {spec} and {row}")
+
+    def emit(b, address, _, row):
+        size = tile.dtype.itemsize
+        start, swizzle = b.row_address(tile, address, b.u32(row))
+        pair = b.mul(b.and_(b.lane(), b.u32(QUAD - 1)), b.u32(2 * size))
+        out = []
+        for i in range(0, spec.elements, 2):
+            panel, byte = divmod(int(spec.element(0, i)) * size, tile.width)
+            at = b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(b.add(pair, b.u32(byte)), swizzle))
+            out += load_elements(b, tile.dtype, 2, at)
+        ptx.reads_done(b)
+        return b.from_elements(spec, out)
+
+    return spec, emit
+
+
+@op
+def last_element(vector):
+    """The last element of a shared vector, as a number."""
+    return here().read(vector, fence=False)[-1]
+
+
+@lowers(last_element)
+def _(vector):
+    if not isinstance(vector, sv) or vector.dtype is not fp32:
+        raise TypeError(f"last_element: takes an fp32 shared vector, got {vector}")
+    end = vector.nbytes - vector.dtype.itemsize
+    return types.float32, lambda b, address: load_elements(b, fp32, 1, b.add(address, b.u32(end)))[0]

@@ -1,0 +1,130 @@
+"""Shared memory to global memory by TMA, and what TMA can do on the way: add, take the lesser or greater; prefetch to L2.
+
+    warpgroup.tma_store(y, (i, j), tile)           y[i, j]  = tile
+    warpgroup.tma_add(y, (i, j), tile)             y[i, j] += tile, element by element, atomically
+    warpgroup.store_wait()                         `tile` may be written again
+
+Called by a whole warpgroup; its first thread does it. They are ops of `ops.warpgroup`.
+"""
+
+import numpy as np
+from numba.cuda import types
+
+from tiles import ptx
+from tiles.dtypes import bf16, fp16, fp32
+from tiles.interpreter import here
+from tiles.layout import LANES
+from tiles.op import integer, lowers, op
+from tiles.plumbing import void
+from tiles.ring import check_tensor, elected
+from tiles.types import st, sv
+
+from ..threads.warps import FOUR_WARPS, THREADS
+from .shared_tiles import said
+
+
+def _to_global(warp, target, at, tile, fold=None):
+    FOUR_WARPS.meet(warp)
+    if warp.rank == 0:
+        warp.store_async(target, at, tile, fold)
+
+
+@op
+def tma_store(target, at, tile):
+    """target[at] = a shared tile, a part of one or a shared vector that this warpgroup wrote, by TMA; what lies outside the
+    array is left out. Meets first, so that all four warps' stores are in it. Follow with `store_wait` before the end, and with
+    `store_wait` and `sync` before the tile is written again. TMA writes 16 bytes at a time: TypeError for an array whose
+    columns are not a multiple of that, since behind its edge TMA writes the tile's own values up to the next such multiple."""
+    _to_global(here(), target, at, tile)
+
+
+@op
+def tma_add(target, at, tile):
+    """target[at] += a shared tile, as `tma_store`; each element atomically, rounded to the array's dtype every time, so that
+    any number of blocks may add to one tile in any order."""
+    _to_global(here(), target, at, tile, np.add)
+
+
+@op
+def tma_min(target, at, tile):
+    """target[at] = the lesser of itself and a shared tile, as `tma_add`; bf16 and fp16."""
+    _to_global(here(), target, at, tile, np.fmin)
+
+
+@op
+def tma_max(target, at, tile):
+    """target[at] = the greater of itself and a shared tile, as `tma_add`; bf16 and fp16."""
+    _to_global(here(), target, at, tile, np.fmax)
+
+
+@op
+def prefetch(source, at):
+    """Bring source[at], of a tensor, to the L2 cache, for a copy to find it there; nobody waits for it. By one warp's first
+    lane. What lies outside the array is left out."""
+    here().inside(source, at)
+
+
+@op
+def store_wait(newer=0):
+    """Until the bulk stores that this warpgroup's first thread started, all but the `newer` youngest, have read their shared
+    tiles."""
+    if here().rank == 0:
+        here().wait_stores(newer)
+
+
+def _check(name, target, at):
+    check_tensor(name, target)
+    if not (isinstance(at, types.BaseTuple) and 1 <= len(at) <= target.rank and all(map(integer, at))):
+        raise TypeError(f"{name}: `at` must be up to {target.rank} integers, got {said(at)}")
+
+
+def _rule(name, fold, dtypes=None):
+    def rule(target, at, tile):
+        _check(name, target, at)
+        if dtypes and target.tile.dtype not in dtypes:
+            raise TypeError(f"{name}: TMA does this for {', '.join(map(str, dtypes))}, got {target}")
+        if not (isinstance(tile, (st, sv)) and target.tile.alone == tile.alone):
+            raise TypeError(f"{name}: the target takes {target.tile}, got {tile}")
+        if not target.storable:
+            raise TypeError(
+                f"{name}: TMA writes 16 bytes at a time, and would write past columns that are not a multiple of that, the "
+                f"tile's own values up to the next one: {target}; use warpgroup.store, or an array with room"
+            )
+
+        def emit(b, vtarget, vat, vtile):
+            FOUR_WARPS.emit_meet(b)
+            with b.if_then(elected(b, THREADS)):
+                ptx.tma_store(b, target, vtarget, b.unpack(vat), tile, vtile, fold)
+
+        return void, emit
+
+    return rule
+
+
+lowers(tma_store)(_rule("tma_store", None))
+lowers(tma_add)(_rule("tma_add", "add", (fp32, fp16, bf16)))
+lowers(tma_min)(_rule("tma_min", "min", (fp16, bf16)))
+lowers(tma_max)(_rule("tma_max", "max", (fp16, bf16)))
+
+
+@lowers(prefetch)
+def _(source, at):
+    _check("prefetch", source, at)
+
+    def emit(b, vsource, vat):
+        with b.if_then(elected(b, LANES)):
+            ptx.tma_prefetch(b, source, vsource, b.unpack(vat))
+
+    return void, emit
+
+
+@lowers(store_wait)
+def _(newer: int):
+    if newer < 0:
+        raise TypeError(f"store_wait: newer must be 0 or more, got {newer}")
+
+    def emit(b, _):
+        with b.if_then(elected(b, THREADS)):
+            ptx.tma_store_wait(b, newer)
+
+    return void, emit

@@ -1,0 +1,52 @@
+"""Clearing the rows of a shared tile that lie behind the end of a sequence. An op of `ops.warpgroup`."""
+
+import numpy as np
+
+from tiles.interpreter import here
+from tiles.layout import WARPGROUP
+from tiles.op import integer, lowers, op
+from tiles.plumbing import void
+from tiles.types import st
+
+from ..threads.warpgroups import emit_meet, meet
+from ..threads.warps import MOST_GROUPS, THREADS
+
+CHUNK_BYTES = 16  # that a thread writes at once
+
+
+@op
+def zero_rows(tile, first, groups=1):
+    """tile[first:] = 0, in shared memory: behind the end of a sequence lies the next one's data. By the block's first `groups`
+    warpgroups together (2 to 8; 1: by each that calls it, of a tile of its own). All of them meet, and the zeros are then
+    visible to them, to their wgmmas and to TMA."""
+    warp = here()
+    count = WARPGROUP * groups
+    gone = range(min(max(first, 0), tile.rows), tile.rows)
+    share, mine = -(-len(gone) // count), warp.index if groups > 1 else warp.rank
+    if rows := gone[share * mine : share * (mine + 1)]:
+        warp.write(tile, np.zeros((len(rows), tile.cols), np.float32), rows)
+    meet(warp, groups)
+
+
+@lowers(zero_rows)
+def _(tile, first, groups: int):
+    if not isinstance(tile, st) or not integer(first) or not 1 <= groups <= MOST_GROUPS:
+        raise TypeError(
+            f"zero_rows: takes a shared tile, an integer and 1 to {MOST_GROUPS} warpgroups, got {tile}, {first} and {groups}"
+        )
+    threads = THREADS * groups
+    chunks = tile.width // CHUNK_BYTES
+
+    def emit(b, address, row, _):
+        mine, nothing = b.special("tid.x"), b.u32(0)
+        if groups == 1:
+            mine = b.and_(mine, b.u32(THREADS - 1))
+        for panel in range(tile.panels):
+            for start in range(0, tile.rows * chunks, threads):
+                chunk = b.add(mine, b.u32(start))
+                with b.if_then(b.icmp_signed(">=", b.lshr(chunk, b.u32(chunks.bit_length() - 1)), b.u32(row))):
+                    at = b.add(address, b.add(b.mul(chunk, b.u32(CHUNK_BYTES)), b.u32(panel * tile.panel_bytes)))
+                    b.do("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", at, nothing)
+        emit_meet(b, groups)
+
+    return void, emit

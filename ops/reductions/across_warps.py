@@ -1,0 +1,135 @@
+"""Reductions across warps: of what the four of a warpgroup, or all of a block, have each reduced for themselves.
+
+    most = warpgroup.reduce_max(col_max(tile), scratch)        of 64 rows: each warp has reduced its own sixteen
+    size = block.reduce_sum(tile_sum(tile * tile), scratch)
+    if block.reduce_any(tile_any(greater(tile, limit))): ...
+
+Each warp brings a vector or a number, and every warp gets the result. `scratch` is an fp32 shared vector with a part for each
+warp. They meet before they write to it, so that it may be used again and again, and before they read.
+"""
+
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numba.cuda import types
+
+from tiles import ptx
+from tiles.dtypes import fp32
+from tiles.interpreter import here
+from tiles.layout import LANES
+from tiles.op import lowers, number
+from tiles.plumbing import void
+from tiles.ring import elected
+from tiles.types import rv, sv
+
+from ..memory import shared_vectors
+from .reduce import FOLDS
+
+CELL = 4  # elements of a number's part: warps write no cell of 16 bytes that another does
+NEUTRAL = {"max": -np.inf, "min": np.inf, "sum": 0.0, "prod": 1.0}
+VOTES: WeakKeyDictionary = WeakKeyDictionary()  # barrier: {how often it had opened: the flags brought since}
+
+
+def reduced(group, kind, x, scratch):
+    """What a reduction means: of the parts that the group's warps bring, element by element."""
+    warp, ufunc, room = here(), FOLDS[kind][0], _room(x)
+    own, size = group.rank(warp), group.size(warp)
+    if size * room > scratch.length:
+        raise warp.hazard(f"{size} warps bring {room} elements each, and scratch is {scratch.spec}")
+    group.meet(warp)
+    warp.write(scratch, np.broadcast_to(_wide(x), room), range(room * own, room * (own + 1)))
+    group.meet(warp)
+    parts = warp.read(scratch, range(room * size), fence=False).reshape(size, room)
+    out = ufunc.reduce(parts, axis=0)
+    return out.reshape(x.spec.shape) if hasattr(x, "spec") else out[0]
+
+
+def voted(group, decide, flag):
+    """What any and all mean: decide(the flags of all warps)."""
+    warp = here()
+    barrier = group.barrier(warp)
+    flags = VOTES.setdefault(barrier, {}).setdefault(barrier.opened, [])
+    flags.append(bool(flag))
+    barrier.meet(warp, LANES * group.size(warp), what=f"the {group.name}'s vote: ")
+    return decide(flags)
+
+
+def lower_scope(group, *faces):
+    """Complete the ops of a scope: reduce_max, ..., reduce_any, reduce_all, sync."""
+    for face in faces:
+        name, kind = face.__name__, face.__name__.removeprefix("reduce_")
+        lowers(face)(_sync(group) if name == "sync" else (_reduction if kind in FOLDS else _vote)(group, name, kind))
+
+
+def _wide(x):
+    return x.array.astype(np.float32).ravel() if hasattr(x, "array") else np.float32(x)
+
+
+def _room(x):
+    """The elements of a warp's part of scratch."""
+    return x.length if hasattr(x, "length") else CELL
+
+
+def _sync(group):
+    def rule():
+        return void, group.emit_meet
+
+    return rule
+
+
+def _vote(group, name, kind):
+    def rule(flag):
+        if not isinstance(flag, types.Boolean):
+            raise TypeError(f"{group.name}.{name}: takes a condition, such as tile_any(mask), got {flag}")
+
+        def lower(b, value):
+            return ptx.barrier_vote(b, *group.emit_barrier(b), {"any": "or", "all": "and"}[kind], b.u32(value))
+
+        return types.boolean, lower
+
+    return rule
+
+
+def _reduction(group, name, kind):
+    combine = FOLDS[kind][1]
+
+    def rule(x, scratch):
+        if not (number(x) or (isinstance(x, rv) and not x.partial)):
+            raise TypeError(f"{group.name}.{name}: takes a number or a whole vector of each warp, got {x}")
+        room = _room(x)
+        if not (isinstance(scratch, sv) and scratch.dtype is fp32 and scratch.length >= room * (group.warps or 1)):
+            least = f"{group.warps} x {room} elements or more" if group.warps else f"{room} elements a warp"
+            raise TypeError(f"{group.name}.{name}: scratch must be an fp32 shared vector of {least}, got {scratch}")
+        held = replace(x, dtype=fp32) if isinstance(x, rv) else None
+        parts = group.warps or scratch.length // room
+
+        def at(b, address, part):
+            return b.add(address, b.mul(b.u32(part), b.u32(room * fp32.itemsize)))
+
+        def lower(b, value, address):
+            group.emit_meet(b)
+            own = at(b, address, group.emit_rank(b))
+            if held:
+                shared_vectors.lower_store(scratch, held, lambda b: b.u32(0))(b, own, b.pack(b.elements(x, value)))
+            else:
+                with b.if_then(elected(b, LANES)):
+                    b.do("st.shared.f32 [$0], $1;", own, b.real(value))
+            group.emit_meet(b)
+            size, folded = group.emit_warps(b), None
+            for k in range(parts):
+                found = at(b, address, k)
+                found = (
+                    shared_vectors.read(b, scratch, held, found, b.u32(0))
+                    if held
+                    else shared_vectors.load_elements(b, fp32, 1, found)
+                )
+                if not group.warps:  # scratch may have room for more warps than there are
+                    present = b.icmp_unsigned(">", size, b.u32(k))
+                    found = [b.select(present, e, b.real(NEUTRAL[kind])) for e in found]
+                folded = [combine(b, e, f) for e, f in zip(folded, found, strict=True)] if folded else found
+            return b.from_elements(x, folded) if held else folded[0]
+
+        return x if held else types.float32, lower
+
+    return rule

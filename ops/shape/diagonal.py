@@ -1,0 +1,56 @@
+"""A warp's 16 of 64 columns: those with the numbers of its own 16 rows, as rows, or as the block on the diagonal. Ops of
+`ops.warpgroup`."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from tiles.interpreter import here
+from tiles.layout import WARPGROUP
+from tiles.op import lowers, op
+from tiles.types import rt, rv
+
+from ..threads.warps import FOUR_WARPS
+from .transpose import to_quads
+
+BASE = 16  # rows of a warp
+
+
+def _own(b, registers):
+    """This warp's quarter of registers, of which every warp has all four."""
+    rank, count = FOUR_WARPS.emit_rank(b), len(registers) // WARPGROUP
+    own = registers[:count]
+    for w in range(1, WARPGROUP):
+        is_mine = b.icmp_unsigned("==", rank, b.u32(w))
+        own = [b.select(is_mine, x, y) for x, y in zip(registers[w * count :][:count], own, strict=True)]
+    return own
+
+
+@op
+def own_rows(vector):
+    """The warp's 16 elements of a row_vec of 64, as the col_vec of its rows: what the warpgroup's 64 x 64 tile, one of whose
+    sides is the vector's, has on its other side."""
+    first = BASE * here().rank
+    return np.ascontiguousarray(vector.array[:, first : first + BASE].T)
+
+
+@lowers(own_rows)
+def _(vector):
+    if not isinstance(vector, rv) or vector.partial or vector.by_quad or vector.length != WARPGROUP * BASE:
+        raise TypeError(f"own_rows: takes a row_vec of {WARPGROUP * BASE} elements, got {vector}")
+    out = replace(vector, length=BASE, axis="col_vec" if vector.axis == "row_vec" else "row_vec")
+    return out, lambda b, value: b.pack(to_quads(b, _own(b, b.unpack(value))))
+
+
+@op
+def own_block(tile):
+    """The 16 x 16 block that this warp's rt(16, 64) has on the diagonal of its warpgroup's 64 x 64 tile."""
+    first = BASE * here().rank
+    return tile.array[:, first : first + BASE]
+
+
+@lowers(own_block)
+def _(tile):
+    if not isinstance(tile, rt) or tile.shape != (BASE, WARPGROUP * BASE) or tile.layout != "row":
+        raise TypeError(f"own_block: takes rt({BASE}, {WARPGROUP * BASE}) in row layout, got {tile}")
+    return rt(BASE, BASE, tile.dtype), lambda b, value: b.pack(_own(b, b.unpack(value)))

@@ -1,0 +1,118 @@
+"""Several warpgroups of a block: they meet, or take turns. Ops of `ops.warpgroup`."""
+
+from dataclasses import dataclass
+
+from tiles import ptx
+from tiles.interpreter import here
+from tiles.op import integer, lowers, op
+from tiles.plumbing import compile_time, void
+
+from .warps import FOUR_WARPS, MOST_GROUPS, THREADS, TOGETHER
+
+
+@op
+def sync_several(groups):
+    """The block's first `groups` warpgroups meet, 1 (each by itself) to 8. What they wrote to shared memory is then visible to
+    all of them, to their wgmmas and to TMA."""
+    meet(here(), groups)
+
+
+@lowers(sync_several)
+def _(groups: int):
+    if not 1 <= groups <= MOST_GROUPS:
+        raise TypeError(f"sync_several: takes 1 to {MOST_GROUPS} warpgroups, got {groups}")
+    return void, lambda b, _: emit_meet(b, groups)
+
+
+def meet(warp, groups):
+    """The block's first `groups` warpgroups come here, or the warp's own alone."""
+    if groups == 1:
+        return FOUR_WARPS.meet(warp)
+    threads = THREADS * groups
+    warp.fence_async()
+    warp.block.named(TOGETHER, threads).meet(warp, threads, what=f"the meeting of {groups} warpgroups: ")
+
+
+def emit_meet(b, groups):
+    """As `meet`."""
+    if groups == 1:
+        return FOUR_WARPS.emit_meet(b)
+    ptx.fence_async(b)
+    ptx.named_barrier(b, b.u32(TOGETHER), b.u32(THREADS * groups))
+
+
+# ---- taking turns --------------------------------------------------------------------------------------------------
+@compile_time
+@dataclass(frozen=True)
+class ping_pong:
+    """`players` warpgroups, numbered from 0, take turns to issue their mmas, so that one's softmax runs under another's mma.
+    Player i waits for named barrier `first` + i; more than one player."""
+
+    players: int = 2
+    first: int = 1
+
+    def __post_init__(self):
+        if self.players < 2 or self.first < 1 or self.first + self.players > TOGETHER:
+            raise ValueError(
+                f"ping_pong: 2 or more players on named barriers 1 to {TOGETHER - 1}, got {self.players} from {self.first} on"
+            )
+
+    def __str__(self):
+        return f"ping_pong({self.players} players)"
+
+    def _arrive(self, warp, player, sync):
+        if not 0 <= player <= self.players:
+            raise warp.hazard(f"{self} has no player {player}")
+        player %= self.players
+        what = f"the turn of player {player} (`begin` grants the first, `give` the next): "
+        warp.block.named(self.first + player, 2 * THREADS).meet(warp, 2 * THREADS, sync, what)
+
+    @op
+    def begin(self, me):
+        """Once, before the first `take`: the first turn is player 0's (unprimed, all would wait for ever)."""
+        if me == self.players - 1:
+            self._arrive(here(), 0, sync=False)
+
+    @op
+    def take(self, me):
+        """Wait for my turn."""
+        self._arrive(here(), me, sync=True)
+
+    @op
+    def give(self, me):
+        """The next player's turn."""
+        self._arrive(here(), me + 1, sync=False)
+
+
+def _needs_player(name, me):
+    if not integer(me):
+        raise TypeError(f"{name}: the player's number must be an integer, got {me}")
+
+
+@lowers(ping_pong.begin)
+def _(turn, me):
+    _needs_player("begin", me)
+
+    def emit(b, _, me):
+        with b.if_then(b.icmp_unsigned("==", b.u32(me), b.u32(turn.players - 1))):
+            ptx.named_barrier(b, b.u32(turn.first), 2 * THREADS, sync=False)
+
+    return void, emit
+
+
+@lowers(ping_pong.take)
+def _(turn, me):
+    _needs_player("take", me)
+    return void, lambda b, _, me: ptx.named_barrier(b, b.add(b.u32(me), b.u32(turn.first)), 2 * THREADS)
+
+
+@lowers(ping_pong.give)
+def _(turn, me):
+    _needs_player("give", me)
+
+    def emit(b, _, me):
+        is_last = b.icmp_unsigned("==", b.u32(me), b.u32(turn.players - 1))
+        after = b.select(is_last, b.u32(turn.first), b.add(b.u32(me), b.u32(turn.first + 1)))
+        ptx.named_barrier(b, after, 2 * THREADS, sync=False)
+
+    return void, emit

@@ -1,0 +1,61 @@
+"""Warps that meet: the four of a warpgroup, or all of a block. Each group has a named barrier of its own."""
+
+from dataclasses import dataclass
+
+from tiles import ptx
+from tiles.layout import LANES, WARPGROUP
+
+# Who meets at which of a block's 16 named barriers: all its warps at 0, warpgroups that play `ping_pong` at those before
+# TOGETHER, several warpgroups at TOGETHER, warpgroup g by itself at LAST_NAMED - g.
+LAST_NAMED, MOST_GROUPS = 15, 8
+TOGETHER = LAST_NAMED - MOST_GROUPS
+THREADS = WARPGROUP * LANES
+
+
+@dataclass(frozen=True)
+class Group:
+    """A scope of several warps. `warps`: how many, None if that is the launch's to say."""
+
+    name: str
+    warps: int | None
+
+    # -- in the interpreter
+    def size(self, warp):
+        """How many warps there are."""
+        return self.warps or warp.block.size
+
+    def rank(self, warp):
+        """The warp's number among them."""
+        return warp.index % self.size(warp)
+
+    def barrier(self, warp):
+        """The named barrier where they meet."""
+        return warp.block.named(LAST_NAMED - warp.group if self.warps else 0, LANES * self.size(warp))
+
+    def meet(self, warp):
+        """All of them come here. What they wrote to shared memory is then visible to all, and to the asynchronous proxy."""
+        warp.fence_async()
+        self.barrier(warp).meet(warp, LANES * self.size(warp), what=f"the {self.name}'s meeting: ")
+
+    # -- as lowered
+    def emit_warps(self, b):
+        """How many warps there are."""
+        return b.u32(self.warps) if self.warps else b.udiv(b.special("ntid.x"), b.u32(LANES))
+
+    def emit_rank(self, b):
+        """The warp's number among them."""
+        return b.and_(b.warp(), b.u32(self.warps - 1)) if self.warps else b.warp()
+
+    def emit_barrier(self, b):
+        """(number, threads) of the named barrier where they meet."""
+        if self.warps:
+            return b.sub(b.u32(LAST_NAMED), b.warpgroup()), b.u32(LANES * self.warps)
+        return b.u32(0), b.special("ntid.x")
+
+    def emit_meet(self, b):
+        """As `meet`."""
+        ptx.fence_async(b)
+        ptx.named_barrier(b, *self.emit_barrier(b))
+
+
+FOUR_WARPS, ALL_WARPS = Group("warpgroup", WARPGROUP), Group("block", None)

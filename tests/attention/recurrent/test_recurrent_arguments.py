@@ -1,0 +1,350 @@
+"""The arguments of linear attention's members: what a valid call becomes; every invalid one says which argument and values."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from attention import based, delta_rule, hedgehog, linear, linear_step, mamba2, reference
+from attention.recurrent import rules
+from attention.recurrent.based import BASED
+from attention.recurrent.delta_rule import DELTA_RULE
+from attention.recurrent.hedgehog import HEDGEHOG
+from attention.recurrent.linear import LINEAR
+from attention.recurrent.mamba2 import MAMBA2
+from attention.recurrent.step import STEP
+from tiles.frameworks import describe
+
+bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
+EXTENTS = dict(B=2, S=5, G=3, H=6, K=32, V=16, N=2, E=2, F=160)
+MEMBERS = {  # name: the function, its schema, extents that are its own
+    "linear": (linear, LINEAR, {}),
+    "delta_rule": (delta_rule, DELTA_RULE, {}),
+    "mamba2": (mamba2, MAMBA2, {}),
+    "linear_step": (linear_step, STEP, {}),
+    "based": (based, BASED, {"K": 16}),
+    "hedgehog": (hedgehog, HEDGEHOG, {"F": 64}),
+}
+every = pytest.mark.parametrize("member", MEMBERS)
+
+
+def zeros(*shape, dtype=bf16):
+    return np.zeros(shape, dtype)
+
+
+def valid(member, name, choice=0, **extents):
+    """A plain valid argument."""
+    _, schema, own = MEMBERS[member]
+    argument = schema.arguments[name]
+    dtype = bf16 if argument.holds == "tile" else np.dtype(argument.dtypes[0])
+    return np.zeros([(EXTENTS | own | extents)[axis] for axis in argument.axes[choice]], dtype)
+
+
+def needed(member, **extents):
+    """All that must be given, and is valid."""
+    schema = MEMBERS[member][1]
+    return {name: valid(member, name, **extents) for name in schema.names if schema.arguments[name].needed}
+
+
+def call(member="linear", options=None, **arrays):
+    """The function, of NumPy arrays; what it needs is there and valid unless given."""
+    return MEMBERS[member][0](**needed(member) | arrays, **(options or {}))
+
+
+def problem(member="linear", layout="bshd", **arrays):
+    """What a call becomes."""
+    schema = MEMBERS[member][1]
+    given = needed(member) | arrays
+    forms = {name: describe(given[name], name).form for name in schema.names if name in given}
+    found = schema.problem(forms, layout)
+    rules.check(found, *(("B", "x") if member == "mamba2" else ()))
+    return found
+
+
+# ---- valid calls -----------------------------------------------------------------------------------------------------
+def test_extents_and_results():
+    p = problem(initial_state=valid("linear", "initial_state"))
+    assert p("BSGHKVN") == (2, 5, 3, 6, 32, 16, 2) and (p.dtype, p.layout, p.device) == ("bfloat16", "bshd", None)
+    assert p.made("out") == ((2, 5, 6, 16), "bfloat16") and p.made("state") == ((2, 6, 32, 16), "float32")
+    assert p.made("final_z") == ((2, 6, 32), "float32") and p["initial_state"].form.shape == (2, 6, 32, 16)
+    assert p["q"].form.strides == (5 * 3 * 64, 3 * 64, 64, 2) and p["out"].form.strides == (5 * 6 * 32, 6 * 32, 32, 2)
+    assert p.by_tma and rules.scale_of(p, None) == 32**-0.5 and not rules.by_channel(p) and not rules.varlen(p)
+
+
+@every
+def test_the_first_argument_says_whose_arrays_are_made(member):
+    schema = MEMBERS[member][1]
+    assert problem(member).member == schema.name == member
+    first = schema.arguments[schema.names[0]]
+    assert first.holds == "tile" and first.needed and "out" in schema.names
+
+
+def test_mamba2_has_its_own_names_and_a_transposed_state():
+    given = dict(initial_states=valid("mamba2", "initial_states"), D=valid("mamba2", "D", 1), z=valid("mamba2", "z"))
+    p = problem("mamba2", **given)
+    assert p("HGKV") == (6, 3, 32, 16) and p.made("states")[0] == (2, 6, 16, 32)
+    assert p["C"].form.shape == (2, 5, 3, 32) and p["x"].form.shape == (2, 5, 6, 16) and p["D"].form.shape == (6, 16)
+
+
+def test_a_step_has_no_sequence():
+    p = problem("linear_step", decay=valid("linear_step", "decay", 1))
+    assert p("B") == (2,) and p.made("out")[0] == (2, 6, 16) and p["state"].form.shape == (2, 6, 32, 16)
+
+
+@pytest.mark.parametrize("member", ["linear", "delta_rule"])
+@pytest.mark.parametrize("choice, shape", list(enumerate([(6,), (2, 5, 6), (2, 5, 6, 32)])))
+def test_forms_of_decay(member, choice, shape):
+    decay = valid(member, "decay", choice)
+    p = problem(member, decay=decay)
+    assert p["decay"].form.shape == shape and rules.by_channel(p) == (choice == 2)
+    assert problem(member, decay=decay.astype(bf16))["decay"].form.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("member", ["linear", "delta_rule"])
+def test_sequences_of_one_batch(member):
+    one = needed(member, B=1, S=9)
+    ends = zeros(4, dtype=np.int64)
+    p = problem(member, **one, cu_seqlens=ends, initial_state=zeros(3, 6, 32, 16, dtype=f32))
+    assert p("BNS") == (1, 3, 9) and p.made("state")[0] == (3, 6, 32, 16) and rules.varlen(p)
+    assert p["cu_seqlens"].form.dtype == "int64"
+
+
+def test_layouts_differ_only_in_the_callers_axes():
+    arrays = needed("delta_rule") | {"decay": valid("delta_rule", "decay", 2)}
+    turned = {name: x.swapaxes(1, 2) for name, x in arrays.items()}
+    bshd, bhsd = problem("delta_rule", **arrays), problem("delta_rule", "bhsd", **turned)
+    assert bhsd.forms == bshd.forms and bhsd.extents == bshd.extents
+    assert bhsd.made("out")[0] == (2, 6, 5, 16) and bhsd["out"].form.shape == (2, 5, 6, 16)
+    assert bhsd["out"].form.strides == (6 * 5 * 32, 32, 5 * 32, 2) and bhsd.made("state")[0] == (2, 6, 32, 16)
+
+
+@pytest.mark.parametrize("member", ["linear", "delta_rule", "mamba2", "based", "hedgehog"])
+@pytest.mark.parametrize("empty", [{"B": 0, "N": 0}, {"S": 0}])
+def test_empty_tensors(member, empty):
+    given = needed(member, **empty)
+    values = given["x" if member == "mamba2" else "v"]
+    assert call(member, **given).shape == values.shape
+
+
+def test_strides_that_do_not_matter_and_broadcast_gates():
+    q = np.lib.stride_tricks.as_strided(zeros(160), (1, 5, 1, 32), (6, 64, -14, 2))
+    p = problem(q=q, k=q, v=q, decay=np.broadcast_to(f32(-1), (1, 5, 1)))
+    assert p.by_tma and p["decay"].form.strides == (0, 0, 0)
+
+
+def test_a_state_may_lie_as_it_likes():
+    turned = zeros(2, 6, 16, 32, dtype=f32).swapaxes(2, 3)
+    assert problem(initial_state=turned)["initial_state"].form.strides == (6 * 16 * 128, 16 * 128, 4, 128)
+
+
+VIEWS = {
+    "sequence backwards": lambda x: x[:, ::-1],
+    "heads backwards": lambda x: x[:, :, ::-1],
+    "one row for all": lambda x: np.broadcast_to(x[:, :1], x.shape),
+    "one head for all": lambda x: np.broadcast_to(x[:, :, :1], x.shape),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("name", "qkv")
+@pytest.mark.parametrize("member", ["linear", "delta_rule"])
+def test_any_strides(member, name, view):
+    """Negative ones and 0, of each argument; and of out."""
+    rng = np.random.default_rng(0)
+    given = {key: (rng.standard_normal((1, 70, 2, 64)) / 4).astype(bf16) for key in "qkv"}
+    beta = {"beta": np.full((1, 70, 2), 0.5, f32)} if member == "delta_rule" else {}
+    given[name] = VIEWS[view](given[name])
+    plain = {key: np.ascontiguousarray(x) for key, x in given.items()} | beta
+    out = np.full((1, 70, 2, 64), np.nan, bf16)[:, ::-1, ::-1]
+    assert call(member, **given | beta, out=out) is out
+    reference.assert_close(out, reference.linear(**plain)[0], reference.linear(**plain, low=True)[0])
+
+
+@every
+def test_inputs_may_overlap(member):
+    """Whatever is not written."""
+    _, schema, _ = MEMBERS[member]
+    given = needed(member, G=6, K=16)
+    memory = np.zeros(max(x.nbytes for x in given.values()), np.uint8)
+    shared = {name: np.ndarray(x.shape, x.dtype, memory) for name, x in given.items() if not schema.arguments[name].written}
+    assert call(member, **given | shared).shape == given["x" if member == "mamba2" else "v"].shape
+
+
+# ---- invalid calls ---------------------------------------------------------------------------------------------------
+T, V = TypeError, ValueError
+REAL = "dtype must be one of ('float32', 'bfloat16', 'float16')"
+INVALID = [
+    (dict(q=zeros(2, 5, 32)), V, "q: must have the axes B, S, Hk, Dk: q.shape=(2, 5, 32)"),
+    (dict(q=zeros(2, 5), options={"layout": "bhsd"}), V, "q: must have the axes B, Hk, S, Dk: q.shape=(2, 5)"),
+    (dict(decay=zeros(2, 6, dtype=f32)), V, "decay: must have the axes H; or B, S, H; or B, S, H, Dk: decay.shape=(2, 6)"),
+    (dict(q=zeros(2, 5, 3, 32, dtype=f32)), T, "q: dtype must be one of ('bfloat16', 'float16'): q.dtype='float32'"),
+    (dict(v=zeros(2, 5, 6, 16, dtype=f16)), T, "v: dtype must be q's: v.dtype='float16', q.dtype='bfloat16'"),
+    (dict(decay=zeros(6, dtype=float)), T, f"decay: {REAL}: decay.dtype='float64'"),
+    (dict(initial_state=zeros(2, 6, 32, 16)), T, "initial_state: dtype must be one of ('float32',): initial_state.dtype='bf"),
+    (
+        dict(cu_seqlens=zeros(3, dtype=f32)),
+        T,
+        "cu_seqlens: dtype must be one of ('int32', 'int64'): cu_seqlens.dtype='float32'",
+    ),
+    (dict(k=zeros(3, 5, 3, 32)), V, "k: batch must equal q's: k.shape=(3, 5, 3, 32), q.shape=(2, 5, 3, 32)"),
+    (dict(k=zeros(2, 5, 2, 32)), V, "k: heads must equal q's: k.shape=(2, 5, 2, 32), q.shape=(2, 5, 3, 32)"),
+    (dict(v=zeros(2, 7, 6, 16)), V, "v: sequence must equal q's: v.shape=(2, 7, 6, 16), q.shape=(2, 5, 3, 32)"),
+    (dict(v=zeros(2, 5, 4, 16)), V, "v: heads must be a multiple of q's: v.shape=(2, 5, 4, 16), q.shape=(2, 5, 3, 32)"),
+    (dict(k=zeros(2, 5, 3, 48)), V, "k: key_dim must equal q's: k.shape=(2, 5, 3, 48), q.shape=(2, 5, 3, 32)"),
+    (dict(v=zeros(2, 5, 6, 24)), V, "v: value_dim must be a multiple of 16, from 16 to 256: 24, v.shape=(2, 5, 6, 24)"),
+    (dict(v=zeros(2, 5, 6, 272)), V, "v: value_dim must be a multiple of 16, from 16 to 256: 272"),
+    (dict(q=zeros(2, 5, 3, 0), k=zeros(2, 5, 3, 0)), V, "q: key_dim must be a multiple of 16, from 16 to 256: 0"),
+    (dict(q=zeros(2, 5, 0, 32), k=zeros(2, 5, 0, 32)), V, "q: must have at least one head: v.shape=(2, 5, 6, 16), q.shape=(2,"),
+    (dict(decay=zeros(3, dtype=f32)), V, "decay: heads must equal v's: decay.shape=(3,), v.shape=(2, 5, 6, 16)"),
+    (
+        dict(initial_state=zeros(3, 6, 32, 16, dtype=f32)),
+        V,
+        "initial_state: sequences must equal q's: initial_state.shape=(3, ",
+    ),
+    (dict(initial_state=zeros(2, 6, 16, 32, dtype=f32)), V, "initial_state: key_dim must equal q's: initial_state.shape=(2"),
+    (dict(cu_seqlens=zeros(3, dtype=np.int32)), V, "cu_seqlens: batch must be 1, all sequences one behind the other: cu_"),
+    (dict(cu_seqlens=zeros(1, dtype=np.int32)), V, "cu_seqlens: must have two elements or more: cu_seqlens.shape=(1,)"),
+    (dict(options={"layout": "sbhd"}), V, "layout: must be one of ('bshd', 'bhsd'): layout='sbhd'"),
+    (dict(options={"layout": ["bshd"]}), T, "layout: must be one of ('bshd', 'bhsd'): layout=['bshd']"),
+    (dict(options={"normalize": 1}), T, "normalize: must be a bool: normalize=1"),
+    (dict(options={"return_state": 1}), T, "return_state: must be a bool: return_state=1"),
+    (dict(options={"scale": "1"}), T, "scale: must be a number or None: scale='1'"),
+    (dict(options={"scale": float("nan")}), V, "scale: must be finite in float32: scale=nan"),
+    (dict(options={"scale": 1e40}), V, "scale: must be finite in float32: scale=1e+40"),
+    (dict(options={"family": "sm_70"}), V, "family: must be None or one of ('sm_80', 'sm_90'): family='sm_70'"),
+    (dict(k=zeros(2, 5, 3, 64)[..., ::2]), V, "k: last axis must be contiguous: k.strides=(1920, 384, 128, 4)"),
+    (dict(decay=zeros(2, 5, 6, 64, dtype=f32)[..., ::2]), V, "decay: last axis must be contiguous: decay.strides=(7680, "),
+    (dict(decay=zeros(2, 5, 6, dtype=f32)[::-1]), V, "decay: strides must not be negative: decay.strides=(-120, 24, 4)"),
+    (dict(out=zeros(2, 5, 6, 32)), V, "out: value_dim must equal v's: out.shape=(2, 5, 6, 32), v.shape=(2, 5, 6, 16)"),
+    (
+        dict(out=np.lib.stride_tricks.as_strided(zeros(960), (2, 5, 6, 16), (0, 192, 32, 2))),
+        V,
+        "out: its elements must not over",
+    ),
+    (
+        dict(member="delta_rule", beta=zeros(2, 6, 5, dtype=f32)),
+        V,
+        "beta: sequence must equal q's: beta.shape=(2, 6, 5), q.shape=",
+    ),
+    (dict(member="delta_rule", beta=None), T, "beta: must be an array"),
+    (dict(member="mamba2", dt=zeros(2, 5, 3, dtype=f32)), V, "dt: heads must equal x's: dt.shape=(2, 5, 3), x.shape=(2, 5, 6"),
+    (dict(member="mamba2", C=zeros(2, 5, 3, 16)), V, "C: key_dim must equal B's: C.shape=(2, 5, 3, 16), B.shape=(2, 5, 3, 32)"),
+    (
+        dict(member="mamba2", B=zeros(2, 5, 4, 32), C=zeros(2, 5, 4, 32)),
+        V,
+        "x: heads must be a multiple of B's: x.shape=(2, 5, ",
+    ),
+    (
+        dict(member="mamba2", D=zeros(6, 32, dtype=f32)),
+        V,
+        "D: value_dim must equal x's: D.shape=(6, 32), x.shape=(2, 5, 6, 16)",
+    ),
+    (dict(member="mamba2", options={"dt_softplus": 1}), T, "dt_softplus: must be a bool: dt_softplus=1"),
+    (
+        dict(member="linear_step", decay=zeros(2, 5, 6, 32, dtype=f32)),
+        V,
+        "decay: must have the axes H; or B, H; or B, H, Dk: decay.",
+    ),
+    (
+        dict(member="based", initial_state=zeros(2, 6, 160, 16, dtype=f32)),
+        T,
+        "initial_state: must be a pair (state, z) with norm",
+    ),
+    (
+        dict(member="based", initial_state=zeros(2, 6, 159, 16, dtype=f32), options={"normalize": False}),
+        V,
+        "initial_state: must have 160 features: initial_state.shape=(2, 6, 159, 16)",
+    ),
+    (
+        dict(member="hedgehog", k_map=zeros(3, 32, 65)),
+        V,
+        "k_map: features must equal q_map's: k_map.shape=(3, 32, 65), q_map.shape",
+    ),
+    (
+        dict(member="hedgehog", alphas=zeros(5, dtype=f32)),
+        V,
+        "alphas: heads must equal v's: alphas.shape=(5,), v.shape=(2, 5, 6,",
+    ),
+    (dict(member="hedgehog", betas=zeros(6)), T, "betas: dtype must be one of ('float32',): betas.dtype='bfloat16'"),
+    (dict(member="hedgehog", options={"window": 65}), V, "window: must be 64: window=65"),
+]
+
+
+@pytest.mark.parametrize("arguments, error, message", INVALID, ids=[message[:60] for *_, message in INVALID])
+def test_invalid(arguments, error, message):
+    for _ in range(2):  # a refusal is never remembered as a success
+        with pytest.raises(error) as raised:
+            call(**arguments)
+        assert str(raised.value).startswith(message)
+
+
+@every
+def test_a_missing_array_is_named(member):
+    for name in needed(member):
+        with pytest.raises(TypeError, match=rf"^{name}: must be an array"):
+            call(member, **{name: None})
+
+
+@every
+def test_devices(member):
+    schema = MEMBERS[member][1]
+    forms = {name: describe(x, name).form for name, x in needed(member).items()}
+    for name in schema.names[1:]:
+        if name in forms:
+            with pytest.raises(ValueError, match=rf"^{name}: must lie where {schema.names[0]} does .*{name}\.device=1"):
+                schema.problem(forms | {name: forms[name]._replace(device=1)})
+
+
+@pytest.mark.parametrize(
+    "member, name", [("linear", "q"), ("linear", "out"), ("delta_rule", "k"), ("mamba2", "x"), ("based", "v")]
+)
+def test_addresses_between_elements(member, name):
+    plain = valid(member, name)
+    shifted = np.ndarray(plain.shape, bf16, np.zeros(plain.nbytes + 1, np.uint8), offset=1)
+    with pytest.raises(
+        ValueError, match=rf"^{name}: address and strides must be multiples of its elements' 2 bytes: address \d"
+    ):
+        call(member, **{name: shifted})
+
+
+@pytest.mark.parametrize("member", ["based", "hedgehog"])
+def test_what_is_for_hopper_wants_multiples_of_16_bytes(member):
+    plain = valid(member, "v")
+    shifted = np.ndarray(plain.shape, bf16, np.zeros(plain.nbytes + 16, np.uint8), offset=8)
+    for v in shifted, plain[:, ::-1]:
+        with pytest.raises(
+            ValueError, match=rf"^attention.{member}: takes addresses and positive strides that are multiples of 16"
+        ):
+            call(member, v=v)
+
+
+@pytest.mark.parametrize("name", ["q", "decay", "initial_state"])
+def test_out_lies_apart(name):
+    given = valid("linear", name, 1 if name == "decay" else 0)
+    memory = np.zeros(2 * given.nbytes + 2 * 5 * 6 * 32, np.uint8)
+    overlapping = np.ndarray(given.shape, given.dtype, memory)
+    out = np.ndarray((2, 5, 6, 16), bf16, memory, offset=given.nbytes - 16)
+    with pytest.raises(ValueError, match=rf"^out: must not overlap {name}: out at 0x\w+, {name} at 0x\w+, out\.shape="):
+        call(**{name: overlapping}, out=out)
+
+
+def test_a_step_s_state_lies_apart():
+    state, q = valid("linear_step", "state"), valid("linear_step", "q")
+    inside = np.ndarray(q.shape, bf16, state)
+    with pytest.raises(ValueError, match=r"^state: must not overlap q: state at 0x\w+, q at 0x\w+, state\.shape="):
+        call("linear_step", state=state, q=inside)
+    with pytest.raises(ValueError, match=r"^(state|out): must not overlap (out|state)"):
+        call("linear_step", state=state, out=np.ndarray((2, 6, 16), bf16, state))
+
+
+@pytest.mark.parametrize("member, name", [("linear", "out"), ("linear_step", "state"), ("mamba2", "out"), ("hedgehog", "out")])
+def test_what_is_written_must_be_writable(member, name):
+    given = valid(member, name)
+    given.flags.writeable = False
+    with pytest.raises(ValueError, match=f"^{name}: must be writable, and this array is read-only"):
+        call(member, **{name: given})
+
+
+def test_the_state_of_a_step_must_be_one_piece_of_memory_each():
+    state = np.lib.stride_tricks.as_strided(zeros(6, 32, 16, dtype=f32), (2, 6, 32, 16), (0, 2048, 64, 4))
+    with pytest.raises(ValueError, match="^state: its elements must not overlap each other: state.strides=.0, "):
+        call("linear_step", state=state)

@@ -1,0 +1,84 @@
+"""attention/softmax/online.py: what has been seen of keys block by block, in any order, and merged, is the softmax of all."""
+
+import math
+
+import numpy as np
+import pytest
+from numba import cuda
+
+import tiles
+from attention.softmax.online import SLACK, Softmax
+from ops import load, mma_AB, store
+from tiles import bf16, fp32, inlined, rt
+from tiles.arguments import parameter
+from tiles.compiler import compile_kernel
+
+S, V, O = rt(16, 32, fp32), rt(32, 16, bf16, "col"), rt(16, 16, fp32)
+softmax = Softmax(O)
+SCALE, BLOCKS = 0.7, 5
+
+
+@inlined
+def block(seen, scores, values, j, slack):
+    s = load(scores, S, (0, 32 * j))
+    seen = seen.moved(s, SCALE, slack)
+    p = seen.weights(s, SCALE)
+    return seen._replace(o=mma_AB(seen.rescaled(), bf16(p), load(values, V, (32 * j, 0)))).add(p)
+
+
+@cuda.jit
+def attend(scores, values, out, lse, first, slack):
+    """Blocks before `first` are one part, the others another."""
+    left, right = softmax.begin(), softmax.begin()
+    for j in range(first):
+        left = block(left, scores, values, j, slack)
+    for j in range(first, BLOCKS):
+        right = block(right, scores, values, j, slack)
+    o, l = left.merge(right, SCALE).finish(SCALE)
+    store(out, o, (0, 0))
+    store(lse, l, (0,))
+
+
+def inputs(seed=0, spread=8.0):
+    rng = np.random.default_rng(seed)
+    scores = (rng.standard_normal((16, 32 * BLOCKS)) * spread).astype(np.float32)
+    return scores, rng.standard_normal((32 * BLOCKS, 16)).astype(np.float32).astype(bf16.np)
+
+
+def expected(scores, values):
+    """In float64; powers of 2, as the kernels count them."""
+    weights = np.exp2(SCALE * scores.astype(np.float64) - SCALE * scores.max(axis=1, keepdims=True))
+    total = weights.sum(axis=1, keepdims=True)
+    lse = (np.log2(total) + SCALE * scores.max(axis=1, keepdims=True)) * math.log(2)
+    return weights @ values.astype(np.float64) / total, lse[:, 0]
+
+
+@pytest.mark.parametrize("slack", [0.0, SLACK / SCALE, 30 / SCALE])
+@pytest.mark.parametrize("first", range(BLOCKS + 1))
+def test_blocks_and_parts_make_a_softmax(first, slack):
+    """A part that has seen nothing changes nothing; with a slack of 30 the maximum moves once, at the first block."""
+    scores, values = inputs(first)
+    out, lse = np.full((16, 16), np.nan, np.float32), np.full(16, np.nan, np.float32)
+    tiles.launch(attend, 1, 32)(scores, values, out, lse, first, slack)
+    ref, ref_lse = expected(scores, values)
+    assert np.abs(out - ref).max() < 2e-2 and np.abs(lse - ref_lse).max() < 1e-4
+
+
+def test_rows_that_see_no_key():
+    """-inf everywhere: 0 and -inf, in one part or in both."""
+    scores, values = inputs()
+    scores[3], scores[5, :64] = -np.inf, -np.inf
+    out, lse = np.full((16, 16), np.nan, np.float32), np.full(16, np.nan, np.float32)
+    tiles.launch(attend, 1, 32)(scores, values, out, lse, 2, SLACK / SCALE)
+    assert (out[3] == 0).all() and lse[3] == -np.inf
+    ref, ref_lse = expected(np.where(np.isneginf(scores), -1e4, scores), values)
+    assert np.abs(out[5] - ref[5]).max() < 2e-2 and abs(lse[5] - ref_lse[5]) < 1e-4
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_it_stays_in_registers(arch):
+    scores, values = inputs()
+    given = scores, values, np.zeros((16, 16), np.float32), np.zeros(16, np.float32), 2, 1.0
+    types = tuple(parameter(f"x{k}", x).type for k, x in enumerate(given))
+    found = compile_kernel(attend, types, arch)
+    assert (found.spill_bytes, found.local_bytes, found.warnings) == (0, 0, [])

@@ -1,0 +1,149 @@
+"""ops/elementwise/arithmetic.py: arithmetic between tiles, vectors and numbers."""
+
+import operator
+
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import EPS, blank, close, pairs, wide
+
+from ops import exp2, fma, full, load, maximum, minimum, store
+from tiles import bf16, fp16, fp32, rt
+
+FACES = {
+    "add": (operator.add, np.add, 1),
+    "sub": (operator.sub, np.subtract, 1),
+    "mul": (operator.mul, np.multiply, 1),
+    "truediv": (operator.truediv, np.divide, 2),
+    "maximum": (maximum, np.maximum, 0),
+    "minimum": (minimum, np.minimum, 0),
+}
+SHAPES = [(16, 16), (32, 16), (16, 64), (48, 32)]
+DTYPES = [fp32, bf16, fp16]
+
+
+SIDES = ["row", "col", "row", "row", "col"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "side"), pairs(list(FACES) * 2, SHAPES + SHAPES[:1], [*DTYPES, fp32], SIDES)
+)
+def test_every_combination(run, sample, name, shape, dtype, side):
+    face, reference, ulp = FACES[name]
+    T = rt(*shape, dtype, side)
+
+    @cuda.jit
+    def body(x, y, c, r, number, xy, xc, cx, xr, rx, xn, nx, cc, cn, rr):
+        a, b = load(x, T, (0, 0)), load(y, T, (0, 0))
+        col, row = load(c, T.col_vec, (0,)), load(r, T.row_vec, (0,))
+        store(xy, face(a, b), (0, 0))
+        store(xc, face(a, col), (0, 0))
+        store(cx, face(col, a), (0, 0))
+        store(xr, face(a, row), (0, 0))
+        store(rx, face(row, a), (0, 0))
+        store(xn, face(a, number), (0, 0))
+        store(nx, face(1.5, a), (0, 0))
+        store(cc, face(col, col * 2), (0,))
+        store(cn, face(col, 3), (0,))
+        store(rr, face(row * 2.0, row), (0,))
+
+    x, y, c, r = sample(shape, dtype), sample(shape, dtype), sample(shape[0], dtype), sample(shape[1], dtype)
+    outs = [blank(shape, dtype) for _ in range(7)] + [blank(n, dtype) for n in (shape[0], shape[0], shape[1])]
+    run(body, x, y, c, r, 0.7, *outs)
+    X, Y, C, R = wide(x), wide(y), wide(c)[:, None], wide(r)
+    number = np.float32(0.7)
+    given = [(X, Y), (X, C), (C, X), (X, R), (R, X), (X, number), (1.5, X), (C[:, 0], C[:, 0] * 2), (C[:, 0], 3), (R * 2, R)]
+    for out, args in zip(outs, given, strict=True):
+        close(out, reference(*args), ulp=max(ulp, 0.5 if dtype is not fp32 or name in ("maximum", "minimum") else 1))
+
+
+def test_in_place_forms_rebind(run, sample):
+    T = rt(16, 32, fp32)
+
+    @cuda.jit
+    def body(x, out):
+        a = load(x, T, (0, 0))
+        b = a
+        a += 1.0
+        a -= b * 0.5
+        a *= a
+        a /= 2.0
+        store(out, a - b, (0, 0))
+        store(out, -b, (16, 0))
+
+    x, out = sample((16, 32)), blank((32, 32))
+    run(body, x, out)
+    X = wide(x)
+    close(out[:16], (X + 1 - X * 0.5) ** 2 / 2 - X, atol=4e-6 * np.abs(X).max() ** 2)
+    assert (out[16:] == -x).all()
+
+
+def test_nan_loses_against_a_number_in_maximum_and_minimum(run, sample):
+    T = rt(16, 16, fp32)
+
+    @cuda.jit
+    def body(x, y, high, low):
+        a, b = load(x, T, (0, 0)), load(y, T, (0, 0))
+        store(high, maximum(a, b), (0, 0))
+        store(low, minimum(a, b), (0, 0))
+
+    x, y = sample((16, 16)), sample((16, 16))
+    x[::2], y[:, ::2] = np.nan, np.nan
+    x[1, 1], y[1, 1] = np.inf, -np.inf
+    high, low = blank((16, 16)), blank((16, 16))
+    run(body, x, y, high, low)
+    close(high, np.fmax(x, y))
+    close(low, np.fmin(x, y))
+    assert np.isnan(high[0, 0])
+
+
+def test_numbers_alone(run):
+    T = rt(16, 16, fp32)
+
+    @cuda.jit
+    def body(n, out):
+        store(out, full(T, maximum(n, 2)) * exp2(n) + minimum(0.5, n), (0, 0))
+
+    out = blank((16, 16))
+    run(body, 3.0, out)
+    close(out, np.full((16, 16), 3 * 8 + 0.5), ulp=4)  # ex2.approx may miss 8
+
+
+@pytest.mark.parametrize(("shape", "dtype", "side"), pairs([(16, 16), (32, 48)], [fp32, bf16], ["row", "col"]))
+def test_fma_rounds_once(run, sample, shape, dtype, side):
+    T = rt(*shape, dtype, side)
+
+    @cuda.jit
+    def body(x, y, c, r, n, tiles, broadcast, vectors):
+        a, b, col, row = load(x, T, (0, 0)), load(y, T, (0, 0)), load(c, T.col_vec, (0,)), load(r, T.row_vec, (0,))
+        store(tiles, fma(a, a, b), (0, 0))
+        store(broadcast, fma(col, a, row), (0, 0))
+        store(vectors, fma(row, n, fma(n, n, -4.0)), (0,))
+
+    x, c, r = sample(shape, dtype), sample(shape[0], dtype), sample(shape[1], dtype)
+    y = (-(wide(x) ** 2)).astype(dtype.np)  # what is left is the rounding of the square: gone, if that is rounded too
+    outs = [blank(shape, dtype), blank(shape, dtype), blank(shape[1], dtype)]
+    run(body, x, y, c, r, 2.0, *outs)
+    for out, want in zip(outs, (wide(x) ** 2 + wide(y), wide(c)[:, None] * wide(x) + wide(r), wide(r) * 2), strict=True):
+        assert (out == want.astype(np.float32).astype(dtype.np)).mean() > 0.999
+        close(out, want, ulp=0.51)
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp16])
+def test_two_byte_elements_are_rounded_once(run, sample, dtype):
+    """x * y + 1 in two ops rounds twice; one op is the fp32 result rounded to nearest even."""
+    T = rt(16, 32, dtype)
+
+    @cuda.jit
+    def body(x, y, product, power, quotient):
+        a, b = load(x, T, (0, 0)), load(y, T, (0, 0))
+        store(product, a * b, (0, 0))
+        store(power, exp2(a), (0, 0))
+        store(quotient, a / b, (0, 0))
+
+    x, y = sample((16, 32), dtype), sample((16, 32), dtype)
+    product, power, quotient = (blank((16, 32), dtype) for _ in range(3))
+    run(body, x, y, product, power, quotient)
+    assert (product == (wide(x) * wide(y)).astype(dtype.np)).all()
+    close(power, np.exp2(wide(x)), ulp=0.5 + 4 * EPS[fp32] / EPS[dtype])
+    close(quotient, wide(x) / wide(y), ulp=0.5 + 4 * EPS[fp32] / EPS[dtype])

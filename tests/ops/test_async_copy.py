@@ -1,0 +1,130 @@
+"""ops/memory/async_copy.py and tiles.pipeline: cp.async by one warp and by all of a block."""
+
+import lanes
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import blank, pairs
+from test_load_store import DTYPES, PLACES, WIDTHS, cut
+
+import tiles
+from ops import commit_group, copy_async, load, store, wait_group
+from tiles import bf16, fp8e4m3, fp32, pipeline, rt, st
+from tiles.arguments import parameter
+from tiles.compiler import compile_kernel
+
+
+def padded(x, columns, skip=0):
+    """x inside an array of poison with so many columns, whose rows then begin at multiples of as many bytes; the first `skip`
+    columns are not part of it."""
+    root = np.full((x.shape[0], columns), 7, x.dtype)
+    root[:, skip : skip + x.shape[1]] = x
+    return root[:, skip : skip + x.shape[1]]
+
+
+@pytest.mark.parametrize(("width", "dtype", "piece"), pairs(WIDTHS, [*DTYPES, fp8e4m3], [16, 8, 4, 16]))
+def test_tiles_ragged_on_every_side(run, sample, width, dtype, piece):
+    S, T, step = st(16, 64, dtype, min(width, 64 * dtype.itemsize)), rt(16, 64, dtype), max(16 // dtype.itemsize, 8)
+    aligned = [(row, col // step * step) for row, col in PLACES]
+    n = len(aligned)
+    smem = tiles.shared(a=S)
+
+    @cuda.jit
+    def body(x, at, out):
+        (a,) = smem.open()
+        for i in range(n):
+            copy_async(a, x, (at[i, 0], at[i, 1]), piece=piece)
+            commit_group()
+            wait_group()
+            store(out, load(a, T), (i, 0, 0))
+            cuda.syncthreads()
+
+    x = padded(sample((37, 45), dtype), 64, skip=piece // dtype.itemsize)
+    out = blank((n, 16, 64), dtype)
+    run(body, x, np.array(aligned, np.int32), out, shared=smem)
+    for i, at in enumerate(aligned):
+        assert (out[i] == cut(x, at, (16, 64))).all(), f"at {at}"
+
+
+@pytest.mark.parametrize(("warps", "stages", "width"), pairs([1, 2, 4], [1, 2, 3, 4], [128, 64, 32]))
+def test_a_pipeline_brings_every_tile(run, sample, warps, stages, width):
+    """Along axes 1 and 3 of four, the last tile ragged, the groups after it empty."""
+    S, count = st(16 * warps, 64, bf16, width), 6
+    smem = tiles.shared(first=st(8, 64, bf16), k=pipeline(S, stages, warps))
+    whole = rt(S.rows, 64, bf16)
+    rows, ahead, newer = S.rows, stages - 1, max(stages - 2, 0)
+
+    @cuda.jit
+    def body(x, out):
+        _, k = smem.open()
+        for j in range(max(ahead, 1)):
+            k.fill(j, x, (1, j * rows, 2, 0), rows=1, cols=3, end=count)
+        for j in range(count):
+            tile = k.wait(j, newer)
+            if ahead:
+                k.fill(j + ahead, x, (1, (j + ahead) * rows, 2, 0), rows=1, cols=3, end=count)
+            store(out, load(tile, whole), (j * rows, 0))
+            if ahead == 0:
+                cuda.syncthreads()
+                k.fill(j + 1, x, (1, (j + 1) * rows, 2, 0), rows=1, cols=3, end=count)
+
+    x, out = sample((2, rows * count - 5, 3, 64), bf16), blank((rows * count, 64), bf16)
+    run(body, x, out, warps=warps, shared=smem)
+    assert (out[:-5] == x[1, :, 2]).all() and (out[-5:] == 0).all()
+
+
+def test_a_warps_copy_asks_each_bank_once(sample):
+    S = st(32, 64, bf16)
+    smem = tiles.shared(a=S)
+
+    @cuda.jit
+    def body(x):
+        (a,) = smem.open()
+        copy_async(a, x, (0, 0))
+
+    assert lanes.run(body, (sample((32, 64), bf16),)).ways["cp.async"] == 1
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
+def test_pipelines_compile_for_every_gpu(arch):
+    S = st(64, 128, bf16)
+    smem = tiles.shared(k=pipeline(S, 2, 4))
+
+    @cuda.jit
+    def body(x, n):
+        (k,) = smem.open()
+        k.fill(0, x, (0, 0), end=n)
+        k.wait(0)
+
+    found = compile_kernel(body, [parameter("x", blank((64, 128), bf16)).type, parameter("n", 1).type], arch)
+    assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])
+
+
+def refused(body, words, *args):
+    types = [parameter("x", a).type for a in args]
+    for backend in (lambda: compile_kernel(body, types, "sm_80"), lambda: lanes.run(body, args)):
+        with pytest.raises(TypeError, match=words):
+            backend()
+
+
+def test_mistakes():
+    S = st(16, 64, bf16)
+    smem = tiles.shared(a=S)
+
+    @cuda.jit
+    def dtype(x):
+        copy_async(smem.open()[0], x, (0, 0))
+
+    @cuda.jit
+    def index(x):
+        copy_async(smem.open()[0], x, (0,))
+
+    @cuda.jit
+    def piece(x):
+        copy_async(smem.open()[0], x, (0, 0), piece=2)
+
+    refused(dtype, "the source must be a global array of bf16", blank((16, 64), fp32))
+    refused(index, "`at` must be 2 integers", blank((16, 64), bf16))
+    refused(piece, r"piece must be one of \(16, 8, 4\) bytes, got 2", blank((16, 64), bf16))
+    with pytest.raises(ValueError, match="each warp copy a multiple of 8 rows, got 2 stages and 4 warps"):
+        pipeline(S, 2, 4)

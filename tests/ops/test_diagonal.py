@@ -1,0 +1,43 @@
+"""ops/shape/diagonal.py: a warp's share of what lies across its warpgroup's rows."""
+
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import blank
+
+from ops import load, warpgroup
+from tiles import bf16, fp32, rt
+
+
+def test_own_rows(run, sample):
+    V = rt(16, 64, fp32).row_vec
+
+    @cuda.jit
+    def body(x, y):
+        warpgroup.store(y, warpgroup.own_rows(load(x, V, (0,))), (0,))
+
+    x, y = sample(64), blank(64)
+    run(body, x, y, warps=4)
+    assert (y == x).all()
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16])
+def test_own_block(run, sample, dtype):
+    T = rt(16, 64, dtype)
+
+    @cuda.jit
+    def body(x, y):
+        warpgroup.store(y, warpgroup.own_block(warpgroup.load(x, T, (0, 0))), (0, 0))
+
+    x, y = sample((64, 64), dtype), blank((64, 16), dtype)
+    run(body, x, y, warps=4)
+    assert (y == np.concatenate([x[k : k + 16, k : k + 16] for k in range(0, 64, 16)])).all()
+
+
+def test_own_block_of_one_warp_is_refused(run):
+    @cuda.jit
+    def body(x):
+        warpgroup.own_block(load(x, rt(16, 16, fp32), (0, 0)))
+
+    with pytest.raises(TypeError, match=r"own_block: takes rt\(16, 64\) in row layout, got rt\(16, 16, fp32\)"):
+        run(body, np.zeros((16, 16), np.float32), warps=4)

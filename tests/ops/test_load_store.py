@@ -1,0 +1,307 @@
+"""ops/memory/load_store.py: tiles and vectors to and from global arrays and shared tiles, by one warp and by four."""
+
+import lanes
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import blank, guarded, pairs
+
+import tiles
+from ops import load, store, truncate, warpgroup
+from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st
+
+DTYPES = [fp32, bf16, fp16]
+WIDTHS = [128, 64, 32]
+
+
+def cut(array, at, shape):
+    """The tile of `shape` at `at` of a 2-d array, zeros outside it."""
+    out = np.zeros(shape, array.dtype)
+    rows, cols = (np.arange(size) + start for size, start in zip(shape, at, strict=True))
+    inside = np.ix_((rows >= 0) & (rows < array.shape[0]), (cols >= 0) & (cols < array.shape[1]))
+    out[inside] = array[np.ix_(rows[(rows >= 0) & (rows < array.shape[0])], cols[(cols >= 0) & (cols < array.shape[1])])]
+    return out
+
+
+# ---- global arrays -------------------------------------------------------------------------------------------------
+PLACES = [(0, 0), (3, 5), (-7, 2), (4, -9), (30, 33), (-16, 0), (0, 45), (-100, 1000)]  # of an array of 37 x 45
+
+
+@pytest.mark.parametrize(
+    ("dtype", "order", "step", "side"),
+    pairs([*DTYPES, fp8e4m3, fp8e5m2], [(0, 1), (1, 0)], [1, 1, 2, 3], ["row", "col", "row", "row", "col"] * 2),
+    ids=lambda v: str(v).replace(" ", ""),
+)
+def test_tiles_ragged_on_every_side(run, sample, dtype, order, step, side):
+    high = 16 if dtype.itemsize > 1 else 32
+    T, shape, n = rt(high, 32, dtype, side), (37, 45), len(PLACES)
+
+    @cuda.jit
+    def body(x, at, back, y):
+        for i in range(n):
+            tile = load(x, T, (at[i, 0], at[i, 1]))
+            store(back, tile, (i, 0, 0))
+            store(y, tile, (i, at[i, 0], at[i, 1]))
+
+    x, _ = guarded(shape, dtype, order, step)
+    x[...] = sample(shape, dtype)
+    y, check = guarded((n, *shape), dtype, (0, *(a + 1 for a in order)), step)
+    back = blank((n, high, 32), dtype)
+    run(body, x, np.array(PLACES, np.int32), back, y)
+    check()
+    for i, at in enumerate(PLACES):
+        assert (back[i] == cut(x, at, (high, 32))).all(), f"load at {at}"
+        written = cut(np.ones(shape, bool), at, (high, 32))
+        here = np.zeros(shape, bool)
+        rows, cols = (slice(max(a, 0), max(a + size, 0)) for a, size in zip(at, (high, 32), strict=True))
+        here[rows, cols] = True
+        assert here.sum() == written.sum()
+        assert (y[i][here] == x[here]).all() and np.isnan(y[i][~here].astype(np.float32)).all(), f"store at {at}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_two_axes_in_any_order(run, sample, dtype):
+    T = rt(32, 16, dtype)
+
+    @cuda.jit
+    def body(x, a, b, c, d):
+        store(a, load(x, T, (0, 2, 0, 1), 0, 2), (0, 0))
+        store(b, load(x, T, (0, 2, 0, 1), rows=2, cols=0), (0, 0))
+        store(c, load(x, T, (3, 1, 0, 0), cols=-2, rows=-1), (0, 0))
+        store(d, load(x, T, (3, 1, 0, 0)), (0, 1, 0), 2, 0)
+
+    x = sample((40, 3, 36, 33), dtype)
+    a, b, c = (blank((32, 16), dtype) for _ in range(3))
+    d = blank((16, 2, 32), dtype)
+    run(body, x, a, b, c, d)
+    assert (a == x[:32, 2, :16, 1]).all()
+    assert (b == x[:16, 2, :32, 1].T).all()
+    assert (c == x[3, 1, :16, :32].T).all()
+    assert (d[:, 1] == x[3, 1, :32, :16].T).all() and np.isnan(d[:, 0].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(("dtype", "step", "side"), pairs(DTYPES, [1, 2], ["row", "col", "row", "col"]))
+def test_vectors(run, sample, dtype, step, side):
+    T, starts = rt(32, 48, dtype, side), [0, 7, -9, 50, 90, -200]
+    n = len(starts)
+
+    @cuda.jit
+    def body(x, at, cols, rows, y):
+        for i in range(n):
+            col, row = load(x, T.col_vec, (at[i],)), load(x, T.row_vec, (at[i],))
+            store(cols, col, (i, 0))
+            store(rows, row, (i, 0))
+            store(y, col, (i, 0, at[i]))
+            store(y, row, (i, at[i], 1), cols=1)
+
+    x = sample(61, dtype)
+    y, check = guarded((n, 61, 61), dtype, step=step)
+    cols, rows = blank((n, 32), dtype), blank((n, 48), dtype)
+    run(body, x, np.array(starts, np.int32), cols, rows, y)
+    check()
+    for i, start in enumerate(starts):
+        assert (cols[i] == cut(x[None], (0, start), (1, 32))).all()
+        assert (rows[i] == cut(x[None], (0, start), (1, 48))).all()
+        want = np.full((61, 61), np.nan, np.float32)
+        index = np.arange(61)
+        inside = (index >= start) & (index < start + 32)
+        want[0, inside] = x[inside]
+        inside = (index >= start) & (index < start + 48)
+        want[inside, 1] = x[inside]
+        assert np.array_equal(y[i].astype(np.float32), want, equal_nan=True)
+
+
+def test_the_array_and_the_tile_may_differ_in_dtype(run, sample):
+    T, col = rt(16, 16, fp32), rt(16, 16, fp16).col_vec
+
+    @cuda.jit
+    def body(x, h, wide, narrow):
+        store(wide, load(h, T, (0, 0)), (0, 0))
+        store(narrow, load(x, T, (0, 0)), (0, 0))
+        store(narrow, load(x, col, (0, 0)), (16, 0))
+
+    x, h = sample((16, 16)), sample((16, 16), bf16)
+    wide, narrow = blank((16, 16)), blank((17, 16), fp16)
+    run(body, x, h, wide, narrow)
+    assert (wide == h.astype(np.float32)).all()
+    assert (narrow[:16] == x.astype(np.float16)).all() and (narrow[16] == x[0].astype(np.float16)).all()
+
+
+def test_indices_are_64_bits_wide(run):
+    """An index past 2 ** 31 lies outside; cut off to 32 bits it would lie inside."""
+    T, far = rt(16, 16, fp32), (1 << 32) + 4
+
+    @cuda.jit
+    def body(x, out):
+        store(out, load(x, T, (far, 0)), (0, 0))
+        store(x, load(x, T, (0, 0)) + 1.0, (far, 0))
+        store(x, load(x, T.col_vec, (0, 0)) + 1.0, (0, far))
+
+    x, out = np.ones((32, 16), np.float32), blank((16, 16))
+    run(body, x, out)
+    assert (out == 0).all() and (x == 1).all()
+
+
+def test_four_warps_one_below_the_other(run, sample):
+    A, B = rt(16, 32, fp32), rt(32, 16, fp32)
+
+    @cuda.jit
+    def body(x, y, across, c, r):
+        warpgroup.store(y, warpgroup.load(x, A, (2, 1)), (3, 5))
+        warpgroup.store(across, warpgroup.load(x, B, (0, 0)), (0, 0), 1, 0)
+        warpgroup.store(c, warpgroup.load(x, B.col_vec, (0, 3), cols=0), (1,))
+        warpgroup.store(r, warpgroup.load(x, A.row_vec, (5, 0)), (0,))
+
+    x = sample((61, 33))
+    (y, check), (across, check_across), (c, check_c) = guarded((64, 40)), guarded((16, 70)), guarded((50,))
+    r = blank(32)
+    run(body, x, y, across, c, r, warps=4)
+    for check_one in (check, check_across, check_c):
+        check_one()
+    assert (y[3:62, 5:37] == cut(x, (2, 1), (59, 32))).all() and (y[62:, 5:37] == 0).all()
+    assert np.isnan(y[:3]).all() and np.isnan(y[:, :5]).all() and np.isnan(y[:, 37:]).all()
+    assert (across[:, :61] == x[:, :16].T).all() and (across[:, 61:] == 0).all()
+    assert np.isnan(c[0]) and (c[1:] == x[:49, 3]).all()
+    assert (r == x[5, :32]).all()
+
+
+# ---- shared tiles --------------------------------------------------------------------------------------------------
+SHARED = pairs(WIDTHS, [fp32, bf16, fp16, bf16], [(16, 64), (32, 128), (48, 64)], ["row", "col", "col", "row"])
+
+
+@pytest.mark.parametrize(("width", "dtype", "shape", "side"), SHARED)
+def test_shared_and_back(run, sample, width, dtype, shape, side):
+    """Through a shared tile by one warp, out again as another dtype: the same layout whoever reads it."""
+    S, T, other = st(*shape, dtype, width), rt(*shape, dtype, side), rt(*shape, fp16 if dtype is fp32 else fp32, side)
+    smem = tiles.shared(a=S, b=S)
+
+    @cuda.jit
+    def body(x, same, converted):
+        a, b = smem.open()
+        store(a, load(x, T, (0, 0)))
+        cuda.syncthreads()
+        tile = load(a, T)
+        store(same, tile, (0, 0))
+        store(b, load(a, other))
+        cuda.syncthreads()
+        store(converted, load(b, T), (0, 0))
+
+    x = sample(shape, dtype)
+    same, converted = blank(shape, dtype), blank(shape, dtype)
+    run(body, x, same, converted, shared=smem)
+    assert (same == x).all()
+    assert (converted == (x.astype(np.float16) if dtype is fp32 else x).astype(dtype.np)).all()
+
+
+@pytest.mark.parametrize(("width", "dtype"), pairs(WIDTHS, [*DTYPES, bf16]))
+def test_both_layouts_see_the_same_tile(run, sample, width, dtype):
+    """Stored in one layout, loaded in the other: ldmatrix with .trans and without."""
+    S, R, C = st(32, 64, dtype, width), rt(32, 64, dtype), rt(32, 64, dtype, "col")
+    smem = tiles.shared(a=S, b=S)
+
+    @cuda.jit
+    def body(x, by_col, by_row):
+        a, b = smem.open()
+        store(a, load(x, R, (0, 0)))
+        store(b, load(x, C, (0, 0)))
+        cuda.syncthreads()
+        store(by_col, load(a, C), (0, 0))
+        store(by_row, load(b, R), (0, 0))
+
+    x, by_col, by_row = sample(S.shape, dtype), blank(S.shape, dtype), blank(S.shape, dtype)
+    run(body, x, by_col, by_row, shared=smem)
+    assert (by_col == x).all() and (by_row == x).all()
+
+
+@pytest.mark.parametrize("side", ["row", "col"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_where_there_is_no_stmatrix(sample, dtype, side):
+    """The same on sm_80, by plain stores."""
+    S, T = st(32, 64, dtype), rt(32, 64, dtype, side)
+    smem = tiles.shared(a=S)
+
+    @cuda.jit
+    def body(x, out):
+        (a,) = smem.open()
+        store(a, load(x, T, (0, 0)))
+        cuda.syncthreads()
+        store(out, load(a, T), (0, 0))
+
+    x, out = sample(S.shape, dtype), blank(S.shape, dtype)
+    machine = lanes.run(body, (x, out), arch=80)
+    assert (out == x).all() and "stmatrix" not in machine.ways
+
+
+@pytest.mark.parametrize(("width", "dtype", "rows"), pairs(WIDTHS, [bf16, fp32, fp16], [16, 32, 16, 16]))
+def test_shared_by_four_warps(run, sample, width, dtype, rows):
+    S, T = st(4 * rows, 64, dtype, width), rt(rows, 64, dtype)
+    smem = tiles.shared(first=st(8, 64, dtype, width), tile=S)
+
+    @cuda.jit
+    def body(x, out):
+        _, a = smem.open()
+        warpgroup.store(a, warpgroup.load(x, T, (0, 0)))
+        warpgroup.sync()
+        warpgroup.store(out, warpgroup.load(a, T), (0, 0))
+
+    x, out = sample((4 * rows, 64), dtype), blank((4 * rows, 64), dtype)
+    run(body, x, out, warps=4, shared=smem)
+    assert (out == x).all()
+
+
+@pytest.mark.parametrize(("width", "dtype"), pairs(WIDTHS, DTYPES))
+def test_one_warp_reads_what_four_wrote(run, sample, width, dtype):
+    """Both scopes see the same tile, so the layout does not depend on who stores."""
+    S = st(64, 32 if dtype is fp32 else 64, dtype, width)
+    smem = tiles.shared(tile=S)
+    quarter, whole = rt(16, S.cols, dtype), rt(64, S.cols, dtype)
+
+    @cuda.jit
+    def body(x, out):
+        (a,) = smem.open()
+        warpgroup.store(a, warpgroup.load(x, quarter, (0, 0)))
+        warpgroup.sync()
+        store(out, load(a, whole), (0, 0))
+
+    x, out = sample(S.shape, dtype), blank(S.shape, dtype)
+    run(body, x, out, warps=4, shared=smem)
+    assert (out == x).all()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("dtype", "side"), [(fp32, "row"), (fp32, "col"), (bf16, "row"), (fp16, "col"), (fp8e4m3, "row"), (fp8e5m2, "col")]
+)
+@pytest.mark.parametrize("arch", [90, 80])
+def test_no_bank_conflicts(sample, arch, dtype, side, width):
+    """The addresses that the lowerings form, counted bank by bank: the lanes that the banks serve at once (8 of ldmatrix, 16 of
+    fp32 pairs, all of words) touch each bank once."""
+    S, T = st(32, 128, dtype, width), rt(32, 128, dtype, side)
+    smem = tiles.shared(a=S)
+
+    @cuda.jit
+    def body(x, y):
+        (a,) = smem.open()
+        store(a, load(x, T, (0, 0)))
+        store(y, load(a, T), (0, 0))
+
+    x, y = sample((32, 128), dtype), blank((32, 128), dtype)
+    machine = lanes.run(body, (x, y), arch=arch)
+    assert (y == x).all()
+    assert machine.ways and set(machine.ways.values()) == {1}
+
+
+@pytest.mark.parametrize("end", [0, 1, 17, 32, 99, -3])
+def test_clip(run, sample, end):
+    T = rt(32, 16, fp32)
+
+    @cuda.jit
+    def body(x, y, seen, end):
+        store(y, load(truncate(x, 0, end), T, (0, 0)), (0, 0))
+        store(truncate(seen, 0, end), load(x, T, (0, 0)), (0, 0))
+
+    x, y, seen = sample((32, 16)), blank((32, 16)), blank((32, 16))
+    run(body, x, y, seen, np.int32(end))
+    inside = np.arange(32)[:, None] < end
+    assert (y == np.where(inside, x, 0)).all()
+    assert (seen[: max(end, 0)] == x[: max(end, 0)]).all() and np.isnan(seen[max(end, 0) :]).all()

@@ -1,0 +1,59 @@
+"""ops/memory/transposed.py: 16 columns of a shared tile as a warp's 16 rows, and the reverse."""
+
+import numpy as np
+import pytest
+from numba import cuda
+from sweep import blank
+
+import tiles
+from ops import load, store, warpgroup
+from tiles import Hazard, bf16, fp16, fp32, ring, rt, st, tensor
+from tiles.interpreter import interpret
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(16, bf16), (64, bf16), (128, fp16)])
+def test_load_transposed(run, sample, rows, dtype):
+    S, T = st(rows, 64, dtype), rt(16, rows, dtype)
+    smem = tiles.shared(x=ring(S, 1))
+
+    @cuda.jit
+    def body(x, y):
+        (a,) = smem.open()
+        a.fill(0, x, (0, 0))
+        warpgroup.store(y, warpgroup.load_transposed(a.wait(0), T), (0, 0))
+
+    x, y = sample((rows, 64), dtype), blank((64, rows), dtype)
+    run(body, tensor(x, S), y, warps=4, shared=smem)
+    assert (y == x.T).all()
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(64, bf16), (32, fp16), (128, bf16)])
+def test_store_transposed(run, sample, rows, dtype):
+    S, T = st(rows, 64, dtype), rt(16, rows, fp32)
+    smem = tiles.shared(x=S)
+
+    @cuda.jit
+    def body(x, y):
+        (tile,) = smem.open()
+        warpgroup.store_transposed(tile, warpgroup.load(x, T, (0, 0)))
+        warpgroup.sync()
+        store(y, load(tile, rt(rows, 64, dtype)), (0, 0))
+
+    x, y = sample((64, rows)), blank((rows, 64), dtype)
+    run(body, x, y, warps=4, shared=smem)
+    assert (y == x.T.astype(dtype.np)).all()
+
+
+def test_columns_are_read_when_all_warps_have_stored_theirs():
+    """The interpreter knows whose columns lie where, swizzle or not."""
+    S, T = st(64, 64, bf16), rt(16, 64, fp32)
+    smem = tiles.shared(x=S)
+
+    @cuda.jit
+    def too_early(x, y):
+        (tile,) = smem.open()
+        warpgroup.store_transposed(tile, warpgroup.load(x, T, (0, 0)))
+        store(y, load(tile, rt(64, 64, bf16)), (0, 0))
+
+    with pytest.raises(Hazard, match="reads shared tile 'x'"):
+        interpret(too_early, (1, 1, 1), 128, [np.zeros((64, 64), np.float32), blank((64, 64))], smem)

@@ -1,0 +1,307 @@
+"""tiles/schema.py: what a table says, what a valid call becomes; a refusal names the argument and prints the values."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiles.arrays import Form, Operand, c_ordered
+from tiles.frameworks import describe
+from tiles.schema import HOLDS, ORDER, ROLES, Argument, Schema
+from tiles.tma import STRIDE_END
+
+bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
+EXTENTS = dict(B=2, S=5, T=7, H=6, G=3, K=16, V=8, N=2, E=4)
+ATTEND = Schema(
+    "attend",
+    """
+    q           BSHK       tile
+    k           BTGK       tile
+    decay       H|BSH|BSHK real     optional
+    cu_seqlens  E          index    optional
+    start       NHKV       float32  optional
+    scores      BHS        float32  updated
+    out         BSHK       tile     in_place
+    state       NHKV       float32  made
+    """,
+)
+
+
+def form_of(x):
+    return describe(x, "x").form
+
+
+def zeros(axes, dtype=f32, **extents):
+    return np.zeros([(EXTENTS | extents)[axis] for axis in axes], dtype)
+
+
+def forms(**arrays):
+    """Forms of a call of ATTEND, plain valid ones unless given; None: left out."""
+    made = dict(q=zeros("BSHK", bf16), k=zeros("BTGK", bf16), scores=zeros("BHS")) | arrays
+    ordered = {name: made[name] for name in ATTEND.names if made.get(name) is not None}
+    return {name: x if isinstance(x, Form) else form_of(x) for name, x in ordered.items()}
+
+
+def call(layout="bshd", **arrays):
+    return ATTEND.problem(forms(**arrays), layout)
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+def test_a_row_is_an_argument():
+    assert ATTEND.name == "attend" and ATTEND.names == tuple("q k decay cu_seqlens start scores out state".split())
+    assert ATTEND.arguments["decay"] == Argument("decay", ("H", "BSH", "BSHK"), "real", "optional")
+    assert ATTEND.arguments["q"] == Argument("q", ("BSHK",), "tile", "")
+    needed = [name for name, argument in ATTEND.arguments.items() if argument.needed]
+    written = [name for name, argument in ATTEND.arguments.items() if argument.written]
+    assert needed == ["q", "k", "scores"] and written == ["scores", "out", "state"]
+    assert ATTEND.arguments["k"].dtypes == ("bfloat16", "float16") and ATTEND.arguments["cu_seqlens"].dtypes[0] == "int32"
+
+
+@pytest.mark.parametrize("row", ["q BSHD tiles", "q BSHD tile given", "q BSHD optional"])
+def test_a_table_that_says_nonsense(row):
+    with pytest.raises(ValueError, match="^q: must hold one of .*'tile'.* and have a role of .*'made'"):
+        Schema("wrong", row)
+
+
+@pytest.mark.parametrize(
+    ("axes", "swapped"),
+    [
+        ("BSHD", "BHSD"), ("BTGD", "BGTD"), ("BSH", "BHS"), ("BSHK", "BHSK"),  # sequence and head follow the batch
+        ("BHS", "BHS"), ("H", "H"), ("NHKV", "NHKV"), ("BHV", "BHV"), ("GKF", "GKF"), ("BS", "BS"), ("E", "E"),
+    ],
+)  # fmt: skip
+def test_bhsd_swaps_sequence_and_head(axes, swapped):
+    argument = Argument("x", (axes,), "tile", "")
+    assert argument.choices("bshd") == {len(axes): axes} and argument.choices("bhsd") == {len(axes): swapped}
+
+
+def test_a_choice_is_known_by_its_number_of_axes():
+    assert ATTEND.arguments["decay"].choices("bhsd") == {1: "H", 3: "BHS", 4: "BHSK"}
+
+
+# ---- valid calls -----------------------------------------------------------------------------------------------------
+def test_a_problem():
+    p = call(start=zeros("NHKV"))
+    assert p.extents == dict(B=2, S=5, H=6, K=16, T=7, G=3, V=8, N=2) and p("BSHT") == (2, 5, 6, 7)
+    assert (p.member, p.dtype, p.device, p.layout) == ("attend", "bfloat16", None, "bshd")
+    assert "q" in p and "start" in p and "decay" not in p and "out" not in p
+    assert p["q"] == Operand("q", form_of(zeros("BSHK", bf16))) and p["decay"] is None
+    assert p["out"] == Operand("out", c_ordered((2, 5, 6, 16), "bfloat16", None))
+    assert p["state"] == Operand("state", c_ordered((2, 6, 16, 8), "float32", None))
+    assert p.made("out") == ((2, 5, 6, 16), "bfloat16") and p.made("state") == ((2, 6, 16, 8), "float32")
+
+
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_tiles_are_made_like_the_first_argument(dtype):
+    p = call(q=zeros("BSHK", dtype), k=zeros("BTGK", dtype), start=zeros("NHKV"))
+    assert p.dtype == np.dtype(dtype).name == p.made("out")[1] and p.made("state")[1] == "float32"
+
+
+def test_layouts_differ_only_in_the_callers_axes():
+    arrays = dict(q=zeros("BSHK", bf16), k=zeros("BTGK", bf16), decay=zeros("BSH"), out=zeros("BSHK", bf16))
+    turned = {name: x.swapaxes(1, 2) for name, x in arrays.items()}
+    bshd, bhsd = call(**arrays), call("bhsd", **turned)
+    assert bhsd.forms == bshd.forms and bhsd.extents == bshd.extents
+    assert bhsd.shape("k") == (2, 3, 7, 16) and bshd.shape("k") == (2, 7, 3, 16)
+    made = call("bhsd", **turned | {"out": None})
+    assert made.made("out") == ((2, 6, 5, 16), "bfloat16"), "C-ordered as the caller sees it"
+    assert made["out"].form == form_of(zeros("BHSK", bf16).swapaxes(1, 2))
+
+
+@pytest.mark.parametrize("layout", ORDER)
+@pytest.mark.parametrize("axes", ["H", "BSH", "BSHK"])
+def test_axes_of_a_choice(axes, layout):
+    decay = zeros(axes)
+    plain = call(decay=decay)
+    assert plain.axes("decay") == axes and plain.shape("decay") == decay.shape
+    turn = (lambda x: x.swapaxes(1, 2) if x.ndim > 1 else x) if layout == "bhsd" else (lambda x: x)
+    p = call(layout, q=turn(zeros("BSHK", bf16)), k=turn(zeros("BTGK", bf16)), decay=turn(decay))
+    assert p.axes("decay") == axes and p["decay"] == plain["decay"] and p.shape("decay") == turn(decay).shape
+
+
+def test_sequences_are_batches_or_what_the_ends_say():
+    assert call().extents["N"] == 2 and "E" not in call().extents
+    one = dict(q=zeros("BSHK", bf16, B=1), k=zeros("BTGK", bf16, B=1), scores=zeros("BHS", B=1))
+    p = call(**one, cu_seqlens=zeros("E", np.int64), start=zeros("NHKV", N=3))
+    assert p("BNE") == (1, 3, 4) and p.made("state")[0] == (3, 6, 16, 8) and p["cu_seqlens"].form.dtype == "int64"
+
+
+def test_inputs_may_overlap_and_broadcast():
+    p = call(q=np.broadcast_to(zeros("BSHK", bf16, S=1), (2, 5, 6, 16)), decay=np.broadcast_to(f32(1), (2, 5, 6)))
+    assert p["q"].form.strides[1] == 0 and p["decay"].form.strides == (0, 0, 0) and p.by_tma
+
+
+extents = st.tuples(*[st.integers(1, 3)] * 3)
+
+
+@given(st.permutations(range(3)), st.sampled_from(["bshd", "bhsd"]), extents, st.sampled_from([1, 2, 3, -1, -2]))
+def test_any_strides_with_a_contiguous_last_axis(order, layout, shape, step):
+    """The canonical form has the strides that NumPy gives the same axes."""
+    memory = np.zeros([abs(step) * n for n in shape] + [8 * abs(step)], bf16)
+    q = memory[::step, ::step, ::step, :8].transpose(*order, 3)
+    out = np.lib.stride_tricks.as_strided(q, q.shape, [s if n > 1 else 7 for n, s in zip(q.shape, q.strides)])
+    one = Schema("one", "q BSHD tile\nout BSHD tile in_place")
+    p = one.problem({"q": form_of(q), "out": form_of(out)}, layout)
+    canonical = q.transpose(ORDER[layout])
+    assert p.forms["q"].shape == p("BSHD") == canonical.shape and p.forms["q"].strides == canonical.strides
+    used = [step for n, step in zip(canonical.shape, canonical.strides) if n > 1]
+    at_once = int(np.gcd.reduce([*(abs(step) for step in used[:-1]), form_of(q).past, 16]))
+    assert p.bytes_at_once("q") == p.bytes_at_once() == at_once
+    assert p.by_tma == (at_once == 16 and min(used) >= 0)
+    one.check_apart("out", "q", (4096, 4096), (form_of(out), form_of(q)))  # in place, whatever unused strides say
+
+
+@pytest.mark.parametrize(
+    ("offset", "step", "at_once"), [(0, 16, 16), (4, 16, 8), (0, 20, 8), (2, 16, 4), (4, 18, 4), (0, 17, 2), (1, 16, 2)]
+)
+def test_the_bytes_that_all_addresses_are_multiples_of(offset, step, at_once):
+    """`offset` elements past an address that is a multiple of 16, rows `step` elements apart."""
+    form = Form((2, 5, 6, 16), (5 * 6 * 32, 6 * 32, 32, 2), "bfloat16", None, 2)
+    odd = form._replace(strides=(2 * 5 * 6 * step, 2 * 6 * step, 2 * step, 2), past=2 * offset)
+    assert call(q=odd).bytes_at_once() == call(out=odd).bytes_at_once() == at_once
+    assert call(q=odd).bytes_at_once("k") == call(q=odd).bytes_at_once("decay") == 16
+    assert call(q=odd).by_tma == (at_once == 16)
+    decay = c_ordered((2, 5, 6), "float32", None)._replace(past=4)
+    assert call(decay=decay).bytes_at_once() == 16 and call(decay=decay).bytes_at_once("decay", "q") == 4
+
+
+@pytest.mark.parametrize(
+    ("stride", "by_tma"), [(0, True), (16, True), (-16, False), (STRIDE_END - 16, True), (STRIDE_END, False)]
+)
+def test_what_tma_can_address(stride, by_tma):
+    assert call(q=Form((2, 1, 1, 8), (stride, 16, 16, 2), "bfloat16", None, 2), **SMALL).by_tma == by_tma
+    assert call(q=Form((2, 1, 1, 8), (16, stride, 7, 2), "bfloat16", None, 2), **SMALL).by_tma, "no step is taken there"
+
+
+SMALL = dict(k=zeros("BTGK", bf16, K=8), scores=zeros("BHS", S=1, H=1))
+
+
+@pytest.mark.parametrize("empty", [dict(B=0), dict(S=0), dict(T=0)])
+def test_empty_arrays(empty):
+    p = call(q=zeros("BSHK", bf16, **empty), k=zeros("BTGK", bf16, **empty), scores=zeros("BHS", **empty))
+    assert p.made("out")[0] == tuple((EXTENTS | empty)[axis] for axis in "BSHK")
+
+
+def test_strides_of_axes_of_extent_one_do_not_matter():
+    odd = np.lib.stride_tricks.as_strided(zeros("BSHK", bf16), (1, 5, 1, 16), (3, 64, -7, 2))
+    scores = np.lib.stride_tricks.as_strided(zeros("BHS"), (1, 1, 5), (-3, 7, 4))
+    assert call(q=odd, k=zeros("BTGK", bf16, B=1), scores=scores).by_tma
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+T, V = TypeError, ValueError
+REAL = "dtype must be one of ('float32', 'bfloat16', 'float16')"
+INVALID = [
+    (dict(q=zeros("BSK", bf16)), V, "q: must have the axes B, S, H, Dk: q.shape=(2, 5, 16)"),
+    (dict(layout="bhsd", q=zeros("BS", bf16)), V, "q: must have the axes B, H, S, Dk: q.shape=(2, 5)"),
+    (dict(k=zeros("BTG", bf16)), V, "k: must have the axes B, S, Hk, Dk: k.shape=(2, 7, 3)"),
+    (dict(decay=zeros("BH")), V, "decay: must have the axes H; or B, S, H; or B, S, H, Dk: decay.shape=(2, 6)"),
+    (dict(cu_seqlens=zeros("BS", np.int32)), V, "cu_seqlens: must have the axes N + 1: cu_seqlens.shape=(2, 5)"),
+    (
+        dict(q=zeros("BSHK")),
+        T,
+        "q: dtype must be one of ('bfloat16', 'float16'): q.dtype='float32' (tensor.bfloat16() in torch",
+    ),
+    (dict(k=zeros("BTGK", ">f2")), T, "k: dtype must be one of ('bfloat16', 'float16'): k.dtype='>f2'"),
+    (dict(k=zeros("BTGK", f16)), T, "k: dtype must be q's: k.dtype='float16', q.dtype='bfloat16'"),
+    (dict(decay=zeros("H", float)), T, f"decay: {REAL}: decay.dtype='float64'"),
+    (dict(start=zeros("NHKV", bf16)), T, "start: dtype must be one of ('float32',): start.dtype='bfloat16'"),
+    (dict(cu_seqlens=zeros("E")), T, "cu_seqlens: dtype must be one of ('int32', 'int64'): cu_seqlens.dtype='float32'"),
+    (dict(k=zeros("BTGK", bf16, B=3)), V, "k: batch must equal q's: k.shape=(3, 7, 3, 16), q.shape=(2, 5, 6, 16)"),
+    (dict(k=zeros("BTGK", bf16, K=8)), V, "k: key_dim must equal q's: k.shape=(2, 7, 3, 8), q.shape=(2, 5, 6, 16)"),
+    (dict(decay=zeros("H", H=3)), V, "decay: heads must equal q's: decay.shape=(3,), q.shape=(2, 5, 6, 16)"),
+    (dict(decay=zeros("BSH", S=6)), V, "decay: sequence must equal q's: decay.shape=(2, 6, 6), q.shape=(2, 5, 6, 16)"),
+    (dict(start=zeros("NHKV", N=3)), V, "start: sequences must equal q's: start.shape=(3, 6, 16, 8), q.shape=(2, 5, 6, 16)"),
+    (dict(state=zeros("NHKV", V=9), start=zeros("NHKV")), V, "state: value_dim must equal start's: state.shape=(2, 6, 16, 9)"),
+    (dict(scores=zeros("BSH")), V, "scores: heads must equal q's: scores.shape=(2, 5, 6), q.shape=(2, 5, 6, 16)"),
+    (
+        dict(cu_seqlens=zeros("E", np.int32)),
+        V,
+        "cu_seqlens: batch must be 1, all sequences one behind the other: cu_s",
+    ),
+    (dict(cu_seqlens=zeros("E", np.int32, E=1)), V, "cu_seqlens: must have two elements or more: cu_seqlens.shape=(1,)"),
+    (dict(layout="sbhd"), V, "layout: must be one of ('bshd', 'bhsd'): layout='sbhd'"),
+    (dict(layout=["bshd"]), T, "layout: must be one of ('bshd', 'bhsd'): layout=['bshd']"),
+    (dict(k=zeros("BTGK", bf16, K=32)[..., ::2]), V, "k: last axis must be contiguous: k.strides=(1344, 192, 64, 4) bytes"),
+    (
+        dict(q=zeros("BSHK", bf16)[..., ::-1]),
+        V,
+        "q: last axis must be contiguous: q.strides=(960, 192, 32, -2) bytes, q.shape=",
+    ),
+    (dict(decay=zeros("BSH")[::-1]), V, "decay: strides must not be negative: decay.strides=(-120, 24, 4) bytes"),
+    (dict(out=zeros("BSHK", bf16, H=3)), V, "out: heads must equal q's: out.shape=(2, 5, 3, 16), q.shape=(2, 5, 6, 16)"),
+    (
+        dict(out=np.lib.stride_tricks.as_strided(zeros("BSHK", bf16), (2, 5, 6, 16), (960, 16, 192, 2))),
+        V,
+        "out: its elements must not overlap each other: out.strides=(960, 16, 192, 2) bytes, out.shape=(2, 5, 6, 16)",
+    ),
+    (
+        dict(q=c_ordered((2, 5, 6, 16), "bfloat16", None)._replace(past=3)),
+        V,
+        "q: address and strides must be multiples of its elements' 2 bytes: address 3 past a multiple of 16: q.str",
+    ),
+    (
+        dict(decay=Form((2, 5, 6), (120, 24, 6), "float32", None, 4)),
+        V,
+        "decay: address and strides must be multiples of its elements' 4 bytes: address 0 past a multiple of 16: decay",
+    ),
+]
+
+
+@pytest.mark.parametrize("arguments, error, message", INVALID, ids=[message[:60] for *_, message in INVALID])
+def test_invalid(arguments, error, message):
+    with pytest.raises(error) as raised:
+        call(**arguments)
+    assert str(raised.value).startswith(message)
+
+
+def test_sequences_of_a_state_are_those_of_the_ends():
+    one = dict(q=zeros("BSHK", bf16, B=1), k=zeros("BTGK", bf16, B=1), scores=zeros("BHS", B=1))
+    with pytest.raises(V, match=r"^start: sequences must equal cu_seqlens's: start.shape=\(4, 6, 16, 8\), cu_s"):
+        call(**one, cu_seqlens=zeros("E", np.int32), start=zeros("NHKV", N=4))
+
+
+@pytest.mark.parametrize("name", ["k", "decay", "scores", "out"])
+def test_devices(name):
+    axes = {"k": "BTGK", "decay": "BSH", "scores": "BHS", "out": "BSHK"}[name]
+    elsewhere = form_of(zeros(axes, f32 if name in ("decay", "scores") else bf16))._replace(device=1)
+    with pytest.raises(V, match=rf"^{name}: must lie where q does \(None: host memory\): {name}\.device=1, q\.device=None"):
+        call(**{name: elsewhere})
+
+
+@pytest.mark.parametrize("name", ["scores", "out", "state"])
+def test_what_is_written_must_be_writable(name):
+    axes, dtype = {"scores": ("BHS", f32), "out": ("BSHK", bf16), "state": ("NHKV", f32)}[name]
+    given = zeros(axes, dtype)
+    given.flags.writeable = False
+    with pytest.raises(V, match=f"^{name}: must be writable, and this array is read-only"):
+        call(**{name: given})
+    read_only = {name: form._replace(readonly=True) for name, form in forms(decay=zeros("H")).items() if name != "scores"}
+    assert call(**read_only)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+def test_what_must_lie_apart():
+    """What is written, and any other argument; each pair comes once."""
+    pairs = ATTEND.apart(forms(decay=zeros("H"), out=zeros("BSHK", bf16)))
+    of_scores, of_out = ([(name, other) for other in ("q", "k", "decay")] for name in ("scores", "out"))
+    assert sorted(pairs) == sorted([*of_scores, *of_out, ("scores", "out")])
+
+
+def test_in_place_is_the_first_argument_itself():
+    form = form_of(zeros("BSHK", bf16))
+    ATTEND.check_apart("out", "q", (4096, 4096), (form, form))
+    for name, other, at in (("out", "q", 4098), ("out", "k", 4096), ("scores", "q", 4096)):
+        with pytest.raises(V, match=rf"^{name}: must not overlap {other}: {name} at 0x1000, {other} at {at:#x}, "):
+            ATTEND.check_apart(name, other, (4096, at), (form, form))
+    square = form_of(zeros("BSHK", bf16, H=5))
+    with pytest.raises(V, match="^out: must not overlap q"):
+        ATTEND.check_apart("out", "q", (4096, 4096), (square, square.permuted((0, 2, 1, 3))))
+
+
+def test_every_word_of_a_table_is_explained():
+    import tiles.schema
+
+    for word in (*HOLDS, *ROLES[1:]):
+        assert f"    {word} " in tiles.schema.__doc__, word
