@@ -109,13 +109,14 @@ def main(arguments=None) -> int:
     look.add_argument("--arch", default="sm_90a", help="architecture (default: %(default)s)")
     look.add_argument("--all", action="store_true", help="every form at every size, every dtype, unaligned arrays")
     look.add_argument("--check", action="store_true", help="exit with 1 on a spill, local memory or a warning of ptxas")
+    look.add_argument("--only", action="append", default=[], help="only rows with this text in their name")
     look.add_argument("--json", action="store_true", help="rows for machines")
     look.add_argument("--jobs", type=int, help="processes that compile (default: as many as there are cores)")
     options = parser.parse_args(arguments)
     if options.command == "inspect":
         from . import inspect
 
-        return inspect.main(options.arch, options.all, options.check, options.json, options.jobs)
+        return inspect.main(options.arch, options.all, options.check, options.json, options.jobs, options.only)
     show()
     return 0
 

@@ -117,7 +117,7 @@ def load(kernel, signature, target: Device, shared_bytes: int = 0) -> Loaded:
 
 # ---- launches ------------------------------------------------------------------------------------------------------
 class Frames:
-    """Parameter blocks for one kernel's launches, and the ones that no launch uses now: `free`. They are as many as threads have
+    """Parameter blocks for one kernel's launches, and those that no launch uses now: `free`. They are as many as threads have
     launched at once, however many forms of arrays there were. slots: 8-byte slots of the kernel's arguments. maps: which of
     them stand for tensor maps."""
 
@@ -128,8 +128,8 @@ class Frames:
 
 
 class Contents(NamedTuple):
-    """What a launch's parameter block holds besides addresses. block: the kernel's arguments, in slots of 8 bytes. plain: (slot,
-    whose address goes there) of arrays. maps: (which of the frame's maps, whose address, encoding) of tensors."""
+    """What a launch's parameter block holds besides addresses. block: the kernel's arguments, in slots of 8 bytes. plain:
+    (slot, whose address goes there) of arrays. maps: (which of the frame's maps, whose address, encoding) of tensors."""
 
     grid: tuple[int, int, int]
     block: bytes
@@ -296,7 +296,8 @@ class Kernel:
         if self.ordinal is None or forced():
             return self._interpreted(grid, arguments.values())
         numbers: list[Any] = []
-        plain, maps, others = [], [], ()
+        plain, maps = [], []
+        others: tuple[tuple[int, str], ...] = ()
         for (name, what, elements, slot), value in zip(self.declared, arguments.values()):
             if not elements:
                 numbers.append(value)

@@ -252,7 +252,7 @@ class Schema:
         may be torch's symbols, of which nobody knows yet whether they are equal. ValueError: no row has as many axes."""
         if layout not in LAYOUTS:
             raise ValueError(f"layout: must be one of {LAYOUTS}: {layout=}")
-        rows, extents = self._rows[layout], dict(self.extents)
+        rows, extents = self.rows[layout], dict(self.extents)
         for name, shape in given.items():
             if len(shape) not in rows[name]:
                 _refuse_axes(self.arguments[name], layout, shape)

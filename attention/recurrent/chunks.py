@@ -6,7 +6,6 @@ There is one, or two where few long sequences are cut into segments, and one bef
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from tiles.arrays import Operand
 from tiles.device import processors
@@ -15,9 +14,10 @@ from tiles.program import Step
 from tiles.schema import Problem
 
 from .kernels import chunk_ampere, chunk_hopper, gla_hopper
+from .kernels.gates import ByHead, BySteps, ByToken, Gate
+from .kernels.results import Normalizer, Outputs, Result, States
 from .rules import DTYPES, padded, varlen
 
-KEY_DIMS = 64, 128, 256
 TWICE = 1.6  # what two passes cost: one reads everything, the other keys and values
 STATE = 1.5  # chunks that could be walked while the state of one segment is added up
 LEAST = 8  # chunks of a segment
@@ -30,8 +30,8 @@ Scratch = list[tuple[tuple[int, ...], str]]
 
 @functools.lru_cache(1024)
 def segments(items: int, chunks: int, places: int) -> int:
-    """Into how many parts to cut each sequence, if there are `items` pieces of work of so many chunks, and `places` for blocks
-    at once: what ends soonest."""
+    """Into how many segments to cut each sequence so that all are done soonest: there are `items` sequences of so many chunks,
+    counted by head and block of columns, and the GPU runs `places` thread blocks at once."""
 
     def time(parts):
         walked = chunks / parts * (1 if parts == 1 else TWICE) + (parts - 1) * STATE
@@ -56,16 +56,9 @@ def by_token(
     batch, length, heads, key_heads, columns, sequences = problem("BSHGVN")
     arrays = _as_kernels_have_them(problem, arrays, bool(piece))
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
-    config = functools.partial(
-        _config,
-        problem,
-        arrays,
-        piece,
-        softplus=softplus,
-        divided=normalizer is not None,
-        apart=not FACTORS[0] <= scale <= FACTORS[1],
-    )
-    main = config(width)
+    gate = _gate(arrays, softplus, apart=not (piece or FACTORS[0] <= scale <= FACTORS[1]))
+    result = Outputs(arrays.get("gSkip") is not None, normalizer is not None, arrays.get("gZ") is not None)
+    main = _config(problem, gate, result, piece, width)
     parts = _parts(problem, main, width)
     scratch: Scratch = []
     steps: list[Step] = []
@@ -95,12 +88,13 @@ def by_token(
             "gLocal": scratched(*pairs, columns, problem.extents["K"]),
             "gTotal": scratched(*pairs, 1),
         }
-        steps.append(launch(config(width, states=True), width, parts, parts - 1, arrays | {"gStart": None, "gO": None}))
+        alone = _config(problem, _gate(arrays, softplus), States(), piece, width)  # which know no scale
+        steps.append(launch(alone, width, parts, parts - 1, arrays | {"gStart": None, "gO": None}))
     if normalizer is not None:
         divisor = scratched(batch, length, heads)
         start, end = normalizer["gStart"], normalizer["gState"]
         rows = {"gO": divisor, "gStart": start and start.spread(2, chunk_hopper.COLUMNS), "gState": end and end.spread(2, 1)}
-        steps.append(launch(config(1, ones=True), 1, 1, 1, arrays | rows))
+        steps.append(launch(_config(problem, gate, Normalizer(), piece, 1), 1, 1, 1, arrays | rows))
         arrays["gDivisor"] = divisor
     steps.append(launch(main, width, parts, parts, arrays))
     return steps, scratch
@@ -120,42 +114,29 @@ def _as_kernels_have_them(problem: Problem, arrays: Mapping[str, Operand | None]
     return arrays
 
 
-def _config(
-    problem: Problem,
-    arrays: Arrays,
-    piece: int,
-    width: int,
-    *,
-    softplus: bool,
-    divided: bool,
-    apart: bool,
-    states: bool = False,
-    ones: bool = False,
-) -> chunk_hopper.Config:
+def _gate(arrays: Arrays, softplus: bool, apart: bool = False) -> Gate:
+    """The kind of gates that these arrays are. apart: the scale is not to be among them."""
+    given = arrays.get("gGates")
+    if given is None:
+        return Gate()
+    if arrays.get("gRate"):
+        return BySteps(softplus=softplus)
+    return (ByHead if len(given.form.shape) == 2 else ByToken)(apart)
+
+
+def _config(problem: Problem, gate: Gate, result: Result, piece: int, width: int) -> chunk_hopper.Config:
     """The kernel for values of `width` blocks of columns."""
     heads, key_heads, key_dim = problem("HGK")
-    key_dim, gates = padded(key_dim, KEY_DIMS), arrays.get("gGates")
-    gate = "step" if arrays.get("gRate") else None if gates is None else "head" if len(gates.form.shape) == 2 else "token"
-    common: dict[str, Any] = dict(
-        dtype=DTYPES[problem.dtype],
-        gate=gate,
-        softplus=softplus,
-        skip=arrays.get("gSkip") is not None and not states,
-        gated=arrays.get("gZ") is not None and not states,
-        states=states,
-        varlen=varlen(problem),
-        ones=ones,
-        divided=divided and not (states or ones),
-    )
+    key_dim, dtype = padded(key_dim, chunk_hopper.KEY_DIMS), DTYPES[problem.dtype]
     if piece:
-        return chunk_ampere.Config(key_dim, 1, **common, piece=piece)
+        return chunk_ampere.Config(key_dim, 1, dtype, gate, result, varlen(problem), piece)
     consumers = 2 if heads // key_heads * width % 2 == 0 and key_dim <= chunk_hopper.WIDE else 1
-    return chunk_hopper.Config(key_dim, consumers, **common, apart=apart and gate is not None)
+    return chunk_hopper.Config(key_dim, consumers, dtype, gate, result, varlen(problem))
 
 
 def _parts(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
     """How many segments each sequence is cut into."""
-    if isinstance(config, chunk_ampere.Config) and config.key_dim > chunk_hopper.WIDE:
+    if not config.segmented:
         return 1
     batch, length, heads, sequences = problem("BSHN")
     chunks = length * batch // sequences // chunk_hopper.CHUNK
@@ -165,7 +146,7 @@ def _parts(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
 def by_channel(problem: Problem, arrays: Arrays, scale: float) -> Step:
     """The launch for decays of channels; arrays: those of gla_hopper.py."""
     length, heads, key_heads, key_dim, columns, sequences = problem("SHGKVN")
-    width, key_dim = -(-columns // gla_hopper.COLUMNS), padded(key_dim, KEY_DIMS)
+    width, key_dim = -(-columns // gla_hopper.COLUMNS), padded(key_dim, gla_hopper.STAGES)
     consumers = 2 if width % 2 == 0 and key_dim <= gla_hopper.WIDE else 1
     gates = DTYPES[problem.forms["decay"].dtype]
     config = gla_hopper.Config(key_dim, consumers, gates, DTYPES[problem.dtype], varlen(problem))

@@ -8,13 +8,15 @@ It also takes what TMA cannot: bases and strides of 8 or 4 bytes, by as many sma
 """
 
 import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
 from ops import causal, divmod, mma_AB, mma_ABt, store, subtile, zeros
-from tiles import dtype, fp32, pipeline, rt, shared, st
+from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st
 from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 
@@ -93,6 +95,17 @@ def config_for(head_dim: int, dtype: dtype, causal: bool, room: int = LARGE, pie
     padded = min(d for d in SHAPES if d >= head_dim)
     least = max(r for r in ROOMS if r <= room)
     return Config(padded, dtype, causal, *ROOMS[least].get(padded, SHAPES[padded]), piece)
+
+
+PIECES = 16, 8, 4  # bytes that bases and strides may be multiples of
+ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # shared memory that a block may have; elsewhere the least
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What an architecture is served with: bf16 and whole pieces, or `everything`. fp16 takes the same registers as bf16."""
+    forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
+    for (of, piece), head_dim, masked in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (False, True)):
+        yield config_for(head_dim, of, masked, ROOM.get(arch, SHARED_BYTES), piece)
 
 
 @functools.cache

@@ -6,13 +6,15 @@ that one's softmax runs under another's products (FlashAttention-3, Shah et al. 
 """
 
 import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from numba import cuda
 from numpy import int32
 
 from ops import divmod, persistent_tile, subtile, warpgroup
-from tiles import dtype, fp32, inlined, ring, rt, shared, st
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .online import Softmax
@@ -83,6 +85,13 @@ def config_for(head_dim: int, dtype: dtype, causal: bool, seqlen_kv: int) -> Con
     shape = SHORT_SHAPES.get((padded, causal)) if persistent else None
     kv, consumers, stages, queries = shape or (*SHAPES[padded], 2, 1)
     return Config(padded, dtype, causal, kv, consumers, stages, persistent, queries)
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What problems of any length are served with; fp16, whose code takes the same registers as bf16's, with `everything`."""
+    if arch == "sm_90a":
+        for of, head_dim, causal in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (False, True)):
+            yield from dict.fromkeys(config_for(head_dim, of, causal, seqlen_kv) for seqlen_kv in (SHORT, SHORT + 1))
 
 
 @functools.cache

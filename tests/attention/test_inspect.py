@@ -5,32 +5,34 @@ import itertools
 import pytest
 
 from attention import inspect
-from attention.inspect import ALL
-from attention.recurrent.kernels import chunk_ampere, chunk_hopper, token_loop
+from attention.recurrent.kernels import chunk_ampere, chunk_hopper, gla_hopper, token_loop
+from attention.recurrent.kernels.gates import ByHead, BySteps, ByToken, Gate
+from attention.recurrent.kernels.results import Normalizer, Outputs, States
 from attention.softmax import ampere
 from tiles import bf16, fp16
 
+STEPS, MAMBA2, OUTPUTS = BySteps(softplus=True), Outputs(skip=True, gated=True), Outputs()
 SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect --all --check` takes all of them
-    ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, "step", piece=4, **ALL)),
-    ("sm_80", ampere, ampere.config_for(192, bf16, True, inspect.ROOMS["sm_80"], 4)),
+    ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, piece=4)),
+    ("sm_80", ampere, ampere.config_for(192, bf16, True, ampere.ROOM["sm_80"], 4)),
     ("sm_80", token_loop, token_loop.Config(64, "token", normalize=True)),
-    ("sm_89", chunk_ampere, chunk_ampere.Config(128, 1, fp16, "token", divided=True)),
+    ("sm_89", chunk_ampere, chunk_ampere.Config(128, 1, fp16, ByToken(), Outputs(divided=True))),
     ("sm_89", ampere, ampere.config_for(128, fp16, False, ampere.SHARED_BYTES)),
     ("sm_89", token_loop, token_loop.Config(128, "channel", True, varlen=True)),
-    ("sm_90a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, "token", states=True, varlen=True, piece=4)),
-    ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, "step", varlen=True, **ALL)),
-    ("sm_90a", chunk_hopper, chunk_hopper.Config(128, 2, bf16, "step", varlen=True, **ALL)),
-    ("sm_90a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, "token", ones=True, piece=4)),
+    ("sm_90a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, ByToken(), States(), varlen=True, piece=4)),
+    ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
+    ("sm_90a", chunk_hopper, chunk_hopper.Config(128, 2, bf16, STEPS, MAMBA2, varlen=True)),
+    ("sm_90a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer(), piece=4)),
     ("sm_90a", ampere, ampere.config_for(64, bf16, True, ampere.LARGE, 8)),
     ("sm_90a", token_loop, token_loop.Config(128, "channel", normalize=True)),
-    ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, "token", ones=True)),
-    ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, "step", varlen=True, piece=4, **ALL)),
+    ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer())),
+    ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True, piece=4)),
     ("sm_100a", ampere, ampere.config_for(128, bf16, True, ampere.LARGE, 4)),
     ("sm_100a", ampere, ampere.config_for(128, fp16, False, ampere.LARGE)),
     ("sm_100a", token_loop, token_loop.Config(64, "channel", True, single=True)),
-    ("sm_120a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, "token", ones=True, piece=4)),
-    ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, "step", varlen=True, **ALL)),
-    ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, "step", piece=8)),
+    ("sm_120a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer(), piece=4)),
+    ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, STEPS, MAMBA2, varlen=True)),
+    ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, BySteps(), OUTPUTS, piece=8)),
     ("sm_120a", ampere, ampere.config_for(256, bf16, False, ampere.SHARED_BYTES, 4)),
     ("sm_120a", token_loop, token_loop.Config(256, "channel", normalize=True)),
     ("sm_120a", token_loop, token_loop.Config(128, "channel", True, single=True)),
@@ -42,7 +44,7 @@ def test_nothing_spills(arch, module, config):
     name = next(name for name, *what in inspect.configurations(True, arch) if what == [module, config])  # it is shipped
     found = inspect.row(name, module, config, arch)
     assert not any(found[key] for key in inspect.BAD)
-    assert found["shared_bytes"] <= inspect.ROOMS.get(arch, ampere.SHARED_BYTES)
+    assert found["shared_bytes"] <= ampere.ROOM.get(arch, ampere.SHARED_BYTES)
 
 
 def test_processes_share_the_work():
@@ -55,3 +57,36 @@ def test_processes_share_the_work():
 def test_no_configuration_comes_twice(arch):
     everything, some = (list(inspect.configurations(flag, arch)) for flag in (True, False))
     assert len(set(everything)) == len(everything) and set(some) <= set(everything)
+
+
+ALIKE = [  # configurations that differ in one field each
+    *(("sm_80", chunk_ampere, chunk_ampere.Config(64, 1, bf16, gate, OUTPUTS)) for gate in (Gate(), ByToken(), BySteps())),
+    ("sm_80", chunk_ampere, chunk_ampere.Config(64, 1, bf16, Gate(), OUTPUTS, piece=8)),
+    ("sm_80", chunk_ampere, chunk_ampere.Config(64, 1, bf16, Gate(), OUTPUTS, varlen=True)),
+    *(("sm_90a", chunk_hopper, chunk_hopper.Config(64, 1, bf16, ByHead(apart), OUTPUTS)) for apart in (False, True)),
+    ("sm_90a", chunk_hopper, chunk_hopper.Config(64, 1, bf16, ByHead(), Outputs(divided=True))),
+    *(("sm_80", token_loop, token_loop.Config(64, decay)) for decay in ("", "token", "channel")),
+]
+
+
+def test_no_two_rows_compile_to_the_same_code():
+    """Of all rows, `python -m attention inspect --all --check` says so: this is a sample, each row beside its neighbours."""
+    shipped = {arch: {config for _, _, config in inspect.configurations(True, arch)} for arch in ("sm_80", "sm_90a")}
+    assert all(config in shipped[arch] for arch, module, config in ALIKE if module is not token_loop)
+    digests = [inspect.row("", module, config, arch)["digest"] for arch, module, config in ALIKE]
+    assert len(set(digests)) == len(digests)
+
+
+def test_check_finds_two_rows_of_the_same_code(monkeypatch, capsys):
+    """The very same configuration under two names."""
+    config = token_loop.Config(64, "token")
+    twice = [("one", token_loop, config), ("other", token_loop, config)]
+    monkeypatch.setattr(inspect, "configurations", lambda *_: iter(twice))
+    assert inspect.main("sm_80", check=True, jobs=1) == 1
+    assert "the same code as one" in capsys.readouterr().out
+
+
+def test_only_what_is_asked_for():
+    found = list(inspect.configurations(True, "sm_90a", ("linear", "gla", "Dk 128", "varlen")))
+    assert {module for _, module, _ in found} == {gla_hopper} and all(x.varlen and x.key_dim == 128 for *_, x in found)
+    assert len(found) == 6

@@ -14,11 +14,13 @@ registers.
 """
 
 import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from numba import cuda
-from numpy import float32, int32
+from numpy import float32
 
 from ops import (
     col_index,
@@ -40,19 +42,16 @@ from ops import (
     taylor,
     tile_sum,
     transpose,
-    truncate,
     warpgroup,
     where,
     zeros,
 )
 from ops.for_attention.taylor_features import BASE, FEATURES, HALF
-from tiles import dtype, fp32, inlined, ring, rt, shared, st
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
-from .tokens import span
+from .tokens import CHUNK, COLUMNS, Sequences
 
-CHUNK = 64  # tokens
-COLUMNS = 64  # of the values, a block's
 STAGES = 4  # chunks in flight
 LOADER, THREADS, RESIDENT = 1, 2 * warpgroup.THREADS, 2  # the loading warpgroup; threads; blocks of a multiprocessor
 KEEP, CLAIM = 24, 232  # registers a thread of the loader and of the other warpgroup
@@ -82,13 +81,20 @@ class Config:
         return st(CHUNK, COLUMNS, self.dtype)
 
 
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """All configurations; fp16, whose code takes the same registers as bf16's, with `everything` only."""
+    if arch == "sm_90a":
+        dtypes = (bf16, fp16) if everything else (bf16,)
+        yield from itertools.starmap(Config, itertools.product(dtypes, (False, True), (False, True)))
+
+
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, NORMALIZE, VARLEN = config.dtype, config.normalize, config.varlen
+    INPUT, NORMALIZE, sequences = config.dtype, config.normalize, Sequences(config.varlen)
     X, ONES, STATE = rt(16, BASE, INPUT), rt(16, CHUNK, INPUT), rt(16, FEATURES, fp32)
     SQUARE, KEYS = rt(BASE, BASE, fp32), tiled(config.key, unit=1)
-    DOWN, ALONG, tokens = SQUARE.col_vec, SQUARE.row_vec, span(VARLEN)
+    DOWN, ALONG = SQUARE.col_vec, SQUARE.row_vec
     smem = shared(
         q=ring(config.key, STAGES),
         k=ring(config.key, STAGES),
@@ -131,7 +137,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(THREADS, RESIDENT), fastmath=True)
     def scan(
-        gQ: KEYS, gK: KEYS, gV: tiled(config.value, unit=1), gO: array(4, INPUT) if VARLEN else tiled(config.value),
+        gQ: KEYS, gK: KEYS, gV: tiled(config.value, unit=1), gO: sequences.output(config.value),
         gStart: array(4), gStartZ: array(3), gState: array(4), gZ: array(3), gEnds: ENDS,
         length: INT, heads: INT, columns: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
@@ -139,15 +145,16 @@ def make(config: Config):
         q, k, v, state, features, out = smem.open()
         pair, column = divmod(cuda.blockIdx.x, columns)
         sequence, head = divmod(pair, heads)
-        first, end, batch = tokens(gEnds, sequence, length)
-        n = int32((end - first + CHUNK - 1) // CHUNK)
+        span = sequences.span(gEnds, sequence, length)
+        n = span.chunks()
         if warpgroup.id() == LOADER:
             warpgroup.release_registers(KEEP)
             key_head, _ = divmod(head, group)
             for j in range(n):
-                q.fill(j, gQ, (batch, first + CHUNK * j, key_head))
-                k.fill(j, gK, (batch, first + CHUNK * j, key_head))
-                v.fill(j, gV, (batch, first + CHUNK * j, head, column))
+                token = span.token(j)
+                q.fill(j, gQ, (span.batch, token, key_head))
+                k.fill(j, gK, (span.batch, token, key_head))
+                v.fill(j, gV, (span.batch, token, head, column))
         else:
             warpgroup.claim_registers(CLAIM)
             s_t = warpgroup.load(gStart, STATE, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
@@ -156,10 +163,9 @@ def make(config: Config):
             warpgroup.store(state, s_t)
             warpgroup.sync()
             for j in range(n):
-                keys, values, token = k.wait(j), v.wait(j), first + CHUNK * j
-                if VARLEN and end - token < CHUNK:
-                    warpgroup.zero_rows(keys, end - token)
-                    warpgroup.zero_rows(values, end - token)
+                keys, values = k.wait(j), v.wait(j)
+                sequences.clear(keys, span.left(j))
+                sequences.clear(values, span.left(j))
                 queries = warpgroup.load(q.wait(j), X) * scale
                 q.release(j)
                 s = warpgroup.mm_ABt(queries, keys)
@@ -176,14 +182,9 @@ def make(config: Config):
                     before = row_sum(fp32(queries) * mma_ABt(z, queries, INPUT(zz * 0.5))) + earlier + CHUNK * j
                     z, zz = mma_AB(z, ones(ONES), keys), mma_AtB(zz, keys, keys)
                     o = o / (sums + before)
-                if VARLEN:
-                    warpgroup.store(
-                        truncate(gO, 1, end), o, (batch, token, head, COLUMNS * column), rows=1, cols=3, aligned=True
-                    )
+                sequences.store(gO, out, o, span, span.token(j), head, column)
+                if sequences.varlen:
                     warpgroup.sync()
-                else:
-                    warpgroup.store(out, o)
-                    warpgroup.tma_store(gO, (batch, j, head, column), out)
                 s_t = warpgroup.wait(s_t)
                 warpgroup.store(state, s_t)
                 warpgroup.store_wait()
@@ -192,6 +193,6 @@ def make(config: Config):
                 v.release(j)
             warpgroup.store(gState, s_t, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
             if NORMALIZE and column == 0:
-                store_sums(gZ, sequence, head, earlier + float32(end - first), z, zz)
+                store_sums(gZ, sequence, head, earlier + float32(span.end - span.first), z, zz)
 
     return scan, smem

@@ -12,6 +12,8 @@ TMA cannot: bases and strides of 8 or 4 bytes, by as many smaller copies.
 """
 
 import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
@@ -30,24 +32,25 @@ from ops import (
     silu,
     store,
     subtile,
-    tile_max,
     tile_min,
     transpose,
     truncate,
     warpgroup,
     zeros,
 )
-from tiles import fp32, inlined, pipeline, rt, shared, st, sv
+from tiles import bf16, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES
 
 from . import chunk_hopper
-from .chunk_hopper import TINY, WIDE
-from .gates import ROWS, TILE, gates, shared_gates
-from .tokens import CHUNK, COLUMNS, places
+from .chunk_hopper import KEY_DIMS, WIDE
+from .gates import ALONG, DOWN, ROWS, TILE, BySteps, ByToken, Gate
+from .results import TINY, forms
+from .tokens import CHUNK, COLUMNS, Sequences, assigned
 
 WARPS = 4  # of a block
-BAND = COLUMNS // WARPS  # value columns of a warp, and rows of P that it makes
+SHARE = COLUMNS // WARPS  # value columns of a warp, and rows of P that it makes
+PIECES = 16, 8, 4  # bytes that bases and strides may be multiples of
 
 
 @dataclass(frozen=True)
@@ -77,59 +80,83 @@ class Config(chunk_hopper.Config):
         """Chunks of keys in flight: two where 99 KB, what a block may have on every GPU, have room for them."""
         return 2 if self.key_dim <= WIDE else 1
 
+    @property
+    def segmented(self):
+        """May sequences be cut into segments?"""
+        return self.key_dim <= WIDE
+
     def __str__(self):
         return super().__str__() + f", by {self.piece} bytes" * (self.piece != 16)
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """The legal configurations: all gates at all sizes, the other forms at one size. everything: all forms at all sizes, too,
+    and the other pieces and fp16, with the plainest forms where the code is between or like the others'."""
+    for piece, dtype in ((PIECES[0], bf16), *(((8, bf16), (4, bf16), (16, fp16)) if everything else ())):
+        for key_dim, kind in itertools.product(KEY_DIMS, (Gate, ByToken, BySteps)):
+            plainest = (piece, dtype) in ((8, bf16), (16, fp16))
+            all_forms = (everything and not plainest) or (key_dim == WIDE and kind is not Gate)
+            for gate, result, varlen in forms(kind, all_forms):
+                config = Config(key_dim, 1, dtype, gate, result, varlen, piece)
+                if result.outputs or config.segmented:
+                    yield config
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, STATE, OUT = config.dtype, rt(BAND, config.key_dim, fp32), rt(CHUNK, BAND, fp32)
-    SQUARE, TURNED, STAGES = rt(BAND, BAND, fp32), rt(BAND, CHUNK, INPUT), config.stages
-    PIECE, ALIGNED = config.piece, 1 if config.piece == 16 else 4
-    LATER = not (config.states or config.ones) and config.key_dim <= WIDE
-    SKIP, GATED, ONES, DIVIDED = config.skip, config.gated, config.ones, config.divided
-    OUTPUTS = not config.states
+    INPUT, STATE, OUT = config.dtype, rt(SHARE, config.key_dim, fp32), rt(CHUNK, SHARE, fp32)
+    SQUARE, TRANSPOSED, STAGES = rt(SHARE, SHARE, fp32), rt(SHARE, CHUNK, INPUT), config.stages
+    PIECE, ALIGNED, gate, result = config.piece, 1 if config.piece == 16 else 4, config.gate, config.result
+    SEGMENTS = config.segmented and result.outputs and result.values  # may it go on from earlier segments?
     NEWER = STAGES - 1  # groups of keys: so many are younger than a chunk's values
-    BEHIND = (3 if config.gated else 2) * NEWER  # and so many groups than its queries
-    place, tokens = places(config.varlen)
-    *_, decayed, pairs, remaining = gates(config.gate)
-    given, put, of_pairs, of_rows, of_end = shared_gates(config.gate, config.softplus)
+    BEHIND = (3 if result.gated else 2) * NEWER  # and so many groups than its queries
+    sequences = Sequences(config.varlen)
     smem = shared(
         q=pipeline(config.key, 1, WARPS),
         k=pipeline(config.key, STAGES, WARPS),
         v=pipeline(config.value, 1, WARPS),
-        z=pipeline(config.value if config.gated else st(8 * WARPS, 16, INPUT), 1, WARPS),
+        z=pipeline(config.value if result.gated else st(8 * WARPS, 16, INPUT), 1, WARPS),
         p=st(CHUNK, CHUNK, INPUT),
         b=sv(CHUNK, fp32),
         a=sv(CHUNK, fp32),
     )
 
     @inlined
+    def fill(q, v, z, gQ, gV, gZ, j, n, batch, token, key_head, head, col):
+        """Begin to copy the queries and values of the j-th of n chunks, as far as they are read."""
+        q.fill(j, gQ, (batch, token, key_head, 0), 1, 3, n if result.outputs else 0, PIECE)
+        if result.gated:
+            z.fill(j, gZ, (batch, token, head, col), 1, 3, n, PIECE)
+        v.fill(j, gV, (batch, token, head, col), 1, 3, n if result.values else 0, PIECE)
+
+    @inlined
     def finish(o, z, j, gDivisor, at):
         """What becomes of an output before it is stored."""
-        batch, token, head, _ = at
-        if DIVIDED:
-            o = o / (load(gDivisor, OUT.col_vec, (batch, token, head), cols=1) + TINY)
-        if GATED:
-            o = o * silu(fp32(transpose(warpgroup.load_transposed(z.wait(j, NEWER), TURNED))))
+        if result.divided:
+            o = o / (load(gDivisor, OUT.col_vec, at, cols=1) + TINY)
+        if result.gated:
+            o = o * silu(fp32(transpose(warpgroup.load_transposed(z.wait(j, NEWER), TRANSPOSED))))
         return o
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def scan(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gZ: array(4, INPUT), gGates: array(3), gRate: array(2),
-        gBias: array(2), gSkip: array(2), gDivisor: array(3), gO: array(3) if ONES else array(4, INPUT), gStart: array(4),
-        gLocal: array(5), gState: array(4), gTotal: array(4), gEnds: ENDS, length: INT, blocks: INT, segments: INT, walked: INT,
-        heads: INT, group: INT, width: INT, scale: FLOAT,
+        gBias: array(2), gSkip: array(2), gDivisor: array(3), gO: array(4, INPUT) if result.values else array(3),
+        gStart: array(4), gLocal: array(5), gState: array(4), gTotal: array(4), gEnds: ENDS, length: INT, blocks: INT,
+        segments: INT, walked: INT, heads: INT, group: INT, width: INT, scale: FLOAT,
     ):  # fmt: skip
         """The outputs, or the states and summed gates, of a segment: see chunk_hopper.py, whose arguments these are."""
         q, k, v, z, p, b, a = smem.open()
+        a = a if gate.weighted else b
         me = int32(cuda.threadIdx.x // 32)
-        block, segment, key_head, sequence = place(cuda.blockIdx.x, blocks, walked, heads)
-        first, end, batch = tokens(gEnds, sequence, length, segment, segments)
-        n = int32((end - first + CHUNK - 1) // CHUNK)
-        shared_by, part = divmod(block, width)
-        head, left, at = int32(key_head * group + shared_by), int32(COLUMNS * part), int32(COLUMNS * part + BAND * me)
+        block, segment, key_head, sequence = assigned(cuda.blockIdx.x, blocks, walked, heads)
+        span = sequences.segment(gEnds, sequence, length, segment, segments)
+        first, end, batch = span
+        n = span.chunks()
+        shared_by, column = divmod(block, width)
+        head, col = int32(key_head * group + shared_by), int32(COLUMNS * column)
+        own = int32(col + SHARE * me)  # this warp's first column
         gQ, gK, gV, gZ, gO = (
             truncate(gQ, 1, end),
             truncate(gK, 1, end),
@@ -139,60 +166,54 @@ def make(config: Config):
         )
         for i in range(STAGES - 1):
             k.fill(i, gK, (batch, first + CHUNK * i, key_head, 0), 1, 3, n, PIECE)
-        q.fill(0, gQ, (batch, first, key_head, 0), 1, 3, n if OUTPUTS else 0, PIECE)
-        if GATED:
-            z.fill(0, gZ, (batch, first, head, left), 1, 3, n, PIECE)
-        v.fill(0, gV, (batch, first, head, left), 1, 3, 0 if ONES else n, PIECE)
+        fill(q, v, z, gQ, gV, gZ, 0, n, batch, first, key_head, head, col)
         k.fill(STAGES - 1, gK, (batch, first + CHUNK * (STAGES - 1), key_head, 0), 1, 3, n, PIECE)
-        s_t = load(gStart, STATE, (sequence, head, at, 0))
-        for i in range(segment if LATER else 0):
+        s_t = load(gStart, STATE, (sequence, head, own, 0))
+        for i in range(segment if SEGMENTS else 0):
             total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
-            s_t = decayed(s_t, total) + load(gLocal, STATE, (sequence, head, i, at, 0))
-        rate, bias = tile_max(load(gRate, ROWS, (head, 0))), tile_max(load(gBias, ROWS, (head, 0)))
-        skip = load(gSkip, OUT.row_vec, (head, at)) if SKIP else 0.0
-        so_far, g = float32(0), given(gGates, batch, first, end, head)
+            s_t = gate.decayed(s_t, total) + load(gLocal, STATE, (sequence, head, i, own, 0))
+        rate, bias = gate.rate_and_bias(gRate, gBias, head)
+        d = load(gSkip, OUT.row_vec, (head, own)) if result.skip else 0.0
+        so_far, g = float32(0), gate.fetch(gGates, batch, first, end, head)
         for j in range(n):
-            token, later = int32(first + CHUNK * j), int32(first + CHUNK * (j + 1))
+            token, later = span.token(j), span.token(j + 1)
             if me == 0:
-                put(b, a, g, rate, bias, end - token)
+                gate.share(b, a, g, rate, bias, end - token)
             keys = k.wait(j, BEHIND)  # and the sums of gates
-            if OUTPUTS:
+            if result.outputs:
                 queries = q.wait(j, BEHIND)
-                mine = subtile(queries, BAND, me)
+                mine = subtile(queries, SHARE, me)
                 s = mma_ABt(zeros(TILE), mine, keys)
-                if ONES:
+                if not result.values:
                     earlier = row_max(mma_ABt(zeros(SQUARE), mine, INPUT(s_t)))  # each column is the same
-                rows, along = of_pairs(b, a, me)
-                s = pairs(s, rows, along)
-                if ONES:
-                    store(gO, (row_sum(s) + decayed(earlier, rows)) * scale, (batch, token + BAND * me, head), cols=1)
+                rows = gate.load(subtile(b, SHARE, me), ROWS)
+                s = gate.scores(s, rows, gate.load(a, ALONG))
+                if result.values:
+                    store(subtile(p, SHARE, me), INPUT(s))
                 else:
-                    store(subtile(p, BAND, me), INPUT(s))
+                    o = (row_sum(s) + gate.decayed(earlier, rows)) * scale
+                    store(gO, o, (batch, token + SHARE * me, head), cols=1)
             values = v.wait(j, NEWER)  # and all of P is there
-            v_t = INPUT(zeros(TILE) + 1.0) if ONES else warpgroup.load_transposed(values, TURNED)
-            if OUTPUTS and not ONES:
-                o = decayed(mma_ABt(zeros(OUT), queries, INPUT(s_t)), of_rows(b))
-                if SKIP:  # Mamba-2's, whose scale is 1
-                    o = o + fp32(transpose(v_t)) * skip
-                o = mma_ABt(o, p, v_t) * scale
-                o = finish(o, z, j, gDivisor, (batch, token, head, at))
-                store(gO, o, (batch, token, head, at), 1, 3, ALIGNED)
-            along, total = of_end(b, a)
-            u_t = INPUT(remaining(fp32(v_t), along, total))
+            v_t = warpgroup.load_transposed(values, TRANSPOSED) if result.values else INPUT(zeros(TILE) + 1.0)
+            if result.outputs and result.values:
+                o = gate.decayed(mma_ABt(zeros(OUT), queries, INPUT(s_t)), gate.load(b, DOWN))
+                if result.skip:  # Mamba-2's, whose scale is 1
+                    o = o + fp32(transpose(v_t)) * d
+                o = finish(mma_ABt(o, p, v_t) * scale, z, j, gDivisor, (batch, token, head))
+                store(gO, o, (batch, token, head, own), 1, 3, ALIGNED)
+            along, total = gate.load(a, ALONG), gate.last(b)
+            u_t = INPUT(gate.remaining(fp32(v_t), along, total))
             together.sync()
-            q.fill(j + 1, gQ, (batch, later, key_head, 0), 1, 3, n if OUTPUTS else 0, PIECE)
-            if GATED:
-                z.fill(j + 1, gZ, (batch, later, head, left), 1, 3, n, PIECE)
-            v.fill(j + 1, gV, (batch, later, head, left), 1, 3, 0 if ONES else n, PIECE)
-            g = given(gGates, batch, later, end, head)
-            s_t, so_far = mma_AB(decayed(s_t, total), u_t, keys), so_far + total
+            fill(q, v, z, gQ, gV, gZ, j + 1, n, batch, later, key_head, head, col)
+            g = gate.fetch(gGates, batch, later, end, head)
+            s_t, so_far = mma_AB(gate.decayed(s_t, total), u_t, keys), so_far + total
             together.sync()
             k.fill(j + STAGES, gK, (batch, int32(token + CHUNK * STAGES), key_head, 0), 1, 3, n, PIECE)
-        if OUTPUTS:
-            if segment == (segments - 1 if LATER else 0):
-                store(gState, s_t, (sequence, head, at, 0))
+        if result.outputs:
+            if segment == (segments - 1 if SEGMENTS else 0):
+                store(gState, s_t, (sequence, head, own, 0))
         else:
-            store(gLocal, s_t, (sequence, head, segment, at, 0))
+            store(gLocal, s_t, (sequence, head, segment, own, 0))
             store(gTotal, zeros(ROWS) + so_far, (sequence, head, segment, 0))
 
     return scan, smem

@@ -12,8 +12,10 @@ Where a chunk is strong, decays by more than a dtype can hold, the weights of it
 count from the chunk's beginning, k* from its end, and no exponent is positive.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ops import (
     col_index,
@@ -32,7 +34,7 @@ from ops import (
     where,
     zeros,
 )
-from tiles import bf16, dtype, fp16, fp32, inlined, rt, st, sv
+from tiles import bf16, dtype, fp16, fp32, inlined, rt, st, static, sv
 
 from .gates import FLOOR, LOG2_E
 from .tokens import CHUNK, COLUMNS
@@ -40,6 +42,7 @@ from .tokens import CHUNK, COLUMNS
 PANEL = 128  # bytes of a row that lie side by side, at most
 TOKENS = 16  # that a warp brings into the frame at once: of more, the registers would overflow
 FLAG = sv(16, fp32)  # is a chunk strong? 1 or 0
+NUMBER = rt(16, FLAG.length, fp32).row_vec
 LEAST = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2, so that q' and k* keep their precision
 
 
@@ -60,13 +63,9 @@ class Config:
         """Threads of a block."""
         return warpgroup.THREADS * (self.consumers + self.makers)
 
-    @property
-    def share(self):
-        """The channels of a warp, of the four that bring a chunk into the frame."""
-        return self.key_dim // warpgroup.WARPGROUP
-
     def _by_share(self, of):
-        return st(CHUNK, self.key_dim, of, width=min(PANEL, self.share * of.itemsize))
+        """A tile of which each of four warps has its share of channels side by side."""
+        return st(CHUNK, self.key_dim, of, width=min(PANEL, self.key_dim // warpgroup.WARPGROUP * of.itemsize))
 
     @property
     def key(self):
@@ -98,89 +97,124 @@ class Config:
         return f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns{kinds}"
 
 
-def bringing(consumers: int):
-    """bring(q, k, v, g, gQ, gK, gV, gGates, j, n, batch, first, head, key_head, block): fill the rings with the j-th of a
-    sequence's n chunks, if there is one; `first` is its first token."""
+def space(form: type[Config], sizes, arch: str, everything: bool) -> Iterator[Any]:
+    """The configurations of these sizes, (padded key dim, consumers), with gates in fp32 or in the dtype of all else. Without
+    `everything` varlen ones of one size only, and none of fp16; with it fp16 takes the same registers as bf16."""
+    if arch == "sm_90a":
+        for of, (key_dim, consumers), varlen in itertools.product(
+            (bf16, fp16) if everything else (bf16,), sizes, (False, True)
+        ):
+            if not varlen or (key_dim, consumers) == (128, 2) or (everything and of is bf16):
+                yield from (form(key_dim, consumers, gates, of, varlen) for gates in (fp32, of))
+
+
+@static
+class Frame:
+    """What is done to a chunk. First by a warpgroup that knows nothing of the state, each of its warps with its own channels:
+    `sum_up`, `change`, `one_by_one`; then by the warpgroups that read what it made: `is_strong`, `scaled`.
+
+    scores: the type of the tiles that `one_by_one` makes."""
+
+    key_dim: int
+    dtype: dtype
+    consumers: int
+    scores: rt
+
+    @property
+    def share(self):
+        """The channels of a warp: a tile with all tokens of 16 rows."""
+        return rt(16, self.key_dim // warpgroup.WARPGROUP, fp32)
+
+    @property
+    def few(self):
+        """A tile with few tokens of a warp's channels."""
+        return rt(TOKENS, self.share.cols, fp32)
+
+    @property
+    def all(self):
+        """A vector of all channels."""
+        return rt(16, self.key_dim, fp32).row_vec
+
+    @property
+    def least(self):
+        """Where the sums of a chunk that is not strong end, at least."""
+        return 2 * LEAST[self.dtype]
 
     @inlined
-    def bring(q, k, v, g, gQ, gK, gV, gGates, j, n, batch, first, head, key_head, block):
+    def fill(self, rings, arrays, j, n, span, head, key_head, block):
+        """Have TMA bring the j-th of a sequence's n chunks, if there is one: its queries, keys, values and gates."""
+        (q, k, v, g), (gQ, gK, gV, gGates) = rings, arrays
         if j < n:
-            token = first + CHUNK * j
-            g.fill(j, gGates, (batch, token, head))
-            k.fill(j, gK, (batch, token, key_head))
-            q.fill(j, gQ, (batch, token, key_head))
-            for c in range(consumers):
-                v.fill(consumers * j + c, gV, (batch, token, head, consumers * block + c))
-
-    return bring
-
-
-def frame(config: Config, keep, pairs):
-    """What is done to a chunk. By a warpgroup that knows nothing of the state, each warp with its own channels:
-
-    sum_up(sums, gates, warp): the running sums; where they end, in powers of 2, of the warp's channels; is the chunk strong?
-    change(queries, keys, more, sums, ends, factor, flag, warp, strong): q' and k* in place of q and k, and in `more` what
-    keep(more, q', k, exp(b - r), strong) stores. factor: exp(b_last - r); flag: `strong`, for who comes later.
-    one_by_one(queries, keys, sums, n): of the warpgroup, q_i . (exp(b_i - b_j) k_j) where j <= i, as tiles of type `pairs`:
-    for the n-th pairs.cols keys.
-
-    By those that read what it made: is_strong(flag). scaled(s_t, factor, when): the state, turned, times the factor: where a
-    chunk is not strong, before it is read and after the chunk; where it is, between."""
-    LIMIT, SHARE, WARPS = 2 * LEAST[config.dtype], config.share, warpgroup.WARPGROUP
-    FEW, ALL, NUMBER = rt(TOKENS, SHARE, fp32), rt(16, config.key_dim, fp32).row_vec, rt(16, FLAG.length, fp32).row_vec
-    OWN, CHANNELS = rt(16, SHARE, fp32), rt(16, SHARE, fp32).row_vec
+            token = span.first + CHUNK * j
+            g.fill(j, gGates, (span.batch, token, head))
+            k.fill(j, gK, (span.batch, token, key_head))
+            q.fill(j, gQ, (span.batch, token, key_head))
+            for c in range(self.consumers):
+                v.fill(self.consumers * j + c, gV, (span.batch, token, head, self.consumers * block + c))
 
     @inlined
-    def part(tile, warp):
+    def channels(self, tile, warp):
         """The channels of one warp."""
-        return subtile(tile, CHUNK, 0, SHARE, warp)
+        return subtile(tile, CHUNK, 0, self.share.cols, warp)
 
     @inlined
-    def few(tile, i, warp):
+    def some(self, tile, i, warp):
         """Of these the i-th few tokens."""
-        return subtile(tile, TOKENS, i, SHARE, warp)
+        return subtile(tile, TOKENS, i, self.share.cols, warp)
 
     @inlined
-    def sum_up(sums, gates, warp):
-        cumsum_columns(part(sums, warp), part(gates, warp), FLOOR)
-        ends = load_row(part(sums, warp), CHANNELS, CHUNK - 1) * LOG2_E
-        return ends, warpgroup.reduce_any(tile_min(ends) < LIMIT)
+    def sum_up(self, sums, gates, warp):
+        """The running sums of a chunk's gates. Returns where they end, in powers of 2, for the warp's channels; and whether the
+        chunk is strong."""
+        cumsum_columns(self.channels(sums, warp), self.channels(gates, warp), FLOOR)
+        ends = load_row(self.channels(sums, warp), self.share.row_vec, CHUNK - 1) * LOG2_E
+        return ends, warpgroup.reduce_any(tile_min(ends) < self.least)
 
     @inlined
-    def change(queries, keys, more, sums, ends, factor, flag, warp, strong):
+    def change(self, queries, keys, more, sums, ends, factor, flag, warp, strong):
+        """Write q' and k* in place of q and k, and to `more` what `keep` does; factor: exp(b_last - r); flag: `strong`, which
+        readers of the chunk ask for."""
         start, finish = ends * (0.0 if strong else 0.5), ends * (1.0 if strong else 0.5)
         for i in range(CHUNK // TOKENS):
-            b, key = load(few(sums, i, warp), FEW) * LOG2_E, load(few(keys, i, warp), FEW)
+            b, key = load(self.some(sums, i, warp), self.few) * LOG2_E, load(self.some(keys, i, warp), self.few)
             since = exp2(b - start)
-            query = load(few(queries, i, warp), FEW) * since
-            store(few(queries, i, warp), query)
-            keep(few(more, i, warp), query, key, since, strong)
-            store(few(keys, i, warp), key * exp2(finish - b))
-        store(subtile(factor, SHARE, warp), exp2(finish))
+            query = load(self.some(queries, i, warp), self.few) * since
+            store(self.some(queries, i, warp), query)
+            self.keep(self.some(more, i, warp), query, key, since, strong)
+            store(self.some(keys, i, warp), key * exp2(finish - b))
+        store(subtile(factor, self.share.cols, warp), exp2(finish))
         if warp == 0:
             store(flag, zeros(NUMBER) + (1.0 if strong else 0.0))
 
     @inlined
-    def one_by_one(queries, keys, sums, n):
-        """Key after key, and a warp's channels at a time."""
-        s = zeros(pairs)
-        for key in range(pairs.cols):
-            j = pairs.cols * n + key
-            for i in range(WARPS):
-                since = warpgroup.load(part(sums, i), OWN) - load_row(part(sums, i), CHANNELS, j)
-                k = exp2(minimum(since, 0.0) * LOG2_E) * load_row(part(keys, i), CHANNELS, j)
-                s = where(equal(col_index(pairs), key), s + row_sum(warpgroup.load(part(queries, i), OWN) * k), s)
+    def keep(self, more, query, key, since, strong):
+        """Store what else the kernel needs of some tokens, given q', k and exp(b - r)."""
+
+    @inlined
+    def one_by_one(self, queries, keys, sums, n):
+        """q_i . (exp(b_i - b_j) k_j) where j <= i, for the n-th scores.cols keys j: key after key, and a warp's channels at a
+        time."""
+        s = zeros(self.scores)
+        for key in range(self.scores.cols):
+            j = self.scores.cols * n + key
+            for i in range(warpgroup.WARPGROUP):
+                b, row = self.channels(sums, i), self.share.row_vec
+                since = warpgroup.load(b, self.share) - load_row(b, row, j)
+                k = exp2(minimum(since, 0.0) * LOG2_E) * load_row(self.channels(keys, i), row, j)
+                found = row_sum(warpgroup.load(self.channels(queries, i), self.share) * k)
+                s = where(equal(col_index(self.scores), key), s + found, s)
         return s
 
     @inlined
-    def is_strong(flag):
+    def is_strong(self, flag):
+        """What `change` wrote."""
         return tile_max(load(flag, NUMBER)) > 0
 
     @inlined
-    def scaled(s_t, factor, when):
+    def scaled(self, s_t, factor, when):
+        """The transposed state, times the factor: where a chunk is not strong, before it is read and after the chunk; where it
+        is, between."""
         if when:
-            return s_t * load(factor, ALL)
+            return s_t * load(factor, self.all)
         else:
             return s_t
-
-    return sum_up, change, one_by_one, is_strong, scaled

@@ -17,18 +17,19 @@ Every exponent is a sum of gates, none is ever positive: nothing overflows howev
 """
 
 import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
-from numpy import int32
 
 from ops import cumsum, divmod, exp, last_element, load, minimum, subtile, tile_sum, truncate, warpgroup, zeros
 from ops.for_attention.triangular_inverse import DIAGONAL, TRIANGLE, inverse_transposed
-from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, static, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
-from .tokens import CHUNK, COLUMNS, span
-from .transposed_state import turned
+from .tokens import CHUNK, COLUMNS, Sequences
+from .transposed_state import TransposedState
 
 REGISTERS = {1: (104, 104, 232), 2: (72, 88, 176)}  # consumers -> registers a thread of weigher, solver and consumer
 STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
@@ -71,14 +72,106 @@ class Config:
         return f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns{kind}"
 
 
+SCORES = rt(16, CHUNK, fp32)
+ROWS, ALONG = SCORES.col_vec, SCORES.row_vec
+SIZES = tuple(itertools.product(STAGES, REGISTERS))  # padded key dim, consumers
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """The legal configurations: of varlen ones and of fp16 not all, unless `everything`."""
+    if arch == "sm_90a":
+        for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
+            if not varlen or size == (128, 2) or (everything and of is bf16):
+                yield from (Config(*size, of, gated, varlen) for gated in (False, True))
+
+
+@static
+class NoDecay:
+    """Nothing decays: vectors of sums and factors are neither made nor read."""
+
+    @inlined
+    def load(self, gGates, span, j, head):
+        """The gates of this warp's tokens of the j-th chunk."""
+        return 0.0
+
+    @inlined
+    def sum_up(self, g, vector, b, since, until, j):
+        """Hand on the running sums b of a chunk's gates, of which each warp brings 16, and what tokens decay by since the chunk
+        began and until it ends."""
+
+    @inlined
+    def wait(self, vectors, j):
+        """A chunk's vector of sums or factors."""
+        return 0
+
+    @inlined
+    def release(self, vectors, j):
+        """A chunk's vector may be overwritten."""
+
+    @inlined
+    def decayed(self, x, vector):
+        """x, each of its columns times the vector's element."""
+        return x
+
+    @inlined
+    def decayed_state(self, s_t, vector):
+        """The state after the chunk: times the vector's last element."""
+        return s_t
+
+    @inlined
+    def scores(self, s, sums):
+        """s, its element (i, j) decayed from token j to i."""
+        return s
+
+
+class Decay(NoDecay):
+    """One gate a token and head."""
+
+    @inlined
+    def load(self, gGates, span, j, head):
+        return warpgroup.load(truncate(gGates, 1, span.end), ROWS, (span.batch, span.token(j), head), cols=1)
+
+    @inlined
+    def sum_up(self, g, vector, b, since, until, j):
+        warpgroup.store(vector, g)
+        warpgroup.sync()
+        g = load(vector, ALONG)
+        sums = warpgroup.own_rows(cumsum(g))
+        warpgroup.store(b.claim(j), sums)
+        b.publish(j)
+        warpgroup.store(since.claim(j), exp(sums))
+        since.publish(j)
+        warpgroup.store(until.claim(j), exp(minimum(tile_sum(g) - sums, 0.0)))
+        until.publish(j)
+
+    @inlined
+    def wait(self, vectors, j):
+        return vectors.wait(j)
+
+    @inlined
+    def release(self, vectors, j):
+        vectors.release(j)
+
+    @inlined
+    def decayed(self, x, vector):
+        return x * load(vector, ALONG)
+
+    @inlined
+    def decayed_state(self, s_t, vector):
+        return s_t * last_element(vector)
+
+    @inlined
+    def scores(self, s, sums):
+        return s * exp(warpgroup.causal(zeros(SCORES) + warpgroup.load(sums, ROWS) - load(sums, ALONG), 0, 0.0))
+
+
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    CONSUMERS, GATED, VARLEN, INPUT = config.consumers, config.gated, config.varlen, config.dtype
+    CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
+    sequences, decay = Sequences(config.varlen), Decay() if config.gated else NoDecay()
+    transposed = TransposedState(config.key_dim, INPUT, sequences)
     SOLVER, WEIGHER, (weigh, solve, claim) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
-    STATE, TURNED = rt(16, config.key_dim, fp32), rt(16, CHUNK, INPUT)
-    WEIGHTS = rt(16, CHUNK, fp32)
-    ROWS, G = WEIGHTS.col_vec, WEIGHTS.row_vec
     group, GROUPS = warpgroup.WARPGROUP, CONSUMERS + 2
     readers = CONSUMERS * group
     smem = shared(
@@ -98,77 +191,11 @@ def make(config: Config):
         inverse_low=DIAGONAL,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
     )
-    VALUES = tiled(config.value, unit=1)
-    tokens, (read, without_others, hand_out) = span(VARLEN), turned(config.key_dim, INPUT, VARLEN)
-
-    @inlined
-    def gate(decays, batch, token, head):
-        """The gates of this warp's tokens of a chunk."""
-        return warpgroup.load(decays, ROWS, (batch, token, head), cols=1) if GATED else 0.0
-
-    @inlined
-    def add_up(g, vector, b, since, until, j):
-        """Hand on the running sums of a chunk's gates, of which each warp brings 16, and what tokens decay by since the chunk
-        began and until it ends."""
-        if GATED:
-            warpgroup.store(vector, g)
-            warpgroup.sync()
-            g = load(vector, G)
-            sums = warpgroup.own_rows(cumsum(g))
-            warpgroup.store(b.claim(j), sums)
-            b.publish(j)
-            warpgroup.store(since.claim(j), exp(sums))
-            since.publish(j)
-            warpgroup.store(until.claim(j), exp(minimum(tile_sum(g) - sums, 0.0)))
-            until.publish(j)
-
-    @inlined
-    def taken(b, j):
-        """A shared vector of a chunk's sums or decays."""
-        return b.wait(j) if GATED else 0
-
-    @inlined
-    def given(b, j):
-        """It is not needed any more."""
-        if GATED:
-            b.release(j)
-
-    @inlined
-    def decay(x, vector):
-        """x, each of its columns times the vector's element."""
-        if GATED:
-            return x * load(vector, G)
-        else:
-            return x
-
-    @inlined
-    def whole_decay(x, vector):
-        """x, times the vector's last element."""
-        if GATED:
-            return x * last_element(vector)
-        else:
-            return x
-
-    @inlined
-    def spread(s, sums):
-        """s, its element (i, j) decayed from token j to i."""
-        if GATED:
-            return s * exp(warpgroup.causal(zeros(WEIGHTS) + warpgroup.load(sums, ROWS) - load(sums, G), 0, 0.0))
-        else:
-            return s
-
-    @inlined
-    def whole(k, j, rows):
-        """The j-th tile of keys, with zeros from row `rows` on: another sequence's keys, maybe NaN. All warps clear them."""
-        keys = k.wait(j)
-        if VARLEN and rows < CHUNK:
-            warpgroup.zero_rows(keys, rows, GROUPS)
-        return keys
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
-        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: VALUES, gBeta: array(3), gGates: array(3),
-        gO: array(4, INPUT) if VARLEN else VALUES, gStart: array(4), gState: array(4), gEnds: ENDS,
+        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gBeta: array(3),
+        gGates: array(3), gO: sequences.output(config.value), gStart: array(4), gState: array(4), gEnds: ENDS,
         length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """O and the state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
@@ -177,44 +204,45 @@ def make(config: Config):
         value_head, block = divmod(cuda.blockIdx.x, blocks)
         sequence, value_head = divmod(value_head, heads * group)
         head, _ = divmod(value_head, group)
-        first, end, batch = tokens(gEnds, sequence, length)
-        n = int32((end - first + CHUNK - 1) // CHUNK)
+        span = sequences.span(gEnds, sequence, length)
+        n = span.chunks()
         if me == WEIGHER:
             warpgroup.release_registers(weigh)
-            decays, betas = truncate(gGates, 1, end), truncate(gBeta, 1, end)
-            g = gate(decays, batch, first, value_head)
-            strength = warpgroup.load(betas, ROWS, (batch, first, value_head), cols=1)
+            betas = truncate(gBeta, 1, span.end)
+            g = decay.load(gGates, span, 0, value_head)
+            strength = warpgroup.load(betas, ROWS, (span.batch, span.first, value_head), cols=1)
             for j in range(n + 1):  # chunk j comes, chunk j - 1 is weighed; gates first, for the solver waits for nothing else
-                token = int32(first + CHUNK * j)
+                token, weighed = span.token(j), j - 1
                 if j > 0:
-                    warpgroup.store(beta.claim(j - 1), strength)
-                    beta.publish(j - 1)
-                    strength = warpgroup.load(betas, ROWS, (batch, token, value_head), cols=1)
-                    add_up(g, gates, b, since, until, j - 1)
-                    g = gate(decays, batch, token, value_head)
+                    warpgroup.store(beta.claim(weighed), strength)
+                    beta.publish(weighed)
+                    strength = warpgroup.load(betas, ROWS, (span.batch, token, value_head), cols=1)
+                    decay.sum_up(g, gates, b, since, until, weighed)
+                    g = decay.load(gGates, span, j, value_head)
                 if j < n:
-                    k.fill(j, gK, (batch, token, head))
-                    q.fill(j, gQ, (batch, token, head))
+                    k.fill(j, gK, (span.batch, token, head))
+                    q.fill(j, gQ, (span.batch, token, head))
                     for c in range(CONSUMERS):
-                        v.fill(CONSUMERS * j + c, gV, (batch, token, value_head, CONSUMERS * block + c))
+                        v.fill(CONSUMERS * j + c, gV, (span.batch, token, value_head, CONSUMERS * block + c))
                 if j > 0:
-                    keys = whole(k, j - 1, end - token + CHUNK)
-                    s = warpgroup.wait(warpgroup.mm_ABt(q.wait(j - 1), keys))
-                    k.release(j - 1)
-                    q.release(j - 1)
-                    s = warpgroup.causal(spread(s, taken(b, j - 1)), 0, 0.0) * scale
-                    warpgroup.store(p.claim(j - 1), s)
-                    p.publish(j - 1)
-                    given(b, j - 1)
+                    keys = k.wait(weighed)
+                    sequences.clear(keys, span.left(weighed), GROUPS)
+                    s = warpgroup.wait(warpgroup.mm_ABt(q.wait(weighed), keys))
+                    k.release(weighed)
+                    q.release(weighed)
+                    s = warpgroup.causal(decay.scores(s, decay.wait(b, weighed)), 0, 0.0) * scale
+                    warpgroup.store(p.claim(weighed), s)
+                    p.publish(weighed)
+                    decay.release(b, weighed)
         elif me == SOLVER:
             warpgroup.release_registers(solve)
             for j in range(n):
-                token = int32(first + CHUNK * j)
-                keys = whole(k, j, end - token)
+                keys = k.wait(j)
+                sequences.clear(keys, span.left(j), GROUPS)
                 s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
                 k.release(j)
-                a = spread(s, taken(b, j)) * warpgroup.load(beta.wait(j), ROWS)
-                given(b, j)
+                a = decay.scores(s, decay.wait(b, j)) * warpgroup.load(beta.wait(j), ROWS)
+                decay.release(b, j)
                 x = inverse_transposed(a, high, low, inverse_high, inverse_low)
                 warpgroup.store(t.claim(j), x * warpgroup.load(beta.wait(j), ROWS))
                 t.publish(j)
@@ -224,26 +252,26 @@ def make(config: Config):
             column, mine = COLUMNS * (CONSUMERS * block + me), subtile(out, CHUNK, me)
             s_t = warpgroup.load(gStart, STATE, (sequence, value_head, 0, column), 3, 2)
             for j in range(n):
-                token = int32(first + CHUNK * j)
-                keys = whole(k, j, end - token)
-                u, o = read(s_t, keys, q.wait(j))
+                keys = k.wait(j)
+                sequences.clear(keys, span.left(j), GROUPS)
+                u, o = transposed.read(s_t, keys, q.wait(j))
                 q.release(j)
-                values = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + me), TURNED))
+                values = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + me), transposed.values))
                 v.release(CONSUMERS * j + me)
-                before, after = taken(since, j), taken(until, j)
-                u = without_others(values, end - token) - decay(u, before)
-                o = decay(o, before) * scale
-                s_t = whole_decay(s_t, before)
-                given(since, j)
+                before, after = decay.wait(since, j), decay.wait(until, j)
+                u = sequences.without_others(values, span.left(j)) - decay.decayed(u, before)
+                o = decay.decayed(o, before) * scale
+                s_t = decay.decayed_state(s_t, before)
+                decay.release(since, j)
                 u = warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j)))
                 t.release(j)
                 low = INPUT(u)
-                s_t = warpgroup.wait(warpgroup.mma_AB(s_t, INPUT(decay(u, after)), keys))
-                given(until, j)
+                s_t = warpgroup.wait(warpgroup.mma_AB(s_t, INPUT(decay.decayed(u, after)), keys))
+                decay.release(until, j)
                 k.release(j)
                 o = warpgroup.wait(warpgroup.mma_ABt(o, low, p.wait(j)))
                 p.release(j)
-                hand_out(gO, mine, o, batch, token, end, value_head, CONSUMERS * block + me)
+                transposed.store(gO, mine, o, span, span.token(j), value_head, CONSUMERS * block + me)
             warpgroup.store_wait()
             warpgroup.store(gState, s_t, (sequence, value_head, 0, column), 3, 2)
 

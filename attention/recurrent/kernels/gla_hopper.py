@@ -9,11 +9,12 @@ In the frame of some r a chunk is one of plain linear attention (b, q', k* and S
 Of a chunk two warpgroups make what knows nothing of the state: the framer q' and k*, then the weigher P, while the framer is
 at the next chunk. Consumers, of 64 value columns each, carry the state through; they hold it transposed, 64 x Dk, and O too.
 
-What rounding takes from q' and from P is multiplied as well: the frame would cost half as much again as all else that is
-rounded.
+What rounding takes from q' and from P is multiplied as well: without that the frame would add half as much error again as
+all other roundings together.
 """
 
 import functools
+from collections.abc import Iterator
 
 from numba import cuda
 from numpy import int32
@@ -23,8 +24,8 @@ from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
 from . import decay_frame
-from .tokens import CHUNK, COLUMNS, span
-from .transposed_state import turned
+from .tokens import CHUNK, COLUMNS, Sequences
+from .transposed_state import TransposedState
 
 REGISTERS = {1: (184, 80, 240), 2: (120, 72, 160)}  # consumers -> registers a thread of framer, weigher and consumer
 STAGES = {64: 2, 128: 2, 256: 1}  # padded key dim: chunks in flight
@@ -37,10 +38,28 @@ class Config(decay_frame.Config):
     makers = 2
 
 
+SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """The legal configurations: of varlen ones and of fp16 not all, unless `everything`."""
+    return decay_frame.space(Config, SIZES, arch, everything)
+
+
+class Frame(decay_frame.Frame):
+    """Keeps what rounding takes from q', too."""
+
+    @inlined
+    def keep(self, lost, query, key, since, strong):
+        """The weights of a strong chunk lie there."""
+        if not strong:
+            store(lost, query - fp32(self.dtype(query)))
+
+
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    CONSUMERS, VARLEN, INPUT, IN_PLACE = config.consumers, config.varlen, config.dtype, config.gates is fp32
+    CONSUMERS, INPUT, IN_PLACE = config.consumers, config.dtype, config.gates is fp32
     FRAMER, WEIGHER, (frames, weighs, claim) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
     KEY_DIM, AHEAD, RELEASES = config.key_dim, STAGES[config.key_dim], CONSUMERS > 1
     STATE, WEIGHTS, PAIRS = rt(16, KEY_DIM, fp32), rt(16, CHUNK, INPUT), rt(16, config.key.panel_cols, fp32)
@@ -57,36 +76,27 @@ def make(config: Config):
         factor=ring(config.factor, AHEAD, readers, writers=group),
         flag=ring(decay_frame.FLAG, AHEAD, readers + group, writers=group),
     )
-    VALUES = tiled(config.value, unit=1)
-    tokens, (_, _, hand_out) = span(VARLEN), turned(KEY_DIM, INPUT, VARLEN)
-
-    @inlined
-    def keep_lost(lost, query, key, since, strong):
-        """What rounding takes from q'. The weights of a strong chunk lie there."""
-        if not strong:
-            store(lost, query - fp32(INPUT(query)))
-
-    sum_up, change_frame, one_by_one, is_strong, scaled = decay_frame.frame(config, keep_lost, PAIRS)
-    bring = decay_frame.bringing(CONSUMERS)
+    sequences, frame = Sequences(config.varlen), Frame(KEY_DIM, INPUT, CONSUMERS, PAIRS)
+    state = TransposedState(KEY_DIM, INPUT, sequences)
 
     @inlined
     def read(s_t, queries, factor, strong):
         """S'^T q'^T, pending, and the state for the keys. By halves if it is wide: there are not registers for all, rounded."""
         if KEY_DIM <= WIDE:
             rounded = INPUT(s_t)
-            s_t = scaled(s_t, factor, strong)
+            s_t = frame.scaled(s_t, factor, strong)
             return warpgroup.mm_ABt(rounded, queries), s_t
         else:
             rounded = INPUT(columns(s_t, WIDE, 0))
             o = warpgroup.wait(warpgroup.mm_ABt(rounded, subtile(queries, CHUNK, 0, WIDE, 0)))
             rounded = INPUT(columns(s_t, WIDE, 1))
-            s_t = scaled(s_t, factor, strong)
+            s_t = frame.scaled(s_t, factor, strong)
             return warpgroup.mma_ABt(o, rounded, subtile(queries, CHUNK, 0, WIDE, 1)), s_t
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
-        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: VALUES, gGates: tiled(config.gate, unit=1),
-        gO: array(4, INPUT) if VARLEN else VALUES, gStart: array(4), gState: array(4), gEnds: ENDS,
+        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
+        gGates: tiled(config.gate, unit=1), gO: sequences.output(config.value), gStart: array(4), gState: array(4), gEnds: ENDS,
         length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """The outputs of a sequence and its last state, for some columns of the values: one of `blocks` blocks of a head, of
@@ -95,8 +105,8 @@ def make(config: Config):
         me = warpgroup.id()
         head, block = divmod(cuda.blockIdx.x, blocks)
         sequence, head = divmod(head, heads)
-        first, end, batch = tokens(gEnds, sequence, length)
-        n = int32((end - first + CHUNK - 1) // CHUNK)
+        span = sequences.span(gEnds, sequence, length)
+        n = span.chunks()
         if me == FRAMER:
             if RELEASES:
                 warpgroup.release_registers(frames)
@@ -104,19 +114,17 @@ def make(config: Config):
                 warpgroup.claim_registers(frames)
             warp = int32(cuda.threadIdx.x // 32) - FRAMER * warpgroup.WARPGROUP
             for j in range(n):
-                left = int32(end - first - CHUNK * j)
                 queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
-                if VARLEN and left < CHUNK:
-                    warpgroup.zero_rows(keys, left)
-                    warpgroup.zero_rows(gates, left)
+                sequences.clear(keys, span.left(j))
+                sequences.clear(gates, span.left(j))
                 sums = gates if IN_PLACE else totals
-                ends, strong = sum_up(sums, gates, warp)
+                ends, strong = frame.sum_up(sums, gates, warp)
                 rest = lost.claim(j)
                 if strong:
                     for i in range(CHUNK // PAIRS.cols):
-                        warpgroup.store(subtile(rest, CHUNK, 0, PAIRS.cols, i), one_by_one(queries, keys, sums, i))
+                        warpgroup.store(subtile(rest, CHUNK, 0, PAIRS.cols, i), frame.one_by_one(queries, keys, sums, i))
                     warpgroup.sync()
-                change_frame(queries, keys, rest, sums, ends, factor.claim(j), flag.claim(j), warp, strong)
+                frame.change(queries, keys, rest, sums, ends, factor.claim(j), flag.claim(j), warp, strong)
                 factor.publish(j)
                 flag.publish(j)
                 lost.publish(j)
@@ -126,10 +134,11 @@ def make(config: Config):
         elif me == WEIGHER:
             warpgroup.release_registers(weighs)
             key_head, _ = divmod(head, group)
+            rings, arrays = (q, k, v, g), (gQ, gK, gV, gGates)
             for j in range(AHEAD):
-                bring(q, k, v, g, gQ, gK, gV, gGates, j, n, batch, first, head, key_head, block)
+                frame.fill(rings, arrays, j, n, span, head, key_head, block)
             for j in range(n):
-                rest, strong, queries, keys = lost.wait(j), is_strong(flag.wait(j)), q.wait(j), k.wait(j)
+                rest, strong, queries, keys = lost.wait(j), frame.is_strong(flag.wait(j)), q.wait(j), k.wait(j)
                 flag.release(j)
                 if strong:
                     s = fp32(warpgroup.load(subtile(rest, CHUNK, 0, CHUNK, 0), WEIGHTS))
@@ -143,30 +152,28 @@ def make(config: Config):
                 warpgroup.store(subtile(weights, CHUNK, 0), rounded)
                 warpgroup.store(subtile(weights, CHUNK, 1), s - fp32(rounded))
                 p.publish(j)
-                bring(q, k, v, g, gQ, gK, gV, gGates, j + AHEAD, n, batch, first, head, key_head, block)
+                frame.fill(rings, arrays, j + AHEAD, n, span, head, key_head, block)
         else:
             warpgroup.claim_registers(claim)
             column, mine = COLUMNS * (CONSUMERS * block + me), subtile(out, CHUNK, me)
             s_t = warpgroup.load(gStart, STATE, (sequence, head, column, 0))
             for j in range(n):
-                token = int32(first + CHUNK * j)
-                scale_by, strong, queries, keys = factor.wait(j), is_strong(flag.wait(j)), q.wait(j), k.wait(j)
+                scale_by, strong, queries, keys = factor.wait(j), frame.is_strong(flag.wait(j)), q.wait(j), k.wait(j)
                 values, weights = v.wait(CONSUMERS * j + me), p.wait(j)
-                if VARLEN and end - token < CHUNK:
-                    warpgroup.zero_rows(values, end - token)
-                o, s_t = read(scaled(s_t, scale_by, not strong), queries, scale_by, strong)
+                sequences.clear(values, span.left(j))
+                o, s_t = read(frame.scaled(s_t, scale_by, not strong), queries, scale_by, strong)
                 o = warpgroup.mma_AtBt(o, values, subtile(weights, CHUNK, 0))
                 o = warpgroup.mma_AtBt(o, values, subtile(weights, CHUNK, 1))
                 s_t = warpgroup.mma_AtB(s_t, values, keys)
                 o = warpgroup.wait(o, newer=1) * scale
                 q.release(j)
                 p.release(j)
-                s_t = scaled(warpgroup.wait(s_t), scale_by, not strong)
+                s_t = frame.scaled(warpgroup.wait(s_t), scale_by, not strong)
                 k.release(j)
                 v.release(CONSUMERS * j + me)
                 factor.release(j)
                 flag.release(j)
-                hand_out(gO, mine, o, batch, token, end, head, CONSUMERS * block + me)
+                state.store(gO, mine, o, span, span.token(j), head, CONSUMERS * block + me)
             warpgroup.store_wait()
             warpgroup.store(gState, s_t, (sequence, head, column, 0))
 

@@ -13,20 +13,20 @@ of the window; one makes the features; one multiplies them by the values and by 
 """
 
 import functools
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from numba import cuda
-from numpy import int32
 
-from ops import divmod, exp2, hstack, load, maximum, right_fill, row_max, row_min, row_sum, subtile, truncate, warpgroup, zeros
-from tiles import dtype, fp32, inlined, ring, rt, shared, st, sv
+from ops import divmod, exp2, hstack, load, maximum, right_fill, row_max, row_min, row_sum, subtile, warpgroup, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
-from .tokens import span
+from .tokens import CHUNK, Sequences
 
-CHUNK = 64  # tokens of a block
 HEAD = 128  # columns of queries, keys and values
 HALF = 64  # columns of a map: half of the features
 WINDOW, FEATURES, SUMS, LOADER = range(4)  # the warpgroups
@@ -57,11 +57,17 @@ class Config:
         return st(HEAD, HALF, self.dtype)
 
 
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """All configurations; fp16, whose code takes the same registers as bf16's, with `everything` only."""
+    if arch == "sm_90a":
+        yield from itertools.starmap(Config, itertools.product((bf16, fp16) if everything else (bf16,), (False, True)))
+
+
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, VARLEN, WARPS, tokens = config.dtype, config.varlen, warpgroup.WARPGROUP, span(config.varlen)
-    QUERY, STATE, O, TURNED = rt(16, HEAD, INPUT), rt(16, 2 * HALF, fp32), rt(16, HEAD, fp32), rt(16, CHUNK, INPUT)
+    INPUT, WARPS, sequences = config.dtype, warpgroup.WARPGROUP, Sequences(config.varlen)
+    QUERY, STATE, O, TRANSPOSED = rt(16, HEAD, INPUT), rt(16, 2 * HALF, fp32), rt(16, HEAD, fp32), rt(16, CHUNK, INPUT)
     ROWS, MAP = tiled(config.rows, unit=1), tiled(config.map, 3, 1, 2)
     Z, (FEW, MORE, MOST) = rt(16, HALF, fp32).row_vec, REGISTERS
     smem = shared(
@@ -96,7 +102,7 @@ def make(config: Config):
     @inlined
     def own_sums(tile, half):
         """The sums of the tile's columns, those of 16 columns in each warp; half of the columns."""
-        return row_sum(fp32(warpgroup.load_transposed(subtile(tile, CHUNK, 0, HALF, half), TURNED)))
+        return row_sum(fp32(warpgroup.load_transposed(subtile(tile, CHUNK, 0, HALF, half), TRANSPOSED)))
 
     @cuda.jit(launch_bounds=(THREADS, 1), fastmath=True)
     def attend(
@@ -107,17 +113,18 @@ def make(config: Config):
         q, k, v, maps, window, of_q, of_k, state, near_sum, far_sum, z_up, z_down = smem.open()
         sequence, head = divmod(cuda.blockIdx.x, heads)
         key_head, _ = divmod(head, group)
-        first, end, batch = tokens(gEnds, sequence, length)
-        n = int32((end - first + CHUNK - 1) // CHUNK)
+        span = sequences.span(gEnds, sequence, length)
+        n = span.chunks()
         me = warpgroup.id()
         if me == LOADER:
             warpgroup.release_registers(FEW)
             maps.fill(0, gQMap, (key_head, 0, 0))
             maps.fill(1, gKMap, (key_head, 0, 0))
             for j in range(n):
-                q.fill(j, gQ, (batch, first + CHUNK * j, key_head))
-                k.fill(j, gK, (batch, first + CHUNK * j, key_head))
-                v.fill(j, gV, (batch, first + CHUNK * j, head))
+                token = span.token(j)
+                q.fill(j, gQ, (span.batch, token, key_head))
+                k.fill(j, gK, (span.batch, token, key_head))
+                v.fill(j, gV, (span.batch, token, head))
         elif me == WINDOW:
             beta = gBetas[head]
             for j in range(n):
@@ -164,9 +171,8 @@ def make(config: Config):
                 warpgroup.store(subtile(state, CHUNK, 0), left)
                 warpgroup.store(subtile(state, CHUNK, 1), right)
                 warpgroup.sync()
-                values, old, token = v.wait(j), v.wait(max(j - 1, 0)), first + CHUNK * j
-                if VARLEN and end - token < CHUNK:
-                    warpgroup.zero_rows(values, end - token)
+                values, old = v.wait(j), v.wait(max(j - 1, 0))
+                sequences.clear(values, span.left(j))
                 o = warpgroup.mm_AB(window.wait(2 * j), old)
                 o = warpgroup.mma_AB(o, window.wait(2 * j + 1), values)
                 o = warpgroup.mma_ABt(o, of_q.wait(j), state)
@@ -184,7 +190,7 @@ def make(config: Config):
                 o = o / (warpgroup.load(near_sum.wait(j), O.col_vec) + warpgroup.load(far_sum.wait(j), O.col_vec) + FLOOR)
                 near_sum.release(j)
                 far_sum.release(j)
-                warpgroup.store(truncate(gO, 1, end), o, (batch, token, head, 0), rows=1, cols=3, aligned=True)
+                sequences.store_rows(gO, o, span, span.token(j), head, 0)
                 warpgroup.sync()
 
     return attend, smem

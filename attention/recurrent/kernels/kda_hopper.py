@@ -13,6 +13,8 @@ consumers, of 64 value columns each, carry the state through this one.
 """
 
 import functools
+import itertools
+from collections.abc import Iterator
 
 from numba import cuda
 from numpy import int32
@@ -22,22 +24,39 @@ from ops.for_attention.triangular_inverse import DIAGONAL, TRIANGLE, inverse_tra
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
-from .decay_frame import FLAG, Config, bringing, frame
-from .tokens import CHUNK, COLUMNS, span
-from .transposed_state import turned
+from . import decay_frame
+from .decay_frame import FLAG, Config
+from .tokens import CHUNK, COLUMNS, Sequences
+from .transposed_state import TransposedState
 
 REGISTERS = {1: (240, 240), 2: (152, 176)}  # consumers -> registers a thread of preparer and consumer
 KEY_DIMS = 64, 128  # as padded
 STAGES = 2  # chunks in flight
-ARRAYS = "q", "k", "v", "beta", "decay", "out", "initial_state", "state", "cu_seqlens"  # of the kernel, in order
+
+
+SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consumers
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """The legal configurations: of varlen ones and of fp16 not all, unless `everything`."""
+    return decay_frame.space(Config, SIZES, arch, everything)
+
+
+class Frame(decay_frame.Frame):
+    """Keeps k', too."""
+
+    @inlined
+    def keep(self, decayed, query, key, since, strong):
+        """k' = k exp(b - r)"""
+        store(decayed, key * since)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    CONSUMERS, VARLEN, INPUT, IN_PLACE = config.consumers, config.varlen, config.dtype, config.gates is fp32
+    CONSUMERS, INPUT, IN_PLACE = config.consumers, config.dtype, config.gates is fp32
     PREPARER, (prepare, claim), CLAIMS = CONSUMERS, REGISTERS[CONSUMERS], CONSUMERS > 1
-    STATE, TURNED, SCORES = rt(16, config.key_dim, fp32), rt(16, CHUNK, INPUT), rt(16, CHUNK, fp32)
+    STATE, SCORES = rt(16, config.key_dim, fp32), rt(16, CHUNK, fp32)
     ROWS, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, STAGES if IN_PLACE else 1  # it is released early
     readers = CONSUMERS * WARPS
     square = st(CHUNK, CHUNK, INPUT)
@@ -58,21 +77,13 @@ def make(config: Config):
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
         totals=config.sums,
     )
-    VALUES_OF_TMA = tiled(config.value, unit=1)
-    tokens, (read, without_others, hand_out) = span(VARLEN), turned(config.key_dim, INPUT, VARLEN)
-
-    @inlined
-    def keep_decayed(decayed, query, key, since, strong):
-        """k'"""
-        store(decayed, key * since)
-
-    sum_up, change_frame, one_by_one, is_strong, scaled = frame(config, keep_decayed, SCORES)
-    bring = bringing(CONSUMERS)
+    sequences, frame = Sequences(config.varlen), Frame(config.key_dim, INPUT, CONSUMERS, SCORES)
+    state = TransposedState(config.key_dim, INPUT, sequences)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
-        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: VALUES_OF_TMA, gBeta: array(3),
-        gGates: tiled(config.gate, unit=1), gO: array(4, INPUT) if VARLEN else VALUES_OF_TMA, gStart: array(4),
+        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
+        gBeta: array(3), gGates: tiled(config.gate, unit=1), gO: sequences.output(config.value), gStart: array(4),
         gState: array(4), gEnds: ENDS, length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """O and the state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
@@ -80,35 +91,34 @@ def make(config: Config):
         me = warpgroup.id()
         head, block = divmod(cuda.blockIdx.x, blocks)
         sequence, head = divmod(head, heads * group)
-        first, end, batch = tokens(gEnds, sequence, length)
-        n = int32((end - first + CHUNK - 1) // CHUNK)
+        span = sequences.span(gEnds, sequence, length)
+        n = span.chunks()
         if me == PREPARER:
             if CLAIMS:
                 warpgroup.release_registers(prepare)
-            betas, (key_head, _) = truncate(gBeta, 1, end), divmod(head, group)
+            betas, (key_head, _) = truncate(gBeta, 1, span.end), divmod(head, group)
             warp = int32(cuda.threadIdx.x // 32) - PREPARER * WARPS
-            bring(q, k, v, g, gQ, gK, gV, gGates, 0, n, batch, first, head, key_head, block)
+            rings, arrays = (q, k, v, g), (gQ, gK, gV, gGates)
+            frame.fill(rings, arrays, 0, n, span, head, key_head, block)
             for j in range(n):
-                token = int32(first + CHUNK * j)
                 queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
-                if VARLEN and end - token < CHUNK:
-                    warpgroup.zero_rows(keys, end - token)
-                    warpgroup.zero_rows(gates, end - token)
-                beta = warpgroup.load(betas, ROWS, (batch, token, head), cols=1)
+                sequences.clear(keys, span.left(j))
+                sequences.clear(gates, span.left(j))
+                beta = warpgroup.load(betas, ROWS, (span.batch, span.token(j), head), cols=1)
                 sums = gates if IN_PLACE else totals
-                ends, strong = sum_up(sums, gates, warp)
+                ends, strong = frame.sum_up(sums, gates, warp)
                 if strong:
-                    warpgroup.store(p.claim(j), warpgroup.causal(one_by_one(queries, keys, sums, 0), 0, 0.0))
-                    store_parts(high, low, one_by_one(keys, keys, sums, 0))
+                    warpgroup.store(p.claim(j), warpgroup.causal(frame.one_by_one(queries, keys, sums, 0), 0, 0.0))
+                    store_parts(high, low, frame.one_by_one(keys, keys, sums, 0))
                     warpgroup.sync()
                 decayed = kept.claim(j)
-                change_frame(queries, keys, decayed, sums, ends, factor.claim(j), flag.claim(j), warp, strong)
+                frame.change(queries, keys, decayed, sums, ends, factor.claim(j), flag.claim(j), warp, strong)
                 kept.publish(j)
                 factor.publish(j)
                 flag.publish(j)
                 g.release(j)
                 warpgroup.sync()
-                bring(q, k, v, g, gQ, gK, gV, gGates, j + 1, n, batch, first, head, key_head, block)
+                frame.fill(rings, arrays, j + 1, n, span, head, key_head, block)
                 if strong:
                     a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
                 else:
@@ -128,25 +138,24 @@ def make(config: Config):
             column, mine = COLUMNS * (CONSUMERS * block + me), subtile(out, CHUNK, me)
             s_t = warpgroup.load(gStart, STATE, (sequence, head, 0, column), 3, 2)
             for j in range(n):
-                token = int32(first + CHUNK * j)
-                decayed, scale_by, strong = kept.wait(j), factor.wait(j), is_strong(flag.wait(j))
-                s_t = scaled(s_t, scale_by, not strong)
-                u, o = read(s_t, decayed, q.wait(j))
+                decayed, scale_by, strong = kept.wait(j), factor.wait(j), frame.is_strong(flag.wait(j))
+                s_t = frame.scaled(s_t, scale_by, not strong)
+                u, o = state.read(s_t, decayed, q.wait(j))
                 q.release(j)
                 kept.release(j)
-                values = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + me), TURNED))
+                values = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + me), state.values))
                 v.release(CONSUMERS * j + me)
-                u = without_others(values, end - token) - u
+                u = sequences.without_others(values, span.left(j)) - u
                 u = INPUT(warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j))))
                 t.release(j)
-                s_t = warpgroup.wait(warpgroup.mma_AB(scaled(s_t, scale_by, strong), u, k.wait(j)))
+                s_t = warpgroup.wait(warpgroup.mma_AB(frame.scaled(s_t, scale_by, strong), u, k.wait(j)))
                 k.release(j)
-                s_t = scaled(s_t, scale_by, not strong)
+                s_t = frame.scaled(s_t, scale_by, not strong)
                 factor.release(j)
                 flag.release(j)
                 o = warpgroup.wait(warpgroup.mma_ABt(o, u, p.wait(j))) * scale
                 p.release(j)
-                hand_out(gO, mine, o, batch, token, end, head, CONSUMERS * block + me)
+                state.store(gO, mine, o, span, span.token(j), head, CONSUMERS * block + me)
             warpgroup.store_wait()
             warpgroup.store(gState, s_t, (sequence, head, 0, column), 3, 2)
 

@@ -9,7 +9,9 @@ before anything is used. Sequences are walked where no kernel of chunks serves t
 """
 
 import functools
+import itertools
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
@@ -23,7 +25,7 @@ from tiles.program import Step
 from tiles.schema import Problem
 
 from ..rules import varlen
-from .tokens import span
+from .tokens import Sequences
 
 WARPS = 4  # of a block
 COLUMNS = 16  # of the state, a warp
@@ -61,29 +63,30 @@ class Config:
 
     @property
     def warps(self):
-        """Of a block."""
+        """Warps of a block."""
         return WARPS * self.breadth
 
     @property
     def columns(self):
-        """Of a state, a warp."""
+        """Columns of a state that a warp has."""
         return COLUMNS * self.breadth
 
     @property
     def rows(self):
-        """Of a state, a warp."""
+        """Rows of a state that a warp has."""
         return 16 * -(-self.key_dim // (16 * self.warps)) if self.together else self.key_dim
 
     @property
     def blocks(self):
-        """Of an SM. z takes as much room as the state; adding up sums, or all vectors that there can be, as 16 rows of it."""
+        """Blocks of a multiprocessor. z takes as much room as the state; sums that are added up, or all vectors that there can
+        be, as much as 16 rows of it."""
         sums = 16 * (self.together or (self.delta and self.decay == "channel"))
         rows = self.rows * (self.breadth + self.normalize) + sums
         return next(blocks for limit, blocks in BLOCKS.items() if rows <= limit) // self.breadth
 
     @property
     def threads(self):
-        """Of a block."""
+        """Threads of a block."""
         return 32 * self.warps
 
     def __str__(self):
@@ -91,11 +94,20 @@ class Config:
         return ", ".join([f"Dk {self.key_dim}", *kinds, *(x for x in FLAGS if getattr(self, x))])
 
 
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """The greatest key dims, which take the most registers: decays of channels and normalizers, or `everything`."""
+    for key_dim, decay, delta in itertools.product(GREATEST, ("", "token", "channel"), (False, True)):
+        if everything or decay == "channel":
+            yield from (Config(key_dim, decay, delta, varlen=not single, single=single) for single in (True, False))
+        if not delta and (everything or decay == "token"):
+            yield Config(key_dim, decay, normalize=True)
+
+
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     DECAY, DELTA, NORMALIZE = config.decay, config.delta, config.normalize
-    SINGLE, TOGETHER, tokens = config.single, config.together, span(config.varlen)
+    SINGLE, TOGETHER, sequences = config.single, config.together, Sequences(config.varlen)
     STATE = rt(config.rows, config.columns, fp32)
     KEYS, VALUES = STATE.col_vec, STATE.row_vec
     smem = shared(sums=sv(config.columns * config.warps, fp32), products=sv(4 * config.warps, fp32))
@@ -135,7 +147,7 @@ def make(config: Config):
         if part < parts:
             shared_by, _ = divmod(head, group)
             column = STATE.cols * part
-            first, end, batch = tokens(gEnds, sequence, 1 if SINGLE else length)
+            first, end, batch = sequences.span(gEnds, sequence, 1 if SINGLE else length)
             s = load(gStart, STATE, (sequence, head, row, column), aligned=SINGLE)
             if NORMALIZE:
                 z = load(gStartZ, KEYS, (sequence, head, row))

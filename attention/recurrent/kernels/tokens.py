@@ -1,44 +1,99 @@
-"""Which tokens, head and columns a block works on: what the kernels that go through sequences have in common."""
+"""Which tokens, head and columns a thread block works on: what the kernels that walk sequences in chunks have in common."""
+
+from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import divmod
-from tiles import inlined
+from ops import divmod, right_fill, truncate, warpgroup
+from tiles import inlined, static
+from tiles.arguments import array, tiled
 
 CHUNK, COLUMNS = 64, 64  # tokens; value columns of a consumer
 
 
-def span(varlen: bool):
-    """tokens(gEnds, sequence, length): [first, end) of a sequence and the batch that it lies in, which is its own, or one in
-    which sequences lie one behind the other (cu_seqlens)."""
+class Span(NamedTuple):
+    """The tokens [first, end) of a sequence or a segment, and the batch that it lies in."""
+
+    first: Any
+    end: Any
+    batch: Any
 
     @inlined
-    def tokens(gEnds, sequence, length):
-        if varlen:
-            return int32(gEnds[sequence]), int32(gEnds[sequence + 1]), int32(0)
+    def chunks(self):
+        """How many chunks it has, the last one maybe shorter."""
+        return int32((self.end - self.first + CHUNK - 1) // CHUNK)
+
+    @inlined
+    def token(self, j):
+        """The first token of the j-th chunk."""
+        return int32(self.first + CHUNK * j)
+
+    @inlined
+    def left(self, j):
+        """How many tokens are left from there on."""
+        return int32(self.end - self.first - CHUNK * j)
+
+
+@inlined
+def assigned(x, blocks, segments, heads):
+    """Of thread block x: which block of columns, segment, head and sequence it works on."""
+    x, block = divmod(x, blocks)
+    x, segment = divmod(x, segments)
+    sequence, head = divmod(x, heads)
+    return block, segment, head, sequence
+
+
+@static
+class Sequences:
+    """How sequences lie: each in a batch of its own, or with `varlen` one behind the other in one batch (cu_seqlens). There the
+    last chunk of one overlaps the next, whose numbers must not be seen, for they may be NaN, nor overwritten."""
+
+    varlen: bool = False
+
+    def output(self, tile):
+        """The declaration of an output that is written by tiles of this type."""
+        return array(4, tile.dtype) if self.varlen else tiled(tile, unit=1)
+
+    @inlined
+    def span(self, gEnds, sequence, length):
+        """The Span of a sequence."""
+        if self.varlen:
+            return Span(int32(gEnds[sequence]), int32(gEnds[sequence + 1]), int32(0))
         else:
-            return int32(0), int32(length), int32(sequence)
-
-    return tokens
-
-
-def places(varlen: bool):
-    """(place, tokens), for sequences that are cut into segments."""
-    whole = span(varlen)
+            return Span(int32(0), int32(length), int32(sequence))
 
     @inlined
-    def place(x, blocks, segments, heads):
-        """The block of columns, the segment, the head and the sequence that are the x-th block's."""
-        x, block = divmod(x, blocks)
-        x, segment = divmod(x, segments)
-        sequence, head = divmod(x, heads)
-        return block, segment, head, sequence
+    def segment(self, gEnds, sequence, length, segment, segments):
+        """The Span of one of a sequence's segments: whole chunks, but for the end of the sequence."""
+        first, end, batch = self.span(gEnds, sequence, length)
+        step = CHUNK * ((end - first + CHUNK * segments - 1) // (CHUNK * segments))
+        return Span(int32(min(end, first + segment * step)), int32(min(end, first + (segment + 1) * step)), batch)
 
     @inlined
-    def tokens(gEnds, sequence, length, segment, segments):
-        """[first, end) of a segment and the batch that it lies in: whole chunks, but for the end of the sequence."""
-        start, end, batch = whole(gEnds, sequence, length)
-        step = CHUNK * ((end - start + CHUNK * segments - 1) // (CHUNK * segments))
-        return int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch
+    def clear(self, tile, left, groups=1):
+        """Zero the rows of a shared tile that are another sequence's, all but `left`: the work of `groups` warpgroups."""
+        if self.varlen and left < CHUNK:
+            warpgroup.zero_rows(tile, left, groups)
 
-    return place, tokens
+    @inlined
+    def without_others(self, v_t, left):
+        """The same for transposed values in registers."""
+        if self.varlen:
+            return right_fill(v_t, left, 0.0)
+        else:
+            return v_t
+
+    @inlined
+    def store_rows(self, gO, o, span, token, head, block):
+        """Write the rows of o, outputs of the chunk that begins at `token`, that are the sequence's own: 64 columns."""
+        at = span.batch, token, head, COLUMNS * block
+        warpgroup.store(truncate(gO, 1, span.end), o, at, rows=1, cols=3, aligned=True)
+
+    @inlined
+    def store(self, gO, tile, o, span, token, head, block):
+        """The same, from a shared tile by TMA where no sequence follows, which it would overwrite."""
+        if self.varlen:
+            self.store_rows(gO, o, span, token, head, block)
+        else:
+            warpgroup.store(tile, o)
+            warpgroup.tma_store(gO, (span.batch, token, head, block), tile)
