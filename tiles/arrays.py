@@ -53,8 +53,8 @@ class Form(NamedTuple):
     def bits(self) -> int:
         """All bits that the address or a stride has that is used, but for that of the last axis: the lowest one that is set
         says how many bytes can be moved at a time."""
-        bits = self.past
-        for n, stride in zip(self.shape[:-1], self.strides):
+        shape, strides, _, _, _, bits, _ = self
+        for n, stride in zip(shape[:-1], strides):
             if n > 1:
                 bits |= stride
         return bits

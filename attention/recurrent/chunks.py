@@ -136,21 +136,16 @@ def _config(
     heads, key_heads, key_dim = problem("HGK")
     key_dim, gates = padded(key_dim, KEY_DIMS), arrays.get("gGates")
     gate = "step" if arrays.get("gRate") else None if gates is None else "head" if len(gates.form.shape) == 2 else "token"
-    common: dict[str, Any] = dict(
-        dtype=DTYPES[problem.dtype],
-        gate=gate,
-        softplus=softplus,
-        skip=arrays.get("gSkip") is not None and not states,
-        gated=arrays.get("gZ") is not None and not states,
-        states=states,
-        varlen=varlen(problem),
-        ones=ones,
-        divided=divided and not (states or ones),
-    )
+    skip, gated = (arrays.get(name) is not None and not states for name in ("gSkip", "gZ"))
+    common = DTYPES[problem.dtype], gate, softplus, skip, gated, states, varlen(problem), ones, divided and not (states or ones)
     if piece:
-        return chunk_ampere.Config(key_dim, 1, **common, piece=piece)
+        return _ampere(key_dim, 1, *common, False, piece)
     consumers = 2 if heads // key_heads * width % 2 == 0 and key_dim <= chunk_hopper.WIDE else 1
-    return chunk_hopper.Config(key_dim, consumers, **common, apart=apart and gate is not None)
+    return _hopper(key_dim, consumers, *common, apart and gate is not None)
+
+
+# a dataclass takes ten times as long to make as to look up
+_ampere, _hopper = functools.cache(chunk_ampere.Config), functools.cache(chunk_hopper.Config)
 
 
 def _parts(problem: Problem, config: chunk_hopper.Config, width: int) -> int:

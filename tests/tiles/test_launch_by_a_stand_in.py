@@ -295,7 +295,9 @@ def test_two_views_of_one_array(gpu, encoded):
     """Each has its own strides, and both its address."""
     gpu.count = 19
     x = operand("x", (5, 3), "float32")
-    bound = declared_kernel().bind((2, 3, 4), **given(gX=x.permuted((1, 0)), gEnds=Operand(PLACES["x"], c_ordered((2,), "int32", 0))))
+    bound = declared_kernel().bind(
+        (2, 3, 4), **given(gX=x.permuted((1, 0)), gEnds=Operand(PLACES["x"], c_ordered((2,), "int32", 0)))
+    )
     bound.run(0, (0, 0, 32, 16))
     (_, slots, config) = gpu.launches[0]
     assert slots[5:10] == [32, 3, 5, 4, 12] and slots[14] == 32 and (config.gridDimY, config.gridDimZ) == (3, 4)
