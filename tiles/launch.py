@@ -266,10 +266,12 @@ def _elements(what):
 
 class Kernel:
     """A kernel that declares its arguments (arguments.py), on one GPU or, with no ordinal, in the interpreter: all that decides
-    its machine code. It is compiled when it is first bound; arrays of other elements than declared are other code."""
+    its machine code. It is compiled when it is first bound; arrays of other elements than declared are other code. Whether
+    TILES_INTERPRET sends it to the interpreter is asked once, for asking costs a call of a new form a microsecond."""
 
     def __init__(self, kernel, threads: int, shared, ordinal: int | None):
         self.kernel, self.threads, self.shared, self.ordinal = kernel, threads, shared, ordinal
+        self.interpreted = ordinal is None or forced()
         self.title = kernel.py_func.__name__
         parameters = declared(kernel.py_func)
         self.format = struct.Struct("<" + "".join(map(struct_format, parameters.values())))
@@ -293,7 +295,7 @@ class Kernel:
         arguments = {**self.absent, **given}
         if len(arguments) > len(self.absent):
             raise TypeError(f"{self.title} has no parameter {', '.join(given.keys() - self.absent.keys())}")
-        if self.ordinal is None or forced():
+        if self.interpreted:
             return self._interpreted(grid, arguments.values())
         numbers: list[Any] = []
         plain, maps = [], []

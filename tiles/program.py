@@ -155,7 +155,7 @@ class Program:
         except TypeError:  # an option that cannot be looked up, such as a list
             known = None
         if known is None:
-            known = self._learn(arrays, options, layout)
+            known = self._learn(held or self._described(arrays), options, layout)
             KNOWN.put(key, known)
         current = 0 if known.device is None else known.kind.stream(arrays[0], known.device)
         handle = current if stream is None else stream_handle(stream)
@@ -197,8 +197,7 @@ class Program:
         tensors = isinstance(kind_of(first, self.names[0]), Torch)
         return self.readers.setdefault(type(first), _reads_tensors(self.names) if tensors else self._read)
 
-    def _learn(self, arrays: tuple, options: tuple, layout: str) -> _Known:
-        described = self._described(arrays)
+    def _learn(self, described: list, options: tuple, layout: str) -> _Known:
         given = {name: array.form for name, array in zip(self.names, described) if array}
         problem = self.schema.problem(given, layout)
         steps, give, scratch = self.planner(problem, *options)

@@ -124,11 +124,14 @@ class Problem:
     def __getitem__(self, name: str) -> Any:
         """The Operand of an argument for a launch, or of a result, given or to be made; None for what was left out."""
         form = self.forms.get(name)
-        if form is None and self.schema.arguments[name].written:
-            ((_, order),) = self.schema.rows[self.layout][name].values()
-            form = c_ordered(*self.made(name), self.device)
+        if form is None:
+            result = self.schema.results[self.layout].get(name)
+            if result is None:
+                return None
+            axes, order, dtype = result
+            form = c_ordered(self(axes), dtype or self.dtype, self.device)
             form = form.permuted(order) if order else form
-        return None if form is None else Operand(self.schema.places[name], form)
+        return Operand(self.schema.places[name], form)
 
     def __call__(self, axes: str) -> tuple[int, ...]:
         """The extents of these axes: problem("BSH")."""
@@ -137,8 +140,8 @@ class Problem:
 
     def made(self, name: str) -> tuple[tuple[int, ...], str]:
         """The shape and dtype of a result, in the caller's axes."""
-        ((axes, _),) = self.schema.rows[self.layout][name].values()
-        return self(axes), self.dtype if name in self.schema.tiles else self.schema.arguments[name].dtypes[0]
+        axes, _, dtype = self.schema.results[self.layout][name]
+        return self(axes), dtype or self.dtype
 
     def scratch(self, number: int, shape: tuple[int, ...], dtype: str) -> Operand:
         """Memory between launches, the `number`-th of a plan's."""
@@ -186,7 +189,16 @@ class Schema:
         self.places = {name: place for place, name in enumerate(self.names)}  # of their addresses
         self.written = frozenset(row.name for row in rows if row.written)
         self.rows = {layout: {row.name: row.orders(layout) for row in rows} for layout in LAYOUTS}
+        self.results = {layout: self._results(layout) for layout in LAYOUTS}
         self._dtypes = {row.name: row.dtypes for row in rows}
+
+    def _results(self, layout: str) -> dict[str, tuple[str, tuple[int, ...], str | None]]:
+        """Of what is written: (the axes in the caller's order, where the canonical ones stand, the dtype; None: the tiles')."""
+        found = {}
+        for name in self.written:
+            ((axes, order),) = self.rows[layout][name].values()
+            found[name] = axes, order, None if name in self.tiles else self.arguments[name].dtypes[0]
+        return found
 
     def problem(self, forms: Mapping[str, Form], layout: str = "bshd") -> Problem:
         """The Problem of a call, `forms` being those of the arrays that were given. All must lie on one device; tiles have a
