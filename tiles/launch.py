@@ -156,12 +156,13 @@ class Frame:
         pointers = [at + 8 * n for n in range(slots)]
         for slot, place in zip(frames.maps, places):
             pointers[slot] = place
-        memory[self.first + slots : self.first + 2 * slots] = pointers
+        memory[self.first + slots : self.first + 2 * slots] = pointers  # type: ignore[assignment]
         view = memoryview(memory).cast("B")
         self.room = view[at - start : at - start + 8 * slots]
         self.rooms = [view[place - start : place - start + tma.MAP_BYTES] for place in places]
         self.maps = [driver.CUtensorMap(_ptr=place) for place in places]
-        self.config, self.holds, self.stream, self.addresses = config, None, -1, None
+        self.config, self.stream, self.addresses = config, -1, None
+        self.holds: Contents | None = None
 
     def write(self, contents: Contents, stream: int, addresses) -> None:
         """Say what is launched, where it goes, and where its arrays lie. Some context must be current. After an error the frame
@@ -275,7 +276,8 @@ class Kernel:
         self.title = kernel.py_func.__name__
         parameters = declared(kernel.py_func)
         self.format = struct.Struct("<" + "".join(map(struct_format, parameters.values())))
-        self.declared, self.absent, slots, maps = [], dict.fromkeys(parameters), 0, []
+        self.declared, self.absent, slots = [], dict.fromkeys(parameters), 0
+        maps: list[int] = []
         for name, what in parameters.items():
             elements, slot = _elements(what), slots
             if elements is TILES:
