@@ -8,7 +8,7 @@
     @program(SCALED)
     def _scaled(problem, factor) -> Plan:
         ...  # further checks, and launches: ValueError, TypeError
-        return Plan([kernel.bind(blocks, gX=problem["x"], gOut=problem["out"], factor=factor)], ("out",))
+        return Plan([kernel.bind(blocks, gX=problem["x"], gOut=problem["out"], factor=factor)])
 
     def scaled(x, *, factor=1.0, out=None, stream=None):
         return _scaled(stream, (x, out), (factor,))
@@ -47,11 +47,10 @@ class Step(Protocol):
 
 
 class Plan(NamedTuple):
-    """How calls of one form are done: steps, the names of what the caller gets back (one array by itself, several as a tuple),
-    and scratch memory, uninitialised and C-ordered: the shape and dtype of each (see Problem.scratch)."""
+    """How calls of one form are done: steps, and scratch memory, uninitialised and C-ordered: the shape and dtype of each (see
+    Problem.scratch). What the caller gets back the schema says: one array by itself, several as a tuple."""
 
     steps: Sequence[Step]
-    give: tuple[str, ...]
     scratch: Sequence[tuple[tuple[int, ...], str]] = ()
 
 
@@ -199,7 +198,8 @@ class Program:
     def _learn(self, described: list, options: tuple, layout: str) -> _Known:
         given = {name: array.form for name, array in zip(self.names, described) if array}
         problem = self.schema.problem(given, layout)
-        steps, give, scratch = self.planner(problem, *options)
+        steps, scratch = self.planner(problem, *options)
+        give = self.schema.results(dict(zip(self.options, options)))
         first, order = described[0], self.schema.places
         kind, home = first.kind, first.kind.home(first)
         makers = [(order[name], kind.maker(home, *problem.made(name))) for name in give if name not in given]

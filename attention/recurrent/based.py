@@ -88,11 +88,10 @@ def _based(problem: Problem, scale: float | None, normalize: bool, return_state:
     if problem.extents["F"] != FEATURES:
         raise ValueError(f"initial_state: must have {FEATURES} features: initial_state.shape={problem.shape('initial_state')}")
     needs_hopper(problem)
-    give = ("out", *(("state", "z") if normalize else ("state",))) if return_state else ("out",)
     if not (batch and length and heads):
         if return_state:
             raise ValueError(f"return_state: there must be a token: q.shape={problem.shape('q')}")
-        return Plan([], give)
+        return Plan([])
     columns = -(-value_dim // based_hopper.COLUMNS)
     launch = kernel_for(based_hopper, config, problem.device).bind(
         sequences * heads * columns,
@@ -111,4 +110,4 @@ def _based(problem: Problem, scale: float | None, normalize: bool, return_state:
         group=heads // key_heads,
         scale=scale,
     )
-    return Plan([launch], give)
+    return Plan([launch])

@@ -90,10 +90,9 @@ def _delta_rule(problem: Problem, scale: float | None, return_state: bool, famil
     """How delta_rule does calls of this form; state is never given."""
     rules.check(problem)
     scale, by_channel = rules.scale_of(problem, scale), rules.by_channel(problem)
-    give = ("out", "state") if return_state else ("out",)
     batch, length, heads, key_dim = problem("BSHK")
     if not (batch and length and heads) and not (return_state and heads and problem.extents["N"]):
-        return Plan([], give)
+        return Plan([])
     arrays = {
         "gQ": problem["q"],
         "gK": problem["k"],
@@ -109,8 +108,8 @@ def _delta_rule(problem: Problem, scale: float | None, return_state: bool, famil
         raise ValueError(f"family: sm_90 takes keys of at most {widest} columns: {family=}, q has {key_dim}")
     if on_hopper and key_dim <= widest and batch * length:
         arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
-        return Plan([_in_chunks(problem, arrays, scale, by_channel)], give)
-    return Plan([token_loop.launch(problem, arrays | {"gDecay": problem["decay"], "gOut": problem["out"]}, scale)], give)
+        return Plan([_in_chunks(problem, arrays, scale, by_channel)])
+    return Plan([token_loop.launch(problem, arrays | {"gDecay": problem["decay"], "gOut": problem["out"]}, scale)])
 
 
 def _in_chunks(problem: Problem, arrays: dict, scale: float, by_channel: bool) -> Step:

@@ -78,7 +78,7 @@ def _hedgehog(problem: Problem) -> Plan:
         raise ValueError(f"q_map: must have {HALF} columns: q_map.shape={problem.shape('q_map')}")
     needs_hopper(problem)
     if not (batch and length and heads):
-        return Plan([], ("out",))
+        return Plan([])
     config = hedgehog_hopper.Config(rules.DTYPES[problem.dtype], rules.varlen(problem))
     launch = kernel_for(hedgehog_hopper, config, problem.device).bind(
         sequences * heads,
@@ -96,4 +96,4 @@ def _hedgehog(problem: Problem) -> Plan:
         group=heads // key_heads,
         scale=key_dim**-0.5 * LOG2_E,
     )
-    return Plan([launch], ("out",))
+    return Plan([launch])

@@ -203,11 +203,9 @@ def _linear(problem: Problem, scale: float | None, normalize: bool, return_state
     """How linear does calls of this form; state and final_z are never given."""
     rules.check(problem)
     scale, by_channel = rules.scale_of(problem, scale), rules.by_channel(problem)
-    states = ("state", "final_z") if normalize else ("state",)
-    give = ("out", *states) if return_state else ("out",)
     batch, length, heads, value_dim = problem("BSHV")
     if not (batch and length and heads) and not (return_state and heads and problem.extents["N"]):
-        return Plan([], give)
+        return Plan([])
     arrays = {
         "gQ": problem["q"],
         "gK": problem["k"],
@@ -223,17 +221,17 @@ def _linear(problem: Problem, scale: float | None, normalize: bool, return_state
         arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
         arrays |= {name: x and x.permuted(chunks.SWAPPED) for name, x in arrays.items() if name in ("gStart", "gState")}
         if by_channel:
-            return Plan([chunks.by_channel(problem, arrays, scale)], give)
+            return Plan([chunks.by_channel(problem, arrays, scale)])
         piece = 0 if tma else problem.bytes_at_once()
         steps, scratch = chunks.by_token(problem, arrays, scale, piece, normalizer=sums if normalize else None)
-        return Plan(steps, give, scratch)
+        return Plan(steps, scratch)
     if family == "sm_90" and batch * length:
         raise ValueError(
             f"family: sm_90 takes decays of channels whose address and strides are multiples of {ALIGNMENT} bytes, and no "
             f"normalize=True: {family=}, {normalize=}, decay.strides={problem.forms['decay'].strides}"
         )
     arrays |= {"gDecay": problem["decay"], "gOut": problem["out"], "gStartZ": sums["gStart"], "gStateZ": sums["gState"]}
-    return Plan([token_loop.launch(problem, arrays, scale, normalize)], give)
+    return Plan([token_loop.launch(problem, arrays, scale, normalize)])
 
 
 def pair(initial_state: Any, normalize: bool) -> tuple[Any, Any]:

@@ -79,12 +79,11 @@ def mamba2(
 def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, family: str | None) -> Plan:
     """How mamba2 does calls of this form; states are never given."""
     rules.check(problem, "B", "x")
-    give = ("out", "states") if return_final_states else ("out",)
     batch, length, heads, sequences = problem("BSHN")
     if not (batch and length and heads):
         if return_final_states and sequences and heads:
             raise ValueError(f"x: must have a token, for return_final_states=True: x.shape={problem.shape('x')}")
-        return Plan([], give)
+        return Plan([])
     arrays = {
         "gQ": problem["C"],
         "gK": problem["B"],
@@ -101,4 +100,4 @@ def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, fami
     }
     piece = 0 if choose(problem, family) == "sm_90" else problem.bytes_at_once()
     steps, scratch = chunks.by_token(problem, arrays, 1.0, piece, softplus=dt_softplus)
-    return Plan(steps, give, scratch)
+    return Plan(steps, scratch)

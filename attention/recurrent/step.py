@@ -66,10 +66,10 @@ def _linear_step(problem: Problem, scale: float | None) -> Plan:
             f"address {state.form.past} past one, state.strides={state.form.strides} bytes, state.shape={state.form.shape}"
         )
     if 0 in problem["out"].form.shape:
-        return Plan([], ("out",))
+        return Plan([])
     arrays = {"gQ": "q", "gK": "k", "gV": "v", "gDecay": "decay", "gBeta": "beta", "gOut": "out"}
     tokens = {parameter: _one_token(problem[name]) for parameter, name in arrays.items()}
-    return Plan([token_loop.launch(problem, tokens | {"gStart": state}, scale, single=True)], ("out",))
+    return Plan([token_loop.launch(problem, tokens | {"gStart": state}, scale, single=True)])
 
 
 def _one_token(x: Operand | None) -> Operand | None:

@@ -71,10 +71,9 @@ def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bo
     scale = head_dim**-0.5 if scale is None else scale
     if not SCALES[0] <= scale <= SCALES[1]:  # a masked score is -inf, and must be -inf when scaled
         raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
-    give = ("out", "lse") if return_lse else ("out",)
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in out.form.shape or kv_len == 0:  # no query sees a key
-        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x], give)
+        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
     tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
     config: hopper.Config | ampere.Config
     if tma:
@@ -104,7 +103,7 @@ def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bo
         scale=scale * LOG2_E,
         slack=SLACK / (scale * LOG2_E),
     )
-    return Plan([launch], give)
+    return Plan([launch])
 
 
 def _check(problem: Problem, q_len: int, heads: int, head_dim: int, kv_len: int, kv_heads: int) -> None:

@@ -18,15 +18,12 @@ from tiles.program import Fill, Plan, Recent, program
 from tiles.schema import Schema
 
 RUNS, PLANNED = [], []
-SCALED = Schema(
-    "scaled",
-    """
-    x     SD  real
-    y     SD  real
-    out   SD  float32  made
-    sums  S   float32  made
-    """,
-)
+TABLE = """
+    x    SD  real
+    y    SD  real
+    out  SD  float32  made"""
+SCALED = Schema("scaled", f"{TABLE}\n sums S float32 made want_sums")
+PLAIN, BOTH = Schema("plain", TABLE), Schema("both", f"{TABLE}\n sums S float32 made")
 
 
 class Noted:
@@ -56,7 +53,7 @@ def scaled_program():
         if factor < 0:
             raise ValueError(f"{factor=}")
         names = ("x", "y", "out", "sums") if want_sums else ("x", "y", "out")
-        return Plan([Noted(*map(problem.__getitem__, names))], ("out", "sums") if want_sums else ("out",))
+        return Plan([Noted(*map(problem.__getitem__, names))])
 
     return function
 
@@ -99,7 +96,7 @@ ROWS = Schema("rows", "x SD tile\ny SD tile\nout SD tile made")
 @program(ROWS)
 def rows(problem):
     """Nothing is done to tiles, whose rows may lie in any order."""
-    return Plan([], ("out",))
+    return Plan([])
 
 
 @given(st.data())
@@ -161,10 +158,10 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework):
 
     memory = {}
 
-    @program(SCALED)
+    @program(PLAIN)
     def function(problem):
         partial = problem.scratch(0, (3, 5), "float32")
-        return Plan([Noted(problem["x"], partial), Alive(problem["out"], partial)], ("out",), [((3, 5), "float32")])
+        return Plan([Noted(problem["x"], partial), Alive(problem["out"], partial)], [((3, 5), "float32")])
 
     x, y, _ = arrays(4, 8)
     if framework == "torch":
@@ -188,7 +185,7 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework):
     known_kinds[type(x)] = Watched()
     try:
         for _ in range(2):
-            out = function(0, (x, y, None, None), ())
+            out = function(0, (x, y, None), ())
             assert tuple(out.shape) == (4, 8) and [shape for shape, _ in made] == [(4, 8), (3, 5)]
             (_, first), (_, second) = made
             assert [(0, address(x), second), (0, first, second)] == RUNS and places == [True]
@@ -200,9 +197,9 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework):
 
 
 def test_a_fill_is_a_step():
-    @program(SCALED)
+    @program(BOTH)
     def function(problem):
-        return Plan([Fill(problem["sums"], 3), Fill(problem["out"], -np.inf)], ("out", "sums"))
+        return Plan([Fill(problem["sums"], 3), Fill(problem["out"], -np.inf)])
 
     x, y, room = arrays(4, 8)
     for _ in range(2):
@@ -254,10 +251,10 @@ def test_whatever_differs_is_planned_anew(framework, change):
     seen = []
 
     def make():
-        @program(SCALED)
+        @program(BOTH)
         def function(problem, option):
             seen.append((problem.forms.get("y"), problem.forms.get("out"), option, problem.layout))
-            return Plan([], ("out",))
+            return Plan([])
 
         return function
 
@@ -464,15 +461,15 @@ def test_threads(monkeypatch):
         def run(self, stream, addresses):
             latest.where = (stream, *[addresses[place] for place in self.places], self.kind)
 
-    @program(SCALED)
+    @program(PLAIN)
     def function(problem, kind):
-        return Plan([Local(problem, kind)], ("out",))
+        return Plan([Local(problem, kind)])
 
     def work(me):
         start.wait()
         for n in range(200):
             x, y, out = room[me, n % 20]
-            given = function(me, (x, y, out, None), (me % 3,))
+            given = function(me, (x, y, out), (me % 3,))
             if given is not out or latest.where != (me, *map(address, (x, y, out)), me % 3):
                 wrong.append(me)
 

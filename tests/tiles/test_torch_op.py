@@ -16,7 +16,7 @@ TABLE = """
 
 
 def planner(problem, twice: bool, factor: float | None, name: str | None) -> Plan:
-    return Plan([], ("out",))
+    return Plan([])
 
 
 def test_the_signature():
@@ -49,7 +49,7 @@ def test_several_results_are_a_list_of_those_that_were_asked_for():
 
 def test_what_cannot_be_an_op_is_said():
     def bare(problem, factor):
-        return Plan([], ("out",))
+        return Plan([])
 
     with pytest.raises(TypeError, match="factor: an option of a torch op must be one of.*bare's annotation is None"):
         Program(Schema("test_bare", TABLE), bare).op()
