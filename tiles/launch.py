@@ -281,8 +281,9 @@ class Kernel:
             if elements is TILES:
                 what, slot = tma.cut(what), len(maps)
                 maps.append(slots)
-            self.declared.append((name, what, elements, slot))
-            slots += DATA + 1 + 2 * what.ndim if elements and elements is not TILES else 1
+            zeros = (0,) * (2 + 2 * what.ndim) if elements and elements is not TILES else ()
+            self.declared.append((name, what, elements, slot, zeros))
+            slots += struct.calcsize("<" + struct_format(parameters[name])) // 8
         self.frames = Frames(slots, maps)
         self.nbytes = shared.nbytes if shared else 0
         self.codes: dict[tuple, Loaded] = {}  # by the parameters whose elements are others than declared: (place, dtype)
@@ -300,14 +301,14 @@ class Kernel:
         numbers: list[Any] = []
         plain, maps = [], []
         others: tuple[tuple[int, str], ...] = ()
-        for (name, what, elements, slot), value in zip(self.declared, arguments.values()):
+        for (name, what, elements, slot, zeros), value in zip(self.declared, arguments.values()):
             if not elements:
                 numbers.append(value)
             elif elements is TILES:
                 if value is not None:
                     maps.append((slot, value.source, map_encoding(name, what, value.form)))
             elif value is None:
-                numbers += [0] * (2 + 2 * what.ndim)
+                numbers += zeros
             else:
                 form = value.form
                 if form.dtype != elements:
@@ -325,7 +326,7 @@ class Kernel:
 
     def _check_numbers(self, values):
         """TypeError, OverflowError that name the parameter: a number that is missing, or does not fit."""
-        for (name, what, elements, _), value in zip(self.declared, values):
+        for (name, what, elements, *_), value in zip(self.declared, values):
             if not elements:
                 number_slot(name, what, value)
 
@@ -333,7 +334,7 @@ class Kernel:
         dtypes = dict(others)
         types = [
             array_type(dtypes[slot], ty.ndim) if slot in dtypes and elements is not TILES else ty
-            for ty, (_, _, elements, slot) in zip(signature(self.kernel), self.declared)
+            for ty, (_, _, elements, slot, _) in zip(signature(self.kernel), self.declared)
         ]
         self.codes[others] = code = load(self.kernel, tuple(types), device(self.ordinal), self.nbytes)
         return code
@@ -342,7 +343,7 @@ class Kernel:
         """The same launch in the interpreter; what a GPU would refuse is refused."""
         self._check_numbers(values)
         bound = []
-        for (name, what, elements, _), value in zip(self.declared, values):
+        for (name, what, elements, *_), value in zip(self.declared, values):
             if value is None and elements is not TILES:
                 value = Operand(ABSENT, c_ordered((0,) * what.ndim, elements, None))
             elif value is not None and elements is TILES:

@@ -79,7 +79,7 @@ class Recent:
     def get(self, key: Any) -> Any:
         """What was put under the key, or None."""
         found = self.young.get(key)
-        if found is None and (found := self.old.pop(key, None)) is not None:
+        if found is None and self.old and (found := self.old.pop(key, None)) is not None:
             self.put(key, found)
         return found
 
