@@ -153,7 +153,7 @@ class Frame:
         places = [aligned + tma.MAP_BYTES * n for n in range(count)]
         at = aligned + tma.MAP_BYTES * count  # of the slots
         self.pointers, self.first = at + 8 * slots, (at - start) // 8
-        pointers = [at + 8 * n for n in range(slots)]
+        pointers: list[Any] = [at + 8 * n for n in range(slots)]
         for slot, place in zip(frames.maps, places):
             pointers[slot] = place
         memory[self.first + slots : self.first + 2 * slots] = pointers
@@ -161,7 +161,8 @@ class Frame:
         self.room = view[at - start : at - start + 8 * slots]
         self.rooms = [view[place - start : place - start + tma.MAP_BYTES] for place in places]
         self.maps = [driver.CUtensorMap(_ptr=place) for place in places]
-        self.config, self.holds, self.stream, self.addresses = config, None, -1, None
+        self.config, self.stream, self.addresses = config, -1, None
+        self.holds: Contents | None = None
 
     def write(self, contents: Contents, stream: int, addresses) -> None:
         """Say what is launched, where it goes, and where its arrays lie. Some context must be current. After an error the frame
@@ -265,8 +266,8 @@ def _elements(what):
 
 
 class _Place(NamedTuple):
-    """Where a declared parameter goes: what it is, its elements, the slot of its address or which of the frame's maps it has, and
-    from where to where its numbers are among those of a block."""
+    """Where a declared parameter goes: what it is, its elements, the slot of its address or which of the frame's maps it has,
+    and from where to where its numbers are among those of a block."""
 
     what: Any
     elements: str
@@ -286,7 +287,8 @@ class Kernel:
         self.title = kernel.py_func.__name__
         self.parameters: dict[str, _Place] = {}
         self.blank: list[Any] = []  # the numbers of a block to which nothing was given
-        codes, slots, maps = "<", 0, []
+        codes, slots = "<", 0
+        maps: list[int] = []
         for name, what in declared(kernel.py_func).items():
             elements, code, at = _elements(what), struct_format(what), len(self.blank)
             if elements is TILES:

@@ -38,7 +38,7 @@ from .arrays import Operand, ascending, fill
 from .frameworks import PAST, Kind, Torch, describe, kind_of, stream_handle
 from .schema import Schema
 
-ENTRIES = 4096  # forms of calls that are remembered, of all programs together: some 10 KB each
+ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 2 to 9 KB each, by the launches they take
 
 
 class Step(Protocol):
