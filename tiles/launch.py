@@ -153,10 +153,10 @@ class Frame:
         places = [aligned + tma.MAP_BYTES * n for n in range(count)]
         at = aligned + tma.MAP_BYTES * count  # of the slots
         self.pointers, self.first = at + 8 * slots, (at - start) // 8
-        pointers: list[Any] = [at + 8 * n for n in range(slots)]
+        pointers = [at + 8 * n for n in range(slots)]
         for slot, place in zip(frames.maps, places):
             pointers[slot] = place
-        memory[self.first + slots : self.first + 2 * slots] = pointers
+        memory[self.first + slots : self.first + 2 * slots] = pointers  # type: ignore[assignment]
         view = memoryview(memory).cast("B")
         self.room = view[at - start : at - start + 8 * slots]
         self.rooms = [view[place - start : place - start + tma.MAP_BYTES] for place in places]

@@ -27,7 +27,6 @@ Any number of threads may call at once: what is remembered does not change, and 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from inspect import signature
 from operator import itemgetter
@@ -35,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 
 from . import jax_call, torch_op
 from .arrays import Operand, ascending, fill
-from .frameworks import PAST, Kind, Torch, describe, kind_of, stream_handle
+from .frameworks import Kind, describe, kind_of, stream_handle
 from .schema import Schema
 
 ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 2 to 9 KB each, by the launches they take
@@ -194,8 +193,8 @@ class Program:
 
     def _reader(self, first: Any) -> Callable:
         """How calls with a first array of this type are read."""
-        tensors = isinstance(kind_of(first, self.names[0]), Torch)
-        return self.readers.setdefault(type(first), _reads_tensors(self.names) if tensors else self._read)
+        reader = kind_of(first, self.names[0]).reader(self.names)
+        return self.readers.setdefault(type(first), reader or self._read)
 
     def _learn(self, described: list, options: tuple, layout: str) -> _Known:
         given = {name: array.form for name, array in zip(self.names, described) if array}
@@ -212,19 +211,3 @@ class Program:
             shift = first_at - last_at
             apart.append((order[pair[0]], order[pair[1]], pair, forms, shift - its.extent, shift + mine.extent))
         return _Known(kind, first.device, makers, apart, steps, itemgetter(*[order[name] for name in give]))
-
-
-def _reads_tensors(names: tuple[str, ...]) -> Callable:
-    """`Program._read` of torch's tensors: one expression over all of them, as a loop would take half as long again.
-
-    A tensor that requires grad while grad mode is on has a form of its own, which `describe` refuses. The device is read as
-    a number, which compares faster. Host tensors have -1, and so have those without memory, such as meta tensors: as these are
-    at address 0 they have a form of their own, too."""
-    one = (
-        "None if {0} is None else ({0}.shape, {0}.stride(), {0}.dtype, {0}.get_device(), "
-        "{0}.requires_grad and grads(), at_{0} & PAST if (at_{0} := {0}.data_ptr()) else None)"
-    )
-    forms = ", ".join(one.format(name) for name in names)
-    addresses = ", ".join(f"0 if {name} is None else at_{name}" for name in names)
-    grads = sys.modules["torch"].is_grad_enabled
-    return eval(f"lambda {', '.join(names)}: (({forms},), ({addresses},), None)", {"grads": grads, "PAST": PAST})

@@ -125,7 +125,7 @@ class Problem:
         """The Operand of an argument for a launch, or of a result, given or to be made; None for what was left out."""
         form = self.forms.get(name)
         if form is None:
-            result = self.schema.made[self.layout].get(name)
+            result = self.schema.written_rows[self.layout].get(name)
             if result is None:
                 return None
             axes, order, dtype = result
@@ -140,7 +140,7 @@ class Problem:
 
     def made(self, name: str) -> tuple[tuple[int, ...], str]:
         """The shape and dtype of a result, in the caller's axes."""
-        axes, _, dtype = self.schema.made[self.layout][name]
+        axes, _, dtype = self.schema.written_rows[self.layout][name]
         return self(axes), dtype or self.dtype
 
     def scratch(self, number: int, shape: tuple[int, ...], dtype: str) -> Operand:
@@ -189,10 +189,10 @@ class Schema:
         self.places = {name: place for place, name in enumerate(self.names)}  # of their addresses
         self.written = frozenset(row.name for row in rows if row.written)
         self.rows = {layout: {row.name: row.orders(layout) for row in rows} for layout in LAYOUTS}
-        self.made = {layout: self._made(layout) for layout in LAYOUTS}
+        self.written_rows = {layout: self._written(layout) for layout in LAYOUTS}
         self._dtypes = {row.name: row.dtypes for row in rows}
 
-    def _made(self, layout: str) -> dict[str, tuple[str, tuple[int, ...], str | None]]:
+    def _written(self, layout: str) -> dict[str, tuple[str, tuple[int, ...], str | None]]:
         """Of what is written: (the axes in the caller's order, where the canonical ones stand, the dtype; None: the tiles')."""
         found = {}
         for name in self.written:

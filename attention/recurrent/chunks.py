@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 
 from tiles.arrays import Operand
-from tiles.device import processors
+from tiles.device import machine
 from tiles.launch import kernel_for
 from tiles.program import Step
 from tiles.schema import Problem
@@ -146,7 +146,7 @@ def _parts(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
         return 1
     batch, length, heads, sequences = problem("BSHN")
     chunks = length * batch // sequences // chunk_hopper.CHUNK
-    return segments(sequences * heads * width // config.consumers, chunks, config.resident * processors(problem.device))
+    return segments(sequences * heads * width // config.consumers, chunks, config.resident * machine(problem.device).processors)
 
 
 def by_channel(problem: Problem, arrays: Arrays, scale: float) -> Step:

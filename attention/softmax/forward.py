@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from tiles.device import cache, device, processors
+from tiles.device import machine
 from tiles.dtypes import bf16, fp16
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, program
@@ -75,15 +75,14 @@ def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bo
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in out.form.shape or kv_len == 0:  # no query sees a key
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x], give)
-    tma, dtype = choose(problem, family) == "sm_90", DTYPES[problem.dtype]
+    tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
     config: hopper.Config | ampere.Config
     if tma:
         config = hopper.config_for(head_dim, dtype, causal, kv_len)
     else:
-        room = ampere.LARGE if problem.device is None else device(problem.device).shared_bytes
-        config = ampere.config_for(head_dim, dtype, causal, room, problem.bytes_at_once())
+        config = ampere.config_for(head_dim, dtype, causal, gpu.shared_bytes, problem.bytes_at_once())
     pairs, blocks, group = batch * heads, -(-q_len // config.rows), heads // kv_heads
-    grid, at_once = pairs * blocks, processors(problem.device)
+    grid, at_once = pairs * blocks, gpu.processors
     if config.persistent:
         grid = min(grid, at_once)
     nbytes, uneven = 2 * kv_len * head_dim * dtype.itemsize / group, causal or (config.persistent and q_len % config.rows > 0)
@@ -100,7 +99,7 @@ def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bo
         blocks=blocks,
         heads=heads,
         pairs=pairs,
-        band=band_of(grid, at_once, nbytes, cache(problem.device), uneven),
+        band=band_of(grid, at_once, nbytes, gpu.cache_bytes, uneven),
         group=group,
         scale=scale * LOG2_E,
         slack=SLACK / (scale * LOG2_E),
