@@ -265,6 +265,17 @@ def _elements(what):
     return TILES if isinstance(what, gl) else named(what.dtype) if hasattr(what, "ndim") else ""
 
 
+class _Place(NamedTuple):
+    """Where a declared parameter goes: what it is, its elements, the slot of its address or which of the frame's maps it has,
+    and from where to where its numbers are among those of a block."""
+
+    what: Any
+    elements: str
+    place: int
+    at: int
+    end: int
+
+
 class Kernel:
     """A kernel that declares its arguments (arguments.py), on one GPU or, with no ordinal, in the interpreter: all that decides
     its machine code. It is compiled when it is first bound; arrays of other elements than declared are other code. Whether
@@ -274,18 +285,20 @@ class Kernel:
         self.kernel, self.threads, self.shared, self.ordinal = kernel, threads, shared, ordinal
         self.interpreted = ordinal is None or forced()
         self.title = kernel.py_func.__name__
-        parameters = declared(kernel.py_func)
-        self.format = struct.Struct("<" + "".join(map(struct_format, parameters.values())))
-        self.declared, self.absent, slots = [], dict.fromkeys(parameters), 0
+        self.parameters: dict[str, _Place] = {}
+        self.blank: list[Any] = []  # the numbers of a block to which nothing was given
+        codes, slots = "<", 0
         maps: list[int] = []
-        for name, what in parameters.items():
-            elements, slot = _elements(what), slots
+        for name, what in declared(kernel.py_func).items():
+            elements, code, at = _elements(what), struct_format(what), len(self.blank)
             if elements is TILES:
-                what, slot = tma.cut(what), len(maps)
+                self.parameters[name] = _Place(tma.cut(what), elements, len(maps), at, at)
                 maps.append(slots)
-            self.declared.append((name, what, elements, slot))
-            slots += DATA + 1 + 2 * what.ndim if elements and elements is not TILES else 1
-        self.frames = Frames(slots, maps)
+            else:
+                self.blank += [0] * (2 + 2 * what.ndim) if elements else [None]
+                self.parameters[name] = _Place(what, elements, slots + DATA, at, len(self.blank))
+            codes, slots = codes + code, slots + struct.calcsize("<" + code) // 8
+        self.format, self.frames = struct.Struct(codes), Frames(slots, maps)
         self.nbytes = shared.nbytes if shared else 0
         self.codes: dict[tuple, Loaded] = {}  # by the parameters whose elements are others than declared: (place, dtype)
 
@@ -294,57 +307,58 @@ class Kernel:
         absent: all loads from it are 0, and stores are left out. ValueError, TypeError that name the parameter: TMA cannot take
         an array, a number is missing, there is no such parameter."""
         grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
-        arguments = {**self.absent, **given}
-        if len(arguments) > len(self.absent):
-            raise TypeError(f"{self.title} has no parameter {', '.join(given.keys() - self.absent.keys())}")
         if self.interpreted:
-            return self._interpreted(grid, arguments.values())
-        numbers: list[Any] = []
-        plain, maps = [], []
-        others: tuple[tuple[int, str], ...] = ()
-        for (name, what, elements, slot), value in zip(self.declared, arguments.values()):
+            return self._interpreted(grid, given)
+        numbers, plain, maps = self.blank.copy(), [], []
+        others: tuple[tuple[str, str], ...] = ()
+        for name, value in given.items():
+            if name not in self.parameters:
+                raise TypeError(f"{self.title} has no parameter {name}")
+            what, elements, place, at, end = self.parameters[name]
             if not elements:
-                numbers.append(value)
-            elif elements is TILES:
-                if value is not None:
-                    maps.append((slot, value.source, map_encoding(name, what, value.form)))
+                numbers[at] = value
             elif value is None:
-                numbers += [0] * (2 + 2 * what.ndim)
+                continue
+            elif elements is TILES:
+                maps.append((place, value.source, map_encoding(name, what, value.form)))
             else:
                 form = value.form
                 if form.dtype != elements:
-                    others += ((slot, form.dtype),)
-                plain.append((slot + DATA, value.source))
-                numbers += array_numbers(form)
+                    others += ((name, form.dtype),)
+                plain.append((place, value.source))
+                numbers[at:end] = array_numbers(form)
         try:
             block = self.format.pack(*numbers)
         except (struct.error, OverflowError):
-            self._check_numbers(arguments.values())
+            self._check_numbers(given)
             raise
         code = self.codes.get(others) or self._load(others)
         contents = Contents(grid, block, plain, maps)
         return Bound(code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames)
 
-    def _check_numbers(self, values):
+    def _check_numbers(self, given):
         """TypeError, OverflowError that name the parameter: a number that is missing, or does not fit."""
-        for (name, what, elements, _), value in zip(self.declared, values):
+        for name, (what, elements, *_) in self.parameters.items():
             if not elements:
-                number_slot(name, what, value)
+                number_slot(name, what, given.get(name))
 
     def _load(self, others):
         dtypes = dict(others)
         types = [
-            array_type(dtypes[slot], ty.ndim) if slot in dtypes and elements is not TILES else ty
-            for ty, (_, _, elements, slot) in zip(signature(self.kernel), self.declared)
+            array_type(dtypes[name], ty.ndim) if name in dtypes else ty
+            for name, ty in zip(self.parameters, signature(self.kernel))
         ]
         self.codes[others] = code = load(self.kernel, tuple(types), device(self.ordinal), self.nbytes)
         return code
 
-    def _interpreted(self, grid, values):
+    def _interpreted(self, grid, given):
         """The same launch in the interpreter; what a GPU would refuse is refused."""
-        self._check_numbers(values)
+        if unknown := given.keys() - self.parameters.keys():
+            raise TypeError(f"{self.title} has no parameter {', '.join(unknown)}")
+        self._check_numbers(given)
         bound = []
-        for (name, what, elements, _), value in zip(self.declared, values):
+        for name, (what, elements, *_) in self.parameters.items():
+            value = given.get(name)
             if value is None and elements is not TILES:
                 value = Operand(ABSENT, c_ordered((0,) * what.ndim, elements, None))
             elif value is not None and elements is TILES:

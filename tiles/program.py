@@ -37,7 +37,7 @@ from .arrays import Operand, ascending, fill
 from .frameworks import Kind, describe, kind_of, stream_handle
 from .schema import Schema
 
-ENTRIES = 4096  # forms of calls that are remembered, of all programs together: some 10 KB each
+ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 2 to 9 KB each, by the launches they take
 
 
 class Step(Protocol):
@@ -77,7 +77,7 @@ class Recent:
     def get(self, key: Any) -> Any:
         """What was put under the key, or None."""
         found = self.young.get(key)
-        if found is None and (found := self.old.pop(key, None)) is not None:
+        if found is None and self.old and (found := self.old.pop(key, None)) is not None:
             self.put(key, found)
         return found
 

@@ -94,13 +94,13 @@ def by_token(
             "gLocal": scratched(*pairs, columns, problem.extents["K"]),
             "gTotal": scratched(*pairs, 1),
         }
-        alone = _config(problem, _gate(arrays, softplus), States(), piece, width)  # which know no scale
+        alone = _config(problem, _gate(arrays, softplus), one(States), piece, width)  # which know no scale
         steps.append(launch(alone, width, parts, parts - 1, arrays | {"gStart": None, "gO": None}))
     if normalizer is not None:
         divisor = scratched(batch, length, heads)
         start, end = normalizer["gStart"], normalizer["gState"]
         rows = {"gO": divisor, "gStart": start and start.spread(2, chunk_hopper.COLUMNS), "gState": end and end.spread(2, 1)}
-        steps.append(launch(_config(problem, gate, Normalizer(), piece, 1), 1, 1, 1, arrays | rows))
+        steps.append(launch(_config(problem, gate, one(Normalizer), piece, 1), 1, 1, 1, arrays | rows))
         arrays["gDivisor"] = divisor
     steps.append(launch(main, width, parts, parts, arrays))
     return steps, scratch

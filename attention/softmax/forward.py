@@ -67,7 +67,7 @@ def forward(
 def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """How forward does calls of this form; lse is never given."""
     batch, q_len, heads, head_dim, kv_len, kv_heads = problem("BSHDTG")
-    _check(problem, q_len, heads, head_dim, kv_len, kv_heads)
+    _check(problem)
     scale = head_dim**-0.5 if scale is None else scale
     if not SCALES[0] <= scale <= SCALES[1]:  # a masked score is -inf, and must be -inf when scaled
         raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
@@ -106,8 +106,9 @@ def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bo
     return Plan([launch])
 
 
-def _check(problem: Problem, q_len: int, heads: int, head_dim: int, kv_len: int, kv_heads: int) -> None:
+def _check(problem: Problem) -> None:
     """ValueError: extents that the formula or the kernels do not take."""
+    q_len, heads, head_dim, kv_len, kv_heads = problem("SHDTG")
     if head_dim % 8 or not 8 <= head_dim <= 256:
         raise problem.error("q", f"head_dim must be a multiple of 8, from 8 to 256: {head_dim=}", "q")
     if kv_heads == 0:

@@ -1,0 +1,196 @@
+"""Every function, from eight threads on eight streams, with lengths and addresses that are new each time, for a while: a call's
+results are the first one's on the same inputs, bit by bit, and memory stops growing.
+
+TILES_SOAK_SECONDS says how long: 10 by default, a minute or more before a release."""
+
+import hashlib
+import itertools
+import os
+import random
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import attention
+
+sys.path.insert(0, str(Path(__file__).parent / "recurrent"))
+from members import BF16, F32, MEMBERS, Member
+
+SECONDS = float(os.environ.get("TILES_SOAK_SECONDS", "10"))
+THREADS, LENGTHS = 8, 1024
+WARM = 0.5  # of the time, in which tables fill
+GROWTH = 16 * 2**20  # bytes: what allocators may still take then
+
+
+def _heads(rng, batch, length):
+    """For forward: four query heads, two of keys."""
+    return {name: rng.standard_normal((batch, length, n, 64)).astype(BF16) for name, n in dict(q=4, k=2, v=2).items()}
+
+
+def _states(rng, batch, length):
+    """For linear_step, tokens being sequences: each brings its state along."""
+    made = {name: rng.standard_normal((batch, length, n, 16)).astype(BF16) for name, n in dict(q=1, k=1, v=2).items()}
+    return made | {"state": rng.standard_normal((batch, length, 2, 16, 16)).astype(F32)}
+
+
+def _step(state, **arrays):
+    state = state[0]
+    return attention.linear_step(state, **{name: x[0] for name, x in arrays.items()}), state
+
+
+EVERY = MEMBERS | {
+    "forward": Member(attention.forward, None, _heads, start="", keep="", options={"return_lse": True}),
+    "forward, causal": Member(attention.forward, None, _heads, start="", keep="", options={"causal": True}),
+    "linear_step": Member(_step, None, _states, start="", keep=""),
+}
+
+
+class OnInterpreter:
+    """NumPy's arrays."""
+
+    def put(self, x):
+        return x
+
+    def copy(self, x, past):
+        """A copy that begins `past` bytes into memory of its own."""
+        room = np.empty(past + x.nbytes, np.uint8)[past:].view(x.dtype).reshape(x.shape)
+        room[...] = x
+        return room
+
+    def bytes_of(self, x):
+        return np.ascontiguousarray(x).tobytes()
+
+    def stream(self):
+        return nullcontext()
+
+
+class OnCard:
+    """torch's tensors; a thread has a stream of its own."""
+
+    def put(self, x):
+        import torch
+
+        if x.dtype == BF16:
+            return torch.from_numpy(np.ascontiguousarray(x).view(np.int16)).cuda().view(torch.bfloat16)
+        return torch.from_numpy(np.ascontiguousarray(x)).cuda()
+
+    def copy(self, x, past):
+        import torch
+
+        size, past = x.element_size(), past // x.element_size()
+        assert size in (2, 4)
+        room = torch.empty(past + x.numel(), dtype=x.dtype, device=x.device)[past:].view(x.shape)
+        return room.copy_(x)
+
+    def bytes_of(self, x):
+        import torch
+
+        return x.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+    def stream(self):
+        import torch
+
+        return torch.cuda.stream(torch.cuda.Stream())
+
+
+def resident():
+    """Bytes of this process's memory that are in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Soak:
+    """Threads that call members until the time is over. calls: how many there were. wrong: (member, length) of a call whose
+    results differed. errors: what a thread ended with. grown: bytes of memory that were added after the warm-up."""
+
+    def __init__(self, members, place, lengths):
+        self.members, self.place, self.lengths = members, place, lengths
+        self.arrays = {name: self._put(member, n) for n, (name, member) in enumerate(members.items())}
+        self.first: dict[tuple[str, int], bytes] = {}
+        self.counts, self.wrong, self.errors, self.grown = itertools.count(), [], [], 0
+
+    def _put(self, member, seed):
+        tokens, fixed = member.inputs(self.lengths, seed=seed)
+        return [{name: self.place.put(x) for name, x in arrays.items()} for arrays in (tokens, fixed)]
+
+    def run(self, threads, seconds):
+        """Call, for so long."""
+        self.end = time.monotonic() + seconds
+        started = [threading.Thread(target=self._work, args=(n,)) for n in range(threads)]
+        for thread in started:
+            thread.start()
+        time.sleep(WARM * seconds)
+        before = resident()
+        for thread in started:
+            thread.join()
+        self.calls, self.grown = next(self.counts), resident() - before
+
+    def _work(self, number):
+        draw = random.Random(number)
+        try:
+            with self.place.stream():
+                while time.monotonic() < self.end and not self.errors:
+                    self.call(draw.choice(list(self.members)), draw.randint(1, self.lengths), draw)
+        except Exception as error:
+            self.errors.append(error)
+
+    def call(self, name, length, draw):
+        """Call a member on so many tokens, at addresses of no one else, and compare."""
+        tokens, fixed = self.arrays[name]
+        given = {which: self.place.copy(x[:, :length], 16 * draw.randrange(64)) for which, x in tokens.items()}
+        given |= {which: self.place.copy(x, 16 * draw.randrange(64)) for which, x in fixed.items()}
+        found = hashlib.blake2b(digest_size=16)
+        for x in _flat(self.members[name].run(given)):
+            found.update(self.place.bytes_of(x))
+        if self.first.setdefault((name, length), found.digest()) != found.digest():
+            self.wrong.append((name, length))
+        next(self.counts)
+
+
+def _flat(results):
+    """The arrays among results, which may be tuples of tuples."""
+    if isinstance(results, tuple):
+        return [x for result in results for x in _flat(result)]
+    return [] if results is None else [results]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(SECONDS + 600)
+def test_soak():
+    pytest.importorskip("torch")
+    soak = Soak(EVERY, OnCard(), LENGTHS)
+    for name in EVERY:  # kernels are compiled before the time begins
+        soak.call(name, LENGTHS, random.Random(0))
+    soak.run(THREADS, SECONDS)
+    print(f"\n{soak.calls} calls of {len(soak.first)} forms, {soak.grown / 2**20:+.1f} MB after the warm-up")
+    assert not soak.errors and not soak.wrong and soak.calls > len(soak.first), "some forms must have come again"
+    assert soak.grown < GROWTH
+
+
+# ---- the soak itself, in the interpreter -----------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["forward", "decays of heads", "linear_step"])
+def test_a_soak_calls_again_and_again(name):
+    soak = Soak({name: EVERY[name]}, OnInterpreter(), 3)
+    soak.run(2, 2)
+    assert not soak.errors and not soak.wrong and 1 <= len(soak.first) <= 3 and soak.calls >= 2
+
+
+def test_a_soak_finds_what_differs():
+    calls = itertools.count()
+    wrong = Member(lambda q, k, v: q + (next(calls) == 20), None, _heads, start="", keep="")
+    soak = Soak({"wrong": wrong}, OnInterpreter(), 3)
+    soak.run(2, 0.5)
+    assert [name for name, _ in soak.wrong] == ["wrong"] and not soak.errors and soak.calls > 20
+
+
+def test_a_soak_hands_on_errors():
+    def fails(q, k, v):
+        raise MemoryError("enough")
+
+    soak = Soak({"fails": Member(fails, None, _heads, start="", keep="")}, OnInterpreter(), 3)
+    soak.run(2, 0.1)
+    assert "enough" in str(soak.errors[0])
