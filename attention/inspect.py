@@ -34,7 +34,7 @@ from .recurrent.kernels import (
 )
 from .softmax import ampere, hopper, tiling
 
-PIECES = 16, 8, 4  # bytes that arrays can be copied by at a time
+PIECES = 16, 8, 4, 2  # bytes that arrays can be copied by at a time
 SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "MUFU", "FFMA", "LDL", "STL")  # in the table; --json has all
 ROOMS = {"sm_80": 163 * 1024, "sm_90a": ampere.LARGE, "sm_100a": ampere.LARGE}  # shared memory a block; others have least
 BAD = ("spill_bytes", "local_bytes", "warnings")
@@ -64,11 +64,11 @@ SHARES = {
 def configurations(everything=False, arch="sm_90a"):
     """(kernel name, module, config) of what is shipped for an architecture: bf16, every gate at every size, every other form at
     one size; or `everything`: every form at every size, fp16 and unaligned arrays too. fp16 and pieces of 8 bytes come with
-    fewer forms, for time: the former takes the same registers as bf16, the latter are between the two others."""
-    large, middle, small = PIECES
+    fewer forms, for time: the former takes the same registers as bf16, the latter are between those of 16 and of 4."""
+    large, middle, small, element = PIECES
     some = (
         (bf16, large, everything),
-        *(((bf16, middle, False), (bf16, small, True), (fp16, large, False)) if everything else ()),
+        *(((bf16, middle, False), (bf16, small, True), (bf16, element, True), (fp16, large, False)) if everything else ()),
     )
     for dtype, piece, all_forms in some:
         for head_dim, causal in itertools.product(ampere.SHAPES, (False, True)):

@@ -8,7 +8,7 @@ the block makes P = tril(exp(b - b^T) w^T * Q K^T) once, 16 rows a warp, and sha
     S^T = exp(b_last) S^T + (exp(b_last - b) w V)^T K         V^T from registers, K from shared memory
 
 While O is computed the next keys are on their way, the next queries and values under the state's product. It also takes what
-TMA cannot: bases and strides of 8 or 4 bytes, by as many smaller copies.
+TMA cannot: bases and strides of 8, 4 or 2 bytes, by as many smaller copies.
 """
 
 import functools
@@ -86,7 +86,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, STATE, OUT = config.dtype, rt(BAND, config.key_dim, fp32), rt(CHUNK, BAND, fp32)
     SQUARE, TURNED, STAGES = rt(BAND, BAND, fp32), rt(BAND, CHUNK, INPUT), config.stages
-    PIECE, ALIGNED = config.piece, 1 if config.piece == 16 else 4
+    PIECE = config.piece
     LATER = not (config.states or config.ones) and config.key_dim <= WIDE
     SKIP, GATED, ONES, DIVIDED = config.skip, config.gated, config.ones, config.divided
     OUTPUTS = not config.states
@@ -176,7 +176,7 @@ def make(config: Config):
                     o = o + fp32(transpose(v_t)) * skip
                 o = mma_ABt(o, p, v_t) * scale
                 o = finish(o, z, j, gDivisor, (batch, token, head, at))
-                store(gO, o, (batch, token, head, at), 1, 3, ALIGNED)
+                store(gO, o, (batch, token, head, at), 1, 3, PIECE)
             along, total = of_end(b, a)
             u_t = INPUT(remaining(fp32(v_t), along, total))
             together.sync()
