@@ -27,8 +27,9 @@ from .ring import needs_index
 from .types import st
 from .values import SharedTile
 
-PIECES = (16, 8, 4)  # bytes that one cp.async may copy
+PIECES = (16, 8, 4, 2)  # bytes that are copied at once: by a cp.async, or two by a load and a store
 CHUNK_BYTES = PIECES[0]  # that a lane copies of a row
+ELEMENT = PIECES[-1]  # bytes that cp.async cannot copy
 
 
 @compile_time
@@ -104,22 +105,33 @@ def check_copy(name, tile, source, at, rows, cols, piece):
         raise TypeError(f"{name}: `at` must be {source.ndim} integers for an array of {source.ndim} axes, got {at}")
     if not all(-source.ndim <= axis < source.ndim for axis in (rows, cols)) or (rows - cols) % source.ndim == 0:
         raise TypeError(f"{name}: {tile} lies along 2 axes of the array, got {rows} and {cols} of {source.ndim}")
-    if piece not in PIECES:
-        raise TypeError(f"{name}: piece must be one of {PIECES} bytes, got {piece}")
+    pieces = PIECES if tile.dtype.itemsize == ELEMENT else PIECES[:-1]
+    if piece not in pieces:
+        raise TypeError(f"{name}: piece must be one of {pieces} bytes for {tile.dtype}, got {piece}")
 
 
-def _widths(b, tile, over, before, piece):
-    """For each piece of a lane's chunks, a panel's after the other: (panel, byte in the row, byte in the chunk, how many of its
-    bytes lie inside the array), where `over` bytes are left from the lane's first one on, and none if that lies `before` it."""
-    for panel in range(tile.panels):
-        for part in range(0, CHUNK_BYTES, piece):
-            low = panel * tile.width + part
-            left = b.sub(over, b.u32(low))
-            left = b.select(b.icmp_signed("<", left, b.u32(piece)), left, b.u32(piece))
-            out = b.icmp_signed("<", left, b.u32(0))
-            if panel == 0:
-                out = b.or_(out, before)
-            yield panel, low, part, b.select(out, b.u32(0), left)
+def _parts(tile, unit):
+    """What a lane copies of its row, `unit` bytes of a chunk at a time, a panel's after the other: (panel, byte in the row that
+    the lane's first one is 0 of, byte in the chunk)."""
+    for panel, part in itertools.product(range(tile.panels), range(0, CHUNK_BYTES, unit)):
+        yield panel, panel * tile.width + part, part
+
+
+def _clamped(b, x, most):
+    """The 64-bit x as 32 bits, no less than 0 and no more than `most`."""
+    low, high = i64(0), i64(most)
+    x = b.select(b.icmp_signed("<", x, high), x, high)
+    return b.u32(b.select(b.icmp_signed("<", x, low), low, x))
+
+
+def _counts(b, tile, begin, end, piece):
+    """How many bytes of each part to copy, where of a row those from `begin` on and before `end` lie inside the array; `begin`
+    is where a part begins."""
+    for _, low, _ in _parts(tile, piece):
+        left = b.sub(end, b.u32(low))
+        left = b.select(b.icmp_signed("<", left, b.u32(piece)), left, b.u32(piece))
+        outside = b.or_(b.icmp_signed("<", left, b.u32(0)), b.icmp_signed(">", begin, b.u32(low)))
+        yield b.select(outside, b.u32(0), left)
 
 
 def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first):
@@ -147,34 +159,37 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
     source = b.add(source, b.mul(b.sext(first_row, i64), strides[rows]))  # what changes from tile to tile last
     guard = b.zext(b.icmp_unsigned("<", own, b.u32(min(step, share))), i32)
 
-    def copies(nbytes):
-        """One after the other; nbytes(row, panel): (byte in the row, byte in the chunk, how many to copy) of each piece."""
+    nbytes, by_elements = tile.cols * itemsize, piece == ELEMENT
+    unit = CHUNK_BYTES if by_elements else piece
+
+    def copies(counts):
+        """One after the other; counts(row): of each part of it, how many bytes; or by elements: which bytes of the row."""
         line, further = source, b.mul(strides[rows], ir.Constant(i64, step))
         for down in range(0, share, step):
             to = b.add(b.add(start, b.xor(chunk, b.u32(down * tile.width >> 3 & tile.width - 16))), b.u32(down * tile.width))
-            for panel, low, part, width in nbytes(down):
-                target = b.add(to, b.u32(panel * tile.panel_bytes + part))
-                ptx.copy_async(b, target, b.add(line, ir.Constant(i64, low)), width, guard, piece)
+            for (panel, low, part), count in zip(_parts(tile, unit), counts(down), strict=True):
+                target, origin = b.add(to, b.u32(panel * tile.panel_bytes + part)), b.add(line, ir.Constant(i64, low))
+                if by_elements:
+                    ptx.copy_elements(b, target, origin, low, *count, guard)
+                else:
+                    ptx.copy_async(b, target, origin, count, guard, piece)
             line = b.add(line, further)  # not the first plus a multiple, each of which the loop would hold in registers
 
-    def whole(_):
-        for panel, part in itertools.product(range(tile.panels), range(0, CHUNK_BYTES, piece)):
-            yield panel, panel * tile.width + part, part, b.u32(piece)
-
     with b.if_then(inside):
-        copies(whole)
+        all_of_it = (b.u32(0), b.u32(nbytes)) if by_elements else b.u32(piece)
+        copies(lambda _: itertools.repeat(all_of_it, tile.panels * CHUNK_BYTES // unit))
     with b.if_then(b.not_(inside)):
         byte = ptx.shuffle(b, byte, lane)  # of this lane itself: now no loop can make the widths ahead and hold them
         first_byte = b.add(b.mul(at[cols], ir.Constant(i64, itemsize)), b.zext(byte, i64))
-        over = b.sub(b.mul(extents[cols], ir.Constant(i64, itemsize)), first_byte)
-        most = ir.Constant(i64, tile.cols * itemsize)
-        over = b.u32(b.select(b.icmp_signed("<", over, most), over, most))
-        widths = list(_widths(b, tile, over, b.icmp_signed("<", first_byte, ir.Constant(i64, 0)), piece))
+        begin = _clamped(b, b.sub(i64(0), first_byte), nbytes)  # of the row's bytes, counted from the lane's first one
+        end = _clamped(b, b.sub(b.mul(extents[cols], i64(itemsize)), first_byte), nbytes)
+        within = [] if by_elements else list(_counts(b, tile, begin, end, piece))
 
         def cut(down):
             exists = b.icmp_unsigned("<", b.add(first_row, b.u32(down)), b.trunc(extents[rows], i32))
-            for *where, width in widths:
-                yield *where, b.select(exists, width, b.u32(0))
+            if by_elements:
+                return itertools.repeat((begin, b.select(exists, end, b.u32(0))), tile.panels)
+            return [b.select(exists, count, b.u32(0)) for count in within]
 
         copies(cut)
 

@@ -216,6 +216,25 @@ def copy_async(b, to, source, nbytes, guard, size=16):
     b.do(text, to, source, nbytes, guard)
 
 
+def copy_elements(b, to, source, first, begin, end, guard):
+    """Copy 16 bytes, a row's from byte `first` on, to shared memory by loads of 2 bytes each, and a store: what cp.async cannot
+    copy, for want of an address that is a multiple of 4. Of the row's bytes those from `begin` on and before `end` are read,
+    the others are zeros. Lanes whose `guard` is 0 copy nothing."""
+    elements = range(8)
+    loads = "".join(
+        f"setp.le.and.s32 q, $2, {first + 2 * k}, p;\nsetp.gt.and.s32 q, $3, {first + 2 * k}, q;\n"
+        f"mov.b16 e{k}, 0;\n@q ld.global.b16 e{k}, [$1+{2 * k}];\n"
+        for k in elements
+    )
+    words = "".join(f"mov.b32 w{k // 2}, {{e{k}, e{k + 1}}};\n" for k in elements[::2])
+    text = (
+        "{.reg .pred p, q;\n.reg .b16 e<8>;\n.reg .b32 w<4>;\nsetp.ne.u32 p, $4, 0;\n"
+        f"{loads}{words}@p st.shared.v4.b32 [$0], {{w0, w1, w2, w3}};}}"
+    )
+    b.do(text, to, source, begin, end, guard)
+    warp_sync(b)  # the next loads are not begun before: ptxas would begin as many as it finds registers for, and more
+
+
 def copy_commit(b):
     """Close the group of the cp.async copies that this thread has started."""
     b.do("cp.async.commit_group;")

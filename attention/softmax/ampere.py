@@ -4,7 +4,7 @@ Every warp owns `band` query rows and goes through all key blocks, from the last
 come first. While a block's scores are computed its values are on their way, and the next keys under the softmax
 (FlashAttention-2, Dao 2023): two meetings of the block a round, and no barriers in memory.
 
-It also takes what TMA cannot: bases and strides of 8 or 4 bytes, by as many smaller copies.
+It also takes what TMA cannot: bases and strides of 8, 4 or 2 bytes, by as many smaller copies.
 """
 
 import functools
@@ -94,11 +94,11 @@ def config_for(head_dim: int, dtype: dtype, causal: bool, room: int = LARGE, pie
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
     head_dim."""
     padded = min(d for d in SHAPES if d >= head_dim)
-    least = max(r for r in ROOMS if r <= room)
+    least = SHARED_BYTES if piece == 2 else max(r for r in ROOMS if r <= room)  # loads take registers that cp.async does not
     return Config(padded, dtype, causal, *ROOMS[least].get(padded, SHAPES[padded]), piece)
 
 
-PIECES = 16, 8, 4  # bytes that bases and strides may be multiples of
+PIECES = 16, 8, 4, 2  # bytes that bases and strides may be multiples of
 ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # shared memory that a block may have; elsewhere the least
 
 
@@ -114,7 +114,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, BAND, PIECE, sees = config.kv, config.rows, config.band, config.piece, config.sees
     INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.head_dim, fp32)
-    STAGES, ALIGNED = config.stages, int(PIECE == 16)
+    STAGES = config.stages
     NEWER = 2 * (STAGES - 1)  # groups of keys and values in turn: so many are younger than the one waited for
     KEYS_ALONE = NEWER + 1  # groups after that of Q, when it is waited for
     smem = shared(
@@ -160,7 +160,7 @@ def make(config: Config):
             p = seen.weights(s, scale)
             seen = seen._replace(o=mma_AB(o, INPUT(p), values)).add(p)
         row, (o, lse) = ROWS * block + BAND * warp, seen.finish(scale)
-        store(gO, o, (batch, row, head, 0), 1, 3, ALIGNED)
+        store(gO, o, (batch, row, head, 0), 1, 3, PIECE)
         store(gLse, lse, (batch, head, row))
 
     return attend, smem

@@ -1,4 +1,4 @@
-"""Register tiles to and from aligned global arrays, by accesses of 16 bytes a lane, or of 4.
+"""Register tiles to and from aligned global arrays, by accesses of 16 bytes a lane, or of 4 or twice 2.
 
 A lane of an accumulator holds pairs of neighbouring columns (runs of four if they are bytes). The lanes of a quad hold a row
 between them, in sections of eight columns (of bytes sixteen), and exchange pairs so that each ends up with 16 bytes that lie
@@ -26,7 +26,8 @@ from tiles.plumbing import SCALARS
 from tiles.types import rt, rv
 
 QUAD, HALF = 4, 8  # lanes; rows from one that a quad has to its next
-WIDE, NARROW = 16, 4  # bytes of an access by a lane
+WIDE, NARROW, ELEMENT = 16, 4, 2  # bytes of an access by a lane
+PROMISED = {16: WIDE, 8: NARROW, 4: NARROW, 2: ELEMENT}  # bytes that addresses are multiples of: what a store can do
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,13 @@ NO_EXCHANGE = Exchange(1, (), (2, 4))  # an access of two columns, which stay in
 
 
 def _access(aligned):
-    """The bytes of an access that `aligned` promises: 16, or 4 where it is that number."""
-    return NARROW if aligned == NARROW else WIDE
+    """The bytes of an access that `aligned`, a flag or a number of bytes, allows."""
+    return PROMISED.get(aligned, WIDE)
 
 
 def _exchange(spec, size, access=WIDE):
     """The exchange for tiles of type `spec` and an array of so many bytes an element."""
-    if access == NARROW:
+    if access != WIDE:
         return NO_EXCHANGE
     return next(exchange for exchange in EXCHANGES[size] if spec.cols % exchange.columns == 0)
 
@@ -96,8 +97,9 @@ def _exchange(spec, size, access=WIDE):
 def check(name, array, spec, aligned, loads=False):
     """TypeError if tiles of type `spec` cannot be moved to or from this array so. loads: by 16 bytes only, and vectors, too."""
     size = SCALARS[array.dtype].itemsize
-    if aligned not in (False, True) and (loads or aligned != NARROW or size != 2):
-        raise TypeError(f"{name}: aligned must be True, or for stores to bf16 and fp16 arrays {NARROW}, got {aligned}")
+    if aligned not in (False, True) and (loads or aligned not in PROMISED or size != 2):
+        kinds = ", ".join(map(str, PROMISED))
+        raise TypeError(f"{name}: aligned must be True, or for stores to bf16 and fp16 arrays one of {kinds}, got {aligned}")
     if loads and isinstance(spec, rv):
         return
     if not (isinstance(spec, rt) and spec.layout == "row" and (spec.dtype.itemsize == 1) == (size == 1)):
@@ -113,7 +115,7 @@ def misaligned(array, spec, at, cols, aligned=True):
     steps = [stride for axis, stride in enumerate(array.strides) if axis != cols % array.ndim and array.shape[axis] > 1]
     if array.strides[cols] != array.itemsize or any(stride % access for stride in steps) or array.ctypes.data % access:
         return f"the array (strides {array.strides}, address {array.ctypes.data:#x}) is not aligned to {access} bytes"
-    columns = access // array.itemsize
+    columns = max(access // array.itemsize, 2)
     if at[cols] % columns or array.shape[cols] % columns:
         return f"columns from {at[cols]} of {array.shape[cols]} are not multiples of {columns}"
     return None
@@ -156,12 +158,19 @@ def _coordinates(spec):
     return [spec.element(0, k) for k in range(0, spec.elements, step)]
 
 
+STORES = {  # bytes of an access: a lane's
+    WIDE: "{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n@p st.global.v4.b32 [$0], {$1, $2, $3, $4};}",
+    NARROW: "{.reg .pred p;\nsetp.ne.u32 p, $2, 0;\n@p st.global.b32 [$0], $1;}",
+    ELEMENT: "{.reg .pred p;\n.reg .b16 lo, hi;\nsetp.ne.u32 p, $2, 0;\nmov.b32 {lo, hi}, $1;\n"
+    "@p st.global.b16 [$0], lo;\n@p st.global.b16 [$0+2], hi;}",
+}
+
+
 def lower_store(ty, spec, rows, cols, first_row, aligned):
     """The lowering of an aligned store by a warp whose first row is `first_row(b)` of the tile."""
     stored = rt(spec.rows, spec.cols, SCALARS[ty.dtype])
-    exchange, count = _exchange(stored, stored.dtype.itemsize, _access(aligned)), _access(aligned) // 4
-    words = {1: "b32 [$0], $1", 4: "v4.b32 [$0], {$1, $2, $3, $4}"}[count]
-    text = f"{{.reg .pred p;\nsetp.ne.u32 p, ${count + 1}, 0;\n@p st.global.{words};}}"
+    access = _access(aligned)
+    exchange, text = _exchange(stored, stored.dtype.itemsize, access), STORES[access]
 
     def lower(b, array, value, at, *_):
         registers = b.unpack(value) if stored == spec else b.unpack(b.from_elements(stored, b.elements(spec, value)))

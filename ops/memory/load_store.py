@@ -129,10 +129,9 @@ def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
 
     aligned: a promise that lets a lane move 16 bytes at a time, for tiles in row layout, fp8 only to and from fp8: the array's
     columns are adjacent and come by 16 bytes, as does `at` along them, and its address and other strides are multiples of 16
-    bytes. For a vector, which can only be loaded so, the promise is that its
-    elements are adjacent. aligned=4: the same with multiples of 4 bytes
-    and columns by two, for stores to 2-byte arrays. The interpreter checks it; on the GPU a broken promise
-    reads or writes elsewhere."""
+    bytes. For a vector, which can only be loaded so, the promise is that its elements are adjacent. aligned=8, 4 or 2, for
+    stores to 2-byte arrays: the address and other strides are multiples of so many bytes, and columns come by two. The
+    interpreter checks it; on the GPU a broken promise reads or writes elsewhere."""
     store_rows(target, value, at, rows, cols, aligned, 0)
 
 

@@ -5,6 +5,7 @@ here looks at tiles/layout.py: what the two say must agree, and the ops' tests a
 """
 
 import math
+import re
 
 import ml_dtypes
 import numpy as np
@@ -115,6 +116,16 @@ def _store_chunk(m, _, address, *words_and_guard):
                 memory[at + 4 * k + byte] = word.array[active] >> 8 * byte & 0xFF
 
 
+def _store_halves(m, _, address, word, guard):
+    """A register's two halves, one after the other, each by an access of 2 bytes."""
+    active = m.active & (guard.array != 0)
+    if active.any():
+        for half in (0, 1):
+            memory, at = m.reach(address.array[active] + np.uint64(2 * half), 2)
+            for byte in range(2):
+                memory[at + byte] = word.array[active] >> 16 * half + 8 * byte & 0xFF
+
+
 def _load_chunk(m, _, address, guard):
     out, active = np.zeros((4, m.threads), np.uint32), m.active & (guard.array != 0)
     if active.any():
@@ -183,6 +194,26 @@ def _copy_async(m, match, to, source, nbytes, guard):
             assert int(address[0]) % size == 0, "cp.async from an address that is not aligned"
             memory, at = m.reach(address, n)
             m.shared[start : start + n] = memory[at[0] : at[0] + n]
+
+
+def _copy_elements(m, match, to, source, begin, end, guard):
+    """Loads of 2 bytes, each where both its comparisons hold, packed and stored 16 bytes at a time."""
+    halves, words = np.zeros((8, m.threads), np.uint32), np.zeros((4, m.threads), np.uint32)
+    active = m.active & (guard.array != 0)
+    begin, end = begin.array.view(np.int32), end.array.view(np.int32)
+    for low, high, into, away in re.findall(r"2, (\d+), p;.*\n.*3, (\d+), q;\n.*\n.* e(\d), \[\$1\+(\d+)\]", match[1]):
+        inside = active & (begin <= int(low)) & (end > int(high))
+        if inside.any():
+            address = source.array[inside] + np.uint64(away)
+            assert not (address % 2).any(), "an element whose address is odd"
+            memory, at = m.reach(address, 2)
+            halves[int(into), inside] = memory[at] | memory[at + 1].astype(np.uint32) << 8
+    for word, one, other in re.findall(r"w(\d), \{e(\d), e(\d)\}", match[2]):
+        words[int(word)] = halves[int(one)] | halves[int(other)] << 16
+    m.passes("st.shared.v4", to.array, 16)
+    assert not (to.array[active] % 16).any(), "a 16-byte store to an address that is not aligned"
+    for k, word in enumerate(words):
+        m.shared.view(np.uint32)[to.array[active] // 4 + k] = word[active]
 
 
 def _pass_through(m, _, *registers):
@@ -263,6 +294,7 @@ PTX = {
     r"^mov.b32 \$0, \$1;$": lambda m, _, x: x,
     r"^shfl.sync.idx.b32 \$0, \$1, 0, 31, -1;$": lambda m, _, x: Register(x.type, x.array[m.tid // 32 * 32]),
     r"@p ld.global.(f32|b16|b8) \S+ \[\$1\];": _load_global,
+    r"@p st.global.b16 \[\$0\], lo;\n@p st.global.b16 \[\$0\+2\], hi;\}$": _store_halves,
     r"@p st.global.(f32|b16|b8) \[\$0\], (?:\$1|lo);": _store_global,
     r"@p st.global.(?:v4.b32 \[\$0\], \{\$1, \$2, \$3, \$4\}|b32 \[\$0\], \$1);": _store_chunk,
     r"@p ld.global.v4.b32 \{\$0, \$1, \$2, \$3\}, \[\$4\];": _load_chunk,
@@ -274,6 +306,10 @@ PTX = {
     r"ld.shared.(f32|b32|b16|b8) (?:\$0|x), \[\$1\];": _load_word,
     r"^mma.sync.aligned.m16n8k(8|16|32).row.col.f32.(bf16|f16|tf32|e4m3|e5m2).(\w+).f32 ": mma,
     r"@p cp.async.(c[ag]).shared.global \[\$0\], \[\$1\], (4|8|16), \$2;": _copy_async,
+    r"^\{.reg .pred p, q;\n.reg .b16 e<8>;\n.reg .b32 w<4>;\nsetp.ne.u32 p, \$4, 0;\n"
+    r"((?:setp.le.and.s32 q, \$2, \d+, p;\nsetp.gt.and.s32 q, \$3, \d+, q;\n"
+    r"mov.b16 e\d, 0;\n@q ld.global.b16 e\d, \[\$1\+\d+\];\n){8})((?:mov.b32 w\d, \{e\d, e\d\};\n){4})"
+    r"@p st.shared.v4.b32 \[\$0\], \{w0, w1, w2, w3\};\}$": _copy_elements,
     r"^cp.async.(commit_group|wait_group \d+);$": lambda m, _: None,
     r"^stmatrix.sync.aligned.m8n8.x4(.trans)?.shared.b16 \[\$0\], \{\$1, \$2, \$3, \$4\};$": stmatrix,
     r"^ldmatrix.sync.aligned.m8n8.x4(.trans)?.shared.b16 \{\$0, \$1, \$2, \$3\}, \[\$4\];$": ldmatrix,

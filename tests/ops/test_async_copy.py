@@ -9,7 +9,7 @@ from test_load_store import DTYPES, PLACES, WIDTHS, cut
 
 import tiles
 from ops import commit_group, copy_async, load, store, wait_group
-from tiles import bf16, fp8e4m3, fp32, pipeline, rt, st
+from tiles import bf16, fp8e4m3, fp16, fp32, pipeline, rt, st
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
 
@@ -22,10 +22,14 @@ def padded(x, columns, skip=0):
     return root[:, skip : skip + x.shape[1]]
 
 
-@pytest.mark.parametrize(("width", "dtype", "piece"), pairs(WIDTHS, [*DTYPES, fp8e4m3], [16, 8, 4, 16]))
+SHAPES = [*pairs(WIDTHS, [*DTYPES, fp8e4m3], [16, 8, 4, 16]), (128, bf16, 2), (64, fp16, 2), (32, bf16, 2)]
+
+
+@pytest.mark.parametrize(("width", "dtype", "piece"), SHAPES)
 def test_tiles_ragged_on_every_side(run, sample, width, dtype, piece):
-    S, T, step = st(16, 64, dtype, min(width, 64 * dtype.itemsize)), rt(16, 64, dtype), max(16 // dtype.itemsize, 8)
-    aligned = [(row, col // step * step) for row, col in PLACES]
+    """Tiles begin at each multiple of a piece, left of the array, too; a panel, or part of a chunk, may lie before it."""
+    S, T, step = st(16, 64, dtype, min(width, 64 * dtype.itemsize)), rt(16, 64, dtype), max(piece // dtype.itemsize, 1)
+    aligned = [(row, col // step * step) for row, col in (*PLACES, (0, -1), (1, -43))]
     n = len(aligned)
     smem = tiles.shared(a=S)
 
@@ -39,7 +43,7 @@ def test_tiles_ragged_on_every_side(run, sample, width, dtype, piece):
             store(out, load(a, T), (i, 0, 0))
             cuda.syncthreads()
 
-    x = padded(sample((37, 45), dtype), 64, skip=piece // dtype.itemsize)
+    x = padded(sample((37, 45), dtype), 64 + (piece == 2), skip=piece // dtype.itemsize)
     out = blank((n, 16, 64), dtype)
     run(body, x, np.array(aligned, np.int32), out, shared=smem)
     for i, at in enumerate(aligned):
@@ -85,15 +89,44 @@ def test_a_warps_copy_asks_each_bank_once(sample):
     assert lanes.run(body, (sample((32, 64), bf16),)).ways["cp.async"] == 1
 
 
+TURNS = {"backwards": np.s_[::-1], "every third row, backwards": np.s_[::-3], "one row for all": None}
+
+
+@pytest.mark.parametrize("piece", [16, 4, 2])
+@pytest.mark.parametrize("turn", TURNS)
+def test_rows_in_any_order(run, sample, turn, piece):
+    """Strides that are negative or 0, in whole tiles and in those that the end cuts."""
+    S, skip = st(16, 64, bf16), piece // 2
+    smem = tiles.shared(a=S)
+
+    @cuda.jit
+    def body(x, out):
+        (a,) = smem.open()
+        for i in range(2):
+            copy_async(a, x, (16 * i, 0), piece=piece)
+            commit_group()
+            wait_group()
+            store(out, load(a, rt(16, 64, bf16)), (16 * i, 0))
+            cuda.syncthreads()
+
+    root = padded(sample((90, 64), bf16), 64 + 8 * 2 + (piece == 2), skip)
+    x = np.broadcast_to(root[:1], (25, 64)) if TURNS[turn] is None else root[TURNS[turn]][:25]
+    assert x.strides[0] <= 0
+    out = blank((32, 64), bf16)
+    run(body, x, out, shared=smem)
+    assert (out[:25] == x).all() and (out[25:] == 0).all()
+
+
+@pytest.mark.parametrize("piece", [16, 2])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
-def test_pipelines_compile_for_every_gpu(arch):
+def test_pipelines_compile_for_every_gpu(arch, piece):
     S = st(64, 128, bf16)
     smem = tiles.shared(k=pipeline(S, 2, 4))
 
     @cuda.jit
     def body(x, n):
         (k,) = smem.open()
-        k.fill(0, x, (0, 0), end=n)
+        k.fill(0, x, (0, 0), end=n, piece=piece)
         k.wait(0)
 
     found = compile_kernel(body, [parameter("x", blank((64, 128), bf16)).type, parameter("n", 1).type], arch)
@@ -121,10 +154,17 @@ def test_mistakes():
 
     @cuda.jit
     def piece(x):
-        copy_async(smem.open()[0], x, (0, 0), piece=2)
+        copy_async(smem.open()[0], x, (0, 0), piece=6)
+
+    WORDS = tiles.shared(a=st(16, 64, fp32))
+
+    @cuda.jit
+    def half(x):
+        copy_async(WORDS.open()[0], x, (0, 0), piece=2)
 
     refused(dtype, "the source must be a global array of bf16", blank((16, 64), fp32))
     refused(index, "`at` must be 2 integers", blank((16, 64), bf16))
-    refused(piece, r"piece must be one of \(16, 8, 4\) bytes, got 2", blank((16, 64), bf16))
+    refused(piece, r"piece must be one of \(16, 8, 4, 2\) bytes for bf16, got 6", blank((16, 64), bf16))
+    refused(half, r"piece must be one of \(16, 8, 4\) bytes for fp32, got 2", blank((16, 64), fp32))
     with pytest.raises(ValueError, match="each warp copy a multiple of 8 rows, got 2 stages and 4 warps"):
         pipeline(S, 2, 4)

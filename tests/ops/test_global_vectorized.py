@@ -93,23 +93,26 @@ def test_fp8_comes_by_sixteen_columns(run, sample, cols, dtype, held):
 
 @pytest.mark.parametrize(("cols", "held", "dtype"), pairs(COLS, [bf16, fp16, fp32], [*HALVES, *HALVES[::-1]]))
 def test_stores_of_pairs(run, sample, cols, held, dtype):
-    """Columns by two, and rows that begin 4 bytes past a multiple of 8."""
+    """Columns by two, and rows that begin 4 bytes past a multiple of 8, or 2 past a multiple of 4."""
     shape, places = (21, cols + 22), [(0, 0), (0, 22), (5, 6), (-3, -2), (-16, 0), (20, cols), (0, cols + 20), (100, 0)]
     T, n = rt(16, cols, held), len(places)
 
     @cuda.jit
-    def body(x, at, y):
+    def body(x, at, y, z):
         tile = load(x, T, (0, 0))
         for i in range(n):
             store(y, tile, (i, at[i, 0], at[i, 1]), aligned=4)
+            store(z, tile, (i, at[i, 0], at[i, 1]), aligned=2)
 
-    x, memory = sample((16, cols), held), np.zeros((n, 21, cols + 26), dtype.np)
-    y = memory[..., 2:-2]
-    y[...] = np.nan
-    run(body, x, np.array(places, np.int32), y)
-    assert not memory[..., :2].any() and not memory[..., -2:].any(), "memory around the array was written"
+    x, pairs, single = (sample((16, cols), held), *(np.zeros((n, 21, cols + size), dtype.np) for size in (26, 25)))
+    y, z = pairs[..., 2:-2], single[..., 1:-2]
+    y[...] = z[...] = np.nan
+    run(body, x, np.array(places, np.int32), y, z)
+    for edge in (pairs[..., :2], pairs[..., -2:], single[..., :1], single[..., -2:]):
+        assert not edge.any(), "memory around the array was written"
     for i, at in enumerate(places):
-        assert same(y[i], placed(shape, at, x.astype(np.float32).astype(dtype.np).astype(np.float32))), f"store at {at}"
+        want = placed(shape, at, x.astype(np.float32).astype(dtype.np).astype(np.float32))
+        assert same(y[i], want) and same(z[i], want), f"store at {at}"
 
 
 @pytest.mark.parametrize(("cols", "held", "dtype"), pairs(COLS, DTYPES, [*DTYPES, bf16]))

@@ -50,7 +50,7 @@ from .tokens import CHUNK, COLUMNS, Sequences, assigned
 
 WARPS = 4  # of a block
 SHARE = COLUMNS // WARPS  # value columns of a warp, and rows of P that it makes
-PIECES = 16, 8, 4  # bytes that bases and strides may be multiples of
+PIECES = 16, 8, 4, 2  # bytes that bases and strides may be multiples of
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Config(chunk_hopper.Config):
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """The legal configurations: all gates at all sizes, the other forms at one size. everything: all forms at all sizes, too,
     and the other pieces and fp16, with the plainest forms where the code is between or like the others'."""
-    for piece, dtype in ((PIECES[0], bf16), *(((8, bf16), (4, bf16), (16, fp16)) if everything else ())):
+    for piece, dtype in ((PIECES[0], bf16), *(((8, bf16), (4, bf16), (2, bf16), (16, fp16)) if everything else ())):
         for key_dim, kind in itertools.product(KEY_DIMS, (Gate, ByToken, BySteps)):
             plainest = (piece, dtype) in ((8, bf16), (16, fp16))
             all_forms = (everything and not plainest) or (key_dim == WIDE and kind is not Gate)
@@ -107,7 +107,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, STATE, OUT = config.dtype, rt(SHARE, config.key_dim, fp32), rt(CHUNK, SHARE, fp32)
     SQUARE, TRANSPOSED, STAGES = rt(SHARE, SHARE, fp32), rt(SHARE, CHUNK, INPUT), config.stages
-    PIECE, ALIGNED, gate, result = config.piece, 1 if config.piece == 16 else 4, config.gate, config.result
+    PIECE, gate, result = config.piece, config.gate, config.result
     SEGMENTS = config.segmented and result.outputs and result.values  # may it go on from earlier segments?
     NEWER = STAGES - 1  # groups of keys: so many are younger than a chunk's values
     BEHIND = (3 if result.gated else 2) * NEWER  # and so many groups than its queries
@@ -200,7 +200,7 @@ def make(config: Config):
                 if result.skip:  # Mamba-2's, whose scale is 1
                     o = o + fp32(transpose(v_t)) * d
                 o = finish(mma_ABt(o, p, v_t) * scale, z, j, gDivisor, (batch, token, head))
-                store(gO, o, (batch, token, head, own), 1, 3, ALIGNED)
+                store(gO, o, (batch, token, head, own), 1, 3, PIECE)
             along, total = gate.load(a, ALONG), gate.last(b)
             u_t = INPUT(gate.remaining(fp32(v_t), along, total))
             together.sync()

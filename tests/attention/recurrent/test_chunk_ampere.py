@@ -67,10 +67,7 @@ def test_normalize(place, decay):
     check(place, given, normalize=True)
 
 
-WAITS = pytest.mark.xfail(strict=True, reason="waits for pieces of 2 bytes in tiles/pipeline.py")
-
-
-@pytest.mark.parametrize("elements", [pytest.param(1, marks=WAITS), 2, 4])
+@pytest.mark.parametrize("elements", [1, 2, 4])
 @pytest.mark.parametrize("key_dim", [48, 64, 256])
 def test_pieces_of_2_4_and_8_bytes(monkeypatch, elements, key_dim):
     """NaN lies between the rows, and `out` like the rest."""

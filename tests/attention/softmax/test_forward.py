@@ -261,8 +261,7 @@ def test_two_blocks_share_a_multiprocessor(head_dim, room):
 
 
 # ---- families ------------------------------------------------------------------------------------------------------
-WAITS = pytest.mark.xfail(strict=True, reason="waits for pieces of 2 bytes in tiles/pipeline.py")
-SKIPPED = [(4, 64), (2, 128), (6, 72), pytest.param(1, 64, marks=WAITS), pytest.param(3, 72, marks=WAITS)]
+SKIPPED = [(4, 64), (2, 128), (6, 72), (1, 64), (3, 72)]
 
 
 @pytest.mark.parametrize(("skip", "head_dim"), SKIPPED)
