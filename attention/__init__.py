@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING
 if _why := _run_path(str(_Path(__file__).parents[1] / "tiles/importable.py"))["obstacle"]():  # `tiles` may be another's
     raise ImportError(_why)
 
-__all__ = ["based", "delta_rule", "forward", "gla", "hedgehog", "lightning", "linear", "linear_step", "mamba2", "retention"]
+__all__ = [
+    "based",
+    "delta_rule",
+    "forward",
+    "gla",
+    "hedgehog",
+    "lightning",
+    "linear",
+    "linear_step",
+    "mamba2",
+    "register_torch_ops",
+    "retention",
+]
 
 _HOMES = {  # module: the functions that are public
     "recurrent.based": ("based",),
@@ -21,6 +33,7 @@ _HOMES = {  # module: the functions that are public
     "recurrent.mamba2": ("mamba2",),
     "recurrent.step": ("linear_step",),
     "softmax.forward": ("forward",),
+    "torch_ops": ("register_torch_ops",),
 }
 
 if TYPE_CHECKING:  # what editors and type checkers read
@@ -31,6 +44,7 @@ if TYPE_CHECKING:  # what editors and type checkers read
     from .recurrent.mamba2 import mamba2
     from .recurrent.step import linear_step
     from .softmax.forward import forward
+    from .torch_ops import register_torch_ops
 else:
 
     def __getattr__(name: str) -> object:

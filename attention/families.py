@@ -1,7 +1,7 @@
 """Which instructions serve a call: Hopper's (wgmma and TMA), or those of every GPU since Ampere (mma.sync and cp.async)."""
 
 from tiles.arrays import ALIGNMENT
-from tiles.device import device, hopper, supported
+from tiles.device import hopper, machine, supported
 from tiles.schema import Problem
 
 FAMILIES = "sm_80", "sm_90"
@@ -13,12 +13,12 @@ def choose(problem: Problem, family: str | None, addressable: bool | None = None
     are not for it."""
     if family is not None and family not in FAMILIES:
         raise ValueError(f"family: must be None or one of {FAMILIES}: {family=}")
-    gpu = None if problem.device is None else device(problem.device)
-    if gpu and not supported(gpu.capability):
+    gpu = machine(problem.device)
+    if not supported(gpu.capability):
         raise ValueError(f"attention.{problem.member}: runs on GPUs since Ampere (sm_80); the arrays lie on {gpu}")
     if family == "sm_80":
         return family
-    on_hopper = gpu is None or hopper(gpu.capability)
+    on_hopper = hopper(gpu.capability)
     if family == "sm_90" and not on_hopper:
         raise ValueError(f"family: sm_90 runs on Hopper; the arrays lie on {gpu}: {family=} (the default, None, runs there)")
     by_tma = problem.by_tma if addressable is None else addressable
@@ -32,8 +32,8 @@ def choose(problem: Problem, family: str | None, addressable: bool | None = None
 
 def needs_hopper(problem: Problem) -> None:
     """ValueError if wgmma and TMA cannot solve the problem. In the interpreter they can."""
-    gpu = None if problem.device is None else device(problem.device)
-    if gpu and not hopper(gpu.capability):
+    gpu = machine(problem.device)
+    if not hopper(gpu.capability):
         raise ValueError(f"attention.{problem.member}: runs on Hopper; the arrays lie on {gpu}")
     if not problem.by_tma:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a call costs on the host: p50 over 10,000 calls of a tiny problem, the first call of a process, and the imports before.
+"""What a call costs on the host, p50 over thousands of calls of small problems; the first call of a process; the imports.
 
 `pytest bench/test_host.py --benchmark-json=host.json`
 """
@@ -22,35 +22,73 @@ import attention  # noqa: E402
 from bench.measure import report  # noqa: E402
 from bench.test_linear import MEMBERS  # noqa: E402
 
-CALLS, TURN, ROUNDS = 10_000, 100, 3
+CALLS, TURN, ROUNDS = 5000, 100, 3
+LONGEST = 8192
+
+
+def _tensors(*shape, n=1, dtype=torch.bfloat16):
+    return [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(n)]
+
+
+def _calls():
+    """{name: (a function, arguments of its n-th call)}: of a form and addresses seen before, of addresses not seen, and, as in
+    generation, of a length not seen. Views are made beforehand."""
+    q, k, v = _tensors(1, 128, 1, 128, n=3)
+    out, turned = torch.empty_like(q), tuple(x.transpose(1, 2) for x in (q, k, v))
+    (memory,) = _tensors(64 * CALLS + 128 * 128)
+    moving = [memory[64 * n :][: 128 * 128].view(1, 128, 1, 128) for n in range(CALLS)]
+    one, *cache = _tensors(1, 1, 32, 128), *_tensors(1, LONGEST, 8, 128, n=2)
+    few = _tensors(1, LONGEST, 2, 128, n=3)
+    (decay,) = _tensors(1, LONGEST, 2, dtype=torch.float32)
+    decay = -decay.abs()
+
+    def longer(x):
+        return [x[:, : 100 + n] for n in range(CALLS)]
+
+    keys, values = map(longer, cache)
+    tokens, decays = [longer(x) for x in few], longer(decay)
+    compiled = torch.compile(attention.forward, fullgraph=True)
+    return {
+        "forward, out=": (functools.partial(attention.forward, out=out), lambda n: (q, k, v)),
+        "forward": (attention.forward, lambda n: (q, k, v)),
+        "torch SDPA": (F.scaled_dot_product_attention, lambda n: turned),
+        "forward under torch.compile": (compiled, lambda n: (q, k, v)),
+        "SDPA under torch.compile": (torch.compile(F.scaled_dot_product_attention, fullgraph=True), lambda n: turned),
+        "forward, new addresses": (attention.forward, lambda n: (moving[n], moving[n - 1], moving[n - 2])),
+        "forward, new length": (attention.forward, lambda n: (*one, keys[n], values[n])),
+        "linear, new length": (attention.linear, lambda n: tuple(x[n] for x in tokens)),
+        "linear with decay, new length": (
+            lambda *x: attention.linear(*x[:3], decay=x[3]),
+            lambda n: tuple(x[n] for x in (*tokens, decays)),
+        ),
+    }
+
+
+NAMES = (
+    "forward, out=", "forward", "torch SDPA", "forward under torch.compile", "SDPA under torch.compile",
+    "forward, new addresses", "forward, new length", "linear, new length", "linear with decay, new length",
+)  # fmt: skip
 
 
 @functools.cache
 def _times():
     """{name: milliseconds of every call itself}. They take turns, for processors change their speed within seconds; the device
-    keeps up because the problem is tiny, and is waited for after each turn."""
-    q, k, v = (torch.randn(1, 128, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    out = torch.empty_like(q)
-    turned = [x.transpose(1, 2) for x in (q, k, v)]
-    calls = {
-        "forward, out=": lambda: attention.forward(q, k, v, out=out),
-        "forward": lambda: attention.forward(q, k, v),
-        "torch SDPA": lambda: F.scaled_dot_product_attention(*turned),
-    }
+    keeps up because the problems are small, and is waited for after each turn."""
+    calls = _calls()
     times = {name: [] for name in calls}
-    for turn in range(CALLS // TURN + 1):
-        for name, call in calls.items():
-            for _ in range(TURN):
+    for first in range(0, CALLS, TURN):
+        for name, (call, arguments) in calls.items():
+            for given in [arguments(n) for n in range(first, first + TURN)]:
                 start = time.perf_counter()
-                call()
+                call(*given)
                 took = time.perf_counter() - start
-                if turn:  # the first one warms up
+                if first:  # the first turn warms up
                     times[name].append(took * 1e3)
             torch.cuda.synchronize()
     return times
 
 
-@pytest.mark.parametrize("name", ["forward, out=", "forward", "torch SDPA"])
+@pytest.mark.parametrize("name", NAMES)
 def test_host_time(benchmark, name):
     times = _times()[name]
     benchmark.group = "host time of one call"

@@ -32,6 +32,16 @@ def blocks(document, language):
     return [(text[: block.start(1)].count("\n"), block[1]) for block in found]
 
 
+def run(document, line, code, namespace):
+    """Run a block as lines of its document. What needs a framework that is not installed is skipped from there on."""
+    try:
+        exec(compile("\n" * line + code, ROOT / document, "exec"), namespace)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "jax"):
+            raise
+        pytest.skip(f"{document}, from line {line}: needs {error.name}")
+
+
 @pytest.fixture
 def no_new_ops():
     """Forgets the ops that a test defines."""
@@ -45,7 +55,7 @@ def no_new_ops():
 def test_code_runs(document, no_new_ops):
     namespace = {"__name__": Path(document).stem}
     for line, code in blocks(document, "python"):
-        exec(compile("\n" * line + code, ROOT / document, "exec"), namespace)
+        run(document, line, code, namespace)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -57,7 +67,7 @@ def test_output_is_what_follows(page, no_new_ops):
             assert [x.rstrip() for x in printed.getvalue().splitlines()] == block.splitlines()
             continue
         with contextlib.redirect_stdout(printed := io.StringIO()):
-            exec(compile("\n" * line + block, ROOT / page, "exec"), namespace)
+            run(page, line, block, namespace)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -77,7 +87,7 @@ def test_kernels_compile(page, no_new_ops, monkeypatch):
     monkeypatch.setattr(tiles, "launch", recording)
     namespace = {"__name__": Path(page).stem}
     for line, code in blocks(page, "python"):
-        exec(compile("\n" * line + code, ROOT / page, "exec"), namespace)
+        run(page, line, code, namespace)
     for kernel, signature in ran.items():
         found = compile_kernel(kernel, signature, "sm_90a")
         prints = "print" in kernel.py_func.__code__.co_names  # printf takes its arguments from memory

@@ -105,6 +105,21 @@ def array_slots(form: Form, pointer: int = 0) -> tuple[int, ...]:
     return 0, 0, math.prod(form.shape), form.itemsize, pointer, *form.shape, *strides
 
 
+def struct_format(what: Any) -> str:
+    """How `struct` packs a declared parameter's slots: of an array the numbers of `array_numbers`, of a number that. What no
+    number is given for is 0: the place of an address, and the slot that stands for a tensor's map."""
+    if isinstance(what, gl):
+        return "8x"
+    if isinstance(what, types.Array):
+        return f"16x2q8x{2 * what.ndim}q"
+    return f"{_CODES[what]}{8 - struct.calcsize(_CODES[what])}x"
+
+
+def array_numbers(form: Form) -> tuple[int, ...]:
+    """What of an array's slots follows from its form: elements, bytes of one, shape, strides."""
+    return math.prod(form.shape), form.itemsize, *form.shape, *form.strides
+
+
 def named(scalar: types.Type) -> str:
     """The name of an array's elements, for their Numba type."""
     return SCALARS[scalar].np.name if scalar in SCALARS else str(scalar)

@@ -9,6 +9,8 @@ A form is all of an array but its address: what decides the code that serves it,
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  makes "bfloat16" a name that np.dtype knows
@@ -51,8 +53,8 @@ class Form(NamedTuple):
     def bits(self) -> int:
         """All bits that the address or a stride has that is used, but for that of the last axis: the lowest one that is set
         says how many bytes can be moved at a time."""
-        bits = self.past
-        for n, stride in zip(self.shape[:-1], self.strides):
+        shape, strides, _, _, _, bits, _ = self
+        for n, stride in zip(shape[:-1], strides):
             if n > 1:
                 bits |= stride
         return bits
@@ -79,10 +81,8 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 
 def contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Byte strides of a C-ordered array."""
-    strides = [itemsize]
-    for n in reversed(shape[1:]):
-        strides.append(strides[-1] * n)
-    return tuple(reversed(strides[: len(shape)]))
+    strides = tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=itemsize))
+    return strides[::-1] if shape else ()
 
 
 class Array(NamedTuple):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from dataclasses import dataclass
 
 from cuda.bindings import driver
 
@@ -76,15 +77,26 @@ device = functools.lru_cache(maxsize=None)(Device)
 """device(ordinal): the one Device of that number."""
 
 
-def processors(ordinal) -> int:
-    """How many blocks a persistent grid has: one a multiprocessor of this GPU. In the interpreter (None) a few, so that every
-    block goes through several tiles."""
-    return 3 if ordinal is None else device(ordinal).processors
+@dataclass(frozen=True)
+class Interpreter:
+    """What stands for a GPU where kernels are interpreted: Hopper, with all that it has, but for few multiprocessors, so that
+    each block of a persistent grid goes through several tiles."""
+
+    capability: tuple[int, int] = (9, 0)
+    processors: int = 3
+    cache_bytes: int = 64 * 2**20
+    shared_bytes: int = 227 * 1024
+
+    def __str__(self):
+        return "the interpreter"
 
 
-def cache(ordinal) -> int:
-    """Bytes of this GPU's L2 cache; in the interpreter (None) those of a large one."""
-    return 64 * 2**20 if ordinal is None else device(ordinal).cache_bytes
+INTERPRETER = Interpreter()
+
+
+def machine(ordinal: int | None) -> Device | Interpreter:
+    """Where arrays of this CUDA ordinal (None: host memory) are worked on."""
+    return INTERPRETER if ordinal is None else device(ordinal)
 
 
 @contextlib.contextmanager

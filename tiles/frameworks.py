@@ -19,7 +19,7 @@ from .device import check
 
 PAST = ALIGNMENT - 1  # the bits of an address that its form holds
 LEGACY_STREAM = 1  # CUDA's handle of the legacy default stream where 0 would mean "none given"
-_HOST, _CUDA = (1, 3), (2, 13)  # DLPack: kDLCPU, kDLCUDAHost; kDLCUDA, kDLCUDAManaged
+HOST, CUDA = (1, 3), (2, 13)  # DLPack: kDLCPU, kDLCUDAHost; kDLCUDA, kDLCUDAManaged
 
 
 def describe(x: Any, name: str) -> Array:
@@ -47,6 +47,10 @@ class Kind:
 
     def describe(self, x: Any, name: str) -> Array:
         raise NotImplementedError
+
+    def reader(self, names: tuple[str, ...]) -> Callable | None:
+        """A faster way to read arrays of these names than describing each (see Program._read), if there is one."""
+        return None
 
     def home(self, array: Array) -> Any:
         return array.device
@@ -95,16 +99,30 @@ class Torch(Kind):
 
     def describe(self, x: Any, name: str) -> Array:
         if x.requires_grad and self.torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"{name}: requires grad, and the backward pass is not there yet; "
-                f"call under torch.no_grad(), or pass {name}.detach()"
-            )
+            raise NotImplementedError(no_backward(name))
         try:
             pointer, (dtype, size, ordinal) = x.data_ptr(), _torch_words(x.dtype, x.device)
             strides = tuple([size * stride for stride in x.stride()])
+            if not pointer and x.numel():
+                raise TypeError(f"{type(x).__name__} has no memory to address")
         except (RuntimeError, TypeError) as error:  # sparse, nested, meta, under vmap: no memory to address
             raise TypeError(f"{name}: {error}") from error
         return Array(pointer, Form(tuple(x.shape), strides, dtype, ordinal, size, pointer & PAST), x, self)
+
+    def reader(self, names: tuple[str, ...]) -> Callable:
+        """One expression over all of them, as a loop would take half as long again.
+
+        A tensor that requires grad while grad mode is on has a form of its own, which `describe` refuses. The device is read as
+        a number, which compares faster. Host tensors have -1, and so have those without memory, such as meta tensors: as these
+        are at address 0 they have a form of their own, too."""
+        one = (
+            "None if {0} is None else ({0}.shape, {0}.stride(), {0}.dtype, {0}.get_device(), "
+            "{0}.requires_grad and grads(), at_{0} & PAST if (at_{0} := {0}.data_ptr()) else None)"
+        )
+        forms = ", ".join(one.format(name) for name in names)
+        addresses = ", ".join(f"0 if {name} is None else at_{name}" for name in names)
+        space = {"grads": self.torch.is_grad_enabled, "PAST": PAST}
+        return eval(f"lambda {', '.join(names)}: (({forms},), ({addresses},), None)", space)
 
     def home(self, array: Array) -> Any:
         return array.owner.device
@@ -123,6 +141,12 @@ class Torch(Kind):
         cuda = self.torch.cuda
         # torch's own handle of the legacy default stream is 0, and it refuses 1
         return cuda.stream(cuda.ExternalStream(0 if stream == LEGACY_STREAM else stream, device=device))
+
+
+def no_backward(name: str) -> str:
+    """What is said of a tensor that requires grad."""
+    how = f"call under torch.no_grad(), or pass {name}.detach()"
+    return f"{name}: requires grad, and the backward pass is not there yet; {how}"
 
 
 @lru_cache
@@ -185,15 +209,15 @@ class DLPack(Kind):
         from cuda.core.utils import StridedMemoryView
 
         place, ordinal = map(int, x.__dlpack_device__())
-        if place not in _HOST + _CUDA:
+        if place not in HOST + CUDA:
             raise TypeError(f"{name}: must lie in host or CUDA memory: its DLPack device is {(place, ordinal)}")
         try:
-            view = StridedMemoryView.from_dlpack(x, stream_ptr=LEGACY_STREAM if place in _CUDA else -1)
+            view = StridedMemoryView.from_dlpack(x, stream_ptr=LEGACY_STREAM if place in CUDA else -1)
             size = view.dtype.itemsize
         except (BufferError, RuntimeError, TypeError, NotImplementedError) as error:
             raise TypeError(f"{name}: {error}") from error
         strides = contiguous(view.shape, size) if view.strides is None else tuple(size * s for s in view.strides)
-        home = ordinal if place in _CUDA else None
+        home = ordinal if place in CUDA else None
         where = Form(tuple(view.shape), strides, _name(view.dtype), home, size, view.ptr & PAST, bool(view.readonly))
         return Array(view.ptr, where, x, self, view)
 
@@ -226,12 +250,17 @@ class Jax(DLPack):
         check(driver.cuStreamSynchronize(stream))
 
 
+class JaxBuffer(DLPack):
+    """What jax.experimental.buffer_callback calls its function with: memory of XLA's, ready on XLA's stream."""
+
+
 _KINDS = {
     "numpy.ndarray": NumPy,
     "torch.Tensor": Torch,
     "cupy.ndarray": CuPy,
     "jaxlib.ArrayImpl": Jax,
     "jax.ArrayImpl": Jax,
+    "jax.Buffer": JaxBuffer,
 }
 KIND_OF: dict[type, Kind] = {}  # classes seen so far
 _INTERFACE, _DLPACK = CudaArrayInterface(), DLPack()

@@ -20,19 +20,20 @@ import ctypes
 import functools
 import math
 import re
+import struct
 import threading
 import warnings
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from cuda.bindings import driver
 
 from . import cache, digest, tma
 from .arguments import (
     DATA,
-    INT,
     Parameter,
-    array_slots,
+    array_numbers,
     array_type,
     declared,
     map_encoding,
@@ -41,6 +42,7 @@ from .arguments import (
     parameter,
     same_place,
     signature,
+    struct_format,
 )
 from .arrays import ABSENT, Operand, c_ordered
 from .compiler import compile_kernel
@@ -114,45 +116,71 @@ def load(kernel, signature, target: Device, shared_bytes: int = 0) -> Loaded:
 
 
 # ---- launches ------------------------------------------------------------------------------------------------------
-@functools.cache
-def _words(count: int) -> type:
-    """The type of so many 8-byte words."""
-    return ctypes.c_uint64 * count
+class Frames:
+    """Parameter blocks for one kernel's launches, and those that no launch uses now: `free`. They are as many as threads have
+    launched at once, however many forms of arrays there were. slots: 8-byte slots of the kernel's arguments. maps: which of
+    them stand for tensor maps."""
+
+    def __init__(self, slots: int, maps: Sequence[int]):
+        self.slots, self.maps = slots, maps
+        self.memory = ctypes.c_uint64 * ((tma.MAP_ALIGNMENT + tma.MAP_BYTES * len(maps)) // 8 + 2 * slots)
+        self.free: list[Frame] = []
+
+
+class Contents(NamedTuple):
+    """What a launch's parameter block holds besides addresses. block: the kernel's arguments, in slots of 8 bytes. plain:
+    (slot, whose address goes there) of arrays. maps: (which of the frame's maps, whose address, encoding) of tensors."""
+
+    grid: tuple[int, int, int]
+    block: bytes
+    plain: Sequence[tuple[int, int]]
+    maps: Sequence[tuple[int, int, tma.Encoding]]
 
 
 class Frame:
     """The parameter block of a launch that is about to be made: tensor maps, 8-byte slots, and the addresses through which the
-    driver copies both. It belongs to one thread at a time; the driver has copied it when a launch returns."""
+    driver copies both. It belongs to one thread at a time; the driver has copied it when a launch returns.
 
-    __slots__ = ("addresses", "config", "first", "maps", "pointers", "stream", "words")
+    holds: the Contents, known by their identity. room, rooms: views of its slots, and of its maps."""
 
-    def __init__(self, bound: "Bound"):
-        slots, maps = bound.slots, tma.MAP_BYTES // 8 * len(bound.maps)
-        words = self.words = _words(tma.MAP_ALIGNMENT // 8 + maps + 2 * len(slots))()
-        start = ctypes.addressof(words)
+    __slots__ = ("addresses", "config", "first", "holds", "maps", "memory", "pointers", "room", "rooms", "stream")
+
+    def __init__(self, frames: Frames, config: driver.CUlaunchConfig):
+        slots, count = frames.slots, len(frames.maps)
+        self.memory = memory = frames.memory()
+        start = ctypes.addressof(memory)
         aligned = -(-start // tma.MAP_ALIGNMENT) * tma.MAP_ALIGNMENT
-        self.first = first = (aligned - start) // 8 + maps  # the word of the first slot
-        self.pointers = start + 8 * (first + len(slots))
-        words[first : first + len(slots)] = slots
-        words[first + len(slots) : first + 2 * len(slots)] = range(start + 8 * first, self.pointers, 8)
-        for n, (place, _, _) in enumerate(bound.maps):
-            words[first + len(slots) + place] = aligned + tma.MAP_BYTES * n
-        self.maps: list = []
-        self.config, self.stream, self.addresses = bound.configuration(), -1, None
+        places = [aligned + tma.MAP_BYTES * n for n in range(count)]
+        at = aligned + tma.MAP_BYTES * count  # of the slots
+        self.pointers, self.first = at + 8 * slots, (at - start) // 8
+        pointers = [at + 8 * n for n in range(slots)]
+        for slot, place in zip(frames.maps, places):
+            pointers[slot] = place
+        memory[self.first + slots : self.first + 2 * slots] = pointers  # type: ignore[assignment]
+        view = memoryview(memory).cast("B")
+        self.room = view[at - start : at - start + 8 * slots]
+        self.rooms = [view[place - start : place - start + tma.MAP_BYTES] for place in places]
+        self.maps = [driver.CUtensorMap(_ptr=place) for place in places]
+        self.config, self.stream, self.addresses = config, -1, None
+        self.holds: Contents | None = None
 
-    def write(self, bound: "Bound", stream: int, addresses) -> None:
-        """Say where the launch goes, and where its arrays lie. Some context must be current."""
-        words, first = self.words, self.first
-        for place, index in bound.plain:
-            words[first + place] = addresses[index]
-        if self.maps:
-            for tensor_map, (_, index, _) in zip(self.maps, bound.maps):
-                tma.move(tensor_map, addresses[index])
-        else:
-            at = [words[first + len(bound.slots) + place] for place, _, _ in bound.maps]
-            self.maps = [tma.write(code, addresses[index], to) for to, (_, index, code) in zip(at, bound.maps)]
+    def write(self, contents: Contents, stream: int, addresses) -> None:
+        """Say what is launched, where it goes, and where its arrays lie. Some context must be current. After an error the frame
+        must not be used."""
+        grid, block, plain, maps = contents
+        memory, first, config = self.memory, self.first, self.config
+        if self.holds is not contents:
+            self.room[:] = block
+            for place, _, encoding in maps:
+                self.rooms[place][:] = tma.encoded(encoding)
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            self.holds = contents
+        for slot, source in plain:
+            memory[first + slot] = addresses[source]
+        for place, source, _ in maps:
+            tma.move(self.maps[place], addresses[source])
         if stream != self.stream:
-            self.config.hStream, self.stream = driver.CUstream(stream), stream
+            config.hStream, self.stream = driver.CUstream(stream), stream
         self.addresses = addresses
 
 
@@ -163,44 +191,44 @@ class Bound:
     must point to an array of the form that was bound, and a tensor's be a multiple of 16. Numbers stay as they were bound.
     Any number of threads may call it at once: each takes a frame that nobody uses, or makes one.
 
-    slots: the kernel's arguments, 8 bytes each. plain: (slot, whose address goes there) of arrays; maps: (slot, whose
-    address, encoding) of tensors."""
+    frames: the kernel's."""
 
-    __slots__ = ("code", "count", "extents", "free", "maps", "nbytes", "plain", "slots", "title")
+    __slots__ = ("cluster", "code", "contents", "frames", "nbytes", "threads", "title")
 
-    def __init__(self, code: Loaded, title: str, extents, nbytes: int, slots, plain, maps, count: int):
-        self.code, self.title, self.extents, self.nbytes = code, title, extents, nbytes
-        self.slots, self.plain, self.maps, self.count = slots, plain, maps, count
-        self.free: list[Frame] = []
+    def __init__(self, code: Loaded, title: str, threads, cluster, nbytes: int, contents: Contents, frames: Frames):
+        self.code, self.title, self.threads, self.cluster, self.nbytes = code, title, threads, cluster, nbytes
+        self.contents, self.frames = contents, frames
 
     def __call__(self, stream: int, *addresses: int) -> None:
-        if len(addresses) != self.count:
-            raise TypeError(f"{self} takes {self.count} addresses, got {len(addresses)}")
+        count = len(self.contents.plain) + len(self.contents.maps)
+        if len(addresses) != count:
+            raise TypeError(f"{self} takes {count} addresses, got {len(addresses)}")
         self.run(stream, addresses)
 
     def run(self, stream: int, addresses) -> None:
         """The same, addresses being a sequence in which the launch's arrays know their places."""
+        free = self.frames.free
         try:
-            frame = self.free.pop()
+            frame = free.pop()
         except IndexError:
             frame = None
-        if frame is None or frame.addresses != addresses or frame.stream != stream:
+        if frame is None or frame.holds is not self.contents or frame.addresses != addresses or frame.stream != stream:
             frame = self._write(frame, stream, addresses)
         (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
         if status:
             self._in_context(frame)
-        self.free.append(frame)
+        free.append(frame)
 
     def _write(self, frame, stream, addresses):
         """A frame for these addresses. If another context, or none, is current on this thread, the driver refuses to make maps:
         to look first would cost every call a quarter of a microsecond."""
         try:
-            frame = frame or Frame(self)
-            frame.write(self, stream, addresses)
+            frame = frame or Frame(self.frames, self.configuration())
+            frame.write(self.contents, stream, addresses)
         except RuntimeError:
             with self.code.target.current():
-                frame = Frame(self)
-                frame.write(self, stream, addresses)
+                frame = Frame(self.frames, self.configuration())
+                frame.write(self.contents, stream, addresses)
         return frame
 
     def _in_context(self, frame):
@@ -213,22 +241,20 @@ class Bound:
             raise RuntimeError(f"{self} on {self.code.target}: {error}") from None
 
     def configuration(self):
-        """The driver's launch configuration, on no stream yet."""
-        grid, block, cluster = self.extents
+        """The driver's launch configuration, of no grid and on no stream yet."""
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads
         config.sharedMemBytes = self.nbytes
-        if cluster:
+        if self.cluster:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             dimension = attribute.value.clusterDim
-            dimension.x, dimension.y, dimension.z = cluster
+            dimension.x, dimension.y, dimension.z = self.cluster
             config.attrs, config.numAttrs = [attribute], 1
         return config
 
     def __str__(self):
-        return f"launch({self.title}, {self.extents[0]}, {self.extents[1]})"
+        return f"launch({self.title}, {self.contents.grid}, {self.threads})"
 
 
 TILES = "tiles"  # what a parameter that is cut into tiles holds
@@ -241,15 +267,25 @@ def _elements(what):
 
 class Kernel:
     """A kernel that declares its arguments (arguments.py), on one GPU or, with no ordinal, in the interpreter: all that decides
-    its machine code. It is compiled when it is first bound; arrays of other elements than declared are other code."""
+    its machine code. It is compiled when it is first bound; arrays of other elements than declared are other code. Whether
+    TILES_INTERPRET sends it to the interpreter is asked once, for asking costs a call of a new form a microsecond."""
 
     def __init__(self, kernel, threads: int, shared, ordinal: int | None):
         self.kernel, self.threads, self.shared, self.ordinal = kernel, threads, shared, ordinal
+        self.interpreted = ordinal is None or forced()
         self.title = kernel.py_func.__name__
-        self.declared = [
-            (name, tma.cut(what) if isinstance(what, gl) else what, _elements(what))
-            for name, what in declared(kernel.py_func).items()
-        ]
+        parameters = declared(kernel.py_func)
+        self.format = struct.Struct("<" + "".join(map(struct_format, parameters.values())))
+        self.declared, self.absent, slots = [], dict.fromkeys(parameters), 0
+        maps: list[int] = []
+        for name, what in parameters.items():
+            elements, slot = _elements(what), slots
+            if elements is TILES:
+                what, slot = tma.cut(what), len(maps)
+                maps.append(slots)
+            self.declared.append((name, what, elements, slot))
+            slots += DATA + 1 + 2 * what.ndim if elements and elements is not TILES else 1
+        self.frames = Frames(slots, maps)
         self.nbytes = shared.nbytes if shared else 0
         self.codes: dict[tuple, Loaded] = {}  # by the parameters whose elements are others than declared: (place, dtype)
 
@@ -258,48 +294,58 @@ class Kernel:
         absent: all loads from it are 0, and stores are left out. ValueError, TypeError that name the parameter: TMA cannot take
         an array, a number is missing, there is no such parameter."""
         grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
-        values = [given.pop(name, None) for name, _, _ in self.declared]
-        if given:
-            raise TypeError(f"{self.title} has no parameter {', '.join(given)}")
-        if self.ordinal is None or forced():
-            return self._interpreted(grid, values)
-        slots: list[int] = []
-        plain, maps, others = [], [], []
-        for place, ((name, what, elements), value) in enumerate(zip(self.declared, values)):
-            if elements is TILES:
+        arguments = {**self.absent, **given}
+        if len(arguments) > len(self.absent):
+            raise TypeError(f"{self.title} has no parameter {', '.join(given.keys() - self.absent.keys())}")
+        if self.interpreted:
+            return self._interpreted(grid, arguments.values())
+        numbers: list[Any] = []
+        plain, maps = [], []
+        others: tuple[tuple[int, str], ...] = ()
+        for (name, what, elements, slot), value in zip(self.declared, arguments.values()):
+            if not elements:
+                numbers.append(value)
+            elif elements is TILES:
                 if value is not None:
-                    maps.append((len(slots), value.source, map_encoding(name, what, value.form)))
-                slots.append(0)
-            elif elements:
-                if value is None:
-                    slots.extend([0] * (DATA + 1 + 2 * what.ndim))
-                else:
-                    if value.form.dtype != elements:
-                        others.append((place, value.form.dtype))
-                    plain.append((len(slots) + DATA, value.source))
-                    slots.extend(array_slots(value.form))
-            elif what is INT and type(value) is int and -(2**31) <= value < 2**31:
-                slots.append(value & 0xFFFFFFFF)
+                    maps.append((slot, value.source, map_encoding(name, what, value.form)))
+            elif value is None:
+                numbers += [0] * (2 + 2 * what.ndim)
             else:
-                slots.append(number_slot(name, what, value))
-        code = self.codes.get(tuple(others)) or self._load(tuple(others))
-        extents = grid, (self.threads, 1, 1), None
-        return Bound(code, self.title, extents, self.nbytes, slots, plain, maps, len(plain) + len(maps))
+                form = value.form
+                if form.dtype != elements:
+                    others += ((slot, form.dtype),)
+                plain.append((slot + DATA, value.source))
+                numbers += array_numbers(form)
+        try:
+            block = self.format.pack(*numbers)
+        except (struct.error, OverflowError):
+            self._check_numbers(arguments.values())
+            raise
+        code = self.codes.get(others) or self._load(others)
+        contents = Contents(grid, block, plain, maps)
+        return Bound(code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames)
+
+    def _check_numbers(self, values):
+        """TypeError, OverflowError that name the parameter: a number that is missing, or does not fit."""
+        for (name, what, elements, _), value in zip(self.declared, values):
+            if not elements:
+                number_slot(name, what, value)
 
     def _load(self, others):
-        types = list(signature(self.kernel))
-        for place, dtype in others:
-            types[place] = array_type(dtype, types[place].ndim)
+        dtypes = dict(others)
+        types = [
+            array_type(dtypes[slot], ty.ndim) if slot in dtypes and elements is not TILES else ty
+            for ty, (_, _, elements, slot) in zip(signature(self.kernel), self.declared)
+        ]
         self.codes[others] = code = load(self.kernel, tuple(types), device(self.ordinal), self.nbytes)
         return code
 
     def _interpreted(self, grid, values):
         """The same launch in the interpreter; what a GPU would refuse is refused."""
+        self._check_numbers(values)
         bound = []
-        for (name, what, elements), value in zip(self.declared, values):
-            if not elements:
-                number_slot(name, what, value)
-            elif value is None and elements is not TILES:
+        for (name, what, elements, _), value in zip(self.declared, values):
+            if value is None and elements is not TILES:
                 value = Operand(ABSENT, c_ordered((0,) * what.ndim, elements, None))
             elif value is not None and elements is TILES:
                 map_encoding(name, what, value.form)
@@ -368,15 +414,17 @@ class Launch:
             return Interpreted(self, values, None if place is None else device(place))
         nbytes = self.shared.nbytes if self.shared else 0
         code = load(self.kernel, tuple(p.type for p in parameters), device(place), nbytes)
-        slots, plain, maps, arrays = [], [], [], 0
+        slots, plain, maps, places, arrays = [], [], [], [], 0
         for p in parameters:
             if p.encoding:
-                maps.append((len(slots), arrays, p.encoding))
+                maps.append((len(places), arrays, p.encoding))
+                places.append(len(slots))
             elif p.array is not None:
                 plain.append((len(slots) + p.place, arrays))
             arrays += p.array is not None
             slots.extend(p.slots)
-        return Bound(code, self.title, (self.grid, self.block, self.cluster), nbytes, slots, plain, maps, arrays)
+        contents = Contents(self.grid, struct.pack(f"<{len(slots)}Q", *slots), plain, maps)
+        return Bound(code, self.title, self.block, self.cluster, nbytes, contents, Frames(len(slots), places))
 
     def __call__(self, *args) -> None:
         parameters = self.parameters(args)

@@ -16,7 +16,8 @@
 From the *forms* of a call's arrays (shape, strides, dtype, device, alignment) and its options follows everything but addresses:
 what is computed, by which launches, what is made, and what is given back. So a call of a known form reads its arrays, looks the
 form up, writes their addresses into the launches' parameter blocks and calls the driver. One of a new form is checked and
-planned; what was refused is never remembered.
+planned; what was refused is never remembered. Where a framework traces the call instead of making it
+(torch.compile, jax.jit), it is given an op that stands for it (torch_op.py, jax_call.py).
 
 A **program** is its launches, one behind the other on the caller's stream, and the scratch memory between them, which comes
 from the caller's allocator. Nothing waits for the device, so that all of it may be captured in a CUDA graph.
@@ -26,13 +27,14 @@ Any number of threads may call at once: what is remembered does not change, and 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from inspect import signature
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
+from . import jax_call, torch_op
 from .arrays import Operand, ascending, fill
-from .frameworks import PAST, Kind, Torch, describe, kind_of, stream_handle
+from .frameworks import Kind, describe, kind_of, stream_handle
 from .schema import Schema
 
 ENTRIES = 4096  # forms of calls that are remembered, of all programs together: some 10 KB each
@@ -58,10 +60,6 @@ class Fill:
 
     def __init__(self, operand: Operand, value: float):
         self.operand, self.value = operand, value
-
-    def index(self, order: Mapping[Any, int]) -> None:
-        """Find the array's address in a sequence that has them in this order."""
-        self.place = order[self.operand.source]
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """At this stream and these addresses."""
@@ -129,8 +127,22 @@ class Program:
         self.schema, self.planner, self.names = schema, planner, schema.names
         self.needed = [(name, argument.needed) for name, argument in schema.arguments.items()]
         self.readers: dict[type, Callable] = {}
+        self.op = torch_op.named(self)
+        self.options = tuple(signature(planner).parameters)[1:]  # their names
 
     def __call__(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
+        if torch_op.traced(arrays[0]):
+            return torch_op.call(self, stream, arrays, options, layout)
+        try:
+            return self.run(stream, arrays, options, layout)
+        except TypeError:  # it may be that these are no arrays yet
+            ways = [way for way in (torch_op, jax_call) if way.serves(arrays, self)]
+            if not ways:
+                raise
+        return ways[0].call(self, stream, arrays, options, layout)
+
+    def run(self, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
+        """A call on arrays in memory."""
         read = self.readers.get(type(arrays[0])) or self._reader(arrays[0])
         try:
             forms, addresses, held = read(*arrays)
@@ -142,7 +154,7 @@ class Program:
         except TypeError:  # an option that cannot be looked up, such as a list
             known = None
         if known is None:
-            known = self._learn(arrays, options, layout)
+            known = self._learn(held or self._described(arrays), options, layout)
             KNOWN.put(key, known)
         current = 0 if known.device is None else known.kind.stream(arrays[0], known.device)
         handle = current if stream is None else stream_handle(stream)
@@ -181,11 +193,10 @@ class Program:
 
     def _reader(self, first: Any) -> Callable:
         """How calls with a first array of this type are read."""
-        tensors = isinstance(kind_of(first, self.names[0]), Torch)
-        return self.readers.setdefault(type(first), _reads_tensors(self.names) if tensors else self._read)
+        reader = kind_of(first, self.names[0]).reader(self.names)
+        return self.readers.setdefault(type(first), reader or self._read)
 
-    def _learn(self, arrays: tuple, options: tuple, layout: str) -> _Known:
-        described = self._described(arrays)
+    def _learn(self, described: list, options: tuple, layout: str) -> _Known:
         given = {name: array.form for name, array in zip(self.names, described) if array}
         problem = self.schema.problem(given, layout)
         steps, give, scratch = self.planner(problem, *options)
@@ -200,19 +211,3 @@ class Program:
             shift = first_at - last_at
             apart.append((order[pair[0]], order[pair[1]], pair, forms, shift - its.extent, shift + mine.extent))
         return _Known(kind, first.device, makers, apart, steps, itemgetter(*[order[name] for name in give]))
-
-
-def _reads_tensors(names: tuple[str, ...]) -> Callable:
-    """`Program._read` of torch's tensors: one expression over all of them, as a loop would take half as long again.
-
-    A tensor that requires grad while grad mode is on has a form of its own, which `describe` refuses. The device is read as
-    a number, which compares faster. Host tensors have -1, and so have those without memory, such as meta tensors: as these are
-    at address 0 they have a form of their own, too."""
-    one = (
-        "None if {0} is None else ({0}.shape, {0}.stride(), {0}.dtype, {0}.get_device(), "
-        "{0}.requires_grad and grads(), at_{0} & PAST if (at_{0} := {0}.data_ptr()) else None)"
-    )
-    forms = ", ".join(one.format(name) for name in names)
-    addresses = ", ".join(f"0 if {name} is None else at_{name}" for name in names)
-    grads = sys.modules["torch"].is_grad_enabled
-    return eval(f"lambda {', '.join(names)}: (({forms},), ({addresses},), None)", {"grads": grads, "PAST": PAST})

@@ -8,9 +8,10 @@
         lse  BHS   float32  made
     ''')
 
-A row: an argument's name; its axes, a letter each, in canonical order ("H|BSH": either); what it holds; its role. An axis has
-one extent wherever its letter is found. From the table follow the checks of a call (`problem`), the results' shapes, the order
-in which addresses are passed (program.py), and the schema of torch's op.
+A row: an argument's name; its axes, a letter each, in canonical order ("H|BSH": either); what it holds; its role; and of a
+result the options that ask for it, all of which must be true (`lse  BHS  float32  made  return_lse`). An axis has one extent
+wherever its letter is found. From the table follow the checks of a call (`problem`), the results' shapes, the order in which
+addresses are passed (program.py), and the schema and the fakes of torch's op (torch_op.py).
 
 What it holds:
     tile      bfloat16 or float16, one for all: kernels move tiles of it, so its last axis is contiguous
@@ -31,7 +32,7 @@ Its role:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .arrays import ALIGNMENT, Form, Operand, c_ordered, overlap, overlaps_itself
@@ -61,6 +62,7 @@ class Argument(NamedTuple):
     axes: tuple[str, ...]
     holds: str
     role: str
+    asked: tuple[str, ...] = ()
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -76,6 +78,11 @@ class Argument(NamedTuple):
     def written(self) -> bool:
         """Does a kernel write it, so that it must lie apart from all others?"""
         return self.role in ("made", "in_place", "updated")
+
+    @property
+    def result(self) -> bool:
+        """Is it given back, made where the caller leaves it out?"""
+        return self.role in ("made", "in_place")
 
     def choices(self, layout: str) -> dict[int, str]:
         """{number of axes: the axes in the caller's order}"""
@@ -96,11 +103,13 @@ class Argument(NamedTuple):
 class Problem:
     """A call that was found valid: the forms of its arrays with axes in canonical order, and the extent of every axis.
 
-    forms: of those that were given, by name. extents: by an axis's letter. dtype: that of its tiles. device: a CUDA ordinal;
-    None is host memory."""
+    forms: of those that were given, by name. extents: by an axis's letter. bits: those of each form (arrays.py), and under None
+    of all tiles. dtype: that of its tiles. device: a CUDA ordinal; None is host memory."""
 
-    def __init__(self, schema: Schema, forms: dict[str, Form], extents: dict[str, int], layout: str):
-        self.schema, self.forms, self.extents, self.layout = schema, forms, extents, layout
+    def __init__(
+        self, schema: Schema, forms: dict[str, Form], extents: dict[str, int], bits: dict[str | None, int], layout: str
+    ):
+        self.schema, self.forms, self.extents, self.bits, self.layout = schema, forms, extents, bits, layout
         first = next(iter(forms.values()))
         self.dtype, self.device = first.dtype, first.device
 
@@ -115,11 +124,14 @@ class Problem:
     def __getitem__(self, name: str) -> Any:
         """The Operand of an argument for a launch, or of a result, given or to be made; None for what was left out."""
         form = self.forms.get(name)
-        if form is None and self.schema.arguments[name].written:
-            ((_, order),) = self.schema._rows[self.layout][name].values()
-            form = c_ordered(*self.made(name), self.device)
+        if form is None:
+            result = self.schema.written_rows[self.layout].get(name)
+            if result is None:
+                return None
+            axes, order, dtype = result
+            form = c_ordered(self(axes), dtype or self.dtype, self.device)
             form = form.permuted(order) if order else form
-        return None if form is None else Operand(self.schema.places[name], form)
+        return Operand(self.schema.places[name], form)
 
     def __call__(self, axes: str) -> tuple[int, ...]:
         """The extents of these axes: problem("BSH")."""
@@ -128,8 +140,8 @@ class Problem:
 
     def made(self, name: str) -> tuple[tuple[int, ...], str]:
         """The shape and dtype of a result, in the caller's axes."""
-        ((axes, _),) = self.schema._rows[self.layout][name].values()
-        return self(axes), self.dtype if name in self.schema.tiles else self.schema.arguments[name].dtypes[0]
+        axes, _, dtype = self.schema.written_rows[self.layout][name]
+        return self(axes), dtype or self.dtype
 
     def scratch(self, number: int, shape: tuple[int, ...], dtype: str) -> Operand:
         """Memory between launches, the `number`-th of a plan's."""
@@ -143,7 +155,7 @@ class Problem:
     def shape(self, name: str) -> tuple[int, ...]:
         """Of an argument, in the caller's axes: for messages."""
         form = self.forms[name]
-        axes, _ = self.schema._rows[self.layout][name][len(form.shape)]
+        axes, _ = self.schema.rows[self.layout][name][len(form.shape)]
         return tuple(form.shape[self.axes(name).index(axis)] for axis in axes)
 
     def error(self, name: str, what: str, *shown: str) -> ValueError:
@@ -152,58 +164,69 @@ class Problem:
 
     def bytes_at_once(self, *names: str) -> int:
         """The bytes, 16 at most, that addresses and strides of these arrays are multiples of; by default of all its tiles."""
-        bits = ALIGNMENT
-        for name, form in self.forms.items():
-            if name in (names or self.schema.tiles):
-                bits |= form.bits
+        bits = ALIGNMENT | (0 if names else self.bits[None])
+        for name in names:
+            bits |= self.bits.get(name, 0)
         return bits & -bits
 
     @property
     def by_tma(self) -> bool:
         """Can TMA address all tiles?"""
-        for name, form in self.forms.items():
-            if name in self.schema.tiles:
-                for extent, stride in zip(form.shape, form.strides):
-                    if extent > 1 and not 0 <= stride < STRIDE_END:
-                        return False
-        return self.bytes_at_once() == ALIGNMENT
+        bits = self.bits[None]  # of strides, one that is negative or too large makes these so
+        return 0 <= bits < STRIDE_END and bits % ALIGNMENT == 0
 
 
 class Schema:
-    """A table of arguments: see the module. arguments: {name: Argument}, in the order of the rows."""
+    """A table of arguments: see the module. arguments: {name: Argument}, in the order of the rows. extents: of axes that have
+    always the same, or none but results have."""
 
-    def __init__(self, name: str, table: str):
-        self.name = name
+    def __init__(self, name: str, table: str, **extents: int):
+        self.name, self.extents = name, extents
         rows = [Argument(*_row(line.split())) for line in table.strip().splitlines()]
         self.arguments = {row.name: row for row in rows}
         self.names = tuple(self.arguments)
         self.tiles = frozenset(row.name for row in rows if row.holds == "tile")
         self.places = {name: place for place, name in enumerate(self.names)}  # of their addresses
-        self._rows = {layout: {row.name: row.orders(layout) for row in rows} for layout in LAYOUTS}
+        self.written = frozenset(row.name for row in rows if row.written)
+        self.rows = {layout: {row.name: row.orders(layout) for row in rows} for layout in LAYOUTS}
+        self.written_rows = {layout: self._written(layout) for layout in LAYOUTS}
+        self._dtypes = {row.name: row.dtypes for row in rows}
+
+    def _written(self, layout: str) -> dict[str, tuple[str, tuple[int, ...], str | None]]:
+        """Of what is written: (the axes in the caller's order, where the canonical ones stand, the dtype; None: the tiles')."""
+        found = {}
+        for name in self.written:
+            ((axes, order),) = self.rows[layout][name].values()
+            found[name] = axes, order, None if name in self.tiles else self.arguments[name].dtypes[0]
+        return found
 
     def problem(self, forms: Mapping[str, Form], layout: str = "bshd") -> Problem:
         """The Problem of a call, `forms` being those of the arrays that were given. All must lie on one device; tiles have a
         contiguous last axis. Raises ValueError or TypeError that names the argument and prints the values."""
         if not isinstance(layout, str) or layout not in LAYOUTS:
             raise (ValueError if isinstance(layout, str) else TypeError)(f"layout: must be one of {LAYOUTS}: {layout=}")
-        rows, first = self._rows[layout], next(iter(forms))
+        rows, first = self.rows[layout], next(iter(forms))
         _, _, dtype, device, *_ = forms[first]
+        bits: dict[str | None, int] = {None: 0}
         extents: dict[str, int] = {}
         holder: dict[str, str] = {}  # which argument said an axis's extent
         canonical = {}
         for name, form in forms.items():
-            argument, (shape, strides, its_dtype, its_device, itemsize, past, readonly) = self.arguments[name], form
+            shape, strides, its_dtype, its_device, itemsize, past, readonly = form
             row = rows[name].get(len(shape))
             if row is None:
-                _refuse_axes(argument, layout, form)
+                _refuse_axes(self.arguments[name], layout, shape)
             axes, order = row
             is_tile = name in self.tiles
-            if its_dtype not in HOLDS[argument.holds] or (is_tile and its_dtype != dtype):
-                _refuse_dtype(argument, form, first, dtype)
+            if its_dtype not in self._dtypes[name] or (is_tile and its_dtype != dtype):
+                _refuse_dtype(self.arguments[name], form, first, dtype)
             if its_device != device:
                 where = f"{name}.device={its_device}, {first}.device={device}"
                 raise ValueError(f"{name}: must lie where {first} does (None: host memory): {where}")
             for axis, extent in zip(axes, shape):
+                if extents.get(axis) == extent:
+                    continue
+                said = axis
                 if axis == "N":  # as many as there are ends, or batches
                     axis, extent = ("E", extent + 1) if "E" in extents else ("B", extent)
                 if axis not in extents:
@@ -211,25 +234,44 @@ class Schema:
                 elif extents[axis] != extent:
                     other = holder[axis]
                     shapes = f"{name}.shape={shape}, {other}.shape={forms[other].shape}"
-                    raise ValueError(f"{name}: {TITLES.get(axis, axis)} must equal {other}'s: {shapes}")
+                    raise ValueError(f"{name}: {TITLES.get(said, said)} must equal {other}'s: {shapes}")
             if is_tile and strides[-1] != itemsize and shape[-1] > 1 and form.extent:
                 _refuse_strides(name, form, "last axis must be contiguous")
             if not is_tile and min(strides, default=0) < 0 and min(form.steps, default=0) < 0:
                 _refuse_strides(name, form, "strides must not be negative")
-            if (form.bits | (strides[-1] if shape[-1:] > (1,) else 0)) % itemsize and form.extent:
+            canonical[name] = ours = form.permuted(order) if order else form
+            bits[name] = its_bits = ours.bits
+            if is_tile:
+                bits[None] |= its_bits
+            if (its_bits | (ours.strides[-1] if ours.shape[-1:] > (1,) else 0)) % itemsize and form.extent:
                 where = f"address and strides must be multiples of its elements' {itemsize} bytes"
                 _refuse_strides(name, form, f"{where}: address {past} past a multiple of {ALIGNMENT}")
-            if argument.written and readonly:
-                raise ValueError(f"{name}: must be writable, and this array is read-only")
-            if argument.written and overlaps_itself(form):
-                _refuse_strides(name, form, "its elements must not overlap each other")
-            canonical[name] = form.permuted(order) if order else form
+            if name in self.written:
+                if readonly:
+                    raise ValueError(f"{name}: must be writable, and this array is read-only")
+                if overlaps_itself(form):
+                    _refuse_strides(name, form, "its elements must not overlap each other")
         if "E" in extents:
             self._check_ends(extents, forms, holder)
-            extents["N"] = extents["E"] - 1
-        elif "B" in extents:
-            extents["N"] = extents["B"]
-        return Problem(self, canonical, extents, layout)
+        return Problem(self, canonical, self.extents | _counted(extents), bits, layout)
+
+    def results(self, options: Mapping[str, Any]) -> list[str]:
+        """The names of what is given back by a call with these options."""
+        return [name for name, row in self.arguments.items() if row.result and all(options[option] for option in row.asked)]
+
+    def shapes(self, given: Mapping[str, Sequence[int]], layout: str) -> dict[str, list[int]]:
+        """The shapes of all results, in the caller's axes, by those of the arrays that were given. Nothing is compared: extents
+        may be torch's symbols, of which nobody knows yet whether they are equal. ValueError: no row has as many axes."""
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout: must be one of {LAYOUTS}: {layout=}")
+        rows, extents = self.rows[layout], dict(self.extents)
+        for name, shape in given.items():
+            if len(shape) not in rows[name]:
+                _refuse_axes(self.arguments[name], layout, shape)
+            extents |= zip(rows[name][len(shape)][0], shape)
+        _counted(extents)
+        made = {name: axes for name, row in self.arguments.items() if row.result for axes, _ in rows[name].values()}
+        return {name: [extents[axis] for axis in axes] for name, axes in made.items()}
 
     def _check_ends(self, extents, forms, holder):
         ends = f"cu_seqlens.shape={forms['cu_seqlens'].shape}"
@@ -241,6 +283,8 @@ class Schema:
 
     def apart(self, forms: Mapping[str, Form]) -> list[tuple[str, str]]:
         """The pairs of given arrays that must not share memory: one that is written, and any other."""
+        if self.written.isdisjoint(forms):
+            return []
         pairs = itertools.combinations(forms, 2)
         turned = [pair if self.arguments[pair[0]].written else pair[::-1] for pair in pairs]
         return [pair for pair in turned if self.arguments[pair[0]].written]
@@ -256,16 +300,25 @@ class Schema:
             raise ValueError(f"{name}: must not overlap {other}: {name} at {at:#x}, {other} at {behind:#x}, {shapes}")
 
 
-def _row(words: list[str]) -> tuple[str, tuple[str, ...], str, str]:
-    name, axes, holds, role = (*words, "")[:4]
+def _counted(extents: dict[str, Any]) -> dict[str, Any]:
+    """With the number of sequences: one fewer than ends, or as many as batches."""
+    if "E" in extents:
+        extents["N"] = extents["E"] - 1
+    elif "B" in extents:
+        extents["N"] = extents["B"]
+    return extents
+
+
+def _row(words: list[str]) -> tuple[str, tuple[str, ...], str, str, tuple[str, ...]]:
+    name, axes, holds, role, *asked = (*words, "") if len(words) < 4 else words
     if holds not in HOLDS or role not in ROLES:
         raise ValueError(f"{name}: must hold one of {tuple(HOLDS)} and have a role of {ROLES}, got {holds!r}, {role!r}")
-    return name, tuple(axes.split("|")), holds, role
+    return name, tuple(axes.split("|")), holds, role, tuple(asked)
 
 
-def _refuse_axes(argument: Argument, layout: str, form: Form) -> NoReturn:
+def _refuse_axes(argument: Argument, layout: str, shape: Sequence[int]) -> NoReturn:
     choices = "; or ".join(", ".join(SPOKEN.get(axis, axis) for axis in axes) for axes in argument.choices(layout).values())
-    raise ValueError(f"{argument.name}: must have the axes {choices}: {argument.name}.shape={form.shape}")
+    raise ValueError(f"{argument.name}: must have the axes {choices}: {argument.name}.shape={tuple(shape)}")
 
 
 CURE = "; convert it: x.astype(tiles.bf16.np), or torch's x.bfloat16()"

@@ -1,7 +1,8 @@
 """Tensor maps: how TMA is told where an array lies and what box of it to copy.
 
     form = describe(q, "q").form
-    write(encoding(cut(gl(tile, 4, 1, 3)), form), q.data_ptr(), place)      # the driver's 128 bytes, at an address of ours
+    encoded(encoding(cut(gl(tile, 4, 1, 3)), form))      # the driver's 128 bytes, for any array of this form
+    move(tensor_map, q.data_ptr())                       # ... for this one, once they are where they are to lie
 
 A map depends on the array's address and form, the tile, and on nothing else.
 
@@ -13,6 +14,7 @@ proxy fence before it (CUDA C++ Programming Guide, on tensor maps that were copi
 
 import ctypes
 import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from cuda.bindings import driver
@@ -40,9 +42,10 @@ class Encoding(NamedTuple):
     promotion: str
 
 
-class Cut(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Cut:
     """What of an encoding follows from how the array is cut: its axes, innermost first, the box along them, the array's dtype,
-    the driver's name of it, the swizzle."""
+    the driver's name of it, the swizzle. Types that are equal have one and the same, which is looked up by its identity."""
 
     spec: gl
     inner: int
@@ -64,12 +67,14 @@ def cut(spec: gl) -> Cut:
     return Cut(spec, inner, tuple(outer), boxes, tile.dtype.np.name, tile.dtype.tma, tile.swizzle)
 
 
+@functools.lru_cache(MAPS)
 def encoding(how: Cut, form: Form) -> Encoding:
-    """How TMA is told of an array of this form, which is cut like that. TypeError or ValueError: what TMA cannot do."""
-    spec, inner, outer, box, named, dtype, swizzle = how
+    """How TMA is told of an array of this form, which is cut like that; a call's keys and values often share one. TypeError or
+    ValueError: what TMA cannot do."""
+    spec, inner, outer = how.spec, how.inner, how.outer
     shape, steps, size = form.shape, form.strides, form.itemsize
-    if form.dtype != named:
-        raise TypeError(f"{spec.tile} is copied from and to arrays of {named}, got {form.dtype}")
+    if form.dtype != how.named:
+        raise TypeError(f"{spec.tile} is copied from and to arrays of {how.named}, got {form.dtype}")
     if len(shape) != spec.rank:
         raise TypeError(f"{spec} is cut from arrays of {spec.rank} axes, got shape {shape}")
     if 0 in shape or max(shape) >= EXTENT_END:
@@ -90,7 +95,7 @@ def encoding(how: Cut, form: Form) -> Encoding:
                 f"got strides {steps} bytes of shape {shape}"
             )
     promotion = "L2_256B" if row >= 256 else "L2_128B"
-    return Encoding(dtype, (shape[inner], *[shape[axis] for axis in outer]), strides, box, swizzle, promotion)
+    return Encoding(how.dtype, (shape[inner], *[shape[axis] for axis in outer]), strides, how.box, how.swizzle, promotion)
 
 
 def check_address(pointer: int):
@@ -125,21 +130,16 @@ def encode(form: Encoding, pointer: int):
 
 
 @functools.lru_cache(MAPS)
-def _encoded(form: Encoding) -> bytes:
-    """A map of some array of this form. Often several have it: a call's keys and values, queries of one call and the next."""
+def encoded(form: Encoding) -> bytes:
+    """A map of some array of this form, to be moved to its address. Often several have it: a call's keys and values, queries of
+    one call and the next. Some context must be current."""
     made = encode(form, SOMEWHERE)  # which owns what getPtr points to, and must outlive the copy
     return ctypes.string_at(made.getPtr(), MAP_BYTES)
 
 
-def write(form: Encoding, pointer: int, place: int):
-    """Put the map of an array at this address to `place`, an address of MAP_BYTES bytes, a multiple of MAP_ALIGNMENT; returns
-    the driver's object that lies there, for `move`. Some context must be current."""
-    ctypes.memmove(place, _encoded(form), MAP_BYTES)
-    tensor_map = driver.CUtensorMap(_ptr=place)
-    move(tensor_map, pointer)
-    return tensor_map
-
-
 def move(tensor_map, pointer: int):
-    """Let a map that was written speak of an array of the same form at another address."""
-    check(driver.cuTensorMapReplaceAddress(tensor_map, pointer))
+    """Let a driver's CUtensorMap speak of an array of the same form at another address. Some context must be current."""
+    check_address(pointer)
+    (status,) = driver.cuTensorMapReplaceAddress(tensor_map, pointer)
+    if status:
+        check((status,))

@@ -23,9 +23,10 @@ BASED = Schema(
     initial_state  NHFV  float32  optional
     initial_z      NHF   float32  optional
     out            BSHV  tile     made
-    state          NHFV  float32  made
-    z              NHF   float32  made
+    state          NHFV  float32  made      return_state
+    z              NHF   float32  made      return_state  normalize
     """,
+    F=FEATURES,
 )
 
 
@@ -84,7 +85,7 @@ def _based(problem: Problem, scale: float | None, normalize: bool, return_state:
     batch, length, heads, key_heads, key_dim, value_dim, sequences = problem("BSHGKVN")
     if key_dim != BASE:
         raise ValueError(f"q: key_dim must be {BASE}: {key_dim}, q.shape={problem.shape('q')}")
-    if problem.extents.setdefault("F", FEATURES) != FEATURES:
+    if problem.extents["F"] != FEATURES:
         raise ValueError(f"initial_state: must have {FEATURES} features: initial_state.shape={problem.shape('initial_state')}")
     needs_hopper(problem)
     give = ("out", *(("state", "z") if normalize else ("state",))) if return_state else ("out",)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 
 from tiles.arrays import Operand
-from tiles.device import processors
+from tiles.device import machine
 from tiles.launch import kernel_for
 from tiles.program import Step
 from tiles.schema import Problem
@@ -26,6 +26,12 @@ SWAPPED = 0, 1, 3, 2  # the axes of a state that kernels have transposed
 
 Arrays = dict[str, Operand | None]  # a kernel's, by the names of its parameters
 Scratch = list[tuple[tuple[int, ...], str]]
+
+
+@functools.lru_cache(1024)
+def one(kind, *fields):
+    """The one object of a kind with these fields: making one takes ten times as long as looking it up."""
+    return kind(*fields)
 
 
 @functools.lru_cache(1024)
@@ -57,7 +63,7 @@ def by_token(
     arrays = _as_kernels_have_them(problem, arrays, bool(piece))
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
     gate = _gate(arrays, softplus, apart=not (piece or FACTORS[0] <= scale <= FACTORS[1]))
-    result = Outputs(arrays.get("gSkip") is not None, normalizer is not None, arrays.get("gZ") is not None)
+    result = one(Outputs, arrays.get("gSkip") is not None, normalizer is not None, arrays.get("gZ") is not None)
     main = _config(problem, gate, result, piece, width)
     parts = _parts(problem, main, width)
     scratch: Scratch = []
@@ -118,10 +124,10 @@ def _gate(arrays: Arrays, softplus: bool, apart: bool = False) -> Gate:
     """The kind of gates that these arrays are. apart: the scale is not to be among them."""
     given = arrays.get("gGates")
     if given is None:
-        return Gate()
+        return one(Gate)
     if arrays.get("gRate"):
-        return BySteps(softplus=softplus)
-    return (ByHead if len(given.form.shape) == 2 else ByToken)(apart)
+        return one(BySteps, False, softplus)
+    return one(ByHead if len(given.form.shape) == 2 else ByToken, apart)
 
 
 def _config(problem: Problem, gate: Gate, result: Result, piece: int, width: int) -> chunk_hopper.Config:
@@ -129,9 +135,9 @@ def _config(problem: Problem, gate: Gate, result: Result, piece: int, width: int
     heads, key_heads, key_dim = problem("HGK")
     key_dim, dtype = padded(key_dim, chunk_hopper.KEY_DIMS), DTYPES[problem.dtype]
     if piece:
-        return chunk_ampere.Config(key_dim, 1, dtype, gate, result, varlen(problem), piece)
+        return one(chunk_ampere.Config, key_dim, 1, dtype, gate, result, varlen(problem), piece)
     consumers = 2 if heads // key_heads * width % 2 == 0 and key_dim <= chunk_hopper.WIDE else 1
-    return chunk_hopper.Config(key_dim, consumers, dtype, gate, result, varlen(problem))
+    return one(chunk_hopper.Config, key_dim, consumers, dtype, gate, result, varlen(problem))
 
 
 def _parts(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
@@ -140,7 +146,7 @@ def _parts(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
         return 1
     batch, length, heads, sequences = problem("BSHN")
     chunks = length * batch // sequences // chunk_hopper.CHUNK
-    return segments(sequences * heads * width // config.consumers, chunks, config.resident * processors(problem.device))
+    return segments(sequences * heads * width // config.consumers, chunks, config.resident * machine(problem.device).processors)
 
 
 def by_channel(problem: Problem, arrays: Arrays, scale: float) -> Step:
@@ -149,7 +155,7 @@ def by_channel(problem: Problem, arrays: Arrays, scale: float) -> Step:
     width, key_dim = -(-columns // gla_hopper.COLUMNS), padded(key_dim, gla_hopper.STAGES)
     consumers = 2 if width % 2 == 0 and key_dim <= gla_hopper.WIDE else 1
     gates = DTYPES[problem.forms["decay"].dtype]
-    config = gla_hopper.Config(key_dim, consumers, gates, DTYPES[problem.dtype], varlen(problem))
+    config = one(gla_hopper.Config, key_dim, consumers, gates, DTYPES[problem.dtype], varlen(problem))
     blocks = width // consumers
     return kernel_for(gla_hopper, config, problem.device).bind(
         sequences * heads * blocks,

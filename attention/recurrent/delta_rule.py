@@ -14,7 +14,7 @@ they are: use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True and the 
 from typing import Any
 
 from tiles.arrays import ALIGNMENT
-from tiles.device import processors
+from tiles.device import machine
 from tiles.launch import kernel_for
 from tiles.program import Plan, Step, program
 from tiles.schema import Problem, Schema
@@ -36,7 +36,7 @@ DELTA_RULE = Schema(
     cu_seqlens     E           index    optional
     initial_state  NHKV        float32  optional
     out            BSHV        tile     made
-    state          NHKV        float32  made
+    state          NHKV        float32  made      return_state
     """,
 )
 
@@ -117,7 +117,7 @@ def _in_chunks(problem: Problem, arrays: dict, scale: float, by_channel: bool) -
     """The launch of Hopper's kernels."""
     batch, length, heads, key_heads, key_dim, columns, sequences = problem("BSHGKVN")
     width, gates = -(-columns // delta_hopper.COLUMNS), arrays["gGates"]
-    apart = sequences * heads * width <= processors(problem.device)  # then there is a multiprocessor for each 64 columns
+    apart = sequences * heads * width <= machine(problem.device).processors  # there is one for each 64 columns
     sizes = padded(key_dim, delta_hopper.STAGES), 1 if apart else min(width, 2)
     dtype = DTYPES[problem.dtype]
     config: delta_hopper.Config | kda_hopper.Config

@@ -20,6 +20,7 @@
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver
 
+from tiles import jax_call, torch_op
 from tiles.arrays import ALIGNMENT
 from tiles.device import check as checked
 from tiles.device import device, uncaptured
@@ -50,8 +52,8 @@ LINEAR = Schema(
     initial_state  NHKV        float32  optional
     initial_z      NHK         float32  optional
     out            BSHV        tile     made
-    state          NHKV        float32  made
-    final_z        NHK         float32  made
+    state          NHKV        float32  made      return_state
+    final_z        NHK         float32  made      return_state  normalize
     """,
 )
 
@@ -126,7 +128,7 @@ def retention(
     flash-linear-attention's chunk_retention(q, k, v, scale, initial_state, output_final_state, cu_seqlens) has the same decays,
     default scale and state layout; its output_final_state is return_state here. The decays are copied to a GPU once: call
     it once before a CUDA graph is captured."""
-    decay = _of_heads(q, v, layout, lambda h, heads: math.log1p(-(2.0 ** (-5 - h))))
+    decay = _of_heads(q, v, layout, lambda h, heads, log1p: log1p(-(2.0 ** (-5 - h))))
     return linear(
         q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
         cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
@@ -159,7 +161,7 @@ def lightning(
     if not (isinstance(layer, Integral) and isinstance(layers, Integral) and 0 <= layer <= layers > 0):
         raise ValueError(f"layer: must be an integer from 0 to layers, of which there is one or more: {layer=}, {layers=}")
     slope = 8 * (1 - layer / layers)
-    decay = _of_heads(q, v, layout, lambda h, heads: -slope * h / heads)
+    decay = _of_heads(q, v, layout, lambda h, heads, log1p: -slope * h / heads)
     return linear(
         q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
         cu_seqlens=cu_seqlens, layout=layout, out=out, stream=stream, family=family,
@@ -187,7 +189,7 @@ def gla(
 
     flash-linear-attention's chunk_gla(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens) has the same default
     scale and state layout; its g and output_final_state are decay and return_state here."""
-    shape = describe(decay, "decay").shape
+    shape = decay.shape if hasattr(decay, "shape") else describe(decay, "decay").shape
     if len(shape) != 4:
         raise ValueError(f"decay: must have an axis of channels (linear takes those that have none): decay.shape={shape}")
     return linear(
@@ -247,12 +249,20 @@ def pair(initial_state: Any, normalize: bool) -> tuple[Any, Any]:
 
 
 # ---- decays that follow from the number of a head ------------------------------------------------------------------
-def _of_heads(q: Any, v: Any, layout: str, decay: Callable[[int, int], float]) -> Any:
-    """The decays of v's heads, as an array of q's kind: decay(h, heads)."""
-    queries, values = describe(q, "q"), describe(v, "v")
+def _of_heads(q: Any, v: Any, layout: str, decay: Callable[[Any, int, Callable], Any]) -> Any:
+    """The decays of v's heads, as an array of q's kind: decay(h, heads, log1p)."""
     axis = -3 if layout == "bhsd" else -2
-    heads = values.shape[axis] if len(values.shape) == 4 else 0
-    return _constant(queries.kind, queries.kind.home(queries), queries.device, tuple(decay(h, heads) for h in range(heads)))
+    if torch_op.traced(q):  # in the graph they are computed, as a copy from the host would keep it from being captured
+        torch, heads = sys.modules["torch"], v.shape[axis]
+        return decay(torch.arange(heads, dtype=torch.float32, device=q.device), heads, torch.log1p)
+    on_tracers = jax_call.tracing(q)
+    shape = v.shape if on_tracers else describe(v, "v").shape
+    heads = shape[axis] if len(shape) == 4 else 0
+    numbers = tuple(decay(h, heads, math.log1p) for h in range(heads))
+    if on_tracers:
+        return np.array(numbers, np.float32)
+    queries = describe(q, "q")
+    return _constant(queries.kind, queries.kind.home(queries), queries.device, numbers)
 
 
 @functools.lru_cache

@@ -23,7 +23,7 @@ MAMBA2 = Schema(
     cu_seqlens      E     index    optional
     initial_states  NHVK  float32  optional
     out             BSHV  tile     made
-    states          NHVK  float32  made
+    states          NHVK  float32  made      return_final_states
     """,
 )
 
@@ -76,13 +76,13 @@ def mamba2(
 
 
 @program(MAMBA2)
-def _mamba2(problem: Problem, softplus: bool, return_states: bool, family: str | None) -> Plan:
+def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, family: str | None) -> Plan:
     """How mamba2 does calls of this form; states are never given."""
     rules.check(problem, "B", "x")
-    give = ("out", "states") if return_states else ("out",)
+    give = ("out", "states") if return_final_states else ("out",)
     batch, length, heads, sequences = problem("BSHN")
     if not (batch and length and heads):
-        if return_states and sequences and heads:
+        if return_final_states and sequences and heads:
             raise ValueError(f"x: must have a token, for return_final_states=True: x.shape={problem.shape('x')}")
         return Plan([], give)
     arrays = {
@@ -96,9 +96,9 @@ def _mamba2(problem: Problem, softplus: bool, return_states: bool, family: str |
         "gSkip": problem["D"],
         "gEnds": problem["cu_seqlens"],
         "gStart": problem["initial_states"],
-        "gState": problem["states"] if return_states else None,
+        "gState": problem["states"] if return_final_states else None,
         "gO": problem["out"],
     }
     piece = 0 if choose(problem, family) == "sm_90" else problem.bytes_at_once()
-    steps, scratch = chunks.by_token(problem, arrays, 1.0, piece, softplus=softplus)
+    steps, scratch = chunks.by_token(problem, arrays, 1.0, piece, softplus=dt_softplus)
     return Plan(steps, give, scratch)

@@ -89,6 +89,7 @@ ROOMS = {  # bytes of shared memory that a block may have: other shapes, of whic
 SHARED_BYTES, LARGE = min(ROOMS), max(ROOMS)
 
 
+@functools.cache
 def config_for(head_dim: int, dtype: dtype, causal: bool, room: int = LARGE, piece: int = 16) -> Config:
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
     head_dim."""

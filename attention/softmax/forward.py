@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from tiles.device import cache, device, processors
+from tiles.device import machine
 from tiles.dtypes import bf16, fp16
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, program
@@ -22,7 +22,7 @@ FORWARD = Schema(
     k    BTGD  tile
     v    BTGD  tile
     out  BSHD  tile     in_place
-    lse  BHS   float32  made
+    lse  BHS   float32  made      return_lse
     """,
 )
 DTYPES = {"bfloat16": bf16, "float16": fp16}
@@ -64,26 +64,25 @@ def forward(
 
 
 @program(FORWARD)
-def _forward(problem: Problem, causal: bool, scale: float | None, with_lse: bool, family: str | None) -> Plan:
+def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """How forward does calls of this form; lse is never given."""
     batch, q_len, heads, head_dim, kv_len, kv_heads = problem("BSHDTG")
-    _check(problem)
+    _check(problem, q_len, heads, head_dim, kv_len, kv_heads)
     scale = head_dim**-0.5 if scale is None else scale
     if not SCALES[0] <= scale <= SCALES[1]:  # a masked score is -inf, and must be -inf when scaled
         raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
-    give = ("out", "lse") if with_lse else ("out",)
-    out, lse = problem["out"], problem["lse"] if with_lse else None
+    give = ("out", "lse") if return_lse else ("out",)
+    out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in out.form.shape or kv_len == 0:  # no query sees a key
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x], give)
-    tma, dtype = choose(problem, family) == "sm_90", DTYPES[problem.dtype]
+    tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
     config: hopper.Config | ampere.Config
     if tma:
         config = hopper.config_for(head_dim, dtype, causal, kv_len)
     else:
-        room = ampere.LARGE if problem.device is None else device(problem.device).shared_bytes
-        config = ampere.config_for(head_dim, dtype, causal, room, problem.bytes_at_once())
+        config = ampere.config_for(head_dim, dtype, causal, gpu.shared_bytes, problem.bytes_at_once())
     pairs, blocks, group = batch * heads, -(-q_len // config.rows), heads // kv_heads
-    grid, at_once = pairs * blocks, processors(problem.device)
+    grid, at_once = pairs * blocks, gpu.processors
     if config.persistent:
         grid = min(grid, at_once)
     nbytes, uneven = 2 * kv_len * head_dim * dtype.itemsize / group, causal or (config.persistent and q_len % config.rows > 0)
@@ -100,7 +99,7 @@ def _forward(problem: Problem, causal: bool, scale: float | None, with_lse: bool
         blocks=blocks,
         heads=heads,
         pairs=pairs,
-        band=band_of(grid, at_once, nbytes, cache(problem.device), uneven),
+        band=band_of(grid, at_once, nbytes, gpu.cache_bytes, uneven),
         group=group,
         scale=scale * LOG2_E,
         slack=SLACK / (scale * LOG2_E),
@@ -108,9 +107,8 @@ def _forward(problem: Problem, causal: bool, scale: float | None, with_lse: bool
     return Plan([launch], give)
 
 
-def _check(problem: Problem) -> None:
+def _check(problem: Problem, q_len: int, heads: int, head_dim: int, kv_len: int, kv_heads: int) -> None:
     """ValueError: extents that the formula or the kernels do not take."""
-    q_len, heads, head_dim, kv_len, kv_heads = problem("SHDTG")
     if head_dim % 8 or not 8 <= head_dim <= 256:
         raise problem.error("q", f"head_dim must be a multiple of 8, from 8 to 256: {head_dim=}", "q")
     if kv_heads == 0:

@@ -81,7 +81,12 @@ SHORT_SHAPES = {  # where tiles are short: (padded head_dim, causal): (kv, consu
 
 def config_for(head_dim: int, dtype: dtype, causal: bool, seqlen_kv: int) -> Config:
     """The configuration that serves a problem: the next larger head_dim of SHAPES, persistent where tiles are short."""
-    padded, persistent = min(d for d in SHAPES if d >= head_dim), seqlen_kv <= SHORT
+    return _config(head_dim, dtype, causal, seqlen_kv <= SHORT)
+
+
+@functools.cache
+def _config(head_dim: int, dtype: dtype, causal: bool, persistent: bool) -> Config:
+    padded = min(d for d in SHAPES if d >= head_dim)
     shape = SHORT_SHAPES.get((padded, causal)) if persistent else None
     kv, consumers, stages, queries = shape or (*SHAPES[padded], 2, 1)
     return Config(padded, dtype, causal, kv, consumers, stages, persistent, queries)

@@ -1,18 +1,14 @@
 """`python -m attention`: where its demonstration runs is where attention.forward does."""
 
-import dataclasses
-import importlib
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from attention.softmax.problem import check
 
 from attention import __main__ as main
-from tiles import bf16, doctor
-from tiles.arrays import describe
-
-FORWARD = importlib.import_module("attention.softmax.forward")
+from attention import families
+from attention.softmax.forward import FORWARD
+from tiles import doctor
+from tiles.arrays import c_ordered
 
 
 @pytest.fixture
@@ -20,8 +16,8 @@ def on(monkeypatch):
     """on(capability): GPU 0 is one of that compute capability."""
 
     def put(capability):
-        for module in (main, FORWARD):
-            monkeypatch.setattr(module, "device", lambda ordinal: SimpleNamespace(capability=capability))
+        for module, name in (main, "device"), (families, "machine"):
+            monkeypatch.setattr(module, name, lambda ordinal: SimpleNamespace(capability=capability))
 
     return put
 
@@ -31,10 +27,10 @@ def on(monkeypatch):
 )
 def test_main_forward_and_doctor_agree(capability, runs, on):
     on(capability)
-    q = describe(np.zeros((1, 8, 1, 64), bf16.np), "q")
-    problem = dataclasses.replace(check(q, q, q), device=0)
+    form = c_ordered((1, 8, 1, 64), "bfloat16", 0)
+    problem = FORWARD.problem(dict.fromkeys("qkv", form))
     try:
-        served = FORWARD.choose(problem, 16, None) == ("sm_90" if capability[0] == 9 else "sm_80")
+        served = families.choose(problem, None) == ("sm_90" if capability[0] == 9 else "sm_80")
     except ValueError:
         served = False
     assert (main.has_gpu(), served, "too old" not in doctor.runs_on(capability)) == (runs, runs, runs)

@@ -16,7 +16,7 @@ from numba import cuda
 
 import tiles
 from ops import load, store, zeros
-from tiles import bf16, fp16, fp32, ring, rt, shared, st
+from tiles import bf16, fp16, fp32, ring, rt, shared, st, tma
 from tiles.arguments import ENDS, FLOAT, INT, array, array_type, signature, tiled
 from tiles.arrays import Operand, c_ordered
 from tiles.compiler import Compiled
@@ -125,6 +125,7 @@ def encoded(gpu, monkeypatch):
     """A driver whose tensor maps begin with the address of the array; yields what it was asked for: ("encode" or "move",
     address). Like the real one it wants a context, and maps that are moved at multiples of 64."""
     asked = []
+    tma.encoded.cache_clear(), tma.encoding.cache_clear()
 
     class Map:
         def __init__(self, pointer=0, _ptr=None):
@@ -173,8 +174,9 @@ def test_maps_are_encoded_once_and_moved(gpu, encoded):
         bound(3, *addresses)
         _, slots, _ = gpu.launches[-1]
         assert slots == [addresses[0], 0, 0, 8, 4, addresses[1], 8, 4, addresses[2], 7]
-    assert encoded == [("encode", 4096), ("encode", 12288), ("move", 16), ("move", 48), ("move", 4096), ("move", 12288)]
-    (frame,) = bound.free
+    assert [which for which, _ in encoded] == ["encode"] * 2 + ["move"] * 6 and {at for _, at in encoded[:2]} == {tma.SOMEWHERE}
+    assert [at for _, at in encoded[2:]] == [4096, 12288, 16, 48, 4096, 12288]
+    (frame,) = bound.frames.free
     pointers = (ctypes.c_uint64 * gpu.count).from_address(frame.pointers)
     maps = [pointers[0], pointers[8]]
     assert maps == [tensor_map.getPtr() for tensor_map in frame.maps] and all(place % 64 == 0 for place in maps)
@@ -191,7 +193,7 @@ def test_the_same_addresses_write_nothing(gpu, monkeypatch):
         bound(stream, *addresses)
         assert gpu.launches[-1][:2] == (stream, [*gpu.launches[0][1][:4], addresses[0], *gpu.launches[0][1][5:13], addresses[1],
                                                  *gpu.launches[0][1][14:]])  # fmt: skip
-    assert written == [(3, (16, 32)), (3, (16, 48)), (4, (16, 48)), (3, (16, 48))] and len(bound.free) == 1
+    assert written == [(3, (16, 32)), (3, (16, 48)), (4, (16, 48)), (3, (16, 48))] and len(bound.frames.free) == 1
 
 
 def test_a_launch_keeps_its_frame(gpu, encoded, monkeypatch):
@@ -209,7 +211,7 @@ def test_a_launch_keeps_its_frame(gpu, encoded, monkeypatch):
     monkeypatch.setattr(driver, "cuLaunchKernelEx", interrupted)
     bound(3, 1600, 3200, 4800)
     found = [(stream, slots[0], slots[5], slots[8]) for stream, slots, _ in gpu.launches]
-    assert found == [(3, 16, 32, 48), (5, 160, 320, 480), (3, 1600, 3200, 4800)] and len(bound.free) == 2
+    assert found == [(3, 16, 32, 48), (5, 160, 320, 480), (3, 1600, 3200, 4800)] and len(bound.frames.free) == 2
 
 
 def test_frames_are_as_many_as_threads_that_launch_at_once(gpu):
@@ -217,7 +219,7 @@ def test_frames_are_as_many_as_threads_that_launch_at_once(gpu):
     bound = tiles.launch(scale, 1, 32).bind(x, x, 2.0)
     for k in range(100):
         bound(k % 7, 4096 * k, 8192 * k)
-        assert len(bound.free) == 1
+        assert len(bound.frames.free) == 1
     assert [(stream, slots[4], slots[13]) for stream, slots, _ in gpu.launches] == [
         (k % 7, 4096 * k, 8192 * k) for k in range(100)
     ]
@@ -265,8 +267,11 @@ def declared_kernel(ordinal=0):
     return launching.Kernel(declares, 64, None, ordinal)
 
 
+PLACES = {"ends": 1, "x": 2, "q": 3}  # of addresses, among others
+
+
 def operand(name, shape, dtype, **changes):
-    return Operand(name, c_ordered(shape, dtype, 0)._replace(**changes))
+    return Operand(PLACES[name], c_ordered(shape, dtype, 0)._replace(**changes))
 
 
 def given(**changes):
@@ -278,7 +283,6 @@ def test_operands_are_bound_by_name_and_found_by_their_source(gpu, encoded):
     """Wherever a program has their addresses."""
     gpu.count = 19
     bound = declared_kernel().bind(6, **given())
-    bound.index({"unused": 0, "ends": 1, "x": 2, "q": 3})
     for stream, addresses in ((5, (1, 16, 32, 48)), (6, [1, 160, 320, 480])):
         bound.run(stream, addresses)
         at, slots, config = gpu.launches[-1]
@@ -291,9 +295,10 @@ def test_two_views_of_one_array(gpu, encoded):
     """Each has its own strides, and both its address."""
     gpu.count = 19
     x = operand("x", (5, 3), "float32")
-    bound = declared_kernel().bind((2, 3, 4), **given(gX=x.permuted((1, 0)), gEnds=Operand("x", c_ordered((2,), "int32", 0))))
-    bound.index({"q": 0, "x": 1})
-    bound.run(0, (16, 32))
+    bound = declared_kernel().bind(
+        (2, 3, 4), **given(gX=x.permuted((1, 0)), gEnds=Operand(PLACES["x"], c_ordered((2,), "int32", 0)))
+    )
+    bound.run(0, (0, 0, 32, 16))
     (_, slots, config) = gpu.launches[0]
     assert slots[5:10] == [32, 3, 5, 4, 12] and slots[14] == 32 and (config.gridDimY, config.gridDimZ) == (3, 4)
 
@@ -302,10 +307,9 @@ def test_what_is_not_given_is_absent(gpu, encoded):
     """No elements at no address, and no map is made of it."""
     gpu.count = 19
     bound = declared_kernel().bind(1, n=7, s=1.0)
-    bound.index({})
     bound.run(0, ())
     assert not encoded
-    pointers = (ctypes.c_uint64 * 19).from_address(bound.free[0].pointers)
+    pointers = (ctypes.c_uint64 * 19).from_address(bound.frames.free[0].pointers)
     assert [ctypes.c_uint64.from_address(place).value for place in pointers][1:] == [0] * 16 + [7, 0x3F800000]
 
 
@@ -362,8 +366,10 @@ def test_a_kernel_is_made_once_for_a_configuration():
     assert [kernel.ordinal for kernel in kernels[::2]] == [0, None] and kernels[0].threads == 96
 
 
-def test_the_same_call_in_the_interpreter(monkeypatch):
+@pytest.mark.parametrize("ordinal", [None, 0])
+def test_the_same_call_in_the_interpreter(gpu, monkeypatch, ordinal):
     """Operands by their source, numbers, what is absent; on host memory, and by TILES_INTERPRET=1 on a GPU's."""
+    monkeypatch.setenv("TILES_INTERPRET", str(int(ordinal == 0)))
 
     @cuda.jit
     def doubles(gX: array(2), gY: array(2), gNone: array(2), gEnds: ENDS, factor: FLOAT):
@@ -371,16 +377,16 @@ def test_the_same_call_in_the_interpreter(monkeypatch):
         store(gY, (load(gX, rows, (0, 0)) + load(gNone, rows, (0, 0))) * factor + gEnds[1], (0, 0))
 
     x, y, ends = np.arange(256, dtype=np.float32).reshape(16, 16), np.zeros((16, 16), np.float32), np.array([0, 7])
-    bound = launching.Kernel(doubles, 32, None, None).bind(
+    bound = launching.Kernel(doubles, 32, None, ordinal).bind(
         1,
-        gX=Operand("x", c_ordered((16, 16), "float32", None)),
-        gY=Operand("y", c_ordered((16, 16), "float32", None)).permuted((1, 0)),
-        gEnds=Operand("ends", c_ordered((2,), "int64", None)),
+        gX=Operand(2, c_ordered((16, 16), "float32", ordinal)),
+        gY=Operand(1, c_ordered((16, 16), "float32", ordinal)).permuted((1, 0)),
+        gEnds=Operand(0, c_ordered((2,), "int64", ordinal)),
         factor=2.0,
     )
-    bound.index({"ends": 0, "y": 1, "x": 2})
     bound.run(0, [a.ctypes.data for a in (ends, y, x)])
     np.testing.assert_array_equal(y.T, 2 * x + 7)
+    assert not gpu.launches
 
 
 def test_a_kernel_is_loaded_once_for_arrays_of_any_extent(gpu):

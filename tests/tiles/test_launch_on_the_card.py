@@ -302,8 +302,8 @@ def test_host_cost(torch):
     costs = {
         "bound, 4 maps + 1 array": p50(lambda: bound(stream, *addresses)),
         "the same, addresses never seen": p50(lambda: bound(stream, *(next(fresh) for _ in addresses)), 2000),
-        "encoding a map": p50(lambda: tma.encode(bound.maps[0][2], next(fresh)), 2000),
-        "moving a map": p50(lambda: tma.move(bound.free[0].maps[0], next(fresh)), 2000),
+        "encoding a map": p50(lambda: tma.encode(bound.contents.maps[0][2], next(fresh)), 2000),
+        "moving a map": p50(lambda: tma.move(bound.frames.free[0].maps[0], next(fresh)), 2000),
         "launch(...)(4 tensors, 1 array, 2 numbers)": p50(lambda: tiles.launch(nothing, 1, 128)(*every), 2000),
         "launch(...)(2 arrays, 1 number)": p50(lambda: tiles.launch(scale, 1, 32)(x, x, 2.0), 2000),
         "bind alone": p50(lambda: three(*every), 2000),
@@ -319,5 +319,5 @@ def test_host_cost(torch):
 def bare(bound, stream, addresses):
     """The arguments of the driver's call in a bound launch."""
     bound(stream, *addresses)
-    frame = bound.free[0]
+    frame = bound.frames.free[0]
     return frame.config, bound.code.function, frame.pointers, 0

@@ -32,11 +32,8 @@ SCALED = Schema(
 class Noted:
     """A step that notes where it was run."""
 
-    def __init__(self, *names):
-        self.names = names
-
-    def index(self, order):
-        self.places = [order[name] for name in self.names]
+    def __init__(self, *operands):
+        self.places = [operand.source for operand in operands]
 
     def run(self, stream, addresses):
         RUNS.append((stream, *[addresses[place] for place in self.places]))
@@ -59,7 +56,7 @@ def scaled_program():
         if factor < 0:
             raise ValueError(f"{factor=}")
         names = ("x", "y", "out", "sums") if want_sums else ("x", "y", "out")
-        return Plan([Noted(*names)], ("out", "sums") if want_sums else ("out",))
+        return Plan([Noted(*map(problem.__getitem__, names))], ("out", "sums") if want_sums else ("out",))
 
     return function
 
@@ -124,6 +121,15 @@ def test_arrays_lie_apart_by_the_byte(data):
             assert rows(0, (x, y, out), ()) is out
 
 
+@pytest.mark.parametrize("start", [16, 17, 31, 33, 47, 48])
+def test_one_element_is_enough(start):
+    """On either side of an array of 16 elements that begins with the 32nd."""
+    flat = np.zeros(64, np.float16)
+    x, out = (flat[at : at + 16].reshape(4, 4) for at in (32, start))
+    with pytest.raises(ValueError, match="overlap") if 16 < start < 48 else contextlib.nullcontext():
+        rows(0, (x, np.zeros_like(x), out), ())
+
+
 def test_arrays_are_made_like_the_first_and_given_back(scaled):
     x, y, _ = arrays(4, 8)
     out, sums = scaled(0, (x, y.T.copy().T, None, None), (2.0, True))
@@ -157,7 +163,8 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework):
 
     @program(SCALED)
     def function(problem):
-        return Plan([Noted("x", "partial"), Alive("out", "partial")], ("out",), {"partial": ((3, 5), "float32")})
+        partial = problem.scratch(0, (3, 5), "float32")
+        return Plan([Noted(problem["x"], partial), Alive(problem["out"], partial)], ("out",), [((3, 5), "float32")])
 
     x, y, _ = arrays(4, 8)
     if framework == "torch":
@@ -450,8 +457,8 @@ def test_threads(monkeypatch):
     room, start, wrong, latest = np.zeros((8, 20, 3, 1, 4), np.float32), threading.Barrier(8), [], threading.local()
 
     class Local(Noted):
-        def __init__(self, kind):
-            super().__init__("x", "y", "out")
+        def __init__(self, problem, kind):
+            super().__init__(*map(problem.__getitem__, ("x", "y", "out")))
             self.kind = kind
 
         def run(self, stream, addresses):
@@ -459,7 +466,7 @@ def test_threads(monkeypatch):
 
     @program(SCALED)
     def function(problem, kind):
-        return Plan([Local(kind)], ("out",))
+        return Plan([Local(problem, kind)], ("out",))
 
     def work(me):
         start.wait()

@@ -86,9 +86,10 @@ def test_a_problem():
     assert p.extents == dict(B=2, S=5, H=6, K=16, T=7, G=3, V=8, N=2) and p("BSHT") == (2, 5, 6, 7)
     assert (p.member, p.dtype, p.device, p.layout) == ("attend", "bfloat16", None, "bshd")
     assert "q" in p and "start" in p and "decay" not in p and "out" not in p
-    assert p["q"] == Operand("q", form_of(zeros("BSHK", bf16))) and p["decay"] is None
-    assert p["out"] == Operand("out", c_ordered((2, 5, 6, 16), "bfloat16", None))
-    assert p["state"] == Operand("state", c_ordered((2, 6, 16, 8), "float32", None))
+    assert p["q"] == Operand(ATTEND.places["q"], form_of(zeros("BSHK", bf16))) and p["decay"] is None
+    assert p["out"] == Operand(ATTEND.places["out"], c_ordered((2, 5, 6, 16), "bfloat16", None))
+    assert p["state"] == Operand(ATTEND.places["state"], c_ordered((2, 6, 16, 8), "float32", None))
+    assert p.scratch(1, (3, 5), "float32") == Operand(len(ATTEND.names) + 1, c_ordered((3, 5), "float32", None))
     assert p.made("out") == ((2, 5, 6, 16), "bfloat16") and p.made("state") == ((2, 6, 16, 8), "float32")
 
 
@@ -201,7 +202,7 @@ INVALID = [
     (
         dict(q=zeros("BSHK")),
         T,
-        "q: dtype must be one of ('bfloat16', 'float16'): q.dtype='float32' (tensor.bfloat16() in torch",
+        "q: dtype must be one of ('bfloat16', 'float16'): q.dtype='float32'; convert it: x.astype(",
     ),
     (dict(k=zeros("BTGK", ">f2")), T, "k: dtype must be one of ('bfloat16', 'float16'): k.dtype='>f2'"),
     (dict(k=zeros("BTGK", f16)), T, "k: dtype must be q's: k.dtype='float16', q.dtype='bfloat16'"),

@@ -1,5 +1,7 @@
 """What the tests of the delta rule have in common, whatever its decays."""
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -62,7 +64,7 @@ class Sequences:
     @pytest.mark.parametrize(("key_dim", "dtype"), [(64, FP16), (128, BF16)])
     def test_consumers_of_a_block(self, place, monkeypatch, processors, length, key_dim, dtype):
         """Whatever the card has room for. (Lengths that no other test has: what was planned is remembered.)"""
-        monkeypatch.setattr(module, "processors", lambda _: processors)
+        monkeypatch.setattr(module, "machine", lambda _: SimpleNamespace(processors=processors))
         agree(place, *self.inputs(1, length, 2, key_dim, 128, dtype))
 
     def test_values_that_share_keys(self, place):

@@ -190,10 +190,10 @@ INVALID = [
     (dict(v=zeros(2, 7, 6, 16)), V, "v: sequence must equal q's: v.shape=(2, 7, 6, 16), q.shape=(2, 5, 3, 32)"),
     (dict(v=zeros(2, 5, 4, 16)), V, "v: heads must be a multiple of q's: v.shape=(2, 5, 4, 16), q.shape=(2, 5, 3, 32)"),
     (dict(k=zeros(2, 5, 3, 48)), V, "k: key_dim must equal q's: k.shape=(2, 5, 3, 48), q.shape=(2, 5, 3, 32)"),
-    (dict(v=zeros(2, 5, 6, 24)), V, "v: value_dim must be a multiple of 16, from 16 to 256: 24, v.shape=(2, 5, 6, 24)"),
+    (dict(v=zeros(2, 5, 6, 24)), V, "v: value_dim must be a multiple of 16, from 16 to 256: 24: v.shape=(2, 5, 6, 24)"),
     (dict(v=zeros(2, 5, 6, 272)), V, "v: value_dim must be a multiple of 16, from 16 to 256: 272"),
     (dict(q=zeros(2, 5, 3, 0), k=zeros(2, 5, 3, 0)), V, "q: key_dim must be a multiple of 16, from 16 to 256: 0"),
-    (dict(q=zeros(2, 5, 0, 32), k=zeros(2, 5, 0, 32)), V, "q: must have at least one head: v.shape=(2, 5, 6, 16), q.shape=(2,"),
+    (dict(q=zeros(2, 5, 0, 32), k=zeros(2, 5, 0, 32)), V, "q: must have at least one head: q.shape=(2, 5, 0, 32)"),
     (dict(decay=zeros(3, dtype=f32)), V, "decay: heads must equal v's: decay.shape=(3,), v.shape=(2, 5, 6, 16)"),
     (
         dict(initial_state=zeros(3, 6, 32, 16, dtype=f32)),

@@ -333,7 +333,8 @@ def test_strides_of_0_are_for_every_family(family, view):
 def problem_on(capability, monkeypatch, piece=16):
     """A problem whose arrays lie on a GPU of this capability, past a multiple of 16 by `piece` bytes; None: in host memory."""
     form = c_ordered((1, 8, 1, 64), "bfloat16", None if capability is None else 0)
-    monkeypatch.setattr(families, "device", lambda ordinal: types.SimpleNamespace(capability=capability))
+    if capability is not None:
+        monkeypatch.setattr(families, "machine", lambda ordinal: types.SimpleNamespace(capability=capability))
     return FORWARD.FORWARD.problem({"q": form, "k": form._replace(past=piece % 16), "v": form})
 
 
@@ -389,4 +390,4 @@ def test_the_sm_80_kernel_compiles_for_every_gpu(arch, head_dim, causal):
     (config,) = (config for config in shipped if (config.head_dim, config.causal) == (head_dim, causal))
     found = inspect.row("forward", ampere, config, arch)
     assert (found["spill_bytes"], found["local_bytes"], found["warnings"]) == (0, 0, [])
-    assert found["lines"] <= 58
+    assert found["lines"] <= 90

@@ -1,0 +1,16 @@
+"""The ops that all public functions are made of, as torch.ops.tiles (tiles/torch_op.py)."""
+
+
+def register_torch_ops() -> None:
+    """Register every function's op with torch, which must be imported: for torch.export.load, and for calls by name. Else
+    the first call that needs an op registers it."""
+    from .recurrent.based import _based
+    from .recurrent.delta_rule import _delta_rule
+    from .recurrent.hedgehog import _hedgehog
+    from .recurrent.linear import _linear
+    from .recurrent.mamba2 import _mamba2
+    from .recurrent.step import _linear_step
+    from .softmax.forward import _forward
+
+    for program in _based, _delta_rule, _forward, _hedgehog, _linear, _linear_step, _mamba2:
+        program.op()

@@ -1,0 +1,137 @@
+"""Every public function under jax.jit: through the interpreter on the CPU, and on the card where JAX has one."""
+
+import sys
+
+import pytest
+
+import attention
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("jax.experimental.buffer_callback")
+jnp = jax.numpy
+
+TOKENS, HEAD = 16, 64
+CPU = jax.devices("cpu")[0]
+
+
+def tile(n, *shape):
+    return jax.random.normal(jax.random.key(n), shape, jnp.float32).astype(jnp.bfloat16)
+
+
+def rate(n, *shape):
+    return -0.1 - jax.random.uniform(jax.random.key(n), shape)
+
+
+def qkv(tokens=TOKENS, head=HEAD):
+    return tile(0, 1, tokens, 2, head), tile(1, 1, tokens, 2, head), tile(2, 1, tokens, 2, HEAD)
+
+
+# name: (function of the arrays, arrays, made where JAX's default device is)
+CALLS = {
+    "forward": (attention.forward, lambda: qkv()),
+    "forward, lse": (lambda *x: attention.forward(*x, causal=True, scale=0.5, return_lse=True), lambda: qkv()),
+    "forward, bhsd": (lambda *x: attention.forward(*x, layout="bhsd"), lambda: [x.swapaxes(1, 2) for x in qkv()]),
+    "linear, sums": (lambda *x: attention.linear(*x, normalize=True, return_state=True), lambda: qkv()),
+    "linear, sequences": (
+        lambda *x: attention.linear(*x[:3], cu_seqlens=x[3], return_state=True),
+        lambda: (*qkv(), jnp.array([0, 3, TOKENS], jnp.int32)),
+    ),
+    "retention": (attention.retention, lambda: qkv()),
+    "lightning": (lambda *x: attention.lightning(*x, 1, 3), lambda: qkv()),
+    "gla": (attention.gla, lambda: (*qkv(), rate(3, 1, TOKENS, 2, HEAD))),
+    "delta_rule": (
+        lambda *x: attention.delta_rule(*x[:4], decay=x[4], return_state=True),
+        lambda: (*qkv(), -rate(3, 1, TOKENS, 2), rate(4, 1, TOKENS, 2)),
+    ),
+    "mamba2": (
+        lambda *x: attention.mamba2(*x, return_final_states=True),
+        lambda: (tile(5, 1, TOKENS, 2, HEAD), -rate(3, 1, TOKENS, 2), rate(4, 2), *qkv()[:2]),
+    ),
+    "based": (lambda *x: attention.based(*x, return_state=True), lambda: qkv(head=16)),
+    "hedgehog": (
+        attention.hedgehog,
+        lambda: (*qkv(), tile(3, 2, HEAD, 64), tile(4, 2, HEAD, 64), -rate(5, 2), -rate(6, 2)),
+    ),
+}
+every_call = pytest.mark.parametrize("name", CALLS)
+
+
+def assert_same(got, wanted):
+    got, wanted = jax.tree.leaves(got), jax.tree.leaves(wanted)
+    assert len(got) == len(wanted) > 0
+    for x, y in zip(got, wanted):
+        assert isinstance(x, jax.Array) and (x.shape, x.dtype, x.devices()) == (y.shape, y.dtype, y.devices())
+        assert jnp.array_equal(x, y)
+
+
+@every_call
+def test_jit(name):
+    function, make = CALLS[name]
+    with jax.default_device(CPU):
+        arrays = make()
+        assert_same(jax.jit(function)(*arrays), function(*arrays))
+
+
+def test_jit_of_more_than_the_call():
+    """It has its place among XLA's own work, and is called as often as it is run."""
+    with jax.default_device(CPU):
+        q, k, v = qkv()
+        compiled = jax.jit(lambda q: attention.forward(q * 2, k, attention.forward(q, k, v)) + 1)
+        for scale in 1, -1:
+            x = q * scale
+            assert_same(compiled(x), attention.forward(x * 2, k, attention.forward(x, k, v)) + 1)
+
+
+def test_vmap():
+    with jax.default_device(CPU):
+        q, k, v = qkv()
+        many = jnp.stack([q, -q, 2 * q])
+        got = jax.jit(jax.vmap(attention.forward, (0, None, None)))(many, k, v)
+        assert_same(got, jnp.stack([attention.forward(x, k, v) for x in many]))
+
+
+def test_what_is_wrong_is_said_when_the_call_is_traced():
+    with jax.default_device(CPU):
+        q, k, v = qkv()
+        state = jnp.zeros((1, 2, HEAD, HEAD))
+        refused = [
+            (lambda q: attention.forward(q, k, v[:, 1:]), ValueError, "^v: sequence must equal k's"),
+            (lambda q: attention.forward(q.astype(jnp.float32), k, v), TypeError, "^q: dtype must be one of"),
+            (lambda q: attention.forward(q, k, v, out=q), TypeError, "^out: JAX's arrays cannot be written"),
+            (lambda q: attention.forward(q, k, v, stream=0), TypeError, "^stream: must be None under jax.jit"),
+            (lambda q: attention.linear_step(state, q[:, 0], k[:, 0], v[:, 0]), TypeError, "^state: JAX's arrays cannot"),
+        ]
+        for function, error, words in refused:
+            with pytest.raises(error, match=words):
+                jax.jit(function)(q)
+        with pytest.raises(Exception, match="q: head_dim must be a multiple of 8"):
+            jax.block_until_ready(jax.jit(attention.forward)(q[..., :60], k[..., :60], v[..., :60]))
+
+
+def test_gradients_are_refused():
+    with jax.default_device(CPU):
+        q, k, v = qkv()
+        loss = lambda q: attention.forward(q, k, v).astype(jnp.float32).sum()
+        for way in (jax.grad(loss), jax.jit(jax.grad(loss)), lambda q: jax.jvp(loss, (q,), (q,))):
+            with pytest.raises(NotImplementedError, match="q: the backward pass is not there yet"):
+                way(q)
+        stopped = lambda q: loss(jax.lax.stop_gradient(q)) + q.astype(jnp.float32).sum()
+        assert jnp.array_equal(jax.grad(stopped)(q), jnp.ones_like(q))
+
+
+def test_a_jax_without_callbacks_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax.experimental.buffer_callback", None)
+    with jax.default_device(CPU), pytest.raises(NotImplementedError, match="jax.jit: needs jax.experimental.buffer_callback"):
+        jax.jit(lambda *x: attention.forward(*x))(*qkv())
+
+
+@pytest.mark.gpu
+@every_call
+def test_jit_on_the_card(name):
+    if jax.default_backend() != "gpu":
+        pytest.skip("this JAX has no GPU")
+    function, make = CALLS[name]
+    arrays = make()
+    compiled, wanted = jax.jit(function), function(*arrays)
+    for _ in range(3):
+        assert_same(compiled(*arrays), wanted)

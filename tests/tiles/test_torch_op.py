@@ -1,0 +1,67 @@
+"""tiles/torch_op.py: what an op is made of, for programs of any schema. (tests/attention/test_torch_ops.py: ours, in use.)"""
+
+import pytest
+
+from tiles.program import Plan, Program, program
+from tiles.schema import Schema
+
+torch = pytest.importorskip("torch")
+
+TABLE = """
+    x      SD    real
+    scale  S     float32  optional
+    sums   S     float32  updated
+    out    SD    float32  made
+"""
+
+
+def planner(problem, twice: bool, factor: float | None, name: str | None) -> Plan:
+    return Plan([], ("out",))
+
+
+def test_the_signature():
+    made = program(Schema("test_signature", TABLE))(planner)
+    made.op()
+    said = str(torch.ops.tiles.test_signature.default._schema)
+    assert said.partition("(")[2] == (
+        "Tensor x, Tensor? scale, Tensor(a!) sums, bool twice, float? factor, str? name, str layout) -> Tensor"
+    )
+    assert made.op() == "test_signature"  # once
+
+
+def test_several_results_are_a_list_of_those_that_were_asked_for():
+    table = """
+        x     SD  real
+        out   SD  float32  made
+        sums  S   float32  made  twice
+        both  S   index    made  twice  name
+    """
+    made = Program(Schema("test_results", table), planner)
+    made.op()
+    assert str(torch.ops.tiles.test_results.default._schema).endswith("-> Tensor[]")
+    x = torch.zeros(3, 4, device="meta", dtype=torch.float16)
+    call = lambda *options: [(y.shape, y.dtype) for y in torch.ops.tiles.test_results(x, *options, "bshd")]
+    wanted = [((3, 4), torch.float32), ((3,), torch.float32), ((3,), torch.int32)]
+    assert call(False, None, None) == wanted[:1]
+    assert call(True, None, None) == wanted[:2]
+    assert call(True, 2.0, "both") == wanted
+
+
+def test_what_cannot_be_an_op_is_said():
+    def bare(problem, factor):
+        return Plan([], ("out",))
+
+    with pytest.raises(TypeError, match="factor: an option of a torch op must be one of.*bare's annotation is None"):
+        Program(Schema("test_bare", TABLE), bare).op()
+    with pytest.raises(TypeError, match="test_both: torch makes no functional op"):
+        Program(Schema("test_both", TABLE + "more S float32 made"), planner).op()
+
+
+def test_versions_say_what_was_written():
+    """Autograd finds out that what it saved has changed."""
+    made = program(Schema("test_versions", TABLE))(planner)
+    x, sums = torch.zeros(3, 4), torch.zeros(3)
+    made.op()
+    before = sums._version, x._version
+    torch.ops.tiles.test_versions(x, None, sums, False, None, None, "bshd")
+    assert (sums._version, x._version) == (before[0] + 1, before[1])

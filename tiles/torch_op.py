@@ -1,0 +1,234 @@
+"""Programs as torch's ops: what torch.compile, torch.export, vmap, autocast and fake tensors see of a call.
+
+    torch.ops.tiles.forward(q, k, v, causal, scale, return_lse, family, layout)     of attention.forward's Program
+
+A Program's Schema and the annotations of its planner's options say all that an op is made of: its signature, its fake, what a
+vmapped axis is folded into, what autocast casts. Results that the options ask for are new tensors, one, or a list where the
+Schema has several; what is `updated` is written in place and said to be. There is no gradient: a tensor that requires grad is
+refused, not detached.
+
+A call on plain tensors passes all of this by (`traced` costs it 0.4 us). An op is registered when the first call needs it, and
+torch is never imported here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from .frameworks import no_backward
+from .schema import Argument
+
+if TYPE_CHECKING:
+    from .program import Program
+
+NAMESPACE = "tiles"
+# of options, in torch's signatures
+TYPES: dict[Any, str] = {bool: "bool", int: "int", float: "float", str: "str"}
+TYPES |= {kind | None: f"{name}?" for kind, name in TYPES.items()}
+DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # as torch writes them in a device, and in a dispatch key
+_LOCK = threading.Lock()
+
+
+# ---- what Dynamo reads -----------------------------------------------------------------------------------------------
+def traced(x: Any) -> bool:
+    """Does torch trace or transform the calls that it sees now, x being one of its tensors? That is torch.compile and
+    torch.export, a mode that watches ops (fake tensors, a counter of FLOPs), vmap and its siblings, autocast of float32."""
+    torch = sys.modules.get("torch")
+    return (
+        torch is not None
+        and (
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or (torch._C._is_any_autocast_enabled() and getattr(x, "dtype", None) is torch.float32)
+        )
+        and isinstance(x, torch.Tensor)  # the dearest question, and the last
+    )
+
+
+def call(program: Program, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
+    """What the program gives, by way of its op. A result that the caller has memory for is copied there, so that torch knows
+    of the write."""
+    if stream is not None:
+        raise TypeError("stream: must be None where torch traces or transforms the call: its ops run on the current stream")
+    op = getattr(getattr(sys.modules["torch"].ops, NAMESPACE), program.op()).default
+    rows = program.schema.arguments
+    made = op(*[x for x, row in zip(arrays, rows.values()) if not row.result], *options, layout)
+    results = list(made) if isinstance(made, (list, tuple)) else [made]
+    given = dict(zip(rows, arrays))
+    for place, name in enumerate(program.schema.results(dict(zip(program.options, options)))):
+        out = given[name]
+        if out is not None:
+            if out.shape != results[place].shape or out.dtype != results[place].dtype:
+                wanted = f"shape={tuple(results[place].shape)}, dtype={results[place].dtype}"
+                raise ValueError(f"{name}: must have {wanted}: {name}.shape={tuple(out.shape)}, {name}.dtype={out.dtype}")
+            results[place] = out.copy_(results[place])
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def named(program: Program) -> Callable[[], str]:
+    """A function that registers the program's op, if it is not yet, and gives its name. Dynamo calls it and goes on with what
+    it returned, without a look inside: that is what the attribute says, which torch.compiler.assume_constant_result sets."""
+    made: list[_Op] = []
+
+    def name() -> str:
+        with _LOCK:
+            if not made:
+                made.append(_Op(program))
+        return program.schema.name
+
+    name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return name
+
+
+# ---- on a call that was refused --------------------------------------------------------------------------------------
+def serves(arrays: tuple, program: Program) -> bool:
+    """Can the op do what the program refused? It can if no tensor has memory (meta, fake), or if autocast is on and some tile,
+    not the first, is float32."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    plain = torch._C._disabled_torch_dispatch_impl
+    tensors = [(x, row) for x, row in zip(arrays, program.schema.arguments.values()) if isinstance(x, torch.Tensor)]
+    shapes_only = all(x.is_meta or getattr(type(x), "__torch_dispatch__", plain) is not plain for x, _ in tensors)
+    return (len(tensors) > 0 and shapes_only) or any(_cast_to(torch, x, row) != x.dtype for x, row in tensors)
+
+
+def _cast_to(torch: Any, x: Any, row: Argument) -> Any:
+    """The dtype that autocast wants this argument to have."""
+    kind = x.device.type
+    if row.holds != "tile" or x.dtype != torch.float32 or kind not in DEVICES or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+# ---- the op ----------------------------------------------------------------------------------------------------------
+class _Op:
+    """The op of a program, registered while this lives. All methods take the op's arguments: tensors, options, layout."""
+
+    def __init__(self, program: Program):
+        self.torch = torch = sys.modules["torch"]
+        self.program, self.schema, name = program, program.schema, program.schema.name
+        self.rows = [row for row in self.schema.arguments.values() if not row.result]
+        self.several = sum(row.result for row in self.schema.arguments.values()) > 1
+        self.updated = [place for place, row in enumerate(self.rows) if row.written]
+        places = {row.name: place for place, row in enumerate(self.rows)}
+        self.arrays = itemgetter(*[places.get(name, -1) for name in self.schema.names])  # of the op's arguments and None
+        if self.several and self.updated:
+            raise TypeError(f"{name}: torch makes no functional op of one that writes in place and gives several results")
+        self.library = torch.library.Library(NAMESPACE, "FRAGMENT")
+        self.library.define(f"{name}{self.signature()}", tags=torch.Tag.pt2_compliant_tag)
+        self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
+        for key in DEVICES.values():
+            self.library.impl(name, self.run, key)
+            self.library.impl(name, self.autocast(getattr(torch._C.DispatchKey, f"Autocast{key}")), f"Autocast{key}")
+        self.library.impl(name, self.without_gradient, "Autograd", with_keyset=True)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", self.fake, lib=self.library)
+        torch.library.register_vmap(f"{NAMESPACE}::{name}", self.vmap, lib=self.library)
+
+    def signature(self) -> str:
+        """In torch's language: "(Tensor q, ..., bool causal, float? scale, ..., str layout) -> Tensor[]"."""
+        written = iter("abcdefgh")
+        tensors = [
+            f"Tensor({next(written)}!) {row.name}" if row.written else f"Tensor{'' if row.needed else '?'} {row.name}"
+            for row in self.rows
+        ]
+        options = [f"{TYPES[kind]} {name}" for name, kind in _options(self.program.planner).items()]
+        return f"({', '.join([*tensors, *options, 'str layout'])}) -> {'Tensor[]' if self.several else 'Tensor'}"
+
+    def parts(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any], str]:
+        """(tensors, one for each row that is no result; options by name; layout)"""
+        count = len(self.rows)
+        return args[:count], dict(zip(self.program.options, args[count:])), args[-1]
+
+    def run(self, *args: Any) -> Any:
+        """On tensors in memory."""
+        made = self.program.run(None, self.arrays((*args, None)), args[len(self.rows) : -1], args[-1])
+        return (list(made) if isinstance(made, tuple) else [made]) if self.several else made
+
+    def fake(self, *args: Any) -> Any:
+        """On tensors without memory: the results' shapes, strides and dtypes."""
+        tensors, options, layout = self.parts(args)
+        given = {row.name: x for row, x in zip(self.rows, tensors) if x is not None}
+        shapes, first = self.schema.shapes({name: x.shape for name, x in given.items()}, layout), tensors[0]
+        rows = [self.schema.arguments[name] for name in self.schema.results(options)]
+        dtypes = [first.dtype if row.holds == "tile" else getattr(self.torch, row.dtypes[0]) for row in rows]
+        made = [first.new_empty(shapes[row.name], dtype=dtype) for row, dtype in zip(rows, dtypes)]
+        return made if self.several else made[0]
+
+    def without_gradient(self, keys: Any, *args: Any) -> Any:
+        """Where autograd would write down what is done."""
+        torch = self.torch
+        if torch.is_grad_enabled():
+            for row, x in zip(self.rows, args):
+                if x is not None and x.requires_grad:
+                    raise NotImplementedError(no_backward(row.name))
+        if self.updated:
+            torch.autograd.graph.increment_version([args[place] for place in self.updated])
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+    def autocast(self, key: Any) -> Callable[..., Any]:
+        """Under torch.autocast: tiles of float32 become what it wants."""
+        torch, keys = self.torch, self.torch._C.DispatchKeySet(key)
+
+        def cast(*args):
+            tensors, *_ = self.parts(args)
+            tensors = [x if x is None else x.to(_cast_to(torch, x, row)) for row, x in zip(self.rows, tensors)]
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return self.op(*tensors, *args[len(tensors) :])
+
+        return cast
+
+    def vmap(self, info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
+        """With one more axis, where `in_dims` says: it is folded into the batch; where an argument with that axis has no batch
+        to fold it into (a rate of each head, cu_seqlens), there is a call for each of its elements."""
+        tensors, _, layout = self.parts(args)
+        count, rest, dims = info.batch_size, args[len(tensors) :], in_dims[: len(tensors)]
+        for row, x, dim in zip(self.rows, tensors, dims):
+            if row.written and dim is None and x is not None:
+                raise ValueError(f"{row.name}: is written in place, so it must be mapped over where another argument is")
+        moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims)]
+        folded = [self._fold(row, x, dim is not None, count, layout) for row, x, dim in zip(self.rows, moved, dims)]
+        no_batch = any(x is not None and y is None for x, y in zip(tensors, folded))
+        if no_batch or any(x is not None and row.axes == ("E",) for row, x in zip(self.rows, tensors)):  # ends of sequences
+            each = [self.op(*[x if d is None else x[n] for x, d in zip(moved, dims)], *rest) for n in range(count)]
+            made = [self.torch.stack(of) for of in zip(*each)] if self.several else self.torch.stack(each)
+        else:
+            found = self.op(*folded, *rest)
+            made = [_unfold(x, count) for x in found] if self.several else _unfold(found, count)
+        return made, [0] * len(made) if self.several else 0
+
+    def _fold(self, row: Argument, x: Any, mapped: bool, count: int, layout: str) -> Any:
+        """A tensor whose batch is `count` times as long; None if it has none, or was not given."""
+        if x is None:
+            return None
+        axes = row.choices(layout).get(x.dim() - mapped, "")
+        if axes[:1] not in ("B", "N"):
+            return None if mapped else x
+        if not mapped:
+            return x.expand(count, *x.shape).flatten(0, 1)
+        if row.written:  # a view, or nothing: a copy would be written instead
+            size, stride = x.shape, x.stride()
+            return x.flatten(0, 1) if size[1] == 1 or stride[0] == size[1] * stride[1] else None
+        return x.flatten(0, 1)
+
+
+def _unfold(x: Any, count: int) -> Any:
+    return x.unflatten(0, (count, x.shape[0] // count))
+
+
+def _options(planner: Callable) -> dict[str, Any]:
+    """{name: type} of what a planner takes besides the problem. TypeError: it does not say one that torch knows."""
+    kinds = inspect.get_annotations(planner, eval_str=True)
+    _, *names = inspect.signature(planner).parameters
+    for name in names:
+        if kinds.get(name) not in TYPES:
+            said = f"{planner.__qualname__}'s annotation is {kinds.get(name)!r}"
+            raise TypeError(f"{name}: an option of a torch op must be one of {tuple(TYPES)}: {said}")
+    return {name: kinds[name] for name in names}
