@@ -89,10 +89,10 @@ def by_token(
         )
 
     if parts > 1:
-        pairs = sequences, heads, parts - 1
+        of_segments = sequences, heads, parts - 1
         arrays |= {
-            "gLocal": scratched(*pairs, columns, problem.extents["K"]),
-            "gTotal": scratched(*pairs, 1),
+            "gLocal": scratched(*of_segments, columns, problem.extents["K"]),
+            "gTotal": scratched(*of_segments, 1),
         }
         alone = _config(problem, _gate(arrays, softplus), one(States), piece, width)  # which know no scale
         steps.append(launch(alone, width, parts, parts - 1, arrays | {"gStart": None, "gO": None}))

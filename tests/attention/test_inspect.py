@@ -11,7 +11,7 @@ from attention.recurrent.kernels.results import Normalizer, Outputs, States
 from attention.softmax import ampere
 from tiles import bf16, fp16
 
-STEPS, MAMBA2, OUTPUTS = BySteps(softplus=True), Outputs(skip=True, gated=True), Outputs()
+STEPS, MAMBA2, OUTPUTS = BySteps(softplus=True), Outputs(skip=True, silu=True), Outputs()
 SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect --all --check` takes all of them
     ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, piece=4)),
     ("sm_80", ampere, ampere.config_for(192, bf16, True, ampere.ROOM["sm_80"], 4)),

@@ -110,13 +110,13 @@ def make(config: Config):
     PIECE, gate, result = config.piece, config.gate, config.result
     SEGMENTS = config.segmented and result.outputs and result.values  # may it go on from earlier segments?
     NEWER = STAGES - 1  # groups of keys: so many are younger than a chunk's values
-    BEHIND = (3 if result.gated else 2) * NEWER  # and so many groups than its queries
+    BEHIND = (3 if result.silu else 2) * NEWER  # and so many groups than its queries
     sequences = Sequences(config.varlen)
     smem = shared(
         q=pipeline(config.key, 1, WARPS),
         k=pipeline(config.key, STAGES, WARPS),
         v=pipeline(config.value, 1, WARPS),
-        z=pipeline(config.value if result.gated else st(8 * WARPS, 16, INPUT), 1, WARPS),
+        z=pipeline(config.value if result.silu else st(8 * WARPS, 16, INPUT), 1, WARPS),
         p=st(CHUNK, CHUNK, INPUT),
         b=sv(CHUNK, fp32),
         a=sv(CHUNK, fp32),
@@ -126,7 +126,7 @@ def make(config: Config):
     def fill(q, v, z, gQ, gV, gZ, j, n, batch, token, key_head, head, col):
         """Begin to copy the queries and values of the j-th of n chunks, as far as they are read."""
         q.fill(j, gQ, (batch, token, key_head, 0), 1, 3, n if result.outputs else 0, PIECE)
-        if result.gated:
+        if result.silu:
             z.fill(j, gZ, (batch, token, head, col), 1, 3, n, PIECE)
         v.fill(j, gV, (batch, token, head, col), 1, 3, n if result.values else 0, PIECE)
 
@@ -135,7 +135,7 @@ def make(config: Config):
         """What becomes of an output before it is stored."""
         if result.divided:
             o = o / (load(gDivisor, OUT.col_vec, at, cols=1) + TINY)
-        if result.gated:
+        if result.silu:
             o = o * silu(fp32(transpose(warpgroup.load_transposed(z.wait(j, NEWER), TRANSPOSED))))
         return o
 

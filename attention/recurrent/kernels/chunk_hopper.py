@@ -91,7 +91,7 @@ class Config:
     def stages(self):
         """Chunks in flight."""
         keys, values = self.parts * self.key.nbytes, self.consumers * self.value.nbytes
-        chunk = (1 + self.result.outputs) * keys + (1 + self.result.gated) * values
+        chunk = (1 + self.result.outputs) * keys + (1 + self.result.silu) * values
         kept = self.consumers * keys + values + self.handed.nbytes + SMALL
         return min(STAGES, (SHARED_BYTES - kept) // chunk)
 
@@ -140,7 +140,7 @@ def make(config: Config):
         q=of_keys(result.outputs),
         k=of_keys(),
         v=of_values(result.values),
-        z=of_values(result.gated, 1),
+        z=of_values(result.silu, 1),
         b=vectors,
         a=vectors,
         state=st(COLUMNS * CONSUMERS * PARTS, KEYS, INPUT),
@@ -239,7 +239,8 @@ def make(config: Config):
                         o = result.skipped(o, values, d, TRANSPOSED)
                     o = sum_of_parts(o, handed, j, part)
                     if PARTS == 1 or part == 0:
-                        result.write(o, sequences, gO, out, z, mine, gDivisor, span, token, head, column, TRANSPOSED)
+                        o = result.finish(o, z, mine, gDivisor, (span.batch, token, head), TRANSPOSED)
+                        result.store(sequences, gO, out, o, span, token, head, column)
                 s_t = warpgroup.wait(s_t)
                 k.release(ours)
                 result.release(v, mine)

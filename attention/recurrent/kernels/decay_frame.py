@@ -8,7 +8,7 @@ With b the running sums of a chunk's gates, and any r, one number a channel, to 
 so that q'_i . k*_j = q_i . (exp(b_i - b_j) k_j), and q' S' is what the queries read of a state S from before the chunk. What
 the keys add to S' counts from r too: exp(b_last - r) takes both to the chunk's end. r = b_last / 2 keeps all exponents small.
 
-Where a chunk is strong, decays by more than a dtype can hold, the weights of its pairs are computed one by one; then q' and k'
+Where a chunk is strong, decays by more than a dtype can hold, the scores are computed one by one; then q' and k'
 count from the chunk's beginning, k* from its end, and no exponent is positive.
 """
 

@@ -62,7 +62,7 @@ def make(config: Config):
     CONSUMERS, INPUT, IN_PLACE = config.consumers, config.dtype, config.gates is fp32
     FRAMER, WEIGHER, (frames, weighs, claim) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
     KEY_DIM, AHEAD, RELEASES = config.key_dim, STAGES[config.key_dim], CONSUMERS > 1
-    STATE, WEIGHTS, PAIRS = rt(16, KEY_DIM, fp32), rt(16, CHUNK, INPUT), rt(16, config.key.panel_cols, fp32)
+    STATE, WEIGHTS, BLOCK = rt(16, KEY_DIM, fp32), rt(16, CHUNK, INPUT), rt(16, config.key.panel_cols, fp32)
     group, readers = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP
     smem = shared(
         q=ring(config.key, AHEAD, readers + 2 * group),
@@ -76,7 +76,7 @@ def make(config: Config):
         factor=ring(config.factor, AHEAD, readers, writers=group),
         flag=ring(decay_frame.FLAG, AHEAD, readers + group, writers=group),
     )
-    sequences, frame = Sequences(config.varlen), Frame(KEY_DIM, INPUT, CONSUMERS, PAIRS)
+    sequences, frame = Sequences(config.varlen), Frame(KEY_DIM, INPUT, CONSUMERS, BLOCK)
     state = TransposedState(KEY_DIM, INPUT, sequences)
 
     @inlined
@@ -121,8 +121,8 @@ def make(config: Config):
                 ends, strong = frame.sum_up(sums, gates, warp)
                 rest = lost.claim(j)
                 if strong:
-                    for i in range(CHUNK // PAIRS.cols):
-                        warpgroup.store(subtile(rest, CHUNK, 0, PAIRS.cols, i), frame.one_by_one(queries, keys, sums, i))
+                    for i in range(CHUNK // BLOCK.cols):
+                        warpgroup.store(subtile(rest, CHUNK, 0, BLOCK.cols, i), frame.one_by_one(queries, keys, sums, i))
                     warpgroup.sync()
                 frame.change(queries, keys, rest, sums, ends, factor.claim(j), flag.claim(j), warp, strong)
                 factor.publish(j)

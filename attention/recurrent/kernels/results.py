@@ -20,7 +20,7 @@ class Result:
 
     outputs = True  # are there any? If so, queries are read
     values = True  # are values read? If not, all of them are 1
-    skip = divided = gated = False
+    skip = divided = silu = False
 
     def __str__(self):
         return type(self).__name__.lower()
@@ -42,12 +42,18 @@ class Result:
 
     @inlined
     def skipped(self, o, values, d, kind):
-        """o + D v"""
+        """o + D v; kind: the type of a warp's v, and of its z."""
         return o
 
     @inlined
-    def write(self, o, sequences, gO, tile, z, j, gDivisor, span, token, head, column, kind):
-        """What becomes of the outputs of the chunk that begins at `token`, by way of a shared tile. kind: that of z."""
+    def finish(self, o, z, j, gDivisor, at, kind):
+        """What becomes of outputs before they are stored; `at`: the coordinates of their divisors."""
+        return o
+
+    @inlined
+    def store(self, sequences, gO, tile, o, span, token, head, column):
+        """Write the outputs of the chunk that begins at `token`, by way of a shared tile."""
+        sequences.store(gO, tile, o, span, token, head, column)
 
 
 class States(Result):
@@ -74,26 +80,26 @@ class Normalizer(Result):
         pass
 
     @inlined
-    def write(self, o, sequences, gO, tile, z, j, gDivisor, span, token, head, column, kind):
-        """One of its columns, which are all the same."""
+    def store(self, sequences, gO, tile, o, span, token, head, column):
+        """One of the columns, which are all the same."""
         warpgroup.store(truncate(gO, 1, span.end), row_max(o), (span.batch, token, head), cols=1)
 
 
 @static
 class Outputs(Result):
-    """(o + D v) / normalizer * silu(z), of which D (`skip`), the division (`divided`) and z (`gated`) may be left out."""
+    """(o + D v) / normalizer * silu(z), of which D (`skip`), the division (`divided`) and silu(z) (`silu`) may be left out."""
 
     skip: bool = False
     divided: bool = False
-    gated: bool = False
+    silu: bool = False
 
     def __str__(self):
-        return ", ".join(name for name in ("skip", "divided", "gated") if getattr(self, name))
+        return ", ".join(name for name in ("skip", "divided", "silu") if getattr(self, name))
 
     @inlined
     def fill(self, v, z, j, gV, gZ, at):
         v.fill(j, gV, at)
-        if self.gated:
+        if self.silu:
             z.fill(j, gZ, at)
 
     @inlined
@@ -103,22 +109,22 @@ class Outputs(Result):
         return o
 
     @inlined
-    def write(self, o, sequences, gO, tile, z, j, gDivisor, span, token, head, column, kind):
+    def finish(self, o, z, j, gDivisor, at, kind):
         if self.divided:
-            o = o / (warpgroup.load(gDivisor, ROWS, (span.batch, token, head), cols=1) + TINY)
-        if self.gated:
+            o = o / (warpgroup.load(gDivisor, ROWS, at, cols=1) + TINY)
+        if self.silu:
             o = o * silu(fp32(warpgroup.load(z.wait(j), kind)))
             z.release(j)
-        sequences.store(gO, tile, o, span, token, head, column)
+        return o
 
 
 def forms(kind: type[Gate], everything: bool) -> Iterator[tuple[Gate, Result, bool]]:
-    """(gate, result, varlen) that are computed with this kind of gates: the plainest first, and with `everything` all others;
-    what Mamba-2 adds comes all at once. Only outputs know a scale, and only decays can have it among them."""
+    """(gate, result, varlen) that are computed with this kind of gates, all but scales `apart`: the plainest first, and with
+    `everything` the others, of which Mamba-2's additions come all at once."""
     yield kind(), Outputs(), False
     if everything and kind is BySteps:
         yield from ((BySteps(), States(), False), (BySteps(), Outputs(), True))
-        yield from ((BySteps(softplus=True), Outputs(skip=True, gated=True), varlen) for varlen in (False, True))
+        yield from ((BySteps(softplus=True), Outputs(skip=True, silu=True), varlen) for varlen in (False, True))
     elif everything:
         yield kind(), Outputs(), True
         yield from itertools.product((kind(),), (States(), Normalizer(), Outputs(divided=True)), (False, True))
