@@ -10,6 +10,11 @@ What warps compute for other warps goes through a ring with `writers` instead: e
     store(p.claim(j), x)                writer: the j-th tile, once its slot is free
     p.publish(j)                        writer: this warp's part is there
 
+A tile whose rows lie in several places, such as pages, is filled box by box, in order; the consumer does not notice.
+
+    for i in range(4):
+        k.fill(j, gK, (page[i], 0), i, 4)       part i of 4
+
 The j-th fill goes to slot j % stages and completes phase j // stages + 1 of that slot's "full" barrier; the readers'
 releases complete the same phase of its "empty" barrier. Producer and consumer compute both from j alone, so they cannot
 disagree, and a kernel shows no barrier arithmetic.
@@ -80,17 +85,24 @@ class ring:
         loads of vectors have not: most vectors are written by warps, and need no fence."""
         return isinstance(self.tile, sv) and not self.writers
 
+    def box(self, parts):
+        """What one `fill` brings of a tile that is filled in so many parts; its source is a tensor of such tiles."""
+        return self.part if parts == 1 else replace(self.tile, rows=self.tile.rows // parts, whole=0)
+
     def slot(self, j):
         """Address of the j-th tile."""
         return self.start + j % self.stages * self.tile.room
 
     @op
-    def fill(self, j, source, at):
+    def fill(self, j, source, at, part=0, parts=1):
         """Copy source[at] into slot j % stages by TMA, as soon as the readers of tile j - stages have released it.
         Called by a whole warpgroup; its first thread does it. source: a `tensor` whose tile is the ring's `part`; `at` counts
-        the ring's tiles all the same."""
+        the ring's tiles all the same.
+
+        parts: so many fills, one after the other, bring the tile, part 0 to parts - 1, the rows of each from its own place;
+        source: a tensor of tiles of as many rows as a part has, which `at` counts. Not for rings that blocks share."""
         if here().rank == 0:
-            _slot(self, j).fill(here(), j, source, _own(self, source.spec, at, here().block.rank))
+            _slot(self, j).fill(here(), j, source, _own(self, source.spec, at, here().block.rank), part, parts)
 
     @op
     def claim(self, j):
@@ -189,25 +201,44 @@ def _needs_writers(name, ring):
         raise TypeError(f"{name}: TMA writes this ring, fill(...) it: {ring}")
 
 
+def _check_parts(ring, part, parts):
+    """TypeError if the ring's tiles are not filled in so many parts."""
+    if not integer(part):
+        raise TypeError(f"fill: the part's number must be an integer, got {part}")
+    if parts < 1 or (parts > 1 and (ring.blocks > 1 or isinstance(ring.tile, sv) or ring.tile.rows % (8 * parts))):
+        raise TypeError(f"fill: {parts} parts: a tile of one block is filled in parts of a multiple of 8 rows, got {ring}")
+
+
 @lowers(ring.fill)
-def _(ring, j, source, at):
+def _(ring, j, source, at, part, parts: int):
     needs_index("fill", j)
     if ring.writers:
         raise TypeError(f"fill: warps write this ring, claim(...) and publish(...) a tile: {ring}")
     check_tensor("fill", source)
-    if source.tile != ring.part or (ring.blocks > 1 and source.unit != ring.part.rows):
-        parts = f" in parts of {ring.part}" * (ring.blocks > 1)
-        raise TypeError(f"fill: the ring holds {ring.tile}{parts}, the source gives {source.tile}")
+    _check_parts(ring, part, parts)
+    box = ring.box(parts)
+    if source.tile != box or (ring.blocks > 1 and source.unit != box.rows):
+        by_parts = f" in parts of {box}" * (box != ring.tile)
+        raise TypeError(f"fill: the ring holds {ring.tile}{by_parts}, the source gives {source.tile}")
     if not isinstance(at, types.BaseTuple) or not 1 <= len(at) <= source.rank:
         raise TypeError(f"fill: `at` must be a tuple of up to {source.rank} integers, got {at}")
 
-    def emit(b, base, j, source_map, at):
+    def begin(b, base, slot, parity, full):
+        ptx.mbarrier_wait(b, empty_barrier(b, ring, base, slot), b.xor(parity, b.u32(1)))
+        ptx.mbarrier_expect(b, full, ring.tile.nbytes)
+
+    def emit(b, base, j, source_map, at, part, _):
         with b.if_then(elected(b, WARPGROUP * LANES)):
             slot, parity = _modulo(b, ring, j)
             full = full_barrier(b, ring, base, slot)
-            ptx.mbarrier_wait(b, empty_barrier(b, ring, base, slot), b.xor(parity, b.u32(1)))
-            ptx.mbarrier_expect(b, full, ring.tile.nbytes)
+            if parts == 1:
+                begin(b, base, slot, parity, full)
+            else:
+                with b.if_then(b.icmp_unsigned("==", b.u32(part), b.u32(0))):
+                    begin(b, base, slot, parity, full)
             to, coordinates = _address(b, ring, base, slot), b.unpack(at)
+            if parts > 1:
+                to = b.add(to, b.mul(b.u32(part), b.u32(box.rows * ring.tile.width)))
             if ring.blocks > 1:
                 rank = b.special("cluster_ctarank")
                 to = b.add(to, b.mul(rank, b.u32(ring.part.rows * ring.tile.width)))

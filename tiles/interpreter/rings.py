@@ -20,6 +20,7 @@ class Slot:
         arrivals = ring.readers * ring.blocks
         self.empty = Mbarrier(block, f"'empty' of slot {index} of ring {ring.name!r}", arrivals, self._hand_back)
         self.fills, self.number, self.releases, self.place = 0, index, 0, None
+        self.filling = None  # of a tile that comes in parts, until all are there: (tile, next part, parts, place of the last)
         self.claims = {}  # warp -> the last tile that it claimed, and whether it has published it
 
     def _name(self, j):
@@ -32,25 +33,44 @@ class Slot:
             return [self]
         return [block.opened[self.ring.name][self.index] for block in self.block.cluster.blocks]
 
-    def _part(self, slot, j):
-        """What this block fills of tile j in a slot."""
+    def _part(self, slot, j, part=0, parts=1):
+        """What this block fills of tile j in a slot, or part number `part` of it."""
         tile = slot.tile(j)
-        if self.ring.blocks == 1:
+        if self.ring.blocks == 1 and parts == 1:
             return tile
-        part, rank = replace(self.ring.part, whole=tile.rows), self.block.rank
-        first, address = rank * part.rows, tile.address + rank * part.rows * part.width
-        return SharedTile(part, address, f"part {rank} of {tile.name}", slot, j, first)
+        box, number = replace(self.ring.box(parts), whole=tile.rows), part if parts > 1 else self.block.rank
+        first, address = number * box.rows, tile.address + number * box.rows * box.width
+        return SharedTile(box, address, f"part {number} of {tile.name}", slot, j, first)
 
-    def fill(self, warp, j, source, at):
-        """Copy source[at] into the slot as tile j, once tile j - stages has been released."""
-        due = self.index + self.fills * self.ring.stages
-        if j != due:
-            raise warp.hazard(f"fills {self._name(j)}, and the next tile for slot {self.index} is number {due}", "phase")
-        self.fills += 1
-        self.empty.wait(warp, j // self.ring.stages, f"the slot for {self._name(j)}", self._held)
-        self.full.arrive(warp, self.ring.tile.nbytes)
+    def fill(self, warp, j, source, at, part=0, parts=1):
+        """Copy source[at] into the slot as tile j, or a part of it, once tile j - stages has been released."""
+        self._in_order(warp, j, part, parts)
+        if part == 0:
+            self.fills += 1
+            self.empty.wait(warp, j // self.ring.stages, f"the slot for {self._name(j)}", self._held)
+            self.full.arrive(warp, self.ring.tile.nbytes)
+        self.filling = (j, part + 1, parts, warp.place()) if part + 1 < parts else None
         for slot in self._everywhere:
-            warp.load_async(self._part(slot, j), slot.full, source, at, [self.empty])
+            warp.load_async(self._part(slot, j, part, parts), slot.full, source, at, [self.empty])
+
+    def _in_order(self, warp, j, part, parts):
+        """A Hazard unless this part of tile j is the next for the slot."""
+        if not 0 <= part < parts:
+            raise warp.hazard(f"fills part {part} of {self._name(j)}, which comes in parts 0 to {parts - 1}", "phase")
+        doing = f"fills part {part} of {self._name(j)}" if parts > 1 else f"fills {self._name(j)}"
+        if self.filling is None:
+            due, next_part = self.index + self.fills * self.ring.stages, 0
+        else:
+            due, next_part, count, place = self.filling
+            if (j, part, parts) != (due, next_part, count) or (place.block, place.warp) != (self.block.index, warp.index):
+                cause = (
+                    f"{doing} ({parts} parts), and the next for slot {self.index} is part {next_part} of {count} of tile {due}"
+                )
+                raise warp.hazard(f"{cause}, by warp {place.warp}", "phase", place)
+        if j != due:
+            raise warp.hazard(f"{doing}, and the next tile for slot {self.index} is number {due}", "phase")
+        if part != next_part:
+            raise warp.hazard(f"{doing}, and part 0, which waits for the slot, has not come", "phase")
 
     def claim(self, warp, j):
         """Tile j, for this warp to store its part, once tile j - stages has been released."""
@@ -79,6 +99,9 @@ class Slot:
 
     def _unfilled(self, phase):
         """Why the tile is not there."""
+        if self.filling:
+            _, part, parts, place = self.filling
+            return f"nobody fills part {part} of {parts} after {place.by('the last')}"
         if not self.ring.writers:
             return "nobody fills it"
         return f"{self.ring.writers - self.full.due} of {self.ring.writers} writers have published it"

@@ -265,6 +265,35 @@ def test_arrays_of_every_framework(member, put, device):
     member.judged(on_host(out).astype(dtype), arrays)
 
 
+def odd(x):
+    """The same elements, 2 bytes past a multiple of 4, their strides odd multiples of 2, and NaN between the rows."""
+    room = np.full((*x.shape[:-1], x.shape[-1] + 3), np.nan, x.dtype)
+    room[..., 1:-2] = x
+    return room[..., 1:-2]
+
+
+ANYHOW = {  # views of tokens, (B, S, heads, columns)
+    "odd": odd,
+    "backwards": lambda x: odd(x[:, ::-1])[:, ::-1],
+    "heads share": lambda x: np.broadcast_to(odd(x[:, :, :1]), x.shape),
+}
+ANYWHERE = [name for name in MEMBERS if not name.startswith(("based", "hedgehog"))]  # which TMA alone reads
+
+
+@pytest.mark.parametrize("view", ANYHOW)
+@pytest.mark.parametrize("name", ANYWHERE)
+def test_arrays_at_any_even_address(name, view):
+    """None is copied, whatever its strides; what lies around `out` stays."""
+    member = MEMBERS[name]
+    tokens, fixed = member.inputs(70)
+    given = {key: ANYHOW[view](x) if x.dtype == BF16 else x for key, x in tokens.items()}
+    plain = {key: np.ascontiguousarray(x) for key, x in given.items()}
+    out = ANYHOW["odd" if view == "heads share" else view](np.zeros_like(tokens["x" if "x" in tokens else "v"]))
+    member.run(given | fixed, out=out)
+    member.judged(out, plain | fixed)
+    assert np.isnan(out.base.astype(F32)).sum() == 3 * out.size // out.shape[-1], "memory around out was written"
+
+
 @every
 def test_out_and_stream(member):
     """`out` is written and given back; a stream must be one."""

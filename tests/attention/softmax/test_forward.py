@@ -303,6 +303,23 @@ VIEWS = {  # of arrays (1, 130, 2, 64), by sequence and head
 
 
 @pytest.mark.parametrize("family", ["sm_80"], indirect=True)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_any_strides_at_odd_places(family, view, layout):
+    """Keys and values 2 bytes past a multiple of 4, whose strides are such, too; and `out` backwards."""
+    q, *keys = inputs(1, 130, 130, 2, 2, 64)
+    room = np.full((2, 1, 130, 2, 67), np.nan, BF16)
+    room[..., 1:65] = keys
+    k, v = (VIEWS[view](x) for x in room[..., 1:65])
+    out = np.full((1, 130, 2, 65), np.nan, BF16)[:, ::-1, :, 1:]
+    plain = [np.ascontiguousarray(x) for x in (q, k, v)]
+    given = [x.swapaxes(1, 2) if layout == "bhsd" else x for x in (q, k, v, out)]
+    attention.forward(*given[:3], out=given[3], layout=layout)
+    reference.assert_close(out, reference.forward(*plain)[0], reference.forward_low(*plain)[0])
+    assert np.isnan(out.base[..., 0].astype(np.float32)).all(), "memory around out was written"
+
+
+@pytest.mark.parametrize("family", ["sm_80"], indirect=True)
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("name", "qkv")
 def test_any_strides(family, name, view):
