@@ -20,13 +20,8 @@ from tiles.types import st, sv
 def copy_async(tile, source, at, rows=-2, cols=-1, piece=CHUNK_BYTES):
     """Start copying to a shared tile the part of a global array of its dtype that begins at index `at` and runs along axes
     `rows` and `cols`; zeros where it lies outside the array. Columns must be adjacent, and the array's address, its strides and
-<<<<<<< HEAD
-    at[cols] multiples of `piece` bytes: 16, or else 8 or 4, which take 2 and 4 times as many instructions. Of 2-byte dtypes
-    also 2: cp.async copies no fewer than 4 bytes, so the warp loads and stores them, and waits for memory before it goes on."""
-=======
     at[cols] multiples of `piece` bytes: 16, or else 8 or 4, which take 2 and 4 times as many instructions. 2-byte dtypes may
     lie at multiples of 2: the warp then loads and stores them, since cp.async copies no fewer than 4, and waits for memory."""
->>>>>>> streams
     here().copy_async(tile, source, at, rows, cols, piece, range(tile.rows))
 
 
