@@ -22,7 +22,7 @@ import attention  # noqa: E402
 from bench.measure import report  # noqa: E402
 from bench.test_linear import MEMBERS  # noqa: E402
 
-CALLS, TURN, ROUNDS = 5000, 100, 3
+CALLS, TURN, ROUNDS = 2000, 100, 3
 LONGEST = 8192
 
 

@@ -1,8 +1,11 @@
 """What all tests share: `@pytest.mark.gpu` tests are skipped, by name and with the reason, where no GPU can run them."""
 
 import functools
+import os
 
 import pytest
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU that several processes share
 
 
 @functools.cache

@@ -27,8 +27,10 @@ class Inputs:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def qkv(self, head=HEAD):
+        """Keys have length 1: the delta rule is stable then."""
         shape = self.batch, self.tokens, self.heads
-        return self.tile(*shape, head), self.tile(*shape, head), self.tile(*shape, HEAD)
+        keys = torch.nn.functional.normalize(self.tile(*shape, head), dim=-1)
+        return self.tile(*shape, head), keys, self.tile(*shape, HEAD)
 
     def rate(self, *shape):
         return -0.1 - torch.rand(shape, device=self.device)
@@ -461,7 +463,7 @@ def test_inductor(name, mode):
         wanted = function(*args, **options)
         torch.compiler.cudagraph_mark_step_begin()
         assert_same(cloned(compiled(*again[0], **again[1])), wanted)
-        assert_same(again, (args, options))
+        torch.testing.assert_close(leaves(again), leaves((args, options)))  # what is written in place, too
 
 
 @pytest.mark.gpu
