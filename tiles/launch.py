@@ -110,7 +110,9 @@ def load(kernel, signature, target: Device, shared_bytes: int = 0) -> Loaded:
         known = _loaded.setdefault(kernel, {})
         found = known.get((signature, target.ordinal))
         if found is None:
-            found = known[signature, target.ordinal] = Loaded(_machine_code(kernel, signature, target), target)
+            with uncaptured():
+                compiled = _machine_code(kernel, signature, target)
+            found = known[signature, target.ordinal] = Loaded(compiled, target)
         found.allow(shared_bytes)
         return found
 

@@ -137,7 +137,15 @@ def _on_device(array, roots):
         roots[id(root)] = bits, cuda.to_device(bits)
     device = roots[id(root)][1]
     data = device.gpu_data.view(array.ctypes.data - root.ctypes.data)
-    return DeviceNDArray(array.shape, array.strides, array.dtype, gpu_data=data)
+    return _View(array, DeviceNDArray(array.shape, array.strides, array.dtype, gpu_data=data))
+
+
+class _View:
+    """A Numba array with the strides that it was given: Numba takes one whose rows are all one for contiguous."""
+
+    def __init__(self, array, view):
+        self.view, self.shape, self.dtype = view, array.shape, array.dtype
+        self.__cuda_array_interface__ = view.__cuda_array_interface__ | {"strides": array.strides}
 
 
 PATIENCE = 10  # seconds
