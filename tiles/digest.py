@@ -43,8 +43,8 @@ from .types import is_static
 log = logging.getLogger(__name__)
 HOUSE = [Path(__file__).parent, Path(__file__).parent.parent / "ops"]  # digested file by file, but for those that are apart:
 # they say how kernels are launched, interpreted, kept and looked at, and not what they compile to
-APART = {f"tiles/{name}.py" for name in "__main__ arguments arrays cache device doctor draw fallback forms frameworks".split()}
-APART |= {f"tiles/{name}.py" for name in "launch plans sass tma values".split()} | {"tiles/interpreter"}
+_HOST = "__main__ arguments arrays cache device doctor draw fallback frameworks importable jax_call launch program sass schema"
+APART = {f"tiles/{name}.py" for name in f"{_HOST} tma torch_op values".split()} | {"tiles/interpreter"}
 VERSIONED = {m.__name__: m.__version__ for m in (numba, numba_cuda, llvmlite, np, ml_dtypes)}
 VERSIONED |= {"cuda.core": cuda.core.__version__, "cuda.bindings": cuda.bindings.__version__}
 STDLIB = Path(sysconfig.get_path("stdlib"))

@@ -18,6 +18,7 @@ from attention import inspect
 from attention.recurrent.kernels import chunk_ampere, token_loop
 from attention.softmax import hopper
 from tiles import bf16, digest, st
+from tiles.arguments import signature
 from tiles.compiler import compile_kernel
 from tiles.plumbing import Value
 
@@ -165,7 +166,7 @@ def test_the_sources_of_tiles_and_ops(module, monkeypatch, tmp_path):
 
 def test_what_takes_part_in_compiling_is_digested():
     """Whatever file of ours runs while kernels are typed and lowered; and what is named as apart exists."""
-    seen = set()
+    seen, some = set(), {"plumbing.py", "compiler.py", "constants.py", "arithmetic.py", "pipeline.py", "ring.py"}
     kernels = [
         (hopper, hopper.config_for(64, bf16, True, 512), "sm_90a"),
         (token_loop, token_loop.Config(64, "token", True), "sm_80"),
@@ -173,13 +174,14 @@ def test_what_takes_part_in_compiling_is_digested():
     ]
     for module, config, arch in kernels:
         kernel, *_ = made if isinstance(made := module.make(config), tuple) else (made,)
+        types_of_it = signature(kernel)
         sys.setprofile(lambda frame, event, _: event == "call" and seen.add(frame.f_code.co_filename))
         try:
-            compile_kernel(kernel, module.signature(config), arch)
+            compile_kernel(kernel, types_of_it, arch)
         finally:
             sys.setprofile(None)
     ours = {Path(file) for file in seen if any(folder in Path(file).parents for folder in digest.HOUSE)}
-    assert {"plumbing.py", "compiler.py", "constants.py", "maps.py", "pipeline.py", "ring.py"} <= {file.name for file in ours}
+    assert some <= {file.name for file in ours}
     assert {file for file in ours if not digest._takes_part(file)} == set()
     assert all((ROOT / name).exists() for name in digest.APART)
 
