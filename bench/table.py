@@ -45,7 +45,9 @@ def forward(run):
         for provider in (p for p in ORDER if p in ran):
             cells = [f"{cell[provider]:.0f}" if provider in cell else "" for cell in lengths.values()]
             print(f"| {provider} | " + " | ".join(cells) + " |")
-        for ours, peers in {ours: [p for p in peers if p in ran] for ours, peers in PEERS.items() if ours in ran}.items():
+        for ours, peers in {
+            ours: [p for p in peers if p in ran] for ours, peers in PEERS.items() if ours in ran and ran & {*peers}
+        }.items():
             best = [max(cell.get(p, 0) for p in peers) for cell in lengths.values()]
             row = [cell.get(ours, math.nan) / peer if peer else math.nan for cell, peer in zip(lengths.values(), best)]
             ratios[ours] += row
