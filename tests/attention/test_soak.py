@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
+import places
 import pytest
 
 import attention
@@ -50,11 +51,8 @@ EVERY = MEMBERS | {
 }
 
 
-class OnInterpreter:
+class OnInterpreter(places.OnInterpreter):
     """NumPy's arrays."""
-
-    def put(self, x):
-        return x
 
     def copy(self, x, past):
         """A copy that begins `past` bytes into memory of its own."""
@@ -69,15 +67,8 @@ class OnInterpreter:
         return nullcontext()
 
 
-class OnCard:
+class OnCard(places.OnCard):
     """torch's tensors; a thread has a stream of its own."""
-
-    def put(self, x):
-        import torch
-
-        if x.dtype == BF16:
-            return torch.from_numpy(np.ascontiguousarray(x).view(np.int16)).cuda().view(torch.bfloat16)
-        return torch.from_numpy(np.ascontiguousarray(x)).cuda()
 
     def copy(self, x, past):
         import torch

@@ -6,11 +6,11 @@ import itertools
 import math
 import types
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import BF16, OnCard, OnInterpreter
 
 import attention
 from attention import families, inspect, reference
@@ -19,41 +19,8 @@ from tiles import bf16
 from tiles.arrays import c_ordered
 from tiles.pipeline import PIECES
 
-BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
+FP16 = np.dtype(np.float16)
 FORWARD = importlib.import_module("attention.softmax.forward")  # the module, whose name is also the function's
-
-
-class OnInterpreter:
-    """NumPy arrays as they are."""
-
-    def put(self, x):
-        return x
-
-    get = put
-
-
-class OnCard:
-    """torch tensors, which carry bf16 to the card and back as bits."""
-
-    def put(self, x):
-        import torch
-
-        if x.dtype == BF16:
-            return torch.from_numpy(np.ascontiguousarray(x).view(np.int16)).cuda().view(torch.bfloat16)
-        return torch.from_numpy(np.ascontiguousarray(x)).cuda()
-
-    def get(self, x):
-        import torch
-
-        return x.view(torch.int16).cpu().numpy().view(BF16) if x.dtype == torch.bfloat16 else x.cpu().numpy()
-
-
-@pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
-def place(request):
-    if request.param == "gpu":
-        pytest.importorskip("torch")
-        return OnCard()
-    return OnInterpreter()
 
 
 @pytest.fixture(params=["sm_90", "sm_80"], autouse=True)
