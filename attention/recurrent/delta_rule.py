@@ -91,17 +91,9 @@ def _delta_rule(problem: Problem, scale: float | None, return_state: bool, famil
     rules.check(problem)
     scale, by_channel = rules.scale_of(problem, scale), rules.by_channel(problem)
     batch, length, heads, key_dim = problem("BSHK")
-    if not (batch and length and heads) and not (return_state and heads and problem.extents["N"]):
+    if rules.idle(problem, return_state):
         return Plan([])
-    arrays = {
-        "gQ": problem["q"],
-        "gK": problem["k"],
-        "gV": problem["v"],
-        "gBeta": problem["beta"],
-        "gEnds": problem["cu_seqlens"],
-        "gStart": problem["initial_state"],
-        "gState": problem["state"] if return_state else None,
-    }
+    arrays = rules.arrays(problem, return_state) | {"gBeta": problem["beta"]}
     by_tma = problem.by_tma and not (by_channel and problem.bytes_at_once("decay") < ALIGNMENT)
     on_hopper, widest = choose(problem, family, by_tma) == "sm_90", max(delta_hopper.STAGES)
     if family == "sm_90" and key_dim > widest:

@@ -204,16 +204,9 @@ def _linear(problem: Problem, scale: float | None, normalize: bool, return_state
     rules.check(problem)
     scale, by_channel = rules.scale_of(problem, scale), rules.by_channel(problem)
     batch, length, heads, value_dim = problem("BSHV")
-    if not (batch and length and heads) and not (return_state and heads and problem.extents["N"]):
+    if rules.idle(problem, return_state):
         return Plan([])
-    arrays = {
-        "gQ": problem["q"],
-        "gK": problem["k"],
-        "gV": problem["v"],
-        "gEnds": problem["cu_seqlens"],
-        "gStart": problem["initial_state"],
-        "gState": problem["state"] if return_state else None,
-    }
+    arrays = rules.arrays(problem, return_state)
     sums = {"gStart": problem["initial_z"], "gState": problem["final_z"] if return_state else None}
     tma = choose(problem, family) == "sm_90"
     gates_by_tma = tma and not normalize and problem.bytes_at_once("decay") == ALIGNMENT

@@ -1,5 +1,6 @@
 """What all members of the linear-attention family ask of their arrays, besides what their schemas say."""
 
+from tiles.arrays import Operand
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.schema import Problem
 
@@ -47,6 +48,24 @@ def scale_of(problem: Problem, scale: float | None) -> float:
 def varlen(problem: Problem) -> bool:
     """Do the sequences lie one behind the other in one batch?"""
     return "cu_seqlens" in problem
+
+
+def idle(problem: Problem, return_state: bool) -> bool:
+    """Is there nothing to compute: neither an output nor, of a sequence of no tokens, a state?"""
+    batch, length, heads, sequences = problem("BSHN")
+    return not heads or not ((batch and length) or (return_state and sequences))
+
+
+def arrays(problem: Problem, return_state: bool) -> dict[str, Operand | None]:
+    """What every kernel of `linear` and `delta_rule` takes, by its parameters' names."""
+    return {
+        "gQ": problem["q"],
+        "gK": problem["k"],
+        "gV": problem["v"],
+        "gEnds": problem["cu_seqlens"],
+        "gStart": problem["initial_state"],
+        "gState": problem["state"] if return_state else None,
+    }
 
 
 def padded(key_dim: int, sizes) -> int:
