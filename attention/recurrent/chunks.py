@@ -57,8 +57,8 @@ def by_token(
     """The launches for decays that are one number a token and head, and the scratch memory between them.
 
     arrays: those of chunk_hopper.py, states with their columns first. piece: bytes that cp.async copies at once, and 0 where
-    TMA brings whole tiles. softplus: of Mamba-2's steps. normalizer: the
-    states gStart and gState of one that outputs are divided by."""
+    TMA brings whole tiles. softplus: of Mamba-2's steps. normalizer: the states gStart and gState of one that outputs are
+    divided by."""
     batch, length, heads, key_heads, columns, sequences = problem("BSHGVN")
     arrays = _as_kernels_have_them(problem, arrays, bool(piece))
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads

@@ -19,6 +19,7 @@ from ops import causal, divmod, mma_AB, mma_ABt, store, subtile, zeros
 from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st
 from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
+from tiles.pipeline import PIECES
 
 from .online import Softmax
 from .tiling import Causal, Full
@@ -98,7 +99,6 @@ def config_for(head_dim: int, dtype: dtype, causal: bool, room: int = LARGE, pie
     return Config(padded, dtype, causal, *ROOMS[least].get(padded, SHAPES[padded]), piece)
 
 
-PIECES = 16, 8, 4, 2  # bytes that bases and strides may be multiples of
 ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # shared memory that a block may have; elsewhere the least
 
 

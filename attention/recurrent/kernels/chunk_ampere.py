@@ -41,6 +41,7 @@ from ops import (
 from tiles import bf16, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES
+from tiles.pipeline import PIECES
 
 from . import chunk_hopper
 from .chunk_hopper import KEY_DIMS, WIDE
@@ -50,7 +51,6 @@ from .tokens import CHUNK, COLUMNS, Sequences, assigned
 
 WARPS = 4  # of a block
 SHARE = COLUMNS // WARPS  # value columns of a warp, and rows of P that it makes
-PIECES = 16, 8, 4, 2  # bytes that bases and strides may be multiples of
 
 
 @dataclass(frozen=True)
