@@ -15,13 +15,13 @@ from sweep import BACKENDS, HUNG, Compiled  # noqa: E402
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 
-@pytest.fixture(params=["meaning", "lowering", "code", GPU])
+@pytest.fixture(params=["ptx"])
 def run(request):
     """run(kernel, *args, warps=1, shared=None): one block, once with each backend."""
     return BACKENDS[request.param]
 
 
-@pytest.fixture(params=["meaning", "code", GPU])
+@pytest.fixture(params=["ptx"])
 def run_apart(request):
     """`run` for kernels whose warps do different things (the lowerings' threads all run in step)."""
     return BACKENDS[request.param]

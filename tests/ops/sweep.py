@@ -27,7 +27,7 @@ from numba import cuda
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
 import tiles
-from tiles import bf16, fp16, fp32, interpreter, tensor
+from tiles import bf16, emulator, fp16, fp32, interpreter, tensor
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
 
@@ -126,6 +126,11 @@ def lowering(kernel, *args, warps=1, shared=None):
     return lanes.run(kernel, args, 32 * warps)
 
 
+def ptx(kernel, *args, warps=1, shared=None, seed=None, blocks=1, arch="sm_90a"):
+    """Run one block, or a cluster of `blocks`, as compiled, on the CPU."""
+    emulator.emulate(kernel, (blocks, 1, 1), 32 * warps, args, shared, seed, (blocks, 1, 1), arch)
+
+
 def _on_device(array, roots):
     """The same view of a device copy of the array's root."""
     root = base = array
@@ -185,4 +190,4 @@ def gpu(kernel, *args, warps=1, shared=None, blocks=1):
         device.copy_to_host(bits)
 
 
-BACKENDS = {"meaning": meaning, "lowering": lowering, "code": code, "gpu": gpu}
+BACKENDS = {"meaning": meaning, "lowering": lowering, "code": code, "ptx": ptx, "gpu": gpu}

@@ -79,9 +79,14 @@ def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1
     function = rebind(kernel, seen)
     args = [np.float32(a) if isinstance(a, float) else a.view(Bounded) if isinstance(a, np.ndarray) else a for a in args]
     with np.errstate(all="ignore"):
-        for corner in _indices(*(range(0, g, c) for g, c in zip(grid, cluster))):
-            indices = _indices(*(range(at, at + n) for at, n in zip(corner, cluster)))
+        for indices in clusters(grid, cluster):
             Cluster(indices, grid, threads // LANES, shared, rng, seen, resident).run(function, args)
+
+
+def clusters(grid, cluster):
+    """The indices of the blocks of each cluster of a grid."""
+    for corner in _indices(*(range(0, g, c) for g, c in zip(grid, cluster))):
+        yield _indices(*(range(at, at + n) for at, n in zip(corner, cluster)))
 
 
 def _indices(*axes):

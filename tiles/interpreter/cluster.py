@@ -62,7 +62,7 @@ class Cluster:
     def run(self, kernel, args):
         """Run the kernel to its end."""
         for block in self.blocks:
-            block.crew = [Warp(block, k, kernel, args) for k in range(self.warps)]
+            block.crew = [self.warp(block, k, kernel, args) for k in range(self.warps)]
         live = [warp for block in self.blocks for warp in block.crew]
         while live:
             moved = False
@@ -80,6 +80,10 @@ class Cluster:
                 self.land(self.rng.choice(self.flying) if self.rng else self.flying[0])
         for block in self.blocks:
             block.close()
+
+    def warp(self, block, index, kernel, args):
+        """One of a block's warps, about to begin."""
+        return Warp(block, index, kernel, args)
 
     def is_source(self, code):
         """Is this code of the kernel or one of its helpers?"""
@@ -119,7 +123,7 @@ class Meeting:
         warp.met, warp.met_at = warp.met + 1, warp.place()
         self.arrived[warp.agent] = warp.met_at
         np.maximum(self.clock, warp.clock, out=self.clock)
-        if len(self.arrived) == self.cluster.agents.warps:
+        if len(self.arrived) == self.cluster.size * self.cluster.warps:
             self.opened, self.arrived = self.opened + 1, {}
             self.published[self.opened] = self.clock.copy()
 

@@ -26,16 +26,18 @@ KINDS = {
 
 
 class Place(NamedTuple):
-    """A warp and the statement it is at: (file, line) of each function it is in, the innermost first."""
+    """A warp and the statement it is at: (file, line) of each function it is in, the innermost first. code: the instruction, of
+    a kernel that runs as compiled."""
 
     block: tuple
     warp: int
     frames: tuple
+    code: str = ""
 
     @property
     def line(self):
         """file:line and text of the statement, then where the helper it stands in was called."""
-        return ", called at ".join(_statement(*frame) for frame in self.frames) or "?"
+        return (", called at ".join(_statement(*frame) for frame in self.frames) or "?") + f", {self.code}" * bool(self.code)
 
     def by(self, deed):
         """Who did what, for the middle of a sentence."""

@@ -1,0 +1,105 @@
+"""Runs a kernel *as compiled*, its PTX, on the CPU: the interpreter's other end.
+
+The interpreter runs what a kernel says; this runs what it became: lanes, addresses, parities, descriptors, fences. What is wrong
+in a lowering, and right in the op's meaning, shows here and nowhere else without a GPU. Its findings are the interpreter's
+(interpreter/hazard.py), with the PTX line and the Python line. docs/emulator.md says how it works, and how an instruction is added.
+
+text.py reads PTX; table.py finds what an instruction means in arithmetic.py, moves.py, barriers.py, copies.py and matrices.py;
+warp.py executes, memory.py keeps watch.
+"""
+
+import weakref
+
+import numpy as np
+
+from ..arguments import parameter
+from ..compiler import compile_ptx
+from ..interpreter import clusters
+from ..interpreter.block import Block
+from ..interpreter.cluster import Cluster, Meeting, seeded
+from ..interpreter.shadow import Agents
+from ..layout import LANES
+from . import arithmetic, barriers, copies, matrices, moves  # noqa: F401  # they fill the table
+from .flow import meets
+from .memory import Global, Shared
+from .table import meaning
+from .text import Program, read
+from .warp import Warp
+
+__all__ = ["emulate"]
+
+PARAMETERS = 1 << 40  # where a launch's parameters lie, an address that no array has
+MBARRIERS = 128  # that a block may set up besides those of its plan
+
+
+class Machine(Cluster):
+    """The blocks of a cluster, executing a program. memory: the launch's arrays. parameters: its parameter block. maps: tensor
+    maps by their addresses."""
+
+    block_address = PARAMETERS
+
+    def __init__(self, indices, grid, warps, smem, rng, program, memory, parameters, maps, resident):
+        self.grid, self.size, self.warps, self.rng = grid, len(indices), warps, rng
+        self.program, self.memory, self.parameters, self.maps = program, memory, parameters, maps
+        others = 2 * warps + 1 + MBARRIERS + (smem.barriers if smem else 0)
+        self.smem, self.agents = None, Agents(len(indices) * warps * LANES, len(indices) * (others + warps))
+        self.flying, self.barrier = [], Meeting(self)
+        self.blocks = [_Block(self, rank, index, resident, smem) for rank, index in enumerate(indices)]
+
+    def warp(self, block, index, program, _):
+        """One of a block's warps, about to begin."""
+        warp = Warp(block, index, program)
+        agent, time = block.ready
+        warp.clocks[:, agent] = time
+        return warp
+
+
+class _Block(Block):
+    """A block of such a cluster: its shared memory, by address."""
+
+    def __init__(self, cluster, rank, index, resident, smem):
+        super().__init__(cluster, rank, index, resident)
+        self.shadow = Shared(smem.nbytes if smem else 0, self.agents)
+        self.mma_agents = [self.agents.new() for _ in range(self.size)]  # of each warp: none knows when another's is over
+        self.ready = self.agents.new(), 1  # from its beginning on
+        self.barriers_at, self.votes = {}, {}
+
+
+_programs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(types, arch): Program}
+
+
+def program(kernel, types, arch) -> Program:
+    """What a kernel is compiled to for these types of arguments, ready to be executed."""
+    known = _programs.setdefault(kernel, {})
+    found = known.get((types, arch))
+    if found is None:
+        found = known[types, arch] = read(compile_ptx(kernel, types, arch))
+        found.meets = meets(found)
+        found.runs = [None if at.target is not None or at.opcode in ("ret", "exit") else meaning(at) for at in found.code]
+    return found
+
+
+def emulate(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 1), arch="sm_90a"):
+    """Run kernel[grid, threads](*args) as compiled for `arch`, cluster by cluster; arguments as for interpreter.interpret.
+
+    Hazard: what went wrong, at which instruction and line. NotImplementedError: an instruction that has no meaning yet."""
+    code = kernel.py_func.__code__
+    given = [parameter(name, value) for name, value in zip(code.co_varnames[: code.co_argcount], args, strict=True)]
+    what = program(kernel, tuple(p.type for p in given), arch)
+    block, maps, places = bytearray(), {}, iter(what.parameters.values())
+    for p in given:
+        for slot in p.slots:
+            at, size = next(places)
+            block.extend(bytes(at + size - len(block)))
+            if p.encoding:
+                maps[PARAMETERS + at] = copies.Map(p.encoding, p.array.pointer)
+            else:
+                block[at : at + size] = (slot & 2 ** (8 * size) - 1).to_bytes(size, "little")
+    arrays = [getattr(a, "array", a) for a in args]
+    spans = [np.lib.array_utils.byte_bounds(a) for a in arrays if isinstance(a, np.ndarray) and a.size]
+    bounds = kernel.targetoptions.get("launch_bounds")
+    resident = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
+    rng, memory = seeded(seed), Global(spans)
+    with np.errstate(all="ignore"):
+        for indices in clusters(grid, cluster):
+            Machine(indices, grid, threads // LANES, shared, rng, what, memory, block, maps, resident).run(what, None)

@@ -1,0 +1,273 @@
+"""What PTX's arithmetic means (PTX ISA, "Integer Arithmetic" to "Data Movement and Conversion Instructions")."""
+
+import operator
+
+import ml_dtypes
+import numpy as np
+
+from .table import TYPES, pure
+
+LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
+COMPARE |= {"lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
+BINARY = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+WIDER = {16: 32, 32: 64}
+
+
+def flush(x):
+    """.ftz: numbers below 2 ** -126 are 0."""
+    return np.where(np.abs(x) < np.float32(2**-126), np.copysign(np.float32(0), x), x)
+
+
+def _flushed(function):
+    return lambda _, *given: flush(function(*map(flush, given)))
+
+
+# ---- integers ------------------------------------------------------------------------------------------------------
+@pure(r"(add|sub|mul\.lo)\.([sub](?:16|32|64))", "{2}", "{2}", "{2}")
+def _(match, x, y):
+    return BINARY[match[1][:3]](x, y)
+
+
+@pure(r"mul\.wide\.([su])(16|32)", "{1}64", "{1}{2}", "{1}{2}")
+def _(match, x, y):
+    return x.astype(TYPES[match[1] + "64"]) * y
+
+
+@pure(r"mul\.hi\.([su])32", "{1}32", "{1}32", "{1}32")
+def _(match, x, y):
+    return (x.astype(TYPES[match[1] + "64"]) * y >> 32).astype(x.dtype)
+
+
+@pure(r"mad\.lo\.([su](?:16|32|64))", "{1}", "{1}", "{1}", "{1}")
+def _(_, x, y, z):
+    return x * y + z
+
+
+@pure(r"mad\.wide\.([su])32", "{1}64", "{1}32", "{1}32", "{1}64")
+def _(match, x, y, z):
+    return x.astype(TYPES[match[1] + "64"]) * y + z
+
+
+@pure(r"(div|rem)\.([su](?:16|32|64))", "{2}", "{2}", "{2}")
+def _(match, x, y):
+    quotient = np.where((x < 0) ^ (y < 0), -(np.abs(x) // np.abs(y)), np.abs(x) // np.abs(y)) if match[2][0] == "s" else x // y
+    return quotient if match[1] == "div" else x - quotient * y
+
+
+@pure(r"(min|max)\.([su](?:16|32|64))", "{2}", "{2}", "{2}")
+def _(match, x, y):
+    return (np.minimum if match[1] == "min" else np.maximum)(x, y)
+
+
+@pure(r"(neg|abs)\.(s(?:16|32|64))", "{2}", "{2}")
+def _(match, x):
+    return -x if match[1] == "neg" else np.abs(x)
+
+
+@pure(r"(and|or|xor)\.(b(?:16|32|64)|pred)", "{2}", "{2}", "{2}")
+def _(match, x, y):
+    return LOGIC[match[1]](x, y)
+
+
+@pure(r"not\.(b(?:16|32|64)|pred)", "{1}", "{1}")
+def _(_, x):
+    return ~x
+
+
+@pure(r"shl\.(b(?:16|32|64))", "{1}", "{1}", "u32")
+def _(_, x, n):
+    return np.where(n < 8 * x.itemsize, x << np.minimum(n, 8 * x.itemsize - 1).astype(x.dtype), x.dtype.type(0))
+
+
+@pure(r"shr\.([sub](?:16|32|64))", "{1}", "{1}", "u32")
+def _(_, x, n):
+    end = 8 * x.itemsize - 1
+    shifted = x >> np.minimum(n, end).astype(x.dtype)
+    return shifted if x.dtype.kind == "i" else np.where(n <= end, shifted, x.dtype.type(0))
+
+
+@pure(r"bfi\.b32", "b32", "b32", "b32", "u32", "u32")
+def _(_, x, y, start, length):
+    mask = (np.uint64(1) << length.astype(np.uint64)) - np.uint64(1) << start.astype(np.uint64)
+    return (y & ~mask | x.astype(np.uint64) << start.astype(np.uint64) & mask) & np.uint64(2**32 - 1)
+
+
+@pure(r"bfe\.u32", "u32", "u32", "u32", "u32")
+def _(_, x, start, length):
+    return x.astype(np.uint64) >> start.astype(np.uint64) & (np.uint64(1) << length.astype(np.uint64)) - np.uint64(1)
+
+
+@pure(r"popc\.b32", "u32", "b32")
+def _(_, x):
+    return np.bitwise_count(x)
+
+
+@pure(r"clz\.b32", "u32", "b32")
+def _(_, x):
+    return 31 - np.floor(np.log2(np.maximum(x, 0.5))).astype(np.int32)
+
+
+@pure(r"prmt\.b32", "b32", "b32", "b32", "b32")
+def _(_, x, y, select):
+    both = np.stack([x, y], 1).view(np.uint8)
+    chosen = np.stack([select >> np.uint32(4 * k) & 7 for k in range(4)], 1).astype(np.int64)
+    return np.ascontiguousarray(np.take_along_axis(both, chosen, 1)).view(np.uint32)[:, 0]
+
+
+# ---- floating point ------------------------------------------------------------------------------------------------
+@pure(r"(add|sub|mul)(?:\.rn)?\.(f32|f64)", "{2}", "{2}", "{2}")
+def _(match, x, y):
+    return BINARY[match[1]](x, y)
+
+
+@pure(r"(add|sub|mul)(?:\.rn)?\.ftz\.f32", "f32", "f32", "f32")
+def _(match, x, y):
+    return flush(BINARY[match[1]](flush(x), flush(y)))
+
+
+@pure(r"fma\.rn(\.ftz)?\.f32", "f32", "f32", "f32", "f32")
+def _(match, x, y, z):
+    return x.astype(np.float64) * y + z
+
+
+@pure(r"fma\.rn\.f64", "f64", "f64", "f64", "f64")
+def _(_, x, y, z):
+    return x * y + z
+
+
+@pure(r"fma\.rn\.(bf16|f16)x2", "b32", "b32", "b32", "b32")
+def _(match, *registers):
+    x, y, z = (r[:, None].view(TYPES[match[1]]).astype(np.float64) for r in registers)
+    return (x * y + z).astype(TYPES[match[1]]).view(np.uint32)[:, 0]
+
+
+@pure(r"div(?:\.(?:rn|full|approx))?(?:\.ftz)?\.(f32|f64)", "{1}", "{1}", "{1}")
+def _(_, x, y):
+    return x / y
+
+
+@pure(r"(min|max)(\.ftz)?\.(f32|f64)", "{3}", "{3}", "{3}")
+def _(match, x, y):
+    if match[2]:
+        x, y = flush(x), flush(y)
+    return (np.fmin if match[1] == "min" else np.fmax)(x, y)
+
+
+@pure(r"(neg|abs)(?:\.ftz)?\.(f32|f64)", "{2}", "{2}")
+def _(match, x):
+    return -x if match[1] == "neg" else np.abs(x)
+
+
+APPROXIMATE = {
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "rcp": np.reciprocal,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: np.reciprocal(np.sqrt(x)),
+    "sin": np.sin,
+    "cos": np.cos,
+}
+
+
+@pure(r"(ex2|lg2|rcp|sqrt|rsqrt|sin|cos)\.(?:approx|rn)(?:\.ftz)?\.f32", "f32", "f32")
+def _(match, x):
+    return flush(APPROXIMATE[match[1]](flush(x)))
+
+
+@pure(r"(sqrt|rcp)\.rn\.f64", "f64", "f64")
+def _(match, x):
+    return APPROXIMATE[match[1]](x)
+
+
+@pure(r"tanh\.approx\.f32", "f32", "f32")
+def _(_, x):
+    return np.tanh(x * np.float32(1 + 2**-12))
+
+
+@pure(r"copysign\.f32", "f32", "f32", "f32")
+def _(_, x, y):
+    return np.copysign(y, x)
+
+
+# ---- comparisons ---------------------------------------------------------------------------------------------------
+def _compared(how, x, y):
+    """An ordered comparison is false if one of the two is NaN; one that ends in u is true then."""
+    if how in ("num", "nan"):
+        return (np.isnan(x) | np.isnan(y)) ^ (how == "num")
+    unordered = how[-1] == "u" and len(how) == 3
+    found = COMPARE[how[:2]](x, y)
+    if x.dtype.kind == "f":
+        odd = np.isnan(x) | np.isnan(y)
+        found = found | odd if unordered else found & ~odd
+    return found
+
+
+@pure(r"setp\.(\w+)(?:\.ftz)?\.([sub](?:16|32|64)|f32|f64)", "pred", "{2}", "{2}")
+def _(match, x, y):
+    return _compared(match[1], x, y)
+
+
+@pure(r"setp\.(\w+)\.(and|or|xor)\.([sub](?:16|32|64)|f32|f64)", "pred", "{3}", "{3}", "pred")
+def _(match, x, y, p):
+    return LOGIC[match[2]](_compared(match[1], x, y), p)
+
+
+@pure(r"selp\.([sub](?:16|32|64)|f32|f64)", "{1}", "{1}", "{1}", "pred")
+def _(_, x, y, p):
+    return np.where(p, x, y)
+
+
+# ---- conversions ---------------------------------------------------------------------------------------------------
+@pure(r"cvt\.([sub](?:8|16|32|64))\.([sub](?:8|16|32|64))", "{1}", "{2}")
+def _(match, x):
+    return x.astype(TYPES[match[1]])
+
+
+@pure(r"cvt\.r[nz]\.(f32|f64|f16|bf16)\.([su](?:8|16|32|64))", "{1}", "{2}")
+def _(match, x):
+    return x.astype(TYPES[match[1]])
+
+
+@pure(r"cvt(?:\.rn)?(?:\.ftz)?\.(f16|bf16|f32|f64)\.(f16|bf16|f32|f64)", "{1}", "{2}")
+def _(match, x):
+    return x.astype(TYPES[match[1]])
+
+
+ROUND = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
+
+
+@pure(r"cvt\.(rzi|rni|rmi|rpi)(?:\.ftz)?\.([su](?:16|32|64))\.(f16|bf16|f32|f64)", "{2}", "{3}")
+def _(match, x):
+    ends = np.iinfo(TYPES[match[2]])
+    return np.clip(np.nan_to_num(ROUND[match[1]](x.astype(np.float64)), posinf=np.inf, neginf=-np.inf), ends.min, ends.max)
+
+
+@pure(r"cvt\.(rni|rzi|rmi|rpi)(?:\.ftz)?\.(f32)\.f32", "f32", "f32")
+def _(match, x):
+    return ROUND[match[1]](x)
+
+
+@pure(r"cvt\.rn\.(bf16|f16)x2\.f32", "b32", "f32", "f32")
+def _(match, high, low):
+    return np.stack([low, high], 1).astype(TYPES[match[1]]).view(np.uint32)[:, 0]
+
+
+@pure(r"cvt\.rn\.satfinite\.(e4m3|e5m2)x2\.f32", "b16", "f32", "f32")
+def _(match, high, low):
+    end = np.float32(ml_dtypes.finfo(TYPES[match[1]]).max)
+    return np.clip(np.stack([low, high], 1), -end, end).astype(TYPES[match[1]]).view(np.uint16)[:, 0]
+
+
+@pure(r"cvt\.rn\.f16x2\.(e4m3|e5m2)x2", "b32", "b16")
+def _(match, x):
+    return x[:, None].view(TYPES[match[1]]).astype(np.float16).view(np.uint32)[:, 0]
+
+
+@pure(r"cvt\.rna\.tf32\.f32", "b32", "f32")
+def _(_, x):
+    """Ten bits of mantissa after the first; half a unit goes away from zero."""
+    mantissa, exponent = np.frexp(x.astype(np.float64))
+    scale = np.exp2(np.minimum(11, exponent + 136.0))
+    rounded = np.copysign(np.floor(np.abs(mantissa) * scale + 0.5), mantissa) / scale
+    return np.where(np.isfinite(x), np.ldexp(rounded, exponent), x).astype(np.float32).view(np.uint32)

@@ -1,0 +1,238 @@
+"""What makes warps meet: mbarriers by address and parity, named barriers, the cluster's, fences, setmaxnreg."""
+
+import numpy as np
+
+from ..interpreter.barriers import Mbarrier
+from ..interpreter.hazard import Hazard
+from ..interpreter.shadow import Event
+from ..layout import LANES
+from .memory import BARRIER
+from .moves import address, everyone
+from .table import means, operand
+from .text import Imm
+
+MBARRIER_BYTES = 8
+
+
+class ByParity(Mbarrier):
+    """An mbarrier whose waiters name a parity. Which phase is meant follows from what the waiter knows: the first after all
+    those that it knows complete, or the last of these, if that has this parity."""
+
+    def wait(self, warp, parity):
+        """The active lanes wait until the phase of this parity is complete, and know what that lets them know."""
+        known = int(warp.clocks[warp.mask, self.agent].min())
+        wanted = known if (known - 1) & 1 == parity else known + 1
+        if wanted > known:
+            self._missed(warp, wanted, "")
+            warp.until(lambda: self.phase >= wanted, lambda: self._lacks(wanted))
+            self._missed(warp, wanted, "")
+            warp.clocks[warp.mask] = np.maximum(warp.clocks[warp.mask], self.published[wanted])
+        self.waits[warp.agent] = wanted, warp.tick(), warp.place()
+
+    def _complete(self, warp, place):
+        for first, (phase, time, waited) in self.waits.items():
+            if phase <= self.phase and self.clock[first : first + LANES].max() < time:
+                raise Hazard(
+                    "phase",
+                    f"this completes phase {self.phase + 1} of {self.name}, and nothing orders it after "
+                    f"{waited.by('the wait')} for phase {phase}: a little later, that wait would have missed its phase",
+                    place,
+                    waited,
+                )
+        waits, self.waits = self.waits, {}
+        super()._complete(warp, place)
+        self.waits = waits
+
+
+def mbarrier(w, home, at, asks):
+    """The mbarrier at an address of a block, which one who `asks` must know to be set up."""
+    bar = home.barriers_at.get(at)
+    if bar is None:
+        raise w.hazard(f"no mbarrier lies at {at} of shared memory", "plan")
+    cells = slice(at, at + MBARRIER_BYTES)
+    shadow = home.shadow
+    bad = asks.know(shadow.writer[cells]) < shadow.written[cells]
+    if bad.any():
+        event = shadow.writes[shadow.write[at]]
+        if (asks.plainly(shadow.writer[cells]) >= shadow.written[cells]).all():
+            raise w.hazard(f"uses {bar.name}, with no fence.mbarrier_init after {event}", "fence")
+        raise w.hazard(f"uses {bar.name}, and nothing orders this after {event}", "race")
+    return bar
+
+
+def _lanes(w, given, kind=np.uint32):
+    """(lane, its thread, address) of the active lanes."""
+    at = address(w, given, kind)
+    return [(lane, w.threads[lane], int(at[lane])) for lane in np.flatnonzero(w.mask)]
+
+
+def the_lane(w, deed):
+    """The one active lane."""
+    lanes = np.flatnonzero(w.mask)
+    if len(lanes) != 1:
+        raise w.hazard(f"{deed} by {len(lanes)} lanes: each would do it once", "divergence")
+    return int(lanes[0])
+
+
+# ---- mbarriers -----------------------------------------------------------------------------------------------------
+@means(r"mbarrier\.init\.shared(?:::cta)?\.b64")
+def _(_, w, at):
+    count = operand(at.operands[1], np.uint32)(w)
+    for lane, thread, where in _lanes(w, at.operands[0]):
+        cells = slice(where, where + MBARRIER_BYTES)
+        w.within(where, where + MBARRIER_BYTES, MBARRIER_BYTES)
+        shadow = w.block.shadow
+        if (shadow.state[cells] == BARRIER).any():
+            raise w.hazard(f"sets up an mbarrier at {where}, where one lies", "plan")
+        w._allowed(shadow.unwritable(w.asks_lane(lane), cells), "sets up an mbarrier")
+        event = Event("store", f"the set-up of the mbarrier at {where}", w.place())
+        shadow.note_write(thread.agent, w.tick(), cells, BARRIER, event)
+        w.block.barriers_at[where] = ByParity(w.block, f"the mbarrier at {where}", int(count[lane]))
+
+
+@means(r"mbarrier\.inval\.shared(?:::cta)?\.b64")
+def _(_, w, at):
+    for _, _, where in _lanes(w, at.operands[0]):
+        w.block.barriers_at.pop(where, None)
+        w.block.shadow.state[where : where + MBARRIER_BYTES] = 0
+
+
+@means(r"fence\.mbarrier_init\.release\.cluster|fence\.proxy\.async(?:\.shared::cta|\.global)?")
+def _(_, w, at):
+    w.fence_async()
+
+
+@means(r"mbarrier\.arrive(\.expect_tx)?(?:\.(release|relaxed)\.(cta|cluster))?\.shared(?:::(cta|cluster))?\.b64")
+def _(match, w, at):
+    _, to, *nbytes = at.operands
+    expected = operand(nbytes[0], np.uint32)(w) if nbytes else None
+    for lane, thread, where in _lanes(w, to):
+        home, there = w.home(where)
+        bar = mbarrier(w, home, there, w.asks_lane(lane))
+        published = match[2] != "relaxed" and (home is w.block or match[3] == "cluster")
+        bar.arrive(thread if published else _Unsaid(thread), int(expected[lane]) if nbytes and match[1] else 0)
+
+
+class _Unsaid:
+    """A thread whose arrival at a peer's barrier says nothing of what it wrote: only that it has come."""
+
+    def __init__(self, thread):
+        self.thread, self.clock = thread, thread.clock.copy()
+        self.agent, self.block, self.place, self.hazard = thread.agent, thread.block, thread.place, thread.hazard
+
+    def tick(self):
+        """A new time."""
+        time = self.thread.tick()
+        self.clock[self.agent] = time
+        return time
+
+
+@means(r"mbarrier\.(?:try_wait|test_wait)\.parity(?:\.acquire)?(?:\.(cta|cluster))?\.shared(?:::cta)?\.b64")
+def _(match, w, at):
+    done, where, parity = at.operands[:3]
+    parities, bars = operand(parity, np.uint32)(w), {}
+    for lane, _, place in _lanes(w, where):
+        bars.setdefault((place, int(parities[lane]) & 1), lane)
+    if len(bars) != 1:
+        raise w.hazard("lanes wait for different barriers or parities", "divergence")
+    ((place, parity), lane), = bars.items()
+    mbarrier(w, w.block, place, w.asks_lane(lane)).wait(w, parity)
+    w.set(done, np.ones(LANES, bool))
+
+
+# ---- named barriers ------------------------------------------------------------------------------------------------
+class _Together:
+    """A warp whose lanes meet at a barrier as one."""
+
+    def __init__(self, warp):
+        warp.meet()
+        self.warp, self.clock = warp, warp.clocks[0].copy()
+        self.agent, self.index, self.group, self.block = warp.agent, warp.index, warp.group, warp.block
+        self.place, self.hazard, self.until = warp.place, warp.hazard, warp.until
+        self.met, self.waited, self.met_at = warp.met, warp.waited, warp.met_at
+
+    def tick(self):
+        """A new time."""
+        self.clock[self.agent : self.agent + LANES] = time = self.warp.tick()
+        return time
+
+    def learn(self, clock):
+        """All lanes know what `clock` knows."""
+        self.warp.learn(clock)
+
+
+def _uniform(w, given, deed):
+    values = operand(given, np.uint32)(w)
+    if (values != values[0]).any():
+        raise w.hazard(f"{deed}: the lanes name different barriers or numbers of threads", "divergence")
+    return int(values[0])
+
+
+def _named(w, at, sync):
+    w.converged(at.opcode)
+    number = _uniform(w, at.operands[0], at.opcode)
+    threads = _uniform(w, at.operands[1], at.opcode) if len(at.operands) > 1 else LANES * w.block.size
+    w.block.named(number, threads).meet(_Together(w), threads, sync)
+
+
+@means(r"(?:bar|barrier)(?:\.cta)?\.(sync|arrive)(?:\.aligned)?")
+def _(match, w, at):
+    _named(w, at, match[1] == "sync")
+
+
+@means(r"bar\.red\.(and|or)\.pred")
+def _(match, w, at):
+    into, number, threads, flag = at.operands
+    w.converged("bar.red")
+    number, threads = _uniform(w, number, "bar.red"), _uniform(w, threads, "bar.red")
+    bar = w.block.named(number, threads)
+    votes = w.block.votes.setdefault((number, bar.opened), [])
+    votes.append(operand(flag, np.bool_)(w))
+    bar.meet(_Together(w), threads)
+    w.set(into, np.full(LANES, (np.any if match[1] == "or" else np.all)(votes)))
+
+
+@means(r"bar\.warp\.sync")
+def _(_, w, at):
+    everyone(w, "bar.warp.sync", operand(at.operands[0], np.uint32)(w))
+    w.meet()
+
+
+# ---- clusters ------------------------------------------------------------------------------------------------------
+@means(r"barrier\.cluster\.arrive(\.relaxed|\.release)?(?:\.aligned)?")
+def _(match, w, at):
+    w.converged("barrier.cluster.arrive")
+    together = _Together(w)
+    if match[1] == ".relaxed":
+        together.clock[:] = 0
+    w.block.cluster.barrier.arrive(together)
+    w.met, w.met_at = together.met, together.met_at
+
+
+@means(r"barrier\.cluster\.wait(?:\.acquire)?(?:\.aligned)?")
+def _(_, w, at):
+    w.converged("barrier.cluster.wait")
+    together = _Together(w)
+    w.block.cluster.barrier.wait(together)
+    w.waited = together.waited
+
+
+@means(r"mapa\.shared::cluster\.u32")
+def _(_, w, at):
+    from .memory import WINDOW
+
+    to, source, rank = at.operands
+    w.set(to, operand(source, np.uint32)(w) | operand(rank, np.uint32)(w) + np.uint32(1) << np.uint32(WINDOW))
+
+
+# ---- the rest ------------------------------------------------------------------------------------------------------
+@means(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32")
+def _(match, w, at):
+    w.converged("setmaxnreg")
+    count: Imm = at.operands[0]
+    w.set_registers(int(count.text), match[1] == "inc")
+
+
+@means(r"prefetch\.tensormap|prefetch\..*|cp\.async\.bulk\.prefetch\.tensor\..*|nanosleep\.u32|pragma")
+def _(_, w, at):
+    """Changes nothing that a kernel could see."""

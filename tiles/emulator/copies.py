@@ -1,0 +1,293 @@
+"""What copies by itself: cp.async, TMA's loads and stores by tensor maps, st.async. Copies land as late as the waits allow."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+from ..interpreter.shadow import VALID, Event
+from ..layout import LANES
+from .barriers import mbarrier, the_lane
+from .moves import address
+from .table import TYPES, means, operand
+
+SIZES = {"FLOAT32": 4, "TFLOAT32": 4, "BFLOAT16": 2, "FLOAT16": 2, "UINT8": 1, "INT32": 4}
+ELEMENTS = {"FLOAT32": np.float32, "TFLOAT32": np.float32, "BFLOAT16": ml_dtypes.bfloat16, "FLOAT16": np.float16}
+ELEMENTS |= {"INT32": np.int32, "UINT8": np.uint8}
+FOLDS = {"add": np.add, "min": np.fmin, "max": np.fmax}
+TURNS = {"NONE": 0, "32B": 1, "64B": 3, "128B": 7}  # which bits of a chunk's number a swizzle changes
+
+
+# ---- cp.async ------------------------------------------------------------------------------------------------------
+@means(r"cp\.async\.(ca|cg)\.shared(?:::cta)?\.global(?:\.L2::\w+)?")
+def _(match, w, at):
+    to, source, size, *used = at.operands
+    size = int(size.text)
+    if match[1] == "cg" and size != 16:
+        raise w.hazard(f"cp.async.cg copies 16 bytes, not {size}", "language")
+    home, lanes, cells = w._cells(address(w, to, np.uint32), size)
+    counts = operand(used[0], np.uint32)(w)[lanes].astype(np.int64) if used else np.full(len(lanes), size)
+    if (counts > size).any():
+        raise w.hazard(f"cp.async of {counts.max()} bytes into {size}")
+    sources, memory = address(w, source)[lanes], w.block.cluster.memory
+    if (sources % np.uint64(size))[counts > 0].any():
+        raise w.hazard(f"cp.async of {size} bytes from an address that is no multiple")
+    w._allowed(home.shadow.unwritable(w.asks(lanes), cells), "copies into shared memory")
+    for n in {int(n) for n in counts} - {0}:
+        memory._bytes(w, sources[counts == n], 1), memory._bytes(w, sources[counts == n] + np.uint64(n - 1), 1)
+
+    def land():
+        brought = np.zeros(cells.shape, np.uint8)
+        for n in {int(n) for n in counts} - {0}:
+            which = counts == n
+            inside, where = memory._bytes(w, sources[which], 1)
+            brought[which, :n] = inside[where + np.arange(n)]
+        home.shadow.bytes[cells] = brought
+        home.shadow.state[cells] = VALID
+
+    copy = w.block.cluster.start(land, "the copy into shared memory", cells.size, w.place())
+    copy.awaited = False
+    w.copies.append(copy)
+    event = Event("copy", f"the end of {copy.deed}", copy.place)
+    home.shadow.start_filling((w.copier + lanes)[:, None], len(w.groups) + 1, cells, event)
+
+
+@means(r"cp\.async\.commit_group")
+def _(_, w, at):
+    w.converged("cp.async.commit_group")
+    w.groups.append(w.copies)
+    w.copies = []
+
+
+@means(r"cp\.async\.wait_(group|all)")
+def _(match, w, at):
+    w.converged("cp.async.wait_group")
+    if match[1] == "all":
+        w.groups.append(w.copies)
+        w.copies = []
+    newer = int(at.operands[0].text) if at.operands else 0
+    done = max(0, len(w.groups) - newer)
+    waited = [copy for group in w.groups[:done] for copy in group if not copy.awaited]
+    w.until(lambda: all(copy.done for copy in waited), lambda: "its copies")
+    for copy in waited:
+        copy.awaited = True
+    lanes = np.arange(LANES)
+    w.clocks[lanes, w.copier + lanes] = np.maximum(w.clocks[lanes, w.copier + lanes], done)
+
+
+# ---- tensor maps ---------------------------------------------------------------------------------------------------
+class Map:
+    """A tensor map: what cuTensorMapEncodeTiled was told of an array at an address, and what it makes of that."""
+
+    def __init__(self, encoding, pointer):
+        self.encoding, self.pointer, self.size = encoding, pointer, SIZES[encoding.dtype]
+        self.steps = (self.size, *encoding.strides)
+        self.nbytes = math.prod(encoding.box) * self.size
+
+    def box(self, at):
+        """(offsets of the box's elements from the array's first, which of them are inside) with the innermost axis last."""
+        offset, inside = np.zeros((), np.int64), np.ones((), bool)
+        for start, extent, count, step in zip(at, self.encoding.box, self.encoding.extents, self.steps):  # innermost first
+            index = np.arange(extent) + start
+            offset, inside = offset[..., None] if offset.ndim else offset, inside
+            offset = np.add.outer(index * step, offset) if offset.ndim else index * step
+            inside = np.logical_and.outer((index >= 0) & (index < count), inside) if inside.ndim else (index >= 0) & (index < count)
+        return offset, inside
+
+    def cells(self, first):
+        """Where in shared memory the bytes of each element lie, if the box begins at `first`: rows one after the other, chunks
+        of 16 bytes swizzled by their address."""
+        inner = self.encoding.box[0] * self.size
+        rows = self.nbytes // inner
+        at = first + np.arange(rows)[:, None] * inner + np.arange(inner)
+        at = at ^ (at >> 7 & TURNS[self.encoding.swizzle]) << 4
+        return at.reshape(-1, self.size)
+
+
+def _map(w, operand_, deed):
+    where = int(address(w, operand_)[w.mask][0])
+    found = w.block.cluster.maps.get(where)
+    if found is None:
+        raise w.hazard(f"{deed}: no tensor map lies at {where:#x}", "plan")
+    return found
+
+
+def _box(w, given, deed):
+    lane = the_lane(w, deed)
+    what = _map(w, given, deed)
+    at = [int(operand(x, np.int32)(w)[lane]) for x in given.coordinates]
+    if len(at) != len(what.encoding.box):
+        raise w.hazard(f"{deed}: {len(at)} coordinates for a tensor map of {len(what.encoding.box)} axes", "plan")
+    offsets, inside = (x.reshape(-1) for x in what.box(at))
+    return lane, what, offsets, inside
+
+
+def _span(w, what, first, deed):
+    """The bytes of shared memory that a box takes."""
+    swizzle = what.encoding.swizzle
+    align = {"NONE": 16, "32B": 128, "64B": 128, "128B": 128}[swizzle]
+    if first % align:
+        raise w.hazard(f"{deed}: shared memory at {first}, which is no multiple of {align}")
+
+
+@means(
+    r"cp\.async\.bulk\.tensor\.(\d)d\.shared::(cta|cluster)\.global(?:\.tile)?\.mbarrier::complete_tx::bytes"
+    r"(\.multicast::cluster)?(?:\.L2::cache_hint)?"
+)
+def _(match, w, at):
+    to, source, bar, *mask = at.operands
+    deed = "the TMA load"
+    lane, what, offsets, inside = _box(w, source, deed)
+    first, where = int(address(w, to, np.uint32)[lane]), int(address(w, bar, np.uint32)[lane])
+    block, first = w.home(first)
+    bar_block, where = w.home(where)
+    if match[3]:
+        ranks = [k for k in range(16) if int(operand(mask[0], np.uint32)(w)[lane]) >> k & 1]
+        if any(k >= len(block.cluster.blocks) for k in ranks):
+            raise w.hazard(f"{deed}: the cluster has no block {max(ranks)}")
+        homes = [block.cluster.blocks[k] for k in ranks]
+    elif bar_block is not block:
+        raise w.hazard(f"{deed} brings to one block and tells another's barrier", "plan")
+    else:
+        homes = [block]
+    _span(w, what, first, deed)
+    low, memory = _array(w, what, offsets, inside, deed)
+    for home in homes:
+        _load(w, lane, home, what, first, where, what.pointer + offsets - low, inside, memory, deed)
+
+
+def _array(w, what, offsets, inside, deed):
+    if not inside.any():
+        return what.pointer, np.zeros(0, np.uint8)
+    at = what.pointer + offsets[inside]
+    try:
+        return w.block.cluster.memory.box(int(at.min()), int(at.max()) + what.size)
+    except IndexError as error:
+        raise w.hazard(f"{deed}: {error}") from None
+
+
+def _load(w, lane, home, what, first, where, places, inside, memory, deed):
+    thread, shadow = w.threads[lane], home.shadow
+    cells = what.cells(first)
+    span = slice(first, first + what.nbytes)
+    w.within(first, first + what.nbytes, 1, home)
+    home.reached(thread, deed)
+    bar = mbarrier(w, home, where, w.asks_lane(lane, True))
+    w._allowed(shadow.unwritable(w.asks_lane(lane, True), span), deed)
+
+    def land():
+        brought = np.zeros((len(cells), what.size), np.uint8)
+        brought[inside] = memory[places[inside][:, None] + np.arange(what.size)]
+        if what.encoding.dtype == "TFLOAT32":
+            brought = _to_tf32(brought)
+        shadow.bytes[cells] = brought
+        shadow.state[span] = VALID
+        bar.end_copy(copy)
+
+    copy = w.block.cluster.start(land, deed, what.nbytes, w.place())
+    waited = [m for block in w.block.cluster.blocks for m in block.mbarriers if thread.clock[m.agent]]
+    time = bar.begin_copy(_After(thread), copy, waited)
+    shadow.start_filling(bar.agent, time, span, Event("copy", f"the end of {deed}", copy.place))
+
+
+class _After:
+    """A thread that starts a copy, which knows the phases that the thread has waited for."""
+
+    def __init__(self, thread):
+        self.clock, self.hazard = thread.clock, thread.hazard
+
+
+def _to_tf32(raw):
+    """TMA rounds to ten bits of mantissa, ties to even."""
+    bits = raw.view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0xFFF + (bits >> np.uint64(13) & 1)) & np.uint64(0xFFFFE000)
+    finite = bits >> np.uint64(23) & 0xFF != 0xFF
+    return np.where(finite, rounded, bits).astype(np.uint32).view(np.uint8)
+
+
+@means(
+    r"cp(?:\.reduce)?\.async\.bulk\.tensor\.(\d)d\.global\.shared::cta(?:\.(add|min|max))?(?:\.tile)?\.bulk_group(?:\.L2::cache_hint)?"
+)
+def _(match, w, at):
+    target, source = at.operands
+    deed = "the TMA store"
+    lane, what, offsets, inside = _box(w, target, deed)
+    first = int(address(w, source, np.uint32)[lane])
+    _span(w, what, first, deed)
+    w.within(first, first + what.nbytes, 1)
+    low, memory = _array(w, what, offsets, inside, deed)
+    shadow, span = w.block.shadow, slice(first, first + what.nbytes)
+    w._allowed(shadow.unreadable(w.asks_lane(lane, True), span), deed)
+    cells, places = what.cells(first), what.pointer + offsets - low
+    agent, kind, fold = w.block.store_agents[w.index], ELEMENTS[what.encoding.dtype], match[2]
+
+    def land():
+        given = shadow.bytes[cells[inside]]
+        into = places[inside][:, None] + np.arange(what.size)
+        if fold:
+            old = np.ascontiguousarray(memory[into]).view(kind)
+            given = FOLDS[fold](old, given.view(kind)).astype(kind).view(np.uint8)
+        memory[into] = given
+
+    store = w.block.cluster.start(land, deed, what.nbytes, w.place())
+    store.lane = lane
+    shadow.note_read(agent, len(w.store_groups) + 1, span, Event("read", deed, store.place))
+    w.stores.append(store)
+
+
+@means(r"cp\.async\.bulk\.commit_group")
+def _(_, w, at):
+    lanes = np.flatnonzero(w.mask)
+    if any(store.lane not in lanes for store in w.stores):
+        return  # of other lanes, which have not committed
+    w.store_groups.append(w.stores)
+    w.stores = []
+
+
+@means(r"cp\.async\.bulk\.wait_group(\.read)?")
+def _(match, w, at):
+    newer, lanes = int(at.operands[0].text), np.flatnonzero(w.mask)
+    own = [k for k, group in enumerate(w.store_groups, 1) if any(store.lane in lanes for store in group)]
+    done = own[: len(own) - newer] if newer else own
+    waited = [store for k in done for store in w.store_groups[k - 1]]
+    w.until(lambda: all(store.done for store in waited), lambda: "its TMA stores")
+    if done:
+        agent = w.block.store_agents[w.index]
+        starters = sorted({store.lane for store in waited})
+        for lane in starters:  # of others' groups a lane learns nothing
+            if lane in lanes:
+                w.clocks[lane, agent] = max(w.clocks[lane, agent], done[-1])
+        w.stores_known = max(w.stores_known, done[-1])
+
+
+# ---- st.async ------------------------------------------------------------------------------------------------------
+@means(r"st\.async(?:\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes(?:\.(v2|v4))?\.([subf](?:32|64))")
+def _(match, w, at):
+    to, values, bar = at.operands
+    parts = values if isinstance(values, list) else [values]
+    kind = np.dtype(f"u{np.dtype(TYPES[match[2]]).itemsize}")
+    given = np.concatenate([operand(v, kind)(w)[w.mask][:, None].view(np.uint8) for v in parts], 1)
+    home, lanes, cells = w._cells(address(w, to, np.uint32), given.shape[1])
+    wheres = {int(x) for x in address(w, bar, np.uint32)[w.mask]}
+    if len(wheres) != 1:
+        raise w.hazard("lanes store and tell different barriers", "divergence")
+    bar_home, where = w.home(wheres.pop())
+    if bar_home is not home:
+        raise w.hazard("st.async writes to one block and tells another's barrier", "plan")
+    lane, shadow = int(lanes[0]), home.shadow
+    thread = w.threads[lane]
+    home.reached(thread, "st.async")
+    barrier = mbarrier(w, home, where, w.asks_lane(lane))
+    w._allowed(shadow.unwritable(w.asks(lanes), cells), "st.async writes shared memory")
+
+    def land():
+        shadow.bytes[cells] = given
+        shadow.state[cells] = VALID
+        barrier.end_copy(copy)
+
+    copy = w.block.cluster.start(land, "the store", given.size, w.place())
+    time = barrier.begin_copy(thread, copy)
+    for each in lanes:
+        barrier.learn(w.clocks[each])
+    shadow.start_filling(barrier.agent, time, cells, Event("copy", "the end of the store", copy.place))
+

@@ -1,0 +1,173 @@
+"""Memory by address: global memory as it lies in the host, shared memory byte by byte under supervision.
+
+Who has a clock here is a *thread*: each lane, its copies by cp.async, both once more as the asynchronous proxy sees them; each
+warp's mmas and bulk stores; each mbarrier's copies (see interpreter/shadow.py for what clocks are). So a `__syncwarp` that is
+missing shows. A cell is one byte.
+"""
+
+import ctypes
+
+import numpy as np
+
+from ..interpreter.shadow import FILLING, NEVER, OVERTAKEN, POISON, VALID
+from ..layout import LANES
+
+BARRIER = 4  # the state of a cell that belongs to an mbarrier
+WINDOW = 24  # an address among the cluster's: (rank + 1) << WINDOW | address in that block, or rank's own with nothing added
+BASE = 1024 + 16  # where dynamic shared memory begins: 16 bytes are all that a launch promises
+
+
+class Global:
+    """The arrays of a launch: loads and stores anywhere else are refused. spans: [(first byte, end)]."""
+
+    def __init__(self, spans):
+        self.spans = [(low, np.ctypeslib.as_array((ctypes.c_uint8 * (end - low)).from_address(low))) for low, end in spans]
+
+    def _bytes(self, warp, addresses, size):
+        if (addresses % np.uint64(size)).any():
+            raise warp.hazard(f"an access of {size} bytes at {int(addresses[addresses % size != 0][0]):#x}, which is no multiple")
+        first, last = int(addresses.min()), int(addresses.max())
+        for low, memory in self.spans:
+            if low <= first and last + size <= low + len(memory):
+                return memory, (addresses - np.uint64(low)).astype(np.int64)[:, None] + np.arange(size)
+        raise warp.hazard(f"{size} bytes at {first:#x} to {last:#x} are not all of one array that the launch was given")
+
+    def load(self, warp, addresses, size):
+        """(n, size) bytes."""
+        memory, at = self._bytes(warp, addresses, size)
+        return memory[at]
+
+    def store(self, warp, addresses, values):
+        """Store (n, size) bytes."""
+        memory, at = self._bytes(warp, addresses, values.shape[1])
+        memory[at] = values
+
+    def box(self, first, last):
+        """The array in which all these bytes lie, and its first address; IndexError: there is none."""
+        for low, memory in self.spans:
+            if low <= first and last <= low + len(memory):
+                return low, memory
+        raise IndexError(f"bytes {first:#x} to {last:#x} are not all of one array that the launch was given")
+
+
+class Shared:
+    """One block's shared memory. Cells are a slice, or an array of indices; `know(agents)` gives the times up to which the one
+    who asks knows these agents' accesses, for an array like that of the cells."""
+
+    def __init__(self, nbytes, agents):
+        self.end = BASE + nbytes
+        self.bytes = np.full(self.end, POISON, np.uint8)
+        self.state = np.full(self.end, NEVER, np.uint8)
+        self.writer, self.written, self.write = (np.zeros(self.end, np.int32) for _ in range(3))
+        self.writes = []  # events
+        self.lane_reads = {}  # first agent of a warp -> time of the last reads of each cell, and by which lanes, as bits
+        self.reads, self.read_events = {}, {}  # other agents: time of the last read of each cell; (agent, time) -> event
+        self.ordinary = agents.ordinary
+
+    # -- who may
+    def _order(self, ask, cells):
+        """(kind, cause) if the last write of some cell is not known to be over, or None."""
+        writer, written = self.writer[cells], self.written[cells]
+        bad = ask.know(writer) < written
+        if not bad.any():
+            return None
+        k = bad.argmax()
+        event = self.writes[self.write[cells].flat[k]]
+        if ask.asynchronous and (ask.plainly(writer) >= written).flat[k]:
+            return "fence", f"with no fence.proxy.async after {event}"
+        return OVERTAKEN[event.kind], f"and nothing orders this after {event}"
+
+    def unreadable(self, ask, cells):
+        """What forbids this reader these cells: (kind, cause), or None."""
+        state = self.state[cells]
+        if found := self._order(ask, cells):
+            return found
+        if (state == VALID).all():
+            return None
+        if (state == BARRIER).any():
+            return "plan", "where an mbarrier lies"
+        return "never written", "which nobody has written"
+
+    def unwritable(self, ask, cells):
+        """What forbids this writer these cells: (kind, cause), or None."""
+        if (self.state[cells] == BARRIER).any():
+            return "plan", "where an mbarrier lies"
+        if found := self._order(ask, cells):
+            return found
+        for first, (times, lanes) in self.lane_reads.items():
+            late, readers = times[cells], lanes[cells]
+            if not late.any() or ask.knows_warp(first, late):
+                continue
+            for lane in range(LANES):
+                agent = np.full(late.shape, first + lane)
+                bad = (late > ask.know(agent)) & (readers >> np.uint32(lane) & 1 != 0)
+                if bad.any():
+                    return self._read(ask, bad, agent, late, first)
+        for agent, times in self.reads.items():
+            late = times[cells]
+            bad = late > ask.know(np.full(late.shape, agent))
+            if bad.any():
+                return self._read(ask, bad, np.full(late.shape, agent), late, agent)
+        return None
+
+    def _read(self, ask, bad, agent, late, key):
+        k = bad.argmax()
+        event = self.read_events[key, int(late.flat[k])]
+        if ask.asynchronous and (ask.plainly(agent) >= late).flat[k]:
+            return "fence", f"with no fence.proxy.async after {event}"
+        return "race", f"and nothing orders this after {event}"
+
+    # -- what was done
+    def note_lanes(self, first, lanes, cells, time, synced, event):
+        """These lanes (n,) of the warp whose agents begin at `first` read cells (n, size); `synced`: when the warp last met."""
+        if first not in self.lane_reads:
+            self.lane_reads[first] = np.zeros(self.end, np.int32), np.zeros(self.end, np.uint32)
+        times, readers = self.lane_reads[first]
+        readers[cells[times[cells] <= synced]] = 0
+        np.bitwise_or.at(readers, cells, (np.uint32(1) << lanes.astype(np.uint32))[:, None])
+        times[cells] = time
+        self.read_events.setdefault((first, time), event)
+
+    def note_read(self, agent, time, cells, event):
+        """`agent`, no lane, reads these cells until its `time`."""
+        if agent not in self.reads:
+            self.reads[agent] = np.zeros(self.end, np.int32)
+        self.reads[agent][cells] = time
+        self.read_events.setdefault((agent, time), event)
+
+    def note_write(self, agents, time, cells, state, event):
+        """`agents` (one, or an array like the cells') write these cells, finished at their `time`."""
+        self.writer[cells], self.written[cells], self.state[cells] = agents, time, state
+        self.write[cells] = len(self.writes)
+        self.writes.append(event)
+
+    def start_filling(self, agent, time, cells, event):
+        """The same for a copy that has only begun: nothing of what lies there is good any more."""
+        self.note_write(agent, time, cells, FILLING, event)
+        self.bytes[cells] = POISON
+
+
+class Ask:
+    """Someone who would access shared memory: a clock (agents,), or one for each of `rows` (n,) of clocks (lanes, agents).
+    asynchronous: as the asynchronous proxy, which knows of ordinary accesses what it was told by fences."""
+
+    def __init__(self, clock, ordinary, asynchronous=False, rows=None):
+        self.clock, self.ordinary, self.asynchronous = clock, ordinary, asynchronous
+        self.rows = None if rows is None else rows[:, None]
+
+    def plainly(self, agents):
+        """The times up to which it knows these agents, doubles apart."""
+        return self.clock[agents] if self.rows is None else self.clock[self.rows, agents]
+
+    def know(self, agents):
+        """The times that it goes by."""
+        if self.asynchronous:
+            agents = np.where(agents < self.ordinary, agents + self.ordinary, agents)
+        return self.plainly(agents)
+
+    def knows_warp(self, first, late):
+        """Does it know all of a warp's lanes up to these times?"""
+        first += self.ordinary if self.asynchronous else 0
+        if self.rows is None:
+            return self.clock[first : first + LANES].min() >= late.max()
+        return (self.clock[self.rows[:, 0], first : first + LANES].min(1) >= late.max(1)).all()

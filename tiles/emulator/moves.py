@@ -1,0 +1,169 @@
+"""What moves data: mov, ld and st of all spaces, shuffles and votes."""
+
+import numpy as np
+
+from ..layout import LANES
+from .memory import BASE
+from .table import TYPES, into, literal, means, operand
+from .text import BYTES, Address, Imm, Name, Reg
+
+
+# ---- mov -----------------------------------------------------------------------------------------------------------
+@means(r"mov\.([subf](?:16|32|64)|pred)")
+def _(match, w, at):
+    to, source = at.operands
+    kind = TYPES[match[1]]
+    if isinstance(to, list):  # to the parts of a register
+        whole, at_byte = w.get(source)[:, None].view(np.uint8), 0
+        for part in to:
+            if isinstance(part, Reg):
+                piece = np.ascontiguousarray(whole[:, at_byte : at_byte + part.width])
+                w.set(part, piece.view(f"u{part.width}")[:, 0])
+                at_byte += part.width
+            else:
+                at_byte += whole.shape[1] // len(to)
+    elif isinstance(source, list):
+        width = to.width // len(source)
+        w.set(to, np.stack([operand(part, f"u{width}")(w) for part in source], 1).view(f"u{to.width}")[:, 0])
+    elif isinstance(source, Reg):
+        w.move(to, source)
+    elif isinstance(source, Imm):
+        into(w, to, np.full(LANES, literal(source.text, kind)).view(f"u{np.dtype(kind).itemsize}"))
+    else:
+        into(w, to, _special(w, source.name, to.width))
+
+
+def _special(w, name, width):
+    block = w.block
+    if name in w.program.parameters:
+        return np.full(LANES, w.block.cluster.block_address + w.program.parameters[name][0], f"u{width}")
+    if name == "dynamic_smem":
+        return np.full(LANES, BASE, f"u{width}")
+    if name == "%tid.x":
+        return np.arange(LANES, dtype=np.uint32) + np.uint32(LANES * w.index)
+    if name == "%laneid":
+        return np.arange(LANES, dtype=np.uint32)
+    cluster = block.cluster
+    numbers = {"%ntid": (LANES * block.size, 1, 1), "%ctaid": block.index, "%nctaid": block.grid, "%tid": (0, 0, 0)}
+    numbers |= {"%cluster_ctarank": (block.rank,), "%cluster_nctarank": (cluster.size,)}
+    register, _, axis = name.partition(".")
+    if register not in numbers:
+        raise NotImplementedError(f"no meaning for the special register {name}")
+    return np.full(LANES, numbers[register]["xyz".index(axis or "x")], np.uint32)
+
+
+@means(r"cvta(?:\.to)?\.(param|global|shared)\.u64")
+def _(match, w, at):
+    w.set(at.operands[0], w.get(at.operands[1]))
+
+
+# ---- ld, st --------------------------------------------------------------------------------------------------------
+def address(w, given: Address, kind=np.uint64):
+    """The address that each lane names."""
+    if isinstance(given.base, Name):
+        base = _special(w, given.base.name, np.dtype(kind).itemsize)
+    else:
+        base = operand(given.base, kind)(w)
+    return base + np.array(given.offset).astype(kind) if given.offset else base
+
+
+def _targets(given):
+    return given if isinstance(given, list) else [given]
+
+
+def _spread(w, found, kind):
+    """(active lanes, bytes) as 32 numbers."""
+    out = np.zeros(LANES, kind)
+    out[w.mask] = np.ascontiguousarray(found).view(kind)[:, 0]
+    return out
+
+
+KINDS = r"(?:\.(v2|v4))?\.([subf](?:8|16|32|64))"
+ORDER = r"(?:\.(?:weak|volatile|relaxed|acquire|release|cta|gpu|sys|cluster))*(?:\.nc)?(?:\.L\d::\w+)*"
+
+
+@means(r"ld\.param" + KINDS)
+def _(match, w, at):
+    targets, kind = _targets(at.operands[0]), TYPES[match[2]]
+    start, size = w.program.parameters[at.operands[1].base.name][0] + at.operands[1].offset, np.dtype(kind).itemsize
+    for k, to in enumerate(targets):
+        piece = w.block.cluster.parameters[start + k * size : start + (k + 1) * size]
+        into(w, to, np.full(LANES, np.frombuffer(piece, kind)[0]).view(_raw(kind)))
+
+
+def _raw(kind):
+    kind = np.dtype(kind)
+    return kind if kind.kind in "iu" else np.dtype(f"u{kind.itemsize}")
+
+
+@means(rf"ld(\.global|\.shared(?:::cta|::cluster)?)?{ORDER}{KINDS}")
+def _(match, w, at):
+    space, vector, name = match.groups()
+    targets, source = _targets(at.operands[0]), at.operands[1]
+    kind, size = _raw(TYPES[name]), BYTES[name]
+    if space and space.startswith(".shared"):
+        found = w.read_shared(address(w, source, np.uint32), size * len(targets))
+    else:
+        found = w.block.cluster.memory.load(w, address(w, source)[w.mask], size * len(targets))
+    for k, to in enumerate(targets):
+        into(w, to, _spread(w, found[:, k * size : (k + 1) * size], kind))
+
+
+@means(rf"st(\.global|\.shared(?:::cta|::cluster)?)?{ORDER}{KINDS}")
+def _(match, w, at):
+    space, vector, name = match.groups()
+    to, values = at.operands[0], _targets(at.operands[1])
+    parts = [operand(v, f"u{BYTES[name]}")(w)[w.mask][:, None].view(np.uint8) for v in values]
+    values = np.concatenate(parts, 1)
+    if space and space.startswith(".shared"):
+        w.write_shared(address(w, to, np.uint32), values)
+    else:
+        w.block.cluster.memory.store(w, address(w, to)[w.mask], values)
+
+
+# ---- lanes ---------------------------------------------------------------------------------------------------------
+@means(r"shfl\.sync\.(bfly|idx|up|down)\.b32")
+def _(match, w, at):
+    to, *given = at.operands
+    value, by, clamp, members = (operand(x, np.uint32)(w) for x in given)
+    everyone(w, "shfl.sync", members)
+    lane = np.arange(LANES)
+    by, bound, segment = by.astype(np.int64) & 31, clamp.astype(np.int64) & 31, clamp.astype(np.int64) >> 8 & 31
+    end = lane & segment | bound & ~segment
+    source = {"bfly": lane ^ by, "idx": lane & segment | by & ~segment, "up": lane - by, "down": lane + by}[match[1]]
+    valid = source >= end if match[1] == "up" else source <= end
+    found = value[np.where(valid, source, lane)]
+    if isinstance(to, list):
+        w.set(to[1], valid)
+        to = to[0]
+    w.set(to, found)
+
+
+@means(r"vote\.sync\.(ballot\.b32|any\.pred|all\.pred|uni\.pred)")
+def _(match, w, at):
+    to, flag, members = at.operands
+    everyone(w, "vote.sync", operand(members, np.uint32)(w))
+    flags = operand(flag, np.bool_)(w)
+    if match[1] == "ballot.b32":
+        w.set(to, np.full(LANES, flags @ (1 << np.arange(LANES)), np.uint32))
+    else:
+        count = flags.sum()
+        w.set(to, np.full(LANES, {"any": count > 0, "all": count == LANES, "uni": count in (0, LANES)}[match[1][:3]]))
+
+
+@means(r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16")
+def _(match, w, at):
+    w.converged("movmatrix")
+    x, lane = w.get(at.operands[1]), np.arange(LANES)
+    matrix = np.zeros((8, 8), np.uint16)
+    for h in (0, 1):
+        matrix[lane // 4, lane % 4 * 2 + h] = x >> np.uint32(16 * h) & np.uint32(0xFFFF)
+    low, high = (matrix[lane % 4 * 2 + h, lane // 4].astype(np.uint32) for h in (0, 1))
+    w.set(at.operands[0], low | high << np.uint32(16))
+
+
+def everyone(w, deed, members):
+    """A Hazard unless all lanes are here, and meant."""
+    w.converged(deed)
+    if (members != np.uint32(0xFFFFFFFF)).any():
+        raise w.hazard(f"{deed} with members {int(members[0]):#x}: only whole warps are emulated", "language")

@@ -1,0 +1,117 @@
+"""How an instruction gets its meaning: a table from opcodes to what they do, which modules of this package fill.
+
+    @pure(r"abs\.(f32|f64)", "{1}", "{1}")                 # the result's type, the operands' types
+    def _(match, x):
+        return np.abs(x)
+
+    @means(r"bar\.warp\.sync")                             # all else: a function of the warp and the instruction
+    def _(match, w, at):
+        w.converged("bar.warp.sync")
+        w.meet()
+
+A pattern must match the whole opcode. A register is 32 numbers, its bits unsigned; `operand` reads one, or a literal, as a type.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+
+from ..layout import LANES
+from .text import Imm, Instruction, Reg
+
+TYPES = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64, "pred": np.bool_, "tf32": np.float32}
+TYPES |= {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+TYPES |= {f"{sign}{bits}": getattr(np, f"{'int' if sign == 's' else 'uint'}{bits}") for sign in "sub" for bits in (8, 16, 32, 64)}
+TABLE: list[tuple[re.Pattern, Callable]] = []  # (opcode, function of the match and an instruction that gives what runs it)
+Run = Callable  # of a warp
+
+
+def means(pattern):
+    """The function below, of (match, warp, instruction), is what opcodes of this pattern do."""
+
+    def declare(function):
+        TABLE.append((re.compile(pattern), lambda match, at: lambda w: function(match, w, at)))
+        return function
+
+    return declare
+
+
+def pure(pattern, result, *operands):
+    """The function below, of the match and an array an operand, computes the first operand of such opcodes from the others.
+    result, operands: their types, in which {1} stands for a group of the pattern."""
+
+    def declare(function):
+        def build(match, at):
+            to, *types = (TYPES[name.format(match[0], *match.groups())] for name in (result, *operands))
+            return _computes(functools.partial(function, match), to, types, at)
+
+        TABLE.append((re.compile(pattern), build))
+        return function
+
+    return declare
+
+
+def meaning(at: Instruction) -> Run:
+    """What executes an instruction, as a function of the warp. NotImplementedError that names it: the table does not have it."""
+    found = _found(at.opcode)
+    if found is None:
+        raise NotImplementedError(
+            f"PTX line {at.number}: no meaning for {at.opcode}: `{at.text}`; docs/emulator.md says how one is added"
+        )
+    build, match = found
+    return build(match, at)
+
+
+@functools.cache
+def _found(opcode):
+    for pattern, build in TABLE:
+        if match := pattern.fullmatch(opcode):
+            return build, match
+    return None
+
+
+def operand(given, kind):
+    """A function from a warp to an operand's 32 numbers of a type: a register's lowest bytes, or a literal."""
+    size = np.dtype(kind).itemsize
+    if isinstance(given, Reg):
+        if size == given.width:
+            return lambda w: w.get(given).view(kind)
+        return lambda w: w.get(given).astype(f"u{size}").view(kind)
+    if isinstance(given, Imm):
+        value = np.full(LANES, literal(given.text, kind))
+        value.setflags(write=False)
+        return lambda w: value
+    raise NotImplementedError(f"an operand {given}")
+
+
+def literal(text, kind):
+    """A number as PTX writes it."""
+    size = np.dtype(kind).itemsize
+    if text[:2].lower() in ("0f", "0d"):
+        bits = 4 if text[1] in "fF" else 8
+        return np.array(int(text[2:], 16), f"u{bits}").view(f"f{bits}").astype(kind)
+    if kind is np.bool_:
+        return np.bool_(int(text))
+    return np.array(int(text.rstrip("U"), 0) % 2 ** (8 * size), f"u{size}").view(kind)
+
+
+def into(w, reg, value):
+    """Write 32 numbers to a register, widened by their sign."""
+    if value.dtype.itemsize != reg.width:
+        value = value.astype(f"{'i' if value.dtype.kind == 'i' else 'u'}{reg.width}")
+    w.set(reg, value.view(f"u{reg.width}"))
+
+
+def _computes(function, to, types, at):
+    target, *sources = at.operands
+    gets = [operand(given, kind) for given, kind in zip(sources, types, strict=True)]
+    raw = np.dtype(f"u{np.dtype(to).itemsize}") if np.dtype(to).kind not in "iu" else np.dtype(to)
+
+    def run(w):
+        value = function(*[get(w) for get in gets])
+        into(w, target, value.astype(to, copy=False).view(raw))
+
+    return run

@@ -1,0 +1,194 @@
+"""The text of a PTX module: its entry's parameters and registers, and its instructions with labels resolved.
+
+Braces open scopes, in which inline assembly declares registers and labels of its own; `.loc` says which line of Python
+an instruction comes from.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+_TOKEN = re.compile(
+    r"\s+|//[^\n]*"
+    r"|(?P<loc>\.loc\s+(?P<file>\d+)\s+(?P<line>\d+)[^\n]*)"
+    r"|(?P<open>\{)|(?P<close>\})"
+    r"|(?P<label>[\w$]+):(?!:)"
+    r"|(?P<statement>[^;]+);"
+)
+_STATEMENT = re.compile(r"(?:@(?P<no>!?)(?P<guard>[\w%$]+)\s+)?(?P<opcode>[\w.:]+)\s*(?P<operands>.*)", re.DOTALL)
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?")
+_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.MULTILINE)
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", re.DOTALL)
+BYTES = {"pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4}
+BYTES |= {"b64": 8, "u64": 8, "s64": 8, "f64": 8}
+
+
+class Reg(NamedTuple):
+    """A register, by its place in a warp's list, and its width in bytes (predicates: 1)."""
+
+    slot: int
+    width: int
+
+
+class Imm(NamedTuple):
+    """A number as it is written."""
+
+    text: str
+
+
+class Name(NamedTuple):
+    """A special register, a symbol of shared memory, a parameter, or `_`."""
+
+    name: str
+
+
+class Address(NamedTuple):
+    """[base + offset], or of a tensor [base, {coordinates}]."""
+
+    base: Any
+    offset: int
+    coordinates: tuple = ()
+
+
+@dataclass
+class Instruction:
+    """`@guard opcode operands;`. number: its line in the text. target: of a branch, the index of an instruction."""
+
+    opcode: str
+    operands: list
+    guard: Reg | None
+    negated: bool
+    number: int
+    place: tuple[str, int]
+    text: str
+    target: int | None = None
+
+
+@dataclass
+class Program:
+    """What a kernel's text says. parameters: name -> (offset, bytes) in the parameter block. widths: of each register. runs: what
+    executes each instruction; meets: where lanes that part there come together."""
+
+    name: str
+    parameters: dict[str, tuple[int, int]] = field(default_factory=dict)
+    widths: list[int] = field(default_factory=list)
+    code: list[Instruction] = field(default_factory=list)
+    runs: list[Any] = field(default_factory=list)
+    meets: list[int] = field(default_factory=list)
+
+
+class _Scope:
+    """Registers and labels that a pair of braces declares."""
+
+    def __init__(self, outer=None):
+        self.outer, self.names, self.ranges, self.labels = outer, {}, {}, {}
+
+    def register(self, program, name):
+        """The Reg of that name; None: nobody has declared it."""
+        scope = self
+        while scope:
+            if name in scope.names:
+                return scope.names[name]
+            prefix = name.rstrip("0123456789")
+            if prefix != name and prefix in scope.ranges:
+                return scope.declare(program, name, scope.ranges[prefix])
+            scope = scope.outer
+        return None
+
+    def declare(self, program, name, width):
+        """A new register."""
+        program.widths.append(width)
+        self.names[name] = reg = Reg(len(program.widths) - 1, width)
+        return reg
+
+    def label(self, name):
+        """The index of the instruction that a label stands before."""
+        scope = self
+        while scope:
+            if name in scope.labels:
+                return scope.labels[name]
+            scope = scope.outer
+        raise ValueError(f"no label {name}")
+
+
+def read(text: str) -> Program:
+    """The only kernel of a PTX module. ValueError: what a statement says is not understood."""
+    files = dict(_FILE.findall(text))
+    entry = _ENTRY.search(text)
+    program, at = Program(entry[1]), 0
+    for kind, name, count in _PARAMETER.findall(entry[2]):
+        size = BYTES[kind] * int(count or 1)
+        at = -(-at // min(size, 64)) * min(size, 64)  # a number lies at a multiple of its size, a map of 64 bytes
+        program.parameters[name] = at, size
+        at += size
+    scope, place, jumps = _Scope(), ("?", 0), []
+    number, position = text.count("\n", 0, entry.end()) + 1, entry.end()
+    while True:
+        token = _TOKEN.match(text, position)
+        if not token:
+            raise ValueError(f"PTX line {number}: {text[position : position + 60]!r}")
+        if token["loc"]:
+            place = (files.get(token["file"], "?"), int(token["line"])) if token["line"] != "0" else place
+        elif token["open"]:
+            scope = _Scope(scope)
+        elif token["close"]:
+            if scope.outer is None:
+                break
+            scope = scope.outer
+        elif token["label"]:
+            scope.labels[token["label"]] = len(program.code)
+        elif token["statement"]:
+            _statement(program, scope, token["statement"].strip(), number, place, jumps)
+        number, position = number + token[0].count("\n"), token.end()
+    for instruction, inside, label in jumps:
+        instruction.target = inside.label(label)
+    return program
+
+
+def _statement(program, scope, text, number, place, jumps):
+    if text.startswith(".reg"):
+        kind, names = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.DOTALL).groups()
+        for name in re.split(r"\s*,\s*", names):
+            if counted := re.fullmatch(r"(%?[\w$]+)<(\d+)>", name):
+                scope.ranges[counted[1]] = BYTES[kind]
+            else:
+                scope.declare(program, name, BYTES[kind])
+        return
+    if text.startswith("."):
+        return  # .pragma and its like
+    match = _STATEMENT.fullmatch(text)
+    guard = match["guard"] and scope.register(program, match["guard"])
+    opcode, operands = match["opcode"], match["operands"].strip()
+    made = Instruction(opcode, [], guard, match["no"] == "!", number, place, " ".join(text.split()))
+    if opcode.startswith("bra"):
+        jumps.append((made, scope, operands))
+    else:
+        made.operands = [_operand(program, scope, part) for part in _split(operands)]
+    program.code.append(made)
+
+
+def _split(text):
+    """The operands between the commas that no bracket holds."""
+    parts, depth, start = [], 0, 0
+    for k, char in enumerate(text):
+        depth += (char in "{[") - (char in "}]")
+        if char == "," and not depth:
+            parts.append(text[start:k])
+            start = k + 1
+    return [part.strip() for part in [*parts, text[start:]] if part.strip()]
+
+
+def _operand(program, scope, text):
+    if text[0] == "{":
+        return [_operand(program, scope, part) for part in _split(text[1:-1])]
+    if text[0] == "[":
+        base, *rest = _split(text[1:-1])
+        coordinates = tuple(_operand(program, scope, rest[0])) if rest else ()
+        sign = re.search(r"[+](-?\d+)$", base)
+        offset = int(sign[1]) if sign else 0
+        return Address(_operand(program, scope, base[: sign.start()] if sign else base), offset, coordinates)
+    if "|" in text:
+        return [_operand(program, scope, part) for part in text.split("|")]
+    if text[0].isdigit() or text[0] == "-":
+        return Imm(text)
+    return scope.register(program, text) or Name(text)

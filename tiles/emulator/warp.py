@@ -1,0 +1,260 @@
+"""A warp that executes PTX: its registers, its lanes' clocks, its branches, and what its lanes do to memory.
+
+A register is an array with an entry a lane, its bits unsigned. Lanes that part at a branch run one side after the other and meet
+where all ways from the branch come together, as ptxas makes them do.
+"""
+
+import contextvars
+
+import numpy as np
+from greenlet import greenlet
+
+from ..interpreter.hazard import Hazard, Place
+from ..interpreter.shadow import VALID, Event
+from ..interpreter.warp import Warp as Interpreted
+from ..layout import LANES, WARPGROUP
+from .memory import WINDOW, Ask
+
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class Thread:
+    """One lane, as barriers see it."""
+
+    def __init__(self, warp, lane):
+        self.warp, self.lane, self.block = warp, lane, warp.block
+        self.agent, self.clock = warp.first + lane, warp.clocks[lane]
+        self.tick, self.place, self.hazard, self.until = warp.tick, warp.place, warp.hazard, warp.until
+        self.index = warp.index
+
+
+class Warp(greenlet):
+    """Warp `index` of a block, at the beginning of a program."""
+
+    def __init__(self, block, index, program):
+        super().__init__(self._execute)
+        self.gr_context = contextvars.copy_context()  # NumPy's error state
+        self.block, self.index, self.program = block, index, program
+        self.group, self.rank = divmod(index, WARPGROUP)
+        self.agents = block.agents
+        self.agent = self.first = (block.rank * block.size + index) * LANES  # of its lanes
+        self.copier = self.agents.warps + self.first  # of their copies by cp.async
+        self.clocks = np.zeros((LANES, self.agents.count), np.int64)
+        self.own = np.arange(LANES), self.first + np.arange(LANES)
+        self.time, self.synced = 0, 0
+        self.ready, self.why, self.at = None, lambda: "", None
+        self.registers = block.entry_registers
+        self.met, self.waited, self.met_at, self.collectives = 0, 0, None, 0
+        self.instruction = program.code[0]
+        self.mask, self.full = np.ones(LANES, bool), True
+        self.r = [None] * len(program.widths)
+        self.threads = [Thread(self, lane) for lane in range(LANES)]
+        self.copies, self.groups = [], []  # by cp.async: of the open group, groups
+        self.stores, self.store_groups, self.stores_known = [], [], 0  # by TMA
+        self.mmas, self.mma_groups, self.mmas_done = [], [], 0  # of the open group, groups, how many were waited for
+        self.pending, self.fenced = set(), ([], None)  # registers that hold promises; values at the last wgmma.fence, their ids
+
+    # -- time, messages: as in the interpreter
+    until, hazard, together, set_registers = (
+        Interpreted.until,
+        Interpreted.hazard,
+        Interpreted.together,
+        Interpreted.set_registers,
+    )
+    _allowed, __str__ = Interpreted._allowed, Interpreted.__str__
+
+    def tick(self):
+        """A new time of all lanes' clocks."""
+        self.time += 1
+        self.clocks[self.own] = self.time
+        return self.time
+
+    @property
+    def clock(self):
+        """What some lane knows."""
+        return self.clocks.max(0)
+
+    def learn(self, clock):
+        """All lanes know what `clock` knows."""
+        np.maximum(self.clocks, clock, out=self.clocks)
+
+    def meet(self):
+        """The lanes meet: each knows what one of them knows."""
+        self.clocks[:] = self.clocks.max(0)
+        self.synced = self.time
+
+    def place(self):
+        """The instruction, and the line of Python that it comes from."""
+        at = self.instruction
+        return Place(self.block.index, self.index, (at.place,), f"PTX line {at.number} `{at.text[:100]}`")
+
+    def converged(self, deed):
+        """All lanes must be here."""
+        if not self.full:
+            lanes = np.flatnonzero(~self.mask)
+            raise self.hazard(f"{deed} takes all lanes of a warp, and lanes {lanes.min()} .. are elsewhere", "divergence")
+
+    # -- registers
+    def get(self, reg):
+        """A register's value."""
+        value = self.r[reg.slot]
+        if value.__class__ is not np.ndarray:
+            if value is None:
+                raise self.hazard("reads a register that nobody has written", "never written")
+            place = value.place
+            raise self.hazard("reads a register that an mma in flight is to write", "wait", place)
+        return value
+
+    def move(self, to, source):
+        """mov: a promise moves, too."""
+        value = self.r[source.slot]
+        if isinstance(value, np.ndarray) or value is None:
+            self.set(to, self.get(source))
+        elif not self.full:
+            self.get(source)
+        else:
+            self.r[to.slot] = value
+            self.pending.add(to.slot)
+
+    def redeem(self):
+        """Promises that are kept become values, which no fence needs to follow."""
+        kept = {slot: self.r[slot].value for slot in self.pending if getattr(self.r[slot], "value", None) is not None}
+        for slot, value in kept.items():
+            self.r[slot] = value
+        self.pending = {slot for slot in self.pending - kept.keys() if not isinstance(self.r[slot], np.ndarray)}
+        self.fenced = [*self.fenced[0], *kept.values()], None
+
+    def fence_registers(self):
+        """wgmma.fence: what registers hold now, a wgmma may read and overwrite."""
+        self.fenced = list(self.r), None
+
+    def fenced_ids(self):
+        """The identities of such values."""
+        values, ids = self.fenced
+        if ids is None:
+            self.fenced = values, (ids := set(map(id, values)))
+        return ids
+
+    def set(self, reg, value):
+        """Give the active lanes a new value."""
+        if not self.full:
+            old = self.r[reg.slot]
+            if old is not None:
+                value = np.where(self.mask, value, old)
+        self.r[reg.slot] = value
+
+    # -- the program
+    def _execute(self):
+        code, runs, meets = self.program.code, self.program.runs, self.program.meets
+        end = len(code)
+        stack = [[0, np.ones(LANES, bool), end]]
+        while stack:
+            top = stack[-1]
+            pc, mask, until = top
+            if pc == until or not mask.any():
+                stack.pop()
+                continue
+            self.mask, self.full = mask, bool(mask.all())
+            at = self.instruction = code[pc]
+            if at.guard is not None:
+                wanted = mask & (self.get(at.guard).astype(bool) ^ at.negated)
+            else:
+                wanted = mask
+            if at.target is not None:
+                if wanted is mask or (wanted == mask).all():
+                    top[0] = at.target
+                elif not wanted.any():
+                    top[0] = pc + 1
+                else:
+                    top[0] = meets[pc]
+                    stack += [[pc + 1, mask & ~wanted, meets[pc]], [at.target, wanted, meets[pc]]]
+                continue
+            if at.opcode in ("ret", "exit"):
+                for entry in stack:
+                    entry[1] = entry[1] & ~wanted
+                if (wanted == mask).all():
+                    continue
+            elif wanted is mask:
+                runs[pc](self)
+            elif wanted.any():
+                self.mask, self.full = wanted, bool(wanted.all())
+                runs[pc](self)
+            top[0] = pc + 1
+
+    # -- shared memory
+    def home(self, address):
+        """The block that an address among the cluster's lies in, and the address there."""
+        rank = address >> WINDOW
+        if not rank:
+            return self.block, address
+        blocks = self.block.cluster.blocks
+        if rank > len(blocks):
+            raise self.hazard(f"the cluster has no block {rank - 1}", "bounds")
+        return blocks[rank - 1], address & (1 << WINDOW) - 1
+
+    def asks(self, rows=None, asynchronous=False):
+        """Knowledge of these lanes, each of its own; without `rows`, what all lanes know."""
+        if rows is None:
+            return Ask(self.clocks.min(0), self.agents.ordinary, asynchronous)
+        return Ask(self.clocks, self.agents.ordinary, asynchronous, rows)
+
+    def asks_lane(self, lane, asynchronous=False):
+        """What one lane knows."""
+        return Ask(self.clocks[lane], self.agents.ordinary, asynchronous)
+
+    def within(self, first, last, align, home=None):
+        """A Hazard unless these bytes are of shared memory, and where `align` says."""
+        shadow = (home or self.block).shadow
+        if first % align:
+            raise self.hazard(f"shared memory at {first}, which is no multiple of {align}")
+        if not 0 <= first <= last <= shadow.end:
+            raise self.hazard(f"bytes {first} to {last} of shared memory, which ends at {shadow.end}")
+
+    def _cells(self, addresses, size, align=None):
+        """(home, lanes, cells) of what the active lanes reach."""
+        lanes = np.flatnonzero(self.mask)
+        at = addresses[lanes].astype(np.int64)
+        homes = {int(rank) for rank in at >> WINDOW}
+        if len(homes) != 1:
+            raise self.hazard("one instruction reaches into several blocks of a cluster", "language")
+        home, _ = self.home(int(at[0]))
+        at &= (1 << WINDOW) - 1
+        if (at % (align or size)).any():
+            raise self.hazard(f"shared memory at {at[at % (align or size) != 0][0]}, which is no multiple of {align or size}")
+        self.within(int(at.min()), int(at.max()) + size, 1, home)
+        return home, lanes, at[:, None] + np.arange(size)
+
+    def read_shared(self, addresses, size, what="reads shared memory"):
+        """(active lanes, size) bytes."""
+        home, lanes, cells = self._cells(addresses, size)
+        home.reached(self.threads[lanes[0]], what)
+        self._allowed(home.shadow.unreadable(self.asks(lanes), cells), what)
+        time = self.tick()
+        home.visited(self, time, what)
+        home.shadow.note_lanes(self.first, lanes, cells, time, self.synced, Event("read", "the read", self.place()))
+        return home.shadow.bytes[cells]
+
+    def write_shared(self, addresses, values, what="writes shared memory"):
+        """Store (active lanes, size) bytes."""
+        home, lanes, cells = self._cells(addresses, values.shape[1])
+        home.reached(self.threads[lanes[0]], what)
+        self._allowed(home.shadow.unwritable(self.asks(lanes), cells), what)
+        time = self.tick()
+        home.visited(self, time, what)
+        event = Event("store", "the write", self.place())
+        home.shadow.note_write((self.first + lanes)[:, None], time, cells, VALID, event)
+        home.shadow.bytes[cells] = values
+
+    def fence_async(self):
+        """fence.proxy.async, by the active lanes."""
+        n = self.agents.ordinary
+        self.clocks[self.mask, n : 2 * n] = self.clocks[self.mask, :n]
+
+    def close(self, _):
+        """At the block's end: has it waited for what it started?"""
+        copies = [copy for group in self.groups for copy in group if not copy.awaited] + self.copies
+        for what in [*self.store_groups[self.stores_known :], self.stores, copies]:
+            for work in what if isinstance(what, list) else [what]:
+                raise Hazard("unfinished", f"the block ends, and nobody has waited for {work.deed}", work.place)
+        if late := [mma for group in [*self.mma_groups[self.mmas_done :], self.mmas] for mma in group]:
+            raise Hazard("unfinished", "the block ends, and this mma has not been waited for", late[0].place)
