@@ -1,6 +1,7 @@
 """Launches that run in the interpreter: arrays in host memory as they are, arrays in device memory by a copy."""
 
 import contextlib
+import functools
 import logging
 import os
 
@@ -17,8 +18,21 @@ _said: list[str] = []
 
 
 def forced() -> bool:
-    """Does TILES_INTERPRET send every launch to the interpreter?"""
+    """Does TILES_INTERPRET send every launch to the CPU?"""
     return os.environ.get("TILES_INTERPRET", "0") not in ("", "0")
+
+
+def _execute():
+    """What runs a kernel on the CPU, by TILES_INTERPRET: the interpreter its source, the emulator its PTX ("ptx", which is
+    sm_90a's, or the name of an architecture)."""
+    how = os.environ.get("TILES_INTERPRET", "0")
+    if how in ("", "0", "1"):
+        return interpret
+    if how != "ptx" and not how.startswith("sm_"):
+        raise ValueError(f"TILES_INTERPRET must be 1, ptx or an architecture such as sm_80, got {how!r}")
+    from .emulator import emulate
+
+    return functools.partial(emulate, arch="sm_90a" if how == "ptx" else how)
 
 
 class Interpreted:
@@ -53,7 +67,8 @@ class Interpreted:
                 args.append(_cut(view, spec) if spec and view is not None else view)
             seed = os.environ.get("TILES_SEED")
             launch, cluster = self.launch, self.launch.cluster or (1, 1, 1)
-            interpret(launch.kernel, launch.grid, launch.block[0], args, launch.shared, int(seed) if seed else None, cluster)
+            run = _execute()
+            run(launch.kernel, launch.grid, launch.block[0], args, launch.shared, int(seed) if seed else None, cluster)
 
 
 def _cut(view, spec):

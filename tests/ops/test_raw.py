@@ -50,6 +50,7 @@ def test_arrive_and_named_arrive(run_apart, sample):
         if warp < 2:
             if warp == 0:
                 store(tile, load(x, T, (0, 0)))
+            cuda.syncwarp()  # one lane arrives for all
             raw.arrive(ready)
             raw.named_sync(2, 96)
         else:

@@ -105,7 +105,9 @@ def test_raw_copies_of_vectors(run_apart, sample):
         raw.expect(full, S.nbytes)
         raw.tma_load(v, x, (1,), full)
         raw.wait(full, 1)
-        store(v, load(v, V) * 2.0)
+        twice = load(v, V) * 2.0
+        cuda.syncwarp()
+        store(v, twice)
         raw.fence_async()
         cuda.syncwarp()
         raw.tma_store(y, (0,), v)

@@ -309,6 +309,7 @@ def test_parts_of_a_shared_vector(run, sample):
         (a,) = smem.open()
         for i in range(4):
             store(subtile(a, 16, i), load(x, T, (16 * i,)))
+        cuda.syncwarp()
         for i in range(4):
             store(y, load(subtile(a, 16, 3 - i), T), (16 * i,))
 

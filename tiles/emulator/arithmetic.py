@@ -39,6 +39,11 @@ def _(match, x, y):
     return (x.astype(TYPES[match[1] + "64"]) * y >> 32).astype(x.dtype)
 
 
+@pure(r"mul\.hi\.([su])64", "{1}64", "{1}64", "{1}64")
+def _(_, x, y):
+    return np.array([int(a) * int(b) >> 64 for a, b in zip(x, y)]).astype(x.dtype)
+
+
 @pure(r"mad\.lo\.([su](?:16|32|64))", "{1}", "{1}", "{1}", "{1}")
 def _(_, x, y, z):
     return x * y + z
@@ -203,12 +208,12 @@ def _compared(how, x, y):
     return found
 
 
-@pure(r"setp\.(\w+)(?:\.ftz)?\.([sub](?:16|32|64)|f32|f64)", "pred", "{2}", "{2}")
+@pure(r"setp\.(\w+)(?:\.ftz)?\.([sub](?:16|32|64)|f16|f32|f64)", "pred", "{2}", "{2}")
 def _(match, x, y):
     return _compared(match[1], x, y)
 
 
-@pure(r"setp\.(\w+)\.(and|or|xor)\.([sub](?:16|32|64)|f32|f64)", "pred", "{3}", "{3}", "pred")
+@pure(r"setp\.(\w+)\.(and|or|xor)\.([sub](?:16|32|64)|f16|f32|f64)", "pred", "{3}", "{3}", "pred")
 def _(match, x, y, p):
     return LOGIC[match[2]](_compared(match[1], x, y), p)
 

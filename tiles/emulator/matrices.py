@@ -49,7 +49,8 @@ def _(match, w, at):
         matrices.append(matrix.T if match[2] else matrix)
     mask, full = w.mask, w.full
     w.mask = LANE < 8 * len(values)
-    w.write_shared(address(w, where, np.uint32), np.concatenate(matrices).view(np.uint8).reshape(-1, ROW))
+    rows = np.ascontiguousarray(np.concatenate(matrices))
+    w.write_shared(address(w, where, np.uint32), rows.view(np.uint8).reshape(-1, ROW))
     w.mask, w.full = mask, full
 
 

@@ -77,15 +77,16 @@ class Shared:
             return "fence", f"with no fence.proxy.async after {event}"
         return OVERTAKEN[event.kind], f"and nothing orders this after {event}"
 
-    def unreadable(self, ask, cells):
-        """What forbids this reader these cells: (kind, cause), or None."""
+    def unreadable(self, ask, cells, plain=False):
+        """What forbids this reader these cells: (kind, cause), or None. plain: what nobody has written may be loaded, for nothing
+        may come of it; it is poison."""
         state = self.state[cells]
         if found := self._order(ask, cells):
             return found
-        if (state == VALID).all():
-            return None
         if (state == BARRIER).any():
             return "plan", "where an mbarrier lies"
+        if plain or (state == VALID).all():
+            return None
         return "never written", "which nobody has written"
 
     def unwritable(self, ask, cells):

@@ -102,7 +102,7 @@ def _(match, w, at):
     targets, source = _targets(at.operands[0]), at.operands[1]
     kind, size = _raw(TYPES[name]), BYTES[name]
     if space and space.startswith(".shared"):
-        found = w.read_shared(address(w, source, np.uint32), size * len(targets))
+        found = w.read_shared(address(w, source, np.uint32), size * len(targets), plain=True)
     else:
         found = w.block.cluster.memory.load(w, address(w, source)[w.mask], size * len(targets))
     for k, to in enumerate(targets):

@@ -1,4 +1,4 @@
-"""How an instruction gets its meaning: a table from opcodes to what they do, which modules of this package fill.
+r"""How an instruction gets its meaning: a table from opcodes to what they do, which modules of this package fill.
 
     @pure(r"abs\.(f32|f64)", "{1}", "{1}")                 # the result's type, the operands' types
     def _(match, x):

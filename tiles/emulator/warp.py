@@ -224,11 +224,11 @@ class Warp(greenlet):
         self.within(int(at.min()), int(at.max()) + size, 1, home)
         return home, lanes, at[:, None] + np.arange(size)
 
-    def read_shared(self, addresses, size, what="reads shared memory"):
-        """(active lanes, size) bytes."""
+    def read_shared(self, addresses, size, what="reads shared memory", plain=False):
+        """(active lanes, size) bytes; `plain`: be they written or not."""
         home, lanes, cells = self._cells(addresses, size)
         home.reached(self.threads[lanes[0]], what)
-        self._allowed(home.shadow.unreadable(self.asks(lanes), cells), what)
+        self._allowed(home.shadow.unreadable(self.asks(lanes), cells, plain), what)
         time = self.tick()
         home.visited(self, time, what)
         home.shadow.note_lanes(self.first, lanes, cells, time, self.synced, Event("read", "the read", self.place()))
