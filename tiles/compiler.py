@@ -92,35 +92,42 @@ def _take_maps_by_value(function, cc):
         cgutils.get_or_insert_named_metadata(module, "nvvm.annotations").add(note)
 
 
-def _library(kernel, signature, arch, lines=False):
-    """Numba's library of a kernel that is typed, lowered and optimised, with a table of its source's `lines`."""
-    cc, options = capability(arch), kernel.targetoptions
-    with _compiling_for(cc[:2]):
-        library, _ = compiler._compile_pyfunc_with_fixup(
-            kernel.py_func,
-            types.void(*signature),
-            device=False,
-            abi="numba",
-            cc=cc,
-            fastmath=options.get("fastmath", False),
-            launch_bounds=options.get("launch_bounds"),
-            lineinfo=lines,
-            lto=True,
-        )
-    _take_maps_by_value(library.get_function(library._entry_name), cc)
-    return library, ObjectCode.from_ltoir(bytes(library.get_ltoir(cc)))
+class Lowered:
+    """A kernel that Numba has typed and lowered for an architecture, and NVVM optimised: what machine code and PTX are linked
+    from. lines: with a table of the lines of Python it comes from."""
+
+    def __init__(self, kernel, signature, arch, lines=False):
+        cc, options = capability(arch), kernel.targetoptions
+        with _compiling_for(cc[:2]):
+            library, _ = compiler._compile_pyfunc_with_fixup(
+                kernel.py_func,
+                types.void(*signature),
+                device=False,
+                abi="numba",
+                cc=cc,
+                fastmath=options.get("fastmath", False),
+                launch_bounds=options.get("launch_bounds"),
+                lineinfo=lines,
+                lto=True,
+            )
+        _take_maps_by_value(library.get_function(library._entry_name), cc)
+        self.arch, self.name = arch, library._entry_name
+        self.code = ObjectCode.from_ltoir(bytes(library.get_ltoir(cc)))
+
+    def _linker(self, **options):
+        return Linker(self.code, options=LinkerOptions(arch=self.arch, link_time_optimization=True, **options))
+
+    def machine_code(self) -> Compiled:
+        """What the GPU executes."""
+        linker = self._linker(verbose=True, ptxas_options=["-v"])
+        cubin = linker.link("cubin")
+        return Compiled(bytes(cubin.code), self.name, linker.get_info_log() + linker.get_error_log())
+
+    def ptx(self) -> str:
+        """The text that this is assembled from."""
+        return bytes(self._linker(ptx=True).link("ptx").code).decode().rstrip("\0")
 
 
 def compile_kernel(kernel, signature, arch) -> Compiled:
     """Machine code for `arch` of a `@cuda.jit` kernel and the Numba types of its arguments. No GPU is needed."""
-    library, code = _library(kernel, signature, arch)
-    linker = Linker(code, options=LinkerOptions(arch=arch, link_time_optimization=True, verbose=True, ptxas_options=["-v"]))
-    cubin = linker.link("cubin")
-    return Compiled(bytes(cubin.code), library._entry_name, linker.get_info_log() + linker.get_error_log())
-
-
-def compile_ptx(kernel, signature, arch) -> str:
-    """The PTX that the machine code is assembled from, with the lines of Python that it comes from."""
-    _, code = _library(kernel, signature, arch, lines=True)
-    linker = Linker(code, options=LinkerOptions(arch=arch, link_time_optimization=True, ptx=True))
-    return bytes(linker.link("ptx").code).decode().rstrip("\0")
+    return Lowered(kernel, signature, arch).machine_code()

@@ -29,7 +29,7 @@ from numba.cuda.cudadrv.devicearray import DeviceNDArray
 import tiles
 from tiles import bf16, emulator, fp16, fp32, interpreter, tensor
 from tiles.arguments import parameter
-from tiles.compiler import compile_kernel
+from tiles.compiler import Lowered, compile_kernel
 
 MARGIN, CANARY = 5, 96  # elements on every side of a guarded array; what they are
 EPS = {fp32: 2.0**-23, fp16: 2.0**-10, bf16: 2.0**-7}  # from 1 to the next number
@@ -127,8 +127,12 @@ def lowering(kernel, *args, warps=1, shared=None):
 
 
 def ptx(kernel, *args, warps=1, shared=None, seed=None, blocks=1, arch="sm_90a"):
-    """Run one block, or a cluster of `blocks`, as compiled, on the CPU."""
-    emulator.emulate(kernel, (blocks, 1, 1), 32 * warps, args, shared, seed, (blocks, 1, 1), arch)
+    """Compile for Hopper, where nothing may lie in local memory and ptxas may complain of nothing, and run one block, or a
+    cluster of `blocks`, as compiled, on the CPU; what it did is counted."""
+    lowered = Lowered(kernel, tuple(parameter(f"argument {k}", a).type for k, a in enumerate(args)), arch, lines=True)
+    found = lowered.machine_code()
+    assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])
+    return emulator.emulate(kernel, (blocks, 1, 1), 32 * warps, args, shared, seed, (blocks, 1, 1), arch, lowered)
 
 
 def _on_device(array, roots):

@@ -9,11 +9,13 @@ warp.py executes, memory.py keeps watch.
 """
 
 import weakref
+from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 
 from ..arguments import parameter
-from ..compiler import compile_ptx
+from ..compiler import Lowered
 from ..interpreter import clusters
 from ..interpreter.block import Block
 from ..interpreter.cluster import Cluster, Meeting, seeded
@@ -26,7 +28,7 @@ from .table import meaning
 from .text import Program, read
 from .warp import Warp
 
-__all__ = ["emulate"]
+__all__ = ["Counts", "emulate", "program"]
 
 PARAMETERS = 1 << 40  # where a launch's parameters lie, an address that no array has
 MBARRIERS = 128  # that a block may set up besides those of its plan
@@ -38,9 +40,9 @@ class Machine(Cluster):
 
     block_address = PARAMETERS
 
-    def __init__(self, indices, grid, warps, smem, rng, program, memory, parameters, maps, resident):
+    def __init__(self, indices, grid, warps, smem, rng, program, memory, parameters, maps, resident, counts):
         self.grid, self.size, self.warps, self.rng = grid, len(indices), warps, rng
-        self.program, self.memory, self.parameters, self.maps = program, memory, parameters, maps
+        self.program, self.memory, self.parameters, self.maps, self.counts = program, memory, parameters, maps, counts
         others = 2 * warps + 1 + MBARRIERS + (smem.barriers if smem else 0)
         self.smem, self.agents = None, Agents(len(indices) * warps * LANES, len(indices) * (others + warps))
         self.flying, self.barrier = [], Meeting(self)
@@ -68,24 +70,33 @@ class _Block(Block):
 _programs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(types, arch): Program}
 
 
-def program(kernel, types, arch) -> Program:
+def program(kernel, types, arch, lowered=None) -> Program:
     """What a kernel is compiled to for these types of arguments, ready to be executed."""
     known = _programs.setdefault(kernel, {})
     found = known.get((types, arch))
     if found is None:
-        found = known[types, arch] = read(compile_ptx(kernel, types, arch))
+        found = known[types, arch] = read((lowered or Lowered(kernel, types, arch, lines=True)).ptx())
         found.meets = meets(found)
         found.runs = [None if at.target is not None or at.opcode in ("ret", "exit") else meaning(at) for at in found.code]
     return found
 
 
-def emulate(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 1), arch="sm_90a"):
+class Counts(NamedTuple):
+    """What a run did: how often warps executed each opcode; by opcode, how often at most an access to shared memory asked one
+    bank for different words."""
+
+    executed: Counter
+    ways: dict
+
+
+def emulate(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 1), arch="sm_90a", lowered=None) -> Counts:
     """Run kernel[grid, threads](*args) as compiled for `arch`, cluster by cluster; arguments as for interpreter.interpret.
+    lowered: what it was compiled to, if that is at hand.
 
     Hazard: what went wrong, at which instruction and line. NotImplementedError: an instruction that has no meaning yet."""
     code = kernel.py_func.__code__
     given = [parameter(name, value) for name, value in zip(code.co_varnames[: code.co_argcount], args, strict=True)]
-    what = program(kernel, tuple(p.type for p in given), arch)
+    what = program(kernel, tuple(p.type for p in given), arch, lowered)
     block, maps, places = bytearray(), {}, iter(what.parameters.values())
     for p in given:
         for slot in p.slots:
@@ -99,7 +110,9 @@ def emulate(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 
     spans = [np.lib.array_utils.byte_bounds(a) for a in arrays if isinstance(a, np.ndarray) and a.size]
     bounds = kernel.targetoptions.get("launch_bounds")
     resident = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
-    rng, memory = seeded(seed), Global(spans)
+    rng, memory, counts = seeded(seed), Global(spans), Counts(Counter(), {})
     with np.errstate(all="ignore"):
         for indices in clusters(grid, cluster):
-            Machine(indices, grid, threads // LANES, shared, rng, what, memory, block, maps, resident).run(what, None)
+            given = what, memory, block, maps, resident, counts
+            Machine(indices, grid, threads // LANES, shared, rng, *given).run(what, None)
+    return counts

@@ -146,7 +146,7 @@ class Warp(greenlet):
     # -- the program
     def _execute(self):
         code, runs, meets = self.program.code, self.program.runs, self.program.meets
-        end = len(code)
+        end, executed = len(code), self.block.cluster.counts.executed
         stack = [[0, np.ones(LANES, bool), end]]
         while stack:
             top = stack[-1]
@@ -156,6 +156,7 @@ class Warp(greenlet):
                 continue
             self.mask, self.full = mask, bool(mask.all())
             at = self.instruction = code[pc]
+            executed[at.opcode] += 1
             if at.guard is not None:
                 wanted = mask & (self.get(at.guard).astype(bool) ^ at.negated)
             else:
@@ -222,7 +223,16 @@ class Warp(greenlet):
         if (at % (align or size)).any():
             raise self.hazard(f"shared memory at {at[at % (align or size) != 0][0]}, which is no multiple of {align or size}")
         self.within(int(at.min()), int(at.max()) + size, 1, home)
+        self._count_passes(at, size)
         return home, lanes, at[:, None] + np.arange(size)
+
+    def _count_passes(self, at, size):
+        """How often the busiest bank of a pass (128 bytes) is asked for different words."""
+        ways, opcode, lanes = self.block.cluster.counts.ways, self.instruction.opcode, max(1, min(LANES, 128 // size))
+        words = (at[:, None] + np.arange(0, size, 4)) // 4
+        for first in range(0, len(at), lanes):
+            banks = np.bincount(np.unique(words[first : first + lanes]) % 32)
+            ways[opcode] = max(ways.get(opcode, 0), int(banks.max()))
 
     def read_shared(self, addresses, size, what="reads shared memory", plain=False):
         """(active lanes, size) bytes; `plain`: be they written or not."""
