@@ -67,11 +67,17 @@ def _fragment(elements, rows):
     """The matrix (8 * rows, k) of a fragment of A (rows = 2) or B (rows = 1): a register's s elements lie at k = s t .., t the
     lane in its group of four, the second register eight rows lower (if A), the next ones 4 s further along k."""
     count, _, s = elements.shape
-    out = np.zeros((8 * rows, count // rows * 4 * s))
-    for i in range(count):
-        for h in range(s):
-            out[LANE // 4 + i % rows * 8, s * (LANE % 4 + i // rows * 4) + h] = elements[i, :, h]
+    out = np.empty((8 * rows, count // rows * 4 * s))
+    i, h = np.arange(count)[:, None, None], np.arange(s)
+    out[LANE[:, None] // 4 + i % rows * 8, s * (LANE[:, None] % 4 + i // rows * 4) + h] = elements
     return out
+
+
+def _accumulators(product):
+    """The registers (register, lane) in which lanes hold a product of 16 rows: pairs of columns, two rows eight apart, and the
+    next eight columns."""
+    i = np.arange(product.shape[1] // 2)[:, None]
+    return product[LANE // 4 + i // 2 % 2 * 8, i // 4 * 8 + LANE % 4 * 2 + i % 2]
 
 
 @means(r"mma\.sync\.aligned\.m16n8k(4|8|16|32)\.row\.col\.f32\.(bf16|f16|tf32|e4m3|e5m2)\.(bf16|f16|tf32|e4m3|e5m2)\.f32")
@@ -79,10 +85,9 @@ def _(match, w, at):
     w.converged("mma.sync")
     out, a, b, c = at.operands
     left, right = (_fragment(_elements(w, x, kind), rows) for x, kind, rows in ((a, match[2], 2), (b, match[3], 1)))
-    product = left @ right.T
-    for i, (to, add) in enumerate(zip(out, c, strict=True)):
-        part = product[LANE // 4 + i // 2 * 8, 2 * (LANE % 4) + i % 2]
-        w.set(to, (part + operand(add, np.float32)(w)).astype(np.float32).view(np.uint32))
+    sums = _accumulators(left @ right.T) + np.stack([operand(x, np.float32)(w) for x in c])
+    for to, value in zip(out, sums.astype(np.float32).view(np.uint32), strict=True):
+        w.set(to, value)
 
 
 # ---- wgmma ---------------------------------------------------------------------------------------------------------
@@ -168,12 +173,10 @@ def _(match, w, at):
     def compute():
         rows = fixed if from_registers else matrix(a_cells, left)
         product = signs[0] * rows @ (signs[1] * matrix(b_cells, right).T)
-        for i in range(n // 2):
-            part = product[LANE // 4 + i // 2 % 2 * 8, i // 4 * 8 + LANE % 4 * 2 + i % 2]
-            if adds:
-                before = adds[i].value if isinstance(adds[i], Pending) else adds[i]
-                part = part + before.view(np.float32)
-            yield part.astype(np.float32).view(np.uint32)
+        sums = _accumulators(product)
+        if adds:
+            sums += np.stack([x.value if isinstance(x, Pending) else x for x in adds]).view(np.float32)
+        return sums.astype(np.float32).view(np.uint32)
 
     mma = w.mmas[-1] = Mma(w.place(), n // 2, compute)
     for reg, result in zip(acc, mma.results, strict=True):
