@@ -98,6 +98,22 @@ def parameter(name: str, value: Any) -> Parameter:
     return Parameter(name, ty, slots, value, array, DATA)
 
 
+def parameters(kernel, args) -> list[Parameter]:
+    """How a kernel's arguments are passed: numbers as the kernel declares them, if it does. TypeError: there are more or fewer
+    than it takes."""
+    function = kernel.py_func
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    if len(args) != len(names):
+        raise TypeError(f"{function.__name__} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}")
+    said = function.__annotations__
+    return [
+        Parameter(name, said[name], (number_slot(name, said[name], value),), value)
+        if said.get(name) in _CODES and not hasattr(value, "shape")
+        else parameter(name, value)
+        for name, value in zip(names, args)
+    ]
+
+
 def array_slots(form: Form, pointer: int = 0) -> tuple[int, ...]:
     """An array as Numba's machine code takes it: who owns the memory (nobody here), who counts references, elements, bytes of
     one, address, shape, strides."""

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from cuda.core import Linker, LinkerOptions, ObjectCode
 from llvmlite.ir.values import ArgumentAttributes
 from numba.core import types
-from numba.cuda import cgutils, compiler, dispatcher
+from numba.cuda import cgutils, compiler, dispatcher, utils
+from numba.cuda.core.compiler_machinery import FunctionPass, PassManager, register_pass
+from numba.cuda.descriptor import cuda_target
 
 from . import constants, named  # noqa: F401  # they teach Numba
 from .builder import i32
@@ -90,6 +92,42 @@ def _take_maps_by_value(function, cc):
         module = function.module
         note = module.add_metadata([function, "grid_constant", module.add_metadata(numbers)])
         cgutils.get_or_insert_named_metadata(module, "nvvm.annotations").add(note)
+
+
+@register_pass(mutates_CFG=False, analysis_only=True)
+class _Typed(FunctionPass):
+    """Ends a pipeline where all is typed."""
+
+    _name = "typed"
+
+    def __init__(self):
+        FunctionPass.__init__(self)
+
+    def run_pass(self, state):
+        state.cr = state.return_type  # what such a pipeline gives
+        return False
+
+
+class _Typing(compiler.CUDACompiler):
+    """Numba's pipeline for kernels, up to where all is typed."""
+
+    def define_cuda_lowering_pipeline(self, state):
+        passes = PassManager("typing")
+        passes.add_pass(_Typed, "all is typed")
+        passes.finalize()
+        return passes
+
+
+def check_types(kernel, signature, arch):
+    """TypingError, or what else Numba says, if it would refuse this kernel for these types of arguments."""
+    cc = capability(arch)[:2]
+    with _compiling_for(cc), utils.numba_target_override():
+        flags = compiler.CUDAFlags()
+        flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+        flags.error_model, flags.compute_capability = "numpy", cc
+        compiler.compile_extra(
+            cuda_target.typing_context, cuda_target.target_context, kernel.py_func, signature, types.void, flags, {}, _Typing
+        )
 
 
 class Lowered:

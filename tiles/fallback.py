@@ -4,17 +4,21 @@ import contextlib
 import functools
 import logging
 import os
+import weakref
 
 import numpy as np
 from cuda.bindings import driver
 
+from .arguments import parameters
 from .arrays import ABSENT, Operand, numpy_view
-from .device import check
+from .compiler import check_types
+from .device import INTERPRETER, check
 from .interpreter import interpret
 from .values import tensor
 
 log = logging.getLogger(__name__)
 _said: list[str] = []
+_typed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(types, architecture) that Numba accepts}
 
 
 def forced() -> bool:
@@ -65,10 +69,26 @@ class Interpreted:
             for value, spec in self.values:
                 view = next(rest) if isinstance(value, Operand) else value
                 args.append(_cut(view, spec) if spec and view is not None else view)
+            self._check(args)
             seed = os.environ.get("TILES_SEED")
             launch, cluster = self.launch, self.launch.cluster or (1, 1, 1)
             run = _execute()
             run(launch.kernel, launch.grid, launch.block[0], args, launch.shared, int(seed) if seed else None, cluster)
+
+
+    def _check(self, args):
+        """What a GPU or its compiler would refuse, refused: ValueError for too much shared memory, Numba's own errors."""
+        launch, gpu = self.launch, INTERPRETER if self.target is None else self.target
+        if launch.shared and launch.shared.nbytes > gpu.shared_bytes:
+            raise ValueError(f"shared: {launch.shared.nbytes} bytes a block, but {gpu} has {gpu.shared_bytes}")
+        arch = os.environ.get("TILES_CHECK", "sm_90a")
+        if arch in ("", "0"):
+            return
+        types = tuple(p.type for p in parameters(launch.kernel, args))
+        known = _typed.setdefault(launch.kernel, set())
+        if (types, arch) not in known:
+            check_types(launch.kernel, types, "sm_90a" if arch == "1" else arch)
+            known.add((types, arch))
 
 
 def _cut(view, spec):

@@ -39,7 +39,7 @@ from .arguments import (
     map_encoding,
     named,
     number_slot,
-    parameter,
+    parameters,
     same_place,
     signature,
     struct_format,
@@ -408,11 +408,7 @@ class Launch:
 
     def parameters(self, args) -> list[Parameter]:
         """The arguments as they are passed."""
-        code = self.kernel.py_func.__code__
-        names = code.co_varnames[: code.co_argcount]
-        if len(args) != len(names):
-            raise TypeError(f"{self.title} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}")
-        return [parameter(name, value) for name, value in zip(names, args)]
+        return parameters(self.kernel, args)
 
     def bind(self, *args) -> "Bound | Interpreted":
         """This launch with its arguments, to be repeated with other arrays of the same forms: see Bound. Where it runs is

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arguments import parameter
+from ..arguments import parameters
 from ..compiler import Lowered
 from ..interpreter import clusters
 from ..interpreter.block import Block
@@ -94,8 +94,7 @@ def emulate(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 
     lowered: what it was compiled to, if that is at hand.
 
     Hazard: what went wrong, at which instruction and line. NotImplementedError: an instruction that has no meaning yet."""
-    code = kernel.py_func.__code__
-    given = [parameter(name, value) for name, value in zip(code.co_varnames[: code.co_argcount], args, strict=True)]
+    given = parameters(kernel, args)
     what = program(kernel, tuple(p.type for p in given), arch, lowered)
     block, maps, places = bytearray(), {}, iter(what.parameters.values())
     for p in given:
