@@ -105,13 +105,16 @@ def parameters(kernel, args) -> list[Parameter]:
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     if len(args) != len(names):
         raise TypeError(f"{function.__name__} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}")
-    said = function.__annotations__
-    return [
-        Parameter(name, said[name], (number_slot(name, said[name], value),), value)
-        if said.get(name) in _CODES and not hasattr(value, "shape")
-        else parameter(name, value)
-        for name, value in zip(names, args)
-    ]
+    return [_declared_parameter(name, function.__annotations__.get(name), value) for name, value in zip(names, args)]
+
+
+def _declared_parameter(name, what, value):
+    """How an argument is passed that the kernel says is a `what`: numbers as that type, a tensor that is absent as no map."""
+    if isinstance(what, types.Type) and what in _CODES and not hasattr(value, "shape"):
+        return Parameter(name, what, (number_slot(name, what, value),), value)
+    if isinstance(what, gl) and value is None:
+        return Parameter(name, _map_type(what), (0,), value)
+    return parameter(name, value)
 
 
 def array_slots(form: Form, pointer: int = 0) -> tuple[int, ...]:

@@ -75,9 +75,10 @@ def program(kernel, types, arch, lowered=None) -> Program:
     known = _programs.setdefault(kernel, {})
     found = known.get((types, arch))
     if found is None:
-        found = known[types, arch] = read((lowered or Lowered(kernel, types, arch, lines=True)).ptx())
+        found = read((lowered or Lowered(kernel, types, arch, lines=True)).ptx())
         found.meets = meets(found)
         found.runs = [None if at.target is not None or at.opcode in ("ret", "exit") else meaning(at) for at in found.code]
+        known[types, arch] = found
     return found
 
 

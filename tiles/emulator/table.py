@@ -29,11 +29,24 @@ TABLE: list[tuple[re.Pattern, Callable]] = []  # (opcode, function of the match 
 Run = Callable  # of a warp
 
 
+@functools.cache
+def _found(opcode):
+    for pattern, build in TABLE:
+        if match := pattern.fullmatch(opcode):
+            return build, match
+    return None
+
+
+def _declare(pattern, build):
+    TABLE.append((re.compile(pattern), build))
+    _found.cache_clear()
+
+
 def means(pattern):
     """The function below, of (match, warp, instruction), is what opcodes of this pattern do."""
 
     def declare(function):
-        TABLE.append((re.compile(pattern), lambda match, at: lambda w: function(match, w, at)))
+        _declare(pattern, lambda match, at: lambda w: function(match, w, at))
         return function
 
     return declare
@@ -48,7 +61,7 @@ def pure(pattern, result, *operands):
             to, *types = (TYPES[name.format(match[0], *match.groups())] for name in (result, *operands))
             return _computes(functools.partial(function, match), to, types, at)
 
-        TABLE.append((re.compile(pattern), build))
+        _declare(pattern, build)
         return function
 
     return declare
@@ -63,14 +76,6 @@ def meaning(at: Instruction) -> Run:
         )
     build, match = found
     return build(match, at)
-
-
-@functools.cache
-def _found(opcode):
-    for pattern, build in TABLE:
-        if match := pattern.fullmatch(opcode):
-            return build, match
-    return None
 
 
 def operand(given, kind):
