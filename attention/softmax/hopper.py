@@ -15,10 +15,11 @@ from numba import cuda
 from numpy import int32
 
 from ops import divmod, persistent_tile, subtile, warpgroup
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, static
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .online import Softmax
+from .output import Sent, Stored
 from .tiling import Causal, Full
 
 SHARED_BYTES = 227 * 1024
@@ -70,8 +71,13 @@ class Config:
 
     @property
     def output(self):
-        """The declaration of the output, as it is stored."""
-        return tiled(st(warpgroup.ROWS, self.head_dim, self.dtype)) if self.sent else array(4, self.dtype)
+        """How the output leaves."""
+        return (Sent if self.sent else Stored)(self.rows)
+
+    @property
+    def turn(self):
+        """In which order consumers issue their products."""
+        return warpgroup.ping_pong(self.consumers) if self.turns else AsTheyCome()
 
     def __str__(self):
         size = f"D {self.head_dim} {self.dtype}{' causal' * self.causal}, {self.rows} x {self.kv}"
@@ -115,13 +121,30 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             yield from (_config(head_dim, of, causal, end) for end in (*ends, None))
 
 
+@static
+class AsTheyCome:
+    """Consumers issue their products when they can: what `warpgroup.ping_pong` orders, in no order."""
+
+    @inlined
+    def begin(self, me):
+        """Once, before the first turn."""
+
+    @inlined
+    def take(self, me):
+        """My turn."""
+
+    @inlined
+    def give(self, me):
+        """The next one's turn."""
+
+
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # rows of a block of keys, of a tile of queries, of a consumer
-    CONSUMERS, PERSISTENT, SENT, TURNS = config.consumers, config.persistent, config.sent, config.turns
-    WAIT = PERSISTENT and config.queries == 1  # a tile's queries wait for the place of the last one's
-    sees, own_rows_see = config.sees, replace(config, consumers=1).sees
+    CONSUMERS, PERSISTENT = config.consumers, config.persistent
+    KEYS_FIRST = PERSISTENT and config.queries == 1  # a tile's queries wait for the place of the last one's, its keys need not
+    sees, own_rows_see, turn, output = config.sees, replace(config, consumers=1).sees, config.turn, config.output
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
     INPUT, O = config.dtype, rt(16, config.head_dim, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
@@ -130,19 +153,7 @@ def make(config: Config):
         k=ring(config.key, config.stages, readers),
         v=ring(config.key, config.stages, readers),
     )
-    turn, softmax, OUTPUT = warpgroup.ping_pong(CONSUMERS), Softmax(O), config.output
-
-    @inlined
-    def take_turn(me):
-        """Wait until the other consumers have issued their products."""
-        if TURNS:
-            turn.take(me)
-
-    @inlined
-    def give_turn(me):
-        """Let the next consumer issue its products."""
-        if TURNS:
-            turn.give(me)
+    softmax, OUTPUT = Softmax(O), output.declared(config.head_dim, config.dtype)
 
     @inlined
     def more(r, tiles):
@@ -157,10 +168,10 @@ def make(config: Config):
 
         @inlined
         def step(j, p, seen, queries, k, v, me, edge, scale, slack):
-            take_turn(me)
+            turn.take(me)
             s = warpgroup.mm_ABt(queries, k.wait(j))
             o = warpgroup.mma_AB(seen.rescaled(), p, v.wait(j - 1))
-            give_turn(me)
+            turn.give(me)
             s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
             if cut:
                 s = sees.mask(s, edge + j * KV)
@@ -194,26 +205,10 @@ def make(config: Config):
             k.wait(i)
             k.release(i)
             if i < end - 1:
-                take_turn(me)
-                give_turn(me)
+                turn.take(me)
+                turn.give(me)
             v.wait(i)
             v.release(i)
-
-    @inlined
-    def store(gO, o, queries, batch, block, head, me):
-        """A consumer's rows of the output."""
-        if SENT:
-            warpgroup.store(queries, INPUT(o))
-            warpgroup.tma_store(gO, (batch, CONSUMERS * block + me, head), queries)
-        else:
-            warpgroup.store(gO, o, (batch, ROWS * block + EACH * me, head, 0), rows=1, cols=3, aligned=True)
-
-    @inlined
-    def release_last(q, r):
-        """Give back the place of the last tile's queries: TMA has read the output there."""
-        if SENT and r > 0:
-            warpgroup.store_wait()
-            q.release(r - 1)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
@@ -234,18 +229,17 @@ def make(config: Config):
                 batch, head = divmod(pair, heads)
                 kv_head, _ = divmod(head, group)
                 n, _ = sees.key_blocks(ROWS * block + offset, kv_len)
-                if not WAIT:
+                if not KEYS_FIRST:
                     q.fill(r, gQ, (batch, block, head))
                 for i in range(n):
                     k.fill(j + i, gK, (batch, n - 1 - i, kv_head))
-                    if WAIT and i == 0:  # after the first keys, which need not wait
+                    if KEYS_FIRST and i == 0:
                         q.fill(r, gQ, (batch, block, head))
                     v.fill(j + i, gV, (batch, n - 1 - i, kv_head))
                 r, j = int32(r + 1), int32(j + n)
         else:
             warpgroup.claim_registers(claim)
-            if TURNS:
-                turn.begin(me)
+            turn.begin(me)
             while more(r, blocks * pairs):
                 block, pair = sees.place(persistent_tile(r), blocks, pairs, band)
                 diagonal = ROWS * block + offset  # the last key that the first row may see
@@ -256,9 +250,8 @@ def make(config: Config):
                 if PERSISTENT:
                     stand_by(j, first, end, k, v, me)
                 if PERSISTENT and own == 0:
-                    release_last(q, r)
-                    if not SENT:
-                        q.release(r)
+                    output.release_last(q, r)
+                    output.release(q, r)
                 else:
                     edge = sees.edge(diagonal, EACH * me, kv_len) - (end - 1) * KV
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
@@ -267,21 +260,19 @@ def make(config: Config):
                     seen = softmax.begin().moved(s, scale, slack)
                     p = seen.weights(s, scale)
                     p, seen = INPUT(p), seen.add(p)
-                    release_last(q, r)
+                    output.release_last(q, r)
                     for i in range(int32(first + 1), int32(first + cut)):
                         p, seen = cut_step(i, p, seen, queries, k, v, me, edge, scale, slack)
                     for i in range(int32(first + cut), end):
                         p, seen = step(i, p, seen, queries, k, v, me, edge, scale, slack)
-                    if not SENT:
-                        q.release(r)
+                    output.release(q, r)
                     o = warpgroup.wait(warpgroup.mma_AB(seen.rescaled(), p, v.wait(end - 1)))
                     v.release(end - 1)
                     batch, head = divmod(pair, heads)
                     o, lse = seen._replace(o=o).finish(scale)
-                    store(gO, o, queries, batch, block, head, me)
+                    output.store(gO, o, queries, batch, block, head, me)
                     warpgroup.store(gLse, lse, (batch, head, row))
                 r, j = int32(r + 1), end
-            if SENT:
-                warpgroup.store_wait()
+            output.end()
 
     return attend, smem
