@@ -25,6 +25,7 @@ class Interpreted:
     """A launch in the interpreter, called like a Bound one: `bound(stream, *addresses)`.
 
     values: for each of the kernel's arguments a number, or an Operand and the spec of the tiles that its array is cut into."""
+
     def __init__(self, launch, values, target):
         if launch.block[1:] != (1, 1):
             raise ValueError(f"{launch}: the interpreter takes blocks of one axis")
