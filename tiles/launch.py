@@ -146,8 +146,8 @@ class Frames:
 
 class Contents:
     """What a launch's parameter block holds besides addresses; each is known by its identity. block: the kernel's arguments, in
-    slots of 8 bytes. plain: (slot, whose address goes there) of arrays. maps: (which of the frame's maps, whose address, encoding)
-    of tensors."""
+    slots of 8 bytes. plain: (slot, whose address goes there) of arrays. maps: (which of the frame's maps, whose address,
+    encoding) of tensors."""
 
     __slots__ = ("block", "encoded", "grid", "maps", "plain")
 

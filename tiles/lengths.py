@@ -6,13 +6,13 @@
     again = trace.function("n", plan)     # def again(n): unless n > 64: None; else pack("<q", 2 * n)
     again(101)
 
-A Length has the value of the call at hand and knows how it was computed. Arithmetic gives Lengths. A question (a comparison, `if n`,
-int(n)) is answered for this call, and the answer is written down: the function holds for all lengths that answer alike, and gives
-None for others. So what a planner checks, refuses, and chooses by a length needs no second description: the function takes
-every turn that the planner took, or none.
+A Length has the value of the call at hand and knows how it was computed. Arithmetic gives Lengths. A question (a comparison,
+`if n`, int(n)) is answered for this call, and the answer is written down: the function holds for all lengths that answer alike,
+and gives None for others. So what a planner checks, refuses, and chooses by a length needs no second description: the function
+takes every turn that the planner took, or none.
 
 A Length cannot be hashed, so no table can hand on what was found for another one (Untraceable). What cannot be watched, such as
-struct.pack, or would be a long way, such as a search, is called by `made` or decorated with `follows`: the function calls it again.
+struct.pack, or is a long way, such as a search, is called by `made` or decorated with `follows`: the function calls it again.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ def _trace_of(x: Any) -> Trace | None:
 
 
 def made(function: Callable, *args: Any) -> Any:
-    """function(*args), or where Lengths are among these, in tuples and lists, too, a Length that has this value. The function must
-    depend on nothing else, and change nothing."""
+    """function(*args), or where Lengths are among these, in tuples and lists, too, a Length that has this value. The function
+    must depend on nothing else, and change nothing."""
     trace = _trace_of(args)
     if trace is None:
         return function(*args)

@@ -22,9 +22,9 @@ planned; what was refused is never remembered. Where a framework traces the call
 A **program** is its launches, one behind the other on the caller's stream, and the scratch memory between them, which comes
 from the caller's allocator. Nothing waits for the device, so that all of it may be captured in a CUDA graph.
 
-Shapes and strides are lengths: a form that differs from a known one in these alone is not planned, but found by a function that
-was made while the planner was watched (lengths.py). It checks what the planner checks and takes every turn that it took, or none:
-then the call is planned.
+Shapes and strides are lengths: a form that differs from a known one in these alone is not planned, but found by a function
+that was made while the planner was watched (lengths.py). It checks what the planner checks and takes every turn that it took, or
+none: then the call is planned.
 
 Any number of threads may call at once: what is remembered does not change, and what two of them forget is made anew.
 """
@@ -142,7 +142,7 @@ class Program:
         self.schema, self.planner, self.names = schema, planner, schema.names
         self.needed = {name: argument.needed for name, argument in schema.arguments.items()}
         self.readers: dict[type, Callable] = {}
-        self.op = torch_op.named(self)
+        self.op = torch_op.registered(self)
         self.options = tuple(signature(planner).parameters)[1:]  # their names
 
     def __call__(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
