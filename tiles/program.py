@@ -23,8 +23,8 @@ A **program** is its launches, one behind the other on the caller's stream, and 
 from the caller's allocator. Nothing waits for the device, so that all of it may be captured in a CUDA graph.
 
 Shapes and strides are lengths: a form that differs from a known one in these alone is not planned, but found by a function
-that was made while the planner was watched (lengths.py). It checks what the planner checks and takes every turn that it took, or
-none: then the call is planned.
+that was made while the planner was watched (lengths.py). It checks what the planner checks and takes every turn that it took,
+or none: then the call is planned.
 
 Any number of threads may call at once: what is remembered does not change, and what two of them forget is made anew.
 """
