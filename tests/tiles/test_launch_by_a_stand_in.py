@@ -529,3 +529,31 @@ def test_an_error_in_the_interpreter_changes_nothing_on_the_device(gpu, monkeypa
     with pytest.raises(tiles.Hazard):
         tiles.launch(wrong, 1, 32)(x)
     assert (x.array == 1).all()
+
+
+def test_threads_share_few_frames(gpu, monkeypatch):
+    """However often they take turns in taking and adding them."""
+    x, gpu.count, start = on_device(16, 16), 19, threading.Barrier(8)
+    monkeypatch.setattr(launching, "RECENT", 4)
+    bound = tiles.launch(scale, 1, 32).bind(x, x, 2.0)
+    before, failed = sys.getswitchinterval(), []
+    sys.setswitchinterval(1e-6)
+
+    def work(n):
+        start.wait()
+        try:
+            for k in range(500):
+                bound(n, 4096 * (k % 7), 16)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failed and len(frames_of(bound)) <= 4 + 8 and len(gpu.launches) == 4000
+    assert [slots[4] % 4096 for _, slots, _ in gpu.launches] == [0] * 4000

@@ -98,7 +98,7 @@ def test_a_function_that_follows():
     def search(n, limit):
         """What it does."""
         calls.append((n, limit))
-        return next((k for k in range(limit, 0, -1) if n % k == 0))
+        return next(k for k in range(limit, 0, -1) if n % k == 0)
 
     function = watched(lambda a: (search(a, 10), search(a * 2, 3)) if search(a, 4) > 1 else 0, 8)
     assert function((18,)) == (9, 3) and function((7,)) is None and search(12, 5) == 4
