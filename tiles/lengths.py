@@ -18,14 +18,16 @@ struct.pack, or is a long way, such as a search, is called by `made` or decorate
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import re
 import struct
 from collections.abc import Callable
 from typing import Any
 
-_VARIABLE = re.compile(r"\b[a-z]\d+\b(?!\()")  # in an expression: a variable of a function, and no constant
-ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "and": "&", "or": "|"}
+_VARIABLE = re.compile(r"\b[a-z]\d+\b")  # in an expression: a variable of a function, and no constant
+ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
+ARITHMETIC |= {"and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"}
 QUESTIONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
@@ -37,7 +39,11 @@ class Length:
     """A number, or what was made of one: its value in the call at hand, and the expression that gives it in any."""
 
     __slots__ = ("text", "trace", "value")
-    __lt__: Callable[[Any, Any], bool]  # and all other operators: see _define
+    __lt__: Callable[[Any, Any], bool]  # and other operators: see _define
+    __floordiv__: Callable[[Any, Any], Any]
+    __rfloordiv__: Callable[[Any, Any], Any]
+    __mod__: Callable[[Any, Any], Any]
+    __rmod__: Callable[[Any, Any], Any]
 
     def __init__(self, trace: Trace, value: Any, text: str):
         self.trace, self.value, self.text = trace, value, text
@@ -78,6 +84,21 @@ class Length:
 
     def __abs__(self) -> Any:
         return -self if self < 0 else self
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+        return other // self, other % self
+
+    def __floor__(self) -> Any:
+        return made(math.floor, self)
+
+    def __ceil__(self) -> Any:
+        return made(math.ceil, self)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return made(round, self, digits)
 
     def __repr__(self) -> str:
         return f"{self.text}={self.value}"

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple, Protocol
 from . import jax_call, torch_op
 from .arrays import Array, Form, Operand, ascending, fill
 from .frameworks import Kind, describe, kind_of, stream_handle
-from .lengths import Trace, Untraceable, made
+from .lengths import Trace, made
 from .schema import Schema
 
 ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 2 to 9 KB each, by the launches they take
@@ -224,7 +224,7 @@ class Program:
             described = held or self._described(arrays)
             known = self._planned(described, options, layout)
             if len(functions) < TURNS and self._of_lengths(described, known):
-                with suppress(Untraceable):
+                with suppress(TypeError, ValueError):  # of a planner that takes numbers, but not to be watched: Untraceable
                     FUNCTIONS.put(key, (*functions, self._watched(described, held is None, options, layout)))
         KNOWN.put((self, sort, lengths, options, layout), known)
         return known

@@ -296,8 +296,17 @@ def test_functions_are_limited(gpu, monkeypatch):
     assert len(watched) == programs.TURNS
 
 
-def test_a_length_in_a_table_leaves_a_plan_for_itself(gpu, monkeypatch):
-    monkeypatch.setattr(_forward, "planner", lambda problem, *_: {problem.extents["T"]} and programs.Plan([]))
+def insists(problem, *_):
+    """A planner that takes nothing but an int."""
+    if type(problem.extents["T"]) is not int:
+        raise ValueError("T: must be an int")
+    return programs.Plan([])
+
+
+@pytest.mark.parametrize("planner", [lambda problem, *_: {problem.extents["T"]} and programs.Plan([]), insists])
+def test_who_cannot_be_watched_plans_each_call(gpu, monkeypatch, planner):
+    """One that looks a length up in a table, or wants an int."""
+    monkeypatch.setattr(_forward, "planner", planner)
     for length in range(1, 9):
         arrays = tokens(1, 1, 8, 64), *(tokens(1, length, 8, 64, MEMORY + n * ROOM) for n in (1, 2)), None, None
         assert gpu.call(_forward, arrays, (False, None, False, None), "bshd") == ([], [((1, 1, 8, 64), "bfloat16")])

@@ -1,6 +1,7 @@
 """tiles/lengths.py: a function made of one run gives what the planner gives, for all lengths that it holds for."""
 
 import functools
+import math
 import struct
 from typing import NamedTuple
 
@@ -20,7 +21,10 @@ def watched(planner, *values):
 
 EXPRESSIONS = {
     "arithmetic": lambda a, b: (a + b, a - 2, 3 - a, a * b, 7 * a, -a, a // 3, 100 // b, a % 7, a / b, 1 / b, -(-a // b)),
-    "bits": lambda a, b: ((a | 6) & 12, a & b | 1, 5 & a, 6 | b),
+    "bits": lambda a, b: ((a | 6) & 12, a & b | 1, 5 & a, 6 | b, a ^ 3, 1 << a, b << 2, (a * 64) >> b),
+    "powers": lambda a, b: (a**2, 2**b, a**b, a**-0.5),
+    "rounded": lambda a, b: (math.ceil(a / b), math.floor(7 / a), round(a / b), round(a / 3, 1), divmod(a, b), divmod(9, b)),
+    "by other modules": lambda a, b: (math.sqrt(int(a % 2)), math.gcd(a, 6), math.prod([a, b, 2])),
     "a choice": lambda a, b: a if a > b else b + 1,
     "least and greatest": lambda a, b: (min(a, b, 9), max(a, 4), abs(a - b), sorted([a, b, 5])),
     "a table of what it may be": lambda a, b: min(d for d in (4, 16, 64) if d >= a % 60),
