@@ -8,7 +8,8 @@ from pathlib import Path as _Path
 from runpy import run_path as _run_path
 from typing import TYPE_CHECKING
 
-if _why := _run_path(str(_Path(__file__).parents[1] / "tiles/importable.py"))["obstacle"]():  # `tiles` may be another's
+_importable = _run_path(str(_Path(__file__).parents[1] / "tiles/importable.py"))  # `tiles` may be another's
+if _why := _importable["obstacle"]():
     raise ImportError(_why)
 
 __all__ = [
@@ -51,7 +52,8 @@ else:
         """The public function of this name, from now on an ordinary attribute of the package."""
         for home, names in _HOMES.items():
             if name in names:
-                function = globals()[name] = getattr(_import_module(f".{home}", __name__), name)
+                with _importable["uncollected"]():
+                    function = globals()[name] = getattr(_import_module(f".{home}", __name__), name)
                 return function
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -30,13 +30,25 @@ def _tensors(*shape, n=1, dtype=torch.bfloat16):
     return [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(n)]
 
 
+@functools.cache
+def _nothing():
+    """A function of q, k, v: an op that makes an array and does nothing else. What it takes compiled is torch's own part."""
+    library = torch.library.Library("bench", "FRAGMENT")
+    library.define("nothing(Tensor q, Tensor k, Tensor v) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+    library.impl("nothing", lambda q, k, v: torch.empty_like(q), "CUDA")
+    torch.library.register_fake("bench::nothing", lambda q, k, v: torch.empty_like(q), lib=library)
+    _nothing.library = library  # the op lives as long as this
+    return lambda q, k, v: torch.ops.bench.nothing(q, k, v)
+
+
 def _calls():
-    """{name: (a function, arguments of its n-th call)}: of a form and addresses seen before, of addresses not seen, and, as in
-    generation, of a length not seen. Views are made beforehand."""
+    """{name: (a function, arguments of its n-th call)}: of a form and addresses seen before, of three sets of inputs that take
+    turns, of addresses not seen, and, as in generation, of a length not seen. Views are made beforehand."""
     q, k, v = _tensors(1, 128, 1, 128, n=3)
     out, turned = torch.empty_like(q), tuple(x.transpose(1, 2) for x in (q, k, v))
     (memory,) = _tensors(64 * CALLS + 128 * 128)
     moving = [memory[64 * n :][: 128 * 128].view(1, 128, 1, 128) for n in range(CALLS)]
+    sets = [_tensors(1, 128, 1, 128, n=3) for _ in range(3)]
     one, *cache = _tensors(1, 1, 32, 128), *_tensors(1, LONGEST, 8, 128, n=2)
     few = _tensors(1, LONGEST, 2, 128, n=3)
     (decay,) = _tensors(1, LONGEST, 2, dtype=torch.float32)
@@ -53,7 +65,9 @@ def _calls():
         "forward": (attention.forward, lambda n: (q, k, v)),
         "torch SDPA": (F.scaled_dot_product_attention, lambda n: turned),
         "forward under torch.compile": (compiled, lambda n: (q, k, v)),
+        "nothing under torch.compile": (torch.compile(_nothing(), fullgraph=True), lambda n: (q, k, v)),
         "SDPA under torch.compile": (torch.compile(F.scaled_dot_product_attention, fullgraph=True), lambda n: turned),
+        "forward, out=, three sets": (functools.partial(attention.forward, out=out), lambda n: sets[n % 3]),
         "forward, new addresses": (attention.forward, lambda n: (moving[n], moving[n - 1], moving[n - 2])),
         "forward, new length": (attention.forward, lambda n: (*one, keys[n], values[n])),
         "linear, new length": (attention.linear, lambda n: tuple(x[n] for x in tokens)),
@@ -65,8 +79,9 @@ def _calls():
 
 
 NAMES = (
-    "forward, out=", "forward", "torch SDPA", "forward under torch.compile", "SDPA under torch.compile",
-    "forward, new addresses", "forward, new length", "linear, new length", "linear with decay, new length",
+    "forward, out=", "forward", "torch SDPA", "forward under torch.compile", "nothing under torch.compile",
+    "SDPA under torch.compile", "forward, out=, three sets", "forward, new addresses", "forward, new length",
+    "linear, new length", "linear with decay, new length",
 )  # fmt: skip
 
 

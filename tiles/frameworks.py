@@ -48,8 +48,9 @@ class Kind:
     def describe(self, x: Any, name: str) -> Array:
         raise NotImplementedError
 
-    def reader(self, names: tuple[str, ...]) -> Callable | None:
-        """A faster way to read arrays of these names than describing each (see Program._read), if there is one."""
+    def reader(self, needed: dict[str, bool]) -> Callable | None:
+        """A faster way to read arrays than describing each (see Program._read), if there is one. It says strides in elements.
+        needed: of each name, must there be an array?"""
         return None
 
     def home(self, array: Array) -> Any:
@@ -109,20 +110,21 @@ class Torch(Kind):
             raise TypeError(f"{name}: {error}") from error
         return Array(pointer, Form(tuple(x.shape), strides, dtype, ordinal, size, pointer & PAST), x, self)
 
-    def reader(self, names: tuple[str, ...]) -> Callable:
+    def reader(self, needed: dict[str, bool]) -> Callable:
         """One expression over all of them, as a loop would take half as long again.
 
         A tensor that requires grad while grad mode is on has a form of its own, which `describe` refuses. The device is read as
         a number, which compares faster. Host tensors have -1, and so have those without memory, such as meta tensors: as these
         are at address 0 they have a form of their own, too."""
-        one = (
-            "None if {0} is None else ({0}.shape, {0}.stride(), {0}.dtype, {0}.get_device(), "
-            "{0}.requires_grad and grads(), at_{0} & PAST if (at_{0} := {0}.data_ptr()) else None)"
-        )
-        forms = ", ".join(one.format(name) for name in names)
-        addresses = ", ".join(f"0 if {name} is None else at_{name}" for name in names)
+
+        def each(what: str, absent: str) -> str:
+            tests = (("" if must else f"{absent} if {name} is None else ") + what.format(name) for name, must in needed.items())
+            return "".join(f"{one}, " for one in tests)
+
+        sort = each("({0}.dtype, {0}.get_device(), {0}.requires_grad and grads())", "None")
+        lengths = each("({0}.shape, {0}.stride(), at_{0} & PAST if (at_{0} := {0}.data_ptr()) else -1)", "None")
         space = {"grads": self.torch.is_grad_enabled, "PAST": PAST}
-        return eval(f"lambda {', '.join(names)}: (({forms},), ({addresses},), None)", space)
+        return eval(f"lambda {', '.join(needed)}: (({sort}), ({lengths}), ({each('at_{0}', '0')}), None)", space)
 
     def home(self, array: Array) -> Any:
         return array.owner.device

@@ -49,10 +49,12 @@ from .compiler import compile_kernel
 from .device import Device, check, device, uncaptured
 from .fallback import Interpreted, forced
 from .frameworks import current_stream, finish, stream_handle
+from .lengths import made
 from .types import gl
 
 THREADS_END = 1024  # most threads of a block
 KERNELS = 1024  # that families' planners remember
+RECENT = 16  # frames that a kernel keeps, of 3 KB each with four tensor maps
 
 
 # ---- machine code --------------------------------------------------------------------------------------------------
@@ -119,33 +121,48 @@ def load(kernel, signature, target: Device, shared_bytes: int = 0) -> Loaded:
 
 # ---- launches ------------------------------------------------------------------------------------------------------
 class Frames:
-    """Parameter blocks for one kernel's launches, and those that no launch uses now: `free`. They are as many as threads have
-    launched at once, however many forms of arrays there were. slots: 8-byte slots of the kernel's arguments. maps: which of
-    them stand for tensor maps."""
+    """Parameter blocks for one kernel's launches. slots: 8-byte slots of the kernel's arguments. maps: which of them stand for
+    tensor maps.
+
+    recent: those that no launch uses now, the one used longest ago first, by what they hold: (contents, stream, addresses). A
+    launch takes its frame out and puts it back behind all others, so that no two write one at once, and inputs that take turns
+    find what was written for them. There are RECENT, and as many more as threads launch at once."""
 
     def __init__(self, slots: int, maps: Sequence[int]):
         self.slots, self.maps = slots, maps
         self.memory = ctypes.c_uint64 * ((tma.MAP_ALIGNMENT + tma.MAP_BYTES * len(maps)) // 8 + 2 * slots)
-        self.free: list[Frame] = []
+        self.recent: dict[tuple, Frame] = {}  # an OrderedDict would take 0.3 us more
+
+    def oldest(self) -> "Frame | None":
+        """The one to be written anew; None while there may be more."""
+        frame = None
+        while len(self.recent) >= RECENT:
+            try:
+                frame = self.recent.pop(next(iter(self.recent)))
+            except (KeyError, RuntimeError, StopIteration):  # another thread took one meanwhile, or added one
+                continue
+        return frame
 
 
-class Contents(NamedTuple):
-    """What a launch's parameter block holds besides addresses. block: the kernel's arguments, in slots of 8 bytes. plain:
-    (slot, whose address goes there) of arrays. maps: (which of the frame's maps, whose address, encoding) of tensors."""
+class Contents:
+    """What a launch's parameter block holds besides addresses; each is known by its identity. block: the kernel's arguments, in
+    slots of 8 bytes. plain: (slot, whose address goes there) of arrays. maps: (which of the frame's maps, whose address,
+    encoding) of tensors."""
 
-    grid: tuple[int, int, int]
-    block: bytes
-    plain: Sequence[tuple[int, int]]
-    maps: Sequence[tuple[int, int, tma.Encoding]]
+    __slots__ = ("block", "encoded", "grid", "maps", "plain")
+
+    def __init__(self, grid: tuple[int, int, int], block: bytes, plain: Sequence, maps: Sequence):
+        self.grid, self.block, self.plain, self.maps = grid, block, plain, maps
+        self.encoded: list[bytes] | None = None  # the maps, of some arrays: see tma.encoded
 
 
 class Frame:
     """The parameter block of a launch that is about to be made: tensor maps, 8-byte slots, and the addresses through which the
     driver copies both. It belongs to one thread at a time; the driver has copied it when a launch returns.
 
-    holds: the Contents, known by their identity. room, rooms: views of its slots, and of its maps."""
+    holds: the Contents. room, rooms: views of its slots, and of its maps."""
 
-    __slots__ = ("addresses", "config", "first", "holds", "maps", "memory", "pointers", "room", "rooms", "stream")
+    __slots__ = ("config", "first", "holds", "maps", "memory", "pointers", "room", "rooms", "stream")
 
     def __init__(self, frames: Frames, config: driver.CUlaunchConfig):
         slots, count = frames.slots, len(frames.maps)
@@ -163,27 +180,27 @@ class Frame:
         self.room = view[at - start : at - start + 8 * slots]
         self.rooms = [view[place - start : place - start + tma.MAP_BYTES] for place in places]
         self.maps = [driver.CUtensorMap(_ptr=place) for place in places]
-        self.config, self.stream, self.addresses = config, -1, None
+        self.config, self.stream = config, -1
         self.holds: Contents | None = None
 
     def write(self, contents: Contents, stream: int, addresses) -> None:
         """Say what is launched, where it goes, and where its arrays lie. Some context must be current. After an error the frame
         must not be used."""
-        grid, block, plain, maps = contents
         memory, first, config = self.memory, self.first, self.config
         if self.holds is not contents:
-            self.room[:] = block
-            for place, _, encoding in maps:
-                self.rooms[place][:] = tma.encoded(encoding)
-            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            self.room[:] = contents.block
+            if contents.encoded is None:
+                contents.encoded = [tma.encoded(encoding) for *_, encoding in contents.maps]
+            for (place, *_), encoded in zip(contents.maps, contents.encoded):
+                self.rooms[place][:] = encoded
+            config.gridDimX, config.gridDimY, config.gridDimZ = contents.grid
             self.holds = contents
-        for slot, source in plain:
+        for slot, source in contents.plain:
             memory[first + slot] = addresses[source]
-        for place, source, _ in maps:
+        for place, source, _ in contents.maps:
             tma.move(self.maps[place], addresses[source])
         if stream != self.stream:
             config.hStream, self.stream = driver.CUstream(stream), stream
-        self.addresses = addresses
 
 
 class Bound:
@@ -195,6 +212,7 @@ class Bound:
 
     frames: the kernel's."""
 
+    of_lengths = True
     __slots__ = ("cluster", "code", "contents", "frames", "nbytes", "threads", "title")
 
     def __init__(self, code: Loaded, title: str, threads, cluster, nbytes: int, contents: Contents, frames: Frames):
@@ -209,23 +227,19 @@ class Bound:
 
     def run(self, stream: int, addresses) -> None:
         """The same, addresses being a sequence in which the launch's arrays know their places."""
-        free = self.frames.free
-        try:
-            frame = free.pop()
-        except IndexError:
-            frame = None
-        if frame is None or frame.holds is not self.contents or frame.addresses != addresses or frame.stream != stream:
-            frame = self._write(frame, stream, addresses)
+        key = self.contents, stream, tuple(addresses)
+        recent = self.frames.recent
+        frame = recent.pop(key, None) or self._write(stream, addresses)
         (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
         if status:
             self._in_context(frame)
-        free.append(frame)
+        recent[key] = frame
 
-    def _write(self, frame, stream, addresses):
+    def _write(self, stream, addresses):
         """A frame for these addresses. If another context, or none, is current on this thread, the driver refuses to make maps:
         to look first would cost every call a quarter of a microsecond."""
         try:
-            frame = frame or Frame(self.frames, self.configuration())
+            frame = self.frames.oldest() or Frame(self.frames, self.configuration())
             frame.write(self.contents, stream, addresses)
         except RuntimeError:
             with self.code.target.current():
@@ -330,13 +344,13 @@ class Kernel:
                 plain.append((place, value.source))
                 numbers[at:end] = array_numbers(form)
         try:
-            block = self.format.pack(*numbers)
+            block = made(self.format.pack, *numbers)
         except (struct.error, OverflowError):
             self._check_numbers(given)
             raise
         code = self.codes.get(others) or self._load(others)
-        contents = Contents(grid, block, plain, maps)
-        return Bound(code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames)
+        contents = made(Contents, grid, block, plain, maps)
+        return made(Bound, code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames)
 
     def _check_numbers(self, given):
         """TypeError, OverflowError that name the parameter: a number that is missing, or does not fit."""

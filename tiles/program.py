@@ -22,26 +22,37 @@ planned; what was refused is never remembered. Where a framework traces the call
 A **program** is its launches, one behind the other on the caller's stream, and the scratch memory between them, which comes
 from the caller's allocator. Nothing waits for the device, so that all of it may be captured in a CUDA graph.
 
+Shapes and strides are lengths: a form that differs from a known one in these alone is not planned, but found by a function
+that was made while the planner was watched (lengths.py). It checks what the planner checks and takes every turn that it took,
+or none: then the call is planned.
+
 Any number of threads may call at once: what is remembered does not change, and what two of them forget is made anew.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from inspect import signature
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from . import jax_call, torch_op
-from .arrays import Operand, ascending, fill
+from .arrays import Array, Form, Operand, ascending, fill
 from .frameworks import Kind, describe, kind_of, stream_handle
+from .lengths import Trace, made
 from .schema import Schema
 
-ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 2 to 9 KB each, by the launches they take
+ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 4 to 12 KB each, by the launches they take
+KINDS, TURNS = 1024, 12  # the same of forms but for lengths; most functions of lengths for one of these
+VARY = frozenset("BSTNE")  # axes whose extents are lengths; heads and columns decide which kernel serves a call
 
 
 class Step(Protocol):
-    """A launch of a program, or what it does instead: Bound, Interpreted, Fill."""
+    """A launch of a program, or what it does instead: Bound, Interpreted, Fill.
+
+    One that has a true attribute `of_lengths` is a tuple, or was made by lengths.made: a function of lengths may make it."""
 
     def run(self, stream: int, addresses: Sequence[int]) -> None: ...
 
@@ -54,11 +65,16 @@ class Plan(NamedTuple):
     scratch: Sequence[tuple[tuple[int, ...], str]] = ()
 
 
-class Fill:
+class Fill(NamedTuple):
     """A step that gives all elements of an array one value."""
 
-    def __init__(self, operand: Operand, value: float):
-        self.operand, self.value = operand, value
+    operand: Operand
+    value: float
+
+    @property
+    def of_lengths(self) -> bool:
+        """See Step."""
+        return True
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """At this stream and these addresses."""
@@ -91,14 +107,14 @@ class Recent:
         return len(self.young) + len(self.old)
 
 
-KNOWN = Recent(ENTRIES)
+KNOWN, FUNCTIONS = Recent(ENTRIES), Recent(KINDS)
 
 
 class _Known(NamedTuple):
     """What calls of a form have in common. It keeps no array alive.
 
-    makers: (the place of an array, what makes it). apart: (places of two arrays that must not share memory, their names, their
-    forms, the two distances between which they might)."""
+    makers: (the place of an array, what makes it). apart: (places of two arrays that must not share memory, the two distances
+    between which they might)."""
 
     kind: Kind
     device: int | None
@@ -124,9 +140,9 @@ class Program:
 
     def __init__(self, schema: Schema, planner: Callable[..., Plan]):
         self.schema, self.planner, self.names = schema, planner, schema.names
-        self.needed = [(name, argument.needed) for name, argument in schema.arguments.items()]
+        self.needed = {name: argument.needed for name, argument in schema.arguments.items()}
         self.readers: dict[type, Callable] = {}
-        self.op = torch_op.named(self)
+        self.op = torch_op.registered(self)
         self.options = tuple(signature(planner).parameters)[1:]  # their names
 
     def __call__(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
@@ -144,22 +160,20 @@ class Program:
         """A call on arrays in memory."""
         read = self.readers.get(type(arrays[0])) or self._reader(arrays[0])
         try:
-            forms, addresses, held = read(*arrays)
+            sort, lengths, addresses, held = read(*arrays)
         except (AttributeError, RuntimeError, TypeError):  # not all are tensors in memory: `describe` says what is wrong
-            forms, addresses, held = self._read(*arrays)
-        key = self, forms, options, layout
+            sort, lengths, addresses, held = self._read(*arrays)
         try:
-            known = KNOWN.get(key)
+            known = KNOWN.get((self, sort, lengths, options, layout))
         except TypeError:  # an option that cannot be looked up, such as a list
-            known = None
+            known = self._planned(held or self._described(arrays), options, layout)
         if known is None:
-            known = self._learn(held or self._described(arrays), options, layout)
-            KNOWN.put(key, known)
+            known = self._learn(arrays, sort, lengths, held, options, layout)
         current = 0 if known.device is None else known.kind.stream(arrays[0], known.device)
         handle = current if stream is None else stream_handle(stream)
-        for a, b, (name, other), pair, low, high in known.apart:
+        for a, b, low, high in known.apart:
             if low < addresses[b] - addresses[a] < high:
-                self.schema.check_apart(name, other, (addresses[a], addresses[b]), pair)
+                self._check_apart(self._described(arrays), a, b)
         every: Sequence[Any] = arrays
         if known.makers:
             every, addresses = [*arrays], [*addresses]
@@ -180,34 +194,98 @@ class Program:
         """An Array for each, or None; TypeError that names one that is no array, or is missing."""
         return [
             None if x is None and not needed else describe(x, name)
-            for x, (name, needed) in zip(arrays, self.needed, strict=True)
+            for x, (name, needed) in zip(arrays, self.needed.items(), strict=True)
         ]
 
     def _read(self, *arrays: Any) -> tuple:
-        """(what these arrays share with others of their forms, their addresses, what must live until the call has ended)."""
+        """What is read of every call: (what these arrays share with others of their sort, their lengths, their addresses, what
+        must live until the call has ended). Lengths, of each: shape, strides, and how far its address is past a multiple of
+        ALIGNMENT, negative for one that lies nowhere."""
         described = self._described(arrays)
         first = described[0]
-        forms = (first.kind, first.kind.home(first), *[a and a.form for a in described])
-        return forms, [a.pointer if a else 0 for a in described], described
+        sort = first.kind, first.kind.home(first), *[a and (a.dtype, a.device, a.form.itemsize, a.readonly) for a in described]
+        lengths = tuple([a and (a.shape, a.strides, a.form.past if a.pointer else -1) for a in described])
+        return sort, lengths, [a.pointer if a else 0 for a in described], described
 
     def _reader(self, first: Any) -> Callable:
         """How calls with a first array of this type are read."""
-        reader = kind_of(first, self.names[0]).reader(self.names)
+        reader = kind_of(first, self.names[0]).reader(self.needed)
         return self.readers.setdefault(type(first), reader or self._read)
 
-    def _learn(self, described: list, options: tuple, layout: str) -> _Known:
+    def _learn(self, arrays: tuple, sort: Any, lengths: tuple, held: list | None, options: tuple, layout: str) -> _Known:
+        """What calls of this form have in common: from a function of lengths, or planned, and watched for the next time."""
+        key = self, sort, options, layout
+        functions = FUNCTIONS.get(key) or ()
+        for function in functions:
+            known = function(lengths)
+            if known:
+                break
+        else:
+            described = held or self._described(arrays)
+            known = self._planned(described, options, layout)
+            if len(functions) < TURNS and self._of_lengths(described, known):
+                with suppress(TypeError, ValueError):  # of a planner that takes numbers, but not to be watched: Untraceable
+                    FUNCTIONS.put(key, (*functions, self._watched(described, held is None, options, layout)))
+        KNOWN.put((self, sort, lengths, options, layout), known)
+        return known
+
+    def _planned(self, described: list, options: tuple, layout: str) -> _Known:
+        """The plan for these arrays alone."""
         given = {name: array.form for name, array in zip(self.names, described) if array}
+        return self._plan(given, described[0], options, layout)
+
+    def _plan(self, given: dict[str, Form], first: Array, options: tuple, layout: str) -> _Known:
+        """ValueError or TypeError: the schema or the planner refuses these forms."""
         problem = self.schema.problem(given, layout)
         steps, scratch = self.planner(problem, *options)
         give = self.schema.results(dict(zip(self.options, options)))
-        first, order = described[0], self.schema.places
-        kind, home = first.kind, first.kind.home(first)
-        makers = [(order[name], kind.maker(home, *problem.made(name))) for name in give if name not in given]
-        makers += [(place, kind.maker(home, *what)) for place, what in enumerate(scratch, len(order))]
+        order, kind = self.schema.places, first.kind
+        home = kind.home(first)
+        makers = [(order[name], made(kind.maker, home, *problem.made(name))) for name in give if name not in given]
+        makers += [(place, made(kind.maker, home, *what)) for place, what in enumerate(scratch, len(order))]
         apart = []
-        for pair in self.schema.apart(given):
-            forms = tuple(given[name] for name in pair)
-            (first_at, mine), (last_at, its) = map(ascending, forms)
+        for a, b in self.schema.apart(given):
+            (first_at, mine), (last_at, its) = ascending(given[a]), ascending(given[b])
             shift = first_at - last_at
-            apart.append((order[pair[0]], order[pair[1]], pair, forms, shift - its.extent, shift + mine.extent))
+            apart.append((order[a], order[b], shift - its.extent, shift + mine.extent))
         return _Known(kind, first.device, makers, apart, steps, itemgetter(*[order[name] for name in give]))
+
+    def _of_lengths(self, described: list, known: _Known) -> bool:
+        """Can this plan be one for other lengths, too? On a device; in the interpreter planning takes no time that counts."""
+        return (
+            known.device is not None
+            and all(getattr(step, "of_lengths", False) for step in known.steps)
+            and all(array.pointer for array in described if array)
+        )
+
+    def _watched(self, described: list, in_elements: bool, options: tuple, layout: str) -> Callable[[tuple], _Known | None]:
+        """The function of lengths that plans as the planner does for these arrays."""
+        trace, number, names, given = Trace(), itertools.count(), [], {}
+
+        def variables(values: Sequence[int]) -> list[Any]:
+            return [trace.variable(f"n{next(number)}", value) for value in values]
+
+        for name, array in zip(self.names, described):
+            if array is None:
+                names.append("_")
+                continue
+            form = array.form
+            axes, _ = self.schema.rows[layout][name][len(form.shape)]
+            unit = form.itemsize if in_elements else 1
+            shape, strides = variables(form.shape), variables([stride // unit for stride in form.strides])
+            (past,) = variables([form.past])
+            names.append(f"({_pattern(shape)}, {_pattern(strides)}, {past.text})")
+            past = max(past, 0)  # so that the function is none for arrays that lie nowhere
+            extents = tuple([n if axis in VARY else int(n) for n, axis in zip(shape, axes)])
+            given[name] = form._replace(shape=extents, strides=tuple([unit * stride for stride in strides]), past=past)
+        return trace.function(f"{', '.join(names)},", self._plan(given, described[0], options, layout))
+
+    def _check_apart(self, described: list, a: int, b: int) -> None:
+        """ValueError if the arrays in these places share memory."""
+        x, y = described[a], described[b]
+        self.schema.check_apart(self.names[a], self.names[b], (x.pointer, y.pointer), (x.form, y.form))
+
+
+def _pattern(variables: list[Any]) -> str:
+    """What a tuple of numbers is assigned to."""
+    return f"({''.join(f'{one.text}, ' for one in variables)})"

@@ -167,7 +167,7 @@ class Problem:
         bits = ALIGNMENT | (0 if names else self.bits[None])
         for name in names:
             bits |= self.bits.get(name, 0)
-        return bits & -bits
+        return int(bits & -bits)
 
     @property
     def by_tma(self) -> bool:

@@ -67,9 +67,8 @@ def cut(spec: gl) -> Cut:
     return Cut(spec, inner, tuple(outer), boxes, tile.dtype.np.name, tile.dtype.tma, tile.swizzle)
 
 
-@functools.lru_cache(MAPS)
 def encoding(how: Cut, form: Form) -> Encoding:
-    """How TMA is told of an array of this form, which is cut like that; a call's keys and values often share one. TypeError or
+    """How TMA is told of an array of this form, which is cut like that. TypeError or
     ValueError: what TMA cannot do."""
     spec, inner, outer = how.spec, how.inner, how.outer
     shape, steps, size = form.shape, form.strides, form.itemsize
@@ -77,7 +76,7 @@ def encoding(how: Cut, form: Form) -> Encoding:
         raise TypeError(f"{spec.tile} is copied from and to arrays of {how.named}, got {form.dtype}")
     if len(shape) != spec.rank:
         raise TypeError(f"{spec} is cut from arrays of {spec.rank} axes, got shape {shape}")
-    if 0 in shape or max(shape) >= EXTENT_END:
+    if any(not 0 < extent < EXTENT_END for extent in shape):
         raise ValueError(f"TMA takes axes of 1 to 2**32 - 1 elements, got shape {shape}")
     if shape[inner] > 1 and steps[inner] != size:
         raise ValueError(

@@ -56,11 +56,17 @@ def call(program: Program, stream: Any, arrays: tuple, options: tuple, layout: s
     of the write."""
     if stream is not None:
         raise TypeError("stream: must be None where torch traces or transforms the call: its ops run on the current stream")
-    op = getattr(getattr(sys.modules["torch"].ops, NAMESPACE), program.op()).default
-    rows = program.schema.arguments
-    made = op(*[x for x, row in zip(arrays, rows.values()) if not row.result], *options, layout)
+    name, taken, given_back = program.op()
+    made = getattr(getattr(sys.modules["torch"].ops, NAMESPACE), name).default(*[arrays[n] for n in taken], *options, layout)
     results = list(made) if isinstance(made, (list, tuple)) else [made]
-    given = dict(zip(rows, arrays))
+    if any([arrays[n] is not None for n in given_back]):
+        _copy(program, arrays, options, results)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _copy(program: Program, arrays: tuple, options: tuple, results: list) -> None:
+    """Results to where the caller wants them."""
+    given = dict(zip(program.schema.names, arrays))
     for place, name in enumerate(program.schema.results(dict(zip(program.options, options)))):
         out = given[name]
         if out is not None:
@@ -68,22 +74,24 @@ def call(program: Program, stream: Any, arrays: tuple, options: tuple, layout: s
                 wanted = f"shape={tuple(results[place].shape)}, dtype={results[place].dtype}"
                 raise ValueError(f"{name}: must have {wanted}: {name}.shape={tuple(out.shape)}, {name}.dtype={out.dtype}")
             results[place] = out.copy_(results[place])
-    return results[0] if len(results) == 1 else tuple(results)
 
 
-def named(program: Program) -> Callable[[], str]:
-    """A function that registers the program's op, if it is not yet, and gives its name. Dynamo calls it and goes on with what
-    it returned, without a look inside: that is what the attribute says, which torch.compiler.assume_constant_result sets."""
+def registered(program: Program) -> Callable[[], tuple[str, list[int], list[int]]]:
+    """A function that registers the program's op, if it is not yet, and gives its name, the places of the arrays that it takes,
+    and of those that it gives back. Dynamo calls it and goes on with what it returned, without a look inside and a guard for
+    each thing that it saw there: that says the attribute, which torch.compiler.assume_constant_result sets."""
     made: list[_Op] = []
+    rows = [*enumerate(program.schema.arguments.values())]
+    what = program.schema.name, [n for n, row in rows if not row.result], [n for n, row in rows if row.result]
 
-    def name() -> str:
+    def op() -> tuple[str, list[int], list[int]]:
         with _LOCK:
             if not made:
                 made.append(_Op(program))
-        return program.schema.name
+        return what
 
-    name._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return name
+    op._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return op
 
 
 # ---- on a call that was refused --------------------------------------------------------------------------------------
@@ -121,12 +129,14 @@ class _Op:
         self.arrays = itemgetter(*[places.get(name, -1) for name in self.schema.names])  # of the op's arguments and None
         if self.several and self.updated:
             raise TypeError(f"{name}: torch makes no functional op of one that writes in place and gives several results")
+        self.below, key = torch._C._after_autograd_keyset, torch._C.DispatchKey
+        self.memory = [getattr(key, device) for device in DEVICES.values()]
         self.library = torch.library.Library(NAMESPACE, "FRAGMENT")
         self.library.define(f"{name}{self.signature()}", tags=torch.Tag.pt2_compliant_tag)
         self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
-        for key in DEVICES.values():
-            self.library.impl(name, self.run, key)
-            self.library.impl(name, self.autocast(getattr(torch._C.DispatchKey, f"Autocast{key}")), f"Autocast{key}")
+        for device in DEVICES.values():
+            self.library.impl(name, self.run, device)
+            self.library.impl(name, self.autocast(getattr(key, f"Autocast{device}")), f"Autocast{device}")
         self.library.impl(name, self.without_gradient, "Autograd", with_keyset=True)
         torch.library.register_fake(f"{NAMESPACE}::{name}", self.fake, lib=self.library)
         torch.library.register_vmap(f"{NAMESPACE}::{name}", self.vmap, lib=self.library)
@@ -162,16 +172,19 @@ class _Op:
         return made if self.several else made[0]
 
     def without_gradient(self, keys: Any, *args: Any) -> Any:
-        """Where autograd would write down what is done."""
-        torch = self.torch
+        """Where autograd would write down what is done. If nothing but memory comes after it the call is made from here, for
+        torch takes 8 us to come to `run` once more."""
+        torch, below = self.torch, keys & self.below
+        if self.updated:
+            torch.autograd.graph.increment_version([args[place] for place in self.updated])
+        if below.highestPriorityTypeId() in self.memory:
+            return self.run(*args)  # which refuses what requires grad
         if torch.is_grad_enabled():
             for row, x in zip(self.rows, args):
                 if x is not None and x.requires_grad:
                     raise NotImplementedError(no_backward(row.name))
-        if self.updated:
-            torch.autograd.graph.increment_version([args[place] for place in self.updated])
         with torch._C._AutoDispatchBelowAutograd():
-            return self.op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+            return self.op.redispatch(below, *args)
 
     def autocast(self, key: Any) -> Callable[..., Any]:
         """Under torch.autocast: tiles of float32 become what it wants."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.launch import kernel_for
+from tiles.lengths import follows
 from tiles.program import Step
 from tiles.schema import Problem
 
@@ -34,6 +35,7 @@ def one(kind, *fields):
     return kind(*fields)
 
 
+@follows
 @functools.lru_cache(1024)
 def segments(items: int, chunks: int, places: int) -> int:
     """Into how many segments to cut each sequence so that all are done soonest: there are `items` sequences of so many chunks,

@@ -9,19 +9,20 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from numba import cuda
 from numpy import int32
 
 from ops import divmod, persistent_tile, subtile, warpgroup
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, static
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .online import Softmax
+from .output import Sent, Stored
 from .tiling import Causal, Full
 
 SHARED_BYTES = 227 * 1024
-SHORT = 2048  # keys, up to which a persistent grid pays: 5 % at 1024, -2 % from 4096 on (bench/NOTES.md)
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumers -> registers a thread of producer and consumer
 
 
@@ -29,7 +30,8 @@ REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumers -> registers
 class Config:
     """A kernel's shape: head_dim as padded, key rows of a block, consumers of 64 query rows each, stages of the rings of keys
     and values and of that of queries. persistent: a block a multiprocessor goes through many tiles and loads the next while it
-    finishes one; else a block a tile, whose main loop is 2 % faster (it has more uniform registers for wgmma's descriptors)."""
+    finishes one; else a block a tile, in whose order the hardware balances what is left. sent: TMA stores the output, from the
+    place of its queries, while the next tile begins; else the consumers do. turns: they take turns to issue their products."""
 
     head_dim: int
     dtype: dtype
@@ -39,6 +41,8 @@ class Config:
     stages: int = 2
     persistent: bool = False
     queries: int = 1
+    sent: bool = False
+    turns: bool = True
 
     @property
     def rows(self):
@@ -65,38 +69,73 @@ class Config:
         """A tile of K or V."""
         return st(self.kv, self.head_dim, self.dtype)
 
+    @property
+    def output(self):
+        """How the output leaves."""
+        return (Sent if self.sent else Stored)(self.rows)
+
+    @property
+    def turn(self):
+        """In which order consumers issue their products."""
+        return warpgroup.ping_pong(self.consumers) if self.turns else AsTheyCome()
+
     def __str__(self):
-        return (
-            f"D {self.head_dim} {self.dtype}{' causal' * self.causal}, {self.rows} x {self.kv}{' persistent' * self.persistent}"
-        )
+        size = f"D {self.head_dim} {self.dtype}{' causal' * self.causal}, {self.rows} x {self.kv}"
+        return size + " persistent" * self.persistent + " sent" * self.sent
 
 
 SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (112, 2), 256: (80, 2)}  # padded head_dim: (kv, consumers)
-SHORT_SHAPES = {  # where tiles are short: (padded head_dim, causal): (kv, consumers, stages, stages of queries)
-    (64, False): (128, 3, 3, 2),
-    (64, True): (64, 4, 4, 2),  # a consumer passes by key blocks that none of its rows sees: the smaller, the more
-    **{(head_dim, causal): (128, 2, 2, 2) for head_dim in (96, 128) for causal in (False, True)},
+# Where tiles are short a persistent grid pays, often of another shape. Padded head_dim, causal: {keys, up to which: what is
+# other}; a pair that is not here is persistent as it is up to 2048 keys. bench/NOTES.md has the figures. At 64, causal, a
+# consumer passes by key blocks that none of its rows sees: the smaller they are, the more.
+SHORT: dict[tuple[int, bool], dict[int, dict[str, Any]]] = {
+    (64, False): {4096: {"stages": 3, "queries": 2, "sent": True}},
+    (64, True): {2048: {"kv": 64, "consumers": 4, "stages": 4, "queries": 2}, 4096: {"queries": 2, "sent": True}},
+    (96, False): {2048: {"queries": 2}},
+    (96, True): {2048: {"queries": 2}},
+    (128, False): {4096: {"queries": 2, "sent": True}},
+    (128, True): {2048: {"queries": 2}},
+    (256, True): {2048: {"turns": False}},
 }
+PLAIN: dict[int, dict[str, Any]] = {2048: {}}
 
 
 def config_for(head_dim: int, dtype: dtype, causal: bool, seqlen_kv: int) -> Config:
     """The configuration that serves a problem: the next larger head_dim of SHAPES, persistent where tiles are short."""
-    return _config(head_dim, dtype, causal, seqlen_kv <= SHORT)
+    padded = min(d for d in SHAPES if d >= head_dim)
+    return _config(padded, dtype, causal, next((end for end in SHORT.get((padded, causal), PLAIN) if seqlen_kv <= end), None))
 
 
 @functools.cache
-def _config(head_dim: int, dtype: dtype, causal: bool, persistent: bool) -> Config:
-    padded = min(d for d in SHAPES if d >= head_dim)
-    shape = SHORT_SHAPES.get((padded, causal)) if persistent else None
-    kv, consumers, stages, queries = shape or (*SHAPES[padded], 2, 1)
-    return Config(padded, dtype, causal, kv, consumers, stages, persistent, queries)
+def _config(padded: int, dtype: dtype, causal: bool, end: int | None) -> Config:
+    kv, consumers = SHAPES[padded]
+    config = Config(padded, dtype, causal, kv, consumers)
+    return config if end is None else replace(config, persistent=True, **SHORT.get((padded, causal), PLAIN)[end])
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems of any length are served with; fp16, whose code takes the same registers as bf16's, with `everything`."""
     if arch == "sm_90a":
         for of, head_dim, causal in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (False, True)):
-            yield from dict.fromkeys(config_for(head_dim, of, causal, seqlen_kv) for seqlen_kv in (SHORT, SHORT + 1))
+            ends = SHORT.get((head_dim, causal), PLAIN)
+            yield from (_config(head_dim, of, causal, end) for end in (*ends, None))
+
+
+@static
+class AsTheyCome:
+    """Consumers issue their products when they can: what `warpgroup.ping_pong` orders, in no order."""
+
+    @inlined
+    def begin(self, me):
+        """Once, before the first turn."""
+
+    @inlined
+    def take(self, me):
+        """My turn."""
+
+    @inlined
+    def give(self, me):
+        """The next one's turn."""
 
 
 @functools.cache
@@ -104,7 +143,8 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # rows of a block of keys, of a tile of queries, of a consumer
     CONSUMERS, PERSISTENT = config.consumers, config.persistent
-    sees, own_rows_see = config.sees, replace(config, consumers=1).sees
+    KEYS_FIRST = PERSISTENT and config.queries == 1  # a tile's queries wait for the place of the last one's, its keys need not
+    sees, own_rows_see, turn, output = config.sees, replace(config, consumers=1).sees, config.turn, config.output
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
     INPUT, O = config.dtype, rt(16, config.head_dim, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
@@ -113,7 +153,7 @@ def make(config: Config):
         k=ring(config.key, config.stages, readers),
         v=ring(config.key, config.stages, readers),
     )
-    turn, softmax = warpgroup.ping_pong(CONSUMERS), Softmax(O)
+    softmax, OUTPUT = Softmax(O), output.declared(config.head_dim, config.dtype)
 
     @inlined
     def more(r, tiles):
@@ -172,7 +212,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.key), gO: array(4, INPUT), gLse: array(3),
+        gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.key), gO: OUTPUT, gLse: array(3),
         q_len: INT, kv_len: INT, offset: INT, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT,
         scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
@@ -189,9 +229,12 @@ def make(config: Config):
                 batch, head = divmod(pair, heads)
                 kv_head, _ = divmod(head, group)
                 n, _ = sees.key_blocks(ROWS * block + offset, kv_len)
-                q.fill(r, gQ, (batch, block, head))
+                if not KEYS_FIRST:
+                    q.fill(r, gQ, (batch, block, head))
                 for i in range(n):
                     k.fill(j + i, gK, (batch, n - 1 - i, kv_head))
+                    if KEYS_FIRST and i == 0:
+                        q.fill(r, gQ, (batch, block, head))
                     v.fill(j + i, gV, (batch, n - 1 - i, kv_head))
                 r, j = int32(r + 1), int32(j + n)
         else:
@@ -207,7 +250,8 @@ def make(config: Config):
                 if PERSISTENT:
                     stand_by(j, first, end, k, v, me)
                 if PERSISTENT and own == 0:
-                    q.release(r)
+                    output.release_last(q, r)
+                    output.release(q, r)
                 else:
                     edge = sees.edge(diagonal, EACH * me, kv_len) - (end - 1) * KV
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
@@ -216,17 +260,19 @@ def make(config: Config):
                     seen = softmax.begin().moved(s, scale, slack)
                     p = seen.weights(s, scale)
                     p, seen = INPUT(p), seen.add(p)
+                    output.release_last(q, r)
                     for i in range(int32(first + 1), int32(first + cut)):
                         p, seen = cut_step(i, p, seen, queries, k, v, me, edge, scale, slack)
                     for i in range(int32(first + cut), end):
                         p, seen = step(i, p, seen, queries, k, v, me, edge, scale, slack)
-                    q.release(r)
+                    output.release(q, r)
                     o = warpgroup.wait(warpgroup.mma_AB(seen.rescaled(), p, v.wait(end - 1)))
                     v.release(end - 1)
                     batch, head = divmod(pair, heads)
                     o, lse = seen._replace(o=o).finish(scale)
-                    warpgroup.store(gO, o, (batch, row, head, 0), rows=1, cols=3, aligned=True)
+                    output.store(gO, o, queries, batch, block, head, me)
                     warpgroup.store(gLse, lse, (batch, head, row))
                 r, j = int32(r + 1), end
+            output.end()
 
     return attend, smem

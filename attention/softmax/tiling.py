@@ -8,10 +8,12 @@ from numpy import int32
 
 from ops import rasterize, right_fill
 from tiles import inlined, static
+from tiles.lengths import follows
 
 SHARING = 6  # multiprocessors that should read one pair's keys and values at a time: 4 to 8 are as good (bench/NOTES.md)
 
 
+@follows
 def band_of(grid: int, processors: int, nbytes: float, cache: int, uneven: bool) -> int:
     """How many pairs of head and batch are gone through at once, query block by query block. uneven: some query blocks of a
     pair take longer than others, as causal ones do, or a last one that has few rows; else a pair at a time will do.

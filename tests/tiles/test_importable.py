@@ -1,5 +1,7 @@
 """Somebody else's tiles, ops or attention, found before ours: the import says which file is in the way, and what to do."""
 
+import contextlib
+import gc
 import os
 import shutil
 import subprocess
@@ -98,3 +100,20 @@ def test_numba_s_simulator_is_refused_at_once(name, tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
     done = run(tmp_path, f"import {name}")
     assert done.stderr.strip().splitlines()[-1] == f"ImportError: {importable.SIMULATOR}"
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_garbage_is_left_while_modules_are_imported(enabled):
+    """And collected again afterwards, if it was before, also where an import fails."""
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with contextlib.suppress(ImportError), importable.uncollected():
+            assert not gc.isenabled()
+            with importable.uncollected():
+                pass
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()

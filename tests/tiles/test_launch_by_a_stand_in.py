@@ -125,7 +125,7 @@ def encoded(gpu, monkeypatch):
     """A driver whose tensor maps begin with the address of the array; yields what it was asked for: ("encode" or "move",
     address). Like the real one it wants a context, and maps that are moved at multiples of 64."""
     asked = []
-    tma.encoded.cache_clear(), tma.encoding.cache_clear()
+    tma.encoded.cache_clear()
 
     class Map:
         def __init__(self, pointer=0, _ptr=None):
@@ -167,21 +167,27 @@ def bound_to_maps(gpu):
     return tiles.launch(takes, 1, 32).bind(tensors[0], x, tensors[1], 7)
 
 
+def frames_of(bound):
+    """The frames that the kernel keeps, the one used longest ago first."""
+    return list(bound.frames.recent.values())
+
+
 def test_maps_are_encoded_once_and_moved(gpu, encoded):
-    """The driver copies them, aligned to 64 bytes, from the frame; only what is new is written there."""
+    """The driver copies them, aligned to 64 bytes, from the frame; what was written for an address is found again."""
     bound, first, second = bound_to_maps(gpu), (4096, 8192, 12288), (16, 32, 48)
     for addresses in (first, first, second, second, first):
         bound(3, *addresses)
         _, slots, _ = gpu.launches[-1]
         assert slots == [addresses[0], 0, 0, 8, 4, addresses[1], 8, 4, addresses[2], 7]
-    assert [which for which, _ in encoded] == ["encode"] * 2 + ["move"] * 6 and {at for _, at in encoded[:2]} == {tma.SOMEWHERE}
-    assert [at for _, at in encoded[2:]] == [4096, 12288, 16, 48, 4096, 12288]
-    (frame,) = bound.frames.free
-    pointers = (ctypes.c_uint64 * gpu.count).from_address(frame.pointers)
-    maps = [pointers[0], pointers[8]]
-    assert maps == [tensor_map.getPtr() for tensor_map in frame.maps] and all(place % 64 == 0 for place in maps)
-    start = ctypes.addressof(frame.memory)
-    assert all(start <= place < start + ctypes.sizeof(frame.memory) for place in [*pointers, *(place + 127 for place in maps)])
+    assert [which for which, _ in encoded] == ["encode"] * 2 + ["move"] * 4 and {at for _, at in encoded[:2]} == {tma.SOMEWHERE}
+    assert [at for _, at in encoded[2:]] == [4096, 12288, 16, 48]
+    for frame in frames_of(bound):
+        pointers = (ctypes.c_uint64 * gpu.count).from_address(frame.pointers)
+        maps = [pointers[0], pointers[8]]
+        assert maps == [tensor_map.getPtr() for tensor_map in frame.maps] and all(place % 64 == 0 for place in maps)
+        start, size = ctypes.addressof(frame.memory), ctypes.sizeof(frame.memory)
+        assert all(start <= place < start + size for place in [*pointers, *(place + 127 for place in maps)])
+    assert len(frames_of(bound)) == 2
 
 
 def test_the_same_addresses_write_nothing(gpu, monkeypatch):
@@ -193,7 +199,32 @@ def test_the_same_addresses_write_nothing(gpu, monkeypatch):
         bound(stream, *addresses)
         assert gpu.launches[-1][:2] == (stream, [*gpu.launches[0][1][:4], addresses[0], *gpu.launches[0][1][5:13], addresses[1],
                                                  *gpu.launches[0][1][14:]])  # fmt: skip
-    assert written == [(3, (16, 32)), (3, (16, 48)), (4, (16, 48)), (3, (16, 48))] and len(bound.frames.free) == 1
+    assert written == [(3, (16, 32)), (3, (16, 48)), (4, (16, 48))] and len(frames_of(bound)) == 3
+
+
+def test_inputs_that_take_turns_are_written_once(gpu, monkeypatch):
+    """As many as frames are kept; of more the one used longest ago is forgotten, and its frame written anew."""
+    x, gpu.count, written = on_device(16, 16), 19, []
+    real = launching.Frame.write
+    monkeypatch.setattr(launching.Frame, "write", lambda frame, *args: written.append(frame) or real(frame, *args))
+    bound = tiles.launch(scale, 1, 32).bind(x, x, 2.0)
+    kept = launching.RECENT
+    for n in [*range(kept), *range(kept), 0, kept, 0, 1, 2]:  # 0 was used a moment before `kept` came, 1 was not
+        bound(0, 4096 * n, 0)
+        assert gpu.launches[-1][1][4] == 4096 * n and len(frames_of(bound)) <= kept
+    assert len(written) == kept + 3 and len(set(map(id, written))) == kept
+
+
+def test_frames_know_which_launch_they_are_of(gpu):
+    """Of two launches of one kernel that differ in a number, at the same addresses."""
+    kernel = declared_kernel()
+    gpu.count = 19
+    for n in (5, 6, 5, 6):
+        kernel.bind(n, n=n, s=1.0).run(0, ())
+    first, second = (kernel.bind(n, n=n, s=1.0) for n in (7, 8))
+    for bound in (first, second, first, second):
+        bound.run(0, ())
+    assert [(slots[17], config.gridDimX) for _, slots, config in gpu.launches] == [(n, n) for n in (5, 6, 5, 6, 7, 8, 7, 8)]
 
 
 def test_a_launch_keeps_its_frame(gpu, encoded, monkeypatch):
@@ -211,15 +242,15 @@ def test_a_launch_keeps_its_frame(gpu, encoded, monkeypatch):
     monkeypatch.setattr(driver, "cuLaunchKernelEx", interrupted)
     bound(3, 1600, 3200, 4800)
     found = [(stream, slots[0], slots[5], slots[8]) for stream, slots, _ in gpu.launches]
-    assert found == [(3, 16, 32, 48), (5, 160, 320, 480), (3, 1600, 3200, 4800)] and len(bound.frames.free) == 2
+    assert found == [(3, 16, 32, 48), (5, 160, 320, 480), (3, 1600, 3200, 4800)] and len(frames_of(bound)) == 3
 
 
-def test_frames_are_as_many_as_threads_that_launch_at_once(gpu):
+def test_frames_are_limited(gpu):
     x, gpu.count = on_device(16, 16), 19
     bound = tiles.launch(scale, 1, 32).bind(x, x, 2.0)
     for k in range(100):
         bound(k % 7, 4096 * k, 8192 * k)
-        assert len(bound.frames.free) == 1
+        assert len(frames_of(bound)) <= launching.RECENT
     assert [(stream, slots[4], slots[13]) for stream, slots, _ in gpu.launches] == [
         (k % 7, 4096 * k, 8192 * k) for k in range(100)
     ]
@@ -309,7 +340,7 @@ def test_what_is_not_given_is_absent(gpu, encoded):
     bound = declared_kernel().bind(1, n=7, s=1.0)
     bound.run(0, ())
     assert not encoded
-    pointers = (ctypes.c_uint64 * 19).from_address(bound.frames.free[0].pointers)
+    pointers = (ctypes.c_uint64 * 19).from_address(frames_of(bound)[0].pointers)
     assert [ctypes.c_uint64.from_address(place).value for place in pointers][1:] == [0] * 16 + [7, 0x3F800000]
 
 
@@ -498,3 +529,31 @@ def test_an_error_in_the_interpreter_changes_nothing_on_the_device(gpu, monkeypa
     with pytest.raises(tiles.Hazard):
         tiles.launch(wrong, 1, 32)(x)
     assert (x.array == 1).all()
+
+
+def test_threads_share_few_frames(gpu, monkeypatch):
+    """However often they take turns in taking and adding them."""
+    x, gpu.count, start = on_device(16, 16), 19, threading.Barrier(8)
+    monkeypatch.setattr(launching, "RECENT", 4)
+    bound = tiles.launch(scale, 1, 32).bind(x, x, 2.0)
+    before, failed = sys.getswitchinterval(), []
+    sys.setswitchinterval(1e-6)
+
+    def work(n):
+        start.wait()
+        try:
+            for k in range(500):
+                bound(n, 4096 * (k % 7), 16)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failed and len(frames_of(bound)) <= 4 + 8 and len(gpu.launches) == 4000
+    assert [slots[4] % 4096 for _, slots, _ in gpu.launches] == [0] * 4000

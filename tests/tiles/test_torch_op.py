@@ -26,7 +26,7 @@ def test_the_signature():
     assert said.partition("(")[2] == (
         "Tensor x, Tensor? scale, Tensor(a!) sums, bool twice, float? factor, str? name, str layout) -> Tensor"
     )
-    assert made.op() == "test_signature"  # once
+    assert made.op() == ("test_signature", [0, 1, 2], [3])  # registered once
 
 
 def test_several_results_are_a_list_of_those_that_were_asked_for():

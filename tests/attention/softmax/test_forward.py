@@ -93,6 +93,14 @@ def test_shared_key_heads_and_layouts(place, heads, heads_kv, layout):
     agree(place, *inputs(2, 66, 130, heads, heads_kv, 64, layout=layout), causal=True, layout=layout)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "seq_kv"), [(64, False, 2100), (64, True, 2100), (64, True, 4100), (128, False, 2100)]
+)
+def test_more_keys_than_short_tiles_have(place, head_dim, causal, seq_kv):
+    """Where other shapes serve. Tiles follow each other: what TMA stores, it stores while the next one begins."""
+    agree(place, *inputs(1, 200, seq_kv, 4 if isinstance(place, OnInterpreter) else 100, 1, head_dim), causal=causal)
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     st.integers(1, 2), st.integers(1, 260), st.integers(1, 400), st.integers(1, 2), st.integers(1, 2), st.integers(1, 16),

@@ -42,11 +42,14 @@ def shares(config, length, grid):
 
 @pytest.mark.parametrize("grid", [132, 114, 78])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("length", [512, 1024, 2048])
+@pytest.mark.parametrize("length", [512, 1024, 2048, 4096])
 @pytest.mark.parametrize("causal", [False, True])
 def test_bands_fit_the_cache_and_share_the_work(grid, head_dim, length, causal):
     """No block of the grid has much more to do than the average."""
-    work = shares(hopper.config_for(head_dim, bf16, causal, length), length, grid)
+    config = hopper.config_for(head_dim, bf16, causal, length)
+    if not config.persistent:
+        pytest.skip("a block a tile: the hardware shares the work")
+    work = shares(config, length, grid)
     assert max(work) < 1.15 * sum(work) / grid
 
 

@@ -1,0 +1,313 @@
+"""All programs on a device that is none: a call whose plan is found by a function of lengths launches what a call does that is
+planned anew, and is refused in the same words."""
+
+import contextlib
+import ctypes
+import itertools
+import sys
+import threading
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+from cuda.bindings import driver
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from attention.softmax.forward import _forward
+from tiles import arrays as in_memory
+from tiles import device as devices
+from tiles import program as programs
+from tiles import tma
+from tiles.arrays import ITEMSIZE, Array, Form, contiguous
+from tiles.compiler import Compiled
+from tiles.frameworks import KIND_OF, Kind
+from tiles.program import VARY, Recent
+from tiles.torch_op import _options
+
+launching = sys.modules["tiles.launch"]
+NAMES = ("based", "delta_rule", "hedgehog", "linear", "mamba2")
+PROGRAMS = {name: getattr(import_module(f"attention.recurrent.{name}"), f"_{name}") for name in NAMES}
+PROGRAMS |= {"forward": _forward, "linear_step": import_module("attention.recurrent.step")._linear_step}
+MEMORY, ROOM = 2**44, 2**42  # where an array may lie: nobody reads it
+
+
+class Lent:
+    """An array of a form, said to lie on a GPU."""
+
+    def __init__(self, pointer, form):
+        self.pointer, self.form = pointer, form
+
+
+class OnDevice(Kind):
+    """What is made lies one behind the other."""
+
+    def __init__(self):
+        self.made = []
+
+    def describe(self, x, name):
+        return Array(x.pointer, x.form, x, self)
+
+    def maker(self, home, shape, dtype):
+        return lambda: self.made.append((shape, dtype)) or Lent(2**60 + len(self.made) * 2**50, None)
+
+    def address(self, x):
+        return x.pointer
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A Hopper whose driver notes what launches read: `.launches`. `.call(program, arrays, options, layout)` gives what a call
+    did: what was made and launched, or the error."""
+    ok, kind = driver.CUresult.CUDA_SUCCESS, OnDevice()
+    target = SimpleNamespace(
+        ordinal=0, capability=(9, 0), processors=132, cache_bytes=50 * 2**20, shared_bytes=227 * 1024, arch="sm_90a"
+    )
+    target.current = contextlib.nullcontext
+    launches, slots_of = [], {}
+    monkeypatch.setitem(KIND_OF, Lent, kind)
+    monkeypatch.setattr(programs, "KNOWN", Recent(programs.ENTRIES))
+    monkeypatch.setattr(programs, "FUNCTIONS", Recent(programs.KINDS))
+    for module in devices, launching, in_memory:
+        monkeypatch.setattr(module, "device", lambda ordinal: target)
+    monkeypatch.setattr(
+        launching, "Loaded", lambda compiled, target: SimpleNamespace(allow=lambda n: 0, function=kind, target=0)
+    )
+    monkeypatch.setattr(launching, "_machine_code", lambda *_: Compiled(b"", "k", ""))
+    monkeypatch.setattr(launching, "uncaptured", contextlib.nullcontext)
+    monkeypatch.setattr(launching, "_loaded", launching.weakref.WeakKeyDictionary())
+    launching.kernel_for.cache_clear()
+    monkeypatch.setattr(tma, "encoded", lambda encoding: hash(encoding).to_bytes(8, "little", signed=True).ljust(tma.MAP_BYTES))
+    monkeypatch.setattr(driver, "CUtensorMap", lambda _ptr: _ptr)
+    monkeypatch.setattr(
+        tma, "move", lambda place, pointer: ctypes.c_uint64.from_address(place + 8).__setattr__("value", pointer)
+    )
+    real = launching.Frame
+
+    def frame(frames, config):
+        new = real(frames, config)
+        slots_of[new.pointers] = frames
+        return new
+
+    def launch(config, function, address, extra):
+        frames = slots_of[address]
+        pointers = (ctypes.c_void_p * frames.slots).from_address(address)
+        sizes = [16 if slot in frames.maps else 8 for slot in range(frames.slots)]
+        slots = [ctypes.string_at(pointer, size) for pointer, size in zip(pointers, sizes)]
+        launches.append((config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.sharedMemBytes, slots))
+        return (ok,)
+
+    def memset(pointer, pitch, bits, width, height, stream):
+        launches.append((pointer, pitch, bits, width, height))
+        return (ok,)
+
+    monkeypatch.setattr(launching, "Frame", frame)
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", launch)
+    monkeypatch.setattr(driver, "cuMemsetD2D16Async", memset)
+    monkeypatch.setattr(driver, "cuMemsetD2D32Async", memset)
+
+    def call(program, arrays, options, layout):
+        launches.clear(), kind.made.clear()
+        try:
+            program.run(0, arrays, options, layout)
+        except (TypeError, ValueError, OverflowError) as error:
+            return type(error), str(error)
+        return list(launches), list(kind.made)
+
+    yield SimpleNamespace(call=call, launches=launches)
+    launching.kernel_for.cache_clear()
+
+
+COLUMNS = {"based": {"K": [16], "F": [160]}, "hedgehog": {"F": [64], "K": [64, 128], "V": [64, 128]}}
+LENGTH = st.one_of(st.integers(0, 5), st.integers(1, 300), st.integers(1, 5000), st.sampled_from([64, 1024, 2**17, 2**31]))
+
+
+@st.composite
+def calls(draw, name):
+    """(arrays, options, layout) of several calls that have in common what is no length."""
+    program = PROGRAMS[name]
+    schema, layout = program.schema, draw(st.sampled_from(["bshd", "bshd", "bhsd"]))
+    columns = {axis: draw(st.sampled_from(COLUMNS.get(name, {}).get(axis, [64, 64, 128, 80, 24]))) for axis in "DKVF"}
+    heads = draw(st.sampled_from([1, 2, 4]))
+    fixed = columns | {"G": heads, "H": heads * draw(st.sampled_from([1, 1, 2, 4]))}
+    dtype = draw(st.sampled_from(["bfloat16", "float16"]))
+    given = {
+        row.name: row.needed or (row.name != "cu_seqlens" and draw(st.integers(0, 3)) == 0) for row in schema.arguments.values()
+    }
+    given["cu_seqlens"] = "cu_seqlens" in given and draw(st.booleans())
+    rows = {
+        row.name: row
+        for row in schema.arguments.values()
+        if given[row.name] and row.name not in ("lse", "state", "z", "states")
+    }
+    if name == "linear_step":
+        rows["state"] = schema.arguments["state"]
+    axes_of = {row: draw(st.sampled_from(argument.axes)) for row, argument in rows.items()}
+    kinds = {
+        row: dtype if argument.holds == "tile" else draw(st.sampled_from(argument.dtypes)) for row, argument in rows.items()
+    }
+    options = tuple(draw(OPTIONS[option, kind]) for option, kind in _options(program.planner).items())
+    made = []
+    for _ in range(draw(st.integers(2, 5))):
+        extents = fixed | {"B": draw(st.integers(1, 3)), "S": draw(LENGTH), "T": draw(LENGTH), "N": draw(st.integers(1, 5))}
+        if given["cu_seqlens"]:
+            extents |= {"B": 1, "E": extents["N"] + 1}
+        else:
+            extents["N"] = extents["B"]
+        memory, arrays = itertools.count(MEMORY, ROOM), {}
+        for row, axes in axes_of.items():
+            shape = [extents[axis] for axis in axes]
+            if draw(st.integers(0, 40)) == 0:
+                wrong = draw(st.integers(0, len(shape) - 1))
+                if axes[wrong] in VARY:
+                    shape[wrong] += 1
+            arrays[row] = lent(draw, schema.arguments[row], shape, kinds[row], layout, next(memory))
+        if "out" in arrays and draw(st.integers(0, 5)) == 0:
+            arrays["out"].pointer = arrays[draw(st.sampled_from(list(arrays)))].pointer
+        made.append((tuple(arrays.get(row) for row in schema.names), options, layout))
+    return program, made
+
+
+OPTIONS = {
+    (name, bool): st.booleans() for name in "causal return_lse normalize return_state dt_softplus return_final_states".split()
+}
+OPTIONS |= {
+    ("scale", float | None): st.sampled_from([None, None, 0.3]),
+    ("family", str | None): st.sampled_from([None, None, "sm_80", "sm_90"]),
+}
+
+
+def lent(draw, argument, shape, dtype, layout, pointer):
+    """An array of a canonical shape in a larger one, in the caller's order of axes."""
+    size = ITEMSIZE[dtype]
+    outer = [n + draw(st.sampled_from([0, 0, 0, 1, 8])) * (axis > 0) for axis, n in enumerate(shape)]
+    if draw(st.booleans()):
+        outer[-1] = shape[-1]
+    strides = contiguous(tuple(map(max, outer, itertools.repeat(1))), size)
+    (_, order) = argument.orders(layout)[len(shape)]
+    back = [order.index(axis) for axis in range(len(order))] if order else range(len(shape))
+    past = draw(st.sampled_from([0, 0, 0, 0, 8, size]))
+    form = Form(tuple(shape[axis] for axis in back), tuple(strides[axis] for axis in back), dtype, 0, size, past)
+    return Lent(pointer + past, form)
+
+
+def fresh(call, *given):
+    """What the call does where nothing is known."""
+    known, functions = programs.KNOWN, programs.FUNCTIONS
+    programs.KNOWN, programs.FUNCTIONS = Recent(8), Recent(8)
+    try:
+        return call(*given)
+    finally:
+        programs.KNOWN, programs.FUNCTIONS = known, functions
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_the_same_as_planned_anew(gpu, name, data):
+    program, given = data.draw(calls(name))
+    plans = program._planned
+    for arrays, options, layout in given:
+        planned = []
+        program._planned = lambda *args: planned.append(1) or plans(*args)
+        try:
+            found = gpu.call(program, arrays, options, layout)
+        finally:
+            program._planned = plans
+        event("planned" if planned else "by a function")
+        event("refused" if isinstance(found[0], type) else "launched")
+        assert found == fresh(gpu.call, program, arrays, options, layout)
+
+
+def tokens(batch, length, heads, columns, pointer=MEMORY, capacity=None, dtype="bfloat16"):
+    """An array (B, S, H, D) in one that holds `capacity` tokens."""
+    size = ITEMSIZE[dtype]
+    strides = contiguous((batch, capacity or length, heads, columns), size)
+    return Lent(pointer, Form((batch, length, heads, columns), strides, dtype, 0, size))
+
+
+def planned(monkeypatch, program):
+    """A list that grows with every call that is planned."""
+    found, plans = [], program._planned
+    monkeypatch.setattr(program, "_planned", lambda *args: found.append(1) or plans(*args))
+    return found
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_generation_is_planned_a_few_times(gpu, monkeypatch, causal):
+    """A key more each call: planned anew where the kernel changes, or what the planner asks has another answer."""
+    plans = planned(monkeypatch, _forward)
+    for length in range(1, 5000, 7):
+        q, k, v = tokens(2, 1, 8, 128), *(tokens(2, length, 2, 128, MEMORY + n * ROOM, 8192) for n in (1, 2))
+        launches, made = gpu.call(_forward, (q, k, v, None, None), (causal, None, False, None), "bshd")
+        assert made == [((2, 1, 8, 128), "bfloat16")] and len(launches) == 1
+    assert len(plans) <= 4
+
+
+def test_prompts_are_planned_a_few_times(gpu, monkeypatch):
+    """Of any length, in arrays of their own, to linear: with more segments and without."""
+    linear = PROGRAMS["linear"]
+    plans = planned(monkeypatch, linear)
+    for length in range(1, 9000, 13):
+        q, k, v = (tokens(1, length, 2, 64, MEMORY + n * ROOM) for n in range(3))
+        launches, made = gpu.call(linear, (q, k, v, *[None] * 7), (None, False, False, None), "bshd")
+        assert len(made) == (1 if len(launches) == 1 else 3)
+    assert len(plans) <= 5
+
+
+def test_threads(gpu):
+    """Eight of them, with lengths and addresses of their own: every launch is one of those that should be."""
+
+    def arrays(thread, length):
+        q, out = (tokens(1, 1, 8, 64, MEMORY + (4 * thread + n) * ROOM) for n in (0, 1))
+        k, v = (tokens(1, length, 8, 64, MEMORY + (4 * thread + n) * ROOM + 16 * length) for n in (2, 3))
+        return (q, k, v, out, None), (thread % 2 == 0, None, False, None), "bshd"
+
+    calls = [(thread, length) for thread in range(8) for length in range(1, 4000, 97)]
+    wanted = {each: fresh(gpu.call, _forward, *arrays(*each))[0] for each in calls}
+    gpu.launches.clear()
+    start, failed = threading.Barrier(8), []
+
+    def work(me):
+        start.wait()
+        try:
+            for thread, length in calls:
+                if thread == me:
+                    _forward.run(0, *arrays(thread, length))
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and sorted(map(repr, gpu.launches)) == sorted(repr(one) for (one,) in wanted.values())
+
+
+def test_functions_are_limited(gpu, monkeypatch):
+    """A planner that asks for the very length is planned for each, and watched a few times only."""
+    watched, real = [], _forward._watched
+    monkeypatch.setattr(_forward, "_watched", lambda *args: watched.append(1) or real(*args))
+    monkeypatch.setattr(_forward, "planner", lambda problem, *_: int(problem.extents["T"]) and programs.Plan([]))
+    for length in range(1, 60):
+        arrays = tokens(1, 1, 8, 64), *(tokens(1, length, 8, 64, MEMORY + n * ROOM) for n in (1, 2)), None, None
+        gpu.call(_forward, arrays, (False, None, False, None), "bshd")
+    assert len(watched) == programs.TURNS
+
+
+def insists(problem, *_):
+    """A planner that takes nothing but an int."""
+    if type(problem.extents["T"]) is not int:
+        raise ValueError("T: must be an int")
+    return programs.Plan([])
+
+
+@pytest.mark.parametrize("planner", [lambda problem, *_: {problem.extents["T"]} and programs.Plan([]), insists])
+def test_who_cannot_be_watched_plans_each_call(gpu, monkeypatch, planner):
+    """One that looks a length up in a table, or wants an int."""
+    monkeypatch.setattr(_forward, "planner", planner)
+    for length in range(1, 9):
+        arrays = tokens(1, 1, 8, 64), *(tokens(1, length, 8, 64, MEMORY + n * ROOM) for n in (1, 2)), None, None
+        assert gpu.call(_forward, arrays, (False, None, False, None), "bshd") == ([], [((1, 1, 8, 64), "bfloat16")])
+    assert not len(programs.FUNCTIONS)
