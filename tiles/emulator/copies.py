@@ -185,16 +185,10 @@ def _load(w, lane, home, what, first, where, places, inside, memory, deed):
         bar.end_copy(copy)
 
     copy = w.block.cluster.start(land, deed, what.nbytes, w.place())
-    waited = [m for block in w.block.cluster.blocks for m in block.mbarriers if thread.clock[m.agent]]
-    time = bar.begin_copy(_After(thread), copy, waited)
+    time = bar.begin_copy(thread, copy)
+    for waited in () if home is w.block else w.block.mbarriers:  # who sees it complete knows what the copy has waited for
+        bar.clock[waited.agent] = max(bar.clock[waited.agent], thread.clock[waited.agent])
     shadow.start_filling(bar.agent, time, span, Event("copy", f"the end of {deed}", copy.place))
-
-
-class _After:
-    """A thread that starts a copy, which knows the phases that the thread has waited for."""
-
-    def __init__(self, thread):
-        self.clock, self.hazard = thread.clock, thread.hazard
 
 
 def _to_tf32(raw):
