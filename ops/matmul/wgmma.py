@@ -17,7 +17,7 @@ import numpy as np
 from tiles import layout, ptx
 from tiles.builder import i32, i64
 from tiles.dtypes import fp32, tf32
-from tiles.interpreter import here
+from tiles.interpreter import here, span
 from tiles.layout import WARPGROUP
 from tiles.op import lowers, op
 from tiles.plumbing import void
@@ -64,7 +64,9 @@ def _meaning(name, acc, a, b):
         array = warp.block.shadow.get(shared).astype(np.float32)
         return array.T if is_transposed else array
 
-    mma, group = warp.issue(compute, slab, *([a, b] if from_shared else [b]))
+    own = range(16 * warp.rank, 16 * warp.rank + 16)  # its rows of the product
+    left = [(a, span(a, cols=own) if transposed.left else span(a, own))] if from_shared else []
+    mma, group = warp.issue(compute, slab, *left, (b, span(b)))
     return Pending(tile, mma, group)
 
 

@@ -18,7 +18,7 @@ class Block:
         self.crew, self.agents, self.grid = [], cluster.agents, cluster.grid
         groups = -(-self.size // WARPGROUP)
         self.shadow = Shadow(self.smem.nbytes if self.smem else 0, self.agents)
-        self.mma_agents = [self.agents.new() for _ in range(groups)]
+        self.mma_agents = [self.agents.new() for _ in range(self.size)]  # of each warp: its part's end says nothing of others'
         self.store_agents = [self.agents.new() for _ in range(self.size)]
         self.mmas, self.deeds = [[] for _ in range(groups)], [[] for _ in range(groups)]
         self.named_barriers = {}

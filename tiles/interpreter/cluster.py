@@ -35,7 +35,7 @@ class Cluster:
 
     def __init__(self, indices, grid, warps, smem, rng, source, resident=1):
         self.grid, self.size, self.warps, self.smem, self.rng, self.source = grid, len(indices), warps, smem, rng, source
-        others = warps + -(-warps // WARPGROUP) + (smem.barriers if smem else 0)
+        others = 2 * warps + (smem.barriers if smem else 0)
         self.agents = Agents(len(indices) * warps, len(indices) * others)
         self.flying, self.codes, self.functions = [], set(), 0
         self.barrier = Meeting(self)

@@ -118,7 +118,7 @@ class Slot:
             raise warp.hazard(f"releases {name} a second time", "released")
         if not self.full.knows(warp, j // self.ring.stages + 1):
             raise warp.hazard(f"releases {name}, for which it has not waited", "released")
-        mma = self.block.mma_agents[warp.group]
+        mma = self.block.mma_agents[warp.index]
         if read := self.block.shadow.reading(mma, warp.clock, span(self.tile(j))):
             raise warp.hazard(f"releases {name}, and has not waited for an mma that reads it", "released", read.place)
         if j == self.number and self.releases == readers:

@@ -158,7 +158,7 @@ class Shadow:
         """`agent` reads these cells at `time`."""
         if agent not in self.read:
             self.read[agent] = np.zeros(len(self.state), np.int32)
-        cells.of(self.read[agent])[...] = time
+        cells.set(self.read[agent], time)
         self.reads.setdefault((agent, time), event)
 
     def note_write(self, agent, time, cells, state, event):

@@ -240,20 +240,19 @@ class Warp(greenlet):
         self.block.take_registers(self, n)
 
     def issue(self, compute, slab, *operands):
-        """This warp's part of its warpgroup's next mma on shared tiles `operands`; `compute` gets the four slabs when it is
-        done. An mma starts when all four warps have issued it and ends for all at once (wgmma-groups are per warpgroup)."""
+        """This warp's part of its warpgroup's next mma on `operands`, shared tiles and the spans of them that it reads; `compute`
+        gets the four slabs when it is done. An mma starts when all four warps have issued it; each warp's part ends by itself."""
         block = self.block
-        self.together("mma on " + " and ".join(f"{tile.name}, {tile.spec}" for tile in operands))
-        mmas, agent = block.mmas[self.group], block.mma_agents[self.group]
+        self.together("mma on " + " and ".join(f"{tile.name}, {tile.spec}" for tile, _ in operands))
+        mmas, agent = block.mmas[self.group], block.mma_agents[self.index]
         if self.mmas == len(mmas):
             mmas.append(Mma(compute))
         mma = mmas[self.mmas]
         self.mmas += 1
-        for tile in operands:
+        for tile, cells in operands:
             self._not_released(tile, f"mma reads {tile.name}")
-            self._allowed(block.shadow.unreadable(self.clock, span(tile), True), f"mma reads {tile.name}")
-            if not mma.slabs:
-                block.shadow.note_read(agent, self.mmas, span(tile), Event("read", "the end of the mma", self.place()))
+            self._allowed(block.shadow.unreadable(self.clock, cells, True), f"mma reads {tile.name}")
+            block.shadow.note_read(agent, self.mmas, cells, Event("read", "the end of the mma", self.place()))
         mma.slabs[self.rank], mma.places[self.rank] = slab, self.place()
         return mma, self.mmas
 
@@ -271,7 +270,7 @@ class Warp(greenlet):
         done, mmas = max(0, self.mmas - newer), self.block.mmas[self.group]
         if pending is not None:
             self._covered(pending, newer, done)
-        agent = self.block.mma_agents[self.group]
+        agent = self.block.mma_agents[self.index]
         self.until(
             lambda: not done or len(mmas[done - 1].slabs) == WARPGROUP,
             lambda: "the other warps of its warpgroup to issue the mma",
@@ -300,7 +299,7 @@ class Warp(greenlet):
         pending = [copy for group in self.groups[self.clock[self.copier] :] for copy in group] + self.copies
         if pending:
             raise Hazard("unfinished", f"the block ends, and nobody has waited for {pending[0].deed}", pending[0].place)
-        known = self.clock[block.mma_agents[self.group]] if self.mmas else 0
+        known = self.clock[block.mma_agents[self.index]] if self.mmas else 0
         if known < self.mmas:
             place = block.mmas[self.group][known].places[self.rank]
             raise Hazard("unfinished", "the block ends, and this mma has not been waited for", place)

@@ -82,6 +82,7 @@ class Normalizer(Result):
     @inlined
     def store(self, sequences, gO, tile, o, span, token, head, column):
         """One of the columns, which are all the same."""
+        warpgroup.sync()  # no store by TMA, before which the warps would meet: all have read the state that the next replaces
         warpgroup.store(truncate(gO, 1, span.end), row_max(o), (span.batch, token, head), cols=1)
 
 
