@@ -9,31 +9,16 @@ import pytest
 
 from tiles import fp32
 
-pytest.register_assert_rewrite("sweep", "lanes", "isa", "matrices", "mistakes")
-from sweep import BACKENDS, HUNG, Compiled  # noqa: E402
+pytest.register_assert_rewrite("sweep", "mistakes")
+from sweep import BACKENDS, HUNG  # noqa: E402
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 
-@pytest.fixture(params=["ptx"])
+@pytest.fixture(params=["meaning", "ptx", GPU])
 def run(request):
-    """run(kernel, *args, warps=1, shared=None): one block, once with each backend."""
+    """run(kernel, *args, warps=1, shared=None, blocks=1): one block, or a cluster, once with each backend."""
     return BACKENDS[request.param]
-
-
-@pytest.fixture(params=["ptx"])
-def run_apart(request):
-    """`run` for kernels whose warps do different things (the lowerings' threads all run in step)."""
-    return BACKENDS[request.param]
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call():
-    """A test that was only to be compiled has passed."""
-    try:
-        return (yield)
-    except Compiled:
-        return True
 
 
 @pytest.hookimpl(trylast=True)

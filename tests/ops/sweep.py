@@ -1,4 +1,4 @@
-"""One test, four ways: a test is valid shapes, a reference in float64 and a device body, swept by `run`.
+"""One test, three ways: a test is valid shapes, a reference in float64 and a device body, swept by `run`.
 
     def test_exp2(run, sample):
         @cuda.jit
@@ -9,9 +9,9 @@
         run(body, x, y)
         close(y, np.exp2(wide(x)), ulp=2)
 
-`run` is a fixture with four values: `meaning` (the interpreter: NumPy meanings under the sanitizer), `lowering` (lanes.py:
-what the ops compile to, executed on NumPy), `code` (compiled for sm_90a, not run) and `gpu` (the card). Outputs start as NaN,
-inputs are fresh each time from a seed that a failure prints, and NaN never passes unless the reference says NaN.
+`run` is a fixture with three values: `meaning` (the interpreter: NumPy meanings under the sanitizer), `ptx` (compiled for
+sm_90a, and what came of it executed by the emulator) and `gpu` (the card). Outputs start as NaN, inputs are fresh each time
+from a seed that a failure prints, and NaN never passes unless the reference says NaN.
 
 Sweeps are pairs, not products: each value of a parameter occurs, most pairs of neighbours occur, and the largest tile
 occurs once. `pairs(xs, ys)` walks both lists at once until the longer ends.
@@ -20,7 +20,6 @@ occurs once. `pairs(xs, ys)` walks both lists at once until the longer ends.
 import itertools
 import time
 
-import lanes
 import numpy as np
 import pytest
 from numba import cuda
@@ -29,7 +28,7 @@ from numba.cuda.cudadrv.devicearray import DeviceNDArray
 import tiles
 from tiles import bf16, emulator, fp16, fp32, interpreter, tensor
 from tiles.arguments import parameter
-from tiles.compiler import Lowered, compile_kernel
+from tiles.compiler import Lowered
 
 MARGIN, CANARY = 5, 96  # elements on every side of a guarded array; what they are
 EPS = {fp32: 2.0**-23, fp16: 2.0**-10, bf16: 2.0**-7}  # from 1 to the next number
@@ -121,11 +120,6 @@ def meaning(kernel, *args, warps=1, shared=None, seed=None, blocks=1):
     interpreter.interpret(kernel, (blocks, 1, 1), 32 * warps, args, shared, seed, (blocks, 1, 1))
 
 
-def lowering(kernel, *args, warps=1, shared=None):
-    """Run one block on what its ops compile to."""
-    return lanes.run(kernel, args, 32 * warps)
-
-
 def ptx(kernel, *args, warps=1, shared=None, seed=None, blocks=1, arch="sm_90a"):
     """Compile for Hopper, where nothing may lie in local memory and ptxas may complain of nothing, and run one block, or a
     cluster of `blocks`, as compiled, on the CPU; what it did is counted."""
@@ -133,6 +127,11 @@ def ptx(kernel, *args, warps=1, shared=None, seed=None, blocks=1, arch="sm_90a")
     found = lowered.machine_code()
     assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])
     return emulator.emulate(kernel, (blocks, 1, 1), 32 * warps, args, shared, seed, (blocks, 1, 1), arch, lowered)
+
+
+def ways(counts, prefix=""):
+    """How often at most one bank was asked for different words in a pass, by instructions whose opcodes begin so."""
+    return {times for opcode, times in counts.ways.items() if opcode.startswith(prefix)}
 
 
 def _on_device(array, roots):
@@ -161,17 +160,6 @@ PATIENCE = 10  # seconds
 HUNG = []  # the kernel that hangs, if one does: nothing can run on the GPU any more, and waiting for it would hang as well
 
 
-class Compiled(Exception):
-    """Thrown by `code`: there is no result that the rest of the test could check."""
-
-
-def code(kernel, *args, warps=1, shared=None, blocks=1):
-    """Compile for Hopper: nothing may lie in local memory, and ptxas may complain of nothing."""
-    found = compile_kernel(kernel, [parameter(f"argument {k}", a).type for k, a in enumerate(args)], "sm_90a")
-    assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])
-    raise Compiled
-
-
 def gpu(kernel, *args, warps=1, shared=None, blocks=1):
     """Run one block, or a cluster of `blocks`, on the card, on copies of the arrays."""
     roots, given = {}, []
@@ -194,4 +182,4 @@ def gpu(kernel, *args, warps=1, shared=None, blocks=1):
         device.copy_to_host(bits)
 
 
-BACKENDS = {"meaning": meaning, "lowering": lowering, "code": code, "ptx": ptx, "gpu": gpu}
+BACKENDS = {"meaning": meaning, "ptx": ptx, "gpu": gpu}

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, code, meaning, pairs, wide
+from sweep import EPS, blank, close, meaning, pairs, ptx, wide
 
 import ops
 from ops import block, full, load, store, warpgroup, zeros
@@ -49,8 +49,8 @@ def test_columns(run, sample, scope, warps, cols, dtype, side):
 
 
 @pytest.mark.parametrize(("scope", "warps"), [("warpgroup", 4), ("block", 3), ("block", 8)])
-def test_numbers(run_apart, sample, scope, warps):
-    """Of each warp its own: the lowerings' threads would all have the first warp's."""
+def test_numbers(run, sample, scope, warps):
+    """Of each warp its own."""
     T, group = rt(16, 32, fp32), getattr(ops, scope)
     plan = shared(scratch=sv(16 if scope == "warpgroup" else 64, fp32))
     most, least, total, product = (getattr(group, f"reduce_{kind}") for kind in KINDS)
@@ -66,7 +66,7 @@ def test_numbers(run_apart, sample, scope, warps):
         store(out, full(N, product(warp + 1, scratch)), (warp, 3, 0))
 
     x, out = sample((16 * warps, 32)), blank((warps, 4, 16))
-    run_apart(body, x, out, warps=warps, shared=plan)
+    run(body, x, out, warps=warps, shared=plan)
     X = wide(x)
     close(out[:, 0], X.max())
     close(out[:, 1], X.min())
@@ -88,7 +88,7 @@ def test_a_vector_is_rounded_to_its_own_dtype(run, sample):
     assert (out == (4 * x.astype(np.float32)).astype(bf16.np)).all()
 
 
-def test_two_warpgroups_reduce_apart(run_apart, sample):
+def test_two_warpgroups_reduce_apart(run, sample):
     """Each with scratch of its own, and at its own pace."""
     T, plan = rt(16, 32, fp32), shared(first=sv(128, fp32), second=sv(128, fp32))
 
@@ -105,14 +105,14 @@ def test_two_warpgroups_reduce_apart(run_apart, sample):
             store(out, warpgroup.reduce_max(ops.col_max(tile), second), (1, 0))
 
     x, out = np.abs(sample((128, 32))), blank((2, 32))
-    run_apart(body, x, out, warps=8, shared=plan)
+    run(body, x, out, warps=8, shared=plan)
     close(out[0], wide(x[:64]).sum(axis=0), atol=1e-4)
     close(out[1], wide(x[64:]).max(axis=0) ** 8, ulp=64)
 
 
 @pytest.mark.parametrize("scope", ["warpgroup", "block"])
 @pytest.mark.parametrize("true", [(), (2,), (0, 1, 3), (0, 1, 2, 3)], ids=str)
-def test_any_and_all(run_apart, scope, true):
+def test_any_and_all(run, scope, true):
     """Each warp brings its own condition; all of them branch alike."""
     group, T = getattr(ops, scope), rt(16, 16, fp32)
     some, every = group.reduce_any, group.reduce_all
@@ -130,7 +130,7 @@ def test_any_and_all(run_apart, scope, true):
     x, out = np.zeros((64, 16), np.float32), np.zeros((4, 2, 16), np.float32)
     for warp in true:
         x[16 * warp : 16 * warp + 16] = 1
-    run_apart(body, x, out, warps=4)
+    run(body, x, out, warps=4)
     assert (out[:, 0] == bool(true)).all() and (out[:, 1] == (len(true) == 4)).all()
 
 
@@ -153,7 +153,7 @@ def test_each_warp_reduces_its_quarter_of_a_shared_tile(run, sample):
     assert (rows == x.max(axis=1)).all() and (cols == x.min(axis=0)).all()
 
 
-def test_what_a_block_wrote_is_visible_to_wgmma(run_apart, sample):
+def test_what_a_block_wrote_is_visible_to_wgmma(run, sample):
     """block.sync is a fence as well."""
     S, T = st(64, 64, bf16), rt(16, 64, bf16)
     plan = shared(a=S, b=S)
@@ -170,7 +170,7 @@ def test_what_a_block_wrote_is_visible_to_wgmma(run_apart, sample):
             warpgroup.store(out, warpgroup.wait(warpgroup.mm_AB(a, b)), (0, 0))
 
     x, y, out = sample((64, 64), bf16), sample((64, 64), bf16), blank((64, 64))
-    run_apart(body, x, y, out, warps=8, shared=plan)
+    run(body, x, y, out, warps=8, shared=plan)
     close(out, wide(x) @ wide(y), atol=1e-4)
 
 
@@ -217,7 +217,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("backend", [meaning, code], ids=["meaning", "code"])
+@pytest.mark.parametrize("backend", [meaning, ptx])
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__)
 def test_mistakes(backend, mistake):
     with pytest.raises(TypeError, match=f"^{re.escape(MISTAKES[mistake])}"):

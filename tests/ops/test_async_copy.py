@@ -1,10 +1,9 @@
 """ops/memory/async_copy.py and tiles.pipeline: cp.async by one warp and by all of a block."""
 
-import lanes
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, pairs
+from sweep import blank, pairs, ptx, ways
 from test_load_store import DTYPES, PLACES, WIDTHS, cut
 
 import tiles
@@ -86,7 +85,10 @@ def test_a_warps_copy_asks_each_bank_once(sample):
         (a,) = smem.open()
         copy_async(a, x, (0, 0))
 
-    assert lanes.run(body, (sample((32, 64), bf16),)).ways["cp.async"] == 1
+        commit_group()
+        wait_group()
+
+    assert ways(ptx(body, sample((32, 64), bf16), shared=smem), "cp.async") == {1}
 
 
 TURNS = {"backwards": np.s_[::-1], "every third row, backwards": np.s_[::-3], "one row for all": None}
@@ -134,10 +136,8 @@ def test_pipelines_compile_for_every_gpu(arch, piece):
 
 
 def refused(body, words, *args):
-    types = [parameter("x", a).type for a in args]
-    for backend in (lambda: compile_kernel(body, types, "sm_80"), lambda: lanes.run(body, args)):
-        with pytest.raises(TypeError, match=words):
-            backend()
+    with pytest.raises(TypeError, match=words):
+        ptx(body, *args, arch="sm_80")
 
 
 def test_mistakes():

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, code, meaning, pairs, wide
+from sweep import blank, meaning, pairs, ptx, wide
 
 import tiles
 from ops import cluster, load, raw, store, warpgroup, zeros
@@ -18,7 +18,7 @@ SIDES = ["row", "col", "col", "row"]
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4, 8])
-def test_ranks(run_apart, blocks):
+def test_ranks(run, blocks):
     T = rt(16, 16, fp32).row_vec
 
     @cuda.jit
@@ -26,12 +26,12 @@ def test_ranks(run_apart, blocks):
         store(y, zeros(T) + cluster.rank(), (cuda.blockIdx.x, 0))
 
     y = blank((blocks, 16))
-    run_apart(body, y, blocks=blocks)
+    run(body, y, blocks=blocks)
     assert (y == np.arange(blocks)[:, None]).all()
 
 
 @pytest.mark.parametrize(("dtype", "side", "blocks"), pairs(DTYPES, [*SIDES, *SIDES[1:]], [2, 4, 4]))
-def test_every_block_stores_to_the_next_and_loads_from_it(run_apart, sample, dtype, side, blocks):
+def test_every_block_stores_to_the_next_and_loads_from_it(run, sample, dtype, side, blocks):
     S, T, V = st(32, 64, dtype), rt(32, 64, dtype, side), rt(32, 64, dtype, side).col_vec
     smem = shared(first=sv(16, fp32), a=S, v=sv(32, dtype))
 
@@ -58,7 +58,7 @@ def test_every_block_stores_to_the_next_and_loads_from_it(run_apart, sample, dty
         blank((blocks, 32), dtype),
         blank((blocks, 32), dtype),
     )
-    run_apart(body, x, down, up, vector, across, shared=smem, blocks=blocks)
+    run(body, x, down, up, vector, across, shared=smem, blocks=blocks)
     x, down, up, vector, across = map(wide, (x, down, up, vector, across))
     assert (down == np.roll(x, 1, 0)).all() and (up == x).all()
     assert (vector == np.roll(x[:, 0, :32], 1, 0)).all() and (across == x[:, 0, :32]).all()
@@ -68,7 +68,7 @@ MESSAGES = [(fp32, "row"), (fp32, "col"), (bf16, "row"), (fp16, "row"), (fp8e5m2
 
 
 @pytest.mark.parametrize(("dtype", "side"), MESSAGES)
-def test_messages(run_apart, sample, dtype, side):
+def test_messages(run, sample, dtype, side):
     """A pair of blocks sends each other tiles, again and again: st.async to a barrier there, and a signal when it was read."""
     S, T, N, rounds = st(16, 32, dtype), rt(16, 32, dtype, side), st(16, 32, dtype).nbytes, 5
     smem = shared(a=S, full=barrier(1), free=barrier(1))
@@ -91,12 +91,12 @@ def test_messages(run_apart, sample, dtype, side):
 
     x = sample((2, 16 * rounds, 32), dtype)
     y = blank(x.shape, dtype)
-    run_apart(body, x, y, shared=smem, blocks=2)
+    run(body, x, y, shared=smem, blocks=2)
     assert (wide(y) == wide(x[::-1])).all()
 
 
 @pytest.mark.parametrize(("dtype", "blocks", "width"), pairs([bf16, fp32, fp16], [2, 4], [128, 64]))
-def test_a_ring_that_blocks_share(run_apart, sample, dtype, blocks, width):
+def test_a_ring_that_blocks_share(run, sample, dtype, blocks, width):
     """Each brings its part of the rows to all; all see whole tiles, zeros where they lie outside."""
     S, T, count = st(64, 64, dtype, width), rt(16, 64, dtype), 6
     smem = shared(first=st(8, 64, dtype), r=ring(S, 2, readers=4, blocks=blocks))
@@ -116,7 +116,7 @@ def test_a_ring_that_blocks_share(run_apart, sample, dtype, blocks, width):
     x, y = sample((185, 120), dtype), blank((blocks, 192, 128), dtype)
     part = smem.items["r"].part
     assert part == st(64 // blocks, 64, dtype, width)
-    run_apart(body, tensor(x, part), y, warps=8, shared=smem, blocks=blocks)
+    run(body, tensor(x, part), y, warps=8, shared=smem, blocks=blocks)
     assert (y[:, :185, :120] == x).all() and (y[:, 185:] == 0).all() and (y[:, :, 120:] == 0).all()
 
 
@@ -212,7 +212,7 @@ def test_a_shared_ring_wants_tensors_of_parts():
         r.fill(0, x, (0, 0))
 
     words = r"fill: the ring holds st\(64, 64, bf16\) in parts of st\(32, 64, bf16\), the source gives st\(64, 64, bf16\)"
-    for backend in (meaning, code):
+    for backend in (meaning, ptx):
         with pytest.raises(TypeError, match=words):
             backend(body, tensor(np.zeros((64, 64), bf16.np), S), warps=4, shared=smem, blocks=2)
 

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, close, code, pairs
+from sweep import blank, close, pairs, ptx
 
 import ops
 from ops import col_index, full, load, neg_infty, ones, pos_infty, row_index, store, warpgroup, zeros
@@ -124,5 +124,5 @@ def numpys_dtype(x):
 def test_mistakes_in_a_type_made_in_the_kernel(mistake, words):
     """Plain TypeErrors with the kernel's line."""
     with pytest.raises(TypeError, match=re.escape(words)) as error:
-        code(cuda.jit(mistake), np.zeros((16, 16), np.float32))
+        ptx(cuda.jit(mistake), np.zeros((16, 16), np.float32))
     assert mistake.__name__ in str(error.value)

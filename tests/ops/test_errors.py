@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mistakes import WIDE, B, Cases, E, S, T, check
 from numba import cuda
-from sweep import code
+from sweep import ptx
 
 import tiles
 from ops import (
@@ -315,4 +315,4 @@ def test_what_must_be_known_when_the_kernel_is_compiled():
         warpgroup.release_registers(x.shape[0])
 
     with pytest.raises(TypeError, match="release_registers: n must be known when the kernel is compiled, got int64"):
-        code(cuda.jit(body), np.zeros((64, 64), np.float32))
+        ptx(cuda.jit(body), np.zeros((64, 64), np.float32))

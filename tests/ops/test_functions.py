@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, code, meaning, wide
+from sweep import EPS, blank, close, meaning, ptx, wide
 
 import ops
 from ops import exp2, full, load, sigmoid, store
@@ -180,7 +180,7 @@ def test_map_by_a_function_of_fewer():
         ops.map(load(x, rt(16, 16, fp32), (0, 0)), leaky, 1.0)
 
     with pytest.raises(TypeError, match="map: the function does not take 2 numbers: .*too many positional arguments"):
-        code(body, blank((16, 16)))
+        ptx(body, blank((16, 16)))
     with pytest.raises(TypeError, match=r"leaky\(\) takes 1 positional argument but 2 were given"):
         meaning(body, np.zeros((16, 16), np.float32))
 

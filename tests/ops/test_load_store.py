@@ -1,10 +1,9 @@
 """ops/memory/load_store.py: tiles and vectors to and from global arrays and shared tiles, by one warp and by four."""
 
-import lanes
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, guarded, pairs
+from sweep import blank, guarded, pairs, ptx, ways
 
 import tiles
 from ops import load, store, truncate, warpgroup
@@ -228,8 +227,8 @@ def test_where_there_is_no_stmatrix(sample, dtype, side):
         store(out, load(a, T), (0, 0))
 
     x, out = sample(S.shape, dtype), blank(S.shape, dtype)
-    machine = lanes.run(body, (x, out), arch=80)
-    assert (out == x).all() and "stmatrix" not in machine.ways
+    counts = ptx(body, x, out, shared=smem, arch="sm_80")
+    assert (out == x).all() and ways(counts, "st.shared") and not ways(counts, "stmatrix")
 
 
 @pytest.mark.parametrize(("width", "dtype", "rows"), pairs(WIDTHS, [bf16, fp32, fp16], [16, 32, 16, 16]))
@@ -272,9 +271,9 @@ def test_one_warp_reads_what_four_wrote(run, sample, width, dtype):
 @pytest.mark.parametrize(
     ("dtype", "side"), [(fp32, "row"), (fp32, "col"), (bf16, "row"), (fp16, "col"), (fp8e4m3, "row"), (fp8e5m2, "col")]
 )
-@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 def test_no_bank_conflicts(sample, arch, dtype, side, width):
-    """The addresses that the lowerings form, counted bank by bank: the lanes that the banks serve at once (8 of ldmatrix, 16 of
+    """The addresses that the kernel forms, counted bank by bank: the lanes that the banks serve at once (8 of ldmatrix, 16 of
     fp32 pairs, all of words) touch each bank once."""
     S, T = st(32, 128, dtype, width), rt(32, 128, dtype, side)
     smem = tiles.shared(a=S)
@@ -283,12 +282,12 @@ def test_no_bank_conflicts(sample, arch, dtype, side, width):
     def body(x, y):
         (a,) = smem.open()
         store(a, load(x, T, (0, 0)))
+        cuda.syncwarp()
         store(y, load(a, T), (0, 0))
 
     x, y = sample((32, 128), dtype), blank((32, 128), dtype)
-    machine = lanes.run(body, (x, y), arch=arch)
-    assert (y == x).all()
-    assert machine.ways and set(machine.ways.values()) == {1}
+    counts = ptx(body, x, y, shared=smem, arch=arch)
+    assert (y == x).all() and ways(counts) == {1}
 
 
 @pytest.mark.parametrize("end", [0, 1, 17, 32, 99, -3])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, code, meaning, roomy
+from sweep import blank, meaning, ptx, roomy
 
 import tiles
 from ops import load, store, warpgroup
@@ -137,7 +137,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("backend", [meaning, code])
+@pytest.mark.parametrize("backend", [meaning, ptx])
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__)
 def test_mistakes(backend, mistake):
     with pytest.raises(TypeError) as error:

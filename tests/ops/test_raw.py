@@ -10,7 +10,7 @@ from tiles import barrier, bf16, fp16, fp32, rt, st, tensor
 
 
 @pytest.mark.parametrize(("dtype", "width"), pairs([bf16, fp32, fp16], [128, 64, 32]))
-def test_a_copy_made_of_raw_ops(run_apart, sample, dtype, width):
+def test_a_copy_made_of_raw_ops(run, sample, dtype, width):
     """One warp loads by TMA through a bare barrier, twice; a warpgroup doubles; one warp stores by TMA."""
     S, T, N = st(64, 64, dtype, width), rt(16, 64, dtype), 64 * 64 * dtype.itemsize
     smem = tiles.shared(x=S, full=barrier(1))
@@ -34,11 +34,11 @@ def test_a_copy_made_of_raw_ops(run_apart, sample, dtype, width):
             raw.named_sync(3, 128)
 
     x, y = sample((192, 64), dtype), blank((192, 64), dtype)
-    run_apart(body, tensor(x, S), tensor(y, S), warps=4, shared=smem)
+    run(body, tensor(x, S), tensor(y, S), warps=4, shared=smem)
     assert (y == x * dtype.np.type(2)).all()
 
 
-def test_arrive_and_named_arrive(run_apart, sample):
+def test_arrive_and_named_arrive(run, sample):
     """A barrier that counts two warps' arrivals, and a named barrier at which only one side waits."""
     T = rt(16, 16, fp32)
     smem = tiles.shared(x=st(16, 16, fp32), ready=barrier(2))
@@ -59,5 +59,5 @@ def test_arrive_and_named_arrive(run_apart, sample):
             raw.named_arrive(2, 96)
 
     x, y = sample((16, 16)), blank((16, 16))
-    run_apart(body, x, y, warps=3, shared=smem)
+    run(body, x, y, warps=3, shared=smem)
     assert (y == x).all()

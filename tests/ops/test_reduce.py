@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, code, meaning, pairs, wide
+from sweep import EPS, blank, close, meaning, pairs, ptx, wide
 
 import ops
 from ops import finish_sum, full, lane_sum, load, row_max, row_sum, store
@@ -122,7 +122,7 @@ def test_shared_tiles(run, sample, shape, dtype):
     close(out[1], np.full(shape[1], X.sum()), atol=error_of("sum", X, None))
 
 
-@pytest.mark.parametrize("backend", [meaning, code], ids=["meaning", "code"])
+@pytest.mark.parametrize("backend", [meaning, ptx])
 def test_shared_tiles_that_registers_cannot_hold(backend):
     plan = shared(s=st(8, 64, bf16))
 

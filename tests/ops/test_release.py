@@ -4,24 +4,26 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from lanes import Machine
-from llvmlite import ir
 from numba import cuda
-from sweep import blank, code, meaning
+from numba.cuda import types
+from sweep import blank, meaning, ptx
 
 import tiles
-from ops import exp2, row_max, row_sum, store, warpgroup, zeros
-from tiles import bf16, fp16, fp32, ptx, ring, rt, sass, st, tensor
+from ops import exp2, load, row_max, row_sum, store, warpgroup, zeros
+from tiles import bf16, fp16, fp32, ring, rt, sass, st, tensor
 from tiles.arguments import parameter
-from tiles.builder import f32, i32
+from tiles.builder import i32
 from tiles.compiler import compile_kernel
+from tiles.emulator import emulate
+from tiles.op import lowers, op
+from tiles.ptx import computed
 
 S, T = st(64, 64, bf16), rt(16, 64, fp32)
 MARK = 0x7FEDCBA9  # the NaN that no arithmetic makes
 
 
 @pytest.mark.parametrize("dtype", [fp32, bf16, fp16])
-def test_slots_go_round(run_apart, sample, dtype):
+def test_slots_go_round(run, sample, dtype):
     """Three stages, eleven tiles, vectors of every dtype, infinite and NaN in places: the producer is let in each time."""
     count, V = 11, rt(16, 64, dtype)
     smem = tiles.shared(x=ring(S, 3, readers=4))
@@ -40,7 +42,7 @@ def test_slots_go_round(run_apart, sample, dtype):
 
     x, out = sample((64 * count, 64), bf16), blank((count, 64), dtype)
     x[5], x[70, 3], x[130] = np.nan, np.inf, -np.inf
-    run_apart(body, tensor(x, S), out, warps=8, shared=smem)
+    run(body, tensor(x, S), out, warps=8, shared=smem)
     want = np.fmax.reduce(x.astype(np.float32).reshape(count, 64, 64), axis=2).astype(dtype.np)
     assert np.array_equal(out.astype(np.float32), want.astype(np.float32), equal_nan=True)
 
@@ -59,17 +61,29 @@ SPECIAL = [
 ]
 
 
-def said(bits):
-    """What `computed` says in each of 32 lanes that hold these fp32 registers."""
-    machine = Machine(32)
-    registers = [machine.bitcast(machine.const(ir.Constant(i32, x)), f32) for x in bits]
-    return ptx.computed(machine, registers).array
+@op
+def said(vector):
+    """What `computed` says in each lane of its registers of a vector."""
+
+
+@lowers(said)
+def _(vector):
+    return types.int32, lambda b, vector: b.zext(computed(b, b.unpack(vector)), i32)
+
+
+@cuda.jit
+def says(bits, out):
+    out[cuda.threadIdx.x] = said(load(bits, T.col_vec, (0,)))
 
 
 @settings(deadline=None)
-@given(some.lists(some.one_of(some.integers(0, 2**32 - 1), some.sampled_from(SPECIAL)), min_size=1, max_size=4))
+@given(some.lists(some.one_of(some.integers(0, 2**32 - 1), some.sampled_from([*SPECIAL, MARK])), min_size=16, max_size=16))
 def test_always_true(bits):
-    assert said(bits).all() == (MARK not in bits)
+    """Whatever bits a lane's registers hold (rows g and g + 8, g = lane // 4), except the mark."""
+    bits, out = np.array(bits, np.uint32), np.full(32, 7, np.int32)
+    emulate(says, (1, 1, 1), 32, [bits.view(np.float32), out])
+    row = np.arange(32) // 4
+    assert (out == ((bits[row] != MARK) & (bits[row + 8] != MARK))).all()
 
 
 def test_no_arithmetic_makes_the_mark():
@@ -107,7 +121,7 @@ def test_the_compiler_keeps_the_comparison():
     assert marked == [True, False]
 
 
-@pytest.mark.parametrize("backend", [meaning, code])
+@pytest.mark.parametrize("backend", [meaning, ptx])
 def test_mistakes(backend):
     smem = tiles.shared(x=ring(S, 2))
 

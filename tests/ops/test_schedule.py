@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from lanes import run as lowered
 from numba import cuda
 from numba.cuda import types
-from sweep import blank, code, meaning
+from sweep import blank, meaning, ptx
 
 from ops import divmod, full, persistent_tile, rasterize, store, zeros
 from ops.schedule import persistent_tile as face
 from tiles import fp32, launch, rt
 from tiles.compiler import compile_kernel
-from tiles.interpreter import Cluster, interpret
+from tiles.emulator import emulate
+from tiles.interpreter import interpret
 from tiles.op import OPS
 
 V = rt(16, 16, fp32).row_vec
@@ -35,21 +35,8 @@ def by_meaning(blocks, tiles, log, count):
     interpret(persistent, (blocks, 1, 1), 32, [tiles, log, count])
 
 
-def by_lowering(blocks, tiles, log, count):
-    for block in range(blocks):
-        kernel = cuda.jit(_source(block))
-        lowered(kernel, [tiles, log, count], place=(block, blocks))
-
-
-def _source(block):
-    def kernel(tiles, log, count):
-        r = 0
-        while persistent_tile(r) < tiles:
-            log[persistent_tile(r)] += [1, block, r]
-            r += 1
-        count[block] = r
-
-    return kernel
+def by_ptx(blocks, tiles, log, count):
+    emulate(persistent, (blocks, 1, 1), 32, [tiles, log, count])
 
 
 def check(blocks, tiles, log, count):
@@ -61,8 +48,8 @@ def check(blocks, tiles, log, count):
         assert (r, block) == (there, k if r % 2 == 0 else blocks - 1 - k)
 
 
-@pytest.mark.parametrize("backend", [by_meaning, by_lowering])
-@settings(deadline=None, max_examples=60)
+@pytest.mark.parametrize("backend", [by_meaning, by_ptx])
+@settings(deadline=None, max_examples=30)
 @given(blocks=some.integers(1, 40), tiles=some.integers(0, 300))
 def test_every_tile_exactly_once(backend, blocks, tiles):
     log, count = np.zeros((tiles, 3), np.int64), np.zeros(blocks, np.int64)
@@ -78,44 +65,41 @@ def test_on_the_card(blocks, tiles):
     check(blocks, tiles, log.copy_to_host(), count.copy_to_host())
 
 
+@cuda.jit
+def one_tile(r, out):
+    out[cuda.blockIdx.x] = persistent_tile(r)
+
+
 @settings(deadline=None)
-@given(blocks=some.integers(1, 2**16), data=some.data())
-def test_both_backends_say_the_same(blocks, data):
-    """Up to the last tile below 2**31."""
-    block, r = data.draw(some.integers(0, blocks - 1)), data.draw(some.integers(0, 2**31 // blocks - 1))
-    out, said = np.zeros(1, np.int64), np.zeros(1, np.int64)
-
-    def kernel(r, out):
-        out[0] = persistent_tile(r)
-
-    lowered(cuda.jit(kernel), [r, said], place=(block, blocks))
+@given(blocks=some.integers(1, 40), data=some.data())
+def test_up_to_the_last_tile(blocks, data):
+    """Of number 2**31 - 1."""
+    last = 2**31 // blocks - 1
+    r = data.draw(some.one_of(some.integers(0, last), some.integers(max(0, last - 1), last)))
+    out, said, block = np.zeros(blocks, np.int64), np.zeros(blocks, np.int64), np.arange(blocks)
+    emulate(one_tile, (blocks, 1, 1), 32, [r, said])
+    interpret(one_tile, (blocks, 1, 1), 32, [r, out])
     want = r * blocks + (blocks - 1 - block if r % 2 else block)
-    assert said[0] == want < 2**31
-    in_block(block, blocks, lambda: out.__setitem__(0, persistent_tile(r)))
-    assert out[0] == want
+    assert (said == want).all() and (out == want).all() and want.max() < 2**31
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_blocks_of_a_cluster_take_a_tile_together(size):
+@pytest.mark.parametrize("backend", [emulate, interpret])
+def test_the_blocks_of_a_cluster_take_a_tile_together(backend, size):
     """As if the cluster were one block."""
-    for block in range(8):
-        alone, said = np.zeros(6, np.int64), np.zeros((2, 6), np.int64)
 
-        def kernel(out, of_cluster):
+    def kernel(of_cluster):
+        @cuda.jit
+        def body(out):
             for r in range(6):
-                out[r] = persistent_tile(r, of_cluster)
+                out[cuda.blockIdx.x, r] = persistent_tile(r, of_cluster)
 
-        lowered(cuda.jit(kernel), [alone, 1], place=(block // size, 8 // size))
-        lowered(cuda.jit(kernel), [said[0], size], place=(block, 8))
-        in_block(block, 8, lambda: kernel(said[1], size))
-        assert (said == alone).all()
+        return body
 
-
-def in_block(block, blocks, deed):
-    """Do it as the given block of a grid would in the interpreter."""
-    done = []
-    Cluster([(block, 0, 0)], (blocks, 1, 1), 1, None, None, {}).run(lambda: done.append(deed()), [])
-    assert done
+    alone, said = np.zeros((8 // size, 6), np.int64), np.zeros((8, 6), np.int64)
+    backend(kernel(1), (8 // size, 1, 1), 32, [alone])
+    backend(kernel(size), (8, 1, 1), 32, [said], cluster=(size, 1, 1))
+    assert (said == alone.repeat(size, axis=0)).all()
 
 
 def test_longest_first_shares_the_work():
@@ -144,7 +128,7 @@ def test_mistakes(given):
     def kernel(x):
         persistent_tile(x)
 
-    for backend in (meaning, code):
+    for backend in (meaning, ptx):
         with pytest.raises(
             TypeError, match="persistent_tile: takes an integer, and how many blocks a cluster has, got (float|array)"
         ):

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import code, meaning
+from sweep import meaning, ptx
 
 import ops
 from ops import block, cluster, warpgroup, zeros
@@ -52,7 +52,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("backend", [meaning, code], ids=["meaning", "code"])
+@pytest.mark.parametrize("backend", [meaning, ptx])
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__)
 def test_mistakes(backend, mistake):
     """The same words from both backends, and the kernel's line."""

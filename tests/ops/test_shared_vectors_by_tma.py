@@ -14,7 +14,7 @@ LENGTHS = [(64, 8), (16, 24), (256, 1), (384, 3), (512, 13)]  # of a vector; by 
 
 
 @pytest.mark.parametrize(("length", "short", "dtype"), [(*n, d) for n, d in pairs(LENGTHS, COMPUTED)])
-def test_a_ring_of_vectors(run_apart, sample, length, short, dtype):
+def test_a_ring_of_vectors(run, sample, length, short, dtype):
     """Through a ring, doubled, and out by TMA: what lies outside is zero on load and left alone on store. TMA stores arrays
     of whole 16 bytes only, others go out from registers."""
     parts, V = 5, rt(16, length, dtype).row_vec
@@ -42,14 +42,14 @@ def test_a_ring_of_vectors(run_apart, sample, length, short, dtype):
 
     x, y, z = sample(size, dtype), blank(size + 8, dtype), blank(size, dtype)
     target = tensor(y[:size] if by_tma else np.zeros(parts * length, dtype.np), sv(length, dtype))
-    run_apart(body, tensor(x, sv(length, dtype)), target, z, warps=8, shared=smem)
+    run(body, tensor(x, sv(length, dtype)), target, z, warps=8, shared=smem)
     double = x * dtype.np.type(2)
     assert (z == double).all()
     if by_tma:
         assert (y[:size] == double).all() and np.isnan(y[size:].astype(np.float32)).all()
 
 
-def test_along_any_axis_of_an_array(run_apart, sample):
+def test_along_any_axis_of_an_array(run, sample):
     """A vector along the contiguous axis, wherever it stands; the others are indexed one at a time."""
     S, V = sv(32, fp32), rt(32, 16, fp32).col_vec
     smem = tiles.shared(r=ring(S, 3))
@@ -66,14 +66,14 @@ def test_along_any_axis_of_an_array(run_apart, sample):
 
     x, y = sample((2, 4, 56)), sample((2, 4, 60)).transpose(0, 2, 1)
     out = blank((3, 32))
-    run_apart(body, tensor(x, S), tensor(y, S, cols=1), out, warps=4, shared=smem)
+    run(body, tensor(x, S), tensor(y, S, cols=1), out, warps=4, shared=smem)
     want = np.zeros((3, 32), np.float32)
     want[0, :24], want[1, :28] = x[1, 2, 32:], y[1, 32:, 0]
     assert (out == want).all()
 
 
 @pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2, tf32])
-def test_tma_brings_and_takes_what_is_only_stored(run_apart, sample, dtype):
+def test_tma_brings_and_takes_what_is_only_stored(run, sample, dtype):
     """Bytes as they are; fp32 numbers rounded to tf32."""
     S, V = sv(64, dtype), rt(16, 64, dtype).row_vec
     smem = tiles.shared(r=ring(S, 1), out=S)
@@ -91,11 +91,11 @@ def test_tma_brings_and_takes_what_is_only_stored(run_apart, sample, dtype):
 
     x = sample(128, dtype)
     seen, y = blank(64), blank(64, dtype)
-    run_apart(body, tensor(x, S), seen, tensor(y, S), warps=4, shared=smem)
+    run(body, tensor(x, S), seen, tensor(y, S), warps=4, shared=smem)
     assert (wide(seen) == wide(x[64:])).all() and (wide(y) == wide(x[64:])).all()
 
 
-def test_raw_copies_of_vectors(run_apart, sample):
+def test_raw_copies_of_vectors(run, sample):
     S, V = sv(64, bf16), rt(64, 16, bf16).col_vec
     smem = tiles.shared(x=S, full=barrier(1))
 
@@ -114,7 +114,7 @@ def test_raw_copies_of_vectors(run_apart, sample):
         raw.store_wait()
 
     x, y = sample(128, bf16), blank(64, bf16)
-    run_apart(body, tensor(x, S), tensor(y, S), shared=smem)
+    run(body, tensor(x, S), tensor(y, S), shared=smem)
     assert (y == x[64:] * bf16.np.type(2)).all()
 
 

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, code, meaning, pairs
+from sweep import blank, meaning, pairs, ptx
 
 from ops import columns, hstack, load, rows, store, vstack, zeros
 from tiles import bf16, fp8e4m3, fp16, fp32, rt
@@ -178,7 +178,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("backend", [meaning, code], ids=["meaning", "code"])
+@pytest.mark.parametrize("backend", [meaning, ptx])
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__)
 def test_mistakes(backend, mistake):
     with pytest.raises(TypeError, match=f"^{re.escape(MISTAKES[mistake])}"):
@@ -192,4 +192,4 @@ def known_too_late(x):
 
 def test_index_is_known_when_compiled():
     with pytest.raises(TypeError, match="columns: index must be known when the kernel is compiled"):
-        code(cuda.jit(known_too_late), np.zeros((16, 16), np.float32))
+        ptx(cuda.jit(known_too_late), np.zeros((16, 16), np.float32))

@@ -38,10 +38,10 @@ def sums(stream, place):
     return body, smem
 
 
-def agree(run_apart, stream, place, source, rest, want):
+def agree(run, stream, place, source, rest, want):
     body, smem = sums(stream, place)
     y = blank((64, 64))
-    run_apart(body, source, rest, y, warps=8, shared=smem)
+    run(body, source, rest, y, warps=8, shared=smem)
     close(y, want, atol=1e-5)
 
 
@@ -60,16 +60,16 @@ def element(j):
     return (1, 64 * j, 2, 0)
 
 
-def test_dense(run_apart, sample):
+def test_dense(run, sample):
     """The last tile is cut by the array's end."""
     x = sample((2, 64 * COUNT - 7, 3, 64), bf16)
     whole = np.zeros((64 * COUNT, 64))
     whole[:-7] = wide(x[1, :, 2])
-    agree(run_apart, Dense(), block, tensor(x, TILE, 1, 3), 0, whole.reshape(COUNT, 64, 64).sum(0))
+    agree(run, Dense(), block, tensor(x, TILE, 1, 3), 0, whole.reshape(COUNT, 64, 64).sum(0))
 
 
 @pytest.mark.parametrize("heads", [True, False])
-def test_paged(run_apart, sample, heads):
+def test_paged(run, sample, heads):
     """Pages in any order, one of them twice."""
     table = np.random.default_rng(1).permutation(30)[: 2 * PAGES * COUNT].reshape(2, -1).astype(np.int32)
     table[1, 2] = table[1, 7]
@@ -77,25 +77,25 @@ def test_paged(run_apart, sample, heads):
     x = x if heads else x[:, :, 2]
     place = block if heads else tiles.inlined(lambda j: (1, j))
     want = wide(x[:, :, 2] if heads else x)[table[1]].reshape(COUNT, 64, 64).sum(0)
-    agree(run_apart, Paged(PAGES), place, tensor(x, PAGE, 1, x.ndim - 1), table, want)
+    agree(run, Paged(PAGES), place, tensor(x, PAGE, 1, x.ndim - 1), table, want)
 
 
 @pytest.mark.parametrize("length", [64 * COUNT, 64 * COUNT - 1, 65, 0])
-def test_ragged(run_apart, sample, length):
+def test_ragged(run, sample, length):
     """What lies behind the sequence is the next one's, NaN here."""
     x = sample((5 + 64 * COUNT + 9, 2, 64), bf16)
     x[5 + length :] = np.nan
     whole = np.zeros((64 * COUNT, 64))
     whole[:length] = wide(x[5 : 5 + length, 1])
-    agree(run_apart, Ragged(TILE, 0, 2), row_from_5, x, 5 + length, whole.reshape(COUNT, 64, 64).sum(0))
+    agree(run, Ragged(TILE, 0, 2), row_from_5, x, 5 + length, whole.reshape(COUNT, 64, 64).sum(0))
 
 
 @pytest.mark.parametrize("aligned", [False, True])
-def test_converted(run_apart, sample, aligned):
+def test_converted(run, sample, aligned):
     x = sample((2, 64 * COUNT, 3, 64), fp8e4m3)
     scaled = wide((wide(x[1, :, 2]) * 0.375).astype(bf16.np))
     want = scaled.reshape(COUNT, 64, 64).sum(0)
-    agree(run_apart, Converted(TILE, fp8e4m3, 1, 3, aligned), element, x, 0.375, want)
+    agree(run, Converted(TILE, fp8e4m3, 1, 3, aligned), element, x, 0.375, want)
 
 
 def test_equal_streams_are_equal():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, code, meaning, pairs, wide
+from sweep import EPS, blank, close, meaning, pairs, ptx, wide
 
 import tiles
 from ops import load, store, subtile, warpgroup, zeros
@@ -137,7 +137,7 @@ def test_products(run, sample, width, left, n, k, dtype):
         close(got, wide(x) @ wide(y), atol=(np.abs(wide(x)) @ np.abs(wide(y))) * EPS[fp32] * 8)
 
 
-def test_each_consumer_takes_its_part(run_apart, sample):
+def test_each_consumer_takes_its_part(run, sample):
     """What attention does: the part is a run-time number, that of the warpgroup; all release the whole."""
     S, T = st(128, 64, bf16), rt(16, 64, bf16)
     smem = tiles.shared(x=ring(S, 2, readers=8))
@@ -155,7 +155,7 @@ def test_each_consumer_takes_its_part(run_apart, sample):
                 a.release(j)
 
     x, y = sample((512, 64), bf16), blank((512, 64), bf16)
-    run_apart(body, tensor(x, S), y, warps=12, shared=smem)
+    run(body, tensor(x, S), y, warps=12, shared=smem)
     assert (y == x).all()
 
 
@@ -262,7 +262,7 @@ def test_parts_that_are_not_there():
         assert hazard.kind == "bounds" and f"subtile {index} of 16 rows lies outside st(64, 128, bf16)" in hazard.cause
 
 
-@pytest.mark.parametrize("backend", [meaning, code])
+@pytest.mark.parametrize("backend", [meaning, ptx])
 def test_mistakes(backend):
     def of_registers(x):
         subtile(zeros(T), 16, 0)

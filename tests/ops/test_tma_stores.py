@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, code, meaning, pairs
+from sweep import blank, meaning, pairs, ptx
 
 import tiles
 from ops import load, prefetch, warpgroup
@@ -60,7 +60,7 @@ def test_vectors_add_up(run, sample):
     assert (y == want).all()
 
 
-def test_prefetch_changes_nothing(run_apart, sample):
+def test_prefetch_changes_nothing(run, sample):
     S = st(64, 64, bf16)
     smem = tiles.shared(r=ring(S, 2), out=S)
 
@@ -75,7 +75,7 @@ def test_prefetch_changes_nothing(run_apart, sample):
         warpgroup.store_wait()
 
     x, y = sample((100, 64), bf16), blank((100, 64), bf16)
-    run_apart(body, tensor(x, S), tensor(y, S), warps=4, shared=smem)
+    run(body, tensor(x, S), tensor(y, S), warps=4, shared=smem)
     assert (y == x).all()
 
 
@@ -142,7 +142,7 @@ def test_ends_with_the_newest_in_flight():
         interpret(cuda.jit(kernel), (1, 1, 1), 128, [tensor(np.zeros((64, 64), bf16.np), S)], Y)
 
 
-@pytest.mark.parametrize("backend", [meaning, code])
+@pytest.mark.parametrize("backend", [meaning, ptx])
 @pytest.mark.parametrize("fold", [warpgroup.tma_min, warpgroup.tma_max], ids=["min", "max"])
 def test_what_tma_cannot_fold(backend, fold):
     S = st(64, 64, fp32)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, code, gpu, guarded, meaning, pairs, wide
+from sweep import EPS, blank, close, gpu, guarded, meaning, pairs, ptx, wide
 
 import tiles
 from ops import load, raw, row_sum, store, warpgroup, zeros
@@ -74,7 +74,7 @@ def test_tma_load_of_part_of_a_chunk(run, sample, dtype, width, shape):
     assert (seen[shape[0] :] == 0).all() and (seen[:, shape[1] :] == 0).all()
 
 
-@pytest.mark.parametrize("backend", [meaning, code, pytest.param(gpu, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("backend", [meaning, ptx, pytest.param(gpu, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("dtype", "cols"), [(bf16, 70), (fp16, 4), (fp32, 63)])
 def test_tma_store_to_part_of_a_chunk_is_refused(backend, dtype, cols):
     """TMA writes 16 bytes at a time: what lies behind the array's columns would be overwritten."""
@@ -117,7 +117,7 @@ def test_a_raw_tma_store_to_part_of_a_chunk():
         meaning(body, tensor(np.zeros((16, 72), bf16.np)[:, :70], S), shared=smem)
 
 
-@pytest.mark.parametrize("backend", [meaning, code])
+@pytest.mark.parametrize("backend", [meaning, ptx])
 def test_an_array_is_no_tensor(backend):
     """TMA takes tensors; of a plain array the message says how to make one."""
     S = st(64, 64, bf16)
@@ -166,7 +166,7 @@ def test_tma_along_any_axes(run, sample):
     assert (y[0, :, 1] == want).all() and np.isnan(y[0, :, 0].astype(np.float32)).all()
 
 
-def test_producer_and_consumer(run_apart, sample):
+def test_producer_and_consumer(run, sample):
     """A producer warpgroup fills a ring, two consumers with more registers sum its tiles' rows."""
     S, T, count = st(64, 64, bf16), rt(16, 64, fp32), 7
     smem = tiles.shared(x=ring(S, 3, readers=8))
@@ -188,12 +188,12 @@ def test_producer_and_consumer(run_apart, sample):
             warpgroup.store(out, total, (me, 0))
 
     x, out = sample((64 * count, 64), bf16), blank((2, 64))
-    run_apart(body, tensor(x, S), out, warps=12, shared=smem)
+    run(body, tensor(x, S), out, warps=12, shared=smem)
     X = wide(x).reshape(count, 64, 64)
     close(out, [X.sum(axis=(0, 2))] * 2, atol=np.abs(X).sum(axis=(0, 2)) * EPS[fp32] * 8)
 
 
-def test_two_warpgroups_meet_apart(run_apart, sample):
+def test_two_warpgroups_meet_apart(run, sample):
     """`sync` is each warpgroup's own: they pass through it different numbers of times."""
     S, T, whole = st(64, 64, fp16), rt(16, 64, fp16), rt(64, 64, fp16)
     smem = tiles.shared(a=S, b=S)
@@ -217,6 +217,6 @@ def test_two_warpgroups_meet_apart(run_apart, sample):
             store(y, load(tile, whole), (row, 0))
 
     x, (y, check) = sample((128, 64), fp16), guarded((128, 64), fp16)
-    run_apart(body, x, y, warps=8, shared=smem)
+    run(body, x, y, warps=8, shared=smem)
     check()
     assert (y == x).all()

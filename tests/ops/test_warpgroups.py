@@ -39,12 +39,12 @@ def test_zero_rows(run, sample, first, cols, dtype):
 
 
 @FIRST
-def test_zero_rows_of_two_warpgroups(run_apart, sample, first):
-    zeroed(run_apart, sample, first, 128, bf16, 2)
+def test_zero_rows_of_two_warpgroups(run, sample, first):
+    zeroed(run, sample, first, 128, bf16, 2)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 8])
-def test_meet(run_apart, sample, groups):
+def test_meet(run, sample, groups):
     """What each warpgroup writes, the next one reads; one that is alone, its own."""
     S, T = st(64 * groups, 64, bf16), rt(16, 64, bf16)
     smem = tiles.shared(x=S)
@@ -59,11 +59,11 @@ def test_meet(run_apart, sample, groups):
         warpgroup.store(y, warpgroup.load(subtile(whole, 64, neighbour), T), (64 * neighbour, 0))
 
     x, y = sample(S.shape, bf16), blank(S.shape, bf16)
-    run_apart(body, x, y, warps=4 * groups, shared=smem)
+    run(body, x, y, warps=4 * groups, shared=smem)
     assert (y == x).all()
 
 
-def test_seven_meet_and_the_eighth_by_itself(run_apart):
+def test_seven_meet_and_the_eighth_by_itself(run):
     """Theirs are different barriers."""
     V = rt(16, 16, fp32).row_vec
 
@@ -77,22 +77,22 @@ def test_seven_meet_and_the_eighth_by_itself(run_apart):
         store(y, ones(V) * me, (me, 0))
 
     y = blank((8, 16))
-    run_apart(body, y, warps=32)
+    run(body, y, warps=32)
     assert (y == np.arange(8)[:, None]).all()
 
 
 @pytest.mark.parametrize("groups", [0, 9])
-def test_meetings_of_none_and_of_nine(run_apart, groups):
+def test_meetings_of_none_and_of_nine(run, groups):
     @cuda.jit
     def body():
         warpgroup.sync_several(groups)
 
     with pytest.raises(TypeError, match=f"sync_several: takes 1 to 8 warpgroups, got {groups}"):
-        run_apart(body, warps=4)
+        run(body, warps=4)
 
 
 @pytest.mark.parametrize("players", [2, 3])
-def test_turns_order_the_players(run_apart, players):
+def test_turns_order_the_players(run, players):
     """Each player appends its number as a digit to base 4, in turn and without atomics."""
     turn, rounds = warpgroup.ping_pong(players), 4
     digits = rt(16, 16, fp32).col_vec
@@ -109,7 +109,7 @@ def test_turns_order_the_players(run_apart, players):
             turn.give(me)
 
     log = np.zeros(16, np.float32)
-    run_apart(body, log, warps=4 * players)
+    run(body, log, warps=4 * players)
     want = 0
     for _ in range(rounds):
         for player in range(players):
