@@ -1,6 +1,7 @@
 """What PTX's arithmetic means (PTX ISA, "Integer Arithmetic" to "Data Movement and Conversion Instructions")."""
 
 import operator
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -41,7 +42,7 @@ def _(match, x, y):
 
 @pure(r"mul\.hi\.([su])64", "{1}64", "{1}64", "{1}64")
 def _(_, x, y):
-    return np.array([int(a) * int(b) >> 64 for a, b in zip(x, y)]).astype(x.dtype)
+    return np.array([int(a) * int(b) >> 64 for a, b in zip(x, y)], x.dtype)
 
 
 @pure(r"mad\.lo\.([su](?:16|32|64))", "{1}", "{1}", "{1}", "{1}")
@@ -56,8 +57,8 @@ def _(match, x, y, z):
 
 @pure(r"(div|rem)\.([su](?:16|32|64))", "{2}", "{2}", "{2}")
 def _(match, x, y):
-    quotient = np.where((x < 0) ^ (y < 0), -(np.abs(x) // np.abs(y)), np.abs(x) // np.abs(y)) if match[2][0] == "s" else x // y
-    return quotient if match[1] == "div" else x - quotient * y
+    rest = np.fmod(x, y)  # of the sign of x, as in C
+    return (x - rest) // y if match[1] == "div" else rest
 
 
 @pure(r"(min|max)\.([su](?:16|32|64))", "{2}", "{2}", "{2}")
@@ -115,9 +116,12 @@ def _(_, x):
 
 @pure(r"prmt\.b32", "b32", "b32", "b32", "b32")
 def _(_, x, y, select):
+    """Four of eight bytes; of one whose selector has its fourth bit, the sign alone, eight times."""
     both = np.stack([x, y], 1).view(np.uint8)
-    chosen = np.stack([select >> np.uint32(4 * k) & 7 for k in range(4)], 1).astype(np.int64)
-    return np.ascontiguousarray(np.take_along_axis(both, chosen, 1)).view(np.uint32)[:, 0]
+    select = np.stack([select >> np.uint32(4 * k) & 15 for k in range(4)], 1).astype(np.int64)
+    chosen = np.take_along_axis(both, select & 7, 1)
+    chosen = np.where(select & 8, np.where(chosen & 0x80, 0xFF, 0), chosen).astype(np.uint8)
+    return chosen.view(np.uint32)[:, 0]
 
 
 # ---- floating point ------------------------------------------------------------------------------------------------
@@ -133,12 +137,20 @@ def _(match, x, y):
 
 @pure(r"fma\.rn(\.ftz)?\.f32", "f32", "f32", "f32", "f32")
 def _(match, x, y, z):
-    return x.astype(np.float64) * y + z
+    if match[1]:
+        x, y, z = flush(x), flush(y), flush(z)
+    fused = (x.astype(np.float64) * y + z).astype(np.float32)
+    return flush(fused) if match[1] else fused
 
 
 @pure(r"fma\.rn\.f64", "f64", "f64", "f64", "f64")
 def _(_, x, y, z):
-    return x * y + z
+    """Rounded once: float64 holds no product, fractions do."""
+    plain = x * y + z
+    for k in np.flatnonzero(np.isfinite(plain)):
+        if exact := Fraction(x[k]) * Fraction(y[k]) + Fraction(z[k]):
+            plain[k] = float(exact)
+    return plain
 
 
 @pure(r"fma\.rn\.(bf16|f16)x2", "b32", "b32", "b32", "b32")
@@ -175,9 +187,9 @@ APPROXIMATE = {
 }
 
 
-@pure(r"(ex2|lg2|rcp|sqrt|rsqrt|sin|cos)\.(?:approx|rn)(?:\.ftz)?\.f32", "f32", "f32")
+@pure(r"(ex2|lg2|rcp|sqrt|rsqrt|sin|cos)\.(?:approx|rn)(\.ftz)?\.f32", "f32", "f32")
 def _(match, x):
-    return flush(APPROXIMATE[match[1]](flush(x)))
+    return flush(APPROXIMATE[match[1]](flush(x))) if match[2] else APPROXIMATE[match[1]](x)
 
 
 @pure(r"(sqrt|rcp)\.rn\.f64", "f64", "f64")
@@ -229,7 +241,7 @@ def _(match, x):
     return x.astype(TYPES[match[1]])
 
 
-@pure(r"cvt\.r[nz]\.(f32|f64|f16|bf16)\.([su](?:8|16|32|64))", "{1}", "{2}")
+@pure(r"cvt\.rn\.(f32|f64|f16|bf16)\.([su](?:8|16|32|64))", "{1}", "{2}")
 def _(match, x):
     return x.astype(TYPES[match[1]])
 
@@ -244,8 +256,12 @@ ROUND = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 
 @pure(r"cvt\.(rzi|rni|rmi|rpi)(?:\.ftz)?\.([su](?:16|32|64))\.(f16|bf16|f32|f64)", "{2}", "{3}")
 def _(match, x):
-    ends = np.iinfo(TYPES[match[2]])
-    return np.clip(np.nan_to_num(ROUND[match[1]](x.astype(np.float64)), posinf=np.inf, neginf=-np.inf), ends.min, ends.max)
+    """The nearest integer that there is; of NaN 0, or of 64 bits the first bit alone."""
+    ends, near = np.iinfo(TYPES[match[2]]), ROUND[match[1]](x.astype(np.float64))
+    inside = (near >= ends.min) & (near < 2.0 * (ends.max // 2 + 1))
+    end = np.where(near < 0, ends.min, ends.max).astype(TYPES[match[2]])
+    odd = np.array(1 << 63, np.uint64).astype(TYPES[match[2]]) if ends.bits == 64 else 0
+    return np.where(inside, np.where(inside, near, 0).astype(TYPES[match[2]]), np.where(np.isnan(near), odd, end))
 
 
 @pure(r"cvt\.(rni|rzi|rmi|rpi)(?:\.ftz)?\.(f32)\.f32", "f32", "f32")
