@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, code, meaning
+from sweep import blank, meaning, ptx
 
 import tiles
 from tiles import barrier, bf16, fp8e4m3, fp16, fp32, rt, st, tensor
@@ -31,7 +31,7 @@ class Cases:
     def sweep(self, test):
         """Runs a test(backend, mistake, message) for every case, in the interpreter and by the compiler."""
         test = pytest.mark.parametrize(("mistake", "message"), self.params)(test)
-        return pytest.mark.parametrize("backend", [meaning, code], ids=["meaning", "code"])(test)
+        return pytest.mark.parametrize("backend", [meaning, ptx])(test)
 
 
 def check(backend, mistake, message):

@@ -1,5 +1,7 @@
 """ops/memory/load_store.py: tiles and vectors to and from global arrays and shared tiles, by one warp and by four."""
 
+import itertools
+
 import numpy as np
 import pytest
 from numba import cuda
@@ -267,12 +269,19 @@ def test_one_warp_reads_what_four_wrote(run, sample, width, dtype):
     assert (out == x).all()
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+SIDES = [(fp32, "row"), (fp32, "col"), (bf16, "row"), (fp16, "col"), (fp8e4m3, "row"), (fp8e5m2, "col")]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "side"), [(fp32, "row"), (fp32, "col"), (bf16, "row"), (fp16, "col"), (fp8e4m3, "row"), (fp8e5m2, "col")]
+    ("dtype", "side", "width", "arch"),
+    [
+        (dtype, side, width, arch)
+        for (width, (dtype, side)), arch in pairs(
+            [*itertools.product(WIDTHS, SIDES)], ["sm_90a", "sm_80", "sm_80", "sm_90a", "sm_90a"]
+        )
+    ],
 )
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
-def test_no_bank_conflicts(sample, arch, dtype, side, width):
+def test_no_bank_conflicts(sample, dtype, side, width, arch):
     """The addresses that the kernel forms, counted bank by bank: the lanes that the banks serve at once (8 of ldmatrix, 16 of
     fp32 pairs, all of words) touch each bank once."""
     S, T = st(32, 128, dtype, width), rt(32, 128, dtype, side)

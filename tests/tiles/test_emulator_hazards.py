@@ -1,0 +1,266 @@
+"""Kernels that are right as they are written, and wrong as compiled: their PTX, edited. The emulator must name the kind of
+mistake, the instruction with its line in the text, and the line of Python that it comes from (`# guilty`)."""
+
+import inspect
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from broken import guilty
+from numba import cuda
+
+from ops import cluster, commit_group, copy_async, load, raw, store, wait_group, warpgroup, zeros
+from tiles import Hazard, barrier, bf16, fp32, rt, shared, st, tensor
+from tiles.arguments import parameter
+from tiles.compiler import Lowered
+from tiles.emulator import emulate
+
+S, G, R = st(16, 64, bf16), st(64, 64, bf16), rt(16, 64, fp32)
+X = shared(x=S, full=barrier(1))
+Y = shared(x=G, y=G)
+CASES = []  # (name, kernel, edit, kinds, cause, guilty instruction, warps, plan, blocks)
+
+
+def numbers(rows):
+    return np.arange(rows * 64, dtype=np.float32).reshape(rows, 64).astype(bf16.np) / bf16.np.type(64)
+
+
+def arguments(kernel):
+    """What a kernel gets, by the names of its parameters."""
+    known = {
+        "small": lambda: tensor(numbers(16), S),
+        "target": lambda: tensor(numbers(16) * 0, S),
+        "source": lambda: numbers(64),
+        "out": lambda: np.zeros((64, 64), np.float32),
+    }
+    return [known[name]() for name in inspect.signature(kernel).parameters]
+
+
+def without(pattern, which=None):
+    """An edit: these statements go (or only the one of this number)."""
+    return instead(pattern, "", which)
+
+
+def instead(pattern, other, which=None):
+    """An edit: these statements, of instructions that begin so, become others."""
+
+    def edit(text):
+        found = list(re.finditer(rf"(?m)^[ \t]*(?:@\S+\s+)?{pattern}[^;]*;", text))
+        assert found, f"{pattern} is not in {text}"
+        for match in reversed(found if which is None else [found[which]]):
+            text = text[: match.start()] + re.sub(pattern, other, match[0]) * bool(other) + text[match.end() :]
+        return text
+
+    return edit
+
+
+def one_more(wait):
+    """An edit: the wait leaves one group in flight."""
+    return instead(f"{wait} 0", f"{wait} 1")
+
+
+def broken(name, edit, kind, cause, instruction, warps=1, plan=None, blocks=1):
+    """Decorator: so edited, the kernel stops with this kind (or one of several), words that match `cause`, at an instruction
+    that begins so, which comes from a line marked guilty."""
+
+    def register(kernel):
+        kinds = {kind} if isinstance(kind, str) else set(kind)
+        CASES.append(pytest.param(kernel, edit, kinds, cause, instruction, warps, plan, blocks, id=name.replace(" ", "-")))
+        return kernel
+
+    return register
+
+
+# ---- what one lane hands to others -----------------------------------------------------------------------------------
+@broken(
+    "no bar.warp.sync",
+    without("bar.warp.sync"),
+    "race",
+    "reads shared .* nothing orders this after the write",
+    "ldmatrix",
+    2,
+    X,
+)
+@broken("no set-up sync", without("bar.sync"), "race", "nothing orders this after the set-up of", "mbarrier.try_wait", 2, X)
+@broken(
+    "two arrivals",
+    instead("(mbarrier.arrive.*;)", r"\1 \1"),
+    "phase",
+    "which has completed 2 phases",
+    "mbarrier.try_wait",
+    2,
+    X,
+)
+def hand_over(small, out):
+    x, full = X.open()
+    if cuda.threadIdx.x // 32 == 0:
+        store(x, zeros(R))
+        cuda.syncwarp()
+        raw.arrive(full)  # guilty
+    else:
+        raw.wait(full, 1)  # guilty
+        store(out, load(x, R), (0, 0))  # guilty
+
+
+# ---- TMA loads -----------------------------------------------------------------------------------------------------
+PARITY = r"(mbarrier.try_wait\S* \w+, \[\S+\]), \S+;"
+
+
+@broken("the other parity", instead(PARITY, r"\1, 1;"), "in flight", "reads shared memory", "ldmatrix", 1, X)
+@broken(
+    "no fence of the set-up", without("fence.mbarrier_init"), "fence", "no fence.mbarrier_init", "cp.async.bulk.tensor", 1, X
+)
+@broken("no expect", without("mbarrier.arrive.expect_tx"), {"deadlock", "bytes"}, "", "mbarrier.try_wait", 1, X)
+def bring(small, out):
+    x, full = X.open()
+    raw.expect(full, S.nbytes)
+    raw.tma_load(x, small, (0, 0), full)  # guilty
+    raw.wait(full, 1)  # guilty
+    store(out, load(x, R), (0, 0))  # guilty
+
+
+# ---- TMA stores ----------------------------------------------------------------------------------------------------
+@broken(
+    "store without fence", without("fence.proxy.async"), "fence", "no fence.proxy.async after the write", "cp.async.bulk", 1, X
+)
+@broken("store without sync", without("bar.warp.sync"), {"race", "fence"}, "after the write", "cp.async.bulk.tensor", 1, X)
+@broken(
+    "store without wait", without("cp.async.bulk.wait_group"), "race", "nothing orders this after the TMA store", "st", 1, X
+)
+def take(target):
+    x, _ = X.open()
+    store(x, zeros(R))
+    raw.fence_async()
+    cuda.syncwarp()
+    raw.tma_store(target, (0, 0), x)  # guilty
+    raw.store_wait()
+    cuda.syncwarp()
+    store(x, zeros(R))  # guilty
+
+
+@broken(
+    "store never waited for", without("cp.async.bulk.wait_group"), "unfinished", "waited for the TMA store", "cp.async", 1, X
+)
+def take_and_leave(target):
+    x, _ = X.open()
+    store(x, zeros(R))
+    raw.fence_async()
+    cuda.syncwarp()
+    raw.tma_store(target, (0, 0), x)  # guilty
+    raw.store_wait()
+
+
+# ---- cp.async ------------------------------------------------------------------------------------------------------
+@broken(
+    "wait_group too small",
+    one_more("cp.async.wait_group"),
+    "in flight",
+    "after the end of the copy",
+    "ldmatrix",
+    1,
+    X,
+)
+@broken("no commit_group", without("cp.async.commit_group"), "in flight", "after the end of the copy", "ldmatrix", 1, X)
+def copy(source, out):
+    x, _ = X.open()
+    copy_async(x, source, (0, 0))
+    commit_group()
+    wait_group()
+    cuda.syncwarp()
+    store(out, load(x, rt(16, 64, bf16)), (0, 0))  # guilty
+
+
+@broken("copies never waited for", without("cp.async.wait_group"), "unfinished", "waited for the copy", "cp.async.cg", 1, X)
+def copy_and_leave(source):
+    x, _ = X.open()
+    copy_async(x, source, (0, 0))  # guilty
+    commit_group()
+    wait_group()
+
+
+# ---- wgmma ---------------------------------------------------------------------------------------------------------
+@broken("no fence before wgmma", without("fence.proxy.async"), "fence", "mma reads .* no fence.proxy.async", "wgmma.mma", 4, Y)
+@broken("no sync before wgmma", without("bar.sync %r"), {"race", "never written"}, "mma reads shared", "wgmma.mma_async", 4, Y)
+@broken("no wgmma.fence", without("wgmma.fence"), "fence", "written after the last wgmma.fence", "wgmma.mma_async", 4, Y)
+@broken(
+    "wgmma waited for too late",
+    one_more("wgmma.wait_group.sync.aligned"),
+    "wait",
+    "an mma in flight is to write",
+    "",
+    4,
+    Y,
+)
+@broken("no wgmma commit", without("wgmma.commit_group"), "wait", "an mma in flight is to write", "", 4, Y)
+def product(source, out):
+    x, y = Y.open()
+    mine = warpgroup.load(source, rt(16, 64, bf16), (0, 0))
+    warpgroup.store(y, mine)
+    warpgroup.sync()
+    warpgroup.store(out, warpgroup.wait(warpgroup.mm_AB(mine, y)), (0, 0))  # guilty
+
+
+@broken(
+    "wgmma never waited for", without("wgmma.wait_group"), "unfinished", "this mma has not been waited for", "wgmma.mma", 4, Y
+)
+@broken(
+    "wgmma of nothing", without("st(matrix|.shared)"), "never written", "mma reads shared .* nobody", "wgmma.mma_async", 4, Y
+)
+def product_for_nobody():
+    x, y = Y.open()
+    warpgroup.store(x, zeros(R))
+    warpgroup.store(y, zeros(R))
+    warpgroup.sync()
+    warpgroup.wait(warpgroup.mm_AB(x, y))  # guilty
+
+
+# ---- registers, named barriers, clusters -----------------------------------------------------------------------------
+@broken("registers the wrong way", instead("setmaxnreg.dec", "setmaxnreg.inc"), "registers", "", "setmaxnreg.inc", 4, X)
+def release():
+    X.open()
+    warpgroup.release_registers(24)  # guilty
+
+
+@broken("a barrier for more than come", instead("mov.u32 \t%r2, 64", "mov.u32 %r2, 96"), "deadlock", "", "bar.sync", 3)
+def meet():
+    if cuda.threadIdx.x // 32 < 2:
+        raw.named_sync(3, 64)  # guilty
+
+
+PAIR = shared(x=S, full=barrier(1))
+
+
+@broken("no cluster barrier", without("barrier.cluster"), "lifetime", "after that block's `smem.open", "st", 1, PAIR, 2)
+def across():
+    x, _ = PAIR.open()
+    cluster.sync()
+    if cluster.rank() == 0:
+        cluster.store(cluster.map(x, 1), zeros(R))  # guilty
+    cluster.sync()
+
+
+# ---- the test ------------------------------------------------------------------------------------------------------
+def compiled(kernel, args):
+    return Lowered(kernel, tuple(parameter("argument", a).type for a in args), "sm_90a", lines=True).ptx()
+
+
+@pytest.mark.parametrize(("kernel", "edit", "kinds", "cause", "instruction", "warps", "plan", "blocks"), CASES)
+def test_broken_as_compiled(kernel, edit, kinds, cause, instruction, warps, plan, blocks):
+    jitted, args, cluster = cuda.jit(kernel), arguments(kernel), (blocks, 1, 1)
+    text = edit(compiled(jitted, args))
+    with pytest.raises(Hazard) as caught:
+        emulate(jitted, cluster, 32 * warps, args, plan, None, cluster, lowered=SimpleNamespace(ptx=lambda: text))
+    hazard, said = caught.value, str(caught.value)
+    assert hazard.kind in kinds and re.search(cause, hazard.cause), said
+    python, number, shown = re.fullmatch(r"(.*), PTX line (\d+) `([^`]*)`", hazard.line).groups()
+    assert shown.removeprefix("@p ").startswith(instruction), said
+    assert shown[:20] in text.splitlines()[int(number) - 1], said
+    assert python in guilty(kernel) and hazard.line in said, said
+
+
+@pytest.mark.parametrize(("kernel", "warps", "plan", "blocks"), {(c.values[0], *c.values[5:]) for c in CASES}, ids=lambda v: "")
+@pytest.mark.parametrize("seed", [None, 1])
+def test_right_as_it_was(kernel, warps, plan, blocks, seed):
+    args, cluster = arguments(kernel), (blocks, 1, 1)
+    emulate(cuda.jit(kernel), cluster, 32 * warps, args, plan, seed, cluster)
