@@ -20,8 +20,9 @@ def widths(cols, dtype):
 
 
 def products(form, pairs_of_dtypes, every_n, every_k):
-    """Every n once of those given, every k, dtypes and width in turn, and a from registers where there is such a form, by turns in the plain
-    product and in the one that adds: (form, n, k, dtypes, width of b, width of a, which product has a in registers)."""
+    """Every n of those given once, every k, dtypes and width in turn, and a from registers where there is such a form, by
+    turns in the plain product and in the one that adds: (form, n, k, dtypes, width of b, width of a, which product has a in
+    registers)."""
     left, right = TRANSPOSED[form]
     for i, (n, k, dtypes) in enumerate(pairs(every_n, every_k, pairs_of_dtypes)):
         b, a = widths(k if right else n, dtypes[1]), widths(64 if left else k, dtypes[0])

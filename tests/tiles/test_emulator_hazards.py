@@ -222,7 +222,7 @@ def release():
     warpgroup.release_registers(24)  # guilty
 
 
-@broken("a barrier for more than come", instead("mov.u32 \t%r2, 64", "mov.u32 %r2, 96"), "deadlock", "", "bar.sync", 3)
+@broken("a barrier for more than come", instead("mov.u32 \t%r3, 64", "mov.u32 %r3, 96"), "deadlock", "", "bar.sync", 3)
 def meet():
     if cuda.threadIdx.x // 32 < 2:
         raw.named_sync(3, 64)  # guilty
