@@ -30,8 +30,10 @@ S, G, R = st(16, 64, bf16), st(64, 64, bf16), rt(16, 64, fp32)
 
 
 def numbers(*shape, dtype=bf16, seed=0):
-    """Random normal numbers."""
-    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype.np)
+    """Random normal numbers, in rows that begin at multiples of 16 bytes."""
+    out = np.zeros((*shape[:-1], -(-shape[-1] // 8) * 8), dtype.np)[..., : shape[-1]]
+    out[...] = np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype.np)
+    return out
 
 
 # ---- attention: rings, taking turns, overlapped mmas, the query's slot reused for the output, TMA stores ------------

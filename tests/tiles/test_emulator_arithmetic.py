@@ -195,6 +195,7 @@ case("min.ftz.f32", "f32", "f32 f32", flushed(np.fmin))
 case("max.ftz.f32", "f32", "f32 f32", flushed(np.fmax))
 case("div.full.f32", "f32", "f32 f32", wide_to("f32", np.divide), 2)
 case("copysign.f32", "f32", "f32 f32", lambda x, y: np.copysign(y, x))
+case("rcp.approx.ftz.f64", "f64", "f64", np.reciprocal, 2**33)
 case("tanh.approx.f32", "f32", "f32", wide_to("f32", np.tanh), 2**12)
 APPROXIMATE = {"ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "sqrt": np.sqrt, "sin": np.sin, "cos": np.cos}
 APPROXIMATE["rsqrt"] = lambda x: 1 / np.sqrt(x)

@@ -197,6 +197,13 @@ def _(match, x):
     return APPROXIMATE[match[1]](x)
 
 
+@pure(r"rcp\.approx\.ftz\.f64", "f64", "f64")
+def _(_, x):
+    """Of the number's upper 32 bits, and no more of the result."""
+    upper = lambda x: (x.view(np.uint64) & np.uint64(0xFFFFFFFF00000000)).view(np.float64)
+    return upper(np.reciprocal(upper(x)))
+
+
 @pure(r"tanh\.approx\.f32", "f32", "f32")
 def _(_, x):
     return np.tanh(x * np.float32(1 + 2**-12))

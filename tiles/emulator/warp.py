@@ -254,6 +254,8 @@ class Warp(greenlet):
         event = Event("store", "the write", self.place())
         home.shadow.note_write((self.first + lanes)[:, None], time, cells, VALID, event)
         home.shadow.bytes[cells] = values
+        if (home.shadow.bytes[cells] != values).any():
+            raise self.hazard(f"{what}, and lanes put different numbers in the same place", "race")
 
     def fence_async(self):
         """fence.proxy.async, by the active lanes."""

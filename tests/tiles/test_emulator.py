@@ -1,0 +1,345 @@
+"""tiles/emulator: whole kernels, lanes that part, instructions that are more than arithmetic, memory and its limits, counts,
+orders. (The text and the flow: test_emulator_text.py; arithmetic: test_emulator_arithmetic.py; kernels that are wrong as
+compiled: test_emulator_hazards.py.)"""
+
+import functools
+import re
+from collections import Counter
+
+import correct
+import numpy as np
+import pytest
+from emulated import each_thread, execute, stops
+from numba import cuda
+from test_emulator_arithmetic import CASES
+
+from ops import cluster, commit_group, copy_async, load, mma_ABt, raw, store, transpose, wait_group, zeros
+from tiles import barrier, bf16, fp32, rt, shared, st
+from tiles.emulator import emulate, table
+
+SEEDS = [None, 1, 2]
+LANE = np.arange(32)
+KERNELS = {name: check for name, check in vars(correct).items() if name.startswith("check_")}
+F, ROW = rt(16, 32, fp32), st(16, 32, fp32)
+MESSAGE = shared(tile=ROW, full=barrier(1), free=barrier(1))
+PLAN = shared(x=st(16, 64, bf16), full=barrier(1))  # 2048 bytes from 1040 on, and a barrier
+
+
+# ---- whole kernels -------------------------------------------------------------------------------------------------
+@functools.cache
+def counted(name, seed=None):
+    """What a correct kernel executes; it gives the right numbers."""
+    seen = Counter()
+
+    def run(*args):
+        seen.update(emulate(*args).executed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(correct, "interpret", run)
+        KERNELS[name](seed)
+    return seen
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_correct_kernels(name, seed):
+    """TMA, wgmma, rings, clusters: no false alarm in any order."""
+    assert counted(name, seed)
+
+
+B = rt(16, 64, bf16)
+
+
+@cuda.jit
+def by_a_warp(x, product, turned):
+    """x x' by mma.sync, and x transposed, of what cp.async has brought."""
+    tile, _ = PLAN.open()
+    copy_async(tile, x, (0, 0))
+    commit_group()
+    wait_group()
+    cuda.syncwarp()
+    a = load(tile, B)
+    store(product, mma_ABt(zeros(rt(16, 16, fp32)), a, tile), (0, 0))
+    store(turned, transpose(a), (0, 0))
+
+
+@functools.cache
+def count_a_warps(arch, seed):
+    x = np.random.default_rng(0).standard_normal((16, 64)).astype(bf16.np)
+    product, turned = np.zeros((16, 16), np.float32), np.zeros((64, 16), bf16.np)
+    counts = emulate(by_a_warp, (1, 1, 1), 32, [x, product, turned], PLAN, seed, arch=arch)
+    np.testing.assert_allclose(product, x.astype(np.float32) @ x.astype(np.float32).T, rtol=1e-5, atol=1e-5)
+    assert (turned == x.T).all()
+    return counts
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_warps_kernel(arch, seed):
+    """Counted: four steps of 16 along k for two halves of 8 columns."""
+    counts = count_a_warps(arch, seed)
+    assert sum(n for opcode, n in counts.executed.items() if opcode.startswith("mma.sync")) == 8
+    assert counts.ways["cp.async.cg.shared.global"] == 1
+
+
+@cuda.jit
+def by_a_pair(x, y):
+    """Each block sends its numbers to the other, which says when it has read them."""
+    tile, full, free = MESSAGE.open()
+    me = cluster.rank()
+    cluster.sync()
+    raw.expect(full, ROW.nbytes)
+    cluster.store_async(cluster.map(tile, 1 - me), load(x, F, (me, 0, 0)), cluster.map(full, 1 - me))
+    cluster.receive(full, 1)
+    store(y, load(tile, F), (me, 0, 0))
+    cluster.signal(cluster.map(free, 1 - me))
+    cluster.receive(free, 1)
+    cluster.sync()
+
+
+@functools.cache
+def count_a_pairs(seed):
+    x = np.random.default_rng(0).standard_normal((2, 16, 32)).astype(np.float32)
+    y = np.zeros_like(x)
+    counts = emulate(by_a_pair, (2, 1, 1), 32, [x, y], MESSAGE, seed, (2, 1, 1))
+    assert (y == x[::-1]).all()
+    return counts
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_pairs_kernel(seed):
+    assert count_a_pairs(seed).executed["mapa.shared::cluster.u32"]
+
+
+# ---- lanes that part -----------------------------------------------------------------------------------------------
+@cuda.jit
+def collatz(x, steps):
+    i = cuda.grid(1)
+    if i >= x.shape[0]:
+        return
+    n = x[i]
+    while n != 1:
+        if n % 2 == 0:
+            n = n // 2
+        else:
+            n = 3 * n + 1
+        steps[i] += 1
+
+
+@cuda.jit
+def triangle(out):
+    """A loop in a loop, each as long as the lane says, with ways out of both."""
+    i, total = cuda.threadIdx.x, 0
+    for a in range(i):
+        if a == 20:
+            break
+        for b in range(a):
+            if b == i % 7:
+                continue
+            total += a * b
+    out[i] = total
+
+
+def collatz_of(n):
+    steps = 0
+    while n != 1:
+        n, steps = n // 2 if n % 2 == 0 else 3 * n + 1, steps + 1
+    return steps
+
+
+def test_each_lane_goes_its_own_way():
+    x, steps = np.arange(1, 81, dtype=np.int32), np.zeros(80, np.int32)
+    emulate(collatz, (3, 1, 1), 32, [x, steps])
+    assert steps.tolist() == [collatz_of(n) for n in range(1, 81)]
+    out = np.zeros(64, np.int64)
+    emulate(triangle, (1, 1, 1), 64, [out])
+    assert out.tolist() == [sum(a * b for a in range(min(i, 20)) for b in range(a) if b != i % 7) for i in range(64)]
+
+
+def test_a_side_runs_for_its_lanes_alone():
+    """A predicate, then a branch: what the others held stays, and both sides are counted."""
+    out = np.zeros(32, np.uint32)
+    body = """
+    .reg .pred p; .reg .b32 x;
+    setp.lt.u32 p, %t, 10;
+    mov.b32 x, 1;
+    @p mov.b32 x, 2;
+    @p bra low;
+    add.u32 x, x, 10;
+    bra over;
+    low: add.u32 x, x, 20;
+    over: add.u32 x, x, 100;
+    st.global.b32 [%p0], x;
+    """
+    counts = execute(each_thread("u4", 0) + body, out)
+    assert out.tolist() == [122] * 10 + [111] * 22
+    assert counts.executed["add.u32"] == 3
+
+
+@pytest.mark.parametrize("what", ["bar.warp.sync 0xffffffff;", "bar.sync 0;", "shfl.sync.bfly.b32 x, x, 1, 31, -1;"])
+def test_half_a_warp_cannot_meet(what):
+    body = f".reg .pred p; .reg .b32 x; mov.b32 x, %t;\nsetp.lt.u32 p, %t, 16;\n@p bra over;\n{what}\nover:"
+    found = stops(
+        "divergence", "takes all lanes of a warp, and lanes 0 .. are elsewhere", execute, body, np.zeros(32, np.uint32)
+    )
+    assert what[:-1] in found.line
+
+
+# ---- instructions that are more than arithmetic ----------------------------------------------------------------------
+def shuffled(how, by, width):
+    """Where CUDA's shuffles take a lane's number from."""
+    first, last = LANE // width * width, LANE // width * width + width - 1
+    source = {"bfly": LANE ^ by, "idx": first + by % width, "up": LANE - by, "down": LANE + by}[how]
+    return np.where((source >= first) & (source <= last), source, LANE)
+
+
+x, y, z = (np.random.default_rng(seed).integers(0, 2**32, 32, np.uint32) for seed in range(3))
+halves = x[:, None].view(np.uint16)
+matrix = halves.reshape(8, 8)
+TWO = x[:, None].view(np.uint16).astype(np.uint32)
+SNIPPETS = {  # name: (PTX that makes o of x and y and the thread's number, what o must be, for one warp)
+    "parts of a register": (".reg .b16 l, h; mov.b32 {l, h}, x; mov.b32 o, {h, l};", TWO[:, 1] | TWO[:, 0] << 16),
+    "one part of a register": (".reg .b16 h; mov.b32 {_, h}, x; cvt.u32.u16 o, h;", TWO[:, 1]),
+    "two in one of 64 bits": (".reg .b64 w; .reg .b32 k; mov.b64 w, {x, y}; mov.b64 {k, o}, w;", y),
+    "an address in generic memory": (
+        ".reg .b64 g, s; cvta.to.global.u64 g, %a0; cvta.global.u64 s, g; mad.wide.u32 s, %t, 4, s; ld.b32 o, [s];", x),
+    "signs are kept": (".reg .b64 s; mad.wide.u32 s, %t, 4, %a0; ld.global.s8 o, [s];", x.astype(np.int8).astype(np.uint32)),
+    "zeros are put before": (".reg .b64 s; mad.wide.u32 s, %t, 4, %a0; ld.global.u16 o, [s+2];", TWO[:, 1]),
+    "four at once": (
+        ".reg .b64 s; .reg .b32 a, b, c; and.b32 a, %t, 28; mad.wide.u32 s, a, 4, %a0; ld.global.v4.b32 {a, b, c, o}, [s];",
+        x[LANE // 4 * 4 + 3]),
+    "shared memory": (
+        ".reg .b32 s, l; mov.u32 s, dynamic_smem; mad.lo.u32 l, %t, 4, s; st.shared.b32 [l], x; bar.warp.sync -1;"
+        "xor.b32 l, %t, 16; mad.lo.u32 l, l, 4, s; ld.shared.b32 o, [l];", x[LANE ^ 16]),
+    "ballot": (".reg .pred p; setp.gt.u32 p, x, y; vote.sync.ballot.b32 o, p, -1;", np.full(32, (x > y) @ (1 << LANE))),
+    "any": (".reg .pred p, q; setp.eq.u32 p, %t, 5; vote.sync.any.pred q, p, -1; selp.u32 o, 1, 0, q;", np.ones(32)),
+    "all": (".reg .pred p, q; setp.ne.u32 p, %t, 5; vote.sync.all.pred q, p, -1; selp.u32 o, 1, 0, q;", np.zeros(32)),
+    "a block's vote": (".reg .pred p, q; setp.eq.u32 p, %t, 5; bar.red.or.pred q, 1, 32, p; selp.u32 o, 1, 0, q;", np.ones(32)),
+    "movmatrix": (
+        "movmatrix.sync.aligned.m8n8.trans.b16 o, x;", np.ascontiguousarray(matrix.T).reshape(32, 2).view(np.uint32)[:, 0]),
+    "numbers of the thread": (
+        ".reg .b32 k; mov.u32 o, %ntid.x; mov.u32 k, %laneid; mad.lo.u32 o, o, 100, k; mov.u32 k, %nctaid.y; add.u32 o, o, k;",
+        3201 + LANE),
+    "nothing that shows": ("nanosleep.u32 20; prefetch.global.L2 [%a0]; mov.b32 o, x;", x),
+    "an mbarrier that goes": (
+        ".reg .b32 s; .reg .pred p; mov.u32 s, dynamic_smem; setp.eq.u32 p, %t, 0; @p mbarrier.init.shared.b64 [s], 1;"
+        "bar.warp.sync -1; @p mbarrier.inval.shared.b64 [s]; bar.warp.sync -1; @p st.shared.b32 [s], x; mov.b32 o, x;", x),
+}  # fmt: skip
+for how, clamps in {"bfly": 31, "idx": 31, "up": 0, "down": 31}.items():
+    for width in (32, 8):
+        c = 32 - width << 8 | clamps
+        SNIPPETS[f"shuffle {how} in {width}"] = f"shfl.sync.{how}.b32 o, x, 3, {c}, -1;", x[shuffled(how, 3, width)]
+SNIPPETS["shuffle and say whether"] = (
+    ".reg .pred p; shfl.sync.up.b32 o|p, x, 4, 0, -1; selp.u32 o, o, 7, p;", np.where(LANE < 4, 7, x[LANE - 4])
+)  # fmt: skip
+
+
+@functools.cache
+def run_snippet(name):
+    body, want = SNIPPETS[name]
+    out = np.zeros(32, np.uint32)
+    given = ".reg .b32 x, y, o;\nld.global.b32 x, [%p0];\nld.global.b32 y, [%p1];\n"
+    counts = execute(each_thread("u4", 0, 1, 2) + given + body + "\nst.global.b32 [%p2], o;", x, y, out, shared=PLAN)
+    return counts, out, want
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_snippet(name):
+    _, out, want = run_snippet(name)
+    assert out.tolist() == np.asarray(want).astype(np.uint32).tolist()
+
+
+# ---- what there is a meaning for is tested ---------------------------------------------------------------------------
+def test_every_meaning_is_executed():
+    """By some test of the emulator."""
+    done = set(CASES)
+    for name in SNIPPETS:
+        done |= run_snippet(name)[0].executed.keys()
+    for name in KERNELS:
+        done |= counted(name).keys()
+    for arch in ("sm_80", "sm_90a"):
+        done |= count_a_warps(arch, None).executed.keys()
+    done |= count_a_pairs(None).executed.keys()
+    missing = [pattern.pattern for pattern, _ in table.TABLE if not any(pattern.fullmatch(opcode) for opcode in done)]
+    assert not missing, missing
+
+
+def test_an_instruction_without_a_meaning_is_named():
+    @cuda.jit
+    def reverse(x):
+        x[cuda.threadIdx.x] = cuda.brev(x[cuda.threadIdx.x])
+
+    words = r"PTX line \d+: no meaning for brev.b32: `brev.b32 %r\d+, %r\d+`; docs/emulator.md says how one is added"
+    with pytest.raises(NotImplementedError, match=words):
+        emulate(reverse, (1, 1, 1), 32, [np.zeros(32, np.uint32)])
+    with pytest.raises(NotImplementedError, match="special register %clock"):
+        execute(".reg .b32 x; mov.u32 x, %clock;")
+
+
+# ---- memory and its limits -------------------------------------------------------------------------------------------
+SHARED = ".reg .b32 s, x; .reg .b64 d; mov.u32 s, dynamic_smem; mov.b32 x, 0;\n"
+INIT = ".reg .pred p; setp.eq.u32 p, %t, 0; @p mbarrier.init.shared.b64 [s], 1;\n"
+FORBIDDEN = {  # PTX: (kind, words)
+    "ld.global.b32 x, [%a0+2];": ("bounds", "4 bytes at 0x.*, which is no multiple"),
+    "ld.global.v4.b32 {x, x, x, x}, [%a0+4];": ("bounds", "16 bytes at 0x.*, which is no multiple"),
+    "ld.global.b32 x, [%a0+128];": ("bounds", "not all of one array that the launch was given"),
+    "ld.global.b32 x, [%a0+-4];": ("bounds", "not all of one array that the launch was given"),
+    "st.global.b32 [%a0+128], x;": ("bounds", "not all of one array that the launch was given"),
+    "mad.wide.u32 d, %t, 8, %a0; st.global.b32 [d], x;": ("bounds", "not all of one array"),
+    "ld.shared.b32 x, [s+2];": ("bounds", "shared memory at .*, which is no multiple of 4"),
+    "ld.shared.v2.b32 {x, x}, [s+4];": ("bounds", "no multiple of 8"),
+    "ld.shared.b32 x, [s+8192];": ("bounds", "of shared memory, which ends at"),
+    "st.shared.b32 [s+-2000], x;": ("bounds", "the cluster has no block 254"),
+    "cp.async.cg.shared.global [s], [%a0], 8;": ("language", "cp.async.cg copies 16 bytes, not 8"),
+    "cp.async.ca.shared.global [s+4], [%a0], 8;": ("bounds", "no multiple of 8"),
+    "cp.async.ca.shared.global [s], [%a0+4], 8;": ("bounds", "cp.async of 8 bytes from an address that is no multiple"),
+    "cp.async.ca.shared.global [s], [%a0+128], 4;": ("bounds", "not all of one array"),
+    "cp.async.ca.shared.global [s], [%a0], 4, 8;": ("bounds", "cp.async of 8 bytes into 4"),
+    "st.shared.b32 [s], %t;": ("race", "lanes put different numbers in the same place"),
+    "st.shared.b32 [s], x; .reg .pred p; setp.eq.u32 p, %t, 3; @p st.shared.b32 [s], x;": ("race", "after the write"),
+    "mbarrier.arrive.shared.b64 d, [s+64];": ("plan", "no mbarrier lies at"),
+    INIT + "bar.warp.sync -1; st.shared.b32 [s], x;": ("plan", "where an mbarrier lies"),
+    INIT + "bar.warp.sync -1; @p mbarrier.init.shared.b64 [s], 1;": ("plan", "where one lies"),
+    INIT + "bar.warp.sync -1; mbarrier.arrive.shared.b64 d, [s];": ("arrivals", "a phase takes 1 arrivals"),
+    ".reg .b32 y; add.u32 x, y, 1;": ("never written", "reads a register that nobody has written"),
+    "add.u32 x, %t, 1; bar.sync x, 32;": ("divergence", "name different barriers"),
+    "bar.sync 16, 32;": ("bounds", "named barriers are numbered 0 to 15, got 16"),
+    "shfl.sync.bfly.b32 x, x, 1, 31, 0xFFFF;": ("language", "only whole warps are emulated"),
+    "mapa.shared::cluster.u32 x, s, 1; ld.shared::cluster.b32 x, [x];": ("bounds", "the cluster has no block 1"),
+    "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {x}, [s];": ("never written", "which nobody has written"),
+}
+
+
+@pytest.mark.parametrize("body", FORBIDDEN)
+def test_forbidden(body):
+    kind, words = FORBIDDEN[body]
+    found = stops(kind, words, execute, SHARED + body, np.zeros(32, np.uint32), shared=PLAN)
+    assert re.search(r"PTX line \d+ `", found.line)
+
+
+# ---- counts and orders -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("step", "ways"), [(4, 1), (8, 2), (16, 4), (128, 32), (0, 1), (132, 1)])
+def test_ways_of_banks(step, ways):
+    """How many words of one bank 32 lanes ask for, `step` bytes apart."""
+    body = f"mad.lo.u32 s, %t, {step}, s; ld.shared.b32 x, [s];"
+    counts = execute(SHARED + body, shared=shared(x=st(64, 64, fp32)))
+    assert counts.ways == {"ld.shared.b32": ways}
+
+
+def test_a_pass_is_of_128_bytes():
+    """Eight lanes with 16 bytes each: what they ask of a bank, and not what all 32 do."""
+    body = ".reg .b32 a; mad.lo.u32 s, %t, {}, s; ld.shared.v4.b32 {{x, a, a, a}}, [s];"
+    for step, ways in [(16, 1), (32, 2), (144, 1)]:
+        counts = execute(SHARED + body.format(step), shared=shared(x=st(64, 64, fp32)))
+        assert counts.ways == {"ld.shared.v4.b32": ways}
+
+
+def test_what_is_executed_is_counted_by_warps():
+    counts = execute("bar.sync 0;", warps=3, blocks=1, grid=(2, 1, 1))
+    assert counts.executed == {"mov.u32": 6, "bar.sync": 6, "ret": 6}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_order_changes_nothing(seed):
+    """Of what is executed, either: waits are no loops here."""
+    assert counted("check_double", seed) == counted("check_double")
