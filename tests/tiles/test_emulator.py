@@ -300,6 +300,7 @@ FORBIDDEN = {  # PTX: (kind, words)
     "mbarrier.arrive.shared.b64 d, [s+64];": ("plan", "no mbarrier lies at"),
     INIT + "bar.warp.sync -1; st.shared.b32 [s], x;": ("plan", "where an mbarrier lies"),
     INIT + "bar.warp.sync -1; @p mbarrier.init.shared.b64 [s], 1;": ("plan", "where one lies"),
+    INIT + "@p mbarrier.arrive.shared.b64 d, [s]; mbarrier.try_wait.parity.shared.b64 p, [s], 0;": ("race", "after the set-up"),
     INIT + "bar.warp.sync -1; mbarrier.arrive.shared.b64 d, [s];": ("arrivals", "a phase takes 1 arrivals"),
     ".reg .b32 y; add.u32 x, y, 1;": ("never written", "reads a register that nobody has written"),
     "add.u32 x, %t, 1; bar.sync x, 32;": ("divergence", "name different barriers"),

@@ -130,13 +130,13 @@ class _Unsaid:
 @means(r"mbarrier\.(?:try_wait|test_wait)\.parity(?:\.acquire)?(?:\.(cta|cluster))?\.shared(?:::cta)?\.b64")
 def _(match, w, at):
     done, where, parity = at.operands[:3]
-    parities, bars = operand(parity, np.uint32)(w), {}
+    parities, bars = operand(parity, np.uint32)(w), set()
     for lane, _, place in _lanes(w, where):
-        bars.setdefault((place, int(parities[lane]) & 1), lane)
+        bars.add((place, int(parities[lane]) & 1))
     if len(bars) != 1:
         raise w.hazard("lanes wait for different barriers or parities", "divergence")
-    ((place, parity), lane), = bars.items()
-    mbarrier(w, w.block, place, w.asks_lane(lane)).wait(w, parity)
+    ((place, parity),) = bars
+    mbarrier(w, w.block, place, w.asks_active()).wait(w, parity)
     w.set(done, np.ones(LANES, bool))
 
 

@@ -199,6 +199,10 @@ class Warp(greenlet):
             return Ask(self.clocks.min(0), self.agents.ordinary, asynchronous)
         return Ask(self.clocks, self.agents.ordinary, asynchronous, rows)
 
+    def asks_active(self):
+        """What all active lanes know."""
+        return Ask(self.clocks[self.mask].min(0), self.agents.ordinary)
+
     def asks_lane(self, lane, asynchronous=False):
         """What one lane knows."""
         return Ask(self.clocks[lane], self.agents.ordinary, asynchronous)
