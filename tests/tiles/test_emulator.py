@@ -111,6 +111,12 @@ def test_a_pairs_kernel(seed):
     assert count_a_pairs(seed).executed["mapa.shared::cluster.u32"]
 
 
+@pytest.mark.parametrize("threads", [0, 48, 1056])
+def test_blocks_are_whole_warps(threads):
+    with pytest.raises(ValueError, match=f"threads: a multiple of 32 up to 1024, got {threads}"):
+        emulate(by_a_pair, (1, 1, 1), threads, [])
+
+
 # ---- lanes that part -----------------------------------------------------------------------------------------------
 @cuda.jit
 def collatz(x, steps):

@@ -95,6 +95,8 @@ def emulate(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 
     lowered: what it was compiled to, if that is at hand.
 
     Hazard: what went wrong, at which instruction and line. NotImplementedError: an instruction that has no meaning yet."""
+    if threads % LANES or not 0 < threads <= 1024:
+        raise ValueError(f"threads: a multiple of {LANES} up to 1024, got {threads}")
     given = parameters(kernel, args)
     what = program(kernel, tuple(p.type for p in given), arch, lowered)
     block, maps, places = bytearray(), {}, iter(what.parameters.values())
