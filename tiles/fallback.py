@@ -75,7 +75,6 @@ class Interpreted:
             run = _execute()
             run(launch.kernel, launch.grid, launch.block[0], args, launch.shared, int(seed) if seed else None, cluster)
 
-
     def _check(self, args):
         """What a GPU or its compiler would refuse, refused: ValueError for too much shared memory, Numba's own errors."""
         launch, gpu = self.launch, INTERPRETER if self.target is None else self.target

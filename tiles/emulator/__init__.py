@@ -1,8 +1,9 @@
 """Runs a kernel *as compiled*, its PTX, on the CPU: the interpreter's other end.
 
-The interpreter runs what a kernel says; this runs what it became: lanes, addresses, parities, descriptors, fences. What is wrong
-in a lowering, and right in the op's meaning, shows here and nowhere else without a GPU. Its findings are the interpreter's
-(interpreter/hazard.py), with the PTX line and the Python line. docs/emulator.md says how it works, and how an instruction is added.
+The interpreter runs what a kernel says; this runs what it became: lanes, addresses, parities, descriptors, fences. What is
+wrong in a lowering, and right in the op's meaning, shows here and nowhere else without a GPU. Its findings are the interpreter's
+(interpreter/hazard.py), with the PTX line and the Python line. docs/emulator.md says how it works, and how an instruction is
+added.
 
 text.py reads PTX; table.py finds what an instruction means in arithmetic.py, moves.py, barriers.py, copies.py and matrices.py;
 warp.py executes, memory.py keeps watch.
@@ -104,7 +105,7 @@ def emulate(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 
         for slot in p.slots:
             at, size = next(places)
             block.extend(bytes(at + size - len(block)))
-            if p.encoding:
+            if p.encoding and p.array:
                 maps[PARAMETERS + at] = copies.Map(p.encoding, p.array.pointer)
             else:
                 block[at : at + size] = (slot & 2 ** (8 * size) - 1).to_bytes(size, "little")
@@ -115,6 +116,6 @@ def emulate(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 
     rng, memory, counts = seeded(seed), Global(spans), Counts(Counter(), {})
     with np.errstate(all="ignore"):
         for indices in clusters(grid, cluster):
-            given = what, memory, block, maps, resident, counts
-            Machine(indices, grid, threads // LANES, shared, rng, *given).run(what, None)
+            machine = Machine(indices, grid, threads // LANES, shared, rng, what, memory, block, maps, resident, counts)
+            machine.run(what, None)
     return counts

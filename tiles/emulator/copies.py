@@ -91,7 +91,9 @@ class Map:
             index = np.arange(extent) + start
             offset, inside = offset[..., None] if offset.ndim else offset, inside
             offset = np.add.outer(index * step, offset) if offset.ndim else index * step
-            inside = np.logical_and.outer((index >= 0) & (index < count), inside) if inside.ndim else (index >= 0) & (index < count)
+            inside = (
+                np.logical_and.outer((index >= 0) & (index < count), inside) if inside.ndim else (index >= 0) & (index < count)
+            )
         return offset, inside
 
     def cells(self, first):
@@ -284,4 +286,3 @@ def _(match, w, at):
     for each in lanes:
         barrier.learn(w.clocks[each])
     shadow.start_filling(barrier.agent, time, cells, Event("copy", "the end of the store", copy.place))
-

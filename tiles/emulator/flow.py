@@ -15,7 +15,8 @@ def meets(program: Program) -> list[int]:
         follow.append(ways)
         for way in ways:
             before[way].append(k)
-    rank, order, todo = [-1] * (end + 1), [], [(end, iter(before[end]))]  # after all from which one comes here
+    order: list[int] = []  # each after all from which one comes to it
+    rank, todo = [-1] * (end + 1), [(end, iter(before[end]))]
     seen = {end}
     while todo:
         node, rest = todo[-1]

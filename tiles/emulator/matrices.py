@@ -22,7 +22,7 @@ def _matrices(w, count, at):
     """The bytes (count, 8 rows, 16) that lanes 0..7, 8..15, ... name."""
     w.converged(at.opcode)
     mask, full = w.mask, w.full
-    w.mask = LANE < 8 * count
+    w.mask = 8 * count > LANE
     found = w.read_shared(address(w, at.operands[1], np.uint32), ROW)
     w.mask, w.full = mask, full
     return found.reshape(count, 8, ROW)
@@ -48,7 +48,7 @@ def _(match, w, at):
         matrix = w.get(value)[:, None].view(np.uint16).reshape(8, 8)
         matrices.append(matrix.T if match[2] else matrix)
     mask, full = w.mask, w.full
-    w.mask = LANE < 8 * len(values)
+    w.mask = 8 * len(values) > LANE
     rows = np.ascontiguousarray(np.concatenate(matrices))
     w.write_shared(address(w, where, np.uint32), rows.view(np.uint8).reshape(-1, ROW))
     w.mask, w.full = mask, full
@@ -154,12 +154,12 @@ def _(match, w, at):
     w.mmas.append(None)
     agent, time = w.block.mma_agents[w.index], len(w.mma_groups) + 1
     ask, shadow = w.asks(asynchronous=True), w.block.shadow
-    b_cells = _cells(w, b, range(n), not transposed[-1:] == [1], size)
+    b_cells = _cells(w, b, range(n), transposed[-1:] != [1], size)
     reads = [b_cells]
     if from_registers:
         fixed = _fragment(_elements(w, [_fenced(w, reg) for reg in a], left), 2)
     else:
-        a_cells = _cells(w, a, 16 * (w.index % WARPGROUP) + np.arange(16), not transposed[:1] == [1], size)
+        a_cells = _cells(w, a, 16 * (w.index % WARPGROUP) + np.arange(16), transposed[:1] != [1], size)
         reads.append(a_cells)
     event = Event("read", "the end of the mma", w.place())
     for cells in reads:
@@ -228,5 +228,3 @@ def _(_, w, at):
     agent = w.block.mma_agents[w.index]
     w.clocks[:, agent] = np.maximum(w.clocks[:, agent], done)
     w.redeem()
-
-

@@ -25,7 +25,9 @@ class Global:
 
     def _bytes(self, warp, addresses, size):
         if (addresses % np.uint64(size)).any():
-            raise warp.hazard(f"an access of {size} bytes at {int(addresses[addresses % size != 0][0]):#x}, which is no multiple")
+            raise warp.hazard(
+                f"an access of {size} bytes at {int(addresses[addresses % size != 0][0]):#x}, which is no multiple"
+            )
         first, last = int(addresses.min()), int(addresses.max())
         for low, memory in self.spans:
             if low <= first and last + size <= low + len(memory):
@@ -78,8 +80,8 @@ class Shared:
         return OVERTAKEN[event.kind], f"and nothing orders this after {event}"
 
     def unreadable(self, ask, cells, plain=False):
-        """What forbids this reader these cells: (kind, cause), or None. plain: what nobody has written may be loaded, for nothing
-        may come of it; it is poison."""
+        """What forbids this reader these cells: (kind, cause), or None. plain: what nobody has written may be loaded, as
+        nothing may come of it; it is poison."""
         state = self.state[cells]
         if found := self._order(ask, cells):
             return found

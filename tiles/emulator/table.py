@@ -9,7 +9,8 @@ r"""How an instruction gets its meaning: a table from opcodes to what they do, w
         w.converged("bar.warp.sync")
         w.meet()
 
-A pattern must match the whole opcode. A register is 32 numbers, its bits unsigned; `operand` reads one, or a literal, as a type.
+A pattern must match the whole opcode. A register is 32 numbers, its bits unsigned; `operand` reads one, or a literal, as of a
+type.
 """
 
 import functools
@@ -22,9 +23,18 @@ import numpy as np
 from ..layout import LANES
 from .text import Imm, Instruction, Reg
 
-TYPES = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64, "pred": np.bool_, "tf32": np.float32}
+TYPES = {
+    "f16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "f32": np.float32,
+    "f64": np.float64,
+    "pred": np.bool_,
+    "tf32": np.float32,
+}
 TYPES |= {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-TYPES |= {f"{sign}{bits}": getattr(np, f"{'int' if sign == 's' else 'uint'}{bits}") for sign in "sub" for bits in (8, 16, 32, 64)}
+TYPES |= {
+    f"{sign}{bits}": getattr(np, f"{'int' if sign == 's' else 'uint'}{bits}") for sign in "sub" for bits in (8, 16, 32, 64)
+}
 TABLE: list[tuple[re.Pattern, Callable]] = []  # (opcode, function of the match and an instruction that gives what runs it)
 Run = Callable  # of a warp
 
@@ -68,7 +78,7 @@ def pure(pattern, result, *operands):
 
 
 def meaning(at: Instruction) -> Run:
-    """What executes an instruction, as a function of the warp. NotImplementedError that names it: the table does not have it."""
+    """What executes an instruction, as a function of the warp. NotImplementedError that names it: it is not in the table."""
     found = _found(at.opcode)
     if found is None:
         raise NotImplementedError(

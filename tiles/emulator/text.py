@@ -66,8 +66,8 @@ class Instruction:
 
 @dataclass
 class Program:
-    """What a kernel's text says. parameters: name -> (offset, bytes) in the parameter block. widths: of each register. runs: what
-    executes each instruction; meets: where lanes that part there come together."""
+    """What a kernel's text says. parameters: name -> (offset, bytes) in the parameter block. widths: of each register. runs:
+    what executes each instruction; meets: where lanes that part there come together."""
 
     name: str
     parameters: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -115,13 +115,16 @@ def read(text: str) -> Program:
     """The only kernel of a PTX module. ValueError: what a statement says is not understood."""
     files = dict(_FILE.findall(text))
     entry = _ENTRY.search(text)
+    if not entry:
+        raise ValueError("the text has no kernel")
     program, at = Program(entry[1]), 0
     for kind, name, count in _PARAMETER.findall(entry[2]):
         size = BYTES[kind] * int(count or 1)
         at = -(-at // min(size, 64)) * min(size, 64)  # a number lies at a multiple of its size, a map of 64 bytes
         program.parameters[name] = at, size
         at += size
-    scope, place, jumps = _Scope(), ("?", 0), []
+    scope, place = _Scope(), ("?", 0)
+    jumps: list[tuple[Instruction, _Scope, str]] = []
     number, position = text.count("\n", 0, entry.end()) + 1, entry.end()
     while True:
         token = _TOKEN.match(text, position)

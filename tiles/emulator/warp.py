@@ -1,7 +1,7 @@
 """A warp that executes PTX: its registers, its lanes' clocks, its branches, and what its lanes do to memory.
 
-A register is an array with an entry a lane, its bits unsigned. Lanes that part at a branch run one side after the other and meet
-where all ways from the branch come together, as ptxas makes them do.
+A register is an array with an entry a lane, its bits unsigned. Lanes that part at a branch run one side after the other and
+meet where all ways from the branch come together, as ptxas makes them do.
 """
 
 import contextvars

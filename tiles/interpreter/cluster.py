@@ -9,7 +9,6 @@ import random
 
 import numpy as np
 
-from ..layout import WARPGROUP
 from .block import Block
 from .hazard import Hazard
 from .shadow import Agents

@@ -240,8 +240,9 @@ class Warp(greenlet):
         self.block.take_registers(self, n)
 
     def issue(self, compute, slab, *operands):
-        """This warp's part of its warpgroup's next mma on `operands`, shared tiles and the spans of them that it reads; `compute`
-        gets the four slabs when it is done. An mma starts when all four warps have issued it; each warp's part ends by itself."""
+        """This warp's part of its warpgroup's next mma on `operands`, shared tiles and the spans of them that it reads.
+        `compute` gets the four slabs when it is done. It starts when all four warps have issued it; each one's part ends by
+        itself."""
         block = self.block
         self.together("mma on " + " and ".join(f"{tile.name}, {tile.spec}" for tile, _ in operands))
         mmas, agent = block.mmas[self.group], block.mma_agents[self.index]
