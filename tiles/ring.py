@@ -269,7 +269,7 @@ def _(ring, j):
     _needs_writers("publish", ring)
 
     def emit(b, base, j):
-        ptx.reads_done(b)
+        (ptx.warp_sync if isinstance(ring.tile, sv) else ptx.reads_done)(b)
         with b.if_then(elected(b, LANES)):
             ptx.mbarrier_arrive(b, full_barrier(b, ring, base, _modulo(b, ring, j)[0]))
 
