@@ -336,7 +336,7 @@ class Kernel:
             raise
         code = self.codes.get(others) or self._load(others)
         contents = Contents(grid, block, plain, maps)
-        return Bound(code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames)
+        return Bound(code, self.title, (self.threads, 1, 1), self.cluster, self.nbytes, contents, self.frames)
 
     def _check_numbers(self, given):
         """TypeError, OverflowError that name the parameter: a number that is missing, or does not fit."""
@@ -366,7 +366,7 @@ class Kernel:
             elif value is not None and elements is TILES:
                 map_encoding(name, what, value.form)
             bound.append((value, what.spec if elements is TILES else None))
-        launch = Launch(self.kernel, grid, self.threads, self.shared, None, None)
+        launch = Launch(self.kernel, grid, self.threads, self.shared, None, self.cluster)
         return Interpreted(launch, bound, None if self.ordinal is None else device(self.ordinal))
 
 

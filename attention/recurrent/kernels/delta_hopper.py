@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import cumsum, divmod, exp2, last_element, load, store, subtile, tile_min, truncate, warpgroup, zeros
+from ops import cumsum, divmod, exp2, last_element, load, store, subtile, tile_min, transpose, truncate, warpgroup, zeros
 from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, static, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
-from .gates import LOG2_E, floored
+from .gates import DOWN, LOG2_E, floored
 from .tokens import CHUNK, COLUMNS, Sequences
 from .transposed_state import TransposedState
 
@@ -96,9 +96,14 @@ class NoDecay:
     dtype: dtype
 
     @inlined
-    def sum_up(self, b, since, factor, j, gGates, at):
-        """One warp, of the j-th chunk, whose first gate is at `at`: hand on the running sums of the gates, in powers of 2, what
-        tokens have decayed by since the chunk began, and the factor of what they add."""
+    def load(self, gGates, span, at):
+        """The gates of a chunk whose first is at `at`, while they are on their way."""
+        return 0.0
+
+    @inlined
+    def sum_up(self, b, since, factor, j, g):
+        """One warp, of the j-th chunk, whose gates g are: hand on their running sums, in powers of 2, what tokens have decayed by
+        since the chunk began, and the factor of what they add."""
 
     @inlined
     def wait(self, vectors, j):
@@ -149,8 +154,12 @@ class Decay(NoDecay):
         return 2.0 ** LEAST[self.dtype]
 
     @inlined
-    def sum_up(self, b, since, factor, j, gGates, at):
-        sums = cumsum(floored(load(gGates, ALONG, at, cols=1)) * LOG2_E)
+    def load(self, gGates, span, at):
+        return load(truncate(gGates, 1, span.end), DOWN, at, cols=1)
+
+    @inlined
+    def sum_up(self, b, since, factor, j, g):
+        sums = cumsum(floored(transpose(g)) * LOG2_E)
         total = tile_min(sums)
         store(b.claim(j), sums)
         b.publish(j)
@@ -248,8 +257,10 @@ def make(config: Config):
         n = span.chunks()
         if me == WEIGHER:
             warpgroup.release_registers(weigh)
-            betas, gates = truncate(gBeta, 1, span.end), truncate(gGates, 1, span.end)
+            betas = truncate(gBeta, 1, span.end)
             warp = int32(cuda.threadIdx.x // 32) - WEIGHER * WARPS
+            at = span.batch, span.token(max(int32(AHEAD - WARPS + warp), 0)), value_head
+            strength, g = load(betas, DOWN, at, cols=1), decay.load(gGates, span, at)
             for j in range(-WARPS, n + 1):  # chunk j comes, each warp sums up one of the next, chunk j - 1 is weighed
                 if 0 <= j and j < n:
                     token = span.token(j)
@@ -260,10 +271,11 @@ def make(config: Config):
                 if j % WARPS == 0:
                     mine = int32(j + AHEAD + warp)
                     if 0 <= mine and mine < n:
-                        at = span.batch, span.token(mine), value_head
-                        store(beta.claim(mine), load(betas, ALONG, at, cols=1))
+                        store(beta.claim(mine), strength)
                         beta.publish(mine)
-                        decay.sum_up(b, since, factor, mine, gates, at)
+                        decay.sum_up(b, since, factor, mine, g)
+                    at = span.batch, span.token(mine + WARPS), value_head
+                    strength, g = load(betas, DOWN, at, cols=1), decay.load(gGates, span, at)
                 if j > 0:
                     weighed = j - 1
                     keys = k.wait(weighed)
