@@ -302,6 +302,7 @@ class Kernel:
             codes, slots = codes + code, slots + struct.calcsize("<" + code) // 8
         self.format, self.frames = struct.Struct(codes), Frames(slots, maps)
         self.nbytes = shared.nbytes if shared else 0
+        self.cluster = (shared.blocks, 1, 1) if shared and shared.blocks > 1 else None
         self.codes: dict[tuple, Loaded] = {}  # by the parameters whose elements are others than declared: (place, dtype)
 
     def bind(self, grid, **given: Any) -> "Bound | Interpreted":

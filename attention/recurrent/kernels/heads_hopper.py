@@ -32,7 +32,7 @@ from .tokens import CHUNK, COLUMNS, Sequences, assigned
 from .transposed_state import TransposedState
 
 CONSUMERS = 2
-REGISTERS = 88, 208  # a thread of the weigher and of a consumer
+REGISTERS = 24, 72, 208  # a thread of the producer, the weigher and a consumer
 KEY_DIMS = 64, 128  # as padded
 AHEAD = 2  # chunks that the weigher may be ahead
 VECTORS = 8  # chunks whose gates are summed up
@@ -42,7 +42,7 @@ LEAST = 2.0**-90  # a chunk that decays by less is strong
 @dataclass(frozen=True)
 class Config:
     """A kernel's shape, key_dim as padded, and what it computes; varlen: the sequences lie one behind the other in one batch.
-    pair: two blocks read the same keys and queries."""
+    pair: two blocks read the same keys and queries, of sequences that begin with an array's row."""
 
     key_dim: int
     dtype: dtype
@@ -53,8 +53,8 @@ class Config:
 
     @property
     def threads(self):
-        """Threads of a block: the consumers and the weigher."""
-        return warpgroup.THREADS * (CONSUMERS + 1)
+        """Threads of a block: the consumers, the weigher, the producer."""
+        return warpgroup.THREADS * (CONSUMERS + 2)
 
     @property
     def key(self):
@@ -81,21 +81,28 @@ class Config:
         return ", ".join(filter(None, (f"Dk {self.key_dim} {self.dtype}", *kinds)))
 
 
+def serves(form, columns: int) -> bool:
+    """Can this be computed here? form: the chunk_hopper.Config that would do it otherwise; columns: blocks of 64 value columns,
+    of all heads, that share keys."""
+    fits = isinstance(form.gate, BySteps) and form.dtype is bf16 and form.key_dim in KEY_DIMS
+    return fits and isinstance(form.result, Outputs) and columns % CONSUMERS == 0
+
+
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """The legal configurations: without `everything` those of the plainest result."""
     if arch == "sm_90a":
         full = BySteps(softplus=True), Outputs(skip=True, silu=True)
-        for key_dim, (gate, result), varlen, pair in itertools.product(
-            KEY_DIMS, ((BySteps(), Outputs()), full), (False, True), (False, True)
+        for key_dim, (gate, result), (varlen, pair) in itertools.product(
+            KEY_DIMS, ((BySteps(), Outputs()), full), ((False, False), (False, True), (True, False))
         ):
-            if everything or (gate, result, varlen) == (BySteps(), Outputs(), False):
+            if everything or (result == Outputs() and not varlen):
                 yield Config(key_dim, bf16, gate, result, varlen, pair)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    WEIGHER, WARPS, (keep, claim) = CONSUMERS, warpgroup.WARPGROUP, REGISTERS
+    WEIGHER, PRODUCER, WARPS, (keep, weighs, claim) = CONSUMERS, CONSUMERS + 1, warpgroup.WARPGROUP, REGISTERS
     INPUT, STATE, STAGES, gate, result = config.dtype, rt(16, config.key_dim, fp32), config.stages, config.gate, config.result
     PAIR, ROUND, GROUPS, WEIGHTS = config.pair, WARPS // CONSUMERS, CONSUMERS + 1, rt(16, CHUNK, INPUT)
     readers = CONSUMERS * WARPS
@@ -131,21 +138,25 @@ def make(config: Config):
         block, _, key_head, sequence = assigned(cuda.blockIdx.x, blocks, 1, heads)
         span = sequences.span(gEnds, sequence, length)
         n = span.chunks()
-        if me == WEIGHER:
+        if me == PRODUCER:
             warpgroup.release_registers(keep)
-            ahead, c = divmod(int32(cuda.threadIdx.x // 32) - WEIGHER * WARPS, CONSUMERS)  # of whose gates this warp sums up
+            if warpgroup.rank() == 0:
+                for j in range(n):
+                    token = span.token(j)
+                    first = int32(j) if PAIR else token  # a pair's tensors are cut into whole tiles
+                    k.fill(j, gK, (span.batch, first, key_head))
+                    q.fill(j, gQ, (span.batch, first, key_head))
+                    for c in range(CONSUMERS):
+                        shared_by, column = divmod(CONSUMERS * block + c, width)
+                        result.fill(v, z, CONSUMERS * j + c, gV, gZ, (span.batch, token, key_head * group + shared_by, column))
+        elif me == WEIGHER:
+            warpgroup.release_registers(weighs)
+            ahead, c = divmod(warpgroup.rank(), CONSUMERS)  # of whose gates this warp sums up
             shared_by, _ = divmod(CONSUMERS * block + c, width)
             head, steps = key_head * group + shared_by, truncate(gGates, 1, span.end)
             rate, bias = gate.rate_and_bias(gRate, gBias, head)
             g = load(steps, DOWN, (span.batch, span.token(ahead), head), cols=1)
-            for j in range(-ROUND, n + 1):  # chunk j comes, those to come are summed up, chunk j - 1 is weighed
-                if 0 <= j and j < n:
-                    token = span.token(j)
-                    k.fill(j, gK, (span.batch, token, key_head))
-                    q.fill(j, gQ, (span.batch, token, key_head))
-                    for i in range(CONSUMERS):
-                        by, column = divmod(CONSUMERS * block + i, width)
-                        result.fill(v, z, CONSUMERS * j + i, gV, gZ, (span.batch, token, key_head * group + by, column))
+            for j in range(-ROUND, n):  # chunks to come are summed up, chunk j is weighed
                 if j % ROUND == 0:
                     chunk = int32(j + ROUND + ahead)
                     mine = CONSUMERS * chunk + c
@@ -161,15 +172,14 @@ def make(config: Config):
                         store(factor.claim(mine), exp2((total if exp2(total) < LEAST else 0.0) - minus))
                         factor.publish(mine)
                     g = load(steps, DOWN, (span.batch, span.token(chunk + ROUND), head), cols=1)
-                if j > 0:
-                    weighed = j - 1
-                    keys = k.wait(weighed)
-                    sequences.clear(keys, span.left(weighed), GROUPS)
-                    s = warpgroup.wait(warpgroup.mm_ABt(q.wait(weighed), keys))
-                    k.release(weighed)
-                    q.release(weighed)
-                    warpgroup.store(p.claim(weighed), warpgroup.causal(s, 0, 0.0))
-                    p.publish(weighed)
+                if j >= 0:
+                    keys = k.wait(j)
+                    sequences.clear(keys, span.left(j), GROUPS)
+                    s = warpgroup.wait(warpgroup.mm_ABt(q.wait(j), keys))
+                    k.release(j)
+                    q.release(j)
+                    warpgroup.store(p.claim(j), warpgroup.causal(s, 0, 0.0))
+                    p.publish(j)
         else:
             warpgroup.claim_registers(claim)
             shared_by, column = divmod(CONSUMERS * block + me, width)
@@ -182,21 +192,21 @@ def make(config: Config):
                 sequences.clear(keys, span.left(j), GROUPS)
                 values = warpgroup.load_transposed(v.wait(mine), state.values)
                 v.release(mine)
-                values = sequences.without_others(fp32(values), span.left(j))
+                values = sequences.without_others(values, span.left(j))
                 before, added = since.wait(mine), factor.wait(mine)
                 sums, minus = b.wait(mine), a.wait(mine)
                 o = warpgroup.mm_ABt(INPUT(s_t), queries)
-                v_t = INPUT(values * load(added, ALONG))
+                v_t = INPUT(fp32(values) * load(added, ALONG))
                 weights, last = p.wait(j), last_element(before)
                 if last < LEAST:
+                    o = warpgroup.wait(o) * load(before, ALONG)
                     s = fp32(warpgroup.load(weights, WEIGHTS))
                     s = warpgroup.causal(gate.scores(s, warpgroup.load(sums, ROWS), load(minus, ALONG)), 0, 0.0)
                     warpgroup.store_wait()
                     warpgroup.sync()
                     warpgroup.store(out, s)
                     warpgroup.sync()
-                    o = warpgroup.wait(o) * load(before, ALONG)
-                    o = warpgroup.wait(warpgroup.mma_ABt(o, INPUT(values), out))
+                    o = warpgroup.wait(warpgroup.mma_ABt(o, values, out))
                     s_t = warpgroup.wait(warpgroup.mma_AB(s_t * last, v_t, keys))
                 else:
                     o = warpgroup.mma_ABt(o, v_t, weights)
@@ -211,7 +221,7 @@ def make(config: Config):
                 b.release(mine)
                 a.release(mine)
                 if result.skip:
-                    o = o + values * d
+                    o = o + fp32(values) * d
                 if result.silu:
                     o = o * silu(fp32(warpgroup.load_transposed(z.wait(mine), state.values)))
                     z.release(mine)
