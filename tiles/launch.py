@@ -302,7 +302,6 @@ class Kernel:
             codes, slots = codes + code, slots + struct.calcsize("<" + code) // 8
         self.format, self.frames = struct.Struct(codes), Frames(slots, maps)
         self.nbytes = shared.nbytes if shared else 0
-        self.cluster = (shared.blocks, 1, 1) if shared and shared.blocks > 1 else None
         self.codes: dict[tuple, Loaded] = {}  # by the parameters whose elements are others than declared: (place, dtype)
 
     def bind(self, grid, **given: Any) -> "Bound | Interpreted":
@@ -337,7 +336,7 @@ class Kernel:
             raise
         code = self.codes.get(others) or self._load(others)
         contents = Contents(grid, block, plain, maps)
-        return Bound(code, self.title, (self.threads, 1, 1), self.cluster, self.nbytes, contents, self.frames)
+        return Bound(code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames)
 
     def _check_numbers(self, given):
         """TypeError, OverflowError that name the parameter: a number that is missing, or does not fit."""
@@ -367,7 +366,7 @@ class Kernel:
             elif value is not None and elements is TILES:
                 map_encoding(name, what, value.form)
             bound.append((value, what.spec if elements is TILES else None))
-        launch = Launch(self.kernel, grid, self.threads, self.shared, None, self.cluster)
+        launch = Launch(self.kernel, grid, self.threads, self.shared, None, None)
         return Interpreted(launch, bound, None if self.ordinal is None else device(self.ordinal))
 
 

@@ -156,8 +156,7 @@ def _of_heads(problem: Problem, form: chunk_hopper.Config, arrays: Arrays, width
     length, heads, key_heads, sequences = problem("SHGN")
     group = heads // key_heads
     blocks = group * width // heads_hopper.CONSUMERS
-    pair = blocks % 2 == 0 and not form.varlen
-    config = one(heads_hopper.Config, form.key_dim, form.dtype, form.gate, form.result, form.varlen, pair)
+    config = one(heads_hopper.Config, form.key_dim, form.dtype, form.gate, form.result, form.varlen)
     return kernel_for(heads_hopper, config, problem.device).bind(
         sequences * key_heads * blocks,
         length=length,

@@ -132,27 +132,19 @@ def inverse_transposed(a, high, low):
     inverse = inverse_unit_lower(warpgroup.own_block(a))
     parts = split(-inverse)
     warpgroup.sync()
-    rank = warpgroup.rank()
-    if rank > 0:
-        store_parts(subtile(high, 64, 0, BASE, 0), subtile(low, 64, 0, BASE, 0), divided(columns(a, BASE, 0), parts))
-    if rank > 1:
-        store_parts(subtile(high, 64, 0, BASE, 1), subtile(low, 64, 0, BASE, 1), divided(columns(a, BASE, 1), parts))
-    if rank > 2:
-        store_parts(subtile(high, 64, 0, BASE, 2), subtile(low, 64, 0, BASE, 2), divided(columns(a, BASE, 2), parts))
+    store_parts(subtile(high, 64, 0, 32, 0), subtile(low, 64, 0, 32, 0), divided(columns(a, 32, 0), parts))
+    store_parts(subtile(high, 64, 0, 16, 2), subtile(low, 64, 0, 16, 2), divided(columns(a, 16, 2), parts))
     warpgroup.sync()
-    x = warpgroup.on_diagonal(transpose(inverse))
-    x0, x1, x2, x3 = columns(x, BASE, 0), columns(x, BASE, 1), columns(x, BASE, 2), columns(x, BASE, 3)
-    if rank == 0:  # the others have zeros there
-        known = split(x0)
-        x1 = times(x1, known, block(high, 1, 0), block(low, 1, 0))
-        x2 = times(x2, known, block(high, 2, 0), block(low, 2, 0))
-        x3 = times(x3, known, block(high, 3, 0), block(low, 3, 0))
-    if rank <= 1:
-        known = split(x1)
-        x2 = times(x2, known, block(high, 2, 1), block(low, 2, 1))
-        x3 = times(x3, known, block(high, 3, 1), block(low, 3, 1))
-    if rank <= 2:
-        x3 = times(x3, split(x2), block(high, 3, 2), block(low, 3, 2))
+    d = warpgroup.on_diagonal(transpose(inverse))
+    x0 = columns(d, BASE, 0)
+    first = split(x0)
+    x1 = times(columns(d, BASE, 1), first, block(high, 1, 0), block(low, 1, 0))
+    x2 = times(columns(d, BASE, 2), first, block(high, 2, 0), block(low, 2, 0))
+    x3 = times(columns(d, BASE, 3), first, block(high, 3, 0), block(low, 3, 0))
+    second = split(x1)
+    x2 = times(x2, second, block(high, 2, 1), block(low, 2, 1))
+    x3 = times(x3, second, block(high, 3, 1), block(low, 3, 1))
+    x3 = times(x3, split(x2), block(high, 3, 2), block(low, 3, 2))
     return hstack(hstack(x0, x1), hstack(x2, x3))
 
 

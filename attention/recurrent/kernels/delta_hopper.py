@@ -67,8 +67,13 @@ class Config:
         return st(CHUNK, self.key_dim, self.dtype)
 
     @property
+    def values(self):
+        """All consumers' tile of a chunk of V."""
+        return st(CHUNK, COLUMNS * self.consumers, self.dtype)
+
+    @property
     def value(self):
-        """A consumer's tile of a chunk of V."""
+        """A consumer's tile of the output."""
         return st(CHUNK, COLUMNS, self.dtype)
 
     def __str__(self):
@@ -229,7 +234,7 @@ def make(config: Config):
     smem = shared(
         q=ring(config.key, config.stages, readers + WARPS),
         k=ring(config.key, config.stages, readers + 2 * WARPS),
-        v=ring(config.value, config.stages * CONSUMERS, WARPS),
+        v=ring(config.values, config.stages, readers),
         t=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
         p=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
         beta=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
@@ -243,7 +248,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
-        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gBeta: array(3),
+        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3),
         gGates: array(3), gO: sequences.output(config.value), gStart: array(4), gState: array(4), gEnds: ENDS,
         length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
@@ -261,21 +266,12 @@ def make(config: Config):
             warp = int32(cuda.threadIdx.x // 32) - WEIGHER * WARPS
             at = span.batch, span.token(max(int32(AHEAD - WARPS + warp), 0)), value_head
             strength, g = load(betas, DOWN, at, cols=1), decay.load(gGates, span, at)
-            for j in range(-WARPS, n + 1):  # chunk j comes, each warp sums up one of the next, chunk j - 1 is weighed
+            for j in range(-WARPS, n + 1):  # chunk j comes, chunk j - 1 is weighed, each warp sums up one of the next
                 if 0 <= j and j < n:
                     token = span.token(j)
                     k.fill(j, gK, (span.batch, token, head))
                     q.fill(j, gQ, (span.batch, token, head))
-                    for c in range(CONSUMERS):
-                        v.fill(CONSUMERS * j + c, gV, (span.batch, token, value_head, CONSUMERS * block + c))
-                if j % WARPS == 0:
-                    mine = int32(j + AHEAD + warp)
-                    if 0 <= mine and mine < n:
-                        store(beta.claim(mine), strength)
-                        beta.publish(mine)
-                        decay.sum_up(b, since, factor, mine, g)
-                    at = span.batch, span.token(mine + WARPS), value_head
-                    strength, g = load(betas, DOWN, at, cols=1), decay.load(gGates, span, at)
+                    v.fill(j, gV, (span.batch, token, value_head, block))
                 if j > 0:
                     weighed = j - 1
                     keys = k.wait(weighed)
@@ -288,6 +284,14 @@ def make(config: Config):
                     decay.release(b, weighed)
                     warpgroup.store(p.claim(weighed), warpgroup.causal(s, 0, 0.0))
                     p.publish(weighed)
+                if j % WARPS == 0:
+                    mine = int32(j + AHEAD + warp)
+                    if 0 <= mine and mine < n:
+                        store(beta.claim(mine), strength)
+                        beta.publish(mine)
+                        decay.sum_up(b, since, factor, mine, g)
+                    at = span.batch, span.token(mine + WARPS), value_head
+                    strength, g = load(betas, DOWN, at, cols=1), decay.load(gGates, span, at)
         elif me == SOLVER:
             warpgroup.release_registers(solve)
             for j in range(n):
@@ -312,8 +316,8 @@ def make(config: Config):
                 sequences.clear(keys, span.left(j), GROUPS)
                 u, o = transposed.read(s_t, keys, q.wait(j))
                 q.release(j)
-                values = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + me), transposed.values))
-                v.release(CONSUMERS * j + me)
+                values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, me), transposed.values))
+                v.release(j)
                 before, added = decay.wait(since, j), decay.wait(factor, j)
                 strong = decay.is_strong(before)
                 u, o = decay.begin(sequences.without_others(values, span.left(j)), u, o, before, added, strong)

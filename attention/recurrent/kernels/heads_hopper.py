@@ -8,7 +8,7 @@ Seen from where a chunk begins, nothing decays: with b the running sum of its ga
 
 tril(Q K^T) is then the same for all heads. One warpgroup, the weigher, makes it (and has TMA bring what all need, and sums up the
 gates), while consumers, of 64 value columns of a head each, carry the state through the chunk that is ready, transposed, 64 x Dk.
-They have the three products in flight at once. Blocks whose heads share keys are pairs, for which L2 is read once.
+They have the three products in flight at once.
 
 A strong chunk decays by more than numbers can hold. There a consumer weighs the scores itself, as chunk_hopper.py does; no
 exponent is then positive.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import cluster, divmod, exp2, last_element, load, silu, store, subtile, tile_min, transpose, truncate, warpgroup
+from ops import divmod, exp2, last_element, load, silu, store, subtile, tile_min, transpose, truncate, warpgroup
 from tiles import bf16, dtype, fp32, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, INT, array, tiled
 
@@ -41,15 +41,14 @@ LEAST = 2.0**-90  # a chunk that decays by less is strong
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's shape, key_dim as padded, and what it computes; varlen: the sequences lie one behind the other in one batch.
-    pair: two blocks read the same keys and queries, of sequences that begin with an array's row."""
+    """A kernel's shape, key_dim as padded, and what it computes; varlen: the sequences lie one behind the other in one
+    batch."""
 
     key_dim: int
     dtype: dtype
     gate: BySteps
     result: Outputs
     varlen: bool = False
-    pair: bool = False
 
     @property
     def threads(self):
@@ -62,11 +61,6 @@ class Config:
         return st(CHUNK, self.key_dim, self.dtype)
 
     @property
-    def part(self):
-        """What one of the blocks that share it brings of a chunk of Q or K."""
-        return st(CHUNK // 2, self.key_dim, self.dtype) if self.pair else self.key
-
-    @property
     def value(self):
         """A consumer's tile of a chunk of V, Z or the output."""
         return st(CHUNK, COLUMNS, self.dtype)
@@ -77,7 +71,7 @@ class Config:
         return 2 if self.result.silu else 3
 
     def __str__(self):
-        kinds = str(self.gate), str(self.result), "varlen" * self.varlen, "in pairs" * self.pair
+        kinds = str(self.gate), str(self.result), "varlen" * self.varlen
         return ", ".join(filter(None, (f"Dk {self.key_dim} {self.dtype}", *kinds)))
 
 
@@ -92,11 +86,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     """The legal configurations: without `everything` those of the plainest result."""
     if arch == "sm_90a":
         full = BySteps(softplus=True), Outputs(skip=True, silu=True)
-        for key_dim, (gate, result), (varlen, pair) in itertools.product(
-            KEY_DIMS, ((BySteps(), Outputs()), full), ((False, False), (False, True), (True, False))
-        ):
-            if everything or (result == Outputs() and not varlen):
-                yield Config(key_dim, bf16, gate, result, varlen, pair)
+        for key_dim, form, varlen in itertools.product(KEY_DIMS, ((BySteps(), Outputs()), full), (False, True)):
+            if everything or (form is not full and not varlen):
+                yield Config(key_dim, bf16, *form, varlen)
 
 
 @functools.cache
@@ -104,12 +96,12 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     WEIGHER, PRODUCER, WARPS, (keep, weighs, claim) = CONSUMERS, CONSUMERS + 1, warpgroup.WARPGROUP, REGISTERS
     INPUT, STATE, STAGES, gate, result = config.dtype, rt(16, config.key_dim, fp32), config.stages, config.gate, config.result
-    PAIR, ROUND, GROUPS, WEIGHTS = config.pair, WARPS // CONSUMERS, CONSUMERS + 1, rt(16, CHUNK, INPUT)
+    ROUND, GROUPS, WEIGHTS = WARPS // CONSUMERS, CONSUMERS + 1, rt(16, CHUNK, INPUT)
     readers = CONSUMERS * WARPS
     sequences = Sequences(config.varlen)
     state = TransposedState(config.key_dim, INPUT, sequences)
-    KEYS_OF_TMA, VALUES_OF_TMA = tiled(config.part, unit=CHUNK // 2 if PAIR else 1), tiled(config.value, unit=1)
-    keys = ring(config.key, STAGES, readers + WARPS, blocks=1 + PAIR)
+    KEYS_OF_TMA, VALUES_OF_TMA = tiled(config.key, unit=1), tiled(config.value, unit=1)
+    keys = ring(config.key, STAGES, readers + WARPS)
     values = ring(config.value, STAGES * CONSUMERS, WARPS)
     vectors = ring(sv(CHUNK, fp32), VECTORS * CONSUMERS, WARPS, writers=1)
     smem = shared(
@@ -143,9 +135,8 @@ def make(config: Config):
             if warpgroup.rank() == 0:
                 for j in range(n):
                     token = span.token(j)
-                    first = int32(j) if PAIR else token  # a pair's tensors are cut into whole tiles
-                    k.fill(j, gK, (span.batch, first, key_head))
-                    q.fill(j, gQ, (span.batch, first, key_head))
+                    k.fill(j, gK, (span.batch, token, key_head))
+                    q.fill(j, gQ, (span.batch, token, key_head))
                     for c in range(CONSUMERS):
                         shared_by, column = divmod(CONSUMERS * block + c, width)
                         result.fill(v, z, CONSUMERS * j + c, gV, gZ, (span.batch, token, key_head * group + shared_by, column))
@@ -190,9 +181,8 @@ def make(config: Config):
                 mine = CONSUMERS * j + me
                 keys, queries = k.wait(j), q.wait(j)
                 sequences.clear(keys, span.left(j), GROUPS)
-                values = warpgroup.load_transposed(v.wait(mine), state.values)
-                v.release(mine)
-                values = sequences.without_others(values, span.left(j))
+                given = v.wait(mine)
+                values = sequences.without_others(warpgroup.load_transposed(given, state.values), span.left(j))
                 before, added = since.wait(mine), factor.wait(mine)
                 sums, minus = b.wait(mine), a.wait(mine)
                 o = warpgroup.mm_ABt(INPUT(s_t), queries)
@@ -221,14 +211,13 @@ def make(config: Config):
                 b.release(mine)
                 a.release(mine)
                 if result.skip:
-                    o = o + fp32(values) * d
+                    o = o + fp32(warpgroup.load_transposed(given, state.values)) * d
+                v.release(mine)
                 if result.silu:
                     o = o * silu(fp32(warpgroup.load_transposed(z.wait(mine), state.values)))
                     z.release(mine)
                 state.store(gO, out, o, span, span.token(j), head, column)
             warpgroup.store_wait()
             warpgroup.store(gState, s_t, (sequence, head, row, 0))
-        if PAIR:
-            cluster.sync()
 
     return scan, smem
