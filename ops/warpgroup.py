@@ -28,10 +28,10 @@ from .threads.warps import FOUR_WARPS, THREADS
 
 __all__ = [
     "ROWS", "THREADS", "causal", "claim_registers", "id", "load", "load_transposed", "lower_fill", "mm_AB", "mm_ABt",
-    "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "on_diagonal", "outside_fill", "own_block", "own_rows", "ping_pong",
-    "quarter", "rank", "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "release_registers",
-    "row_index", "store", "store_transposed", "store_wait", "sync", "sync_several", "tma_add", "tma_max", "tma_min",
-    "tma_store", "tril", "triu", "upper_fill", "wait", "zero_rows",
+    "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "on_diagonal", "outside_fill", "own_block", "own_rows",
+    "ping_pong", "quarter", "rank", "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum",
+    "release_registers", "row_index", "store", "store_transposed", "store_wait", "sync", "sync_several", "tma_add",
+    "tma_max", "tma_min", "tma_store", "tril", "triu", "upper_fill", "wait", "zero_rows",
 ]  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""From a problem of linear attention to launches of the kernels of chunks (chunk_hopper.py, chunk_ampere.py, gla_hopper.py).
+"""From a problem of linear attention to launches of the kernels of chunks (chunk_hopper.py, chunk_ampere.py, heads_hopper.py,
+gla_hopper.py).
 
 There is one, or two where few long sequences are cut into segments, and one before it where a normalizer is wanted.
 """

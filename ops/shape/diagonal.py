@@ -58,8 +58,8 @@ def _(tile):
 
 @op
 def on_diagonal(block):
-    """The warp's rt(16, 64) of its warpgroup's 64 x 64 tile whose blocks on the diagonal are the warps' `block`, and whose other
-    elements are 0: what own_block takes apart."""
+    """The warp's rt(16, 64) of the warpgroup's 64 x 64 tile whose blocks on the diagonal are the warps' `block`, and whose
+    other elements are 0: what own_block takes apart."""
     out, first = np.zeros((BASE, WARPGROUP * BASE), block.array.dtype), BASE * here().rank
     out[:, first : first + BASE] = block.array
     return out

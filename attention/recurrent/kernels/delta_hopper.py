@@ -2,18 +2,24 @@
 
     u_t = beta_t (v_t - exp(g_t) k_t S_(t-1))        S_t = exp(g_t) S_(t-1) + k_t^T u_t        o_t = scale q_t S_t
 
-In a chunk of 64 tokens every u depends on those before it. With b the running sum of the gates,
+In a chunk of 64 tokens every u depends on those before it. Seen from where the chunk begins, nothing decays: with b the
+running sum of the gates and U' = exp(-b) U,
 
-    A = tril(beta exp(b - b^T) * K K^T, -1)      T = (I + A)^-1 beta              (WY representation; Yang et al. 2024)
-    U = T (V - exp(b) K S)                       O = scale (exp(b) Q S + tril(exp(b - b^T) * Q K^T) U)
-    S = exp(b_last) S + (exp(b_last - b) K)^T U
+    A = tril(beta K K^T, -1)                T = (I + A)^-1 beta                     (WY representation; Yang et al. 2024)
+    U' = T (exp(-b) V - K S)                O = scale exp(b) (Q S + tril(Q K^T) U')
+    S = exp(b_last) (S + K^T U')
+
+A strong chunk decays by more than U' could hold. There the decays stand where no exponent is ever positive,
+
+    A = tril(beta exp(b - b^T) * K K^T, -1)                 U = T (V - exp(b) K S)
+    S = exp(b_last) S + (exp(b_last - b) K)^T U             O = scale (exp(b) Q S + tril(exp(b - b^T) * Q K^T) U)
+
+so that nothing overflows.
 
 T and the weights of U know nothing of the state. So one warpgroup, the solver, makes T for the chunks to come, another, the
-weigher, makes the weights (and has TMA bring what all need), while consumers, of 64 value columns each, carry the state through
-the chunk that is ready. They hold it transposed, 64 x Dk, and U and O as well: the product of one step, rounded, is the left
-operand of the next, and never leaves the registers.
-
-Every exponent is a sum of gates, none is ever positive: nothing overflows however strong the decay.
+weigher, makes the weights (has TMA bring what all need, and sums up the gates, a chunk a warp), while consumers, of 64 value
+columns each, carry the state through the chunk that is ready. They hold it transposed, 64 x Dk, and U and O as well: the
+product of one step, rounded, is the left operand of the next, and never leaves the registers.
 """
 
 import functools
@@ -35,9 +41,9 @@ from .transposed_state import TransposedState
 
 REGISTERS = {1: (104, 104, 232), 2: (72, 88, 176)}  # consumers -> registers a thread of weigher, solver and consumer
 STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
-AHEAD = 2  # chunks that the solver may be ahead
-VECTORS = 8  # chunks whose gates are summed up
-LEAST = {bf16: -90, fp16: -8}  # a chunk that decays by less than 2 to this is strong
+AHEAD = 2  # chunks that the solver and the weigher may be ahead
+VECTORS = 8  # chunks whose gates are kept: two for each warp that sums up
+LEAST = {bf16: -90, fp16: -8}  # powers of 2: a chunk is strong that decays to less, as 1 / it times a value might overflow
 
 
 @dataclass(frozen=True)
@@ -107,8 +113,8 @@ class NoDecay:
 
     @inlined
     def sum_up(self, b, since, factor, j, g):
-        """One warp, of the j-th chunk, whose gates g are: hand on their running sums, in powers of 2, what tokens have decayed by
-        since the chunk began, and the factor of what they add."""
+        """One warp, of the j-th chunk, whose gates g are: hand on their running sums, in powers of 2, what tokens have decayed
+        by since the chunk began, and the factor of what they add."""
 
     @inlined
     def wait(self, vectors, j):
@@ -263,11 +269,11 @@ def make(config: Config):
         if me == WEIGHER:
             warpgroup.release_registers(weigh)
             betas = truncate(gBeta, 1, span.end)
-            warp = int32(cuda.threadIdx.x // 32) - WEIGHER * WARPS
+            warp = warpgroup.rank()
             at = span.batch, span.token(max(int32(AHEAD - WARPS + warp), 0)), value_head
             strength, g = load(betas, DOWN, at, cols=1), decay.load(gGates, span, at)
             for j in range(-WARPS, n + 1):  # chunk j comes, chunk j - 1 is weighed, each warp sums up one of the next
-                if 0 <= j and j < n:
+                if j >= 0 and j < n:
                     token = span.token(j)
                     k.fill(j, gK, (span.batch, token, head))
                     q.fill(j, gQ, (span.batch, token, head))
@@ -286,7 +292,7 @@ def make(config: Config):
                     p.publish(weighed)
                 if j % WARPS == 0:
                     mine = int32(j + AHEAD + warp)
-                    if 0 <= mine and mine < n:
+                    if mine >= 0 and mine < n:
                         store(beta.claim(mine), strength)
                         beta.publish(mine)
                         decay.sum_up(b, since, factor, mine, g)

@@ -6,9 +6,9 @@ Seen from where a chunk begins, nothing decays: with b the running sum of its ga
 
     V' = exp2(-b) w V        O = exp2(b) (Q S + tril(Q K^T) V')        S = exp2(b_last) (S + K^T V')
 
-tril(Q K^T) is then the same for all heads. One warpgroup, the weigher, makes it (and has TMA bring what all need, and sums up the
-gates), while consumers, of 64 value columns of a head each, carry the state through the chunk that is ready, transposed, 64 x Dk.
-They have the three products in flight at once.
+tril(Q K^T) is then the same for all heads. One warpgroup, the weigher, makes it (and sums up the gates, each warp those of a
+chunk and head), while consumers, of 64 value columns of a head each, carry the state through the chunk that is ready,
+transposed, 64 x Dk. They have the three products in flight at once.
 
 A strong chunk decays by more than numbers can hold. There a consumer weighs the scores itself, as chunk_hopper.py does; no
 exponent is then positive.
@@ -26,7 +26,7 @@ from ops import divmod, exp2, last_element, load, silu, store, subtile, tile_min
 from tiles import bf16, dtype, fp32, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, INT, array, tiled
 
-from .gates import ALONG, DOWN, ROWS, TILE, BySteps
+from .gates import ALONG, DOWN, ROWS, BySteps
 from .results import Outputs
 from .tokens import CHUNK, COLUMNS, Sequences, assigned
 from .transposed_state import TransposedState
@@ -35,7 +35,7 @@ CONSUMERS = 2
 REGISTERS = 24, 72, 208  # a thread of the producer, the weigher and a consumer
 KEY_DIMS = 64, 128  # as padded
 AHEAD = 2  # chunks that the weigher may be ahead
-VECTORS = 8  # chunks whose gates are summed up
+VECTORS = 8  # chunks whose gates are kept
 LEAST = 2.0**-90  # a chunk that decays by less is strong
 
 
