@@ -26,6 +26,7 @@ from .recurrent.kernels import (
     chunk_hopper,
     delta_hopper,
     gla_hopper,
+    heads_hopper,
     hedgehog_hopper,
     kda_hopper,
     token_loop,
@@ -34,7 +35,7 @@ from .softmax import ampere, hopper
 
 MODULES = {
     "forward": (ampere, hopper),
-    "linear": (chunk_ampere, chunk_hopper, gla_hopper),
+    "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper),
     "delta": (delta_hopper, kda_hopper),
     "based": (based_hopper,),
     "hedgehog": (hedgehog_hopper,),

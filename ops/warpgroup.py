@@ -21,17 +21,17 @@ from .memory.tma import store_wait, tma_add, tma_max, tma_min, tma_store
 from .memory.transposed import load_transposed, store_transposed
 from .memory.zero_rows import zero_rows
 from .reductions.across_warps import lower_scope, reduced, voted
-from .shape.diagonal import own_block, own_rows
+from .shape.diagonal import on_diagonal, own_block, own_rows
 from .shape.subtile import subtile as _subtile
 from .threads.warpgroups import ping_pong, sync_several
 from .threads.warps import FOUR_WARPS, THREADS
 
 __all__ = [
     "ROWS", "THREADS", "causal", "claim_registers", "id", "load", "load_transposed", "lower_fill", "mm_AB", "mm_ABt",
-    "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "outside_fill", "own_block", "own_rows", "ping_pong",
-    "quarter", "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "release_registers",
-    "row_index", "store", "store_transposed", "store_wait", "sync", "sync_several", "tma_add", "tma_max", "tma_min",
-    "tma_store", "tril", "triu", "upper_fill", "wait", "zero_rows",
+    "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "on_diagonal", "outside_fill", "own_block", "own_rows",
+    "ping_pong", "quarter", "rank", "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum",
+    "release_registers", "row_index", "store", "store_transposed", "store_wait", "sync", "sync_several", "tma_add",
+    "tma_max", "tma_min", "tma_store", "tril", "triu", "upper_fill", "wait", "zero_rows",
 ]  # fmt: skip
 
 
@@ -49,6 +49,17 @@ def id():
 @lowers(id)
 def _():  # through a shuffle, so that ptxas knows it is uniform: 4 % fewer instructions in a loop that depends on it
     return types.int32, lambda b: ptx.uniform(b, b.warpgroup())
+
+
+@op
+def rank():
+    """Which of its warpgroup's four warps this is."""
+    return here().rank
+
+
+@lowers(rank)
+def _():
+    return types.int32, lambda b: ptx.uniform(b, FOUR_WARPS.emit_rank(b))
 
 
 # ---- registers -----------------------------------------------------------------------------------------------------

@@ -111,7 +111,8 @@ class ring:
 
     @op
     def publish(self, j):
-        """This warp has stored its part of tile j; the readers, their mmas and TMA see it once all writers have said so."""
+        """This warp has stored its part of tile j; the readers, their mmas and TMA see it once all writers have said so. (Of a
+        vector only ordinary loads do, until a reader's warpgroup meets.)"""
         _slot(self, j).publish(here(), j)
 
     @op
@@ -269,7 +270,7 @@ def _(ring, j):
     _needs_writers("publish", ring)
 
     def emit(b, base, j):
-        ptx.reads_done(b)
+        (ptx.warp_sync if isinstance(ring.tile, sv) else ptx.reads_done)(b)  # a fence would wait for loads under way, too
         with b.if_then(elected(b, LANES)):
             ptx.mbarrier_arrive(b, full_barrier(b, ring, base, _modulo(b, ring, j)[0]))
 

@@ -1,4 +1,5 @@
-"""From a problem of linear attention to launches of the kernels of chunks (chunk_hopper.py, chunk_ampere.py, gla_hopper.py).
+"""From a problem of linear attention to launches of the kernels of chunks (chunk_hopper.py, chunk_ampere.py, heads_hopper.py,
+gla_hopper.py).
 
 There is one, or two where few long sequences are cut into segments, and one before it where a normalizer is wanted.
 """
@@ -14,7 +15,7 @@ from tiles.lengths import follows
 from tiles.program import Step
 from tiles.schema import Problem
 
-from .kernels import chunk_ampere, chunk_hopper, gla_hopper
+from .kernels import chunk_ampere, chunk_hopper, gla_hopper, heads_hopper
 from .kernels.gates import ByHead, BySteps, ByToken, Gate
 from .kernels.results import Normalizer, Outputs, Result, States
 from .rules import DTYPES, padded, varlen
@@ -68,6 +69,8 @@ def by_token(
     result = one(Outputs, arrays.get("gSkip") is not None, normalizer is not None, arrays.get("gZ") is not None)
     main = _config(problem, gate, result, piece, width)
     parts = _parts(problem, main, width)
+    if parts == 1 and heads_hopper.serves(main, group * width):
+        return [_of_heads(problem, main, arrays, width)], []
     scratch: Scratch = []
     steps: list[Step] = []
 
@@ -149,6 +152,23 @@ def _parts(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
     batch, length, heads, sequences = problem("BSHN")
     chunks = length * batch // sequences // chunk_hopper.CHUNK
     return segments(sequences * heads * width // config.consumers, chunks, config.resident * machine(problem.device).processors)
+
+
+def _of_heads(problem: Problem, form: chunk_hopper.Config, arrays: Arrays, width: int) -> Step:
+    """The launch of heads_hopper.py for what chunk_hopper.py would do in this form."""
+    length, heads, key_heads, sequences = problem("SHGN")
+    group = heads // key_heads
+    blocks = group * width // heads_hopper.CONSUMERS
+    config = one(heads_hopper.Config, form.key_dim, form.dtype, form.gate, form.result, form.varlen)
+    return kernel_for(heads_hopper, config, problem.device).bind(
+        sequences * key_heads * blocks,
+        length=length,
+        blocks=blocks,
+        heads=key_heads,
+        group=group,
+        width=width,
+        **{name: given for name, given in arrays.items() if name != "gDivisor"},
+    )
 
 
 def by_channel(problem: Problem, arrays: Arrays, scale: float) -> Step:

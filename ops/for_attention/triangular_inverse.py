@@ -1,14 +1,15 @@
 """Inverses of unit lower triangular matrices: of 16 x 16 by a warp, and of 64 x 64, a chunk of the delta rule, by a warpgroup.
 
-    smem = shared(.., high=TRIANGLE, low=TRIANGLE, inverse_high=DIAGONAL, inverse_low=DIAGONAL)
-    x = inverse_transposed(a, high, low, inverse_high, inverse_low)
+    smem = shared(.., high=TRIANGLE, low=TRIANGLE)
+    x = inverse_transposed(a, high, low)
 
 X (I + A)^T = I is solved by blocks of 16 columns, from the left to the right,
 
-    X_i = (I_i - sum over j < i of X_j A_ij^T) (I + A_ii)^-T
+    D_i = (I + A_ii)^-1        N_ij = D_i A_ij        X_i = I_i D_i^T - sum over j < i of X_j N_ij^T
 
-where each warp has 16 rows of X to itself: it reads blocks of A and the inverses of those on the diagonal, and nothing of what
-other warps find. All of it is substitution: no power of A is taken, whose large elements would have to cancel.
+Each warp makes 16 rows of N, and then has 16 rows of X to itself: it reads N, and nothing of what other warps find. So from one
+X_i to the next there is but one product. All of it is substitution: no power of A is taken, whose large elements would have to
+cancel.
 """
 
 import numpy as np
@@ -20,18 +21,17 @@ from tiles.op import inlined, lowers, op
 from tiles.types import rt, st
 
 from .. import warpgroup
-from ..elementwise.compare import equal
-from ..elementwise.create import col_index, zeros
-from ..matmul.mma import mma_ABt
-from ..shape.slicing import hstack
+from ..elementwise.create import zeros
+from ..matmul.mma import mma_AB, mma_ABt
+from ..shape.slicing import columns, hstack
 from ..shape.subtile import subtile
+from ..shape.transpose import swap_layout, transpose
 from ..threads import lanes
 
 BASE = 16  # rows and columns of a block
 HALF = 8  # rows and columns of a matrix inside the base tile
 BLOCK = rt(BASE, BASE, fp32)
 TRIANGLE = st(64, 64, bf16, width=32)  # in panels of 16 columns, so that a block is a tile of its own
-DIAGONAL = st(64, 16, bf16)
 
 
 # ---- a block, by a warp --------------------------------------------------------------------------------------------
@@ -95,44 +95,60 @@ def _register(row, column):
 
 # ---- 4 x 4 blocks, by a warpgroup -----------------------------------------------------------------------------------
 @inlined
-def times(acc, x, high, low):
-    """acc + x (high + low)^T, x being split in two as well: 16 bits of each factor, where bf16 has 8."""
-    x_high = bf16(x)
-    x_low = bf16(x - fp32(x_high))
-    return mma_ABt(mma_ABt(mma_ABt(acc, x_low, high), x_high, low), x_high, high)
+def split(x):
+    """(high, low), whose sum is x with 16 bits, where bf16 has 8."""
+    high = bf16(x)
+    return high, bf16(x - fp32(high))
 
 
 @inlined
 def store_parts(high, low, x):
     """high + low = x, with 16 bits."""
-    x_high = bf16(x)
+    x_high, x_low = split(x)
     warpgroup.store(high, x_high)
-    warpgroup.store(low, x - fp32(x_high))
+    warpgroup.store(low, x_low)
 
 
 @inlined
-def identity(i):
-    """The i-th 16 columns of this warp's rows of I."""
-    return equal(warpgroup.row_index(BLOCK), col_index(BLOCK) + 16.0 * i)
+def times(acc, x, high, low):
+    """acc + x (high + low)^T, x being two parts as well."""
+    x_high, x_low = x
+    return mma_ABt(mma_ABt(mma_ABt(acc, x_high, high), x_high, low), x_low, high)
 
 
 @inlined
-def inverse_transposed(a, high, low, inverse_high, inverse_low):
+def divided(a, inverse):
+    """inverse a, by one warp; inverse: two parts."""
+    (a_high, a_low), (high, low) = split(a), inverse
+    right, acc = swap_layout(a_high), zeros(rt(BASE, a.cols, fp32))
+    return mma_AB(mma_AB(mma_AB(acc, high, right), high, swap_layout(a_low)), low, right)
+
+
+@inlined
+def inverse_transposed(a, high, low):
     """The warps' rows, rt(16, 64, fp32), of (I + A)^-T, where A is the part below the diagonal of `a`, the warps' rt(16, 64,
-    fp32); the rest is not looked at. Shared tiles for the warpgroup to use: two TRIANGLEs and two DIAGONALs. Its warps meet
-    twice. Factors have 16 bits, sums are fp32."""
+    fp32); the rest is not looked at. high, low: shared TRIANGLEs for the warpgroup to use. Its warps meet twice. Factors have
+    16 bits, sums are fp32."""
+    inverse = inverse_unit_lower(warpgroup.own_block(a))
+    parts = split(-inverse)
     warpgroup.sync()
-    own = warpgroup.own_block(a)
-    store_parts(high, low, -a)
-    store_parts(inverse_high, inverse_low, inverse_unit_lower(own))
+    store_parts(subtile(high, 64, 0, 32, 0), subtile(low, 64, 0, 32, 0), divided(columns(a, 32, 0), parts))
+    store_parts(subtile(high, 64, 0, 16, 2), subtile(low, 64, 0, 16, 2), divided(columns(a, 16, 2), parts))
     warpgroup.sync()
-    x0 = times(zeros(BLOCK), identity(0), subtile(inverse_high, 16, 0), subtile(inverse_low, 16, 0))
-    y1 = times(identity(1), x0, subtile(high, 16, 1, 16, 0), subtile(low, 16, 1, 16, 0))
-    x1 = times(zeros(BLOCK), y1, subtile(inverse_high, 16, 1), subtile(inverse_low, 16, 1))
-    left = hstack(x0, x1)
-    y2 = times(identity(2), left, subtile(high, 16, 2, 32, 0), subtile(low, 16, 2, 32, 0))
-    x2 = times(zeros(BLOCK), y2, subtile(inverse_high, 16, 2), subtile(inverse_low, 16, 2))
-    y3 = times(identity(3), left, subtile(high, 16, 3, 32, 0), subtile(low, 16, 3, 32, 0))
-    y3 = times(y3, x2, subtile(high, 16, 3, 16, 2), subtile(low, 16, 3, 16, 2))
-    x3 = times(zeros(BLOCK), y3, subtile(inverse_high, 16, 3), subtile(inverse_low, 16, 3))
-    return hstack(left, hstack(x2, x3))
+    d = warpgroup.on_diagonal(transpose(inverse))
+    x0 = columns(d, BASE, 0)
+    first = split(x0)
+    x1 = times(columns(d, BASE, 1), first, block(high, 1, 0), block(low, 1, 0))
+    x2 = times(columns(d, BASE, 2), first, block(high, 2, 0), block(low, 2, 0))
+    x3 = times(columns(d, BASE, 3), first, block(high, 3, 0), block(low, 3, 0))
+    second = split(x1)
+    x2 = times(x2, second, block(high, 2, 1), block(low, 2, 1))
+    x3 = times(x3, second, block(high, 3, 1), block(low, 3, 1))
+    x3 = times(x3, split(x2), block(high, 3, 2), block(low, 3, 2))
+    return hstack(hstack(x0, x1), hstack(x2, x3))
+
+
+@inlined
+def block(tile, row, column):
+    """A 16 x 16 block of a TRIANGLE."""
+    return subtile(tile, BASE, row, BASE, column)

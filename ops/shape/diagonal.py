@@ -1,5 +1,5 @@
-"""A warp's 16 of 64 columns: those with the numbers of its own 16 rows, as rows, or as the block on the diagonal. Ops of
-`ops.warpgroup`."""
+"""A warp's 16 of 64 columns: those with the numbers of its own 16 rows, as rows, or as the block on the diagonal, and back. Ops
+of `ops.warpgroup`."""
 
 from dataclasses import replace
 
@@ -54,3 +54,27 @@ def _(tile):
     if not isinstance(tile, rt) or tile.shape != (BASE, WARPGROUP * BASE) or tile.layout != "row":
         raise TypeError(f"own_block: takes rt({BASE}, {WARPGROUP * BASE}) in row layout, got {tile}")
     return rt(BASE, BASE, tile.dtype), lambda b, value: b.pack(_own(b, b.unpack(value)))
+
+
+@op
+def on_diagonal(block):
+    """The warp's rt(16, 64) of the warpgroup's 64 x 64 tile whose blocks on the diagonal are the warps' `block`, and whose
+    other elements are 0: what own_block takes apart."""
+    out, first = np.zeros((BASE, WARPGROUP * BASE), block.array.dtype), BASE * here().rank
+    out[:, first : first + BASE] = block.array
+    return out
+
+
+@lowers(on_diagonal)
+def _(block):
+    if not isinstance(block, rt) or block.shape != (BASE, BASE) or block.layout != "row":
+        raise TypeError(f"on_diagonal: takes rt({BASE}, {BASE}) in row layout, got {block}")
+
+    def emit(b, value):
+        rank, registers, out = FOUR_WARPS.emit_rank(b), b.unpack(value), []
+        for w in range(WARPGROUP):
+            is_mine = b.icmp_unsigned("==", rank, b.u32(w))
+            out += [b.select(is_mine, x, b.bitcast(b.u32(0), x.type)) for x in registers]
+        return b.pack(out)
+
+    return rt(BASE, WARPGROUP * BASE, block.dtype), emit

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from numba import cuda
+from numpy import float32
 from sweep import blank
 
-from ops import load, warpgroup
+from ops import load, warpgroup, zeros
 from tiles import bf16, fp32, rt
 
 
@@ -32,6 +33,40 @@ def test_own_block(run, sample, dtype):
     x, y = sample((64, 64), dtype), blank((64, 16), dtype)
     run(body, x, y, warps=4)
     assert (y == np.concatenate([x[k : k + 16, k : k + 16] for k in range(0, 64, 16)])).all()
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16])
+def test_on_diagonal(run, sample, dtype):
+    T = rt(16, 16, dtype)
+
+    @cuda.jit
+    def body(x, y):
+        warpgroup.store(y, warpgroup.on_diagonal(warpgroup.load(x, T, (0, 0))), (0, 0))
+
+    x, y = sample((64, 16), dtype), blank((64, 64), dtype)
+    run(body, x, y, warps=4)
+    blocks = y.reshape(4, 16, 4, 16).transpose(0, 2, 1, 3)
+    assert (blocks[range(4), range(4)] == x.reshape(4, 16, 16)).all()
+    assert not np.asarray(blocks, np.float32)[~np.eye(4, dtype=bool)].any()
+
+
+def test_rank(run_apart):
+    @cuda.jit
+    def body(y):
+        warpgroup.store(y, zeros(rt(16, 16, fp32)) + float32(warpgroup.rank()), (0, 0))
+
+    y = blank((64, 16))
+    run_apart(body, y, warps=4)
+    assert (y == np.arange(64)[:, None] // 16).all()
+
+
+def test_what_is_no_block_on_the_diagonal(run):
+    @cuda.jit
+    def body(x):
+        warpgroup.on_diagonal(warpgroup.load(x, rt(16, 64, fp32), (0, 0)))
+
+    with pytest.raises(TypeError, match=r"on_diagonal: takes rt\(16, 16\) in row layout, got rt\(16, 64, fp32\)"):
+        run(body, np.zeros((64, 64), np.float32), warps=4)
 
 
 def test_own_block_of_one_warp_is_refused(run):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from ..types import sv
 from ..values import SharedTile
 from .barriers import Mbarrier
 from .hazard import Hazard
@@ -89,7 +90,8 @@ class Slot:
         if self.claims.get(warp.index) != (j, False):
             raise warp.hazard(f"publishes {self._name(j)}, which it has not claimed", "phase")
         self.claims[warp.index] = j, True
-        warp.fence_async()
+        if not isinstance(self.ring.tile, sv):
+            warp.fence_async()
         self.full.arrive(warp)
 
     def wait(self, warp, j):

@@ -2,18 +2,24 @@
 
     u_t = beta_t (v_t - exp(g_t) k_t S_(t-1))        S_t = exp(g_t) S_(t-1) + k_t^T u_t        o_t = scale q_t S_t
 
-In a chunk of 64 tokens every u depends on those before it. With b the running sum of the gates,
+In a chunk of 64 tokens every u depends on those before it. Seen from where the chunk begins, nothing decays: with b the
+running sum of the gates and U' = exp(-b) U,
 
-    A = tril(beta exp(b - b^T) * K K^T, -1)      T = (I + A)^-1 beta              (WY representation; Yang et al. 2024)
-    U = T (V - exp(b) K S)                       O = scale (exp(b) Q S + tril(exp(b - b^T) * Q K^T) U)
-    S = exp(b_last) S + (exp(b_last - b) K)^T U
+    A = tril(beta K K^T, -1)                T = (I + A)^-1 beta                     (WY representation; Yang et al. 2024)
+    U' = T (exp(-b) V - K S)                O = scale exp(b) (Q S + tril(Q K^T) U')
+    S = exp(b_last) (S + K^T U')
+
+A strong chunk decays by more than U' could hold. There the decays stand where no exponent is ever positive,
+
+    A = tril(beta exp(b - b^T) * K K^T, -1)                 U = T (V - exp(b) K S)
+    S = exp(b_last) S + (exp(b_last - b) K)^T U             O = scale (exp(b) Q S + tril(exp(b - b^T) * Q K^T) U)
+
+so that nothing overflows.
 
 T and the weights of U know nothing of the state. So one warpgroup, the solver, makes T for the chunks to come, another, the
-weigher, makes the weights (and has TMA bring what all need), while consumers, of 64 value columns each, carry the state through
-the chunk that is ready. They hold it transposed, 64 x Dk, and U and O as well: the product of one step, rounded, is the left
-operand of the next, and never leaves the registers.
-
-Every exponent is a sum of gates, none is ever positive: nothing overflows however strong the decay.
+weigher, makes the weights (has TMA bring what all need, and sums up the gates, a chunk a warp), while consumers, of 64 value
+columns each, carry the state through the chunk that is ready. They hold it transposed, 64 x Dk, and U and O as well: the
+product of one step, rounded, is the left operand of the next, and never leaves the registers.
 """
 
 import functools
@@ -22,18 +28,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
+from numpy import int32
 
-from ops import cumsum, divmod, exp, last_element, load, minimum, subtile, tile_sum, truncate, warpgroup, zeros
-from ops.for_attention.triangular_inverse import DIAGONAL, TRIANGLE, inverse_transposed
+from ops import cumsum, divmod, exp2, last_element, load, store, subtile, tile_min, transpose, truncate, warpgroup, zeros
+from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, static, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
+from .gates import DOWN, LOG2_E, floored
 from .tokens import CHUNK, COLUMNS, Sequences
 from .transposed_state import TransposedState
 
 REGISTERS = {1: (104, 104, 232), 2: (72, 88, 176)}  # consumers -> registers a thread of weigher, solver and consumer
 STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
-AHEAD = 2  # chunks that the solver may be ahead
+AHEAD = 2  # chunks that the solver and the weigher may be ahead
+VECTORS = 8  # chunks whose gates are kept: two for each warp that sums up
+LEAST = {bf16: -90, fp16: -8}  # powers of 2: a chunk is strong that decays to less, as 1 / it times a value might overflow
 
 
 @dataclass(frozen=True)
@@ -63,8 +73,13 @@ class Config:
         return st(CHUNK, self.key_dim, self.dtype)
 
     @property
+    def values(self):
+        """All consumers' tile of a chunk of V."""
+        return st(CHUNK, COLUMNS * self.consumers, self.dtype)
+
+    @property
     def value(self):
-        """A consumer's tile of a chunk of V."""
+        """A consumer's tile of the output."""
         return st(CHUNK, COLUMNS, self.dtype)
 
     def __str__(self):
@@ -87,17 +102,19 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 
 @static
 class NoDecay:
-    """Nothing decays: vectors of sums and factors are neither made nor read."""
+    """Nothing decays, and no chunk is strong. Vectors of sums and factors are neither made nor read."""
+
+    dtype: dtype
 
     @inlined
-    def load(self, gGates, span, j, head):
-        """The gates of this warp's tokens of the j-th chunk."""
+    def load(self, gGates, span, at):
+        """The gates of a chunk whose first is at `at`, while they are on their way."""
         return 0.0
 
     @inlined
-    def sum_up(self, g, vector, b, since, until, j):
-        """Hand on the running sums b of a chunk's gates, of which each warp brings 16, and what tokens decay by since the chunk
-        began and until it ends."""
+    def sum_up(self, b, since, factor, j, g):
+        """One warp, of the j-th chunk, whose gates g are: hand on their running sums, in powers of 2, what tokens have decayed
+        by since the chunk began, and the factor of what they add."""
 
     @inlined
     def wait(self, vectors, j):
@@ -109,40 +126,58 @@ class NoDecay:
         """A chunk's vector may be overwritten."""
 
     @inlined
-    def decayed(self, x, vector):
-        """x, each of its columns times the vector's element."""
-        return x
+    def is_strong(self, since):
+        """Does the chunk decay by more than numbers can hold?"""
+        return False
 
     @inlined
-    def decayed_state(self, s_t, vector):
-        """The state after the chunk: times the vector's last element."""
+    def scores(self, s, since, b):
+        """s, its element (i, j) decayed from token j to i if the chunk is strong; what is above the diagonal does not count."""
+        return s
+
+    @inlined
+    def begin(self, values, u, o, since, factor, strong):
+        """(what T multiplies, what the queries have of the state), given values, S^T K^T and S^T Q^T."""
+        return values - u, o
+
+    @inlined
+    def decayed(self, s_t, since, when):
+        """The state after the chunk, `when`: a strong chunk's before the chunk adds to it, another's afterwards."""
         return s_t
 
     @inlined
-    def scores(self, s, sums):
-        """s, its element (i, j) decayed from token j to i."""
-        return s
+    def remaining(self, u, factor, strong):
+        """Of what a strong chunk adds to the state, what remains at its end."""
+        return u
+
+    @inlined
+    def end(self, o, since, strong):
+        """The outputs."""
+        return o
 
 
 class Decay(NoDecay):
     """One gate a token and head."""
 
-    @inlined
-    def load(self, gGates, span, j, head):
-        return warpgroup.load(truncate(gGates, 1, span.end), ROWS, (span.batch, span.token(j), head), cols=1)
+    @property
+    def least(self):
+        """What a chunk that is not strong decays by, at least."""
+        return 2.0 ** LEAST[self.dtype]
 
     @inlined
-    def sum_up(self, g, vector, b, since, until, j):
-        warpgroup.store(vector, g)
-        warpgroup.sync()
-        g = load(vector, ALONG)
-        sums = warpgroup.own_rows(cumsum(g))
-        warpgroup.store(b.claim(j), sums)
+    def load(self, gGates, span, at):
+        return load(truncate(gGates, 1, span.end), DOWN, at, cols=1)
+
+    @inlined
+    def sum_up(self, b, since, factor, j, g):
+        sums = cumsum(floored(transpose(g)) * LOG2_E)
+        total = tile_min(sums)
+        store(b.claim(j), sums)
         b.publish(j)
-        warpgroup.store(since.claim(j), exp(sums))
+        store(since.claim(j), exp2(sums))
         since.publish(j)
-        warpgroup.store(until.claim(j), exp(minimum(tile_sum(g) - sums, 0.0)))
-        until.publish(j)
+        store(factor.claim(j), exp2((total if exp2(total) < self.least else 0.0) - sums))
+        factor.publish(j)
 
     @inlined
     def wait(self, vectors, j):
@@ -153,53 +188,78 @@ class Decay(NoDecay):
         vectors.release(j)
 
     @inlined
-    def decayed(self, x, vector):
-        return x * load(vector, ALONG)
+    def is_strong(self, since):
+        return last_element(since) < self.least
 
     @inlined
-    def decayed_state(self, s_t, vector):
-        return s_t * last_element(vector)
+    def scores(self, s, since, b):
+        if self.is_strong(since):
+            return s * exp2(zeros(SCORES) + warpgroup.load(b, ROWS) - load(b, ALONG))
+        else:
+            return s
 
     @inlined
-    def scores(self, s, sums):
-        return s * exp(warpgroup.causal(zeros(SCORES) + warpgroup.load(sums, ROWS) - load(sums, ALONG), 0, 0.0))
+    def begin(self, values, u, o, since, factor, strong):
+        if strong:
+            before = load(since, ALONG)
+            return values - u * before, o * before
+        else:
+            return values * load(factor, ALONG) - u, o
+
+    @inlined
+    def decayed(self, s_t, since, when):
+        if when:
+            return s_t * last_element(since)
+        else:
+            return s_t
+
+    @inlined
+    def remaining(self, u, factor, strong):
+        if strong:
+            return u * load(factor, ALONG)
+        else:
+            return u
+
+    @inlined
+    def end(self, o, since, strong):
+        if strong:
+            return o
+        else:
+            return o * load(since, ALONG)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
-    sequences, decay = Sequences(config.varlen), Decay() if config.gated else NoDecay()
+    sequences, decay = Sequences(config.varlen), (Decay if config.gated else NoDecay)(INPUT)
     transposed = TransposedState(config.key_dim, INPUT, sequences)
     SOLVER, WEIGHER, (weigh, solve, claim) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
-    group, GROUPS = warpgroup.WARPGROUP, CONSUMERS + 2
-    readers = CONSUMERS * group
+    WARPS, GROUPS = warpgroup.WARPGROUP, CONSUMERS + 2
+    readers = CONSUMERS * WARPS
     smem = shared(
-        q=ring(config.key, config.stages, readers + group),
-        k=ring(config.key, config.stages, readers + 2 * group),
-        v=ring(config.value, config.stages * CONSUMERS, group),
-        t=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=group),
-        p=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=group),
-        b=ring(sv(CHUNK, fp32), AHEAD, 2 * group, writers=group),
-        beta=ring(sv(CHUNK, fp32), AHEAD, group, writers=group),
-        since=ring(sv(CHUNK, fp32), AHEAD, readers, writers=group),
-        until=ring(sv(CHUNK, fp32), AHEAD, readers, writers=group),
-        gates=sv(CHUNK, fp32),
+        q=ring(config.key, config.stages, readers + WARPS),
+        k=ring(config.key, config.stages, readers + 2 * WARPS),
+        v=ring(config.values, config.stages, readers),
+        t=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
+        p=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
+        beta=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
+        b=ring(sv(CHUNK, fp32), VECTORS, 2 * WARPS, writers=1),
+        since=ring(sv(CHUNK, fp32), VECTORS, readers + 2 * WARPS, writers=1),
+        factor=ring(sv(CHUNK, fp32), VECTORS, readers, writers=1),
         high=TRIANGLE,
         low=TRIANGLE,
-        inverse_high=DIAGONAL,
-        inverse_low=DIAGONAL,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
     )
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
-        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gBeta: array(3),
+        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3),
         gGates: array(3), gO: sequences.output(config.value), gStart: array(4), gState: array(4), gEnds: ENDS,
         length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """O and the state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
-        q, k, v, t, p, b, beta, since, until, gates, high, low, inverse_high, inverse_low, out = smem.open()
+        q, k, v, t, p, beta, b, since, factor, high, low, out = smem.open()
         me = warpgroup.id()
         value_head, block = divmod(cuda.blockIdx.x, blocks)
         sequence, value_head = divmod(value_head, heads * group)
@@ -209,31 +269,35 @@ def make(config: Config):
         if me == WEIGHER:
             warpgroup.release_registers(weigh)
             betas = truncate(gBeta, 1, span.end)
-            g = decay.load(gGates, span, 0, value_head)
-            strength = warpgroup.load(betas, ROWS, (span.batch, span.first, value_head), cols=1)
-            for j in range(n + 1):  # chunk j comes, chunk j - 1 is weighed; gates first, for the solver waits for nothing else
-                token, weighed = span.token(j), j - 1
-                if j > 0:
-                    warpgroup.store(beta.claim(weighed), strength)
-                    beta.publish(weighed)
-                    strength = warpgroup.load(betas, ROWS, (span.batch, token, value_head), cols=1)
-                    decay.sum_up(g, gates, b, since, until, weighed)
-                    g = decay.load(gGates, span, j, value_head)
-                if j < n:
+            warp = warpgroup.rank()
+            at = span.batch, span.token(max(int32(AHEAD - WARPS + warp), 0)), value_head
+            strength, g = load(betas, DOWN, at, cols=1), decay.load(gGates, span, at)
+            for j in range(-WARPS, n + 1):  # chunk j comes, chunk j - 1 is weighed, each warp sums up one of the next
+                if j >= 0 and j < n:
+                    token = span.token(j)
                     k.fill(j, gK, (span.batch, token, head))
                     q.fill(j, gQ, (span.batch, token, head))
-                    for c in range(CONSUMERS):
-                        v.fill(CONSUMERS * j + c, gV, (span.batch, token, value_head, CONSUMERS * block + c))
+                    v.fill(j, gV, (span.batch, token, value_head, block))
                 if j > 0:
+                    weighed = j - 1
                     keys = k.wait(weighed)
                     sequences.clear(keys, span.left(weighed), GROUPS)
                     s = warpgroup.wait(warpgroup.mm_ABt(q.wait(weighed), keys))
                     k.release(weighed)
                     q.release(weighed)
-                    s = warpgroup.causal(decay.scores(s, decay.wait(b, weighed)), 0, 0.0) * scale
-                    warpgroup.store(p.claim(weighed), s)
-                    p.publish(weighed)
+                    s = decay.scores(s, decay.wait(since, weighed), decay.wait(b, weighed))
+                    decay.release(since, weighed)
                     decay.release(b, weighed)
+                    warpgroup.store(p.claim(weighed), warpgroup.causal(s, 0, 0.0))
+                    p.publish(weighed)
+                if j % WARPS == 0:
+                    mine = int32(j + AHEAD + warp)
+                    if mine >= 0 and mine < n:
+                        store(beta.claim(mine), strength)
+                        beta.publish(mine)
+                        decay.sum_up(b, since, factor, mine, g)
+                    at = span.batch, span.token(mine + WARPS), value_head
+                    strength, g = load(betas, DOWN, at, cols=1), decay.load(gGates, span, at)
         elif me == SOLVER:
             warpgroup.release_registers(solve)
             for j in range(n):
@@ -241,9 +305,11 @@ def make(config: Config):
                 sequences.clear(keys, span.left(j), GROUPS)
                 s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
                 k.release(j)
-                a = decay.scores(s, decay.wait(b, j)) * warpgroup.load(beta.wait(j), ROWS)
+                strength = warpgroup.load(beta.wait(j), ROWS)
+                a = decay.scores(s, decay.wait(since, j), decay.wait(b, j)) * strength
+                decay.release(since, j)
                 decay.release(b, j)
-                x = inverse_transposed(a, high, low, inverse_high, inverse_low)
+                x = inverse_transposed(a, high, low)
                 warpgroup.store(t.claim(j), x * warpgroup.load(beta.wait(j), ROWS))
                 t.publish(j)
                 beta.release(j)
@@ -256,20 +322,22 @@ def make(config: Config):
                 sequences.clear(keys, span.left(j), GROUPS)
                 u, o = transposed.read(s_t, keys, q.wait(j))
                 q.release(j)
-                values = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + me), transposed.values))
-                v.release(CONSUMERS * j + me)
-                before, after = decay.wait(since, j), decay.wait(until, j)
-                u = sequences.without_others(values, span.left(j)) - decay.decayed(u, before)
-                o = decay.decayed(o, before) * scale
-                s_t = decay.decayed_state(s_t, before)
-                decay.release(since, j)
+                values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, me), transposed.values))
+                v.release(j)
+                before, added = decay.wait(since, j), decay.wait(factor, j)
+                strong = decay.is_strong(before)
+                u, o = decay.begin(sequences.without_others(values, span.left(j)), u, o, before, added, strong)
                 u = warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j)))
                 t.release(j)
                 low = INPUT(u)
-                s_t = warpgroup.wait(warpgroup.mma_AB(s_t, INPUT(decay.decayed(u, after)), keys))
-                decay.release(until, j)
+                s_t = decay.decayed(s_t, before, strong)
+                s_t = warpgroup.mma_AB(s_t, INPUT(decay.remaining(u, added, strong)), keys)
+                o = warpgroup.mma_ABt(o, low, p.wait(j))
+                decay.release(factor, j)
+                s_t = decay.decayed(warpgroup.wait(s_t, newer=1), before, not strong)
                 k.release(j)
-                o = warpgroup.wait(warpgroup.mma_ABt(o, low, p.wait(j)))
+                o = decay.end(warpgroup.wait(o), before, strong) * scale
+                decay.release(since, j)
                 p.release(j)
                 transposed.store(gO, mine, o, span, span.token(j), value_head, CONSUMERS * block + me)
             warpgroup.store_wait()

@@ -146,7 +146,7 @@ class ByHead(Decay):
 
     @inlined
     def of_head(self, gGates, head):
-        return tile_max(floored(load(gGates, ROWS, (head, 0)))) * LOG2_E
+        return float32(tile_max(floored(load(gGates, ROWS, (head, 0)))) * LOG2_E)
 
     @inlined
     def sums(self, b, a, j, g, left):

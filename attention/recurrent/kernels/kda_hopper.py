@@ -20,7 +20,7 @@ from numba import cuda
 from numpy import int32
 
 from ops import divmod, store, subtile, truncate, warpgroup
-from ops.for_attention.triangular_inverse import DIAGONAL, TRIANGLE, inverse_transposed, store_parts
+from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
@@ -72,8 +72,6 @@ def make(config: Config):
         flag=ring(FLAG, STAGES, readers, writers=WARPS),
         high=TRIANGLE,
         low=TRIANGLE,
-        inverse_high=DIAGONAL,
-        inverse_low=DIAGONAL,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
         totals=config.sums,
     )
@@ -87,7 +85,7 @@ def make(config: Config):
         gState: array(4), gEnds: ENDS, length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """O and the state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
-        q, k, kept, g, v, t, p, factor, flag, high, low, inverse_high, inverse_low, out, totals = smem.open()
+        q, k, kept, g, v, t, p, factor, flag, high, low, out, totals = smem.open()
         me = warpgroup.id()
         head, block = divmod(cuda.blockIdx.x, blocks)
         sequence, head = divmod(head, heads * group)
@@ -129,7 +127,7 @@ def make(config: Config):
                 kept.release(j)
                 q.release(j)
                 k.release(j)
-                x = inverse_transposed(a * beta, high, low, inverse_high, inverse_low)
+                x = inverse_transposed(a * beta, high, low)
                 warpgroup.store(t.claim(j), x * beta)
                 t.publish(j)
         else:

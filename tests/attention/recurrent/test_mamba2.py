@@ -42,6 +42,18 @@ def test_everything_at_once(place, columns):
     check(place, given, dt_softplus=True)
 
 
+@pytest.mark.parametrize("everything", [False, True])
+def test_decays_of_any_size(place, everything):
+    """Of heads and of chunks: exponents are never positive where they could overflow, however far the sums go."""
+    given, rng = inputs(200), np.random.default_rng(4)
+    given["A"][:] = -0.01, -1, -20, -1000
+    given["dt"][0, :64] = 0
+    given["dt"][0, 100:110] = 30
+    if everything:
+        given |= {"z": rng.standard_normal(given["x"].shape).astype(bf16), "D": rng.standard_normal((4, 64)).astype(f32)}
+    check(place, given)
+
+
 def test_sequences_of_one_batch(place):
     given = inputs(150)
     given["initial_states"] = np.random.default_rng(2).standard_normal((3, 4, 64, 64)).astype(f32)
