@@ -69,7 +69,7 @@ def by_token(
     result = one(Outputs, arrays.get("gSkip") is not None, normalizer is not None, arrays.get("gZ") is not None)
     main = _config(problem, gate, result, piece, width)
     parts = _parts(problem, main, width)
-    if parts == 1 and heads_hopper.serves(main, group * width):
+    if parts == 1 and not piece and heads_hopper.serves(main, group * width):
         return [_of_heads(problem, main, arrays, width)], []
     scratch: Scratch = []
     steps: list[Step] = []

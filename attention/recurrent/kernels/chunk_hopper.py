@@ -155,6 +155,7 @@ def make(config: Config):
             if part > 0:
                 warpgroup.store(handed.claim(j), o)
                 handed.publish(j)
+                warpgroup.sync()  # who stores no output meets here: all have read the state that the next one replaces
             else:
                 o = o + warpgroup.load(handed.wait(j), TILE)
                 handed.release(j)
