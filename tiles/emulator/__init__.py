@@ -1,9 +1,9 @@
 """Runs a kernel *as compiled*, its PTX, on the CPU: the interpreter's other end.
 
 The interpreter runs what a kernel says; this runs what it became: lanes, addresses, parities, descriptors, fences. What is
-wrong in a lowering, and right in the op's meaning, shows here and nowhere else without a GPU. Its findings are the interpreter's
-(interpreter/hazard.py), with the PTX line and the Python line. docs/emulator.md says how it works, and how an instruction is
-added.
+wrong in a lowering, and right in the op's meaning, shows here and nowhere else without a GPU. Its findings are those of the
+interpreter (interpreter/hazard.py), with the PTX line and the Python line. docs/emulator.md says how it works, and how an
+instruction is added.
 
 text.py reads PTX; table.py finds what an instruction means in arithmetic.py, moves.py, barriers.py, copies.py and matrices.py;
 warp.py executes, memory.py keeps watch.
