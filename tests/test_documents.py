@@ -17,6 +17,7 @@ import ops
 import tiles
 from tiles import Hazard, ring, shared
 from tiles.compiler import compile_kernel
+from tiles.emulator import table
 from tiles.op import OPS
 
 ROOT = Path(__file__).parents[1]
@@ -44,11 +45,13 @@ def run(document, line, code, namespace):
 
 @pytest.fixture
 def no_new_ops():
-    """Forgets the ops that a test defines."""
-    before = set(OPS)
+    """Forgets the ops that a test defines, and the instructions to which it gives a meaning."""
+    before, known = set(OPS), len(table.TABLE)
     yield
     for face in set(OPS) - before:
         del OPS[face]
+    del table.TABLE[known:]
+    table._found.cache_clear()
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])

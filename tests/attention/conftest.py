@@ -14,6 +14,12 @@ def place(request):
 
 
 @pytest.fixture
+def as_compiled(monkeypatch):
+    """as_compiled(arch): from here on launches run what kernels are compiled to for that architecture (docs/emulator.md)."""
+    return lambda arch: monkeypatch.setenv("TILES_INTERPRET", arch)
+
+
+@pytest.fixture
 def card():
     """The latter alone, for tests that also carry `@pytest.mark.gpu`."""
     pytest.importorskip("torch")

@@ -50,13 +50,13 @@ def test_on_diagonal(run, sample, dtype):
     assert not np.asarray(blocks, np.float32)[~np.eye(4, dtype=bool)].any()
 
 
-def test_rank(run_apart):
+def test_rank(run):
     @cuda.jit
     def body(y):
         warpgroup.store(y, zeros(rt(16, 16, fp32)) + float32(warpgroup.rank()), (0, 0))
 
     y = blank((64, 16))
-    run_apart(body, y, warps=4)
+    run(body, y, warps=4)
     assert (y == np.arange(64)[:, None] // 16).all()
 
 

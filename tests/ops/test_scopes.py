@@ -47,7 +47,7 @@ MISTAKES = {
     rows_in_a_warpgroup: "row_max has no meaning for a warpgroup. " + WARP.format("row_max"),
     a_wgmma_by_a_warp: "mm_AB has no meaning for a warp. " + GROUP.format("mm_AB"),
     turns_of_a_block: "wait has no meaning for a block. " + GROUP.format("wait") + "; of a cluster: all its",
-    ranks_of_a_block: "rank has no meaning for a block. It is an op of a cluster: all its blocks together call cluster.rank",
+    ranks_of_a_block: "rank has no meaning for a block. " + GROUP.format("rank") + "; of a cluster: all its blocks together",
     tiles_of_a_block: f"load has no meaning for a block. {WARP}; {GROUP[12:]}; of a cluster".replace("{}", "load"),
 }
 

@@ -63,16 +63,16 @@ def invert(x, y):
 
 
 @pytest.mark.parametrize("scale", [0.02, 0.2])
-def test_inverse_transposed(run_apart, sample, scale):
+def test_inverse_transposed(run, sample, scale):
     """What stands on and above the diagonal does not matter."""
     x, y = scale * sample((2, 64, 64)), blank((2, 64, 64))
-    run_apart(invert, x, y, warps=4, shared=PLAN)
+    run(invert, x, y, warps=4, shared=PLAN)
     want = np.linalg.inv(np.eye(64) + np.tril(wide(x), -1)).transpose(0, 2, 1)
     close(y, want, atol=2.0**-13 * np.abs(want).max())
 
 
-def test_of_all_ones(run_apart):
+def test_of_all_ones(run):
     """It has powers as large as 64 over 32, and an inverse of nothing but 1 and -1."""
     x, y = np.ones((2, 64, 64), np.float32), blank((2, 64, 64))
-    run_apart(invert, x, y, warps=4, shared=PLAN)
+    run(invert, x, y, warps=4, shared=PLAN)
     close(y, np.broadcast_to(np.eye(64) - np.eye(64, k=1), (2, 64, 64)), atol=2.0**-13)

@@ -23,6 +23,24 @@ def both(state):
     return state if isinstance(state, tuple) else (state,)
 
 
+# ---- as compiled -----------------------------------------------------------------------------------------------------
+@every
+def test_as_compiled_for_hopper(member, as_compiled):
+    """The PTX of every member's kernels, through three chunks, the last one short."""
+    as_compiled("sm_90a")
+    tokens, fixed = member.inputs(140)
+    member.judged(member.run(tokens | fixed)[0], tokens | fixed)
+
+
+@pytest.mark.parametrize("name", ["simple GLA", "linear, divided", "KDA"])
+def test_as_compiled_for_all(name, as_compiled):
+    """The same of those for every GPU since Ampere."""
+    as_compiled("sm_80")
+    member = MEMBERS[name]
+    tokens, fixed = member.inputs(70)
+    member.judged(member.run(tokens | fixed, family="sm_80")[0], tokens | fixed)
+
+
 # ---- states ----------------------------------------------------------------------------------------------------------
 @stated
 @settings(max_examples=3, deadline=None)

@@ -23,6 +23,17 @@ FP16 = np.dtype(np.float16)
 FORWARD = importlib.import_module("attention.softmax.forward")  # the module, whose name is also the function's
 
 
+AS_COMPILED = [
+    (64, False, 200),
+    (64, True, 330),
+    (96, True, 130),
+    (128, False, 150),
+    (128, True, 200),
+    (192, False, 140),
+    (256, True, 170),
+]
+
+
 @pytest.fixture(params=["sm_90", "sm_80"], autouse=True)
 def family(request, monkeypatch):
     """Every test runs with the kernels of each family."""
@@ -382,3 +393,10 @@ def test_the_sm_80_kernel_compiles_for_every_gpu(arch, head_dim, causal):
     found = inspect.row("forward", ampere, config, arch)
     assert (found["spill_bytes"], found["local_bytes"], found["warnings"]) == (0, 0, [])
     assert found["lines"] <= 90
+
+
+@pytest.mark.parametrize(("head_dim", "causal", "length"), AS_COMPILED)
+def test_as_compiled(family, head_dim, causal, length, as_compiled):
+    """What the kernels' PTX computes: two key heads of which one has two query heads, and a tile that ends early."""
+    as_compiled({"sm_90": "sm_90a", "sm_80": "sm_80"}[family])
+    agree(OnInterpreter(), *inputs(1, length, length, 2, 1, head_dim), causal=causal)
