@@ -13,6 +13,12 @@ def place(request):
     return OnInterpreter()
 
 
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """Numba need not type here what test_inspect.py compiles."""
+    monkeypatch.setenv("TILES_CHECK", "0")
+
+
 @pytest.fixture
 def as_compiled(monkeypatch):
     """as_compiled(arch): from here on launches run what kernels are compiled to for that architecture (docs/emulator.md)."""

@@ -52,7 +52,7 @@ class span:
     def __init__(self, tile, rows=None, cols=None):
         spec = tile.spec
         if cols is not None:  # the swizzle has strewn them
-            self.cells, self.rows = np.unique((tile.address + spec.offsets()[:, cols.start : cols.stop]) // CELL), None
+            self.cells, self.rows = tile.address // CELL + _column_cells(spec, cols.start, cols.stop), None
             return
         if isinstance(spec, sv):
             rows, size = rows or range(spec.length), spec.dtype.itemsize
@@ -195,6 +195,12 @@ class Shadow:
         end = tile.address + (spec.panels - 1) * spec.panel_bytes + spec.rows * spec.width
         unsigned = self.bytes.reshape(-1)[tile.address : end]
         return unsigned.view(f"u{tile.spec.dtype.itemsize}")
+
+
+@functools.cache
+def _column_cells(spec, start, stop):
+    """The cells of some columns, counted from the tile's first."""
+    return np.unique(spec.offsets()[:, start:stop] // CELL)
 
 
 @functools.cache

@@ -250,11 +250,12 @@ class Warp(greenlet):
             mmas.append(Mma(compute))
         mma = mmas[self.mmas]
         self.mmas += 1
+        place = self.place()
         for tile, cells in operands:
             self._not_released(tile, f"mma reads {tile.name}")
             self._allowed(block.shadow.unreadable(self.clock, cells, True), f"mma reads {tile.name}")
-            block.shadow.note_read(agent, self.mmas, cells, Event("read", "the end of the mma", self.place()))
-        mma.slabs[self.rank], mma.places[self.rank] = slab, self.place()
+            block.shadow.note_read(agent, self.mmas, cells, Event("read", "the end of the mma", place))
+        mma.slabs[self.rank], mma.places[self.rank] = slab, place
         return mma, self.mmas
 
     def hand_on(self, pending):
