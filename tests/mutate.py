@@ -1,16 +1,18 @@
 """Mutation testing: which small faults in the library would the tests without a GPU let pass?
 
-    python -m tests.mutate                    every mutation of mutations.py, in copies of the tree; prints a report
+    python -m tests.mutate                    every mutation of mutations.toml, in copies of the tree; prints a report
     python -m tests.mutate ring fence         those whose section or title has one of these words
     python -m tests.mutate --jobs 4 --out docs/mutations.md
 
-A mutation replaces a text that stands once in a file by another one. The tests of its section are run on a copy of the tree until one fails:
-then the mutation is dead. What survives them all is a hole in the tests, or changes nothing that a kernel could show; mutations.py says which.
+A mutation replaces a text that stands once in a file by another one. The tests of its section are run on a copy of the tree
+until one fails: then the mutation is dead. What survives them all is a hole in the tests, or changes nothing that a kernel
+could show, and then the table says why.
 """
 
 import argparse
 import concurrent.futures
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,14 +21,16 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import tomllib
+
 ROOT = Path(__file__).parent.parent
 KEPT = "attention ops tests tiles examples docs bench".split()  # what a copy of the tree needs
 PATIENCE = 420  # seconds, after which a mutation is dead of a hang
 
 
 class Mutation(NamedTuple):
-    """section: of the table. title: what is wrong. file, old, new: where, and how. killers: arguments of pytest, each run until one
-    fails. neutral: why nothing can show it, if that is so."""
+    """section: of the table. title: what is wrong. file, old, new: where, and how. killers: arguments of pytest, one set after
+    the other until one fails. neutral: why nothing can show it, if that is so."""
 
     section: str
     title: str
@@ -43,6 +47,16 @@ class Mutation(NamedTuple):
             raise ValueError(f"{self.section}, {self.title}: {self.old!r} stands {count} times in {self.file}")
 
 
+def table() -> list[Mutation]:
+    """The mutations of mutations.toml."""
+    sections = tomllib.loads((Path(__file__).parent / "mutations.toml").read_text())
+    return [
+        Mutation(section, killers=tuple(said["killers"]), **mutation)
+        for section, said in sections.items()
+        for mutation in said["mutations"]
+    ]
+
+
 def outcome(mutation: Mutation) -> tuple[str, float]:
     """What became of a mutation, "killed by ..." or "survived", and the seconds that took."""
     begin = time.monotonic()
@@ -55,7 +69,7 @@ def outcome(mutation: Mutation) -> tuple[str, float]:
         file = tree / mutation.file
         file.write_text(file.read_text().replace(mutation.old, mutation.new))
         for killer in mutation.killers:
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *killer.split(" ", 2)]
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(killer)]
             environment = os.environ | {"PYTHONPATH": str(tree), "OPENBLAS_NUM_THREADS": "1", "TILES_SEED": "1"}
             try:
                 ran = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=PATIENCE)
@@ -73,15 +87,12 @@ def outcome(mutation: Mutation) -> tuple[str, float]:
 
 def main():
     """Try the mutations that the command line names; the exit code is 1 if one survives that should not."""
-    sys.path.insert(0, str(ROOT))
-    from tests.mutations import MUTATIONS
-
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only mutations whose section or title has one of these")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--out", help="write the report there, too")
     given = parser.parse_args()
-    chosen = [m for m in MUTATIONS if not given.words or any(word in f"{m.section} {m.title}" for word in given.words)]
+    chosen = [m for m in table() if not given.words or any(word in f"{m.section} {m.title}" for word in given.words)]
     for mutation in chosen:
         mutation.check()
     rows, survivors, begin = [], [], time.monotonic()
@@ -93,8 +104,8 @@ def main():
             rows.append(f"| {mutation.section} | {mutation.title} | {fate} | {seconds:.0f} |")
             print(rows[-1], flush=True)
     said = (
-        f"{len(chosen)} mutations, {len(survivors)} survive, of which {sum(bool(m.neutral) for m in survivors)} change nothing that a "
-        f"kernel could show; {time.monotonic() - begin:.0f} s with {given.jobs} jobs."
+        f"{len(chosen)} mutations, {len(survivors)} survive, of which {sum(bool(m.neutral) for m in survivors)} change nothing "
+        f"that a kernel could show; {time.monotonic() - begin:.0f} s with {given.jobs} jobs."
     )
     print(said)
     if given.out:

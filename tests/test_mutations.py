@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.mutations import MUTATIONS
+from tests.mutate import table
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.title)
+@pytest.mark.parametrize("mutation", table(), ids=lambda m: m.title)
 def test_applies(mutation):
     mutation.check()
     assert mutation.old != mutation.new
