@@ -3,10 +3,9 @@
 import numpy as np
 
 from ..interpreter.barriers import Mbarrier
-from ..interpreter.hazard import Hazard
 from ..interpreter.shadow import Event
 from ..layout import LANES
-from .memory import BARRIER
+from .memory import BARRIER, WINDOW
 from .moves import address, everyone
 from .table import means, operand
 from .text import Imm
@@ -29,19 +28,9 @@ class ByParity(Mbarrier):
             warp.clocks[warp.mask] = np.maximum(warp.clocks[warp.mask], self.published[wanted])
         self.waits[warp.agent] = wanted, warp.tick(), warp.place()
 
-    def _complete(self, warp, place):
-        for first, (phase, time, waited) in self.waits.items():
-            if phase <= self.phase and self.clock[first : first + LANES].max() < time:
-                raise Hazard(
-                    "phase",
-                    f"this completes phase {self.phase + 1} of {self.name}, and nothing orders it after "
-                    f"{waited.by('the wait')} for phase {phase}: a little later, that wait would have missed its phase",
-                    place,
-                    waited,
-                )
-        waits, self.waits = self.waits, {}
-        super()._complete(warp, place)
-        self.waits = waits
+    def _follows(self, index, time):
+        """Some lane of the warp says so: its lanes have waited together."""
+        return self.clock[index : index + LANES].max() >= time
 
 
 def mbarrier(w, home, at, asks):
@@ -219,8 +208,6 @@ def _(_, w, at):
 
 @means(r"mapa\.shared::cluster\.u32")
 def _(_, w, at):
-    from .memory import WINDOW
-
     to, source, rank = at.operands
     w.set(to, operand(source, np.uint32)(w) | operand(rank, np.uint32)(w) + np.uint32(1) << np.uint32(WINDOW))
 

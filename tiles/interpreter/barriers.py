@@ -93,9 +93,13 @@ class Mbarrier:
         if self.bytes == 0:
             self._complete(warp, place)
 
+    def _follows(self, index, time):
+        """Does the phase that completes now come after what agent `index` did at its `time`?"""
+        return self.clock[index] >= time
+
     def _complete(self, warp, place):
         for index, (phase, time, waited) in self.waits.items():
-            if phase <= self.phase and self.clock[index] < time:
+            if phase <= self.phase and not self._follows(index, time):
                 raise Hazard(
                     "phase",
                     f"this completes phase {self.phase + 1} of {self.name}, and nothing orders it after "
