@@ -30,6 +30,7 @@ from tiles import bf16, emulator, fp16, fp32, interpreter, tensor
 from tiles.arguments import parameter
 from tiles.compiler import Lowered
 
+REGISTERS = 255  # of a thread, at most
 MARGIN, CANARY = 5, 96  # elements on every side of a guarded array; what they are
 EPS = {fp32: 2.0**-23, fp16: 2.0**-10, bf16: 2.0**-7}  # from 1 to the next number
 END = {fp32: 2.0**128 * (1 - 2.0**-25), fp16: 65520.0, bf16: 2.0**128 * (1 - 2.0**-9)}  # from here on: inf
@@ -121,11 +122,15 @@ def meaning(kernel, *args, warps=1, shared=None, seed=None, blocks=1):
 
 
 def ptx(kernel, *args, warps=1, shared=None, seed=None, blocks=1, arch="sm_90a"):
-    """Compile for Hopper, where nothing may lie in local memory and ptxas may complain of nothing, and run one block, or a
-    cluster of `blocks`, as compiled, on the CPU; what it did is counted."""
-    lowered = Lowered(kernel, tuple(parameter(f"argument {k}", a).type for k, a in enumerate(args)), arch, lines=True)
-    found = lowered.machine_code()
-    assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])
+    """Compile for Hopper and run one block, or a cluster of `blocks`, as compiled, on the CPU; what it did is counted. Where the
+    text has a wgmma, or more registers than a thread can have, machine code is made, too: nothing may lie in local memory, and
+    ptxas may complain of nothing."""
+    types = tuple(parameter(f"argument {k}", a).type for k, a in enumerate(args))
+    lowered = Lowered(kernel, types, arch, lines=True)
+    text = emulator.program(kernel, types, arch, lowered)
+    if len(text.widths) > REGISTERS or any(at.opcode.startswith("wgmma") for at in text.code):
+        found = lowered.machine_code()
+        assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])
     return emulator.emulate(kernel, (blocks, 1, 1), 32 * warps, args, shared, seed, (blocks, 1, 1), arch, lowered)
 
 
