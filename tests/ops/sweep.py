@@ -123,8 +123,8 @@ def meaning(kernel, *args, warps=1, shared=None, seed=None, blocks=1):
 
 def ptx(kernel, *args, warps=1, shared=None, seed=None, blocks=1, arch="sm_90a"):
     """Compile for Hopper and run one block, or a cluster of `blocks`, as compiled, on the CPU; what it did is counted. Where
-    the text has a wgmma, or more registers than a thread can have, machine code is made, too: nothing may lie in local memory, and
-    ptxas may complain of nothing."""
+    the text has a wgmma, or more registers than a thread can have, machine code is made, too: nothing may lie in local
+    memory, and ptxas may complain of nothing."""
     types = tuple(parameter(f"argument {k}", a).type for k, a in enumerate(args))
     lowered = Lowered(kernel, types, arch, lines=True)
     text = emulator.program(kernel, types, arch, lowered)
