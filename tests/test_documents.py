@@ -16,6 +16,7 @@ import pytest
 import ops
 import tiles
 from tiles import Hazard, ring, shared
+from tiles.arguments import parameters
 from tiles.compiler import compile_kernel
 from tiles.emulator import table
 from tiles.op import OPS
@@ -83,7 +84,7 @@ def test_kernels_compile(page, no_new_ops, monkeypatch):
 
         def run(*args):
             launched(*args)
-            ran[kernel] = [parameter.type for parameter in launched.parameters(args)]
+            ran[kernel] = [parameter.type for parameter in parameters(kernel, args)]
 
         return run
 

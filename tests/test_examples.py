@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import tiles
+from tiles.arguments import parameters
 from tiles.compiler import compile_kernel
 
 FOLDER = Path(__file__).parents[1] / "examples"
@@ -28,7 +29,7 @@ def launches(monkeypatch):
         launched = LAUNCH(kernel, *grid, **options)
 
         def run(*args):
-            seen.append((kernel, [p.type for p in launched.parameters(args)]))
+            seen.append((kernel, [p.type for p in parameters(kernel, args)]))
             launched(*args)
 
         return run

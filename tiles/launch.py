@@ -9,7 +9,8 @@ and binding it to lengths, strides and addresses writes numbers into a parameter
 
 Where it runs: arrays in device memory on their GPU, arrays in host memory (and a kernel that takes no array) in the
 interpreter. TILES_INTERPRET=1 sends device arrays to the interpreter, too: they are copied to the host, and what changed is
-copied back; TILES_SEED=n makes the interpreter's order random, by that seed.
+copied back; TILES_INTERPRET=ptx runs what kernels are compiled to instead (docs/emulator.md). TILES_SEED=n makes either's order
+random, by that seed; TILES_CHECK=0 spares kernels Numba's typing at their first interpreted launch.
 
 How arguments are typed: arrays of rank n as Numba's array(dtype, n, "A"), so strides never cost a compilation; `tensor` as
 its TMA map, by value; bool as it is, int as int32, float as float32, so a growing value never costs one either; NumPy's
@@ -32,7 +33,6 @@ from cuda.bindings import driver
 from . import cache, digest, tma
 from .arguments import (
     DATA,
-    Parameter,
     array_numbers,
     array_type,
     declared,
@@ -420,28 +420,24 @@ class Launch:
     def __str__(self):
         return f"launch({self.title}, {self.grid}, {self.block})"
 
-    def parameters(self, args) -> list[Parameter]:
-        """The arguments as they are passed."""
-        return parameters(self.kernel, args)
-
     def bind(self, *args) -> "Bound | Interpreted":
         """This launch with its arguments, to be repeated with other arrays of the same forms: see Bound. Where it runs is
         settled here; arrays in host memory, or TILES_INTERPRET=1, give the same call in the interpreter."""
-        return self._bind(self.parameters(args))
+        return self._bind(parameters(self.kernel, args))
 
-    def _bind(self, parameters):
-        place = same_place(parameters)
+    def _bind(self, given):
+        place = same_place(given)
         if place is None or forced():
-            arrays = iter(range(len(parameters)))
+            arrays = iter(range(len(given)))
             values = [
                 (p.value if p.array is None else Operand(next(arrays), p.array.form), p.value.spec if p.encoding else None)
-                for p in parameters
+                for p in given
             ]
             return Interpreted(self, values, None if place is None else device(place))
         nbytes = self.shared.nbytes if self.shared else 0
-        code = load(self.kernel, tuple(p.type for p in parameters), device(place), nbytes)
+        code = load(self.kernel, tuple(p.type for p in given), device(place), nbytes)
         slots, plain, maps, places, arrays = [], [], [], [], 0
-        for p in parameters:
+        for p in given:
             if p.encoding:
                 maps.append((len(places), arrays, p.encoding))
                 places.append(len(slots))
@@ -453,9 +449,9 @@ class Launch:
         return Bound(code, self.title, self.block, self.cluster, nbytes, contents, Frames(len(slots), places))
 
     def __call__(self, *args) -> None:
-        parameters = self.parameters(args)
-        bound = self._bind(parameters)
-        arrays = [p.array for p in parameters if p.array is not None]
+        given = parameters(self.kernel, args)
+        bound = self._bind(given)
+        arrays = [p.array for p in given if p.array is not None]
         if self.stream is not None:
             stream = stream_handle(self.stream)
         else:

@@ -32,6 +32,16 @@ def test_as_compiled_for_hopper(member, as_compiled):
     member.judged(member.run(tokens | fixed)[0], tokens | fixed)
 
 
+@pytest.mark.parametrize("name", ["Mamba-2", "gated delta rule"])
+def test_strong_chunks_as_compiled(name, as_compiled):
+    """The branch for chunks that decay by more than numbers can hold."""
+    as_compiled("sm_90a")
+    tokens, fixed = MEMBERS[name].inputs(140)
+    decays = fixed if name == "Mamba-2" else tokens
+    decays["A" if name == "Mamba-2" else "decay"] *= 40
+    MEMBERS[name].judged(MEMBERS[name].run(tokens | fixed)[0], tokens | fixed)
+
+
 @pytest.mark.parametrize("name", ["simple GLA", "linear, divided", "KDA"])
 def test_as_compiled_for_all(name, as_compiled):
     """The same of those for every GPU since Ampere."""
