@@ -40,6 +40,7 @@ from .for_attention.online_softmax import lazy_maximum, rescale
 from .for_attention.taylor_features import taylor
 from .for_attention.triangular_inverse import inverse_unit_lower
 from .matmul.mma import mma_AB, mma_ABt, mma_AtB, mma_AtBt
+from .memory import gather as _gather  # arrays take vectors of indices  # noqa: F401
 from .memory.async_copy import commit_group, copy_async, wait_group
 from .memory.global_elements import truncate
 from .memory.load_store import load, store

@@ -7,11 +7,16 @@ A kernel may say in its own parameters what it takes, and then nobody says it ag
 
 From these annotations come the types it is compiled with, with no array at hand (`declared`), and how arrays and numbers are
 bound to it by their names (tiles.launch.Kernel.bind). Without them the arguments themselves decide (`parameter`).
+
+What a kernel takes may depend on an object that it was made for. `given: record(slopes=array(2), cap=FLOAT)` are several
+parameters under one name: the kernel reads given.slopes and given.cap, and they are bound by their own names.
 """
 
+import collections
 import functools
 import math
 import struct
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,21 +54,62 @@ def tiled(tile: st | sv, rank: int = 4, rows: int | None = 1, cols: int = 3, uni
 
 
 @functools.cache
+def _fields(names: tuple[str, ...]) -> Any:
+    """The class of the values of records with these fields."""
+    return collections.namedtuple("Record", names)
+
+
+class Record:
+    """Several parameters under one name: what is said of each, by its own name. See `record`."""
+
+    def __init__(self, fields: dict[str, Any]):
+        self.fields, self.holds = fields, _fields(tuple(fields))
+
+    def type(self, types_: Sequence[types.Type]) -> types.Type:
+        """The Numba type of a record of these types."""
+        return types.BaseTuple.from_types(tuple(types_), self.holds)
+
+
+def record(**fields: Any) -> Record:
+    """A parameter that stands for several: an array(...), INT or FLOAT by the name of each."""
+    return Record(fields)
+
+
+def _parts(name: str, what: Any) -> dict[str, Any]:
+    """{parameter: what is said of it}, of a record each of its own, of any other itself."""
+    return what.fields if isinstance(what, Record) else {name: what}
+
+
+@functools.cache
 def declared(function) -> dict[str, Any]:
-    """{parameter: what a kernel's function says of it}, in order. TypeError: it does not say it of all of them."""
-    code, said = function.__code__, function.__annotations__
-    names = code.co_varnames[: code.co_argcount]
-    missing = [name for name in names if name not in said]
+    """{parameter: what a kernel's function says of it}, in order, those of records by their own names. TypeError: it does not
+    say it of all of them."""
+    said = function.__annotations__
+    missing = [name for name in _names(function) if name not in said]
     if missing:
         raise TypeError(
             f"{function.__name__}: what is {', '.join(missing)}? Annotate it with array(...), tiled(...), INT or FLOAT"
         )
-    return {name: said[name] for name in names}
+    return {part: what for name in _names(function) for part, what in _parts(name, said[name]).items()}
+
+
+def _names(function) -> tuple[str, ...]:
+    return function.__code__.co_varnames[: function.__code__.co_argcount]
 
 
 def signature(kernel) -> tuple[types.Type, ...]:
     """The Numba types of a kernel's declared parameters."""
-    return tuple(Value(what) if isinstance(what, gl) else what for what in declared(kernel.py_func).values())
+    every = [Value(what) if isinstance(what, gl) else what for what in declared(kernel.py_func).values()]
+    return grouped(kernel, every, Record.type)
+
+
+def grouped(kernel, every: Sequence[Any], make: Callable[[Record, list], Any] = lambda record, values: record.holds(*values)):
+    """What was said of every parameter (`declared`), as the kernel takes it: of a record, what `make` makes of its parts."""
+    rest, said, found = iter(every), kernel.py_func.__annotations__, []
+    for name in _names(kernel.py_func):
+        what = said.get(name)
+        found.append(make(what, [next(rest) for _ in what.fields]) if isinstance(what, Record) else next(rest))
+    return tuple(found)
 
 
 class Parameter(NamedTuple):
@@ -99,13 +145,24 @@ def parameter(name: str, value: Any) -> Parameter:
 
 
 def parameters(kernel, args) -> list[Parameter]:
-    """How a kernel's arguments are passed: numbers as the kernel declares them, if it does. TypeError: there are more or fewer
-    than it takes."""
-    function = kernel.py_func
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    """How a kernel's arguments are passed, the parts of a record, which is given as a tuple, one by one: numbers as the kernel
+    declares them, if it does. TypeError: there are more or fewer than it takes."""
+    function, found = kernel.py_func, []
+    names = _names(function)
     if len(args) != len(names):
         raise TypeError(f"{function.__name__} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}")
-    return [_declared_parameter(name, function.__annotations__.get(name), value) for name, value in zip(names, args)]
+    for name, value in zip(names, args):
+        what = function.__annotations__.get(name)
+        said, values = _parts(name, what), value if isinstance(what, Record) else (value,)
+        if len(values) != len(said):
+            raise TypeError(f"{name}: takes {len(said)} values ({', '.join(said)}), got {len(values)}")
+        found += [_declared_parameter(*each) for each in zip(said, said.values(), values)]
+    return found
+
+
+def types_of(kernel, given: Sequence[Parameter]) -> tuple[types.Type, ...]:
+    """The Numba types of a kernel's arguments, which are passed like this."""
+    return grouped(kernel, [p.type for p in given], Record.type)
 
 
 def _declared_parameter(name, what, value):

@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 from cuda.bindings import driver
 
-from .arguments import parameters
+from .arguments import grouped, parameters, types_of
 from .arrays import ABSENT, Operand, numpy_view
 from .compiler import check_types
 from .device import INTERPRETER, check
@@ -42,7 +42,8 @@ def _execute():
 class Interpreted:
     """A launch in the interpreter, called like a Bound one: `bound(stream, *addresses)`.
 
-    values: for each of the kernel's arguments a number, or an Operand and the spec of the tiles that its array is cut into."""
+    values: for each of the kernel's parameters (arguments.declared) a number, or an Operand and the spec of the tiles that its
+    array is cut into."""
 
     def __init__(self, launch, values, target):
         if launch.block[1:] != (1, 1):
@@ -69,6 +70,7 @@ class Interpreted:
             for value, spec in self.values:
                 view = next(rest) if isinstance(value, Operand) else value
                 args.append(_cut(view, spec) if spec and view is not None else view)
+            args = grouped(self.launch.kernel, args)
             self._check(args)
             seed = os.environ.get("TILES_SEED")
             launch, cluster = self.launch, self.launch.cluster or (1, 1, 1)
@@ -83,7 +85,7 @@ class Interpreted:
         arch = os.environ.get("TILES_CHECK", "sm_90a")
         if arch in ("", "0"):
             return
-        types = tuple(p.type for p in parameters(launch.kernel, args))
+        types = types_of(launch.kernel, parameters(launch.kernel, args))
         known = _typed.setdefault(launch.kernel, set())
         if (types, arch) not in known:
             check_types(launch.kernel, types, "sm_90a" if arch == "1" else arch)

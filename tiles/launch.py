@@ -33,16 +33,18 @@ from cuda.bindings import driver
 from . import cache, digest, tma
 from .arguments import (
     DATA,
+    Record,
     array_numbers,
     array_type,
     declared,
+    grouped,
     map_encoding,
     named,
     number_slot,
     parameters,
     same_place,
-    signature,
     struct_format,
+    types_of,
 )
 from .arrays import ABSENT, Operand, c_ordered
 from .compiler import compile_kernel
@@ -50,6 +52,7 @@ from .device import Device, check, device, uncaptured
 from .fallback import Interpreted, forced
 from .frameworks import current_stream, finish, stream_handle
 from .lengths import made
+from .plumbing import Value
 from .types import gl
 
 THREADS_END = 1024  # most threads of a block
@@ -361,10 +364,11 @@ class Kernel:
     def _load(self, others):
         dtypes = dict(others)
         types = [
-            array_type(dtypes[name], ty.ndim) if name in dtypes else ty
-            for name, ty in zip(self.parameters, signature(self.kernel))
+            array_type(dtypes[name], what.ndim) if name in dtypes else Value(what) if isinstance(what, gl) else what
+            for name, what in declared(self.kernel.py_func).items()
         ]
-        self.codes[others] = code = load(self.kernel, tuple(types), device(self.ordinal), self.nbytes)
+        types = grouped(self.kernel, types, Record.type)
+        self.codes[others] = code = load(self.kernel, types, device(self.ordinal), self.nbytes)
         return code
 
     def _interpreted(self, grid, given):
@@ -435,7 +439,7 @@ class Launch:
             ]
             return Interpreted(self, values, None if place is None else device(place))
         nbytes = self.shared.nbytes if self.shared else 0
-        code = load(self.kernel, tuple(p.type for p in given), device(place), nbytes)
+        code = load(self.kernel, types_of(self.kernel, given), device(place), nbytes)
         slots, plain, maps, places, arrays = [], [], [], [], 0
         for p in given:
             if p.encoding:

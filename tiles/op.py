@@ -51,6 +51,7 @@ class Op:
         self.name = getattr(face, "__qualname__", None) or str(face)
         self.signature = inspect.signature(operator.add if not callable(meaning) or isinstance(meaning, np.ufunc) else meaning)
         self.rule, self.known = None, {}
+        self.of_arrays = False  # outside kernels it takes NumPy arrays
         OPS[face] = self
 
     def __repr__(self):
@@ -87,6 +88,8 @@ class Op:
 
     def __call__(self, *args, **kwargs):
         """The NumPy meaning, after the rule has agreed."""
+        if self.of_arrays and any(type(x) is np.ndarray for x in args):
+            return self.meaning(*args, **kwargs)
         from .interpreter import hazard_line
         from .values import spec_of, wrap
 

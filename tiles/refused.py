@@ -14,7 +14,7 @@ from .plumbing import refuse
 from .types import gl, pending, rt, rv, st, sv
 
 TILES = (rt, rv, pending, st, sv, gl)
-ARITHMETIC = ("matmul", "pow", "floordiv", "mod")  # operators that have forms `x op= y` and, in Python, `__rop__`
+ARITHMETIC = ("matmul", "pow")  # operators that have forms `x op= y` and, in Python, `__rop__`
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Refused:
     instead: str
     operators: tuple[str, ...] = ()  # as the module `operator` names them
     functions: tuple = ()
+    alone: bool = False  # it is not done with tiles, but may be with what they are given to
 
     @property
     def methods(self):
@@ -39,7 +40,7 @@ class Refused:
 
     def check(self, *specs):
         """TypeError if there is a tile among these types."""
-        found = [str(spec) for spec in specs if isinstance(spec, TILES)]
+        found = [str(spec) for spec in specs[: 1 if self.alone else None] if isinstance(spec, TILES)]
         if found:
             raise TypeError(f"a tile cannot be {self.deed}: {self.instead}; got {' and '.join(found)}")
 
@@ -50,9 +51,9 @@ def _in_numpy(names):
 
 REFUSED = (
     Refused(
-        "compared",
-        "use less, greater, equal, ... and where, or maximum and minimum",
-        ("lt", "le", "gt", "ge", "eq", "ne"),
+        "compared by these functions",
+        "use <, <=, ==, ... and where, or maximum and minimum",
+        (),
         (builtins.max, builtins.min, *_in_numpy("maximum minimum fmax fmin greater less equal")),
     ),
     Refused(
@@ -60,13 +61,14 @@ REFUSED = (
         "its elements are spread over the lanes; store it to an array, or reduce it (row_sum, tile_sum, ...)",
         ("getitem", "setitem"),
         (builtins.len, builtins.sum),
+        alone=True,
     ),
     Refused("multiplied with @", "use warpgroup.mm_AB, mm_ABt, mma_AB or mma_ABt", ("matmul",), _in_numpy("matmul")),
     Refused("raised to a power", "multiply, or use exp2(y * log2(x))", ("pow",), (math.pow, *_in_numpy("power"))),
     Refused(
-        "divided by // or %", "use /", ("floordiv", "mod"), (builtins.divmod, math.fmod, *_in_numpy("floor_divide mod fmod"))
+        "divided by these functions", "use // and %", (), (builtins.divmod, math.fmod, *_in_numpy("floor_divide mod fmod"))
     ),
-    Refused("made positive by abs", "import abs from ops", ("abs",), (builtins.abs, math.fabs, *_in_numpy("absolute fabs"))),
+    Refused("made positive by these functions", "use abs", (), (math.fabs, *_in_numpy("absolute fabs"))),
     Refused(
         "given to math or NumPy",
         "import the function from ops (exp, log, sqrt, tanh, ...)",

@@ -8,7 +8,7 @@ from numba.cuda import types as numba
 from numba.cuda.np.numpy_support import from_dtype
 
 from .op import OPS, Name, operator
-from .plumbing import SCALARS
+from .plumbing import SCALARS, numba_type
 from .refused import REFUSED, check_branch, refuse_values
 from .types import gl, pending, remote, rt, rv, st, sv
 
@@ -39,6 +39,12 @@ class Tile:
     def __neg__(self):
         return OPS[operator.neg](self)
 
+    def __abs__(self):
+        return OPS[abs](self)
+
+    def __invert__(self):
+        return OPS[operator.invert](self)
+
 
 class Pending:
     """A tile that an mma in flight will write; `group` counts the mmas of its warpgroup, `next` is where it was handed on to
@@ -57,7 +63,7 @@ class Pending:
     def __str__(self):
         return str(self.spec)
 
-    __bool__, __neg__ = Tile.__bool__, Tile.__neg__
+    __bool__, __neg__, __abs__, __invert__ = Tile.__bool__, Tile.__neg__, Tile.__abs__, Tile.__invert__
 
 
 class SharedTile:
@@ -73,7 +79,7 @@ class SharedTile:
     def __str__(self):
         return f"{self.name}: {self.spec}"
 
-    __bool__, __neg__ = Tile.__bool__, Tile.__neg__
+    __bool__, __neg__, __abs__, __invert__ = Tile.__bool__, Tile.__neg__, Tile.__abs__, Tile.__invert__
 
 
 class Remote:
@@ -89,10 +95,13 @@ class Remote:
         return f"{self.item} of block {self.block.index}"
 
 
-for _name, _class in itertools.product(("add", "sub", "mul", "truediv"), (Tile, Pending, SharedTile)):
-    _face = getattr(operator, _name)
+BINARY = "add sub mul truediv floordiv mod and or"  # Python calls __radd__ of the second operand, ...
+COMPARISONS = "lt le gt ge eq ne"  # ... but of these it calls the mirror image
+for _name, _class in itertools.product(f"{BINARY} {COMPARISONS}".split(), (Tile, Pending, SharedTile)):
+    _face = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
     setattr(_class, f"__{_name}__", lambda self, other, face=_face: OPS[face](self, other))
-    setattr(_class, f"__r{_name}__", lambda self, other, face=_face: OPS[face](other, self))
+    if _name in BINARY:
+        setattr(_class, f"__r{_name}__", lambda self, other, face=_face: OPS[face](other, self))
 
 for _row, _class in itertools.product(REFUSED, (Tile, Pending, SharedTile)):
     for _name in _row.methods:
@@ -163,7 +172,7 @@ def spec_of(value, fixed=False):
     if isinstance(value, (float, np.floating)):
         return numba.float32
     if isinstance(value, tuple):
-        return numba.BaseTuple.from_types([numba.int64 if hasattr(v, "__index__") else spec_of(v) for v in value])
+        return numba.BaseTuple.from_types([numba.int64 if hasattr(v, "__index__") else numba_type(spec_of(v)) for v in value])
     if isinstance(value, np.ndarray):
         scalar = NUMBA_SCALARS.get(value.dtype) or from_dtype(value.dtype)
         return numba.Array(scalar, value.ndim, "A")

@@ -1,11 +1,13 @@
 """Arithmetic between tiles, vectors and numbers. (Functions of one tile: functions.py.)
 
 An operator is one row of a table: its name, its NumPy meaning, its LLVM or PTX on fp32. A vector broadcasts along the axis that
-its type names. 2-byte elements are computed in fp32 and rounded once. Of numbers alone the result is a number.
+its type names; a col_vec and a row_vec give a tile. 2-byte elements are computed in fp32 and rounded once. Of numbers alone the
+result is a number.
 
 The GPU's fast units take fp32 numbers below 2 ** -126 for 0, and so do all of these but negation, + - * and fma.
 """
 
+import math
 import operator
 from dataclasses import replace
 
@@ -14,7 +16,7 @@ from llvmlite import ir
 from numba.cuda import types
 
 from tiles.builder import f32
-from tiles.op import lowers, number, op
+from tiles.op import OPS, lowers, number, op
 from tiles.types import rt, rv, st, sv, whole
 from tiles.values import Tile
 
@@ -24,6 +26,12 @@ FAST = ("contract",)
 def plain(x):
     """The array of a tile, a number as it is."""
     return x.array.astype(np.float32) if isinstance(x, Tile) else np.float32(x)
+
+
+def elementwise(face):
+    """`lowers` for an op that goes element by element: outside kernels it takes NumPy arrays, too."""
+    OPS[face].of_arrays = True
+    return lowers(face)
 
 
 # ---- rules ---------------------------------------------------------------------------------------------------------
@@ -37,6 +45,15 @@ def _needs_registers(name, *specs):
             raise TypeError(f"{name}: {spec} lies in shared memory: load(...) it first")
 
 
+def _product(vectors):
+    """The type of a map of vectors alone: that of the first, or if some are a value a row and others one a column, a tile."""
+    axes = {v.axis: v for v in reversed(vectors)}
+    if len(axes) == 1:
+        return vectors[0]
+    rows, cols = axes["col_vec"], axes["row_vec"]
+    return rt(rows.length, cols.length, rows.dtype, rows.layout)
+
+
 def broadcast(name, *specs):
     """The type of a map of these; None if none of them is a tile or vector."""
     _needs_registers(name, *specs)
@@ -45,7 +62,7 @@ def broadcast(name, *specs):
         return None
     if not all(isinstance(s, (rt, rv)) or number(s) for s in specs):
         raise TypeError(f"{name}: takes tiles, vectors and numbers, got {_listed(specs)}")
-    out = next((s for s in given if isinstance(s, rt)), given[0])
+    out = next((s for s in given if isinstance(s, rt)), None) or _product(given)
     partners = (out, out.col_vec, out.row_vec) if isinstance(out, rt) else (whole(out),)
     if not all((whole(s) if isinstance(s, rv) else s) in partners for s in given):
         raise TypeError(
@@ -171,11 +188,26 @@ def fmin(b, x, y):
     return b.llvm("llvm.nvvm.fmin.ftz.f", x, y)
 
 
+def _floor_div(b, x, y):
+    """floor(x / y): exact for whole numbers below 2 ** 24. By a power of 2, which is multiplied by, in two instructions."""
+    if isinstance(y, ir.Constant) and math.frexp(y.constant)[0] == 0.5:
+        quotient = b.fmul(x, ir.Constant(f32, 1 / y.constant))
+    else:
+        quotient = b.asm(f32, "div.rn.f32 $0, $1, $2;", "=f,f,f", x, y, effect=False)
+    return b.llvm("llvm.floor.f32", quotient)
+
+
+def _mod(b, x, y):
+    return _fma(b, b.fsub(ir.Constant(f32, -0.0), y), _floor_div(b, x, y), x)
+
+
 OPERATORS = {
     "add": (np.add, fadd),
     "sub": (np.subtract, _sub),
     "mul": (np.multiply, fmul),
     "truediv": (np.divide, _div),
+    "floordiv": (np.floor_divide, _floor_div),
+    "mod": (np.mod, _mod),
 }
 
 
@@ -188,17 +220,17 @@ for _name, (_ufunc, _emit) in OPERATORS.items():
         lowers(_face, _meaning(_ufunc))(_operator(_name, _emit))
 
 
-@lowers(maximum)
+@elementwise(maximum)
 def _(x, y):
     return _several("maximum", fmax, x, y)
 
 
-@lowers(minimum)
+@elementwise(minimum)
 def _(x, y):
     return _several("minimum", fmin, x, y)
 
 
-@lowers(fma)
+@elementwise(fma)
 def _(x, y, z):
     return _several("fma", _fma, x, y, z)
 

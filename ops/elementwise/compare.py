@@ -1,22 +1,25 @@
 """Comparisons, and choosing by them.
 
-    where(less(x, 0.0), x * slope, x)
+    where((x < 0.0) & ~(x == y), x * slope, x)
 
-A comparison gives 1 where it holds and 0 where it does not, as fp32: so maximum is `or`, * is `and`, row_sum counts. Where
-`where` takes them at once, no 1 or 0 is made. A comparison with NaN does not hold, but for not_equal.
+A comparison, `x < y` or less(x, y), gives 1 where it holds and 0 where it does not, as fp32: row_sum counts. `&`, `|` and `~`
+take anything but 0 for true. Where `where` takes them at once, no 1 or 0 is made. A comparison with NaN does not hold, but for
+!=.
 """
 
+import operator
 from dataclasses import replace
 
 import numpy as np
 from llvmlite import ir
+from numba.cuda import types
 
 from tiles.builder import f32
 from tiles.dtypes import fp32
-from tiles.op import lowers, op
+from tiles.op import OPS, lowers, number, op
 from tiles.types import rt, rv
 
-from .arithmetic import broadcast, lower_map, of_numbers, plain
+from .arithmetic import broadcast, elementwise, lower_map, of_numbers, plain
 
 
 @op
@@ -55,11 +58,23 @@ def not_equal(x, y):
     return np.not_equal(plain(x), plain(y))
 
 
-COMPARISONS = {less: "<", less_equal: "<=", greater: ">", greater_equal: ">=", equal: "==", not_equal: "!="}
+COMPARISONS = {  # face: (the operator that says the same of tiles, LLVM's name)
+    less: (operator.lt, "<"),
+    less_equal: (operator.le, "<="),
+    greater: (operator.gt, ">"),
+    greater_equal: (operator.ge, ">="),
+    equal: (operator.eq, "=="),
+    not_equal: (operator.ne, "!="),
+}
 ONE, ZERO = ir.Constant(f32, 1.0), ir.Constant(f32, 0.0)
 
 
-def _comparison(name, sign):
+def _holds(b, x):
+    """Is a register true?"""
+    return b.fcmp_unordered("!=", x, ZERO)
+
+
+def _comparison(name, sign, is_operator):
     def emit(b, x, y):
         compare = b.fcmp_unordered if sign == "!=" else b.fcmp_ordered
         return b.select(compare(sign, x, y), ONE, ZERO)
@@ -67,28 +82,52 @@ def _comparison(name, sign):
     def rule(x, y):
         out = broadcast(name, x, y)
         if out is None:
-            return of_numbers(name, emit, (x, y))
+            return None if is_operator else of_numbers(name, emit, (x, y))
         out = replace(out, dtype=fp32)
         return out, lower_map(out, emit, x, y)
 
     return rule
 
 
-for _face, _sign in COMPARISONS.items():
-    lowers(_face)(_comparison(_face.__name__, _sign))
+for _face, (_operator, _sign) in COMPARISONS.items():
+    elementwise(_face)(_comparison(_face.__name__, _sign, False))
+    lowers(_operator, OPS[_face].meaning)(_comparison(_face.__name__, _sign, True))
+
+
+# ---- what holds together -------------------------------------------------------------------------------------------
+def _logical(name, emit, *given):
+    """The type and lowering of an operator between what comparisons give; between numbers it is Numba's, not ours."""
+    out = broadcast(name, *[types.float32 if x == types.boolean else x for x in given])
+    if out is None:
+        return None
+    out = replace(out, dtype=fp32)
+    return out, lower_map(out, lambda b, *e: b.select(emit(b, *[_holds(b, x) for x in e]), ONE, ZERO), *given)
+
+
+lowers(operator.and_, lambda x, y: (plain(x) != 0) & (plain(y) != 0))(lambda x, y: _logical("and", ir.IRBuilder.and_, x, y))
+lowers(operator.or_, lambda x, y: (plain(x) != 0) | (plain(y) != 0))(lambda x, y: _logical("or", ir.IRBuilder.or_, x, y))
+lowers(operator.invert, lambda x: plain(x) == 0)(lambda x: _logical("not", ir.IRBuilder.not_, x))
 
 
 @op
 def where(mask, x, y):
-    """x where mask is not 0, else y. mask: what a comparison gives, or any fp32 tile or vector; x, y: tiles, vectors, numbers.
-    The other of the two is not looked at: its NaN does no harm."""
-    return np.where(mask.array != 0, plain(x), plain(y))
+    """x where mask is not 0, else y. mask: what a comparison gives, any fp32 tile or vector, or a number; x, y: tiles, vectors,
+    numbers. The other of the two is not looked at: its NaN does no harm."""
+    return np.where(plain(mask) != 0, plain(x), plain(y))
 
 
-@lowers(where)
+def _where(b, mask, x, y):
+    return b.select(_holds(b, mask), x, y)
+
+
+@elementwise(where)
 def _(mask, x, y):
-    if not (isinstance(mask, (rt, rv)) and mask.dtype is fp32):
-        raise TypeError(f"where: the mask must be an fp32 tile or vector, such as less(x, y), got {mask}")
     dtype = next((s.dtype for s in (x, y) if isinstance(s, (rt, rv))), fp32)
-    out = broadcast("where", replace(mask, dtype=dtype), x, y)
-    return out, lower_map(out, lambda b, m, p, q: b.select(b.fcmp_unordered("!=", m, ZERO), p, q), mask, x, y)
+    if isinstance(mask, (rt, rv)) and mask.dtype is fp32:
+        out = broadcast("where", replace(mask, dtype=dtype), x, y)
+    elif mask == types.boolean or number(mask):
+        mask = types.float32
+        out = broadcast("where", x, y)
+    else:
+        raise TypeError(f"where: the mask must be an fp32 tile or vector, such as x < y, or a number, got {mask}")
+    return (out, lower_map(out, _where, mask, x, y)) if out else of_numbers("where", _where, (mask, x, y))

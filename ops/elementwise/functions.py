@@ -3,6 +3,7 @@
 Where the GPU approximates, the docstring says how well: in units in the last place (ulp) of fp32. NaN gives NaN, but for relu.
 """
 
+import builtins
 import math
 
 import numpy as np
@@ -11,11 +12,11 @@ from numba.cuda import types
 from numba.cuda.core.errors import TypingError
 
 from tiles.builder import f32, scalar_signature
-from tiles.op import lowers, number, op
-from tiles.types import rt, rv
+from tiles.op import OPS, lowers, number, op
+from tiles.types import rt, rv, st, sv
 from tiles.values import FUNCTION
 
-from .arithmetic import FAST, broadcast, fmax, lower_map, map_rule, plain
+from .arithmetic import FAST, broadcast, elementwise, fmax, lower_map, map_rule, plain
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 GELU_CUBIC, GELU_SLOPE = 0.044715, math.sqrt(2 / math.pi)
@@ -168,7 +169,10 @@ FUNCTIONS = {
     gelu_tanh: _emit_gelu_tanh,
 }
 for _face, _emit in FUNCTIONS.items():
-    lowers(_face)(map_rule(_face.__name__, _emit))
+    elementwise(_face)(map_rule(_face.__name__, _emit))
+lowers(builtins.abs, OPS[abs].meaning)(
+    lambda x: map_rule("abs", FUNCTIONS[abs])(x) if isinstance(x, (rt, rv, st, sv)) else None
+)
 
 
 # ---- a function of one's own ---------------------------------------------------------------------------------------

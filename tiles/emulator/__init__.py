@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arguments import parameters
+from ..arguments import parameters, types_of
 from ..compiler import Lowered
 from ..interpreter import clusters
 from ..interpreter.block import Block
@@ -99,7 +99,7 @@ def emulate(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 
     if threads % LANES or not 0 < threads <= 1024:
         raise ValueError(f"threads: a multiple of {LANES} up to 1024, got {threads}")
     given = parameters(kernel, args)
-    what = program(kernel, tuple(p.type for p in given), arch, lowered)
+    what = program(kernel, types_of(kernel, given), arch, lowered)
     block, maps, places = bytearray(), {}, iter(what.parameters.values())
     for p in given:
         for slot in p.slots:
@@ -109,7 +109,8 @@ def emulate(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 
                 maps[PARAMETERS + at] = copies.Map(p.encoding, p.array.pointer)
             else:
                 block[at : at + size] = (slot & 2 ** (8 * size) - 1).to_bytes(size, "little")
-    arrays = [getattr(a, "array", a) for a in args]
+    flat = [part for a in args for part in (a if isinstance(a, tuple) else (a,))]
+    arrays = [getattr(a, "array", a) for a in flat]
     spans = [np.lib.array_utils.byte_bounds(a) for a in arrays if isinstance(a, np.ndarray) and a.size]
     bounds = kernel.targetoptions.get("launch_bounds")
     resident = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1

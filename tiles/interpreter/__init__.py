@@ -77,10 +77,17 @@ def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1
     bounds = getattr(kernel, "targetoptions", {}).get("launch_bounds")
     resident = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
     function = rebind(kernel, seen)
-    args = [np.float32(a) if isinstance(a, float) else a.view(Bounded) if isinstance(a, np.ndarray) else a for a in args]
+    args = [_argument(a) for a in args]
     with np.errstate(all="ignore"):
         for indices in clusters(grid, cluster):
             Cluster(indices, grid, threads // LANES, shared, rng, seen, resident).run(function, args)
+
+
+def _argument(a):
+    """An argument as kernels see it: a float in fp32, an array that says where an index leaves it."""
+    if isinstance(a, tuple):
+        return type(a)(*map(_argument, a))
+    return np.float32(a) if isinstance(a, float) else a.view(Bounded) if isinstance(a, np.ndarray) else a
 
 
 def clusters(grid, cluster):

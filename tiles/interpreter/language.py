@@ -15,6 +15,7 @@ from ..op import OPS
 from ..plumbing import member, plain_function
 from ..refused import REFUSED, check_print, refuse_values
 from ..types import is_static
+from ..values import Tile
 from .warp import Warp
 
 
@@ -104,9 +105,11 @@ class Cuda:
 
 
 class Bounded(np.ndarray):
-    """A global array that stops the kernel at an index outside it."""
+    """A global array that stops the kernel at an index outside it. By vectors and tiles of indices it is an op's."""
 
     def __getitem__(self, index):
+        if any(isinstance(i, Tile) for i in (index if isinstance(index, tuple) else (index,))):
+            return OPS[operator.getitem](self, index)
         return super().__getitem__(self._inside(index))
 
     def __setitem__(self, index, value):
@@ -211,9 +214,7 @@ def _super(*_):
     raise here().hazard("super() has no meaning in a kernel: give the base's method a second name, and call that", "language")
 
 
-BUILTINS = {name: GUARDED[getattr(builtins, name)] for name in ("abs", "divmod", "len", "max", "min", "sum")} | {
-    "super": _super
-}
+BUILTINS = {name: GUARDED[getattr(builtins, name)] for name in ("divmod", "len", "max", "min", "sum")} | {"super": _super}
 
 
 def _swap(value, seen):
