@@ -60,19 +60,29 @@ def _fields(names: tuple[str, ...]) -> Any:
 
 
 class Record:
-    """Several parameters under one name: what is said of each, by its own name. See `record`."""
+    """Several parameters under one name: what is said of each, by its own name. `named`: the kernel reads them by these, else by
+    their numbers. See `record`."""
 
-    def __init__(self, fields: dict[str, Any]):
-        self.fields, self.holds = fields, _fields(tuple(fields))
+    def __init__(self, fields: dict[str, Any], named: bool = True):
+        self.fields, self.named = fields, named
+
+    def value(self, values: Sequence[Any]) -> tuple:
+        """A record of these values."""
+        return _fields(tuple(self.fields))(*values) if self.named else tuple(values)
 
     def type(self, types_: Sequence[types.Type]) -> types.Type:
         """The Numba type of a record of these types."""
-        return types.BaseTuple.from_types(tuple(types_), self.holds)
+        return types.BaseTuple.from_types(tuple(types_), _fields(tuple(self.fields)) if self.named else None)
 
 
 def record(**fields: Any) -> Record:
     """A parameter that stands for several: an array(...), INT or FLOAT by the name of each."""
     return Record(fields)
+
+
+def listed(**fields: Any) -> Record:
+    """The same without names: a tuple, which a kernel can pass on as arguments, f(x, *given)."""
+    return Record(fields, named=False)
 
 
 def _parts(name: str, what: Any) -> dict[str, Any]:
@@ -103,7 +113,7 @@ def signature(kernel) -> tuple[types.Type, ...]:
     return grouped(kernel, every, Record.type)
 
 
-def grouped(kernel, every: Sequence[Any], make: Callable[[Record, list], Any] = lambda record, values: record.holds(*values)):
+def grouped(kernel, every: Sequence[Any], make: Callable[[Record, list], Any] = Record.value):
     """What was said of every parameter (`declared`), as the kernel takes it: of a record, what `make` makes of its parts."""
     rest, said, found = iter(every), kernel.py_func.__annotations__, []
     for name in _names(kernel.py_func):

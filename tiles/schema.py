@@ -17,6 +17,7 @@ What it holds:
     tile      bfloat16 or float16, one for all: kernels move tiles of it, so its last axis is contiguous
     real      float32, bfloat16 or float16, read element by element with any strides that are not negative
     index     int32 or int64
+    any       numbers of any kind; its axes are `*`, one to five of any extents
     float32   that
 
 Its role:
@@ -44,15 +45,18 @@ HOLDS = {
     "tile": ("bfloat16", "float16"),
     "real": ("float32", "bfloat16", "float16"),
     "index": ("int32", "int64"),
+    "any": ("bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)), "float32", "bfloat16", "float16"),
     "float32": ("float32",),
 }
 ROLES = "", "optional", "made", "in_place", "updated"
 TOKENS = "S", "T"  # axes along a sequence
 # An axis in messages. G are the heads of keys, which share those of values or queries; T the keys' tokens; K and V the columns
-# of keys and values where they differ; F those of a feature map; N sequences have E = N + 1 ends
+# of keys and values where they differ; F those of a feature map; N sequences have E = N + 1 ends;
+# W, X and Y are batch, heads and sequence or 1
 TITLES = dict(B="batch", S="sequence", T="sequence", H="heads", G="heads", D="head_dim", K="key_dim", V="value_dim")
 TITLES |= dict(N="sequences", F="features", E="length")
-SPOKEN = {"G": "Hk", "K": "Dk", "V": "Dv", "E": "N + 1", "T": "S"}
+SPOKEN = {"G": "Hk", "K": "Dk", "V": "Dv", "E": "N + 1", "T": "S", "W": "B or 1", "X": "H or 1", "Y": "S or 1"}
+FREE = tuple("*" * rank for rank in range(1, 6))  # axes of any extents
 
 
 class Argument(NamedTuple):
@@ -224,7 +228,7 @@ class Schema:
                 where = f"{name}.device={its_device}, {first}.device={device}"
                 raise ValueError(f"{name}: must lie where {first} does (None: host memory): {where}")
             for axis, extent in zip(axes, shape):
-                if extents.get(axis) == extent:
+                if extents.get(axis) == extent or axis == "*":
                     continue
                 said = axis
                 if axis == "N":  # as many as there are ends, or batches
@@ -313,7 +317,7 @@ def _row(words: list[str]) -> tuple[str, tuple[str, ...], str, str, tuple[str, .
     name, axes, holds, role, *asked = (*words, "") if len(words) < 4 else words
     if holds not in HOLDS or role not in ROLES:
         raise ValueError(f"{name}: must hold one of {tuple(HOLDS)} and have a role of {ROLES}, got {holds!r}, {role!r}")
-    return name, tuple(axes.split("|")), holds, role, tuple(asked)
+    return name, FREE if axes == "*" else tuple(axes.split("|")), holds, role, tuple(asked)
 
 
 def _refuse_axes(argument: Argument, layout: str, shape: Sequence[int]) -> NoReturn:

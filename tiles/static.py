@@ -68,8 +68,8 @@ def _subclass(base, cls, **options):
     static(cls)
 
 
-def _identity(value):
-    """The digest of a static object, or what stands for one that cannot be digested: itself. Found once an object; of objects
+def identity(value):
+    """The digest of a static object, a text, or what stands for one that cannot be digested: itself. Found once an object; of objects
     that differ in no more than the identity of functions' code, once."""
     found = vars(value).get("__identity__")
     if found is None:
@@ -101,7 +101,7 @@ def _mark(value):
     if type(value) is tuple:
         return tuple(map(_mark, value))
     if is_static(value):
-        return _identity(value)
+        return identity(value)
     if isinstance(value, (float, np.floating)):
         return type(value), repr(value)  # 0.0 == -0.0, and NaN is not NaN
     if isinstance(value, FunctionType) and value not in OPS:
@@ -119,8 +119,8 @@ def _mark(value):
 
 
 def _equal(self, other):
-    return self is other or (hasattr(type(other), "__static__") and _identity(self) == _identity(other))
+    return self is other or (hasattr(type(other), "__static__") and identity(self) == identity(other))
 
 
 def _hash(self):
-    return hash(_identity(self))
+    return hash(identity(self))

@@ -15,30 +15,36 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import causal, divmod, mma_AB, mma_ABt, store, subtile, zeros
+from ops import divmod, mma_AB, mma_ABt, store, subtile, truncate, zeros
 from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st
-from tiles.arguments import FLOAT, INT, array
+from tiles.arguments import FLOAT, INT, array, listed, record
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
 from .online import Softmax
-from .tiling import Causal, Full
+from .sequences import Batched
+from .tiling import Tiling
+from .variants import CAUSAL, FULL, At, Variant
 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's shape: head_dim as padded, key rows of a block, warps of `band` query rows each, stages of the pipelines,
-    blocks that a multiprocessor is to hold. piece: the bytes that bases and strides are multiples of."""
+    """A kernel's shape: head_dim and value_dim as padded, key rows of a block, warps of `band` query rows each, stages of the
+    pipelines, blocks that a multiprocessor is to hold. piece: the bytes that bases and strides are multiples of. What it computes:
+    the variant, how sequences lie, how many axes the arrays have that the variant's functions read."""
 
     head_dim: int
+    value_dim: int
     dtype: dtype
-    causal: bool
+    variant: Variant
     kv: int
     warps: int
     band: int
     stages: int
     resident: int
     piece: int = 16
+    lie: type[Batched] = Batched
+    axes: tuple[int, ...] = ()
 
     @property
     def rows(self):
@@ -57,13 +63,28 @@ class Config:
 
     @property
     def key(self):
-        """A tile of K or V."""
+        """A tile of K."""
         return st(self.kv, self.head_dim, self.dtype)
 
     @property
-    def sees(self):
+    def value(self):
+        """A tile of V."""
+        return st(self.kv, self.value_dim, self.dtype)
+
+    @property
+    def tiling(self):
         """Which keys a tile's queries see."""
-        return (Causal if self.causal else Full)(self.rows, self.kv, causal)
+        return Tiling(self.rows, self.kv, self.variant)
+
+    @property
+    def sequences(self):
+        """How they lie."""
+        return self.lie(self.rows)
+
+    @property
+    def aux(self):
+        """The arrays that the variant's functions read."""
+        return listed(**{f"aux{n}": array(rank) for n, rank in enumerate(self.axes)})
 
     @property
     def persistent(self):
@@ -71,8 +92,10 @@ class Config:
         return False
 
     def __str__(self):
+        dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
+        kind = f"{self.variant}" if self.lie is Batched else f"{self.variant} {self.lie.__name__.lower()}"
         small = f", by {self.piece} bytes" * (self.piece != 16)
-        return f"D {self.head_dim} {self.dtype}{' causal' * self.causal}, {self.rows} x {self.kv}{small}"
+        return f"{dims} {self.dtype} {kind}, {self.rows} x {self.kv}{small}"
 
 
 SHAPES = {  # padded head_dim: (kv, warps, band, stages, resident)
@@ -90,13 +113,23 @@ ROOMS = {  # bytes of shared memory that a block may have: other shapes, of whic
 SHARED_BYTES, LARGE = min(ROOMS), max(ROOMS)
 
 
-@functools.cache
-def config_for(head_dim: int, dtype: dtype, causal: bool, room: int = LARGE, piece: int = 16) -> Config:
+@functools.lru_cache(1024)
+def config_for(
+    head_dim: int,
+    dtype: dtype,
+    variant: Variant,
+    room: int = LARGE,
+    piece: int = 16,
+    value_dim: int | None = None,
+    lie: type[Batched] = Batched,
+    axes: tuple[int, ...] = (),
+) -> Config:
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
-    head_dim."""
-    padded = min(d for d in SHAPES if d >= head_dim)
+    dims, in the shape of the greater one."""
+    padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     least = SHARED_BYTES if piece == 2 else max(r for r in ROOMS if r <= room)  # loads take registers that cp.async does not
-    return Config(padded, dtype, causal, *ROOMS[least].get(padded, SHAPES[padded]), piece)
+    greater = max(padded, wide)
+    return Config(padded, wide, dtype, variant, *ROOMS[least].get(greater, SHAPES[greater]), piece, lie, axes)
 
 
 ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # shared memory that a block may have; elsewhere the least
@@ -105,62 +138,70 @@ ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # shared memory
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16 and whole pieces, or `everything`. fp16 takes the same registers as bf16."""
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
-    for (of, piece), head_dim, masked in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (False, True)):
-        yield config_for(head_dim, of, masked, ROOM.get(arch, SHARED_BYTES), piece)
+    for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
+        yield config_for(head_dim, of, variant, ROOM.get(arch, SHARED_BYTES), piece)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, ROWS, BAND, PIECE, sees = config.kv, config.rows, config.band, config.piece, config.sees
-    INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.head_dim, fp32)
+    KV, ROWS, BAND, PIECE = config.kv, config.rows, config.band, config.piece
+    variant, tiling, sequences = config.variant, config.tiling, config.sequences
+    INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.value_dim, fp32)
     STAGES = config.stages
     NEWER = 2 * (STAGES - 1)  # groups of keys and values in turn: so many are younger than the one waited for
     KEYS_ALONE = NEWER + 1  # groups after that of Q, when it is waited for
     smem = shared(
         q=pipeline(config.query, 1, config.warps),
         k=pipeline(config.key, STAGES, config.warps),
-        v=pipeline(config.key, STAGES, config.warps),
+        v=pipeline(config.value, STAGES, config.warps),
     )
     softmax = Softmax(O)
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gO: array(4, INPUT), gLse: array(3),
-        q_len: INT, kv_len: INT, offset: INT, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT,
-        scale: FLOAT, slack: FLOAT,
+        given: record(**variant.given, **sequences.given), aux: config.aux, blocks: INT, heads: INT, pairs: INT, band: INT,
+        group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
-        """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, for a block of query rows of one of `pairs` pairs of head and
-        batch; `group` query heads share a key head; `scale` is log2(e) / sqrt(D), `slack` how far a maximum may lag. Causal:
-        `band` pairs are worked on at once."""
+        """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, of what the variant makes of the scores, for a block of query rows of
+        one of `pairs` pairs of head and batch, `band` of which are worked on at once; `group` query heads share a key head;
+        exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
         q, k, v = smem.open()
-        block, pair = sees.place(cuda.blockIdx.x, blocks, pairs, band)
-        batch, head = divmod(pair, heads)
-        kv_head, _ = divmod(head, group)
-        warp = int32(cuda.threadIdx.x // 32)
-        diagonal = ROWS * block + offset  # the last key that the first row may see
-        n, cut = sees.key_blocks(diagonal, kv_len)
-        q.fill(0, gQ, (batch, ROWS * block, head, 0), 1, 3, 1, PIECE)
-        for i in range(STAGES):
-            k.fill(i, gK, (batch, KV * (n - 1 - i), kv_head, 0), 1, 3, n, PIECE)
-            if i < STAGES - 1:
-                v.fill(i, gV, (batch, KV * (n - 1 - i), kv_head, 0), 1, 3, n, PIECE)
-        edge = int32(sees.edge(diagonal, BAND * warp, kv_len) - (n - 1) * KV)
-        queries, seen = subtile(q.wait(0, KEYS_ALONE), BAND, warp), softmax.begin()
-        for i in range(n):
-            keys = k.wait(i, NEWER)
-            v.fill(i + STAGES - 1, gV, (batch, KV * (n - i - STAGES), kv_head, 0), 1, 3, n, PIECE)
-            s = mma_ABt(zeros(S), queries, keys)
-            values = v.wait(i, NEWER)
-            k.fill(i + STAGES, gK, (batch, KV * (n - 1 - i - STAGES), kv_head, 0), 1, 3, n, PIECE)
-            if i < cut:
-                s = sees.mask(s, edge + i * KV)
-            seen = seen.moved(s, scale, slack)
-            o = seen.rescaled()  # before P, so that nothing parts the exponentials from the products that they run under
-            p = seen.weights(s, scale)
-            seen = seen._replace(o=mma_AB(o, INPUT(p), values)).add(p)
-        row, (o, lse) = ROWS * block + BAND * warp, seen.finish(scale)
-        store(gO, o, (batch, row, head, 0), 1, 3, PIECE)
-        store(gLse, lse, (batch, head, row))
+        block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
+        block, batch, head = sequences.find(block, pair, heads, given)
+        if sequences.has(block, batch, given):
+            own, warp = sequences.sequence(batch, given), int32(cuda.threadIdx.x // 32)
+            kv_head, _ = divmod(head, group)
+            at = At(batch, head, ROWS * block + BAND * warp, own.keys - own.queries, own.queries, own.keys, given, aux)
+            every = tiling.key_blocks(ROWS * block, at)
+            n = every.n
+            if not sequences.apart:  # what lies behind the ends is another's
+                gK, gV = truncate(gK, 1, own.key + own.keys), truncate(gV, 1, own.key + own.keys)
+                gO, gLse = truncate(gO, 1, own.query + own.queries), truncate(gLse, 2, own.query + own.queries)
+            q.fill(0, gQ, (own.batch, own.query + ROWS * block, head, 0), 1, 3, 1, PIECE)
+            for i in range(STAGES):
+                k.fill(i, gK, (own.batch, own.key + tiling.key(every, i), kv_head, 0), 1, 3, n, PIECE)
+                if i < STAGES - 1:
+                    v.fill(i, gV, (own.batch, own.key + tiling.key(every, i), kv_head, 0), 1, 3, n, PIECE)
+            queries, seen = subtile(q.wait(0, KEYS_ALONE), BAND, warp), softmax.begin(variant.lowest(at))
+            for i in range(n):
+                key, later = tiling.key(every, i), i + STAGES
+                keys = k.wait(i, NEWER)
+                v.fill(later - 1, gV, (own.batch, own.key + tiling.key(every, later - 1), kv_head, 0), 1, 3, n, PIECE)
+                s = mma_ABt(zeros(S), queries, keys)
+                values = v.wait(i, NEWER)
+                k.fill(later, gK, (own.batch, own.key + tiling.key(every, later), kv_head, 0), 1, 3, n, PIECE)
+                s = variant.score(s, at, key)
+                if i < every.cut:
+                    s = tiling.mask(s, at, key)
+                seen = seen.moved(s, scale, slack)
+                o = seen.rescaled()  # before P, so that nothing parts the exponentials from the products that they run under
+                p = seen.weights(s, scale)
+                seen = seen._replace(o=mma_AB(o, INPUT(p), values)).add(p)
+            o, lse = seen.finish(scale, variant, at)
+            row = own.query + ROWS * block + BAND * warp
+            store(gO, o, (own.batch, row, head, 0), 1, 3, PIECE)
+            store(gLse, lse, (own.batch, head, row))
 
     return attend, smem

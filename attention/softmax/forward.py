@@ -1,8 +1,10 @@
 """attention.forward: from a user's arrays to a launch."""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.dtypes import bf16, fp16
 from tiles.launch import kernel_for
@@ -13,16 +15,44 @@ from ..families import choose
 from ..options import SCALES, flag, number
 from . import ampere, hopper
 from .online import SLACK
+from .python import evaluated, known, named
+from .sequences import Batched, InUse, Packed
 from .tiling import band_of
+from .variants import Assembled, assembled
 
+AUX = 8  # arrays that functions in Python may read
 FORWARD = Schema(
     "forward",
     """
     q    BSHD  tile
     k    BTGD  tile
-    v    BTGD  tile
-    out  BSHD  tile     in_place
+    v    BTGV  tile
+    out  BSHV  tile     in_place
     lse  BHS   float32  made      return_lse
+    """,
+)
+VARIANTS = Schema(
+    "forward_variant",
+    """
+    q             BSHD  tile
+    k             BTGD  tile
+    v             BTGV  tile
+    alibi         H|WH  real     optional
+    sink          H     real     optional
+    bias          WXYT  real     optional
+    cu_seqlens    E     index    optional
+    cu_seqlens_k  E     index    optional
+    lengths_k     B     index    optional
+    aux0          *     any      optional
+    aux1          *     any      optional
+    aux2          *     any      optional
+    aux3          *     any      optional
+    aux4          *     any      optional
+    aux5          *     any      optional
+    aux6          *     any      optional
+    aux7          *     any      optional
+    out           BSHV  tile     in_place
+    lse           BHS   float32  made      return_lse
     """,
 )
 DTYPES = {"bfloat16": bf16, "float16": fp16}
@@ -35,6 +65,17 @@ def forward(
     v: Any,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi: Any = None,
+    sink: Any = None,
+    bias: Any = None,
+    mask: Callable | None = None,
+    score: Callable | None = None,
+    aux: Sequence[Any] = (),
+    cu_seqlens: Any = None,
+    cu_seqlens_k: Any = None,
+    lengths_k: Any = None,
     scale: float | None = None,
     layout: str = "bshd",
     out: Any = None,
@@ -44,11 +85,27 @@ def forward(
 ) -> Any:
     """Attention: out = softmax(scale * q k^T) v, per batch and head.
 
-    q: (B, Sq, H, D); k, v: (B, Sk, Hkv, D) for layout="bshd"; (B, H, S, D) for "bhsd". bfloat16 or float16; D a multiple
-    of 8 up to 256; H a multiple of Hkv (GQA, MQA: query head h reads key head h // (H // Hkv)). Any lengths; any base
-    addresses and strides with a contiguous last axis, fast where they are multiples of 16 bytes; nothing is ever copied.
+    q: (B, Sq, H, D); k: (B, Sk, Hkv, D); v: (B, Sk, Hkv, Dv) for layout="bshd"; (B, H, S, D) for "bhsd". bfloat16 or float16;
+    D and Dv multiples of 8 up to 256; H a multiple of Hkv (GQA, MQA: query head h reads key head h // (H // Hkv)). Any
+    lengths; any base addresses and strides with a contiguous last axis, fast where they are multiples of 16 bytes; nothing is
+    ever copied.
 
-    causal: query i sees key j where j <= i + Sk - Sq (aligned bottom-right); a query that sees no key gives 0.
+    Which keys a query sees. causal: query i sees key j where j <= i + Sk - Sq (aligned bottom-right). window: (left, right),
+    the keys from i + Sk - Sq - left to i + Sk - Sq + right; None is open. mask: mask(b, h, i, j, *aux) says it in Python. A key
+    is seen where all of these let it be; a query that sees no key gives 0.
+
+    What becomes of a score s = scale q_i . k_j, in this order. softcap: softcap tanh(s / softcap). alibi: s - slope |i + Sk - Sq
+    - j|, slopes (H) or (B, H). bias: s + bias, (B or 1, H or 1, Sq or 1, Sk), float32, bfloat16 or float16. score:
+    score(s, b, h, i, j, *aux) says it in Python. sink: (H) logits, exp(sink) joins the sum of weights.
+
+    mask and score: functions as FlexAttention has them, b, h, i, j counting from 0. In kernels they get tiles, s one of scores,
+    i a vector of queries and j one of keys, and on NumPy's arrays arrays: comparisons, & | ~, + - * / // %, abs, `where` and the
+    maps of `ops` work on both, and so do elements of aux, arrays of numbers, at i, j, b and h: `docs[i] == docs[j]`.
+
+    cu_seqlens: (N + 1) ascending from 0 to Sq, in a batch of 1: sequence n has the tokens from cu_seqlens[n] to cu_seqlens[n + 1];
+    cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) keys in use of each sequence. Everything above is then
+    about each sequence by itself, b being its number.
+
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
     default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, and
     multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default the first where it can run.
@@ -59,32 +116,96 @@ def forward(
     Arrays are torch's, CuPy's, JAX's, Numba's or anything with `__dlpack__` or `__cuda_array_interface__`. NumPy arrays
     and others in host memory run in the interpreter, slowly and under supervision. ValueError or TypeError, before
     anything is launched, names the argument and prints the values."""
-    options = flag("causal", causal), number("scale", scale), flag("return_lse", return_lse), family
-    return _forward(stream, (q, k, v, out, None), options, layout)
+    common = number("scale", scale), flag("return_lse", return_lse), family
+    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k
+    if not aux and all(option is None for option in (window, softcap, mask, score, *arrays)):
+        return _forward(stream, (q, k, v, out, None), (flag("causal", causal), *common), layout)
+    left, right = _ends(window)
+    functions = named("mask", mask), named("score", score)
+    if not isinstance(aux, (tuple, list)) or len(aux) > AUX:
+        raise TypeError(f"aux: must be a tuple of up to {AUX} arrays: {type(aux).__name__} of {len(aux)}")
+    given = q, k, v, *arrays, *aux, *(None,) * (AUX - len(aux)), out, None
+    return _variant(stream, given, (flag("causal", causal), left, right, _cap(softcap), *functions, *common), layout)
 
 
 @program(FORWARD)
 def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """How forward does calls of this form; lse is never given."""
-    batch, q_len, heads, head_dim, kv_len, kv_heads = problem("BSHDTG")
+    return _planned(problem, assembled(_scale(problem, scale), causal), return_lse, family)
+
+
+@program(VARIANTS)
+def _variant(
+    problem: Problem,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    mask: str | None,
+    score: str | None,
+    scale: float | None,
+    return_lse: bool,
+    family: str | None,
+) -> Plan:
+    """The same with variants; mask and score are the names that python.py knows functions by."""
+    aux = [x for x in (problem[f"aux{n}"] for n in range(AUX)) if x is not None]
+    for name, function in (("mask", mask), ("score", score)):
+        if function is not None:
+            evaluated(name, known(function), [x.form for x in aux])
+    made = assembled(
+        _scale(problem, scale),
+        causal,
+        (left, right),
+        softcap,
+        "alibi" in problem,
+        "bias" in problem,
+        "sink" in problem,
+        mask and known(mask),
+        score and known(score),
+    )
+    return _planned(problem, made, return_lse, family, aux)
+
+
+def _planned(
+    problem: Problem, made: Assembled, return_lse: bool, family: str | None, aux: Sequence[Operand] = ()
+) -> Plan:
+    """The launch of an assembled variant."""
+    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     _check(problem)
-    scale = head_dim**-0.5 if scale is None else scale
-    if not SCALES[0] <= scale <= SCALES[1]:  # a masked score is -inf, and must be -inf when scaled
-        raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in out.form.shape or kv_len == 0:  # no query sees a key
+        if "sink" in problem and 0 not in out.form.shape:
+            raise problem.error("k", "must have at least one key where there is a sink", "k")
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
+    lie, where = _sequences(problem)
     tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
+    variant, axes = made.variant, tuple(len(x.form.shape) for x in aux)
     config: hopper.Config | ampere.Config
     if tma:
-        config = hopper.config_for(head_dim, dtype, causal, kv_len)
+        config = hopper.config_for(head_dim, dtype, variant, kv_len, value_dim, lie, axes)
     else:
-        config = ampere.config_for(head_dim, dtype, causal, gpu.shared_bytes, problem.bytes_at_once())
-    pairs, blocks, group = batch * heads, -(-q_len // config.rows), heads // kv_heads
-    grid, at_once = pairs * blocks, gpu.processors
+        config = ampere.config_for(
+            head_dim, dtype, variant, gpu.shared_bytes, problem.bytes_at_once(), value_dim, lie, axes
+        )
+    blocks, pairs = -(-q_len // config.rows), batch * heads
+    if lie is Packed:
+        (ends,) = problem("E")
+        blocks, pairs = q_len // config.rows + ends - 1, heads
+    group, at_once = heads // kv_heads, gpu.processors
+    grid = pairs * blocks
     if config.persistent:
         grid = min(grid, at_once)
-    nbytes, uneven = 2 * kv_len * head_dim * dtype.itemsize / group, causal or (config.persistent and q_len % config.rows > 0)
+    nbytes = kv_len * (head_dim + value_dim) * dtype.itemsize / group
+    uneven = variant.rising or (config.persistent and q_len % config.rows > 0)
+    arrays = {
+        name: x
+        for name, x in (
+            ("slopes", _over(problem, "alibi", "BH")),
+            ("sinks", problem["sink"]),
+            ("bias", _over(problem, "bias", "BHST")),
+        )
+        if x is not None
+    }
     launch = kernel_for(hopper if tma else ampere, config, problem.device).bind(
         grid,
         gQ=problem["q"],
@@ -92,25 +213,96 @@ def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bo
         gV=problem["v"],
         gO=out,
         gLse=lse,
-        q_len=q_len,
-        kv_len=kv_len,
-        offset=kv_len - q_len,
         blocks=blocks,
         heads=heads,
         pairs=pairs,
         band=band_of(grid, at_once, nbytes, gpu.cache_bytes, uneven),
         group=group,
-        scale=scale * LOG2_E,
-        slack=SLACK / (scale * LOG2_E),
+        scale=made.unit * LOG2_E,
+        slack=SLACK / (made.unit * LOG2_E),
+        **where,
+        **made.numbers,
+        **arrays,
+        **{f"aux{n}": x for n, x in enumerate(aux)},
     )
     return Plan([launch])
 
 
+def _scale(problem: Problem, scale: float | None) -> float:
+    """The scale of scores; ValueError."""
+    (head_dim,) = problem("D")
+    scale = head_dim**-0.5 if scale is None else scale
+    if not SCALES[0] <= scale <= SCALES[1]:  # a masked score is -inf, and must be -inf when scaled
+        raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
+    return scale
+
+
+def _ends(window: Any) -> tuple[int | None, int | None]:
+    """The two ends of a window; TypeError, ValueError."""
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window: must be (left, right), each an integer or None: {window=}")
+    for end in window:
+        if end is not None and (isinstance(end, bool) or not hasattr(end, "__index__")):
+            raise TypeError(f"window: its ends must be integers or None: {window=}")
+        if end is not None and not 0 <= end < 2**30:
+            raise ValueError(f"window: its ends must not be negative, and below 2**30; None is open: {window=}")
+    left, right = (None if end is None else int(end) for end in window)
+    return left, right
+
+
+def _cap(softcap: Any) -> float | None:
+    """A softcap; TypeError, ValueError."""
+    cap = number("softcap", softcap)
+    if cap is not None and not SCALES[0] <= cap <= SCALES[1]:
+        raise ValueError(f"softcap: must be positive, and finite in float32: {softcap=}")
+    return cap
+
+
+def _sequences(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
+    """How a problem's sequences lie, and what its kernels are told of that; ValueError."""
+    q_len, kv_len = problem("ST")
+    if "cu_seqlens_k" in problem and "cu_seqlens" not in problem:
+        raise ValueError("cu_seqlens_k: takes cu_seqlens, too, which is None")
+    if "cu_seqlens" in problem:
+        if "lengths_k" in problem:
+            raise ValueError("lengths_k: must be None where there is cu_seqlens: cu_seqlens_k says where keys end")
+        if "cu_seqlens_k" not in problem and q_len != kv_len:
+            raise problem.error("cu_seqlens_k", "must be given where keys are more or fewer than queries", "q", "k")
+        ends = problem["cu_seqlens"]
+        return Packed, {"ends": ends, "ends_k": problem["cu_seqlens_k"] or ends}
+    if "lengths_k" in problem:
+        return InUse, {"q_len": q_len, "lengths": problem["lengths_k"]}
+    return Batched, {"q_len": q_len, "kv_len": kv_len}
+
+
+def _over(problem: Problem, name: str, axes: str) -> Operand | None:
+    """An argument spread over axes where it has an extent of 1, and over the first if it lacks that; of packed sequences the
+    first axis is their number. ValueError."""
+    operand = problem[name]
+    if operand is None:
+        return None
+    form = operand.form
+    shape, strides = form.shape, form.strides
+    if len(shape) < len(axes):
+        shape, strides = (1, *shape), (0, *strides)
+    extents = problem(axes)
+    if "cu_seqlens" in problem:
+        extents = (problem("N")[0], *extents[1:])
+    if any(have not in (1, want) for have, want in zip(shape, extents)):
+        wanted = ", ".join(f"{want} or 1" for want in extents)
+        raise ValueError(f"{name}: must have the shape {wanted}: {name}.shape={form.shape}")
+    strides = tuple(0 if have == 1 else stride for have, stride in zip(shape, strides))
+    return operand._replace(form=form._replace(shape=extents, strides=strides))
+
+
 def _check(problem: Problem) -> None:
     """ValueError: extents that the formula or the kernels do not take."""
-    q_len, heads, head_dim, kv_len, kv_heads = problem("SHDTG")
-    if head_dim % 8 or not 8 <= head_dim <= 256:
-        raise problem.error("q", f"head_dim must be a multiple of 8, from 8 to 256: {head_dim=}", "q")
+    q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("SHDTGV")
+    for name, dim, which in (("q", head_dim, "head_dim"), ("v", value_dim, "value_dim")):
+        if dim % 8 or not 8 <= dim <= 256:
+            raise problem.error(name, f"head_dim must be a multiple of 8, from 8 to 256: {which}={dim}", name)
     if kv_heads == 0:
         raise problem.error("k", "must have at least one head", "k")
     if heads % kv_heads:

@@ -16,11 +16,13 @@ from numpy import int32
 
 from ops import divmod, persistent_tile, subtile, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, static
-from tiles.arguments import FLOAT, INT, array, tiled
+from tiles.arguments import FLOAT, INT, array, listed, record, tiled
 
 from .online import Softmax
 from .output import Sent, Stored
-from .tiling import Causal, Full
+from .sequences import Batched
+from .tiling import Tiling
+from .variants import CAUSAL, FULL, At, Variant
 
 SHARED_BYTES = 227 * 1024
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumers -> registers a thread of producer and consumer
@@ -28,14 +30,16 @@ REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumers -> registers
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's shape: head_dim as padded, key rows of a block, consumers of 64 query rows each, stages of the rings of keys
-    and values and of that of queries. persistent: a block a multiprocessor goes through many tiles and loads the next while it
-    finishes one; else a block a tile, in whose order the hardware balances what is left. sent: TMA stores the output, from the
-    place of its queries, while the next tile begins; else the consumers do. turns: they take turns to issue their products."""
+    """A kernel's shape: head_dim and value_dim as padded, key rows of a block, consumers of 64 query rows each, stages of the rings
+    of keys and values and of that of queries. What it computes: the variant, how sequences lie, how many axes the arrays have that
+    the variant's functions read. persistent: a block a multiprocessor goes through many tiles and loads the next while it finishes
+    one; else a block a tile, in whose order the hardware balances what is left. sent: TMA stores the output, from the place of its
+    queries, while the next tile begins; else the consumers do. turns: they take turns to issue their products."""
 
     head_dim: int
+    value_dim: int
     dtype: dtype
-    causal: bool
+    variant: Variant
     kv: int
     consumers: int
     stages: int = 2
@@ -43,6 +47,8 @@ class Config:
     queries: int = 1
     sent: bool = False
     turns: bool = True
+    lie: type[Batched] = Batched
+    axes: tuple[int, ...] = ()
 
     @property
     def rows(self):
@@ -55,9 +61,19 @@ class Config:
         return warpgroup.THREADS * (self.consumers + 1)
 
     @property
-    def sees(self):
+    def tiling(self):
         """Which keys a tile's queries see."""
-        return (Causal if self.causal else Full)(self.rows, self.kv, warpgroup.causal)
+        return Tiling(self.rows, self.kv, self.variant)
+
+    @property
+    def sequences(self):
+        """How they lie."""
+        return self.lie(self.rows)
+
+    @property
+    def aux(self):
+        """The arrays that the variant's functions read."""
+        return listed(**{f"aux{n}": array(rank) for n, rank in enumerate(self.axes)})
 
     @property
     def query(self):
@@ -66,13 +82,18 @@ class Config:
 
     @property
     def key(self):
-        """A tile of K or V."""
+        """A tile of K."""
         return st(self.kv, self.head_dim, self.dtype)
+
+    @property
+    def value(self):
+        """A tile of V."""
+        return st(self.kv, self.value_dim, self.dtype)
 
     @property
     def output(self):
         """How the output leaves."""
-        return (Sent if self.sent else Stored)(self.rows)
+        return Sent(self.lie.apart) if self.sent else Stored(self.lie.apart)
 
     @property
     def turn(self):
@@ -80,11 +101,14 @@ class Config:
         return warpgroup.ping_pong(self.consumers) if self.turns else AsTheyCome()
 
     def __str__(self):
-        size = f"D {self.head_dim} {self.dtype}{' causal' * self.causal}, {self.rows} x {self.kv}"
+        dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
+        kind = f"{self.variant}" if self.lie is Batched else f"{self.variant} {self.lie.__name__.lower()}"
+        size = f"{dims} {self.dtype} {kind}, {self.rows} x {self.kv}"
         return size + " persistent" * self.persistent + " sent" * self.sent
 
 
 SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (112, 2), 256: (80, 2)}  # padded head_dim: (kv, consumers)
+NARROW = {(192, 128): (128, 2)}  # the same where values have fewer columns; else as if they had as many
 # Where tiles are short a persistent grid pays, often of another shape. Padded head_dim, causal: {keys, up to which: what is
 # other}; a pair that is not here is persistent as it is up to 2048 keys. bench/NOTES.md has the figures. At 64, causal, a
 # consumer passes by key blocks that none of its rows sees: the smaller they are, the more.
@@ -100,17 +124,35 @@ SHORT: dict[tuple[int, bool], dict[int, dict[str, Any]]] = {
 PLAIN: dict[int, dict[str, Any]] = {2048: {}}
 
 
-def config_for(head_dim: int, dtype: dtype, causal: bool, seqlen_kv: int) -> Config:
-    """The configuration that serves a problem: the next larger head_dim of SHAPES, persistent where tiles are short."""
-    padded = min(d for d in SHAPES if d >= head_dim)
-    return _config(padded, dtype, causal, next((end for end in SHORT.get((padded, causal), PLAIN) if seqlen_kv <= end), None))
+def config_for(
+    head_dim: int,
+    dtype: dtype,
+    variant: Variant,
+    seqlen_kv: int,
+    value_dim: int | None = None,
+    lie: type[Batched] = Batched,
+    axes: tuple[int, ...] = (),
+) -> Config:
+    """The configuration that serves a problem: the next larger dims of SHAPES; plain and causal attention persistent where tiles
+    are short."""
+    padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
+    if padded != wide or lie is not Batched or variant not in (FULL, CAUSAL):
+        return _other(padded, wide, dtype, variant, lie, axes)
+    short = SHORT.get((padded, variant.rising), PLAIN)
+    return _config(padded, dtype, variant.rising, next((end for end in short if seqlen_kv <= end), None))
 
 
 @functools.cache
 def _config(padded: int, dtype: dtype, causal: bool, end: int | None) -> Config:
     kv, consumers = SHAPES[padded]
-    config = Config(padded, dtype, causal, kv, consumers)
+    config = Config(padded, padded, dtype, CAUSAL if causal else FULL, kv, consumers)
     return config if end is None else replace(config, persistent=True, **SHORT.get((padded, causal), PLAIN)[end])
+
+
+@functools.lru_cache(256)
+def _other(padded: int, wide: int, dtype: dtype, variant: Variant, lie: type[Batched], axes: tuple[int, ...]) -> Config:
+    kv, consumers = NARROW.get((padded, wide), SHAPES[max(padded, wide)])
+    return Config(padded, wide, dtype, variant, kv, consumers, lie=lie, axes=axes)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -144,37 +186,48 @@ def make(config: Config):
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # rows of a block of keys, of a tile of queries, of a consumer
     CONSUMERS, PERSISTENT = config.consumers, config.persistent
     KEYS_FIRST = PERSISTENT and config.queries == 1  # a tile's queries wait for the place of the last one's, its keys need not
-    sees, own_rows_see, turn, output = config.sees, replace(config, consumers=1).sees, config.turn, config.output
+    variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
+    own_rows, sequences = replace(config, consumers=1).tiling, config.sequences
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
-    INPUT, O = config.dtype, rt(16, config.head_dim, fp32)
+    INPUT, O = config.dtype, rt(16, config.value_dim, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
     smem = shared(
         q=ring(config.query, config.queries, readers),
         k=ring(config.key, config.stages, readers),
-        v=ring(config.key, config.stages, readers),
+        v=ring(config.value, config.stages, readers),
     )
-    softmax, OUTPUT = Softmax(O), output.declared(config.head_dim, config.dtype)
+    softmax, OUTPUT = Softmax(O), output.declared(config.value_dim, config.dtype)
 
     @inlined
-    def more(r, tiles):
+    def place(r, blocks, heads, pairs, band, given):
+        """(block of queries, sequence, head) of the r-th tile."""
+        block, pair = tiling.place(persistent_tile(r), blocks, pairs, band)
+        return sequences.find(block, pair, heads, given)
+
+    @inlined
+    def more(r, blocks, heads, pairs, band, given):
         """Is there an r-th tile for this block?"""
         if PERSISTENT:
-            return persistent_tile(r) < tiles
-        else:
+            return persistent_tile(r) < blocks * pairs
+        elif sequences.apart:
             return r == 0
+        else:
+            block, batch, _ = place(0, blocks, heads, pairs, band, given)
+            return r == 0 and sequences.has(block, batch, given)
 
     def overlap(cut):
         """The middle of the pipeline: scores and softmax of block j, while O takes up block j - 1; `cut` by the mask or not."""
 
         @inlined
-        def step(j, p, seen, queries, k, v, me, edge, scale, slack):
+        def step(j, p, seen, queries, k, v, me, at, key, scale, slack):
             turn.take(me)
             s = warpgroup.mm_ABt(queries, k.wait(j))
             o = warpgroup.mma_AB(seen.rescaled(), p, v.wait(j - 1))
             turn.give(me)
             s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
+            s = variant.score(s, at, key)
             if cut:
-                s = sees.mask(s, edge + j * KV)
+                s = tiling.mask(s, at, key)
             seen = seen.moved(s, scale, slack)
             p = seen.weights(s, scale)
             k.release(j, after=seen.m)
@@ -188,14 +241,14 @@ def make(config: Config):
     cut_step, step = overlap(True), overlap(False)
 
     @inlined
-    def own_blocks(row, n, cut, diagonal, q_len, kv_len, me):
-        """How many of a tile's n key blocks, the last ones to come, a consumer's rows see, and how many of them the mask cuts;
-        none for rows that there are not."""
+    def own_blocks(row, every, at):
+        """How many of a tile's key blocks, the last ones to come, a consumer's rows see, and how many of them the mask cuts; none
+        for rows that there are not."""
         if PERSISTENT:
-            own, cut = own_rows_see.key_blocks(diagonal + EACH * me, kv_len)
-            return int32(own if row < q_len else 0), cut
+            own = own_rows.key_blocks(row, at)
+            return int32(own.n if row < at.queries else 0), own.cut
         else:
-            return n, cut
+            return every.n, every.cut
 
     @inlined
     def stand_by(j, first, end, k, v, me):
@@ -212,66 +265,69 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.key), gO: OUTPUT, gLse: array(3),
-        q_len: INT, kv_len: INT, offset: INT, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT,
-        scale: FLOAT, slack: FLOAT,
+        gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gO: OUTPUT,
+        gLse: array(3), given: record(**variant.given, **sequences.given), aux: config.aux, blocks: INT, heads: INT, pairs: INT,
+        band: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
-        """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp. A tile is a block of query rows of one of `pairs` pairs of head
-        and batch, `band` of which are worked on at once; query i stands at key i + `offset`; `group` query heads
-        share a key head; `scale` is log2(e) / sqrt(D), `slack` how far a maximum may lag."""
+        """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, of what the variant makes of the scores. A tile is a block of query
+        rows of one of `pairs` pairs of head and batch, `band` of which are worked on at once; `group` query heads share a key
+        head; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
         q, k, v = smem.open()
         me = warpgroup.id()
         r = j = int32(0)  # tiles and key blocks so far
         if me == PRODUCER:
             warpgroup.release_registers(keep)
-            while more(r, blocks * pairs):
-                block, pair = sees.place(persistent_tile(r), blocks, pairs, band)
-                batch, head = divmod(pair, heads)
+            while more(r, blocks, heads, pairs, band, given):
+                block, batch, head = place(r, blocks, heads, pairs, band, given)
+                own, row = sequences.sequence(batch, given), ROWS * block
                 kv_head, _ = divmod(head, group)
-                n, _ = sees.key_blocks(ROWS * block + offset, kv_len)
+                every = tiling.key_blocks(row, At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux))
                 if not KEYS_FIRST:
-                    q.fill(r, gQ, (batch, block, head))
-                for i in range(n):
-                    k.fill(j + i, gK, (batch, n - 1 - i, kv_head))
+                    q.fill(r, gQ, (own.batch, own.query + row, head))
+                for i in range(every.n):
+                    key = own.key + tiling.key(every, i)
+                    k.fill(j + i, gK, (own.batch, key, kv_head))
                     if KEYS_FIRST and i == 0:
-                        q.fill(r, gQ, (batch, block, head))
-                    v.fill(j + i, gV, (batch, n - 1 - i, kv_head))
-                r, j = int32(r + 1), int32(j + n)
+                        q.fill(r, gQ, (own.batch, own.query + row, head))
+                    v.fill(j + i, gV, (own.batch, key, kv_head))
+                r, j = int32(r + 1), int32(j + every.n)
         else:
             warpgroup.claim_registers(claim)
             turn.begin(me)
-            while more(r, blocks * pairs):
-                block, pair = sees.place(persistent_tile(r), blocks, pairs, band)
-                diagonal = ROWS * block + offset  # the last key that the first row may see
-                n, cut = sees.key_blocks(diagonal, kv_len)
-                row, end = ROWS * block + EACH * me, int32(j + n)
-                own, cut = own_blocks(row, n, cut, diagonal, q_len, kv_len, me)
-                first, queries = int32(end - own), subtile(q.wait(r), EACH, me)
+            while more(r, blocks, heads, pairs, band, given):
+                block, batch, head = place(r, blocks, heads, pairs, band, given)
+                own, row = sequences.sequence(batch, given), ROWS * block + EACH * me
+                mine = row + 16 * warpgroup.rank()
+                at = At(batch, head, mine, own.keys - own.queries, own.queries, own.keys, given, aux)
+                every = tiling.key_blocks(ROWS * block, at)
+                n, cut = own_blocks(row, every, at)
+                end = int32(j + every.n)
+                first, queries = int32(end - n), subtile(q.wait(r), EACH, me)
                 if PERSISTENT:
                     stand_by(j, first, end, k, v, me)
-                if PERSISTENT and own == 0:
+                if PERSISTENT and n == 0:
                     output.release_last(q, r)
                     output.release(q, r)
                 else:
-                    edge = sees.edge(diagonal, EACH * me, kv_len) - (end - 1) * KV
+                    key = tiling.key(every, first - j)
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
                     k.release(first)
-                    s = sees.mask(s, edge + first * KV)
-                    seen = softmax.begin().moved(s, scale, slack)
+                    s = tiling.mask(variant.score(s, at, key), at, key)
+                    seen = softmax.begin(variant.lowest(at)).moved(s, scale, slack)
                     p = seen.weights(s, scale)
                     p, seen = INPUT(p), seen.add(p)
                     output.release_last(q, r)
+                    sequences.clear(v.wait(first), own.keys - key, CONSUMERS)
                     for i in range(int32(first + 1), int32(first + cut)):
-                        p, seen = cut_step(i, p, seen, queries, k, v, me, edge, scale, slack)
+                        p, seen = cut_step(i, p, seen, queries, k, v, me, at, tiling.key(every, i - j), scale, slack)
                     for i in range(int32(first + cut), end):
-                        p, seen = step(i, p, seen, queries, k, v, me, edge, scale, slack)
+                        p, seen = step(i, p, seen, queries, k, v, me, at, tiling.key(every, i - j), scale, slack)
                     output.release(q, r)
                     o = warpgroup.wait(warpgroup.mma_AB(seen.rescaled(), p, v.wait(end - 1)))
                     v.release(end - 1)
-                    batch, head = divmod(pair, heads)
-                    o, lse = seen._replace(o=o).finish(scale)
-                    output.store(gO, o, queries, batch, block, head, me)
-                    warpgroup.store(gLse, lse, (batch, head, row))
+                    o, lse = seen._replace(o=o).finish(scale, variant, at)
+                    output.store(gO, o, queries, own, row, head)
+                    output.store_sums(gLse, lse, own, row, head)
                 r, j = int32(r + 1), end
             output.end()
 

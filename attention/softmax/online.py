@@ -1,11 +1,11 @@
 """The softmax of scores that come block by block, as a value: what has been seen of some query rows, and what to do with more.
 
-    seen = Softmax(O).begin()                              # no key yet
+    seen = Softmax(O).begin(lowest)                        # no key yet, and where the maximum starts
     seen = seen.moved(s, scale, slack)                     # a block of scores: the maximum
     p = seen.weights(s, scale)                             # ... their weights
     seen = seen.add(p)                                     # ... in the sum that O will be divided by
     seen = seen._replace(o=mma_AB(seen.rescaled(), p, values))
-    out, lse = seen.finish(scale)
+    out, lse = seen.finish(scale, variant, at)
 
 exp2(scale (s - m)) may use any m near a row's maximum, for the factor cancels in O / l: m moves only when the maximum has grown
 by more than `slack`, and most blocks rescale nothing.
@@ -62,9 +62,10 @@ class Seen(NamedTuple):
         return Seen(self.o * mine + other.o * its, m, self.l * mine + other.l * its, self.lag)
 
     @inlined
-    def finish(self, scale):
-        """softmax(S) V, and the logarithm of the sum of exp(score); 0 and -inf for a row that has seen no key."""
-        l = finish_sum(self.l)
+    def finish(self, scale, variant, at):
+        """softmax(S) V, and the logarithm of the sum of exp(score); 0 and -inf for a row that has seen no key. What joins the sum
+        the variant says."""
+        l = variant.total(finish_sum(self.l), self.m, scale, at)
         return self.o / maximum(l, TINY), (self.m * scale + log2(l)) * LN2
 
 
@@ -75,6 +76,6 @@ class Softmax:
     tile: rt
 
     @inlined
-    def begin(self):
-        """What they have seen before the first key."""
-        return Seen(zeros(self.tile), full(self.tile.col_vec, LOWEST), lane_sum(zeros(self.tile)), zeros(self.tile.col_vec))
+    def begin(self, lowest):
+        """What they have seen before the first key; the maximum starts at `lowest`."""
+        return Seen(zeros(self.tile), full(self.tile.col_vec, lowest), lane_sum(zeros(self.tile)), zeros(self.tile.col_vec))

@@ -2,26 +2,39 @@
 
 from typing import Any
 
-from ops import warpgroup
+from ops import truncate, warpgroup
 from tiles import dtype, inlined, st, static
 from tiles.arguments import array, tiled
 
 
 @static
 class Stored:
-    """By the consumers, 16 bytes a lane; the queries' place is free once the last scores are made. rows: of a tile."""
+    """By the consumers, 16 bytes a lane; the queries' place is free once the last scores are made. apart: what lies behind a
+    sequence's last query belongs to nobody."""
 
-    rows: int
+    apart: bool
 
-    def declared(self, head_dim: int, of: dtype) -> Any:
+    def declared(self, value_dim: int, of: dtype) -> Any:
         """What the kernel says of the output."""
         return array(4, of)
 
     @inlined
-    def store(self, gO, o, queries, batch, block, head, me):
-        """Write consumer `me`'s rows of a tile."""
-        row = self.rows * block + warpgroup.ROWS * me
-        warpgroup.store(gO, o, (batch, row, head, 0), rows=1, cols=3, aligned=True)
+    def store(self, gO, o, queries, own, row, head):
+        """Write a consumer's rows of a tile, from `row` on, of a Sequence."""
+        at = own.batch, own.query + row, head, 0
+        if self.apart:
+            warpgroup.store(gO, o, at, rows=1, cols=3, aligned=True)
+        else:
+            warpgroup.store(truncate(gO, 1, own.query + own.queries), o, at, rows=1, cols=3, aligned=True)
+
+    @inlined
+    def store_sums(self, gLse, lse, own, row, head):
+        """Write the logarithms of their sums."""
+        at = own.batch, head, own.query + row
+        if self.apart:
+            warpgroup.store(gLse, lse, at)
+        else:
+            warpgroup.store(truncate(gLse, 2, own.query + own.queries), lse, at)
 
     @inlined
     def release(self, q, r):
@@ -37,21 +50,18 @@ class Stored:
         """There are no more tiles."""
 
 
-@static
-class Sent:
-    """By TMA, from the place of its queries, while the next tile begins."""
+class Sent(Stored):
+    """By TMA, from the place of its queries, while the next tile begins. No sequence follows, which it would overwrite."""
 
-    rows: int
-
-    def declared(self, head_dim: int, of: dtype) -> Any:
+    def declared(self, value_dim: int, of: dtype) -> Any:
         """What the kernel says of the output."""
-        return tiled(st(warpgroup.ROWS, head_dim, of))
+        return tiled(st(warpgroup.ROWS, value_dim, of), unit=1)
 
     @inlined
-    def store(self, gO, o, queries, batch, block, head, me):
-        """Write consumer `me`'s rows of a tile."""
+    def store(self, gO, o, queries, own, row, head):
+        """See Stored."""
         warpgroup.store(queries, queries.dtype(o))
-        warpgroup.tma_store(gO, (batch, self.rows // warpgroup.ROWS * block + me, head), queries)
+        warpgroup.tma_store(gO, (own.batch, own.query + row, head), queries)
 
     @inlined
     def release(self, q, r):

@@ -1,14 +1,16 @@
-"""Which query rows a tile has and which keys they see: the same for every family, and one object a variant of attention."""
+"""Which query rows a tile has and which blocks of keys they see: the same for every family and every variant of attention."""
 
 import functools
 import math
-from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from numpy import int32
 
 from ops import rasterize, right_fill
 from tiles import inlined, static
 from tiles.lengths import follows
+
+from .variants import Variant
 
 SHARING = 6  # multiprocessors that should read one pair's keys and values at a time: 4 to 8 are as good (bench/NOTES.md)
 
@@ -37,60 +39,67 @@ def _halves(grid: int) -> list[int]:
     return [n for n in range(grid // 2, 0, -1) if grid % (2 * n) == 0]
 
 
+class Blocks(NamedTuple):
+    """The key blocks that a tile's rows see: n of them from block `first` on. The first `cut` to be worked on must be masked, of
+    which `right` are the last ones."""
+
+    first: Any
+    n: Any
+    right: Any
+    cut: Any
+
+
 @static
-class Full:
-    """Every query sees every key. Of kernels whose tiles have `rows` query rows, and whose key blocks have `kv` keys.
-    triangle: the op `causal` of the scope that holds a tile of scores."""
+class Tiling:
+    """Of kernels whose tiles have `rows` query rows, and whose key blocks have `kv` keys, under a variant."""
 
     rows: int
     kv: int
-    triangle: Callable
+    variant: Variant
 
     @inlined
     def place(self, tile, blocks, pairs, band):
-        """The tile's (query block, pair of head and batch): one band of pairs after the other (see `band_of`)."""
+        """The tile's (query block, pair of head and batch): one band of pairs after the other (see `band_of`); where later rows
+        see more keys a band's longest blocks first."""
         pair, block = rasterize(tile, pairs, blocks, band)
-        return block, pair
+        if self.variant.rising:
+            return blocks - 1 - block, pair
+        else:
+            return block, pair
 
     @inlined
-    def key_blocks(self, diagonal, kv_len):
-        """How many key blocks a tile's query rows see, and how many of them, counted from the last, must be masked; `diagonal`
-        is the last key that the first row may see. The last is counted even if that row sees all of it: kernels begin with it,
-        and mask it."""
-        return int32((kv_len + self.kv - 1) // self.kv), int32(1)
+    def key_blocks(self, row, at):
+        """The Blocks of a tile whose first query is `row`. One is counted, and one is masked, even if there is no need to: kernels
+        begin with it, and mask it."""
+        keys = self.variant.keys(row, row + self.rows - 1, at)
+        first = 0 if self.variant.from_first else keys.first // self.kv
+        n = max(1, (keys.end + self.kv - 1) // self.kv - first)
+        right = max(1, n - max(0, keys.inner_end // self.kv - first))
+        if self.variant.from_first:
+            return Blocks(int32(0), int32(n), int32(right), int32(right))
+        else:
+            left = min(n - right, max(0, (keys.inner_first + self.kv - 1) // self.kv - first))
+            return Blocks(int32(first), int32(n), int32(right), int32(right + left))
 
     @inlined
-    def edge(self, diagonal, row, kv_len):
-        """Where the mask cuts, for rows of the tile from `row` on."""
-        return kv_len
+    def key(self, blocks, i):
+        """The first key of the i-th block to be worked on: first those that the mask cuts on the right, from the last one on; then
+        those that it cuts on the left, from the first one on; then the others, from the last one on."""
+        if self.variant.from_first:
+            return int32((blocks.n - 1 - i) * self.kv)
+        else:
+            on_right, inner = blocks.n - 1 - i, blocks.n - 1 - i + blocks.cut - blocks.right
+            block = on_right if i < blocks.right else i - blocks.right if i < blocks.cut else inner
+            return int32((blocks.first + block) * self.kv)
 
     @inlined
-    def mask(self, s, edge):
-        """-inf for the scores that must not be seen, `edge` counting from the block's first key."""
-        return right_fill(s, edge, -math.inf)
-
-
-class Causal(Full):
-    """A query sees the keys up to its own place."""
+    def score(self, s, at, key):
+        """What the variant makes of a tile of scores."""
+        return self.variant.score(s, at, key)
 
     @inlined
-    def place(self, tile, blocks, pairs, band):
-        """See Full: a band's longest blocks first."""
-        pair, done = rasterize(tile, pairs, blocks, band)
-        return blocks - 1 - done, pair
-
-    @inlined
-    def key_blocks(self, diagonal, kv_len):
-        """See Full."""
-        n = max(1, (min(kv_len, self.rows + diagonal) + self.kv - 1) // self.kv)
-        return int32(n), int32(max(1, n - max(0, diagonal + 1) // self.kv))
-
-    @inlined
-    def edge(self, diagonal, row, kv_len):
-        """See Full."""
-        return diagonal + row
-
-    @inlined
-    def mask(self, s, edge):
-        """See Full: right of the diagonal `edge`."""
-        return self.triangle(s, edge, -math.inf)
+    def mask(self, s, at, key):
+        """-inf for the scores that must not be seen, of keys from `key` on."""
+        if not self.variant.within:
+            s = right_fill(s, at.keys - key, -math.inf)
+        return self.variant.mask(s, at, key)

@@ -86,7 +86,8 @@ def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1
 def _argument(a):
     """An argument as kernels see it: a float in fp32, an array that says where an index leaves it."""
     if isinstance(a, tuple):
-        return type(a)(*map(_argument, a))
+        values = map(_argument, a)
+        return type(a)(*values) if hasattr(a, "_fields") else tuple(values)
     return np.float32(a) if isinstance(a, float) else a.view(Bounded) if isinstance(a, np.ndarray) else a
 
 

@@ -1,0 +1,405 @@
+"""What an attention makes of its scores, as objects: which keys a query sees, what becomes of a score, what joins the sum.
+
+    Both(Causal(), Left())                      # a causal window
+    Both(Causal(), Capped())                    # tanh of every score
+    Both(Seen(lambda b, h, i, j, docs: docs[i] == docs[j]), Biased())
+
+A kernel is made for one such object, and calls its methods where it has a tile of scores. Numbers and arrays that an object needs
+come as arguments of the kernel (`given`, a record), so a window of another width is no other code. Scores are Q K^T at first,
+in units of the softmax's scale; a Capped score is in units of the cap, what a function of scores gives is in units of 1.
+`assembled` says how a call's options become an object, its arguments and the unit that is left.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numpy import int32
+
+from ops import abs, causal, col_index, exp2, load, maximum, row_index, tanh, triu, where
+from tiles import fp32, inlined, rt, static
+from tiles.arguments import FLOAT, INT, array
+
+from .online import LOWEST
+
+MASKED = float("-inf")
+
+
+class At(NamedTuple):
+    """Where a warp's rows of scores stand. batch, head: of the queries; a packed sequence is a batch. row: the query of the first
+    one. shift: query i and key i + shift stand at the same place. queries, keys: how many there are. given, aux: the kernel's
+    arguments that the variant reads, and those that functions in Python do."""
+
+    batch: Any
+    head: Any
+    row: Any
+    shift: Any
+    queries: Any
+    keys: Any
+    given: Any
+    aux: Any
+
+
+class Keys(NamedTuple):
+    """What some rows see: no key outside [first, end), and all of them every key in [inner_first, inner_end)."""
+
+    first: Any
+    end: Any
+    inner_first: Any
+    inner_end: Any
+
+
+@static
+class Variant:
+    """Every query sees every key, and scores are what they are."""
+
+    def __str__(self):
+        return type(self).__name__.lower()
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The kernel's arguments that it reads, and what they are."""
+        return {}
+
+    @property
+    def from_first(self) -> bool:
+        """Do all queries see the first key?"""
+        return True
+
+    @property
+    def rising(self) -> bool:
+        """Do later queries see more keys?"""
+        return False
+
+    @property
+    def within(self) -> bool:
+        """Is a key that a query sees always one of those that there are?"""
+        return False
+
+    @inlined
+    def keys(self, first, last, at):
+        """The Keys of rows `first` to `last`."""
+        return Keys(0, at.keys, 0, at.keys)
+
+    @inlined
+    def score(self, s, at, key):
+        """What becomes of a tile of scores, whose first key is `key`."""
+        return s
+
+    @inlined
+    def mask(self, s, at, key):
+        """-inf for those that are not seen."""
+        return s
+
+    @inlined
+    def lowest(self, at):
+        """Where the maximum of scores starts."""
+        return LOWEST
+
+    @inlined
+    def total(self, l, m, scale, at):
+        """The sum of weights exp2(scale (s - m)), and what joins it."""
+        return l
+
+
+@static
+class Both(Variant):
+    """One and then another: a query sees what both let it see."""
+
+    one: Variant
+    other: Variant
+
+    def __str__(self):
+        return f"{self.one} {self.other}"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant."""
+        return self.one.given | self.other.given
+
+    @property
+    def from_first(self) -> bool:
+        """See Variant."""
+        return self.one.from_first and self.other.from_first
+
+    @property
+    def rising(self) -> bool:
+        """See Variant."""
+        return self.one.rising or self.other.rising
+
+    @property
+    def within(self) -> bool:
+        """See Variant."""
+        return self.one.within or self.other.within
+
+    @inlined
+    def keys(self, first, last, at):
+        """See Variant."""
+        one, other = self.one.keys(first, last, at), self.other.keys(first, last, at)
+        return Keys(
+            max(one.first, other.first),
+            min(one.end, other.end),
+            max(one.inner_first, other.inner_first),
+            min(one.inner_end, other.inner_end),
+        )
+
+    @inlined
+    def score(self, s, at, key):
+        """See Variant."""
+        return self.other.score(self.one.score(s, at, key), at, key)
+
+    @inlined
+    def mask(self, s, at, key):
+        """See Variant."""
+        return self.other.mask(self.one.mask(s, at, key), at, key)
+
+    @inlined
+    def lowest(self, at):
+        """See Variant."""
+        return maximum(self.one.lowest(at), self.other.lowest(at))
+
+    @inlined
+    def total(self, l, m, scale, at):
+        """See Variant."""
+        return self.other.total(self.one.total(l, m, scale, at), m, scale, at)
+
+
+# ---- which keys a query sees ---------------------------------------------------------------------------------------
+class Full(Variant):
+    """All."""
+
+
+class Causal(Variant):
+    """Those up to its own place."""
+
+    @property
+    def rising(self) -> bool:
+        """See Variant."""
+        return True
+
+    @property
+    def within(self) -> bool:
+        """See Variant. The last query stands at the last key."""
+        return True
+
+    @inlined
+    def keys(self, first, last, at):
+        """See Variant."""
+        return Keys(0, min(at.keys, last + at.shift + 1), 0, min(at.keys, first + at.shift + 1))
+
+    @inlined
+    def mask(self, s, at, key):
+        """See Variant."""
+        return causal(s, at.row + at.shift - key, MASKED)
+
+
+class Right(Variant):
+    """Those up to given.right places after its own."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant."""
+        return {"right": INT}
+
+    @property
+    def rising(self) -> bool:
+        """See Variant."""
+        return True
+
+    @inlined
+    def keys(self, first, last, at):
+        """See Variant."""
+        edge = at.shift + at.given.right + 1
+        return Keys(0, min(at.keys, last + edge), 0, min(at.keys, first + edge))
+
+    @inlined
+    def mask(self, s, at, key):
+        """See Variant."""
+        return causal(s, at.row + at.shift + at.given.right - key, MASKED)
+
+
+class Left(Variant):
+    """Those from given.left places before its own on."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant."""
+        return {"left": INT}
+
+    @property
+    def from_first(self) -> bool:
+        """See Variant."""
+        return False
+
+    @inlined
+    def keys(self, first, last, at):
+        """See Variant."""
+        edge = at.shift - at.given.left
+        return Keys(max(0, first + edge), at.keys, max(0, last + edge), at.keys)
+
+    @inlined
+    def mask(self, s, at, key):
+        """See Variant."""
+        return triu(s, at.row + at.shift - at.given.left - key, MASKED)
+
+
+@static
+class Masked(Variant):
+    """Those for which function(b, h, i, j, *aux) holds; i is a vector of queries, j one of keys, both counted from 0."""
+
+    function: Callable
+
+    @inlined
+    def keys(self, first, last, at):
+        """See Variant: of which keys the function holds nobody knows before it is asked."""
+        return Keys(0, at.keys, at.keys, 0)
+
+    @inlined
+    def mask(self, s, at, key):
+        """See Variant."""
+        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
+        return where(self.function(at.batch, at.head, i, j, *at.aux), s, MASKED)
+
+
+# ---- what becomes of a score ---------------------------------------------------------------------------------------
+class Capped(Variant):
+    """cap tanh(score / cap), in units of the cap."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant. per_cap: the unit of scores before, divided by the cap."""
+        return {"per_cap": FLOAT}
+
+    @inlined
+    def score(self, s, at, key):
+        """See Variant."""
+        return tanh(s * at.given.per_cap)
+
+
+@static
+class Sloped(Variant):
+    """score - slope |i + shift - j|, with a slope a head: ALiBi. ordered: no key is seen that comes after the query."""
+
+    ordered: bool
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant. slopes: (batch, head). per_slope: 1 / the unit of scores."""
+        return {"slopes": array(2), "per_slope": FLOAT}
+
+    @inlined
+    def score(self, s, at, key):
+        """See Variant."""
+        slope = at.given.slopes[at.batch, at.head] * at.given.per_slope
+        distance = row_index(s.col_vec) + int32(at.row + at.shift - key) - col_index(s.row_vec)
+        if self.ordered:
+            return s - distance * slope
+        else:
+            return s - abs(distance) * slope
+
+
+class Biased(Variant):
+    """score + bias[b, h, i, j]."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant. bias: (batch, head, query, key). per_bias: 1 / the unit of scores."""
+        return {"bias": array(4), "per_bias": FLOAT}
+
+    @inlined
+    def score(self, s, at, key):
+        """See Variant."""
+        at_bias = at.batch, at.head, at.row, int32(key)
+        return s + load(at.given.bias, rt(s.rows, s.cols, fp32), at_bias, 2, 3) * at.given.per_bias
+
+
+@static
+class Scored(Variant):
+    """function(score, b, h, i, j, *aux), in units of 1: of a tile of scores, a vector i of queries and one, j, of keys."""
+
+    function: Callable
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant. unit: that of scores before."""
+        return {"unit": FLOAT}
+
+    @inlined
+    def score(self, s, at, key):
+        """See Variant."""
+        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
+        return self.function(s * at.given.unit, at.batch, at.head, i, j, *at.aux)
+
+
+# ---- what joins the sum --------------------------------------------------------------------------------------------
+class Sunk(Variant):
+    """exp(sink), a number a head, joins the sum of weights: a key without a value."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant. sinks: (head). per_sink: 1 / the unit of scores."""
+        return {"sinks": array(1), "per_sink": FLOAT}
+
+    @inlined
+    def lowest(self, at):
+        """See Variant: no lower than the sink, whose weight is then never above 1."""
+        return maximum(LOWEST, at.given.sinks[at.head] * at.given.per_sink)
+
+    @inlined
+    def total(self, l, m, scale, at):
+        """See Variant."""
+        return l + exp2((at.given.sinks[at.head] * at.given.per_sink - m) * scale)
+
+
+FULL, CAUSAL = Full(), Causal()
+
+
+class Assembled(NamedTuple):
+    """A variant, the numbers that its kernel is given, by name, and the unit of its scores: exp(unit s) are the weights."""
+
+    variant: Variant
+    numbers: dict[str, float]
+    unit: float
+
+
+def assembled(
+    scale: float,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float | None = None,
+    alibi: bool = False,
+    bias: bool = False,
+    sink: bool = False,
+    mask: Callable | None = None,
+    score: Callable | None = None,
+) -> Assembled:
+    """The variant of these options; alibi, bias and sink say whether there is one. Scores are capped, then sloped and biased, then
+    a function's; what is masked stays masked."""
+    (left, right), unit = window, scale
+    parts: list[Variant] = []
+    numbers: dict[str, float] = {}
+    ordered = causal or right == 0
+    if ordered:
+        parts.append(CAUSAL)
+    elif right is not None:
+        parts.append(Right())
+        numbers["right"] = right
+    if left is not None:
+        parts.append(Left())
+        numbers["left"] = left
+    if mask is not None:
+        parts.append(Masked(mask))
+    if softcap is not None:
+        parts.append(Capped())
+        numbers["per_cap"], unit = unit / softcap, softcap
+    for wanted, part, name in ((alibi, Sloped(ordered), "per_slope"), (bias, Biased(), "per_bias")):
+        if wanted:
+            parts.append(part)
+            numbers[name] = 1 / unit
+    if score is not None:
+        parts.append(Scored(score))
+        numbers["unit"], unit = unit, 1.0
+    if sink:
+        parts.append(Sunk())
+        numbers["per_sink"] = 1 / unit
+    return Assembled(functools.reduce(Both, parts, FULL) if len(parts) != 1 else parts[0], numbers, unit)
