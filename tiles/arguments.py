@@ -60,8 +60,8 @@ def _fields(names: tuple[str, ...]) -> Any:
 
 
 class Record:
-    """Several parameters under one name: what is said of each, by its own name. `named`: the kernel reads them by these, else by
-    their numbers. See `record`."""
+    """Several parameters under one name: what is said of each, by its own name. `named`: the kernel reads them by these, else
+    by their numbers. See `record`."""
 
     def __init__(self, fields: dict[str, Any], named: bool = True):
         self.fields, self.named = fields, named

@@ -45,7 +45,13 @@ HOLDS = {
     "tile": ("bfloat16", "float16"),
     "real": ("float32", "bfloat16", "float16"),
     "index": ("int32", "int64"),
-    "any": ("bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)), "float32", "bfloat16", "float16"),
+    "any": (
+        "bool",
+        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+        "float32",
+        "bfloat16",
+        "float16",
+    ),
     "float32": ("float32",),
 }
 ROLES = "", "optional", "made", "in_place", "updated"

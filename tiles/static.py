@@ -69,8 +69,8 @@ def _subclass(base, cls, **options):
 
 
 def identity(value):
-    """The digest of a static object, a text, or what stands for one that cannot be digested: itself. Found once an object; of objects
-    that differ in no more than the identity of functions' code, once."""
+    """The digest of a static object, a text, or what stands for one that cannot be digested: itself. Found once an object; of
+    objects that differ in no more than the identity of functions' code, once."""
     found = vars(value).get("__identity__")
     if found is None:
         try:

@@ -11,40 +11,32 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from numba import cuda
 from numpy import int32
 
 from ops import divmod, mma_AB, mma_ABt, store, subtile, truncate, zeros
-from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st
-from tiles.arguments import FLOAT, INT, array, listed, record
+from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared
+from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
+from .kind import Kind
 from .online import Softmax
-from .sequences import Batched
-from .tiling import Tiling
 from .variants import CAUSAL, FULL, At, Variant
 
 
 @dataclass(frozen=True)
-class Config:
-    """A kernel's shape: head_dim and value_dim as padded, key rows of a block, warps of `band` query rows each, stages of the
-    pipelines, blocks that a multiprocessor is to hold. piece: the bytes that bases and strides are multiples of. What it computes:
-    the variant, how sequences lie, how many axes the arrays have that the variant's functions read."""
+class Config(Kind):
+    """A kernel's shape: warps of `band` query rows each, stages of the pipelines, blocks that a
+    multiprocessor is to hold. piece: the bytes that bases and strides are multiples of."""
 
-    head_dim: int
-    value_dim: int
-    dtype: dtype
-    variant: Variant
-    kv: int
     warps: int
     band: int
     stages: int
     resident: int
     piece: int = 16
-    lie: type[Batched] = Batched
-    axes: tuple[int, ...] = ()
 
     @property
     def rows(self):
@@ -57,45 +49,12 @@ class Config:
         return LANES * self.warps
 
     @property
-    def query(self):
-        """A block's tile of Q."""
-        return st(self.rows, self.head_dim, self.dtype)
-
-    @property
-    def key(self):
-        """A tile of K."""
-        return st(self.kv, self.head_dim, self.dtype)
-
-    @property
-    def value(self):
-        """A tile of V."""
-        return st(self.kv, self.value_dim, self.dtype)
-
-    @property
-    def tiling(self):
-        """Which keys a tile's queries see."""
-        return Tiling(self.rows, self.kv, self.variant)
-
-    @property
-    def sequences(self):
-        """How they lie."""
-        return self.lie(self.rows)
-
-    @property
-    def aux(self):
-        """The arrays that the variant's functions read."""
-        return listed(**{f"aux{n}": array(rank) for n, rank in enumerate(self.axes)})
-
-    @property
     def persistent(self):
         """Never: blocks are short, and a multiprocessor holds several."""
         return False
 
     def __str__(self):
-        dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
-        kind = f"{self.variant}" if self.lie is Batched else f"{self.variant} {self.lie.__name__.lower()}"
-        small = f", by {self.piece} bytes" * (self.piece != 16)
-        return f"{dims} {self.dtype} {kind}, {self.rows} x {self.kv}{small}"
+        return super().__str__() + f", by {self.piece} bytes" * (self.piece != 16)
 
 
 SHAPES = {  # padded head_dim: (kv, warps, band, stages, resident)
@@ -121,15 +80,14 @@ def config_for(
     room: int = LARGE,
     piece: int = 16,
     value_dim: int | None = None,
-    lie: type[Batched] = Batched,
-    axes: tuple[int, ...] = (),
+    **kind: Any,
 ) -> Config:
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
-    dims, in the shape of the greater one."""
+    dims, in the shape of the greater one. kind: what else a Kind says."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     least = SHARED_BYTES if piece == 2 else max(r for r in ROOMS if r <= room)  # loads take registers that cp.async does not
     greater = max(padded, wide)
-    return Config(padded, wide, dtype, variant, *ROOMS[least].get(greater, SHAPES[greater]), piece, lie, axes)
+    return Config(padded, wide, dtype, variant, *ROOMS[least].get(greater, SHAPES[greater]), piece, **kind)
 
 
 ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # shared memory that a block may have; elsewhere the least
@@ -146,6 +104,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, BAND, PIECE = config.kv, config.rows, config.band, config.piece
+    GIVEN, AUX = config.given, config.aux
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
     INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.value_dim, fp32)
     STAGES = config.stages
@@ -161,12 +120,12 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gO: array(4, INPUT), gLse: array(3),
-        given: record(**variant.given, **sequences.given), aux: config.aux, blocks: INT, heads: INT, pairs: INT, band: INT,
+        given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
-        """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, of what the variant makes of the scores, for a block of query rows of
-        one of `pairs` pairs of head and batch, `band` of which are worked on at once; `group` query heads share a key head;
-        exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
+        """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, of what the variant makes of the scores, for a block of query
+        rows of one of `pairs` pairs of head and batch, `band` of which are worked on at once; `group` query heads share a key
+        head; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
         q, k, v = smem.open()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         block, batch, head = sequences.find(block, pair, heads, given)
@@ -181,17 +140,17 @@ def make(config: Config):
                 gO, gLse = truncate(gO, 1, own.query + own.queries), truncate(gLse, 2, own.query + own.queries)
             q.fill(0, gQ, (own.batch, own.query + ROWS * block, head, 0), 1, 3, 1, PIECE)
             for i in range(STAGES):
-                k.fill(i, gK, (own.batch, own.key + tiling.key(every, i), kv_head, 0), 1, 3, n, PIECE)
+                k.fill(i, gK, (own.batch, own.key + tiling.key(every, i, at), kv_head, 0), 1, 3, n, PIECE)
                 if i < STAGES - 1:
-                    v.fill(i, gV, (own.batch, own.key + tiling.key(every, i), kv_head, 0), 1, 3, n, PIECE)
+                    v.fill(i, gV, (own.batch, own.key + tiling.key(every, i, at), kv_head, 0), 1, 3, n, PIECE)
             queries, seen = subtile(q.wait(0, KEYS_ALONE), BAND, warp), softmax.begin(variant.lowest(at))
             for i in range(n):
-                key, later = tiling.key(every, i), i + STAGES
+                key, later = tiling.key(every, i, at), i + STAGES
                 keys = k.wait(i, NEWER)
-                v.fill(later - 1, gV, (own.batch, own.key + tiling.key(every, later - 1), kv_head, 0), 1, 3, n, PIECE)
+                v.fill(later - 1, gV, (own.batch, own.key + tiling.key(every, later - 1, at), kv_head, 0), 1, 3, n, PIECE)
                 s = mma_ABt(zeros(S), queries, keys)
                 values = v.wait(i, NEWER)
-                k.fill(later, gK, (own.batch, own.key + tiling.key(every, later), kv_head, 0), 1, 3, n, PIECE)
+                k.fill(later, gK, (own.batch, own.key + tiling.key(every, later, at), kv_head, 0), 1, 3, n, PIECE)
                 s = variant.score(s, at, key)
                 if i < every.cut:
                     s = tiling.mask(s, at, key)

@@ -8,14 +8,15 @@ from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.dtypes import bf16, fp16
 from tiles.launch import kernel_for
-from tiles.program import Fill, Plan, program
+from tiles.program import Fill, Plan, Step, program
 from tiles.schema import Problem, Schema
 
 from ..families import choose
 from ..options import SCALES, flag, number
 from . import ampere, hopper
+from . import blocks as lists
 from .online import SLACK
-from .python import evaluated, known, named
+from .python import evaluated, known, named, reads
 from .sequences import Batched, InUse, Packed
 from .tiling import band_of
 from .variants import Assembled, assembled
@@ -94,17 +95,17 @@ def forward(
     the keys from i + Sk - Sq - left to i + Sk - Sq + right; None is open. mask: mask(b, h, i, j, *aux) says it in Python. A key
     is seen where all of these let it be; a query that sees no key gives 0.
 
-    What becomes of a score s = scale q_i . k_j, in this order. softcap: softcap tanh(s / softcap). alibi: s - slope |i + Sk - Sq
-    - j|, slopes (H) or (B, H). bias: s + bias, (B or 1, H or 1, Sq or 1, Sk), float32, bfloat16 or float16. score:
-    score(s, b, h, i, j, *aux) says it in Python. sink: (H) logits, exp(sink) joins the sum of weights.
+    What becomes of a score s = scale q_i . k_j, in this order. softcap: softcap tanh(s / softcap). alibi: s - slope |i + Sk -
+    Sq - j|, slopes (H) or (B, H). bias: s + bias, (B or 1, H or 1, Sq or 1, Sk), float32, bfloat16 or float16. score: score(s,
+    b, h, i, j, *aux) says it in Python. sink: (H) logits, exp(sink) joins the sum of weights.
 
     mask and score: functions as FlexAttention has them, b, h, i, j counting from 0. In kernels they get tiles, s one of scores,
-    i a vector of queries and j one of keys, and on NumPy's arrays arrays: comparisons, & | ~, + - * / // %, abs, `where` and the
-    maps of `ops` work on both, and so do elements of aux, arrays of numbers, at i, j, b and h: `docs[i] == docs[j]`.
+    i a vector of queries and j one of keys, and on NumPy's arrays arrays: comparisons, & | ~, + - * / // %, abs, `where` and
+    the maps of `ops` work on both, and so do elements of aux, arrays of numbers, at i, j, b and h: `docs[i] == docs[j]`.
 
-    cu_seqlens: (N + 1) ascending from 0 to Sq, in a batch of 1: sequence n has the tokens from cu_seqlens[n] to cu_seqlens[n + 1];
-    cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) keys in use of each sequence. Everything above is then
-    about each sequence by itself, b being its number.
+    cu_seqlens: (N + 1) ascending from 0 to Sq, in a batch of 1: sequence n has the tokens from cu_seqlens[n] to cu_seqlens[n +
+    1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) keys in use of each sequence. Everything above is
+    then about each sequence by itself, b being its number.
 
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
     default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, and
@@ -131,6 +132,7 @@ def forward(
 @program(FORWARD)
 def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """How forward does calls of this form; lse is never given."""
+    _check(problem)
     return _planned(problem, assembled(_scale(problem, scale), causal), return_lse, family)
 
 
@@ -148,10 +150,12 @@ def _variant(
     family: str | None,
 ) -> Plan:
     """The same with variants; mask and score are the names that python.py knows functions by."""
+    _check(problem)
     aux = [x for x in (problem[f"aux{n}"] for n in range(AUX)) if x is not None]
-    for name, function in (("mask", mask), ("score", score)):
+    functions = known(mask), known(score)
+    for name, function in zip(("mask", "score"), functions):
         if function is not None:
-            evaluated(name, known(function), [x.form for x in aux])
+            evaluated(name, function, [x.form for x in aux])
     made = assembled(
         _scale(problem, scale),
         causal,
@@ -160,18 +164,22 @@ def _variant(
         "alibi" in problem,
         "bias" in problem,
         "sink" in problem,
-        mask and known(mask),
-        score and known(score),
+        *functions,
     )
-    return _planned(problem, made, return_lse, family, aux)
+    return _planned(problem, made, return_lse, family, aux, functions[0])
 
 
 def _planned(
-    problem: Problem, made: Assembled, return_lse: bool, family: str | None, aux: Sequence[Operand] = ()
+    problem: Problem,
+    made: Assembled,
+    return_lse: bool,
+    family: str | None,
+    aux: Sequence[Operand] = (),
+    mask: Callable | None = None,
 ) -> Plan:
-    """The launch of an assembled variant."""
+    """The launch of an assembled variant; where a function masks, and each sequence lies in a batch of its own, after that
+    which lists its key blocks."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
-    _check(problem)
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in out.form.shape or kv_len == 0:  # no query sees a key
         if "sink" in problem and 0 not in out.form.shape:
@@ -181,12 +189,13 @@ def _planned(
     tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
     variant, axes = made.variant, tuple(len(x.form.shape) for x in aux)
     config: hopper.Config | ampere.Config
+    by_list = mask is not None and lie is Batched
+    kind = {} if lie is Batched and not axes and not by_list else {"lie": lie, "axes": axes, "by_list": by_list}
     if tma:
-        config = hopper.config_for(head_dim, dtype, variant, kv_len, value_dim, lie, axes)
+        config = hopper.config_for(head_dim, dtype, variant, kv_len, value_dim, **kind)
     else:
-        config = ampere.config_for(
-            head_dim, dtype, variant, gpu.shared_bytes, problem.bytes_at_once(), value_dim, lie, axes
-        )
+        room, piece = gpu.shared_bytes, problem.bytes_at_once()
+        config = ampere.config_for(head_dim, dtype, variant, room, piece, value_dim, **kind)
     blocks, pairs = -(-q_len // config.rows), batch * heads
     if lie is Packed:
         (ends,) = problem("E")
@@ -206,6 +215,20 @@ def _planned(
         )
         if x is not None
     }
+    read = {f"aux{n}": x for n, x in enumerate(aux)}
+    steps: list[Step] = []
+    scratch = []
+    if mask is not None and by_list:
+        many = batch if reads(mask, 0) else 1, heads if reads(mask, 1) else 1
+        shape = *many, blocks, lists.HEAD + -(-kv_len // config.kv)
+        found = problem.scratch(0, shape, "int32")
+        masking = {name: x for name, x in (made.numbers | arrays).items() if name in variant.given}
+        survey = kernel_for(lists, lists.Config(variant, config.rows, config.kv, axes), problem.device)
+        steps.append(
+            survey.bind(many[0] * many[1] * blocks, lists=found, blocks=blocks, heads=many[1], **where, **masking, **read)
+        )
+        scratch.append((shape, "int32"))
+        arrays["lists"] = _spread(found, (batch, heads, *shape[2:]))
     launch = kernel_for(hopper if tma else ampere, config, problem.device).bind(
         grid,
         gQ=problem["q"],
@@ -223,9 +246,9 @@ def _planned(
         **where,
         **made.numbers,
         **arrays,
-        **{f"aux{n}": x for n, x in enumerate(aux)},
+        **read,
     )
-    return Plan([launch])
+    return Plan([*steps, launch], scratch)
 
 
 def _scale(problem: Problem, scale: float | None) -> float:
@@ -293,7 +316,13 @@ def _over(problem: Problem, name: str, axes: str) -> Operand | None:
     if any(have not in (1, want) for have, want in zip(shape, extents)):
         wanted = ", ".join(f"{want} or 1" for want in extents)
         raise ValueError(f"{name}: must have the shape {wanted}: {name}.shape={form.shape}")
-    strides = tuple(0 if have == 1 else stride for have, stride in zip(shape, strides))
+    return _spread(operand._replace(form=form._replace(shape=shape, strides=strides)), extents)
+
+
+def _spread(operand: Operand, extents: tuple[int, ...]) -> Operand:
+    """With these extents, all elements being one along axes that have an extent of 1."""
+    form = operand.form
+    strides = tuple(0 if have == 1 else stride for have, stride in zip(form.shape, form.strides))
     return operand._replace(form=form._replace(shape=extents, strides=strides))
 
 

@@ -15,13 +15,12 @@ from numba import cuda
 from numpy import int32
 
 from ops import divmod, persistent_tile, subtile, warpgroup
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, static
-from tiles.arguments import FLOAT, INT, array, listed, record, tiled
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, static
+from tiles.arguments import FLOAT, INT, array, tiled
 
+from .kind import Kind
 from .online import Softmax
 from .output import Sent, Stored
-from .sequences import Batched
-from .tiling import Tiling
 from .variants import CAUSAL, FULL, At, Variant
 
 SHARED_BYTES = 227 * 1024
@@ -29,26 +28,18 @@ REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumers -> registers
 
 
 @dataclass(frozen=True)
-class Config:
-    """A kernel's shape: head_dim and value_dim as padded, key rows of a block, consumers of 64 query rows each, stages of the rings
-    of keys and values and of that of queries. What it computes: the variant, how sequences lie, how many axes the arrays have that
-    the variant's functions read. persistent: a block a multiprocessor goes through many tiles and loads the next while it finishes
-    one; else a block a tile, in whose order the hardware balances what is left. sent: TMA stores the output, from the place of its
+class Config(Kind):
+    """A kernel's shape: consumers of 64 query rows each, stages of the rings of keys and values and of
+    that of queries. persistent: a block a multiprocessor goes through many tiles and loads the next while it finishes one; else
+    a block a tile, in whose order the hardware balances what is left. sent: TMA stores the output, from the place of its
     queries, while the next tile begins; else the consumers do. turns: they take turns to issue their products."""
 
-    head_dim: int
-    value_dim: int
-    dtype: dtype
-    variant: Variant
-    kv: int
     consumers: int
     stages: int = 2
     persistent: bool = False
     queries: int = 1
     sent: bool = False
     turns: bool = True
-    lie: type[Batched] = Batched
-    axes: tuple[int, ...] = ()
 
     @property
     def rows(self):
@@ -61,39 +52,9 @@ class Config:
         return warpgroup.THREADS * (self.consumers + 1)
 
     @property
-    def tiling(self):
-        """Which keys a tile's queries see."""
-        return Tiling(self.rows, self.kv, self.variant)
-
-    @property
-    def sequences(self):
-        """How they lie."""
-        return self.lie(self.rows)
-
-    @property
-    def aux(self):
-        """The arrays that the variant's functions read."""
-        return listed(**{f"aux{n}": array(rank) for n, rank in enumerate(self.axes)})
-
-    @property
-    def query(self):
-        """A block's tile of Q, 64 rows a consumer."""
-        return st(self.rows, self.head_dim, self.dtype)
-
-    @property
-    def key(self):
-        """A tile of K."""
-        return st(self.kv, self.head_dim, self.dtype)
-
-    @property
-    def value(self):
-        """A tile of V."""
-        return st(self.kv, self.value_dim, self.dtype)
-
-    @property
     def output(self):
         """How the output leaves."""
-        return Sent(self.lie.apart) if self.sent else Stored(self.lie.apart)
+        return (Sent if self.sent else Stored)(self.lie.apart)
 
     @property
     def turn(self):
@@ -101,10 +62,7 @@ class Config:
         return warpgroup.ping_pong(self.consumers) if self.turns else AsTheyCome()
 
     def __str__(self):
-        dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
-        kind = f"{self.variant}" if self.lie is Batched else f"{self.variant} {self.lie.__name__.lower()}"
-        size = f"{dims} {self.dtype} {kind}, {self.rows} x {self.kv}"
-        return size + " persistent" * self.persistent + " sent" * self.sent
+        return super().__str__() + " persistent" * self.persistent + " sent" * self.sent
 
 
 SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (112, 2), 256: (80, 2)}  # padded head_dim: (kv, consumers)
@@ -130,14 +88,14 @@ def config_for(
     variant: Variant,
     seqlen_kv: int,
     value_dim: int | None = None,
-    lie: type[Batched] = Batched,
-    axes: tuple[int, ...] = (),
+    **kind: Any,
 ) -> Config:
-    """The configuration that serves a problem: the next larger dims of SHAPES; plain and causal attention persistent where tiles
-    are short."""
+    """The configuration that serves a problem: the next larger dims of SHAPES; plain and causal attention persistent where
+    tiles are short. kind: what else a Kind says."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
-    if padded != wide or lie is not Batched or variant not in (FULL, CAUSAL):
-        return _other(padded, wide, dtype, variant, lie, axes)
+    if padded != wide or kind or variant not in (FULL, CAUSAL):
+        shape = NARROW.get((padded, wide), SHAPES[max(padded, wide)])
+        return Config(padded, wide, dtype, variant, *shape, **kind)
     short = SHORT.get((padded, variant.rising), PLAIN)
     return _config(padded, dtype, variant.rising, next((end for end in short if seqlen_kv <= end), None))
 
@@ -147,12 +105,6 @@ def _config(padded: int, dtype: dtype, causal: bool, end: int | None) -> Config:
     kv, consumers = SHAPES[padded]
     config = Config(padded, padded, dtype, CAUSAL if causal else FULL, kv, consumers)
     return config if end is None else replace(config, persistent=True, **SHORT.get((padded, causal), PLAIN)[end])
-
-
-@functools.lru_cache(256)
-def _other(padded: int, wide: int, dtype: dtype, variant: Variant, lie: type[Batched], axes: tuple[int, ...]) -> Config:
-    kv, consumers = NARROW.get((padded, wide), SHAPES[max(padded, wide)])
-    return Config(padded, wide, dtype, variant, kv, consumers, lie=lie, axes=axes)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -183,9 +135,10 @@ class AsTheyCome:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # rows of a block of keys, of a tile of queries, of a consumer
+    ROWS, EACH = config.rows, warpgroup.ROWS  # rows of a tile of queries, of a consumer
     CONSUMERS, PERSISTENT = config.consumers, config.persistent
     KEYS_FIRST = PERSISTENT and config.queries == 1  # a tile's queries wait for the place of the last one's, its keys need not
+    GIVEN, AUX = config.given, config.aux
     variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
     own_rows, sequences = replace(config, consumers=1).tiling, config.sequences
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
@@ -242,8 +195,8 @@ def make(config: Config):
 
     @inlined
     def own_blocks(row, every, at):
-        """How many of a tile's key blocks, the last ones to come, a consumer's rows see, and how many of them the mask cuts; none
-        for rows that there are not."""
+        """How many of a tile's key blocks, the last ones to come, a consumer's rows see, and how many of them the mask cuts;
+        none for rows that there are not."""
         if PERSISTENT:
             own = own_rows.key_blocks(row, at)
             return int32(own.n if row < at.queries else 0), own.cut
@@ -266,12 +219,12 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gO: OUTPUT,
-        gLse: array(3), given: record(**variant.given, **sequences.given), aux: config.aux, blocks: INT, heads: INT, pairs: INT,
+        gLse: array(3), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT,
         band: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
-        """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, of what the variant makes of the scores. A tile is a block of query
-        rows of one of `pairs` pairs of head and batch, `band` of which are worked on at once; `group` query heads share a key
-        head; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
+        """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, of what the variant makes of the scores. A tile is a block of
+        query rows of one of `pairs` pairs of head and batch, `band` of which are worked on at once; `group` query heads share a
+        key head; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
         q, k, v = smem.open()
         me = warpgroup.id()
         r = j = int32(0)  # tiles and key blocks so far
@@ -281,11 +234,12 @@ def make(config: Config):
                 block, batch, head = place(r, blocks, heads, pairs, band, given)
                 own, row = sequences.sequence(batch, given), ROWS * block
                 kv_head, _ = divmod(head, group)
-                every = tiling.key_blocks(row, At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux))
+                at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux)
+                every = tiling.key_blocks(row, at)
                 if not KEYS_FIRST:
                     q.fill(r, gQ, (own.batch, own.query + row, head))
                 for i in range(every.n):
-                    key = own.key + tiling.key(every, i)
+                    key = own.key + tiling.key(every, i, at)
                     k.fill(j + i, gK, (own.batch, key, kv_head))
                     if KEYS_FIRST and i == 0:
                         q.fill(r, gQ, (own.batch, own.query + row, head))
@@ -309,7 +263,7 @@ def make(config: Config):
                     output.release_last(q, r)
                     output.release(q, r)
                 else:
-                    key = tiling.key(every, first - j)
+                    key = tiling.key(every, first - j, at)
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
                     k.release(first)
                     s = tiling.mask(variant.score(s, at, key), at, key)
@@ -319,9 +273,9 @@ def make(config: Config):
                     output.release_last(q, r)
                     sequences.clear(v.wait(first), own.keys - key, CONSUMERS)
                     for i in range(int32(first + 1), int32(first + cut)):
-                        p, seen = cut_step(i, p, seen, queries, k, v, me, at, tiling.key(every, i - j), scale, slack)
+                        p, seen = cut_step(i, p, seen, queries, k, v, me, at, tiling.key(every, i - j, at), scale, slack)
                     for i in range(int32(first + cut), end):
-                        p, seen = step(i, p, seen, queries, k, v, me, at, tiling.key(every, i - j), scale, slack)
+                        p, seen = step(i, p, seen, queries, k, v, me, at, tiling.key(every, i - j, at), scale, slack)
                     output.release(q, r)
                     o = warpgroup.wait(warpgroup.mma_AB(seen.rescaled(), p, v.wait(end - 1)))
                     v.release(end - 1)

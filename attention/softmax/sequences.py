@@ -106,6 +106,4 @@ class Packed(Batched):
     def sequence(self, batch, given):
         """See Batched."""
         query, key = int32(given.ends[batch]), int32(given.ends_k[batch])
-        return Sequence(
-            int32(0), query, int32(given.ends[batch + 1] - query), key, int32(given.ends_k[batch + 1] - key)
-        )
+        return Sequence(int32(0), query, int32(given.ends[batch + 1] - query), key, int32(given.ends_k[batch + 1] - key))

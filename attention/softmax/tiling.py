@@ -40,8 +40,8 @@ def _halves(grid: int) -> list[int]:
 
 
 class Blocks(NamedTuple):
-    """The key blocks that a tile's rows see: n of them from block `first` on. The first `cut` to be worked on must be masked, of
-    which `right` are the last ones."""
+    """The key blocks that a tile's rows see: n of them from block `first` on. The first `cut` to be worked on must be masked,
+    of which `right` are the last ones."""
 
     first: Any
     n: Any
@@ -57,6 +57,16 @@ class Tiling:
     kv: int
     variant: Variant
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The kernel's arguments that it reads, and what they are."""
+        return {}
+
+    @property
+    def ends_within(self) -> bool:
+        """Does the variant mask what a block has beyond the last key?"""
+        return self.variant.within
+
     @inlined
     def place(self, tile, blocks, pairs, band):
         """The tile's (query block, pair of head and batch): one band of pairs after the other (see `band_of`); where later rows
@@ -69,8 +79,8 @@ class Tiling:
 
     @inlined
     def key_blocks(self, row, at):
-        """The Blocks of a tile whose first query is `row`. One is counted, and one is masked, even if there is no need to: kernels
-        begin with it, and mask it."""
+        """The Blocks of a tile whose first query is `row`. One is counted, and one is masked, even if there is no need to:
+        kernels begin with it, and mask it."""
         keys = self.variant.keys(row, row + self.rows - 1, at)
         first = 0 if self.variant.from_first else keys.first // self.kv
         n = max(1, (keys.end + self.kv - 1) // self.kv - first)
@@ -82,9 +92,9 @@ class Tiling:
             return Blocks(int32(first), int32(n), int32(right), int32(right + left))
 
     @inlined
-    def key(self, blocks, i):
-        """The first key of the i-th block to be worked on: first those that the mask cuts on the right, from the last one on; then
-        those that it cuts on the left, from the first one on; then the others, from the last one on."""
+    def key(self, blocks, i, at):
+        """The first key of the i-th block to be worked on: first those that the mask cuts on the right, from the last one on;
+        then those that it cuts on the left, from the first one on; then the others, from the last one on."""
         if self.variant.from_first:
             return int32((blocks.n - 1 - i) * self.kv)
         else:
@@ -100,6 +110,6 @@ class Tiling:
     @inlined
     def mask(self, s, at, key):
         """-inf for the scores that must not be seen, of keys from `key` on."""
-        if not self.variant.within:
+        if not self.ends_within:
             s = right_fill(s, at.keys - key, -math.inf)
         return self.variant.mask(s, at, key)

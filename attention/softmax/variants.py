@@ -4,13 +4,11 @@
     Both(Causal(), Capped())                    # tanh of every score
     Both(Seen(lambda b, h, i, j, docs: docs[i] == docs[j]), Biased())
 
-A kernel is made for one such object, and calls its methods where it has a tile of scores. Numbers and arrays that an object needs
-come as arguments of the kernel (`given`, a record), so a window of another width is no other code. Scores are Q K^T at first,
-in units of the softmax's scale; a Capped score is in units of the cap, what a function of scores gives is in units of 1.
-`assembled` says how a call's options become an object, its arguments and the unit that is left.
-"""
+A kernel is made for one such object, and calls its methods where it has a tile of scores. Numbers and arrays that an object
+needs come as arguments of the kernel (`given`, a record), so a window of another width is no other code. Scores are Q K^T at
+first, in units of the softmax's scale; a Capped score is in units of the cap, what a function of scores gives is in units of 1.
+`assembled` says how a call's options become an object, its arguments and the unit that is left."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,9 +24,9 @@ MASKED = float("-inf")
 
 
 class At(NamedTuple):
-    """Where a warp's rows of scores stand. batch, head: of the queries; a packed sequence is a batch. row: the query of the first
-    one. shift: query i and key i + shift stand at the same place. queries, keys: how many there are. given, aux: the kernel's
-    arguments that the variant reads, and those that functions in Python do."""
+    """Where a warp's rows of scores stand. batch, head: of the queries; a packed sequence is a batch. row: the query of the
+    first one. shift: query i and key i + shift stand at the same place. queries, keys: how many there are. given, aux: the
+    kernel's arguments that the variant reads, and those that functions in Python do."""
 
     batch: Any
     head: Any
@@ -373,8 +371,8 @@ def assembled(
     mask: Callable | None = None,
     score: Callable | None = None,
 ) -> Assembled:
-    """The variant of these options; alibi, bias and sink say whether there is one. Scores are capped, then sloped and biased, then
-    a function's; what is masked stays masked."""
+    """The variant of these options; alibi, bias and sink say whether there is one. Scores are capped, then sloped and biased,
+    then a function's; what is masked stays masked."""
     (left, right), unit = window, scale
     parts: list[Variant] = []
     numbers: dict[str, float] = {}
@@ -392,14 +390,19 @@ def assembled(
     if softcap is not None:
         parts.append(Capped())
         numbers["per_cap"], unit = unit / softcap, softcap
-    for wanted, part, name in ((alibi, Sloped(ordered), "per_slope"), (bias, Biased(), "per_bias")):
-        if wanted:
-            parts.append(part)
-            numbers[name] = 1 / unit
+    if alibi:
+        parts.append(Sloped(ordered))
+        numbers["per_slope"] = 1 / unit
+    if bias:
+        parts.append(Biased())
+        numbers["per_bias"] = 1 / unit
     if score is not None:
         parts.append(Scored(score))
         numbers["unit"], unit = unit, 1.0
     if sink:
         parts.append(Sunk())
         numbers["per_sink"] = 1 / unit
-    return Assembled(functools.reduce(Both, parts, FULL) if len(parts) != 1 else parts[0], numbers, unit)
+    variant: Variant = parts[0] if parts else FULL
+    for part in parts[1:]:
+        variant = Both(variant, part)
+    return Assembled(variant, numbers, unit)

@@ -9,31 +9,32 @@ from attention.recurrent.kernels import chunk_ampere, chunk_hopper, gla_hopper, 
 from attention.recurrent.kernels.gates import ByHead, BySteps, ByToken, Gate
 from attention.recurrent.kernels.results import Normalizer, Outputs, States
 from attention.softmax import ampere
+from attention.softmax.variants import CAUSAL, FULL
 from tiles import bf16, fp16
 
 STEPS, MAMBA2, OUTPUTS = BySteps(softplus=True), Outputs(skip=True, silu=True), Outputs()
 SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect --all --check` takes all of them
     ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, piece=4)),
-    ("sm_80", ampere, ampere.config_for(192, bf16, True, ampere.ROOM["sm_80"], 4)),
+    ("sm_80", ampere, ampere.config_for(192, bf16, CAUSAL, ampere.ROOM["sm_80"], 4)),
     ("sm_80", token_loop, token_loop.Config(64, "token", normalize=True)),
     ("sm_89", chunk_ampere, chunk_ampere.Config(128, 1, fp16, ByToken(), Outputs(divided=True))),
-    ("sm_89", ampere, ampere.config_for(128, fp16, False, ampere.SHARED_BYTES)),
+    ("sm_89", ampere, ampere.config_for(128, fp16, FULL, ampere.SHARED_BYTES)),
     ("sm_89", token_loop, token_loop.Config(128, "channel", True, varlen=True)),
     ("sm_90a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, ByToken(), States(), varlen=True, piece=4)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(128, 2, bf16, STEPS, MAMBA2, varlen=True)),
     ("sm_90a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer(), piece=4)),
-    ("sm_90a", ampere, ampere.config_for(64, bf16, True, ampere.LARGE, 8)),
+    ("sm_90a", ampere, ampere.config_for(64, bf16, CAUSAL, ampere.LARGE, 8)),
     ("sm_90a", token_loop, token_loop.Config(128, "channel", normalize=True)),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer())),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True, piece=4)),
-    ("sm_100a", ampere, ampere.config_for(128, bf16, True, ampere.LARGE, 4)),
-    ("sm_100a", ampere, ampere.config_for(128, fp16, False, ampere.LARGE)),
+    ("sm_100a", ampere, ampere.config_for(128, bf16, CAUSAL, ampere.LARGE, 4)),
+    ("sm_100a", ampere, ampere.config_for(128, fp16, FULL, ampere.LARGE)),
     ("sm_100a", token_loop, token_loop.Config(64, "channel", True, single=True)),
     ("sm_120a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer(), piece=4)),
     ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, STEPS, MAMBA2, varlen=True)),
     ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, BySteps(), OUTPUTS, piece=8)),
-    ("sm_120a", ampere, ampere.config_for(256, bf16, False, ampere.SHARED_BYTES, 4)),
+    ("sm_120a", ampere, ampere.config_for(256, bf16, FULL, ampere.SHARED_BYTES, 4)),
     ("sm_120a", token_loop, token_loop.Config(256, "channel", normalize=True)),
     ("sm_120a", token_loop, token_loop.Config(128, "channel", True, single=True)),
 ]

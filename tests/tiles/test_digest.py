@@ -17,6 +17,7 @@ import tiles
 from attention import inspect
 from attention.recurrent.kernels import chunk_ampere, token_loop
 from attention.softmax import hopper
+from attention.softmax.variants import CAUSAL
 from tiles import bf16, digest, st
 from tiles.arguments import signature
 from tiles.compiler import compile_kernel
@@ -168,7 +169,7 @@ def test_what_takes_part_in_compiling_is_digested():
     """Whatever file of ours runs while kernels are typed and lowered; and what is named as apart exists."""
     seen, some = set(), {"plumbing.py", "compiler.py", "constants.py", "arithmetic.py", "pipeline.py", "ring.py"}
     kernels = [
-        (hopper, hopper.config_for(64, bf16, True, 512), "sm_90a"),
+        (hopper, hopper.config_for(64, bf16, CAUSAL, 512), "sm_90a"),
         (token_loop, token_loop.Config(64, "token", True), "sm_80"),
         (chunk_ampere, next(c for n, m, c in inspect.configurations(False, "sm_80") if m is chunk_ampere), "sm_80"),
     ]

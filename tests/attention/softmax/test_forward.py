@@ -15,6 +15,7 @@ from places import BF16, OnCard, OnInterpreter
 import attention
 from attention import families, inspect, reference
 from attention.softmax import ampere, hopper
+from attention.softmax.variants import CAUSAL, FULL
 from tiles import bf16
 from tiles.arrays import c_ordered
 from tiles.pipeline import PIECES
@@ -230,9 +231,9 @@ def test_every_head_dim_has_a_configuration_that_fits():
     for head_dim in range(8, 257, 8):
         for causal in (False, True):
             for room, piece in itertools.product(ampere.ROOMS, PIECES):
-                config = ampere.config_for(head_dim, bf16, causal, room, piece)
+                config = ampere.config_for(head_dim, bf16, CAUSAL if causal else FULL, room, piece)
                 assert config.head_dim >= head_dim and ampere.make(config)[1].nbytes <= ampere.SHARED_BYTES, config
-            config = hopper.config_for(head_dim, bf16, causal, 1000)
+            config = hopper.config_for(head_dim, bf16, CAUSAL if causal else FULL, 1000)
             _, smem = hopper.make(config)
             assert config.head_dim >= head_dim and smem.nbytes <= hopper.SHARED_BYTES, config
 
@@ -242,7 +243,7 @@ def test_every_head_dim_has_a_configuration_that_fits():
 def test_two_blocks_share_a_multiprocessor(head_dim, room):
     """It has a kilobyte more than a block may have, and the driver takes one a block."""
     for piece in PIECES:
-        _, smem = ampere.make(ampere.config_for(head_dim, bf16, False, room, piece))
+        _, smem = ampere.make(ampere.config_for(head_dim, bf16, FULL, room, piece))
         assert 2 * (smem.nbytes + 1024) <= room + 1024
 
 

@@ -163,7 +163,7 @@ INVALID = [
     (dict(scale=1e40), V, f"{SCALE}: scale=1e+40"),
     (dict(k=zeros(2, 7, 3, 32)[..., ::2]), V, "k: last axis must be contiguous: k.strides=(1344, 192, 64, 4)"),
     (dict(out=zeros(*KV)), V, "out: sequence must equal q's: out.shape=(2, 7, 3, 16), q.shape=(2, 5, 6, 16)"),
-    (dict(out=zeros(2, 5)), V, "out: must have the axes B, S, H, D: out.shape=(2, 5)"),
+    (dict(out=zeros(2, 5)), V, "out: must have the axes B, S, H, Dv: out.shape=(2, 5)"),
     (dict(out=zeros(*Q, dtype=f16)), T, "out: dtype must be q's: out.dtype='float16', q.dtype='bfloat16'"),
     (dict(out=zeros(*Q, dtype=f32)), T, f"out: {DTYPE}: out.dtype='float32'"),
     (dict(out=zeros(2, 5, 6, 32)[..., ::2]), V, "out: last axis must be contiguous: out.strides=(1920, 384, 64, 4)"),

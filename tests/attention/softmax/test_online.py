@@ -7,7 +7,8 @@ import pytest
 from numba import cuda
 
 import tiles
-from attention.softmax.online import SLACK, Softmax
+from attention.softmax.online import LOWEST, SLACK, Softmax
+from attention.softmax.variants import FULL
 from ops import load, mma_AB, store
 from tiles import bf16, fp32, inlined, rt
 from tiles.arguments import parameter
@@ -29,12 +30,12 @@ def block(seen, scores, values, j, slack):
 @cuda.jit
 def attend(scores, values, out, lse, first, slack):
     """Blocks before `first` are one part, the others another."""
-    left, right = softmax.begin(), softmax.begin()
+    left, right = softmax.begin(LOWEST), softmax.begin(LOWEST)
     for j in range(first):
         left = block(left, scores, values, j, slack)
     for j in range(first, BLOCKS):
         right = block(right, scores, values, j, slack)
-    o, l = left.merge(right, SCALE).finish(SCALE)
+    o, l = left.merge(right, SCALE).finish(SCALE, FULL, None)
     store(out, o, (0, 0))
     store(lse, l, (0,))
 

@@ -1,42 +1,52 @@
 """attention/softmax/tiling.py: every tile is somebody's, the longest come first, and nobody gets much more than others."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from attention.softmax import hopper
-from attention.softmax.tiling import Causal, Full, band_of
-from ops import warpgroup
+from attention.softmax.sequences import Packed
+from attention.softmax.tiling import Tiling, band_of
+from attention.softmax.variants import CAUSAL, FULL, At, Both, Left, Masked, Right
 from tiles import bf16
 
 L2 = 50 * 2**20
+
+
+def at(queries, keys, **given):
+    return At(0, 0, 0, keys - queries, queries, keys, SimpleNamespace(**given), ())
 
 
 def walked(sees, pairs, blocks, band):
     return [sees.place(tile, blocks, pairs, band) for tile in range(pairs * blocks)]
 
 
-@pytest.mark.parametrize("variant", [Full, Causal])
+@pytest.mark.parametrize("variant", [FULL, CAUSAL], ids=str)
 @pytest.mark.parametrize(("pairs", "blocks", "band"), [(1, 1, 1), (7, 3, 2), (8, 5, 8), (12, 1, 5), (5, 4, 99), (5, 4, 1)])
 def test_every_tile_once(variant, pairs, blocks, band):
     """One band after the other, query block by query block; causal: its longest blocks first."""
-    places = walked(variant(128, 128, warpgroup.causal), pairs, blocks, band)
+    places = walked(Tiling(128, 128, variant), pairs, blocks, band)
     assert sorted(places) == [(block, pair) for block in range(blocks) for pair in range(pairs)]
     for start in range(0, pairs, band):
         part = places[start * blocks : (start + band) * blocks]
         assert {pair for _, pair in part} == set(range(start, min(start + band, pairs)))
-        assert [block for block, _ in part] == sorted((block for block, _ in part), reverse=variant is Causal)
+        assert [block for block, _ in part] == sorted((block for block, _ in part), reverse=variant is CAUSAL)
 
 
 def shares(config, length, grid):
     """What each block of a persistent grid has to do for 16384 tokens and 2048 columns: its tiles' key blocks, and 1.2 for the
     the beginning and end of one, as far as there are rows."""
     pairs, blocks, nbytes = 16384 // length * 2048 // config.head_dim, -(-length // config.rows), 4 * length * config.head_dim
-    band = band_of(grid, grid, nbytes, L2, config.causal or length % config.rows > 0)
+    band = band_of(grid, grid, nbytes, L2, config.variant.rising or length % config.rows > 0)
     assert band * nbytes <= L2 / 2
     work = [0.0] * grid
-    for tile, (block, _) in enumerate(walked(config.sees, pairs, blocks, band)):
+    for tile, (block, _) in enumerate(walked(config.tiling, pairs, blocks, band)):
         turn, place = divmod(tile, grid)
         rows = min(config.rows, length - config.rows * block) / config.rows
-        work[grid - 1 - place if turn % 2 else place] += rows * (config.sees.key_blocks(config.rows * block, length)[0] + 1.2)
+        work[grid - 1 - place if turn % 2 else place] += rows * (
+            config.tiling.key_blocks(config.rows * block, at(length, length)).n + 1.2
+        )
     return work
 
 
@@ -46,7 +56,7 @@ def shares(config, length, grid):
 @pytest.mark.parametrize("causal", [False, True])
 def test_bands_fit_the_cache_and_share_the_work(grid, head_dim, length, causal):
     """No block of the grid has much more to do than the average."""
-    config = hopper.config_for(head_dim, bf16, causal, length)
+    config = hopper.config_for(head_dim, bf16, CAUSAL if causal else FULL, length)
     if not config.persistent:
         pytest.skip("a block a tile: the hardware shares the work")
     work = shares(config, length, grid)
@@ -55,7 +65,7 @@ def test_bands_fit_the_cache_and_share_the_work(grid, head_dim, length, causal):
 
 def test_pair_by_pair_the_same_blocks_would_get_all_short_tiles():
     """Why full attention is gone through in bands, too, where the last query block has few rows."""
-    config = hopper.config_for(64, bf16, False, 512)
+    config = hopper.config_for(64, bf16, FULL, 512)
     assert 512 % config.rows and 132 % -(-512 // config.rows) == 0
     short = [tile % 132 for tile in range(1024 * 3) if tile % 3 == 2]
     assert len(set(short)) < 132 / 2
@@ -73,24 +83,47 @@ def test_more_blocks_than_processors_share_what_they_read():
     assert band_of(2048, 132, 2**21, L2, True) == 22
 
 
-@pytest.mark.parametrize("kv_len", [1, 127, 128, 256, 300])
-@pytest.mark.parametrize("q_len", [1, 128, 129, 300])
-def test_the_last_key_block_is_always_masked(q_len, kv_len):
-    """Also for a tile of one row that sees all keys: kernels begin with that block, and mask it."""
-    sees = Causal(128, 128, warpgroup.causal)
-    for first in range(0, q_len, 128):
-        n, cut = sees.key_blocks(first + kv_len - q_len, kv_len)
-        assert 1 <= cut <= n
+SEEN = {  # variant: (what it is given, does query i see key j where they stand `shift` apart)
+    FULL: ({}, lambda i, j, shift: j >= 0),
+    CAUSAL: ({}, lambda i, j, shift: j <= i + shift),
+    Right(): ({"right": 9}, lambda i, j, shift: j <= i + shift + 9),
+    Left(): ({"left": 40}, lambda i, j, shift: j >= i + shift - 40),
+    Both(CAUSAL, Left()): ({"left": 70}, lambda i, j, shift: (j <= i + shift) & (j >= i + shift - 70)),
+    Both(Right(), Left()): ({"left": 0, "right": 0}, lambda i, j, shift: j == i + shift),
+}
 
 
+@pytest.mark.parametrize("variant", SEEN, ids=str)
 @pytest.mark.parametrize("kv_len", [1, 63, 64, 200])
 @pytest.mark.parametrize("q_len", [1, 64, 65, 200])
-def test_key_blocks_are_those_that_some_row_sees(q_len, kv_len):
-    """Beside the mask itself; and all but the last `cut` are seen whole by every row."""
-    sees = Causal(64, 32, warpgroup.causal)
-    for first in range(0, q_len, 64):
-        diagonal = first + kv_len - q_len
-        n, cut = sees.key_blocks(diagonal, kv_len)
-        last = min(kv_len - 1, diagonal + 63)  # the last key that some row of the tile sees
-        assert n == max(1, last // 32 + 1)
-        assert all(32 * block + 31 <= min(diagonal, kv_len - 1) for block in range(n - cut))
+def test_key_blocks_are_those_that_some_row_sees(variant, q_len, kv_len):
+    """Each once, and none but those, if there are any; the first is masked, which kernels rely on; and all that are not masked
+    every row of the tile sees whole."""
+    tiling, (given, sees) = Tiling(64, 32, variant), SEEN[variant]
+    place = at(q_len, kv_len, **given)
+    for row in range(0, q_len, 64):
+        seen = sees(np.arange(row, row + 64)[:, None], np.arange(kv_len)[None], kv_len - q_len)
+        some = {block for block in range(-(-kv_len // 32)) if seen[:, 32 * block : 32 * block + 32].any()}
+        found = tiling.key_blocks(row, place)
+        blocks = [tiling.key(found, i, place) // 32 for i in range(found.n)]
+        assert 1 <= found.cut <= found.n == len(set(blocks))
+        assert set(blocks) == some or (not some and len(blocks) == 1)
+        assert all(32 * block + 32 <= kv_len and seen[:, 32 * block : 32 * block + 32].all() for block in blocks[found.cut :])
+
+
+def test_blocks_of_a_mask_in_python_are_all_masked():
+    found = Tiling(64, 32, Masked(lambda b, h, i, j: j < 100)).key_blocks(0, at(64, 320))
+    assert found.n == found.cut == 10
+
+
+@pytest.mark.parametrize("tile", range(4))
+def test_tiles_of_packed_sequences(tile):
+    """Every block of queries of every sequence has a number of its own, and a search by halves finds it."""
+    rng = np.random.default_rng(tile)
+    ends = np.concatenate([[0], np.cumsum(rng.integers(0, 300, 37))]).astype(np.int32)
+    packed, given = Packed(64), SimpleNamespace(ends=ends, ends_k=ends)
+    found = [packed.find(block, 0, 1, given)[:2] for block in range(int(ends[-1]) // 64 + 37)]
+    wanted = {(block, n) for n in range(37) for block in range(-(-int(ends[n + 1] - ends[n]) // 64))}
+    assert wanted == {(int(block), int(n)) for block, n in found if packed.has(block, n, given)} and len(set(found)) == len(
+        found
+    )

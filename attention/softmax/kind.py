@@ -1,0 +1,72 @@
+"""What a kernel of softmax attention computes, whatever its shape and its instructions: the part of a configuration that both
+families have in common."""
+
+from dataclasses import dataclass, field
+
+from tiles import dtype, st
+from tiles.arguments import Record, array, listed, record
+
+from .blocks import Listed
+from .sequences import Batched
+from .tiling import Tiling
+from .variants import Variant
+
+
+@dataclass(frozen=True)
+class Kind:
+    """head_dim and value_dim as padded; the variant; key rows of a block; how sequences lie; how many axes each array has that
+    the variant's functions read; whether lists say which blocks of keys a tile sees."""
+
+    head_dim: int
+    value_dim: int
+    dtype: dtype
+    variant: Variant
+    kv: int
+    lie: type[Batched] = field(default=Batched, kw_only=True)
+    axes: tuple[int, ...] = field(default=(), kw_only=True)
+    by_list: bool = field(default=False, kw_only=True)
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a thread block, which a family says."""
+        raise NotImplementedError
+
+    @property
+    def tiling(self) -> Tiling:
+        """Which keys a tile's queries see."""
+        return (Listed if self.by_list else Tiling)(self.rows, self.kv, self.variant)
+
+    @property
+    def sequences(self) -> Batched:
+        """How they lie."""
+        return self.lie(self.rows)
+
+    @property
+    def given(self) -> Record:
+        """What the kernel is told of the variant, of sequences and of lists."""
+        return record(**self.variant.given, **self.sequences.given, **self.tiling.given)
+
+    @property
+    def aux(self) -> Record:
+        """The arrays that the variant's functions read."""
+        return listed(**{f"aux{n}": array(rank) for n, rank in enumerate(self.axes)})
+
+    @property
+    def query(self) -> st:
+        """A block's tile of Q."""
+        return st(self.rows, self.head_dim, self.dtype)
+
+    @property
+    def key(self) -> st:
+        """A tile of K."""
+        return st(self.kv, self.head_dim, self.dtype)
+
+    @property
+    def value(self) -> st:
+        """A tile of V."""
+        return st(self.kv, self.value_dim, self.dtype)
+
+    def __str__(self):
+        dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
+        lie = "" if self.lie is Batched else f" {self.lie.__name__.lower()}"
+        return f"{dims} {self.dtype} {self.variant}{lie}{' by list' * self.by_list}, {self.rows} x {self.kv}"
