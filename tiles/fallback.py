@@ -80,8 +80,7 @@ class Interpreted:
     def _check(self, args):
         """What a GPU or its compiler would refuse, refused: ValueError for too much shared memory, Numba's own errors."""
         launch, gpu = self.launch, INTERPRETER if self.target is None else self.target
-        if launch.shared and launch.shared.nbytes > gpu.shared_bytes:
-            raise ValueError(f"shared: {launch.shared.nbytes} bytes a block, but {gpu} has {gpu.shared_bytes}")
+        check_room(launch.shared, gpu)
         arch = os.environ.get("TILES_CHECK", "sm_90a")
         if arch in ("", "0"):
             return
@@ -90,6 +89,12 @@ class Interpreted:
         if (types, arch) not in known:
             check_types(launch.kernel, types, "sm_90a" if arch == "1" else arch)
             known.add((types, arch))
+
+
+def check_room(shared, gpu):
+    """ValueError: the plan takes more shared memory than a block can have there."""
+    if shared and shared.nbytes > gpu.shared_bytes:
+        raise ValueError(f"shared: {shared.nbytes} bytes a block, but {gpu} has {gpu.shared_bytes}")
 
 
 def _cut(view, spec):

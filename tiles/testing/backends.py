@@ -1,0 +1,174 @@
+"""Where a kernel runs under test: what it means, what it is compiled to, and the card.
+
+Each takes a kernel and its arguments, or an ordinary function that launches kernels, with NumPy arrays; outputs are written in
+place."""
+
+import os
+import time
+import unittest
+from typing import Any
+
+import numpy as np
+from numba import cuda
+from numba.cuda.cudadrv.devicearray import DeviceNDArray
+
+from ..arguments import parameters
+from ..compiler import Lowered
+from ..device import INTERPRETER
+from ..dtypes import bf16
+from ..emulator import Counts, emulate, program
+from ..fallback import check_room
+from ..interpreter import interpret
+from ..launch import Launch
+from ..values import tensor
+
+ONE = 1, 1, 1
+REGISTERS = 255  # of a thread, at most
+PATIENCE = 10  # seconds for the card
+HUNG: list[str] = []  # the kernel that hangs: nothing can run on the GPU any more, and waiting for it would hang as well
+
+
+def meaning(kernel: Any, *args: Any, grid=None, warps=1, shared=None, cluster=1, seed=None, **named: Any) -> Any:
+    """Run kernel(*args) by what it says, in the interpreter. Hazard: what the hardware would get wrong in silence.
+
+    grid: blocks, a number or up to three; by default one, or a cluster. warps: of a block. shared: the plan that the kernel
+    opens. cluster: blocks of a cluster. seed: a random order of what is asynchronous.
+
+    A function that is no kernel is called with args and the other keywords, and its launches run here; what it returns is
+    returned. So it is with `ptx` and `gpu`."""
+    if not _is_kernel(kernel):
+        return _called(kernel, args, named, TILES_INTERPRET="1")
+    launch = _launch(kernel, grid, warps, shared, cluster, named)
+    return interpret(kernel, launch.grid, launch.block[0], args, shared, seed, launch.cluster or ONE)
+
+
+def ptx(
+    kernel: Any, *args: Any, grid=None, warps=1, shared=None, cluster=1, seed=None, arch="sm_90a", **named: Any
+) -> Counts | Any:
+    """Run kernel(*args) as compiled for `arch`, on the CPU (docs/emulator.md); what it did is counted. Arguments as
+    of `meaning`.
+
+    Where the text has a wgmma, or more registers than a thread can have, machine code is made, too: AssertionError if something
+    lies in local memory or spills, or ptxas complains."""
+    if not _is_kernel(kernel):
+        return _called(kernel, args, named, TILES_INTERPRET=arch)
+    launch = _launch(kernel, grid, warps, shared, cluster, named)
+    types = tuple(p.type for p in parameters(kernel, args))
+    lowered = Lowered(kernel, types, arch, lines=True)
+    text = program(kernel, types, arch, lowered)
+    if len(text.widths) > REGISTERS or any(at.opcode.startswith("wgmma") for at in text.code):
+        found = lowered.machine_code()
+        assert not found.local_bytes and not found.spill_bytes and not found.warnings, found.log
+    return emulate(kernel, launch.grid, launch.block[0], args, shared, seed, launch.cluster or ONE, arch, lowered)
+
+
+def gpu(kernel: Any, *args: Any, grid=None, warps=1, shared=None, cluster=1, **named: Any) -> Any:
+    """Run kernel(*args) on the card, on copies of the arrays, which are copied back. Arguments as of `meaning`; a function
+    that is called gets torch's arrays. TimeoutError: the kernel hangs."""
+    if HUNG:
+        raise TimeoutError(f"the GPU is still busy with {HUNG[0]}, which hangs")
+    if not _is_kernel(kernel):
+        return _called_with_torch(kernel, args, named)
+    launch = _launch(kernel, grid, warps, shared, cluster, named)
+    roots: dict[int, tuple] = {}
+    given: list[Any] = []
+    for a in args:
+        if isinstance(a, tensor):
+            cut = a.spec
+            given.append(tensor(_on_device(a.array, roots), cut.tile, cut.rows, cut.cols, cut.unit))  # type: ignore[arg-type]
+        else:
+            given.append(_on_device(a, roots) if isinstance(a, np.ndarray) else a)
+    launch(*given)
+    done = cuda.event(timing=False)
+    done.record()
+    deadline = time.monotonic() + PATIENCE
+    while not done.query():
+        if time.monotonic() > deadline:
+            HUNG.append(kernel.py_func.__qualname__)
+            raise TimeoutError(f"{HUNG[0]}: not done after {PATIENCE} seconds: the kernel hangs")
+    for bits, device in roots.values():
+        device.copy_to_host(bits)
+    return None
+
+
+def _is_kernel(function):
+    return hasattr(function, "py_func")
+
+
+def _launch(kernel, grid, warps, shared, cluster, unknown):
+    """The launch that is meant; what it cannot take is refused in tiles.launch's words."""
+    if unknown:
+        raise TypeError(f"{kernel.py_func.__name__}: no such options of a launch: {', '.join(unknown)}")
+    launch = Launch(kernel, cluster if grid is None else grid, 32 * warps, shared, None, cluster if cluster != 1 else None)
+    check_room(shared, INTERPRETER)
+    return launch
+
+
+def _called(function, args, named, **environment):
+    """function(*args, **named) with these variables in the environment."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        return function(*args, **named)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+# ---- on the card ---------------------------------------------------------------------------------------------------
+def _on_device(array, roots):
+    """The same view of a device copy of the array's root."""
+    root = base = array
+    while base is not None:  # as_strided puts an object of its own between a view and its base
+        root = base if isinstance(base, np.ndarray) else root
+        base = getattr(base, "base", None)
+    if id(root) not in roots:
+        bits = root.view(f"u{root.itemsize}")  # Numba's copies know no bf16
+        roots[id(root)] = bits, cuda.to_device(bits)
+    device = roots[id(root)][1]
+    data = device.gpu_data.view(array.ctypes.data - root.ctypes.data)
+    return _View(array, DeviceNDArray(array.shape, array.strides, array.dtype, gpu_data=data))
+
+
+class _View:
+    """A Numba array with the strides that it was given: Numba takes one whose rows are all one for contiguous."""
+
+    def __init__(self, array, view):
+        self.view, self.shape, self.dtype = view, array.shape, array.dtype
+        self.__cuda_array_interface__ = view.__cuda_array_interface__ | {"strides": array.strides}
+
+
+def to_torch(x: np.ndarray):
+    """A copy on the card; bf16 travels as bits, which torch and NumPy share."""
+    import torch
+
+    if x.dtype == bf16.np:
+        return torch.from_numpy(np.ascontiguousarray(x).view(np.int16)).cuda().view(torch.bfloat16)
+    return torch.from_numpy(np.ascontiguousarray(x)).cuda()
+
+
+def to_numpy(x) -> np.ndarray:
+    """A torch tensor, brought back."""
+    import torch
+
+    return x.view(torch.int16).cpu().numpy().view(bf16.np) if x.dtype == torch.bfloat16 else x.cpu().numpy()
+
+
+def _called_with_torch(function, args, named):
+    """function(*args, **named) with torch's arrays on the card; what it wrote and what it returned comes back."""
+    try:
+        import torch
+    except ImportError:
+        raise unittest.SkipTest("needs torch: on a GPU a function gets torch's arrays") from None
+    keys = [*range(len(args)), *named]
+    mine = dict(zip(keys, [*args, *named.values()]))
+    theirs = {key: to_torch(a) if isinstance(a, np.ndarray) else a for key, a in mine.items()}
+    returned = function(*(theirs[k] for k in range(len(args))), **{name: theirs[name] for name in named})
+    for key, array in mine.items():
+        if isinstance(array, np.ndarray) and array.flags.writeable:
+            array[...] = to_numpy(theirs[key])
+    if isinstance(returned, tuple):
+        return tuple(to_numpy(r) if isinstance(r, torch.Tensor) else r for r in returned)
+    return to_numpy(returned) if isinstance(returned, torch.Tensor) else returned
