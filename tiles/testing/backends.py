@@ -28,48 +28,46 @@ PATIENCE = 10  # seconds for the card
 HUNG: list[str] = []  # the kernel that hangs: nothing can run on the GPU any more, and waiting for it would hang as well
 
 
-def meaning(kernel: Any, *args: Any, grid=None, warps=1, shared=None, cluster=1, seed=None, **named: Any) -> Any:
+def meaning(kernel: Any, *args: Any, **options: Any) -> Any:
     """Run kernel(*args) by what it says, in the interpreter. Hazard: what the hardware would get wrong in silence.
 
-    grid: blocks, a number or up to three; by default one, or a cluster. warps: of a block. shared: the plan that the kernel
-    opens. cluster: blocks of a cluster. seed: a random order of what is asynchronous.
+    options: grid, its blocks, a number or up to three (by default one cluster); warps=1, of a block; shared=None, the plan that
+    the kernel opens; cluster=1, its blocks; seed=None, where a number means a random order of what is asynchronous.
 
-    A function that is no kernel is called with args and the other keywords, and its launches run here; what it returns is
+    A function that is no kernel is called with args and options as they are, and its launches run here; what it returns is
     returned. So it is with `ptx` and `gpu`."""
     if not _is_kernel(kernel):
-        return _called(kernel, args, named, TILES_INTERPRET="1")
-    launch = _launch(kernel, grid, warps, shared, cluster, named)
-    return interpret(kernel, launch.grid, launch.block[0], args, shared, seed, launch.cluster or ONE)
+        return _called("1", kernel, args, options)
+    launch, seed = _launch(kernel, **options)
+    return interpret(kernel, launch.grid, launch.block[0], args, launch.shared, seed, launch.cluster or ONE)
 
 
-def ptx(
-    kernel: Any, *args: Any, grid=None, warps=1, shared=None, cluster=1, seed=None, arch="sm_90a", **named: Any
-) -> Counts | Any:
+def ptx(kernel: Any, *args: Any, arch: str = "sm_90a", **options: Any) -> Counts | Any:
     """Run kernel(*args) as compiled for `arch`, on the CPU (docs/emulator.md); what it did is counted. Arguments as
     of `meaning`.
 
     Where the text has a wgmma, or more registers than a thread can have, machine code is made, too: AssertionError if something
     lies in local memory or spills, or ptxas complains."""
     if not _is_kernel(kernel):
-        return _called(kernel, args, named, TILES_INTERPRET=arch)
-    launch = _launch(kernel, grid, warps, shared, cluster, named)
+        return _called(arch, kernel, args, options)
+    launch, seed = _launch(kernel, **options)
     types = tuple(p.type for p in parameters(kernel, args))
     lowered = Lowered(kernel, types, arch, lines=True)
     text = program(kernel, types, arch, lowered)
     if len(text.widths) > REGISTERS or any(at.opcode.startswith("wgmma") for at in text.code):
         found = lowered.machine_code()
         assert not found.local_bytes and not found.spill_bytes and not found.warnings, found.log
-    return emulate(kernel, launch.grid, launch.block[0], args, shared, seed, launch.cluster or ONE, arch, lowered)
+    return emulate(kernel, launch.grid, launch.block[0], args, launch.shared, seed, launch.cluster or ONE, arch, lowered)
 
 
-def gpu(kernel: Any, *args: Any, grid=None, warps=1, shared=None, cluster=1, **named: Any) -> Any:
+def gpu(kernel: Any, *args: Any, **options: Any) -> Any:
     """Run kernel(*args) on the card, on copies of the arrays, which are copied back. Arguments as of `meaning`; a function
     that is called gets torch's arrays. TimeoutError: the kernel hangs."""
     if HUNG:
         raise TimeoutError(f"the GPU is still busy with {HUNG[0]}, which hangs")
     if not _is_kernel(kernel):
-        return _called_with_torch(kernel, args, named)
-    launch = _launch(kernel, grid, warps, shared, cluster, named)
+        return _called_with_torch(kernel, args, options)
+    launch, _ = _launch(kernel, **options)
     roots: dict[int, tuple] = {}
     given: list[Any] = []
     for a in args:
@@ -95,26 +93,23 @@ def _is_kernel(function):
     return hasattr(function, "py_func")
 
 
-def _launch(kernel, grid, warps, shared, cluster, unknown):
-    """The launch that is meant; what it cannot take is refused in tiles.launch's words."""
-    if unknown:
-        raise TypeError(f"{kernel.py_func.__name__}: no such options of a launch: {', '.join(unknown)}")
+def _launch(kernel, grid=None, warps=1, shared=None, cluster=1, seed=None):
+    """(The launch that is meant, seed); what it cannot be is refused in tiles.launch's words."""
     launch = Launch(kernel, cluster if grid is None else grid, 32 * warps, shared, None, cluster if cluster != 1 else None)
     check_room(shared, INTERPRETER)
-    return launch
+    return launch, seed
 
 
-def _called(function, args, named, **environment):
-    """function(*args, **named) with these variables in the environment."""
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
+def _called(where, function, args, named):
+    """function(*args, **named) while launches go where TILES_INTERPRET says."""
+    before = os.environ.get("TILES_INTERPRET")
+    os.environ["TILES_INTERPRET"] = where
     try:
         return function(*args, **named)
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        del os.environ["TILES_INTERPRET"]
+        if before is not None:
+            os.environ["TILES_INTERPRET"] = before
 
 
 # ---- on the card ---------------------------------------------------------------------------------------------------

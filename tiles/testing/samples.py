@@ -37,7 +37,7 @@ def guarded(
     if aligned:
         if order[-1] != last or shape[last] * dtype.itemsize % 16:
             raise ValueError(f"aligned: {shape=} of {dtype} in {order=} has no rows of multiples of 16 bytes")
-        steps[last], margins = 1, [1] * last + [ROOM]
+        steps[last], margins = 1, [step] * last + [ROOM]
     extents = [shape[a] * steps[a] + 2 * margins[a] for a in order]
     memory = np.zeros(int(np.prod(extents)) + 16, dtype.np)
     start = -memory.ctypes.data % 16 // dtype.itemsize
