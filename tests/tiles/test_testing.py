@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import os
 import re
 import sys
 import unittest
@@ -15,7 +14,8 @@ from numpy.lib.stride_tricks import as_strided
 
 import tiles
 from ops import load, store
-from tiles import bf16, fp16, fp32, rt, shared, st
+from tiles import bf16, fallback, fp16, fp32, rt, shared, st
+from tiles.interpreter import interpret
 from tiles.op import OPS
 from tiles.testing import blank, broken, close, guarded, meaning, pairs, ptx
 
@@ -48,17 +48,29 @@ def test_one_block_if_no_grid_is_said(sample):
     assert (x[:16] == y[:16]).all() and np.isnan(y[16:]).all()
 
 
-@pytest.mark.parametrize(("way", "said"), [(meaning, "1"), (ptx, "sm_90a"), (functools.partial(ptx, arch="sm_80"), "sm_80")])
-def test_a_function_is_called(monkeypatch, way, said):
-    """Its launches go the same way; what was said before is said again."""
-    for before in ({}, {"TILES_INTERPRET": "sm_89"}):
-        monkeypatch.delenv("TILES_INTERPRET", raising=False)
-        for name, value in before.items():
-            monkeypatch.setenv(name, value)
-        assert way(lambda x, **named: (os.environ["TILES_INTERPRET"], x, named), 1, warps=2) == (said, 1, {"warps": 2})
-        with pytest.raises(ZeroDivisionError):
-            way(lambda: 1 // 0)
-        assert os.environ.get("TILES_INTERPRET") == before.get("TILES_INTERPRET")
+def copied(x, /, rows, **options):
+    """A function that launches, and takes keywords that `meaning` knows, too."""
+    y = blank(x.shape)
+    tiles.launch(copy, -(-rows // T.rows), 32)(x, y)
+    return y, options
+
+
+@pytest.mark.parametrize("way", [meaning, ptx])
+def test_a_function_is_called(monkeypatch, sample, way):
+    """Its launches go this way, whatever the environment says."""
+    monkeypatch.setenv("TILES_INTERPRET", "nonsense")
+    x = sample((20, 9))
+    y, options = way(copied, x, rows=20, warps=2, grid=None)
+    assert (x == y).all() and options == {"warps": 2, "grid": None}
+    with pytest.raises(ValueError, match="TILES_INTERPRET must be"):
+        copied(x, 20)
+
+
+def test_a_function_may_fail():
+    with pytest.raises(ZeroDivisionError):
+        meaning(lambda: 1 // 0)
+    assert meaning(fallback._execute) is interpret and fallback._execute() is interpret
+    assert ptx(fallback._execute, arch="sm_80").keywords == {"arch": "sm_80"}
 
 
 @pytest.mark.parametrize("run", ["sm_80"], indirect=True)

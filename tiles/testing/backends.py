@@ -3,9 +3,10 @@
 Each takes a kernel and its arguments, or an ordinary function that launches kernels, with NumPy arrays; outputs are written in
 place."""
 
-import os
+import functools
 import time
 import unittest
+import weakref
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,14 @@ from ..compiler import Lowered
 from ..device import INTERPRETER
 from ..dtypes import bf16
 from ..emulator import Counts, emulate, program
-from ..fallback import check_room
+from ..fallback import check_room, instead
 from ..interpreter import interpret
 from ..launch import Launch
 from ..values import tensor
 
 ONE = 1, 1, 1
 REGISTERS = 255  # of a thread, at most
+_looked_at: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(types, architecture)}
 PATIENCE = 10  # seconds for the card
 HUNG: list[str] = []  # the kernel that hangs: nothing can run on the GPU any more, and waiting for it would hang as well
 
@@ -36,10 +38,7 @@ def meaning(kernel: Any, *args: Any, **options: Any) -> Any:
 
     A function that is no kernel is called with args and options as they are, and its launches run here; what it returns is
     returned. So it is with `ptx` and `gpu`."""
-    if not _is_kernel(kernel):
-        return _called("1", kernel, args, options)
-    launch, seed = _launch(kernel, **options)
-    return interpret(kernel, launch.grid, launch.block[0], args, launch.shared, seed, launch.cluster or ONE)
+    return _run(interpret, kernel, args, options)
 
 
 def ptx(kernel: Any, *args: Any, arch: str = "sm_90a", **options: Any) -> Counts | Any:
@@ -48,16 +47,29 @@ def ptx(kernel: Any, *args: Any, arch: str = "sm_90a", **options: Any) -> Counts
 
     Where the text has a wgmma, or more registers than a thread can have, machine code is made, too: AssertionError if something
     lies in local memory or spills, or ptxas complains."""
+    return _run(functools.partial(_as_compiled, arch=arch), kernel, args, options)
+
+
+def _run(run, kernel, args, options):
     if not _is_kernel(kernel):
-        return _called(arch, kernel, args, options)
+        with instead(run):
+            return kernel(*args, **options)
     launch, seed = _launch(kernel, **options)
+    return run(kernel, launch.grid, launch.block[0], args, launch.shared, seed, launch.cluster or ONE)
+
+
+def _as_compiled(kernel, grid, threads, args, shared, seed, cluster, arch):
+    """As `interpret`, by the emulator; machine code is looked at once for each kernel and types."""
     types = tuple(p.type for p in parameters(kernel, args))
-    lowered = Lowered(kernel, types, arch, lines=True)
-    text = program(kernel, types, arch, lowered)
-    if len(text.widths) > REGISTERS or any(at.opcode.startswith("wgmma") for at in text.code):
-        found = lowered.machine_code()
-        assert not found.local_bytes and not found.spill_bytes and not found.warnings, found.log
-    return emulate(kernel, launch.grid, launch.block[0], args, launch.shared, seed, launch.cluster or ONE, arch, lowered)
+    known = _looked_at.setdefault(kernel, set())
+    if (types, arch) not in known:
+        lowered = Lowered(kernel, types, arch, lines=True)
+        text = program(kernel, types, arch, lowered)
+        if len(text.widths) > REGISTERS or any(at.opcode.startswith("wgmma") for at in text.code):
+            found = lowered.machine_code()
+            assert not found.local_bytes and not found.spill_bytes and not found.warnings, found.log
+        known.add((types, arch))
+    return emulate(kernel, grid, threads, args, shared, seed, cluster, arch)
 
 
 def gpu(kernel: Any, *args: Any, **options: Any) -> Any:
@@ -98,18 +110,6 @@ def _launch(kernel, grid=None, warps=1, shared=None, cluster=1, seed=None):
     launch = Launch(kernel, cluster if grid is None else grid, 32 * warps, shared, None, cluster if cluster != 1 else None)
     check_room(shared, INTERPRETER)
     return launch, seed
-
-
-def _called(where, function, args, named):
-    """function(*args, **named) while launches go where TILES_INTERPRET says."""
-    before = os.environ.get("TILES_INTERPRET")
-    os.environ["TILES_INTERPRET"] = where
-    try:
-        return function(*args, **named)
-    finally:
-        del os.environ["TILES_INTERPRET"]
-        if before is not None:
-            os.environ["TILES_INTERPRET"] = before
 
 
 # ---- on the card ---------------------------------------------------------------------------------------------------

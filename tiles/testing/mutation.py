@@ -19,6 +19,8 @@ def broken(module: str, old: str, new: str) -> AbstractContextManager[None]:
     so are the names of the calling file and the modules beside it, so the block calls tests as they stand there. Afterwards all
     is as before. The calling file itself is named `__name__`.
 
+    That the test passes without the fault, is for the test itself to show. What noticed it is printed (`pytest -rP` shows it).
+
     AssertionError: the block did not fail, so the test would not notice. Any exception of the block is a failure, a wrong
     number, a Hazard, a refusal, but for those that say that `new` is no program: NameError, ImportError. ValueError: `old` does
     not stand there, or more than once."""
@@ -101,10 +103,11 @@ def _failing(otherwise) -> Iterator[None]:
         yield
     except (NameError, ImportError, unittest.SkipTest):
         raise
-    except Exception:
-        return
+    except Exception as error:
+        print(f"noticed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     except BaseException as error:
-        if type(error).__name__ == "Failed":  # of pytest.fail and pytest.raises
-            return
-        raise
-    raise AssertionError(otherwise)
+        if type(error).__name__ != "Failed":  # which pytest.fail and pytest.raises raise
+            raise
+        print(f"noticed: {error}")
+    else:
+        raise AssertionError(otherwise)
