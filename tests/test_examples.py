@@ -56,7 +56,8 @@ def test_runs_in_the_interpreter(name, monkeypatch, launches):
 
 
 TMA, ALL = ["sm_100a", "sm_120a"], ["sm_80", "sm_89", "sm_100a", "sm_120a"]
-ELSEWHERE = {"hello_tile": ALL, "softmax": ALL, "copy_tma": TMA}  # the others multiply by wgmma, which Hopper alone has
+# where else they run; the others multiply by wgmma, which Hopper alone has
+ELSEWHERE = {"hello_tile": ALL, "softmax": ALL, "copy_tma": TMA, "sliding_window": ["sm_80"]}
 TARGETS = [(name, arch) for name in EXAMPLES for arch in ["sm_90a", *ELSEWHERE.get(name, [])]]
 
 
@@ -76,6 +77,7 @@ SIZES = {  # at and around the edges of tiles
     "softmax": [(1, 1), (64, 128), (63, 129), (130, 1000)],
     "gemm": [(1, 8, 8), (128, 128, 64), (129, 136, 72), (64, 256, 640)],
     "flash_attention": [(1, 1), (128, 128), (127, 129), (129, 640)],
+    "sliding_window": [(1, 1), (33, 1), (64, 32), (70, 100)],
     **{name: [(1, 8, 8), (128, 256, 64), (129, 264, 72), (64, 520, 328)] for name in LEVELS},
 }
 

@@ -1,6 +1,7 @@
 """Launches that run in the interpreter: arrays in host memory as they are, arrays in device memory by a copy."""
 
 import contextlib
+import contextvars
 import functools
 import logging
 import os
@@ -18,6 +19,7 @@ from .values import tensor
 
 log = logging.getLogger(__name__)
 _said: list[str] = []
+_instead: contextvars.ContextVar = contextvars.ContextVar("instead", default=None)
 _typed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(types, architecture) that Numba accepts}
 
 
@@ -26,9 +28,21 @@ def forced() -> bool:
     return os.environ.get("TILES_INTERPRET", "0") not in ("", "0")
 
 
+@contextlib.contextmanager
+def instead(run):
+    """Inside, interpreted launches are run(kernel, grid, threads, args, shared, seed, cluster), as `interpret` takes them."""
+    token = _instead.set(run)
+    try:
+        yield
+    finally:
+        _instead.reset(token)
+
+
 def _execute():
     """What runs a kernel on the CPU, by TILES_INTERPRET: the interpreter its source, the emulator its PTX ("ptx", which is
     sm_90a's, or the name of an architecture)."""
+    if run := _instead.get():
+        return run
     how = os.environ.get("TILES_INTERPRET", "0")
     if how in ("", "0", "1"):
         return interpret
@@ -80,8 +94,7 @@ class Interpreted:
     def _check(self, args):
         """What a GPU or its compiler would refuse, refused: ValueError for too much shared memory, Numba's own errors."""
         launch, gpu = self.launch, INTERPRETER if self.target is None else self.target
-        if launch.shared and launch.shared.nbytes > gpu.shared_bytes:
-            raise ValueError(f"shared: {launch.shared.nbytes} bytes a block, but {gpu} has {gpu.shared_bytes}")
+        check_room(launch.shared, gpu)
         arch = os.environ.get("TILES_CHECK", "sm_90a")
         if arch in ("", "0"):
             return
@@ -90,6 +103,12 @@ class Interpreted:
         if (types, arch) not in known:
             check_types(launch.kernel, types, "sm_90a" if arch == "1" else arch)
             known.add((types, arch))
+
+
+def check_room(shared, gpu):
+    """ValueError: the plan takes more shared memory than a block can have there."""
+    if shared and shared.nbytes > gpu.shared_bytes:
+        raise ValueError(f"shared: {shared.nbytes} bytes a block, but {gpu} has {gpu.shared_bytes}")
 
 
 def _cut(view, spec):

@@ -1,10 +1,12 @@
 """The formulas, in NumPy, and the rule by which a kernel is judged against them.
 
-`softmax` is attention.forward's, `linear` the recurrences of linear attention, `rule` the tolerance: what a result may be off.
+`softmax` is attention.forward's, `linear` the recurrences of linear attention, `tolerance` what a
+result may be off: the rule of tiles.testing.
 """
 
+from tiles.testing.compare import assert_close, tolerance
+
 from .linear import based, hedgehog, linear, linear_step, mamba2
-from .rule import assert_close, tolerance
 from .softmax import forward, forward_low
 
 __all__ = ["assert_close", "based", "forward", "forward_low", "hedgehog", "linear", "linear_step", "mamba2", "tolerance"]

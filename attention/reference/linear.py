@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from tiles.schema import ORDER
-
-from .rule import host
+from tiles.testing.compare import host
 
 EPSILON = 1e-10  # added to the divisor of `linear`, as in flash-linear-attention
 HEDGEHOG_FLOOR = 1e-6  # the least feature, and what is added to the divisor, as in ThunderKittens

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from tiles.schema import ORDER
-
-from .rule import host
+from tiles.testing.compare import host
 
 ROWS = 1024  # rows of scores that are held at once
 

@@ -1,9 +1,9 @@
 """Where a test of attention runs: the interpreter with NumPy's arrays, the card with torch's."""
 
-import ml_dtypes
-import numpy as np
+from tiles import bf16
+from tiles.testing.backends import to_numpy, to_torch
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
+BF16 = bf16.np
 
 
 class OnInterpreter:
@@ -16,16 +16,6 @@ class OnInterpreter:
 
 
 class OnCard:
-    """torch tensors, which carry bf16 to the card and back as bits."""
+    """torch tensors."""
 
-    def put(self, x):
-        import torch
-
-        if x.dtype == BF16:
-            return torch.from_numpy(np.ascontiguousarray(x).view(np.int16)).cuda().view(torch.bfloat16)
-        return torch.from_numpy(np.ascontiguousarray(x)).cuda()
-
-    def get(self, x):
-        import torch
-
-        return x.view(torch.int16).cpu().numpy().view(BF16) if x.dtype == torch.bfloat16 else x.cpu().numpy()
+    put, get = staticmethod(to_torch), staticmethod(to_numpy)

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, meaning, ptx
 
 import tiles
 from tiles import barrier, bf16, fp8e4m3, fp16, fp32, rt, st, tensor
+from tiles.testing import blank, meaning, ptx
 
 T, B, WIDE, E = rt(16, 64, fp32), rt(16, 64, bf16), rt(16, 128, fp32), rt(16, 64, fp8e4m3)
 S, S8 = st(64, 64, bf16), st(64, 64, fp8e4m3)

@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, meaning, pairs, ptx, wide
 
 import ops
 from ops import block, full, load, store, warpgroup, zeros
 from tiles import Hazard, bf16, fp16, fp32, rt, shared, st, sv
+from tiles.testing import EPS, blank, close, meaning, pairs, ptx, wide
 
 KINDS = {"max": np.max, "min": np.min, "sum": np.sum, "prod": np.prod}
 N = rt(16, 16, fp32).row_vec  # numbers are stored as vectors

@@ -5,10 +5,10 @@ import operator
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, pairs, wide
 
 from ops import exp2, fma, full, load, maximum, minimum, store
 from tiles import bf16, fp16, fp32, rt
+from tiles.testing import EPS, blank, close, pairs, wide
 
 FACES = {
     "add": (operator.add, np.add, 1),

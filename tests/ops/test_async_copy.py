@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from banks import ways
 from numba import cuda
-from sweep import blank, pairs, ptx, ways
 from test_load_store import DTYPES, PLACES, WIDTHS, cut
 
 import tiles
@@ -11,6 +11,7 @@ from ops import commit_group, copy_async, load, store, wait_group
 from tiles import bf16, fp8e4m3, fp16, fp32, pipeline, rt, st
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
+from tiles.testing import blank, pairs, ptx
 
 
 def padded(x, columns, skip=0):

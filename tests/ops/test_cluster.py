@@ -5,13 +5,13 @@ from collections import Counter
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, meaning, pairs, ptx, wide
 
 import tiles
 from ops import cluster, load, raw, store, warpgroup, zeros
 from tiles import barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, sass, shared, st, sv, tensor, tf32
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
+from tiles.testing import blank, meaning, pairs, ptx, wide
 
 DTYPES = [fp32, bf16, fp16, fp8e4m3, tf32, fp8e5m2]
 SIDES = ["row", "col", "col", "row"]
@@ -26,7 +26,7 @@ def test_ranks(run, blocks):
         store(y, zeros(T) + cluster.rank(), (cuda.blockIdx.x, 0))
 
     y = blank((blocks, 16))
-    run(body, y, blocks=blocks)
+    run(body, y, cluster=blocks)
     assert (y == np.arange(blocks)[:, None]).all()
 
 
@@ -58,7 +58,7 @@ def test_every_block_stores_to_the_next_and_loads_from_it(run, sample, dtype, si
         blank((blocks, 32), dtype),
         blank((blocks, 32), dtype),
     )
-    run(body, x, down, up, vector, across, shared=smem, blocks=blocks)
+    run(body, x, down, up, vector, across, shared=smem, cluster=blocks)
     x, down, up, vector, across = map(wide, (x, down, up, vector, across))
     assert (down == np.roll(x, 1, 0)).all() and (up == x).all()
     assert (vector == np.roll(x[:, 0, :32], 1, 0)).all() and (across == x[:, 0, :32]).all()
@@ -91,7 +91,7 @@ def test_messages(run, sample, dtype, side):
 
     x = sample((2, 16 * rounds, 32), dtype)
     y = blank(x.shape, dtype)
-    run(body, x, y, shared=smem, blocks=2)
+    run(body, x, y, shared=smem, cluster=2)
     assert (wide(y) == wide(x[::-1])).all()
 
 
@@ -116,7 +116,7 @@ def test_a_ring_that_blocks_share(run, sample, dtype, blocks, width):
     x, y = sample((185, 120), dtype), blank((blocks, 192, 128), dtype)
     part = smem.items["r"].part
     assert part == st(64 // blocks, 64, dtype, width)
-    run(body, tensor(x, part), y, warps=8, shared=smem, blocks=blocks)
+    run(body, tensor(x, part), y, warps=8, shared=smem, cluster=blocks)
     assert (y[:, :185, :120] == x).all() and (y[:, 185:] == 0).all() and (y[:, :, 120:] == 0).all()
 
 
@@ -214,7 +214,7 @@ def test_a_shared_ring_wants_tensors_of_parts():
     words = r"fill: the ring holds st\(64, 64, bf16\) in parts of st\(32, 64, bf16\), the source gives st\(64, 64, bf16\)"
     for backend in (meaning, ptx):
         with pytest.raises(TypeError, match=words):
-            backend(body, tensor(np.zeros((64, 64), bf16.np), S), warps=4, shared=smem, blocks=2)
+            backend(body, tensor(np.zeros((64, 64), bf16.np), S), warps=4, shared=smem, cluster=2)
 
 
 def test_giving_a_shared_slot_back_costs_no_fence():

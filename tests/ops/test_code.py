@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from numba import cuda
-from sweep import blank, pairs
 
 import tiles
 from ops import (
@@ -34,6 +33,7 @@ from ops import (
 from tiles import bf16, fp8e4m3, fp16, fp32, ring, rt, sass, st, tensor
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
+from tiles.testing import blank, pairs
 
 try:
     sass.nvdisasm()

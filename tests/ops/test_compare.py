@@ -5,11 +5,11 @@ import operator
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, close, pairs, wide
 
 import ops
 from ops import full, load, maximum, row_sum, store, where
 from tiles import bf16, fp16, fp32, rt
+from tiles.testing import blank, close, pairs, wide
 
 SIGNS = {
     "less": operator.lt,

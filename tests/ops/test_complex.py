@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, close, pairs
 
 from ops import complex, load, zeros
 from ops import store as store_tile
 from ops.matmul.supported import TRANSPOSED
 from tiles import bf16, fp16, fp32, rt, shared, st
+from tiles.testing import blank, close, pairs
 
 
 def numbers(array):

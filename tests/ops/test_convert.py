@@ -5,13 +5,13 @@ import itertools
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, close, pairs, wide
 
 import tiles
 from ops import load, store, warpgroup
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, st, tensor, tf32
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
+from tiles.testing import blank, close, pairs, wide
 
 
 def corners(to):

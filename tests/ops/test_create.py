@@ -5,11 +5,11 @@ import re
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, close, pairs, ptx
 
 import ops
 from ops import col_index, full, load, neg_infty, ones, pos_infty, row_index, store, warpgroup, zeros
 from tiles import bf16, fp16, fp32, rt
+from tiles.testing import blank, close, pairs, ptx
 
 
 @pytest.mark.parametrize(("shape", "dtype"), pairs([(16, 16), (32, 48)], [fp32, bf16, fp16]))

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from numba import cuda
 from numpy import float32
-from sweep import blank
 
 from ops import load, warpgroup, zeros
 from tiles import bf16, fp32, rt
+from tiles.testing import blank
 
 
 def test_own_rows(run, sample):

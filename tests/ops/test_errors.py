@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from mistakes import WIDE, B, Cases, E, S, T, check
 from numba import cuda
-from sweep import ptx
 
 import tiles
 from ops import (
@@ -35,6 +34,7 @@ from ops import (
     zeros,
 )  # fmt: skip
 from tiles import bf16, fp8e4m3, fp32, ring, rt, st, tf32
+from tiles.testing import ptx
 
 says = Cases()
 COLUMNS = rt(16, 64, fp32, "col")

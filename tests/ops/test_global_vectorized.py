@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, pairs, roomy
 
 from ops import load, store, warpgroup
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, sass
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
+from tiles.testing import blank, guarded, pairs
 
 COLS = 16, 48, *range(32, 257, 32)
 HALVES, DTYPES = [bf16, fp16], [bf16, fp16, fp32]
@@ -40,7 +40,7 @@ def test_every_width_at_every_edge(run, sample, cols, held, dtype):
         for i in range(n):
             store(y, tile, (i, at[i, 0], at[i, 1]), aligned=True)
 
-    x, (y, check) = sample((16, cols), held), roomy((n, *shape), dtype)
+    x, (y, check) = sample((16, cols), held), guarded((n, *shape), dtype, aligned=True)
     run(body, x, np.array(places, np.int32), y)
     check()
     for i, at in enumerate(places):
@@ -59,7 +59,7 @@ def test_fp32_comes_by_four_columns(run, sample):
             store(z, load(h, H, (0, 0)), (i, at[i, 0], at[i, 1]), aligned=True)
 
     x, h = sample((16, 48)), sample((32, 16), bf16)
-    (y, check), (z, check_z) = (roomy((n, *shape), fp32) for _ in range(2))
+    (y, check), (z, check_z) = (guarded((n, *shape), fp32, aligned=True) for _ in range(2))
     run(body, x, h, np.array(places, np.int32), y, z)
     check()
     check_z()
@@ -80,7 +80,11 @@ def test_fp8_comes_by_sixteen_columns(run, sample, cols, dtype, held):
             store(y, tile, (i, 0, 0), aligned=True)
             store(z, tile, (i, at[i, 0], at[i, 1]), aligned=True)
 
-    (x, _), (y, check_y), (z, check_z) = roomy(shape, held), roomy((n, 32, cols), dtype), roomy((n, *shape), dtype)
+    (x, _), (y, check_y), (z, check_z) = (
+        guarded(shape, held, aligned=True),
+        guarded((n, 32, cols), dtype, aligned=True),
+        guarded((n, *shape), dtype, aligned=True),
+    )
     x[...] = sample(shape, held)
     run(body, x, np.array(places, np.int32), y, z)
     check_y()
@@ -127,7 +131,7 @@ def test_loads_at_every_edge(run, sample, cols, held, dtype):
         for i in range(n):
             store(y, load(x, T, (at[i, 0], at[i, 1]), aligned=True), (i, 0, 0))
 
-    (x, check), y = roomy(shape, dtype), blank((n, 16, cols), held)
+    (x, check), y = guarded(shape, dtype, aligned=True), blank((n, 16, cols), held)
     x[...] = sample(shape, dtype)
     run(body, x, np.array(places, np.int32), y)
     check()
@@ -144,7 +148,7 @@ def test_loads_by_four_warps_along_any_axis(run, sample, dtype):
     def body(x, y):
         warpgroup.store(y, warpgroup.load(x, T, (1, 3, 2, 0), 1, 3, True), (0, 0))
 
-    (x, check), y = roomy((2, 80, 3, 64), dtype, (2, 0, 1, 3), 2), blank((64, 64), dtype)
+    (x, check), y = guarded((2, 80, 3, 64), dtype, (2, 0, 1, 3), 2, aligned=True), blank((64, 64), dtype)
     x[...] = sample(x.shape, dtype)
     run(body, x, y, warps=4)
     check()
@@ -166,7 +170,11 @@ def test_by_four_warps(run, sample, rows, cols, dtype):
 
     H_of = dtype
 
-    x, (y, check), (z, check_z) = sample((4 * rows, cols)), roomy((n, *shape), dtype), roomy((4 * rows, cols), dtype)
+    x, (y, check), (z, check_z) = (
+        sample((4 * rows, cols)),
+        guarded((n, *shape), dtype, aligned=True),
+        guarded((4 * rows, cols), dtype, aligned=True),
+    )
     run(body, x, np.array(places, np.int32), y, z, warps=4)
     check()
     check_z()
@@ -186,7 +194,7 @@ def test_strided_axes(run, sample, order, step, dtype):
         store(y, load(x, T, (0, 0)), (1, 3, 2, 0), rows=1, cols=3, aligned=True)
         store(y, load(x, T, (0, 0)), (-1, 0, 0, 8), rows=0, aligned=True)
 
-    x, (y, check) = sample((16, 64), dtype), roomy((2, 30, 3, 40), dtype, order, step)
+    x, (y, check) = sample((16, 64), dtype), guarded((2, 30, 3, 40), dtype, order, step, aligned=True)
     run(body, x, y)
     check()
     want = np.full((2, 30, 3, 40), np.nan, np.float32)
@@ -203,7 +211,7 @@ def test_an_axis_of_one_may_have_any_stride(run, sample):
     def body(x, y):
         store(y, load(x, T, (0, 0)), (0, 0, 0), aligned=True)
 
-    x, (flat, check) = sample((16, 32), bf16), roomy((16, 32), bf16)
+    x, (flat, check) = sample((16, 32), bf16), guarded((16, 32), bf16, aligned=True)
     y = np.lib.stride_tricks.as_strided(flat, (1, 16, 32), (6, *flat.strides))
     run(body, x, y)
     check()

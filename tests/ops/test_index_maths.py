@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, meaning, ptx
 
 import ops
 import tiles
 from ops import col_index, load, row_index, store, where
 from tiles import bf16, fp32, rt
+from tiles.testing import blank, meaning, ptx
 
 T = rt(16, 64, fp32)
 ROWS, COLS = np.arange(16)[:, None], np.arange(64)[None]

@@ -4,12 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
+from banks import ways
 from numba import cuda
-from sweep import blank, guarded, pairs, ptx, ways
 
 import tiles
 from ops import load, store, truncate, warpgroup
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st
+from tiles.testing import blank, guarded, pairs, ptx
 
 DTYPES = [fp32, bf16, fp16]
 WIDTHS = [128, 64, 32]

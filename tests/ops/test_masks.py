@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, pairs
 
 import ops
 from ops import causal, load, right_fill, store, warpgroup
 from tiles import bf16, fp16, fp32, rt
+from tiles.testing import blank, pairs
 
 SHAPES = [(16, 32), (32, 16), (16, 16), (48, 64)]
 FILLS = [-np.inf, 0.0, 7.5]

@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
+from banks import ways
 from numba import cuda, types
-from sweep import EPS, blank, close, ptx, ways, wide
 
 import ops
 import tiles
@@ -15,6 +15,7 @@ from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st, tf32
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
 from tiles.sass import main_loop
+from tiles.testing import EPS, blank, close, ptx, wide
 
 SHAPES = {  # (m, n, k), by the size of elements
     2: [(16, 16, 32), (32, 48, 64), (16, 128, 32), (64, 16, 32)],

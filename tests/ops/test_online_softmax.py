@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, pairs
 
 from ops import lazy_maximum, load, rescale, store
 from tiles import bf16, fp16, fp32, rt
+from tiles.testing import blank, pairs
 
 
 def test_the_maximum_moves_only_by_more_than_the_slack(run, sample):

@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, meaning, ptx, roomy
 
 import tiles
 from ops import load, store, warpgroup
 from tiles import Hazard, bf16, fp32, rt, st
 from tiles.interpreter import interpret
+from tiles.testing import blank, guarded, meaning, ptx
 
 
 def unaligned(case):
     """(array, index) that break the promise in one way."""
-    base, _ = roomy((40, 72), bf16)
+    base, _ = guarded((40, 72), bf16, aligned=True)
     return {
         "address": (base[:, 4:68], (0, 0)),
         "stride": (np.zeros((40, 68), bf16.np)[:, :64], (0, 0)),
@@ -62,7 +62,7 @@ def test_a_broken_promise(case, words, scope):
 
 def test_a_broken_promise_in_fp32():
     """Columns come by four."""
-    T, y = rt(16, 32, fp32), roomy((16, 40), fp32)[0]
+    T, y = rt(16, 32, fp32), guarded((16, 40), fp32, aligned=True)[0]
 
     @cuda.jit
     def body(y):

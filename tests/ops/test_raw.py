@@ -2,11 +2,11 @@
 
 import pytest
 from numba import cuda
-from sweep import blank, pairs
 
 import tiles
 from ops import load, raw, store, warpgroup
 from tiles import barrier, bf16, fp16, fp32, rt, st, tensor
+from tiles.testing import blank, pairs
 
 
 @pytest.mark.parametrize(("dtype", "width"), pairs([bf16, fp32, fp16], [128, 64, 32]))

@@ -5,11 +5,11 @@ import re
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, meaning, pairs, ptx, wide
 
 import ops
 from ops import finish_sum, full, lane_sum, load, row_max, row_sum, store
 from tiles import bf16, fp16, fp32, rt, shared, st
+from tiles.testing import EPS, blank, close, meaning, pairs, ptx, wide
 
 SHAPES = [(16, 16), (32, 16), (16, 48), (48, 32), (16, 256), (64, 32)]
 KINDS = {"max": np.max, "min": np.min, "sum": np.sum, "prod": np.prod}

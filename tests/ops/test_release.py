@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from numba import cuda
 from numba.cuda import types
-from sweep import blank, meaning, ptx
 
 import tiles
 from ops import exp2, load, row_max, row_sum, store, warpgroup, zeros
@@ -17,6 +16,7 @@ from tiles.compiler import compile_kernel
 from tiles.emulator import emulate
 from tiles.op import lowers, op
 from tiles.ptx import computed
+from tiles.testing import blank, meaning, ptx
 
 S, T = st(64, 64, bf16), rt(16, 64, fp32)
 MARK = 0x7FEDCBA9  # the NaN that no arithmetic makes

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, close, wide
 
 from ops import block, cumsum, cumsum_columns, load, store
 from tiles import bf16, fp16, fp32, rt, shared, st
+from tiles.testing import blank, close, wide
 
 
 @pytest.mark.parametrize("length", [16, 64, 128])

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from numba import cuda
 from numba.cuda import types
-from sweep import blank, meaning, ptx
 
 from ops import divmod, full, persistent_tile, rasterize, store, zeros
 from ops.schedule import persistent_tile as face
@@ -15,6 +14,7 @@ from tiles.compiler import compile_kernel
 from tiles.emulator import emulate
 from tiles.interpreter import interpret
 from tiles.op import OPS
+from tiles.testing import blank, meaning, ptx
 
 V = rt(16, 16, fp32).row_vec
 

@@ -5,13 +5,13 @@ import re
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import meaning, ptx
 
 import ops
 from ops import block, cluster, warpgroup, zeros
 from ops.scopes import SCOPES
 from tiles import fp32, rt
 from tiles.op import OPS
+from tiles.testing import meaning, ptx
 
 T = rt(16, 16, fp32)
 

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from banks import ways
 from numba import cuda
-from sweep import blank, meaning, pairs, ptx, ways, wide
 
 import tiles
 from ops import exp, last_element, load, load_row, store, tile_max, warpgroup, zeros
 from tiles import Hazard, bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st, sv, tf32
 from tiles.interpreter import interpret
+from tiles.testing import blank, meaning, pairs, ptx, wide
 
 DTYPES, AXES, LAYOUTS = [fp32, bf16, fp16, fp8e4m3, fp8e5m2, tf32], ["col_vec", "row_vec"], ["row", "col"]
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, pairs, wide
 
 import tiles
 from ops import load, raw, store, warpgroup
 from tiles import barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, sv, tensor, tf32
+from tiles.testing import blank, pairs, wide
 
 COMPUTED = [fp32, bf16, fp16]
 LENGTHS = [(64, 8), (16, 24), (256, 1), (384, 3), (512, 13)]  # of a vector; by how much the array is shorter than its tiles

@@ -5,10 +5,10 @@ import re
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, meaning, pairs, ptx
 
 from ops import columns, hstack, load, rows, store, vstack, zeros
 from tiles import bf16, fp8e4m3, fp16, fp32, rt
+from tiles.testing import blank, meaning, pairs, ptx
 
 T = rt(16, 96, fp32)
 SHAPES, COUNTS = [(16, 16), (32, 96), (16, 128), (48, 64)], [16, 48, 64, 32]

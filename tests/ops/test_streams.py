@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, close, wide
 
 import tiles
 from ops import warpgroup, zeros
@@ -12,6 +11,7 @@ from tiles import Hazard, bf16, fp8e4m3, fp32, ring, rt, shared, st, tensor
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
 from tiles.interpreter import interpret
+from tiles.testing import blank, close, wide
 
 TILE, COUNT, PAGES = st(64, 64, bf16), 3, 4
 PART, SUM = rt(16, 64, bf16), rt(16, 64, fp32)

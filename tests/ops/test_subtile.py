@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, meaning, pairs, ptx, wide
 
 import tiles
 from ops import load, store, subtile, warpgroup, zeros
 from tiles import Hazard, bf16, fp16, fp32, ring, rt, st, sv, tensor
 from tiles.interpreter import interpret
+from tiles.testing import EPS, blank, close, meaning, pairs, ptx, wide
 
 WIDTHS = [128, 64, 32]
 WHOLES = pairs(WIDTHS, [bf16, fp16, fp32, bf16], [32, 16, 32], [64, 96, 32, 64])  # width, dtype, rows of a warp's part, columns

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, wide
 
 from ops import load, store, taylor
 from ops.for_attention.taylor_features import FEATURES
 from tiles import bf16, fp16, fp32, rt
+from tiles.testing import EPS, blank, close, wide
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp16])

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, meaning, pairs, ptx
 
 import tiles
 from ops import load, prefetch, warpgroup
 from tiles import Hazard, bf16, fp16, fp32, ring, rt, st, sv, tensor
 from tiles.interpreter import interpret
+from tiles.testing import blank, meaning, pairs, ptx
 
 Y = tiles.shared(x=st(64, 64, bf16), y=st(64, 64, bf16))
 FOLDS = {warpgroup.tma_add: np.add, warpgroup.tma_min: np.fmin, warpgroup.tma_max: np.fmax}

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, pairs, wide
 
 from ops import load, store, swap_layout, transpose
 from tiles import bf16, fp8e5m2, fp16, fp32, rt, tf32
+from tiles.testing import blank, pairs, wide
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank
 
 import tiles
 from ops import load, store, warpgroup
 from tiles import Hazard, bf16, fp16, fp32, ring, rt, st, tensor
 from tiles.interpreter import interpret
+from tiles.testing import blank
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(16, bf16), (64, bf16), (128, fp16)])

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank, close, wide
 
 import tiles
 from ops import inverse_unit_lower, load, store, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed
 from tiles import fp32, rt
+from tiles.testing import blank, close, wide
 
 PLAN = tiles.shared(
     high=TRIANGLE,

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, gpu, guarded, meaning, pairs, ptx, wide
 
 import tiles
 from ops import load, raw, row_sum, store, warpgroup, zeros
 from tiles import bf16, fp16, fp32, ring, rt, st, tensor
+from tiles.testing import EPS, blank, close, gpu, guarded, meaning, pairs, ptx, wide
 
 TMA = pairs([bf16, fp32, fp16, bf16], [128, 64, 32], [(37, 72), (64, 64), (130, 8), (9, 200), (70, 4), (1, 136)])
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import blank
 
 import tiles
 from ops import load, ones, store, subtile, warpgroup
 from tiles import bf16, fp16, fp32, ring, rt, st, tensor
+from tiles.testing import blank
 
 FIRST = pytest.mark.parametrize("first", [-1, 0, 5, 63, 64, 90])
 

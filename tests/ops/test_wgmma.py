@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 from numba import cuda
-from sweep import EPS, blank, close, pairs, wide
 
 import tiles
 from ops import warpgroup, zeros
 from ops.matmul.supported import FP8, SUPPORTED, TRANSPOSED
 from tiles import bf16, fp16, fp32, ring, rt, st, tensor, tf32
+from tiles.testing import EPS, blank, close, pairs, wide
 
 EVERY_N = range(16, 257, 16)
 EVERY_K = [16, 32, 48, 64, 80, 112, 128, 192, 256]

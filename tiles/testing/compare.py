@@ -1,4 +1,4 @@
-"""The rule by which a result is judged against the formula."""
+"""Results against a reference in float64: by the error rule, and by units in the last place. NaN never passes unasked."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tiles.arrays import numpy_view
-from tiles.frameworks import describe
+from ..arrays import numpy_view
+from ..dtypes import bf16, dtype, dtype_of, fp16, fp32
+from ..frameworks import describe
+
+EPS = {fp32: 2.0**-23, fp16: 2.0**-10, bf16: 2.0**-7}  # from 1 to the next number
+END = {fp32: 2.0**128 * (1 - 2.0**-25), fp16: 65520.0, bf16: 2.0**128 * (1 - 2.0**-9)}  # from here on: inf
+TINY = {fp32: 2.0**-126, fp16: 2.0**-24, bf16: 2.0**-126}  # an error below this is none (fp32 units flush to 0)
 
 
 def host(x: Any) -> np.ndarray:
@@ -52,3 +57,32 @@ def assert_close(out: Any, ref: Any, low: Any, *, factor: float = 2, name: str =
             f"{name}: {bad.sum()} of {bad.size} elements are off, {np.isnan(wide).sum()} of them NaN; the worst: "
             f"{name}{list(map(int, worst))} = {wide[worst]}, not {ref[worst]}; error {error[worst]:.2g} > {limit:.2g}"
         )
+
+
+def wide(array: Any) -> np.ndarray:
+    """The array in float64: what a reference is computed from."""
+    return np.asarray(array).astype(np.float64)
+
+
+def close(got: Any, want: Any, ulp: Any = 0.0, atol: Any = 0.0, dtype: dtype | None = None) -> None:
+    """Assert |got - want| <= ulp units in the last place of got's dtype (or `dtype`) + atol, each a number or an array of them;
+    inf and NaN where `want`, in float64, has them or is too large. With neither ulp nor atol they must be equal.
+
+    The AssertionError counts the elements that are off and prints the first."""
+    dtype = dtype or dtype_of(got)
+    got, want = wide(got), np.broadcast_to(wide(want), np.shape(got))
+    want = np.where(np.abs(want) >= END[dtype], np.copysign(np.inf, want), want)
+    finite = np.isfinite(want)
+    same = np.where(np.isnan(want), np.isnan(got), got == want)
+    assert same[~finite].all(), _worst(got, want, ~finite & ~same)
+    unit = np.exp2(np.floor(np.log2(np.maximum(np.abs(want), 2.0**-149), where=finite, out=np.zeros(want.shape)))) * EPS[dtype]
+    allowed = ulp * np.maximum(unit, TINY[dtype] * EPS[dtype]) + atol + (TINY[dtype] if np.any(ulp) else 0)
+    wrong = finite & ~(np.abs(got - np.where(finite, want, 0)) <= allowed)
+    assert not wrong.any(), _worst(got, want, wrong)
+
+
+def _worst(got, want, wrong):
+    if not wrong.any():
+        return ""
+    first = tuple(map(int, np.argwhere(wrong)[0]))
+    return f"{wrong.sum()} of {got.size} elements are off, the first: {list(first)} is {got[first]!r}, not {want[first]!r}"

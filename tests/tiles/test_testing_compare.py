@@ -1,10 +1,10 @@
-"""attention/reference/rule.py: the rule that judges kernels, by what it must refuse."""
+"""tiles/testing/compare.py: the rule that judges kernels, by what it must refuse."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from attention.reference import assert_close, tolerance
+from tiles.testing import assert_close, tolerance
 
 bf16 = ml_dtypes.bfloat16
 

@@ -1,0 +1,3 @@
+"""The fixtures `run` and `sample`, and the marker `gpu`."""
+
+pytest_plugins = ["tiles.testing.plugin"]

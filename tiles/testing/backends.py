@@ -1,0 +1,169 @@
+"""Where a kernel runs under test: what it means, what it is compiled to, and the card.
+
+Each takes a kernel and its arguments, or an ordinary function that launches kernels, with NumPy arrays; outputs are written in
+place."""
+
+import functools
+import time
+import unittest
+import weakref
+from typing import Any
+
+import numpy as np
+from numba import cuda
+from numba.cuda.cudadrv.devicearray import DeviceNDArray
+
+from ..arguments import parameters
+from ..compiler import Lowered
+from ..device import INTERPRETER
+from ..dtypes import bf16
+from ..emulator import Counts, emulate, program
+from ..fallback import check_room, instead
+from ..interpreter import interpret
+from ..launch import Launch
+from ..values import tensor
+
+ONE = 1, 1, 1
+REGISTERS = 255  # of a thread, at most
+_looked_at: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(types, architecture)}
+PATIENCE = 10  # seconds for the card
+HUNG: list[str] = []  # the kernel that hangs: nothing can run on the GPU any more, and waiting for it would hang as well
+
+
+def meaning(kernel: Any, *args: Any, **options: Any) -> Any:
+    """Run kernel(*args) by what it says, in the interpreter. Hazard: what the hardware would get wrong in silence.
+
+    options: grid, its blocks, a number or up to three (by default one cluster); warps=1, of a block; shared=None, the plan that
+    the kernel opens; cluster=1, its blocks; seed=None, where a number means a random order of what is asynchronous.
+
+    A function that is no kernel is called with args and options as they are, and its launches run here; what it returns is
+    returned. So it is with `ptx` and `gpu`."""
+    return _run(interpret, kernel, args, options)
+
+
+def ptx(kernel: Any, *args: Any, arch: str = "sm_90a", **options: Any) -> Counts | Any:
+    """Run kernel(*args) as compiled for `arch`, on the CPU (docs/emulator.md); what it did is counted. Arguments as
+    of `meaning`.
+
+    Where the text has a wgmma, or more registers than a thread can have, machine code is made, too: AssertionError if something
+    lies in local memory or spills, or ptxas complains."""
+    return _run(functools.partial(_as_compiled, arch=arch), kernel, args, options)
+
+
+def _run(run, kernel, args, options):
+    if not _is_kernel(kernel):
+        with instead(run):
+            return kernel(*args, **options)
+    launch, seed = _launch(kernel, **options)
+    return run(kernel, launch.grid, launch.block[0], args, launch.shared, seed, launch.cluster or ONE)
+
+
+def _as_compiled(kernel, grid, threads, args, shared, seed, cluster, arch):
+    """As `interpret`, by the emulator; machine code is looked at once for each kernel and types."""
+    types = tuple(p.type for p in parameters(kernel, args))
+    known = _looked_at.setdefault(kernel, set())
+    if (types, arch) not in known:
+        lowered = Lowered(kernel, types, arch, lines=True)
+        text = program(kernel, types, arch, lowered)
+        if len(text.widths) > REGISTERS or any(at.opcode.startswith("wgmma") for at in text.code):
+            found = lowered.machine_code()
+            assert not found.local_bytes and not found.spill_bytes and not found.warnings, found.log
+        known.add((types, arch))
+    return emulate(kernel, grid, threads, args, shared, seed, cluster, arch)
+
+
+def gpu(kernel: Any, *args: Any, **options: Any) -> Any:
+    """Run kernel(*args) on the card, on copies of the arrays, which are copied back. Arguments as of `meaning`; a function
+    that is called gets torch's arrays. TimeoutError: the kernel hangs."""
+    if HUNG:
+        raise TimeoutError(f"the GPU is still busy with {HUNG[0]}, which hangs")
+    if not _is_kernel(kernel):
+        return _called_with_torch(kernel, args, options)
+    launch, _ = _launch(kernel, **options)
+    roots: dict[int, tuple] = {}
+    given: list[Any] = []
+    for a in args:
+        if isinstance(a, tensor):
+            cut = a.spec
+            given.append(tensor(_on_device(a.array, roots), cut.tile, cut.rows, cut.cols, cut.unit))  # type: ignore[arg-type]
+        else:
+            given.append(_on_device(a, roots) if isinstance(a, np.ndarray) else a)
+    launch(*given)
+    done = cuda.event(timing=False)
+    done.record()
+    deadline = time.monotonic() + PATIENCE
+    while not done.query():
+        if time.monotonic() > deadline:
+            HUNG.append(kernel.py_func.__qualname__)
+            raise TimeoutError(f"{HUNG[0]}: not done after {PATIENCE} seconds: the kernel hangs")
+    for bits, device in roots.values():
+        device.copy_to_host(bits)
+    return None
+
+
+def _is_kernel(function):
+    return hasattr(function, "py_func")
+
+
+def _launch(kernel, grid=None, warps=1, shared=None, cluster=1, seed=None):
+    """(The launch that is meant, seed); what it cannot be is refused in tiles.launch's words."""
+    launch = Launch(kernel, cluster if grid is None else grid, 32 * warps, shared, None, cluster if cluster != 1 else None)
+    check_room(shared, INTERPRETER)
+    return launch, seed
+
+
+# ---- on the card ---------------------------------------------------------------------------------------------------
+def _on_device(array, roots):
+    """The same view of a device copy of the array's root."""
+    root = base = array
+    while base is not None:  # as_strided puts an object of its own between a view and its base
+        root = base if isinstance(base, np.ndarray) else root
+        base = getattr(base, "base", None)
+    if id(root) not in roots:
+        bits = root.view(f"u{root.itemsize}")  # Numba's copies know no bf16
+        roots[id(root)] = bits, cuda.to_device(bits)
+    device = roots[id(root)][1]
+    data = device.gpu_data.view(array.ctypes.data - root.ctypes.data)
+    return _View(array, DeviceNDArray(array.shape, array.strides, array.dtype, gpu_data=data))
+
+
+class _View:
+    """A Numba array with the strides that it was given: Numba takes one whose rows are all one for contiguous."""
+
+    def __init__(self, array, view):
+        self.view, self.shape, self.dtype = view, array.shape, array.dtype
+        self.__cuda_array_interface__ = view.__cuda_array_interface__ | {"strides": array.strides}
+
+
+def to_torch(x: np.ndarray):
+    """A copy on the card; bf16 travels as bits, which torch and NumPy share."""
+    import torch
+
+    if x.dtype == bf16.np:
+        return torch.from_numpy(np.ascontiguousarray(x).view(np.int16)).cuda().view(torch.bfloat16)
+    return torch.from_numpy(np.ascontiguousarray(x)).cuda()
+
+
+def to_numpy(x) -> np.ndarray:
+    """A torch tensor, brought back."""
+    import torch
+
+    return x.view(torch.int16).cpu().numpy().view(bf16.np) if x.dtype == torch.bfloat16 else x.cpu().numpy()
+
+
+def _called_with_torch(function, args, named):
+    """function(*args, **named) with torch's arrays on the card; what it wrote and what it returned comes back."""
+    try:
+        import torch
+    except ImportError:
+        raise unittest.SkipTest("needs torch: on a GPU a function gets torch's arrays") from None
+    keys = [*range(len(args)), *named]
+    mine = dict(zip(keys, [*args, *named.values()]))
+    theirs = {key: to_torch(a) if isinstance(a, np.ndarray) else a for key, a in mine.items()}
+    returned = function(*(theirs[k] for k in range(len(args))), **{name: theirs[name] for name in named})
+    for key, array in mine.items():
+        if isinstance(array, np.ndarray) and array.flags.writeable:
+            array[...] = to_numpy(theirs[key])
+    if isinstance(returned, tuple):
+        return tuple(to_numpy(r) if isinstance(r, torch.Tensor) else r for r in returned)
+    return to_numpy(returned) if isinstance(returned, torch.Tensor) else returned

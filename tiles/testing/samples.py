@@ -1,0 +1,58 @@
+"""What kernels are swept over: shapes and dtypes, and outputs in which a missing or a stray write shows."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from ..dtypes import dtype, fp32
+
+CANARY = 96  # what lies around a guarded array
+MARGIN, ROOM = 5, 16  # elements of it on every side; where it must be aligned, along the last axis
+
+
+def pairs(*lists: Iterable) -> list[tuple]:
+    """Tuples that walk all lists at once, the shorter ones again and again: for pytest.mark.parametrize. Each value occurs, and
+    most pairs of neighbours; a product of all would only take longer."""
+    columns = list(map(list, lists))
+    longest = max(map(len, columns))
+    return list(itertools.islice(zip(*map(itertools.cycle, columns), strict=False), longest))
+
+
+def blank(shape: int | tuple[int, ...], dtype: dtype = fp32) -> np.ndarray:
+    """An output: NaN everywhere, so that what nobody writes does not pass."""
+    return np.full(shape, np.nan, dtype.np)
+
+
+def guarded(
+    shape: Sequence[int], dtype: dtype = fp32, order: Sequence[int] | None = None, step: int = 1, aligned: bool = False
+) -> tuple[np.ndarray, Callable[[], None]]:
+    """(An output as `blank`'s inside a larger array, a function that asserts that nothing around it was written.)
+
+    order: how its axes are laid out, the outermost first; as they stand, if not given. step: every so many elements are used.
+    aligned: its address and strides are multiples of 16 bytes, and the last axis stays innermost, its elements adjacent."""
+    order = tuple(order or range(len(shape)))
+    last = len(shape) - 1
+    steps, margins = [step] * len(shape), [MARGIN] * len(shape)
+    if aligned:
+        if order[-1] != last or shape[last] * dtype.itemsize % 16:
+            raise ValueError(f"aligned: {shape=} of {dtype} in {order=} has no rows of multiples of 16 bytes")
+        steps[last], margins = 1, [step] * last + [ROOM]
+    extents = [shape[a] * steps[a] + 2 * margins[a] for a in order]
+    memory = np.zeros(int(np.prod(extents)) + 16, dtype.np)
+    start = -memory.ctypes.data % 16 // dtype.itemsize
+    root = memory[start : start + int(np.prod(extents))].reshape(extents)
+    place = tuple(slice(margins[a], margins[a] + shape[a] * steps[a], steps[a]) for a in order)
+    view = root[place].transpose(np.argsort(order))
+    root[...] = CANARY
+    before = memory.copy().view(f"u{dtype.itemsize}")
+    view[...] = np.nan
+
+    def check():
+        kept = view.copy()
+        view[...] = CANARY
+        untouched = np.array_equal(memory.view(before.dtype), before)
+        view[...] = kept
+        assert untouched, "memory around the array was written"
+
+    return view, check
