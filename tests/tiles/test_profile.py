@@ -316,7 +316,6 @@ def test_ncu_that_fails(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.smoke
 def test_on_a_card():
     torch = pytest.importorskip("torch")
     import attention
