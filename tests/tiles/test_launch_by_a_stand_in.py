@@ -17,7 +17,7 @@ from numba import cuda
 import tiles
 from ops import load, store, zeros
 from tiles import bf16, fp16, fp32, ring, rt, shared, st, tma
-from tiles.arguments import ENDS, FLOAT, INT, array, array_type, parameters, signature, tiled
+from tiles.arguments import ENDS, FLOAT, INT, array, array_type, parameters, record, signature, tiled
 from tiles.arrays import Operand, c_ordered
 from tiles.compiler import Compiled
 from tiles.profile.card import origin, rehearsed
@@ -376,10 +376,10 @@ def test_a_launch_can_be_read_back(gpu, changes):
 
 
 @cuda.jit
-def climbs(gX: array(2), gEnds: ENDS):
+def climbs(gX: array(2), given: record(gEnds=ENDS, first=INT)):
     """Reads as many tiles as the block's end says."""
     x = zeros(rt(16, 16, fp32))
-    for j in range(gEnds[cuda.blockIdx.x]):
+    for j in range(given.first, given.gEnds[cuda.blockIdx.x]):
         x = x + load(gX, rt(16, 16, fp32), (16 * j, 0))
 
 
@@ -387,10 +387,11 @@ def test_a_launch_on_a_card_is_counted_here(gpu):
     """Its integers are copied, its floats are not; of many blocks a few stand for all."""
     x, ends = np.full((64, 16), np.nan, np.float32), np.array([1, 2, 3, 4], np.int32)
     kernel = launching.Kernel(climbs, 32, None, 0)
-    bound = kernel.bind(4, gX=Operand(0, c_ordered(x.shape, "float32", 0)), gEnds=Operand(1, c_ordered((4,), "int32", 0)))
+    operands = Operand(0, c_ordered(x.shape, "float32", 0)), Operand(1, c_ordered((4,), "int32", 0))
+    bound = kernel.bind(4, gX=operands[0], gEnds=operands[1], first=0)
     addresses = x.ctypes.data, ends.ctypes.data
-    counts, record = rehearsed(bound, None, addresses)
-    assert (counts.read, counts.counted, list(record)) == (10 * 1024 + 4 * 4, 4, [((0, 0, 0), 0)])
+    counts, kept = rehearsed(bound, None, addresses)
+    assert (counts.read, counts.counted, list(kept)) == (10 * 1024 + 4 * 4, 4, [((0, 0, 0), 0)])
     assert counts.once == x.nbytes + ends.nbytes
     counts, _ = rehearsed(bound, None, addresses, sample=1)
     assert (counts.read, counts.counted, counts.clusters) == (4 * (3 * 1024 + 4), 1, 4)

@@ -20,6 +20,8 @@ from tiles.op import OPS
 from tiles.profile import COPIES, TENSOR, Model, ncu
 from tiles.profile.counts import chosen
 from tiles.profile.model import FREE, NARROW, SPECIAL
+from tiles.program import Fill, Plan, Program
+from tiles.schema import Schema
 
 A, C = st(64, 64, bf16), rt(16, 64, fp32)
 ROUNDS = 6
@@ -246,6 +248,9 @@ def test_command(tmp_path, capsys):
         assert why in capsys.readouterr().err
 
 
+FILLED = Schema("filled", "x SD float32\nout SD float32 made")
+
+
 @pytest.mark.parametrize(
     "asked, there, expected",
     [({"TILES_NVTX": "1"}, True, True), ({}, True, False), ({"NVTX_INJECTION64_PATH": "x"}, True, True),
@@ -254,7 +259,6 @@ def test_command(tmp_path, capsys):
 def test_ranges(monkeypatch, asked, there, expected):
     """Ranges stand around calls if they were asked for when the library was imported; otherwise calls are as they were."""
     calls, fake = [], types.ModuleType("nvtx")
-    monkeypatch.setenv("TILES_CHECK", "0")
     fake.push_range, fake.pop_range = calls.append, lambda: calls.append("end")
     monkeypatch.setitem(sys.modules, "nvtx", fake if there else None)
     monkeypatch.setitem(sys.modules, "torch.cuda", None)
@@ -263,17 +267,17 @@ def test_ranges(monkeypatch, asked, there, expected):
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ranges, "backend", ranges.backend.__wrapped__)
-    from attention.softmax.forward import FORWARD, _forward
-    from tiles.program import Program
+
+    def plan(problem):
+        return Plan([Fill(problem["out"], 3)])
 
     if expected is None:
         with pytest.warns(UserWarning, match="pip install nvtx"):
-            Program(FORWARD, _forward.planner)
+            Program(FILLED, plan)
         return
-    made = Program(FORWARD, _forward.planner)
-    q = np.ones((1, 16, 1, 16), bf16.np)
-    assert (made(None, (q, q, q, None, None), (False, None, False, None)).astype(np.float32) == 1).all()
-    assert calls == (["attention.forward", "end"] if expected else [])
+    made = Program(FILLED, plan)
+    assert (made(None, (np.ones((2, 3), np.float32), None), ()) == 3).all()
+    assert calls == ([f"{__name__}.filled", "end"] if expected else [])
     assert ("run" in vars(made)) == expected
 
 

@@ -211,7 +211,8 @@ def profile(
 
     function: called several times on a card, so it must do the same each time; once in the interpreter. block: whose timeline
     to keep, (x, y, z), by default that of the first that is counted. sample: how many clusters of blocks of a launch on a card
-    are counted, None for all. repeat: calls that are timed. model: of the timeline. What kernels write is written.
+    are counted, None for all. repeat: calls that are timed. model: of the timeline. What kernels write is written. Other
+    threads should launch nothing meanwhile.
 
     ValueError: the function launches nothing. RuntimeError: not the same launches each time. Hazard: the interpreter's."""
     watch = _Watch(block and (*block, 0, 0)[:3] if isinstance(block, tuple) else block, model or Model())

@@ -1,7 +1,6 @@
 """On a GPU: how long launches take, what the card could do at most, and a launch's work as the interpreter counts it."""
 
 import contextlib
-import statistics
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,7 +109,7 @@ def median_times(function, run, gpu: Device, repeat: int) -> list[float]:
         clock.close()
     if len({len(times) for times in rounds}) > 1:
         raise RuntimeError("profile: the function does not make the same launches each time it is called")
-    return [statistics.median(times) for times in zip(*rounds)]
+    return [float(np.median(times)) for times in zip(*rounds)]
 
 
 @contextlib.contextmanager
