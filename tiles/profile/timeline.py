@@ -1,8 +1,8 @@
 """A picture of what warps do and wait for: time to the right, a row a warp, and rows for copies and for the tensor cores."""
 
 from collections import Counter, defaultdict
+from html import escape
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 from .. import draw
 from ..layout import WARPGROUP
