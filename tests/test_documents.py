@@ -152,6 +152,18 @@ def test_picture_is_what_the_layouts_say():
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
 
 
+def test_timelines_are_the_model_s(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    drawn = importlib.import_module("draw_pipelines")
+    assert drawn.pictures() == {stages: picture.read_text() for stages, picture in drawn.PICTURES.items()}
+
+
+def test_kernel_of_the_timelines_is_the_document_s():
+    text = (ROOT / "docs" / "draw_pipelines.py").read_text()
+    kernel = text[text.index("def make_weigh") : text.index("TILES = ")].strip()
+    assert any(kernel in block for _, block in blocks("docs/pipelines.md", "python"))
+
+
 def test_vocabulary_is_complete():
     """Every op of every scope is in the tables of docs/kernel.md, and nothing else is."""
     text = (ROOT / "docs" / "kernel.md").read_text().partition("## The vocabulary")[2]

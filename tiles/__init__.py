@@ -8,6 +8,7 @@ with importing():
     from .launch import launch
     from .op import inlined, lowers, op
     from .pipeline import pipeline
+    from .profile import profile
     from .ring import ring
     from .shared import shared
     from .static import static
@@ -16,5 +17,5 @@ with importing():
 
 __all__ = [
     "Hazard", "Tile", "barrier", "bf16", "dtype", "fp8e4m3", "fp8e5m2", "fp16", "fp32", "gl", "inlined", "launch", "lowers",
-    "op", "pending", "pipeline", "ring", "rt", "rv", "shared", "st", "static", "sv", "tensor", "tf32",
+    "op", "pending", "pipeline", "profile", "ring", "rt", "rv", "shared", "st", "static", "sv", "tensor", "tf32",
 ]  # fmt: skip

@@ -70,8 +70,9 @@ class Interpreted:
             raise TypeError(f"{self.launch} takes {self.count} addresses, got {len(addresses)}")
         self.run(stream, addresses)
 
-    def run(self, stream: int, addresses) -> None:
-        """The same, addresses being a sequence in which the launch's arrays know their places."""
+    def run(self, stream: int, addresses, execute=None) -> None:
+        """The same, addresses being a sequence in which the launch's arrays know their places. execute: what runs the kernel in
+        place of the interpreter, and takes the same arguments."""
         _announce(self.launch.title)
         here = [(value, spec) for value, spec in self.values if isinstance(value, Operand)]
         places = [(0 if value.source == ABSENT else addresses[value.source], value.form) for value, _ in here]
@@ -88,7 +89,7 @@ class Interpreted:
             self._check(args)
             seed = os.environ.get("TILES_SEED")
             launch, cluster = self.launch, self.launch.cluster or (1, 1, 1)
-            run = _execute()
+            run = execute or _execute()
             run(launch.kernel, launch.grid, launch.block[0], args, launch.shared, int(seed) if seed else None, cluster)
 
     def _check(self, args):

@@ -46,7 +46,7 @@ from .arguments import (
     struct_format,
     types_of,
 )
-from .arrays import ABSENT, Operand, c_ordered
+from .arrays import ABSENT, Form, Operand, c_ordered
 from .compiler import compile_kernel
 from .device import Device, check, device, uncaptured
 from .fallback import Interpreted, forced
@@ -133,6 +133,7 @@ class Frames:
 
     def __init__(self, slots: int, maps: Sequence[int]):
         self.slots, self.maps = slots, maps
+        self.kernel: Kernel | None = None  # if it has declared its arguments
         self.memory = ctypes.c_uint64 * ((tma.MAP_ALIGNMENT + tma.MAP_BYTES * len(maps)) // 8 + 2 * slots)
         self.recent: dict[tuple, Frame] = {}  # an OrderedDict would take 0.3 us more
 
@@ -318,6 +319,7 @@ class Kernel:
                 self.parameters[name] = _Place(what, elements, slots + DATA, at, len(self.blank))
             codes, slots = codes + code, slots + struct.calcsize("<" + code) // 8
         self.format, self.frames = struct.Struct(codes), Frames(slots, maps)
+        self.frames.kernel = self
         self.nbytes = shared.nbytes if shared else 0
         self.codes: dict[tuple, Loaded] = {}  # by the parameters whose elements are others than declared: (place, dtype)
 
@@ -354,6 +356,25 @@ class Kernel:
         code = self.codes.get(others) or self._load(others)
         contents = made(Contents, grid, block, plain, maps)
         return made(Bound, code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames)
+
+    def given(self, bound: "Bound") -> dict[str, Any]:
+        """What a launch of this kernel was bound to, read back from its parameter block: numbers, and an Operand for each
+        array, by the parameters' names."""
+        contents, found = bound.contents, {}
+        numbers, plain = self.format.unpack(contents.block), dict(contents.plain)
+        maps = {place: (source, encoding) for place, source, encoding in contents.maps}
+        others = next((dict(others) for others, code in self.codes.items() if code is bound.code), {})
+        for name, (what, elements, place, at, end) in self.parameters.items():
+            if not elements:
+                found[name] = numbers[at]
+            elif elements is TILES and place in maps:
+                source, encoding = maps[place]
+                found[name] = Operand(source, tma.form(what, encoding, self.ordinal))
+            elif elements is not TILES and place in plain:
+                _, size, *extents = numbers[at:end]
+                shape, strides = tuple(extents[: what.ndim]), tuple(extents[what.ndim :])
+                found[name] = Operand(plain[place], Form(shape, strides, others.get(name, elements), self.ordinal, size))
+        return found
 
     def _check_numbers(self, given):
         """TypeError, OverflowError that name the parameter: a number that is missing, or does not fit."""

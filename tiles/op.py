@@ -90,7 +90,7 @@ class Op:
         """The NumPy meaning, after the rule has agreed."""
         if self.of_arrays and any(type(x) is np.ndarray for x in args):
             return self.meaning(*args, **kwargs)
-        from .interpreter import hazard_line
+        from .interpreter.record import record, recording
         from .values import spec_of, wrap
 
         if kwargs or len(args) != len(self.signature.parameters):  # binding costs more than most ops
@@ -98,12 +98,15 @@ class Op:
             bound.apply_defaults()
             args = tuple(bound.arguments.values())
         try:
-            found = self.type(*(spec_of(a, want is int) for a, want in zip(args, self.wants)))
+            takes = tuple(spec_of(a, want is int) for a, want in zip(args, self.wants))
+            found = self.type(*takes)
             if found is None:
                 raise TypeError(f"{self.name}: no meaning for {', '.join(str(spec_of(a)) for a in args)}")
         except TypeError as error:
+            from .interpreter import hazard_line
+
             raise TypeError(f"{error}{hazard_line()}") from None
-        return wrap(found[0], self.meaning(*args))
+        return wrap(found[0], record(self, takes, found[0], args) if recording() else self.meaning(*args))
 
 
 @overload

@@ -38,7 +38,7 @@ from inspect import signature
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
-from . import jax_call, torch_op
+from . import jax_call, nvtx, torch_op
 from .arrays import Array, Form, Operand, ascending, fill
 from .frameworks import Kind, describe, kind_of, stream_handle
 from .lengths import Trace, made
@@ -144,6 +144,8 @@ class Program:
         self.readers: dict[type, Callable] = {}
         self.op = torch_op.registered(self)
         self.options = tuple(signature(planner).parameters)[1:]  # their names
+        if ranges := nvtx.backend():
+            vars(self)["run"] = nvtx.ranged(f"{planner.__module__.partition('.')[0]}.{schema.name}", self.run, *ranges)
 
     def __call__(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
         if torch_op.traced(arrays[0]):

@@ -97,6 +97,15 @@ def encoding(how: Cut, form: Form) -> Encoding:
     return Encoding(how.dtype, (shape[inner], *[shape[axis] for axis in outer]), strides, how.box, how.swizzle, promotion)
 
 
+def form(how: Cut, said: Encoding, device: int | None) -> Form:
+    """The form of the array that TMA was told of; of axes along which no step is taken the strides may be others."""
+    size, axes = how.spec.tile.dtype.itemsize, (how.inner, *how.outer)
+    shape = dict(zip(axes, said.extents, strict=True))
+    strides = dict(zip(axes, (size, *said.strides), strict=True))
+    order = range(how.spec.rank)
+    return Form(tuple([shape[axis] for axis in order]), tuple([strides[axis] for axis in order]), how.named, device, size)
+
+
 def check_address(pointer: int):
     """ValueError if TMA cannot begin at this address."""
     if pointer % ALIGNMENT:

@@ -8,6 +8,7 @@ from numba.cuda import types
 
 from tiles.builder import f32, i32, i64
 from tiles.dtypes import bf16, fp16, fp32
+from tiles.interpreter import Touched, note, recording
 from tiles.op import integer, lowers
 from tiles.plumbing import SCALARS, spec_of
 from tiles.types import rt, rv
@@ -37,6 +38,9 @@ def gathered(array, index):
     inside = np.logical_and.reduce([(i >= 0) & (i < size) for i, size in zip(places, array.shape, strict=True)])
     found = np.zeros(inside.shape, np.float32)
     found[inside] = np.asarray(array)[tuple(i[inside] for i in places)].astype(np.float32)
+    if recording() and inside.any():  # so many elements of it, here or there
+        first = np.asarray(array)[(slice(0, 1),) * array.ndim].reshape(1)
+        note(Touched, np.broadcast_to(first, np.count_nonzero(inside)), False)
     return found
 
 

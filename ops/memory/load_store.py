@@ -8,7 +8,7 @@ global_elements.py; in global_vectorized.py if the kernel promises that the arra
 import numpy as np
 from numba.cuda import types
 
-from tiles.interpreter import here
+from tiles.interpreter import Touched, here, note
 from tiles.op import lowers, op
 from tiles.plumbing import void
 from tiles.types import rt, rv, st, sv
@@ -96,6 +96,7 @@ def store_rows(target, value, at, rows, cols, is_aligned, rank):
     view, part = global_elements.window(target, value.spec, at, rows, cols)
     array = value.array if isinstance(value.spec, rt) else value.array.ravel()
     view[...] = array[part].astype(view.dtype)
+    note(Touched, view, True)
 
 
 def load_rows(source, spec, at, rows, cols, is_aligned, rank):
@@ -108,6 +109,7 @@ def load_rows(source, spec, at, rows, cols, is_aligned, rank):
     view, part = global_elements.window(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)
     out = np.zeros(spec.shape if isinstance(spec, rt) else spec.length, np.float32)
     out[part] = view
+    note(Touched, view, False)
     return out.reshape(spec.shape)
 
 

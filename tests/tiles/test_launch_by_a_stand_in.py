@@ -17,9 +17,10 @@ from numba import cuda
 import tiles
 from ops import load, store, zeros
 from tiles import bf16, fp16, fp32, ring, rt, shared, st, tma
-from tiles.arguments import ENDS, FLOAT, INT, array, array_type, signature, tiled
+from tiles.arguments import ENDS, FLOAT, INT, array, array_type, parameters, record, signature, tiled
 from tiles.arrays import Operand, c_ordered
 from tiles.compiler import Compiled
+from tiles.profile.card import origin, rehearsed
 
 launching = sys.modules["tiles.launch"]
 
@@ -361,6 +362,45 @@ def test_a_kernel_refuses_by_the_parameter_s_name(gpu, case, place):
     with pytest.raises(error, match=words):
         declared_kernel(0 if place == "gpu" else None).bind(1, **arguments)
     assert not gpu.loaded
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"gX": None, "gQ": None}, {"gX": operand("x", (5, 3), "bfloat16").permuted((1, 0))}, {"n": -2, "s": 0.5}],
+    ids=["all", "absent", "other elements, another order", "numbers"],
+)
+def test_a_launch_can_be_read_back(gpu, changes):
+    """From its parameter block: what it was bound to, for a profile."""
+    kernel, arguments = declared_kernel(), given(**changes)
+    assert kernel.given(kernel.bind(6, **arguments)) == {name: x for name, x in arguments.items() if x is not None}
+
+
+@cuda.jit
+def climbs(gX: array(2), given: record(gEnds=ENDS, first=INT)):
+    """Reads as many tiles as the block's end says."""
+    x = zeros(rt(16, 16, fp32))
+    for j in range(given.first, given.gEnds[cuda.blockIdx.x]):
+        x = x + load(gX, rt(16, 16, fp32), (16 * j, 0))
+
+
+def test_a_launch_on_a_card_is_counted_here(gpu):
+    """Its integers are copied, its floats are not; of many blocks a few stand for all."""
+    x, ends = np.full((64, 16), np.nan, np.float32), np.array([1, 2, 3, 4], np.int32)
+    kernel = launching.Kernel(climbs, 32, None, 0)
+    operands = Operand(0, c_ordered(x.shape, "float32", 0)), Operand(1, c_ordered((4,), "int32", 0))
+    bound = kernel.bind(4, gX=operands[0], gEnds=operands[1], first=0)
+    addresses = x.ctypes.data, ends.ctypes.data
+    counts, kept = rehearsed(bound, None, addresses)
+    assert (counts.read, counts.counted, list(kept)) == (10 * 1024 + 4 * 4, 4, [((0, 0, 0), 0)])
+    assert counts.once == x.nbytes + ends.nbytes
+    counts, _ = rehearsed(bound, None, addresses, sample=1)
+    assert (counts.read, counts.counted, counts.clusters) == (4 * (3 * 1024 + 4), 1, 4)
+    by_hand, y = tiles.launch(scale, 1, 32), on_device(16, 16)
+    parts = parameters(scale, (y, y, 2.0))
+    counts, _ = rehearsed(by_hand._bind(parts), origin(by_hand, parts), [y.array.ctypes.data] * 2)
+    assert (counts.read, counts.written, counts.once) == (1024, 1024, 2048)
+    with pytest.raises(LookupError, match="was bound before it was profiled"):
+        rehearsed(by_hand.bind(on_device(16, 16), on_device(16, 16), 2.0), None, (1, 2))
 
 
 def test_other_elements_are_other_code(gpu, monkeypatch):

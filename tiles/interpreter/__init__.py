@@ -36,25 +36,37 @@ import numpy as np
 from ..layout import LANES
 from .barriers import Mbarrier, Named
 from .block import Block
-from .cluster import Cluster, seeded
+from .cluster import Cluster, Recorded, seeded
 from .hazard import KINDS, Hazard
 from .language import Bounded, getcurrent, here, rebind
+from .record import Arrived, Did, Feeds, Issued, Started, Touched, Waited, note, record, recording
 from .rings import Slot
 from .shadow import span
 from .warp import Warp
 
 __all__ = [
     "KINDS",
+    "Arrived",
     "Block",
     "Cluster",
+    "Did",
+    "Feeds",
     "Hazard",
+    "Issued",
     "Mbarrier",
     "Named",
     "Slot",
+    "Started",
+    "Touched",
+    "Waited",
     "Warp",
     "hazard_line",
     "here",
     "interpret",
+    "note",
+    "record",
+    "recorded",
+    "recording",
     "span",
 ]
 
@@ -71,6 +83,19 @@ def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1
     grid: (x, y, z). threads: a multiple of 32. shared: the `tiles.shared` plan that the kernel opens. seed: None for the
     strict order (asynchronous work as late as possible), a number for a random one. cluster: (x, y, z) blocks, which run
     together; others one after the other. Hazard: what went wrong, where."""
+    for _ in _run(Cluster, kernel, grid, threads, args, shared, seed, clusters(grid, cluster)):
+        pass
+
+
+def recorded(kernel, grid, threads, args, shared, which):
+    """Run the clusters `which` of kernel[grid, threads](*args), each the indices of its blocks, in the strict order, and yield
+    what the warps of each have done: {(block, warp): its steps}, see record.py. Other arguments: as for `interpret`."""
+    for cluster in _run(Recorded, kernel, grid, threads, args, shared, None, which):
+        yield {(block.index, warp.index): warp.steps for block in cluster.blocks for warp in block.crew}
+
+
+def _run(kind, kernel, grid, threads, args, shared, seed, which):
+    """Run these clusters, and yield each when it is done."""
     if threads % LANES or not 0 < threads <= 1024:
         raise ValueError(f"threads: a multiple of {LANES} up to 1024, got {threads}")
     seen, rng = {}, seeded(seed)
@@ -78,9 +103,11 @@ def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1
     resident = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
     function = rebind(kernel, seen)
     args = [_argument(a) for a in args]
-    with np.errstate(all="ignore"):
-        for indices in clusters(grid, cluster):
-            Cluster(indices, grid, threads // LANES, shared, rng, seen, resident).run(function, args)
+    for indices in which:
+        with np.errstate(all="ignore"):
+            cluster = kind(indices, grid, threads // LANES, shared, rng, seen, resident)
+            cluster.run(function, args)
+        yield cluster
 
 
 def _argument(a):

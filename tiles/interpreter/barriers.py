@@ -11,6 +11,7 @@ import numpy as np
 from ..layout import LANES
 from ..types import barrier
 from .hazard import Hazard
+from .record import Arrived, Feeds, Waited, note
 
 
 class Mbarrier:
@@ -50,6 +51,7 @@ class Mbarrier:
         if self.due == 0:
             raise warp.hazard(f"one arrival too many on {self.name}: a phase takes {self.count}", "arrivals")
         place = warp.place()
+        note(Arrived, (self, self.phase + 1))
         self.arrivals[warp.agent] = time = warp.tick()
         self.block.visited(warp, time, f"arrives on {self.name}")
         self.arrived.append(place)
@@ -66,6 +68,7 @@ class Mbarrier:
         for bar in after:
             self.clock[bar.agent] = max(self.clock[bar.agent], bar.phase)
         self._enter(warp, "starts a copy that counts on", "bytes")
+        note(Feeds, copy, (self, self.phase + 1))
         self.flying.append(copy)
         self.last_copy = self.phase + 1, copy
         return self.phase + 1
@@ -117,7 +120,7 @@ class Mbarrier:
 
     def wait(self, warp, phases, what="", lacks=None):
         """Until `phases` phases are complete; `what` is waited for, and `lacks()` says why in vain."""
-        what = f"{what}: " * bool(what)
+        name, what = what or self.name, f"{what}: " * bool(what)
         if not self.knows(warp, phases - 1):
             raise warp.hazard(
                 f"{what}waits for phase {phases} of {self.name}, and nothing orders this after phase {phases - 1}: "
@@ -127,6 +130,7 @@ class Mbarrier:
         self._missed(warp, phases, what)
         warp.until(lambda: self.phase >= phases, lambda: what + (lacks or self._lacks)(phases))
         self._missed(warp, phases, what)
+        note(Waited, ((self, phases),), name)
         warp.learn(self.published[phases])
         self.waits[warp.agent] = phases, warp.tick(), warp.place()
 
@@ -181,6 +185,7 @@ class Named:
             )
             raise warp.hazard(f"{cause}, for which it might have counted", "arrivals")
         self.threads, generation = threads, self.opened
+        note(Arrived, (self, generation + 1))
         self.arrived[warp.index], self.arrivals[warp.agent] = place, warp.tick()
         np.maximum(self.clock, warp.clock, out=self.clock)
         if LANES * len(self.arrived) == threads:
@@ -189,6 +194,7 @@ class Named:
             self.arrived = {}
         if sync:
             warp.until(lambda: self.opened > generation, lambda: what + self._lacks())
+            note(Waited, ((self, generation + 1),), what.removesuffix(": ") or f"named barrier {self.number}")
             warp.learn(self.published[generation + 1])
 
     def _lacks(self):

@@ -11,6 +11,7 @@ import numpy as np
 
 from .block import Block
 from .hazard import Hazard
+from .record import Arrived, Waited, note
 from .shadow import Agents
 from .warp import Warp
 
@@ -108,6 +109,16 @@ class Cluster:
         return Hazard("deadlock", f"nobody can go on in {where}" + "".join(lines), *places)
 
 
+class Recorded(Cluster):
+    """A cluster whose warps keep a record of their steps."""
+
+    def warp(self, block, index, kernel, args):
+        """One of a block's warps, about to begin."""
+        warp = super().warp(block, index, kernel, args)
+        warp.steps = []
+        return warp
+
+
 class Meeting:
     """The cluster's barrier (barrier.cluster): every warp of every block arrives, and waits, in turn."""
 
@@ -120,6 +131,7 @@ class Meeting:
         if warp.met > warp.waited:
             raise warp.hazard("arrives on the cluster's barrier once more, and has not waited since", "arrivals", warp.met_at)
         warp.met, warp.met_at = warp.met + 1, warp.place()
+        note(Arrived, (self, warp.met))
         self.arrived[warp.agent] = warp.met_at
         np.maximum(self.clock, warp.clock, out=self.clock)
         if len(self.arrived) == self.cluster.size * self.cluster.warps:
@@ -131,6 +143,7 @@ class Meeting:
         if warp.met == warp.waited:
             raise warp.hazard("waits on the cluster's barrier, and has not arrived", "wait")
         warp.until(lambda: self.opened >= warp.met, self._lacks)
+        note(Waited, ((self, warp.met),), "the cluster's barrier")
         warp.waited = warp.met
         warp.learn(self.published[warp.met])
 

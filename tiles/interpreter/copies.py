@@ -15,10 +15,17 @@ def misaligned(array, at, cols, piece):
 
 def cut(array, at, shape, rows, cols):
     """The elements of the tile of `shape` at `at`, along two axes of an array, zeros outside it."""
-    out, index, inside = np.zeros(shape, array.dtype), list(at), {}
+    out = np.zeros(shape, array.dtype)
+    part, where = inside(array, at, shape, rows, cols)
+    out[where] = part
+    return out
+
+
+def inside(array, at, shape, rows, cols):
+    """What of that tile lies inside the array, as a view of it, and which part of the tile that is."""
+    index, where = list(at), {}
     for axis, extent in ((rows, shape[0]), (cols, shape[1])):
         low, high = (min(max(x, 0), array.shape[axis]) for x in (at[axis], at[axis] + extent))
-        index[axis], inside[axis] = slice(low, high), slice(low - at[axis], high - at[axis])
+        index[axis], where[axis] = slice(low, high), slice(low - at[axis], high - at[axis])
     part = array[tuple(index)]
-    out[inside[rows], inside[cols]] = part if rows < cols else part.T
-    return out
+    return part if rows < cols else part.T, (where[rows], where[cols])

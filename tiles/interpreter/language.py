@@ -16,6 +16,7 @@ from ..plumbing import member, plain_function
 from ..refused import REFUSED, check_print, refuse_values
 from ..types import is_static
 from ..values import Tile
+from .record import Touched, note, recording
 from .warp import Warp
 
 
@@ -110,10 +111,18 @@ class Bounded(np.ndarray):
     def __getitem__(self, index):
         if any(isinstance(i, Tile) for i in (index if isinstance(index, tuple) else (index,))):
             return OPS[operator.getitem](self, index)
-        return super().__getitem__(self._inside(index))
+        found = super().__getitem__(index := self._inside(index))
+        if not isinstance(found, np.ndarray):
+            self._touched(index, False)
+        return found
 
     def __setitem__(self, index, value):
-        super().__setitem__(self._inside(index), value)
+        super().__setitem__(index := self._inside(index), value)
+        self._touched(index, True)
+
+    def _touched(self, index, written):
+        if recording():
+            note(Touched, np.asarray(self)[tuple([*index, ...])], written)
 
     def _inside(self, index):
         if not isinstance(getcurrent(), Warp):

@@ -7,8 +7,9 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 
 from ..layout import WARPGROUP
-from .copies import cut, misaligned
+from .copies import cut, inside, misaligned
 from .hazard import Hazard, Place
+from .record import Issued, Started, Waited, note
 from .shadow import FILLING, VALID, Event, span
 
 
@@ -27,6 +28,7 @@ class Warp(greenlet):
         self.registers = block.entry_registers
         self.mmas, self.stores, self.sent, self.released, self.collectives = 0, 0, [], {}, 0
         self.met, self.waited, self.met_at = 0, 0, None  # arrivals on the cluster's barrier, waits, where it last arrived
+        self.steps, self.in_op = None, False  # what it has done, if it keeps a record: see record.py
         self.copies, self.groups, self.filled = [], [], {}  # copies of the open group, groups, tile of a pipeline -> its group
 
     # -- time
@@ -120,6 +122,11 @@ class Warp(greenlet):
         """fence.proxy.async"""
         self.block.agents.fence(self.clock)
 
+    def _started(self, work, how, view, written):
+        """For the record: work that goes on by itself, between shared memory and `view()` of global memory."""
+        if self.steps is not None:
+            note(Started, work, how, view(), written)
+
     # -- copies by TMA
     def load_async(self, tile, barrier, source, at, after=()):
         """Start a copy of source[at] into a shared tile, completing on an mbarrier, both of one block; `after` barriers that
@@ -129,10 +136,10 @@ class Warp(greenlet):
         barrier.block.reached(self, f"fills {tile.name}")
         shadow, cells = barrier.block.shadow, span(tile)
         self._allowed(shadow.unwritable(self.clock, cells, True), f"fills {tile.name}")
-        self._flies(tile, barrier, lambda: source.load(at), "the copy into", after)
+        self._flies(tile, barrier, lambda: source.load(at), "the copy into", after, lambda: source.window(at)[0])
 
-    def _flies(self, tile, barrier, values, what, after=()):
-        """From now on `values()` are on their way to a shared tile."""
+    def _flies(self, tile, barrier, values, what, after=(), view=lambda: None):
+        """From now on `values()` are on their way to a shared tile, from `view()` of global memory."""
         shadow, cells = barrier.block.shadow, span(tile)
         shadow.poison(cells)
 
@@ -143,6 +150,7 @@ class Warp(greenlet):
 
         copy = self.block.cluster.start(land, f"{what} {tile.name}", tile.spec.nbytes, self.place())
         time = barrier.begin_copy(self, copy, after)
+        self._started(copy, "TMA", view, False)
         shadow.note_write(barrier.agent, time, cells, FILLING, Event("copy", f"the end of {copy.deed}", copy.place))
 
     def store_async(self, target, at, tile, fold=None):
@@ -157,6 +165,7 @@ class Warp(greenlet):
         store = self.block.cluster.start(
             lambda: target.store(at, shadow.get(tile), fold), f"the TMA store of {tile.name}", tile.spec.nbytes, self.place()
         )
+        self._started(store, "TMA", lambda: target.window(at)[0], True)
         shadow.note_read(agent, self.stores, cells, Event("read", store.deed, store.place))
         self.sent.append(store)
 
@@ -172,6 +181,7 @@ class Warp(greenlet):
         agent, done = self.block.store_agents[self.index], max(0, self.stores - newer)
         known = int(self.clock[agent])
         self.until(lambda: all(store.done for store in self.sent[known:done]), lambda: "its TMA stores")
+        note(Waited, tuple(self.sent[known:done]), "its TMA stores")
         self.clock[agent] = max(known, done)
 
     # -- copies by cp.async
@@ -194,6 +204,7 @@ class Warp(greenlet):
             cells.of(shadow.state)[...] = VALID
 
         copy = self.block.cluster.start(land, f"the copy into {tile.name}", len(own) * shape[1] * array.itemsize, self.place())
+        self._started(copy, "cp.async", lambda: inside(array, at, shape, rows, cols)[0], False)
         self.copies.append(copy)
         event = Event("copy", f"the end of {copy.deed}", copy.place)
         shadow.note_write(agent, len(self.groups) + 1, cells, FILLING, event)
@@ -215,6 +226,7 @@ class Warp(greenlet):
             raise self.hazard(f"{cause} than {name}", "wait")
         known = int(self.clock[self.copier])
         self.until(lambda: all(copy.done for group in self.groups[known:done] for copy in group), lambda: "its copies")
+        note(Waited, tuple(copy for group in self.groups[known:done] for copy in group), "its copies")
         self.clock[self.copier] = max(known, done)
 
     # -- what the four warps of a warpgroup do together
@@ -256,6 +268,7 @@ class Warp(greenlet):
             self._allowed(block.shadow.unreadable(self.clock, cells, True), f"mma reads {tile.name}")
             block.shadow.note_read(agent, self.mmas, cells, Event("read", "the end of the mma", place))
         mma.slabs[self.rank], mma.places[self.rank] = slab, place
+        note(Issued, mma)
         return mma, self.mmas
 
     def hand_on(self, pending):
@@ -279,6 +292,7 @@ class Warp(greenlet):
         )
         for mma in mmas[self.clock[agent] : done]:
             mma.finish()
+        note(Waited, tuple(mmas[self.clock[agent] : done]), "the product")
         self.clock[agent] = max(self.clock[agent], done)
         return None if pending is None else pending.part(self.rank)
 

@@ -1,0 +1,176 @@
+"""On a GPU: how long launches take, what the card could do at most, and a launch's work as the interpreter counts it."""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import numpy as np
+from cuda.bindings import driver
+
+from ..arguments import grouped
+from ..arrays import ABSENT, Form, Operand
+from ..device import Device, check
+from ..fallback import Interpreted, span
+from ..launch import Bound, Launch
+from ..values import tensor
+from .counts import SAMPLE, chosen, counted
+
+_ATTRIBUTE, _FUNCTION = driver.CUdevice_attribute, driver.CUfunction_attribute
+FLUSH = 256 * 2**20  # bytes that are written before each call: more than any L2, and time for the host to queue the launches
+TENSOR_FLOP = {(8, 0): 2048, (8, 6): 512, (8, 7): 1024, (8, 9): 512, (9, 0): 4096, (10, 0): 8192, (12, 0): 512}  # a cycle and
+# multiprocessor, of 16-bit products with fp32 sums (NVIDIA's white papers)
+
+
+class Peaks(NamedTuple):
+    """What a card does at most: FLOP/s of 16-bit products at its highest clock, bytes/s of its memory; None: unknown."""
+
+    flop: float | None
+    bandwidth: float
+
+
+def peaks(gpu: Device) -> Peaks:
+    """Of this GPU, from what the driver says of it."""
+    clock = gpu.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_CLOCK_RATE) * 1e3
+    memory = gpu.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE) * 1e3
+    width = gpu.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)
+    each = TENSOR_FLOP.get(gpu.capability)
+    return Peaks(each and each * clock * gpu.processors, 2 * memory * width / 8)
+
+
+class Code(NamedTuple):
+    """What a launch's machine code takes: registers a thread, bytes of local memory a thread (spills), blocks that a
+    multiprocessor holds at once."""
+
+    registers: int
+    local: int
+    resident: int
+
+
+def code(bound: Bound) -> Code:
+    """Of a launch."""
+    function, threads = bound.code.function, int(np.prod(bound.threads))
+    with bound.code.target.current():
+        registers = check(driver.cuFuncGetAttribute(_FUNCTION.CU_FUNC_ATTRIBUTE_NUM_REGS, function))
+        local = check(driver.cuFuncGetAttribute(_FUNCTION.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function))
+        resident = check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, bound.nbytes))
+    return Code(registers, local, resident)
+
+
+class Clock:
+    """Times every launch of some calls by events before and behind it."""
+
+    def __init__(self, gpu: Device):
+        self.gpu = gpu
+        with gpu.current():
+            self.flushed = check(driver.cuMemAlloc(FLUSH))
+
+    def close(self):
+        """Give back its memory."""
+        with self.gpu.current():
+            check(driver.cuMemFree(self.flushed))
+
+    def event(self, stream):
+        """An event on the stream, now."""
+        event = check(driver.cuEventCreate(0))
+        check(driver.cuEventRecord(event, stream))
+        return event
+
+    def call(self, function, run) -> list[float]:
+        """Seconds of each launch of a call, which finds its inputs in memory, not in L2. run: what runs a launch."""
+        pairs = []
+
+        def timed(bound, stream, addresses):
+            with self.gpu.current():
+                before = self.event(stream)
+            run(bound, stream, addresses)
+            with self.gpu.current():
+                pairs.append((before, self.event(stream)))
+
+        with self.gpu.current():
+            for _ in range(2):  # on the default stream, for which others wait, unless they say that they do not
+                check(driver.cuMemsetD8Async(self.flushed, 0, FLUSH, 0))
+        with replaced(Bound, run=timed):
+            function()
+        seconds = []
+        with self.gpu.current():
+            check(driver.cuCtxSynchronize())
+            for before, after in pairs:
+                seconds.append(check(driver.cuEventElapsedTime(before, after)) / 1e3)
+                check(driver.cuEventDestroy(before))
+                check(driver.cuEventDestroy(after))
+        return seconds
+
+
+def median_times(function, run, gpu: Device, repeat: int) -> list[float]:
+    """Seconds of each launch of a call, the median of so many calls. RuntimeError: the calls make different launches."""
+    clock = Clock(gpu)
+    try:
+        rounds = [clock.call(function, run) for _ in range(repeat)]
+    finally:
+        clock.close()
+    if len({len(times) for times in rounds}) > 1:
+        raise RuntimeError("profile: the function does not make the same launches each time it is called")
+    return [float(np.median(times)) for times in zip(*rounds)]
+
+
+@contextlib.contextmanager
+def replaced(kind, **methods):
+    """A class with other methods for a while. So that launches can be watched, and pay nothing when nobody does."""
+    before = {name: getattr(kind, name) for name in methods}
+    try:
+        for name, method in methods.items():
+            setattr(kind, name, method)
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(kind, name, method)
+
+
+# ---- what a launch does, as the interpreter sees it ----------------------------------------------------------------
+def rehearsed(bound: Bound, origin, addresses, sample: int | None = SAMPLE, keep=None):
+    """(Counts, a record) of a launch on a card, see counts.counted: its integers as they are, for they may say how much there
+    is to do, its other arrays zeros. origin: the launch and its values, if the kernel has not declared its arguments.
+    LookupError: it was bound before anybody watched."""
+    launch, values = origin or _declared(bound)
+    args: Any = []
+    memory: dict[tuple, np.ndarray] = {}
+    for value, spec in values:
+        if isinstance(value, Operand):
+            address = 0 if value.source == ABSENT else addresses[value.source]
+            value = _stand_in(value.form, address, bound.code.target, memory)
+        args.append(tensor(value, spec.tile, spec.rows, spec.cols, spec.unit) if spec and value is not None else value)
+    args = grouped(launch.kernel, args)
+    cluster = launch.cluster or (1, 1, 1)
+    which = chosen(launch.grid, cluster, sample)
+    return counted(launch.kernel, launch.grid, launch.block[0], args, launch.shared, cluster, which, keep)
+
+
+def _declared(bound):
+    kernel = bound.frames.kernel
+    if kernel is None:
+        raise LookupError(f"{bound} was bound before it was profiled: profile the launch, with its arguments")
+    made = kernel._interpreted(bound.contents.grid, kernel.given(bound))
+    return made.launch, made.values
+
+
+def origin(launch: Launch, given):
+    """What `rehearsed` wants to know of a launch with these parameters."""
+    number, values = iter(range(len(given))), []
+    for p in given:
+        values.append((p.value if p.array is None else Operand(next(number), p.array.form), p.encoding and p.value.spec))
+    Interpreted(launch, values, None)  # ValueError: the interpreter does not run such blocks
+    return launch, values
+
+
+def _stand_in(form: Form, address: int, gpu: Device, memory: dict):
+    """An array of this form in host memory: integers and booleans copied, all else zeros, which take no room until a block
+    writes there. memory: what stands for which bytes of the card, so that one array given twice is one."""
+    dtype = np.dtype(form.dtype)
+    reach = span(address, form)
+    if reach is None:
+        return np.zeros(form.shape, dtype)
+    if reach not in memory:
+        memory[reach] = np.zeros(reach[1] - reach[0], np.uint8)
+        if dtype.kind in "iub":
+            with gpu.current():
+                check(driver.cuMemcpyDtoH(memory[reach].ctypes.data, reach[0], reach[1] - reach[0]))
+    return np.ndarray(form.shape, dtype, memory[reach], address - reach[0], form.strides)

@@ -1,0 +1,87 @@
+"""`python -m tiles profile file.py:function`: the function's profile, on a card with what ncu counts, or in the interpreter."""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+from cuda.bindings import driver
+
+from ..device import check
+from . import ncu, profile
+from .counts import SAMPLE
+
+
+def main(arguments) -> int:
+    """`python -m tiles profile ...`; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tiles profile", description="What a function launches, and what it costs.")
+    parser.add_argument("target", metavar="FILE.py:FUNCTION", help="a function that takes no arguments, and launches kernels")
+    parser.add_argument("--svg", type=Path, help="draw the timeline of a block to this file")
+    parser.add_argument("--cycles", metavar="FIRST:LAST", default="0:", help="which to draw, by default the first 12,000")
+    parser.add_argument("--block", type=int, help="which block's, by default the first that is counted")
+    parser.add_argument("--all", action="store_true", help="on a card: count all blocks, not four")
+    parser.add_argument("--no-ncu", action="store_true", help="on a card: do without ncu, even if it is there")
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)  # what ncu runs
+    given = parser.parse_args(arguments)
+    try:
+        function = find(given.target)
+        shown = [float(cycle) for cycle in given.cycles.split(":") if cycle]
+    except (AttributeError, FileNotFoundError, ValueError) as error:
+        parser.error(str(error))
+    if given.once:
+        return _once(function)
+    block = None if given.block is None else (given.block, 0, 0)
+    found = profile(function, block=block, sample=None if given.all else SAMPLE)
+    print(found)
+    if timeline := found.timeline:
+        print(timeline)
+        if given.svg:
+            timeline.save(given.svg, *shown)
+            print(f"  drawn: {given.svg}")
+    if found.peaks and not given.no_ncu:
+        _ncu(given.target)
+    return 0
+
+
+def find(target: str):
+    """The function that "file.py:function" names. ValueError, FileNotFoundError, AttributeError: there is none."""
+    file, colon, name = target.rpartition(":")
+    if not colon or not file:
+        raise ValueError(f"say file.py:function, got {target}")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{file} is no Python file")
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise AttributeError(f"{file} has no function {name}")
+    return getattr(module, name)
+
+
+def _once(function):
+    """One call for the compiler, one for ncu."""
+    function()
+    check(driver.cuCtxSynchronize())
+    check(driver.cuProfilerStart())
+    function()
+    check(driver.cuCtxSynchronize())
+    check(driver.cuProfilerStop())
+    return 0
+
+
+def _ncu(target):
+    program = ncu.available()
+    if not program:
+        print("ncu (Nsight Compute) is not on PATH: no stalls, no bytes as the hardware counts them")
+        return
+    try:
+        found = ncu.run(target, program)
+    except RuntimeError as error:
+        print(error)
+        return
+    print("counted by the hardware (ncu, of one call; it runs a kernel several times, which changes clocks and caches):")
+    print(*found, sep="\n")
