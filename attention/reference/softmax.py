@@ -40,7 +40,8 @@ def forward(q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.ndar
     - dropout: the share of P that is dropped, by `keep`: an array (B, Hq, Sq, Sk), or a function keep(b, h, i, j), true
       where P is kept.
     """
-    return _forward(*map(host, (q, k, v)), np.float64, np.float64, **options)
+    q, k, v = map(host, (q, k, v))
+    return _forward(q, k, v, np.float64, np.float64, **options)
 
 
 def forward_low(q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
