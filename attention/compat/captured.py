@@ -22,46 +22,46 @@ _written: WeakKeyDictionary = WeakKeyDictionary()  # {function: {what it reads f
 def freed(functions: dict[str, Any]) -> tuple[dict[str, Any], tuple]:
     """({name: function}, aux): the functions that are not None, with all arrays that any of them captures as further arguments,
     and these arrays. NotImplementedError, by the function's name, where that cannot be done."""
-    found = {name: f for name, f in functions.items() if f is not None}
-    arrays = [(name, variable, x) for name, f in found.items() for variable, x in _captured(name, f).items()]
+    found = {name: (f, _outside(name, f)) for name, f in functions.items() if f is not None}
+    arrays = [(name, variable, x) for name, (_, outside) in found.items() for variable, x in _captured(name, outside).items()]
     further = tuple(f"{variable}_{n}" for n, (_, variable, _) in enumerate(arrays))
     written: dict[str, Any] = {}
-    for name, f in found.items():
+    for name, (f, outside) in found.items():
         mine = {variable: new for (owner, variable, _), new in zip(arrays, further) if owner == name}
-        written[name] = _rewritten(name, f, mine, further)
+        constants = {variable: x for variable, x in outside.items() if variable not in mine}
+        written[name] = _rewritten(name, f, constants, mine, further)
     return written, tuple(x for *_, x in arrays)
 
 
-def _captured(name: str, f: Any) -> dict[str, Any]:
-    """{variable: array} of what f reads from outside."""
+def _outside(name: str, f: Any) -> dict[str, Any]:
+    """What f reads from outside: variables of the functions around it, globals, and arguments with defaults: `docs=docs`."""
     if not isinstance(f, FunctionType):
         advice = "pass a function that reads its arrays itself, not a partial or an object"
         raise NotImplementedError(f"{name}: is not served; {advice}: {f!r}")
-    found = {}
-    for variable, value in _outside(f).items():
-        if isinstance(value, FunctionType) and any(map(_is_array, _outside(value).values())):
+    code, defaults = f.__code__, f.__defaults__ or ()
+    found = {variable: f.__globals__[variable] for variable in code.co_names if variable in f.__globals__}
+    found |= {variable: cell.cell_contents for variable, cell in zip(code.co_freevars, f.__closure__ or ())}
+    return found | dict(zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults))
+
+
+def _captured(name: str, outside: dict[str, Any]) -> dict[str, Any]:
+    """{variable: array}: the arrays among what a function reads from outside."""
+    found = {variable: x for variable, x in outside.items() if _is_array(x)}
+    for variable, x in outside.items():
+        if isinstance(x, FunctionType) and any(map(_is_array, _outside(variable, x).values())):
             raise NotImplementedError(f"{name}: calls {variable}, which captures arrays; write both as one function")
-        if _is_array(value):
-            if not value.ndim:
-                raise NotImplementedError(f"{name}: captures {variable}, an array of one number; capture {variable}.item()")
-            found[variable] = value
+    for variable, x in found.items():
+        if not x.ndim:
+            raise NotImplementedError(f"{name}: captures {variable}, an array of one number; capture {variable}.item()")
     return found
-
-
-def _outside(f: FunctionType) -> dict[str, Any]:
-    """Variables of the functions around f, those globals that f reads, and arguments that have defaults: `docs=docs`."""
-    outside, arguments = inspect.getclosurevars(f), inspect.signature(f).parameters
-    defaults = {name: x.default for name, x in arguments.items() if x.default is not x.empty}
-    return {**outside.globals, **outside.nonlocals, **defaults}
 
 
 def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and any(hasattr(x, way) for way in ("__dlpack__", "__cuda_array_interface__"))
 
 
-def _rewritten(name: str, f: FunctionType, mine: dict[str, str], further: tuple[str, ...]) -> Any:
+def _rewritten(name: str, f: Any, constants: dict[str, Any], mine: dict[str, str], further: tuple[str, ...]) -> Any:
     """f with further arguments, `mine` saying which of its variables become which; f itself if there is nothing to do."""
-    constants = {variable: x for variable, x in _outside(f).items() if variable not in mine}
     torch = {variable for variable, x in constants.items() if isinstance(x, ModuleType) and x.__name__ == "torch"}
     if not further and not torch:
         return f

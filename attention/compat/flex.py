@@ -48,7 +48,7 @@ def flex_attention(
 
 def _own(function: Any, nothing: str) -> Any:
     """None for torch's function of this name, which does nothing. NotImplementedError: one of torch's that joins others."""
-    if not getattr(function, "__module__", "").startswith("torch.nn.attention"):
+    if not (getattr(function, "__module__", None) or "").startswith("torch.nn.attention"):
         return function
     joined = function.__qualname__.partition(".")[0]
     refuse("block_mask", joined in ("and_masks", "or_masks"), f"write what {joined} joins as one function, with & and |")

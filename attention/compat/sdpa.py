@@ -56,9 +56,10 @@ def top_left(queries: int, key: Any, value: Any) -> tuple[Any, Any, dict[str, An
 
     Keys behind the last query are seen by none, and cut off. With fewer keys than queries, j <= i is j <= d + Sq - Sk,
     d = i + Sk - Sq being the key at i's side: a window that is open to the left."""
-    keys = min(queries, key.shape[2])
-    options = {"causal": True} if keys == queries else {"window": (None, queries - keys)}
-    return key[:, :, :keys], value[:, :, :keys], options
+    keys = key.shape[2]
+    if keys > queries:
+        key, value, keys = key[:, :, :queries], value[:, :, :queries], queries
+    return key, value, {"causal": True} if keys == queries else {"window": (None, queries - keys)}
 
 
 def as_bias(attn_mask: Any, keys: int) -> Any:

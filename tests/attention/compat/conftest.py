@@ -22,6 +22,7 @@ def calls(monkeypatch):
             blocks=blocks, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths_k=lengths_k, dropout=dropout,
             q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, scale=scale, layout=layout,
         )  # fmt: skip
+        assert window is None or all(end is None or end >= 0 for end in window)
         told.append(options | {"seed": seed, "return_lse": return_lse, "q": q, "k": k, "v": v})
         keep = None if seed is None else lambda b, h, i, j: (i * 7 + j * 3 + h + b + seed) % 5 > 0
         both = reference.forward(q, k, v, **options, keep=keep)

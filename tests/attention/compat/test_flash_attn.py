@@ -164,19 +164,34 @@ def test_what_is_refused(module, name, options, words, calls):
     assert not calls
 
 
-ON_THE_CARD = [{}, {"causal": True, "window_size": (50, 0)}, {"softcap": 5.0}, {"alibi_slopes": 0.1}]
+ON_THE_CARD = [{}, {"causal": True}, {"window_size": (50, 0)}, {"causal": True, "softcap": 5.0}]
+
+
+def peer(name, options):
+    """FlashAttention-2's function, or the one that CuTe compiles, FlashAttention-4's; it has other names and open ends."""
+    if name == "2":
+        theirs = pytest.importorskip("flash_attn")
+        return lambda *args: getattr(theirs, f"flash_attn_{'varlen_' * (len(args) > 3)}func")(
+            *args, **options, return_attn_probs=True
+        )[:2]
+    theirs, ends = pytest.importorskip("flash_attn.cute.interface"), options.get("window_size", (None, None))
+    more = options | {"window_size": ends, "return_lse": True}
+    names = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k".split()
+    return lambda *args: getattr(theirs, f"flash_attn_{'varlen_' * (len(args) > 3)}func")(**dict(zip(names, args)), **more)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["2", "CuTe"])
 @pytest.mark.parametrize("options", ON_THE_CARD, ids=str)
-def test_beside_the_library_on_the_card(options):
-    """Both round to bfloat16; the reference judges forward elsewhere."""
-    torch, theirs = pytest.importorskip("torch"), pytest.importorskip("flash_attn")
+def test_beside_the_library_on_the_card(options, name):
+    """Both round to bfloat16; how exact forward is, the reference judges elsewhere."""
+    torch, theirs = pytest.importorskip("torch"), peer(name, options)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, s, h, 64, device="cuda", dtype=torch.bfloat16) for s, h in ((200, 4), (333, 2), (333, 2)))
-    if "alibi_slopes" in options:
-        options = {"alibi_slopes": torch.full((4,), options["alibi_slopes"], device="cuda")}
-    out, lse, _ = flash_attn.flash_attn_func(q, k, v, **options, return_attn_probs=True)
-    expected, its_lse, _ = theirs.flash_attn_func(q, k, v, **options, return_attn_probs=True)
-    torch.testing.assert_close(out, expected, rtol=2**-6, atol=2**-7)
-    torch.testing.assert_close(lse, its_lse, rtol=1e-3, atol=1e-3)
+    ends, ends_k = (torch.tensor(x, device="cuda", dtype=torch.int32) for x in ([0, 20, 200], [0, 300, 333]))
+    packed = q[0], k[0], v[0], ends, ends_k, 180, 300
+    for ours, args in (flash_attn.flash_attn_func, (q, k, v)), (flash_attn.flash_attn_varlen_func, packed):
+        (out, lse, _), (expected, its_lse) = ours(*args, **options, return_attn_probs=True), theirs(*args)
+        torch.testing.assert_close(out, expected, rtol=2**-6, atol=2**-7)
+        sees = torch.isfinite(lse) & torch.isfinite(its_lse)
+        torch.testing.assert_close(lse[sees], its_lse[sees], rtol=1e-3, atol=1e-3)
