@@ -66,8 +66,8 @@ def as_bias(attn_mask: Any, keys: int) -> Any:
     """A mask that broadcasts to (B, H, Sq, Sk) as forward's bias (B or 1, H or 1, Sq or 1, Sk)."""
     xp = namespace(attn_mask)
     if attn_mask.dtype in (bool, getattr(xp, "bool", None)):
-        attn_mask = xp.where(attn_mask, 0.0, -float("inf"))  # torch: float32, as asked for where there are other defaults
-        if hasattr(attn_mask, "astype"):
+        attn_mask = xp.where(attn_mask, 0.0, -float("inf"))
+        if hasattr(attn_mask, "astype"):  # NumPy makes it float64, torch float32
             attn_mask = attn_mask.astype("float32")
     attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
     return attn_mask if attn_mask.shape[-1] == keys else xp.broadcast_to(attn_mask, (*attn_mask.shape[:-1], keys))
