@@ -1,0 +1,36 @@
+"""What several tables need: to pass on what was asked for, to refuse what cannot be served, and a seed."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+
+def asked(**options: Any) -> dict[str, Any]:
+    """The options that are not None: what forward is not told is as plain forward has it."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def refuse(name: str, is_asked: bool, advice: str) -> None:
+    """NotImplementedError if the argument `name` asks for what cannot be served; advice says what to do."""
+    if is_asked:
+        raise NotImplementedError(f"{name}: is not served; {advice}")
+
+
+def namespace(x: Any) -> ModuleType:
+    """The module whose functions make arrays like x: numpy, torch, jax.numpy, cupy."""
+    return x.__array_namespace__() if hasattr(x, "__array_namespace__") else sys.modules[type(x).__module__.partition(".")[0]]
+
+
+def seeded(dropout: float, x: Any) -> dict[str, Any]:
+    """forward's dropout and seed, where any is asked. The seed comes from the generator that torch.manual_seed sets, if x is
+    torch's, or else numpy.random.seed: what is dropped can be repeated, but is not what the other library drops."""
+    if not dropout:
+        return {}
+    xp = namespace(x)
+    if xp.__name__ == "torch":
+        return {"dropout": dropout, "seed": int(xp.randint(2**31, ()))}
+    return {"dropout": dropout, "seed": int(np.random.randint(2**31))}

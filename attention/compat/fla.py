@@ -1,0 +1,242 @@
+"""flash-linear-attention's functions of whole sequences: `from attention.compat.fla import chunk_gla`.
+
+| flash-linear-attention                                | here                                                             |
+| ----------------------------------------------------- | ---------------------------------------------------------------- |
+| chunk_linear_attn(q, k, v)                            | linear(q, k, v, normalize=True)                                  |
+| chunk_retention, chunk_lightning_attn                 | retention, lightning                                             |
+| chunk_simple_gla(.., g) or (.., g_gamma)              | linear(.., decay=(B, S, H)) or decay=(H,)                        |
+| chunk_gla(.., g)                                      | gla(.., decay)                                                   |
+| chunk_delta_rule(.., beta)                            | delta_rule(.., beta)                                             |
+| chunk_gated_delta_rule (chunk_gdn), chunk_kda         | delta_rule(.., beta, decay=g)                                    |
+| output_final_state=True                               | return_state=True                                                |
+| z (N, 1, H, Dk) of normalize=True                     | z (N, H, Dk)                                                     |
+| (o, None) without output_final_state                  | o                                                                |
+| head_first=True, which newer versions have no more    | layout="bhsd"                                                    |
+| chunk_size, cu_seqlens_cpu, chunk_indices             | not needed: chunks have 64 tokens                                |
+
+scale, initial_state and cu_seqlens are the same. States are (N, H, Dk, Dv) float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attention
+
+from .asked import asked, refuse
+
+
+def chunk_linear_attn(
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Any = None,
+    *,
+    head_first: bool = False,
+) -> tuple[Any, Any]:
+    """(o, state): S_t = S + k v^T, o divided by the sum of the weights, for which the state is a pair (S, z)."""
+    if normalize and isinstance(initial_state, tuple):
+        initial_state = initial_state[0], initial_state[1][:, 0]
+    o, state = _call(attention.linear, (q, k, v), scale, initial_state, output_final_state, cu_seqlens, head_first,
+                     normalize=normalize)  # fmt: skip
+    return o, (state[0], state[1][:, None]) if normalize and output_final_state else state
+
+
+def chunk_retention(
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    *,
+    head_first: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Any, Any]:
+    """(o, state): S_t = (1 - 2^(-5 - h)) S + k v^T."""
+    return _call(attention.retention, (q, k, v), scale, initial_state, output_final_state, cu_seqlens, head_first)
+
+
+def chunk_lightning_attn(
+    q: Any,
+    k: Any,
+    v: Any,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    *,
+    head_first: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Any, Any]:
+    """(o, state): S_t = exp(-8 h / H (1 - layer_idx / num_layers)) S + k v^T."""
+    arrays = q, k, v, layer_idx, num_layers
+    return _call(attention.lightning, arrays, scale, initial_state, output_final_state, cu_seqlens, head_first)
+
+
+def chunk_simple_gla(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any = None,
+    g_gamma: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+    *,
+    head_first: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Any, Any]:
+    """(o, state): S_t = exp(g[b, t, h]) S + k v^T, or exp(g_gamma[h]) for all tokens."""
+    _refuse_order(state_v_first)
+    if g is not None and g_gamma is not None:
+        raise ValueError("g: must be None where there is g_gamma")
+    decay = asked(decay=g_gamma if g is None else g)
+    return _call(attention.linear, (q, k, v), scale, initial_state, output_final_state, cu_seqlens, head_first, **decay)
+
+
+def chunk_gla(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+    *,
+    head_first: bool = False,
+) -> tuple[Any, Any]:
+    """(o, state): S_t = diag(exp(g[b, t, h])) S + k v^T."""
+    _refuse_order(state_v_first)
+    return _call(attention.gla, (q, k, v, g), scale, initial_state, output_final_state, cu_seqlens, head_first)
+
+
+def chunk_delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    beta: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+    *,
+    head_first: bool = False,
+    chunk_size: int = 64,
+) -> tuple[Any, Any]:
+    """(o, state): S_t = S + k (beta (v - S^T k))^T."""
+    _refuse_in_kernel(use_qk_l2norm_in_kernel)
+    return _call(attention.delta_rule, (q, k, v, beta), scale, initial_state, output_final_state, cu_seqlens, head_first)
+
+
+def chunk_gated_delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+    chunk_indices: Any = None,
+    cp_context: Any = None,
+    *,
+    head_first: bool = False,
+    chunk_size: int = 64,
+    use_gate_in_kernel: bool = False,
+    A_log: Any = None,
+    dt_bias: Any = None,
+) -> tuple[Any, Any]:
+    """(o, state): the delta rule of exp(g[b, t, h]) S."""
+    _refuse_order(state_v_first)
+    _refuse_in_kernel(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, cp_context)
+    arrays = q, k, v, beta
+    return _call(attention.delta_rule, arrays, scale, initial_state, output_final_state, cu_seqlens, head_first, decay=g)
+
+
+chunk_gdn = chunk_gated_delta_rule
+
+
+def chunk_kda(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+    cp_context: Any = None,
+    *,
+    head_first: bool = False,
+    chunk_size: int = 64,
+    A_log: Any = None,
+    dt_bias: Any = None,
+) -> tuple[Any, Any]:
+    """(o, state): the delta rule of diag(exp(g[b, t, h])) S. safe_gate and lower_bound are for a gate made in the kernel."""
+    _refuse_order(state_v_first)
+    _refuse_in_kernel(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, cp_context)
+    refuse("return_intermediate_states", return_intermediate_states, "call it for each piece, with the state so far")
+    arrays = q, k, v, beta
+    return _call(attention.delta_rule, arrays, scale, initial_state, output_final_state, cu_seqlens, head_first, decay=g)
+
+
+# ---- what they share -----------------------------------------------------------------------------------------------
+def _call(
+    function: Callable,
+    arrays: tuple,
+    scale: Any,
+    initial_state: Any,
+    final: bool,
+    cu_seqlens: Any,
+    head_first: bool,
+    **more: Any,
+) -> tuple[Any, Any]:
+    options = asked(scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, layout="bhsd" if head_first else None)
+    found = function(*arrays, **options, **more, return_state=bool(final))
+    return found if final else (found, None)
+
+
+def _refuse_order(state_v_first: bool) -> None:
+    refuse("state_v_first", state_v_first, "states are (N, H, Dk, Dv): transpose the last two axes before and after")
+
+
+def _refuse_in_kernel(l2norm: bool, sigmoid: bool = False, negative: bool = False, gate: bool = False, cp: Any = None) -> None:
+    refuse("use_qk_l2norm_in_kernel", l2norm, "divide the rows of q and k by their length before")
+    refuse("use_beta_sigmoid_in_kernel", sigmoid, "pass sigmoid(beta)")
+    refuse("allow_neg_eigval", negative, "pass 2 * sigmoid(beta) as beta")
+    refuse("use_gate_in_kernel", gate, "pass -exp(A_log) * softplus(g + dt_bias) as g")
+    refuse("cp_context", cp is not None, "sequences lie on one GPU")

@@ -1,0 +1,211 @@
+"""FlashAttention-2's functions: `from attention.compat.flash_attn import flash_attn_func`.
+
+| FlashAttention                         | attention.forward                                                      |
+| -------------------------------------- | ---------------------------------------------------------------------- |
+| softmax_scale, causal, alibi_slopes    | scale, causal, alibi                                                   |
+| window_size=(left, right), -1: open    | window=(left, right), None: open                                       |
+| softcap=0.0: none                      | softcap=None                                                           |
+| dropout_p                              | dropout; the seed is drawn, see `asked.seeded`                         |
+| qkv (.., 3, H, D), kv (.., 2, H, D)    | views of them as q, k, v                                               |
+| q (total, H, D), cu_seqlens_q, .._k    | q (1, total, H, D), cu_seqlens, cu_seqlens_k                           |
+| max_seqlen_q, .._k, deterministic      | not needed: always deterministic                                       |
+| return_attn_probs=True                 | return_lse=True: (out, lse, None), lse (B, H, Sq) or (H, total)        |
+
+Where a row sees no key its lse is -inf here, and inf there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attention
+
+from .asked import asked, refuse, seeded
+
+OPEN = (-1, -1)
+
+
+def flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = OPEN,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """out, or with return_attn_probs=True (out, lse, None). q, out: (B, Sq, H, D); k, v: (B, Sk, Hk, D)."""
+    refuse_probabilities(return_attn_probs, dropout_p)
+    options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes) | seeded(dropout_p, q)
+    return with_probabilities(attend(q, k, v, return_attn_probs, **options), return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Any,
+    kv: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = OPEN,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_func of kv (B, Sk, 2, Hk, D)."""
+    rest: tuple[Any, ...] = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], *rest)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = OPEN,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_func of qkv (B, S, 3, H, D)."""
+    rest: tuple[Any, ...] = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return flash_attn_func(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], *rest)
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = OPEN,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+) -> Any:
+    """flash_attn_func of packed sequences. q, out: (total_q, H, D); k, v: (total_k, Hk, D); lse: (H, total_q)."""
+    refuse("block_table", block_table is not None, "gather the pages of k and v into (total_k, Hk, D)")
+    refuse_probabilities(return_attn_probs, dropout_p)
+    options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes) | seeded(dropout_p, q)
+    found = attend_packed(q, k, v, return_attn_probs, cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+    return with_probabilities(found, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Any,
+    kv: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = OPEN,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_varlen_func of kv (total_k, 2, Hk, D)."""
+    ends: tuple[Any, ...] = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    rest: tuple[Any, ...] = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return flash_attn_varlen_func(q, kv[:, 0], kv[:, 1], *ends, *rest)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Any,
+    cu_seqlens: Any,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = OPEN,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_varlen_func of qkv (total, 3, H, D)."""
+    ends: tuple[Any, ...] = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    rest: tuple[Any, ...] = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], *ends, *rest)
+
+
+# ---- what FlashAttention-2 and -3 share ----------------------------------------------------------------------------
+def scores(
+    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float, alibi_slopes: Any = None
+) -> dict[str, Any]:
+    """forward's options of the same meaning; a negative end of a window is an open one."""
+    left, right = (None if end is None or end < 0 else end for end in window_size)
+    window = None if left is right is None else (left, right)
+    return asked(scale=softmax_scale, causal=causal or None, window=window, softcap=softcap or None, alibi=alibi_slopes)
+
+
+def attend(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
+    """forward's result: out, or (out, lse)."""
+    return attention.forward(q, k, v, **options, **asked(return_lse=return_lse or None))
+
+
+def attend_packed(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
+    """The same of packed sequences, without the batch of 1: lse (H, total)."""
+    found = attend(q[None], k[None], v[None], return_lse, **options)
+    return (found[0][0], found[1][0]) if return_lse else found[0]
+
+
+def refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:
+    """With dropout FlashAttention-2 returns P as well, which exists nowhere here."""
+    refuse("return_attn_probs", bool(return_attn_probs and dropout_p), "P is never made; leave it away, or set dropout_p=0.0")
+
+
+def with_probabilities(found: Any, return_attn_probs: bool) -> Any:
+    """FlashAttention-2's result: P, which is there for dropout alone, is None."""
+    return (*found, None) if return_attn_probs else found

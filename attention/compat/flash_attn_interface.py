@@ -1,0 +1,108 @@
+"""FlashAttention-3's functions: `from attention.compat.flash_attn_interface import flash_attn_func`.
+
+What FlashAttention-2 has, too, stands in flash_attn.py; softmax_scale comes fourth here, there is no dropout, and
+return_attn_probs=True gives (out, lse). Further,
+
+| FlashAttention-3                                | attention.forward                                      |
+| ----------------------------------------------- | ------------------------------------------------------ |
+| v of other columns than q and k                 | the same                                               |
+| seqused_k                                       | lengths_k                                              |
+| num_heads_q, qkv (.., Hq + 2 Hk, D)             | views of it as q, k, v                                 |
+| num_splits, pack_gqa, sm_margin                 | not needed: how the work is cut is decided here        |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .asked import asked, refuse
+from .flash_attn import OPEN, attend, attend_packed, scores
+
+
+def flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    window_size: tuple[int, int] = OPEN,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """out, or with return_attn_probs=True (out, lse). q, out: (B, Sq, H, D); k, v: (B, Sk, Hk, D)."""
+    _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
+    return attend(q, k, v, return_attn_probs, **scores(softmax_scale, causal, window_size, softcap))
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Any,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    window_size: tuple[int, int] = OPEN,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_func of qkv (B, S, 3, H, D), or with num_heads_q of qkv (B, S, Hq + 2 Hk, D)."""
+    _refuse(None, q_descale, k_descale, v_descale, attention_chunk)
+    if num_heads_q is None:
+        q, k, v = (qkv[:, :, part] for part in range(3))
+    else:
+        keys_end = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:keys_end], qkv[:, :, keys_end:]
+    return attend(q, k, v, return_attn_probs, **scores(softmax_scale, causal, window_size, softcap))
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    window_size: tuple[int, int] = OPEN,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_func of packed sequences. q, out: (total_q, H, D); k, v: (total_k, Hk, D); lse: (H, total_q)."""
+    refuse("seqused_q", seqused_q is not None, "all queries of cu_seqlens_q are answered: leave the unused ones out of q")
+    _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
+    options = scores(softmax_scale, causal, window_size, softcap) | asked(lengths_k=seqused_k)
+    return attend_packed(q, k, v, return_attn_probs, cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+
+
+def _refuse(qv, q_descale, k_descale, v_descale, attention_chunk):
+    refuse("qv", qv is not None, "concatenate it to q, and v to k, where their columns are 256 at most together")
+    for name, descale in ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale):
+        refuse(name, descale is not None, "there are no fp8 tiles yet: multiply it in, in bfloat16 or float16")
+    advice = "call attention.forward(.., mask=lambda b, h, i, j: i // chunk == j // chunk)"
+    refuse("attention_chunk", bool(attention_chunk), advice)

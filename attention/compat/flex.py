@@ -1,0 +1,63 @@
+"""torch.nn.attention.flex_attention's function: `from attention.compat.flex import flex_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attention
+
+from .asked import asked, refuse
+from .captured import freed
+
+WHOLE = 2**30  # the block size of a BlockMask that lists everything: torch's for no mask
+
+
+def flex_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Callable | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """softmax(score_mod(scale query key^T)) value where block_mask lets query i see key j. query: (B, Hq, Sq, D); key:
+    (B, Hk, Sk, D); value: (B, Hk, Sk, Dv). Returns out, or with return_lse=True (out, lse), lse (B, Hq, Sq) in natural units.
+
+    | torch                                        | attention.forward                                             |
+    | -------------------------------------------- | ------------------------------------------------------------- |
+    | (B, H, S, D)                                 | layout="bhsd"                                                 |
+    | score_mod(score, b, h, q_idx, kv_idx)        | score                                                         |
+    | block_mask.mask_mod(b, h, q_idx, kv_idx)     | mask                                                          |
+    | block_mask                                   | blocks, read by its fields: any object that has them will do  |
+    | arrays that the two functions capture        | aux: see captured.py                                          |
+    | enable_gqa, kernel_options                   | not needed: heads are always shared, tiles are chosen here    |
+
+    Without a BlockMask at hand call attention.forward(.., mask=..): it lists the blocks itself."""
+    refuse("return_aux", return_aux is not None, "return_lse=True gives the lse; the maximum is not kept")
+    mask = None if block_mask is None else block_mask.mask_mod
+    functions, aux = freed({"mask": _own(mask, "noop_mask"), "score": _own(score_mod, "_identity")})
+    options = asked(scale=scale, return_lse=return_lse or None, blocks=_blocks(block_mask), aux=aux or None)
+    return attention.forward(query, key, value, layout="bhsd", **functions, **options)
+
+
+def _own(function: Any, nothing: str) -> Any:
+    """None for torch's function of this name, which does nothing. NotImplementedError: one of torch's that joins others."""
+    if not (getattr(function, "__module__", None) or "").startswith("torch.nn.attention"):
+        return function
+    joined = function.__qualname__.partition(".")[0]
+    refuse("block_mask", joined in ("and_masks", "or_masks"), f"write what {joined} joins as one function, with & and |")
+    return None if function.__name__ == nothing else function
+
+
+def _blocks(block_mask: Any) -> Any:
+    """None where all is listed in one block."""
+    if block_mask is None:
+        return None
+    size = block_mask.BLOCK_SIZE
+    return None if min((size, size) if isinstance(size, int) else size) >= WHOLE else block_mask

@@ -1,0 +1,73 @@
+"""torch.nn.functional's function: `from attention.compat.sdpa import scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attention
+
+from .asked import asked, namespace, refuse, seeded
+
+
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """softmax(scale query key^T + attn_mask) value. query: (B, Hq, Sq, D); key: (B, Hk, Sk, D); value: (B, Hk, Sk, Dv); also
+    without B and with one H, (N, S, D).
+
+    | torch                                       | attention.forward                                            |
+    | ------------------------------------------- | ------------------------------------------------------------ |
+    | (B, H, S, D)                                | layout="bhsd"                                                |
+    | attn_mask of floats                         | bias                                                         |
+    | attn_mask of booleans, true where seen      | bias of 0 and -inf                                           |
+    | is_causal: aligned at the top left          | causal where Sq = Sk; `top_left` says how otherwise          |
+    | dropout_p                                   | dropout; the seed is drawn, see `asked.seeded`               |
+    | enable_gqa                                  | not needed: heads are always shared                          |
+
+    A query that sees no key gives 0. A mask in Python costs no memory and skips blocks: attention.forward(.., mask=..)."""
+    if is_causal and attn_mask is not None:
+        raise ValueError("attn_mask: must be None with is_causal=True")
+    refuse("query", query.ndim not in (3, 4), "reshape query, key and value to (B, H, S, D)")
+    if query.ndim == 3:
+        attn_mask = attn_mask if attn_mask is None or attn_mask.ndim < 3 else attn_mask[:, None]
+        found = scaled_dot_product_attention(
+            query[:, None], key[:, None], value[:, None], attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return found[:, 0]
+    options = asked(scale=scale) | seeded(dropout_p, query)
+    if attn_mask is not None:
+        options["bias"] = as_bias(attn_mask, key.shape[2])
+    if is_causal:
+        key, value, more = top_left(query.shape[2], key, value)
+        options |= more
+    return attention.forward(query, key, value, layout="bhsd", **options)
+
+
+def top_left(queries: int, key: Any, value: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """(key, value, options) with which query i sees key j where j <= i, though forward aligns the last query and the last key.
+
+    Keys behind the last query are seen by none, and cut off. With fewer keys than queries, j <= i is j <= d + Sq - Sk,
+    d = i + Sk - Sq being the key at i's side: a window that is open to the left."""
+    keys = key.shape[2]
+    if keys > queries:
+        key, value, keys = key[:, :, :queries], value[:, :, :queries], queries
+    return key, value, {"causal": True} if keys == queries else {"window": (None, queries - keys)}
+
+
+def as_bias(attn_mask: Any, keys: int) -> Any:
+    """A mask that broadcasts to (B, H, Sq, Sk) as forward's bias (B or 1, H or 1, Sq or 1, Sk)."""
+    xp = namespace(attn_mask)
+    if attn_mask.dtype in (bool, getattr(xp, "bool", None)):
+        attn_mask = xp.where(attn_mask, 0.0, -float("inf"))
+        if hasattr(attn_mask, "astype"):  # NumPy makes it float64, torch float32
+            attn_mask = attn_mask.astype("float32")
+    attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+    return attn_mask if attn_mask.shape[-1] == keys else xp.broadcast_to(attn_mask, (*attn_mask.shape[:-1], keys))

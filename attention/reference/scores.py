@@ -1,0 +1,107 @@
+"""What becomes of scaled scores before the softmax, in NumPy. For query i and key j of head h in sequence b, in this order:
+
+    x = softcap * tanh(x / softcap)
+    x = x - alibi[b, h] * |d - j|                  d = i + Sk - Sq: the key at i's side, the last ones being aligned
+    x = x + bias[b, h, i, j]
+    x = score(x, b, h, i, j, *aux)                 FlexAttention's score_mod
+    s = x where i sees j, otherwise -inf
+
+i sees j where all of these hold:
+
+    j <= d                                         causal
+    d - left <= j <= d + right                     window = (left, right); None is open
+    mask(b, h, i, j, *aux)                         FlexAttention's mask_mod
+    the block of (i, j) is listed                  blocks; mask is not asked in a block that is listed as full
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tiles.testing.compare import host
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is asked of scores. alibi: (H,) or (B, H); bias: (B or 1, H or 1, Sq or 1, Sk); blocks: an object with the fields
+    of FlexAttention's BlockMask (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, BLOCK_SIZE). Of packed
+    sequences B is their number.
+
+    mask and score get integers b and h and index arrays i (n, 1) and j (1, m), and what they return is broadcast."""
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    alibi: Any = None
+    bias: Any = None
+    mask: Callable | None = None
+    score: Callable | None = None
+    aux: Any = ()
+    blocks: Any = None
+
+    def of(self, real: type) -> Variant:
+        """The same with NumPy's arrays, numbers that are not integers in dtype `real`."""
+        alibi, bias, *aux = (_array(x, real) for x in (self.alibi, self.bias, *self.aux))
+        return replace(self, alibi=alibi, bias=bias, aux=tuple(aux))
+
+    def scores(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
+        """s of scaled scores x (n, m), rows i and columns j; past is Sk - Sq."""
+        real = x.dtype.type
+        if self.softcap is not None:
+            x = real(self.softcap) * np.tanh(x / real(self.softcap))
+        if self.alibi is not None:
+            x = x - self.alibi[..., h][b if self.alibi.ndim == 2 else ()] * np.abs(i + past - j).astype(real)
+        if self.bias is not None:
+            batch, heads, rows, _ = self.bias.shape
+            x = x + self.bias[b if batch > 1 else 0, h if heads > 1 else 0][i if rows > 1 else 0, j]
+        if self.score is not None:
+            x = np.broadcast_to(self.score(x, b, h, i, j, *self.aux), x.shape).astype(real)
+        return np.where(self.seen(b, h, i, j, past), x, real(-np.inf))
+
+    def seen(self, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
+        """Where i sees j: (n, m)."""
+        found = np.ones((i.size, j.size), bool)
+        if self.causal:
+            found &= j <= i + past
+        left, right = self.window or (None, None)
+        if left is not None:
+            found &= j >= i + past - left
+        if right is not None:
+            found &= j <= i + past + right
+        masked = np.True_ if self.mask is None else np.asarray(self.mask(b, h, i, j, *self.aux))
+        if masked.dtype != bool:
+            raise TypeError(f"mask: must return booleans, not {masked.dtype}")
+        if self.blocks is not None:
+            partial, full = _listed(self.blocks, b, h, i, j)
+            masked = masked & partial | full
+        return found & masked
+
+
+def _array(x, real):
+    """None, or NumPy's array: of integers as they are, of other numbers in dtype real."""
+    if x is None:
+        return None
+    x = host(x)
+    return x if x.dtype.kind in "biu" else x.astype(real)
+
+
+def _listed(blocks, b, h, i, j):
+    """Where the block of (i, j) is listed as partial, and where as full."""
+    size = blocks.BLOCK_SIZE
+    rows, cols = (size, size) if isinstance(size, int) else size
+    found = []
+    for counts, indices in (blocks.kv_num_blocks, blocks.kv_indices), (blocks.full_kv_num_blocks, blocks.full_kv_indices):
+        if counts is None:
+            found.append(np.False_)
+            continue
+        counts, indices = host(counts), host(indices)
+        one = b if len(counts) > 1 else 0, h if counts.shape[1] > 1 else 0
+        listed = np.zeros((counts.shape[2], indices.shape[3] + 1 + int(j.max(initial=0)) // cols), bool)
+        for row, count in enumerate(counts[one]):
+            listed[row, indices[one][row, :count]] = True
+        found.append(listed[i // rows, j // cols])
+    return found

@@ -1,0 +1,164 @@
+"""attention/compat/fla.py: each name and default, and flash-linear-attention's own formulas, token by token, in NumPy."""
+
+import numpy as np
+import pytest
+from eager import arguments
+
+import attention
+from attention import reference
+from attention.compat import fla
+
+START = "scale=None, initial_state=None, output_final_state=False"
+STATES = "state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None"
+L2, SIGMOID = "use_qk_l2norm_in_kernel=False", "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False"
+SIGNATURES = {  # flash-linear-attention of August 2026
+    "chunk_linear_attn": f"q, k, v, {START}, normalize=True, cu_seqlens=None",
+    "chunk_retention": f"q, k, v, {START}, cu_seqlens=None",
+    "chunk_lightning_attn": f"q, k, v, layer_idx, num_layers, {START}, cu_seqlens=None",
+    "chunk_simple_gla": f"q, k, v, g=None, g_gamma=None, {START}, {STATES}",
+    "chunk_gla": f"q, k, v, g, {START}, {STATES}",
+    "chunk_delta_rule": f"q, k, v, beta, {START}, {L2}, cu_seqlens=None, cu_seqlens_cpu=None",
+    "chunk_gated_delta_rule": f"q, k, v, g, beta, {START}, {L2}, {SIGMOID}, {STATES}, chunk_indices=None, cp_context=None",
+    "chunk_kda": f"q, k, v, g, beta, {START}, {L2}, use_gate_in_kernel=False, {SIGMOID}, safe_gate=False, lower_bound=None, "
+    f"disable_recompute=False, return_intermediate_states=False, {STATES}, cp_context=None",
+}
+CALLS = {  # what each takes behind q, k and v, and the function that it calls
+    "chunk_linear_attn": ("", "linear"),
+    "chunk_retention": ("", "retention"),
+    "chunk_lightning_attn": ("layers", "lightning"),
+    "chunk_simple_gla": ("g", "linear"),
+    "chunk_gla": ("g of channels", "gla"),
+    "chunk_delta_rule": ("beta", "delta_rule"),
+    "chunk_gated_delta_rule": ("g, beta", "delta_rule"),
+    "chunk_kda": ("g of channels, beta", "delta_rule"),
+}
+B, S, H, DK, DV = 2, 5, 2, 4, 3
+HEADS = np.arange(H)
+RATES = {"chunk_retention": np.log(1 - 2.0 ** (-5 - HEADS)), "chunk_lightning_attn": -8 / H * (1 - 1 / 4) * HEADS}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """From here on our functions are the reference's recurrence; a list of their names."""
+    told = []
+
+    def ours(name, arguments, *, return_state, normalize=False, **options):
+        told.append((name, options))
+        for key, rates in RATES.items():
+            if CALLS[key][1] == name:
+                assert name == "retention" or arguments == (1, 4)
+                options["decay"], arguments = rates, ()
+        names = {"gla": ("decay",), "delta_rule": ("beta",)}.get(name, ())
+        options |= dict(zip(names, arguments, strict=True))
+        qkv = [options.pop(x) for x in "qkv"]
+        out, state = reference.linear(*qkv, normalize=normalize, **options)
+        return (out, state) if return_state else out
+
+    for name in {function for _, function in CALLS.values()}:
+        called = lambda q, k, v, *rest, name=name, **options: ours(name, rest, q=q, k=k, v=v, **options)
+        monkeypatch.setattr(attention, name, called)
+    return told
+
+
+def extras(kind, draw, *shape):
+    """The arguments behind q, k and v, in their order."""
+    made = {
+        "layers": [1, 4],
+        "g": [-np.abs(draw(shape))],
+        "g of channels": [-np.abs(draw((*shape, DK)))],
+        "beta": [np.abs(draw(shape)) / 2],
+    }
+    return [x for name in kind.split(", ") if name for x in made[name]]
+
+
+def recurrence(name, q, k, v, more, S0):
+    """(o, S) of flash-linear-attention's naive loops: (T, H, D) of one sequence."""
+    named = dict(zip([x.partition("=")[0] for x in SIGNATURES[name].split(", ")[3:]], more))
+    g, beta = named.get("g"), named.get("beta")
+    if name in RATES:
+        g = np.broadcast_to(RATES[name], q.shape[:2])
+    state, out, z = S0.copy(), np.zeros_like(v), np.zeros_like(k[0])
+    for t in range(len(q)):
+        for h in range(H):
+            if g is not None:
+                state[h] *= np.exp(g[t, h])[:, None] if g.ndim == 3 else np.exp(g[t, h])
+            new = v[t, h] if beta is None else beta[t, h] * (v[t, h] - k[t, h] @ state[h])
+            state[h] += np.outer(k[t, h], new)
+            z[h] += k[t, h]
+            out[t, h] = q[t, h] @ state[h] * 0.4
+            if name == "chunk_linear_attn":
+                out[t, h] /= q[t, h] @ z[h] * 0.4 + 1e-10
+    return out, state, z
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name):
+    assert arguments(getattr(fla, name)) == SIGNATURES[name] and fla.chunk_gdn is fla.chunk_gated_delta_rule
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_formulas(name, head_first, calls, draw):
+    kind, called = CALLS[name]
+    q, k, v = draw((B, S, H, DK)), draw((B, S, H, DK)), draw((B, S, H, DV))
+    more, start = extras(kind, draw, B, S, H), draw((B, H, DK, DV))
+    start = start * 0 if name == "chunk_linear_attn" else start
+    given = {} if name == "chunk_linear_attn" else {"initial_state": start}
+    turned = [x.swapaxes(1, 2) if head_first and isinstance(x, np.ndarray) else x for x in (q, k, v, *more)]
+    o, state = getattr(fla, name)(*turned, scale=0.4, output_final_state=True, head_first=head_first, **given)
+    alone = getattr(fla, name)(*turned, scale=0.4, head_first=head_first, **given)
+    assert isinstance(alone, tuple) and alone[1] is None and (alone[0] == o).all()
+    assert [told[0] for told in calls] == [called, called]
+    o = o.swapaxes(1, 2) if head_first else o
+    for b in range(B):
+        of_one = [x[b] if isinstance(x, np.ndarray) else x for x in more]
+        expected, last, z = recurrence(name, q[b], k[b], v[b], of_one, start[b])
+        np.testing.assert_allclose(o[b], expected, rtol=1e-7, atol=1e-10)
+        S_found = state[0] if isinstance(state, tuple) else state
+        np.testing.assert_allclose(S_found[b], last, rtol=1e-10, atol=1e-12)
+        if isinstance(state, tuple):
+            np.testing.assert_allclose(state[1][b, 0], z, rtol=1e-10, atol=1e-12)
+
+
+def test_states_of_normalized_attention_go_on(calls, draw):
+    """z has an axis of one there; two halves are the whole."""
+    q, k, v = np.abs(draw((B, 6, H, DK))), np.abs(draw((B, 6, H, DK))), draw((B, 6, H, DV))
+    whole, (S, z) = fla.chunk_linear_attn(q, k, v, output_final_state=True)
+    _, state = fla.chunk_linear_attn(q[:, :2], k[:, :2], v[:, :2], output_final_state=True)
+    rest, (S2, z2) = fla.chunk_linear_attn(q[:, 2:], k[:, 2:], v[:, 2:], None, state, True)
+    assert state[1].shape == (B, 1, H, DK)
+    for x, y in (whole[:, 2:], rest), (S, S2), (z, z2):
+        np.testing.assert_allclose(x, y, rtol=1e-9)
+
+
+def test_packed_sequences_and_rates_of_heads(calls, draw):
+    q, k, v, ends = draw((1, 7, H, DK)), draw((1, 7, H, DK)), draw((1, 7, H, DV)), np.array([0, 3, 7])
+    rates = np.array([-0.1, -0.5])
+    o, state = fla.chunk_simple_gla(q, k, v, g_gamma=rates, scale=0.4, output_final_state=True, cu_seqlens=ends, chunk_size=32)
+    for n, tokens in enumerate((slice(0, 3), slice(3, 7))):
+        g = np.broadcast_to(rates, (tokens.stop - tokens.start, H))
+        expected, last, _ = recurrence("chunk_simple_gla", q[0, tokens], k[0, tokens], v[0, tokens], [g], np.zeros((H, DK, DV)))
+        np.testing.assert_allclose(o[0, tokens], expected)
+        np.testing.assert_allclose(state[n], last)
+    with pytest.raises(ValueError, match="g: must be None where there is g_gamma"):
+        fla.chunk_simple_gla(q, k, v, g=rates, g_gamma=rates)
+
+
+REFUSED = [
+    ("chunk_simple_gla", {"state_v_first": True}, "state_v_first: .* transpose"),
+    ("chunk_gla", {"state_v_first": True}, "state_v_first: .* transpose"),
+    ("chunk_delta_rule", {"use_qk_l2norm_in_kernel": True}, "use_qk_l2norm_in_kernel: .* divide"),
+    ("chunk_gated_delta_rule", {"use_beta_sigmoid_in_kernel": True}, "use_beta_sigmoid_in_kernel: .* sigmoid"),
+    ("chunk_gated_delta_rule", {"use_gate_in_kernel": True, "A_log": 0}, "use_gate_in_kernel: .* softplus"),
+    ("chunk_kda", {"allow_neg_eigval": True}, "allow_neg_eigval: .* 2 . sigmoid"),
+    ("chunk_kda", {"return_intermediate_states": True}, "return_intermediate_states: .* each piece"),
+    ("chunk_kda", {"cp_context": object()}, "cp_context: .* one GPU"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "words"), REFUSED, ids=[f"{name}-{next(iter(o))}" for name, o, _ in REFUSED])
+def test_what_is_refused(name, options, words, calls):
+    required = SIGNATURES[name].partition(", scale")[0].split(", ")
+    with pytest.raises(NotImplementedError, match=words):
+        getattr(fla, name)(*[None] * len(required), **options)
+    assert not calls

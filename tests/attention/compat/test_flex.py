@@ -1,0 +1,185 @@
+"""attention/compat/flex.py and captured.py against torch's formula, softmax(score_mod(q k^T)) v where mask_mod."""
+
+import math
+import types
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from eager import arguments, attend
+
+from attention.compat import captured
+from attention.compat.flex import WHOLE, flex_attention
+
+ROWS, COLS = 6, 9
+I, J = np.arange(ROWS)[:, None], np.arange(COLS)
+SLOPES, REACH, THIRDS, LIMIT = np.array([0.5, 2.0]), 2, np.arange(COLS) % 3, np.array(3)
+
+
+def block_mask(mask_mod, size=WHOLE, **lists):
+    """What flex_attention reads of torch's BlockMask."""
+    empty = dict.fromkeys(("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"))
+    return SimpleNamespace(**empty | lists, BLOCK_SIZE=(size, size), mask_mod=mask_mod)
+
+
+@pytest.fixture
+def qkv(draw):
+    return draw((2, 4, ROWS, 8)), draw((2, 2, COLS, 8)), draw((2, 2, COLS, 5))
+
+
+def close(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12)
+
+
+def test_signature():
+    expected = "query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False"
+    assert arguments(flex_attention) == f"{expected}, kernel_options=None"
+
+
+def test_plain(calls, qkv):
+    found = flex_attention(*qkv, scale=0.2, enable_gqa=True, return_lse=True, kernel_options={"BLOCK_M": 64})
+    close(found, attend(*qkv, scale=0.2))
+    assert isinstance(flex_attention(*qkv), np.ndarray)
+
+
+def test_functions_that_capture_nothing_are_passed_on(calls, qkv):
+    score, mask = lambda s, b, h, i, j: s + (j - i) * (h + 1) / (b + 1), lambda b, h, i, j: j <= i + REACH
+    found = flex_attention(*qkv, score, block_mask(mask), return_lse=True)
+    b, h = np.arange(2)[:, None, None, None], np.arange(4)[:, None, None]
+    close(found, attend(*qkv, change=lambda s: s + (J - I) * (h + 1) / (b + 1), see=I + REACH >= J))
+    assert calls[0]["score"] is score and calls[0]["mask"] is mask and calls[0]["aux"] == () and calls[0]["blocks"] is None
+
+
+def test_captured_arrays_become_arguments(calls, qkv):
+    """Of the function around, global ones, and of defaults; numbers stay."""
+    docs, slopes, factor = np.arange(COLS) // 4, np.array([1.0, 2.0, 3.0, 4.0]), 0.5
+
+    def document(b, h, i, j, more=THIRDS):
+        """With a docstring and a local variable."""
+        same = docs[i] == docs[j]
+        return same | (more[j] == 0)
+
+    found = flex_attention(*qkv, lambda s, b, h, i, j: s * SLOPES[b] + slopes[h] * factor * j, block_mask(document))
+    b, h = np.arange(2)[:, None, None, None], np.arange(4)[:, None, None]
+    see = (docs[I] == docs[J]) | (J % 3 == 0)
+    expected, _ = attend(*qkv, change=lambda s: s * SLOPES[b] + slopes[h] * factor * J, see=see)
+    close([found], [expected])
+    told = calls[0]
+    assert len(told["aux"]) == 4 and {x.size for x in told["aux"]} == {COLS, 2, 4}
+    for f in told["mask"], told["score"]:
+        assert f.__closure__ is None and not {"docs", "slopes", "SLOPES", "more"} & {*f.__code__.co_names}
+
+
+def test_two_arrays_of_one_name(calls, qkv):
+    def mask_of(table):
+        return lambda b, h, i, j: table[i] >= table[j]
+
+    def score_of(table):
+        return lambda s, b, h, i, j: s + table[j]
+
+    one, other = np.arange(COLS) % 4, np.linspace(0, 1, COLS)
+    close([flex_attention(*qkv, score_of(other), block_mask(mask_of(one)))], [attend(*qkv, see=one[I] >= one[J], add=other)[0]])
+
+
+def test_written_once_and_anew_when_a_number_changes(calls, qkv):
+    def made(docs):
+        reach = 1
+
+        def mask(b, h, i, j):
+            return docs[i] >= docs[j] - reach
+
+        def move(n):
+            nonlocal reach
+            reach = n
+
+        return mask, move
+
+    mask, move = made(np.arange(COLS))
+    for reach in 1, 1, 3:
+        move(reach)
+        close([flex_attention(*qkv, block_mask=block_mask(mask))], [attend(*qkv, see=J - reach <= I)[0]])
+    assert calls[0]["mask"] is calls[1]["mask"] is not calls[2]["mask"]
+
+
+def test_blocks_are_passed_on(calls, qkv):
+    """What is not listed is not seen, and of what is listed as full the mask is not asked."""
+    counts, ones = np.ones((1, 1, 2), np.int32), np.zeros((1, 1, 2, 3), np.int32)
+    lists = block_mask(lambda b, h, i, j: j > i, 3, kv_num_blocks=counts, kv_indices=ones,
+                       full_kv_num_blocks=counts, full_kv_indices=ones + 1)  # fmt: skip
+    close([flex_attention(*qkv, block_mask=lists)], [attend(*qkv, see=((J < 3) & (J > I)) | (J // 3 == 1))[0]])
+    assert calls[0]["blocks"] is lists
+
+
+def test_torch_in_a_function_becomes_ops(calls, qkv, monkeypatch):
+    torch, table = types.ModuleType("torch"), SLOPES
+    torch.tanh = None
+    monkeypatch.setattr(captured, "_ops", lambda: SimpleNamespace(tanh=np.tanh))
+    close(
+        [flex_attention(*qkv, lambda s, b, h, i, j: 2 * torch.tanh(s / 2))],
+        [attend(*qkv, change=lambda s: 2 * np.tanh(s / 2))[0]],
+    )
+    with pytest.raises(NotImplementedError, match="score: calls torch.erf, which ops has not"):
+        flex_attention(*qkv, lambda s, b, h, i, j: torch.erf(s))
+
+
+def test_what_torch_passes_for_nothing(calls, qkv):
+    noop, identity = (lambda *args: 1 / 0), (lambda *args: 1 / 0)
+    noop.__name__, identity.__name__ = "noop_mask", "_identity"
+    noop.__module__ = identity.__module__ = "torch.nn.attention.flex_attention"
+    close([flex_attention(*qkv, identity, block_mask(noop))], [attend(*qkv)[0]])
+
+
+def joined():
+    mask = lambda b, h, i, j: j <= i
+    mask.__module__, mask.__qualname__ = "torch.nn.attention.flex_attention", "and_masks.<locals>.and_mask"
+    return mask
+
+
+def calling(docs=SLOPES):
+    inner = lambda b, h, i, j: docs[i] == docs[j]
+    return lambda b, h, i, j: inner(b, h, i, j) & (j <= i)
+
+
+def of_one_number(limit=LIMIT):
+    return lambda b, h, i, j: j <= limit
+
+
+REFUSED = {
+    "two at once": (joined(), "block_mask: .* write what and_masks joins as one function"),
+    "one that calls": (calling(), "mask: calls inner, which captures arrays; write both as one function"),
+    "no function": (math.prod, "mask: is not served; pass a function"),
+    "an array of one number": (of_one_number(), "mask: captures limit, an array of one number; capture limit.item()"),
+    "no source": (
+        eval("lambda b, h, i, j: SLOPES[b] > 0"),
+        "mask: captures arrays or calls torch, and its source was not found",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case, calls, qkv):
+    mask, words = REFUSED[case]
+    with pytest.raises(NotImplementedError, match=words):
+        flex_attention(*qkv, block_mask=block_mask(mask))
+    with pytest.raises(NotImplementedError, match="return_aux: .* return_lse=True"):
+        flex_attention(*qkv, return_aux=object())
+    assert not calls
+
+
+@pytest.mark.gpu
+def test_on_the_card(card):
+    """torch's own BlockMask, and its eager formula in float64."""
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    docs = torch.arange(300, device="cuda", dtype=torch.int32) // 70
+
+    def mask(b, h, i, j):
+        return (docs[i] == docs[j]) & (j <= i)
+
+    lists, see = create_block_mask(mask, None, None, 300, 300), create_mask(mask, 1, 1, 300, 300)
+    expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), see)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=lists).double(), expected, rtol=2**-6, atol=2**-7)

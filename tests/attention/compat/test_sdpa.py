@@ -1,0 +1,101 @@
+"""attention/compat/sdpa.py against the formula that torch documents, and on the card against torch."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from eager import attend
+
+from attention.compat.sdpa import scaled_dot_product_attention
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(5, 5), (3, 7), (7, 3), (1, 4), (4, 1)])
+def test_causal_is_aligned_at_the_top_left(rows, cols, calls, draw):
+    q, k, v = draw((2, 4, rows, 8)), draw((2, 2, cols, 8)), draw((2, 2, cols, 6))
+    found = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5, enable_gqa=True)
+    see = np.tril(np.ones((rows, cols), bool))
+    close(found, attend(q, k, v, see=see, scale=0.5)[0])
+    assert calls[0]["mask"] is None, "a window does"
+
+
+MASKS = {
+    "rows and keys": (4, 6),
+    "keys": (1, 6),
+    "heads": (2, 4, 6),
+    "batch": (2, 1, 4, 6),
+    "all": (2, 2, 4, 6),
+    "rows": (4, 1),
+}
+
+
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
+def test_masks(shape, calls, draw):
+    """Of booleans, true where a key is seen, and of floats, which are added; broadcast as torch does."""
+    q, k, v = draw((2, 2, 4, 8)), draw((2, 2, 6, 8)), draw((2, 2, 6, 8))
+    see, add = draw(shape) > -0.5, draw(shape).astype(np.float32)
+    close(scaled_dot_product_attention(q, k, v, see), attend(q, k, v, see=see)[0])
+    close(scaled_dot_product_attention(q, k, v, attn_mask=add), attend(q, k, v, add=add)[0])
+    for told in calls:
+        bias = told["bias"]
+        assert bias.dtype == np.float32 and bias.ndim == 4 and bias.shape[-1] == 6
+
+
+@pytest.mark.parametrize("shape", [None, (4, 6), (2, 4, 6), (2, 1, 6)])
+def test_three_axes(shape, calls, draw):
+    """(N, S, D): N sequences of one head."""
+    q, k, v = draw((2, 4, 8)), draw((2, 6, 8)), draw((2, 6, 8))
+    add = None if shape is None else draw(shape)
+    expected, _ = attend(q[:, None], k[:, None], v[:, None], add=0 if add is None else np.broadcast_to(add, (2, 4, 6))[:, None])
+    close(scaled_dot_product_attention(q, k, v, add), expected[:, 0])
+
+
+def test_dropout(calls, draw):
+    q = draw((1, 2, 4, 8))
+    scaled_dot_product_attention(q, q, q, dropout_p=0.3)
+    assert calls[0]["dropout"] == 0.3 and calls[0]["seed"] >= 0
+
+
+def test_what_is_refused(calls, draw):
+    q = draw((4, 8))
+    with pytest.raises(NotImplementedError, match="query: .* reshape"):
+        scaled_dot_product_attention(q, q, q)
+    with pytest.raises(ValueError, match="attn_mask: must be None with is_causal=True"):
+        scaled_dot_product_attention(q, q, q, np.ones((4, 4), bool), is_causal=True)
+    assert not calls
+
+
+def test_torch_on_the_cpu(calls):
+    """Both formulas, theirs and the reference's, on torch's tensors."""
+    torch = pytest.importorskip("torch")
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8)
+    for options in {}, {"is_causal": True}, {"attn_mask": torch.rand(5, 7) > 0.3}, {"attn_mask": torch.randn(2, 1, 5, 7)}:
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, **options)
+        np.testing.assert_allclose(scaled_dot_product_attention(q, k, k, **options), expected.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+@pytest.mark.parametrize(("rows", "cols"), [(200, 200), (130, 300), (300, 130)])
+def test_on_the_card(rows, cols, family, monkeypatch):
+    """Beside torch in bfloat16, within the rule, the reference being torch in float64."""
+    torch = pytest.importorskip("torch")
+    import attention
+    from attention.reference import tolerance
+
+    plain = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda *args, **options: plain(*args, **options, family=family))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, s, 64, device="cuda", dtype=torch.bfloat16) for h, s in ((4, rows), (2, cols), (2, cols)))
+    theirs = torch.nn.functional.scaled_dot_product_attention
+    see = torch.rand(2, 1, rows, cols, device="cuda") > 0.2
+    add = torch.randn(1, 4, rows, cols, device="cuda", dtype=torch.bfloat16)
+    for options in {}, {"is_causal": True}, {"attn_mask": see}, {"attn_mask": add}:
+        exact = {name: x.double() if name == "attn_mask" and x.dtype != torch.bool else x for name, x in options.items()}
+        ref = theirs(q.double(), k.double(), v.double(), **exact, enable_gqa=True)
+        low = theirs(q, k, v, **options, enable_gqa=True).float()
+        out = scaled_dot_product_attention(q, k, v, **options, enable_gqa=True)
+        limit = tolerance(ref.cpu().numpy(), low.cpu().numpy(), ml_dtypes.bfloat16)
+        assert (out.double() - ref).abs().max().item() <= limit
