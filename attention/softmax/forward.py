@@ -17,7 +17,7 @@ from . import ampere, hopper
 from . import blocks as lists
 from .online import SLACK
 from .python import evaluated, known, named, reads
-from .sequences import Batched, InUse, Packed
+from .sequences import Batched, InUse, Packed, PackedInUse
 from .tiling import band_of
 from .variants import Assembled, assembled
 
@@ -38,12 +38,12 @@ VARIANTS = Schema(
     q             BSHD  tile
     k             BTGD  tile
     v             BTGV  tile
-    alibi         H|WH  real     optional
+    alibi         H|UH  real     optional
     sink          H     real     optional
     bias          WXYT  real     optional
     cu_seqlens    E     index    optional
     cu_seqlens_k  E     index    optional
-    lengths_k     B     index    optional
+    lengths_k     N     index    optional
     aux0          *     any      optional
     aux1          *     any      optional
     aux2          *     any      optional
@@ -104,7 +104,7 @@ def forward(
     the maps of `ops` work on both, and so do elements of aux, arrays of numbers, at i, j, b and h: `docs[i] == docs[j]`.
 
     cu_seqlens: (N + 1) ascending from 0 to Sq, in a batch of 1: sequence n has the tokens from cu_seqlens[n] to cu_seqlens[n +
-    1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) keys in use of each sequence. Everything above is
+    1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) or (N) keys in use of each sequence. Everything above is
     then about each sequence by itself, b being its number.
 
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
@@ -197,7 +197,7 @@ def _planned(
         room, piece = gpu.shared_bytes, problem.bytes_at_once()
         config = ampere.config_for(head_dim, dtype, variant, room, piece, value_dim, **kind)
     blocks, pairs = -(-q_len // config.rows), batch * heads
-    if lie is Packed:
+    if issubclass(lie, Packed):
         (ends,) = problem("E")
         blocks, pairs = q_len // config.rows + ends - 1, heads
     group, at_once = heads // kv_heads, gpu.processors
@@ -289,12 +289,13 @@ def _sequences(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
     if "cu_seqlens_k" in problem and "cu_seqlens" not in problem:
         raise ValueError("cu_seqlens_k: takes cu_seqlens, too, which is None")
     if "cu_seqlens" in problem:
-        if "lengths_k" in problem:
-            raise ValueError("lengths_k: must be None where there is cu_seqlens: cu_seqlens_k says where keys end")
         if "cu_seqlens_k" not in problem and q_len != kv_len:
             raise problem.error("cu_seqlens_k", "must be given where keys are more or fewer than queries", "q", "k")
         ends = problem["cu_seqlens"]
-        return Packed, {"ends": ends, "ends_k": problem["cu_seqlens_k"] or ends}
+        where = {"ends": ends, "ends_k": problem["cu_seqlens_k"] or ends}
+        if "lengths_k" in problem:
+            return PackedInUse, where | {"lengths": problem["lengths_k"]}
+        return Packed, where
     if "lengths_k" in problem:
         return InUse, {"q_len": q_len, "lengths": problem["lengths_k"]}
     return Batched, {"q_len": q_len, "kv_len": kv_len}

@@ -107,3 +107,19 @@ class Packed(Batched):
         """See Batched."""
         query, key = int32(given.ends[batch]), int32(given.ends_k[batch])
         return Sequence(int32(0), query, int32(given.ends[batch + 1] - query), key, int32(given.ends_k[batch + 1] - key))
+
+
+class PackedInUse(Packed):
+    """The same, with so many keys in use of each: given.lengths."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Batched."""
+        return {"ends": ENDS, "ends_k": ENDS, "lengths": ENDS}
+
+    @inlined
+    def sequence(self, batch, given):
+        """See Batched."""
+        query = int32(given.ends[batch])
+        queries = int32(given.ends[batch + 1] - query)
+        return Sequence(int32(0), query, queries, int32(given.ends_k[batch]), int32(given.lengths[batch]))
