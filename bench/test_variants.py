@@ -1,7 +1,8 @@
 """Variants of attention.forward beside FlashAttention-4, where that has them, and plain causal attention.
 
-`tiles` is the built-in variant, `python` the same as a mask or score in Python, `flash4` the peer, `causal` plain causal attention
-in the same run, by which the goals are scaled. bf16, B 2, S 8192, 16 heads, D 128; packed: eight sequences of 17 to 8192, causal.
+`tiles` is the built-in variant, `python` the same as a mask or score in Python, `flash4` the peer, `causal` plain causal
+attention in the same run, by which the goals are scaled. bf16, B 2, S 8192, 16 heads, D 128; packed: eight sequences of 17 to
+8192, causal.
 See measure.py for the protocol. `pytest bench/test_variants.py -s --benchmark-json=variants.json`.
 """
 

@@ -86,8 +86,8 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, S = config.kv, rt(ROWS, config.kv, fp32)
-    tiling = Tiling(config.rows, KV, config.variant)
+    TILE, KV, S = config.rows, config.kv, rt(ROWS, config.kv, fp32)
+    tiling = Tiling(TILE, KV, config.variant)
     GIVEN, AUX = record(lists=LISTS, **config.variant.given), config.aux
     smem = shared(codes=sv(4 * WARPS, fp32))
 
@@ -99,18 +99,18 @@ def make(config: Config):
         (codes,) = smem.open()
         pair, tile = divmod(cuda.blockIdx.x, blocks)
         batch, head = divmod(pair, heads)
-        warp, row = int32(cuda.threadIdx.x // 32), config.rows * tile
+        warp, row = int32(cuda.threadIdx.x // 32), TILE * tile
         at = At(batch, head, row, kv_len - q_len, q_len, kv_len, given, aux)
         every = tiling.key_blocks(row, at)
         some, whole, spare = int32(0), int32(0), int32((kv_len + KV - 1) // KV)
         for start in range(0, every.n, WARPS):
             key = int32((every.first + start + warp) * KV)
             seen = lane_sum(zeros(S))
-            for band in range(0, config.rows, ROWS):
+            for band in range(0, TILE, ROWS):
                 s = tiling.mask(zeros(S), at._replace(row=int32(row + band)), key)
                 seen = seen + lane_sum(where(s < 0.0, zeros(S), 1.0))
             count = tile_sum(finish_sum(seen))
-            code = 0 if count == 0.0 else 2 if count == config.rows * KV else 1
+            code = 0 if count == 0.0 else 2 if count == TILE * KV else 1
             packed = int32(block.reduce_sum(code << 2 * warp, codes))
             for w in range(min(WARPS, every.n - start)):
                 number, code = int32(every.first + start + w), (packed >> 2 * w) & 3

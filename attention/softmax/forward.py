@@ -38,8 +38,8 @@ VARIANTS = Schema(
     q             BSHD  tile
     k             BTGD  tile
     v             BTGV  tile
-    alibi         H|UH  real     optional
-    sink          H     real     optional
+    alibi         H|UH  float32  optional
+    sink          H     float32  optional
     bias          WXYT  real     optional
     cu_seqlens    E     index    optional
     cu_seqlens_k  E     index    optional
@@ -101,8 +101,8 @@ def forward(
 
     mask and score are functions as FlexAttention has them, b, h, i, j counting from 0. In kernels they get tiles: s is one of
     scores, i a vector of queries, j one of keys, whole numbers below 2**24; elsewhere NumPy's arrays. Comparisons, & | ~,
-    + - * / // %, abs, `where` and the maps of `ops` work on both, and so do elements of aux, up to 8 arrays of numbers, at i, j,
-    b and h: `docs[i] == docs[j]`. Key blocks in which a mask holds nowhere are passed by, but for packed sequences.
+    + - * / // %, abs, `where` and the maps of `ops` work on both, and so do elements of aux, up to 8 arrays of numbers, at i,
+    j, b and h: `docs[i] == docs[j]`. Key blocks in which a mask holds nowhere are passed by, but for packed sequences.
 
     cu_seqlens: (N + 1) ascending from 0 to Sq, in a batch of 1: sequence n has the queries from cu_seqlens[n] to
     cu_seqlens[n + 1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) or (N) keys in use of each sequence.

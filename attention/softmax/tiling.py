@@ -84,7 +84,7 @@ class Tiling:
         keys = self.variant.keys(row, row + self.rows - 1, at)
         first = 0 if self.variant.from_first else keys.first // self.kv
         n = max(1, (keys.end + self.kv - 1) // self.kv - first)
-        right = max(1, n - max(0, keys.inner_end // self.kv - first))
+        right = 1 if self.variant.everything else max(1, n - max(0, keys.inner_end // self.kv - first))
         if self.variant.from_first:
             return Blocks(int32(0), int32(n), int32(right), int32(right))
         else:

@@ -60,6 +60,11 @@ class Variant:
         return {}
 
     @property
+    def everything(self) -> bool:
+        """Do all queries see all keys?"""
+        return True
+
+    @property
     def from_first(self) -> bool:
         """Do all queries see the first key?"""
         return True
@@ -114,6 +119,11 @@ class Both(Variant):
     def given(self) -> dict[str, Any]:
         """See Variant."""
         return self.one.given | self.other.given
+
+    @property
+    def everything(self) -> bool:
+        """See Variant."""
+        return self.one.everything and self.other.everything
 
     @property
     def from_first(self) -> bool:
@@ -171,6 +181,11 @@ class Causal(Variant):
     """Those up to its own place."""
 
     @property
+    def everything(self) -> bool:
+        """See Variant."""
+        return False
+
+    @property
     def rising(self) -> bool:
         """See Variant."""
         return True
@@ -193,6 +208,11 @@ class Causal(Variant):
 
 class Right(Variant):
     """Those up to given.right places after its own."""
+
+    @property
+    def everything(self) -> bool:
+        """See Variant."""
+        return False
 
     @property
     def given(self) -> dict[str, Any]:
@@ -218,6 +238,11 @@ class Right(Variant):
 
 class Left(Variant):
     """Those from given.left places before its own on."""
+
+    @property
+    def everything(self) -> bool:
+        """See Variant."""
+        return False
 
     @property
     def given(self) -> dict[str, Any]:
@@ -246,6 +271,11 @@ class Masked(Variant):
     """Those for which function(b, h, i, j, *aux) holds; i is a vector of queries, j one of keys, both counted from 0."""
 
     function: Callable
+
+    @property
+    def everything(self) -> bool:
+        """See Variant."""
+        return False
 
     @inlined
     def keys(self, first, last, at):
