@@ -82,6 +82,7 @@ class _Scope:
 
     def __init__(self, outer=None):
         self.outer, self.names, self.ranges, self.labels = outer, {}, {}, {}
+        self.operands = {}  # as they are written: what they are
 
     def register(self, program, name):
         """The Reg of that name; None: nobody has declared it."""
@@ -98,6 +99,7 @@ class _Scope:
     def declare(self, program, name, width):
         """A new register."""
         program.widths.append(width)
+        self.operands.clear()
         self.names[name] = reg = Reg(len(program.widths) - 1, width)
         return reg
 
@@ -166,12 +168,14 @@ def _statement(program, scope, text, number, place, jumps):
     if opcode.startswith("bra"):
         jumps.append((made, scope, operands))
     else:
-        made.operands = [_operand(program, scope, part) for part in _split(operands)]
+        made.operands = [_operand(program, scope, part) for part in _split(operands)] if operands else []
     program.code.append(made)
 
 
 def _split(text):
     """The operands between the commas that no bracket holds."""
+    if "{" not in text:
+        return [part.strip() for part in text.split(",")]
     parts, depth, start = [], 0, 0
     for k, char in enumerate(text):
         depth += (char in "{[") - (char in "}]")
@@ -182,6 +186,14 @@ def _split(text):
 
 
 def _operand(program, scope, text):
+    found = scope.operands.get(text)
+    if found is None:
+        found = _read_operand(program, scope, text)
+        scope.operands[text] = found  # reading it may have declared a register, which empties the table
+    return found
+
+
+def _read_operand(program, scope, text):
     if text[0] == "{":
         return [_operand(program, scope, part) for part in _split(text[1:-1])]
     if text[0] == "[":
