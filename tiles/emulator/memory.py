@@ -13,7 +13,8 @@ from ..interpreter.shadow import FILLING, NEVER, OVERTAKEN, POISON, VALID
 from ..layout import LANES
 
 BARRIER = 4  # the state of a cell that belongs to an mbarrier
-WINDOW = 24  # an address among the cluster's: (rank + 1) << WINDOW | address in that block, or rank's own with nothing added
+WINDOW = 24  # an address in shared memory is rank << WINDOW | address in that block of the cluster, its own too
+LOCAL = 1 << 41  # where each thread's own memory begins, an address that no array has
 BASE = 1024 + 16  # where dynamic shared memory begins: 16 bytes are all that a launch promises
 
 

@@ -64,7 +64,8 @@ def means(pattern):
 
 def pure(pattern, result, *operands):
     """The function below, of the match and an array an operand, computes the first operand of such opcodes from the others.
-    result, operands: their types, in which {1} stands for a group of the pattern."""
+    result, operands: their types, in which {1} stands for a group of the pattern. A function that gives two arrays
+    serves `p|q`, too."""
 
     def declare(function):
         known = {}  # opcode: the function of its operands, and their types
@@ -146,6 +147,12 @@ def _computes(function, to, types, at):
 
     def run(w):
         value = function(*[get(w) for get in gets])
-        into(w, target, value.astype(to, copy=False).view(raw))
+        into(w, target, (value[0] if value.__class__ is tuple else value).astype(to, copy=False).view(raw))
 
-    return run
+    def run_two(w):
+        values = function(*[get(w) for get in gets])
+        for reg, value in zip(target, values, strict=True):
+            if isinstance(reg, Reg):  # not `_`
+                into(w, reg, value.astype(to, copy=False).view(raw))
+
+    return run_two if isinstance(target, list) else run

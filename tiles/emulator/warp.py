@@ -10,10 +10,10 @@ import numpy as np
 from greenlet import greenlet
 
 from ..interpreter.hazard import Hazard, Place
-from ..interpreter.shadow import VALID, Event
+from ..interpreter.shadow import POISON, VALID, Event
 from ..interpreter.warp import Warp as Interpreted
 from ..layout import LANES, WARPGROUP
-from .memory import WINDOW, Ask
+from .memory import LOCAL, WINDOW, Ask
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -49,6 +49,7 @@ class Warp(greenlet):
         self.mask, self.full = np.ones(LANES, bool), True
         self.r = [None] * len(program.widths)
         self.threads = [Thread(self, lane) for lane in range(LANES)]
+        self.local = np.full((LANES, program.local_bytes), POISON, np.uint8)  # each thread's own memory
         self.copies, self.groups = [], []  # by cp.async: of the open group, groups
         self.stores, self.store_groups, self.stores_known = [], [], 0  # by TMA
         self.mmas, self.mma_groups, self.mmas_done = [], [], 0  # of the open group, groups, how many were waited for
@@ -185,13 +186,12 @@ class Warp(greenlet):
     # -- shared memory
     def home(self, address):
         """The block that an address among the cluster's lies in, and the address there."""
-        rank = address >> WINDOW
-        if not rank:
-            return self.block, address
-        blocks = self.block.cluster.blocks
-        if rank > len(blocks):
-            raise self.hazard(f"the cluster has no block {rank - 1}", "bounds")
-        return blocks[rank - 1], address & (1 << WINDOW) - 1
+        rank, blocks = address >> WINDOW, self.block.cluster.blocks
+        if rank >= len(blocks):
+            raise self.hazard(f"the cluster has no block {rank}", "bounds")
+        if rank != self.block.rank and "::cluster" not in self.instruction.opcode:
+            raise self.hazard(f"an address of block {rank} of the cluster, which takes shared::cluster", "bounds")
+        return blocks[rank], address & (1 << WINDOW) - 1
 
     def asks(self, rows=None, asynchronous=False):
         """Knowledge of these lanes, each of its own; without `rows`, what all lanes know."""
@@ -260,6 +260,14 @@ class Warp(greenlet):
         home.shadow.bytes[cells] = values
         if (home.shadow.bytes[cells] != values).any():
             raise self.hazard(f"{what}, and lanes put different numbers in the same place", "race")
+
+    def own_bytes(self, addresses, size):
+        """(lanes, bytes) of what the active lanes reach of their own memory, as indices of `local`."""
+        at = addresses[self.mask].astype(np.int64) - LOCAL
+        end = self.local.shape[1]
+        if (at % size).any() or at.min() < 0 or at.max() + size > end:
+            raise self.hazard(f"{size} bytes at {at.min()} to {at.max()} of a thread's own memory, which ends at {end}")
+        return np.flatnonzero(self.mask)[:, None], at[:, None] + np.arange(size)
 
     def fence_async(self):
         """fence.proxy.async, by the active lanes."""
