@@ -148,38 +148,40 @@ class Warp(greenlet):
     def _execute(self):
         code, runs, meets = self.program.code, self.program.runs, self.program.meets
         end, executed = len(code), self.block.cluster.counts.executed
-        stack = [[0, np.ones(LANES, bool), end]]
+        stack = [[0, np.ones(LANES, bool), end, LANES]]  # where, which lanes, up to where, how many
         while stack:
             top = stack[-1]
-            pc, mask, until = top
-            if pc == until or not mask.any():
+            pc, mask, until, lanes = top
+            if pc == until or not lanes:
                 stack.pop()
                 continue
-            self.mask, self.full = mask, bool(mask.all())
+            self.mask, self.full = mask, lanes == LANES
             at = self.instruction = code[pc]
             executed[at.opcode] += 1
             if at.guard is not None:
                 wanted = mask & (self.get(at.guard).astype(bool) ^ at.negated)
+                count = int(np.count_nonzero(wanted))
             else:
-                wanted = mask
+                wanted, count = mask, lanes
             if at.target is not None:
-                if wanted is mask or (wanted == mask).all():
+                if count == lanes:
                     top[0] = at.target
-                elif not wanted.any():
+                elif not count:
                     top[0] = pc + 1
                 else:
-                    top[0] = meets[pc]
-                    stack += [[pc + 1, mask & ~wanted, meets[pc]], [at.target, wanted, meets[pc]]]
+                    top[0], rest = meets[pc], mask & ~wanted
+                    stack += [[pc + 1, rest, meets[pc], lanes - count], [at.target, wanted, meets[pc], count]]
                 continue
             if at.opcode in ("ret", "exit"):
                 for entry in stack:
                     entry[1] = entry[1] & ~wanted
-                if (wanted == mask).all():
+                    entry[3] = int(np.count_nonzero(entry[1]))
+                if count == lanes:
                     continue
             elif wanted is mask:
                 runs[pc](self)
-            elif wanted.any():
-                self.mask, self.full = wanted, bool(wanted.all())
+            elif count:
+                self.mask, self.full = wanted, count == LANES
                 runs[pc](self)
             top[0] = pc + 1
 
