@@ -106,7 +106,7 @@ class Op:
         """The NumPy meaning, after the rule has agreed."""
         if self.of_arrays and any(type(x) is np.ndarray for x in args):
             return self.meaning(*args, **kwargs)
-spec_of, wrap, record, recording = _of_interpreter()
+        spec_of, wrap, record, recording = _of_interpreter()
         if kwargs or len(args) != len(self.defaults):
             args = self._bound(args, kwargs)
         try:
