@@ -13,7 +13,7 @@ from emulated import each_thread, execute, stops
 from numba import cuda
 from test_emulator_arithmetic import CASES
 
-from ops import cluster, commit_group, copy_async, load, mma_ABt, raw, store, transpose, wait_group, zeros
+from ops import cluster, commit_group, copy_async, load, mma_ABt, raw, store, transpose, wait_group, warpgroup, zeros
 from tiles import barrier, bf16, fp32, rt, shared, st
 from tiles.emulator import emulate, table
 
@@ -290,6 +290,28 @@ def test_addresses_of_a_cluster_have_their_blocks_number():
     execute(body, found, shared=PLAN, blocks=2)
     (own, mapped), (its, same) = found & 0xFFFFFF, found >> 24
     assert len({*own, *mapped}) == 1 and its.tolist() == [0, 1] and same.tolist() == [1, 1]
+
+
+WIDE = shared(a=st(64, 64, bf16), b=st(64, 128, bf16))
+
+
+@cuda.jit
+def product_of_panels(a, b, c):
+    """c = a b, of which b lies in two panels."""
+    left, right = WIDE.open()
+    warpgroup.store(left, warpgroup.load(a, rt(16, 64, bf16), (0, 0)))
+    warpgroup.store(right, warpgroup.load(b, rt(16, 128, bf16), (0, 0)))
+    warpgroup.sync()
+    warpgroup.store(c, warpgroup.wait(warpgroup.mm_AB(left, right)), (64 * cuda.blockIdx.x, 0))
+
+
+def test_a_blocks_number_in_a_descriptor():
+    """As on the card (bench/NOTES.md): the address's upper bits are taken for a part of the distance between panels."""
+    a, b, c = np.ones((64, 64), bf16.np), np.ones((64, 128), bf16.np), np.zeros((128, 128), np.float32)
+    emulate(product_of_panels, (2, 1, 1), 128, (a, b, c), WIDE)
+    assert (c == 64).all()
+    args = product_of_panels, (2, 1, 1), 128, (a, b, c), WIDE, None, (2, 1, 1)
+    stops("bounds", "of shared memory, which ends at", emulate, *args)
 
 
 def test_a_peers_address_takes_shared_cluster():
