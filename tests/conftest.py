@@ -1,5 +1,6 @@
 """What all tests share: the plugin that the library brings, and that `gpu` tests of ours need a Hopper GPU."""
 
+import gc
 import os
 
 import pytest
@@ -15,3 +16,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not no_gpu() and not hopper(device(0).capability):
             item.add_marker(pytest.mark.skip(reason=f"needs a Hopper GPU, got {device(0)}"))
+
+
+def pytest_collection_finish():
+    """What is imported now stays: to look through it again and again for garbage would take a fifth of all time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(300_000, 10, 10)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver
 
-from .arrays import ALIGNMENT, Array, Form, contiguous
-from .device import check
+from .arrays import ALIGNMENT, Array, Form, contiguous, numpy_view
+from .device import check, device, uncaptured
 
 PAST = ALIGNMENT - 1  # the bits of an address that its form holds
 LEGACY_STREAM = 1  # CUDA's handle of the legacy default stream where 0 would mean "none given"
@@ -320,6 +320,31 @@ def stream_handle(stream: Any) -> int:
         if hasattr(stream, attribute):
             return int(getattr(stream, attribute))
     raise TypeError(f"stream: must be a handle (an integer >= 0) or a CUDA stream object: {stream=}")
+
+
+def placed(host: np.ndarray, kind: Kind, home: Any, ordinal: int | None) -> Any:
+    """An array of this kind, in the place that it calls `home`, with the elements of a C-ordered one in host memory, which is
+    given back where that is the place. A CUDA graph that is being captured has no part in it."""
+    if ordinal is None:
+        return host
+    with uncaptured(), device(ordinal).current():
+        new = kind.maker(home, host.shape, host.dtype.name)()
+        check(driver.cuMemcpyHtoD(kind.address(new), host.ctypes.data, host.nbytes))
+        return new
+
+
+def fetched(array: Array, name: str, stream: int) -> np.ndarray:
+    """Its elements in host memory, when all work on `stream` is done. ValueError: it lies elsewhere, and is not C-ordered."""
+    form = array.form
+    if form.device is None:
+        return numpy_view(array.pointer, form, array.owner)
+    if form.strides != contiguous(form.shape, form.itemsize):
+        raise ValueError(f"{name}: must be C-ordered: {name}.strides={form.strides} bytes, {name}.shape={form.shape}")
+    host = np.empty(form.shape, form.dtype)
+    with device(form.device).current():
+        check(driver.cuStreamSynchronize(stream))
+        check(driver.cuMemcpyDtoH(host.ctypes.data, array.pointer, host.nbytes))
+    return host
 
 
 def finish(array: Array, stream: int) -> None:

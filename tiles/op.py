@@ -62,13 +62,29 @@ class Op:
         """For each parameter `int`, `type` or something else, as the rule is annotated."""
         return tuple(p.annotation for p in inspect.signature(self.rule).parameters.values())
 
+    @functools.cached_property
+    def defaults(self):
+        """For each parameter its default, or Parameter.empty."""
+        return tuple(p.default for p in self.signature.parameters.values())
+
+    def _bound(self, args, kwargs):
+        """An argument for each parameter. Binding them costs more than most ops do, so it is avoided."""
+        rest = self.defaults[len(args) :]
+        if not kwargs and len(args) < len(self.defaults) and inspect.Parameter.empty not in rest:
+            return args + rest
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return tuple(bound.arguments.values())
+
     def type(self, *specs):
         """(result type, emit) for argument types, or None; TypeError says what was given and what is possible."""
+        found = self.known.get(specs, UNKNOWN)
+        return self._typed(specs) if found is UNKNOWN else found
+
+    def _typed(self, specs):
         from .dtypes import OPERANDS
         from .types import pending, rt, rv
 
-        if specs in self.known:
-            return self.known[specs]
         for spec, parameter, want in zip(specs, self.signature.parameters, self.wants, strict=True):
             if isinstance(spec, Name) and want is not TYPE:
                 raise TypeError(f"{self.name}: {parameter} must be a value, got the type {spec}")
@@ -90,13 +106,9 @@ class Op:
         """The NumPy meaning, after the rule has agreed."""
         if self.of_arrays and any(type(x) is np.ndarray for x in args):
             return self.meaning(*args, **kwargs)
-        from .interpreter.record import record, recording
-        from .values import spec_of, wrap
-
-        if kwargs or len(args) != len(self.signature.parameters):  # binding costs more than most ops
-            bound = self.signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            args = tuple(bound.arguments.values())
+        spec_of, wrap, record, recording = _of_interpreter()
+        if kwargs or len(args) != len(self.defaults):
+            args = self._bound(args, kwargs)
         try:
             takes = tuple(spec_of(a, want is int) for a, want in zip(args, self.wants))
             found = self.type(*takes)
@@ -107,6 +119,18 @@ class Op:
 
             raise TypeError(f"{error}{hazard_line()}") from None
         return wrap(found[0], record(self, takes, found[0], args) if recording() else self.meaning(*args))
+
+
+UNKNOWN = object()  # no rule has been asked yet
+
+
+@functools.cache
+def _of_interpreter():
+    """What a meaning takes that is imported after ops are: once, as an import by each op would take longer than the op."""
+    from .interpreter.record import record, recording
+    from .values import spec_of, wrap
+
+    return spec_of, wrap, record, recording
 
 
 @overload

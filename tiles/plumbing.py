@@ -4,6 +4,7 @@ Two Numba types carry everything: `Value(spec)` is a run-time value of that type
 the frozen object itself, closed over by a kernel and known when it is compiled. Kernel authors see neither.
 """
 
+import functools
 import inspect
 import sys
 import weakref
@@ -12,8 +13,10 @@ import numpy as np
 from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.core import typeinfer
+from numba.cuda.cudadrv.error import CudaSupportError
 from numba.cuda.cudaimpl import registry
 from numba.cuda.descriptor import cuda_target
+from numba.cuda.dispatcher import CUDADispatcher
 from numba.cuda.extending import core_models, infer, infer_getattr, register_model
 from numba.cuda.typeconv import Conversion
 from numba.cuda.typing import signature
@@ -248,6 +251,24 @@ def inline(function):
 
 
 INLINED: weakref.WeakSet = weakref.WeakSet()  # dispatchers
+WITHOUT_GPU = "`kernel[grid, block](...)` is Numba's launch and takes a GPU; tiles.launch(kernel, grid, block)(...) takes none"
+
+
+def _teach_launch(call):
+    """Numba's launch, which says where a kernel runs if there is no driver to run it."""
+
+    @functools.wraps(call)
+    def launch(self, *args, **kwargs):
+        try:
+            return call(self, *args, **kwargs)
+        except CudaSupportError as error:
+            said = str(error).rstrip(": \n")
+            raise (error if WITHOUT_GPU in said else CudaSupportError(f"{said}\n{WITHOUT_GPU}")) from None
+
+    return launch
+
+
+CUDADispatcher.call = _teach_launch(CUDADispatcher.call)
 
 
 def _passes(ty):

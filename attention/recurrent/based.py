@@ -8,7 +8,7 @@ from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
 from ..families import needs_hopper
-from ..options import flag, number
+from ..options import by_other_names, flag, number
 from . import rules
 from .kernels import based_hopper
 from .linear import pair
@@ -30,6 +30,7 @@ BASED = Schema(
 )
 
 
+@by_other_names
 def based(
     q: Any,
     k: Any,

@@ -20,7 +20,7 @@ from tiles.program import Plan, Step, program
 from tiles.schema import Problem, Schema
 
 from ..families import choose
-from ..options import flag, number
+from ..options import by_other_names, flag, number
 from . import rules
 from .kernels import delta_hopper, kda_hopper, token_loop
 from .rules import DTYPES, padded, varlen
@@ -41,6 +41,7 @@ DELTA_RULE = Schema(
 )
 
 
+@by_other_names
 def delta_rule(
     q: Any,
     k: Any,

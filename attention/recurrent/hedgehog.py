@@ -8,6 +8,7 @@ from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
 from ..families import needs_hopper
+from ..options import by_other_names
 from . import rules
 from .kernels import hedgehog_hopper
 from .kernels.hedgehog_hopper import CHUNK, HALF, HEAD, LOG2_E
@@ -28,6 +29,7 @@ HEDGEHOG = Schema(
 )
 
 
+@by_other_names
 def hedgehog(
     q: Any,
     k: Any,

@@ -26,18 +26,15 @@ from numbers import Integral
 from typing import Any
 
 import numpy as np
-from cuda.bindings import driver
 
 from tiles import jax_call, torch_op
 from tiles.arrays import ALIGNMENT
-from tiles.device import check as checked
-from tiles.device import device, uncaptured
-from tiles.frameworks import Kind, describe
+from tiles.frameworks import Kind, describe, placed
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
 from ..families import choose
-from ..options import flag, number
+from ..options import by_other_names, flag, number
 from . import chunks, rules
 from .kernels import token_loop
 
@@ -58,6 +55,7 @@ LINEAR = Schema(
 )
 
 
+@by_other_names
 def linear(
     q: Any,
     k: Any,
@@ -108,6 +106,7 @@ def linear(
     return (found[0], found[1:]) if return_state and normalize else found
 
 
+@by_other_names
 def retention(
     q: Any,
     k: Any,
@@ -135,6 +134,7 @@ def retention(
     )  # fmt: skip
 
 
+@by_other_names
 def lightning(
     q: Any,
     k: Any,
@@ -168,6 +168,7 @@ def lightning(
     )  # fmt: skip
 
 
+@by_other_names
 def gla(
     q: Any,
     k: Any,
@@ -259,10 +260,4 @@ def _of_heads(q: Any, v: Any, layout: str, decay: Callable[[Any, int, Callable],
 @functools.lru_cache
 def _constant(kind: Kind, home: Any, ordinal: int | None, numbers: tuple[float, ...]) -> Any:
     """A float32 array of these numbers in this place, of this kind, or NumPy's in host memory; made once and kept."""
-    host = np.array(numbers, np.float32)
-    if ordinal is None:
-        return host
-    with uncaptured(), device(ordinal).current():
-        new = kind.maker(home, host.shape, "float32")()
-        checked(driver.cuMemcpyHtoD(kind.address(new), host.ctypes.data, host.nbytes))
-        return new
+    return placed(np.array(numbers, np.float32), kind, home, ordinal)

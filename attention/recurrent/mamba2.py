@@ -1,13 +1,16 @@
 """attention.mamba2: the state-space duality of Mamba-2 (Dao and Gu 2024), which is linear attention of other names."""
 
+from numbers import Integral
 from typing import Any
 
+from tiles.frameworks import describe
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
 from ..families import choose
-from ..options import flag
+from ..options import by_other_names, flag
 from . import chunks, rules
+from .packed import packed
 
 MAMBA2 = Schema(
     "mamba2",
@@ -28,12 +31,14 @@ MAMBA2 = Schema(
 )
 
 
+@by_other_names
 def mamba2(
     x: Any,
     dt: Any,
     A: Any,
     B: Any,
     C: Any,
+    chunk_size: int | None = None,
     *,
     D: Any = None,
     z: Any = None,
@@ -41,6 +46,7 @@ def mamba2(
     dt_softplus: bool = False,
     initial_states: Any = None,
     return_final_states: bool = False,
+    seq_idx: Any = None,
     cu_seqlens: Any = None,
     out: Any = None,
     stream: Any = None,
@@ -63,16 +69,32 @@ def mamba2(
     | x, dt, A, B, C, D, z, dt_bias       | the same                                                         |
     | dt_softplus=False                   | the same                                                         |
     | dt >= 0                             | dt_limit=(0, inf)                                                |
-    | chunks of 64 tokens                 | chunk_size                                                       |
+    | chunk_size, of no effect: it is 64  | chunk_size                                                       |
     | initial_states, return_final_states | the same: (B, H, P, N)                                           |
-    | cu_seqlens (N + 1,), any sequences  | seq_idx for the scan, and cu_seqlens with return_varlen_states   |
+    | seq_idx (B, S)                      | the same                                                         |
+    | cu_seqlens (N + 1,), any sequences  | cu_seqlens with return_varlen_states                             |
 
-    cu_seqlens: see attention.linear; states are then one of each sequence. out: written in place of a new array.
+    cu_seqlens: see attention.linear; states are then one of each sequence. seq_idx: int32 or int64, which sequence each token
+    belongs to: the state begins with 0 wherever the number changes, and the states given back are those of each batch's last
+    sequence. Its numbers are read, which waits for the device, and neither torch.compile, jax.jit nor a CUDA graph takes it:
+    cu_seqlens does the same without. out: written in place of a new array.
 
     Returns `out`, the same kind of array as x, or with return_final_states=True `(out, states)`, float32 (B, H, P, N). On
     GPUs since Ampere. Arrays, `stream`, `family` and errors are those of attention.forward."""
-    arrays = x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, None
-    return _mamba2(stream, arrays, (flag("dt_softplus", dt_softplus), flag("return_final_states", return_final_states), family))
+    if chunk_size is not None and not (isinstance(chunk_size, Integral) and chunk_size > 0):
+        raise ValueError(f"chunk_size: must be a positive integer or None, and has no effect: {chunk_size=}")
+    options = flag("dt_softplus", dt_softplus), flag("return_final_states", return_final_states), family
+    if seq_idx is None:
+        return _mamba2(stream, (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, None), options)
+    if initial_states is not None or cu_seqlens is not None:
+        raise ValueError("seq_idx: takes neither initial_states nor cu_seqlens beside it; cu_seqlens takes a state a sequence")
+    sequences = packed(seq_idx, x, stream)
+    x, dt, B, C, z, given = map(sequences.joined, (x, dt, B, C, z, out))
+    if given is not out and describe(given, "out").pointer != describe(out, "out").pointer:
+        raise ValueError(f"out: with seq_idx its batches must follow on each other in memory: out.shape={tuple(out.shape)}")
+    found = _mamba2(stream, (x, dt, A, B, C, D, z, dt_bias, sequences.cu_seqlens, None, given, None), options)
+    result = out if out is not None else sequences.parted(found[0] if return_final_states else found)
+    return (result, sequences.last(found[1])) if return_final_states else result
 
 
 @program(MAMBA2)

@@ -29,7 +29,7 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer())),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True, piece=4)),
     ("sm_100a", ampere, ampere.config_for(128, bf16, CAUSAL, ampere.LARGE, 4)),
-    ("sm_100a", ampere, ampere.config_for(128, fp16, FULL, ampere.LARGE)),
+    ("sm_100a", ampere, ampere.config_for(96, fp16, FULL, ampere.LARGE)),
     ("sm_100a", token_loop, token_loop.Config(64, "channel", True, single=True)),
     ("sm_120a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer(), piece=4)),
     ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, STEPS, MAMBA2, varlen=True)),
@@ -46,6 +46,7 @@ def test_nothing_spills(arch, module, config):
     found = inspect.row(name, module, config, arch)
     assert not any(found[key] for key in inspect.BAD)
     assert found["shared_bytes"] <= ampere.ROOM.get(arch, ampere.SHARED_BYTES)
+    assert module is not ampere or found["lines"] <= 90
 
 
 def test_processes_share_the_work():

@@ -13,7 +13,7 @@ from emulated import each_thread, execute, stops
 from numba import cuda
 from test_emulator_arithmetic import CASES
 
-from ops import cluster, commit_group, copy_async, load, mma_ABt, raw, store, transpose, wait_group, zeros
+from ops import cluster, commit_group, copy_async, load, mma_ABt, raw, store, transpose, wait_group, warpgroup, zeros
 from tiles import barrier, bf16, fp32, rt, shared, st
 from tiles.emulator import emulate, table
 
@@ -282,6 +282,60 @@ def test_an_instruction_without_a_meaning_is_named():
         execute(".reg .b32 x; mov.u32 x, %clock;")
 
 
+def test_addresses_of_a_cluster_have_their_blocks_number():
+    """From bit 24 on, a block's own too; mapa puts another's there. Offsets are the same in all."""
+    body = ".reg .b32 a, r, s; mov.u32 s, dynamic_smem; mov.u32 r, %ctaid.x; mapa.shared::cluster.u32 a, s, 1;\n"
+    body += ".reg .b64 d; mad.wide.u32 d, r, 8, %a0; st.global.v2.b32 [d], {s, a};"
+    found = np.zeros((2, 2), np.uint32)
+    execute(body, found, shared=PLAN, blocks=2)
+    (own, mapped), (its, same) = found & 0xFFFFFF, found >> 24
+    assert len({*own, *mapped}) == 1 and its.tolist() == [0, 1] and same.tolist() == [1, 1]
+
+
+WIDE = shared(a=st(64, 64, bf16), b=st(64, 128, bf16))
+
+
+@cuda.jit
+def product_of_panels(a, b, c):
+    """c = a b, of which b lies in two panels."""
+    left, right = WIDE.open()
+    warpgroup.store(left, warpgroup.load(a, rt(16, 64, bf16), (0, 0)))
+    warpgroup.store(right, warpgroup.load(b, rt(16, 128, bf16), (0, 0)))
+    warpgroup.sync()
+    warpgroup.store(c, warpgroup.wait(warpgroup.mm_AB(left, right)), (64 * cuda.blockIdx.x, 0))
+
+
+def test_a_blocks_number_in_a_descriptor():
+    """As on the card (bench/NOTES.md): the address's upper bits are taken for a part of the distance between panels."""
+    a, b, c = np.ones((64, 64), bf16.np), np.ones((64, 128), bf16.np), np.zeros((128, 128), np.float32)
+    emulate(product_of_panels, (2, 1, 1), 128, (a, b, c), WIDE)
+    assert (c == 64).all()
+    args = product_of_panels, (2, 1, 1), 128, (a, b, c), WIDE, None, (2, 1, 1)
+    stops("bounds", "of shared memory, which ends at", emulate, *args)
+
+
+def test_a_peers_address_takes_shared_cluster():
+    body = SHARED + "mapa.shared::cluster.u32 s, s, 1; ld.shared.b32 x, [s]; barrier.cluster.arrive; barrier.cluster.wait;"
+    stops("bounds", "an address of block 1 of the cluster, which takes shared::cluster", execute, body, shared=PLAN, blocks=2)
+
+
+def test_a_threads_own_memory():
+    """.local: of each thread its own, by the name of the space or by a generic address; nobody has written: all bits."""
+    body = (
+        each_thread(np.uint32, 0)
+        + """
+    .local .align 8 .b8 depot[24];
+    .reg .b64 here, d; .reg .b32 x, y, z;
+    mov.u64 here, depot; cvta.local.u64 d, here; and.b32 x, %t, 3; mad.wide.u32 here, x, 4, here;
+    st.local.b32 [here], %t; ld.b32 y, [here]; ld.local.v2.b32 {x, z}, [d+16]; and.b32 y, y, z; st.global.b32 [%p0], y;"""
+    )
+    found = np.zeros(32, np.uint32)
+    execute(body, found)
+    assert (found == np.arange(32)).all()
+    beyond = body.replace("d+16", "d+24")
+    stops("bounds", "8 bytes at 24 to 24 of a thread's own memory, which ends at 24", execute, beyond, found)
+
+
 # ---- memory and its limits -------------------------------------------------------------------------------------------
 SHARED = ".reg .b32 s, x; .reg .b64 d; mov.u32 s, dynamic_smem; mov.b32 x, 0;\n"
 INIT = ".reg .pred p; setp.eq.u32 p, %t, 0; @p mbarrier.init.shared.b64 [s], 1;\n"
@@ -295,7 +349,7 @@ FORBIDDEN = {  # PTX: (kind, words)
     "ld.shared.b32 x, [s+2];": ("bounds", "shared memory at .*, which is no multiple of 4"),
     "ld.shared.v2.b32 {x, x}, [s+4];": ("bounds", "no multiple of 8"),
     "ld.shared.b32 x, [s+8192];": ("bounds", "of shared memory, which ends at"),
-    "st.shared.b32 [s+-2000], x;": ("bounds", "the cluster has no block 254"),
+    "st.shared.b32 [s+-2000], x;": ("bounds", "the cluster has no block 255"),
     "cp.async.cg.shared.global [s], [%a0], 8;": ("language", "cp.async.cg copies 16 bytes, not 8"),
     "cp.async.ca.shared.global [s+4], [%a0], 8;": ("bounds", "no multiple of 8"),
     "cp.async.ca.shared.global [s], [%a0+4], 8;": ("bounds", "cp.async of 8 bytes from an address that is no multiple"),

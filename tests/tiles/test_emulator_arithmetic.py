@@ -10,7 +10,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from emulated import assemble, execute, written
+from emulated import assemble, each_thread, execute, written
 
 from tiles.emulator import arithmetic, table
 from tiles.emulator.table import TYPES
@@ -52,6 +52,16 @@ def nonzero(*columns):
     columns[-1][columns[-1] == 0] = 3
     if columns[-1].dtype.kind == "i":
         columns[-1][columns[-1] == -1] = 7  # the least number has no opposite
+
+
+def extreme(how):
+    """Of two numbers the less, or the greater; -0 is less than 0, and a NaN is nothing."""
+
+    def function(x, y):
+        first = np.where(x == y, np.signbit(x), x < y) == (how == "min")
+        return np.where(np.isnan(y) | (first & ~np.isnan(x)), x, y)
+
+    return function
 
 
 # ---- integers ------------------------------------------------------------------------------------------------------
@@ -176,7 +186,7 @@ for name, function in PLAIN.items():
     case(f"{name}.ftz.f32", "f32", "f32 f32", flushed(function))
 for kind in ("f32", "f64"):
     case(f"div.rn.{kind}", kind, f"{kind} {kind}", wide_to(kind, np.divide))
-    for name, function in {"min": np.fmin, "max": np.fmax}.items():
+    for name, function in {"min": extreme("min"), "max": extreme("max")}.items():
         case(f"{name}.{kind}", kind, f"{kind} {kind}", wide_to(kind, function))
     case(f"neg.{kind}", kind, kind, operator.neg)
     case(f"abs.{kind}", kind, kind, np.abs)
@@ -191,8 +201,13 @@ for kind in ("f32", "f64"):
     case(f"setp.num.{kind}", "pred", f"{kind} {kind}", lambda x, y: ~unordered(x, y))
     case(f"setp.nan.{kind}", "pred", f"{kind} {kind}", unordered)
 case("fma.rn.ftz.f32", "f32", "f32 f32 f32", flushed(exactly))
-case("min.ftz.f32", "f32", "f32 f32", flushed(np.fmin))
-case("max.ftz.f32", "f32", "f32 f32", flushed(np.fmax))
+case("min.ftz.f32", "f32", "f32 f32", flushed(extreme("min")))
+case("max.ftz.f32", "f32", "f32 f32", flushed(extreme("max")))
+case("abs.ftz.f32", "f32", "f32", flushed(np.abs))
+case("neg.ftz.f32", "f32", "f32", flushed(np.negative))
+case("div.rn.ftz.f32", "f32", "f32 f32", flushed(np.divide))
+case("div.full.ftz.f32", "f32", "f32 f32", flushed(np.divide), 2)
+case("setp.gt.ftz.f32", "pred", "f32 f32", flushed(np.greater))
 case("div.full.f32", "f32", "f32 f32", wide_to("f32", np.divide), 2)
 case("copysign.f32", "f32", "f32 f32", lambda x, y: np.copysign(y, x))
 case("rcp.approx.ftz.f64", "f64", "f64", np.reciprocal, 2**33)
@@ -319,6 +334,22 @@ def test_instruction(opcode):
             wrong &= ~(np.abs(out - want) <= ulp * np.spacing(np.abs(want)))
     told = [(*(c[k] for c in columns), out[k], want[k]) for k in np.flatnonzero(wrong)]
     assert not told, f"{len(told)} wrong; operands, got, want: {told[:3]}"
+
+
+@pytest.mark.parametrize(("with_", "p", "q"), [("", "x < y", "x >= y"), (".and", "x < y and c", "x >= y and c")])
+def test_a_comparison_of_two_results(with_, p, q):
+    """p|q: the comparison, and its contrary, each with the third operand."""
+    found = [np.zeros(32, np.uint32) for _ in "pq"]
+    operands = "p|q, %t, 9" + ", c" * bool(with_)
+    execute(
+        each_thread(np.uint32, 0, 1)
+        + f""".reg .pred p, q, c; .reg .b32 x, y; and.b32 x, %t, 1; setp.ne.u32 c, x, 0;
+        setp.lt{with_}.u32 {operands}; selp.u32 x, 1, 0, p; selp.u32 y, 1, 0, q;
+        st.global.b32 [%p0], x; st.global.b32 [%p1], y; setp.eq.u32 p|_, x, y;""",
+        *found,
+    )
+    for got, want in zip(found, (p, q)):
+        assert got.tolist() == [int(eval(want, {"x": t, "y": 9, "c": t & 1})) for t in range(32)]
 
 
 def test_these_are_instructions():

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tiles.emulator.flow import meets
+from tiles.emulator.flow import meets, pressure
 from tiles.emulator.table import TYPES, literal, meaning
 from tiles.emulator.text import Address, Imm, Name, Reg, read
 
@@ -159,3 +159,19 @@ def test_one_side_that_ends():
 def test_a_loop_that_nobody_leaves():
     """Dead ends have no way to the end; the rest is as if they were not there."""
     assert met("@p bra dead; after; ret; dead: bra dead;") == ["after"]
+
+
+# ---- how many registers hold values ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [
+        ("mov.b32 a, 1; mov.b32 b, 2; add.u32 c, a, b; st.global.b32 [d], c; ret;", 4),  # the address, a and b
+        ("mov.b32 a, 1; st.global.b32 [d], a; mov.b32 b, 2; st.global.b32 [d], b; ret;", 3),  # one after the other
+        ("mov.b32 a, 1; again: mov.b32 b, 2; add.u32 b, b, b; @p bra again; st.global.b32 [d], a; ret;", 4),  # a all along
+        ("mov.b32 a, 1; @p mov.b32 a, 2; mov.b32 b, 3; st.global.v2.b32 [d], {a, b}; ret;", 4),  # the old a may stay
+        ("mov.b32 a, 1; mov.b32 b, 2; mov.b32 c, 3; ret;", 0),  # nobody reads them
+        ("bar.sync a, b; wgmma.mma_async {c}, d, d, p; ret;", 5),  # whose first operands are read, too
+    ],
+)
+def test_pressure(body, most):
+    assert pressure(program(".reg .pred p;\n.reg .b32 a, b, c;\n.reg .b64 d;\n" + body)) == most

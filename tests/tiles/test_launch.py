@@ -10,6 +10,7 @@ import pytest
 from kernels import copies, scale
 from numba import cuda
 from numba.cuda import types
+from numba.cuda.cudadrv.error import CudaSupportError
 
 import tiles
 from ops import warpgroup, zeros
@@ -45,6 +46,17 @@ def test_refuses(case):
     make, error, words = WRONG[case]
     with pytest.raises(error, match=words):
         make()
+
+
+def test_numbas_own_launch_without_a_gpu(monkeypatch):
+    """Names ours, once, behind what Numba says."""
+
+    def no_driver(*_):
+        raise CudaSupportError("CUDA driver library cannot be found.\n:")
+
+    monkeypatch.setattr(cuda.dispatcher.CUDADispatcher, "_select_launch_config_dispatcher", no_driver)
+    with pytest.warns(), pytest.raises(CudaSupportError, match=r"^CUDA driver .*found.\n`kernel.* tiles.launch\(.*takes none$"):
+        scale[1, 32](1, 2, 3)
 
 
 # ---- in the interpreter ------------------------------------------------------------------------------------------------

@@ -159,20 +159,24 @@ def _(match, *registers):
     return (x * y + z).astype(TYPES[match[1]]).view(np.uint32)[:, 0]
 
 
-@pure(r"div(?:\.(?:rn|full|approx))?(?:\.ftz)?\.(f32|f64)", "{1}", "{1}", "{1}")
-def _(_, x, y):
-    return x / y
+@pure(r"div(?:\.(?:rn|full|approx))?(\.ftz)?\.(f32|f64)", "{2}", "{2}", "{2}")
+def _(match, x, y):
+    return flush(flush(x) / flush(y)) if match[1] else x / y
 
 
 @pure(r"(min|max)(\.ftz)?\.(f32|f64)", "{3}", "{3}", "{3}")
 def _(match, x, y):
+    """-0 is less than 0."""
     if match[2]:
         x, y = flush(x), flush(y)
-    return (np.fmin if match[1] == "min" else np.fmax)(x, y)
+    least = match[1] == "min"
+    first = np.signbit(x) == least  # of two zeros
+    return np.where(x == y, np.where(first, x, y), (np.fmin if least else np.fmax)(x, y))
 
 
-@pure(r"(neg|abs)(?:\.ftz)?\.(f32|f64)", "{2}", "{2}")
+@pure(r"(neg|abs)(\.ftz)?\.(f32|f64)", "{3}", "{3}")
 def _(match, x):
+    x = flush(x) if match[2] else x
     return -x if match[1] == "neg" else np.abs(x)
 
 
@@ -227,14 +231,18 @@ def _compared(how, x, y):
     return found
 
 
-@pure(r"setp\.(\w+)(?:\.ftz)?\.([sub](?:16|32|64)|f16|f32|f64)", "pred", "{2}", "{2}")
+@pure(r"setp\.(\w+)(\.ftz)?\.([sub](?:16|32|64)|f16|f32|f64)", "pred", "{3}", "{3}")
 def _(match, x, y):
-    return _compared(match[1], x, y)
+    """Two results, p|q: it and its contrary."""
+    found = _compared(match[1], *map(flush, (x, y))) if match[2] else _compared(match[1], x, y)
+    return found, ~found
 
 
-@pure(r"setp\.(\w+)\.(and|or|xor)\.([sub](?:16|32|64)|f16|f32|f64)", "pred", "{3}", "{3}", "pred")
+@pure(r"setp\.(\w+)\.(and|or|xor)(\.ftz)?\.([sub](?:16|32|64)|f16|f32|f64)", "pred", "{4}", "{4}", "pred")
 def _(match, x, y, p):
-    return LOGIC[match[2]](_compared(match[1], x, y), p)
+    """Two results: of the comparison, and of its contrary."""
+    found = _compared(match[1], *map(flush, (x, y))) if match[3] else _compared(match[1], x, y)
+    return LOGIC[match[2]](found, p), LOGIC[match[2]](~found, p)
 
 
 @pure(r"selp\.([sub](?:16|32|64)|f32|f64)", "{1}", "{1}", "{1}", "pred")

@@ -50,9 +50,9 @@ def mbarrier(w, home, at, asks):
 
 
 def _lanes(w, given, kind=np.uint32):
-    """(lane, its thread, address) of the active lanes."""
+    """(lane, its thread, block, address there) of the active lanes."""
     at = address(w, given, kind)
-    return [(lane, w.threads[lane], int(at[lane])) for lane in np.flatnonzero(w.mask)]
+    return [(lane, w.threads[lane], *w.home(int(at[lane]))) for lane in np.flatnonzero(w.mask)]
 
 
 def the_lane(w, deed):
@@ -67,7 +67,7 @@ def the_lane(w, deed):
 @means(r"mbarrier\.init\.shared(?:::cta)?\.b64")
 def _(_, w, at):
     count = operand(at.operands[1], np.uint32)(w)
-    for lane, thread, where in _lanes(w, at.operands[0]):
+    for lane, thread, _, where in _lanes(w, at.operands[0]):
         cells = slice(where, where + MBARRIER_BYTES)
         w.within(where, where + MBARRIER_BYTES, MBARRIER_BYTES)
         shadow = w.block.shadow
@@ -81,7 +81,7 @@ def _(_, w, at):
 
 @means(r"mbarrier\.inval\.shared(?:::cta)?\.b64")
 def _(_, w, at):
-    for _, _, where in _lanes(w, at.operands[0]):
+    for *_, where in _lanes(w, at.operands[0]):
         w.block.barriers_at.pop(where, None)
         w.block.shadow.state[where : where + MBARRIER_BYTES] = 0
 
@@ -95,8 +95,7 @@ def _(_, w, at):
 def _(match, w, at):
     _, to, *nbytes = at.operands
     expected = operand(nbytes[0], np.uint32)(w) if nbytes else None
-    for lane, thread, where in _lanes(w, to):
-        home, there = w.home(where)
+    for lane, thread, home, there in _lanes(w, to):
         bar = mbarrier(w, home, there, w.asks_lane(lane))
         published = match[2] != "relaxed" and (home is w.block or match[3] == "cluster")
         bar.arrive(thread if published else _Unsaid(thread), int(expected[lane]) if nbytes and match[1] else 0)
@@ -120,7 +119,7 @@ class _Unsaid:
 def _(match, w, at):
     done, where, parity = at.operands[:3]
     parities, bars = operand(parity, np.uint32)(w), set()
-    for lane, _, place in _lanes(w, where):
+    for lane, *_, place in _lanes(w, where):
         bars.add((place, int(parities[lane]) & 1))
     if len(bars) != 1:
         raise w.hazard("lanes wait for different barriers or parities", "divergence")
@@ -209,7 +208,7 @@ def _(_, w, at):
 @means(r"mapa\.shared::cluster\.u32")
 def _(_, w, at):
     to, source, rank = at.operands
-    w.set(to, operand(source, np.uint32)(w) | operand(rank, np.uint32)(w) + np.uint32(1) << np.uint32(WINDOW))
+    w.set(to, operand(source, np.uint32)(w) & np.uint32((1 << WINDOW) - 1) | operand(rank, np.uint32)(w) << np.uint32(WINDOW))
 
 
 # ---- the rest ------------------------------------------------------------------------------------------------------

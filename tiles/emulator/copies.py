@@ -208,7 +208,7 @@ def _(match, w, at):
     target, source = at.operands
     deed = "the TMA store"
     lane, what, offsets, inside = _box(w, target, deed)
-    first = int(address(w, source, np.uint32)[lane])
+    _, first = w.home(int(address(w, source, np.uint32)[lane]))
     _span(w, what, first, deed)
     w.within(first, first + what.nbytes, 1)
     low, memory = _array(w, what, offsets, inside, deed)

@@ -1,18 +1,27 @@
-"""Where lanes that part at a branch meet again: the branch's immediate postdominator."""
+"""Ways through a program: where lanes that part at a branch meet again, the branch's immediate postdominator; and how many
+registers hold values at once."""
 
-from .text import Program
+from .text import Address, Program, Reg
+
+READS = ("st.", "red.", "bar", "cp.", "wgmma.", "nanosleep", "setmaxnreg")  # opcodes whose first operand is read, too
 
 
-def meets(program: Program) -> list[int]:
-    """For each instruction, the first one that every way from it to the end comes through (the end: their number)."""
-    end = len(program.code)
-    follow: list[list[int]] = []
-    before: list[list[int]] = [[] for _ in range(end + 1)]
+def _ways(program):
+    """For each instruction, those that may come next (the end: their number)."""
+    end, follow = len(program.code), []
     for k, at in enumerate(program.code):
         leaves = at.opcode in ("ret", "exit")
         ways = [end] if leaves else [] if at.target is not None and at.guard is None else [k + 1]
         ways += [at.target] if at.target is not None else [k + 1] if leaves and at.guard is not None else []
         follow.append(ways)
+    return follow
+
+
+def meets(program: Program) -> list[int]:
+    """For each instruction, the first one that every way from it to the end comes through (the end: their number)."""
+    end, follow = len(program.code), _ways(program)
+    before: list[list[int]] = [[] for _ in range(end + 1)]
+    for k, ways in enumerate(follow):
         for way in ways:
             before[way].append(k)
     order: list[int] = []  # each after all from which one comes to it
@@ -49,3 +58,43 @@ def meets(program: Program) -> list[int]:
             if found != parent[k]:
                 parent[k], changed = found, True
     return [end if p < 0 else p for p in parent[:end]]
+
+
+def pressure(program: Program) -> int:
+    """The most registers of four bytes that hold values at once, of which something later is read, in the order of the text.
+
+    ptxas orders anew, and adds some; but what stays far below its limit here does not spill there."""
+    follow, used, made = _ways(program), [], []
+    for at in program.code:
+        wide = _bits(at.operands[1:] if at.operands else [])
+        first = _bits(at.operands[:1])
+        reads = at.opcode.startswith(READS) or (at.operands and isinstance(at.operands[0], Address))
+        used.append(wide | (first if reads else 0) | (1 << at.guard.slot if at.guard else 0))
+        made.append(0 if reads or at.guard else first)
+    ones = sum(1 << slot for slot, width in enumerate(program.widths) if width > 1)
+    twos = sum(1 << slot for slot, width in enumerate(program.widths) if width > 4)
+    live = [0] * (len(program.code) + 1)
+    changed = True
+    while changed:
+        changed = False
+        for k in range(len(program.code) - 1, -1, -1):
+            after = 0
+            for way in follow[k]:
+                after |= live[way]
+            now = after & ~made[k] | used[k]
+            if now != live[k]:
+                live[k], changed = now, True
+    return max((now & ones).bit_count() + (now & twos).bit_count() for now in live)
+
+
+def _bits(operands):
+    """The registers among operands, as bits."""
+    found = 0
+    for one in operands:
+        if isinstance(one, Reg):
+            found |= 1 << one.slot
+        elif isinstance(one, list):
+            found |= _bits(one)
+        elif isinstance(one, Address):
+            found |= _bits([one.base, *one.coordinates])
+    return found

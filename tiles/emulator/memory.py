@@ -12,8 +12,10 @@ import numpy as np
 from ..interpreter.shadow import FILLING, NEVER, OVERTAKEN, POISON, VALID
 from ..layout import LANES
 
+LANE = np.arange(LANES, dtype=np.uint32)
 BARRIER = 4  # the state of a cell that belongs to an mbarrier
-WINDOW = 24  # an address among the cluster's: (rank + 1) << WINDOW | address in that block, or rank's own with nothing added
+WINDOW = 24  # an address in shared memory is rank << WINDOW | address in that block of the cluster, its own too
+LOCAL = 1 << 41  # where each thread's own memory begins, an address that no array has
 BASE = 1024 + 16  # where dynamic shared memory begins: 16 bytes are all that a launch promises
 
 
@@ -101,11 +103,10 @@ class Shared:
             late, readers = times[cells], lanes[cells]
             if not late.any() or ask.knows_warp(first, late):
                 continue
-            for lane in range(LANES):
-                agent = np.full(late.shape, first + lane)
-                bad = (late > ask.know(agent)) & (readers >> np.uint32(lane) & 1 != 0)
-                if bad.any():
-                    return self._read(ask, bad, agent, late, first)
+            bad = (late[..., None] > ask.know_lanes(first)) & (readers[..., None] >> LANE & 1 != 0)
+            if bad.any():
+                lane = int(bad.any(tuple(range(late.ndim))).argmax())
+                return self._read(ask, bad[..., lane], np.full(late.shape, first + lane), late, first)
         for agent, times in self.reads.items():
             late = times[cells]
             bad = late > ask.know(np.full(late.shape, agent))
@@ -167,6 +168,13 @@ class Ask:
         if self.asynchronous:
             agents = np.where(agents < self.ordinary, agents + self.ordinary, agents)
         return self.plainly(agents)
+
+    def know_lanes(self, first):
+        """The same for all lanes of a warp, in an axis behind those of the cells."""
+        first += self.ordinary if self.asynchronous else 0
+        if self.rows is None:
+            return self.clock[first : first + LANES]
+        return self.clock[self.rows, np.arange(first, first + LANES)][:, None]
 
     def knows_warp(self, first, late):
         """Does it know all of a warp's lanes up to these times?"""

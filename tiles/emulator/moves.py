@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..layout import LANES
-from .memory import BASE
+from .memory import BASE, LOCAL, WINDOW
 from .table import TYPES, into, literal, means, operand
 from .text import BYTES, Address, Imm, Name, Reg
 
@@ -38,7 +38,9 @@ def _special(w, name, width):
     if name in w.program.parameters:
         return np.full(LANES, w.block.cluster.block_address + w.program.parameters[name][0], f"u{width}")
     if name == "dynamic_smem":
-        return np.full(LANES, BASE, f"u{width}")
+        return np.full(LANES, block.rank << WINDOW | BASE, f"u{width}")
+    if name in w.program.local:
+        return np.full(LANES, LOCAL + w.program.local[name], f"u{width}")
     if name == "%tid.x":
         return np.arange(LANES, dtype=np.uint32) + np.uint32(LANES * w.index)
     if name == "%laneid":
@@ -52,7 +54,7 @@ def _special(w, name, width):
     return np.full(LANES, numbers[register]["xyz".index(axis or "x")], np.uint32)
 
 
-@means(r"cvta(?:\.to)?\.(param|global|shared)\.u64")
+@means(r"cvta(?:\.to)?\.(param|global|shared|local)\.u64")
 def _(match, w, at):
     w.set(at.operands[0], w.get(at.operands[1]))
 
@@ -91,25 +93,32 @@ def _(match, w, at):
         into(w, to, np.full(LANES, np.frombuffer(piece, kind)[0]).view(_raw(kind)))
 
 
+def _is_own(w, space, where):
+    """Is this the threads' own memory, by the name of a space or, where none is named, by the address?"""
+    return space == ".local" or (space is None and len(w.program.local) > 0 and bool((where[w.mask] >= LOCAL).all()))
+
+
 def _raw(kind):
     kind = np.dtype(kind)
     return kind if kind.kind in "iu" else np.dtype(f"u{kind.itemsize}")
 
 
-@means(rf"ld(\.global|\.shared(?:::cta|::cluster)?)?{ORDER}{KINDS}")
+@means(rf"ld(\.global|\.local|\.shared(?:::cta|::cluster)?)?{ORDER}{KINDS}")
 def _(match, w, at):
     space, vector, name = match.groups()
     targets, source = _targets(at.operands[0]), at.operands[1]
     kind, size = _raw(TYPES[name]), BYTES[name]
     if space and space.startswith(".shared"):
         found = w.read_shared(address(w, source, np.uint32), size * len(targets), plain=True)
+    elif _is_own(w, space, where := address(w, source)):
+        found = w.local[w.own_bytes(where, size * len(targets))]
     else:
-        found = w.block.cluster.memory.load(w, address(w, source)[w.mask], size * len(targets))
+        found = w.block.cluster.memory.load(w, where[w.mask], size * len(targets))
     for k, to in enumerate(targets):
         into(w, to, _spread(w, found[:, k * size : (k + 1) * size], kind))
 
 
-@means(rf"st(\.global|\.shared(?:::cta|::cluster)?)?{ORDER}{KINDS}")
+@means(rf"st(\.global|\.local|\.shared(?:::cta|::cluster)?)?{ORDER}{KINDS}")
 def _(match, w, at):
     space, vector, name = match.groups()
     to, values = at.operands[0], _targets(at.operands[1])
@@ -117,8 +126,10 @@ def _(match, w, at):
     values = np.concatenate(parts, 1)
     if space and space.startswith(".shared"):
         w.write_shared(address(w, to, np.uint32), values)
+    elif _is_own(w, space, where := address(w, to)):
+        w.local[w.own_bytes(where, values.shape[1])] = values
     else:
-        w.block.cluster.memory.store(w, address(w, to)[w.mask], values)
+        w.block.cluster.memory.store(w, where[w.mask], values)
 
 
 # ---- lanes ---------------------------------------------------------------------------------------------------------

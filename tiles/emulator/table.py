@@ -64,12 +64,18 @@ def means(pattern):
 
 def pure(pattern, result, *operands):
     """The function below, of the match and an array an operand, computes the first operand of such opcodes from the others.
-    result, operands: their types, in which {1} stands for a group of the pattern."""
+    result, operands: their types, in which {1} stands for a group of the pattern. A function that gives two arrays
+    serves `p|q`, too."""
 
     def declare(function):
+        known = {}  # opcode: the function of its operands, and their types
+
         def build(match, at):
-            to, *types = (TYPES[name.format(match[0], *match.groups())] for name in (result, *operands))
-            return _computes(functools.partial(function, match), to, types, at)
+            if at.opcode not in known:
+                types = [TYPES[name.format(match[0], *match.groups())] for name in (result, *operands)]
+                known[at.opcode] = functools.partial(function, match), *types
+            function_, to, *types = known[at.opcode]
+            return _computes(function_, to, types, at)
 
         _declare(pattern, build)
         return function
@@ -90,16 +96,30 @@ def meaning(at: Instruction) -> Run:
 
 def operand(given, kind):
     """A function from a warp to an operand's 32 numbers of a type: a register's lowest bytes, or a literal."""
-    size = np.dtype(kind).itemsize
+    size, unsigned = _bits_of(kind)
     if isinstance(given, Reg):
         if size == given.width:
             return lambda w: w.get(given).view(kind)
-        return lambda w: w.get(given).astype(f"u{size}").view(kind)
+        return lambda w: w.get(given).astype(unsigned).view(kind)
     if isinstance(given, Imm):
-        value = np.full(LANES, literal(given.text, kind))
-        value.setflags(write=False)
+        value = _everywhere(given.text, kind)
         return lambda w: value
     raise NotImplementedError(f"an operand {given}")
+
+
+@functools.cache
+def _bits_of(kind):
+    """The bytes of a type's numbers, and the unsigned type of as many bits."""
+    kind = np.dtype(kind)
+    return kind.itemsize, np.dtype(f"u{kind.itemsize}")
+
+
+@functools.lru_cache(4096)
+def _everywhere(text, kind):
+    """A literal, in all lanes."""
+    value = np.full(LANES, literal(text, kind))
+    value.setflags(write=False)
+    return value
 
 
 def literal(text, kind):
@@ -123,10 +143,16 @@ def into(w, reg, value):
 def _computes(function, to, types, at):
     target, *sources = at.operands
     gets = [operand(given, kind) for given, kind in zip(sources, types, strict=True)]
-    raw = np.dtype(f"u{np.dtype(to).itemsize}") if np.dtype(to).kind not in "iu" else np.dtype(to)
+    raw = np.dtype(to) if np.dtype(to).kind in "iu" else _bits_of(to)[1]
 
     def run(w):
         value = function(*[get(w) for get in gets])
-        into(w, target, value.astype(to, copy=False).view(raw))
+        into(w, target, (value[0] if value.__class__ is tuple else value).astype(to, copy=False).view(raw))
 
-    return run
+    def run_two(w):
+        values = function(*[get(w) for get in gets])
+        for reg, value in zip(target, values, strict=True):
+            if isinstance(reg, Reg):  # not `_`
+                into(w, reg, value.astype(to, copy=False).view(raw))
+
+    return run_two if isinstance(target, list) else run

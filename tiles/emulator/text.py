@@ -17,6 +17,7 @@ _TOKEN = re.compile(
 )
 _STATEMENT = re.compile(r"(?:@(?P<no>!?)(?P<guard>[\w%$]+)\s+)?(?P<opcode>[\w.:]+)\s*(?P<operands>.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?")
+_LOCAL = re.compile(r"\.local\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?")
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.MULTILINE)
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", re.DOTALL)
 BYTES = {"pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4}
@@ -66,11 +67,14 @@ class Instruction:
 
 @dataclass
 class Program:
-    """What a kernel's text says. parameters: name -> (offset, bytes) in the parameter block. widths: of each register. runs:
+    """What a kernel's text says. parameters: name -> (offset, bytes) in the parameter block. local: name ->
+    offset in a thread's own memory, of local_bytes. widths: of each register. runs:
     what executes each instruction; meets: where lanes that part there come together."""
 
     name: str
     parameters: dict[str, tuple[int, int]] = field(default_factory=dict)
+    local: dict[str, int] = field(default_factory=dict)
+    local_bytes: int = 0
     widths: list[int] = field(default_factory=list)
     code: list[Instruction] = field(default_factory=list)
     runs: list[Any] = field(default_factory=list)
@@ -82,6 +86,7 @@ class _Scope:
 
     def __init__(self, outer=None):
         self.outer, self.names, self.ranges, self.labels = outer, {}, {}, {}
+        self.operands = {}  # as they are written: what they are
 
     def register(self, program, name):
         """The Reg of that name; None: nobody has declared it."""
@@ -98,6 +103,7 @@ class _Scope:
     def declare(self, program, name, width):
         """A new register."""
         program.widths.append(width)
+        self.operands.clear()
         self.names[name] = reg = Reg(len(program.widths) - 1, width)
         return reg
 
@@ -157,6 +163,11 @@ def _statement(program, scope, text, number, place, jumps):
             else:
                 scope.declare(program, name, BYTES[kind])
         return
+    if found := _LOCAL.fullmatch(text):
+        align, kind, name, count = found.groups()
+        program.local[name] = at = -(-program.local_bytes // int(align or 1)) * int(align or 1)
+        program.local_bytes = at + BYTES[kind] * int(count or 1)
+        return
     if text.startswith("."):
         return  # .pragma and its like
     match = _STATEMENT.fullmatch(text)
@@ -166,12 +177,14 @@ def _statement(program, scope, text, number, place, jumps):
     if opcode.startswith("bra"):
         jumps.append((made, scope, operands))
     else:
-        made.operands = [_operand(program, scope, part) for part in _split(operands)]
+        made.operands = [_operand(program, scope, part) for part in _split(operands)] if operands else []
     program.code.append(made)
 
 
 def _split(text):
     """The operands between the commas that no bracket holds."""
+    if "{" not in text:
+        return [part.strip() for part in text.split(",")]
     parts, depth, start = [], 0, 0
     for k, char in enumerate(text):
         depth += (char in "{[") - (char in "}]")
@@ -182,6 +195,14 @@ def _split(text):
 
 
 def _operand(program, scope, text):
+    found = scope.operands.get(text)
+    if found is None:
+        found = _read_operand(program, scope, text)
+        scope.operands[text] = found  # reading it may have declared a register, which empties the table
+    return found
+
+
+def _read_operand(program, scope, text):
     if text[0] == "{":
         return [_operand(program, scope, part) for part in _split(text[1:-1])]
     if text[0] == "[":

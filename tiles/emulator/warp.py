@@ -10,10 +10,10 @@ import numpy as np
 from greenlet import greenlet
 
 from ..interpreter.hazard import Hazard, Place
-from ..interpreter.shadow import VALID, Event
+from ..interpreter.shadow import POISON, VALID, Event
 from ..interpreter.warp import Warp as Interpreted
 from ..layout import LANES, WARPGROUP
-from .memory import WINDOW, Ask
+from .memory import LOCAL, WINDOW, Ask
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -49,6 +49,7 @@ class Warp(greenlet):
         self.mask, self.full = np.ones(LANES, bool), True
         self.r = [None] * len(program.widths)
         self.threads = [Thread(self, lane) for lane in range(LANES)]
+        self.local = np.full((LANES, program.local_bytes), POISON, np.uint8)  # each thread's own memory
         self.copies, self.groups = [], []  # by cp.async: of the open group, groups
         self.stores, self.store_groups, self.stores_known = [], [], 0  # by TMA
         self.mmas, self.mma_groups, self.mmas_done = [], [], 0  # of the open group, groups, how many were waited for
@@ -147,51 +148,52 @@ class Warp(greenlet):
     def _execute(self):
         code, runs, meets = self.program.code, self.program.runs, self.program.meets
         end, executed = len(code), self.block.cluster.counts.executed
-        stack = [[0, np.ones(LANES, bool), end]]
+        stack = [[0, np.ones(LANES, bool), end, LANES]]  # where, which lanes, up to where, how many
         while stack:
             top = stack[-1]
-            pc, mask, until = top
-            if pc == until or not mask.any():
+            pc, mask, until, lanes = top
+            if pc == until or not lanes:
                 stack.pop()
                 continue
-            self.mask, self.full = mask, bool(mask.all())
+            self.mask, self.full = mask, lanes == LANES
             at = self.instruction = code[pc]
             executed[at.opcode] += 1
             if at.guard is not None:
                 wanted = mask & (self.get(at.guard).astype(bool) ^ at.negated)
+                count = int(np.count_nonzero(wanted))
             else:
-                wanted = mask
+                wanted, count = mask, lanes
             if at.target is not None:
-                if wanted is mask or (wanted == mask).all():
+                if count == lanes:
                     top[0] = at.target
-                elif not wanted.any():
+                elif not count:
                     top[0] = pc + 1
                 else:
-                    top[0] = meets[pc]
-                    stack += [[pc + 1, mask & ~wanted, meets[pc]], [at.target, wanted, meets[pc]]]
+                    top[0], rest = meets[pc], mask & ~wanted
+                    stack += [[pc + 1, rest, meets[pc], lanes - count], [at.target, wanted, meets[pc], count]]
                 continue
             if at.opcode in ("ret", "exit"):
                 for entry in stack:
                     entry[1] = entry[1] & ~wanted
-                if (wanted == mask).all():
+                    entry[3] = int(np.count_nonzero(entry[1]))
+                if count == lanes:
                     continue
             elif wanted is mask:
                 runs[pc](self)
-            elif wanted.any():
-                self.mask, self.full = wanted, bool(wanted.all())
+            elif count:
+                self.mask, self.full = wanted, count == LANES
                 runs[pc](self)
             top[0] = pc + 1
 
     # -- shared memory
     def home(self, address):
         """The block that an address among the cluster's lies in, and the address there."""
-        rank = address >> WINDOW
-        if not rank:
-            return self.block, address
-        blocks = self.block.cluster.blocks
-        if rank > len(blocks):
-            raise self.hazard(f"the cluster has no block {rank - 1}", "bounds")
-        return blocks[rank - 1], address & (1 << WINDOW) - 1
+        rank, blocks = address >> WINDOW, self.block.cluster.blocks
+        if rank >= len(blocks):
+            raise self.hazard(f"the cluster has no block {rank}", "bounds")
+        if rank != self.block.rank and "::cluster" not in self.instruction.opcode:
+            raise self.hazard(f"an address of block {rank} of the cluster, which takes shared::cluster", "bounds")
+        return blocks[rank], address & (1 << WINDOW) - 1
 
     def asks(self, rows=None, asynchronous=False):
         """Knowledge of these lanes, each of its own; without `rows`, what all lanes know."""
@@ -260,6 +262,14 @@ class Warp(greenlet):
         home.shadow.bytes[cells] = values
         if (home.shadow.bytes[cells] != values).any():
             raise self.hazard(f"{what}, and lanes put different numbers in the same place", "race")
+
+    def own_bytes(self, addresses, size):
+        """(lanes, bytes) of what the active lanes reach of their own memory, as indices of `local`."""
+        at = addresses[self.mask].astype(np.int64) - LOCAL
+        end = self.local.shape[1]
+        if (at % size).any() or at.min() < 0 or at.max() + size > end:
+            raise self.hazard(f"{size} bytes at {at.min()} to {at.max()} of a thread's own memory, which ends at {end}")
+        return np.flatnonzero(self.mask)[:, None], at[:, None] + np.arange(size)
 
     def fence_async(self):
         """fence.proxy.async, by the active lanes."""

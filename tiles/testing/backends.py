@@ -18,13 +18,14 @@ from ..compiler import Lowered
 from ..device import INTERPRETER
 from ..dtypes import bf16
 from ..emulator import Counts, emulate, program
+from ..emulator.flow import pressure
 from ..fallback import check_room, instead
 from ..interpreter import interpret
 from ..launch import Launch
 from ..values import tensor
 
 ONE = 1, 1, 1
-REGISTERS = 255  # of a thread, at most
+REGISTERS = 160  # that hold values at once, from where on ptxas may need more than the 255 that a thread has
 _looked_at: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(types, architecture)}
 PATIENCE = 10  # seconds for the card
 HUNG: list[str] = []  # the kernel that hangs: nothing can run on the GPU any more, and waiting for it would hang as well
@@ -45,8 +46,8 @@ def ptx(kernel: Any, *args: Any, arch: str = "sm_90a", **options: Any) -> Counts
     """Run kernel(*args) as compiled for `arch`, on the CPU (docs/emulator.md); what it did is counted. Arguments as
     of `meaning`.
 
-    Where the text has a wgmma, or more registers than a thread can have, machine code is made, too: AssertionError if something
-    lies in local memory or spills, or ptxas complains."""
+    Where the text has a wgmma, setmaxnreg or memory of a thread's own, or needs many registers, machine code is made, too:
+    AssertionError if something lies in local memory or spills, or ptxas complains."""
     return _run(functools.partial(_as_compiled, arch=arch), kernel, args, options)
 
 
@@ -65,7 +66,8 @@ def _as_compiled(kernel, grid, threads, args, shared, seed, cluster, arch):
     if (types, arch) not in known:
         lowered = Lowered(kernel, types, arch, lines=True)
         text = program(kernel, types, arch, lowered)
-        if len(text.widths) > REGISTERS or any(at.opcode.startswith("wgmma") for at in text.code):
+        asked = text.local or any(at.opcode.startswith(("wgmma", "setmaxnreg")) for at in text.code)
+        if asked or pressure(text) >= REGISTERS:
             found = lowered.machine_code()
             assert not found.local_bytes and not found.spill_bytes and not found.warnings, found.log
         known.add((types, arch))

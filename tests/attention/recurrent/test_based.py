@@ -147,12 +147,10 @@ def test_a_long_sequence(card):
     assert np.abs(out - 1.5).max() < 0.03
 
 
-@pytest.mark.parametrize("varlen", [True, False])
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("dtype", [bf16, fp16], ids=str)
+@pytest.mark.parametrize("dtype, normalize, varlen", [(bf16, 1, 1), (bf16, 0, 0), (fp16, 1, 0), (fp16, 0, 1)], ids=str)
 def test_machine_code(dtype, normalize, varlen):
     """No spills, and no product waits for another."""
-    config = module.Config(dtype, normalize, varlen)
+    config = module.Config(dtype, bool(normalize), bool(varlen))
     compiled = compile_kernel(module.make(config)[0], signature(module.make(config)[0]), "sm_90a")
     assert (compiled.spill_bytes, compiled.local_bytes, compiled.warnings) == (0, 0, [])
 

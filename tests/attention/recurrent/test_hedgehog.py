@@ -99,8 +99,7 @@ def test_large_scores(place):
     agree(place, q * 30, k * 30, v, q_map, k_map, *weights)
 
 
-@pytest.mark.parametrize("varlen", [True, False])
-@pytest.mark.parametrize("dtype", [bf16, fp16], ids=str)
+@pytest.mark.parametrize(("dtype", "varlen"), [(bf16, True), (fp16, False)], ids=str)
 def test_machine_code(dtype, varlen):
     """No spills, and no product waits for another."""
     config = module.Config(dtype, varlen)

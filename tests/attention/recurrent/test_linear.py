@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import attention
 from attention import reference
 from attention.recurrent import chunks, rules
 from attention.recurrent import linear as members
@@ -142,15 +143,19 @@ def test_strong_decays(place, decay, gate):
     check(place, given)
 
 
-@pytest.mark.parametrize("strength", [0.99, 1.01], ids=["weak", "strong"])
-@pytest.mark.parametrize("key_dim, dtype, gates", [(64, bf16, f32), (128, f16, f16), (128, bf16, f32), (256, bf16, bf16)])
+WEAK, STRONG = 0.99, 1.01
+STRENGTHS = [(64, bf16, f32, WEAK), (64, bf16, f32, STRONG), (128, f16, f16, WEAK), (128, f16, f16, STRONG)]
+STRENGTHS += [(128, bf16, f32, STRONG), (256, bf16, bf16, WEAK)]
+
+
+@pytest.mark.parametrize("key_dim, dtype, gates, strength", STRENGTHS)
 def test_channels_as_strong_as_a_dtype_holds(place, key_dim, dtype, gates, strength):
     """On both sides of the limit, weak chunks and strong ones in turn, a last one that is not whole."""
-    given = inputs(1, 330, key_dim, 128, "channel", dtype=dtype, gates=gates)
+    given = inputs(1, 200, key_dim, 128, "channel", dtype=dtype, gates=gates)
     limit = 2 * decay_frame.LEAST[tiles_f16 if dtype is f16 else tiles_bf16] / decay_frame.LOG2_E / 64
     given["decay"][:] = -0.01
     given["decay"][:, 64:128, :, ::3] = strength * limit
-    given["decay"][:, 256:, :, 5] = 1.1 * limit
+    given["decay"][:, 192:, :, 5] = 1.1 * limit
     check(place, given)
 
 
@@ -251,8 +256,35 @@ def test_named_members_take_what_linear_takes(function, more):
     whole, mine = (inspect.signature(f).parameters for f in (linear, function))
     assert list(mine) == ["q", "k", "v", *more, *(name for name in list(whole)[3:] if name != "decay")]
     assert all(mine[name] == whole[name] for name in mine if name not in more)
-    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'output_final_state'"):
+    message = rf"^{function.__name__}\(\) got an unexpected keyword argument 'output_final_state'; here that is return_state$"
+    with pytest.raises(TypeError, match=message):
         function(**inputs(), **dict.fromkeys(more, 1), output_final_state=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "theirs", "ours"),
+    [
+        (attention.gla, "g", "decay"),
+        (attention.lightning, "layer_idx", "layer"),
+        (attention.delta_rule, "use_qk_l2norm_in_kernel", "what q and k are: divide them by their norms before"),
+        (attention.based, "output_final_state", "return_state"),
+        (attention.mamba2, "return_state", "return_final_states"),
+        (attention.hedgehog, "head_first", 'layout="bhsd"'),
+    ],
+)
+def test_other_libraries_names(function, theirs, ours):
+    """Errors name ours; help and editors see the function's own names."""
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected .* '{theirs}'; here that is {ours}$"):
+        function(**{theirs: None})
+    assert theirs not in inspect.signature(function).parameters
+
+
+def test_names_that_are_nowhere():
+    """As Python says it: of a function that has no such thing, and of errors that come from further inside."""
+    with pytest.raises(TypeError, match="argument 'layer_idx'$"):
+        retention(**inputs(), layer_idx=1)
+    with pytest.raises(TypeError, match="missing 2 required positional arguments: 'k' and 'v'$"):
+        linear(1)
 
 
 def test_each_option_reaches_linear(monkeypatch):

@@ -83,3 +83,45 @@ def test_no_token():
     assert mamba2(**inputs(0)).shape == (1, 0, 4, 64)
     with pytest.raises(ValueError, match=r"^x: must have a token, for return_final_states=True: x.shape=\(1, 0, 4, 64\)"):
         mamba2(**inputs(0), return_final_states=True)
+
+
+SEQ_IDX = np.repeat([[0, 0, 1, 1], [7, 3, 3, 7]], 10, axis=1).astype(np.int32)
+
+
+def test_packed_sequences_as_mamba_ssm_says_them(place):
+    """Of each batch its own, two and three: the numbers only need to change."""
+    given = inputs(40, 16, 16, batch=2, heads=2)
+    on = {name: place.put(x) for name, x in given.items()}
+    out, states = mamba2(**on, seq_idx=place.put(SEQ_IDX), return_final_states=True, chunk_size=256)
+    for b, cuts in enumerate(([0, 20, 40], [0, 10, 30, 40])):
+        alone = {name: x if name == "A" else x[b : b + 1] for name, x in given.items()}
+        ends = place.put(np.array(cuts, np.int32))
+        alone = {name: place.put(x) for name, x in alone.items()}
+        want, last = mamba2(**alone, cu_seqlens=ends, return_final_states=True)
+        assert (place.get(out)[b] == place.get(want)[0]).all() and (place.get(states)[b] == place.get(last)[-1]).all()
+
+
+def test_packed_sequences_into_ones_own_array():
+    given, out = inputs(40, 16, 16, batch=2, heads=2), np.zeros((2, 40, 2, 16), bf16)
+    assert mamba2(**given, seq_idx=SEQ_IDX.astype(np.int64), out=out) is out
+    assert (out == mamba2(**given, seq_idx=SEQ_IDX)).all() and out.any()
+    apart = np.zeros((2, 80, 2, 16), bf16)[:, :40]
+    with pytest.raises(ValueError, match="^out: with seq_idx its batches must follow on each other"):
+        mamba2(**given, seq_idx=SEQ_IDX, out=apart)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            dict(seq_idx=SEQ_IDX[:1]),
+            r"seq_idx: must have the axes B, S of x: seq_idx.shape=\(1, 40\), x.shape=",
+        ),
+        (dict(seq_idx=SEQ_IDX.astype(f32)), "seq_idx: dtype must be one of .* seq_idx.dtype='float32'"),
+        (dict(seq_idx=SEQ_IDX, cu_seqlens=np.array([0, 40])), "seq_idx: takes neither"),
+        (dict(chunk_size=0), "chunk_size: must be a positive integer or None, and has no effect: chunk_size=0"),
+    ],
+)
+def test_packed_sequences_that_cannot_be(options, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        mamba2(**inputs(40, 16, 16, batch=2, heads=2), **options)

@@ -1,0 +1,62 @@
+"""Packed sequences as mamba_ssm says them: seq_idx (B, S), which sequence each token belongs to. The state begins anew wherever
+the number changes, and with each batch.
+
+Kernels go by cu_seqlens, in a batch of 1. So batches are joined, and seq_idx becomes the ends of sequences. Each batch is given
+as many of these, by empty ones in front, so that the last of each batch are evenly spaced.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tiles import jax_call, torch_op
+from tiles.frameworks import describe, fetched, placed, stream_handle
+
+
+class Packed(NamedTuple):
+    """cu_seqlens, as an array beside seq_idx; how many batches there were, and how many sequences each has now."""
+
+    cu_seqlens: Any
+    batch: int
+    each: int
+
+    def joined(self, x: Any) -> Any:
+        """An array (B, S, ...) as (1, B S, ...): a view, if one batch follows on the other."""
+        return x if x is None or self.batch == 1 else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
+
+    def parted(self, x: Any) -> Any:
+        """The reverse."""
+        return x if self.batch == 1 else x.reshape(self.batch, x.shape[1] // self.batch, *x.shape[2:])
+
+    def last(self, states: Any) -> Any:
+        """Of the states of all sequences, those of each batch's last."""
+        return states[self.each - 1 :: self.each]
+
+
+def packed(seq_idx: Any, x: Any, stream: Any) -> Packed:
+    """What `seq_idx` says of x, whose first axes are batch and sequence. It is read, which waits for the device.
+
+    NotImplementedError: a framework traces the call, and nobody knows the numbers yet."""
+    if torch_op.traced(x) or any(map(jax_call.tracing, (x, seq_idx))):
+        raise NotImplementedError("seq_idx: is read, and cannot be where the call is traced: give cu_seqlens there")
+    array, values = describe(seq_idx, "seq_idx"), describe(x, "x")
+    if array.dtype not in ("int32", "int64"):
+        raise TypeError(f"seq_idx: dtype must be one of ('int32', 'int64'): seq_idx.dtype={array.dtype!r}")
+    if array.shape != values.shape[:2]:
+        raise ValueError(f"seq_idx: must have the axes B, S of x: seq_idx.shape={array.shape}, x.shape={values.shape}")
+    if array.device != values.device:
+        raise ValueError(
+            f"seq_idx: must lie where x does (None: host memory): seq_idx.device={array.device}, x.device={values.device}"
+        )
+    if not array.form.extent:
+        raise ValueError(f"seq_idx: must have a token: seq_idx.shape={array.shape}")
+    where = 0
+    if array.device is not None:
+        where = array.kind.stream(seq_idx, array.device) if stream is None else stream_handle(stream)
+    numbers = fetched(array, "seq_idx", where)
+    length = numbers.shape[1]
+    starts = [[0, *np.flatnonzero(np.diff(row)) + 1] for row in numbers]
+    each = max(map(len, starts))
+    ends = [length * b + at for b, found in enumerate(starts) for at in [0] * (each - len(found)) + found]
+    cu_seqlens = placed(np.array([*ends, numbers.size], np.int32), array.kind, array.kind.home(array), array.device)
+    return Packed(cu_seqlens, len(starts), each)
