@@ -22,7 +22,7 @@ HEDGEHOG = Schema(
     k_map       GKF   tile
     alphas      H     float32
     betas       H     float32
-    cu_seqlens  E     index    optional
+    cu_seqlens  E     ends     optional
     out         BSHV  tile     made
     """,
 )

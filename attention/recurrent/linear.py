@@ -47,8 +47,8 @@ LINEAR = Schema(
     q              BSGK        tile
     k              BSGK        tile
     v              BSHV        tile
-    decay          H|BSH|BSHK  real     optional
-    cu_seqlens     E           index    optional
+    decay          H|BSH|BSHK  log      optional
+    cu_seqlens     E           ends     optional
     initial_state  NHKV        float32  optional
     initial_z      NHK         float32  optional
     out            BSHV        tile     made
@@ -91,8 +91,7 @@ def linear(
     initial_state is a pair (S, z), and so is the state given back; z: (B, H, Dk).
 
     cu_seqlens: (N + 1,) int32 or int64, on q's device: N sequences lie one behind the other in a batch of 1, sequence n from
-    cu_seqlens[n] to cu_seqlens[n + 1]; states are (N, H, Dk, Dv). That it ascends from 0 to S is not checked, for reading it
-    would wait for the device.
+    cu_seqlens[n] to cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S: see below.
 
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`, state being a new float32 array
     (B, H, Dk, Dv), C-ordered, that of each sequence after its last token.

@@ -14,13 +14,13 @@ MAMBA2 = Schema(
     """
     x               BSHV  tile
     dt              BSH   real
-    A               H     real
+    A               H     rate
     B               BSGK  tile
     C               BSGK  tile
     D               H|HV  real     optional
     z               BSHV  tile     optional
     dt_bias         H     real     optional
-    cu_seqlens      E     index    optional
+    cu_seqlens      E     ends     optional
     initial_states  NHVK  float32  optional
     out             BSHV  tile     made
     states          NHVK  float32  made      return_final_states
