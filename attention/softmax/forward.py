@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiles.arrays import Operand
-from tiles.device import machine
+from tiles.device import machine, persistent
 from tiles.dtypes import bf16, fp16
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, Step, program
@@ -204,7 +204,7 @@ def _planned(
     group, at_once = heads // kv_heads, gpu.processors
     grid = pairs * blocks
     if config.persistent:
-        grid = min(grid, at_once)
+        grid = persistent(gpu, grid)
     nbytes = kv_len * (head_dim + value_dim) * dtype.itemsize / group
     uneven = variant.rising or (config.persistent and q_len % config.rows > 0)
     arrays = {

@@ -64,7 +64,7 @@ WRONG = [
     (dict(decay=decays(ml_dtypes.bfloat16)), r"decay: must not be above 0: decay\[3, 1\]=0.25"),
     (dict(decay=decays(value=np.inf)[:, 1]), r"decay: must not be above 0: decay\[3\]=inf"),
     (dict(A=decays(at=(2, 0))[2]), r"A: must not be above 0: A\[0\]=0.25, .* pass -exp\(A_log\)"),
-    (dict(cu_seqlens=np.array([1, 5])), r"cu_seqlens: must begin at 0: cu_seqlens\[0\]=1, cu_seqlens.shape=\(2,\); .* pass 0 and"),
+    (dict(cu_seqlens=np.array([1, 5])), r"cu_seqlens: must begin at 0: cu_seqlens\[0\]=1, cu_seqlens.shape=\(2,\); .* 0 and"),
     (dict(cu_seqlens=np.array([0, 4, 3, 5])), r"cu_seqlens: must ascend, and this comes after 4: cu_seqlens\[2\]=3"),
     (dict(cu_seqlens=np.array([0, 3], np.int32)), r"cu_seqlens: must end at 5, .*: cu_seqlens\[1\]=3"),
     (dict(cu_seqlens=np.array([0, 7])), r"cu_seqlens: must end at 5, .*: cu_seqlens\[1\]=7"),
