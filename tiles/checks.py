@@ -35,7 +35,7 @@ def asked() -> Asked:
     return Asked(None if said == "0" else ARCHITECTURE, said == "1")
 
 
-Found = tuple[Sequence[int], str] | None  # the index of a wrong value, and what it must be
+Found = tuple[Any, str] | None  # the index of a wrong value, and what it must be
 
 
 class Values(NamedTuple):
@@ -47,8 +47,8 @@ class Values(NamedTuple):
 
 
 def _above_0(values: np.ndarray, extents: Mapping[str, int]) -> Found:
-    above = values > 0
-    return (np.unravel_index(above.argmax(), above.shape), "must not be above 0") if above.any() else None
+    above = np.argwhere(values > 0)
+    return (above[0], "must not be above 0") if len(above) else None
 
 
 def _no_ends(ends: np.ndarray, extents: Mapping[str, int]) -> Found:

@@ -91,7 +91,8 @@ def linear(
     initial_state is a pair (S, z), and so is the state given back; z: (B, H, Dk).
 
     cu_seqlens: (N + 1,) int32 or int64, on q's device: N sequences lie one behind the other in a batch of 1, sequence n from
-    cu_seqlens[n] to cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S: see below.
+    cu_seqlens[n] to cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S. Of arrays in host memory
+    that is checked, and that no decay is above 0; on a GPU with TILES_CHECK=1, as the call then waits for what it reads.
 
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`, state being a new float32 array
     (B, H, Dk, Dv), C-ordered, that of each sequence after its last token.

@@ -67,7 +67,8 @@ def mamba2(
     | initial_states, return_final_states | the same: (B, H, P, N)                                           |
     | cu_seqlens (N + 1,), any sequences  | seq_idx for the scan, and cu_seqlens with return_varlen_states   |
 
-    cu_seqlens: see attention.linear; states are then one of each sequence. out: written in place of a new array.
+    cu_seqlens: see attention.linear, also for when it and A are checked; states are then one of each sequence. out: written in
+    place of a new array.
 
     Returns `out`, the same kind of array as x, or with return_final_states=True `(out, states)`, float32 (B, H, P, N). On
     GPUs since Ampere. Arrays, `stream`, `family` and errors are those of attention.forward."""

@@ -1,11 +1,12 @@
-"""tiles/interpreter/processes.py: clusters in processes compute, find and say what they do one after the other. And progress.py:
-how far a long launch is."""
+"""tiles/interpreter/processes.py: clusters in processes compute, find and say what they do one after the other. And
+progress.py: how far a long launch is."""
 
 import gc
 import io
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from numba import cuda
 import tiles
 from ops import load, store
 from tiles import fp32, launch, rt, st, tensor
+from tiles.device import INTERPRETER, persistent
 from tiles.interpreter import processes
 from tiles.interpreter.accesses import READ, WRITE, Accesses, Clash
 from tiles.interpreter.progress import Progress
@@ -273,6 +275,11 @@ def test_jobs(monkeypatch):
     assert processes.jobs() == 3
 
 
+def test_a_large_persistent_grid_has_blocks_for_many_processes():
+    assert [persistent(INTERPRETER, tiles) for tiles in (0, 2, 3, 16, 31, 32, 256)] == [0, 2, 3, 3, 3, 4, 32]
+    assert persistent(SimpleNamespace(processors=132), 256) == 132
+
+
 # ---- accesses --------------------------------------------------------------------------------------------------------
 def test_accesses_are_of_memory():
     x, y = np.zeros((8, 8), np.float32), np.zeros(4)
@@ -323,9 +330,9 @@ def test_a_line_at_five_ten_and_twenty_seconds(clocked):
         progress.tick() if second % 4 else progress.done(second // 4)
     progress.close()
     assert stream.getvalue().splitlines() == [
-        "attend: 4 of 40 blocks interpreted, 5 s, about 45 s to go",
-        "attend: 8 of 40 blocks interpreted, 10 s, about 40 s to go",
-        "attend: 20 of 40 blocks interpreted, 20 s, about 20 s to go",
+        "attend: 4 of 40 blocks done, 5 s, about 45 s to go",
+        "attend: 8 of 40 blocks done, 10 s, about 40 s to go",
+        "attend: 20 of 40 blocks done, 20 s, about 20 s to go",
     ]
 
 
@@ -336,7 +343,7 @@ def test_a_terminal_s_line_is_rewritten_and_cleared(clocked):
         progress.tick()
     progress.close()
     assert stream.getvalue().split("\r")[1:] == [
-        *[f"attend: 0 of 40 blocks interpreted, {s} s\x1b[K" for s in ("5", "6", "6")], "\x1b[K"
+        *[f"attend: 0 of 40 blocks done, {s} s\x1b[K" for s in ("5", "6", "6")], "\x1b[K"
     ]  # fmt: skip
 
 

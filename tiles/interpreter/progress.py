@@ -45,7 +45,7 @@ class Progress:
 
     def say(self, seconds):
         """Write a line."""
-        line = f"{self.title}: {self.finished} of {self.blocks} blocks interpreted, {seconds:.0f} s"
+        line = f"{self.title}: {self.finished} of {self.blocks} blocks done, {seconds:.0f} s"
         if self.finished:
             line += f", about {seconds / self.finished * (self.blocks - self.finished):.0f} s to go"
         self.stream.write(f"\r{line}\x1b[K" if self.terminal else f"{line}\n")
