@@ -82,7 +82,7 @@ def linear(
     or float16; Dk and Dv multiples of 16 up to 256, 64 and 128 being fast; Hk divides H, and value head h reads key head
     h // (H // Hk). Any lengths.
 
-    decay: logarithms, finite and never positive, in float32, bfloat16 or float16: None; (H,), the same for all tokens;
+    decay: logarithms, never positive (-inf forgets all), in float32, bfloat16 or float16: None; (H,), the same for all tokens;
     (B, S, H), of each token; or (B, S, H, Dk), of each token and channel of the keys. scale: Dk^-1/2 by default.
     initial_state: (B, H, Dk, Dv) float32, with 0 as default. out: written in place of a new array. stream: the CUDA stream, by
     default the current one of q's framework.
