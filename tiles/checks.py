@@ -51,20 +51,30 @@ def _above_0(values: np.ndarray, extents: Mapping[str, int]) -> Found:
     return (above[0], "must not be above 0") if len(above) else None
 
 
-def _no_ends(ends: np.ndarray, extents: Mapping[str, int]) -> Found:
-    if ends[0] != 0:
-        return (0,), "must begin at 0"
-    down = np.flatnonzero(ends[1:] < ends[:-1])
-    if down.size:
-        return (down[0] + 1,), f"must ascend, and this comes after {ends[down[0]]}"
-    if ends[-1] != extents["S"]:
-        return (len(ends) - 1,), f"must end at {extents['S']}, the length of all sequences together"
-    return None
+def _no_ends(axis: str) -> Callable[[np.ndarray, Mapping[str, int]], Found]:
+    def wrong(ends: np.ndarray, extents: Mapping[str, int]) -> Found:
+        if ends[0] != 0:
+            return (0,), "must begin at 0"
+        down = np.flatnonzero(ends[1:] < ends[:-1])
+        if down.size:
+            return (down[0] + 1,), f"must ascend, and this comes after {ends[down[0]]}"
+        if ends[-1] != extents[axis]:
+            return (len(ends) - 1,), f"must end at {extents[axis]}, the length of all sequences together"
+        return None
+
+    return wrong
+
+
+def _no_lengths(lengths: np.ndarray, extents: Mapping[str, int]) -> Found:
+    outside = np.argwhere((lengths < 0) | (lengths > extents["T"]))
+    return (outside[0], f"must be from 0 to {extents['T']}") if len(outside) else None
 
 
 LOG = Values(_above_0, "it is the logarithm of what is kept: pass log(a) for a factor a from 0 to 1, logsigmoid(x) for a gate")
 RATE = Values(_above_0, "exp(dt * A) is what is kept: pass -exp(A_log)")
-ENDS = Values(_no_ends, "it says where sequences end, one behind the other: pass 0 and the sums of their lengths")
+SUMS = "it says where sequences end, one behind the other: pass 0 and the sums of their lengths"
+ENDS, KEY_ENDS = Values(_no_ends("S"), SUMS), Values(_no_ends("T"), SUMS)
+KEY_LENGTHS = Values(_no_lengths, "it says how many of a sequence's keys are in use: pass a number of those that it has")
 
 
 class Check:

@@ -19,11 +19,13 @@ What it holds:
     index     int32 or int64
     any       numbers of any kind; its axes are `*`, one to five of any extents
     float32   that
-    log       real, the logarithm of what is kept of a state: never above 0
-    rate      real, which times a time is such a logarithm: never above 0
-    ends      index, where sequences end that lie one behind the other: 0 first, ascending, S last
 
-(What the last three say of values is checked by a step of their program: checks.py.)
+and with values that a step of the program checks (checks.py):
+    log          real, the logarithm of what is kept of a state: never above 0
+    rate         real, which times a time is such a logarithm: never above 0
+    ends         index, where sequences end that lie one behind the other: 0 first, ascending, S last
+    key_ends     the same of keys, T last
+    key_lengths  index, how many keys of a sequence are in use: from 0 to T
 
 Its role:
     (none)    it must be given
@@ -42,7 +44,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .arrays import ALIGNMENT, Form, Operand, c_ordered, overlap, overlaps_itself
-from .checks import ENDS, LOG, RATE, Check
+from .checks import ENDS, KEY_ENDS, KEY_LENGTHS, LOG, RATE, Check
 from .tma import STRIDE_END
 
 ORDER = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3)}  # where batch, sequence, head and column stand in the caller's axes
@@ -57,8 +59,10 @@ HOLDS = {
     "log": REAL,
     "rate": REAL,
     "ends": INDEX,
+    "key_ends": INDEX,
+    "key_lengths": INDEX,
 }
-VALUES = {"log": LOG, "rate": RATE, "ends": ENDS}  # what holds these must have such values
+VALUES = {"log": LOG, "rate": RATE, "ends": ENDS, "key_ends": KEY_ENDS, "key_lengths": KEY_LENGTHS}
 ROLES = "", "optional", "made", "in_place", "updated"
 TOKENS = "S", "T"  # axes along a sequence
 # An axis in messages. G are the heads of keys, which share those of values or queries; T the keys' tokens; K and V the columns

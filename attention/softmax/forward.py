@@ -41,9 +41,9 @@ VARIANTS = Schema(
     alibi         H|UH  real     optional
     sink          H     real     optional
     bias          WXYT  real     optional
-    cu_seqlens    E     index    optional
-    cu_seqlens_k  E     index    optional
-    lengths_k     N     index    optional
+    cu_seqlens    E     ends     optional
+    cu_seqlens_k  E     key_ends  optional
+    lengths_k     N     key_lengths  optional
     aux0          *     any      optional
     aux1          *     any      optional
     aux2          *     any      optional

@@ -18,12 +18,15 @@ RUNS = []
 SCHEMA = Schema(
     "kept",
     """
-    x           SD    real
-    decay       S|SD  log   optional
-    A           D     rate  optional
-    cu_seqlens  E     ends  optional
-    B           B     real  optional
-    out         SD    real  made
+    x             SD    real
+    y             TD    real         optional
+    decay         S|SD  log          optional
+    A             D     rate         optional
+    cu_seqlens    E     ends         optional
+    cu_seqlens_k  E     key_ends     optional
+    lengths_k     B     key_lengths  optional
+    b             B     real         optional
+    out           SD    real         made
     """,
 )
 
@@ -47,7 +50,9 @@ def kept(monkeypatch):
     def call(**given):
         given.setdefault("x", np.zeros((5, 3), np.float32))
         if "cu_seqlens" in given:
-            given["B"] = given["x"][:1, 0]
+            given["b"] = given["x"][:1, 0]
+        if "cu_seqlens_k" in given or "lengths_k" in given:
+            given["y"] = np.zeros((4, 3), np.float32)
         return function(None, tuple(given.get(name) for name in SCHEMA.names), ())
 
     return call
@@ -67,6 +72,9 @@ WRONG = [
     (dict(cu_seqlens=np.array([1, 5])), r"cu_seqlens: must begin at 0: cu_seqlens\[0\]=1, cu_seqlens.shape=\(2,\); .* 0 and"),
     (dict(cu_seqlens=np.array([0, 4, 3, 5])), r"cu_seqlens: must ascend, and this comes after 4: cu_seqlens\[2\]=3"),
     (dict(cu_seqlens=np.array([0, 3], np.int32)), r"cu_seqlens: must end at 5, .*: cu_seqlens\[1\]=3"),
+    (dict(cu_seqlens=np.array([0, 5]), cu_seqlens_k=np.array([0, 5])), r"cu_seqlens_k: must end at 4, .*: cu_seqlens_k\[1\]=5"),
+    (dict(lengths_k=np.array([0, 4, -1])), r"lengths_k: must be from 0 to 4: lengths_k\[2\]=-1"),
+    (dict(lengths_k=np.array([5])), r"lengths_k: must be from 0 to 4: lengths_k\[0\]=5"),
     (dict(cu_seqlens=np.array([0, 7])), r"cu_seqlens: must end at 5, .*: cu_seqlens\[1\]=7"),
 ]  # fmt: skip
 RIGHT = [
@@ -87,7 +95,7 @@ def test_values_in_host_memory_are_always_checked(kept, given, said, check, monk
         with pytest.raises(ValueError, match="^" + said):
             kept(**given)
     assert not RUNS
-    kept(**{name: np.zeros_like(x) for name, x in given.items() if name != "cu_seqlens"})
+    kept(**{name: np.zeros_like(x) for name, x in given.items() if "cu_seqlens" not in name})
     assert len(RUNS) == 1
 
 
@@ -151,7 +159,7 @@ def test_device_memory_is_not_read_unless_asked(kept, card, monkeypatch, check):
     assert len(RUNS) == 1 and not card["copies"]
 
 
-@pytest.mark.parametrize(("given", "said"), [row for row in WRONG if "cu_seqlens" not in row[0]])
+@pytest.mark.parametrize(("given", "said"), [row for row in WRONG if not row[0].keys() & {"cu_seqlens", "lengths_k"}])
 def test_device_memory_is_read_when_asked(kept, card, monkeypatch, fake_cuda, given, said):
     monkeypatch.setenv("TILES_CHECK", "1")
     with pytest.raises(ValueError, match="^" + said):
