@@ -149,6 +149,20 @@ def numpy_view(pointer: int, form: Form, owner: Any = None) -> np.ndarray:
     return _raw(pointer, form, form.readonly, owner).view(form.dtype)
 
 
+def host_copy(pointer: int, form: Form, stream: int) -> np.ndarray | None:
+    """The elements of an array in device memory, copied to the host once the stream has come so far; None while the stream is
+    captured into a CUDA graph, when there is nothing to wait for."""
+    lowest, _ = ascending(form)
+    memory = np.empty(form.extent, np.uint8)
+    with device(form.device).current():
+        if check(driver.cuStreamIsCapturing(stream)) != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+            return None
+        check(driver.cuStreamSynchronize(stream))
+        if memory.size:
+            check(driver.cuMemcpyDtoH(memory.ctypes.data, pointer + lowest, memory.nbytes))
+    return np.ndarray(form.shape, form.dtype, memory, -lowest if memory.size else 0, form.strides)
+
+
 def fill(pointer: int, form: Form, value: float, stream: int) -> None:
     """array[...] = value, for 2- and 4-byte floats of any strides; device memory by memset on `stream`, with no kernel."""
     if form.device is None:

@@ -99,6 +99,15 @@ def machine(ordinal: int | None) -> Device | Interpreter:
     return INTERPRETER if ordinal is None else device(ordinal)
 
 
+TURNS = 8  # tiles of a block of an interpreted persistent grid, where there are many
+
+
+def persistent(gpu: Device | Interpreter, tiles: int) -> int:
+    """The blocks of a persistent grid that goes through so many tiles: one for each multiprocessor. Where a kernel is
+    interpreted, blocks of a few tiles each, so that there are many to run in processes."""
+    return min(tiles, max(gpu.processors, tiles // TURNS) if gpu is INTERPRETER else gpu.processors)
+
+
 @contextlib.contextmanager
 def uncaptured():
     """Work inside is no part of a CUDA graph that this or another thread may be capturing, and does not break its capture:

@@ -12,6 +12,7 @@ from cuda.bindings import driver
 
 from .arguments import grouped, parameters, types_of
 from .arrays import ABSENT, Operand, numpy_view
+from .checks import asked
 from .compiler import check_types
 from .device import INTERPRETER, check
 from .interpreter import interpret
@@ -96,13 +97,13 @@ class Interpreted:
         """What a GPU or its compiler would refuse, refused: ValueError for too much shared memory, Numba's own errors."""
         launch, gpu = self.launch, INTERPRETER if self.target is None else self.target
         check_room(launch.shared, gpu)
-        arch = os.environ.get("TILES_CHECK", "sm_90a")
-        if arch in ("", "0"):
+        arch = asked().types
+        if arch is None:
             return
         types = types_of(launch.kernel, parameters(launch.kernel, args))
         known = _typed.setdefault(launch.kernel, set())
         if (types, arch) not in known:
-            check_types(launch.kernel, types, "sm_90a" if arch == "1" else arch)
+            check_types(launch.kernel, types, arch)
             known.add((types, arch))
 
 

@@ -10,7 +10,7 @@ and binding it to lengths, strides and addresses writes numbers into a parameter
 Where it runs: arrays in device memory on their GPU, arrays in host memory (and a kernel that takes no array) in the
 interpreter. TILES_INTERPRET=1 sends device arrays to the interpreter, too: they are copied to the host, and what changed is
 copied back; TILES_INTERPRET=ptx runs what kernels are compiled to instead (docs/emulator.md). TILES_SEED=n makes either's order
-random, by that seed; TILES_CHECK=0 spares kernels Numba's typing at their first interpreted launch.
+random, by that seed. TILES_CHECK says how much is checked, TILES_JOBS how many processes run blocks (docs/debugging.md).
 
 How arguments are typed: arrays of rank n as Numba's array(dtype, n, "A"), so strides never cost a compilation; `tensor` as
 its TMA map, by value; bool as it is, int as int32, float as float32, so a growing value never costs one either; NumPy's

@@ -50,7 +50,7 @@ class Op:
         self.face, self.meaning, self.takes_pending, self.takes_operands = face, meaning, takes_pending, takes_operands
         self.name = getattr(face, "__qualname__", None) or str(face)
         self.signature = inspect.signature(operator.add if not callable(meaning) or isinstance(meaning, np.ufunc) else meaning)
-        self.rule, self.known = None, {}
+        self.rule, self.known, self.agreed = None, {}, {}
         self.of_arrays = False  # outside kernels it takes NumPy arrays
         OPS[face] = self
 
@@ -104,33 +104,58 @@ class Op:
 
     def __call__(self, *args, **kwargs):
         """The NumPy meaning, after the rule has agreed."""
-        if self.of_arrays and any(type(x) is np.ndarray for x in args):
+        if self.of_arrays and any([type(x) is np.ndarray for x in args]):
             return self.meaning(*args, **kwargs)
-        spec_of, wrap, record, recording = _of_interpreter()
+        spec_of, wrap, getcurrent, record, recording = _interpreted()
         if kwargs or len(args) != len(self.defaults):
             args = self._bound(args, kwargs)
         try:
-            takes = tuple(spec_of(a, want is int) for a, want in zip(args, self.wants))
-            found = self.type(*takes)
-            if found is None:
-                raise TypeError(f"{self.name}: no meaning for {', '.join(str(spec_of(a)) for a in args)}")
+            specs = tuple([spec_of(a, fixed) for a, fixed in zip(args, self.fixed)])
+            result, deeds = self.agreed.get(specs) or self._agree(specs)
         except TypeError as error:
             from .interpreter import hazard_line
 
             raise TypeError(f"{error}{hazard_line()}") from None
-        return wrap(found[0], record(self, takes, found[0], args) if recording() else self.meaning(*args))
+        if deeds and (touches := getattr(getcurrent(), "touches", None)):
+            for place, deed in deeds:
+                touches(args[place], deed)
+        return wrap(result, record(self, specs, result, args) if recording() else self.meaning(*args))
 
+    @functools.cached_property
+    def parameters(self):
+        """The names of its parameters."""
+        return tuple(self.signature.parameters)
 
-UNKNOWN = object()  # no rule has been asked yet
+    @functools.cached_property
+    def fixed(self):
+        """Of each parameter: must the rule know the integer itself?"""
+        return tuple(want is int for want in self.wants)
+
+    def _agree(self, specs):
+        """(result type, what the meaning does to global arrays), remembered where the rule's answer is."""
+        from .interpreter import deeds
+
+        found = self.type(*specs)
+        if found is None:
+            raise TypeError(f"{self.name}: no meaning for {', '.join(map(str, specs))}")
+        agreed = found[0], deeds(self.parameters, specs, found[0])
+        if specs in self.known:
+            self.agreed[specs] = agreed
+        return agreed
 
 
 @functools.cache
-def _of_interpreter():
-    """What a meaning takes that is imported after ops are: once, as an import by each op would take longer than the op."""
+def _interpreted():
+    """What meanings are run with, which imports this module: looked up once, for an import takes longer than most ops."""
+    from greenlet import getcurrent
+
     from .interpreter.record import record, recording
     from .values import spec_of, wrap
 
-    return spec_of, wrap, record, recording
+    return spec_of, wrap, getcurrent, record, recording
+
+
+UNKNOWN = object()  # no rule has been asked yet
 
 
 @overload

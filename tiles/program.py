@@ -40,6 +40,7 @@ from typing import Any, NamedTuple, Protocol
 
 from . import jax_call, nvtx, torch_op
 from .arrays import Array, Form, Operand, ascending, fill
+from .checks import asked
 from .frameworks import Kind, describe, kind_of, stream_handle
 from .lengths import Trace, made
 from .schema import Schema
@@ -50,7 +51,7 @@ VARY = frozenset("BSTNE")  # axes whose extents are lengths; heads and columns d
 
 
 class Step(Protocol):
-    """A launch of a program, or what it does instead: Bound, Interpreted, Fill.
+    """A launch of a program, or what it does instead: Bound, Interpreted, Fill, Check.
 
     One that has a true attribute `of_lengths` is a tuple, or was made by lengths.made: a function of lengths may make it."""
 
@@ -240,6 +241,8 @@ class Program:
         """ValueError or TypeError: the schema or the planner refuses these forms."""
         problem = self.schema.problem(given, layout)
         steps, scratch = self.planner(problem, *options)
+        if (first.device is None or asked().values) and (check := self.schema.check(problem, given)):
+            steps = [check, *steps]
         give = self.schema.results(dict(zip(self.options, options)))
         order, kind = self.schema.places, first.kind
         home = kind.home(first)

@@ -20,6 +20,13 @@ What it holds:
     any       numbers of any kind; its axes are `*`, one to five of any extents
     float32   that
 
+and with values that a step of the program checks (checks.py):
+    log          real, the logarithm of what is kept of a state: never above 0
+    rate         real, which times a time is such a logarithm: never above 0
+    ends         index, where sequences end that lie one behind the other: 0 first, ascending, S last
+    key_ends     the same of keys, T last
+    key_lengths  index, how many keys of a sequence are in use: from 0 to T
+
 Its role:
     (none)    it must be given
     optional  it may be left out
@@ -37,23 +44,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .arrays import ALIGNMENT, Form, Operand, c_ordered, overlap, overlaps_itself
+from .checks import ENDS, KEY_ENDS, KEY_LENGTHS, LOG, RATE, Check
 from .tma import STRIDE_END
 
 ORDER = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3)}  # where batch, sequence, head and column stand in the caller's axes
 LAYOUTS = tuple(ORDER)
+REAL, INDEX = ("float32", "bfloat16", "float16"), ("int32", "int64")
 HOLDS = {
     "tile": ("bfloat16", "float16"),
-    "real": ("float32", "bfloat16", "float16"),
-    "index": ("int32", "int64"),
-    "any": (
-        "bool",
-        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
-        "float32",
-        "bfloat16",
-        "float16",
-    ),
+    "real": REAL,
+    "index": INDEX,
+    "any": ("bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)), *REAL),
     "float32": ("float32",),
+    "log": REAL,
+    "rate": REAL,
+    "ends": INDEX,
+    "key_ends": INDEX,
+    "key_lengths": INDEX,
 }
+VALUES = {"log": LOG, "rate": RATE, "ends": ENDS, "key_ends": KEY_ENDS, "key_lengths": KEY_LENGTHS}
 ROLES = "", "optional", "made", "in_place", "updated"
 TOKENS = "S", "T"  # axes along a sequence
 # An axis in messages. G are the heads of keys, which share those of values or queries; T the keys' tokens; K and V the columns
@@ -290,6 +299,12 @@ class Schema:
         if extents["B"] != 1:
             shapes = f"{ends}, {holder['B']}.shape={forms[holder['B']].shape}"
             raise ValueError(f"cu_seqlens: batch must be 1, all sequences one behind the other: {shapes}")
+
+    def check(self, problem: Problem, forms: Mapping[str, Form]) -> Check | None:
+        """The step that looks at the values of these arrays, which have their forms in the caller's axes; None: any will do."""
+        held = {name: VALUES.get(self.arguments[name].holds) for name in forms}
+        rows = [(name, self.places[name], forms[name], values) for name, values in held.items() if values]
+        return Check(rows, problem.extents) if rows else None
 
     def apart(self, forms: Mapping[str, Form]) -> list[tuple[str, str]]:
         """The pairs of given arrays that must not share memory: one that is written, and any other."""

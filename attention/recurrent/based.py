@@ -19,7 +19,7 @@ BASED = Schema(
     q              BSGK  tile
     k              BSGK  tile
     v              BSHV  tile
-    cu_seqlens     E     index    optional
+    cu_seqlens     E     ends     optional
     initial_state  NHFV  float32  optional
     initial_z      NHF   float32  optional
     out            BSHV  tile     made

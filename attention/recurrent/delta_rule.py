@@ -32,8 +32,8 @@ DELTA_RULE = Schema(
     k              BSGK        tile
     v              BSHV        tile
     beta           BSH         real
-    decay          H|BSH|BSHK  real     optional
-    cu_seqlens     E           index    optional
+    decay          H|BSH|BSHK  log      optional
+    cu_seqlens     E           ends     optional
     initial_state  NHKV        float32  optional
     out            BSHV        tile     made
     state          NHKV        float32  made      return_state
@@ -71,8 +71,8 @@ def delta_rule(
     written in place of a new array. stream: the CUDA stream, by default the current one of q's framework.
 
     cu_seqlens: (N + 1,) int32 or int64, on q's device: N sequences lie one behind the other in a batch of 1, sequence n from
-    cu_seqlens[n] to cu_seqlens[n + 1]; states are (N, H, Dk, Dv). That it ascends from 0 to S is not checked, for reading it
-    would wait for the device.
+    cu_seqlens[n] to cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S. Of arrays in host memory
+    that is checked, and that no decay is above 0; on a GPU with TILES_CHECK=1, as the call then waits for what it reads.
 
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`, state being a new float32 array
     (B, H, Dk, Dv), C-ordered, that of each sequence after its last token.

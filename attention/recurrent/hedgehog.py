@@ -23,7 +23,7 @@ HEDGEHOG = Schema(
     k_map       GKF   tile
     alphas      H     float32
     betas       H     float32
-    cu_seqlens  E     index    optional
+    cu_seqlens  E     ends     optional
     out         BSHV  tile     made
     """,
 )
@@ -57,7 +57,7 @@ def hedgehog(
 
     q, k: (B, S, Hk, D); v, out: (B, S, H, Dv) for layout="bshd", sequence and head swapped for "bhsd"; D and Dv multiples of 16
     up to 128, any S. q_map, k_map: (Hk, D, 64). All bfloat16 or all float16. Hk divides H: value head h reads key head
-    h // (H // Hk). alphas, betas: (H,) float32, not both 0. window: 64.
+    h // (H // Hk). alphas, betas: (H,) float32. window: 64.
     cu_seqlens (N + 1,), int32 or int64: B is 1, and sequence n is the tokens cu_seqlens[n] to cu_seqlens[n + 1].
     There is no state to take or give: besides sums of features, what follows needs the keys and values of up to two blocks.
 

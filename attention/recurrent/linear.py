@@ -44,8 +44,8 @@ LINEAR = Schema(
     q              BSGK        tile
     k              BSGK        tile
     v              BSHV        tile
-    decay          H|BSH|BSHK  real     optional
-    cu_seqlens     E           index    optional
+    decay          H|BSH|BSHK  log      optional
+    cu_seqlens     E           ends     optional
     initial_state  NHKV        float32  optional
     initial_z      NHK         float32  optional
     out            BSHV        tile     made
@@ -80,7 +80,7 @@ def linear(
     or float16; Dk and Dv multiples of 16 up to 256, 64 and 128 being fast; Hk divides H, and value head h reads key head
     h // (H // Hk). Any lengths.
 
-    decay: logarithms, finite and never positive, in float32, bfloat16 or float16: None; (H,), the same for all tokens;
+    decay: logarithms, never positive (-inf forgets all), in float32, bfloat16 or float16: None; (H,), the same for all tokens;
     (B, S, H), of each token; or (B, S, H, Dk), of each token and channel of the keys. scale: Dk^-1/2 by default.
     initial_state: (B, H, Dk, Dv) float32, with 0 as default. out: written in place of a new array. stream: the CUDA stream, by
     default the current one of q's framework.
@@ -89,8 +89,8 @@ def linear(
     initial_state is a pair (S, z), and so is the state given back; z: (B, H, Dk).
 
     cu_seqlens: (N + 1,) int32 or int64, on q's device: N sequences lie one behind the other in a batch of 1, sequence n from
-    cu_seqlens[n] to cu_seqlens[n + 1]; states are (N, H, Dk, Dv). That it ascends from 0 to S is not checked, for reading it
-    would wait for the device.
+    cu_seqlens[n] to cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S. Of arrays in host memory
+    that is checked, and that no decay is above 0; on a GPU with TILES_CHECK=1, as the call then waits for what it reads.
 
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`, state being a new float32 array
     (B, H, Dk, Dv), C-ordered, that of each sequence after its last token.

@@ -17,13 +17,13 @@ MAMBA2 = Schema(
     """
     x               BSHV  tile
     dt              BSH   real
-    A               H     real
+    A               H     rate
     B               BSGK  tile
     C               BSGK  tile
     D               H|HV  real     optional
     z               BSHV  tile     optional
     dt_bias         H     real     optional
-    cu_seqlens      E     index    optional
+    cu_seqlens      E     ends     optional
     initial_states  NHVK  float32  optional
     out             BSHV  tile     made
     states          NHVK  float32  made      return_final_states
@@ -74,10 +74,10 @@ def mamba2(
     | seq_idx (B, S)                      | the same                                                         |
     | cu_seqlens (N + 1,), any sequences  | cu_seqlens with return_varlen_states                             |
 
-    cu_seqlens: see attention.linear; states are then one of each sequence. seq_idx: int32 or int64, which sequence each token
-    belongs to: the state begins with 0 wherever the number changes, and the states given back are those of each batch's last
-    sequence. Its numbers are read, which waits for the device, and neither torch.compile, jax.jit nor a CUDA graph takes it:
-    cu_seqlens does the same without. out: written in place of a new array.
+    cu_seqlens: see attention.linear, also for when it and A are checked; states are then one of each sequence. seq_idx: int32
+    or int64, which sequence each token belongs to: the state begins with 0 wherever the number changes, and the states given
+    back are those of each batch's last sequence. Its numbers are read, which waits for the device, and neither torch.compile,
+    jax.jit nor a CUDA graph takes it: cu_seqlens does the same without. out: written in place of a new array.
 
     Returns `out`, the same kind of array as x, or with return_final_states=True `(out, states)`, float32 (B, H, P, N). On
     GPUs since Ampere. Arrays, `stream`, `family` and errors are those of attention.forward."""

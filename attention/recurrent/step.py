@@ -17,7 +17,7 @@ STEP = Schema(
     k      BGK       tile
     v      BHV       tile
     state  BHKV      float32  updated
-    decay  H|BH|BHK  real     optional
+    decay  H|BH|BHK  log      optional
     beta   BH        real     optional
     out    BHV       tile     made
     """,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiles.arrays import Operand
-from tiles.device import machine
+from tiles.device import machine, persistent
 from tiles.dtypes import bf16, fp16
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, Step, program
@@ -41,9 +41,9 @@ VARIANTS = Schema(
     alibi         H|UH  float32  optional
     sink          H     float32  optional
     bias          WXYT  real     optional
-    cu_seqlens    E     index    optional
-    cu_seqlens_k  E     index    optional
-    lengths_k     N     index    optional
+    cu_seqlens    E     ends     optional
+    cu_seqlens_k  E     key_ends  optional
+    lengths_k     N     key_lengths  optional
     aux0          *     any      optional
     aux1          *     any      optional
     aux2          *     any      optional
@@ -204,7 +204,7 @@ def _planned(
     group, at_once = heads // kv_heads, gpu.processors
     grid = pairs * blocks
     if config.persistent:
-        grid = min(grid, at_once)
+        grid = persistent(gpu, grid)
     nbytes = kv_len * (head_dim + value_dim) * dtype.itemsize / group
     uneven = variant.rising or (config.persistent and q_len % config.rows > 0)
     arrays = {

@@ -30,16 +30,16 @@ def _parts(index):
     return tuple(map(spec_of, index)) if isinstance(index, types.BaseTuple) else (index,)
 
 
-def gathered(array, index):
-    """array[index], element by element: an index is a whole number in a vector or tile of fp32, which broadcast, or an integer.
+def gathered(source, index):
+    """source[index], by element: an index is a whole number in a vector or tile of fp32, which broadcast, or an integer.
     In fp32, so integers are exact up to 2 ** 24. Outside the array: 0."""
     index = index if isinstance(index, tuple) else (index,)
     places = np.broadcast_arrays(*[np.trunc(i.array).astype(np.int64) if isinstance(i, Tile) else np.int64(i) for i in index])
-    inside = np.logical_and.reduce([(i >= 0) & (i < size) for i, size in zip(places, array.shape, strict=True)])
+    inside = np.logical_and.reduce([(i >= 0) & (i < size) for i, size in zip(places, source.shape, strict=True)])
     found = np.zeros(inside.shape, np.float32)
-    found[inside] = np.asarray(array)[tuple(i[inside] for i in places)].astype(np.float32)
+    found[inside] = np.asarray(source)[tuple(i[inside] for i in places)].astype(np.float32)
     if recording() and inside.any():  # so many elements of it, here or there
-        first = np.asarray(array)[(slice(0, 1),) * array.ndim].reshape(1)
+        first = np.asarray(source)[(slice(0, 1),) * source.ndim].reshape(1)
         note(Touched, np.broadcast_to(first, np.count_nonzero(inside)), False)
     return found
 

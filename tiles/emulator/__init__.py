@@ -9,6 +9,8 @@ text.py reads PTX; table.py finds what an instruction means in arithmetic.py, mo
 warp.py executes, memory.py keeps watch.
 """
 
+import contextlib
+import math
 import weakref
 from collections import Counter
 from typing import NamedTuple
@@ -20,6 +22,7 @@ from ..compiler import Lowered
 from ..interpreter import clusters
 from ..interpreter.block import Block
 from ..interpreter.cluster import Cluster, Meeting, seeded
+from ..interpreter.progress import Progress
 from ..interpreter.shadow import Agents
 from ..layout import LANES
 from . import arithmetic, barriers, copies, matrices, moves  # noqa: F401  # they fill the table
@@ -115,8 +118,12 @@ def emulate(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 
     bounds = kernel.targetoptions.get("launch_bounds")
     resident = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
     rng, memory, counts = seeded(seed), Global(spans), Counts(Counter(), {})
-    with np.errstate(all="ignore"):
-        for indices in clusters(grid, cluster):
+    every = list(clusters(grid, cluster))
+    progress = Progress(kernel.py_func.__name__, len(every), math.prod(cluster))
+    with contextlib.closing(progress), np.errstate(all="ignore"):
+        for n, indices in enumerate(every):
             machine = Machine(indices, grid, threads // LANES, shared, rng, what, memory, block, maps, resident, counts)
+            machine.tick = progress.tick
             machine.run(what, None)
+            progress.done(n + 1)
     return counts

@@ -29,16 +29,21 @@ blocks or within one. Integers that pass 2^31, and integers that must be known w
 for nothing and never ends. Registers that an mma in flight still reads (the compiler keeps them).
 """
 
+import contextlib
 import itertools
+import math
 
 import numpy as np
 
 from ..layout import LANES
+from .accesses import deeds
 from .barriers import Mbarrier, Named
 from .block import Block
 from .cluster import Cluster, Recorded, seeded
 from .hazard import KINDS, Hazard
 from .language import Bounded, getcurrent, here, rebind
+from .processes import run_all
+from .progress import Progress
 from .record import Arrived, Did, Feeds, Issued, Started, Touched, Waited, note, record, recording
 from .rings import Slot
 from .shadow import span
@@ -60,6 +65,7 @@ __all__ = [
     "Touched",
     "Waited",
     "Warp",
+    "deeds",
     "hazard_line",
     "here",
     "interpret",
@@ -82,32 +88,44 @@ def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1
 
     grid: (x, y, z). threads: a multiple of 32. shared: the `tiles.shared` plan that the kernel opens. seed: None for the
     strict order (asynchronous work as late as possible), a number for a random one. cluster: (x, y, z) blocks, which run
-    together; others one after the other. Hazard: what went wrong, where."""
-    for _ in _run(Cluster, kernel, grid, threads, args, shared, seed, clusters(grid, cluster)):
-        pass
+    together; others one after the other, or as if they did (processes.py). Hazard: what went wrong, where."""
+    every, run = list(clusters(grid, cluster)), _runs(Cluster, kernel, grid, threads, shared, seed)
+    progress = Progress(getattr(kernel, "py_func", kernel).__name__, len(every), math.prod(cluster))
+    with contextlib.closing(progress):
+        run_all(len(every), lambda n, *given: run(every[n], n, *given, progress.tick), _arguments(args), progress)
 
 
 def recorded(kernel, grid, threads, args, shared, which):
     """Run the clusters `which` of kernel[grid, threads](*args), each the indices of its blocks, in the strict order, and yield
     what the warps of each have done: {(block, warp): its steps}, see record.py. Other arguments: as for `interpret`."""
-    for cluster in _run(Recorded, kernel, grid, threads, args, shared, None, which):
+    run, given = _runs(Recorded, kernel, grid, threads, shared, None), _arguments(args)
+    for n, indices in enumerate(which):
+        cluster = run(indices, n, given)
         yield {(block.index, warp.index): warp.steps for block in cluster.blocks for warp in block.crew}
 
 
-def _run(kind, kernel, grid, threads, args, shared, seed, which):
-    """Run these clusters, and yield each when it is done."""
+def _runs(kind, kernel, grid, threads, shared, seed):
+    """run(indices, n, args) runs the n-th cluster, that of the blocks with these indices, and gives it back."""
     if threads % LANES or not 0 < threads <= 1024:
         raise ValueError(f"threads: a multiple of {LANES} up to 1024, got {threads}")
-    seen, rng = {}, seeded(seed)
+    seen = {}
     bounds = getattr(kernel, "targetoptions", {}).get("launch_bounds")
     resident = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
     function = rebind(kernel, seen)
-    args = [_argument(a) for a in args]
-    for indices in which:
+
+    def run(indices, n, args, accesses=None, tick=Cluster.tick):
+        one = kind(indices, grid, threads // LANES, shared, seeded(seed, n), seen, resident)
+        one.accesses, one.tick = accesses, tick
         with np.errstate(all="ignore"):
-            cluster = kind(indices, grid, threads // LANES, shared, rng, seen, resident)
-            cluster.run(function, args)
-        yield cluster
+            one.run(function, args)
+        return one
+
+    return run
+
+
+def _arguments(args):
+    """A launch's arguments as kernels see them."""
+    return [_argument(a) for a in args]
 
 
 def _argument(a):

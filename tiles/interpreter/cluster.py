@@ -31,7 +31,11 @@ class Work:
 class Cluster:
     """The blocks at `indices` of a grid, with `warps` warps and the shared memory `smem` each, in the order of their ranks.
     source: the functions of the kernel (see language.rebind). resident: blocks for which a multiprocessor must have
-    registers."""
+    registers.
+
+    accesses: where accesses to global arrays are noted (accesses.py). tick: is called now and then."""
+
+    accesses, tick = None, staticmethod(lambda: None)
 
     def __init__(self, indices, grid, warps, smem, rng, source, resident=1):
         self.grid, self.size, self.warps, self.smem, self.rng, self.source = grid, len(indices), warps, smem, rng, source
@@ -65,6 +69,7 @@ class Cluster:
             block.crew = [self.warp(block, k, kernel, args) for k in range(self.warps)]
         live = [warp for block in self.blocks for warp in block.crew]
         while live:
+            self.tick()
             moved = False
             for warp in self.rng.sample(live, len(live)) if self.rng else live:
                 if self.flying and self.gives_way():
@@ -85,14 +90,12 @@ class Cluster:
         """One of a block's warps, about to begin."""
         return Warp(block, index, kernel, args)
 
-    def is_source(self, code):
-        """Is this code of the kernel or one of its helpers?"""
+    def source_codes(self):
+        """The ids of the kernel's code and of that of its helpers."""
         if len(self.source) != self.functions:  # helpers turn up as the kernel runs
-            self.codes, self.functions = (
-                {id(f.__code__) for f in self.source.values() if hasattr(f, "__code__")},
-                len(self.source),
-            )
-        return id(code) in self.codes
+            self.codes = {id(f.__code__) for f in self.source.values() if hasattr(f, "__code__")}
+            self.functions = len(self.source)
+        return self.codes
 
     def deadlock(self, live):
         """Who waits for what."""
@@ -156,6 +159,6 @@ class Meeting:
         )
 
 
-def seeded(seed):
-    """A random order, or None for the strict one."""
-    return None if seed is None else random.Random(seed)
+def seeded(seed, n=0):
+    """A random order for the n-th cluster, or None for the strict one."""
+    return None if seed is None else random.Random(f"{seed} {n}" if n else seed)

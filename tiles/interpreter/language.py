@@ -16,6 +16,7 @@ from ..plumbing import member, plain_function
 from ..refused import REFUSED, check_print, refuse_values
 from ..types import is_static
 from ..values import Tile
+from .accesses import READ, WRITE
 from .record import Touched, note, recording
 from .warp import Warp
 
@@ -111,21 +112,22 @@ class Bounded(np.ndarray):
     def __getitem__(self, index):
         if any(isinstance(i, Tile) for i in (index if isinstance(index, tuple) else (index,))):
             return OPS[operator.getitem](self, index)
-        found = super().__getitem__(index := self._inside(index))
+        found = super().__getitem__(index := self._inside(index, READ))
         if not isinstance(found, np.ndarray):
             self._touched(index, False)
         return found
 
     def __setitem__(self, index, value):
-        super().__setitem__(index := self._inside(index), value)
+        super().__setitem__(index := self._inside(index, WRITE), value)
         self._touched(index, True)
 
     def _touched(self, index, written):
         if recording():
             note(Touched, np.asarray(self)[tuple([*index, ...])], written)
 
-    def _inside(self, index):
-        if not isinstance(getcurrent(), Warp):
+    def _inside(self, index, deed):
+        warp = getcurrent()
+        if not isinstance(warp, Warp):
             return index
         index = index if isinstance(index, tuple) else (index,)
         if len(index) > self.ndim or not all(isinstance(i, (slice, Lanes)) or hasattr(i, "__index__") for i in index):
@@ -135,6 +137,8 @@ class Bounded(np.ndarray):
         for axis, (i, size) in enumerate(zip(index, self.shape)):
             if not isinstance(i, slice) and not 0 <= i < size:
                 raise here().hazard(f"index {i} is out of range for axis {axis} of an array of shape {self.shape}")
+        if deed == WRITE or not any(isinstance(i, slice) for i in index):  # what a slice gives is a view
+            warp.touches(self, deed)
         return index
 
 

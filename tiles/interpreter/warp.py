@@ -7,6 +7,7 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 
 from ..layout import WARPGROUP
+from .accesses import READ, WRITE
 from .copies import cut, inside, misaligned
 from .hazard import Hazard, Place
 from .record import Issued, Started, Waited, note
@@ -51,14 +52,11 @@ class Warp(greenlet):
     # -- messages
     def place(self):
         """The statement the warp is at, and those that called its function."""
-        frame, frames, is_source = (
-            self.gr_frame if getcurrent() is not self else sys._getframe(1),
-            [],
-            self.block.cluster.is_source,
-        )
+        frame = self.gr_frame if getcurrent() is not self else sys._getframe(1)
+        frames, source = [], self.block.cluster.source_codes()
         while frame:
             code = frame.f_code
-            if is_source(code):
+            if id(code) in source:
                 frames.append((code.co_filename, frame.f_lineno))
             if code is self.kernel:
                 break
@@ -80,6 +78,13 @@ class Warp(greenlet):
     def _not_released(self, tile, doing):
         if tile.slot is not None and self.released.get(tile.slot, -1) >= tile.number:
             raise self.hazard(f"{doing}, which this warp has released", "released")
+
+    # -- global memory
+    def touches(self, array, deed):
+        """This warp reads or writes a global array, or one that is cut into tiles: accesses.READ or WRITE."""
+        accesses = self.block.cluster.accesses
+        if accesses:
+            accesses.note(getattr(array, "array", array), deed)
 
     # -- ordinary accesses to shared memory
     def read(self, tile, rows=None, fence=True, home=None):
@@ -132,6 +137,7 @@ class Warp(greenlet):
         """Start a copy of source[at] into a shared tile, completing on an mbarrier, both of one block; `after` barriers that
         were waited for."""
         self.inside(source, at)
+        self.touches(source, READ)
         self._not_released(tile, f"fills {tile.name}")
         barrier.block.reached(self, f"fills {tile.name}")
         shadow, cells = barrier.block.shadow, span(tile)
@@ -156,6 +162,9 @@ class Warp(greenlet):
     def store_async(self, target, at, tile, fold=None):
         """Start a copy of a shared tile to target[at]; `fold`, a function of two, says what becomes of what is there."""
         self.inside(target, at)
+        self.touches(target, WRITE)
+        if fold:
+            self.touches(target, READ)
         if not target.spec.storable:
             raise self.hazard(f"TMA writes 16 bytes at a time, and would write past the columns of {target.spec}")
         self._not_released(tile, f"stores {tile.name} by TMA")
@@ -188,6 +197,7 @@ class Warp(greenlet):
     def copy_async(self, tile, source, at, rows, cols, piece, own):
         """Start copying rows `own` of the tile at `at` of a global array into a shared tile, `piece` bytes at a time."""
         rows, cols = rows % source.ndim, cols % source.ndim
+        self.touches(source, READ)
         if why := misaligned(source, at, cols, piece):
             raise self.hazard(f"copy in pieces of {piece} bytes: {why}")
         for axis, (index, size) in enumerate(zip(at, source.shape)):

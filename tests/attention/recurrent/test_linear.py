@@ -79,6 +79,13 @@ def test_layout_and_scale(place, decay):
     check(place, turned, layout="bhsd", scale=0.3)
 
 
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_a_decay_that_forgets_all(place, decay):
+    given = inputs(1, 70, decay=decay)
+    given["decay"][0, [20, 66]] = -np.inf
+    check(place, given)
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.3, 7.0])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_any_scale(place, decay, scale):

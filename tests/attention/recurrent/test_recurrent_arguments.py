@@ -348,3 +348,29 @@ def test_the_state_of_a_step_must_be_one_piece_of_memory_each():
     state = np.lib.stride_tricks.as_strided(zeros(6, 32, 16, dtype=f32), (2, 6, 32, 16), (0, 2048, 64, 4))
     with pytest.raises(ValueError, match="^state: its elements must not overlap each other: state.strides=.0, "):
         call("linear_step", state=state)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+@every
+def test_values_that_are_forbidden(member):
+    """Decays above 0 and ends that are none are refused before anything is launched, in every shape they may have."""
+    schema, one = MEMBERS[member][1], {"B": 1, "N": 1} if "cu_seqlens" in MEMBERS[member][1].names else {}
+    for name, argument in schema.arguments.items():
+        for choice in range(len(argument.axes)):
+            wrong = valid(member, name, choice, **one)
+            if argument.holds in ("log", "rate"):
+                wrong.flat[-1] = 0.5
+                at = ", ".join(str(n - 1) for n in wrong.shape)
+                said = rf"^{name}: must not be above 0: {name}\[{at}\]=0.5, {name}.shape="
+            elif argument.holds == "ends":
+                said = r"^cu_seqlens: must end at 5, the length of all sequences together: cu_seqlens\[1\]=0"
+            else:
+                continue
+            with pytest.raises(ValueError, match=said):
+                call(member, **needed(member, **one) | {name: wrong})
+
+
+def test_who_says_what_values_must_be():
+    holds = {(row.holds, name) for _, schema, _ in MEMBERS.values() for name, row in schema.arguments.items()}
+    assert {("log", "decay"), ("rate", "A"), ("ends", "cu_seqlens")} <= holds
+    assert not {("real", "decay"), ("real", "A"), ("index", "cu_seqlens")} & holds

@@ -1,0 +1,100 @@
+"""What is checked besides types and shapes: the values of arrays; and how much at all, which TILES_CHECK says.
+
+Values in host memory are always checked. To read those of device memory a call waits for its stream, so that is done for who
+asks. A schema (schema.py) says of an argument what it holds, and here stands what its values must be then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .arrays import Form, host_copy, numpy_view
+
+ARCHITECTURE = "sm_90a"  # that kernels are typed for
+
+
+class Asked(NamedTuple):
+    """types: the architecture for which Numba types a kernel at its first launch in the interpreter, or None. values: are those
+    of arrays in device memory checked, too?"""
+
+    types: str | None
+    values: bool
+
+
+def asked() -> Asked:
+    """What TILES_CHECK says: docs/debugging.md has the table."""
+    said = os.environ.get("TILES_CHECK", "")
+    if said.startswith("sm_"):
+        return Asked(said, False)
+    if said not in ("", "0", "1"):
+        raise ValueError(f"TILES_CHECK must be 0, 1 or an architecture such as sm_80, got {said!r}")
+    return Asked(None if said == "0" else ARCHITECTURE, said == "1")
+
+
+Found = tuple[Any, str] | None  # the index of a wrong value, and what it must be
+
+
+class Values(NamedTuple):
+    """What the values of an argument must be. wrong: the first that is not, among its elements; it is told the extents of axes,
+    too. cure: what to pass instead."""
+
+    wrong: Callable[[np.ndarray, Mapping[str, int]], Found]
+    cure: str
+
+
+def _above_0(values: np.ndarray, extents: Mapping[str, int]) -> Found:
+    above = np.argwhere(values > 0)
+    return (above[0], "must not be above 0") if len(above) else None
+
+
+def _no_ends(axis: str) -> Callable[[np.ndarray, Mapping[str, int]], Found]:
+    def wrong(ends: np.ndarray, extents: Mapping[str, int]) -> Found:
+        if ends[0] != 0:
+            return (0,), "must begin at 0"
+        down = np.flatnonzero(ends[1:] < ends[:-1])
+        if down.size:
+            return (down[0] + 1,), f"must ascend, and this comes after {ends[down[0]]}"
+        if ends[-1] != extents[axis]:
+            return (len(ends) - 1,), f"must end at {extents[axis]}, the length of all sequences together"
+        return None
+
+    return wrong
+
+
+def _no_lengths(lengths: np.ndarray, extents: Mapping[str, int]) -> Found:
+    outside = np.argwhere((lengths < 0) | (lengths > extents["T"]))
+    return (outside[0], f"must be from 0 to {extents['T']}") if len(outside) else None
+
+
+LOG = Values(_above_0, "it is the logarithm of what is kept: pass log(a) for a factor a from 0 to 1, logsigmoid(x) for a gate")
+RATE = Values(_above_0, "exp(dt * A) is what is kept: pass -exp(A_log)")
+SUMS = "it says where sequences end, one behind the other: pass 0 and the sums of their lengths"
+ENDS, KEY_ENDS = Values(_no_ends("S"), SUMS), Values(_no_ends("T"), SUMS)
+KEY_LENGTHS = Values(_no_lengths, "it says how many of a sequence's keys are in use: pass a number of those that it has")
+
+
+class Check:
+    """A step of a program (program.py) that reads arrays and launches nothing. rows: of each array its name, its place among
+    the addresses, its form, and the Values it must have."""
+
+    def __init__(self, rows: Sequence[tuple[str, int, Form, Values]], extents: Mapping[str, int]):
+        self.rows, self.extents = rows, extents
+
+    def run(self, stream: int, addresses: Sequence[int]) -> None:
+        """ValueError that names the argument, its value, and where it stands."""
+        for name, place, form, (wrong, cure) in self.rows:
+            values = _read(addresses[place], form, stream)
+            found = None if values is None or not values.size else wrong(values, self.extents)
+            if found:
+                index, must = found
+                at = ", ".join(str(int(i)) for i in index)
+                raise ValueError(f"{name}: {must}: {name}[{at}]={values[tuple(index)]}, {name}.shape={form.shape}; {cure}")
+
+
+def _read(pointer: int, form: Form, stream: int) -> Any:
+    """An array's elements; None of one that a CUDA graph is captured with, which has no values yet."""
+    return numpy_view(pointer, form) if form.device is None else host_copy(pointer, form, stream)

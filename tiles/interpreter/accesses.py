@@ -1,0 +1,95 @@
+"""Which arrays of a launch its blocks read, and which they write.
+
+Blocks that read nothing that any block writes may run in any order, each in a process of its own (processes.py). What they
+touch is noted where it happens: an index into an array, a copy by TMA or cp.async, an op that is given an array. By the name of
+its parameter an op reads a `source` and writes a `target`; of any other name it may do either. One that gives back an array
+gives a view, which is noted when it is used.
+
+Arrays that share memory count as one, and all of an array is touched at once: two blocks that each read and write their own
+part of it are taken for two that do not agree.
+"""
+
+import bisect
+import copy
+import mmap
+
+import numpy as np
+from numba.cuda import types
+
+from ..types import gl
+
+READ, WRITE = 0, 1
+PAGE = mmap.PAGESIZE
+DEEDS = {"source": (READ,), "target": (WRITE,)}
+
+
+class Clash(Exception):
+    """An array is read by one block and written by another, or the same one."""
+
+
+class Accesses:
+    """Of the blocks that run on these arrays. The marks lie in memory that forked processes share. strict: a Clash ends the
+    block that brings it about."""
+
+    def __init__(self, arrays):
+        spans = []  # [start, end) of bytes
+        for start, end in sorted(np.lib.array_utils.byte_bounds(array) for array in arrays if array.size):
+            if spans and start < spans[-1][1]:
+                spans[-1] = spans[-1][0], max(end, spans[-1][1])
+            else:
+                spans.append((start, end))
+        self.spans = [(*span, 2 * k) for k, span in enumerate(spans)]  # and where its marks are; ascending
+        self.marks, self.strict = mmap.mmap(-1, 2 * len(spans) + 1), False
+
+    def span(self, array):
+        """(start, end, marks) of the span that an array lies in; None: it is none of this launch, or has no elements."""
+        at = array.__array_interface__["data"][0]
+        k = bisect.bisect(self.spans, at, key=lambda span: span[0]) - 1
+        return self.spans[k] if array.size and k >= 0 and at < self.spans[k][1] else None
+
+    def note(self, array, deed):
+        """A block reads or writes an array."""
+        span = self.span(array)
+        if span and not self.marks[span[2] + deed]:
+            self.marks[span[2] + deed] = 1
+            if self.strict and self.marks[span[2] + 1 - deed]:
+                raise Clash
+
+    def written(self, array):
+        """Has any block written it, or what shares its memory?"""
+        span = self.span(array)
+        return span is not None and self.marks[span[2] + WRITE] == 1
+
+    @property
+    def clash(self):
+        """Is any array both read and written?"""
+        return any(self.marks[at + READ] and self.marks[at + WRITE] for *_, at in self.spans)
+
+    def shared(self, arrays):
+        """Copies of the arrays in memory that processes share, aligned as they are and overlapping where they do; and the
+        strict accesses of blocks that run on those, which have their marks in common with these."""
+        rooms, moved = {}, copy.copy(self)
+        for start, end, marks in self.spans:
+            rooms[marks] = np.frombuffer(mmap.mmap(-1, end - start + PAGE), np.uint8)[start % PAGE :]
+        places = {marks: room.ctypes.data for marks, room in rooms.items()}
+        moved.spans = sorted((places[marks], places[marks] + end - start, marks) for start, end, marks in self.spans)
+        moved.strict = True
+        copies = []
+        for array in arrays:
+            if span := self.span(array):
+                start, _, marks = span
+                offset = array.__array_interface__["data"][0] - start
+                copies.append(np.ndarray(array.shape, array.dtype, rooms[marks], offset, array.strides))
+                copies[-1][...] = array
+                copies[-1].flags.writeable = array.flags.writeable
+            else:
+                copies.append(array)
+        return copies, moved
+
+
+def deeds(parameters, specs, result):
+    """What an op does to the global arrays among its arguments: [(place, READ or WRITE)]."""
+    if isinstance(result, types.Array):
+        return ()
+    given = [k for k, spec in enumerate(specs) if isinstance(spec, (types.Array, gl))]
+    return tuple((k, deed) for k in given for deed in DEEDS.get(parameters[k], (READ, WRITE)))

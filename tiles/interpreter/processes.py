@@ -1,0 +1,171 @@
+"""The clusters of a large grid in several processes, with the findings, results and words that they have one after the other.
+
+The first ones run here. When what is left would take more than WORTH seconds, and no array is both read and written, processes
+are forked that take clusters in order, on copies of the arrays in memory that all of them see (accesses.py). Nothing of what
+they do counts until it is known to be right:
+
+- An array turns out to be read by one cluster and written by another: the copies are thrown away, and all goes on here.
+- A cluster fails, whatever the reason: those before it are waited for, and it is run once more here, where its Hazard is raised
+  (and a breakpoint stops, and a debugger looks). A cluster's random order follows from the seed and its number alone, so it
+  fails in the same way.
+- What kernels print is kept, and printed in the order of clusters.
+"""
+
+import contextlib
+import copy
+import gc
+import io
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from multiprocessing import Pipe, connection
+
+import numpy as np
+from greenlet import getcurrent
+
+from .accesses import Accesses
+
+WORTH = 2.0  # seconds that must be left, for processes to be forked
+PULSE = 0.25  # seconds between two looks at accesses and the time
+TOKEN = 4  # bytes of a cluster's number
+
+
+def jobs():
+    """How many processes may run at once: TILES_JOBS, by default one for each core; or one, where forking may do harm (threads
+    hold locks that nobody will release in the child) or hide something (a debugger)."""
+    if not hasattr(os, "fork") or not hasattr(os, "sched_getaffinity") or getcurrent().parent is not None:
+        return 1
+    said = os.environ.get("TILES_JOBS", "")
+    if said:
+        if not said.isdecimal() or int(said) < 1:
+            raise ValueError(f"TILES_JOBS must be a number of processes, got {said!r}")
+        return int(said)
+    alone = threading.active_count() == 1 and sys.gettrace() is None and "jax" not in sys.modules
+    return len(os.sched_getaffinity(0)) if alone else 1
+
+
+def run_all(count, run, args, progress, clock=time.monotonic):
+    """run(n, args, accesses) for n from 0 to count - 1, in order, or as if it were."""
+    arrays = arrays_of(args)
+    accesses, words, asked = Accesses(arrays), {}, False
+    for n in range(count):
+        if n in words:
+            sys.stdout.write(words[n])
+            continue
+        start = clock()
+        run(n, args, accesses)
+        progress.done(n + 1)
+        left = count - n - 1
+        if not asked and left > 1 and left * (clock() - start) > WORTH:
+            most = min(jobs(), left)
+            asked = most == 1 or accesses.clash
+            if not asked:
+                words, asked = _forked(range(n + 1, count), run, args, arrays, accesses, progress, most), True
+
+
+def _forked(numbers, run, args, arrays, accesses, progress, most):
+    """What those of these clusters printed that could be run in processes: {number: text}."""
+    copies, moved = accesses.shared(arrays)
+    replaced = dict(zip(map(id, arrays), copies))
+    theirs = [_moved(arg, replaced) for arg in args]
+    words = _gathered(numbers, lambda n: run(n, theirs, moved), accesses, progress, most)
+    if accesses.clash:
+        return {}
+    for array, copied in zip(arrays, copies):
+        if array.flags.writeable and accesses.written(array):
+            array[...] = copied
+    return words
+
+
+def arrays_of(args):
+    """The global arrays that arguments are, or hold."""
+    found = [arrays_of(arg) if isinstance(arg, tuple) else [getattr(arg, "array", arg)] for arg in args]
+    return [array for arrays in found for array in arrays if isinstance(array, np.ndarray)]
+
+
+def _moved(arg, replaced):
+    """An argument with its arrays replaced."""
+    if isinstance(arg, tuple):
+        parts = [_moved(part, replaced) for part in arg]
+        return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
+    if isinstance(arg, np.ndarray):
+        return replaced[id(arg)].view(type(arg))
+    if id(getattr(arg, "array", None)) in replaced:
+        arg = copy.copy(arg)
+        arg.array = replaced[id(arg.array)]
+    return arg
+
+
+def _gathered(numbers, run, accesses, progress, most):
+    """{number: what it printed} of those that ended well, all up to the first that did not among them."""
+    tokens, feed = os.pipe()
+    os.set_blocking(feed, False)
+    waiting = memoryview(b"".join(n.to_bytes(TOKEN, "little") for n in numbers))
+    children, words, failed = {}, {}, numbers.stop
+    try:
+        for _ in range(most):
+            ours, theirs = Pipe(duplex=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python's, of threads: `jobs` has looked
+                child = os.fork()
+            if not child:
+                ours.close()
+                progress.mute()
+                _work(tokens, feed, theirs, run)
+            theirs.close()
+            children[ours] = child
+        reading = set(children)
+        while reading and not accesses.clash and len(words) < failed - numbers.start:
+            if waiting:
+                with contextlib.suppress(BlockingIOError):
+                    waiting = waiting[os.write(feed, waiting) :]
+                if not waiting:
+                    os.close(feed)
+            for one in connection.wait(list(reading), PULSE):
+                try:
+                    n, text = one.recv()
+                except (EOFError, OSError):
+                    reading.discard(one)
+                    continue
+                if text is None:
+                    failed = min(failed, n)
+                    words = {k: said for k, said in words.items() if k < failed}
+                elif n < failed:
+                    words[n] = text
+            progress.done(numbers.start + len(words))
+    finally:
+        if waiting:
+            os.close(feed)
+        os.close(tokens)
+        for ours, child in children.items():
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            ours.close()
+    return words
+
+
+def _work(tokens, feed, results, run):
+    """In a child: clusters as they come, until one fails or there are no more. It never returns."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who has forked it will end it
+        gc.freeze()  # whatever was there belongs to the parent
+        os.close(feed)
+        sys.breakpointhook = _no_terminal
+        while token := os.read(tokens, TOKEN):
+            n, sys.stdout = int.from_bytes(token, "little"), io.StringIO()
+            try:
+                run(n)
+            except BaseException:
+                results.send((n, None))
+                break
+            results.send((n, sys.stdout.getvalue()))
+    finally:
+        os._exit(0)
+
+
+def _no_terminal(*args, **kwargs):
+    raise RuntimeError("a breakpoint, which stops where there is a terminal")

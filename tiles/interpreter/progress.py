@@ -1,0 +1,59 @@
+"""How far a long launch is: said on stderr, in one line that is rewritten on a terminal, now and then in one elsewhere."""
+
+import os
+import sys
+import time
+
+PATIENCE = 5  # seconds before anything is said
+REDRAW = 0.5  # seconds between two states of a terminal's line
+
+
+def wanted():
+    """Does TILES_PROGRESS ask for it? By default all but tests do."""
+    said = os.environ.get("TILES_PROGRESS", "")
+    return said not in ("", "0") or (said == "" and "PYTEST_CURRENT_TEST" not in os.environ)
+
+
+class Progress:
+    """Of a launch of `count` clusters of `size` blocks: tell it how many are `done`, and `tick` now and then; `close` clears
+    the line."""
+
+    def __init__(self, title, count, size=1, stream=None, clock=time.monotonic):
+        self.title, self.blocks, self.size, self.clock, self.finished = title, count * size, size, clock, 0
+        self.stream = sys.stderr if stream is None else stream
+        self.terminal = hasattr(self.stream, "isatty") and self.stream.isatty()
+        self.start = clock()
+        self.due, self.said = self.start + PATIENCE, False
+        if not self.stream or not wanted():
+            self.mute()
+
+    def done(self, clusters):
+        """So many have ended."""
+        self.finished = clusters * self.size
+        self.tick()
+
+    def tick(self):
+        """Time has passed."""
+        now = self.clock()
+        if now >= self.due:
+            self.say(now - self.start)
+            self.due = now + REDRAW if self.terminal else now + (now - self.start)  # elsewhere at 5, 10, 20, 40, ... seconds
+
+    def mute(self):
+        """Say nothing any more."""
+        self.due = float("inf")
+
+    def say(self, seconds):
+        """Write a line."""
+        line = f"{self.title}: {self.finished} of {self.blocks} blocks done, {seconds:.0f} s"
+        if self.finished:
+            line += f", about {seconds / self.finished * (self.blocks - self.finished):.0f} s to go"
+        self.stream.write(f"\r{line}\x1b[K" if self.terminal else f"{line}\n")
+        self.stream.flush()
+        self.said = True
+
+    def close(self):
+        """The launch has ended, somehow."""
+        if self.said and self.terminal:
+            self.stream.write("\r\x1b[K")
+            self.stream.flush()
