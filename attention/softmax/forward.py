@@ -95,18 +95,17 @@ def forward(
     the keys from i + Sk - Sq - left to i + Sk - Sq + right; None is open. mask: mask(b, h, i, j, *aux) says it in Python. A key
     is seen where all of these let it be; a query that sees no key gives 0.
 
-    What becomes of a score s = scale q_i . k_j, in this order. softcap: softcap tanh(s / softcap). alibi: slopes (H) or (B, H),
-    s - slope |i + Sk - Sq - j|. bias: s + bias, (B or 1, H or 1, Sq or 1, Sk) of float32, bfloat16 or float16. score:
-    score(s, b, h, i, j, *aux) says it in Python. sink: (H) logits, exp(sink) joins the sum of weights.
+    What becomes of a score s = scale q_i . k_j, in this order. softcap: softcap tanh(s / softcap). alibi: s - slope |i + Sk -
+    Sq - j|, slopes (H) or (B, H). bias: s + bias, (B or 1, H or 1, Sq or 1, Sk), float32, bfloat16 or float16. score: score(s,
+    b, h, i, j, *aux) says it in Python. sink: (H) logits, exp(sink) joins the sum of weights.
 
-    mask and score are functions as FlexAttention has them, b, h, i, j counting from 0. In kernels they get tiles: s is one of
-    scores, i a vector of queries, j one of keys, whole numbers below 2**24; elsewhere NumPy's arrays. Comparisons, & | ~,
-    + - * / // %, abs, `where` and the maps of `ops` work on both, and so do elements of aux, up to 8 arrays of numbers, at i, j,
-    b and h: `docs[i] == docs[j]`. Key blocks in which a mask holds nowhere are passed by, but for packed sequences.
+    mask and score: functions as FlexAttention has them, b, h, i, j counting from 0. In kernels they get tiles, s one of scores,
+    i a vector of queries and j one of keys, and on NumPy's arrays arrays: comparisons, & | ~, + - * / // %, abs, `where` and
+    the maps of `ops` work on both, and so do elements of aux, arrays of numbers, at i, j, b and h: `docs[i] == docs[j]`.
 
-    cu_seqlens: (N + 1) ascending from 0 to Sq, in a batch of 1: sequence n has the queries from cu_seqlens[n] to
-    cu_seqlens[n + 1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) or (N) keys in use of each sequence.
-    All above is then about each sequence by itself, and b is its number.
+    cu_seqlens: (N + 1) ascending from 0 to Sq, in a batch of 1: sequence n has the tokens from cu_seqlens[n] to cu_seqlens[n +
+    1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) or (N) keys in use of each sequence. Everything above is
+    then about each sequence by itself, b being its number.
 
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
     default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, and
