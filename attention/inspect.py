@@ -1,14 +1,14 @@
 """`python -m attention inspect`: what every shipped kernel compiles to, with no GPU.
 
-A row: {kernel, arch, config, registers, spill_bytes, local_bytes, shared_bytes, lines, warnings, instructions, digest}. `lines`
-counts the kernel and its helpers without blanks, comments and docstrings; `instructions` counts SASS mnemonics; `digest` is
-that of all instructions: no two rows have the same.
+A row: {kernel, config, lines} and what else tiles.inspect.Figures holds. `lines` counts the kernel and its helpers without
+blanks, comments and docstrings; `instructions` counts SASS mnemonics; `digest` is that of all of them: no two rows have the
+same. What did not change since it was last compiled is remembered on disk (tiles.inspect.figures).
 
 Which configurations there are, each kernel's module says where their legality is decided: `space(arch, everything)`.
 """
 
 import ast
-import hashlib
+import functools
 import inspect
 import itertools
 import json
@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from tiles.arguments import signature
-from tiles.compiler import compile_kernel
-from tiles.sass import instructions, listing
+from tiles.inspect import figures
 
 from .recurrent.kernels import (
     based_hopper,
@@ -56,6 +55,7 @@ def configurations(everything=False, arch="sm_90a", only=()):
                     yield family, module, config
 
 
+@functools.cache
 def lines(module) -> int:
     """Lines of the kernel and its helpers, here and in other modules, without blanks, comments and docstrings."""
     ours = {x for x in vars(module).values() if (getattr(x, "__module__", None) or "").startswith(__package__)}
@@ -76,22 +76,10 @@ def _kernel_lines(source: str) -> int:
 
 
 def row(name, module, config, arch) -> dict:
-    """Compile one configuration and describe the outcome."""
+    """Compile one configuration, if nobody remembers it, and describe the outcome."""
     kernel, smem = module.make(config)
-    compiled = compile_kernel(kernel, signature(kernel), arch)
-    return {
-        "kernel": name,
-        "arch": arch,
-        "config": str(config),
-        "registers": compiled.registers,
-        "spill_bytes": compiled.spill_bytes,
-        "local_bytes": compiled.local_bytes,
-        "shared_bytes": smem.nbytes if smem else 0,
-        "lines": lines(module),
-        "warnings": compiled.warnings,
-        "instructions": dict(instructions(compiled.cubin)),
-        "digest": hashlib.sha256("\n".join(map(str, listing(compiled.cubin))).encode()).hexdigest()[:16],
-    }
+    found = figures(kernel, signature(kernel), arch, smem, config.threads)
+    return {**vars(found), "kernel": name, "config": str(config), "lines": lines(module)}
 
 
 def _nth(given, n) -> dict:

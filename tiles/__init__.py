@@ -4,6 +4,7 @@ from .importable import importing
 
 with importing():
     from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32
+    from .inspect import inspect
     from .interpreter import Hazard
     from .launch import launch
     from .op import inlined, lowers, op
@@ -16,6 +17,6 @@ with importing():
     from .values import Tile, tensor
 
 __all__ = [
-    "Hazard", "Tile", "barrier", "bf16", "dtype", "fp8e4m3", "fp8e5m2", "fp16", "fp32", "gl", "inlined", "launch", "lowers",
-    "op", "pending", "pipeline", "profile", "ring", "rt", "rv", "shared", "st", "static", "sv", "tensor", "tf32",
+    "Hazard", "Tile", "barrier", "bf16", "dtype", "fp8e4m3", "fp8e5m2", "fp16", "fp32", "gl", "inlined", "inspect", "launch",
+    "lowers", "op", "pending", "pipeline", "profile", "ring", "rt", "rv", "shared", "st", "static", "sv", "tensor", "tf32",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ import sys
 
 COMMANDS = {  # name: (module, what it does)
     "doctor": ("doctor", "what this machine has, what runs where, and what to do about what is missing"),
+    "inspect": ("inspect.command", "what a kernel compiles to, with no GPU: registers, spills, its lines with their SASS"),
     "layout": ("draw", "draw where a tile's elements lie, and the bank conflicts of an access"),
     "profile": ("profile.command", "what a function launches, what it costs, and what its warps wait for"),
 }

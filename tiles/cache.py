@@ -58,7 +58,7 @@ def limit() -> int:
 
 
 def entries(path: Path) -> list[Path]:
-    """The files of the kernels that are kept in this folder."""
+    """The files that are kept in this folder: of kernels, and of their figures."""
     return [file for file in path.glob("entries/*/*") if file.is_file()]
 
 
@@ -69,26 +69,50 @@ def _files(path, nbytes):
 
 def load(name: str | None) -> Compiled | None:
     """The machine code kept under this key, if there is any and it is sound. ValueError: see `limit`."""
-    if name is None or (path := folder()) is None:
-        return None
-    nbytes = limit()
+    head, cubin = _read(name)
     try:
-        head, _, cubin = _files(path, nbytes)[name].partition(b"\n")
-        entry = json.loads(head)
-        if entry["sha256"] != hashlib.sha256(cubin).hexdigest():
-            raise ValueError("its digest differs")
-        return Compiled(cubin, str(entry["name"]), str(entry["log"]))
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        return head and Compiled(cubin, str(head["name"]), str(head["log"]))
+    except (KeyError, TypeError) as error:
         log.debug("no cached kernel %s: %r", name, error)
         return None
 
 
 def store(name: str | None, compiled: Compiled) -> None:
     """Keep machine code under this key. A folder that cannot be written is no error."""
+    _write(name, {"name": compiled.name, "log": compiled.log}, compiled.cubin)
+
+
+def recall(name: str | None) -> dict | None:
+    """What `remember` keeps under this key."""
+    head, body = _read(name)
+    return head and json.loads(body)
+
+
+def remember(name: str | None, what: dict) -> None:
+    """Keep what JSON can say, made from a kernel, under a key of its own."""
+    _write(name, {}, json.dumps(what).encode())
+
+
+def _read(name):
+    """The head and the body of an entry; (None, b""): there is none, or it is damaged."""
+    if name is None or (path := folder()) is None:
+        return None, b""
+    nbytes = limit()
+    try:
+        head, _, body = _files(path, nbytes)[name].partition(b"\n")
+        entry = json.loads(head)
+        if entry["sha256"] != hashlib.sha256(body).hexdigest():
+            raise ValueError("its digest differs")
+        return entry, body
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        log.debug("nothing is cached as %s: %r", name, error)
+        return None, b""
+
+
+def _write(name, head, body):
     if name is None or (path := folder()) is None:
         return
-    head = {"name": compiled.name, "log": compiled.log, "sha256": hashlib.sha256(compiled.cubin).hexdigest()}
     try:
-        _files(path, limit())[name] = json.dumps(head).encode() + b"\n" + compiled.cubin
+        _files(path, limit())[name] = json.dumps({**head, "sha256": hashlib.sha256(body).hexdigest()}).encode() + b"\n" + body
     except OSError as error:
-        log.debug("the kernel %s could not be kept: %s", name, error)
+        log.debug("%s could not be kept: %s", name, error)

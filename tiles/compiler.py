@@ -5,19 +5,23 @@ Link-time optimisation stays on: without it ptxas ignores setmaxnreg and seriali
 
 import contextlib
 import re
+import threading
 from dataclasses import dataclass
 
+from cuda.bindings.nvjitlink import nvJitLinkError
 from cuda.core import Linker, LinkerOptions, ObjectCode
 from llvmlite.ir.values import ArgumentAttributes
 from numba.core import types
-from numba.cuda import cgutils, compiler, dispatcher, utils
+from numba.cuda import cgutils, compiler, dispatcher, lowering, utils
 from numba.cuda.core.compiler_machinery import FunctionPass, PassManager, register_pass
 from numba.cuda.descriptor import cuda_target
+from numba.cuda.misc import firstlinefinder
 
 from . import constants, named  # noqa: F401  # they teach Numba
 from .builder import i32
 from .importable import uncollected
-from .plumbing import TENSOR_MAP, forget
+from .lines import Place, of_ptx
+from .plumbing import TENSOR_MAP, forget, lines_of_helpers
 
 
 @dataclass(frozen=True)
@@ -44,24 +48,74 @@ class Compiled:
         return int(re.search(r"(\d+) bytes stack frame", self.log)[1])
 
     @property
+    def shared_bytes(self):
+        """Bytes of shared memory that the kernel itself declares, besides what a launch brings."""
+        found = re.search(r"(\d+) bytes smem", self.log)
+        return int(found[1]) if found else 0
+
+    @property
     def warnings(self):
-        """Complaints of ptxas: C7510 and its kin say that wgmma was serialised or setmaxnreg ignored."""
-        return [line.strip() for line in self.log.splitlines() if re.search(r"\(C7\d\d\d\)|warning", line)]
+        """Complaints of ptxas, each once: C7510 and its kin say that wgmma was serialised or setmaxnreg ignored."""
+        lines = [line.strip() for line in self.log.splitlines() if re.search(r"\(C7\d\d\d\)|warning", line)]
+        return list(dict.fromkeys(re.sub(rf"'?{re.escape(self.name)}'?", "the kernel", line) for line in lines))
+
+
+class CompileError(RuntimeError):
+    """ptxas or the linker refuse a kernel. complaints: [(what they say, the Place that it is about, or Place())], each once.
+    lacks: the instructions that the architecture does not have."""
+
+    SHOWN = 8  # places
+
+    def __init__(self, title, arch, complaints):
+        self.complaints = list(dict.fromkeys(complaints))
+        found = [_LACKS.search(said) for said, _ in self.complaints]
+        self.lacks = list(dict.fromkeys(match[1] for match in found if match))
+        super().__init__(f"{title} cannot be compiled for {arch}:\n{self.text}")
+
+    @property
+    def text(self):
+        """The complaints, under the places that they are about."""
+        by_place: dict[Place, list[str]] = {}
+        for said, place in self.complaints:
+            by_place.setdefault(place, []).append(said)
+        shown = list(by_place.items())[: self.SHOWN]
+        parts = [[str(place), *(f"    {said}" for said in saids)] if place.lines else saids for place, saids in shown]
+        if more := len(by_place) - len(shown):
+            parts.append([f"and {more} more places"])
+        return "\n".join(f"  {line}" for part in parts for line in part)
+
+
+_LACKS = re.compile(r"(?:Instruction|Feature|Modifier) '\.?([^']+)' (?:not supported on|requires) \.target")
+_COMPLAINT = re.compile(r"(?:ptxas application ptx input, line (\d+); )?(?:ptxas )?(?:error|fatal)\s*: *(.+)", re.IGNORECASE)
+_SUMMARY = re.compile(r"aborted due to errors|NVJITLINK_ERROR")  # what is said after the complaints, about none of them
+
+
+_alone = threading.RLock()  # compiling is not for two threads at once
 
 
 @contextlib.contextmanager
-def _compiling_for(cc):
+def _compiling_for(cc, lines=False):
     """numba-cuda asks the current device for its compute capability when a kernel calls a device function; answer for it,
     so that code for any architecture can be made on any machine. Afterwards Numba keeps nothing of a factory's. Meanwhile no
-    garbage is collected: that would take a fifth of the time."""
-    asked = dispatcher.get_current_device
-    dispatcher.get_current_device = lambda: type("Device", (), {"compute_capability": cc})
-    try:
-        with uncollected():
+    garbage is collected: that would take a fifth of the time. lines: what is compiled into the kernel has a table of its
+    lines."""
+    with _alone, uncollected(), lines_of_helpers() if lines else contextlib.nullcontext():
+        asked = dispatcher.get_current_device
+        dispatcher.get_current_device = lambda: type("Device", (), {"compute_capability": cc})
+        lowering.get_func_def_lineno = _line_of_def
+        try:
             yield
-    finally:
-        dispatcher.get_current_device = asked
-        forget()
+        finally:
+            dispatcher.get_current_device = asked
+            lowering.get_func_def_lineno = firstlinefinder.get_func_def_lineno
+            forget()
+
+
+def _line_of_def(function):
+    """Where a function begins. Numba itself fails at lambdas, and at bodies of nothing but a docstring."""
+    with contextlib.suppress(IndexError, SyntaxError):
+        return firstlinefinder.get_func_def_lineno(function) or function.__code__.co_firstlineno
+    return function.__code__.co_firstlineno
 
 
 def capability(arch):
@@ -139,7 +193,7 @@ class Lowered:
 
     def __init__(self, kernel, signature, arch, lines=False):
         cc, options = capability(arch), kernel.targetoptions
-        with _compiling_for(cc[:2]):
+        with _compiling_for(cc[:2], lines):
             library, _ = compiler._compile_pyfunc_with_fixup(
                 kernel.py_func,
                 types.void(*signature),
@@ -152,6 +206,7 @@ class Lowered:
                 lto=True,
             )
         _take_maps_by_value(library.get_function(library._entry_name), cc)
+        self.kernel, self.signature, self.lines = kernel, signature, lines
         self.arch, self.name = arch, library._entry_name
         self.code = ObjectCode.from_ltoir(bytes(library.get_ltoir(cc)))
 
@@ -159,16 +214,38 @@ class Lowered:
         return Linker(self.code, options=LinkerOptions(arch=self.arch, link_time_optimization=True, **options))
 
     def machine_code(self) -> Compiled:
-        """What the GPU executes."""
+        """What the GPU executes. CompileError: ptxas or the linker refuse it."""
         linker = self._linker(verbose=True, ptxas_options=["-v"])
-        cubin = linker.link("cubin")
+        try:
+            cubin = linker.link("cubin")
+        except nvJitLinkError as error:
+            raise self._refused(str(error)) from None
         return Compiled(bytes(cubin.code), self.name, linker.get_info_log() + linker.get_error_log())
 
     def ptx(self) -> str:
         """The text that this is assembled from."""
         return bytes(self._linker(ptx=True).link("ptx").code).decode().rstrip("\0")
 
+    def _refused(self, log):
+        """What this log says. Its lines are those of the PTX; which of Python they are, only a table of lines tells."""
+        if not self.lines:
+            try:
+                Lowered(self.kernel, self.signature, self.arch, lines=True).machine_code()
+            except CompileError as error:
+                return error
+        found = _COMPLAINT.findall("\n".join(line for line in log.splitlines() if not _SUMMARY.search(line)))
+        places = [Place(), *of_ptx(self.ptx())] if any(number for number, _ in found) else [Place()]
+        known = title(self.kernel)
+        complaints = [(said.replace(self.name, known), places[int(number or 0)]) for number, said in found]
+        return CompileError(known, self.arch, complaints or [(log.strip(), Place())])
+
+
+def title(kernel) -> str:
+    """A kernel's name."""
+    return kernel.py_func.__name__
+
 
 def compile_kernel(kernel, signature, arch) -> Compiled:
-    """Machine code for `arch` of a `@cuda.jit` kernel and the Numba types of its arguments. No GPU is needed."""
+    """Machine code for `arch` of a `@cuda.jit` kernel and the Numba types of its arguments. No GPU is needed. CompileError:
+    ptxas or the linker refuse it."""
     return Lowered(kernel, signature, arch).machine_code()

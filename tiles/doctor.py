@@ -175,7 +175,7 @@ def cache():
         return
     sizes = [file.stat().st_size for file in entries(path)]
     try:
-        yield Finding("cache", f"{path}, {len(sizes)} kernels, {sum(sizes) / 2**20:.1f} of {limit() / 2**20:.0f} MiB")
+        yield Finding("cache", f"{path}, {len(sizes)} entries, {sum(sizes) / 2**20:.1f} of {limit() / 2**20:.0f} MiB")
     except ValueError as error:
         yield Finding("cache", str(error), "set TILES_CACHE_BYTES to a number of bytes, or unset it")
 

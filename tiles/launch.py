@@ -20,7 +20,6 @@ scalars as their own type, so np.int64(n) where 32 bits are too few.
 import ctypes
 import functools
 import math
-import re
 import struct
 import threading
 import warnings
@@ -43,11 +42,12 @@ from .arguments import (
     number_slot,
     parameters,
     same_place,
+    signature,
     struct_format,
     types_of,
 )
 from .arrays import ABSENT, Form, Operand, c_ordered
-from .compiler import compile_kernel
+from .compiler import CompileError, compile_kernel, title
 from .device import Device, check, device, uncaptured
 from .fallback import Interpreted, forced
 from .frameworks import current_stream, finish, stream_handle
@@ -61,9 +61,6 @@ RECENT = 16  # frames that a kernel keeps, of 3 KB each with four tensor maps
 
 
 # ---- machine code --------------------------------------------------------------------------------------------------
-_LACKS = re.compile(r"(?:Instruction|Feature|Modifier) '\.?([^']+)' (?:not supported on|requires) \.target")
-
-
 def _machine_code(kernel, signature, target: Device):
     """The kernel's machine code, from disk or from the compiler. RuntimeError: the GPU lacks its instructions."""
     name = digest.key(kernel, signature, target.arch)
@@ -71,11 +68,10 @@ def _machine_code(kernel, signature, target: Device):
     if compiled is None:
         try:
             compiled = compile_kernel(kernel, signature, target.arch)
-        except Exception as error:
-            lacks = list(dict.fromkeys(_LACKS.findall(str(error))))
-            if lacks:
-                title = kernel.py_func.__name__
-                raise RuntimeError(f"{title} uses {', '.join(lacks[:4])}, which {target} does not have") from error
+        except CompileError as error:
+            if error.lacks:
+                uses = f"{title(kernel)} uses {', '.join(error.lacks[:4])}, which {target} does not have"
+                raise RuntimeError(f"{uses}:\n{error.text}") from None
             raise
         cache.store(name, compiled)
     for line in compiled.warnings:
@@ -120,6 +116,14 @@ def load(kernel, signature, target: Device, shared_bytes: int = 0) -> Loaded:
             found = known[signature, target.ordinal] = Loaded(compiled, target)
         found.allow(shared_bytes)
         return found
+
+
+watchers: list = []  # what is told of a launch before it is made: (kernel, Numba types, threads, shared)
+
+
+def _tell(kernel, types, threads, shared):
+    for watcher in watchers:
+        watcher(kernel, types, threads, shared)
 
 
 # ---- launches ------------------------------------------------------------------------------------------------------
@@ -328,6 +332,8 @@ class Kernel:
         absent: all loads from it are 0, and stores are left out. ValueError, TypeError that name the parameter: TMA cannot take
         an array, a number is missing, there is no such parameter."""
         grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
+        if watchers:
+            _tell(self.kernel, signature(self.kernel), self.threads, self.shared)
         if self.interpreted:
             return self._interpreted(grid, given)
         numbers, plain, maps = self.blank.copy(), [], []
@@ -451,6 +457,8 @@ class Launch:
         return self._bind(parameters(self.kernel, args))
 
     def _bind(self, given):
+        if watchers:
+            _tell(self.kernel, types_of(self.kernel, given), math.prod(self.block), self.shared)
         place = same_place(given)
         if place is None or forced():
             arrays = iter(range(len(given)))

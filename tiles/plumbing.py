@@ -4,6 +4,7 @@ Two Numba types carry everything: `Value(spec)` is a run-time value of that type
 the frozen object itself, closed over by a kernel and known when it is compiled. Kernel authors see neither.
 """
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -25,6 +26,7 @@ from numba.cuda.typing.typeof import typeof_impl
 
 from .builder import Builder, f32, i32, i64
 from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32
+from .lines import from_op
 from .op import OPS, Name
 from .types import barrier, gl, is_static, pending, rt, rv, st, sv
 
@@ -188,7 +190,8 @@ def teach_numba(op):
 
     def lower(context, builder, sig, values):
         _, emit = op.type(*map(spec_of, sig.args))
-        out = emit(Builder(builder, context), *values)
+        with from_op(builder, op):
+            out = emit(Builder(builder, context), *values)
         return context.get_dummy_value() if out is None else out
 
     class Template(AbstractTemplate):
@@ -245,6 +248,7 @@ def inline(function):
 
     if not hasattr(function, "dispatcher"):
         function.dispatcher = cuda.jit(device=True, forceinline=True, fastmath=True)(function)
+        function.dispatcher.targetoptions["lineinfo"] = _lines
         function._numba_type_ = types.Dispatcher(function.dispatcher)  # a type holds its dispatcher weakly
         INLINED.add(function.dispatcher)
     return function._numba_type_
@@ -269,6 +273,26 @@ def _teach_launch(call):
 
 
 CUDADispatcher.call = _teach_launch(CUDADispatcher.call)
+_lines = False  # whether they are compiled with a table of lines
+_others: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each, its compiled forms with such a table, or without
+
+
+@contextlib.contextmanager
+def lines_of_helpers():
+    """Inside, what is compiled into a kernel has a table of its lines."""
+    _exchange(True)
+    try:
+        yield
+    finally:
+        _exchange(False)
+
+
+def _exchange(lines):
+    global _lines
+    _lines = lines
+    for dispatcher in list(INLINED):
+        dispatcher.targetoptions["lineinfo"] = lines
+        dispatcher.overloads, _others[dispatcher] = _others.get(dispatcher, {}), dispatcher.overloads
 
 
 def _passes(ty):

@@ -12,14 +12,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from .lines import Place, of_sass
+
 
 class Instruction(NamedTuple):
-    """One line of SASS: `@!P0 LDS.64 R2, [R4+0x10]` has the opcode LDS.64 and the mnemonic LDS."""
+    """One line of SASS: `@!P0 LDS.64 R2, [R4+0x10]` has the opcode LDS.64 and the mnemonic LDS. place: the line of Python it
+    comes from, if the kernel was compiled with a table of lines."""
 
     address: int
     predicate: str
     opcode: str
     operands: str
+    place: Place = Place()
 
     @property
     def mnemonic(self):
@@ -42,12 +46,19 @@ def nvdisasm() -> Path:
     raise FileNotFoundError("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
 
 
+@lru_cache
+def version() -> str:
+    """What tells this disassembler from another one."""
+    found = nvdisasm().stat()
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
 def disassemble(cubin: bytes) -> str:
-    """nvdisasm's text of a cubin's code."""
+    """nvdisasm's text of a cubin's code, with the lines it comes from."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([nvdisasm(), "-c", file.name], capture_output=True, text=True)
+        done = subprocess.run([nvdisasm(), "-c", "-gi", file.name], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"nvdisasm: {done.stderr.strip()}")
     return done.stdout
@@ -60,17 +71,23 @@ LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+)?\s*(\S+)\s*(.*?)\s*;")
 @lru_cache(maxsize=16)
 def _parse(cubin):
     code, labels = [], {}
-    for line in disassemble(cubin).splitlines():
+    text = disassemble(cubin)
+    for line, place in zip(text.splitlines(), of_sass(text)):
         if match := LABEL.match(line):
             labels[match[1]] = len(code)
         elif match := LINE.match(line):
-            code.append(Instruction(int(match[1], 16), match[2] or "", match[3], match[4]))
+            code.append(Instruction(int(match[1], 16), match[2] or "", match[3], match[4], place))
     return tuple(code), labels
 
 
 def listing(cubin: bytes) -> tuple[Instruction, ...]:
     """The instructions of a cubin, in order."""
     return _parse(cubin)[0]
+
+
+def labels(cubin: bytes) -> dict[str, int]:
+    """What branches name: label -> the index of the instruction that it stands before."""
+    return _parse(cubin)[1]
 
 
 def instructions(cubin: bytes) -> Counter:

@@ -139,7 +139,9 @@ plan = shared(b=st(64, 64, bf16))
 
 def test_wgmma_where_there_is_none():
     target = type("Target", (), {"arch": "sm_100a", "__str__": lambda self: "a B200"})()
-    with pytest.raises(RuntimeError, match="product uses wgmma.*, which a B200 does not have"):
+    with pytest.raises(
+        RuntimeError, match=r"product uses wgmma.*, which a B200 does not have:\n  mm_AB in test_launch.py:\d+ `"
+    ):
         launching._machine_code(product, (types.Array(types.float32, 2, "A"),), target)
 
 

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..lines import is_op
+
 _TOKEN = re.compile(
     r"\s+|//[^\n]*"
     r"|(?P<loc>\.loc\s+(?P<file>\d+)\s+(?P<line>\d+)[^\n]*)"
@@ -137,7 +139,8 @@ def read(text: str) -> Program:
         if not token:
             raise ValueError(f"PTX line {number}: {text[position : position + 60]!r}")
         if token["loc"]:
-            place = (files.get(token["file"], "?"), int(token["line"])) if token["line"] != "0" else place
+            file = files.get(token["file"], "?")
+            place = (file, int(token["line"])) if token["line"] != "0" and not is_op(file) else place
         elif token["open"]:
             scope = _Scope(scope)
         elif token["close"]:

@@ -1,0 +1,142 @@
+"""tiles/inspect/command.py: how the command line finds a kernel and its arguments, and what it prints."""
+
+import json
+import sys
+import textwrap
+
+import pytest
+
+from tiles import bf16, fp32, rt, st
+from tiles.__main__ import main as tiles_main
+from tiles.arguments import FLOAT, INT, array, tiled
+from tiles.inspect import Inspection, command
+from tiles.inspect.code import Line
+from tiles.inspect.command import find, main
+from tiles.lines import Place
+
+SOURCE = """
+import numpy as np
+from numba import cuda
+
+import tiles
+from ops import load, store
+from tiles import bf16, fp32, rt, shared, st
+from tiles.arguments import FLOAT, INT, array
+
+T, BOX, plan = rt(16, 16, fp32), st(64, 64, bf16), shared(a=st(64, 64, bf16))
+
+@cuda.jit
+def declared(x: array(2), n: INT):
+    x[n, n] = 1.0
+
+@cuda.jit
+def plain(x, y, scale):
+    x[0, 0] = y[0] * scale
+
+def make(columns):
+    @cuda.jit
+    def made(x: array(2), scale: FLOAT):
+        store(x, load(x, rt(16, columns, fp32), (0, 0)) * scale, (0, 0))
+    return made, plan
+
+def main():
+    @cuda.jit
+    def hidden(x):
+        x[0] = 1.0
+
+    print("not what was asked for")
+    x = np.zeros(4, np.float32)
+    tiles.launch(hidden, 2, 64)(x)
+    tiles.launch(hidden, 2, 128, shared=plan)(x)
+    raise OSError("no more")
+
+if __name__ == "__main__":
+    main()
+    raise SystemExit("done")
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("commands") / "of_a_user.py"
+    path.write_text(textwrap.dedent(SOURCE))
+    before, known = list(sys.path), set(sys.modules)
+    yield str(path)
+    sys.path[:] = before
+    for name in set(sys.modules) - known:
+        if "of_a_user" in name:
+            del sys.modules[name]
+
+
+def test_annotations_say_what_a_kernel_takes(file):
+    found = find(f"{file}:declared")
+    assert found.kernel.py_func.__name__ == "declared" and found[1:] == ((), None, None)
+
+
+def test_expressions_for_arguments(file):
+    found = find(f"{file}:plain", "array(2, bf16), tiled(BOX), 1.0")
+    assert found.args == (array(2, bf16), tiled(st(64, 64, bf16)), 1.0)
+    assert find(f"{file}:plain", "array(T.rows // 8, fp32),").args == (array(2),) and rt(16, 16, fp32).rows == 16
+
+
+def test_a_factory_gives_the_plan_too(file):
+    found = find(f"{file}:make(32)")
+    assert found.kernel.py_func.__name__ == "made" and found.shared.nbytes == 8192 + 1024
+
+
+def test_a_script_runs_up_to_the_first_launch(file, capsys):
+    found = find(f"{file}:hidden")
+    assert found.args == (array(1),) and (found.block, found.shared) == (64, None)
+    said = capsys.readouterr()
+    assert said.out == "" and "not what was asked for" in said.err
+
+
+def test_a_module_goes_as_well():
+    assert find("inspected:product").kernel.py_func.__name__ == "product"
+
+
+@pytest.mark.parametrize("kernel, words", [
+    ("missing", "has no kernel missing, and launches none of that name; it stops with OSError: no more"),
+    ("plain", "plain: annotate its parameters, say --args, or launch it"),
+
+    ("T", "is no @cuda.jit function but"), ("make(", "SyntaxError"),
+])  # fmt: skip
+def test_what_is_wrong_is_said(kernel, words, file, capsys):
+    assert main([f"{file}:{kernel}"]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_neither_file_nor_kernel(capsys):
+    assert main(["nothing"]) == main(["no.such.module:kernel"]) == 1
+    said = capsys.readouterr().err
+    assert "say FILE:KERNEL, got 'nothing'" in said and "No module named 'no'" in said
+
+
+def test_what_is_printed(file, capsys, tmp_path, monkeypatch):
+    def look(kernel, *args, arch, shared, block):
+        line = Line(f"RET R{len(arch)}", Place())
+        return Inspection("plain", arch, len(args), 0, 0, shared.nbytes, block, [], {"RET": 1}, "", (line,), (line,))
+
+    monkeypatch.setattr(command, "inspect", look)
+    given = [f"{file}:plain", "--args", "array(2), array(1), 0.5", "--block", "128", "--shared", "4096"]
+    assert tiles_main(["inspect", *given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "title": "plain", "arch": "sm_90a", "registers": 3, "spill_bytes": 0, "local_bytes": 0, "shared_bytes": 4096,
+        "threads": 128, "warnings": [], "instructions": {"RET": 1}, "digest": "",
+    }  # fmt: skip
+    page = tmp_path / "page.html"
+    assert main([*given, "--html", str(page), "--diff", "sm_80"]) == 0
+    assert "plain for sm_80 <small>and</small> plain for sm_90a" in page.read_text()
+    assert main([*given, "--diff", "sm_80", "--json"]) == 0
+    assert {name: one["arch"] for name, one in json.loads(capsys.readouterr().out.partition("\n")[2]).items()} == {
+        "before": "sm_80",
+        "after": "sm_90a",
+    }
+    assert main([*given, "--diff", f"{file}:declared", "--sass"]) == 0
+    assert "RET R6" in capsys.readouterr().out
+
+
+def test_numbers_are_types_as_in_a_launch(file, capsys):
+    assert main([f"{file}:declared", "--args", "array(2), INT", "--ptx"]) == 0
+    assert "of_a_user.py:14 `x[n, n] = 1.0`" in capsys.readouterr().out
+    assert find(f"{file}:plain", "INT, FLOAT").args == (INT, FLOAT)

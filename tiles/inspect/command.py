@@ -1,0 +1,181 @@
+"""`python -m tiles inspect FILE:KERNEL`: what a kernel compiles to, with no GPU.
+
+    python -m tiles inspect softmax.py:softmax                      figures, and how many instructions each line became
+    python -m tiles inspect softmax.py:softmax --sass               all of them, under their lines; --ptx: one step before
+    python -m tiles inspect softmax.py:softmax --html page.html     all that as a page
+    python -m tiles inspect softmax.py:softmax --diff other.py:softmax
+    python -m tiles inspect softmax.py:softmax --diff sm_80         the same for another version, or another architecture
+
+FILE is a file or the name of a module. KERNEL is what the file calls a kernel, or an expression that gives one, or a kernel and
+its plan: "gemm.py:make(128, 64)". Its arguments are, whichever there is first:
+    --args "array(2, bf16), tiled(TILE), 1.0"      expressions in the words of the file and of tiles.arguments
+    the annotations of its parameters              def kernel(x: array(2, bf16), n: INT)
+    those of its first launch                      the file is run as a script up to there, which says threads and plan, too
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import re
+import runpy
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from numba.cuda.core.errors import NumbaError
+
+from .. import arguments, dtypes, launch
+from ..compiler import title
+from .figures import Figures
+from .report import ARCH, Inspection, inspect
+
+
+class Found(NamedTuple):
+    """A kernel, and how it would be launched: what its arguments are, its plan and its threads as far as is known."""
+
+    kernel: Any
+    args: tuple = ()
+    shared: Any = None
+    block: Any = None
+
+
+class Launched(BaseException):
+    """Ends a script at the launch that it was run for. No `except Exception` of the script stops it."""
+
+
+@contextlib.contextmanager
+def first_launch(name):
+    """Runs what is inside up to the first launch of a kernel of this name, which ends up in the list that this gives."""
+    seen: list[Found] = []
+
+    def watch(kernel, types, threads, shared):
+        if title(kernel) == name:
+            seen.append(Found(kernel, tuple(types), shared, threads))
+            raise Launched
+
+    watchers = sys.modules[launch.__module__].watchers
+    watchers.append(watch)
+    try:
+        with contextlib.suppress(Launched), contextlib.redirect_stdout(sys.stderr):
+            yield seen
+    finally:
+        watchers.remove(watch)
+
+
+def find(target: str, args: str | None = None) -> Found:
+    """The kernel that FILE:KERNEL names. ValueError, TypeError: there is none, or its arguments are not known."""
+    file, colon, name = target.rpartition(":")
+    if not colon:
+        raise ValueError(f"say FILE:KERNEL, got {target!r}")
+    with first_launch(name) as seen:
+        names = vars(_module(file))
+    if seen:
+        return seen[0]
+    try:
+        made = eval(name, names)
+    except NameError:
+        made = None  # a kernel that only a function of the file knows
+    kernel, shared = made if isinstance(made, tuple) else (made, None)
+    if kernel is not None and not hasattr(kernel, "py_func"):
+        raise TypeError(f"{target} is no @cuda.jit function but {kernel!r}")
+    if kernel and args is not None:
+        words = {**vars(dtypes), **vars(arguments), **names}
+        return Found(kernel, tuple(eval(f"[{args}]", words)), shared)
+    if kernel and (shared is not None or _declares(kernel)):
+        return Found(kernel, (), shared)
+    stopped = ""
+    with first_launch(title(kernel) if kernel else name) as seen:
+        try:
+            _run(file)
+        except Exception as error:
+            stopped = f"; it stops with {type(error).__name__}: {error}"
+    if seen:
+        return seen[0]
+    if kernel:
+        raise ValueError(f"{target}: annotate its parameters, say --args, or launch it: {file} as a script does not{stopped}")
+    raise ValueError(f"{file} has no kernel {name}, and launches none of that name{stopped}")
+
+
+def _declares(kernel):
+    code = kernel.py_func.__code__
+    return set(code.co_varnames[: code.co_argcount]) <= set(kernel.py_func.__annotations__)
+
+
+def _module(file):
+    """A file or module, imported."""
+    path = Path(file)
+    if not path.is_file():
+        return importlib.import_module(file)
+    sys.path.insert(0, str(path.parent.resolve()))
+    name = path.stem if path.stem not in sys.modules else f"inspected {path.resolve()}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec and spec.loader
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run(file):
+    """A file or module, run as a script."""
+    asked, sys.argv = sys.argv, [file]
+    try:
+        with contextlib.suppress(SystemExit):
+            if Path(file).is_file():
+                runpy.run_path(file, run_name="__main__")
+            else:
+                runpy.run_module(file, run_name="__main__", alter_sys=True)
+    finally:
+        sys.argv = asked
+
+
+def _look(target, options, arch=None) -> Inspection:
+    found = find(target, options.args)
+    shared = found.shared
+    if options.shared is not None:
+        shared = type("Plan", (), {"nbytes": options.shared})
+    return inspect(found.kernel, *found.args, arch=arch or options.arch, shared=shared, block=options.block or found.block)
+
+
+def _figures(found):
+    return {one.name: getattr(found, one.name) for one in fields(Figures)}
+
+
+def main(arguments) -> int:
+    """The command line; the exit code is 1 if there is nothing to look at."""
+    words, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m tiles inspect", description=words, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kernel", metavar="FILE:KERNEL")
+    parser.add_argument("--args", help="expressions for the kernel's arguments")
+    parser.add_argument("--arch", default=ARCH, help="architecture (default: %(default)s)")
+    parser.add_argument("--block", type=int, help="threads of a block, for occupancy")
+    parser.add_argument("--shared", type=int, help="bytes of shared memory of a block, for occupancy")
+    parser.add_argument("--sass", action="store_true", help="all instructions")
+    parser.add_argument("--ptx", action="store_true", help="all instructions of the PTX")
+    parser.add_argument("--html", metavar="PAGE", help="write a page that shows everything")
+    parser.add_argument("--json", action="store_true", help="figures for machines")
+    parser.add_argument("--diff", metavar="OTHER", help="what differs from another FILE:KERNEL, or from another architecture")
+    options = parser.parse_args(arguments)
+    try:
+        found: Any = _look(options.kernel, options)
+        if options.diff:
+            arch = re.fullmatch(r"sm_\w+", options.diff) and options.diff
+            found = found - _look(options.kernel if arch else options.diff, options, arch)
+    except (ValueError, TypeError, NameError, RuntimeError, ImportError, OSError, SyntaxError, NumbaError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    if options.html:
+        Path(options.html).write_text(found.html(), encoding="utf-8")
+        print(options.html)
+    elif options.json:
+        both = {"before": found.before, "after": found.after} if options.diff else None
+        print(json.dumps({name: _figures(one) for name, one in both.items()} if both else _figures(found), indent=1))
+    elif options.sass or options.ptx:
+        print(found.listing("sass" if options.sass else "ptx"))
+    else:
+        print(found)
+    return 0

@@ -1,0 +1,88 @@
+"""A kernel's machine code in numbers, remembered on disk until what it is made from changes."""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numba.cuda import types
+
+from .. import cache, digest, sass
+from ..compiler import Compiled, compile_kernel, title
+from .occupancy import Occupancy, occupancy
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A kernel's machine code in numbers. shared_bytes: of the plan, and of what the kernel itself declares. threads: of a
+    block, or None. instructions: how many there are of each mnemonic. digest: that of them all."""
+
+    title: str
+    arch: str
+    registers: int
+    spill_bytes: int
+    local_bytes: int
+    shared_bytes: int
+    threads: int | None
+    warnings: list[str]
+    instructions: dict[str, int]
+    digest: str
+
+    @property
+    def occupancy(self) -> Occupancy | None:
+        """How many blocks a multiprocessor holds at once; None if it is not said how many threads they have."""
+        return occupancy(self.arch, self.threads, self.registers, self.shared_bytes) if self.threads else None
+
+    @property
+    def text(self) -> str:
+        """The figures in a few lines."""
+        total = sum(self.instructions.values())
+        kinds = "  ".join(f"{name} {count}" for name, count in Counter(self.instructions).most_common(12))
+        lines = [
+            f"{self.title} for {self.arch}: {self.registers} registers, {self.spill_bytes} bytes spilled, "
+            f"{self.local_bytes} of local memory, {self.shared_bytes} of shared memory",
+            f"occupancy: {self.occupancy}" if self.occupancy else "occupancy: say how many threads a block has",
+            f"{total} instructions: {kinds}",
+            *(f"warning: {line}" for line in self.warnings),
+        ]
+        return "\n".join(lines)
+
+
+def figures(kernel, types: Sequence[types.Type], arch: str, shared: Any = None, block: Any = None) -> Figures:
+    """The figures alone, for Numba types of arguments. They are remembered on disk beside compiled kernels, under a key of all
+    that the code is made from: what did not change is not compiled again."""
+    name = digest.key(kernel, types, arch)
+    known = name and f"{name} in figures of nvdisasm {sass.version()}"
+    found = cache.recall(known)
+    if found is None:
+        compiled = cache.load(name) or compile_kernel(kernel, types, arch)
+        found = {**measured(kernel, arch, compiled), "threads": None}
+        cache.remember(known, found)
+    if shared is not None:
+        found["shared_bytes"] += shared.nbytes
+    return Figures(**{**found, "threads": threads(block)})
+
+
+def measured(kernel, arch: str, compiled: Compiled, shared: Any = None) -> dict[str, Any]:
+    """All of Figures but the threads."""
+    code = sass.listing(compiled.cubin)
+    return {
+        "title": title(kernel),
+        "arch": arch,
+        "registers": compiled.registers,
+        "spill_bytes": compiled.spill_bytes,
+        "local_bytes": compiled.local_bytes,
+        "shared_bytes": compiled.shared_bytes + (shared.nbytes if shared else 0),
+        "warnings": compiled.warnings,
+        "instructions": dict(sass.instructions(compiled.cubin)),
+        "digest": hashlib.sha256("\n".join(map(str, code)).encode()).hexdigest()[:16],
+    }
+
+
+def threads(block: Any) -> int | None:
+    """Threads of a block that is given as to a launch."""
+    if block is None:
+        return None
+    return math.prod(block if isinstance(block, tuple) else (block,))

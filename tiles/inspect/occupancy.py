@@ -1,0 +1,63 @@
+"""How many blocks of a kernel a multiprocessor holds at once, and what does not let it hold more."""
+
+from typing import NamedTuple
+
+from ..compiler import capability
+from ..layout import LANES
+
+REGISTERS = 64 * 1024  # of a multiprocessor, 32 bits each; in four quarters, of which a warp lies in one
+QUARTERS = 4
+UNIT = 256  # registers that a warp takes are a multiple of this many,
+SHARED_UNIT = 128  # and bytes of shared memory that a block takes, of this many,
+RESERVED = 1024  # these included, which the system keeps in each block
+
+# What a multiprocessor holds: (warps, blocks, KiB of shared memory). From the CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability"; blocks, shared memory and the units above also stand in CUDA's cuda_occupancy.h.
+LIMITS = {
+    (8, 0): (64, 32, 164),
+    (8, 6): (48, 16, 100),
+    (8, 7): (48, 16, 164),
+    (8, 9): (48, 24, 100),
+    (9, 0): (64, 32, 228),
+    (10, 0): (64, 32, 228),
+    (10, 3): (64, 32, 228),
+    (12, 0): (48, 24, 100),
+    (12, 1): (48, 24, 100),
+}
+
+
+class Occupancy(NamedTuple):
+    """Blocks and warps that a multiprocessor holds at once; `most` warps fit at best. by: what is used up first."""
+
+    blocks: int
+    warps: int
+    most: int
+    by: tuple[str, ...]
+
+    def __str__(self):
+        blocks, share = f"{self.blocks} block{'s' * (self.blocks != 1)}", self.warps / self.most
+        return f"{blocks} at once, {self.warps} of {self.most} warps ({share:.0%}), limited by {' and '.join(self.by)}"
+
+
+def occupancy(arch: str, threads: int, registers: int, shared_bytes: int) -> Occupancy | None:
+    """For blocks of so many threads, of so many registers each, with so much shared memory; None for an architecture whose
+    limits are not known here."""
+    limits = LIMITS.get(capability(arch)[:2])
+    if limits is None:
+        return None
+    most, blocks, kilobytes = limits
+    warps = _up(threads, LANES) // LANES
+    a_warp = _up(registers * LANES, UNIT)
+    a_block = _up(shared_bytes + RESERVED, SHARED_UNIT)
+    allowed = {
+        "registers": REGISTERS // QUARTERS // a_warp * QUARTERS // warps,
+        "shared memory": kilobytes * 1024 // a_block,
+        "warps": most // warps,
+        "blocks": blocks,
+    }
+    fit = min(allowed.values())
+    return Occupancy(fit, fit * warps, most, tuple(name for name, count in allowed.items() if count == fit))
+
+
+def _up(value, unit):
+    return -(-value // unit) * unit

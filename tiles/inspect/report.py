@@ -1,0 +1,128 @@
+"""What a kernel compiles to, with no GPU: figures, and PTX and SASS with the line of Python beside each.
+
+    found = tiles.inspect(kernel, x, y, 0.5, block=128, shared=plan)     the arguments of a launch
+    found = tiles.inspect(kernel, array(2, bf16), array(2), FLOAT)       or what stands for them (tiles.arguments)
+    found = tiles.inspect(kernel)                                        or nothing, if the kernel declares what it takes
+
+    print(found)                       registers, spills, occupancy, and how many instructions each line became
+    print(found.listing("sass"))       each of them, under its line; "ptx": one step before
+    print(found - other)               what another version has more or less
+    Path("page.html").write_text(found.html())
+
+`python -m tiles inspect` does that from the command line (command.py). What is listed is compiled with a table of lines, what
+is launched without: of few kernels the instructions are then others, or in another order.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+from os.path import basename
+from typing import Any
+
+from numba.cuda import types
+
+from ..arguments import parameter, parameters, same_place, signature, types_of
+from ..compiler import Lowered
+from ..device import device
+from ..plumbing import Value
+from ..types import gl
+from .code import Line, Source, function_at, mnemonic, of_cubin, of_ptx
+from .compare import Difference
+from .figures import Figures, measured, threads
+from .page import page
+
+ARCH = "sm_90a"
+STANDS = types.Type, gl  # what stands for an argument
+TOP = 4  # mnemonics shown of a line
+
+
+@dataclass(frozen=True)
+class Inspection(Figures):
+    """What `tiles.inspect` finds: the figures, and every instruction of the machine code (sass) and of the PTX that it is
+    assembled from (ptx), with its place."""
+
+    sass: tuple[Line, ...] = field(repr=False, default=())
+    ptx: tuple[Line, ...] = field(repr=False, default=())
+
+    @cached_property
+    def counts(self) -> dict[tuple[str, int], Counter]:
+        """{(file, line of Python): how many instructions of each mnemonic it became}."""
+        found: dict[tuple[str, int], Counter] = {}
+        for text, place in self.sass:
+            if place.lines and not text.endswith(":"):
+                found.setdefault(place.lines[0], Counter())[mnemonic(text)] += 1
+        return found
+
+    @cached_property
+    def sources(self) -> list[Source]:
+        """The kernel and the helpers that instructions come from, the kernel first."""
+        outer = Counter(line.place.lines[-1] for line in self.sass if line.place.lines)
+        found: dict[Source, None] = {}
+        for file, line in (*outer, *self.counts):
+            if not any(file == one.file and one.first <= line < one.first + len(one.lines) for one in found):
+                found[function_at(file, line)] = None
+        return list(found)
+
+    def __str__(self):
+        parts = [self.text]
+        for file, first, lines in self.sources:
+            parts.append(f"\n{basename(file)}")
+            width = max((len(line) for number, line in enumerate(lines, first) if (file, number) in self.counts), default=0)
+            for number, line in enumerate(lines, first):
+                kinds = self.counts.get((file, number), Counter())
+                top = "  ".join(f"{name} {count}" for name, count in kinds.most_common(TOP))
+                parts.append(f"{number:5} {sum(kinds.values()) or '':5}  {f'{line:{width}}  {top}' if top else line}".rstrip())
+        return "\n".join(parts)
+
+    def listing(self, kind: str = "sass") -> str:
+        """All instructions, "sass" or "ptx", under their lines of Python."""
+        parts, last = [], None
+        for text, place in getattr(self, kind):
+            if place != last:
+                parts.append(str(place))
+            parts.append(f"    {text}")
+            last = place
+        return "\n".join(parts)
+
+    def html(self) -> str:
+        """A page that holds all that, the source on the left and its instructions on the right; it needs no other file."""
+        return page(self)
+
+    def __sub__(self, other: "Inspection") -> Difference:
+        """What differs from another version: see compare.Difference."""
+        return Difference(other, self)
+
+
+def inspect(kernel, *args: Any, arch: str | None = None, shared: Any = None, block: Any = None) -> Inspection:
+    """Compile a `@cuda.jit` kernel as a launch with these arguments would, and say what came out. No GPU is needed.
+
+    args: as `tiles.launch` takes them, or types from tiles.arguments that stand for them (`array(2, bf16)`, `tiled(tile)`, INT,
+    FLOAT); none, if the kernel's own parameters are annotated so. arch: by default that of the GPU that holds the arrays, else
+    sm_90a. shared: the plan, block: the threads, as the launch has them; both count for occupancy alone. Without block
+    the threads are those of the kernel's launch_bounds, if it has any.
+
+    TypeError, ValueError: an argument is wrong. CompileError: ptxas or the linker refuse the kernel."""
+    if not hasattr(kernel, "py_func"):
+        raise TypeError(f"inspect: kernel must be a @cuda.jit function, got {kernel!r}")
+    given, home = _given(kernel, args)
+    bounds = kernel.targetoptions.get("launch_bounds")
+    block = block or (bounds[0] if isinstance(bounds, tuple) else bounds)
+    arch = arch or (ARCH if home is None else device(home).arch)
+    lowered = Lowered(kernel, given, arch, lines=True)
+    compiled = lowered.machine_code()
+    found = measured(kernel, arch, compiled, shared)
+    ptx = of_ptx(lowered.ptx(), lowered.name)
+    return Inspection(**found, threads=threads(block), sass=of_cubin(compiled.cubin), ptx=ptx)
+
+
+def _given(kernel, args) -> tuple[tuple[types.Type, ...], int | None]:
+    """The Numba types of a kernel's arguments, and the GPU that arrays among them lie on, if any."""
+    code = kernel.py_func.__code__
+    names = code.co_varnames[: code.co_argcount]
+    if names and not args:
+        return signature(kernel), None
+    if not any(isinstance(arg, STANDS) for arg in args) or len(args) != len(names):
+        found = parameters(kernel, args)
+        return types_of(kernel, found), same_place(found)
+    kinds = (arg if isinstance(arg, STANDS) else parameter(name, arg).type for name, arg in zip(names, args))
+    return tuple(Value(kind) if isinstance(kind, gl) else kind for kind in kinds), None
