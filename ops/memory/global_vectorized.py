@@ -1,4 +1,8 @@
-"""Register tiles to and from aligned global arrays, by accesses of 16 bytes a lane, or of 4 or twice 2.
+"""Register tiles to and from global arrays, by accesses of 16 bytes a lane; or, if a kernel says so, of 4 or twice 2.
+
+Whether 16 bytes can go at once only run time says, unless the kernel promises it: the warp looks, and what the array does not
+allow goes word by word, in a loop of four rounds. Of each of its accesses a lane moves one word a round, element by element: as
+many are on their way at a time as there are accesses, and the code is short. The looking costs some ten instructions.
 
 A lane of an accumulator holds pairs of neighbouring columns (runs of four if they are bytes). The lanes of a quad hold a row
 between them, in sections of eight columns (of bytes sixteen), and exchange pairs so that each ends up with 16 bytes that lie
@@ -24,6 +28,9 @@ from tiles import ptx
 from tiles.builder import f32, i32, i64
 from tiles.plumbing import SCALARS
 from tiles.types import rt, rv
+
+from .global_elements import GUARD, LOAD, STORE
+from .shared_tiles import joined
 
 QUAD, HALF = 4, 8  # lanes; rows from one that a quad has to its next
 WIDE, NARROW, ELEMENT = 16, 4, 2  # bytes of an access by a lane
@@ -94,6 +101,14 @@ def _exchange(spec, size, access=WIDE):
     return next(exchange for exchange in EXCHANGES[size] if spec.cols % exchange.columns == 0)
 
 
+def suits(array, spec, rows, cols):
+    """Could tiles of type `spec` go to or from this array by 16 bytes, as far as types say? Rows that run along a later axis
+    than columns are not even tried."""
+    if not isinstance(spec, rt) or spec.layout != "row" or cols % array.ndim < rows % array.ndim:
+        return False
+    return (spec.dtype.itemsize == 1) == (SCALARS[array.dtype].itemsize == 1) and array.layout != "F"
+
+
 def check(name, array, spec, aligned, loads=False):
     """TypeError if tiles of type `spec` cannot be moved to or from this array so. loads: by 16 bytes only, and vectors, too."""
     size = SCALARS[array.dtype].itemsize
@@ -128,28 +143,94 @@ def _anew(b, address):
     return b.or_(b.shl(b.lshr(address, ir.Constant(i64, 32)), ir.Constant(i64, 32)), b.zext(low, i64))
 
 
-def _accesses(b, ty, exchange, array, spec, at, rows, cols, first_row, anew=False):
-    """For each of this lane's accesses: (the coordinates of its words in lane 0, is it inside the array, its address)."""
+@dataclass(frozen=True)
+class _Place:
+    """Where a lane's part of a tile lies. `start`: the address of its first access; `line`, `column`: the strides of rows and
+    columns; `down`, `across`: its first row and column, inside the array if below `height` and `width`, unsigned, of 32 bits;
+    `whole`: can the warp move 16 bytes at once? None: the kernel promises it."""
+
+    start: ir.Value
+    line: ir.Value
+    column: ir.Value
+    down: ir.Value
+    across: ir.Value
+    height: ir.Value
+    width: ir.Value
+    whole: ir.Value | None = None
+
+
+def _wide(b, at):
+    """Indices of 64 bits."""
+    return [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
+
+
+def _address(b, data, at, strides):
+    """The address of the element with this index."""
+    for index, stride in zip(at, strides):
+        data = b.add(data, b.mul(index, stride))
+    return data
+
+
+def _promised(b, ty, exchange, array, spec, at, rows, cols, first_row):
+    """The place of an aligned tile: its indices and extents are below 2**31."""
     data, extents, strides = b.array(ty, array)
-    at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
-    size, r, c = SCALARS[ty.dtype].itemsize, rows % ty.ndim, cols % ty.ndim
+    at, r, c = _wide(b, at), rows % ty.ndim, cols % ty.ndim
     own_row = b.add(b.lshr(b.lane(), b.u32(2)), exchange.first_row(b))
     at[r] = b.add(at[r], b.zext(b.add(own_row, first_row), i64))
     at[c] = b.add(at[c], b.zext(exchange.first_column(b), i64))
-    start = data
-    for index, stride in zip(at, strides):
-        start = b.add(start, b.mul(index, stride))
-    line, step = _anew(b, start) if anew else start, b.mul(ir.Constant(i64, HALF * exchange.lines), strides[r])
-    down, across, height, width = (b.trunc(x, i32) for x in (at[r], at[c], extents[r], extents[c]))  # all below 2**31
-    words = range(0, 2, 4 // size)  # columns at which lane 0 has words of a section
+    start = _address(b, data, at, strides)
+    return _Place(start, strides[r], strides[c], *(b.trunc(x, i32) for x in (at[r], at[c], extents[r], extents[c])))
+
+
+def _seen(b, at, extent, most):
+    """Of a tile at index `at`, what of its first `most` rows or columns lies inside the array: from the one, before the other."""
+    zero, most = i64(0), i64(most)
+
+    def within(x):
+        x = b.select(b.icmp_signed("<", x, most), x, most)
+        return b.trunc(b.select(b.icmp_signed("<", x, zero), zero, x), i32)
+
+    return within(b.sub(zero, at)), within(b.sub(extent, at))
+
+
+def _looked_at(b, ty, exchange, array, spec, at, rows, cols, first_row):
+    """The place of any tile. 16 bytes go at once if its address and the distance of its rows are multiples of that, its columns
+    are adjacent, and the array begins and ends between two accesses."""
+    data, extents, strides = b.array(ty, array)
+    at, r, c, size = _wide(b, at), rows % ty.ndim, cols % ty.ndim, spec.dtype.itemsize
+    start = _address(b, data, at, strides)
+    top, bottom = _seen(b, at[r], extents[r], 1 << 30)
+    left, right = _seen(b, at[c], extents[c], spec.cols)
+    bits = b.or_(b.trunc(b.or_(start, strides[r]), i32), b.mul(b.or_(left, right), b.u32(size)))
+    whole = b.icmp_unsigned("==", b.and_(bits, b.u32(WIDE - 1)), b.u32(0))
+    if ty.layout != "C":
+        whole = b.and_(whole, b.icmp_unsigned("==", strides[c], i64(size)))
+    row = b.add(b.add(b.lshr(b.lane(), b.u32(2)), exchange.first_row(b)), first_row)
+    col = exchange.first_column(b)
+    start = _address(b, start, [b.zext(row, i64), b.zext(col, i64)], [strides[r], strides[c]])
+    inside = b.sub(row, top), b.sub(col, left), b.sub(bottom, top), b.sub(right, left)
+    return _Place(start, strides[r], strides[c], *inside, ptx.vote_all(b, whole))
+
+
+def _accesses(b, exchange, spec, place, anew=False):
+    """For each of this lane's accesses: is it inside the array, its address."""
+    line = _anew(b, place.start) if anew else place.start
+    step = b.mul(i64(HALF * exchange.lines), place.line)
     for row in range(0, spec.rows, HALF * exchange.lines):
-        inside = b.icmp_unsigned("<", b.add(down, b.u32(row)), height)
+        inside = b.icmp_unsigned("<", b.add(place.down, b.u32(row)), place.height)
         for col in range(0, spec.cols, exchange.columns):
-            fits = b.and_(inside, b.icmp_unsigned("<", b.add(across, b.u32(col)), width))
-            eighths = itertools.product(range(exchange.lines), range(exchange.sections), words)
-            coordinates = [(row + HALF * e, col + exchange.width * k + word) for e, k, word in eighths]
-            yield coordinates, b.zext(fits, i32), b.add(line, ir.Constant(i64, size * col))
+            fits = b.and_(inside, b.icmp_unsigned("<", b.add(place.across, b.u32(col)), place.width))
+            yield b.zext(fits, i32), b.add(line, i64(spec.dtype.itemsize * col))
         line = b.add(line, step)
+
+
+def _words(exchange, spec):
+    """The coordinates of each access' words in lane 0, before they are exchanged."""
+    within = range(0, 2, 4 // spec.dtype.itemsize)  # columns at which lane 0 has words of a section
+    for row in range(0, spec.rows, HALF * exchange.lines):
+        for col in range(0, spec.cols, exchange.columns):
+            eighths = itertools.product(range(exchange.lines), range(exchange.sections), within)
+            yield [(row + HALF * e, col + exchange.width * k + word) for e, k, word in eighths]
 
 
 def _coordinates(spec):
@@ -166,8 +247,12 @@ STORES = {  # bytes of an access: a lane's
 }
 
 
+LOADS = "{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n" + "".join(f"mov.b32 ${k}, 0;\n" for k in range(4))
+LOADS += "@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4];}"
+
+
 def lower_store(ty, spec, rows, cols, first_row, aligned):
-    """The lowering of an aligned store by a warp whose first row is `first_row(b)` of the tile."""
+    """The lowering of a store by a warp whose first row is `first_row(b)` of the tile; aligned: what is promised."""
     stored = rt(spec.rows, spec.cols, SCALARS[ty.dtype])
     access = _access(aligned)
     exchange, text = _exchange(stored, stored.dtype.itemsize, access), STORES[access]
@@ -175,28 +260,104 @@ def lower_store(ty, spec, rows, cols, first_row, aligned):
     def lower(b, array, value, at, *_):
         registers = b.unpack(value) if stored == spec else b.unpack(b.from_elements(stored, b.elements(spec, value)))
         held = dict(zip(_coordinates(stored), registers, strict=True))
-        for coordinates, fits, address in _accesses(b, ty, exchange, array, spec, at, rows, cols, first_row(b)):
-            b.do(text, address, *(b.bitcast(x, i32) for x in exchange(b, [held[at] for at in coordinates])), fits)
+        find = _promised if aligned else _looked_at
+        place = find(b, ty, exchange, array, stored, at, rows, cols, first_row(b))
+
+        def store(given):
+            for (fits, address), words in zip(_accesses(b, exchange, stored, place), given, strict=True):
+                b.do(text, address, *words, fits)
+
+        given = ([b.bitcast(x, i32) for x in exchange(b, [held[at] for at in four])] for four in _words(exchange, stored))
+        if aligned:
+            return store(given)
+        given = list(given)
+        with b.if_else(place.whole) as (at_once, by_words):
+            with at_once:
+                store(given)
+            with by_words:
+                _four_rounds(b, exchange, stored, place, given, _store_word)
 
     return lower
 
 
-def lower_load(ty, spec, rows, cols, first_row):
-    """The lowering of an aligned load, likewise."""
+def lower_load(ty, spec, rows, cols, first_row, aligned):
+    """The lowering of a load, likewise."""
     loaded = rt(spec.rows, spec.cols, SCALARS[ty.dtype])
-    size = loaded.dtype.itemsize
-    exchange, register = _exchange(loaded, size), f32 if size == 4 else i32
-    zeros = "".join(f"mov.b32 ${k}, 0;\n" for k in range(4))
-    text = f"{{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n{zeros}@p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4];}}"
+    exchange, register = _exchange(loaded, loaded.dtype.itemsize), f32 if loaded.dtype.itemsize == 4 else i32
+    four = ir.LiteralStructType([i32] * 4)
 
     def lower(b, array, _, at, *__):
-        accesses = list(_accesses(b, ty, exchange, array, spec, at, rows, cols, first_row(b), True))
-        four = ir.LiteralStructType([i32] * 4)
-        brought = [b.unpack(b.asm(four, text, "=&r,=&r,=&r,=&r,l,r", address, fits)) for _, fits, address in accesses]
+        find = _promised if aligned else _looked_at
+        place = find(b, ty, exchange, array, loaded, at, rows, cols, first_row(b))
+
+        def load():
+            accesses = list(_accesses(b, exchange, loaded, place, True))
+            return [b.unpack(b.asm(four, LOADS, "=&r,=&r,=&r,=&r,l,r", address, fits)) for fits, address in accesses]
+
+        if aligned:
+            brought = load()
+        else:
+            with b.if_else(place.whole) as (at_once, by_words):
+                with at_once:
+                    whole, one = load(), b.block
+                with by_words:
+                    nothing = [[b.u32(0)] * 4 for _ in whole]
+                    pieces, other = _four_rounds(b, exchange, loaded, place, nothing, _load_word), b.block
+            brought = [[b.either((x, one), (y, other)) for x, y in zip(*both)] for both in zip(whole, pieces)]
         held = {}
-        for (coordinates, *_), words in zip(accesses, brought, strict=True):
+        for coordinates, words in zip(_words(exchange, loaded), brought, strict=True):
             held |= zip(coordinates, exchange(b, [b.bitcast(x, register) for x in words]), strict=True)
         value = b.pack([held[at] for at in _coordinates(loaded)])
         return value if loaded == spec else b.from_elements(spec, b.elements(loaded, value))
 
     return lower
+
+
+# ---- word by word --------------------------------------------------------------------------------------------------
+def _four_rounds(b, exchange, spec, place, held, move):
+    """The four words of each of a lane's accesses, after each was moved: word = move(b, bytes of an element, word, where), with
+    whether each of its elements is inside the array, and its address. A round moves a word of all accesses."""
+    size, start = spec.dtype.itemsize, b.block
+    elements, loop, done = 4 // size, b.append_basic_block("round"), b.append_basic_block("after.rounds")
+    step, section = b.mul(i64(HALF * exchange.lines), place.line), b.mul(i64(exchange.columns), place.column)
+    before = [b.u32(0), place.across, place.start, *itertools.chain(*held)]
+    b.branch(loop)
+    b.position_at_end(loop)
+    number, across, address, *words = during = [b.phi(x.type) for x in before]
+    line = ptx.opaque(b, address)  # a chain of addresses, of which none is kept over the rounds
+    for row in range(0, spec.rows, HALF * exchange.lines):
+        inside, along = b.icmp_unsigned("<", b.add(place.down, b.u32(row)), place.height), line
+        for col in range(0, spec.cols, exchange.columns):
+            where = []
+            for k in range(elements):
+                fits = b.and_(inside, b.icmp_unsigned("<", b.add(across, b.u32(col + k)), place.width))
+                where.append((b.zext(fits, i32), b.add(along, b.mul(i64(k), place.column))))
+            words = [*words[1:4], move(b, size, words[0], where), *words[4:]]
+            words = words[4:] + words[:4]
+            along = ptx.opaque(b, b.add(along, section))
+        line = ptx.opaque(b, b.add(line, step))
+    after = [b.add(number, b.u32(1)), b.add(across, b.u32(elements)), b.add(address, b.mul(i64(elements), place.column)), *words]
+    for phi, first, next_one in zip(during, before, after, strict=True):
+        phi.add_incoming(first, start)
+        phi.add_incoming(next_one, loop)
+    b.repeat(b.icmp_unsigned("<", after[0], b.u32(4)), loop, done)
+    b.position_at_end(done)
+    return [words[k : k + 4] for k in range(0, len(words), 4)]
+
+
+def _load_word(b, size, _, where):
+    """The word of these elements, as an integer."""
+    word, letter = (f32, "f") if size == 4 else (i32, "r")
+    text = f"{{{GUARD}{LOAD[size]}}}"
+    found = [b.asm(word, text, f"={letter},l,r", address, inside) for inside, address in where]
+    if size == 2:
+        return b.or_(b.and_(found[0], b.u32(0xFFFF)), b.shl(found[1], b.u32(16)))
+    return b.bitcast(found[0], i32) if size == 4 else joined(b, found)[0]
+
+
+def _store_word(b, size, word, where):
+    """Stores the elements of a word; the word."""
+    for k, (inside, address) in enumerate(where):
+        element = b.bitcast(word, f32) if size == 4 else b.lshr(word, b.u32(8 * size * k))
+        b.do(f"{{{GUARD}{STORE[size]}}}", address, element, inside)
+    return word

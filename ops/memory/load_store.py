@@ -72,7 +72,7 @@ def lower_store(target, value, rows, cols, is_aligned, first_row):
     """The lowering of a store by a warp whose first row is `first_row(b)` of the tile."""
     if isinstance(target, (st, sv)):
         return _shared(target).lower_store(target, value, first_row)
-    if is_aligned:
+    if is_aligned or global_vectorized.suits(target, value, rows, cols):
         return global_vectorized.lower_store(target, value, rows, cols, first_row, is_aligned)
     return global_elements.lower_store(target, value, rows, cols, first_row)
 
@@ -81,8 +81,8 @@ def lower_load(source, spec, rows, cols, is_aligned, first_row):
     """The lowering of a load, likewise."""
     if isinstance(source, (st, sv)):
         return _shared(source).lower_load(source, spec, first_row)
-    if is_aligned and isinstance(spec, rt):
-        return global_vectorized.lower_load(source, spec, rows, cols, first_row)
+    if isinstance(spec, rt) and (is_aligned or global_vectorized.suits(source, spec, rows, cols)):
+        return global_vectorized.lower_load(source, spec, rows, cols, first_row, is_aligned)
     return global_elements.lower_load(source, spec, rows, cols, first_row, is_aligned)
 
 
