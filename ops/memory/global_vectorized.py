@@ -26,6 +26,8 @@ from llvmlite import ir
 
 from tiles import ptx
 from tiles.builder import f32, i32, i64
+from tiles.dtypes import dtype
+from tiles.layout import row_vec_element
 from tiles.plumbing import SCALARS
 from tiles.types import rt, rv
 
@@ -101,12 +103,39 @@ def _exchange(spec, size, access=WIDE):
     return next(exchange for exchange in EXCHANGES[size] if spec.cols % exchange.columns == 0)
 
 
+@dataclass(frozen=True)
+class Row:
+    """A vector along the columns of tiles, as a tile of one row, which all quads have."""
+
+    cols: int
+    dtype: dtype
+    rows = HALF  # from one to the next: there is no next
+
+    @property
+    def elements(self):
+        """Elements that each lane holds."""
+        return self.cols // QUAD
+
+    def element(self, lane, index):
+        """(row, col) of the `index`-th element that `lane` holds."""
+        return 0, row_vec_element(lane, index)
+
+
+def _moved(spec, held):
+    """The tile or vector of type `spec` with elements as an array holds them."""
+    return rt(spec.rows, spec.cols, held) if isinstance(spec, rt) else Row(spec.length, held)
+
+
 def suits(array, spec, rows, cols):
-    """Could tiles of type `spec` go to or from this array by 16 bytes, as far as types say? Rows that run along a later axis
-    than columns are not even tried."""
-    if not isinstance(spec, rt) or spec.layout != "row" or cols % array.ndim < rows % array.ndim:
+    """Could tiles or vectors of type `spec` go to or from this array by 16 bytes, as far as types say? Along any axis but the
+    last it is not even tried for vectors, nor for tiles whose rows run along a later axis than their columns."""
+    size, rows, cols = SCALARS[array.dtype].itemsize, rows % array.ndim, cols % array.ndim
+    if array.layout == "F" and array.ndim > 1:
         return False
-    return (spec.dtype.itemsize == 1) == (SCALARS[array.dtype].itemsize == 1) and array.layout != "F"
+    if isinstance(spec, rv):
+        along = spec.axis == "row_vec" and not spec.by_quad and cols == array.ndim - 1
+        return along and size > 1 and spec.length % EXCHANGES[size][0].columns == 0
+    return spec.layout == "row" and rows < cols and (spec.dtype.itemsize == 1) == (size == 1)
 
 
 def check(name, array, spec, aligned, loads=False):
@@ -183,7 +212,7 @@ def _promised(b, ty, exchange, array, spec, at, rows, cols, first_row):
 
 
 def _seen(b, at, extent, most):
-    """Of a tile at index `at`, what of its first `most` rows or columns lies inside the array: from the one, before the other."""
+    """Which of the first `most` rows or columns of a tile at index `at` lie inside the array: from one on, before another."""
     zero, most = i64(0), i64(most)
 
     def within(x):
@@ -193,23 +222,28 @@ def _seen(b, at, extent, most):
     return within(b.sub(zero, at)), within(b.sub(extent, at))
 
 
-def _looked_at(b, ty, exchange, array, spec, at, rows, cols, first_row):
-    """The place of any tile. 16 bytes go at once if its address and the distance of its rows are multiples of that, its columns
-    are adjacent, and the array begins and ends between two accesses."""
+def _looked_at(b, ty, exchange, array, spec, at, rows, cols, first_row, stores=False):
+    """The place of any tile or vector. 16 bytes go at once if its address and the distance of its rows are multiples of that,
+    its columns are adjacent, and the array begins and ends between two accesses."""
     data, extents, strides = b.array(ty, array)
     at, r, c, size = _wide(b, at), rows % ty.ndim, cols % ty.ndim, spec.dtype.itemsize
     start = _address(b, data, at, strides)
-    top, bottom = _seen(b, at[r], extents[r], 1 << 30)
+    if isinstance(spec, Row):  # stored by the first quad
+        row, line, top, bottom = b.u32(0), i64(0), b.u32(0), b.u32(1)
+        if stores:
+            bottom = b.zext(b.icmp_unsigned("<", b.lane(), b.u32(QUAD)), i32)
+    else:
+        row, line = b.add(b.add(b.lshr(b.lane(), b.u32(2)), exchange.first_row(b)), first_row), strides[r]
+        top, bottom = _seen(b, at[r], extents[r], 1 << 30)
     left, right = _seen(b, at[c], extents[c], spec.cols)
-    bits = b.or_(b.trunc(b.or_(start, strides[r]), i32), b.mul(b.or_(left, right), b.u32(size)))
+    bits = b.or_(b.trunc(b.or_(start, line), i32), b.mul(b.or_(left, right), b.u32(size)))
     whole = b.icmp_unsigned("==", b.and_(bits, b.u32(WIDE - 1)), b.u32(0))
-    if ty.layout != "C":
+    if ty.layout != "C" or c != ty.ndim - 1:
         whole = b.and_(whole, b.icmp_unsigned("==", strides[c], i64(size)))
-    row = b.add(b.add(b.lshr(b.lane(), b.u32(2)), exchange.first_row(b)), first_row)
     col = exchange.first_column(b)
-    start = _address(b, start, [b.zext(row, i64), b.zext(col, i64)], [strides[r], strides[c]])
+    start = _address(b, start, [b.zext(row, i64), b.zext(col, i64)], [line, strides[c]])
     inside = b.sub(row, top), b.sub(col, left), b.sub(bottom, top), b.sub(right, left)
-    return _Place(start, strides[r], strides[c], *inside, ptx.vote_all(b, whole))
+    return _Place(start, line, strides[c], *inside, ptx.vote_all(b, whole))
 
 
 def _accesses(b, exchange, spec, place, anew=False):
@@ -253,15 +287,15 @@ LOADS += "@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4];}"
 
 def lower_store(ty, spec, rows, cols, first_row, aligned):
     """The lowering of a store by a warp whose first row is `first_row(b)` of the tile; aligned: what is promised."""
-    stored = rt(spec.rows, spec.cols, SCALARS[ty.dtype])
+    stored = _moved(spec, SCALARS[ty.dtype])
     access = _access(aligned)
     exchange, text = _exchange(stored, stored.dtype.itemsize, access), STORES[access]
 
     def lower(b, array, value, at, *_):
-        registers = b.unpack(value) if stored == spec else b.unpack(b.from_elements(stored, b.elements(spec, value)))
-        held = dict(zip(_coordinates(stored), registers, strict=True))
-        find = _promised if aligned else _looked_at
-        place = find(b, ty, exchange, array, stored, at, rows, cols, first_row(b))
+        value = value if stored == spec else b.from_elements(rt(32, 32, stored.dtype), b.elements(spec, value))
+        held = dict(zip(_coordinates(stored), b.unpack(value), strict=True))
+        where = b, ty, exchange, array, stored, at, rows, cols, first_row(b)
+        place = _promised(*where) if aligned else _looked_at(*where, stores=True)
 
         def store(given):
             for (fits, address), words in zip(_accesses(b, exchange, stored, place), given, strict=True):
@@ -282,7 +316,7 @@ def lower_store(ty, spec, rows, cols, first_row, aligned):
 
 def lower_load(ty, spec, rows, cols, first_row, aligned):
     """The lowering of a load, likewise."""
-    loaded = rt(spec.rows, spec.cols, SCALARS[ty.dtype])
+    loaded = _moved(spec, SCALARS[ty.dtype])
     exchange, register = _exchange(loaded, loaded.dtype.itemsize), f32 if loaded.dtype.itemsize == 4 else i32
     four = ir.LiteralStructType([i32] * 4)
 
@@ -308,7 +342,7 @@ def lower_load(ty, spec, rows, cols, first_row, aligned):
         for coordinates, words in zip(_words(exchange, loaded), brought, strict=True):
             held |= zip(coordinates, exchange(b, [b.bitcast(x, register) for x in words]), strict=True)
         value = b.pack([held[at] for at in _coordinates(loaded)])
-        return value if loaded == spec else b.from_elements(spec, b.elements(loaded, value))
+        return value if loaded == spec else b.from_elements(spec, b.elements(rt(32, 32, loaded.dtype), value))
 
     return lower
 
@@ -336,7 +370,12 @@ def _four_rounds(b, exchange, spec, place, held, move):
             words = words[4:] + words[:4]
             along = ptx.opaque(b, b.add(along, section))
         line = ptx.opaque(b, b.add(line, step))
-    after = [b.add(number, b.u32(1)), b.add(across, b.u32(elements)), b.add(address, b.mul(i64(elements), place.column)), *words]
+    after = [
+        b.add(number, b.u32(1)),
+        b.add(across, b.u32(elements)),
+        b.add(address, b.mul(i64(elements), place.column)),
+        *words,
+    ]
     for phi, first, next_one in zip(during, before, after, strict=True):
         phi.add_incoming(first, start)
         phi.add_incoming(next_one, loop)
