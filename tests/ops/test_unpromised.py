@@ -158,6 +158,22 @@ def test_each_warp_looks_for_itself(run, sample):
         assert counts.executed[AT_ONCE[0]] == 4 * (1 + 4)
 
 
+def test_one_may_say_that_nobody_is_to_look(run, sample):
+    T = rt(16, 16, fp32)
+
+    @cuda.jit
+    def body(x, y, z):
+        store(y, load(x, T, (0, 0), aligned=False), (0, 0), aligned=None)
+        store(z, load(x, T.row_vec, (1, 0), aligned=None), (0,), aligned=False)
+
+    (x, _), (y, _), (z, _) = roomy((16, 16), fp32), roomy((16, 16), fp32), roomy((16,), fp32)
+    x[...] = sample(x.shape)
+    counts = run(body, x, y, z)
+    assert (y == x).all() and (z == x[1]).all()
+    if counts:
+        assert [counts.executed[way] for way in AT_ONCE] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("layout", "rows", "cols", "tile", "vector"),
     [
