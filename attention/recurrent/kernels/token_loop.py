@@ -122,11 +122,11 @@ def make(config: Config):
 
     @inlined
     def decayed_by(gDecay, which, token, head, row, column):
-        """The factor of a state. A decay that is the token's is the same for all rows and columns."""
+        """The factor of a state. A decay that is the token's is the same for all rows and columns, and lies in memory once."""
         if DECAY == "channel":
             return exp(load(gDecay, KEYS, (which, token, head, row), aligned=True))
         elif DECAY == "token":
-            return exp(load(gDecay, VALUES, (which, token, head, column)))
+            return exp(load(gDecay, VALUES, (which, token, head, column), aligned=False))
         else:
             return 1.0
 
