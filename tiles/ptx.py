@@ -291,7 +291,7 @@ def ballot(b, flag):
 
 def vote_all(b, flag):
     """Does the flag, a bit, hold in every lane?"""
-    text = "{\n.reg .pred p, q;\nsetp.ne.u32 p, $1, 0;\nvote.sync.all.pred q, p, -1;\nselp.u32 $0, 1, 0, q;\n}"
+    text = "{\n.reg .pred here, all;\nsetp.ne.u32 here, $1, 0;\nvote.sync.all.pred all, here, -1;\nselp.u32 $0, 1, 0, all;\n}"
     return b.icmp_unsigned("!=", b.asm(i32, text, "=r,r", b.zext(flag, i32)), b.u32(0))
 
 
