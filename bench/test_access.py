@@ -1,6 +1,6 @@
-"""How kernels access global memory: the RMSNorm of docs/kernel.md with nothing said (`plain`: the warp looks whether 16 bytes can
-go at once), with `aligned=True` (`promised`) and `aligned=False` (`elements`), beside the driver's copy of x: milliseconds. Where
-rows are no multiples of 16 bytes nothing can be promised.
+"""How kernels access global memory: the RMSNorm of docs/kernel.md with nothing said (`plain`: the warp looks whether 16 bytes
+can go at once), with `aligned=True` (`promised`) and `aligned=False` (`elements`), beside the driver's copy of x, in
+milliseconds. Where rows are no multiples of 16 bytes nothing can be promised.
 
 See measure.py for the protocol; `pytest bench/test_access.py`, the rest is in --benchmark-json's extra_info (and `-rP`).
 """

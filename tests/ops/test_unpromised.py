@@ -27,6 +27,9 @@ def made(case, dtype):
     """A NaN-filled array that does or does not let 16 bytes move at once, and a check that nothing around it was touched."""
     if case == "stride":
         return guarded((37, 71), dtype)
+    if case == "rows":  # an aligned address, and of 2 bytes an element rows 168 bytes apart
+        memory, check = roomy((37 * 96,), dtype)
+        return memory[: 37 * 84].reshape(37, 84)[:, :80], check
     view, check = roomy((37, 80), dtype)
     ways = {
         "whole": np.s_[:],
@@ -88,7 +91,10 @@ FOUND = [  # the array, the tile's index, do 16 bytes go at once?
     ("upwards", (5, 8), True),
     ("address", (0, 0), False),
     ("address", (2, 7), False),  # the address is a multiple, but the array's end is between two columns of an access
+    ("address", (2, -1), False),  # and here its beginning
     ("stride", (0, 0), False),
+    ("rows", (0, 0), False),
+    ("rows", (1, 4), False),
     ("apart", (0, 0), False),
     ("down", (0, 0), False),
     ("clipped", (0, 0), True),  # its end is beyond the tile
