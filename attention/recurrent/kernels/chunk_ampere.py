@@ -171,7 +171,7 @@ def make(config: Config):
         s_t = load(gStart, STATE, (sequence, head, own, 0), aligned=False)
         for i in range(segment if SEGMENTS else 0):
             total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
-            s_t = gate.decayed(s_t, total) + load(gLocal, STATE, (sequence, head, i, own, 0))
+            s_t = gate.decayed(s_t, total) + load(gLocal, STATE, (sequence, head, i, own, 0), aligned=False)
         rate, bias = gate.rate_and_bias(gRate, gBias, head)
         d = load(gSkip, OUT.row_vec, (head, own), aligned=False) if result.skip else 0.0
         so_far, g = float32(0), gate.fetch(gGates, batch, first, end, head)
@@ -213,7 +213,7 @@ def make(config: Config):
             if segment == (segments - 1 if SEGMENTS else 0):
                 store(gState, s_t, (sequence, head, own, 0), aligned=False)
         else:
-            store(gLocal, s_t, (sequence, head, segment, own, 0))
+            store(gLocal, s_t, (sequence, head, segment, own, 0), aligned=False)
             store(gTotal, zeros(ROWS) + so_far, (sequence, head, segment, 0))
 
     return scan, smem
