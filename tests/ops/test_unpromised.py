@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from numba import cuda
 from numba.cuda import types
-from sweep import blank, guarded, pairs, roomy
 
 import ops
 from ops import load, store, warpgroup
@@ -17,6 +16,7 @@ from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, sass
 from tiles.arguments import parameter
 from tiles.compiler import Lowered, compile_kernel
 from tiles.emulator import emulate
+from tiles.testing import blank, guarded, pairs
 from tiles.values import NUMBA_SCALARS
 
 AT_ONCE = "ld.global.v4.b32", "st.global.v4.b32"
@@ -28,9 +28,9 @@ def made(case, dtype):
     if case == "stride":
         return guarded((37, 71), dtype)
     if case == "rows":  # an aligned address, and of 2 bytes an element rows 168 bytes apart
-        memory, check = roomy((37 * 96,), dtype)
+        memory, check = guarded((37 * 96,), dtype, aligned=True)
         return memory[: 37 * 84].reshape(37, 84)[:, :80], check
-    view, check = roomy((37, 80), dtype)
+    view, check = guarded((37, 80), dtype, aligned=True)
     ways = {
         "whole": np.s_[:],
         "upwards": np.s_[::-1],
@@ -134,7 +134,7 @@ def test_vectors(run, sample, dtype, length):
             store(out, v, (i, 0))
             store(y, v, (i, at[i]))
 
-    x, out, (y, check) = sample(96 + 16, dtype)[8:-8], blank((n, length), dtype), roomy((n, 80), dtype)
+    x, out, (y, check) = sample(96 + 16, dtype)[8:-8], blank((n, length), dtype), guarded((n, 80), dtype, aligned=True)
     counts = run(body, x, np.array(places, np.int32), out, y)
     check()
     for i, at in enumerate(places):
@@ -154,7 +154,7 @@ def test_each_warp_looks_for_itself(run, sample):
         store(y, load(x, T, (0, 9 * warp)), (16 * warp, 0))
         warpgroup.store(z, warpgroup.load(x, T, (1, 4)), (0, 4))
 
-    (x, _), y, (z, check) = roomy((65, 64), fp32), blank((64, 32)), roomy((64, 36), fp32)
+    (x, _), y, (z, check) = guarded((65, 64), fp32, aligned=True), blank((64, 32)), guarded((64, 36), fp32, aligned=True)
     x[...] = sample(x.shape)
     counts = run(body, x, y, z, warps=4)
     check()
@@ -172,7 +172,7 @@ def test_one_may_say_that_nobody_is_to_look(run, sample):
         store(y, load(x, T, (0, 0), aligned=False), (0, 0), aligned=None)
         store(z, load(x, T.row_vec, (1, 0), aligned=None), (0,), aligned=False)
 
-    (x, _), (y, _), (z, _) = roomy((16, 16), fp32), roomy((16, 16), fp32), roomy((16,), fp32)
+    (x, _), (y, _), (z, _) = (guarded(shape, fp32, aligned=True) for shape in ((16, 16), (16, 16), (16,)))
     x[...] = sample(x.shape)
     counts = run(body, x, y, z)
     assert (y == x).all() and (z == x[1]).all()
