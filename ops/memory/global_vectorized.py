@@ -1,8 +1,9 @@
 """Register tiles to and from global arrays, by accesses of 16 bytes a lane; or, if a kernel says so, of 4 or twice 2.
 
 Whether 16 bytes can go at once only run time says, unless the kernel promises it: the warp looks, and what the array does not
-allow goes word by word, in a loop of four rounds. Of each of its accesses a lane moves one word a round, element by element: as
-many are on their way at a time as there are accesses, and the code is short. The looking costs some ten instructions.
+allow goes word by word, in a loop of four rounds. Of the four words that an access takes a lane moves one a round, element by
+element: as many are on their way at a time as there are accesses, and the code is short. The looking costs some ten
+instructions.
 
 A lane of an accumulator holds pairs of neighbouring columns (runs of four if they are bytes). The lanes of a quad hold a row
 between them, in sections of eight columns (of bytes sixteen), and exchange pairs so that each ends up with 16 bytes that lie
@@ -20,7 +21,7 @@ The exchange is its own inverse: a load brings 16 bytes that lie side by side, a
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llvmlite import ir
 
@@ -187,6 +188,11 @@ class _Place:
     width: ir.Value
     whole: ir.Value | None = None
 
+    def moved(self, b, down, across):
+        """So many rows further down and columns further right."""
+        start = _address(b, self.start, [b.zext(down, i64), b.zext(across, i64)], [self.line, self.column])
+        return replace(self, start=start, down=b.add(self.down, down), across=b.add(self.across, across))
+
 
 def _wide(b, at):
     """Indices of 64 bits."""
@@ -223,8 +229,8 @@ def _seen(b, at, extent, most):
 
 
 def _looked_at(b, ty, exchange, array, spec, at, rows, cols, first_row, stores=False):
-    """The place of any tile or vector. 16 bytes go at once if its address and the distance of its rows are multiples of that,
-    its columns are adjacent, and the array begins and ends between two accesses."""
+    """The place of any tile or vector, for a lane that begins where its quad does. 16 bytes go at once if its address and the
+    distance of its rows are multiples of that, its columns are adjacent, and the array begins and ends between two accesses."""
     data, extents, strides = b.array(ty, array)
     at, r, c, size = _wide(b, at), rows % ty.ndim, cols % ty.ndim, spec.dtype.itemsize
     start = _address(b, data, at, strides)
@@ -233,17 +239,16 @@ def _looked_at(b, ty, exchange, array, spec, at, rows, cols, first_row, stores=F
         if stores:
             bottom = b.zext(b.icmp_unsigned("<", b.lane(), b.u32(QUAD)), i32)
     else:
-        row, line = b.add(b.add(b.lshr(b.lane(), b.u32(2)), exchange.first_row(b)), first_row), strides[r]
+        row, line = b.add(b.lshr(b.lane(), b.u32(2)), first_row), strides[r]
         top, bottom = _seen(b, at[r], extents[r], 1 << 30)
     left, right = _seen(b, at[c], extents[c], spec.cols)
     bits = b.or_(b.trunc(b.or_(start, line), i32), b.mul(b.or_(left, right), b.u32(size)))
     whole = b.icmp_unsigned("==", b.and_(bits, b.u32(WIDE - 1)), b.u32(0))
     if ty.layout != "C" or c != ty.ndim - 1:
         whole = b.and_(whole, b.icmp_unsigned("==", strides[c], i64(size)))
-    col = exchange.first_column(b)
-    start = _address(b, start, [b.zext(row, i64), b.zext(col, i64)], [line, strides[c]])
-    inside = b.sub(row, top), b.sub(col, left), b.sub(bottom, top), b.sub(right, left)
-    return _Place(start, line, strides[c], *inside, ptx.vote_all(b, whole))
+    zero = b.u32(0)
+    inside = b.sub(zero, top), b.sub(zero, left), b.sub(bottom, top), b.sub(right, left)
+    return _Place(start, line, strides[c], *inside, ptx.vote_all(b, whole)).moved(b, row, zero)
 
 
 def _accesses(b, exchange, spec, place, anew=False):
@@ -297,18 +302,17 @@ def lower_store(ty, spec, rows, cols, first_row, aligned):
         where = b, ty, exchange, array, stored, at, rows, cols, first_row(b)
         place = _promised(*where) if aligned else _looked_at(*where, stores=True)
 
-        def store(given):
-            for (fits, address), words in zip(_accesses(b, exchange, stored, place), given, strict=True):
-                b.do(text, address, *words, fits)
+        def store(place):
+            for (fits, address), four in zip(_accesses(b, exchange, stored, place), _words(exchange, stored), strict=True):
+                b.do(text, address, *(b.bitcast(x, i32) for x in exchange(b, [held[at] for at in four])), fits)
 
-        given = ([b.bitcast(x, i32) for x in exchange(b, [held[at] for at in four])] for four in _words(exchange, stored))
         if aligned:
-            return store(given)
-        given = list(given)
+            return store(place)
         with b.if_else(place.whole) as (at_once, by_words):
             with at_once:
-                store(given)
+                store(place.moved(b, exchange.first_row(b), exchange.first_column(b)))
             with by_words:
+                given = [[b.bitcast(held[at], i32) for at in four] for four in _words(exchange, stored)]
                 _four_rounds(b, exchange, stored, place, given, _store_word)
 
     return lower
@@ -324,23 +328,25 @@ def lower_load(ty, spec, rows, cols, first_row, aligned):
         find = _promised if aligned else _looked_at
         place = find(b, ty, exchange, array, loaded, at, rows, cols, first_row(b))
 
-        def load():
+        def load(place):
             accesses = list(_accesses(b, exchange, loaded, place, True))
-            return [b.unpack(b.asm(four, LOADS, "=&r,=&r,=&r,=&r,l,r", address, fits)) for fits, address in accesses]
+            brought = [b.unpack(b.asm(four, LOADS, "=&r,=&r,=&r,=&r,l,r", address, fits)) for fits, address in accesses]
+            return [exchange(b, [b.bitcast(x, register) for x in words]) for words in brought]
 
         if aligned:
-            brought = load()
+            found = load(place)
         else:
             with b.if_else(place.whole) as (at_once, by_words):
                 with at_once:
-                    whole, one = load(), b.block
+                    whole, one = load(place.moved(b, exchange.first_row(b), exchange.first_column(b))), b.block
                 with by_words:
                     nothing = [[b.u32(0)] * 4 for _ in whole]
-                    pieces, other = _four_rounds(b, exchange, loaded, place, nothing, _load_word), b.block
-            brought = [[b.either((x, one), (y, other)) for x, y in zip(*both)] for both in zip(whole, pieces)]
+                    pieces = _four_rounds(b, exchange, loaded, place, nothing, _load_word)
+                    pieces, other = [[b.bitcast(x, register) for x in words] for words in pieces], b.block
+            found = [[b.either((x, one), (y, other)) for x, y in zip(*both)] for both in zip(whole, pieces)]
         held = {}
-        for coordinates, words in zip(_words(exchange, loaded), brought, strict=True):
-            held |= zip(coordinates, exchange(b, [b.bitcast(x, register) for x in words]), strict=True)
+        for coordinates, words in zip(_words(exchange, loaded), found, strict=True):
+            held |= zip(coordinates, words, strict=True)
         value = b.pack([held[at] for at in _coordinates(loaded)])
         return value if loaded == spec else b.from_elements(spec, b.elements(rt(32, 32, loaded.dtype), value))
 
@@ -349,36 +355,37 @@ def lower_load(ty, spec, rows, cols, first_row, aligned):
 
 # ---- word by word --------------------------------------------------------------------------------------------------
 def _four_rounds(b, exchange, spec, place, held, move):
-    """The four words of each of a lane's accesses, after each was moved: word = move(b, bytes of an element, word, where), with
-    whether each of its elements is inside the array, and its address. A round moves a word of all accesses."""
-    size, start = spec.dtype.itemsize, b.block
+    """The four words of each of a lane's accesses, as they are before an exchange, after each was moved: word = move(b, bytes
+    of an element, word, where), with whether each of its elements is inside the array, and its address. A round moves a word of
+    all accesses; those of a quad lie side by side."""
+    size, origin = spec.dtype.itemsize, b.block
     elements, loop, done = 4 // size, b.append_basic_block("round"), b.append_basic_block("after.rounds")
     step, section = b.mul(i64(HALF * exchange.lines), place.line), b.mul(i64(exchange.columns), place.column)
-    before = [b.u32(0), place.across, place.start, *itertools.chain(*held)]
+    _, low, high, _ = next(_words(exchange, spec))  # how far each bit of a round's number moves it: (rows, columns)
+    first = b.mul(b.and_(b.lane(), b.u32(QUAD - 1)), b.u32(max(elements, 2)))
+    before = [b.u32(0), *itertools.chain(*held)]
     b.branch(loop)
     b.position_at_end(loop)
-    number, across, address, *words = during = [b.phi(x.type) for x in before]
-    line = ptx.opaque(b, address)  # a chain of addresses, of which none is kept over the rounds
+    number, *words = during = [b.phi(x.type) for x in before]
+    bits = b.and_(number, b.u32(1)), b.lshr(number, b.u32(1))
+    rows, cols = (b.add(*(b.mul(bit, b.u32(by[axis])) for bit, by in zip(bits, (low, high)))) for axis in (0, 1))
+    now = place.moved(b, rows, b.add(first, cols))
+    line = ptx.opaque(b, now.start)  # a chain of addresses, of which none is kept over the rounds
     for row in range(0, spec.rows, HALF * exchange.lines):
-        inside, along = b.icmp_unsigned("<", b.add(place.down, b.u32(row)), place.height), line
+        inside, along = b.icmp_unsigned("<", b.add(now.down, b.u32(row)), now.height), line
         for col in range(0, spec.cols, exchange.columns):
             where = []
             for k in range(elements):
-                fits = b.and_(inside, b.icmp_unsigned("<", b.add(across, b.u32(col + k)), place.width))
-                where.append((b.zext(fits, i32), b.add(along, b.mul(i64(k), place.column))))
+                fits = b.and_(inside, b.icmp_unsigned("<", b.add(now.across, b.u32(col + k)), now.width))
+                where.append((b.zext(fits, i32), b.add(along, b.mul(i64(k), now.column))))
             words = [*words[1:4], move(b, size, words[0], where), *words[4:]]
             words = words[4:] + words[:4]
             along = ptx.opaque(b, b.add(along, section))
         line = ptx.opaque(b, b.add(line, step))
-    after = [
-        b.add(number, b.u32(1)),
-        b.add(across, b.u32(elements)),
-        b.add(address, b.mul(i64(elements), place.column)),
-        *words,
-    ]
-    for phi, first, next_one in zip(during, before, after, strict=True):
-        phi.add_incoming(first, start)
-        phi.add_incoming(next_one, loop)
+    after = [b.add(number, b.u32(1)), *words]
+    for phi, start, following in zip(during, before, after, strict=True):
+        phi.add_incoming(start, origin)
+        phi.add_incoming(following, loop)
     b.repeat(b.icmp_unsigned("<", after[0], b.u32(4)), loop, done)
     b.position_at_end(done)
     return [words[k : k + 4] for k in range(0, len(words), 4)]
