@@ -56,7 +56,7 @@ class Ragged:
     tile: st
     rows: int
     cols: int
-    aligned: bool = False
+    aligned: bool | None = None
     writers = WARPGROUP
 
     @property
@@ -80,7 +80,7 @@ class Converted:
     held: dtype
     rows: int
     cols: int
-    aligned: bool = False
+    aligned: bool | None = None
     writers = WARPGROUP
 
     @property

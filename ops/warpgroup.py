@@ -191,7 +191,7 @@ def _(shape: type):
 
 # ---- memory --------------------------------------------------------------------------------------------------------
 @op(takes_operands=True)
-def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
+def store(target, value, at=None, rows=-2, cols=-1, aligned=None):
     """target[...] = value, as ops.store, with the rows of the four warps one below the other."""
     load_store.store_rows(target, value, at, rows, cols, aligned, here().rank)
 
@@ -203,7 +203,7 @@ def _(target, value, at, rows: int, cols: int, aligned: int):
 
 
 @op
-def load(source, spec, at=None, rows=-2, cols=-1, aligned=False):
+def load(source, spec, at=None, rows=-2, cols=-1, aligned=None):
     """The type `spec` from source, as ops.load, with the rows of the four warps one below the other."""
     return load_store.load_rows(source, spec, at, rows, cols, aligned, here().rank)
 

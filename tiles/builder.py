@@ -153,6 +153,20 @@ class Builder(ir.IRBuilder):
         array = self.context.make_array(ty)(self.context, self, value)
         return self.ptrtoint(array.data, i64), self.unpack(array.shape), self.unpack(array.strides)
 
+    def either(self, *found):
+        """The value that whichever block of code was run has found: (value, block), ..."""
+        phi = self.phi(found[0][0].type)
+        for value, block in found:
+            phi.add_incoming(value, block)
+        return phi
+
+    def repeat(self, again, loop, done):
+        """To the block `loop` if the bit `again` is set, else to `done`: the end of a loop that is not to be unrolled."""
+        disable = self.module.add_metadata(["llvm.loop.unroll.disable"])
+        name = self.module.add_metadata([disable, i32(len(self.module.metadata))])
+        name.operands = (name, disable)  # a loop's name begins with itself
+        self.cbranch(again, loop, done).set_metadata("llvm.loop", name)
+
     def clipped(self, ty, value, axis, end):
         """The Numba array without what lies from index `end` on along `axis`."""
         array = self.context.make_array(ty)(self.context, self, value)

@@ -12,8 +12,9 @@
 The decorated lowering is at once the typing rule of both backends: Numba asks it when a kernel is compiled, and the
 interpreter asks it before it runs the NumPy meaning. So a mistake is refused with the same words on a laptop and on a
 GPU. Types arrive as the frozen objects of tiles (rt, st, ring, ...), numbers as Numba scalar types. A parameter annotated
-`int` arrives as the integer itself: it must be known when the kernel is compiled. One annotated `type` takes the name of a
-tile type (`zeros(rt(16, 64, fp32))`); all others take values, and the name of a type is no value.
+`int` arrives as the integer itself, or None if that is its default: it must be known when the kernel is compiled. One
+annotated `type` takes the name of a tile type (`zeros(rt(16, 64, fp32))`); all others take values, and the name of a type is
+no value.
 
 A rule refuses with TypeError, or returns None when the combination is somebody else's (`1 + 2`). A meaning returns an
 array or number, which is wrapped into the type that the rule announced; whatever else it returns passes unchanged.
@@ -95,7 +96,8 @@ class Op:
                     "tiles of {} are only for products" if isinstance(spec, rt) else "vectors of {} are only loaded and stored"
                 )
                 raise TypeError(f"{self.name}: {use.format(spec.dtype)}: convert it, fp32(x); got {spec}")
-            if want is int and not isinstance(spec, int):
+            optional = spec is None and self.signature.parameters[parameter].default is None
+            if want is int and not isinstance(spec, int) and not optional:
                 raise TypeError(f"{self.name}: {parameter} must be known when the kernel is compiled, got {spec}")
         found = self.rule(*(s.type if isinstance(s, Name) else s for s in specs))
         if not any(isinstance(spec, types.Dispatcher) for spec in specs):  # a user's function, which may go

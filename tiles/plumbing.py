@@ -163,6 +163,8 @@ def spec_of(ty):
         return ty.typing_key
     if isinstance(ty, types.Literal):
         return ty.literal_value
+    if isinstance(ty, types.NoneType):
+        return None
     return ty.value if isinstance(ty, types.Omitted) else ty
 
 

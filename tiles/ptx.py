@@ -289,10 +289,17 @@ def ballot(b, flag):
     return b.asm(i32, "{\n.reg .pred p;\nsetp.ne.u32 p, $1, 0;\nvote.sync.ballot.b32 $0, p, -1;\n}", "=r,r", flag)
 
 
+def vote_all(b, flag):
+    """Does the flag, a bit, hold in every lane?"""
+    text = "{\n.reg .pred here, all;\nsetp.ne.u32 here, $1, 0;\nvote.sync.all.pred all, here, -1;\nselp.u32 $0, 1, 0, all;\n}"
+    return b.icmp_unsigned("!=", b.asm(i32, text, "=r,r", b.zext(flag, i32)), b.u32(0))
+
+
 def opaque(b, x):
-    """The 32-bit integer x, of which LLVM knows nothing. It writes x + 32 as x | 32 if no bits meet, and ptxas folds only a sum
-    into the address of a load."""
-    return b.asm(i32, "mov.b32 $0, $1;", "=r,r", x, effect=False)
+    """The integer x, of 32 or 64 bits, of which LLVM knows nothing. It writes x + 32 as x | 32 if no bits meet, and ptxas folds
+    only a sum into the address of a load."""
+    letter = "r" if x.type == i32 else "l"
+    return b.asm(x.type, f"mov.b{x.type.width} $0, $1;", f"={letter},{letter}", x, effect=False)
 
 
 def computed(b, registers):

@@ -338,7 +338,7 @@ class Biased(Variant):
     def score(self, s, at, key):
         """See Variant."""
         at_bias = at.batch, at.head, at.row, int32(key)
-        return s + load(at.given.bias, rt(s.rows, s.cols, fp32), at_bias, 2, 3) * at.given.per_bias
+        return s + load(at.given.bias, rt(s.rows, s.cols, fp32), at_bias, 2, 3, aligned=False) * at.given.per_bias
 
 
 @static

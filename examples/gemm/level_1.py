@@ -31,7 +31,7 @@ def gemm(gA, gB, gC, steps):
         warpgroup.sync()
         acc = warpgroup.wait(warpgroup.mma_ABt(acc, a, b))
         warpgroup.sync()
-    warpgroup.store(gC, acc, (row, col), aligned=True)
+    warpgroup.store(gC, acc, (row, col))
 
 
 def matmul(a, b, c):

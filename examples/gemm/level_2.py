@@ -32,7 +32,7 @@ def gemm(gA, gB, gC, steps):
         acc = warpgroup.wait(warpgroup.mma_ABt(acc, a.wait(j), b.wait(j)))
         a.release(j)
         b.release(j)
-    warpgroup.store(gC, acc, (A.rows * row, B.rows * col), aligned=True)
+    warpgroup.store(gC, acc, (A.rows * row, B.rows * col))
 
 
 def matmul(a, b, c):

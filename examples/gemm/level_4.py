@@ -42,7 +42,7 @@ def gemm(gA, gB, gC, steps):
             acc = warpgroup.wait(warpgroup.mma_ABt(acc, mine, b.wait(j)))
             a.release(j)
             b.release(j)
-        warpgroup.store(gC, acc, (A.rows * row + ROWS * me, B.rows * col), aligned=True)
+        warpgroup.store(gC, acc, (A.rows * row + ROWS * me, B.rows * col))
 
 
 def matmul(a, b, c):

@@ -45,7 +45,7 @@ def gemm(gA, gB, gC, steps):
             a.release(j - 1)
             b.release(j - 1)
         acc = warpgroup.wait(acc)
-        warpgroup.store(gC, acc, (A.rows * row + ROWS * me, B.rows * col), aligned=True)
+        warpgroup.store(gC, acc, (A.rows * row + ROWS * me, B.rows * col))
 
 
 def matmul(a, b, c):

@@ -55,7 +55,7 @@ def gemm(gA, gB, gC, rows, cols, steps):
             r, j = int32(r + 1), int32(j + steps)
             a.release(j - 1)
             b.release(j - 1)
-            warpgroup.store(gC, acc, (A.rows * row + ROWS * me, B.rows * col), aligned=True)
+            warpgroup.store(gC, acc, (A.rows * row + ROWS * me, B.rows * col))
 
 
 def matmul(a, b, c):

@@ -1,5 +1,5 @@
-"""Between registers and global arrays, element by element: any strides, any dtype, any index. (By 16 bytes a lane, for arrays
-that are aligned: global_vectorized.py.)
+"""Between registers and global arrays, element by element: any layout, any strides, any dtype, any index. (By 16 bytes a lane:
+global_vectorized.py.)
 
 Accesses outside the array along the tile's axes are left out: loads give 0. `truncate` moves that edge, for kernels that share
 one array between sequences.

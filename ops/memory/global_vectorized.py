@@ -1,4 +1,9 @@
-"""Register tiles to and from aligned global arrays, by accesses of 16 bytes a lane, or of 4 or twice 2.
+"""Register tiles to and from global arrays, by accesses of 16 bytes a lane; or, if a kernel says so, of 4 or twice 2.
+
+Whether 16 bytes can go at once only run time says, unless the kernel promises it: the warp looks, and what the array does not
+allow goes word by word, in a loop of four rounds. Of the four words that an access takes a lane moves one a round, element by
+element: as many are on their way at a time as there are accesses, and the code is short. The looking costs some ten
+instructions.
 
 A lane of an accumulator holds pairs of neighbouring columns (runs of four if they are bytes). The lanes of a quad hold a row
 between them, in sections of eight columns (of bytes sixteen), and exchange pairs so that each ends up with 16 bytes that lie
@@ -16,14 +21,19 @@ The exchange is its own inverse: a load brings 16 bytes that lie side by side, a
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llvmlite import ir
 
 from tiles import ptx
 from tiles.builder import f32, i32, i64
+from tiles.dtypes import dtype
+from tiles.layout import row_vec_element
 from tiles.plumbing import SCALARS
 from tiles.types import rt, rv
+
+from .global_elements import GUARD, LOAD, STORE
+from .shared_tiles import joined
 
 QUAD, HALF = 4, 8  # lanes; rows from one that a quad has to its next
 WIDE, NARROW, ELEMENT = 16, 4, 2  # bytes of an access by a lane
@@ -94,6 +104,41 @@ def _exchange(spec, size, access=WIDE):
     return next(exchange for exchange in EXCHANGES[size] if spec.cols % exchange.columns == 0)
 
 
+@dataclass(frozen=True)
+class Row:
+    """A vector along the columns of tiles, as a tile of one row, which all quads have."""
+
+    cols: int
+    dtype: dtype
+    rows = HALF  # from one to the next: there is no next
+
+    @property
+    def elements(self):
+        """Elements that each lane holds."""
+        return self.cols // QUAD
+
+    def element(self, lane, index):
+        """(row, col) of the `index`-th element that `lane` holds."""
+        return 0, row_vec_element(lane, index)
+
+
+def _moved(spec, held):
+    """The tile or vector of type `spec` with elements as an array holds them."""
+    return rt(spec.rows, spec.cols, held) if isinstance(spec, rt) else Row(spec.length, held)
+
+
+def suits(array, spec, rows, cols):
+    """Could tiles or vectors of type `spec` go to or from this array by 16 bytes, as far as types say? Along any axis but the
+    last it is not even tried for vectors, nor for tiles whose rows run along a later axis than their columns."""
+    size, rows, cols = SCALARS[array.dtype].itemsize, rows % array.ndim, cols % array.ndim
+    if array.layout == "F" and array.ndim > 1:
+        return False
+    if isinstance(spec, rv):
+        along = spec.axis == "row_vec" and not spec.by_quad and cols == array.ndim - 1
+        return along and size > 1 and spec.length % EXCHANGES[size][0].columns == 0
+    return spec.layout == "row" and rows < cols and (spec.dtype.itemsize == 1) == (size == 1)
+
+
 def check(name, array, spec, aligned, loads=False):
     """TypeError if tiles of type `spec` cannot be moved to or from this array so. loads: by 16 bytes only, and vectors, too."""
     size = SCALARS[array.dtype].itemsize
@@ -128,28 +173,103 @@ def _anew(b, address):
     return b.or_(b.shl(b.lshr(address, ir.Constant(i64, 32)), ir.Constant(i64, 32)), b.zext(low, i64))
 
 
-def _accesses(b, ty, exchange, array, spec, at, rows, cols, first_row, anew=False):
-    """For each of this lane's accesses: (the coordinates of its words in lane 0, is it inside the array, its address)."""
+@dataclass(frozen=True)
+class _Place:
+    """Where a lane's part of a tile lies. `start`: the address of its first access; `line`, `column`: the strides of rows and
+    columns; `down`, `across`: its first row and column, inside the array if below `height` and `width`, unsigned, of 32 bits;
+    `whole`: can the warp move 16 bytes at once? None: the kernel promises it."""
+
+    start: ir.Value
+    line: ir.Value
+    column: ir.Value
+    down: ir.Value
+    across: ir.Value
+    height: ir.Value
+    width: ir.Value
+    whole: ir.Value | None = None
+
+    def moved(self, b, down, across):
+        """So many rows further down and columns further right."""
+        start = _address(b, self.start, [b.zext(down, i64), b.zext(across, i64)], [self.line, self.column])
+        return replace(self, start=start, down=b.add(self.down, down), across=b.add(self.across, across))
+
+
+def _wide(b, at):
+    """Indices of 64 bits."""
+    return [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
+
+
+def _address(b, data, at, strides):
+    """The address of the element with this index."""
+    for index, stride in zip(at, strides):
+        data = b.add(data, b.mul(index, stride))
+    return data
+
+
+def _promised(b, ty, exchange, array, spec, at, rows, cols, first_row):
+    """The place of an aligned tile: its indices and extents are below 2**31."""
     data, extents, strides = b.array(ty, array)
-    at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
-    size, r, c = SCALARS[ty.dtype].itemsize, rows % ty.ndim, cols % ty.ndim
+    at, r, c = _wide(b, at), rows % ty.ndim, cols % ty.ndim
     own_row = b.add(b.lshr(b.lane(), b.u32(2)), exchange.first_row(b))
     at[r] = b.add(at[r], b.zext(b.add(own_row, first_row), i64))
     at[c] = b.add(at[c], b.zext(exchange.first_column(b), i64))
-    start = data
-    for index, stride in zip(at, strides):
-        start = b.add(start, b.mul(index, stride))
-    line, step = _anew(b, start) if anew else start, b.mul(ir.Constant(i64, HALF * exchange.lines), strides[r])
-    down, across, height, width = (b.trunc(x, i32) for x in (at[r], at[c], extents[r], extents[c]))  # all below 2**31
-    words = range(0, 2, 4 // size)  # columns at which lane 0 has words of a section
+    start = _address(b, data, at, strides)
+    return _Place(start, strides[r], strides[c], *(b.trunc(x, i32) for x in (at[r], at[c], extents[r], extents[c])))
+
+
+def _seen(b, at, extent, most):
+    """Which of the first `most` rows or columns of a tile at index `at` lie inside the array: from one on, before another."""
+    zero, most = i64(0), i64(most)
+
+    def within(x):
+        x = b.select(b.icmp_signed("<", x, most), x, most)
+        return b.trunc(b.select(b.icmp_signed("<", x, zero), zero, x), i32)
+
+    return within(b.sub(zero, at)), within(b.sub(extent, at))
+
+
+def _looked_at(b, ty, exchange, array, spec, at, rows, cols, first_row, stores=False):
+    """The place of any tile or vector, for a lane that begins where its quad does. 16 bytes go at once if its address and the
+    distance of its rows are multiples of that, its columns are adjacent, and the array begins and ends between two accesses."""
+    data, extents, strides = b.array(ty, array)
+    at, r, c, size = _wide(b, at), rows % ty.ndim, cols % ty.ndim, spec.dtype.itemsize
+    start = _address(b, data, at, strides)
+    if isinstance(spec, Row):  # stored by the first quad
+        row, line, top, bottom = b.u32(0), i64(0), b.u32(0), b.u32(1)
+        if stores:
+            bottom = b.zext(b.icmp_unsigned("<", b.lane(), b.u32(QUAD)), i32)
+    else:
+        row, line = b.add(b.lshr(b.lane(), b.u32(2)), first_row), strides[r]
+        top, bottom = _seen(b, at[r], extents[r], 1 << 30)
+    left, right = _seen(b, at[c], extents[c], spec.cols)
+    bits = b.or_(b.trunc(b.or_(start, line), i32), b.mul(b.or_(left, right), b.u32(size)))
+    whole = b.icmp_unsigned("==", b.and_(bits, b.u32(WIDE - 1)), b.u32(0))
+    if ty.layout != "C" or c != ty.ndim - 1:
+        whole = b.and_(whole, b.icmp_unsigned("==", strides[c], i64(size)))
+    zero = b.u32(0)
+    inside = b.sub(zero, top), b.sub(zero, left), b.sub(bottom, top), b.sub(right, left)
+    return _Place(start, line, strides[c], *inside, ptx.vote_all(b, whole)).moved(b, row, zero)
+
+
+def _accesses(b, exchange, spec, place, anew=False):
+    """For each of this lane's accesses: is it inside the array, its address."""
+    line = _anew(b, place.start) if anew else place.start
+    step = b.mul(i64(HALF * exchange.lines), place.line)
     for row in range(0, spec.rows, HALF * exchange.lines):
-        inside = b.icmp_unsigned("<", b.add(down, b.u32(row)), height)
+        inside = b.icmp_unsigned("<", b.add(place.down, b.u32(row)), place.height)
         for col in range(0, spec.cols, exchange.columns):
-            fits = b.and_(inside, b.icmp_unsigned("<", b.add(across, b.u32(col)), width))
-            eighths = itertools.product(range(exchange.lines), range(exchange.sections), words)
-            coordinates = [(row + HALF * e, col + exchange.width * k + word) for e, k, word in eighths]
-            yield coordinates, b.zext(fits, i32), b.add(line, ir.Constant(i64, size * col))
+            fits = b.and_(inside, b.icmp_unsigned("<", b.add(place.across, b.u32(col)), place.width))
+            yield b.zext(fits, i32), b.add(line, i64(spec.dtype.itemsize * col))
         line = b.add(line, step)
+
+
+def _words(exchange, spec):
+    """The coordinates of each access' words in lane 0, before they are exchanged."""
+    within = range(0, 2, 4 // spec.dtype.itemsize)  # columns at which lane 0 has words of a section
+    for row in range(0, spec.rows, HALF * exchange.lines):
+        for col in range(0, spec.cols, exchange.columns):
+            eighths = itertools.product(range(exchange.lines), range(exchange.sections), within)
+            yield [(row + HALF * e, col + exchange.width * k + word) for e, k, word in eighths]
 
 
 def _coordinates(spec):
@@ -166,37 +286,124 @@ STORES = {  # bytes of an access: a lane's
 }
 
 
+LOADS = "{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n" + "".join(f"mov.b32 ${k}, 0;\n" for k in range(4))
+LOADS += "@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4];}"
+
+
 def lower_store(ty, spec, rows, cols, first_row, aligned):
-    """The lowering of an aligned store by a warp whose first row is `first_row(b)` of the tile."""
-    stored = rt(spec.rows, spec.cols, SCALARS[ty.dtype])
+    """The lowering of a store by a warp whose first row is `first_row(b)` of the tile; aligned: what is promised."""
+    stored = _moved(spec, SCALARS[ty.dtype])
     access = _access(aligned)
     exchange, text = _exchange(stored, stored.dtype.itemsize, access), STORES[access]
 
     def lower(b, array, value, at, *_):
-        registers = b.unpack(value) if stored == spec else b.unpack(b.from_elements(stored, b.elements(spec, value)))
-        held = dict(zip(_coordinates(stored), registers, strict=True))
-        for coordinates, fits, address in _accesses(b, ty, exchange, array, spec, at, rows, cols, first_row(b)):
-            b.do(text, address, *(b.bitcast(x, i32) for x in exchange(b, [held[at] for at in coordinates])), fits)
+        value = value if stored == spec else b.from_elements(rt(32, 32, stored.dtype), b.elements(spec, value))
+        held = dict(zip(_coordinates(stored), b.unpack(value), strict=True))
+        where = b, ty, exchange, array, stored, at, rows, cols, first_row(b)
+        place = _promised(*where) if aligned else _looked_at(*where, stores=True)
+
+        def store(place):
+            for (fits, address), four in zip(_accesses(b, exchange, stored, place), _words(exchange, stored), strict=True):
+                b.do(text, address, *(b.bitcast(x, i32) for x in exchange(b, [held[at] for at in four])), fits)
+
+        if aligned:
+            return store(place)
+        with b.if_else(place.whole) as (at_once, by_words):
+            with at_once:
+                store(place.moved(b, exchange.first_row(b), exchange.first_column(b)))
+            with by_words:
+                given = [[b.bitcast(held[at], i32) for at in four] for four in _words(exchange, stored)]
+                _four_rounds(b, exchange, stored, place, given, _store_word)
 
     return lower
 
 
-def lower_load(ty, spec, rows, cols, first_row):
-    """The lowering of an aligned load, likewise."""
-    loaded = rt(spec.rows, spec.cols, SCALARS[ty.dtype])
-    size = loaded.dtype.itemsize
-    exchange, register = _exchange(loaded, size), f32 if size == 4 else i32
-    zeros = "".join(f"mov.b32 ${k}, 0;\n" for k in range(4))
-    text = f"{{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n{zeros}@p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4];}}"
+def lower_load(ty, spec, rows, cols, first_row, aligned):
+    """The lowering of a load, likewise."""
+    loaded = _moved(spec, SCALARS[ty.dtype])
+    exchange, register = _exchange(loaded, loaded.dtype.itemsize), f32 if loaded.dtype.itemsize == 4 else i32
+    four = ir.LiteralStructType([i32] * 4)
 
     def lower(b, array, _, at, *__):
-        accesses = list(_accesses(b, ty, exchange, array, spec, at, rows, cols, first_row(b), True))
-        four = ir.LiteralStructType([i32] * 4)
-        brought = [b.unpack(b.asm(four, text, "=&r,=&r,=&r,=&r,l,r", address, fits)) for _, fits, address in accesses]
+        find = _promised if aligned else _looked_at
+        place = find(b, ty, exchange, array, loaded, at, rows, cols, first_row(b))
+
+        def load(place):
+            accesses = list(_accesses(b, exchange, loaded, place, True))
+            brought = [b.unpack(b.asm(four, LOADS, "=&r,=&r,=&r,=&r,l,r", address, fits)) for fits, address in accesses]
+            return [exchange(b, [b.bitcast(x, register) for x in words]) for words in brought]
+
+        if aligned:
+            found = load(place)
+        else:
+            with b.if_else(place.whole) as (at_once, by_words):
+                with at_once:
+                    whole, one = load(place.moved(b, exchange.first_row(b), exchange.first_column(b))), b.block
+                with by_words:
+                    nothing = [[b.u32(0)] * 4 for _ in whole]
+                    pieces = _four_rounds(b, exchange, loaded, place, nothing, _load_word)
+                    pieces, other = [[b.bitcast(x, register) for x in words] for words in pieces], b.block
+            found = [[b.either((x, one), (y, other)) for x, y in zip(*both)] for both in zip(whole, pieces)]
         held = {}
-        for (coordinates, *_), words in zip(accesses, brought, strict=True):
-            held |= zip(coordinates, exchange(b, [b.bitcast(x, register) for x in words]), strict=True)
+        for coordinates, words in zip(_words(exchange, loaded), found, strict=True):
+            held |= zip(coordinates, words, strict=True)
         value = b.pack([held[at] for at in _coordinates(loaded)])
-        return value if loaded == spec else b.from_elements(spec, b.elements(loaded, value))
+        return value if loaded == spec else b.from_elements(spec, b.elements(rt(32, 32, loaded.dtype), value))
 
     return lower
+
+
+# ---- word by word --------------------------------------------------------------------------------------------------
+def _four_rounds(b, exchange, spec, place, held, move):
+    """The four words of each of a lane's accesses, as they are before an exchange, after each was moved: word = move(b, bytes
+    of an element, word, where), with whether each of its elements is inside the array, and its address. A round moves a word of
+    all accesses; those of a quad lie side by side."""
+    size, origin = spec.dtype.itemsize, b.block
+    elements, loop, done = 4 // size, b.append_basic_block("round"), b.append_basic_block("after.rounds")
+    step, section = b.mul(i64(HALF * exchange.lines), place.line), b.mul(i64(exchange.columns), place.column)
+    _, low, high, _ = next(_words(exchange, spec))  # how far each bit of a round's number moves it: (rows, columns)
+    first = b.mul(b.and_(b.lane(), b.u32(QUAD - 1)), b.u32(max(elements, 2)))
+    before = [b.u32(0), *itertools.chain(*held)]
+    b.branch(loop)
+    b.position_at_end(loop)
+    number, *words = during = [b.phi(x.type) for x in before]
+    bits = b.and_(number, b.u32(1)), b.lshr(number, b.u32(1))
+    rows, cols = (b.add(*(b.mul(bit, b.u32(by[axis])) for bit, by in zip(bits, (low, high)))) for axis in (0, 1))
+    now = place.moved(b, rows, b.add(first, cols))
+    line = ptx.opaque(b, now.start)  # a chain of addresses, of which none is kept over the rounds
+    for row in range(0, spec.rows, HALF * exchange.lines):
+        inside, along = b.icmp_unsigned("<", b.add(now.down, b.u32(row)), now.height), line
+        for col in range(0, spec.cols, exchange.columns):
+            where = []
+            for k in range(elements):
+                fits = b.and_(inside, b.icmp_unsigned("<", b.add(now.across, b.u32(col + k)), now.width))
+                where.append((b.zext(fits, i32), b.add(along, b.mul(i64(k), now.column))))
+            words = [*words[1:4], move(b, size, words[0], where), *words[4:]]
+            words = words[4:] + words[:4]
+            along = ptx.opaque(b, b.add(along, section))
+        line = ptx.opaque(b, b.add(line, step))
+    after = [b.add(number, b.u32(1)), *words]
+    for phi, start, following in zip(during, before, after, strict=True):
+        phi.add_incoming(start, origin)
+        phi.add_incoming(following, loop)
+    b.repeat(b.icmp_unsigned("<", after[0], b.u32(4)), loop, done)
+    b.position_at_end(done)
+    return [words[k : k + 4] for k in range(0, len(words), 4)]
+
+
+def _load_word(b, size, _, where):
+    """The word of these elements, as an integer."""
+    word, letter = (f32, "f") if size == 4 else (i32, "r")
+    text = f"{{{GUARD}{LOAD[size]}}}"
+    found = [b.asm(word, text, f"={letter},l,r", address, inside) for inside, address in where]
+    if size == 2:
+        return b.or_(b.and_(found[0], b.u32(0xFFFF)), b.shl(found[1], b.u32(16)))
+    return b.bitcast(found[0], i32) if size == 4 else joined(b, found)[0]
+
+
+def _store_word(b, size, word, where):
+    """Stores the elements of a word; the word."""
+    for k, (inside, address) in enumerate(where):
+        element = b.bitcast(word, f32) if size == 4 else b.lshr(word, b.u32(8 * size * k))
+        b.do(f"{{{GUARD}{STORE[size]}}}", address, element, inside)
+    return word

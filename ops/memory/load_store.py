@@ -1,8 +1,8 @@
 """Between registers and memory: a warp's tile or vector to and from global arrays and shared tiles.
 
 `load` and `store` take either: a shared tile of as many rows as the register tile, for a vector a shared vector, or a global
-array with the index of the tile's first element. How each is done stands in shared_tiles.py, shared_vectors.py and
-global_elements.py; in global_vectorized.py if the kernel promises that the array is aligned.
+array with the index of the tile's first element. How each is done stands in shared_tiles.py, shared_vectors.py,
+global_vectorized.py, and global_elements.py for what cannot go by 16 bytes.
 """
 
 import numpy as np
@@ -72,7 +72,7 @@ def lower_store(target, value, rows, cols, is_aligned, first_row):
     """The lowering of a store by a warp whose first row is `first_row(b)` of the tile."""
     if isinstance(target, (st, sv)):
         return _shared(target).lower_store(target, value, first_row)
-    if is_aligned:
+    if is_aligned or (is_aligned is None and global_vectorized.suits(target, value, rows, cols)):
         return global_vectorized.lower_store(target, value, rows, cols, first_row, is_aligned)
     return global_elements.lower_store(target, value, rows, cols, first_row)
 
@@ -81,8 +81,8 @@ def lower_load(source, spec, rows, cols, is_aligned, first_row):
     """The lowering of a load, likewise."""
     if isinstance(source, (st, sv)):
         return _shared(source).lower_load(source, spec, first_row)
-    if is_aligned and isinstance(spec, rt):
-        return global_vectorized.lower_load(source, spec, rows, cols, first_row)
+    if (is_aligned and isinstance(spec, rt)) or (is_aligned is None and global_vectorized.suits(source, spec, rows, cols)):
+        return global_vectorized.lower_load(source, spec, rows, cols, first_row, is_aligned)
     return global_elements.lower_load(source, spec, rows, cols, first_row, is_aligned)
 
 
@@ -124,16 +124,19 @@ def shifted(spec, at, rows, cols, rank):
 
 # ---- warp scope ----------------------------------------------------------------------------------------------------
 @op(takes_operands=True)
-def store(target, value, at=None, rows=-2, cols=-1, aligned=False):
+def store(target, value, at=None, rows=-2, cols=-1, aligned=None):
     """target[...] = value, rounded to target's dtype, by one warp. target: a shared tile or vector of value's shape; or a
     global array, where `at` is the index of the first element and the tile runs along axes `rows` and `cols` (a vector along
     `cols`).
 
-    aligned: a promise that lets a lane move 16 bytes at a time, for tiles in row layout, fp8 only to and from fp8: the array's
-    columns are adjacent and come by 16 bytes, as does `at` along them, and its address and other strides are multiples of 16
-    bytes. For a vector, which can only be loaded so, the promise is that its elements are adjacent. aligned=8, 4 or 2, for
-    stores to 2-byte arrays: the address and other strides are multiples of so many bytes, and columns come by two. The
-    interpreter checks it; on the GPU a broken promise reads or writes elsewhere."""
+    A lane moves 16 bytes of a global array at a time if the warp sees that it can: for tiles in row layout, fp8 only to and
+    from fp8, and vectors along a tile's columns and the array's last axis.
+
+    aligned: a promise that spares the looking, and the code for what is not so: the array's columns are adjacent and come by 16
+    bytes, as does `at` along them, and its address and other strides are multiples of 16 bytes. For a vector, which can only be
+    loaded so, the promise is that its elements are adjacent. aligned=8, 4 or 2, for stores to 2-byte arrays: the address and
+    other strides are multiples of so many bytes, and columns come by two. The interpreter checks it; on the GPU a broken
+    promise reads or writes elsewhere. aligned=False: element by element, and no looking."""
     store_rows(target, value, at, rows, cols, aligned, 0)
 
 
@@ -144,7 +147,7 @@ def _(target, value, at, rows: int, cols: int, aligned: int):
 
 
 @op(takes_operands=True)
-def load(source, spec, at=None, rows=-2, cols=-1, aligned=False):
+def load(source, spec, at=None, rows=-2, cols=-1, aligned=None):
     """The register tile or vector of type `spec` from a shared tile or vector, or a global array (see `store`), by one warp."""
     return load_rows(source, spec, at, rows, cols, aligned, 0)
 

@@ -168,12 +168,12 @@ def make(config: Config):
             k.fill(i, gK, (batch, first + CHUNK * i, key_head, 0), 1, 3, n, PIECE)
         fill(q, v, z, gQ, gV, gZ, 0, n, batch, first, key_head, head, col)
         k.fill(STAGES - 1, gK, (batch, first + CHUNK * (STAGES - 1), key_head, 0), 1, 3, n, PIECE)
-        s_t = load(gStart, STATE, (sequence, head, own, 0))
+        s_t = load(gStart, STATE, (sequence, head, own, 0), aligned=False)
         for i in range(segment if SEGMENTS else 0):
             total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
-            s_t = gate.decayed(s_t, total) + load(gLocal, STATE, (sequence, head, i, own, 0))
+            s_t = gate.decayed(s_t, total) + load(gLocal, STATE, (sequence, head, i, own, 0), aligned=False)
         rate, bias = gate.rate_and_bias(gRate, gBias, head)
-        d = load(gSkip, OUT.row_vec, (head, own)) if result.skip else 0.0
+        d = load(gSkip, OUT.row_vec, (head, own), aligned=False) if result.skip else 0.0
         so_far, g = float32(0), gate.fetch(gGates, batch, first, end, head)
         for j in range(n):
             token, later = span.token(j), span.token(j + 1)
@@ -211,9 +211,9 @@ def make(config: Config):
             k.fill(j + STAGES, gK, (batch, int32(token + CHUNK * STAGES), key_head, 0), 1, 3, n, PIECE)
         if result.outputs:
             if segment == (segments - 1 if SEGMENTS else 0):
-                store(gState, s_t, (sequence, head, own, 0))
+                store(gState, s_t, (sequence, head, own, 0), aligned=False)
         else:
-            store(gLocal, s_t, (sequence, head, segment, own, 0))
+            store(gLocal, s_t, (sequence, head, segment, own, 0), aligned=False)
             store(gTotal, zeros(ROWS) + so_far, (sequence, head, segment, 0))
 
     return scan, smem

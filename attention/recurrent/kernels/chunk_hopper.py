@@ -201,7 +201,7 @@ def make(config: Config):
             shared_by, column = divmod(CONSUMERS * block + c, width)
             head, row, col = int32(key_head * group + shared_by), int32(COLUMNS * column), int32(KEYS * part)  # of S^T
             rounded, out = subtile(state, COLUMNS, me), subtile(staged, COLUMNS, c)
-            s_t = warpgroup.load(gStart, STATE, (sequence, head, row, col))
+            s_t = warpgroup.load(gStart, STATE, (sequence, head, row, col), aligned=False)
             for i in range(segment if result.outputs else 0):
                 total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
                 s_t = gate.decayed(s_t, total) + warpgroup.load(gLocal, STATE, (sequence, head, i, row, col))
@@ -248,7 +248,7 @@ def make(config: Config):
             if result.outputs:
                 warpgroup.store_wait()
                 if segment == segments - 1:
-                    warpgroup.store(gState, s_t, (sequence, head, row, col))
+                    warpgroup.store(gState, s_t, (sequence, head, row, col), aligned=False)
             else:
                 warpgroup.store(gLocal, s_t, (sequence, head, segment, row, col))
                 store(gTotal, zeros(ROWS) + so_far, (sequence, head, segment, 0))

@@ -156,7 +156,7 @@ def make(config: Config):
         else:
             warpgroup.claim_registers(claim)
             column, mine = COLUMNS * (CONSUMERS * block + me), subtile(out, CHUNK, me)
-            s_t = warpgroup.load(gStart, STATE, (sequence, head, column, 0))
+            s_t = warpgroup.load(gStart, STATE, (sequence, head, column, 0), aligned=False)
             for j in range(n):
                 scale_by, strong, queries, keys = factor.wait(j), frame.is_strong(flag.wait(j)), q.wait(j), k.wait(j)
                 values, weights = v.wait(CONSUMERS * j + me), p.wait(j)
@@ -175,6 +175,6 @@ def make(config: Config):
                 flag.release(j)
                 state.store(gO, mine, o, span, span.token(j), head, CONSUMERS * block + me)
             warpgroup.store_wait()
-            warpgroup.store(gState, s_t, (sequence, head, column, 0))
+            warpgroup.store(gState, s_t, (sequence, head, column, 0), aligned=False)
 
     return scan, smem

@@ -175,7 +175,7 @@ def make(config: Config):
             warpgroup.claim_registers(claim)
             shared_by, column = divmod(CONSUMERS * block + me, width)
             head, row, out = int32(key_head * group + shared_by), int32(COLUMNS * column), subtile(staged, CHUNK, me)
-            s_t = warpgroup.load(gStart, STATE, (sequence, head, row, 0))
+            s_t = warpgroup.load(gStart, STATE, (sequence, head, row, 0), aligned=False)
             d = warpgroup.load(gSkip, ROWS, (head, row))
             for j in range(n):
                 mine = CONSUMERS * j + me
@@ -218,6 +218,6 @@ def make(config: Config):
                     z.release(mine)
                 state.store(gO, out, o, span, span.token(j), head, column)
             warpgroup.store_wait()
-            warpgroup.store(gState, s_t, (sequence, head, row, 0))
+            warpgroup.store(gState, s_t, (sequence, head, row, 0), aligned=False)
 
     return scan, smem

@@ -122,11 +122,11 @@ def make(config: Config):
 
     @inlined
     def decayed_by(gDecay, which, token, head, row, column):
-        """The factor of a state. A decay that is the token's is the same for all rows and columns."""
+        """The factor of a state. A decay that is the token's is the same for all rows and columns, and lies in memory once."""
         if DECAY == "channel":
             return exp(load(gDecay, KEYS, (which, token, head, row), aligned=True))
         elif DECAY == "token":
-            return exp(load(gDecay, VALUES, (which, token, head, column)))
+            return exp(load(gDecay, VALUES, (which, token, head, column), aligned=False))
         else:
             return 1.0
 
@@ -155,7 +155,7 @@ def make(config: Config):
                 k = load(gK, KEYS, (batch, t, shared_by, row), aligned=True)
                 v = load(gV, VALUES, (batch, t, head, column), aligned=True)
                 kept = decayed_by(gDecay, batch, t, head, row, column)
-                beta = load(gBeta, VALUES, (batch, t, head, column)) if DELTA else 0.0
+                beta = load(gBeta, VALUES, (batch, t, head, column), aligned=False) if DELTA else 0.0
                 q = load(gQ, KEYS, (batch, t, shared_by, row), aligned=True)
                 s = s * kept
                 if DELTA:
@@ -166,7 +166,7 @@ def make(config: Config):
                     z = z * (tile_max(kept) if DECAY == "token" else kept) + k
                     o = o / (scale * total(tile_sum(z * q), products) + TINY)
                 if row == 0:
-                    store(gOut, o, (batch, t, head, column))
+                    store(gOut, o, (batch, t, head, column), aligned=False)
             store(gStart if SINGLE else gState, s, (sequence, head, row, column), aligned=SINGLE)
             if NORMALIZE and part == 0:
                 store(gStateZ, z, (sequence, head, row))
