@@ -1,25 +1,16 @@
 """attention.forward: from a user's arrays to a launch."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiles.arrays import Operand
-from tiles.device import machine, persistent
-from tiles.dtypes import bf16, fp16
-from tiles.launch import kernel_for
-from tiles.program import Fill, Plan, Step, program
+from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
-from ..families import choose
 from ..options import SCALES, flag, number
-from . import ampere, hopper
-from . import blocks as lists
-from .online import SLACK
-from .python import evaluated, known, named, reads
-from .sequences import Batched, InUse, Packed, PackedInUse
-from .tiling import band_of
-from .variants import Assembled, assembled
+from .launches import norm_of, planned
+from .norms import Normed
+from .python import evaluated, known, named
+from .variants import Variant, assembled
 
 AUX = 8  # arrays that functions in Python may read
 FORWARD = Schema(
@@ -44,6 +35,10 @@ VARIANTS = Schema(
     cu_seqlens    E     ends     optional
     cu_seqlens_k  E     key_ends  optional
     lengths_k     N     key_lengths  optional
+    q_norm        D|HD  real     optional
+    q_norm_bias   D|HD  real     optional
+    k_norm        D|GD  real     optional
+    k_norm_bias   D|GD  real     optional
     aux0          *     any      optional
     aux1          *     any      optional
     aux2          *     any      optional
@@ -56,8 +51,6 @@ VARIANTS = Schema(
     lse           BHS   float32  made      return_lse
     """,
 )
-DTYPES = {"bfloat16": bf16, "float16": fp16}
-LOG2_E = math.log2(math.e)
 
 
 def forward(
@@ -77,6 +70,9 @@ def forward(
     cu_seqlens: Any = None,
     cu_seqlens_k: Any = None,
     lengths_k: Any = None,
+    q_norm: Any = None,
+    k_norm: Any = None,
+    norm_eps: float = 1e-6,
     scale: float | None = None,
     layout: str = "bshd",
     out: Any = None,
@@ -108,6 +104,10 @@ def forward(
     cu_seqlens[n + 1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) or (N) keys in use of each sequence.
     All above is then about each sequence by itself, and b is its number.
 
+    q_norm, k_norm: weights (D), or (H, D) and (Hkv, D), of an RMS norm of each row of q and k before all that, x / sqrt(mean(x^2)
+    + norm_eps) * weights; or a pair (weights, bias) of a layer norm, the same of x - mean(x), plus bias. Queries are
+    normalised where the kernel has them, keys by a small kernel before it, rounded to k's dtype into memory of its own.
+
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
     default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, and
     multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default the first where it can run.
@@ -119,7 +119,8 @@ def forward(
     and others in host memory run in the interpreter, slowly and under supervision. ValueError or TypeError, before
     anything is launched, names the argument and prints the values."""
     common = number("scale", scale), flag("return_lse", return_lse), family
-    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k
+    normed = *_norm("q_norm", q_norm), *_norm("k_norm", k_norm)
+    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed
     if not aux and all(option is None for option in (window, softcap, mask, score, *arrays)):
         return _forward(stream, (q, k, v, out, None), (flag("causal", causal), *common), layout)
     left, right = _ends(window)
@@ -127,14 +128,16 @@ def forward(
     if not isinstance(aux, (tuple, list)) or len(aux) > AUX:
         raise TypeError(f"aux: must be a tuple of up to {AUX} arrays: {type(aux).__name__} of {len(aux)}")
     given = q, k, v, *arrays, *aux, *(None,) * (AUX - len(aux)), out, None
-    return _variant(stream, given, (flag("causal", causal), left, right, _cap(softcap), *functions, *common), layout)
+    eps = _positive("norm_eps", norm_eps)
+    of_scores = left, right, _positive("softcap", softcap), *functions
+    return _variant(stream, given, (flag("causal", causal), *of_scores, eps, *common), layout)
 
 
 @program(FORWARD)
 def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """How forward does calls of this form; lse is never given."""
     _check(problem)
-    return _planned(problem, assembled(_scale(problem, scale), causal), return_lse, family)
+    return planned(problem, assembled(_scale(problem, scale), causal), return_lse, family)
 
 
 @program(VARIANTS)
@@ -146,6 +149,7 @@ def _variant(
     softcap: float | None,
     mask: str | None,
     score: str | None,
+    norm_eps: float,
     scale: float | None,
     return_lse: bool,
     family: str | None,
@@ -157,6 +161,9 @@ def _variant(
     for name, function in zip(("mask", "score"), functions):
         if function is not None:
             evaluated(name, function, [x.form for x in aux])
+    more: list[tuple[Variant, dict[str, float]]] = []
+    if norm := norm_of(problem, "q_norm"):
+        more.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
     made = assembled(
         _scale(problem, scale),
         causal,
@@ -166,90 +173,9 @@ def _variant(
         "bias" in problem,
         "sink" in problem,
         *functions,
+        more,
     )
-    return _planned(problem, made, return_lse, family, aux, functions[0])
-
-
-def _planned(
-    problem: Problem,
-    made: Assembled,
-    return_lse: bool,
-    family: str | None,
-    aux: Sequence[Operand] = (),
-    mask: Callable | None = None,
-) -> Plan:
-    """The launch of an assembled variant; where a function masks, and each sequence lies in a batch of its own, after that
-    which lists its key blocks."""
-    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
-    out, lse = problem["out"], problem["lse"] if return_lse else None
-    if 0 in out.form.shape or kv_len == 0:  # no query sees a key
-        if "sink" in problem and 0 not in out.form.shape:
-            raise problem.error("k", "must have at least one key where there is a sink", "k")
-        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
-    lie, where = _sequences(problem)
-    tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
-    variant, axes = made.variant, tuple(len(x.form.shape) for x in aux)
-    config: hopper.Config | ampere.Config
-    by_list = mask is not None and lie is Batched
-    kind = {} if lie is Batched and not axes and not by_list else {"lie": lie, "axes": axes, "by_list": by_list}
-    if tma:
-        config = hopper.config_for(head_dim, dtype, variant, kv_len, value_dim, **kind)
-    else:
-        room, piece = gpu.shared_bytes, problem.bytes_at_once()
-        config = ampere.config_for(head_dim, dtype, variant, room, piece, value_dim, **kind)
-    blocks, pairs = -(-q_len // config.rows), batch * heads
-    if issubclass(lie, Packed):
-        (ends,) = problem("E")
-        blocks, pairs = q_len // config.rows + ends - 1, heads
-    group, at_once = heads // kv_heads, gpu.processors
-    grid = pairs * blocks
-    if config.persistent:
-        grid = persistent(gpu, grid)
-    nbytes = kv_len * (head_dim + value_dim) * dtype.itemsize / group
-    uneven = variant.rising or (config.persistent and q_len % config.rows > 0)
-    arrays = {
-        name: x
-        for name, x in (
-            ("slopes", _over(problem, "alibi", "BH")),
-            ("sinks", problem["sink"]),
-            ("bias", _over(problem, "bias", "BHST")),
-        )
-        if x is not None
-    }
-    read = {f"aux{n}": x for n, x in enumerate(aux)}
-    steps: list[Step] = []
-    scratch = []
-    if mask is not None and by_list:
-        many = batch if reads(mask, 0) else 1, heads if reads(mask, 1) else 1
-        shape = *many, blocks, lists.HEAD + -(-kv_len // config.kv)
-        found = problem.scratch(0, shape, "int32")
-        masking = {name: x for name, x in (made.numbers | arrays).items() if name in variant.given}
-        survey = kernel_for(lists, lists.Config(variant, config.rows, config.kv, axes), problem.device)
-        steps.append(
-            survey.bind(many[0] * many[1] * blocks, lists=found, blocks=blocks, heads=many[1], **where, **masking, **read)
-        )
-        scratch.append((shape, "int32"))
-        arrays["lists"] = _spread(found, (batch, heads, *shape[2:]))
-    launch = kernel_for(hopper if tma else ampere, config, problem.device).bind(
-        grid,
-        gQ=problem["q"],
-        gK=problem["k"],
-        gV=problem["v"],
-        gO=out,
-        gLse=lse,
-        blocks=blocks,
-        heads=heads,
-        pairs=pairs,
-        band=band_of(grid, at_once, nbytes, gpu.cache_bytes, uneven),
-        group=group,
-        scale=made.unit * LOG2_E,
-        slack=SLACK / (made.unit * LOG2_E),
-        **where,
-        **made.numbers,
-        **arrays,
-        **read,
-    )
-    return Plan([*steps, launch], scratch)
+    return planned(problem, made, return_lse, family, aux, functions[0], norm_eps)
 
 
 def _scale(problem: Problem, scale: float | None) -> float:
@@ -276,56 +202,21 @@ def _ends(window: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _cap(softcap: Any) -> float | None:
-    """A softcap; TypeError, ValueError."""
-    cap = number("softcap", softcap)
-    if cap is not None and not SCALES[0] <= cap <= SCALES[1]:
-        raise ValueError(f"softcap: must be positive, and finite in float32: {softcap=}")
-    return cap
+def _positive(name: str, value: Any) -> float | None:
+    """A softcap, or what a norm adds; TypeError, ValueError."""
+    found = number(name, value)
+    if found is not None and not SCALES[0] <= found <= SCALES[1]:
+        raise ValueError(f"{name}: must be positive, and finite in float32: {name}={value!r}")
+    return found
 
 
-def _sequences(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
-    """How a problem's sequences lie, and what its kernels are told of that; ValueError."""
-    q_len, kv_len = problem("ST")
-    if "cu_seqlens_k" in problem and "cu_seqlens" not in problem:
-        raise ValueError("cu_seqlens_k: takes cu_seqlens, too, which is None")
-    if "cu_seqlens" in problem:
-        if "cu_seqlens_k" not in problem and q_len != kv_len:
-            raise problem.error("cu_seqlens_k", "must be given where keys are more or fewer than queries", "q", "k")
-        ends = problem["cu_seqlens"]
-        where = {"ends": ends, "ends_k": problem["cu_seqlens_k"] or ends}
-        if "lengths_k" in problem:
-            return PackedInUse, where | {"lengths": problem["lengths_k"]}
-        return Packed, where
-    if "lengths_k" in problem:
-        return InUse, {"q_len": q_len, "lengths": problem["lengths_k"]}
-    return Batched, {"q_len": q_len, "kv_len": kv_len}
-
-
-def _over(problem: Problem, name: str, axes: str) -> Operand | None:
-    """An argument spread over axes where it has an extent of 1, and over the first if it lacks that; of packed sequences the
-    first axis is their number. ValueError."""
-    operand = problem[name]
-    if operand is None:
-        return None
-    form = operand.form
-    shape, strides = form.shape, form.strides
-    if len(shape) < len(axes):
-        shape, strides = (1, *shape), (0, *strides)
-    extents = problem(axes)
-    if "cu_seqlens" in problem:
-        extents = (problem("N")[0], *extents[1:])
-    if any(have not in (1, want) for have, want in zip(shape, extents)):
-        wanted = ", ".join(f"{want} or 1" for want in extents)
-        raise ValueError(f"{name}: must have the shape {wanted}: {name}.shape={form.shape}")
-    return _spread(operand._replace(form=form._replace(shape=shape, strides=strides)), extents)
-
-
-def _spread(operand: Operand, extents: tuple[int, ...]) -> Operand:
-    """With these extents, all elements being one along axes that have an extent of 1."""
-    form = operand.form
-    strides = tuple(0 if have == 1 else stride for have, stride in zip(form.shape, form.strides))
-    return operand._replace(form=form._replace(shape=extents, strides=strides))
+def _norm(name: str, norm: Any) -> tuple[Any, Any]:
+    """(weights, bias) of a norm, None for what there is not; TypeError."""
+    if not isinstance(norm, tuple):
+        return norm, None
+    if len(norm) != 2 or any(x is None for x in norm):
+        raise TypeError(f"{name}: must be weights, or a pair (weights, bias): a tuple of {len(norm)}")
+    return norm
 
 
 def _check(problem: Problem) -> None:

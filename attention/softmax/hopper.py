@@ -90,29 +90,28 @@ def config_for(
     value_dim: int | None = None,
     **kind: Any,
 ) -> Config:
-    """The configuration that serves a problem: the next larger dims of SHAPES; plain and causal attention persistent where
-    tiles are short. kind: what else a Kind says."""
+    """The configuration that serves a problem: the next larger dims of SHAPES; persistent where tiles are short, and plain. kind: what else a Kind says."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
-    if padded != wide or kind or variant not in (FULL, CAUSAL):
+    if padded != wide or kind or not variant.plain:
         shape = NARROW.get((padded, wide), SHAPES[max(padded, wide)])
         return Config(padded, wide, dtype, variant, *shape, **kind)
     short = SHORT.get((padded, variant.rising), PLAIN)
-    return _config(padded, dtype, variant.rising, next((end for end in short if seqlen_kv <= end), None))
+    return _config(padded, dtype, variant, next((end for end in short if seqlen_kv <= end), None))
 
 
 @functools.cache
-def _config(padded: int, dtype: dtype, causal: bool, end: int | None) -> Config:
+def _config(padded: int, dtype: dtype, variant: Variant, end: int | None) -> Config:
     kv, consumers = SHAPES[padded]
-    config = Config(padded, padded, dtype, CAUSAL if causal else FULL, kv, consumers)
-    return config if end is None else replace(config, persistent=True, **SHORT.get((padded, causal), PLAIN)[end])
+    config = Config(padded, padded, dtype, variant, kv, consumers)
+    return config if end is None else replace(config, persistent=True, **SHORT.get((padded, variant.rising), PLAIN)[end])
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems of any length are served with; fp16, whose code takes the same registers as bf16's, with `everything`."""
     if arch == "sm_90a":
-        for of, head_dim, causal in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (False, True)):
-            ends = SHORT.get((head_dim, causal), PLAIN)
-            yield from (_config(head_dim, of, causal, end) for end in (*ends, None))
+        for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
+            ends = SHORT.get((head_dim, variant.rising), PLAIN)
+            yield from (_config(head_dim, of, variant, end) for end in (*ends, None))
 
 
 @static
@@ -142,7 +141,8 @@ def make(config: Config):
     variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
     own_rows, sequences = replace(config, consumers=1).tiling, config.sequences
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
-    INPUT, O = config.dtype, rt(16, config.value_dim, fp32)
+    INPUT, Q, O = config.dtype, rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32)
+    PREPARES = variant.prepares
     readers = CONSUMERS * warpgroup.WARPGROUP
     smem = shared(
         q=ring(config.query, config.queries, readers),
@@ -167,6 +167,14 @@ def make(config: Config):
         else:
             block, batch, _ = place(0, blocks, heads, pairs, band, given)
             return r == 0 and sequences.has(block, batch, given)
+
+    @inlined
+    def prepared(queries, at):
+        """A consumer's rows of Q, as the variant has them."""
+        if PREPARES:
+            warpgroup.store(queries, INPUT(variant.queries(warpgroup.load(queries, Q), at)))
+            warpgroup.sync()
+        return queries
 
     def overlap(cut):
         """The middle of the pipeline: scores and softmax of block j, while O takes up block j - 1; `cut` by the mask or not."""
@@ -263,7 +271,7 @@ def make(config: Config):
                     output.release_last(q, r)
                     output.release(q, r)
                 else:
-                    key = tiling.key(every, first - j, at)
+                    key, queries = tiling.key(every, first - j, at), prepared(queries, at)
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
                     k.release(first)
                     s = tiling.mask(variant.score(s, at, key), at, key)

@@ -9,7 +9,7 @@ needs come as arguments of the kernel (`given`, a record), so a window of anothe
 first, in units of the softmax's scale; a Capped score is in units of the cap, what a function of scores gives is in units of 1.
 `assembled` says how a call's options become an object, its arguments and the unit that is left."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from numpy import int32
@@ -79,6 +79,21 @@ class Variant:
         """Is a key that a query sees always one of those that there are?"""
         return False
 
+    @property
+    def plain(self) -> bool:
+        """Do tiles take as long as in plain or causal attention?"""
+        return False
+
+    @property
+    def prepares(self) -> bool:
+        """Does something become of the queries, before the scores?"""
+        return False
+
+    @inlined
+    def queries(self, x, at):
+        """What becomes of a tile of queries."""
+        return x
+
     @inlined
     def keys(self, first, last, at):
         """The Keys of rows `first` to `last`."""
@@ -140,6 +155,21 @@ class Both(Variant):
         """See Variant."""
         return self.one.within or self.other.within
 
+    @property
+    def plain(self) -> bool:
+        """See Variant."""
+        return self.one.plain and self.other.plain
+
+    @property
+    def prepares(self) -> bool:
+        """See Variant."""
+        return self.one.prepares or self.other.prepares
+
+    @inlined
+    def queries(self, x, at):
+        """See Variant."""
+        return self.other.queries(self.one.queries(x, at), at)
+
     @inlined
     def keys(self, first, last, at):
         """See Variant."""
@@ -176,6 +206,11 @@ class Both(Variant):
 class Full(Variant):
     """All."""
 
+    @property
+    def plain(self) -> bool:
+        """See Variant."""
+        return True
+
 
 class Causal(Variant):
     """Those up to its own place."""
@@ -193,6 +228,11 @@ class Causal(Variant):
     @property
     def within(self) -> bool:
         """See Variant. The last query stands at the last key."""
+        return True
+
+    @property
+    def plain(self) -> bool:
+        """See Variant."""
         return True
 
     @inlined
@@ -400,12 +440,13 @@ def assembled(
     sink: bool = False,
     mask: Callable | None = None,
     score: Callable | None = None,
+    more: Sequence[tuple[Variant, dict[str, float]]] = (),
 ) -> Assembled:
-    """The variant of these options; alibi, bias and sink say whether there is one. Scores are capped, then sloped and biased,
-    then a function's; what is masked stays masked."""
+    """The variant of these options, and `more` with their numbers; alibi, bias and sink say whether there is one. Scores are capped, then sloped
+    and biased, then a function's; what is masked stays masked."""
     (left, right), unit = window, scale
-    parts: list[Variant] = []
-    numbers: dict[str, float] = {}
+    parts = [part for part, _ in more]
+    numbers = {name: x for _, its in more for name, x in its.items()}
     ordered = causal or right == 0
     if ordered:
         parts.append(CAUSAL)
