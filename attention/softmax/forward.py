@@ -104,9 +104,9 @@ def forward(
     cu_seqlens[n + 1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) or (N) keys in use of each sequence.
     All above is then about each sequence by itself, and b is its number.
 
-    q_norm, k_norm: weights (D), or (H, D) and (Hkv, D), of an RMS norm of each row of q and k before all that, x / sqrt(mean(x^2)
-    + norm_eps) * weights; or a pair (weights, bias) of a layer norm, the same of x - mean(x), plus bias. Queries are
-    normalised where the kernel has them, keys by a small kernel before it, rounded to k's dtype into memory of its own.
+    q_norm, k_norm: weights (D), or (H, D) and (Hkv, D), of an RMS norm of each row of q and k before all that:
+    x / sqrt(mean(x^2) + norm_eps) * weights; or a pair (weights, bias) of a layer norm, the same of x - mean(x), plus bias.
+    Queries are normalised in the kernel, keys by a small one before it, rounded to k's dtype into memory of its own.
 
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
     default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, and

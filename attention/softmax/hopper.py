@@ -90,7 +90,8 @@ def config_for(
     value_dim: int | None = None,
     **kind: Any,
 ) -> Config:
-    """The configuration that serves a problem: the next larger dims of SHAPES; persistent where tiles are short, and plain. kind: what else a Kind says."""
+    """The configuration that serves a problem: the next larger dims of SHAPES; persistent where tiles are short,
+    and plain. kind: what else a Kind says."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     if padded != wide or kind or not variant.plain:
         shape = NARROW.get((padded, wide), SHAPES[max(padded, wide)])

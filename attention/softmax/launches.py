@@ -1,4 +1,4 @@
-"""From an assembled variant of attention to its launches: which kernels serve a problem, in which order, and what they are told."""
+"""From an assembled variant of attention to its launches: which kernels serve a problem, and what they are told."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -42,9 +42,9 @@ class Before:
         """One more."""
         self.steps.append(kernel_for(module, config, self.problem.device).bind(grid, **arguments))
 
-    def normed_keys(self, padded: int, eps: float) -> Operand:
+    def normed_keys(self, norm: Rms, padded: int, eps: float) -> Operand:
         """The keys' norm."""
-        problem, norm = self.problem, norm_of(self.problem, "k_norm")
+        problem = self.problem
         shape = batch, rows, heads, columns = problem("BTGD")
         config = norms.Config(norm, padded, DTYPES[problem.dtype], problem.bytes_at_once("k") == ALIGNMENT)
         found, blocks = self.memory(shape, problem.dtype), -(-rows // config.rows)
@@ -102,7 +102,7 @@ def planned(
         grid = persistent(gpu, grid)
     nbytes = kv_len * (head_dim + value_dim) * dtype.itemsize / group
     uneven = variant.rising or (config.persistent and q_len % config.rows > 0)
-    before = Before(problem)
+    before, key_norm = Before(problem), norm_of(problem, "k_norm")
     given = made.numbers | _arrays(problem)
     read = {f"aux{n}": x for n, x in enumerate(aux)}
     if mask is not None and by_list:
@@ -111,7 +111,7 @@ def planned(
     attend = kernel_for(hopper if tma else ampere, config, problem.device).bind(
         grid,
         gQ=problem["q"],
-        gK=before.normed_keys(config.head_dim, norm_eps) if "k_norm" in problem else problem["k"],
+        gK=problem["k"] if key_norm is None else before.normed_keys(key_norm, config.head_dim, norm_eps),
         gV=problem["v"],
         gO=out,
         gLse=lse,

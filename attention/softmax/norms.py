@@ -1,10 +1,11 @@
-"""Norms of each head's rows, before the scores: of queries where a kernel of attention has them in shared memory, once a tile; of
-keys, whose rows every tile of queries reads, once before it, by the kernel that `make` gives, into scratch memory.
+"""Norms of each head's rows, before the scores.
 
-(Left as they are, keys would cost a product for each score, by 1 / rms of its column, and with a bias two sums more; the
-scratch costs K once more to write, which many queries soon pay for.)"""
+Queries are normalised where a kernel of attention has them, in shared memory, once a tile. Keys, which every tile of queries
+reads, are normalised once before it, by the kernel here, into scratch memory. (To multiply the scores by 1 / rms of their keys
+would save writing K, and cost every score a product; a layer norm's bias would take sums over rows besides.)"""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,11 @@ from numba import cuda
 from numpy import int32
 
 from ops import divmod, load, right_fill, row_sum, rsqrt, store
-from tiles import dtype, fp32, inlined, rt, static
+from tiles import bf16, dtype, fp16, fp32, inlined, rt, static
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 
+from .hopper import SHAPES
 from .variants import Variant
 
 WARPS, ROWS = 8, 16  # of a thread block of the kernel; rows of each
@@ -111,12 +113,13 @@ class Config:
         return ROWS * WARPS
 
     def __str__(self):
-        return f"{self.norm} D {self.head_dim} {self.dtype}" + ", by elements" * (not self.aligned)
+        return f"{self.norm} keys, D {self.head_dim} {self.dtype}" + ", by elements" * (not self.aligned)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """None: they are small, and ..."""
-    return iter(())
+    """What keys are normalised with: of any GPU alike."""
+    for of, norm, head_dim in itertools.product((bf16, fp16) if everything else (bf16,), (Rms(), Layer()), SHAPES):
+        yield Config(norm, head_dim, of, True)
 
 
 @functools.cache

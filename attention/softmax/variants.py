@@ -442,8 +442,8 @@ def assembled(
     score: Callable | None = None,
     more: Sequence[tuple[Variant, dict[str, float]]] = (),
 ) -> Assembled:
-    """The variant of these options, and `more` with their numbers; alibi, bias and sink say whether there is one. Scores are capped, then sloped
-    and biased, then a function's; what is masked stays masked."""
+    """The variant of these options, and `more` with their numbers; alibi, bias and sink say whether there is one. Scores are
+    capped, then sloped and biased, then a function's; what is masked stays masked."""
     (left, right), unit = window, scale
     parts = [part for part, _ in more]
     numbers = {name: x for _, its in more for name, x in its.items()}
