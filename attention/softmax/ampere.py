@@ -167,7 +167,7 @@ def make(config: Config):
                 seen = seen.moved(s, scale, slack)
                 o = seen.rescaled()  # before P, so that nothing parts the exponentials from the products that they run under
                 p = seen.weights(s, scale)
-                seen = seen._replace(o=mma_AB(o, INPUT(p), values)).add(p)
+                seen = seen._replace(o=mma_AB(o, INPUT(variant.kept(p, at, key)), values)).add(p)
             o, lse = seen.finish(scale, variant, at)
             row = own.query + ROWS * block + BAND * warp
             store(gO, o, (own.batch, row, head, 0), 1, 3, PIECE)

@@ -1,12 +1,14 @@
 """attention.forward: from a user's arrays to a launch."""
 
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
 from ..options import SCALES, flag, number
+from .dropped import SEED_END, Dropped, DroppedAnew, halves_of, numbers_of
 from .launches import norm_of, planned
 from .norms import Normed
 from .python import evaluated, known, named
@@ -39,6 +41,7 @@ VARIANTS = Schema(
     q_norm_bias   D|HD  real     optional
     k_norm        D|GD  real     optional
     k_norm_bias   D|GD  real     optional
+    seed          O     index    optional
     aux0          *     any      optional
     aux1          *     any      optional
     aux2          *     any      optional
@@ -73,6 +76,8 @@ def forward(
     q_norm: Any = None,
     k_norm: Any = None,
     norm_eps: float = 1e-6,
+    dropout: float = 0.0,
+    seed: Any = None,
     scale: float | None = None,
     layout: str = "bshd",
     out: Any = None,
@@ -108,6 +113,11 @@ def forward(
     x / sqrt(mean(x^2) + norm_eps) * weights; or a pair (weights, bias) of a layer norm, the same of x - mean(x), plus bias.
     Queries are normalised in the kernel, keys by a small one before it, rounded to k's dtype into memory of its own.
 
+    dropout: the probability that a weight is dropped, from 0 to below 1, in steps of 2^-16; those that are kept count
+    1 / (1 - dropout) times, and lse is that of all. What is dropped follows from the seed, b, h, i and j alone:
+    attention.dropout_mask says it. seed: an integer from 0 to 2^63, or an array of one (int64), whose value may change while
+    a graph that holds the call stays, and costs nothing to change.
+
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
     default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, and
     multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default the first where it can run.
@@ -120,8 +130,9 @@ def forward(
     anything is launched, names the argument and prints the values."""
     common = number("scale", scale), flag("return_lse", return_lse), family
     normed = *_norm("q_norm", q_norm), *_norm("k_norm", k_norm)
-    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed
-    if not aux and all(option is None for option in (window, softcap, mask, score, *arrays)):
+    random = _random(dropout, seed)
+    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds
+    if not aux and all(option is None for option in (window, softcap, mask, score, random.dropout, *arrays)):
         return _forward(stream, (q, k, v, out, None), (flag("causal", causal), *common), layout)
     left, right = _ends(window)
     functions = named("mask", mask), named("score", score)
@@ -130,7 +141,7 @@ def forward(
     given = q, k, v, *arrays, *aux, *(None,) * (AUX - len(aux)), out, None
     eps = _positive("norm_eps", norm_eps)
     of_scores = left, right, _positive("softcap", softcap), *functions
-    return _variant(stream, given, (flag("causal", causal), *of_scores, eps, *common), layout)
+    return _variant(stream, given, (flag("causal", causal), *of_scores, eps, random.dropout, random.seed, *common), layout)
 
 
 @program(FORWARD)
@@ -150,6 +161,8 @@ def _variant(
     mask: str | None,
     score: str | None,
     norm_eps: float,
+    dropout: float | None,
+    seed: int | None,
     scale: float | None,
     return_lse: bool,
     family: str | None,
@@ -164,6 +177,12 @@ def _variant(
     more: list[tuple[Variant, dict[str, float]]] = []
     if norm := norm_of(problem, "q_norm"):
         more.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
+    if "seed" in problem and problem("O") != (1,):
+        raise problem.error("seed", "must have one element", "seed")
+    if dropout is not None:
+        more.append(
+            (DroppedAnew(), numbers_of(dropout)) if seed is None else (Dropped(), numbers_of(dropout) | halves_of(seed))
+        )
     made = assembled(
         _scale(problem, scale),
         causal,
@@ -208,6 +227,32 @@ def _positive(name: str, value: Any) -> float | None:
     if found is not None and not SCALES[0] <= found <= SCALES[1]:
         raise ValueError(f"{name}: must be positive, and finite in float32: {name}={value!r}")
     return found
+
+
+class _Random(NamedTuple):
+    """A dropout, None if nothing is dropped, and its seed: a number, or an array of one."""
+
+    dropout: float | None
+    seed: int | None
+    seeds: Any
+
+
+def _random(dropout: Any, seed: Any) -> _Random:
+    """What dropout and seed ask for; TypeError, ValueError."""
+    share = number("dropout", dropout)
+    if share is None or not 0 <= share < 1:
+        raise ValueError(f"dropout: must be from 0 to below 1: {dropout=}")
+    if isinstance(seed, bool):
+        raise TypeError(f"seed: must be an integer, or an array of one: {seed=}")
+    if share == 0:
+        return _Random(None, None, None)
+    if seed is None:
+        raise ValueError(f"seed: must be given where something is dropped: {dropout=}")
+    if getattr(seed, "shape", ()) or not hasattr(seed, "__index__"):
+        return _Random(share, None, seed)
+    if not 0 <= operator.index(seed) < SEED_END:
+        raise ValueError(f"seed: must be from 0 to below 2**63: {seed=}")
+    return _Random(share, operator.index(seed), None)
 
 
 def _norm(name: str, norm: Any) -> tuple[Any, Any]:

@@ -66,6 +66,7 @@ class Config(Kind):
 
 
 SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (112, 2), 256: (80, 2)}  # padded head_dim: (kv, consumers)
+ROOMY = {64: (128, 2), 192: (96, 2), 256: (64, 2)}  # the same for variants that need many registers
 NARROW = {(192, 128): (128, 2)}  # the same where values have fewer columns; else as if they had as many
 # Where tiles are short a persistent grid pays, often of another shape. Padded head_dim, causal: {keys, up to which: what is
 # other}; a pair that is not here is persistent as it is up to 2048 keys. bench/NOTES.md has the figures. At 64, causal, a
@@ -94,7 +95,9 @@ def config_for(
     and plain. kind: what else a Kind says."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     if padded != wide or kind or not variant.plain:
-        shape = NARROW.get((padded, wide), SHAPES[max(padded, wide)])
+        greater = max(padded, wide)
+        shape = ROOMY.get(greater) if variant.draws else NARROW.get((padded, wide))
+        shape = shape or SHAPES[greater]
         return Config(padded, wide, dtype, variant, *shape, **kind)
     short = SHORT.get((padded, variant.rising), PLAIN)
     return _config(padded, dtype, variant, next((end for end in short if seqlen_kv <= end), None))
@@ -193,7 +196,7 @@ def make(config: Config):
             seen = seen.moved(s, scale, slack)
             p = seen.weights(s, scale)
             k.release(j, after=seen.m)
-            seen = seen.add(p)
+            seen, p = seen.add(p), variant.kept(p, at, key)
             o = warpgroup.wait(o)
             v.release(j - 1)
             return INPUT(p), seen._replace(o=o)  # P is rounded here, not earlier: the mma reads its registers until wait(o)
@@ -278,7 +281,7 @@ def make(config: Config):
                     s = tiling.mask(variant.score(s, at, key), at, key)
                     seen = softmax.begin(variant.lowest(at)).moved(s, scale, slack)
                     p = seen.weights(s, scale)
-                    p, seen = INPUT(p), seen.add(p)
+                    p, seen = INPUT(variant.kept(p, at, key)), seen.add(p)
                     output.release_last(q, r)
                     sequences.clear(v.wait(first), own.keys - key, CONSUMERS)
                     for i in range(int32(first + 1), int32(first + cut)):

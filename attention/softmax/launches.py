@@ -132,6 +132,7 @@ def planned(
 def _arrays(problem: Problem) -> dict[str, Operand]:
     """The arrays that variants read, by the names that these know them by."""
     found = {"slopes": over(problem, "alibi", "NH"), "sinks": problem["sink"], "bias": over(problem, "bias", "NHST")}
+    found["seeds"] = problem["seed"]
     return {name: x for name, x in found.items() if x is not None} | norm_arrays(problem, "q_norm", "HD")
 
 

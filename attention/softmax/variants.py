@@ -85,6 +85,11 @@ class Variant:
         return False
 
     @property
+    def draws(self) -> bool:
+        """Does it need many registers, to draw random numbers?"""
+        return False
+
+    @property
     def prepares(self) -> bool:
         """Does something become of the queries, before the scores?"""
         return False
@@ -108,6 +113,16 @@ class Variant:
     def mask(self, s, at, key):
         """-inf for those that are not seen."""
         return s
+
+    @inlined
+    def kept(self, p, at, key):
+        """What is left of a tile of weights, whose first key is `key`, once they are in the sum."""
+        return p
+
+    @inlined
+    def output(self, o, at):
+        """What becomes of their mean of the values."""
+        return o
 
     @inlined
     def lowest(self, at):
@@ -161,6 +176,11 @@ class Both(Variant):
         return self.one.plain and self.other.plain
 
     @property
+    def draws(self) -> bool:
+        """See Variant."""
+        return self.one.draws or self.other.draws
+
+    @property
     def prepares(self) -> bool:
         """See Variant."""
         return self.one.prepares or self.other.prepares
@@ -190,6 +210,16 @@ class Both(Variant):
     def mask(self, s, at, key):
         """See Variant."""
         return self.other.mask(self.one.mask(s, at, key), at, key)
+
+    @inlined
+    def kept(self, p, at, key):
+        """See Variant."""
+        return self.other.kept(self.one.kept(p, at, key), at, key)
+
+    @inlined
+    def output(self, o, at):
+        """See Variant."""
+        return self.other.output(self.one.output(o, at), at)
 
     @inlined
     def lowest(self, at):
