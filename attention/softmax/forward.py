@@ -8,10 +8,11 @@ from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
 from ..options import SCALES, flag, number
+from .block_masks import FIELDS, Blocked, BlockedMask
 from .dropped import SEED_END, Dropped, DroppedAnew, halves_of, numbers_of
 from .launches import norm_of, planned
 from .norms import Normed
-from .python import evaluated, known, named
+from .python import evaluated, known, named, reads
 from .variants import Variant, assembled
 
 AUX = 8  # arrays that functions in Python may read
@@ -42,6 +43,10 @@ VARIANTS = Schema(
     k_norm        D|GD  real     optional
     k_norm_bias   D|GD  real     optional
     seed          O     index    optional
+    kv_num_blocks       IJP   index  optional
+    kv_indices          IJPQ  index  optional
+    full_kv_num_blocks  IJP   index  optional
+    full_kv_indices     IJPL  index  optional
     aux0          *     any      optional
     aux1          *     any      optional
     aux2          *     any      optional
@@ -70,6 +75,7 @@ def forward(
     mask: Callable | None = None,
     score: Callable | None = None,
     aux: Sequence[Any] = (),
+    blocks: Any = None,
     cu_seqlens: Any = None,
     cu_seqlens_k: Any = None,
     lengths_k: Any = None,
@@ -105,6 +111,11 @@ def forward(
     + - * / // %, abs, `where` and the maps of `ops` work on both, and so do elements of aux, up to 8 arrays of numbers, at i,
     j, b and h: `docs[i] == docs[j]`. Key blocks in which a mask holds nowhere are passed by, but for packed sequences.
 
+    blocks: lists of blocks of keys for each block of queries, in FlexAttention's BlockMask or an object that has its fields:
+    (rows, columns) of a block, BLOCK_SIZE; of each row of blocks how many are partly seen and which, kv_num_blocks (B or 1,
+    H or 1, rows) and kv_indices (.., n), and the same of those that are seen whole, full_kv_num_blocks and full_kv_indices, or
+    None. Keys in other blocks are not seen; mask, if there is one, is asked in partly seen blocks alone.
+
     cu_seqlens: (N + 1) ascending from 0 to Sq, in a batch of 1: sequence n has the queries from cu_seqlens[n] to
     cu_seqlens[n + 1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) or (N) keys in use of each sequence.
     All above is then about each sequence by itself, and b is its number.
@@ -129,19 +140,21 @@ def forward(
     and others in host memory run in the interpreter, slowly and under supervision. ValueError or TypeError, before
     anything is launched, names the argument and prints the values."""
     common = number("scale", scale), flag("return_lse", return_lse), family
-    normed = *_norm("q_norm", q_norm), *_norm("k_norm", k_norm)
-    random = _random(dropout, seed)
-    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds
-    if not aux and all(option is None for option in (window, softcap, mask, score, random.dropout, *arrays)):
+    of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
+    of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
+    if of_keys and of_scores and not dropout and isinstance(aux, tuple) and not aux:
         return _forward(stream, (q, k, v, out, None), (flag("causal", causal), *common), layout)
     left, right = _ends(window)
+    random, (size, *lists) = _random(dropout, seed), _blocks(blocks)
+    normed = *_norm("q_norm", q_norm), *_norm("k_norm", k_norm)
+    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists
     functions = named("mask", mask), named("score", score)
     if not isinstance(aux, (tuple, list)) or len(aux) > AUX:
         raise TypeError(f"aux: must be a tuple of up to {AUX} arrays: {type(aux).__name__} of {len(aux)}")
     given = q, k, v, *arrays, *aux, *(None,) * (AUX - len(aux)), out, None
-    eps = _positive("norm_eps", norm_eps)
-    of_scores = left, right, _positive("softcap", softcap), *functions
-    return _variant(stream, given, (flag("causal", causal), *of_scores, eps, random.dropout, random.seed, *common), layout)
+    numbers = _positive("norm_eps", norm_eps), random.dropout, random.seed
+    options = flag("causal", causal), left, right, _positive("softcap", softcap), *functions, *size, *numbers, *common
+    return _variant(stream, given, options, layout)
 
 
 @program(FORWARD)
@@ -160,6 +173,8 @@ def _variant(
     softcap: float | None,
     mask: str | None,
     score: str | None,
+    block_rows: int | None,
+    block_cols: int | None,
     norm_eps: float,
     dropout: float | None,
     seed: int | None,
@@ -170,8 +185,8 @@ def _variant(
     """The same with variants; mask and score are the names that python.py knows functions by."""
     _check(problem)
     aux = [x for x in (problem[f"aux{n}"] for n in range(AUX)) if x is not None]
-    functions = known(mask), known(score)
-    for name, function in zip(("mask", "score"), functions):
+    masking, scoring = known(mask), known(score)
+    for name, function in ("mask", masking), ("score", scoring):
         if function is not None:
             evaluated(name, function, [x.form for x in aux])
     more: list[tuple[Variant, dict[str, float]]] = []
@@ -183,6 +198,14 @@ def _variant(
         more.append(
             (DroppedAnew(), numbers_of(dropout)) if seed is None else (Dropped(), numbers_of(dropout) | halves_of(seed))
         )
+    varies = None if masking is None else (reads(masking, 0), reads(masking, 1))
+    blocked = None
+    if block_rows is not None and block_cols is not None:
+        size, (batches, heads) = (block_rows, block_cols), problem("IJ")
+        blocked = Blocked(*size) if masking is None else BlockedMask(*size, masking)
+        by_batch, by_head = varies or (False, False)
+        varies = bool(by_batch or batches > 1), bool(by_head or heads > 1)
+        more.append((blocked, {}))
     made = assembled(
         _scale(problem, scale),
         causal,
@@ -191,10 +214,11 @@ def _variant(
         "alibi" in problem,
         "bias" in problem,
         "sink" in problem,
-        *functions,
+        None if blocked else masking,
+        scoring,
         more,
     )
-    return planned(problem, made, return_lse, family, aux, functions[0], norm_eps)
+    return planned(problem, made, return_lse, family, aux, varies, blocked, norm_eps)
 
 
 def _scale(problem: Problem, scale: float | None) -> float:
@@ -253,6 +277,24 @@ def _random(dropout: Any, seed: Any) -> _Random:
     if not 0 <= operator.index(seed) < SEED_END:
         raise ValueError(f"seed: must be from 0 to below 2**63: {seed=}")
     return _Random(share, operator.index(seed), None)
+
+
+def _blocks(blocks: Any) -> tuple:
+    """((rows, columns) of a block, and the lists) of a BlockMask, or as many None; TypeError, ValueError."""
+    if blocks is None:
+        return (None, None), *(None for _ in FIELDS)
+    missing = [name for name in ("BLOCK_SIZE", *FIELDS) if not hasattr(blocks, name)]
+    if missing:
+        raise TypeError(f"blocks: must have the fields of a BlockMask: {type(blocks).__name__} has no {', '.join(missing)}")
+    size = blocks.BLOCK_SIZE
+    size = size if isinstance(size, (tuple, list)) else (size, size)
+    if len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
+        raise ValueError(f"blocks: BLOCK_SIZE must be a positive integer, or two: {blocks.BLOCK_SIZE=}")
+    lists = [getattr(blocks, name) for name in FIELDS]
+    if any(x is None for x in lists[:2]) or (lists[2] is None) != (lists[3] is None):
+        what = [name for name, x in zip(FIELDS, lists) if x is None]
+        raise ValueError(f"blocks: must have lists of partly seen blocks, and none or both of whole ones: {what} are None")
+    return tuple(size), *lists
 
 
 def _norm(name: str, norm: Any) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 """From an assembled variant of attention to its launches: which kernels serve a problem, and what they are told."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tiles.arrays import ALIGNMENT, Operand
@@ -12,11 +12,11 @@ from tiles.program import Fill, Plan, Step
 from tiles.schema import Problem
 
 from ..families import choose
-from . import ampere, hopper, norms
+from . import ampere, block_masks, hopper, norms
 from . import blocks as lists
+from .block_masks import Blocked
 from .norms import Layer, Rms
 from .online import SLACK
-from .python import reads
 from .sequences import Batched, InUse, Packed, PackedInUse
 from .tiling import band_of
 from .variants import Assembled
@@ -53,10 +53,30 @@ class Before:
         self.launch(norms, config, batch * heads * blocks, blocks=blocks, heads=heads, **numbers, **arrays)
         return found
 
-    def listed(self, made: Assembled, mask: Callable, config: Any, blocks: int, **arguments: Any) -> Operand:
-        """The lists of key blocks of `blocks` tiles of queries."""
+    def classes(self, blocked: Blocked) -> Operand:
+        """The map of a caller's lists of blocks. ValueError."""
+        problem = self.problem
+        batch, heads, rows = problem("IJP")
+        q_len, kv_len, sequences, all_heads = problem("STNH")
+        if batch not in (1, sequences) or heads not in (1, all_heads):
+            wanted = f"must have a batch of {sequences} or 1, and {all_heads} or 1 heads"
+            raise problem.error("kv_num_blocks", wanted, "kv_num_blocks", "q")
+        if "cu_seqlens" not in problem and rows * blocked.rows < q_len:
+            raise problem.error(
+                "kv_num_blocks", f"must have all rows of blocks of {blocked.rows} queries", "kv_num_blocks", "q"
+            )
+        shape = batch, heads, rows, -(-kv_len // blocked.cols)
+        found = self.memory(shape, "int8")
+        given = {name: problem[name] for name in block_masks.FIELDS if name in problem}
+        grid = batch * heads * -(-rows // block_masks.WARPS)
+        numbers = {"rows": rows, "cols": shape[3], "heads": heads}
+        self.launch(block_masks, block_masks.Config(), grid, classes=found, **numbers, **given)
+        return spread(found, (sequences, all_heads, *shape[2:]))
+
+    def listed(self, made: Assembled, varies: tuple[bool, bool], config: Any, blocks: int, **arguments: Any) -> Operand:
+        """The lists of key blocks of `blocks` tiles of queries. varies: are they others for each batch, for each head?"""
         batch, heads, kv_len = self.problem("BHT")
-        many = batch if reads(mask, 0) else 1, heads if reads(mask, 1) else 1
+        many = batch if varies[0] else 1, heads if varies[1] else 1
         shape = *many, blocks, lists.HEAD + -(-kv_len // config.kv)
         found = self.memory(shape, "int32")
         survey = lists.Config(made.variant, config.rows, config.kv, config.axes)
@@ -70,11 +90,13 @@ def planned(
     return_lse: bool,
     family: str | None,
     aux: Sequence[Operand] = (),
-    mask: Callable | None = None,
+    varies: tuple[bool, bool] | None = None,
+    blocked: Blocked | None = None,
     norm_eps: float = 0.0,
 ) -> Plan:
-    """The launch of an assembled variant, after that of the keys' norm, and where a function masks, and each sequence lies in a
-    batch of its own, after that which lists its key blocks."""
+    """The launch of an assembled variant, after those that it needs: of the keys' norm; of the map of a caller's blocks; and
+    where nobody knows which keys are seen before they are asked for, and each sequence lies in a batch of its own, of its lists
+    of key blocks. varies: do these differ by batch, and by head? None: there is no need of them."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in out.form.shape or kv_len == 0:  # no query sees a key
@@ -85,7 +107,7 @@ def planned(
     tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
     variant, axes = made.variant, tuple(len(x.form.shape) for x in aux)
     config: hopper.Config | ampere.Config
-    by_list = mask is not None and lie is Batched
+    by_list = varies is not None and lie is Batched
     kind = {} if lie is Batched and not axes and not by_list else {"lie": lie, "axes": axes, "by_list": by_list}
     if tma:
         config = hopper.config_for(head_dim, dtype, variant, kv_len, value_dim, **kind)
@@ -105,9 +127,11 @@ def planned(
     before, key_norm = Before(problem), norm_of(problem, "k_norm")
     given = made.numbers | _arrays(problem)
     read = {f"aux{n}": x for n, x in enumerate(aux)}
-    if mask is not None and by_list:
+    if blocked is not None:
+        given["classes"] = before.classes(blocked)
+    if varies is not None and by_list:
         of_scores = {name: x for name, x in given.items() if name in variant.given}
-        given["lists"] = before.listed(made, mask, config, blocks, **where, **of_scores, **read)
+        given["lists"] = before.listed(made, varies, config, blocks, **where, **of_scores, **read)
     attend = kernel_for(hopper if tma else ampere, config, problem.device).bind(
         grid,
         gQ=problem["q"],
