@@ -132,7 +132,9 @@ def make(config: Config):
         if sequences.has(block, batch, given):
             own, warp = sequences.sequence(batch, given), int32(cuda.threadIdx.x // 32)
             kv_head, _ = divmod(head, group)
-            at = At(batch, head, ROWS * block + BAND * warp, own.keys - own.queries, own.queries, own.keys, given, aux)
+            shift, first = own.keys - own.queries, ROWS * block + BAND * warp
+            stands = At(batch, head, first, shift, own.queries, own.keys, given, aux, 0)
+            at = stands._replace(kept=variant.keep(stands))
             every = tiling.key_blocks(ROWS * block, at)
             n = every.n
             if not sequences.apart:  # what lies behind the ends is another's
@@ -154,9 +156,10 @@ def make(config: Config):
                 s = variant.score(s, at, key)
                 if i < every.cut:
                     s = tiling.mask(s, at, key)
-                seen = seen.moved(s, scale, slack)
+                below = variant.below(s, at, key)
+                seen = seen.moved(s, below, scale, slack)
                 o = seen.rescaled()  # before P, so that nothing parts the exponentials from the products that they run under
-                p = seen.weights(s, scale)
+                p = seen.weights(s, below, scale)
                 seen = seen._replace(o=mma_AB(o, INPUT(p), values)).add(p)
             o, lse = seen.finish(scale, variant, at)
             row = own.query + ROWS * block + BAND * warp

@@ -100,7 +100,7 @@ def make(config: Config):
         pair, tile = divmod(cuda.blockIdx.x, blocks)
         batch, head = divmod(pair, heads)
         warp, row = int32(cuda.threadIdx.x // 32), TILE * tile
-        at = At(batch, head, row, kv_len - q_len, q_len, kv_len, given, aux)
+        at = At(batch, head, row, kv_len - q_len, q_len, kv_len, given, aux, 0)
         every = tiling.key_blocks(row, at)
         some, whole, spare = int32(0), int32(0), int32((kv_len + KV - 1) // KV)
         for start in range(0, every.n, WARPS):

@@ -181,8 +181,9 @@ def make(config: Config):
             s = variant.score(s, at, key)
             if cut:
                 s = tiling.mask(s, at, key)
-            seen = seen.moved(s, scale, slack)
-            p = seen.weights(s, scale)
+            below = variant.below(s, at, key)
+            seen = seen.moved(s, below, scale, slack)
+            p = seen.weights(s, below, scale)
             k.release(j, after=seen.m)
             seen = seen.add(p)
             o = warpgroup.wait(o)
@@ -234,7 +235,7 @@ def make(config: Config):
                 block, batch, head = place(r, blocks, heads, pairs, band, given)
                 own, row = sequences.sequence(batch, given), ROWS * block
                 kv_head, _ = divmod(head, group)
-                at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux)
+                at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
                 every = tiling.key_blocks(row, at)
                 if not KEYS_FIRST:
                     q.fill(r, gQ, (own.batch, own.query + row, head))
@@ -252,7 +253,8 @@ def make(config: Config):
                 block, batch, head = place(r, blocks, heads, pairs, band, given)
                 own, row = sequences.sequence(batch, given), ROWS * block + EACH * me
                 mine = row + 16 * warpgroup.rank()
-                at = At(batch, head, mine, own.keys - own.queries, own.queries, own.keys, given, aux)
+                stands = At(batch, head, mine, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+                at = stands._replace(kept=variant.keep(stands))
                 every = tiling.key_blocks(ROWS * block, at)
                 n, cut = own_blocks(row, every, at)
                 end = int32(j + every.n)
@@ -267,8 +269,9 @@ def make(config: Config):
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
                     k.release(first)
                     s = tiling.mask(variant.score(s, at, key), at, key)
-                    seen = softmax.begin(variant.lowest(at)).moved(s, scale, slack)
-                    p = seen.weights(s, scale)
+                    below = variant.below(s, at, key)
+                    seen = softmax.begin(variant.lowest(at)).moved(s, below, scale, slack)
+                    p = seen.weights(s, below, scale)
                     p, seen = INPUT(p), seen.add(p)
                     output.release_last(q, r)
                     sequences.clear(v.wait(first), own.keys - key, CONSUMERS)

@@ -26,7 +26,8 @@ MASKED = float("-inf")
 class At(NamedTuple):
     """Where a warp's rows of scores stand. batch, head: of the queries; a packed sequence is a batch. row: the query of the
     first one. shift: query i and key i + shift stand at the same place. queries, keys: how many there are. given, aux: the
-    kernel's arguments that the variant reads, and those that functions in Python do."""
+    kernel's arguments that the variant reads, and those that functions in Python do. kept: what the variant reads of memory
+    once a tile, `keep(at)`."""
 
     batch: Any
     head: Any
@@ -36,6 +37,7 @@ class At(NamedTuple):
     keys: Any
     given: Any
     aux: Any
+    kept: Any
 
 
 class Keys(NamedTuple):
@@ -75,6 +77,11 @@ class Variant:
         return False
 
     @property
+    def by_rows(self) -> bool:
+        """Is anything to be subtracted from all of a row's scores?"""
+        return False
+
+    @property
     def within(self) -> bool:
         """Is a key that a query sees always one of those that there are?"""
         return False
@@ -85,9 +92,19 @@ class Variant:
         return Keys(0, at.keys, 0, at.keys)
 
     @inlined
+    def keep(self, at):
+        """What is read of memory once a tile, not once a block of keys: at.kept."""
+        return 0
+
+    @inlined
     def score(self, s, at, key):
         """What becomes of a tile of scores, whose first key is `key`."""
         return s
+
+    @inlined
+    def below(self, s, at, key):
+        """What is to be subtracted from all of a row's scores s besides, a vector; None if nothing is."""
+        return None
 
     @inlined
     def mask(self, s, at, key):
@@ -136,6 +153,11 @@ class Both(Variant):
         return self.one.rising or self.other.rising
 
     @property
+    def by_rows(self) -> bool:
+        """See Variant."""
+        return self.one.by_rows or self.other.by_rows
+
+    @property
     def within(self) -> bool:
         """See Variant."""
         return self.one.within or self.other.within
@@ -152,9 +174,23 @@ class Both(Variant):
         )
 
     @inlined
+    def keep(self, at):
+        """See Variant."""
+        return self.one.keep(at), self.other.keep(at)
+
+    @inlined
     def score(self, s, at, key):
         """See Variant."""
-        return self.other.score(self.one.score(s, at, key), at, key)
+        s = self.one.score(s, at._replace(kept=at.kept[0]), key)
+        return self.other.score(s, at._replace(kept=at.kept[1]), key)
+
+    @inlined
+    def below(self, s, at, key):
+        """See Variant. Only one of them has any."""
+        if self.one.by_rows:
+            return self.one.below(s, at._replace(kept=at.kept[0]), key)
+        else:
+            return self.other.below(s, at._replace(kept=at.kept[1]), key)
 
     @inlined
     def mask(self, s, at, key):
@@ -306,9 +342,17 @@ class Capped(Variant):
 
 @static
 class Sloped(Variant):
-    """score - slope |i + shift - j|, with a slope a head: ALiBi. ordered: no key is seen that comes after the query."""
+    """score - slope |i + shift - j|, with a slope a head: ALiBi. ordered: no key is seen that comes after the query. last: no
+    function follows that wants the score itself. With both, what depends on i is subtracted from all of a row's scores, and an
+    addition a score is left where the distance takes more than two."""
 
     ordered: bool
+    last: bool
+
+    @property
+    def by_rows(self) -> bool:
+        """See Variant."""
+        return self.ordered and self.last
 
     @property
     def given(self) -> dict[str, Any]:
@@ -318,12 +362,30 @@ class Sloped(Variant):
     @inlined
     def score(self, s, at, key):
         """See Variant."""
-        slope = at.given.slopes[at.batch, at.head] * at.given.per_slope
-        distance = row_index(s.col_vec) + int32(at.row + at.shift - key) - col_index(s.row_vec)
-        if self.ordered:
-            return s - distance * slope
+        if self.by_rows:
+            return s + col_index(s.row_vec) * at.kept
+        elif self.ordered:
+            return s - (self.place(s, at, key) - col_index(s.row_vec)) * at.kept
         else:
-            return s - abs(distance) * slope
+            return s - abs(self.place(s, at, key) - col_index(s.row_vec)) * at.kept
+
+    @inlined
+    def below(self, s, at, key):
+        """See Variant."""
+        if self.by_rows:
+            return self.place(s, at, key) * at.kept
+        else:
+            return None
+
+    @inlined
+    def keep(self, at):
+        """See Variant: the head's slope, in units of scores."""
+        return at.given.slopes[at.batch, at.head] * at.given.per_slope
+
+    @inlined
+    def place(self, s, at, key):
+        """Where the rows' queries stand, counted from `key`."""
+        return row_index(s.col_vec) + int32(at.row + at.shift - key)
 
 
 class Biased(Variant):
@@ -421,7 +483,7 @@ def assembled(
         parts.append(Capped())
         numbers["per_cap"], unit = unit / softcap, softcap
     if alibi:
-        parts.append(Sloped(ordered))
+        parts.append(Sloped(ordered, last=score is None))
         numbers["per_slope"] = 1 / unit
     if bias:
         parts.append(Biased())

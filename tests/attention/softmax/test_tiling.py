@@ -15,7 +15,7 @@ L2 = 50 * 2**20
 
 
 def at(queries, keys, **given):
-    return At(0, 0, 0, keys - queries, queries, keys, SimpleNamespace(**given), ())
+    return At(0, 0, 0, keys - queries, queries, keys, SimpleNamespace(**given), (), 0)
 
 
 def walked(sees, pairs, blocks, band):
