@@ -193,7 +193,7 @@ def _planned(
     by_list = mask is not None and lie is Batched
     kind = {} if lie is Batched and not axes and not by_list else {"lie": lie, "axes": axes, "by_list": by_list}
     if tma:
-        config = hopper.config_for(head_dim, dtype, variant, kv_len, value_dim, **kind)
+        config = hopper.config_for(head_dim, dtype, variant, min(kv_len, made.reach), value_dim, **kind)
     else:
         room, piece = gpu.shared_bytes, problem.bytes_at_once()
         config = ampere.config_for(head_dim, dtype, variant, room, piece, value_dim, **kind)
@@ -218,18 +218,22 @@ def _planned(
     }
     read = {f"aux{n}": x for n, x in enumerate(aux)}
     steps: list[Step] = []
-    scratch = []
+    scratch: list[tuple[tuple[int, ...], str]] = []
     if mask is not None and by_list:
         many = batch if reads(mask, 0) else 1, heads if reads(mask, 1) else 1
-        shape = *many, blocks, lists.HEAD + -(-kv_len // config.kv)
-        found = problem.scratch(0, shape, "int32")
-        masking = {name: x for name, x in (made.numbers | arrays).items() if name in variant.given}
-        survey = kernel_for(lists, lists.Config(variant, config.rows, config.kv, axes), problem.device)
-        steps.append(
-            survey.bind(many[0] * many[1] * blocks, lists=found, blocks=blocks, heads=many[1], **where, **masking, **read)
-        )
-        scratch.append((shape, "int32"))
-        arrays["lists"] = _spread(found, (batch, heads, *shape[2:]))
+        keys = -(-kv_len // config.kv)
+        scratch = [((*many, blocks, lists.HEAD + keys), "int32"), ((*many, blocks, keys), "int8")]
+        found, classes = (problem.scratch(n, *memory) for n, memory in enumerate(scratch))
+        asked = {name: x for name, x in (made.numbers | arrays).items() if name in variant.given}
+        asked |= where | {"classes": classes, "blocks": blocks, "heads": many[1]}
+        tiles, groups = many[0] * many[1] * blocks, -(-keys // lists.WARPS)
+        survey = lists.Survey(variant, config.rows, config.kv, axes)
+        compaction = lists.Compaction(variant, config.rows, config.kv)
+        steps = [
+            kernel_for(survey, survey, problem.device).bind(tiles * groups, groups=groups, **asked, **read),
+            kernel_for(compaction, compaction, problem.device).bind(tiles, lists=found, **asked),
+        ]
+        arrays["lists"] = _spread(found, (batch, heads, *found.form.shape[2:]))
     launch = kernel_for(hopper if tma else ampere, config, problem.device).bind(
         grid,
         gQ=problem["q"],

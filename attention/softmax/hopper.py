@@ -86,33 +86,34 @@ def config_for(
     head_dim: int,
     dtype: dtype,
     variant: Variant,
-    seqlen_kv: int,
+    keys: float,
     value_dim: int | None = None,
     **kind: Any,
 ) -> Config:
-    """The configuration that serves a problem: the next larger dims of SHAPES; plain and causal attention persistent where
-    tiles are short. kind: what else a Kind says."""
+    """The configuration that serves a problem in which queries see so many keys: the next larger dims of SHAPES, persistent
+    where tiles are short. kind: what else a Kind says."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
-    if padded != wide or kind or variant not in (FULL, CAUSAL):
-        shape = NARROW.get((padded, wide), SHAPES[max(padded, wide)])
-        return Config(padded, wide, dtype, variant, *shape, **kind)
-    short = SHORT.get((padded, variant.rising), PLAIN)
-    return _config(padded, dtype, variant.rising, next((end for end in short if seqlen_kv <= end), None))
+    if padded != wide or kind or not variant.computed:
+        return Config(padded, wide, dtype, variant, *NARROW.get((padded, wide), SHAPES[max(padded, wide)]), **kind)
+    return _config(padded, dtype, variant, next((end for end in _short(padded, variant) if keys <= end), None))
 
 
-@functools.cache
-def _config(padded: int, dtype: dtype, causal: bool, end: int | None) -> Config:
-    kv, consumers = SHAPES[padded]
-    config = Config(padded, padded, dtype, CAUSAL if causal else FULL, kv, consumers)
-    return config if end is None else replace(config, persistent=True, **SHORT.get((padded, causal), PLAIN)[end])
+def _short(padded: int, variant: Variant) -> dict[int, dict[str, Any]]:
+    """Up to how many keys what is other."""
+    return SHORT.get((padded, variant.rising), PLAIN) if variant in (FULL, CAUSAL) else PLAIN
+
+
+@functools.lru_cache(1024)
+def _config(padded: int, dtype: dtype, variant: Variant, end: int | None) -> Config:
+    config = Config(padded, padded, dtype, variant, *SHAPES[padded])
+    return config if end is None else replace(config, persistent=True, **_short(padded, variant)[end])
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems of any length are served with; fp16, whose code takes the same registers as bf16's, with `everything`."""
     if arch == "sm_90a":
-        for of, head_dim, causal in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (False, True)):
-            ends = SHORT.get((head_dim, causal), PLAIN)
-            yield from (_config(head_dim, of, causal, end) for end in (*ends, None))
+        for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
+            yield from (_config(head_dim, of, variant, end) for end in (*_short(head_dim, variant), None))
 
 
 @static
@@ -137,6 +138,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, EACH = config.rows, warpgroup.ROWS  # rows of a tile of queries, of a consumer
     CONSUMERS, PERSISTENT = config.consumers, config.persistent
+    SKIPS = PERSISTENT and config.variant.from_first  # consumers pass by key blocks that none of their rows sees
     KEYS_FIRST = PERSISTENT and config.queries == 1  # a tile's queries wait for the place of the last one's, its keys need not
     GIVEN, AUX = config.given, config.aux
     variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
@@ -196,9 +198,9 @@ def make(config: Config):
 
     @inlined
     def own_blocks(row, every, at):
-        """How many of a tile's key blocks, the last ones to come, a consumer's rows see, and how many of them the mask cuts;
+        """How many of a tile's key blocks, the last ones to come, a consumer works on, and how many of them the mask cuts;
         none for rows that there are not."""
-        if PERSISTENT:
+        if SKIPS:
             own = own_rows.key_blocks(row, at)
             return int32(own.n if row < at.queries else 0), own.cut
         else:
@@ -259,9 +261,9 @@ def make(config: Config):
                 n, cut = own_blocks(row, every, at)
                 end = int32(j + every.n)
                 first, queries = int32(end - n), subtile(q.wait(r), EACH, me)
-                if PERSISTENT:
+                if SKIPS:
                     stand_by(j, first, end, k, v, me)
-                if PERSISTENT and n == 0:
+                if SKIPS and n == 0:
                     output.release_last(q, r)
                     output.release(q, r)
                 else:

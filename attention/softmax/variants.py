@@ -9,6 +9,7 @@ needs come as arguments of the kernel (`given`, a record), so a window of anothe
 first, in units of the softmax's scale; a Capped score is in units of the cap, what a function of scores gives is in units of 1.
 `assembled` says how a call's options become an object, its arguments and the unit that is left."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -75,6 +76,11 @@ class Variant:
     def rising(self) -> bool:
         """Do later queries see more keys?"""
         return False
+
+    @property
+    def computed(self) -> bool:
+        """Which keys are seen, is that computed from places alone?"""
+        return True
 
     @property
     def by_rows(self) -> bool:
@@ -151,6 +157,11 @@ class Both(Variant):
     def rising(self) -> bool:
         """See Variant."""
         return self.one.rising or self.other.rising
+
+    @property
+    def computed(self) -> bool:
+        """See Variant."""
+        return self.one.computed and self.other.computed
 
     @property
     def by_rows(self) -> bool:
@@ -313,6 +324,16 @@ class Masked(Variant):
         """See Variant."""
         return False
 
+    @property
+    def computed(self) -> bool:
+        """See Variant."""
+        return False
+
+    @property
+    def rising(self) -> bool:
+        """See Variant. Nobody knows; of most masks it is true."""
+        return True
+
     @inlined
     def keys(self, first, last, at):
         """See Variant: of which keys the function holds nobody knows before it is asked."""
@@ -445,11 +466,13 @@ FULL, CAUSAL = Full(), Causal()
 
 
 class Assembled(NamedTuple):
-    """A variant, the numbers that its kernel is given, by name, and the unit of its scores: exp(unit s) are the weights."""
+    """A variant, the numbers that its kernel is given, by name, and the unit of its scores: exp(unit s) are the weights. reach:
+    how many keys a query sees at most, if a window says so."""
 
     variant: Variant
     numbers: dict[str, float]
     unit: float
+    reach: float
 
 
 def assembled(
@@ -497,4 +520,5 @@ def assembled(
     variant: Variant = parts[0] if parts else FULL
     for part in parts[1:]:
         variant = Both(variant, part)
-    return Assembled(variant, numbers, unit)
+    end = 0 if ordered else right
+    return Assembled(variant, numbers, unit, math.inf if left is None or end is None else left + end + 1)
