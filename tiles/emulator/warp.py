@@ -225,6 +225,8 @@ class Warp(greenlet):
         if len(homes) != 1:
             raise self.hazard("one instruction reaches into several blocks of a cluster", "language")
         home, _ = self.home(int(at[0]))
+        if home is not self.block and "::cluster" not in self.instruction.opcode:
+            raise self.hazard(f"{self.instruction.opcode} reaches into block {home.rank} of the cluster", "language")
         at &= (1 << WINDOW) - 1
         if (at % (align or size)).any():
             raise self.hazard(f"shared memory at {at[at % (align or size) != 0][0]}, which is no multiple of {align or size}")
@@ -255,10 +257,13 @@ class Warp(greenlet):
         home, lanes, cells = self._cells(addresses, values.shape[1])
         home.reached(self.threads[lanes[0]], what)
         self._allowed(home.shadow.unwritable(self.asks(lanes), cells), what)
-        time = self.tick()
+        time, writers = self.tick(), self.first + lanes
+        if home is not self.block:
+            writers = self.block.cluster.abroad.start + writers
+            self.clocks[lanes, writers] = time
         home.visited(self, time, what)
         event = Event("store", "the write", self.place())
-        home.shadow.note_write((self.first + lanes)[:, None], time, cells, VALID, event)
+        home.shadow.note_write(writers[:, None], time, cells, VALID, event)
         home.shadow.bytes[cells] = values
         if (home.shadow.bytes[cells] != values).any():
             raise self.hazard(f"{what}, and lanes put different numbers in the same place", "race")
