@@ -225,8 +225,6 @@ class Warp(greenlet):
         if len(homes) != 1:
             raise self.hazard("one instruction reaches into several blocks of a cluster", "language")
         home, _ = self.home(int(at[0]))
-        if home is not self.block and "::cluster" not in self.instruction.opcode:
-            raise self.hazard(f"{self.instruction.opcode} reaches into block {home.rank} of the cluster", "language")
         at &= (1 << WINDOW) - 1
         if (at % (align or size)).any():
             raise self.hazard(f"shared memory at {at[at % (align or size) != 0][0]}, which is no multiple of {align or size}")
