@@ -66,6 +66,7 @@ class Config(Kind):
 
 
 SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (112, 2), 256: (80, 2)}  # padded head_dim: (kv, consumers)
+SCORED = {128: (80, 3, 3)}  # the same, and stages, where something is made of scores: so two consumers are at that, not one
 NARROW = {(192, 128): (128, 2)}  # the same where values have fewer columns; else as if they had as many
 # Where tiles are short a persistent grid pays, often of another shape. Padded head_dim, causal: {keys, up to which: what is
 # other}; a pair that is not here is persistent as it is up to 2048 keys. bench/NOTES.md has the figures. At 64, causal, a
@@ -94,8 +95,13 @@ def config_for(
     where tiles are short. kind: what else a Kind says."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     if padded != wide or kind or not variant.computed:
-        return Config(padded, wide, dtype, variant, *NARROW.get((padded, wide), SHAPES[max(padded, wide)]), **kind)
+        return Config(padded, wide, dtype, variant, *NARROW.get((padded, wide), _shape(max(padded, wide), variant)), **kind)
     return _config(padded, dtype, variant, next((end for end in _short(padded, variant) if keys <= end), None))
+
+
+def _shape(padded: int, variant: Variant) -> Any:
+    """Of a variant's tiles."""
+    return SCORED.get(padded, SHAPES[padded]) if variant.scored else SHAPES[padded]
 
 
 def _short(padded: int, variant: Variant) -> dict[int, dict[str, Any]]:
@@ -105,7 +111,7 @@ def _short(padded: int, variant: Variant) -> dict[int, dict[str, Any]]:
 
 @functools.lru_cache(1024)
 def _config(padded: int, dtype: dtype, variant: Variant, end: int | None) -> Config:
-    config = Config(padded, padded, dtype, variant, *SHAPES[padded])
+    config = Config(padded, padded, dtype, variant, *_shape(padded, variant))
     return config if end is None else replace(config, persistent=True, **_short(padded, variant)[end])
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import abs, causal, col_index, exp2, load, maximum, row_index, tanh, triu, where
+from ops import abs, causal, col_index, exp2, load, maximum, row_index, tanh_quotient, triu, where
 from tiles import fp32, inlined, rt, static
 from tiles.arguments import FLOAT, INT, array
 
@@ -75,6 +75,11 @@ class Variant:
     @property
     def rising(self) -> bool:
         """Do later queries see more keys?"""
+        return False
+
+    @property
+    def scored(self) -> bool:
+        """Does it make something of scores, which takes time?"""
         return False
 
     @property
@@ -157,6 +162,11 @@ class Both(Variant):
     def rising(self) -> bool:
         """See Variant."""
         return self.one.rising or self.other.rising
+
+    @property
+    def scored(self) -> bool:
+        """See Variant."""
+        return self.one.scored or self.other.scored
 
     @property
     def computed(self) -> bool:
@@ -351,6 +361,11 @@ class Capped(Variant):
     """cap tanh(score / cap), in units of the cap."""
 
     @property
+    def scored(self) -> bool:
+        """See Variant."""
+        return True
+
+    @property
     def given(self) -> dict[str, Any]:
         """See Variant. per_cap: the unit of scores before, divided by the cap."""
         return {"per_cap": FLOAT}
@@ -358,7 +373,7 @@ class Capped(Variant):
     @inlined
     def score(self, s, at, key):
         """See Variant."""
-        return tanh(s * at.given.per_cap)
+        return tanh_quotient(s * at.given.per_cap)
 
 
 @static
@@ -369,6 +384,11 @@ class Sloped(Variant):
 
     ordered: bool
     last: bool
+
+    @property
+    def scored(self) -> bool:
+        """See Variant."""
+        return True
 
     @property
     def by_rows(self) -> bool:
@@ -413,6 +433,11 @@ class Biased(Variant):
     """score + bias[b, h, i, j]."""
 
     @property
+    def scored(self) -> bool:
+        """See Variant."""
+        return True
+
+    @property
     def given(self) -> dict[str, Any]:
         """See Variant. bias: (batch, head, query, key). per_bias: 1 / the unit of scores."""
         return {"bias": array(4), "per_bias": FLOAT}
@@ -429,6 +454,11 @@ class Scored(Variant):
     """function(score, b, h, i, j, *aux), in units of 1: of a tile of scores, a vector i of queries and one, j, of keys."""
 
     function: Callable
+
+    @property
+    def scored(self) -> bool:
+        """See Variant."""
+        return True
 
     @property
     def given(self) -> dict[str, Any]:
