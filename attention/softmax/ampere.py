@@ -141,7 +141,9 @@ def make(config: Config):
         if sequences.has(block, batch, given):
             own, warp = sequences.sequence(batch, given), int32(cuda.threadIdx.x // 32)
             kv_head, _ = divmod(head, group)
-            at = At(batch, head, ROWS * block + BAND * warp, own.keys - own.queries, own.queries, own.keys, given, aux)
+            shift, first = own.keys - own.queries, ROWS * block + BAND * warp
+            stands = At(batch, head, first, shift, own.queries, own.keys, given, aux, 0)
+            at = stands._replace(kept=variant.keep(stands))
             every = tiling.key_blocks(ROWS * block, at)
             n = every.n
             if not sequences.apart:  # what lies behind the ends is another's
@@ -164,10 +166,11 @@ def make(config: Config):
                 s = variant.score(s, at, key)
                 if i < every.cut:
                     s = tiling.mask(s, at, key)
-                seen = seen.moved(s, scale, slack)
+                below = variant.below(s, at, key)
+                seen = seen.moved(s, below, scale, slack)
                 o = seen.rescaled()  # before P, so that nothing parts the exponentials from the products that they run under
-                p = seen.weights(s, scale)
-                seen = seen._replace(o=mma_AB(o, INPUT(variant.kept(p, at, key)), values)).add(p)
+                p = seen.weights(s, below, scale)
+                seen = seen._replace(o=mma_AB(o, INPUT(variant.drop(p, at, key)), values)).add(p)
             o, lse = seen.finish(scale, variant, at)
             row = own.query + ROWS * block + BAND * warp
             store(gO, o, (own.batch, row, head, 0), 1, 3, PIECE)

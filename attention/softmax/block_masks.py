@@ -23,7 +23,7 @@ from .variants import MASKED, Keys, Variant
 
 FIELDS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"  # a BlockMask's, besides BLOCK_SIZE
 PARTIAL, WHOLE = 1, 2  # classes of blocks: those of which the mask is asked, and those that are seen whole
-CLASSES, COUNTS, INDICES = types.Array(types.int8, 4, "A"), types.Array(types.int32, 3, "A"), types.Array(types.int32, 4, "A")
+MARKS, COUNTS, INDICES = types.Array(types.int8, 4, "A"), types.Array(types.int32, 3, "A"), types.Array(types.int32, 4, "A")
 WARPS = 4  # of a thread block, each of which marks a row of blocks
 
 
@@ -36,13 +36,23 @@ class Blocked(Variant):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Variant. classes: (batch, head, block of queries, block of keys)."""
-        return {"classes": CLASSES}
+        """See Variant. marks: the classes, (batch, head, block of queries, block of keys)."""
+        return {"marks": MARKS}
 
     @property
     def everything(self) -> bool:
         """See Variant."""
         return False
+
+    @property
+    def computed(self) -> bool:
+        """See Variant."""
+        return False
+
+    @property
+    def rising(self) -> bool:
+        """See Variant. Nobody knows; of most masks it is true."""
+        return True
 
     @inlined
     def keys(self, first, last, at):
@@ -52,7 +62,7 @@ class Blocked(Variant):
     @inlined
     def classes(self, i, j, at):
         """A tile of the classes of queries i and keys j."""
-        return at.given.classes[at.batch, at.head, i // self.rows, j // self.cols]
+        return at.given.marks[at.batch, at.head, i // self.rows, j // self.cols]
 
     @inlined
     def mask(self, s, at, key):
@@ -102,7 +112,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    GIVEN = record(**dict.fromkeys(FIELDS[::2], COUNTS), **dict.fromkeys(FIELDS[1::2], INDICES), classes=CLASSES)
+    GIVEN = record(**dict.fromkeys(FIELDS[::2], COUNTS), **dict.fromkeys(FIELDS[1::2], INDICES), marks=MARKS)
 
     @inlined
     def mark(classes, counts, indices, batch, head, row, cols, what):
@@ -116,12 +126,12 @@ def make(config: Config):
     def mark_all(given, batch, head, row, cols):
         """The classes of a row of blocks."""
         for col in range(cols):
-            given.classes[batch, head, row, col] = 0
+            given.marks[batch, head, row, col] = 0
         cuda.syncwarp()
-        mark(given.classes, given.kv_num_blocks, given.kv_indices, batch, head, row, cols, PARTIAL)
+        mark(given.marks, given.kv_num_blocks, given.kv_indices, batch, head, row, cols, PARTIAL)
         cuda.syncwarp()
         if given.full_kv_num_blocks.shape[2] > 0:
-            mark(given.classes, given.full_kv_num_blocks, given.full_kv_indices, batch, head, row, cols, WHOLE)
+            mark(given.marks, given.full_kv_num_blocks, given.full_kv_indices, batch, head, row, cols, WHOLE)
 
     @cuda.jit
     def classify(given: GIVEN, rows: INT, cols: INT, heads: INT):

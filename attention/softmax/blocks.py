@@ -1,10 +1,12 @@
 """Lists of key blocks: which ones a mask in Python lets a tile of queries see, found by asking it for every query and key.
 
-A list is a row of integers: how many blocks there are; how many of them must be masked; the numbers of those, and from the end
-of the row on backwards the numbers of the others. Of a tile that sees nothing it names the block behind the last key."""
+Two kernels make them. `Survey` asks, a warp a block of keys, and notes a class: 0 where no query of the tile sees a key of the
+block, 2 where all see all, else 1. `Compaction` goes through a tile's classes and writes its list, a row of integers: how many
+blocks there are; how many of them must be masked; the numbers of those, and from the end of the row on backwards the numbers of
+the others. A list begins with a block to be masked, though it be one that all see, or one behind the last key.
+"""
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +14,17 @@ from numba import cuda
 from numba.cuda import types
 from numpy import int32
 
-from ops import block, divmod, finish_sum, lane_sum, tile_sum, where, zeros
-from tiles import fp32, inlined, rt, shared, static, sv
-from tiles.arguments import INT, array, listed, record
+from ops import divmod, finish_sum, lane_sum, tile_sum, where, zeros
+from tiles import fp32, inlined, rt, static
+from tiles.arguments import INT, Record, array, listed, record
 from tiles.layout import LANES
 
 from .tiling import Blocks, Tiling
 from .variants import At, Variant
 
-WARPS, ROWS = 8, 16  # warps of a thread block, each of which asks for a key block; rows that it asks for at once
+WARPS, ROWS = 4, 16  # warps of a thread block, each of which asks for a key block; rows that it asks for at once
 HEAD = 2  # integers of a list before the blocks
-LISTS = types.Array(types.int32, 4, "A")
+LISTS, CLASSES = types.Array(types.int32, 4, "A"), types.Array(types.int8, 4, "A")
 
 
 @static
@@ -55,74 +57,93 @@ class Listed(Tiling):
 
 
 @dataclass(frozen=True)
-class Config:
-    """Of the kernel that makes lists: the variant, the rows of a tile of queries and of a block of keys, how many axes the
-    arrays have that the variant's functions read."""
+class Survey:
+    """Which classes blocks of keys have: of a variant, tiles of `rows` queries and blocks of `kv` keys. axes: how many each
+    array has that the variant's functions read."""
 
     variant: Variant
     rows: int
     kv: int
     axes: tuple[int, ...] = ()
+    threads = LANES * WARPS
 
     @property
-    def threads(self):
-        """Threads of a block."""
-        return LANES * WARPS
+    def given(self) -> Record:
+        """What the kernel is told of the variant, and where classes go: by batch, head, tile and block."""
+        return record(classes=CLASSES, **self.variant.given)
 
     @property
-    def aux(self):
+    def aux(self) -> Record:
         """The arrays that the variant's functions read."""
         return listed(**{f"aux{n}": array(rank) for n, rank in enumerate(self.axes)})
 
-    def __str__(self):
-        return f"lists of {self.rows} x {self.kv}, {self.variant}"
+    @staticmethod
+    @functools.cache
+    def make(config: "Survey"):
+        """(kernel, shared memory) of a configuration."""
+        TILE, KV, S = config.rows, config.kv, rt(ROWS, config.kv, fp32)
+        GIVEN, AUX, tiling = config.given, config.aux, Tiling(config.rows, config.kv, config.variant)
+
+        @cuda.jit
+        def survey(given: GIVEN, aux: AUX, q_len: INT, kv_len: INT, blocks: INT, heads: INT, groups: INT):
+            """The classes of a few blocks of keys, for one of the `blocks` tiles of queries of a head; `groups` thread blocks
+            have all."""
+            rest, group = divmod(cuda.blockIdx.x, groups)
+            pair, tile = divmod(rest, blocks)
+            batch, head = divmod(pair, heads)
+            at = At(batch, head, TILE * tile, kv_len - q_len, q_len, kv_len, given, aux, 0)
+            every = tiling.key_blocks(TILE * tile, at)
+            block = WARPS * group + cuda.threadIdx.x // 32
+            if block < every.n:
+                seen = lane_sum(zeros(S))
+                for band in range(0, TILE, ROWS):
+                    s = tiling.mask(zeros(S), at._replace(row=int32(TILE * tile + band)), int32((every.first + block) * KV))
+                    seen = seen + lane_sum(where(s < 0.0, zeros(S), 1.0))
+                count = tile_sum(finish_sum(seen))
+                at.given.classes[batch, head, tile, every.first + block] = 0 if count == 0.0 else 2 if count == TILE * KV else 1
+
+        return survey, None
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
-    """None: what a mask in Python compiles to nobody knows before it is written."""
-    return iter(())
+@dataclass(frozen=True)
+class Compaction:
+    """Lists from classes, for the same variant, tiles and blocks."""
 
+    variant: Variant
+    rows: int
+    kv: int
+    threads = LANES
 
-@functools.cache
-def make(config: Config):
-    """(kernel, shared memory) of a configuration."""
-    TILE, KV, S = config.rows, config.kv, rt(ROWS, config.kv, fp32)
-    tiling = Tiling(TILE, KV, config.variant)
-    GIVEN, AUX = record(lists=LISTS, **config.variant.given), config.aux
-    smem = shared(codes=sv(4 * WARPS, fp32))
+    @property
+    def given(self) -> Record:
+        """What the kernel is told of the variant, and where classes and lists are."""
+        return record(classes=CLASSES, lists=LISTS, **self.variant.given)
 
-    @cuda.jit
-    def survey(given: GIVEN, aux: AUX, q_len: INT, kv_len: INT, blocks: INT, heads: INT):
-        """The list of a tile. Each warp counts the scores of a key block that are seen; a code, 0 for none, 1 for some and 2
-        for all, says what came of it, and the sum of the codes times powers of 4 tells the first warp those of all. A list
-        begins with a block to be masked, though it be one that all see, or one that there is not."""
-        (codes,) = smem.open()
-        pair, tile = divmod(cuda.blockIdx.x, blocks)
-        batch, head = divmod(pair, heads)
-        warp, row = int32(cuda.threadIdx.x // 32), TILE * tile
-        at = At(batch, head, row, kv_len - q_len, q_len, kv_len, given, aux)
-        every = tiling.key_blocks(row, at)
-        some, whole, spare = int32(0), int32(0), int32((kv_len + KV - 1) // KV)
-        for start in range(0, every.n, WARPS):
-            key = int32((every.first + start + warp) * KV)
-            seen = lane_sum(zeros(S))
-            for band in range(0, TILE, ROWS):
-                s = tiling.mask(zeros(S), at._replace(row=int32(row + band)), key)
-                seen = seen + lane_sum(where(s < 0.0, zeros(S), 1.0))
-            count = tile_sum(finish_sum(seen))
-            code = 0 if count == 0.0 else 2 if count == TILE * KV else 1
-            packed = int32(block.reduce_sum(code << 2 * warp, codes))
-            for w in range(min(WARPS, every.n - start)):
-                number, code = int32(every.first + start + w), (packed >> 2 * w) & 3
-                if warp == 0 and code > 0:
-                    place = HEAD + some if code == 1 else at.given.lists.shape[3] - 1 - whole
+    @staticmethod
+    @functools.cache
+    def make(config: "Compaction"):
+        """(kernel, shared memory) of a configuration."""
+        TILE, KV, GIVEN, tiling = config.rows, config.kv, config.given, Tiling(config.rows, config.kv, config.variant)
+
+        @cuda.jit
+        def compaction(given: GIVEN, q_len: INT, kv_len: INT, blocks: INT, heads: INT):
+            """The list of one of the `blocks` tiles of queries of a head."""
+            pair, tile = divmod(cuda.blockIdx.x, blocks)
+            batch, head = divmod(pair, heads)
+            at = At(batch, head, TILE * tile, kv_len - q_len, q_len, kv_len, given, 0, 0)
+            every = tiling.key_blocks(TILE * tile, at)
+            some, whole, spare = int32(0), int32(0), int32((kv_len + KV - 1) // KV)
+            for i in range(every.n):
+                number = int32(every.first + i)
+                found = at.given.classes[batch, head, tile, number]
+                if found > 0:
+                    place = HEAD + some if found == 1 else at.given.lists.shape[3] - 1 - whole
                     at.given.lists[batch, head, tile, place] = number
-                some, whole = int32(some + (code == 1)), int32(whole + (code == 2))
-                spare = number if code == 2 else spare
-        if warp == 0:
+                some, whole = int32(some + (found == 1)), int32(whole + (found == 2))
+                spare = number if found == 2 else spare
             if some == 0:
                 at.given.lists[batch, head, tile, HEAD] = spare
             at.given.lists[batch, head, tile, 0] = max(1, some + whole)
             at.given.lists[batch, head, tile, 1] = max(1, some)
 
-    return survey, smem
+        return compaction, None

@@ -28,14 +28,14 @@ class Dropped(Variant):
         return True
 
     @inlined
-    def seed(self, given):
-        """(low, high) half of the seed."""
-        return given.seed_low, given.seed_high
+    def keep(self, at):
+        """See Variant: the (low, high) half of the seed."""
+        return at.given.seed_low, at.given.seed_high
 
     @inlined
-    def kept(self, p, at, key):
+    def drop(self, p, at, key):
         """See Variant."""
-        low, high = self.seed(at.given)
+        low, high = at.kept
         shape = rt(p.rows, p.cols, fp32)
         return where(bernoulli(shape, at.given.dropped, low, high, at.batch, at.head, at.row, key), 0.0, p)
 
@@ -54,9 +54,9 @@ class DroppedAnew(Dropped):
         return {"dropped": INT, "per_kept": FLOAT, "seeds": ENDS}
 
     @inlined
-    def seed(self, given):
+    def keep(self, at):
         """See Dropped."""
-        seed = int64(given.seeds[0])
+        seed = int64(at.given.seeds[0])
         return seed, seed >> 32
 
 

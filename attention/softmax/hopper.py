@@ -66,7 +66,8 @@ class Config(Kind):
 
 
 SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (112, 2), 256: (80, 2)}  # padded head_dim: (kv, consumers)
-ROOMY = {64: (128, 2), 192: (96, 2), 256: (64, 2)}  # the same for variants that need many registers
+ROOMY = {64: (128, 2), 192: (96, 2), 256: (64, 2)}  # the same where random numbers are drawn, which takes registers
+SCORED = {128: (80, 3, 3)}  # the same, and stages, where something is made of scores: so two consumers are at that, not one
 NARROW = {(192, 128): (128, 2)}  # the same where values have fewer columns; else as if they had as many
 # Where tiles are short a persistent grid pays, often of another shape. Padded head_dim, causal: {keys, up to which: what is
 # other}; a pair that is not here is persistent as it is up to 2048 keys. bench/NOTES.md has the figures. At 64, causal, a
@@ -87,35 +88,40 @@ def config_for(
     head_dim: int,
     dtype: dtype,
     variant: Variant,
-    seqlen_kv: int,
+    keys: float,
     value_dim: int | None = None,
     **kind: Any,
 ) -> Config:
-    """The configuration that serves a problem: the next larger dims of SHAPES; persistent where tiles are short,
-    and plain. kind: what else a Kind says."""
+    """The configuration that serves a problem in which queries see so many keys: the next larger dims of SHAPES, persistent
+    where tiles are short. kind: what else a Kind says."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
-    if padded != wide or kind or not variant.plain:
-        greater = max(padded, wide)
-        shape = ROOMY.get(greater) if variant.draws else NARROW.get((padded, wide))
-        shape = shape or SHAPES[greater]
-        return Config(padded, wide, dtype, variant, *shape, **kind)
-    short = SHORT.get((padded, variant.rising), PLAIN)
-    return _config(padded, dtype, variant, next((end for end in short if seqlen_kv <= end), None))
+    if padded != wide or kind or variant.draws or not variant.computed:
+        shape = None if variant.draws else NARROW.get((padded, wide))
+        return Config(padded, wide, dtype, variant, *(shape or _shape(max(padded, wide), variant)), **kind)
+    return _config(padded, dtype, variant, next((end for end in _short(padded, variant) if keys <= end), None))
 
 
-@functools.cache
+def _shape(padded: int, variant: Variant) -> Any:
+    """Of a variant's tiles."""
+    return (ROOMY if variant.draws else SCORED if variant.scored else SHAPES).get(padded, SHAPES[padded])
+
+
+def _short(padded: int, variant: Variant) -> dict[int, dict[str, Any]]:
+    """Up to how many keys what is other."""
+    return SHORT.get((padded, variant.rising), PLAIN) if variant.plain else PLAIN
+
+
+@functools.lru_cache(1024)
 def _config(padded: int, dtype: dtype, variant: Variant, end: int | None) -> Config:
-    kv, consumers = SHAPES[padded]
-    config = Config(padded, padded, dtype, variant, kv, consumers)
-    return config if end is None else replace(config, persistent=True, **SHORT.get((padded, variant.rising), PLAIN)[end])
+    config = Config(padded, padded, dtype, variant, *_shape(padded, variant))
+    return config if end is None else replace(config, persistent=True, **_short(padded, variant)[end])
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems of any length are served with; fp16, whose code takes the same registers as bf16's, with `everything`."""
     if arch == "sm_90a":
         for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
-            ends = SHORT.get((head_dim, variant.rising), PLAIN)
-            yield from (_config(head_dim, of, variant, end) for end in (*ends, None))
+            yield from (_config(head_dim, of, variant, end) for end in (*_short(head_dim, variant), None))
 
 
 @static
@@ -140,6 +146,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, EACH = config.rows, warpgroup.ROWS  # rows of a tile of queries, of a consumer
     CONSUMERS, PERSISTENT = config.consumers, config.persistent
+    SKIPS = PERSISTENT and config.variant.from_first  # consumers pass by key blocks that none of their rows sees
     KEYS_FIRST = PERSISTENT and config.queries == 1  # a tile's queries wait for the place of the last one's, its keys need not
     GIVEN, AUX = config.given, config.aux
     variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
@@ -193,10 +200,11 @@ def make(config: Config):
             s = variant.score(s, at, key)
             if cut:
                 s = tiling.mask(s, at, key)
-            seen = seen.moved(s, scale, slack)
-            p = seen.weights(s, scale)
+            below = variant.below(s, at, key)
+            seen = seen.moved(s, below, scale, slack)
+            p = seen.weights(s, below, scale)
             k.release(j, after=seen.m)
-            seen, p = seen.add(p), variant.kept(p, at, key)
+            seen, p = seen.add(p), variant.drop(p, at, key)
             o = warpgroup.wait(o)
             v.release(j - 1)
             return INPUT(p), seen._replace(o=o)  # P is rounded here, not earlier: the mma reads its registers until wait(o)
@@ -207,9 +215,9 @@ def make(config: Config):
 
     @inlined
     def own_blocks(row, every, at):
-        """How many of a tile's key blocks, the last ones to come, a consumer's rows see, and how many of them the mask cuts;
+        """How many of a tile's key blocks, the last ones to come, a consumer works on, and how many of them the mask cuts;
         none for rows that there are not."""
-        if PERSISTENT:
+        if SKIPS:
             own = own_rows.key_blocks(row, at)
             return int32(own.n if row < at.queries else 0), own.cut
         else:
@@ -246,7 +254,7 @@ def make(config: Config):
                 block, batch, head = place(r, blocks, heads, pairs, band, given)
                 own, row = sequences.sequence(batch, given), ROWS * block
                 kv_head, _ = divmod(head, group)
-                at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux)
+                at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
                 every = tiling.key_blocks(row, at)
                 if not KEYS_FIRST:
                     q.fill(r, gQ, (own.batch, own.query + row, head))
@@ -264,14 +272,15 @@ def make(config: Config):
                 block, batch, head = place(r, blocks, heads, pairs, band, given)
                 own, row = sequences.sequence(batch, given), ROWS * block + EACH * me
                 mine = row + 16 * warpgroup.rank()
-                at = At(batch, head, mine, own.keys - own.queries, own.queries, own.keys, given, aux)
+                stands = At(batch, head, mine, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+                at = stands._replace(kept=variant.keep(stands))
                 every = tiling.key_blocks(ROWS * block, at)
                 n, cut = own_blocks(row, every, at)
                 end = int32(j + every.n)
                 first, queries = int32(end - n), subtile(q.wait(r), EACH, me)
-                if PERSISTENT:
+                if SKIPS:
                     stand_by(j, first, end, k, v, me)
-                if PERSISTENT and n == 0:
+                if SKIPS and n == 0:
                     output.release_last(q, r)
                     output.release(q, r)
                 else:
@@ -279,9 +288,10 @@ def make(config: Config):
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
                     k.release(first)
                     s = tiling.mask(variant.score(s, at, key), at, key)
-                    seen = softmax.begin(variant.lowest(at)).moved(s, scale, slack)
-                    p = seen.weights(s, scale)
-                    p, seen = INPUT(variant.kept(p, at, key)), seen.add(p)
+                    below = variant.below(s, at, key)
+                    seen = softmax.begin(variant.lowest(at)).moved(s, below, scale, slack)
+                    p = seen.weights(s, below, scale)
+                    p, seen = INPUT(variant.drop(p, at, key)), seen.add(p)
                     output.release_last(q, r)
                     sequences.clear(v.wait(first), own.keys - key, CONSUMERS)
                     for i in range(int32(first + 1), int32(first + cut)):

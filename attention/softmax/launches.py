@@ -70,18 +70,24 @@ class Before:
         given = {name: problem[name] for name in block_masks.FIELDS if name in problem}
         grid = batch * heads * -(-rows // block_masks.WARPS)
         numbers = {"rows": rows, "cols": shape[3], "heads": heads}
-        self.launch(block_masks, block_masks.Config(), grid, classes=found, **numbers, **given)
+        self.launch(block_masks, block_masks.Config(), grid, marks=found, **numbers, **given)
         return spread(found, (sequences, all_heads, *shape[2:]))
 
-    def listed(self, made: Assembled, varies: tuple[bool, bool], config: Any, blocks: int, **arguments: Any) -> Operand:
-        """The lists of key blocks of `blocks` tiles of queries. varies: are they others for each batch, for each head?"""
+    def listed(
+        self, made: Assembled, varies: tuple[bool, bool], config: Any, blocks: int, told: dict[str, Any], read: dict[str, Any]
+    ) -> Operand:
+        """The lists of key blocks of `blocks` tiles of queries. varies: are they others for each batch, for each head? told, read:
+        what kernels are told of the variant and of sequences, and the arrays that its functions read."""
         batch, heads, kv_len = self.problem("BHT")
-        many = batch if varies[0] else 1, heads if varies[1] else 1
-        shape = *many, blocks, lists.HEAD + -(-kv_len // config.kv)
-        found = self.memory(shape, "int32")
-        survey = lists.Config(made.variant, config.rows, config.kv, config.axes)
-        self.launch(lists, survey, many[0] * many[1] * blocks, lists=found, blocks=blocks, heads=many[1], **arguments)
-        return spread(found, (batch, heads, *shape[2:]))
+        many, keys = (batch if varies[0] else 1, heads if varies[1] else 1), -(-kv_len // config.kv)
+        found, classes = self.memory((*many, blocks, lists.HEAD + keys), "int32"), self.memory((*many, blocks, keys), "int8")
+        survey = lists.Survey(made.variant, config.rows, config.kv, config.axes)
+        compaction = lists.Compaction(made.variant, config.rows, config.kv)
+        tiles, groups = many[0] * many[1] * blocks, -(-keys // lists.WARPS)
+        told |= {"classes": classes, "blocks": blocks, "heads": many[1]}
+        self.launch(survey, survey, tiles * groups, groups=groups, **told, **read)
+        self.launch(compaction, compaction, tiles, lists=found, **told)
+        return spread(found, (batch, heads, *found.form.shape[2:]))
 
 
 def planned(
@@ -110,7 +116,7 @@ def planned(
     by_list = varies is not None and lie is Batched
     kind = {} if lie is Batched and not axes and not by_list else {"lie": lie, "axes": axes, "by_list": by_list}
     if tma:
-        config = hopper.config_for(head_dim, dtype, variant, kv_len, value_dim, **kind)
+        config = hopper.config_for(head_dim, dtype, variant, min(kv_len, made.reach), value_dim, **kind)
     else:
         room, piece = gpu.shared_bytes, problem.bytes_at_once()
         config = ampere.config_for(head_dim, dtype, variant, room, piece, value_dim, **kind)
@@ -128,10 +134,10 @@ def planned(
     given = made.numbers | _arrays(problem)
     read = {f"aux{n}": x for n, x in enumerate(aux)}
     if blocked is not None:
-        given["classes"] = before.classes(blocked)
+        given["marks"] = before.classes(blocked)
     if varies is not None and by_list:
         of_scores = {name: x for name, x in given.items() if name in variant.given}
-        given["lists"] = before.listed(made, varies, config, blocks, **where, **of_scores, **read)
+        given["lists"] = before.listed(made, varies, config, blocks, where | of_scores, read)
     attend = kernel_for(hopper if tma else ampere, config, problem.device).bind(
         grid,
         gQ=problem["q"],

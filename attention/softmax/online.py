@@ -1,8 +1,8 @@
 """The softmax of scores that come block by block, as a value: what has been seen of some query rows, and what to do with more.
 
     seen = Softmax(O).begin(lowest)                        # no key yet, and where the maximum starts
-    seen = seen.moved(s, scale, slack)                     # a block of scores: the maximum
-    p = seen.weights(s, scale)                             # ... their weights
+    seen = seen.moved(s, None, scale, slack)               # a block of scores: the maximum
+    p = seen.weights(s, None, scale)                       # ... their weights
     seen = seen.add(p)                                     # ... in the sum that O will be divided by
     seen = seen._replace(o=mma_AB(seen.rescaled(), p, values))
     out, lse = seen.finish(scale, variant, at)
@@ -34,15 +34,18 @@ class Seen(NamedTuple):
     lag: Any
 
     @inlined
-    def moved(self, s, scale, slack):
-        """The same with a maximum for a block of scores, too; O then lags behind."""
-        m = lazy_maximum(self.m, maximum(self.m, row_max(s)), slack)
+    def moved(self, s, below, scale, slack):
+        """The same with a maximum for a block of scores, too; O then lags behind. below: what is to be subtracted from all of a
+        row's scores, if anything is."""
+        top = row_max(s) if below is None else row_max(s) - below
+        m = lazy_maximum(self.m, maximum(self.m, top), slack)
         return Seen(self.o, m, self.l, exp2((self.m - m) * scale))
 
     @inlined
-    def weights(self, s, scale):
-        """Those of a block of scores: exp2(scale (s - m))."""
-        return exp2(s * scale - self.m * scale)
+    def weights(self, s, below, scale):
+        """Those of a block of scores: exp2(scale (s - below - m))."""
+        m = self.m if below is None else self.m + below
+        return exp2(s * scale - m * scale)
 
     @inlined
     def add(self, p):

@@ -9,12 +9,13 @@ needs come as arguments of the kernel (`given`, a record), so a window of anothe
 first, in units of the softmax's scale; a Capped score is in units of the cap, what a function of scores gives is in units of 1.
 `assembled` says how a call's options become an object, its arguments and the unit that is left."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import abs, causal, col_index, exp2, load, maximum, row_index, tanh, triu, where
+from ops import abs, causal, col_index, exp2, load, maximum, row_index, tanh_quotient, triu, where
 from tiles import fp32, inlined, rt, static
 from tiles.arguments import FLOAT, INT, array
 
@@ -26,7 +27,8 @@ MASKED = float("-inf")
 class At(NamedTuple):
     """Where a warp's rows of scores stand. batch, head: of the queries; a packed sequence is a batch. row: the query of the
     first one. shift: query i and key i + shift stand at the same place. queries, keys: how many there are. given, aux: the
-    kernel's arguments that the variant reads, and those that functions in Python do."""
+    kernel's arguments that the variant reads, and those that functions in Python do. kept: what the variant reads of memory
+    once a tile, `keep(at)`."""
 
     batch: Any
     head: Any
@@ -36,6 +38,7 @@ class At(NamedTuple):
     keys: Any
     given: Any
     aux: Any
+    kept: Any
 
 
 class Keys(NamedTuple):
@@ -75,6 +78,21 @@ class Variant:
         return False
 
     @property
+    def scored(self) -> bool:
+        """Does it make something of scores, which takes time?"""
+        return False
+
+    @property
+    def computed(self) -> bool:
+        """Which keys are seen, is that computed from places alone?"""
+        return True
+
+    @property
+    def by_rows(self) -> bool:
+        """Is anything to be subtracted from all of a row's scores?"""
+        return False
+
+    @property
     def within(self) -> bool:
         """Is a key that a query sees always one of those that there are?"""
         return False
@@ -105,9 +123,19 @@ class Variant:
         return Keys(0, at.keys, 0, at.keys)
 
     @inlined
+    def keep(self, at):
+        """What is read of memory once a tile, not once a block of keys: at.kept."""
+        return 0
+
+    @inlined
     def score(self, s, at, key):
         """What becomes of a tile of scores, whose first key is `key`."""
         return s
+
+    @inlined
+    def below(self, s, at, key):
+        """What is to be subtracted from all of a row's scores s besides, a vector; None if nothing is."""
+        return None
 
     @inlined
     def mask(self, s, at, key):
@@ -115,7 +143,7 @@ class Variant:
         return s
 
     @inlined
-    def kept(self, p, at, key):
+    def drop(self, p, at, key):
         """What is left of a tile of weights, whose first key is `key`, once they are in the sum."""
         return p
 
@@ -166,6 +194,21 @@ class Both(Variant):
         return self.one.rising or self.other.rising
 
     @property
+    def scored(self) -> bool:
+        """See Variant."""
+        return self.one.scored or self.other.scored
+
+    @property
+    def computed(self) -> bool:
+        """See Variant."""
+        return self.one.computed and self.other.computed
+
+    @property
+    def by_rows(self) -> bool:
+        """See Variant."""
+        return self.one.by_rows or self.other.by_rows
+
+    @property
     def within(self) -> bool:
         """See Variant."""
         return self.one.within or self.other.within
@@ -202,9 +245,23 @@ class Both(Variant):
         )
 
     @inlined
+    def keep(self, at):
+        """See Variant."""
+        return self.one.keep(at), self.other.keep(at)
+
+    @inlined
     def score(self, s, at, key):
         """See Variant."""
-        return self.other.score(self.one.score(s, at, key), at, key)
+        s = self.one.score(s, at._replace(kept=at.kept[0]), key)
+        return self.other.score(s, at._replace(kept=at.kept[1]), key)
+
+    @inlined
+    def below(self, s, at, key):
+        """See Variant. Only one of them has any."""
+        if self.one.by_rows:
+            return self.one.below(s, at._replace(kept=at.kept[0]), key)
+        else:
+            return self.other.below(s, at._replace(kept=at.kept[1]), key)
 
     @inlined
     def mask(self, s, at, key):
@@ -212,9 +269,10 @@ class Both(Variant):
         return self.other.mask(self.one.mask(s, at, key), at, key)
 
     @inlined
-    def kept(self, p, at, key):
+    def drop(self, p, at, key):
         """See Variant."""
-        return self.other.kept(self.one.kept(p, at, key), at, key)
+        p = self.one.drop(p, at._replace(kept=at.kept[0]), key)
+        return self.other.drop(p, at._replace(kept=at.kept[1]), key)
 
     @inlined
     def output(self, o, at):
@@ -347,6 +405,16 @@ class Masked(Variant):
         """See Variant."""
         return False
 
+    @property
+    def computed(self) -> bool:
+        """See Variant."""
+        return False
+
+    @property
+    def rising(self) -> bool:
+        """See Variant. Nobody knows; of most masks it is true."""
+        return True
+
     @inlined
     def keys(self, first, last, at):
         """See Variant: of which keys the function holds nobody knows before it is asked."""
@@ -364,6 +432,11 @@ class Capped(Variant):
     """cap tanh(score / cap), in units of the cap."""
 
     @property
+    def scored(self) -> bool:
+        """See Variant."""
+        return True
+
+    @property
     def given(self) -> dict[str, Any]:
         """See Variant. per_cap: the unit of scores before, divided by the cap."""
         return {"per_cap": FLOAT}
@@ -371,14 +444,27 @@ class Capped(Variant):
     @inlined
     def score(self, s, at, key):
         """See Variant."""
-        return tanh(s * at.given.per_cap)
+        return tanh_quotient(s * at.given.per_cap)
 
 
 @static
 class Sloped(Variant):
-    """score - slope |i + shift - j|, with a slope a head: ALiBi. ordered: no key is seen that comes after the query."""
+    """score - slope |i + shift - j|, with a slope a head: ALiBi. ordered: no key is seen that comes after the query. last: no
+    function follows that wants the score itself. With both, what depends on i is subtracted from all of a row's scores, and an
+    addition a score is left where the distance takes more than two."""
 
     ordered: bool
+    last: bool
+
+    @property
+    def scored(self) -> bool:
+        """See Variant."""
+        return True
+
+    @property
+    def by_rows(self) -> bool:
+        """See Variant."""
+        return self.ordered and self.last
 
     @property
     def given(self) -> dict[str, Any]:
@@ -388,16 +474,39 @@ class Sloped(Variant):
     @inlined
     def score(self, s, at, key):
         """See Variant."""
-        slope = at.given.slopes[at.batch, at.head] * at.given.per_slope
-        distance = row_index(s.col_vec) + int32(at.row + at.shift - key) - col_index(s.row_vec)
-        if self.ordered:
-            return s - distance * slope
+        if self.by_rows:
+            return s + col_index(s.row_vec) * at.kept
+        elif self.ordered:
+            return s - (self.place(s, at, key) - col_index(s.row_vec)) * at.kept
         else:
-            return s - abs(distance) * slope
+            return s - abs(self.place(s, at, key) - col_index(s.row_vec)) * at.kept
+
+    @inlined
+    def below(self, s, at, key):
+        """See Variant."""
+        if self.by_rows:
+            return self.place(s, at, key) * at.kept
+        else:
+            return None
+
+    @inlined
+    def keep(self, at):
+        """See Variant: the head's slope, in units of scores."""
+        return at.given.slopes[at.batch, at.head] * at.given.per_slope
+
+    @inlined
+    def place(self, s, at, key):
+        """Where the rows' queries stand, counted from `key`."""
+        return row_index(s.col_vec) + int32(at.row + at.shift - key)
 
 
 class Biased(Variant):
     """score + bias[b, h, i, j]."""
+
+    @property
+    def scored(self) -> bool:
+        """See Variant."""
+        return True
 
     @property
     def given(self) -> dict[str, Any]:
@@ -416,6 +525,11 @@ class Scored(Variant):
     """function(score, b, h, i, j, *aux), in units of 1: of a tile of scores, a vector i of queries and one, j, of keys."""
 
     function: Callable
+
+    @property
+    def scored(self) -> bool:
+        """See Variant."""
+        return True
 
     @property
     def given(self) -> dict[str, Any]:
@@ -453,11 +567,13 @@ FULL, CAUSAL = Full(), Causal()
 
 
 class Assembled(NamedTuple):
-    """A variant, the numbers that its kernel is given, by name, and the unit of its scores: exp(unit s) are the weights."""
+    """A variant, the numbers that its kernel is given, by name, and the unit of its scores: exp(unit s) are the weights. reach:
+    how many keys a query sees at most, if a window says so."""
 
     variant: Variant
     numbers: dict[str, float]
     unit: float
+    reach: float
 
 
 def assembled(
@@ -492,7 +608,7 @@ def assembled(
         parts.append(Capped())
         numbers["per_cap"], unit = unit / softcap, softcap
     if alibi:
-        parts.append(Sloped(ordered))
+        parts.append(Sloped(ordered, last=score is None))
         numbers["per_slope"] = 1 / unit
     if bias:
         parts.append(Biased())
@@ -506,4 +622,5 @@ def assembled(
     variant: Variant = parts[0] if parts else FULL
     for part in parts[1:]:
         variant = Both(variant, part)
-    return Assembled(variant, numbers, unit)
+    end = 0 if ordered else right
+    return Assembled(variant, numbers, unit, math.inf if left is None or end is None else left + end + 1)

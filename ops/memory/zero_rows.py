@@ -44,7 +44,10 @@ def _(tile, first, groups: int):
         for panel in range(tile.panels):
             for start in range(0, tile.rows * chunks, threads):
                 chunk = b.add(mine, b.u32(start))
-                with b.if_then(b.icmp_signed(">=", b.lshr(chunk, b.u32(chunks.bit_length() - 1)), b.u32(row))):
+                gone = b.icmp_signed(">=", b.lshr(chunk, b.u32(chunks.bit_length() - 1)), b.u32(row))
+                if start + threads > tile.rows * chunks:  # not all threads have one left
+                    gone = b.and_(gone, b.icmp_signed("<", chunk, b.u32(tile.rows * chunks)))
+                with b.if_then(gone):
                     at = b.add(address, b.add(b.mul(chunk, b.u32(CHUNK_BYTES)), b.u32(panel * tile.panel_bytes)))
                     b.do("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", at, nothing)
         emit_meet(b, groups)

@@ -224,6 +224,23 @@ def test_mistakes(backend, mistake):
         backend(cuda.jit(mistake), warps=4, shared=plan)
 
 
+def test_scratch_for_more_warps_than_there_are(run):
+    """What the others would bring changes nothing."""
+    plan = shared(scratch=sv(16, fp32))
+
+    @cuda.jit
+    def body(y):
+        (scratch,) = plan.open()
+        store(y, zeros(N) + block.reduce_min(3.0, scratch), (0, 0))
+        store(y, zeros(N) + block.reduce_max(-3.0, scratch), (1, 0))
+        store(y, zeros(N) + block.reduce_sum(3.0, scratch), (2, 0))
+        store(y, zeros(N) + block.reduce_prod(3.0, scratch), (3, 0))
+
+    y = blank((4, 16))
+    run(body, y, warps=2, shared=plan)
+    assert (y == np.array([3, -3, 6, 9])[:, None]).all()
+
+
 def test_scratch_for_fewer_warps_than_there_are():
     """How many warps a block has is known when it is launched."""
 

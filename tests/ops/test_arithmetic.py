@@ -147,3 +147,16 @@ def test_two_byte_elements_are_rounded_once(run, sample, dtype):
     assert (product == (wide(x) * wide(y)).astype(dtype.np)).all()
     close(power, np.exp2(wide(x)), ulp=0.5 + 4 * EPS[fp32] / EPS[dtype])
     close(quotient, wide(x) / wide(y), ulp=0.5 + 4 * EPS[fp32] / EPS[dtype])
+
+
+def test_minus_0(run):
+    T = rt(16, 16, fp32)
+
+    @cuda.jit
+    def body(x, out):
+        store(out, -load(x, T, (0, 0)), (0, 0))
+
+    x, out = np.zeros((16, 16), np.float32), blank((16, 16))
+    x[:, ::2] = -0.0
+    run(body, x, out)
+    assert (np.signbit(out) == ~np.signbit(x)).all()

@@ -77,6 +77,24 @@ def test_a_pipeline_brings_every_tile(run, sample, warps, stages, width):
     assert (out[:-5] == x[1, :, 2]).all() and (out[-5:] == 0).all()
 
 
+def test_shares_of_fewer_rows_than_a_warp_copies_at_once(run, sample):
+    """Eight rows each, where 32 lanes copy sixteen of 32 bytes; of the second tile one row lies outside."""
+    S = st(32, 16, bf16)
+    smem = tiles.shared(k=pipeline(S, 2, 4))
+
+    @cuda.jit
+    def body(x, out):
+        (k,) = smem.open()
+        for j in range(2):
+            k.fill(j, x, (32 * j, 0))
+        for j in range(2):
+            store(out, load(k.wait(j), rt(32, 16, bf16)), (32 * j, 0))
+
+    x, out = sample((63, 16), bf16), blank((64, 16), bf16)
+    run(body, x, out, warps=4, shared=smem)
+    assert (out[:63] == x).all() and (out[63:] == 0).all()
+
+
 def test_a_warps_copy_asks_each_bank_once(sample):
     S = st(32, 64, bf16)
     smem = tiles.shared(a=S)

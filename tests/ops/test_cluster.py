@@ -95,6 +95,60 @@ def test_messages(run, sample, dtype, side):
     assert (wide(y) == wide(x[::-1])).all()
 
 
+def test_what_a_signal_says(run, sample):
+    """A vector that is sent, its bytes counted once though eight lanes hold each element; one that is stored, and a signal."""
+    V, N = rt(16, 32, fp32).row_vec, sv(32, fp32).nbytes
+    smem = shared(sent=sv(32, fp32), stored=sv(32, fp32), full=barrier(1), said=barrier(1))
+
+    @cuda.jit
+    def body(x, y):
+        sent, stored, full, said = smem.open()
+        me = cluster.rank()
+        peer = 1 - me
+        raw.expect(full, N)
+        cluster.sync()
+        cluster.store_async(cluster.map(sent, peer), load(x, V, (me, 0)), cluster.map(full, peer))
+        cluster.store(cluster.map(stored, peer), load(x, V, (me, 0)))
+        cluster.signal(cluster.map(said, peer))
+        cluster.receive(full, 1)
+        cluster.receive(said, 1)
+        store(y, load(sent, V), (me, 0, 0))
+        store(y, load(stored, V), (me, 1, 0))
+        cluster.sync()
+
+    x, y = sample((2, 32)), blank((2, 2, 32))
+    run(body, x, y, shared=smem, blocks=2)
+    assert (y == x[::-1, None]).all()
+
+
+def test_a_peer_reads_what_tma_brings_again(run, sample):
+    """TMA may overwrite what a peer says that it has loaded."""
+    S, T = st(16, 32, fp32), rt(16, 32, fp32)
+    smem = shared(a=S, full=barrier(1), there=barrier(1), free=barrier(1))
+
+    @cuda.jit
+    def body(x, y):
+        a, full, there, free = smem.open()
+        cluster.sync()
+        for i in range(2):
+            if cluster.rank() == 0:
+                if i > 0:
+                    cluster.receive(free, i)
+                raw.expect(full, S.nbytes)
+                raw.tma_load(a, x, (i, 0), full)
+                raw.wait(full, i + 1)
+                cluster.signal(cluster.map(there, 1))
+            else:
+                cluster.receive(there, i + 1)
+                store(y, cluster.load(cluster.map(a, 0), T), (16 * i, 0))
+                cluster.signal(cluster.map(free, 0))
+        cluster.sync()
+
+    x, y = sample((32, 32)), blank((32, 32))
+    run(body, tensor(x, S), y, shared=smem, blocks=2)
+    assert (y == x).all()
+
+
 @pytest.mark.parametrize(("dtype", "blocks", "width"), pairs([bf16, fp32, fp16], [2, 4], [128, 64]))
 def test_a_ring_that_blocks_share(run, sample, dtype, blocks, width):
     """Each brings its part of the rows to all; all see whole tiles, zeros where they lie outside."""

@@ -97,3 +97,25 @@ def test_ones_are_counted(run, sample):
     x, out = sample((32, 16)), blank(32)
     run(body, x, out)
     assert (out == (x > 0).sum(axis=1)).all()
+
+
+def test_a_mask_is_what_is_not_0(run):
+    """Negative numbers and NaN are not."""
+    V = rt(16, 16, fp32).row_vec
+
+    @cuda.jit
+    def body(mask, out):
+        m = load(mask, V, (0,))
+        store(out, where(m, 1.0, 2.0), (0, 0))
+        store(out, where(-m, 1.0, 2.0), (1, 0))
+        if ops.tile_any(m):
+            store(out, m, (2, 0))
+
+    mask, out = np.zeros(16, np.float32), blank((3, 16))
+    mask[3], mask[5] = np.nan, -0.5
+    run(body, mask, out)
+    assert (out[:2] == np.where(mask != 0, 1, 2)).all() and out[2, 5] == -0.5
+    only, none = np.zeros(16, np.float32), blank((3, 16))
+    only[3] = np.nan
+    run(body, only, none)
+    assert (none[:2] == np.where(only != 0, 1, 2)).all() and none[2, 5] == 0

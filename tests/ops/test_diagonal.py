@@ -53,11 +53,11 @@ def test_on_diagonal(run, sample, dtype):
 def test_rank(run):
     @cuda.jit
     def body(y):
-        warpgroup.store(y, zeros(rt(16, 16, fp32)) + float32(warpgroup.rank()), (0, 0))
+        warpgroup.store(y, zeros(rt(16, 16, fp32)) + float32(warpgroup.rank()), (64 * warpgroup.id(), 0))
 
-    y = blank((64, 16))
-    run(body, y, warps=4)
-    assert (y == np.arange(64)[:, None] // 16).all()
+    y = blank((128, 16))
+    run(body, y, warps=8)
+    assert (y == np.arange(128)[:, None] // 16 % 4).all()
 
 
 def test_what_is_no_block_on_the_diagonal(run):

@@ -33,7 +33,7 @@ from ops import (
     where,
     zeros,
 )  # fmt: skip
-from tiles import bf16, fp8e4m3, fp32, ring, rt, st, tf32
+from tiles import bf16, fp8e4m3, fp16, fp32, ring, rt, st, tf32
 from tiles.testing import ptx
 
 says = Cases()
@@ -84,6 +84,16 @@ def partial_sum_and_tile(x, g):
 @says("add: partial col_vec(16, fp32) and col_vec(16, fp32): take finish_sum(...) of the partial sum first")
 def partial_sum_plus_vector(x, g):
     lane_sum(zeros(T)) + zeros(T.col_vec)
+
+
+@says("sub: partial col_vec(16, fp32) and col_vec(16, fp32): take finish_sum(...) of the partial sum first")
+def partial_sum_less_a_vector(x, g):
+    lane_sum(zeros(T)) - zeros(T.col_vec)
+
+
+@says("col_index: fp16 holds integers up to 2048 only, got rt(16, 4096, fp16)")
+def columns_of_fp16(x, g):
+    col_index(rt(16, 4096, fp16))
 
 
 @says("truediv: col_vec(16, fp32) and partial col_vec(16, fp32): take finish_sum(...)")

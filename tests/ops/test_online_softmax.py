@@ -58,3 +58,17 @@ def test_rescale_is_a_product(run, sample, shape, moved):
         alpha[list(moved)[:2]] = np.nan, 0.0
     run(body, x, alpha, out)
     assert np.array_equal(out, x * alpha[:, None], equal_nan=True)
+
+
+def test_a_factor_of_nan_is_no_1(run, sample):
+    T = rt(16, 16, fp32)
+
+    @cuda.jit
+    def body(x, alpha, out):
+        store(out, rescale(load(x, T, (0, 0)), load(alpha, T.col_vec, (0,))), (0, 0))
+
+    for row in (3, 12):  # a lane's first one, its second one
+        x, alpha, out = sample((16, 16)), np.ones(16, np.float32), blank((16, 16))
+        alpha[row] = np.nan
+        run(body, x, alpha, out)
+        assert np.array_equal(out, x * alpha[:, None], equal_nan=True)

@@ -39,24 +39,27 @@ def test_a_copy_made_of_raw_ops(run, sample, dtype, width):
 
 
 def test_arrive_and_named_arrive(run, sample):
-    """A barrier that counts two warps' arrivals, and a named barrier at which only one side waits."""
+    """A barrier that counts two warps' arrivals, and a named barrier at which only one side waits: for what the other does
+    after it."""
     T = rt(16, 16, fp32)
-    smem = tiles.shared(x=st(16, 16, fp32), ready=barrier(2))
+    smem = tiles.shared(x=st(16, 16, fp32), ready=barrier(2), gone=barrier(1))
 
     @cuda.jit
     def body(x, y):
-        tile, ready = smem.open()
+        tile, ready, gone = smem.open()
         warp = cuda.threadIdx.x // 32
         if warp < 2:
             if warp == 0:
                 store(tile, load(x, T, (0, 0)))
             cuda.syncwarp()  # one lane arrives for all
             raw.arrive(ready)
+            raw.wait(gone, 1)
             raw.named_sync(2, 96)
         else:
             raw.wait(ready, 1)
             store(y, load(tile, T), (0, 0))
             raw.named_arrive(2, 96)
+            raw.arrive(gone)
 
     x, y = sample((16, 16)), blank((16, 16))
     run(body, x, y, warps=3, shared=smem)

@@ -51,3 +51,15 @@ def test_sum_down(run, sample, shape, dtype):
     x, y = sample(shape, dtype), blank(shape)
     run(body, x, y, shared=smem)
     close(y, np.cumsum(np.maximum(wide(x), -1), axis=0), atol=1e-5)
+
+
+def test_sums_are_of_fp32(run):
+    smem = shared(x=st(16, 32, bf16), y=st(16, 32, bf16))
+
+    @cuda.jit
+    def body():
+        x, y = smem.open()
+        cumsum_columns(y, x, -1.0)
+
+    with pytest.raises(TypeError, match="cumsum_columns: takes an fp32 shared tile"):
+        run(body, shared=smem)

@@ -7,7 +7,7 @@ from numba import cuda
 
 import tiles
 from ops import exp, last_element, load, load_row, store, tile_max, warpgroup, zeros
-from tiles import Hazard, bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st, sv, tf32
+from tiles import Hazard, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, st, sv, tensor, tf32
 from tiles.interpreter import interpret
 from tiles.testing import blank, meaning, pairs, ptx, wide
 
@@ -119,6 +119,27 @@ def test_load_row(run, sample, dtype, cols):
     x, y = sample(S.shape, dtype), blank(S.shape)
     run(body, x, y, shared=smem)
     assert (y == x.astype(np.float32)).all()
+
+
+def test_rows_of_what_tma_brings(run, sample):
+    """A tile may be given back as soon as its row is loaded."""
+    S, V = st(16, 32, fp32), rt(16, 32, fp32).row_vec
+    smem = tiles.shared(r=ring(S, 1, readers=1))
+
+    @cuda.jit
+    def body(x, y):
+        (r,) = smem.open()
+        if warpgroup.id() == 1:
+            for j in range(3):
+                r.fill(j, x, (j, 0))
+        elif cuda.threadIdx.x < 32:
+            for j in range(3):
+                store(y, load_row(r.wait(j), V, 5), (j, 0))
+                r.release(j)
+
+    x, y = sample((48, 32)), blank((3, 32))
+    run(body, tensor(x, S), y, warps=8, shared=smem)
+    assert (y == x[5::16]).all()
 
 
 def test_a_row_outside_the_tile():

@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 
 import tiles
-from ops import load, ones, store, subtile, warpgroup
+from ops import load, ones, raw, store, subtile, warpgroup
 from tiles import bf16, fp16, fp32, ring, rt, st, tensor
 from tiles.testing import blank
 
@@ -45,22 +45,25 @@ def test_zero_rows_of_two_warpgroups(run, sample, first):
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 8])
 def test_meet(run, sample, groups):
-    """What each warpgroup writes, the next one reads; one that is alone, its own."""
+    """What each warpgroup writes, the next one reads, and TMA without another fence; one that is alone, its own."""
     S, T = st(64 * groups, 64, bf16), rt(16, 64, bf16)
     smem = tiles.shared(x=S)
 
     @cuda.jit
-    def body(x, y):
+    def body(x, y, z):
         (whole,) = smem.open()
         me = warpgroup.id()
         warpgroup.store(subtile(whole, 64, me), warpgroup.load(x, T, (64 * me, 0)))
         warpgroup.sync_several(groups)
         neighbour = (me + 1) % groups
+        if cuda.threadIdx.x % 128 < 32:
+            raw.tma_store(z, (neighbour, 0), subtile(whole, 64, neighbour))
+            raw.store_wait()
         warpgroup.store(y, warpgroup.load(subtile(whole, 64, neighbour), T), (64 * neighbour, 0))
 
-    x, y = sample(S.shape, bf16), blank(S.shape, bf16)
-    run(body, x, y, warps=4 * groups, shared=smem)
-    assert (y == x).all()
+    x, y, z = sample(S.shape, bf16), blank(S.shape, bf16), blank(S.shape, bf16)
+    run(body, x, y, tiles.tensor(z, st(64, 64, bf16)), warps=4 * groups, shared=smem)
+    assert (y == x).all() and (z == x).all()
 
 
 def test_seven_meet_and_the_eighth_by_itself(run):

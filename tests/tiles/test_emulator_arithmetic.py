@@ -363,3 +363,11 @@ def test_every_pattern_of_arithmetic_is_tested():
     patterns = re.findall(r'^@pure\(\s*r"([^"]+)"', inspect.getsource(arithmetic), re.MULTILINE)
     assert not [pattern for pattern in patterns if not any(re.fullmatch(pattern, opcode) for opcode in CASES)]
     assert {pattern for pattern, _ in table.TABLE} >= set(map(re.compile, patterns)) and len(patterns) > 40
+
+
+def test_ties_of_tf32_go_away_from_zero():
+    """Random numbers are none."""
+    x, out = np.full(COUNT, 1 + 2**-11, np.float32), np.zeros(COUNT, np.uint32)
+    x[::2] *= -1
+    execute(body("cvt.rna.tf32.f32"), x, out, warps=WARPS)
+    assert (out.view(np.float32) == np.copysign(1 + 2**-10, x)).all()

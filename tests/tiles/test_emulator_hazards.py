@@ -10,11 +10,13 @@ import pytest
 from broken import guilty
 from numba import cuda
 
-from ops import cluster, commit_group, copy_async, load, raw, store, wait_group, warpgroup, zeros
-from tiles import Hazard, barrier, bf16, fp32, rt, shared, st, tensor
+from ops import cluster, commit_group, copy_async, load, raw, store, subtile, wait_group, warpgroup, zeros
+from tiles import Hazard, barrier, bf16, fp32, rt, shared, st, sv, tensor
 from tiles.arguments import parameter
 from tiles.compiler import Lowered
 from tiles.emulator import emulate
+from tiles.emulator.barriers import the_lane
+from tiles.emulator.table import meaning
 
 S, G, R = st(16, 64, bf16), st(64, 64, bf16), rt(16, 64, fp32)
 X = shared(x=S, full=barrier(1))
@@ -215,6 +217,37 @@ def product_for_nobody():
     warpgroup.wait(warpgroup.mm_AB(x, y))  # guilty
 
 
+@broken("written after one's own wait", without("bar.sync %r", 1), "race", "after the end of the mma", "st", 4, Y)
+def product_over_an_operand():
+    x, y = Y.open()
+    warpgroup.store(x, zeros(R))
+    warpgroup.store(y, zeros(R))
+    warpgroup.sync()
+    z = warpgroup.wait(warpgroup.mm_AB(x, y))
+    warpgroup.sync()
+    warpgroup.store(y, z)  # guilty
+
+
+@broken(
+    "written while another reads",
+    without(r"bar(?:rier)?\.sync\s+0", 2),
+    "race",
+    "nothing orders this after the read",
+    "st",
+    2,
+    X,
+)
+def read_and_write(out):
+    x, _ = X.open()
+    if cuda.threadIdx.x // 32 == 0:
+        store(x, zeros(R))
+    cuda.syncthreads()
+    store(out, load(x, R), (0, 0))
+    cuda.syncthreads()
+    if cuda.threadIdx.x // 32 == 1:
+        store(x, zeros(R))  # guilty
+
+
 # ---- registers, named barriers, clusters -----------------------------------------------------------------------------
 @broken("registers the wrong way", instead("setmaxnreg.dec", "setmaxnreg.inc"), "registers", "", "setmaxnreg.inc", 4, X)
 def release():
@@ -229,14 +262,68 @@ def meet():
 
 
 PAIR = shared(x=S, full=barrier(1))
+REACHES = "bounds", "an address of block 1 of the cluster, which takes shared::cluster"
 
 
 @broken("no cluster barrier", without("barrier.cluster"), "lifetime", "after that block's `smem.open", "st", 1, PAIR, 2)
-def across():
+@broken("a peer written as if it were here", instead("st.shared::cluster", "st.shared::cta"), *REACHES, "st.shared", 1, PAIR, 2)
+@broken("a peer read as if it were here", instead("ld.shared::cluster", "ld.shared::cta"), *REACHES, "ld.shared", 1, PAIR, 2)
+def across(out):
     x, _ = PAIR.open()
     cluster.sync()
     if cluster.rank() == 0:
         cluster.store(cluster.map(x, 1), zeros(R))  # guilty
+        store(out, cluster.load(cluster.map(x, 1), R), (0, 0))  # guilty
+    cluster.sync()
+
+
+@broken(
+    "a cluster that meets and says nothing",
+    instead("barrier.cluster.arrive.release", "barrier.cluster.arrive.relaxed", 1),
+    "race",
+    "nothing orders this after the write",
+    "ld",
+    1,
+    PAIR,
+    2,
+)
+def meet_again(out):
+    x, _ = PAIR.open()
+    cluster.sync()
+    cluster.store(cluster.map(x, 1 - cluster.rank()), zeros(R))
+    cluster.sync()
+    store(out, load(x, R), (0, 0))  # guilty
+    cluster.sync()
+
+
+@broken(
+    "a signal that publishes nothing",
+    instead(r"mbarrier.arrive.release.cluster", "mbarrier.arrive"),
+    "race",
+    "nothing orders this after the write",
+    "ld",
+    1,
+    PAIR,
+    2,
+)
+@broken(
+    "a signal that is not acquired",
+    instead(r"mbarrier.try_wait.parity.acquire.cluster", "mbarrier.try_wait.parity"),
+    "race",
+    "nothing orders this after the write",
+    "ld",
+    1,
+    PAIR,
+    2,
+)
+def tell(out):
+    x, full = PAIR.open()
+    cluster.sync()
+    peer = 1 - cluster.rank()
+    cluster.store(cluster.map(x, peer), zeros(R))
+    cluster.signal(cluster.map(full, peer))
+    cluster.receive(full, 1)
+    store(out, load(x, R), (0, 0))  # guilty
     cluster.sync()
 
 
@@ -255,7 +342,7 @@ def test_broken_as_compiled(kernel, edit, kinds, cause, instruction, warps, plan
     assert hazard.kind in kinds and re.search(cause, hazard.cause), said
     python, number, shown = re.fullmatch(r"(.*), PTX line (\d+) `([^`]*)`", hazard.line).groups()
     assert shown.removeprefix("@p ").startswith(instruction), said
-    assert shown[:20] in text.splitlines()[int(number) - 1], said
+    assert shown[:20] in " ".join(text.splitlines()[int(number) - 1].split()), said
     assert python in guilty(kernel) and hazard.line in said, said
 
 
@@ -264,3 +351,73 @@ def test_broken_as_compiled(kernel, edit, kinds, cause, instruction, warps, plan
 def test_right_as_it_was(kernel, warps, plan, blocks, seed):
     args, cluster = arguments(kernel), (blocks, 1, 1)
     emulate(cuda.jit(kernel), cluster, 32 * warps, args, plan, seed, cluster)
+
+
+def test_a_tensor_copy_begins_at_a_multiple_of_128_bytes():
+    """Vectors of 64 bytes may lie side by side for warps, not for TMA."""
+    plan = shared(pair=sv(32, fp32), full=barrier(1))
+
+    @cuda.jit
+    def bring_the_second(x):
+        pair, full = plan.open()
+        raw.expect(full, 64)
+        raw.tma_load(subtile(pair, 16, 1), x, (0,), full)
+        raw.wait(full, 1)
+
+    with pytest.raises(Hazard, match="the TMA load: shared memory at .* no multiple of 128"):
+        emulate(bring_the_second, (1, 1, 1), 32, [tensor(np.zeros(16, np.float32), sv(16, fp32))], plan)
+
+
+def lane_by_lane(kernel):
+    """What stops a kernel whose lanes do not all do what a warp must."""
+    with pytest.raises(Hazard) as caught:
+        emulate(cuda.jit(kernel), (1, 1, 1), 32, arguments(kernel), X)
+    return caught.value
+
+
+def test_a_fence_is_a_lanes_own():
+    """What the other lanes wrote it does not order before TMA's reads."""
+
+    def take_by_one(target):
+        x, _ = X.open()
+        store(x, zeros(R))
+        if cuda.threadIdx.x == 0:
+            raw.fence_async()
+        cuda.syncwarp()
+        raw.tma_store(target, (0, 0), x)
+        raw.store_wait()
+
+    assert lane_by_lane(take_by_one).kind == "fence"
+
+
+def test_a_wgmma_that_subtracts():
+    """Its scale of B says so."""
+    x, out = numbers(64), np.zeros((64, 64), np.float32)
+    text = compiled(cuda.jit(product), [x, out])
+    edited, times = re.subn(r"\bp, 1, 1,", "p, 1, -1,", text)
+    assert times == 4
+    emulate(cuda.jit(product), (1, 1, 1), 128, [x, out], Y, lowered=SimpleNamespace(ptx=lambda: edited))
+    np.testing.assert_allclose(out, -(x.astype(np.float64) @ x.astype(np.float64)), rtol=1e-5, atol=1e-4)
+
+
+def lanes(*active, **more):
+    """A warp of which these lanes are active."""
+    mask = np.isin(np.arange(32), active)
+    return SimpleNamespace(mask=mask, hazard=lambda cause, kind="bounds": Hazard(kind, cause), **more)
+
+
+def test_tma_is_told_by_one_lane():
+    assert the_lane(lanes(3), "the TMA load") == 3
+    with pytest.raises(Hazard, match="the TMA load by 2 lanes: each would do it once"):
+        the_lane(lanes(3, 4), "the TMA load")
+
+
+def test_bulk_groups_are_a_lanes_own():
+    """Who commits has no share in what another lane has started."""
+    store = SimpleNamespace(lane=0)
+    commit = meaning(SimpleNamespace(opcode="cp.async.bulk.commit_group"))
+    other, own = (lanes(lane, stores=[store], store_groups=[]) for lane in (1, 0))
+    commit(other)
+    assert (other.stores, other.store_groups) == ([store], [])
+    commit(own)
+    assert (own.stores, own.store_groups) == ([], [[store]])

@@ -6,6 +6,7 @@ from broken import ONE, Cases, R, X, Y, check, operands
 from numba import cuda
 
 from ops import load, raw, store, warpgroup, zeros
+from tiles import barrier, shared
 
 broken = Cases()
 
@@ -148,6 +149,42 @@ def ends_with_an_mma_in_flight():
     x, y = operands()
     if warpgroup.id() == 0:
         warpgroup.mm_AB(x, y)  # guilty
+
+
+# ---- phases that follow too soon -------------------------------------------------------------------------------------
+BARS = shared(full=barrier(1), go=barrier(1))
+TOO_SOON = "completes phase 2 of .* that wait would have missed its phase|which has completed 2 phases"
+
+
+@broken("phase", TOO_SOON, (0, 1), BARS, 64)
+def two_phases_at_once():
+    full, _ = BARS.open()
+    if cuda.threadIdx.x // 32 == 0:
+        raw.arrive(full)
+        raw.arrive(full)  # guilty
+    else:
+        raw.wait(full, 1)  # guilty
+
+
+@broken("phase", TOO_SOON, (0, 2), BARS, 96)
+def a_phase_that_waits_for_somebody_else():
+    full, go = BARS.open()
+    if cuda.threadIdx.x // 32 == 0:
+        raw.arrive(full)
+        raw.wait(go, 1)
+        raw.arrive(full)  # guilty
+    elif cuda.threadIdx.x // 32 == 1:
+        raw.arrive(go)
+    else:
+        raw.wait(full, 1)  # guilty
+
+
+@broken("collective", r"named barrier 3 is used with (96 and 64|64 and 96) threads at once", range(3), None, 96)
+def a_named_barrier_of_two_sizes():
+    if cuda.threadIdx.x // 32 == 0:
+        raw.named_sync(3, 64)  # guilty
+    else:
+        raw.named_sync(3, 96)  # guilty
 
 
 @broken.sweep

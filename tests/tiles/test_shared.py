@@ -59,6 +59,11 @@ def test_every_slot_of_a_ring_is_aligned_for_its_swizzle(tile, stages):
     assert all(plan.items["r"].slot(s) % (8 * tile.width) == 0 for s in range(stages))
 
 
+def test_every_slot_of_a_ring_of_vectors_is_where_tma_can_begin():
+    plan = shared(r=ring(sv(16, fp32), 3))
+    assert [plan.items["r"].slot(s) for s in range(3)] == [0, 128, 256]
+
+
 def test_the_jth_tile_goes_round():
     r = shared(a=st(8, 64, bf16), r=ring(st(64, 64, bf16), 3)).items["r"]
     assert [r.slot(j) for j in range(7)] == [1024 + 8192 * (j % 3) for j in range(7)]

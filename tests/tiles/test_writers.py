@@ -161,6 +161,22 @@ def stored_after_it_was_published():
         x.release(0)  # guilty
 
 
+@broken("released", "tile 2 of ring 'x', and nothing orders this after the last release of tile 0", range(4), ONE)
+def read_before_it_was_stored():
+    (x,) = ONE.open()
+    if warpgroup.id() == 0:
+        for j in range(3):
+            tile = x.claim(j)
+            if j == 2:
+                warpgroup.load(tile, R)  # guilty
+            warpgroup.store(tile, zeros(R))
+            x.publish(j)
+    else:
+        for j in range(3):
+            warpgroup.load(x.wait(j), R)
+            x.release(j)
+
+
 @broken("deadlock", "3 of 4 writers have published it", range(4, 8), ONE)
 def a_writer_that_publishes_nothing():
     (x,) = ONE.open()

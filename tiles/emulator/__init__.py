@@ -47,8 +47,10 @@ class Machine(Cluster):
     def __init__(self, indices, grid, warps, smem, rng, program, memory, parameters, maps, resident, counts):
         self.grid, self.size, self.warps, self.rng = grid, len(indices), warps, rng
         self.program, self.memory, self.parameters, self.maps, self.counts = program, memory, parameters, maps, counts
-        others = 2 * warps + 1 + MBARRIERS + (smem.barriers if smem else 0)
-        self.smem, self.agents = None, Agents(len(indices) * warps * LANES, len(indices) * (others + warps))
+        others, lanes = 2 * warps + 1 + MBARRIERS + (smem.barriers if smem else 0), len(indices) * warps * LANES
+        self.smem, self.agents = None, Agents(lanes, len(indices) * (others + warps) + lanes)
+        first = self.agents.new()  # of the agents that lanes are where they write to a peer's memory: see memory.py
+        self.abroad, self.agents.next = slice(first, first + lanes), first + lanes
         self.flying, self.barrier = [], Meeting(self)
         self.blocks = [_Block(self, rank, index, resident, smem) for rank, index in enumerate(indices)]
 

@@ -164,14 +164,16 @@ def _(match, x, y):
     return flush(flush(x) / flush(y)) if match[1] else x / y
 
 
-@pure(r"(min|max)(\.ftz)?\.(f32|f64)", "{3}", "{3}", "{3}")
+MOST = {("min", False): np.fmin, ("max", False): np.fmax, ("min", True): np.minimum, ("max", True): np.maximum}
+
+
+@pure(r"(min|max)(\.ftz)?(\.NaN)?\.(f32|f64)", "{4}", "{4}", "{4}")
 def _(match, x, y):
-    """-0 is less than 0."""
+    """-0 is less than 0. A NaN loses against a number, or with .NaN wins."""
     if match[2]:
         x, y = flush(x), flush(y)
-    least = match[1] == "min"
-    first = np.signbit(x) == least  # of two zeros
-    return np.where(x == y, np.where(first, x, y), (np.fmin if least else np.fmax)(x, y))
+    first = np.signbit(x) == (match[1] == "min")  # of two zeros
+    return np.where(x == y, np.where(first, x, y), MOST[match[1], bool(match[3])](x, y))
 
 
 @pure(r"(neg|abs)(\.ftz)?\.(f32|f64)", "{3}", "{3}")

@@ -17,20 +17,29 @@ class ByParity(Mbarrier):
     """An mbarrier whose waiters name a parity. Which phase is meant follows from what the waiter knows: the first after all
     those that it knows complete, or the last of these, if that has this parity."""
 
-    def wait(self, warp, parity):
-        """The active lanes wait until the phase of this parity is complete, and know what that lets them know."""
+    def wait(self, warp, parity, everything=True):
+        """The active lanes wait until the phase of this parity is complete, and know what that lets them know; but for
+        `everything`, not what peers wrote to this block's memory."""
         known = int(warp.clocks[warp.mask, self.agent].min())
         wanted = known if (known - 1) & 1 == parity else known + 1
         if wanted > known:
             self._missed(warp, wanted, "")
             warp.until(lambda: self.phase >= wanted, lambda: self._lacks(wanted))
             self._missed(warp, wanted, "")
-            warp.clocks[warp.mask] = np.maximum(warp.clocks[warp.mask], self.published[wanted])
+            learned = self.published[wanted] if everything else _without_writes_abroad(warp, self.published[wanted])
+            warp.clocks[warp.mask] = np.maximum(warp.clocks[warp.mask], learned)
         self.waits[warp.agent] = wanted, warp.tick(), warp.place()
 
     def _follows(self, index, time):
         """Some lane of the warp says so: its lanes have waited together."""
         return self.clock[index : index + LANES].max() >= time
+
+
+def _without_writes_abroad(warp, clock):
+    """What a clock knows, but for writes to peers' memory."""
+    known = clock.copy()
+    known[warp.block.cluster.abroad] = 0
+    return known
 
 
 def mbarrier(w, home, at, asks):
@@ -102,10 +111,10 @@ def _(match, w, at):
 
 
 class _Unsaid:
-    """A thread whose arrival at a peer's barrier says nothing of what it wrote: only that it has come."""
+    """A thread whose arrival at a peer's barrier says nothing of what it wrote there: only that it has come."""
 
     def __init__(self, thread):
-        self.thread, self.clock = thread, thread.clock.copy()
+        self.thread, self.clock = thread, _without_writes_abroad(thread, thread.clock)
         self.agent, self.block, self.place, self.hazard = thread.agent, thread.block, thread.place, thread.hazard
 
     def tick(self):
@@ -124,7 +133,7 @@ def _(match, w, at):
     if len(bars) != 1:
         raise w.hazard("lanes wait for different barriers or parities", "divergence")
     ((place, parity),) = bars
-    mbarrier(w, w.block, place, w.asks_active()).wait(w, parity)
+    mbarrier(w, w.block, place, w.asks_active()).wait(w, parity, match[1] == "cluster")
     w.set(done, np.ones(LANES, bool))
 
 

@@ -15,6 +15,7 @@ SIZES = {"FLOAT32": 4, "TFLOAT32": 4, "BFLOAT16": 2, "FLOAT16": 2, "UINT8": 1, "
 ELEMENTS = {"FLOAT32": np.float32, "TFLOAT32": np.float32, "BFLOAT16": ml_dtypes.bfloat16, "FLOAT16": np.float16}
 ELEMENTS |= {"INT32": np.int32, "UINT8": np.uint8}
 FOLDS = {"add": np.add, "min": np.fmin, "max": np.fmax}
+TENSOR_ALIGN = 128  # bytes, of where in shared memory a tensor copy begins or ends (PTX ISA, "cp.async.bulk.tensor")
 TURNS = {"NONE": 0, "32B": 1, "64B": 3, "128B": 7}  # which bits of a chunk's number a swizzle changes
 
 
@@ -124,12 +125,10 @@ def _box(w, given, deed):
     return lane, what, offsets, inside
 
 
-def _span(w, what, first, deed):
-    """The bytes of shared memory that a box takes."""
-    swizzle = what.encoding.swizzle
-    align = {"NONE": 16, "32B": 128, "64B": 128, "128B": 128}[swizzle]
-    if first % align:
-        raise w.hazard(f"{deed}: shared memory at {first}, which is no multiple of {align}")
+def _begins(w, first, deed):
+    """A Hazard if no box can lie at this address of shared memory."""
+    if first % TENSOR_ALIGN:
+        raise w.hazard(f"{deed}: shared memory at {first}, which is no multiple of {TENSOR_ALIGN}")
 
 
 @means(
@@ -152,7 +151,7 @@ def _(match, w, at):
         raise w.hazard(f"{deed} brings to one block and tells another's barrier", "plan")
     else:
         homes = [block]
-    _span(w, what, first, deed)
+    _begins(w, first, deed)
     low, memory = _array(w, what, offsets, inside, deed)
     for home in homes:
         _load(w, lane, home, what, first, where, what.pointer + offsets - low, inside, memory, deed)
@@ -209,7 +208,7 @@ def _(match, w, at):
     deed = "the TMA store"
     lane, what, offsets, inside = _box(w, target, deed)
     _, first = w.home(int(address(w, source, np.uint32)[lane]))
-    _span(w, what, first, deed)
+    _begins(w, first, deed)
     w.within(first, first + what.nbytes, 1)
     low, memory = _array(w, what, offsets, inside, deed)
     shadow, span = w.block.shadow, slice(first, first + what.nbytes)

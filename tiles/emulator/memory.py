@@ -2,7 +2,8 @@
 
 Who has a clock here is a *thread*: each lane, its copies by cp.async, both once more as the asynchronous proxy sees them; each
 warp's mmas and bulk stores; each mbarrier's copies (see interpreter/shadow.py for what clocks are). So a `__syncwarp` that is
-missing shows. A cell is one byte.
+missing shows. What a lane writes to a *peer's* memory it writes as one more agent, of which a peer hears only by releases and
+acquires of the cluster's scope. A cell is one byte.
 """
 
 import ctypes

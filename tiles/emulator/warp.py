@@ -255,10 +255,13 @@ class Warp(greenlet):
         home, lanes, cells = self._cells(addresses, values.shape[1])
         home.reached(self.threads[lanes[0]], what)
         self._allowed(home.shadow.unwritable(self.asks(lanes), cells), what)
-        time = self.tick()
+        time, writers = self.tick(), self.first + lanes
+        if home is not self.block:
+            writers = self.block.cluster.abroad.start + writers
+            self.clocks[lanes, writers] = time
         home.visited(self, time, what)
         event = Event("store", "the write", self.place())
-        home.shadow.note_write((self.first + lanes)[:, None], time, cells, VALID, event)
+        home.shadow.note_write(writers[:, None], time, cells, VALID, event)
         home.shadow.bytes[cells] = values
         if (home.shadow.bytes[cells] != values).any():
             raise self.hazard(f"{what}, and lanes put different numbers in the same place", "race")

@@ -48,10 +48,13 @@ def test_head_dims(place, head_dim, value_dim, dtype):
     agree(place, *inputs(2, 200, 2, head_dim, value_dim, dtype))
 
 
-@pytest.mark.parametrize("which", ["window", "features"])
+@pytest.mark.parametrize("which", ["window", "features", "least features"])
 def test_one_part_alone(place, which):
-    """alpha = 0 leaves the window; beta = 0 the features, and nothing at all for the first two blocks."""
+    """alpha = 0 leaves the window; beta = 0 the features, and nothing at all for the first two blocks. Of large numbers nearly
+    all features are the least that there are."""
     *arrays, alphas, betas = inputs(1, 300, 1)
+    if which == "least features":
+        arrays[0], arrays[1] = arrays[0] * BF16.type(32), arrays[1] * BF16.type(32)
     (alphas if which == "window" else betas)[...] = 0
     out = agree(place, *arrays, alphas, betas)
     assert which == "window" or not out[:, :128].any()

@@ -150,6 +150,26 @@ def test_strong_decays(place, decay, gate):
     check(place, given)
 
 
+@pytest.mark.parametrize("decay", ["head", "token", "channel"])
+def test_a_state_that_is_forgotten(place, decay):
+    """exp(-30) of a million is nothing."""
+    given = inputs(1, 3, decay=decay)
+    given["initial_state"] = np.full_like(given["initial_state"], 1e6)
+    given["decay"] = np.full_like(given["decay"], -30)
+    check(place, given)
+
+
+@pytest.mark.parametrize("scale", [2.0**-20, 2.0**14])
+def test_scales_that_float16_does_not_hold(place, scale):
+    """Scores times such a scale would be too small or too large for it, outputs are not."""
+    given = inputs(1, 70, decay="token", dtype=f16)
+    if scale > 1:
+        given["v"], given["initial_state"] = given["v"] * f16(2.0**-12), given["initial_state"] * f32(2.0**-12)
+    else:
+        given["v"], given["initial_state"] = given["v"] * f16(2.0**10), given["initial_state"] * f32(2.0**10)
+    check(place, given, scale=scale)
+
+
 WEAK, STRONG = 0.99, 1.01
 STRENGTHS = [(64, bf16, f32, WEAK), (64, bf16, f32, STRONG), (128, f16, f16, WEAK), (128, f16, f16, STRONG)]
 STRENGTHS += [(128, bf16, f32, STRONG), (256, bf16, bf16, WEAK)]

@@ -130,6 +130,7 @@ def test_no_sequence():
             lambda x: np.ndarray(x.shape, f32, np.zeros(x.nbytes + 16, np.uint8), offset=4),
             "state: last axis must be contiguous",
         ),
+        (lambda x: x.repeat(2, -1)[..., ::2], "state: last axis must be contiguous"),
         (lambda x: x.astype(bf16), "state: dtype must be one of ('float32',)"),
     ],
 )

@@ -166,6 +166,13 @@ def test_extreme_scores(place, size):
     agree(place, (q * size).astype(BF16), k, v, causal=True)
 
 
+def test_scores_that_grow_in_fp16(place):
+    """By more than a weight in fp16 can hold, if the maximum lagged behind them: the last keys are seen first."""
+    q, k, v = inputs(1, 64, 260, 1, 1, 64, FP16)
+    k[:] = np.abs(k) * np.linspace(1, 0.01, 260)[None, :, None, None].astype(FP16)
+    agree(place, np.abs(q) * FP16.type(2), k, v)
+
+
 def test_a_nan_stays_in_its_row_and_head(place):
     q, k, v = inputs(1, 128, 128, 2, 2, 64)
     q[0, 5, 0, 0] = np.nan
@@ -352,6 +359,16 @@ def test_the_family_by_default(capability, piece, chosen, monkeypatch):
     """Hopper's where it runs, sm_80's for all other GPUs and arrays."""
     assert families.choose(problem_on(capability, monkeypatch, piece), None) == chosen
     assert families.choose(problem_on(capability, monkeypatch), None, piece == 16) == chosen, "where the caller knows better"
+
+
+@pytest.mark.parametrize("name", "qkv")
+def test_one_array_decides_the_family(name, monkeypatch):
+    """All of them must be for TMA."""
+    monkeypatch.setattr(families, "machine", lambda ordinal: types.SimpleNamespace(capability=(9, 0)))
+    form = c_ordered((1, 8, 1, 64), "bfloat16", 0)
+    for other in form._replace(past=8), form._replace(strides=(1032, 136, 136, 2), shape=(1, 2, 1, 64)):
+        forms = {one: other if one == name else form._replace(shape=other.shape) for one in "qkv"}
+        assert families.choose(FORWARD.FORWARD.problem(forms), None) == "sm_80"
 
 
 @pytest.mark.parametrize(

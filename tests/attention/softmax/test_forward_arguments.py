@@ -158,6 +158,7 @@ INVALID = [
     (dict(scale=np.ones(2)), T, "scale: must be a number or None: scale=array([1., 1.])"),
     (dict(scale=float("nan")), V, f"{SCALE}: scale=nan"),
     (dict(scale=float("inf")), V, f"{SCALE}: scale=inf"),
+    (dict(scale=1.01 * 2.0**120), V, f"{SCALE}: scale={1.01 * 2.0**120}"),
     (dict(scale=0), V, f"{SCALE}: scale=0.0"),
     (dict(scale=-1.0), V, f"{SCALE}: scale=-1.0"),
     (dict(scale=1e40), V, f"{SCALE}: scale=1e+40"),

@@ -22,8 +22,8 @@ SCALE, BLOCKS = 0.7, 5
 @inlined
 def block(seen, scores, values, j, slack):
     s = load(scores, S, (0, 32 * j))
-    seen = seen.moved(s, SCALE, slack)
-    p = seen.weights(s, SCALE)
+    seen = seen.moved(s, None, SCALE, slack)
+    p = seen.weights(s, None, SCALE)
     return seen._replace(o=mma_AB(seen.rescaled(), bf16(p), load(values, V, (32 * j, 0)))).add(p)
 
 

@@ -15,7 +15,7 @@ L2 = 50 * 2**20
 
 
 def at(queries, keys, **given):
-    return At(0, 0, 0, keys - queries, queries, keys, SimpleNamespace(**given), ())
+    return At(0, 0, 0, keys - queries, queries, keys, SimpleNamespace(**given), (), 0)
 
 
 def walked(sees, pairs, blocks, band):
@@ -94,7 +94,7 @@ SEEN = {  # variant: (what it is given, does query i see key j where they stand 
 
 
 @pytest.mark.parametrize("variant", SEEN, ids=str)
-@pytest.mark.parametrize("kv_len", [1, 63, 64, 200])
+@pytest.mark.parametrize("kv_len", [1, 63, 64, 94, 200])
 @pytest.mark.parametrize("q_len", [1, 64, 65, 200])
 def test_key_blocks_are_those_that_some_row_sees(variant, q_len, kv_len):
     """Each once, and none but those, if there are any; the first is masked, which kernels rely on; and all that are not masked
