@@ -107,7 +107,8 @@ def make(config: Config):
     GIVEN, AUX = config.given, config.aux
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
     INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.value_dim, fp32)
-    Q, PREPARES = rt(BAND, config.head_dim, fp32), variant.prepares
+    Q, PANEL, PANELS = rt(BAND, config.head_dim, fp32), rt(BAND, config.query.panel_cols, fp32), config.query.panels
+    PREPARES = variant.prepares
     STAGES = config.stages
     NEWER = 2 * (STAGES - 1)  # groups of keys and values in turn: so many are younger than the one waited for
     KEYS_ALONE = NEWER + 1  # groups after that of Q, when it is waited for
@@ -122,7 +123,10 @@ def make(config: Config):
     def prepared(queries, at):
         """A warp's rows of Q, as the variant has them."""
         if PREPARES:
-            store(queries, INPUT(variant.queries(load(queries, Q), at)))
+            of_queries = variant.of_queries(load(queries, Q), at)
+            for i in range(PANELS):  # one after the other, for registers' sake
+                panel = subtile(queries, BAND, 0, PANEL.cols, i)
+                store(panel, INPUT(variant.queries(load(panel, PANEL), of_queries, at, PANEL.cols * i)))
             cuda.syncwarp()
         return queries
 

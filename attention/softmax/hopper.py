@@ -153,7 +153,7 @@ def make(config: Config):
     own_rows, sequences = replace(config, consumers=1).tiling, config.sequences
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
     INPUT, Q, O = config.dtype, rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32)
-    PREPARES = variant.prepares
+    PREPARES, PANELS, PANEL = variant.prepares, config.query.panels, rt(16, config.query.panel_cols, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
     smem = shared(
         q=ring(config.query, config.queries, readers),
@@ -183,7 +183,11 @@ def make(config: Config):
     def prepared(queries, at):
         """A consumer's rows of Q, as the variant has them."""
         if PREPARES:
-            warpgroup.store(queries, INPUT(variant.queries(warpgroup.load(queries, Q), at)))
+            of_queries = variant.of_queries(warpgroup.load(queries, Q), at)
+            for i in range(PANELS):  # one after the other, for registers' sake
+                panel = subtile(queries, EACH, 0, PANEL.cols, i)
+                x = variant.queries(warpgroup.load(panel, PANEL), of_queries, at, PANEL.cols * i)
+                warpgroup.store(panel, INPUT(x))
             warpgroup.sync()
         return queries
 

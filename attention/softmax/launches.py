@@ -76,8 +76,8 @@ class Before:
     def listed(
         self, made: Assembled, varies: tuple[bool, bool], config: Any, blocks: int, told: dict[str, Any], read: dict[str, Any]
     ) -> Operand:
-        """The lists of key blocks of `blocks` tiles of queries. varies: are they others for each batch, for each head? told, read:
-        what kernels are told of the variant and of sequences, and the arrays that its functions read."""
+        """The lists of key blocks of `blocks` tiles of queries. varies: do they differ by batch, by head? told, read: what
+        kernels are told of the variant and of sequences, and the arrays that its functions read."""
         batch, heads, kv_len = self.problem("BHT")
         many, keys = (batch if varies[0] else 1, heads if varies[1] else 1), -(-kv_len // config.kv)
         found, classes = self.memory((*many, blocks, lists.HEAD + keys), "int32"), self.memory((*many, blocks, keys), "int8")

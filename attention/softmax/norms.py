@@ -13,7 +13,7 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, load, right_fill, row_sum, rsqrt, store
+from ops import divmod, load, right_fill, row_sum, rsqrt, store, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, static
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
@@ -37,15 +37,15 @@ class Rms:
         return {"norm_weights": array(2), "norm_eps": FLOAT, "columns": INT}
 
     @inlined
-    def scaled(self, x, head, given):
-        """A tile of rows of a head, whose columns from given.columns on are 0, divided by their root mean squares."""
-        weights = load(given.norm_weights, x.row_vec, (head, 0), 0, 1, True)
-        return x * rsqrt(row_sum(x * x) / given.columns + given.norm_eps) * weights
+    def of_rows(self, x, given):
+        """What a tile's rows, whose columns from given.columns on are 0, are normalised by: their mean, 1 / their deviation."""
+        return zeros(x.col_vec), rsqrt(row_sum(x * x) / given.columns + given.norm_eps)
 
     @inlined
-    def rows(self, x, head, given):
-        """The norm of such a tile."""
-        return self.scaled(x, head, given)
+    def part(self, x, of_rows, head, col, given):
+        """The norm of some columns of these rows, of a head, from column `col` on."""
+        _, scale = of_rows
+        return x * scale * load(given.norm_weights, x.row_vec, (head, col), 0, 1, True)
 
 
 class Layer(Rms):
@@ -57,10 +57,18 @@ class Layer(Rms):
         return {"norm_weights": array(2), "norm_bias": array(2), "norm_eps": FLOAT, "columns": INT}
 
     @inlined
-    def rows(self, x, head, given):
+    def of_rows(self, x, given):
         """See Rms."""
-        centred = right_fill(x - row_sum(x) / given.columns, given.columns, 0.0)
-        return self.scaled(centred, head, given) + load(given.norm_bias, x.row_vec, (head, 0), 0, 1, True)
+        mean = row_sum(x) / given.columns
+        centred = right_fill(x - mean, given.columns, 0.0)
+        return mean, rsqrt(row_sum(centred * centred) / given.columns + given.norm_eps)
+
+    @inlined
+    def part(self, x, of_rows, head, col, given):
+        """See Rms."""
+        mean, scale = of_rows
+        weights = load(given.norm_weights, x.row_vec, (head, col), 0, 1, True)
+        return (x - mean) * scale * weights + load(given.norm_bias, x.row_vec, (head, col), 0, 1, True)
 
 
 @static
@@ -88,9 +96,14 @@ class Normed(Variant):
         return True
 
     @inlined
-    def queries(self, x, at):
+    def of_queries(self, x, at):
         """See Variant."""
-        return self.norm.rows(x, at.head, at.given)
+        return self.norm.of_rows(x, at.given)
+
+    @inlined
+    def queries(self, x, of_queries, at, col):
+        """See Variant."""
+        return self.norm.part(x, of_queries, at.head, col, at.given)
 
 
 @dataclass(frozen=True)
@@ -126,6 +139,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, X, ALIGNED = config.dtype, rt(ROWS, config.head_dim, fp32), config.aligned
+    PART = rt(ROWS, 32, fp32)
     norm, GIVEN = config.norm, record(**config.norm.given)
 
     @cuda.jit(launch_bounds=(config.threads, 1))
@@ -133,7 +147,10 @@ def make(config: Config):
         """The norm of every row of X (batch, row, head, column)."""
         pair, block = divmod(cuda.blockIdx.x, blocks)
         batch, head = divmod(pair, heads)
-        at = batch, ROWS * (WARPS * block + int32(cuda.threadIdx.x // LANES)), head, 0
-        store(gOut, INPUT(norm.rows(load(gX, X, at, 1, 3, ALIGNED), head, given)), at, 1, 3, True)
+        row = ROWS * (WARPS * block + int32(cuda.threadIdx.x // LANES))
+        of_rows = norm.of_rows(load(gX, X, (batch, row, head, 0), 1, 3, ALIGNED), given)
+        for col in range(0, X.cols, PART.cols):  # again, from near: all at once would take too many registers
+            at = batch, row, head, col
+            store(gOut, INPUT(norm.part(load(gX, PART, at, 1, 3, ALIGNED), of_rows, head, col, given)), at, 1, 3, True)
 
     return normalise, None

@@ -113,8 +113,13 @@ class Variant:
         return False
 
     @inlined
-    def queries(self, x, at):
-        """What becomes of a tile of queries."""
+    def of_queries(self, x, at):
+        """What `queries` must know of a tile's whole rows."""
+        return None
+
+    @inlined
+    def queries(self, x, of_queries, at, col):
+        """What becomes of some columns of a tile of queries, from column `col` on."""
         return x
 
     @inlined
@@ -229,9 +234,20 @@ class Both(Variant):
         return self.one.prepares or self.other.prepares
 
     @inlined
-    def queries(self, x, at):
+    def of_queries(self, x, at):
+        """See Variant. Only one of them prepares queries."""
+        if self.one.prepares:
+            return self.one.of_queries(x, at)
+        else:
+            return self.other.of_queries(x, at)
+
+    @inlined
+    def queries(self, x, of_queries, at, col):
         """See Variant."""
-        return self.other.queries(self.one.queries(x, at), at)
+        if self.one.prepares:
+            return self.one.queries(x, of_queries, at, col)
+        else:
+            return self.other.queries(x, of_queries, at, col)
 
     @inlined
     def keys(self, first, last, at):
