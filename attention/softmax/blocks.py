@@ -14,7 +14,7 @@ from numba import cuda
 from numba.cuda import types
 from numpy import int32
 
-from ops import divmod, finish_sum, lane_sum, tile_sum, where, zeros
+from ops import divmod, finish_sum, lane_sum, ones, tile_sum, zeros
 from tiles import fp32, inlined, rt, static
 from tiles.arguments import INT, Record, array, listed, record
 from tiles.layout import LANES
@@ -82,7 +82,8 @@ class Survey:
     def make(config: "Survey"):
         """(kernel, shared memory) of a configuration."""
         TILE, KV, S = config.rows, config.kv, rt(ROWS, config.kv, fp32)
-        GIVEN, AUX, tiling = config.given, config.aux, Tiling(config.rows, config.kv, config.variant)
+        GIVEN, AUX, variant = config.given, config.aux, config.variant
+        tiling = Tiling(TILE, KV, variant)
 
         @cuda.jit
         def survey(given: GIVEN, aux: AUX, q_len: INT, kv_len: INT, blocks: INT, heads: INT, groups: INT):
@@ -95,12 +96,12 @@ class Survey:
             every = tiling.key_blocks(TILE * tile, at)
             block = WARPS * group + cuda.threadIdx.x // 32
             if block < every.n:
-                seen = lane_sum(zeros(S))
+                seen, key = lane_sum(zeros(S)), int32((every.first + block) * KV)
                 for band in range(0, TILE, ROWS):
-                    s = tiling.mask(zeros(S), at._replace(row=int32(TILE * tile + band)), int32((every.first + block) * KV))
-                    seen = seen + lane_sum(where(s < 0.0, zeros(S), 1.0))
+                    seen = seen + lane_sum(variant.mask(ones(S), at._replace(row=int32(TILE * tile + band)), key, 0.0))
                 count = tile_sum(finish_sum(seen))
-                at.given.classes[batch, head, tile, every.first + block] = 0 if count == 0.0 else 2 if count == TILE * KV else 1
+                all_of_it = count == TILE * KV and key + KV <= kv_len
+                at.given.classes[batch, head, tile, every.first + block] = 0 if count == 0.0 else 2 if all_of_it else 1
 
         return survey, None
 

@@ -112,4 +112,4 @@ class Tiling:
         """-inf for the scores that must not be seen, of keys from `key` on."""
         if not self.ends_within:
             s = right_fill(s, at.keys - key, -math.inf)
-        return self.variant.mask(s, at, key)
+        return self.variant.mask(s, at, key, -math.inf)
