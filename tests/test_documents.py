@@ -47,7 +47,7 @@ def run(document, line, code, namespace):
 
 def words(line):
     """A line of a report without numbers and instructions; empty if nothing is left."""
-    left = " ".join(re.sub(r"limited by .*|^[-+~]|[A-Z0-9][A-Z0-9_.]*|[%$]\S+|[-+]$", " ", line).split())
+    left = " ".join(re.sub(r"limited by .*|^[-+~]|[A-Z0-9][A-Z0-9_.]*|[%$]\S+|[-+]\d+$", " ", line).split())
     return left if re.search("[a-z]{3}", left) else ""
 
 
