@@ -8,6 +8,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Sequence
+from types import CellType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,9 +56,22 @@ def reads(function: Callable, nth: int) -> bool:
     return name is None or name in code.co_cellvars or name in read
 
 
+def _around(function: Callable) -> dict[str, Any]:
+    """What a function names that is no argument and no builtin of Python."""
+    code = function.__code__
+    cells = dict(zip(code.co_freevars, function.__closure__ or ()))
+    return {name: cell.cell_contents for name, cell in cells.items() if cell != CellType()} | {
+        name: function.__globals__[name] for name in code.co_names if name in function.__globals__
+    }
+
+
 def evaluated(option: str, function: Callable, aux: Sequence[Form]) -> None:
     """Try a mask or score on a few places, with arrays of zeros like `aux`. TypeError that names the option: it cannot be
-    called like that, a mask gives no truth values, a score no numbers, or either no array of queries by keys."""
+    called like that, it reads an array that is not in aux, a mask gives no truth values, a score not a number for each query
+    and key."""
+    for name, value in _around(function).items():
+        if isinstance(value, np.ndarray) or hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__"):
+            raise TypeError(f"{option}: reads the array {name} from around it: pass it in aux, and take it as an argument")
     arrays = [np.broadcast_to(np.zeros((), np.dtype(form.dtype)), form.shape) for form in aux]
     i, j, s = np.zeros((TRIED, 1), int), np.zeros((1, TRIED), int), np.zeros((TRIED, TRIED), np.float32)
     called = f"{option}({'s, ' * (option == 'score')}b, h, i, j{''.join(f', aux{n}' for n in range(len(aux)))})"
@@ -66,6 +80,10 @@ def evaluated(option: str, function: Callable, aux: Sequence[Form]) -> None:
         np.broadcast_to(found, s.shape)
     except Exception as error:
         raise TypeError(f"{option}: {called} fails on NumPy arrays: {type(error).__name__}: {error}") from error
-    if (found.dtype == bool) != (option == "mask") or found.dtype.kind not in "bif":
+    if (found.dtype == bool) != (option == "mask") or found.dtype.kind not in "biuf":
         wanted = "truth values, such as j <= i" if option == "mask" else "numbers"
         raise TypeError(f"{option}: must give {wanted}; {called} gives {found.dtype}")
+    if option == "score" and found.shape != s.shape:
+        raise TypeError(
+            f"score: must give a number for each query and key, as s + j does; {called} gives {found.shape} of {s.shape}"
+        )

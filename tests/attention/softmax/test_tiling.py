@@ -97,8 +97,8 @@ SEEN = {  # variant: (what it is given, does query i see key j where they stand 
 @pytest.mark.parametrize("kv_len", [1, 63, 64, 94, 200])
 @pytest.mark.parametrize("q_len", [1, 64, 65, 200])
 def test_key_blocks_are_those_that_some_row_sees(variant, q_len, kv_len):
-    """Each once, and none but those, if there are any; the first is masked, which kernels rely on; and all that are not masked
-    every row of the tile sees whole."""
+    """Each once, and none but those, if there are any; those that the mask cuts from the last one on, then the others, which
+    every row of the tile sees whole, from the last one on."""
     tiling, (given, sees) = Tiling(64, 32, variant), SEEN[variant]
     place = at(q_len, kv_len, **given)
     for row in range(0, q_len, 64):
@@ -106,7 +106,8 @@ def test_key_blocks_are_those_that_some_row_sees(variant, q_len, kv_len):
         some = {block for block in range(-(-kv_len // 32)) if seen[:, 32 * block : 32 * block + 32].any()}
         found = tiling.key_blocks(row, place)
         blocks = [tiling.key(found, i, place) // 32 for i in range(found.n)]
-        assert 1 <= found.cut <= found.n == len(set(blocks))
+        assert 0 <= found.cut <= found.n == len(set(blocks))
+        assert blocks == sorted(blocks[: found.cut])[::-1] + sorted(blocks[found.cut :])[::-1]
         assert set(blocks) == some or (not some and len(blocks) == 1)
         assert all(32 * block + 32 <= kv_len and seen[:, 32 * block : 32 * block + 32].all() for block in blocks[found.cut :])
 
