@@ -84,6 +84,5 @@ def evaluated(option: str, function: Callable, aux: Sequence[Form]) -> None:
         wanted = "truth values, such as j <= i" if option == "mask" else "numbers"
         raise TypeError(f"{option}: must give {wanted}; {called} gives {found.dtype}")
     if option == "score" and found.shape != s.shape:
-        raise TypeError(
-            f"score: must give a number for each query and key, as s + j does; {called} gives {found.shape} of {s.shape}"
-        )
+        wanted = "a number for each query and key, as s + j does"
+        raise TypeError(f"score: must give {wanted}; {called} gives {found.shape} of {s.shape}")
