@@ -8,6 +8,7 @@ from attention import reference
 
 ARRAYS = "alibi", "sink", "bias", "cu_seqlens", "cu_seqlens_k", "lengths_k"
 ULP = 2.0**-23  # of float32
+TANH = 2.0**-11  # what tanh.approx may be off, of what it gives (PTX ISA)
 
 
 def draw(shape, dtype, seed=None):
@@ -44,9 +45,11 @@ def agree(place, q, k, v, *, family=None, known=None, **options):
     k, v = known or (k, v)
     ref, ref_lse = reference.forward(q, k, v, **options)
     low, low_lse = reference.forward_low(q, k, v, **options)
-    factor = 3 if options.get("softcap") else 2
+    cap = options.get("softcap") or 0.0
+    factor = 3 if cap else 2
     reference.assert_close(place.get(out), ref, low, factor=factor)
     with np.errstate(invalid="ignore"):
         lost = np.nanmax(np.abs(low_lse - ref_lse), initial=0)  # inf - inf is NaN
-    np.testing.assert_allclose(place.get(lse), ref_lse, rtol=8 * ULP, atol=factor * lost + 8 * ULP)  # ex2 and lg2: 2 ulp each
+    atol = factor * lost + 8 * ULP + cap * TANH  # ex2 and lg2: 2 ulp each
+    np.testing.assert_allclose(place.get(lse), ref_lse, rtol=8 * ULP, atol=atol)
     return place.get(out), place.get(lse)
