@@ -19,6 +19,7 @@ from tiles.static import identity
 if TYPE_CHECKING:
     from tiles.arrays import Form
 
+EXAMPLES = {"mask": "lambda b, h, i, j: j <= i", "score": "lambda s, b, h, i, j: s + j - i"}
 TRIED = 4  # queries and keys that a function is tried on
 
 
@@ -37,7 +38,7 @@ def named(option: str, function: Any) -> str | None:
     if function is None:
         return None
     if not inspect.isfunction(function):
-        raise TypeError(f"{option}: must be a Python function, such as lambda b, h, i, j: j <= i: {option}={function!r}")
+        raise TypeError(f"{option}: must be a Python function, such as {EXAMPLES[option]}: {option}={function!r}")
     name = f"{function.__name__} {identity(_Function(function))}"
     _KNOWN.setdefault(name, function)
     return name

@@ -16,7 +16,7 @@ from ops import tanh, where
 
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
 
-BATCH, ROWS, COLS, HEADS = 2, 140, 300, 2  # of most problems: two tiles of queries in sm_80's family, three of keys
+ROWS, COLS, HEADS = 140, 300, 2  # of most problems: two tiles of queries in sm_80's family, three of keys
 F32, F16 = np.float32, np.float16
 
 
@@ -58,16 +58,16 @@ CASES = {
     "sink": dict(sink=np.array([1.5, -2], F32), causal=True),
     "sinks far above and below all scores": dict(sink=np.array([40, -200], BF16)),
     "sink, capped": dict(sink=np.array([1.5, -2], F32), softcap=3.0, scale=0.5),
-    "bias": dict(bias=numbers(BATCH, HEADS, ROWS, COLS)),
+    "bias of each sequence": dict(bias=numbers(2, HEADS, ROWS, COLS)),
     "bias of keys": dict(bias=numbers(1, 1, 1, COLS, dtype=BF16), causal=True),
     "bias of heads, capped": dict(bias=numbers(1, HEADS, ROWS, COLS, dtype=F16), softcap=2.0),
     "mask": dict(mask=before),
-    "mask of heads and sequences": dict(mask=strange),
+    "mask of each sequence": dict(mask=strange),
     "mask of documents": dict(mask=documents, aux=(np.arange(COLS) // 50,)),
     "mask, and a window": dict(mask=strange, window=(60, 30)),
     "mask that holds nowhere": dict(mask=lambda b, h, i, j: j < 0),
     "mask that holds nowhere, sink": dict(mask=lambda b, h, i, j: j < 0, sink=np.array([1.5, -2], F32)),
-    "mask that is a bool array": dict(mask=lambda b, h, i, j, on: on[b, j] & ~on[b, i], aux=(numbers(BATCH, COLS) > 0,)),
+    "mask of bools of each sequence": dict(mask=lambda b, h, i, j, on: on[b, j] & ~on[b, i], aux=(numbers(2, COLS) > 0,)),
     "score": dict(score=twisted, aux=(numbers(HEADS, 800),)),
     "score, capped": dict(score=lambda s, b, h, i, j, of: s * of[h], aux=(np.array([2, 1], F32),), softcap=2.0, causal=True),
     "score, sink": dict(score=lambda s, b, h, i, j: abs(s) * 2.0 - s, sink=np.array([1.5, 2], F32)),
@@ -81,7 +81,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_variant(place, family, case):
-    agree(place, *inputs(BATCH, ROWS, COLS, HEADS, 1, 64), family=family, **CASES[case])
+    batch = 2 if "each sequence" in case else 1
+    agree(place, *inputs(batch, ROWS, COLS, HEADS, 1, 64), family=family, **CASES[case])
 
 
 EDGES = {  # (queries, keys): on both sides of every edge of tiles of 64, 128 and 192 rows; more queries than keys
@@ -108,16 +109,15 @@ def test_lengths_around_every_tile_edge(place, family, lengths):
     agree(place, *inputs(1, rows, cols, HEADS, 2, 64), family=family, **options)
 
 
-@pytest.mark.parametrize(("heads", "heads_kv"), [(4, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("heads", "heads_kv"), [(4, 2), (3, 1)])
 def test_shared_key_heads_and_layouts(place, family, heads, heads_kv):
     """Slopes, sinks and what functions are told are the query heads'."""
     options = dict(alibi=numbers(2, heads) ** 2, sink=numbers(heads), bias=numbers(2, 1, 70, 130))
     options |= dict(mask=lambda b, h, i, j: (j % 3 > 0) | (h % 2 == b), window=(None, 30))
     q, k, v = inputs(2, 70, 130, heads, heads_kv, 64)
-    one, _ = agree(place, q, k, v, family=family, **options)
-    turned = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v)]
-    other, _ = agree(place, *turned, family=family, layout="bhsd", **options)
-    assert (one == other.swapaxes(1, 2)).all()
+    if heads == 3:
+        q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v))
+    agree(place, q, k, v, family=family, layout="bhsd" if heads == 3 else "bshd", **options)
 
 
 @pytest.mark.parametrize(
@@ -227,11 +227,14 @@ def both(place, q, k, v, one, other):
     return [tuple(place.get(x) for x in both) for both in found]
 
 
-@pytest.mark.parametrize("lengths", [(140, 400), (330, 330), (200, 512)], ids=str)
-@pytest.mark.parametrize("built_in", [(90, 0), (90, None), (None, 9), (200, 100), None], ids=str)
-def test_a_mask_in_python_gives_the_bits_of_a_built_in_one(place, family, built_in, lengths):
+@pytest.mark.parametrize(
+    ("built_in", "rows", "cols"),
+    [((90, 0), 140, 400), ((300, 0), 200, 512), ((200, 100), 330, 330), ((300, None), 140, 512), ((None, 9), 330, 330),
+     ((10**6, None), 70, 384), (None, 140, 400), (None, 330, 330)],
+    ids=str,
+)  # fmt: skip
+def test_a_mask_in_python_gives_the_bits_of_a_built_in_one(place, family, built_in, rows, cols):
     """Where they use the same tiles, and Hopper's family has others for D 64, causal and no more, up to 4096 keys."""
-    rows, cols = lengths
     left, right = built_in or (None, 0)
     left, right = 10**6 if left is None else left, 10**6 if right is None else right
     past, options = cols - rows, dict(causal=True) if built_in is None else dict(window=built_in)
