@@ -112,6 +112,13 @@ def test_key_blocks_are_those_that_some_row_sees(variant, q_len, kv_len):
         assert all(32 * block + 32 <= kv_len and seen[:, 32 * block : 32 * block + 32].all() for block in blocks[found.cut :])
 
 
+@pytest.mark.parametrize("variant", SEEN, ids=str)
+def test_key_blocks_where_edges_of_a_mask_meet_those_of_blocks(variant):
+    """The mask's edges move past every key of a block."""
+    for kv_len in range(190, 190 + 32):
+        test_key_blocks_are_those_that_some_row_sees(variant, 65, kv_len)
+
+
 def test_blocks_of_a_mask_in_python_are_all_masked():
     found = Tiling(64, 32, Masked(lambda b, h, i, j: j < 100)).key_blocks(0, at(64, 320))
     assert found.n == found.cut == 10
