@@ -31,7 +31,7 @@ from .softmax.variants import assembled
 
 SKIPPED, PARTIAL, FULL = range(3)
 WIDE, SIDE = 96, 384  # characters of a line, and pixels of the longer side
-FINE = 96  # parts of that side whose share of pairs a picture shows
+FINE = 64  # parts of that side whose share of pairs a picture shows
 COLOURS = {SKIPPED: "#f0f2f4", PARTIAL: draw.colour(0, -1), FULL: draw.colour(0, 6)}
 SEEN = draw.colour(0, 4)
 

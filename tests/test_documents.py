@@ -166,6 +166,13 @@ def test_picture_is_what_the_layouts_say():
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
 
 
+def test_picture_of_masks_is_what_the_kernel_lists(monkeypatch):
+    monkeypatch.setenv("TILES_CHECK", "0")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    drawn = importlib.import_module("draw_masks")
+    assert drawn.PICTURE.read_text() == drawn.svg()
+
+
 def test_timelines_are_the_model_s(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     drawn = importlib.import_module("draw_pipelines")
