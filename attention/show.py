@@ -2,7 +2,7 @@
 
 A mask is a function of the file, as attention.forward takes it, or one of forward's options, or both. What it indexes besides
 i, j, b and h are the file's arrays of its arguments' names. Which blocks of keys are skipped, masked or taken whole the kernel
-that lists them for forward says (softmax/blocks.py); what they hold the formula (reference/scores.py).
+that asks it for forward says (softmax/blocks.py); what they hold the formula (reference/scores.py).
 
 The text has a block of keys as wide as `--block` is in the picture: `#` where all of a block is seen and no mask is asked for,
 `o` and `:` where all or some of a part is seen, `.` where nothing is, in a block that is worked on, and blanks for blocks that
@@ -29,7 +29,7 @@ from .softmax.forward import _ends
 from .softmax.python import evaluated
 from .softmax.variants import assembled
 
-SKIPPED, PARTIAL, FULL = range(3)
+SKIPPED, PARTIAL, FULL = range(3)  # classes of blocks, as the kernel numbers them
 WIDE, SIDE = 96, 384  # characters of a line, and pixels of the longer side
 FINE = 64  # parts of that side whose share of pairs a picture shows
 COLOURS = {SKIPPED: "#f0f2f4", PARTIAL: draw.colour(0, -1), FULL: draw.colour(0, 6)}
@@ -87,27 +87,21 @@ def drawn(
             return inner(batch, head, i, j, *aux)
 
     made = assembled(1.0, causal, _ends(window), mask=one)
-    tiles = -(-q // rows)
-    found = np.zeros((1, 1, tiles, lists.HEAD + -(-k // cols)), np.int32)
-    arrays = [describe(found, "lists"), *arrays]
+    tiles, keys = -(-q // rows), -(-k // cols)
+    classes = np.zeros((1, 1, tiles, keys), np.int8)
+    arrays = [describe(classes, "classes"), *arrays]
     said: dict[str, Any] = {name: x for name, x in made.numbers.items() if name in made.variant.given}
     for place, array in enumerate(arrays):
-        said[f"aux{place - 1}" if place else "lists"] = Operand(place, array.form)
-    config = lists.Config(made.variant, rows, cols, tuple(len(x.form.shape) for x in arrays[1:]))
-    survey = kernel_for(lists, config, None).bind(tiles, q_len=q, kv_len=k, blocks=tiles, heads=1, **said)
-    survey.run(0, [x.pointer for x in arrays])
+        said[f"aux{place - 1}" if place else "classes"] = Operand(place, array.form)
+    survey = lists.Survey(made.variant, rows, cols, tuple(len(x.form.shape) for x in arrays[1:]))
+    groups = -(-keys // lists.WARPS)
+    launch = kernel_for(survey, survey, None).bind(
+        tiles * groups, q_len=q, kv_len=k, blocks=tiles, heads=1, groups=groups, **said
+    )
+    launch.run(0, [x.pointer for x in arrays])
     i, j = np.arange(q)[:, None], np.arange(k)[None]
     seen = Variant(causal, window, mask=mask, aux=tuple(aux)).seen(batch, head, i, j, k - q)
-    return Drawn(name, rows, cols, np.array([_classes(row, -(-k // cols)) for row in found[0, 0]]), seen)
-
-
-def _classes(row: np.ndarray, count: int) -> np.ndarray:
-    """Of a list of blocks, the class of each."""
-    n, cut = row[:2]
-    found = np.full(count + 1, SKIPPED)  # and of the one behind the last, which a list without blocks names
-    found[row[lists.HEAD : lists.HEAD + cut]] = PARTIAL
-    found[row[len(row) - (n - cut) :]] = FULL
-    return found[:count]
+    return Drawn(name, rows, cols, classes[0, 0], seen)
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------
