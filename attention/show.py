@@ -52,7 +52,7 @@ class Drawn(NamedTuple):
         queries, keys = self.seen.shape
         return queries, keys
 
-    def share(self, rows: Sequence[int], cols: Sequence[int]) -> np.ndarray:
+    def share(self, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """Of the parts between these edges, which share of the pairs is seen; NaN of parts without any."""
         summed = np.pad(self.seen.cumsum(0, dtype=np.int64).cumsum(1), ((1, 0), (1, 0)))
         rows, cols = (np.minimum(edges, end) for edges, end in zip((rows, cols), self.size))

@@ -10,6 +10,7 @@ from tiles.dtypes import bf16, fp16
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, Step, program
 from tiles.schema import Problem, Schema
+from tiles.torch_op import compiling
 
 from ..families import choose
 from ..options import SCALES, flag, number
@@ -121,10 +122,10 @@ def forward(
     anything is launched, names the argument and prints the values."""
     common = number("scale", scale), flag("return_lse", return_lse), family
     arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k
-    if isinstance(aux, tuple) and not aux and all(option is None for option in (window, softcap, mask, score, *arrays)):
+    if isinstance(aux, tuple) and not aux and all([option is None for option in (window, softcap, mask, score, *arrays)]):
         return _forward(stream, (q, k, v, out, None), (flag("causal", causal), *common), layout)
     left, right = _ends(window)
-    functions = named("mask", mask), named("score", score)
+    functions = [None if f is None else named(n, f, compiling()) for n, f in (("mask", mask), ("score", score))]
     given = q, k, v, *arrays, *_eight(aux), out, None
     return _variant(stream, given, (flag("causal", causal), left, right, _cap(softcap), *functions, *common), layout)
 
@@ -275,7 +276,7 @@ def _ends(window: Any) -> tuple[int | None, int | None]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window: must be (left, right), each an integer or None: {window=}")
     for end in window:
-        if end is not None and (isinstance(end, bool) or not hasattr(end, "__index__")):
+        if isinstance(end, bool) or not (end is None or isinstance(end, int) or hasattr(end, "__index__")):
             raise TypeError(f"window: its ends must be integers or None: {window=}")
         if end is not None and not 0 <= end < 2**30:
             raise ValueError(f"window: its ends must not be negative, and below 2**30; None is open: {window=}")
@@ -287,7 +288,7 @@ def _eight(aux: Any) -> tuple:
     """The arrays that functions read, and None for those that could be; TypeError."""
     if not isinstance(aux, (tuple, list)):
         raise TypeError(f"aux: must be a tuple of arrays, (array,) of one: it is of {type(aux).__name__}")
-    if len(aux) > AUX or any(x is None for x in aux):
+    if len(aux) > AUX or any([x is None for x in aux]):
         what = [type(x).__name__ for x in aux]
         raise TypeError(f"aux: must be up to {AUX} arrays: {len(aux)} of {what}")
     return *aux, *(None,) * (AUX - len(aux))

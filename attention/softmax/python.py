@@ -33,19 +33,28 @@ class _Function:
 _KNOWN: dict[str, Callable] = {}
 
 
-def named(option: str, function: Any) -> str | None:
-    """The name of a function; None stays None. TypeError that names the option."""
+def named(option: str, function: Any, compiling: bool = False) -> str | None:
+    """The name of a function; None stays None. compiling: Dynamo asks, which takes one of the same code for the same function.
+    TypeError that names the option."""
     if function is None:
         return None
     if not inspect.isfunction(function):
         raise TypeError(f"{option}: must be a Python function, such as {EXAMPLES[option]}: {option}={function!r}")
+    if compiling and (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
+        held = *function.__code__.co_freevars, *(function.__defaults__ or ()), *(function.__kwdefaults__ or ())
+        raise TypeError(f"{option}: holds {held}, of which torch.compile would keep the first value: pass them in aux")
     name = f"{function.__name__} {identity(_Function(function))}"
     _KNOWN.setdefault(name, function)
     return name
 
 
+named._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile asks once, and does not look inside
+
+
 def known(name: str | None) -> Callable | None:
-    """The function of that name; None stays None."""
+    """The function of that name; None stays None. ValueError: this process has not seen it."""
+    if name is not None and name not in _KNOWN:
+        raise ValueError(f"{name}: this process knows no function by that name: pass it to attention.forward once before")
     return None if name is None else _KNOWN[name]
 
 

@@ -140,7 +140,18 @@ def test_functions_that_read_the_same_go_by_one_name():
     """Written twice, or with numbers of their own."""
     made = lambda reach: lambda b, h, i, j: j <= i + reach
     assert named("mask", made(3)) == named("mask", made(3)) != named("mask", made(4))
-    assert named("mask", None) is None
+
+
+def test_numbers_around_a_function_would_go_stale_in_a_graph():
+    """Dynamo guards a function's code, not what it holds."""
+    reach = 3
+    assert named("mask", sees, True) == named("mask", sees)
+    for function in (lambda b, h, i, j: j <= i + reach), (lambda b, h, i, j, more=3: j <= i + more):
+        assert named("mask", function)
+        with pytest.raises(
+            TypeError, match=r"^mask: holds \((3|'reach'),\), of which torch.compile would keep the first value"
+        ):
+            named("mask", function, True)
 
 
 def test_a_number_around_a_function_that_changes():
