@@ -3,7 +3,7 @@
 Two kernels make them. `Survey` asks, a warp a block of keys, and notes a class: 0 where no query of the tile sees a key of the
 block, 2 where all see all, else 1. `Compaction` goes through a tile's classes and writes its list, a row of integers: how many
 blocks there are; how many of them must be masked; the numbers of those, and from the end of the row on backwards the numbers of
-the others. A list begins with a block to be masked, though it be one that all see, or one behind the last key.
+the others, both from the last block on. Of a tile that sees nothing it names the block behind the last key.
 """
 
 import functools
@@ -133,18 +133,18 @@ class Compaction:
             batch, head = divmod(pair, heads)
             at = At(batch, head, TILE * tile, kv_len - q_len, q_len, kv_len, given, 0, 0)
             every = tiling.key_blocks(TILE * tile, at)
-            some, whole, spare = int32(0), int32(0), int32((kv_len + KV - 1) // KV)
+            some, whole = int32(0), int32(0)
             for i in range(every.n):
-                number = int32(every.first + i)
+                number = int32(every.first + every.n - 1 - i)
                 found = at.given.classes[batch, head, tile, number]
                 if found > 0:
                     place = HEAD + some if found == 1 else at.given.lists.shape[3] - 1 - whole
                     at.given.lists[batch, head, tile, place] = number
                 some, whole = int32(some + (found == 1)), int32(whole + (found == 2))
-                spare = number if found == 2 else spare
-            if some == 0:
-                at.given.lists[batch, head, tile, HEAD] = spare
-            at.given.lists[batch, head, tile, 0] = max(1, some + whole)
-            at.given.lists[batch, head, tile, 1] = max(1, some)
+            if some + whole == 0:
+                at.given.lists[batch, head, tile, HEAD] = (kv_len + KV - 1) // KV
+                some = int32(1)
+            at.given.lists[batch, head, tile, 0] = some + whole
+            at.given.lists[batch, head, tile, 1] = some
 
         return compaction, None

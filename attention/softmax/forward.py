@@ -10,6 +10,7 @@ from tiles.dtypes import bf16, fp16
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, Step, program
 from tiles.schema import Problem, Schema
+from tiles.torch_op import compiling
 
 from ..families import choose
 from ..options import SCALES, flag, number
@@ -22,6 +23,7 @@ from .tiling import band_of
 from .variants import Assembled, assembled
 
 AUX = 8  # arrays that functions in Python may read
+INDICES = 2**24  # tiles of indices are of float32: whole numbers below this
 FORWARD = Schema(
     "forward",
     """
@@ -120,13 +122,11 @@ def forward(
     anything is launched, names the argument and prints the values."""
     common = number("scale", scale), flag("return_lse", return_lse), family
     arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k
-    if not aux and all(option is None for option in (window, softcap, mask, score, *arrays)):
+    if isinstance(aux, tuple) and not aux and all([option is None for option in (window, softcap, mask, score, *arrays)]):
         return _forward(stream, (q, k, v, out, None), (flag("causal", causal), *common), layout)
     left, right = _ends(window)
-    functions = named("mask", mask), named("score", score)
-    if not isinstance(aux, (tuple, list)) or len(aux) > AUX:
-        raise TypeError(f"aux: must be a tuple of up to {AUX} arrays: {type(aux).__name__} of {len(aux)}")
-    given = q, k, v, *arrays, *aux, *(None,) * (AUX - len(aux)), out, None
+    functions = [None if f is None else named(n, f, compiling()) for n, f in (("mask", mask), ("score", score))]
+    given = q, k, v, *arrays, *_eight(aux), out, None
     return _variant(stream, given, (flag("causal", causal), left, right, _cap(softcap), *functions, *common), layout)
 
 
@@ -152,6 +152,10 @@ def _variant(
 ) -> Plan:
     """The same with variants; mask and score are the names that python.py knows functions by."""
     _check(problem)
+    q_len, kv_len = problem("ST")
+    if (mask or score) and max(q_len, kv_len) >= INDICES:
+        name = "mask" if mask else "score"
+        raise problem.error(name, "counts queries and keys in float32, so there must be fewer than 2**24 of each", "q", "k")
     aux = [x for x in (problem[f"aux{n}"] for n in range(AUX)) if x is not None]
     functions = known(mask), known(score)
     for name, function in zip(("mask", "score"), functions):
@@ -272,12 +276,22 @@ def _ends(window: Any) -> tuple[int | None, int | None]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window: must be (left, right), each an integer or None: {window=}")
     for end in window:
-        if end is not None and (isinstance(end, bool) or not hasattr(end, "__index__")):
+        if isinstance(end, bool) or not (end is None or isinstance(end, int) or hasattr(end, "__index__")):
             raise TypeError(f"window: its ends must be integers or None: {window=}")
         if end is not None and not 0 <= end < 2**30:
             raise ValueError(f"window: its ends must not be negative, and below 2**30; None is open: {window=}")
     left, right = (None if end is None else int(end) for end in window)
     return left, right
+
+
+def _eight(aux: Any) -> tuple:
+    """The arrays that functions read, and None for those that could be; TypeError."""
+    if not isinstance(aux, (tuple, list)):
+        raise TypeError(f"aux: must be a tuple of arrays, (array,) of one: it is of {type(aux).__name__}")
+    if len(aux) > AUX or any([x is None for x in aux]):
+        what = [type(x).__name__ for x in aux]
+        raise TypeError(f"aux: must be up to {AUX} arrays: {len(aux)} of {what}")
+    return *aux, *(None,) * (AUX - len(aux))
 
 
 def _cap(softcap: Any) -> float | None:
@@ -313,15 +327,15 @@ def _over(problem: Problem, name: str, axes: str) -> Operand | None:
     if operand is None:
         return None
     form = operand.form
-    shape, strides = form.shape, form.strides
+    shape, strides, lettered = form.shape, form.strides, problem.axes(name)
     if len(shape) < len(axes):
-        shape, strides = (1, *shape), (0, *strides)
+        shape, strides, lettered = (1, *shape), (0, *strides), f"U{lettered}"
     extents = problem(axes)
     if "cu_seqlens" in problem:
         extents = (problem("N")[0], *extents[1:])
     if any(have not in (1, want) for have, want in zip(shape, extents)):
-        wanted = ", ".join(f"{want} or 1" for want in extents)
-        raise ValueError(f"{name}: must have the shape {wanted}: {name}.shape={form.shape}")
+        wanted = ", ".join(f"{want} or 1" if want > 1 and a in "UWXY" else f"{want}" for a, want in zip(lettered, extents))
+        raise ValueError(f"{name}: must have the shape ({wanted}): {name}.shape={form.shape}")
     return _spread(operand._replace(form=form._replace(shape=shape, strides=strides)), extents)
 
 

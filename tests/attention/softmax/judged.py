@@ -1,0 +1,59 @@
+"""What the tests of attention.forward draw, and how they judge it."""
+
+import numpy as np
+from places import BF16
+
+import attention
+from attention import reference
+
+ARRAYS = "alibi", "sink", "bias", "cu_seqlens", "cu_seqlens_k", "lengths_k"
+SEVERAL = "aux", "q_norm", "k_norm"  # arrays, or tuples of them
+ULP = 2.0**-23  # of float32
+BLOCK = 128  # keys that a block has at most
+TANH = 2.0**-11  # what tanh.approx may be off, of what it gives (PTX ISA)
+
+
+def draw(shape, dtype, seed=None):
+    """Normal numbers."""
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
+
+
+def inputs(batch, seq_q, seq_kv, heads, heads_kv, head_dim, dtype=BF16, layout="bshd", value_dim=None):
+    """q, k and v."""
+    keys = batch, seq_kv, heads_kv
+    shapes = (batch, seq_q, heads, head_dim), (*keys, head_dim), (*keys, value_dim or head_dim)
+    order = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
+    return tuple(draw([shape[axis] for axis in order], dtype) for shape in shapes)
+
+
+def poisoned(shape, dtype):
+    """NaN everywhere."""
+    return np.full(shape, np.nan, dtype)
+
+
+def there(place, options):
+    """Options whose arrays lie where the test runs."""
+    put = {name: place.put(options[name]) for name in ARRAYS if name in options}
+    several = {name: options[name] for name in SEVERAL if name in options}
+    return options | put | {n: tuple(map(place.put, x)) if isinstance(x, tuple) else place.put(x) for n, x in several.items()}
+
+
+def agree(place, q, k, v, *, family=None, known=None, **options):
+    """Run and judge by the rule: out and lse against float64, no NaN, every element written. known: the same k and v without
+    what may not be read, for the formula."""
+    out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
+    given = there(place, options) | ({} if family is None else {"family": family})
+    got, lse = attention.forward(place.put(q), place.put(k), place.put(v), out=out, return_lse=True, **given)
+    assert got is out
+    k, v = known or (k, v)
+    ref, ref_lse = reference.forward(q, k, v, **options)
+    low, low_lse = reference.forward_low(q, k, v, **options)
+    cap = options.get("softcap") or 0.0
+    factor = 3 if cap else 2
+    reference.assert_close(place.get(out), ref, low, factor=factor)
+    with np.errstate(invalid="ignore"):
+        lost = np.nanmax(np.abs(low_lse - ref_lse), initial=0)  # inf - inf is NaN
+    slope = np.abs(options.get("alibi", 0)).max()  # times places in a block of keys is added, and subtracted from all
+    atol = factor * lost + 8 * ULP + cap * TANH + slope * BLOCK * ULP  # ex2 and lg2: 2 ulp each
+    np.testing.assert_allclose(place.get(lse), ref_lse, rtol=8 * ULP, atol=atol)
+    return place.get(out), place.get(lse)
