@@ -1,4 +1,5 @@
-"""`python -m attention`: shows the library at work on this machine. `python -m attention inspect`: see inspect.py."""
+"""`python -m attention`: shows the library at work on this machine. `python -m attention inspect`, `... show`: see inspect.py,
+show.py."""
 
 import argparse
 import importlib.util
@@ -11,6 +12,7 @@ import numpy as np
 from tiles.device import device, supported
 
 from . import forward, reference
+from . import show as drawing
 
 REAL_SIZE = (4, 4096, 16, 128)  # batch, sequence, heads, head dim: on a GPU
 SMALL_SIZE = (1, 256, 2, 128)  # in the interpreter
@@ -112,11 +114,18 @@ def main(arguments=None) -> int:
     look.add_argument("--only", action="append", default=[], help="only rows with this text in their name")
     look.add_argument("--json", action="store_true", help="rows for machines")
     look.add_argument("--jobs", type=int, help="processes that compile (default: as many as there are cores)")
+    picture = commands.add_parser("show", help="draw a mask, and which blocks of keys are skipped, masked or taken whole")
+    drawing.add_arguments(picture)
     options = parser.parse_args(arguments)
     if options.command == "inspect":
         from . import inspect
 
         return inspect.main(options.arch, options.all, options.check, options.json, options.jobs, options.only)
+    if options.command == "show":
+        try:
+            return drawing.main(options)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            picture.error(str(error))
     show()
     return 0
 

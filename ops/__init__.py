@@ -35,7 +35,6 @@ from .elementwise.functions import (
     softplus,
     sqrt,
     tanh,
-    tanh_quotient,
 )
 from .elementwise.masks import causal, left_fill, lower_fill, outside_fill, right_fill, tril, triu, upper_fill
 from .for_attention.online_softmax import lazy_maximum, rescale
@@ -81,7 +80,7 @@ __all__ = [
     "map", "matmul", "maximum", "minimum", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones",
     "outside_fill", "persistent_tile", "pos_infty", "prefetch", "rasterize", "raw", "reciprocal", "relu", "rescale",
     "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus",
-    "sqrt", "store", "subtile", "swap_layout", "tanh", "tanh_quotient", "taylor", "tile_all", "tile_any", "tile_max",
+    "sqrt", "store", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max",
     "tile_min", "tile_prod", "tile_sum", "transpose", "tril", "triu", "truncate", "upper_fill", "vstack", "wait_group",
     "warpgroup", "where", "zeros",
 ]  # fmt: skip

@@ -294,12 +294,13 @@ class Schema:
         return {name: [extents[axis] for axis in axes] for name, axes in made.items()}
 
     def _check_ends(self, extents, forms, holder):
-        ends = f"cu_seqlens.shape={forms['cu_seqlens'].shape}"
+        name = holder["E"]
+        ends = f"{name}.shape={forms[name].shape}"
         if extents["E"] < 2:
-            raise ValueError(f"cu_seqlens: must have two elements or more: {ends}")
+            raise ValueError(f"{name}: must have two elements or more: {ends}")
         if extents["B"] != 1:
             shapes = f"{ends}, {holder['B']}.shape={forms[holder['B']].shape}"
-            raise ValueError(f"cu_seqlens: batch must be 1, all sequences one behind the other: {shapes}")
+            raise ValueError(f"{name}: batch must be 1, all sequences one behind the other: {shapes}")
 
     def check(self, problem: Problem, forms: Mapping[str, Form]) -> Check | None:
         """The step that looks at the values of these arrays, which have their forms in the caller's axes; None: any will do."""

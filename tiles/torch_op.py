@@ -21,7 +21,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from .frameworks import no_backward
-from .schema import Argument
+from .schema import FREE, Argument
 
 if TYPE_CHECKING:
     from .program import Program
@@ -49,6 +49,12 @@ def traced(x: Any) -> bool:
         )
         and isinstance(x, torch.Tensor)  # the dearest question, and the last
     )
+
+
+def compiling() -> bool:
+    """Does Dynamo trace this?"""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
 
 
 def call(program: Program, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
@@ -124,6 +130,7 @@ class _Op:
         self.program, self.schema, name = program, program.schema, program.schema.name
         self.rows = [row for row in self.schema.arguments.values() if not row.result]
         self.several = sum(row.result for row in self.schema.arguments.values()) > 1
+        self.counts = any(row.axes == FREE for row in self.rows)
         self.updated = [place for place, row in enumerate(self.rows) if row.written]
         places = {row.name: place for place, row in enumerate(self.rows)}
         self.arrays = itemgetter(*[places.get(name, -1) for name in self.schema.names])  # of the op's arguments and None
@@ -200,7 +207,8 @@ class _Op:
 
     def vmap(self, info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
         """With one more axis, where `in_dims` says: it is folded into the batch; where an argument with that axis has no batch
-        to fold it into (a rate of each head, cu_seqlens), there is a call for each of its elements."""
+        to fold it into (a rate of each head, cu_seqlens), there is a call for each of its elements. So there is where there may
+        be arrays of any axes, for functions read them that count batches."""
         tensors, _, layout = self.parts(args)
         count, rest, dims = info.batch_size, args[len(tensors) :], in_dims[: len(tensors)]
         for row, x, dim in zip(self.rows, tensors, dims):
@@ -208,7 +216,7 @@ class _Op:
                 raise ValueError(f"{row.name}: is written in place, so it must be mapped over where another argument is")
         moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims)]
         folded = [self._fold(row, x, dim is not None, count, layout) for row, x, dim in zip(self.rows, moved, dims)]
-        no_batch = any(x is not None and y is None for x, y in zip(tensors, folded))
+        no_batch = self.counts or any(x is not None and y is None for x, y in zip(tensors, folded))
         if no_batch or any(x is not None and row.axes == ("E",) for row, x in zip(self.rows, tensors)):  # ends of sequences
             each = [self.op(*[x if d is None else x[n] for x, d in zip(moved, dims)], *rest) for n in range(count)]
             made = [self.torch.stack(of) for of in zip(*each)] if self.several else self.torch.stack(each)

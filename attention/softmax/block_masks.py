@@ -19,7 +19,7 @@ from tiles import inlined, static
 from tiles.arguments import INT, record
 from tiles.layout import LANES
 
-from .variants import MASKED, Keys, Variant
+from .variants import Keys, Variant
 
 FIELDS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"  # a BlockMask's, besides BLOCK_SIZE
 PARTIAL, WHOLE = 1, 2  # classes of blocks: those of which the mask is asked, and those that are seen whole
@@ -65,10 +65,10 @@ class Blocked(Variant):
         return at.given.marks[at.batch, at.head, i // self.rows, j // self.cols]
 
     @inlined
-    def mask(self, s, at, key):
+    def mask(self, s, at, key, hidden):
         """See Variant."""
         i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
-        return where(self.classes(i, j, at) > 0, s, MASKED)
+        return where(self.classes(i, j, at) > 0, s, hidden)
 
 
 @static
@@ -78,12 +78,12 @@ class BlockedMask(Blocked):
     function: Callable
 
     @inlined
-    def mask(self, s, at, key):
+    def mask(self, s, at, key, hidden):
         """See Variant."""
         i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
         found = self.classes(i, j, at)
         seen = (found == WHOLE) | ((found == PARTIAL) & self.function(at.batch, at.head, i, j, *at.aux))
-        return where(seen, s, MASKED)
+        return where(seen, s, hidden)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Two kernels make them. `Survey` asks, a warp a block of keys, and notes a class: 0 where no query of the tile sees a key of the
 block, 2 where all see all, else 1. `Compaction` goes through a tile's classes and writes its list, a row of integers: how many
 blocks there are; how many of them must be masked; the numbers of those, and from the end of the row on backwards the numbers of
-the others. A list begins with a block to be masked, though it be one that all see, or one behind the last key.
+the others, both from the last block on. Of a tile that sees nothing it names the block behind the last key.
 """
 
 import functools
@@ -14,7 +14,7 @@ from numba import cuda
 from numba.cuda import types
 from numpy import int32
 
-from ops import divmod, finish_sum, lane_sum, tile_sum, where, zeros
+from ops import divmod, finish_sum, lane_sum, ones, tile_sum, zeros
 from tiles import fp32, inlined, rt, static
 from tiles.arguments import INT, Record, array, listed, record
 from tiles.layout import LANES
@@ -82,7 +82,8 @@ class Survey:
     def make(config: "Survey"):
         """(kernel, shared memory) of a configuration."""
         TILE, KV, S = config.rows, config.kv, rt(ROWS, config.kv, fp32)
-        GIVEN, AUX, tiling = config.given, config.aux, Tiling(config.rows, config.kv, config.variant)
+        GIVEN, AUX, variant = config.given, config.aux, config.variant
+        tiling = Tiling(TILE, KV, variant)
 
         @cuda.jit
         def survey(given: GIVEN, aux: AUX, q_len: INT, kv_len: INT, blocks: INT, heads: INT, groups: INT):
@@ -95,12 +96,12 @@ class Survey:
             every = tiling.key_blocks(TILE * tile, at)
             block = WARPS * group + cuda.threadIdx.x // 32
             if block < every.n:
-                seen = lane_sum(zeros(S))
+                seen, key = lane_sum(zeros(S)), int32((every.first + block) * KV)
                 for band in range(0, TILE, ROWS):
-                    s = tiling.mask(zeros(S), at._replace(row=int32(TILE * tile + band)), int32((every.first + block) * KV))
-                    seen = seen + lane_sum(where(s < 0.0, zeros(S), 1.0))
+                    seen = seen + lane_sum(variant.mask(ones(S), at._replace(row=int32(TILE * tile + band)), key, 0.0))
                 count = tile_sum(finish_sum(seen))
-                at.given.classes[batch, head, tile, every.first + block] = 0 if count == 0.0 else 2 if count == TILE * KV else 1
+                all_of_it = count == TILE * KV and key + KV <= kv_len
+                at.given.classes[batch, head, tile, every.first + block] = 0 if count == 0.0 else 2 if all_of_it else 1
 
         return survey, None
 
@@ -132,18 +133,18 @@ class Compaction:
             batch, head = divmod(pair, heads)
             at = At(batch, head, TILE * tile, kv_len - q_len, q_len, kv_len, given, 0, 0)
             every = tiling.key_blocks(TILE * tile, at)
-            some, whole, spare = int32(0), int32(0), int32((kv_len + KV - 1) // KV)
+            some, whole = int32(0), int32(0)
             for i in range(every.n):
-                number = int32(every.first + i)
+                number = int32(every.first + every.n - 1 - i)
                 found = at.given.classes[batch, head, tile, number]
                 if found > 0:
                     place = HEAD + some if found == 1 else at.given.lists.shape[3] - 1 - whole
                     at.given.lists[batch, head, tile, place] = number
                 some, whole = int32(some + (found == 1)), int32(whole + (found == 2))
-                spare = number if found == 2 else spare
-            if some == 0:
-                at.given.lists[batch, head, tile, HEAD] = spare
-            at.given.lists[batch, head, tile, 0] = max(1, some + whole)
-            at.given.lists[batch, head, tile, 1] = max(1, some)
+            if some + whole == 0:
+                at.given.lists[batch, head, tile, HEAD] = (kv_len + KV - 1) // KV
+                some = int32(1)
+            at.given.lists[batch, head, tile, 0] = some + whole
+            at.given.lists[batch, head, tile, 1] = some
 
         return compaction, None

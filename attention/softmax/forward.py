@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
+from tiles.torch_op import compiling
 
 from ..options import SCALES, flag, number
 from .block_masks import FIELDS, Blocked, BlockedMask
@@ -16,6 +17,7 @@ from .python import evaluated, known, named, reads
 from .variants import Variant, assembled
 
 AUX = 8  # arrays that functions in Python may read
+INDICES = 2**24  # tiles of indices are of float32: whole numbers below this
 FORWARD = Schema(
     "forward",
     """
@@ -148,10 +150,8 @@ def forward(
     random, (size, *lists) = _random(dropout, seed), _blocks(blocks)
     normed = *_norm("q_norm", q_norm), *_norm("k_norm", k_norm)
     arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists
-    functions = named("mask", mask), named("score", score)
-    if not isinstance(aux, (tuple, list)) or len(aux) > AUX:
-        raise TypeError(f"aux: must be a tuple of up to {AUX} arrays: {type(aux).__name__} of {len(aux)}")
-    given = q, k, v, *arrays, *aux, *(None,) * (AUX - len(aux)), out, None
+    functions = [None if f is None else named(n, f, compiling()) for n, f in (("mask", mask), ("score", score))]
+    given = q, k, v, *arrays, *_eight(aux), out, None
     numbers = _positive("norm_eps", norm_eps), random.dropout, random.seed
     options = flag("causal", causal), left, right, _positive("softcap", softcap), *functions, *size, *numbers, *common
     return _variant(stream, given, options, layout)
@@ -184,6 +184,10 @@ def _variant(
 ) -> Plan:
     """The same with variants; mask and score are the names that python.py knows functions by."""
     _check(problem)
+    q_len, kv_len = problem("ST")
+    if (mask or score) and max(q_len, kv_len) >= INDICES:
+        name = "mask" if mask else "score"
+        raise problem.error(name, "counts queries and keys in float32, so there must be fewer than 2**24 of each", "q", "k")
     aux = [x for x in (problem[f"aux{n}"] for n in range(AUX)) if x is not None]
     masking, scoring = known(mask), known(score)
     for name, function in ("mask", masking), ("score", scoring):
@@ -237,12 +241,22 @@ def _ends(window: Any) -> tuple[int | None, int | None]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window: must be (left, right), each an integer or None: {window=}")
     for end in window:
-        if end is not None and (isinstance(end, bool) or not hasattr(end, "__index__")):
+        if isinstance(end, bool) or not (end is None or isinstance(end, int) or hasattr(end, "__index__")):
             raise TypeError(f"window: its ends must be integers or None: {window=}")
         if end is not None and not 0 <= end < 2**30:
             raise ValueError(f"window: its ends must not be negative, and below 2**30; None is open: {window=}")
     left, right = (None if end is None else int(end) for end in window)
     return left, right
+
+
+def _eight(aux: Any) -> tuple:
+    """The arrays that functions read, and None for those that could be; TypeError."""
+    if not isinstance(aux, (tuple, list)):
+        raise TypeError(f"aux: must be a tuple of arrays, (array,) of one: it is of {type(aux).__name__}")
+    if len(aux) > AUX or any([x is None for x in aux]):
+        what = [type(x).__name__ for x in aux]
+        raise TypeError(f"aux: must be up to {AUX} arrays: {len(aux)} of {what}")
+    return *aux, *(None,) * (AUX - len(aux))
 
 
 def _positive(name: str, value: Any) -> float | None:
@@ -282,16 +296,16 @@ def _random(dropout: Any, seed: Any) -> _Random:
 def _blocks(blocks: Any) -> tuple:
     """((rows, columns) of a block, and the lists) of a BlockMask, or as many None; TypeError, ValueError."""
     if blocks is None:
-        return (None, None), *(None for _ in FIELDS)
+        return (None, None), None, None, None, None
     missing = [name for name in ("BLOCK_SIZE", *FIELDS) if not hasattr(blocks, name)]
     if missing:
         raise TypeError(f"blocks: must have the fields of a BlockMask: {type(blocks).__name__} has no {', '.join(missing)}")
     size = blocks.BLOCK_SIZE
     size = size if isinstance(size, (tuple, list)) else (size, size)
-    if len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
+    if len(size) != 2 or not all([isinstance(n, int) and n > 0 for n in size]):
         raise ValueError(f"blocks: BLOCK_SIZE must be a positive integer, or two: {blocks.BLOCK_SIZE=}")
     lists = [getattr(blocks, name) for name in FIELDS]
-    if any(x is None for x in lists[:2]) or (lists[2] is None) != (lists[3] is None):
+    if any([x is None for x in lists[:2]]) or (lists[2] is None) != (lists[3] is None):
         what = [name for name, x in zip(FIELDS, lists) if x is None]
         raise ValueError(f"blocks: must have lists of partly seen blocks, and none or both of whole ones: {what} are None")
     return tuple(size), *lists
@@ -301,7 +315,7 @@ def _norm(name: str, norm: Any) -> tuple[Any, Any]:
     """(weights, bias) of a norm, None for what there is not; TypeError."""
     if not isinstance(norm, tuple):
         return norm, None
-    if len(norm) != 2 or any(x is None for x in norm):
+    if len(norm) != 2 or any([x is None for x in norm]):
         raise TypeError(f"{name}: must be weights, or a pair (weights, bias): a tuple of {len(norm)}")
     return norm
 

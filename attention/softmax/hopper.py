@@ -219,13 +219,13 @@ def make(config: Config):
 
     @inlined
     def own_blocks(row, every, at):
-        """How many of a tile's key blocks, the last ones to come, a consumer works on, and how many of them the mask cuts;
-        none for rows that there are not."""
+        """How many of a tile's key blocks, the last ones to come, a consumer works on, and how many of them it masks: the
+        first, and all that the mask cuts. None for rows that there are not."""
         if SKIPS:
             own = own_rows.key_blocks(row, at)
-            return int32(own.n if row < at.queries else 0), own.cut
+            return int32(own.n if row < at.queries else 0), int32(max(1, own.cut))
         else:
-            return every.n, every.cut
+            return every.n, int32(max(1, every.cut))
 
     @inlined
     def stand_by(j, first, end, k, v, me):

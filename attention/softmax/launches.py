@@ -207,13 +207,13 @@ def over(problem: Problem, name: str, axes: str) -> Operand | None:
     if operand is None:
         return None
     form = operand.form
-    shape, strides = form.shape, form.strides
+    shape, strides, lettered = form.shape, form.strides, problem.axes(name)
     if len(shape) < len(axes):
-        shape, strides = (1, *shape), (0, *strides)
+        shape, strides, lettered = (1, *shape), (0, *strides), f"U{lettered}"
     extents = problem(axes)
     if any(have not in (1, want) for have, want in zip(shape, extents)):
-        wanted = ", ".join(f"{want} or 1" for want in extents)
-        raise ValueError(f"{name}: must have the shape {wanted}: {name}.shape={form.shape}")
+        wanted = ", ".join(f"{want} or 1" if want > 1 and a in "UWXY" else f"{want}" for a, want in zip(lettered, extents))
+        raise ValueError(f"{name}: must have the shape ({wanted}): {name}.shape={form.shape}")
     return spread(operand._replace(form=form._replace(shape=shape, strides=strides)), extents)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Sequence
+from types import CellType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tiles.static import identity
 if TYPE_CHECKING:
     from tiles.arrays import Form
 
+EXAMPLES = {"mask": "lambda b, h, i, j: j <= i", "score": "lambda s, b, h, i, j: s + j - i"}
 TRIED = 4  # queries and keys that a function is tried on
 
 
@@ -31,19 +33,28 @@ class _Function:
 _KNOWN: dict[str, Callable] = {}
 
 
-def named(option: str, function: Any) -> str | None:
-    """The name of a function; None stays None. TypeError that names the option."""
+def named(option: str, function: Any, compiling: bool = False) -> str | None:
+    """The name of a function; None stays None. compiling: Dynamo asks, which takes one of the same code for the same function.
+    TypeError that names the option."""
     if function is None:
         return None
     if not inspect.isfunction(function):
-        raise TypeError(f"{option}: must be a Python function, such as lambda b, h, i, j: j <= i: {option}={function!r}")
+        raise TypeError(f"{option}: must be a Python function, such as {EXAMPLES[option]}: {option}={function!r}")
+    if compiling and (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
+        held = *function.__code__.co_freevars, *(function.__defaults__ or ()), *(function.__kwdefaults__ or ())
+        raise TypeError(f"{option}: holds {held}, of which torch.compile would keep the first value: pass them in aux")
     name = f"{function.__name__} {identity(_Function(function))}"
     _KNOWN.setdefault(name, function)
     return name
 
 
+named._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile asks once, and does not look inside
+
+
 def known(name: str | None) -> Callable | None:
-    """The function of that name; None stays None."""
+    """The function of that name; None stays None. ValueError: this process has not seen it."""
+    if name is not None and name not in _KNOWN:
+        raise ValueError(f"{name}: this process knows no function by that name: pass it to attention.forward once before")
     return None if name is None else _KNOWN[name]
 
 
@@ -55,9 +66,22 @@ def reads(function: Callable, nth: int) -> bool:
     return name is None or name in code.co_cellvars or name in read
 
 
+def _around(function: Callable) -> dict[str, Any]:
+    """What a function names that is no argument and no builtin of Python."""
+    code = function.__code__
+    cells = dict(zip(code.co_freevars, function.__closure__ or ()))
+    return {name: cell.cell_contents for name, cell in cells.items() if cell != CellType()} | {
+        name: function.__globals__[name] for name in code.co_names if name in function.__globals__
+    }
+
+
 def evaluated(option: str, function: Callable, aux: Sequence[Form]) -> None:
     """Try a mask or score on a few places, with arrays of zeros like `aux`. TypeError that names the option: it cannot be
-    called like that, a mask gives no truth values, a score no numbers, or either no array of queries by keys."""
+    called like that, it reads an array that is not in aux, a mask gives no truth values, a score not a number for each query
+    and key."""
+    for name, value in _around(function).items():
+        if isinstance(value, np.ndarray) or hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__"):
+            raise TypeError(f"{option}: reads the array {name} from around it: pass it in aux, and take it as an argument")
     arrays = [np.broadcast_to(np.zeros((), np.dtype(form.dtype)), form.shape) for form in aux]
     i, j, s = np.zeros((TRIED, 1), int), np.zeros((1, TRIED), int), np.zeros((TRIED, TRIED), np.float32)
     called = f"{option}({'s, ' * (option == 'score')}b, h, i, j{''.join(f', aux{n}' for n in range(len(aux)))})"
@@ -66,6 +90,9 @@ def evaluated(option: str, function: Callable, aux: Sequence[Form]) -> None:
         np.broadcast_to(found, s.shape)
     except Exception as error:
         raise TypeError(f"{option}: {called} fails on NumPy arrays: {type(error).__name__}: {error}") from error
-    if (found.dtype == bool) != (option == "mask") or found.dtype.kind not in "bif":
+    if (found.dtype == bool) != (option == "mask") or found.dtype.kind not in "biuf":
         wanted = "truth values, such as j <= i" if option == "mask" else "numbers"
         raise TypeError(f"{option}: must give {wanted}; {called} gives {found.dtype}")
+    if option == "score" and found.shape != s.shape:
+        wanted = "a number for each query and key, as s + j does"
+        raise TypeError(f"score: must give {wanted}; {called} gives {found.shape} of {s.shape}")

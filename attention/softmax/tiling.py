@@ -41,7 +41,7 @@ def _halves(grid: int) -> list[int]:
 
 class Blocks(NamedTuple):
     """The key blocks that a tile's rows see: n of them from block `first` on. The first `cut` to be worked on must be masked,
-    of which `right` are the last ones."""
+    of which `right` are the last ones, and the others the first ones."""
 
     first: Any
     n: Any
@@ -79,12 +79,12 @@ class Tiling:
 
     @inlined
     def key_blocks(self, row, at):
-        """The Blocks of a tile whose first query is `row`. One is counted, and one is masked, even if there is no need to:
-        kernels begin with it, and mask it."""
+        """The Blocks of a tile whose first query is `row`. One is counted even if there is no need to: kernels begin
+        with it."""
         keys = self.variant.keys(row, row + self.rows - 1, at)
         first = 0 if self.variant.from_first else keys.first // self.kv
         n = max(1, (keys.end + self.kv - 1) // self.kv - first)
-        right = 1 if self.variant.everything else max(1, n - max(0, keys.inner_end // self.kv - first))
+        right = 1 if self.variant.everything else n - max(0, keys.inner_end // self.kv - first)
         if self.variant.from_first:
             return Blocks(int32(0), int32(n), int32(right), int32(right))
         else:
@@ -93,13 +93,13 @@ class Tiling:
 
     @inlined
     def key(self, blocks, i, at):
-        """The first key of the i-th block to be worked on: first those that the mask cuts on the right, from the last one on;
-        then those that it cuts on the left, from the first one on; then the others, from the last one on."""
+        """The first key of the i-th block to be worked on: those that the mask cuts, from the last one on, and then the others,
+        from the last one on. A list of blocks (blocks.py) has the same order, so that a mask in Python gives the same bits."""
         if self.variant.from_first:
             return int32((blocks.n - 1 - i) * self.kv)
         else:
             on_right, inner = blocks.n - 1 - i, blocks.n - 1 - i + blocks.cut - blocks.right
-            block = on_right if i < blocks.right else i - blocks.right if i < blocks.cut else inner
+            block = on_right if i < blocks.right else blocks.cut - 1 - i if i < blocks.cut else inner
             return int32((blocks.first + block) * self.kv)
 
     @inlined
@@ -112,4 +112,4 @@ class Tiling:
         """-inf for the scores that must not be seen, of keys from `key` on."""
         if not self.ends_within:
             s = right_fill(s, at.keys - key, -math.inf)
-        return self.variant.mask(s, at, key)
+        return self.variant.mask(s, at, key, -math.inf)

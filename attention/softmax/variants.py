@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import abs, causal, col_index, exp2, load, maximum, row_index, tanh_quotient, triu, where
+from ops import abs, causal, col_index, exp2, load, maximum, row_index, tanh, triu, where
 from tiles import fp32, inlined, rt, static
 from tiles.arguments import FLOAT, INT, array
 
 from .online import LOWEST
-
-MASKED = float("-inf")
 
 
 class At(NamedTuple):
@@ -143,8 +141,8 @@ class Variant:
         return None
 
     @inlined
-    def mask(self, s, at, key):
-        """-inf for those that are not seen."""
+    def mask(self, s, at, key, hidden):
+        """`hidden` for those that are not seen."""
         return s
 
     @inlined
@@ -280,9 +278,9 @@ class Both(Variant):
             return self.other.below(s, at._replace(kept=at.kept[1]), key)
 
     @inlined
-    def mask(self, s, at, key):
+    def mask(self, s, at, key, hidden):
         """See Variant."""
-        return self.other.mask(self.one.mask(s, at, key), at, key)
+        return self.other.mask(self.one.mask(s, at, key, hidden), at, key, hidden)
 
     @inlined
     def drop(self, p, at, key):
@@ -345,9 +343,9 @@ class Causal(Variant):
         return Keys(0, min(at.keys, last + at.shift + 1), 0, min(at.keys, first + at.shift + 1))
 
     @inlined
-    def mask(self, s, at, key):
+    def mask(self, s, at, key, hidden):
         """See Variant."""
-        return causal(s, at.row + at.shift - key, MASKED)
+        return causal(s, at.row + at.shift - key, hidden)
 
 
 class Right(Variant):
@@ -375,9 +373,9 @@ class Right(Variant):
         return Keys(0, min(at.keys, last + edge), 0, min(at.keys, first + edge))
 
     @inlined
-    def mask(self, s, at, key):
+    def mask(self, s, at, key, hidden):
         """See Variant."""
-        return causal(s, at.row + at.shift + at.given.right - key, MASKED)
+        return causal(s, at.row + at.shift + at.given.right - key, hidden)
 
 
 class Left(Variant):
@@ -405,9 +403,9 @@ class Left(Variant):
         return Keys(max(0, first + edge), at.keys, max(0, last + edge), at.keys)
 
     @inlined
-    def mask(self, s, at, key):
+    def mask(self, s, at, key, hidden):
         """See Variant."""
-        return triu(s, at.row + at.shift - at.given.left - key, MASKED)
+        return triu(s, at.row + at.shift - at.given.left - key, hidden)
 
 
 @static
@@ -437,10 +435,10 @@ class Masked(Variant):
         return Keys(0, at.keys, at.keys, 0)
 
     @inlined
-    def mask(self, s, at, key):
+    def mask(self, s, at, key, hidden):
         """See Variant."""
         i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
-        return where(self.function(at.batch, at.head, i, j, *at.aux), s, MASKED)
+        return where(self.function(at.batch, at.head, i, j, *at.aux), s, hidden)
 
 
 # ---- what becomes of a score ---------------------------------------------------------------------------------------
@@ -460,7 +458,7 @@ class Capped(Variant):
     @inlined
     def score(self, s, at, key):
         """See Variant."""
-        return tanh_quotient(s * at.given.per_cap)
+        return tanh(s * at.given.per_cap)
 
 
 @static

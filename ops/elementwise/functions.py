@@ -19,9 +19,6 @@ from tiles.values import FUNCTION
 from .arithmetic import FAST, broadcast, elementwise, fmax, lower_map, map_rule, plain
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
-# tanh(x) / x by x ** 2, up to TANH_END: the quotient with the least relative error, 2 ** -14
-TANH = (0.9999482060253941, 0.10241846012504806, 0.000670583037772058), (1.0, 0.4354335159946541, 0.012820088815406451)
-TANH_END = 5.0
 GELU_CUBIC, GELU_SLOPE = 0.044715, math.sqrt(2 / math.pi)
 
 
@@ -102,13 +99,6 @@ def tanh(x):
 
 
 @op
-def tanh_quotient(x):
-    """Hyperbolic tangent as x P(x ** 2) / Q(x ** 2), polynomials of degree 2: a relative error of 2 ** -13 on the GPU, by ten
-    additions and products and a reciprocal. `tanh` is one instruction, for which the GPU has an eighth of the units."""
-    return np.tanh(plain(x))
-
-
-@op
 def sigmoid(x):
     """1 / (1 + exp(-x)): 4 + 1.2 |x| ulp on the GPU."""
     return np.reciprocal(1 + np.exp(-plain(x)))
@@ -161,22 +151,6 @@ def _emit_gelu_tanh(b, x):
     return _plus(b, half, _times(b, half, _tanh(b, _times(b, x, slope))))
 
 
-def _emit_tanh_quotient(b, x):
-    for word, end in (("max", -TANH_END), ("min", TANH_END)):  # a NaN stays one
-        x = b.asm(f32, f"{word}.NaN.f32 $0, $1, $2;", "=f,f,f", x, ir.Constant(f32, end), effect=False)
-    square = _times(b, x, x)
-    above, below = (_polynomial(b, square, coefficients) for coefficients in TANH)
-    return _times(b, _times(b, x, above), _reciprocal(b, below))
-
-
-def _polynomial(b, x, coefficients):
-    """Its value at x, coefficients from the constant one on."""
-    *rest, out = (ir.Constant(f32, c) for c in coefficients)
-    for coefficient in reversed(rest):
-        out = b.llvm("llvm.fma.f32", out, x, coefficient)
-    return out
-
-
 FUNCTIONS = {
     exp2: _exp2,
     exp: lambda b, x: _exp2(b, _times(b, x, LOG2_E)),
@@ -188,7 +162,6 @@ FUNCTIONS = {
     rsqrt: _ptx("rsqrt.approx.ftz.f32"),
     reciprocal: _reciprocal,
     tanh: _tanh,
-    tanh_quotient: _emit_tanh_quotient,
     sigmoid: _emit_sigmoid,
     silu: lambda b, x: _times(b, x, _emit_sigmoid(b, x)),
     softplus: _emit_softplus,

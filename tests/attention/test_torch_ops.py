@@ -41,6 +41,10 @@ class Inputs:
     def state(self, *shape):
         return torch.randn((self.batch, self.heads, *shape), device=self.device)
 
+    def documents(self):
+        """Which document each token belongs to: (batch, sequence)."""
+        return (torch.arange(self.tokens, device=self.device) // 5).repeat(self.batch, 1)
+
     def ends(self):
         return torch.tensor([0, 3, self.tokens], dtype=torch.int32, device=self.device)
 
@@ -50,11 +54,32 @@ def swapped(*arrays):
     return [x.transpose(1, 2).contiguous() for x in arrays]
 
 
+def near(b, h, i, j, docs):
+    """A mask that reads all that it is told."""
+    return (docs[b, i] == docs[b, j]) & (j <= i + h)
+
+
+def warmer(s, b, h, i, j, docs):
+    return s * 0.5 + docs[b, j]
+
+
 # name: (function, what it is called with, made of Inputs: (arrays by position, all else))
 CALLS = {
     "forward": (attention.forward, lambda x: (x.qkv(), {})),
     "forward, lse": (attention.forward, lambda x: (x.qkv(), dict(causal=True, return_lse=True, scale=0.5))),
     "forward, bhsd": (attention.forward, lambda x: (swapped(*x.qkv()), dict(layout="bhsd", return_lse=True))),
+    "forward, built in": (
+        attention.forward,
+        lambda x: (
+            x.qkv(),
+            dict(window=(9, 3), softcap=2.0, alibi=-x.rate(x.heads), sink=x.rate(x.heads), bias=x.tile(1, 1, 1, x.tokens)),
+        ),
+    ),
+    "forward, in Python": (
+        attention.forward,
+        lambda x: (x.qkv(), dict(mask=near, score=warmer, aux=(x.documents(),), return_lse=True)),
+    ),
+    "forward, sequences": (attention.forward, lambda x: (x.qkv(), dict(cu_seqlens=x.ends(), causal=True))),
     "linear": (attention.linear, lambda x: (x.qkv(), {})),
     "linear, state": (
         attention.linear,
@@ -185,7 +210,7 @@ def test_of_tensors_without_memory_only_shapes_are_asked():
 def test_an_op_is_called_by_its_name():
     attention.register_torch_ops()
     attention.register_torch_ops()  # they are there once
-    names = ["based", "delta_rule", "forward", "hedgehog", "linear", "linear_step", "mamba2"]
+    names = ["based", "delta_rule", "forward", "forward_variant", "hedgehog", "linear", "linear_step", "mamba2"]
     assert all(hasattr(torch.ops.tiles, name) for name in names)
     q, k, v = Inputs().qkv()
     out, lse = attention.forward(q, k, v, causal=True, return_lse=True)
@@ -369,6 +394,30 @@ def test_vmap_is_one_call():
         torch.vmap(attention.forward, in_dims=(0, 0, None))(q, k, v[0])
     [(_, (folded, _, shared, *_))] = seen.calls
     assert folded.shape == shared.shape == (2, TOKENS, 1, HEAD)
+
+
+def test_vmap_where_a_mask_counts_batches():
+    """b is the number of a sequence in each element's batch, not in all of them together."""
+    x = Inputs(batch=2, heads=2)
+    (q, k, v), docs = x.qkv(), x.documents()
+    docs[1] += torch.arange(TOKENS) // 3
+    arrays, dims = (torch.stack([q, -q, 2 * q]), k, v, torch.stack([docs, docs * 2, docs // 2])), (0, None, None, 0)
+    function = lambda q, k, v, docs: attention.forward(q, k, v, mask=near, aux=(docs,), alibi=torch.ones(2, 2))
+    assert_same(torch.vmap(function, dims)(*arrays), mapped(function, dims, arrays)[0])
+
+
+def test_masks_of_a_graph():
+    """A function goes by the digest of its code: another one is another graph, and what it holds would be the first's."""
+    q, k, v = Inputs().qkv()
+    torch._dynamo.reset()
+    compiled = torch.compile(attention.forward, fullgraph=True, backend="aot_eager")
+    for reach, mask in (0, lambda b, h, i, j: j <= i), (3, lambda b, h, i, j: j <= i + 3):
+        assert_same(compiled(q, k, v, mask=mask), attention.forward(q, k, v, window=(None, reach)))
+    with pytest.raises(Exception, match=r"mask: holds \('reach',\)"):
+        compiled(q, k, v, mask=lambda b, h, i, j: j <= i + reach)
+    with pytest.raises(ValueError, match="^nobody: this process knows no function by that name"):
+        nothing = [None] * 14
+        torch.ops.tiles.forward_variant(q, k, v, *nothing, False, None, None, None, "nobody", None, None, False, None, "bshd")
 
 
 def test_vmap_in_vmap():

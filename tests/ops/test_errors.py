@@ -38,6 +38,7 @@ from tiles.testing import ptx
 
 says = Cases()
 COLUMNS = rt(16, 64, fp32, "col")
+HIGH = rt(32, 64, fp32)
 LONG = rt(16, 512, bf16)
 NARROW = rt(16, 16, fp32)
 PARTIAL = replace(T.col_vec, partial=True)
@@ -61,9 +62,12 @@ def vector_of_another_length(x, g):
     zeros(T) - zeros(WIDE.row_vec)
 
 
-@says("maximum: row_vec(64, fp32) and col_vec(16, fp32) do not broadcast: with row_vec(64, fp32)")
-def vectors_along_different_axes(x, g):
-    maximum(zeros(T.row_vec), zeros(T.col_vec))
+@says(
+    "maximum: row_vec(64, fp32) and col_vec(16, bf16) do not broadcast: with rt(16, 64, bf16) goes "
+    "rt(16, 64, bf16), col_vec(16, bf16), row_vec(64, bf16) or a number"
+)
+def vectors_along_both_axes_of_different_dtypes(x, g):
+    maximum(zeros(T.row_vec), zeros(B.col_vec))
 
 
 @says("truediv: takes tiles, vectors and numbers, got rt(16, 64, fp32) and array(float32, 2d, A)")
@@ -101,9 +105,14 @@ def dividing_by_a_partial_sum(x, g):
     zeros(T.col_vec) / lane_sum(zeros(T))
 
 
-@says("mul: row_vec(128, fp32) and partial col_vec(16, fp32) do not broadcast")
+@says("mul: col_vec(32, fp32) and partial col_vec(16, fp32) do not broadcast")
 def a_longer_vector_times_a_partial_sum(x, g):
-    zeros(WIDE.row_vec) * lane_sum(zeros(T))
+    zeros(HIGH.col_vec) * lane_sum(zeros(T))
+
+
+@says("mul: row_vec(64, fp32) and partial col_vec(16, fp32): take finish_sum(...) of the partial sum first")
+def a_vector_along_the_other_axis_times_a_partial_sum(x, g):
+    zeros(T.row_vec) * lane_sum(zeros(T))
 
 
 @says("exp2: partial col_vec(16, fp32): take finish_sum(...) of the partial sum first")
@@ -141,7 +150,7 @@ def any_of_a_tile_that_is_no_mask(x, g):
     tile_any(zeros(B))
 
 
-@says("where: the mask must be an fp32 tile or vector, such as less(x, y), got rt(16, 64, bf16)")
+@says("where: the mask must be an fp32 tile or vector, such as x < y, or a number, got rt(16, 64, bf16)")
 def mask_of_two_bytes(x, g):
     where(zeros(B), zeros(B), 0.0)
 

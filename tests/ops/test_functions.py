@@ -31,7 +31,6 @@ FUNCTIONS = {
     "rsqrt": (lambda x: 1 / np.sqrt(x), lambda x: 2, 0),
     "reciprocal": (lambda x: 1 / x, lambda x: 1, 0),
     "tanh": (np.tanh, lambda x: 0, lambda x: np.minimum(x, 1) * 2.0**-11),
-    "tanh_quotient": (np.tanh, lambda x: 0, lambda x: np.minimum(x, 1) * 2.0**-13),
     "sigmoid": (lambda x: 1 / (1 + np.exp(-x)), lambda x: 4 + ABOUT_X * x, 0),
     "silu": (lambda x: x / (1 + np.exp(-x)), lambda x: 5 + ABOUT_X * x, 0),
     "softplus": (lambda x: np.logaddexp(0, x), lambda x: 2, lambda x: 2.0**-21),
@@ -43,7 +42,7 @@ EXTREMES = [-np.inf, np.inf, np.nan, 0.0, -0.0, 1.0, -1.0, 127.0, -126.0, 128.5,
 NAMES = list(FUNCTIONS)
 
 
-@pytest.mark.parametrize("names", [NAMES[:5], NAMES[5:10], NAMES[10:15], NAMES[-5:]], ids=" ".join)
+@pytest.mark.parametrize("names", [NAMES[:5], NAMES[5:10], NAMES[10:]], ids=" ".join)
 def test_functions_of_one_tile(run, sample, names):
     T, V = rt(16, 32, fp32), rt(16, 64, fp32, "col").row_vec
     f, g, h, i, j = (getattr(ops, name) for name in names)

@@ -122,7 +122,7 @@ def make(config: Config):
         for d in range(HALF):
             zz = zz + apart(d) * load(gZ, DOWN, (sequence, head, BASE * d), cols=2)
         zz = zz + apart(HALF) * where(less(row_index(DOWN), HALF), last, 0.0)
-        z = zeros(SQUARE) + load(gZ, ALONG, (sequence, head, BASE * (HALF + 1)), cols=2)
+        z = zeros(SQUARE) + load(gZ, ALONG, (sequence, head, BASE * (HALF + 1)), cols=2, aligned=False)
         return tile_sum(where(equal(row_index(DOWN), HALF), last, 0.0)), z, zz + transpose(zz)
 
     @inlined
@@ -133,7 +133,7 @@ def make(config: Config):
             store(gZ, row_sum(apart(d) * zz) * share, (sequence, head, BASE * d), cols=2)
         last = where(equal(row_index(DOWN), HALF), count, 0.0)
         store(gZ, where(less(row_index(DOWN), HALF), row_sum(apart(HALF) * zz), last), (sequence, head, BASE * HALF), cols=2)
-        store(gZ, col_max(z), (sequence, head, BASE * (HALF + 1)), cols=2)
+        store(gZ, col_max(z), (sequence, head, BASE * (HALF + 1)), cols=2, aligned=False)
 
     @cuda.jit(launch_bounds=(THREADS, RESIDENT), fastmath=True)
     def scan(

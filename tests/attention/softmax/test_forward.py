@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from judged import agree, draw, inputs, poisoned
 from places import BF16, OnCard, OnInterpreter
 
 import attention
@@ -40,34 +41,6 @@ def family(request, monkeypatch):
     """Every test runs with the kernels of each family."""
     monkeypatch.setattr(attention, "forward", functools.partial(attention.forward, family=request.param))
     return request.param
-
-
-def draw(shape, dtype, seed=None):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
-
-
-def inputs(batch, seq_q, seq_kv, heads, heads_kv, head_dim, dtype=BF16, layout="bshd"):
-    shapes = (batch, seq_q, heads, head_dim), (batch, seq_kv, heads_kv, head_dim), (batch, seq_kv, heads_kv, head_dim)
-    order = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
-    return tuple(draw([shape[axis] for axis in order], dtype) for shape in shapes)
-
-
-def poisoned(shape, dtype):
-    return np.full(shape, np.nan, dtype)
-
-
-def agree(place, q, k, v, **options):
-    """Run and judge by the rule: out and lse against float64, no NaN, every element written."""
-    out = place.put(poisoned(q.shape, q.dtype))
-    got, lse = attention.forward(place.put(q), place.put(k), place.put(v), out=out, return_lse=True, **options)
-    assert got is out
-    ref, ref_lse = reference.forward(q, k, v, **options)
-    low, low_lse = reference.forward_low(q, k, v, **options)
-    reference.assert_close(place.get(out), ref, low)
-    with np.errstate(invalid="ignore"):
-        lost = np.nanmax(np.abs(low_lse - ref_lse), initial=0)  # inf - inf is NaN
-    np.testing.assert_allclose(place.get(lse), ref_lse, rtol=2**-20, atol=2 * lost + 2**-20)  # ex2 and lg2: 2 ulp each
-    return place.get(out), place.get(lse)
 
 
 EDGES = [(1, 1), (1, 128), (63, 65), (64, 64), (128, 128), (129, 127), (129, 256), (192, 300), (200, 177), (5, 400), (320, 70)]

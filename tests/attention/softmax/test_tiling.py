@@ -97,8 +97,8 @@ SEEN = {  # variant: (what it is given, does query i see key j where they stand 
 @pytest.mark.parametrize("kv_len", [1, 63, 64, 94, 200])
 @pytest.mark.parametrize("q_len", [1, 64, 65, 200])
 def test_key_blocks_are_those_that_some_row_sees(variant, q_len, kv_len):
-    """Each once, and none but those, if there are any; the first is masked, which kernels rely on; and all that are not masked
-    every row of the tile sees whole."""
+    """Each once, and none but those, if there are any; those that the mask cuts from the last one on, then the others, which
+    every row of the tile sees whole, from the last one on."""
     tiling, (given, sees) = Tiling(64, 32, variant), SEEN[variant]
     place = at(q_len, kv_len, **given)
     for row in range(0, q_len, 64):
@@ -106,9 +106,17 @@ def test_key_blocks_are_those_that_some_row_sees(variant, q_len, kv_len):
         some = {block for block in range(-(-kv_len // 32)) if seen[:, 32 * block : 32 * block + 32].any()}
         found = tiling.key_blocks(row, place)
         blocks = [tiling.key(found, i, place) // 32 for i in range(found.n)]
-        assert 1 <= found.cut <= found.n == len(set(blocks))
+        assert 0 <= found.cut <= found.n == len(set(blocks))
+        assert blocks == sorted(blocks[: found.cut])[::-1] + sorted(blocks[found.cut :])[::-1]
         assert set(blocks) == some or (not some and len(blocks) == 1)
         assert all(32 * block + 32 <= kv_len and seen[:, 32 * block : 32 * block + 32].all() for block in blocks[found.cut :])
+
+
+@pytest.mark.parametrize("variant", SEEN, ids=str)
+def test_key_blocks_where_edges_of_a_mask_meet_those_of_blocks(variant):
+    """The mask's edges move past every key of a block."""
+    for kv_len in range(190, 190 + 32):
+        test_key_blocks_are_those_that_some_row_sees(variant, 65, kv_len)
 
 
 def test_blocks_of_a_mask_in_python_are_all_masked():

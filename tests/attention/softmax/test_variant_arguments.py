@@ -1,0 +1,177 @@
+"""attention.forward's options of variants: every invalid one is refused before any launch, by its name."""
+
+import functools
+import importlib
+
+import numpy as np
+import pytest
+from judged import inputs
+
+import attention
+from attention.softmax.python import named
+from tiles.frameworks import describe
+
+FORWARD = importlib.import_module("attention.softmax.forward")  # the module, whose name is also the function's
+ROWS, HEADS = 7, 2
+T, V = TypeError, ValueError
+f16, f32 = np.float16, np.float32
+zeros = lambda *shape, dtype=f32: np.zeros(shape, dtype)
+ends = lambda *at: np.array(at, np.int32)
+AROUND = np.arange(ROWS)
+sees = lambda b, h, i, j, at: at[j] <= i
+
+
+def call(batch=1, cols=ROWS, **options):
+    q, k = zeros(batch, ROWS, HEADS, 16, dtype=f16), zeros(batch, cols, HEADS, 16, dtype=f16)
+    return attention.forward(q, k, k, **options)
+
+
+INVALID = [
+    # what functions give
+    (dict(mask=lambda b, h, i, j: 1.0 * (j <= i)), T, "mask: must give truth values, such as j <= i; mask(b, h, i, j) gives f"),
+    (dict(mask=lambda b, h, i, j: j), T, "mask: must give truth values, such as j <= i; mask(b, h, i, j) gives int64"),
+    (dict(score=lambda s, b, h, i, j: j <= i), T, "score: must give numbers; score(s, b, h, i, j) gives bool"),
+    (dict(score=lambda s, b, h, i, j: 0.0), T, "score: must give a number for each query and key, as s + j does; score(s, b,"),
+    (dict(score=lambda s, b, h, i, j: j), T, "score: must give a number for each query and key, as s + j does; score(s, b,"),
+    (dict(score=lambda s, b, h, i, j: "s"), T, "score: must give numbers; score(s, b, h, i, j) gives <U1"),
+    (dict(mask=lambda b, h, i, j: i < 3 and j < 3), T, "mask: mask(b, h, i, j) fails on NumPy arrays: ValueError: The truth"),
+    (dict(mask=lambda b, h, i, j: (i < 3)[0, 0, 0]), T, "mask: mask(b, h, i, j) fails on NumPy arrays: IndexError: "),
+    # how they are called
+    (dict(mask=lambda b, h, i: b), T, "mask: mask(b, h, i, j) fails on NumPy arrays: TypeError: <lambda>() takes 3 positional"),
+    (dict(score=lambda b, h, i, j: j), T, "score: score(s, b, h, i, j) fails on NumPy arrays: TypeError: <lambda>() takes 4"),
+    (dict(mask=sees), T, "mask: mask(b, h, i, j) fails on NumPy arrays: TypeError: <lambda>() missing 1 required"),
+    (dict(mask=sees, aux=(AROUND, AROUND)), T, "mask: mask(b, h, i, j, aux0, aux1) fails on NumPy arrays: TypeError: <lambda>"),
+    (dict(mask=lambda b, h, i, j: AROUND[i] == j), T, "mask: reads the array AROUND from around it: pass it in aux, and take"),
+    # what they are
+    (dict(mask=functools.partial(sees, at=AROUND)), T, "mask: must be a Python function, such as lambda b, h, i, j: j <= i: m"),
+    (dict(mask=max), T, "mask: must be a Python function, such as lambda b, h, i, j: j <= i: mask=<built-in function max>"),
+    (dict(score=np.add), T, "score: must be a Python function, such as lambda s, b, h, i, j: s + j - i: score=<ufunc 'add'>"),
+    (dict(mask=True), T, "mask: must be a Python function, such as lambda b, h, i, j: j <= i: mask=True"),
+    (dict(score="s"), T, "score: must be a Python function, such as lambda s, b, h, i, j: s + j - i: score='s'"),
+    # what they read
+    (dict(mask=sees, aux=5), T, "aux: must be a tuple of arrays, (array,) of one: it is of int"),
+    (dict(mask=sees, aux=AROUND), T, "aux: must be a tuple of arrays, (array,) of one: it is of ndarray"),
+    (dict(aux=AROUND), T, "aux: must be a tuple of arrays, (array,) of one: it is of ndarray"),
+    (dict(mask=sees, aux=(None,)), T, "aux: must be up to 8 arrays: 1 of ['NoneType']"),
+    (dict(mask=lambda b, h, i, j, *aux: j <= i, aux=(AROUND,) * 9), T, "aux: must be up to 8 arrays: 9 of ['ndarray', "),
+    (dict(mask=sees, aux=([5],)), T, "aux0: must be an array with __cuda_array_interface__ or __dlpack__, not builtins.list"),
+    (dict(mask=sees, aux=(1.0 * AROUND,)), T, "aux0: dtype must be one of ('bool', 'int8', "),
+    (dict(mask=sees, aux=(AROUND[::-1],)), V, "aux0: strides must not be negative: "),
+    # windows and caps
+    (dict(window=(-1, 0)), V, "window: its ends must not be negative, and below 2**30; None is open: window=(-1, 0)"),
+    (dict(window=(None, -1)), V, "window: its ends must not be negative, and below 2**30; None is open: window=(None, -1)"),
+    (dict(window=(2**30, 0)), V, "window: its ends must not be negative, and below 2**30; None is open: window=(1073741824, 0"),
+    (dict(window=5), T, "window: must be (left, right), each an integer or None: window=5"),
+    (dict(window=(1, 2, 3)), T, "window: must be (left, right), each an integer or None: window=(1, 2, 3)"),
+    (dict(window="ab"), T, "window: must be (left, right), each an integer or None: window='ab'"),
+    (dict(window=(1.0, 0)), T, "window: its ends must be integers or None: window=(1.0, 0)"),
+    (dict(window=(0, True)), T, "window: its ends must be integers or None: window=(0, True)"),
+    (dict(softcap=0), V, "softcap: must be positive, and finite in float32: softcap=0"),
+    (dict(softcap=-1.0), V, "softcap: must be positive, and finite in float32: softcap=-1.0"),
+    (dict(softcap=float("nan")), V, "softcap: must be positive, and finite in float32: softcap=nan"),
+    (dict(softcap=float("inf")), V, "softcap: must be positive, and finite in float32: softcap=inf"),
+    (dict(softcap="1"), T, "softcap: must be a number or None: softcap='1'"),
+    (dict(softcap=True), T, "softcap: must be a number or None: softcap=True"),
+    # arrays of numbers
+    (dict(alibi=0.5), T, "alibi: must be an array with"),
+    (dict(alibi=zeros(3)), V, "alibi: heads must equal q's: alibi.shape=(3,), q.shape=(1, 7, 2, 16)"),
+    (dict(alibi=zeros(2, 2)), V, "alibi: must have the shape (1, 2): alibi.shape=(2, 2)"),
+    (dict(alibi=zeros(1, 1, 2)), V, "alibi: must have the axes H; or B or 1, H: alibi.shape=(1, 1, 2)"),
+    (dict(alibi=zeros(2, dtype=float)), T, "alibi: dtype must be one of ('float32',): alibi.dtype='float64'"),
+    (dict(sink=zeros(1, 2)), V, "sink: must have the axes H: sink.shape=(1, 2)"),
+    (dict(sink=zeros(3)), V, "sink: heads must equal q's: sink.shape=(3,), q.shape=(1, 7, 2, 16)"),
+    (dict(sink=zeros(2), cols=0), V, "k: must have at least one key where there is a sink: k.shape=(1, 0, 2, 16)"),
+    (dict(bias=zeros(7, 7)), V, "bias: must have the axes B or 1, H or 1, S or 1, S: bias.shape=(7, 7)"),
+    (dict(bias=zeros(1, 2, 7, 8)), V, "bias: sequence must equal k's: bias.shape=(1, 2, 7, 8), k.shape=(1, 7, 2, 16)"),
+    (dict(bias=zeros(1, 2, 3, 7)), V, "bias: must have the shape (1, 2 or 1, 7 or 1, 7): bias.shape=(1, 2, 3, 7)"),
+    (dict(bias=zeros(3, 1, 1, 7), batch=2), V, "bias: must have the shape (2 or 1, 2 or 1, 7 or 1, 7): bias.shape=(3, 1, 1, 7"),
+    (dict(bias=zeros(1, 1, 1, 7) > 0), T, "bias: dtype must be one of ('float32', 'bfloat16', 'float16'): bias.dtype='bool'"),
+    # sequences
+    (dict(cu_seqlens=ends(0, 3, 7), batch=2), V, "cu_seqlens: batch must be 1, all sequences one behind the other: cu_seqlens"),
+    (dict(cu_seqlens_k=ends(0, 3, 7)), V, "cu_seqlens_k: takes cu_seqlens, too, which is None"),
+    (dict(cu_seqlens=ends(0, 3, 7), cols=9), V, "cu_seqlens_k: must be given where keys are more or fewer than queries: q.sha"),
+    (dict(cu_seqlens=ends(0, 3, 7), cu_seqlens_k=ends(0, 7)), V, "cu_seqlens_k: length must equal cu_seqlens's: cu_seqlens_k."),
+    (dict(cu_seqlens=ends(0)), V, "cu_seqlens: must have two elements or more: cu_seqlens.shape=(1,)"),
+    (dict(cu_seqlens=zeros(3)), T, "cu_seqlens: dtype must be one of ('int32', 'int64'): cu_seqlens.dtype='float32'"),
+    (dict(cu_seqlens=ends(0, 3, 7), alibi=zeros(3, 2)), V, "alibi: must have the shape (2 or 1, 2): alibi.shape=(3, 2)"),
+    (dict(lengths_k=ends(3, 4)), V, "lengths_k: sequences must equal q's: lengths_k.shape=(2,), q.shape=(1, 7, 2, 16)"),
+    (dict(lengths_k=ends(3), cu_seqlens=ends(0, 3, 7)), V, "lengths_k: sequences must equal cu_seqlens's: lengths_k.shape=(1,"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, error, message", INVALID, ids=[message[:70] for *_, message in INVALID])
+def test_invalid(arguments, error, message, monkeypatch):
+    monkeypatch.setattr(FORWARD, "kernel_for", lambda *what: pytest.fail("makes a kernel"))
+    for _ in range(2):  # a refusal is never remembered as a success
+        with pytest.raises(error) as raised:
+            call(**arguments)
+        assert str(raised.value).startswith(message)
+
+
+def problem(**forms):
+    """A call with forms that nobody has the memory for, or on devices that are not there."""
+    plain = describe(zeros(1, ROWS, HEADS, 16, dtype=f16), "q").form
+    return FORWARD.VARIANTS.problem({name: plain for name in "qkv"} | forms)
+
+
+@pytest.mark.parametrize("name", ["aux0", "aux7", "alibi", "sink", "bias", "cu_seqlens", "lengths_k"])
+def test_devices(name):
+    shape = {"bias": (1, 1, 1, ROWS), "cu_seqlens": (2,), "lengths_k": (1,)}.get(name, (HEADS,))
+    dtype = np.int32 if name in ("cu_seqlens", "lengths_k") else f32
+    form = describe(np.zeros(shape, dtype), name).form
+    problem(**{name: form})
+    with pytest.raises(ValueError, match=rf"^{name}: must lie where q does .*{name}\.device=1, q\.device=None"):
+        problem(**{name: form._replace(device=1)})
+
+
+@pytest.mark.parametrize("option", ["mask", "score"])
+def test_indices_of_long_sequences_are_not_whole_numbers_in_float32(option):
+    q = zeros(1, 1, 1, 16, dtype=f16)
+    long = np.broadcast_to(q, (1, 2**24, 1, 16))
+    function = {"mask": lambda b, h, i, j: j <= i, "score": lambda s, b, h, i, j: s + j}[option]
+    words = rf"^{option}: counts queries and keys in float32, so there must be fewer than 2\*\*24 .*1, 16777216, 1, 16"
+    for given in (q, long, long), (long, q, q):
+        with pytest.raises(ValueError, match=words):
+            attention.forward(*given, **{option: function})
+    attention.forward(q, q, q, **{option: function})
+
+
+def test_functions_that_read_the_same_go_by_one_name():
+    """Written twice, or with numbers of their own."""
+    made = lambda reach: lambda b, h, i, j: j <= i + reach
+    assert named("mask", made(3)) == named("mask", made(3)) != named("mask", made(4))
+
+
+def test_numbers_around_a_function_would_go_stale_in_a_graph():
+    """Dynamo guards a function's code, not what it holds."""
+    reach = 3
+    assert named("mask", sees, True) == named("mask", sees)
+    for function in (lambda b, h, i, j: j <= i + reach), (lambda b, h, i, j, more=3: j <= i + more):
+        assert named("mask", function)
+        with pytest.raises(
+            TypeError, match=r"^mask: holds \((3|'reach'),\), of which torch.compile would keep the first value"
+        ):
+            named("mask", function, True)
+
+
+def test_a_number_around_a_function_that_changes():
+    """Is what the next call reads."""
+    q, k, v = inputs(1, 5, 9, 1, 1, 16)
+    for reach in 0, 3, 0:
+        wanted = attention.forward(q, k, v, window=(None, reach))
+        assert (attention.forward(q, k, v, mask=lambda b, h, i, j: j <= i + 4 + reach) == wanted).all()
+
+
+def test_options_of_no_effect():
+    """Lists in place of tuples, NumPy's integers, windows that are open on both sides, no aux."""
+    q, k, v = inputs(1, 5, 9, 1, 1, 16)
+    plain = attention.forward(q, k, v)
+    for options in dict(window=(None, None)), dict(window=[np.int64(9), np.int32(9)]), dict(aux=[]):
+        assert (attention.forward(q, k, v, **options) == plain).all()
+
+
+def test_no_queries_and_no_keys():
+    for rows, cols in (0, 4), (4, 0):
+        q, k = zeros(1, rows, 1, 16, dtype=f16), zeros(1, cols, 1, 16, dtype=f16)
+        out, lse = attention.forward(q, k, k, mask=lambda b, h, i, j: j <= i, window=(3, 0), return_lse=True)
+        assert out.shape == q.shape and not out.any() and lse.shape == (1, 1, rows) and (lse == -np.inf).all()

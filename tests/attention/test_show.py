@@ -1,0 +1,148 @@
+"""attention/show.py: the blocks that it draws are those that the mask's pairs make."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+
+from attention import __main__ as main
+from attention import show
+from tiles import draw
+
+DOCS = np.repeat([0, 1, 2], [60, 90, 300])
+
+
+def documents(b, h, i, j, docs):
+    return (docs[i] == docs[j]) & (j <= i)
+
+
+def of_heads(b, h, i, j):
+    return (j <= i + 200) & (h == 1) | (b == 2)
+
+
+CASES = {  # what is drawn: (queries, keys), and options
+    "documents": (200, 200, dict(mask=documents, aux=(DOCS,), rows=64, cols=32)),
+    "documents in a window": (200, 200, dict(mask=documents, aux=(DOCS,), window=(30, None), rows=32, cols=64)),
+    "causal": (130, 300, dict(causal=True)),
+    "more queries than keys": (300, 100, dict(causal=True, window=(40, None), rows=64, cols=64)),
+    "window": (140, 140, dict(window=(30, 3), rows=16, cols=16)),
+    "all": (70, 256, dict()),
+    "first head": (100, 300, dict(mask=of_heads)),
+    "second head": (100, 300, dict(mask=of_heads, head=1)),
+    "third sequence": (100, 300, dict(mask=of_heads, batch=2)),
+}
+
+
+def picture(name, **more):
+    q, k, options = CASES[name]
+    return show.drawn(name, q, k, **options | more)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_are_what_their_pairs_say(name):
+    """A block at the end is masked where it is not full of keys; queries that there are not count as if there were."""
+    of = picture(name)
+    for (r, c), kind in np.ndenumerate(of.blocks):
+        pairs = of.seen[r * of.rows : (r + 1) * of.rows, c * of.cols : (c + 1) * of.cols]
+        if pairs.shape == (of.rows, of.cols):
+            assert kind == (show.FULL if pairs.all() else show.PARTIAL if pairs.any() else show.SKIPPED)
+        assert not (kind == show.SKIPPED and pairs.any()) and not (kind == show.FULL and not pairs.all())
+    assert of.blocks.any() == of.seen.any()
+
+
+def test_text():
+    assert show.text(show.drawn("window", 140, 140, window=(30, 3), rows=48, cols=32)) == [
+        "window: 140 queries, 140 keys, blocks of 48 x 32: 6 skipped, 9 partial, 0 full;",
+        "worked on: 0.60 of the blocks; seen: 0.22 of the pairs",
+        "  0 o:::............",
+        "    oooo:::.........",
+        "    ::ooooo:::......",
+        "    .::::ooooo:::...",
+        " 48 ....::::ooooo:::................",
+        "    .......::::ooooo:::.............",
+        "    ..........::::ooooo:::..........",
+        "    .............::::ooooo:::.......",
+        " 96                 ::::ooooo:::.......",
+        "                    ...::::ooooo:::....",
+        "                    ......::::ooooo:::.",
+        "                    .........:::oooooo:",
+    ]
+
+
+def test_text_of_a_long_sequence_fits_a_line():
+    lines = show.text(show.drawn("causal", 400, 400, causal=True, rows=16, cols=16))
+    assert max(map(len, lines)) <= show.WIDE + 4
+    assert sum("#" in line for line in lines) == 24
+
+
+def test_svg():
+    """The picture is as large as it says, and has every block once."""
+    of = picture("documents")
+    root = ElementTree.fromstring(draw.svg(show.panel(of)))
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    boxes = root.findall("{http://www.w3.org/2000/svg}rect")
+    assert sum(box.get("fill") == "none" for box in boxes) == of.blocks.size
+    for kind, fill in show.COLOURS.items():
+        assert sum(box.get("fill") == fill for box in boxes) == (of.blocks == kind).sum()
+    for box in boxes[1:]:
+        x, y, w, h = (float(box.get(name)) for name in ("x", "y", "width", "height"))
+        assert 0 <= x <= x + w <= width and 0 <= y <= y + h <= height
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A file of masks."""
+    path = tmp_path / "masks.py"
+    path.write_text("""
+import numpy as np
+
+docs = np.arange(64) // 20
+
+
+def documents(b, h, i, j, docs):
+    return docs[i] == docs[j]
+
+
+def trees(b, h, i, j, leave):
+    return leave[i] < j
+
+
+def numbers(b, h, i, j):
+    return i - j
+""")
+    return path
+
+
+def command(*words):
+    return main.main(["show", *map(str, words)])
+
+
+def test_command(file, tmp_path, capsys):
+    assert command(f"{file}:documents", "--q", 64, "--block", "16x32", "--causal", "--svg", tmp_path / "mask.svg") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("documents, causal: 64 queries, 64 keys, blocks of 16 x 32: 3 skipped, 5 partial, 0 full;\n")
+    assert (tmp_path / "mask.svg").read_text().startswith("<svg")
+    assert command("--window", "3,", "--q", 16, "--k", 32, "--block", 16) == 0
+    assert "window=(3, None): 16 queries, 32 keys" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("{file}:nobody", "has no function nobody"),
+        ("{file}:docs", "has no function docs"),
+        ("nowhere.py:documents", "must be a Python file and a function in it, such as masks.py:documents"),
+        ("{file}:trees", "takes leave, and .* has no array of that name"),
+        ("{file}:numbers", "mask: must give truth values"),
+        ("{file}:documents --q 65", "out of bounds"),
+        ("--window=-1,0", "window: its ends must not be negative"),
+        ("--window 5", "invalid _window value"),
+        ("--block 20", "blocks must be multiples of 16"),
+        ("--q 0", "lengths positive"),
+    ],
+)
+def test_what_cannot_be_drawn(words, message, file, capsys):
+    with pytest.raises(SystemExit):
+        command(*words.format(file=file).split())
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
