@@ -25,7 +25,7 @@ from tiles.launch import kernel_for
 
 from .reference.scores import Variant
 from .softmax import blocks as lists
-from .softmax.forward import _ends
+from .softmax.asked import ends_of
 from .softmax.python import evaluated
 from .softmax.variants import assembled
 
@@ -86,7 +86,7 @@ def drawn(
         def one(b, h, i, j, *aux):
             return inner(batch, head, i, j, *aux)
 
-    made = assembled(1.0, causal, _ends(window), mask=one)
+    made = assembled(1.0, causal, ends_of(window), mask=one)
     tiles, keys = -(-q // rows), -(-k // cols)
     classes = np.zeros((1, 1, tiles, keys), np.int8)
     arrays = [describe(classes, "classes"), *arrays]

@@ -1,22 +1,21 @@
 """attention.forward: from a user's arrays to a launch."""
 
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 from tiles.torch_op import compiling
 
 from ..options import SCALES, flag, number
-from .block_masks import FIELDS, Blocked, BlockedMask
-from .dropped import SEED_END, Dropped, DroppedAnew, halves_of, numbers_of
+from .asked import AUX, blocks_of, eight, ends_of, norm_parts, positive, random_of
+from .block_masks import Blocked, BlockedMask
+from .dropped import Dropped, DroppedAnew, halves_of, numbers_of
 from .launches import norm_of, planned
 from .norms import Normed
 from .python import evaluated, known, named, reads
 from .variants import Variant, assembled
 
-AUX = 8  # arrays that functions in Python may read
 INDICES = 2**24  # tiles of indices are of float32: whole numbers below this
 FORWARD = Schema(
     "forward",
@@ -146,14 +145,14 @@ def forward(
     of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
     if of_keys and of_scores and not dropout and isinstance(aux, tuple) and not aux:
         return _forward(stream, (q, k, v, out, None), (flag("causal", causal), *common), layout)
-    left, right = _ends(window)
-    random, (size, *lists) = _random(dropout, seed), _blocks(blocks)
-    normed = *_norm("q_norm", q_norm), *_norm("k_norm", k_norm)
+    left, right = ends_of(window)
+    random, (size, *lists) = random_of(dropout, seed), blocks_of(blocks)
+    normed = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
     arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists
     functions = [None if f is None else named(n, f, compiling()) for n, f in (("mask", mask), ("score", score))]
-    given = q, k, v, *arrays, *_eight(aux), out, None
-    numbers = _positive("norm_eps", norm_eps), random.dropout, random.seed
-    options = flag("causal", causal), left, right, _positive("softcap", softcap), *functions, *size, *numbers, *common
+    given = q, k, v, *arrays, *eight(aux), out, None
+    numbers = positive("norm_eps", norm_eps), random.dropout, random.seed
+    options = flag("causal", causal), left, right, positive("softcap", softcap), *functions, *size, *numbers, *common
     return _variant(stream, given, options, layout)
 
 
@@ -232,92 +231,6 @@ def _scale(problem: Problem, scale: float | None) -> float:
     if not SCALES[0] <= scale <= SCALES[1]:  # a masked score is -inf, and must be -inf when scaled
         raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
     return scale
-
-
-def _ends(window: Any) -> tuple[int | None, int | None]:
-    """The two ends of a window; TypeError, ValueError."""
-    if window is None:
-        return None, None
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window: must be (left, right), each an integer or None: {window=}")
-    for end in window:
-        if isinstance(end, bool) or not (end is None or isinstance(end, int) or hasattr(end, "__index__")):
-            raise TypeError(f"window: its ends must be integers or None: {window=}")
-        if end is not None and not 0 <= end < 2**30:
-            raise ValueError(f"window: its ends must not be negative, and below 2**30; None is open: {window=}")
-    left, right = (None if end is None else int(end) for end in window)
-    return left, right
-
-
-def _eight(aux: Any) -> tuple:
-    """The arrays that functions read, and None for those that could be; TypeError."""
-    if not isinstance(aux, (tuple, list)):
-        raise TypeError(f"aux: must be a tuple of arrays, (array,) of one: it is of {type(aux).__name__}")
-    if len(aux) > AUX or any([x is None for x in aux]):
-        what = [type(x).__name__ for x in aux]
-        raise TypeError(f"aux: must be up to {AUX} arrays: {len(aux)} of {what}")
-    return *aux, *(None,) * (AUX - len(aux))
-
-
-def _positive(name: str, value: Any) -> float | None:
-    """A softcap, or what a norm adds; TypeError, ValueError."""
-    found = number(name, value)
-    if found is not None and not SCALES[0] <= found <= SCALES[1]:
-        raise ValueError(f"{name}: must be positive, and finite in float32: {name}={value!r}")
-    return found
-
-
-class _Random(NamedTuple):
-    """A dropout, None if nothing is dropped, and its seed: a number, or an array of one."""
-
-    dropout: float | None
-    seed: int | None
-    seeds: Any
-
-
-def _random(dropout: Any, seed: Any) -> _Random:
-    """What dropout and seed ask for; TypeError, ValueError."""
-    share = number("dropout", dropout)
-    if share is None or not 0 <= share < 1:
-        raise ValueError(f"dropout: must be from 0 to below 1: {dropout=}")
-    if isinstance(seed, bool):
-        raise TypeError(f"seed: must be an integer, or an array of one: {seed=}")
-    if share == 0:
-        return _Random(None, None, None)
-    if seed is None:
-        raise ValueError(f"seed: must be given where something is dropped: {dropout=}")
-    if getattr(seed, "shape", ()) or not hasattr(seed, "__index__"):
-        return _Random(share, None, seed)
-    if not 0 <= operator.index(seed) < SEED_END:
-        raise ValueError(f"seed: must be from 0 to below 2**63: {seed=}")
-    return _Random(share, operator.index(seed), None)
-
-
-def _blocks(blocks: Any) -> tuple:
-    """((rows, columns) of a block, and the lists) of a BlockMask, or as many None; TypeError, ValueError."""
-    if blocks is None:
-        return (None, None), None, None, None, None
-    missing = [name for name in ("BLOCK_SIZE", *FIELDS) if not hasattr(blocks, name)]
-    if missing:
-        raise TypeError(f"blocks: must have the fields of a BlockMask: {type(blocks).__name__} has no {', '.join(missing)}")
-    size = blocks.BLOCK_SIZE
-    size = size if isinstance(size, (tuple, list)) else (size, size)
-    if len(size) != 2 or not all([isinstance(n, int) and n > 0 for n in size]):
-        raise ValueError(f"blocks: BLOCK_SIZE must be a positive integer, or two: {blocks.BLOCK_SIZE=}")
-    lists = [getattr(blocks, name) for name in FIELDS]
-    if any([x is None for x in lists[:2]]) or (lists[2] is None) != (lists[3] is None):
-        what = [name for name, x in zip(FIELDS, lists) if x is None]
-        raise ValueError(f"blocks: must have lists of partly seen blocks, and none or both of whole ones: {what} are None")
-    return tuple(size), *lists
-
-
-def _norm(name: str, norm: Any) -> tuple[Any, Any]:
-    """(weights, bias) of a norm, None for what there is not; TypeError."""
-    if not isinstance(norm, tuple):
-        return norm, None
-    if len(norm) != 2 or any([x is None for x in norm]):
-        raise TypeError(f"{name}: must be weights, or a pair (weights, bias): a tuple of {len(norm)}")
-    return norm
 
 
 def _check(problem: Problem) -> None:
