@@ -15,6 +15,7 @@ if _why := _importable["obstacle"]():
 __all__ = [
     "based",
     "delta_rule",
+    "dropout_mask",
     "forward",
     "gla",
     "hedgehog",
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 _HOMES = {  # module: the functions that are public
+    "dropout": ("dropout_mask",),
     "recurrent.based": ("based",),
     "recurrent.delta_rule": ("delta_rule",),
     "recurrent.hedgehog": ("hedgehog",),
@@ -38,6 +40,7 @@ _HOMES = {  # module: the functions that are public
 }
 
 if TYPE_CHECKING:  # what editors and type checkers read
+    from .dropout import dropout_mask
     from .recurrent.based import based
     from .recurrent.delta_rule import delta_rule
     from .recurrent.hedgehog import hedgehog

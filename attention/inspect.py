@@ -30,10 +30,10 @@ from .recurrent.kernels import (
     kda_hopper,
     token_loop,
 )
-from .softmax import ampere, hopper
+from .softmax import ampere, block_masks, hopper, norms
 
 MODULES = {
-    "forward": (ampere, hopper),
+    "forward": (ampere, hopper, norms, block_masks),
     "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper),
     "delta": (delta_hopper, kda_hopper),
     "based": (based_hopper,),

@@ -71,6 +71,7 @@ TOKENS = "S", "T"  # axes along a sequence
 TITLES = dict(B="batch", S="sequence", T="sequence", H="heads", G="heads", D="head_dim", K="key_dim", V="value_dim")
 TITLES |= dict(N="sequences", F="features", E="length")
 SPOKEN = {"G": "Hk", "K": "Dk", "V": "Dv", "E": "N + 1", "T": "S", "U": "B or 1", "W": "B or 1", "X": "H or 1", "Y": "S or 1"}
+SPOKEN |= {"O": "1"}
 FREE = tuple("*" * rank for rank in range(1, 6))  # axes of any extents
 
 

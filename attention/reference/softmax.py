@@ -13,6 +13,7 @@ packed ones (cu_seqlens) count from their own start, b being the sequence's numb
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 from tiles.schema import ORDER
 from tiles.testing.compare import host
 
+from ..dropout import dropout_mask
 from .scores import Variant
 
 ROWS = 1024  # rows of scores that are held at once
@@ -37,8 +39,8 @@ def forward(q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.ndar
     - q_norm, k_norm: weights (Dk,) or (H, Dk) of an RMS norm of each row, or a pair (weights, bias) of a layer norm, with
       norm_eps added to the mean of the squares;
     - cu_seqlens, cu_seqlens_k: (N + 1,), the latter equal to the former by default; lengths_k: (B,) or (N,);
-    - dropout: the share of P that is dropped, by `keep`: an array (B, Hq, Sq, Sk), or a function keep(b, h, i, j), true
-      where P is kept.
+    - dropout: the share of P that is dropped, and seed, from which `dropout_mask` follows; or instead of it `keep`: an array
+      (B, Hq, Sq, Sk), or a function keep(b, h, i, j), true where P is kept.
     """
     q, k, v = map(host, (q, k, v))
     return _forward(q, k, v, np.float64, np.float64, **options)
@@ -71,6 +73,7 @@ def _forward(
     cu_seqlens_k=None,
     lengths_k=None,
     dropout=0.0,
+    seed=None,
     keep=None,
     **of_scores,
 ):
@@ -82,6 +85,8 @@ def _forward(
     batch, seqlen_q, heads_q, head_dim = q.shape
     scale = real(head_dim**-0.5 if scale is None else scale)
     sink = np.full(heads_q, -np.inf, real) if sink is None else host(sink).astype(real)
+    if seed is not None and keep is None:
+        keep = partial(dropout_mask, seed if isinstance(seed, int) else int(host(seed)[0]), dropout)
     kept = keep if keep is None or callable(keep) else lambda b, h, i, j: host(keep)[b, h][i, j]
     out = np.zeros((batch, seqlen_q, heads_q, v.shape[-1]), rounded)
     lse = np.full((batch, heads_q, seqlen_q), -np.inf, real)

@@ -16,8 +16,8 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, mma_AB, mma_ABt, store, subtile, truncate, zeros
-from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared
+from ops import divmod, load, mma_AB, mma_ABt, store, subtile, truncate, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared
 from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
@@ -107,6 +107,8 @@ def make(config: Config):
     GIVEN, AUX = config.given, config.aux
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
     INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.value_dim, fp32)
+    Q, PANEL, PANELS = rt(BAND, config.head_dim, fp32), rt(BAND, config.query.panel_cols, fp32), config.query.panels
+    PREPARES = variant.prepares
     STAGES = config.stages
     NEWER = 2 * (STAGES - 1)  # groups of keys and values in turn: so many are younger than the one waited for
     KEYS_ALONE = NEWER + 1  # groups after that of Q, when it is waited for
@@ -116,6 +118,17 @@ def make(config: Config):
         v=pipeline(config.value, STAGES, config.warps),
     )
     softmax = Softmax(O)
+
+    @inlined
+    def prepared(queries, at):
+        """A warp's rows of Q, as the variant has them."""
+        if PREPARES:
+            of_queries = variant.of_queries(load(queries, Q), at)
+            for i in range(PANELS):  # one after the other, for registers' sake
+                panel = subtile(queries, BAND, 0, PANEL.cols, i)
+                store(panel, INPUT(variant.queries(load(panel, PANEL), of_queries, at, PANEL.cols * i)))
+            cuda.syncwarp()
+        return queries
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
@@ -145,7 +158,8 @@ def make(config: Config):
                 k.fill(i, gK, (own.batch, own.key + tiling.key(every, i, at), kv_head, 0), 1, 3, n, PIECE)
                 if i < STAGES - 1:
                     v.fill(i, gV, (own.batch, own.key + tiling.key(every, i, at), kv_head, 0), 1, 3, n, PIECE)
-            queries, seen = subtile(q.wait(0, KEYS_ALONE), BAND, warp), softmax.begin(variant.lowest(at))
+            queries = prepared(subtile(q.wait(0, KEYS_ALONE), BAND, warp), at)
+            seen = softmax.begin(variant.lowest(at))
             for i in range(n):
                 key, later = tiling.key(every, i, at), i + STAGES
                 keys = k.wait(i, NEWER)
@@ -160,7 +174,7 @@ def make(config: Config):
                 seen = seen.moved(s, below, scale, slack)
                 o = seen.rescaled()  # before P, so that nothing parts the exponentials from the products that they run under
                 p = seen.weights(s, below, scale)
-                seen = seen._replace(o=mma_AB(o, INPUT(p), values)).add(p)
+                seen = seen._replace(o=mma_AB(o, INPUT(variant.drop(p, at, key)), values)).add(p)
             o, lse = seen.finish(scale, variant, at)
             row = own.query + ROWS * block + BAND * warp
             store(gO, o, (own.batch, row, head, 0), 1, 3, PIECE)

@@ -1,26 +1,20 @@
 """attention.forward: from a user's arrays to a launch."""
 
-import math
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from tiles.arrays import Operand
-from tiles.device import machine, persistent
-from tiles.dtypes import bf16, fp16
-from tiles.launch import kernel_for
-from tiles.program import Fill, Plan, Step, program
+from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 from tiles.torch_op import compiling
 
-from ..families import choose
 from ..options import SCALES, flag, number
-from . import ampere, hopper
-from . import blocks as lists
-from .online import SLACK
+from .block_masks import FIELDS, Blocked, BlockedMask
+from .dropped import SEED_END, Dropped, DroppedAnew, halves_of, numbers_of
+from .launches import norm_of, planned
+from .norms import Normed
 from .python import evaluated, known, named, reads
-from .sequences import Batched, InUse, Packed, PackedInUse
-from .tiling import band_of
-from .variants import Assembled, assembled
+from .variants import Variant, assembled
 
 AUX = 8  # arrays that functions in Python may read
 INDICES = 2**24  # tiles of indices are of float32: whole numbers below this
@@ -46,6 +40,15 @@ VARIANTS = Schema(
     cu_seqlens    E     ends     optional
     cu_seqlens_k  E     key_ends  optional
     lengths_k     N     key_lengths  optional
+    q_norm        D|HD  real     optional
+    q_norm_bias   D|HD  real     optional
+    k_norm        D|GD  real     optional
+    k_norm_bias   D|GD  real     optional
+    seed          O     index    optional
+    kv_num_blocks       IJP   index  optional
+    kv_indices          IJPQ  index  optional
+    full_kv_num_blocks  IJP   index  optional
+    full_kv_indices     IJPL  index  optional
     aux0          *     any      optional
     aux1          *     any      optional
     aux2          *     any      optional
@@ -58,8 +61,6 @@ VARIANTS = Schema(
     lse           BHS   float32  made      return_lse
     """,
 )
-DTYPES = {"bfloat16": bf16, "float16": fp16}
-LOG2_E = math.log2(math.e)
 
 
 def forward(
@@ -76,9 +77,15 @@ def forward(
     mask: Callable | None = None,
     score: Callable | None = None,
     aux: Sequence[Any] = (),
+    blocks: Any = None,
     cu_seqlens: Any = None,
     cu_seqlens_k: Any = None,
     lengths_k: Any = None,
+    q_norm: Any = None,
+    k_norm: Any = None,
+    norm_eps: float = 1e-6,
+    dropout: float = 0.0,
+    seed: Any = None,
     scale: float | None = None,
     layout: str = "bshd",
     out: Any = None,
@@ -106,9 +113,23 @@ def forward(
     + - * / // %, abs, `where` and the maps of `ops` work on both, and so do elements of aux, up to 8 arrays of numbers, at i,
     j, b and h: `docs[i] == docs[j]`. Key blocks in which a mask holds nowhere are passed by, but for packed sequences.
 
+    blocks: lists of blocks of keys for each block of queries, in FlexAttention's BlockMask or an object that has its fields:
+    (rows, columns) of a block, BLOCK_SIZE; of each row of blocks how many are partly seen and which, kv_num_blocks (B or 1,
+    H or 1, rows) and kv_indices (.., n), and the same of those that are seen whole, full_kv_num_blocks and full_kv_indices, or
+    None. Keys in other blocks are not seen; mask, if there is one, is asked in partly seen blocks alone.
+
     cu_seqlens: (N + 1) ascending from 0 to Sq, in a batch of 1: sequence n has the queries from cu_seqlens[n] to
     cu_seqlens[n + 1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) or (N) keys in use of each sequence.
     All above is then about each sequence by itself, and b is its number.
+
+    q_norm, k_norm: weights (D), or (H, D) and (Hkv, D), of an RMS norm of each row of q and k before all that:
+    x / sqrt(mean(x^2) + norm_eps) * weights; or a pair (weights, bias) of a layer norm, the same of x - mean(x), plus bias.
+    Queries are normalised in the kernel, keys by a small one before it, rounded to k's dtype into memory of its own.
+
+    dropout: the probability that a weight is dropped, from 0 to below 1, in steps of 2^-16; those that are kept count
+    1 / (1 - dropout) times, and lse is that of all. What is dropped follows from the seed, b, h, i and j alone:
+    attention.dropout_mask says it. seed: an integer from 0 to 2^63, or an array of one (int64), whose value may change while
+    a graph that holds the call stays, and costs nothing to change.
 
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
     default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, and
@@ -121,20 +142,26 @@ def forward(
     and others in host memory run in the interpreter, slowly and under supervision. ValueError or TypeError, before
     anything is launched, names the argument and prints the values."""
     common = number("scale", scale), flag("return_lse", return_lse), family
-    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k
-    if isinstance(aux, tuple) and not aux and all([option is None for option in (window, softcap, mask, score, *arrays)]):
+    of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
+    of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
+    if of_keys and of_scores and not dropout and isinstance(aux, tuple) and not aux:
         return _forward(stream, (q, k, v, out, None), (flag("causal", causal), *common), layout)
     left, right = _ends(window)
+    random, (size, *lists) = _random(dropout, seed), _blocks(blocks)
+    normed = *_norm("q_norm", q_norm), *_norm("k_norm", k_norm)
+    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists
     functions = [None if f is None else named(n, f, compiling()) for n, f in (("mask", mask), ("score", score))]
     given = q, k, v, *arrays, *_eight(aux), out, None
-    return _variant(stream, given, (flag("causal", causal), left, right, _cap(softcap), *functions, *common), layout)
+    numbers = _positive("norm_eps", norm_eps), random.dropout, random.seed
+    options = flag("causal", causal), left, right, _positive("softcap", softcap), *functions, *size, *numbers, *common
+    return _variant(stream, given, options, layout)
 
 
 @program(FORWARD)
 def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """How forward does calls of this form; lse is never given."""
     _check(problem)
-    return _planned(problem, assembled(_scale(problem, scale), causal), return_lse, family)
+    return planned(problem, assembled(_scale(problem, scale), causal), return_lse, family)
 
 
 @program(VARIANTS)
@@ -146,6 +173,11 @@ def _variant(
     softcap: float | None,
     mask: str | None,
     score: str | None,
+    block_rows: int | None,
+    block_cols: int | None,
+    norm_eps: float,
+    dropout: float | None,
+    seed: int | None,
     scale: float | None,
     return_lse: bool,
     family: str | None,
@@ -157,10 +189,27 @@ def _variant(
         name = "mask" if mask else "score"
         raise problem.error(name, "counts queries and keys in float32, so there must be fewer than 2**24 of each", "q", "k")
     aux = [x for x in (problem[f"aux{n}"] for n in range(AUX)) if x is not None]
-    functions = known(mask), known(score)
-    for name, function in zip(("mask", "score"), functions):
+    masking, scoring = known(mask), known(score)
+    for name, function in ("mask", masking), ("score", scoring):
         if function is not None:
             evaluated(name, function, [x.form for x in aux])
+    more: list[tuple[Variant, dict[str, float]]] = []
+    if norm := norm_of(problem, "q_norm"):
+        more.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
+    if "seed" in problem and problem("O") != (1,):
+        raise problem.error("seed", "must have one element", "seed")
+    if dropout is not None:
+        more.append(
+            (DroppedAnew(), numbers_of(dropout)) if seed is None else (Dropped(), numbers_of(dropout) | halves_of(seed))
+        )
+    varies = None if masking is None else (reads(masking, 0), reads(masking, 1))
+    blocked = None
+    if block_rows is not None and block_cols is not None:
+        size, (batches, heads) = (block_rows, block_cols), problem("IJ")
+        blocked = Blocked(*size) if masking is None else BlockedMask(*size, masking)
+        by_batch, by_head = varies or (False, False)
+        varies = bool(by_batch or batches > 1), bool(by_head or heads > 1)
+        more.append((blocked, {}))
     made = assembled(
         _scale(problem, scale),
         causal,
@@ -169,95 +218,11 @@ def _variant(
         "alibi" in problem,
         "bias" in problem,
         "sink" in problem,
-        *functions,
+        None if blocked else masking,
+        scoring,
+        more,
     )
-    return _planned(problem, made, return_lse, family, aux, functions[0])
-
-
-def _planned(
-    problem: Problem,
-    made: Assembled,
-    return_lse: bool,
-    family: str | None,
-    aux: Sequence[Operand] = (),
-    mask: Callable | None = None,
-) -> Plan:
-    """The launch of an assembled variant; where a function masks, and each sequence lies in a batch of its own, after that
-    which lists its key blocks."""
-    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
-    out, lse = problem["out"], problem["lse"] if return_lse else None
-    if 0 in out.form.shape or kv_len == 0:  # no query sees a key
-        if "sink" in problem and 0 not in out.form.shape:
-            raise problem.error("k", "must have at least one key where there is a sink", "k")
-        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
-    lie, where = _sequences(problem)
-    tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
-    variant, axes = made.variant, tuple(len(x.form.shape) for x in aux)
-    config: hopper.Config | ampere.Config
-    by_list = mask is not None and lie is Batched
-    kind = {} if lie is Batched and not axes and not by_list else {"lie": lie, "axes": axes, "by_list": by_list}
-    if tma:
-        config = hopper.config_for(head_dim, dtype, variant, min(kv_len, made.reach), value_dim, **kind)
-    else:
-        room, piece = gpu.shared_bytes, problem.bytes_at_once()
-        config = ampere.config_for(head_dim, dtype, variant, room, piece, value_dim, **kind)
-    blocks, pairs = -(-q_len // config.rows), batch * heads
-    if issubclass(lie, Packed):
-        (ends,) = problem("E")
-        blocks, pairs = q_len // config.rows + ends - 1, heads
-    group, at_once = heads // kv_heads, gpu.processors
-    grid = pairs * blocks
-    if config.persistent:
-        grid = persistent(gpu, grid)
-    nbytes = kv_len * (head_dim + value_dim) * dtype.itemsize / group
-    uneven = variant.rising or (config.persistent and q_len % config.rows > 0)
-    arrays = {
-        name: x
-        for name, x in (
-            ("slopes", _over(problem, "alibi", "BH")),
-            ("sinks", problem["sink"]),
-            ("bias", _over(problem, "bias", "BHST")),
-        )
-        if x is not None
-    }
-    read = {f"aux{n}": x for n, x in enumerate(aux)}
-    steps: list[Step] = []
-    scratch: list[tuple[tuple[int, ...], str]] = []
-    if mask is not None and by_list:
-        many = batch if reads(mask, 0) else 1, heads if reads(mask, 1) else 1
-        keys = -(-kv_len // config.kv)
-        scratch = [((*many, blocks, lists.HEAD + keys), "int32"), ((*many, blocks, keys), "int8")]
-        found, classes = (problem.scratch(n, *memory) for n, memory in enumerate(scratch))
-        asked = {name: x for name, x in (made.numbers | arrays).items() if name in variant.given}
-        asked |= where | {"classes": classes, "blocks": blocks, "heads": many[1]}
-        tiles, groups = many[0] * many[1] * blocks, -(-keys // lists.WARPS)
-        survey = lists.Survey(variant, config.rows, config.kv, axes)
-        compaction = lists.Compaction(variant, config.rows, config.kv)
-        steps = [
-            kernel_for(survey, survey, problem.device).bind(tiles * groups, groups=groups, **asked, **read),
-            kernel_for(compaction, compaction, problem.device).bind(tiles, lists=found, **asked),
-        ]
-        arrays["lists"] = _spread(found, (batch, heads, *found.form.shape[2:]))
-    launch = kernel_for(hopper if tma else ampere, config, problem.device).bind(
-        grid,
-        gQ=problem["q"],
-        gK=problem["k"],
-        gV=problem["v"],
-        gO=out,
-        gLse=lse,
-        blocks=blocks,
-        heads=heads,
-        pairs=pairs,
-        band=band_of(grid, at_once, nbytes, gpu.cache_bytes, uneven),
-        group=group,
-        scale=made.unit * LOG2_E,
-        slack=SLACK / (made.unit * LOG2_E),
-        **where,
-        **made.numbers,
-        **arrays,
-        **read,
-    )
-    return Plan([*steps, launch], scratch)
+    return planned(problem, made, return_lse, family, aux, varies, blocked, norm_eps)
 
 
 def _scale(problem: Problem, scale: float | None) -> float:
@@ -294,56 +259,65 @@ def _eight(aux: Any) -> tuple:
     return *aux, *(None,) * (AUX - len(aux))
 
 
-def _cap(softcap: Any) -> float | None:
-    """A softcap; TypeError, ValueError."""
-    cap = number("softcap", softcap)
-    if cap is not None and not SCALES[0] <= cap <= SCALES[1]:
-        raise ValueError(f"softcap: must be positive, and finite in float32: {softcap=}")
-    return cap
+def _positive(name: str, value: Any) -> float | None:
+    """A softcap, or what a norm adds; TypeError, ValueError."""
+    found = number(name, value)
+    if found is not None and not SCALES[0] <= found <= SCALES[1]:
+        raise ValueError(f"{name}: must be positive, and finite in float32: {name}={value!r}")
+    return found
 
 
-def _sequences(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
-    """How a problem's sequences lie, and what its kernels are told of that; ValueError."""
-    q_len, kv_len = problem("ST")
-    if "cu_seqlens_k" in problem and "cu_seqlens" not in problem:
-        raise ValueError("cu_seqlens_k: takes cu_seqlens, too, which is None")
-    if "cu_seqlens" in problem:
-        if "cu_seqlens_k" not in problem and q_len != kv_len:
-            raise problem.error("cu_seqlens_k", "must be given where keys are more or fewer than queries", "q", "k")
-        ends = problem["cu_seqlens"]
-        where = {"ends": ends, "ends_k": problem["cu_seqlens_k"] or ends}
-        if "lengths_k" in problem:
-            return PackedInUse, where | {"lengths": problem["lengths_k"]}
-        return Packed, where
-    if "lengths_k" in problem:
-        return InUse, {"q_len": q_len, "lengths": problem["lengths_k"]}
-    return Batched, {"q_len": q_len, "kv_len": kv_len}
+class _Random(NamedTuple):
+    """A dropout, None if nothing is dropped, and its seed: a number, or an array of one."""
+
+    dropout: float | None
+    seed: int | None
+    seeds: Any
 
 
-def _over(problem: Problem, name: str, axes: str) -> Operand | None:
-    """An argument spread over axes where it has an extent of 1, and over the first if it lacks that; of packed sequences the
-    first axis is their number. ValueError."""
-    operand = problem[name]
-    if operand is None:
-        return None
-    form = operand.form
-    shape, strides, lettered = form.shape, form.strides, problem.axes(name)
-    if len(shape) < len(axes):
-        shape, strides, lettered = (1, *shape), (0, *strides), f"U{lettered}"
-    extents = problem(axes)
-    if "cu_seqlens" in problem:
-        extents = (problem("N")[0], *extents[1:])
-    if any(have not in (1, want) for have, want in zip(shape, extents)):
-        wanted = ", ".join(f"{want} or 1" if want > 1 and a in "UWXY" else f"{want}" for a, want in zip(lettered, extents))
-        raise ValueError(f"{name}: must have the shape ({wanted}): {name}.shape={form.shape}")
-    return _spread(operand._replace(form=form._replace(shape=shape, strides=strides)), extents)
+def _random(dropout: Any, seed: Any) -> _Random:
+    """What dropout and seed ask for; TypeError, ValueError."""
+    share = number("dropout", dropout)
+    if share is None or not 0 <= share < 1:
+        raise ValueError(f"dropout: must be from 0 to below 1: {dropout=}")
+    if isinstance(seed, bool):
+        raise TypeError(f"seed: must be an integer, or an array of one: {seed=}")
+    if share == 0:
+        return _Random(None, None, None)
+    if seed is None:
+        raise ValueError(f"seed: must be given where something is dropped: {dropout=}")
+    if getattr(seed, "shape", ()) or not hasattr(seed, "__index__"):
+        return _Random(share, None, seed)
+    if not 0 <= operator.index(seed) < SEED_END:
+        raise ValueError(f"seed: must be from 0 to below 2**63: {seed=}")
+    return _Random(share, operator.index(seed), None)
 
 
-def _spread(operand: Operand, extents: tuple[int, ...]) -> Operand:
-    """With these extents, all elements being one along axes that have an extent of 1."""
-    form = operand.form
-    strides = tuple(0 if have == 1 else stride for have, stride in zip(form.shape, form.strides))
-    return operand._replace(form=form._replace(shape=extents, strides=strides))
+def _blocks(blocks: Any) -> tuple:
+    """((rows, columns) of a block, and the lists) of a BlockMask, or as many None; TypeError, ValueError."""
+    if blocks is None:
+        return (None, None), None, None, None, None
+    missing = [name for name in ("BLOCK_SIZE", *FIELDS) if not hasattr(blocks, name)]
+    if missing:
+        raise TypeError(f"blocks: must have the fields of a BlockMask: {type(blocks).__name__} has no {', '.join(missing)}")
+    size = blocks.BLOCK_SIZE
+    size = size if isinstance(size, (tuple, list)) else (size, size)
+    if len(size) != 2 or not all([isinstance(n, int) and n > 0 for n in size]):
+        raise ValueError(f"blocks: BLOCK_SIZE must be a positive integer, or two: {blocks.BLOCK_SIZE=}")
+    lists = [getattr(blocks, name) for name in FIELDS]
+    if any([x is None for x in lists[:2]]) or (lists[2] is None) != (lists[3] is None):
+        what = [name for name, x in zip(FIELDS, lists) if x is None]
+        raise ValueError(f"blocks: must have lists of partly seen blocks, and none or both of whole ones: {what} are None")
+    return tuple(size), *lists
+
+
+def _norm(name: str, norm: Any) -> tuple[Any, Any]:
+    """(weights, bias) of a norm, None for what there is not; TypeError."""
+    if not isinstance(norm, tuple):
+        return norm, None
+    if len(norm) != 2 or any([x is None for x in norm]):
+        raise TypeError(f"{name}: must be weights, or a pair (weights, bias): a tuple of {len(norm)}")
+    return norm
 
 
 def _check(problem: Problem) -> None:

@@ -66,6 +66,7 @@ class Config(Kind):
 
 
 SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (112, 2), 256: (80, 2)}  # padded head_dim: (kv, consumers)
+ROOMY = {64: (128, 2), 192: (96, 2), 256: (64, 2)}  # the same where random numbers are drawn, which takes registers
 SCORED = {128: (80, 3, 3)}  # the same, and stages, where something is made of scores: so two consumers are at that, not one
 NARROW = {(192, 128): (128, 2)}  # the same where values have fewer columns; else as if they had as many
 # Where tiles are short a persistent grid pays, often of another shape. Padded head_dim, causal: {keys, up to which: what is
@@ -94,19 +95,20 @@ def config_for(
     """The configuration that serves a problem in which queries see so many keys: the next larger dims of SHAPES, persistent
     where tiles are short. kind: what else a Kind says."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
-    if padded != wide or kind or not variant.computed:
-        return Config(padded, wide, dtype, variant, *NARROW.get((padded, wide), _shape(max(padded, wide), variant)), **kind)
+    if padded != wide or kind or variant.draws or not variant.computed:
+        shape = None if variant.draws else NARROW.get((padded, wide))
+        return Config(padded, wide, dtype, variant, *(shape or _shape(max(padded, wide), variant)), **kind)
     return _config(padded, dtype, variant, next((end for end in _short(padded, variant) if keys <= end), None))
 
 
 def _shape(padded: int, variant: Variant) -> Any:
     """Of a variant's tiles."""
-    return SCORED.get(padded, SHAPES[padded]) if variant.scored else SHAPES[padded]
+    return (ROOMY if variant.draws else SCORED if variant.scored else SHAPES).get(padded, SHAPES[padded])
 
 
 def _short(padded: int, variant: Variant) -> dict[int, dict[str, Any]]:
     """Up to how many keys what is other."""
-    return SHORT.get((padded, variant.rising), PLAIN) if variant in (FULL, CAUSAL) else PLAIN
+    return SHORT.get((padded, variant.rising), PLAIN) if variant.plain else PLAIN
 
 
 @functools.lru_cache(1024)
@@ -150,7 +152,8 @@ def make(config: Config):
     variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
     own_rows, sequences = replace(config, consumers=1).tiling, config.sequences
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
-    INPUT, O = config.dtype, rt(16, config.value_dim, fp32)
+    INPUT, Q, O = config.dtype, rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32)
+    PREPARES, PANELS, PANEL = variant.prepares, config.query.panels, rt(16, config.query.panel_cols, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
     smem = shared(
         q=ring(config.query, config.queries, readers),
@@ -176,6 +179,18 @@ def make(config: Config):
             block, batch, _ = place(0, blocks, heads, pairs, band, given)
             return r == 0 and sequences.has(block, batch, given)
 
+    @inlined
+    def prepared(queries, at):
+        """A consumer's rows of Q, as the variant has them."""
+        if PREPARES:
+            of_queries = variant.of_queries(warpgroup.load(queries, Q), at)
+            for i in range(PANELS):  # one after the other, for registers' sake
+                panel = subtile(queries, EACH, 0, PANEL.cols, i)
+                x = variant.queries(warpgroup.load(panel, PANEL), of_queries, at, PANEL.cols * i)
+                warpgroup.store(panel, INPUT(x))
+            warpgroup.sync()
+        return queries
+
     def overlap(cut):
         """The middle of the pipeline: scores and softmax of block j, while O takes up block j - 1; `cut` by the mask or not."""
 
@@ -193,7 +208,7 @@ def make(config: Config):
             seen = seen.moved(s, below, scale, slack)
             p = seen.weights(s, below, scale)
             k.release(j, after=seen.m)
-            seen = seen.add(p)
+            seen, p = seen.add(p), variant.drop(p, at, key)
             o = warpgroup.wait(o)
             v.release(j - 1)
             return INPUT(p), seen._replace(o=o)  # P is rounded here, not earlier: the mma reads its registers until wait(o)
@@ -273,14 +288,14 @@ def make(config: Config):
                     output.release_last(q, r)
                     output.release(q, r)
                 else:
-                    key = tiling.key(every, first - j, at)
+                    key, queries = tiling.key(every, first - j, at), prepared(queries, at)
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
                     k.release(first)
                     s = tiling.mask(variant.score(s, at, key), at, key)
                     below = variant.below(s, at, key)
                     seen = softmax.begin(variant.lowest(at)).moved(s, below, scale, slack)
                     p = seen.weights(s, below, scale)
-                    p, seen = INPUT(p), seen.add(p)
+                    p, seen = INPUT(variant.drop(p, at, key)), seen.add(p)
                     output.release_last(q, r)
                     sequences.clear(v.wait(first), own.keys - key, CONSUMERS)
                     for i in range(int32(first + 1), int32(first + cut)):

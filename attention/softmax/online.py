@@ -67,9 +67,9 @@ class Seen(NamedTuple):
     @inlined
     def finish(self, scale, variant, at):
         """softmax(S) V, and the logarithm of the sum of exp(score); 0 and -inf for a row that has seen no key. What joins the
-        sum the variant says."""
+        sum, and what becomes of the output, the variant says."""
         l = variant.total(finish_sum(self.l), self.m, scale, at)
-        return self.o / maximum(l, TINY), (self.m * scale + log2(l)) * LN2
+        return variant.output(self.o / maximum(l, TINY), at), (self.m * scale + log2(l)) * LN2
 
 
 @static

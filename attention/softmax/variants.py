@@ -10,7 +10,7 @@ first, in units of the softmax's scale; a Capped score is in units of the cap, w
 `assembled` says how a call's options become an object, its arguments and the unit that is left."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from numpy import int32
@@ -95,6 +95,31 @@ class Variant:
         """Is a key that a query sees always one of those that there are?"""
         return False
 
+    @property
+    def plain(self) -> bool:
+        """Do tiles take as long as in plain or causal attention?"""
+        return False
+
+    @property
+    def draws(self) -> bool:
+        """Does it need many registers, to draw random numbers?"""
+        return False
+
+    @property
+    def prepares(self) -> bool:
+        """Does something become of the queries, before the scores?"""
+        return False
+
+    @inlined
+    def of_queries(self, x, at):
+        """What `queries` must know of a tile's whole rows."""
+        return None
+
+    @inlined
+    def queries(self, x, of_queries, at, col):
+        """What becomes of some columns of a tile of queries, from column `col` on."""
+        return x
+
     @inlined
     def keys(self, first, last, at):
         """The Keys of rows `first` to `last`."""
@@ -119,6 +144,16 @@ class Variant:
     def mask(self, s, at, key, hidden):
         """`hidden` for those that are not seen."""
         return s
+
+    @inlined
+    def drop(self, p, at, key):
+        """What is left of a tile of weights, whose first key is `key`, once they are in the sum."""
+        return p
+
+    @inlined
+    def output(self, o, at):
+        """What becomes of their mean of the values."""
+        return o
 
     @inlined
     def lowest(self, at):
@@ -181,6 +216,37 @@ class Both(Variant):
         """See Variant."""
         return self.one.within or self.other.within
 
+    @property
+    def plain(self) -> bool:
+        """See Variant."""
+        return self.one.plain and self.other.plain
+
+    @property
+    def draws(self) -> bool:
+        """See Variant."""
+        return self.one.draws or self.other.draws
+
+    @property
+    def prepares(self) -> bool:
+        """See Variant."""
+        return self.one.prepares or self.other.prepares
+
+    @inlined
+    def of_queries(self, x, at):
+        """See Variant. Only one of them prepares queries."""
+        if self.one.prepares:
+            return self.one.of_queries(x, at)
+        else:
+            return self.other.of_queries(x, at)
+
+    @inlined
+    def queries(self, x, of_queries, at, col):
+        """See Variant."""
+        if self.one.prepares:
+            return self.one.queries(x, of_queries, at, col)
+        else:
+            return self.other.queries(x, of_queries, at, col)
+
     @inlined
     def keys(self, first, last, at):
         """See Variant."""
@@ -217,6 +283,17 @@ class Both(Variant):
         return self.other.mask(self.one.mask(s, at, key, hidden), at, key, hidden)
 
     @inlined
+    def drop(self, p, at, key):
+        """See Variant."""
+        p = self.one.drop(p, at._replace(kept=at.kept[0]), key)
+        return self.other.drop(p, at._replace(kept=at.kept[1]), key)
+
+    @inlined
+    def output(self, o, at):
+        """See Variant."""
+        return self.other.output(self.one.output(o, at), at)
+
+    @inlined
     def lowest(self, at):
         """See Variant."""
         return maximum(self.one.lowest(at), self.other.lowest(at))
@@ -230,6 +307,11 @@ class Both(Variant):
 # ---- which keys a query sees ---------------------------------------------------------------------------------------
 class Full(Variant):
     """All."""
+
+    @property
+    def plain(self) -> bool:
+        """See Variant."""
+        return True
 
 
 class Causal(Variant):
@@ -248,6 +330,11 @@ class Causal(Variant):
     @property
     def within(self) -> bool:
         """See Variant. The last query stands at the last key."""
+        return True
+
+    @property
+    def plain(self) -> bool:
+        """See Variant."""
         return True
 
     @inlined
@@ -513,12 +600,13 @@ def assembled(
     sink: bool = False,
     mask: Callable | None = None,
     score: Callable | None = None,
+    more: Sequence[tuple[Variant, dict[str, float]]] = (),
 ) -> Assembled:
-    """The variant of these options; alibi, bias and sink say whether there is one. Scores are capped, then sloped and biased,
-    then a function's; what is masked stays masked."""
+    """The variant of these options, and `more` with their numbers; alibi, bias and sink say whether there is one. Scores are
+    capped, then sloped and biased, then a function's; what is masked stays masked."""
     (left, right), unit = window, scale
-    parts: list[Variant] = []
-    numbers: dict[str, float] = {}
+    parts = [part for part, _ in more]
+    numbers = {name: x for _, its in more for name, x in its.items()}
     ordered = causal or right == 0
     if ordered:
         parts.append(CAUSAL)

@@ -1,5 +1,7 @@
 """What the tests of attention.forward draw, and how they judge it."""
 
+from copy import copy
+
 import numpy as np
 from places import BF16
 
@@ -34,6 +36,9 @@ def poisoned(shape, dtype):
 def there(place, options):
     """Options whose arrays lie where the test runs."""
     put = {name: place.put(options[name]) for name in ARRAYS if name in options}
+    if "blocks" in options:
+        put["blocks"] = copy(options["blocks"])
+        vars(put["blocks"]).update({name: place.put(x) for name, x in vars(put["blocks"]).items() if isinstance(x, np.ndarray)})
     several = {name: options[name] for name in SEVERAL if name in options}
     return options | put | {n: tuple(map(place.put, x)) if isinstance(x, tuple) else place.put(x) for n, x in several.items()}
 

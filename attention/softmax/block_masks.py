@@ -1,0 +1,145 @@
+"""Lists of blocks that a caller has, FlexAttention's BlockMask for one: which keys they let a query see.
+
+Such lists name blocks of keys for each block of queries, in two lists: one of blocks in which a mask is asked, and one of those
+that are seen whole. Blocks of another size than a kernel's tiles, they become a map first, by the small kernel that `make`
+gives: a class for each, 0 for a block that is not listed. What a query sees then is a variant as any other, from which the
+lists of key blocks follow as from a mask in Python (blocks.py)."""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+from numpy import int32
+
+from ops import col_index, divmod, row_index, where
+from tiles import inlined, static
+from tiles.arguments import INT, record
+from tiles.layout import LANES
+
+from .variants import Keys, Variant
+
+FIELDS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"  # a BlockMask's, besides BLOCK_SIZE
+PARTIAL, WHOLE = 1, 2  # classes of blocks: those of which the mask is asked, and those that are seen whole
+MARKS, COUNTS, INDICES = types.Array(types.int8, 4, "A"), types.Array(types.int32, 3, "A"), types.Array(types.int32, 4, "A")
+WARPS = 4  # of a thread block, each of which marks a row of blocks
+
+
+@static
+class Blocked(Variant):
+    """Keys in listed blocks, of so many rows and columns."""
+
+    rows: int
+    cols: int
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant. marks: the classes, (batch, head, block of queries, block of keys)."""
+        return {"marks": MARKS}
+
+    @property
+    def everything(self) -> bool:
+        """See Variant."""
+        return False
+
+    @property
+    def computed(self) -> bool:
+        """See Variant."""
+        return False
+
+    @property
+    def rising(self) -> bool:
+        """See Variant. Nobody knows; of most masks it is true."""
+        return True
+
+    @inlined
+    def keys(self, first, last, at):
+        """See Variant: of which keys are listed nobody knows before the map is asked."""
+        return Keys(0, at.keys, at.keys, 0)
+
+    @inlined
+    def classes(self, i, j, at):
+        """A tile of the classes of queries i and keys j."""
+        return at.given.marks[at.batch, at.head, i // self.rows, j // self.cols]
+
+    @inlined
+    def mask(self, s, at, key, hidden):
+        """See Variant."""
+        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
+        return where(self.classes(i, j, at) > 0, s, hidden)
+
+
+@static
+class BlockedMask(Blocked):
+    """The same, and of partial blocks those keys for which function(b, h, i, j, *aux) holds."""
+
+    function: Callable
+
+    @inlined
+    def mask(self, s, at, key, hidden):
+        """See Variant."""
+        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
+        found = self.classes(i, j, at)
+        seen = (found == WHOLE) | ((found == PARTIAL) & self.function(at.batch, at.head, i, j, *at.aux))
+        return where(seen, s, hidden)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Of the kernel that makes maps."""
+
+    @property
+    def threads(self):
+        """Threads of a block."""
+        return LANES * WARPS
+
+    @property
+    def rows(self):
+        """Rows of blocks that a thread block marks."""
+        return WARPS
+
+    def __str__(self):
+        return "classes of blocks"
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """The one."""
+    yield Config()
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    GIVEN = record(**dict.fromkeys(FIELDS[::2], COUNTS), **dict.fromkeys(FIELDS[1::2], INDICES), marks=MARKS)
+
+    @inlined
+    def mark(classes, counts, indices, batch, head, row, cols, what):
+        """Give the blocks of a list their class."""
+        for n in range(counts[batch, head, row]):
+            col = indices[batch, head, row, n]
+            if 0 <= col < cols:
+                classes[batch, head, row, col] = what
+
+    @inlined
+    def mark_all(given, batch, head, row, cols):
+        """The classes of a row of blocks."""
+        for col in range(cols):
+            given.marks[batch, head, row, col] = 0
+        cuda.syncwarp()
+        mark(given.marks, given.kv_num_blocks, given.kv_indices, batch, head, row, cols, PARTIAL)
+        cuda.syncwarp()
+        if given.full_kv_num_blocks.shape[2] > 0:
+            mark(given.marks, given.full_kv_num_blocks, given.full_kv_indices, batch, head, row, cols, WHOLE)
+
+    @cuda.jit
+    def classify(given: GIVEN, rows: INT, cols: INT, heads: INT):
+        """The class of every block of `rows` rows of `cols` blocks, of each batch and head that there are lists for."""
+        pair, group = divmod(cuda.blockIdx.x, (rows + WARPS - 1) // WARPS)
+        batch, head = divmod(pair, heads)
+        row = int32(group * WARPS + cuda.threadIdx.x // LANES)
+        if row < rows:
+            mark_all(given, batch, head, row, cols)
+
+    return classify, None

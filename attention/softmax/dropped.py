@@ -1,0 +1,75 @@
+"""Dropout of the weights, by draws that follow from their places."""
+
+from typing import Any
+
+from numpy import int64
+
+from ops import bernoulli, where
+from tiles import fp32, inlined, rt
+from tiles.arguments import ENDS, FLOAT, INT
+
+from ..dropout import share_of
+from .variants import Variant
+
+SEED_END = 2**63
+
+
+class Dropped(Variant):
+    """A weight is 0 with probability given.dropped / 65536, others count 1 / (1 - dropout) times; the sum is of all."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant. seed_low, seed_high: 32 bits of the seed each. per_kept: 1 / (1 - dropout)."""
+        return {"dropped": INT, "per_kept": FLOAT, "seed_low": INT, "seed_high": INT}
+
+    @property
+    def draws(self) -> bool:
+        """See Variant."""
+        return True
+
+    @inlined
+    def keep(self, at):
+        """See Variant: the (low, high) half of the seed."""
+        return at.given.seed_low, at.given.seed_high
+
+    @inlined
+    def drop(self, p, at, key):
+        """See Variant."""
+        low, high = at.kept
+        shape = rt(p.rows, p.cols, fp32)
+        return where(bernoulli(shape, at.given.dropped, low, high, at.batch, at.head, at.row, key), 0.0, p)
+
+    @inlined
+    def output(self, o, at):
+        """See Variant."""
+        return o * at.given.per_kept
+
+
+class DroppedAnew(Dropped):
+    """The same, with a seed that lies in memory: given.seeds, of one element."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Dropped."""
+        return {"dropped": INT, "per_kept": FLOAT, "seeds": ENDS}
+
+    @inlined
+    def keep(self, at):
+        """See Dropped."""
+        seed = int64(at.given.seeds[0])
+        return seed, seed >> 32
+
+
+def numbers_of(dropout: float) -> dict[str, float]:
+    """The numbers that kernels are told of a dropout."""
+    return {"dropped": share_of(dropout), "per_kept": 1 / (1 - dropout)}
+
+
+def halves_of(seed: int) -> dict[str, float]:
+    """The same of a seed."""
+    return {"seed_low": _signed(seed), "seed_high": _signed(seed >> 32)}
+
+
+def _signed(word: int) -> int:
+    """The lower 32 bits, as a number with a sign."""
+    return (word & 0xFFFFFFFF ^ 2**31) - 2**31

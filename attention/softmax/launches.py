@@ -1,0 +1,224 @@
+"""From an assembled variant of attention to its launches: which kernels serve a problem, and what they are told."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tiles.arrays import ALIGNMENT, Operand
+from tiles.device import machine, persistent
+from tiles.dtypes import bf16, fp16
+from tiles.launch import kernel_for
+from tiles.program import Fill, Plan, Step
+from tiles.schema import Problem
+
+from ..families import choose
+from . import ampere, block_masks, hopper, norms
+from . import blocks as lists
+from .block_masks import Blocked
+from .norms import Layer, Rms
+from .online import SLACK
+from .sequences import Batched, InUse, Packed, PackedInUse
+from .tiling import band_of
+from .variants import Assembled
+
+DTYPES = {"bfloat16": bf16, "float16": fp16}
+LOG2_E = math.log2(math.e)
+
+
+class Before:
+    """What comes before the launch of attention itself: other launches, and what they leave in scratch memory."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.steps: list[Step] = []
+        self.scratch: list[tuple[tuple[int, ...], str]] = []
+
+    def memory(self, shape: tuple[int, ...], dtype: str) -> Operand:
+        """Some of it."""
+        self.scratch.append((shape, dtype))
+        return self.problem.scratch(len(self.scratch) - 1, shape, dtype)
+
+    def launch(self, module: Any, config: Any, grid: int, **arguments: Any) -> None:
+        """One more."""
+        self.steps.append(kernel_for(module, config, self.problem.device).bind(grid, **arguments))
+
+    def normed_keys(self, norm: Rms, padded: int, eps: float) -> Operand:
+        """The keys' norm."""
+        problem = self.problem
+        shape = batch, rows, heads, columns = problem("BTGD")
+        config = norms.Config(norm, padded, DTYPES[problem.dtype], problem.bytes_at_once("k") == ALIGNMENT)
+        found, blocks = self.memory(shape, problem.dtype), -(-rows // config.rows)
+        numbers = {"norm_eps": eps, "columns": columns}
+        arrays = {"gX": problem["k"], "gOut": found, **norm_arrays(problem, "k_norm", "GD")}
+        self.launch(norms, config, batch * heads * blocks, blocks=blocks, heads=heads, **numbers, **arrays)
+        return found
+
+    def classes(self, blocked: Blocked) -> Operand:
+        """The map of a caller's lists of blocks. ValueError."""
+        problem = self.problem
+        batch, heads, rows = problem("IJP")
+        q_len, kv_len, sequences, all_heads = problem("STNH")
+        if batch not in (1, sequences) or heads not in (1, all_heads):
+            wanted = f"must have a batch of {sequences} or 1, and {all_heads} or 1 heads"
+            raise problem.error("kv_num_blocks", wanted, "kv_num_blocks", "q")
+        if "cu_seqlens" not in problem and rows * blocked.rows < q_len:
+            raise problem.error(
+                "kv_num_blocks", f"must have all rows of blocks of {blocked.rows} queries", "kv_num_blocks", "q"
+            )
+        shape = batch, heads, rows, -(-kv_len // blocked.cols)
+        found = self.memory(shape, "int8")
+        given = {name: problem[name] for name in block_masks.FIELDS if name in problem}
+        grid = batch * heads * -(-rows // block_masks.WARPS)
+        numbers = {"rows": rows, "cols": shape[3], "heads": heads}
+        self.launch(block_masks, block_masks.Config(), grid, marks=found, **numbers, **given)
+        return spread(found, (sequences, all_heads, *shape[2:]))
+
+    def listed(
+        self, made: Assembled, varies: tuple[bool, bool], config: Any, blocks: int, told: dict[str, Any], read: dict[str, Any]
+    ) -> Operand:
+        """The lists of key blocks of `blocks` tiles of queries. varies: do they differ by batch, by head? told, read: what
+        kernels are told of the variant and of sequences, and the arrays that its functions read."""
+        batch, heads, kv_len = self.problem("BHT")
+        many, keys = (batch if varies[0] else 1, heads if varies[1] else 1), -(-kv_len // config.kv)
+        found, classes = self.memory((*many, blocks, lists.HEAD + keys), "int32"), self.memory((*many, blocks, keys), "int8")
+        survey = lists.Survey(made.variant, config.rows, config.kv, config.axes)
+        compaction = lists.Compaction(made.variant, config.rows, config.kv)
+        tiles, groups = many[0] * many[1] * blocks, -(-keys // lists.WARPS)
+        told |= {"classes": classes, "blocks": blocks, "heads": many[1]}
+        self.launch(survey, survey, tiles * groups, groups=groups, **told, **read)
+        self.launch(compaction, compaction, tiles, lists=found, **told)
+        return spread(found, (batch, heads, *found.form.shape[2:]))
+
+
+def planned(
+    problem: Problem,
+    made: Assembled,
+    return_lse: bool,
+    family: str | None,
+    aux: Sequence[Operand] = (),
+    varies: tuple[bool, bool] | None = None,
+    blocked: Blocked | None = None,
+    norm_eps: float = 0.0,
+) -> Plan:
+    """The launch of an assembled variant, after those that it needs: of the keys' norm; of the map of a caller's blocks; and
+    where nobody knows which keys are seen before they are asked for, and each sequence lies in a batch of its own, of its lists
+    of key blocks. varies: do these differ by batch, and by head? None: there is no need of them."""
+    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
+    out, lse = problem["out"], problem["lse"] if return_lse else None
+    if 0 in out.form.shape or kv_len == 0:  # no query sees a key
+        if "sink" in problem and 0 not in out.form.shape:
+            raise problem.error("k", "must have at least one key where there is a sink", "k")
+        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
+    lie, where = _sequences(problem)
+    tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
+    variant, axes = made.variant, tuple(len(x.form.shape) for x in aux)
+    config: hopper.Config | ampere.Config
+    by_list = varies is not None and lie is Batched
+    kind = {} if lie is Batched and not axes and not by_list else {"lie": lie, "axes": axes, "by_list": by_list}
+    if tma:
+        config = hopper.config_for(head_dim, dtype, variant, min(kv_len, made.reach), value_dim, **kind)
+    else:
+        room, piece = gpu.shared_bytes, problem.bytes_at_once()
+        config = ampere.config_for(head_dim, dtype, variant, room, piece, value_dim, **kind)
+    blocks, pairs = -(-q_len // config.rows), batch * heads
+    if issubclass(lie, Packed):
+        (ends,) = problem("E")
+        blocks, pairs = q_len // config.rows + ends - 1, heads
+    group, at_once = heads // kv_heads, gpu.processors
+    grid = pairs * blocks
+    if config.persistent:
+        grid = persistent(gpu, grid)
+    nbytes = kv_len * (head_dim + value_dim) * dtype.itemsize / group
+    uneven = variant.rising or (config.persistent and q_len % config.rows > 0)
+    before, key_norm = Before(problem), norm_of(problem, "k_norm")
+    given = made.numbers | _arrays(problem)
+    read = {f"aux{n}": x for n, x in enumerate(aux)}
+    if blocked is not None:
+        given["marks"] = before.classes(blocked)
+    if varies is not None and by_list:
+        of_scores = {name: x for name, x in given.items() if name in variant.given}
+        given["lists"] = before.listed(made, varies, config, blocks, where | of_scores, read)
+    attend = kernel_for(hopper if tma else ampere, config, problem.device).bind(
+        grid,
+        gQ=problem["q"],
+        gK=problem["k"] if key_norm is None else before.normed_keys(key_norm, config.head_dim, norm_eps),
+        gV=problem["v"],
+        gO=out,
+        gLse=lse,
+        blocks=blocks,
+        heads=heads,
+        pairs=pairs,
+        band=band_of(grid, at_once, nbytes, gpu.cache_bytes, uneven),
+        group=group,
+        scale=made.unit * LOG2_E,
+        slack=SLACK / (made.unit * LOG2_E),
+        **where,
+        **given,
+        **read,
+    )
+    return Plan([*before.steps, attend], before.scratch)
+
+
+def _arrays(problem: Problem) -> dict[str, Operand]:
+    """The arrays that variants read, by the names that these know them by."""
+    found = {"slopes": over(problem, "alibi", "NH"), "sinks": problem["sink"], "bias": over(problem, "bias", "NHST")}
+    found["seeds"] = problem["seed"]
+    return {name: x for name, x in found.items() if x is not None} | norm_arrays(problem, "q_norm", "HD")
+
+
+def norm_of(problem: Problem, name: str) -> Rms | None:
+    """The norm of this name, if there is one."""
+    return None if name not in problem else Layer() if f"{name}_bias" in problem else Rms()
+
+
+def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
+    """The same of a norm: weights, and a bias if there is one. ValueError."""
+    found = {}
+    for said, which in (("norm_weights", name), ("norm_bias", f"{name}_bias")):
+        operand = over(problem, which, axes)
+        if operand is not None:
+            if operand.form.strides[-1] != operand.form.itemsize:
+                raise ValueError(f"{which}: last axis must be contiguous: {which}.strides={problem.forms[which].strides}")
+            found[said] = operand
+    return found
+
+
+def _sequences(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
+    """How a problem's sequences lie, and what its kernels are told of that; ValueError."""
+    q_len, kv_len = problem("ST")
+    if "cu_seqlens_k" in problem and "cu_seqlens" not in problem:
+        raise ValueError("cu_seqlens_k: takes cu_seqlens, too, which is None")
+    if "cu_seqlens" in problem:
+        if "cu_seqlens_k" not in problem and q_len != kv_len:
+            raise problem.error("cu_seqlens_k", "must be given where keys are more or fewer than queries", "q", "k")
+        ends = problem["cu_seqlens"]
+        where = {"ends": ends, "ends_k": problem["cu_seqlens_k"] or ends}
+        if "lengths_k" in problem:
+            return PackedInUse, where | {"lengths": problem["lengths_k"]}
+        return Packed, where
+    if "lengths_k" in problem:
+        return InUse, {"q_len": q_len, "lengths": problem["lengths_k"]}
+    return Batched, {"q_len": q_len, "kv_len": kv_len}
+
+
+def over(problem: Problem, name: str, axes: str) -> Operand | None:
+    """An argument spread over axes where it has an extent of 1, and over the first if it lacks that. ValueError."""
+    operand = problem[name]
+    if operand is None:
+        return None
+    form = operand.form
+    shape, strides, lettered = form.shape, form.strides, problem.axes(name)
+    if len(shape) < len(axes):
+        shape, strides, lettered = (1, *shape), (0, *strides), f"U{lettered}"
+    extents = problem(axes)
+    if any(have not in (1, want) for have, want in zip(shape, extents)):
+        wanted = ", ".join(f"{want} or 1" if want > 1 and a in "UWXY" else f"{want}" for a, want in zip(lettered, extents))
+        raise ValueError(f"{name}: must have the shape ({wanted}): {name}.shape={form.shape}")
+    return spread(operand._replace(form=form._replace(shape=shape, strides=strides)), extents)
+
+
+def spread(operand: Operand, extents: tuple[int, ...]) -> Operand:
+    """With these extents, all elements being one along axes that have an extent of 1."""
+    form = operand.form
+    strides = tuple(0 if have == 1 else stride for have, stride in zip(form.shape, form.strides))
+    return operand._replace(form=form._replace(shape=extents, strides=strides))

@@ -1,0 +1,72 @@
+"""Random draws that follow from the place of an element: see tiles/philox.py."""
+
+import numpy as np
+from llvmlite import ir
+
+from tiles.builder import f32, i32, i64
+from tiles.dtypes import fp32
+from tiles.interpreter import here
+from tiles.op import integer, lowers, op
+from tiles.philox import HALF, MULTIPLIERS, ROUNDS, STEPS, TILE, WORD, halves
+from tiles.types import rt
+
+from .create import lane_first
+
+
+@op
+def bernoulli(shape, share, low, high, batch, head, row, col):
+    """A tile of type `shape` of independent draws: 1 with probability share / 65536, else 0. A draw follows from its place,
+    element (0, 0) being at (batch, head, row, col), row and col multiples of 16, and from a seed of 64 bits, low and high half:
+    it is the same in whatever tile, and in NumPy (tiles.philox.halves below share). share: from 0 to 65535."""
+    if row % TILE or col % TILE:
+        raise here().hazard(f"bernoulli: row and col must be multiples of {TILE}: {row=}, {col=}")
+    rows, cols = (np.arange(n, dtype=np.int64) for n in shape.shape)
+    seed = int(low) & WORD | (int(high) & WORD) << 32
+    return halves(seed, int(batch), int(head), int(row) + rows[:, None], int(col) + cols) < share
+
+
+def _wide(b, factor, x):
+    """(high, low) word of a product."""
+    product = b.mul(b.zext(x, i64), ir.Constant(i64, factor))
+    return b.trunc(b.lshr(product, ir.Constant(i64, 32)), i32), b.trunc(product, i32)
+
+
+def philox4x32(b, counter, keys):
+    """The four words of a counter; keys: of each round."""
+    x, y, z, w = counter
+    for first, second in keys:
+        (high, low), (its_high, its_low) = _wide(b, MULTIPLIERS[0], x), _wide(b, MULTIPLIERS[1], z)
+        x, y, z, w = b.xor(b.xor(its_high, y), first), its_low, b.xor(b.xor(high, w), second), low
+    return x, y, z, w
+
+
+@lowers(bernoulli)
+def _(shape: type, share, low, high, batch, head, row, col):
+    given = share, low, high, batch, head, row, col
+    if not (isinstance(shape, rt) and shape.layout == "row" and shape.dtype is fp32):
+        raise TypeError(
+            f"bernoulli: shape must be an fp32 register tile type in row layout, such as rt(16, 64, fp32), got {shape}"
+        )
+    if not all(map(integer, given)):
+        raise TypeError(f"bernoulli: takes integers, got {', '.join(map(str, given))}")
+
+    def lower(b, _, *values):
+        share, low, high, batch, head, row, col = map(b.u32, values)
+        keys = [[b.add(k, b.u32(n * step & WORD)) for k, step in zip((low, high), STEPS)] for n in range(ROUNDS)]
+        first = b.add(b.lshr(row, b.u32(1)), lane_first(b, shape, 0))  # of each 16 rows 8 counters, of 16 columns 4
+        across = b.add(b.lshr(col, b.u32(2)), b.lshr(lane_first(b, shape, 1), b.u32(1)))
+        bound = b.shl(share, b.u32(16))
+        words: dict = {}
+        out = []
+        for k in range(shape.elements):
+            i, j = shape.element(0, k)
+            place = i // TILE, j // TILE
+            if place not in words:
+                counter = b.add(first, b.u32(place[0] * HALF)), b.add(across, b.u32(place[1] * HALF // 2)), head, batch
+                words[place] = philox4x32(b, counter, keys)
+            word = words[place][i % TILE // HALF + j % TILE // HALF * 2]
+            draw = word if j % 2 else b.shl(word, b.u32(16))  # what is below the half in question decides nothing
+            out.append(b.select(b.icmp_unsigned("<", draw, bound), ir.Constant(f32, 1.0), ir.Constant(f32, 0.0)))
+        return b.from_elements(shape, out)
+
+    return shape, lower

@@ -1,0 +1,100 @@
+"""Lists of blocks that a caller has, as FlexAttention's BlockMask."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from judged import agree, inputs, poisoned
+from places import OnInterpreter
+
+import attention
+
+FIELDS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
+odd = lambda b, h, i, j: (i + j) % 2 == 1
+
+
+@pytest.fixture(params=["sm_90", "sm_80"])
+def family(request):
+    return request.param
+
+
+def lists_of(classes, what):
+    """(how many blocks of a row have this class, their numbers first and then poison)."""
+    count = (classes == what).sum(-1)
+    order = np.argsort(classes != what, -1, kind="stable")
+    return count.astype(np.int32), np.where(np.arange(classes.shape[-1]) < count[..., None], order, 10**6).astype(np.int32)
+
+
+def block_mask(classes, size, whole=True):
+    """A BlockMask of a map of classes."""
+    full = lists_of(classes, 2) if whole else (None, None)
+    return SimpleNamespace(**dict(zip(FIELDS, (*lists_of(classes, 1), *full))), BLOCK_SIZE=size)
+
+
+def drawn(*shape):
+    """A map of classes, of which a row of blocks sees nothing."""
+    classes = np.random.default_rng(0).integers(0, 3, shape)
+    classes[..., 1, :] = 0
+    return classes
+
+
+CASES = {  # sizes of blocks around those of tiles and across them; a batch or head for all, lists that differ; options besides
+    "odd": (block_mask(drawn(2, 2, 3, 5), (30, 50)), dict(mask=odd)),
+    "one for all": (block_mask(drawn(1, 1, 2, 2), 128), dict(mask=lambda b, h, i, j: (j + h + b) % 3 > 0)),
+    "no mask": (block_mask(drawn(2, 1, 5, 15), 16), {}),
+    "no whole ones": (block_mask(drawn(1, 2, 3, 4), (32, 64), whole=False), dict(causal=True)),
+    "aux": (block_mask(drawn(1, 1, 2, 4), 64), dict(
+        mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(np.arange(240) // 50,), softcap=2.0)),
+    "lengths": (block_mask(drawn(2, 1, 2, 4), 64), dict(mask=odd, lengths_k=np.array([130, 210], np.int32))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks(place, family, case):
+    blocks, options = CASES[case]
+    agree(place, *inputs(2, 80, 230, 2, 1, 64), family=family, blocks=blocks, **options)
+
+
+def test_packed_sequences(place, family):
+    """Each from its own start."""
+    ends, ends_k = np.array([0, 5, 20, 90], np.int32), np.array([0, 7, 27, 120], np.int32)
+    options = {"cu_seqlens": ends, "cu_seqlens_k": ends_k, "mask": odd}
+    agree(place, *inputs(1, 90, 120, 2, 1, 64), family=family, blocks=block_mask(drawn(3, 1, 5, 6), 16), **options)
+
+
+def test_lists_that_say_what_a_mask_says(family):
+    """Give the same bits: key blocks are listed alike."""
+    q, k, v = inputs(1, 150, 300, 1, 1, 64)
+    i, j = np.arange(160)[:, None], np.arange(320)
+    seen = (j <= i + 100) & (j // 40 != 2)
+    blocks = seen.reshape(5, 32, 5, 64).transpose(0, 2, 1, 3)
+    classes = np.where(blocks.all((2, 3)), 2, blocks.any((2, 3)).astype(int))[None, None]
+    mask = lambda b, h, i, j: (j <= i + 100) & (j // 40 != 2)
+    plain = attention.forward(q, k, v, mask=mask, family=family)
+    assert (attention.forward(q, k, v, mask=mask, blocks=block_mask(classes, (32, 64)), family=family) == plain).all()
+
+
+def test_as_compiled(as_compiled):
+    as_compiled("sm_80")
+    agree(OnInterpreter(), *inputs(1, 20, 80, 1, 1, 64), family="sm_80", blocks=block_mask(drawn(1, 1, 2, 3), 32), mask=odd)
+
+
+GOOD = block_mask(drawn(1, 1, 2, 2), 4)
+
+
+@pytest.mark.parametrize(("blocks", "what"), [
+    (object(), "blocks: must have the fields of a BlockMask: object has no BLOCK_SIZE, kv_num_blocks"),
+    (SimpleNamespace(**vars(GOOD) | {"BLOCK_SIZE": (0, 4)}), "blocks: BLOCK_SIZE must be a positive integer"),
+    (SimpleNamespace(**vars(GOOD) | {"kv_indices": None}), r"\['kv_indices'\] are None"),
+    (SimpleNamespace(**vars(GOOD) | {"full_kv_indices": None}), r"\['full_kv_indices'\] are None"),
+    (SimpleNamespace(**vars(GOOD) | {"kv_indices": GOOD.kv_indices[:, :, :1]}), "kv_indices: "),
+    (SimpleNamespace(**vars(GOOD) | {"kv_indices": GOOD.kv_indices.astype(float)}), "kv_indices: dtype"),
+    (block_mask(drawn(1, 1, 2, 2), 3), "kv_num_blocks: must have all rows of blocks of 3 queries"),
+    (block_mask(drawn(3, 1, 2, 2), 4), "kv_num_blocks: must have a batch of 1 or 1, and 2 or 1 heads"),
+])  # fmt: skip
+def test_what_is_refused(blocks, what):
+    q, k, v = inputs(1, 8, 8, 2, 1, 64)
+    out = poisoned(q.shape, q.dtype)
+    with pytest.raises((TypeError, ValueError), match=what):
+        attention.forward(q, k, v, out=out, blocks=blocks)
+    assert np.isnan(out.astype(np.float32)).all()

@@ -1,0 +1,96 @@
+"""Dropout of attention.forward's weights: the mask in NumPy is that of the kernels, whatever they are."""
+
+import numpy as np
+import pytest
+from judged import agree, inputs, poisoned
+from places import OnInterpreter
+
+import attention
+from attention.softmax.dropped import Dropped, halves_of, numbers_of
+from attention.softmax.variants import assembled
+from tiles.dtypes import bf16, fp16
+
+F32 = np.dtype(np.float32)
+
+
+@pytest.fixture(params=["sm_90", "sm_80"])
+def family(request):
+    return request.param
+
+
+@pytest.mark.parametrize(("head_dim", "dropout", "seed"), [(64, 0.1, 0), (128, 0.5, 2**63 - 1), (256, 0.75, 2**40 + 7)])
+def test_dropout(place, family, head_dim, dropout, seed):
+    """Key blocks of 128, 64, 80 and 32 keys; heads that share keys, batches."""
+    agree(place, *inputs(2, 70, 210, 2, 1, head_dim), family=family, dropout=dropout, seed=seed, causal=head_dim == 64)
+
+
+def test_with_other_variants(place, family):
+    """Sequences count from their own start; a sink's weight cannot be dropped."""
+    ends, ends_k = np.array([0, 5, 20, 90], np.int32), np.array([0, 7, 7, 120], np.int32)
+    options = dict(family=family, dropout=0.4, seed=3, sink=np.array([0.5, -1], F32))
+    agree(place, *inputs(1, 90, 120, 2, 1, 64), cu_seqlens=ends, cu_seqlens_k=ends_k, window=(40, 20), **options)
+    agree(place, *inputs(2, 40, 200, 2, 2, 64, layout="bhsd"), layout="bhsd", softcap=2.0, q_norm=np.ones(64, F32),
+          mask=lambda b, h, i, j: (j < 20) | (j > 190), **options)  # fmt: skip
+
+
+def test_a_seed_in_memory(place, family):
+    """The same as the number; another value is another mask, and no other plan."""
+    q, k, v = (place.put(x) for x in inputs(1, 20, 40, 1, 1, 64))
+    number = attention.forward(q, k, v, dropout=0.5, seed=2**35 + 5, family=family)
+    found = []
+    for value in (2**35 + 5, 5):
+        seed = place.put(np.array([value], np.int64))
+        found.append(place.get(attention.forward(q, k, v, dropout=0.5, seed=seed, family=family)))
+    assert (found[0] == place.get(number)).all() and (found[1] != found[0]).any()
+
+
+def test_nothing_overflows(place, family):
+    """In float16, where few weights are left that count much."""
+    q, k, v = inputs(1, 16, 300, 1, 1, 64, fp16.np)
+    agree(place, q * 8, k, v, family=family, dropout=0.999, seed=1)
+
+
+def test_the_mask():
+    """As often as it should be, and as broadcast as its places are; nothing that is kept at 0.1 is dropped at less."""
+    i, j = np.arange(300)[:, None], np.arange(500)
+    few, many = (attention.dropout_mask(9, share, 1, 2, i, j) for share in (0.1, 0.6))
+    assert few.shape == (300, 500) and abs(few.mean() - 0.9) < 0.005 and abs(many.mean() - 0.4) < 0.005
+    assert (few >= many).all() and few[17, 33] == attention.dropout_mask(9, 0.1, 1, 2, 17, 33)
+    heads = attention.dropout_mask(9, 0.1, np.arange(3)[:, None, None, None], np.arange(4)[:, None, None], i, j)
+    assert heads.shape == (3, 4, 300, 500) and (heads[1, 2] == few).all() and (heads[1, 3] != few).any()
+
+
+def test_no_dropout_is_plain():
+    q, k, v = inputs(1, 20, 40, 1, 1, 64)
+    plain = attention.forward(q, k, v, family="sm_80")
+    for dropout in (0, 0.0, 1e-7):
+        assert (attention.forward(q, k, v, dropout=dropout, seed=5, family="sm_80") == plain).all()
+
+
+def test_what_kernels_are_told():
+    assert halves_of(2**63 - 1) == {"seed_low": -1, "seed_high": 2**31 - 1} and halves_of(5)["seed_low"] == 5
+    assert numbers_of(0.5) == {"dropped": 32768, "per_kept": 2} and numbers_of(1 - 2**-20)["dropped"] == 65535
+    assert set(assembled(1.0, more=[(Dropped(), numbers_of(0.5) | halves_of(1))]).numbers) == set(Dropped().given)
+
+
+def test_as_compiled(as_compiled):
+    as_compiled("sm_80")
+    agree(OnInterpreter(), *inputs(1, 5, 70, 1, 1, 64), family="sm_80", dropout=0.5, seed=2**40 + 3)
+
+
+@pytest.mark.parametrize(("options", "what"), [
+    (dict(dropout=1.0, seed=1), "dropout: must be from 0 to below 1: dropout=1.0"),
+    (dict(dropout=-0.1, seed=1), "dropout: must be from 0"),
+    (dict(dropout="0.1", seed=1), "dropout: must be a number"),
+    (dict(dropout=0.1), "seed: must be given where something is dropped"),
+    (dict(dropout=0.1, seed=-1), r"seed: must be from 0 to below 2\*\*63"),
+    (dict(dropout=0.1, seed=1.5), "seed: must be an array"),
+    (dict(dropout=0.1, seed=True), "seed: must be an integer"),
+    (dict(dropout=0.1, seed=np.zeros(2, np.int64)), "seed: must have one element"),
+])  # fmt: skip
+def test_what_is_refused(options, what):
+    q, k, v = inputs(1, 4, 4, 2, 1, 64, bf16.np)
+    out = poisoned(q.shape, q.dtype)
+    with pytest.raises((TypeError, ValueError), match=what):
+        attention.forward(q, k, v, out=out, **options)
+    assert np.isnan(out.astype(F32)).all()
