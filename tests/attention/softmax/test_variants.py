@@ -64,6 +64,7 @@ CASES = {
     "mask": dict(mask=before),
     "mask of each sequence": dict(mask=strange),
     "mask of documents": dict(mask=documents, aux=(np.arange(COLS) // 50,)),
+    "mask of other blocks of each sequence": dict(mask=lambda b, h, i, j: j // 100 == h + b),
     "mask, and a window": dict(mask=strange, window=(60, 30)),
     "mask that holds nowhere": dict(mask=lambda b, h, i, j: j < 0),
     "mask that holds nowhere, sink": dict(mask=lambda b, h, i, j: j < 0, sink=np.array([1.5, -2], F32)),
