@@ -117,7 +117,7 @@ def test_what_a_signal_says(run, sample):
         cluster.sync()
 
     x, y = sample((2, 32)), blank((2, 2, 32))
-    run(body, x, y, shared=smem, blocks=2)
+    run(body, x, y, shared=smem, cluster=2)
     assert (y == x[::-1, None]).all()
 
 
@@ -145,7 +145,7 @@ def test_a_peer_reads_what_tma_brings_again(run, sample):
         cluster.sync()
 
     x, y = sample((32, 32)), blank((32, 32))
-    run(body, tensor(x, S), y, shared=smem, blocks=2)
+    run(body, tensor(x, S), y, shared=smem, cluster=2)
     assert (y == x).all()
 
 

@@ -8,6 +8,7 @@ import pytest
 from judged import inputs
 
 import attention
+from attention.softmax import launches
 from attention.softmax.python import named
 from tiles.frameworks import describe
 
@@ -101,7 +102,7 @@ INVALID = [
 
 @pytest.mark.parametrize("arguments, error, message", INVALID, ids=[message[:70] for *_, message in INVALID])
 def test_invalid(arguments, error, message, monkeypatch):
-    monkeypatch.setattr(FORWARD, "kernel_for", lambda *what: pytest.fail("makes a kernel"))
+    monkeypatch.setattr(launches, "kernel_for", lambda *what: pytest.fail("makes a kernel"))
     for _ in range(2):  # a refusal is never remembered as a success
         with pytest.raises(error) as raised:
             call(**arguments)
