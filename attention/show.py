@@ -26,8 +26,8 @@ from tiles.launch import kernel_for
 from .reference.scores import Variant
 from .softmax import blocks as lists
 from .softmax.asked import ends_of
+from .softmax.assembled import assembled
 from .softmax.python import evaluated
-from .softmax.variants import assembled
 
 SKIPPED, PARTIAL, FULL = range(3)  # classes of blocks, as the kernel numbers them
 WIDE, SIDE = 96, 384  # characters of a line, and pixels of the longer side

@@ -24,7 +24,8 @@ from tiles.pipeline import PIECES
 
 from .kind import Kind
 from .online import Softmax
-from .variants import CAUSAL, FULL, At, Variant
+from .seen import CAUSAL, FULL
+from .variants import At, Variant
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,10 @@ WARPS = 4  # of a thread block, each of which marks a row of blocks
 class Blocked(Variant):
     """Keys in listed blocks, of so many rows and columns."""
 
+    everything = False
+    computed = False
+    rising = True  # nobody knows; of most masks it is true
+
     rows: int
     cols: int
 
@@ -38,21 +42,6 @@ class Blocked(Variant):
     def given(self) -> dict[str, Any]:
         """See Variant. marks: the classes, (batch, head, block of queries, block of keys)."""
         return {"marks": MARKS}
-
-    @property
-    def everything(self) -> bool:
-        """See Variant."""
-        return False
-
-    @property
-    def computed(self) -> bool:
-        """See Variant."""
-        return False
-
-    @property
-    def rising(self) -> bool:
-        """See Variant. Nobody knows; of most masks it is true."""
-        return True
 
     @inlined
     def keys(self, first, last, at):

@@ -17,15 +17,12 @@ SEED_END = 2**63
 class Dropped(Variant):
     """A weight is 0 with probability given.dropped / 65536, others count 1 / (1 - dropout) times; the sum is of all."""
 
+    draws = True
+
     @property
     def given(self) -> dict[str, Any]:
         """See Variant. seed_low, seed_high: 32 bits of the seed each. per_kept: 1 / (1 - dropout)."""
         return {"dropped": INT, "per_kept": FLOAT, "seed_low": INT, "seed_high": INT}
-
-    @property
-    def draws(self) -> bool:
-        """See Variant."""
-        return True
 
     @inlined
     def keep(self, at):

@@ -9,12 +9,13 @@ from tiles.torch_op import compiling
 
 from ..options import SCALES, flag, number
 from .asked import AUX, blocks_of, eight, ends_of, norm_parts, positive, random_of
+from .assembled import assembled
 from .block_masks import Blocked, BlockedMask
 from .dropped import Dropped, DroppedAnew, halves_of, numbers_of
 from .launches import norm_of, planned
 from .norms import Normed
 from .python import evaluated, known, named, reads
-from .variants import Variant, assembled
+from .variants import Variant
 
 INDICES = 2**24  # tiles of indices are of float32: whole numbers below this
 FORWARD = Schema(

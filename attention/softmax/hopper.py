@@ -21,7 +21,8 @@ from tiles.arguments import FLOAT, INT, array, tiled
 from .kind import Kind
 from .online import Softmax
 from .output import Sent, Stored
-from .variants import CAUSAL, FULL, At, Variant
+from .seen import CAUSAL, FULL
+from .variants import At, Variant
 
 SHARED_BYTES = 227 * 1024
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumers -> registers a thread of producer and consumer

@@ -14,12 +14,12 @@ from tiles.schema import Problem
 from ..families import choose
 from . import ampere, block_masks, hopper, norms
 from . import blocks as lists
+from .assembled import Assembled
 from .block_masks import Blocked
 from .norms import Layer, Rms
 from .online import SLACK
 from .sequences import Batched, InUse, Packed, PackedInUse
 from .tiling import band_of
-from .variants import Assembled
 
 DTYPES = {"bfloat16": bf16, "float16": fp16}
 LOG2_E = math.log2(math.e)

@@ -75,6 +75,9 @@ class Layer(Rms):
 class Normed(Variant):
     """Of queries by `norm`."""
 
+    plain = True
+    prepares = True
+
     norm: Rms
 
     def __str__(self):
@@ -84,16 +87,6 @@ class Normed(Variant):
     def given(self) -> dict[str, Any]:
         """See Variant."""
         return self.norm.given
-
-    @property
-    def plain(self) -> bool:
-        """See Variant."""
-        return True
-
-    @property
-    def prepares(self) -> bool:
-        """See Variant."""
-        return True
 
     @inlined
     def of_queries(self, x, at):

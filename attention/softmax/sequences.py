@@ -1,6 +1,6 @@
 """How sequences lie in memory, as objects with the same methods: which rows of q, k and v a tile has."""
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from numpy import int32
 
@@ -30,7 +30,7 @@ class Batched:
         """The kernel's arguments that it reads, and what they are."""
         return {"q_len": INT, "kv_len": INT}
 
-    apart: ClassVar[bool] = True  # does what lies behind a sequence's end belong to nobody?
+    apart = True  # does what lies behind a sequence's end belong to nobody?
 
     @inlined
     def find(self, block, pair, heads, given):
@@ -64,7 +64,7 @@ class InUse(Batched):
         """See Batched."""
         return {"q_len": INT, "lengths": ENDS}
 
-    apart: ClassVar[bool] = False
+    apart = False
 
     @inlined
     def sequence(self, batch, given):
@@ -83,7 +83,7 @@ class Packed(Batched):
         """See Batched."""
         return {"ends": ENDS, "ends_k": ENDS}
 
-    apart: ClassVar[bool] = False
+    apart = False
 
     @inlined
     def find(self, block, pair, heads, given):

@@ -9,7 +9,7 @@ from attention.recurrent.kernels import chunk_ampere, chunk_hopper, gla_hopper, 
 from attention.recurrent.kernels.gates import ByHead, BySteps, ByToken, Gate
 from attention.recurrent.kernels.results import Normalizer, Outputs, States
 from attention.softmax import ampere
-from attention.softmax.variants import CAUSAL, FULL
+from attention.softmax.seen import CAUSAL, FULL
 from tiles import bf16, fp16
 
 STEPS, MAMBA2, OUTPUTS = BySteps(softplus=True), Outputs(skip=True, silu=True), Outputs()

@@ -17,7 +17,7 @@ import tiles
 from attention import inspect
 from attention.recurrent.kernels import chunk_ampere, token_loop
 from attention.softmax import hopper
-from attention.softmax.variants import CAUSAL
+from attention.softmax.seen import CAUSAL
 from tiles import bf16, digest, st
 from tiles.arguments import signature
 from tiles.compiler import compile_kernel

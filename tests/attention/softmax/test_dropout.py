@@ -5,8 +5,8 @@ import pytest
 from judged import agree, inputs, poisoned
 
 import attention
+from attention.softmax.assembled import assembled
 from attention.softmax.dropped import Dropped, halves_of, numbers_of
-from attention.softmax.variants import assembled
 from tiles.dtypes import bf16, fp16
 
 F32 = np.dtype(np.float32)

@@ -16,7 +16,7 @@ from places import BF16, OnCard, OnInterpreter
 import attention
 from attention import families, reference
 from attention.softmax import ampere, hopper
-from attention.softmax.variants import CAUSAL, FULL
+from attention.softmax.seen import CAUSAL, FULL
 from tiles import bf16
 from tiles.arrays import c_ordered
 from tiles.pipeline import PIECES

@@ -7,8 +7,8 @@ from places import OnInterpreter
 
 import attention
 from attention.softmax import ampere, hopper
+from attention.softmax.assembled import assembled
 from attention.softmax.norms import Layer, Normed, Rms
-from attention.softmax.variants import assembled
 from tiles import bf16
 from tiles.dtypes import fp16
 

@@ -1,0 +1,69 @@
+"""From a call's options to the variant that they ask for."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from .scores import Biased, Capped, Scored, Sloped, Sunk
+from .seen import CAUSAL, FULL, Left, Masked, Right
+from .variants import Both, Variant
+
+
+class Assembled(NamedTuple):
+    """A variant, the numbers that its kernel is given, by name, and the unit of its scores: exp(unit s) are the weights. reach:
+    how many keys a query sees at most, if a window says so."""
+
+    variant: Variant
+    numbers: dict[str, float]
+    unit: float
+    reach: float
+
+
+def assembled(
+    scale: float,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float | None = None,
+    alibi: bool = False,
+    bias: bool = False,
+    sink: bool = False,
+    mask: Callable | None = None,
+    score: Callable | None = None,
+    more: Sequence[tuple[Variant, dict[str, float]]] = (),
+) -> Assembled:
+    """The variant of these options, and `more` with their numbers; alibi, bias and sink say whether there is one. Scores are
+    capped, then sloped and biased, then a function's; what is masked stays masked."""
+    (left, right), unit = window, scale
+    parts = [part for part, _ in more]
+    numbers = {name: x for _, its in more for name, x in its.items()}
+    ordered = causal or right == 0
+    if ordered:
+        parts.append(CAUSAL)
+    elif right is not None:
+        parts.append(Right())
+        numbers["right"] = right
+    if left is not None:
+        parts.append(Left())
+        numbers["left"] = left
+    if mask is not None:
+        parts.append(Masked(mask))
+    if softcap is not None:
+        parts.append(Capped())
+        numbers["per_cap"], unit = unit / softcap, softcap
+    if alibi:
+        parts.append(Sloped(ordered, last=score is None))
+        numbers["per_slope"] = 1 / unit
+    if bias:
+        parts.append(Biased())
+        numbers["per_bias"] = 1 / unit
+    if score is not None:
+        parts.append(Scored(score))
+        numbers["unit"], unit = unit, 1.0
+    if sink:
+        parts.append(Sunk())
+        numbers["per_sink"] = 1 / unit
+    variant: Variant = parts[0] if parts else FULL
+    for part in parts[1:]:
+        variant = Both(variant, part)
+    end = 0 if ordered else right
+    return Assembled(variant, numbers, unit, math.inf if left is None or end is None else left + end + 1)

@@ -1,0 +1,135 @@
+"""What becomes of a score, and what joins their sum: variants of attention that change weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+from numpy import int32
+
+from ops import abs, col_index, exp2, load, maximum, row_index, tanh
+from tiles import fp32, inlined, rt, static
+from tiles.arguments import FLOAT, array
+
+from .online import LOWEST
+from .variants import Variant
+
+
+class Capped(Variant):
+    """cap tanh(score / cap), in units of the cap."""
+
+    scored = True
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant. per_cap: the unit of scores before, divided by the cap."""
+        return {"per_cap": FLOAT}
+
+    @inlined
+    def score(self, s, at, key):
+        """See Variant."""
+        return tanh(s * at.given.per_cap)
+
+
+@static
+class Sloped(Variant):
+    """score - slope |i + shift - j|, with a slope a head: ALiBi. ordered: no key is seen that comes after the query. last: no
+    function follows that wants the score itself. With both, what depends on i is subtracted from all of a row's scores, and an
+    addition a score is left where the distance takes more than two."""
+
+    scored = True
+
+    ordered: bool
+    last: bool
+
+    @property
+    def by_rows(self) -> bool:  # type: ignore[override]
+        """See Variant."""
+        return self.ordered and self.last
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant. slopes: (batch, head). per_slope: 1 / the unit of scores."""
+        return {"slopes": array(2), "per_slope": FLOAT}
+
+    @inlined
+    def score(self, s, at, key):
+        """See Variant."""
+        if self.by_rows:
+            return s + col_index(s.row_vec) * at.kept
+        elif self.ordered:
+            return s - (self.place(s, at, key) - col_index(s.row_vec)) * at.kept
+        else:
+            return s - abs(self.place(s, at, key) - col_index(s.row_vec)) * at.kept
+
+    @inlined
+    def below(self, s, at, key):
+        """See Variant."""
+        if self.by_rows:
+            return self.place(s, at, key) * at.kept
+        else:
+            return None
+
+    @inlined
+    def keep(self, at):
+        """See Variant: the head's slope, in units of scores."""
+        return at.given.slopes[at.batch, at.head] * at.given.per_slope
+
+    @inlined
+    def place(self, s, at, key):
+        """Where the rows' queries stand, counted from `key`."""
+        return row_index(s.col_vec) + int32(at.row + at.shift - key)
+
+
+class Biased(Variant):
+    """score + bias[b, h, i, j]."""
+
+    scored = True
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant. bias: (batch, head, query, key). per_bias: 1 / the unit of scores."""
+        return {"bias": array(4), "per_bias": FLOAT}
+
+    @inlined
+    def score(self, s, at, key):
+        """See Variant."""
+        at_bias = at.batch, at.head, at.row, int32(key)
+        return s + load(at.given.bias, rt(s.rows, s.cols, fp32), at_bias, 2, 3, aligned=False) * at.given.per_bias
+
+
+@static
+class Scored(Variant):
+    """function(score, b, h, i, j, *aux), in units of 1: of a tile of scores, a vector i of queries and one, j, of keys."""
+
+    scored = True
+
+    function: Callable
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant. unit: that of scores before."""
+        return {"unit": FLOAT}
+
+    @inlined
+    def score(self, s, at, key):
+        """See Variant."""
+        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
+        return self.function(s * at.given.unit, at.batch, at.head, i, j, *at.aux)
+
+
+class Sunk(Variant):
+    """exp(sink), a number a head, joins the sum of weights: a key without a value."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant. sinks: (head). per_sink: 1 / the unit of scores."""
+        return {"sinks": array(1), "per_sink": FLOAT}
+
+    @inlined
+    def lowest(self, at):
+        """See Variant: no lower than the sink, whose weight is then never above 1."""
+        return maximum(LOWEST, at.given.sinks[at.head] * at.given.per_sink)
+
+    @inlined
+    def total(self, l, m, scale, at):
+        """See Variant."""
+        return l + exp2((at.given.sinks[at.head] * at.given.per_sink - m) * scale)

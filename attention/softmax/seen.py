@@ -1,0 +1,108 @@
+"""Which keys a query sees: variants of attention that mask."""
+
+from collections.abc import Callable
+from typing import Any
+
+from numpy import int32
+
+from ops import causal, col_index, row_index, triu, where
+from tiles import inlined, static
+from tiles.arguments import INT
+
+from .variants import Keys, Variant
+
+
+class Full(Variant):
+    """All."""
+
+    plain = True
+
+
+class Causal(Variant):
+    """Those up to its own place."""
+
+    everything = False
+    rising = True
+    within = True  # the last query stands at the last key
+    plain = True
+
+    @inlined
+    def keys(self, first, last, at):
+        """See Variant."""
+        return Keys(0, min(at.keys, last + at.shift + 1), 0, min(at.keys, first + at.shift + 1))
+
+    @inlined
+    def mask(self, s, at, key, hidden):
+        """See Variant."""
+        return causal(s, at.row + at.shift - key, hidden)
+
+
+class Right(Variant):
+    """Those up to given.right places after its own."""
+
+    everything = False
+    rising = True
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant."""
+        return {"right": INT}
+
+    @inlined
+    def keys(self, first, last, at):
+        """See Variant."""
+        edge = at.shift + at.given.right + 1
+        return Keys(0, min(at.keys, last + edge), 0, min(at.keys, first + edge))
+
+    @inlined
+    def mask(self, s, at, key, hidden):
+        """See Variant."""
+        return causal(s, at.row + at.shift + at.given.right - key, hidden)
+
+
+class Left(Variant):
+    """Those from given.left places before its own on."""
+
+    everything = False
+    from_first = False
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant."""
+        return {"left": INT}
+
+    @inlined
+    def keys(self, first, last, at):
+        """See Variant."""
+        edge = at.shift - at.given.left
+        return Keys(max(0, first + edge), at.keys, max(0, last + edge), at.keys)
+
+    @inlined
+    def mask(self, s, at, key, hidden):
+        """See Variant."""
+        return triu(s, at.row + at.shift - at.given.left - key, hidden)
+
+
+@static
+class Masked(Variant):
+    """Those for which function(b, h, i, j, *aux) holds; i is a vector of queries, j one of keys, both counted from 0."""
+
+    everything = False
+    computed = False
+    rising = True  # nobody knows; of most masks it is true
+
+    function: Callable
+
+    @inlined
+    def keys(self, first, last, at):
+        """See Variant: of which keys the function holds nobody knows before it is asked."""
+        return Keys(0, at.keys, at.keys, 0)
+
+    @inlined
+    def mask(self, s, at, key, hidden):
+        """See Variant."""
+        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
+        return where(self.function(at.batch, at.head, i, j, *at.aux), s, hidden)
+
+
+FULL, CAUSAL = Full(), Causal()
