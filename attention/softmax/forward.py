@@ -177,7 +177,7 @@ def _variant(
     block_cols: int | None,
     norm_eps: float,
     dropout: float | None,
-    seed: int | None,
+    seed_value: int | None,
     scale: float | None,
     return_lse: bool,
     family: str | None,
@@ -200,7 +200,9 @@ def _variant(
         raise problem.error("seed", "must have one element", "seed")
     if dropout is not None:
         more.append(
-            (DroppedAnew(), numbers_of(dropout)) if seed is None else (Dropped(), numbers_of(dropout) | halves_of(seed))
+            (DroppedAnew(), numbers_of(dropout))
+            if seed_value is None
+            else (Dropped(), numbers_of(dropout) | halves_of(seed_value))
         )
     varies = None if masking is None else (reads(masking, 0), reads(masking, 1))
     blocked = None

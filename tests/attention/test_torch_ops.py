@@ -14,6 +14,8 @@ import attention
 torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from attention.softmax.forward import VARIANTS, _variant  # noqa: E402
+
 TOKENS, HEAD = 16, 64
 
 
@@ -29,7 +31,7 @@ class Inputs:
     def qkv(self, head=HEAD):
         """Keys have length 1: the delta rule is stable then."""
         shape = self.batch, self.tokens, self.heads
-        keys = torch.nn.functional.normalize(self.tile(*shape, head), dim=-1)
+        keys = torch.nn.functional.normalize(torch.randn((*shape, head), device=self.device), dim=-1).to(self.dtype)
         return self.tile(*shape, head), keys, self.tile(*shape, HEAD)
 
     def rate(self, *shape):
@@ -416,8 +418,9 @@ def test_masks_of_a_graph():
     with pytest.raises(Exception, match=r"mask: holds \('reach',\)"):
         compiled(q, k, v, mask=lambda b, h, i, j: j <= i + reach)
     with pytest.raises(ValueError, match="^nobody: this process knows no function by that name"):
-        nothing = [None] * 14
-        torch.ops.tiles.forward_variant(q, k, v, *nothing, False, None, None, None, "nobody", None, None, False, None, "bshd")
+        nothing = [None] * (len(VARIANTS.names) - len(("q", "k", "v", "out", "lse")))
+        options = dict.fromkeys(_variant.options) | {"causal": False, "mask": "nobody", "norm_eps": 1e-6, "return_lse": False}
+        torch.ops.tiles.forward_variant(q, k, v, *nothing, *options.values(), "bshd")
 
 
 def test_vmap_in_vmap():
