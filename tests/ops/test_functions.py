@@ -9,7 +9,7 @@ from numba import cuda
 import ops
 from ops import exp2, full, load, sigmoid, store
 from tiles import bf16, fp16, fp32, inlined, rt
-from tiles.testing import EPS, blank, close, meaning, wide
+from tiles.testing import EPS, blank, close, meaning, ptx, wide
 
 ERF = np.vectorize(math.erf, otypes=[np.float64])
 ABOUT_X = 1.2  # ulp of exp(x) for each 1 of |x|: the error of x * log2(e)
