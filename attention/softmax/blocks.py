@@ -16,11 +16,11 @@ from numpy import int32
 
 from ops import divmod, finish_sum, lane_sum, ones, tile_sum, zeros
 from tiles import fp32, inlined, rt, static
-from tiles.arguments import INT, Record, array, listed, record
+from tiles.arguments import INT, Record, record
 from tiles.layout import LANES
 
 from .tiling import Blocks, Tiling
-from .variants import At, Variant
+from .variants import At, Variant, arrays_of
 
 WARPS, ROWS = 4, 16  # warps of a thread block, each of which asks for a key block; rows that it asks for at once
 HEAD = 2  # integers of a list before the blocks
@@ -75,7 +75,7 @@ class Survey:
     @property
     def aux(self) -> Record:
         """The arrays that the variant's functions read."""
-        return listed(**{f"aux{n}": array(rank) for n, rank in enumerate(self.axes)})
+        return arrays_of(self.axes)
 
     @staticmethod
     @functools.cache

@@ -276,7 +276,7 @@ def make(config: Config):
             while more(r, blocks, heads, pairs, band, given):
                 block, batch, head = place(r, blocks, heads, pairs, band, given)
                 own, row = sequences.sequence(batch, given), ROWS * block + EACH * me
-                mine = row + 16 * warpgroup.rank()
+                mine = row + O.rows * warpgroup.rank()
                 stands = At(batch, head, mine, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
                 at = stands._replace(kept=variant.keep(stands))
                 every = tiling.key_blocks(ROWS * block, at)

@@ -4,12 +4,12 @@ families have in common."""
 from dataclasses import dataclass, field
 
 from tiles import dtype, st
-from tiles.arguments import Record, array, listed, record
+from tiles.arguments import Record, record
 
 from .blocks import Listed
 from .sequences import Batched
 from .tiling import Tiling
-from .variants import Variant
+from .variants import Variant, arrays_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Kind:
     @property
     def aux(self) -> Record:
         """The arrays that the variant's functions read."""
-        return listed(**{f"aux{n}": array(rank) for n, rank in enumerate(self.axes)})
+        return arrays_of(self.axes)
 
     @property
     def query(self) -> st:

@@ -9,11 +9,12 @@ needs come as arguments of the kernel (`given`, a record), so a window of anothe
 first, in units of the softmax's scale; a Capped score is in units of the cap, what a function of scores gives is in units of 1.
 assembled.py makes an object of a call's options, with its arguments and the unit that is left."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ops import maximum
 from tiles import inlined, static
+from tiles.arguments import Record, array, listed
 
 from .online import LOWEST
 
@@ -42,6 +43,11 @@ class Keys(NamedTuple):
     end: Any
     inner_first: Any
     inner_end: Any
+
+
+def arrays_of(axes: Sequence[int]) -> Record:
+    """What kernels say of the arrays that a variant's functions read, which have so many axes."""
+    return listed(**{f"aux{n}": array(rank) for n, rank in enumerate(axes)})
 
 
 @static
