@@ -9,7 +9,6 @@ The text has a block of keys as wide as `--block` is in the picture: `#` where a
 are passed by. `--svg FILE` and `--png FILE` draw the same in colours."""
 
 import argparse
-import importlib.util
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 from tiles import draw, inlined
 from tiles.arrays import Operand
 from tiles.frameworks import describe
+from tiles.inspect.command import module_at
 from tiles.launch import kernel_for
 
 from .reference.scores import Variant
@@ -177,11 +177,9 @@ def panel(of: Drawn) -> draw.Panel:
 def loaded(place: str) -> tuple[Callable, tuple]:
     """(the function, the arrays that it reads) of "file.py:function". ValueError: there is no such function or array."""
     path, _, name = place.rpartition(":")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None or not Path(path).is_file():
+    if not Path(path).is_file():
         raise ValueError(f"{place}: must be a Python file and a function in it, such as masks.py:documents")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_at(path)
     function = getattr(module, name, None)
     if not inspect.isfunction(function):
         raise ValueError(f"{place}: {path} has no function {name}")

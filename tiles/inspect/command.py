@@ -71,7 +71,7 @@ def find(target: str, args: str | None = None) -> Found:
     if not colon:
         raise ValueError(f"say FILE:KERNEL, got {target!r}")
     with first_launch(name) as seen:
-        names = vars(_module(file))
+        names = vars(module_at(file))
     if seen:
         return seen[0]
     try:
@@ -104,7 +104,7 @@ def _declares(kernel):
     return set(code.co_varnames[: code.co_argcount]) <= set(kernel.py_func.__annotations__)
 
 
-def _module(file):
+def module_at(file: str) -> Any:
     """A file or module, imported."""
     path = Path(file)
     if not path.is_file():

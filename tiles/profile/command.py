@@ -1,13 +1,12 @@
 """`python -m tiles profile file.py:function`: the function's profile, on a card with what ncu counts, or in the interpreter."""
 
 import argparse
-import importlib.util
-import sys
 from pathlib import Path
 
 from cuda.bindings import driver
 
 from ..device import check
+from ..inspect.command import module_at
 from . import ncu, profile
 from .counts import SAMPLE
 
@@ -48,15 +47,9 @@ def find(target: str):
     file, colon, name = target.rpartition(":")
     if not colon or not file:
         raise ValueError(f"say file.py:function, got {target}")
-    path = Path(file).resolve()
-    if not path.is_file():
+    if not Path(file).is_file():
         raise FileNotFoundError(f"there is no file {file}")
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{file} is no Python file")
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_at(file)
     if not callable(getattr(module, name, None)):
         raise AttributeError(f"{file} has no function {name}")
     return getattr(module, name)
