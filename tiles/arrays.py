@@ -129,6 +129,11 @@ class Operand(NamedTuple):
     source: int
     form: Form
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As an array has one."""
+        return self.form.shape
+
     def permuted(self, order) -> Operand:
         """With its axes in another order."""
         return self._replace(form=self.form.permuted(order))

@@ -94,6 +94,13 @@ class NumPy(Kind):
         return Array(pointer, Form(x.shape, x.strides, _name(x.dtype), None, x.itemsize, pointer & PAST, readonly), x, self)
 
 
+class Planned(Kind):
+    """Operands: arrays that are to come, at addresses that a program will know (launch.recorded)."""
+
+    def describe(self, x: Any, name: str) -> Array:
+        return Array(x.source, x.form, x, self)
+
+
 class Torch(Kind):
     def __init__(self):
         self.torch = sys.modules["torch"]
@@ -258,6 +265,7 @@ class JaxBuffer(DLPack):
 
 _KINDS = {
     "numpy.ndarray": NumPy,
+    "tiles.Operand": Planned,
     "torch.Tensor": Torch,
     "cupy.ndarray": CuPy,
     "jaxlib.ArrayImpl": Jax,

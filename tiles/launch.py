@@ -17,6 +17,7 @@ its TMA map, by value; bool as it is, int as int32, float as float32, so a growi
 scalars as their own type, so np.int64(n) where 32 bits are too few.
 """
 
+import contextvars
 import ctypes
 import functools
 import math
@@ -485,6 +486,8 @@ class Launch:
         given = parameters(self.kernel, args)
         bound = self._bind(given)
         arrays = [p.array for p in given if p.array is not None]
+        if (steps := _recording.get()) is not None:
+            return steps.append(Recorded(bound, [array.pointer for array in arrays]))
         if self.stream is not None:
             stream = stream_handle(self.stream)
         else:
@@ -492,6 +495,31 @@ class Launch:
         bound.run(stream, [a.pointer for a in arrays])
         for array in arrays:
             finish(array, stream)
+
+
+_recording: contextvars.ContextVar = contextvars.ContextVar("recording", default=None)
+
+
+class Recorded(NamedTuple):
+    """A step of a program: a launch, and where its arrays' addresses stand among those of the program."""
+
+    bound: Any
+    sources: Sequence[int]
+
+    def run(self, stream: int, addresses: Sequence[int]) -> None:
+        """See Bound.run."""
+        self.bound.run(stream, [addresses[source] for source in self.sources])
+
+
+def recorded(function, *args) -> list[Recorded]:
+    """What function(*args) launches, some of the arguments being Operands, ready to be run on arrays that take their places."""
+    steps: list[Recorded] = []
+    token = _recording.set(steps)
+    try:
+        function(*args)
+    finally:
+        _recording.reset(token)
+    return steps
 
 
 def _extents(name, given):

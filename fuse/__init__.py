@@ -1,0 +1,20 @@
+"""Describe the maths, get a fused kernel that one can read, with a proof.
+
+    import fuse
+    from fuse import mean, rsqrt
+
+    @fuse.kernel
+    def norm_linear(x, g, w):                       # (M, K), (K,), (K, N)
+        return (x * rsqrt(mean(x * x) + 1e-5) * g) @ w
+
+    y = norm_linear(x, g, w)            # NumPy's arrays: what it says; a GPU's: fused kernels
+    print(norm_linear.source(x, g, w))  # these kernels, in tiles and ops
+    print(norm_linear.proof(x, g, w))   # what was proven of them, and how
+
+language.py has the functions that definitions are written with, rules.py the algebra, templates/ the kernels."""
+
+from .fused import Fused, kernel
+from .language import *  # noqa: F403
+from .language import __all__ as _functions
+
+__all__ = ["Fused", "kernel", *_functions]

@@ -1,0 +1,75 @@
+"""What was found for a definition: the ways to compute it, what they cost, and the module of each."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from . import module, place, rules
+from .cost import Card
+from .rules import Rule
+from .terms import Term
+from .trace import Traced
+from .writing import equations
+
+
+class Candidate(NamedTuple):
+    """A way to compute what was asked for. way: its kernels. rules: by which the definition was rewritten. roots: into what.
+    measured: seconds on the card, where it was tuned."""
+
+    way: place.Way
+    rules: tuple[Rule, ...]
+    roots: tuple[Term, ...]
+    measured: float | None = None
+
+    def __str__(self):
+        measured = f", measured {1e6 * self.measured:.1f} us" if self.measured else ""
+        return f"{self.way}: {1e6 * self.way.seconds:.1f} us by the roofline{measured}"
+
+    def explained(self) -> str:
+        """In sentences, which rules were used and what the kernels do."""
+        said = [f"{rule.name[0].upper()}{rule.name[1:]}: {rule.equation}." for rule in self.rules] or [
+            "The definition is taken as it stands."
+        ]
+        said += [
+            f"{'One kernel' if len(self.way.kernels) == 1 else f'Kernel {n}'}: {kernel.explained()}."
+            for n, kernel in enumerate(self.way.kernels, 1)
+        ]
+        return "\n".join([*said, f"By the roofline it takes {1e6 * self.way.seconds:.1f} us."])
+
+
+@functools.lru_cache(1024)
+def candidates(found: Traced, card: Card) -> list[Candidate]:
+    """All that were found, the best by the roofline first; those of fewer rewritings first among equals."""
+    every: dict[tuple[str, ...], Candidate] = {}
+    for form in rules.equal(found.roots, found.space):
+        for way in place.ways(form.roots, card):
+            every.setdefault((*map(str, way.kernels), str(form.roots)), Candidate(way, form.rules, form.roots))
+    return sorted(every.values(), key=lambda one: (one.way.seconds, len(one.way.kernels), len(one.rules)))
+
+
+class Chosen(NamedTuple):
+    """A way as a module. outs: names of the results. scratch: terms that are kept in memory between kernels."""
+
+    text: str
+    outs: tuple[str, ...]
+    scratch: tuple[Term, ...]
+
+
+@functools.lru_cache(1024)
+def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
+    """The module of a way to compute what was traced."""
+    way = candidate.way
+    parameters = {x: key for key, x in found.inputs} | dict(zip(candidate.roots, found.outs))
+    scratch = [x for kernel in way.kernels for x in kernel.roots if x not in parameters]
+    for x in scratch:
+        parameters[x] = module.unused("hidden", parameters.values())
+    spoken = {x: key for key, x in found.spoken}
+    title = equations(dict(zip(found.outs, found.roots)), spoken)
+    texts, known = [], set[str]()
+    for kernel in way.kernels:
+        label = module.unused(name if kernel is way.kernels[-1] else f"{name}_{kernel.label}", known)
+        known.add(label)
+        texts.append((label, kernel.text(label, parameters, spoken)))
+    given = [*(key for key, _ in found.inputs), *found.outs, *(parameters[x] for x in scratch)]
+    return Chosen(module.assemble(title, name, texts, given), found.outs, tuple(scratch))

@@ -1,0 +1,115 @@
+"""What a term is worth: its value for these arguments, in one of several arithmetics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from .functions import MAPS, of_torch
+from .terms import Axis, Term, walk
+
+
+class Arithmetic(Protocol):
+    """What numbers are, and what can be done with them."""
+
+    def number(self, value: float) -> Any: ...
+
+    def length(self, axis: Axis | None, extent: int) -> Any: ...
+
+    def map(self, name: str, *of: Any) -> Any: ...
+
+    def reduce(self, kind: str, x: Any) -> Any: ...
+
+    def matmul(self, a: Any, b: Any) -> Any: ...
+
+    def concat(self, parts: Sequence[Any]) -> Any: ...
+
+
+class InNumPy:
+    """NumPy's, each step rounded to a dtype: float64 for references, that of the inputs for the yardstick of the error rule
+    (products are summed in float32 and rounded once, as tensor cores do)."""
+
+    def __init__(self, dtype: Any):
+        self.dtype = np.dtype(dtype)
+        self.wide = np.float64 if self.dtype == np.float64 else np.float32
+
+    def _round(self, x: Any) -> Any:
+        return np.asarray(x, None if np.asarray(x).dtype == bool else self.dtype)
+
+    def number(self, value: float) -> Any:
+        return self.wide(value)
+
+    def length(self, axis: Axis | None, extent: int) -> Any:
+        return self.wide(extent)
+
+    def map(self, name: str, *of: Any) -> Any:
+        return self._round(MAPS[name].numpy(*[x if x.dtype == bool else np.asarray(x, self.wide) for x in map(np.asarray, of)]))
+
+    def reduce(self, kind: str, x: Any) -> Any:
+        return self._round(getattr(np, kind)(np.asarray(x, self.wide), -1, keepdims=True))
+
+    def matmul(self, a: Any, b: Any) -> Any:
+        return self._round(np.asarray(a, self.wide) @ np.asarray(b, self.wide))
+
+    def concat(self, parts: Sequence[Any]) -> Any:
+        return np.concatenate(parts, -1)
+
+
+class InTorch:
+    """Torch's, op by op: what runs where there is no fused form, and what gradients are taken of."""
+
+    def number(self, value: float) -> Any:
+        return value
+
+    def length(self, axis: Axis | None, extent: int) -> Any:
+        return extent
+
+    def map(self, name: str, *of: Any) -> Any:
+        import torch
+
+        like = next(x for x in of if isinstance(x, torch.Tensor))
+        if name not in ("add", "sub", "mul", "div"):
+            of = tuple(
+                x if isinstance(x, torch.Tensor) else torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in of
+            )
+        elif not isinstance(of[0], torch.Tensor):
+            of = (torch.as_tensor(of[0], dtype=like.dtype, device=like.device), *of[1:])
+        return of_torch(name)(*of)
+
+    def reduce(self, kind: str, x: Any) -> Any:
+        return x.sum(-1, keepdim=True) if kind == "sum" else x.amax(-1, keepdim=True)
+
+    def matmul(self, a: Any, b: Any) -> Any:
+        return a @ b
+
+    def concat(self, parts: Sequence[Any]) -> Any:
+        import torch
+
+        return torch.cat(list(parts), -1)
+
+
+def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithmetic) -> list[Any]:
+    """The values of these terms. given: those of inputs, by name."""
+    values: dict[int, Any] = {}
+    for x in walk(*roots):
+        of = [values[id(y)] for y in x.of]
+        if x.operation == "input":
+            found = given[x.what[0]]
+        elif x.operation == "number":
+            found = arithmetic.number(x.what)
+        elif x.operation == "length":
+            found = arithmetic.length(*x.what)
+        elif x.operation in MAPS:
+            found = arithmetic.map(x.operation, *of)
+        elif x.operation in ("sum", "max"):
+            found = arithmetic.reduce(x.operation, *of)
+        elif x.operation == "matmul":
+            found = arithmetic.matmul(*of)
+        elif x.operation == "transpose":
+            found = of[0].T
+        else:
+            found = arithmetic.concat(of)
+        values[id(x)] = found
+    return [values[id(x)] for x in roots]

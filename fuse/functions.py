@@ -1,0 +1,81 @@
+"""The maps that fused functions are made of, a row each: what they mean in NumPy and in torch, and how a kernel writes them.
+
+    "silu": Map(1, numpy=..., torch=..., written="silu({})")
+
+In a proof a map is opaque unless `field` says what it is in a field of numbers (proof.py)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+SQRT_2 = math.sqrt(2.0)
+
+
+class Map(NamedTuple):
+    """One function of elements. arity: of how many. numpy: its meaning. torch: the name of torch's function. written: in a
+    kernel, in terms of its arguments; binds: how strongly, as Python's operators do. field: its name among a field's
+    operations."""
+
+    arity: int
+    numpy: Callable
+    torch: str
+    written: str
+    field: str = ""
+
+
+def _sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def _gelu(x):
+    return x * 0.5 * (1 + _erf(x / SQRT_2))
+
+
+_erf = np.vectorize(math.erf, otypes=[float])
+
+
+def _call(name: str, numpy: Callable, torch: str = "", arity: int = 1, field: str = "") -> Map:
+    return Map(arity, numpy, torch or name, f"{name}({', '.join(['{}'] * arity)})", field)
+
+
+MAPS = {
+    "add": Map(2, np.add, "add", "{} + {}", "add"),
+    "sub": Map(2, np.subtract, "sub", "{} - {}", "sub"),
+    "mul": Map(2, np.multiply, "mul", "{} * {}", "mul"),
+    "div": Map(2, np.divide, "div", "{} / {}", "div"),
+    "neg": Map(1, np.negative, "neg", "-{}", "neg"),
+    "less": Map(2, np.less, "lt", "less({}, {})"),
+    "less_equal": Map(2, np.less_equal, "le", "less_equal({}, {})"),
+    "greater": Map(2, np.greater, "gt", "greater({}, {})"),
+    "greater_equal": Map(2, np.greater_equal, "ge", "greater_equal({}, {})"),
+    "where": _call("where", np.where, arity=3),
+    "maximum": _call("maximum", np.maximum, arity=2),
+    "minimum": _call("minimum", np.minimum, arity=2),
+    "exp": _call("exp", np.exp, field="exp"),
+    "exp2": _call("exp2", np.exp2),
+    "log": _call("log", np.log),
+    "sqrt": _call("sqrt", np.sqrt),
+    "rsqrt": _call("rsqrt", lambda x: 1 / np.sqrt(x)),
+    "tanh": _call("tanh", np.tanh),
+    "sigmoid": _call("sigmoid", _sigmoid),
+    "silu": _call("silu", lambda x: x * _sigmoid(x), "nn.functional.silu"),
+    "gelu": _call("gelu", _gelu, "nn.functional.gelu"),
+    "relu": _call("relu", lambda x: np.maximum(x, 0), "relu"),
+    "abs": _call("abs", np.abs),
+}
+
+
+@functools.cache
+def of_torch(name: str) -> Any:
+    """Torch's function for a map."""
+    import torch
+
+    found: Any = torch
+    for part in MAPS[name].torch.split("."):
+        found = getattr(found, part)
+    return found

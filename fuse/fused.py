@@ -1,0 +1,198 @@
+"""Functions of arrays that become kernels: what `fuse.kernel` makes of a definition.
+
+    @fuse.kernel
+    def norm_linear(x, g, w):
+        return (x * rsqrt(mean(x * x) + 1e-5) * g) @ w
+
+A call traces the definition for the lengths that it came with, finds the ways to compute it, takes the best and runs it as a
+program (tiles/program.py): what is known of a form of arrays is looked up. Leading axes are rows: x may be (..., k)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tiles.frameworks import describe
+from tiles.launch import recorded
+from tiles.program import Plan, Program
+from tiles.schema import Schema
+
+from . import module, terms
+from .candidates import Candidate, Chosen, candidates, chosen
+from .cost import H200
+from .evaluate import InNumPy, evaluate
+from .proof import Proof, proven
+from .trace import Shape, Traced, traced
+
+FLOATS = ("bfloat16", "float16", "float32")
+ANY = 64  # an extent, where only the names of axes count
+
+
+class Fused:
+    """A definition, and the kernels that it became. Call it as the definition."""
+
+    def __init__(self, definition: Callable):
+        functools.update_wrapper(self, definition)
+        self.definition, self.name = definition, definition.__name__
+        self.names = list(inspect.signature(definition).parameters)
+        self.programs: dict[tuple, _Program] = {}
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+    def __call__(self, *arrays: Any, out: Any = None, stream: Any = None) -> Any:
+        """What the definition says of these arrays: NumPy's by the definition, in float32; a GPU's by the fused kernels.
+
+        out: where the result goes, an array or, of several results, a tuple of them. stream: a handle or a stream object.
+        TypeError, ValueError: the definition refuses these arrays, or a kernel does; each names the argument."""
+        if len(arrays) != len(self.names):
+            raise TypeError(f"{self.name}: takes {', '.join(self.names)}, got {len(arrays)} arguments")
+        if isinstance(next((x for x in arrays if hasattr(x, "shape")), None), np.ndarray):
+            return self._by_definition(arrays, out)
+        return self.run(*arrays, out=out, stream=stream)
+
+    def _by_definition(self, arrays: Sequence[np.ndarray], out: Any) -> Any:
+        """In NumPy, as the definition says, in float32; results have the first array's dtype."""
+        flat, lead = _rows(arrays)
+        traced, shapes = self.trace(flat), [shape_of(x, name) for x, name in zip(flat, self.names)]
+        given = {name: x.T if s.turned else x for name, x, s in zip(self.names, flat, shapes)}
+        found = evaluate(traced.roots, given, InNumPy(np.float32))
+        dtype = next(x.dtype for x in arrays if isinstance(x, np.ndarray))
+        results = [np.asarray(x, dtype).reshape(*lead, -1) if lead else np.asarray(x, dtype) for x in found]
+        for target, x in zip(out if isinstance(out, tuple) else [out] if out is not None else [], results):
+            target[...] = x
+        return results[0] if traced.single else tuple(results)
+
+    def run(self, *arrays: Any, out: Any = None, stream: Any = None) -> Any:
+        """The same by the fused kernels, of NumPy's arrays in the interpreter."""
+        flat, lead = _rows(arrays)
+        shapes = [shape_of(x, name) for x, name in zip(flat, self.names)]
+        program = self._program(tuple([(s.dtype, s.turned, tuple([n == 1 for n in s.extents])) for s in shapes]))
+        outs = out if isinstance(out, tuple) else (out,) * program.results
+        outs = tuple([x if x is None or not lead else x.reshape(-1, x.shape[-1]) for x in outs])
+        held = tuple([x.T if s.turned else x for x, s in zip(flat, shapes) if s.extents])
+        numbers = tuple([x for x, s in zip(flat, shapes) if not s.extents])
+        found = program(stream, (*held, *outs), numbers)
+        if not lead:
+            return found
+        return found.reshape(*lead, -1) if program.results == 1 else tuple([x.reshape(*lead, -1) for x in found])
+
+    def _program(self, key: tuple) -> _Program:
+        """The program for arrays of these kinds: of each its dtype, whether it comes as its transpose, which extents are 1."""
+        found = self.programs.get(key)
+        if found is None:
+            found = self.programs[key] = self._made(
+                tuple([Shape(tuple([1 if one else ANY for one in ones]), *rest) for *rest, ones in key])
+            )
+        return found
+
+    def _made(self, shapes: tuple[Shape, ...]) -> _Program:
+        found = self._trace(shapes)
+        held = [(name, s) for name, s in zip(self.names, shapes) if s.extents]
+        inputs = dict(found.inputs)
+        letters = terms.axes(*[inputs[name] for name, _ in held], *found.roots)
+        for name, s in held:
+            if s.dtype not in FLOATS:
+                raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}")
+        holds = "tile" if held[0][1].dtype != "float32" else "float32"
+        rows = [f"{name} {axes} {'real' if n else holds}" for n, ((name, _), axes) in enumerate(zip(held, letters))]
+        rows += [f"{name} {axes} {holds} made" for name, axes in zip(found.outs, letters[len(held) :])]
+        numbers = [name for name, s in zip(self.names, shapes) if not s.extents]
+
+        def planner(problem, *values):
+            extents = iter([problem[name].form.shape for name, _ in held])
+            exact = tuple([s._replace(extents=next(extents)[:: -1 if s.turned else 1]) if s.extents else s for s in shapes])
+            return self._plan(problem, exact, dict(zip(numbers, values)))
+
+        parameters = {"problem": inspect.Parameter.empty} | dict.fromkeys(numbers, float)
+        planner.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+                for name, kind in parameters.items()
+            ]
+        )
+        return _Program(Schema(self.name, "\n".join(rows)), planner, len(found.roots))
+
+    def _plan(self, problem: Any, shapes: tuple[Shape, ...], numbers: dict[str, float]) -> Plan:
+        """The launches of the best way, for this problem."""
+        made = self._chosen(shapes)
+        operands = [problem[name] if s.extents else numbers[name] for name, s in zip(self.names, shapes)]
+        operands += [problem[name] for name in made.outs]
+        scratch = [(x.extents, problem.dtype) for x in made.scratch]
+        operands += [problem.scratch(n, *one) for n, one in enumerate(scratch)]
+        return Plan([*recorded(module.load(made.text, self.name).launch, *operands)], scratch)
+
+    # ---- what was found ----------------------------------------------------------------------------------------------
+    def trace(self, arrays: Sequence[Any]) -> Traced:
+        """The definition as terms, for these arrays."""
+        return self._trace(tuple(shape_of(x, name) for x, name in zip(arrays, self.names)))
+
+    def _trace(self, shapes: tuple[Shape, ...]) -> Traced:
+        return traced(self.definition, tuple(self.names), shapes)
+
+    def _chosen(self, shapes: tuple[Shape, ...]) -> Chosen:
+        """The module for arrays of these shapes."""
+        found = self._trace(shapes)
+        return chosen(self.name, found, self._candidates(found)[0])
+
+    def _candidates(self, found: Traced) -> list[Candidate]:
+        every = candidates(found, H200)
+        if not every:
+            raise TypeError(f"{self.name}: no kernel computes {', '.join(map(str, found.roots))}")
+        return every
+
+    def candidates(self, *arrays: Any) -> list[Candidate]:
+        """What was found for these arrays, the best first."""
+        return self._candidates(self.trace(_rows(arrays)[0]))
+
+    def explain(self, *arrays: Any) -> str:
+        """In sentences: which rules were used, what the kernels do, what the roofline says."""
+        return self.candidates(*arrays)[0].explained()
+
+    def source(self, *arrays: Any) -> str:
+        """The module that serves these arrays, as text: run it, edit it, keep it."""
+        found = self.trace(_rows(arrays)[0])
+        return chosen(self.name, found, self._candidates(found)[0]).text
+
+    def proof(self, *arrays: Any) -> Proof:
+        """Whether the kernels that serve these arrays compute the definition, how that was found out, and what was not."""
+        found = self.trace(_rows(arrays)[0])
+        return proven(self.name, found, self._candidates(found)[0])
+
+
+def kernel(definition: Callable) -> Fused:
+    """Decorator: a function of arrays, written with fuse's functions, becomes fused kernels."""
+    return Fused(definition)
+
+
+class _Program(Program):
+    """A program, and how many results it has."""
+
+    def __init__(self, schema: Schema, planner: Callable[..., Plan], results: int):
+        super().__init__(schema, planner)
+        self.results = results
+
+
+def _rows(arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
+    """Arrays whose leading axes are one, the rows; and the leading axes that there were, () if there was one."""
+    deep = next((x for x in arrays if len(getattr(x, "shape", ())) > 2), None)
+    if deep is None:
+        return list(arrays), ()
+    lead = tuple(deep.shape[:-1])
+    flat = [x.reshape(-1, x.shape[-1]) if tuple(getattr(x, "shape", ())[:-1]) == lead else x for x in arrays]
+    return flat, lead
+
+
+def shape_of(x: Any, name: str) -> Shape:
+    """What tracing needs to know of an argument."""
+    if isinstance(x, (bool, int, float)):
+        return Shape((), "float32")
+    if hasattr(x, "stride"):  # torch's, which may have no address
+        extents, strides, unit, dtype = tuple(x.shape), x.stride(), 1, str(x.dtype).removeprefix("torch.")
+    else:
+        form = describe(x, name).form
+        extents, strides, unit, dtype = form.shape, form.strides, form.itemsize, form.dtype
+    turned = len(extents) == 2 and strides[1] != unit and strides[0] == unit and extents[0] != 1 and extents[1] != 1
+    return Shape(extents, dtype, turned)

@@ -1,0 +1,73 @@
+"""The functions that a fused function is written with. On its arrays they give terms; on anything else they are NumPy's.
+
+Reductions are along the last axis and keep it, with length 1, so that their results broadcast against what they reduced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import terms
+from .functions import MAPS
+from .terms import Term
+
+NAMES = "abs exp exp2 gelu log maximum minimum relu rsqrt sigmoid silu sqrt tanh where".split()
+__all__ = [*NAMES, "concatenate", "max", "mean", "softmax", "sum", "transpose", "var"]
+
+
+def _map(name: str):
+    row = MAPS[name]
+
+    def function(*x):
+        if len(x) != row.arity:
+            raise TypeError(f"{name}: takes {row.arity} argument{'s' * (row.arity > 1)}, got {len(x)}")
+        return terms.apply(name, *x) if any(isinstance(one, Term) for one in x) else row.numpy(*x)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"{name} of {'each element' if row.arity == 1 else 'elements, which broadcast'}; see ops.{name}."
+    return function
+
+
+globals().update({name: _map(name) for name in NAMES})
+
+
+def sum(x: Any, axis: int = -1) -> Any:
+    """The sum of each row, an axis of length 1."""
+    return terms.reduce("sum", x, axis) if isinstance(x, Term) else np.sum(x, axis, keepdims=True)
+
+
+def max(x: Any, axis: int = -1) -> Any:
+    """The greatest element of each row, an axis of length 1."""
+    return terms.reduce("max", x, axis) if isinstance(x, Term) else np.max(x, axis, keepdims=True)
+
+
+def mean(x: Any, axis: int = -1) -> Any:
+    """The mean of each row, an axis of length 1."""
+    return sum(x, axis) / (terms.length(x) if isinstance(x, Term) else np.shape(x)[axis])
+
+
+def var(x: Any, axis: int = -1) -> Any:
+    """The variance of each row, the mean of (x - mean(x))^2, an axis of length 1."""
+    centred = x - mean(x, axis)
+    return mean(centred * centred, axis)
+
+
+def softmax(x: Any, axis: int = -1) -> Any:
+    """exp(x - max(x)) / sum(exp(x - max(x))) of each row."""
+    e = globals()["exp"](x - max(x, axis))
+    return e / sum(e, axis)
+
+
+def concatenate(parts: Any, axis: int = -1) -> Any:
+    """Matrices side by side."""
+    if not any(isinstance(x, Term) for x in parts):
+        return np.concatenate(parts, axis)
+    if axis not in (-1, 1):
+        raise TypeError(f"concatenate: joins the last axis, got {axis=}")
+    return terms.concat(*parts)
+
+
+def transpose(x: Any) -> Any:
+    """The transpose of a matrix."""
+    return terms.transpose(x) if isinstance(x, Term) else np.transpose(x)

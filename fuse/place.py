@@ -1,0 +1,79 @@
+"""Which kernels compute a term: templates laid over it, and what each way costs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .cost import Card
+from .templates.row_map import RowMap
+from .terms import Term
+
+MOST = 8  # ways that are kept of each term
+
+
+@dataclass(frozen=True)
+class Way:
+    """Kernels, in an order in which each finds what it reads, and what they take in seconds, by the roofline."""
+
+    kernels: tuple[Any, ...]
+    seconds: float
+
+    def __str__(self):
+        return ", then ".join(map(str, self.kernels))
+
+
+def ways(roots: Sequence[Term], card: Card) -> list[Way]:
+    """The ways to compute these terms, the cheapest first."""
+    return _Search(card).of(tuple(roots))
+
+
+class _Search:
+    """Ways, by what they compute."""
+
+    def __init__(self, card: Card):
+        self.card, self.known = card, dict[tuple[Term, ...], list[Way]]()
+
+    def of(self, roots: tuple[Term, ...]) -> list[Way]:
+        """The ways to these roots, together."""
+        if roots not in self.known:
+            found: dict[tuple[str, ...], Way] = {}
+            for kernel in self._kernels(roots):
+                for way in self._with(kernel):
+                    found.setdefault(tuple(map(str, way.kernels)), way)
+            self.known[roots] = sorted(found.values(), key=lambda way: way.seconds)[:MOST]
+        return self.known[roots]
+
+    def _with(self, kernel: Any) -> list[Way]:
+        """The ways that end with this kernel."""
+        needed = [(x,) for x in kernel.leaves if x.operation != "input"]
+        found = []
+        for parts in itertools.product(*[self.of(one)[:2] for one in needed]):
+            before = tuple(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
+            seconds = sum(self.card.seconds(one) for one in (*before, kernel))
+            found.append(Way((*before, kernel), seconds))
+        return found
+
+    def _kernels(self, roots: tuple[Term, ...]) -> list[Any]:
+        """The kernels that could compute these roots."""
+        found: list[Any] = []
+        if kernel := RowMap.matches(roots, leaves_of_rows(roots)):
+            found.append(kernel)
+        return found
+
+
+def leaves_of_rows(roots: Sequence[Term]) -> list[Term]:
+    """What a row map of these reads: down to inputs and to what it cannot compute."""
+    found, stack, seen = [], list(roots), set()
+    while stack:
+        x = stack.pop()
+        if x in seen:
+            continue
+        seen.add(x)
+        if x.operation in ("input", "matmul", "transpose", "concat") and x not in roots:
+            found.append(x)
+        else:
+            stack.extend(reversed(x.of))
+    return found

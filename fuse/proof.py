@@ -1,0 +1,300 @@
+"""Is the rewritten term equal to the definition, and the kernel to both? Three answers, each with what it leaves open.
+
+1. Identity testing. Both terms are computed with random numbers of the field of p = 2^61 - 1 elements, exactly. Two rational
+   functions of degree d that differ are equal at a random point with a chance of at most d / p (Schwartz, Zippel). exp is a
+   homomorphism from exponents, which are numbers mod q, into the field's subgroup of q elements: exp(a + b) = exp(a) exp(b)
+   holds, and little else. What lies outside a field, a maximum, a root, a sigmoid, is opaque: a random function, equal where its
+   arguments are.
+2. The kernel against the definition in float64, by the error rule of the tests, at lengths off all tiles' edges.
+3. The same run in the interpreter, which stops at races, deadlocks and reads of what is in flight.
+
+q = (p - 1) / 450 has no factor below 7, so halves, thirds and tenths are exponents, too. It is no prime: exponents that differ
+are equal mod its greatest prime factor, 1321, with a chance of at most d / 1321 a trial, which is the bound that is printed
+where there is an exp."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tiles.interpreter import Hazard
+from tiles.testing import tolerance
+
+from . import module
+from .candidates import Candidate, chosen
+from .evaluate import InNumPy, evaluate
+from .functions import MAPS
+from .terms import Axis, Term, walk
+from .trace import Traced
+
+P = 2**61 - 1
+Q = (P - 1) // 450
+LEAST = 1321  # the greatest prime factor of Q
+BASE = pow(37, (P - 1) // Q, P)  # of order Q
+TRIALS = 8
+SIZES = (3, 5, 2, 4, 6, 8)  # of axes, prime to Q
+
+
+class Retry(Exception):
+    """A random number has no inverse: others are drawn."""
+
+
+class Number(NamedTuple):
+    """One number in both rings: mod P, and as an exponent mod Q."""
+
+    p: int
+    q: int
+
+    def add(self, other):
+        return Number((self.p + other.p) % P, (self.q + other.q) % Q)
+
+    def sub(self, other):
+        return Number((self.p - other.p) % P, (self.q - other.q) % Q)
+
+    def mul(self, other):
+        return Number(self.p * other.p % P, self.q * other.q % Q)
+
+    def div(self, other):
+        if other.p == 0 or math.gcd(other.q, Q) != 1:
+            raise Retry
+        return Number(self.p * pow(other.p, -1, P) % P, self.q * pow(other.q, -1, Q) % Q)
+
+    def neg(self):
+        return Number(-self.p % P, -self.q % Q)
+
+    def exp(self):
+        value = pow(BASE, self.q, P)
+        return Number(value, opaque("exp", value).q)
+
+
+def opaque(*what: Any) -> Number:
+    """A random function's value, the same for the same arguments."""
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=32).digest()
+    return Number(int.from_bytes(digest[:16], "little") % P, int.from_bytes(digest[16:], "little") % Q)
+
+
+class InField:
+    """Arithmetic on arrays of Numbers (evaluate.Arithmetic). sizes: of axes."""
+
+    def __init__(self, sizes: Mapping[Axis, int]):
+        self.sizes = sizes
+
+    def number(self, value: float) -> Any:
+        exact = Fraction(value)
+        top, bottom = (Number(n % P, n % Q) for n in (exact.numerator, exact.denominator))
+        return _array(top.div(bottom))
+
+    def length(self, axis: Axis | None, extent: int) -> Any:
+        return self.number(extent if axis is None else self.sizes[axis.root])
+
+    def map(self, name: str, *of: Any) -> Any:
+        field = MAPS[name].field
+        one: Callable = (lambda *x: getattr(x[0], field)(*x[1:])) if field else (lambda *x: opaque(name, *x))
+        arrays = np.broadcast_arrays(*of)
+        found = np.empty(arrays[0].shape, object)
+        for at in np.ndindex(found.shape):
+            found[at] = one(*[x[at] for x in arrays])
+        return found
+
+    def reduce(self, kind: str, x: Any) -> Any:
+        found = np.empty((*x.shape[:-1], 1), object)
+        for at in np.ndindex(found.shape[:-1]):
+            row = list(x[at])
+            found[at + (0,)] = _sum(row) if kind == "sum" else opaque(kind, sorted(row))
+        return found
+
+    def matmul(self, a: Any, b: Any) -> Any:
+        found = np.empty((a.shape[0], b.shape[1]), object)
+        for i, j in np.ndindex(found.shape):
+            found[i, j] = _sum([x.mul(y) for x, y in zip(a[i], b[:, j])])
+        return found
+
+    def concat(self, parts: Sequence[Any]) -> Any:
+        return np.concatenate(parts, -1)
+
+
+def _array(x: Number) -> Any:
+    found = np.empty((), object)
+    found[()] = x
+    return found
+
+
+def _sum(row: Sequence[Number]) -> Number:
+    return Number(sum(x.p for x in row) % P, sum(x.q for x in row) % Q)
+
+
+def random(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+    """An array of random Numbers."""
+    found = np.empty(shape, object)
+    for at in np.ndindex(shape):
+        found[at] = Number(int(rng.integers(1, P)), int(rng.integers(1, Q)))
+    return found
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What identity testing found. equal: at all points. bound: on the chance that terms which differ were equal at all of
+    them. outside: the opaque functions."""
+
+    equal: bool
+    trials: int
+    degree: int
+    bound: float
+    outside: tuple[str, ...]
+
+    def __str__(self):
+        if not self.equal:
+            return "identity: the rewritten term is NOT the definition"
+        found = f"identity: equal at {self.trials} random points of the field of 2^61 - 1 elements"
+        found += f"; terms of degree {self.degree} that differ would be so with a chance below {self.bound:.0e}"
+        return found + (f"; not looked into: {', '.join(self.outside)}" if self.outside else "")
+
+
+def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 0, trials: int = TRIALS) -> Identity:
+    """Test that two lists of terms over the same inputs are equal."""
+    every = list(walk(*definition, *rewritten))
+    roots = list(dict.fromkeys(name.root for x in every for name in x.names if name is not None))
+    sizes = {axis: SIZES[n % len(SIZES)] for n, axis in enumerate(roots)}
+    operations = {x.operation for x in every}
+    outside = tuple(sorted(name for name in operations if name == "max" or (name in MAPS and not MAPS[name].field)))
+    degree = max(max(sum(_degree(x, sizes)) for x in terms) for terms in (definition, rewritten))
+    bound = min(1.0, degree / (LEAST if "exp" in operations else P)) ** trials
+    rng, done, same = np.random.default_rng(seed), 0, True
+    while done < trials and same:
+        given = {
+            x.what[0]: random(tuple(1 if name is None else sizes[name.root] for name in x.names), rng)
+            for x in every
+            if x.operation == "input"
+        }
+        try:
+            one, other = (evaluate(terms, given, InField(sizes)) for terms in (definition, rewritten))
+        except Retry:
+            continue
+        same = all(x.shape == y.shape and all(a.p == b.p for a, b in zip(x.flat, y.flat)) for x, y in zip(one, other))
+        done += 1
+    return Identity(same, done, degree, bound, outside)
+
+
+def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:
+    """Bounds on the degrees of numerator and denominator of a term's elements."""
+    found: dict[Term, tuple[int, int]] = {}
+    for x in walk(root):
+        of = [found[y] for y in x.of]
+        if x.operation in ("add", "sub"):
+            (a, b), (c, d) = of
+            found[x] = max(a + d, b + c), b + d
+        elif x.operation in ("mul", "div"):
+            (a, b), (c, d) = of
+            found[x] = (a + c, b + d) if x.operation == "mul" else (a + d, b + c)
+        elif x.operation in ("sum", "matmul"):
+            axis = x.of[0].names[-1]
+            n = sizes[axis.root] if axis is not None else 1
+            a, b = (sum(one) for one in zip(*of))
+            found[x] = a + (n - 1) * b, n * b
+        elif x.operation in ("neg", "transpose"):
+            found[x] = of[0]
+        elif x.operation == "concat":
+            found[x] = max(a for a, _ in of), max(b for _, b in of)
+        else:
+            found[x] = (0 if x.operation in ("number", "length") else 1), 0
+    return found[root]
+
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Run:
+    """The kernels in the interpreter, at these extents. error: the greatest, limit: what the error rule allows. hazard: what
+    stopped the run."""
+
+    extents: dict[str, tuple[int, ...]]
+    error: float
+    limit: float
+    hazard: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.hazard and self.error <= self.limit
+
+    def __str__(self):
+        shapes = ", ".join(f"{name} {shape}" for name, shape in self.extents.items())
+        if self.hazard:
+            return f"interpreter: at {shapes}: {self.hazard}"
+        verdict = "" if self.passed else ", TOO MUCH"
+        return (
+            f"float64: at {shapes} the greatest error is {self.error:.2g}, where the rule allows {self.limit:.2g}{verdict}; "
+            "not looked into: other numbers, and lengths at which 16 bits overflow\n"
+            "interpreter: the same run had no race, no deadlock and no read of what is in flight; "
+            "not looked into: other lengths, and schedules other than the latest that each wait allows"
+        )
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known of a kernel: see the module."""
+
+    identity: Identity
+    run: Run
+
+    @property
+    def holds(self) -> bool:
+        """Did nothing speak against it?"""
+        return self.identity.equal and self.run.passed
+
+    def __str__(self):
+        return f"{self.identity}\n{self.run}"
+
+
+RAGGED = 19, 72, 40, 24, 56, 88  # extents of a run: of rows, which may be any, and of others, by which TMA steps
+
+
+def proven(name: str, found: Traced, candidate: Candidate) -> Proof:
+    """The proof of one way to compute what was traced."""
+    return Proof(identity(found.roots, candidate.roots), checked(name, found, candidate))
+
+
+def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Run:
+    """Its kernels in the interpreter, at lengths off their tiles' edges, against the definition in float64."""
+    rows = {x.names[0].root for x in found.roots if x.names[0]}
+    extents: dict[Axis, int] = {}
+    for x in walk(*found.roots):
+        for axis in x.names:
+            if axis is not None and axis.root not in extents:
+                extents[axis.root] = RAGGED[0] if axis.root in rows else RAGGED[1 + len(extents) % 5]
+    rng, given = np.random.default_rng(seed), dict[str, Any]()
+    for key, x in found.inputs:
+        shape = tuple(1 if axis is None else extents[axis.root] for axis in x.names)
+        dtype = np.dtype(x.what[1])
+        given[key] = rng.standard_normal(shape).astype(dtype) if shape else float(rng.standard_normal())
+    wide = {key: np.asarray(x, np.float64) for key, x in given.items()}
+    dtype = next(x.dtype for x in given.values() if hasattr(x, "dtype"))
+    made = chosen(name, found, candidate)
+    shapes = [tuple(1 if axis is None else extents[axis.root] for axis in x.names) for x in (*found.roots, *made.scratch)]
+    results = [np.full(shape, np.nan, dtype) for shape in shapes]
+    told = {key: x.shape for key, x in given.items() if hasattr(x, "shape")}
+    try:
+        module.load(made.text, name).launch(*given.values(), *results)
+    except Hazard as hazard:
+        return Run(told, math.inf, 0, str(hazard))
+    sized = Sized(np.float64, extents), Sized(dtype, extents)
+    ref, low = (evaluate(found.roots, values, rounded) for values, rounded in zip((wide, given), sized))
+    errors = [float(np.abs(np.asarray(y, np.float64) - x).max()) for y, x in zip(results, ref)]
+    limits = [tolerance(x, y, dtype) for x, y in zip(ref, low)]
+    worst = max(range(len(errors)), key=lambda n: errors[n] / limits[n] if errors[n] == errors[n] else math.inf)
+    return Run(told, errors[worst], limits[worst])
+
+
+class Sized(InNumPy):
+    """NumPy's, where axes have other extents than those that were traced."""
+
+    def __init__(self, dtype: Any, sizes: Mapping[Axis, int]):
+        super().__init__(dtype)
+        self.sizes = sizes
+
+    def length(self, axis: Axis | None, extent: int) -> Any:
+        return self.wide(extent if axis is None else self.sizes[axis.root])

@@ -1,0 +1,149 @@
+"""The algebra: rules by which one term is another, and all that they find.
+
+A rule looks at one term and gives others that are equal to it. `equal` applies them everywhere, until nothing new is found or
+MOST are known. Templates then say which of them is computed best. Reductions that ride a product's loop and products that share
+what they read need no rule: the templates take them as they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from . import terms
+from .terms import Term, walk
+
+MOST = 64  # forms of a function that are looked at
+
+
+class Rule(NamedTuple):
+    """name: in words. equation: what it says. of: a term's other forms."""
+
+    name: str
+    equation: str
+    of: Callable[[Term], Iterator[Term]]
+
+
+class Form(NamedTuple):
+    """Terms that are equal to those that were asked for, and the rules that led there."""
+
+    roots: tuple[Term, ...]
+    rules: tuple[Rule, ...]
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+def _factors(x: Term) -> list[tuple[str, Term]]:
+    """The factors of a product, and what it is divided by: ("mul" or "div", term)."""
+    if x.operation == "mul":
+        return [*_factors(x.of[0]), *_factors(x.of[1])]
+    if x.operation == "div":
+        return [*_factors(x.of[0]), ("div", x.of[1])]
+    return [("mul", x)]
+
+
+def _product(factors: Sequence[tuple[str, Term]]) -> Term | None:
+    """The other way round; None if there is nothing to begin with."""
+    first = next((x for how, x in factors if how == "mul"), None)
+    if first is None:
+        return None
+    found, rest = first, [(how, x) for how, x in factors if x is not first or how != "mul"]
+    for how, x in rest:
+        found = terms.apply(how, found, x)
+    return found
+
+
+def is_scale(x: Term) -> bool:
+    """One number for each row, or one for all?"""
+    return not x.names or x.names[-1] is None
+
+
+def _row_scales(x: Term) -> Iterator[Term]:
+    if x.operation == "matmul":
+        factors = _factors(x.of[0])
+        scales, rest = [one for one in factors if is_scale(one[1])], _product([one for one in factors if not is_scale(one[1])])
+        if scales and rest is not None and rest.ndim == 2:
+            found = terms.matmul(rest, x.of[1])
+            for how, scale in scales:
+                found = terms.apply(how, found, scale)
+            yield found
+
+
+def _number_of_weights(x: Term) -> Iterator[Term]:
+    if x.operation == "matmul":
+        factors = _factors(x.of[1])
+        numbers, rest = [one for one in factors if not one[1].names], _product([one for one in factors if one[1].names])
+        if numbers and rest is not None:
+            found = terms.matmul(x.of[0], rest)
+            for how, scale in numbers:
+                found = terms.apply(how, found, scale)
+            yield found
+
+
+def _associate(x: Term) -> Iterator[Term]:
+    if x.operation == "matmul":
+        a, b = x.of
+        if a.operation == "matmul":
+            yield terms.matmul(a.of[0], terms.matmul(a.of[1], b))
+        if b.operation == "matmul":
+            yield terms.matmul(terms.matmul(a, b.of[0]), b.of[1])
+
+
+def _transposed(x: Term) -> Iterator[Term]:
+    if x.operation == "transpose" and x.of[0].operation == "matmul":
+        a, b = x.of[0].of
+        yield terms.matmul(terms.transpose(b), terms.transpose(a))
+
+
+def _one_product(x: Term) -> Iterator[Term]:
+    if x.operation in ("add", "sub") and all(y.operation == "matmul" for y in x.of):
+        (a, v), (b, w) = (y.of for y in x.of)
+        if v is w:
+            yield terms.matmul(terms.apply(x.operation, a, b), v)
+        if a is b:
+            yield terms.matmul(a, terms.apply(x.operation, v, w))
+
+
+RULES = (
+    Rule("a row's scale moves through a product", "(x * r) @ w = (x @ w) * r", _row_scales),
+    Rule("a number moves out of a product's weights", "x @ (c * w) = c * (x @ w)", _number_of_weights),
+    Rule("products are associative", "(x @ a) @ b = x @ (a @ b)", _associate),
+    Rule("the transpose of a product is that of its parts, turned round", "(a @ b).T = b.T @ a.T", _transposed),
+    Rule("products that share a factor are one", "x @ w + y @ w = (x + y) @ w", _one_product),
+)
+
+
+# ---- all that they find ----------------------------------------------------------------------------------------------
+def equal(roots: Sequence[Term], space: terms.Space, rules: Sequence[Rule] = RULES) -> list[Form]:
+    """Forms of these terms, themselves first. space: that they were made in."""
+    terms.SPACES.append(space)
+    try:
+        first = Form(tuple(roots), ())
+        known = {first.roots: first}
+        waiting = [first]
+        while waiting and len(known) < MOST:
+            form = waiting.pop(0)
+            for rule, old, new in _steps(form.roots, rules):
+                found = tuple(_replaced(x, old, new) for x in form.roots)
+                if found not in known and len(known) < MOST:
+                    known[found] = Form(found, (*form.rules, *([] if rule in form.rules else [rule])))
+                    waiting.append(known[found])
+        return list(known.values())
+    finally:
+        terms.SPACES.pop()
+
+
+def _steps(roots: Sequence[Term], rules: Sequence[Rule]) -> Iterator[tuple[Rule, Term, Term]]:
+    for x in list(walk(*roots)):
+        for rule in rules:
+            for other in rule.of(x):
+                if other is not x:
+                    yield rule, x, other
+
+
+def _replaced(root: Term, old: Term, new: Term) -> Term:
+    """The root with one term in place of another, everywhere."""
+    made = {old: new}
+    for x in walk(root):
+        if x not in made:
+            of = [made[y] for y in x.of]
+            made[x] = x if all(a is b for a, b in zip(of, x.of)) else terms.rebuilt(x, of)
+    return made[root]

@@ -1,0 +1,182 @@
+"""A product with what stands around it: what the two templates of products have in common.
+
+    y = epilogue(prologue(x) @ w, prologue(x) @ w2, (prologue(x) @ a) @ b, sums of rows of x, ...)
+
+- prologue: maps of x and of vectors along its columns, as x's tile arrives;
+- products of one operand with several weights share its loads; each has an accumulator;
+- a product with a narrow matrix, which another product follows (LoRA), rides along, too;
+- sides: sums and maxima of each row of maps of x: they ride the loop along k;
+- epilogue: maps of all these, of vectors, of tiles of the result's shape.
+
+`Product.matches` finds this in a term. few_rows.py and many_rows.py write it down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..functions import MAPS
+from ..terms import Term
+from .row_map import between, is_tile
+
+NARROW = 64  # columns of a product that rides along
+MOST_PRODUCTS = 2
+
+
+class Weight(NamedTuple):
+    """A weight as it lies in memory: (k, n), or `turned` (n, k)."""
+
+    array: Term
+    turned: bool
+
+    @classmethod
+    def of(cls, x: Term) -> Weight:
+        return cls(x.of[0], True) if x.operation == "transpose" else cls(x, False)
+
+
+class Product:
+    """A term that one kernel computes: see the module.
+
+    root: (m, n). x: the array (m, k). operand: prologue(x), the left factor of all products. products: {term: its weight}.
+    narrow: {term: (weight of the first product, weight of the second)}. sides: reductions of rows of x. vectors: what the
+    prologue and the sides read besides. others: what the epilogue does: tiles, vectors, numbers."""
+
+    def __init__(self, root: Term, x: Term, operand: Term, found: _Found):
+        self.roots, self.x, self.operand = (root,), x, operand
+        self.products, self.narrow = found.products, found.narrow
+        self.sides = [one for one in found.reductions if _base(one.of[0]) is x]
+        inside = between([operand, *(one.of[0] for one in self.sides)], [x], with_leaves=True)
+        self.vectors = [y for y in inside if y.operation == "input" and y is not x]
+        self.others = [y for y in found.others if y.operation in ("input", "matmul")] + [
+            y for y in found.reductions if y not in self.sides
+        ]
+
+    @property
+    def root(self) -> Term:
+        """Its only root."""
+        return self.roots[0]
+
+    @property
+    def weights(self) -> list[Weight]:
+        """All of them."""
+        return [*self.products.values(), *(w for pair in self.narrow.values() for w in pair)]
+
+    @property
+    def leaves(self) -> list[Term]:
+        """What the kernel reads."""
+        return list(dict.fromkeys([self.x, *self.vectors, *(w.array for w in self.weights), *self.others]))
+
+    @property
+    def plain(self) -> bool:
+        """Is x the operand as it is?"""
+        return self.operand is self.x
+
+    @property
+    def rows(self) -> int:
+        return self.root.extents[0]
+
+    @property
+    def inner(self) -> int:
+        return self.x.extents[1]
+
+    @property
+    def columns(self) -> int:
+        return self.root.extents[1]
+
+    @property
+    def bytes(self) -> float:
+        """Read and written once."""
+        return float(sum(x.nbytes for x in (*self.leaves, self.root)))
+
+    @property
+    def operations(self) -> float:
+        """Of the tensor cores."""
+        sizes = [math.prod(x.extents) * x.of[0].extents[1] for x in self.products]
+        sizes += [math.prod(x.extents) * x.of[0].extents[1] + math.prod(x.of[0].extents) * self.inner for x in self.narrow]
+        return 2.0 * sum(sizes)
+
+    @property
+    def maps(self) -> float:
+        """Operations on elements, outside the tensor cores."""
+        return float(math.prod(self.x.extents) * (not self.plain + len(self.sides)) + math.prod(self.root.extents))
+
+    @classmethod
+    def matches(cls, root: Term) -> Iterator[Product]:
+        """The kernels that compute it: with what is done to x before the product inside, and ahead of it."""
+        found = _Found()
+        if root.ndim != 2 or not is_tile(root) or not found.epilogue(root):
+            return
+        for operand in dict.fromkeys(x.of[0] for x in found.products):
+            part = found.of(operand)
+            if len(part.products) > MOST_PRODUCTS:
+                continue
+            for x in dict.fromkeys([_base(operand), operand]):
+                if x is not None and all(is_tile(w.array) for w in part.products.values()):
+                    yield cls(root, x, operand, part)
+
+
+class _Found:
+    """What a walk down from a root comes upon."""
+
+    def __init__(self) -> None:
+        self.products: dict[Term, Weight] = {}
+        self.narrow: dict[Term, tuple[Weight, Weight]] = {}
+        self.reductions: list[Term] = []
+        self.others: list[Term] = []
+
+    def of(self, operand: Term) -> _Found:
+        """The same with the products of this operand alone: others come from memory."""
+        part = _Found()
+        part.products = {x: w for x, w in self.products.items() if x.of[0] is operand}
+        part.narrow = {x: pair for x, pair in self.narrow.items() if x.of[0].of[0] is operand}
+        part.reductions, part.others = self.reductions, [*self.others]
+        part.others += [x for x in (*self.products, *self.narrow) if x not in part.products and x not in part.narrow]
+        return part
+
+    def epilogue(self, root: Term) -> bool:
+        """Everything above the products; is it maps?"""
+        stack, seen = [root], set[Term]()
+        while stack:
+            x = stack.pop()
+            if x in seen:
+                continue
+            seen.add(x)
+            if x.operation == "matmul":
+                a, w = x.of
+                if a.operation == "matmul" and a.extents[1] <= NARROW:
+                    self.narrow[x] = Weight.of(a.of[1]), Weight.of(w)
+                else:
+                    self.products[x] = Weight.of(w)
+            elif x.operation in ("sum", "max"):
+                self.reductions.append(x)
+            elif not x.of:
+                self.others.append(x)
+            elif x.operation in MAPS:
+                stack.extend(reversed(x.of))
+            else:
+                return False
+        return True
+
+
+def _base(x: Term) -> Term | None:
+    """The one array with rows that this is a map of, besides vectors along its columns and numbers; None if there is none, or
+    if what the map is of has one number a row."""
+    stack, seen, found = [x], set[Term](), set[Term]()
+    while stack:
+        y = stack.pop()
+        if y in seen:
+            continue
+        seen.add(y)
+        if y.operation in ("number", "length") or (y.operation == "input" and not is_tile(y)):
+            if y.names and not along(y):
+                return None
+        elif (y.operation in MAPS and is_tile(y)) or (
+            y.operation in MAPS and (not y.names or y.names[0] is None or y.ndim == 1)
+        ):
+            stack.extend(y.of)
+        elif is_tile(y):
+            found.add(y)
+        else:
+            return None
+    return found.pop() if len(found) == 1 else None

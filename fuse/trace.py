@@ -1,0 +1,85 @@
+"""Definitions as terms: what a function of arrays says, for arrays of these shapes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from . import terms
+from .terms import Axis, Term
+
+
+class Shape(NamedTuple):
+    """What tracing knows of an argument: its extents, () of a number; its dtype; does it come as its transpose?"""
+
+    extents: tuple[int, ...]
+    dtype: str
+    turned: bool = False
+
+    @property
+    def in_memory(self) -> tuple[int, ...]:
+        """The extents of the array that has its last axis contiguous: the argument's transpose where it comes as that."""
+        return self.extents[::-1] if self.turned else self.extents
+
+
+class Traced(NamedTuple):
+    """A definition as terms. inputs: by name. roots: its results, called `outs`. single: is it one, by itself? spoken: what the
+    definition called its terms. space: what they were made in."""
+
+    inputs: tuple[tuple[str, Term], ...]
+    roots: tuple[Term, ...]
+    outs: tuple[str, ...]
+    single: bool
+    spoken: tuple[tuple[str, Term], ...]
+    space: terms.Space
+
+
+@functools.lru_cache(1024)
+def traced(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> Traced:
+    """The definition, run on terms of these shapes."""
+    found = _run(definition, names, shapes, None)
+    if any(x.ndim == 2 and x.extents[0] == 1 for x in found.roots):  # one row: what has one is not what broadcasts along rows
+        with_rows = _run(definition, names, shapes, Axis())
+        found = with_rows if all(x.ndim == 2 and x.names[0] for x in with_rows.roots) else found
+    return found
+
+
+def _run(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...], rows: Axis | None) -> Traced:
+    space = terms.Space()
+    terms.SPACES.append(space)
+    try:
+        inputs = {}
+        for name, s in zip(names, shapes):
+            inputs[name] = x = terms.source(name, s.in_memory, s.dtype)
+            if rows is not None and x.ndim == 2 and x.extents[0] == 1:
+                x.names = (rows, x.names[1])
+        given = [terms.transpose(inputs[name]) if s.turned else inputs[name] for name, s in zip(names, shapes)]
+        result, spoken = _watched(definition, given)
+    finally:
+        terms.SPACES.pop()
+    results = result if isinstance(result, tuple) else (result,)
+    for x in results:
+        if not isinstance(x, Term) or x.ndim != 2:
+            raise TypeError(f"{definition.__name__}: must return matrices (rows, columns) made of its arguments, got {x!r:.80}")
+    outs = [name for name in "yzuv" if name not in names] + [f"out_{n}" for n in range(len(results))]
+    called = tuple((name, x) for name, x in spoken.items() if x.of and name not in outs)
+    one = not isinstance(result, tuple)
+    return Traced(tuple(inputs.items()), tuple(results), tuple(outs[: len(results)]), one, called, space)
+
+
+def _watched(definition: Callable, given: Sequence[Term]) -> tuple[Any, dict[str, Term]]:
+    """What the definition returns, and what it called its terms."""
+    spoken: dict[str, Term] = {}
+
+    def watch(frame, event, _):
+        if event == "return" and frame.f_code is definition.__code__:
+            spoken.update({name: x for name, x in frame.f_locals.items() if isinstance(x, Term)})
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        return definition(*given), spoken
+    finally:
+        sys.setprofile(before)

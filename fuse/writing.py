@@ -1,0 +1,102 @@
+"""Terms as Python text: the expressions and assignments of a kernel, and of equations in docstrings."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping
+
+from .functions import MAPS
+from .module import unused
+from .terms import Term, walk
+
+SUM, PRODUCT, UNARY, ATOM = range(4)  # how strongly an expression binds; of products with @, which stand in parentheses, too
+BINDS = {"add": SUM, "sub": SUM, "mul": PRODUCT, "div": PRODUCT, "matmul": PRODUCT, "neg": UNARY}
+RIGHT = {"sub", "div", "matmul"}  # their right operand is in parentheses where it binds no more strongly
+WRITTEN = {"sum": "sum({})", "max": "max({})", "matmul": "{} @ {}", "transpose": "{}.T"}
+OTHERS = {"less": "<", "less_equal": "<=", "greater": ">", "greater_equal": ">="}  # in equations
+SUGGESTED = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqrt": "scale", "matmul": "product"}
+
+
+class Writer:
+    """Writes terms whose parts have names. names: what is known by a name, by the term. functions: what was called, for the
+    imports. spoken: what terms are called where they need a name."""
+
+    def __init__(self, names: Mapping[Term, str], spoken: Mapping[Term, str]):
+        self.names, self.spoken, self.functions = dict(names), spoken, set[str]()
+
+    def expression(self, x: Term) -> str:
+        """The term in one expression."""
+        return self._written(x)[0]
+
+    def _written(self, x: Term) -> tuple[str, int]:
+        if x in self.names:
+            return self.names[x], ATOM
+        if x.operation == "number":
+            return figure(x.what), ATOM if x.what >= 0 else UNARY
+        if x.operation == "concat":
+            return f"concatenate([{', '.join(map(self.expression, x.of))}])", ATOM
+        binds = BINDS.get(x.operation, ATOM)
+        parts = []
+        for place, y in enumerate(x.of):
+            text, its = self._written(y)
+            apart = (place > 0 and x.operation in RIGHT) or "matmul" in (x.operation, y.operation)
+            weaker = its < binds or (its == binds and apart)
+            inside = binds == ATOM and x.operation != "transpose"
+            parts.append(f"({text})" if weaker and not inside else text)
+        form = MAPS[x.operation].written if x.operation in MAPS else WRITTEN[x.operation]
+        if form[0].isalpha():
+            self.functions.add(form.partition("(")[0])
+        return form.format(*parts), binds
+
+    def assignments(self, roots: Iterable[Term], taken: Iterable[str] = (), among: Iterable[Term] = ()) -> list[str]:
+        """A line for each part of the roots that several use and that has no name, named from now on. taken: names that are
+        not free. among: where users are counted; by default in the roots themselves."""
+        roots, taken, lines = list(roots), {*taken, *self.names.values()}, list[str]()
+        among = list(among) or roots
+        users = collections.Counter(y for x in self._unnamed(among) for y in x.of) + collections.Counter(among)
+        for x in self._unnamed(roots):
+            if users[x] > 1 and x.of and x.names:
+                name = unused(self.suggested(x), taken)
+                lines.append(f"{name} = {self.expression(x)}")
+                self.names[x] = name
+                taken.add(name)
+        return lines
+
+    def suggested(self, x: Term) -> str:
+        """What a part might be called."""
+        if x in self.spoken:
+            return self.spoken[x]
+        if x.operation == "sum":
+            inside = x.of[0]
+            return "squares" if inside.operation == "mul" and inside.of[0] is inside.of[1] else "total"
+        return SUGGESTED.get(x.operation, "part")
+
+    def _unnamed(self, roots: list[Term]) -> list[Term]:
+        """What lies between the roots and what has names, each after its parts."""
+        found, stack = set[Term](), list(roots)
+        while stack:
+            x = stack.pop()
+            if x not in self.names and x not in found:
+                found.add(x)
+                stack.extend(x.of)
+        return [x for x in walk(*roots) if x in found]
+
+
+def figure(value: float) -> str:
+    """A number as one writes it."""
+    text = repr(value)
+    return text.removesuffix(".0") if text.endswith(".0") and abs(value) > 1 else text
+
+
+def equations(roots: Mapping[str, Term], spoken: Mapping[Term, str]) -> str:
+    """The terms as their definition might have said them. roots: by name. spoken: see Writer."""
+    every = list(walk(*roots.values()))
+    names = {x: x.what[0] for x in every if x.operation == "input"}
+    writer = Writer(names | {x: str(x.what[1]) for x in every if x.operation == "length"}, spoken)
+    means = [x for x in every if x.operation == "div" and x.of[0].operation == "sum" and x.of[1].operation == "length"]
+    lines = []
+    for x in means:  # what language.py makes of several operations, in its words
+        lines += writer.assignments([x.of[0].of[0]], roots, roots.values())
+        writer.names[x] = f"mean({writer.expression(x.of[0].of[0])})"
+    lines += writer.assignments(roots.values(), roots)
+    return "\n".join([*lines, *(f"{name} = {writer.expression(x)}" for name, x in roots.items())])
