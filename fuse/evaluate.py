@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .functions import MAPS, of_torch
+from .functions import MAPS
 from .terms import Axis, Term, walk
 
 
@@ -55,39 +55,6 @@ class InNumPy:
 
     def concat(self, parts: Sequence[Any]) -> Any:
         return np.concatenate(parts, -1)
-
-
-class InTorch:
-    """Torch's, op by op: what runs where there is no fused form, and what gradients are taken of."""
-
-    def number(self, value: float) -> Any:
-        return value
-
-    def length(self, axis: Axis | None, extent: int) -> Any:
-        return extent
-
-    def map(self, name: str, *of: Any) -> Any:
-        import torch
-
-        like = next(x for x in of if isinstance(x, torch.Tensor))
-        if name not in ("add", "sub", "mul", "div"):
-            of = tuple(
-                x if isinstance(x, torch.Tensor) else torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in of
-            )
-        elif not isinstance(of[0], torch.Tensor):
-            of = (torch.as_tensor(of[0], dtype=like.dtype, device=like.device), *of[1:])
-        return of_torch(name)(*of)
-
-    def reduce(self, kind: str, x: Any) -> Any:
-        return x.sum(-1, keepdim=True) if kind == "sum" else x.amax(-1, keepdim=True)
-
-    def matmul(self, a: Any, b: Any) -> Any:
-        return a @ b
-
-    def concat(self, parts: Sequence[Any]) -> Any:
-        import torch
-
-        return torch.cat(list(parts), -1)
 
 
 def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithmetic) -> list[Any]:

@@ -21,7 +21,7 @@ from tiles.launch import recorded
 from tiles.program import Plan, Program
 from tiles.schema import Schema
 
-from . import module, terms
+from . import gradient, module, terms
 from .candidates import Candidate, Chosen, candidates, chosen
 from .cost import H200
 from .evaluate import InNumPy, evaluate
@@ -51,12 +51,27 @@ class Fused:
             raise TypeError(f"{self.name}: takes {', '.join(self.names)}, got {len(arrays)} arguments")
         if isinstance(next((x for x in arrays if hasattr(x, "shape")), None), np.ndarray):
             return self._by_definition(arrays, out)
+        if gradient.wants_gradient(arrays):
+            return self._differentiable(arrays, out, stream)
         return self.run(*arrays, out=out, stream=stream)
+
+    def _differentiable(self, arrays: Sequence[Any], out: Any, stream: Any) -> Any:
+        """Of torch's tensors that require grad: the kernels forward, the definition's ops backward."""
+        if out is not None or stream is not None:
+            raise TypeError("out, stream: must be None where a tensor requires grad")
+        flat, lead = _rows(arrays)
+        results = gradient.differentiable(self.run, self.definition, flat)
+        if not lead:
+            return results
+        return tuple([x.reshape(*lead, -1) for x in results]) if isinstance(results, tuple) else results.reshape(*lead, -1)
+
+    def _shapes(self, flat: Sequence[Any]) -> tuple[Shape, ...]:
+        return tuple([shape_of(x, name) for x, name in zip(flat, self.names)])
 
     def _by_definition(self, arrays: Sequence[np.ndarray], out: Any) -> Any:
         """In NumPy, as the definition says, in float32; results have the first array's dtype."""
         flat, lead = _rows(arrays)
-        traced, shapes = self.trace(flat), [shape_of(x, name) for x, name in zip(flat, self.names)]
+        traced, shapes = self.trace(flat), self._shapes(flat)
         given = {name: x.T if s.turned else x for name, x, s in zip(self.names, flat, shapes)}
         found = evaluate(traced.roots, given, InNumPy(np.float32))
         dtype = next(x.dtype for x in arrays if isinstance(x, np.ndarray))
@@ -68,7 +83,7 @@ class Fused:
     def run(self, *arrays: Any, out: Any = None, stream: Any = None) -> Any:
         """The same by the fused kernels, of NumPy's arrays in the interpreter."""
         flat, lead = _rows(arrays)
-        shapes = [shape_of(x, name) for x, name in zip(flat, self.names)]
+        shapes = self._shapes(flat)
         program = self._program(tuple([(s.dtype, s.turned, tuple([n == 1 for n in s.extents])) for s in shapes]))
         outs = out if isinstance(out, tuple) else (out,) * program.results
         outs = tuple([x if x is None or not lead else x.reshape(-1, x.shape[-1]) for x in outs])
@@ -113,7 +128,8 @@ class Fused:
                 for name, kind in parameters.items()
             ]
         )
-        return _Program(Schema(self.name, "\n".join(rows)), planner, len(found.roots))
+        ones = {axis: 1 for axis in set("".join(letters[len(held) :])) - set("".join(letters[: len(held)]))}
+        return _Program(Schema(self.name, "\n".join(rows), **ones), planner, len(found.roots))
 
     def _plan(self, problem: Any, shapes: tuple[Shape, ...], numbers: dict[str, float]) -> Plan:
         """The launches of the best way, for this problem."""
@@ -127,7 +143,7 @@ class Fused:
     # ---- what was found ----------------------------------------------------------------------------------------------
     def trace(self, arrays: Sequence[Any]) -> Traced:
         """The definition as terms, for these arrays."""
-        return self._trace(tuple(shape_of(x, name) for x, name in zip(arrays, self.names)))
+        return self._trace(self._shapes(arrays))
 
     def _trace(self, shapes: tuple[Shape, ...]) -> Traced:
         return traced(self.definition, tuple(self.names), shapes)

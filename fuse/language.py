@@ -1,15 +1,17 @@
-"""The functions that a fused function is written with. On its arrays they give terms; on anything else they are NumPy's.
+"""The functions that a fused function is written with. On its arrays they give terms; on torch's tensors they are torch's, on
+anything else NumPy's: a definition can be called as it is.
 
 Reductions are along the last axis and keep it, with length 1, so that their results broadcast against what they reduced."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 
 from . import terms
-from .functions import MAPS
+from .functions import MAPS, of_torch
 from .terms import Term
 
 NAMES = "abs exp exp2 gelu log maximum minimum relu rsqrt sigmoid silu sqrt tanh where".split()
@@ -22,11 +24,20 @@ def _map(name: str):
     def function(*x):
         if len(x) != row.arity:
             raise TypeError(f"{name}: takes {row.arity} argument{'s' * (row.arity > 1)}, got {len(x)}")
-        return terms.apply(name, *x) if any(isinstance(one, Term) for one in x) else row.numpy(*x)
+        if any([isinstance(one, Term) for one in x]):
+            return terms.apply(name, *x)
+        like = next((one for one in x if _torch(one)), None)
+        return row.numpy(*x) if like is None else of_torch(name)(*[one if _torch(one) else like.new_tensor(one) for one in x])
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"{name} of {'each element' if row.arity == 1 else 'elements, which broadcast'}; see ops.{name}."
     return function
+
+
+def _torch(x: Any) -> bool:
+    """Is it a tensor of torch's?"""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
 
 
 globals().update({name: _map(name) for name in NAMES})
@@ -34,17 +45,21 @@ globals().update({name: _map(name) for name in NAMES})
 
 def sum(x: Any, axis: int = -1) -> Any:
     """The sum of each row, an axis of length 1."""
-    return terms.reduce("sum", x, axis) if isinstance(x, Term) else np.sum(x, axis, keepdims=True)
+    if isinstance(x, Term):
+        return terms.reduce("sum", x, axis)
+    return x.sum(axis, keepdim=True) if _torch(x) else np.sum(x, axis, keepdims=True)
 
 
 def max(x: Any, axis: int = -1) -> Any:
     """The greatest element of each row, an axis of length 1."""
-    return terms.reduce("max", x, axis) if isinstance(x, Term) else np.max(x, axis, keepdims=True)
+    if isinstance(x, Term):
+        return terms.reduce("max", x, axis)
+    return x.amax(axis, keepdim=True) if _torch(x) else np.max(x, axis, keepdims=True)
 
 
 def mean(x: Any, axis: int = -1) -> Any:
     """The mean of each row, an axis of length 1."""
-    return sum(x, axis) / (terms.length(x) if isinstance(x, Term) else np.shape(x)[axis])
+    return sum(x, axis) / (terms.length(x) if isinstance(x, Term) else x.shape[axis])
 
 
 def var(x: Any, axis: int = -1) -> Any:
@@ -62,7 +77,7 @@ def softmax(x: Any, axis: int = -1) -> Any:
 def concatenate(parts: Any, axis: int = -1) -> Any:
     """Matrices side by side."""
     if not any(isinstance(x, Term) for x in parts):
-        return np.concatenate(parts, axis)
+        return sys.modules["torch"].cat(parts, axis) if _torch(parts[0]) else np.concatenate(parts, axis)
     if axis not in (-1, 1):
         raise TypeError(f"concatenate: joins the last axis, got {axis=}")
     return terms.concat(*parts)
@@ -70,4 +85,4 @@ def concatenate(parts: Any, axis: int = -1) -> Any:
 
 def transpose(x: Any) -> Any:
     """The transpose of a matrix."""
-    return terms.transpose(x) if isinstance(x, Term) else np.transpose(x)
+    return terms.transpose(x) if isinstance(x, Term) else x.T

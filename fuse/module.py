@@ -19,9 +19,9 @@ WIDTH = 120
 @dataclass
 class Text:
     """A kernel's lines. globals: assignments of the module. kernel: the body. helpers: functions that it calls. before: lines
-    of the launching function, ahead of the launch. grid, threads: of the launch, in terms of the arrays. arguments: the kernel's
-    parameters, and what each is given. shared: does it open `smem`? cluster: blocks of a cluster. imports: lines. ops, tiles:
-    names that are imported from there."""
+    of the launching function, ahead of the launch. grid, threads: of the launch, in terms of the arrays. arguments: the
+    kernel's parameters, and what each is given. shared: does it open `smem`? cluster: blocks of a cluster. imports:
+    lines. ops, tiles: names that are imported from there."""
 
     globals: list[str] = field(default_factory=list)
     kernel: list[str] = field(default_factory=list)

@@ -3,8 +3,8 @@
 1. Identity testing. Both terms are computed with random numbers of the field of p = 2^61 - 1 elements, exactly. Two rational
    functions of degree d that differ are equal at a random point with a chance of at most d / p (Schwartz, Zippel). exp is a
    homomorphism from exponents, which are numbers mod q, into the field's subgroup of q elements: exp(a + b) = exp(a) exp(b)
-   holds, and little else. What lies outside a field, a maximum, a root, a sigmoid, is opaque: a random function, equal where its
-   arguments are.
+   holds, and little else. What lies outside a field, a maximum, a root, a sigmoid, is opaque: a random function, equal where
+   its arguments are.
 2. The kernel against the definition in float64, by the error rule of the tests, at lengths off all tiles' edges.
 3. The same run in the interpreter, which stops at races, deadlocks and reads of what is in flight.
 

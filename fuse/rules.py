@@ -135,7 +135,7 @@ def _steps(roots: Sequence[Term], rules: Sequence[Rule]) -> Iterator[tuple[Rule,
     for x in list(walk(*roots)):
         for rule in rules:
             for other in rule.of(x):
-                if other is not x:
+                if other is not x and other.extents == x.extents:
                     yield rule, x, other
 
 

@@ -168,15 +168,11 @@ def _base(x: Term) -> Term | None:
         if y in seen:
             continue
         seen.add(y)
-        if y.operation in ("number", "length") or (y.operation == "input" and not is_tile(y)):
-            if y.names and not along(y):
-                return None
-        elif (y.operation in MAPS and is_tile(y)) or (
-            y.operation in MAPS and (not y.names or y.names[0] is None or y.ndim == 1)
-        ):
+        of_rows = y.ndim == 2 and y.names[0] is not None
+        if y.operation in MAPS and (is_tile(y) or not of_rows):
             stack.extend(y.of)
         elif is_tile(y):
             found.add(y)
-        else:
+        elif of_rows or (y.of and y.operation not in MAPS):
             return None
     return found.pop() if len(found) == 1 else None

@@ -1,0 +1,140 @@
+"""Row maps: what is traced, what is written, and that it computes the definition."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fuse
+from fuse import module
+from tiles import bf16, fp16, fp32
+from tiles.testing import assert_close, wide
+
+
+@fuse.kernel
+def rms_norm(x, g):
+    return x * fuse.rsqrt(fuse.mean(x * x) + 1e-5) * g
+
+
+@fuse.kernel
+def layer_norm(x, residual, g, b):
+    h = x + residual
+    centred = h - fuse.mean(h)
+    return centred * fuse.rsqrt(fuse.mean(centred * centred) + 1e-5) * g + b, h
+
+
+@fuse.kernel
+def softmax(x):
+    return fuse.softmax(x)
+
+
+@fuse.kernel
+def statistics(x):
+    return fuse.max(x), fuse.mean(x)
+
+
+@fuse.kernel
+def gate(x, y, alpha):
+    return fuse.where(x > 0, fuse.silu(x) * y, alpha * abs(y)) - fuse.minimum(x, 1.0)
+
+
+KERNELS = {rms_norm: "xg", layer_norm: "xxgg", softmax: "x", statistics: "x", gate: "xxn"}
+
+
+def sample(rng, kind, rows, columns, dtype):
+    """An argument: x a matrix, g a vector along its columns, n a number."""
+    shape = {"x": (rows, columns), "g": (columns,), "n": ()}[kind]
+    found = rng.standard_normal(shape).astype(np.float32)
+    return found.astype(dtype.np) if shape else float(found)
+
+
+def compare(kernel, arrays):
+    """The kernels' results, in the interpreter, against the definition in float64 and in the dtype of the arrays."""
+    got = kernel.run(*arrays)
+    results = []
+    for convert in (wide, lambda x: x):
+        found = kernel.definition(*[convert(x) if hasattr(x, "shape") else x for x in arrays])
+        results.append(found if isinstance(found, tuple) else (found,))
+    for y, ref, low in zip(got if isinstance(got, tuple) else (got,), *results):
+        assert_close(y, ref, low, factor=3)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(("rows", "columns", "dtype"), [(1, 8, bf16), (17, 130, fp16), (3, 2050, bf16), (16, 128, fp32)])
+def test_against_float64(kernel, rows, columns, dtype):
+    rng = np.random.default_rng(rows)
+    compare(kernel, [sample(rng, kind, rows, columns, dtype) for kind in KERNELS[kernel]])
+
+
+def test_leading_axes_are_rows():
+    rng = np.random.default_rng(0)
+    x, g = sample(rng, "x", 12, 40, bf16).reshape(2, 6, 40), sample(rng, "g", 0, 40, bf16)
+    assert (rms_norm.run(x, g) == rms_norm.run(x.reshape(12, 40), g).reshape(2, 6, 40)).all()
+    assert rms_norm(x, g).shape == (2, 6, 40)
+
+
+def test_results_go_where_they_are_wanted():
+    x = np.ones((4, 24), np.float32)
+    y = np.full_like(x, np.nan)
+    assert softmax.run(x, out=y) is y and np.allclose(y, 1 / 24)
+
+
+@pytest.mark.parametrize("columns", [100, 3000])
+def test_the_text_is_the_kernel(columns):
+    """A module that is short, has no line too long, and computes bitwise what the call does."""
+    rng = np.random.default_rng(1)
+    arrays = [sample(rng, kind, 5, columns, bf16) for kind in "xxgg"]
+    text = layer_norm.source(*arrays)
+    assert len(text.splitlines()) <= 80 and max(map(len, text.splitlines())) <= module.WIDTH
+    space: dict = {}
+    exec(text, space)
+    results = np.empty_like(arrays[0]), np.empty_like(arrays[0])
+    space["launch"](*arrays, *results)
+    for mine, its in zip(results, layer_norm.run(*arrays)):
+        assert (mine == its).all()
+
+
+def test_names_are_those_of_the_definition():
+    """What the definition calls a term the kernel calls it, too."""
+    text = layer_norm.source(*[np.zeros(s, bf16.np) for s in ((5, 100), (5, 100), 100, 100)])
+    assert "centred = h - total / width" in text and text.startswith('"""h = x + residual\ncentred = h - mean(h)\n')
+
+
+# ---- random terms ----------------------------------------------------------------------------------------------------
+UNARY = ["exp", "tanh", "sigmoid", "silu", "relu", "abs"]
+BINARY = ["add", "sub", "mul", "maximum", "minimum"]
+
+
+@st.composite
+def definitions(draw):
+    """A random function of x (rows, columns) and g (columns,), of maps and reductions that neither overflow nor cancel much."""
+    step = st.tuples(st.sampled_from(["unary", "binary", "reduce"]), st.integers(0, 99), st.integers(0, 99))
+    steps = draw(st.lists(step, max_size=6))
+
+    def definition(x, g):
+        known = [x, x * g]
+        for kind, a, b in steps:
+            one, other = known[a % len(known)], known[b % len(known)]
+            if kind == "unary":
+                made = getattr(fuse, UNARY[a % len(UNARY)])(fuse.minimum(one, 2.0))
+            elif kind == "binary":
+                name = BINARY[b % len(BINARY)]
+                made = {"add": lambda p, q: p + q, "sub": lambda p, q: p - q, "mul": lambda p, q: p * q}.get(name)
+                made = (made or getattr(fuse, name))(one, other)
+                made = fuse.minimum(fuse.maximum(made, -4.0), 4.0)
+            else:
+                made = one - (fuse.max(one) if b % 2 else fuse.mean(one))
+            known.append(made)
+        return known[-1] + known[-2] * 0.5
+
+    return definition
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(definitions(), st.integers(1, 20), st.sampled_from([7, 64, 150]))
+def test_random_terms(definition, rows, columns):
+    rng = np.random.default_rng(rows)
+    kernel = fuse.kernel(definition)
+    arrays = [sample(rng, kind, rows, columns, fp32) for kind in "xg"]
+    compare(kernel, arrays)
+    assert kernel.proof(*arrays).holds
