@@ -1,24 +1,23 @@
 """Sums across a cluster whose blocks take a part of K each: of tiles, which one block finishes, and of vectors, which all get.
 
     total = ClusterSum(BLOCKS, warps=4, tile=rt(16, 16, fp32))
-    smem = shared(..., parts=total.parts, full=barrier(total.finishers), free=barrier(total.senders))
+    smem = shared(..., parts=total.parts, full=barrier(total.finishers))
     ...
-    total.send(acc, r, parts, full, free)             # by every warp: to the block that finishes its tile
+    total.send(acc, parts, full)                      # by each of the warps: to the block that finishes its tile
     if total.mine():
-        acc = total.receive(acc, r, parts, full, free)    # what the peers have of it, added
+        acc = total.receive(acc, parts, full)         # and what the peers have of it
 
 Warp w of all blocks works on the same tile of the result, and block w // finishers finishes it: all blocks get as much of that
-work. What is sent goes from registers to the peer's shared memory (st.async) and counts on a barrier there; `r` is the number of
-the round, from 0: a peer sends that of round r when what it sent in the round before has been read.
-
+work. What is sent goes from registers to the peer's shared memory (st.async) and counts on a barrier there.
 
     sums = RowSums(BLOCKS, rows=16)
     smem = shared(..., squares=sums.parts, known=barrier(4))
     ...
-    sums.send(row_sum(x * x), squares, known)         # by the four warps of a warpgroup, once
+    sums.send(row_sum(x * x), squares, known)         # by the four warps of a warpgroup
     vector = sums.receive(squares, known)             # by any warp: the sum of all blocks'
 
-Before the first `send` the cluster has met (barriers are ready then), and it meets at the end: cluster.sync().
+Both once in a kernel. Before a `send` the cluster has met (barriers are ready then). Every block receives, so none is gone while
+a peer still sends to it, and the cluster need not meet at the end.
 """
 
 from tiles import fp32, inlined, rt, st, static, sv
@@ -32,16 +31,16 @@ BAND = 16  # rows of a warp's tile
 
 @static
 class ClusterSum:
-    """The sum over the `blocks` of a cluster (2, 4, 8) of the tiles that the first `warps` warps of each have: fp32 tiles of 16
-    rows. `blocks` divides `warps`."""
+    """The sum over the `blocks` of a cluster (1, 2, 4, 8) of the tiles that the first `warps` warps of each have: fp32 tiles of
+    16 rows. `blocks` divides `warps`."""
 
     blocks: int
     warps: int
     tile: rt
 
     def __post_init__(self):
-        if self.blocks < 2 or self.warps % self.blocks:
-            raise ValueError(f"ClusterSum: 2 or more blocks, and a multiple of them warps, got {self.blocks} and {self.warps}")
+        if self.blocks < 1 or self.warps % self.blocks:
+            raise ValueError(f"ClusterSum: blocks must divide the warps, got {self.blocks} and {self.warps}")
         if self.tile.rows != BAND or self.tile.dtype is not fp32:
             raise ValueError(f"ClusterSum: a warp's tile has 16 rows of fp32, got {self.tile}")
 
@@ -54,11 +53,6 @@ class ClusterSum:
     def finishers(self):
         """Warps of a block that finish a tile: how many arrive on `full`."""
         return self.warps // self.blocks
-
-    @property
-    def senders(self):
-        """Warps of a block that send theirs: how many arrive on `free`."""
-        return self.warps - self.finishers
 
     @property
     def nbytes(self):
@@ -76,24 +70,21 @@ class ClusterSum:
         return self.warp() // self.finishers == cluster.rank()
 
     @inlined
-    def send(self, tile, r, parts, full, free):
-        """Send this warp's tile of round r to the block that finishes it, if that is another."""
+    def send(self, tile, parts, full):
+        """Send this warp's tile to the block that finishes it, if that is another. full: barrier(finishers)."""
         home = self.warp() // self.finishers
         if home != cluster.rank():
-            cluster.receive(free, r)
             place = subtile(parts, BAND, cluster.rank() * self.finishers + self.warp() % self.finishers)
             cluster.store_async(cluster.map(place, home), tile, cluster.map(full, home))
 
     @inlined
-    def receive(self, tile, r, parts, full, free):
-        """tile, and what the peers have sent of it in round r. By a warp whose tile is `mine`."""
-        own = self.warp() % self.finishers
+    def receive(self, tile, parts, full):
+        """tile, and what the peers have sent of it. By a warp whose tile is `mine`."""
         raw.expect(full, self.nbytes)
-        cluster.receive(full, r + 1)
+        cluster.receive(full, 1)
         for k in range(1, self.blocks):
             peer = (cluster.rank() + k) % self.blocks
-            tile = tile + load(subtile(parts, BAND, peer * self.finishers + own), self.tile)
-            cluster.signal(cluster.map(free, peer))
+            tile = tile + load(subtile(parts, BAND, peer * self.finishers + self.warp() % self.finishers), self.tile)
         return tile
 
 
@@ -101,7 +92,7 @@ class ClusterSum:
 class RowSums:
     """The sums along `rows` rows (16, 32, 64) whose columns are spread over the blocks of a cluster, and in each over a
     warpgroup: warp w has summed up the 16 rows of band w % bands, where warps of one band take other columns. Every block gets
-    the sums, once in a kernel, as the row_vec of products whose columns are those rows."""
+    the sums, as the row_vec of products whose columns are those rows."""
 
     blocks: int
     rows: int
