@@ -11,7 +11,7 @@ from runpy import run_path as _run_path
 if _why := _run_path(str(_Path(__file__).parents[1] / "tiles/importable.py"))["obstacle"]():  # `tiles` may be another's
     raise ImportError(_why)
 
-from . import block, cluster, complex, matmul, raw, warpgroup
+from . import block, cluster, complex, grid, matmul, raw, warpgroup
 from . import printing as _printing  # print takes tiles  # noqa: F401
 from .elementwise import convert as _convert  # dtypes become callable  # noqa: F401
 from .elementwise.arithmetic import fma, maximum, minimum
@@ -75,7 +75,7 @@ from .shape.transpose import swap_layout, transpose
 __all__ = [
     "abs", "bernoulli", "block", "causal", "cluster", "col_index", "col_max", "col_min", "col_prod", "col_sum", "columns",
     "commit_group", "complex", "copy_async", "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum",
-    "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "hstack", "inverse_unit_lower", "lane_sum",
+    "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grid", "hstack", "inverse_unit_lower", "lane_sum",
     "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "load", "load_row", "log", "log2", "lower_fill",
     "map", "matmul", "maximum", "minimum", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones",
     "outside_fill", "persistent_tile", "pos_infty", "prefetch", "rasterize", "raw", "reciprocal", "relu", "rescale",

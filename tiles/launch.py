@@ -222,11 +222,11 @@ class Bound:
     frames: the kernel's."""
 
     of_lengths = True
-    __slots__ = ("cluster", "code", "contents", "frames", "nbytes", "threads", "title")
+    __slots__ = ("cluster", "code", "contents", "early", "frames", "nbytes", "threads", "title")
 
-    def __init__(self, code: Loaded, title: str, threads, cluster, nbytes: int, contents: Contents, frames: Frames):
+    def __init__(self, code: Loaded, title: str, threads, cluster, nbytes: int, contents: Contents, frames: Frames, early=False):
         self.code, self.title, self.threads, self.cluster, self.nbytes = code, title, threads, cluster, nbytes
-        self.contents, self.frames = contents, frames
+        self.contents, self.frames, self.early = contents, frames, early
 
     def __call__(self, stream: int, *addresses: int) -> None:
         count = len(self.contents.plain) + len(self.contents.maps)
@@ -270,12 +270,18 @@ class Bound:
         config = driver.CUlaunchConfig()
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads
         config.sharedMemBytes = self.nbytes
+        attributes = []
         if self.cluster:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dimension = attribute.value.clusterDim
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimension = attributes[-1].value.clusterDim
             dimension.x, dimension.y, dimension.z = self.cluster
-            config.attrs, config.numAttrs = [attribute], 1
+        if self.early:
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes[-1].value.programmaticStreamSerializationAllowed = 1
+        if attributes:
+            config.attrs, config.numAttrs = attributes, len(attributes)
         return config
 
     def __str__(self):
@@ -426,10 +432,10 @@ def kernel_for(family, config, ordinal: int | None) -> Kernel:
 class Launch:
     """What `launch` returns: call it with the kernel's arguments, or bind it to them."""
 
-    def __init__(self, kernel, grid, block, shared, stream, cluster):
+    def __init__(self, kernel, grid, block, shared, stream, cluster, early=False):
         if not hasattr(kernel, "py_func"):
             raise TypeError(f"launch: kernel must be a @cuda.jit function, got {kernel!r}")
-        self.kernel, self.shared, self.stream = kernel, shared, stream
+        self.kernel, self.shared, self.stream, self.early = kernel, shared, stream, early
         self.grid, self.block = _extents("grid", grid), _extents("block", block)
         self.cluster = cluster and _extents("cluster", cluster)
         threads = self.block[0] * self.block[1] * self.block[2]
@@ -480,7 +486,7 @@ class Launch:
             arrays += p.array is not None
             slots.extend(p.slots)
         contents = Contents(self.grid, struct.pack(f"<{len(slots)}Q", *slots), plain, maps)
-        return Bound(code, self.title, self.block, self.cluster, nbytes, contents, Frames(len(slots), places))
+        return Bound(code, self.title, self.block, self.cluster, nbytes, contents, Frames(len(slots), places), self.early)
 
     def __call__(self, *args) -> None:
         given = parameters(self.kernel, args)
@@ -530,16 +536,19 @@ def _extents(name, given):
     return tuple(map(int, extents)) + (1,) * (3 - len(extents))
 
 
-def launch(kernel, grid, block, *, shared=None, stream=None, cluster=None) -> Launch:
+def launch(kernel, grid, block, *, shared=None, stream=None, cluster=None, early=False) -> Launch:
     """`launch(kernel, grid, block)(*args)` runs a `@cuda.jit` kernel; `.bind(*args)` makes it ready to be run often.
 
     grid: blocks, block: threads, cluster: blocks of a cluster; each an integer or a tuple of up to three. shared: the
     `tiles.shared` plan that the kernel opens. stream: a handle or a stream object; by default the current stream of the
     first array's framework. A launch may be captured in a CUDA graph, its first one included.
 
+    early: the grid may begin before the one before it on the stream is done (sm_90 and later). The kernel waits for that one by
+    ops.grid.wait() before it writes anything, or reads what that one may have written.
+
     args: arrays (anything with `__dlpack__` or `__cuda_array_interface__`, NumPy's included), `tiles.tensor(...)` for TMA,
     numbers. All arrays lie on one GPU, or all in host memory: then the kernel runs in the interpreter.
 
     ValueError, TypeError: an argument is wrong. RuntimeError: the GPU lacks an instruction, or CUDA's own error by name.
     Hazard: the interpreter found what the hardware would get wrong in silence."""
-    return Launch(kernel, grid, block, shared, stream, cluster)
+    return Launch(kernel, grid, block, shared, stream, cluster, early)

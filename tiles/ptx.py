@@ -63,6 +63,16 @@ def cluster_wait(b):
     b.do("barrier.cluster.wait.acquire.aligned;")
 
 
+def grid_wait(b):
+    """Until the grids that this one was launched early after are done, and what they wrote is visible."""
+    b.do("griddepcontrol.wait;")
+
+
+def grid_release(b):
+    """A grid that is launched early after this one may begin, once all blocks have said so."""
+    b.do("griddepcontrol.launch_dependents;")
+
+
 # ---- TMA -----------------------------------------------------------------------------------------------------------
 def _box(b, gl, at):
     """(element coordinates of the tile at `at`, innermost axis first; which of them is the column's)."""

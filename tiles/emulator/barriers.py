@@ -228,6 +228,11 @@ def _(match, w, at):
     w.set_registers(int(count.text), match[1] == "inc")
 
 
+@means(r"griddepcontrol\.(wait|launch_dependents)")
+def _(match, w, at):
+    """Grids run one after the other here."""
+
+
 @means(r"prefetch\.tensormap|prefetch\..*|cp\.async\.bulk\.prefetch\.tensor\..*|nanosleep\.u32|pragma")
 def _(_, w, at):
     """Changes nothing that a kernel could see."""

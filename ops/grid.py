@@ -1,0 +1,30 @@
+"""Grids that follow one another on a stream: one launched with tiles.launch(..., early=True) may begin while the grid before it
+still runs (programmatic dependent launch, sm_90 and later), and bring what that one does not write, such as weights.
+
+    if me == PRODUCER:
+        w.fill(...)                # not written by the grid before
+        grid.wait()                # it is done, and what it wrote is visible
+        grid.release()             # the next grid may begin: as soon as all blocks have said so, and there is room
+        x.fill(...)
+
+Whoever launches so promises that what is read before `wait` was not written by the grid just before, and that nothing is written
+before it. A block that releases only after it has waited keeps that promise short: two grids before, all is done. In a launch
+that is not early `wait` is over at once. The interpreter runs grids one after the other, and cannot check this."""
+
+from tiles import ptx
+from tiles.op import lowers, op
+from tiles.plumbing import void
+
+
+@op
+def wait():
+    """Until the grid before this one is done. What it wrote is then visible to this thread, and to what waits for it."""
+
+
+@op
+def release():
+    """The grid after this one may begin, if it is launched early, once every block of this grid has called this or is done."""
+
+
+lowers(wait)(lambda: (void, ptx.grid_wait))
+lowers(release)(lambda: (void, ptx.grid_release))
