@@ -49,11 +49,12 @@ def candidates(found: Traced, card: Card) -> list[Candidate]:
 
 
 class Chosen(NamedTuple):
-    """A way as a module. outs: names of the results. scratch: terms that are kept in memory between kernels."""
+    """A way as a module. outs: names of the results. scratch: terms that are kept in memory between kernels. written: both."""
 
     text: str
     outs: tuple[str, ...]
     scratch: tuple[Term, ...]
+    written: tuple[Term, ...]
 
 
 @functools.lru_cache(1024)
@@ -72,4 +73,4 @@ def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
         known.add(label)
         texts.append((label, kernel.text(label, parameters, spoken)))
     given = [*(key for key, _ in found.inputs), *found.outs, *(parameters[x] for x in scratch)]
-    return Chosen(module.assemble(title, name, texts, given), found.outs, tuple(scratch))
+    return Chosen(module.assemble(title, name, texts, given), found.outs, tuple(scratch), (*candidate.roots, *scratch))

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
+
+from tiles.device import device, hopper
+from tiles.profile.card import peaks
+
+REACHED = 0.87, 0.7  # of the peaks of memory and of the tensor cores, by the best kernels there are
+LAUNCH = 1.5e-6  # seconds that one kernel more adds to a graph of several
+MAPS = 64  # other operations of a multiprocessor and a cycle, a conversion or two counted in
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a card can do. bytes, products, maps: a second; products are of 16-bit matrices, 2 operations each, as they run
-    hot. launch: seconds that one kernel adds to a graph of several."""
+    """What a card can do. bytes, products, maps: a second; products are of 16-bit matrices, 2 operations each. wgmma: has it
+    that?"""
 
     name: str
     processors: int
     bytes: float
     products: float
     maps: float
-    launch: float = 1.5e-6
+    wgmma: bool = True
 
     def seconds(self, kernel: Any) -> float:
-        """A kernel that says its `bytes`, `operations` of the tensor cores and `maps`."""
-        return self.launch + max(kernel.bytes / self.bytes, kernel.operations / self.products, kernel.maps / self.maps)
+        """Of a kernel that says its `bytes`, `operations` of the tensor cores and `maps`."""
+        return LAUNCH + max(kernel.bytes / self.bytes, kernel.operations / self.products, kernel.maps / self.maps)
 
 
-H200 = Card("H200", 132, 4.2e12, 7.0e14, 2.5e13)
+H200 = Card("NVIDIA H200", 132, 4.2e12, 6.9e14, 1.6e13)
+
+
+@functools.cache
+def card(ordinal: int | None) -> Card:
+    """The card of this CUDA ordinal; None, where kernels are interpreted, is an H200."""
+    if ordinal is None:
+        return H200
+    gpu = device(ordinal)
+    most = peaks(gpu)
+    products = most.flop or 1e14
+    return Card(gpu.name, gpu.processors, REACHED[0] * most.bandwidth, REACHED[1] * products, H200.maps, hopper(gpu.capability))

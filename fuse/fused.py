@@ -21,9 +21,9 @@ from tiles.launch import recorded
 from tiles.program import Plan, Program
 from tiles.schema import Schema
 
-from . import gradient, module, terms
+from . import gradient, module, place, terms, tune
 from .candidates import Candidate, Chosen, candidates, chosen
-from .cost import H200
+from .cost import card
 from .evaluate import InNumPy, evaluate
 from .proof import Proof, proven
 from .trace import Shape, Traced, traced
@@ -133,7 +133,7 @@ class Fused:
 
     def _plan(self, problem: Any, shapes: tuple[Shape, ...], numbers: dict[str, float]) -> Plan:
         """The launches of the best way, for this problem."""
-        made = self._chosen(shapes)
+        made = self._chosen(shapes, problem.device)
         operands = [problem[name] if s.extents else numbers[name] for name, s in zip(self.names, shapes)]
         operands += [problem[name] for name in made.outs]
         scratch = [(x.extents, problem.dtype) for x in made.scratch]
@@ -148,20 +148,45 @@ class Fused:
     def _trace(self, shapes: tuple[Shape, ...]) -> Traced:
         return traced(self.definition, tuple(self.names), shapes)
 
-    def _chosen(self, shapes: tuple[Shape, ...]) -> Chosen:
+    def _chosen(self, shapes: tuple[Shape, ...], ordinal: int | None) -> Chosen:
         """The module for arrays of these shapes."""
         found = self._trace(shapes)
-        return chosen(self.name, found, self._candidates(found)[0])
+        return chosen(self.name, found, self._candidates(found, ordinal)[0])
 
-    def _candidates(self, found: Traced) -> list[Candidate]:
-        every = candidates(found, H200)
+    def _candidates(self, found: Traced, ordinal: int | None) -> list[Candidate]:
+        """What was found, the best first: as measured on this card, else by the roofline."""
+        every = candidates(found, card(ordinal))
         if not every:
-            raise TypeError(f"{self.name}: no kernel computes {', '.join(map(str, found.roots))}")
-        return every
+            raise TypeError(f"{self.name}: {place.why(found.roots, card(ordinal))}")
+        if ordinal is None or len(every) == 1:
+            return every
+        seconds = tune.remembered([chosen(self.name, found, one) for one in every[: tune.FEW]], card(ordinal).name)
+        return tune.ranked(every, seconds) if seconds else every
+
+    def _found(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
+        """The definition as terms, and what was found, for these arrays."""
+        flat, _ = _rows(arrays)
+        found = self.trace(flat)
+        return found, self._candidates(found, _ordinal(flat))
+
+    def tune(self, *arrays: Any, say: Callable[[str], None] = lambda text: None) -> list[Candidate]:
+        """Measure the best candidates on the card that these arrays lie on, and remember the fastest; a call finds it from
+        then on. say: is told what is going on."""
+        flat, _ = _rows(arrays)
+        found, ordinal = self.trace(flat), _ordinal(flat)
+        if ordinal is None:
+            raise ValueError(f"{self.name}: only a card can be measured, and {self.names[0]} lies in host memory")
+        every = candidates(found, card(ordinal))
+        made = [chosen(self.name, found, one) for one in every[: tune.FEW]]
+        given = [x.T if s.turned else x for x, s in zip(flat, self._shapes(flat))]
+        seconds = tune.measure(self.name, made, given, say)
+        tune.remember(made, card(ordinal).name, seconds)
+        self.programs.clear()
+        return tune.ranked(every, seconds)
 
     def candidates(self, *arrays: Any) -> list[Candidate]:
         """What was found for these arrays, the best first."""
-        return self._candidates(self.trace(_rows(arrays)[0]))
+        return self._found(arrays)[1]
 
     def explain(self, *arrays: Any) -> str:
         """In sentences: which rules were used, what the kernels do, what the roofline says."""
@@ -169,13 +194,13 @@ class Fused:
 
     def source(self, *arrays: Any) -> str:
         """The module that serves these arrays, as text: run it, edit it, keep it."""
-        found = self.trace(_rows(arrays)[0])
-        return chosen(self.name, found, self._candidates(found)[0]).text
+        found, every = self._found(arrays)
+        return chosen(self.name, found, every[0]).text
 
     def proof(self, *arrays: Any) -> Proof:
         """Whether the kernels that serve these arrays compute the definition, how that was found out, and what was not."""
-        found = self.trace(_rows(arrays)[0])
-        return proven(self.name, found, self._candidates(found)[0])
+        found, every = self._found(arrays)
+        return proven(self.name, found, every[0])
 
 
 def kernel(definition: Callable) -> Fused:
@@ -199,6 +224,11 @@ def _rows(arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
     lead = tuple(deep.shape[:-1])
     flat = [x.reshape(-1, x.shape[-1]) if tuple(getattr(x, "shape", ())[:-1]) == lead else x for x in arrays]
     return flat, lead
+
+
+def _ordinal(arrays: Sequence[Any]) -> int | None:
+    """Where they lie."""
+    return describe(next(x for x in arrays if hasattr(x, "shape")), "x").device
 
 
 def shape_of(x: Any, name: str) -> Shape:

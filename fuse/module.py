@@ -4,92 +4,123 @@ A template says of its kernel a Text: what stands in it line by line. `assemble`
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
-import itertools
 import linecache
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
+
+import jinja2
+
+import ops
+import tiles
 
 WIDTH = 120
+HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
+HOMES |= {"cuda": "numba", "int32": "numpy", "machine": "tiles.device", "describe": "tiles.frameworks"}
+HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums")}
+MODULES = {"math", "tiles"}
 
 
 @dataclass
 class Text:
-    """A kernel's lines. globals: assignments of the module. kernel: the body. helpers: functions that it calls. before: lines
-    of the launching function, ahead of the launch. grid, threads: of the launch, in terms of the arrays. arguments: the
-    kernel's parameters, and what each is given. shared: does it open `smem`? cluster: blocks of a cluster. imports:
-    lines. ops, tiles: names that are imported from there."""
+    """A kernel's lines. globals: assignments of the module. helpers: functions that the kernel calls. kernel: its body. before:
+    lines of the launching function, ahead of the launch. launch: what follows the kernel in tiles.launch(kernel, ...). threads:
+    of a block. arguments: the kernel's parameters, and what each is given."""
 
     globals: list[str] = field(default_factory=list)
-    kernel: list[str] = field(default_factory=list)
     helpers: list[str] = field(default_factory=list)
+    kernel: list[str] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
-    arguments: list[tuple[str, str]] = field(default_factory=list)
-    grid: str = ""
+    launch: str = ""
     threads: str = ""
-    shared: bool = False
-    cluster: str = ""
-    imports: set[str] = field(default_factory=set)
-    ops: set[str] = field(default_factory=set)
-    tiles: set[str] = field(default_factory=set)
+    arguments: list[tuple[str, str]] = field(default_factory=list)
 
-    def uses(self, ops: str = "", tiles: str = "") -> None:
-        """These names, apart by spaces, are to be imported."""
-        self.ops |= set(ops.split())
-        self.tiles |= set(tiles.split())
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("fuse", "templates"),
+        line_statement_prefix="%",
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+
+
+def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
+    """The Text of a template. gaps: what fills it; `arguments`, `before`, `launch` and `threads` among them."""
+    template = _templates().get_template(file)
+    blocks = {name: "".join(block(template.new_context(dict(gaps)))).splitlines() for name, block in template.blocks.items()}
+    of_launch = {name: gaps[name] for name in ("arguments", "before", "launch", "threads")}
+    return Text(blocks["constants"], blocks["helpers"], blocks["kernel"], **of_launch)
 
 
 def assemble(title: str, name: str, kernels: Sequence[tuple[str, Text]], parameters: Sequence[str]) -> str:
     """The module's text. title: its docstring. name: of what it computes. kernels: the name and the Text of each, in the order
     of their launches. parameters: what is launched with; arrays that are written come last."""
-    texts = [text for _, text in kernels]
-    imports = sorted(set().union(*(text.imports for text in texts)))
-    plain = [line for line in imports if line.startswith("import")]
-    others = [line for line in imports if not line.startswith("import")]
-    ops, names = (sorted(set().union(*(getattr(text, what) for text in texts))) for what in ("ops", "tiles"))
-    head = [*plain, ""] if plain else []
-    head += ["from numba import cuda", *others, "", "import tiles"]
-    head += [f"from ops import {', '.join(ops)}", f"from tiles import {', '.join(names)}", ""]
     constants, bodies, launches = [], [], []
     for kernel, text in kernels:
-        mark = _marks(kernel, text) if len(kernels) > 1 else {}
-        constants += [_marked(line, mark) for line in text.globals]
-        bodies += [*(["", ""] if text.helpers else []), *(_marked(line, mark) for line in text.helpers)]
-        bodies += ["", "", f"@cuda.jit(launch_bounds=({_marked(text.threads, mark)}, 1))"]
+        mark = functools.partial(_marked, marks=_marks(kernel, text) if len(kernels) > 1 else {})
+        constants += map(mark, text.globals)
+        bodies += ["", "", *map(mark, text.helpers)] if text.helpers else []
+        bodies += ["", "", f"@cuda.jit(launch_bounds=({mark(text.threads)}, 1))"]
         bodies += [f"def {kernel}({', '.join(one for one, _ in text.arguments)}):"]
-        bodies += [f"    {_marked(line, mark)}" for line in text.kernel]
-        launches += [f"    {_marked(line, mark)}" for line in text.before]
-        options = "".join(
-            f", {option}={value}"
-            for option, value in (("shared", "smem" if text.shared else ""), ("cluster", text.cluster))
-            if value
-        )
+        bodies += [f"    {mark(line)}" for line in text.kernel]
+        launches += [f"    {mark(line)}" for line in text.before]
         given = ", ".join(value for _, value in text.arguments)
-        launches += ["    " + _marked(f"tiles.launch({kernel}, {text.grid}, {text.threads}{options})({given})", mark)]
-    launch = [
-        "",
-        "",
-        f"def launch({', '.join(parameters)}):",
-        f'    """{name}, on arrays of any framework; what is last is written."""',
-    ]
+        launches += _call(f"tiles.launch({kernel}, {mark(text.launch)})", f"({mark(given)})")
+    says = f'    """{name}, on arrays of any framework; what is last is written."""'
+    launches = ["", "", f"def launch({', '.join(parameters)}):", says, *launches]
+    body = [line for every in (constants, bodies, launches) for one in every for line in _folded(one)]
     end = "\n" if "\n" in title else ""
-    lines = [*f'"""{title}{end}"""'.splitlines(), "", *head, *constants, *bodies, *launch, *launches]
-    return "\n".join(itertools.chain.from_iterable(_folded(line) for line in lines)) + "\n"
+    return "\n".join([*f'"""{title}{end}"""'.splitlines(), "", *_imports("\n".join(body)), "", *body]) + "\n"
+
+
+def _call(launch: str, given: str) -> list[str]:
+    """A launch, in two lines where one is too short."""
+    whole = f"    {launch}{given}"
+    return [whole] if len(whole) <= WIDTH else [f"    run = {launch}", f"    run{given}"]
+
+
+def _imports(text: str) -> list[str]:
+    """The lines that import what the text uses."""
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+    names = {node.id for node in found} - {node.id for node in found if isinstance(node.ctx, ast.Store)}
+    homes: dict[str, list[str]] = {}
+    for name in sorted(names & HOMES.keys()):
+        homes.setdefault(HOMES[name], []).append(name)
+    others, ours = [], ["import tiles"]
+    for home, found in sorted(homes.items()):
+        (ours if home.split(".")[0] in ("ops", "tiles") else others).append(f"from {home} import {', '.join(found)}")
+    return [*(["import math", ""] if "math" in names else []), *others, "", *_folded_imports(ours)]
+
+
+def _folded_imports(lines: Iterable[str]) -> Iterator[str]:
+    """Imports that are too long as several lines."""
+    for line in lines:
+        head, _, names = line.partition(" import ")
+        while len(line) > WIDTH:
+            at = line.rindex(", ", 0, WIDTH)
+            yield line[:at]
+            line = f"{head} import {line[at + 2 :]}"
+        yield line
 
 
 def _marks(kernel: str, text: Text) -> dict[str, str]:
-    """What the globals of one of several kernels are called."""
-    found = [
-        name.strip() for line in text.globals if "=" in line and line[0].isalpha() for name in line.partition("=")[0].split(",")
-    ]
-    return {name: f"{kernel.upper() if name.isupper() else kernel}_{name}" for name in found}
+    """What the globals and helpers of one of several kernels are called."""
+    tree = ast.parse("\n".join([*text.globals, *text.helpers]))
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in ast.walk(node.targets[0])]
+    names = functions | {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name: f"{kernel.upper() if name.isupper() else kernel}_{name}" for name in names}
 
 
 def _marked(line: str, marks: dict[str, str]) -> str:
-    return re.sub(r"(?<![\w.])\w+(?!\w*=(?!=))", lambda match: marks.get(match[0], match[0]), line) if marks else line
+    return re.sub(r"(?<![\w.])[A-Za-z_]\w*(?!\w*=[^=])", lambda match: marks.get(match[0], match[0]), line) if marks else line
 
 
 def _folded(line: str) -> list[str]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cost import Card
+from .templates.few_rows import FewRows
 from .templates.row_map import RowMap
-from .terms import Term
+from .terms import Term, walk
 
 MOST = 8  # ways that are kept of each term
 
@@ -28,6 +29,16 @@ class Way:
 def ways(roots: Sequence[Term], card: Card) -> list[Way]:
     """The ways to compute these terms, the cheapest first."""
     return _Search(card).of(tuple(roots))
+
+
+def why(roots: Sequence[Term], card: Card) -> str:
+    """Why there are no ways: what no template computes."""
+    search = _Search(card)
+    for x in walk(*roots):
+        if x.ndim == 2 and x.operation != "input" and not search.of((x,)):
+            shapes = ", ".join(str(y.extents) for y in x.of)
+            return f"no template computes {x.operation} of {shapes}: {x!r:.200}"
+    return f"no template computes these together: {', '.join(map(repr, roots)):.200}"
 
 
 class _Search:
@@ -61,6 +72,8 @@ class _Search:
         found: list[Any] = []
         if kernel := RowMap.matches(roots, leaves_of_rows(roots)):
             found.append(kernel)
+        if len(roots) == 1 and self.card.wgmma:
+            found.extend(FewRows.serving(roots[0]))
         return found
 
 

@@ -261,11 +261,12 @@ def proven(name: str, found: Traced, candidate: Candidate) -> Proof:
 def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Run:
     """Its kernels in the interpreter, at lengths off their tiles' edges, against the definition in float64."""
     rows = {x.names[0].root for x in found.roots if x.names[0]}
-    extents: dict[Axis, int] = {}
+    most = min(kernel.most_rows for kernel in candidate.way.kernels)
+    extents = {axis: n for kernel in candidate.way.kernels for axis, n in kernel.fixed.items()}
     for x in walk(*found.roots):
         for axis in x.names:
             if axis is not None and axis.root not in extents:
-                extents[axis.root] = RAGGED[0] if axis.root in rows else RAGGED[1 + len(extents) % 5]
+                extents[axis.root] = min(RAGGED[0], most - 3) if axis.root in rows else RAGGED[1 + len(extents) % 5]
     rng, given = np.random.default_rng(seed), dict[str, Any]()
     for key, x in found.inputs:
         shape = tuple(1 if axis is None else extents[axis.root] for axis in x.names)

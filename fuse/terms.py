@@ -1,6 +1,6 @@
 """Terms: what a function of arrays says, as a graph.
 
-    x * rsqrt(mean(x * x) + 1e-5)      on Terms is a Term: mul(x, rsqrt(add(div(sum(mul(x, x)), 4096), 1e-05)))
+    x * rsqrt(mean(x * x) + 1e-5)      on Terms is a Term: x * rsqrt(sum(x * x) / 4096 + 1e-05)
 
 A Term has an operation, the terms that it is of, and a shape. Equal terms are one object, so that what is shared is seen. There
 are few operations, so that rules and templates are few: inputs and numbers; maps, element by element, which broadcast
@@ -82,9 +82,9 @@ class Term:
         return transpose(self)
 
     def __repr__(self):
-        if not self.of:
-            return {"input": "{0[0]}", "number": "{0:g}", "length": "{0[1]}"}[self.operation].format(self.what)
-        return f"{self.operation}({', '.join(map(repr, self.of))})"
+        from .writing import expression
+
+        return expression(self)
 
     def __iter__(self):
         raise TypeError("an array of a fused function cannot be iterated over: its rows are computed together")

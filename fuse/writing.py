@@ -18,11 +18,11 @@ SUGGESTED = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqr
 
 
 class Writer:
-    """Writes terms whose parts have names. names: what is known by a name, by the term. functions: what was called, for the
-    imports. spoken: what terms are called where they need a name."""
+    """Writes terms whose parts have names. names: what is known by a name, by the term. spoken: what terms are
+    called where they need a name."""
 
     def __init__(self, names: Mapping[Term, str], spoken: Mapping[Term, str]):
-        self.names, self.spoken, self.functions = dict(names), spoken, set[str]()
+        self.names, self.spoken = dict(names), spoken
 
     def expression(self, x: Term) -> str:
         """The term in one expression."""
@@ -44,8 +44,6 @@ class Writer:
             inside = binds == ATOM and x.operation != "transpose"
             parts.append(f"({text})" if weaker and not inside else text)
         form = MAPS[x.operation].written if x.operation in MAPS else WRITTEN[x.operation]
-        if form[0].isalpha():
-            self.functions.add(form.partition("(")[0])
         return form.format(*parts), binds
 
     def assignments(self, roots: Iterable[Term], taken: Iterable[str] = (), among: Iterable[Term] = ()) -> list[str]:
@@ -88,11 +86,21 @@ def figure(value: float) -> str:
     return text.removesuffix(".0") if text.endswith(".0") and abs(value) > 1 else text
 
 
+def expression(x: Term) -> str:
+    """The whole term in one expression, with lengths as numbers."""
+    return Writer(_leaves([x]), {}).expression(x)
+
+
+def _leaves(roots: Iterable[Term]) -> dict[Term, str]:
+    """What inputs and lengths are called outside of kernels."""
+    found = {x: x.what for x in walk(*roots) if x.operation in ("input", "length")}
+    return {x: what[0] if x.operation == "input" else str(what[1]) for x, what in found.items()}
+
+
 def equations(roots: Mapping[str, Term], spoken: Mapping[Term, str]) -> str:
     """The terms as their definition might have said them. roots: by name. spoken: see Writer."""
     every = list(walk(*roots.values()))
-    names = {x: x.what[0] for x in every if x.operation == "input"}
-    writer = Writer(names | {x: str(x.what[1]) for x in every if x.operation == "length"}, spoken)
+    writer = Writer(_leaves(roots.values()), spoken)
     means = [x for x in every if x.operation == "div" and x.of[0].operation == "sum" and x.of[1].operation == "length"]
     lines = []
     for x in means:  # what language.py makes of several operations, in its words

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..functions import MAPS
-from ..terms import Term
+from ..terms import Axis, Term
 from .row_map import between, is_tile
 
 NARROW = 64  # columns of a product that rides along
@@ -66,6 +66,40 @@ class Product:
     def leaves(self) -> list[Term]:
         """What the kernel reads."""
         return list(dict.fromkeys([self.x, *self.vectors, *(w.array for w in self.weights), *self.others]))
+
+    @property
+    def dtype(self) -> str:
+        """Of the operands, as x has it."""
+        return self.x.what[1] if self.x.operation == "input" else self.weights[0].array.what[1]
+
+    @property
+    def joined(self) -> tuple[Term, Term | None] | None:
+        """The sum of the one product and the narrow one, which one accumulator holds, and by which number the latter is scaled;
+        None if they are not added."""
+        ((narrow, _),) = self.narrow.items()
+        for x in between([self.root], [*self.products, narrow]):
+            if x.operation == "add" and any(y in self.products for y in x.of):
+                other = next(y for y in x.of if y not in self.products)
+                if other is narrow:
+                    return x, None
+                if other.operation == "mul" and narrow in other.of:
+                    scale = other.of[1 - other.of.index(narrow)]
+                    if not scale.names:
+                        return x, scale
+        return None
+
+    @property
+    def riding(self) -> list[str]:
+        """What is done besides the product, in words."""
+        told = [f"{self.operand} is made as x arrives"] * (not self.plain)
+        told += [f"{one} rides along" for one in (*self.sides, *self.narrow)]
+        return told + [f"{self.root} is made of what is complete"] * (self.root not in self.products)
+
+    @property
+    def fixed(self) -> dict[Axis, int]:
+        """The axes whose extents are in the kernel's text."""
+        inner = [x.of[0] for x in self.narrow]
+        return {x.names[1].root: x.extents[1] for x in inner if x.names[1]}
 
     @property
     def plain(self) -> bool:

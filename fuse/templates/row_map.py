@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 from ..functions import MAPS
 from ..module import Text, unused
@@ -72,7 +73,8 @@ class RowMap:
         """The kernel and its launch. parameters: the names of leaves and roots. spoken: what other terms may be called."""
         return _Writing(self, parameters, spoken).text
 
-    label, operations = "rows", 0.0
+    label, operations, most_rows = "rows", 0.0, 2**31 - 1
+    fixed: ClassVar[dict[Axis, int]] = {}
 
     @property
     def bytes(self) -> float:
@@ -154,16 +156,13 @@ class _Writing:
         self.writer, text = Writer(known, spoken), self.text
         reductions = [x for x in between(kernel.roots, kernel.leaves) if x.operation in EMPTY]
         text.globals += [f"WARPS = {kernel.warps}", f"TILE = rt({ROWS}, {AT_ONCE}, fp32)  # of a warp"]
-        text.uses(tiles="fp32 rt", ops="load store")
         if reductions:
             text.globals.append("smem = shared(scratch=sv(TILE.rows * WARPS, fp32))")
-            text.uses(tiles="shared sv", ops="block")
             text.kernel.append("(scratch,) = smem.open()")
         text.kernel.append("row = TILE.rows * cuda.blockIdx.x")
         mine = "0"
         if kernel.warps > 1:
             mine = "TILE.cols * int32(cuda.threadIdx.x // 32)"
-            text.imports.add("from numpy import int32")
         text.kernel.append(f"{'col' if kernel.at_once else 'first'} = {mine}")
         if lengths or not kernel.at_once or any(map(self.filled, reductions)):
             wide = next(x for x in kernel.leaves if along(x))
@@ -173,10 +172,9 @@ class _Writing:
         for level in range(1, 1 + max(levels[x] for x in kernel.roots)):
             (self.reduce if kernel.at_once else self.reduce_in_a_loop)([x for x in reductions if levels[x] == level])
         (self.results if kernel.at_once else self.results_in_a_loop)()
-        text.uses(ops=" ".join(self.writer.functions))
         tall = next(x for x in (*kernel.leaves, *kernel.roots) if x.ndim == 2 and x.names[0])
-        text.grid, text.threads = f"-(-{parameters[tall]}.shape[0] // TILE.rows)", "32 * WARPS"
-        text.shared = bool(reductions)
+        text.threads = "32 * WARPS"
+        text.launch = f"-(-{parameters[tall]}.shape[0] // TILE.rows), {text.threads}{', shared=smem' * bool(reductions)}"
         every = [(x, parameters[x]) for x in (*kernel.leaves, *kernel.roots)]
         text.arguments = [(array(name) if x.ndim else name, name) for x, name in every]
 
@@ -204,7 +202,6 @@ class _Writing:
             name, (empty, _) = self.named(x), EMPTY[x.operation]
             self.text.kernel.append(f"{name} = {empty}(TILE.col_vec)")
             body.append(f"{name} = {name} + {folded}" if x.operation == "sum" else f"{name} = maximum({name}, {folded})")
-            self.text.uses(ops=empty if x.operation == "sum" else f"{empty} maximum")
         self.loop(body)
         for x in wanted:
             name = self.writer.names[x]
@@ -235,9 +232,6 @@ class _Writing:
         written = self.writer.expression(x.of[0])
         if self.filled(x):
             written = f"right_fill({written}, width - col, {EMPTY[x.operation][1]})"
-            self.text.uses(ops="right_fill")
-            self.text.imports |= {"import math"} if x.operation == "max" else set()
-        self.text.uses(ops=f"row_{x.operation}")
         return f"row_{x.operation}({written})"
 
     def filled(self, x: Term) -> bool:

@@ -54,7 +54,7 @@ def test_the_forms_that_count():
     """What the templates wait for is among them."""
     found = trace(norm_linear, (4, 8), (8,), (8, 6))
     written = [str(form.roots[0]) for form in rules.equal(found.roots, found.space)]
-    assert "mul(matmul(mul(x, g), w), rsqrt(add(div(sum(mul(x, x)), 8), 1e-05)))" in written
+    assert "((x * g) @ w) * rsqrt(sum(x * x) / 8 + 1e-05)" in written
     found = trace(lora, (4, 8), (8, 6), (8, 2), (2, 6))
     assert len(rules.equal(found.roots, found.space)) == 3
 
