@@ -38,22 +38,33 @@ class Fused:
     def __init__(self, definition: Callable):
         functools.update_wrapper(self, definition)
         self.definition, self.name = definition, definition.__name__
-        self.names = list(inspect.signature(definition).parameters)
+        self.signature = inspect.signature(definition)
+        self.names = list(self.signature.parameters)
         self.programs: dict[tuple, _Program] = {}
 
     # ---- calls -------------------------------------------------------------------------------------------------------
-    def __call__(self, *arrays: Any, out: Any = None, stream: Any = None) -> Any:
+    def __call__(self, *arrays: Any, out: Any = None, stream: Any = None, **named: Any) -> Any:
         """What the definition says of these arrays: NumPy's by the definition, in float32; a GPU's by the fused kernels.
 
         out: where the result goes, an array or, of several results, a tuple of them. stream: a handle or a stream object.
         TypeError, ValueError: the definition refuses these arrays, or a kernel does; each names the argument."""
-        if len(arrays) != len(self.names):
-            raise TypeError(f"{self.name}: takes {', '.join(self.names)}, got {len(arrays)} arguments")
+        arrays = self._arguments(arrays, named)
         if isinstance(next((x for x in arrays if hasattr(x, "shape")), None), np.ndarray):
             return self._by_definition(arrays, out)
         if gradient.wants_gradient(arrays):
             return self._differentiable(arrays, out, stream)
         return self.run(*arrays, out=out, stream=stream)
+
+    def _arguments(self, arrays: tuple, named: dict[str, Any] | None = None) -> tuple:
+        """One for each of the definition's parameters. TypeError: they are too few, or too many."""
+        if len(arrays) == len(self.names) and not named:
+            return arrays
+        try:
+            bound = self.signature.bind(*arrays, **named or {})
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}") from None
+        bound.apply_defaults()
+        return bound.args
 
     def _differentiable(self, arrays: Sequence[Any], out: Any, stream: Any) -> Any:
         """Of torch's tensors that require grad: the kernels forward, the definition's ops backward."""
@@ -80,9 +91,9 @@ class Fused:
             target[...] = x
         return results[0] if traced.single else tuple(results)
 
-    def run(self, *arrays: Any, out: Any = None, stream: Any = None) -> Any:
+    def run(self, *arrays: Any, out: Any = None, stream: Any = None, **named: Any) -> Any:
         """The same by the fused kernels, of NumPy's arrays in the interpreter."""
-        flat, lead = _rows(arrays)
+        flat, lead = _rows(self._arguments(arrays, named))
         shapes = self._shapes(flat)
         program = self._program(tuple([(s.dtype, s.turned, tuple([n == 1 for n in s.extents])) for s in shapes]))
         outs = out if isinstance(out, tuple) else (out,) * program.results
@@ -165,14 +176,14 @@ class Fused:
 
     def _found(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
         """The definition as terms, and what was found, for these arrays."""
-        flat, _ = _rows(arrays)
+        flat, _ = _rows(self._arguments(arrays))
         found = self.trace(flat)
         return found, self._candidates(found, _ordinal(flat))
 
     def tune(self, *arrays: Any, say: Callable[[str], None] = lambda text: None) -> list[Candidate]:
         """Measure the best candidates on the card that these arrays lie on, and remember the fastest; a call finds it from
         then on. say: is told what is going on."""
-        flat, _ = _rows(arrays)
+        flat, _ = _rows(self._arguments(arrays))
         found, ordinal = self.trace(flat), _ordinal(flat)
         if ordinal is None:
             raise ValueError(f"{self.name}: only a card can be measured, and {self.names[0]} lies in host memory")

@@ -14,8 +14,8 @@ from . import terms
 from .functions import MAPS, of_torch
 from .terms import Term
 
-NAMES = "abs exp exp2 gelu log maximum minimum relu rsqrt sigmoid silu sqrt tanh where".split()
-__all__ = [*NAMES, "concatenate", "max", "mean", "softmax", "sum", "transpose", "var"]
+__all__ = """abs concatenate exp exp2 gelu log max maximum mean minimum relu rsqrt sigmoid silu softmax sqrt sum tanh
+    transpose var where""".split()
 
 
 def _map(name: str):
@@ -40,7 +40,20 @@ def _torch(x: Any) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
-globals().update({name: _map(name) for name in NAMES})
+abs = _map("abs")
+exp = _map("exp")
+exp2 = _map("exp2")
+gelu = _map("gelu")
+log = _map("log")
+maximum = _map("maximum")
+minimum = _map("minimum")
+relu = _map("relu")
+rsqrt = _map("rsqrt")
+sigmoid = _map("sigmoid")
+silu = _map("silu")
+sqrt = _map("sqrt")
+tanh = _map("tanh")
+where = _map("where")
 
 
 def sum(x: Any, axis: int = -1) -> Any:
@@ -70,7 +83,7 @@ def var(x: Any, axis: int = -1) -> Any:
 
 def softmax(x: Any, axis: int = -1) -> Any:
     """exp(x - max(x)) / sum(exp(x - max(x))) of each row."""
-    e = globals()["exp"](x - max(x, axis))
+    e = exp(x - max(x, axis))
     return e / sum(e, axis)
 
 

@@ -62,9 +62,11 @@ def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
 def assemble(title: str, name: str, kernels: Sequence[tuple[str, Text]], parameters: Sequence[str]) -> str:
     """The module's text. title: its docstring. name: of what it computes. kernels: the name and the Text of each, in the order
     of their launches. parameters: what is launched with; arrays that are written come last."""
+    texts = [text for _, text in kernels]
     constants, bodies, launches = [], [], []
     for kernel, text in kernels:
-        mark = functools.partial(_marked, marks=_marks(kernel, text) if len(kernels) > 1 else {})
+        marks = {} if text is texts[-1] else _marks(kernel.removeprefix(f"{name}_"), text)
+        mark = functools.partial(_marked, marks=marks)
         constants += map(mark, text.globals)
         bodies += ["", "", *map(mark, text.helpers)] if text.helpers else []
         bodies += ["", "", f"@cuda.jit(launch_bounds=({mark(text.threads)}, 1))"]
@@ -110,13 +112,13 @@ def _folded_imports(lines: Iterable[str]) -> Iterator[str]:
         yield line
 
 
-def _marks(kernel: str, text: Text) -> dict[str, str]:
-    """What the globals and helpers of one of several kernels are called."""
+def _marks(label: str, text: Text) -> dict[str, str]:
+    """What the globals and helpers of a kernel are called that is not the last one."""
     tree = ast.parse("\n".join([*text.globals, *text.helpers]))
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in ast.walk(node.targets[0])]
     names = functions | {target.id for target in targets if isinstance(target, ast.Name)}
-    return {name: f"{kernel.upper() if name.isupper() else kernel}_{name}" for name in names}
+    return {name: f"{label.upper() if name.isupper() else label}_{name}" for name in names}
 
 
 def _marked(line: str, marks: dict[str, str]) -> str:

@@ -37,7 +37,7 @@ class Schedule(NamedTuple):
 class FewRows(Product):
     """See the module."""
 
-    label = "few_rows"
+    label = "few"
 
     @property
     def schedule(self) -> Schedule:
@@ -172,18 +172,19 @@ class _Gaps(dict[str, Any]):
             rank = -(-first.array.extents[0 if first.turned else 1] // 16) * 16  # beyond it TMA brings zeros
             narrow = Narrow(rank, Streamed.of(first, parameters), Streamed.of(second, parameters), scaled)
             writer.names[joint] = products[0].acc
-        epilogue = [f"{parameters[y]} = {self.read(y, array(parameters[y]))}" for y in kernel.others if y.ndim]
+        epilogue = [f"{parameters[y]} = {self.read(y, array(parameters[y]))}" for y in kernel.others]
         epilogue += writer.assignments([kernel.root], taken)
 
         rings = [*products, *([narrow.first, narrow.second] if narrow else [])]
         opened = ["u", *(part for p in products for part in (p.ring, p.parts, p.full))]
         opened += [part for s in sides for part in (s.parts, s.known)]
         opened += [narrow.first.ring, narrow.second.ring, "narrow"] if narrow else []
-        numbers = [(parameters[y], parameters[y]) for y in kernel.leaves if not y.ndim]
-        arrays = [(array(parameters[y]), parameters[y]) for y in [kernel.x, *kernel.vectors, *kernel.others] if y.ndim]
+        numbers = [(parameters[y], parameters[y]) for y in kernel.numbers]
+        arrays = [(array(parameters[y]), parameters[y]) for y in [kernel.x, *kernel.vectors, *kernel.others]]
         told = [(r.array, f"tiles.tensor({r.ring}, {r.tile})") for r in rings]
         if narrow:
-            told[-1] = narrow.second.array, f"tiles.tensor({narrow.second.ring}, st(RANK, COLUMNS, {dtype}))"
+            part = narrow.second.tile if narrow.second.turned else f"st(RANK, COLUMNS, {dtype})"
+            told[-1] = narrow.second.array, f"tiles.tensor({narrow.second.ring}, {part})"
         result = array(parameters[kernel.root])
         width = [("width", f"{parameters[kernel.x]}.shape[1]")] if lengths else []
         super().__init__(

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..functions import MAPS
-from ..terms import Axis, Term
+from ..terms import Axis, Term, walk
 from .row_map import between, is_tile
 
 NARROW = 64  # columns of a product that rides along
@@ -40,15 +40,16 @@ class Product:
 
     root: (m, n). x: the array (m, k). operand: prologue(x), the left factor of all products. products: {term: its weight}.
     narrow: {term: (weight of the first product, weight of the second)}. sides: reductions of rows of x. vectors: what the
-    prologue and the sides read besides. others: what the epilogue does: tiles, vectors, numbers."""
+    prologue and the sides read besides. others: what the epilogue does: tiles and vectors. numbers: of all of them."""
 
     def __init__(self, root: Term, x: Term, operand: Term, found: _Found):
         self.roots, self.x, self.operand = (root,), x, operand
         self.products, self.narrow = found.products, found.narrow
         self.sides = [one for one in found.reductions if _base(one.of[0]) is x]
         inside = between([operand, *(one.of[0] for one in self.sides)], [x], with_leaves=True)
-        self.vectors = [y for y in inside if y.operation == "input" and y is not x]
-        self.others = [y for y in found.others if y.operation in ("input", "matmul")] + [
+        self.vectors = [y for y in inside if y.operation == "input" and y is not x and y.ndim]
+        self.numbers = [y for y in walk(root) if y.operation == "input" and not y.ndim]
+        self.others = [y for y in found.others if y.ndim and y.operation in ("input", "matmul")] + [
             y for y in found.reductions if y not in self.sides
         ]
 
@@ -65,7 +66,7 @@ class Product:
     @property
     def leaves(self) -> list[Term]:
         """What the kernel reads."""
-        return list(dict.fromkeys([self.x, *self.vectors, *(w.array for w in self.weights), *self.others]))
+        return list(dict.fromkeys([self.x, *self.vectors, *(w.array for w in self.weights), *self.others, *self.numbers]))
 
     @property
     def dtype(self) -> str:

@@ -1,0 +1,92 @@
+"""The operators that come with fuse: against float64 for few rows and many, proven, as text, and on the card."""
+
+import numpy as np
+import pytest
+
+import fuse.operators as operators
+from fuse import module
+from tiles import bf16, fp16
+from tiles.testing import assert_close, wide
+
+K, N, R = 136, 72, 16
+SHAPES = {  # of the arguments, but for the rows of what has them, "m"
+    "gated_mlp": [("m", K), (K, N), (K, N)],
+    "gated_mlp_gelu": [("m", K), (K, N), (K, N)],
+    "gated_mlp_down": [("m", K), (K, N), (K, N), (N, K)],
+    "layer_norm_linear": [("m", K), (K,), (K,), (K, N)],
+    "lora_linear": [("m", K), (K, N), (K, R), (R, N)],
+    "normalised_step": [("m", K), ("m", K), (K,)],
+    "residual_layer_norm": [("m", K), ("m", K), (K,), (K,)],
+    "residual_rms_norm": [("m", K), ("m", K), (K,)],
+    "rms_norm_linear": [("m", K), (K,), (K, N)],
+}
+
+
+def sample(name, rows, dtype, seed=0):
+    """Arguments for an operator."""
+    rng = np.random.default_rng(seed)
+    shapes = [tuple(rows if n == "m" else n for n in shape) for shape in SHAPES[name]]
+    return [(rng.standard_normal(shape) / shape[0] ** 0.25).astype(dtype.np) for shape in shapes]
+
+
+def test_all_are_here():
+    assert sorted(SHAPES) == operators.__all__
+
+
+def compare(name, arrays, got):
+    """What an operator gave, against its definition in float64, and in the dtype of its arguments."""
+    operator = getattr(operators, name)
+    results = []
+    for convert in (wide, lambda x: x):
+        found = operator.definition(*map(convert, arrays))
+        results.append(found if isinstance(found, tuple) else (found,))
+    for y, ref, low in zip(got if isinstance(got, tuple) else (got,), *results):
+        assert_close(y, ref, low, factor=4 if name == "lora_linear" else 3)  # its narrow product is rounded in four parts
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, bf16), (17, fp16), (64, bf16), (131, bf16)])
+@pytest.mark.parametrize("name", SHAPES)
+def test_against_float64(name, rows, dtype):
+    arrays = sample(name, rows, dtype)
+    compare(name, arrays, getattr(operators, name).run(*arrays))
+
+
+@pytest.mark.parametrize("rows", [3, 150])
+@pytest.mark.parametrize("name", SHAPES)
+def test_text_and_proof(name, rows):
+    """The module is short; run by itself it computes bitwise what the call does; nothing speaks against it."""
+    operator, arrays = getattr(operators, name), sample(name, rows, bf16)
+    text, proof = operator.source(*arrays), operator.proof(*arrays)
+    assert proof.holds, proof
+    lines = text.splitlines()
+    kernels = text.count("@cuda.jit")
+    assert len(lines) <= 85 * kernels and max(map(len, lines)) <= module.WIDTH
+    got = operator.run(*arrays)
+    if kernels == 1:
+        defaults = [p.default for p in operator.signature.parameters.values()][len(arrays) :]
+        space, results = {}, [np.empty_like(y) for y in (got if isinstance(got, tuple) else (got,))]
+        exec(text, space)
+        space["launch"](*arrays, *defaults, *results)
+        for mine, its in zip(results, got if isinstance(got, tuple) else (got,)):
+            assert (mine == its).all()
+
+
+@pytest.mark.parametrize("name", ["rms_norm_linear", "lora_linear", "gated_mlp"])
+def test_weights_as_torch_has_them(name):
+    """(N, K) in memory: the transpose of what is multiplied by."""
+    arrays = sample(name, 5, bf16)
+    turned = [np.asfortranarray(x) if x.ndim == 2 and n else x for n, x in enumerate(arrays)]
+    compare(name, arrays, getattr(operators, name).run(*turned))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 37, 64, 300])
+@pytest.mark.parametrize("name", SHAPES)
+def test_on_the_card(name, rows):
+    torch = pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    arrays = sample(name, rows, bf16)
+    got = getattr(operators, name)(*map(to_torch, arrays))
+    torch.cuda.synchronize()
+    compare(name, arrays, tuple(map(to_numpy, got)) if isinstance(got, tuple) else to_numpy(got))
