@@ -55,7 +55,7 @@ class Fused:
             return self._differentiable(arrays, out, stream)
         return self.run(*arrays, out=out, stream=stream)
 
-    def _arguments(self, arrays: tuple, named: dict[str, Any] | None = None) -> tuple:
+    def _arguments(self, arrays: Sequence[Any], named: dict[str, Any] | None = None) -> Sequence[Any]:
         """One for each of the definition's parameters. TypeError: they are too few, or too many."""
         if len(arrays) == len(self.names) and not named:
             return arrays

@@ -90,8 +90,8 @@ def _call(launch: str, given: str) -> list[str]:
 
 def _imports(text: str) -> list[str]:
     """The lines that import what the text uses."""
-    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
-    names = {node.id for node in found} - {node.id for node in found if isinstance(node.ctx, ast.Store)}
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+    names = {node.id for node in nodes} - {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
     homes: dict[str, list[str]] = {}
     for name in sorted(names & HOMES.keys()):
         homes.setdefault(HOMES[name], []).append(name)
@@ -126,9 +126,12 @@ def _marked(line: str, marks: dict[str, str]) -> str:
 
 
 def _folded(line: str) -> list[str]:
-    """A line that is too long, as several: after a comma or before an operator, inside of parentheses."""
+    """A line that is too long, as several: its comment ahead of it, then after a comma or before an operator, in parentheses."""
     if len(line) <= WIDTH or "(" not in line:
         return [line]
+    code, apart, comment = line.partition("  # ")
+    if apart:
+        return [f"{code[: len(code) - len(code.lstrip())]}# {comment}", *_folded(code)]
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     at = max((m.end() for m in re.finditer(r", | (?=[*/+@-] )", line[:WIDTH])), default=0)
     if at <= len(indent) or line[:at].count("(") <= line[:at].count(")"):

@@ -10,13 +10,16 @@ few_rows.jinja is the kernel; here stands when it serves, how it is cut, and wha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..module import Text, rendered, unused
 from ..terms import Term
 from ..writing import Writer
 from .product import Product, Weight
 from .row_map import along, array, between, is_tile
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MOST_ROWS = 64
 RING_BYTES = 160 * 1024  # of shared memory, for weights on their way
@@ -52,7 +55,7 @@ class FewRows(Product):
         return self.schedule.rows
 
     @classmethod
-    def serving(cls, root: Term) -> Iterator[FewRows]:
+    def serving(cls, root: Term) -> Iterator[Self]:
         """Those that compute it."""
         for kernel in cls.matches(root):
             sums = all(x.operation == "sum" for x in kernel.sides)
@@ -187,18 +190,18 @@ class _Gaps(dict[str, Any]):
             told[-1] = narrow.second.array, f"tiles.tensor({narrow.second.ring}, {part})"
         result = array(parameters[kernel.root])
         width = [("width", f"{parameters[kernel.x]}.shape[1]")] if lengths else []
+        arguments = [*arrays, *told, (result, parameters[kernel.root]), ("steps", "steps"), *width, *numbers]
+        fetched = f"fetch({', '.join([x.array, *(v.array for v in vectors)])}, " if vectors else f"load({x.array}, X, ("
+        before = [
+            f"blocks = -(-{parameters[kernel.root]}.shape[1] // COLUMNS) * BLOCKS",
+            f"steps = -(-{parameters[kernel.x]}.shape[1] // (BLOCKS * DEPTH))",
+        ]
         super().__init__(
-            schedule=kernel.schedule, dtype=dtype, products=products, narrow=narrow, sides=sides, vectors=vectors, x=x, result=result,
-            plain=kernel.plain, prologue=prologue, operand=operand, epilogue=epilogue, written=writer.expression(kernel.root),
-            opened=opened, ahead=[f"fp32(ahead[{n}])" for n in range(1 + len(vectors))],
-            fetched=f"fetch({', '.join([x.array, *(v.array for v in vectors)])}, " if vectors else f"load({x.array}, X, (",
-            arguments=[*arrays, *told, (result, parameters[kernel.root]), ("steps", "steps"), *width, *numbers],
-            before=[
-                f"blocks = -(-{parameters[kernel.root]}.shape[1] // COLUMNS) * BLOCKS",
-                f"steps = -(-{parameters[kernel.x]}.shape[1] // (BLOCKS * DEPTH))",
-            ],
-            launch="blocks, THREADS, shared=smem, cluster=BLOCKS",
-            threads="THREADS",
+            schedule=kernel.schedule, dtype=dtype, plain=kernel.plain, opened=opened, fetched=fetched,
+            products=products, narrow=narrow, sides=sides, vectors=vectors, x=x, result=result,
+            ahead=[f"fp32(ahead[{n}])" for n in range(1 + len(vectors))], prologue=prologue, operand=operand,
+            epilogue=epilogue, written=writer.expression(kernel.root),
+            arguments=arguments, before=before, launch="blocks, THREADS, shared=smem, cluster=BLOCKS", threads="THREADS",
         )  # fmt: skip
 
     @staticmethod

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..functions import MAPS
 from ..terms import Axis, Term, walk
 from .row_map import between, is_tile
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 NARROW = 64  # columns of a product that rides along
 MOST_PRODUCTS = 2
@@ -137,7 +140,7 @@ class Product:
         return float(math.prod(self.x.extents) * (not self.plain + len(self.sides)) + math.prod(self.root.extents))
 
     @classmethod
-    def matches(cls, root: Term) -> Iterator[Product]:
+    def matches(cls, root: Term) -> Iterator[Self]:
         """The kernels that compute it: with what is done to x before the product inside, and ahead of it."""
         found = _Found()
         if root.ndim != 2 or not is_tile(root) or not found.epilogue(root):

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from references import compare
 
 import fuse.operators as operators
 from fuse import module
 from tiles import bf16, fp16
-from tiles.testing import assert_close, wide
 
 K, N, R = 136, 72, 16
 SHAPES = {  # of the arguments, but for the rows of what has them, "m"
@@ -33,22 +33,11 @@ def test_all_are_here():
     assert sorted(SHAPES) == operators.__all__
 
 
-def compare(name, arrays, got):
-    """What an operator gave, against its definition in float64, and in the dtype of its arguments."""
-    operator = getattr(operators, name)
-    results = []
-    for convert in (wide, lambda x: x):
-        found = operator.definition(*map(convert, arrays))
-        results.append(found if isinstance(found, tuple) else (found,))
-    for y, ref, low in zip(got if isinstance(got, tuple) else (got,), *results):
-        assert_close(y, ref, low, factor=4 if name == "lora_linear" else 3)  # its narrow product is rounded in four parts
-
-
 @pytest.mark.parametrize(("rows", "dtype"), [(1, bf16), (17, fp16), (64, bf16), (131, bf16)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_against_float64(name, rows, dtype):
     arrays = sample(name, rows, dtype)
-    compare(name, arrays, getattr(operators, name).run(*arrays))
+    compare(getattr(operators, name), arrays, getattr(operators, name).run(*arrays))
 
 
 @pytest.mark.parametrize("rows", [3, 150])
@@ -76,7 +65,7 @@ def test_weights_as_torch_has_them(name):
     """(N, K) in memory: the transpose of what is multiplied by."""
     arrays = sample(name, 5, bf16)
     turned = [np.asfortranarray(x) if x.ndim == 2 and n else x for n, x in enumerate(arrays)]
-    compare(name, arrays, getattr(operators, name).run(*turned))
+    compare(getattr(operators, name), turned, getattr(operators, name).run(*turned))
 
 
 @pytest.mark.gpu
@@ -89,4 +78,4 @@ def test_on_the_card(name, rows):
     arrays = sample(name, rows, bf16)
     got = getattr(operators, name)(*map(to_torch, arrays))
     torch.cuda.synchronize()
-    compare(name, arrays, tuple(map(to_numpy, got)) if isinstance(got, tuple) else to_numpy(got))
+    compare(getattr(operators, name), arrays, tuple(map(to_numpy, got)) if isinstance(got, tuple) else to_numpy(got))
