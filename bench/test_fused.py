@@ -1,0 +1,99 @@
+"""Fused operators beside torch's own ops, one by one (`eager`) and as torch.compile fuses them: Mirage's list, and larger shapes.
+
+bf16; microseconds of a call in a CUDA graph, weights rotated past L2. `limit` is the time to move all bytes once at 4.2 TB/s,
+or to do the products at 690 TFLOPS, whichever is longer. FUSE_TUNE=1 measures the candidates first (fuse/tune.py).
+`pytest -s bench/test_fused.py --benchmark-json=fused.json`; see measure.py for the protocol.
+"""
+
+import functools
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("the benchmarks need a GPU", allow_module_level=True)
+
+import fuse.operators as operators  # noqa: E402
+from bench.measure import medians, replayed, report, rotated  # noqa: E402
+
+F = torch.nn.functional
+EPS = 1e-5
+
+
+def _rms_norm_linear(x, g, w):
+    return F.rms_norm(x, x.shape[-1:], g, EPS) @ w
+
+
+def _lora_linear(x, w, a, b):
+    return x @ w + (x @ a) @ b
+
+
+def _gated_mlp(x, gate, up):
+    return F.silu(x @ gate) * (x @ up)
+
+
+def _normalised_step(x, h, alpha):
+    moved = x + alpha * (F.normalize(h, dim=-1) - x)
+    return F.normalize(moved, dim=-1)
+
+
+def _residual_rms_norm(x, residual, g):
+    h = x + residual
+    return F.rms_norm(h, h.shape[-1:], g, EPS), h
+
+
+CASES = [  # operator, its shapes, and the goal in microseconds
+    *[("rms_norm_linear", ((m, 4096), (4096,), (4096, 6144)), goal) for m, goal in ((1, 14), (16, 14), (64, 15), (512, 36), (4096, 270))],
+    *[("lora_linear", ((m, 4096), (4096, 4096), (4096, 16), (16, 4096)), goal) for m, goal in ((1, 10), (16, 10), (64, 10), (4096, 205))],
+    ("lora_linear", ((16, 256), (256, 4096), (256, 16), (16, 4096)), 3.5),
+    *[("gated_mlp", ((m, 4096), (4096, 4096), (4096, 4096)), 18.5) for m in (1, 8)],
+    *[("gated_mlp", ((m, 4096), (4096, 14336), (4096, 14336)), goal) for m, goal in ((8, 60), (64, 62), (4096, 1250))],
+    ("normalised_step", ((4096, 4096), (4096, 4096), (4096,)), 27),
+    ("residual_rms_norm", ((4096, 4096), (4096, 4096), (4096,)), None),
+]  # fmt: skip
+PROVIDERS = "tiles", "eager", "compile"
+EAGER = {
+    "rms_norm_linear": _rms_norm_linear,
+    "lora_linear": _lora_linear,
+    "gated_mlp": _gated_mlp,
+    "normalised_step": _normalised_step,
+    "residual_rms_norm": _residual_rms_norm,
+}
+
+
+def _inputs(shapes):
+    """Rows in place, weights of a size that keeps results near 1."""
+    return [
+        torch.randn(s, device="cuda", dtype=torch.bfloat16) * (s[0] ** -0.5 if n and len(s) == 2 else 1)
+        for n, s in enumerate(shapes)
+    ]
+
+
+@functools.cache
+def _times(name, shapes):
+    """{provider: milliseconds of every round}"""
+    sets = rotated(lambda: _inputs(shapes), 2 * sum(torch.Size(s).numel() for s in shapes))
+    operator, eager = getattr(operators, name), EAGER[name]
+    if os.environ.get("FUSE_TUNE"):
+        operator.tune(*sets[0])
+    calls = {"tiles": operator, "eager": eager, "compile": torch.compile(eager, dynamic=False)}
+    wanted = eager(*[x.double() for x in sets[0]])
+    for provider, call in calls.items():
+        for got, ref in zip(*[x if isinstance(x, tuple) else (x,) for x in (call(*sets[0]), wanted)]):
+            error = (got - ref).abs().max() / ref.abs().max()
+            assert error < 2**-6, f"{name} {shapes} {provider}: {error}"
+    work = 2 * shapes[0][0] * sum(torch.Size(s).numel() for s in shapes[1:] if len(s) == 2 and len(shapes) > 2)
+    return replayed(calls, sets, calls=max(8, min(200, int(2e13 / max(work, 1)))))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("name,shapes,goal", CASES)
+def test_fused(benchmark, name, shapes, goal, provider):
+    times = _times(name, shapes)
+    label = f"{name} {' '.join('x'.join(map(str, s)) for s in shapes)}"
+    if provider == PROVIDERS[0]:
+        print(f"\n{label}: " + ", ".join(f"{who} {1e3 * ms:.1f}" for who, ms in medians(times).items()) + f" us, goal {goal}")
+    benchmark.group = label
+    benchmark.extra_info |= {"provider": provider, "microseconds": 1e3 * medians(times)[provider], "goal": goal}
+    report(benchmark, times[provider])
