@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +30,12 @@ from .proof import Proof, proven
 from .trace import Shape, Traced, traced
 
 FLOATS = ("bfloat16", "float16", "float32")
+PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
 ANY = 64  # an extent, where only the names of axes count
+
+
+class NoKernel(TypeError):
+    """No template computes what a definition says: why."""
 
 
 class Fused:
@@ -41,14 +47,15 @@ class Fused:
         self.signature = inspect.signature(definition)
         self.names = list(self.signature.parameters)
         self.programs: dict[tuple, _Program] = {}
+        self.prepare = _once(self.programs, self._made)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
-    def __call__(self, *arrays: Any, out: Any = None, stream: Any = None, **named: Any) -> Any:
+    def __call__(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> Any:
         """What the definition says of these arrays: NumPy's by the definition, in float32; a GPU's by the fused kernels.
 
         out: where the result goes, an array or, of several results, a tuple of them. stream: a handle or a stream object.
         TypeError, ValueError: the definition refuses these arrays, or a kernel does; each names the argument."""
-        arrays = self._arguments(arrays, named)
+        arrays = self._arguments(given, named)
         if isinstance(next((x for x in arrays if hasattr(x, "shape")), None), np.ndarray):
             return self._by_definition(arrays, out)
         if gradient.wants_gradient(arrays):
@@ -91,28 +98,26 @@ class Fused:
             target[...] = x
         return results[0] if traced.single else tuple(results)
 
-    def run(self, *arrays: Any, out: Any = None, stream: Any = None, **named: Any) -> Any:
+    def run(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> Any:
         """The same by the fused kernels, of NumPy's arrays in the interpreter."""
-        flat, lead = _rows(self._arguments(arrays, named))
+        arrays = self._arguments(given, named)
+        flat, lead = _rows(arrays)
         shapes = self._shapes(flat)
-        program = self._program(tuple([(s.dtype, s.turned, tuple([n == 1 for n in s.extents])) for s in shapes]))
+        kinds = tuple([(s.dtype, s.turned, s.ones) for s in shapes])
+        self.prepare(kinds)
+        program = self.programs[kinds]
         outs = out if isinstance(out, tuple) else (out,) * program.results
         outs = tuple([x if x is None or not lead else x.reshape(-1, x.shape[-1]) for x in outs])
         held = tuple([x.T if s.turned else x for x, s in zip(flat, shapes) if s.extents])
         numbers = tuple([x for x, s in zip(flat, shapes) if not s.extents])
-        found = program(stream, (*held, *outs), numbers)
+        try:
+            found = program(stream, (*held, *outs), numbers)
+        except NoKernel as error:
+            warnings.warn(f"{error}; it runs by parts", RuntimeWarning, stacklevel=3)
+            return self.definition(*arrays)
         if not lead:
             return found
         return found.reshape(*lead, -1) if program.results == 1 else tuple([x.reshape(*lead, -1) for x in found])
-
-    def _program(self, key: tuple) -> _Program:
-        """The program for arrays of these kinds: of each its dtype, whether it comes as its transpose, which extents are 1."""
-        found = self.programs.get(key)
-        if found is None:
-            found = self.programs[key] = self._made(
-                tuple([Shape(tuple([1 if one else ANY for one in ones]), *rest) for *rest, ones in key])
-            )
-        return found
 
     def _made(self, shapes: tuple[Shape, ...]) -> _Program:
         found = self._trace(shapes)
@@ -132,15 +137,13 @@ class Fused:
             exact = tuple([s._replace(extents=next(extents)[:: -1 if s.turned else 1]) if s.extents else s for s in shapes])
             return self._plan(problem, exact, dict(zip(numbers, values)))
 
-        parameters = {"problem": inspect.Parameter.empty} | dict.fromkeys(numbers, float)
-        planner.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [
-                inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
-                for name, kind in parameters.items()
-            ]
-        )
+        parameters = [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in ("problem", *numbers)]
+        planner.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        planner.__annotations__ = dict.fromkeys(numbers, float)
+        name = module.unused(self.name, PROGRAMS)
+        PROGRAMS.add(name)
         ones = {axis: 1 for axis in set("".join(letters[len(held) :])) - set("".join(letters[: len(held)]))}
-        return _Program(Schema(self.name, "\n".join(rows), **ones), planner, len(found.roots))
+        return _Program(Schema(name, "\n".join(rows), **ones), planner, len(found.roots))
 
     def _plan(self, problem: Any, shapes: tuple[Shape, ...], numbers: dict[str, float]) -> Plan:
         """The launches of the best way, for this problem."""
@@ -168,7 +171,7 @@ class Fused:
         """What was found, the best first: as measured on this card, else by the roofline."""
         every = candidates(found, card(ordinal))
         if not every:
-            raise TypeError(f"{self.name}: {place.why(found.roots, card(ordinal))}")
+            raise NoKernel(f"{self.name}: {place.why(found.roots, card(ordinal))}")
         if ordinal is None or len(every) == 1:
             return every
         seconds = tune.remembered([chosen(self.name, found, one) for one in every[: tune.FEW]], card(ordinal).name)
@@ -219,6 +222,19 @@ def kernel(definition: Callable) -> Fused:
     return Fused(definition)
 
 
+def _once(programs: dict[tuple, _Program], make: Callable) -> Callable[[tuple], None]:
+    """A function that sees that there is a program for arrays of these kinds: of each its dtype, whether it comes as its
+    transpose, which extents are 1. Dynamo calls it, without a look inside: that says the attribute."""
+
+    def prepare(kinds: tuple) -> None:
+        if kinds not in programs:
+            shapes = [Shape(tuple([1 if one else ANY for one in ones]), *rest) for *rest, ones in kinds]
+            programs[kinds] = make(tuple(shapes))
+
+    prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return prepare
+
+
 class _Program(Program):
     """A program, and how many results it has."""
 
@@ -252,4 +268,4 @@ def shape_of(x: Any, name: str) -> Shape:
         form = describe(x, name).form
         extents, strides, unit, dtype = form.shape, form.strides, form.itemsize, form.dtype
     turned = len(extents) == 2 and strides[1] != unit and strides[0] == unit and extents[0] != 1 and extents[1] != 1
-    return Shape(extents, dtype, turned)
+    return Shape(extents, dtype, True if turned else False)  # noqa: SIM210, torch's symbols are decided here

@@ -63,7 +63,7 @@ def assemble(title: str, name: str, kernels: Sequence[tuple[str, Text]], paramet
     """The module's text. title: its docstring. name: of what it computes. kernels: the name and the Text of each, in the order
     of their launches. parameters: what is launched with; arrays that are written come last."""
     texts = [text for _, text in kernels]
-    constants, bodies, launches = [], [], []
+    constants, bodies, launches = list[str](), list[str](), list[str]()
     for kernel, text in kernels:
         marks = {} if text is texts[-1] else _marks(kernel.removeprefix(f"{name}_"), text)
         mark = functools.partial(_marked, marks=marks)
@@ -95,7 +95,7 @@ def _imports(text: str) -> list[str]:
     homes: dict[str, list[str]] = {}
     for name in sorted(names & HOMES.keys()):
         homes.setdefault(HOMES[name], []).append(name)
-    others, ours = [], ["import tiles"]
+    others, ours = list[str](), ["import tiles"]
     for home, found in sorted(homes.items()):
         (ours if home.split(".")[0] in ("ops", "tiles") else others).append(f"from {home} import {', '.join(found)}")
     return [*(["import math", ""] if "math" in names else []), *others, "", *_folded_imports(ours)]
@@ -126,7 +126,7 @@ def _marked(line: str, marks: dict[str, str]) -> str:
 
 
 def _folded(line: str) -> list[str]:
-    """A line that is too long, as several: its comment ahead of it, then after a comma or before an operator, in parentheses."""
+    """A line that is too long, as several: first its comment, then cut after a comma or before an operator, in parentheses."""
     if len(line) <= WIDTH or "(" not in line:
         return [line]
     code, apart, comment = line.partition("  # ")

@@ -19,6 +19,11 @@ class Shape(NamedTuple):
     turned: bool = False
 
     @property
+    def ones(self) -> tuple[bool, ...]:
+        """Which extents are 1."""
+        return tuple([True if n == 1 else False for n in self.extents])  # noqa: SIM210, torch's symbols are decided here
+
+    @property
     def in_memory(self) -> tuple[int, ...]:
         """The extents of the array that has its last axis contiguous: the argument's transpose where it comes as that."""
         return self.extents[::-1] if self.turned else self.extents
