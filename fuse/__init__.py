@@ -13,8 +13,9 @@
 
 language.py has the functions that definitions are written with, rules.py the algebra, templates/ the kernels."""
 
+from .backend import backend
 from .fused import Fused, kernel
 from .language import *  # noqa: F403
 from .language import __all__ as _functions
 
-__all__ = ["Fused", "kernel", *_functions]
+__all__ = ["Fused", "backend", "kernel", *_functions]

@@ -6,7 +6,6 @@ In a proof a map is opaque unless `field` says what it is in a field of numbers 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -70,7 +69,6 @@ MAPS = {
 }
 
 
-@functools.cache
 def of_torch(name: str) -> Any:
     """Torch's function for a map."""
     import torch

@@ -1,0 +1,181 @@
+"""fuse as a backend of torch.compile: what it can fuse it takes out of a graph, the rest goes to inductor.
+
+    model = torch.compile(model, backend=fuse.backend)
+
+Torch's partitioner gathers what stands next to each other and that TARGETS knows; each part becomes a definition, and stays if
+templates compute it in fewer kernels than it has products and reductions. Conversions of dtype are left out: kernels compute in
+fp32. Torch is imported by whoever compiles."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from . import language, terms
+from .candidates import candidates
+from .cost import card
+from .fused import ANY, FLOATS, Fused
+from .trace import Shape, traced
+
+Targets = dict[Any, Callable]
+
+
+def _along_rows(function: Callable) -> Callable:
+    """A reduction as torch's, that keeps its axis."""
+
+    def reduce(x, dim=None, keepdim=False, **other):
+        (axis,) = dim if isinstance(dim, (tuple, list)) else (dim,)
+        if axis not in (-1, x.ndim - 1) or not keepdim or any(v is not None for v in other.values()):
+            raise TypeError(f"{function.__name__}: of {dim=}, {keepdim=}")
+        return function(x)
+
+    return reduce
+
+
+def _linear(x, weight, bias=None):
+    found = x @ language.transpose(weight)
+    return found if bias is None else found + bias
+
+
+def _rms_norm(x, shape, weight=None, eps=None):
+    found = x * language.rsqrt(language.mean(x * x) + (2**-7 if eps is None else eps))
+    return found if weight is None else found * weight
+
+
+def _layer_norm(x, shape, weight=None, bias=None, eps=1e-5, *_):
+    centred = x - language.mean(x)
+    found = centred * language.rsqrt(language.mean(centred * centred) + eps)
+    found = found if weight is None else found * weight
+    return found if bias is None else found + bias
+
+
+def _softmax(x, dim=-1, **_):
+    return language.softmax(x, dim)
+
+
+def _same(x, *_, **__):
+    return x
+
+
+def _gelu(x, approximate="none"):
+    if approximate != "none":
+        raise TypeError(f"gelu: {approximate=}")
+    return language.gelu(x)
+
+
+def targets() -> Targets:
+    """What torch's functions and methods are in a definition."""
+    import torch
+
+    F = torch.nn.functional
+    found: Targets = {
+        F.linear: _linear, F.rms_norm: _rms_norm, F.layer_norm: _layer_norm, F.gelu: _gelu, F.softmax: _softmax,
+        torch.rms_norm: _rms_norm, torch.layer_norm: _layer_norm,
+        F.silu: lambda x, inplace=False: language.silu(x), F.relu: lambda x, inplace=False: language.relu(x),
+        torch.softmax: _softmax, "softmax": _softmax, torch.t: language.transpose, "t": language.transpose,
+        torch.square: lambda x: x * x, "square": lambda x: x * x,
+    }  # fmt: skip
+    found |= dict.fromkeys(["float", "to", "type_as", "bfloat16", "half"], _same)
+    for name, reduce in {"mean": language.mean, "sum": language.sum, "amax": language.max}.items():
+        found |= dict.fromkeys([name, getattr(torch, name)], _along_rows(reduce))
+    for name in ("matmul", "neg", "pow", "truediv"):
+        function, torchs = getattr(operator, name), name.replace("true", "")
+        found |= dict.fromkeys([function, torchs, getattr(torch, torchs)], function)
+    for name in ("add", "mul", "sub"):
+        function = getattr(operator, name)
+        found |= {function: function, getattr(operator, f"i{name}"): function, getattr(torch, name): function, name: function}
+    for name in ("abs", "exp", "exp2", "log", "rsqrt", "sigmoid", "sqrt", "tanh", "maximum", "minimum", "where"):
+        found |= {getattr(torch, name): getattr(language, name), name: getattr(language, name)}
+    return found
+
+
+def backend(graph: Any, inputs: Sequence[Any]) -> Callable:
+    """torch.compile's backend: see the module."""
+    from torch._dynamo import lookup_backend
+    from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+    from torch.fx.passes.operator_support import OperatorSupportBase
+
+    known = targets()
+
+    class Known(OperatorSupportBase):
+        def is_node_supported(self, submodules, node):
+            return node.op in ("call_function", "call_method") and node.target in known and _served(node)
+
+    sources = {node.name: getattr(node, "_dynamo_source", None) for node in graph.graph.nodes}
+    partitioner = CapabilityBasedPartitioner(graph, Known(), allows_single_node_partition=False)
+    parts = partitioner.propose_partitions()
+    fused = partitioner.fuse_partitions(parts, prefix="fused_")
+    for node in list(fused.graph.nodes):
+        if sources.get(node.name) is not None:
+            node._dynamo_source = sources[node.name]  # the partitioner leaves it behind, and inductor asks for it
+        if node.op == "call_module" and node.target.startswith("fused_"):
+            part = getattr(fused, node.target)
+            made = fused_part(str(node.target), part, known)
+            if made is not None:
+                setattr(fused, node.target, _module(made))
+    return lookup_backend("inductor")(fused, list(inputs))
+
+
+def fused_part(name: str, part: Any, known: Targets) -> Fused | None:
+    """A part of a graph as a fused function; None if it is better left as it is."""
+    nodes = list(part.graph.nodes)
+    names = [node.name for node in nodes if node.op == "placeholder"]
+
+    def definition(*given):
+        values = dict(zip(names, given))
+
+        def value(x):
+            return values[x.name] if hasattr(x, "graph") else x
+
+        for node in nodes:
+            if node.op == "output":
+                found = node.args[0]
+                return tuple(map(value, found)) if isinstance(found, (tuple, list)) else value(found)
+            if node.op != "placeholder":
+                args, options = [value(x) for x in node.args], {key: value(x) for key, x in node.kwargs.items()}
+                values[node.name] = known[node.target](*args, **options)
+        raise AssertionError("a graph ends with its output")
+
+    definition.__name__ = definition.__qualname__ = name
+    definition.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in names]
+    )
+    samples = [_sample(node) for node in nodes if node.op == "placeholder"]
+    if any(x is None or (x.dim() and str(x.dtype).removeprefix("torch.") not in FLOATS) for x in samples):
+        return None
+    try:
+        shapes = [
+            Shape(tuple(1 if n == 1 else ANY for n in x.shape[-2:]), str(x.dtype).removeprefix("torch.")) for x in samples
+        ]
+        found = traced(definition, tuple(names), tuple(shapes))
+        work = sum(x.operation in ("matmul", "sum", "max") for x in terms.walk(*found.roots))
+        every = candidates(found, card(None))
+    except (TypeError, ValueError):
+        return None
+    return Fused(definition) if every and len(every[0].way.kernels) < max(2, work) else None
+
+
+def _sample(node: Any) -> Any:
+    found = node.meta.get("example_value", node.meta.get("val"))
+    return found if hasattr(found, "shape") else None
+
+
+def _dtype(x: Any) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _served(node: Any) -> bool:
+    """Is what it gives an array that kernels know, and are its options those that TARGETS serves?"""
+    found = _sample(node)
+    return found is not None and found.dim() >= 2 and _dtype(found) in FLOATS
+
+
+def _module(fused: Fused) -> Any:
+    """A module that calls it."""
+    import torch
+
+    module = torch.nn.Module()
+    module.forward = lambda *arrays: fused(*arrays)
+    return module

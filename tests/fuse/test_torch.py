@@ -1,0 +1,82 @@
+"""Fused functions on torch's tensors: their values, torch.compile, gradients, and fuse as a backend."""
+
+import pytest
+
+import fuse
+import fuse.operators as operators
+
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+
+def tensors(*shapes):
+    return [torch.randn(s, dtype=torch.bfloat16) / max(1, s[0] * (len(s) > 1)) ** 0.5 for s in shapes]
+
+
+def close(got, want, bits=6):
+    assert (got.double() - want.double()).abs().max() <= 2**-bits * want.abs().max()
+
+
+def test_values():
+    x, g, w = tensors((3, 40), (40,), (40, 24))
+    close(operators.rms_norm_linear(x, g, w), F.rms_norm(x.double(), (40,), g.double(), 1e-5) @ w.double())
+
+
+def test_compiled():
+    """In one graph, of any number of rows, and of weights as nn.Linear has them."""
+    x, g, w = tensors((3, 40), (40,), (40, 24))
+    step = torch.compile(lambda x, g, w: operators.rms_norm_linear(x * 2, g, w) + 1, fullgraph=True, backend="aot_eager")
+    for rows in (3, 5, 9):
+        x = torch.randn(rows, 40, dtype=torch.bfloat16)
+        assert torch.equal(step(x, g, w), operators.rms_norm_linear(x * 2, g, w) + 1)
+    turned = w.t().contiguous().t()
+    assert torch.equal(step(x, g, turned), operators.rms_norm_linear(x * 2, g, turned) + 1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients(compiled):
+    x, g = (t.requires_grad_() for t in tensors((3, 40), (40,)))
+    r = torch.zeros_like(x)
+    function = operators.residual_rms_norm
+    if compiled:
+        function = torch.compile(lambda *given: operators.residual_rms_norm(*given), fullgraph=True, backend="aot_eager")
+    y, h = function(x, r, g)
+    (y * h).sum().backward()
+    x64, g64 = (t.detach().double().requires_grad_() for t in (x, g))
+    (F.rms_norm(x64, (40,), g64, 1e-5) * x64).sum().backward()
+    close(x.grad, x64.grad, 5)
+    close(g.grad, g64.grad, 5)
+
+
+def test_backend(monkeypatch):
+    """A norm, a gated MLP and the residual are taken out of a graph; the rest is left."""
+    seen = []
+
+    def rest(graph, inputs):
+        seen.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    monkeypatch.setattr("torch._dynamo.lookup_backend", lambda name: rest)
+
+    def layer(x, g, gate, up, down):
+        h = F.rms_norm(x, x.shape[-1:], g, 1e-5)
+        return torch.cumsum(x + (F.silu(h @ gate) * (h @ up)) @ down, 0)
+
+    given = tensors((3, 40), (40,), (40, 24), (40, 24), (24, 40))
+    with torch.no_grad():
+        close(torch.compile(layer, backend=fuse.backend, fullgraph=True)(*given), layer(*[t.double() for t in given]))
+    assert len(seen[0]) == 2 and "fused" in seen[0][0] and seen[0][1] is torch.cumsum
+
+
+def test_what_has_no_kernel():
+    """It runs by parts, and says why."""
+    kernel = fuse.kernel(lambda x: fuse.concatenate([x, x]) * 2.0)
+    (x,) = tensors((3, 40))
+    with pytest.warns(RuntimeWarning, match="no template computes concat"):
+        assert torch.equal(kernel(x), torch.cat([x, x], -1) * 2)
