@@ -1,0 +1,74 @@
+"""`python -m fuse show file.py:function --shapes 16x4096 4096 4096x6144`: what was found for arrays of these shapes, in words,
+the kernels' text, and the proof. `python -m fuse tune ...` measures the candidates on the card, and remembers the fastest."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import numpy as np
+
+from tiles.dtypes import bf16, fp16, fp32
+from tiles.inspect.command import module_at
+
+from .fused import Fused
+
+DTYPES = {"bf16": bf16.np, "fp16": fp16.np, "fp32": fp32.np}
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m fuse", description=__doc__)
+    parser.add_argument("command", choices=("show", "tune"))
+    parser.add_argument("function", help="FILE:FUNCTION or MODULE:FUNCTION, a function that fuse.kernel made")
+    parser.add_argument("--shapes", nargs="+", required=True, help="of each array, 16x4096; 4096x6144.T lies as its transpose")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    asked = parser.parse_args(arguments)
+    file, _, name = asked.function.rpartition(":")
+    function = getattr(module_at(file), name, None) if file else None
+    if not isinstance(function, Fused):
+        print(f"{asked.function} is no function that fuse.kernel made; say FILE:FUNCTION", file=sys.stderr)
+        return 2
+    try:
+        return {"show": show, "tune": tune}[asked.command](function, [_extents(one) for one in asked.shapes], asked.dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def show(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str) -> int:
+    """In words, as text, with its proof. It needs no card."""
+    arrays = [_turned(np.zeros(shape, DTYPES[dtype]), turned) for shape, turned in shapes]
+    for line in ("\n".join(map(str, function.candidates(*arrays))), function.explain(*arrays), function.source(*arrays)):
+        print(f"{line}\n")
+    proof = function.proof(*arrays)
+    print(proof)
+    return 0 if proof.holds else 1
+
+
+def tune(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str) -> int:
+    """On the card, on random numbers of torch's."""
+    import torch
+
+    kind = getattr(torch, np.dtype(DTYPES[dtype]).name)
+    arrays = [_turned(torch.randn(shape, device="cuda", dtype=kind), turned) for shape, turned in shapes]
+    found = function.tune(*arrays, say=lambda text: print(f"\r{text:<60}", end="", file=sys.stderr, flush=True))
+    print(file=sys.stderr)
+    for candidate in found:
+        print(candidate)
+    return 0
+
+
+def _extents(text: str) -> tuple[tuple[int, ...], bool]:
+    """The shape in memory, and whether it is meant as its transpose."""
+    extents = tuple(map(int, text.removesuffix(".T").split("x")))
+    return (extents[::-1], True) if text.endswith(".T") else (extents, False)
+
+
+def _turned(x: Any, turned: bool) -> Any:
+    return x.T if turned else x
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,24 @@
+"""`python -m fuse`."""
+
+import pytest
+
+from fuse.__main__ import main
+
+
+def test_show(capsys):
+    assert main(["show", "fuse.operators:rms_norm_linear", "--shapes", "3x64", "64", "64x40.T"]) == 0
+    said = capsys.readouterr().out
+    for part in ("A row's scale moves through a product", "@cuda.jit", "identity: equal at 8 random points", "no race"):
+        assert part in said
+    assert "mm_ABt" in said  # the weights lie as their transpose
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["show", "fuse.operators:nothing", "--shapes", "3x64"], 2, "no function that fuse.kernel made"),
+        (["show", "fuse.operators:rms_norm_linear", "--shapes", "3x64", "64", "48x40"], 1, "(3, 64) and (48, 40)"),
+    ],
+)
+def test_mistakes(arguments, code, says, capsys):
+    assert main(arguments) == code and says in capsys.readouterr().err
