@@ -9,6 +9,7 @@ from typing import Any
 
 from .cost import Card
 from .templates.few_rows import FewRows
+from .templates.many_rows import ManyRows
 from .templates.row_map import RowMap
 from .terms import Term, walk
 
@@ -74,6 +75,7 @@ class _Search:
             found.append(kernel)
         if len(roots) == 1 and self.card.wgmma:
             found.extend(FewRows.serving(roots[0]))
+            found.extend(ManyRows.serving(roots[0]))
         return found
 
 

@@ -45,16 +45,22 @@ class Product:
     narrow: {term: (weight of the first product, weight of the second)}. sides: reductions of rows of x. vectors: what the
     prologue and the sides read besides. others: what the epilogue does: tiles and vectors. numbers: of all of them."""
 
-    def __init__(self, root: Term, x: Term, operand: Term, found: _Found):
+    def __init__(
+        self,
+        root: Term,
+        x: Term,
+        operand: Term,
+        products: dict[Term, Weight],
+        narrow: dict[Term, tuple[Weight, Weight]],
+        sides: list[Term],
+        others: list[Term],
+    ):
         self.roots, self.x, self.operand = (root,), x, operand
-        self.products, self.narrow = found.products, found.narrow
-        self.sides = [one for one in found.reductions if _base(one.of[0]) is x]
-        inside = between([operand, *(one.of[0] for one in self.sides)], [x], with_leaves=True)
+        self.products, self.narrow, self.sides = products, narrow, sides
+        inside = between([operand, *(one.of[0] for one in sides)], [x], with_leaves=True)
         self.vectors = [y for y in inside if y.operation == "input" and y is not x and y.ndim]
         self.numbers = [y for y in walk(root) if y.operation == "input" and not y.ndim]
-        self.others = [y for y in found.others if y.ndim and y.operation in ("input", "matmul")] + [
-            y for y in found.reductions if y not in self.sides
-        ]
+        self.others = [y for y in others if y.ndim and y.operation in ("input", "matmul", "sum", "max")]
 
     @property
     def root(self) -> Term:
@@ -142,8 +148,8 @@ class Product:
     @classmethod
     def matches(cls, root: Term) -> Iterator[Self]:
         """The kernels that compute it: with what is done to x before the product inside, and ahead of it."""
-        found = _Found()
-        if root.ndim != 2 or not is_tile(root) or not found.epilogue(root):
+        found = found_in(root)
+        if found is None:
             return
         for operand in dict.fromkeys(x.of[0] for x in found.products):
             part = found.of(operand)
@@ -151,10 +157,19 @@ class Product:
                 continue
             for x in dict.fromkeys([_base(operand), operand]):
                 if x is not None and all(is_tile(w.array) for w in part.products.values()):
-                    yield cls(root, x, operand, part)
+                    sides = [one for one in part.reductions if _base(one.of[0]) is x]
+                    others = [*part.others, *(one for one in part.reductions if one not in sides)]
+                    yield cls(root, x, operand, part.products, part.narrow, sides, others)
 
 
-class _Found:
+def found_in(root: Term) -> Found | None:
+    """What a walk down from a term of rows and columns comes upon; None if there is something that no epilogue computes, or no
+    product."""
+    found = Found()
+    return found if root.ndim == 2 and is_tile(root) and found.epilogue(root) and (found.products or found.narrow) else None
+
+
+class Found:
     """What a walk down from a root comes upon."""
 
     def __init__(self) -> None:
@@ -163,9 +178,9 @@ class _Found:
         self.reductions: list[Term] = []
         self.others: list[Term] = []
 
-    def of(self, operand: Term) -> _Found:
+    def of(self, operand: Term) -> Found:
         """The same with the products of this operand alone: others come from memory."""
-        part = _Found()
+        part = Found()
         part.products = {x: w for x, w in self.products.items() if x.of[0] is operand}
         part.narrow = {x: pair for x, pair in self.narrow.items() if x.of[0].of[0] is operand}
         part.reductions, part.others = self.reductions, [*self.others]

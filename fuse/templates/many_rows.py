@@ -1,0 +1,183 @@
+"""Products of many rows, more than 64: the tensor cores are kept busy.
+
+A persistent block computes tiles of 128 rows: two consumers of 64 rows multiply, a producer feeds them, and a tile leaves part
+by part under the first products of the next one, through the epilogue. What is done to x comes before, in a kernel of its own:
+inside this loop it would cost the products more (bench/NOTES.md). Two products of one x share a tile's columns. A product of
+another, narrow left factor that is added, x @ w + t @ b, is one step more along k: [x, t] @ [w; b].
+
+many_rows.jinja is the kernel; here stands when it serves, how it is cut, and what fills its gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ..module import Text, rendered
+from ..terms import Term
+from ..writing import Writer
+from .few_rows import DTYPES, MOST_ROWS, Named
+from .product import MOST_PRODUCTS, NARROW, Product, Weight, found_in
+from .row_map import along, array, between, is_tile
+
+ROWS, STEP = 128, 64  # of a tile; along k
+OVERHEAD = 16  # columns' worth of time that a tile takes besides its products
+WIDTHS = 256, 192, 128  # the wider, the less is read for a product; but the last wave may be emptier
+SHARED = 225 * 1024
+
+
+class Schedule(NamedTuple):
+    """columns: of a tile of accumulators, of all products together. parts: in so many a tile leaves. stages: slots of a ring.
+    group: rows of tiles in a band, which share what is read of the weights."""
+
+    columns: int
+    parts: int
+    stages: int
+    group: int
+
+
+def schedule(m: int, n: int, products: int, processors: int) -> Schedule:
+    """That with which all waves of tiles together are narrowest."""
+
+    def width_of_waves(columns: int) -> int:
+        tiles = -(-m // ROWS) * -(-n * products // columns)
+        return -(-tiles // processors) * (columns + OVERHEAD)
+
+    columns = min((c for c in WIDTHS if c % (64 * products) == 0), key=width_of_waves)
+    parts = columns // 64
+    room = SHARED - ROWS * 2 * (columns // products // parts)
+    return Schedule(columns, parts, min(4, room // (2 * STEP * (ROWS + columns))), min(16, -(-m // ROWS)))
+
+
+class Extension(NamedTuple):
+    """A product that is one more step along k. joint: the sum of both products. left, weight: of the narrow one."""
+
+    joint: Term
+    left: Term
+    weight: Weight
+
+
+class ManyRows(Product):
+    """See the module."""
+
+    label, most_rows, processors = "many", 2**31 - 1, 132
+
+    def __init__(self, root: Term, x: Term, products: dict[Term, Weight], others: list[Term], extension: Extension | None):
+        super().__init__(root, x, x, products, {}, [], others)
+        self.extension = extension
+
+    @property
+    def schedule(self) -> Schedule:
+        """How it is cut."""
+        return schedule(self.rows, self.columns, len(self.products), self.processors)
+
+    @property
+    def weights(self) -> list[Weight]:
+        """All of them."""
+        return [*super().weights, *([self.extension.weight] if self.extension else [])]
+
+    @property
+    def leaves(self) -> list[Term]:
+        """What the kernel reads."""
+        return list(dict.fromkeys([*super().leaves, *([self.extension.left] if self.extension else [])]))
+
+    @classmethod
+    def serving(cls, root: Term) -> Iterator[ManyRows]:
+        """Those that compute it."""
+        found = found_in(root)
+        if found is None or root.extents[0] <= MOST_ROWS:
+            return
+        every = found.products | {x: second for x, (_, second) in found.narrow.items()}
+        for x in dict.fromkeys(y.of[0] for y in every):
+            products = {y: w for y, w in every.items() if y.of[0] is x}
+            rest = {y: w for y, w in every.items() if y not in products}
+            extension = None
+            if len(products) == 1:
+                (product,) = products
+                extension = next(filter(None, (_joined(root, product, y, w) for y, w in rest.items())), None)
+            of_extension = extension.joint.of if extension else ()
+            others = [*found.others, *found.reductions, *(y for y in rest if y not in of_extension)]
+            kernel = cls(root, x, products, others, extension)
+            alike = len({w.turned for w in kernel.weights}) == 1
+            if (
+                len(products) <= MOST_PRODUCTS
+                and alike
+                and kernel.dtype in DTYPES
+                and all(is_tile(w.array) for w in kernel.weights)
+            ):
+                yield kernel
+
+    def __str__(self):
+        return f"many rows of {self.root}"
+
+    def explained(self) -> str:
+        """What it does, in words."""
+        s = self.schedule
+        told = [f"a product of many rows in tiles of {ROWS} x {s.columns}, through {s.stages} stages"]
+        told += [f"{self.extension.left} @ its weights is one step more along k"] if self.extension else []
+        return ", ".join([*told, *self.riding])
+
+    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
+        """See RowMap.text."""
+        return rendered("many_rows.jinja", _gaps(self, parameters, spoken))
+
+
+def _joined(root: Term, product: Term, other: Term, weight: Weight) -> Extension | None:
+    """The extension by which one product is added to another, if it is, and is narrow."""
+    if other.of[0].extents[1] <= NARROW:
+        for x in between([root], [product, other]):
+            if x.operation == "add" and product in x.of and other in x.of:
+                return Extension(x, other.of[0], weight)
+    return None
+
+
+def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:
+    """What fills many_rows.jinja."""
+    dtype, s = DTYPES[kernel.dtype], kernel.schedule
+    several = len(kernel.products) > 1
+    products = [
+        Named(f"acc_{parameters[w.array]}" if several else "acc", array(parameters[w.array]), parameters[w.array])
+        for w in kernel.products.values()
+    ]
+    writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
+    writer.names |= {x: p.name for x, p in zip(kernel.products, products)}
+    if kernel.extension:
+        writer.names[kernel.extension.joint] = products[0].name
+    computes = kernel.root not in writer.names
+    others = [Named(parameters[y], array(parameters[y]), _read(y, array(parameters[y]))) for y in kernel.others]
+    taken = {*parameters.values(), "last", "row", "col", "part", "me", "y"}
+    epilogue = [f"{other.name} = {other.loaded}" for other in others] + writer.assignments([kernel.root], taken)
+    numbers = [parameters[y] for y in kernel.numbers]
+    turned = kernel.weights[0].turned
+    tile = "W_PART" if several else "W"
+    extension = kernel.extension
+    names = [parameters[kernel.x], *([parameters[extension.left]] if extension else [])]
+    operands = [(array(name), f"tiles.tensor({name}, X)") for name in names]
+    weights = [p.loaded for p in products] + ([parameters[extension.weight.array]] if extension else [])
+    operands += [(array(name), f"tiles.tensor({name}, {tile})") for name in weights]
+    result, inner = parameters[kernel.root], f"-(-{parameters[kernel.x]}.shape[1] // X.cols)"
+    arguments = [*operands, ("gY", f"tiles.tensor({result}, Y_PART)"), *((o.array, o.name) for o in others)]
+    axis = "rows" if turned else "cols"
+    return {
+        "schedule": s, "dtype": dtype, "y": result, "products": products, "turned": turned, "form": "ABt" if turned else "AB",
+        "x": Named(parameters[kernel.x], array(parameters[kernel.x])), "others": others, "numbers": numbers,
+        "extension": extension and {"x": array(parameters[extension.left]), "w": array(parameters[extension.weight.array])},
+        "computes": computes, "epilogue": epilogue, "written": writer.expression(kernel.root),
+        "told": "".join(f", {one}" for one in (*(o.array for o in others), *numbers)),
+        "arguments": [*arguments, ("rows", "rows"), ("cols", "cols"), ("steps", "steps"), *((n, n) for n in numbers)],
+        "before": [
+            f"rows, cols = -(-{result}.shape[0] // X.rows), -(-{result}.shape[1] // {tile}.{axis})",
+            f"steps = max({2 * s.parts - 1}, {inner}{' + 1' if extension else ''})",
+            f"""grid = min(rows * cols, machine(describe({result}, "{result}").device).processors)""",
+        ],
+        "launch": "grid, THREADS, shared=smem", "threads": "THREADS",
+    }  # fmt: skip
+
+
+def _read(y: Term, name: str) -> str:
+    """The expression that reads what the epilogue wants besides, of the part that leaves."""
+    row, col = "ROWS * (CONSUMERS * row + me)", "PART * (PARTS * col + part)"
+    if is_tile(y):
+        return f"warpgroup.load({name}, rt(16, PART, fp32), ({row}, {col}))"
+    if along(y):
+        return f"load({name}, rt(16, PART, fp32).row_vec, {f'({col},)' if y.ndim == 1 else f'(0, {col})'})"
+    return f"warpgroup.load({name}, rt(16, PART, fp32).col_vec, ({row}, 0), cols=0)"
