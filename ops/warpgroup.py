@@ -10,7 +10,7 @@ from numba.cuda import types
 from tiles import ptx
 from tiles.interpreter import here
 from tiles.layout import WARPGROUP
-from tiles.op import lowers, op
+from tiles.op import inlined, lowers, op
 from tiles.plumbing import void
 from tiles.types import st
 
@@ -30,7 +30,7 @@ __all__ = [
     "ROWS", "THREADS", "causal", "claim_registers", "id", "load", "load_transposed", "lower_fill", "mm_AB", "mm_ABt",
     "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "on_diagonal", "outside_fill", "own_block", "own_rows",
     "ping_pong", "quarter", "rank", "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum",
-    "release_registers", "row_index", "store", "store_transposed", "store_wait", "sync", "sync_several", "tma_add",
+    "release_registers", "row_index", "send", "store", "store_transposed", "store_wait", "sync", "sync_several", "tma_add",
     "tma_max", "tma_min", "tma_store", "tril", "triu", "upper_fill", "wait", "zero_rows",
 ]  # fmt: skip
 
@@ -200,6 +200,16 @@ def store(target, value, at=None, rows=-2, cols=-1, aligned=None):
 def _(target, value, at, rows: int, cols: int, aligned: int):
     load_store.check_store("warpgroup.store", target, value, at, rows, cols, aligned, WARPGROUP)
     return void, load_store.lower_store(target, value, rows, cols, aligned, first_row(value))
+
+
+@inlined
+def send(target, at, tile, value):
+    """target[at] = value, a register tile of the four warps, by way of the shared tile, as soon as what was sent from there
+    before has left it. TMA writes it while the warps go on; `store_wait` before the end."""
+    store_wait()
+    sync()
+    store(tile, value)
+    tma_store(target, at, tile)
 
 
 @op

@@ -10,7 +10,8 @@ What warps compute for other warps goes through a ring with `writers` instead: e
     store(p.claim(j), x)                writer: the j-th tile, once its slot is free
     p.publish(j)                        writer: this warp's part is there
 
-A tile whose rows lie in several places, such as pages, is filled box by box, in order; the consumer does not notice.
+A tile whose rows lie in several places, such as pages, is filled box by box, in order; the consumer does not notice. So is one
+whose columns do, such as those of two weights that one product shares.
 
     for i in range(4):
         k.fill(j, gK, (page[i], 0), i, 4)       part i of 4
@@ -85,9 +86,23 @@ class ring:
         loads of vectors have not: most vectors are written by warps, and need no fence."""
         return isinstance(self.tile, sv) and not self.writers
 
-    def box(self, parts):
-        """What one `fill` brings of a tile that is filled in so many parts; its source is a tensor of such tiles."""
-        return self.part if parts == 1 else replace(self.tile, rows=self.tile.rows // parts, whole=0)
+    def box(self, parts, across=False):
+        """What one `fill` brings of a tile that is filled in so many parts of its rows or, `across`, of its columns; its source
+        is a tensor of such tiles."""
+        if parts == 1:
+            return self.part
+        if across:
+            return replace(self.tile, cols=self.tile.cols // parts)
+        return replace(self.tile, rows=self.tile.rows // parts, whole=0)
+
+    def across(self, parts, box):
+        """Are such boxes, of which so many make a tile, parts of its columns?"""
+        return parts > 1 and box.cols < self.tile.cols
+
+    def offset(self, parts, across):
+        """Bytes from one of so many parts of a tile to the next."""
+        box = self.box(parts, across)
+        return box.panels * self.tile.panel_bytes if across else box.rows * self.tile.width
 
     def slot(self, j):
         """Address of the j-th tile."""
@@ -99,8 +114,9 @@ class ring:
         Called by a whole warpgroup; its first thread does it. source: a `tensor` whose tile is the ring's `part`; `at` counts
         the ring's tiles all the same.
 
-        parts: so many fills, one after the other, bring the tile, part 0 to parts - 1, the rows of each from its own place;
-        source: a tensor of tiles of as many rows as a part has, which `at` counts. Not for rings that blocks share."""
+        parts: so many fills, one after the other, bring the tile, part 0 to parts - 1, each from its own place; source: a
+        tensor of tiles as large as a part, which `at` counts: of fewer rows or, by whole panels, of fewer columns. Not for
+        rings that blocks share."""
         if here().rank == 0:
             _slot(self, j).fill(here(), j, source, _own(self, source.spec, at, here().block.rank), part, parts)
 
@@ -202,12 +218,14 @@ def _needs_writers(name, ring):
         raise TypeError(f"{name}: TMA writes this ring, fill(...) it: {ring}")
 
 
-def _check_parts(ring, part, parts):
-    """TypeError if the ring's tiles are not filled in so many parts."""
+def _check_parts(ring, part, parts, across):
+    """TypeError if the ring's tiles are not filled in so many parts of rows or, `across`, of columns."""
     if not integer(part):
         raise TypeError(f"fill: the part's number must be an integer, got {part}")
-    if parts < 1 or (parts > 1 and (ring.blocks > 1 or isinstance(ring.tile, sv) or ring.tile.rows % (8 * parts))):
-        raise TypeError(f"fill: {parts} parts: a tile of one block is filled in parts of a multiple of 8 rows, got {ring}")
+    extent, unit = (ring.tile.cols, ring.tile.panel_cols) if across else (ring.tile.rows, 8)
+    if parts < 1 or (parts > 1 and (ring.blocks > 1 or isinstance(ring.tile, sv) or extent % (unit * parts))):
+        of = f"{unit} columns, which a panel has" if across else "8 rows"
+        raise TypeError(f"fill: {parts} parts: a tile of one block is filled in parts of a multiple of {of}, got {ring}")
 
 
 @lowers(ring.fill)
@@ -216,8 +234,9 @@ def _(ring, j, source, at, part, parts: int):
     if ring.writers:
         raise TypeError(f"fill: warps write this ring, claim(...) and publish(...) a tile: {ring}")
     check_tensor("fill", source)
-    _check_parts(ring, part, parts)
-    box = ring.box(parts)
+    across = ring.across(parts, source.tile)
+    _check_parts(ring, part, parts, across)
+    box = ring.box(parts, across)
     if source.tile != box or (ring.blocks > 1 and source.unit != box.rows):
         by_parts = f" in parts of {box}" * (box != ring.tile)
         raise TypeError(f"fill: the ring holds {ring.tile}{by_parts}, the source gives {source.tile}")
@@ -239,7 +258,7 @@ def _(ring, j, source, at, part, parts: int):
                     begin(b, base, slot, parity, full)
             to, coordinates = _address(b, ring, base, slot), b.unpack(at)
             if parts > 1:
-                to = b.add(to, b.mul(b.u32(part), b.u32(box.rows * ring.tile.width)))
+                to = b.add(to, b.mul(b.u32(part), b.u32(ring.offset(parts, across))))
             if ring.blocks > 1:
                 rank = b.special("cluster_ctarank")
                 to = b.add(to, b.mul(rank, b.u32(ring.part.rows * ring.tile.width)))

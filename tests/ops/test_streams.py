@@ -98,6 +98,32 @@ def test_converted(run, sample, aligned):
     agree(run, Converted(TILE, fp8e4m3, 1, 3, aligned), element, x, 0.375, want)
 
 
+BESIDE = st(64, 128, bf16)
+
+
+def test_parts_of_columns(run, sample):
+    """The left half of a tile from one place, the right half from another."""
+    smem = shared(k=ring(BESIDE, 2, readers=4))
+
+    @cuda.jit(launch_bounds=(256, 1))
+    def body(source, y):
+        (k,) = smem.open()
+        if warpgroup.id() == 1:
+            for j in range(COUNT):
+                for half in range(2):
+                    k.fill(j, source, (1, j, 2 * half), half, 2)
+        else:
+            acc = zeros(rt(16, 128, fp32))
+            for j in range(COUNT):
+                acc = acc + fp32(warpgroup.load(k.wait(j), rt(16, 128, bf16)))
+                k.release(j)
+            warpgroup.store(y, acc, (0, 0))
+
+    x, y = sample((2, 64 * COUNT, 3, 64), bf16), blank((64, 128))
+    run(body, tensor(x, TILE, 1, 3), y, warps=8, shared=smem)
+    close(y, np.hstack([wide(x[1, :, h]).reshape(COUNT, 64, 64).sum(0) for h in (0, 2)]), atol=1e-5)
+
+
 def test_equal_streams_are_equal():
     assert Paged(4) == Paged(4) != Paged(2) and hash(Paged(4)) == hash(Paged(4))
     assert Converted(TILE, fp8e4m3, 1, 3) != Ragged(TILE, 1, 3)
@@ -180,6 +206,7 @@ def test_mistakes():
         r"fill: the ring holds st\(64, 64, bf16\) in parts of st\(16, 64, bf16\), the source gives st\(64", RING, TILE, 0, 4
     )
     refused("fill: 16 parts: a tile of one block is filled in parts of a multiple of 8 rows", RING, TILE, 0, 16)
+    refused("fill: 4 parts: .* of a multiple of 64 columns", shared(k=ring(BESIDE, 2)), TILE, 0, 4)
     refused("fill: 0 parts", RING, TILE, 0, 0)
     refused("fill: the part's number must be an integer", RING, PAGE, 0.5, 4)
     refused("fill: 2 parts: a tile of one block", shared(k=ring(TILE, 2, blocks=2)), st(32, 64, bf16), 0, 2)

@@ -34,13 +34,13 @@ class Slot:
             return [self]
         return [block.opened[self.ring.name][self.index] for block in self.block.cluster.blocks]
 
-    def _part(self, slot, j, part=0, parts=1):
+    def _part(self, slot, j, part=0, parts=1, across=False):
         """What this block fills of tile j in a slot, or part number `part` of it."""
         tile = slot.tile(j)
         if self.ring.blocks == 1 and parts == 1:
             return tile
-        box, number = replace(self.ring.box(parts), whole=tile.rows), part if parts > 1 else self.block.rank
-        first, address = number * box.rows, tile.address + number * box.rows * box.width
+        box, number = replace(self.ring.box(parts, across), whole=tile.rows), part if parts > 1 else self.block.rank
+        first, address = 0 if across else number * box.rows, tile.address + number * self.ring.offset(parts, across)
         return SharedTile(box, address, f"part {number} of {tile.name}", slot, j, first)
 
     def fill(self, warp, j, source, at, part=0, parts=1):
@@ -51,8 +51,9 @@ class Slot:
             self.empty.wait(warp, j // self.ring.stages, f"the slot for {self._name(j)}", self._held)
             self.full.arrive(warp, self.ring.tile.nbytes)
         self.filling = (j, part + 1, parts, warp.place()) if part + 1 < parts else None
+        across = self.ring.across(parts, source.spec.tile)
         for slot in self._everywhere:
-            warp.load_async(self._part(slot, j, part, parts), slot.full, source, at, [self.empty])
+            warp.load_async(self._part(slot, j, part, parts, across), slot.full, source, at, [self.empty])
 
     def _in_order(self, warp, j, part, parts):
         """A Hazard unless this part of tile j is the next for the slot."""
