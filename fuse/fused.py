@@ -43,7 +43,8 @@ class Fused:
 
     def __init__(self, definition: Callable):
         functools.update_wrapper(self, definition)
-        self.definition, self.name = definition, definition.__name__
+        name = definition.__name__
+        self.definition, self.name = definition, name if name.isidentifier() else "fused"  # a lambda
         self.signature = inspect.signature(definition)
         self.names = list(self.signature.parameters)
         self.programs: dict[tuple, _Program] = {}

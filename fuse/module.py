@@ -23,21 +23,21 @@ WIDTH = 120
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
 HOMES |= {"cuda": "numba", "int32": "numpy", "machine": "tiles.device", "describe": "tiles.frameworks"}
 HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums")}
-MODULES = {"math", "tiles"}
+DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # of matrices that are multiplied
 
 
 @dataclass
 class Text:
     """A kernel's lines. globals: assignments of the module. helpers: functions that the kernel calls. kernel: its body. before:
-    lines of the launching function, ahead of the launch. launch: what follows the kernel in tiles.launch(kernel, ...). threads:
-    of a block. arguments: the kernel's parameters, and what each is given."""
+    lines of the launching function, ahead of the launch. launch: what follows the kernel in tiles.launch(kernel, ...). bounds:
+    of the launch, threads and blocks. arguments: the kernel's parameters, and what each is given."""
 
     globals: list[str] = field(default_factory=list)
     helpers: list[str] = field(default_factory=list)
     kernel: list[str] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
     launch: str = ""
-    threads: str = ""
+    bounds: str = ""
     arguments: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -52,10 +52,10 @@ def _templates() -> jinja2.Environment:
 
 
 def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
-    """The Text of a template. gaps: what fills it; `arguments`, `before`, `launch` and `threads` among them."""
+    """The Text of a template. gaps: what fills it; `arguments`, `before`, `bounds` and `launch` among them."""
     template = _templates().get_template(file)
     blocks = {name: "".join(block(template.new_context(dict(gaps)))).splitlines() for name, block in template.blocks.items()}
-    of_launch = {name: gaps[name] for name in ("arguments", "before", "launch", "threads")}
+    of_launch = {name: gaps[name] for name in ("arguments", "before", "bounds", "launch")}
     return Text(blocks["constants"], blocks["helpers"], blocks["kernel"], **of_launch)
 
 
@@ -69,7 +69,7 @@ def assemble(title: str, name: str, kernels: Sequence[tuple[str, Text]], paramet
         mark = functools.partial(_marked, marks=marks)
         constants += map(mark, text.globals)
         bodies += ["", "", *map(mark, text.helpers)] if text.helpers else []
-        bodies += ["", "", f"@cuda.jit(launch_bounds=({mark(text.threads)}, 1))"]
+        bodies += ["", "", f"@cuda.jit(launch_bounds=({mark(text.bounds)}))"]
         bodies += [f"def {kernel}({', '.join(one for one, _ in text.arguments)}):"]
         bodies += [f"    {mark(line)}" for line in text.kernel]
         launches += [f"    {mark(line)}" for line in text.before]
@@ -157,3 +157,8 @@ def unused(name: str, taken: Iterable[str]) -> str:
         number += 1
         found = f"{name}_{number}"
     return found
+
+
+def array(name: str) -> str:
+    """The parameter that a kernel reads a variable from."""
+    return f"g{name[0].upper()}{name[1:]}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cost import Card
+from .templates.few_columns import MOST_COLUMNS, FewColumns
 from .templates.few_rows import FewRows
 from .templates.many_rows import ManyRows
 from .templates.row_map import RowMap
@@ -75,7 +76,7 @@ class _Search:
             found.append(kernel)
         if len(roots) == 1 and self.card.wgmma:
             found.extend(FewRows.serving(roots[0]))
-            found.extend(ManyRows.serving(roots[0]))
+            found.extend(FewColumns.serving(roots[0]) if roots[0].extents[-1] <= MOST_COLUMNS else ManyRows.serving(roots[0]))
         return found
 
 

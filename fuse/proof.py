@@ -271,7 +271,7 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     for key, x in found.inputs:
         shape = tuple(1 if axis is None else extents[axis.root] for axis in x.names)
         dtype = np.dtype(x.what[1])
-        given[key] = rng.standard_normal(shape).astype(dtype) if shape else float(rng.standard_normal())
+        given[key] = rng.standard_normal(shape).astype(dtype) if shape else float(rng.uniform(0.25, 1.0))
     wide = {key: np.asarray(x, np.float64) for key, x in given.items()}
     dtype = next(x.dtype for x in given.values() if hasattr(x, "dtype"))
     made = chosen(name, found, candidate)

@@ -276,6 +276,28 @@ def walk(*roots: Term) -> Iterator[Term]:
             stack.extend((y, False) for y in reversed(x.of))
 
 
+def between(roots: Sequence[Term], leaves: Sequence[Term], with_leaves: bool = False) -> list[Term]:
+    """The terms that lead from leaves to roots, each after its parts."""
+    ends, found, stack = set(leaves), set(), list(roots)
+    while stack:
+        x = stack.pop()
+        if x not in found and (with_leaves or x not in ends):
+            found.add(x)
+            if x not in ends:
+                stack.extend(x.of)
+    return [x for x in walk(*roots) if x in found]
+
+
+def is_tile(x: Term) -> bool:
+    """Has it rows and columns?"""
+    return x.ndim == 2 and x.names[0] is not None and x.names[1] is not None
+
+
+def along(x: Term) -> bool:
+    """Has it columns?"""
+    return x.ndim > 0 and x.names[-1] is not None
+
+
 def inputs(*roots: Term) -> list[Term]:
     """The arguments that these read."""
     return [x for x in walk(*roots) if x.operation == "input"]

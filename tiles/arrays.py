@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -133,6 +134,15 @@ class Operand(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """As an array has one."""
         return self.form.shape
+
+    def reshape(self, *shape: int) -> Operand:
+        """With its last axis cut into several. ValueError: the shape says something else."""
+        *lead, columns = self.form.shape
+        cut = shape[len(lead) :]
+        if tuple(lead) != shape[: len(lead)] or math.prod(cut) != columns:
+            raise ValueError(f"an Operand's last axis can be cut, no more: from {self.form.shape} to {shape}")
+        strides = contiguous(cut, self.form.strides[-1])
+        return self._replace(form=self.form._replace(shape=shape, strides=(*self.form.strides[:-1], *strides)))
 
     def permuted(self, order) -> Operand:
         """With its axes in another order."""

@@ -12,18 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..module import Text, rendered, unused
-from ..terms import Term
+from ..module import DTYPES, Text, array, rendered, unused
+from ..terms import Term, along, between, is_tile
 from ..writing import Writer
 from .product import Product, Weight
-from .row_map import along, array, between, is_tile
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOST_ROWS = 64
 RING_BYTES = 160 * 1024  # of shared memory, for weights on their way
-DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 class Schedule(NamedTuple):
@@ -201,7 +199,7 @@ class _Gaps(dict[str, Any]):
             products=products, narrow=narrow, sides=sides, vectors=vectors, x=x, result=result,
             ahead=[f"fp32(ahead[{n}])" for n in range(1 + len(vectors))], prologue=prologue, operand=operand,
             epilogue=epilogue, written=writer.expression(kernel.root),
-            arguments=arguments, before=before, launch="blocks, THREADS, shared=smem, cluster=BLOCKS", threads="THREADS",
+            arguments=arguments, before=before, launch="blocks, THREADS, shared=smem, cluster=BLOCKS", bounds="THREADS, 1",
         )  # fmt: skip
 
     @staticmethod

@@ -10,14 +10,16 @@ many_rows.jinja is the kernel; here stands when it serves, how it is cut, and wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..module import Text, rendered
-from ..terms import Term
+from ..module import DTYPES, Text, array, rendered
+from ..terms import Term, along, between, is_tile
 from ..writing import Writer
-from .few_rows import DTYPES, MOST_ROWS, Named
+from .few_rows import MOST_ROWS, Named
 from .product import MOST_PRODUCTS, NARROW, Product, Weight, found_in
-from .row_map import along, array, between, is_tile
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ROWS, STEP = 128, 64  # of a tile; along k
 OVERHEAD = 16  # columns' worth of time that a tile takes besides its products
@@ -81,7 +83,7 @@ class ManyRows(Product):
         return list(dict.fromkeys([*super().leaves, *([self.extension.left] if self.extension else [])]))
 
     @classmethod
-    def serving(cls, root: Term) -> Iterator[ManyRows]:
+    def serving(cls, root: Term) -> Iterator[Self]:
         """Those that compute it."""
         found = found_in(root)
         if found is None or root.extents[0] <= MOST_ROWS:
@@ -169,7 +171,7 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
             f"steps = max({2 * s.parts - 1}, {inner}{' + 1' if extension else ''})",
             f"""grid = min(rows * cols, machine(describe({result}, "{result}").device).processors)""",
         ],
-        "launch": "grid, THREADS, shared=smem", "threads": "THREADS",
+        "launch": "grid, THREADS, shared=smem", "bounds": "THREADS, 1",
     }  # fmt: skip
 
 

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..functions import MAPS
-from ..terms import Axis, Term, walk
-from .row_map import between, is_tile
+from ..terms import Axis, Term, between, is_tile, walk
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -60,10 +60,11 @@ def test_text_and_proof(name, rows):
             assert (mine == its).all()
 
 
+@pytest.mark.parametrize("rows", [5, 70])
 @pytest.mark.parametrize("name", ["rms_norm_linear", "lora_linear", "gated_mlp"])
-def test_weights_as_torch_has_them(name):
+def test_weights_as_torch_has_them(name, rows):
     """(N, K) in memory: the transpose of what is multiplied by."""
-    arrays = sample(name, 5, bf16)
+    arrays = sample(name, rows, bf16)
     turned = [np.asfortranarray(x) if x.ndim == 2 and n else x for n, x in enumerate(arrays)]
     compare(getattr(operators, name), turned, getattr(operators, name).run(*turned))
 

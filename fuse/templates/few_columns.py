@@ -1,0 +1,70 @@
+"""Products of many rows and few columns, up to 32: x comes at memory speed, and its products are no work worth mentioning.
+
+A block has 32 rows, and eight warps, each with 16 of them and a share of every tile's columns, whose sums meet at the end: 4096
+rows fill 128 multiprocessors. few_columns.jinja is the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..module import DTYPES, Text, array, rendered
+from ..terms import Axis, Term, along, is_tile
+from ..writing import Writer
+from .few_rows import MOST_ROWS
+from .many_rows import ManyRows
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MOST_COLUMNS = 32
+
+
+class FewColumns(ManyRows):
+    """See the module."""
+
+    label = "few_columns"
+
+    @classmethod
+    def serving(cls, root: Term) -> Iterator[Self]:
+        """Those that compute it."""
+        if root.ndim == 2 and root.extents[1] <= MOST_COLUMNS and root.extents[0] > MOST_ROWS:
+            yield from (one for one in super().serving(root) if len(one.products) == 1 and not one.extension)
+
+    @property
+    def fixed(self) -> dict[Axis, int]:
+        """The axes whose extents are in the kernel's text."""
+        return {self.root.names[1].root: self.columns} if self.root.names[1] else {}
+
+    def __str__(self):
+        return f"few columns of {self.root}"
+
+    def explained(self) -> str:
+        """What it does, in words."""
+        return ", ".join([f"a product of {self.columns} columns, at the speed at which {self.x} comes", *self.riding])
+
+    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
+        """See RowMap.text."""
+        ((product, weight),) = self.products.items()
+        x, w, y = parameters[self.x], parameters[weight.array], parameters[self.root]
+        writer = Writer({one: parameters[one] for one in self.leaves} | {product: "acc"}, spoken)
+        epilogue = [f"{parameters[one]} = {_read(one, array(parameters[one]))}" for one in self.others]
+        epilogue += writer.assignments([self.root], {*parameters.values(), "acc", "at", "row", "me", "warp", "band", "share"})
+        arrays = [(array(x), f"tiles.tensor({x}, X)"), (array(w), f"tiles.tensor({w}, W)")]
+        arrays += [(array(parameters[one]), parameters[one]) for one in (*self.others, self.root)]
+        gaps = {
+            "columns": -(-self.columns // 16) * 16, "dtype": DTYPES[self.dtype], "turned": weight.turned, "x": array(x),
+            "w": array(w), "y": array(y), "epilogue": epilogue, "written": writer.expression(self.root), "bounds": "THREADS, 1",
+            "arguments": [*arrays, ("steps", f"-(-{x}.shape[1] // X.cols)"), *((parameters[n],) * 2 for n in self.numbers)],
+            "before": [], "launch": f"-(-{x}.shape[0] // X.rows), THREADS, shared=smem",
+        }  # fmt: skip
+        return rendered("few_columns.jinja", gaps)
+
+
+def _read(y: Term, name: str) -> str:
+    """The expression that reads what the epilogue wants besides."""
+    if is_tile(y):
+        return f"load({name}, ACC, (at, 0))"
+    if along(y):
+        return f"load({name}, ACC.row_vec, {'(0,)' if y.ndim == 1 else '(0, 0)'})"
+    return f"load({name}, ACC.col_vec, (at, 0), cols=0)"

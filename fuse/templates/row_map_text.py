@@ -1,0 +1,223 @@
+"""Row maps, written down: see row_map.py for the three forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..module import Text, array, unused
+from ..terms import Term, along, between, is_tile
+from ..writing import Writer
+
+if TYPE_CHECKING:
+    from .row_map import RowMap
+
+ROWS = 16  # of a warp's tile
+FOLD, COLUMNS = 16, 64  # a folded row's parts, and the columns of them that a warp has
+WARPS_RESIDENT = 20  # of a multiprocessor, of folded rows
+NOTHING = {"sum": ("zeros", "0.0"), "max": ("neg_infty", "-math.inf")}  # a vector of nothing's sum or maximum, and one number
+
+
+class Writing:
+    """The text of a row map, as it is written. columns: of a warp, at a time. most_warps: of a block. says: how rows lie."""
+
+    columns, most_warps, says = 128, 16, ""
+
+    def __init__(self, kernel: RowMap, parameters: dict[Term, str], spoken: dict[Term, str]):
+        self.kernel, self.parameters, self.text = kernel, parameters, Text()
+        inside = between(kernel.roots, kernel.leaves)
+        self.lengths = [x for x in inside if x.operation == "length"]
+        self.reductions = [x for x in inside if x.operation in NOTHING]
+        self.writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
+        self.text.bounds = "32 * WARPS, 1"
+        self.write()
+
+    def write(self) -> None:
+        """All of it."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """What tiles of sixteen rows share."""
+        kernel, text, parameters = self.kernel, self.text, self.parameters
+        self.writer.names |= dict.fromkeys(self.lengths, "width")
+        text.globals += [f"WARPS = {kernel.warps}", f"TILE = rt({ROWS}, {self.columns}, fp32)  # of a warp"]
+        if self.reductions:
+            text.globals.append("smem = shared(scratch=sv(TILE.rows * WARPS, fp32))")
+            text.kernel.append("(scratch,) = smem.open()")
+        text.kernel.append("row = TILE.rows * cuda.blockIdx.x")
+        tall = next(x for x in (*kernel.leaves, *kernel.roots) if x.ndim == 2 and x.names[0])
+        text.launch = f"-(-{parameters[tall]}.shape[0] // TILE.rows), 32 * WARPS{', shared=smem' * bool(self.reductions)}"
+        every = [(x, parameters[x]) for x in (*kernel.leaves, *kernel.roots)]
+        text.arguments = [(array(name) if x.ndim else name, name) for x, name in every]
+
+    def width(self, needed: bool) -> None:
+        """The line that says how many columns there are, if somebody asks."""
+        if needed or self.lengths or any(map(self.filled, self.reductions)):
+            wide = next(x for x in self.kernel.leaves if along(x))
+            self.text.kernel.append(f"width = {array(self.parameters[wide])}.shape[{wide.ndim - 1}]")
+
+    def levels(self) -> list[list[Term]]:
+        """The reductions, level by level."""
+        levels = self.kernel.levels
+        return [[x for x in self.reductions if levels[x] == n] for n in range(1, 1 + max(levels[x] for x in self.kernel.roots))]
+
+    def named(self, x: Term) -> str:
+        """The name of a reduction, from now on."""
+        taken = {*self.writer.names.values(), *self.parameters.values()}
+        self.writer.names[x] = unused(self.writer.suggested(x), taken)
+        return self.writer.names[x]
+
+    def folded(self, x: Term, fold: str = "row") -> str:
+        """What a warp's tile contributes to a reduction."""
+        written = self.writer.expression(x.of[0])
+        if self.filled(x):
+            written = f"right_fill({written}, width - col, {NOTHING[x.operation][1]})"
+        return f"{fold}_{x.operation}({written})"
+
+    def filled(self, x: Term) -> bool:
+        """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
+        return x.operation == "max" or not vanishes(x.of[0], self.kernel.leaves)
+
+    def reduce(self, wanted: list[Term], fold: str) -> list[str]:
+        """The lines that reduce what is in registers."""
+        lines = self.writer.assignments([x.of[0] for x in wanted], self.parameters.values(), self.kernel.roots)
+        for x in wanted:
+            folded = self.folded(x, fold)
+            lines.append(f"{self.named(x)} = block.reduce_{x.operation}({folded}, scratch)")
+        return lines
+
+    def stores(self, at: str = "row, col") -> list[str]:
+        """The lines that compute the roots and write them."""
+        lines = self.writer.assignments(self.kernel.roots, self.parameters.values())
+        for x in self.kernel.roots:
+            where = f"({at})" if is_tile(x) else "(row, 0), cols=0"
+            lines.append(f"store({array(self.parameters[x])}, {self.writer.expression(x)}, {where})")
+        return lines
+
+    def load(self, x: Term) -> str:
+        """The line that reads a leaf."""
+        name = self.parameters[x]
+        if is_tile(x):
+            return f"{name} = load({array(name)}, TILE, (row, col))"
+        if along(x):
+            return f"{name} = load({array(name)}, TILE.row_vec, {'(col,)' if x.ndim == 1 else '(0, col)'})"
+        if not x.names[0]:
+            return f"{name} = {array(name)}[{', '.join('0' * x.ndim)}]"
+        return f"{name} = load({array(name)}, TILE.col_vec, (row, 0), cols=0)"
+
+
+class Held(Writing):
+    """Sixteen rows in the registers of a block."""
+
+    says = "stay in registers, sixteen of a block"
+
+    def write(self) -> None:
+        self.begin()
+        mine = "TILE.cols * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
+        self.text.kernel.append(f"col = {mine}")
+        self.width(False)
+        self.text.kernel += [self.load(x) for x in self.kernel.leaves if x.ndim]
+        for level in self.levels():
+            self.text.kernel += self.reduce(level, "row")
+        self.text.kernel += self.stores()
+
+
+class Looped(Writing):
+    """Sixteen rows of a block, read again and again."""
+
+    most_warps, says = 8, "are read {} times, once from memory and then from L2"
+
+    def write(self) -> None:
+        self.begin()
+        mine = "TILE.cols * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
+        self.text.kernel.append(f"first = {mine}")
+        self.width(True)
+        self.text.kernel += [self.load(x) for x in self.kernel.leaves if x.ndim and not along(x)]
+        for level in self.levels():
+            self.reduce_in_a_loop(level)
+        self.loop([*self.loads(self.kernel.roots), *self.stores()])
+
+    def reduce_in_a_loop(self, wanted: list[Term]) -> None:
+        """These reductions, of one level."""
+        inner = [x.of[0] for x in wanted]
+        before = dict(self.writer.names)
+        body = [*self.loads(inner), *self.writer.assignments(inner, self.parameters.values())]
+        folds = [self.folded(x) for x in wanted]
+        self.writer.names = before  # what was assigned is known in the loop alone
+        for x, folded in zip(wanted, folds):
+            name, (nothing, _) = self.named(x), NOTHING[x.operation]
+            self.text.kernel.append(f"{name} = {nothing}(TILE.col_vec)")
+            body.append(f"{name} = {name} + {folded}" if x.operation == "sum" else f"{name} = maximum({name}, {folded})")
+        self.loop(body)
+        for x in wanted:
+            name = self.writer.names[x]
+            self.text.kernel.append(f"{name} = block.reduce_{x.operation}({name}, scratch)")
+
+    def loop(self, body: list[str]) -> None:
+        """These lines, for each of the warp's tiles along the columns."""
+        self.text.kernel += ["for col in range(first, width, TILE.cols * WARPS):", *(f"    {line}" for line in body)]
+
+    def loads(self, roots: Sequence[Term]) -> list[str]:
+        """What must be read for these, of what has columns."""
+        needed = between(roots, self.kernel.leaves, with_leaves=True)
+        return [self.load(x) for x in self.kernel.leaves if along(x) and x in needed]
+
+
+class Folded(Writing):
+    """A row is a tile, one of a block at a time, and the next one comes meanwhile."""
+
+    columns, says = FOLD * COLUMNS, "are tiles of 16 parts; one is worked on while the next one comes"
+
+    def write(self) -> None:
+        kernel, text, name = self.kernel, self.text, self.parameters
+        tiles = [x for x in kernel.leaves if is_tile(x)]
+        vectors = [x for x in kernel.leaves if x.ndim and not is_tile(x)]
+        self.writer.names |= dict.fromkeys(self.lengths, "columns")
+        x, warps = name[tiles[0]], kernel.warps
+        text.globals += [f"WARPS, BLOCKS = {warps}, {max(1, WARPS_RESIDENT // warps)}  # of a block, of a multiprocessor"]
+        text.globals += [f"PART = rt({FOLD}, {COLUMNS}, {kernel.dtype})  # a warp's of a row that is cut into {FOLD}"]
+        text.bounds = "32 * WARPS, BLOCKS"
+        if self.reductions:
+            text.globals.append(f"smem = shared(scratch=sv({max(16, 4 * warps)}, fp32))")
+            text.kernel.append("(scratch,) = smem.open()")
+        text.kernel.append("following, col = int32(cuda.blockIdx.x), PART.cols * int32(cuda.threadIdx.x // 32)")
+        text.kernel += [f"{name[v]} = load({array(name[v])}, PART, (0, col))" for v in vectors]
+        text.kernel += [f"next_{name[t]} = load({array(name[t])}, PART, (following, 0, col))" for t in tiles]
+        if any(map(self.filled, self.reductions)):
+            text.kernel.append(f"width = {array(x)}.shape[2]")
+        wide = "{}" if kernel.dtype == "fp32" else "fp32({})"
+        body = [f"row, {name[t]} = following, {wide.format('next_' + name[t])}" for t in tiles[:1]]
+        body += [f"{name[t]} = {wide.format('next_' + name[t])}" for t in tiles[1:]]
+        body += ["following += int32(cuda.gridDim.x)", "at = min(following, int32(rows - 1))"]
+        body += [f"next_{name[t]} = load({array(name[t])}, PART, (at, 0, col))" for t in tiles]
+        self.writer.names |= {v: wide.format(name[v]) for v in vectors}
+        for level in self.levels():
+            body += self.reduce(level, "tile")
+        body += self.stores("row, 0, col")
+        text.kernel += ["while following < rows:", *(f"    {line}" for line in body)]
+        text.before = [
+            f"rows, cut = {x}.shape[0], ({FOLD}, {x}.shape[1] // {FOLD})",
+            f"""grid = min(rows, BLOCKS * machine(describe({x}, "{x}").device).processors)""",
+        ]
+        text.launch = f"grid, 32 * WARPS{', shared=smem' * bool(self.reductions)}"
+        shaped = [
+            (array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*cut)")
+            for one in (*tiles, *vectors, *kernel.roots)
+        ]
+        numbers = [(name[n], name[n]) for n in kernel.leaves if not n.ndim]
+        columns = [("columns", f"float({x}.shape[1])")] if self.lengths else []
+        text.arguments = [*shaped, ("rows", "rows"), *columns, *numbers]
+
+
+def vanishes(x: Term, leaves: Sequence[Term]) -> bool:
+    """Is it 0 wherever the leaves that have columns are 0?"""
+    if x in leaves:
+        return along(x)
+    parts = [vanishes(y, leaves) for y in x.of]
+    if x.operation == "mul":
+        return any(parts)
+    if x.operation == "div":
+        return parts[0]
+    if x.operation in ("add", "sub", "neg", "abs", "relu", "silu", "gelu", "tanh", "sqrt"):
+        return all(parts)
+    return x.operation == "number" and x.what == 0
