@@ -22,7 +22,8 @@ from tiles.layout import LANES
 from .tiling import Blocks, Tiling
 from .variants import At, Variant, arrays_of
 
-WARPS, ROWS = 4, 16  # warps of a thread block, each of which asks for a key block; rows that it asks for at once
+WARPS, ROWS = 4, 16  # warps of a thread block, each of which asks for a key block; what a tile's rows are a multiple of
+AT_ONCE = 2 * ROWS  # rows that it asks for at once, where that divides a tile: what a mask reads for keys is read once for them
 HEAD = 2  # integers of a list before the blocks
 LISTS, CLASSES = types.Array(types.int32, 4, "A"), types.Array(types.int8, 4, "A")
 
@@ -81,7 +82,8 @@ class Survey:
     @functools.cache
     def make(config: "Survey"):
         """(kernel, shared memory) of a configuration."""
-        TILE, KV, S = config.rows, config.kv, rt(ROWS, config.kv, fp32)
+        TILE, KV, EACH = config.rows, config.kv, ROWS if config.rows % AT_ONCE else AT_ONCE
+        S = rt(EACH, KV, fp32)
         GIVEN, AUX, variant = config.given, config.aux, config.variant
         tiling = Tiling(TILE, KV, variant)
 
@@ -97,7 +99,7 @@ class Survey:
             block = WARPS * group + cuda.threadIdx.x // 32
             if block < every.n:
                 seen, key = lane_sum(zeros(S)), int32((every.first + block) * KV)
-                for band in range(0, TILE, ROWS):
+                for band in range(0, TILE, EACH):
                     seen = seen + lane_sum(variant.mask(ones(S), at._replace(row=int32(TILE * tile + band)), key, 0.0))
                 count = tile_sum(finish_sum(seen))
                 all_of_it = count == TILE * KV and key + KV <= kv_len

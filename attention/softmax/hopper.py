@@ -83,6 +83,7 @@ SHORT: dict[tuple[int, bool], dict[int, dict[str, Any]]] = {
     (256, True): {2048: {"turns": False}},
 }
 PLAIN: dict[int, dict[str, Any]] = {2048: {}}
+WINDOW: dict[int, dict[str, Any]] = {128: {"queries": 2, "turns": False}}  # the same of windows of up to 2048 keys, by head_dim
 
 
 def config_for(
@@ -109,7 +110,9 @@ def _shape(padded: int, variant: Variant) -> Any:
 
 def _short(padded: int, variant: Variant) -> dict[int, dict[str, Any]]:
     """Up to how many keys what is other."""
-    return SHORT.get((padded, variant.rising), PLAIN) if variant.plain else PLAIN
+    if variant.plain:
+        return SHORT.get((padded, variant.rising), PLAIN)
+    return PLAIN if variant.from_first or variant.scored else {2048: WINDOW.get(padded, {})}
 
 
 @functools.lru_cache(1024)

@@ -129,7 +129,8 @@ def planned(
     if config.persistent:
         grid = persistent(gpu, grid)
     nbytes = kv_len * (head_dim + value_dim) * dtype.itemsize / group
-    uneven = variant.rising or (config.persistent and q_len % config.rows > 0)
+    alike = config.persistent and made.reach < kv_len  # a window's tiles, but for a pair's first ones
+    uneven = not alike and (variant.rising or (config.persistent and q_len % config.rows > 0))
     before, key_norm = Before(problem), norm_of(problem, "k_norm")
     given = made.numbers | _arrays(problem)
     read = {f"aux{n}": x for n, x in enumerate(aux)}

@@ -74,20 +74,23 @@ def _(array, index):
         """The numbers of a part of the index, one for each of this lane's elements."""
         if not isinstance(part, (rt, rv)):
             return [b.sext(value, i64) if value.type.width < 64 else value] * out.elements
-        elements = [b.sext(b.fptosi(e, i32), i64) for e in b.elements(part, value)]
+        elements = [b.fptosi(e, i32) for e in b.elements(part, value)]
         return [elements[k] for k in out.lane_index(part)] if isinstance(part, rv) and isinstance(out, rt) else elements
 
     def lower(b, array_value, value):
         data, extents, strides = b.array(array, array_value)
         values = b.unpack(value) if isinstance(index, types.BaseTuple) else [value]
+        end = ir.Constant(i64, 2**31 - 1)
+        mosts = [b.trunc(b.select(b.icmp_unsigned("<", extent, end), extent, end), i32) for extent in extents]
         found: dict = {}
         elements = []
         for at in zip(*[lane(b, part, v) for part, v in zip(parts, values, strict=True)], strict=True):
             if at not in found:  # a vector's elements stand in many of a tile's
                 address, inside = data, ir.Constant(ir.IntType(1), 1)
-                for i, extent, stride in zip(at, extents, strides, strict=True):
-                    inside = b.and_(inside, b.icmp_unsigned("<", i, extent))
-                    address = b.add(address, b.mul(i, stride))
+                for i, extent, most, stride in zip(at, extents, mosts, strides, strict=True):
+                    narrow = i.type == i32  # and if it is negative, which zext gets wrong, nothing is read
+                    inside = b.and_(inside, b.icmp_unsigned("<", i, most if narrow else extent))
+                    address = b.add(address, b.mul(b.zext(i, i64) if narrow else i, stride))
                 word = b.asm(register, text, f"={letter},l,r", address, b.zext(inside, i32), effect=False)
                 found[at] = real(b, word)
             elements.append(found[at])

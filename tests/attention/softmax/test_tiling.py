@@ -35,18 +35,18 @@ def test_every_tile_once(variant, pairs, blocks, band):
         assert [block for block, _ in part] == sorted((block for block, _ in part), reverse=variant is CAUSAL)
 
 
-def shares(config, length, grid):
+def shares(config, length, grid, band=None, **given):
     """What each block of a persistent grid has to do for 16384 tokens and 2048 columns: its tiles' key blocks, and 1.2 for the
-    the beginning and end of one, as far as there are rows."""
+    the beginning and end of one, as far as there are rows. given: what the variant reads."""
     pairs, blocks, nbytes = 16384 // length * 2048 // config.head_dim, -(-length // config.rows), 4 * length * config.head_dim
-    band = band_of(grid, grid, nbytes, L2, config.variant.rising or length % config.rows > 0)
+    band = band or band_of(grid, grid, nbytes, L2, config.variant.rising or length % config.rows > 0)
     assert band * nbytes <= L2 / 2
     work = [0.0] * grid
     for tile, (block, _) in enumerate(walked(config.tiling, pairs, blocks, band)):
         turn, place = divmod(tile, grid)
         rows = min(config.rows, length - config.rows * block) / config.rows
         work[grid - 1 - place if turn % 2 else place] += rows * (
-            config.tiling.key_blocks(config.rows * block, at(length, length)).n + 1.2
+            config.tiling.key_blocks(config.rows * block, at(length, length, **given)).n + 1.2
         )
     return work
 
@@ -61,6 +61,16 @@ def test_bands_fit_the_cache_and_share_the_work(grid, head_dim, length, causal):
     if not config.persistent:
         pytest.skip("a block a tile: the hardware shares the work")
     work = shares(config, length, grid)
+    assert max(work) < 1.15 * sum(work) / grid
+
+
+@pytest.mark.parametrize("grid", [132, 114, 78])
+@pytest.mark.parametrize("length", [2048, 4096, 8192])
+def test_a_window_is_shared_pair_by_pair(grid, length):
+    """Its tiles take as long as each other, but for a pair's first ones."""
+    config = hopper.config_for(128, bf16, Both(CAUSAL, Left()), 1025)
+    assert config.persistent
+    work = shares(config, length, grid, band=1, left=1024)
     assert max(work) < 1.15 * sum(work) / grid
 
 
