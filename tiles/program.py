@@ -60,10 +60,12 @@ class Step(Protocol):
 
 class Plan(NamedTuple):
     """How calls of one form are done: steps, and scratch memory, uninitialised and C-ordered: the shape and dtype of each (see
-    Problem.scratch). What the caller gets back the schema says: one array by itself, several as a tuple."""
+    Problem.scratch). What the caller gets back the schema says: one array by itself, several as a tuple; or `give` makes it of
+    all arrays, scratch memory behind those of the schema."""
 
     steps: Sequence[Step]
     scratch: Sequence[tuple[tuple[int, ...], str]] = ()
+    give: Callable[[Sequence[Any]], Any] | None = None
 
 
 class Fill(NamedTuple):
@@ -240,20 +242,21 @@ class Program:
     def _plan(self, given: dict[str, Form], first: Array, options: tuple, layout: str) -> _Known:
         """ValueError or TypeError: the schema or the planner refuses these forms."""
         problem = self.schema.problem(given, layout)
-        steps, scratch = self.planner(problem, *options)
+        steps, scratch, give = self.planner(problem, *options)
         if (first.device is None or asked().values) and (check := self.schema.check(problem, given)):
             steps = [check, *steps]
-        give = self.schema.results(dict(zip(self.options, options)))
+        results = self.schema.results(dict(zip(self.options, options)))
         order, kind = self.schema.places, first.kind
         home = kind.home(first)
-        makers = [(order[name], made(kind.maker, home, *problem.made(name))) for name in give if name not in given]
+        makers = [(order[name], made(kind.maker, home, *problem.made(name))) for name in results if name not in given]
         makers += [(place, made(kind.maker, home, *what)) for place, what in enumerate(scratch, len(order))]
         apart = []
         for a, b in self.schema.apart(given):
             (first_at, mine), (last_at, its) = ascending(given[a]), ascending(given[b])
             shift = first_at - last_at
             apart.append((order[a], order[b], shift - its.extent, shift + mine.extent))
-        return _Known(kind, first.device, makers, apart, steps, itemgetter(*[order[name] for name in give]))
+        give = give or itemgetter(*[order[name] for name in results])
+        return _Known(kind, first.device, makers, apart, steps, give)
 
     def _of_lengths(self, described: list, known: _Known) -> bool:
         """Can this plan be one for other lengths, too? On a device; in the interpreter planning takes no time that counts."""

@@ -43,7 +43,8 @@ def named(option: str, function: Any, compiling: bool = False) -> str | None:
     if compiling and (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
         held = *function.__code__.co_freevars, *(function.__defaults__ or ()), *(function.__kwdefaults__ or ())
         raise TypeError(f"{option}: holds {held}, of which torch.compile would keep the first value: pass them in aux")
-    name = f"{function.__name__} {identity(_Function(function))}"
+    digest = identity(_Function(function))
+    name = f"{function.__name__} {digest.hex()[:32] if isinstance(digest, bytes) else digest}"
     _KNOWN.setdefault(name, function)
     return name
 

@@ -423,6 +423,21 @@ def test_masks_of_a_graph():
         torch.ops.tiles.forward_variant(q, k, v, *nothing, *options.values(), "bshd")
 
 
+def test_lists_of_blocks_in_a_graph():
+    """They are made before, and read by it."""
+    x, near = Inputs(), lambda b, h, i, j, docs: docs[i] == docs[j]
+    q, k, v = x.qkv()
+    options = {"mask": near, "aux": (x.documents()[0],)}
+    lists = attention.block_lists(q, k, v, **options)
+    torch._dynamo.reset()
+    compiled = torch.compile(attention.forward, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(q, k, v, blocks=lists, **options), attention.forward(q, k, v, **options))
+    with torch._subclasses.FakeTensorMode() as fakes:
+        fake = [fakes.from_tensor(y) for y in (q, k, v)]
+        with pytest.raises(TypeError, match="^q: lists are made outside of what torch compiles or transforms"):
+            attention.block_lists(*fake, **options)
+
+
 def test_vmap_in_vmap():
     q, k, v = Inputs().qkv()
     q, k = torch.stack([q, 2 * q]), torch.stack([k, -k, k / 2])
