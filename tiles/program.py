@@ -34,12 +34,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from inspect import signature
+from inspect import get_annotations, signature
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from . import jax_call, nvtx, torch_op
-from .arrays import Array, Form, Operand, ascending, fill
+from .arrays import Array, Form, Number, Operand, ascending, fill
 from .checks import asked
 from .frameworks import Kind, describe, kind_of, stream_handle
 from .lengths import Trace, made
@@ -139,7 +139,8 @@ class Program:
 
     stream: a handle or a stream object; None is the current one of the first array's framework. What is made belongs to the
     stream as if it were the current one. arrays: one for each name of the schema, or None. options: a tuple of what else
-    decides a call; those that are equal must mean the same (True, 1 and 1.0 are equal)."""
+    decides a call; those that are equal must mean the same (True, 1 and 1.0 are equal). An option that the planner says is a
+    `Number | None` decides nothing but whether there is one: it goes to the kernels with the addresses."""
 
     def __init__(self, schema: Schema, planner: Callable[..., Plan]):
         self.schema, self.planner, self.names = schema, planner, schema.names
@@ -147,6 +148,9 @@ class Program:
         self.readers: dict[type, Callable] = {}
         self.op = torch_op.registered(self)
         self.options = tuple(signature(planner).parameters)[1:]  # their names
+        kinds = get_annotations(planner, eval_str=True)
+        places = [place for place, name in enumerate(self.options) if kinds.get(name) == Number | None]
+        self.numbers = [(place, Number(n - len(places))) for n, place in enumerate(places)]
         if ranges := nvtx.backend():
             vars(self)["run"] = nvtx.ranged(f"{planner.__module__.partition('.')[0]}.{schema.name}", self.run, *ranges)
 
@@ -168,6 +172,9 @@ class Program:
             sort, lengths, addresses, held = read(*arrays)
         except (AttributeError, RuntimeError, TypeError):  # not all are tensors in memory: `describe` says what is wrong
             sort, lengths, addresses, held = self._read(*arrays)
+        numbers = [options[place] or 0 for place, _ in self.numbers] if self.numbers else ()
+        if numbers:
+            options = self._without_numbers(options)
         try:
             known = KNOWN.get((self, sort, lengths, options, layout))
         except TypeError:  # an option that cannot be looked up, such as a list
@@ -189,11 +196,20 @@ class Program:
                 else:  # scratch: kept until all steps are on the stream
                     every.append(new)
                     addresses.append(known.kind.address(new))
+        if numbers:
+            addresses = [*addresses, *numbers]
         for step in known.steps:
             step.run(handle, addresses)
         if known.kind.waits and known.device is not None:
             known.kind.finish(handle)
         return known.give(every)
+
+    def _without_numbers(self, options: tuple) -> tuple:
+        """The options with a Number for each that the planner says is one, if it was given."""
+        found = [*options]
+        for place, number in self.numbers:
+            found[place] = None if found[place] is None else number
+        return tuple(found)
 
     def _described(self, arrays: tuple) -> list:
         """An Array for each, or None; TypeError that names one that is no array, or is missing."""

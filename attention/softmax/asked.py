@@ -63,11 +63,13 @@ def random_of(dropout: Any, seed: Any) -> Random:
         return Random(None, None, None)
     if seed is None:
         raise ValueError(f"seed: must be given where something is dropped: {dropout=}")
-    if getattr(seed, "shape", ()) or not hasattr(seed, "__index__"):
-        return Random(share, None, seed)
-    if not 0 <= operator.index(seed) < SEED_END:
+    if not isinstance(seed, int):  # Dynamo's are, and can be asked for nothing else
+        if getattr(seed, "shape", ()) or not hasattr(seed, "__index__"):
+            return Random(share, None, seed)
+        seed = operator.index(seed)
+    if not 0 <= seed < SEED_END:
         raise ValueError(f"seed: must be from 0 to below 2**63: {seed=}")
-    return Random(share, operator.index(seed), None)
+    return Random(share, seed, None)
 
 
 class Asked(NamedTuple):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tiles.arrays import Number
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 from tiles.torch_op import compiling, traced
@@ -11,7 +12,7 @@ from ..options import SCALES, flag, number
 from .asked import AUX, blocks_of, eight, ends_of, norm_parts, positive, random_of
 from .assembled import assembled
 from .block_masks import Blocked, BlockedMask
-from .dropped import Dropped, DroppedAnew, halves_of, numbers_of
+from .dropped import Dropped, DroppedAnew, numbers_of
 from .launches import norm_of, planned
 from .norms import Normed
 from .python import evaluated, known, named, reads
@@ -133,7 +134,7 @@ def forward(
     dropout: the probability that a weight is dropped, from 0 to below 1, in steps of 2^-16; those that are kept count
     1 / (1 - dropout) times, and lse is that of all. What is dropped follows from the seed, b, h, i and j alone:
     attention.dropout_mask says it. seed: an integer from 0 to 2^63, or an array of one (int64), whose value may change while
-    a graph that holds the call stays, and costs nothing to change.
+    a graph that holds the call stays. Neither costs anything to change.
 
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
     default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, and
@@ -206,7 +207,7 @@ def _variant(
     ready_for: str | None,
     norm_eps: float,
     dropout: float | None,
-    seed_value: int | None,
+    seed_value: Number | None,
     scale: float | None,
     return_lse: bool,
     family: str | None,
@@ -222,17 +223,14 @@ def _variant(
     for name, function in ("mask", masking), ("score", scoring):
         if function is not None:
             evaluated(name, function, [x.form for x in aux])
-    more: list[tuple[Variant, dict[str, float]]] = []
+    more: list[tuple[Variant, dict[str, float | Number]]] = []
     if norm := norm_of(problem, "q_norm"):
         more.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
     if "seed" in problem and problem("O") != (1,):
         raise problem.error("seed", "must have one element", "seed")
     if dropout is not None:
-        more.append(
-            (DroppedAnew(), numbers_of(dropout))
-            if seed_value is None
-            else (Dropped(), numbers_of(dropout) | halves_of(seed_value))
-        )
+        number = {} if seed_value is None else {"seed": seed_value}
+        more.append((DroppedAnew() if seed_value is None else Dropped(), numbers_of(dropout) | number))
     listing = None
     seen = f"{mask=!s}; window={(left, 0 if causal else right)}"
     if masking is not None or ready_for:

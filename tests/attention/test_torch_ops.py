@@ -438,6 +438,19 @@ def test_lists_of_blocks_in_a_graph():
             attention.block_lists(*fake, **options)
 
 
+def test_seeds_of_a_graph():
+    """Are numbers that may change: the third one compiles nothing anew."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    q, k, v = Inputs().qkv()
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention.forward, fullgraph=True, backend=counter)
+    for seed in 2, 2**40 + 3, 4, 5:
+        assert_same(compiled(q, k, v, dropout=0.5, seed=seed), attention.forward(q, k, v, dropout=0.5, seed=seed))
+    assert counter.frame_count == 2
+
+
 def test_vmap_in_vmap():
     q, k, v = Inputs().qkv()
     q, k = torch.stack([q, 2 * q]), torch.stack([k, -k, k / 2])
