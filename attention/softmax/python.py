@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Sequence
-from types import CellType
+from collections.abc import Callable, Iterator, Sequence
+from types import CellType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import ops
 from tiles import static
 from tiles.static import identity
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tiles.arrays import Form
 
 EXAMPLES = {"mask": "lambda b, h, i, j: j <= i", "score": "lambda s, b, h, i, j: s + j - i"}
+LIBRARIES = "cupy", "jax", "numpy", "scipy", "torch"  # whose functions take arrays, but no tiles of a kernel
 TRIED = 4  # queries and keys that a function is tried on
 
 
@@ -76,13 +78,31 @@ def _around(function: Callable) -> dict[str, Any]:
     }
 
 
+def _foreign(function: Callable) -> Iterator[tuple[str, str]]:
+    """The functions of array libraries that a function names, whole and by themselves: ("np.where", "where")."""
+    space, said, at = _around(function), "", None
+    for instruction in dis.get_instructions(function.__code__):
+        if isinstance(at, ModuleType) and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            said, at = f"{said}.{instruction.argval}", getattr(at, instruction.argval, None)
+        elif instruction.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"):
+            said, at = instruction.argval, space.get(instruction.argval)
+        else:
+            continue
+        home = getattr(at, "__module__", None) or type(at).__module__
+        if callable(at) and not isinstance(at, type) and home.partition(".")[0] in LIBRARIES:
+            yield said, getattr(at, "__name__", said)
+
+
 def evaluated(option: str, function: Callable, aux: Sequence[Form]) -> None:
     """Try a mask or score on a few places, with arrays of zeros like `aux`. TypeError that names the option: it cannot be
-    called like that, it reads an array that is not in aux, a mask gives no truth values, a score not a number for each query
-    and key."""
+    called like that, it reads an array that is not in aux or calls what kernels have not, a mask gives no truth values, a score
+    not a number for each query and key."""
     for name, value in _around(function).items():
         if isinstance(value, np.ndarray) or hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__"):
             raise TypeError(f"{option}: reads the array {name} from around it: pass it in aux, and take it as an argument")
+    for said, name in _foreign(function):
+        cure = f"use ops.{name}" if hasattr(ops, name) else "say it with comparisons, & | ~, arithmetic and the maps of ops"
+        raise TypeError(f"{option}: calls {said}, which kernels have not; {cure}")
     arrays = [np.broadcast_to(np.zeros((), np.dtype(form.dtype)), form.shape) for form in aux]
     i, j, s = np.zeros((TRIED, 1), int), np.zeros((1, TRIED), int), np.zeros((TRIED, TRIED), np.float32)
     called = f"{option}({'s, ' * (option == 'score')}b, h, i, j{''.join(f', aux{n}' for n in range(len(aux)))})"
