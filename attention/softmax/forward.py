@@ -6,7 +6,7 @@ from typing import Any
 from tiles.arrays import Number
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
-from tiles.torch_op import compiling, traced
+from tiles.torch_op import traced
 
 from ..options import SCALES, flag, number
 from .asked import AUX, blocks_of, eight, ends_of, norm_parts, positive, random_of
@@ -155,7 +155,7 @@ def forward(
     random, (size, ready_for, lists) = random_of(dropout, seed), blocks_of(blocks)
     normed = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
     arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists
-    functions = [None if f is None else named(n, f, compiling()) for n, f in (("mask", mask), ("score", score))]
+    functions = [None if f is None else named(n, f) for n, f in (("mask", mask), ("score", score))]
     given = q, k, v, *arrays, *eight(aux), out, None
     numbers = positive("norm_eps", norm_eps), random.dropout, random.seed
     options = flag("causal", causal), left, right, positive("softcap", softcap), *functions, *size, ready_for, *numbers, *common

@@ -16,6 +16,7 @@ import numpy as np
 import ops
 from tiles import static
 from tiles.static import identity
+from tiles.torch_op import compiling
 
 if TYPE_CHECKING:
     from tiles.arrays import Form
@@ -35,23 +36,36 @@ class _Function:
 _KNOWN: dict[str, Callable] = {}
 
 
-def named(option: str, function: Any, compiling: bool = False) -> str | None:
-    """The name of a function; None stays None. compiling: Dynamo asks, which takes one of the same code for the same function.
-    TypeError that names the option."""
-    if function is None:
-        return None
+def named(option: str, function: Any) -> str | None:
+    """The name of a function; None stays None. TypeError that names the option."""
+    return None if function is None else _named(option, function, _held(option, function) if compiling() else ())
+
+
+def _held(option: str, function: Any) -> tuple[str, ...]:
+    """What a function holds, as Dynamo reads this: it takes a function of the same code for the same, but guards what is
+    written out here. So another number is another graph. TypeError: it holds what is no number or word."""
+    if not inspect.isfunction(function):
+        return ()
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    values = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for value in values:
+        if not isinstance(value, (bool, int, float, str)):
+            what = (*function.__code__.co_freevars, *(function.__defaults__ or ()), *(function.__kwdefaults__ or ()))
+            raise TypeError(f"{option}: holds {what}, of which torch.compile would keep the first value: pass arrays in aux")
+    return tuple([f"{value}" for value in values])
+
+
+def _named(option: str, function: Any, held: tuple[str, ...]) -> str:
+    """The same, of a function that holds this; Dynamo asks once."""
     if not inspect.isfunction(function):
         raise TypeError(f"{option}: must be a Python function, such as {EXAMPLES[option]}: {option}={function!r}")
-    if compiling and (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
-        held = *function.__code__.co_freevars, *(function.__defaults__ or ()), *(function.__kwdefaults__ or ())
-        raise TypeError(f"{option}: holds {held}, of which torch.compile would keep the first value: pass them in aux")
     digest = identity(_Function(function))
     name = f"{function.__name__} {digest.hex()[:32] if isinstance(digest, bytes) else digest}"
     _KNOWN.setdefault(name, function)
     return name
 
 
-named._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile asks once, and does not look inside
+_named._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look inside
 
 
 def known(name: str | None) -> Callable | None:

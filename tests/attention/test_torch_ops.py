@@ -409,14 +409,20 @@ def test_vmap_where_a_mask_counts_batches():
 
 
 def test_masks_of_a_graph():
-    """A function goes by the digest of its code: another one is another graph, and what it holds would be the first's."""
+    """A function goes by the digest of its code: another one is another graph, and so is one that holds another number."""
     q, k, v = Inputs().qkv()
     torch._dynamo.reset()
     compiled = torch.compile(attention.forward, fullgraph=True, backend="aot_eager")
     for reach, mask in (0, lambda b, h, i, j: j <= i), (3, lambda b, h, i, j: j <= i + 3):
         assert_same(compiled(q, k, v, mask=mask), attention.forward(q, k, v, window=(None, reach)))
-    with pytest.raises(Exception, match=r"mask: holds \('reach',\)"):
-        compiled(q, k, v, mask=lambda b, h, i, j: j <= i + reach)
+    made = lambda reach: lambda b, h, i, j, more=reach: j <= i + reach - 1 + more
+    for reach in 0, 1, 0:
+        assert_same(compiled(q, k, v, mask=made(reach)), attention.forward(q, k, v, mask=made(reach)))
+    inside = lambda reach: attention.forward(q, k, v, mask=lambda b, h, i, j: j <= i + reach)
+    assert_same(torch.compile(inside, fullgraph=True, backend="aot_eager")(3), inside(3))
+    with pytest.raises(Exception, match=r"mask: holds \('inputs',\)"):
+        inputs = [q]
+        compiled(q, k, v, mask=lambda b, h, i, j: j <= i + len(inputs))
     with pytest.raises(ValueError, match="^nobody: this process knows no function by that name"):
         nothing = [None] * (len(VARIANTS.names) - len(("q", "k", "v", "out", "lse")))
         options = dict.fromkeys(_variant.options) | {"causal": False, "mask": "nobody", "norm_eps": 1e-6, "return_lse": False}

@@ -9,7 +9,7 @@ from judged import inputs
 from numpy import minimum
 
 import attention
-from attention.softmax import launches
+from attention.softmax import launches, python
 from attention.softmax.python import named
 from ops import where
 from tiles.frameworks import describe
@@ -149,16 +149,17 @@ def test_functions_that_read_the_same_go_by_one_name():
     assert named("mask", made(3)) == named("mask", made(3)) != named("mask", made(4))
 
 
-def test_numbers_around_a_function_would_go_stale_in_a_graph():
-    """Dynamo guards a function's code, not what it holds."""
-    reach = 3
-    assert named("mask", sees, True) == named("mask", sees)
-    for function in (lambda b, h, i, j: j <= i + reach), (lambda b, h, i, j, more=3: j <= i + more):
-        assert named("mask", function)
-        with pytest.raises(
-            TypeError, match=r"^mask: holds \((3|'reach'),\), of which torch.compile would keep the first value"
-        ):
-            named("mask", function, True)
+def test_what_a_function_holds_would_go_stale_in_a_graph(monkeypatch):
+    """Dynamo guards a function's code, and those numbers that are written out for it."""
+    reach, table = 3, [3]
+    names = [named("mask", function) for function in (sees, lambda b, h, i, j: j <= i + reach)]
+    monkeypatch.setattr(python, "compiling", lambda: True)
+    assert names == [named("mask", function) for function in (sees, lambda b, h, i, j: j <= i + reach)]
+    assert python._held("mask", lambda b, h, i, j, more=0.5, *, less=True: j <= i + reach) == ("3", "0.5", "True")
+    with pytest.raises(TypeError, match=r"^mask: holds \('table',\), of which torch.compile would keep the first value"):
+        named("mask", lambda b, h, i, j: j <= i + table[0])
+    with pytest.raises(TypeError, match="^mask: must be a Python function"):
+        named("mask", 5)
 
 
 def test_numpys_types_and_numbers_are_no_functions():
