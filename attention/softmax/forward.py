@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiles.arrays import Number
+from tiles.jax_call import tracing
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
@@ -181,8 +182,8 @@ def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -
     ValueError, TypeError: as forward's; there is neither a mask nor blocks; or sequences are packed, or have lengths_k."""
     if refused := {"out", "return_lse"} & variant.keys():
         raise TypeError(f"{min(refused)}: is forward's; block_lists writes no output")
-    if traced(q):
-        raise TypeError("q: lists are made outside of what torch compiles or transforms, and passed in")
+    if traced(q) or tracing(q):
+        raise TypeError("q: lists are made outside of what torch.compile or jax.jit traces, and passed in")
     return forward(q, k, v, blocks=Making(blocks), **variant)
 
 
