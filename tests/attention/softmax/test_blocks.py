@@ -43,6 +43,8 @@ CASES = {  # sizes of blocks around those of tiles and across them; a batch or h
     "odd": (block_mask(drawn(2, 2, 3, 5), (30, 50)), dict(mask=odd)),
     "one for all": (block_mask(drawn(1, 1, 2, 2), 128), dict(mask=lambda b, h, i, j: (j + h + b) % 3 > 0)),
     "large, across tiles": (block_mask(drawn(1, 2, 2, 2), (96, 160)), dict(mask=odd, causal=True)),
+    "large, across warps": (block_mask(drawn(1, 1, 2, 2), (40, 128)), {}),
+    "wide, across tiles": (block_mask(drawn(1, 1, 3, 6), (32, 40)), {}),
     "no mask": (block_mask(drawn(2, 1, 5, 15), 16), {}),
     "no whole ones": (block_mask(drawn(1, 2, 3, 4), (32, 64), whole=False), dict(causal=True)),
     "aux": (block_mask(drawn(1, 1, 2, 4), 64), dict(
