@@ -38,7 +38,16 @@ CALLS = {
     "forward, bhsd": (lambda *x: attention.forward(*x, layout="bhsd"), lambda: [x.swapaxes(1, 2) for x in qkv()]),
     "forward, variants": (
         lambda *x: attention.forward(
-            *x[:3], causal=True, softcap=4.0, alibi=x[3], bias=x[4], mask=same, aux=(x[5],), dropout=0.25, seed=7, return_lse=True
+            *x[:3],
+            causal=True,
+            softcap=4.0,
+            alibi=x[3],
+            bias=x[4],
+            mask=same,
+            aux=(x[5],),
+            dropout=0.25,
+            seed=7,
+            return_lse=True,
         ),
         lambda: (*qkv(), -rate(3, 2), rate(4, 1, 1, TOKENS, TOKENS), jnp.arange(TOKENS) // 5),
     ),
