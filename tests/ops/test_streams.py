@@ -91,8 +91,10 @@ def test_ragged(run, sample, length):
 
 
 def test_rows_before_the_array(run, sample):
-    """Are zeros."""
-    x = sample((64 * COUNT, 2, 64), bf16)
+    """Are zeros, whatever lies there: NaN here."""
+    x = sample((5 + 64 * COUNT, 2, 64), bf16)
+    x[:5] = np.nan
+    x = x[5:]
     want = np.concatenate([np.zeros((5, 64)), wide(x[:-5, 1])]).reshape(COUNT, 64, 64).sum(0)
     agree(run, Ragged(TILE, 0, 2), tiles.inlined(lambda j: (64 * j - 5, 1, 0)), x, 64 * COUNT, want)
 
