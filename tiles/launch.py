@@ -224,7 +224,9 @@ class Bound:
     of_lengths = True
     __slots__ = ("cluster", "code", "contents", "early", "frames", "nbytes", "threads", "title")
 
-    def __init__(self, code: Loaded, title: str, threads, cluster, nbytes: int, contents: Contents, frames: Frames, early=False):
+    def __init__(
+        self, code: Loaded, title: str, threads, cluster, nbytes: int, contents: Contents, frames: Frames, early=False
+    ):
         self.code, self.title, self.threads, self.cluster, self.nbytes = code, title, threads, cluster, nbytes
         self.contents, self.frames, self.early = contents, frames, early
 
