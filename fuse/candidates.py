@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import module, place, rules
 from .cost import Card
@@ -49,12 +49,15 @@ def candidates(found: Traced, card: Card) -> list[Candidate]:
 
 
 class Chosen(NamedTuple):
-    """A way as a module. outs: names of the results. scratch: terms that are kept in memory between kernels. written: both."""
+    """A way as a module. outs: names of the results. scratch: terms that are kept in memory between kernels. written: both.
+    kernels: in the order of their launches. terms: what the launching function is given, one for each parameter."""
 
     text: str
     outs: tuple[str, ...]
     scratch: tuple[Term, ...]
     written: tuple[Term, ...]
+    kernels: tuple[Any, ...]
+    terms: tuple[Term, ...]
 
 
 @functools.lru_cache(1024)
@@ -73,4 +76,6 @@ def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
         known.add(label)
         texts.append((label, kernel.text(label, parameters, spoken)))
     given = [*(key for key, _ in found.inputs), *found.outs, *(parameters[x] for x in scratch)]
-    return Chosen(module.assemble(title, name, texts, given), found.outs, tuple(scratch), (*candidate.roots, *scratch))
+    written = (*candidate.roots, *scratch)
+    every = (*(x for _, x in found.inputs), *written)
+    return Chosen(module.assemble(title, name, texts, given), found.outs, tuple(scratch), written, way.kernels, every)

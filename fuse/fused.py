@@ -25,6 +25,7 @@ from tiles.schema import Schema
 from . import gradient, module, place, terms, tune
 from .candidates import Candidate, Chosen, candidates, chosen
 from .cost import card
+from .early import Early
 from .evaluate import InNumPy, evaluate
 from .proof import Proof, proven
 from .trace import Shape, Traced, traced
@@ -149,11 +150,17 @@ class Fused:
     def _plan(self, problem: Any, shapes: tuple[Shape, ...], numbers: dict[str, float]) -> Plan:
         """The launches of the best way, for this problem."""
         made = self._chosen(shapes, problem.device)
-        operands = [problem[name] if s.extents else numbers[name] for name, s in zip(self.names, shapes)]
+        operands: list[Any] = [problem[name] if s.extents else numbers[name] for name, s in zip(self.names, shapes)]
         operands += [problem[name] for name in made.outs]
         scratch = [(x.extents, problem.dtype) for x in made.scratch]
         operands += [problem.scratch(n, *one) for n, one in enumerate(scratch)]
-        return Plan([*recorded(module.load(made.text, self.name).launch, *operands)], scratch)
+        launches = recorded(module.load(made.text, self.name).launch, *operands)
+        lies = dict(zip(made.terms, operands))
+        steps = [
+            Early(launch, [lies[w.array] for w in kernel.weights], [lies[x] for x in kernel.roots]) if kernel.early else launch
+            for launch, kernel in zip(launches, made.kernels, strict=True)
+        ]
+        return Plan(steps, scratch)
 
     # ---- what was found ----------------------------------------------------------------------------------------------
     def trace(self, arrays: Sequence[Any]) -> Traced:

@@ -498,7 +498,12 @@ class Launch:
         bound = self._bind(given)
         arrays = [p.array for p in given if p.array is not None]
         if (steps := _recording.get()) is not None:
-            return steps.append(Recorded(bound, [array.pointer for array in arrays]))
+            late = (
+                Launch(self.kernel, self.grid, self.block, self.shared, None, self.cluster)._bind(given)
+                if self.early
+                else bound
+            )
+            return steps.append(Recorded(bound, late, [array.pointer for array in arrays]))
         if self.stream is not None:
             stream = stream_handle(self.stream)
         else:
@@ -512,9 +517,11 @@ _recording: contextvars.ContextVar = contextvars.ContextVar("recording", default
 
 
 class Recorded(NamedTuple):
-    """A step of a program: a launch, and where its arrays' addresses stand among those of the program."""
+    """A step of a program: a launch, and where its arrays' addresses stand among those of the program. late: the same launch
+    where it must not be early."""
 
     bound: Any
+    late: Any
     sources: Sequence[int]
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:

@@ -61,7 +61,7 @@ class Extension(NamedTuple):
 class ManyRows(Product):
     """See the module."""
 
-    label, most_rows, processors = "many", 2**31 - 1, 132
+    label, most_rows, processors, early = "many", 2**31 - 1, 132, False
 
     def __init__(self, root: Term, x: Term, products: dict[Term, Weight], others: list[Term], extension: Extension | None):
         super().__init__(root, x, x, products, {}, [], others)

@@ -84,8 +84,11 @@ class Product:
     @property
     def joined(self) -> tuple[Term, Term | None] | None:
         """The sum of the one product and the narrow one, which one accumulator holds, and by which number the latter is scaled;
-        None if they are not added."""
-        ((narrow, _),) = self.narrow.items()
+        None if there is none, or they
+        are not added."""
+        if len(self.narrow) != 1:
+            return None
+        (narrow,) = self.narrow
         for x in between([self.root], [*self.products, narrow]):
             if x.operation == "add" and any(y in self.products for y in x.of):
                 other = next(y for y in x.of if y not in self.products)
