@@ -175,6 +175,12 @@ def test_picture_of_masks_is_what_the_kernel_lists(monkeypatch):
     assert drawn.PICTURE.read_text() == drawn.svg()
 
 
+def test_picture_of_terms_is_what_the_rules_find(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    drawn = importlib.import_module("draw_terms")
+    assert drawn.PICTURE.read_text() == drawn.svg()
+
+
 def test_timelines_are_the_model_s(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     drawn = importlib.import_module("draw_pipelines")
