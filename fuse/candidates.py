@@ -40,9 +40,13 @@ class Candidate(NamedTuple):
 
 @functools.lru_cache(1024)
 def candidates(found: Traced, card: Card) -> list[Candidate]:
-    """All that were found, the best by the roofline first; those of fewer rewritings first among equals."""
+    """All that were found, the best by the roofline first; those of fewer rewritings first among equals.
+
+    In fp16, which ends at 65504, a scale that has moved may leave behind what is too large: there only rules that keep the
+    range are used."""
     every: dict[tuple[str, ...], Candidate] = {}
-    for form in rules.equal(found.roots, found.space):
+    narrow = any(x.what[1] == "float16" for _, x in found.inputs)
+    for form in rules.equal(found.roots, found.space, [rule for rule in rules.RULES if rule.keeps_range or not narrow]):
         for way in place.ways(form.roots, card):
             every.setdefault((*map(str, way.kernels), str(form.roots)), Candidate(way, form.rules, form.roots))
     return sorted(every.values(), key=lambda one: (one.way.seconds, len(one.way.kernels), len(one.rules)))

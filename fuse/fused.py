@@ -17,8 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from tiles import cache, digest
+from tiles.arrays import Operand, c_ordered
+from tiles.compiler import Compiled, compile_kernel
 from tiles.frameworks import describe
-from tiles.launch import recorded
+from tiles.launch import recorded, watchers
 from tiles.program import Plan, Program
 from tiles.schema import Schema
 
@@ -209,6 +212,28 @@ class Fused:
     def candidates(self, *arrays: Any) -> list[Candidate]:
         """What was found for these arrays, the best first."""
         return self._found(arrays)[1]
+
+    def compile(self, *shapes: tuple[int, ...], dtype: str = "bfloat16", arch: str = "sm_90a") -> list[Compiled]:
+        """Machine code of the kernels that serve C-ordered arrays of these shapes (() is a number), made ahead of time with no
+        GPU at hand, and kept on disk: the first call on such a GPU finds it. The best way by the roofline is taken."""
+        every = tuple(Shape(shape, dtype) for shape in shapes)
+        made = self._chosen(every, None)
+        forms = [c_ordered(s, dtype, None) for s in shapes if s] + [c_ordered(x.extents, dtype, None) for x in made.written]
+        operands = iter(Operand(n, form) for n, form in enumerate(forms))
+        given = [next(operands) if shape else 1.0 for shape in shapes] + list(operands)
+        seen: list[tuple] = []
+        watchers.append(lambda *launch: seen.append(launch))
+        try:
+            recorded(module.load(made.text, self.name).launch, *given)
+        finally:
+            watchers.pop()
+        found = []
+        for kernel, types in dict.fromkeys((kernel, types) for kernel, types, *_ in seen):
+            name = digest.key(kernel, types, arch)
+            compiled = cache.load(name) or compile_kernel(kernel, types, arch)
+            cache.store(name, compiled)
+            found.append(compiled)
+        return found
 
     def explain(self, *arrays: Any) -> str:
         """In sentences: which rules were used, what the kernels do, what the roofline says."""

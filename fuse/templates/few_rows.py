@@ -74,6 +74,8 @@ class FewRows(Product):
         _, blocks, columns = min((self._microseconds(rows, c, b), b, c) for c in (64, 128) for b in (1, 2))
         wider, finer = (self._rings(rows, columns, depth, blocks) for depth in (128, 64))
         deep = min(3, -(-self.inner // (128 * blocks)))
+        if not self.plain or self.sides:  # in fp32 128 columns of rows are more than the preparer's registers hold
+            return finer
         return wider if wider and min(wider.stages, wider.ahead + 2 * (not self.plain)) >= deep else finer or wider
 
     def _microseconds(self, rows: int, columns: int, blocks: int) -> float:
