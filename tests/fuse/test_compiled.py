@@ -18,6 +18,7 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_spills(name, monkeypatch, tmp_path):
     monkeypatch.setenv("TILES_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TILES_CACHE", "1")
     compiled = getattr(operators, name).compile(*SHAPES[name])
     assert compiled and len(list(tmp_path.glob("entries/*/*"))) == len(compiled)
     for one in compiled:
