@@ -1,4 +1,4 @@
-"""The house as CONTRIBUTING.md draws it: which file imports which, in floors without circles, tiles <- ops <- attention <- fuse.
+"""The house as CONTRIBUTING.md draws it: which file imports which, in floors without circles: tiles, ops, attention, fuse.
 
 After moving a file: `python tests/test_house.py` draws it anew.
 """
