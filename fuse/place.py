@@ -12,6 +12,7 @@ from .templates.few_columns import MOST_COLUMNS, FewColumns
 from .templates.few_rows import FewRows
 from .templates.many_rows import ManyRows
 from .templates.row_map import RowMap
+from .templates.since_ampere import SinceAmpere
 from .terms import Term, walk
 
 MOST = 8  # ways that are kept of each term
@@ -74,7 +75,9 @@ class _Search:
         found: list[Any] = []
         if kernel := RowMap.matches(roots, leaves_of_rows(roots)):
             found.append(kernel)
-        if len(roots) == 1 and self.card.wgmma:
+        if len(roots) == 1 and not self.card.wgmma:
+            found.extend(SinceAmpere.serving(roots[0]))
+        elif len(roots) == 1:
             found.extend(FewRows.serving(roots[0]))
             found.extend(FewColumns.serving(roots[0]) if roots[0].extents[-1] <= MOST_COLUMNS else ManyRows.serving(roots[0]))
         return found

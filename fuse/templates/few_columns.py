@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..module import DTYPES, Text, array, rendered
-from ..terms import Axis, Term, along, is_tile
+from ..terms import Axis, Term
 from ..writing import Writer
 from .few_rows import MOST_ROWS
 from .many_rows import ManyRows
+from .product import reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,7 +49,7 @@ class FewColumns(ManyRows):
         ((product, weight),) = self.products.items()
         x, w, y = parameters[self.x], parameters[weight.array], parameters[self.root]
         writer = Writer({one: parameters[one] for one in self.leaves} | {product: "acc"}, spoken)
-        epilogue = [f"{parameters[one]} = {_read(one, array(parameters[one]))}" for one in self.others]
+        epilogue = [f"{parameters[one]} = {reading(one, array(parameters[one]), 'ACC', 'at', '0')}" for one in self.others]
         epilogue += writer.assignments([self.root], {*parameters.values(), "acc", "at", "row", "me", "warp", "band", "share"})
         arrays = [(array(x), f"tiles.tensor({x}, X)"), (array(w), f"tiles.tensor({w}, W)")]
         arrays += [(array(parameters[one]), parameters[one]) for one in (*self.others, self.root)]
@@ -60,11 +61,3 @@ class FewColumns(ManyRows):
         }  # fmt: skip
         return rendered("few_columns.jinja", gaps)
 
-
-def _read(y: Term, name: str) -> str:
-    """The expression that reads what the epilogue wants besides."""
-    if is_tile(y):
-        return f"load({name}, ACC, (at, 0))"
-    if along(y):
-        return f"load({name}, ACC.row_vec, {'(0,)' if y.ndim == 1 else '(0, 0)'})"
-    return f"load({name}, ACC.col_vec, (at, 0), cols=0)"

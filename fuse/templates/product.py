@@ -8,7 +8,7 @@
 - sides: sums and maxima of each row of maps of x: they ride the loop along k;
 - epilogue: maps of all these, of vectors, of tiles of the result's shape.
 
-`Product.matches` finds this in a term. few_rows.py and many_rows.py write it down."""
+`Product.matches` finds this in a term. few_rows.py, many_rows.py and since_ampere.py write it down."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from ..functions import MAPS
-from ..terms import Axis, Term, between, is_tile, walk
+from ..terms import Axis, Term, along, between, is_tile, walk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -150,16 +152,18 @@ class Product:
     @classmethod
     def matches(cls, root: Term) -> Iterator[Self]:
         """The kernels that compute it: with what is done to x before the product inside, and ahead of it."""
-        found = found_in(root)
-        if found is None:
+        whole = found_in(root)
+        if whole is None:
             return
-        for operand in dict.fromkeys(x.of[0] for x in found.products):
-            part = found.of(operand)
-            if len(part.products) > MOST_PRODUCTS:
-                continue
-            for x in dict.fromkeys([_base(operand), operand]):
-                if x is not None and all(is_tile(w.array) for w in part.products.values()):
-                    sides = [one for one in part.reductions if _base(one.of[0]) is x]
+        for found in (whole, whole.apart) if whole.narrow else (whole,):
+            for operand in dict.fromkeys(x.of[0] for x in found.products):
+                part = found.of(operand)
+                if len(part.products) > MOST_PRODUCTS:
+                    continue
+                for x in dict.fromkeys([_base(operand), operand]):
+                    if x is None or not np.isfinite(beyond(operand, x)).all() or not all(is_tile(w.array) for w in part.weights):
+                        continue
+                    sides = [one for one in part.reductions if _base(one.of[0]) is x and not beyond(one.of[0], x).any()]
                     others = [*part.others, *(one for one in part.reductions if one not in sides)]
                     yield cls(root, x, operand, part.products, part.narrow, sides, others)
 
@@ -179,6 +183,19 @@ class Found:
         self.narrow: dict[Term, tuple[Weight, Weight]] = {}
         self.reductions: list[Term] = []
         self.others: list[Term] = []
+
+    @property
+    def weights(self) -> list[Weight]:
+        """All of them."""
+        return [*self.products.values(), *(w for pair in self.narrow.values() for w in pair)]
+
+    @property
+    def apart(self) -> Found:
+        """The same, where a narrow product comes from memory, and is multiplied as any other matrix."""
+        other = Found()
+        other.products = self.products | {x: second for x, (_, second) in self.narrow.items()}
+        other.reductions, other.others = self.reductions, self.others
+        return other
 
     def of(self, operand: Term) -> Found:
         """The same with the products of this operand alone: others come from memory."""
@@ -231,3 +248,23 @@ def _base(x: Term) -> Term | None:
         elif of_rows or (y.of and y.operation not in MAPS):
             return None
     return found.pop() if len(found) == 1 else None
+
+
+def beyond(y: Term, x: Term) -> np.ndarray:
+    """What a map of x is beyond the end of a row, where tiles of x and vectors hold zeros, for a number below 0 and one above.
+    The weights hold zeros there, too: what is finite adds nothing to a product. To a sum only 0 adds nothing."""
+    if y is x or (y.operation == "input" and y.ndim):
+        return np.zeros(2)
+    if y.operation in MAPS:
+        with np.errstate(all="ignore"):
+            return np.asarray(MAPS[y.operation].numpy(*[beyond(one, x) for one in y.of]))
+    return np.array([-0.7, 0.7]) if y.operation == "input" else np.full(2, y.what if y.operation == "number" else y.what[1])
+
+
+def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:
+    """The expression that reads what an epilogue wants besides, for a tile of accumulators that begins at (row, col)."""
+    if is_tile(y):
+        return f"load({name}, {tile}, ({row}, {col}))"
+    if along(y):
+        return f"load({name}, {tile}.row_vec, {f'({col},)' if y.ndim == 1 else f'(0, {col})'})"
+    return f"load({name}, {tile}.col_vec, ({row}, 0), cols=0)"
