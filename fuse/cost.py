@@ -28,7 +28,9 @@ class Card:
 
     def seconds(self, kernel: Any) -> float:
         """Of a kernel that says its `bytes`, `operations` of the tensor cores and `maps`."""
-        return LAUNCH + max(kernel.bytes / self.bytes, kernel.operations / self.products, kernel.maps / self.maps)
+        products, maps = kernel.operations / self.products, kernel.maps / self.maps
+        busy = max(products, maps) if self.wgmma else products + maps  # mma.sync takes its turns with all else that a warp does
+        return LAUNCH + max(kernel.bytes / self.bytes, busy)
 
 
 H200 = Card("NVIDIA H200", 132, 4.2e12, 6.9e14, 1.6e13)

@@ -13,13 +13,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ..functions import MAPS
+from ..module import array, unused
 from ..terms import Axis, Term, along, between, is_tile, walk
+from ..writing import Writer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -161,7 +163,11 @@ class Product:
                 if len(part.products) > MOST_PRODUCTS:
                     continue
                 for x in dict.fromkeys([_base(operand), operand]):
-                    if x is None or not np.isfinite(beyond(operand, x)).all() or not all(is_tile(w.array) for w in part.weights):
+                    if (
+                        x is None
+                        or not np.isfinite(beyond(operand, x)).all()
+                        or not all(is_tile(w.array) for w in part.weights)
+                    ):
                         continue
                     sides = [one for one in part.reductions if _base(one.of[0]) is x and not beyond(one.of[0], x).any()]
                     others = [*part.others, *(one for one in part.reductions if one not in sides)]
@@ -268,3 +274,45 @@ def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:
     if along(y):
         return f"load({name}, {tile}.row_vec, {f'({col},)' if y.ndim == 1 else f'(0, {col})'})"
     return f"load({name}, {tile}.col_vec, ({row}, 0), cols=0)"
+
+
+class Words:
+    """A product's maps as lines and expressions: first the prologue's, then the epilogue's. taken: names that are not free.
+    lengths: does it ask for its width?"""
+
+    def __init__(self, kernel: Product, parameters: Mapping[Term, str], spoken: Mapping[Term, str], taken: Iterable[str] = ()):
+        self.kernel, self.parameters, self.taken = kernel, parameters, {*parameters.values(), *taken}
+        self.writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
+        lengths = [x for x in between([kernel.root], kernel.leaves) if x.operation == "length"]
+        self.writer.names |= dict.fromkeys(lengths, "width")
+        self.lengths = bool(lengths)
+
+    def prologue(self, x: str) -> tuple[list[str], str, list[tuple[str, str]]]:
+        """Lines, the expression of the operand, and of each side its name and what is summed. x: what is known as x."""
+        kernel, writer = self.kernel, self.writer
+        ends = [kernel.operand, *(side.of[0] for side in kernel.sides)]
+        its, writer.names[kernel.x] = writer.names[kernel.x], x
+        lines, sides = writer.assignments(ends, self.taken), []
+        operand = writer.expression(kernel.operand)
+        for side in kernel.sides:
+            sides.append((unused(writer.suggested(side), self.taken), writer.expression(side.of[0])))
+            self.taken.add(sides[-1][0])
+        for y in between(ends, kernel.leaves):
+            writer.names.pop(y, None) if y.of else None  # what was assigned there is not known to the epilogue
+        writer.names[kernel.x] = its
+        return lines, operand, sides
+
+    def narrow(self, product: str, accumulator: str) -> str:
+        """The narrow product as it goes on. accumulator: of the sum that it is a part of."""
+        assert self.kernel.joined
+        joint, scale = self.kernel.joined
+        self.writer.names[joint] = accumulator
+        return product if scale is None else f"{product} * {self.writer.expression(scale)}"
+
+    def epilogue(self, known: Mapping[Term, str], read: Callable[[Term, str], str]) -> tuple[list[str], str]:
+        """Lines, and the expression of what is stored. known: products and sides by their names. read: the expression that
+        reads what is wanted besides from an array of this name."""
+        self.writer.names |= known
+        lines = [f"{self.parameters[y]} = {read(y, array(self.parameters[y]))}" for y in self.kernel.others]
+        lines += self.writer.assignments([self.kernel.root], self.taken)
+        return lines, self.writer.expression(self.kernel.root)

@@ -1,9 +1,9 @@
 """Products on cards without wgmma, since Ampere: mma.sync, fed by cp.async. No TMA, no clusters; any number of rows.
 
 A block computes a tile of y. Its warps lie side by side where rows are few and one below the other where they are many; each
-has x's rows in registers, does the prologue to them, adds up the sides, and multiplies, straight from shared memory, by its part
-of the weights. While a step is computed the tiles of the next ones are on their way. A narrow product rides along as one more
-product of x, and is multiplied by its second matrix at the end.
+has x's rows in registers, does the prologue to them, adds up the sides, and multiplies, straight from shared memory, by its
+part of the weights. While a step is computed the tiles of the next ones are on their way. A narrow product rides along as one
+more product of x, and is multiplied by its second matrix at the end.
 
 since_ampere.jinja is the kernel; here stands when it serves, how it is cut, and what fills its gaps."""
 
@@ -13,30 +13,30 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..module import DTYPES, Text, array, rendered, unused
-from ..terms import Term, between
-from ..writing import Writer
-from .product import Product, Weight, reading
+from ..module import DTYPES, Text, array, rendered
+from ..terms import Term
+from .product import Product, Weight, Words, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 PROCESSORS = 108  # an A100's: with fewer large tiles than these smaller ones serve
-ROOM = 48 * 1024  # of shared memory, so that two blocks share the 100 KB of sm_86, sm_89 and sm_120
+ROOM = 96 * 1024  # of shared memory for tiles: of the 100 KB of sm_86, sm_89 and sm_120
 WARP = 8 * 4  # rows, of which each of four warps copies a multiple of 8
+NAMES = "made wide part band row col rows cols steps later product smem i".split()  # of the kernel
 
 
 class Schedule(NamedTuple):
-    """rows, columns: of y that a block computes. depth: of k, of a tile. stages: of a pipeline. bands, parts: of warps, one
-    below the other and side by side. group: rows of tiles that share what is read of the weights."""
+    """rows, columns: of y that a block computes. depth: of k, of a tile. stages: of a pipeline. group: rows of tiles that share
+    what is read of the weights. bands, parts: of warps, one below the other and side by side."""
 
     rows: int
     columns: int
     depth: int
     stages: int
+    group: int
     bands: int
     parts: int
-    group: int = 8
 
 
 class SinceAmpere(Product):
@@ -53,9 +53,10 @@ class SinceAmpere(Product):
         else:
             rows = next((n for n in (16, 32) if n >= self.rows), 64)
             columns, depth, bands, parts = 64, 64, rows // 16, 1 if rows == 64 else 2
-        room = ROOM - 2 * columns * self.rank
+        blocks = -(-self.rows // rows) * -(-self.columns // columns)
+        room = ROOM // (1 if blocks <= PROCESSORS else 2) - 2 * columns * self.rank
         stage = 2 * depth * (rows + columns * len(self.products) + self.rank)
-        return Schedule(rows, columns, depth, max(2, min(4, room // stage)), bands, parts)
+        return Schedule(rows, columns, depth, max(2, min(4, room // stage)), 8, bands, parts)
 
     @property
     def rank(self) -> int:
@@ -92,8 +93,8 @@ class SinceAmpere(Product):
 
 
 class Piped(NamedTuple):
-    """A matrix that comes through a pipeline. tile: the name of its type. acc: of its product. part: has a warp only a part of its
-    columns? beside: where those begin."""
+    """A matrix that comes through a pipeline. tile: the name of its type. acc: of its product. part: has a warp only a part of
+    its columns? beside: where those begin."""
 
     name: str
     array: str
@@ -167,57 +168,37 @@ def _gaps(kernel: SinceAmpere, parameters: dict[Term, str], spoken: dict[Term, s
     for v in kernel.vectors:
         vectors.append(Vector(parameters[v], array(parameters[v]), v.ndim))
 
-    writer = Writer({y: parameters[y] for y in kernel.leaves}, spoken)
-    lengths = [y for y in between([kernel.root], kernel.leaves) if y.operation == "length"]
-    writer.names |= dict.fromkeys(lengths, "width")
-    taken = {*parameters.values(), *"made wide part band row col rows cols steps later product smem i".split()}
-    taken |= {p.acc for p in products}
+    words = Words(kernel, parameters, spoken, (*NAMES, *(p.acc for p in products)))
     mine = f"subtile({x.tiles}.wait(i, NEWER), BAND, band)"
-    inner = [side.of[0] for side in kernel.sides]
+    prologue, operand, summed = words.prologue("wide" if kernel.plain else x.name)
     if kernel.plain:
-        prologue, operand = [f"wide = load({x.name}, LEFT)"] * bool(inner), x.name
-        writer.names[kernel.x] = "wide"
-        prologue += writer.assignments(inner, taken)
+        prologue, operand = [f"wide = load({x.name}, LEFT)", *prologue] if summed else [], x.name
     else:
-        mine = f"load({mine}, LEFT)"
-        prologue = writer.assignments([kernel.operand, *inner], taken)
-        operand = f"{dtype}({writer.expression(kernel.operand)})"
+        mine, operand = f"load({mine}, LEFT)", f"{dtype}({operand})"
         if several or kernel.narrow:
             prologue, operand = [*prologue, f"made = {operand}"], "made"
-    sides = []
-    for side in kernel.sides:
-        sides.append(Side(unused(writer.suggested(side), taken), writer.expression(side.of[0])))
-        taken.add(sides[-1].name)
-    for y in between([kernel.operand, *inner], kernel.leaves):
-        writer.names.pop(y, None) if y.of else None  # what was assigned there is not known to the epilogue
-
-    writer.names |= {p: one.acc for p, one in zip(kernel.products, products)}
-    writer.names |= {side: one.name for side, one in zip(kernel.sides, sides)}
-    writer.names[kernel.x] = x.name
     narrow = None
     if kernel.narrow:
         ((first, second),) = kernel.narrow.values()
-        assert kernel.joined
-        joint, scale = kernel.joined
-        scaled = "product" if scale is None else f"product * {writer.expression(scale)}"
-        narrow = Narrow(kernel.rank, piped(first, "product", beside="0"), piped(second, "", part=s.parts > 1), scaled)
-        writer.names[joint] = products[0].acc
-    epilogue = [f"{parameters[y]} = {reading(y, array(parameters[y]), 'ACC', 'row', 'col')}" for y in kernel.others]
-    epilogue += writer.assignments([kernel.root], taken)
+        parts = piped(first, "product", beside="0"), piped(second, "", part=s.parts > 1)
+        narrow = Narrow(kernel.rank, *parts, words.narrow("product", products[0].acc))
+    known = {y: p.acc for y, p in zip(kernel.products, products)} | {y: name for y, (name, _) in zip(kernel.sides, summed)}
+    epilogue, written = words.epilogue(known, lambda y, its: reading(y, its, "ACC", "row", "col"))
 
     rings = [*products, *([narrow.first] if narrow else [])]
+    opened = [one.tiles for one in (x, *rings, *([narrow.second] if narrow else []))]
     result = parameters[kernel.root]
     read = dict.fromkeys([kernel.x, *(w.array for w in kernel.weights), *kernel.vectors, *kernel.others, kernel.root])
     arguments = [(array(parameters[y]), parameters[y]) for y in read] + [(n, n) for n in ("rows", "cols", "steps")]
-    arguments += [("width", f"{x.name}.shape[1]")] * bool(lengths) + [(parameters[n], parameters[n]) for n in kernel.numbers]
+    arguments += [("width", f"{x.name}.shape[1]")] * words.lengths + [(parameters[n], parameters[n]) for n in kernel.numbers]
     return {
         "schedule": s, "dtype": dtype, "x": x, "products": products, "rings": rings, "narrow": narrow, "vectors": vectors,
-        "sides": sides, "held": bool(vectors or sides or not kernel.plain), "prologue": prologue, "operand": operand,
-        "mine": mine, "opened": [one.tiles for one in (x, *rings, *([narrow.second] if narrow else []))], "epilogue": epilogue,
-        "written": writer.expression(kernel.root), "result": array(result), "arguments": arguments,
+        "sides": [Side(*one) for one in summed], "held": bool(vectors or summed or not kernel.plain),
+        "prologue": prologue, "operand": operand, "mine": mine, "opened": opened, "epilogue": epilogue, "written": written,
+        "result": array(result), "arguments": arguments, "launch": "rows * cols, 32 * WARPS, shared=smem",
         "before": [
             f"rows, cols = -(-{result}.shape[0] // ROWS), -(-{result}.shape[1] // COLUMNS)",
             f"steps = -(-{x.name}.shape[1] // DEPTH)",
         ],
-        "launch": "rows * cols, 32 * WARPS, shared=smem", "bounds": "32 * WARPS, 2",
+        "bounds": "32 * WARPS, 2",
     }  # fmt: skip

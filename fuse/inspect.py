@@ -1,0 +1,124 @@
+"""`python -m fuse inspect`: what every shipped operator compiles to, for any GPU and with none.
+
+An operator's docstring says the shapes of its arguments; here they get lengths of each kind that kernels are chosen by: few
+rows and many, weights that lie as (K, N) and as (N, K). What did not change since it was last compiled is remembered."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import inspect
+import itertools
+import multiprocessing
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tiles.dtypes import bf16, fp16
+from tiles.inspect import Figures, figures
+from tiles.launch import recorded, watchers
+
+from . import module, operators
+from .candidates import candidates, chosen
+from .cost import H200
+from .fused import Fused
+from .trace import Shape, traced
+
+ARCHS = "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"
+ROWS = 1, 17, 64, 4096
+LENGTHS = {"K": 4096, "N": 6144, "D": 4096, "R": 16}  # by their letters in docstrings
+SAYS = re.compile(r"((?:\w+, )*\w+) \(((?:\.\.\., )?[A-Z](?:, [A-Z])*,?)\)")  # x (..., K), gate, up (K, N)
+DTYPES = {"bfloat16": bf16.np, "float16": fp16.np}
+
+
+class Case(NamedTuple):
+    """An operator on arrays of some lengths. turned: do its weights lie as their transposes?"""
+
+    name: str
+    rows: int
+    turned: bool = False
+    dtype: str = "bfloat16"
+
+    def __str__(self):
+        return f"{self.name} of {self.rows} rows{', (N, K)' * self.turned}{', fp16' * (self.dtype == 'float16')}"
+
+
+def cases(only: Sequence[str] = ()) -> Iterator[Case]:
+    """Those that are inspected. only: of operators whose names have one of these in them."""
+    for name in operators.__all__:
+        if not only or any(one in name for one in only):
+            weights = any(shape.count(",") and "..." not in shape for shape in letters(getattr(operators, name)).values())
+            yield from itertools.starmap(functools.partial(Case, name), itertools.product(ROWS, (False, True)[: 1 + weights]))
+
+
+def letters(operator: Fused) -> dict[str, str]:
+    """What an operator's docstring says of the shapes of its arguments: {"w": "K, N"}."""
+    found = SAYS.findall(operator.__doc__ or "")
+    return {name: shape.removesuffix(",") for names, shape in found for name in names.split(", ")}
+
+
+def shapes(case: Case) -> tuple[Shape, ...]:
+    """Of the arguments; what the docstring does not mention is a number."""
+    operator = getattr(operators, case.name)
+    said, found = letters(operator), []
+    for name in operator.names:
+        extents = tuple(LENGTHS.get(one, case.rows) for one in said[name].split(", ")) if name in said else ()
+        weight = len(extents) == 2 and "..." not in said[name]
+        found.append(Shape(extents, case.dtype if extents else "float32", case.turned and weight))
+    return tuple(found)
+
+
+def compiled(case: Case, arch: str) -> list[Figures]:
+    """The kernels that serve it there, in the order of their launches."""
+    operator = getattr(operators, case.name)
+    found = traced(operator.definition, tuple(operator.names), shapes(case))
+    best = candidates(found, dataclasses.replace(H200, name=arch, wgmma=arch == "sm_90a"))[0]
+    made = chosen(case.name, found, best)
+    told: list[tuple[Any, ...]] = []
+    given = [x.extents and np.empty(x.extents, DTYPES[case.dtype]) for _, x in found.inputs]  # nobody looks into them
+    watchers.append(lambda *what: told.append(what))
+    try:
+        recorded(module.load(made.text, case.name).launch, *(1.0 if isinstance(x, tuple) else x for x in given), *(
+            np.empty(x.extents, DTYPES[case.dtype]) for x in made.written
+        ))  # fmt: skip
+    finally:
+        watchers.pop()
+    return [figures(kernel, types, arch, shared, threads) for kernel, types, threads, shared in told]
+
+
+def bad(one: Figures) -> bool:
+    """Does it spill, use local memory, warn, or not fit a multiprocessor?"""
+    return bool(one.spill_bytes or one.local_bytes or one.warnings or not (one.occupancy and one.occupancy.blocks))
+
+
+def row(arch: str, case: Case) -> tuple[str, bool]:
+    """A line for each kernel, and whether one is bad."""
+    every = compiled(case, arch)
+    lines = [
+        f"{arch:8} {case!s:42} {one.title:32} {one.registers:4} registers {one.spill_bytes:4} spilled "
+        f"{one.local_bytes:4} local {one.shared_bytes:7} shared {'; '.join(one.warnings)}{'  BAD' * bad(one)}"
+        for one in every
+    ]
+    return "\n".join(line.rstrip() for line in lines), any(map(bad, every))
+
+
+def _row(given: tuple[str, Case]) -> tuple[str, bool]:
+    return row(*given)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the rows; the exit code is 1 if a kernel is bad."""
+    parser = argparse.ArgumentParser(prog="python -m fuse inspect", description=inspect.cleandoc(__doc__ or ""))
+    parser.add_argument("--arch", nargs="+", default=ARCHS, help="by default %(default)s")
+    parser.add_argument("--only", nargs="+", default=(), help="texts, one of which is in an operator's name")
+    parser.add_argument("--jobs", type=int, help="processes, by default one a core")
+    asked = parser.parse_args(arguments)
+    wrong = 0
+    with multiprocessing.get_context("spawn").Pool(asked.jobs) as pool:
+        for text, is_bad in pool.imap(_row, itertools.product(asked.arch, cases(asked.only))):
+            print(text, flush=True)
+            wrong += is_bad
+    return int(wrong > 0)
