@@ -88,8 +88,7 @@ class Product:
     @property
     def joined(self) -> tuple[Term, Term | None] | None:
         """The sum of the one product and the narrow one, which one accumulator holds, and by which number the latter is scaled;
-        None if there is none, or they
-        are not added."""
+        None if there is none, or they are not added."""
         if len(self.narrow) != 1:
             return None
         (narrow,) = self.narrow
@@ -287,20 +286,16 @@ class Words:
         self.writer.names |= dict.fromkeys(lengths, "width")
         self.lengths = bool(lengths)
 
-    def prologue(self, x: str) -> tuple[list[str], str, list[tuple[str, str]]]:
-        """Lines, the expression of the operand, and of each side its name and what is summed. x: what is known as x."""
-        kernel, writer = self.kernel, self.writer
-        ends = [kernel.operand, *(side.of[0] for side in kernel.sides)]
-        its, writer.names[kernel.x] = writer.names[kernel.x], x
-        lines, sides = writer.assignments(ends, self.taken), []
-        operand = writer.expression(kernel.operand)
+    def prologue(self, inside: Mapping[Term, str]) -> tuple[list[str], str, list[tuple[str, str]]]:
+        """Lines, the expression of the operand, and of each side its name and what is summed. inside: by what names x and
+        vectors are known there."""
+        kernel, writer = self.kernel, Writer({**self.writer.names, **inside}, self.writer.spoken)
+        lines = writer.assignments([kernel.operand, *(side.of[0] for side in kernel.sides)], self.taken)
+        sides = []
         for side in kernel.sides:
-            sides.append((unused(writer.suggested(side), self.taken), writer.expression(side.of[0])))
+            sides.append((unused(self.writer.suggested(side), self.taken), writer.expression(side.of[0])))
             self.taken.add(sides[-1][0])
-        for y in between(ends, kernel.leaves):
-            writer.names.pop(y, None) if y.of else None  # what was assigned there is not known to the epilogue
-        writer.names[kernel.x] = its
-        return lines, operand, sides
+        return lines, writer.expression(kernel.operand), sides
 
     def narrow(self, product: str, accumulator: str) -> str:
         """The narrow product as it goes on. accumulator: of the sum that it is a part of."""

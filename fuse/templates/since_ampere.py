@@ -42,7 +42,7 @@ class Schedule(NamedTuple):
 class SinceAmpere(Product):
     """See the module."""
 
-    label, most_rows = "product", 2**31 - 1
+    label, most_rows, early = "product", 2**31 - 1, False
 
     @property
     def schedule(self) -> Schedule:
@@ -68,7 +68,7 @@ class SinceAmpere(Product):
         """Those that compute it."""
         for kernel in cls.matches(root):
             sums = all(x.operation == "sum" for x in kernel.sides)
-            joined = not kernel.narrow or (len(kernel.products) == 1 and len(kernel.narrow) == 1 and kernel.joined)
+            joined = not kernel.narrow or (len(kernel.products) == 1 and kernel.joined)
             if sums and joined and kernel.dtype in DTYPES:
                 yield kernel
 
@@ -170,7 +170,7 @@ def _gaps(kernel: SinceAmpere, parameters: dict[Term, str], spoken: dict[Term, s
 
     words = Words(kernel, parameters, spoken, (*NAMES, *(p.acc for p in products)))
     mine = f"subtile({x.tiles}.wait(i, NEWER), BAND, band)"
-    prologue, operand, summed = words.prologue("wide" if kernel.plain else x.name)
+    prologue, operand, summed = words.prologue({kernel.x: "wide"} if kernel.plain else {})
     if kernel.plain:
         prologue, operand = [f"wide = load({x.name}, LEFT)", *prologue] if summed else [], x.name
     else:
