@@ -153,6 +153,7 @@ class Fused:
     def _plan(self, problem: Any, shapes: tuple[Shape, ...], numbers: dict[str, float]) -> Plan:
         """The launches of the best way, for this problem."""
         made = self._chosen(shapes, problem.device)
+        self._refuse_pieces(problem, made)
         operands: list[Any] = [problem[name] if s.extents else numbers[name] for name, s in zip(self.names, shapes)]
         operands += [problem[name] for name in made.outs]
         scratch = [(x.extents, problem.dtype) for x in made.scratch]
@@ -164,6 +165,14 @@ class Fused:
             for launch, kernel in zip(launches, made.kernels, strict=True)
         ]
         return Plan(steps, scratch)
+
+    def _refuse_pieces(self, problem: Any, made: Chosen) -> None:
+        """NoKernel: cp.async would copy 16 bytes from where it cannot."""
+        for x in (x for kernel in made.kernels for x in getattr(kernel, "copied", ())):
+            pieces = problem.bytes_at_once(x.what[0]) if x.operation == "input" else x.nbytes // x.extents[0] & 15 or 16
+            if pieces < 16:
+                name = x.what[0] if x.operation == "input" else repr(x)
+                raise NoKernel(f"{self.name}: {name} must have an address and strides of multiples of 16 bytes, has {pieces}")
 
     # ---- what was found ----------------------------------------------------------------------------------------------
     def trace(self, arrays: Sequence[Any]) -> Traced:

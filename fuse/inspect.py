@@ -112,7 +112,7 @@ def _row(given: tuple[str, Case]) -> tuple[str, bool]:
 def main(arguments: Sequence[str]) -> int:
     """Print the rows; the exit code is 1 if a kernel is bad."""
     parser = argparse.ArgumentParser(prog="python -m fuse inspect", description=inspect.cleandoc(__doc__ or ""))
-    parser.add_argument("--arch", nargs="+", default=ARCHS, help="by default %(default)s")
+    parser.add_argument("--arch", nargs="+", default=ARCHS, help=f"by default {' '.join(ARCHS)}")
     parser.add_argument("--only", nargs="+", default=(), help="texts, one of which is in an operator's name")
     parser.add_argument("--jobs", type=int, help="processes, by default one a core")
     asked = parser.parse_args(arguments)

@@ -63,6 +63,11 @@ class SinceAmpere(Product):
         """Columns of the narrow product, and zeros up to what warps copy together; 0 if there is none."""
         return max((-(-x.of[0].extents[1] // WARP) * WARP for x in self.narrow), default=0)
 
+    @property
+    def copied(self) -> list[Term]:
+        """What comes by cp.async, 16 bytes at once."""
+        return [self.x, *(w.array for w in self.weights)]
+
     @classmethod
     def serving(cls, root: Term) -> Iterator[Self]:
         """Those that compute it."""
