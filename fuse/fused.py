@@ -27,7 +27,7 @@ from tiles.schema import Schema
 
 from . import gradient, module, place, terms, tune
 from .candidates import Candidate, Chosen, candidates, chosen
-from .cost import card
+from .cost import Card, card, card_of
 from .early import Early
 from .evaluate import InNumPy, evaluate
 from .proof import Proof, proven
@@ -225,17 +225,7 @@ class Fused:
     def compile(self, *shapes: tuple[int, ...], dtype: str = "bfloat16", arch: str = "sm_90a") -> list[Compiled]:
         """Machine code of the kernels that serve C-ordered arrays of these shapes (() is a number), made ahead of time with no
         GPU at hand, and kept on disk: the first call on such a GPU finds it. The best way by the roofline is taken."""
-        every = tuple(Shape(shape, dtype) for shape in shapes)
-        made = self._chosen(every, None)
-        forms = [c_ordered(s, dtype, None) for s in shapes if s] + [c_ordered(x.extents, dtype, None) for x in made.written]
-        operands = iter(Operand(n, form) for n, form in enumerate(forms))
-        given = [next(operands) if shape else 1.0 for shape in shapes] + list(operands)
-        seen: list[tuple] = []
-        watchers.append(lambda *launch: seen.append(launch))
-        try:
-            recorded(module.load(made.text, self.name).launch, *given)
-        finally:
-            watchers.pop()
+        seen = self.launches([Shape(shape, dtype) for shape in shapes], card_of(arch))
         found = []
         for kernel, types in dict.fromkeys((kernel, types) for kernel, types, *_ in seen):
             name = digest.key(kernel, types, arch)
@@ -243,6 +233,26 @@ class Fused:
             cache.store(name, compiled)
             found.append(compiled)
         return found
+
+    def launches(self, shapes: Sequence[Shape], card: Card) -> list[tuple[Any, ...]]:
+        """What a call with such arrays launches on a card, by the roofline: of each launch its kernel, Numba's types of the
+        arguments, threads and shared memory. There are no arrays."""
+        traced = self._trace(tuple(shapes))
+        if not (every := candidates(traced, card)):
+            raise NoKernel(f"{self.name}: {place.why(traced.roots, card)}")
+        made = chosen(self.name, traced, every[0])
+        forms = [c_ordered(s.in_memory, s.dtype, None) for s in shapes if s.extents]
+        dtype = next(s.dtype for s in shapes if s.extents)
+        forms += [c_ordered(x.extents, dtype, None) for x in made.written]
+        operands = iter([Operand(n, form) for n, form in enumerate(forms)])
+        given = [next(operands) if s.extents else 1.0 for s in shapes]
+        seen: list[tuple[Any, ...]] = []
+        watchers.append(lambda *launch: seen.append(launch))
+        try:
+            recorded(module.load(made.text, self.name).launch, *given, *operands)
+        finally:
+            watchers.pop()
+        return seen
 
     def explain(self, *arrays: Any) -> str:
         """In sentences: which rules were used, what the kernels do, what the roofline says."""

@@ -6,32 +6,25 @@ rows and many, weights that lie as (K, N) and as (N, K). What did not change sin
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import inspect
 import itertools
 import multiprocessing
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from tiles.dtypes import bf16, fp16
 from tiles.inspect import Figures, figures
-from tiles.launch import recorded, watchers
 
-from . import module, operators
-from .candidates import candidates, chosen
-from .cost import H200
+from . import operators
+from .cost import card_of
 from .fused import Fused
-from .trace import Shape, traced
+from .trace import Shape
 
 ARCHS = "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"
 ROWS = 1, 17, 64, 4096
 LENGTHS = {"K": 4096, "N": 6144, "D": 4096, "R": 16}  # by their letters in docstrings
 SAYS = re.compile(r"((?:\w+, )*\w+) \(((?:\.\.\., )?[A-Z](?:, [A-Z])*,?)\)")  # x (..., K), gate, up (K, N)
-DTYPES = {"bfloat16": bf16.np, "float16": fp16.np}
 
 
 class Case(NamedTuple):
@@ -73,20 +66,8 @@ def shapes(case: Case) -> tuple[Shape, ...]:
 
 def compiled(case: Case, arch: str) -> list[Figures]:
     """The kernels that serve it there, in the order of their launches."""
-    operator = getattr(operators, case.name)
-    found = traced(operator.definition, tuple(operator.names), shapes(case))
-    best = candidates(found, dataclasses.replace(H200, name=arch, wgmma=arch == "sm_90a"))[0]
-    made = chosen(case.name, found, best)
-    told: list[tuple[Any, ...]] = []
-    given = [x.extents and np.empty(x.extents, DTYPES[case.dtype]) for _, x in found.inputs]  # nobody looks into them
-    watchers.append(lambda *what: told.append(what))
-    try:
-        recorded(module.load(made.text, case.name).launch, *(1.0 if isinstance(x, tuple) else x for x in given), *(
-            np.empty(x.extents, DTYPES[case.dtype]) for x in made.written
-        ))  # fmt: skip
-    finally:
-        watchers.pop()
-    return [figures(kernel, types, arch, shared, threads) for kernel, types, threads, shared in told]
+    every = getattr(operators, case.name).launches(shapes(case), card_of(arch))
+    return [figures(kernel, types, arch, shared, threads) for kernel, types, threads, shared in every]
 
 
 def bad(one: Figures) -> bool:
