@@ -170,10 +170,11 @@ class Folded(Writing):
     columns, says = FOLD * COLUMNS, "are tiles of 16 parts; one is worked on while the next one comes"
 
     def blocks(self, tiles: int, vectors: int) -> int:
-        """Of a multiprocessor, that its registers hold: what is read now and next, and some to compute with."""
+        """Of a multiprocessor, that its registers hold: what is read now and next, and some to compute with; of what is cut off
+        at a row's end before it is summed, all."""
         tile = FOLD * COLUMNS // 32  # elements of a lane
         ahead = tile if self.kernel.dtype == "fp32" else tile // 2
-        registers = tiles * (tile + ahead) + vectors * ahead + WORKED
+        registers = tiles * (tile + ahead) + vectors * ahead + WORKED + tile * any(map(self.filled, self.reductions))
         return max(1, REGISTERS // registers // self.kernel.warps)
 
     def write(self) -> None:
