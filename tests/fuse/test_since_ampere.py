@@ -118,6 +118,20 @@ def test_what_cannot_be_copied_runs_by_parts(without_wgmma):
     assert np.allclose(y.astype(float), normal(5, 40).astype(float) @ normal(40, 26)[:, :24].astype(float), atol=0.5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 17, 70, 300])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_on_the_card(name, rows, without_wgmma):
+    """Any card since Ampere executes them; on one that has wgmma they are asked for."""
+    torch = pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    kernel, arrays = fuse.kernel(getattr(operators, name).definition), sample(name, rows, bf16)
+    got = kernel(*map(to_torch, arrays))
+    torch.cuda.synchronize()
+    compare(kernel, arrays, to_numpy(got))
+
+
 # ---- machine code ----------------------------------------------------------------------------------------------------
 def test_docstrings_say_shapes():
     """Of all operators, so that inspect finds them: what it takes for numbers has a default."""
