@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ..evaluate import beyond
 from ..functions import MAPS
 from ..module import array, unused
 from ..terms import Axis, Term, along, between, is_tile, walk
@@ -162,13 +163,14 @@ class Product:
                 if len(part.products) > MOST_PRODUCTS:
                     continue
                 for x in dict.fromkeys([_base(operand), operand]):
-                    if (
-                        x is None
-                        or not np.isfinite(beyond(operand, x)).all()
-                        or not all(is_tile(w.array) for w in part.weights)
-                    ):
+                    if x is None or not all(is_tile(w.array) for w in part.weights):
                         continue
-                    sides = [one for one in part.reductions if _base(one.of[0]) is x and not beyond(one.of[0], x).any()]
+                    ends = [x, *(y for y in walk(root) if y.operation == "input")]
+                    if not np.isfinite(
+                        beyond(operand, ends)
+                    ).all():  # 0, which the weights are there, times infinity is no number
+                        continue
+                    sides = [one for one in part.reductions if _base(one.of[0]) is x and not beyond(one.of[0], ends).any()]
                     others = [*part.others, *(one for one in part.reductions if one not in sides)]
                     yield cls(root, x, operand, part.products, part.narrow, sides, others)
 
@@ -253,17 +255,6 @@ def _base(x: Term) -> Term | None:
         elif of_rows or (y.of and y.operation not in MAPS):
             return None
     return found.pop() if len(found) == 1 else None
-
-
-def beyond(y: Term, x: Term) -> np.ndarray:
-    """What a map of x is beyond the end of a row, where tiles of x and vectors hold zeros, for a number below 0 and one above.
-    The weights hold zeros there, too: what is finite adds nothing to a product. To a sum only 0 adds nothing."""
-    if y is x or (y.operation == "input" and y.ndim):
-        return np.zeros(2)
-    if y.operation in MAPS:
-        with np.errstate(all="ignore"):
-            return np.asarray(MAPS[y.operation].numpy(*[beyond(one, x) for one in y.of]))
-    return np.array([-0.7, 0.7]) if y.operation == "input" else np.full(2, y.what if y.operation == "number" else y.what[1])
 
 
 def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..evaluate import beyond
 from ..module import Text, array, unused
 from ..terms import Term, along, between, is_tile
 from ..writing import Writer
@@ -77,7 +78,7 @@ class Writing:
 
     def filled(self, x: Term) -> bool:
         """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
-        return x.operation == "max" or not vanishes(x.of[0], self.kernel.leaves)
+        return x.operation == "max" or bool(beyond(x.of[0], self.kernel.leaves).any())
 
     def reduce(self, wanted: list[Term], fold: str) -> list[str]:
         """The lines that reduce what is in registers."""
@@ -216,17 +217,3 @@ class Folded(Writing):
         numbers = [(name[n], name[n]) for n in kernel.leaves if not n.ndim]
         columns = [("columns", f"float({x}.shape[1])")] if self.lengths else []
         text.arguments = [*shaped, ("rows", "rows"), *columns, *numbers]
-
-
-def vanishes(x: Term, leaves: Sequence[Term]) -> bool:
-    """Is it 0 wherever the leaves that have columns are 0?"""
-    if x in leaves:
-        return along(x)
-    parts = [vanishes(y, leaves) for y in x.of]
-    if x.operation == "mul":
-        return any(parts)
-    if x.operation == "div":
-        return parts[0]
-    if x.operation in ("add", "sub", "neg", "abs", "relu", "silu", "gelu", "tanh", "sqrt"):
-        return all(parts)
-    return x.operation == "number" and x.what == 0
