@@ -87,7 +87,10 @@ def row(arch: str, case: Case) -> tuple[str, bool]:
 
 
 def _row(given: tuple[str, Case]) -> tuple[str, bool]:
-    return row(*given)
+    try:
+        return row(*given)
+    except Exception as error:  # whatever it is, the others are looked at, too
+        return f"{given[0]:8} {given[1]!s:42} {type(error).__name__}: {error}  BAD", True
 
 
 def main(arguments: Sequence[str]) -> int:

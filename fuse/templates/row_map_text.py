@@ -207,9 +207,9 @@ class Folded(Writing):
         text.kernel += ["while following < rows:", *(f"    {line}" for line in body)]
         text.before = [
             f"rows, cut = {x}.shape[0], ({FOLD}, {x}.shape[1] // {FOLD})",
-            f"""grid = min(rows, BLOCKS * machine(describe({x}, "{x}").device).processors)""",
+            f"""blocks = min(rows, BLOCKS * machine(describe({x}, "{x}").device).processors)""",
         ]
-        text.launch = f"grid, 32 * WARPS{', shared=smem' * bool(self.reductions)}"
+        text.launch = f"blocks, 32 * WARPS{', shared=smem' * bool(self.reductions)}"
         shaped = [
             (array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*cut)")
             for one in (*tiles, *vectors, *kernel.roots)

@@ -1,5 +1,8 @@
 """Products on cards without wgmma: every operator against float64, proven, as text, as PTX for sm_80, and as machine code."""
 
+import builtins
+import dis
+
 import numpy as np
 import pytest
 from references import compare
@@ -8,7 +11,7 @@ from test_operators import SHAPES, sample
 import fuse
 from fuse import fused, inspect, module, operators, proof
 from fuse.candidates import candidates, chosen
-from fuse.cost import H200, Card
+from fuse.cost import H200, Card, card_of
 from fuse.templates import since_ampere
 from fuse.templates.since_ampere import SinceAmpere
 from tiles import bf16, fp16
@@ -141,6 +144,20 @@ def test_docstrings_say_shapes():
         assert all(
             one in inspect.letters(operator) or p.default is not p.empty for one, p in operator.signature.parameters.items()
         )
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_modules_have_all_names(arch):
+    """At lengths that are served: a kernel finds what it calls, whatever the module's other kernels and its launches name."""
+    for case in inspect.cases():
+        if case.rows in (1, 4096) and not case.turned:
+            operator = getattr(operators, case.name)
+            found = operator._trace(inspect.shapes(case))
+            made = module.load(chosen(case.name, found, candidates(found, card_of(arch))[0]).text, case.name)
+            functions = [getattr(x, "py_func", x) for x in vars(made).values()]
+            codes = [x.__code__ for x in functions if getattr(x, "__globals__", None) is vars(made)]
+            asked = {one.argval for code in codes for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+            assert codes and asked <= vars(made).keys() | vars(builtins).keys(), case
 
 
 def test_nothing_spills():
