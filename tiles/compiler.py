@@ -233,18 +233,24 @@ class Lowered:
         """The text that this is assembled from."""
         return bytes(self._linker(ptx=True).link("ptx").code).decode().rstrip("\0")
 
+    def _with_lines(self):
+        return Lowered(self.kernel, self.signature, self.arch, lines=True)
+
     def _overlooked(self, cubin):
-        """What ptxas should have said, of wgmma. Which lines of Python it is about, only a table of lines tells."""
-        if not self.arch.startswith("sm_90") or not overwritten(cubin):
-            return []
-        told = [] if self.lines else complaints(Lowered(self.kernel, self.signature, self.arch, lines=True)._linked()[0])
-        return told or complaints(cubin)
+        """What ptxas should have said, of wgmma; nothing, if there is no disassembler that could tell. Which lines of Python it
+        is about, only a table of lines tells."""
+        with contextlib.suppress(FileNotFoundError, RuntimeError):
+            if self.arch.startswith("sm_90") and overwritten(cubin):
+                if not self.lines and (told := complaints(self._with_lines()._linked()[0])):
+                    return told
+                return complaints(cubin)
+        return []
 
     def _refused(self, log):
         """What this log says. Its lines are those of the PTX; which of Python they are, only a table of lines tells."""
         if not self.lines:
             try:
-                Lowered(self.kernel, self.signature, self.arch, lines=True).machine_code()
+                self._with_lines().machine_code()
             except CompileError as error:
                 return error
         found = _COMPLAINT.findall("\n".join(line for line in log.splitlines() if not _SUMMARY.search(line)))

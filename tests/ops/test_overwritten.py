@@ -91,6 +91,16 @@ def test_a_is_loaded_ahead(given):
     assert "mma_AB" in str(hazard.value)
 
 
+def test_no_disassembler(given, monkeypatch):
+    """Then nothing is said, and the kernel is compiled all the same."""
+
+    def missing(cubin):
+        raise FileNotFoundError("nvdisasm")
+
+    monkeypatch.setattr("tiles.sass.listing", missing)
+    assert compile_kernel(ahead, types_of(ahead, parameters(ahead, given[0])), "sm_90a").warnings == []
+
+
 @pytest.mark.parametrize("kernel", [after, by_turns], ids=lambda kernel: kernel.__name__)
 def test_a_is_left_alone(kernel, given):
     args, want = given
