@@ -16,6 +16,8 @@ class Arithmetic(Protocol):
 
     def number(self, value: float) -> Any: ...
 
+    def extent(self, axis: Axis | None, extent: int) -> int: ...
+
     def length(self, axis: Axis | None, extent: int) -> Any: ...
 
     def map(self, name: str, *of: Any) -> Any: ...
@@ -25,6 +27,8 @@ class Arithmetic(Protocol):
     def matmul(self, a: Any, b: Any) -> Any: ...
 
     def concat(self, parts: Sequence[Any]) -> Any: ...
+
+    def causal(self, x: Any) -> Any: ...
 
 
 class InNumPy:
@@ -41,8 +45,11 @@ class InNumPy:
     def number(self, value: float) -> Any:
         return self.wide(value)
 
+    def extent(self, axis: Axis | None, extent: int) -> int:
+        return extent
+
     def length(self, axis: Axis | None, extent: int) -> Any:
-        return self.wide(extent)
+        return self.wide(self.extent(axis, extent))
 
     def map(self, name: str, *of: Any) -> Any:
         return self._round(MAPS[name].numpy(*[x if x.dtype == bool else np.asarray(x, self.wide) for x in map(np.asarray, of)]))
@@ -55,6 +62,15 @@ class InNumPy:
 
     def concat(self, parts: Sequence[Any]) -> Any:
         return np.concatenate(parts, -1)
+
+    def causal(self, x: Any) -> Any:
+        return seen(x, np.asarray(-np.inf, x.dtype))
+
+
+def seen(x: Any, otherwise: Any) -> Any:
+    """Scores where a query sees a key, something else where it does not."""
+    queries, keys = x.shape[-2:]
+    return np.where(np.tri(queries, keys, keys - queries, dtype=bool), x, otherwise)
 
 
 def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithmetic) -> list[Any]:
@@ -75,7 +91,15 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
         elif x.operation == "matmul":
             found = arithmetic.matmul(*of)
         elif x.operation == "transpose":
-            found = of[0].T
+            found = of[0].swapaxes(-1, -2)
+        elif x.operation == "half":
+            found = np.split(of[0], 2, -1)[x.what]
+        elif x.operation == "causal":
+            found = arithmetic.causal(*of)
+        elif x.operation == "stacked":
+            found = of[0].reshape(-1, of[0].shape[-1])
+        elif x.operation == "heads":
+            found = of[0].reshape(len(of[0]), int(arithmetic.extent(*x.what[:2])), -1).swapaxes(0, 1)
         else:
             found = arithmetic.concat(of)
         values[id(x)] = found

@@ -15,6 +15,7 @@ from .templates.row_map import RowMap
 from .terms import Term, walk
 
 MOST = 8  # ways that are kept of each term
+APART = "matmul", "transpose", "concat", "half", "causal", "stacked", "heads"  # what no row map computes
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def why(roots: Sequence[Term], card: Card) -> str:
     """Why there are no ways: what no template computes."""
     search = _Search(card)
     for x in walk(*roots):
-        if x.ndim == 2 and x.operation != "input" and not search.of((x,)):
+        if x.ndim >= 2 and x.operation != "input" and not search.of((x,)):
             shapes = ", ".join(str(y.extents) for y in x.of)
             return f"no template computes {x.operation} of {shapes}: {x!r:.200}"
     return f"no template computes these together: {', '.join(map(repr, roots)):.200}"
@@ -74,7 +75,7 @@ class _Search:
         found: list[Any] = []
         if kernel := RowMap.matches(roots, leaves_of_rows(roots)):
             found.append(kernel)
-        if len(roots) == 1 and self.card.wgmma:
+        if len(roots) == 1 and self.card.wgmma and roots[0].ndim == 2:
             found.extend(FewRows.serving(roots[0]))
             found.extend(FewColumns.serving(roots[0]) if roots[0].extents[-1] <= MOST_COLUMNS else ManyRows.serving(roots[0]))
         return found
@@ -88,7 +89,7 @@ def leaves_of_rows(roots: Sequence[Term]) -> list[Term]:
         if x in seen:
             continue
         seen.add(x)
-        if x.operation in ("input", "matmul", "transpose", "concat") and x not in roots:
+        if (x.operation in APART or x.operation == "input") and x not in roots:
             found.append(x)
         else:
             stack.extend(reversed(x.of))

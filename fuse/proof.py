@@ -26,9 +26,9 @@ import numpy as np
 from tiles.interpreter import Hazard
 from tiles.testing import tolerance
 
-from . import module
+from . import module, terms
 from .candidates import Candidate, chosen
-from .evaluate import InNumPy, evaluate
+from .evaluate import InNumPy, evaluate, seen
 from .functions import MAPS
 from .terms import Axis, Term, walk
 from .trace import Traced
@@ -90,8 +90,11 @@ class InField:
         top, bottom = (Number(n % P, n % Q) for n in (exact.numerator, exact.denominator))
         return _array(top.div(bottom))
 
+    def extent(self, axis: Axis | None, extent: int) -> int:
+        return extent if axis is None else terms.extent(axis, self.sizes)
+
     def length(self, axis: Axis | None, extent: int) -> Any:
-        return self.number(extent if axis is None else self.sizes[axis.root])
+        return self.number(self.extent(axis, extent))
 
     def map(self, name: str, *of: Any) -> Any:
         field = MAPS[name].field
@@ -110,13 +113,18 @@ class InField:
         return found
 
     def matmul(self, a: Any, b: Any) -> Any:
-        found = np.empty((a.shape[0], b.shape[1]), object)
-        for i, j in np.ndindex(found.shape):
-            found[i, j] = _sum([x.mul(y) for x, y in zip(a[i], b[:, j])])
+        lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        a, b = (np.broadcast_to(x, lead + x.shape[-2:]) for x in (a, b))
+        found = np.empty((*a.shape[:-1], b.shape[-1]), object)
+        for *at, i, j in np.ndindex(found.shape):
+            found[(*at, i, j)] = _sum([x.mul(y) for x, y in zip(a[(*at, i)], b[(*at, slice(None), j)])])
         return found
 
     def concat(self, parts: Sequence[Any]) -> Any:
         return np.concatenate(parts, -1)
+
+    def causal(self, x: Any) -> Any:
+        return seen(x, _array(opaque("unseen")))
 
 
 def _array(x: Number) -> Any:
@@ -159,21 +167,21 @@ class Identity:
 def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 0, trials: int = TRIALS) -> Identity:
     """Test that two lists of terms over the same inputs are equal."""
     every = list(walk(*definition, *rewritten))
-    roots = list(dict.fromkeys(name.root for x in every for name in x.names if name is not None))
-    sizes = {axis: SIZES[n % len(SIZES)] for n, axis in enumerate(roots)}
+    axes = terms.elementary(name for x in every for name in x.names)
+    sizes = {axis: SIZES[n % len(SIZES)] for n, axis in enumerate(axes)}
     operations = {x.operation for x in every}
-    outside = tuple(sorted(name for name in operations if name == "max" or (name in MAPS and not MAPS[name].field)))
-    degree = max(max(sum(_degree(x, sizes)) for x in terms) for terms in (definition, rewritten))
+    outside = tuple(sorted(name for name in operations if name in ("max", "causal") or (name in MAPS and not MAPS[name].field)))
+    degree = max(sum(_degree(x, sizes)) for x in (*definition, *rewritten))
     bound = min(1.0, degree / (LEAST if "exp" in operations else P)) ** trials
     rng, done, same = np.random.default_rng(seed), 0, True
     while done < trials and same:
         given = {
-            x.what[0]: random(tuple(1 if name is None else sizes[name.root] for name in x.names), rng)
+            x.what[0]: random(tuple(1 if name is None else terms.extent(name, sizes) for name in x.names), rng)
             for x in every
             if x.operation == "input"
         }
         try:
-            one, other = (evaluate(terms, given, InField(sizes)) for terms in (definition, rewritten))
+            one, other = (evaluate(roots, given, InField(sizes)) for roots in (definition, rewritten))
         except Retry:
             continue
         same = all(x.shape == y.shape and all(a.p == b.p for a, b in zip(x.flat, y.flat)) for x, y in zip(one, other))
@@ -194,10 +202,10 @@ def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:
             found[x] = (a + c, b + d) if x.operation == "mul" else (a + d, b + c)
         elif x.operation in ("sum", "matmul"):
             axis = x.of[0].names[-1]
-            n = sizes[axis.root] if axis is not None else 1
+            n = terms.extent(axis, sizes) if axis is not None else 1
             a, b = (sum(one) for one in zip(*of))
             found[x] = a + (n - 1) * b, n * b
-        elif x.operation in ("neg", "transpose"):
+        elif x.operation in ("neg", "transpose", "half", "causal", "stacked", "heads"):
             found[x] = of[0]
         elif x.operation == "concat":
             found[x] = max(a for a, _ in of), max(b for _, b in of)
@@ -263,20 +271,21 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     rows = {x.names[0].root for x in found.roots if x.names[0]}
     most = min(kernel.most_rows for kernel in candidate.way.kernels)
     extents = {axis: n for kernel in candidate.way.kernels for axis, n in kernel.fixed.items()}
-    for x in walk(*found.roots):
-        for axis in x.names:
-            if axis is not None and axis.root not in extents:
-                extents[axis.root] = min(RAGGED[0], most - 3) if axis.root in rows else RAGGED[1 + len(extents) % 5]
+    for axis in terms.elementary(name for x in walk(*found.roots) for name in x.names):
+        if axis not in extents:
+            extents[axis] = min(RAGGED[0], most - 3) if axis in rows else RAGGED[1 + len(extents) % 5]
+
+    def shape_of(x: Term) -> tuple[int, ...]:
+        return tuple(1 if axis is None else terms.extent(axis, extents) for axis in x.names)
+
     rng, given = np.random.default_rng(seed), dict[str, Any]()
     for key, x in found.inputs:
-        shape = tuple(1 if axis is None else extents[axis.root] for axis in x.names)
-        dtype = np.dtype(x.what[1])
+        shape, dtype = shape_of(x), np.dtype(x.what[1])
         given[key] = rng.standard_normal(shape).astype(dtype) if shape else float(rng.uniform(0.25, 1.0))
     wide = {key: np.asarray(x, np.float64) for key, x in given.items()}
     dtype = next(x.dtype for x in given.values() if hasattr(x, "dtype"))
     made = chosen(name, found, candidate)
-    shapes = [tuple(1 if axis is None else extents[axis.root] for axis in x.names) for x in (*found.roots, *made.scratch)]
-    results = [np.full(shape, np.nan, dtype) for shape in shapes]
+    results = [np.full(shape_of(x), np.nan, dtype) for x in (*found.roots, *made.scratch)]
     told = {key: x.shape for key, x in given.items() if hasattr(x, "shape")}
     try:
         module.load(made.text, name).launch(*given.values(), *results)
@@ -297,5 +306,5 @@ class Sized(InNumPy):
         super().__init__(dtype)
         self.sizes = sizes
 
-    def length(self, axis: Axis | None, extent: int) -> Any:
-        return self.wide(extent if axis is None else self.sizes[axis.root])
+    def extent(self, axis: Axis | None, extent: int) -> int:
+        return extent if axis is None else terms.extent(axis, self.sizes)

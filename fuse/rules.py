@@ -60,7 +60,7 @@ def _row_scales(x: Term) -> Iterator[Term]:
     if x.operation == "matmul":
         factors = _factors(x.of[0])
         scales, rest = [one for one in factors if is_scale(one[1])], _product([one for one in factors if not is_scale(one[1])])
-        if scales and rest is not None and rest.ndim == 2:
+        if scales and rest is not None and rest.ndim >= 2:
             found = terms.matmul(rest, x.of[1])
             for how, scale in scales:
                 found = terms.apply(how, found, scale)
