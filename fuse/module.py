@@ -30,7 +30,8 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # of matrices that are multipl
 class Text:
     """A kernel's lines. globals: assignments of the module. helpers: functions that the kernel calls. kernel: its body. before:
     lines of the launching function, ahead of the launch. launch: what follows the kernel in tiles.launch(kernel, ...). bounds:
-    of the launch, threads and blocks. arguments: the kernel's parameters, and what each is given."""
+    of the launch, threads and blocks. arguments: the kernel's parameters, and what each is given. One without a kernel calls
+    functions that have theirs, in `before`."""
 
     globals: list[str] = field(default_factory=list)
     helpers: list[str] = field(default_factory=list)
@@ -68,16 +69,19 @@ def assemble(title: str, name: str, kernels: Sequence[tuple[str, Text]], paramet
         marks = {} if text is texts[-1] else _marks(kernel.removeprefix(f"{name}_"), text)
         mark = functools.partial(_marked, marks=marks)
         constants += map(mark, text.globals)
+        launches += [f"    {mark(line)}" for line in text.before]
+        if not text.kernel:
+            continue
         bodies += ["", "", *map(mark, text.helpers)] if text.helpers else []
         bodies += ["", "", f"@cuda.jit(launch_bounds=({mark(text.bounds)}))"]
         bodies += [f"def {kernel}({', '.join(one for one, _ in text.arguments)}):"]
         bodies += [f"    {mark(line)}" for line in text.kernel]
-        launches += [f"    {mark(line)}" for line in text.before]
         given = ", ".join(value for _, value in text.arguments)
         launches += _call(f"tiles.launch({kernel}, {mark(text.launch)})", f"({mark(given)})")
     says = f'    """{name}, on arrays of any framework; what is last is written."""'
     launches = ["", "", f"def launch({', '.join(parameters)}):", says, *launches]
     body = [line for every in (constants, bodies, launches) for one in every for line in _folded(one)]
+    body = body if constants else body[1:]
     end = "\n" if "\n" in title else ""
     return "\n".join([*f'"""{title}{end}"""'.splitlines(), "", *_imports("\n".join(body)), "", *body]) + "\n"
 
@@ -95,10 +99,11 @@ def _imports(text: str) -> list[str]:
     homes: dict[str, list[str]] = {}
     for name in sorted(names & HOMES.keys()):
         homes.setdefault(HOMES[name], []).append(name)
-    others, ours = list[str](), ["import tiles"]
+    others, ours = list[str](), [f"import {one}" for one in ("attention", "tiles") if one in names]
     for home, found in sorted(homes.items()):
         (ours if home.split(".")[0] in ("ops", "tiles") else others).append(f"from {home} import {', '.join(found)}")
-    return [*(["import math", ""] if "math" in names else []), *others, "", *_folded_imports(ours)]
+    parts = [["import math"] if "math" in names else [], others, list(_folded_imports(ours))]
+    return [line for part in parts if part for line in ("", *part)][1:]
 
 
 def _folded_imports(lines: Iterable[str]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cost import Card
+from .templates.attention import Attention
 from .templates.few_columns import MOST_COLUMNS, FewColumns
 from .templates.few_rows import FewRows
 from .templates.many_rows import ManyRows
@@ -75,6 +76,8 @@ class _Search:
         found: list[Any] = []
         if kernel := RowMap.matches(roots, leaves_of_rows(roots)):
             found.append(kernel)
+        if len(roots) == 1:
+            found.extend(Attention.serving(roots[0]))
         if len(roots) == 1 and self.card.wgmma and roots[0].ndim == 2:
             found.extend(FewRows.serving(roots[0]))
             found.extend(FewColumns.serving(roots[0]) if roots[0].extents[-1] <= MOST_COLUMNS else ManyRows.serving(roots[0]))

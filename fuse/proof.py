@@ -42,39 +42,43 @@ SIZES = (3, 5, 2, 4, 6, 8)  # of axes, prime to Q
 
 
 class Retry(Exception):
-    """A random number has no inverse: others are drawn."""
+    """A random number has no inverse, or none that an exponent needs: others are drawn."""
 
 
 class Number(NamedTuple):
-    """One number in both rings: mod P, and as an exponent mod Q."""
+    """One number in both rings: mod P, and as an exponent mod Q, None where it was divided by what has no inverse there."""
 
     p: int
-    q: int
+    q: int | None
 
     def add(self, other):
-        return Number((self.p + other.p) % P, (self.q + other.q) % Q)
+        return Number((self.p + other.p) % P, None if None in (self.q, other.q) else (self.q + other.q) % Q)
 
     def sub(self, other):
-        return Number((self.p - other.p) % P, (self.q - other.q) % Q)
+        return self.add(other.neg())
 
     def mul(self, other):
-        return Number(self.p * other.p % P, self.q * other.q % Q)
+        return Number(self.p * other.p % P, None if None in (self.q, other.q) else self.q * other.q % Q)
 
     def div(self, other):
-        if other.p == 0 or math.gcd(other.q, Q) != 1:
+        if other.p == 0:
             raise Retry
-        return Number(self.p * pow(other.p, -1, P) % P, self.q * pow(other.q, -1, Q) % Q)
+        lost = None in (self.q, other.q) or math.gcd(other.q, Q) != 1
+        return Number(self.p * pow(other.p, -1, P) % P, None if lost else self.q * pow(other.q, -1, Q) % Q)
 
     def neg(self):
-        return Number(-self.p % P, -self.q % Q)
+        return Number(-self.p % P, None if self.q is None else -self.q % Q)
 
     def exp(self):
+        if self.q is None:
+            raise Retry
         value = pow(BASE, self.q, P)
         return Number(value, opaque("exp", value).q)
 
 
 def opaque(*what: Any) -> Number:
-    """A random function's value, the same for the same arguments."""
+    """A random function's value, the same for the same arguments; of Numbers those mod P count."""
+    what = tuple(x.p if isinstance(x, Number) else x for x in what)
     digest = hashlib.blake2b(repr(what).encode(), digest_size=32).digest()
     return Number(int.from_bytes(digest[:16], "little") % P, int.from_bytes(digest[16:], "little") % Q)
 
@@ -109,7 +113,7 @@ class InField:
         found = np.empty((*x.shape[:-1], 1), object)
         for at in np.ndindex(found.shape[:-1]):
             row = list(x[at])
-            found[at + (0,)] = _sum(row) if kind == "sum" else opaque(kind, sorted(row))
+            found[at + (0,)] = _sum(row) if kind == "sum" else opaque(kind, sorted(x.p for x in row))
         return found
 
     def matmul(self, a: Any, b: Any) -> Any:
@@ -134,7 +138,8 @@ def _array(x: Number) -> Any:
 
 
 def _sum(row: Sequence[Number]) -> Number:
-    return Number(sum(x.p for x in row) % P, sum(x.q for x in row) % Q)
+    exponents = [x.q for x in row]
+    return Number(sum(x.p for x in row) % P, None if None in exponents else sum(exponents) % Q)
 
 
 def random(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
@@ -268,7 +273,8 @@ def proven(name: str, found: Traced, candidate: Candidate) -> Proof:
 
 def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Run:
     """Its kernels in the interpreter, at lengths off their tiles' edges, against the definition in float64."""
-    rows = {x.names[0].root for x in found.roots if x.names[0]}
+    roots = (x for kernel in candidate.way.kernels for x in kernel.roots)
+    rows = {x.names[-2].root for x in (*found.roots, *roots) if x.names[-2]}
     most = min(kernel.most_rows for kernel in candidate.way.kernels)
     extents = {axis: n for kernel in candidate.way.kernels for axis, n in kernel.fixed.items()}
     for axis in terms.elementary(name for x in walk(*found.roots) for name in x.names):

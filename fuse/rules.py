@@ -31,21 +31,21 @@ class Form(NamedTuple):
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
-def _factors(x: Term) -> list[tuple[str, Term]]:
+def factors(x: Term) -> list[tuple[str, Term]]:
     """The factors of a product, and what it is divided by: ("mul" or "div", term)."""
     if x.operation == "mul":
-        return [*_factors(x.of[0]), *_factors(x.of[1])]
+        return [*factors(x.of[0]), *factors(x.of[1])]
     if x.operation == "div":
-        return [*_factors(x.of[0]), ("div", x.of[1])]
+        return [*factors(x.of[0]), ("div", x.of[1])]
     return [("mul", x)]
 
 
-def _product(factors: Sequence[tuple[str, Term]]) -> Term | None:
+def product(parts: Sequence[tuple[str, Term]]) -> Term | None:
     """The other way round; None if there is nothing to begin with."""
-    first = next((x for how, x in factors if how == "mul"), None)
+    first = next((x for how, x in parts if how == "mul"), None)
     if first is None:
         return None
-    found, rest = first, [(how, x) for how, x in factors if x is not first or how != "mul"]
+    found, rest = first, [(how, x) for how, x in parts if x is not first or how != "mul"]
     for how, x in rest:
         found = terms.apply(how, found, x)
     return found
@@ -58,8 +58,8 @@ def is_scale(x: Term) -> bool:
 
 def _row_scales(x: Term) -> Iterator[Term]:
     if x.operation == "matmul":
-        factors = _factors(x.of[0])
-        scales, rest = [one for one in factors if is_scale(one[1])], _product([one for one in factors if not is_scale(one[1])])
+        parts = factors(x.of[0])
+        scales, rest = [one for one in parts if is_scale(one[1])], product([one for one in parts if not is_scale(one[1])])
         if scales and rest is not None and rest.ndim >= 2:
             found = terms.matmul(rest, x.of[1])
             for how, scale in scales:
@@ -69,8 +69,8 @@ def _row_scales(x: Term) -> Iterator[Term]:
 
 def _number_of_weights(x: Term) -> Iterator[Term]:
     if x.operation == "matmul":
-        factors = _factors(x.of[1])
-        numbers, rest = [one for one in factors if not one[1].names], _product([one for one in factors if one[1].names])
+        parts = factors(x.of[1])
+        numbers, rest = [one for one in parts if not one[1].names], product([one for one in parts if one[1].names])
         if numbers and rest is not None:
             found = terms.matmul(x.of[0], rest)
             for how, scale in numbers:

@@ -393,6 +393,16 @@ def along(x: Term) -> bool:
     return x.ndim > 0 and x.names[-1] is not None
 
 
+def softmax_of(x: Term) -> Term | None:
+    """What it is the softmax of, if it is one: exp(s - max(s)) / sum(exp(s - max(s)))."""
+    if x.operation != "div" or x.of[1].operation != "sum" or x.of[0] is not x.of[1].of[0] or x.of[0].operation != "exp":
+        return None
+    shifted = x.of[0].of[0]
+    if shifted.operation != "sub" or shifted.of[1].operation != "max" or shifted.of[1].of[0] is not shifted.of[0]:
+        return None
+    return shifted.of[0]
+
+
 def inputs(*roots: Term) -> list[Term]:
     """The arguments that these read."""
     return [x for x in walk(*roots) if x.operation == "input"]

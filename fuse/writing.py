@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from .functions import MAPS
 from .module import unused
-from .terms import Term, walk
+from .terms import Term, softmax_of, walk
 
 SUM, PRODUCT, UNARY, ATOM = range(4)  # how strongly an expression binds; of products with @, which stand in parentheses, too
 BINDS = {"add": SUM, "sub": SUM, "mul": PRODUCT, "div": PRODUCT, "matmul": PRODUCT, "neg": UNARY}
@@ -115,5 +115,9 @@ def equations(roots: Mapping[str, Term], spoken: Mapping[Term, str]) -> str:
     for x in means:  # what language.py makes of several operations, in its words
         lines += writer.assignments([x.of[0].of[0]], roots, roots.values())
         writer.names[x] = f"mean({writer.expression(x.of[0].of[0])})"
+    for x in every:
+        if (inner := softmax_of(x)) is not None:
+            lines += writer.assignments([inner], roots, roots.values())
+            writer.names[x] = f"softmax({writer.expression(inner)})"
     lines += writer.assignments(roots.values(), roots)
     return "\n".join([*lines, *(f"{name} = {writer.expression(x)}" for name, x in roots.items())])

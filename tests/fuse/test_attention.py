@@ -1,5 +1,7 @@
 """Leading axes, batches and heads, and attention on them."""
 
+import warnings
+
 import numpy as np
 import pytest
 from references import compare
@@ -22,8 +24,8 @@ MEANS = fuse.kernel(lambda x, y: x + y * 2.0)
 def test_leading_axes_that_are_no_rows(run):
     """As rows, all would be multiplied with all."""
     (x,) = sample((2, 6, 40))
-    with np.testing.suppress_warnings() as seen:
-        seen.filter(RuntimeWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
         got = run(x)
     wide = x.astype(np.float64)
     assert got.shape == (2, 6, 6) and np.allclose(got.astype(np.float64), wide @ wide.swapaxes(1, 2), atol=0.5)
@@ -47,3 +49,47 @@ def test_some_of_the_leading_axes():
     """(6, 40) broadcasts along the batch."""
     x, y = sample((2, 6, 40), (6, 40))
     assert np.allclose(MEANS(x, y).astype(np.float32), (x + y * 2).astype(np.float32), atol=0.1)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+def rms(x, g, eps=1e-5):
+    return x * fuse.rsqrt(fuse.mean(x * x) + eps) * g
+
+
+@fuse.kernel
+def attend(q, k, v, scale=0.25):
+    return fuse.attention(q, k, v, scale)
+
+
+@fuse.kernel
+def causal(q, k, v):
+    return fuse.softmax(fuse.causal(q * 0.25 @ fuse.transpose(k))) @ v
+
+
+@fuse.kernel
+def normed(q, k, v, gq, gk, eps=1e-5):
+    return fuse.attention(rms(q, gq, eps), rms(k, gk, eps), v, q.shape[-1] ** -0.5)
+
+
+@fuse.kernel
+def normed_keys(q, k, v, gk):
+    return fuse.attention(q, rms(k, gk), v, 0.25)
+
+
+CASES = {
+    attend: [(2, 2, 5, 16), (2, 2, 9, 16), (2, 2, 9, 24)],
+    causal: [(3, 5, 16), (3, 9, 16), (3, 9, 24)],
+    normed: [(1, 2, 5, 16), (1, 2, 5, 16), (1, 2, 5, 16), (16,), (16,)],
+    normed_keys: [(5, 16), (9, 16), (9, 16), (16,)],
+}
+
+
+@pytest.mark.parametrize("kernel", CASES, ids=lambda kernel: kernel.name)
+def test_attention(kernel):
+    """One call of attention.forward, which gives what the definition says."""
+    arrays = sample(*CASES[kernel])
+    text = kernel.source(*arrays)
+    assert "attention.forward(" in text and "@cuda.jit" not in text
+    got = kernel.run(*arrays)
+    compare(kernel, arrays, got)
+    assert np.allclose(kernel(*arrays).astype(np.float32), got.astype(np.float32), atol=0.05)
