@@ -16,8 +16,6 @@ class Arithmetic(Protocol):
 
     def number(self, value: float) -> Any: ...
 
-    def extent(self, axis: Axis | None, extent: int) -> int: ...
-
     def length(self, axis: Axis | None, extent: int) -> Any: ...
 
     def map(self, name: str, *of: Any) -> Any: ...
@@ -45,11 +43,8 @@ class InNumPy:
     def number(self, value: float) -> Any:
         return self.wide(value)
 
-    def extent(self, axis: Axis | None, extent: int) -> int:
-        return extent
-
     def length(self, axis: Axis | None, extent: int) -> Any:
-        return self.wide(self.extent(axis, extent))
+        return self.wide(extent)
 
     def map(self, name: str, *of: Any) -> Any:
         return self._round(MAPS[name].numpy(*[x if x.dtype == bool else np.asarray(x, self.wide) for x in map(np.asarray, of)]))
@@ -99,7 +94,7 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
         elif x.operation == "stacked":
             found = of[0].reshape(-1, of[0].shape[-1])
         elif x.operation == "heads":
-            found = of[0].reshape(len(of[0]), int(arithmetic.extent(*x.what[:2])), -1).swapaxes(0, 1)
+            found = of[0].reshape(len(of[0]), len(of[1]), -1).swapaxes(0, 1)
         else:
             found = arithmetic.concat(of)
         values[id(x)] = found

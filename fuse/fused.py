@@ -28,11 +28,10 @@ from .candidates import Candidate, Chosen, candidates, chosen
 from .cost import card
 from .evaluate import InNumPy, evaluate
 from .proof import Proof, proven
-from .trace import Shape, Traced, rows_alone, traced
+from .trace import ANY, Shape, Traced, rows_alone, traced
 
 FLOATS = ("bfloat16", "float16", "float32")
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
-ANY = 64  # an extent, where only the names of axes count
 
 
 class NoKernel(TypeError):
@@ -142,6 +141,8 @@ class Fused:
         held = [(name, s) for name, s in zip(self.names, shapes) if s.extents]
         inputs = dict(found.inputs)
         letters = terms.axes(*[inputs[name] for name, _ in held], *found.roots)
+        of_inputs = {axis.root for x in inputs.values() for axis in x.names if axis is not None}
+        strange = [x for x in found.roots if any(axis is not None and axis.root not in of_inputs for axis in x.names)]
         for name, s in held:
             if s.dtype not in FLOATS:
                 raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}")
@@ -153,7 +154,10 @@ class Fused:
         def planner(problem, *values):
             extents = iter([problem[name].form.shape for name, _ in held])
             exact = tuple([s._replace(extents=next(extents)[:: -1 if s.turned else 1]) if s.extents else s for s in shapes])
-            return self._plan(problem, exact, dict(zip(numbers, values)))
+            plan = self._plan(problem, exact, dict(zip(numbers, values)))
+            if strange:
+                raise NoKernel(f"{self.name}: a result must have axes of the arguments: {strange[0]!r:.200}")
+            return plan
 
         parameters = [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in ("problem", *numbers)]
         planner.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

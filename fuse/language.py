@@ -14,8 +14,8 @@ from . import terms
 from .functions import MAPS, of_torch
 from .terms import Term
 
-__all__ = """abs attention causal concatenate exp exp2 gelu halves log max maximum mean minimum relu rsqrt sigmoid silu softmax sqrt sum tanh
-    transpose var where""".split()
+__all__ = """abs attention causal concatenate exp exp2 gelu halves log max maximum mean minimum relu rsqrt sigmoid silu softmax
+    sqrt sum tanh transpose var where""".split()
 
 
 def _map(name: str):

@@ -60,9 +60,12 @@ def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
     return Text(blocks["constants"], blocks["helpers"], blocks["kernel"], **of_launch)
 
 
-def assemble(title: str, name: str, kernels: Sequence[tuple[str, Text]], parameters: Sequence[str]) -> str:
+def assemble(
+    title: str, name: str, kernels: Sequence[tuple[str, Text]], parameters: Sequence[str], views: Sequence[str] = ()
+) -> str:
     """The module's text. title: its docstring. name: of what it computes. kernels: the name and the Text of each, in the order
-    of their launches. parameters: what is launched with; arrays that are written come last."""
+    of their launches. parameters: what is launched with; arrays that are written come last. views: lines that name views of
+    these."""
     texts = [text for _, text in kernels]
     constants, bodies, launches = list[str](), list[str](), list[str]()
     for kernel, text in kernels:
@@ -79,7 +82,7 @@ def assemble(title: str, name: str, kernels: Sequence[tuple[str, Text]], paramet
         given = ", ".join(value for _, value in text.arguments)
         launches += _call(f"tiles.launch({kernel}, {mark(text.launch)})", f"({mark(given)})")
     says = f'    """{name}, on arrays of any framework; what is last is written."""'
-    launches = ["", "", f"def launch({', '.join(parameters)}):", says, *launches]
+    launches = ["", "", f"def launch({', '.join(parameters)}):", says, *(f"    {line}" for line in views), *launches]
     body = [line for every in (constants, bodies, launches) for one in every for line in _folded(one)]
     body = body if constants else body[1:]
     end = "\n" if "\n" in title else ""
@@ -132,9 +135,9 @@ def _marked(line: str, marks: dict[str, str]) -> str:
 
 def _folded(line: str) -> list[str]:
     """A line that is too long, as several: first its comment, then cut after a comma or before an operator, in parentheses."""
-    if len(line) <= WIDTH or "(" not in line:
-        return [line]
     code, apart, comment = line.partition("  # ")
+    if len(line) <= WIDTH or ("(" not in line and not apart):
+        return [line]
     if apart:
         return [f"{code[: len(code) - len(code.lstrip())]}# {comment}", *_folded(code)]
     indent = " " * (len(line) - len(line.lstrip()) + 4)

@@ -11,9 +11,10 @@ from .cost import Card
 from .templates.attention import Attention
 from .templates.few_columns import MOST_COLUMNS, FewColumns
 from .templates.few_rows import FewRows
+from .templates.halves import Halves
 from .templates.many_rows import ManyRows
 from .templates.row_map import RowMap
-from .terms import Term, walk
+from .terms import Term, viewed, walk
 
 MOST = 8  # ways that are kept of each term
 APART = "matmul", "transpose", "concat", "half", "causal", "stacked", "heads"  # what no row map computes
@@ -63,7 +64,7 @@ class _Search:
 
     def _with(self, kernel: Any) -> list[Way]:
         """The ways that end with this kernel."""
-        needed = [(x,) for x in kernel.leaves if x.operation != "input"]
+        needed = [(x,) for x in map(viewed, kernel.leaves) if x.operation != "input"]
         found = []
         for parts in itertools.product(*[self.of(one)[:2] for one in needed]):
             before = tuple(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
@@ -78,6 +79,7 @@ class _Search:
             found.append(kernel)
         if len(roots) == 1:
             found.extend(Attention.serving(roots[0]))
+            found.extend(Halves.serving(roots[0]))
         if len(roots) == 1 and self.card.wgmma and roots[0].ndim == 2:
             found.extend(FewRows.serving(roots[0]))
             found.extend(FewColumns.serving(roots[0]) if roots[0].extents[-1] <= MOST_COLUMNS else ManyRows.serving(roots[0]))

@@ -94,11 +94,8 @@ class InField:
         top, bottom = (Number(n % P, n % Q) for n in (exact.numerator, exact.denominator))
         return _array(top.div(bottom))
 
-    def extent(self, axis: Axis | None, extent: int) -> int:
-        return extent if axis is None else terms.extent(axis, self.sizes)
-
     def length(self, axis: Axis | None, extent: int) -> Any:
-        return self.number(self.extent(axis, extent))
+        return self.number(extent if axis is None else terms.extent(axis, self.sizes))
 
     def map(self, name: str, *of: Any) -> Any:
         field = MAPS[name].field
@@ -118,10 +115,10 @@ class InField:
 
     def matmul(self, a: Any, b: Any) -> Any:
         lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        a, b = (np.broadcast_to(x, lead + x.shape[-2:]) for x in (a, b))
-        found = np.empty((*a.shape[:-1], b.shape[-1]), object)
-        for *at, i, j in np.ndindex(found.shape):
-            found[(*at, i, j)] = _sum([x.mul(y) for x, y in zip(a[(*at, i)], b[(*at, slice(None), j)])])
+        rows, columns = (np.broadcast_to(x, lead + x.shape[-2:]) for x in (a, b.swapaxes(-1, -2)))
+        found = np.empty((*rows.shape[:-1], columns.shape[-2]), object)
+        for at in np.ndindex(found.shape):
+            found[at] = _sum([x.mul(y) for x, y in zip(rows[at[:-1]], columns[at[:-2] + at[-1:]])])
         return found
 
     def concat(self, parts: Sequence[Any]) -> Any:
@@ -138,8 +135,8 @@ def _array(x: Number) -> Any:
 
 
 def _sum(row: Sequence[Number]) -> Number:
-    exponents = [x.q for x in row]
-    return Number(sum(x.p for x in row) % P, None if None in exponents else sum(exponents) % Q)
+    exponents = [x.q for x in row if x.q is not None]
+    return Number(sum(x.p for x in row) % P, sum(exponents) % Q if len(exponents) == len(row) else None)
 
 
 def random(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
@@ -273,10 +270,13 @@ def proven(name: str, found: Traced, candidate: Candidate) -> Proof:
 
 def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Run:
     """Its kernels in the interpreter, at lengths off their tiles' edges, against the definition in float64."""
-    roots = (x for kernel in candidate.way.kernels for x in kernel.roots)
-    rows = {x.names[-2].root for x in (*found.roots, *roots) if x.names[-2]}
+    rows = {x.names[-2].root for x in found.roots if x.names[-2]}
     most = min(kernel.most_rows for kernel in candidate.way.kernels)
     extents = {axis: n for kernel in candidate.way.kernels for axis, n in kernel.fixed.items()}
+    traced = {axis.root: n for x in walk(*found.roots) for axis, n in zip(x.names, x.extents) if axis is not None}
+    extents |= {part: traced[part] for axis in extents if axis.parts for part in terms.elementary([axis])}
+    few = [kernel.root.names[0] for kernel in candidate.way.kernels if kernel.most_rows <= 64]
+    extents |= {axis.root: 8 for axis in few if axis is not None and axis.root not in rows}
     for axis in terms.elementary(name for x in walk(*found.roots) for name in x.names):
         if axis not in extents:
             extents[axis] = min(RAGGED[0], most - 3) if axis in rows else RAGGED[1 + len(extents) % 5]
@@ -312,5 +312,5 @@ class Sized(InNumPy):
         super().__init__(dtype)
         self.sizes = sizes
 
-    def extent(self, axis: Axis | None, extent: int) -> int:
-        return extent if axis is None else terms.extent(axis, self.sizes)
+    def length(self, axis: Axis | None, extent: int) -> Any:
+        return self.wide(extent if axis is None else terms.extent(axis, self.sizes))

@@ -102,11 +102,19 @@ def _one_product(x: Term) -> Iterator[Term]:
             yield terms.matmul(a, terms.apply(x.operation, v, w))
 
 
+def _stacked(x: Term) -> Iterator[Term]:
+    if x.operation == "matmul" and x.of[0].ndim == 2 and x.of[1].operation == "transpose":
+        a, w = x.of[0], x.of[1].of[0]
+        if w.operation == "input" and w.ndim == 3 and all(w.names):
+            yield terms.heads(terms.matmul(a, terms.transpose(terms.stacked(w))), w)
+
+
 RULES = (
     Rule("a row's scale moves through a product", "(x * r) @ w = (x @ w) * r", _row_scales),
     Rule("a number moves out of a product's weights", "x @ (c * w) = c * (x @ w)", _number_of_weights),
     Rule("products are associative", "(x @ a) @ b = x @ (a @ b)", _associate),
     Rule("the transpose of a product is that of its parts, turned round", "(a @ b).T = b.T @ a.T", _transposed),
+    Rule("the weights of heads, one below the other, are one matrix", "x @ w[h].T = (x @ stacked(w).T)[h]", _stacked),
     Rule("products that share a factor are one", "x @ w + y @ w = (x + y) @ w", _one_product),
 )
 

@@ -89,8 +89,8 @@ class Term:
     """An operation on terms: see the module. Make one by `term` or by operators.
 
     operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", "half", "causal",
-    "stacked", "heads", or a map's name. of: terms. what: an input's name and dtype, a number's value, a length's axis and value,
-    which half, the axes of heads. extents: one for each axis. names: their Axis, None for 1."""
+    "stacked", "heads", or a map's name. of: terms. what: an input's name and dtype, a number's value, a length's axis and
+    value, which half. extents: one for each axis. names: their Axis, None for 1."""
 
     __slots__ = ("extents", "names", "of", "operation", "what")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
@@ -191,9 +191,10 @@ class Term:
 
 # ---- making them -----------------------------------------------------------------------------------------------------
 class Space:
-    """Terms by what they are, so that equal ones are one object."""
+    """Terms by what they are, so that equal ones are one object. loose: extents say nothing, and are not compared."""
 
-    def __init__(self):
+    def __init__(self, loose: bool = False):
+        self.loose = loose
         self.terms: dict[tuple, Term] = {}
         self.products: dict[tuple[Axis, ...], Axis] = {}
 
@@ -206,6 +207,11 @@ class Space:
 
 
 SPACES: list[Space] = [Space()]  # the last one is where terms are made
+
+
+def differ(one: Any, other: Any) -> bool:
+    """Are these extents others, where that is compared?"""
+    return one != other and not SPACES[-1].loose
 
 
 def _made(operation, of=(), what=None, extents=(), names=()) -> Term:
@@ -256,7 +262,7 @@ def _broadcast(name: str, shapes: Sequence[tuple[tuple[int, ...], tuple]]) -> tu
         for its, called in shapes:
             if len(its) < -place or called[place] is None:
                 continue
-            if axis is not None and extent != its[place]:
+            if axis is not None and differ(extent, its[place]):
                 raise ValueError(f"{name}: shapes {', '.join(str(its) for its, _ in shapes if its)} do not broadcast")
             extent, axis = its[place], same(called[place], axis)
         extents.append(extent)
@@ -275,7 +281,7 @@ def reduce(kind: str, x: Any, axis: int = -1) -> Term:
 def matmul(a: Any, b: Any) -> Term:
     """a @ b of two matrices, or of those that lie along leading axes, which broadcast."""
     a, b = lifted(a), lifted(b)
-    if a.ndim < 2 or b.ndim < 2 or a.extents[-1] != b.extents[-2]:
+    if a.ndim < 2 or b.ndim < 2 or differ(a.extents[-1], b.extents[-2]):
         raise ValueError(f"@: takes (..., m, k) and (..., k, n), got {a.extents} and {b.extents}: {a} @ {b}")
     try:
         lead, names = _broadcast("@", [(x.extents[:-2], x.names[:-2]) for x in (a, b)])
@@ -299,21 +305,22 @@ def transpose(x: Any) -> Term:
 def concat(*parts: Any) -> Term:
     """Matrices side by side."""
     of = [lifted(x) for x in parts]
-    if any(x.ndim < 2 or x.extents[:-1] != of[0].extents[:-1] for x in of):
+    if any(x.ndim < 2 or differ(x.extents[:-1], of[0].extents[:-1]) for x in of):
         raise ValueError(f"concatenate: takes matrices of as many rows, got {[x.extents for x in of]}")
     _, lead = _broadcast("concatenate", [(x.extents[:-1], x.names[:-1]) for x in of])
     first, second = of[0].names[-1], of[1].names[-1] if len(of) == 2 else None
-    halves = first is not None and second is not None and first.root is second.root
-    columns = (first.root.whole if halves else None) or Axis()
+    whole = first.root.whole if first is not None and second is not None and first.root is second.root else None
+    columns = whole or Axis()
     return _made("concat", of, None, (*of[0].extents[:-1], sum(x.extents[-1] for x in of)), (*lead, columns))
 
 
 def half(x: Any, which: int) -> Term:
     """The first or the second half of the columns: 0 or 1."""
     x = lifted(x)
-    if not along(x) or x.extents[-1] % 2:
+    columns = x.names[-1] if x.ndim else None
+    if columns is None or x.extents[-1] % 2:
         raise ValueError(f"halves: takes an array with an even number of columns, got {x.extents}: {x}")
-    return _made("half", (x,), which, (*x.extents[:-1], x.extents[-1] // 2), (*x.names[:-1], halved(x.names[-1])))
+    return _made("half", (x,), which, (*x.extents[:-1], x.extents[-1] // 2), (*x.names[:-1], halved(columns)))
 
 
 def causal(x: Any) -> Term:
@@ -333,7 +340,12 @@ def stacked(x: Term) -> Term:
 def heads(x: Term, like: Term) -> Term:
     """(s, h d) as (h, s, d), where `like` is (h, d, r) and x's columns are like's, stacked. A view."""
     (h, d, _), (of_heads, columns, _) = like.extents, like.names
-    return _made("heads", (x,), (h, of_heads, columns), (h, x.extents[0], d), (of_heads, x.names[0], columns))
+    return _made("heads", (x, like), None, (h, x.extents[0], d), (of_heads, x.names[0], columns))
+
+
+def viewed(x: Term) -> Term:
+    """What lies in memory where this is a view of it."""
+    return viewed(x.of[0]) if x.operation in ("stacked", "heads") else x
 
 
 def product(*parts: Axis | None) -> Axis | None:
@@ -348,11 +360,10 @@ def rebuilt(x: Term, of: Sequence[Term]) -> Term:
         return apply(x.operation, *of)
     if x.operation in ("sum", "max"):
         return reduce(x.operation, of[0])
-    if x.operation == "heads":
-        return _made("heads", of, x.what, x.extents, x.names)
     if x.operation == "half":
         return half(of[0], x.what)
-    others: dict[str, Callable] = dict(matmul=matmul, transpose=transpose, concat=concat, causal=causal, stacked=stacked)
+    others: dict[str, Callable] = {"matmul": matmul, "transpose": transpose, "concat": concat, "causal": causal}
+    others |= {"stacked": stacked, "heads": heads}
     return others[x.operation](*of) if of else x
 
 

@@ -11,6 +11,8 @@ from . import terms
 from .functions import MAPS
 from .terms import Axis, Term, walk
 
+ANY = 64 * 3 * 5 * 7 * 2**20  # an extent where only the names of axes count, and no two are compared
+
 
 class Shape(NamedTuple):
     """What tracing knows of an argument: its extents, () of a number; its dtype; does it come as its transpose?"""
@@ -71,7 +73,7 @@ def rows_alone(roots: Sequence[Term]) -> bool:
 
 
 def _run(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...], rows: Axis | None) -> Traced:
-    space = terms.Space()
+    space = terms.Space(any(ANY in s.extents for s in shapes))
     terms.SPACES.append(space)
     try:
         inputs = {}

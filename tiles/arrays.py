@@ -136,8 +136,8 @@ class Operand(NamedTuple):
         return self.form.shape
 
     def reshape(self, *shape: int) -> Operand:
-        """With axes cut into several, or several that lie without a gap made one; -1 is what is left over. ValueError: the shape
-        has other elements, or needs a copy."""
+        """With axes cut into several, or several that lie without a gap made one; -1 is what is left over. ValueError: the
+        shape has other elements, or needs a copy."""
         form, size = self.form, math.prod(self.form.shape)
         shape = tuple(size // max(1, -math.prod(shape)) if n == -1 else n for n in shape)
         if math.prod(shape) != size:

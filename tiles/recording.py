@@ -2,9 +2,9 @@
 
     steps, scratch = recorded(function, q, k, out, places=3)
 
-The arguments are Operands, arrays that are to come. A launch is kept as it is bound; a call of another program (attention.forward
-is one) gives all its steps. Each step is told where its arrays stand among those of the program that it becomes part of, and what
-memory it needs besides is appended to that program's scratch memory."""
+The arguments are Operands, arrays that are to come. A launch is kept as it is bound; a call of another program gives all its
+steps (attention.forward is one). Each step is told where its arrays stand among those of the program that it becomes part of,
+and what memory it needs besides is appended to that program's scratch memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Recorded(NamedTuple):
-    """A step of a program. step: a launch, or a step of another program. sources: where the arrays that it knows as its 0th, 1st,
-    ... stand among those of the program."""
+    """A step of a program. step: a launch, or a step of another program. sources: where the arrays that it knows as its 0th,
+    1st, ... stand among those of the program."""
 
     step: Any
     sources: Sequence[int]
@@ -78,9 +78,10 @@ def call(program: Program, stream: Any, arrays: tuple, options: tuple, layout: s
     problem, steps, scratch, give = program.steps(forms, device, options, layout)
     for name in give:
         if name not in given:
-            given[name] = recording.memory(*problem.made(name), device)
-    sources = [given[name].source if name in given else 0 for name in program.names]
-    sources += [recording.memory(*one, device).source for one in scratch]
+            shape, dtype = problem.made(name)
+            given[name] = recording.memory(shape, dtype, device)
+    sources = [given[name].source if name in given else 0 for name in program.names]  # what is left out no step asks for
+    sources += [recording.memory(shape, dtype, device).source for shape, dtype in scratch]
     recording.steps += [Recorded(step, sources) for step in steps]
     found = tuple(given[name] for name in give)
     return found[0] if len(found) == 1 else found

@@ -2,8 +2,9 @@
 
     y = softmax(norm(q) @ transpose(norm(k)) * scale) @ v
 
-on arrays with equal leading axes, a batch and heads, one of them or none; the keys may have one head for all. norm, of queries or
-keys or neither, is x * rsqrt(mean(x * x) + eps) * g; scores may be causal. There is no kernel to write: the text is a call."""
+on arrays with equal leading axes, a batch and heads, one of them or none; the keys may have one head for all. norm, of queries
+or keys or neither, is x * rsqrt(mean(x * x) + eps) * g; scores may be causal. There is no kernel to write: the text is a
+call."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ ON_THE_HOST = "input", "number", "add", "sub", "mul", "div", "neg"  # what numbe
 
 
 class Side(NamedTuple):
-    """Queries or keys. array: as they lie in memory. numbers: that they are multiplied by, ("mul" or "div", term). weights, eps:
-    of their norm; None where there is none."""
+    """Queries or keys. array: as they lie in memory. numbers: that they are multiplied by, ("mul" or "div", term). weights,
+    eps: of their norm; None where there is none."""
 
     array: Term
     numbers: list[tuple[str, Term]]
@@ -35,6 +36,7 @@ class Side(NamedTuple):
 
     @property
     def normed(self) -> bool:
+        """Is there a norm?"""
         return self.weights is not None
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..functions import MAPS
-from ..terms import Axis, Term, between, is_tile, walk
+from ..terms import Axis, Term, between, is_tile, viewed, walk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -79,7 +79,7 @@ class Product:
     @property
     def dtype(self) -> str:
         """Of the operands, as x has it."""
-        return self.x.what[1] if self.x.operation == "input" else self.weights[0].array.what[1]
+        return self.x.what[1] if self.x.operation == "input" else viewed(self.weights[0].array).what[1]
 
     @property
     def joined(self) -> tuple[Term, Term | None] | None:
