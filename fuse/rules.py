@@ -42,11 +42,11 @@ def factors(x: Term) -> list[tuple[str, Term]]:
 
 def product(parts: Sequence[tuple[str, Term]]) -> Term | None:
     """The other way round; None if there is nothing to begin with."""
-    first = next((x for how, x in parts if how == "mul"), None)
+    first = next((n for n, (how, _) in enumerate(parts) if how == "mul"), None)
     if first is None:
         return None
-    found, rest = first, [(how, x) for how, x in parts if x is not first or how != "mul"]
-    for how, x in rest:
+    found = parts[first][1]
+    for how, x in (*parts[:first], *parts[first + 1 :]):  # the same factor may be there twice
         found = terms.apply(how, found, x)
     return found
 
