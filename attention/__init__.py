@@ -14,6 +14,7 @@ if _why := _importable["obstacle"]():
 
 __all__ = [
     "based",
+    "block_lists",
     "delta_rule",
     "dropout_mask",
     "forward",
@@ -35,7 +36,7 @@ _HOMES = {  # module: the functions that are public
     "recurrent.linear": ("gla", "lightning", "linear", "retention"),
     "recurrent.mamba2": ("mamba2",),
     "recurrent.step": ("linear_step",),
-    "softmax.forward": ("forward",),
+    "softmax.forward": ("block_lists", "forward"),
     "torch_ops": ("register_torch_ops",),
 }
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:  # what editors and type checkers read
     from .recurrent.linear import gla, lightning, linear, retention
     from .recurrent.mamba2 import mamba2
     from .recurrent.step import linear_step
-    from .softmax.forward import forward
+    from .softmax.forward import block_lists, forward
     from .torch_ops import register_torch_ops
 else:
 

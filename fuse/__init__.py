@@ -13,6 +13,12 @@
 
 language.py has the functions that definitions are written with, rules.py the algebra, templates/ the kernels."""
 
+from pathlib import Path as _Path
+from runpy import run_path as _run_path
+
+if _why := _run_path(str(_Path(__file__).parents[1] / "tiles/importable.py"))["obstacle"]():  # `tiles` may be another's
+    raise ImportError(_why)
+
 from .backend import backend
 from .fused import Fused, kernel
 from .language import *  # noqa: F403

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import module, place, rules
 from .cost import Card
@@ -40,9 +40,13 @@ class Candidate(NamedTuple):
 
 @functools.lru_cache(1024)
 def candidates(found: Traced, card: Card) -> list[Candidate]:
-    """All that were found, the best by the roofline first; those of fewer rewritings first among equals."""
+    """All that were found, the best by the roofline first; those of fewer rewritings first among equals.
+
+    In fp16, which ends at 65504, a scale that has moved may leave behind what is too large: there only rules that keep the
+    range are used."""
     every: dict[tuple[str, ...], Candidate] = {}
-    for form in rules.equal(found.roots, found.space):
+    narrow = any(x.what[1] == "float16" for _, x in found.inputs)
+    for form in rules.equal(found.roots, found.space, [rule for rule in rules.RULES if rule.keeps_range or not narrow]):
         for way in place.ways(form.roots, card):
             every.setdefault((*map(str, way.kernels), str(form.roots)), Candidate(way, form.rules, form.roots))
     return sorted(every.values(), key=lambda one: (one.way.seconds, len(one.way.kernels), len(one.rules)))
@@ -61,12 +65,15 @@ def _view(x: Term, parameters: dict[Term, str]) -> str:
 
 
 class Chosen(NamedTuple):
-    """A way as a module. outs: names of the results. scratch: terms that are kept in memory between kernels. written: both."""
+    """A way as a module. outs: names of the results. scratch: terms that are kept in memory between kernels. written: both.
+    kernels: in the order of their launches. terms: what the launching function is given, one for each parameter."""
 
     text: str
     outs: tuple[str, ...]
     scratch: tuple[Term, ...]
     written: tuple[Term, ...]
+    kernels: tuple[Any, ...]
+    terms: tuple[Term, ...]
 
 
 @functools.lru_cache(1024)
@@ -88,4 +95,7 @@ def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
         known.add(label)
         texts.append((label, kernel.text(label, parameters, spoken)))
     given = [*(key for key, _ in found.inputs), *found.outs, *(parameters[x] for x in scratch)]
-    return Chosen(module.assemble(title, name, texts, given, views), found.outs, tuple(scratch), (*candidate.roots, *scratch))
+    written = (*candidate.roots, *scratch)
+    every = (*(x for _, x in found.inputs), *written)
+    text = module.assemble(title, name, texts, given, views)
+    return Chosen(text, found.outs, tuple(scratch), written, way.kernels, every)

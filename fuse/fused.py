@@ -18,16 +18,22 @@ from typing import Any
 
 import numpy as np
 
+from tiles import cache, digest
+from tiles.arrays import Operand, c_ordered
+from tiles.compiler import Compiled, compile_kernel
 from tiles.frameworks import describe
+from tiles.launch import watchers
 from tiles.program import Plan, Program
-from tiles.recording import recorded
+from tiles.recording import Recorded, recorded
 from tiles.schema import Schema
 
 from . import gradient, module, place, terms, tune
 from .candidates import Candidate, Chosen, candidates, chosen
 from .cost import card
+from .early import Early
 from .evaluate import InNumPy, evaluate
 from .proof import Proof, proven
+from .terms import Term, viewed
 from .trace import ANY, Shape, Traced, rows_alone, traced
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -170,12 +176,14 @@ class Fused:
     def _plan(self, problem: Any, shapes: tuple[Shape, ...], numbers: dict[str, float]) -> Plan:
         """The launches of the best way, for this problem."""
         made = self._chosen(shapes, problem.device)
-        operands = [problem[name] if s.extents else numbers[name] for name, s in zip(self.names, shapes)]
+        operands: list[Any] = [problem[name] if s.extents else numbers[name] for name, s in zip(self.names, shapes)]
         operands += [problem[name] for name in made.outs]
         scratch = [(x.extents, problem.dtype) for x in made.scratch]
         operands += [problem.scratch(n, *one) for n, one in enumerate(scratch)]
         places = len(problem.schema.places) + len(scratch)
         steps, more = recorded(module.load(made.text, self.name).launch, *operands, places=places)
+        lies, own = dict(zip(made.terms, operands)), (kernel for kernel in made.kernels if kernel.launched)
+        steps = [step if step.late is None else _early(step, next(own), lies) for step in steps]
         return Plan(steps, [*scratch, *more])
 
     # ---- what was found ----------------------------------------------------------------------------------------------
@@ -226,6 +234,28 @@ class Fused:
         """What was found for these arrays, the best first."""
         return self._found(arrays)[1]
 
+    def compile(self, *shapes: tuple[int, ...], dtype: str = "bfloat16", arch: str = "sm_90a") -> list[Compiled]:
+        """Machine code of the kernels that serve C-ordered arrays of these shapes (() is a number), made ahead of time with no
+        GPU at hand, and kept on disk: the first call on such a GPU finds it. The best way by the roofline is taken."""
+        every = tuple(Shape(shape, dtype) for shape in shapes)
+        made = self._chosen(every, None)
+        forms = [c_ordered(s, dtype, None) for s in shapes if s] + [c_ordered(x.extents, dtype, None) for x in made.written]
+        operands = iter(Operand(n, form) for n, form in enumerate(forms))
+        given = [next(operands) if shape else 1.0 for shape in shapes] + list(operands)
+        seen: list[tuple] = []
+        watchers.append(lambda *launch: seen.append(launch))
+        try:
+            recorded(module.load(made.text, self.name).launch, *given, places=len(forms))
+        finally:
+            watchers.pop()
+        found = []
+        for kernel, types in dict.fromkeys((kernel, types) for kernel, types, *_ in seen):
+            name = digest.key(kernel, types, arch)
+            compiled = cache.load(name) or compile_kernel(kernel, types, arch)
+            cache.store(name, compiled)
+            found.append(compiled)
+        return found
+
     def explain(self, *arrays: Any) -> str:
         """In sentences: which rules were used, what the kernels do, what the roofline says."""
         return self.candidates(*arrays)[0].explained()
@@ -265,6 +295,13 @@ class _Program(Program):
     def __init__(self, schema: Schema, planner: Callable[..., Plan], results: int):
         super().__init__(schema, planner)
         self.results = results
+
+
+def _early(step: Recorded, kernel: Any, lies: dict[Term, Operand]) -> Any:
+    """The launch of a kernel, as a step that is early where it may be."""
+    if not kernel.early:
+        return step
+    return Early(step, [lies[viewed(w.array)] for w in kernel.weights], [lies[x] for x in kernel.roots])
 
 
 def _kinds(shapes: Sequence[Shape]) -> tuple:

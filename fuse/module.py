@@ -140,6 +140,9 @@ def _folded(line: str) -> list[str]:
         return [line]
     if apart:
         return [f"{code[: len(code) - len(code.lstrip())]}# {comment}", *_folded(code)]
+    inside = [m.end() for m in re.finditer(", ", line[:WIDTH]) if line[: m.end()].count("(") == line[: m.end()].count(")")]
+    if line.endswith(",") and inside:  # in parentheses already
+        return [line[: inside[-1]].rstrip(), *_folded(" " * (len(line) - len(line.lstrip())) + line[inside[-1] :])]
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     at = max((m.end() for m in re.finditer(r", | (?=[*/+@-] )", line[:WIDTH])), default=0)
     if at <= len(indent) or line[:at].count("(") <= line[:at].count(")"):

@@ -12,15 +12,18 @@ from typing import NamedTuple
 from . import terms
 from .terms import Term, walk
 
+NARROW = 64  # columns of a factor that is made ahead of its product
 MOST = 64  # forms of a function that are looked at
 
 
 class Rule(NamedTuple):
-    """name: in words. equation: what it says. of: a term's other forms."""
+    """name: in words. equation: what it says. of: a term's other forms. keeps_range: are what is kept in 16 bits on the way no
+    greater numbers than before?"""
 
     name: str
     equation: str
     of: Callable[[Term], Iterator[Term]]
+    keeps_range: bool = False
 
 
 class Form(NamedTuple):
@@ -87,6 +90,13 @@ def _associate(x: Term) -> Iterator[Term]:
             yield terms.matmul(terms.matmul(a, b.of[0]), b.of[1])
 
 
+def _into_narrow(x: Term) -> Iterator[Term]:
+    if x.operation == "mul":
+        for scale, product in (x.of, x.of[::-1]):
+            if not scale.names and product.operation == "matmul" and product.of[0].extents[1] <= NARROW:
+                yield terms.matmul(product.of[0] * scale, product.of[1])
+
+
 def _transposed(x: Term) -> Iterator[Term]:
     if x.operation == "transpose" and x.of[0].operation == "matmul":
         a, b = x.of[0].of
@@ -112,9 +122,10 @@ def _stacked(x: Term) -> Iterator[Term]:
 RULES = (
     Rule("a row's scale moves through a product", "(x * r) @ w = (x @ w) * r", _row_scales),
     Rule("a number moves out of a product's weights", "x @ (c * w) = c * (x @ w)", _number_of_weights),
+    Rule("a number moves into a narrow factor", "c * (t @ b) = (c * t) @ b", _into_narrow),
     Rule("products are associative", "(x @ a) @ b = x @ (a @ b)", _associate),
-    Rule("the transpose of a product is that of its parts, turned round", "(a @ b).T = b.T @ a.T", _transposed),
-    Rule("the weights of heads, one below the other, are one matrix", "x @ w[h].T = (x @ stacked(w).T)[h]", _stacked),
+    Rule("the transpose of a product is that of its parts, turned round", "(a @ b).T = b.T @ a.T", _transposed, True),
+    Rule("the weights of heads, one below the other, are one matrix", "x @ w[h].T = (x @ stacked(w).T)[h]", _stacked, True),
     Rule("products that share a factor are one", "x @ w + y @ w = (x + y) @ w", _one_product),
 )
 

@@ -16,8 +16,8 @@ work. What is sent goes from registers to the peer's shared memory (st.async) an
     sums.send(row_sum(x * x), squares, known)         # by the four warps of a warpgroup
     vector = sums.receive(squares, known)             # by any warp: the sum of all blocks'
 
-Both once in a kernel. Before a `send` the cluster has met (barriers are ready then). Every block receives, so none is gone while
-a peer still sends to it, and the cluster need not meet at the end.
+Both once in a kernel. Before a `send` the cluster has met (barriers are ready then). Every block receives, so none is gone
+while a peer still sends to it, and the cluster need not meet at the end.
 """
 
 from tiles import fp32, inlined, rt, st, static, sv
@@ -46,8 +46,8 @@ class ClusterSum:
 
     @property
     def parts(self):
-        """Room in shared memory for what a block receives."""
-        return st(BAND * self.warps, self.tile.cols, fp32)
+        """Room in shared memory for what a block receives of its peers, the next one's first; of one block, next to none."""
+        return st(BAND * max(1, self.warps - self.finishers), self.tile.cols, fp32)
 
     @property
     def finishers(self):
@@ -74,16 +74,17 @@ class ClusterSum:
         """Send this warp's tile to the block that finishes it, if that is another. full: barrier(finishers)."""
         home = self.warp() // self.finishers
         if home != cluster.rank():
-            place = subtile(parts, BAND, cluster.rank() * self.finishers + self.warp() % self.finishers)
+            after = (cluster.rank() - home + self.blocks) % self.blocks
+            place = subtile(parts, BAND, (after - 1) * self.finishers + self.warp() % self.finishers)
             cluster.store_async(cluster.map(place, home), tile, cluster.map(full, home))
 
     @inlined
     def receive(self, tile, parts, full):
         """tile, and what the peers have sent of it. By a warp whose tile is `mine`."""
-        raw.expect(full, self.nbytes)
-        cluster.receive(full, 1)
-        for k in range(1, self.blocks):
-            peer = (cluster.rank() + k) % self.blocks
+        if self.blocks > 1:
+            raw.expect(full, self.nbytes)
+            cluster.receive(full, 1)
+        for peer in range(self.blocks - 1):
             tile = tile + load(subtile(parts, BAND, peer * self.finishers + self.warp() % self.finishers), self.tile)
         return tile
 

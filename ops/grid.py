@@ -7,9 +7,10 @@ still runs (programmatic dependent launch, sm_90 and later), and bring what that
         grid.release()             # the next grid may begin: as soon as all blocks have said so, and there is room
         x.fill(...)
 
-Whoever launches so promises that what is read before `wait` was not written by the grid just before, and that nothing is written
-before it. A block that releases only after it has waited keeps that promise short: two grids before, all is done. In a launch
-that is not early `wait` is over at once. The interpreter runs grids one after the other, and cannot check this."""
+Whoever launches so promises that what is read before `wait` was not written by the grid just before, and that nothing is
+written before it. A block that releases only after it has waited keeps that promise short: of what ran two grids before, all is
+done. In a launch that is not early `wait` is over at once. The interpreter runs grids one after the other, and cannot check
+this."""
 
 from tiles import ptx
 from tiles.op import lowers, op

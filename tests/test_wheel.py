@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("tiles", "ops", "attention")
+PACKAGES = ("tiles", "ops", "attention", "fuse")
+KINDS = ".py", ".jinja"
 USE = """
 import numpy as np
-import attention, ops, tiles
+import attention, fuse, ops, tiles
 q, k, v = np.random.default_rng(0).standard_normal((3, 1, 40, 2, 64), np.float32).astype(tiles.bf16.np)
 out = attention.forward(q, k, v, causal=True)
 assert np.array_equal(out[:, 0], v[:, 0])
+x, w = q[0, :, 0], q[0, :40, 1].T
+assert fuse.kernel(lambda x, w: fuse.relu(x @ w)).run(x, w).shape == (40, 40)
 print(attention.__file__, ops.__file__, tiles.__file__, sep="\\n")
 """
 
@@ -50,8 +53,9 @@ def site(wheel, tmp_path_factory):
 
 
 def test_all_packages_are_inside(wheel):
-    """Every module and every mark for type checkers of the tree, and nothing else: no tests, benchmarks or examples."""
-    files = [file for name in PACKAGES for file in (ROOT / name).rglob("*") if file.suffix == ".py" or file.name == "py.typed"]
+    """Every module, template and mark for type checkers of the tree, and nothing else: no tests, benchmarks or examples."""
+    every = [file for name in PACKAGES for file in (ROOT / name).rglob("*")]
+    files = [file for file in every if file.suffix in KINDS or file.name == "py.typed"]
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert inside == {file.relative_to(ROOT).as_posix() for file in files}

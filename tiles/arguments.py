@@ -39,7 +39,7 @@ _SCALARS: dict[type, types.Type] = {bool: types.boolean, int: types.int32, float
 _SCALARS |= {kind: from_dtype(np.dtype(kind)) for kind in _NUMPY}
 DATA = 4  # the slot of an array's address
 WORD = 2**64 - 1
-INT, FLOAT = types.int32, types.float32  # what kernels declare their numbers as
+INT, LONG, FLOAT = types.int32, types.int64, types.float32  # what kernels declare their numbers as
 ENDS = types.Array(types.int32, 1, "A")  # cu_seqlens
 
 

@@ -123,6 +123,12 @@ class Array(NamedTuple):
 ABSENT = -1  # the source of an array that was not given: it has no elements
 
 
+class Number(NamedTuple):
+    """A number that a launch is told each time, behind the addresses: its place among these, from the end."""
+
+    source: int
+
+
 class Operand(NamedTuple):
     """An array that a launch is bound to: the place of its address among those that the launch is given, and its form, which
     may be another view of it than the caller's."""

@@ -11,7 +11,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from .arguments import grouped, parameters, types_of
-from .arrays import ABSENT, Operand, numpy_view
+from .arrays import ABSENT, Number, Operand, numpy_view
 from .checks import asked
 from .compiler import check_types
 from .device import INTERPRETER, check
@@ -57,8 +57,8 @@ def _execute():
 class Interpreted:
     """A launch in the interpreter, called like a Bound one: `bound(stream, *addresses)`.
 
-    values: for each of the kernel's parameters (arguments.declared) a number, or an Operand and the spec of the tiles that its
-    array is cut into."""
+    values: for each of the kernel's parameters (arguments.declared) a number, a Number, or an Operand and the spec of the tiles
+    that its array is cut into."""
 
     def __init__(self, launch, values, target):
         if launch.block[1:] != (1, 1):
@@ -84,7 +84,7 @@ class Interpreted:
                 views = stack.enter_context(mirrored(self.target, stream, places))
             rest, args = iter(views), []
             for value, spec in self.values:
-                view = next(rest) if isinstance(value, Operand) else value
+                view = next(rest) if isinstance(value, Operand) else told(value, addresses)
                 args.append(_cut(view, spec) if spec and view is not None else view)
             args = grouped(self.launch.kernel, args)
             self._check(args)
@@ -105,6 +105,11 @@ class Interpreted:
         if (types, arch) not in known:
             check_types(launch.kernel, types, arch)
             known.add((types, arch))
+
+
+def told(value, addresses):
+    """What a number is, if it is one that comes with the addresses."""
+    return addresses[value.source] if isinstance(value, Number) else value
 
 
 def check_room(shared, gpu):

@@ -46,7 +46,7 @@ from .arguments import (
     struct_format,
     types_of,
 )
-from .arrays import ABSENT, Form, Operand, c_ordered
+from .arrays import ABSENT, Form, Number, Operand, c_ordered
 from .compiler import CompileError, compile_kernel, title
 from .device import Device, check, device, uncaptured
 from .fallback import Interpreted, forced
@@ -156,8 +156,8 @@ class Frames:
 
 class Contents:
     """What a launch's parameter block holds besides addresses; each is known by its identity. block: the kernel's arguments, in
-    slots of 8 bytes. plain: (slot, whose address goes there) of arrays. maps: (which of the frame's maps, whose address,
-    encoding) of tensors."""
+    slots of 8 bytes. plain: (slot, whose address goes there) of arrays, and of numbers that come with the addresses. maps:
+    (which of the frame's maps, whose address, encoding) of tensors."""
 
     __slots__ = ("block", "encoded", "grid", "maps", "plain")
 
@@ -300,8 +300,8 @@ def _elements(what):
 
 
 class _Place(NamedTuple):
-    """Where a declared parameter goes: what it is, its elements, the slot of its address or which of the frame's maps it has,
-    and from where to where its numbers are among those of a block."""
+    """Where a declared parameter goes: what it is, its elements, the slot of its address or number or which of the frame's maps
+    it has, and from where to where its numbers are among those of a block."""
 
     what: Any
     elements: str
@@ -330,7 +330,7 @@ class Kernel:
                 maps.append(slots)
             else:
                 self.blank += [0] * (2 + 2 * what.ndim) if elements else [None]
-                self.parameters[name] = _Place(what, elements, slots + DATA, at, len(self.blank))
+                self.parameters[name] = _Place(what, elements, slots + DATA * bool(elements), at, len(self.blank))
             codes, slots = codes + code, slots + struct.calcsize("<" + code) // 8
         self.format, self.frames = struct.Struct(codes), Frames(slots, maps)
         self.frames.kernel = self
@@ -338,9 +338,9 @@ class Kernel:
         self.codes: dict[tuple, Loaded] = {}  # by the parameters whose elements are others than declared: (place, dtype)
 
     def bind(self, grid, **given: Any) -> "Bound | Interpreted":
-        """The launch of so many blocks, an Operand or a number for each parameter by its name. An array that is not given is
-        absent: all loads from it are 0, and stores are left out. ValueError, TypeError that name the parameter: TMA cannot take
-        an array, a number is missing, there is no such parameter."""
+        """The launch of so many blocks, an Operand, a number or a Number for each parameter by its name. An array that is not
+        given is absent: all loads from it are 0, and stores are left out. ValueError, TypeError that name the parameter: TMA
+        cannot take an array, a number is missing, there is no such parameter."""
         grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
         if watchers:
             _tell(self.kernel, signature(self.kernel), self.threads, self.shared)
@@ -352,7 +352,10 @@ class Kernel:
             if name not in self.parameters:
                 raise TypeError(f"{self.title} has no parameter {name}")
             what, elements, place, at, end = self.parameters[name]
-            if not elements:
+            if isinstance(value, Number):
+                plain.append((place, value.source))
+                numbers[at] = 0
+            elif not elements:
                 numbers[at] = value
             elif value is None:
                 continue
@@ -382,7 +385,7 @@ class Kernel:
         others = next((dict(others) for others, code in self.codes.items() if code is bound.code), {})
         for name, (what, elements, place, at, end) in self.parameters.items():
             if not elements:
-                found[name] = numbers[at]
+                found[name] = Number(plain[place]) if place in plain else numbers[at]
             elif elements is TILES and place in maps:
                 source, encoding = maps[place]
                 found[name] = Operand(source, tma.form(what, encoding, self.ordinal))
@@ -395,7 +398,7 @@ class Kernel:
     def _check_numbers(self, given):
         """TypeError, OverflowError that name the parameter: a number that is missing, or does not fit."""
         for name, (what, elements, *_) in self.parameters.items():
-            if not elements:
+            if not elements and not isinstance(given.get(name), Number):
                 number_slot(name, what, given.get(name))
 
     def _load(self, others):
@@ -496,7 +499,12 @@ class Launch:
         bound = self._bind(given)
         arrays = [p.array for p in given if p.array is not None]
         if (recording := recording_now()) is not None:
-            return recording.steps.append(Recorded(bound, [array.pointer for array in arrays]))
+            late = (
+                Launch(self.kernel, self.grid, self.block, self.shared, None, self.cluster)._bind(given)
+                if self.early
+                else bound
+            )
+            return recording.steps.append(Recorded(bound, late, [array.pointer for array in arrays]))
         if self.stream is not None:
             stream = stream_handle(self.stream)
         else:

@@ -34,12 +34,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from inspect import signature
+from inspect import get_annotations, signature
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from . import jax_call, nvtx, recording, torch_op
-from .arrays import Array, Form, Operand, ascending, fill
+from .arrays import Array, Form, Number, Operand, ascending, fill
 from .checks import asked
 from .frameworks import Kind, describe, kind_of, stream_handle
 from .lengths import Trace, made
@@ -60,10 +60,12 @@ class Step(Protocol):
 
 class Plan(NamedTuple):
     """How calls of one form are done: steps, and scratch memory, uninitialised and C-ordered: the shape and dtype of each (see
-    Problem.scratch). What the caller gets back the schema says: one array by itself, several as a tuple."""
+    Problem.scratch). What the caller gets back the schema says: one array by itself, several as a tuple; or `give` makes it of
+    all arrays, scratch memory behind those of the schema."""
 
     steps: Sequence[Step]
     scratch: Sequence[tuple[tuple[int, ...], str]] = ()
+    give: Callable[[Sequence[Any]], Any] | None = None
 
 
 class Fill(NamedTuple):
@@ -137,7 +139,8 @@ class Program:
 
     stream: a handle or a stream object; None is the current one of the first array's framework. What is made belongs to the
     stream as if it were the current one. arrays: one for each name of the schema, or None. options: a tuple of what else
-    decides a call; those that are equal must mean the same (True, 1 and 1.0 are equal)."""
+    decides a call; those that are equal must mean the same (True, 1 and 1.0 are equal). An option that the planner says is a
+    `Number | None` decides nothing but whether there is one: it goes to the kernels with the addresses."""
 
     def __init__(self, schema: Schema, planner: Callable[..., Plan]):
         self.schema, self.planner, self.names = schema, planner, schema.names
@@ -145,6 +148,9 @@ class Program:
         self.readers: dict[type, Callable] = {}
         self.op = torch_op.registered(self)
         self.options = tuple(signature(planner).parameters)[1:]  # their names
+        kinds = get_annotations(planner, eval_str=True)
+        places = [place for place, name in enumerate(self.options) if kinds.get(name) == Number | None]
+        self.numbers = [(place, Number(n - len(places))) for n, place in enumerate(places)]
         if ranges := nvtx.backend():
             vars(self)["run"] = nvtx.ranged(f"{planner.__module__.partition('.')[0]}.{schema.name}", self.run, *ranges)
 
@@ -166,6 +172,9 @@ class Program:
             sort, lengths, addresses, held = read(*arrays)
         except (AttributeError, RuntimeError, TypeError):  # not all are tensors in memory: `describe` says what is wrong
             sort, lengths, addresses, held = self._read(*arrays)
+        numbers = [options[place] or 0 for place, _ in self.numbers] if self.numbers else ()
+        if numbers:
+            options = self._without_numbers(options)
         try:
             known = KNOWN.get((self, sort, lengths, options, layout))
         except TypeError:  # an option that cannot be looked up, such as a list
@@ -187,11 +196,20 @@ class Program:
                 else:  # scratch: kept until all steps are on the stream
                     every.append(new)
                     addresses.append(known.kind.address(new))
+        if numbers:
+            addresses = [*addresses, *numbers]
         for step in known.steps:
             step.run(handle, addresses)
         if known.kind.waits and known.device is not None:
             known.kind.finish(handle)
         return known.give(every)
+
+    def _without_numbers(self, options: tuple) -> tuple:
+        """The options with a Number for each that the planner says is one, if it was given."""
+        found = [*options]
+        for place, number in self.numbers:
+            found[place] = None if found[place] is None else number
+        return tuple(found)
 
     def _described(self, arrays: tuple) -> list:
         """An Array for each, or None; TypeError that names one that is no array, or is missing."""
@@ -239,25 +257,26 @@ class Program:
 
     def _plan(self, given: dict[str, Form], first: Array, options: tuple, layout: str) -> _Known:
         """ValueError or TypeError: the schema or the planner refuses these forms."""
-        problem, steps, scratch, give = self.steps(given, first.device, options, layout)
+        problem, (steps, scratch, give), results = self.steps(given, first.device, options, layout)
         order, kind = self.schema.places, first.kind
         home = kind.home(first)
-        makers = [(order[name], made(kind.maker, home, *problem.made(name))) for name in give if name not in given]
+        makers = [(order[name], made(kind.maker, home, *problem.made(name))) for name in results if name not in given]
         makers += [(place, made(kind.maker, home, *what)) for place, what in enumerate(scratch, len(order))]
         apart = []
         for a, b in self.schema.apart(given):
             (first_at, mine), (last_at, its) = ascending(given[a]), ascending(given[b])
             shift = first_at - last_at
             apart.append((order[a], order[b], shift - its.extent, shift + mine.extent))
-        return _Known(kind, first.device, makers, apart, steps, itemgetter(*[order[name] for name in give]))
+        give = give or itemgetter(*[order[name] for name in results])
+        return _Known(kind, first.device, makers, apart, steps, give)
 
     def steps(self, given: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple:
-        """For arrays of these forms: (the Problem, the steps, the scratch memory, the names of what is given back)."""
+        """For arrays of these forms: (the Problem, the Plan with what is checked before, the names of the results)."""
         problem = self.schema.problem(given, layout)
-        steps, scratch = self.planner(problem, *options)
+        plan = self.planner(problem, *options)
         if (device is None or asked().values) and (check := self.schema.check(problem, given)):
-            steps = [check, *steps]
-        return problem, steps, scratch, self.schema.results(dict(zip(self.options, options)))
+            plan = plan._replace(steps=[check, *plan.steps])
+        return problem, plan, self.schema.results(dict(zip(self.options, options)))
 
     def _of_lengths(self, described: list, known: _Known) -> bool:
         """Can this plan be one for other lengths, too? On a device; in the interpreter planning takes no time that counts."""

@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
 
 class Recorded(NamedTuple):
-    """A step of a program. step: a launch, or a step of another program. sources: where the arrays that it knows as its 0th,
-    1st, ... stand among those of the program."""
+    """A step of a program. bound: a launch, or a step of another program. late: a launch again, where it must not be early;
+    None for a program's step. sources: where the arrays that it knows as its 0th, 1st, ... stand among those of the program."""
 
-    step: Any
+    bound: Any
+    late: Any
     sources: Sequence[int]
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """See program.Step."""
-        self.step.run(stream, [addresses[source] for source in self.sources])
+        self.bound.run(stream, [addresses[source] for source in self.sources])
 
 
 class Recording:
@@ -75,13 +76,13 @@ def call(program: Program, stream: Any, arrays: tuple, options: tuple, layout: s
     given = {name: x for name, x in zip(program.names, arrays) if x is not None}
     forms = {name: x.form for name, x in given.items()}
     device = arrays[0].form.device
-    problem, steps, scratch, give = program.steps(forms, device, options, layout)
-    for name in give:
+    problem, (steps, scratch, give), results = program.steps(forms, device, options, layout)
+    for name in results:
         if name not in given:
             shape, dtype = problem.made(name)
             given[name] = recording.memory(shape, dtype, device)
-    sources = [given[name].source if name in given else 0 for name in program.names]  # what is left out no step asks for
-    sources += [recording.memory(shape, dtype, device).source for shape, dtype in scratch]
-    recording.steps += [Recorded(step, sources) for step in steps]
-    found = tuple(given[name] for name in give)
-    return found[0] if len(found) == 1 else found
+    every = [*map(given.get, program.names), *(recording.memory(shape, dtype, device) for shape, dtype in scratch)]
+    sources = [x.source if x else 0 for x in every]  # what is left out no step asks for
+    recording.steps += [Recorded(step, None, sources) for step in steps]
+    found = tuple(given[name] for name in results)
+    return give(every) if give else found[0] if len(found) == 1 else found

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from .arrays import Number
 from .frameworks import no_backward
 from .schema import FREE, Argument
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 NAMESPACE = "tiles"
 # of options, in torch's signatures
 TYPES: dict[Any, str] = {bool: "bool", int: "int", float: "float", str: "str"}
-TYPES |= {kind | None: f"{name}?" for kind, name in TYPES.items()}
+TYPES |= {kind | None: f"{name}?" for kind, name in TYPES.items()} | {Number | None: "SymInt?"}
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # as torch writes them in a device, and in a dispatch key
 _LOCK = threading.Lock()
 

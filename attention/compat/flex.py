@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import attention
 
@@ -11,6 +11,13 @@ from .asked import asked, refuse
 from .captured import freed
 
 WHOLE = 2**30  # the block size of a BlockMask that lists everything: torch's for no mask
+
+
+class Listed(NamedTuple):
+    """A BlockMask, and its lists in tiles of attention.forward's: see `listed`."""
+
+    block_mask: Any
+    lists: Any
 
 
 def flex_attention(
@@ -34,16 +41,29 @@ def flex_attention(
     | (B, H, S, D)                                 | layout="bhsd"                                                 |
     | score_mod(score, b, h, q_idx, kv_idx)        | score                                                         |
     | block_mask.mask_mod(b, h, q_idx, kv_idx)     | mask                                                          |
-    | block_mask                                   | blocks, read by its fields: any object that has them will do  |
+    | block_mask                                   | blocks, read by its fields: any object that has them will do; |
+    |                                              | or what `listed` made of it, once for many calls              |
     | arrays that the two functions capture        | aux: see captured.py                                          |
     | enable_gqa, kernel_options                   | not needed: heads are always shared, tiles are chosen here    |
 
     Without a BlockMask at hand call attention.forward(.., mask=..): it lists the blocks itself."""
     refuse("return_aux", return_aux is not None, "return_lse=True gives the lse; the maximum is not kept")
+    block_mask, lists = block_mask if isinstance(block_mask, Listed) else (block_mask, None)
+    options = _options(score_mod, block_mask) | asked(scale=scale, return_lse=return_lse or None, blocks=lists)
+    return attention.forward(query, key, value, **options)
+
+
+def listed(query: Any, key: Any, value: Any, block_mask: Any, score_mod: Callable | None = None) -> Listed:
+    """What flex_attention takes as block_mask in many calls on arrays of these shapes, and with a score_mod or without one as
+    here, so that its blocks are not listed anew in each: attention.block_lists. What its mask captures must stay as it is."""
+    return Listed(block_mask, attention.block_lists(query, key, value, **_options(score_mod, block_mask)))
+
+
+def _options(score_mod: Any, block_mask: Any) -> dict[str, Any]:
+    """forward's, of these two."""
     mask = None if block_mask is None else block_mask.mask_mod
     functions, aux = freed({"mask": _own(mask, "noop_mask"), "score": _own(score_mod, "_identity")})
-    options = asked(scale=scale, return_lse=return_lse or None, blocks=_blocks(block_mask), aux=aux or None)
-    return attention.forward(query, key, value, layout="bhsd", **functions, **options)
+    return functions | asked(blocks=_blocks(block_mask), aux=aux or None) | {"layout": "bhsd"}
 
 
 def _own(function: Any, nothing: str) -> Any:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from ..options import SCALES, number
 from .block_masks import FIELDS
 from .dropped import SEED_END
+from .ready import BlockLists, Making
 
 AUX = 8  # arrays that functions in Python may read
 
@@ -62,17 +63,32 @@ def random_of(dropout: Any, seed: Any) -> Random:
         return Random(None, None, None)
     if seed is None:
         raise ValueError(f"seed: must be given where something is dropped: {dropout=}")
-    if getattr(seed, "shape", ()) or not hasattr(seed, "__index__"):
-        return Random(share, None, seed)
-    if not 0 <= operator.index(seed) < SEED_END:
+    if not isinstance(seed, int):  # Dynamo's are, and can be asked for nothing else
+        if getattr(seed, "shape", ()) or not hasattr(seed, "__index__"):
+            return Random(share, None, seed)
+        seed = operator.index(seed)
+    if not 0 <= seed < SEED_END:
         raise ValueError(f"seed: must be from 0 to below 2**63: {seed=}")
-    return Random(share, operator.index(seed), None)
+    return Random(share, seed, None)
 
 
-def blocks_of(blocks: Any) -> tuple:
-    """((rows, columns) of a block, and the lists) of a BlockMask, or as many None; TypeError, ValueError."""
+class Asked(NamedTuple):
+    """What blocks= asks for: (rows, columns) of a caller's blocks, and its lists; of lists that are ready which calls they are
+    for, and they themselves. None for what there is not."""
+
+    size: tuple[int | None, int | None] = None, None
+    ready_for: str | None = None
+    arrays: tuple = (None,) * (len(FIELDS) + 2)
+
+
+def blocks_of(blocks: Any) -> Asked:
+    """What a BlockMask or BlockLists asks for; TypeError, ValueError."""
+    if isinstance(blocks, Making):
+        blocks = blocks.blocks
     if blocks is None:
-        return (None, None), None, None, None, None
+        return Asked()
+    if isinstance(blocks, BlockLists):
+        return Asked(blocks.size, blocks.made_for, (*(None,) * len(FIELDS), blocks.lists, blocks.marks))
     missing = [name for name in ("BLOCK_SIZE", *FIELDS) if not hasattr(blocks, name)]
     if missing:
         raise TypeError(f"blocks: must have the fields of a BlockMask: {type(blocks).__name__} has no {', '.join(missing)}")
@@ -84,7 +100,7 @@ def blocks_of(blocks: Any) -> tuple:
     if any([x is None for x in lists[:2]]) or (lists[2] is None) != (lists[3] is None):
         what = [name for name, x in zip(FIELDS, lists) if x is None]
         raise ValueError(f"blocks: must have lists of partly seen blocks, and none or both of whole ones: {what} are None")
-    return tuple(size), *lists
+    return Asked(tuple(size), None, (*lists, None, None))
 
 
 def norm_parts(name: str, norm: Any) -> tuple[Any, Any]:

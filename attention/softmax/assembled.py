@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from tiles.arrays import Number
+
 from .scores import Biased, Capped, Scored, Sloped, Sunk
 from .seen import CAUSAL, FULL, Left, Masked, Right
 from .variants import Both, Variant
@@ -14,7 +16,7 @@ class Assembled(NamedTuple):
     how many keys a query sees at most, if a window says so."""
 
     variant: Variant
-    numbers: dict[str, float]
+    numbers: dict[str, float | Number]
     unit: float
     reach: float
 
@@ -29,7 +31,7 @@ def assembled(
     sink: bool = False,
     mask: Callable | None = None,
     score: Callable | None = None,
-    more: Sequence[tuple[Variant, dict[str, float]]] = (),
+    more: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
 ) -> Assembled:
     """The variant of these options, and `more` with their numbers; alibi, bias and sink say whether there is one. Scores are
     capped, then sloped and biased, then a function's; what is masked stays masked."""

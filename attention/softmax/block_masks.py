@@ -24,6 +24,7 @@ from .variants import Keys, Variant
 FIELDS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"  # a BlockMask's, besides BLOCK_SIZE
 PARTIAL, WHOLE = 1, 2  # classes of blocks: those of which the mask is asked, and those that are seen whole
 MARKS, COUNTS, INDICES = types.Array(types.int8, 4, "A"), types.Array(types.int32, 3, "A"), types.Array(types.int32, 4, "A")
+BAND, KEYS = 32, 128  # rows of a warp and keys of a tile, at most; a warp's first row is a multiple of how many it has
 WARPS = 4  # of a thread block, each of which marks a row of blocks
 
 
@@ -48,16 +49,27 @@ class Blocked(Variant):
         """See Variant: of which keys are listed nobody knows before the map is asked."""
         return Keys(0, at.keys, at.keys, 0)
 
+    @property
+    def large(self) -> bool:
+        """Are a warp's rows always of one block, and a tile's keys of two at most?"""
+        return self.rows % BAND == 0 and self.cols >= KEYS
+
     @inlined
-    def classes(self, i, j, at):
-        """A tile of the classes of queries i and keys j."""
-        return at.given.marks[at.batch, at.head, i // self.rows, j // self.cols]
+    def classes(self, s, i, j, at, key):
+        """The classes of queries i and keys j of a tile of scores s: a tile, or of large blocks a vector, for the keys."""
+        marks = at.given.marks
+        if self.large:
+            row, end = min(at.row // self.rows, marks.shape[2] - 1), marks.shape[3] - 1  # tiles may lie beyond both
+            first, last = min(int32(key) // self.cols, end), min((int32(key) + s.cols - 1) // self.cols, end)
+            return where(j < last * self.cols, marks[at.batch, at.head, row, first], marks[at.batch, at.head, row, last])
+        else:
+            return marks[at.batch, at.head, i // self.rows, j // self.cols]
 
     @inlined
     def mask(self, s, at, key, hidden):
         """See Variant."""
         i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
-        return where(self.classes(i, j, at) > 0, s, hidden)
+        return where(self.classes(s, i, j, at, key) > 0, s, hidden)
 
 
 @static
@@ -70,7 +82,7 @@ class BlockedMask(Blocked):
     def mask(self, s, at, key, hidden):
         """See Variant."""
         i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
-        found = self.classes(i, j, at)
+        found = self.classes(s, i, j, at, key)
         seen = (found == WHOLE) | ((found == PARTIAL) & self.function(at.batch, at.head, i, j, *at.aux))
         return where(seen, s, hidden)
 

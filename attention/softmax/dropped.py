@@ -6,7 +6,7 @@ from numpy import int64
 
 from ops import bernoulli, where
 from tiles import fp32, inlined, rt
-from tiles.arguments import ENDS, FLOAT, INT
+from tiles.arguments import ENDS, FLOAT, INT, LONG
 
 from ..dropout import share_of
 from .variants import Variant
@@ -21,13 +21,13 @@ class Dropped(Variant):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Variant. seed_low, seed_high: 32 bits of the seed each. per_kept: 1 / (1 - dropout)."""
-        return {"dropped": INT, "per_kept": FLOAT, "seed_low": INT, "seed_high": INT}
+        """See Variant. per_kept: 1 / (1 - dropout)."""
+        return {"dropped": INT, "per_kept": FLOAT, "seed": LONG}
 
     @inlined
     def keep(self, at):
-        """See Variant: the (low, high) half of the seed."""
-        return at.given.seed_low, at.given.seed_high
+        """See Variant: the halves of the seed."""
+        return at.given.seed, at.given.seed >> 32
 
     @inlined
     def drop(self, p, at, key):
@@ -60,13 +60,3 @@ class DroppedAnew(Dropped):
 def numbers_of(dropout: float) -> dict[str, float]:
     """The numbers that kernels are told of a dropout."""
     return {"dropped": share_of(dropout), "per_kept": 1 / (1 - dropout)}
-
-
-def halves_of(seed: int) -> dict[str, float]:
-    """The same of a seed."""
-    return {"seed_low": _signed(seed), "seed_high": _signed(seed >> 32)}
-
-
-def _signed(word: int) -> int:
-    """The lower 32 bits, as a number with a sign."""
-    return (word & 0xFFFFFFFF ^ 2**31) - 2**31

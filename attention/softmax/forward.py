@@ -3,18 +3,21 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tiles.arrays import Number
+from tiles.jax_call import tracing
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
-from tiles.torch_op import compiling
+from tiles.torch_op import traced
 
 from ..options import SCALES, flag, number
 from .asked import AUX, blocks_of, eight, ends_of, norm_parts, positive, random_of
 from .assembled import assembled
 from .block_masks import Blocked, BlockedMask
-from .dropped import Dropped, DroppedAnew, halves_of, numbers_of
+from .dropped import Dropped, DroppedAnew, numbers_of
 from .launches import norm_of, planned
 from .norms import Normed
 from .python import evaluated, known, named, reads
+from .ready import BlockLists, Listing, Making
 from .variants import Variant
 
 INDICES = 2**24  # tiles of indices are of float32: whole numbers below this
@@ -28,9 +31,7 @@ FORWARD = Schema(
     lse  BHS   float32  made      return_lse
     """,
 )
-VARIANTS = Schema(
-    "forward_variant",
-    """
+GIVEN = """
     q             BSHD  tile
     k             BTGD  tile
     v             BTGV  tile
@@ -49,6 +50,8 @@ VARIANTS = Schema(
     kv_indices          IJPQ  index  optional
     full_kv_num_blocks  IJP   index  optional
     full_kv_indices     IJPL  index  optional
+    lists         *     any      optional
+    marks         *     any      optional
     aux0          *     any      optional
     aux1          *     any      optional
     aux2          *     any      optional
@@ -57,10 +60,12 @@ VARIANTS = Schema(
     aux5          *     any      optional
     aux6          *     any      optional
     aux7          *     any      optional
+"""
+MADE = """
     out           BSHV  tile     in_place
     lse           BHS   float32  made      return_lse
-    """,
-)
+"""
+VARIANTS, LISTS = Schema("forward_variant", GIVEN.rstrip() + MADE), Schema("block_lists", GIVEN)
 
 
 def forward(
@@ -116,7 +121,8 @@ def forward(
     blocks: lists of blocks of keys for each block of queries, in FlexAttention's BlockMask or an object that has its fields:
     (rows, columns) of a block, BLOCK_SIZE; of each row of blocks how many are partly seen and which, kv_num_blocks (B or 1,
     H or 1, rows) and kv_indices (.., n), and the same of those that are seen whole, full_kv_num_blocks and full_kv_indices, or
-    None. Keys in other blocks are not seen; mask, if there is one, is asked in partly seen blocks alone.
+    None. Keys in other blocks are not seen; mask, if there is one, is asked in partly seen blocks alone. Or what `block_lists`
+    gave for such calls, so that nothing is found anew.
 
     cu_seqlens: (N + 1) ascending from 0 to Sq, in a batch of 1: sequence n has the queries from cu_seqlens[n] to
     cu_seqlens[n + 1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) or (N) keys in use of each sequence.
@@ -129,7 +135,7 @@ def forward(
     dropout: the probability that a weight is dropped, from 0 to below 1, in steps of 2^-16; those that are kept count
     1 / (1 - dropout) times, and lse is that of all. What is dropped follows from the seed, b, h, i and j alone:
     attention.dropout_mask says it. seed: an integer from 0 to 2^63, or an array of one (int64), whose value may change while
-    a graph that holds the call stays, and costs nothing to change.
+    a graph that holds the call stays. Neither costs anything to change.
 
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
     default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, and
@@ -147,14 +153,38 @@ def forward(
     if of_keys and of_scores and not dropout and isinstance(aux, tuple) and not aux:
         return _forward(stream, (q, k, v, out, None), (flag("causal", causal), *common), layout)
     left, right = ends_of(window)
-    random, (size, *lists) = random_of(dropout, seed), blocks_of(blocks)
+    random, (size, ready_for, lists) = random_of(dropout, seed), blocks_of(blocks)
     normed = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
     arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists
-    functions = [None if f is None else named(n, f, compiling()) for n, f in (("mask", mask), ("score", score))]
+    functions = [None if f is None else named(n, f) for n, f in (("mask", mask), ("score", score))]
     given = q, k, v, *arrays, *eight(aux), out, None
     numbers = positive("norm_eps", norm_eps), random.dropout, random.seed
-    options = flag("causal", causal), left, right, positive("softcap", softcap), *functions, *size, *numbers, *common
+    options = flag("causal", causal), left, right, positive("softcap", softcap), *functions, *size, ready_for, *numbers, *common
+    if isinstance(blocks, Making):
+        return _block_lists(stream, given[: len(LISTS.names)], options, layout)
     return _variant(stream, given, options, layout)
+
+
+def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -> BlockLists:
+    """The lists of key blocks of a mask, or of blocks, made once for many calls:
+
+        lists = block_lists(q, k, v, mask=mask, aux=(docs,))
+        out = forward(q, k, v, mask=mask, aux=(docs,), blocks=lists)
+
+    forward finds by itself, in every call, which blocks of keys a mask lets a tile of queries see, for what aux holds may have
+    changed. Where you know that it has not, the lists serve all calls with as many queries and keys, with the same mask, window
+    and causal, and whose tiles are as large, which D, Dv, the dtype, the family and the other options decide; with other
+    batches and heads where the mask does not read b and h. forward refuses others, but what aux holds it does not look at.
+
+    q, k, v and variant: forward's arguments in those calls; arrays are not read, but for aux and those of blocks. The lists
+    are made on the stream, where calls on others must wait for them, and live as long as the object does.
+
+    ValueError, TypeError: as forward's; there is neither a mask nor blocks; or sequences are packed, or have lengths_k."""
+    if refused := {"out", "return_lse"} & variant.keys():
+        raise TypeError(f"{min(refused)}: is forward's; block_lists writes no output")
+    if traced(q) or tracing(q):
+        raise TypeError("q: lists are made outside of what torch.compile or jax.jit traces, and passed in")
+    return forward(q, k, v, blocks=Making(blocks), **variant)
 
 
 @program(FORWARD)
@@ -175,9 +205,10 @@ def _variant(
     score: str | None,
     block_rows: int | None,
     block_cols: int | None,
+    ready_for: str | None,
     norm_eps: float,
     dropout: float | None,
-    seed_value: int | None,
+    seed_value: Number | None,
     scale: float | None,
     return_lse: bool,
     family: str | None,
@@ -193,24 +224,24 @@ def _variant(
     for name, function in ("mask", masking), ("score", scoring):
         if function is not None:
             evaluated(name, function, [x.form for x in aux])
-    more: list[tuple[Variant, dict[str, float]]] = []
+    more: list[tuple[Variant, dict[str, float | Number]]] = []
     if norm := norm_of(problem, "q_norm"):
         more.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
     if "seed" in problem and problem("O") != (1,):
         raise problem.error("seed", "must have one element", "seed")
     if dropout is not None:
-        more.append(
-            (DroppedAnew(), numbers_of(dropout))
-            if seed_value is None
-            else (Dropped(), numbers_of(dropout) | halves_of(seed_value))
-        )
-    varies = None if masking is None else (reads(masking, 0), reads(masking, 1))
-    blocked = None
+        number = {} if seed_value is None else {"seed": seed_value}
+        more.append((DroppedAnew() if seed_value is None else Dropped(), numbers_of(dropout) | number))
+    listing = None
+    seen = f"{mask=!s}; window={(left, 0 if causal else right)}"
+    if masking is not None or ready_for:
+        varies = (reads(masking, 0), reads(masking, 1)) if masking else (False, False)
+        listing = Listing(seen, varies, None, ready_for)
     if block_rows is not None and block_cols is not None:
-        size, (batches, heads) = (block_rows, block_cols), problem("IJ")
+        size, (batches, heads) = (block_rows, block_cols), problem["marks"].form.shape[:2] if ready_for else problem("IJ")
         blocked = Blocked(*size) if masking is None else BlockedMask(*size, masking)
-        by_batch, by_head = varies or (False, False)
-        varies = bool(by_batch or batches > 1), bool(by_head or heads > 1)
+        by_batch, by_head = listing.varies if listing else (False, False)
+        listing = Listing(seen, (bool(by_batch or batches > 1), bool(by_head or heads > 1)), blocked, ready_for)
         more.append((blocked, {}))
     made = assembled(
         _scale(problem, scale),
@@ -220,11 +251,14 @@ def _variant(
         "alibi" in problem,
         "bias" in problem,
         "sink" in problem,
-        None if blocked else masking,
+        None if listing and listing.blocked else masking,
         scoring,
         more,
     )
-    return planned(problem, made, return_lse, family, aux, varies, blocked, norm_eps)
+    return planned(problem, made, return_lse, family, aux, listing, norm_eps)
+
+
+_block_lists = program(LISTS)(_variant.planner)
 
 
 def _scale(problem: Problem, scale: float | None) -> float:

@@ -68,6 +68,7 @@ class Config(Kind):
 
 SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (112, 2), 256: (80, 2)}  # padded head_dim: (kv, consumers)
 ROOMY = {64: (128, 2), 192: (96, 2), 256: (64, 2)}  # the same where random numbers are drawn, which takes registers
+LOADED = {64: (128, 2), 96: (96, 2), 128: (96, 2), 192: (64, 2), 256: (48, 2)}  # the same where a bias is read
 SCORED = {128: (80, 3, 3)}  # the same, and stages, where something is made of scores: so two consumers are at that, not one
 NARROW = {(192, 128): (128, 2)}  # the same where values have fewer columns; else as if they had as many
 # Where tiles are short a persistent grid pays, often of another shape. Padded head_dim, causal: {keys, up to which: what is
@@ -98,14 +99,15 @@ def config_for(
     where tiles are short. kind: what else a Kind says."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     if padded != wide or kind or variant.draws or not variant.computed:
-        shape = None if variant.draws else NARROW.get((padded, wide))
+        shape = None if variant.draws or variant.loads else NARROW.get((padded, wide))
         return Config(padded, wide, dtype, variant, *(shape or _shape(max(padded, wide), variant)), **kind)
     return _config(padded, dtype, variant, next((end for end in _short(padded, variant) if keys <= end), None))
 
 
 def _shape(padded: int, variant: Variant) -> Any:
     """Of a variant's tiles."""
-    return (ROOMY if variant.draws else SCORED if variant.scored else SHAPES).get(padded, SHAPES[padded])
+    shapes = LOADED if variant.loads else ROOMY if variant.draws else SCORED if variant.scored else SHAPES
+    return shapes.get(padded, SHAPES[padded])
 
 
 def _short(padded: int, variant: Variant) -> dict[int, dict[str, Any]]:

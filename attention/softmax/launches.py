@@ -18,6 +18,7 @@ from .assembled import Assembled
 from .block_masks import Blocked
 from .norms import Layer, Rms
 from .online import SLACK
+from .ready import Listing, check, giving
 from .sequences import Batched, InUse, Packed, PackedInUse
 from .tiling import band_of
 
@@ -71,7 +72,7 @@ class Before:
         grid = batch * heads * -(-rows // block_masks.WARPS)
         numbers = {"rows": rows, "cols": shape[3], "heads": heads}
         self.launch(block_masks, block_masks.Config(), grid, marks=found, **numbers, **given)
-        return spread(found, (sequences, all_heads, *shape[2:]))
+        return found
 
     def listed(
         self, made: Assembled, varies: tuple[bool, bool], config: Any, blocks: int, told: dict[str, Any], read: dict[str, Any]
@@ -87,7 +88,7 @@ class Before:
         told |= {"classes": classes, "blocks": blocks, "heads": many[1]}
         self.launch(survey, survey, tiles * groups, groups=groups, **told, **read)
         self.launch(compaction, compaction, tiles, lists=found, **told)
-        return spread(found, (batch, heads, *found.form.shape[2:]))
+        return found
 
 
 def planned(
@@ -96,24 +97,32 @@ def planned(
     return_lse: bool,
     family: str | None,
     aux: Sequence[Operand] = (),
-    varies: tuple[bool, bool] | None = None,
-    blocked: Blocked | None = None,
+    listing: Listing | None = None,
     norm_eps: float = 0.0,
 ) -> Plan:
     """The launch of an assembled variant, after those that it needs: of the keys' norm; of the map of a caller's blocks; and
     where nobody knows which keys are seen before they are asked for, and each sequence lies in a batch of its own, of its lists
-    of key blocks. varies: do these differ by batch, and by head? None: there is no need of them."""
+    of key blocks. listing: how these are made; None: there is no need of them. Of a schema without results they are all that is
+    made, and given back as BlockLists."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
-    out, lse = problem["out"], problem["lse"] if return_lse else None
-    if 0 in out.form.shape or kv_len == 0:  # no query sees a key
-        if "sink" in problem and 0 not in out.form.shape:
+    out, lse, only_lists = problem["out"], problem["lse"] if return_lse else None, not problem.schema.written
+    empty = 0 in (batch, q_len, heads)
+    if only_lists and (empty or kv_len == 0):
+        raise problem.error("q" if empty else "k", "must not be empty where lists of its blocks are made", "q", "k")
+    if empty or kv_len == 0:  # no query sees a key
+        if "sink" in problem and not empty:
             raise problem.error("k", "must have at least one key where there is a sink", "k")
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
     lie, where = _sequences(problem)
     tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
     variant, axes = made.variant, tuple(len(x.form.shape) for x in aux)
     config: hopper.Config | ampere.Config
-    by_list = varies is not None and lie is Batched
+    by_list = listing is not None and lie is Batched
+    if only_lists and listing is None:
+        raise ValueError("mask: must say which keys are seen, or blocks, where lists are made of them: mask=None, blocks=None")
+    if (only_lists or "lists" in problem) and not by_list:
+        name = "lengths_k" if "lengths_k" in problem else "cu_seqlens"
+        raise problem.error(name, "must be None where lists of key blocks are made or given", name)
     kind = {} if lie is Batched and not axes and not by_list else {"lie": lie, "axes": axes, "by_list": by_list}
     if tma:
         config = hopper.config_for(head_dim, dtype, variant, min(kv_len, made.reach), value_dim, **kind)
@@ -134,11 +143,18 @@ def planned(
     before, key_norm = Before(problem), norm_of(problem, "k_norm")
     given = made.numbers | _arrays(problem)
     read = {f"aux{n}": x for n, x in enumerate(aux)}
-    if blocked is not None:
-        given["marks"] = before.classes(blocked)
-    if varies is not None and by_list:
+    if listing and listing.blocked:
+        marks = problem["marks"] or before.classes(listing.blocked)
+        given["marks"] = spread(marks, (*problem("NH"), *marks.form.shape[2:]))
+    if listing and by_list:
+        if listing.ready_for:
+            check(listing.ready_for, _made_for(problem, config, listing))
         of_scores = {name: x for name, x in given.items() if name in variant.given}
-        given["lists"] = before.listed(made, varies, config, blocks, where | of_scores, read)
+        found = problem["lists"] or before.listed(made, listing.varies, config, blocks, where | of_scores, read)
+        if only_lists:
+            marked = (marks, listing.blocked.rows, listing.blocked.cols) if listing.blocked else None
+            return Plan(before.steps, before.scratch, giving(_made_for(problem, config, listing), found, marked))
+        given["lists"] = spread(found, (batch, heads, *found.form.shape[2:]))
     attend = kernel_for(hopper if tma else ampere, config, problem.device).bind(
         grid,
         gQ=problem["q"],
@@ -158,6 +174,13 @@ def planned(
         **read,
     )
     return Plan([*before.steps, attend], before.scratch)
+
+
+def _made_for(problem: Problem, config: Any, listing: Listing) -> str:
+    """Which calls lists serve: see BlockLists."""
+    batch, heads, queries, keys = map(int, problem("BHST"))
+    each = [f"{name}={n if differ else 'any'}" for name, n, differ in zip(("batch", "heads"), (batch, heads), listing.varies)]
+    return "; ".join([f"{queries=}; {keys=}", *each, f"tiles={config.rows} x {config.kv}", listing.seen])
 
 
 def _arrays(problem: Problem) -> dict[str, Operand]:

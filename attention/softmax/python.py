@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Sequence
-from types import CellType
+from collections.abc import Callable, Iterator, Sequence
+from types import CellType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import ops
 from tiles import static
 from tiles.static import identity
+from tiles.torch_op import compiling
 
 if TYPE_CHECKING:
     from tiles.arrays import Form
 
 EXAMPLES = {"mask": "lambda b, h, i, j: j <= i", "score": "lambda s, b, h, i, j: s + j - i"}
+LIBRARIES = "cupy", "jax", "numpy", "scipy", "torch"  # whose functions take arrays, but no tiles of a kernel
 TRIED = 4  # queries and keys that a function is tried on
 
 
@@ -33,22 +36,36 @@ class _Function:
 _KNOWN: dict[str, Callable] = {}
 
 
-def named(option: str, function: Any, compiling: bool = False) -> str | None:
-    """The name of a function; None stays None. compiling: Dynamo asks, which takes one of the same code for the same function.
-    TypeError that names the option."""
-    if function is None:
-        return None
+def named(option: str, function: Any) -> str | None:
+    """The name of a function; None stays None. TypeError that names the option."""
+    return None if function is None else _named(option, function, _held(option, function) if compiling() else ())
+
+
+def _held(option: str, function: Any) -> tuple[str, ...]:
+    """What a function holds, as Dynamo reads this: it takes a function of the same code for the same, but guards what is
+    written out here. So another number is another graph. TypeError: it holds what is no number or word."""
+    if not inspect.isfunction(function):
+        return ()
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    values = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for value in values:
+        if not isinstance(value, (bool, int, float, str)):
+            what = (*function.__code__.co_freevars, *(function.__defaults__ or ()), *(function.__kwdefaults__ or ()))
+            raise TypeError(f"{option}: holds {what}, of which torch.compile would keep the first value: pass arrays in aux")
+    return tuple([f"{value}" for value in values])
+
+
+def _named(option: str, function: Any, held: tuple[str, ...]) -> str:
+    """The same, of a function that holds this; Dynamo asks once."""
     if not inspect.isfunction(function):
         raise TypeError(f"{option}: must be a Python function, such as {EXAMPLES[option]}: {option}={function!r}")
-    if compiling and (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
-        held = *function.__code__.co_freevars, *(function.__defaults__ or ()), *(function.__kwdefaults__ or ())
-        raise TypeError(f"{option}: holds {held}, of which torch.compile would keep the first value: pass them in aux")
-    name = f"{function.__name__} {identity(_Function(function))}"
+    digest = identity(_Function(function))
+    name = f"{function.__name__} {digest.hex()[:32] if isinstance(digest, bytes) else digest}"
     _KNOWN.setdefault(name, function)
     return name
 
 
-named._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile asks once, and does not look inside
+_named._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look inside
 
 
 def known(name: str | None) -> Callable | None:
@@ -75,13 +92,31 @@ def _around(function: Callable) -> dict[str, Any]:
     }
 
 
+def _foreign(function: Callable) -> Iterator[tuple[str, str]]:
+    """The functions of array libraries that a function names, whole and by themselves: ("np.where", "where")."""
+    space, said, at = _around(function), "", None
+    for instruction in dis.get_instructions(function.__code__):
+        if isinstance(at, ModuleType) and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            said, at = f"{said}.{instruction.argval}", getattr(at, instruction.argval, None)
+        elif instruction.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"):
+            said, at = instruction.argval, space.get(instruction.argval)
+        else:
+            continue
+        home = getattr(at, "__module__", None) or type(at).__module__
+        if callable(at) and not isinstance(at, type) and home.partition(".")[0] in LIBRARIES:
+            yield said, getattr(at, "__name__", said)
+
+
 def evaluated(option: str, function: Callable, aux: Sequence[Form]) -> None:
     """Try a mask or score on a few places, with arrays of zeros like `aux`. TypeError that names the option: it cannot be
-    called like that, it reads an array that is not in aux, a mask gives no truth values, a score not a number for each query
-    and key."""
+    called like that, it reads an array that is not in aux or calls what kernels have not, a mask gives no truth values, a score
+    not a number for each query and key."""
     for name, value in _around(function).items():
         if isinstance(value, np.ndarray) or hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__"):
             raise TypeError(f"{option}: reads the array {name} from around it: pass it in aux, and take it as an argument")
+    for said, name in _foreign(function):
+        cure = f"use ops.{name}" if hasattr(ops, name) else "say it with comparisons, & | ~, arithmetic and the maps of ops"
+        raise TypeError(f"{option}: calls {said}, which kernels have not; {cure}")
     arrays = [np.broadcast_to(np.zeros((), np.dtype(form.dtype)), form.shape) for form in aux]
     i, j, s = np.zeros((TRIED, 1), int), np.zeros((1, TRIED), int), np.zeros((TRIED, TRIED), np.float32)
     called = f"{option}({'s, ' * (option == 'score')}b, h, i, j{''.join(f', aux{n}' for n in range(len(aux)))})"

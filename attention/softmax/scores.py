@@ -83,6 +83,7 @@ class Biased(Variant):
     """score + bias[b, h, i, j]."""
 
     scored = True
+    loads = True
 
     @property
     def given(self) -> dict[str, Any]:

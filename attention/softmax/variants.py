@@ -63,6 +63,7 @@ class Variant:
     within = False  # is a key that a query sees always one of those that there are?
     plain = False  # do tiles take as long as in plain or causal attention?
     draws = False  # does it need many registers, to draw random numbers?
+    loads = False  # does it read a number for each score, which takes as many registers?
     prepares = False  # does something become of the queries, before the scores?
 
     def __str__(self):
@@ -224,5 +225,5 @@ def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
 
 for _name in "everything from_first computed plain".split():
     setattr(Both, _name, _of_both(_name, all))
-for _name in "rising scored by_rows within draws prepares".split():
+for _name in "rising scored by_rows within draws loads prepares".split():
     setattr(Both, _name, _of_both(_name, any))

@@ -43,7 +43,7 @@ class Side(NamedTuple):
 class Attention:
     """A term that attention.forward computes: see the module."""
 
-    label, most_rows = "attend", 2**31 - 1
+    label, most_rows, launched, early = "attend", 2**31 - 1, False, False
 
     def __init__(self, root: Term, q: Side, k: Side, v: Term, scale: Term | None, eps: Term | None, causal: bool):
         self.roots, self.q, self.k, self.v = (root,), q, k, v

@@ -2,13 +2,17 @@
 
 The product is computed as its transpose, y.T = w.T @ u.T with u = prologue(x): the weights, most of what is read, stand on
 the left of wgmma, which takes 64 of their columns at a time, and the few rows on its right. Weights come by TMA through a deep
-ring. One warpgroup prepares u, adds up the sides, and multiplies u by a narrow matrix if there is one. The blocks of a cluster
-take a part of k each, and add up what they have through distributed shared memory; then the epilogue runs on what is complete.
+ring, x and vectors along k through another. If there is something to do with x, one warpgroup prepares u, adds up the sides,
+and multiplies x by a narrow matrix. The blocks of a cluster take a part of k each, and add up what they have through
+distributed shared memory; then the epilogue runs on what is complete.
+
+A launch may be early: its weights are on their way before the launch before is done, which must not write them (ops/grid.py).
 
 few_rows.jinja is the kernel; here stands when it serves, how it is cut, and what fills its gaps."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,36 +25,90 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOST_ROWS = 64
-RING_BYTES = 160 * 1024  # of shared memory, for weights on their way
+MEMORY = 4.1e6  # bytes a microsecond: what tiles of 64 to 256 columns stream at
+INTAKE = 51e3  # the same of one multiprocessor
+EXCHANGE = 0.5  # microseconds that a sum over a cluster takes
+ROOM = 222 * 2**10  # bytes of shared memory for rings and what else there is
+ITEM, MOST_SLOTS = 2, 12  # bytes of an operand's element; slots of a ring
 
 
 class Schedule(NamedTuple):
-    """rows: of u, 16, 32 or 64. columns: of y that a cluster has. depth: of k, of a tile. blocks: of a cluster. stages: of the
-    ring of weights."""
+    """rows: of x that a tile has, 16, 32 or 64. columns: of weights that a block has, 64 for each of its consumers. depth:
+    along k, of a slot. blocks: of a cluster, each a part of k. stages, ahead: slots of a ring of weights, and of x's."""
 
     rows: int
     columns: int
     depth: int
     blocks: int
     stages: int
+    ahead: int
 
 
 class FewRows(Product):
     """See the module."""
 
-    label = "few"
+    label, processors = "few", 132
 
     @property
-    def schedule(self) -> Schedule:
-        """How it is cut."""
+    def prepared(self) -> bool:
+        """Is anything done with x besides the products?"""
+        return not self.plain or bool(self.sides or self.narrow)
+
+    @property
+    def early(self) -> bool:
+        """May weights be on their way before the launch before is done? Not those that it makes."""
+        return all(w.array.operation == "input" for w in self.weights)
+
+    @property
+    def rank(self) -> int:
+        """Of the narrow product as it is computed, beyond its own TMA brings zeros; 0: there is none."""
+        return max((-(-x.of[0].extents[1] // 16) * 16 for x in self.narrow), default=0)
+
+    @functools.cached_property
+    def schedule(self) -> Schedule | None:
+        """How it is cut; None: it does not fit. Two rates bind: memory's, and what one multiprocessor takes in, weights and
+        rows of x together. Wide tiles spare x; narrow ones, and parts of k, keep more multiprocessors busy. One block has all
+        of a multiprocessor's shared memory."""
         rows = next(n for n in (16, 32, 64) if n >= self.rows)
-        columns = depth = 64
-        return Schedule(rows, columns, depth, 2, min(8, RING_BYTES // (2 * columns * depth * len(self.products))))
+        # of clusters of 4 no more than 30 run at once on 132 multiprocessors, of 2 all 66
+        _, blocks, columns = min((self._microseconds(rows, c, b), b, c) for c in (64, 128) for b in (1, 2))
+        wider, finer = (self._rings(rows, columns, depth, blocks) for depth in (128, 64))
+        deep = min(3, -(-self.inner // (128 * blocks)))
+        if not self.plain or self.sides:  # in fp32 128 columns of rows are more than the preparer's registers hold
+            return finer
+        return wider if wider and min(wider.stages, wider.ahead + 2 * (not self.plain)) >= deep else finer or wider
+
+    def _microseconds(self, rows: int, columns: int, blocks: int) -> float:
+        """By the two rates, and what the cluster's sum takes."""
+        count = len(self.products)
+        tiles = -(-self.columns // columns)
+        turns = -(-tiles * blocks // self.processors)  # blocks that a multiprocessor works on
+        taken = turns * -(-self.inner // blocks) * (count * columns + rows + self.rank) * ITEM
+        memory = count * self.inner * self.columns * ITEM / MEMORY
+        return round(max(memory, taken / INTAKE) + EXCHANGE * (blocks > 1), 1)
+
+    def _rings(self, rows: int, columns: int, depth: int, blocks: int) -> Schedule | None:
+        """As many slots as there is room for; None: there is none. Those of x, and of what it is prepared to, are as many as
+        the weights' where they can be: a weight waits in its slot for its part of x."""
+        count, turns = len(self.products), 64 // rows if self.prepared else 1  # warps take turns with slots of x
+        x, slot = rows * depth * ITEM, count * columns * depth * ITEM
+        second = max(2, turns) * (not self.plain)
+        sent = count * rows * 4 * max(16, columns - columns // blocks)  # what peers send of their sums
+        room = ROOM - second * x - sent - max(turns, 4) * self.rank * (columns + rows) * ITEM
+        beside = x + (self.rank + 2 * len(self.vectors)) * depth * ITEM  # what comes with a slot of x
+        steps = -(-self.inner // (depth * blocks))
+        fitting = [
+            (min(stages, ahead + second), stages, -ahead)
+            for ahead in range(turns, MOST_SLOTS + 1, turns)
+            for stages in range(1, min(steps, MOST_SLOTS) + 1)
+            if stages * slot + ahead * beside <= room
+        ]
+        return Schedule(rows, columns, depth, blocks, max(fitting)[1], -max(fitting)[2]) if fitting else None
 
     @property
     def most_rows(self) -> int:
         """That its kernel takes."""
-        return self.schedule.rows
+        return self.schedule.rows if self.schedule else 0
 
     @classmethod
     def serving(cls, root: Term) -> Iterator[Self]:
@@ -58,7 +116,7 @@ class FewRows(Product):
         for kernel in cls.matches(root):
             sums = all(x.operation == "sum" for x in kernel.sides)
             joined = not kernel.narrow or (len(kernel.products) == 1 and len(kernel.narrow) == 1 and kernel.joined)
-            if kernel.rows <= MOST_ROWS and sums and joined and kernel.dtype in DTYPES:
+            if kernel.rows <= MOST_ROWS and sums and joined and kernel.dtype in DTYPES and kernel.schedule:
                 yield kernel
 
     def __str__(self):
@@ -67,13 +125,14 @@ class FewRows(Product):
     def explained(self) -> str:
         """What it does, in words."""
         s = self.schedule
+        assert s
         told = [f"a product of few rows: its weights stream through {s.stages} stages of {s.depth} x {s.columns}"]
         told += [f"clusters of {s.blocks} blocks share k"] * (s.blocks > 1)
         return ", ".join([*told, *self.riding])
 
     def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
         """See RowMap.text."""
-        return rendered("few_rows.jinja", _Gaps(self, name, parameters, spoken))
+        return rendered("few_rows.jinja", _gaps(self, parameters, spoken))
 
 
 class Named(NamedTuple):
@@ -132,81 +191,88 @@ class Narrow(NamedTuple):
     scaled: str
 
 
-class _Gaps(dict[str, Any]):
+class Vector(NamedTuple):
+    """A vector along k that comes through a ring beside x. row: what is read of it. at: where TMA finds its i-th part."""
+
+    name: str
+    array: str
+    tile: str
+    dtype: str
+    row: str
+    at: str
+
+    @classmethod
+    def of(cls, x: Term, name: str) -> Vector:
+        at = "(first + i,)" if x.ndim == 1 else "(0, first + i)"
+        return cls(name, array(name), name.upper(), DTYPES.get(x.what[1], "fp32"), f"{name}_row", at)
+
+
+def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:
     """What fills few_rows.jinja."""
+    dtype, writer = DTYPES[kernel.dtype], Writer({x: parameters[x] for x in kernel.leaves}, spoken)
+    lengths = [x for x in between([kernel.root], kernel.leaves) if x.operation == "length"]
+    writer.names |= dict.fromkeys(lengths, "width")
+    taken = {
+        *parameters.values(),
+        *"u me col first band turn tile right low weights mine steps narrow product total sums".split(),
+    }
+    x = Named(parameters[kernel.x], array(parameters[kernel.x]))
+    products = [Streamed.of(w, parameters, len(kernel.products) > 1) for w in kernel.products.values()]
+    vectors = [Vector.of(v, parameters[v]) for v in kernel.vectors]
 
-    def __init__(self, kernel: FewRows, name: str, parameters: dict[Term, str], spoken: dict[Term, str]):
-        dtype = DTYPES[kernel.dtype]
-        writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
-        lengths = [x for x in between([kernel.root], kernel.leaves) if x.operation == "length"]
-        writer.names |= dict.fromkeys(lengths, "width")
-        taken = {*parameters.values(), "u", "me", "col", "first", "band", "turn", "ahead", "mine", "steps", "narrow", "product"}
+    # what the preparer does
+    of_tile = Writer(writer.names | {kernel.x: "tile"} | {v: one.row for v, one in zip(kernel.vectors, vectors)}, spoken)
+    inner = [side.of[0] for side in kernel.sides]
+    prologue, operand = of_tile.assignments([kernel.operand, *inner], taken), of_tile.expression(kernel.operand)
+    band = dtype if kernel.plain and not kernel.sides else "fp32"
+    if kernel.narrow and band == "fp32":
+        prologue, operand = [*prologue, f"made = {dtype}({operand})"], "made"
+    sides = []
+    for n, side in enumerate(kernel.sides):
+        called, mark = unused(writer.suggested(side), taken), f"_{n + 1}" if n else ""
+        taken.add(called)
+        sides.append(Side(called, of_tile.expression(side.of[0]), f"{called}_parts", f"known{mark}"))
 
-        x = Named(parameters[kernel.x], array(parameters[kernel.x]))
-        vectors = []
-        for v in kernel.vectors:
-            its = array(parameters[v])
-            vectors.append(Named(parameters[v], its, f"load({its}, X.row_vec, {'(k,)' if v.ndim == 1 else '(0, k)'})"))
-        products = [Streamed.of(w, parameters, len(kernel.products) > 1) for w in kernel.products.values()]
+    # what is made of it
+    writer.names |= {p: s.acc for p, s in zip(kernel.products, products)}
+    writer.names |= {side: f"{s.name}_of_rows" for side, s in zip(kernel.sides, sides)}
+    narrow = None
+    if kernel.joined:
+        ((first, second),), (joint, scale) = kernel.narrow.values(), kernel.joined
+        scaled = "product" if scale is None else f"product * {writer.expression(scale)}"
+        narrow = Narrow(kernel.rank, Streamed.of(first, parameters), Streamed.of(second, parameters), scaled)
+        writer.names[joint] = products[0].acc
+    epilogue = [f"{parameters[y]} = {_read(y, array(parameters[y]))}" for y in kernel.others]
+    epilogue += writer.assignments([kernel.root], taken)
 
-        inner = [side.of[0] for side in kernel.sides]
-        prologue = writer.assignments([kernel.operand, *inner], taken)
-        operand = writer.expression(kernel.operand)
-        if kernel.narrow and not (kernel.plain and not kernel.sides):
-            prologue, operand = [*prologue, f"made = {dtype}({operand})"], "made"
-        sides = []
-        for n, side in enumerate(kernel.sides):
-            called, mark = unused(writer.suggested(side), taken), f"_{n + 1}" if n else ""
-            taken.add(called)
-            sides.append(Side(called, writer.expression(side.of[0]), f"{called}_parts", f"known{mark}"))
-        for y in between([kernel.operand, *inner], kernel.leaves):
-            writer.names.pop(y, None) if y.of else None  # what was assigned there is not known to the epilogue
+    opened = [x.name, *(v.name for v in vectors), *(["u"] if not kernel.plain else [])]
+    opened += [part for p in products for part in (p.ring, p.parts, p.full)]
+    opened += [part for s in sides for part in (s.parts, s.known)]
+    rings = [*products, *([narrow.first, narrow.second] if narrow else [])]
+    opened += [narrow.first.ring, narrow.second.ring, "narrow"] if narrow else []
+    told = [(x.array, f"tiles.tensor({x.name}, X)"), *((v.array, f"tiles.tensor({v.name}, {v.tile})") for v in vectors)]
+    told += [(r.array, f"tiles.tensor({r.ring}, {r.tile})") for r in rings]
+    if narrow and not narrow.second.turned:
+        told[-1] = narrow.second.array, f"tiles.tensor({narrow.second.ring}, st(RANK, COLUMNS, {dtype}))"
+    result, wide = parameters[kernel.root], f"{x.name}.shape[1]"
+    told += [(array(parameters[y]), parameters[y]) for y in (*kernel.others, kernel.root)]
+    early = ", early=True" if kernel.early else ""
+    numbers = [("width", wide)] * bool(lengths) + [(parameters[y],) * 2 for y in kernel.numbers]
+    return {
+        "schedule": kernel.schedule, "dtype": dtype, "plain": kernel.plain, "prepared": kernel.prepared, "band": band,
+        "u": x.name if kernel.plain else "u", "opened": opened, "products": products, "narrow": narrow, "sides": sides,
+        "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "epilogue": epilogue,
+        "written": writer.expression(kernel.root), "result": array(result),
+        "arguments": [*told, ("steps", "steps"), *numbers],
+        "before": [f"blocks, steps = -(-{result}.shape[1] // COLUMNS) * BLOCKS, -(-{wide} // (BLOCKS * DEPTH))"],
+        "launch": f"blocks, THREADS, shared=smem, cluster=BLOCKS{early}", "bounds": "THREADS, 1",
+    }  # fmt: skip
 
-        writer.names |= {p: s.acc for p, s in zip(kernel.products, products)}
-        writer.names |= {side: f"{s.name}_of_rows" for side, s in zip(kernel.sides, sides)}
-        narrow = None
-        if kernel.narrow:
-            ((first, second),) = kernel.narrow.values()
-            assert kernel.joined
-            joint, scale = kernel.joined
-            scaled = "product" if scale is None else f"product * {writer.expression(scale)}"
-            rank = -(-first.array.extents[0 if first.turned else 1] // 16) * 16  # beyond it TMA brings zeros
-            narrow = Narrow(rank, Streamed.of(first, parameters), Streamed.of(second, parameters), scaled)
-            writer.names[joint] = products[0].acc
-        epilogue = [f"{parameters[y]} = {self.read(y, array(parameters[y]))}" for y in kernel.others]
-        epilogue += writer.assignments([kernel.root], taken)
 
-        rings = [*products, *([narrow.first, narrow.second] if narrow else [])]
-        opened = ["u", *(part for p in products for part in (p.ring, p.parts, p.full))]
-        opened += [part for s in sides for part in (s.parts, s.known)]
-        opened += [narrow.first.ring, narrow.second.ring, "narrow"] if narrow else []
-        numbers = [(parameters[y], parameters[y]) for y in kernel.numbers]
-        arrays = [(array(parameters[y]), parameters[y]) for y in [kernel.x, *kernel.vectors, *kernel.others]]
-        told = [(r.array, f"tiles.tensor({r.ring}, {r.tile})") for r in rings]
-        if narrow:
-            part = narrow.second.tile if narrow.second.turned else f"st(RANK, COLUMNS, {dtype})"
-            told[-1] = narrow.second.array, f"tiles.tensor({narrow.second.ring}, {part})"
-        result = array(parameters[kernel.root])
-        width = [("width", f"{parameters[kernel.x]}.shape[1]")] if lengths else []
-        arguments = [*arrays, *told, (result, parameters[kernel.root]), ("steps", "steps"), *width, *numbers]
-        fetched = f"fetch({', '.join([x.array, *(v.array for v in vectors)])}, " if vectors else f"load({x.array}, X, ("
-        before = [
-            f"blocks = -(-{parameters[kernel.root]}.shape[1] // COLUMNS) * BLOCKS",
-            f"steps = -(-{parameters[kernel.x]}.shape[1] // (BLOCKS * DEPTH))",
-        ]
-        super().__init__(
-            schedule=kernel.schedule, dtype=dtype, plain=kernel.plain, opened=opened, fetched=fetched,
-            products=products, narrow=narrow, sides=sides, vectors=vectors, x=x, result=result,
-            ahead=[f"fp32(ahead[{n}])" for n in range(1 + len(vectors))], prologue=prologue, operand=operand,
-            epilogue=epilogue, written=writer.expression(kernel.root),
-            arguments=arguments, before=before, launch="blocks, THREADS, shared=smem, cluster=BLOCKS", bounds="THREADS, 1",
-        )  # fmt: skip
-
-    @staticmethod
-    def read(y: Term, name: str) -> str:
-        """The expression that reads what the epilogue wants besides, as the transposed tile has it."""
-        if is_tile(y):
-            return f"transpose(load({name}, rt(ROWS, 16, fp32), (0, mine)))"
-        if along(y):
-            return f"load({name}, rt(16, ROWS, fp32).col_vec, {'(mine,)' if y.ndim == 1 else '(0, mine)'})"
-        return f"load({name}, rt(16, ROWS, fp32).row_vec, (0, 0), cols=0)"
+def _read(y: Term, name: str) -> str:
+    """The expression that reads what the epilogue wants besides, as the transposed tile has it."""
+    if is_tile(y):
+        return f"transpose(load({name}, rt(ROWS, 16, fp32), (0, mine)))"
+    if along(y):
+        return f"load({name}, rt(16, ROWS, fp32).col_vec, {'(mine,)' if y.ndim == 1 else '(0, mine)'})"
+    return f"load({name}, rt(16, ROWS, fp32).row_vec, (0, 0), cols=0)"

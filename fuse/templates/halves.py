@@ -31,7 +31,7 @@ class Halves:
     root: of any rank. parts: what is stored in its halves, or what is stored in it whole. leaves: halves of arrays, and arrays
     that are read whole. axis: of the root, that rows lie along."""
 
-    label, operations, most_rows = "halves", 0.0, 2**31 - 1
+    label, operations, most_rows, launched, early = "halves", 0.0, 2**31 - 1, True, False
 
     def __init__(self, root: Term, parts: tuple[Term, ...], read: list[Term], axis: int):
         self.roots, self.parts, self.read, self.axis = (root,), parts, read, axis

@@ -61,7 +61,7 @@ class Extension(NamedTuple):
 class ManyRows(Product):
     """See the module."""
 
-    label, most_rows, processors = "many", 2**31 - 1, 132
+    label, most_rows, processors, early = "many", 2**31 - 1, 132, False
 
     def __init__(self, root: Term, x: Term, products: dict[Term, Weight], others: list[Term], extension: Extension | None):
         super().__init__(root, x, x, products, {}, [], others)
@@ -162,6 +162,7 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     return {
         "schedule": s, "dtype": dtype, "y": result, "products": products, "turned": turned, "form": "ABt" if turned else "AB",
         "x": Named(parameters[kernel.x], array(parameters[kernel.x])), "others": others, "numbers": numbers,
+        "lasts": [p.name.replace("acc", "last") for p in products],
         "extension": extension and {"x": array(parameters[extension.left]), "w": array(parameters[extension.weight.array])},
         "computes": computes, "epilogue": epilogue, "written": writer.expression(kernel.root),
         "told": "".join(f", {one}" for one in (*(o.array for o in others), *numbers)),
@@ -177,7 +178,7 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
 
 def _read(y: Term, name: str) -> str:
     """The expression that reads what the epilogue wants besides, of the part that leaves."""
-    row, col = "ROWS * (CONSUMERS * row + me)", "PART * (PARTS * col + part)"
+    row, col = "ROWS * (CONSUMERS * row + me)", "PART * col"
     if is_tile(y):
         return f"warpgroup.load({name}, rt(16, PART, fp32), ({row}, {col}))"
     if along(y):

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..functions import MAPS
-from ..terms import Axis, Term, between, is_tile, viewed, walk
+from ..terms import Axis, Term, between, inputs, is_tile, walk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -43,6 +43,8 @@ class Product:
     root: (m, n). x: the array (m, k). operand: prologue(x), the left factor of all products. products: {term: its weight}.
     narrow: {term: (weight of the first product, weight of the second)}. sides: reductions of rows of x. vectors: what the
     prologue and the sides read besides. others: what the epilogue does: tiles and vectors. numbers: of all of them."""
+
+    launched = True
 
     def __init__(
         self,
@@ -78,14 +80,18 @@ class Product:
 
     @property
     def dtype(self) -> str:
-        """Of the operands, as x has it."""
-        return self.x.what[1] if self.x.operation == "input" else viewed(self.weights[0].array).what[1]
+        """Of the operands, as x has it, or what the weights are made of."""
+        made_of = [self.x] if self.x.operation == "input" else inputs(self.weights[0].array)
+        return next(y.what[1] for y in made_of if y.ndim)
 
     @property
     def joined(self) -> tuple[Term, Term | None] | None:
         """The sum of the one product and the narrow one, which one accumulator holds, and by which number the latter is scaled;
-        None if they are not added."""
-        ((narrow, _),) = self.narrow.items()
+        None if there is none, or they
+        are not added."""
+        if len(self.narrow) != 1:
+            return None
+        (narrow,) = self.narrow
         for x in between([self.root], [*self.products, narrow]):
             if x.operation == "add" and any(y in self.products for y in x.of):
                 other = next(y for y in x.of if y not in self.products)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 ROWS = 16  # of a warp's tile
 FOLD, COLUMNS = 16, 64  # a folded row's parts, and the columns of them that a warp has
-WARPS_RESIDENT = 20  # of a multiprocessor, of folded rows
+REGISTERS = 2048  # of a multiprocessor, for each lane of a warp
+WORKED = 48  # registers of a lane besides those that hold what is read
 NOTHING = {"sum": ("zeros", "0.0"), "max": ("neg_infty", "-math.inf")}  # a vector of nothing's sum or maximum, and one number
 
 
@@ -168,13 +169,20 @@ class Folded(Writing):
 
     columns, says = FOLD * COLUMNS, "are tiles of 16 parts; one is worked on while the next one comes"
 
+    def blocks(self, tiles: int, vectors: int) -> int:
+        """Of a multiprocessor, that its registers hold: what is read now and next, and some to compute with."""
+        tile = FOLD * COLUMNS // 32  # elements of a lane
+        ahead = tile if self.kernel.dtype == "fp32" else tile // 2
+        registers = tiles * (tile + ahead) + vectors * ahead + WORKED
+        return max(1, REGISTERS // registers // self.kernel.warps)
+
     def write(self) -> None:
         kernel, text, name = self.kernel, self.text, self.parameters
         tiles = [x for x in kernel.leaves if is_tile(x)]
         vectors = [x for x in kernel.leaves if x.ndim and not is_tile(x)]
         self.writer.names |= dict.fromkeys(self.lengths, "columns")
         x, warps = name[tiles[0]], kernel.warps
-        text.globals += [f"WARPS, BLOCKS = {warps}, {max(1, WARPS_RESIDENT // warps)}  # of a block, of a multiprocessor"]
+        text.globals += [f"WARPS, BLOCKS = {warps}, {self.blocks(len(tiles), len(vectors))}  # of a block, of a multiprocessor"]
         text.globals += [f"PART = rt({FOLD}, {COLUMNS}, {kernel.dtype})  # a warp's of a row that is cut into {FOLD}"]
         text.bounds = "32 * WARPS, BLOCKS"
         if self.reductions:

@@ -26,11 +26,35 @@ def qkv(tokens=TOKENS, head=HEAD):
     return tile(0, 1, tokens, 2, head), tile(1, 1, tokens, 2, head), tile(2, 1, tokens, 2, HEAD)
 
 
+def same(b, h, i, j, docs):
+    """A mask that reads an array, which is a tracer when the call is traced."""
+    return docs[i] == docs[j]
+
+
 # name: (function of the arrays, arrays, made where JAX's default device is)
 CALLS = {
     "forward": (attention.forward, lambda: qkv()),
     "forward, lse": (lambda *x: attention.forward(*x, causal=True, scale=0.5, return_lse=True), lambda: qkv()),
     "forward, bhsd": (lambda *x: attention.forward(*x, layout="bhsd"), lambda: [x.swapaxes(1, 2) for x in qkv()]),
+    "forward, variants": (
+        lambda *x: attention.forward(
+            *x[:3],
+            causal=True,
+            softcap=4.0,
+            alibi=x[3],
+            bias=x[4],
+            mask=same,
+            aux=(x[5],),
+            dropout=0.25,
+            seed=7,
+            return_lse=True,
+        ),
+        lambda: (*qkv(), -rate(3, 2), rate(4, 1, 1, TOKENS, TOKENS), jnp.arange(TOKENS) // 5),
+    ),
+    "forward, sequences": (
+        lambda *x: attention.forward(*x[:3], window=(4, 0), cu_seqlens=x[3], sink=x[4], q_norm=x[5], k_norm=x[5]),
+        lambda: (*qkv(), jnp.array([0, 3, TOKENS], jnp.int32), rate(4, 2), -rate(5, HEAD)),
+    ),
     "linear, sums": (lambda *x: attention.linear(*x, normalize=True, return_state=True), lambda: qkv()),
     "linear, sequences": (
         lambda *x: attention.linear(*x[:3], cu_seqlens=x[3], return_state=True),
@@ -80,6 +104,17 @@ def test_jit_of_more_than_the_call():
         for scale in 1, -1:
             x = q * scale
             assert_same(compiled(x), attention.forward(x * 2, k, attention.forward(x, k, v)) + 1)
+
+
+def test_lists_of_blocks():
+    """Made before, for the call that is traced."""
+    with jax.default_device(CPU):
+        arrays, docs = qkv(), jnp.arange(TOKENS) // 5
+        lists = attention.block_lists(*arrays, mask=same, aux=(docs,))
+        function = lambda *x, **blocks: attention.forward(*x[:3], mask=same, aux=x[3:], **blocks)
+        assert_same(jax.jit(lambda *x: function(*x, blocks=lists))(*arrays, docs), function(*arrays, docs))
+        with pytest.raises(TypeError, match="^q: lists are made outside of what torch.compile or jax.jit traces"):
+            jax.jit(lambda *x: attention.block_lists(*x, mask=same, aux=(docs,)))(*arrays)
 
 
 def test_vmap():

@@ -14,7 +14,7 @@ from cuda.bindings import driver
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from attention.softmax.forward import _forward
+from attention.softmax.forward import _forward, _variant
 from tiles import arrays as in_memory
 from tiles import device as devices
 from tiles import program as programs
@@ -253,6 +253,20 @@ def test_prompts_are_planned_a_few_times(gpu, monkeypatch):
         launches, made = gpu.call(linear, (q, k, v, *[None] * 7), (None, False, False, None), "bshd")
         assert len(made) == (1 if len(launches) == 1 else 3)
     assert len(plans) <= 5
+
+
+def test_a_seed_is_no_length_and_no_option(gpu, monkeypatch):
+    """It is written where addresses are, into one slot: another one is not planned, nor is another length with it."""
+    plans, found = planned(monkeypatch, _variant), {}
+    options = dict.fromkeys(_variant.options) | {"causal": False, "norm_eps": 1e-6, "dropout": 0.5, "return_lse": False}
+    for length, seed in (4000, 2**62 + 5), (4000, 0), (4000, 7), (3999, 7):
+        arrays = tokens(2, 1, 8, 128), *(tokens(2, length, 2, 128, MEMORY + n * ROOM, 8192) for n in (1, 2))
+        given = *arrays, *[None] * (len(_variant.names) - len(arrays)), tuple((options | {"seed_value": seed}).values())
+        ((launch,), _) = gpu.call(_variant, given[:-1], given[-1], "bshd")
+        found[length, seed] = launch[-1]
+    differ = [(x, y, z) for x, y, z in zip(*list(found.values())[:3]) if not x == y == z]
+    assert differ == [tuple(seed.to_bytes(8, "little") for seed in (2**62 + 5, 0, 7))]
+    assert found[3999, 7] != found[4000, 7] and len(plans) == 1
 
 
 def test_threads(gpu):

@@ -60,6 +60,16 @@ def test_the_forms_that_count():
     assert len(rules.equal(found.roots, found.space)) == 3
 
 
+def test_exponents():
+    """exp is a homomorphism, and no more: what its argument is decides."""
+    found = trace(lambda x, y: fuse.exp(x + y) - fuse.exp(x) * fuse.exp(y), (4, 8), (4, 8))
+    (zero,) = found.roots
+    assert proof.identity([zero], [zero * 2.0]).equal
+    found = trace(lambda x: (fuse.exp(x), fuse.exp(x * 2.0), fuse.exp(x) * fuse.exp(x)), (4, 8))
+    once, twice, square = found.roots
+    assert proof.identity([twice], [square]).equal and not proof.identity([once], [twice]).equal
+
+
 def _of(operation, change):
     """A rule on terms of one operation."""
 

@@ -11,6 +11,7 @@ from ops import load, store, warpgroup
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, st, tensor, tf32
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
+from tiles.dtypes import _to_tf32
 from tiles.testing import blank, close, pairs, wide
 
 
@@ -204,6 +205,13 @@ def test_what_an_a100_lacks():
         compile_kernel(narrow, signature, "sm_80")
     for arch in ("sm_89", "sm_100a", "sm_120a"):
         assert compile_kernel(narrow, signature, arch).local_bytes == 0
+
+
+def test_ties_of_tf32():
+    """Away from zero, or to even, as asked; half a unit less goes down."""
+    x = np.float32([1 + 2**-11, -1 - 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 - 2**-23])
+    assert (_to_tf32(x) == [1 + 2**-10, -1 - 2**-10, 1 + 2**-9, 1]).all()
+    assert (_to_tf32(x, to_even=True) == [1, -1, 1 + 2**-9, 1]).all()
 
 
 @pytest.mark.parametrize("to", [bf16, fp16])

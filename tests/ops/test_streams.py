@@ -90,6 +90,15 @@ def test_ragged(run, sample, length):
     agree(run, Ragged(TILE, 0, 2), row_from_5, x, 5 + length, whole.reshape(COUNT, 64, 64).sum(0))
 
 
+def test_rows_before_the_array(run, sample):
+    """Are zeros, whatever lies there: NaN here."""
+    x = sample((5 + 64 * COUNT, 2, 64), bf16)
+    x[:5] = np.nan
+    x = x[5:]
+    want = np.concatenate([np.zeros((5, 64)), wide(x[:-5, 1])]).reshape(COUNT, 64, 64).sum(0)
+    agree(run, Ragged(TILE, 0, 2), tiles.inlined(lambda j: (64 * j - 5, 1, 0)), x, 64 * COUNT, want)
+
+
 @pytest.mark.parametrize("aligned", [False, True])
 def test_converted(run, sample, aligned):
     x = sample((2, 64 * COUNT, 3, 64), fp8e4m3)

@@ -226,7 +226,8 @@ SNIPPETS = {  # name: (PTX that makes o of x and y and the thread's number, what
     "numbers of the thread": (
         ".reg .b32 k; mov.u32 o, %ntid.x; mov.u32 k, %laneid; mad.lo.u32 o, o, 100, k; mov.u32 k, %nctaid.y; add.u32 o, o, k;",
         3201 + LANE),
-    "nothing that shows": ("nanosleep.u32 20; prefetch.global.L2 [%a0]; mov.b32 o, x;", x),
+    "nothing that shows": (
+        "nanosleep.u32 20; prefetch.global.L2 [%a0]; griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 o, x;", x),
     "an mbarrier that goes": (
         ".reg .b32 s; .reg .pred p; mov.u32 s, dynamic_smem; setp.eq.u32 p, %t, 0; @p mbarrier.init.shared.b64 [s], 1;"
         "bar.warp.sync -1; @p mbarrier.inval.shared.b64 [s]; bar.warp.sync -1; @p st.shared.b32 [s], x; mov.b32 o, x;", x),

@@ -1,4 +1,4 @@
-"""tiles/torch_op.py: what an op is made of, for programs of any schema. (tests/attention/test_torch_ops.py: ours, in use.)"""
+"""tiles/torch_op.py: what an op is made of, for programs of any schema. (tests/attention/test_torch_*.py: ours, in use.)"""
 
 import pytest
 

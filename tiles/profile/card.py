@@ -9,7 +9,7 @@ from cuda.bindings import driver
 from ..arguments import grouped
 from ..arrays import ABSENT, Form, Operand
 from ..device import Device, check
-from ..fallback import Interpreted, span
+from ..fallback import Interpreted, span, told
 from ..launch import Bound, Launch
 from ..values import tensor
 from .counts import SAMPLE, chosen, counted
@@ -137,6 +137,7 @@ def rehearsed(bound: Bound, origin, addresses, sample: int | None = SAMPLE, keep
         if isinstance(value, Operand):
             address = 0 if value.source == ABSENT else addresses[value.source]
             value = _stand_in(value.form, address, bound.code.target, memory)
+        value = told(value, addresses)
         args.append(tensor(value, spec.tile, spec.rows, spec.cols, spec.unit) if spec and value is not None else value)
     args = grouped(launch.kernel, args)
     cluster = launch.cluster or (1, 1, 1)

@@ -9,7 +9,8 @@ import pytest
 from eager import arguments, attend
 
 from attention.compat import captured
-from attention.compat.flex import WHOLE, flex_attention
+from attention.compat.flex import WHOLE, flex_attention, listed
+from attention.softmax.ready import BlockLists
 
 ROWS, COLS = 6, 9
 I, J = np.arange(ROWS)[:, None], np.arange(COLS)
@@ -109,6 +110,18 @@ def test_blocks_are_passed_on(calls, qkv):
                        full_kv_num_blocks=counts, full_kv_indices=ones + 1)  # fmt: skip
     close([flex_attention(*qkv, block_mask=lists)], [attend(*qkv, see=((J < 3) & (J > I)) | (J // 3 == 1))[0]])
     assert calls[0]["blocks"] is lists
+
+
+@pytest.mark.parametrize("size", [WHOLE, 16])
+def test_blocks_that_are_listed_once(size):
+    """Give the same bits as those that are listed in each call."""
+    docs, ones = np.arange(COLS) // 4, np.ones((1, 1, 1), np.int32)
+    q, k, v = (np.random.default_rng(0).standard_normal((1, 2, n, 16)).astype(np.float16) for n in (ROWS, COLS, COLS))
+    lists = block_mask(lambda b, h, i, j: docs[i] == docs[j], size, kv_num_blocks=ones, kv_indices=0 * ones[..., None])
+    score = lambda s, b, h, i, j: s * 0.5
+    made = listed(q, k, v, lists, score)
+    assert isinstance(made.lists, BlockLists) and made.block_mask is lists
+    assert (flex_attention(q, k, v, score, made) == flex_attention(q, k, v, score, lists)).all()
 
 
 def test_torch_in_a_function_becomes_ops(calls, qkv, monkeypatch):

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from judged import agree, inputs, poisoned
+from judged import agree, inputs, poisoned, there
 from places import OnInterpreter
 
 import attention
+from attention.softmax.launches import Before
 
 FIELDS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 odd = lambda b, h, i, j: (i + j) % 2 == 1
@@ -41,6 +42,9 @@ def drawn(*shape):
 CASES = {  # sizes of blocks around those of tiles and across them; a batch or head for all, lists that differ; options besides
     "odd": (block_mask(drawn(2, 2, 3, 5), (30, 50)), dict(mask=odd)),
     "one for all": (block_mask(drawn(1, 1, 2, 2), 128), dict(mask=lambda b, h, i, j: (j + h + b) % 3 > 0)),
+    "large, across tiles": (block_mask(drawn(1, 2, 2, 2), (96, 160)), dict(mask=odd, causal=True)),
+    "large, across warps": (block_mask(drawn(1, 1, 2, 2), (40, 128)), {}),
+    "wide, across tiles": (block_mask(drawn(1, 1, 3, 6), (32, 40)), {}),
     "no mask": (block_mask(drawn(2, 1, 5, 15), 16), {}),
     "no whole ones": (block_mask(drawn(1, 2, 3, 4), (32, 64), whole=False), dict(causal=True)),
     "aux": (block_mask(drawn(1, 1, 2, 4), 64), dict(
@@ -77,6 +81,74 @@ def test_lists_that_say_what_a_mask_says(family):
 def test_as_compiled(as_compiled):
     as_compiled("sm_80")
     agree(OnInterpreter(), *inputs(1, 20, 80, 1, 1, 64), family="sm_80", blocks=block_mask(drawn(1, 1, 2, 3), 32), mask=odd)
+
+
+READY = {  # what lists are made of, which need not be read again: shared by batches and heads, or not; of blocks, or not
+    "shared": dict(mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(np.arange(240) // 50,), window=(None, 30)),
+    "each its own": dict(mask=lambda b, h, i, j: (j + 40 * h) % 70 > 30 * b, causal=True, softcap=2.0),
+    "blocks": dict(blocks=block_mask(drawn(1, 2, 3, 4), (32, 64))),
+    "a mask in blocks": dict(blocks=block_mask(drawn(2, 1, 3, 5), (30, 50)), mask=lambda b, h, i, j: (i + j + h) % 2 == 1),
+}
+
+
+@pytest.mark.parametrize("case", READY)
+def test_lists_that_are_ready(place, family, case, monkeypatch):
+    """Give the same bits, and nothing is listed anew."""
+    q, k, v = (place.put(x) for x in inputs(2, 80, 230, 2, 1, 64))
+    options = there(place, READY[case] | {"family": family})
+    wanted = place.get(attention.forward(q, k, v, **options))
+    lists = attention.block_lists(q, k, v, **options)
+    for what in "listed", "classes":
+        monkeypatch.setattr(Before, what, lambda *_: pytest.fail("lists blocks anew"))
+    assert (place.get(attention.forward(q, k, v, **options | {"blocks": lists})) == wanted).all()
+
+
+def test_ready_lists_serve_other_batches_and_heads():
+    """Where the mask does not read them; and what aux holds is what it was when they were made."""
+    docs = np.arange(64) // 20
+    options = dict(mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(docs,), family="sm_80")
+    lists = attention.block_lists(*inputs(1, 64, 64, 1, 1, 64), **options)
+    q, k, v = inputs(2, 64, 64, 2, 1, 64)
+    wanted = attention.forward(q, k, v, **options)
+    assert (attention.forward(q, k, v, blocks=lists, **options) == wanted).all()
+
+
+def of_heads(b, h, i, j):
+    return j <= i + h
+
+
+@pytest.mark.parametrize(("shape", "options", "what"), [
+    ((1, 79, 64, 2, 1, 64), {}, "queries=80, and this call has queries=79:"),
+    ((1, 80, 65, 2, 1, 64), {}, "keys=64, and this call has keys=65:"),
+    ((1, 80, 64, 3, 1, 64), {}, "heads=2, and this call has heads=3:"),
+    ((1, 80, 64, 2, 1, 128), {"family": "sm_90"}, "tiles=192 x 128, and this call has tiles=128 x 128:"),
+    ((1, 80, 64, 2, 1, 64), {"causal": True}, r"window=\(None, None\), and this call has window=\(None, 0\):"),
+    ((1, 80, 64, 2, 1, 64), {"mask": odd}, "mask=of_heads .*, and this call has heads=any, mask=<lambda> "),
+    ((1, 80, 64, 2, 1, 64), {"mask": None}, "mask=of_heads .*, and this call has heads=any, mask=None:"),
+])  # fmt: skip
+def test_ready_lists_of_another_call(shape, options, what):
+    lists = attention.block_lists(*inputs(1, 80, 64, 2, 1, 64), mask=of_heads)
+    q, k, v = inputs(*shape)
+    out = poisoned(q.shape, q.dtype)
+    with pytest.raises(ValueError, match=f"^blocks: these lists were made for .*{what}"):
+        attention.forward(q, k, v, out=out, **{"mask": of_heads, "blocks": lists} | options)
+    assert np.isnan(out.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(("options", "what"), [
+    (dict(causal=True), "mask: must say which keys are seen, or blocks, where lists are made of them"),
+    (dict(mask=odd, lengths_k=np.array([3], np.int32)), "lengths_k: must be None where lists of key blocks are made or given"),
+    (dict(mask=odd, cu_seqlens=np.array([0, 8], np.int32)), "cu_seqlens: must be None where lists of key blocks"),
+    (dict(mask=odd, out=np.zeros(1)), "out: is forward's; block_lists writes no output"),
+    (dict(mask=odd, masks=odd), "unexpected keyword argument 'masks'"),
+    (dict(mask=lambda b, h, i, j: j), "mask: must give truth values"),
+])  # fmt: skip
+def test_lists_that_are_not_made(options, what):
+    with pytest.raises((TypeError, ValueError), match=what):
+        attention.block_lists(*inputs(1, 8, 8, 2, 1, 64), **options)
+    q, k, v = inputs(1, 0, 8, 2, 1, 64)
+    with pytest.raises(ValueError, match="q: must not be empty where lists of its blocks are made"):
+        attention.block_lists(q, k, v, mask=odd)
 
 
 GOOD = block_mask(drawn(1, 1, 2, 2), 4)

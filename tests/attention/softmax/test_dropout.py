@@ -1,12 +1,16 @@
 """Dropout of attention.forward's weights: the mask in NumPy is that of the kernels, whatever they are."""
 
+import itertools
+
 import numpy as np
 import pytest
 from judged import agree, inputs, poisoned
 
 import attention
 from attention.softmax.assembled import assembled
-from attention.softmax.dropped import Dropped, halves_of, numbers_of
+from attention.softmax.dropped import Dropped, numbers_of
+from attention.softmax.forward import _variant
+from tiles.arrays import Number
 from tiles.dtypes import bf16, fp16
 
 F32 = np.dtype(np.float32)
@@ -43,6 +47,16 @@ def test_a_seed_in_memory(place, family):
     assert (found[0] == place.get(number)).all() and (found[1] != found[0]).any()
 
 
+def test_another_seed_is_no_other_plan(monkeypatch):
+    """It goes to the kernel with the addresses; 0 is one, and not none."""
+    q, k, v = inputs(1, 20, 40, 1, 1, 64)
+    plans, real = [], _variant.planner
+    monkeypatch.setattr(_variant, "planner", lambda *args: plans.append(args) or real(*args))
+    found = [attention.forward(q, k, v, dropout=0.25, seed=seed, family="sm_80") for seed in (1, 0, 2**62, 1)]
+    assert len(plans) == 1 and (found[0] == found[3]).all()
+    assert all((one != other).any() for one, other in itertools.combinations(found[:3], 2))
+
+
 def test_nothing_overflows(place, family):
     """In float16, where few weights are left that count much."""
     q, k, v = inputs(1, 16, 300, 1, 1, 64, fp16.np)
@@ -67,9 +81,8 @@ def test_no_dropout_is_plain():
 
 
 def test_what_kernels_are_told():
-    assert halves_of(2**63 - 1) == {"seed_low": -1, "seed_high": 2**31 - 1} and halves_of(5)["seed_low"] == 5
     assert numbers_of(0.5) == {"dropped": 32768, "per_kept": 2} and numbers_of(1 - 2**-20)["dropped"] == 65535
-    assert set(assembled(1.0, more=[(Dropped(), numbers_of(0.5) | halves_of(1))]).numbers) == set(Dropped().given)
+    assert set(assembled(1.0, more=[(Dropped(), numbers_of(0.5) | {"seed": Number(-1)})]).numbers) == set(Dropped().given)
 
 
 @pytest.mark.parametrize(("options", "what"), [

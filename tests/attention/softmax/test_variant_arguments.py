@@ -6,10 +6,12 @@ import importlib
 import numpy as np
 import pytest
 from judged import inputs
+from numpy import minimum
 
 import attention
-from attention.softmax import launches
+from attention.softmax import launches, python
 from attention.softmax.python import named
+from ops import where
 from tiles.frameworks import describe
 
 FORWARD = importlib.import_module("attention.softmax.forward")  # the module, whose name is also the function's
@@ -43,6 +45,10 @@ INVALID = [
     (dict(mask=sees), T, "mask: mask(b, h, i, j) fails on NumPy arrays: TypeError: <lambda>() missing 1 required"),
     (dict(mask=sees, aux=(AROUND, AROUND)), T, "mask: mask(b, h, i, j, aux0, aux1) fails on NumPy arrays: TypeError: <lambda>"),
     (dict(mask=lambda b, h, i, j: AROUND[i] == j), T, "mask: reads the array AROUND from around it: pass it in aux, and take"),
+    # what they call
+    (dict(mask=lambda b, h, i, j: np.where(i < 3, j < 2, j <= i)), T, "mask: calls np.where, which kernels have not; use "),
+    (dict(score=lambda s, b, h, i, j: minimum(s, 0.0) + j), T, "score: calls minimum, which kernels have not; use ops.minimum"),
+    (dict(mask=lambda b, h, i, j: np.linalg.norm(i - j) < 3), T, "mask: calls np.linalg.norm, which kernels have not; "),
     # what they are
     (dict(mask=functools.partial(sees, at=AROUND)), T, "mask: must be a Python function, such as lambda b, h, i, j: j <= i: m"),
     (dict(mask=max), T, "mask: must be a Python function, such as lambda b, h, i, j: j <= i: mask=<built-in function max>"),
@@ -143,16 +149,23 @@ def test_functions_that_read_the_same_go_by_one_name():
     assert named("mask", made(3)) == named("mask", made(3)) != named("mask", made(4))
 
 
-def test_numbers_around_a_function_would_go_stale_in_a_graph():
-    """Dynamo guards a function's code, not what it holds."""
-    reach = 3
-    assert named("mask", sees, True) == named("mask", sees)
-    for function in (lambda b, h, i, j: j <= i + reach), (lambda b, h, i, j, more=3: j <= i + more):
-        assert named("mask", function)
-        with pytest.raises(
-            TypeError, match=r"^mask: holds \((3|'reach'),\), of which torch.compile would keep the first value"
-        ):
-            named("mask", function, True)
+def test_what_a_function_holds_would_go_stale_in_a_graph(monkeypatch):
+    """Dynamo guards a function's code, and those numbers that are written out for it."""
+    reach, table = 3, [3]
+    names = [named("mask", function) for function in (sees, lambda b, h, i, j: j <= i + reach)]
+    monkeypatch.setattr(python, "compiling", lambda: True)
+    assert names == [named("mask", function) for function in (sees, lambda b, h, i, j: j <= i + reach)]
+    assert python._held("mask", lambda b, h, i, j, more=0.5, *, less=True: j <= i + reach) == ("3", "0.5", "True")
+    with pytest.raises(TypeError, match=r"^mask: holds \('table',\), of which torch.compile would keep the first value"):
+        named("mask", lambda b, h, i, j: j <= i + table[0])
+    with pytest.raises(TypeError, match="^mask: must be a Python function"):
+        named("mask", 5)
+
+
+def test_numpys_types_and_numbers_are_no_functions():
+    q, k, v = inputs(1, 5, 9, 1, 1, 16)
+    mask = lambda b, h, i, j: where(j <= i + np.int32(4), 1.0, 0.0) > np.pi - 3
+    assert (attention.forward(q, k, v, mask=mask) == attention.forward(q, k, v, mask=lambda b, h, i, j: j <= i + 4)).all()
 
 
 def test_a_number_around_a_function_that_changes():

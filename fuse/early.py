@@ -1,0 +1,37 @@
+"""Launches that are early, and what they must not read too soon.
+
+A kernel whose weights are on their way before the launch before it is done (ops/grid.py) must not find weights that this launch
+writes: a function's result may be another's weights. So each step knows what it reads early and what it writes, and one whose
+weights overlap what the launch before it wrote, on its stream, is not early. Launches of others are done before one of ours
+begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tiles.arrays import Operand
+from tiles.recording import Recorded
+
+WRITTEN: dict[int, list[tuple[int, int]]] = {}  # by stream: from where to where the last launch that may be overtaken wrote
+
+
+class Early(NamedTuple):
+    """A step: a launch that is early where it may be. reads: its weights. writes: its results."""
+
+    launch: Recorded
+    reads: Sequence[Operand]
+    writes: Sequence[Operand]
+
+    def run(self, stream: int, addresses: Sequence[int]) -> None:
+        """At this stream and these addresses."""
+        reads, written = self.ranges(self.reads, addresses), WRITTEN.get(stream, ())
+        waits = any([low < end and start < high for low, high in reads for start, end in written])
+        bound = self.launch.late if waits else self.launch.bound
+        bound.run(stream, [addresses[source] for source in self.launch.sources])
+        WRITTEN[stream] = self.ranges(self.writes, addresses)
+
+    @staticmethod
+    def ranges(operands: Sequence[Operand], addresses: Sequence[int]) -> list[tuple[int, int]]:
+        """From where to where these lie."""
+        return [(addresses[x.source], addresses[x.source] + x.form.extent) for x in operands]

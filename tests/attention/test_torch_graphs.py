@@ -1,0 +1,211 @@
+"""Every public function in torch's graphs: torch.compile, torch.export, CUDA graphs, and what a graph is guarded by."""
+
+import subprocess
+import sys
+
+import pytest
+
+import attention
+
+torch = pytest.importorskip("torch")
+from torch_calls import (  # noqa: E402
+    CALLS,
+    HEAD,
+    TOKENS,
+    Inputs,
+    Recording,
+    assert_same,
+    cloned,
+    every_call,
+    leaves,
+    prepared,
+)
+
+from attention.softmax.forward import VARIANTS, _variant  # noqa: E402
+
+
+# ---- torch.compile and torch.export ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["forward, lse", "linear, state", "delta_rule", "retention"])
+def test_lengths_are_symbols(name):
+    """One compilation serves all lengths."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(CALLS[name][0], fullgraph=True, backend=counter, dynamic=True)
+    counts = []
+    for tokens in 16, 24, 40:
+        function, args, options = prepared(name, tokens=tokens)
+        assert_same(compiled(*args, **options), function(*args, **options))
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1  # Dynamo may start anew once, where a float is an argument
+
+
+def test_a_length_that_is_said_to_be_dynamic():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q, k, v: attention.forward(q, k, v) + 1, fullgraph=True, backend=counter)
+    for tokens in 16, 24:
+        q, k, v = Inputs(tokens=tokens).qkv()
+        for x in q, k, v:
+            torch._dynamo.mark_dynamic(x, 1)
+        assert_same(compiled(q, k, v), attention.forward(q, k, v) + 1)
+    assert counter.frame_count == 1
+
+
+def test_a_scale_that_changes():
+    torch._dynamo.reset()
+    compiled = torch.compile(attention.forward, fullgraph=True, backend="aot_eager")
+    q, k, v = Inputs().qkv()
+    for scale in 0.5, 0.25, 0.125, 1, None:
+        assert_same(compiled(q, k, v, scale=scale), attention.forward(q, k, v, scale=scale))
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(HEAD, 3 * HEAD, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(-1, (1, 3 * HEAD)).chunk(3, -1)
+        return attention.forward(q, k, v, causal=True).flatten(-2)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    layer, x = Layer().requires_grad_(False), torch.randn(1, TOKENS, HEAD).bfloat16()
+    shapes = ({1: torch.export.Dim("tokens", min=2, max=4096)},)
+    exported = torch.export.export(layer, (x,), dynamic_shapes=shapes, strict=strict)
+    targets = [str(node.target) for node in exported.graph.nodes]
+    assert "tiles.forward.default" in targets
+    for tokens in TOKENS, 40:
+        x = torch.randn(1, tokens, HEAD).bfloat16()
+        assert_same(exported.module()(x), layer(x))
+
+
+def test_an_out_and_a_state_that_are_written_are_not_forgotten():
+    """Functionalization turns writes into new values, and back."""
+
+    def step(state, q, k, v, out):
+        first = attention.linear_step(state, q, k, v) * 2
+        second = attention.linear_step(state, q, k, v, out=out)
+        assert second is out
+        return first, second + 1, state.sum()
+
+    (q, k, v), state = (x[:, 0] for x in Inputs().qkv()), torch.zeros(1, 1, HEAD, HEAD)
+    mine = [state, q, k, v, torch.zeros_like(v)]
+    again = cloned(mine)
+    wanted = step(*mine)
+    torch._dynamo.reset()
+    assert_same(torch.compile(step, fullgraph=True, backend="aot_eager")(*again), wanted)
+    assert_same(again, mine)
+    assert state.abs().sum() > 0
+
+
+def test_what_a_graph_cannot_do_is_said():
+    q, k, v = Inputs().qkv()
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="stream: must be None"):
+        torch.compile(lambda: attention.forward(q, k, v, stream=0), fullgraph=True, backend="aot_eager")()
+    with Recording(), pytest.raises(TypeError, match="stream: must be None"):
+        attention.forward(q, k, v, stream=0)
+    with Recording(), pytest.raises(ValueError, match=r"out: must have shape=\(1, 16, 1, 64\)"):
+        attention.forward(q, k, v, out=torch.zeros(2, TOKENS, 1, HEAD, dtype=q.dtype))
+    with pytest.raises(ValueError, match="k: head_dim must equal q's"):
+        torch.compile(attention.forward, fullgraph=True, backend="aot_eager")(q, k[..., :32], v[..., :32])
+
+
+def test_masks_of_a_graph():
+    """A function goes by the digest of its code: another one is another graph, and so is one that holds another number."""
+    q, k, v = Inputs().qkv()
+    torch._dynamo.reset()
+    compiled = torch.compile(attention.forward, fullgraph=True, backend="aot_eager")
+    for reach, mask in (0, lambda b, h, i, j: j <= i), (3, lambda b, h, i, j: j <= i + 3):
+        assert_same(compiled(q, k, v, mask=mask), attention.forward(q, k, v, window=(None, reach)))
+    made = lambda reach: lambda b, h, i, j, more=reach: j <= i + reach - 1 + more
+    for reach in 0, 1, 0:
+        assert_same(compiled(q, k, v, mask=made(reach)), attention.forward(q, k, v, mask=made(reach)))
+    inside = lambda reach: attention.forward(q, k, v, mask=lambda b, h, i, j: j <= i + reach)
+    assert_same(torch.compile(inside, fullgraph=True, backend="aot_eager")(3), inside(3))
+    with pytest.raises(Exception, match=r"mask: holds \('inputs',\)"):
+        inputs = [q]
+        compiled(q, k, v, mask=lambda b, h, i, j: j <= i + len(inputs))
+    with pytest.raises(ValueError, match="^nobody: this process knows no function by that name"):
+        nothing = [None] * (len(VARIANTS.names) - len(("q", "k", "v", "out", "lse")))
+        options = dict.fromkeys(_variant.options) | {"causal": False, "mask": "nobody", "norm_eps": 1e-6, "return_lse": False}
+        torch.ops.tiles.forward_variant(q, k, v, *nothing, *options.values(), "bshd")
+
+
+def test_lists_of_blocks_in_a_graph():
+    """They are made before, and read by it."""
+    x, near = Inputs(), lambda b, h, i, j, docs: docs[i] == docs[j]
+    q, k, v = x.qkv()
+    options = {"mask": near, "aux": (x.documents()[0],)}
+    lists = attention.block_lists(q, k, v, **options)
+    torch._dynamo.reset()
+    compiled = torch.compile(attention.forward, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(q, k, v, blocks=lists, **options), attention.forward(q, k, v, **options))
+    with torch._subclasses.FakeTensorMode() as fakes:
+        fake = [fakes.from_tensor(y) for y in (q, k, v)]
+        with pytest.raises(TypeError, match="^q: lists are made outside of what torch.compile or jax.jit traces"):
+            attention.block_lists(*fake, **options)
+
+
+def test_seeds_of_a_graph():
+    """Are numbers that may change: the third one compiles nothing anew."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    q, k, v = Inputs().qkv()
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention.forward, fullgraph=True, backend=counter)
+    for seed in 2, 2**40 + 3, 4, 5:
+        assert_same(compiled(q, k, v, dropout=0.5, seed=seed), attention.forward(q, k, v, dropout=0.5, seed=seed))
+    assert counter.frame_count == 2
+
+
+def test_the_first_call_may_be_one_that_is_compiled():
+    """attention was imported first, and no function looked up, nor an op registered, before Dynamo traces."""
+    code = """
+import attention, torch
+q = torch.randn(1, 16, 1, 64).half()
+compiled = torch.compile(lambda q: attention.retention(q, q, q), fullgraph=True, backend="aot_eager")
+assert torch.equal(compiled(q), attention.retention(q, q, q))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- on the card -----------------------------------------------------------------------------------------------------
+@pytest.mark.gpu
+@every_call
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_inductor(name, mode):
+    """Inductor's code, and the CUDA graphs that it captures; fresh numbers at every replay."""
+    torch._dynamo.reset()
+    compiled = torch.compile(CALLS[name][0], fullgraph=True, mode=mode)
+    for _ in range(4):
+        function, args, options = prepared(name, device="cuda", batch=1 if "sequences" in name else 2, tokens=256)
+        again = cloned((args, options))
+        wanted = function(*args, **options)
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_same(cloned(compiled(*again[0], **again[1])), wanted)
+        torch.testing.assert_close(leaves(again), leaves((args, options)))  # what is written in place, too
+
+
+@pytest.mark.gpu
+@every_call
+def test_cuda_graph(name):
+    function, args, options = prepared(name, device="cuda", tokens=256)
+    before = cloned((args, options))
+    function(*args, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = function(*args, **options)
+    for x, y in zip(leaves((args, options)), leaves(before)):
+        if isinstance(x, torch.Tensor):
+            x.copy_(y)
+    graph.replay()
+    wanted = function(*before[0], **before[1])
+    assert_same(got, wanted)

@@ -1,0 +1,152 @@
+"""Every public function under torch: the calls that its tests make, on tiny shapes, and what they compare."""
+
+import pytest
+
+import attention
+
+torch = pytest.importorskip("torch")
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+TOKENS, HEAD = 16, 64
+
+
+class Inputs:
+    """Random arrays of one device and dtype: tile, rate (negative, float32), zeros."""
+
+    def __init__(self, device="cpu", dtype=torch.bfloat16, batch=1, heads=1, tokens=TOKENS):
+        self.device, self.dtype, self.batch, self.heads, self.tokens = device, dtype, batch, heads, tokens
+
+    def tile(self, *shape):
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def qkv(self, head=HEAD):
+        """Keys have length 1: the delta rule is stable then."""
+        shape = self.batch, self.tokens, self.heads
+        keys = torch.nn.functional.normalize(torch.randn((*shape, head), device=self.device), dim=-1).to(self.dtype)
+        return self.tile(*shape, head), keys, self.tile(*shape, HEAD)
+
+    def rate(self, *shape):
+        return -0.1 - torch.rand(shape, device=self.device)
+
+    def gates(self, *more):
+        return self.rate(self.batch, self.tokens, self.heads, *more)
+
+    def state(self, *shape):
+        return torch.randn((self.batch, self.heads, *shape), device=self.device)
+
+    def documents(self):
+        """Which document each token belongs to: (batch, sequence)."""
+        return (torch.arange(self.tokens, device=self.device) // 5).repeat(self.batch, 1)
+
+    def ends(self):
+        return torch.tensor([0, 3, self.tokens], dtype=torch.int32, device=self.device)
+
+
+def swapped(*arrays):
+    """The same, laid out as (batch, head, sequence, column)."""
+    return [x.transpose(1, 2).contiguous() for x in arrays]
+
+
+def near(b, h, i, j, docs):
+    """A mask that reads all that it is told."""
+    return (docs[b, i] == docs[b, j]) & (j <= i + h)
+
+
+def warmer(s, b, h, i, j, docs):
+    return s * 0.5 + docs[b, j]
+
+
+# name: (function, what it is called with, made of Inputs: (arrays by position, all else))
+CALLS = {
+    "forward": (attention.forward, lambda x: (x.qkv(), {})),
+    "forward, lse": (attention.forward, lambda x: (x.qkv(), dict(causal=True, return_lse=True, scale=0.5))),
+    "forward, bhsd": (attention.forward, lambda x: (swapped(*x.qkv()), dict(layout="bhsd", return_lse=True))),
+    "forward, built in": (
+        attention.forward,
+        lambda x: (
+            x.qkv(),
+            dict(window=(9, 3), softcap=2.0, alibi=-x.rate(x.heads), sink=x.rate(x.heads), bias=x.tile(1, 1, 1, x.tokens)),
+        ),
+    ),
+    "forward, in Python": (
+        attention.forward,
+        lambda x: (x.qkv(), dict(mask=near, score=warmer, aux=(x.documents(),), return_lse=True)),
+    ),
+    "forward, sequences": (attention.forward, lambda x: (x.qkv(), dict(cu_seqlens=x.ends(), causal=True))),
+    "linear": (attention.linear, lambda x: (x.qkv(), {})),
+    "linear, state": (
+        attention.linear,
+        lambda x: (x.qkv(), dict(decay=x.gates(), initial_state=x.state(HEAD, HEAD), return_state=True)),
+    ),
+    "linear, sums": (
+        attention.linear,
+        lambda x: (
+            x.qkv(),
+            dict(normalize=True, initial_state=(x.state(HEAD, HEAD), x.state(HEAD).abs() + 9), return_state=True),
+        ),
+    ),
+    "linear, sequences": (attention.linear, lambda x: (x.qkv(), dict(cu_seqlens=x.ends(), return_state=True))),
+    "retention": (attention.retention, lambda x: (swapped(*x.qkv()), dict(layout="bhsd"))),
+    "lightning": (attention.lightning, lambda x: ((*x.qkv(), 1, 3), dict(return_state=True))),
+    "gla": (attention.gla, lambda x: ((*x.qkv(), x.gates(HEAD)), {})),
+    "delta_rule": (attention.delta_rule, lambda x: ((*x.qkv(), -x.gates()), dict(decay=x.gates(), return_state=True))),
+    "mamba2": (
+        attention.mamba2,
+        lambda x: (
+            (x.qkv()[0], -x.gates(), x.rate(x.heads), *x.qkv()[1:]),
+            dict(D=x.rate(x.heads), z=x.qkv()[0], return_final_states=True),
+        ),
+    ),
+    "based": (attention.based, lambda x: (x.qkv(16), dict(return_state=True))),
+    "based, plain": (attention.based, lambda x: (x.qkv(16), dict(normalize=False))),
+    "hedgehog": (
+        attention.hedgehog,
+        lambda x: (
+            (*x.qkv(), x.tile(x.heads, HEAD, 64), x.tile(x.heads, HEAD, 64), -x.rate(x.heads), -x.rate(x.heads)),
+            {},
+        ),
+    ),
+    "linear_step": (
+        attention.linear_step,
+        lambda x: ((x.state(HEAD, HEAD), *(a[:, 0] for a in x.qkv())), dict(beta=-x.gates()[:, 0])),
+    ),
+}
+every_call = pytest.mark.parametrize("name", CALLS)
+
+
+def prepared(name, **inputs):
+    """(function, arrays by position, the rest)"""
+    function, make = CALLS[name]
+    args, options = make(Inputs(**{"heads": 2, **inputs}))
+    return function, tuple(args), options
+
+
+def cloned(tree):
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, tree)
+
+
+def leaves(tree):
+    """Its tensors."""
+    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def assert_same(got, wanted):
+    """The same numbers, shapes, dtypes and strides. (Decays of heads that torch computes differ by a rounding.)"""
+    got, wanted = leaves(got), leaves(wanted)
+    assert len(got) == len(wanted) > 0
+    for x, y in zip(got, wanted):
+        assert (x.shape, x.dtype, x.stride(), x.device) == (y.shape, y.dtype, y.stride(), y.device)
+        torch.testing.assert_close(x, y)
+
+
+class Recording(TorchDispatchMode):
+    """The ops of ours that are called inside, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "tiles":
+            self.calls.append((op, cloned(args)))
+        return op(*args, **(kwargs or {}))

@@ -1,0 +1,33 @@
+"""Fused kernels as they are compiled for Hopper, on the CPU: each template once."""
+
+import numpy as np
+import pytest
+
+import fuse
+import fuse.operators as operators
+from tiles import bf16
+from tiles.testing import ptx
+
+from references import compare  # isort: skip
+
+
+def matrix(*shape):
+    return (np.random.default_rng(sum(shape)).standard_normal(shape) / shape[0] ** 0.25).astype(bf16.np)
+
+
+CASES = {
+    "few rows, sums, a vector": (operators.rms_norm_linear, (5, 136), (136,), (136, 72)),
+    "few rows, a narrow product": (operators.lora_linear, (3, 72), (72, 40), (72, 8), (8, 40)),
+    "many rows, two products": (operators.gated_mlp, (70, 72), (72, 40), (72, 40)),
+    "many rows, one step more; few columns": (operators.lora_linear, (66, 72), (72, 40), (72, 8), (8, 40)),
+    "rows in registers": (operators.residual_rms_norm, (3, 264), (3, 264), (264,)),
+    "rows folded": (operators.normalised_step, (2, 1040), (2, 1040), (1040,)),
+    "rows read again": (fuse.kernel(lambda x: fuse.softmax(x)), (2, 2056)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_compiled(case):
+    kernel, *shapes = CASES[case]
+    arrays = [matrix(*shape) for shape in shapes]
+    compare(kernel, arrays, ptx(kernel.run, *arrays))

@@ -1,0 +1,76 @@
+"""ops/cluster_sum.py: tiles that the blocks of a cluster add up, sums along rows that all of them get; ops/grid.py."""
+
+import numpy as np
+import pytest
+from numba import cuda
+
+from ops import cluster, grid, load, store, warpgroup
+from ops.cluster_sum import ClusterSum, RowSums
+from tiles import barrier, bf16, fp32, rt, shared
+from tiles.testing import blank
+
+
+@pytest.mark.parametrize(("blocks", "warps", "rows"), [(2, 8, 32), (4, 4, 16)])
+def test_a_tile_is_finished_once(run, sample, blocks, warps, rows):
+    """y = the sum over blocks, each block has written its share of the warps' tiles."""
+    tile = rt(16, rows, fp32)
+    total = ClusterSum(blocks, warps, tile)
+    smem = shared(parts=total.parts, full=barrier(total.finishers))
+
+    @cuda.jit
+    def body(x, y, who):
+        parts, full = smem.open()
+        cluster.sync()
+        acc = load(x, tile, (cluster.rank(), 16 * total.warp(), 0))
+        total.send(acc, parts, full)
+        if total.mine():
+            store(y, total.receive(acc, parts, full), (16 * total.warp(), 0))
+            who[total.warp()] = cluster.rank()
+
+    x, y, who = sample((blocks, 16 * warps, rows)), blank((16 * warps, rows)), blank(warps)
+    run(body, x, y, who, warps=warps, shared=smem, cluster=blocks)
+    np.testing.assert_allclose(y, x.sum(0), rtol=1e-5, atol=1e-6)
+    assert (who == np.arange(warps) // (warps // blocks)).all()
+
+
+@pytest.mark.parametrize(("blocks", "rows"), [(2, 16), (4, 32)])
+def test_every_block_gets_the_sums(run, sample, blocks, rows):
+    """A warp brings the sums of its band of rows; warps of one band, and the blocks, are added up."""
+    sums = RowSums(blocks, rows)
+    smem = shared(parts=sums.parts, full=barrier(4))
+    band = rt(16, 16, fp32).col_vec
+
+    @cuda.jit
+    def body(x, y):
+        parts, full = smem.open()
+        cluster.sync()
+        sums.send(load(x, band, (cluster.rank(), warpgroup.rank(), 0)), parts, full)
+        found = sums.receive(parts, full)
+        if warpgroup.rank() == 0:
+            store(y, found, (cluster.rank(), 0))
+
+    x, y = sample((blocks, 4, 16)), blank((blocks, rows))
+    run(body, x, y, warps=4, shared=smem, cluster=blocks)
+    exact = x.reshape(-1, rows // 16, 16).sum(0).ravel()
+    np.testing.assert_allclose(y, np.broadcast_to(exact, y.shape), rtol=1e-5, atol=1e-6)
+
+
+def test_what_they_take():
+    with pytest.raises(ValueError, match="blocks must divide the warps, got 3 and 4"):
+        ClusterSum(3, 4, rt(16, 16, fp32))
+    with pytest.raises(ValueError, match="16 rows of fp32"):
+        ClusterSum(2, 4, rt(16, 16, bf16))
+
+
+def test_a_grid_waits_and_releases(run, sample):
+    T = rt(16, 16, fp32)
+
+    @cuda.jit
+    def body(x, y):
+        grid.wait()
+        grid.release()
+        store(y, load(x, T, (0, 0)), (0, 0))
+
+    x, y = sample((16, 16)), blank((16, 16))
+    run(body, x, y)
+    assert (y == x).all()
