@@ -16,8 +16,8 @@ from typing import Any
 from . import language, terms
 from .candidates import candidates
 from .cost import card
-from .fused import ANY, FLOATS, Fused
-from .trace import Shape, traced
+from .fused import FLOATS, Fused
+from .trace import ANY, Shape, traced
 
 Targets = dict[Any, Callable]
 

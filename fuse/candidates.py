@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from . import module, place, rules
 from .cost import Card
 from .rules import Rule
-from .terms import Term
+from .terms import Term, viewed
 from .trace import Traced
 from .writing import equations
 
@@ -52,6 +52,18 @@ def candidates(found: Traced, card: Card) -> list[Candidate]:
     return sorted(every.values(), key=lambda one: (one.way.seconds, len(one.way.kernels), len(one.rules)))
 
 
+def _view(x: Term, parameters: dict[Term, str]) -> str:
+    """The line that makes a view, which has a name from now on."""
+    base = parameters[x.of[0]]
+    if x.operation == "stacked":
+        called, made = f"{base}_stacked", f"{base}.reshape(-1, {base}.shape[2])"
+    else:
+        called, heads = f"{base}_of_heads", f"{parameters[x.of[1]]}.shape[0]"
+        made = f"{base}.reshape({base}.shape[0], {heads}, -1).swapaxes(0, 1)"
+    parameters[x] = module.unused(called, parameters.values())
+    return f"{parameters[x]} = {made}"
+
+
 class Chosen(NamedTuple):
     """A way as a module. outs: names of the results. scratch: terms that are kept in memory between kernels. written: both.
     kernels: in the order of their launches. terms: what the launching function is given, one for each parameter."""
@@ -72,6 +84,9 @@ def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
     scratch = [x for kernel in way.kernels for x in kernel.roots if x not in parameters]
     for x in scratch:
         parameters[x] = module.unused("hidden", parameters.values())
+    views = []
+    for x in dict.fromkeys(x for kernel in way.kernels for x in kernel.leaves if viewed(x) is not x):
+        views.append(_view(x, parameters))
     spoken = {x: key for key, x in found.spoken}
     title = equations(dict(zip(found.outs, found.roots)), spoken)
     texts, known = [], set[str]()
@@ -82,4 +97,5 @@ def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
     given = [*(key for key, _ in found.inputs), *found.outs, *(parameters[x] for x in scratch)]
     written = (*candidate.roots, *scratch)
     every = (*(x for _, x in found.inputs), *written)
-    return Chosen(module.assemble(title, name, texts, given), found.outs, tuple(scratch), written, way.kernels, every)
+    text = module.assemble(title, name, texts, given, views)
+    return Chosen(text, found.outs, tuple(scratch), written, way.kernels, every)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiles.arrays import Operand
-from tiles.launch import Recorded
+from tiles.recording import Recorded
 
 WRITTEN: dict[int, list[tuple[int, int]]] = {}  # by stream: from where to where the last launch that may be overtaken wrote
 

@@ -28,6 +28,8 @@ class Arithmetic(Protocol):
 
     def concat(self, parts: Sequence[Any]) -> Any: ...
 
+    def causal(self, x: Any) -> Any: ...
+
 
 class InNumPy:
     """NumPy's, each step rounded to a dtype: float64 for references, that of the inputs for the yardstick of the error rule
@@ -58,6 +60,15 @@ class InNumPy:
     def concat(self, parts: Sequence[Any]) -> Any:
         return np.concatenate(parts, -1)
 
+    def causal(self, x: Any) -> Any:
+        return seen(x, np.asarray(-np.inf, x.dtype))
+
+
+def seen(x: Any, otherwise: Any) -> Any:
+    """Scores where a query sees a key, something else where it does not."""
+    queries, keys = x.shape[-2:]
+    return np.where(np.tri(queries, keys, keys - queries, dtype=bool), x, otherwise)
+
 
 def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithmetic) -> list[Any]:
     """The values of these terms. given: those of inputs, by name."""
@@ -77,7 +88,15 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
         elif x.operation == "matmul":
             found = arithmetic.matmul(*of)
         elif x.operation == "transpose":
-            found = of[0].T
+            found = of[0].swapaxes(-1, -2)
+        elif x.operation == "half":
+            found = np.split(of[0], 2, -1)[x.what]
+        elif x.operation == "causal":
+            found = arithmetic.causal(*of)
+        elif x.operation == "stacked":
+            found = of[0].reshape(-1, of[0].shape[-1])
+        elif x.operation == "heads":
+            found = of[0].reshape(len(of[0]), len(of[1]), -1).swapaxes(0, 1)
         else:
             found = arithmetic.concat(of)
         values[id(x)] = found

@@ -5,7 +5,8 @@
         return (x * rsqrt(mean(x * x) + 1e-5) * g) @ w
 
 A call traces the definition for the lengths that it came with, finds the ways to compute it, takes the best and runs it as a
-program (tiles/program.py): what is known of a form of arrays is looked up. Leading axes are rows: x may be (..., k)."""
+program (tiles/program.py): what is known of a form of arrays is looked up. Leading axes are rows where that is all they can be,
+so that x may be (..., k); else they are batches and heads, as NumPy has them (trace.rows_alone)."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from tiles import cache, digest
 from tiles.arrays import Operand, c_ordered
 from tiles.compiler import Compiled, compile_kernel
 from tiles.frameworks import describe
-from tiles.launch import recorded, watchers
+from tiles.launch import watchers
 from tiles.program import Plan, Program
+from tiles.recording import Recorded, recorded
 from tiles.schema import Schema
 
 from . import gradient, module, place, terms, tune
@@ -31,11 +33,11 @@ from .cost import Card, card, card_of
 from .early import Early
 from .evaluate import InNumPy, evaluate
 from .proof import Proof, proven
-from .trace import Shape, Traced, traced
+from .terms import Term, viewed
+from .trace import ANY, Shape, Traced, rows_alone, traced
 
 FLOATS = ("bfloat16", "float16", "float32")
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
-ANY = 64  # an extent, where only the names of axes count
 
 
 class NoKernel(TypeError):
@@ -53,6 +55,8 @@ class Fused:
         self.names = list(self.signature.parameters)
         self.programs: dict[tuple, _Program] = {}
         self.prepare = _once(self.programs, self._made)
+        self.of_rows: dict[tuple, bool] = {}
+        self.look = _once(self.of_rows, lambda shapes: rows_alone(self._trace(shapes).roots))
 
     # ---- calls -------------------------------------------------------------------------------------------------------
     def __call__(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> Any:
@@ -82,18 +86,32 @@ class Fused:
         """Of torch's tensors that require grad: the kernels forward, the definition's ops backward."""
         if out is not None or stream is not None:
             raise TypeError("out, stream: must be None where a tensor requires grad")
-        flat, lead = _rows(arrays)
+        flat, lead = self._rows(arrays)
         results = gradient.differentiable(self.run, self.definition, flat)
         if not lead:
             return results
         return tuple([x.reshape(*lead, -1) for x in results]) if isinstance(results, tuple) else results.reshape(*lead, -1)
+
+    def _rows(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
+        """Arrays whose leading axes are one, the rows, where they are no more than that; and the leading axes that there were,
+        () if they stay."""
+        deep = next((x for x in arrays if len(getattr(x, "shape", ())) > 2), None)
+        if deep is None:
+            return list(arrays), ()
+        kinds = _kinds(self._shapes(arrays))
+        self.look(kinds)
+        if not self.of_rows[kinds]:
+            return list(arrays), ()
+        lead = tuple(deep.shape[:-1])
+        flat = [x.reshape(-1, x.shape[-1]) if tuple(getattr(x, "shape", ())[:-1]) == lead else x for x in arrays]
+        return flat, lead
 
     def _shapes(self, flat: Sequence[Any]) -> tuple[Shape, ...]:
         return tuple([shape_of(x, name) for x, name in zip(flat, self.names)])
 
     def _by_definition(self, arrays: Sequence[np.ndarray], out: Any) -> Any:
         """In NumPy, as the definition says, in float32; results have the first array's dtype."""
-        flat, lead = _rows(arrays)
+        flat, lead = self._rows(arrays)
         traced, shapes = self.trace(flat), self._shapes(flat)
         given = {name: x.T if s.turned else x for name, x, s in zip(self.names, flat, shapes)}
         found = evaluate(traced.roots, given, InNumPy(np.float32))
@@ -106,9 +124,9 @@ class Fused:
     def run(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> Any:
         """The same by the fused kernels, of NumPy's arrays in the interpreter."""
         arrays = self._arguments(given, named)
-        flat, lead = _rows(arrays)
+        flat, lead = self._rows(arrays)
         shapes = self._shapes(flat)
-        kinds = tuple([(s.dtype, s.turned, s.ones) for s in shapes])
+        kinds = _kinds(shapes)
         self.prepare(kinds)
         program = self.programs[kinds]
         outs = out if isinstance(out, tuple) else (out,) * program.results
@@ -129,6 +147,8 @@ class Fused:
         held = [(name, s) for name, s in zip(self.names, shapes) if s.extents]
         inputs = dict(found.inputs)
         letters = terms.axes(*[inputs[name] for name, _ in held], *found.roots)
+        of_inputs = {axis.root for x in inputs.values() for axis in x.names if axis is not None}
+        strange = [x for x in found.roots if any(axis is not None and axis.root not in of_inputs for axis in x.names)]
         for name, s in held:
             if s.dtype not in FLOATS:
                 raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}")
@@ -140,7 +160,10 @@ class Fused:
         def planner(problem, *values):
             extents = iter([problem[name].form.shape for name, _ in held])
             exact = tuple([s._replace(extents=next(extents)[:: -1 if s.turned else 1]) if s.extents else s for s in shapes])
-            return self._plan(problem, exact, dict(zip(numbers, values)))
+            plan = self._plan(problem, exact, dict(zip(numbers, values)))
+            if strange:
+                raise NoKernel(f"{self.name}: a result must have axes of the arguments: {strange[0]!r:.200}")
+            return plan
 
         parameters = [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in ("problem", *numbers)]
         planner.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -158,13 +181,11 @@ class Fused:
         operands += [problem[name] for name in made.outs]
         scratch = [(x.extents, problem.dtype) for x in made.scratch]
         operands += [problem.scratch(n, *one) for n, one in enumerate(scratch)]
-        launches = recorded(module.load(made.text, self.name).launch, *operands)
-        lies = dict(zip(made.terms, operands))
-        steps = [
-            Early(launch, [lies[w.array] for w in kernel.weights], [lies[x] for x in kernel.roots]) if kernel.early else launch
-            for launch, kernel in zip(launches, made.kernels, strict=True)
-        ]
-        return Plan(steps, scratch)
+        places = len(problem.schema.places) + len(scratch)
+        steps, more = recorded(module.load(made.text, self.name).launch, *operands, places=places)
+        lies, own = dict(zip(made.terms, operands)), (kernel for kernel in made.kernels if kernel.launched)
+        steps = [step if step.late is None else _early(step, next(own), lies) for step in steps]
+        return Plan(steps, [*scratch, *more])
 
     def _refuse_pieces(self, problem: Any, made: Chosen) -> None:
         """NoKernel: cp.async would copy 16 bytes from where it cannot."""
@@ -199,14 +220,14 @@ class Fused:
 
     def _found(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
         """The definition as terms, and what was found, for these arrays."""
-        flat, _ = _rows(self._arguments(arrays))
+        flat, _ = self._rows(self._arguments(arrays))
         found = self.trace(flat)
         return found, self._candidates(found, _ordinal(flat))
 
     def tune(self, *arrays: Any, say: Callable[[str], None] = lambda text: None) -> list[Candidate]:
         """Measure the best candidates on the card that these arrays lie on, and remember the fastest; a call finds it from
         then on. say: is told what is going on."""
-        flat, _ = _rows(self._arguments(arrays))
+        flat, _ = self._rows(self._arguments(arrays))
         found, ordinal = self.trace(flat), _ordinal(flat)
         if ordinal is None:
             raise ValueError(f"{self.name}: only a card can be measured, and {self.names[0]} lies in host memory")
@@ -249,7 +270,7 @@ class Fused:
         seen: list[tuple[Any, ...]] = []
         watchers.append(lambda *launch: seen.append(launch))
         try:
-            recorded(module.load(made.text, self.name).launch, *given, *operands)
+            recorded(module.load(made.text, self.name).launch, *given, *operands, places=len(forms))
         finally:
             watchers.pop()
         return seen
@@ -274,14 +295,14 @@ def kernel(definition: Callable) -> Fused:
     return Fused(definition)
 
 
-def _once(programs: dict[tuple, _Program], make: Callable) -> Callable[[tuple], None]:
-    """A function that sees that there is a program for arrays of these kinds: of each its dtype, whether it comes as its
+def _once(known: dict[tuple, Any], make: Callable) -> Callable[[tuple], None]:
+    """A function that sees that it is known what follows from arrays of these kinds: of each its dtype, whether it comes as its
     transpose, which extents are 1. Dynamo calls it, without a look inside: that says the attribute."""
 
     def prepare(kinds: tuple) -> None:
-        if kinds not in programs:
+        if kinds not in known:
             shapes = [Shape(tuple([1 if one else ANY for one in ones]), *rest) for *rest, ones in kinds]
-            programs[kinds] = make(tuple(shapes))
+            known[kinds] = make(tuple(shapes))
 
     prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return prepare
@@ -295,14 +316,16 @@ class _Program(Program):
         self.results = results
 
 
-def _rows(arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
-    """Arrays whose leading axes are one, the rows; and the leading axes that there were, () if there was one."""
-    deep = next((x for x in arrays if len(getattr(x, "shape", ())) > 2), None)
-    if deep is None:
-        return list(arrays), ()
-    lead = tuple(deep.shape[:-1])
-    flat = [x.reshape(-1, x.shape[-1]) if tuple(getattr(x, "shape", ())[:-1]) == lead else x for x in arrays]
-    return flat, lead
+def _early(step: Recorded, kernel: Any, lies: dict[Term, Operand]) -> Any:
+    """The launch of a kernel, as a step that is early where it may be."""
+    if not kernel.early:
+        return step
+    return Early(step, [lies[viewed(w.array)] for w in kernel.weights], [lies[x] for x in kernel.roots])
+
+
+def _kinds(shapes: Sequence[Shape]) -> tuple:
+    """What decides a program, of each argument."""
+    return tuple([(s.dtype, s.turned, s.ones) for s in shapes])
 
 
 def _ordinal(arrays: Sequence[Any]) -> int | None:

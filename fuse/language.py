@@ -14,8 +14,8 @@ from . import terms
 from .functions import MAPS, of_torch
 from .terms import Term
 
-__all__ = """abs concatenate exp exp2 gelu log max maximum mean minimum relu rsqrt sigmoid silu softmax sqrt sum tanh
-    transpose var where""".split()
+__all__ = """abs attention causal concatenate exp exp2 gelu halves log max maximum mean minimum relu rsqrt sigmoid silu softmax
+    sqrt sum tanh transpose var where""".split()
 
 
 def _map(name: str):
@@ -91,11 +91,34 @@ def concatenate(parts: Any, axis: int = -1) -> Any:
     """Matrices side by side."""
     if not any(isinstance(x, Term) for x in parts):
         return sys.modules["torch"].cat(parts, axis) if _torch(parts[0]) else np.concatenate(parts, axis)
-    if axis not in (-1, 1):
+    if axis not in (-1, parts[0].ndim - 1):
         raise TypeError(f"concatenate: joins the last axis, got {axis=}")
     return terms.concat(*parts)
 
 
+def halves(x: Any) -> tuple[Any, Any]:
+    """The first and the second half of the columns."""
+    if isinstance(x, Term):
+        return terms.half(x, 0), terms.half(x, 1)
+    middle = x.shape[-1] // 2
+    return x[..., :middle], x[..., middle:]
+
+
 def transpose(x: Any) -> Any:
-    """The transpose of a matrix."""
-    return terms.transpose(x) if isinstance(x, Term) else x.T
+    """The transpose of a matrix; with leading axes, of each: the last two are swapped."""
+    return terms.transpose(x) if isinstance(x, Term) else x.swapaxes(-1, -2)
+
+
+def causal(scores: Any) -> Any:
+    """Scores (..., queries, keys), -inf where a query does not see a key: i sees j where j <= i + keys - queries."""
+    if isinstance(scores, Term):
+        return terms.causal(scores)
+    queries, keys = scores.shape[-2:]
+    if not _torch(scores):
+        return np.where(np.tri(queries, keys, keys - queries, dtype=bool), scores, np.asarray(-np.inf, scores.dtype))
+    return scores.masked_fill(scores.new_ones(queries, keys).tril(keys - queries) == 0, float("-inf"))
+
+
+def attention(q: Any, k: Any, v: Any, scale: Any = 1.0) -> Any:
+    """softmax(q @ transpose(k) * scale) @ v; q (..., S, D), k (..., T, D), v (..., T, Dv), of equal leading axes."""
+    return softmax(q @ transpose(k) * scale) @ v

@@ -30,7 +30,8 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # of matrices that are multipl
 class Text:
     """A kernel's lines. globals: assignments of the module. helpers: functions that the kernel calls. kernel: its body. before:
     lines of the launching function, ahead of the launch. launch: what follows the kernel in tiles.launch(kernel, ...). bounds:
-    of the launch, threads and blocks. arguments: the kernel's parameters, and what each is given."""
+    of the launch, threads and blocks. arguments: the kernel's parameters, and what each is given. One without a kernel calls
+    functions that have theirs, in `before`."""
 
     globals: list[str] = field(default_factory=list)
     helpers: list[str] = field(default_factory=list)
@@ -59,25 +60,31 @@ def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
     return Text(blocks["constants"], blocks["helpers"], blocks["kernel"], **of_launch)
 
 
-def assemble(title: str, name: str, kernels: Sequence[tuple[str, Text]], parameters: Sequence[str]) -> str:
+def assemble(
+    title: str, name: str, kernels: Sequence[tuple[str, Text]], parameters: Sequence[str], views: Sequence[str] = ()
+) -> str:
     """The module's text. title: its docstring. name: of what it computes. kernels: the name and the Text of each, in the order
-    of their launches. parameters: what is launched with; arrays that are written come last."""
+    of their launches. parameters: what is launched with; arrays that are written come last. views: lines that name views of
+    these."""
     texts = [text for _, text in kernels]
     constants, bodies, launches = list[str](), list[str](), list[str]()
     for kernel, text in kernels:
         marks = {} if text is texts[-1] else _marks(kernel.removeprefix(f"{name}_"), text)
         mark = functools.partial(_marked, marks=marks)
         constants += map(mark, text.globals)
+        launches += [f"    {mark(line)}" for line in text.before]
+        if not text.kernel:
+            continue
         bodies += ["", "", *map(mark, text.helpers)] if text.helpers else []
         bodies += ["", "", f"@cuda.jit(launch_bounds=({mark(text.bounds)}))"]
         bodies += [f"def {kernel}({', '.join(one for one, _ in text.arguments)}):"]
         bodies += [f"    {mark(line)}" for line in text.kernel]
-        launches += [f"    {mark(line)}" for line in text.before]
         given = ", ".join(value for _, value in text.arguments)
         launches += _call(f"tiles.launch({kernel}, {mark(text.launch)})", f"({mark(given)})")
     says = f'    """{name}, on arrays of any framework; what is last is written."""'
-    launches = ["", "", f"def launch({', '.join(parameters)}):", says, *launches]
+    launches = ["", "", f"def launch({', '.join(parameters)}):", says, *(f"    {line}" for line in views), *launches]
     body = [line for every in (constants, bodies, launches) for one in every for line in _folded(one)]
+    body = body if constants else body[1:]
     end = "\n" if "\n" in title else ""
     return "\n".join([*f'"""{title}{end}"""'.splitlines(), "", *_imports("\n".join(body)), "", *body]) + "\n"
 
@@ -95,10 +102,11 @@ def _imports(text: str) -> list[str]:
     homes: dict[str, list[str]] = {}
     for name in sorted(names & HOMES.keys()):
         homes.setdefault(HOMES[name], []).append(name)
-    others, ours = list[str](), ["import tiles"]
+    others, ours = list[str](), [f"import {one}" for one in ("attention", "tiles") if one in names]
     for home, found in sorted(homes.items()):
         (ours if home.split(".")[0] in ("ops", "tiles") else others).append(f"from {home} import {', '.join(found)}")
-    return [*(["import math", ""] if "math" in names else []), *others, "", *_folded_imports(ours)]
+    parts = [["import math"] if "math" in names else [], others, list(_folded_imports(ours))]
+    return [line for part in parts if part for line in ("", *part)][1:]
 
 
 def _folded_imports(lines: Iterable[str]) -> Iterator[str]:
@@ -127,11 +135,14 @@ def _marked(line: str, marks: dict[str, str]) -> str:
 
 def _folded(line: str) -> list[str]:
     """A line that is too long, as several: first its comment, then cut after a comma or before an operator, in parentheses."""
-    if len(line) <= WIDTH or "(" not in line:
-        return [line]
     code, apart, comment = line.partition("  # ")
+    if len(line) <= WIDTH or ("(" not in line and not apart):
+        return [line]
     if apart:
         return [f"{code[: len(code) - len(code.lstrip())]}# {comment}", *_folded(code)]
+    inside = [m.end() for m in re.finditer(", ", line[:WIDTH]) if line[: m.end()].count("(") == line[: m.end()].count(")")]
+    if line.endswith(",") and inside:  # in parentheses already
+        return [line[: inside[-1]].rstrip(), *_folded(" " * (len(line) - len(line.lstrip())) + line[inside[-1] :])]
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     at = max((m.end() for m in re.finditer(r", | (?=[*/+@-] )", line[:WIDTH])), default=0)
     if at <= len(indent) or line[:at].count("(") <= line[:at].count(")"):

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cost import Card
+from .templates.attention import Attention
 from .templates.few_columns import MOST_COLUMNS, FewColumns
 from .templates.few_rows import FewRows
+from .templates.halves import Halves
 from .templates.many_rows import ManyRows
 from .templates.row_map import RowMap
 from .templates.since_ampere import SinceAmpere
-from .terms import Term, walk
+from .terms import Term, viewed, walk
 
 MOST = 8  # ways that are kept of each term
+APART = "matmul", "transpose", "concat", "half", "causal", "stacked", "heads"  # what no row map computes
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ def why(roots: Sequence[Term], card: Card) -> str:
     """Why there are no ways: what no template computes."""
     search = _Search(card)
     for x in walk(*roots):
-        if x.ndim == 2 and x.operation != "input" and not search.of((x,)):
+        if x.ndim >= 2 and x.operation != "input" and not search.of((x,)):
             shapes = ", ".join(str(y.extents) for y in x.of)
             return f"no template computes {x.operation} of {shapes}: {x!r:.200}"
     return f"no template computes these together: {', '.join(map(repr, roots)):.200}"
@@ -62,7 +65,7 @@ class _Search:
 
     def _with(self, kernel: Any) -> list[Way]:
         """The ways that end with this kernel."""
-        needed = [(x,) for x in kernel.leaves if x.operation != "input"]
+        needed = [(x,) for x in map(viewed, kernel.leaves) if x.operation != "input"]
         found = []
         for parts in itertools.product(*[self.of(one)[:2] for one in needed]):
             before = tuple(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
@@ -75,9 +78,12 @@ class _Search:
         found: list[Any] = []
         if kernel := RowMap.matches(roots, leaves_of_rows(roots)):
             found.append(kernel)
-        if len(roots) == 1 and not self.card.wgmma:
+        if len(roots) == 1:
+            found.extend(Attention.serving(roots[0]))
+            found.extend(Halves.serving(roots[0]))
+        if len(roots) == 1 and roots[0].ndim == 2 and not self.card.wgmma:
             found.extend(SinceAmpere.serving(roots[0]))
-        elif len(roots) == 1:
+        elif len(roots) == 1 and roots[0].ndim == 2:
             found.extend(FewRows.serving(roots[0]))
             found.extend(FewColumns.serving(roots[0]) if roots[0].extents[-1] <= MOST_COLUMNS else ManyRows.serving(roots[0]))
         return found
@@ -91,7 +97,7 @@ def leaves_of_rows(roots: Sequence[Term]) -> list[Term]:
         if x in seen:
             continue
         seen.add(x)
-        if x.operation in ("input", "matmul", "transpose", "concat") and x not in roots:
+        if (x.operation in APART or x.operation == "input") and x not in roots:
             found.append(x)
         else:
             stack.extend(reversed(x.of))

@@ -26,9 +26,9 @@ import numpy as np
 from tiles.interpreter import Hazard
 from tiles.testing import tolerance
 
-from . import module
+from . import module, terms
 from .candidates import Candidate, chosen
-from .evaluate import InNumPy, evaluate
+from .evaluate import InNumPy, evaluate, seen
 from .functions import MAPS
 from .terms import Axis, Term, walk
 from .trace import Traced
@@ -42,39 +42,43 @@ SIZES = (3, 5, 2, 4, 6, 8)  # of axes, prime to Q
 
 
 class Retry(Exception):
-    """A random number has no inverse: others are drawn."""
+    """A random number has no inverse, or none that an exponent needs: others are drawn."""
 
 
 class Number(NamedTuple):
-    """One number in both rings: mod P, and as an exponent mod Q."""
+    """One number in both rings: mod P, and as an exponent mod Q, None where it was divided by what has no inverse there."""
 
     p: int
-    q: int
+    q: int | None
 
     def add(self, other):
-        return Number((self.p + other.p) % P, (self.q + other.q) % Q)
+        return Number((self.p + other.p) % P, None if None in (self.q, other.q) else (self.q + other.q) % Q)
 
     def sub(self, other):
-        return Number((self.p - other.p) % P, (self.q - other.q) % Q)
+        return self.add(other.neg())
 
     def mul(self, other):
-        return Number(self.p * other.p % P, self.q * other.q % Q)
+        return Number(self.p * other.p % P, None if None in (self.q, other.q) else self.q * other.q % Q)
 
     def div(self, other):
-        if other.p == 0 or math.gcd(other.q, Q) != 1:
+        if other.p == 0:
             raise Retry
-        return Number(self.p * pow(other.p, -1, P) % P, self.q * pow(other.q, -1, Q) % Q)
+        lost = None in (self.q, other.q) or math.gcd(other.q, Q) != 1
+        return Number(self.p * pow(other.p, -1, P) % P, None if lost else self.q * pow(other.q, -1, Q) % Q)
 
     def neg(self):
-        return Number(-self.p % P, -self.q % Q)
+        return Number(-self.p % P, None if self.q is None else -self.q % Q)
 
     def exp(self):
+        if self.q is None:
+            raise Retry
         value = pow(BASE, self.q, P)
         return Number(value, opaque("exp", value).q)
 
 
 def opaque(*what: Any) -> Number:
-    """A random function's value, the same for the same arguments."""
+    """A random function's value, the same for the same arguments; of Numbers those mod P count."""
+    what = tuple(x.p if isinstance(x, Number) else x for x in what)
     digest = hashlib.blake2b(repr(what).encode(), digest_size=32).digest()
     return Number(int.from_bytes(digest[:16], "little") % P, int.from_bytes(digest[16:], "little") % Q)
 
@@ -91,7 +95,7 @@ class InField:
         return _array(top.div(bottom))
 
     def length(self, axis: Axis | None, extent: int) -> Any:
-        return self.number(extent if axis is None else self.sizes[axis.root])
+        return self.number(extent if axis is None else terms.extent(axis, self.sizes))
 
     def map(self, name: str, *of: Any) -> Any:
         field = MAPS[name].field
@@ -106,17 +110,22 @@ class InField:
         found = np.empty((*x.shape[:-1], 1), object)
         for at in np.ndindex(found.shape[:-1]):
             row = list(x[at])
-            found[at + (0,)] = _sum(row) if kind == "sum" else opaque(kind, sorted(row))
+            found[at + (0,)] = _sum(row) if kind == "sum" else opaque(kind, sorted(x.p for x in row))
         return found
 
     def matmul(self, a: Any, b: Any) -> Any:
-        found = np.empty((a.shape[0], b.shape[1]), object)
-        for i, j in np.ndindex(found.shape):
-            found[i, j] = _sum([x.mul(y) for x, y in zip(a[i], b[:, j])])
+        lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        rows, columns = (np.broadcast_to(x, lead + x.shape[-2:]) for x in (a, b.swapaxes(-1, -2)))
+        found = np.empty((*rows.shape[:-1], columns.shape[-2]), object)
+        for at in np.ndindex(found.shape):
+            found[at] = _sum([x.mul(y) for x, y in zip(rows[at[:-1]], columns[at[:-2] + at[-1:]])])
         return found
 
     def concat(self, parts: Sequence[Any]) -> Any:
         return np.concatenate(parts, -1)
+
+    def causal(self, x: Any) -> Any:
+        return seen(x, _array(opaque("unseen")))
 
 
 def _array(x: Number) -> Any:
@@ -126,7 +135,8 @@ def _array(x: Number) -> Any:
 
 
 def _sum(row: Sequence[Number]) -> Number:
-    return Number(sum(x.p for x in row) % P, sum(x.q for x in row) % Q)
+    exponents = [x.q for x in row if x.q is not None]
+    return Number(sum(x.p for x in row) % P, sum(exponents) % Q if len(exponents) == len(row) else None)
 
 
 def random(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
@@ -159,21 +169,21 @@ class Identity:
 def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 0, trials: int = TRIALS) -> Identity:
     """Test that two lists of terms over the same inputs are equal."""
     every = list(walk(*definition, *rewritten))
-    roots = list(dict.fromkeys(name.root for x in every for name in x.names if name is not None))
-    sizes = {axis: SIZES[n % len(SIZES)] for n, axis in enumerate(roots)}
+    axes = terms.elementary(name for x in every for name in x.names)
+    sizes = {axis: SIZES[n % len(SIZES)] for n, axis in enumerate(axes)}
     operations = {x.operation for x in every}
-    outside = tuple(sorted(name for name in operations if name == "max" or (name in MAPS and not MAPS[name].field)))
-    degree = max(max(sum(_degree(x, sizes)) for x in terms) for terms in (definition, rewritten))
+    outside = tuple(sorted(name for name in operations if name in ("max", "causal") or (name in MAPS and not MAPS[name].field)))
+    degree = max(sum(_degree(x, sizes)) for x in (*definition, *rewritten))
     bound = min(1.0, degree / (LEAST if "exp" in operations else P)) ** trials
     rng, done, same = np.random.default_rng(seed), 0, True
     while done < trials and same:
         given = {
-            x.what[0]: random(tuple(1 if name is None else sizes[name.root] for name in x.names), rng)
+            x.what[0]: random(tuple(1 if name is None else terms.extent(name, sizes) for name in x.names), rng)
             for x in every
             if x.operation == "input"
         }
         try:
-            one, other = (evaluate(terms, given, InField(sizes)) for terms in (definition, rewritten))
+            one, other = (evaluate(roots, given, InField(sizes)) for roots in (definition, rewritten))
         except Retry:
             continue
         same = all(x.shape == y.shape and all(a.p == b.p for a, b in zip(x.flat, y.flat)) for x, y in zip(one, other))
@@ -194,10 +204,10 @@ def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:
             found[x] = (a + c, b + d) if x.operation == "mul" else (a + d, b + c)
         elif x.operation in ("sum", "matmul"):
             axis = x.of[0].names[-1]
-            n = sizes[axis.root] if axis is not None else 1
+            n = terms.extent(axis, sizes) if axis is not None else 1
             a, b = (sum(one) for one in zip(*of))
             found[x] = a + (n - 1) * b, n * b
-        elif x.operation in ("neg", "transpose"):
+        elif x.operation in ("neg", "transpose", "half", "causal", "stacked", "heads"):
             found[x] = of[0]
         elif x.operation == "concat":
             found[x] = max(a for a, _ in of), max(b for _, b in of)
@@ -260,23 +270,28 @@ def proven(name: str, found: Traced, candidate: Candidate) -> Proof:
 
 def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Run:
     """Its kernels in the interpreter, at lengths off their tiles' edges, against the definition in float64."""
-    rows = {x.names[0].root for x in found.roots if x.names[0]}
+    rows = {x.names[-2].root for x in found.roots if x.names[-2]}
     most = min(kernel.most_rows for kernel in candidate.way.kernels)
     extents = {axis: n for kernel in candidate.way.kernels for axis, n in kernel.fixed.items()}
-    for x in walk(*found.roots):
-        for axis in x.names:
-            if axis is not None and axis.root not in extents:
-                extents[axis.root] = min(RAGGED[0], most - 3) if axis.root in rows else RAGGED[1 + len(extents) % 5]
+    traced = {axis.root: n for x in walk(*found.roots) for axis, n in zip(x.names, x.extents) if axis is not None}
+    extents |= {part: traced[part] for axis in extents if axis.parts for part in terms.elementary([axis])}
+    few = [kernel.root.names[0] for kernel in candidate.way.kernels if kernel.most_rows <= 64]
+    extents |= {axis.root: 8 for axis in few if axis is not None and axis.root not in rows}
+    for axis in terms.elementary(name for x in walk(*found.roots) for name in x.names):
+        if axis not in extents:
+            extents[axis] = min(RAGGED[0], most - 3) if axis in rows else RAGGED[1 + len(extents) % 5]
+
+    def shape_of(x: Term) -> tuple[int, ...]:
+        return tuple(1 if axis is None else terms.extent(axis, extents) for axis in x.names)
+
     rng, given = np.random.default_rng(seed), dict[str, Any]()
     for key, x in found.inputs:
-        shape = tuple(1 if axis is None else extents[axis.root] for axis in x.names)
-        dtype = np.dtype(x.what[1])
+        shape, dtype = shape_of(x), np.dtype(x.what[1])
         given[key] = rng.standard_normal(shape).astype(dtype) if shape else float(rng.uniform(0.25, 1.0))
     wide = {key: np.asarray(x, np.float64) for key, x in given.items()}
     dtype = next(x.dtype for x in given.values() if hasattr(x, "dtype"))
     made = chosen(name, found, candidate)
-    shapes = [tuple(1 if axis is None else extents[axis.root] for axis in x.names) for x in (*found.roots, *made.scratch)]
-    results = [np.full(shape, np.nan, dtype) for shape in shapes]
+    results = [np.full(shape_of(x), np.nan, dtype) for x in (*found.roots, *made.scratch)]
     told = {key: x.shape for key, x in given.items() if hasattr(x, "shape")}
     try:
         module.load(made.text, name).launch(*given.values(), *results)
@@ -298,4 +313,4 @@ class Sized(InNumPy):
         self.sizes = sizes
 
     def length(self, axis: Axis | None, extent: int) -> Any:
-        return self.wide(extent if axis is None else self.sizes[axis.root])
+        return self.wide(extent if axis is None else terms.extent(axis, self.sizes))

@@ -34,22 +34,22 @@ class Form(NamedTuple):
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
-def _factors(x: Term) -> list[tuple[str, Term]]:
+def factors(x: Term) -> list[tuple[str, Term]]:
     """The factors of a product, and what it is divided by: ("mul" or "div", term)."""
     if x.operation == "mul":
-        return [*_factors(x.of[0]), *_factors(x.of[1])]
+        return [*factors(x.of[0]), *factors(x.of[1])]
     if x.operation == "div":
-        return [*_factors(x.of[0]), ("div", x.of[1])]
+        return [*factors(x.of[0]), ("div", x.of[1])]
     return [("mul", x)]
 
 
-def _product(factors: Sequence[tuple[str, Term]]) -> Term | None:
+def product(parts: Sequence[tuple[str, Term]]) -> Term | None:
     """The other way round; None if there is nothing to begin with."""
-    first = next((x for how, x in factors if how == "mul"), None)
+    first = next((n for n, (how, _) in enumerate(parts) if how == "mul"), None)
     if first is None:
         return None
-    found, rest = first, [(how, x) for how, x in factors if x is not first or how != "mul"]
-    for how, x in rest:
+    found = parts[first][1]
+    for how, x in (*parts[:first], *parts[first + 1 :]):  # the same factor may be there twice
         found = terms.apply(how, found, x)
     return found
 
@@ -61,9 +61,9 @@ def is_scale(x: Term) -> bool:
 
 def _row_scales(x: Term) -> Iterator[Term]:
     if x.operation == "matmul":
-        factors = _factors(x.of[0])
-        scales, rest = [one for one in factors if is_scale(one[1])], _product([one for one in factors if not is_scale(one[1])])
-        if scales and rest is not None and rest.ndim == 2:
+        parts = factors(x.of[0])
+        scales, rest = [one for one in parts if is_scale(one[1])], product([one for one in parts if not is_scale(one[1])])
+        if scales and rest is not None and rest.ndim >= 2:
             found = terms.matmul(rest, x.of[1])
             for how, scale in scales:
                 found = terms.apply(how, found, scale)
@@ -72,8 +72,8 @@ def _row_scales(x: Term) -> Iterator[Term]:
 
 def _number_of_weights(x: Term) -> Iterator[Term]:
     if x.operation == "matmul":
-        factors = _factors(x.of[1])
-        numbers, rest = [one for one in factors if not one[1].names], _product([one for one in factors if one[1].names])
+        parts = factors(x.of[1])
+        numbers, rest = [one for one in parts if not one[1].names], product([one for one in parts if one[1].names])
         if numbers and rest is not None:
             found = terms.matmul(x.of[0], rest)
             for how, scale in numbers:
@@ -112,12 +112,20 @@ def _one_product(x: Term) -> Iterator[Term]:
             yield terms.matmul(a, terms.apply(x.operation, v, w))
 
 
+def _stacked(x: Term) -> Iterator[Term]:
+    if x.operation == "matmul" and x.of[0].ndim == 2 and x.of[1].operation == "transpose":
+        a, w = x.of[0], x.of[1].of[0]
+        if w.operation == "input" and w.ndim == 3 and all(w.names):
+            yield terms.heads(terms.matmul(a, terms.transpose(terms.stacked(w))), w)
+
+
 RULES = (
     Rule("a row's scale moves through a product", "(x * r) @ w = (x @ w) * r", _row_scales),
     Rule("a number moves out of a product's weights", "x @ (c * w) = c * (x @ w)", _number_of_weights),
     Rule("a number moves into a narrow factor", "c * (t @ b) = (c * t) @ b", _into_narrow),
     Rule("products are associative", "(x @ a) @ b = x @ (a @ b)", _associate),
     Rule("the transpose of a product is that of its parts, turned round", "(a @ b).T = b.T @ a.T", _transposed, True),
+    Rule("the weights of heads, one below the other, are one matrix", "x @ w[h].T = (x @ stacked(w).T)[h]", _stacked, True),
     Rule("products that share a factor are one", "x @ w + y @ w = (x + y) @ w", _one_product),
 )
 

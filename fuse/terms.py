@@ -4,8 +4,9 @@
 
 A Term has an operation, the terms that it is of, and a shape. Equal terms are one object, so that what is shared is seen. There
 are few operations, so that rules and templates are few: inputs and numbers; maps, element by element, which broadcast
-(functions.MAPS); sum and max along the last axis, which stays with length 1; matmul; transpose; concat, along the last axis.
-mean, softmax, variance are made of these (language.py).
+(functions.MAPS); sum and max along the last axis, which stays with length 1; matmul; transpose; concat, along the last axis,
+and half, its other way; causal, of scores; stacked and heads, which are views. mean, softmax, variance are made of these
+(language.py). The last two axes are rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
 
 Axes have names besides their lengths: those that an operation says are one have one name. So a term knows that the columns of
 x are the rows of w, whatever their numbers are, and the axes of a call's arrays follow (`axes`).
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .functions import MAPS
@@ -24,10 +25,14 @@ SIZES = {"bfloat16": 2, "float16": 2}  # bytes of an element, where it is not 4
 
 
 class Axis:
-    """A name for an axis. Two may turn out to be one: `same`."""
+    """A name for an axis. Two may turn out to be one: `same`. parts: axes or numbers whose product is its extent, where it is
+    made of others. half: the axis of half the extent, where somebody asked for it."""
 
-    def __init__(self):
+    def __init__(self, *parts: Axis | int):
         self.known_as: Axis = self
+        self.parts = parts
+        self.half: Axis | None = None
+        self.whole: Axis | None = None  # that this is the half of
 
     @property
     def root(self) -> Axis:
@@ -43,16 +48,49 @@ def same(one: Axis | None, other: Axis | None) -> Axis | None:
     """Two names for one axis; None is an axis of length 1 that broadcasts."""
     if one is None or other is None:
         return one or other
-    one.root.known_as = other.root
-    return other.root
+    one, other = one.root, other.root
+    if one is not other:
+        one.known_as = other
+        other.parts, other.whole = other.parts or one.parts, other.whole or one.whole
+        halves = one.half, other.half
+        other.half = same(*halves)
+    return other
+
+
+def halved(axis: Axis) -> Axis:
+    """The axis of half its extent."""
+    whole = axis.root
+    if whole.half is None:
+        whole.half = Axis()
+        whole.half.whole, whole.parts = whole, whole.parts or (2, whole.half)
+    return whole.half
+
+
+def extent(axis: Axis, known: Mapping[Axis, int]) -> int:
+    """Its extent, by those of the axes that are made of no others."""
+    parts = axis.root.parts
+    return math.prod(n if isinstance(n, int) else extent(n, known) for n in parts) if parts else known[axis.root]
+
+
+def elementary(axes: Iterable[Axis | None]) -> list[Axis]:
+    """What these axes are made of, each once."""
+    found: dict[Axis, None] = {}
+    stack = [axis for axis in axes if axis is not None][::-1]
+    while stack:
+        axis = stack.pop().root
+        if axis.parts:
+            stack += [n for n in axis.parts if not isinstance(n, int)]
+        else:
+            found[axis] = None
+    return list(found)
 
 
 class Term:
     """An operation on terms: see the module. Make one by `term` or by operators.
 
-    operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", or a map's name. of:
-    terms. what: an input's name and dtype, a number's value, a length's axis and value. extents: one for each axis; it has two,
-    one or none. names: their Axis, None for 1."""
+    operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", "half", "causal",
+    "stacked", "heads", or a map's name. of: terms. what: an input's name and dtype, a number's value, a length's axis and
+    value, which half. extents: one for each axis. names: their Axis, None for 1."""
 
     __slots__ = ("extents", "names", "of", "operation", "what")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
@@ -78,7 +116,9 @@ class Term:
 
     @property
     def T(self) -> Term:
-        """Its transpose."""
+        """Its transpose, of a matrix."""
+        if self.ndim > 2:
+            raise TypeError(f".T: turns all axes round, got {self.extents}: fuse.transpose swaps the last two")
         return transpose(self)
 
     def __repr__(self):
@@ -93,7 +133,7 @@ class Term:
         raise TypeError("an `if` on an array of a fused function is not known before it runs: use fuse.where")
 
     def __getitem__(self, index):
-        raise TypeError("arrays of a fused function are not indexed: reduce them, or concatenate and split outside")
+        raise TypeError("arrays of a fused function are not indexed: fuse.halves, reductions and concatenate are what there is")
 
     def __add__(self, other):
         return apply("add", self, other)
@@ -151,10 +191,12 @@ class Term:
 
 # ---- making them -----------------------------------------------------------------------------------------------------
 class Space:
-    """Terms by what they are, so that equal ones are one object."""
+    """Terms by what they are, so that equal ones are one object. loose: extents say nothing, and are not compared."""
 
-    def __init__(self):
+    def __init__(self, loose: bool = False):
+        self.loose = loose
         self.terms: dict[tuple, Term] = {}
+        self.products: dict[tuple[Axis, ...], Axis] = {}
 
     def term(self, operation: str, of: Sequence[Term], what: Any, extents: tuple[int, ...], names: tuple) -> Term:
         """The one term of this operation on these terms."""
@@ -165,6 +207,11 @@ class Space:
 
 
 SPACES: list[Space] = [Space()]  # the last one is where terms are made
+
+
+def differ(one: Any, other: Any) -> bool:
+    """Are these extents others, where that is compared?"""
+    return one != other and not SPACES[-1].loose
 
 
 def _made(operation, of=(), what=None, extents=(), names=()) -> Term:
@@ -200,19 +247,27 @@ def apply(name: str, *given: Any) -> Term:
     of = [lifted(x) for x in given]
     if all(x.operation == "number" for x in of):
         return number(MAPS[name].numpy(*[x.what for x in of]))
-    rank = max(x.ndim for x in of)
+    try:
+        extents, names = _broadcast(name, [(x.extents, x.names) for x in of])
+    except ValueError as error:
+        raise ValueError(f"{error}: {of}") from None
+    return _made(name, of, None, extents, names)
+
+
+def _broadcast(name: str, shapes: Sequence[tuple[tuple[int, ...], tuple]]) -> tuple[tuple[int, ...], tuple]:
+    """The extents and names that these have together, as NumPy has it. ValueError: they do not fit."""
     extents, names = [], []
-    for place in range(-rank, 0):
+    for place in range(-max(len(extents) for extents, _ in shapes), 0):
         extent, axis = 1, None
-        for x in of:
-            if x.ndim < -place or x.names[place] is None:
+        for its, called in shapes:
+            if len(its) < -place or called[place] is None:
                 continue
-            if axis is not None and extent != x.extents[place]:
-                raise ValueError(f"{name}: shapes {', '.join(str(y.extents) for y in of if y.ndim)} do not broadcast: {of}")
-            extent, axis = x.extents[place], same(x.names[place], axis)
+            if axis is not None and differ(extent, its[place]):
+                raise ValueError(f"{name}: shapes {', '.join(str(its) for its, _ in shapes if its)} do not broadcast")
+            extent, axis = its[place], same(called[place], axis)
         extents.append(extent)
         names.append(axis)
-    return _made(name, of, None, tuple(extents), tuple(names))
+    return tuple(extents), tuple(names)
 
 
 def reduce(kind: str, x: Any, axis: int = -1) -> Term:
@@ -224,31 +279,79 @@ def reduce(kind: str, x: Any, axis: int = -1) -> Term:
 
 
 def matmul(a: Any, b: Any) -> Term:
-    """a @ b of two matrices."""
+    """a @ b of two matrices, or of those that lie along leading axes, which broadcast."""
     a, b = lifted(a), lifted(b)
-    if a.ndim != 2 or b.ndim != 2 or a.extents[1] != b.extents[0]:
-        raise ValueError(f"@: takes (m, k) and (k, n), got {a.extents} and {b.extents}: {a} @ {b}")
-    same(a.names[1], b.names[0])
-    return _made("matmul", (a, b), None, (a.extents[0], b.extents[1]), (a.names[0], b.names[1]))
+    if a.ndim < 2 or b.ndim < 2 or differ(a.extents[-1], b.extents[-2]):
+        raise ValueError(f"@: takes (..., m, k) and (..., k, n), got {a.extents} and {b.extents}: {a} @ {b}")
+    try:
+        lead, names = _broadcast("@", [(x.extents[:-2], x.names[:-2]) for x in (a, b)])
+    except ValueError:
+        raise ValueError(f"@: leading axes of {a.extents} and {b.extents} do not broadcast: {a} @ {b}") from None
+    same(a.names[-1], b.names[-2])
+    return _made("matmul", (a, b), None, (*lead, a.extents[-2], b.extents[-1]), (*names, a.names[-2], b.names[-1]))
 
 
 def transpose(x: Any) -> Term:
-    """The transpose of a matrix."""
+    """With its last two axes swapped."""
     x = lifted(x)
-    if x.ndim != 2:
+    if x.ndim < 2:
         raise ValueError(f"transpose: takes a matrix, got {x.extents}")
-    return x.of[0] if x.operation == "transpose" else _made("transpose", (x,), None, x.extents[::-1], x.names[::-1])
+    if x.operation == "transpose":
+        return x.of[0]
+    extents, names = ((*of[:-2], of[-1], of[-2]) for of in (x.extents, x.names))
+    return _made("transpose", (x,), None, extents, names)
 
 
 def concat(*parts: Any) -> Term:
     """Matrices side by side."""
     of = [lifted(x) for x in parts]
-    if any(x.ndim != 2 or x.extents[0] != of[0].extents[0] for x in of):
+    if any(x.ndim < 2 or differ(x.extents[:-1], of[0].extents[:-1]) for x in of):
         raise ValueError(f"concatenate: takes matrices of as many rows, got {[x.extents for x in of]}")
-    rows = None
-    for x in of:
-        rows = same(x.names[0], rows)
-    return _made("concat", of, None, (of[0].extents[0], sum(x.extents[1] for x in of)), (rows, Axis()))
+    _, lead = _broadcast("concatenate", [(x.extents[:-1], x.names[:-1]) for x in of])
+    first, second = of[0].names[-1], of[1].names[-1] if len(of) == 2 else None
+    whole = first.root.whole if first is not None and second is not None and first.root is second.root else None
+    columns = whole or Axis()
+    return _made("concat", of, None, (*of[0].extents[:-1], sum(x.extents[-1] for x in of)), (*lead, columns))
+
+
+def half(x: Any, which: int) -> Term:
+    """The first or the second half of the columns: 0 or 1."""
+    x = lifted(x)
+    columns = x.names[-1] if x.ndim else None
+    if columns is None or x.extents[-1] % 2:
+        raise ValueError(f"halves: takes an array with an even number of columns, got {x.extents}: {x}")
+    return _made("half", (x,), which, (*x.extents[:-1], x.extents[-1] // 2), (*x.names[:-1], halved(columns)))
+
+
+def causal(x: Any) -> Term:
+    """Scores (..., s, t), of which query i sees key j where j <= i + t - s; the others are -inf."""
+    x = lifted(x)
+    if x.ndim < 2:
+        raise ValueError(f"causal: takes scores (..., queries, keys), got {x.extents}")
+    return _made("causal", (x,), None, x.extents, x.names)
+
+
+def stacked(x: Term) -> Term:
+    """(h, d, r) as (h d, r): the matrices of heads, one below the other. A view."""
+    (h, d, r), (heads, rows, columns) = x.extents, x.names
+    return _made("stacked", (x,), None, (h * d, r), (product(heads, rows), columns))
+
+
+def heads(x: Term, like: Term) -> Term:
+    """(s, h d) as (h, s, d), where `like` is (h, d, r) and x's columns are like's, stacked. A view."""
+    (h, d, _), (of_heads, columns, _) = like.extents, like.names
+    return _made("heads", (x, like), None, (h, x.extents[0], d), (of_heads, x.names[0], columns))
+
+
+def viewed(x: Term) -> Term:
+    """What lies in memory where this is a view of it."""
+    return viewed(x.of[0]) if x.operation in ("stacked", "heads") else x
+
+
+def product(*parts: Axis | None) -> Axis | None:
+    """The axis that these, one inside the other, make; one for the same ones."""
+    roots = tuple(axis.root for axis in parts if axis is not None)
+    return SPACES[-1].products.setdefault(roots, Axis(*roots)) if len(roots) > 1 else roots[0] if roots else None
 
 
 def rebuilt(x: Term, of: Sequence[Term]) -> Term:
@@ -257,7 +360,10 @@ def rebuilt(x: Term, of: Sequence[Term]) -> Term:
         return apply(x.operation, *of)
     if x.operation in ("sum", "max"):
         return reduce(x.operation, of[0])
-    others: dict[str, Callable] = {"matmul": matmul, "transpose": transpose, "concat": concat}
+    if x.operation == "half":
+        return half(of[0], x.what)
+    others: dict[str, Callable] = {"matmul": matmul, "transpose": transpose, "concat": concat, "causal": causal}
+    others |= {"stacked": stacked, "heads": heads}
     return others[x.operation](*of) if of else x
 
 
@@ -296,6 +402,16 @@ def is_tile(x: Term) -> bool:
 def along(x: Term) -> bool:
     """Has it columns?"""
     return x.ndim > 0 and x.names[-1] is not None
+
+
+def softmax_of(x: Term) -> Term | None:
+    """What it is the softmax of, if it is one: exp(s - max(s)) / sum(exp(s - max(s)))."""
+    if x.operation != "div" or x.of[1].operation != "sum" or x.of[0] is not x.of[1].of[0] or x.of[0].operation != "exp":
+        return None
+    shifted = x.of[0].of[0]
+    if shifted.operation != "sub" or shifted.of[1].operation != "max" or shifted.of[1].of[0] is not shifted.of[0]:
+        return None
+    return shifted.of[0]
 
 
 def inputs(*roots: Term) -> list[Term]:

@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from . import terms
-from .terms import Axis, Term
+from .functions import MAPS
+from .terms import Axis, Term, walk
+
+ANY = 64 * 3 * 5 * 7 * 2**20  # an extent where only the names of axes count, and no two are compared
 
 
 class Shape(NamedTuple):
@@ -51,8 +54,26 @@ def traced(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ..
     return found
 
 
+def rows_alone(roots: Sequence[Term]) -> bool:
+    """Are leading axes more rows, nothing else? They are where all that has them has the same, is neither transposed nor the
+    right factor of a product, and meets nothing that has some of them: then arrays may come with these axes as one."""
+    every = list(walk(*roots))
+    deep = [x for x in every if x.ndim > 2]
+    if not deep:
+        return True
+    leads = {tuple(name and name.root for name in x.names[:-1]) for x in (*deep, *roots)}
+    (lead, *others) = leads
+    by_rows = all(
+        x.operation in MAPS or x.operation in ("input", "sum", "max", "concat", "half")
+        or (x.operation == "matmul" and x.of[1].ndim == 2)
+        for x in deep
+    )  # fmt: skip
+    some = any(name is not None and name.root in lead for x in every if x.ndim <= 2 for name in x.names)
+    return by_rows and not others and not some
+
+
 def _run(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...], rows: Axis | None) -> Traced:
-    space = terms.Space()
+    space = terms.Space(any(ANY in s.extents for s in shapes))
     terms.SPACES.append(space)
     try:
         inputs = {}
@@ -66,7 +87,7 @@ def _run(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...]
         terms.SPACES.pop()
     results = result if isinstance(result, tuple) else (result,)
     for x in results:
-        if not isinstance(x, Term) or x.ndim != 2:
+        if not isinstance(x, Term) or x.ndim < 2:
             raise TypeError(f"{definition.__name__}: must return matrices (rows, columns) made of its arguments, got {x!r:.80}")
     outs = [name for name in "yzuv" if name not in names] + [f"out_{n}" for n in range(len(results))]
     called = tuple((name, x) for name, x in spoken.items() if x.of and name not in outs)

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 
 from .functions import MAPS
 from .module import unused
-from .terms import Term, walk
+from .terms import Term, softmax_of, walk
 
 SUM, PRODUCT, UNARY, ATOM = range(4)  # how strongly an expression binds; of products with @, which stand in parentheses, too
 BINDS = {"add": SUM, "sub": SUM, "mul": PRODUCT, "div": PRODUCT, "matmul": PRODUCT, "neg": UNARY}
 RIGHT = {"sub", "div", "matmul"}  # their right operand is in parentheses where it binds no more strongly
-WRITTEN = {"sum": "sum({})", "max": "max({})", "matmul": "{} @ {}", "transpose": "{}.T"}
+WRITTEN = {"sum": "sum({})", "max": "max({})", "matmul": "{} @ {}", "causal": "causal({})", "stacked": "stacked({})"}
+WRITTEN |= {"heads": "heads({})"}
 OTHERS = {"less": "<", "less_equal": "<=", "greater": ">", "greater_equal": ">="}  # in equations
 SUGGESTED = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqrt": "scale", "matmul": "product"}
 
@@ -41,10 +42,18 @@ class Writer:
             text, its = self._written(y)
             apart = (place > 0 and x.operation in RIGHT) or "matmul" in (x.operation, y.operation)
             weaker = its < binds or (its == binds and apart)
-            inside = binds == ATOM and x.operation != "transpose"
+            inside = binds == ATOM and not (x.operation == "transpose" and x.ndim == 2)
             parts.append(f"({text})" if weaker and not inside else text)
-        form = MAPS[x.operation].written if x.operation in MAPS else WRITTEN[x.operation]
-        return form.format(*parts), binds
+        return self._form(x).format(*parts), binds
+
+    @staticmethod
+    def _form(x: Term) -> str:
+        """With gaps for what the term is of."""
+        if x.operation in MAPS:
+            return MAPS[x.operation].written
+        if x.operation == "transpose":
+            return "{}.T" if x.ndim == 2 else "transpose({})"
+        return f"halves({{}})[{x.what}]" if x.operation == "half" else WRITTEN[x.operation]
 
     def assignments(self, roots: Iterable[Term], taken: Iterable[str] = (), among: Iterable[Term] = ()) -> list[str]:
         """A line for each part of the roots that several use and that has no name, named from now on. taken: names that are
@@ -106,5 +115,9 @@ def equations(roots: Mapping[str, Term], spoken: Mapping[Term, str]) -> str:
     for x in means:  # what language.py makes of several operations, in its words
         lines += writer.assignments([x.of[0].of[0]], roots, roots.values())
         writer.names[x] = f"mean({writer.expression(x.of[0].of[0])})"
+    for x in every:
+        if (inner := softmax_of(x)) is not None:
+            lines += writer.assignments([inner], roots, roots.values())
+            writer.names[x] = f"softmax({writer.expression(inner)})"
     lines += writer.assignments(roots.values(), roots)
     return "\n".join([*lines, *(f"{name} = {writer.expression(x)}" for name, x in roots.items())])

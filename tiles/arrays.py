@@ -142,13 +142,22 @@ class Operand(NamedTuple):
         return self.form.shape
 
     def reshape(self, *shape: int) -> Operand:
-        """With its last axis cut into several. ValueError: the shape says something else."""
-        *lead, columns = self.form.shape
-        cut = shape[len(lead) :]
-        if tuple(lead) != shape[: len(lead)] or math.prod(cut) != columns:
-            raise ValueError(f"an Operand's last axis can be cut, no more: from {self.form.shape} to {shape}")
-        strides = contiguous(cut, self.form.strides[-1])
-        return self._replace(form=self.form._replace(shape=shape, strides=(*self.form.strides[:-1], *strides)))
+        """With axes cut into several, or several that lie without a gap made one; -1 is what is left over. ValueError: the
+        shape has other elements, or needs a copy."""
+        form, size = self.form, math.prod(self.form.shape)
+        shape = tuple(size // max(1, -math.prod(shape)) if n == -1 else n for n in shape)
+        if math.prod(shape) != size:
+            raise ValueError(f"reshape: {form.shape} has other elements than {shape}")
+        strides = _reshaped(form.shape, form.strides, shape)
+        if strides is None:
+            raise ValueError(f"reshape: from {form.shape} to {shape} needs a copy: strides={form.strides} bytes")
+        return self._replace(form=form._replace(shape=shape, strides=strides))
+
+    def swapaxes(self, one: int, other: int) -> Operand:
+        """With two axes swapped."""
+        order = list(range(len(self.form.shape)))
+        order[one], order[other] = order[other], order[one]
+        return self.permuted(order)
 
     def permuted(self, order) -> Operand:
         """With its axes in another order."""
@@ -157,6 +166,29 @@ class Operand(NamedTuple):
     def spread(self, axis: int, extent: int) -> Operand:
         """With one more axis, along which all elements are one."""
         return self._replace(form=self.form.spread(axis, extent))
+
+
+def _reshaped(old: tuple[int, ...], steps: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides of the same elements under another shape; None where there are none. From the last axis on, as many axes of
+    both as have the same product belong together."""
+    if 0 in new:
+        return contiguous(new, 1)
+    runs = [(n, step) for n, step in zip(old, steps) if n != 1]
+    found: list[int] = []
+    left, step = 1, 1
+    for n in reversed(new):
+        if n == 1:
+            found.append(step * left if found else (steps[-1] if steps else 1))
+            continue
+        if left == 1:
+            left, step = runs.pop()
+        while left % n and runs and runs[-1][1] == left * step:  # this axis takes more: the next one must go on where it ends
+            left *= runs.pop()[0]
+        if left % n:
+            return None
+        found.append(step)
+        left, step = left // n, step * n
+    return tuple(found[::-1])
 
 
 def numpy_view(pointer: int, form: Form, owner: Any = None) -> np.ndarray:

@@ -95,10 +95,13 @@ class NumPy(Kind):
 
 
 class Planned(Kind):
-    """Operands: arrays that are to come, at addresses that a program will know (launch.recorded)."""
+    """Operands: arrays that are to come, at addresses that a program will know (recording.py)."""
 
     def describe(self, x: Any, name: str) -> Array:
         return Array(x.source, x.form, x, self)
+
+    def reader(self, needed: dict[str, bool]) -> Callable:
+        raise TypeError("Operands have no addresses yet: a call on them is recorded")
 
 
 class Torch(Kind):

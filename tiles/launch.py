@@ -17,7 +17,6 @@ its TMA map, by value; bool as it is, int as int32, float as float32, so a growi
 scalars as their own type, so np.int64(n) where 32 bits are too few.
 """
 
-import contextvars
 import ctypes
 import functools
 import math
@@ -54,6 +53,8 @@ from .fallback import Interpreted, forced
 from .frameworks import current_stream, finish, stream_handle
 from .lengths import made
 from .plumbing import Value
+from .recording import Recorded
+from .recording import now as recording_now
 from .types import gl
 
 THREADS_END = 1024  # most threads of a block
@@ -497,13 +498,13 @@ class Launch:
         given = parameters(self.kernel, args)
         bound = self._bind(given)
         arrays = [p.array for p in given if p.array is not None]
-        if (steps := _recording.get()) is not None:
+        if (recording := recording_now()) is not None:
             late = (
                 Launch(self.kernel, self.grid, self.block, self.shared, None, self.cluster)._bind(given)
                 if self.early
                 else bound
             )
-            return steps.append(Recorded(bound, late, [array.pointer for array in arrays]))
+            return recording.steps.append(Recorded(bound, late, [array.pointer for array in arrays]))
         if self.stream is not None:
             stream = stream_handle(self.stream)
         else:
@@ -511,33 +512,6 @@ class Launch:
         bound.run(stream, [a.pointer for a in arrays])
         for array in arrays:
             finish(array, stream)
-
-
-_recording: contextvars.ContextVar = contextvars.ContextVar("recording", default=None)
-
-
-class Recorded(NamedTuple):
-    """A step of a program: a launch, and where its arrays' addresses stand among those of the program. late: the same launch
-    where it must not be early."""
-
-    bound: Any
-    late: Any
-    sources: Sequence[int]
-
-    def run(self, stream: int, addresses: Sequence[int]) -> None:
-        """See Bound.run."""
-        self.bound.run(stream, [addresses[source] for source in self.sources])
-
-
-def recorded(function, *args) -> list[Recorded]:
-    """What function(*args) launches, some of the arguments being Operands, ready to be run on arrays that take their places."""
-    steps: list[Recorded] = []
-    token = _recording.set(steps)
-    try:
-        function(*args)
-    finally:
-        _recording.reset(token)
-    return steps
 
 
 def _extents(name, given):

@@ -38,7 +38,7 @@ from inspect import get_annotations, signature
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
-from . import jax_call, nvtx, torch_op
+from . import jax_call, nvtx, recording, torch_op
 from .arrays import Array, Form, Number, Operand, ascending, fill
 from .checks import asked
 from .frameworks import Kind, describe, kind_of, stream_handle
@@ -160,7 +160,7 @@ class Program:
         try:
             return self.run(stream, arrays, options, layout)
         except TypeError:  # it may be that these are no arrays yet
-            ways = [way for way in (torch_op, jax_call) if way.serves(arrays, self)]
+            ways = [way for way in (recording, torch_op, jax_call) if way.serves(arrays, self)]
             if not ways:
                 raise
         return ways[0].call(self, stream, arrays, options, layout)
@@ -257,11 +257,7 @@ class Program:
 
     def _plan(self, given: dict[str, Form], first: Array, options: tuple, layout: str) -> _Known:
         """ValueError or TypeError: the schema or the planner refuses these forms."""
-        problem = self.schema.problem(given, layout)
-        steps, scratch, give = self.planner(problem, *options)
-        if (first.device is None or asked().values) and (check := self.schema.check(problem, given)):
-            steps = [check, *steps]
-        results = self.schema.results(dict(zip(self.options, options)))
+        problem, (steps, scratch, give), results = self.steps(given, first.device, options, layout)
         order, kind = self.schema.places, first.kind
         home = kind.home(first)
         makers = [(order[name], made(kind.maker, home, *problem.made(name))) for name in results if name not in given]
@@ -273,6 +269,14 @@ class Program:
             apart.append((order[a], order[b], shift - its.extent, shift + mine.extent))
         give = give or itemgetter(*[order[name] for name in results])
         return _Known(kind, first.device, makers, apart, steps, give)
+
+    def steps(self, given: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple:
+        """For arrays of these forms: (the Problem, the Plan with what is checked before, the names of the results)."""
+        problem = self.schema.problem(given, layout)
+        plan = self.planner(problem, *options)
+        if (device is None or asked().values) and (check := self.schema.check(problem, given)):
+            plan = plan._replace(steps=[check, *plan.steps])
+        return problem, plan, self.schema.results(dict(zip(self.options, options)))
 
     def _of_lengths(self, described: list, known: _Known) -> bool:
         """Can this plan be one for other lengths, too? On a device; in the interpreter planning takes no time that counts."""

@@ -105,7 +105,7 @@ def blocks_of(blocks: Any) -> Asked:
 
 def norm_parts(name: str, norm: Any) -> tuple[Any, Any]:
     """(weights, bias) of a norm, None for what there is not; TypeError."""
-    if not isinstance(norm, tuple):
+    if type(norm) is not tuple:  # an Operand is one of another kind
         return norm, None
     if len(norm) != 2 or any([x is None for x in norm]):
         raise TypeError(f"{name}: must be weights, or a pair (weights, bias): a tuple of {len(norm)}")

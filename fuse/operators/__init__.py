@@ -1,11 +1,13 @@
 """Operators that are written with fuse: each is its definition, and as fast as one written by hand."""
 
+from .attention import mla_attention, qk_norm_attention
 from .gated_mlp import gated_mlp, gated_mlp_down, gated_mlp_gelu
 from .layer_norm_linear import layer_norm_linear
 from .lora_linear import lora_linear
 from .normalised_transformer import normalised_step
 from .residual_norm import residual_layer_norm, residual_rms_norm
 from .rms_norm_linear import rms_norm_linear
+from .rotary import rotary
 
 __all__ = [
     "gated_mlp",
@@ -13,8 +15,11 @@ __all__ = [
     "gated_mlp_gelu",
     "layer_norm_linear",
     "lora_linear",
+    "mla_attention",
     "normalised_step",
+    "qk_norm_attention",
     "residual_layer_norm",
     "residual_rms_norm",
     "rms_norm_linear",
+    "rotary",
 ]

@@ -21,7 +21,7 @@ import numpy as np
 from ..evaluate import beyond
 from ..functions import MAPS
 from ..module import array, unused
-from ..terms import Axis, Term, along, between, is_tile, walk
+from ..terms import Axis, Term, along, between, inputs, is_tile, walk
 from ..writing import Writer
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class Product:
     root: (m, n). x: the array (m, k). operand: prologue(x), the left factor of all products. products: {term: its weight}.
     narrow: {term: (weight of the first product, weight of the second)}. sides: reductions of rows of x. vectors: what the
     prologue and the sides read besides. others: what the epilogue does: tiles and vectors. numbers: of all of them."""
+
+    launched = True
 
     def __init__(
         self,
@@ -83,8 +85,9 @@ class Product:
 
     @property
     def dtype(self) -> str:
-        """Of the operands, as x has it."""
-        return self.x.what[1] if self.x.operation == "input" else self.weights[0].array.what[1]
+        """Of the operands, as x has it, or what the weights are made of."""
+        made_of = [self.x] if self.x.operation == "input" else inputs(self.weights[0].array)
+        return next(y.what[1] for y in made_of if y.ndim)
 
     @property
     def joined(self) -> tuple[Term, Term | None] | None:

@@ -85,7 +85,7 @@ class RowMap:
         """The kernel and its launch. parameters: the names of leaves and roots. spoken: what other terms may be called."""
         return self.form(self, parameters, spoken).text
 
-    label, operations, most_rows, early = "rows", 0.0, 2**31 - 1, False
+    label, operations, most_rows, launched, early = "rows", 0.0, 2**31 - 1, True, False
 
     @property
     def bytes(self) -> float:

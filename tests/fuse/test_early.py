@@ -5,7 +5,7 @@ import pytest
 from fuse import early
 from fuse.early import Early
 from tiles.arrays import Operand, c_ordered
-from tiles.launch import Recorded
+from tiles.recording import Recorded
 
 
 class Bound:

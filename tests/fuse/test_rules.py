@@ -38,6 +38,7 @@ DEFINITIONS = {
     attend: ((4, 8), (5, 8), (5, 6)),
     scaled: ((4, 8), (8, 6)),
     (lambda x, w: (w.T @ x.T).T): ((4, 8), (8, 6)),
+    (lambda x, w: (x * x / fuse.max(x)) @ w): ((4, 8), (8, 6)),
 }
 
 

@@ -1,0 +1,184 @@
+"""Attention: what attention.forward computes, by its own kernels.
+
+    y = softmax(norm(q) @ transpose(norm(k)) * scale) @ v
+
+on arrays with equal leading axes, a batch and heads, one of them or none; the keys may have one head for all. norm, of queries
+or keys or neither, is x * rsqrt(mean(x * x) + eps) * g; scores may be causal. There is no kernel to write: the text is a
+call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..module import DTYPES, Text
+from ..rules import factors, product
+from ..terms import Axis, Term, along, softmax_of
+from ..writing import Writer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MOST_AXES = 4  # batch, head, row, column
+MOST_COLUMNS, COLUMNS = 256, 8  # of a head; and a multiple of so many
+ON_THE_HOST = "input", "number", "add", "sub", "mul", "div", "neg"  # what numbers are made with
+
+
+class Side(NamedTuple):
+    """Queries or keys. array: as they lie in memory. numbers: that they are multiplied by, ("mul" or "div", term). weights,
+    eps: of their norm; None where there is none."""
+
+    array: Term
+    numbers: list[tuple[str, Term]]
+    weights: Term | None = None
+    eps: Term | None = None
+
+    @property
+    def normed(self) -> bool:
+        """Is there a norm?"""
+        return self.weights is not None
+
+
+class Attention:
+    """A term that attention.forward computes: see the module."""
+
+    label, most_rows, launched, early = "attend", 2**31 - 1, False, False
+
+    def __init__(self, root: Term, q: Side, k: Side, v: Term, scale: Term | None, eps: Term | None, causal: bool):
+        self.roots, self.q, self.k, self.v = (root,), q, k, v
+        self.scale, self.eps, self.causal = scale, eps, causal
+
+    @classmethod
+    def serving(cls, root: Term) -> Iterator[Self]:
+        """Those that compute it."""
+        scores = softmax_of(root.of[0]) if root.operation == "matmul" else None
+        if scores is None:
+            return
+        causal = scores.operation == "causal"
+        parts = factors(scores.of[0] if causal else scores)
+        products = [x for how, x in parts if x.operation == "matmul" and how == "mul"]
+        numbers = [(how, x) for how, x in parts if x not in products]
+        if len(products) != 1 or products[0].of[1].operation != "transpose":
+            return
+        q, k, v = side(products[0].of[0]), side(products[0].of[1].of[0]), root.of[1]
+        scale = product([*numbers, *q.numbers, *k.numbers])
+        eps = q.eps if k.eps is None else k.eps
+        if not all(x is None or on_the_host(x) for _, x in [*numbers, *q.numbers, *k.numbers, ("", eps)]):
+            return
+        negative = scale is not None and scale.operation == "number" and scale.what <= 0
+        if not negative and q.eps in (None, eps) and fits(root, q.array, k.array, v):
+            yield cls(root, q, k, v, scale, eps, causal)
+
+    @property
+    def leaves(self) -> list[Term]:
+        """What it reads."""
+        numbers = [y for x in (self.scale, self.eps) if x is not None for y in _numbers(x)]
+        arrays = [self.q.array, self.k.array, self.v, self.q.weights, self.k.weights]
+        return list(dict.fromkeys([*(x for x in arrays if x is not None), *numbers]))
+
+    @property
+    def root(self) -> Term:
+        """Its only root."""
+        return self.roots[0]
+
+    @property
+    def fixed(self) -> dict[Axis, int]:
+        """The axes that may not have any extents; few heads are enough to see that they are not mixed."""
+        q, v = self.q.array.names, self.v.names
+        axes = [*((axis, 2) for axis in q[:-2]), (q[-1], 3 * COLUMNS), (v[-1], 5 * COLUMNS)]
+        return {axis.root: n for axis, n in axes if axis is not None}
+
+    @property
+    def bytes(self) -> float:
+        """Read and written once."""
+        return float(sum(x.nbytes for x in (*self.leaves, self.root)))
+
+    @property
+    def scores(self) -> float:
+        """How many there are."""
+        return math.prod(self.q.array.extents[:-1]) * self.k.array.extents[-2] / (2 if self.causal else 1)
+
+    @property
+    def operations(self) -> float:
+        """Of the tensor cores."""
+        return 2 * self.scores * (self.q.array.extents[-1] + self.v.extents[-1])
+
+    @property
+    def maps(self) -> float:
+        """Operations on elements, outside the tensor cores."""
+        return 4 * self.scores
+
+    def __str__(self):
+        return f"attention of {self.root}"
+
+    def explained(self) -> str:
+        """What it does, in words."""
+        norms = [f"{name} are normalised on their way" for name, one in (("queries", self.q), ("keys", self.k)) if one.normed]
+        return ", ".join(["attention.forward, whose scores stay in registers", *["scores are causal"] * self.causal, *norms])
+
+    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
+        """See RowMap.text."""
+        writer = Writer({x: parameters[x] for x in self.leaves}, spoken)
+        given = [_with_heads(x, parameters[x]) for x in (self.q.array, self.k.array, self.v)]
+        given += ["causal=True"] * self.causal
+        numbers = {"q_norm": self.q.weights, "k_norm": self.k.weights, "norm_eps": self.eps, "scale": self.scale}
+        given += [f"{key}={writer.expression(x)}" for key, x in numbers.items() if x is not None]
+        given += ["scale=1.0"] * (self.scale is None) + ['layout="bhsd"']
+        given.append(f"out={_with_heads(self.root, parameters[self.root])}")
+        return Text(before=[f"attention.forward({', '.join(given)})"])
+
+
+def side(x: Term) -> Side:
+    """What queries or keys are made of."""
+    parts = factors(x)
+    numbers = [one for one in parts if not one[1].names]
+    arrays = [one for how, one in parts if how == "mul" and one.ndim > 1 and along(one)]
+    if len(arrays) != 1:
+        return Side(x, [])
+    rest = [one for one in parts if one[1].names and one[1] is not arrays[0]]
+    if not rest:
+        return Side(arrays[0], numbers)
+    weights = [one for how, one in rest if how == "mul" and one.ndim == 1 and one.operation == "input"]
+    scales = [one for one in rest if one[1] not in weights]
+    eps = _eps_of(arrays[0], *scales[0]) if len(weights) == len(scales) == 1 else None
+    return Side(x, []) if eps is None else Side(arrays[0], numbers, weights[0], eps)
+
+
+def _eps_of(x: Term, how: str, scale: Term) -> Term | None:
+    """What is added to the mean of squares of x, if it is scaled by 1 / the root of that."""
+    if (how, scale.operation) not in (("mul", "rsqrt"), ("div", "sqrt")) or scale.of[0].operation != "add":
+        return None
+    for mean, eps in (scale.of[0].of, scale.of[0].of[::-1]):
+        if mean.operation == "div" and mean.of[0].operation == "sum" and mean.of[1].operation in ("length", "number"):
+            squares, count = mean.of[0].of[0], mean.of[1]
+            whole = count.operation == "length" and count.what[1] == x.extents[-1]
+            if whole and squares.operation == "mul" and squares.of == (x, x) and not eps.names:
+                return eps
+    return None
+
+
+def on_the_host(x: Term) -> bool:
+    """Is it a number that Python computes?"""
+    return not x.names and x.operation in ON_THE_HOST and all(map(on_the_host, x.of))
+
+
+def _numbers(x: Term) -> list[Term]:
+    """The arguments in it."""
+    return [x] if x.operation == "input" else [found for y in x.of for found in _numbers(y)]
+
+
+def fits(root: Term, q: Term, k: Term, v: Term) -> bool:
+    """Are these arrays that attention.forward takes?"""
+    if not root.ndim == q.ndim == k.ndim == v.ndim <= MOST_AXES or k.extents[:-2] != v.extents[:-2]:
+        return False
+    columns = all(x.extents[-1] % COLUMNS == 0 and x.extents[-1] <= MOST_COLUMNS for x in (q, v))
+    *batch, heads = (1, *q.extents[:-2])
+    *batch_of_keys, heads_of_keys = (1, *k.extents[:-2])
+    dtypes = {x.what[1] for x in (q, k, v) if x.operation == "input"}
+    return columns and batch == batch_of_keys and heads_of_keys in (1, heads) and len(dtypes) <= 1 and dtypes <= {*DTYPES}
+
+
+def _with_heads(x: Term, name: str) -> str:
+    """The array with a batch and heads."""
+    return name if x.ndim == MOST_AXES else f"{name}.reshape({'1, ' * (MOST_AXES - x.ndim)}*{name}.shape)"

@@ -1,0 +1,176 @@
+"""Leading axes, batches and heads, and attention on them."""
+
+import inspect
+import warnings
+
+import numpy as np
+import pytest
+from references import compare
+
+import fuse
+from fuse import operators, rules
+from fuse.proof import identity
+from fuse.rules import Rule
+from fuse.trace import Shape, traced
+from tiles import bf16
+
+
+def sample(*shapes, seed=0):
+    """Arrays of bf16."""
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(bf16.np) for shape in shapes]
+
+
+GRAM = fuse.kernel(lambda x: x @ fuse.transpose(x))
+MEANS = fuse.kernel(lambda x, y: x + y * 2.0)
+
+
+@pytest.mark.parametrize("run", [GRAM, GRAM.run])
+def test_leading_axes_that_are_no_rows(run):
+    """As rows, all would be multiplied with all."""
+    (x,) = sample((2, 6, 40))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        got = run(x)
+    wide = x.astype(np.float64)
+    assert got.shape == (2, 6, 6) and np.allclose(got.astype(np.float64), wide @ wide.swapaxes(1, 2), atol=0.5)
+
+
+def test_what_has_no_kernel_says_why():
+    (x,) = sample((2, 6, 40))
+    with pytest.warns(RuntimeWarning, match=r"no template computes .*\(2, 6, 40\)"):
+        GRAM.run(x)
+
+
+def test_leading_axes_that_do_not_fit():
+    """(12, 40) is no (2, 6, 40), though they have as many rows."""
+    with pytest.raises(ValueError, match="do not broadcast"):
+        MEANS(*sample((2, 6, 40), (12, 40)))
+    with pytest.raises(TypeError, match=r"fuse.transpose swaps the last two"):
+        fuse.kernel(lambda x: x @ x.T)(*sample((2, 6, 40)))
+
+
+def test_some_of_the_leading_axes():
+    """(6, 40) broadcasts along the batch."""
+    x, y = sample((2, 6, 40), (6, 40))
+    assert np.allclose(MEANS(x, y).astype(np.float32), (x + y * 2).astype(np.float32), atol=0.1)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+def rms(x, g, eps=1e-5):
+    return x * fuse.rsqrt(fuse.mean(x * x) + eps) * g
+
+
+@fuse.kernel
+def attend(q, k, v, scale=0.25):
+    return fuse.attention(q, k, v, scale)
+
+
+@fuse.kernel
+def causal(q, k, v):
+    return fuse.softmax(fuse.causal(q * 0.25 @ fuse.transpose(k))) @ v
+
+
+@fuse.kernel
+def normed(q, k, v, gq, gk, eps=1e-5):
+    return fuse.attention(rms(q, gq, eps), rms(k, gk, eps), v, q.shape[-1] ** -0.5)
+
+
+@fuse.kernel
+def normed_keys(q, k, v, gk):
+    return fuse.attention(q, rms(k, gk), v, 0.25)
+
+
+@fuse.kernel
+def shared_keys(q, k, v):
+    return fuse.attention(q, k, v, 0.25)
+
+
+@fuse.kernel
+def one_query(q, k, v):
+    return fuse.attention(q, k * 0.5, v, 0.5)
+
+
+@fuse.kernel
+def rotated(q, k, v, cos, sin):
+    return fuse.attention(*(operators.rotary.definition(x, cos, sin) for x in (q, k)), v, 0.25)
+
+
+AHEAD = {operators.mla_attention: 2, rotated: 2}  # kernels ahead of attention's
+CASES = {
+    operators.mla_attention: [(2, 5, 16), (9, 40), (2, 16, 40), (2, 24, 40)],
+    attend: [(2, 2, 5, 16), (2, 2, 9, 16), (2, 2, 9, 24)],
+    shared_keys: [(2, 4, 5, 16), (2, 1, 9, 16), (2, 1, 9, 24)],
+    one_query: [(2, 1, 16), (2, 9, 16), (2, 9, 16)],
+    rotated: [(2, 5, 16), (2, 5, 16), (2, 5, 16), (5, 8), (5, 8)],
+    causal: [(3, 5, 16), (3, 9, 16), (3, 9, 24)],
+    normed: [(1, 2, 5, 16), (1, 2, 5, 16), (1, 2, 5, 16), (16,), (16,)],
+    normed_keys: [(5, 16), (9, 16), (9, 16), (16,)],
+}
+
+
+@pytest.mark.parametrize("kernel", CASES, ids=lambda kernel: kernel.name)
+def test_attention(kernel):
+    """One call of attention.forward, which gives what the definition says."""
+    arrays = sample(*CASES[kernel])
+    text = kernel.source(*arrays)
+    assert "attention.forward(" in text and text.count("@cuda.jit") == AHEAD.get(kernel, 0)
+    got = kernel.run(*arrays)
+    compare(kernel, arrays, got)
+    said, got = kernel(*arrays).astype(np.float32), got.astype(np.float32)
+    assert np.abs(said - got).max() <= 0.02 * np.abs(said).max()
+
+
+@pytest.mark.parametrize("kernel", [causal, normed_keys, rotated], ids=lambda kernel: kernel.name)
+def test_proof(kernel):
+    """Of those that test_operators.py does not see."""
+    proof = kernel.proof(*sample(*CASES[kernel]))
+    assert proof.holds, proof
+
+
+NOT_ATTENTION = {
+    "columns of 12": (lambda q, k, v: fuse.attention(q, k, v), [(2, 5, 12), (2, 9, 12), (2, 9, 16)]),
+    "a norm without its root": (lambda q, k, v: fuse.attention(q / fuse.mean(q * q), k, v), [(2, 5, 16)] * 3),
+    "a batch of keys for two": (lambda q, k, v: fuse.attention(q, k, v), [(2, 2, 5, 16), (1, 2, 9, 16), (1, 2, 9, 16)]),
+    "a negative scale": (lambda q, k, v: fuse.attention(q, k, v, -0.5), [(2, 5, 16)] * 3),
+    "a bias": (lambda q, k, v, b: fuse.softmax(q @ fuse.transpose(k) + b) @ v, [(2, 5, 16)] * 3 + [(2, 5, 5)]),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ATTENTION)
+def test_what_attention_does_not_take(name):
+    """It runs by parts, and is right."""
+    definition, shapes = NOT_ATTENTION[name]
+    kernel, arrays = fuse.kernel(definition), sample(*shapes)
+    with pytest.warns(RuntimeWarning, match="no template computes"):
+        got = kernel.run(*arrays)
+    assert np.abs((got - kernel(*arrays)).astype(np.float32)).max() <= 0.1
+
+
+def _columns(x):
+    """A scale of keys taken for one of queries."""
+    if x.operation == "matmul" and x.of[1].operation == "transpose" and x.of[1].of[0].operation == "mul":
+        k, g = x.of[1].of[0].of
+        if g.ndim > 1 and g.extents[-1] == 1 and g.extents == (*x.of[0].extents[:-1], 1):
+            yield x.of[0] @ fuse.transpose(k) * g
+
+
+def _heads(x):
+    """Heads that change places with rows."""
+    if x.operation == "heads":
+        yield fuse.terms.transpose(fuse.terms.transpose(x)) * 2.0
+
+
+@pytest.mark.parametrize("wrong", [_columns, _heads])
+def test_a_wrong_rule_is_caught(wrong):
+    rule, caught = Rule(wrong.__name__, "", wrong), 0
+
+    def scaled(q, k, v):
+        return fuse.softmax(q @ fuse.transpose(k * fuse.mean(k))) @ v
+
+    for definition, shapes in ((scaled, [(2, 6, 8)] * 3), (operators.mla_attention.definition, CASES[operators.mla_attention])):
+        names = tuple(inspect.signature(definition).parameters)
+        found = traced(definition, names, tuple(Shape(s, "bfloat16") for s in shapes))
+        forms = [form for form in rules.equal(found.roots, found.space, [rules.RULES[-2], rule]) if rule in form.rules]
+        caught += sum(not identity(found.roots, form.roots, trials=1).equal for form in forms[:2])
+    assert caught

@@ -1,0 +1,88 @@
+"""Calls written down instead of made: what a function launches becomes part of a program.
+
+    steps, scratch = recorded(function, q, k, out, places=3)
+
+The arguments are Operands, arrays that are to come. A launch is kept as it is bound; a call of another program gives all its
+steps (attention.forward is one). Each step is told where its arrays stand among those of the program that it becomes part of,
+and what memory it needs besides is appended to that program's scratch memory."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .arrays import Operand, c_ordered
+
+if TYPE_CHECKING:
+    from .program import Program
+
+
+class Recorded(NamedTuple):
+    """A step of a program. bound: a launch, or a step of another program. late: a launch again, where it must not be early;
+    None for a program's step. sources: where the arrays that it knows as its 0th, 1st, ... stand among those of the program."""
+
+    bound: Any
+    late: Any
+    sources: Sequence[int]
+
+    def run(self, stream: int, addresses: Sequence[int]) -> None:
+        """See program.Step."""
+        self.bound.run(stream, [addresses[source] for source in self.sources])
+
+
+class Recording:
+    """What was called so far. places: of the program's arrays; those of `scratch`, (shape, dtype), come after."""
+
+    def __init__(self, places: int):
+        self.places = places
+        self.steps: list[Recorded] = []
+        self.scratch: list[tuple[tuple[int, ...], str]] = []
+
+    def memory(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Operand:
+        """Some more of it."""
+        self.scratch.append((shape, dtype))
+        return Operand(self.places + len(self.scratch) - 1, c_ordered(shape, dtype, device))
+
+
+_recording: contextvars.ContextVar[Recording | None] = contextvars.ContextVar("recording", default=None)
+now = _recording.get  # the Recording that goes on, or None
+
+
+def recorded(function: Callable, *args: Any, places: int) -> tuple[list[Recorded], list[tuple[tuple[int, ...], str]]]:
+    """What function(*args) calls, some of the arguments being Operands: the steps, and the scratch memory that they take behind
+    the `places` arrays that the program has without them."""
+    recording = Recording(places)
+    token = _recording.set(recording)
+    try:
+        function(*args)
+    finally:
+        _recording.reset(token)
+    return recording.steps, recording.scratch
+
+
+# ---- programs that are called meanwhile: as torch_op.py and jax_call.py ----------------------------------------------
+def serves(arrays: tuple, program: Program) -> bool:
+    """Are these Operands, of a call that is to be recorded?"""
+    return now() is not None and any(isinstance(x, Operand) for x in arrays)
+
+
+def call(program: Program, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
+    """The program's steps are recorded. Gives Operands; what the caller leaves out lies in scratch memory."""
+    recording = now()
+    assert recording is not None
+    if stream is not None:
+        raise TypeError("stream: must be None in a call that is recorded: it runs on that of the program")
+    given = {name: x for name, x in zip(program.names, arrays) if x is not None}
+    forms = {name: x.form for name, x in given.items()}
+    device = arrays[0].form.device
+    problem, (steps, scratch, give), results = program.steps(forms, device, options, layout)
+    for name in results:
+        if name not in given:
+            shape, dtype = problem.made(name)
+            given[name] = recording.memory(shape, dtype, device)
+    every = [*map(given.get, program.names), *(recording.memory(shape, dtype, device) for shape, dtype in scratch)]
+    sources = [x.source if x else 0 for x in every]  # what is left out no step asks for
+    recording.steps += [Recorded(step, None, sources) for step in steps]
+    found = tuple(given[name] for name in results)
+    return give(every) if give else found[0] if len(found) == 1 else found
