@@ -1,5 +1,6 @@
 """`python -m fuse show file.py:function --shapes 16x4096 4096 4096x6144`: what was found for arrays of these shapes, in words,
-the kernels' text, and the proof. `python -m fuse tune ...` measures the candidates on the card, and remembers the fastest."""
+the kernels' text, and the proof. `python -m fuse tune ...` measures the candidates on the card, and remembers the fastest.
+`python -m fuse inspect` compiles every shipped operator for every target, with no card (inspect.py)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import numpy as np
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.inspect.command import module_at
 
+from . import inspect
 from .fused import Fused
 
 DTYPES = {"bf16": bf16.np, "fp16": fp16.np, "fp32": fp32.np}
@@ -19,6 +21,8 @@ DTYPES = {"bf16": bf16.np, "fp16": fp16.np, "fp32": fp32.np}
 
 def main(arguments: list[str]) -> int:
     """Run a command; the exit code."""
+    if arguments[:1] == ["inspect"]:
+        return inspect.main(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m fuse", description=__doc__)
     parser.add_argument("command", choices=("show", "tune"))
     parser.add_argument("function", help="FILE:FUNCTION or MODULE:FUNCTION, a function that fuse.kernel made")

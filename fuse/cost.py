@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tiles.device import device, hopper
@@ -28,10 +28,17 @@ class Card:
 
     def seconds(self, kernel: Any) -> float:
         """Of a kernel that says its `bytes`, `operations` of the tensor cores and `maps`."""
-        return LAUNCH + max(kernel.bytes / self.bytes, kernel.operations / self.products, kernel.maps / self.maps)
+        products, maps = kernel.operations / self.products, kernel.maps / self.maps
+        busy = max(products, maps) if self.wgmma else products + maps  # mma.sync takes its turns with all else that a warp does
+        return LAUNCH + max(kernel.bytes / self.bytes, busy)
 
 
 H200 = Card("NVIDIA H200", 132, 4.2e12, 6.9e14, 1.6e13)
+
+
+def card_of(arch: str) -> Card:
+    """An H200; of other architectures what an H200 would be with no more than all cards have."""
+    return H200 if arch == "sm_90a" else replace(H200, name=arch, wgmma=False)
 
 
 @functools.cache

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from .functions import MAPS
-from .terms import Axis, Term, walk
+from .terms import Axis, Term, along, between, walk
+
+DRAWS = 64  # of random numbers
 
 
 class Arithmetic(Protocol):
@@ -99,3 +101,21 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
             found = arithmetic.concat(of)
         values[id(x)] = found
     return [values[id(x)] for x in roots]
+
+
+def beyond(root: Term, leaves: Sequence[Term]) -> np.ndarray:
+    """What a map is beyond a row's end, where tiles and vectors that are read hold zeros, each time with other numbers for what
+    has no columns; but for those that make the whole row no number. A sum must find nothing but zeros there."""
+    rng, known, ends = np.random.default_rng(0), dict[Term, np.ndarray](), set(leaves)
+    counts = np.ones(DRAWS, bool)
+    for x in between([root], leaves, with_leaves=True):
+        if x in ends and along(x):
+            known[x] = np.zeros(DRAWS)
+        elif x.operation in MAPS and x not in ends:
+            with np.errstate(all="ignore"):
+                known[x] = np.asarray(MAPS[x.operation].numpy(*[known[y] for y in x.of]))
+        else:
+            known[x] = np.full(DRAWS, x.what) if x.operation == "number" else rng.standard_normal(DRAWS)
+        if not along(x):
+            counts &= np.isfinite(known[x])
+    return known[root][counts] if counts.any() else np.full(1, np.nan)

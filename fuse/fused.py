@@ -29,7 +29,7 @@ from tiles.schema import Schema
 
 from . import gradient, module, place, terms, tune
 from .candidates import Candidate, Chosen, candidates, chosen
-from .cost import card
+from .cost import Card, card, card_of
 from .early import Early
 from .evaluate import InNumPy, evaluate
 from .proof import Proof, proven
@@ -176,6 +176,7 @@ class Fused:
     def _plan(self, problem: Any, shapes: tuple[Shape, ...], numbers: dict[str, float]) -> Plan:
         """The launches of the best way, for this problem."""
         made = self._chosen(shapes, problem.device)
+        self._refuse_pieces(problem, made)
         operands: list[Any] = [problem[name] if s.extents else numbers[name] for name, s in zip(self.names, shapes)]
         operands += [problem[name] for name in made.outs]
         scratch = [(x.extents, problem.dtype) for x in made.scratch]
@@ -185,6 +186,14 @@ class Fused:
         lies, own = dict(zip(made.terms, operands)), (kernel for kernel in made.kernels if kernel.launched)
         steps = [step if step.late is None else _early(step, next(own), lies) for step in steps]
         return Plan(steps, [*scratch, *more])
+
+    def _refuse_pieces(self, problem: Any, made: Chosen) -> None:
+        """NoKernel: cp.async would copy 16 bytes from where it cannot."""
+        for x in (x for kernel in made.kernels for x in getattr(kernel, "copied", ())):
+            pieces = problem.bytes_at_once(x.what[0]) if x.operation == "input" else x.nbytes // x.extents[0] & 15 or 16
+            if pieces < 16:
+                name = x.what[0] if x.operation == "input" else repr(x)
+                raise NoKernel(f"{self.name}: {name} must have an address and strides of multiples of 16 bytes, has {pieces}")
 
     # ---- what was found ----------------------------------------------------------------------------------------------
     def trace(self, arrays: Sequence[Any]) -> Traced:
@@ -237,17 +246,7 @@ class Fused:
     def compile(self, *shapes: tuple[int, ...], dtype: str = "bfloat16", arch: str = "sm_90a") -> list[Compiled]:
         """Machine code of the kernels that serve C-ordered arrays of these shapes (() is a number), made ahead of time with no
         GPU at hand, and kept on disk: the first call on such a GPU finds it. The best way by the roofline is taken."""
-        every = tuple(Shape(shape, dtype) for shape in shapes)
-        made = self._chosen(every, None)
-        forms = [c_ordered(s, dtype, None) for s in shapes if s] + [c_ordered(x.extents, dtype, None) for x in made.written]
-        operands = iter(Operand(n, form) for n, form in enumerate(forms))
-        given = [next(operands) if shape else 1.0 for shape in shapes] + list(operands)
-        seen: list[tuple] = []
-        watchers.append(lambda *launch: seen.append(launch))
-        try:
-            recorded(module.load(made.text, self.name).launch, *given, places=len(forms))
-        finally:
-            watchers.pop()
+        seen = self.launches([Shape(shape, dtype) for shape in shapes], card_of(arch))
         found = []
         for kernel, types in dict.fromkeys((kernel, types) for kernel, types, *_ in seen):
             name = digest.key(kernel, types, arch)
@@ -255,6 +254,26 @@ class Fused:
             cache.store(name, compiled)
             found.append(compiled)
         return found
+
+    def launches(self, shapes: Sequence[Shape], card: Card) -> list[tuple[Any, ...]]:
+        """What a call with such arrays launches on a card, by the roofline: of each launch its kernel, Numba's types of the
+        arguments, threads and shared memory. There are no arrays."""
+        traced = self._trace(tuple(shapes))
+        if not (every := candidates(traced, card)):
+            raise NoKernel(f"{self.name}: {place.why(traced.roots, card)}")
+        made = chosen(self.name, traced, every[0])
+        forms = [c_ordered(s.in_memory, s.dtype, None) for s in shapes if s.extents]
+        dtype = next(s.dtype for s in shapes if s.extents)
+        forms += [c_ordered(x.extents, dtype, None) for x in made.written]
+        operands = iter([Operand(n, form) for n, form in enumerate(forms)])
+        given = [next(operands) if s.extents else 1.0 for s in shapes]
+        seen: list[tuple[Any, ...]] = []
+        watchers.append(lambda *launch: seen.append(launch))
+        try:
+            recorded(module.load(made.text, self.name).launch, *given, *operands, places=len(forms))
+        finally:
+            watchers.pop()
+        return seen
 
     def explain(self, *arrays: Any) -> str:
         """In sentences: which rules were used, what the kernels do, what the roofline says."""

@@ -14,6 +14,7 @@ from .templates.few_rows import FewRows
 from .templates.halves import Halves
 from .templates.many_rows import ManyRows
 from .templates.row_map import RowMap
+from .templates.since_ampere import SinceAmpere
 from .terms import Term, viewed, walk
 
 MOST = 8  # ways that are kept of each term
@@ -80,7 +81,11 @@ class _Search:
         if len(roots) == 1:
             found.extend(Attention.serving(roots[0]))
             found.extend(Halves.serving(roots[0]))
-        if len(roots) == 1 and self.card.wgmma and roots[0].ndim == 2:
+        if len(roots) != 1 or roots[0].ndim != 2:
+            return found
+        if not self.card.wgmma:
+            found.extend(SinceAmpere.serving(roots[0]))
+        else:
             found.extend(FewRows.serving(roots[0]))
             found.extend(FewColumns.serving(roots[0]) if roots[0].extents[-1] <= MOST_COLUMNS else ManyRows.serving(roots[0]))
         return found

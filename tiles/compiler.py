@@ -21,6 +21,7 @@ from . import constants, named  # noqa: F401  # they teach Numba
 from .builder import i32
 from .importable import uncollected
 from .lines import Place, of_ptx
+from .overwritten import complaints, overwritten
 from .plumbing import TENSOR_MAP, forget, lines_of_helpers
 
 
@@ -55,8 +56,9 @@ class Compiled:
 
     @property
     def warnings(self):
-        """Complaints of ptxas, each once: C7510 and its kin say that wgmma was serialised or setmaxnreg ignored."""
-        lines = [line.strip() for line in self.log.splitlines() if re.search(r"\(C7\d\d\d\)|warning", line)]
+        """Complaints of ptxas, each once: C7510 and its kin say that wgmma was serialised or setmaxnreg ignored. And ours, of
+        what ptxas overlooks (overwritten.py)."""
+        lines = [line.strip() for line in self.log.splitlines() if re.search(r"\(C7\d\d\d\)|warning|^tiles: ", line)]
         return list(dict.fromkeys(re.sub(rf"'?{re.escape(self.name)}'?", "the kernel", line) for line in lines))
 
 
@@ -215,22 +217,40 @@ class Lowered:
 
     def machine_code(self) -> Compiled:
         """What the GPU executes. CompileError: ptxas or the linker refuse it."""
+        cubin, log = self._linked()
+        return Compiled(cubin, self.name, "\n".join([log, *self._overlooked(cubin)]))
+
+    def _linked(self):
+        """(machine code, what the linker and ptxas say)"""
         linker = self._linker(verbose=True, ptxas_options=["-v"])
         try:
             cubin = linker.link("cubin")
         except nvJitLinkError as error:
             raise self._refused(str(error)) from None
-        return Compiled(bytes(cubin.code), self.name, linker.get_info_log() + linker.get_error_log())
+        return bytes(cubin.code), linker.get_info_log() + linker.get_error_log()
 
     def ptx(self) -> str:
         """The text that this is assembled from."""
         return bytes(self._linker(ptx=True).link("ptx").code).decode().rstrip("\0")
 
+    def _with_lines(self):
+        return Lowered(self.kernel, self.signature, self.arch, lines=True)
+
+    def _overlooked(self, cubin):
+        """What ptxas should have said, of wgmma; nothing, if there is no disassembler that could tell. Which lines of Python it
+        is about, only a table of lines tells."""
+        with contextlib.suppress(FileNotFoundError, RuntimeError):
+            if self.arch.startswith("sm_90") and overwritten(cubin):
+                if not self.lines and (told := complaints(self._with_lines()._linked()[0])):
+                    return told
+                return complaints(cubin)
+        return []
+
     def _refused(self, log):
         """What this log says. Its lines are those of the PTX; which of Python they are, only a table of lines tells."""
         if not self.lines:
             try:
-                Lowered(self.kernel, self.signature, self.arch, lines=True).machine_code()
+                self._with_lines().machine_code()
             except CompileError as error:
                 return error
         found = _COMPLAINT.findall("\n".join(line for line in log.splitlines() if not _SUMMARY.search(line)))

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..module import DTYPES, Text, array, rendered
-from ..terms import Axis, Term, along, is_tile
-from ..writing import Writer
+from ..terms import Axis, Term
 from .few_rows import MOST_ROWS
 from .many_rows import ManyRows
+from .product import Words, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,24 +47,14 @@ class FewColumns(ManyRows):
         """See RowMap.text."""
         ((product, weight),) = self.products.items()
         x, w, y = parameters[self.x], parameters[weight.array], parameters[self.root]
-        writer = Writer({one: parameters[one] for one in self.leaves} | {product: "acc"}, spoken)
-        epilogue = [f"{parameters[one]} = {_read(one, array(parameters[one]))}" for one in self.others]
-        epilogue += writer.assignments([self.root], {*parameters.values(), "acc", "at", "row", "me", "warp", "band", "share"})
+        words = Words(self, parameters, spoken, ("acc", "at", "row", "me", "warp", "band", "share"))
+        epilogue, written = words.epilogue({product: "acc"}, lambda y, its: reading(y, its, "ACC", "at", "0"))
         arrays = [(array(x), f"tiles.tensor({x}, X)"), (array(w), f"tiles.tensor({w}, W)")]
         arrays += [(array(parameters[one]), parameters[one]) for one in (*self.others, self.root)]
         gaps = {
             "columns": -(-self.columns // 16) * 16, "dtype": DTYPES[self.dtype], "turned": weight.turned, "x": array(x),
-            "w": array(w), "y": array(y), "epilogue": epilogue, "written": writer.expression(self.root), "bounds": "THREADS, 1",
+            "w": array(w), "y": array(y), "epilogue": epilogue, "written": written, "bounds": "THREADS, 1",
             "arguments": [*arrays, ("steps", f"-(-{x}.shape[1] // X.cols)"), *((parameters[n],) * 2 for n in self.numbers)],
             "before": [], "launch": f"-(-{x}.shape[0] // X.rows), THREADS, shared=smem",
         }  # fmt: skip
         return rendered("few_columns.jinja", gaps)
-
-
-def _read(y: Term, name: str) -> str:
-    """The expression that reads what the epilogue wants besides."""
-    if is_tile(y):
-        return f"load({name}, ACC, (at, 0))"
-    if along(y):
-        return f"load({name}, ACC.row_vec, {'(0,)' if y.ndim == 1 else '(0, 0)'})"
-    return f"load({name}, ACC.col_vec, (at, 0), cols=0)"

@@ -16,15 +16,15 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..module import DTYPES, Text, array, rendered, unused
-from ..terms import Term, along, between, is_tile
-from ..writing import Writer
-from .product import Product, Weight
+from ..module import DTYPES, Text, array, rendered
+from ..terms import Term, along, is_tile
+from .product import Product, Weight, Words
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOST_ROWS = 64
+NAMES = "u me col first band turn tile made right low weights mine steps narrow product total sums".split()  # of the kernel
 MEMORY = 4.1e6  # bytes a microsecond: what tiles of 64 to 256 columns stream at
 INTAKE = 51e3  # the same of one multiprocessor
 EXCHANGE = 0.5  # microseconds that a sum over a cluster takes
@@ -209,41 +209,28 @@ class Vector(NamedTuple):
 
 def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:
     """What fills few_rows.jinja."""
-    dtype, writer = DTYPES[kernel.dtype], Writer({x: parameters[x] for x in kernel.leaves}, spoken)
-    lengths = [x for x in between([kernel.root], kernel.leaves) if x.operation == "length"]
-    writer.names |= dict.fromkeys(lengths, "width")
-    taken = {
-        *parameters.values(),
-        *"u me col first band turn tile right low weights mine steps narrow product total sums".split(),
-    }
+    dtype, words = DTYPES[kernel.dtype], Words(kernel, parameters, spoken, NAMES)
     x = Named(parameters[kernel.x], array(parameters[kernel.x]))
     products = [Streamed.of(w, parameters, len(kernel.products) > 1) for w in kernel.products.values()]
     vectors = [Vector.of(v, parameters[v]) for v in kernel.vectors]
 
     # what the preparer does
-    of_tile = Writer(writer.names | {kernel.x: "tile"} | {v: one.row for v, one in zip(kernel.vectors, vectors)}, spoken)
-    inner = [side.of[0] for side in kernel.sides]
-    prologue, operand = of_tile.assignments([kernel.operand, *inner], taken), of_tile.expression(kernel.operand)
+    inside = {kernel.x: "tile"} | {v: one.row for v, one in zip(kernel.vectors, vectors)}
+    prologue, operand, summed = words.prologue(inside)
     band = dtype if kernel.plain and not kernel.sides else "fp32"
     if kernel.narrow and band == "fp32":
         prologue, operand = [*prologue, f"made = {dtype}({operand})"], "made"
-    sides = []
-    for n, side in enumerate(kernel.sides):
-        called, mark = unused(writer.suggested(side), taken), f"_{n + 1}" if n else ""
-        taken.add(called)
-        sides.append(Side(called, of_tile.expression(side.of[0]), f"{called}_parts", f"known{mark}"))
+    sides = [Side(*one, f"{one[0]}_parts", f"known_{n}" if n > 1 else "known") for n, one in enumerate(summed, 1)]
 
     # what is made of it
-    writer.names |= {p: s.acc for p, s in zip(kernel.products, products)}
-    writer.names |= {side: f"{s.name}_of_rows" for side, s in zip(kernel.sides, sides)}
     narrow = None
-    if kernel.joined:
-        ((first, second),), (joint, scale) = kernel.narrow.values(), kernel.joined
-        scaled = "product" if scale is None else f"product * {writer.expression(scale)}"
+    if kernel.narrow:
+        ((first, second),) = kernel.narrow.values()
+        scaled = words.narrow("product", products[0].acc)
         narrow = Narrow(kernel.rank, Streamed.of(first, parameters), Streamed.of(second, parameters), scaled)
-        writer.names[joint] = products[0].acc
-    epilogue = [f"{parameters[y]} = {_read(y, array(parameters[y]))}" for y in kernel.others]
-    epilogue += writer.assignments([kernel.root], taken)
+    known = {p: s.acc for p, s in zip(kernel.products, products)}
+    known |= {side: f"{s.name}_of_rows" for side, s in zip(kernel.sides, sides)}
+    epilogue, written = words.epilogue(known, _read)
 
     opened = [x.name, *(v.name for v in vectors), *(["u"] if not kernel.plain else [])]
     opened += [part for p in products for part in (p.ring, p.parts, p.full)]
@@ -257,12 +244,12 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
     result, wide = parameters[kernel.root], f"{x.name}.shape[1]"
     told += [(array(parameters[y]), parameters[y]) for y in (*kernel.others, kernel.root)]
     early = ", early=True" if kernel.early else ""
-    numbers = [("width", wide)] * bool(lengths) + [(parameters[y],) * 2 for y in kernel.numbers]
+    numbers = [("width", wide)] * words.lengths + [(parameters[y],) * 2 for y in kernel.numbers]
     return {
         "schedule": kernel.schedule, "dtype": dtype, "plain": kernel.plain, "prepared": kernel.prepared, "band": band,
         "u": x.name if kernel.plain else "u", "opened": opened, "products": products, "narrow": narrow, "sides": sides,
         "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "epilogue": epilogue,
-        "written": writer.expression(kernel.root), "result": array(result),
+        "written": written, "result": array(result),
         "arguments": [*told, ("steps", "steps"), *numbers],
         "before": [f"blocks, steps = -(-{result}.shape[1] // COLUMNS) * BLOCKS, -(-{wide} // (BLOCKS * DEPTH))"],
         "launch": f"blocks, THREADS, shared=smem, cluster=BLOCKS{early}", "bounds": "THREADS, 1",

@@ -170,9 +170,9 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
         "before": [
             f"rows, cols = -(-{result}.shape[0] // X.rows), -(-{result}.shape[1] // {tile}.{axis})",
             f"steps = max({2 * s.parts - 1}, {inner}{' + 1' if extension else ''})",
-            f"""grid = min(rows * cols, machine(describe({result}, "{result}").device).processors)""",
+            f"""blocks = min(rows * cols, machine(describe({result}, "{result}").device).processors)""",
         ],
-        "launch": "grid, THREADS, shared=smem", "bounds": "THREADS, 1",
+        "launch": "blocks, THREADS, shared=smem", "bounds": "THREADS, 1",
     }  # fmt: skip
 
 

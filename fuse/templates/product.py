@@ -8,16 +8,21 @@
 - sides: sums and maxima of each row of maps of x: they ride the loop along k;
 - epilogue: maps of all these, of vectors, of tiles of the result's shape.
 
-`Product.matches` finds this in a term. few_rows.py and many_rows.py write it down."""
+`Product.matches` finds this in a term. few_rows.py, many_rows.py and since_ampere.py write it down."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from ..evaluate import beyond
 from ..functions import MAPS
-from ..terms import Axis, Term, between, inputs, is_tile, walk
+from ..module import array, unused
+from ..terms import Axis, Term, along, between, inputs, is_tile, walk
+from ..writing import Writer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -87,8 +92,7 @@ class Product:
     @property
     def joined(self) -> tuple[Term, Term | None] | None:
         """The sum of the one product and the narrow one, which one accumulator holds, and by which number the latter is scaled;
-        None if there is none, or they
-        are not added."""
+        None if there is none, or they are not added."""
         if len(self.narrow) != 1:
             return None
         (narrow,) = self.narrow
@@ -153,16 +157,23 @@ class Product:
     @classmethod
     def matches(cls, root: Term) -> Iterator[Self]:
         """The kernels that compute it: with what is done to x before the product inside, and ahead of it."""
-        found = found_in(root)
-        if found is None:
+        whole = found_in(root)
+        if whole is None:
             return
-        for operand in dict.fromkeys(x.of[0] for x in found.products):
-            part = found.of(operand)
-            if len(part.products) > MOST_PRODUCTS:
-                continue
-            for x in dict.fromkeys([_base(operand), operand]):
-                if x is not None and all(is_tile(w.array) for w in part.products.values()):
-                    sides = [one for one in part.reductions if _base(one.of[0]) is x]
+        for found in (whole, whole.apart) if whole.narrow else (whole,):
+            for operand in dict.fromkeys(x.of[0] for x in found.products):
+                part = found.of(operand)
+                if len(part.products) > MOST_PRODUCTS:
+                    continue
+                for x in dict.fromkeys([_base(operand), operand]):
+                    if x is None or not all(is_tile(w.array) for w in part.weights):
+                        continue
+                    ends = [x, *(y for y in walk(root) if y.operation == "input")]
+                    if not np.isfinite(
+                        beyond(operand, ends)
+                    ).all():  # 0, which the weights are there, times infinity is no number
+                        continue
+                    sides = [one for one in part.reductions if _base(one.of[0]) is x and not beyond(one.of[0], ends).any()]
                     others = [*part.others, *(one for one in part.reductions if one not in sides)]
                     yield cls(root, x, operand, part.products, part.narrow, sides, others)
 
@@ -182,6 +193,19 @@ class Found:
         self.narrow: dict[Term, tuple[Weight, Weight]] = {}
         self.reductions: list[Term] = []
         self.others: list[Term] = []
+
+    @property
+    def weights(self) -> list[Weight]:
+        """All of them."""
+        return [*self.products.values(), *(w for pair in self.narrow.values() for w in pair)]
+
+    @property
+    def apart(self) -> Found:
+        """The same, where a narrow product comes from memory, and is multiplied as any other matrix."""
+        other = Found()
+        other.products = self.products | {x: second for x, (_, second) in self.narrow.items()}
+        other.reductions, other.others = self.reductions, self.others
+        return other
 
     def of(self, operand: Term) -> Found:
         """The same with the products of this operand alone: others come from memory."""
@@ -234,3 +258,50 @@ def _base(x: Term) -> Term | None:
         elif of_rows or (y.of and y.operation not in MAPS):
             return None
     return found.pop() if len(found) == 1 else None
+
+
+def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:
+    """The expression that reads what an epilogue wants besides, for a tile of accumulators that begins at (row, col)."""
+    if is_tile(y):
+        return f"load({name}, {tile}, ({row}, {col}))"
+    if along(y):
+        return f"load({name}, {tile}.row_vec, {f'({col},)' if y.ndim == 1 else f'(0, {col})'})"
+    return f"load({name}, {tile}.col_vec, ({row}, 0), cols=0)"
+
+
+class Words:
+    """A product's maps as lines and expressions: first the prologue's, then the epilogue's. taken: names that are not free.
+    lengths: does it ask for its width?"""
+
+    def __init__(self, kernel: Product, parameters: Mapping[Term, str], spoken: Mapping[Term, str], taken: Iterable[str] = ()):
+        self.kernel, self.parameters, self.taken = kernel, parameters, {*parameters.values(), *taken}
+        self.writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
+        lengths = [x for x in between([kernel.root], kernel.leaves) if x.operation == "length"]
+        self.writer.names |= dict.fromkeys(lengths, "width")
+        self.lengths = bool(lengths)
+
+    def prologue(self, inside: Mapping[Term, str]) -> tuple[list[str], str, list[tuple[str, str]]]:
+        """Lines, the expression of the operand, and of each side its name and what is summed. inside: by what names x and
+        vectors are known there."""
+        kernel, writer = self.kernel, Writer({**self.writer.names, **inside}, self.writer.spoken)
+        lines = writer.assignments([kernel.operand, *(side.of[0] for side in kernel.sides)], self.taken)
+        sides = []
+        for side in kernel.sides:
+            sides.append((unused(self.writer.suggested(side), self.taken), writer.expression(side.of[0])))
+            self.taken.add(sides[-1][0])
+        return lines, writer.expression(kernel.operand), sides
+
+    def narrow(self, product: str, accumulator: str) -> str:
+        """The narrow product as it goes on. accumulator: of the sum that it is a part of."""
+        assert self.kernel.joined
+        joint, scale = self.kernel.joined
+        self.writer.names[joint] = accumulator
+        return product if scale is None else f"{product} * {self.writer.expression(scale)}"
+
+    def epilogue(self, known: Mapping[Term, str], read: Callable[[Term, str], str]) -> tuple[list[str], str]:
+        """Lines, and the expression of what is stored. known: products and sides by their names. read: the expression that
+        reads what is wanted besides from an array of this name."""
+        self.writer.names |= known
+        lines = [f"{self.parameters[y]} = {read(y, array(self.parameters[y]))}" for y in self.kernel.others]
+        lines += self.writer.assignments([self.kernel.root], self.taken)
+        return lines, self.writer.expression(self.kernel.root)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..evaluate import beyond
 from ..module import Text, array, unused
 from ..terms import Term, along, between, is_tile
 from ..writing import Writer
@@ -77,7 +78,7 @@ class Writing:
 
     def filled(self, x: Term) -> bool:
         """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
-        return x.operation == "max" or not vanishes(x.of[0], self.kernel.leaves)
+        return x.operation == "max" or bool(beyond(x.of[0], self.kernel.leaves).any())
 
     def reduce(self, wanted: list[Term], fold: str) -> list[str]:
         """The lines that reduce what is in registers."""
@@ -170,10 +171,11 @@ class Folded(Writing):
     columns, says = FOLD * COLUMNS, "are tiles of 16 parts; one is worked on while the next one comes"
 
     def blocks(self, tiles: int, vectors: int) -> int:
-        """Of a multiprocessor, that its registers hold: what is read now and next, and some to compute with."""
+        """Of a multiprocessor, that its registers hold: what is read now and next, and some to compute with; of what is cut off
+        at a row's end before it is summed, all."""
         tile = FOLD * COLUMNS // 32  # elements of a lane
         ahead = tile if self.kernel.dtype == "fp32" else tile // 2
-        registers = tiles * (tile + ahead) + vectors * ahead + WORKED
+        registers = tiles * (tile + ahead) + vectors * ahead + WORKED + tile * any(map(self.filled, self.reductions))
         return max(1, REGISTERS // registers // self.kernel.warps)
 
     def write(self) -> None:
@@ -205,9 +207,9 @@ class Folded(Writing):
         text.kernel += ["while following < rows:", *(f"    {line}" for line in body)]
         text.before = [
             f"rows, cut = {x}.shape[0], ({FOLD}, {x}.shape[1] // {FOLD})",
-            f"""grid = min(rows, BLOCKS * machine(describe({x}, "{x}").device).processors)""",
+            f"""blocks = min(rows, BLOCKS * machine(describe({x}, "{x}").device).processors)""",
         ]
-        text.launch = f"grid, 32 * WARPS{', shared=smem' * bool(self.reductions)}"
+        text.launch = f"blocks, 32 * WARPS{', shared=smem' * bool(self.reductions)}"
         shaped = [
             (array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*cut)")
             for one in (*tiles, *vectors, *kernel.roots)
@@ -215,17 +217,3 @@ class Folded(Writing):
         numbers = [(name[n], name[n]) for n in kernel.leaves if not n.ndim]
         columns = [("columns", f"float({x}.shape[1])")] if self.lengths else []
         text.arguments = [*shaped, ("rows", "rows"), *columns, *numbers]
-
-
-def vanishes(x: Term, leaves: Sequence[Term]) -> bool:
-    """Is it 0 wherever the leaves that have columns are 0?"""
-    if x in leaves:
-        return along(x)
-    parts = [vanishes(y, leaves) for y in x.of]
-    if x.operation == "mul":
-        return any(parts)
-    if x.operation == "div":
-        return parts[0]
-    if x.operation in ("add", "sub", "neg", "abs", "relu", "silu", "gelu", "tanh", "sqrt"):
-        return all(parts)
-    return x.operation == "number" and x.what == 0

@@ -10,6 +10,9 @@ A pending accumulator may be handed to the next `mma_*` (the tensor cores keep t
         a.release(j - 1)                # so what they read can be given back
         b.release(j - 1)
     acc = warpgroup.wait(acc)
+
+A in registers is read until then, too. A loop that makes the next A before it waits for the product of the last one writes the
+registers that this one reads: compiling warns of it (tiles/overwritten.py).
 """
 
 import numpy as np

@@ -104,10 +104,11 @@ class Pending:
 
 
 class Mma:
-    """A warp's part of a wgmma, 16 rows: what it is to multiply, from registers or of shared memory."""
+    """A warp's part of a wgmma, 16 rows: what it is to multiply, from registers or of shared memory. held: {slot: value} of A's
+    registers, which must not change before the wait."""
 
-    def __init__(self, place, registers, compute):
-        self.place, self.compute = place, compute
+    def __init__(self, place, registers, compute, held):
+        self.place, self.compute, self.held = place, compute, held
         self.results = [Pending(self, k) for k in range(registers)]
 
     def finish(self):
@@ -178,7 +179,8 @@ def _(match, w, at):
             sums += np.stack([x.value if isinstance(x, Pending) else x for x in adds]).view(np.float32)
         return sums.astype(np.float32).view(np.uint32)
 
-    mma = w.mmas[-1] = Mma(w.place(), n // 2, compute)
+    held = {reg.slot: w.r[reg.slot] for reg in a} if from_registers else {}
+    mma = w.mmas[-1] = Mma(w.place(), n // 2, compute, held)
     for reg, result in zip(acc, mma.results, strict=True):
         w.r[reg.slot] = result
         w.pending.add(reg.slot)
@@ -223,6 +225,8 @@ def _(_, w, at):
     )
     for mmas in w.mma_groups[w.mmas_done : done]:
         for mma in mmas:
+            if any(w.r[slot] is not value for slot, value in mma.held.items()):
+                raise w.hazard("A's registers were written between a wgmma and this wait for it", "in flight", mma.place)
             mma.finish()
     w.mmas_done = max(w.mmas_done, done)
     agent = w.block.mma_agents[w.index]

@@ -1,0 +1,108 @@
+"""`python -m fuse inspect`: what every shipped operator compiles to, for any GPU and with none.
+
+An operator's docstring says the shapes of its arguments; here they get lengths of each kind that kernels are chosen by: few
+rows and many, weights that lie as (K, N) and as (N, K). What did not change since it was last compiled is remembered."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import itertools
+import multiprocessing
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tiles.inspect import Figures, figures
+
+from . import operators
+from .cost import card_of
+from .fused import Fused
+from .trace import Shape
+
+ARCHS = "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"
+ROWS = 1, 17, 64, 4096
+LENGTHS = {"K": 4096, "N": 6144, "D": 4096, "R": 16}  # by their letters in docstrings
+SAYS = re.compile(r"((?:\w+, )*\w+) \(((?:\.\.\., )?[A-Z](?:, [A-Z])*,?)\)")  # x (..., K), gate, up (K, N)
+
+
+class Case(NamedTuple):
+    """An operator on arrays of some lengths. turned: do its weights lie as their transposes?"""
+
+    name: str
+    rows: int
+    turned: bool = False
+    dtype: str = "bfloat16"
+
+    def __str__(self):
+        return f"{self.name} of {self.rows} rows{', (N, K)' * self.turned}{', fp16' * (self.dtype == 'float16')}"
+
+
+def cases(only: Sequence[str] = ()) -> Iterator[Case]:
+    """Those that are inspected. only: of operators whose names have one of these in them."""
+    for name in operators.__all__:
+        if not only or any(one in name for one in only):
+            weights = any(shape.count(",") and "..." not in shape for shape in letters(getattr(operators, name)).values())
+            yield from itertools.starmap(functools.partial(Case, name), itertools.product(ROWS, (False, True)[: 1 + weights]))
+
+
+def letters(operator: Fused) -> dict[str, str]:
+    """What an operator's docstring says of the shapes of its arguments: {"w": "K, N"}."""
+    found = SAYS.findall(operator.__doc__ or "")
+    return {name: shape.removesuffix(",") for names, shape in found for name in names.split(", ")}
+
+
+def shapes(case: Case) -> tuple[Shape, ...]:
+    """Of the arguments; what the docstring does not mention is a number."""
+    operator = getattr(operators, case.name)
+    said, found = letters(operator), []
+    for name in operator.names:
+        extents = tuple(LENGTHS.get(one, case.rows) for one in said[name].split(", ")) if name in said else ()
+        weight = len(extents) == 2 and "..." not in said[name]
+        found.append(Shape(extents, case.dtype if extents else "float32", case.turned and weight))
+    return tuple(found)
+
+
+def compiled(case: Case, arch: str) -> list[Figures]:
+    """The kernels that serve it there, in the order of their launches."""
+    every = getattr(operators, case.name).launches(shapes(case), card_of(arch))
+    return [figures(kernel, types, arch, shared, threads) for kernel, types, threads, shared in every]
+
+
+def bad(one: Figures) -> bool:
+    """Does it spill, use local memory, warn, or not fit a multiprocessor?"""
+    return bool(one.spill_bytes or one.local_bytes or one.warnings or not (one.occupancy and one.occupancy.blocks))
+
+
+def row(arch: str, case: Case) -> tuple[str, bool]:
+    """A line for each kernel, and whether one is bad."""
+    every = compiled(case, arch)
+    lines = [
+        f"{arch:8} {case!s:42} {one.title:32} {one.registers:4} registers {one.spill_bytes:4} spilled "
+        f"{one.local_bytes:4} local {one.shared_bytes:7} shared {'; '.join(one.warnings)}{'  BAD' * bad(one)}"
+        for one in every
+    ]
+    return "\n".join(line.rstrip() for line in lines), any(map(bad, every))
+
+
+def _row(given: tuple[str, Case]) -> tuple[str, bool]:
+    try:
+        return row(*given)
+    except Exception as error:  # whatever it is, the others are looked at, too
+        return f"{given[0]:8} {given[1]!s:42} {type(error).__name__}: {error}  BAD", True
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the rows; the exit code is 1 if a kernel is bad."""
+    parser = argparse.ArgumentParser(prog="python -m fuse inspect", description=inspect.cleandoc(__doc__ or ""))
+    parser.add_argument("--arch", nargs="+", default=ARCHS, help=f"by default {' '.join(ARCHS)}")
+    parser.add_argument("--only", nargs="+", default=(), help="texts, one of which is in an operator's name")
+    parser.add_argument("--jobs", type=int, help="processes, by default one a core")
+    asked = parser.parse_args(arguments)
+    wrong = 0
+    with multiprocessing.get_context("spawn").Pool(asked.jobs) as pool:
+        for text, is_bad in pool.imap(_row, itertools.product(asked.arch, cases(asked.only))):
+            print(text, flush=True)
+            wrong += is_bad
+    return int(wrong > 0)

@@ -1,0 +1,209 @@
+"""Products on cards without wgmma, since Ampere: mma.sync, fed by cp.async. No TMA, no clusters; any number of rows.
+
+A block computes a tile of y. Its warps lie side by side where rows are few and one below the other where they are many; each
+has x's rows in registers, does the prologue to them, adds up the sides, and multiplies, straight from shared memory, by its
+part of the weights. While a step is computed the tiles of the next ones are on their way. A narrow product rides along as one
+more product of x, and is multiplied by its second matrix at the end.
+
+since_ampere.jinja is the kernel; here stands when it serves, how it is cut, and what fills its gaps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..module import DTYPES, Text, array, rendered
+from ..terms import Term
+from .product import Product, Weight, Words, reading
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+PROCESSORS = 108  # an A100's: with fewer large tiles than these smaller ones serve
+ROOM = 96 * 1024  # of shared memory for tiles: of the 100 KB of sm_86, sm_89 and sm_120
+WARP = 8 * 4  # rows, of which each of four warps copies a multiple of 8
+NAMES = "made wide part band row col rows cols steps later product smem i".split()  # of the kernel
+
+
+class Schedule(NamedTuple):
+    """rows, columns: of y that a block computes. depth: of k, of a tile. stages: of a pipeline. group: rows of tiles that share
+    what is read of the weights. bands, parts: of warps, one below the other and side by side."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    group: int
+    bands: int
+    parts: int
+
+
+class SinceAmpere(Product):
+    """See the module."""
+
+    label, most_rows, early = "product", 2**31 - 1, False
+
+    @property
+    def schedule(self) -> Schedule:
+        """How it is cut."""
+        wide = 128 // len(self.products)
+        if self.rows > 64 and -(-self.rows // 128) * -(-self.columns // wide) >= PROCESSORS:
+            rows, columns, depth, bands, parts = 128, wide, 32, 4, 1
+        else:
+            rows = next((n for n in (16, 32) if n >= self.rows), 64)
+            columns, depth, bands, parts = 64, 64, rows // 16, 1 if rows == 64 else 2
+        blocks = -(-self.rows // rows) * -(-self.columns // columns)
+        room = ROOM // (1 if blocks <= PROCESSORS else 2) - 2 * columns * self.rank
+        stage = 2 * depth * (rows + columns * len(self.products) + self.rank)
+        return Schedule(rows, columns, depth, max(2, min(4, room // stage)), 8, bands, parts)
+
+    @property
+    def rank(self) -> int:
+        """Columns of the narrow product, and zeros up to what warps copy together; 0 if there is none."""
+        return max((-(-x.of[0].extents[1] // WARP) * WARP for x in self.narrow), default=0)
+
+    @property
+    def copied(self) -> list[Term]:
+        """What comes by cp.async, 16 bytes at once."""
+        return [self.x, *(w.array for w in self.weights)]
+
+    @classmethod
+    def serving(cls, root: Term) -> Iterator[Self]:
+        """Those that compute it."""
+        for kernel in cls.matches(root):
+            sums = all(x.operation == "sum" for x in kernel.sides)
+            joined = not kernel.narrow or (len(kernel.products) == 1 and kernel.joined)
+            if sums and joined and kernel.dtype in DTYPES:
+                yield kernel
+
+    @property
+    def maps(self) -> float:
+        """Operations on elements, outside the tensor cores: each warp does the prologue for itself."""
+        s, each = self.schedule, (not self.plain) + len(self.sides)
+        return float(math.prod(self.x.extents) * each * s.parts * -(-self.columns // s.columns) + math.prod(self.root.extents))
+
+    def __str__(self):
+        return f"product since Ampere of {self.root}"
+
+    def explained(self) -> str:
+        """What it does, in words."""
+        s = self.schedule
+        told = f"a product by mma.sync in tiles of {s.rows} x {s.columns}, which come by cp.async through {s.stages} stages"
+        return ", ".join([told, *self.riding])
+
+    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
+        """See RowMap.text."""
+        return rendered("since_ampere.jinja", _gaps(self, parameters, spoken))
+
+
+class Piped(NamedTuple):
+    """A matrix that comes through a pipeline. tile: the name of its type. acc: of its product. part: has a warp only a part of
+    its columns? beside: where those begin."""
+
+    name: str
+    array: str
+    turned: bool
+    acc: str = ""
+    part: bool = False
+    beside: str = "col"
+
+    @property
+    def tile(self) -> str:
+        return f"{self.name.upper()}_TILE"
+
+    @property
+    def tiles(self) -> str:
+        return f"{self.name}_tiles"
+
+    @property
+    def form(self) -> str:
+        return "ABt" if self.turned else "AB"
+
+    def at(self, k: str) -> str:
+        """Where a tile begins."""
+        return f"({self.beside}, {k})" if self.turned else f"({k}, {self.beside})"
+
+    def mine(self, arrived: str, depth: str) -> str:
+        """The warp's part of the tile that has arrived."""
+        return f"subtile({arrived}, {'PART, part' if self.turned else f'{depth}, 0, PART, part'})" if self.part else arrived
+
+
+class Vector(NamedTuple):
+    """A vector along k, read from an array a step ahead."""
+
+    name: str
+    array: str
+    ndim: int
+
+    def at(self, k: str) -> str:
+        """The expression that reads it."""
+        return f"load({self.array}, LEFT.row_vec, {f'({k},)' if self.ndim == 1 else f'(0, {k})'})"
+
+
+class Side(NamedTuple):
+    """A sum of rows that rides along. inner: what is summed."""
+
+    name: str
+    inner: str
+
+
+class Narrow(NamedTuple):
+    """A narrow product that rides along, what it is multiplied by, and the product as it goes on."""
+
+    rank: int
+    first: Piped
+    second: Piped
+    scaled: str
+
+
+def _gaps(kernel: SinceAmpere, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:
+    """What fills since_ampere.jinja."""
+    dtype, s = DTYPES[kernel.dtype], kernel.schedule
+
+    def piped(weight: Weight, acc: str, **more: Any) -> Piped:
+        name = parameters[weight.array]
+        return Piped(name, array(name), weight.turned, acc, **more)
+
+    several = len(kernel.products) > 1
+    products = [
+        piped(w, f"acc_{parameters[w.array]}" if several else "acc", part=s.parts > 1) for w in kernel.products.values()
+    ]
+    x, vectors = Piped(parameters[kernel.x], array(parameters[kernel.x]), True, beside="row"), []
+    for v in kernel.vectors:
+        vectors.append(Vector(parameters[v], array(parameters[v]), v.ndim))
+
+    words = Words(kernel, parameters, spoken, (*NAMES, *(p.acc for p in products)))
+    mine = f"subtile({x.tiles}.wait(i, NEWER), BAND, band)"
+    prologue, operand, summed = words.prologue({kernel.x: "wide"} if kernel.plain else {})
+    if kernel.plain:
+        prologue, operand = [f"wide = load({x.name}, LEFT)", *prologue] if summed else [], x.name
+    else:
+        mine, operand = f"load({mine}, LEFT)", f"{dtype}({operand})"
+        if several or kernel.narrow:
+            prologue, operand = [*prologue, f"made = {operand}"], "made"
+    narrow = None
+    if kernel.narrow:
+        ((first, second),) = kernel.narrow.values()
+        parts = piped(first, "product", beside="0"), piped(second, "", part=s.parts > 1)
+        narrow = Narrow(kernel.rank, *parts, words.narrow("product", products[0].acc))
+    known = {y: p.acc for y, p in zip(kernel.products, products)} | {y: name for y, (name, _) in zip(kernel.sides, summed)}
+    epilogue, written = words.epilogue(known, lambda y, its: reading(y, its, "ACC", "row", "col"))
+
+    rings = [*products, *([narrow.first] if narrow else [])]
+    opened = [one.tiles for one in (x, *rings, *([narrow.second] if narrow else []))]
+    result = parameters[kernel.root]
+    read = dict.fromkeys([kernel.x, *(w.array for w in kernel.weights), *kernel.vectors, *kernel.others, kernel.root])
+    arguments = [(array(parameters[y]), parameters[y]) for y in read] + [(n, n) for n in ("rows", "cols", "steps")]
+    arguments += [("width", f"{x.name}.shape[1]")] * words.lengths + [(parameters[n], parameters[n]) for n in kernel.numbers]
+    return {
+        "schedule": s, "dtype": dtype, "x": x, "products": products, "rings": rings, "narrow": narrow, "vectors": vectors,
+        "sides": [Side(*one) for one in summed], "held": bool(vectors or summed or not kernel.plain),
+        "prologue": prologue, "operand": operand, "mine": mine, "opened": opened, "epilogue": epilogue, "written": written,
+        "result": array(result), "arguments": arguments, "launch": "rows * cols, 32 * WARPS, shared=smem",
+        "before": [
+            f"rows, cols = -(-{result}.shape[0] // ROWS), -(-{result}.shape[1] // COLUMNS)",
+            f"steps = -(-{x.name}.shape[1] // DEPTH)",
+        ],
+        "bounds": "32 * WARPS, 2",
+    }  # fmt: skip

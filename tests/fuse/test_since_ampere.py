@@ -1,0 +1,166 @@
+"""Products on cards without wgmma: every operator against float64, proven, as text, as PTX for sm_80, and as machine code."""
+
+import builtins
+import dis
+
+import numpy as np
+import pytest
+from references import compare
+from test_operators import SHAPES, sample
+
+import fuse
+from fuse import fused, inspect, module, operators, proof
+from fuse.candidates import candidates, chosen
+from fuse.cost import H200, Card, card_of
+from fuse.templates import since_ampere
+from fuse.templates.since_ampere import SinceAmpere
+from tiles import bf16, fp16
+
+A100 = Card("NVIDIA A100", 108, 1.7e12, 2.2e14, 1e13, wgmma=False)
+PRODUCTS = [name for name in SHAPES if "linear" in name or "mlp" in name]
+
+
+@pytest.fixture
+def without_wgmma(monkeypatch):
+    """Arrays in host memory are those of an A100."""
+    monkeypatch.setattr(fused, "card", lambda ordinal: A100)
+
+
+def turned(arrays):
+    """Weights as torch has them: (N, K) in memory."""
+    return [np.asfortranarray(x) if n and np.ndim(x) == 2 else x for n, x in enumerate(arrays)]
+
+
+def normal(*shape):
+    """Random numbers around 0."""
+    return np.random.default_rng(0).standard_normal(shape).astype(bf16.np)
+
+
+@pytest.mark.parametrize(("rows", "lying", "dtype"), [(1, turned, fp16), (17, list, bf16), (70, turned, bf16)])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_against_float64(name, rows, lying, dtype, without_wgmma, monkeypatch):
+    if lying is turned:
+        monkeypatch.setenv("TILES_CHECK", "0")  # Numba has seen the kernel of 17 rows
+    kernel = fuse.kernel(getattr(operators, name).definition)
+    arrays = lying(sample(name, rows, dtype))
+    compare(kernel, arrays, kernel.run(*arrays))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_text_and_proof(name):
+    """The best module has a kernel of this template, needs nothing since Hopper, is short, and nothing speaks against it."""
+    operator = getattr(operators, name)
+    found = operator.trace(operator._arguments(sample(name, 17, bf16)))
+    best = candidates(found, A100)[0]
+    text = chosen(name, found, best).text
+    assert any(isinstance(kernel, SinceAmpere) for kernel in best.way.kernels)
+    assert not any(word in text for word in ("tensor", "warpgroup", "cluster"))
+    assert len(text.splitlines()) <= 80 * text.count("@cuda.jit") and max(map(len, text.splitlines())) <= module.WIDTH
+    run = proof.checked(name, found, best)
+    assert run.passed, run
+
+
+OTHERS = {
+    "residual": (lambda x, w, b, r: r + x @ w + b, [(20, 40), (40, 24), (24,), (20, 24)]),
+    "of itself": (lambda x, w: x + fuse.relu(x @ w), [(20, 40), (40, 40)]),
+    "a sum of x as it is": (lambda x, w: (x @ w) / fuse.sum(x * x), [(20, 40), (40, 24)]),
+    "a product of a narrow one": (lambda x, a, b: (x @ a) @ b, [(20, 40), (40, 8), (8, 24)]),
+    "two of one that is made": (lambda x, g, v, w: ((x * g) @ v) * ((x * g) @ w), [(20, 40), (40,), (40, 24), (40, 24)]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_forms(name, without_wgmma, monkeypatch):
+    monkeypatch.setenv("TILES_CHECK", "0" if name == "residual" else "sm_80")
+    definition, shapes = OTHERS[name]
+    kernel, arrays = fuse.kernel(definition), [normal(*shape) for shape in shapes]
+    compare(kernel, arrays, kernel.run(*arrays))
+
+
+def test_large_tiles(without_wgmma, monkeypatch):
+    """More rows than 64 where there are enough tiles for all multiprocessors."""
+    monkeypatch.setattr(since_ampere, "PROCESSORS", 1)
+    kernel, arrays = fuse.kernel(operators.rms_norm_linear.definition), sample("rms_norm_linear", 70, bf16)
+    assert "ROWS, COLUMNS, DEPTH, STAGES, GROUP = 128, 128, 32" in kernel.source(*arrays)
+    compare(kernel, arrays, kernel.run(*arrays))
+
+
+def test_as_ptx(without_wgmma, monkeypatch):
+    """What sm_80 would execute."""
+    monkeypatch.setenv("TILES_INTERPRET", "sm_80")
+    kernel, arrays = (
+        fuse.kernel(operators.lora_linear.definition),
+        [normal(5, 72), normal(72, 40), normal(72, 8), normal(8, 40)],
+    )
+    compare(kernel, arrays, kernel.run(*arrays))
+
+
+EDGES = {
+    "a sum of what is not 0 there": (lambda x, w: (x @ w) / fuse.sum(fuse.exp(x)), [(5, 40), (40, 24)]),
+    "no number there": (lambda x, d, w: (x / (d * d)) @ w, [(5, 40), (40,), (40, 24)]),
+    "no number in a row map": (lambda x, d: x / fuse.sum(x * x / (d * d)), [(5, 40), (40,)]),
+}
+
+
+@pytest.mark.parametrize("card", [H200, A100], ids=lambda card: card.name)
+@pytest.mark.parametrize("name", EDGES)
+def test_beyond_the_end_of_rows(name, card, monkeypatch):
+    """Tiles hold zeros there. What a prologue makes of them must not count: it is done ahead."""
+    monkeypatch.setenv("TILES_CHECK", "0")
+    monkeypatch.setattr(fused, "card", lambda ordinal: card)
+    definition, shapes = EDGES[name]
+    kernel, arrays = fuse.kernel(definition), [normal(*shape) for shape in shapes]
+    assert len(kernel.candidates(*arrays)[0].way.kernels) == len(shapes[-1])  # a row map ahead of a product
+    compare(kernel, arrays, kernel.run(*arrays))
+
+
+def test_what_cannot_be_copied_runs_by_parts(without_wgmma):
+    """cp.async takes 16 bytes from multiples of 16."""
+    kernel = fuse.kernel(lambda x, w: x @ w)
+    with pytest.warns(RuntimeWarning, match="w must have an address and strides of multiples of 16 bytes, has 4"):
+        y = kernel.run(normal(5, 40), normal(40, 26)[:, :24])
+    assert np.allclose(y.astype(float), normal(5, 40).astype(float) @ normal(40, 26)[:, :24].astype(float), atol=0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 17, 70, 300])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_on_the_card(name, rows, without_wgmma):
+    """Any card since Ampere executes them; on one that has wgmma they are asked for."""
+    torch = pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    kernel, arrays = fuse.kernel(getattr(operators, name).definition), sample(name, rows, bf16)
+    got = kernel(*map(to_torch, arrays))
+    torch.cuda.synchronize()
+    compare(kernel, arrays, to_numpy(got))
+
+
+# ---- machine code ----------------------------------------------------------------------------------------------------
+def test_docstrings_say_shapes():
+    """Of all operators, so that inspect finds them: what it takes for numbers has a default."""
+    for name in operators.__all__:
+        operator = getattr(operators, name)
+        assert all(
+            one in inspect.letters(operator) or p.default is not p.empty for one, p in operator.signature.parameters.items()
+        )
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_modules_have_all_names(arch):
+    """At lengths that are served: a kernel finds what it calls, whatever the module's other kernels and its launches name."""
+    for case in inspect.cases():
+        if case.rows in (1, 4096) and not case.turned:
+            operator = getattr(operators, case.name)
+            found = operator._trace(inspect.shapes(case))
+            made = module.load(chosen(case.name, found, candidates(found, card_of(arch))[0]).text, case.name)
+            functions = [getattr(x, "py_func", x) for x in vars(made).values()]
+            codes = [x.__code__ for x in functions if getattr(x, "__globals__", None) is vars(made)]
+            asked = {one.argval for code in codes for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+            assert codes and asked <= vars(made).keys() | vars(builtins).keys(), case
+
+
+def test_nothing_spills():
+    """One of many: `python -m fuse inspect` takes all operators on all targets, in minutes."""
+    text, bad = inspect.row("sm_86", inspect.Case("gated_mlp", 4096, True))
+    assert not bad and text.startswith("sm_86 ") and "   0 spilled" in text, text
