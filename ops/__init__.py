@@ -47,6 +47,7 @@ from .memory.global_elements import truncate
 from .memory.load_store import load, store
 from .memory.shared_vectors import last_element, load_row
 from .memory.tma import prefetch
+from .memory.tma_by_warp import store_wait, tma_add
 from .reductions.reduce import (
     col_max,
     col_min,
@@ -70,7 +71,7 @@ from .schedule import divmod, persistent_tile, rasterize
 from .scopes import refuse_others as _refuse_others
 from .shape.slicing import columns, hstack, rows, vstack
 from .shape.subtile import subtile
-from .shape.transpose import swap_layout, transpose
+from .shape.transpose import swap_layout, transpose, turned
 
 __all__ = [
     "abs", "bernoulli", "block", "causal", "cluster", "col_index", "col_max", "col_min", "col_prod", "col_sum", "columns",
@@ -80,9 +81,9 @@ __all__ = [
     "map", "matmul", "maximum", "minimum", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones",
     "outside_fill", "persistent_tile", "pos_infty", "prefetch", "rasterize", "raw", "reciprocal", "relu", "rescale",
     "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus",
-    "sqrt", "store", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max",
-    "tile_min", "tile_prod", "tile_sum", "transpose", "tril", "triu", "truncate", "upper_fill", "vstack", "wait_group",
-    "warpgroup", "where", "zeros",
+    "sqrt", "store", "store_wait", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max",
+    "tile_min", "tile_prod", "tile_sum", "tma_add", "transpose", "tril", "triu", "truncate", "turned", "upper_fill", "vstack",
+    "wait_group", "warpgroup", "where", "zeros",
 ]  # fmt: skip
 
 _refuse_others()

@@ -190,8 +190,8 @@ def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -
 @program(FORWARD)
 def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """How forward does calls of this form; lse is never given."""
-    _check(problem)
-    return planned(problem, assembled(_scale(problem, scale), causal), return_lse, family)
+    check_extents(problem)
+    return planned(problem, assembled(scale_of(problem, scale), causal), return_lse, family)
 
 
 @program(VARIANTS)
@@ -214,7 +214,7 @@ def _variant(
     family: str | None,
 ) -> Plan:
     """The same with variants; mask and score are the names that python.py knows functions by."""
-    _check(problem)
+    check_extents(problem)
     q_len, kv_len = problem("ST")
     if (mask or score) and max(q_len, kv_len) >= INDICES:
         name = "mask" if mask else "score"
@@ -244,7 +244,7 @@ def _variant(
         listing = Listing(seen, (bool(by_batch or batches > 1), bool(by_head or heads > 1)), blocked, ready_for)
         more.append((blocked, {}))
     made = assembled(
-        _scale(problem, scale),
+        scale_of(problem, scale),
         causal,
         (left, right),
         softcap,
@@ -261,7 +261,7 @@ def _variant(
 _block_lists = program(LISTS)(_variant.planner)
 
 
-def _scale(problem: Problem, scale: float | None) -> float:
+def scale_of(problem: Problem, scale: float | None) -> float:
     """The scale of scores; ValueError."""
     (head_dim,) = problem("D")
     scale = head_dim**-0.5 if scale is None else scale
@@ -270,7 +270,7 @@ def _scale(problem: Problem, scale: float | None) -> float:
     return scale
 
 
-def _check(problem: Problem) -> None:
+def check_extents(problem: Problem) -> None:
     """ValueError: extents that the formula or the kernels do not take."""
     q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("SHDTGV")
     for name, dim, which in (("q", head_dim, "head_dim"), ("v", value_dim, "value_dim")):

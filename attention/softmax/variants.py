@@ -45,6 +45,15 @@ class Keys(NamedTuple):
     inner_end: Any
 
 
+class Queries(NamedTuple):
+    """Which queries see some keys: none outside [first, end), and every one in [inner_first, inner_end) sees all of them."""
+
+    first: Any
+    end: Any
+    inner_first: Any
+    inner_end: Any
+
+
 def arrays_of(axes: Sequence[int]) -> Record:
     """What kernels say of the arrays that a variant's functions read, which have so many axes."""
     return listed(**{f"aux{n}": array(rank) for n, rank in enumerate(axes)})
@@ -88,6 +97,11 @@ class Variant:
     def keys(self, first, last, at):
         """The Keys of rows `first` to `last`."""
         return Keys(0, at.keys, 0, at.keys)
+
+    @inlined
+    def seers(self, first, last, at):
+        """The Queries of keys `first` to `last`: what `keys` says, asked from the other side."""
+        return Queries(0, at.queries, 0, at.queries)
 
     @inlined
     def keep(self, at):
@@ -166,6 +180,17 @@ class Both(Variant):
         """See Variant."""
         one, other = self.one.keys(first, last, at), self.other.keys(first, last, at)
         return Keys(
+            max(one.first, other.first),
+            min(one.end, other.end),
+            max(one.inner_first, other.inner_first),
+            min(one.inner_end, other.inner_end),
+        )
+
+    @inlined
+    def seers(self, first, last, at):
+        """See Variant."""
+        one, other = self.one.seers(first, last, at), self.other.seers(first, last, at)
+        return Queries(
             max(one.first, other.first),
             min(one.end, other.end),
             max(one.inner_first, other.inner_first),

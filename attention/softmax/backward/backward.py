@@ -1,0 +1,140 @@
+"""attention.backward: from a user's arrays to the launches that give gradients."""
+
+from typing import Any
+
+from tiles.device import machine
+from tiles.launch import kernel_for
+from tiles.program import Fill, Plan, program
+from tiles.schema import Problem, Schema
+
+from ...families import FAMILIES, needs_hopper
+from ...options import flag, number
+from ..assembled import Assembled, assembled
+from ..forward import check_extents, scale_of
+from ..launches import DTYPES, LOG2_E
+from . import finish, hopper, prepare
+
+BACKWARD = Schema(
+    "backward",
+    """
+    dout BSHV  tile
+    q    BSHD  tile
+    k    BTGD  tile
+    v    BTGV  tile
+    out  BSHV  tile
+    lse  BHS   float32
+    dq   BSHD  tile  made
+    dk   BTGD  tile  made
+    dv   BTGV  tile  made
+    """,
+)
+
+
+def backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    deterministic: bool = False,
+    layout: str = "bshd",
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> tuple[Any, Any, Any]:
+    """Gradients of attention.forward: of a loss L, dq = dL/dq, dk = dL/dk and dv = dL/dv, where dout = dL/dout.
+
+        P = exp(scale q k^T - lse)    dv = P^T dout
+        dS = P (dout v^T - rowsum(dout out))    dq = scale dS k    dk = scale dS^T q
+
+    dout: as out. q, k, v, causal, scale, layout: what forward was called with. out, lse: what forward(..., return_lse=True) gave.
+    Heads that share a key head are summed. What sees nothing has gradients of 0. dq, dk, dv: written in place of new arrays.
+
+    Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call:
+    deterministic=True is refused for now.
+
+    It runs on Hopper, on addresses and strides that are multiples of 16 bytes. Elsewhere, and with forward's other options, there
+    is no gradient yet. stream, family: as in forward.
+
+    Returns (dq, dk, dv), the same kind of arrays as q. Arrays and errors are as in forward."""
+    if flag("deterministic", deterministic):
+        raise NotImplementedError("deterministic: sums of dq are taken as they come; there is no fixed order yet")
+    given = dout, q, k, v, out, lse, dq, dk, dv
+    return _backward(stream, given, (flag("causal", causal), number("scale", scale), family), layout)
+
+
+@program(BACKWARD)
+def _backward(problem: Problem, causal: bool, scale: float | None, family: str | None) -> Plan:
+    """How backward does calls of this form."""
+    check_extents(problem)
+    if family not in (None, "sm_90"):
+        known = f"must be None or one of {FAMILIES}" if family not in FAMILIES else "there is no gradient for sm_80 yet"
+        raise ValueError(f"family: {known}: {family=}")
+    needs_hopper(problem)
+    return planned(problem, assembled(scale_of(problem, scale), causal))
+
+
+def planned(problem: Problem, made: Assembled) -> Plan:
+    """The launches of the gradients of an assembled variant."""
+    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
+    gradients = [problem[name] for name in ("dq", "dk", "dv")]
+    if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
+        return Plan([Fill(x, 0.0) for x in gradients if 0 not in x.form.shape])
+    config = hopper.config_for(head_dim, DTYPES[problem.dtype], made.variant, value_dim)
+    parts, tiles, group = config.parts, -(-q_len // config.rows), heads // kv_heads
+    blocks, pairs = -(-kv_len // config.kv), batch * kv_heads
+    scratch = [
+        ((batch, heads, tiles * config.rows), "float32"),
+        ((batch, heads, tiles * config.rows), "float32"),
+        ((batch * heads, tiles * parts.rows, parts.width), "float32"),
+    ]
+    log, delta, sums = (problem.scratch(n, *what) for n, what in enumerate(scratch))
+    before = kernel_for(prepare, prepare.config_of(config), problem.device).bind(
+        batch * heads * tiles,
+        gO=problem["out"],
+        gDO=problem["dout"],
+        gLse=problem["lse"],
+        gLog=log,
+        gDelta=delta,
+        gSum=sums,
+        blocks=tiles,
+        heads=heads,
+        q_len=q_len,
+    )
+    main = kernel_for(hopper, config, problem.device).bind(
+        pairs * blocks,
+        gQ=problem["q"],
+        gK=problem["k"],
+        gV=problem["v"],
+        gDO=problem["dout"],
+        gLse=log,
+        gDelta=delta,
+        gSum=sums,
+        gDK=problem["dk"],
+        gDV=problem["dv"],
+        blocks=blocks,
+        heads=kv_heads,
+        pairs=pairs,
+        band=band_of(made.variant.rising, machine(problem.device).processors),
+        group=group,
+        scale=made.unit * LOG2_E,
+        unit=made.unit,
+        q_len=q_len,
+        kv_len=kv_len,
+        **made.numbers,
+    )
+    after = kernel_for(finish, finish.Config(parts), problem.device).bind(
+        batch * heads * tiles, gSum=sums, gDQ=problem["dq"], blocks=tiles, heads=heads, unit=made.unit
+    )
+    return Plan([before, main, after], scratch)
+
+
+def band_of(rising: bool, processors: int) -> int:
+    """How many pairs of key head and batch are gone through at once: see tiling.band_of."""
+    return max(1, processors // 6) if rising else 1

@@ -1,0 +1,224 @@
+"""Gradients of softmax attention for Hopper: a thread block has a block of keys and goes through the queries that see it.
+
+Scores are computed again, keys by queries, so that the weights P^T and dS^T lie in registers where the products that give dV and
+dK take them from. Only dS goes through shared memory, once, for dQ = dS K needs all of the block's keys: a part of dQ goes from
+each consumer to a warp that has TMA add it, in float32, to what other blocks of keys have found. The query heads that share a key
+head come one after the other, so dK and dV are sums in registers.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, exp2, load, store_wait, subtile, tma_add, turned, warpgroup, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from tiles.arguments import FLOAT, INT, array, tiled
+
+from ..kind import Kind
+from ..seen import CAUSAL, FULL
+from ..variants import At, Variant
+from .parts import ByRows, parts_of
+from .tiling import Facing
+
+CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of the producers and of the consumers
+FILLER, SENDER = 0, 1  # which of the producers' warps brings tiles, and which sends dQ
+
+
+@dataclass(frozen=True)
+class Config(Kind):
+    """A kernel's shape: query rows of a tile, stages of the rings of Q and dO, of dS, and of the parts of dQ. Each consumer owns
+    64 keys; where there are no more than 64, half of the columns of dK and dV."""
+
+    queries: int
+    stages: int = 2
+    ds_stages: int = 2
+    dq_stages: int = 2
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a tile."""
+        return self.queries
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers and one warpgroup more."""
+        return warpgroup.THREADS * (CONSUMERS + 1)
+
+    @property
+    def tiling(self) -> Facing:  # type: ignore[override]
+        """Which queries see a block of keys."""
+        return Facing(self.rows, self.kv, self.variant)
+
+    @property
+    def share(self) -> int:
+        """How many consumers share the columns of the same keys."""
+        return CONSUMERS * warpgroup.ROWS // self.kv
+
+    @property
+    def parts(self) -> ByRows:
+        """How dQ is cut."""
+        return parts_of(self.rows, self.kv, self.head_dim, self.dtype, CONSUMERS)
+
+    @property
+    def sums(self) -> sv:
+        """What is known of a tile's rows."""
+        return sv(self.rows, fp32)
+
+
+SHAPES: dict[int, tuple[int, ...]] = {64: (128, 128), 128: (128, 64), 256: (64, 64, 1, 1)}  # padded head_dim: (kv, queries, stages)
+
+
+@functools.lru_cache(1024)
+def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
+    """The configuration that serves a problem: the next larger dims, both as the greater one."""
+    padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
+    kv, *shape = SHAPES[padded]
+    return Config(padded, padded, dtype, variant, kv, *shape, **kind)
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What problems are served with."""
+    if arch == "sm_90a":
+        for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
+            yield config_for(head_dim, of, variant)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
+    SHARE = config.share
+    KEYS, SHARED = CONSUMERS // SHARE, SHARE > 1
+    GIVEN, AUX, INPUT = config.given, config.aux, config.dtype
+    variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
+    MINE, PARTS = parts.count // CONSUMERS, parts.count
+    K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
+    DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
+    readers = CONSUMERS * warpgroup.WARPGROUP
+    keep, claim = REGISTERS
+    smem = shared(
+        k=ring(config.key, 1, readers),
+        v=ring(config.value, 1, readers),
+        q=ring(config.query, config.stages, readers),
+        do=ring(st(ROWS, config.value_dim, INPUT), config.stages, readers),
+        ds=ring(st(ROWS, KV, INPUT), config.ds_stages, readers, KEYS * warpgroup.WARPGROUP),
+        dq=ring(parts.tile, config.dq_stages, 1, warpgroup.WARPGROUP),
+        lse=ring(config.sums, config.stages, readers),
+        delta=ring(config.sums, config.stages, readers),
+    )
+
+    @inlined
+    def columns(tile, cols, share):
+        """A consumer's columns of a tile."""
+        if SHARED:
+            return subtile(tile, ROWS, 0, cols, share)
+        else:
+            return tile
+
+    def through(cut):
+        """What becomes of dK and dV by one tile of queries; `cut` by the mask or not."""
+
+        @inlined
+        def step(j, dk, dv, rings, keys, values, me, at, key, scale):
+            k, q, do, ds, dq, lse, delta = rings
+            s = warpgroup.mm_ABt(keys, q.wait(j))
+            dp = warpgroup.mm_ABt(values, do.wait(j))
+            sums = load(lse.wait(j), S.col_vec)
+            s = variant.score(turned(warpgroup.wait(s, newer=1)), at, key)
+            lse.release(j)
+            if cut:
+                s = tiling.mask(s, at, key)
+            p = exp2(s * scale - sums)
+            dp = turned(warpgroup.wait(dp))
+            slope = p * (dp - load(delta.wait(j), S.col_vec))
+            delta.release(j)
+            p, slope = INPUT(turned(p)), INPUT(turned(slope))
+            dv = warpgroup.mma_AB(dv, p, columns(do.wait(j), V_COLS, me % SHARE))
+            if me % SHARE == 0:
+                warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, me // SHARE), slope)
+                ds.publish(j)
+            every = ds.wait(j)
+            for n in range(MINE):
+                part = int32(CONSUMERS * n + me)
+                found = parts.product(part, every, k.wait(0))
+                if n == MINE - 1:
+                    dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
+                found = warpgroup.wait(found, newer=1 if n == MINE - 1 else 0)
+                warpgroup.store(dq.claim(PARTS * j + part), found)
+                dq.publish(PARTS * j + part)
+            ds.release(j)
+            dv = warpgroup.wait(dv)
+            do.release(j)
+            dk = warpgroup.wait(dk)
+            q.release(j)
+            return dk, dv
+
+        return step
+
+    cut_step, step = through(True), through(False)
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def attend(
+        gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
+        gDO: tiled(st(ROWS, config.value_dim, INPUT), unit=1), gLse: tiled(config.sums, 3, None, 2),
+        gDelta: tiled(config.sums, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2), gDK: array(4, INPUT), gDV: array(4, INPUT),
+        given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, scale: FLOAT, unit: FLOAT,
+    ):  # fmt: skip
+        """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once, and
+        what it adds to dQ of the `group` query heads that share the head. A weight is exp2(`scale` s - lse), its score `unit` s."""
+        k, v, q, do, ds, dq, lse, delta = smem.open()
+        me = warpgroup.id()
+        block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
+        batch, kv_head = divmod(pair, heads)
+        own, key = sequences.sequence(batch, given), int32(KV * block)
+        at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+        every = tiling.tiles(key, at)
+        j = int32(0)
+        if me == CONSUMERS:
+            warpgroup.release_registers(keep)
+            if warpgroup.rank() == FILLER:
+                k.fill(0, gK, (own.batch, key, kv_head))
+                v.fill(0, gV, (own.batch, key, kv_head))
+                for head in range(group * kv_head, group * kv_head + group):
+                    for i in range(every.n):
+                        row = tiling.row(every, i)
+                        q.fill(j, gQ, (own.batch, row, head))
+                        lse.fill(j, gLse, (own.batch, head, row // ROWS))
+                        do.fill(j, gDO, (own.batch, row, head))
+                        delta.fill(j, gDelta, (own.batch, head, row // ROWS))
+                        j = int32(j + 1)
+            if warpgroup.rank() == SENDER:
+                for head in range(group * kv_head, group * kv_head + group):
+                    for i in range(every.n):
+                        tile = tiling.row(every, i) // ROWS
+                        for n in range(PARTS):
+                            tma_add(gSum, (group * heads * batch + head, PARTS * tile + n), dq.wait(PARTS * j + n))
+                            store_wait()
+                            dq.release(PARTS * j + n)
+                        j = int32(j + 1)
+        else:
+            warpgroup.claim_registers(claim)
+            keys, values = subtile(k.wait(0), EACH, me // SHARE), subtile(v.wait(0), EACH, me // SHARE)
+            mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
+            rings = k, q, do, ds, dq, lse, delta
+            dk, dv = zeros(DK), zeros(DV)
+            for head in range(group * kv_head, group * kv_head + group):
+                stands = at._replace(head=head)
+                kept = variant.keep(stands)
+                for i in range(every.cut):
+                    here = stands._replace(row=tiling.row(every, i), kept=kept)
+                    dk, dv = cut_step(int32(j + i), dk, dv, rings, keys, values, me, here, mine, scale)
+                for i in range(every.cut, every.n):
+                    here = stands._replace(row=tiling.row(every, i), kept=kept)
+                    dk, dv = step(int32(j + i), dk, dv, rings, keys, values, me, here, mine, scale)
+                j = int32(j + every.n)
+            row = own.key + key + EACH * (me // SHARE)
+            warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * (me % SHARE)), 1, 3, True)
+            warpgroup.store(gDV, INPUT(dv), (own.batch, row, kv_head, V_COLS * (me % SHARE)), 1, 3, True)
+
+    return attend, smem
