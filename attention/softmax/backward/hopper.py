@@ -120,6 +120,12 @@ def make(config: Config):
         else:
             return tile
 
+    @inlined
+    def send(dq, number, part):
+        """Hand a part of dQ to the sender."""
+        warpgroup.store(dq.claim(number), part)
+        dq.publish(number)
+
     def through(cut):
         """What becomes of dK and dV by one tile of queries; `cut` by the mask or not."""
 
@@ -143,14 +149,13 @@ def make(config: Config):
                 warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, me // SHARE), slope)
                 ds.publish(j)
             every = ds.wait(j)
-            for n in range(MINE):
+            for n in range(MINE - 1):
                 part = int32(CONSUMERS * n + me)
-                found = parts.product(part, every, k.wait(0))
-                if n == MINE - 1:
-                    dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
-                found = warpgroup.wait(found, newer=1 if n == MINE - 1 else 0)
-                warpgroup.store(dq.claim(PARTS * j + part), found)
-                dq.publish(PARTS * j + part)
+                send(dq, PARTS * j + part, warpgroup.wait(parts.product(part, every, k.wait(0))))
+            part = int32(CONSUMERS * (MINE - 1) + me)
+            found = parts.product(part, every, k.wait(0))
+            dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
+            send(dq, PARTS * j + part, warpgroup.wait(found, newer=1))
             ds.release(j)
             dv = warpgroup.wait(dv)
             do.release(j)

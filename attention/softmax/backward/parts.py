@@ -6,6 +6,8 @@ from ops import store, transpose, warpgroup
 from ops import subtile as part_of
 from tiles import dtype, fp32, inlined, rt, st, static
 
+ROWS = warpgroup.ROWS  # of a part
+
 
 @static
 class ByRows:
@@ -19,7 +21,7 @@ class ByRows:
     @property
     def count(self) -> int:
         """How many there are."""
-        return self.queries // warpgroup.ROWS
+        return self.queries // ROWS
 
     @property
     def width(self) -> int:
@@ -29,17 +31,17 @@ class ByRows:
     @property
     def tile(self) -> st:
         """One of them in shared memory."""
-        return st(warpgroup.ROWS, self.width, fp32)
+        return st(ROWS, self.width, fp32)
 
     @property
     def rows(self) -> int:
         """Rows of all of them."""
-        return warpgroup.ROWS * self.count
+        return ROWS * self.count
 
     @inlined
     def product(self, n, ds, keys):
         """Part n, pending."""
-        return warpgroup.mm_AB(part_of(ds, warpgroup.ROWS, n), keys)
+        return warpgroup.mm_AB(part_of(ds, ROWS, n), keys)
 
     @inlined
     def finish(self, gDQ, x, batch, row, head, band):
@@ -53,7 +55,7 @@ class ByColumns(ByRows):
     @property
     def count(self) -> int:
         """See ByRows."""
-        return self.columns // warpgroup.ROWS
+        return self.columns // ROWS
 
     @property
     def width(self) -> int:
@@ -63,7 +65,7 @@ class ByColumns(ByRows):
     @inlined
     def product(self, n, ds, keys):
         """See ByRows."""
-        return warpgroup.mm_AtBt(part_of(keys, self.keys, 0, warpgroup.ROWS, n), ds)
+        return warpgroup.mm_AtBt(part_of(keys, self.keys, 0, ROWS, n), ds)
 
     @inlined
     def finish(self, gDQ, x, batch, row, head, band):
@@ -73,7 +75,7 @@ class ByColumns(ByRows):
 
 def parts_of(queries: int, keys: int, columns: int, dtype: dtype, consumers: int) -> ByRows:
     """By rows if that gives each consumer as much as the others, else by columns."""
-    return (ByColumns if queries % (consumers * warpgroup.ROWS) else ByRows)(queries, keys, columns, dtype)
+    return (ByColumns if queries % (consumers * ROWS) else ByRows)(queries, keys, columns, dtype)
 
 
 BAND = 16  # rows of a warp
