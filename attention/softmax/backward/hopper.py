@@ -38,6 +38,9 @@ class Config(Kind):
     stages: int = 2
     ds_stages: int = 2
     dq_stages: int = 2
+    ahead: bool = False
+    early: bool = False
+    rounded: bool = False
 
     @property
     def rows(self) -> int:
@@ -92,7 +95,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    SHARE = config.share
+    SHARE, AHEAD, EARLY, NOT_EARLY = config.share, config.ahead, config.early, not config.early
+    ROUNDED = config.rounded
+    AFTER_DP, AFTER_DQ, AFTER_DK = int(config.early), 1 + config.ahead, int(config.ahead)
     KEYS, SHARED = CONSUMERS // SHARE, SHARE > 1
     GIVEN, AUX, INPUT = config.given, config.aux, config.dtype
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
@@ -130,21 +135,29 @@ def make(config: Config):
         """What becomes of dK and dV by one tile of queries; `cut` by the mask or not."""
 
         @inlined
-        def step(j, dk, dv, rings, keys, values, me, at, key, scale):
+        def step(j, s, dk, dv, rings, keys, values, me, at, key, scale):
             k, q, do, ds, dq, lse, delta = rings
-            s = warpgroup.mm_ABt(keys, q.wait(j))
+            if AHEAD:
+                scores = s
+            else:
+                scores = warpgroup.mm_ABt(keys, q.wait(j))
             dp = warpgroup.mm_ABt(values, do.wait(j))
             sums = load(lse.wait(j), S.col_vec)
-            s = variant.score(turned(warpgroup.wait(s, newer=1)), at, key)
+            x = variant.score(turned(warpgroup.wait(scores, newer=1)), at, key)
             lse.release(j)
             if cut:
-                s = tiling.mask(s, at, key)
-            p = exp2(s * scale - sums)
-            dp = turned(warpgroup.wait(dp))
-            slope = p * (dp - load(delta.wait(j), S.col_vec))
+                x = tiling.mask(x, at, key)
+            p = exp2(x * scale - sums)
+            weights = INPUT(turned(p))
+            if ROUNDED:
+                p = fp32(turned(weights))
+            if EARLY:
+                dv_next = warpgroup.mma_AB(dv, weights, columns(do.wait(j), V_COLS, me % SHARE))
+            dp = turned(warpgroup.wait(dp, newer=AFTER_DP))
+            slope = INPUT(turned(p * (dp - load(delta.wait(j), S.col_vec))))
             delta.release(j)
-            p, slope = INPUT(turned(p)), INPUT(turned(slope))
-            dv = warpgroup.mma_AB(dv, p, columns(do.wait(j), V_COLS, me % SHARE))
+            if NOT_EARLY:
+                dv_next = warpgroup.mma_AB(dv, weights, columns(do.wait(j), V_COLS, me % SHARE))
             if me % SHARE == 0:
                 warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, me // SHARE), slope)
                 ds.publish(j)
@@ -154,14 +167,18 @@ def make(config: Config):
                 send(dq, PARTS * j + part, warpgroup.wait(parts.product(part, every, k.wait(0))))
             part = int32(CONSUMERS * (MINE - 1) + me)
             found = parts.product(part, every, k.wait(0))
-            dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
-            send(dq, PARTS * j + part, warpgroup.wait(found, newer=1))
+            dk_next = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
+            if AHEAD:
+                s_next = warpgroup.mm_ABt(keys, q.wait(j + 1))
+            else:
+                s_next = s
+            send(dq, PARTS * j + part, warpgroup.wait(found, newer=AFTER_DQ))
             ds.release(j)
-            dv = warpgroup.wait(dv)
+            dv_next = warpgroup.wait(dv_next, newer=AFTER_DQ)
             do.release(j)
-            dk = warpgroup.wait(dk)
+            dk_next = warpgroup.wait(dk_next, newer=AFTER_DK)
             q.release(j)
-            return dk, dv
+            return s_next, dk_next, dv_next
 
         return step
 
@@ -197,6 +214,8 @@ def make(config: Config):
                         do.fill(j, gDO, (own.batch, row, head))
                         delta.fill(j, gDelta, (own.batch, head, row // ROWS))
                         j = int32(j + 1)
+                if AHEAD:
+                    q.fill(j, gQ, (own.batch, 0, group * kv_head))
             if warpgroup.rank() == SENDER:
                 for head in range(group * kv_head, group * kv_head + group):
                     for i in range(every.n):
@@ -212,16 +231,23 @@ def make(config: Config):
             mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
             rings = k, q, do, ds, dq, lse, delta
             dk, dv = zeros(DK), zeros(DV)
+            if AHEAD:
+                s = warpgroup.mm_ABt(keys, q.wait(0))
+            else:
+                s = 0
             for head in range(group * kv_head, group * kv_head + group):
                 stands = at._replace(head=head)
                 kept = variant.keep(stands)
                 for i in range(every.cut):
                     here = stands._replace(row=tiling.row(every, i), kept=kept)
-                    dk, dv = cut_step(int32(j + i), dk, dv, rings, keys, values, me, here, mine, scale)
+                    s, dk, dv = cut_step(int32(j + i), s, dk, dv, rings, keys, values, me, here, mine, scale)
                 for i in range(every.cut, every.n):
                     here = stands._replace(row=tiling.row(every, i), kept=kept)
-                    dk, dv = step(int32(j + i), dk, dv, rings, keys, values, me, here, mine, scale)
+                    s, dk, dv = step(int32(j + i), s, dk, dv, rings, keys, values, me, here, mine, scale)
                 j = int32(j + every.n)
+            if AHEAD:
+                warpgroup.wait(s)
+                q.release(j)
             row = own.key + key + EACH * (me // SHARE)
             warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * (me % SHARE)), 1, 3, True)
             warpgroup.store(gDV, INPUT(dv), (own.batch, row, kv_head, V_COLS * (me % SHARE)), 1, 3, True)
