@@ -38,9 +38,11 @@ class Config(Kind):
     stages: int = 2
     ds_stages: int = 2
     dq_stages: int = 2
+    do_stages: int = 2
     ahead: bool = False
     early: bool = False
     rounded: bool = False
+    dk_first: bool = False
 
     @property
     def rows(self) -> int:
@@ -73,7 +75,7 @@ class Config(Kind):
         return sv(self.rows, fp32)
 
 
-SHAPES: dict[int, tuple[int, ...]] = {64: (128, 128), 128: (128, 64), 256: (64, 64, 1, 1)}  # padded head_dim: (kv, queries, stages)
+SHAPES: dict[int, tuple[int, ...]] = {64: (128, 128), 128: (128, 64), 256: (64, 64, 1, 1, 2, 1)}  # padded head_dim: (kv, queries, stages)
 
 
 @functools.lru_cache(1024)
@@ -95,13 +97,17 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
+    MINE, PARTS = config.parts.count // CONSUMERS, config.parts.count
     SHARE, AHEAD, EARLY, NOT_EARLY = config.share, config.ahead, config.early, not config.early
+    NOT_AHEAD = not config.ahead
     ROUNDED = config.rounded
-    AFTER_DP, AFTER_DQ, AFTER_DK = int(config.early), 1 + config.ahead, int(config.ahead)
+    DK_FIRST, NOT_DK_FIRST = config.dk_first, not config.dk_first
+    TWO = MINE == 2
+    AFTER_FIRST = 1 - config.dk_first
+    AFTER_DP, AFTER_DQ, AFTER_DK = int(config.early), (0 if TWO else 1 - config.dk_first) + config.ahead, int(config.ahead)
     KEYS, SHARED = CONSUMERS // SHARE, SHARE > 1
     GIVEN, AUX, INPUT = config.given, config.aux, config.dtype
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
-    MINE, PARTS = parts.count // CONSUMERS, parts.count
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
     readers = CONSUMERS * warpgroup.WARPGROUP
@@ -110,7 +116,7 @@ def make(config: Config):
         k=ring(config.key, 1, readers),
         v=ring(config.value, 1, readers),
         q=ring(config.query, config.stages, readers),
-        do=ring(st(ROWS, config.value_dim, INPUT), config.stages, readers),
+        do=ring(st(ROWS, config.value_dim, INPUT), config.do_stages, readers),
         ds=ring(st(ROWS, KV, INPUT), config.ds_stages, readers, KEYS * warpgroup.WARPGROUP),
         dq=ring(parts.tile, config.dq_stages, 1, warpgroup.WARPGROUP),
         lse=ring(config.sums, config.stages, readers),
@@ -138,12 +144,15 @@ def make(config: Config):
         def step(j, s, dk, dv, rings, keys, values, me, at, key, scale):
             k, q, do, ds, dq, lse, delta = rings
             if AHEAD:
-                scores = s
+                x = s
+                dp = warpgroup.mm_ABt(values, do.wait(j))
+                sums = load(lse.wait(j), S.col_vec)
             else:
                 scores = warpgroup.mm_ABt(keys, q.wait(j))
-            dp = warpgroup.mm_ABt(values, do.wait(j))
-            sums = load(lse.wait(j), S.col_vec)
-            x = variant.score(turned(warpgroup.wait(scores, newer=1)), at, key)
+                dp = warpgroup.mm_ABt(values, do.wait(j))
+                x = turned(warpgroup.wait(scores, newer=1))
+                sums = load(lse.wait(j), S.col_vec)
+            x = variant.score(x, at, key)
             lse.release(j)
             if cut:
                 x = tiling.mask(x, at, key)
@@ -161,24 +170,31 @@ def make(config: Config):
             if me % SHARE == 0:
                 warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, me // SHARE), slope)
                 ds.publish(j)
+            if DK_FIRST:
+                dk_next = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
             every = ds.wait(j)
-            for n in range(MINE - 1):
-                part = int32(CONSUMERS * n + me)
-                send(dq, PARTS * j + part, warpgroup.wait(parts.product(part, every, k.wait(0))))
-            part = int32(CONSUMERS * (MINE - 1) + me)
-            found = parts.product(part, every, k.wait(0))
-            dk_next = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
+            found = parts.product(me, every, k.wait(0))
+            if NOT_DK_FIRST:
+                dk_next = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
+            if TWO:
+                send(dq, PARTS * j + me, warpgroup.wait(found, newer=AFTER_FIRST))
+                found = parts.product(CONSUMERS + me, every, k.wait(0))
             if AHEAD:
+                dv_next = warpgroup.wait(dv_next, newer=2)
+                do.release(j)
                 s_next = warpgroup.mm_ABt(keys, q.wait(j + 1))
-            else:
-                s_next = s
-            send(dq, PARTS * j + part, warpgroup.wait(found, newer=AFTER_DQ))
+            send(dq, PARTS * j + int32(PARTS - CONSUMERS + me), warpgroup.wait(found, newer=AFTER_DQ))
             ds.release(j)
-            dv_next = warpgroup.wait(dv_next, newer=AFTER_DQ)
-            do.release(j)
+            if NOT_AHEAD:
+                dv_next = warpgroup.wait(dv_next, newer=AFTER_DQ)
+                do.release(j)
             dk_next = warpgroup.wait(dk_next, newer=AFTER_DK)
             q.release(j)
-            return s_next, dk_next, dv_next
+            if AHEAD:
+                x_next = turned(warpgroup.wait(s_next))
+            else:
+                x_next = s
+            return x_next, dk_next, dv_next
 
         return step
 
@@ -232,7 +248,7 @@ def make(config: Config):
             rings = k, q, do, ds, dq, lse, delta
             dk, dv = zeros(DK), zeros(DV)
             if AHEAD:
-                s = warpgroup.mm_ABt(keys, q.wait(0))
+                s = turned(warpgroup.wait(warpgroup.mm_ABt(keys, q.wait(0))))
             else:
                 s = 0
             for head in range(group * kv_head, group * kv_head + group):
@@ -246,7 +262,6 @@ def make(config: Config):
                     s, dk, dv = step(int32(j + i), s, dk, dv, rings, keys, values, me, here, mine, scale)
                 j = int32(j + every.n)
             if AHEAD:
-                warpgroup.wait(s)
                 q.release(j)
             row = own.key + key + EACH * (me // SHARE)
             warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * (me % SHARE)), 1, 3, True)
