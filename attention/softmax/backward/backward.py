@@ -90,18 +90,16 @@ def planned(problem: Problem, made: Assembled) -> Plan:
     parts, tiles, group = config.parts, -(-q_len // config.rows), heads // kv_heads
     blocks, pairs = -(-kv_len // config.kv), batch * kv_heads
     scratch = [
-        ((batch, heads, tiles * config.rows), "float32"),
-        ((batch, heads, tiles * config.rows), "float32"),
+        ((batch, heads, tiles * config.sums.length), "float32"),
         ((batch * heads, tiles * parts.rows, parts.width), "float32"),
     ]
-    log, delta, sums = (problem.scratch(n, *what) for n, what in enumerate(scratch))
+    of_rows, sums = (problem.scratch(n, *what) for n, what in enumerate(scratch))
     before = kernel_for(prepare, prepare.config_of(config), problem.device).bind(
         batch * heads * tiles,
         gO=problem["out"],
         gDO=problem["dout"],
         gLse=problem["lse"],
-        gLog=log,
-        gDelta=delta,
+        gSums=of_rows,
         gSum=sums,
         blocks=tiles,
         heads=heads,
@@ -113,8 +111,7 @@ def planned(problem: Problem, made: Assembled) -> Plan:
         gK=problem["k"],
         gV=problem["v"],
         gDO=problem["dout"],
-        gLse=log,
-        gDelta=delta,
+        gSums=of_rows,
         gSum=sums,
         gDK=problem["dk"],
         gDV=problem["dv"],

@@ -71,8 +71,8 @@ class Config(Kind):
 
     @property
     def sums(self) -> sv:
-        """What is known of a tile's rows."""
-        return sv(self.rows, fp32)
+        """Two numbers of each of a tile's rows, one after the other: the log-sum-exp, and the sum of dO O."""
+        return sv(2 * self.rows, fp32)
 
 
 SHAPES: dict[int, tuple[int, ...]] = {64: (128, 128), 128: (128, 64), 256: (64, 64, 1, 1, 2, 1)}  # padded head_dim: (kv, queries, stages)
@@ -103,6 +103,7 @@ def make(config: Config):
     ROUNDED = config.rounded
     DK_FIRST, NOT_DK_FIRST = config.dk_first, not config.dk_first
     TWO = MINE == 2
+    AFTER_DV = int(config.dk_first)
     AFTER_FIRST = 1 - config.dk_first
     AFTER_DP, AFTER_DQ, AFTER_DK = int(config.early), (0 if TWO else 1 - config.dk_first) + config.ahead, int(config.ahead)
     KEYS, SHARED = CONSUMERS // SHARE, SHARE > 1
@@ -119,8 +120,7 @@ def make(config: Config):
         do=ring(st(ROWS, config.value_dim, INPUT), config.do_stages, readers),
         ds=ring(st(ROWS, KV, INPUT), config.ds_stages, readers, KEYS * warpgroup.WARPGROUP),
         dq=ring(parts.tile, config.dq_stages, 1, warpgroup.WARPGROUP),
-        lse=ring(config.sums, config.stages, readers),
-        delta=ring(config.sums, config.stages, readers),
+        sums=ring(config.sums, config.stages, readers),
     )
 
     @inlined
@@ -142,29 +142,27 @@ def make(config: Config):
 
         @inlined
         def step(j, s, dk, dv, rings, keys, values, me, at, key, scale):
-            k, q, do, ds, dq, lse, delta = rings
+            k, q, do, ds, dq, sums = rings
             if AHEAD:
                 x = s
                 dp = warpgroup.mm_ABt(values, do.wait(j))
-                sums = load(lse.wait(j), S.col_vec)
             else:
                 scores = warpgroup.mm_ABt(keys, q.wait(j))
                 dp = warpgroup.mm_ABt(values, do.wait(j))
                 x = turned(warpgroup.wait(scores, newer=1))
-                sums = load(lse.wait(j), S.col_vec)
+            of_rows = sums.wait(j)
             x = variant.score(x, at, key)
-            lse.release(j)
             if cut:
                 x = tiling.mask(x, at, key)
-            p = exp2(x * scale - sums)
+            p = exp2(x * scale - load(subtile(of_rows, ROWS, 0), S.col_vec))
             weights = INPUT(turned(p))
             if ROUNDED:
                 p = fp32(turned(weights))
             if EARLY:
                 dv_next = warpgroup.mma_AB(dv, weights, columns(do.wait(j), V_COLS, me % SHARE))
             dp = turned(warpgroup.wait(dp, newer=AFTER_DP))
-            slope = INPUT(turned(p * (dp - load(delta.wait(j), S.col_vec))))
-            delta.release(j)
+            slope = INPUT(turned(p * (dp - load(subtile(of_rows, ROWS, 1), S.col_vec))))
+            sums.release(j)
             if NOT_EARLY:
                 dv_next = warpgroup.mma_AB(dv, weights, columns(do.wait(j), V_COLS, me % SHARE))
             if me % SHARE == 0:
@@ -172,6 +170,8 @@ def make(config: Config):
                 ds.publish(j)
             if DK_FIRST:
                 dk_next = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
+            dv_next = warpgroup.wait(dv_next, newer=AFTER_DV)
+            do.release(j)
             every = ds.wait(j)
             found = parts.product(me, every, k.wait(0))
             if NOT_DK_FIRST:
@@ -180,14 +180,9 @@ def make(config: Config):
                 send(dq, PARTS * j + me, warpgroup.wait(found, newer=AFTER_FIRST))
                 found = parts.product(CONSUMERS + me, every, k.wait(0))
             if AHEAD:
-                dv_next = warpgroup.wait(dv_next, newer=2)
-                do.release(j)
                 s_next = warpgroup.mm_ABt(keys, q.wait(j + 1))
             send(dq, PARTS * j + int32(PARTS - CONSUMERS + me), warpgroup.wait(found, newer=AFTER_DQ))
             ds.release(j)
-            if NOT_AHEAD:
-                dv_next = warpgroup.wait(dv_next, newer=AFTER_DQ)
-                do.release(j)
             dk_next = warpgroup.wait(dk_next, newer=AFTER_DK)
             q.release(j)
             if AHEAD:
@@ -203,13 +198,13 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
-        gDO: tiled(st(ROWS, config.value_dim, INPUT), unit=1), gLse: tiled(config.sums, 3, None, 2),
-        gDelta: tiled(config.sums, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2), gDK: array(4, INPUT), gDV: array(4, INPUT),
+        gDO: tiled(st(ROWS, config.value_dim, INPUT), unit=1), gSums: tiled(config.sums, 3, None, 2),
+        gSum: tiled(parts.tile, 3, 1, 2), gDK: array(4, INPUT), gDV: array(4, INPUT),
         given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once, and
         what it adds to dQ of the `group` query heads that share the head. A weight is exp2(`scale` s - lse), its score `unit` s."""
-        k, v, q, do, ds, dq, lse, delta = smem.open()
+        k, v, q, do, ds, dq, sums = smem.open()
         me = warpgroup.id()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         batch, kv_head = divmod(pair, heads)
@@ -222,30 +217,31 @@ def make(config: Config):
             if warpgroup.rank() == FILLER:
                 k.fill(0, gK, (own.batch, key, kv_head))
                 v.fill(0, gV, (own.batch, key, kv_head))
-                for head in range(group * kv_head, group * kv_head + group):
+                for h in range(group):
+                    head = int32(group * kv_head + h)
                     for i in range(every.n):
-                        row = tiling.row(every, i)
-                        q.fill(j, gQ, (own.batch, row, head))
-                        lse.fill(j, gLse, (own.batch, head, row // ROWS))
-                        do.fill(j, gDO, (own.batch, row, head))
-                        delta.fill(j, gDelta, (own.batch, head, row // ROWS))
+                        tile = tiling.tile(every, int32(i))
+                        q.fill(j, gQ, (own.batch, ROWS * tile, head))
+                        sums.fill(j, gSums, (own.batch, head, tile))
+                        do.fill(j, gDO, (own.batch, ROWS * tile, head))
                         j = int32(j + 1)
                 if AHEAD:
                     q.fill(j, gQ, (own.batch, 0, group * kv_head))
             if warpgroup.rank() == SENDER:
-                for head in range(group * kv_head, group * kv_head + group):
+                for h in range(group):
+                    place = int32(group * pair + h)
                     for i in range(every.n):
-                        tile = tiling.row(every, i) // ROWS
+                        tile = int32(PARTS * tiling.tile(every, int32(i)))
                         for n in range(PARTS):
-                            tma_add(gSum, (group * heads * batch + head, PARTS * tile + n), dq.wait(PARTS * j + n))
+                            tma_add(gSum, (place, tile + n), dq.wait(j))
                             store_wait()
-                            dq.release(PARTS * j + n)
-                        j = int32(j + 1)
+                            dq.release(j)
+                            j = int32(j + 1)
         else:
             warpgroup.claim_registers(claim)
             keys, values = subtile(k.wait(0), EACH, me // SHARE), subtile(v.wait(0), EACH, me // SHARE)
             mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
-            rings = k, q, do, ds, dq, lse, delta
+            rings = k, q, do, ds, dq, sums
             dk, dv = zeros(DK), zeros(DV)
             if AHEAD:
                 s = turned(warpgroup.wait(warpgroup.mm_ABt(keys, q.wait(0))))
@@ -255,10 +251,10 @@ def make(config: Config):
                 stands = at._replace(head=head)
                 kept = variant.keep(stands)
                 for i in range(every.cut):
-                    here = stands._replace(row=tiling.row(every, i), kept=kept)
+                    here = stands._replace(row=int32(ROWS * tiling.tile(every, i)), kept=kept)
                     s, dk, dv = cut_step(int32(j + i), s, dk, dv, rings, keys, values, me, here, mine, scale)
                 for i in range(every.cut, every.n):
-                    here = stands._replace(row=tiling.row(every, i), kept=kept)
+                    here = stands._replace(row=int32(ROWS * tiling.tile(every, i)), kept=kept)
                     s, dk, dv = step(int32(j + i), s, dk, dv, rings, keys, values, me, here, mine, scale)
                 j = int32(j + every.n)
             if AHEAD:

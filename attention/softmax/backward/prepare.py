@@ -57,7 +57,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def prepare(
-        gO: array(4, INPUT), gDO: array(4, INPUT), gLse: array(3), gLog: array(3), gDelta: array(3), gSum: array(3),
+        gO: array(4, INPUT), gDO: array(4, INPUT), gLse: array(3), gSums: array(3), gSum: array(3),
         blocks: INT, heads: INT, q_len: INT,
     ):  # fmt: skip
         """Of a tile of queries; O and dO are (batch, row, head, column), all others (batch, head, row)."""
@@ -69,10 +69,10 @@ def make(config: Config):
         for col in range(0, COLUMNS, PART.cols):
             at = batch, row, head, col
             delta = delta + lane_sum(load(gO, PART, at, 1, 3, True) * load(gDO, PART, at, 1, 3, True))
-        store(gDelta, finish_sum(delta), (batch, head, row))
+        store(gSums, finish_sum(delta), (batch, head, int32(row + ROWS * (block + 1))))
         lse = load(gLse, PART.col_vec, (batch, head, row)) * LOG2_E
         there = (row_index(PART.col_vec) + row < q_len) & (lse > -NEVER)
-        store(gLog, where(there, lse, NEVER), (batch, head, row))
+        store(gSums, where(there, lse, NEVER), (batch, head, int32(row + ROWS * block)))
         for band in range(warp, BANDS, WARPS):
             store(gSum, zeros(X), (pair, int32(parts.rows * block + BAND * band), 0), 1, 2, True)
 

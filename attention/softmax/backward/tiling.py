@@ -55,11 +55,10 @@ class Facing:
         return Tiles(int32(first), int32(end - first), int32(left), int32(left + end - inner_end))
 
     @inlined
-    def row(self, tiles, i):
-        """The first query of the i-th tile to be worked on: those that the mask cuts, and then the others."""
+    def tile(self, tiles, i):
+        """The i-th tile to be worked on: those that the mask cuts, and then the others."""
         right, inner = tiles.n - tiles.cut + i, i - tiles.cut + tiles.left
-        tile = i if i < tiles.left else right if i < tiles.cut else inner
-        return int32((tiles.first + tile) * self.rows)
+        return int32(tiles.first + (i if i < tiles.left else right if i < tiles.cut else inner))
 
     @inlined
     def mask(self, s, at, key):
