@@ -137,11 +137,11 @@ def make(config: Config):
         warpgroup.store(dq.claim(number), part)
         dq.publish(number)
 
-    def through(cut):
+    def through():
         """What becomes of dK and dV by one tile of queries; `cut` by the mask or not."""
 
         @inlined
-        def step(j, s, dk, dv, rings, keys, values, me, at, key, scale):
+        def step(j, cut, s, dk, dv, rings, keys, values, me, at, key, scale):
             k, q, do, ds, dq, sums = rings
             if AHEAD:
                 x = s
@@ -193,7 +193,7 @@ def make(config: Config):
 
         return step
 
-    cut_step, step = through(True), through(False)
+    step = through()
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
@@ -250,12 +250,9 @@ def make(config: Config):
             for head in range(group * kv_head, group * kv_head + group):
                 stands = at._replace(head=head)
                 kept = variant.keep(stands)
-                for i in range(every.cut):
-                    here = stands._replace(row=int32(ROWS * tiling.tile(every, i)), kept=kept)
-                    s, dk, dv = cut_step(int32(j + i), s, dk, dv, rings, keys, values, me, here, mine, scale)
-                for i in range(every.cut, every.n):
-                    here = stands._replace(row=int32(ROWS * tiling.tile(every, i)), kept=kept)
-                    s, dk, dv = step(int32(j + i), s, dk, dv, rings, keys, values, me, here, mine, scale)
+                for i in range(every.n):
+                    here = stands._replace(row=int32(ROWS * tiling.tile(every, int32(i))), kept=kept)
+                    s, dk, dv = step(int32(j + i), i < every.cut, s, dk, dv, rings, keys, values, me, here, mine, scale)
                 j = int32(j + every.n)
             if AHEAD:
                 q.release(j)
