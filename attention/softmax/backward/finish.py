@@ -7,14 +7,10 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, load
+from ops import divmod, warpgroup
 from tiles.arguments import FLOAT, INT, array
-from tiles.layout import LANES
-
 from . import hopper
-from .parts import BAND, ByRows, band_of
-
-WARPS = 4  # of a thread block
+from .parts import ROWS, ByRows, band_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +18,7 @@ class Config:
     """Of the kernel: how dQ is cut."""
 
     parts: ByRows
-    threads = LANES * WARPS
+    threads = warpgroup.THREADS
 
     def __str__(self):
         parts = self.parts
@@ -37,7 +33,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    parts, X, BANDS = config.parts, band_of(config.parts), config.parts.rows // BAND
+    parts, X = config.parts, band_of(config.parts)
     QUERIES, INPUT = config.parts.queries, config.parts.dtype
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -45,8 +41,8 @@ def make(config: Config):
         """`unit` times the sums of a tile of queries."""
         pair, block = divmod(cuda.blockIdx.x, blocks)
         batch, head = divmod(pair, heads)
-        for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
-            x = load(gSum, X, (pair, int32(parts.rows * block + BAND * band), 0), 1, 2, True)
-            parts.finish(gDQ, x * unit, batch, int32(QUERIES * block), head, int32(band))
+        for n in range(parts.count):
+            x = warpgroup.load_held(gSum, X, (pair, int32(parts.rows * block + ROWS * n), 0))
+            parts.finish(gDQ, x * unit, batch, int32(QUERIES * block), head, int32(warpgroup.WARPGROUP * n + warpgroup.rank()))
 
     return finish, None
