@@ -17,7 +17,6 @@ from tiles.types import st
 from .elementwise import create, masks
 from .matmul.wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait
 from .memory import load_store
-from .memory.held import add_held, load_held
 from .memory.tma import store_wait, tma_add, tma_max, tma_min, tma_store
 from .memory.transposed import load_transposed, store_transposed
 from .memory.zero_rows import zero_rows
@@ -28,7 +27,7 @@ from .threads.warpgroups import ping_pong, sync_several
 from .threads.warps import FOUR_WARPS, THREADS
 
 __all__ = [
-    "ROWS", "THREADS", "add_held", "causal", "claim_registers", "id", "load", "load_held", "load_transposed", "lower_fill", "mm_AB", "mm_ABt",
+    "ROWS", "THREADS", "causal", "claim_registers", "id", "load", "load_transposed", "lower_fill", "mm_AB", "mm_ABt",
     "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "on_diagonal", "outside_fill", "own_block", "own_rows",
     "ping_pong", "quarter", "rank", "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum",
     "release_registers", "row_index", "send", "store", "store_transposed", "store_wait", "sync", "sync_several", "tma_add",

@@ -143,11 +143,6 @@ def prefetch_map(b, source):
     b.do("prefetch.tensormap [$0];", source)
 
 
-def add_global(b, address, four):
-    """Add four fp32 registers to 16 bytes of global memory, each element atomically; nobody waits for it."""
-    b.do("red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", address, *four)
-
-
 # ---- ordering ------------------------------------------------------------------------------------------------------
 def fence_async(b):
     """Make this thread's ordinary accesses to shared memory visible to wgmma and TMA, where there are such (any arch)."""

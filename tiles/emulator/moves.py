@@ -132,19 +132,6 @@ def _(match, w, at):
         w.block.cluster.memory.store(w, where[w.mask], values)
 
 
-@means(rf"red{ORDER}\.global{ORDER}\.add(?:\.noftz)?(?:\.(v2|v4))?\.(f32)")
-def _(match, w, at):
-    to, values = at.operands[0], _targets(at.operands[1])
-    kind, where, memory = TYPES[match[2]], address(w, to)[w.mask], w.block.cluster.memory
-    size, parts = np.dtype(kind).itemsize, [operand(v, kind)(w)[w.mask] for v in values]
-    memory.load(w, where, size * len(values))  # all 16 bytes lie in one array
-    for lane, each in enumerate(where):  # lanes may name the same place
-        for k, part in enumerate(parts):
-            place = np.array([each + np.uint64(size * k)])
-            sum_ = memory.load(w, place, size).view(kind) + part[lane]
-            memory.store(w, place, sum_.astype(kind).view(np.uint8))
-
-
 # ---- lanes ---------------------------------------------------------------------------------------------------------
 @means(r"shfl\.sync\.(bfly|idx|up|down)\.b32")
 def _(match, w, at):

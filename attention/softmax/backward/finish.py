@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, warpgroup
+from ops import divmod, load
 from tiles.arguments import FLOAT, INT, array
+from tiles.layout import LANES
 from . import hopper
-from .parts import ROWS, ByRows, band_of
+from .parts import BAND, ByRows, band_of
+
+WARPS = 4  # of a thread block
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Config:
     """Of the kernel: how dQ is cut."""
 
     parts: ByRows
-    threads = warpgroup.THREADS
+    threads = LANES * WARPS
 
     def __str__(self):
         parts = self.parts
@@ -33,7 +36,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    parts, X = config.parts, band_of(config.parts)
+    parts, X, BANDS = config.parts, band_of(config.parts), config.parts.rows // BAND
     QUERIES, INPUT = config.parts.queries, config.parts.dtype
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -41,8 +44,8 @@ def make(config: Config):
         """`unit` times the sums of a tile of queries."""
         pair, block = divmod(cuda.blockIdx.x, blocks)
         batch, head = divmod(pair, heads)
-        for n in range(parts.count):
-            x = warpgroup.load_held(gSum, X, (pair, int32(parts.rows * block + ROWS * n), 0))
-            parts.finish(gDQ, x * unit, batch, int32(QUERIES * block), head, int32(warpgroup.WARPGROUP * n + warpgroup.rank()))
+        for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
+            x = load(gSum, X, (pair, int32(parts.rows * block + BAND * band), 0), 1, 2, True)
+            parts.finish(gDQ, x * unit, batch, int32(QUERIES * block), head, int32(band))
 
     return finish, None

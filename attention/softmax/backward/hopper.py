@@ -1,9 +1,9 @@
 """Gradients of softmax attention for Hopper: a thread block has a block of keys and goes through the queries that see it.
 
 Scores are computed again, keys by queries, so that P^T and dS^T lie in registers where the products that give dV and dK take
-them from. Only dS goes through shared memory, once, for dQ = dS K needs all of the block's keys. Parts of dQ are added, in float32
-and from registers, to what other blocks of keys have found. The query heads that share a key head come one after the other, so dK
-and dV are sums in registers. The next tile's scores are under way while a tile's dQ leaves.
+them from. Only dS goes through shared memory, once, for dQ = dS K needs all of the block's keys: parts of dQ go to a warp that has
+TMA add them, in float32, to what other blocks of keys have found. The query heads that share a key head come one after the other,
+so dK and dV are sums in registers. The next tile's scores are under way while a tile's dQ leaves.
 """
 
 import functools
@@ -15,7 +15,7 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, subtile, turned, warpgroup, zeros
+from ops import divmod, exp2, load, store_wait, subtile, tma_add, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, tiled
 
@@ -26,11 +26,12 @@ from .parts import ByRows, parts_of
 from .tiling import Facing
 
 CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
+FILLER, SENDER = 0, 1  # which of the producer's warps brings tiles, and which sends dQ
 
 
 @dataclass(frozen=True)
 class Config(Kind):
-    """A kernel's shape: query rows of a tile, stages of the rings of Q, of dO and of dS. Each consumer owns 64 keys; where a
+    """A kernel's shape: query rows of a tile, stages of the rings of Q, of dO, of dS and of dQ's parts. Each consumer owns 64 keys; where a
     block has no more than 64, half of the columns of dK and dV. rounded: dS is made of weights as rounded for dV, which takes
     fewer registers."""
 
@@ -38,6 +39,7 @@ class Config(Kind):
     stages: int = 2
     do_stages: int = 2
     ds_stages: int = 2
+    dq_stages: int = 2
     rounded: bool = False
 
     @property
@@ -76,7 +78,7 @@ class Config(Kind):
         return st(self.rows, self.value_dim, self.dtype)
 
 
-SHAPES: dict[int, tuple[int, ...]] = {64: (128, 128), 128: (128, 64), 256: (64, 64)}  # padded head_dim: (kv, queries)
+SHAPES: dict[int, tuple[int, ...]] = {64: (128, 128), 128: (128, 64), 256: (64, 64, 2, 1, 1)}  # padded head_dim: (kv, queries, stages)
 
 
 @functools.lru_cache(1024)
@@ -99,7 +101,8 @@ def make(config: Config):
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
     GIVEN, AUX, INPUT, ROUNDED = config.given, config.aux, config.dtype, config.rounded
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
-    SHARE, TWICE = config.share, config.parts.count > CONSUMERS  # has a consumer two parts of dQ?
+    SHARE, PARTS = config.share, config.parts.count
+    TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
     readers = CONSUMERS * warpgroup.WARPGROUP
@@ -110,6 +113,7 @@ def make(config: Config):
         q=ring(config.query, config.stages, readers),
         do=ring(config.dout, config.do_stages, readers),
         ds=ring(st(ROWS, KV, INPUT), config.ds_stages, readers, readers // SHARE),
+        dq=ring(parts.tile, config.dq_stages, 1, warpgroup.WARPGROUP),
         sums=ring(config.sums, config.stages, readers),
     )
 
@@ -122,9 +126,9 @@ def make(config: Config):
             return tile
 
     @inlined
-    def step(j, s, dk, dv, cut, rings, gSum, place, keys, values, me, at, key, scale):
+    def step(j, s, dk, dv, cut, rings, keys, values, me, at, key, scale):
         """What becomes of dK and dV by tile j of queries, whose scores are s, and the scores of the next one."""
-        k, q, do, ds, sums = rings
+        k, q, do, ds, dq, sums = rings
         dp = warpgroup.mm_ABt(values, do.wait(j))
         of_rows = sums.wait(j)
         s = variant.score(s, at, key)
@@ -137,37 +141,39 @@ def make(config: Config):
         dv = warpgroup.mma_AB(dv, weights, columns(do.wait(j), V_COLS, me % SHARE))
         dp = turned(warpgroup.wait(dp, newer=1))
         slope = INPUT(turned(p * (dp - load(subtile(of_rows, ROWS, 1), S.col_vec))))
-        sums.release(j)
         if me % SHARE == 0:
             warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, me // SHARE), slope)
             ds.publish(j)
+        if j > 0:
+            dq.publish(PARTS * (j - 1) + LAST + me)  # so late because a fence waits for what was stored: here for dS anyway
+        sums.release(j)
         dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
         dv = warpgroup.wait(dv, newer=1)
         do.release(j)
         every = ds.wait(j)
         part = parts.product(me, every, k.wait(0))
         if TWICE:
-            warpgroup.add_held(gSum, warpgroup.wait(part), (place[0], place[1] + EACH * me, 0))
-            me += CONSUMERS
-            part = parts.product(me, every, k.wait(0))
+            warpgroup.store(dq.claim(PARTS * j + me), warpgroup.wait(part))
+            dq.publish(PARTS * j + me)
+            part = parts.product(LAST + me, every, k.wait(0))
         s = warpgroup.mm_ABt(keys, q.wait(j + 1))
         part = warpgroup.wait(part, newer=1)
         ds.release(j)
         dk = warpgroup.wait(dk, newer=1)
         q.release(j)
-        warpgroup.add_held(gSum, part, (place[0], place[1] + EACH * me, 0))
+        warpgroup.store(dq.claim(PARTS * j + LAST + me), part)
         return turned(warpgroup.wait(s)), dk, dv
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
-        gDO: tiled(config.dout, unit=1), gSums: tiled(config.sums, 3, None, 2), gSum: array(3), gDK: array(4, INPUT),
-        gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, scale: FLOAT,
-        unit: FLOAT,
+        gDO: tiled(config.dout, unit=1), gSums: tiled(config.sums, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
+        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once, and
         what it adds to dQ of the `group` query heads that share the head. A weight is exp2(`scale` s - lse), its score `unit` s."""
-        k, v, q, do, ds, sums = smem.open()
+        k, v, q, do, ds, dq, sums = smem.open()
         me = warpgroup.id()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         batch, kv_head = divmod(pair, heads)
@@ -177,32 +183,44 @@ def make(config: Config):
         j = int32(0)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
-            k.fill(0, gK, (own.batch, key, kv_head))
-            v.fill(0, gV, (own.batch, key, kv_head))
-            for h in range(group):
-                head = int32(group * kv_head + h)
-                for i in range(every.n):
-                    tile = tiling.tile(every, int32(i))
-                    q.fill(j, gQ, (own.batch, ROWS * tile, head))
-                    do.fill(j, gDO, (own.batch, ROWS * tile, head))
-                    sums.fill(j, gSums, (own.batch, head, tile))
-                    j = int32(j + 1)
-            q.fill(j, gQ, (own.batch, 0, group * kv_head))  # consumers ask ahead
+            if warpgroup.rank() == FILLER:
+                k.fill(0, gK, (own.batch, key, kv_head))
+                v.fill(0, gV, (own.batch, key, kv_head))
+                for h in range(group):
+                    head = int32(group * kv_head + h)
+                    for i in range(every.n):
+                        tile = tiling.tile(every, int32(i))
+                        q.fill(j, gQ, (own.batch, ROWS * tile, head))
+                        do.fill(j, gDO, (own.batch, ROWS * tile, head))
+                        sums.fill(j, gSums, (own.batch, head, tile))
+                        j = int32(j + 1)
+                q.fill(j, gQ, (own.batch, 0, group * kv_head))  # consumers ask ahead
+            if warpgroup.rank() == SENDER:
+                for h in range(group):
+                    for i in range(every.n):
+                        first = int32(PARTS * tiling.tile(every, int32(i)))
+                        for n in range(PARTS):
+                            tma_add(gSum, (int32(group * pair + h), first + n), dq.wait(j))
+                            store_wait()
+                            dq.release(j)
+                            j = int32(j + 1)
         else:
             warpgroup.claim_registers(claim)
             keys, values = subtile(k.wait(0), EACH, me // SHARE), subtile(v.wait(0), EACH, me // SHARE)
             mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
-            rings = k, q, do, ds, sums
+            rings = k, q, do, ds, dq, sums
             s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(keys, q.wait(0)))), zeros(DK), zeros(DV)
             for h in range(group):
                 stands = at._replace(head=int32(group * kv_head + h))
                 kept = variant.keep(stands)
                 for i in range(every.n):
                     tile = tiling.tile(every, int32(i))
-                    here, place = stands._replace(row=int32(ROWS * tile), kept=kept), (int32(group * pair + h), parts.rows * tile)
+                    here = stands._replace(row=int32(ROWS * tile), kept=kept)
                     cut = i < every.cut
-                    s, dk, dv = step(j, s, dk, dv, cut, rings, gSum, place, keys, values, me, here, mine, scale)
+                    s, dk, dv = step(j, s, dk, dv, cut, rings, keys, values, me, here, mine, scale)
                     j = int32(j + 1)
+            if j > 0:
+                dq.publish(PARTS * (j - 1) + LAST + me)
             row = own.key + key + EACH * (me // SHARE)
             warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * (me % SHARE)), 1, 3, True)
             warpgroup.store(gDV, INPUT(dv), (own.batch, row, kv_head, V_COLS * (me % SHARE)), 1, 3, True)

@@ -1,10 +1,10 @@
 """How the product dQ = dS K is cut into parts of 64 rows, one after the other or one a consumer: two objects with the same
-methods, one a way. Parts are summed in global memory, in float32 and as lanes hold them (ops/memory/held.py): an array of (pair of
-head and batch, row, column), in which a tile of queries has the place of the rows of all its parts."""
+methods, one a way. Parts are summed in global memory, in float32 and as the tensor cores give them: an array of (pair of head and
+batch, row, column), in which a tile of queries has the rows of all its parts."""
 
 from ops import store, transpose, warpgroup
 from ops import subtile as part_of
-from tiles import dtype, fp32, inlined, rt, static
+from tiles import dtype, fp32, inlined, rt, st, static
 
 ROWS = warpgroup.ROWS  # of a part
 
@@ -27,6 +27,11 @@ class ByRows:
     def width(self) -> int:
         """Columns of one."""
         return self.columns
+
+    @property
+    def tile(self) -> st:
+        """One of them in shared memory."""
+        return st(ROWS, self.width, fp32)
 
     @property
     def rows(self) -> int:
