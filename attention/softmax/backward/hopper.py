@@ -147,15 +147,19 @@ def make(config: Config):
         if j > 0:
             dq.publish(PARTS * (j - 1) + LAST + me)  # so late because a fence waits for what was stored: here for dS anyway
         sums.release(j)
-        dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
-        dv = warpgroup.wait(dv, newer=1)
-        do.release(j)
-        every = ds.wait(j)
-        part = parts.product(me, every, k.wait(0))
         if TWICE:
-            warpgroup.store(dq.claim(PARTS * j + me), warpgroup.wait(part))
+            every = ds.wait(j)
+            part = parts.product(me, every, k.wait(0))
+            dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
+            dv = warpgroup.wait(dv, newer=2)
+            warpgroup.store(dq.claim(PARTS * j + me), warpgroup.wait(part, newer=1))
             dq.publish(PARTS * j + me)
-            part = parts.product(LAST + me, every, k.wait(0))
+        else:
+            dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
+            dv = warpgroup.wait(dv, newer=1)
+            every = ds.wait(j)
+        do.release(j)
+        part = parts.product(LAST + me, every, k.wait(0))
         s = warpgroup.mm_ABt(keys, q.wait(j + 1))
         part = warpgroup.wait(part, newer=1)
         ds.release(j)
@@ -166,8 +170,8 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
-        gDO: tiled(config.dout, unit=1), gSums: tiled(config.sums, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
+        gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
+        gDO: tiled(config.dout), gSums: tiled(config.sums, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
         gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
@@ -180,44 +184,38 @@ def make(config: Config):
         own, key = sequences.sequence(batch, given), int32(KV * block)
         at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
         every = tiling.tiles(key, at)
-        j = int32(0)
+        tiles = int32(group * every.n)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
-                k.fill(0, gK, (own.batch, key, kv_head))
-                v.fill(0, gV, (own.batch, key, kv_head))
-                for h in range(group):
-                    head = int32(group * kv_head + h)
-                    for i in range(every.n):
-                        tile = tiling.tile(every, int32(i))
-                        q.fill(j, gQ, (own.batch, ROWS * tile, head))
-                        do.fill(j, gDO, (own.batch, ROWS * tile, head))
-                        sums.fill(j, gSums, (own.batch, head, tile))
-                        j = int32(j + 1)
-                q.fill(j, gQ, (own.batch, 0, group * kv_head))  # consumers ask ahead
+                k.fill(0, gK, (own.batch, block, kv_head))
+                v.fill(0, gV, (own.batch, block, kv_head))
+                for j in range(tiles):
+                    h, i = divmod(j, every.n)
+                    head, tile = int32(group * kv_head + h), int32(every.first + i)
+                    q.fill(j, gQ, (own.batch, tile, head))
+                    do.fill(j, gDO, (own.batch, tile, head))
+                    sums.fill(j, gSums, (own.batch, head, tile))
+                q.fill(tiles, gQ, (own.batch, 0, group * kv_head))  # consumers ask ahead
             if warpgroup.rank() == SENDER:
-                for h in range(group):
-                    for i in range(every.n):
-                        first = int32(PARTS * tiling.tile(every, int32(i)))
-                        for n in range(PARTS):
-                            tma_add(gSum, (int32(group * pair + h), first + n), dq.wait(j))
-                            store_wait()
-                            dq.release(j)
-                            j = int32(j + 1)
+                for n in range(int32(PARTS * tiles)):
+                    h, i = divmod(n, PARTS * every.n)
+                    tma_add(gSum, (int32(group * pair + h), int32(PARTS * every.first + i)), dq.wait(n))
+                    store_wait()
+                    dq.release(n)
         else:
             warpgroup.claim_registers(claim)
             keys, values = subtile(k.wait(0), EACH, me // SHARE), subtile(v.wait(0), EACH, me // SHARE)
             mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
             rings = k, q, do, ds, dq, sums
             s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(keys, q.wait(0)))), zeros(DK), zeros(DV)
+            j = int32(0)
             for h in range(group):
                 stands = at._replace(head=int32(group * kv_head + h))
                 kept = variant.keep(stands)
                 for i in range(every.n):
-                    tile = tiling.tile(every, int32(i))
-                    here = stands._replace(row=int32(ROWS * tile), kept=kept)
-                    cut = i < every.cut
-                    s, dk, dv = step(j, s, dk, dv, cut, rings, keys, values, me, here, mine, scale)
+                    here = stands._replace(row=int32(ROWS * (every.first + i)), kept=kept)
+                    s, dk, dv = step(j, s, dk, dv, tiling.cut(every, i), rings, keys, values, me, here, mine, scale)
                     j = int32(j + 1)
             if j > 0:
                 dq.publish(PARTS * (j - 1) + LAST + me)

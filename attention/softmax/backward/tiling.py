@@ -1,4 +1,4 @@
-"""Which tiles of queries see a block of keys, and in which order they come: tiling.py, from the side of the keys."""
+"""Which tiles of queries see a block of keys: tiling.py, from the side of the keys."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,13 +12,13 @@ from ..variants import Variant
 
 
 class Tiles(NamedTuple):
-    """The tiles of queries that see a block of keys: n of them from tile `first` on. The first `cut` to be worked on must be
-    masked, of which `left` are the first ones, and the others the last ones."""
+    """The tiles of queries that see a block of keys: n of them from tile `first` on. All of them but those from the left-th to
+    the right-th must be masked."""
 
     first: Any
     n: Any
     left: Any
-    cut: Any
+    right: Any
 
 
 @static
@@ -46,19 +46,20 @@ class Facing:
         """The Tiles of the keys from `key` on."""
         seen = self.variant.seers(key, key + self.kv - 1, at)
         first = seen.first // self.rows
-        end = max(first, (min(seen.end, at.queries) + self.rows - 1) // self.rows)
-        inner = min(end, max(first, (seen.inner_first + self.rows - 1) // self.rows))
-        inner_end = max(inner, end if seen.inner_end >= at.queries else seen.inner_end // self.rows)
+        n = max(0, (min(seen.end, at.queries) + self.rows - 1) // self.rows - first)
+        left = max(0, (seen.inner_first + self.rows - 1) // self.rows - first)
+        right = n if seen.inner_end >= at.queries else seen.inner_end // self.rows - first
         if not self.variant.within and key + self.kv > at.keys:  # what lies behind the last key is cut off, too
-            inner, inner_end = end, end
-        left = inner - first
-        return Tiles(int32(first), int32(end - first), int32(left), int32(left + end - inner_end))
+            left = n
+        return Tiles(int32(first), int32(n), int32(left), int32(right))
 
     @inlined
-    def tile(self, tiles, i):
-        """The i-th tile to be worked on: those that the mask cuts, and then the others."""
-        right, inner = tiles.n - tiles.cut + i, i - tiles.cut + tiles.left
-        return int32(tiles.first + (i if i < tiles.left else right if i < tiles.cut else inner))
+    def cut(self, tiles, i):
+        """Must the i-th of these tiles be masked?"""
+        if self.variant.within:
+            return i < tiles.left
+        else:
+            return i < tiles.left or i >= tiles.right
 
     @inlined
     def mask(self, s, at, key):
