@@ -9,9 +9,10 @@ from tiles.schema import Problem, Schema
 
 from ...families import FAMILIES, needs_hopper
 from ...options import flag, number
+from ..asked import ends_of
 from ..assembled import Assembled, assembled
 from ..forward import check_extents, scale_of
-from ..launches import DTYPES, LOG2_E
+from ..launches import DTYPES, LOG2_E, variant_arrays
 from . import finish, hopper, prepare
 
 BACKWARD = Schema(
@@ -23,6 +24,7 @@ BACKWARD = Schema(
     v    BTGV  tile
     out  BSHV  tile
     lse  BHS   float32
+    alibi  H|UH  float32  optional
     dq   BSHD  tile  made
     dk   BTGD  tile  made
     dv   BTGV  tile  made
@@ -39,6 +41,8 @@ def backward(
     lse: Any,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alibi: Any = None,
     scale: float | None = None,
     deterministic: bool = False,
     layout: str = "bshd",
@@ -53,8 +57,9 @@ def backward(
         P = exp(scale q k^T - lse)    dv = P^T dout
         dS = P (dout v^T - rowsum(dout out))    dq = scale dS k    dk = scale dS^T q
 
-    dout: as out. q, k, v, causal, scale, layout: what forward was called with. out, lse: what forward(..., return_lse=True) gave.
-    Heads that share a key head are summed. What sees nothing has gradients of 0. dq, dk, dv: written in place of new arrays.
+    dout: as out. q, k, v, causal, window, alibi, scale, layout: what forward was called with. out, lse: what forward(...,
+    return_lse=True) gave. Heads that share a key head are summed. What sees nothing has gradients of 0; alibi has none. dq, dk, dv:
+    written in place of new arrays.
 
     Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call:
     deterministic=True is refused for now.
@@ -65,19 +70,22 @@ def backward(
     Returns (dq, dk, dv), the same kind of arrays as q. Arrays and errors are as in forward."""
     if flag("deterministic", deterministic):
         raise NotImplementedError("deterministic: sums of dq are taken as they come; there is no fixed order yet")
-    given = dout, q, k, v, out, lse, dq, dk, dv
-    return _backward(stream, given, (flag("causal", causal), number("scale", scale), family), layout)
+    given = dout, q, k, v, out, lse, alibi, dq, dk, dv
+    options = flag("causal", causal), *ends_of(window), number("scale", scale), family
+    return _backward(stream, given, options, layout)
 
 
 @program(BACKWARD)
-def _backward(problem: Problem, causal: bool, scale: float | None, family: str | None) -> Plan:
+def _backward(
+    problem: Problem, causal: bool, left: int | None, right: int | None, scale: float | None, family: str | None
+) -> Plan:
     """How backward does calls of this form."""
     check_extents(problem)
     if family not in (None, "sm_90"):
         known = f"must be None or one of {FAMILIES}" if family not in FAMILIES else "there is no gradient for sm_80 yet"
         raise ValueError(f"family: {known}: {family=}")
     needs_hopper(problem)
-    return planned(problem, assembled(scale_of(problem, scale), causal))
+    return planned(problem, assembled(scale_of(problem, scale), causal, (left, right), alibi="alibi" in problem))
 
 
 def planned(problem: Problem, made: Assembled) -> Plan:
@@ -125,6 +133,7 @@ def planned(problem: Problem, made: Assembled) -> Plan:
         q_len=q_len,
         kv_len=kv_len,
         **made.numbers,
+        **variant_arrays(problem),
     )
     after = kernel_for(finish, finish.Config(parts), problem.device).bind(
         batch * heads * tiles, gSum=sums, gDQ=problem["dq"], blocks=tiles, heads=heads, unit=made.unit

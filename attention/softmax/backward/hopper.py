@@ -78,14 +78,18 @@ class Config(Kind):
         return st(self.rows, self.value_dim, self.dtype)
 
 
-SHAPES: dict[int, tuple[int, ...]] = {64: (128, 128), 128: (128, 64), 256: (64, 64, 2, 1, 1)}  # padded head_dim: (kv, queries, stages)
+SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
+    64: {"kv": 128, "queries": 128},
+    128: {"kv": 128, "queries": 64, "rounded": True},
+    256: {"kv": 64, "queries": 64, "do_stages": 1, "ds_stages": 1},
+}
 
 
 @functools.lru_cache(1024)
-def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
+def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None) -> Config:
     """The configuration that serves a problem: the next larger dims, both as the greater one."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
-    return Config(padded, padded, dtype, variant, *SHAPES[padded], **kind)
+    return Config(padded, padded, dtype, variant, **SHAPES[padded])
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -99,7 +103,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    GIVEN, AUX, INPUT, ROUNDED = config.given, config.aux, config.dtype, config.rounded
+    GIVEN, AUX, INPUT, ROUNDED, BY_ROWS = config.given, config.aux, config.dtype, config.rounded, config.variant.by_rows
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     SHARE, PARTS = config.share, config.parts.count
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
@@ -131,10 +135,12 @@ def make(config: Config):
         k, q, do, ds, dq, sums = rings
         dp = warpgroup.mm_ABt(values, do.wait(j))
         of_rows = sums.wait(j)
-        s = variant.score(s, at, key)
+        s, lse = variant.score(s, at, key), load(subtile(of_rows, ROWS, 0), S.col_vec)
+        if BY_ROWS:
+            lse = lse + variant.below(s, at, key) * scale
         if cut:
             s = tiling.mask(s, at, key)
-        p = exp2(s * scale - load(subtile(of_rows, ROWS, 0), S.col_vec))
+        p = exp2(s * scale - lse)
         weights = INPUT(turned(p))
         if ROUNDED:
             p = fp32(turned(weights))
