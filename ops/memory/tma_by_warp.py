@@ -21,8 +21,8 @@ from .tma import rule, wait_rule
 
 @op
 def tma_add(target, at, tile):
-    """target[at] += a shared tile, a part of one or a shared vector, by one warp: see warpgroup.tma_add. What this warp wrote is
-    in it, and what was handed to it. Follow with `store_wait` before the tile is given back."""
+    """target[at] += a shared tile, a part of one or a shared vector, by one warp: see warpgroup.tma_add. What this warp wrote
+    is in it, and what was handed to it. Follow with `store_wait` before the tile is given back."""
     here().fence_async()
     here().store_async(target, at, tile, np.add)
 

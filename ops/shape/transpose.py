@@ -29,8 +29,8 @@ def swap_layout(x):
 
 @op(takes_operands=True)
 def turned(x):
-    """x.T, a tile or vector, in the other layout: the same registers, so it costs nothing. Scores K Q^T of keys by queries become
-    scores of queries by keys, and what is said of rows and columns there holds for them."""
+    """x.T, a tile or vector, in the other layout: the same registers, so it costs nothing. Scores K Q^T of keys by queries
+    become scores of queries by keys, and what is said of rows and columns there holds for them."""
     return np.ascontiguousarray(x.array.T)
 
 

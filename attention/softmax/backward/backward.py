@@ -57,15 +57,15 @@ def backward(
         P = exp(scale q k^T - lse)    dv = P^T dout
         dS = P (dout v^T - rowsum(dout out))    dq = scale dS k    dk = scale dS^T q
 
-    dout: as out. q, k, v, causal, window, alibi, scale, layout: what forward was called with. out, lse: what forward(...,
-    return_lse=True) gave. Heads that share a key head are summed. What sees nothing has gradients of 0; alibi has none. dq, dk, dv:
+    dout: as out. q, k, v, causal, window, alibi, scale, layout: what forward was called with. out, lse: what it gave, with
+    return_lse=True. Heads that share a key head are summed. What sees nothing has gradients of 0; alibi has none. dq, dk, dv:
     written in place of new arrays.
 
     Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call:
     deterministic=True is refused for now.
 
-    It runs on Hopper, on addresses and strides that are multiples of 16 bytes. Elsewhere, and with forward's other options, there
-    is no gradient yet. stream, family: as in forward.
+    It runs on Hopper, on addresses and strides that are multiples of 16 bytes. Elsewhere, and with forward's other options,
+    there is no gradient yet. stream, family: as in forward.
 
     Returns (dq, dk, dv), the same kind of arrays as q. Arrays and errors are as in forward."""
     if flag("deterministic", deterministic):

@@ -10,6 +10,7 @@ from numpy import int32
 from ops import divmod, load
 from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
+
 from . import hopper
 from .parts import BAND, ByRows, band_of
 

@@ -1,9 +1,9 @@
 """Gradients of softmax attention for Hopper: a thread block has a block of keys and goes through the queries that see it.
 
 Scores are computed again, keys by queries, so that P^T and dS^T lie in registers where the products that give dV and dK take
-them from. Only dS goes through shared memory, once, for dQ = dS K needs all of the block's keys: parts of dQ go to a warp that has
-TMA add them, in float32, to what other blocks of keys have found. The query heads that share a key head come one after the other,
-so dK and dV are sums in registers. The next tile's scores are under way while a tile's dQ leaves.
+them from. Only dS goes through shared memory, once, for dQ = dS K needs all of the block's keys: parts of dQ go to a warp that
+has TMA add them, in float32, to what other blocks of keys have found. The query heads that share a key head come one after the
+other, so dK and dV are sums in registers. The next tile's scores are under way while a tile's dQ leaves.
 """
 
 import functools
@@ -31,9 +31,9 @@ FILLER, SENDER = 0, 1  # which of the producer's warps brings tiles, and which s
 
 @dataclass(frozen=True)
 class Config(Kind):
-    """A kernel's shape: query rows of a tile, stages of the rings of Q, of dO, of dS and of dQ's parts. Each consumer owns 64 keys; where a
-    block has no more than 64, half of the columns of dK and dV. rounded: dS is made of weights as rounded for dV, which takes
-    fewer registers."""
+    """A kernel's shape: query rows of a tile, stages of the rings of Q, of dO, of dS and of dQ's parts. Each consumer owns 64
+    keys; where a block has no more than 64, half of the columns of dK and dV. rounded: dS is made of weights as rounded for dV,
+    which takes fewer registers."""
 
     queries: int
     stages: int = 2
@@ -181,8 +181,9 @@ def make(config: Config):
         gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once, and
-        what it adds to dQ of the `group` query heads that share the head. A weight is exp2(`scale` s - lse), its score `unit` s."""
+        """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once,
+        and what it adds to dQ of the `group` query heads that share the head. The weight of a score s is exp2(`scale` s - lse),
+        its unit `unit`."""
         k, v, q, do, ds, dq, sums = smem.open()
         me = warpgroup.id()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)

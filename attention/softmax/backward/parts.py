@@ -1,6 +1,6 @@
 """How the product dQ = dS K is cut into parts of 64 rows, one after the other or one a consumer: two objects with the same
-methods, one a way. Parts are summed in global memory, in float32 and as the tensor cores give them: an array of (pair of head and
-batch, row, column), in which a tile of queries has the rows of all its parts."""
+methods, one a way. Parts are summed in global memory, in float32 and as the tensor cores give them: an array of (pair of head
+and batch, row, column), in which a tile of queries has the rows of all its parts."""
 
 from ops import store, transpose, warpgroup
 from ops import subtile as part_of
@@ -11,7 +11,7 @@ ROWS = warpgroup.ROWS  # of a part
 
 @static
 class ByRows:
-    """Of dQ, each with 64 queries. Of kernels whose tiles have `queries` queries and blocks `keys` keys, of `columns` columns."""
+    """Of dQ, each with 64 queries. Of kernels whose tiles have `queries` queries, and blocks `keys` keys, of `columns`."""
 
     queries: int
     keys: int

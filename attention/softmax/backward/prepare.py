@@ -1,5 +1,5 @@
-"""Before the gradients' main kernel: of every query the sum of dO O, which the softmax subtracts from its dP, and its log-sum-exp
-in powers of 2; and zeros where dQ will be summed."""
+"""Before the gradients' main kernel: of every query the sum of dO O, which the softmax subtracts from its dP, and its
+log-sum-exp in powers of 2; and zeros where dQ will be summed."""
 
 import functools
 from collections.abc import Iterator

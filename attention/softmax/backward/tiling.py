@@ -56,7 +56,7 @@ class Facing:
     @inlined
     def cut(self, tiles, i):
         """Must the i-th of these tiles be masked?"""
-        if self.variant.within:
+        if self.variant.from_first:
             return i < tiles.left
         else:
             return i < tiles.left or i >= tiles.right

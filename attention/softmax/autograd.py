@@ -1,0 +1,52 @@
+"""torch tensors that require grad: attention.forward as a torch.autograd.Function, outside the op, whose backward pass is
+attention.backward. Imported where there are such tensors, and so torch already."""
+
+from typing import Any
+
+import torch
+
+ELEMENTS = 8  # 16 bytes of a tile's elements, which TMA moves
+
+
+class Attention(torch.autograd.Function):
+    """Softmax attention, (out, lse). `options`: what forward and backward both take, by name."""
+
+    @staticmethod
+    def forward(q, k, v, alibi, options):
+        """Without gradients."""
+        from .forward import forward
+
+        return forward(q, k, v, alibi=alibi, return_lse=True, **options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """What the backward pass needs."""
+        *tensors, ctx.options = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx, dout, _):
+        """Of q, k and v. NotImplementedError if they are to be differentiated once more: torch's `once_differentiable` does not
+        see that where dout is a constant, and leaves their derivatives out."""
+        from .backward.backward import backward
+
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError("attention.forward: has no second derivatives; leave create_graph=True out")
+        q, k, v, alibi, out, lse = ctx.saved_tensors
+        return *backward(_adjacent(dout), q, k, v, out, lse, alibi=alibi, **ctx.options), None, None
+
+
+def differentiable(q: Any, k: Any, v: Any, alibi: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """attention.forward, (out, lse), differentiable once with respect to q, k and v; lse has no gradient."""
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):
+        to = torch.get_autocast_dtype(kind)
+        q, k, v = (x.to(to) if x.dtype is torch.float32 else x for x in (q, k, v))
+    return Attention.apply(q, k, v, alibi, options)
+
+
+def _adjacent(x: Any) -> Any:
+    """A gradient as TMA can read it: torch's may be one number, expanded."""
+    *strides, last = x.stride()
+    return x if last == 1 and not any([stride % ELEMENTS for stride in strides]) else x.contiguous()
