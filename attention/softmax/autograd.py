@@ -4,12 +4,15 @@ attention.backward. Imported where there are such tensors, and so torch already.
 from typing import Any
 
 import torch
+from torch._C._functorch import TransformType
 
 ELEMENTS = 8  # 16 bytes of a tile's elements, which TMA moves
 
 
 class Attention(torch.autograd.Function):
     """Softmax attention, (out, lse). `options`: what forward and backward both take, by name."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(q, k, v, alibi, options):
@@ -27,14 +30,23 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _):
-        """Of q, k and v. NotImplementedError if they are to be differentiated once more: torch's `once_differentiable` does not
-        see that where dout is a constant, and leaves their derivatives out."""
+        """Of q, k and v. NotImplementedError if they are to be differentiated once more."""
         from .backward.backward import backward
 
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if _again():
             raise NotImplementedError("attention.forward: has no second derivatives; leave create_graph=True out")
         q, k, v, alibi, out, lse = ctx.saved_tensors
-        return *backward(_adjacent(dout), q, k, v, out, lse, alibi=alibi, **ctx.options), None, None
+        with torch.no_grad():
+            return *backward(_adjacent(dout), q, k, v, out, lse, alibi=alibi, **ctx.options), None, None
+
+
+def _again() -> bool:
+    """Are the derivatives that are being computed to be differentiated? (torch's `once_differentiable` does not see that where
+    dout is a constant, and leaves the derivatives out.)"""
+    if torch.compiler.is_compiling():  # which knows no such thing
+        return False
+    levels = torch._C._functorch.get_interpreter_stack()
+    return torch.is_grad_enabled() if levels is None else sum(level.key() == TransformType.Grad for level in levels) > 1
 
 
 def differentiable(q: Any, k: Any, v: Any, alibi: Any, options: dict[str, Any]) -> tuple[Any, Any]:

@@ -227,7 +227,8 @@ def test_torch_tensors_that_require_grad(device):
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     again = torch.autograd.grad(compiled(*given), given)
     kept = torch.utils.checkpoint.checkpoint(loss, *given, use_reentrant=False)
-    for one in (got, again, torch.autograd.grad(kept, given)):
+    functional = torch.func.grad(loss, (0, 1, 2))(*[x.detach() for x in given])
+    for one in (got, again, torch.autograd.grad(kept, given), functional):
         for x, y in zip(one, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
 
@@ -250,6 +251,9 @@ def test_what_autograd_refuses():
     for loss in (out.sum(), out.float().square().sum()):
         with pytest.raises(NotImplementedError, match="no second derivatives"):
             torch.autograd.grad(loss, q, create_graph=True, retain_graph=True)
+    twice = torch.func.grad(lambda x: torch.func.grad(lambda y: attention.forward(y, y, y).float().sum())(x).float().sum())
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        twice(q.detach())
     with pytest.raises(NotImplementedError, match="q: requires grad"):
         attention.forward(q, k, v, softcap=3.0)
     with pytest.raises(NotImplementedError, match="alibi: requires grad"):
