@@ -23,7 +23,8 @@ from .scores import Variant
 def backward(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(dq, dk, dv) in float64, in the caller's layout. Arrays as `forward` takes them; options: causal, window, alibi, scale,
     layout."""
-    return _backward(*map(host, (dout, q, k, v)), np.float64, np.float64, **options)
+    dout, q, k, v = map(host, (dout, q, k, v))
+    return _backward(dout, q, k, v, np.float64, np.float64, **options)
 
 
 def backward_low(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -52,4 +53,5 @@ def _backward(dout, q, k, v, real, rounded, *, scale=None, layout="bshd", **of_s
         dq[b, :, h] = scale * (ds @ k[b, :, g])
         dk[b, :, g] += scale * (ds.T @ q[b, :, h])
         dv[b, :, g] += p.astype(rounded).astype(real).T @ dout[b, :, h]
-    return tuple(x.astype(rounded).transpose(axes) for x in (dq, dk, dv))  # type: ignore[return-value]
+    dq, dk, dv = (x.astype(rounded).transpose(axes) for x in (dq, dk, dv))
+    return dq, dk, dv
