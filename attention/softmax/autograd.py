@@ -15,11 +15,11 @@ class Attention(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q, k, v, alibi, options):
+    def forward(q, k, v, sink, alibi, bias, options):
         """Without gradients."""
         from .forward import forward
 
-        return forward(q, k, v, alibi=alibi, return_lse=True, **options)
+        return forward(q, k, v, sink=sink, alibi=alibi, bias=bias, return_lse=True, **options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -30,14 +30,15 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _):
-        """Of q, k and v. NotImplementedError if they are to be differentiated once more."""
+        """Of q, k, v and sink. NotImplementedError if they are to be differentiated once more."""
         from .backward.backward import backward
 
         if _again():
             raise NotImplementedError("attention.forward: has no second derivatives; leave create_graph=True out")
-        q, k, v, alibi, out, lse = ctx.saved_tensors
+        q, k, v, sink, alibi, bias, out, lse = ctx.saved_tensors
         with torch.no_grad():
-            return *backward(_adjacent(dout), q, k, v, out, lse, alibi=alibi, **ctx.options), None, None
+            made = backward(_adjacent(dout), q, k, v, out, lse, sink=sink, alibi=alibi, bias=bias, **ctx.options)
+        return *made, *[None] * (7 - len(made))
 
 
 def _again() -> bool:
@@ -49,13 +50,13 @@ def _again() -> bool:
     return torch.is_grad_enabled() if levels is None else sum(level.key() == TransformType.Grad for level in levels) > 1
 
 
-def differentiable(q: Any, k: Any, v: Any, alibi: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-    """attention.forward, (out, lse), differentiable once with respect to q, k and v; lse has no gradient."""
+def differentiable(q: Any, k: Any, v: Any, sink: Any, alibi: Any, bias: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """attention.forward, (out, lse), differentiable once with respect to q, k, v and sink; lse has no gradient."""
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
         to = torch.get_autocast_dtype(kind)
         q, k, v = (x.to(to) if x.dtype is torch.float32 else x for x in (q, k, v))
-    return Attention.apply(q, k, v, alibi, options)
+    return Attention.apply(q, k, v, sink, alibi, bias, options)
 
 
 def _adjacent(x: Any) -> Any:

@@ -148,13 +148,13 @@ def forward(
     and others in host memory run in the interpreter, slowly and under supervision. ValueError or TypeError, before
     anything is launched, names the argument and prints the values."""
     common = number("scale", scale), flag("return_lse", return_lse), family
-    if differentiated(q, k, v):
-        others = softcap, sink, bias, mask, score, blocks, cu_seqlens, cu_seqlens_k, lengths_k, q_norm, k_norm, out, stream
-        if not (any([x is not None for x in others]) or dropout or aux or differentiated(alibi) or family == "sm_80"):
+    if differentiated(q, k, v, sink):
+        others = mask, score, blocks, cu_seqlens, cu_seqlens_k, lengths_k, q_norm, k_norm, out, stream
+        if not (any([x is not None for x in others]) or dropout or aux or differentiated(alibi, bias) or family == "sm_80"):
             from .autograd import differentiable
 
-            both = {"causal": causal, "window": window, "scale": scale, "layout": layout, "family": family}
-            made = differentiable(q, k, v, alibi, both)
+            both = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "layout": layout, "family": family}
+            made = differentiable(q, k, v, sink, alibi, bias, both)
             return made if return_lse else made[0]
     of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
     of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None

@@ -74,6 +74,7 @@ class Variant:
     draws = False  # does it need many registers, to draw random numbers?
     loads = False  # does it read a number for each score, which takes as many registers?
     prepares = False  # does something become of the queries, before the scores?
+    bends = False  # is a score's derivative, by what it was made of, other than 1?
 
     def __str__(self):
         return type(self).__name__.lower()
@@ -112,6 +113,11 @@ class Variant:
     def score(self, s, at, key):
         """What becomes of a tile of scores, whose first key is `key`."""
         return s
+
+    @inlined
+    def bent(self, s, at, key):
+        """(score(s, at, key), its derivative by s in units of what s counts), of a variant that bends."""
+        return self.score(s, at, key), 1.0
 
     @inlined
     def below(self, s, at, key):
@@ -209,6 +215,19 @@ class Both(Variant):
         return self.other.score(s, at._replace(kept=at.kept[1]), key)
 
     @inlined
+    def bent(self, s, at, key):
+        """See Variant."""
+        if self.one.bends and self.other.bends:
+            s, first = self.one.bent(s, at._replace(kept=at.kept[0]), key)
+            s, then = self.other.bent(s, at._replace(kept=at.kept[1]), key)
+            return s, first * then
+        elif self.one.bends:
+            s, slope = self.one.bent(s, at._replace(kept=at.kept[0]), key)
+            return self.other.score(s, at._replace(kept=at.kept[1]), key), slope
+        else:
+            return self.other.bent(self.one.score(s, at._replace(kept=at.kept[0]), key), at._replace(kept=at.kept[1]), key)
+
+    @inlined
     def below(self, s, at, key):
         """See Variant. Only one of them has any."""
         if self.one.by_rows:
@@ -250,5 +269,5 @@ def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
 
 for _name in "everything from_first computed plain".split():
     setattr(Both, _name, _of_both(_name, all))
-for _name in "rising scored by_rows within draws loads prepares".split():
+for _name in "rising scored by_rows within draws loads prepares bends".split():
     setattr(Both, _name, _of_both(_name, any))

@@ -9,11 +9,11 @@ from tiles.schema import Problem, Schema
 
 from ...families import FAMILIES, needs_hopper
 from ...options import flag, number
-from ..asked import ends_of
+from ..asked import ends_of, positive
 from ..assembled import Assembled, assembled
 from ..forward import check_extents, scale_of
 from ..launches import DTYPES, LOG2_E, variant_arrays
-from . import finish, hopper, prepare
+from . import finish, hopper, prepare, sinks
 
 BACKWARD = Schema(
     "backward",
@@ -25,9 +25,12 @@ BACKWARD = Schema(
     out  BSHV  tile
     lse  BHS   float32
     alibi  H|UH  float32  optional
+    sink   H     float32  optional
+    bias   WXYT  real     optional
     dq   BSHD  tile  made
     dk   BTGD  tile  made
     dv   BTGV  tile  made
+    dsink  H   float32  made  sinks
     """,
 )
 
@@ -42,24 +45,28 @@ def backward(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
     alibi: Any = None,
+    sink: Any = None,
+    bias: Any = None,
     scale: float | None = None,
     deterministic: bool = False,
     layout: str = "bshd",
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
+    dsink: Any = None,
     stream: Any = None,
     family: str | None = None,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, ...]:
     """Gradients of attention.forward: of a loss L, dq = dL/dq, dk = dL/dk and dv = dL/dv, where dout = dL/dout.
 
         P = exp(scale q k^T - lse)    dv = P^T dout
         dS = P (dout v^T - rowsum(dout out))    dq = scale dS k    dk = scale dS^T q
 
-    dout: as out. q, k, v, causal, window, alibi, scale, layout: what forward was called with. out, lse: what it gave, with
-    return_lse=True. Heads that share a key head are summed. What sees nothing has gradients of 0; alibi has none. dq, dk, dv:
-    written in place of new arrays.
+    dout: as out. q, k, v, causal, window, softcap, alibi, sink, bias, scale, layout: what forward was called with; dS is then
+    that of q k^T, before all these. out, lse: what it gave, with return_lse=True. Heads that share a key head are summed. What
+    sees nothing has gradients of 0; alibi and bias have none. dq, dk, dv, dsink: written in place of new arrays.
 
     Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call:
     deterministic=True is refused for now.
@@ -67,17 +74,32 @@ def backward(
     It runs on Hopper, on addresses and strides that are multiples of 16 bytes. Elsewhere, and with forward's other options,
     there is no gradient yet. stream, family: as in forward.
 
-    Returns (dq, dk, dv), the same kind of arrays as q. Arrays and errors are as in forward."""
+    Returns (dq, dk, dv), and with a sink (dq, dk, dv, dsink), the same kind of arrays as q. Arrays and errors are as in
+    forward."""
     if flag("deterministic", deterministic):
         raise NotImplementedError("deterministic: sums of dq are taken as they come; there is no fixed order yet")
-    given = dout, q, k, v, out, lse, alibi, dq, dk, dv
-    options = flag("causal", causal), *ends_of(window), number("scale", scale), family
+    given = dout, q, k, v, out, lse, alibi, sink, bias, dq, dk, dv, dsink
+    options = (
+        flag("causal", causal),
+        *ends_of(window),
+        positive("softcap", softcap),
+        number("scale", scale),
+        sink is not None,
+        family,
+    )
     return _backward(stream, given, options, layout)
 
 
 @program(BACKWARD)
 def _backward(
-    problem: Problem, causal: bool, left: int | None, right: int | None, scale: float | None, family: str | None
+    problem: Problem,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    scale: float | None,
+    sinks: bool,
+    family: str | None,
 ) -> Plan:
     """How backward does calls of this form."""
     check_extents(problem)
@@ -85,13 +107,14 @@ def _backward(
         known = f"must be None or one of {FAMILIES}" if family not in FAMILIES else "there is no gradient for sm_80 yet"
         raise ValueError(f"family: {known}: {family=}")
     needs_hopper(problem)
-    return planned(problem, assembled(scale_of(problem, scale), causal, (left, right), alibi="alibi" in problem))
+    scale = scale_of(problem, scale)  # the sink is in lse, and nowhere else
+    return planned(problem, assembled(scale, causal, (left, right), softcap, "alibi" in problem, "bias" in problem), scale)
 
 
-def planned(problem: Problem, made: Assembled) -> Plan:
-    """The launches of the gradients of an assembled variant."""
+def planned(problem: Problem, made: Assembled, scale: float) -> Plan:
+    """The launches of the gradients of an assembled variant of scores that were `scale` q k^T at first."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
-    gradients = [problem[name] for name in ("dq", "dk", "dv")]
+    gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * ("sink" in problem))]
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
         return Plan([Fill(x, 0.0) for x in gradients if 0 not in x.form.shape])
     config = hopper.config_for(head_dim, DTYPES[problem.dtype], made.variant, value_dim)
@@ -129,16 +152,22 @@ def planned(problem: Problem, made: Assembled) -> Plan:
         band=band_of(made.variant.rising, machine(problem.device).processors),
         group=group,
         scale=made.unit * LOG2_E,
-        unit=made.unit,
+        unit=scale,
         q_len=q_len,
         kv_len=kv_len,
         **made.numbers,
-        **variant_arrays(problem),
+        **{name: x for name, x in variant_arrays(problem).items() if name in made.variant.given},
     )
     after = kernel_for(finish, finish.Config(parts), problem.device).bind(
-        batch * heads * tiles, gSum=sums, gDQ=problem["dq"], blocks=tiles, heads=heads, unit=made.unit
+        batch * heads * tiles, gSum=sums, gDQ=problem["dq"], blocks=tiles, heads=heads, unit=scale
     )
-    return Plan([before, main, after], scratch)
+    steps = [before, main, after]
+    if "sink" in problem:
+        of_sinks = kernel_for(sinks, sinks.Config(config.rows), problem.device).bind(
+            -(-heads // sinks.HEADS), gSums=of_rows, gSink=problem["sink"], gDSink=problem["dsink"], batches=batch, tiles=tiles
+        )
+        steps.append(of_sinks)
+    return Plan(steps, scratch)
 
 
 def band_of(rising: bool, processors: int) -> int:

@@ -105,7 +105,7 @@ def make(config: Config):
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
     GIVEN, AUX, INPUT, ROUNDED, BY_ROWS = config.given, config.aux, config.dtype, config.rounded, config.variant.by_rows
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
-    SHARE, PARTS = config.share, config.parts.count
+    SHARE, PARTS, BENDS = config.share, config.parts.count, config.variant.bends
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
@@ -135,7 +135,12 @@ def make(config: Config):
         k, q, do, ds, dq, sums = rings
         dp = warpgroup.mm_ABt(values, do.wait(j))
         of_rows = sums.wait(j)
-        s, lse = variant.score(s, at, key), load(subtile(of_rows, ROWS, 0), S.col_vec)
+        lse = load(subtile(of_rows, ROWS, 0), S.col_vec)
+        if BENDS:
+            s, bend = variant.bent(s, at, key)
+            bend = INPUT(bend)  # for registers' sake
+        else:
+            s = variant.score(s, at, key)
         if BY_ROWS:
             lse = lse + variant.below(s, at, key) * scale
         if cut:
@@ -146,7 +151,10 @@ def make(config: Config):
             p = fp32(turned(weights))
         dv = warpgroup.mma_AB(dv, weights, columns(do.wait(j), V_COLS, me % SHARE))
         dp = turned(warpgroup.wait(dp, newer=1))
-        slope = INPUT(turned(p * (dp - load(subtile(of_rows, ROWS, 1), S.col_vec))))
+        slope = p * (dp - load(subtile(of_rows, ROWS, 1), S.col_vec))
+        if BENDS:
+            slope = slope * fp32(bend)
+        slope = INPUT(turned(slope))
         if me % SHARE == 0:
             warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, me // SHARE), slope)
             ds.publish(j)
@@ -182,8 +190,8 @@ def make(config: Config):
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once,
-        and what it adds to dQ of the `group` query heads that share the head. The weight of a score s is exp2(`scale` s - lse),
-        its unit `unit`."""
+        and what it adds to dQ of the `group` query heads that share the head. The weight of a score s is exp2(`scale` s - lse);
+        before the variant made something of it, it was `unit` Q K^T."""
         k, v, q, do, ds, dq, sums = smem.open()
         me = warpgroup.id()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)

@@ -18,7 +18,7 @@ from attention.softmax.variants import Both
 from tiles import bf16, fp16
 
 F32, FP16 = np.float32, fp16.np
-NAMES = "dq", "dk", "dv"
+NAMES = "dq", "dk", "dv", "dsink"
 
 
 def agree(place, q, k, v, **options):
@@ -26,12 +26,13 @@ def agree(place, q, k, v, **options):
     dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
     put, given = [place.put(x) for x in (q, k, v)], there(place, options)
     out, lse = attention.forward(*put, return_lse=True, **given)
-    made = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in zip(NAMES, (q, k, v), strict=True)}
+    of = [q, k, v, *[options[name] for name in ("sink",) if name in options]]
+    made = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in zip(NAMES, of)}
     got = attention.backward(place.put(dout), *put, out, lse, **given, **made)
-    assert all(x is made[name] for name, x in zip(NAMES, got, strict=True))
+    assert len(got) == len(of) and all(x is made[name] for name, x in zip(NAMES, got))
     ref, low = reference.backward(dout, q, k, v, **options), reference.backward_low(dout, q, k, v, **options)
     got = [place.get(x) for x in got]
-    for name, *each in zip(NAMES, got, ref, low, strict=True):
+    for name, *each in zip(NAMES, got, ref, low):
         reference.assert_close(*each, factor=3, name=name)
     return got
 
@@ -70,6 +71,12 @@ VARIANTS = {
     "window, left": dict(window=(100, None)),
     "window, right": dict(window=(None, 10)),
     "window, causal": dict(causal=True, window=(64, 9)),
+    "softcap": dict(softcap=2.0, window=(None, 60)),
+    "softcap of scores that count much, alibi, causal": dict(
+        softcap=5.0, alibi=np.array([0.3, 0.1], F32), causal=True, scale=0.4
+    ),
+    "bias of each sequence": dict(bias=draw((2, 2, 90, 170), F32, 3)),
+    "sink, softcap": dict(sink=np.array([1.5, -2], F32), softcap=3.0, causal=True),
     "alibi": dict(alibi=np.array([0.5, 0.01], F32), window=(None, 30)),
     "alibi of each sequence, causal": dict(alibi=np.array([[0.5, 0.1], [0.2, 3]], F32), causal=True),
 }
@@ -132,13 +139,13 @@ def test_random_problems_on_the_card(batch, seq_q, seq_kv, heads_kv, group, eigh
 def test_the_formula_agrees_with_finite_differences(name):
     options = {"plain": {}, "causal": {"causal": True, "scale": 0.7}}.get(name) or VARIANTS.get(name, {})
     q, k, v, dout = (draw((2, n, h, 8), np.float64, seed) for seed, (n, h) in enumerate([(7, 2), (9, 1), (9, 1), (7, 2)]))
-    given, step = {"dq": q, "dk": k, "dv": v}, 1e-5
-    for gradient, x in zip(reference.backward(dout, q, k, v, **options), given.values(), strict=True):
-        along = draw(x.shape, np.float64, 9)
+    given, step = {"q": q, "k": k, "v": v} | {name: options[name].astype(float) for name in ("sink",) if name in options}, 1e-5
+    for gradient, name in zip(reference.backward(dout, q, k, v, **options), given, strict=True):
+        along = draw(given[name].shape, np.float64, 9)
         ends = []
         for sign in (1, -1):
-            moved = [y + sign * step * along if y is x else y for y in given.values()]
-            ends.append((reference.forward(*moved, **options)[0] * dout).sum())
+            moved = options | given | {name: given[name] + sign * step * along}
+            ends.append((reference.forward(**moved)[0] * dout).sum())
         assert math.isclose((ends[0] - ends[1]) / (2 * step), (gradient * along).sum(), rel_tol=1e-6, abs_tol=1e-7)
 
 
@@ -255,6 +262,6 @@ def test_what_autograd_refuses():
     with pytest.raises(NotImplementedError, match="no second derivatives"):
         twice(q.detach())
     with pytest.raises(NotImplementedError, match="q: requires grad"):
-        attention.forward(q, k, v, softcap=3.0)
+        attention.forward(q, k, v, dropout=0.5, seed=1)
     with pytest.raises(NotImplementedError, match="alibi: requires grad"):
         attention.forward(q.detach(), k.detach(), v.detach(), alibi=torch.ones(1, requires_grad=True))
