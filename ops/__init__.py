@@ -44,6 +44,7 @@ from .matmul.mma import mma_AB, mma_ABt, mma_AtB, mma_AtBt
 from .memory import gather as _gather  # arrays take vectors of indices  # noqa: F401
 from .memory.async_copy import commit_group, copy_async, wait_group
 from .memory.global_elements import truncate
+from .memory.held import add_held, load_held
 from .memory.load_store import load, store
 from .memory.shared_vectors import last_element, load_row
 from .memory.tma import prefetch
@@ -74,10 +75,10 @@ from .shape.subtile import subtile
 from .shape.transpose import swap_layout, transpose, turned
 
 __all__ = [
-    "abs", "bernoulli", "block", "causal", "cluster", "col_index", "col_max", "col_min", "col_prod", "col_sum", "columns",
+    "abs", "add_held", "bernoulli", "block", "causal", "cluster", "col_index", "col_max", "col_min", "col_prod", "col_sum", "columns",
     "commit_group", "complex", "copy_async", "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum",
     "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grid", "hstack", "inverse_unit_lower", "lane_sum",
-    "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "load", "load_row", "log", "log2", "lower_fill",
+    "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "load", "load_held", "load_row", "log", "log2", "lower_fill",
     "map", "matmul", "maximum", "minimum", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones",
     "outside_fill", "persistent_tile", "pos_infty", "prefetch", "rasterize", "raw", "reciprocal", "relu", "rescale",
     "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus",

@@ -7,13 +7,13 @@ from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, program
 from tiles.schema import Problem, Schema
 
-from ...families import FAMILIES, needs_hopper
+from ...families import choose
 from ...options import flag, number
 from ..asked import ends_of, positive
 from ..assembled import Assembled, assembled
 from ..forward import check_extents, scale_of
 from ..launches import DTYPES, LOG2_E, variant_arrays
-from . import finish, hopper, prepare, sinks
+from . import ampere, finish, hopper, prepare, sinks
 
 BACKWARD = Schema(
     "backward",
@@ -71,8 +71,7 @@ def backward(
     Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call:
     deterministic=True is refused for now.
 
-    It runs on Hopper, on addresses and strides that are multiples of 16 bytes. Elsewhere, and with forward's other options,
-    there is no gradient yet. stream, family: as in forward.
+    With forward's other options there is no gradient yet. stream, family: as in forward.
 
     Returns (dq, dk, dv), and with a sink (dq, dk, dv, dsink), the same kind of arrays as q. Arrays and errors are as in
     forward."""
@@ -103,25 +102,29 @@ def _backward(
 ) -> Plan:
     """How backward does calls of this form."""
     check_extents(problem)
-    if family not in (None, "sm_90"):
-        known = f"must be None or one of {FAMILIES}" if family not in FAMILIES else "there is no gradient for sm_80 yet"
-        raise ValueError(f"family: {known}: {family=}")
-    needs_hopper(problem)
     scale = scale_of(problem, scale)  # the sink is in lse, and nowhere else
-    return planned(problem, assembled(scale, causal, (left, right), softcap, "alibi" in problem, "bias" in problem), scale)
+    return planned(
+        problem, assembled(scale, causal, (left, right), softcap, "alibi" in problem, "bias" in problem), scale, family
+    )
 
 
-def planned(problem: Problem, made: Assembled, scale: float) -> Plan:
+def planned(problem: Problem, made: Assembled, scale: float, family: str | None) -> Plan:
     """The launches of the gradients of an assembled variant of scores that were `scale` q k^T at first."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * ("sink" in problem))]
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
         return Plan([Fill(x, 0.0) for x in gradients if 0 not in x.form.shape])
-    config = hopper.config_for(head_dim, DTYPES[problem.dtype], made.variant, value_dim)
+    tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
+    config: hopper.Config | ampere.Config
+    if tma:
+        config = hopper.config_for(head_dim, dtype, made.variant, value_dim)
+    else:
+        room, piece = gpu.shared_bytes, problem.bytes_at_once()
+        config = ampere.config_for(head_dim, dtype, made.variant, room, piece, value_dim)
     parts, tiles, group = config.parts, -(-q_len // config.rows), heads // kv_heads
     blocks, pairs = -(-kv_len // config.kv), batch * kv_heads
     scratch = [
-        ((batch, heads, tiles * config.sums.length), "float32"),
+        ((batch, heads, 2 * tiles * config.rows), "float32"),
         ((batch * heads, tiles * parts.rows, parts.width), "float32"),
     ]
     of_rows, sums = (problem.scratch(n, *what) for n, what in enumerate(scratch))
@@ -136,7 +139,7 @@ def planned(problem: Problem, made: Assembled, scale: float) -> Plan:
         heads=heads,
         q_len=q_len,
     )
-    main = kernel_for(hopper, config, problem.device).bind(
+    main = kernel_for(hopper if tma else ampere, config, problem.device).bind(
         pairs * blocks,
         gQ=problem["q"],
         gK=problem["k"],
@@ -149,7 +152,7 @@ def planned(problem: Problem, made: Assembled, scale: float) -> Plan:
         blocks=blocks,
         heads=kv_heads,
         pairs=pairs,
-        band=band_of(made.variant.rising, machine(problem.device).processors),
+        band=band_of(made.variant.rising, gpu.processors),
         group=group,
         scale=made.unit * LOG2_E,
         unit=scale,

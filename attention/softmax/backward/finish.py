@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, load
+from ops import divmod
 from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 
-from . import hopper
-from .parts import BAND, ByRows, band_of
+from . import ampere, hopper
+from .parts import ByRows
 
 WARPS = 4  # of a thread block
 
@@ -26,19 +26,18 @@ class Config:
 
     def __str__(self):
         parts = self.parts
-        return f"D {parts.columns} {parts.dtype}, {parts.queries} queries"
+        return f"D {parts.columns} {parts.dtype}, {parts.queries} queries, {type(parts).__name__.lower()}"
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with: what the main kernel's are."""
-    yield from dict.fromkeys(Config(config.parts) for config in hopper.space(arch, everything))
+    yield from dict.fromkeys(Config(config.parts) for module in (hopper, ampere) for config in module.space(arch, everything))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    parts, X, BANDS = config.parts, band_of(config.parts), config.parts.rows // BAND
-    QUERIES, INPUT = config.parts.queries, config.parts.dtype
+    parts, BANDS, QUERIES, INPUT = config.parts, config.parts.bands, config.parts.queries, config.parts.dtype
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def finish(gSum: array(3), gDQ: array(4, INPUT), blocks: INT, heads: INT, unit: FLOAT):
@@ -46,7 +45,8 @@ def make(config: Config):
         pair, block = divmod(cuda.blockIdx.x, blocks)
         batch, head = divmod(pair, heads)
         for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
-            x = load(gSum, X, (pair, int32(parts.rows * block + BAND * band), 0), 1, 2, True)
-            parts.finish(gDQ, x * unit, batch, int32(QUERIES * block), head, int32(band))
+            parts.finish(
+                gDQ, parts.load(gSum, pair, block, int32(band)) * unit, batch, int32(QUERIES * block), head, int32(band)
+            )
 
     return finish, None

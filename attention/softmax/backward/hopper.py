@@ -68,8 +68,8 @@ class Config(Kind):
         return parts_of(self.rows, self.kv, self.head_dim, self.dtype, CONSUMERS)
 
     @property
-    def sums(self) -> sv:
-        """Two numbers of each of a tile's rows, one after the other: the log-sum-exp, and the sum of dO O."""
+    def of_rows(self) -> sv:
+        """Two numbers of each of a tile's rows: the log-sum-exp of them all, and then their sums of dO O."""
         return sv(2 * self.rows, fp32)
 
     @property
@@ -89,7 +89,8 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None) -> Config:
     """The configuration that serves a problem: the next larger dims, both as the greater one."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
-    return Config(padded, padded, dtype, variant, **SHAPES[padded])
+    shape = SHAPES[padded] | ({"rounded": True} if variant.scored else {})
+    return Config(padded, padded, dtype, variant, **shape)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -118,7 +119,7 @@ def make(config: Config):
         do=ring(config.dout, config.do_stages, readers),
         ds=ring(st(ROWS, KV, INPUT), config.ds_stages, readers, readers // SHARE),
         dq=ring(parts.tile, config.dq_stages, 1, warpgroup.WARPGROUP),
-        sums=ring(config.sums, config.stages, readers),
+        sums=ring(config.of_rows, config.stages, readers),
     )
 
     @inlined
@@ -185,7 +186,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
-        gDO: tiled(config.dout), gSums: tiled(config.sums, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
+        gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
         gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip

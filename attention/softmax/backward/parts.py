@@ -2,11 +2,13 @@
 methods, one a way. Parts are summed in global memory, in float32 and as the tensor cores give them: an array of (pair of head
 and batch, row, column), in which a tile of queries has the rows of all its parts."""
 
-from ops import store, transpose, warpgroup
+from numpy import int32
+
+from ops import divmod, load, load_held, store, transpose, warpgroup
 from ops import subtile as part_of
 from tiles import dtype, fp32, inlined, rt, st, static
 
-ROWS = warpgroup.ROWS  # of a part
+ROWS, BAND, PANEL = warpgroup.ROWS, 16, 64  # rows of a part; rows of a warp; columns of a part that is held
 
 
 @static
@@ -43,10 +45,20 @@ class ByRows:
         """Part n, pending."""
         return warpgroup.mm_AB(part_of(ds, ROWS, n), keys)
 
+    @property
+    def bands(self) -> int:
+        """How many warps can finish a tile of queries together."""
+        return self.rows // BAND
+
+    @inlined
+    def load(self, gSum, pair, tile, band):
+        """What one of them finishes: 16 rows of a tile's parts."""
+        return load(gSum, rt(BAND, self.width, fp32), (pair, int32(self.rows * tile + BAND * band), 0), 1, 2, True)
+
     @inlined
     def finish(self, gDQ, x, batch, row, head, band):
-        """16 rows of a tile's parts, from 16 * band on, to where they belong in dQ; `row`: the tile's first query."""
-        store(gDQ, self.dtype(x), (batch, row + x.rows * band, head, 0), 1, 3, True)
+        """To where they belong in dQ; `row`: the tile's first query."""
+        store(gDQ, self.dtype(x), (batch, row + BAND * band, head, 0), 1, 3, True)
 
 
 class ByColumns(ByRows):
@@ -70,17 +82,48 @@ class ByColumns(ByRows):
     @inlined
     def finish(self, gDQ, x, batch, row, head, band):
         """See ByRows."""
-        store(gDQ, transpose(self.dtype(x)), (batch, row, head, x.rows * band), 1, 3, True)
+        store(gDQ, transpose(self.dtype(x)), (batch, row, head, BAND * band), 1, 3, True)
+
+
+@static
+class Held(ByRows):
+    """Of dQ, each with 16 queries and 64 columns, which lie in global memory as the lanes hold them (ops/memory/held.py). piece:
+    the bytes that dQ's address and strides are multiples of."""
+
+    piece: int
+
+    @property
+    def count(self) -> int:
+        """See ByRows."""
+        return self.queries * self.columns // (BAND * PANEL)
+
+    @property
+    def rows(self) -> int:
+        """See ByRows."""
+        return self.queries
+
+    @property
+    def bands(self) -> int:
+        """See ByRows."""
+        return self.count
+
+    @inlined
+    def place(self, pair, tile, n):
+        """Of part n of a tile of queries."""
+        return pair, int32(self.queries * tile + BAND * PANEL // self.columns * n), 0
+
+    @inlined
+    def load(self, gSum, pair, tile, band):
+        """See ByRows."""
+        return load_held(gSum, rt(BAND, PANEL, fp32), self.place(pair, tile, band))
+
+    @inlined
+    def finish(self, gDQ, x, batch, row, head, band):
+        """See ByRows."""
+        down, right = divmod(band, self.columns // PANEL)
+        store(gDQ, self.dtype(x), (batch, row + BAND * down, head, PANEL * right), 1, 3, self.piece)
 
 
 def parts_of(queries: int, keys: int, columns: int, dtype: dtype, consumers: int) -> ByRows:
     """By rows if that gives each consumer as much as the others, else by columns."""
     return (ByColumns if queries % (consumers * ROWS) else ByRows)(queries, keys, columns, dtype)
-
-
-BAND = 16  # rows of a warp
-
-
-def band_of(parts: ByRows) -> rt:
-    """What a warp has of a part."""
-    return rt(BAND, parts.width, fp32)

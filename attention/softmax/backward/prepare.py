@@ -13,9 +13,10 @@ from ops import divmod, finish_sum, lane_sum, load, row_index, store, where, zer
 from tiles import dtype, fp32, rt
 from tiles.arguments import INT, array
 from tiles.layout import LANES
+from tiles.pipeline import PIECES
 
-from . import hopper
-from .parts import BAND, ByRows, band_of
+from . import ampere, hopper
+from .parts import BAND, ByRows
 
 LOG2_E = np.float32(np.log2(np.e))
 NEVER = 1e30  # the log-sum-exp of a row that sees no key, or is none: its weights exp2(s - lse) are exact zeros
@@ -23,12 +24,14 @@ NEVER = 1e30  # the log-sum-exp of a row that sees no key, or is none: its weigh
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: the padded columns of O, how many queries a tile has, how dQ is cut."""
+    """Of the kernel: the padded columns of O, how many queries a tile has, how dQ is cut, whether rows of O and dO begin at
+    multiples of 16 bytes."""
 
     value_dim: int
     rows: int
     dtype: dtype
     parts: ByRows
+    aligned: bool = True
 
     @property
     def threads(self):
@@ -36,24 +39,27 @@ class Config:
         return LANES * self.rows // BAND
 
     def __str__(self):
-        return f"D {self.value_dim} {self.dtype}, {self.rows} queries"
+        parts = type(self.parts).__name__.lower()
+        return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}" + ", by elements" * (not self.aligned)
 
 
-def config_of(config: hopper.Config) -> Config:
+def config_of(config: hopper.Config | ampere.Config) -> Config:
     """What comes before that kernel."""
-    return Config(config.value_dim, config.rows, config.dtype, config.parts)
+    aligned = not isinstance(config, ampere.Config) or config.piece == PIECES[0]
+    return Config(config.value_dim, config.rows, config.dtype, config.parts, aligned)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with: what the main kernel's are."""
-    yield from dict.fromkeys(config_of(config) for config in hopper.space(arch, everything))
+    yield from dict.fromkeys(config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
+    ALIGNED = True if config.aligned else None
     ROWS, INPUT, PART, parts = config.rows, config.dtype, rt(BAND, 64, fp32), config.parts
-    X, COLUMNS, WARPS, BANDS = band_of(parts), config.value_dim, config.rows // BAND, parts.rows // BAND
+    X, COLUMNS, WARPS, BANDS = rt(BAND, parts.width, fp32), config.value_dim, config.rows // BAND, parts.rows // BAND
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def prepare(
@@ -68,7 +74,7 @@ def make(config: Config):
         delta = lane_sum(zeros(PART))
         for col in range(0, COLUMNS, PART.cols):
             at = batch, row, head, col
-            delta = delta + lane_sum(load(gO, PART, at, 1, 3, True) * load(gDO, PART, at, 1, 3, True))
+            delta = delta + lane_sum(load(gO, PART, at, 1, 3, ALIGNED) * load(gDO, PART, at, 1, 3, ALIGNED))
         store(gSums, finish_sum(delta), (batch, head, int32(row + ROWS * (block + 1))))
         lse = load(gLse, PART.col_vec, (batch, head, row)) * LOG2_E
         there = (row_index(PART.col_vec) + row < q_len) & (lse > -NEVER)

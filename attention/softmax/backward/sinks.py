@@ -14,9 +14,9 @@ from tiles import fp32, rt, shared, sv
 from tiles.arguments import INT, array
 from tiles.layout import LANES
 
-from . import hopper
+from . import ampere, hopper
 
-WARPS, HEADS, TOGETHER = 16, 16, 64  # of a thread block; queries of each head that a warp takes at once
+WARPS, HEADS, TOGETHER = 16, 16, 32  # of a thread block; queries of each head that a warp takes at once
 LOG2_E = np.float32(np.log2(np.e))
 
 
@@ -33,7 +33,7 @@ class Config:
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with: what the main kernel's are."""
-    yield from dict.fromkeys(Config(config.rows) for config in hopper.space(arch, everything))
+    yield from dict.fromkeys(Config(config.rows) for module in (hopper, ampere) for config in module.space(arch, everything))
 
 
 @functools.cache
