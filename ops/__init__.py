@@ -75,14 +75,14 @@ from .shape.subtile import subtile
 from .shape.transpose import swap_layout, transpose, turned
 
 __all__ = [
-    "abs", "add_held", "bernoulli", "block", "causal", "cluster", "col_index", "col_max", "col_min", "col_prod", "col_sum", "columns",
-    "commit_group", "complex", "copy_async", "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum",
-    "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grid", "hstack", "inverse_unit_lower", "lane_sum",
-    "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "load", "load_held", "load_row", "log", "log2", "lower_fill",
-    "map", "matmul", "maximum", "minimum", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones",
-    "outside_fill", "persistent_tile", "pos_infty", "prefetch", "rasterize", "raw", "reciprocal", "relu", "rescale",
-    "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus",
-    "sqrt", "store", "store_wait", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max",
+    "abs", "add_held", "bernoulli", "block", "causal", "cluster", "col_index", "col_max", "col_min", "col_prod", "col_sum",
+    "columns", "commit_group", "complex", "copy_async", "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2",
+    "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grid", "hstack", "inverse_unit_lower",
+    "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "load", "load_held", "load_row", "log",
+    "log2", "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty",
+    "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch", "rasterize", "raw", "reciprocal", "relu",
+    "rescale", "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu",
+    "softplus", "sqrt", "store", "store_wait", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max",
     "tile_min", "tile_prod", "tile_sum", "tma_add", "transpose", "tril", "triu", "truncate", "turned", "upper_fill", "vstack",
     "wait_group", "warpgroup", "where", "zeros",
 ]  # fmt: skip

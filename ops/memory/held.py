@@ -3,8 +3,8 @@
     add_held(sums, part, (pair, row, 0))
     part = load_held(sums, rt(16, 64, fp32), (pair, row, 0))
 
-The lanes' first elements lie side by side, then their second ones, and so on: each instruction of a warp adds or loads 128 bytes
-that lie together, from one address. What order rows and columns have there only a load of the same type knows.
+The lanes' first elements lie side by side, then their second ones, and so on: each instruction of a warp adds or loads 128
+bytes that lie together, from one address. What order rows and columns have there only a load of the same type knows.
 """
 
 import numpy as np

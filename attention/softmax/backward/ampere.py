@@ -22,7 +22,6 @@ from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
-from ..ampere import LARGE, ROOM, SHARED_BYTES
 from ..kind import Kind
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
@@ -32,8 +31,8 @@ from .tiling import Facing
 
 @dataclass(frozen=True)
 class Config(Kind):
-    """A kernel's shape: query rows of a tile; how many warps share the columns of the same 16 keys; blocks that a multiprocessor is
-    to hold. piece: the bytes that bases and strides are multiples of."""
+    """A kernel's shape: query rows of a tile; how many warps share the columns of the same 16 keys; blocks that a
+    multiprocessor is to hold. piece: the bytes that bases and strides are multiples of."""
 
     queries: int
     share: int
@@ -69,27 +68,21 @@ class Config(Kind):
         return super().__str__() + f", by {self.piece} bytes" * (self.piece != 16)
 
 
-SHAPES = {64: (64, 64, 1, 2), 128: (128, 64, 1, 1), 256: (64, 64, 2, 1)}  # padded head_dim: (kv, queries, share, resident)
-SMALL = {128: (64, 64, 2, 1), 256: (32, 32, 2, 1)}  # the same for blocks of 99 KB of shared memory
+SHAPES = {64: (64, 64, 1, 2), 128: (64, 64, 2, 1), 256: (32, 32, 2, 1)}  # padded head_dim: (kv, queries, share, resident)
 
 
 @functools.lru_cache(1024)
-def config_for(
-    head_dim: int, dtype: dtype, variant: Variant, room: int = LARGE, piece: int = 16, value_dim: int | None = None
-) -> Config:
-    """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
-    dims, both as the greater one."""
+def config_for(head_dim: int, dtype: dtype, variant: Variant, piece: int = 16, value_dim: int | None = None) -> Config:
+    """The configuration that serves a problem: the next larger dims, both as the greater one."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
-    small = room < ROOM["sm_80"] or piece == PIECES[-1]  # loads take registers that cp.async does not
-    shape = SMALL.get(padded, SHAPES[padded]) if small else SHAPES[padded]
-    return Config(padded, padded, dtype, variant, *shape, piece)
+    return Config(padded, padded, dtype, variant, *SHAPES[padded], piece)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16 and whole pieces, or `everything`."""
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
     for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
-        yield config_for(head_dim, of, variant, ROOM.get(arch, SHARED_BYTES), piece)
+        yield config_for(head_dim, of, variant, piece)
 
 
 @functools.cache
@@ -113,7 +106,7 @@ def make(config: Config):
     @inlined
     def weights(s, at, key, gSums, place, scale, cut):
         """(exp2(scale s - lse), the derivative of what the variant makes of s)."""
-        lse, bend = load(gSums, S.col_vec, place), 1.0
+        lse, bend = load(gSums, S.col_vec, place, -2, -1, True), 1.0
         if BENDS:
             s, bend = variant.bent(s, at, key)
         else:
@@ -156,16 +149,16 @@ def make(config: Config):
             s = turned(mma_ABt(zeros(SCORES), keys, queries))
             p, bend = weights(s, here, int32(key + BAND * mine), gSums, place, scale, tiling.cut(every, i))
             dout = do.wait(j, 0)
-            dp = turned(mma_ABt(zeros(SCORES), values, dout))
-            slope = p * (dp - load(gSums, S.col_vec, (own.batch, head, int32(2 * ROWS * tile + ROWS)))) * bend
             dv = mma_AB(dv, INPUT(turned(p)), subtile(dout, ROWS, 0, V_COLS, share))
+            dp = turned(mma_ABt(zeros(SCORES), values, dout))
+            slope = p * (dp - load(gSums, S.col_vec, (own.batch, head, int32(2 * ROWS * tile + ROWS)), -2, -1, True)) * bend
             slope = INPUT(slope)
             if share == 0:
                 store(subtile(ds, ROWS, mine), slope)
             dk = mma_AB(dk, turned(slope), subtile(queries, ROWS, 0, K_COLS, share))
             block.sync()
-            h, i = divmod(j + 1, every.n)
-            later = own.batch, int32(first + ROWS * i), int32(group * kv_head + h), 0
+            last = i + 1 == every.n  # of the head's tiles
+            later = own.batch, first if last else int32(ROWS * tile + ROWS), int32(head + 1) if last else head, 0
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
             for n in range(warp, parts.count, WARPS):
@@ -173,7 +166,7 @@ def make(config: Config):
                 part = zeros(PART)
                 for m in range(BANDS):
                     part = mma_AB(part, subtile(ds, BAND, TILES * m + down), subtile(every_key, BAND, m, PANEL, right))
-                add_held(gSum, part, parts.place(int32(group * pair + divmod(j, every.n)[0]), tile, int32(n)))
+                add_held(gSum, part, parts.place(int32(group * pair + h), tile, int32(n)))
         row = own.key + key + BAND * mine
         store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * share), 1, 3, PIECE)
         store(gDV, INPUT(dv), (own.batch, row, kv_head, V_COLS * share), 1, 3, PIECE)

@@ -119,8 +119,7 @@ def planned(problem: Problem, made: Assembled, scale: float, family: str | None)
     if tma:
         config = hopper.config_for(head_dim, dtype, made.variant, value_dim)
     else:
-        room, piece = gpu.shared_bytes, problem.bytes_at_once()
-        config = ampere.config_for(head_dim, dtype, made.variant, room, piece, value_dim)
+        config = ampere.config_for(head_dim, dtype, made.variant, problem.bytes_at_once(), value_dim)
     parts, tiles, group = config.parts, -(-q_len // config.rows), heads // kv_heads
     blocks, pairs = -(-kv_len // config.kv), batch * kv_heads
     scratch = [

@@ -87,8 +87,8 @@ class ByColumns(ByRows):
 
 @static
 class Held(ByRows):
-    """Of dQ, each with 16 queries and 64 columns, which lie in global memory as the lanes hold them (ops/memory/held.py). piece:
-    the bytes that dQ's address and strides are multiples of."""
+    """Of dQ, each with 16 queries and 64 columns, which lie in global memory as the lanes hold them (ops/memory/held.py).
+    piece: the bytes that dQ's address and strides are multiples of."""
 
     piece: int
 

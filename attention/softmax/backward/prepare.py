@@ -3,7 +3,7 @@ log-sum-exp in powers of 2; and zeros where dQ will be summed."""
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import cuda
@@ -45,8 +45,10 @@ class Config:
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
     """What comes before that kernel."""
-    aligned = not isinstance(config, ampere.Config) or config.piece == PIECES[0]
-    return Config(config.value_dim, config.rows, config.dtype, config.parts, aligned)
+    aligned, parts = True, config.parts
+    if isinstance(config, ampere.Config):
+        aligned, parts = config.piece == PIECES[0], replace(config.parts, piece=PIECES[0])
+    return Config(config.value_dim, config.rows, config.dtype, parts, aligned)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
