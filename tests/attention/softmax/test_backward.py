@@ -12,7 +12,7 @@ from places import BF16, OnCard, OnInterpreter
 
 import attention
 from attention import reference
-from attention.softmax.backward import hopper
+from attention.softmax.backward import ampere, hopper
 from attention.softmax.seen import CAUSAL, FULL, Left, Right
 from attention.softmax.variants import Both
 from tiles import bf16, fp16
@@ -21,14 +21,15 @@ F32, FP16 = np.float32, fp16.np
 NAMES = "dq", "dk", "dv", "dsink"
 
 
-def agree(place, q, k, v, **options):
-    """Run forward and backward, and judge by the rule for gradients: no NaN, every element written."""
+def agree(place, q, k, v, family=None, between=lambda: None, **options):
+    """Run forward and, after `between`, backward, and judge by the rule for gradients: no NaN, every element written."""
     dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
     put, given = [place.put(x) for x in (q, k, v)], there(place, options)
     out, lse = attention.forward(*put, return_lse=True, **given)
+    between()
     of = [q, k, v, *[options[name] for name in ("sink",) if name in options]]
     made = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in zip(NAMES, of)}
-    got = attention.backward(place.put(dout), *put, out, lse, **given, **made)
+    got = attention.backward(place.put(dout), *put, out, lse, **given, **made, family=family)
     assert len(got) == len(of) and all(x is made[name] for name, x in zip(NAMES, got))
     ref, low = reference.backward(dout, q, k, v, **options), reference.backward_low(dout, q, k, v, **options)
     got = [place.get(x) for x in got]
@@ -37,32 +38,43 @@ def agree(place, q, k, v, **options):
     return got
 
 
-EDGES = [(1, 1), (1, 130), (63, 65), (64, 64), (128, 128), (129, 127), (130, 257), (200, 177), (5, 200), (200, 70)]
+EDGES = [(1, 1), (1, 130), (63, 65), (64, 64), (128, 128), (129, 127), (130, 257), (5, 200), (200, 70)]
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("lengths", "head_dim", "causal"), [*zip(EDGES, itertools.cycle([128, 64]), itertools.cycle([1, 1, 0]))]
 )
-def test_lengths_around_every_tile_edge(place, lengths, head_dim, causal):
-    """Tiles of 64 and 128 queries, blocks of 128 keys; more queries than keys leaves rows with no key."""
-    agree(place, *inputs(1, *lengths, 1, 1, head_dim), causal=bool(causal))
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_lengths_around_every_tile_edge(place, lengths, head_dim, causal, family):
+    """Tiles of 64 and 128 queries, blocks of 64 and 128 keys; more queries than keys leaves rows with no key."""
+    agree(place, *inputs(1, *lengths, 1, 1, head_dim), family, causal=bool(causal))
 
 
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "dtype"), [(8, 8, BF16), (72, 40, FP16), (64, 128, BF16), (192, 128, BF16), (256, 256, FP16)]
 )
-def test_every_head_dim(place, head_dim, value_dim, dtype):
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_every_head_dim(place, head_dim, value_dim, dtype, family):
     """Padded inside to the next kernel's; never reading a neighbour head, whose values are huge here."""
     q, k, v = inputs(1, 70, 90, 2, 2, head_dim, dtype, value_dim=value_dim)
     for x in (q, k, v):
         x[:, :, 1] *= 100
-    agree(place, q[:, :, :1], k[:, :, :1], v[:, :, :1], causal=True)
+    agree(place, q[:, :, :1], k[:, :, :1], v[:, :, :1], family, causal=True)
 
 
-@pytest.mark.parametrize(("heads", "heads_kv", "layout"), [(4, 2, "bhsd"), (3, 1, "bshd"), (2, 2, "bhsd")])
-def test_shared_key_heads_and_layouts(place, heads, heads_kv, layout):
-    agree(place, *inputs(2, 40, 130, heads, heads_kv, 64, layout=layout), causal=True, layout=layout, scale=0.2)
+@pytest.mark.parametrize(
+    ("heads", "heads_kv", "layout", "family"),
+    [
+        (4, 2, "bhsd", "sm_90"),
+        (3, 1, "bshd", "sm_80"),
+        (3, 1, "bshd", "sm_90"),
+        (2, 2, "bhsd", "sm_80"),
+        (2, 2, "bshd", "sm_90"),
+    ],
+)
+def test_shared_key_heads_and_layouts(place, heads, heads_kv, layout, family):
+    agree(place, *inputs(2, 40, 130, heads, heads_kv, 64, layout=layout), family, causal=True, layout=layout, scale=0.2)
 
 
 VARIANTS = {
@@ -83,9 +95,10 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize(("name", "head_dim"), [*zip(VARIANTS, itertools.cycle([64, 128]))])
-def test_variants(place, name, head_dim):
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_variants(place, name, head_dim, family):
     batch = 2 if "sequence" in name else 1
-    agree(place, *inputs(batch, 90, 170, 2, 1, head_dim), **VARIANTS[name])
+    agree(place, *inputs(batch, 90, 170, 2, 1, head_dim), family, **VARIANTS[name])
 
 
 def test_what_sees_nothing_has_no_gradient(place):
@@ -104,16 +117,29 @@ def test_empty(place, seq_q, seq_kv, batch):
         assert got.shape == x.shape and (place.get(got).astype(F32) == 0).all()
 
 
+@pytest.mark.parametrize("skip", [1, 2, 4])
+def test_arrays_that_tma_cannot_address(place, skip):
+    """Bases and strides of 2, 4 or 8 bytes, of results, too."""
+    room = [place.put(x) for x in (*inputs(1, 70, 90, 2, 1, 64 + skip), *inputs(1, 70, 90, 2, 1, 64 + skip))]
+    q, k, v, dq, dk, dv = (x[..., skip:] for x in room)
+    out, lse = attention.forward(q, k, v, causal=True, return_lse=True)
+    attention.backward(q, q, k, v, out, lse, causal=True, dq=dq, dk=dk, dv=dv)
+    host = [np.ascontiguousarray(place.get(x)[..., skip:]) for x in room]
+    ref, low = (f(host[0], *host[:3], causal=True) for f in (reference.backward, reference.backward_low))
+    for got, *each in zip(host[3:], ref, low, strict=True):
+        reference.assert_close(got, *each, factor=3)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_no_hazard_under_random_orders(seed, monkeypatch):
     monkeypatch.setenv("TILES_SEED", str(seed))
     agree(OnInterpreter(), *inputs(1, 200, 130, 2, 1, [64, 128, 256][seed]), causal=bool(seed % 2))
 
 
-def test_as_compiled(as_compiled):
+@pytest.mark.parametrize(("arch", "family"), [("sm_90a", "sm_90"), ("sm_80", "sm_80")])
+def test_as_compiled(as_compiled, arch, family):
     """In the emulator."""
-    as_compiled("sm_90a")
-    agree(OnInterpreter(), *inputs(1, 20, 24, 1, 1, 64), causal=True)
+    agree(OnInterpreter(), *inputs(1, 20, 24, 1, 1, 64), family, lambda: as_compiled(arch), causal=True)
 
 
 def test_scratch_memory_need_not_be_zero(monkeypatch):
@@ -183,7 +209,6 @@ def call(**other):
     ("other", "error", "words"),
     [
         (dict(deterministic=True), NotImplementedError, "deterministic: .*no fixed order yet"),
-        (dict(family="sm_80"), ValueError, "family: there is no gradient for sm_80 yet: family='sm_80'"),
         (dict(family="sm_70"), ValueError, "family: must be None or one of"),
         (dict(lse=np.zeros((1, 1, 8), F32)), ValueError, "lse: heads must equal dout's"),
         (dict(lse=np.zeros((1, 2, 8), np.float64)), TypeError, "lse: "),
@@ -191,7 +216,7 @@ def call(**other):
         (dict(dk=np.zeros((1, 8, 2, 64), BF16)), ValueError, "dk: heads must equal k's"),
         (dict(window=(-1, 0)), ValueError, "window: its ends must not be negative"),
         (dict(scale=0.0), ValueError, "scale: must be positive"),
-        (dict(dout=np.zeros((1, 8, 2, 65), BF16)[..., 1:]), ValueError, "multiples of 16 bytes"),
+        (dict(dout=np.zeros((1, 8, 2, 65), BF16)[..., 1:], family="sm_90"), ValueError, "multiples of 16 bytes"),
     ],
 )
 def test_what_is_refused_before_any_launch(other, error, words):
@@ -207,9 +232,9 @@ def test_results_must_lie_apart():
 
 
 def test_every_head_dim_has_a_configuration_that_fits():
-    for head_dim in range(8, 257, 8):
-        config = hopper.config_for(head_dim, bf16, CAUSAL)
-        assert config.head_dim >= head_dim and hopper.make(config)[1].nbytes <= 227 * 1024, config
+    for head_dim, (module, room) in itertools.product(range(8, 257, 8), ((hopper, 227), (ampere, 99))):
+        config = module.config_for(head_dim, bf16, CAUSAL)
+        assert config.head_dim >= head_dim and module.make(config)[1].nbytes <= room * 1024, config
 
 
 # ---- torch -----------------------------------------------------------------------------------------------------------
