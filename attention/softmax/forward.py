@@ -150,7 +150,7 @@ def forward(
     common = number("scale", scale), flag("return_lse", return_lse), family
     if differentiated(q, k, v, sink):
         others = mask, score, blocks, cu_seqlens, cu_seqlens_k, lengths_k, q_norm, k_norm, out, stream
-        if not (any([x is not None for x in others]) or dropout or aux or differentiated(alibi, bias) or family == "sm_80"):
+        if not (any([x is not None for x in others]) or dropout or aux or differentiated(alibi, bias)):
             from .autograd import differentiable
 
             both = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "layout": layout, "family": family}
