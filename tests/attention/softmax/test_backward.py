@@ -19,6 +19,7 @@ from tiles import bf16, fp16
 
 F32, FP16 = np.float32, fp16.np
 NAMES = "dq", "dk", "dv", "dsink"
+NOTHING, NOISE = 1e-9, 1e-4
 
 
 def agree(place, q, k, v, family=None, between=lambda: None, **options):
@@ -33,8 +34,16 @@ def agree(place, q, k, v, family=None, between=lambda: None, **options):
     assert len(got) == len(of) and all(x is made[name] for name, x in zip(NAMES, got))
     ref, low = reference.backward(dout, q, k, v, **options), reference.backward_low(dout, q, k, v, **options)
     got = [place.get(x) for x in got]
+    if "sink" in options:  # by the output as it was rounded: a few sums of many errors have no error worth comparing with
+        *got, dsink = got
+        delta = (dout.astype(float) * place.get(out).astype(float)).sum(-1).swapaxes(1, 2)
+        want = -(np.exp(options["sink"][:, None] - place.get(lse).astype(float)) * delta).sum((0, 2))
+        np.testing.assert_allclose(dsink, want, rtol=1e-4, atol=1e-4)
     for name, *each in zip(NAMES, got, ref, low):
-        reference.assert_close(*each, factor=3, name=name)
+        if np.abs(each[1]).max(initial=0) < NOTHING:  # each row sees one key: what is left are sums in another order
+            assert np.abs(each[0].astype(F32)).max(initial=0) < NOISE, name
+        else:
+            reference.assert_close(*each, factor=3, name=name)
     return got
 
 
