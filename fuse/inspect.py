@@ -48,8 +48,8 @@ def cases(only: Sequence[str] = ()) -> Iterator[Case]:
 
 
 def described(name: str) -> bool:
-    """Does its docstring say the shapes of all arrays, as rows and weights? Attention's and halves' do not: attention.inspect has
-    the former's kernels."""
+    """Does its docstring say the shapes of all arrays, as rows and weights? Attention's and halves' do not: `python -m
+    attention inspect` has the former's kernels."""
     operator = getattr(operators, name)
     said = letters(operator)
     return all(one in said or p.default is not p.empty for one, p in operator.signature.parameters.items())

@@ -81,17 +81,11 @@ class _Search:
         if len(roots) == 1:
             found.extend(Attention.serving(roots[0]))
             found.extend(Halves.serving(roots[0]))
-<<<<<<< HEAD
-        if len(roots) == 1 and roots[0].ndim == 2 and not self.card.wgmma:
-            found.extend(SinceAmpere.serving(roots[0]))
-        elif len(roots) == 1 and roots[0].ndim == 2:
-=======
         if len(roots) != 1 or roots[0].ndim != 2:
             return found
         if not self.card.wgmma:
             found.extend(SinceAmpere.serving(roots[0]))
         else:
->>>>>>> heads
             found.extend(FewRows.serving(roots[0]))
             found.extend(FewColumns.serving(roots[0]) if roots[0].extents[-1] <= MOST_COLUMNS else ManyRows.serving(roots[0]))
         return found
