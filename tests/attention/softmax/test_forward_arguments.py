@@ -29,7 +29,7 @@ def problem(q=Q, k=KV, v=None, out=None, layout="bshd"):
         plain = type(x) is tuple
         forms[name] = x if isinstance(x, Form) else describe(np.zeros(x, bf16) if plain else x, name).form
     found = FORWARD.FORWARD.problem(forms, layout)
-    FORWARD._check(found)
+    FORWARD.check_extents(found)
     return found
 
 
