@@ -70,7 +70,7 @@ ROOMS = {  # bytes of shared memory that a block may have: other shapes, of whic
     163 * 1024: {},  # sm_80
     227 * 1024: {128: (64, 4, 32, 2, 2), 192: (96, 4, 16, 1, 2)},  # sm_90, sm_100, whose code for D 128 in one stage spills
 }
-BUSY = {64: (64, 4, 32, 2, 2)}  # the same on any GPU where scores are changed, draws are made or a function is asked
+BUSY = {64: (64, 4, 32, 2, 2)}  # the same on any GPU for all but full and causal attention: a mask has a window's tiles
 LOADED = BUSY | {128: (32, 4, 32, 1, 2)}  # and where a bias is read: all spill less, or not at all
 SHARED_BYTES, LARGE = min(ROOMS), max(ROOMS)
 
@@ -90,7 +90,7 @@ def config_for(
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     least = SHARED_BYTES if piece == 2 else max(r for r in ROOMS if r <= room)  # loads take registers that cp.async does not
     shapes = SHAPES | ROOMS[least]
-    if variant.scored or variant.draws or not variant.computed:
+    if variant not in (FULL, CAUSAL):
         shapes = shapes | (LOADED if variant.loads else BUSY)
     return Config(padded, wide, dtype, variant, *shapes[max(padded, wide)], piece, **kind)
 
