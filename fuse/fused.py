@@ -182,7 +182,10 @@ class Fused:
         scratch = [(x.extents, problem.dtype) for x in made.scratch]
         operands += [problem.scratch(n, *one) for n, one in enumerate(scratch)]
         places = len(problem.schema.places) + len(scratch)
-        steps, more = recorded(module.load(made.text, self.name).launch, *operands, places=places)
+        try:
+            steps, more = recorded(module.load(made.text, self.name).launch, *operands, places=places)
+        except ValueError as error:  # TMA cannot address them
+            raise NoKernel(f"{self.name}: {error}") from None
         lies, own = dict(zip(made.terms, operands)), (kernel for kernel in made.kernels if kernel.launched)
         steps = [step if step.late is None else _early(step, next(own), lies) for step in steps]
         return Plan(steps, [*scratch, *more])

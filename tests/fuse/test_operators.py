@@ -83,3 +83,13 @@ def test_on_the_card(name, rows):
     got = getattr(operators, name)(*map(to_torch, arrays))
     torch.cuda.synchronize()
     compare(getattr(operators, name), arrays, tuple(map(to_numpy, got)) if isinstance(got, tuple) else to_numpy(got))
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(3, 100, 64), (3, 104, 60), (70, 100, 64)])
+def test_what_tma_cannot_take(rows, inner, columns):
+    """Rows of no multiple of 16 bytes: by parts, and it says why."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(s).astype(bf16.np) for s in ((rows, inner), (inner,), (inner, columns))]
+    with pytest.warns(RuntimeWarning, match="multiples of 16 bytes.*runs by parts"):
+        y = operators.rms_norm_linear.run(*arrays)
+    assert y.shape == (rows, columns)
