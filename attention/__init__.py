@@ -13,6 +13,7 @@ if _why := _importable["obstacle"]():
     raise ImportError(_why)
 
 __all__ = [
+    "backward",
     "based",
     "block_lists",
     "delta_rule",
@@ -36,6 +37,7 @@ _HOMES = {  # module: the functions that are public
     "recurrent.linear": ("gla", "lightning", "linear", "retention"),
     "recurrent.mamba2": ("mamba2",),
     "recurrent.step": ("linear_step",),
+    "softmax.backward.backward": ("backward",),
     "softmax.forward": ("block_lists", "forward"),
     "torch_ops": ("register_torch_ops",),
 }
@@ -48,6 +50,7 @@ if TYPE_CHECKING:  # what editors and type checkers read
     from .recurrent.linear import gla, lightning, linear, retention
     from .recurrent.mamba2 import mamba2
     from .recurrent.step import linear_step
+    from .softmax.backward.backward import backward
     from .softmax.forward import block_lists, forward
     from .torch_ops import register_torch_ops
 else:

@@ -31,9 +31,13 @@ from .recurrent.kernels import (
     token_loop,
 )
 from .softmax import ampere, block_masks, hopper, norms
+from .softmax.backward import ampere as backward_ampere
+from .softmax.backward import finish, prepare, sinks
+from .softmax.backward import hopper as backward_hopper
 
 MODULES = {
     "forward": (ampere, hopper, norms, block_masks),
+    "backward": (prepare, backward_ampere, backward_hopper, finish, sinks),
     "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper),
     "delta": (delta_hopper, kda_hopper),
     "based": (based_hopper,),

@@ -1,4 +1,4 @@
-"""Tables from runs of bench/test_forward.py or test_linear.py: `python bench/table.py run.json ... [> results/....md]`."""
+"""Tables from runs of bench/test_forward.py, test_backward.py or test_linear.py: `python bench/table.py run.json ...`."""
 
 import json
 import math

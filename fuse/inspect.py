@@ -24,7 +24,6 @@ from .trace import Shape
 ARCHS = "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"
 ROWS = 1, 17, 64, 4096
 LENGTHS = {"K": 4096, "N": 6144, "D": 4096, "R": 16}  # by their letters in docstrings
-APART = "mla_attention", "qk_norm_attention", "rotary"  # on heads; `python -m attention inspect` has the kernels of attention
 SAYS = re.compile(r"((?:\w+, )*\w+) \(((?:\.\.\., )?[A-Z](?:, [A-Z])*,?)\)")  # x (..., K), gate, up (K, N)
 
 
@@ -42,10 +41,18 @@ class Case(NamedTuple):
 
 def cases(only: Sequence[str] = ()) -> Iterator[Case]:
     """Those that are inspected. only: of operators whose names have one of these in them."""
-    for name in (one for one in operators.__all__ if one not in APART):
+    for name in filter(described, operators.__all__):
         if not only or any(one in name for one in only):
             weights = any(shape.count(",") and "..." not in shape for shape in letters(getattr(operators, name)).values())
             yield from itertools.starmap(functools.partial(Case, name), itertools.product(ROWS, (False, True)[: 1 + weights]))
+
+
+def described(name: str) -> bool:
+    """Does its docstring say the shapes of all arrays, as rows and weights? Attention's and halves' do not: `python -m
+    attention inspect` has the former's kernels."""
+    operator = getattr(operators, name)
+    said = letters(operator)
+    return all(one in said or p.default is not p.empty for one, p in operator.signature.parameters.items())
 
 
 def letters(operator: Fused) -> dict[str, str]:

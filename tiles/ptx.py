@@ -143,6 +143,11 @@ def prefetch_map(b, source):
     b.do("prefetch.tensormap [$0];", source)
 
 
+def add_global(b, address, x):
+    """Add an fp32 register to 4 bytes of global memory, atomically (sm_80 and later); nobody waits for it."""
+    b.do("red.relaxed.gpu.global.add.f32 [$0], $1;", address, x)
+
+
 # ---- ordering ------------------------------------------------------------------------------------------------------
 def fence_async(b):
     """Make this thread's ordinary accesses to shared memory visible to wgmma and TMA, where there are such (any arch)."""

@@ -1,6 +1,7 @@
 """What a call of attention.forward asks for, made plain and looked at: its options, and the arrays that some of them hold."""
 
 import operator
+import sys
 from typing import Any, NamedTuple
 
 from ..options import SCALES, number
@@ -9,6 +10,12 @@ from .dropped import SEED_END
 from .ready import BlockLists, Making
 
 AUX = 8  # arrays that functions in Python may read
+
+
+def differentiated(*arrays: Any) -> bool:
+    """Are gradients with respect to one of these arrays, torch's, to come?"""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) for x in arrays])
 
 
 def ends_of(window: Any) -> tuple[int | None, int | None]:

@@ -10,7 +10,7 @@ from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
 
 from ..options import SCALES, flag, number
-from .asked import AUX, blocks_of, eight, ends_of, norm_parts, positive, random_of
+from .asked import AUX, blocks_of, differentiated, eight, ends_of, norm_parts, positive, random_of
 from .assembled import assembled
 from .block_masks import Blocked, BlockedMask
 from .dropped import Dropped, DroppedAnew, numbers_of
@@ -148,6 +148,14 @@ def forward(
     and others in host memory run in the interpreter, slowly and under supervision. ValueError or TypeError, before
     anything is launched, names the argument and prints the values."""
     common = number("scale", scale), flag("return_lse", return_lse), family
+    if differentiated(q, k, v, sink):
+        others = mask, score, blocks, cu_seqlens, cu_seqlens_k, lengths_k, q_norm, k_norm, out, stream
+        if not (any([x is not None for x in others]) or dropout or aux or differentiated(alibi, bias)):
+            from .autograd import differentiable
+
+            both = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "layout": layout, "family": family}
+            made = differentiable(q, k, v, sink, alibi, bias, both)
+            return made if return_lse else made[0]
     of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
     of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
     if of_keys and of_scores and not dropout and isinstance(aux, tuple) and not aux:
@@ -190,8 +198,8 @@ def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -
 @program(FORWARD)
 def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """How forward does calls of this form; lse is never given."""
-    _check(problem)
-    return planned(problem, assembled(_scale(problem, scale), causal), return_lse, family)
+    check_extents(problem)
+    return planned(problem, assembled(scale_of(problem, scale), causal), return_lse, family)
 
 
 @program(VARIANTS)
@@ -214,7 +222,7 @@ def _variant(
     family: str | None,
 ) -> Plan:
     """The same with variants; mask and score are the names that python.py knows functions by."""
-    _check(problem)
+    check_extents(problem)
     q_len, kv_len = problem("ST")
     if (mask or score) and max(q_len, kv_len) >= INDICES:
         name = "mask" if mask else "score"
@@ -244,7 +252,7 @@ def _variant(
         listing = Listing(seen, (bool(by_batch or batches > 1), bool(by_head or heads > 1)), blocked, ready_for)
         more.append((blocked, {}))
     made = assembled(
-        _scale(problem, scale),
+        scale_of(problem, scale),
         causal,
         (left, right),
         softcap,
@@ -261,7 +269,7 @@ def _variant(
 _block_lists = program(LISTS)(_variant.planner)
 
 
-def _scale(problem: Problem, scale: float | None) -> float:
+def scale_of(problem: Problem, scale: float | None) -> float:
     """The scale of scores; ValueError."""
     (head_dim,) = problem("D")
     scale = head_dim**-0.5 if scale is None else scale
@@ -270,7 +278,7 @@ def _scale(problem: Problem, scale: float | None) -> float:
     return scale
 
 
-def _check(problem: Problem) -> None:
+def check_extents(problem: Problem) -> None:
     """ValueError: extents that the formula or the kernels do not take."""
     q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("SHDTGV")
     for name, dim, which in (("q", head_dim, "head_dim"), ("v", value_dim, "value_dim")):

@@ -141,7 +141,7 @@ def planned(
     alike = config.persistent and made.reach < kv_len  # a window's tiles, but for a pair's first ones
     uneven = not alike and (variant.rising or (config.persistent and q_len % config.rows > 0))
     before, key_norm = Before(problem), norm_of(problem, "k_norm")
-    given = made.numbers | _arrays(problem)
+    given = made.numbers | variant_arrays(problem)
     read = {f"aux{n}": x for n, x in enumerate(aux)}
     if listing and listing.blocked:
         marks = problem["marks"] or before.classes(listing.blocked)
@@ -183,7 +183,7 @@ def _made_for(problem: Problem, config: Any, listing: Listing) -> str:
     return "; ".join([f"{queries=}; {keys=}", *each, f"tiles={config.rows} x {config.kv}", listing.seen])
 
 
-def _arrays(problem: Problem) -> dict[str, Operand]:
+def variant_arrays(problem: Problem) -> dict[str, Operand]:
     """The arrays that variants read, by the names that these know them by."""
     found = {"slopes": over(problem, "alibi", "NH"), "sinks": problem["sink"], "bias": over(problem, "bias", "NHST")}
     found["seeds"] = problem["seed"]

@@ -17,6 +17,7 @@ class Capped(Variant):
     """cap tanh(score / cap), in units of the cap."""
 
     scored = True
+    bends = True
 
     @property
     def given(self) -> dict[str, Any]:
@@ -27,6 +28,12 @@ class Capped(Variant):
     def score(self, s, at, key):
         """See Variant."""
         return tanh(s * at.given.per_cap)
+
+    @inlined
+    def bent(self, s, at, key):
+        """See Variant: cap tanh(x / cap) has the derivative 1 - tanh(x / cap)^2."""
+        s = self.score(s, at, key)
+        return s, 1.0 - s * s
 
 
 @static
@@ -94,7 +101,7 @@ class Biased(Variant):
     def score(self, s, at, key):
         """See Variant."""
         at_bias = at.batch, at.head, at.row, int32(key)
-        return s + load(at.given.bias, rt(s.rows, s.cols, fp32), at_bias, 2, 3, aligned=False) * at.given.per_bias
+        return s + load(at.given.bias, rt(s.rows, s.cols, fp32, s.layout), at_bias, 2, 3, aligned=False) * at.given.per_bias
 
 
 @static

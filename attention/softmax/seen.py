@@ -9,7 +9,7 @@ from ops import causal, col_index, row_index, triu, where
 from tiles import inlined, static
 from tiles.arguments import INT
 
-from .variants import Keys, Variant
+from .variants import Keys, Queries, Variant
 
 
 class Full(Variant):
@@ -30,6 +30,11 @@ class Causal(Variant):
     def keys(self, first, last, at):
         """See Variant."""
         return Keys(0, min(at.keys, last + at.shift + 1), 0, min(at.keys, first + at.shift + 1))
+
+    @inlined
+    def seers(self, first, last, at):
+        """See Variant."""
+        return Queries(max(0, first - at.shift), at.queries, max(0, last - at.shift), at.queries)
 
     @inlined
     def mask(self, s, at, key, hidden):
@@ -55,6 +60,12 @@ class Right(Variant):
         return Keys(0, min(at.keys, last + edge), 0, min(at.keys, first + edge))
 
     @inlined
+    def seers(self, first, last, at):
+        """See Variant."""
+        edge = at.shift + at.given.right
+        return Queries(max(0, first - edge), at.queries, max(0, last - edge), at.queries)
+
+    @inlined
     def mask(self, s, at, key, hidden):
         """See Variant."""
         return causal(s, at.row + at.shift + at.given.right - key, hidden)
@@ -78,6 +89,12 @@ class Left(Variant):
         return Keys(max(0, first + edge), at.keys, max(0, last + edge), at.keys)
 
     @inlined
+    def seers(self, first, last, at):
+        """See Variant."""
+        edge = at.shift - at.given.left
+        return Queries(0, min(at.queries, last - edge + 1), 0, min(at.queries, first - edge + 1))
+
+    @inlined
     def mask(self, s, at, key, hidden):
         """See Variant."""
         return triu(s, at.row + at.shift - at.given.left - key, hidden)
@@ -97,6 +114,11 @@ class Masked(Variant):
     def keys(self, first, last, at):
         """See Variant: of which keys the function holds nobody knows before it is asked."""
         return Keys(0, at.keys, at.keys, 0)
+
+    @inlined
+    def seers(self, first, last, at):
+        """See Variant. Nobody knows here, either."""
+        return Queries(0, at.queries, at.queries, 0)
 
     @inlined
     def mask(self, s, at, key, hidden):

@@ -45,6 +45,15 @@ class Keys(NamedTuple):
     inner_end: Any
 
 
+class Queries(NamedTuple):
+    """Which queries see some keys: none outside [first, end), and every one in [inner_first, inner_end) sees all of them."""
+
+    first: Any
+    end: Any
+    inner_first: Any
+    inner_end: Any
+
+
 def arrays_of(axes: Sequence[int]) -> Record:
     """What kernels say of the arrays that a variant's functions read, which have so many axes."""
     return listed(**{f"aux{n}": array(rank) for n, rank in enumerate(axes)})
@@ -65,6 +74,7 @@ class Variant:
     draws = False  # does it need many registers, to draw random numbers?
     loads = False  # does it read a number for each score, which takes as many registers?
     prepares = False  # does something become of the queries, before the scores?
+    bends = False  # is a score's derivative, by what it was made of, other than 1?
 
     def __str__(self):
         return type(self).__name__.lower()
@@ -90,6 +100,11 @@ class Variant:
         return Keys(0, at.keys, 0, at.keys)
 
     @inlined
+    def seers(self, first, last, at):
+        """The Queries of keys `first` to `last`: what `keys` says, asked from the other side."""
+        return Queries(0, at.queries, 0, at.queries)
+
+    @inlined
     def keep(self, at):
         """What is read of memory once a tile, not once a block of keys: at.kept."""
         return 0
@@ -98,6 +113,11 @@ class Variant:
     def score(self, s, at, key):
         """What becomes of a tile of scores, whose first key is `key`."""
         return s
+
+    @inlined
+    def bent(self, s, at, key):
+        """(score(s, at, key), its derivative by s in units of what s counts), of a variant that bends."""
+        return self.score(s, at, key), 1.0
 
     @inlined
     def below(self, s, at, key):
@@ -173,6 +193,17 @@ class Both(Variant):
         )
 
     @inlined
+    def seers(self, first, last, at):
+        """See Variant."""
+        one, other = self.one.seers(first, last, at), self.other.seers(first, last, at)
+        return Queries(
+            max(one.first, other.first),
+            min(one.end, other.end),
+            max(one.inner_first, other.inner_first),
+            min(one.inner_end, other.inner_end),
+        )
+
+    @inlined
     def keep(self, at):
         """See Variant."""
         return self.one.keep(at), self.other.keep(at)
@@ -182,6 +213,19 @@ class Both(Variant):
         """See Variant."""
         s = self.one.score(s, at._replace(kept=at.kept[0]), key)
         return self.other.score(s, at._replace(kept=at.kept[1]), key)
+
+    @inlined
+    def bent(self, s, at, key):
+        """See Variant."""
+        if self.one.bends and self.other.bends:
+            s, first = self.one.bent(s, at._replace(kept=at.kept[0]), key)
+            s, then = self.other.bent(s, at._replace(kept=at.kept[1]), key)
+            return s, first * then
+        elif self.one.bends:
+            s, slope = self.one.bent(s, at._replace(kept=at.kept[0]), key)
+            return self.other.score(s, at._replace(kept=at.kept[1]), key), slope
+        else:
+            return self.other.bent(self.one.score(s, at._replace(kept=at.kept[0]), key), at._replace(kept=at.kept[1]), key)
 
     @inlined
     def below(self, s, at, key):
@@ -225,5 +269,5 @@ def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
 
 for _name in "everything from_first computed plain".split():
     setattr(Both, _name, _of_both(_name, all))
-for _name in "rising scored by_rows within draws loads prepares".split():
+for _name in "rising scored by_rows within draws loads prepares bends".split():
     setattr(Both, _name, _of_both(_name, any))

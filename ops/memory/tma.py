@@ -5,6 +5,8 @@
     warpgroup.store_wait()                         `tile` may be written again
 
 Called by a whole warpgroup; its first thread does it. They are ops of `ops.warpgroup`.
+
+tma_by_warp.py has what one warp does alone.
 """
 
 import numpy as np
@@ -78,8 +80,10 @@ def _check(name, target, at):
         raise TypeError(f"{name}: `at` must be up to {target.rank} integers, got {said(at)}")
 
 
-def _rule(name, fold, dtypes=None):
-    def rule(target, at, tile):
+def rule(name, fold, dtypes=None, meet=FOUR_WARPS.emit_meet, threads=THREADS):
+    """The rule of a copy from shared memory to a tensor: who meets before, and how many threads have a first that does it."""
+
+    def checked(target, at, tile):
         _check(name, target, at)
         if dtypes and target.tile.dtype not in dtypes:
             raise TypeError(f"{name}: TMA does this for {', '.join(map(str, dtypes))}, got {target}")
@@ -92,19 +96,19 @@ def _rule(name, fold, dtypes=None):
             )
 
         def emit(b, vtarget, vat, vtile):
-            FOUR_WARPS.emit_meet(b)
-            with b.if_then(elected(b, THREADS)):
+            meet(b)
+            with b.if_then(elected(b, threads)):
                 ptx.tma_store(b, target, vtarget, b.unpack(vat), tile, vtile, fold)
 
         return void, emit
 
-    return rule
+    return checked
 
 
-lowers(tma_store)(_rule("tma_store", None))
-lowers(tma_add)(_rule("tma_add", "add", (fp32, fp16, bf16)))
-lowers(tma_min)(_rule("tma_min", "min", (fp16, bf16)))
-lowers(tma_max)(_rule("tma_max", "max", (fp16, bf16)))
+lowers(tma_store)(rule("tma_store", None))
+lowers(tma_add)(rule("tma_add", "add", (fp32, fp16, bf16)))
+lowers(tma_min)(rule("tma_min", "min", (fp16, bf16)))
+lowers(tma_max)(rule("tma_max", "max", (fp16, bf16)))
 
 
 @lowers(prefetch)
@@ -118,13 +122,20 @@ def _(source, at):
     return void, emit
 
 
-@lowers(store_wait)
-def _(newer: int):
-    if newer < 0:
-        raise TypeError(f"store_wait: newer must be 0 or more, got {newer}")
+def wait_rule(threads):
+    """The rule of waiting for copies that the first of so many threads started."""
 
-    def emit(b, _):
-        with b.if_then(elected(b, THREADS)):
-            ptx.tma_store_wait(b, newer)
+    def checked(newer: int):
+        if newer < 0:
+            raise TypeError(f"store_wait: newer must be 0 or more, got {newer}")
 
-    return void, emit
+        def emit(b, _):
+            with b.if_then(elected(b, threads)):
+                ptx.tma_store_wait(b, newer)
+
+        return void, emit
+
+    return checked
+
+
+lowers(store_wait)(wait_rule(THREADS))

@@ -27,6 +27,13 @@ def swap_layout(x):
     return x.array
 
 
+@op(takes_operands=True)
+def turned(x):
+    """x.T, a tile or vector, in the other layout: the same registers, so it costs nothing. Scores K Q^T of keys by queries
+    become scores of queries by keys, and what is said of rows and columns there holds for them."""
+    return np.ascontiguousarray(x.array.T)
+
+
 OTHER = {"row": "col", "col": "row", "row_vec": "col_vec", "col_vec": "row_vec"}
 
 
@@ -52,6 +59,13 @@ def _transposed(x):
 
 lowers(transpose)(_transposing("transpose", _transposed, lambda row, col: (col, row)))
 lowers(swap_layout)(_transposing("swap_layout", lambda x: replace(x, layout=OTHER[x.layout]), lambda row, col: (row, col)))
+
+
+@lowers(turned)
+def _(x):
+    if not isinstance(x, (rt, rv)):
+        raise TypeError(f"turned: takes a register tile or vector, got {x}")
+    return replace(_transposed(x), layout=OTHER[x.layout]), lambda _, value: value
 
 
 def _matrices(b, spec, out, registers, to):

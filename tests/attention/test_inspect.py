@@ -8,7 +8,7 @@ from attention import inspect
 from attention.recurrent.kernels import chunk_ampere, chunk_hopper, gla_hopper, token_loop
 from attention.recurrent.kernels.gates import ByHead, BySteps, ByToken, Gate
 from attention.recurrent.kernels.results import Normalizer, Outputs, States
-from attention.softmax import ampere, hopper
+from attention.softmax import ampere, backward, hopper
 from attention.softmax.block_masks import BlockedMask
 from attention.softmax.dropped import Dropped
 from attention.softmax.seen import CAUSAL, FULL
@@ -22,6 +22,9 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
     ("sm_89", chunk_ampere, chunk_ampere.Config(128, 1, fp16, ByToken(), Outputs(divided=True))),
     ("sm_89", ampere, ampere.config_for(128, fp16, FULL, ampere.SHARED_BYTES)),
     ("sm_89", token_loop, token_loop.Config(128, "channel", True, varlen=True)),
+    *(("sm_90a", backward.hopper, backward.hopper.config_for(n, bf16, CAUSAL)) for n in (64, 128, 256)),
+    *(("sm_80", backward.ampere, backward.ampere.config_for(n, bf16, CAUSAL)) for n in (64, 128, 256)),
+    ("sm_120a", backward.ampere, backward.ampere.config_for(128, fp16, FULL)),
     ("sm_90a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, ByToken(), States(), varlen=True, piece=4)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(128, 2, bf16, STEPS, MAMBA2, varlen=True)),

@@ -73,6 +73,10 @@ CALLS = {
         lambda x: (x.qkv(), dict(mask=near, score=warmer, aux=(x.documents(),), return_lse=True)),
     ),
     "forward, sequences": (attention.forward, lambda x: (x.qkv(), dict(cu_seqlens=x.ends(), causal=True))),
+    "backward": (
+        attention.backward,
+        lambda x: ((x.qkv()[2], *x.qkv(), x.qkv()[2], 9 + x.state(x.tokens)), dict(causal=True, window=(5, None))),
+    ),
     "linear": (attention.linear, lambda x: (x.qkv(), {})),
     "linear, state": (
         attention.linear,

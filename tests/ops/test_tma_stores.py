@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 
 import tiles
-from ops import load, prefetch, warpgroup
+from ops import load, prefetch, store_wait, tma_add, warpgroup
 from tiles import Hazard, bf16, fp16, fp32, ring, rt, st, sv, tensor
 from tiles.interpreter import interpret
 from tiles.testing import blank, meaning, pairs, ptx
@@ -58,6 +58,56 @@ def test_vectors_add_up(run, sample):
     want = y + x[:100]
     run(body, x, tensor(y, S), warps=4, shared=smem)
     assert (y == want).all()
+
+
+def test_one_warp_adds_what_others_hand_it(run, sample):
+    """A ring's tiles, twice each; the warp wrote none of them."""
+    S, T = st(64, 64, fp32), rt(16, 64, fp32)
+    smem = tiles.shared(sums=ring(S, 2, 1, 4))
+
+    @cuda.jit
+    def body(x, y):
+        (sums,) = smem.open()
+        if warpgroup.id() == 0:
+            for j in range(4):
+                warpgroup.store(sums.claim(j), warpgroup.load(x, T, (64 * j, 0)))
+                sums.publish(j)
+        elif warpgroup.rank() == 2:
+            for j in range(4):
+                tma_add(y, (j % 2, 0), sums.wait(j))
+                tma_add(y, (j % 2, 0), sums.wait(j))
+                store_wait()
+                sums.release(j)
+
+    x, y = np.round(sample((256, 64)) * 4), np.round(sample((100, 64)) * 4)
+    want = y + 2 * (x[:128] + x[128:])[:100]
+    run(body, x, tensor(y, S), warps=8, shared=smem)
+    assert (y == want).all()
+
+
+@pytest.mark.parametrize("missing", ["wait", "publish"])
+def test_a_tile_that_is_not_handed_on(missing):
+    """Given back while TMA still reads it; taken before it is written."""
+    S, T = st(64, 64, fp32), rt(16, 64, fp32)
+    smem = tiles.shared(sums=ring(S, 1, 1, 4))
+
+    @cuda.jit
+    def body(x, y):
+        (sums,) = smem.open()
+        if warpgroup.id() == 0:
+            for j in range(2):
+                warpgroup.store(sums.claim(j), warpgroup.load(x, T, (0, 0)))
+                sums.publish(j)
+        elif warpgroup.rank() == 0:
+            for j in range(2):
+                tma_add(y, (0, 0), sums.wait(j) if missing == "wait" else sums.wait(0))
+                if missing != "wait":
+                    store_wait()
+                sums.release(j)
+
+    x, y = np.zeros((64, 64), np.float32), np.zeros((64, 64), np.float32)
+    with pytest.raises(Hazard):
+        meaning(body, x, tensor(y, S), warps=8, shared=smem)
 
 
 def test_prefetch_changes_nothing(run, sample):

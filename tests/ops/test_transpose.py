@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from ops import load, store, swap_layout, transpose
+from ops import load, store, swap_layout, transpose, turned
 from tiles import bf16, fp8e5m2, fp16, fp32, rt, tf32
 from tiles.testing import blank, pairs, wide
 
@@ -51,6 +51,24 @@ def test_swap_layout(run, sample, shape, dtype, side):
     swapped, back, summed = (blank(shape, dtype) for _ in range(3))
     run(body, x, c, r, swapped, back, summed)
     assert (swapped == x).all() and (back == x).all() and (summed == (x.astype(np.float32) + 3).astype(dtype.np)).all()
+
+
+@pytest.mark.parametrize(("shape", "dtype", "side"), pairs([(16, 48), (32, 16), (64, 32)], [fp32, bf16, fp16], ["row", "col"]))
+def test_turned_is_the_transpose_in_the_other_layout(run, sample, shape, dtype, side):
+    T, other = rt(*shape, dtype, side), "col" if side == "row" else "row"
+    O = rt(*shape[::-1], dtype, other)
+
+    @cuda.jit
+    def body(x, c, out, summed, back):
+        a, columns = load(x, T, (0, 0)), load(c, T.col_vec, (0,))
+        store(out, turned(a), (0, 0))
+        store(summed, load(out, O, (0, 0)) + turned(columns), (0, 0))
+        store(back, turned(turned(a)), (0, 0))
+
+    x, c = np.round(sample(shape, dtype).astype(np.float32) * 4).astype(dtype.np), np.full(shape[0], 2, dtype.np)
+    out, summed, back = blank(shape[::-1], dtype), blank(shape[::-1], dtype), blank(shape, dtype)
+    run(body, x, c, out, summed, back)
+    assert (out == x.T).all() and (back == x).all() and (summed == (x.T.astype(np.float32) + 2).astype(dtype.np)).all()
 
 
 def test_operands_of_products(run, sample):

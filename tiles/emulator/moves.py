@@ -132,6 +132,14 @@ def _(match, w, at):
         w.block.cluster.memory.store(w, where[w.mask], values)
 
 
+@means(rf"red{ORDER}\.global{ORDER}\.add\.(f32)")
+def _(match, w, at):
+    kind, memory = TYPES[match[1]], w.block.cluster.memory
+    for place, x in zip(address(w, at.operands[0])[w.mask][:, None], operand(at.operands[1], kind)(w)[w.mask]):
+        total = memory.load(w, place, x.nbytes).view(kind) + x  # one by one, for lanes may name the same place
+        memory.store(w, place, total.view(np.uint8))
+
+
 # ---- lanes ---------------------------------------------------------------------------------------------------------
 @means(r"shfl\.sync\.(bfly|idx|up|down)\.b32")
 def _(match, w, at):

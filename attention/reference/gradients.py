@@ -1,0 +1,64 @@
+"""The gradients of softmax attention, in NumPy. With x, s, lse and out as in softmax.py, and dout the gradient of out:
+
+    P[i, j]  = exp(s[i, j] - lse[i])
+    dv[j]    = sum_i P[i, j] dout[i]
+    dS[i, j] = P[i, j] (dout[i] . v[j] - dout[i] . out[i]) ds[i, j] / dx[i, j]      which is 1, or 1 - tanh(x / softcap)^2
+    dq[i]    = scale * sum_j dS[i, j] k[j]
+    dk[j]    = scale * sum_i dS[i, j] q[i]
+
+    dsink    = -sum_i exp(sink - lse[i]) dout[i] . out[i]
+
+A key head's gradients are the sums of those of the query heads that share it, dsink[h] is one of all batches.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from tiles.schema import ORDER
+from tiles.testing.compare import host
+
+from . import softmax
+from .scores import Variant
+
+
+def backward(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, ...]:
+    """(dq, dk, dv), and with a sink dsink, in float64, in the caller's layout. Arrays as `forward` takes them; options: causal,
+    window, softcap, alibi, bias, sink, scale, layout."""
+    dout, q, k, v = map(host, (dout, q, k, v))
+    return _backward(dout, q, k, v, np.float64, np.float64, **options)
+
+
+def backward_low(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, ...]:
+    """The same as the input dtype allows: sums in float32; out, P, dS and the gradients rounded to q's dtype."""
+    dout, q, k, v = map(host, (dout, q, k, v))
+    return _backward(dout, q, k, v, np.float32, q.dtype, **options)
+
+
+def _backward(dout, q, k, v, real, rounded, *, scale=None, layout="bshd", sink=None, **of_scores):
+    """The formulas in dtype `real`, with out, P, dS and the gradients rounded to dtype `rounded`."""
+    formula = softmax.forward if real is np.float64 else softmax.forward_low
+    out, lse = formula(q, k, v, scale=scale, layout=layout, sink=sink, **of_scores)
+    axes = np.argsort(ORDER[layout])
+    dout, q, k, v, out = (x.transpose(axes).astype(real) for x in (dout, q, k, v, out))
+    variant, (batch, rows, heads, head_dim), cols = Variant(**of_scores).of(real), q.shape, k.shape[1]
+    scale = real(head_dim**-0.5 if scale is None else scale)
+    i, j = np.arange(rows)[:, None], np.arange(cols)[None]
+    dq, dk, dv = (np.zeros(x.shape, real) for x in (q, k, v))
+    dsink = np.zeros(heads, real)
+    for b, h in np.ndindex(batch, heads):
+        g = h * k.shape[2] // heads
+        x = q[b, :, h] @ k[b, :, g].T * scale
+        s = variant.scores(x, b, h, i, j, cols - rows)
+        top = np.where(np.isfinite(lse[b, h]), lse[b, h], 0)[:, None]  # a row without keys is all exp(-inf) = 0
+        p = np.exp(s - top)
+        delta = (dout[b, :, h] * out[b, :, h]).sum(1, keepdims=True)
+        bend = 1 if variant.softcap is None else 1 - np.tanh(x / real(variant.softcap)) ** 2
+        ds = (bend * p * (dout[b, :, h] @ v[b, :, g].T - delta)).astype(rounded).astype(real)
+        dq[b, :, h] = scale * (ds @ k[b, :, g])
+        dk[b, :, g] += scale * (ds.T @ q[b, :, h])
+        if sink is not None:
+            dsink[h] -= (np.exp(real(host(sink)[h]) - top) * delta).sum()
+        dv[b, :, g] += p.astype(rounded).astype(real).T @ dout[b, :, h]
+    dq, dk, dv = (x.astype(rounded).transpose(axes) for x in (dq, dk, dv))
+    return (dq, dk, dv) if sink is None else (dq, dk, dv, dsink)

@@ -1,0 +1,174 @@
+"""Gradients of softmax attention for sm_80 and later: cp.async, ldmatrix and mma.sync.
+
+As hopper.py, a thread block has a block of keys and goes through the queries that see it, scores being computed again, keys by
+queries. Every warp owns 16 keys, or shares them with others of which each has some columns of dK and dV. dS goes through shared
+memory, in tiles of 16 keys, for dQ = dS K; a warp makes parts of it of 16 queries and 64 columns, and adds them to what other
+blocks of keys have found. The next queries are on their way meanwhile.
+
+It also takes what TMA cannot: bases and strides of 8, 4 or 2 bytes, by as many smaller copies.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import add_held, block, divmod, exp2, load, mma_AB, mma_ABt, store, subtile, turned, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st
+from tiles.arguments import FLOAT, INT, array
+from tiles.layout import LANES
+from tiles.pipeline import PIECES
+
+from ..kind import Kind
+from ..seen import CAUSAL, FULL
+from ..variants import At, Variant
+from .parts import BAND, PANEL, Held
+from .tiling import Facing
+
+
+@dataclass(frozen=True)
+class Config(Kind):
+    """A kernel's shape: query rows of a tile; how many warps share the columns of the same 16 keys; blocks that a
+    multiprocessor is to hold. piece: the bytes that bases and strides are multiples of."""
+
+    queries: int
+    share: int
+    resident: int
+    piece: int = 16
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a tile."""
+        return self.queries
+
+    @property
+    def warps(self) -> int:
+        """Of a thread block."""
+        return self.kv // BAND * self.share
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return LANES * self.warps
+
+    @property
+    def tiling(self) -> Facing:  # type: ignore[override]
+        """Which queries see a block of keys."""
+        return Facing(self.rows, self.kv, self.variant)
+
+    @property
+    def parts(self) -> Held:
+        """How dQ is cut."""
+        return Held(self.rows, self.kv, self.head_dim, self.dtype, self.piece)
+
+    def __str__(self):
+        return super().__str__() + f", by {self.piece} bytes" * (self.piece != 16)
+
+
+SHAPES = {64: (64, 64, 1, 2), 128: (64, 64, 2, 1), 256: (32, 32, 2, 1)}  # padded head_dim: (kv, queries, share, resident)
+
+
+@functools.lru_cache(1024)
+def config_for(head_dim: int, dtype: dtype, variant: Variant, piece: int = 16, value_dim: int | None = None) -> Config:
+    """The configuration that serves a problem: the next larger dims, both as the greater one."""
+    padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
+    return Config(padded, padded, dtype, variant, *SHAPES[padded], piece)
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What an architecture is served with: bf16 and whole pieces, or `everything`."""
+    forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
+    for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
+        yield config_for(head_dim, of, variant, piece)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    KV, ROWS, SHARE, WARPS, PIECE = config.kv, config.rows, config.share, config.warps, config.piece
+    GIVEN, AUX, INPUT, BY_ROWS, BENDS = config.given, config.aux, config.dtype, config.variant.by_rows, config.variant.bends
+    variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
+    PANELS, BANDS, TILES = config.head_dim // PANEL, KV // BAND, ROWS // BAND
+    K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
+    DK, DV, S, PART = rt(BAND, K_COLS, fp32), rt(BAND, V_COLS, fp32), rt(ROWS, BAND, fp32, "col"), rt(BAND, PANEL, fp32)
+    SCORES = rt(BAND, ROWS, fp32)
+    smem = shared(
+        k=pipeline(config.key, 1, WARPS),
+        v=pipeline(config.value, 1, WARPS),
+        q=pipeline(config.query, 1, WARPS),
+        do=pipeline(st(ROWS, config.value_dim, INPUT), 1, WARPS),
+        ds=st(ROWS * BANDS, BAND, INPUT),
+    )
+
+    @inlined
+    def weights(s, at, key, gSums, place, scale, cut):
+        """(exp2(scale s - lse), the derivative of what the variant makes of s)."""
+        lse, bend = load(gSums, S.col_vec, place, -2, -1, True), 1.0
+        if BENDS:
+            s, bend = variant.bent(s, at, key)
+        else:
+            s = variant.score(s, at, key)
+        if BY_ROWS:
+            lse = lse + variant.below(s, at, key) * scale
+        if cut:
+            s = tiling.mask(s, at, key)
+        return exp2(s * scale - lse), bend
+
+    @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
+    def attend(
+        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gSum: array(3),
+        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        group: INT, scale: FLOAT, unit: FLOAT,
+    ):  # fmt: skip
+        """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once,
+        and what it adds to dQ of the `group` query heads that share the head. The weight of a score s is exp2(`scale` s - lse);
+        before the variant made something of it, it was `unit` Q K^T."""
+        k, v, q, do, ds = smem.open()
+        number, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
+        batch, kv_head = divmod(pair, heads)
+        own, key, warp = sequences.sequence(batch, given), int32(KV * number), int32(cuda.threadIdx.x // LANES)
+        mine, share = divmod(warp, SHARE)
+        at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+        every = tiling.tiles(key, at)
+        first, tiles = int32(ROWS * every.first), int32(group * every.n)
+        k.fill(0, gK, (own.batch, key, kv_head, 0), 1, 3, 1, PIECE)
+        v.fill(0, gV, (own.batch, key, kv_head, 0), 1, 3, 1, PIECE)
+        q.fill(0, gQ, (own.batch, first, group * kv_head, 0), 1, 3, tiles, PIECE)
+        do.fill(0, gDO, (own.batch, first, group * kv_head, 0), 1, 3, tiles, PIECE)
+        every_key = k.wait(0, 3)
+        keys, values, dk, dv = subtile(every_key, BAND, mine), subtile(v.wait(0, 2), BAND, mine), zeros(DK), zeros(DV)
+        for j in range(tiles):
+            h, i = divmod(j, every.n)
+            head, tile = int32(group * kv_head + h), int32(every.first + i)
+            stands = at._replace(head=head, row=int32(ROWS * tile))
+            here, place = stands._replace(kept=variant.keep(stands)), (own.batch, head, int32(2 * ROWS * tile))
+            queries = q.wait(j, 1)
+            s = turned(mma_ABt(zeros(SCORES), keys, queries))
+            p, bend = weights(s, here, int32(key + BAND * mine), gSums, place, scale, tiling.cut(every, i))
+            dout = do.wait(j, 0)
+            dv = mma_AB(dv, INPUT(turned(p)), subtile(dout, ROWS, 0, V_COLS, share))
+            dp = turned(mma_ABt(zeros(SCORES), values, dout))
+            slope = p * (dp - load(gSums, S.col_vec, (own.batch, head, int32(2 * ROWS * tile + ROWS)), -2, -1, True)) * bend
+            slope = INPUT(slope)
+            if share == 0:
+                store(subtile(ds, ROWS, mine), slope)
+            dk = mma_AB(dk, turned(slope), subtile(queries, ROWS, 0, K_COLS, share))
+            block.sync()
+            last = i + 1 == every.n  # of the head's tiles
+            later = own.batch, first if last else int32(ROWS * tile + ROWS), int32(head + 1) if last else head, 0
+            q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
+            do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
+            for n in range(warp, parts.count, WARPS):
+                down, right = divmod(int32(n), PANELS)
+                part = zeros(PART)
+                for m in range(BANDS):
+                    part = mma_AB(part, subtile(ds, BAND, TILES * m + down), subtile(every_key, BAND, m, PANEL, right))
+                add_held(gSum, part, parts.place(int32(group * pair + h), tile, int32(n)))
+        row = own.key + key + BAND * mine
+        store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * share), 1, 3, PIECE)
+        store(gDV, INPUT(dv), (own.batch, row, kv_head, V_COLS * share), 1, 3, PIECE)
+
+    return attend, smem

@@ -1,0 +1,177 @@
+"""attention.backward: from a user's arrays to the launches that give gradients."""
+
+from typing import Any
+
+from tiles.device import machine
+from tiles.launch import kernel_for
+from tiles.program import Fill, Plan, program
+from tiles.schema import Problem, Schema
+
+from ...families import choose
+from ...options import flag, number
+from ..asked import ends_of, positive
+from ..assembled import Assembled, assembled
+from ..forward import check_extents, scale_of
+from ..launches import DTYPES, LOG2_E, variant_arrays
+from . import ampere, finish, hopper, prepare, sinks
+
+BACKWARD = Schema(
+    "backward",
+    """
+    dout BSHV  tile
+    q    BSHD  tile
+    k    BTGD  tile
+    v    BTGV  tile
+    out  BSHV  tile
+    lse  BHS   float32
+    alibi  H|UH  float32  optional
+    sink   H     float32  optional
+    bias   WXYT  real     optional
+    dq   BSHD  tile  made
+    dk   BTGD  tile  made
+    dv   BTGV  tile  made
+    dsink  H   float32  made  sinks
+    """,
+)
+
+
+def backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi: Any = None,
+    sink: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    deterministic: bool = False,
+    layout: str = "bshd",
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    dsink: Any = None,
+    stream: Any = None,
+    family: str | None = None,
+) -> tuple[Any, ...]:
+    """Gradients of attention.forward: of a loss L, dq = dL/dq, dk = dL/dk and dv = dL/dv, where dout = dL/dout.
+
+        P = exp(scale q k^T - lse)    dv = P^T dout
+        dS = P (dout v^T - rowsum(dout out))    dq = scale dS k    dk = scale dS^T q
+
+    dout: as out. q, k, v, causal, window, softcap, alibi, sink, bias, scale, layout: what forward was called with; dS is then
+    that of q k^T, before all these. out, lse: what it gave, with return_lse=True. Heads that share a key head are summed. What
+    sees nothing has gradients of 0; alibi and bias have none. dq, dk, dv, dsink: written in place of new arrays.
+
+    Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call:
+    deterministic=True is refused for now.
+
+    With forward's other options there is no gradient yet. stream, family: as in forward.
+
+    Returns (dq, dk, dv), and with a sink (dq, dk, dv, dsink), the same kind of arrays as q. Arrays and errors are as in
+    forward."""
+    if flag("deterministic", deterministic):
+        raise NotImplementedError("deterministic: sums of dq are taken as they come; there is no fixed order yet")
+    given = dout, q, k, v, out, lse, alibi, sink, bias, dq, dk, dv, dsink
+    options = (
+        flag("causal", causal),
+        *ends_of(window),
+        positive("softcap", softcap),
+        number("scale", scale),
+        sink is not None,
+        family,
+    )
+    return _backward(stream, given, options, layout)
+
+
+@program(BACKWARD)
+def _backward(
+    problem: Problem,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    scale: float | None,
+    sinks: bool,
+    family: str | None,
+) -> Plan:
+    """How backward does calls of this form."""
+    check_extents(problem)
+    scale = scale_of(problem, scale)  # the sink is in lse, and nowhere else
+    return planned(
+        problem, assembled(scale, causal, (left, right), softcap, "alibi" in problem, "bias" in problem), scale, family
+    )
+
+
+def planned(problem: Problem, made: Assembled, scale: float, family: str | None) -> Plan:
+    """The launches of the gradients of an assembled variant of scores that were `scale` q k^T at first."""
+    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
+    gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * ("sink" in problem))]
+    if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
+        return Plan([Fill(x, 0.0) for x in gradients if 0 not in x.form.shape])
+    tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
+    config: hopper.Config | ampere.Config
+    if tma:
+        config = hopper.config_for(head_dim, dtype, made.variant, value_dim)
+    else:
+        config = ampere.config_for(head_dim, dtype, made.variant, problem.bytes_at_once(), value_dim)
+    parts, tiles, group = config.parts, -(-q_len // config.rows), heads // kv_heads
+    blocks, pairs = -(-kv_len // config.kv), batch * kv_heads
+    scratch = [
+        ((batch, heads, 2 * tiles * config.rows), "float32"),
+        ((batch * heads, tiles * parts.rows, parts.width), "float32"),
+    ]
+    of_rows, sums = (problem.scratch(n, *what) for n, what in enumerate(scratch))
+    before = kernel_for(prepare, prepare.config_of(config), problem.device).bind(
+        batch * heads * tiles,
+        gO=problem["out"],
+        gDO=problem["dout"],
+        gLse=problem["lse"],
+        gSums=of_rows,
+        gSum=sums,
+        blocks=tiles,
+        heads=heads,
+        q_len=q_len,
+    )
+    main = kernel_for(hopper if tma else ampere, config, problem.device).bind(
+        pairs * blocks,
+        gQ=problem["q"],
+        gK=problem["k"],
+        gV=problem["v"],
+        gDO=problem["dout"],
+        gSums=of_rows,
+        gSum=sums,
+        gDK=problem["dk"],
+        gDV=problem["dv"],
+        blocks=blocks,
+        heads=kv_heads,
+        pairs=pairs,
+        band=band_of(made.variant.rising, gpu.processors),
+        group=group,
+        scale=made.unit * LOG2_E,
+        unit=scale,
+        q_len=q_len,
+        kv_len=kv_len,
+        **made.numbers,
+        **{name: x for name, x in variant_arrays(problem).items() if name in made.variant.given},
+    )
+    after = kernel_for(finish, finish.Config(parts), problem.device).bind(
+        batch * heads * tiles, gSum=sums, gDQ=problem["dq"], blocks=tiles, heads=heads, unit=scale
+    )
+    steps = [before, main, after]
+    if "sink" in problem:
+        of_sinks = kernel_for(sinks, sinks.Config(config.rows), problem.device).bind(
+            -(-heads // sinks.HEADS), gSums=of_rows, gSink=problem["sink"], gDSink=problem["dsink"], batches=batch, tiles=tiles
+        )
+        steps.append(of_sinks)
+    return Plan(steps, scratch)
+
+
+def band_of(rising: bool, processors: int) -> int:
+    """How many pairs of key head and batch are gone through at once: see tiling.band_of."""
+    return max(1, processors // 6) if rising else 1

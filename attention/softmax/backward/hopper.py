@@ -1,0 +1,242 @@
+"""Gradients of softmax attention for Hopper: a thread block has a block of keys and goes through the queries that see it.
+
+Scores are computed again, keys by queries, so that P^T and dS^T lie in registers where the products that give dV and dK take
+them from. Only dS goes through shared memory, once, for dQ = dS K needs all of the block's keys: parts of dQ go to a warp that
+has TMA add them, in float32, to what other blocks of keys have found. The query heads that share a key head come one after the
+other, so dK and dV are sums in registers. The next tile's scores are under way while a tile's dQ leaves.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, exp2, load, store_wait, subtile, tma_add, turned, warpgroup, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from tiles.arguments import FLOAT, INT, array, tiled
+
+from ..kind import Kind
+from ..seen import CAUSAL, FULL
+from ..variants import At, Variant
+from .parts import ByRows, parts_of
+from .tiling import Facing
+
+CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
+FILLER, SENDER = 0, 1  # which of the producer's warps brings tiles, and which sends dQ
+
+
+@dataclass(frozen=True)
+class Config(Kind):
+    """A kernel's shape: query rows of a tile, stages of the rings of Q, of dO, of dS and of dQ's parts. Each consumer owns 64
+    keys; where a block has no more than 64, half of the columns of dK and dV. rounded: dS is made of weights as rounded for dV,
+    which takes fewer registers."""
+
+    queries: int
+    stages: int = 2
+    do_stages: int = 2
+    ds_stages: int = 2
+    dq_stages: int = 2
+    rounded: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a tile."""
+        return self.queries
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers and one producer warpgroup."""
+        return warpgroup.THREADS * (CONSUMERS + 1)
+
+    @property
+    def tiling(self) -> Facing:  # type: ignore[override]
+        """Which queries see a block of keys."""
+        return Facing(self.rows, self.kv, self.variant)
+
+    @property
+    def share(self) -> int:
+        """How many consumers share the columns of the same keys."""
+        return CONSUMERS * warpgroup.ROWS // self.kv
+
+    @property
+    def parts(self) -> ByRows:
+        """How dQ is cut."""
+        return parts_of(self.rows, self.kv, self.head_dim, self.dtype, CONSUMERS)
+
+    @property
+    def of_rows(self) -> sv:
+        """Two numbers of each of a tile's rows: the log-sum-exp of them all, and then their sums of dO O."""
+        return sv(2 * self.rows, fp32)
+
+    @property
+    def dout(self) -> st:
+        """A tile of dO."""
+        return st(self.rows, self.value_dim, self.dtype)
+
+
+SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
+    64: {"kv": 128, "queries": 128},
+    128: {"kv": 128, "queries": 64, "rounded": True},
+    256: {"kv": 64, "queries": 64, "do_stages": 1, "ds_stages": 1},
+}
+
+
+@functools.lru_cache(1024)
+def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None) -> Config:
+    """The configuration that serves a problem: the next larger dims, both as the greater one."""
+    padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
+    shape = SHAPES[padded] | ({"rounded": True} if variant.scored else {})
+    return Config(padded, padded, dtype, variant, **shape)
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What problems are served with."""
+    if arch == "sm_90a":
+        for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
+            yield config_for(head_dim, of, variant)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
+    GIVEN, AUX, INPUT, ROUNDED, BY_ROWS = config.given, config.aux, config.dtype, config.rounded, config.variant.by_rows
+    variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
+    SHARE, PARTS, BENDS = config.share, config.parts.count, config.variant.bends
+    TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
+    K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
+    DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
+    readers = CONSUMERS * warpgroup.WARPGROUP
+    keep, claim = REGISTERS
+    smem = shared(
+        k=ring(config.key, 1, readers),
+        v=ring(config.value, 1, readers),
+        q=ring(config.query, config.stages, readers),
+        do=ring(config.dout, config.do_stages, readers),
+        ds=ring(st(ROWS, KV, INPUT), config.ds_stages, readers, readers // SHARE),
+        dq=ring(parts.tile, config.dq_stages, 1, warpgroup.WARPGROUP),
+        sums=ring(config.of_rows, config.stages, readers),
+    )
+
+    @inlined
+    def columns(tile, cols, share):
+        """A consumer's columns of a tile."""
+        if SHARE > 1:
+            return subtile(tile, ROWS, 0, cols, share)
+        else:
+            return tile
+
+    @inlined
+    def step(j, s, dk, dv, cut, rings, keys, values, me, at, key, scale):
+        """What becomes of dK and dV by tile j of queries, whose scores are s, and the scores of the next one."""
+        k, q, do, ds, dq, sums = rings
+        dp = warpgroup.mm_ABt(values, do.wait(j))
+        of_rows = sums.wait(j)
+        lse = load(subtile(of_rows, ROWS, 0), S.col_vec)
+        if BENDS:
+            s, bend = variant.bent(s, at, key)
+            bend = INPUT(bend)  # for registers' sake
+        else:
+            s = variant.score(s, at, key)
+        if BY_ROWS:
+            lse = lse + variant.below(s, at, key) * scale
+        if cut:
+            s = tiling.mask(s, at, key)
+        p = exp2(s * scale - lse)
+        weights = INPUT(turned(p))
+        if ROUNDED:
+            p = fp32(turned(weights))
+        dv = warpgroup.mma_AB(dv, weights, columns(do.wait(j), V_COLS, me % SHARE))
+        dp = turned(warpgroup.wait(dp, newer=1))
+        slope = p * (dp - load(subtile(of_rows, ROWS, 1), S.col_vec))
+        if BENDS:
+            slope = slope * fp32(bend)
+        slope = INPUT(turned(slope))
+        if me % SHARE == 0:
+            warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, me // SHARE), slope)
+            ds.publish(j)
+        if j > 0:
+            dq.publish(PARTS * (j - 1) + LAST + me)  # so late because a fence waits for what was stored: here for dS anyway
+        sums.release(j)
+        if TWICE:
+            every = ds.wait(j)
+            part = parts.product(me, every, k.wait(0))
+            dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
+            dv = warpgroup.wait(dv, newer=2)
+            warpgroup.store(dq.claim(PARTS * j + me), warpgroup.wait(part, newer=1))
+            dq.publish(PARTS * j + me)
+        else:
+            dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
+            dv = warpgroup.wait(dv, newer=1)
+            every = ds.wait(j)
+        do.release(j)
+        part = parts.product(LAST + me, every, k.wait(0))
+        s = warpgroup.mm_ABt(keys, q.wait(j + 1))
+        part = warpgroup.wait(part, newer=1)
+        ds.release(j)
+        dk = warpgroup.wait(dk, newer=1)
+        q.release(j)
+        warpgroup.store(dq.claim(PARTS * j + LAST + me), part)
+        return turned(warpgroup.wait(s)), dk, dv
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def attend(
+        gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
+        gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
+        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        group: INT, scale: FLOAT, unit: FLOAT,
+    ):  # fmt: skip
+        """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once,
+        and what it adds to dQ of the `group` query heads that share the head. The weight of a score s is exp2(`scale` s - lse);
+        before the variant made something of it, it was `unit` Q K^T."""
+        k, v, q, do, ds, dq, sums = smem.open()
+        me = warpgroup.id()
+        block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
+        batch, kv_head = divmod(pair, heads)
+        own, key = sequences.sequence(batch, given), int32(KV * block)
+        at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+        every = tiling.tiles(key, at)
+        tiles = int32(group * every.n)
+        if me == CONSUMERS:
+            warpgroup.release_registers(keep)
+            if warpgroup.rank() == FILLER:
+                k.fill(0, gK, (own.batch, block, kv_head))
+                v.fill(0, gV, (own.batch, block, kv_head))
+                for j in range(tiles):
+                    h, i = divmod(j, every.n)
+                    head, tile = int32(group * kv_head + h), int32(every.first + i)
+                    q.fill(j, gQ, (own.batch, tile, head))
+                    do.fill(j, gDO, (own.batch, tile, head))
+                    sums.fill(j, gSums, (own.batch, head, tile))
+                q.fill(tiles, gQ, (own.batch, 0, group * kv_head))  # consumers ask ahead
+            if warpgroup.rank() == SENDER:
+                for n in range(int32(PARTS * tiles)):
+                    h, i = divmod(n, PARTS * every.n)
+                    tma_add(gSum, (int32(group * pair + h), int32(PARTS * every.first + i)), dq.wait(n))
+                    store_wait()
+                    dq.release(n)
+        else:
+            warpgroup.claim_registers(claim)
+            keys, values = subtile(k.wait(0), EACH, me // SHARE), subtile(v.wait(0), EACH, me // SHARE)
+            mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
+            rings = k, q, do, ds, dq, sums
+            s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(keys, q.wait(0)))), zeros(DK), zeros(DV)
+            j = int32(0)
+            for h in range(group):
+                stands = at._replace(head=int32(group * kv_head + h))
+                kept = variant.keep(stands)
+                for i in range(every.n):
+                    here = stands._replace(row=int32(ROWS * (every.first + i)), kept=kept)
+                    s, dk, dv = step(j, s, dk, dv, tiling.cut(every, i), rings, keys, values, me, here, mine, scale)
+                    j = int32(j + 1)
+            if j > 0:
+                dq.publish(PARTS * (j - 1) + LAST + me)
+            row = own.key + key + EACH * (me // SHARE)
+            warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * (me % SHARE)), 1, 3, True)
+            warpgroup.store(gDV, INPUT(dv), (own.batch, row, kv_head, V_COLS * (me % SHARE)), 1, 3, True)
+
+    return attend, smem

@@ -1,0 +1,129 @@
+"""How the product dQ = dS K is cut into parts of 64 rows, one after the other or one a consumer: two objects with the same
+methods, one a way. Parts are summed in global memory, in float32 and as the tensor cores give them: an array of (pair of head
+and batch, row, column), in which a tile of queries has the rows of all its parts."""
+
+from numpy import int32
+
+from ops import divmod, load, load_held, store, transpose, warpgroup
+from ops import subtile as part_of
+from tiles import dtype, fp32, inlined, rt, st, static
+
+ROWS, BAND, PANEL = warpgroup.ROWS, 16, 64  # rows of a part; rows of a warp; columns of a part that is held
+
+
+@static
+class ByRows:
+    """Of dQ, each with 64 queries. Of kernels whose tiles have `queries` queries, and blocks `keys` keys, of `columns`."""
+
+    queries: int
+    keys: int
+    columns: int
+    dtype: dtype
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.queries // ROWS
+
+    @property
+    def width(self) -> int:
+        """Columns of one."""
+        return self.columns
+
+    @property
+    def tile(self) -> st:
+        """One of them in shared memory."""
+        return st(ROWS, self.width, fp32)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all of them."""
+        return ROWS * self.count
+
+    @inlined
+    def product(self, n, ds, keys):
+        """Part n, pending."""
+        return warpgroup.mm_AB(part_of(ds, ROWS, n), keys)
+
+    @property
+    def bands(self) -> int:
+        """How many warps can finish a tile of queries together."""
+        return self.rows // BAND
+
+    @inlined
+    def load(self, gSum, pair, tile, band):
+        """What one of them finishes: 16 rows of a tile's parts."""
+        return load(gSum, rt(BAND, self.width, fp32), (pair, int32(self.rows * tile + BAND * band), 0), 1, 2, True)
+
+    @inlined
+    def finish(self, gDQ, x, batch, row, head, band):
+        """To where they belong in dQ; `row`: the tile's first query."""
+        store(gDQ, self.dtype(x), (batch, row + BAND * band, head, 0), 1, 3, True)
+
+
+class ByColumns(ByRows):
+    """Of dQ^T = K^T dS^T, each with 64 columns of dQ: for any number of queries."""
+
+    @property
+    def count(self) -> int:
+        """See ByRows."""
+        return self.columns // ROWS
+
+    @property
+    def width(self) -> int:
+        """See ByRows."""
+        return self.queries
+
+    @inlined
+    def product(self, n, ds, keys):
+        """See ByRows."""
+        return warpgroup.mm_AtBt(part_of(keys, self.keys, 0, ROWS, n), ds)
+
+    @inlined
+    def finish(self, gDQ, x, batch, row, head, band):
+        """See ByRows."""
+        store(gDQ, transpose(self.dtype(x)), (batch, row, head, BAND * band), 1, 3, True)
+
+
+@static
+class Held(ByRows):
+    """Of dQ, each with 16 queries and 64 columns, which lie in global memory as the lanes hold them (ops/memory/held.py).
+    piece: the bytes that dQ's address and strides are multiples of."""
+
+    piece: int
+
+    @property
+    def count(self) -> int:
+        """See ByRows."""
+        return self.queries * self.columns // (BAND * PANEL)
+
+    @property
+    def rows(self) -> int:
+        """See ByRows."""
+        return self.queries
+
+    @property
+    def bands(self) -> int:
+        """See ByRows."""
+        return self.count
+
+    @inlined
+    def place(self, pair, tile, n):
+        """Of part n of a tile of queries."""
+        return pair, int32(self.queries * tile + BAND * PANEL // self.columns * n), 0
+
+    @inlined
+    def load(self, gSum, pair, tile, band):
+        """See ByRows."""
+        return load_held(gSum, rt(BAND, PANEL, fp32), self.place(pair, tile, band))
+
+    @inlined
+    def finish(self, gDQ, x, batch, row, head, band):
+        """See ByRows."""
+        down, right = divmod(band, self.columns // PANEL)
+        store(gDQ, self.dtype(x), (batch, row + BAND * down, head, PANEL * right), 1, 3, self.piece)
+
+
+def parts_of(queries: int, keys: int, columns: int, dtype: dtype, consumers: int) -> ByRows:
+    """By rows if that gives each consumer as much as the others, else by columns."""
+    return (ByColumns if queries % (consumers * ROWS) else ByRows)(queries, keys, columns, dtype)

@@ -1,0 +1,87 @@
+"""Before the gradients' main kernel: of every query the sum of dO O, which the softmax subtracts from its dP, and its
+log-sum-exp in powers of 2; and zeros where dQ will be summed."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, finish_sum, lane_sum, load, row_index, store, where, zeros
+from tiles import dtype, fp32, rt
+from tiles.arguments import INT, array
+from tiles.layout import LANES
+from tiles.pipeline import PIECES
+
+from . import ampere, hopper
+from .parts import BAND, ByRows
+
+LOG2_E = np.float32(np.log2(np.e))
+NEVER = 1e30  # the log-sum-exp of a row that sees no key, or is none: its weights exp2(s - lse) are exact zeros
+
+
+@dataclass(frozen=True)
+class Config:
+    """Of the kernel: the padded columns of O, how many queries a tile has, how dQ is cut, whether rows of O and dO begin at
+    multiples of 16 bytes."""
+
+    value_dim: int
+    rows: int
+    dtype: dtype
+    parts: ByRows
+    aligned: bool = True
+
+    @property
+    def threads(self):
+        """Threads of a block: a warp has 16 queries of a tile."""
+        return LANES * self.rows // BAND
+
+    def __str__(self):
+        parts = type(self.parts).__name__.lower()
+        return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}" + ", by elements" * (not self.aligned)
+
+
+def config_of(config: hopper.Config | ampere.Config) -> Config:
+    """What comes before that kernel."""
+    aligned, parts = True, config.parts
+    if isinstance(config, ampere.Config):
+        aligned, parts = config.piece == PIECES[0], replace(config.parts, piece=PIECES[0])
+    return Config(config.value_dim, config.rows, config.dtype, parts, aligned)
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What problems are served with: what the main kernel's are."""
+    yield from dict.fromkeys(config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    ALIGNED = True if config.aligned else None
+    ROWS, INPUT, PART, parts = config.rows, config.dtype, rt(BAND, 64, fp32), config.parts
+    X, COLUMNS, WARPS, BANDS = rt(BAND, parts.width, fp32), config.value_dim, config.rows // BAND, parts.rows // BAND
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def prepare(
+        gO: array(4, INPUT), gDO: array(4, INPUT), gLse: array(3), gSums: array(3), gSum: array(3),
+        blocks: INT, heads: INT, q_len: INT,
+    ):  # fmt: skip
+        """Of a tile of queries; O and dO are (batch, row, head, column), all others (batch, head, row)."""
+        pair, block = divmod(cuda.blockIdx.x, blocks)
+        batch, head = divmod(pair, heads)
+        warp = int32(cuda.threadIdx.x // LANES)
+        row = int32(ROWS * block + BAND * warp)
+        delta = lane_sum(zeros(PART))
+        for col in range(0, COLUMNS, PART.cols):
+            at = batch, row, head, col
+            delta = delta + lane_sum(load(gO, PART, at, 1, 3, ALIGNED) * load(gDO, PART, at, 1, 3, ALIGNED))
+        store(gSums, finish_sum(delta), (batch, head, int32(row + ROWS * (block + 1))))
+        lse = load(gLse, PART.col_vec, (batch, head, row)) * LOG2_E
+        there = (row_index(PART.col_vec) + row < q_len) & (lse > -NEVER)
+        store(gSums, where(there, lse, NEVER), (batch, head, int32(row + ROWS * block)))
+        for band in range(warp, BANDS, WARPS):
+            store(gSum, zeros(X), (pair, int32(parts.rows * block + BAND * band), 0), 1, 2, True)
+
+    return prepare, None

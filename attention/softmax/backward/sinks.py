@@ -1,0 +1,63 @@
+"""The gradient of sinks: a sink is a key without a value, so dsink[h] is the sum over all rows of its weight there, times
+-sum(dO O) of the row. In a fixed order: the same bits every time."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numba import cuda
+from numpy import int32
+
+from ops import block, divmod, exp2, finish_sum, lane_sum, load, store, zeros
+from tiles import fp32, rt, shared, sv
+from tiles.arguments import INT, array
+from tiles.layout import LANES
+
+from . import ampere, hopper
+
+WARPS, HEADS, TOGETHER = 16, 16, 32  # of a thread block; queries of each head that a warp takes at once
+LOG2_E = np.float32(np.log2(np.e))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Of the kernel: how many queries a tile has, of which `prepare` left two numbers a row."""
+
+    rows: int
+    threads = LANES * WARPS
+
+    def __str__(self):
+        return f"sinks, {self.rows} queries"
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What problems are served with: what the main kernel's are."""
+    yield from dict.fromkeys(Config(config.rows) for module in (hopper, ampere) for config in module.space(arch, everything))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    ROWS, X, PARTS = config.rows, rt(HEADS, TOGETHER, fp32), config.rows // TOGETHER
+    smem = shared(sums=sv(HEADS * WARPS, fp32))
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def sinks(gSums: array(3), gSink: array(1), gDSink: array(1), batches: INT, tiles: INT):
+        """Of 16 heads. Sums are (batch, head, row): of a tile all rows' log-sum-exp, and then all rows' sum of dO O."""
+        (sums,) = smem.open()
+        head, warp = int32(HEADS * cuda.blockIdx.x), int32(cuda.threadIdx.x // LANES)
+        sink = load(gSink, X.col_vec, (head,)) * LOG2_E
+        total = lane_sum(zeros(X))
+        for n in range(warp, batches * tiles * PARTS, WARPS):
+            batch, rest = divmod(int32(n), tiles * PARTS)
+            tile, part = divmod(rest, PARTS)
+            at = int32(2 * ROWS * tile + TOGETHER * part)
+            lse = load(gSums, X, (batch, head, at), 1, 2, True)
+            delta = load(gSums, X, (batch, head, int32(at + ROWS)), 1, 2, True)
+            total = total + lane_sum(exp2(sink - lse) * delta)
+        found = block.reduce_sum(finish_sum(total), sums)
+        if warp == 0:
+            store(gDSink, -found, (head,))
+
+    return sinks, smem

@@ -1,0 +1,69 @@
+"""Which tiles of queries see a block of keys: tiling.py, from the side of the keys."""
+
+import math
+from typing import Any, NamedTuple
+
+from numpy import int32
+
+from ops import rasterize, right_fill
+from tiles import inlined, static
+
+from ..variants import Variant
+
+
+class Tiles(NamedTuple):
+    """The tiles of queries that see a block of keys: n of them from tile `first` on. All of them but those from the left-th to
+    the right-th must be masked."""
+
+    first: Any
+    n: Any
+    left: Any
+    right: Any
+
+
+@static
+class Facing:
+    """Of kernels whose blocks have `kv` keys and whose tiles have `rows` queries, under a variant."""
+
+    rows: int
+    kv: int
+    variant: Variant
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The kernel's arguments that it reads, and what they are."""
+        return {}
+
+    @inlined
+    def place(self, block, blocks, pairs, band):
+        """The (block of keys, pair of key head and batch) of a thread block: one band of pairs after the other. The first keys,
+        which most queries see where later queries see more, come first."""
+        pair, block = rasterize(block, pairs, blocks, band)
+        return block, pair
+
+    @inlined
+    def tiles(self, key, at):
+        """The Tiles of the keys from `key` on."""
+        seen = self.variant.seers(key, key + self.kv - 1, at)
+        first = seen.first // self.rows
+        n = max(0, (min(seen.end, at.queries) + self.rows - 1) // self.rows - first)
+        left = max(0, (seen.inner_first + self.rows - 1) // self.rows - first)
+        right = n if seen.inner_end >= at.queries else seen.inner_end // self.rows - first
+        if not self.variant.within and key + self.kv > at.keys:  # what lies behind the last key is cut off, too
+            left = n
+        return Tiles(int32(first), int32(n), int32(left), int32(right))
+
+    @inlined
+    def cut(self, tiles, i):
+        """Must the i-th of these tiles be masked?"""
+        if self.variant.from_first:
+            return i < tiles.left
+        else:
+            return i < tiles.left or i >= tiles.right
+
+    @inlined
+    def mask(self, s, at, key):
+        """-inf for the scores that must not be seen, of keys from `key` on."""
+        if not self.variant.within:
+            s = right_fill(s, at.keys - key, -math.inf)
+        return self.variant.mask(s, at, key, -math.inf)

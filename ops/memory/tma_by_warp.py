@@ -1,0 +1,37 @@
+"""Shared memory to global memory by TMA, by one warp alone, while others go on:
+
+    tile = sums.wait(j)                  of a ring that others write
+    tma_add(y, (i, k), tile)
+    store_wait()
+    sums.release(j)
+
+The warp need not have written the tile; a ring hands it on. tma.py has what a warpgroup does.
+"""
+
+import numpy as np
+
+from tiles import ptx
+from tiles.dtypes import bf16, fp16, fp32
+from tiles.interpreter import here
+from tiles.layout import LANES
+from tiles.op import lowers, op
+
+from .tma import rule, wait_rule
+
+
+@op
+def tma_add(target, at, tile):
+    """target[at] += a shared tile, a part of one or a shared vector, by one warp: see warpgroup.tma_add. What this warp wrote
+    is in it, and what was handed to it. Follow with `store_wait` before the tile is given back."""
+    here().fence_async()
+    here().store_async(target, at, tile, np.add)
+
+
+@op
+def store_wait(newer=0):
+    """Until the bulk stores that this warp started, all but the `newer` youngest, have read their shared tiles."""
+    here().wait_stores(newer)
+
+
+lowers(tma_add)(rule("tma_add", "add", (fp32, fp16, bf16), ptx.reads_done, LANES))
+lowers(store_wait)(wait_rule(LANES))
