@@ -87,5 +87,5 @@ def test_every_op_has_them(editor):
 
 
 def test_packages_are_marked_as_typed():
-    assert '"*" = ["py.typed"]' in (ROOT / "pyproject.toml").read_text()
-    assert all((ROOT / package / "py.typed").exists() for package in ("tiles", "ops", "attention"))
+    assert '"*" = ["py.typed", "*.jinja"]' in (ROOT / "pyproject.toml").read_text()
+    assert all((ROOT / package / "py.typed").exists() for package in ("tiles", "ops", "attention", "fuse"))
