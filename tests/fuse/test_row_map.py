@@ -120,7 +120,7 @@ def definitions(draw):
     return definition
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(definitions(), st.integers(1, 20), st.sampled_from([7, 64, 150]))
 def test_random_terms(definition, rows, columns):
     rng = np.random.default_rng(rows)
