@@ -72,7 +72,7 @@ def simulator():
 
 def shadows():
     """Another package of the same name, found before ours or after."""
-    for name in (*NEEDED, "attention"):
+    for name in (*NEEDED, "attention", "fuse"):
         places = []
         for entry in sys.path:
             spec = importlib.machinery.PathFinder.find_spec(name, [entry or os.getcwd()])
