@@ -94,3 +94,11 @@ def report(benchmark, milliseconds):
     """Give the rounds of one provider to pytest-benchmark's fixture."""
     benchmark._timer = Recorded(milliseconds)
     benchmark.pedantic(lambda: None, rounds=len(milliseconds), iterations=1, warmup_rounds=0)
+
+
+def report_attention(benchmark, what, provider, milliseconds, flops, head_dim, causal, length):
+    """The same of a pass of attention, and its TFLOPS. flops: without a mask."""
+    benchmark.group = f"{what} D {head_dim} {'causal' if causal else 'full'} S {length}"
+    benchmark.extra_info |= {"provider": provider, "head_dim": head_dim, "causal": causal, "length": length}
+    report(benchmark, milliseconds)
+    benchmark.extra_info["tflops"] = round(flops * (0.5 if causal else 1) / benchmark.stats.stats.median / 1e12, 1)

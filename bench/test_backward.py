@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 import attention  # noqa: E402
 from bench import peers  # noqa: E402
-from bench.measure import interleaved, report, rotated  # noqa: E402
+from bench.measure import interleaved, report_attention, rotated  # noqa: E402
 
 TOKENS, WIDTH = 16384, 2048
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -88,8 +88,4 @@ def test_backward(benchmark, head_dim, causal, length, provider):
     times = _times(head_dim, causal, length)[provider]
     if isinstance(times, str):
         pytest.skip(f"{provider}: {times}")
-    flops = 10 * TOKENS * length * WIDTH * (0.5 if causal else 1)
-    benchmark.group = f"backward D {head_dim} {'causal' if causal else 'full'} S {length}"
-    benchmark.extra_info |= {"provider": provider, "head_dim": head_dim, "causal": causal, "length": length}
-    report(benchmark, times)
-    benchmark.extra_info["tflops"] = round(flops / benchmark.stats.stats.median / 1e12, 1)
+    report_attention(benchmark, "backward", provider, times, 10 * TOKENS * length * WIDTH, head_dim, causal, length)

@@ -2,9 +2,10 @@
 
     model = torch.compile(model, backend=fuse.backend)
 
-Torch's partitioner gathers what stands next to each other and that TARGETS knows; each part becomes a definition, and stays if
-templates compute it in fewer kernels than it has products and reductions. Conversions of dtype are left out: kernels compute in
-fp32. Torch is imported by whoever compiles."""
+Torch's partitioner gathers what stands next to each other and that `targets` knows; each part becomes a definition, and stays
+if templates compute it in fewer kernels than it has products and reductions. Conversions of dtype are left out, for kernels
+compute in fp32; so a part whose results have another dtype than its first array goes to inductor, too. Torch is imported by
+whoever compiles."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def _linear(x, weight, bias=None):
 
 
 def _rms_norm(x, shape, weight=None, eps=None):
-    found = x * language.rsqrt(language.mean(x * x) + (2**-7 if eps is None else eps))
+    if eps is None:
+        raise TypeError("rms_norm: without eps it is torch's, which depends on the dtype")
+    found = x * language.rsqrt(language.mean(x * x) + eps)
     return found if weight is None else found * weight
 
 
@@ -143,12 +146,13 @@ def fused_part(name: str, part: Any, known: Targets) -> Fused | None:
         [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in names]
     )
     samples = [_sample(node) for node in nodes if node.op == "placeholder"]
-    if any(x is None or (x.dim() and str(x.dtype).removeprefix("torch.") not in FLOATS) for x in samples):
+    if any(x is None or (x.dim() and _dtype(x) not in FLOATS) for x in samples):
+        return None
+    given, results = [x for x in samples if x.dim()], [_sample(node) for node in nodes[-1].all_input_nodes]
+    if any(x is None or x.dtype != given[0].dtype for x in results):
         return None
     try:
-        shapes = [
-            Shape(tuple(1 if n == 1 else ANY for n in x.shape[-2:]), str(x.dtype).removeprefix("torch.")) for x in samples
-        ]
+        shapes = [Shape(tuple(1 if n == 1 else ANY for n in x.shape[-2:]), _dtype(x)) for x in samples]
         found = traced(definition, tuple(names), tuple(shapes))
         work = sum(x.operation in ("matmul", "sum", "max") for x in terms.walk(*found.roots))
         every = candidates(found, card(None))
@@ -167,7 +171,7 @@ def _dtype(x: Any) -> str:
 
 
 def _served(node: Any) -> bool:
-    """Is what it gives an array that kernels know, and are its options those that TARGETS serves?"""
+    """Is what it gives an array that kernels know?"""
     found = _sample(node)
     return found is not None and found.dim() >= 2 and _dtype(found) in FLOATS
 
@@ -177,5 +181,5 @@ def _module(fused: Fused) -> Any:
     import torch
 
     module = torch.nn.Module()
-    module.forward = lambda *arrays: fused(*arrays)
+    module.forward = fused.__call__
     return module

@@ -11,7 +11,6 @@ from tiles.profile.card import peaks
 
 REACHED = 0.87, 0.7  # of the peaks of memory and of the tensor cores, by the best kernels there are
 LAUNCH = 1.5e-6  # seconds that one kernel more adds to a graph of several
-MAPS = 64  # other operations of a multiprocessor and a cycle, a conversion or two counted in
 
 
 @dataclass(frozen=True)
@@ -49,4 +48,6 @@ def card(ordinal: int | None) -> Card:
     gpu = device(ordinal)
     most = peaks(gpu)
     products = most.flop or 1e14
-    return Card(gpu.name, gpu.processors, REACHED[0] * most.bandwidth, REACHED[1] * products, H200.maps, hopper(gpu.capability))
+    memory, tensor = REACHED
+    maps = H200.maps * gpu.processors / H200.processors
+    return Card(gpu.name, gpu.processors, memory * most.bandwidth, tensor * products, maps, hopper(gpu.capability))

@@ -86,8 +86,9 @@ class _Search:
         if not self.card.wgmma:
             found.extend(SinceAmpere.serving(roots[0]))
         else:
-            found.extend(FewRows.serving(roots[0]))
-            found.extend(FewColumns.serving(roots[0]) if roots[0].extents[-1] <= MOST_COLUMNS else ManyRows.serving(roots[0]))
+            many = FewColumns if roots[0].extents[-1] <= MOST_COLUMNS else ManyRows
+            for template in (FewRows, many):
+                found.extend(template.serving(roots[0], self.card.processors))
         return found
 
 

@@ -12,9 +12,8 @@ from .terms import Term, softmax_of, walk
 SUM, PRODUCT, UNARY, ATOM = range(4)  # how strongly an expression binds; of products with @, which stand in parentheses, too
 BINDS = {"add": SUM, "sub": SUM, "mul": PRODUCT, "div": PRODUCT, "matmul": PRODUCT, "neg": UNARY}
 RIGHT = {"sub", "div", "matmul"}  # their right operand is in parentheses where it binds no more strongly
-WRITTEN = {"sum": "sum({})", "max": "max({})", "matmul": "{} @ {}", "causal": "causal({})", "stacked": "stacked({})"}
-WRITTEN |= {"heads": "heads({})"}
-OTHERS = {"less": "<", "less_equal": "<=", "greater": ">", "greater_equal": ">="}  # in equations
+WRITTEN = {"sum": "sum({})", "max": "max({})", "matmul": "{} @ {}", "causal": "causal({})"}
+WRITTEN |= {"stacked": "stacked({})", "heads": "heads({})"}
 SUGGESTED = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqrt": "scale", "matmul": "product"}
 
 

@@ -47,7 +47,8 @@ class Schedule(NamedTuple):
 class FewRows(Product):
     """See the module."""
 
-    label, processors = "few", 132
+    label = "few"
+    processors: int  # of the card
 
     @property
     def prepared(self) -> bool:
@@ -111,9 +112,10 @@ class FewRows(Product):
         return self.schedule.rows if self.schedule else 0
 
     @classmethod
-    def serving(cls, root: Term) -> Iterator[Self]:
-        """Those that compute it."""
+    def serving(cls, root: Term, processors: int) -> Iterator[Self]:
+        """Those that compute it, on a card of so many multiprocessors."""
         for kernel in cls.matches(root):
+            kernel.processors = processors
             sums = all(x.operation == "sum" for x in kernel.sides)
             joined = not kernel.narrow or (len(kernel.products) == 1 and len(kernel.narrow) == 1 and kernel.joined)
             if kernel.rows <= MOST_ROWS and sums and joined and kernel.dtype in DTYPES and kernel.schedule:

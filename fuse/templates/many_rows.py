@@ -61,7 +61,8 @@ class Extension(NamedTuple):
 class ManyRows(Product):
     """See the module."""
 
-    label, most_rows, processors, early = "many", 2**31 - 1, 132, False
+    label, most_rows, early = "many", 2**31 - 1, False
+    processors: int  # of the card
 
     def __init__(self, root: Term, x: Term, products: dict[Term, Weight], others: list[Term], extension: Extension | None):
         super().__init__(root, x, x, products, {}, [], others)
@@ -83,8 +84,8 @@ class ManyRows(Product):
         return list(dict.fromkeys([*super().leaves, *([self.extension.left] if self.extension else [])]))
 
     @classmethod
-    def serving(cls, root: Term) -> Iterator[Self]:
-        """Those that compute it."""
+    def serving(cls, root: Term, processors: int) -> Iterator[Self]:
+        """Those that compute it, on a card of so many multiprocessors."""
         found = found_in(root)
         if found is None or root.extents[0] <= MOST_ROWS:
             return
@@ -99,6 +100,7 @@ class ManyRows(Product):
             of_extension = extension.joint.of if extension else ()
             others = [*found.others, *found.reductions, *(y for y in rest if y not in of_extension)]
             kernel = cls(root, x, products, others, extension)
+            kernel.processors = processors
             alike = len({w.turned for w in kernel.weights}) == 1
             if (
                 len(products) <= MOST_PRODUCTS

@@ -74,6 +74,22 @@ def test_backend(monkeypatch):
     assert len(seen[0]) == 2 and "fused" in seen[0][0] and seen[0][1] is torch.cumsum
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, g: F.rms_norm(x, x.shape[-1:], g),  # eps is torch's, by the dtype
+        lambda x, g: (x.float() * torch.rsqrt((x.float() * x.float()).mean(-1, keepdim=True) + 1e-5)) * g.float(),  # fp32 out
+    ],
+    ids=["eps", "dtype"],
+)
+def test_backend_leaves_what_it_would_change(function, monkeypatch):
+    monkeypatch.setattr("torch._dynamo.lookup_backend", lambda name: lambda graph, inputs: graph.forward)
+    x, g = tensors((3, 40), (40,))
+    with torch.no_grad():
+        got, want = torch.compile(function, backend=fuse.backend, fullgraph=True)(x, g), function(x, g)
+    assert got.dtype == want.dtype and torch.equal(got, want)
+
+
 def test_what_has_no_kernel():
     """It runs by parts, and says why."""
     kernel = fuse.kernel(lambda x: fuse.concatenate([x, x]) * 2.0)

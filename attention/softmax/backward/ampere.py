@@ -55,7 +55,7 @@ class Config(Kind):
         return LANES * self.warps
 
     @property
-    def tiling(self) -> Facing:  # type: ignore[override]
+    def tiling(self) -> Facing:
         """Which queries see a block of keys."""
         return Facing(self.rows, self.kv, self.variant)
 

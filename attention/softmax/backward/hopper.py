@@ -53,7 +53,7 @@ class Config(Kind):
         return warpgroup.THREADS * (CONSUMERS + 1)
 
     @property
-    def tiling(self) -> Facing:  # type: ignore[override]
+    def tiling(self) -> Facing:
         """Which queries see a block of keys."""
         return Facing(self.rows, self.kv, self.variant)
 

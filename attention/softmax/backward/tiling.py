@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from numpy import int32
 
 from ops import rasterize, right_fill
-from tiles import inlined, static
+from tiles import inlined
 
-from ..variants import Variant
+from ..tiling import Tiling
 
 
 class Tiles(NamedTuple):
@@ -21,18 +21,8 @@ class Tiles(NamedTuple):
     right: Any
 
 
-@static
-class Facing:
+class Facing(Tiling):
     """Of kernels whose blocks have `kv` keys and whose tiles have `rows` queries, under a variant."""
-
-    rows: int
-    kv: int
-    variant: Variant
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
-        return {}
 
     @inlined
     def place(self, block, blocks, pairs, band):
