@@ -37,7 +37,7 @@ P = 2**61 - 1
 Q = (P - 1) // 450
 LEAST = 1321  # the greatest prime factor of Q
 BASE = pow(37, (P - 1) // Q, P)  # of order Q
-TRIALS = 8
+TRIALS, DRAWS = 8, 1000  # points that are compared, and that are drawn at most
 SIZES = (3, 5, 2, 4, 6, 8)  # of axes, prime to Q
 
 
@@ -173,10 +173,13 @@ def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 
     sizes = {axis: SIZES[n % len(SIZES)] for n, axis in enumerate(axes)}
     operations = {x.operation for x in every}
     outside = tuple(sorted(name for name in operations if name in ("max", "causal") or (name in MAPS and not MAPS[name].field)))
-    degree = max(sum(_degree(x, sizes)) for x in (*definition, *rewritten))
+    degree = max(_degrees(roots, sizes) for roots in (definition, rewritten))
     bound = min(1.0, degree / (LEAST if "exp" in operations else P)) ** trials
-    rng, done, same = np.random.default_rng(seed), 0, True
+    rng, done, drawn, same = np.random.default_rng(seed), 0, 0, True
     while done < trials and same:
+        drawn += 1
+        if drawn > DRAWS:
+            raise ValueError(f"identity: something is divided by what has no inverse, whatever the numbers are: {definition}")
         given = {
             x.what[0]: random(tuple(1 if name is None else terms.extent(name, sizes) for name in x.names), rng)
             for x in every
@@ -189,6 +192,18 @@ def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 
         same = all(x.shape == y.shape and all(a.p == b.p for a, b in zip(x.flat, y.flat)) for x, y in zip(one, other))
         done += 1
     return Identity(same, done, degree, bound, outside)
+
+
+def _degrees(roots: Sequence[Term], sizes: Mapping[Axis, int]) -> int:
+    """A bound on the degrees, added up, of all rational functions that must be equal: the terms, and what opaque functions and
+    exponentials in them are of."""
+    inside = [y for x in walk(*roots) if x.operation == "max" or (x.operation in MAPS and _is_opaque(x)) for y in x.of]
+    return sum(sum(_degree(x, sizes)) for x in dict.fromkeys([*roots, *inside]))
+
+
+def _is_opaque(x: Term) -> bool:
+    """Does a map go beyond a field's operations, or to exponents?"""
+    return MAPS[x.operation].field in ("", "exp")
 
 
 def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:

@@ -60,6 +60,12 @@ def test_the_forms_that_count():
     assert len(rules.equal(found.roots, found.space)) == 3
 
 
+def test_a_division_by_zero():
+    found = trace(lambda x: x / (x - x), (4, 8))
+    with pytest.raises(ValueError, match="has no inverse"):
+        proof.identity(found.roots, found.roots)
+
+
 def test_exponents():
     """exp is a homomorphism, and no more: what its argument is decides."""
     found = trace(lambda x, y: fuse.exp(x + y) - fuse.exp(x) * fuse.exp(y), (4, 8), (4, 8))
