@@ -12,7 +12,7 @@ from typing import NamedTuple
 from . import terms
 from .terms import Term, walk
 
-NARROW = 64  # columns of a factor that is made ahead of its product
+NARROW = 64  # columns of a factor that rides along with a product, or is made ahead of it
 MOST = 64  # forms of a function that are looked at
 
 

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..module import DTYPES, Text, array, rendered
+from ..rules import NARROW
 from ..terms import Term, along, between, is_tile
 from ..writing import Writer
 from .few_rows import MOST_ROWS, Named
-from .product import MOST_PRODUCTS, NARROW, Product, Weight, found_in
+from .product import MOST_PRODUCTS, Product, Weight, found_in
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -21,13 +21,13 @@ import numpy as np
 from ..evaluate import beyond
 from ..functions import MAPS
 from ..module import array, unused
+from ..rules import NARROW
 from ..terms import Axis, Term, along, between, inputs, is_tile, walk
 from ..writing import Writer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-NARROW = 64  # columns of a product that rides along
 MOST_PRODUCTS = 2
 
 
