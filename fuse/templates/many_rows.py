@@ -145,13 +145,17 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     ]
     writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
     writer.names |= {x: p.name for x, p in zip(kernel.products, products)}
+    lengths = [x for x in between([kernel.root], kernel.leaves) if x.operation == "length"]
+    writer.names |= dict.fromkeys(lengths, "width")
     if kernel.extension:
         writer.names[kernel.extension.joint] = products[0].name
     computes = kernel.root not in writer.names
     others = [Named(parameters[y], array(parameters[y]), _read(y, array(parameters[y]))) for y in kernel.others]
-    taken = {*parameters.values(), "last", "row", "col", "part", "me", "y"}
+    taken = {*parameters.values(), "last", "row", "col", "part", "me", "y", "width"}
     epilogue = [f"{other.name} = {other.loaded}" for other in others] + writer.assignments([kernel.root], taken)
-    numbers = [parameters[y] for y in kernel.numbers]
+    x = Named(parameters[kernel.x], array(parameters[kernel.x]))
+    numbers = {"width": f"{x.name}.shape[1]"} if lengths else {}
+    numbers |= {parameters[y]: parameters[y] for y in kernel.numbers}
     turned = kernel.weights[0].turned
     tile = "W_PART" if several else "W"
     extension = kernel.extension
@@ -159,17 +163,17 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     operands = [(array(name), f"tiles.tensor({name}, X)") for name in names]
     weights = [p.loaded for p in products] + ([parameters[extension.weight.array]] if extension else [])
     operands += [(array(name), f"tiles.tensor({name}, {tile})") for name in weights]
-    result, inner = parameters[kernel.root], f"-(-{parameters[kernel.x]}.shape[1] // X.cols)"
+    result, inner = parameters[kernel.root], f"-(-{x.name}.shape[1] // X.cols)"
     arguments = [*operands, ("gY", f"tiles.tensor({result}, Y_PART)"), *((o.array, o.name) for o in others)]
     axis = "rows" if turned else "cols"
     return {
         "schedule": s, "dtype": dtype, "y": result, "products": products, "turned": turned, "form": "ABt" if turned else "AB",
-        "x": Named(parameters[kernel.x], array(parameters[kernel.x])), "others": others, "numbers": numbers,
+        "x": x, "others": others, "numbers": list(numbers),
         "lasts": [p.name.replace("acc", "last") for p in products],
         "extension": extension and {"x": array(parameters[extension.left]), "w": array(parameters[extension.weight.array])},
         "computes": computes, "epilogue": epilogue, "written": writer.expression(kernel.root),
         "told": "".join(f", {one}" for one in (*(o.array for o in others), *numbers)),
-        "arguments": [*arguments, ("rows", "rows"), ("cols", "cols"), ("steps", "steps"), *((n, n) for n in numbers)],
+        "arguments": [*arguments, ("rows", "rows"), ("cols", "cols"), ("steps", "steps"), *numbers.items()],
         "before": [
             f"rows, cols = -(-{result}.shape[0] // X.rows), -(-{result}.shape[1] // {tile}.{axis})",
             f"steps = max({2 * s.parts - 1}, {inner}{' + 1' if extension else ''})",

@@ -5,7 +5,9 @@ import pytest
 from references import compare
 
 import fuse.operators as operators
-from fuse import module
+from fuse import module, tune
+from fuse.candidates import candidates, chosen
+from fuse.cost import card
 from tiles import bf16, fp16
 
 K, N, R = 136, 72, 16
@@ -61,6 +63,20 @@ def test_text_and_proof(name, rows):
         space["launch"](*arrays, *defaults, *results)
         for mine, its in zip(results, got if isinstance(got, tuple) else (got,)):
             assert (mine == its).all()
+
+
+@pytest.mark.parametrize("rows", [3, 150])
+def test_every_candidate(rows):
+    """What tuning may choose is right, too."""
+    operator, arrays = operators.rms_norm_linear, sample("rms_norm_linear", rows, bf16)
+    defaults = [p.default for p in operator.signature.parameters.values()][len(arrays) :]
+    found = operator.trace(operator._rows(operator._arguments(arrays))[0])
+    for one in candidates(found, card(None))[: tune.FEW]:
+        made, space = chosen(operator.name, found, one), {}
+        exec(made.text, space)
+        written = [np.empty(x.extents, bf16.np) for x in made.written]
+        space["launch"](*arrays, *defaults, *written)
+        compare(operator, arrays, written[0])
 
 
 @pytest.mark.parametrize("rows", [5, 70])
