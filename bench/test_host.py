@@ -30,6 +30,14 @@ def _tensors(*shape, n=1, dtype=torch.bfloat16):
     return [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(n)]
 
 
+def _mask(b, h, i, j, documents):
+    return documents[i] == documents[j]
+
+
+def _score(s, b, h, i, j):
+    return s - 0.1 * abs(i - j)
+
+
 @functools.cache
 def _nothing():
     """A function of q, k, v: an op that makes an array and does nothing else. What it takes compiled is torch's own part."""
@@ -60,9 +68,12 @@ def _calls():
     keys, values = map(longer, cache)
     tokens, decays = [longer(x) for x in few], longer(decay)
     compiled = torch.compile(attention.forward, fullgraph=True)
+    documents = torch.arange(128, device="cuda", dtype=torch.int32) // 50
     return {
         "forward, out=": (functools.partial(attention.forward, out=out), lambda n: (q, k, v)),
         "forward": (attention.forward, lambda n: (q, k, v)),
+        "forward, window": (functools.partial(attention.forward, out=out, causal=True, window=(32, None)), lambda n: (q, k, v)),
+        "forward, mask": (functools.partial(attention.forward, out=out, mask=_mask, aux=(documents,)), lambda n: (q, k, v)),
         "torch SDPA": (F.scaled_dot_product_attention, lambda n: turned),
         "forward under torch.compile": (compiled, lambda n: (q, k, v)),
         "nothing under torch.compile": (torch.compile(_nothing(), fullgraph=True), lambda n: (q, k, v)),
@@ -79,7 +90,8 @@ def _calls():
 
 
 NAMES = (
-    "forward, out=", "forward", "torch SDPA", "forward under torch.compile", "nothing under torch.compile",
+    "forward, out=", "forward", "forward, window", "forward, mask", "torch SDPA",
+    "forward under torch.compile", "nothing under torch.compile",
     "SDPA under torch.compile", "forward, out=, three sets", "forward, new addresses", "forward, new length",
     "linear, new length", "linear with decay, new length",
 )  # fmt: skip
@@ -138,21 +150,33 @@ def test_import(benchmark, name):
     report(benchmark, times[1:])
 
 
+VARIANTS = {  # options of attention.forward
+    "window": lambda: {"causal": True, "window": (1024, None)},
+    "softcap": lambda: {"causal": True, "softcap": 30.0},
+    "bias": lambda: {"bias": torch.zeros(1, 16, 4096, 4096, device="cuda")},
+    "dropout": lambda: {"dropout": 0.1, "seed": 7},
+    "QK-norm": lambda: {"q_norm": torch.ones(128, device="cuda"), "k_norm": torch.ones(128, device="cuda")},
+    "mask": lambda: {"mask": _mask, "aux": (torch.arange(4096, device="cuda", dtype=torch.int32) // 700,)},
+    "score": lambda: {"score": _score},
+}
+
+
 FIRST = """
 import json, sys, time, torch, attention
+from bench.test_host import VARIANTS
 from bench.test_linear import MEMBERS
 make, ours, *_ = MEMBERS.get(sys.argv[1], (MEMBERS["linear"][0], attention.forward))
-inputs = make(1, 4096, 16)
+inputs, options = make(1, 4096, 16), VARIANTS.get(sys.argv[1], dict)()
 torch.cuda.synchronize()
 start = time.perf_counter()
-ours(*inputs)
+ours(*inputs, **options)
 torch.cuda.synchronize()
 print(json.dumps(time.perf_counter() - start))
 """
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["compiled", "from disk"])
-@pytest.mark.parametrize("name", ["forward", *MEMBERS])
+@pytest.mark.parametrize("name", ["forward", *VARIANTS, *MEMBERS])
 def test_first_call(benchmark, name, cached, tmp_path_factory):
     """The first call of a process, after imports and context: compiling, or loading from the disk cache."""
     folder = tmp_path_factory.mktemp("cache")

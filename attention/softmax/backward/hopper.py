@@ -163,17 +163,18 @@ def make(config: Config):
             dq.publish(PARTS * (j - 1) + LAST + me)  # so late because a fence waits for what was stored: here for dS anyway
         sums.release(j)
         if TWICE:
+            dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
+            dv = warpgroup.wait(dv, newer=1)
+            do.release(j)
             every = ds.wait(j)
             part = parts.product(me, every, k.wait(0))
-            dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
-            dv = warpgroup.wait(dv, newer=2)
-            warpgroup.store(dq.claim(PARTS * j + me), warpgroup.wait(part, newer=1))
+            warpgroup.store(dq.claim(PARTS * j + me), warpgroup.wait(part))
             dq.publish(PARTS * j + me)
         else:
             dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
             dv = warpgroup.wait(dv, newer=1)
+            do.release(j)
             every = ds.wait(j)
-        do.release(j)
         part = parts.product(LAST + me, every, k.wait(0))
         s = warpgroup.mm_ABt(keys, q.wait(j + 1))
         part = warpgroup.wait(part, newer=1)
@@ -206,19 +207,24 @@ def make(config: Config):
             if warpgroup.rank() == FILLER:
                 k.fill(0, gK, (own.batch, block, kv_head))
                 v.fill(0, gV, (own.batch, block, kv_head))
+                head, tile = int32(group * kv_head), int32(every.first)
                 for j in range(tiles):
-                    h, i = divmod(j, every.n)
-                    head, tile = int32(group * kv_head + h), int32(every.first + i)
                     q.fill(j, gQ, (own.batch, tile, head))
                     do.fill(j, gDO, (own.batch, tile, head))
                     sums.fill(j, gSums, (own.batch, head, tile))
+                    tile = int32(tile + 1)
+                    if tile == every.first + every.n:
+                        head, tile = int32(head + 1), int32(every.first)
                 q.fill(tiles, gQ, (own.batch, 0, group * kv_head))  # consumers ask ahead
             if warpgroup.rank() == SENDER:
+                of, part = int32(group * pair), int32(PARTS * every.first)
                 for n in range(int32(PARTS * tiles)):
-                    h, i = divmod(n, PARTS * every.n)
-                    tma_add(gSum, (int32(group * pair + h), int32(PARTS * every.first + i)), dq.wait(n))
+                    tma_add(gSum, (of, part), dq.wait(n))
                     store_wait()
                     dq.release(n)
+                    part = int32(part + 1)
+                    if part == PARTS * (every.first + every.n):
+                        of, part = int32(of + 1), int32(PARTS * every.first)
         else:
             warpgroup.claim_registers(claim)
             keys, values = subtile(k.wait(0), EACH, me // SHARE), subtile(v.wait(0), EACH, me // SHARE)
