@@ -8,9 +8,11 @@
 
     dsink    = -sum_i exp(sink - lse[i]) dout[i] . out[i]
 
+With dropout a term of dv, and dout[i] . v[j] in dS, is multiplied by 1 / (1 - dropout) or by 0, as in softmax.py.
 A key head's gradients are the sums of those of the query heads that share it, dsink[h] is one of all batches.
 """
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from .scores import Variant
 
 def backward(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, ...]:
     """(dq, dk, dv), and with a sink dsink, in float64, in the caller's layout. Arrays as `forward` takes them; options: causal,
-    window, softcap, alibi, bias, sink, scale, layout."""
+    window, softcap, alibi, bias, sink, cu_seqlens, cu_seqlens_k, lengths_k, dropout and seed or keep, scale, layout."""
     dout, q, k, v = map(host, (dout, q, k, v))
     return _backward(dout, q, k, v, np.float64, np.float64, **options)
 
@@ -35,30 +37,39 @@ def backward_low(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.
     return _backward(dout, q, k, v, np.float32, q.dtype, **options)
 
 
-def _backward(dout, q, k, v, real, rounded, *, scale=None, layout="bshd", sink=None, **of_scores):
+def _backward(
+    dout, q, k, v, real, rounded, *, scale=None, layout="bshd", sink=None, cu_seqlens=None, cu_seqlens_k=None, lengths_k=None,
+    dropout=0.0, seed=None, keep=None, **of_scores,
+):  # fmt: skip
     """The formulas in dtype `real`, with out, P, dS and the gradients rounded to dtype `rounded`."""
-    formula = softmax.forward if real is np.float64 else softmax.forward_low
-    out, lse = formula(q, k, v, scale=scale, layout=layout, sink=sink, **of_scores)
+    formula, lie = softmax.forward if real is np.float64 else softmax.forward_low, (cu_seqlens, cu_seqlens_k, lengths_k)
+    ends = dict(zip(("cu_seqlens", "cu_seqlens_k", "lengths_k"), lie))
+    of_weights = {"sink": sink, "dropout": dropout, "seed": seed, "keep": keep}
+    out, lse = formula(q, k, v, scale=scale, layout=layout, **of_weights, **ends, **of_scores)
     axes = np.argsort(ORDER[layout])
     dout, q, k, v, out = (x.transpose(axes).astype(real) for x in (dout, q, k, v, out))
-    variant, (batch, rows, heads, head_dim), cols = Variant(**of_scores).of(real), q.shape, k.shape[1]
+    variant, (*_, heads, head_dim) = Variant(**of_scores).of(real), q.shape
+    kept = softmax.kept_of(dropout, seed, keep)
     scale = real(head_dim**-0.5 if scale is None else scale)
-    i, j = np.arange(rows)[:, None], np.arange(cols)[None]
     dq, dk, dv = (np.zeros(x.shape, real) for x in (q, k, v))
     dsink = np.zeros(heads, real)
-    for b, h in np.ndindex(batch, heads):
-        g = h * k.shape[2] // heads
-        x = q[b, :, h] @ k[b, :, g].T * scale
-        s = variant.scores(x, b, h, i, j, cols - rows)
-        top = np.where(np.isfinite(lse[b, h]), lse[b, h], 0)[:, None]  # a row without keys is all exp(-inf) = 0
+    for (b, place, queries, keys), h in itertools.product(softmax.sequences_of(q.shape, k.shape, *lie), range(heads)):
+        g, mine = h * k.shape[2] // heads, (place, queries, h)
+        its = place, keys, g
+        i, j = np.arange(queries.stop - queries.start)[:, None], np.arange(keys.stop - keys.start)[None]
+        x = q[mine] @ k[its].T * scale
+        s = variant.scores(x, b, h, i, j, j.size - i.size)
+        of_rows = lse[place, h, queries]
+        top = np.where(np.isfinite(of_rows), of_rows, 0)[:, None]  # a row without keys is all exp(-inf) = 0
         p = np.exp(s - top)
-        delta = (dout[b, :, h] * out[b, :, h]).sum(1, keepdims=True)
+        left = real(1) if kept is None else np.where(kept(b, h, i, j), 1 / real(1 - dropout), 0)
+        delta = (dout[mine] * out[mine]).sum(1, keepdims=True)
         bend = 1 if variant.softcap is None else 1 - np.tanh(x / real(variant.softcap)) ** 2
-        ds = (bend * p * (dout[b, :, h] @ v[b, :, g].T - delta)).astype(rounded).astype(real)
-        dq[b, :, h] = scale * (ds @ k[b, :, g])
-        dk[b, :, g] += scale * (ds.T @ q[b, :, h])
+        ds = (bend * p * (left * (dout[mine] @ v[its].T) - delta)).astype(rounded).astype(real)
+        dq[mine] = scale * (ds @ k[its])
+        dk[its] += scale * (ds.T @ q[mine])
         if sink is not None:
             dsink[h] -= (np.exp(real(host(sink)[h]) - top) * delta).sum()
-        dv[b, :, g] += p.astype(rounded).astype(real).T @ dout[b, :, h]
+        dv[its] += (left * p.astype(rounded).astype(real)).T @ dout[mine]
     dq, dk, dv = (x.astype(rounded).transpose(axes) for x in (dq, dk, dv))
     return (dq, dk, dv) if sink is None else (dq, dk, dv, dsink)

@@ -12,11 +12,12 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from numba import cuda
 from numpy import int32
 
-from ops import add_held, block, divmod, exp2, load, mma_AB, mma_ABt, store, subtile, turned, zeros
+from ops import add_held, block, divmod, exp2, load, mma_AB, mma_ABt, store, subtile, truncate, turned, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st
 from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
@@ -57,7 +58,7 @@ class Config(Kind):
     @property
     def tiling(self) -> Facing:
         """Which queries see a block of keys."""
-        return Facing(self.rows, self.kv, self.variant)
+        return Facing(self.rows, self.kv, self.variant, self.lie.apart)
 
     @property
     def parts(self) -> Held:
@@ -72,10 +73,12 @@ SHAPES = {64: (64, 64, 1, 2), 128: (64, 64, 2, 1), 256: (32, 32, 2, 1)}  # padde
 
 
 @functools.lru_cache(1024)
-def config_for(head_dim: int, dtype: dtype, variant: Variant, piece: int = 16, value_dim: int | None = None) -> Config:
-    """The configuration that serves a problem: the next larger dims, both as the greater one."""
+def config_for(
+    head_dim: int, dtype: dtype, variant: Variant, piece: int = 16, value_dim: int | None = None, **kind: Any
+) -> Config:
+    """The configuration that serves a problem: the next larger dims, both as the greater one. kind: what else a Kind says."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
-    return Config(padded, padded, dtype, variant, *SHAPES[padded], piece)
+    return Config(padded, padded, dtype, variant, *SHAPES[padded], piece, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -128,14 +131,22 @@ def make(config: Config):
         before the variant made something of it, it was `unit` Q K^T."""
         k, v, q, do, ds = smem.open()
         number, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
-        batch, kv_head = divmod(pair, heads)
+        number, batch, kv_head = sequences.find_keys(number, pair, heads, KV, given)
         own, key, warp = sequences.sequence(batch, given), int32(KV * number), int32(cuda.threadIdx.x // LANES)
+        if not sequences.has_keys(key, batch, given):
+            return
+        if not sequences.apart:  # what lies behind the ends is another's
+            gK, gV = truncate(gK, 1, own.key + own.keys), truncate(gV, 1, own.key + own.keys)
+        if sequences.packed:
+            end, end_k = own.query + own.queries, sequences.last_key(batch, given)
+            gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
         mine, share = divmod(warp, SHARE)
         at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
         every = tiling.tiles(key, at)
-        first, tiles = int32(ROWS * every.first), int32(group * every.n)
-        k.fill(0, gK, (own.batch, key, kv_head, 0), 1, 3, 1, PIECE)
-        v.fill(0, gV, (own.batch, key, kv_head, 0), 1, 3, 1, PIECE)
+        first, tiles = int32(own.query + ROWS * every.first), int32(group * every.n)
+        above = sequences.first_tile(batch, given)
+        k.fill(0, gK, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
+        v.fill(0, gV, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
         q.fill(0, gQ, (own.batch, first, group * kv_head, 0), 1, 3, tiles, PIECE)
         do.fill(0, gDO, (own.batch, first, group * kv_head, 0), 1, 3, tiles, PIECE)
         every_key = k.wait(0, 3)
@@ -144,21 +155,22 @@ def make(config: Config):
             h, i = divmod(j, every.n)
             head, tile = int32(group * kv_head + h), int32(every.first + i)
             stands = at._replace(head=head, row=int32(ROWS * tile))
-            here, place = stands._replace(kept=variant.keep(stands)), (own.batch, head, int32(2 * ROWS * tile))
+            here, to = stands._replace(kept=variant.keep(stands)), int32(above + tile)
+            place = own.batch, head, int32(2 * ROWS * to)
             queries = q.wait(j, 1)
             s = turned(mma_ABt(zeros(SCORES), keys, queries))
             p, bend = weights(s, here, int32(key + BAND * mine), gSums, place, scale, tiling.cut(every, i))
             dout = do.wait(j, 0)
             dv = mma_AB(dv, INPUT(turned(p)), subtile(dout, ROWS, 0, V_COLS, share))
             dp = turned(mma_ABt(zeros(SCORES), values, dout))
-            slope = p * (dp - load(gSums, S.col_vec, (own.batch, head, int32(2 * ROWS * tile + ROWS)), -2, -1, True)) * bend
+            slope = p * (dp - load(gSums, S.col_vec, (own.batch, head, int32(2 * ROWS * to + ROWS)), -2, -1, True)) * bend
             slope = INPUT(slope)
             if share == 0:
                 store(subtile(ds, ROWS, mine), slope)
             dk = mma_AB(dk, turned(slope), subtile(queries, ROWS, 0, K_COLS, share))
             block.sync()
             last = i + 1 == every.n  # of the head's tiles
-            later = own.batch, first if last else int32(ROWS * tile + ROWS), int32(head + 1) if last else head, 0
+            later = own.batch, first if last else int32(own.query + ROWS * tile + ROWS), int32(head + 1) if last else head, 0
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
             for n in range(warp, parts.count, WARPS):
@@ -166,7 +178,7 @@ def make(config: Config):
                 part = zeros(PART)
                 for m in range(BANDS):
                     part = mma_AB(part, subtile(ds, BAND, TILES * m + down), subtile(every_key, BAND, m, PANEL, right))
-                add_held(gSum, part, parts.place(int32(group * pair + h), tile, int32(n)))
+                add_held(gSum, part, parts.place(int32(group * pair + h), to, int32(n)))
         row = own.key + key + BAND * mine
         store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * share), 1, 3, PIECE)
         store(gDV, INPUT(dv), (own.batch, row, kv_head, V_COLS * share), 1, 3, PIECE)

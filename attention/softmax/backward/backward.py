@@ -12,7 +12,7 @@ from ...options import flag, number
 from ..asked import ends_of, positive
 from ..assembled import Assembled, assembled
 from ..forward import check_extents, scale_of
-from ..launches import DTYPES, LOG2_E, variant_arrays
+from ..launches import DTYPES, LOG2_E, sequences_of, variant_arrays
 from . import ampere, finish, hopper, prepare, sinks
 
 BACKWARD = Schema(
@@ -27,6 +27,9 @@ BACKWARD = Schema(
     alibi  H|UH  float32  optional
     sink   H     float32  optional
     bias   WXYT  real     optional
+    cu_seqlens    E  ends         optional
+    cu_seqlens_k  E  key_ends     optional
+    lengths_k     N  key_lengths  optional
     dq   BSHD  tile  made
     dk   BTGD  tile  made
     dv   BTGV  tile  made
@@ -49,6 +52,9 @@ def backward(
     alibi: Any = None,
     sink: Any = None,
     bias: Any = None,
+    cu_seqlens: Any = None,
+    cu_seqlens_k: Any = None,
+    lengths_k: Any = None,
     scale: float | None = None,
     deterministic: bool = False,
     layout: str = "bshd",
@@ -64,9 +70,10 @@ def backward(
         P = exp(scale q k^T - lse)    dv = P^T dout
         dS = P (dout v^T - rowsum(dout out))    dq = scale dS k    dk = scale dS^T q
 
-    dout: as out. q, k, v, causal, window, softcap, alibi, sink, bias, scale, layout: what forward was called with; dS is then
-    that of q k^T, before all these. out, lse: what it gave, with return_lse=True. Heads that share a key head are summed. What
-    sees nothing has gradients of 0; alibi and bias have none. dq, dk, dv, dsink: written in place of new arrays.
+    dout: as out. q, k, v, causal, window, softcap, alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, scale, layout: what
+    forward was called with; dS is then that of q k^T, before all these. out, lse: what it gave, with return_lse=True. Heads
+    that share a key head are summed. What sees nothing has gradients of 0, and so have keys that are not in use; alibi and bias
+    have none. dq, dk, dv, dsink: written in place of new arrays.
 
     Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call:
     deterministic=True is refused for now.
@@ -77,7 +84,8 @@ def backward(
     forward."""
     if flag("deterministic", deterministic):
         raise NotImplementedError("deterministic: sums of dq are taken as they come; there is no fixed order yet")
-    given = dout, q, k, v, out, lse, alibi, sink, bias, dq, dk, dv, dsink
+    of_sequences = cu_seqlens, cu_seqlens_k, lengths_k
+    given = dout, q, k, v, out, lse, alibi, sink, bias, *of_sequences, dq, dk, dv, dsink
     options = (
         flag("causal", causal),
         *ends_of(window),
@@ -116,12 +124,18 @@ def planned(problem: Problem, made: Assembled, scale: float, family: str | None)
         return Plan([Fill(x, 0.0) for x in gradients if 0 not in x.form.shape])
     tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
     config: hopper.Config | ampere.Config
+    lie, where = sequences_of(problem)
+    kind: dict[str, Any] = {"lie": lie}
     if tma:
-        config = hopper.config_for(head_dim, dtype, made.variant, value_dim)
+        config = hopper.config_for(head_dim, dtype, made.variant, value_dim, **kind)
     else:
-        config = ampere.config_for(head_dim, dtype, made.variant, problem.bytes_at_once(), value_dim)
-    parts, tiles, group = config.parts, -(-q_len // config.rows), heads // kv_heads
-    blocks, pairs = -(-kv_len // config.kv), batch * kv_heads
+        config = ampere.config_for(head_dim, dtype, made.variant, problem.bytes_at_once(), value_dim, **kind)
+    parts, group = config.parts, heads // kv_heads
+    if lie.packed:  # see there, how many blocks that takes
+        (ends,) = problem("E")
+        tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
+    else:
+        tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
     scratch = [
         ((batch, heads, 2 * tiles * config.rows), "float32"),
         ((batch * heads, tiles * parts.rows, parts.width), "float32"),
@@ -136,10 +150,10 @@ def planned(problem: Problem, made: Assembled, scale: float, family: str | None)
         gSum=sums,
         blocks=tiles,
         heads=heads,
-        q_len=q_len,
+        **where,
     )
     main = kernel_for(hopper if tma else ampere, config, problem.device).bind(
-        pairs * blocks,
+        batch * kv_heads * blocks,
         gQ=problem["q"],
         gK=problem["k"],
         gV=problem["v"],
@@ -150,18 +164,17 @@ def planned(problem: Problem, made: Assembled, scale: float, family: str | None)
         gDV=problem["dv"],
         blocks=blocks,
         heads=kv_heads,
-        pairs=pairs,
+        pairs=batch * kv_heads,
         band=band_of(made.variant.rising, gpu.processors),
         group=group,
         scale=made.unit * LOG2_E,
         unit=scale,
-        q_len=q_len,
-        kv_len=kv_len,
+        **where,
         **made.numbers,
         **{name: x for name, x in variant_arrays(problem).items() if name in made.variant.given},
     )
-    after = kernel_for(finish, finish.Config(parts), problem.device).bind(
-        batch * heads * tiles, gSum=sums, gDQ=problem["dq"], blocks=tiles, heads=heads, unit=scale
+    after = kernel_for(finish, finish.config_of(config), problem.device).bind(
+        batch * heads * tiles, gSum=sums, gDQ=problem["dq"], blocks=tiles, heads=heads, unit=scale, **where
     )
     steps = [before, main, after]
     if "sink" in problem:

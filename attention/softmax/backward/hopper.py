@@ -15,7 +15,7 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, store_wait, subtile, tma_add, turned, warpgroup, zeros
+from ops import divmod, exp2, load, store_wait, subtile, tma_add, truncate, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, tiled
 
@@ -55,7 +55,7 @@ class Config(Kind):
     @property
     def tiling(self) -> Facing:
         """Which queries see a block of keys."""
-        return Facing(self.rows, self.kv, self.variant)
+        return Facing(self.rows, self.kv, self.variant, self.lie.apart)
 
     @property
     def share(self) -> int:
@@ -86,11 +86,11 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 
 
 @functools.lru_cache(1024)
-def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None) -> Config:
-    """The configuration that serves a problem: the next larger dims, both as the greater one."""
+def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
+    """The configuration that serves a problem: the next larger dims, both as the greater one. kind: what else a Kind says."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
     shape = SHAPES[padded] | ({"rounded": True} if variant.scored else {})
-    return Config(padded, padded, dtype, variant, **shape)
+    return Config(padded, padded, dtype, variant, **shape, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -106,7 +106,7 @@ def make(config: Config):
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
     GIVEN, AUX, INPUT, ROUNDED, BY_ROWS = config.given, config.aux, config.dtype, config.rounded, config.variant.by_rows
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
-    SHARE, PARTS, BENDS = config.share, config.parts.count, config.variant.bends
+    SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.bends, int(config.sequences.packed)
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
@@ -131,10 +131,18 @@ def make(config: Config):
             return tile
 
     @inlined
-    def step(j, s, dk, dv, cut, rings, keys, values, me, at, key, scale):
-        """What becomes of dK and dV by tile j of queries, whose scores are s, and the scores of the next one."""
+    def whole(queries, left):
+        """A tile of queries, of which `left` are the sequence's, and the others zeros."""
+        if sequences.packed:
+            sequences.clear(queries, left, CONSUMERS)
+        return queries
+
+    @inlined
+    def step(j, s, dk, dv, cut, rings, keys, values, me, at, coming, key, scale):
+        """What becomes of dK and dV by tile j of queries, whose scores are s, and the scores of the next one, whose first query
+        is `coming`."""
         k, q, do, ds, dq, sums = rings
-        dp = warpgroup.mm_ABt(values, do.wait(j))
+        dp = warpgroup.mm_ABt(values, whole(do.wait(j), at.queries - at.row))
         of_rows = sums.wait(j)
         lse = load(subtile(of_rows, ROWS, 0), S.col_vec)
         if BENDS:
@@ -176,7 +184,7 @@ def make(config: Config):
             do.release(j)
             every = ds.wait(j)
         part = parts.product(LAST + me, every, k.wait(0))
-        s = warpgroup.mm_ABt(keys, q.wait(j + 1))
+        s = warpgroup.mm_ABt(keys, whole(q.wait(j + 1), at.queries - coming))
         part = warpgroup.wait(part, newer=1)
         ds.release(j)
         dk = warpgroup.wait(dk, newer=1)
@@ -186,8 +194,8 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
-        gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
+        gQ: tiled(config.query, unit=UNIT), gK: tiled(config.key, unit=UNIT), gV: tiled(config.value, unit=UNIT),
+        gDO: tiled(config.dout, unit=UNIT), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
         gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
@@ -197,51 +205,63 @@ def make(config: Config):
         k, v, q, do, ds, dq, sums = smem.open()
         me = warpgroup.id()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
-        batch, kv_head = divmod(pair, heads)
+        block, batch, kv_head = sequences.find_keys(block, pair, heads, KV, given)
         own, key = sequences.sequence(batch, given), int32(KV * block)
+        if not sequences.has_keys(key, batch, given):
+            return
         at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
         every = tiling.tiles(key, at)
-        tiles = int32(group * every.n)
+        tiles, above = int32(group * every.n), sequences.first_tile(batch, given)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
-                k.fill(0, gK, (own.batch, block, kv_head))
-                v.fill(0, gV, (own.batch, block, kv_head))
+                at_keys = own.batch, sequences.begins(own.key, block, KV), kv_head
+                k.fill(0, gK, at_keys)
+                v.fill(0, gV, at_keys)
                 head, tile = int32(group * kv_head), int32(every.first)
                 for j in range(tiles):
-                    q.fill(j, gQ, (own.batch, tile, head))
-                    do.fill(j, gDO, (own.batch, tile, head))
-                    sums.fill(j, gSums, (own.batch, head, tile))
+                    begins = sequences.begins(own.query, tile, ROWS)
+                    q.fill(j, gQ, (own.batch, begins, head))
+                    do.fill(j, gDO, (own.batch, begins, head))
+                    sums.fill(j, gSums, (own.batch, head, above + tile))
                     tile = int32(tile + 1)
                     if tile == every.first + every.n:
                         head, tile = int32(head + 1), int32(every.first)
                 q.fill(tiles, gQ, (own.batch, 0, group * kv_head))  # consumers ask ahead
             if warpgroup.rank() == SENDER:
-                of, part = int32(group * pair), int32(PARTS * every.first)
+                of, part = int32(group * pair), int32(PARTS * (above + every.first))
                 for n in range(int32(PARTS * tiles)):
                     tma_add(gSum, (of, part), dq.wait(n))
                     store_wait()
                     dq.release(n)
                     part = int32(part + 1)
-                    if part == PARTS * (every.first + every.n):
-                        of, part = int32(of + 1), int32(PARTS * every.first)
+                    if part == PARTS * (above + every.first + every.n):
+                        of, part = int32(of + 1), int32(PARTS * (above + every.first))
         else:
             warpgroup.claim_registers(claim)
-            keys, values = subtile(k.wait(0), EACH, me // SHARE), subtile(v.wait(0), EACH, me // SHARE)
+            keys, values = k.wait(0), v.wait(0)
+            sequences.clear(keys, own.keys - key, CONSUMERS)
+            sequences.clear(values, own.keys - key, CONSUMERS)
+            keys, values = subtile(keys, EACH, me // SHARE), subtile(values, EACH, me // SHARE)
             mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
             rings = k, q, do, ds, dq, sums
-            s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(keys, q.wait(0)))), zeros(DK), zeros(DV)
+            queries = whole(q.wait(0), own.queries - ROWS * every.first)
+            s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(keys, queries))), zeros(DK), zeros(DV)
             j = int32(0)
             for h in range(group):
                 stands = at._replace(head=int32(group * kv_head + h))
                 kept = variant.keep(stands)
                 for i in range(every.n):
                     here = stands._replace(row=int32(ROWS * (every.first + i)), kept=kept)
-                    s, dk, dv = step(j, s, dk, dv, tiling.cut(every, i), rings, keys, values, me, here, mine, scale)
+                    coming = ROWS * (every.first + (i + 1 if i + 1 < every.n else 0))
+                    s, dk, dv = step(j, s, dk, dv, tiling.cut(every, i), rings, keys, values, me, here, coming, mine, scale)
                     j = int32(j + 1)
             if j > 0:
                 dq.publish(PARTS * (j - 1) + LAST + me)
             row = own.key + key + EACH * (me // SHARE)
+            if sequences.packed:
+                end = sequences.last_key(batch, given)
+                gDK, gDV = truncate(gDK, 1, end), truncate(gDV, 1, end)
             warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * (me % SHARE)), 1, 3, True)
             warpgroup.store(gDV, INPUT(dv), (own.batch, row, kv_head, V_COLS * (me % SHARE)), 1, 3, True)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from numpy import int32
 
 from ops import rasterize, right_fill
-from tiles import inlined
+from tiles import inlined, static
 
 from ..tiling import Tiling
 
@@ -21,8 +21,12 @@ class Tiles(NamedTuple):
     right: Any
 
 
+@static
 class Facing(Tiling):
-    """Of kernels whose blocks have `kv` keys and whose tiles have `rows` queries, under a variant."""
+    """Of kernels whose blocks have `kv` keys and whose tiles have `rows` queries, under a variant. apart: there are no blocks
+    but those with keys that queries may see."""
+
+    apart: bool = True
 
     @inlined
     def place(self, block, blocks, pairs, band):
@@ -41,6 +45,8 @@ class Facing(Tiling):
         right = n if seen.inner_end >= at.queries else seen.inner_end // self.rows - first
         if not self.variant.within and key + self.kv > at.keys:  # what lies behind the last key is cut off, too
             left = n
+        if not self.apart and key >= at.keys:
+            n = 0
         return Tiles(int32(first), int32(n), int32(left), int32(right))
 
     @inlined

@@ -22,8 +22,9 @@ NAMES = "dq", "dk", "dv", "dsink"
 NOTHING, NOISE = 1e-9, 1e-4
 
 
-def agree(place, q, k, v, family=None, between=lambda: None, **options):
-    """Run forward and, after `between`, backward, and judge by the rule for gradients: no NaN, every element written."""
+def agree(place, q, k, v, family=None, between=lambda: None, known=None, **options):
+    """Run forward and, after `between`, backward, and judge by the rule for gradients: no NaN, every element written. known:
+    the same k and v without what may not be read, for the formula."""
     dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
     put, given = [place.put(x) for x in (q, k, v)], there(place, options)
     out, lse = attention.forward(*put, return_lse=True, **given)
@@ -32,6 +33,7 @@ def agree(place, q, k, v, family=None, between=lambda: None, **options):
     made = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in zip(NAMES, of)}
     got = attention.backward(place.put(dout), *put, out, lse, **given, **made, family=family)
     assert len(got) == len(of) and all(x is made[name] for name, x in zip(NAMES, got))
+    k, v = known or (k, v)
     ref, low = reference.backward(dout, q, k, v, **options), reference.backward_low(dout, q, k, v, **options)
     got = [place.get(x) for x in got]
     if "sink" in options:  # by the output as it was rounded: a few sums of many errors have no error worth comparing with
@@ -118,6 +120,67 @@ def test_what_sees_nothing_has_no_gradient(place):
     assert (dk[:, :250].astype(F32) == 0).all() and (dv[:, :250].astype(F32) == 0).all()
 
 
+# ---- sequences -------------------------------------------------------------------------------------------------------
+ENDS = np.array([0, 17, 17, 60, 130], np.int32)
+ENDS_K = np.array([0, 140, 150, 150, 170], np.int64)  # none of the second has queries, the third no keys, the fourth few
+IN_USE = np.array([100, 7, 0, 20], np.int32)
+PACKED = {
+    "full": {},
+    "causal, sink": dict(causal=True, sink=np.array([1.5, -2], F32)),
+    "window, alibi of each sequence": dict(window=(20, 5), alibi=draw((4, 2), F32, 1) ** 2),
+    "bias of each sequence": dict(bias=draw((4, 1, 1, 170), F32, 3), softcap=2.0),
+}
+
+
+@pytest.mark.parametrize(("case", "head_dim"), [*zip(PACKED, itertools.cycle([128, 64]))])
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_packed_sequences(place, case, head_dim, family):
+    q, k, v = inputs(1, 130, 170, 2, 1, head_dim)
+    agree(place, q, k, v, family, cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, **PACKED[case])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_keys_in_use(place, packed, family):
+    """What lies behind them is not read, and has no gradient; the last query belongs to the last of them."""
+    if packed:
+        (q, k, v), options = inputs(1, 130, 170, 1, 1, 64), dict(cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, lengths_k=IN_USE)
+        used = np.concatenate([np.arange(start, start + n) for start, n in zip(ENDS_K, IN_USE)])[None]
+        unused = np.ones((1, 170), bool)
+        np.put_along_axis(unused, used, False, 1)
+    else:
+        (q, k, v), options = inputs(3, 40, 150, 1, 1, 64), dict(lengths_k=np.array([30, 0, 133], np.int32), causal=True)
+        unused = np.arange(150) >= options["lengths_k"][:, None]
+    bad = k.copy(), v.copy()
+    for x in bad:
+        x[unused] = np.nan
+    _, *got = agree(place, q, *bad, family, known=(k, v), **options)
+    assert all((x[unused].astype(F32) == 0).all() for x in got)
+
+
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_a_nan_stays_in_its_sequence(place, family):
+    ends = place.put(np.array([0, 20, 50, 90], np.int32))
+    q, k, v = inputs(1, 90, 90, 1, 1, 64)
+    for x in (q, k, v):
+        x[:, 20:50] = np.nan
+    q, k, v = (place.put(x) for x in (q, k, v))
+    out, lse = attention.forward(q, k, v, cu_seqlens=ends, return_lse=True)
+    for got in attention.backward(q, q, k, v, out, lse, cu_seqlens=ends, family=family):
+        bad = np.isnan(place.get(got).astype(F32)).any((0, 2, 3))
+        assert bad[20:50].all() and not bad[:20].any() and not bad[50:].any()
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 140)), min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_random_sequences(pairs, causal, hopper_too):
+    ends, ends_k = np.cumsum([(0, 0), *pairs], 0, np.int32).T
+    if ends[-1] and ends_k[-1]:
+        q, k, v = inputs(1, ends[-1], ends_k[-1], 1, 1, 128)
+        family = "sm_90" if hopper_too else "sm_80"
+        agree(OnInterpreter(), q, k, v, family, cu_seqlens=ends.copy(), cu_seqlens_k=ends_k.copy(), causal=causal)
+
+
 @pytest.mark.parametrize(("seq_q", "seq_kv", "batch"), [(4, 0, 1), (0, 4, 1), (3, 3, 0)])
 def test_empty(place, seq_q, seq_kv, batch):
     q, k, v = (place.put(x) for x in inputs(batch, seq_q, seq_kv, 2, 2, 64))
@@ -149,6 +212,12 @@ def test_no_hazard_under_random_orders(seed, monkeypatch):
 def test_as_compiled(as_compiled, arch, family):
     """In the emulator."""
     agree(OnInterpreter(), *inputs(1, 20, 24, 1, 1, 64), family, lambda: as_compiled(arch), causal=True)
+
+
+@pytest.mark.parametrize(("arch", "family"), [("sm_90a", "sm_90"), ("sm_80", "sm_80")])
+def test_packed_sequences_as_compiled(as_compiled, arch, family):
+    ends, q_k_v = np.array([0, 9, 20], np.int32), inputs(1, 20, 20, 1, 1, 64)
+    agree(OnInterpreter(), *q_k_v, family, lambda: as_compiled(arch), cu_seqlens=ends, lengths_k=np.array([9, 7], np.int32))
 
 
 def test_scratch_memory_need_not_be_zero(monkeypatch):
