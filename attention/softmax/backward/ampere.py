@@ -19,13 +19,14 @@ from numpy import int32
 
 from ops import add_held, block, divmod, exp2, load, mma_AB, mma_ABt, store, subtile, truncate, turned, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st
-from tiles.arguments import FLOAT, INT, array
+from tiles.arguments import FLOAT, INT, Record, array, record
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
 from ..kind import Kind
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
+from .order import UNORDERED, Ordered, Unordered
 from .parts import BAND, PANEL, Held
 from .tiling import Facing
 
@@ -33,12 +34,23 @@ from .tiling import Facing
 @dataclass(frozen=True)
 class Config(Kind):
     """A kernel's shape: query rows of a tile; how many warps share the columns of the same 16 keys; blocks that a
-    multiprocessor is to hold. piece: the bytes that bases and strides are multiples of."""
+    multiprocessor is to hold. piece: the bytes that bases and strides are multiples of. ordered: see order.py."""
 
     queries: int
     share: int
     resident: int
     piece: int = 16
+    ordered: bool = False
+
+    @property
+    def order(self) -> Unordered:
+        """In which order blocks add to dQ."""
+        return Ordered(self.warps, False) if self.ordered else UNORDERED
+
+    @property
+    def given(self) -> Record:
+        """What the kernel is told of the variant, of sequences, of lists and of the order."""
+        return record(**super().given.fields, **self.order.given)
 
     @property
     def rows(self) -> int:
@@ -66,7 +78,7 @@ class Config(Kind):
         return Held(self.rows, self.kv, self.head_dim, self.dtype, self.piece)
 
     def __str__(self):
-        return super().__str__() + f", by {self.piece} bytes" * (self.piece != 16)
+        return super().__str__() + f", by {self.piece} bytes" * (self.piece != 16) + str(self.order)
 
 
 SHAPES = {64: (64, 64, 1, 2), 128: (64, 64, 2, 1), 256: (32, 32, 2, 1)}  # padded head_dim: (kv, queries, share, resident)
@@ -94,6 +106,7 @@ def make(config: Config):
     KV, ROWS, SHARE, WARPS, PIECE = config.kv, config.rows, config.share, config.warps, config.piece
     GIVEN, AUX, INPUT, BY_ROWS, BENDS = config.given, config.aux, config.dtype, config.variant.by_rows, config.variant.bends
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
+    order = config.order
     PANELS, BANDS, TILES = config.head_dim // PANEL, KV // BAND, ROWS // BAND
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
     DK, DV, S, PART = rt(BAND, K_COLS, fp32), rt(BAND, V_COLS, fp32), rt(ROWS, BAND, fp32, "col"), rt(BAND, PANEL, fp32)
@@ -142,8 +155,9 @@ def make(config: Config):
             gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
         mine, share = divmod(warp, SHARE)
         at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.tiles(key, at)
-        first, tiles = int32(own.query + ROWS * every.first), int32(group * every.n)
+        every = tiling.tiles(key, at, group)
+        first = int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, 0), key, at, group))
+        tiles = int32(group * every.n)
         above = sequences.first_tile(batch, given)
         k.fill(0, gK, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
         v.fill(0, gV, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
@@ -153,13 +167,14 @@ def make(config: Config):
         keys, values, dk, dv = subtile(every_key, BAND, mine), subtile(v.wait(0, 2), BAND, mine), zeros(DK), zeros(DV)
         for j in range(tiles):
             h, i = divmod(j, every.n)
-            head, tile = int32(group * kv_head + h), int32(every.first + i)
+            nth = order.nth(every.n, i)
+            head, tile = int32(group * kv_head + h), tiling.tile(every, nth, key, at, group)
             stands = at._replace(head=head, row=int32(ROWS * tile))
             here, to = stands._replace(kept=variant.keep(stands)), int32(above + tile)
             place = own.batch, head, int32(2 * ROWS * to)
             queries = q.wait(j, 1)
             s = turned(mma_ABt(zeros(SCORES), keys, queries))
-            p, bend = weights(s, here, int32(key + BAND * mine), gSums, place, scale, tiling.cut(every, i))
+            p, bend = weights(s, here, int32(key + BAND * mine), gSums, place, scale, tiling.cut(every, nth))
             dout = do.wait(j, 0)
             dv = mma_AB(dv, INPUT(turned(p)), subtile(dout, ROWS, 0, V_COLS, share))
             dp = turned(mma_ABt(zeros(SCORES), values, dout))
@@ -170,15 +185,19 @@ def make(config: Config):
             dk = mma_AB(dk, turned(slope), subtile(queries, ROWS, 0, K_COLS, share))
             block.sync()
             last = i + 1 == every.n  # of the head's tiles
-            later = own.batch, first if last else int32(own.query + ROWS * tile + ROWS), int32(head + 1) if last else head, 0
+            row = first if last else int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, i + 1), key, at, group))
+            later = own.batch, row, int32(head + 1) if last else head, 0
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
+            of = int32(group * pair + h)
+            order.take(given, of, to, tiling.before(number, tile, at))
             for n in range(warp, parts.count, WARPS):
                 down, right = divmod(int32(n), PANELS)
                 part = zeros(PART)
                 for m in range(BANDS):
                     part = mma_AB(part, subtile(ds, BAND, TILES * m + down), subtile(every_key, BAND, m, PANEL, right))
-                add_held(gSum, part, parts.place(int32(group * pair + h), to, int32(n)))
+                add_held(gSum, part, parts.place(of, to, int32(n)))
+            order.give(given, of, to)
         row = own.key + key + BAND * mine
         store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * share), 1, 3, PIECE)
         store(gDV, INPUT(dv), (own.batch, row, kv_head, V_COLS * share), 1, 3, PIECE)

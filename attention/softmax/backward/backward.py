@@ -15,6 +15,7 @@ from ..forward import check_extents, scale_of
 from ..launches import DTYPES, LOG2_E, sequences_of, variant_arrays
 from . import ampere, finish, hopper, prepare, sinks
 
+SHARING, IN_LINE = 6, 16  # multiprocessors that work on one pair at a time, where later queries see more keys, and in order
 BACKWARD = Schema(
     "backward",
     """
@@ -75,15 +76,13 @@ def backward(
     that share a key head are summed. What sees nothing has gradients of 0, and so have keys that are not in use; alibi and bias
     have none. dq, dk, dv, dsink: written in place of new arrays.
 
-    Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call:
-    deterministic=True is refused for now.
+    Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call;
+    with deterministic=True they are taken in a fixed order, and all bits are the same in every call on the same kind of GPU.
 
     With forward's other options there is no gradient yet. stream, family: as in forward.
 
     Returns (dq, dk, dv), and with a sink (dq, dk, dv, dsink), the same kind of arrays as q. Arrays and errors are as in
     forward."""
-    if flag("deterministic", deterministic):
-        raise NotImplementedError("deterministic: sums of dq are taken as they come; there is no fixed order yet")
     of_sequences = cu_seqlens, cu_seqlens_k, lengths_k
     given = dout, q, k, v, out, lse, alibi, sink, bias, *of_sequences, dq, dk, dv, dsink
     options = (
@@ -91,6 +90,7 @@ def backward(
         *ends_of(window),
         positive("softcap", softcap),
         number("scale", scale),
+        flag("deterministic", deterministic),
         sink is not None,
         family,
     )
@@ -105,6 +105,7 @@ def _backward(
     right: int | None,
     softcap: float | None,
     scale: float | None,
+    deterministic: bool,
     sinks: bool,
     family: str | None,
 ) -> Plan:
@@ -112,12 +113,17 @@ def _backward(
     check_extents(problem)
     scale = scale_of(problem, scale)  # the sink is in lse, and nowhere else
     return planned(
-        problem, assembled(scale, causal, (left, right), softcap, "alibi" in problem, "bias" in problem), scale, family
+        problem,
+        assembled(scale, causal, (left, right), softcap, "alibi" in problem, "bias" in problem),
+        scale,
+        deterministic,
+        family,
     )
 
 
-def planned(problem: Problem, made: Assembled, scale: float, family: str | None) -> Plan:
-    """The launches of the gradients of an assembled variant of scores that were `scale` q k^T at first."""
+def planned(problem: Problem, made: Assembled, scale: float, ordered: bool, family: str | None) -> Plan:
+    """The launches of the gradients of an assembled variant of scores that were `scale` q k^T at first. ordered: dQ is summed
+    in a fixed order."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * ("sink" in problem))]
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
@@ -125,7 +131,7 @@ def planned(problem: Problem, made: Assembled, scale: float, family: str | None)
     tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
     config: hopper.Config | ampere.Config
     lie, where = sequences_of(problem)
-    kind: dict[str, Any] = {"lie": lie}
+    kind: dict[str, Any] = {"lie": lie, "ordered": ordered}
     if tma:
         config = hopper.config_for(head_dim, dtype, made.variant, value_dim, **kind)
     else:
@@ -136,11 +142,14 @@ def planned(problem: Problem, made: Assembled, scale: float, family: str | None)
         tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
     else:
         tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
-    scratch = [
+    scratch: list[tuple[tuple[int, ...], str]] = [
         ((batch, heads, 2 * tiles * config.rows), "float32"),
         ((batch * heads, tiles * parts.rows, parts.width), "float32"),
     ]
-    of_rows, sums = (problem.scratch(n, *what) for n, what in enumerate(scratch))
+    if ordered:
+        scratch.append(((batch * heads, tiles), "int32"))
+    of_rows, sums, *turns = (problem.scratch(n, *what) for n, what in enumerate(scratch))
+    told = where | dict(zip(("turns",), turns))
     before = kernel_for(prepare, prepare.config_of(config), problem.device).bind(
         batch * heads * tiles,
         gO=problem["out"],
@@ -150,7 +159,7 @@ def planned(problem: Problem, made: Assembled, scale: float, family: str | None)
         gSum=sums,
         blocks=tiles,
         heads=heads,
-        **where,
+        **told,
     )
     main = kernel_for(hopper if tma else ampere, config, problem.device).bind(
         batch * kv_heads * blocks,
@@ -165,11 +174,11 @@ def planned(problem: Problem, made: Assembled, scale: float, family: str | None)
         blocks=blocks,
         heads=kv_heads,
         pairs=batch * kv_heads,
-        band=band_of(made.variant.rising, gpu.processors),
+        band=band_of(made.variant.rising, ordered, gpu.processors),
         group=group,
         scale=made.unit * LOG2_E,
         unit=scale,
-        **where,
+        **told,
         **made.numbers,
         **{name: x for name, x in variant_arrays(problem).items() if name in made.variant.given},
     )
@@ -185,6 +194,7 @@ def planned(problem: Problem, made: Assembled, scale: float, family: str | None)
     return Plan(steps, scratch)
 
 
-def band_of(rising: bool, processors: int) -> int:
-    """How many pairs of key head and batch are gone through at once: see tiling.band_of."""
-    return max(1, processors // 6) if rising else 1
+def band_of(rising: bool, ordered: bool, processors: int) -> int:
+    """How many pairs of key head and batch are gone through at once: see tiling.band_of. Blocks that add to dQ in
+    order wait for each other when they begin, the longer the more of a pair begin at once."""
+    return max(1, processors // SHARING) if rising else max(1, processors // IN_LINE) if ordered else 1

@@ -17,11 +17,12 @@ from numpy import int32
 
 from ops import divmod, exp2, load, store_wait, subtile, tma_add, truncate, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
-from tiles.arguments import FLOAT, INT, array, tiled
+from tiles.arguments import FLOAT, INT, Record, array, record, tiled
 
 from ..kind import Kind
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
+from .order import UNORDERED, Ordered, Unordered
 from .parts import ByRows, parts_of
 from .tiling import Facing
 
@@ -33,7 +34,7 @@ FILLER, SENDER = 0, 1  # which of the producer's warps brings tiles, and which s
 class Config(Kind):
     """A kernel's shape: query rows of a tile, stages of the rings of Q, of dO, of dS and of dQ's parts. Each consumer owns 64
     keys; where a block has no more than 64, half of the columns of dK and dV. rounded: dS is made of weights as rounded for dV,
-    which takes fewer registers."""
+    which takes fewer registers. ordered: see order.py."""
 
     queries: int
     stages: int = 2
@@ -41,6 +42,17 @@ class Config(Kind):
     ds_stages: int = 2
     dq_stages: int = 2
     rounded: bool = False
+    ordered: bool = False
+
+    @property
+    def order(self) -> Unordered:
+        """In which order blocks add to dQ."""
+        return Ordered(1, True) if self.ordered else UNORDERED
+
+    @property
+    def given(self) -> Record:
+        """What the kernel is told of the variant, of sequences, of lists and of the order."""
+        return record(**super().given.fields, **self.order.given)
 
     @property
     def rows(self) -> int:
@@ -56,6 +68,9 @@ class Config(Kind):
     def tiling(self) -> Facing:
         """Which queries see a block of keys."""
         return Facing(self.rows, self.kv, self.variant, self.lie.apart)
+
+    def __str__(self):
+        return super().__str__() + str(self.order)
 
     @property
     def share(self) -> int:
@@ -106,6 +121,7 @@ def make(config: Config):
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
     GIVEN, AUX, INPUT, ROUNDED, BY_ROWS = config.given, config.aux, config.dtype, config.rounded, config.variant.by_rows
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
+    order = config.order
     SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.bends, int(config.sequences.packed)
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
@@ -210,7 +226,7 @@ def make(config: Config):
         if not sequences.has_keys(key, batch, given):
             return
         at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.tiles(key, at)
+        every = tiling.tiles(key, at, group)
         tiles, above = int32(group * every.n), sequences.first_tile(batch, given)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
@@ -218,25 +234,32 @@ def make(config: Config):
                 at_keys = own.batch, sequences.begins(own.key, block, KV), kv_head
                 k.fill(0, gK, at_keys)
                 v.fill(0, gV, at_keys)
-                head, tile = int32(group * kv_head), int32(every.first)
+                head, i = int32(group * kv_head), int32(0)
                 for j in range(tiles):
+                    tile = tiling.tile(every, order.nth(every.n, i), key, at, group)
                     begins = sequences.begins(own.query, tile, ROWS)
                     q.fill(j, gQ, (own.batch, begins, head))
                     do.fill(j, gDO, (own.batch, begins, head))
                     sums.fill(j, gSums, (own.batch, head, above + tile))
-                    tile = int32(tile + 1)
-                    if tile == every.first + every.n:
-                        head, tile = int32(head + 1), int32(every.first)
+                    i = int32(i + 1)
+                    if i == every.n:
+                        head, i = int32(head + 1), int32(0)
                 q.fill(tiles, gQ, (own.batch, 0, group * kv_head))  # consumers ask ahead
             if warpgroup.rank() == SENDER:
-                of, part = int32(group * pair), int32(PARTS * (above + every.first))
-                for n in range(int32(PARTS * tiles)):
-                    tma_add(gSum, (of, part), dq.wait(n))
-                    store_wait()
-                    dq.release(n)
-                    part = int32(part + 1)
-                    if part == PARTS * (above + every.first + every.n):
-                        of, part = int32(of + 1), int32(PARTS * (above + every.first))
+                of, i = int32(group * pair), int32(0)
+                for j in range(tiles):
+                    number = tiling.tile(every, order.nth(every.n, i), key, at, group)
+                    tile = int32(above + number)
+                    order.take(given, of, tile, tiling.before(block, number, at))
+                    for part in range(PARTS):
+                        n = int32(PARTS * j + part)
+                        tma_add(gSum, (of, int32(PARTS * tile + part)), dq.wait(n))
+                        store_wait()
+                        dq.release(n)
+                    order.give(given, of, tile)
+                    i = int32(i + 1)
+                    if i == every.n:
+                        of, i = int32(of + 1), int32(0)
         else:
             warpgroup.claim_registers(claim)
             keys, values = k.wait(0), v.wait(0)
@@ -245,16 +268,17 @@ def make(config: Config):
             keys, values = subtile(keys, EACH, me // SHARE), subtile(values, EACH, me // SHARE)
             mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
             rings = k, q, do, ds, dq, sums
-            queries = whole(q.wait(0), own.queries - ROWS * every.first)
+            queries = whole(q.wait(0), own.queries - ROWS * tiling.tile(every, order.nth(every.n, 0), key, at, group))
             s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(keys, queries))), zeros(DK), zeros(DV)
             j = int32(0)
             for h in range(group):
                 stands = at._replace(head=int32(group * kv_head + h))
                 kept = variant.keep(stands)
                 for i in range(every.n):
-                    here = stands._replace(row=int32(ROWS * (every.first + i)), kept=kept)
-                    coming = ROWS * (every.first + (i + 1 if i + 1 < every.n else 0))
-                    s, dk, dv = step(j, s, dk, dv, tiling.cut(every, i), rings, keys, values, me, here, coming, mine, scale)
+                    nth, then = order.nth(every.n, i), order.nth(every.n, i + 1 if i + 1 < every.n else 0)
+                    here = stands._replace(row=int32(ROWS * tiling.tile(every, nth, key, at, group)), kept=kept)
+                    coming = ROWS * tiling.tile(every, then, key, at, group)
+                    s, dk, dv = step(j, s, dk, dv, tiling.cut(every, nth), rings, keys, values, me, here, coming, mine, scale)
                     j = int32(j + 1)
             if j > 0:
                 dq.publish(PARTS * (j - 1) + LAST + me)

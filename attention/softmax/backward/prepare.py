@@ -17,6 +17,7 @@ from tiles.pipeline import PIECES
 
 from ..sequences import Batched
 from . import ampere, hopper
+from .order import UNORDERED, Unordered
 from .parts import BAND, ByRows
 
 LOG2_E = np.float32(np.log2(np.e))
@@ -26,7 +27,7 @@ NEVER = 1e30  # the log-sum-exp of a row that sees no key, or is none: its weigh
 @dataclass(frozen=True)
 class Config:
     """Of the kernel: the padded columns of O, how many queries a tile has, how dQ is cut, whether rows of O and dO begin at
-    multiples of 16 bytes, how sequences lie."""
+    multiples of 16 bytes, how sequences lie, in which order dQ is summed."""
 
     value_dim: int
     rows: int
@@ -34,6 +35,7 @@ class Config:
     parts: ByRows
     aligned: bool = True
     lie: type[Batched] = field(default=Batched, kw_only=True)
+    order: Unordered = field(default=UNORDERED, kw_only=True)
 
     @property
     def threads(self):
@@ -47,12 +49,12 @@ class Config:
 
     @property
     def given(self) -> Record:
-        """What the kernel is told of sequences."""
-        return record(**self.sequences.given)
+        """What the kernel is told of sequences and of the order."""
+        return record(**self.sequences.given, **self.order.given)
 
     def __str__(self):
-        parts = type(self.parts).__name__.lower()
-        return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}" + ", by elements" * (not self.aligned)
+        parts = type(self.parts).__name__.lower() + ", by elements" * (not self.aligned) + str(self.order)
+        return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}"
 
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
@@ -60,7 +62,7 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
     aligned, parts = True, config.parts
     if isinstance(config, ampere.Config):
         aligned, parts = config.piece == PIECES[0], replace(config.parts, piece=PIECES[0])
-    return Config(config.value_dim, config.rows, config.dtype, parts, aligned, lie=config.lie)
+    return Config(config.value_dim, config.rows, config.dtype, parts, aligned, lie=config.lie, order=config.order)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -73,7 +75,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ALIGNED = True if config.aligned else None
     ROWS, INPUT, PART, GIVEN = config.rows, config.dtype, rt(BAND, 64, fp32), config.given
-    parts, sequences = config.parts, config.sequences
+    parts, sequences, order = config.parts, config.sequences, config.order
     X, COLUMNS, WARPS, BANDS = rt(BAND, parts.width, fp32), config.value_dim, config.rows // BAND, parts.rows // BAND
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -97,6 +99,8 @@ def make(config: Config):
         lse = load(gLse, PART.col_vec, (own.batch, head, own.query + row)) * LOG2_E
         there = (row_index(PART.col_vec) + row < own.queries) & (lse > -NEVER)
         store(gSums, where(there, lse, NEVER), (own.batch, head, to))
+        if warp == 0:
+            order.begin(given, pair, tile)
         for band in range(warp, BANDS, WARPS):
             store(gSum, zeros(X), (pair, int32(parts.rows * tile + BAND * band), 0), 1, 2, True)
 

@@ -36,8 +36,8 @@ class Facing(Tiling):
         return block, pair
 
     @inlined
-    def tiles(self, key, at):
-        """The Tiles of the keys from `key` on."""
+    def tiles(self, key, at, group):
+        """The Tiles of the keys from `key` on; `group` query heads share their head."""
         seen = self.variant.seers(key, key + self.kv - 1, at)
         first = seen.first // self.rows
         n = max(0, (min(seen.end, at.queries) + self.rows - 1) // self.rows - first)
@@ -48,6 +48,20 @@ class Facing(Tiling):
         if not self.apart and key >= at.keys:
             n = 0
         return Tiles(int32(first), int32(n), int32(left), int32(right))
+
+    @inlined
+    def tile(self, tiles, i, key, at, group):
+        """The number of the i-th of these tiles."""
+        return int32(tiles.first + i)
+
+    @inlined
+    def before(self, block, tile, at):
+        """How many blocks of keys that a tile of queries sees come before this one."""
+        if self.variant.from_first:
+            return block
+        else:
+            row = self.rows * tile
+            return int32(block - self.variant.keys(row, row + self.rows - 1, at).first // self.kv)
 
     @inlined
     def cut(self, tiles, i):

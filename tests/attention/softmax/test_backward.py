@@ -15,14 +15,14 @@ from attention import reference
 from attention.softmax.backward import ampere, hopper
 from attention.softmax.seen import CAUSAL, FULL, Left, Right
 from attention.softmax.variants import Both
-from tiles import bf16, fp16
+from tiles import Hazard, bf16, fp16, interpreter
 
 F32, FP16 = np.float32, fp16.np
 NAMES = "dq", "dk", "dv", "dsink"
 NOTHING, NOISE = 1e-9, 1e-4
 
 
-def agree(place, q, k, v, family=None, between=lambda: None, known=None, **options):
+def agree(place, q, k, v, family=None, between=lambda: None, known=None, deterministic=False, **options):
     """Run forward and, after `between`, backward, and judge by the rule for gradients: no NaN, every element written. known:
     the same k and v without what may not be read, for the formula."""
     dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
@@ -31,7 +31,7 @@ def agree(place, q, k, v, family=None, between=lambda: None, known=None, **optio
     between()
     of = [q, k, v, *[options[name] for name in ("sink",) if name in options]]
     made = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in zip(NAMES, of)}
-    got = attention.backward(place.put(dout), *put, out, lse, **given, **made, family=family)
+    got = attention.backward(place.put(dout), *put, out, lse, **given, **made, deterministic=deterministic, family=family)
     assert len(got) == len(of) and all(x is made[name] for name, x in zip(NAMES, got))
     k, v = known or (k, v)
     ref, low = reference.backward(dout, q, k, v, **options), reference.backward_low(dout, q, k, v, **options)
@@ -118,6 +118,50 @@ def test_what_sees_nothing_has_no_gradient(place):
     assert (dq[:, :140].astype(F32) == 0).all()
     _, dk, dv = agree(place, *inputs(1, 30, 300, 1, 1, 64), window=(10, 0))
     assert (dk[:, :250].astype(F32) == 0).all() and (dv[:, :250].astype(F32) == 0).all()
+
+
+# ---- in order ----------------------------------------------------------------------------------------------------------
+ORDERED = {
+    "full": {},
+    "causal": dict(causal=True),
+    "window": dict(window=(70, 20)),
+    "window, left": dict(window=(100, None), softcap=2.0),
+}
+
+
+@pytest.mark.parametrize(("case", "head_dim"), [*zip(ORDERED, itertools.cycle([128, 64]))])
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_deterministic(place, case, head_dim, family):
+    """Who waits for a block that comes later, or for more than there are, is found by the interpreter."""
+    agree(place, *inputs(1, 200, 330, 2, 1, head_dim), family, deterministic=True, **ORDERED[case])
+
+
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_blocks_add_in_order(family, monkeypatch):
+    """In whatever order they come: a block waits for those before it."""
+    forwards, q_k_v = interpreter.clusters, inputs(1, 20, 160, 1, 1, 64)
+    monkeypatch.setattr(interpreter, "clusters", lambda *args: [*forwards(*args)][::-1])
+    agree(OnInterpreter(), *q_k_v, family)
+    with pytest.raises(Hazard, match="(?s)deadlock: .*blocks that come later in the grid may not be waited for"):
+        agree(OnInterpreter(), *q_k_v, family, deterministic=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("family", "head_dim"), [("sm_90", 64), ("sm_90", 128), ("sm_90", 256), ("sm_80", 128)])
+def test_the_same_bits_under_load(family, head_dim, causal):
+    """Of eight streams at once, again and again."""
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(2, 2000, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    out, lse = attention.forward(q, k, v, causal=causal, return_lse=True)
+    options, found = dict(causal=causal, deterministic=True, family=family), []
+    torch.cuda.synchronize()
+    for stream in [torch.cuda.Stream() for _ in range(8)] * 5:
+        with torch.cuda.stream(stream):
+            found.append(attention.backward(q, q, k, v, out, lse, **options))
+    torch.cuda.synchronize()
+    for one in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(one, found[0], strict=True))
 
 
 # ---- sequences -------------------------------------------------------------------------------------------------------
@@ -216,8 +260,10 @@ def test_as_compiled(as_compiled, arch, family):
 
 @pytest.mark.parametrize(("arch", "family"), [("sm_90a", "sm_90"), ("sm_80", "sm_80")])
 def test_packed_sequences_as_compiled(as_compiled, arch, family):
+    """In order, and not all keys in use."""
     ends, q_k_v = np.array([0, 9, 20], np.int32), inputs(1, 20, 20, 1, 1, 64)
-    agree(OnInterpreter(), *q_k_v, family, lambda: as_compiled(arch), cu_seqlens=ends, lengths_k=np.array([9, 7], np.int32))
+    options = dict(cu_seqlens=ends, lengths_k=np.array([9, 7], np.int32), deterministic=True)
+    agree(OnInterpreter(), *q_k_v, family, lambda: as_compiled(arch), **options)
 
 
 def test_scratch_memory_need_not_be_zero(monkeypatch):
@@ -286,7 +332,7 @@ def call(**other):
 @pytest.mark.parametrize(
     ("other", "error", "words"),
     [
-        (dict(deterministic=True), NotImplementedError, "deterministic: .*no fixed order yet"),
+        (dict(deterministic=1), TypeError, "deterministic: must be"),
         (dict(family="sm_70"), ValueError, "family: must be None or one of"),
         (dict(lse=np.zeros((1, 1, 8), F32)), ValueError, "lse: heads must equal dout's"),
         (dict(lse=np.zeros((1, 2, 8), np.float64)), TypeError, "lse: "),
