@@ -15,7 +15,7 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, store_wait, subtile, tma_add, truncate, turned, warpgroup, zeros
+from ops import exp2, load, store_wait, subtile, tma_add, truncate, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, Record, array, record, tiled
 
