@@ -235,11 +235,8 @@ def _variant(
     more: list[tuple[Variant, dict[str, float | Number]]] = []
     if norm := norm_of(problem, "q_norm"):
         more.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
-    if "seed" in problem and problem("O") != (1,):
-        raise problem.error("seed", "must have one element", "seed")
     if dropout is not None:
-        number = {} if seed_value is None else {"seed": seed_value}
-        more.append((DroppedAnew() if seed_value is None else Dropped(), numbers_of(dropout) | number))
+        more.append(dropped(problem, dropout, seed_value))
     listing = None
     seen = f"{mask=!s}; window={(left, 0 if causal else right)}"
     if masking is not None or ready_for:
@@ -267,6 +264,15 @@ def _variant(
 
 
 _block_lists = program(LISTS)(_variant.planner)
+
+
+def dropped(problem: Problem, dropout: float, seed: Number | None) -> tuple[Dropped, dict[str, float | Number]]:
+    """The variant that drops weights, and its numbers. seed: None if it lies in memory. ValueError."""
+    if "seed" in problem and problem("O") != (1,):
+        raise problem.error("seed", "must have one element", "seed")
+    if seed is None:
+        return DroppedAnew(), {**numbers_of(dropout)}
+    return Dropped(), {**numbers_of(dropout), "seed": seed}
 
 
 def scale_of(problem: Problem, scale: float | None) -> float:

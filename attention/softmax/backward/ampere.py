@@ -131,7 +131,7 @@ def make(config: Config):
             lse = lse + variant.below(s, at, key) * scale
         if cut:
             s = tiling.mask(s, at, key)
-        return exp2(s * scale - lse), bend
+        return variant.marked(exp2(s * scale - lse), at, key), bend
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
@@ -176,10 +176,10 @@ def make(config: Config):
             s = turned(mma_ABt(zeros(SCORES), keys, queries))
             p, bend = weights(s, here, int32(key + BAND * mine), gSums, place, scale, tiling.cut(every, nth))
             dout = do.wait(j, 0)
-            dv = mma_AB(dv, INPUT(turned(p)), subtile(dout, ROWS, 0, V_COLS, share))
+            dv = mma_AB(dv, INPUT(turned(variant.left(p))), subtile(dout, ROWS, 0, V_COLS, share))
             dp = turned(mma_ABt(zeros(SCORES), values, dout))
-            slope = p * (dp - load(gSums, S.col_vec, (own.batch, head, int32(2 * ROWS * to + ROWS)), -2, -1, True)) * bend
-            slope = INPUT(slope)
+            delta = load(gSums, S.col_vec, (own.batch, head, int32(2 * ROWS * to + ROWS)), -2, -1, True)
+            slope = INPUT(variant.slope(p, dp, delta, here) * bend)
             if share == 0:
                 store(subtile(ds, ROWS, mine), slope)
             dk = mma_AB(dk, turned(slope), subtile(queries, ROWS, 0, K_COLS, share))
@@ -200,6 +200,6 @@ def make(config: Config):
             order.give(given, of, to)
         row = own.key + key + BAND * mine
         store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * share), 1, 3, PIECE)
-        store(gDV, INPUT(dv), (own.batch, row, kv_head, V_COLS * share), 1, 3, PIECE)
+        store(gDV, INPUT(variant.output(dv, at)), (own.batch, row, kv_head, V_COLS * share), 1, 3, PIECE)
 
     return attend, smem

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tiles.arrays import Number
 from tiles.device import machine
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, program
@@ -9,9 +10,9 @@ from tiles.schema import Problem, Schema
 
 from ...families import choose
 from ...options import flag, number
-from ..asked import ends_of, positive
+from ..asked import ends_of, positive, random_of
 from ..assembled import Assembled, assembled
-from ..forward import check_extents, scale_of
+from ..forward import check_extents, dropped, scale_of
 from ..launches import DTYPES, LOG2_E, sequences_of, variant_arrays
 from . import ampere, finish, hopper, prepare, sinks
 
@@ -31,6 +32,7 @@ BACKWARD = Schema(
     cu_seqlens    E  ends         optional
     cu_seqlens_k  E  key_ends     optional
     lengths_k     N  key_lengths  optional
+    seed   O     index   optional
     dq   BSHD  tile  made
     dk   BTGD  tile  made
     dv   BTGV  tile  made
@@ -56,6 +58,8 @@ def backward(
     cu_seqlens: Any = None,
     cu_seqlens_k: Any = None,
     lengths_k: Any = None,
+    dropout: float = 0.0,
+    seed: Any = None,
     scale: float | None = None,
     deterministic: bool = False,
     layout: str = "bshd",
@@ -71,10 +75,10 @@ def backward(
         P = exp(scale q k^T - lse)    dv = P^T dout
         dS = P (dout v^T - rowsum(dout out))    dq = scale dS k    dk = scale dS^T q
 
-    dout: as out. q, k, v, causal, window, softcap, alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, scale, layout: what
-    forward was called with; dS is then that of q k^T, before all these. out, lse: what it gave, with return_lse=True. Heads
-    that share a key head are summed. What sees nothing has gradients of 0, and so have keys that are not in use; alibi and bias
-    have none. dq, dk, dv, dsink: written in place of new arrays.
+    dout: as out. q, k, v, causal, window, softcap, alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, dropout, seed, scale,
+    layout: what forward was called with; dS is then that of q k^T, before all these. out, lse: what it gave, with
+    return_lse=True. Heads that share a key head are summed. What sees nothing has gradients of 0, and so have keys that are not
+    in use; alibi and bias have none. dq, dk, dv, dsink: written in place of new arrays.
 
     Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call;
     with deterministic=True they are taken in a fixed order, and all bits are the same in every call on the same kind of GPU.
@@ -83,12 +87,14 @@ def backward(
 
     Returns (dq, dk, dv), and with a sink (dq, dk, dv, dsink), the same kind of arrays as q. Arrays and errors are as in
     forward."""
-    of_sequences = cu_seqlens, cu_seqlens_k, lengths_k
-    given = dout, q, k, v, out, lse, alibi, sink, bias, *of_sequences, dq, dk, dv, dsink
+    of_sequences, random = (cu_seqlens, cu_seqlens_k, lengths_k), random_of(dropout, seed)
+    given = dout, q, k, v, out, lse, alibi, sink, bias, *of_sequences, random.seeds, dq, dk, dv, dsink
     options = (
         flag("causal", causal),
         *ends_of(window),
         positive("softcap", softcap),
+        random.dropout,
+        random.seed,
         number("scale", scale),
         flag("deterministic", deterministic),
         sink is not None,
@@ -104,6 +110,8 @@ def _backward(
     left: int | None,
     right: int | None,
     softcap: float | None,
+    dropout: float | None,
+    seed_value: Number | None,
     scale: float | None,
     deterministic: bool,
     sinks: bool,
@@ -112,13 +120,9 @@ def _backward(
     """How backward does calls of this form."""
     check_extents(problem)
     scale = scale_of(problem, scale)  # the sink is in lse, and nowhere else
-    return planned(
-        problem,
-        assembled(scale, causal, (left, right), softcap, "alibi" in problem, "bias" in problem),
-        scale,
-        deterministic,
-        family,
-    )
+    more = [dropped(problem, dropout, seed_value)] if dropout is not None else []
+    made = assembled(scale, causal, (left, right), softcap, "alibi" in problem, "bias" in problem, more=more)
+    return planned(problem, made, scale, deterministic, family)
 
 
 def planned(problem: Problem, made: Assembled, scale: float, ordered: bool, family: str | None) -> Plan:

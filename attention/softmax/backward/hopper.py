@@ -104,7 +104,7 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration that serves a problem: the next larger dims, both as the greater one. kind: what else a Kind says."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
-    shape = SHAPES[padded] | ({"rounded": True} if variant.scored else {})
+    shape = SHAPES[padded] | ({"rounded": True} if variant.scored or variant.draws else {})
     return Config(padded, padded, dtype, variant, **shape, **kind)
 
 
@@ -170,13 +170,13 @@ def make(config: Config):
             lse = lse + variant.below(s, at, key) * scale
         if cut:
             s = tiling.mask(s, at, key)
-        p = exp2(s * scale - lse)
+        p = variant.marked(exp2(s * scale - lse), at, key)
         weights = INPUT(turned(p))
         if ROUNDED:
             p = fp32(turned(weights))
-        dv = warpgroup.mma_AB(dv, weights, columns(do.wait(j), V_COLS, me % SHARE))
+        dv = warpgroup.mma_AB(dv, variant.left(weights), columns(do.wait(j), V_COLS, me % SHARE))
         dp = turned(warpgroup.wait(dp, newer=1))
-        slope = p * (dp - load(subtile(of_rows, ROWS, 1), S.col_vec))
+        slope = variant.slope(p, dp, load(subtile(of_rows, ROWS, 1), S.col_vec), at)
         if BENDS:
             slope = slope * fp32(bend)
         slope = INPUT(turned(slope))
@@ -287,6 +287,6 @@ def make(config: Config):
                 end = sequences.last_key(batch, given)
                 gDK, gDV = truncate(gDK, 1, end), truncate(gDV, 1, end)
             warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * (me % SHARE)), 1, 3, True)
-            warpgroup.store(gDV, INPUT(dv), (own.batch, row, kv_head, V_COLS * (me % SHARE)), 1, 3, True)
+            warpgroup.store(gDV, INPUT(variant.output(dv, at)), (own.batch, row, kv_head, V_COLS * (me % SHARE)), 1, 3, True)
 
     return attend, smem

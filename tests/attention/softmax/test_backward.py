@@ -146,6 +146,20 @@ def test_blocks_add_in_order(family, monkeypatch):
         agree(OnInterpreter(), *q_k_v, family, deterministic=True)
 
 
+DROPPED = {
+    "full": dict(dropout=0.3, seed=2**40 + 7),
+    "causal, softcap": dict(dropout=0.5, seed=5, causal=True, softcap=3.0),
+    "seed in memory": dict(dropout=0.1, seed=np.array([2**35 + 5], np.int64), window=(40, 9), alibi=np.array([0.5, 0.1], F32)),
+}
+
+
+@pytest.mark.parametrize(("case", "head_dim"), [*zip(DROPPED, [128, 64, 256])])
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_dropout(place, case, head_dim, family):
+    """The same weights as in forward; sums of dO O, which are of those that are left, are subtracted from all."""
+    agree(place, *inputs(1, 90, 140, 2, 1, head_dim), family, **DROPPED[case])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("family", "head_dim"), [("sm_90", 64), ("sm_90", 128), ("sm_90", 256), ("sm_80", 128)])
@@ -285,9 +299,17 @@ def test_random_problems_on_the_card(batch, seq_q, seq_kv, heads_kv, group, eigh
 
 
 # ---- the formula -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", [*VARIANTS, "plain", "causal"])
+FORMULA = {
+    "plain": {},
+    "causal": dict(causal=True, scale=0.7),
+    "dropout": dict(dropout=0.3, seed=3, causal=True),
+    "packed": dict(cu_seqlens=np.array([0, 3, 7]), cu_seqlens_k=np.array([0, 5, 9]), lengths_k=np.array([5, 2])),
+}
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *FORMULA])
 def test_the_formula_agrees_with_finite_differences(name):
-    options = {"plain": {}, "causal": {"causal": True, "scale": 0.7}}.get(name) or VARIANTS.get(name, {})
+    options = (VARIANTS | FORMULA)[name]
     q, k, v, dout = (draw((2, n, h, 8), np.float64, seed) for seed, (n, h) in enumerate([(7, 2), (9, 1), (9, 1), (7, 2)]))
     given, step = {"q": q, "k": k, "v": v} | {name: options[name].astype(float) for name in ("sink",) if name in options}, 1e-5
     for gradient, name in zip(reference.backward(dout, q, k, v, **options), given, strict=True):
