@@ -10,8 +10,9 @@ def register_torch_ops() -> None:
     from .recurrent.linear import _linear
     from .recurrent.mamba2 import _mamba2
     from .recurrent.step import _linear_step
-    from .softmax.backward.backward import _backward
+    from .softmax.backward.backward import _backward, _backward_into, _backward_into_sinks
     from .softmax.forward import _forward, _variant
 
-    for program in _backward, _based, _delta_rule, _forward, _hedgehog, _linear, _linear_step, _mamba2, _variant:
+    backward = _backward, _backward_into, _backward_into_sinks
+    for program in *backward, _based, _delta_rule, _forward, _hedgehog, _linear, _linear_step, _mamba2, _variant:
         program.op()

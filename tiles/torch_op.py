@@ -157,7 +157,8 @@ class _Op:
             for row in self.rows
         ]
         options = [f"{TYPES[kind]} {name}" for name, kind in _options(self.program.planner).items()]
-        return f"({', '.join([*tensors, *options, 'str layout'])}) -> {'Tensor[]' if self.several else 'Tensor'}"
+        made = "Tensor[]" if self.several else "Tensor" if any(row.result for row in self.schema.arguments.values()) else "()"
+        return f"({', '.join([*tensors, *options, 'str layout'])}) -> {made}"
 
     def parts(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any], str]:
         """(tensors, one for each row that is no result; options by name; layout)"""
@@ -177,7 +178,7 @@ class _Op:
         rows = [self.schema.arguments[name] for name in self.schema.results(options)]
         dtypes = [first.dtype if row.holds == "tile" else getattr(self.torch, row.dtypes[0]) for row in rows]
         made = [first.new_empty(shapes[row.name], dtype=dtype) for row, dtype in zip(rows, dtypes)]
-        return made if self.several else made[0]
+        return made if self.several or not made else made[0]
 
     def without_gradient(self, keys: Any, *args: Any) -> Any:
         """Where autograd would write down what is done. If nothing but memory comes after it the call is made from here, for

@@ -19,8 +19,8 @@ from .create import lane_first
 @op
 def bernoulli(shape, share, low, high, batch, head, row, col):
     """A tile of type `shape`, of either layout, of independent draws: 1 with probability share / 65536, else 0. A draw follows
-    from its place, element (0, 0) being at (batch, head, row, col), row and col multiples of 16, and from a seed of 64 bits, low
-    and high half: it is the same in whatever tile, and in NumPy (tiles.philox.halves below share). share: from 0 to 65535."""
+    from its place, element (0, 0) being at (batch, head, row, col), row and col multiples of 16, and from a seed of 64 bits,
+    low and high half: it is the same in whatever tile, and in NumPy (tiles.philox.halves below share). share: 0 to 65535."""
     if row % TILE or col % TILE:
         raise here().hazard(f"bernoulli: row and col must be multiples of {TILE}: {row=}, {col=}")
     rows, cols = (np.arange(n, dtype=np.int64) for n in shape.shape)

@@ -28,24 +28,32 @@ from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
 from .order import UNORDERED, Ordered, Unordered
 from .parts import BAND, PANEL, Held
+from .results import Added, Written
 from .tiling import Facing
 
 
 @dataclass(frozen=True)
 class Config(Kind):
     """A kernel's shape: query rows of a tile; how many warps share the columns of the same 16 keys; blocks that a
-    multiprocessor is to hold. piece: the bytes that bases and strides are multiples of. ordered: see order.py."""
+    multiprocessor is to hold. piece: the bytes that bases and strides are multiples of. ordered: see order.py. adds: see
+    results.py."""
 
     queries: int
     share: int
     resident: int
     piece: int = 16
     ordered: bool = False
+    adds: bool = False
 
     @property
     def order(self) -> Unordered:
         """In which order blocks add to dQ."""
         return Ordered(self.warps, False) if self.ordered else UNORDERED
+
+    @property
+    def result(self) -> Written:
+        """What becomes of gradients."""
+        return Added(fp32) if self.adds else Written(self.dtype)
 
     @property
     def given(self) -> Record:
@@ -78,7 +86,7 @@ class Config(Kind):
         return Held(self.rows, self.kv, self.head_dim, self.dtype, self.piece)
 
     def __str__(self):
-        return super().__str__() + f", by {self.piece} bytes" * (self.piece != 16) + str(self.order)
+        return super().__str__() + f", by {self.piece} bytes" * (self.piece != 16) + str(self.order) + " adds" * self.adds
 
 
 SHAPES = {64: (64, 64, 1, 2), 128: (64, 64, 2, 1), 256: (32, 32, 2, 1)}  # padded head_dim: (kv, queries, share, resident)
@@ -106,7 +114,7 @@ def make(config: Config):
     KV, ROWS, SHARE, WARPS, PIECE = config.kv, config.rows, config.share, config.warps, config.piece
     GIVEN, AUX, INPUT, BY_ROWS, BENDS = config.given, config.aux, config.dtype, config.variant.by_rows, config.variant.bends
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
-    order = config.order
+    order, result, OUT = config.order, config.result, config.result.dtype
     PANELS, BANDS, TILES = config.head_dim // PANEL, KV // BAND, ROWS // BAND
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
     DK, DV, S, PART = rt(BAND, K_COLS, fp32), rt(BAND, V_COLS, fp32), rt(ROWS, BAND, fp32, "col"), rt(BAND, PANEL, fp32)
@@ -136,7 +144,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gSum: array(3),
-        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once,
@@ -199,7 +207,7 @@ def make(config: Config):
                 add_held(gSum, part, parts.place(of, to, int32(n)))
             order.give(given, of, to)
         row = own.key + key + BAND * mine
-        store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * share), 1, 3, PIECE)
-        store(gDV, INPUT(variant.output(dv, at)), (own.batch, row, kv_head, V_COLS * share), 1, 3, PIECE)
+        result.store(gDK, dk * unit, (own.batch, row, kv_head, K_COLS * share), PIECE)
+        result.store(gDV, variant.output(dv, at), (own.batch, row, kv_head, V_COLS * share), PIECE)
 
     return attend, smem

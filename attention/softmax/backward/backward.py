@@ -17,9 +17,7 @@ from ..launches import DTYPES, LOG2_E, sequences_of, variant_arrays
 from . import ampere, finish, hopper, prepare, sinks
 
 SHARING, IN_LINE = 6, 16  # multiprocessors that work on one pair at a time, where later queries see more keys, and in order
-BACKWARD = Schema(
-    "backward",
-    """
+GIVEN = """
     dout BSHV  tile
     q    BSHD  tile
     k    BTGD  tile
@@ -33,12 +31,20 @@ BACKWARD = Schema(
     cu_seqlens_k  E  key_ends     optional
     lengths_k     N  key_lengths  optional
     seed   O     index   optional
+"""
+MADE = """
     dq   BSHD  tile  made
     dk   BTGD  tile  made
     dv   BTGV  tile  made
     dsink  H   float32  made  sinks
-    """,
-)
+"""
+ADDED = """
+    dq   BSHD  float32  updated
+    dk   BTGD  float32  updated
+    dv   BTGV  float32  updated
+"""
+BACKWARD, INTO = Schema("backward", GIVEN.rstrip() + MADE), Schema("backward_into", GIVEN.rstrip() + ADDED)
+INTO_SINKS = Schema("backward_into_sinks", GIVEN.rstrip() + ADDED.rstrip() + "\n    dsink  H   float32  updated\n")
 
 
 def backward(
@@ -62,6 +68,7 @@ def backward(
     seed: Any = None,
     scale: float | None = None,
     deterministic: bool = False,
+    accumulate: bool = False,
     layout: str = "bshd",
     dq: Any = None,
     dk: Any = None,
@@ -75,10 +82,13 @@ def backward(
         P = exp(scale q k^T - lse)    dv = P^T dout
         dS = P (dout v^T - rowsum(dout out))    dq = scale dS k    dk = scale dS^T q
 
-    dout: as out. q, k, v, causal, window, softcap, alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, dropout, seed, scale,
-    layout: what forward was called with; dS is then that of q k^T, before all these. out, lse: what it gave, with
+    dout: as out. q, k, v, causal, window, softcap, alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, dropout, seed,
+    scale, layout: what forward was called with; dS is then that of q k^T, before all these. out, lse: what it gave, with
     return_lse=True. Heads that share a key head are summed. What sees nothing has gradients of 0, and so have keys that are not
-    in use; alibi and bias have none. dq, dk, dv, dsink: written in place of new arrays.
+    in use; alibi and bias have none.
+
+    dq, dk, dv, dsink: written in place of new arrays. With accumulate=True they must be given, of float32, and gradients are
+    added to what they hold, unrounded.
 
     Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call;
     with deterministic=True they are taken in a fixed order, and all bits are the same in every call on the same kind of GPU.
@@ -100,7 +110,13 @@ def backward(
         sink is not None,
         family,
     )
-    return _backward(stream, given, options, layout)
+    if not flag("accumulate", accumulate):
+        return _backward(stream, given, options, layout)
+    if sink is None:
+        _backward_into(stream, given[:-1], options, layout)
+        return dq, dk, dv
+    _backward_into_sinks(stream, given, options, layout)
+    return dq, dk, dv, dsink
 
 
 @program(BACKWARD)
@@ -125,17 +141,22 @@ def _backward(
     return planned(problem, made, scale, deterministic, family)
 
 
+_backward_into, _backward_into_sinks = program(INTO)(_backward.planner), program(INTO_SINKS)(_backward.planner)
+
+
 def planned(problem: Problem, made: Assembled, scale: float, ordered: bool, family: str | None) -> Plan:
     """The launches of the gradients of an assembled variant of scores that were `scale` q k^T at first. ordered: dQ is summed
     in a fixed order."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * ("sink" in problem))]
+    adds = problem.schema is not BACKWARD
+    give = _nothing if adds else None
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
-        return Plan([Fill(x, 0.0) for x in gradients if 0 not in x.form.shape])
+        return Plan([] if adds else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), give)
     tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
     config: hopper.Config | ampere.Config
     lie, where = sequences_of(problem)
-    kind: dict[str, Any] = {"lie": lie, "ordered": ordered}
+    kind: dict[str, Any] = {"lie": lie, "ordered": ordered, "adds": adds}
     if tma:
         config = hopper.config_for(head_dim, dtype, made.variant, value_dim, **kind)
     else:
@@ -191,11 +212,15 @@ def planned(problem: Problem, made: Assembled, scale: float, ordered: bool, fami
     )
     steps = [before, main, after]
     if "sink" in problem:
-        of_sinks = kernel_for(sinks, sinks.Config(config.rows), problem.device).bind(
+        of_sinks = kernel_for(sinks, sinks.config_of(config), problem.device).bind(
             -(-heads // sinks.HEADS), gSums=of_rows, gSink=problem["sink"], gDSink=problem["dsink"], batches=batch, tiles=tiles
         )
         steps.append(of_sinks)
-    return Plan(steps, scratch)
+    return Plan(steps, scratch, give)
+
+
+def _nothing(every: Any) -> None:
+    """What is given back where all results were given to be added to."""
 
 
 def band_of(rising: bool, ordered: bool, processors: int) -> int:

@@ -14,15 +14,17 @@ from tiles.layout import LANES
 from ..sequences import Batched
 from . import ampere, hopper
 from .parts import ByRows
+from .results import Written
 
 WARPS = 4  # of a thread block
 
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: how dQ is cut, and how sequences lie."""
+    """Of the kernel: how dQ is cut, how sequences lie, what becomes of the gradient."""
 
     parts: ByRows
+    result: Written
     lie: type[Batched] = field(default=Batched, kw_only=True)
     threads = LANES * WARPS
 
@@ -37,13 +39,13 @@ class Config:
         return record(**self.sequences.given)
 
     def __str__(self):
-        parts = self.parts
-        return f"D {parts.columns} {parts.dtype}, {parts.queries} queries, {type(parts).__name__.lower()}"
+        parts, result = self.parts, type(self.result).__name__.lower()
+        return f"D {parts.columns} {parts.dtype}, {parts.queries} queries, {type(parts).__name__.lower()}, {result}"
 
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
     """What comes after that kernel."""
-    return Config(config.parts, lie=config.lie)
+    return Config(config.parts, config.result, lie=config.lie)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -54,11 +56,11 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    parts, BANDS, QUERIES, INPUT = config.parts, config.parts.bands, config.parts.queries, config.parts.dtype
-    sequences, GIVEN = config.sequences, config.given
+    parts, BANDS, QUERIES, result = config.parts, config.parts.bands, config.parts.queries, config.result
+    sequences, GIVEN, OUT = config.sequences, config.given, config.result.dtype
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def finish(gSum: array(3), gDQ: array(4, INPUT), given: GIVEN, blocks: INT, heads: INT, unit: FLOAT):
+    def finish(gSum: array(3), gDQ: array(4, OUT), given: GIVEN, blocks: INT, heads: INT, unit: FLOAT):
         """`unit` times the sums of a tile of queries, one of a pair's `blocks`."""
         pair, tile = divmod(cuda.blockIdx.x, blocks)
         block, batch, head = sequences.find(tile, pair, heads, given)
@@ -69,6 +71,6 @@ def make(config: Config):
                 gDQ = truncate(gDQ, 1, own.query + own.queries)
             for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
                 x = parts.load(gSum, pair, tile, int32(band)) * unit
-                parts.finish(gDQ, x, own.batch, row, head, int32(band))
+                parts.finish(gDQ, x, own.batch, row, head, int32(band), result)
 
     return finish, None

@@ -24,6 +24,7 @@ from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
 from .order import UNORDERED, Ordered, Unordered
 from .parts import ByRows, parts_of
+from .results import Added, Written
 from .tiling import Facing
 
 CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
@@ -34,7 +35,7 @@ FILLER, SENDER = 0, 1  # which of the producer's warps brings tiles, and which s
 class Config(Kind):
     """A kernel's shape: query rows of a tile, stages of the rings of Q, of dO, of dS and of dQ's parts. Each consumer owns 64
     keys; where a block has no more than 64, half of the columns of dK and dV. rounded: dS is made of weights as rounded for dV,
-    which takes fewer registers. ordered: see order.py."""
+    which takes fewer registers. ordered: see order.py. adds: see results.py."""
 
     queries: int
     stages: int = 2
@@ -43,11 +44,17 @@ class Config(Kind):
     dq_stages: int = 2
     rounded: bool = False
     ordered: bool = False
+    adds: bool = False
 
     @property
     def order(self) -> Unordered:
         """In which order blocks add to dQ."""
         return Ordered(1, True) if self.ordered else UNORDERED
+
+    @property
+    def result(self) -> Written:
+        """What becomes of gradients."""
+        return Added(fp32) if self.adds else Written(self.dtype)
 
     @property
     def given(self) -> Record:
@@ -70,7 +77,7 @@ class Config(Kind):
         return Facing(self.rows, self.kv, self.variant, self.lie.apart)
 
     def __str__(self):
-        return super().__str__() + str(self.order)
+        return super().__str__() + str(self.order) + " adds" * self.adds
 
     @property
     def share(self) -> int:
@@ -121,7 +128,7 @@ def make(config: Config):
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
     GIVEN, AUX, INPUT, ROUNDED, BY_ROWS = config.given, config.aux, config.dtype, config.rounded, config.variant.by_rows
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
-    order = config.order
+    order, result, OUT = config.order, config.result, config.result.dtype
     SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.bends, int(config.sequences.packed)
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
@@ -212,7 +219,7 @@ def make(config: Config):
     def attend(
         gQ: tiled(config.query, unit=UNIT), gK: tiled(config.key, unit=UNIT), gV: tiled(config.value, unit=UNIT),
         gDO: tiled(config.dout, unit=UNIT), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
-        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once,
@@ -286,7 +293,7 @@ def make(config: Config):
             if sequences.packed:
                 end = sequences.last_key(batch, given)
                 gDK, gDV = truncate(gDK, 1, end), truncate(gDV, 1, end)
-            warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * (me % SHARE)), 1, 3, True)
-            warpgroup.store(gDV, INPUT(variant.output(dv, at)), (own.batch, row, kv_head, V_COLS * (me % SHARE)), 1, 3, True)
+            result.store_four(gDK, dk * unit, (own.batch, row, kv_head, K_COLS * (me % SHARE)))
+            result.store_four(gDV, variant.output(dv, at), (own.batch, row, kv_head, V_COLS * (me % SHARE)))
 
     return attend, smem

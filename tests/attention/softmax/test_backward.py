@@ -178,6 +178,27 @@ def test_the_same_bits_under_load(family, head_dim, causal):
         assert all(torch.equal(x, y) for x, y in zip(one, found[0], strict=True))
 
 
+@pytest.mark.parametrize(("head_dim", "family"), [(64, "sm_90"), (128, "sm_90"), (72, "sm_80")])
+def test_gradients_are_added_to_what_is_there(place, head_dim, family):
+    """By accumulate=True, in float32, whatever the strides; there are none of keys that nobody sees."""
+    q, k, v = inputs(1, 50, 150, 2, 1, head_dim)
+    sink, dout, options = np.array([0.5, -1], F32), draw(q.shape, BF16), dict(window=(30, 0))
+    put, given = [place.put(x) for x in (dout, q, k, v)], options | {"sink": place.put(sink)}
+    out, lse = attention.forward(*put[1:], return_lse=True, **given)
+    before = [draw((*x.shape[:-1], 2 * x.shape[-1]), F32) for x in (q, k, v, sink)]
+    rooms = [place.put(x.copy()) for x in before]
+    made = dict(zip(NAMES, (x[..., ::2] for x in rooms)))
+    got = attention.backward(*put, out, lse, accumulate=True, family=family, **given, **made)
+    assert all(x is y for x, y in zip(got, made.values(), strict=True))
+    found = [place.get(x) - y for x, y in zip(rooms, before)]
+    assert not any(x[..., 1::2].any() for x in found) and not found[1][:, :70].any()
+    of = dict(zip(NAMES, attention.backward(*put, out, lse, **given, family=family)))
+    np.testing.assert_allclose(found[3][::2], place.get(of["dsink"]), rtol=1e-4, atol=1e-5)
+    ref, low = (f(dout, q, k, v, sink=sink, **options) for f in (reference.backward, reference.backward_low))
+    for each in zip(found[:3], ref, low):
+        reference.assert_close(each[0][..., ::2], *each[1:], factor=3)
+
+
 # ---- sequences -------------------------------------------------------------------------------------------------------
 ENDS = np.array([0, 17, 17, 60, 130], np.int32)
 ENDS_K = np.array([0, 140, 150, 150, 170], np.int64)  # none of the second has queries, the third no keys, the fourth few
@@ -355,6 +376,10 @@ def call(**other):
     ("other", "error", "words"),
     [
         (dict(deterministic=1), TypeError, "deterministic: must be"),
+        (dict(accumulate=True), TypeError, "dq: "),
+        (dict(accumulate=True, **{n: np.zeros((1, 8, 2, 64), BF16) for n in NAMES[:3]}), TypeError, "dq: dtype must be one of"),
+        (dict(dropout=0.1), ValueError, "seed: must be given"),
+        (dict(cu_seqlens_k=np.zeros(2, np.int32)), ValueError, "cu_seqlens_k: takes cu_seqlens, too"),
         (dict(family="sm_70"), ValueError, "family: must be None or one of"),
         (dict(lse=np.zeros((1, 1, 8), F32)), ValueError, "lse: heads must equal dout's"),
         (dict(lse=np.zeros((1, 2, 8), np.float64)), TypeError, "lse: "),
