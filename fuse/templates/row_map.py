@@ -4,8 +4,9 @@
 
 One of three forms serves, by the rows' width (row_map_text.py writes them):
 
-- folded: a row is a tile, cut into 16 parts that lie one below the other. A lane reads 16 bytes at a time, one row is worked on
-  while the next one comes, and vectors along the columns stay in registers;
+- folded: a row is a tile, cut into 16 parts that lie one below the other. A lane reads 16 bytes at a time, and keeps them where
+  nobody asks which columns they are; one row is worked on while the next one comes, and vectors along the columns stay in
+  registers;
 - held: a block has sixteen rows, its warps side by side along the columns; all is read once and stays in registers;
 - looped: the same, but a warp takes every so many columns, once for each level of reductions and once more for the result. They
   come from L2 then, where sixteen rows of every multiprocessor fit."""
@@ -60,6 +61,11 @@ class RowMap:
         """That all arrays are read as: their own, if it is one."""
         found = {x.what[1] if x.operation == "input" else "bfloat16" for x in self.leaves if x.ndim}
         return DTYPES.get(found.pop(), "fp32") if len(found) == 1 else "fp32"
+
+    @property
+    def alike(self) -> bool:
+        """Are all arrays of 16 bits, so that their columns may come in one order of their own?"""
+        return all(x.operation == "input" and x.what[1] in ("bfloat16", "float16") for x in self.leaves if x.ndim)
 
     @property
     def form(self) -> type[Writing]:

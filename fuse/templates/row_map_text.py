@@ -88,12 +88,12 @@ class Writing:
             lines.append(f"{self.named(x)} = block.reduce_{x.operation}({folded}, scratch)")
         return lines
 
-    def stores(self, at: str = "row, col") -> list[str]:
+    def stores(self, at: str = "row, col", store: str = "store") -> list[str]:
         """The lines that compute the roots and write them."""
         lines = self.writer.assignments(self.kernel.roots, self.parameters.values())
         for x in self.kernel.roots:
             where = f"({at})" if is_tile(x) else "(row, 0), cols=0"
-            lines.append(f"store({array(self.parameters[x])}, {self.writer.expression(x)}, {where})")
+            lines.append(f"{store}({array(self.parameters[x])}, {self.writer.expression(x)}, {where})")
         return lines
 
     def load(self, x: Term) -> str:
@@ -178,8 +178,14 @@ class Folded(Writing):
         registers = tiles * (tile + ahead) + vectors * ahead + WORKED + tile * any(map(self.filled, self.reductions))
         return max(1, REGISTERS // registers // self.kernel.warps)
 
+    @property
+    def unordered(self) -> bool:
+        """May columns come as they are read? Not where a row's end is cut off before it is summed."""
+        return self.kernel.alike and not any(map(self.filled, self.reductions))
+
     def write(self) -> None:
         kernel, text, name = self.kernel, self.text, self.parameters
+        load = "load_unordered" if self.unordered else "load"
         tiles = [x for x in kernel.leaves if is_tile(x)]
         vectors = [x for x in kernel.leaves if x.ndim and not is_tile(x)]
         self.writer.names |= dict.fromkeys(self.lengths, "columns")
@@ -191,19 +197,19 @@ class Folded(Writing):
             text.globals.append(f"smem = shared(scratch=sv({max(16, 4 * warps)}, fp32))")
             text.kernel.append("(scratch,) = smem.open()")
         text.kernel.append("following, col = int32(cuda.blockIdx.x), PART.cols * int32(cuda.threadIdx.x // 32)")
-        text.kernel += [f"{name[v]} = load({array(name[v])}, PART, (0, col))" for v in vectors]
-        text.kernel += [f"next_{name[t]} = load({array(name[t])}, PART, (following, 0, col))" for t in tiles]
+        text.kernel += [f"{name[v]} = {load}({array(name[v])}, PART, (0, col))" for v in vectors]
+        text.kernel += [f"next_{name[t]} = {load}({array(name[t])}, PART, (following, 0, col))" for t in tiles]
         if any(map(self.filled, self.reductions)):
             text.kernel.append(f"width = {array(x)}.shape[2]")
         wide = "{}" if kernel.dtype == "fp32" else "fp32({})"
         body = [f"row, {name[t]} = following, {wide.format('next_' + name[t])}" for t in tiles[:1]]
         body += [f"{name[t]} = {wide.format('next_' + name[t])}" for t in tiles[1:]]
         body += ["following += int32(cuda.gridDim.x)", "at = min(following, int32(rows - 1))"]
-        body += [f"next_{name[t]} = load({array(name[t])}, PART, (at, 0, col))" for t in tiles]
+        body += [f"next_{name[t]} = {load}({array(name[t])}, PART, (at, 0, col))" for t in tiles]
         self.writer.names |= {v: wide.format(name[v]) for v in vectors}
         for level in self.levels():
             body += self.reduce(level, "tile")
-        body += self.stores("row, 0, col")
+        body += self.stores("row, 0, col", "store_unordered" if self.unordered else "store")
         text.kernel += ["while following < rows:", *(f"    {line}" for line in body)]
         text.before = [
             f"rows, cut = {x}.shape[0], ({FOLD}, {x}.shape[1] // {FOLD})",
