@@ -149,11 +149,13 @@ class Fused:
         letters = terms.axes(*[inputs[name] for name, _ in held], *found.roots)
         of_inputs = {axis.root for x in inputs.values() for axis in x.names if axis is not None}
         strange = [x for x in found.roots if any(axis is not None and axis.root not in of_inputs for axis in x.names)]
+        seeds = {x.of[2] for x in terms.walk(*found.roots) if x.operation == "dropout"}
         for name, s in held:
-            if s.dtype not in FLOATS:
+            if s.dtype not in FLOATS and (name == held[0][0] or inputs[name] not in seeds):
                 raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}")
         holds = "tile" if held[0][1].dtype != "float32" else "float32"
-        rows = [f"{name} {axes} {'real' if n else holds}" for n, ((name, _), axes) in enumerate(zip(held, letters))]
+        kept = [holds, *("index" if inputs[name] in seeds else "real" for name, _ in held[1:])]
+        rows = [f"{name} {axes} {its}" for (name, _), axes, its in zip(held, letters, kept)]
         rows += [f"{name} {axes} {holds} made" for name, axes in zip(found.outs, letters[len(held) :])]
         numbers = [name for name, s in zip(self.names, shapes) if not s.extents]
 
@@ -246,10 +248,11 @@ class Fused:
         """What was found for these arrays, the best first."""
         return self._found(arrays)[1]
 
-    def compile(self, *shapes: tuple[int, ...], dtype: str = "bfloat16", arch: str = "sm_90a") -> list[Compiled]:
-        """Machine code of the kernels that serve C-ordered arrays of these shapes (() is a number), made ahead of time with no
-        GPU at hand, and kept on disk: the first call on such a GPU finds it. The best way by the roofline is taken."""
-        seen = self.launches([Shape(shape, dtype) for shape in shapes], card_of(arch))
+    def compile(self, *shapes: tuple[int, ...] | Shape, dtype: str = "bfloat16", arch: str = "sm_90a") -> list[Compiled]:
+        """Machine code of the kernels that serve C-ordered arrays of these shapes (() is a number; a Shape has a dtype of its
+        own), made ahead of time with no GPU at hand, and kept on disk: the first call on such a GPU finds it. The best way by
+        the roofline is taken."""
+        seen = self.launches([s if isinstance(s, Shape) else Shape(s, dtype) for s in shapes], card_of(arch))
         found = []
         for kernel, types in dict.fromkeys((kernel, types) for kernel, types, *_ in seen):
             name = digest.key(kernel, types, arch)
@@ -269,7 +272,7 @@ class Fused:
         dtype = next(s.dtype for s in shapes if s.extents)
         forms += [c_ordered(x.extents, dtype, None) for x in made.written]
         operands = iter([Operand(n, form) for n, form in enumerate(forms)])
-        given = [next(operands) if s.extents else 1.0 for s in shapes]
+        given = [next(operands) if s.extents else 0.5 for s in shapes]
         seen: list[tuple[Any, ...]] = []
         watchers.append(lambda *launch: seen.append(launch))
         try:

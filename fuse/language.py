@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from . import terms
+from . import draws, terms
 from .functions import MAPS, of_torch
 from .terms import Term
 
-__all__ = """abs attention causal concatenate exp exp2 gelu halves log max maximum mean minimum relu rsqrt sigmoid silu softmax
-    sqrt sum tanh transpose var where""".split()
+__all__ = """abs attention causal concatenate dropout exp exp2 gelu halves log max maximum mean minimum relu rsqrt sigmoid silu
+    softmax sqrt sum tanh transpose var where""".split()
 
 
 def _map(name: str):
@@ -107,6 +107,18 @@ def halves(x: Any) -> tuple[Any, Any]:
 def transpose(x: Any) -> Any:
     """The transpose of a matrix; with leading axes, of each: the last two are swapped."""
     return terms.transpose(x) if isinstance(x, Term) else x.swapaxes(-1, -2)
+
+
+def dropout(x: Any, p: Any, seed: Any) -> Any:
+    """x / (1 - p), but 0 with probability p. What is dropped follows from the place and from the seed, an array of one integer,
+    which may change from call to call: dropout(ones, p, seed) of NumPy's arrays tells what a kernel drops."""
+    if any(isinstance(one, Term) for one in (x, p, seed)):
+        return terms.dropout(x, p, seed)
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout: p must be at least 0 and below 1, got {p=}")
+    if _torch(x):
+        return x * draws.kept_in_torch(x, p, seed) / (1 - p)
+    return np.where(draws.kept(x.shape, p, int(seed.item())), x, x.dtype.type(0)) / x.dtype.type(1 - p)
 
 
 def causal(scores: Any) -> Any:

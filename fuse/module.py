@@ -22,6 +22,7 @@ import tiles
 WIDTH = 120
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
 HOMES |= {"cuda": "numba", "int32": "numpy", "machine": "tiles.device", "describe": "tiles.frameworks"}
+HOMES |= {"share_of": "attention.dropout"}
 HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums")}
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # of matrices that are multiplied
 
@@ -104,7 +105,9 @@ def _imports(text: str) -> list[str]:
         homes.setdefault(HOMES[name], []).append(name)
     others, ours = list[str](), [f"import {one}" for one in ("attention", "tiles") if one in names]
     for home, found in sorted(homes.items()):
-        (ours if home.split(".")[0] in ("ops", "tiles") else others).append(f"from {home} import {', '.join(found)}")
+        (ours if home.split(".")[0] in ("attention", "ops", "tiles") else others).append(
+            f"from {home} import {', '.join(found)}"
+        )
     parts = [["import math"] if "math" in names else [], others, list(_folded_imports(ours))]
     return [line for part in parts if part for line in ("", *part)][1:]
 

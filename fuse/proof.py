@@ -38,6 +38,7 @@ Q = (P - 1) // 450
 LEAST = 1321  # the greatest prime factor of Q
 BASE = pow(37, (P - 1) // Q, P)  # of order Q
 TRIALS, DRAWS = 8, 1000  # points that are compared, and that are drawn at most
+OPAQUE = "max", "causal", "dropout"  # besides maps
 SIZES = (3, 5, 2, 4, 6, 8)  # of axes, prime to Q
 
 
@@ -127,6 +128,12 @@ class InField:
     def causal(self, x: Any) -> Any:
         return seen(x, _array(opaque("unseen")))
 
+    def dropout(self, x: Any, p: Any, seed: Any) -> Any:
+        found, given = np.empty(x.shape, object), (p.reshape(-1)[0], seed.reshape(-1)[0])
+        for at in np.ndindex(x.shape):
+            found[at] = opaque("dropout", *at, x[at], *given)
+        return found
+
 
 def _array(x: Number) -> Any:
     found = np.empty((), object)
@@ -172,7 +179,7 @@ def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 
     axes = terms.elementary(name for x in every for name in x.names)
     sizes = {axis: SIZES[n % len(SIZES)] for n, axis in enumerate(axes)}
     operations = {x.operation for x in every}
-    outside = tuple(sorted(name for name in operations if name in ("max", "causal") or (name in MAPS and not MAPS[name].field)))
+    outside = tuple(sorted(name for name in operations if name in OPAQUE or (name in MAPS and not MAPS[name].field)))
     degree = max(_degrees(roots, sizes) for roots in (definition, rewritten))
     bound = min(1.0, degree / (LEAST if "exp" in operations else P)) ** trials
     rng, done, drawn, same = np.random.default_rng(seed), 0, 0, True
@@ -197,7 +204,7 @@ def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 
 def _degrees(roots: Sequence[Term], sizes: Mapping[Axis, int]) -> int:
     """A bound on the degrees, added up, of all rational functions that must be equal: the terms, and what opaque functions and
     exponentials in them are of."""
-    inside = [y for x in walk(*roots) if x.operation == "max" or (x.operation in MAPS and _is_opaque(x)) for y in x.of]
+    inside = [y for x in walk(*roots) if x.operation in OPAQUE or (x.operation in MAPS and _is_opaque(x)) for y in x.of]
     return sum(sum(_degree(x, sizes)) for x in dict.fromkeys([*roots, *inside]))
 
 

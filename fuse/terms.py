@@ -5,8 +5,8 @@
 A Term has an operation, the terms that it is of, and a shape. Equal terms are one object, so that what is shared is seen. There
 are few operations, so that rules and templates are few: inputs and numbers; maps, element by element, which broadcast
 (functions.MAPS); sum and max along the last axis, which stays with length 1; matmul; transpose; concat, along the last axis,
-and half, its other way; causal, of scores; stacked and heads, which are views. mean, softmax, variance are made of these
-(language.py). The last two axes are rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
+and half, its other way; causal, of scores; dropout; stacked and heads, which are views. mean, softmax, variance are made of
+these (language.py). The last two axes are rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
 
 Axes have names besides their lengths: those that an operation says are one have one name. So a term knows that the columns of
 x are the rows of w, whatever their numbers are, and the axes of a call's arrays follow (`axes`).
@@ -21,6 +21,7 @@ from typing import Any
 
 from .functions import MAPS
 
+SEED = "int64"  # the dtype of what draws follow from
 SIZES = {"bfloat16": 2, "float16": 2}  # bytes of an element, where it is not 4
 
 
@@ -89,8 +90,8 @@ class Term:
     """An operation on terms: see the module. Make one by `term` or by operators.
 
     operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", "half", "causal",
-    "stacked", "heads", or a map's name. of: terms. what: an input's name and dtype, a number's value, a length's axis and
-    value, which half. extents: one for each axis. names: their Axis, None for 1."""
+    "dropout", "stacked", "heads", or a map's name. of: terms. what: an input's name and dtype, a number's value, a length's
+    axis and value, which half. extents: one for each axis. names: their Axis, None for 1."""
 
     __slots__ = ("extents", "names", "of", "operation", "what")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
@@ -331,6 +332,18 @@ def causal(x: Any) -> Term:
     return _made("causal", (x,), None, x.extents, x.names)
 
 
+def dropout(x: Any, p: Any, seed: Any) -> Term:
+    """x / (1 - p), but 0 with probability p, by draws that follow from seed and place."""
+    x, p, seed = lifted(x), lifted(p), lifted(seed)
+    if x.ndim < 2 or x.names[-1] is None:
+        raise ValueError(f"dropout: takes rows and columns, got {x.extents}: {x}")
+    if p.ndim or (p.operation == "number" and not 0 <= p.what < 1):
+        raise ValueError(f"dropout: p must be a number, at least 0 and below 1, got {p}")
+    if any(seed.names) or seed.operation != "input" or seed.what[1] != SEED:
+        raise TypeError(f"dropout: seed must be an argument, an array of one {SEED}, got {seed}")
+    return _made("dropout", (x, p, seed), None, x.extents, x.names)
+
+
 def stacked(x: Term) -> Term:
     """(h, d, r) as (h d, r): the matrices of heads, one below the other. A view."""
     (h, d, r), (heads, rows, columns) = x.extents, x.names
@@ -362,7 +375,13 @@ def rebuilt(x: Term, of: Sequence[Term]) -> Term:
         return reduce(x.operation, of[0])
     if x.operation == "half":
         return half(of[0], x.what)
-    others: dict[str, Callable] = {"matmul": matmul, "transpose": transpose, "concat": concat, "causal": causal}
+    others: dict[str, Callable] = {
+        "matmul": matmul,
+        "transpose": transpose,
+        "concat": concat,
+        "causal": causal,
+        "dropout": dropout,
+    }
     others |= {"stacked": stacked, "heads": heads}
     return others[x.operation](*of) if of else x
 

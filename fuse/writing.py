@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from .functions import MAPS
 from .module import unused
@@ -12,17 +12,18 @@ from .terms import Term, softmax_of, walk
 SUM, PRODUCT, UNARY, ATOM = range(4)  # how strongly an expression binds; of products with @, which stand in parentheses, too
 BINDS = {"add": SUM, "sub": SUM, "mul": PRODUCT, "div": PRODUCT, "matmul": PRODUCT, "neg": UNARY}
 RIGHT = {"sub", "div", "matmul"}  # their right operand is in parentheses where it binds no more strongly
-WRITTEN = {"sum": "sum({})", "max": "max({})", "matmul": "{} @ {}", "causal": "causal({})"}
+WRITTEN = {"sum": "sum({})", "max": "max({})", "matmul": "{} @ {}", "causal": "causal({})", "dropout": "dropout({}, {}, {})"}
 WRITTEN |= {"stacked": "stacked({})", "heads": "heads({})"}
 SUGGESTED = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqrt": "scale", "matmul": "product"}
 
 
 class Writer:
     """Writes terms whose parts have names. names: what is known by a name, by the term. spoken: what terms are
-    called where they need a name."""
+    called where they need a name. forms: how operations are written that a kernel writes in its own way."""
 
     def __init__(self, names: Mapping[Term, str], spoken: Mapping[Term, str]):
         self.names, self.spoken = dict(names), spoken
+        self.forms: dict[str, Callable[[Term], str]] = {}
 
     def expression(self, x: Term) -> str:
         """The term in one expression."""
@@ -45,9 +46,10 @@ class Writer:
             parts.append(f"({text})" if weaker and not inside else text)
         return self._form(x).format(*parts), binds
 
-    @staticmethod
-    def _form(x: Term) -> str:
+    def _form(self, x: Term) -> str:
         """With gaps for what the term is of."""
+        if x.operation in self.forms:
+            return self.forms[x.operation](x)
         if x.operation in MAPS:
             return MAPS[x.operation].written
         if x.operation == "transpose":

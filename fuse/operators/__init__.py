@@ -5,11 +5,12 @@ from .gated_mlp import gated_mlp, gated_mlp_down, gated_mlp_gelu
 from .layer_norm_linear import layer_norm_linear
 from .lora_linear import lora_linear
 from .normalised_transformer import normalised_step
-from .residual_norm import residual_layer_norm, residual_rms_norm
+from .residual_norm import dropout_residual_layer_norm, residual_layer_norm, residual_rms_norm
 from .rms_norm_linear import rms_norm_linear
 from .rotary import rotary
 
 __all__ = [
+    "dropout_residual_layer_norm",
     "gated_mlp",
     "gated_mlp_down",
     "gated_mlp_gelu",

@@ -1,7 +1,7 @@
-"""A residual and its norm."""
+"""A residual and its norm, with dropout ahead of it or not."""
 
 from ..fused import kernel
-from ..language import mean, rsqrt
+from ..language import dropout, mean, rsqrt
 
 
 @kernel
@@ -15,5 +15,14 @@ def residual_rms_norm(x, residual, g, eps=1e-5):
 def residual_layer_norm(x, residual, g, b, eps=1e-5):
     """h = x + residual, and its layer norm: (norm, h). x, residual (..., D), g, b (D,)."""
     h = x + residual
+    centred = h - mean(h)
+    return centred * rsqrt(mean(centred * centred) + eps) * g + b, h
+
+
+@kernel
+def dropout_residual_layer_norm(x, residual, g, b, seed, p=0.1, eps=1e-5):
+    """h = residual + dropout(x, p, seed), and its layer norm: (norm, h). x, residual (..., D), g, b (D,), seed (1,) of int64,
+    an array, so that a call which was captured draws anew."""
+    h = residual + dropout(x, p, seed)
     centred = h - mean(h)
     return centred * rsqrt(mean(centred * centred) + eps) * g + b, h

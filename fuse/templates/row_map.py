@@ -21,6 +21,7 @@ from ..module import DTYPES, Text
 from ..terms import Axis, Term, along, between, is_tile
 from .row_map_text import COLUMNS, FOLD, Folded, Held, Looped, Writing
 
+KNOWN = "sum", "max", "number", "length", "dropout"  # that are no maps of elements alone
 MOST_WARPS = 16
 HELD = 2  # tiles that a warp holds through all levels of reductions
 FOLDED_FROM = 1024  # columns
@@ -38,7 +39,9 @@ class RowMap:
     def matches(cls, roots: Sequence[Term], leaves: Sequence[Term]) -> RowMap | None:
         """The kernel that computes these of those, if there is one."""
         inside = between(roots, leaves)
-        if any(x.operation not in MAPS and x.operation not in ("sum", "max", "number", "length") for x in inside):
+        if any(x.operation not in MAPS and x.operation not in KNOWN for x in inside):
+            return None
+        if any(x.operation == "dropout" and not is_tile(x) for x in inside):
             return None
         tiles = [x for x in (*inside, *leaves) if along(x)]
         columns = {x.names[-1].root: x.extents[-1] for x in tiles if x.names[-1]}
@@ -59,7 +62,7 @@ class RowMap:
     @property
     def dtype(self) -> str:
         """That all arrays are read as: their own, if it is one."""
-        found = {x.what[1] if x.operation == "input" else "bfloat16" for x in self.leaves if x.ndim}
+        found = {x.what[1] if x.operation == "input" else "bfloat16" for x in self.leaves if along(x)}
         return DTYPES.get(found.pop(), "fp32") if len(found) == 1 else "fp32"
 
     @property

@@ -19,6 +19,13 @@ REGISTERS = 2048  # of a multiprocessor, for each lane of a warp
 WORKED = 48  # registers of a lane besides those that hold what is read
 NOTHING = {"sum": ("zeros", "0.0"), "max": ("neg_infty", "-math.inf")}  # a vector of nothing's sum or maximum, and one number
 
+DROPOUT = '''
+@inlined
+def dropout(x, dropped, per_kept, seed, row, col):
+    """x / (1 - p), but 0 where 16 bits that follow from seed and place are below 65536 p, which is `dropped`."""
+    return where(bernoulli(TILE, dropped, seed, seed >> 32, 0, 0, row, col), 0.0, x * per_kept)
+'''.strip().splitlines()
+
 
 class Writing:
     """The text of a row map, as it is written. columns: of a warp, at a time. most_warps: of a block. says: how rows lie."""
@@ -27,12 +34,28 @@ class Writing:
 
     def __init__(self, kernel: RowMap, parameters: dict[Term, str], spoken: dict[Term, str]):
         self.kernel, self.parameters, self.text = kernel, parameters, Text()
+        self.drawn, self.told = dict[Term, str](), list[tuple[str, str]]()
         inside = between(kernel.roots, kernel.leaves)
         self.lengths = [x for x in inside if x.operation == "length"]
         self.reductions = [x for x in inside if x.operation in NOTHING]
         self.writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
         self.text.bounds = "32 * WARPS, 1"
+        self.drop([x for x in inside if x.operation == "dropout"], inside)
         self.write()
+
+    def drop(self, drops: list[Term], inside: list[Term]) -> None:
+        """Draws: what a kernel is told of each probability, in its place, and the function that draws."""
+        taken = set(self.parameters.values())
+        for p in dict.fromkeys(x.of[1] for x in drops):
+            told = unused("dropped", taken), unused("per_kept", taken)
+            taken.update(told)
+            self.drawn[p] = ", ".join(told)
+            said = self.writer.expression(p)
+            self.told += [(told[0], f"share_of({said})"), (told[1], f"1 / (1 - {said})")]
+        self.writer.forms["dropout"] = lambda x: f"dropout({{0}}, {self.drawn[x.of[1]]}, {{2}}, row, col)"
+        self.text.helpers = DROPOUT if drops else []
+        used = {y for x in inside if x.operation != "dropout" for y in x.of}
+        self.leaves = [x for x in self.kernel.leaves if x not in self.drawn or x in used]
 
     def write(self) -> None:
         """All of it."""
@@ -49,8 +72,8 @@ class Writing:
         text.kernel.append("row = TILE.rows * cuda.blockIdx.x")
         tall = next(x for x in (*kernel.leaves, *kernel.roots) if x.ndim == 2 and x.names[0])
         text.launch = f"-(-{parameters[tall]}.shape[0] // TILE.rows), 32 * WARPS{', shared=smem' * bool(self.reductions)}"
-        every = [(x, parameters[x]) for x in (*kernel.leaves, *kernel.roots)]
-        text.arguments = [(array(name) if x.ndim else name, name) for x, name in every]
+        every = [(x, parameters[x]) for x in (*self.leaves, *kernel.roots)]
+        text.arguments = [*((array(name) if x.ndim else name, name) for x, name in every), *self.told]
 
     def width(self, needed: bool) -> None:
         """The line that says how many columns there are, if somebody asks."""

@@ -12,6 +12,7 @@ from tiles import bf16, fp16
 
 K, N, R = 136, 72, 16
 SHAPES = {  # of the arguments, but for the rows of what has them, "m"
+    "dropout_residual_layer_norm": [("m", K), ("m", K), (K,), (K,), (1,)],
     "gated_mlp": [("m", K), (K, N), (K, N)],
     "gated_mlp_gelu": [("m", K), (K, N), (K, N)],
     "gated_mlp_down": [("m", K), (K, N), (K, N), (N, K)],
@@ -26,12 +27,15 @@ SHAPES = {  # of the arguments, but for the rows of what has them, "m"
     "rotary": [("m", K), ("m", K // 2), ("m", K // 2)],
 }
 
+DTYPES = {("dropout_residual_layer_norm", 4): np.dtype(np.int64)}  # of arguments that have another than the first
+
 
 def sample(name, rows, dtype, seed=0):
     """Arguments for an operator."""
     rng = np.random.default_rng(seed)
     shapes = [tuple(rows if n == "m" else n for n in shape) for shape in SHAPES[name]]
-    return [(rng.standard_normal(shape) / shape[0] ** 0.25).astype(dtype.np) for shape in shapes]
+    made = [rng.standard_normal(shape) / shape[0] ** 0.25 for shape in shapes]
+    return [x.astype(DTYPES.get((name, n), dtype.np)) for n, x in enumerate(made)]
 
 
 def test_all_are_here():
