@@ -32,11 +32,13 @@ from .candidates import Candidate, Chosen, candidates, chosen
 from .cost import Card, card, card_of
 from .early import Early
 from .evaluate import InNumPy, evaluate
+from .functions import CASTS
 from .proof import Proof, proven
 from .terms import Term, viewed
 from .trace import ANY, Shape, Traced, rows_alone, traced
 
 FLOATS = ("bfloat16", "float16", "float32")
+HOLDS = {name: name for name in FLOATS} | {"float8_e4m3fn": "fp8"}  # what a schema says of a dtype (tiles/schema.py)
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
 
 
@@ -116,7 +118,8 @@ class Fused:
         given = {name: x.T if s.turned else x for name, x, s in zip(self.names, flat, shapes)}
         found = evaluate(traced.roots, given, InNumPy(np.float32))
         dtype = next(x.dtype for x in arrays if isinstance(x, np.ndarray))
-        results = [np.asarray(x, dtype).reshape(*lead, -1) if lead else np.asarray(x, dtype) for x in found]
+        results = [np.asarray(x, root.held_as(dtype.name)) for x, root in zip(found, traced.roots)]
+        results = [x.reshape(*lead, -1) for x in results] if lead else results
         for target, x in zip(out if isinstance(out, tuple) else [out] if out is not None else [], results):
             target[...] = x
         return results[0] if traced.single else tuple(results)
@@ -156,7 +159,8 @@ class Fused:
         holds = "tile" if held[0][1].dtype != "float32" else "float32"
         kept = [holds, *("index" if inputs[name] in seeds else "real" for name, _ in held[1:])]
         rows = [f"{name} {axes} {its}" for (name, _), axes, its in zip(held, letters, kept)]
-        rows += [f"{name} {axes} {holds} made" for name, axes in zip(found.outs, letters[len(held) :])]
+        for name, axes, x in zip(found.outs, letters[len(held) :], found.roots):
+            rows.append(f"{name} {axes} {HOLDS[x.held_as('')] if x.operation in CASTS else holds} made")
         numbers = [name for name, s in zip(self.names, shapes) if not s.extents]
 
         def planner(problem, *values):
@@ -181,7 +185,7 @@ class Fused:
         self._refuse_pieces(problem, made)
         operands: list[Any] = [problem[name] if s.extents else numbers[name] for name, s in zip(self.names, shapes)]
         operands += [problem[name] for name in made.outs]
-        scratch = [(x.extents, problem.dtype) for x in made.scratch]
+        scratch = [(x.extents, x.held_as(problem.dtype)) for x in made.scratch]
         operands += [problem.scratch(n, *one) for n, one in enumerate(scratch)]
         places = len(problem.schema.places) + len(scratch)
         try:
@@ -270,7 +274,7 @@ class Fused:
         made = chosen(self.name, traced, every[0])
         forms = [c_ordered(s.in_memory, s.dtype, None) for s in shapes if s.extents]
         dtype = next(s.dtype for s in shapes if s.extents)
-        forms += [c_ordered(x.extents, dtype, None) for x in made.written]
+        forms += [c_ordered(x.extents, x.held_as(dtype), None) for x in made.written]
         operands = iter([Operand(n, form) for n, form in enumerate(forms)])
         given = [next(operands) if s.extents else 0.5 for s in shapes]
         seen: list[tuple[Any, ...]] = []

@@ -147,7 +147,9 @@ def _folded(line: str) -> list[str]:
     if line.endswith(",") and inside:  # in parentheses already
         return [line[: inside[-1]].rstrip(), *_folded(" " * (len(line) - len(line.lstrip())) + line[inside[-1] :])]
     indent = " " * (len(line) - len(line.lstrip()) + 4)
-    at = max((m.end() for m in re.finditer(r", | (?=[*/+@-] )", line[:WIDTH])), default=0)
+    every = [m.end() for m in re.finditer(r", | (?=[*/+@-] )", line[:WIDTH])]
+    outer = [n for n in every if n > WIDTH // 2 and line[:n].count("(") == line[:n].count(")") + 1]  # not inside of an argument
+    at = max(outer or every, default=0)
     if at <= len(indent) or line[:at].count("(") <= line[:at].count(")"):
         return [line]
     return [line[:at].rstrip(), *_folded(indent + line[at:])]

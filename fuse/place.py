@@ -17,6 +17,7 @@ from .templates.row_map import RowMap
 from .templates.since_ampere import SinceAmpere
 from .terms import Term, viewed, walk
 
+FP8 = "float8_e4m3fn"
 MOST = 8  # ways that are kept of each term
 APART = "matmul", "transpose", "concat", "half", "causal", "stacked", "heads"  # what no row map computes
 
@@ -40,6 +41,8 @@ def ways(roots: Sequence[Term], card: Card) -> list[Way]:
 def why(roots: Sequence[Term], card: Card) -> str:
     """Why there are no ways: what no template computes."""
     search = _Search(card)
+    if not card.fp8 and any(x.held_as("") == FP8 for x in walk(*roots)):
+        return f"{card.name} converts nothing to or from fp8, which begins with sm_89"
     for x in walk(*roots):
         if x.ndim >= 2 and x.operation != "input" and not search.of((x,)):
             shapes = ", ".join(str(y.extents) for y in x.of)
@@ -76,6 +79,8 @@ class _Search:
     def _kernels(self, roots: tuple[Term, ...]) -> list[Any]:
         """The kernels that could compute these roots."""
         found: list[Any] = []
+        if not self.card.fp8 and any(x.held_as("") == FP8 for x in walk(*roots)):
+            return found
         if kernel := RowMap.matches(roots, leaves_of_rows(roots)):
             found.append(kernel)
         if len(roots) == 1:

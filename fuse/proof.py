@@ -70,6 +70,9 @@ class Number(NamedTuple):
     def neg(self):
         return Number(-self.p % P, None if self.q is None else -self.q % Q)
 
+    def same(self):
+        return self
+
     def exp(self):
         if self.q is None:
             raise Retry
@@ -313,7 +316,7 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     wide = {key: np.asarray(x, np.float64) for key, x in given.items()}
     dtype = next(x.dtype for x in given.values() if hasattr(x, "dtype"))
     made = chosen(name, found, candidate)
-    results = [np.full(shape_of(x), np.nan, dtype) for x in (*found.roots, *made.scratch)]
+    results = [np.full(shape_of(x), np.nan, x.held_as(dtype.name)) for x in (*found.roots, *made.scratch)]
     told = {key: x.shape for key, x in given.items() if hasattr(x, "shape")}
     try:
         module.load(made.text, name).launch(*given.values(), *results)
@@ -322,7 +325,7 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     sized = Sized(np.float64, extents), Sized(dtype, extents)
     ref, low = (evaluate(found.roots, values, rounded) for values, rounded in zip((wide, given), sized))
     errors = [float(np.abs(np.asarray(y, np.float64) - x).max()) for y, x in zip(results, ref)]
-    limits = [tolerance(x, y, dtype) for x, y in zip(ref, low)]
+    limits = [tolerance(x, y, z.dtype) for x, y, z in zip(ref, low, results)]
     worst = max(range(len(errors)), key=lambda n: errors[n] / limits[n] if errors[n] == errors[n] else math.inf)
     return Run(told, errors[worst], limits[worst])
 

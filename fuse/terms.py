@@ -19,10 +19,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .functions import MAPS
+from .functions import CASTS, MAPS
 
 SEED = "int64"  # the dtype of what draws follow from
-SIZES = {"bfloat16": 2, "float16": 2}  # bytes of an element, where it is not 4
+SIZES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, SEED: 8}  # bytes of an element, where it is not 4
 
 
 class Axis:
@@ -112,8 +112,14 @@ class Term:
 
     @property
     def nbytes(self) -> int:
-        """Of an argument, or of a term that is kept in memory, in 16 bits an element."""
-        return math.prod(self.extents) * (SIZES.get(self.what[1], 4) if self.operation == "input" else 2)
+        """Of an argument, or of a term that is kept in memory, in 16 bits an element if it is no cast."""
+        return math.prod(self.extents) * SIZES.get(self.held_as("bfloat16"), 4)
+
+    def held_as(self, otherwise: str) -> str:
+        """The dtype that it has in memory: an argument's, a cast's, or another."""
+        if self.operation == "input":
+            return self.what[1]
+        return CASTS[self.operation].np.name if self.operation in CASTS else otherwise
 
     @property
     def T(self) -> Term:

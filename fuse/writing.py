@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterable, Mapping
 
-from .functions import MAPS
+from .functions import CASTS, MAPS
 from .module import unused
 from .terms import Term, softmax_of, walk
 
@@ -32,6 +32,8 @@ class Writer:
     def _written(self, x: Term) -> tuple[str, int]:
         if x in self.names:
             return self.names[x], ATOM
+        if x.operation == "fp32" and x.operation not in self.forms:  # as all is computed
+            return self._written(x.of[0])
         if x.operation == "number":
             return figure(x.what), ATOM if x.what >= 0 else UNARY
         if x.operation == "concat":
@@ -98,7 +100,14 @@ def figure(value: float) -> str:
 
 def expression(x: Term) -> str:
     """The whole term in one expression, with lengths as numbers."""
-    return Writer(_leaves([x]), {}).expression(x)
+    return _of_definition([x], {}).expression(x)
+
+
+def _of_definition(roots: Iterable[Term], spoken: Mapping[Term, str]) -> Writer:
+    """One that writes as definitions do."""
+    writer = Writer(_leaves(roots), spoken)
+    writer.forms |= dict.fromkeys(CASTS, lambda x: f"cast({{}}, {x.operation})")
+    return writer
 
 
 def _leaves(roots: Iterable[Term]) -> dict[Term, str]:
@@ -110,7 +119,7 @@ def _leaves(roots: Iterable[Term]) -> dict[Term, str]:
 def equations(roots: Mapping[str, Term], spoken: Mapping[Term, str]) -> str:
     """The terms as their definition might have said them. roots: by name. spoken: see Writer."""
     every = list(walk(*roots.values()))
-    writer = Writer(_leaves(roots.values()), spoken)
+    writer = _of_definition(roots.values(), spoken)
     means = [x for x in every if x.operation == "div" and x.of[0].operation == "sum" and x.of[1].operation == "length"]
     lines = []
     for x in means:  # what language.py makes of several operations, in its words

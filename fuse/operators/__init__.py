@@ -5,7 +5,7 @@ from .gated_mlp import gated_mlp, gated_mlp_down, gated_mlp_gelu
 from .layer_norm_linear import layer_norm_linear
 from .lora_linear import lora_linear
 from .normalised_transformer import normalised_step
-from .residual_norm import dropout_residual_layer_norm, residual_layer_norm, residual_rms_norm
+from .residual_norm import dropout_residual_layer_norm, residual_layer_norm, residual_rms_norm, residual_rms_norm_quantise
 from .rms_norm_linear import rms_norm_linear
 from .rotary import rotary
 
@@ -21,6 +21,7 @@ __all__ = [
     "qk_norm_attention",
     "residual_layer_norm",
     "residual_rms_norm",
+    "residual_rms_norm_quantise",
     "rms_norm_linear",
     "rotary",
 ]

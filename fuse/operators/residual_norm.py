@@ -1,7 +1,9 @@
 """A residual and its norm, with dropout ahead of it or not."""
 
+from tiles import fp8e4m3, fp32
+
 from ..fused import kernel
-from ..language import dropout, mean, rsqrt
+from ..language import abs, cast, dropout, max, maximum, mean, rsqrt
 
 
 @kernel
@@ -9,6 +11,16 @@ def residual_rms_norm(x, residual, g, eps=1e-5):
     """h = x + residual, and its RMSNorm: (norm, h). x, residual (..., D), g (D,)."""
     h = x + residual
     return h * rsqrt(mean(h * h) + eps) * g, h
+
+
+@kernel
+def residual_rms_norm_quantise(x, residual, g, eps=1e-5):
+    """h = x + residual, and its RMSNorm in fp8 (e4m3), with a float32 scale for each row, of which its greatest number is 448
+    times: (norm / scale, scale, h). x, residual (..., D), g (D,)."""
+    h = x + residual
+    norm = h * rsqrt(mean(h * h) + eps) * g
+    scale = maximum(max(abs(norm)) / 448, 1e-12)
+    return cast(norm / scale, fp8e4m3), cast(scale, fp32), h
 
 
 @kernel

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..evaluate import beyond
-from ..functions import MAPS
+from ..functions import CASTS, MAPS
 from ..module import array, unused
 from ..rules import NARROW
 from ..terms import Axis, Term, along, between, inputs, is_tile, walk
@@ -182,6 +182,8 @@ def found_in(root: Term) -> Found | None:
     """What a walk down from a term of rows and columns comes upon; None if there is something that no epilogue computes, or no
     product."""
     found = Found()
+    if root.operation in CASTS:  # results have the operands' dtype
+        return None
     return found if root.ndim == 2 and is_tile(root) and found.epilogue(root) and (found.products or found.narrow) else None
 
 

@@ -22,6 +22,7 @@ from ..terms import Axis, Term, along, between, is_tile
 from .row_map_text import COLUMNS, FOLD, Folded, Held, Looped, Writing
 
 KNOWN = "sum", "max", "number", "length", "dropout"  # that are no maps of elements alone
+SIXTEEN = "bfloat16", "float16"
 MOST_WARPS = 16
 HELD = 2  # tiles that a warp holds through all levels of reductions
 FOLDED_FROM = 1024  # columns
@@ -68,13 +69,14 @@ class RowMap:
     @property
     def alike(self) -> bool:
         """Are all arrays of 16 bits, so that their columns may come in one order of their own?"""
-        return all(x.operation == "input" and x.what[1] in ("bfloat16", "float16") for x in self.leaves if x.ndim)
+        held = [x.operation == "input" and x.what[1] in SIXTEEN for x in self.leaves if x.ndim]
+        return all(held) and all(x.held_as(SIXTEEN[0]) in SIXTEEN for x in self.roots if along(x))
 
     @property
     def form(self) -> type[Writing]:
         """How it is written."""
         tiles = sum(is_tile(x) for x in self.leaves)
-        whole = all(along(x) for x in (*self.leaves, *self.roots) if x.ndim)
+        whole = all(along(x) for x in self.leaves if x.ndim)
         if FOLDED_FROM <= self.width <= FOLD * COLUMNS * MOST_WARPS and self.width % FOLD == 0 and whole and tiles <= HELD:
             return Folded
         return Held if self.width <= Held.columns * MOST_WARPS and tiles <= HELD else Looped

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..evaluate import beyond
+from ..functions import CASTS
 from ..module import Text, array, unused
 from ..terms import Term, along, between, is_tile
 from ..writing import Writer
@@ -101,7 +102,8 @@ class Writing:
 
     def filled(self, x: Term) -> bool:
         """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
-        return x.operation == "max" or bool(beyond(x.of[0], self.kernel.leaves).any())
+        least = x.operation == "sum" or x.of[0].operation == "abs"  # 0 is nothing's
+        return not least or bool(beyond(x.of[0], self.kernel.leaves).any())
 
     def reduce(self, wanted: list[Term], fold: str) -> list[str]:
         """The lines that reduce what is in registers."""
@@ -115,9 +117,19 @@ class Writing:
         """The lines that compute the roots and write them."""
         lines = self.writer.assignments(self.kernel.roots, self.parameters.values())
         for x in self.kernel.roots:
-            where = f"({at})" if is_tile(x) else "(row, 0), cols=0"
-            lines.append(f"{store}({array(self.parameters[x])}, {self.writer.expression(x)}, {where})")
+            lines.append(self.store(array(self.parameters[x]), self.rounded(x), at if is_tile(x) else "", store))
         return lines
+
+    def store(self, into: str, written: str, at: str, store: str) -> str:
+        """The line that writes a root; at: where its tile begins, "" for one number a row. store: by what a tile is."""
+        return f"{store}({into}, {written}, ({at}))" if at else f"store({into}, {written}, (row, 0), cols=0)"
+
+    def rounded(self, x: Term) -> str:
+        """A root as it is stored, which rounds by itself, but that fp8 goes by 16 bytes only if it is fp8 before."""
+        if x.operation not in CASTS or x in self.writer.names:
+            return self.writer.expression(x)
+        inner = self.writer.expression(x.of[0])
+        return f"{x.operation}({inner})" if CASTS[x.operation].itemsize == 1 and is_tile(x) else inner
 
     def load(self, x: Term) -> str:
         """The line that reads a leaf."""
@@ -193,6 +205,10 @@ class Folded(Writing):
 
     columns, says = FOLD * COLUMNS, "are tiles of 16 parts; one is worked on while the next one comes"
 
+    def store(self, into: str, written: str, at: str, store: str) -> str:
+        """See Writing."""
+        return super().store(into, written, at, store) if at else f"if col == 0: {into}[row, 0] = {written}"
+
     def blocks(self, tiles: int, vectors: int) -> int:
         """Of a multiprocessor, that its registers hold: what is read now and next, and some to compute with; of what is cut off
         at a row's end before it is summed, all."""
@@ -240,7 +256,7 @@ class Folded(Writing):
         ]
         text.launch = f"blocks, 32 * WARPS{', shared=smem' * bool(self.reductions)}"
         shaped = [
-            (array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*cut)")
+            (array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*cut)" if along(one) else name[one])
             for one in (*tiles, *vectors, *kernel.roots)
         ]
         numbers = [(name[n], name[n]) for n in kernel.leaves if not n.ndim]

@@ -23,6 +23,7 @@ CASES = {
     "many rows, one step more; few columns": (operators.lora_linear, (66, 72), (72, 40), (72, 8), (8, 40)),
     "rows in registers": (operators.residual_rms_norm, (3, 264), (3, 264), (264,)),
     "rows in registers, some dropped": (operators.dropout_residual_layer_norm, *[(3, 136)] * 2, (136,), (136,), SEED),
+    "rows folded, to fp8": (operators.residual_rms_norm_quantise, (2, 1040), (2, 1040), (1040,)),
     "rows folded": (operators.normalised_step, (2, 1040), (2, 1040), (1040,)),
     "rows read again": (fuse.kernel(lambda x: fuse.softmax(x)), (2, 2056)),
 }

@@ -23,6 +23,7 @@ SHAPES = {  # of the arguments, but for the rows of what has them, "m"
     "qk_norm_attention": [(2, "m", 16), (2, 40, 16), (2, 40, 24), (16,), (16,)],
     "residual_layer_norm": [("m", K), ("m", K), (K,), (K,)],
     "residual_rms_norm": [("m", K), ("m", K), (K,)],
+    "residual_rms_norm_quantise": [("m", K), ("m", K), (K,)],
     "rms_norm_linear": [("m", K), (K,), (K, N)],
     "rotary": [("m", K), ("m", K // 2), ("m", K // 2)],
 }
