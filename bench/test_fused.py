@@ -42,6 +42,10 @@ def _residual_rms_norm(x, residual, g):
     return F.rms_norm(h, h.shape[-1:], g, EPS), h
 
 
+def _fp8_linear(x, w, scale):
+    return (x @ w.to(x.dtype)) * scale
+
+
 def _residual_rms_norm_quantise(x, residual, g):
     y, h = _residual_rms_norm(x, residual, g)
     scale = (y.abs().amax(-1, keepdim=True).float() / 448).clamp(min=1e-12)
@@ -62,6 +66,7 @@ ROWS = {  # operator and columns: {rows: the goal in microseconds}
     ("normalised_step", 4096, 4096): {4096: 27},
     ("residual_rms_norm", 4096, 4096): {4096: None},
     ("residual_rms_norm_quantise", 4096, 4096): {4096: None},
+    ("fp8_linear", 4096, 6144): {1: None, 16: None, 64: None, 4096: None},
     ("dropout_residual_layer_norm", 1024, 1024): {16384: None},
     ("dropout_residual_layer_norm", 4096, 4096): {4096: None},
 }
@@ -73,10 +78,12 @@ SHAPES = {
     "gated_mlp": lambda m, k, n: ((m, k), (k, n), (k, n)),
     "normalised_step": lambda m, k, n: ((m, k), (m, k), (k,)),
     "residual_rms_norm": lambda m, k, n: ((m, k), (m, k), (k,)),
+    "fp8_linear": lambda m, k, n: ((m, k), (k, n), (n,)),
     "residual_rms_norm_quantise": lambda m, k, n: ((m, k), (m, k), (k,)),
     "dropout_residual_layer_norm": lambda m, k, n: ((m, k), (m, k), (k,), (k,), (1,)),
 }
-DTYPES = {("dropout_residual_layer_norm", 4): torch.int64}  # of what is not bf16
+FP8 = torch.float8_e4m3fn
+DTYPES = {("dropout_residual_layer_norm", 4): torch.int64, ("fp8_linear", 1): FP8}  # of what is not bf16
 RANDOM = {"dropout_residual_layer_norm"}  # torch drops others: only ours is compared, with its definition
 PROVIDERS = "tiles", "eager", "compile"
 EAGER = {
@@ -85,6 +92,7 @@ EAGER = {
     "gated_mlp": _gated_mlp,
     "normalised_step": _normalised_step,
     "residual_rms_norm": _residual_rms_norm,
+    "fp8_linear": _fp8_linear,
     "residual_rms_norm_quantise": _residual_rms_norm_quantise,
     "dropout_residual_layer_norm": _dropout_residual_layer_norm,
 }
@@ -93,7 +101,8 @@ EAGER = {
 def _inputs(name, shapes):
     """Rows in place, weights of a size that keeps results near 1."""
     made = [torch.randn(s, device="cuda") * (s[0] ** -0.5 if n and len(s) == 2 else 1) for n, s in enumerate(shapes)]
-    return [x.to(DTYPES.get((name, n), torch.bfloat16)) for n, x in enumerate(made)]
+    cast = [x.to(DTYPES.get((name, n), torch.bfloat16)) for n, x in enumerate(made)]
+    return [x.t().contiguous().t() if x.dtype == FP8 else x for x in cast]  # as nn.Linear has them
 
 
 def _wide(x):

@@ -55,7 +55,9 @@ def candidates(found: Traced, card: Card) -> list[Candidate]:
 def _view(x: Term, parameters: dict[Term, str]) -> str:
     """The line that makes a view, which has a name from now on."""
     base = parameters[x.of[0]]
-    if x.operation == "stacked":
+    if x.operation == "flat":
+        called, made = f"{base}_flat", f"{base}.reshape(-1)"
+    elif x.operation == "stacked":
         called, made = f"{base}_stacked", f"{base}.reshape(-1, {base}.shape[2])"
     else:
         called, heads = f"{base}_of_heads", f"{parameters[x.of[1]]}.shape[0]"

@@ -104,6 +104,8 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
             found = arithmetic.dropout(*of)
         elif x.operation == "stacked":
             found = of[0].reshape(-1, of[0].shape[-1])
+        elif x.operation == "flat":
+            found = of[0].reshape(-1)
         elif x.operation == "heads":
             found = of[0].reshape(len(of[0]), len(of[1]), -1).swapaxes(0, 1)
         else:

@@ -32,13 +32,13 @@ from .candidates import Candidate, Chosen, candidates, chosen
 from .cost import Card, card, card_of
 from .early import Early
 from .evaluate import InNumPy, evaluate
-from .functions import CASTS
+from .functions import CASTS, FP8
 from .proof import Proof, proven
 from .terms import Term, viewed
 from .trace import ANY, Shape, Traced, rows_alone, traced
 
 FLOATS = ("bfloat16", "float16", "float32")
-HOLDS = {name: name for name in FLOATS} | {"float8_e4m3fn": "fp8"}  # what a schema says of a dtype (tiles/schema.py)
+HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # what a schema says of a dtype (tiles/schema.py)
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
 
 
@@ -154,10 +154,11 @@ class Fused:
         strange = [x for x in found.roots if any(axis is not None and axis.root not in of_inputs for axis in x.names)]
         seeds = {x.of[2] for x in terms.walk(*found.roots) if x.operation == "dropout"}
         for name, s in held:
-            if s.dtype not in FLOATS and (name == held[0][0] or inputs[name] not in seeds):
+            if s.dtype not in FLOATS and (name == held[0][0] or not (s.dtype == FP8 or inputs[name] in seeds)):
                 raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}")
         holds = "tile" if held[0][1].dtype != "float32" else "float32"
-        kept = [holds, *("index" if inputs[name] in seeds else "real" for name, _ in held[1:])]
+        others = {terms.SEED: "index", FP8: "fp8"}
+        kept = [holds, *(others.get(s.dtype, "real") for _, s in held[1:])]
         rows = [f"{name} {axes} {its}" for (name, _), axes, its in zip(held, letters, kept)]
         for name, axes, x in zip(found.outs, letters[len(held) :], found.roots):
             rows.append(f"{name} {axes} {HOLDS[x.held_as('')] if x.operation in CASTS else holds} made")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cost import Card
+from .functions import FP8
 from .templates.attention import Attention
 from .templates.few_columns import MOST_COLUMNS, FewColumns
 from .templates.few_rows import FewRows
@@ -17,9 +18,8 @@ from .templates.row_map import RowMap
 from .templates.since_ampere import SinceAmpere
 from .terms import Term, viewed, walk
 
-FP8 = "float8_e4m3fn"
 MOST = 8  # ways that are kept of each term
-APART = "matmul", "transpose", "concat", "half", "causal", "stacked", "heads"  # what no row map computes
+APART = "matmul", "transpose", "concat", "half", "causal", "stacked", "heads", "flat"  # what no row map computes
 
 
 @dataclass(frozen=True)

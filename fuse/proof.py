@@ -29,7 +29,7 @@ from tiles.testing import tolerance
 from . import module, terms
 from .candidates import Candidate, chosen
 from .evaluate import InNumPy, evaluate, seen
-from .functions import MAPS
+from .functions import FP8, MAPS
 from .terms import Axis, Term, walk
 from .trace import Traced
 
@@ -232,7 +232,7 @@ def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:
             n = terms.extent(axis, sizes) if axis is not None else 1
             a, b = (sum(one) for one in zip(*of))
             found[x] = a + (n - 1) * b, n * b
-        elif x.operation in ("neg", "transpose", "half", "causal", "stacked", "heads"):
+        elif x.operation in ("neg", "transpose", "half", "causal", "stacked", "heads", "flat"):
             found[x] = of[0]
         elif x.operation == "concat":
             found[x] = max(a for a, _ in of), max(b for _, b in of)
@@ -302,9 +302,11 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     extents |= {part: traced[part] for axis in extents if axis.parts for part in terms.elementary([axis])}
     few = [kernel.root.names[0] for kernel in candidate.way.kernels if kernel.most_rows <= 64]
     extents |= {axis.root: 8 for axis in few if axis is not None and axis.root not in rows}
+    of_bytes = terms.elementary(name for _, x in found.inputs if x.held_as("") == FP8 for name in x.names)
     for axis in terms.elementary(name for x in walk(*found.roots) for name in x.names):
         if axis not in extents:
             extents[axis] = min(RAGGED[0], most - 3) if axis in rows else RAGGED[1 + len(extents) % 5]
+            extents[axis] = -(-extents[axis] // 16) * 16 if axis in of_bytes else extents[axis]
 
     def shape_of(x: Term) -> tuple[int, ...]:
         return tuple(1 if axis is None else terms.extent(axis, extents) for axis in x.names)

@@ -5,8 +5,8 @@
 A Term has an operation, the terms that it is of, and a shape. Equal terms are one object, so that what is shared is seen. There
 are few operations, so that rules and templates are few: inputs and numbers; maps, element by element, which broadcast
 (functions.MAPS); sum and max along the last axis, which stays with length 1; matmul; transpose; concat, along the last axis,
-and half, its other way; causal, of scores; dropout; stacked and heads, which are views. mean, softmax, variance are made of
-these (language.py). The last two axes are rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
+and half, its other way; causal, of scores; dropout; stacked, heads and flat, which are views. mean, softmax and others are made
+of these (language.py). The last two axes are rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
 
 Axes have names besides their lengths: those that an operation says are one have one name. So a term knows that the columns of
 x are the rows of w, whatever their numbers are, and the axes of a call's arrays follow (`axes`).
@@ -19,10 +19,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .functions import CASTS, MAPS
+from .functions import CASTS, FP8, MAPS
 
 SEED = "int64"  # the dtype of what draws follow from
-SIZES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, SEED: 8}  # bytes of an element, where it is not 4
+SIZES = {"bfloat16": 2, "float16": 2, FP8: 1, SEED: 8}  # bytes of an element, where it is not 4
 
 
 class Axis:
@@ -90,8 +90,8 @@ class Term:
     """An operation on terms: see the module. Make one by `term` or by operators.
 
     operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", "half", "causal",
-    "dropout", "stacked", "heads", or a map's name. of: terms. what: an input's name and dtype, a number's value, a length's
-    axis and value, which half. extents: one for each axis. names: their Axis, None for 1."""
+    "dropout", "stacked", "heads", "flat", or a map's name. of: terms. what: an input's name and dtype, a number's value, a
+    length's axis and value, which half. extents: one for each axis. names: their Axis, None for 1."""
 
     __slots__ = ("extents", "names", "of", "operation", "what")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
@@ -362,9 +362,14 @@ def heads(x: Term, like: Term) -> Term:
     return _made("heads", (x, like), None, (h, x.extents[0], d), (of_heads, x.names[0], columns))
 
 
+def flat(x: Term) -> Term:
+    """(n, 1) as (n,): the numbers of rows as a vector. A view."""
+    return _made("flat", (x,), None, x.extents[:1], x.names[:1])
+
+
 def viewed(x: Term) -> Term:
     """What lies in memory where this is a view of it."""
-    return viewed(x.of[0]) if x.operation in ("stacked", "heads") else x
+    return viewed(x.of[0]) if x.operation in ("stacked", "heads", "flat") else x
 
 
 def product(*parts: Axis | None) -> Axis | None:
@@ -388,7 +393,7 @@ def rebuilt(x: Term, of: Sequence[Term]) -> Term:
         "causal": causal,
         "dropout": dropout,
     }
-    others |= {"stacked": stacked, "heads": heads}
+    others |= {"stacked": stacked, "heads": heads, "flat": flat}
     return others[x.operation](*of) if of else x
 
 

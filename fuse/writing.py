@@ -13,7 +13,7 @@ SUM, PRODUCT, UNARY, ATOM = range(4)  # how strongly an expression binds; of pro
 BINDS = {"add": SUM, "sub": SUM, "mul": PRODUCT, "div": PRODUCT, "matmul": PRODUCT, "neg": UNARY}
 RIGHT = {"sub", "div", "matmul"}  # their right operand is in parentheses where it binds no more strongly
 WRITTEN = {"sum": "sum({})", "max": "max({})", "matmul": "{} @ {}", "causal": "causal({})", "dropout": "dropout({}, {}, {})"}
-WRITTEN |= {"stacked": "stacked({})", "heads": "heads({})"}
+WRITTEN |= {"stacked": "stacked({})", "heads": "heads({})", "flat": "flat({})"}
 SUGGESTED = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqrt": "scale", "matmul": "product"}
 
 
@@ -32,7 +32,7 @@ class Writer:
     def _written(self, x: Term) -> tuple[str, int]:
         if x in self.names:
             return self.names[x], ATOM
-        if x.operation == "fp32" and x.operation not in self.forms:  # as all is computed
+        if x.operation in ("fp32", "widened") and x.operation not in self.forms:  # as all is computed
             return self._written(x.of[0])
         if x.operation == "number":
             return figure(x.what), ATOM if x.what >= 0 else UNARY
@@ -106,7 +106,7 @@ def expression(x: Term) -> str:
 def _of_definition(roots: Iterable[Term], spoken: Mapping[Term, str]) -> Writer:
     """One that writes as definitions do."""
     writer = Writer(_leaves(roots), spoken)
-    writer.forms |= dict.fromkeys(CASTS, lambda x: f"cast({{}}, {x.operation})")
+    writer.forms |= dict.fromkeys(CASTS, lambda x: f"cast({{}}, {x.operation})") | {"widened": lambda x: "widened({})"}
     return writer
 
 

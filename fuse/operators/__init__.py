@@ -1,6 +1,7 @@
 """Operators that are written with fuse: each is its definition, and as fast as one written by hand."""
 
 from .attention import mla_attention, qk_norm_attention
+from .fp8_linear import fp8_linear
 from .gated_mlp import gated_mlp, gated_mlp_down, gated_mlp_gelu
 from .layer_norm_linear import layer_norm_linear
 from .lora_linear import lora_linear
@@ -11,6 +12,7 @@ from .rotary import rotary
 
 __all__ = [
     "dropout_residual_layer_norm",
+    "fp8_linear",
     "gated_mlp",
     "gated_mlp_down",
     "gated_mlp_gelu",

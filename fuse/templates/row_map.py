@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..functions import MAPS
+from ..functions import FP8, MAPS
 from ..module import DTYPES, Text
-from ..terms import Axis, Term, along, between, is_tile
+from ..terms import Axis, Term, along, between, is_tile, viewed
 from .row_map_text import COLUMNS, FOLD, Folded, Held, Looped, Writing
 
 KNOWN = "sum", "max", "number", "length", "dropout"  # that are no maps of elements alone
@@ -63,8 +63,8 @@ class RowMap:
     @property
     def dtype(self) -> str:
         """That all arrays are read as: their own, if it is one."""
-        found = {x.what[1] if x.operation == "input" else "bfloat16" for x in self.leaves if along(x)}
-        return DTYPES.get(found.pop(), "fp32") if len(found) == 1 else "fp32"
+        found = {viewed(x).held_as("bfloat16") for x in self.leaves if along(x)}
+        return (DTYPES | {FP8: "fp8e4m3"}).get(found.pop(), "fp32") if len(found) == 1 else "fp32"
 
     @property
     def alike(self) -> bool:

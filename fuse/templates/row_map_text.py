@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..evaluate import beyond
-from ..functions import CASTS
+from ..functions import CASTS, FP8
 from ..module import Text, array, unused
 from ..terms import Term, along, between, is_tile
 from ..writing import Writer
@@ -135,6 +135,8 @@ class Writing:
         """The line that reads a leaf."""
         name = self.parameters[x]
         if is_tile(x):
+            if x.held_as("") == FP8:  # by 16 bytes
+                return f"{name} = fp32(load({array(name)}, rt(TILE.rows, TILE.cols, fp8e4m3), (row, col)))"
             return f"{name} = load({array(name)}, TILE, (row, col))"
         if along(x):
             return f"{name} = load({array(name)}, TILE.row_vec, {'(col,)' if x.ndim == 1 else '(0, col)'})"

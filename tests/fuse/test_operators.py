@@ -8,11 +8,12 @@ import fuse.operators as operators
 from fuse import module, tune
 from fuse.candidates import candidates, chosen
 from fuse.cost import card
-from tiles import bf16, fp16
+from tiles import bf16, fp8e4m3, fp16
 
 K, N, R = 136, 72, 16
 SHAPES = {  # of the arguments, but for the rows of what has them, "m"
     "dropout_residual_layer_norm": [("m", K), ("m", K), (K,), (K,), (1,)],
+    "fp8_linear": [("m", K), (K, N), (N,)],
     "gated_mlp": [("m", K), (K, N), (K, N)],
     "gated_mlp_gelu": [("m", K), (K, N), (K, N)],
     "gated_mlp_down": [("m", K), (K, N), (K, N), (N, K)],
@@ -28,7 +29,10 @@ SHAPES = {  # of the arguments, but for the rows of what has them, "m"
     "rotary": [("m", K), ("m", K // 2), ("m", K // 2)],
 }
 
-DTYPES = {("dropout_residual_layer_norm", 4): np.dtype(np.int64)}  # of arguments that have another than the first
+DTYPES = {
+    ("dropout_residual_layer_norm", 4): np.dtype(np.int64),
+    ("fp8_linear", 1): fp8e4m3.np,
+}  # of arguments that have another than the first
 
 
 def sample(name, rows, dtype, seed=0):
