@@ -98,8 +98,7 @@ def _call(launch: str, given: str) -> list[str]:
 
 def _imports(text: str) -> list[str]:
     """The lines that import what the text uses."""
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
-    names = {node.id for node in nodes} - {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
+    names = _asked(ast.parse(text))
     homes: dict[str, list[str]] = {}
     for name in sorted(names & HOMES.keys()):
         homes.setdefault(HOMES[name], []).append(name)
@@ -110,6 +109,19 @@ def _imports(text: str) -> list[str]:
         )
     parts = [["import math"] if "math" in names else [], others, list(_folded_imports(ours))]
     return [line for part in parts if part for line in ("", *part)][1:]
+
+
+def _asked(scope: ast.AST) -> set[str]:
+    """The names that a module, or a function, reads and does not assign."""
+    inner = [node for node in getattr(scope, "body", []) if isinstance(node, ast.FunctionDef)]
+    hidden = {id(node) for one in inner for part in one.body for node in ast.walk(part)}
+    nodes = [node for node in ast.walk(scope) if isinstance(node, (ast.Name, ast.arg)) and id(node) not in hidden]
+    apart = {id(node) for one in inner for node in ast.walk(one.args)}
+    own = {node.arg for node in nodes if isinstance(node, ast.arg) and id(node) not in apart}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {one.name for one in inner}
+    asked = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return (asked | {name for one in inner for name in _asked(one)}) - own
 
 
 def _folded_imports(lines: Iterable[str]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from .cost import Card
 from .functions import FP8
 from .templates.attention import Attention
+from .templates.deep_rows import DeepRows
 from .templates.few_columns import MOST_COLUMNS, FewColumns
 from .templates.few_rows import FewRows
 from .templates.halves import Halves
@@ -19,7 +20,7 @@ from .templates.since_ampere import SinceAmpere
 from .terms import Term, viewed, walk
 
 MOST = 8  # ways that are kept of each term
-APART = "matmul", "transpose", "concat", "half", "causal", "stacked", "heads", "flat"  # what no row map computes
+APART = "matmul", "transpose", "concat", "half", "causal", "stacked", "heads", "flat", "rows"  # what no row map computes
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ class _Search:
         found: list[Any] = []
         if not self.card.fp8 and any(x.held_as("") == FP8 for x in walk(*roots)):
             return found
-        if kernel := RowMap.matches(roots, leaves_of_rows(roots)):
-            found.append(kernel)
+        leaves = leaves_of_rows(roots)
+        found.extend(filter(None, [template.matches(roots, leaves) for template in (RowMap, DeepRows)]))
         if len(roots) == 1:
             found.extend(Attention.serving(roots[0]))
             found.extend(Halves.serving(roots[0]))

@@ -5,7 +5,7 @@
 A Term has an operation, the terms that it is of, and a shape. Equal terms are one object, so that what is shared is seen. There
 are few operations, so that rules and templates are few: inputs and numbers; maps, element by element, which broadcast
 (functions.MAPS); sum and max along the last axis, which stays with length 1; matmul; transpose; concat, along the last axis,
-and half, its other way; causal, of scores; dropout; stacked, heads and flat, which are views. mean, softmax and others are made
+and half, its other way; causal, of scores; dropout; stacked, heads, flat and rows, views. mean, softmax and others are made
 of these (language.py). The last two axes are rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
 
 Axes have names besides their lengths: those that an operation says are one have one name. So a term knows that the columns of
@@ -90,8 +90,8 @@ class Term:
     """An operation on terms: see the module. Make one by `term` or by operators.
 
     operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", "half", "causal",
-    "dropout", "stacked", "heads", "flat", or a map's name. of: terms. what: an input's name and dtype, a number's value, a
-    length's axis and value, which half. extents: one for each axis. names: their Axis, None for 1."""
+    "dropout", "stacked", "heads", "flat", "rows", or a map's name. of: terms. what: an input's name and dtype, a number's
+    value, a length's axis and value, which half. extents: one for each axis. names: their Axis, None for 1."""
 
     __slots__ = ("extents", "names", "of", "operation", "what")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
@@ -367,9 +367,15 @@ def flat(x: Term) -> Term:
     return _made("flat", (x,), None, x.extents[:1], x.names[:1])
 
 
+def rows(x: Term) -> Term:
+    """(..., c) as the matrix of all its rows. A view."""
+    (*lead, columns), (*names, last) = x.extents, x.names
+    return _made("rows", (x,), None, (math.prod(lead), columns), (product(*names), last))
+
+
 def viewed(x: Term) -> Term:
     """What lies in memory where this is a view of it."""
-    return viewed(x.of[0]) if x.operation in ("stacked", "heads", "flat") else x
+    return viewed(x.of[0]) if x.operation in ("stacked", "heads", "flat", "rows") else x
 
 
 def product(*parts: Axis | None) -> Axis | None:
@@ -393,7 +399,7 @@ def rebuilt(x: Term, of: Sequence[Term]) -> Term:
         "causal": causal,
         "dropout": dropout,
     }
-    others |= {"stacked": stacked, "heads": heads, "flat": flat}
+    others |= {"stacked": stacked, "heads": heads, "flat": flat, "rows": rows}
     return others[x.operation](*of) if of else x
 
 

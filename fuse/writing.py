@@ -13,7 +13,7 @@ SUM, PRODUCT, UNARY, ATOM = range(4)  # how strongly an expression binds; of pro
 BINDS = {"add": SUM, "sub": SUM, "mul": PRODUCT, "div": PRODUCT, "matmul": PRODUCT, "neg": UNARY}
 RIGHT = {"sub", "div", "matmul"}  # their right operand is in parentheses where it binds no more strongly
 WRITTEN = {"sum": "sum({})", "max": "max({})", "matmul": "{} @ {}", "causal": "causal({})", "dropout": "dropout({}, {}, {})"}
-WRITTEN |= {"stacked": "stacked({})", "heads": "heads({})", "flat": "flat({})"}
+WRITTEN |= {"stacked": "stacked({})", "heads": "heads({})", "flat": "flat({})", "rows": "rows({})"}
 SUGGESTED = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqrt": "scale", "matmul": "product"}
 
 
@@ -125,6 +125,10 @@ def equations(roots: Mapping[str, Term], spoken: Mapping[Term, str]) -> str:
     for x in means:  # what language.py makes of several operations, in its words
         lines += writer.assignments([x.of[0].of[0]], roots, roots.values())
         writer.names[x] = f"mean({writer.expression(x.of[0].of[0])})"
+    for x in every:  # what stands side by side has a line, where it has a name
+        if x.operation == "concat" and x in spoken and x not in roots.values():
+            lines += [*writer.assignments([x], roots, roots.values()), f"{spoken[x]} = {writer.expression(x)}"]
+            writer.names[x] = spoken[x]
     for x in every:
         if (inner := softmax_of(x)) is not None:
             lines += writer.assignments([inner], roots, roots.values())

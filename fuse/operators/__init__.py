@@ -1,6 +1,6 @@
 """Operators that are written with fuse: each is its definition, and as fast as one written by hand."""
 
-from .attention import mla_attention, qk_norm_attention
+from .attention import mla_attention, qk_norm_attention, qk_norm_rotary_attention
 from .fp8_linear import fp8_linear
 from .gated_mlp import gated_mlp, gated_mlp_down, gated_mlp_gelu
 from .layer_norm_linear import layer_norm_linear
@@ -21,6 +21,7 @@ __all__ = [
     "mla_attention",
     "normalised_step",
     "qk_norm_attention",
+    "qk_norm_rotary_attention",
     "residual_layer_norm",
     "residual_rms_norm",
     "residual_rms_norm_quantise",

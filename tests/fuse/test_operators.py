@@ -22,6 +22,7 @@ SHAPES = {  # of the arguments, but for the rows of what has them, "m"
     "mla_attention": [(2, "m", 16), (40, K), (2, 16, K), (2, 24, K)],
     "normalised_step": [("m", K), ("m", K), (K,)],
     "qk_norm_attention": [(2, "m", 16), (2, 40, 16), (2, 40, 24), (16,), (16,)],
+    "qk_norm_rotary_attention": [(2, "m", 16), (2, "m", 16), (2, "m", 24), (16,), (16,), ("m", 8), ("m", 8)],
     "residual_layer_norm": [("m", K), ("m", K), (K,), (K,)],
     "residual_rms_norm": [("m", K), ("m", K), (K,)],
     "residual_rms_norm_quantise": [("m", K), ("m", K), (K,)],

@@ -139,7 +139,7 @@ def test_on_the_card(name, rows, without_wgmma):
 # ---- machine code ----------------------------------------------------------------------------------------------------
 def test_docstrings_say_shapes():
     """Of all operators on rows, so that inspect finds them: what it takes for numbers has a default."""
-    others = {"mla_attention", "qk_norm_attention", "rotary"}
+    others = {"mla_attention", "qk_norm_attention", "qk_norm_rotary_attention", "rotary"}
     assert {name for name in operators.__all__ if not inspect.described(name)} == others
 
 
