@@ -13,6 +13,7 @@ from ..options import SCALES, flag, number
 from .asked import AUX, blocks_of, differentiated, eight, ends_of, norm_parts, positive, random_of
 from .assembled import assembled
 from .block_masks import Blocked, BlockedMask
+from .derivative import ONCE, gradient
 from .dropped import Dropped, DroppedAnew, numbers_of
 from .launches import norm_of, planned
 from .norms import Normed
@@ -195,14 +196,14 @@ def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -
     return forward(q, k, v, blocks=Making(blocks), **variant)
 
 
-@program(FORWARD)
+@program(FORWARD, gradient, ONCE)
 def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """How forward does calls of this form; lse is never given."""
     check_extents(problem)
     return planned(problem, assembled(scale_of(problem, scale), causal), return_lse, family)
 
 
-@program(VARIANTS)
+@program(VARIANTS, gradient, ONCE)
 def _variant(
     problem: Problem,
     causal: bool,

@@ -11,6 +11,7 @@ from ...families import choose
 from ...options import flag, number
 from ..asked import ends_of, positive
 from ..assembled import Assembled, assembled
+from ..derivative import ONCE
 from ..forward import check_extents, scale_of
 from ..launches import DTYPES, LOG2_E, variant_arrays
 from . import ampere, finish, hopper, prepare, sinks
@@ -89,7 +90,7 @@ def backward(
     return _backward(stream, given, options, layout)
 
 
-@program(BACKWARD)
+@program(BACKWARD, no_gradient=ONCE)
 def _backward(
     problem: Problem,
     causal: bool,
