@@ -98,7 +98,7 @@ def _with_gradient(
         values, made = kept
         some = {n: x for n, x in zip(results, gradients) if not isinstance(x, jax.custom_derivatives.SymbolicZero)}
         found = gradient(())(dict(zip(names, values)), made, some)
-        return tuple([found.get(name) for name in names])
+        return tuple([None if name not in found else found[name].astype(x.dtype) for name, x in zip(names, values)])
 
     traced.defvjp(forward, backward, symbolic_zeros=True)
     return traced

@@ -7,6 +7,7 @@ import pytest
 
 import attention
 from attention import reference
+from attention.softmax import gradient
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("jax.experimental.buffer_callback")
@@ -174,6 +175,23 @@ def test_gradients(options):
             reference.assert_close(*map(np.asarray, three), factor=3, name=name)
 
 
+def test_gradients_of_norms():
+    """In the dtypes of their weights."""
+    with jax.default_device(CPU):
+        arrays, norms = qkv(), (tile(5, HEAD), -rate(6, 2, HEAD), -rate(7, HEAD))
+
+        def loss(q, a, b, c):
+            return attention.forward(q, *arrays[1:], q_norm=(a, b), k_norm=c).astype(jnp.float32).sum()
+
+        got = jax.grad(loss, (0, 1, 2, 3))(arrays[0], *norms)
+        assert_same(jax.jit(jax.grad(loss, (0, 1, 2, 3)))(arrays[0], *norms), got)
+        dout, options = np.ones((1, TOKENS, 2, HEAD), arrays[0].dtype), {"q_norm": norms[:2], "k_norm": norms[2]}
+        dq, _, _, (da, db), dc = reference.backward(dout, *arrays, **options)
+        for x, y, like in zip(got, (dq, da, db, dc), (arrays[0], *norms), strict=True):
+            assert (x.shape, x.dtype) == (like.shape, like.dtype)
+            np.testing.assert_allclose(np.asarray(x, float), y, rtol=2**-5, atol=2**-3)
+
+
 def test_gradients_of_many_and_of_two_results():
     with jax.default_device(CPU):
         q, k, v = qkv()
@@ -186,18 +204,16 @@ def test_gradients_of_many_and_of_two_results():
         assert_same((out, *back(jnp.ones_like(out))), (both(q)[0], wanted[0]))
 
 
-def test_what_has_no_gradient_says_so():
+def test_what_has_no_gradient_says_so(monkeypatch):
     with jax.default_device(CPU):
         q, k, v = qkv()
         total = lambda x: x.astype(jnp.float32).sum()
         loss = lambda q: total(attention.forward(q, k, v))
-        bias = jnp.zeros((1, 1, TOKENS, TOKENS))
         refused = [
             (lambda q: jax.grad(lambda q: total(jax.grad(loss)(q)))(q), "no second derivatives"),
             (lambda q: jax.jacfwd(jax.grad(loss))(q), "no second derivatives"),
             (jax.grad(lambda q: attention.forward(q, k, v, return_lse=True)[1].sum()), "^lse: has no gradient"),
-            (lambda q: jax.grad(lambda b: total(attention.forward(q, k, v, bias=b)))(bias), "^bias: has no gradient"),
-            (jax.grad(lambda q: total(attention.forward(q, k, v, dropout=0.5, seed=1))), "^dropout: there is no backward pass"),
+            (lambda q: jax.grad(lambda a: total(attention.forward(q, k, v, alibi=a)))(-rate(3, 2)), "^alibi: has no gradient"),
             (jax.grad(lambda q: total(attention.linear(q, k, v))), "^q: the backward pass is not there yet"),
             (lambda q: jax.jvp(lambda q: total(attention.linear(q, k, v)), (q,), (q,)), "^q: the backward pass is not there"),
         ]
@@ -209,6 +225,9 @@ def test_what_has_no_gradient_says_so():
         assert jnp.array_equal(jax.grad(stopped)(q), jnp.ones_like(q))
         with pytest.raises(TypeError, match="forward-mode"):
             jax.jvp(loss, (q,), (q,))
+        monkeypatch.setattr(gradient, "_parameters", lambda: ("q", "k", "v", "causal"))
+        with pytest.raises(NotImplementedError, match="^softcap: there is no backward pass with it yet"):
+            jax.grad(lambda q: total(attention.forward(q, k, v, softcap=0.5)))(q)
 
 
 def test_a_jax_without_callbacks_says_so(monkeypatch):
