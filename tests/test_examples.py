@@ -18,7 +18,7 @@ from tiles.testing import ptx
 
 FOLDER = Path(__file__).parents[1] / "examples"
 LEVELS = sorted(f"gemm/{path.stem}" for path in FOLDER.glob("gemm/level_*.py"))
-EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "machine") + LEVELS
+EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("machine", "train")) + LEVELS
 LAUNCH = tiles.launch
 
 
@@ -121,3 +121,31 @@ def test_runs_as_a_script():
     assert "rt(16, 16, fp32)" in done.stdout
     numbers = np.array(re.findall(r"-?\d+\.\d{4}", done.stdout), float)
     np.testing.assert_array_equal(numbers, 2.0 * np.arange(256))
+
+
+# ---- train.py, which launches what attention.forward does ------------------------------------------------------------
+def trained(monkeypatch, path, *options):
+    """Its runs, of a few steps."""
+    for needed in "torch", "tqdm", "matplotlib":
+        pytest.importorskip(needed)
+    monkeypatch.setenv("TILES_CHECK", "0")
+    runs = load("train", monkeypatch).main(["--baseline", "--quiet", "--png", str(path), *options])
+    assert path.read_bytes().startswith(b"\x89PNG")
+    ours, theirs = ([x.item() for x in runs[name].losses] for name in ("attention", "torch"))
+    return ours, theirs
+
+
+def test_trains_as_on_torch(monkeypatch, tmp_path):
+    pytest.importorskip("torch")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    ours, theirs = trained(monkeypatch, tmp_path / "curve.png", "--steps=3")
+    np.testing.assert_allclose(ours, theirs, atol=0.01)
+    assert len({*ours}) == len(ours) == 3
+
+
+@pytest.mark.gpu
+def test_trains_on_the_card(monkeypatch, tmp_path):
+    small = "--steps=60", "--dim=256", "--depth=2", "--heads=4", "--kv-heads=2", "--tokens=512"
+    ours, theirs = trained(monkeypatch, tmp_path / "curve.png", *small)
+    np.testing.assert_allclose(ours[:10], theirs[:10], atol=0.02)
+    assert abs(ours[-1] - theirs[-1]) < 0.1 and ours[-1] < 0.7 * ours[0]

@@ -12,8 +12,9 @@ from ...options import flag, number
 from ..asked import ends_of, positive
 from ..assembled import Assembled, assembled
 from ..forward import check_extents, scale_of
+from ..gradient import ONCE
 from ..launches import DTYPES, LOG2_E, variant_arrays
-from . import ampere, finish, hopper, prepare, sinks
+from . import ampere, finish, hopper, norms, prepare, sinks
 
 BACKWARD = Schema(
     "backward",
@@ -49,6 +50,9 @@ def backward(
     alibi: Any = None,
     sink: Any = None,
     bias: Any = None,
+    q_norm: Any = None,
+    k_norm: Any = None,
+    norm_eps: float = 1e-6,
     scale: float | None = None,
     deterministic: bool = False,
     layout: str = "bshd",
@@ -71,13 +75,20 @@ def backward(
     Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call:
     deterministic=True is refused for now.
 
+    q_norm, k_norm, norm_eps: norms of queries and keys, as forward has them; dq and dk are those of q and k before them,
+    through the gradients of the normalised rows in their dtype. The norms' own gradients are float32, have their shapes and
+    come last, of each norm an array, or a pair (of the weights, of the bias); the sums that they are have a fixed order.
+
     With forward's other options there is no gradient yet. stream, family: as in forward.
 
-    Returns (dq, dk, dv), and with a sink (dq, dk, dv, dsink), the same kind of arrays as q. Arrays and errors are as in
+    Returns (dq, dk, dv[, dsink][, dq_norm][, dk_norm]), the same kind of arrays as q. Arrays and errors are as in
     forward."""
     if flag("deterministic", deterministic):
         raise NotImplementedError("deterministic: sums of dq are taken as they come; there is no fixed order yet")
-    given = dout, q, k, v, out, lse, alibi, sink, bias, dq, dk, dv, dsink
+    eps, rows = positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
+    of_q, of_k = (norms.normalised(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
+    into = [dx if norm is None else None for dx, norm in ((dq, q_norm), (dk, k_norm))]
+    given = dout, of_q, of_k, v, out, lse, alibi, sink, bias, *into, dv, dsink
     options = (
         flag("causal", causal),
         *ends_of(window),
@@ -86,10 +97,15 @@ def backward(
         sink is not None,
         family,
     )
-    return _backward(stream, given, options, layout)
+    found = _backward(stream, given, options, layout)
+    if q_norm is k_norm is None:
+        return found
+    dq, of_q_norm = norms.gradients("q", q, found[0], q_norm, eps, dq, stream, layout)
+    dk, of_k_norm = norms.gradients("k", k, found[1], k_norm, eps, dk, stream, layout)
+    return dq, dk, *found[2:], *of_q_norm, *of_k_norm
 
 
-@program(BACKWARD)
+@program(BACKWARD, no_gradient=ONCE)
 def _backward(
     problem: Problem,
     causal: bool,
