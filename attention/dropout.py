@@ -8,7 +8,9 @@ from tiles.philox import LEVELS, halves
 
 
 def share_of(dropout: float) -> int:
-    """How many of 65536 equally likely draws drop a weight: `dropout` to the nearest, but never all."""
+    """How many of 65536 equally likely draws drop a weight: `dropout` to the nearest, but never all. ValueError: it is none."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout: must be at least 0 and below 1, got {dropout}")
     return min(LEVELS - 1, round(dropout * LEVELS))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from . import module, place, rules
+from . import module, place, rules, terms
 from .cost import Card
 from .rules import Rule
 from .terms import Term, viewed
@@ -46,16 +46,25 @@ def candidates(found: Traced, card: Card) -> list[Candidate]:
     range are used."""
     every: dict[tuple[str, ...], Candidate] = {}
     narrow = any(x.what[1] == "float16" for _, x in found.inputs)
-    for form in rules.equal(found.roots, found.space, [rule for rule in rules.RULES if rule.keeps_range or not narrow]):
-        for way in place.ways(form.roots, card):
-            every.setdefault((*map(str, way.kernels), str(form.roots)), Candidate(way, form.rules, form.roots))
+    forms = rules.equal(found.roots, found.space, [rule for rule in rules.RULES if rule.keeps_range or not narrow])
+    terms.SPACES.append(found.space)  # templates make views
+    try:
+        for form in forms:
+            for way in place.ways(form.roots, card):
+                every.setdefault((*map(str, way.kernels), str(form.roots)), Candidate(way, form.rules, form.roots))
+    finally:
+        terms.SPACES.pop()
     return sorted(every.values(), key=lambda one: (one.way.seconds, len(one.way.kernels), len(one.rules)))
 
 
 def _view(x: Term, parameters: dict[Term, str]) -> str:
     """The line that makes a view, which has a name from now on."""
     base = parameters[x.of[0]]
-    if x.operation == "stacked":
+    if x.operation == "flat":
+        called, made = f"{base}_flat", f"{base}.reshape(-1)"
+    elif x.operation == "rows":
+        called, made = f"{base}_rows", f"{base}.reshape(-1, {base}.shape[{x.of[0].ndim - 1}])"
+    elif x.operation == "stacked":
         called, made = f"{base}_stacked", f"{base}.reshape(-1, {base}.shape[2])"
     else:
         called, heads = f"{base}_of_heads", f"{parameters[x.of[1]]}.shape[0]"

@@ -16,7 +16,7 @@ LAUNCH = 1.5e-6  # seconds that one kernel more adds to a graph of several
 @dataclass(frozen=True)
 class Card:
     """What a card can do. bytes, products, maps: a second; products are of 16-bit matrices, 2 operations each. wgmma: has it
-    that?"""
+    that? fp8: and conversions to and from this?"""
 
     name: str
     processors: int
@@ -24,6 +24,7 @@ class Card:
     products: float
     maps: float
     wgmma: bool = True
+    fp8: bool = True
 
     def seconds(self, kernel: Any) -> float:
         """Of a kernel that says its `bytes`, `operations` of the tensor cores and `maps`."""
@@ -37,7 +38,7 @@ H200 = Card("NVIDIA H200", 132, 4.2e12, 6.9e14, 1.6e13)
 
 def card_of(arch: str) -> Card:
     """An H200; of other architectures what an H200 would be with no more than all cards have."""
-    return H200 if arch == "sm_90a" else replace(H200, name=arch, wgmma=False)
+    return H200 if arch == "sm_90a" else replace(H200, name=arch, wgmma=False, fp8=arch not in ("sm_80", "sm_86"))
 
 
 @functools.cache
@@ -50,4 +51,12 @@ def card(ordinal: int | None) -> Card:
     products = most.flop or 1e14
     memory, tensor = REACHED
     maps = H200.maps * gpu.processors / H200.processors
-    return Card(gpu.name, gpu.processors, memory * most.bandwidth, tensor * products, maps, hopper(gpu.capability))
+    return Card(
+        gpu.name,
+        gpu.processors,
+        memory * most.bandwidth,
+        tensor * products,
+        maps,
+        hopper(gpu.capability),
+        gpu.capability >= (8, 9),
+    )

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from . import draws
 from .functions import MAPS
 from .terms import Axis, Term, along, between, walk
 
@@ -29,6 +30,8 @@ class Arithmetic(Protocol):
     def concat(self, parts: Sequence[Any]) -> Any: ...
 
     def causal(self, x: Any) -> Any: ...
+
+    def dropout(self, x: Any, p: Any, seed: Any) -> Any: ...
 
 
 class InNumPy:
@@ -63,6 +66,10 @@ class InNumPy:
     def causal(self, x: Any) -> Any:
         return seen(x, np.asarray(-np.inf, x.dtype))
 
+    def dropout(self, x: Any, p: Any, seed: Any) -> Any:
+        kept = draws.kept(x.shape, float(p), int(np.asarray(seed).item()))
+        return self._round(np.where(kept, np.asarray(x, self.wide) / self.wide(1 - p), 0))
+
 
 def seen(x: Any, otherwise: Any) -> Any:
     """Scores where a query sees a key, something else where it does not."""
@@ -93,8 +100,12 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
             found = np.split(of[0], 2, -1)[x.what]
         elif x.operation == "causal":
             found = arithmetic.causal(*of)
+        elif x.operation == "dropout":
+            found = arithmetic.dropout(*of)
         elif x.operation == "stacked":
             found = of[0].reshape(-1, of[0].shape[-1])
+        elif x.operation == "flat":
+            found = of[0].reshape(-1)
         elif x.operation == "heads":
             found = of[0].reshape(len(of[0]), len(of[1]), -1).swapaxes(0, 1)
         else:
@@ -114,6 +125,8 @@ def beyond(root: Term, leaves: Sequence[Term]) -> np.ndarray:
         elif x.operation in MAPS and x not in ends:
             with np.errstate(all="ignore"):
                 known[x] = np.asarray(MAPS[x.operation].numpy(*[known[y] for y in x.of]))
+        elif x.operation == "dropout":  # nothing but zeros, or not
+            known[x] = known[x.of[0]]
         else:
             known[x] = np.full(DRAWS, x.what) if x.operation == "number" else rng.standard_normal(DRAWS)
         if not along(x):

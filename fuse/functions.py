@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tiles import bf16, fp8e4m3, fp16, fp32
+
 SQRT_2 = math.sqrt(2.0)
+FP8 = "float8_e4m3fn"
+CASTS = {"fp32": fp32, "bf16": bf16, "fp16": fp16, "fp8e4m3": fp8e4m3}  # maps that round
 
 
 class Map(NamedTuple):
@@ -67,6 +71,8 @@ MAPS = {
     "relu": _call("relu", lambda x: np.maximum(x, 0), "relu"),
     "abs": _call("abs", np.abs),
 }
+MAPS["widened"] = Map(1, lambda x: x, "", "widened({})", "same")  # of fp8, as other arrays are held
+MAPS |= {name: Map(1, dtype.round, "", f"fp32({name}({{}}))", "same" * (dtype is fp32)) for name, dtype in CASTS.items()}
 
 
 def of_torch(name: str) -> Any:

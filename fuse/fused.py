@@ -32,11 +32,13 @@ from .candidates import Candidate, Chosen, candidates, chosen
 from .cost import Card, card, card_of
 from .early import Early
 from .evaluate import InNumPy, evaluate
+from .functions import CASTS, FP8
 from .proof import Proof, proven
 from .terms import Term, viewed
 from .trace import ANY, Shape, Traced, rows_alone, traced
 
 FLOATS = ("bfloat16", "float16", "float32")
+HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # what a schema says of a dtype (tiles/schema.py)
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
 
 
@@ -116,7 +118,8 @@ class Fused:
         given = {name: x.T if s.turned else x for name, x, s in zip(self.names, flat, shapes)}
         found = evaluate(traced.roots, given, InNumPy(np.float32))
         dtype = next(x.dtype for x in arrays if isinstance(x, np.ndarray))
-        results = [np.asarray(x, dtype).reshape(*lead, -1) if lead else np.asarray(x, dtype) for x in found]
+        results = [np.asarray(x, root.held_as(dtype.name)) for x, root in zip(found, traced.roots)]
+        results = [x.reshape(*lead, -1) for x in results] if lead else results
         for target, x in zip(out if isinstance(out, tuple) else [out] if out is not None else [], results):
             target[...] = x
         return results[0] if traced.single else tuple(results)
@@ -149,12 +152,16 @@ class Fused:
         letters = terms.axes(*[inputs[name] for name, _ in held], *found.roots)
         of_inputs = {axis.root for x in inputs.values() for axis in x.names if axis is not None}
         strange = [x for x in found.roots if any(axis is not None and axis.root not in of_inputs for axis in x.names)]
+        seeds = {x.of[2] for x in terms.walk(*found.roots) if x.operation == "dropout"}
         for name, s in held:
-            if s.dtype not in FLOATS:
+            if s.dtype not in FLOATS and (name == held[0][0] or not (s.dtype == FP8 or inputs[name] in seeds)):
                 raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}")
         holds = "tile" if held[0][1].dtype != "float32" else "float32"
-        rows = [f"{name} {axes} {'real' if n else holds}" for n, ((name, _), axes) in enumerate(zip(held, letters))]
-        rows += [f"{name} {axes} {holds} made" for name, axes in zip(found.outs, letters[len(held) :])]
+        others = {terms.SEED: "index", FP8: "fp8"}
+        kept = [holds, *(others.get(s.dtype, "real") for _, s in held[1:])]
+        rows = [f"{name} {axes} {its}" for (name, _), axes, its in zip(held, letters, kept)]
+        for name, axes, x in zip(found.outs, letters[len(held) :], found.roots):
+            rows.append(f"{name} {axes} {HOLDS[x.held_as('')] if x.operation in CASTS else holds} made")
         numbers = [name for name, s in zip(self.names, shapes) if not s.extents]
 
         def planner(problem, *values):
@@ -179,7 +186,7 @@ class Fused:
         self._refuse_pieces(problem, made)
         operands: list[Any] = [problem[name] if s.extents else numbers[name] for name, s in zip(self.names, shapes)]
         operands += [problem[name] for name in made.outs]
-        scratch = [(x.extents, problem.dtype) for x in made.scratch]
+        scratch = [(x.extents, x.held_as(problem.dtype)) for x in made.scratch]
         operands += [problem.scratch(n, *one) for n, one in enumerate(scratch)]
         places = len(problem.schema.places) + len(scratch)
         try:
@@ -246,10 +253,11 @@ class Fused:
         """What was found for these arrays, the best first."""
         return self._found(arrays)[1]
 
-    def compile(self, *shapes: tuple[int, ...], dtype: str = "bfloat16", arch: str = "sm_90a") -> list[Compiled]:
-        """Machine code of the kernels that serve C-ordered arrays of these shapes (() is a number), made ahead of time with no
-        GPU at hand, and kept on disk: the first call on such a GPU finds it. The best way by the roofline is taken."""
-        seen = self.launches([Shape(shape, dtype) for shape in shapes], card_of(arch))
+    def compile(self, *shapes: tuple[int, ...] | Shape, dtype: str = "bfloat16", arch: str = "sm_90a") -> list[Compiled]:
+        """Machine code of the kernels that serve C-ordered arrays of these shapes (() is a number; a Shape has a dtype of its
+        own), made ahead of time with no GPU at hand, and kept on disk: the first call on such a GPU finds it. The best way by
+        the roofline is taken."""
+        seen = self.launches([s if isinstance(s, Shape) else Shape(s, dtype) for s in shapes], card_of(arch))
         found = []
         for kernel, types in dict.fromkeys((kernel, types) for kernel, types, *_ in seen):
             name = digest.key(kernel, types, arch)
@@ -267,9 +275,9 @@ class Fused:
         made = chosen(self.name, traced, every[0])
         forms = [c_ordered(s.in_memory, s.dtype, None) for s in shapes if s.extents]
         dtype = next(s.dtype for s in shapes if s.extents)
-        forms += [c_ordered(x.extents, dtype, None) for x in made.written]
+        forms += [c_ordered(x.extents, x.held_as(dtype), None) for x in made.written]
         operands = iter([Operand(n, form) for n, form in enumerate(forms)])
-        given = [next(operands) if s.extents else 1.0 for s in shapes]
+        given = [next(operands) if s.extents else 0.5 for s in shapes]
         seen: list[tuple[Any, ...]] = []
         watchers.append(lambda *launch: seen.append(launch))
         try:

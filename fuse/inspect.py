@@ -23,8 +23,10 @@ from .trace import Shape
 
 ARCHS = "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"
 ROWS = 1, 17, 64, 4096
-LENGTHS = {"K": 4096, "N": 6144, "D": 4096, "R": 16}  # by their letters in docstrings
-SAYS = re.compile(r"((?:\w+, )*\w+) \(((?:\.\.\., )?[A-Z](?:, [A-Z])*,?)\)")  # x (..., K), gate, up (K, N)
+LENGTHS = {"K": 4096, "N": 6144, "D": 4096, "R": 16, "1": 1}  # by their letters in docstrings
+# x (..., K), gate, up (K, N) of fp8
+SAYS = re.compile(r"((?:\w+, )*\w+) \(((?:\.\.\., )?[A-Z1](?:, [A-Z1])*,?)\)(?: of (\w+))?")
+DTYPES = {"fp8": "float8_e4m3fn", "int64": "int64"}
 
 
 class Case(NamedTuple):
@@ -39,10 +41,11 @@ class Case(NamedTuple):
         return f"{self.name} of {self.rows} rows{', (N, K)' * self.turned}{', fp16' * (self.dtype == 'float16')}"
 
 
-def cases(only: Sequence[str] = ()) -> Iterator[Case]:
-    """Those that are inspected. only: of operators whose names have one of these in them."""
+def cases(only: Sequence[str] = (), arch: str = "sm_90a") -> Iterator[Case]:
+    """Those that are inspected. only: of operators whose names have one of these in them. arch: one that has fp8 or not."""
     for name in filter(described, operators.__all__):
-        if not only or any(one in name for one in only):
+        served = card_of(arch).fp8 or "fp8" not in (getattr(operators, name).__doc__ or "")
+        if served and (not only or any(one in name for one in only)):
             weights = any(shape.count(",") and "..." not in shape for shape in letters(getattr(operators, name)).values())
             yield from itertools.starmap(functools.partial(Case, name), itertools.product(ROWS, (False, True)[: 1 + weights]))
 
@@ -58,17 +61,23 @@ def described(name: str) -> bool:
 def letters(operator: Fused) -> dict[str, str]:
     """What an operator's docstring says of the shapes of its arguments: {"w": "K, N"}."""
     found = SAYS.findall(operator.__doc__ or "")
-    return {name: shape.removesuffix(",") for names, shape in found for name in names.split(", ")}
+    return {name: shape.removesuffix(",") for names, shape, _ in found for name in names.split(", ")}
+
+
+def dtypes(operator: Fused) -> dict[str, str]:
+    """What it says of the dtypes of those that have another than the first."""
+    found = SAYS.findall(operator.__doc__ or "")
+    return {name: DTYPES[dtype] for names, _, dtype in found for name in names.split(", ") if dtype in DTYPES}
 
 
 def shapes(case: Case) -> tuple[Shape, ...]:
     """Of the arguments; what the docstring does not mention is a number."""
     operator = getattr(operators, case.name)
-    said, found = letters(operator), []
+    said, held, found = letters(operator), dtypes(operator), []
     for name in operator.names:
         extents = tuple(LENGTHS.get(one, case.rows) for one in said[name].split(", ")) if name in said else ()
         weight = len(extents) == 2 and "..." not in said[name]
-        found.append(Shape(extents, case.dtype if extents else "float32", case.turned and weight))
+        found.append(Shape(extents, held.get(name, case.dtype) if extents else "float32", case.turned and weight))
     return tuple(found)
 
 
@@ -110,7 +119,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     wrong = 0
     with multiprocessing.get_context("spawn").Pool(asked.jobs) as pool:
-        for text, is_bad in pool.imap(_row, itertools.product(asked.arch, cases(asked.only))):
+        every = ((arch, case) for arch in asked.arch for case in cases(asked.only, arch))
+        for text, is_bad in pool.imap(_row, every):
             print(text, flush=True)
             wrong += is_bad
     return int(wrong > 0)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from . import terms
-from .functions import MAPS, of_torch
+from . import draws, terms
+from .functions import CASTS, MAPS, of_torch
 from .terms import Term
 
-__all__ = """abs attention causal concatenate exp exp2 gelu halves log max maximum mean minimum relu rsqrt sigmoid silu softmax
-    sqrt sum tanh transpose var where""".split()
+__all__ = """abs attention cast causal concatenate dropout exp exp2 gelu halves log max maximum mean minimum relu rsqrt sigmoid
+    silu softmax sqrt sum tanh transpose var where""".split()
 
 
 def _map(name: str):
@@ -107,6 +108,32 @@ def halves(x: Any) -> tuple[Any, Any]:
 def transpose(x: Any) -> Any:
     """The transpose of a matrix; with leading axes, of each: the last two are swapped."""
     return terms.transpose(x) if isinstance(x, Term) else x.swapaxes(-1, -2)
+
+
+def dropout(x: Any, p: Any, seed: Any) -> Any:
+    """x / (1 - p), but 0 with probability p. What is dropped follows from the place and from the seed, an array of one integer,
+    which may change from call to call: dropout(ones, p, seed) of NumPy's arrays tells what a kernel drops."""
+    if any(isinstance(one, Term) for one in (x, p, seed)):
+        return terms.dropout(x, p, seed)
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout: p must be at least 0 and below 1, got {p=}")
+    if _torch(x):
+        return x * draws.kept_in_torch(x, p, seed) / (1 - p)
+    return np.where(draws.kept(x.shape, p, int(seed.item())), x, x.dtype.type(0)) / x.dtype.type(1 - p)
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """x rounded to a dtype of tiles': fp32, bf16, fp16 or fp8e4m3, beyond whose ends everything becomes the greatest number. A
+    result that is a cast has that dtype."""
+    name = next((name for name, one in CASTS.items() if one is dtype), None)
+    if name is None:
+        raise TypeError(f"cast: dtype must be one of {', '.join(CASTS)} of tiles, got {dtype!r}")
+    if isinstance(x, Term):
+        return terms.apply(name, x)
+    if _torch(x):
+        bounded = x if dtype.itemsize > 1 else x.clamp(*(float(ml_dtypes.finfo(dtype.np).max) * sign for sign in (-1, 1)))
+        return bounded.to(getattr(sys.modules["torch"], dtype.np.name))
+    return dtype.round(x)
 
 
 def causal(scores: Any) -> Any:

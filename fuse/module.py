@@ -22,6 +22,7 @@ import tiles
 WIDTH = 120
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
 HOMES |= {"cuda": "numba", "int32": "numpy", "machine": "tiles.device", "describe": "tiles.frameworks"}
+HOMES |= {"share_of": "attention.dropout"}
 HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums")}
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # of matrices that are multiplied
 
@@ -97,16 +98,30 @@ def _call(launch: str, given: str) -> list[str]:
 
 def _imports(text: str) -> list[str]:
     """The lines that import what the text uses."""
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
-    names = {node.id for node in nodes} - {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
+    names = _asked(ast.parse(text))
     homes: dict[str, list[str]] = {}
     for name in sorted(names & HOMES.keys()):
         homes.setdefault(HOMES[name], []).append(name)
     others, ours = list[str](), [f"import {one}" for one in ("attention", "tiles") if one in names]
     for home, found in sorted(homes.items()):
-        (ours if home.split(".")[0] in ("ops", "tiles") else others).append(f"from {home} import {', '.join(found)}")
+        (ours if home.split(".")[0] in ("attention", "ops", "tiles") else others).append(
+            f"from {home} import {', '.join(found)}"
+        )
     parts = [["import math"] if "math" in names else [], others, list(_folded_imports(ours))]
     return [line for part in parts if part for line in ("", *part)][1:]
+
+
+def _asked(scope: ast.AST) -> set[str]:
+    """The names that a module, or a function, reads and does not assign."""
+    inner = [node for node in getattr(scope, "body", []) if isinstance(node, ast.FunctionDef)]
+    hidden = {id(node) for one in inner for part in one.body for node in ast.walk(part)}
+    nodes = [node for node in ast.walk(scope) if isinstance(node, (ast.Name, ast.arg)) and id(node) not in hidden]
+    apart = {id(node) for one in inner for node in ast.walk(one.args)}
+    own = {node.arg for node in nodes if isinstance(node, ast.arg) and id(node) not in apart}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {one.name for one in inner}
+    asked = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return (asked | {name for one in inner for name in _asked(one)}) - own
 
 
 def _folded_imports(lines: Iterable[str]) -> Iterator[str]:
@@ -144,7 +159,9 @@ def _folded(line: str) -> list[str]:
     if line.endswith(",") and inside:  # in parentheses already
         return [line[: inside[-1]].rstrip(), *_folded(" " * (len(line) - len(line.lstrip())) + line[inside[-1] :])]
     indent = " " * (len(line) - len(line.lstrip()) + 4)
-    at = max((m.end() for m in re.finditer(r", | (?=[*/+@-] )", line[:WIDTH])), default=0)
+    every = [m.end() for m in re.finditer(r", | (?=[*/+@-] )", line[:WIDTH])]
+    outer = [n for n in every if n > WIDTH // 2 and line[:n].count("(") == line[:n].count(")") + 1]  # not inside of an argument
+    at = max(outer or every, default=0)
     if at <= len(indent) or line[:at].count("(") <= line[:at].count(")"):
         return [line]
     return [line[:at].rstrip(), *_folded(indent + line[at:])]

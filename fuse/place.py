@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cost import Card
+from .functions import FP8
 from .templates.attention import Attention
+from .templates.deep_rows import DeepRows
 from .templates.few_columns import MOST_COLUMNS, FewColumns
 from .templates.few_rows import FewRows
 from .templates.halves import Halves
@@ -18,7 +20,7 @@ from .templates.since_ampere import SinceAmpere
 from .terms import Term, viewed, walk
 
 MOST = 8  # ways that are kept of each term
-APART = "matmul", "transpose", "concat", "half", "causal", "stacked", "heads"  # what no row map computes
+APART = "matmul", "transpose", "concat", "half", "causal", "stacked", "heads", "flat", "rows"  # what no row map computes
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ def ways(roots: Sequence[Term], card: Card) -> list[Way]:
 def why(roots: Sequence[Term], card: Card) -> str:
     """Why there are no ways: what no template computes."""
     search = _Search(card)
+    if not card.fp8 and any(x.held_as("") == FP8 for x in walk(*roots)):
+        return f"{card.name} converts nothing to or from fp8, which begins with sm_89"
     for x in walk(*roots):
         if x.ndim >= 2 and x.operation != "input" and not search.of((x,)):
             shapes = ", ".join(str(y.extents) for y in x.of)
@@ -76,8 +80,10 @@ class _Search:
     def _kernels(self, roots: tuple[Term, ...]) -> list[Any]:
         """The kernels that could compute these roots."""
         found: list[Any] = []
-        if kernel := RowMap.matches(roots, leaves_of_rows(roots)):
-            found.append(kernel)
+        if not self.card.fp8 and any(x.held_as("") == FP8 for x in walk(*roots)):
+            return found
+        leaves = leaves_of_rows(roots)
+        found.extend(filter(None, [template.matches(roots, leaves) for template in (RowMap, DeepRows)]))
         if len(roots) == 1:
             found.extend(Attention.serving(roots[0]))
             found.extend(Halves.serving(roots[0]))

@@ -29,7 +29,7 @@ from tiles.testing import tolerance
 from . import module, terms
 from .candidates import Candidate, chosen
 from .evaluate import InNumPy, evaluate, seen
-from .functions import MAPS
+from .functions import FP8, MAPS
 from .terms import Axis, Term, walk
 from .trace import Traced
 
@@ -38,6 +38,7 @@ Q = (P - 1) // 450
 LEAST = 1321  # the greatest prime factor of Q
 BASE = pow(37, (P - 1) // Q, P)  # of order Q
 TRIALS, DRAWS = 8, 1000  # points that are compared, and that are drawn at most
+OPAQUE = "max", "causal", "dropout"  # besides maps
 SIZES = (3, 5, 2, 4, 6, 8)  # of axes, prime to Q
 
 
@@ -68,6 +69,9 @@ class Number(NamedTuple):
 
     def neg(self):
         return Number(-self.p % P, None if self.q is None else -self.q % Q)
+
+    def same(self):
+        return self
 
     def exp(self):
         if self.q is None:
@@ -127,6 +131,12 @@ class InField:
     def causal(self, x: Any) -> Any:
         return seen(x, _array(opaque("unseen")))
 
+    def dropout(self, x: Any, p: Any, seed: Any) -> Any:
+        found, given = np.empty(x.shape, object), (p.reshape(-1)[0], seed.reshape(-1)[0])
+        for at in np.ndindex(x.shape):
+            found[at] = opaque("dropout", *at, x[at], *given)
+        return found
+
 
 def _array(x: Number) -> Any:
     found = np.empty((), object)
@@ -172,7 +182,7 @@ def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 
     axes = terms.elementary(name for x in every for name in x.names)
     sizes = {axis: SIZES[n % len(SIZES)] for n, axis in enumerate(axes)}
     operations = {x.operation for x in every}
-    outside = tuple(sorted(name for name in operations if name in ("max", "causal") or (name in MAPS and not MAPS[name].field)))
+    outside = tuple(sorted(name for name in operations if name in OPAQUE or (name in MAPS and not MAPS[name].field)))
     degree = max(_degrees(roots, sizes) for roots in (definition, rewritten))
     bound = min(1.0, degree / (LEAST if "exp" in operations else P)) ** trials
     rng, done, drawn, same = np.random.default_rng(seed), 0, 0, True
@@ -197,7 +207,7 @@ def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 
 def _degrees(roots: Sequence[Term], sizes: Mapping[Axis, int]) -> int:
     """A bound on the degrees, added up, of all rational functions that must be equal: the terms, and what opaque functions and
     exponentials in them are of."""
-    inside = [y for x in walk(*roots) if x.operation == "max" or (x.operation in MAPS and _is_opaque(x)) for y in x.of]
+    inside = [y for x in walk(*roots) if x.operation in OPAQUE or (x.operation in MAPS and _is_opaque(x)) for y in x.of]
     return sum(sum(_degree(x, sizes)) for x in dict.fromkeys([*roots, *inside]))
 
 
@@ -222,7 +232,7 @@ def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:
             n = terms.extent(axis, sizes) if axis is not None else 1
             a, b = (sum(one) for one in zip(*of))
             found[x] = a + (n - 1) * b, n * b
-        elif x.operation in ("neg", "transpose", "half", "causal", "stacked", "heads"):
+        elif x.operation in ("neg", "transpose", "half", "causal", "stacked", "heads", "flat"):
             found[x] = of[0]
         elif x.operation == "concat":
             found[x] = max(a for a, _ in of), max(b for _, b in of)
@@ -292,9 +302,11 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     extents |= {part: traced[part] for axis in extents if axis.parts for part in terms.elementary([axis])}
     few = [kernel.root.names[0] for kernel in candidate.way.kernels if kernel.most_rows <= 64]
     extents |= {axis.root: 8 for axis in few if axis is not None and axis.root not in rows}
+    of_bytes = terms.elementary(name for _, x in found.inputs if x.held_as("") == FP8 for name in x.names)
     for axis in terms.elementary(name for x in walk(*found.roots) for name in x.names):
         if axis not in extents:
             extents[axis] = min(RAGGED[0], most - 3) if axis in rows else RAGGED[1 + len(extents) % 5]
+            extents[axis] = -(-extents[axis] // 16) * 16 if axis in of_bytes else extents[axis]
 
     def shape_of(x: Term) -> tuple[int, ...]:
         return tuple(1 if axis is None else terms.extent(axis, extents) for axis in x.names)
@@ -306,7 +318,7 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     wide = {key: np.asarray(x, np.float64) for key, x in given.items()}
     dtype = next(x.dtype for x in given.values() if hasattr(x, "dtype"))
     made = chosen(name, found, candidate)
-    results = [np.full(shape_of(x), np.nan, dtype) for x in (*found.roots, *made.scratch)]
+    results = [np.full(shape_of(x), np.nan, x.held_as(dtype.name)) for x in (*found.roots, *made.scratch)]
     told = {key: x.shape for key, x in given.items() if hasattr(x, "shape")}
     try:
         module.load(made.text, name).launch(*given.values(), *results)
@@ -315,7 +327,7 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     sized = Sized(np.float64, extents), Sized(dtype, extents)
     ref, low = (evaluate(found.roots, values, rounded) for values, rounded in zip((wide, given), sized))
     errors = [float(np.abs(np.asarray(y, np.float64) - x).max()) for y, x in zip(results, ref)]
-    limits = [tolerance(x, y, dtype) for x, y in zip(ref, low)]
+    limits = [tolerance(x, y, z.dtype) for x, y, z in zip(ref, low, results)]
     worst = max(range(len(errors)), key=lambda n: errors[n] / limits[n] if errors[n] == errors[n] else math.inf)
     return Run(told, errors[worst], limits[worst])
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from . import terms
+from .functions import FP8
 from .terms import Term, walk
 
 NARROW = 64  # columns of a factor that rides along with a product, or is made ahead of it
@@ -73,12 +74,45 @@ def _row_scales(x: Term) -> Iterator[Term]:
 def _number_of_weights(x: Term) -> Iterator[Term]:
     if x.operation == "matmul":
         parts = factors(x.of[1])
-        numbers, rest = [one for one in parts if not one[1].names], product([one for one in parts if one[1].names])
+        numbers, rest = [one for one in parts if not any(one[1].names)], product([one for one in parts if any(one[1].names)])
         if numbers and rest is not None:
             found = terms.matmul(x.of[0], rest)
             for how, scale in numbers:
                 found = terms.apply(how, found, scale)
             yield found
+
+
+def _scales_of_weights(x: Term) -> Iterator[Term]:
+    """Those of the product's columns go behind it, those along k to the other factor."""
+    if x.operation != "matmul" or x.of[1].ndim != 2:
+        return
+    a, w = x.of
+    turned, behind, ahead, rest = w.operation == "transpose", list[tuple[str, Term]](), list[tuple[str, Term]](), []
+    for how, one in factors(w.of[0] if turned else w):
+        of_rows, of_columns = one.ndim == 2 and one.names[0] is not None, one.ndim > 0 and one.names[-1] is not None
+        if of_rows == of_columns or (of_rows and one.operation != "input"):
+            rest.append((how, one))
+        else:
+            (behind if of_rows == turned else ahead).append((how, terms.flat(one) if of_rows else one))
+    weight = product(rest)
+    if weight is None or weight.ndim != 2 or not (behind or ahead):
+        return
+    for how, scale in ahead:
+        a = terms.apply(how, a, scale)
+    found = terms.matmul(a, terms.transpose(weight) if turned else weight)
+    for how, scale in behind:
+        found = terms.apply(how, found, scale)
+    yield found
+
+
+def _widened(x: Term) -> Iterator[Term]:
+    """What templates multiply by that take no fp8."""
+    if x.operation == "matmul":
+        a, w = x.of
+        if w.held_as("") == FP8:
+            yield terms.matmul(a, terms.apply("widened", w))
+        elif w.operation == "transpose" and w.of[0].held_as("") == FP8:
+            yield terms.matmul(a, terms.transpose(terms.apply("widened", w.of[0])))
 
 
 def _associate(x: Term) -> Iterator[Term]:
@@ -122,6 +156,8 @@ def _stacked(x: Term) -> Iterator[Term]:
 RULES = (
     Rule("a row's scale moves through a product", "(x * r) @ w = (x @ w) * r", _row_scales),
     Rule("a number moves out of a product's weights", "x @ (c * w) = c * (x @ w)", _number_of_weights),
+    Rule("a scale of weights moves to rows or results", "x @ (s * w * c) = ((x * s) @ w) * c", _scales_of_weights),
+    Rule("weights of fp8 are made 16 bits ahead", "x @ w = x @ widened(w)", _widened, True),
     Rule("a number moves into a narrow factor", "c * (t @ b) = (c * t) @ b", _into_narrow),
     Rule("products are associative", "(x @ a) @ b = x @ (a @ b)", _associate),
     Rule("the transpose of a product is that of its parts, turned round", "(a @ b).T = b.T @ a.T", _transposed, True),

@@ -5,8 +5,8 @@
 A Term has an operation, the terms that it is of, and a shape. Equal terms are one object, so that what is shared is seen. There
 are few operations, so that rules and templates are few: inputs and numbers; maps, element by element, which broadcast
 (functions.MAPS); sum and max along the last axis, which stays with length 1; matmul; transpose; concat, along the last axis,
-and half, its other way; causal, of scores; stacked and heads, which are views. mean, softmax, variance are made of these
-(language.py). The last two axes are rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
+and half, its other way; causal, of scores; dropout; stacked, heads, flat and rows, views. mean, softmax and others are made
+of these (language.py). The last two axes are rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
 
 Axes have names besides their lengths: those that an operation says are one have one name. So a term knows that the columns of
 x are the rows of w, whatever their numbers are, and the axes of a call's arrays follow (`axes`).
@@ -19,9 +19,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .functions import MAPS
+from .functions import CASTS, FP8, MAPS
 
-SIZES = {"bfloat16": 2, "float16": 2}  # bytes of an element, where it is not 4
+SEED = "int64"  # the dtype of what draws follow from
+SIZES = {"bfloat16": 2, "float16": 2, FP8: 1, SEED: 8}  # bytes of an element, where it is not 4
 
 
 class Axis:
@@ -89,8 +90,8 @@ class Term:
     """An operation on terms: see the module. Make one by `term` or by operators.
 
     operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", "half", "causal",
-    "stacked", "heads", or a map's name. of: terms. what: an input's name and dtype, a number's value, a length's axis and
-    value, which half. extents: one for each axis. names: their Axis, None for 1."""
+    "dropout", "stacked", "heads", "flat", "rows", or a map's name. of: terms. what: an input's name and dtype, a number's
+    value, a length's axis and value, which half. extents: one for each axis. names: their Axis, None for 1."""
 
     __slots__ = ("extents", "names", "of", "operation", "what")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
@@ -111,8 +112,14 @@ class Term:
 
     @property
     def nbytes(self) -> int:
-        """Of an argument, or of a term that is kept in memory, in 16 bits an element."""
-        return math.prod(self.extents) * (SIZES.get(self.what[1], 4) if self.operation == "input" else 2)
+        """Of an argument, or of a term that is kept in memory, in 16 bits an element if it is no cast."""
+        return math.prod(self.extents) * SIZES.get(self.held_as("bfloat16"), 4)
+
+    def held_as(self, otherwise: str) -> str:
+        """The dtype that it has in memory: an argument's, a cast's, or another."""
+        if self.operation == "input":
+            return self.what[1]
+        return CASTS[self.operation].np.name if self.operation in CASTS else otherwise
 
     @property
     def T(self) -> Term:
@@ -331,6 +338,18 @@ def causal(x: Any) -> Term:
     return _made("causal", (x,), None, x.extents, x.names)
 
 
+def dropout(x: Any, p: Any, seed: Any) -> Term:
+    """x / (1 - p), but 0 with probability p, by draws that follow from seed and place."""
+    x, p, seed = lifted(x), lifted(p), lifted(seed)
+    if x.ndim < 2 or x.names[-1] is None:
+        raise ValueError(f"dropout: takes rows and columns, got {x.extents}: {x}")
+    if p.ndim or (p.operation == "number" and not 0 <= p.what < 1):
+        raise ValueError(f"dropout: p must be a number, at least 0 and below 1, got {p}")
+    if any(seed.names) or seed.operation != "input" or seed.what[1] != SEED:
+        raise TypeError(f"dropout: seed must be an argument, an array of one {SEED}, got {seed}")
+    return _made("dropout", (x, p, seed), None, x.extents, x.names)
+
+
 def stacked(x: Term) -> Term:
     """(h, d, r) as (h d, r): the matrices of heads, one below the other. A view."""
     (h, d, r), (heads, rows, columns) = x.extents, x.names
@@ -343,9 +362,20 @@ def heads(x: Term, like: Term) -> Term:
     return _made("heads", (x, like), None, (h, x.extents[0], d), (of_heads, x.names[0], columns))
 
 
+def flat(x: Term) -> Term:
+    """(n, 1) as (n,): the numbers of rows as a vector. A view."""
+    return _made("flat", (x,), None, x.extents[:1], x.names[:1])
+
+
+def rows(x: Term) -> Term:
+    """(..., c) as the matrix of all its rows. A view."""
+    (*lead, columns), (*names, last) = x.extents, x.names
+    return _made("rows", (x,), None, (math.prod(lead), columns), (product(*names), last))
+
+
 def viewed(x: Term) -> Term:
     """What lies in memory where this is a view of it."""
-    return viewed(x.of[0]) if x.operation in ("stacked", "heads") else x
+    return viewed(x.of[0]) if x.operation in ("stacked", "heads", "flat", "rows") else x
 
 
 def product(*parts: Axis | None) -> Axis | None:
@@ -362,8 +392,14 @@ def rebuilt(x: Term, of: Sequence[Term]) -> Term:
         return reduce(x.operation, of[0])
     if x.operation == "half":
         return half(of[0], x.what)
-    others: dict[str, Callable] = {"matmul": matmul, "transpose": transpose, "concat": concat, "causal": causal}
-    others |= {"stacked": stacked, "heads": heads}
+    others: dict[str, Callable] = {
+        "matmul": matmul,
+        "transpose": transpose,
+        "concat": concat,
+        "causal": causal,
+        "dropout": dropout,
+    }
+    others |= {"stacked": stacked, "heads": heads, "flat": flat, "rows": rows}
     return others[x.operation](*of) if of else x
 
 

@@ -64,7 +64,7 @@ def rows_alone(roots: Sequence[Term]) -> bool:
     leads = {tuple(name and name.root for name in x.names[:-1]) for x in (*deep, *roots)}
     (lead, *others) = leads
     by_rows = all(
-        x.operation in MAPS or x.operation in ("input", "sum", "max", "concat", "half")
+        x.operation in MAPS or x.operation in ("input", "sum", "max", "concat", "half", "dropout")
         or (x.operation == "matmul" and x.of[1].ndim == 2)
         for x in deep
     )  # fmt: skip

@@ -35,7 +35,7 @@ def measure(name: str, made: Sequence[Chosen], arrays: Sequence[Any], say: Calla
     gpu, found = device(first.device), []
     for n, one in enumerate(made):
         say(f"{name}: candidate {n + 1} of {len(made)}")
-        make = [first.kind.maker(first.kind.home(first), x.extents, first.dtype)() for x in one.written]
+        make = [first.kind.maker(first.kind.home(first), x.extents, x.held_as(first.dtype))() for x in one.written]
         launch = module.load(one.text, name).launch
         launch(*arrays, *make)  # compiled now
         found.append(sum(median_times(lambda launch=launch, make=make: launch(*arrays, *make), Bound.run, gpu, REPEAT)))

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from .functions import MAPS
+from .functions import CASTS, MAPS
 from .module import unused
 from .terms import Term, softmax_of, walk
 
 SUM, PRODUCT, UNARY, ATOM = range(4)  # how strongly an expression binds; of products with @, which stand in parentheses, too
 BINDS = {"add": SUM, "sub": SUM, "mul": PRODUCT, "div": PRODUCT, "matmul": PRODUCT, "neg": UNARY}
 RIGHT = {"sub", "div", "matmul"}  # their right operand is in parentheses where it binds no more strongly
-WRITTEN = {"sum": "sum({})", "max": "max({})", "matmul": "{} @ {}", "causal": "causal({})"}
-WRITTEN |= {"stacked": "stacked({})", "heads": "heads({})"}
+WRITTEN = {"sum": "sum({})", "max": "max({})", "matmul": "{} @ {}", "causal": "causal({})", "dropout": "dropout({}, {}, {})"}
+WRITTEN |= {"stacked": "stacked({})", "heads": "heads({})", "flat": "flat({})", "rows": "rows({})"}
 SUGGESTED = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqrt": "scale", "matmul": "product"}
 
 
 class Writer:
     """Writes terms whose parts have names. names: what is known by a name, by the term. spoken: what terms are
-    called where they need a name."""
+    called where they need a name. forms: how operations are written that a kernel writes in its own way."""
 
     def __init__(self, names: Mapping[Term, str], spoken: Mapping[Term, str]):
         self.names, self.spoken = dict(names), spoken
+        self.forms: dict[str, Callable[[Term], str]] = {}
 
     def expression(self, x: Term) -> str:
         """The term in one expression."""
@@ -31,6 +32,8 @@ class Writer:
     def _written(self, x: Term) -> tuple[str, int]:
         if x in self.names:
             return self.names[x], ATOM
+        if x.operation in ("fp32", "widened") and x.operation not in self.forms:  # as all is computed
+            return self._written(x.of[0])
         if x.operation == "number":
             return figure(x.what), ATOM if x.what >= 0 else UNARY
         if x.operation == "concat":
@@ -45,9 +48,10 @@ class Writer:
             parts.append(f"({text})" if weaker and not inside else text)
         return self._form(x).format(*parts), binds
 
-    @staticmethod
-    def _form(x: Term) -> str:
+    def _form(self, x: Term) -> str:
         """With gaps for what the term is of."""
+        if x.operation in self.forms:
+            return self.forms[x.operation](x)
         if x.operation in MAPS:
             return MAPS[x.operation].written
         if x.operation == "transpose":
@@ -96,7 +100,14 @@ def figure(value: float) -> str:
 
 def expression(x: Term) -> str:
     """The whole term in one expression, with lengths as numbers."""
-    return Writer(_leaves([x]), {}).expression(x)
+    return _of_definition([x], {}).expression(x)
+
+
+def _of_definition(roots: Iterable[Term], spoken: Mapping[Term, str]) -> Writer:
+    """One that writes as definitions do."""
+    writer = Writer(_leaves(roots), spoken)
+    writer.forms |= dict.fromkeys(CASTS, lambda x: f"cast({{}}, {x.operation})") | {"widened": lambda x: "widened({})"}
+    return writer
 
 
 def _leaves(roots: Iterable[Term]) -> dict[Term, str]:
@@ -108,12 +119,16 @@ def _leaves(roots: Iterable[Term]) -> dict[Term, str]:
 def equations(roots: Mapping[str, Term], spoken: Mapping[Term, str]) -> str:
     """The terms as their definition might have said them. roots: by name. spoken: see Writer."""
     every = list(walk(*roots.values()))
-    writer = Writer(_leaves(roots.values()), spoken)
+    writer = _of_definition(roots.values(), spoken)
     means = [x for x in every if x.operation == "div" and x.of[0].operation == "sum" and x.of[1].operation == "length"]
     lines = []
     for x in means:  # what language.py makes of several operations, in its words
         lines += writer.assignments([x.of[0].of[0]], roots, roots.values())
         writer.names[x] = f"mean({writer.expression(x.of[0].of[0])})"
+    for x in every:  # what stands side by side has a line, where it has a name
+        if x.operation == "concat" and x in spoken and x not in roots.values():
+            lines += [*writer.assignments([x], roots, roots.values()), f"{spoken[x]} = {writer.expression(x)}"]
+            writer.names[x] = spoken[x]
     for x in every:
         if (inner := softmax_of(x)) is not None:
             lines += writer.assignments([inner], roots, roots.values())

@@ -50,6 +50,7 @@ from .memory.load_store import load, store
 from .memory.shared_vectors import last_element, load_row
 from .memory.tma import prefetch
 from .memory.tma_by_warp import store_wait, stores_done, tma_add
+from .memory.unordered import load_unordered, store_unordered
 from .reductions.reduce import (
     col_max,
     col_min,
@@ -80,13 +81,13 @@ __all__ = [
     "columns", "commit_group", "complex", "copy_async", "count_up", "cumsum", "cumsum_columns", "divmod", "equal", "exp",
     "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grid", "hstack",
     "inverse_unit_lower", "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "load",
-    "load_held", "load_row", "log", "log2", "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB", "mma_ABt",
-    "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch",
-    "rasterize", "raw", "reciprocal", "relu", "rescale", "right_fill", "row_index", "row_max", "row_min", "row_prod",
-    "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "store", "store_wait", "stores_done", "subtile",
-    "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "tma_add",
-    "transpose", "tril", "triu", "truncate", "turned", "upper_fill", "vstack", "wait_count", "wait_group", "warpgroup",
-    "where", "zeros",
+    "load_held", "load_row", "load_unordered", "log", "log2", "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB",
+    "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty",
+    "prefetch", "rasterize", "raw", "reciprocal", "relu", "rescale", "right_fill", "row_index", "row_max", "row_min",
+    "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "store", "store_unordered", "store_wait",
+    "stores_done", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod",
+    "tile_sum", "tma_add", "transpose", "tril", "triu", "truncate", "turned", "upper_fill", "vstack", "wait_count",
+    "wait_group", "warpgroup", "where", "zeros",
 ]  # fmt: skip
 
 _refuse_others()

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 import tiles
+from tiles import bf16, fp16
 from tiles.arguments import parameters
 from tiles.compiler import compile_kernel
+from tiles.testing import ptx
 
 FOLDER = Path(__file__).parents[1] / "examples"
 LEVELS = sorted(f"gemm/{path.stem}" for path in FOLDER.glob("gemm/level_*.py"))
-EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "machine") + LEVELS
+EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("machine", "train")) + LEVELS
 LAUNCH = tiles.launch
 
 
@@ -77,6 +79,7 @@ SIZES = {  # at and around the edges of tiles
     "softmax": [(1, 1), (64, 128), (63, 129), (130, 1000)],
     "gemm": [(1, 8, 8), (128, 128, 64), (129, 136, 72), (64, 256, 640)],
     "flash_attention": [(1, 1), (128, 128), (127, 129), (129, 640)],
+    "fftconv": [(1, 1, 1024), (5, 2, 1024), (3, 1, 4096)],
     "sliding_window": [(1, 1), (33, 1), (64, 32), (70, 100)],
     **{name: [(1, 8, 8), (128, 256, 64), (129, 264, 72), (64, 520, 328)] for name in LEVELS},
 }
@@ -85,6 +88,17 @@ SIZES = {  # at and around the edges of tiles
 @pytest.mark.parametrize("name, sizes", [(name, sizes) for name, rows in SIZES.items() for sizes in rows])
 def test_any_size(name, sizes, monkeypatch):
     load(name, monkeypatch).main(on_host, *sizes)
+
+
+def test_convolutions_as_compiled(monkeypatch):
+    """Products of tiles in registers with complex ones in shared memory, two sequences below each other."""
+    ptx(load("fftconv", monkeypatch).main, on_host, 1, 1, 1024, fp16)
+
+
+def test_lengths_that_no_matrices_make(monkeypatch):
+    u = np.zeros((1, 1, 2048), bf16.np)
+    with pytest.raises(ValueError, match=r"u: sequences must have one of \(1024, 4096\) numbers.*2048"):
+        load("fftconv", monkeypatch).fftconv(u, u, u, u, u)
 
 
 @pytest.mark.gpu
@@ -107,3 +121,31 @@ def test_runs_as_a_script():
     assert "rt(16, 16, fp32)" in done.stdout
     numbers = np.array(re.findall(r"-?\d+\.\d{4}", done.stdout), float)
     np.testing.assert_array_equal(numbers, 2.0 * np.arange(256))
+
+
+# ---- train.py, which launches what attention.forward does ------------------------------------------------------------
+def trained(monkeypatch, path, *options):
+    """Its runs, of a few steps."""
+    for needed in "torch", "tqdm", "matplotlib":
+        pytest.importorskip(needed)
+    monkeypatch.setenv("TILES_CHECK", "0")
+    runs = load("train", monkeypatch).main(["--baseline", "--quiet", "--png", str(path), *options])
+    assert path.read_bytes().startswith(b"\x89PNG")
+    ours, theirs = ([x.item() for x in runs[name].losses] for name in ("attention", "torch"))
+    return ours, theirs
+
+
+def test_trains_as_on_torch(monkeypatch, tmp_path):
+    pytest.importorskip("torch")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    ours, theirs = trained(monkeypatch, tmp_path / "curve.png", "--steps=3")
+    np.testing.assert_allclose(ours, theirs, atol=0.01)
+    assert len({*ours}) == len(ours) == 3
+
+
+@pytest.mark.gpu
+def test_trains_on_the_card(monkeypatch, tmp_path):
+    small = "--steps=60", "--dim=256", "--depth=2", "--heads=4", "--kv-heads=2", "--tokens=512"
+    ours, theirs = trained(monkeypatch, tmp_path / "curve.png", *small)
+    np.testing.assert_allclose(ours[:10], theirs[:10], atol=0.02)
+    assert abs(ours[-1] - theirs[-1]) < 0.1 and ours[-1] < 0.7 * ours[0]

@@ -1,12 +1,15 @@
 """Programs under jax.jit: a call on tracers becomes one of jax.experimental.buffer_callback, which calls the program when the
 arrays are there, on XLA's stream, and with memory of XLA's for the results.
 
-JAX's arrays cannot be written: what is `updated` in place is refused. There is no gradient: jax.grad says so.
+JAX's arrays cannot be written: what is `updated` in place is refused. jax.grad and jax.vjp take the `gradient` that a program
+has, which is called on tracers in turn; where there is none they say so.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,17 +42,26 @@ def call(program: Program, stream: Any, arrays: tuple, options: tuple, layout: s
         if schema.arguments[name].written:
             raise TypeError(f"{name}: JAX's arrays cannot be written; under jax.jit results are new arrays")
     problem = schema.problem({name: c_ordered(x.shape, str(np.dtype(x.dtype)), None) for name, x in given.items()}, layout)
-    results = schema.results(dict(zip(program.options, options)))
-    made = [problem.made(name) for name in results]
 
-    def run(context, out, *buffers):
-        known = dict(zip(given, buffers)) | dict(zip(results, out))
-        on_host = buffers[0].__dlpack_device__()[0] in HOST
-        program.run(None if on_host else context.stream, tuple([known.get(name) for name in schema.names]), options, layout)
+    def make(options: tuple, *values: Any) -> tuple:
+        """What is made of these arrays, with these options."""
+        results = schema.results(dict(zip(program.options, options)))
 
-    callback = _buffer_callback()(run, [jax.ShapeDtypeStruct(*what) for what in made], vmap_method="sequential")
-    found = _without_gradient(jax, tuple(given), callback)(*given.values())
-    return found[0] if len(found) == 1 else tuple(found)
+        def run(context, out, *buffers):
+            known = dict(zip(given, buffers)) | dict(zip(results, out))
+            stream = None if buffers[0].__dlpack_device__()[0] in HOST else context.stream
+            program.run(stream, tuple([known.get(name) for name in schema.names]), options, layout)
+
+        shapes = [jax.ShapeDtypeStruct(*problem.made(name)) for name in results]
+        return tuple(_buffer_callback()(run, shapes, vmap_method="sequential")(*values))
+
+    if program.gradient is None:
+        traced = _without_gradient(jax, tuple(given), program.no_gradient, partial(make, options))
+    else:
+        gradient = partial(program.gradient, options=dict(zip(program.options, options)), layout=layout)
+        traced = _with_gradient(jax, tuple(given), program, options, gradient, make)
+    found = traced(*given.values())
+    return found[0] if len(found) == 1 else found
 
 
 def _buffer_callback() -> Any:
@@ -64,15 +76,41 @@ def _buffer_callback() -> Any:
     return buffer_callback
 
 
-def _without_gradient(jax: Any, names: tuple[str, ...], function: Any) -> Any:
-    """The function, which refuses to be differentiated."""
-    traced = jax.custom_jvp(function)
+def _with_gradient(
+    jax: Any, names: tuple[str, ...], program: Program, options: tuple, gradient: Callable, make: Callable[..., tuple]
+) -> Any:
+    """make(options, *arrays), whose derivative is `gradient`: see program. In a forward pass that a backward pass follows all
+    is made that options can ask for, as the gradient may read it."""
+    schema = program.schema
+    asking = {option for row in schema.arguments.values() for option in row.asked}
+    every = tuple([name in asking or value for name, value in zip(program.options, options)])
+    results, all_results = (schema.results(dict(zip(program.options, x))) for x in (options, every))
+    traced = jax.custom_vjp(partial(make, options))
+    once = _without_gradient(jax, names, program.no_gradient, partial(make, every))  # who differentiates this does so again
+
+    def forward(*inputs):
+        gradient([name for name, x in zip(names, inputs) if x.perturbed])
+        values = [x.value for x in inputs]
+        made = dict(zip(all_results, once(*values)))
+        return tuple([made[name] for name in results]), (values, made)
+
+    def backward(kept, gradients):
+        values, made = kept
+        some = {n: x for n, x in zip(results, gradients) if not isinstance(x, jax.custom_derivatives.SymbolicZero)}
+        found = gradient(())(dict(zip(names, values)), made, some)
+        return tuple([None if name not in found else found[name].astype(x.dtype) for name, x in zip(names, values)])
+
+    traced.defvjp(forward, backward, symbolic_zeros=True)
+    return traced
+
+
+def _without_gradient(jax: Any, names: tuple[str, ...], why: str | None, function: Any) -> Any:
+    """The function, which refuses to be differentiated, and says why."""
+    traced, stop = jax.custom_jvp(function), "under jax.grad and jax.jvp put jax.lax.stop_gradient around the arrays"
+    words = why or f"{names[0]}: the backward pass is not there yet; {stop}: {', '.join(names)}"
 
     @traced.defjvp
     def refuse(primals, tangents):
-        raise NotImplementedError(
-            f"{names[0]}: the backward pass is not there yet; under jax.grad and jax.jvp put jax.lax.stop_gradient around the "
-            f"arrays: {', '.join(names)}"
-        )
+        raise NotImplementedError(words)
 
     return traced

@@ -17,19 +17,12 @@ its TMA map, by value; bool as it is, int as int32, float as float32, so a growi
 scalars as their own type, so np.int64(n) where 32 bits are too few.
 """
 
-import ctypes
 import functools
 import math
 import struct
-import threading
-import warnings
-import weakref
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cuda.bindings import driver
-
-from . import cache, digest, tma
+from . import tma
 from .arguments import (
     DATA,
     Record,
@@ -47,11 +40,12 @@ from .arguments import (
     types_of,
 )
 from .arrays import ABSENT, Form, Number, Operand, c_ordered
-from .compiler import CompileError, compile_kernel, title
-from .device import Device, check, device, uncaptured
+from .bound import Bound, Contents, Frames
+from .device import device
 from .fallback import Interpreted, forced
 from .frameworks import current_stream, finish, stream_handle
 from .lengths import made
+from .loaded import Loaded, load
 from .plumbing import Value
 from .recording import Recorded
 from .recording import now as recording_now
@@ -59,65 +53,6 @@ from .types import gl
 
 THREADS_END = 1024  # most threads of a block
 KERNELS = 1024  # that families' planners remember
-RECENT = 16  # frames that a kernel keeps, of 3 KB each with four tensor maps
-
-
-# ---- machine code --------------------------------------------------------------------------------------------------
-def _machine_code(kernel, signature, target: Device):
-    """The kernel's machine code, from disk or from the compiler. RuntimeError: the GPU lacks its instructions."""
-    name = digest.key(kernel, signature, target.arch)
-    compiled = cache.load(name)
-    if compiled is None:
-        try:
-            compiled = compile_kernel(kernel, signature, target.arch)
-        except CompileError as error:
-            if error.lacks:
-                uses = f"{title(kernel)} uses {', '.join(error.lacks[:4])}, which {target} does not have"
-                raise RuntimeError(f"{uses}:\n{error.text}") from None
-            raise
-        cache.store(name, compiled)
-    for line in compiled.warnings:
-        warnings.warn(f"{kernel.py_func.__name__}: {line}", RuntimeWarning, stacklevel=2)
-    return compiled
-
-
-class Loaded:
-    """A kernel's machine code on one GPU. It is never unloaded: a captured CUDA graph may hold it."""
-
-    def __init__(self, compiled, target: Device):
-        self.target, self.dynamic = target, 0
-        with target.current(), uncaptured():
-            library = check(driver.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0))
-            kernel = check(driver.cuLibraryGetKernel(library, compiled.name.encode()))
-            self.function = check(driver.cuKernelGetFunction(kernel))
-
-    def allow(self, nbytes):
-        """Let launches have this much dynamic shared memory. ValueError: the GPU has less."""
-        if nbytes <= self.dynamic:
-            return
-        if nbytes > self.target.shared_bytes:
-            raise ValueError(f"shared: {nbytes} bytes a block, but {self.target} has {self.target.shared_bytes}")
-        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        with self.target.current():
-            check(driver.cuFuncSetAttribute(self.function, limit, nbytes))
-        self.dynamic = nbytes
-
-
-_loaded: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(signature, ordinal): Loaded}
-_lock = threading.RLock()  # compiling is not for two threads at once
-
-
-def load(kernel, signature, target: Device, shared_bytes: int = 0) -> Loaded:
-    """The kernel for these argument types on this GPU, compiled and loaded when first asked for."""
-    with _lock:
-        known = _loaded.setdefault(kernel, {})
-        found = known.get((signature, target.ordinal))
-        if found is None:
-            with uncaptured():
-                compiled = _machine_code(kernel, signature, target)
-            found = known[signature, target.ordinal] = Loaded(compiled, target)
-        found.allow(shared_bytes)
-        return found
 
 
 watchers: list = []  # what is told of a launch before it is made: (kernel, Numba types, threads, shared)
@@ -126,169 +61,6 @@ watchers: list = []  # what is told of a launch before it is made: (kernel, Numb
 def _tell(kernel, types, threads, shared):
     for watcher in watchers:
         watcher(kernel, types, threads, shared)
-
-
-# ---- launches ------------------------------------------------------------------------------------------------------
-class Frames:
-    """Parameter blocks for one kernel's launches. slots: 8-byte slots of the kernel's arguments. maps: which of them stand for
-    tensor maps.
-
-    recent: those that no launch uses now, the one used longest ago first, by what they hold: (contents, stream, addresses). A
-    launch takes its frame out and puts it back behind all others, so that no two write one at once, and inputs that take turns
-    find what was written for them. There are RECENT, and as many more as threads launch at once."""
-
-    def __init__(self, slots: int, maps: Sequence[int]):
-        self.slots, self.maps = slots, maps
-        self.kernel: Kernel | None = None  # if it has declared its arguments
-        self.memory = ctypes.c_uint64 * ((tma.MAP_ALIGNMENT + tma.MAP_BYTES * len(maps)) // 8 + 2 * slots)
-        self.recent: dict[tuple, Frame] = {}  # an OrderedDict would take 0.3 us more
-
-    def oldest(self) -> "Frame | None":
-        """The one to be written anew; None while there may be more."""
-        frame = None
-        while len(self.recent) >= RECENT:
-            try:
-                frame = self.recent.pop(next(iter(self.recent)))
-            except (KeyError, RuntimeError, StopIteration):  # another thread took one meanwhile, or added one
-                continue
-        return frame
-
-
-class Contents:
-    """What a launch's parameter block holds besides addresses; each is known by its identity. block: the kernel's arguments, in
-    slots of 8 bytes. plain: (slot, whose address goes there) of arrays, and of numbers that come with the addresses. maps:
-    (which of the frame's maps, whose address, encoding) of tensors."""
-
-    __slots__ = ("block", "encoded", "grid", "maps", "plain")
-
-    def __init__(self, grid: tuple[int, int, int], block: bytes, plain: Sequence, maps: Sequence):
-        self.grid, self.block, self.plain, self.maps = grid, block, plain, maps
-        self.encoded: list[bytes] | None = None  # the maps, of some arrays: see tma.encoded
-
-
-class Frame:
-    """The parameter block of a launch that is about to be made: tensor maps, 8-byte slots, and the addresses through which the
-    driver copies both. It belongs to one thread at a time; the driver has copied it when a launch returns.
-
-    holds: the Contents. room, rooms: views of its slots, and of its maps."""
-
-    __slots__ = ("config", "first", "holds", "maps", "memory", "pointers", "room", "rooms", "stream")
-
-    def __init__(self, frames: Frames, config: driver.CUlaunchConfig):
-        slots, count = frames.slots, len(frames.maps)
-        self.memory = memory = frames.memory()
-        start = ctypes.addressof(memory)
-        aligned = -(-start // tma.MAP_ALIGNMENT) * tma.MAP_ALIGNMENT
-        places = [aligned + tma.MAP_BYTES * n for n in range(count)]
-        at = aligned + tma.MAP_BYTES * count  # of the slots
-        self.pointers, self.first = at + 8 * slots, (at - start) // 8
-        pointers = [at + 8 * n for n in range(slots)]
-        for slot, place in zip(frames.maps, places):
-            pointers[slot] = place
-        memory[self.first + slots : self.first + 2 * slots] = pointers  # type: ignore[assignment]
-        view = memoryview(memory).cast("B")
-        self.room = view[at - start : at - start + 8 * slots]
-        self.rooms = [view[place - start : place - start + tma.MAP_BYTES] for place in places]
-        self.maps = [driver.CUtensorMap(_ptr=place) for place in places]
-        self.config, self.stream = config, -1
-        self.holds: Contents | None = None
-
-    def write(self, contents: Contents, stream: int, addresses) -> None:
-        """Say what is launched, where it goes, and where its arrays lie. Some context must be current. After an error the frame
-        must not be used."""
-        memory, first, config = self.memory, self.first, self.config
-        if self.holds is not contents:
-            self.room[:] = contents.block
-            if contents.encoded is None:
-                contents.encoded = [tma.encoded(encoding) for *_, encoding in contents.maps]
-            for (place, *_), encoded in zip(contents.maps, contents.encoded):
-                self.rooms[place][:] = encoded
-            config.gridDimX, config.gridDimY, config.gridDimZ = contents.grid
-            self.holds = contents
-        for slot, source in contents.plain:
-            memory[first + slot] = addresses[source]
-        for place, source, _ in contents.maps:
-            tma.move(self.maps[place], addresses[source])
-        if stream != self.stream:
-            config.hStream, self.stream = driver.CUstream(stream), stream
-
-
-class Bound:
-    """A launch ready to go: `bound(stream, *addresses)` is all that is left to say.
-
-    stream: a handle. addresses: those of the arrays and of the tensors' arrays, in the order of the kernel's arguments; each
-    must point to an array of the form that was bound, and a tensor's be a multiple of 16. Numbers stay as they were bound.
-    Any number of threads may call it at once: each takes a frame that nobody uses, or makes one.
-
-    frames: the kernel's."""
-
-    of_lengths = True
-    __slots__ = ("cluster", "code", "contents", "early", "frames", "nbytes", "threads", "title")
-
-    def __init__(
-        self, code: Loaded, title: str, threads, cluster, nbytes: int, contents: Contents, frames: Frames, early=False
-    ):
-        self.code, self.title, self.threads, self.cluster, self.nbytes = code, title, threads, cluster, nbytes
-        self.contents, self.frames, self.early = contents, frames, early
-
-    def __call__(self, stream: int, *addresses: int) -> None:
-        count = len(self.contents.plain) + len(self.contents.maps)
-        if len(addresses) != count:
-            raise TypeError(f"{self} takes {count} addresses, got {len(addresses)}")
-        self.run(stream, addresses)
-
-    def run(self, stream: int, addresses) -> None:
-        """The same, addresses being a sequence in which the launch's arrays know their places."""
-        key = self.contents, stream, tuple(addresses)
-        recent = self.frames.recent
-        frame = recent.pop(key, None) or self._write(stream, addresses)
-        (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
-        if status:
-            self._in_context(frame)
-        recent[key] = frame
-
-    def _write(self, stream, addresses):
-        """A frame for these addresses. If another context, or none, is current on this thread, the driver refuses to make maps:
-        to look first would cost every call a quarter of a microsecond."""
-        try:
-            frame = self.frames.oldest() or Frame(self.frames, self.configuration())
-            frame.write(self.contents, stream, addresses)
-        except RuntimeError:
-            with self.code.target.current():
-                frame = Frame(self.frames, self.configuration())
-                frame.write(self.contents, stream, addresses)
-        return frame
-
-    def _in_context(self, frame):
-        """The launch once more, after the driver has refused it, with the GPU's own context."""
-        with self.code.target.current():
-            (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
-        try:
-            check((status,))
-        except RuntimeError as error:
-            raise RuntimeError(f"{self} on {self.code.target}: {error}") from None
-
-    def configuration(self):
-        """The driver's launch configuration, of no grid and on no stream yet."""
-        config = driver.CUlaunchConfig()
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads
-        config.sharedMemBytes = self.nbytes
-        attributes = []
-        if self.cluster:
-            attributes.append(driver.CUlaunchAttribute())
-            attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dimension = attributes[-1].value.clusterDim
-            dimension.x, dimension.y, dimension.z = self.cluster
-        if self.early:
-            attributes.append(driver.CUlaunchAttribute())
-            attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attributes[-1].value.programmaticStreamSerializationAllowed = 1
-        if attributes:
-            config.attrs, config.numAttrs = attributes, len(attributes)
-        return config
-
-    def __str__(self):
-        return f"launch({self.title}, {self.contents.grid}, {self.threads})"
 
 
 TILES = "tiles"  # what a parameter that is cut into tiles holds

@@ -127,11 +127,18 @@ class _Known(NamedTuple):
     give: Callable[[Sequence[Any]], Any]
 
 
-def program(schema: Schema) -> Callable[[Callable[..., Plan]], Program]:
+def program(
+    schema: Schema, gradient: Callable | None = None, no_gradient: str | None = None
+) -> Callable[[Callable[..., Plan]], Program]:
     """Make a planner a function of (stream, arrays, options, layout), the arrays being those of the schema.
 
-    The planner is called with the Problem and the options; it raises ValueError or TypeError, or returns a Plan."""
-    return lambda planner: Program(schema, planner)
+    The planner is called with the Problem and the options; it raises ValueError or TypeError, or returns a Plan.
+
+    gradient: gradient(names, options=, layout=) refuses what it cannot differentiate, with respect to these arguments of the
+    schema, or returns f(given, made, gradients) -> {name: gradient}, all by the schema's names: the arguments, all results,
+    and the gradients of those that have one. JAX asks it (jax_call.py). no_gradient: what is said where there is none, or
+    none of second order."""
+    return lambda planner: Program(schema, planner, gradient, no_gradient)
 
 
 class Program:
@@ -142,8 +149,15 @@ class Program:
     decides a call; those that are equal must mean the same (True, 1 and 1.0 are equal). An option that the planner says is a
     `Number | None` decides nothing but whether there is one: it goes to the kernels with the addresses."""
 
-    def __init__(self, schema: Schema, planner: Callable[..., Plan]):
+    def __init__(
+        self,
+        schema: Schema,
+        planner: Callable[..., Plan],
+        gradient: Callable | None = None,
+        no_gradient: str | None = None,
+    ):
         self.schema, self.planner, self.names = schema, planner, schema.names
+        self.gradient, self.no_gradient = gradient, no_gradient
         self.needed = {name: argument.needed for name, argument in schema.arguments.items()}
         self.readers: dict[type, Callable] = {}
         self.op = torch_op.registered(self)
@@ -213,10 +227,10 @@ class Program:
 
     def _described(self, arrays: tuple) -> list:
         """An Array for each, or None; TypeError that names one that is no array, or is missing."""
-        return [
-            None if x is None and not needed else describe(x, name)
-            for x, (name, needed) in zip(arrays, self.needed.items(), strict=True)
-        ]
+        found: list[Any] = []  # which an error's traceback keeps: cuda.core's views forget an error that is raised as they go
+        for x, (name, needed) in zip(arrays, self.needed.items(), strict=True):
+            found.append(None if x is None and not needed else describe(x, name))
+        return found
 
     def _read(self, *arrays: Any) -> tuple:
         """What is read of every call: (what these arrays share with others of their sort, their lengths, their addresses, what

@@ -18,7 +18,7 @@ What it holds:
     real      float32, bfloat16 or float16, read element by element with any strides that are not negative
     index     int32 or int64
     any       numbers of any kind; its axes are `*`, one to five of any extents
-    float32   that
+    float32   that; so are bfloat16, float16, and fp8, which is e4m3
 
 and with values that a step of the program checks (checks.py):
     log          real, the logarithm of what is kept of a state: never above 0
@@ -56,6 +56,9 @@ HOLDS = {
     "index": INDEX,
     "any": ("bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)), *REAL),
     "float32": ("float32",),
+    "bfloat16": ("bfloat16",),
+    "float16": ("float16",),
+    "fp8": ("float8_e4m3fn",),
     "log": REAL,
     "rate": REAL,
     "ends": INDEX,

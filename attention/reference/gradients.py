@@ -8,6 +8,10 @@
 
     dsink    = -sum_i exp(sink - lse[i]) dout[i] . out[i]
 
+With norms of q and k, y = n weights + bias of a row x, n = (x - mean) / deviation (an RMS norm has no mean):
+
+    dn = dy weights    dx = (dn - mean(dn) - n mean(dn n)) / deviation    dweights = sum dy n    dbias = sum dy
+
 With dropout a term of dv, and dout[i] . v[j] in dS, is multiplied by 1 / (1 - dropout) or by 0, as in softmax.py.
 A key head's gradients are the sums of those of the query heads that share it, dsink[h] is one of all batches.
 """
@@ -28,13 +32,42 @@ def backward(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndar
     """(dq, dk, dv), and with a sink dsink, in float64, in the caller's layout. Arrays as `forward` takes them; options: causal,
     window, softcap, alibi, bias, sink, cu_seqlens, cu_seqlens_k, lengths_k, dropout and seed or keep, scale, layout."""
     dout, q, k, v = map(host, (dout, q, k, v))
-    return _backward(dout, q, k, v, np.float64, np.float64, **options)
+    return _through_norms(dout, q, k, v, np.float64, np.float64, **options)
 
 
 def backward_low(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, ...]:
     """The same as the input dtype allows: sums in float32; out, P, dS and the gradients rounded to q's dtype."""
     dout, q, k, v = map(host, (dout, q, k, v))
-    return _backward(dout, q, k, v, np.float32, q.dtype, **options)
+    return _through_norms(dout, q, k, v, np.float32, q.dtype, **options)
+
+
+def _through_norms(dout, q, k, v, real, rounded, *, q_norm=None, k_norm=None, norm_eps=1e-6, layout="bshd", **options):
+    """The gradients, and behind them those of norms: of each an array, or a pair (of the weights, of the bias)."""
+    axes, of_norms = np.argsort(ORDER[layout]), []
+    rows = [x.transpose(axes).astype(real) for x in (q, k)]
+    q, k = (
+        softmax.normed(x, norm, norm_eps, real, rounded).transpose(axes).astype(rounded)
+        for x, norm in zip(rows, (q_norm, k_norm))
+    )
+    found = [*_backward(dout, q, k, v, real, rounded, layout=layout, **options)]
+    for n, (x, norm) in enumerate(zip(rows, (q_norm, k_norm))):
+        if norm is not None:
+            dx, *of_norm = _of_norm(x, norm, found[n].transpose(axes).astype(real), norm_eps, real)
+            found[n] = dx.astype(rounded).transpose(axes)
+            of_norms.append(tuple(of_norm) if isinstance(norm, tuple) else of_norm[0])
+    return *found, *of_norms
+
+
+def _of_norm(x, norm, dy, eps, real):
+    """(dx, dweights, dbias) of rows x (B, S, H, D) and the gradient dy of what they became."""
+    layer = isinstance(norm, tuple)
+    weights, bias = map(host, norm) if layer else (host(norm), host(norm))
+    x = x - x.mean(-1, keepdims=True) * layer
+    deviation = np.sqrt((x * x).mean(-1, keepdims=True) + real(eps))
+    n, dn = x / deviation, dy * weights.astype(real)
+    dx = (dn - dn.mean(-1, keepdims=True) * layer - n * (dn * n).mean(-1, keepdims=True)) / deviation
+    sums = [y.sum((0, 1) if like.ndim == 2 else (0, 1, 2)) for y, like in ((dy * n, weights), (dy, bias))]
+    return dx, *sums
 
 
 def _backward(

@@ -81,7 +81,7 @@ def _forward(
     """The formula in dtype `real`, with P, out and normalised q and k rounded to dtype `rounded`."""
     axes = np.argsort(ORDER[layout])  # canonical (B, S, H, D) <-> the caller's: both permutations are their own inverse
     q, k, v = (x.transpose(axes).astype(real) for x in (q, k, v))
-    q, k = (_normed(x, norm, norm_eps, real, rounded) for x, norm in ((q, q_norm), (k, k_norm)))
+    q, k = (normed(x, norm, norm_eps, real, rounded) for x, norm in ((q, q_norm), (k, k_norm)))
     variant = Variant(**of_scores).of(real)
     batch, seqlen_q, heads_q, head_dim = q.shape
     scale = real(head_dim**-0.5 if scale is None else scale)
@@ -131,7 +131,7 @@ def sequences_of(
     return [(b, p, queries, slice(keys.start, keys.start + int(host(lengths_k)[b]))) for b, p, queries, keys in found]
 
 
-def _normed(x, norm, eps, real, rounded):
+def normed(x, norm, eps, real, rounded):
     """x (B, S, H, D), its rows normalised: by their RMS, or with a pair (weights, bias) by mean and deviation."""
     if norm is None:
         return x

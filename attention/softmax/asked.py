@@ -110,6 +110,11 @@ def blocks_of(blocks: Any) -> Asked:
     return Asked(tuple(size), None, (*lists, None, None))
 
 
+def several(norm: Any) -> tuple:
+    """What a norm consists of, whatever it is."""
+    return norm if type(norm) is tuple else (norm,)
+
+
 def norm_parts(name: str, norm: Any) -> tuple[Any, Any]:
     """(weights, bias) of a norm, None for what there is not; TypeError."""
     if type(norm) is not tuple:  # an Operand is one of another kind

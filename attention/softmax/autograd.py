@@ -6,39 +6,40 @@ from typing import Any
 import torch
 from torch._C._functorch import TransformType
 
+from .asked import differentiated
+from .gradient import DIFFERENTIABLE, ONCE, flat, gradients, grouped, unserved
+
 ELEMENTS = 8  # 16 bytes of a tile's elements, which TMA moves
 
 
 class Attention(torch.autograd.Function):
-    """Softmax attention, (out, lse). `options`: what forward and backward both take, by name."""
+    """Softmax attention, (out, lse). names: of the tensors (gradient.py); `options`: what forward and backward both take."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q, k, v, sink, alibi, bias, options):
+    def forward(names, options, *tensors):
         """Without gradients."""
         from .forward import forward
 
-        return forward(q, k, v, sink=sink, alibi=alibi, bias=bias, return_lse=True, **options)
+        return forward(**grouped(dict(zip(names, tensors))), return_lse=True, **options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         """What the backward pass needs."""
-        *tensors, ctx.options = inputs
+        ctx.names, ctx.options, *tensors = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
     def backward(ctx, dout, _):
-        """Of q, k, v and sink. NotImplementedError if they are to be differentiated once more."""
-        from .backward.backward import backward
-
+        """Of q, k, v, sink and norms. NotImplementedError if they are to be differentiated once more."""
         if _again():
-            raise NotImplementedError("attention.forward: has no second derivatives; leave create_graph=True out")
-        q, k, v, sink, alibi, bias, out, lse = ctx.saved_tensors
+            raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
+        *tensors, out, lse = ctx.saved_tensors
         with torch.no_grad():
-            made = backward(_adjacent(dout), q, k, v, out, lse, sink=sink, alibi=alibi, bias=bias, **ctx.options)
-        return *made, *[None] * (7 - len(made))
+            made = gradients(_adjacent(dout), dict(zip(ctx.names, tensors)), out, lse, ctx.options)
+        return None, None, *[made.get(name) for name in ctx.names]
 
 
 def _again() -> bool:
@@ -50,13 +51,18 @@ def _again() -> bool:
     return torch.is_grad_enabled() if levels is None else sum(level.key() == TransformType.Grad for level in levels) > 1
 
 
-def differentiable(q: Any, k: Any, v: Any, sink: Any, alibi: Any, bias: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-    """attention.forward, (out, lse), differentiable once with respect to q, k, v and sink; lse has no gradient."""
-    kind = q.device.type
+def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
+    """attention.forward, (out, lse), differentiable once with respect to the arrays of gradient.DIFFERENTIABLE; lse has no
+    gradient. told: its arguments by name; None: with one of them there is no gradient, or it wants one and has none."""
+    arrays, options = flat(told)
+    others = [x for name, x in arrays.items() if name not in DIFFERENTIABLE]
+    if unserved([*grouped(arrays), *options]) or differentiated(*others):
+        return None
+    kind = arrays["q"].device.type
     if torch.is_autocast_enabled(kind):
         to = torch.get_autocast_dtype(kind)
-        q, k, v = (x.to(to) if x.dtype is torch.float32 else x for x in (q, k, v))
-    return Attention.apply(q, k, v, sink, alibi, bias, options)
+        arrays |= {name: arrays[name].to(to) for name in "qkv" if arrays[name].dtype is torch.float32}
+    return Attention.apply(tuple(arrays), options, *arrays.values())
 
 
 def _adjacent(x: Any) -> Any:

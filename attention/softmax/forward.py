@@ -10,10 +10,11 @@ from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
 
 from ..options import SCALES, flag, number
-from .asked import AUX, blocks_of, differentiated, eight, ends_of, norm_parts, positive, random_of
+from .asked import AUX, blocks_of, differentiated, eight, ends_of, norm_parts, positive, random_of, several
 from .assembled import assembled
 from .block_masks import Blocked, BlockedMask
 from .dropped import Dropped, DroppedAnew, numbers_of
+from .gradient import ONCE, gradient
 from .launches import norm_of, planned
 from .norms import Normed
 from .python import evaluated, known, named, reads
@@ -148,13 +149,17 @@ def forward(
     and others in host memory run in the interpreter, slowly and under supervision. ValueError or TypeError, before
     anything is launched, names the argument and prints the values."""
     common = number("scale", scale), flag("return_lse", return_lse), family
-    if differentiated(q, k, v, sink):
-        others = mask, score, blocks, cu_seqlens, cu_seqlens_k, lengths_k, q_norm, k_norm, out, stream
-        if not (any([x is not None for x in others]) or dropout or aux or differentiated(alibi, bias)):
-            from .autograd import differentiable
+    if differentiated(q, k, v, sink, *several(q_norm), *several(k_norm)) and out is stream is None:
+        from .autograd import differentiable
 
-            both = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "layout": layout, "family": family}
-            made = differentiable(q, k, v, sink, alibi, bias, both)
+        told = {"q": q, "k": k, "v": v, "causal": causal, "scale": scale, "layout": layout, "family": family}
+        told |= {"window": window, "mask": mask, "blocks": blocks, "lengths_k": lengths_k}
+        told |= {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "aux": aux}
+        told |= {"softcap": softcap, "alibi": alibi, "sink": sink, "bias": bias, "score": score}
+        told |= {} if q_norm is k_norm is None else {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
+        told |= {"dropout": dropout, "seed": seed} if dropout else {}
+        made = differentiable(told)
+        if made is not None:
             return made if return_lse else made[0]
     of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
     of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
@@ -195,14 +200,14 @@ def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -
     return forward(q, k, v, blocks=Making(blocks), **variant)
 
 
-@program(FORWARD)
+@program(FORWARD, gradient, ONCE)
 def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """How forward does calls of this form; lse is never given."""
     check_extents(problem)
     return planned(problem, assembled(scale_of(problem, scale), causal), return_lse, family)
 
 
-@program(VARIANTS)
+@program(VARIANTS, gradient, ONCE)
 def _variant(
     problem: Problem,
     causal: bool,

@@ -1,15 +1,18 @@
 """Operators that are written with fuse: each is its definition, and as fast as one written by hand."""
 
-from .attention import mla_attention, qk_norm_attention
+from .attention import mla_attention, qk_norm_attention, qk_norm_rotary_attention
+from .fp8_linear import fp8_linear
 from .gated_mlp import gated_mlp, gated_mlp_down, gated_mlp_gelu
 from .layer_norm_linear import layer_norm_linear
 from .lora_linear import lora_linear
 from .normalised_transformer import normalised_step
-from .residual_norm import residual_layer_norm, residual_rms_norm
+from .residual_norm import dropout_residual_layer_norm, residual_layer_norm, residual_rms_norm, residual_rms_norm_quantise
 from .rms_norm_linear import rms_norm_linear
 from .rotary import rotary
 
 __all__ = [
+    "dropout_residual_layer_norm",
+    "fp8_linear",
     "gated_mlp",
     "gated_mlp_down",
     "gated_mlp_gelu",
@@ -18,8 +21,10 @@ __all__ = [
     "mla_attention",
     "normalised_step",
     "qk_norm_attention",
+    "qk_norm_rotary_attention",
     "residual_layer_norm",
     "residual_rms_norm",
+    "residual_rms_norm_quantise",
     "rms_norm_linear",
     "rotary",
 ]

@@ -1,7 +1,7 @@
 """Attention and what stands before it."""
 
 from ..fused import kernel
-from ..language import attention, mean, rsqrt, transpose
+from ..language import attention, causal, concatenate, halves, mean, rsqrt, softmax, transpose
 
 
 @kernel
@@ -11,6 +11,17 @@ def qk_norm_attention(q, k, v, gq, gk, eps=1e-6):
     q_normed = q * rsqrt(mean(q * q) + eps) * gq
     k_normed = k * rsqrt(mean(k * k) + eps) * gk
     return attention(q_normed, k_normed, v, q.shape[-1] ** -0.5)
+
+
+@kernel
+def qk_norm_rotary_attention(q, k, v, gq, gk, cos, sin, eps=1e-6):
+    """Causal attention whose queries and keys are normalised, RMSNorm by rows, and turned by their positions. q, k (..., S, D),
+    v (..., S, Dv), the leading axes a batch and heads; gq, gk (D,), cos, sin (S, D/2)."""
+    q1, q2 = halves(q * rsqrt(mean(q * q) + eps) * gq)
+    k1, k2 = halves(k * rsqrt(mean(k * k) + eps) * gk)
+    queries = concatenate([q1 * cos - q2 * sin, q2 * cos + q1 * sin])
+    keys = concatenate([k1 * cos - k2 * sin, k2 * cos + k1 * sin])
+    return softmax(causal(queries @ transpose(keys) * q.shape[-1] ** -0.5)) @ v
 
 
 @kernel

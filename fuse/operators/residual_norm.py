@@ -1,7 +1,9 @@
-"""A residual and its norm."""
+"""A residual and its norm, with dropout ahead of it or not."""
+
+from tiles import fp8e4m3, fp32
 
 from ..fused import kernel
-from ..language import mean, rsqrt
+from ..language import abs, cast, dropout, max, maximum, mean, rsqrt
 
 
 @kernel
@@ -12,8 +14,27 @@ def residual_rms_norm(x, residual, g, eps=1e-5):
 
 
 @kernel
+def residual_rms_norm_quantise(x, residual, g, eps=1e-5):
+    """h = x + residual, and its RMSNorm in fp8 (e4m3), with a float32 scale for each row, of which its greatest number is 448
+    times: (norm / scale, scale, h). x, residual (..., D), g (D,)."""
+    h = x + residual
+    norm = h * rsqrt(mean(h * h) + eps) * g
+    scale = maximum(max(abs(norm)) / 448, 1e-12)
+    return cast(norm / scale, fp8e4m3), cast(scale, fp32), h
+
+
+@kernel
 def residual_layer_norm(x, residual, g, b, eps=1e-5):
     """h = x + residual, and its layer norm: (norm, h). x, residual (..., D), g, b (D,)."""
     h = x + residual
+    centred = h - mean(h)
+    return centred * rsqrt(mean(centred * centred) + eps) * g + b, h
+
+
+@kernel
+def dropout_residual_layer_norm(x, residual, g, b, seed, p=0.1, eps=1e-5):
+    """h = residual + dropout(x, p, seed), and its layer norm: (norm, h). x, residual (..., D), g, b (D,), seed (1,) of int64,
+    an array, so that a call which was captured draws anew."""
+    h = residual + dropout(x, p, seed)
     centred = h - mean(h)
     return centred * rsqrt(mean(centred * centred) + eps) * g + b, h

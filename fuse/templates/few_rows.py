@@ -16,9 +16,10 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..functions import FP8
 from ..module import DTYPES, Text, array, rendered
-from ..terms import Term, along, is_tile
-from .product import Product, Weight, Words
+from ..terms import Term, along, is_tile, viewed
+from .product import Product, Weight, Words, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,6 +51,13 @@ class FewRows(Product):
     label = "few"
     processors: int  # of the card
 
+    @functools.cached_property
+    def widens(self) -> bool:
+        """Are all products' weights fp8, (n, k) in memory, and nothing else? They become 16 bits in registers."""
+        others = [self.x, *self.vectors, *(w.array for pair in self.narrow.values() for w in pair)]
+        wide = not any(viewed(x).held_as("") == FP8 for x in others)
+        return wide and all(w.turned and w.array.held_as("") == FP8 for w in self.products.values())
+
     @property
     def prepared(self) -> bool:
         """Is anything done with x besides the products?"""
@@ -59,6 +67,11 @@ class FewRows(Product):
     def early(self) -> bool:
         """May weights be on their way before the launch before is done? Not those that it makes."""
         return all(w.array.operation == "input" for w in self.weights)
+
+    @property
+    def item(self) -> int:
+        """Bytes of a weight's element."""
+        return 1 if self.widens else ITEM
 
     @property
     def rank(self) -> int:
@@ -84,15 +97,15 @@ class FewRows(Product):
         count = len(self.products)
         tiles = -(-self.columns // columns)
         turns = -(-tiles * blocks // self.processors)  # blocks that a multiprocessor works on
-        taken = turns * -(-self.inner // blocks) * (count * columns + rows + self.rank) * ITEM
-        memory = count * self.inner * self.columns * ITEM / MEMORY
+        taken = turns * -(-self.inner // blocks) * (count * columns * self.item + (rows + self.rank) * ITEM)
+        memory = count * self.inner * self.columns * self.item / MEMORY
         return round(max(memory, taken / INTAKE) + EXCHANGE * (blocks > 1), 1)
 
     def _rings(self, rows: int, columns: int, depth: int, blocks: int) -> Schedule | None:
         """As many slots as there is room for; None: there is none. Those of x, and of what it is prepared to, are as many as
         the weights' where they can be: a weight waits in its slot for its part of x."""
         count, turns = len(self.products), 64 // rows if self.prepared else 1  # warps take turns with slots of x
-        x, slot = rows * depth * ITEM, count * columns * depth * ITEM
+        x, slot = rows * depth * ITEM, count * columns * depth * self.item
         second = max(2, turns) * (not self.plain)
         sent = count * rows * 4 * max(16, columns - columns // blocks)  # what peers send of their sums
         room = ROOM - second * x - sent - max(turns, 4) * self.rank * (columns + rows) * ITEM
@@ -118,7 +131,8 @@ class FewRows(Product):
             kernel.processors = processors
             sums = all(x.operation == "sum" for x in kernel.sides)
             joined = not kernel.narrow or (len(kernel.products) == 1 and len(kernel.narrow) == 1 and kernel.joined)
-            if kernel.rows <= MOST_ROWS and sums and joined and kernel.dtype in DTYPES and kernel.schedule:
+            fitting = kernel.of_16_bits or kernel.widens
+            if kernel.rows <= MOST_ROWS and sums and joined and fitting and kernel.dtype in DTYPES and kernel.schedule:
                 yield kernel
 
     def __str__(self):
@@ -130,6 +144,7 @@ class FewRows(Product):
         assert s
         told = [f"a product of few rows: its weights stream through {s.stages} stages of {s.depth} x {s.columns}"]
         told += [f"clusters of {s.blocks} blocks share k"] * (s.blocks > 1)
+        told += ["fp8 becomes 16 bits in registers"] * self.widens
         return ", ".join([*told, *self.riding])
 
     def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
@@ -206,7 +221,7 @@ class Vector(NamedTuple):
     @classmethod
     def of(cls, x: Term, name: str) -> Vector:
         at = "(first + i,)" if x.ndim == 1 else "(0, first + i)"
-        return cls(name, array(name), name.upper(), DTYPES.get(x.what[1], "fp32"), f"{name}_row", at)
+        return cls(name, array(name), name.upper(), DTYPES.get(viewed(x).what[1], "fp32"), f"{name}_row", at)
 
 
 def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:
@@ -249,6 +264,7 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
     numbers = [("width", wide)] * words.lengths + [(parameters[y],) * 2 for y in kernel.numbers]
     return {
         "schedule": kernel.schedule, "dtype": dtype, "plain": kernel.plain, "prepared": kernel.prepared, "band": band,
+        "widens": kernel.widens, "weights": "fp8e4m3" if kernel.widens else dtype,
         "u": x.name if kernel.plain else "u", "opened": opened, "products": products, "narrow": narrow, "sides": sides,
         "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "epilogue": epilogue,
         "written": written, "result": array(result),
@@ -260,6 +276,8 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
 
 def _read(y: Term, name: str) -> str:
     """The expression that reads what the epilogue wants besides, as the transposed tile has it."""
+    if not any(y.names):
+        return reading(y, name, "", "", "")
     if is_tile(y):
         return f"transpose(load({name}, rt(ROWS, 16, fp32), (0, mine)))"
     if along(y):

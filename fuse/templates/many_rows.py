@@ -17,7 +17,7 @@ from ..rules import NARROW
 from ..terms import Term, along, between, is_tile
 from ..writing import Writer
 from .few_rows import MOST_ROWS, Named
-from .product import MOST_PRODUCTS, Product, Weight, found_in
+from .product import MOST_PRODUCTS, Product, Weight, found_in, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -106,6 +106,7 @@ class ManyRows(Product):
             if (
                 len(products) <= MOST_PRODUCTS
                 and alike
+                and kernel.of_16_bits
                 and kernel.dtype in DTYPES
                 and all(is_tile(w.array) for w in kernel.weights)
             ):
@@ -186,6 +187,8 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
 def _read(y: Term, name: str) -> str:
     """The expression that reads what the epilogue wants besides, of the part that leaves."""
     row, col = "ROWS * (CONSUMERS * row + me)", "PART * col"
+    if not any(y.names):
+        return reading(y, name, "", row, col)
     if is_tile(y):
         return f"warpgroup.load({name}, rt(16, PART, fp32), ({row}, {col}))"
     if along(y):

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..evaluate import beyond
-from ..functions import MAPS
+from ..functions import CASTS, FP8, MAPS
 from ..module import array, unused
 from ..rules import NARROW
-from ..terms import Axis, Term, along, between, inputs, is_tile, walk
+from ..terms import SEED, Axis, Term, along, between, inputs, is_tile, viewed, walk
 from ..writing import Writer
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ class Product:
         self.roots, self.x, self.operand = (root,), x, operand
         self.products, self.narrow, self.sides = products, narrow, sides
         inside = between([operand, *(one.of[0] for one in sides)], [x], with_leaves=True)
-        self.vectors = [y for y in inside if y.operation == "input" and y is not x and y.ndim]
+        self.vectors = [y for y in inside if y.operation in ("input", "flat") and y is not x and y.ndim and along(y)]
         self.numbers = [y for y in walk(root) if y.operation == "input" and not y.ndim]
-        self.others = [y for y in others if y.ndim and y.operation in ("input", "matmul", "sum", "max")]
+        self.others = [y for y in others if y.ndim and y.operation in ("input", "matmul", "sum", "max", "flat")]
 
     @property
     def root(self) -> Term:
@@ -86,8 +86,13 @@ class Product:
     @property
     def dtype(self) -> str:
         """Of the operands, as x has it, or what the weights are made of."""
-        made_of = [self.x] if self.x.operation == "input" else inputs(self.weights[0].array)
-        return next(y.what[1] for y in made_of if y.ndim)
+        made_of = [*inputs(self.x), *inputs(self.weights[0].array)]
+        return next(y.what[1] for y in made_of if y.ndim and y.what[1] not in (FP8, SEED))
+
+    @property
+    def of_16_bits(self) -> bool:
+        """Is nothing that comes by tiles fp8?"""
+        return not any(viewed(x).held_as("") == FP8 for x in (self.x, *self.vectors, *(w.array for w in self.weights)))
 
     @property
     def joined(self) -> tuple[Term, Term | None] | None:
@@ -168,7 +173,7 @@ class Product:
                 for x in dict.fromkeys([_base(operand), operand]):
                     if x is None or not all(is_tile(w.array) for w in part.weights):
                         continue
-                    ends = [x, *(y for y in walk(root) if y.operation == "input")]
+                    ends = [x, *(y for y in walk(root) if y.operation in ("input", "flat"))]
                     if not np.isfinite(
                         beyond(operand, ends)
                     ).all():  # 0, which the weights are there, times infinity is no number
@@ -182,6 +187,8 @@ def found_in(root: Term) -> Found | None:
     """What a walk down from a term of rows and columns comes upon; None if there is something that no epilogue computes, or no
     product."""
     found = Found()
+    if root.operation in CASTS:  # results have the operands' dtype
+        return None
     return found if root.ndim == 2 and is_tile(root) and found.epilogue(root) and (found.products or found.narrow) else None
 
 
@@ -232,7 +239,7 @@ class Found:
                     self.products[x] = Weight.of(w)
             elif x.operation in ("sum", "max"):
                 self.reductions.append(x)
-            elif not x.of:
+            elif not x.of or x.operation == "flat":
                 self.others.append(x)
             elif x.operation in MAPS:
                 stack.extend(reversed(x.of))
@@ -255,13 +262,15 @@ def _base(x: Term) -> Term | None:
             stack.extend(y.of)
         elif is_tile(y):
             found.add(y)
-        elif of_rows or (y.of and y.operation not in MAPS):
+        elif of_rows or (y.ndim and not along(y)) or (y.of and y.operation not in MAPS and y.operation != "flat"):
             return None
     return found.pop() if len(found) == 1 else None
 
 
 def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:
     """The expression that reads what an epilogue wants besides, for a tile of accumulators that begins at (row, col)."""
+    if not any(y.names):
+        return f"{name}[{', '.join('0' * y.ndim)}]"
     if is_tile(y):
         return f"load({name}, {tile}, ({row}, {col}))"
     if along(y):

@@ -4,8 +4,9 @@
 
 One of three forms serves, by the rows' width (row_map_text.py writes them):
 
-- folded: a row is a tile, cut into 16 parts that lie one below the other. A lane reads 16 bytes at a time, one row is worked on
-  while the next one comes, and vectors along the columns stay in registers;
+- folded: a row is a tile, cut into 16 parts that lie one below the other. A lane reads 16 bytes at a time, and keeps them where
+  nobody asks which columns they are; one row is worked on while the next one comes, and vectors along the columns stay in
+  registers;
 - held: a block has sixteen rows, its warps side by side along the columns; all is read once and stays in registers;
 - looped: the same, but a warp takes every so many columns, once for each level of reductions and once more for the result. They
   come from L2 then, where sixteen rows of every multiprocessor fit."""
@@ -15,11 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..functions import MAPS
+from ..functions import FP8, MAPS
 from ..module import DTYPES, Text
-from ..terms import Axis, Term, along, between, is_tile
+from ..terms import Axis, Term, along, between, is_tile, viewed
 from .row_map_text import COLUMNS, FOLD, Folded, Held, Looped, Writing
 
+KNOWN = "sum", "max", "number", "length", "dropout"  # that are no maps of elements alone
+SIXTEEN = "bfloat16", "float16"
 MOST_WARPS = 16
 HELD = 2  # tiles that a warp holds through all levels of reductions
 FOLDED_FROM = 1024  # columns
@@ -37,7 +40,9 @@ class RowMap:
     def matches(cls, roots: Sequence[Term], leaves: Sequence[Term]) -> RowMap | None:
         """The kernel that computes these of those, if there is one."""
         inside = between(roots, leaves)
-        if any(x.operation not in MAPS and x.operation not in ("sum", "max", "number", "length") for x in inside):
+        if any(x.operation not in MAPS and x.operation not in KNOWN for x in inside):
+            return None
+        if any(x.operation == "dropout" and not is_tile(x) for x in inside):
             return None
         tiles = [x for x in (*inside, *leaves) if along(x)]
         columns = {x.names[-1].root: x.extents[-1] for x in tiles if x.names[-1]}
@@ -58,14 +63,20 @@ class RowMap:
     @property
     def dtype(self) -> str:
         """That all arrays are read as: their own, if it is one."""
-        found = {x.what[1] if x.operation == "input" else "bfloat16" for x in self.leaves if x.ndim}
-        return DTYPES.get(found.pop(), "fp32") if len(found) == 1 else "fp32"
+        found = {viewed(x).held_as("bfloat16") for x in self.leaves if along(x)}
+        return (DTYPES | {FP8: "fp8e4m3"}).get(found.pop(), "fp32") if len(found) == 1 else "fp32"
+
+    @property
+    def alike(self) -> bool:
+        """Are all arrays of 16 bits, so that their columns may come in one order of their own?"""
+        held = [x.operation == "input" and x.what[1] in SIXTEEN for x in self.leaves if x.ndim]
+        return all(held) and all(x.held_as(SIXTEEN[0]) in SIXTEEN for x in self.roots if along(x))
 
     @property
     def form(self) -> type[Writing]:
         """How it is written."""
         tiles = sum(is_tile(x) for x in self.leaves)
-        whole = all(along(x) for x in (*self.leaves, *self.roots) if x.ndim)
+        whole = all(along(x) for x in self.leaves if x.ndim)
         if FOLDED_FROM <= self.width <= FOLD * COLUMNS * MOST_WARPS and self.width % FOLD == 0 and whole and tiles <= HELD:
             return Folded
         return Held if self.width <= Held.columns * MOST_WARPS and tiles <= HELD else Looped

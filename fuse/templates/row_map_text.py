@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..evaluate import beyond
+from ..functions import CASTS, FP8
 from ..module import Text, array, unused
 from ..terms import Term, along, between, is_tile
 from ..writing import Writer
@@ -19,6 +20,13 @@ REGISTERS = 2048  # of a multiprocessor, for each lane of a warp
 WORKED = 48  # registers of a lane besides those that hold what is read
 NOTHING = {"sum": ("zeros", "0.0"), "max": ("neg_infty", "-math.inf")}  # a vector of nothing's sum or maximum, and one number
 
+DROPOUT = '''
+@inlined
+def dropout(x, dropped, per_kept, seed, row, col):
+    """x / (1 - p), but 0 where 16 bits that follow from seed and place are below 65536 p, which is `dropped`."""
+    return where(bernoulli(TILE, dropped, seed, seed >> 32, 0, 0, row, col), 0.0, x * per_kept)
+'''.strip().splitlines()
+
 
 class Writing:
     """The text of a row map, as it is written. columns: of a warp, at a time. most_warps: of a block. says: how rows lie."""
@@ -27,12 +35,28 @@ class Writing:
 
     def __init__(self, kernel: RowMap, parameters: dict[Term, str], spoken: dict[Term, str]):
         self.kernel, self.parameters, self.text = kernel, parameters, Text()
+        self.drawn, self.told = dict[Term, str](), list[tuple[str, str]]()
         inside = between(kernel.roots, kernel.leaves)
         self.lengths = [x for x in inside if x.operation == "length"]
         self.reductions = [x for x in inside if x.operation in NOTHING]
         self.writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
         self.text.bounds = "32 * WARPS, 1"
+        self.drop([x for x in inside if x.operation == "dropout"], inside)
         self.write()
+
+    def drop(self, drops: list[Term], inside: list[Term]) -> None:
+        """Draws: what a kernel is told of each probability, in its place, and the function that draws."""
+        taken = set(self.parameters.values())
+        for p in dict.fromkeys(x.of[1] for x in drops):
+            told = unused("dropped", taken), unused("per_kept", taken)
+            taken.update(told)
+            self.drawn[p] = ", ".join(told)
+            said = self.writer.expression(p)
+            self.told += [(told[0], f"share_of({said})"), (told[1], f"1 / (1 - {said})")]
+        self.writer.forms["dropout"] = lambda x: f"dropout({{0}}, {self.drawn[x.of[1]]}, {{2}}, row, col)"
+        self.text.helpers = DROPOUT if drops else []
+        used = {y for x in inside if x.operation != "dropout" for y in x.of}
+        self.leaves = [x for x in self.kernel.leaves if x not in self.drawn or x in used]
 
     def write(self) -> None:
         """All of it."""
@@ -49,8 +73,8 @@ class Writing:
         text.kernel.append("row = TILE.rows * cuda.blockIdx.x")
         tall = next(x for x in (*kernel.leaves, *kernel.roots) if x.ndim == 2 and x.names[0])
         text.launch = f"-(-{parameters[tall]}.shape[0] // TILE.rows), 32 * WARPS{', shared=smem' * bool(self.reductions)}"
-        every = [(x, parameters[x]) for x in (*kernel.leaves, *kernel.roots)]
-        text.arguments = [(array(name) if x.ndim else name, name) for x, name in every]
+        every = [(x, parameters[x]) for x in (*self.leaves, *kernel.roots)]
+        text.arguments = [*((array(name) if x.ndim else name, name) for x, name in every), *self.told]
 
     def width(self, needed: bool) -> None:
         """The line that says how many columns there are, if somebody asks."""
@@ -78,7 +102,8 @@ class Writing:
 
     def filled(self, x: Term) -> bool:
         """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
-        return x.operation == "max" or bool(beyond(x.of[0], self.kernel.leaves).any())
+        least = x.operation == "sum" or x.of[0].operation == "abs"  # 0 is nothing's
+        return not least or bool(beyond(x.of[0], self.kernel.leaves).any())
 
     def reduce(self, wanted: list[Term], fold: str) -> list[str]:
         """The lines that reduce what is in registers."""
@@ -88,18 +113,30 @@ class Writing:
             lines.append(f"{self.named(x)} = block.reduce_{x.operation}({folded}, scratch)")
         return lines
 
-    def stores(self, at: str = "row, col") -> list[str]:
+    def stores(self, at: str = "row, col", store: str = "store") -> list[str]:
         """The lines that compute the roots and write them."""
         lines = self.writer.assignments(self.kernel.roots, self.parameters.values())
         for x in self.kernel.roots:
-            where = f"({at})" if is_tile(x) else "(row, 0), cols=0"
-            lines.append(f"store({array(self.parameters[x])}, {self.writer.expression(x)}, {where})")
+            lines.append(self.store(array(self.parameters[x]), self.rounded(x), at if is_tile(x) else "", store))
         return lines
+
+    def store(self, into: str, written: str, at: str, store: str) -> str:
+        """The line that writes a root; at: where its tile begins, "" for one number a row. store: by what a tile is."""
+        return f"{store}({into}, {written}, ({at}))" if at else f"store({into}, {written}, (row, 0), cols=0)"
+
+    def rounded(self, x: Term) -> str:
+        """A root as it is stored, which rounds by itself, but that fp8 goes by 16 bytes only if it is fp8 before."""
+        if x.operation not in CASTS or x in self.writer.names:
+            return self.writer.expression(x)
+        inner = self.writer.expression(x.of[0])
+        return f"{x.operation}({inner})" if CASTS[x.operation].itemsize == 1 and is_tile(x) else inner
 
     def load(self, x: Term) -> str:
         """The line that reads a leaf."""
         name = self.parameters[x]
         if is_tile(x):
+            if x.held_as("") == FP8:  # by 16 bytes
+                return f"{name} = fp32(load({array(name)}, rt(TILE.rows, TILE.cols, fp8e4m3), (row, col)))"
             return f"{name} = load({array(name)}, TILE, (row, col))"
         if along(x):
             return f"{name} = load({array(name)}, TILE.row_vec, {'(col,)' if x.ndim == 1 else '(0, col)'})"
@@ -170,6 +207,10 @@ class Folded(Writing):
 
     columns, says = FOLD * COLUMNS, "are tiles of 16 parts; one is worked on while the next one comes"
 
+    def store(self, into: str, written: str, at: str, store: str) -> str:
+        """See Writing."""
+        return super().store(into, written, at, store) if at else f"if col == 0: {into}[row, 0] = {written}"
+
     def blocks(self, tiles: int, vectors: int) -> int:
         """Of a multiprocessor, that its registers hold: what is read now and next, and some to compute with; of what is cut off
         at a row's end before it is summed, all."""
@@ -178,8 +219,14 @@ class Folded(Writing):
         registers = tiles * (tile + ahead) + vectors * ahead + WORKED + tile * any(map(self.filled, self.reductions))
         return max(1, REGISTERS // registers // self.kernel.warps)
 
+    @property
+    def unordered(self) -> bool:
+        """May columns come as they are read? Not where a row's end is cut off before it is summed."""
+        return self.kernel.alike and not any(map(self.filled, self.reductions))
+
     def write(self) -> None:
         kernel, text, name = self.kernel, self.text, self.parameters
+        load = "load_unordered" if self.unordered else "load"
         tiles = [x for x in kernel.leaves if is_tile(x)]
         vectors = [x for x in kernel.leaves if x.ndim and not is_tile(x)]
         self.writer.names |= dict.fromkeys(self.lengths, "columns")
@@ -191,19 +238,19 @@ class Folded(Writing):
             text.globals.append(f"smem = shared(scratch=sv({max(16, 4 * warps)}, fp32))")
             text.kernel.append("(scratch,) = smem.open()")
         text.kernel.append("following, col = int32(cuda.blockIdx.x), PART.cols * int32(cuda.threadIdx.x // 32)")
-        text.kernel += [f"{name[v]} = load({array(name[v])}, PART, (0, col))" for v in vectors]
-        text.kernel += [f"next_{name[t]} = load({array(name[t])}, PART, (following, 0, col))" for t in tiles]
+        text.kernel += [f"{name[v]} = {load}({array(name[v])}, PART, (0, col))" for v in vectors]
+        text.kernel += [f"next_{name[t]} = {load}({array(name[t])}, PART, (following, 0, col))" for t in tiles]
         if any(map(self.filled, self.reductions)):
             text.kernel.append(f"width = {array(x)}.shape[2]")
         wide = "{}" if kernel.dtype == "fp32" else "fp32({})"
         body = [f"row, {name[t]} = following, {wide.format('next_' + name[t])}" for t in tiles[:1]]
         body += [f"{name[t]} = {wide.format('next_' + name[t])}" for t in tiles[1:]]
         body += ["following += int32(cuda.gridDim.x)", "at = min(following, int32(rows - 1))"]
-        body += [f"next_{name[t]} = load({array(name[t])}, PART, (at, 0, col))" for t in tiles]
+        body += [f"next_{name[t]} = {load}({array(name[t])}, PART, (at, 0, col))" for t in tiles]
         self.writer.names |= {v: wide.format(name[v]) for v in vectors}
         for level in self.levels():
             body += self.reduce(level, "tile")
-        body += self.stores("row, 0, col")
+        body += self.stores("row, 0, col", "store_unordered" if self.unordered else "store")
         text.kernel += ["while following < rows:", *(f"    {line}" for line in body)]
         text.before = [
             f"rows, cut = {x}.shape[0], ({FOLD}, {x}.shape[1] // {FOLD})",
@@ -211,7 +258,7 @@ class Folded(Writing):
         ]
         text.launch = f"blocks, 32 * WARPS{', shared=smem' * bool(self.reductions)}"
         shaped = [
-            (array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*cut)")
+            (array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*cut)" if along(one) else name[one])
             for one in (*tiles, *vectors, *kernel.roots)
         ]
         numbers = [(name[n], name[n]) for n in kernel.leaves if not n.ndim]

@@ -74,7 +74,7 @@ class SinceAmpere(Product):
         for kernel in cls.matches(root):
             sums = all(x.operation == "sum" for x in kernel.sides)
             joined = not kernel.narrow or (len(kernel.products) == 1 and kernel.joined)
-            if sums and joined and kernel.dtype in DTYPES:
+            if sums and joined and kernel.of_16_bits and kernel.dtype in DTYPES:
                 yield kernel
 
     @property

@@ -17,12 +17,14 @@ side by side:
     4 bytes                     before: columns 2t, 2t+1 of each of two sections
                                 after:  four columns of section t % 2, the first four if t < 2
 
-The exchange is its own inverse: a load brings 16 bytes that lie side by side, and makes a lane's pairs of them.
+The exchange is its own inverse: a load brings 16 bytes that lie side by side, and makes a lane's pairs of them. Where the order
+of columns is of no concern (unordered.py), what lies side by side stays with its lane, and what goes word by word is exchanged.
 """
 
 import itertools
 from dataclasses import dataclass, replace
 
+import numpy as np
 from llvmlite import ir
 
 from tiles import ptx
@@ -137,6 +139,23 @@ def suits(array, spec, rows, cols):
         along = spec.axis == "row_vec" and not spec.by_quad and cols == array.ndim - 1
         return along and size > 1 and spec.length % EXCHANGES[size][0].columns == 0
     return spec.layout == "row" and rows < cols and (spec.dtype.itemsize == 1) == (size == 1)
+
+
+def columns_at_once(size):
+    """The columns that a quad reads together, of so many bytes an element."""
+    return EXCHANGES[size][0].columns
+
+
+def order(spec, held):
+    """Which column of an array of dtype `held` is each of a tile of type `spec`, if no lane exchanges anything."""
+    exchange, elements = EXCHANGES[held.itemsize][0], 4 // held.itemsize
+    lanes, (low, high), found = np.arange(QUAD), exchange.column, np.empty(spec.cols, int)
+    lane_first = (lanes & 1) * low + (lanes >> 1) * high
+    for first, words in zip(range(0, spec.cols, exchange.columns), _words(exchange, _moved(spec, held))):
+        for k, (_, col) in enumerate(words):
+            for e in range(elements):
+                found[col + max(elements, 2) * lanes + e] = first + lane_first + elements * k + e
+    return found
 
 
 def check(name, array, spec, aligned, loads=False):
@@ -290,11 +309,18 @@ LOADS = "{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n" + "".join(f"mov.b32 ${k}, 0;\n
 LOADS += "@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4];}"
 
 
-def lower_store(ty, spec, rows, cols, first_row, aligned):
-    """The lowering of a store by a warp whose first row is `first_row(b)` of the tile; aligned: what is promised."""
+def _kept(_, words):
+    """In place of an exchange: every lane keeps its words."""
+    return words
+
+
+def lower_store(ty, spec, rows, cols, first_row, aligned, ordered=True):
+    """The lowering of a store by a warp whose first row is `first_row(b)` of the tile; aligned: what is promised. ordered: are
+    the tile's columns those of the array, or as the lanes have them who access it 16 bytes at a time?"""
     stored = _moved(spec, SCALARS[ty.dtype])
     access = _access(aligned)
     exchange, text = _exchange(stored, stored.dtype.itemsize, access), STORES[access]
+    side_by_side, in_pairs = (exchange, _kept) if ordered else (_kept, exchange)
 
     def lower(b, array, value, at, *_):
         value = value if stored == spec else b.from_elements(rt(32, 32, stored.dtype), b.elements(spec, value))
@@ -304,7 +330,7 @@ def lower_store(ty, spec, rows, cols, first_row, aligned):
 
         def store(place):
             for (fits, address), four in zip(_accesses(b, exchange, stored, place), _words(exchange, stored), strict=True):
-                b.do(text, address, *(b.bitcast(x, i32) for x in exchange(b, [held[at] for at in four])), fits)
+                b.do(text, address, *(b.bitcast(x, i32) for x in side_by_side(b, [held[at] for at in four])), fits)
 
         if aligned:
             return store(place)
@@ -312,16 +338,18 @@ def lower_store(ty, spec, rows, cols, first_row, aligned):
             with at_once:
                 store(place.moved(b, exchange.first_row(b), exchange.first_column(b)))
             with by_words:
-                given = [[b.bitcast(held[at], i32) for at in four] for four in _words(exchange, stored)]
+                words = [in_pairs(b, [held[at] for at in four]) for four in _words(exchange, stored)]
+                given = [[b.bitcast(x, i32) for x in four] for four in words]
                 _four_rounds(b, exchange, stored, place, given, _store_word)
 
     return lower
 
 
-def lower_load(ty, spec, rows, cols, first_row, aligned):
+def lower_load(ty, spec, rows, cols, first_row, aligned, ordered=True):
     """The lowering of a load, likewise."""
     loaded = _moved(spec, SCALARS[ty.dtype])
     exchange, register = _exchange(loaded, loaded.dtype.itemsize), f32 if loaded.dtype.itemsize == 4 else i32
+    side_by_side, in_pairs = (exchange, _kept) if ordered else (_kept, exchange)
     four = ir.LiteralStructType([i32] * 4)
 
     def lower(b, array, _, at, *__):
@@ -331,7 +359,7 @@ def lower_load(ty, spec, rows, cols, first_row, aligned):
         def load(place):
             accesses = list(_accesses(b, exchange, loaded, place, True))
             brought = [b.unpack(b.asm(four, LOADS, "=&r,=&r,=&r,=&r,l,r", address, fits)) for fits, address in accesses]
-            return [exchange(b, [b.bitcast(x, register) for x in words]) for words in brought]
+            return [side_by_side(b, [b.bitcast(x, register) for x in words]) for words in brought]
 
         if aligned:
             found = load(place)
@@ -342,7 +370,8 @@ def lower_load(ty, spec, rows, cols, first_row, aligned):
                 with by_words:
                     nothing = [[b.u32(0)] * 4 for _ in whole]
                     pieces = _four_rounds(b, exchange, loaded, place, nothing, _load_word)
-                    pieces, other = [[b.bitcast(x, register) for x in words] for words in pieces], b.block
+                    pieces = [in_pairs(b, [b.bitcast(x, register) for x in words]) for words in pieces]
+                    other = b.block
             found = [[b.either((x, one), (y, other)) for x, y in zip(*both)] for both in zip(whole, pieces)]
         held = {}
         for coordinates, words in zip(_words(exchange, loaded), found, strict=True):

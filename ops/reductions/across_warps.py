@@ -37,9 +37,9 @@ def reduced(group, kind, x, scratch):
     own, size = group.rank(warp), group.size(warp)
     if size * room > scratch.length:
         raise warp.hazard(f"{size} warps bring {room} elements each, and scratch is {scratch.spec}")
-    group.meet(warp)
+    group.meet(warp, fence=False)
     warp.write(scratch, np.broadcast_to(_wide(x), room), range(room * own, room * (own + 1)))
-    group.meet(warp)
+    group.meet(warp, fence=False)
     parts = warp.read(scratch, range(room * size), fence=False).reshape(size, room)
     out = ufunc.reduce(parts, axis=0)
     return out.reshape(x.spec.shape) if hasattr(x, "spec") else out[0]
@@ -108,14 +108,14 @@ def _reduction(group, name, kind):
             return b.add(address, b.mul(b.u32(part), b.u32(room * fp32.itemsize)))
 
         def lower(b, value, address):
-            group.emit_meet(b)
+            group.emit_meet(b, fence=False)
             own = at(b, address, group.emit_rank(b))
             if held:
                 shared_vectors.lower_store(scratch, held, lambda b: b.u32(0))(b, own, b.pack(b.elements(x, value)))
             else:
                 with b.if_then(elected(b, LANES)):
                     b.do("st.shared.f32 [$0], $1;", own, b.real(value))
-            group.emit_meet(b)
+            group.emit_meet(b, fence=False)
             size, folded = group.emit_warps(b), None
             for k in range(parts):
                 found = at(b, address, k)

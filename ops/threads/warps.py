@@ -32,9 +32,11 @@ class Group:
         """The named barrier where they meet."""
         return warp.block.named(LAST_NAMED - warp.group if self.warps else 0, LANES * self.size(warp))
 
-    def meet(self, warp):
-        """All of them come here. What they wrote to shared memory is then visible to all, and to the asynchronous proxy."""
-        warp.fence_async()
+    def meet(self, warp, fence=True):
+        """All of them come here. What they wrote to shared memory is then visible to all, and to the asynchronous proxy, unless
+        there is no `fence`: that waits for all that a thread has under way, its loads from global memory, too."""
+        if fence:
+            warp.fence_async()
         self.barrier(warp).meet(warp, LANES * self.size(warp), what=f"the {self.name}'s meeting: ")
 
     # -- as lowered
@@ -52,9 +54,10 @@ class Group:
             return b.sub(b.u32(LAST_NAMED), b.warpgroup()), b.u32(LANES * self.warps)
         return b.u32(0), b.special("ntid.x")
 
-    def emit_meet(self, b):
+    def emit_meet(self, b, fence=True):
         """As `meet`."""
-        ptx.fence_async(b)
+        if fence:
+            ptx.fence_async(b)
         ptx.named_barrier(b, *self.emit_barrier(b))
 
 

@@ -2,9 +2,12 @@
 
 import sys
 
+import numpy as np
 import pytest
 
 import attention
+from attention import reference
+from attention.softmax import gradient
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("jax.experimental.buffer_callback")
@@ -143,15 +146,88 @@ def test_what_is_wrong_is_said_when_the_call_is_traced():
             jax.block_until_ready(jax.jit(attention.forward)(q[..., :60], k[..., :60], v[..., :60]))
 
 
-def test_gradients_are_refused():
+def summed(dout, **options):
+    """sum(forward(q, k, v) dout), a function of arrays: q, k, v and a sink, if there is one more."""
+
+    def loss(q, k, v, sink=None):
+        return (attention.forward(q, k, v, sink=sink, **options).astype(jnp.float32) * dout).sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": (9, None), "softcap": 3.0}, {"layout": "bhsd"}], ids=str)
+def test_gradients(options):
+    """Against float64, as backward's are judged; traced by jit inside, outside and not at all, and over checkpoints."""
+    with jax.default_device(CPU):
+        arrays = tile(0, 1, TOKENS, 4, HEAD), *(tile(n, 1, TOKENS, 2, HEAD) for n in (1, 2))
+        dout, sink = tile(3, 1, TOKENS, 4, HEAD), rate(4, 4) if options else None
+        if "layout" in options:
+            *arrays, dout = (x.swapaxes(1, 2) for x in (*arrays, dout))
+        loss, given = summed(dout.astype(jnp.float32), **options), [*arrays, *[sink] * (sink is not None)]
+        places = tuple(range(len(given)))
+        got = jax.grad(loss, places)(*given)
+        for way in jax.jit(jax.grad(loss, places)), jax.grad(jax.jit(loss), places), jax.grad(jax.checkpoint(loss), places):
+            assert_same(way(*given), got)
+        given = [np.asarray(x) for x in (dout, *arrays)]
+        options |= {} if sink is None else {"sink": np.asarray(sink)}
+        ref, low = (f(*given, **options) for f in (reference.backward, reference.backward_low))
+        for *three, name in zip(got, ref, low, ("dq", "dk", "dv", "dsink")):
+            reference.assert_close(*map(np.asarray, three), factor=3, name=name)
+
+
+def test_gradients_of_norms():
+    """In the dtypes of their weights."""
+    with jax.default_device(CPU):
+        arrays, norms = qkv(), (tile(5, HEAD), -rate(6, 2, HEAD), -rate(7, HEAD))
+
+        def loss(q, a, b, c):
+            return attention.forward(q, *arrays[1:], q_norm=(a, b), k_norm=c).astype(jnp.float32).sum()
+
+        got = jax.grad(loss, (0, 1, 2, 3))(arrays[0], *norms)
+        assert_same(jax.jit(jax.grad(loss, (0, 1, 2, 3)))(arrays[0], *norms), got)
+        dout, options = np.ones((1, TOKENS, 2, HEAD), arrays[0].dtype), {"q_norm": norms[:2], "k_norm": norms[2]}
+        dq, _, _, (da, db), dc = reference.backward(dout, *arrays, **options)
+        for x, y, like in zip(got, (dq, da, db, dc), (arrays[0], *norms), strict=True):
+            assert (x.shape, x.dtype) == (like.shape, like.dtype)
+            np.testing.assert_allclose(np.asarray(x, float), y, rtol=2**-5, atol=2**-3)
+
+
+def test_gradients_of_many_and_of_two_results():
     with jax.default_device(CPU):
         q, k, v = qkv()
-        loss = lambda q: attention.forward(q, k, v).astype(jnp.float32).sum()
-        for way in (jax.grad(loss), jax.jit(jax.grad(loss)), lambda q: jax.jvp(loss, (q,), (q,))):
-            with pytest.raises(NotImplementedError, match="q: the backward pass is not there yet"):
-                way(q)
-        stopped = lambda q: loss(jax.lax.stop_gradient(q)) + q.astype(jnp.float32).sum()
+        both = lambda q: attention.forward(q, k, v, return_lse=True)
+        loss, many = lambda q: both(q)[0].astype(jnp.float32).sum(), jnp.stack([q, -q])
+        wanted = jnp.stack([jax.grad(loss)(x) for x in many])
+        assert_same(jax.vmap(jax.grad(loss))(many), wanted)
+        assert_same(jax.grad(lambda x: jax.vmap(loss)(x).sum())(many), wanted)
+        out, back = jax.vjp(lambda q: both(q)[0], q)
+        assert_same((out, *back(jnp.ones_like(out))), (both(q)[0], wanted[0]))
+
+
+def test_what_has_no_gradient_says_so(monkeypatch):
+    with jax.default_device(CPU):
+        q, k, v = qkv()
+        total = lambda x: x.astype(jnp.float32).sum()
+        loss = lambda q: total(attention.forward(q, k, v))
+        refused = [
+            (lambda q: jax.grad(lambda q: total(jax.grad(loss)(q)))(q), "no second derivatives"),
+            (lambda q: jax.jacfwd(jax.grad(loss))(q), "no second derivatives"),
+            (jax.grad(lambda q: attention.forward(q, k, v, return_lse=True)[1].sum()), "^lse: has no gradient"),
+            (lambda q: jax.grad(lambda a: total(attention.forward(q, k, v, alibi=a)))(-rate(3, 2)), "^alibi: has no gradient"),
+            (jax.grad(lambda q: total(attention.linear(q, k, v))), "^q: the backward pass is not there yet"),
+            (lambda q: jax.jvp(lambda q: total(attention.linear(q, k, v)), (q,), (q,)), "^q: the backward pass is not there"),
+        ]
+        for way, words in refused:
+            for function in way, jax.jit(way):
+                with pytest.raises(NotImplementedError, match=words):
+                    function(q)
+        stopped = lambda q: loss(jax.lax.stop_gradient(q)) + total(q)
         assert jnp.array_equal(jax.grad(stopped)(q), jnp.ones_like(q))
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(loss, (q,), (q,))
+        monkeypatch.setattr(gradient, "_parameters", lambda: ("q", "k", "v", "causal"))
+        with pytest.raises(NotImplementedError, match="^softcap: there is no backward pass with it yet"):
+            jax.grad(lambda q: total(attention.forward(q, k, v, softcap=0.5)))(q)
 
 
 def test_a_jax_without_callbacks_says_so(monkeypatch):
@@ -170,3 +246,18 @@ def test_jit_on_the_card(name):
     compiled, wanted = jax.jit(function), function(*arrays)
     for _ in range(3):
         assert_same(compiled(*arrays), wanted)
+
+
+@pytest.mark.gpu
+def test_gradients_on_the_card():
+    """As torch's autograd has them, which are judged elsewhere."""
+    torch = pytest.importorskip("torch")
+    if jax.default_backend() != "gpu":
+        pytest.skip("this JAX has no GPU")
+    q, k, v, dout = (tile(n, 2, 200, 4, HEAD) for n in range(4))
+    loss = summed(dout.astype(jnp.float32), causal=True)
+    theirs = [torch.from_dlpack(x).requires_grad_() for x in (q, k, v)]
+    attention.forward(*theirs, causal=True).backward(torch.from_dlpack(dout))
+    for way in jax.grad(loss, (0, 1, 2)), jax.jit(jax.grad(loss, (0, 1, 2))):
+        for x, y in zip(way(q, k, v), theirs):
+            torch.testing.assert_close(torch.from_dlpack(x), y.grad, rtol=2**-6, atol=2**-7)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from attention.softmax.forward import _forward, _variant
 from tiles import arrays as in_memory
+from tiles import bound, loaded, tma
 from tiles import device as devices
 from tiles import program as programs
-from tiles import tma
 from tiles.arrays import ITEMSIZE, Array, Form, contiguous
 from tiles.compiler import Compiled
 from tiles.frameworks import KIND_OF, Kind
@@ -70,19 +70,17 @@ def gpu(monkeypatch):
     monkeypatch.setattr(programs, "FUNCTIONS", Recent(programs.KINDS))
     for module in devices, launching, in_memory:
         monkeypatch.setattr(module, "device", lambda ordinal: target)
-    monkeypatch.setattr(
-        launching, "Loaded", lambda compiled, target: SimpleNamespace(allow=lambda n: 0, function=kind, target=0)
-    )
-    monkeypatch.setattr(launching, "_machine_code", lambda *_: Compiled(b"", "k", ""))
-    monkeypatch.setattr(launching, "uncaptured", contextlib.nullcontext)
-    monkeypatch.setattr(launching, "_loaded", launching.weakref.WeakKeyDictionary())
+    monkeypatch.setattr(loaded, "Loaded", lambda compiled, target: SimpleNamespace(allow=lambda n: 0, function=kind, target=0))
+    monkeypatch.setattr(loaded, "machine_code", lambda *_: Compiled(b"", "k", ""))
+    monkeypatch.setattr(loaded, "uncaptured", contextlib.nullcontext)
+    monkeypatch.setattr(loaded, "_loaded", loaded.weakref.WeakKeyDictionary())
     launching.kernel_for.cache_clear()
     monkeypatch.setattr(tma, "encoded", lambda encoding: hash(encoding).to_bytes(8, "little", signed=True).ljust(tma.MAP_BYTES))
     monkeypatch.setattr(driver, "CUtensorMap", lambda _ptr: _ptr)
     monkeypatch.setattr(
         tma, "move", lambda place, pointer: ctypes.c_uint64.from_address(place + 8).__setattr__("value", pointer)
     )
-    real = launching.Frame
+    real = bound.Frame
 
     def frame(frames, config):
         new = real(frames, config)
@@ -101,7 +99,7 @@ def gpu(monkeypatch):
         launches.append((pointer, pitch, bits, width, height))
         return (ok,)
 
-    monkeypatch.setattr(launching, "Frame", frame)
+    monkeypatch.setattr(bound, "Frame", frame)
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launch)
     monkeypatch.setattr(driver, "cuMemsetD2D16Async", memset)
     monkeypatch.setattr(driver, "cuMemsetD2D32Async", memset)

@@ -2,7 +2,6 @@
 
 On torch's CPU wheel all of it runs through the interpreter, on tiny shapes; what needs a card is marked so."""
 
-import functools
 import subprocess
 import sys
 import timeit
@@ -81,17 +80,16 @@ def test_a_tensor_that_requires_grad_is_refused_everywhere():
     """Not detached, where nobody would notice: what has no backward pass yet, and the op of what has one."""
     q, k, v = Inputs().qkv()
     k.requires_grad_()
-    normed = functools.partial(attention.forward, q_norm=torch.ones(64))
     attention.register_torch_ops()
     ways = {
-        "eager": normed,
+        "eager": attention.linear,
         "op": lambda *x: torch.ops.tiles.forward(*x, False, None, False, None, "bshd"),
-        "compiled": torch.compile(lambda *x: normed(*x), fullgraph=True, backend="aot_eager"),
-        "mapped": lambda *x: torch.vmap(normed)(*(y[None] for y in x)),
-        "grad": lambda *x: torch.func.grad(lambda k: normed(q, k, v).float().sum())(k.detach()),
+        "compiled": torch.compile(lambda *x: attention.linear(*x), fullgraph=True, backend="aot_eager"),
+        "mapped": lambda *x: torch.vmap(attention.linear)(*(y[None] for y in x)),
+        "grad": lambda *x: torch.func.grad(lambda k: attention.linear(q, k, v).float().sum())(k.detach()),
     }
     with torch.no_grad():
-        wanted = normed(q, k, v)
+        wanted = attention.linear(q, k, v)
     torch._dynamo.reset()
     for name, way in ways.items():
         with pytest.raises(Exception, match=REFUSED):

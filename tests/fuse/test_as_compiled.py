@@ -15,12 +15,15 @@ def matrix(*shape):
     return (np.random.default_rng(sum(shape)).standard_normal(shape) / shape[0] ** 0.25).astype(bf16.np)
 
 
+SEED = (1,)
 CASES = {
     "few rows, sums, a vector": (operators.rms_norm_linear, (5, 72), (72,), (72, 40)),
     "few rows, a narrow product": (operators.lora_linear, (3, 72), (72, 40), (72, 8), (8, 40)),
     "many rows, two products": (operators.gated_mlp, (70, 72), (72, 40), (72, 40)),
     "many rows, one step more; few columns": (operators.lora_linear, (66, 72), (72, 40), (72, 8), (8, 40)),
     "rows in registers": (operators.residual_rms_norm, (3, 264), (3, 264), (264,)),
+    "rows in registers, some dropped": (operators.dropout_residual_layer_norm, *[(3, 136)] * 2, (136,), (136,), SEED),
+    "rows folded, to fp8": (operators.residual_rms_norm_quantise, (2, 1040), (2, 1040), (1040,)),
     "rows folded": (operators.normalised_step, (2, 1040), (2, 1040), (1040,)),
     "rows read again": (fuse.kernel(lambda x: fuse.softmax(x)), (2, 2056)),
 }
@@ -29,5 +32,5 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_as_compiled(case):
     kernel, *shapes = CASES[case]
-    arrays = [matrix(*shape) for shape in shapes]
+    arrays = [matrix(*shape) if shape != SEED else np.array([2**40 + 3]) for shape in shapes]
     compare(kernel, arrays, ptx(kernel.run, *arrays))

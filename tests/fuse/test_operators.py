@@ -8,10 +8,12 @@ import fuse.operators as operators
 from fuse import module, tune
 from fuse.candidates import candidates, chosen
 from fuse.cost import card
-from tiles import bf16, fp16
+from tiles import bf16, fp8e4m3, fp16
 
 K, N, R = 136, 72, 16
 SHAPES = {  # of the arguments, but for the rows of what has them, "m"
+    "dropout_residual_layer_norm": [("m", K), ("m", K), (K,), (K,), (1,)],
+    "fp8_linear": [("m", K), (K, N), (N,)],
     "gated_mlp": [("m", K), (K, N), (K, N)],
     "gated_mlp_gelu": [("m", K), (K, N), (K, N)],
     "gated_mlp_down": [("m", K), (K, N), (K, N), (N, K)],
@@ -20,18 +22,26 @@ SHAPES = {  # of the arguments, but for the rows of what has them, "m"
     "mla_attention": [(2, "m", 16), (40, K), (2, 16, K), (2, 24, K)],
     "normalised_step": [("m", K), ("m", K), (K,)],
     "qk_norm_attention": [(2, "m", 16), (2, 40, 16), (2, 40, 24), (16,), (16,)],
+    "qk_norm_rotary_attention": [(2, "m", 16), (2, "m", 16), (2, "m", 24), (16,), (16,), ("m", 8), ("m", 8)],
     "residual_layer_norm": [("m", K), ("m", K), (K,), (K,)],
     "residual_rms_norm": [("m", K), ("m", K), (K,)],
+    "residual_rms_norm_quantise": [("m", K), ("m", K), (K,)],
     "rms_norm_linear": [("m", K), (K,), (K, N)],
     "rotary": [("m", K), ("m", K // 2), ("m", K // 2)],
 }
+
+DTYPES = {
+    ("dropout_residual_layer_norm", 4): np.dtype(np.int64),
+    ("fp8_linear", 1): fp8e4m3.np,
+}  # of arguments that have another than the first
 
 
 def sample(name, rows, dtype, seed=0):
     """Arguments for an operator."""
     rng = np.random.default_rng(seed)
     shapes = [tuple(rows if n == "m" else n for n in shape) for shape in SHAPES[name]]
-    return [(rng.standard_normal(shape) / shape[0] ** 0.25).astype(dtype.np) for shape in shapes]
+    made = [rng.standard_normal(shape) / shape[0] ** 0.25 for shape in shapes]
+    return [x.astype(DTYPES.get((name, n), dtype.np)) for n, x in enumerate(made)]
 
 
 def test_all_are_here():

@@ -139,14 +139,14 @@ def test_on_the_card(name, rows, without_wgmma):
 # ---- machine code ----------------------------------------------------------------------------------------------------
 def test_docstrings_say_shapes():
     """Of all operators on rows, so that inspect finds them: what it takes for numbers has a default."""
-    others = {"mla_attention", "qk_norm_attention", "rotary"}
+    others = {"mla_attention", "qk_norm_attention", "qk_norm_rotary_attention", "rotary"}
     assert {name for name in operators.__all__ if not inspect.described(name)} == others
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_modules_have_all_names(arch):
     """At lengths that are served: a kernel finds what it calls, whatever the module's other kernels and its launches name."""
-    for case in inspect.cases():
+    for case in inspect.cases(arch=arch):
         if case.rows in (1, 4096) and not case.turned:
             operator = getattr(operators, case.name)
             found = operator._trace(inspect.shapes(case))

@@ -8,6 +8,7 @@ import textwrap
 from types import SimpleNamespace
 
 import pytest
+from stand_in import encoded, gpu  # noqa: F401
 
 from tiles import arrays, digest
 

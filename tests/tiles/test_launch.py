@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,11 +13,9 @@ from numba.cuda.cudadrv.error import CudaSupportError
 
 import tiles
 from ops import warpgroup, zeros
-from tiles import bf16, fallback, rt, shared, st
+from tiles import bf16, fallback, loaded, rt, shared, st
 from tiles.compiler import Compiled
 from tiles.plumbing import Value
-
-launching = sys.modules["tiles.launch"]
 
 
 # ---- what launch refuses ---------------------------------------------------------------------------------------------
@@ -124,7 +121,7 @@ def test_a_gpu_without_the_instructions_is_named(arch, lacks, monkeypatch, tmp_p
     target = type("Target", (), {"arch": arch, "__str__": lambda self: f"GPU 0, Some Card ({arch})"})()
     expected = pytest.raises(RuntimeError, match=rf"copy uses .*, which GPU 0, Some Card \({arch}\) does not have")
     with expected if lacks else contextlib.nullcontext():
-        assert launching._machine_code(kernel, signature, target).cubin
+        assert loaded.machine_code(kernel, signature, target).cubin
 
 
 @cuda.jit
@@ -142,15 +139,15 @@ def test_wgmma_where_there_is_none():
     with pytest.raises(
         RuntimeError, match=r"product uses wgmma.*, which a B200 does not have:\n  mm_AB in test_launch.py:\d+ `"
     ):
-        launching._machine_code(product, (types.Array(types.float32, 2, "A"),), target)
+        loaded.machine_code(product, (types.Array(types.float32, 2, "A"),), target)
 
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_complaints_of_ptxas_are_warnings(cached, monkeypatch):
     log = "ptxas info : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
     compiled = Compiled(b"", "k", log)
-    monkeypatch.setattr(launching.cache, "load", lambda name: compiled if cached else None)
-    monkeypatch.setattr(launching.cache, "store", lambda *_: None)
-    monkeypatch.setattr(launching, "compile_kernel", lambda *_: compiled)
+    monkeypatch.setattr(loaded.cache, "load", lambda name: compiled if cached else None)
+    monkeypatch.setattr(loaded.cache, "store", lambda *_: None)
+    monkeypatch.setattr(loaded, "compile_kernel", lambda *_: compiled)
     with pytest.warns(RuntimeWarning, match="scale: .*C7512"):
-        launching._machine_code(scale, (), SimpleNamespace(arch="sm_90a"))
+        loaded.machine_code(scale, (), SimpleNamespace(arch="sm_90a"))

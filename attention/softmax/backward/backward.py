@@ -13,8 +13,9 @@ from ...options import flag, number
 from ..asked import ends_of, positive, random_of
 from ..assembled import Assembled, assembled
 from ..forward import check_extents, dropped, scale_of
+from ..gradient import ONCE
 from ..launches import DTYPES, LOG2_E, sequences_of, variant_arrays
-from . import ampere, finish, hopper, prepare, sinks
+from . import ampere, finish, hopper, norms, prepare, sinks
 
 SHARING, IN_LINE = 6, 16  # multiprocessors that work on one pair at a time, where later queries see more keys, and in order
 GIVEN = """
@@ -66,6 +67,9 @@ def backward(
     lengths_k: Any = None,
     dropout: float = 0.0,
     seed: Any = None,
+    q_norm: Any = None,
+    k_norm: Any = None,
+    norm_eps: float = 1e-6,
     scale: float | None = None,
     deterministic: bool = False,
     accumulate: bool = False,
@@ -93,12 +97,21 @@ def backward(
     Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call;
     with deterministic=True they are taken in a fixed order, and all bits are the same in every call on the same kind of GPU.
 
+    q_norm, k_norm, norm_eps: norms of queries and keys, as forward has them; dq and dk are those of q and k before them,
+    through the gradients of the normalised rows in their dtype. The norms' own gradients are float32, have their shapes and
+    come last, of each norm an array, or a pair (of the weights, of the bias); the sums that they are have a fixed order.
+
     With forward's other options there is no gradient yet. stream, family: as in forward.
 
-    Returns (dq, dk, dv), and with a sink (dq, dk, dv, dsink), the same kind of arrays as q. Arrays and errors are as in
+    Returns (dq, dk, dv[, dsink][, dq_norm][, dk_norm]), the same kind of arrays as q. Arrays and errors are as in
     forward."""
+    if flag("accumulate", accumulate) and not (q_norm is k_norm is None):
+        raise NotImplementedError("accumulate: is not served with q_norm or k_norm, whose gradients are written; add them")
     of_sequences, random = (cu_seqlens, cu_seqlens_k, lengths_k), random_of(dropout, seed)
-    given = dout, q, k, v, out, lse, alibi, sink, bias, *of_sequences, random.seeds, dq, dk, dv, dsink
+    eps, rows = positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
+    of_q, of_k = (norms.normalised(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
+    into = [dx if norm is None else None for dx, norm in ((dq, q_norm), (dk, k_norm))]
+    given = dout, of_q, of_k, v, out, lse, alibi, sink, bias, *of_sequences, random.seeds, *into, dv, dsink
     options = (
         flag("causal", causal),
         *ends_of(window),
@@ -110,16 +123,21 @@ def backward(
         sink is not None,
         family,
     )
-    if not flag("accumulate", accumulate):
-        return _backward(stream, given, options, layout)
-    if sink is None:
-        _backward_into(stream, given[:-1], options, layout)
-        return dq, dk, dv
-    _backward_into_sinks(stream, given, options, layout)
-    return dq, dk, dv, dsink
+    if accumulate:
+        if sink is None:
+            _backward_into(stream, given[:-1], options, layout)
+        else:
+            _backward_into_sinks(stream, given, options, layout)
+        return (dq, dk, dv) if sink is None else (dq, dk, dv, dsink)
+    found = _backward(stream, given, options, layout)
+    if q_norm is k_norm is None:
+        return found
+    dq, of_q_norm = norms.gradients("q", q, found[0], q_norm, eps, dq, stream, layout)
+    dk, of_k_norm = norms.gradients("k", k, found[1], k_norm, eps, dk, stream, layout)
+    return dq, dk, *found[2:], *of_q_norm, *of_k_norm
 
 
-@program(BACKWARD)
+@program(BACKWARD, no_gradient=ONCE)
 def _backward(
     problem: Problem,
     causal: bool,
@@ -141,7 +159,8 @@ def _backward(
     return planned(problem, made, scale, deterministic, family)
 
 
-_backward_into, _backward_into_sinks = program(INTO)(_backward.planner), program(INTO_SINKS)(_backward.planner)
+_backward_into = program(INTO, no_gradient=ONCE)(_backward.planner)
+_backward_into_sinks = program(INTO_SINKS, no_gradient=ONCE)(_backward.planner)
 
 
 def planned(problem: Problem, made: Assembled, scale: float, ordered: bool, family: str | None) -> Plan:

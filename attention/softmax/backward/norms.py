@@ -1,0 +1,311 @@
+"""The gradients of norms of queries and keys, around those of attention itself: before it rows are normalised once more, into
+memory of their own; after it what was the gradient of the normalised rows becomes that of the rows and of the norm's weights.
+
+With n = (x - mean) / deviation of a row x, y = n weights + bias, and dy the gradient of y:
+
+    dn = dy weights    dx = (dn - mean(dn) - n mean(dn n)) / deviation    dweights = sum dy n    dbias = sum dy
+
+of a layer norm; an RMS norm has no mean, no mean(dn) and no bias. Weights that heads share have the sums of all heads. Sums are
+taken in an order that the shapes alone decide: the same bits every time."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from numba import cuda
+from numpy import int32
+
+from ops import block, col_sum, divmod, load, row_sum, store, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, rt, shared, sv
+from tiles.arguments import INT, array, record
+from tiles.arrays import ALIGNMENT, Operand
+from tiles.launch import kernel_for
+from tiles.layout import LANES
+from tiles.program import Fill, Plan, Program, program
+from tiles.schema import Problem, Schema
+
+from .. import norms
+from ..asked import norm_parts
+from ..gradient import ONCE
+from ..hopper import SHAPES
+from ..launches import DTYPES, norm_arrays
+from ..norms import Layer, Rms
+
+WARPS, PART = 8, rt(16, 32, fp32)  # of a thread block; what a warp has at a time
+SHARE = 8 * WARPS  # parts of rows, one below the other, whose sums of columns a thread block takes
+ROWS_OF = {"q": "BSHD", "k": "BTGD"}  # the axes of what is normalised
+
+
+@inlined
+def seen(gX, gDY, at, of_rows):
+    """(n, dy) of a part, of_rows being the rows' mean and 1 / their deviation."""
+    mean, scale = of_rows
+    return (load(gX, PART, at, 1, 3) - mean) * scale, load(gDY, PART, at, 1, 3)
+
+
+@inlined
+def weighted(gX, gDY, at, of_rows, given):
+    """(n, dn) of a part."""
+    n, dy = seen(gX, gDY, at, of_rows)
+    return n, dy * load(given.norm_weights, PART.row_vec, (at[2], at[3]), 0, 1, True)
+
+
+@inlined
+def meant(sums, given):
+    """Means of rows from their sums."""
+    return sums / given.columns
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The kernel that gives dx: the norm, the columns of a row as padded, whether rows begin at multiples of 16 bytes."""
+
+    norm: Rms
+    head_dim: int
+    dtype: dtype
+    aligned: bool
+    threads = LANES * WARPS
+    rows = PART.rows * WARPS
+
+    def __str__(self):
+        return f"{self.norm} rows, D {self.head_dim} {self.dtype}" + ", by elements" * (not self.aligned)
+
+    @staticmethod
+    @functools.cache
+    def make(config: "Rows"):
+        """(kernel, shared memory) of a configuration."""
+        INPUT, X, ALIGNED = config.dtype, rt(PART.rows, config.head_dim, fp32), config.aligned or None
+        norm, CENTRED, GIVEN = config.norm, isinstance(config.norm, Layer), record(**config.norm.given)
+
+        @cuda.jit(launch_bounds=(config.threads, 1))
+        def rows(
+            gX: array(4, INPUT), gDY: array(4, INPUT), gDX: array(4, INPUT), gRows: array(3),
+            given: GIVEN, blocks: INT, heads: INT,
+        ):  # fmt: skip
+            """dx of every row (batch, row, head, column); mean and 1 / deviation go to gRows (head, which, row)."""
+            pair, block = divmod(cuda.blockIdx.x, blocks)
+            batch, head = divmod(pair, heads)
+            row = int32(PART.rows * (WARPS * block + cuda.threadIdx.x // LANES))
+            of_rows = norm.of_rows(load(gX, X, (batch, row, head, 0), 1, 3, ALIGNED), given)
+            mean, scale = of_rows
+            store(gRows, mean, (pair, 0, row))
+            store(gRows, scale, (pair, 1, row))
+            level, along = zeros(PART.col_vec), zeros(PART.col_vec)
+            for col in range(0, X.cols, PART.cols):
+                n, dn = weighted(gX, gDY, (batch, row, head, col), of_rows, given)
+                along = along + row_sum(dn * n)
+                if CENTRED:
+                    level = level + row_sum(dn)
+            level, along = meant(level, given), meant(along, given)
+            for col in range(0, X.cols, PART.cols):
+                at = batch, row, head, col
+                n, dn = weighted(gX, gDY, at, of_rows, given)
+                store(gDX, INPUT((dn - level - n * along) * scale), at, 1, 3, ALIGNED)
+
+        return rows, None
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The kernel that sums columns: of dy n, or of dy for a bias."""
+
+    dtype: dtype
+    bias: bool
+    threads = LANES * WARPS
+
+    def __str__(self):
+        return f"columns of dy{' n' * (not self.bias)}, {self.dtype}"
+
+    @staticmethod
+    @functools.cache
+    def make(config: "Columns"):
+        """(kernel, shared memory) of a configuration."""
+        INPUT, WEIGHTS = config.dtype, not config.bias
+        smem = shared(scratch=sv(PART.cols * WARPS, fp32))
+
+        @cuda.jit(launch_bounds=(config.threads, 1))
+        def columns(
+            gX: array(4, INPUT), gDY: array(4, INPUT), gRows: array(3), gParts: array(3),
+            batches: INT, heads: INT, tiles: INT, cuts: INT, parts: INT,
+        ):  # fmt: skip
+            """Of 32 columns of a head, and one of `parts` shares of the rows: gParts is (head, share, column)."""
+            (scratch,) = smem.open()
+            rest, cut = divmod(cuda.blockIdx.x, cuts)
+            head, part = divmod(rest, parts)
+            warp, col = int32(cuda.threadIdx.x // LANES), int32(PART.cols * cut)
+            total = zeros(PART)
+            for n in range(WARPS * part + warp, batches * tiles, WARPS * parts):
+                batch, tile = divmod(int32(n), tiles)
+                row = int32(PART.rows * tile)
+                pair = int32(heads * batch + head)
+                of_rows = load(gRows, PART.col_vec, (pair, 0, row)), load(gRows, PART.col_vec, (pair, 1, row))
+                normed, dy = seen(gX, gDY, (batch, row, head, col), of_rows)
+                total = total + (dy * normed if WEIGHTS else dy)
+            found = block.reduce_sum(col_sum(total), scratch)
+            if warp == 0:
+                store(gParts, found, (head, part, col))
+
+        return columns, smem
+
+
+@dataclass(frozen=True)
+class Total:
+    """The kernel that adds what `columns` left."""
+
+    threads = LANES * WARPS
+
+    def __str__(self):
+        return "total of columns"
+
+    @staticmethod
+    @functools.cache
+    def make(config: "Total"):
+        """(kernel, shared memory) of a configuration."""
+        smem = shared(scratch=sv(PART.cols * WARPS, fp32))
+
+        @cuda.jit(launch_bounds=(config.threads, 1))
+        def total(gParts: array(3), gSum: array(2), cuts: INT, parts: INT):
+            """Of 32 columns: gSum (group, column) of gParts (group, part, column)."""
+            (scratch,) = smem.open()
+            group, cut = divmod(cuda.blockIdx.x, cuts)
+            warp, col = int32(cuda.threadIdx.x // LANES), int32(PART.cols * cut)
+            some = zeros(PART)
+            for row in range(PART.rows * warp, parts, PART.rows * WARPS):
+                some = some + load(gParts, PART, (group, int32(row), col))
+            found = block.reduce_sum(col_sum(some), scratch)
+            if warp == 0:
+                store(gSum, found, (group, col))
+
+        return total, smem
+
+
+def space(arch: str, everything: bool) -> Iterator[Rows | Columns | Total]:
+    """What norms are differentiated with: of any GPU alike."""
+    for of in (bf16, fp16) if everything else (bf16,):
+        for norm, head_dim in itertools.product((Rms(), Layer()), SHAPES):
+            yield Rows(norm, head_dim, of, True)
+        yield from (Columns(of, bias) for bias in (False, True))
+    yield Total()
+
+
+@functools.cache
+def make(config: Rows | Columns | Total):
+    """(kernel, shared memory) of a configuration."""
+    return config.make(config)
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+def _normalising(x: str, axes: str) -> Program:
+    """The norm of x's rows, by itself."""
+    schema = Schema(
+        f"norm_{x}",
+        f"""
+        {x}            {axes}          tile
+        {x}_norm       D|{axes[2]}D  real
+        {x}_norm_bias  D|{axes[2]}D  real  optional
+        normed         {axes}          tile  made
+        """,
+    )
+
+    @program(schema, no_gradient=ONCE)
+    def normalise(problem: Problem, norm_eps: float) -> Plan:
+        """How it is done for calls of this form."""
+        batch, rows, heads, columns = problem(axes)
+        given = norm_arrays(problem, f"{x}_norm", axes[2:])
+        if 0 in (batch, rows, heads):
+            return Plan([])
+        padded = min(dim for dim in SHAPES if dim >= columns)
+        norm = Layer() if f"{x}_norm_bias" in problem else Rms()
+        config = norms.Config(norm, padded, DTYPES[problem.dtype], problem.bytes_at_once(x) == ALIGNMENT)
+        blocks, numbers = -(-rows // config.rows), {"norm_eps": norm_eps, "columns": columns}
+        arrays = {"gX": problem[x], "gOut": problem["normed"]} | given
+        launch = kernel_for(norms, config, problem.device)
+        return Plan([launch.bind(batch * heads * blocks, blocks=blocks, heads=heads, **numbers, **arrays)])
+
+    return normalise
+
+
+def _differentiating(x: str, axes: str) -> Program:
+    """The gradients of x and of the norm's weights and bias; each of these is one for all heads or one for each."""
+    schema = Schema(
+        f"norm_{x}_gradient",
+        f"""
+        {x}            {axes}          tile
+        dy             {axes}          tile
+        {x}_norm       D|{axes[2]}D  real
+        {x}_norm_bias  D|{axes[2]}D  real     optional
+        d{x}           {axes}          tile     made
+        dweights       D             float32  made  shared_weights
+        dweights_each  {axes[2]}D    float32  made  weights_each
+        dbias          D             float32  made  shared_bias
+        dbias_each     {axes[2]}D    float32  made  bias_each
+        """,
+    )
+
+    @program(schema, no_gradient=ONCE)
+    def differentiate(
+        problem: Problem, norm_eps: float, shared_weights: bool, weights_each: bool, shared_bias: bool, bias_each: bool
+    ) -> Plan:
+        """How it is done for calls of this form."""
+        batch, rows, heads, columns = problem(axes)
+        asked = {"dweights": shared_weights, "dweights_each": weights_each, "dbias": shared_bias, "dbias_each": bias_each}
+        sums = {name: _by_group(problem[name]) for name, is_asked in asked.items() if is_asked}
+        if 0 in (batch, rows, heads):
+            return Plan([Fill(problem[name], 0.0) for name in sums if 0 not in problem[name].form.shape])
+        norm, dtype = Layer() if f"{x}_norm_bias" in problem else Rms(), DTYPES[problem.dtype]
+        config = Rows(norm, min(dim for dim in SHAPES if dim >= columns), dtype, problem.bytes_at_once() == ALIGNMENT)
+        tiles, blocks, cuts = -(-rows // PART.rows), -(-rows // config.rows), -(-columns // PART.cols)
+        parts = batch * tiles // SHARE + 1
+        scratch = [((batch * heads, 2, rows), "float32"), *[((heads, parts, columns), "float32") for _ in sums]]
+        of_rows = problem.scratch(0, *scratch[0])
+        arrays = {"gX": problem[x], "gDY": problem["dy"], "gRows": of_rows}
+        given = {"norm_eps": norm_eps, "columns": columns} | norm_arrays(problem, f"{x}_norm", axes[2:])
+        steps = [
+            kernel_for(config, config, problem.device).bind(
+                batch * heads * blocks, gDX=problem[f"d{x}"], blocks=blocks, heads=heads, **arrays, **given
+            )
+        ]
+        for n, (name, target) in enumerate(sums.items(), 1):
+            summing, adding = Columns(dtype, name.startswith("dbias")), Total()
+            lengths = {"batches": batch, "heads": heads, "tiles": tiles, "cuts": cuts, "parts": parts}
+            launch = kernel_for(summing, summing, problem.device)
+            steps.append(launch.bind(heads * parts * cuts, gParts=problem.scratch(n, *scratch[n]), **arrays, **lengths))
+            groups = heads if name.endswith("each") else 1
+            all_parts = problem.scratch(n, (groups, heads * parts // groups, columns), "float32")
+            launch = kernel_for(adding, adding, problem.device)
+            steps.append(launch.bind(groups * cuts, gParts=all_parts, gSum=target, cuts=cuts, parts=heads * parts // groups))
+        return Plan(steps, scratch)
+
+    return differentiate
+
+
+def _by_group(x: Operand) -> Operand:
+    """Sums as (group, column): one group if there is one for all heads."""
+    form = x.form
+    return x if len(form.shape) == 2 else x._replace(form=form._replace(shape=(1, *form.shape), strides=(0, *form.strides)))
+
+
+NORMALISE = {x: _normalising(x, axes) for x, axes in ROWS_OF.items()}
+DIFFERENTIATE = {x: _differentiating(x, axes) for x, axes in ROWS_OF.items()}
+
+
+def normalised(name: str, x: Any, norm: Any, eps: Any, stream: Any, layout: str) -> Any:
+    """x, "q" or "k", as attention.forward normalises it; x itself where there is no norm."""
+    if norm is None:
+        return x
+    return NORMALISE[name](stream, (x, *norm_parts(f"{name}_norm", norm), None), (eps,), layout)
+
+
+def gradients(
+    name: str, x: Any, dy: Any, norm: Any, eps: Any, dx: Any, stream: Any, layout: str
+) -> tuple[Any, tuple[Any, ...]]:
+    """(dx, the norm's gradient in float32: (), (that of weights,) or ((that of weights, that of the bias),)), dy being the
+    gradient of the normalised rows. dx: written in place of a new array."""
+    if norm is None:
+        return dy, ()
+    parts = norm_parts(f"{name}_norm", norm)
+    asked = [part is not None and len(part.shape) == rank for part in parts for rank in (1, 2)]
+    found, *of_norm = DIFFERENTIATE[name](stream, (x, dy, *parts, dx, *[None] * 4), (eps, *asked), layout)
+    return found, (tuple(of_norm) if len(of_norm) == 2 else of_norm[0],)

@@ -1,0 +1,110 @@
+"""What is differentiated of a call of forward: for torch by autograd.py, and by programs for JAX (tiles/jax_call.py).
+
+Arrays go by flat names here, as forward's schema has them: a norm (weights, bias) is q_norm and q_norm_bias, aux is aux0 ..."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import attention
+
+from .asked import AUX, norm_parts
+from .python import known
+
+NORMS = "q_norm", "k_norm"
+OF_NORMS = "q_norm", "q_norm_bias", "k_norm", "k_norm_bias"
+DIFFERENTIABLE = "q", "k", "v", "sink", *OF_NORMS  # in the order of backward's results
+ARRAYS = "alibi", "sink", "bias", "cu_seqlens", "cu_seqlens_k", "lengths_k"  # whose names are their arguments'
+ONCE = "attention.forward: has no second derivatives"
+STOP = "put jax.lax.stop_gradient around"
+
+
+def gradients(dout: Any, given: dict[str, Any], out: Any, lse: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """{name: gradient} of a call on these arrays, with these other options, that gave out and lse, by attention.backward."""
+    arrays = grouped(given)
+    q, k, v = (arrays.pop(name) for name in "qkv")
+    found = attention.backward(dout, q, k, v, out, lse, **arrays, **options)
+    names = [name for name in DIFFERENTIABLE if name in given]
+    flat = [x for one in found for x in (one if isinstance(one, tuple) else (one,))]
+    return dict(zip(names, flat, strict=True))
+
+
+def unserved(told: Iterable[str]) -> list[str]:
+    """The arguments of forward, and of what it made of them, among these that backward does not take."""
+    return [name for name in told if name not in backward_takes()]
+
+
+def backward_takes() -> tuple[str, ...]:
+    """The names of backward's arguments."""
+    return _parameters()
+
+
+@functools.cache
+def _parameters() -> tuple[str, ...]:
+    return tuple(signature(attention.backward).parameters)
+
+
+backward_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look inside
+
+
+def grouped(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Arrays as forward takes them."""
+    found = {name: x for name, x in arrays.items() if name not in OF_NORMS and not name.startswith("aux")}
+    for name in NORMS:
+        if name in arrays:
+            found[name] = (arrays[name], arrays[f"{name}_bias"]) if f"{name}_bias" in arrays else arrays[name]
+    if aux := tuple([arrays[f"aux{n}"] for n in range(AUX) if f"aux{n}" in arrays]):
+        found["aux"] = aux
+    return found
+
+
+def flat(told: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(arrays by their flat names, all else) of what forward was told; what is None is left out."""
+    told = {name: x for name, x in told.items() if x is not None}
+    arrays = {name: told.pop(name) for name in ("q", "k", "v", *ARRAYS) if name in told}
+    if hasattr(told.get("seed"), "shape"):
+        arrays["seed"] = told.pop("seed")
+    for name in NORMS:
+        if name in told:
+            weights, bias = norm_parts(name, told.pop(name))
+            arrays |= {name: weights} if bias is None else {name: weights, f"{name}_bias": bias}
+    if isinstance(told.get("aux"), (tuple, list)):
+        arrays |= {f"aux{n}": x for n, x in enumerate(told.pop("aux"))}
+    return arrays, told
+
+
+# ---- of programs -----------------------------------------------------------------------------------------------------
+def gradient(names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
+    """See tiles.program. NotImplementedError names an argument that has no gradient, or with which there is none."""
+    for name in names:
+        if name not in DIFFERENTIABLE:
+            raise NotImplementedError(f"{name}: has no gradient yet; {STOP} it")
+    return partial(_gradients, options=options, layout=layout)
+
+
+def _gradients(
+    given: dict[str, Any], made: dict[str, Any], of_results: dict[str, Any], options: dict[str, Any], layout: str
+) -> dict[str, Any]:
+    """The gradients of a program's arrays, by those of its results."""
+    if "lse" in of_results:
+        raise NotImplementedError(f"lse: has no gradient; {STOP} it")
+    if not of_results:
+        return {}
+    told = _told(given, options)
+    if refused := unserved([*told, *grouped(given)]):
+        raise NotImplementedError(f"{refused[0]}: there is no backward pass with it yet; {STOP} q, k and v")
+    return gradients(of_results["out"], given, made["out"], made["lse"], told | {"layout": layout})
+
+
+def _told(given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """A program's options in forward's words, but for what is as it is by default. Lists of blocks, of which forward made its
+    own arrays, are `blocks`."""
+    ends = options.get("left"), options.get("right")
+    told = {name: options.get(name) for name in ("causal", "softcap", "scale", "family", "dropout")}
+    told |= {"window": None if ends == (None, None) else ends, "seed": options.get("seed_value")}
+    told |= {name: known(options.get(name)) for name in ("mask", "score")}
+    told |= {"blocks": True if {"kv_indices", "lists"} & given.keys() else None}
+    told |= {"norm_eps": options["norm_eps"]} if {*NORMS} & given.keys() else {}
+    return {name: value for name, value in told.items() if value is not None}

@@ -1,0 +1,86 @@
+"""A row map of arrays that have more axes: their leading axes are rows, as in a matrix of all rows.
+
+    row by row, of (batch, head, sequence, columns):   y = x * rsqrt(mean(x * x)) * g
+
+What is read and written are views. All tiles must have all leading axes; the kernel is a row map's (row_map.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .. import terms
+from ..functions import MAPS
+from ..module import Text, unused
+from ..terms import Axis, Term, between, viewed
+from .row_map import KNOWN, RowMap
+
+
+class DeepRows:
+    """The terms that one such kernel computes.
+
+    roots: of any rank above 2. inner: the row map of the matrices. words: what the maps' terms are there, by those outside."""
+
+    label, operations, most_rows, launched, early = "rows", 0.0, 2**31 - 1, True, False
+
+    def __init__(self, roots: Sequence[Term], inner: RowMap, words: Mapping[Term, Term]):
+        self.roots, self.inner, self.words = tuple(roots), inner, words
+
+    @classmethod
+    def matches(cls, roots: Sequence[Term], leaves: Sequence[Term]) -> DeepRows | None:
+        """The kernel that computes these of those, if there is one."""
+        lead = [name and name.root for name in roots[0].names[:-1]]
+        if len(lead) < 2:
+            return None
+
+        def deep(x: Term) -> bool:
+            return [name and name.root for name in x.names[:-1]] == lead
+
+        if any(x.operation not in MAPS and x.operation not in KNOWN for x in between(roots, leaves)):
+            return None
+        if not all(map(deep, roots)) or not all((deep(x) and viewed(x) is x) or x.ndim < 2 for x in leaves):
+            return None
+        words = {x: terms.rows(x) if x.ndim > 1 else x for x in leaves}
+        for x in between(roots, leaves):
+            words[x] = terms.rebuilt(x, [words[y] for y in x.of])
+        inner = RowMap.matches([words[x] for x in roots], [words[x] for x in leaves])
+        return cls(roots, inner, words) if inner else None
+
+    @property
+    def leaves(self) -> list[Term]:
+        """What it reads."""
+        return list(self.inner.leaves)
+
+    @property
+    def fixed(self) -> dict[Axis, int]:
+        """See RowMap. Few of what leads the last rows are enough to see that they are not mixed."""
+        lead = {axis.root: 2 + n for n, axis in enumerate(self.roots[0].names[:-2]) if axis is not None}
+        return lead | self.inner.fixed
+
+    @property
+    def bytes(self) -> float:
+        """Read and written."""
+        return self.inner.bytes
+
+    @property
+    def maps(self) -> float:
+        """Operations on elements, outside the tensor cores."""
+        return self.inner.maps
+
+    def __str__(self):
+        return f"rows of {', '.join(map(str, self.roots))}"
+
+    def explained(self) -> str:
+        """What it does, in words."""
+        return f"{self.inner.explained()}; leading axes are rows"
+
+    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
+        """See RowMap.text."""
+        parameters, spoken = dict(parameters), {self.words[x]: said for x, said in spoken.items() if x in self.words}
+        views = []
+        for x, matrix in zip(self.roots, self.inner.roots):
+            y = parameters[x]
+            parameters[matrix] = unused(f"{y}_rows", parameters.values())
+            views.append(f"{parameters[matrix]} = {y}.reshape(-1, {y}.shape[{x.ndim - 1}])")
+        text = self.inner.text(name, parameters, spoken)
+        text.before = [*views, *text.before]
+        return text

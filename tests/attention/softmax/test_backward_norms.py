@@ -1,0 +1,163 @@
+"""attention.backward through norms of queries and keys: their gradients against float64 and finite differences."""
+
+import math
+
+import numpy as np
+import pytest
+from judged import draw, inputs, poisoned, there
+from places import BF16, OnInterpreter
+
+import attention
+from attention import reference
+from attention.reference import gradients as formula
+from attention.softmax.backward import norms
+from tiles import fp16
+
+F32, FP16 = np.dtype(np.float32), fp16.np
+
+
+def weights(*shape, dtype=F32):
+    return draw(shape, dtype) + dtype.type(1)
+
+
+def weights_of(heads, dim):
+    """Of a norm: one for all heads or one each, alone or with a bias."""
+    return {
+        "rms": weights(dim),
+        "rms of heads": weights(heads, dim, dtype=BF16),
+        "layer": (weights(dim, dtype=BF16), draw((heads, dim), F32)),
+        "layer of heads": (weights(heads, dim), draw((dim,), FP16)),
+    }
+
+
+def flat(gradients):
+    return [x for one in gradients for x in (one if isinstance(one, tuple) else (one,))]
+
+
+def agree(place, q, k, v, **options):
+    """Run both ways and judge every gradient by the rule."""
+    dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
+    put, given = [place.put(x) for x in (q, k, v)], there(place, options)
+    out, lse = attention.forward(*put, return_lse=True, **given)
+    made = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in (("dq", q), ("dk", k))}
+    got = attention.backward(place.put(dout), *put, out, lse, **given, **made)
+    assert got[0] is made["dq"] and got[1] is made["dk"]
+    options.pop("family", None)
+    ref, low = (flat(f(dout, q, k, v, **options)) for f in (reference.backward, reference.backward_low))
+    got = [place.get(x) for x in flat(got)]
+    for n, three in enumerate(zip(got, ref, low, strict=True)):
+        if np.abs(three[1]).max() > 1e-9:  # a bias of all keys moves all scores of a row alike: its gradient is 0
+            reference.assert_close(*three, factor=3, name=f"{n}")
+    return got
+
+
+def of_norm(place, x, dy, norm):
+    """[dx, dweights, dbias] by the kernels."""
+    dx, (parts,) = norms.gradients("q", *map(place.put, (x, dy)), tuple(map(place.put, norm)), 1e-6, None, None, "bshd")
+    return [place.get(y) for y in (dx, *parts)]
+
+
+def assert_is_the_formula(got, x, dy, norm):
+    """Sums are taken in float32, dx is rounded once."""
+    exact = formula._of_norm(x.astype(float), norm, dy.astype(float), 1e-6, float)
+    for mine, ref in zip(got, exact, strict=True):
+        unit = 2.0 ** (-20 if mine.dtype == F32 else -8)
+        np.testing.assert_allclose(mine.astype(float), ref, rtol=unit, atol=unit * np.abs(ref).max())
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("ours", "theirs", "family"), [
+    ("rms", "rms of heads", "sm_90"), ("rms of heads", "rms", "sm_80"), ("layer", "layer of heads", "sm_90"),
+    ("layer of heads", None, "sm_80"), (None, "layer", "sm_90")])  # fmt: skip
+def test_norms(place, ours, theirs, family):
+    """Rows whose mean is not 0; heads that share keys; a last tile that is not full."""
+    q, k, v = inputs(2, 40, 70, 4, 2, 64)
+    some = {"q_norm": weights_of(4, 64).get(ours), "k_norm": weights_of(2, 64).get(theirs)}
+    some = {name: x for name, x in some.items() if x is not None}
+    agree(place, q + BF16.type(2), k - BF16.type(1), v, family=family, causal=True, norm_eps=1e-2, **some)
+
+
+@pytest.mark.parametrize(("head_dim", "layout"), [(8, "bshd"), (72, "bhsd"), (256, "bshd")])
+def test_columns_that_are_padding_do_not_count(place, head_dim, layout):
+    q, k, v = inputs(1, 20, 30, 2, 2, head_dim, FP16, layout)
+    layer = weights(head_dim), weights(2, head_dim)
+    agree(place, q + FP16.type(1), k, v, q_norm=layer, k_norm=weights(2, head_dim), layout=layout, softcap=3.0)
+
+
+def test_arrays_that_are_not_aligned():
+    room = inputs(1, 20, 20, 1, 1, 65)
+    q, k, v = (x[..., 1:] for x in room)
+    agree(OnInterpreter(), *map(np.asarray, (q, k, v)), q_norm=weights(64), k_norm=weights(64))
+
+
+def test_many_rows_are_shared_out(place):
+    """Sums of columns by several thread blocks, the same at each call."""
+    x, dy = (draw((3, 500, 2, 8), BF16, seed) for seed in (1, 2))
+    norm = weights(8), draw((2, 8), F32)
+    mine, again = (of_norm(place, x, dy, norm) for _ in range(2))
+    for got, same in zip(mine, again, strict=True):
+        np.testing.assert_array_equal(got, same)
+    assert_is_the_formula(mine, x, dy, norm)
+
+
+def test_empty():
+    q, k, v = inputs(1, 0, 3, 2, 2, 64)
+    out, lse = attention.forward(q, k, v, return_lse=True)
+    dq, dk, _, of_q, (of_k, of_bias) = attention.backward(
+        out, q, k, v, out, lse, q_norm=weights(64), k_norm=(weights(2, 64), weights(64))
+    )
+    assert dq.shape == q.shape and (dk == 0).all() and of_q.shape == of_bias.shape == (64,) and of_k.shape == (2, 64)
+    assert not any(x.any() for x in (of_q, of_k, of_bias))
+
+
+def test_as_compiled(as_compiled):
+    as_compiled("sm_90a")
+    x, dy, norm = draw((1, 20, 1, 40), BF16, 1), draw((1, 20, 1, 40), BF16, 2), (weights(40), weights(1, 40))
+    assert_is_the_formula(of_norm(OnInterpreter(), x, dy, norm), x, dy, norm)
+
+
+@pytest.mark.parametrize("name", ["rms", "layer"])
+def test_the_formula_agrees_with_finite_differences(name):
+    x, dy, weights_, bias = (draw(shape, float, n) for n, shape in enumerate([(2, 5, 2, 8), (2, 5, 2, 8), (8,), (2, 8)]))
+    layer, step = name == "layer", 1e-5
+    given = [x, weights_, bias][: 2 + layer]
+    normed = lambda x, *norm: reference.softmax.normed(x, norm if layer else norm[0], 1e-3, float, float)
+    found = formula._of_norm(x, (weights_, bias) if layer else weights_, dy, 1e-3, float)
+    for n, gradient in enumerate(found[: len(given)]):
+        along = draw(given[n].shape, float, 9)
+        ends = [(normed(*[y + s * step * along * (m == n) for m, y in enumerate(given)]) * dy).sum() for s in (1, -1)]
+        assert math.isclose((ends[0] - ends[1]) / (2 * step), (gradient * along).sum(), rel_tol=1e-6, abs_tol=1e-7)
+
+
+@pytest.mark.parametrize(("options", "what"), [
+    (dict(q_norm=weights(3, 64)), r"q_norm: heads must equal q's: q_norm.shape=\(3, 64\)"),
+    (dict(k_norm=weights(32)), "k_norm: head_dim must equal k's"),
+    (dict(k_norm=(weights(64),)), r"k_norm: must be weights, or a pair \(weights, bias\)"),
+    (dict(q_norm=weights(64), norm_eps=0.0), "norm_eps: must be positive"),
+])  # fmt: skip
+def test_what_is_refused(options, what):
+    q, k, v = inputs(1, 4, 4, 2, 1, 64)
+    with pytest.raises((TypeError, ValueError), match=what):
+        attention.backward(q, q, k, v, q, np.zeros((1, 2, 4), F32), **options)
+
+
+def test_torch():
+    """Through autograd, and compiled: what backward gives, in the weights' dtype."""
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(1, 12, 2, 64).bfloat16().requires_grad_() for _ in range(3))
+    w, b = torch.randn(64).bfloat16().requires_grad_(), torch.randn(2, 64).requires_grad_()
+    given = q, k, v, w, b
+
+    def loss(q, k, v, w, b):
+        return attention.forward(q, k, v, q_norm=(w, b), k_norm=w.float(), norm_eps=1e-2).float().square().sum()
+
+    got = torch.autograd.grad(loss(*given), given)
+    with torch.no_grad():
+        options = dict(q_norm=(w, b), k_norm=w.float(), norm_eps=1e-2)
+        out, lse = attention.forward(q, k, v, return_lse=True, **options)
+        dq, dk, dv, (dw, db), more = attention.backward((2 * out.float()).bfloat16(), q, k, v, out, lse, **options)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for one in got, torch.autograd.grad(compiled(*given), given):
+        for x, y, z in zip(one, (dq, dk, dv, dw + more, db), given, strict=True):
+            assert x.dtype == z.dtype
+            torch.testing.assert_close(x.float(), y.float(), rtol=2**-5, atol=2**-4)

@@ -1,0 +1,137 @@
+"""attention.nn.Attention beside the same written in plain torch, in float32; on torch's CPU wheel through the interpreter."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from attention.nn import Attention  # noqa: E402
+
+DIM, TOKENS = 48, 20
+# name: (arguments of the module, options of a call)
+CASES = {
+    "plain": (dict(heads=2, head_dim=16), {}),
+    "all": (dict(heads=4, kv_heads=2, head_dim=16, causal=True, window=(7, None), sink=True, qk_norm=True, rotary=100.0,
+                 bias=True), dict(positions=torch.arange(3, 3 + TOKENS))),
+    "one head of keys": (dict(heads=2, kv_heads=1, qk_norm=True, softcap=2.0, scale=0.3), {}),
+    "positions of each sequence": (dict(heads=3, head_dim=8, rotary=10_000.0, causal=True),
+                                   dict(positions=torch.randint(50, (2, TOKENS)))),
+}  # fmt: skip
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def made(name, dtype=torch.bfloat16, device="cpu"):
+    """(the module, its call's options, what it is given and what its gradient begins with)"""
+    torch.manual_seed(0)
+    arguments, options = CASES[name]
+    module = Attention(DIM, **arguments, dtype=dtype, device=device)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    x, dout = (torch.randn(2, TOKENS, DIM, device=device).to(dtype) for _ in range(2))
+    return module, {name: value.to(device) for name, value in options.items()}, x.requires_grad_(), dout
+
+
+def plain(module, x, positions=None):
+    """What the module's class says, in x's dtype."""
+    W, tokens, dim = {name: p.to(x.dtype) for name, p in module.named_parameters()}, x.shape[1], module.head_dim
+    y = torch.nn.functional.linear(x, W["project.weight"], W.get("project.bias")).unflatten(-1, (-1, dim)).transpose(1, 2)
+    q, k, v = y.split([module.heads, module.kv_heads, module.kv_heads], 1)
+    if "q_norm.weight" in W:
+        q, k = (
+            (z / (z.square().mean(-1, keepdim=True) + 1e-6).sqrt()) * W[f"{n}_norm.weight"] for n, z in (("q", q), ("k", k))
+        )
+    if module.rotary:
+        at = torch.arange(tokens) if positions is None else positions
+        turn = at.reshape(-1, 1, tokens, 1) / module.rotary ** (torch.arange(dim // 2) * 2 / dim)
+        turn = torch.polar(torch.ones_like(turn, dtype=x.dtype), turn.to(x.dtype))
+        pairs = [torch.complex(*z.chunk(2, -1)) * turn for z in (q, k)]
+        q, k = (torch.cat([z.real, z.imag], -1) for z in pairs)
+    k, v = (z.repeat_interleave(module.heads // module.kv_heads, 1) for z in (k, v))
+    s = q @ k.transpose(-1, -2) * (module.options["scale"] or dim**-0.5)
+    if cap := module.options["softcap"]:
+        s = cap * (s / cap).tanh()
+    far = torch.arange(tokens) - torch.arange(tokens)[:, None]
+    left, _ = module.options["window"] or (None, None)
+    seen = (far <= 0 if module.options["causal"] else far == far) & (far >= (-tokens if left is None else -left))
+    s = s.masked_fill(~seen, -torch.inf)
+    if "sink" in W:
+        s = torch.cat([s, W["sink"][:, None, None].expand(len(s), -1, tokens, 1)], -1)
+    out = s.softmax(-1)[..., :tokens] @ v
+    return torch.nn.functional.linear(out.transpose(1, 2).flatten(-2), W["out.weight"], W.get("out.bias"))
+
+
+def assert_near(got, wanted, name):
+    """As bfloat16 allows."""
+    assert (got.double() - wanted).abs().max() < 0.03 * wanted.abs().max() + 1e-6, name
+
+
+@every_case
+def test_is_what_it_says(name):
+    """Its output, and all gradients."""
+    module, options, x, dout = made(name)
+    out = module(x, **options)
+    out.backward(dout)
+    exact = x.detach().double().requires_grad_()
+    twin = {n: p.grad for n, p in module.named_parameters()} | {"x": x.grad}
+    module.zero_grad()
+    again = plain(module.double(), exact, **options)
+    again.backward(dout.double())
+    assert_near(out, again, "out")
+    for n, gradient in twin.items():
+        assert_near(gradient, exact.grad if n == "x" else module.get_parameter(n).grad, n)
+
+
+def test_autocast():
+    module, _, x, _ = made("all", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(x)
+    assert out.dtype == torch.bfloat16
+    assert_near(out, plain(module.double(), x.double()), "out")
+    with pytest.raises(TypeError, match="q: dtype must be one of"):
+        module.float()(x)
+
+
+def test_options_of_a_call():
+    """A mask in Python, which reads an array."""
+    module, _, x, _ = made("plain")
+    docs = torch.arange(TOKENS) // 7
+    with torch.no_grad():
+        out = module(x, mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(docs,))
+        alone = torch.cat([module(part) for part in x.split([7, 7, 6], 1)], 1)
+    torch.testing.assert_close(out, alone, rtol=2**-6, atol=2**-8)
+
+
+def test_compiles_whole():
+    module, options, x, _ = made("all")
+    wanted = torch.autograd.grad(module(x, **options).float().square().sum(), [x, *module.parameters()])
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(x, **options).float().square().sum(), [x, *module.parameters()])
+    for a, b in zip(got, wanted, strict=True):
+        assert_near(a, b.double(), "gradient")
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (dict(heads=4, kv_heads=3), "heads: must be a multiple of kv_heads: heads=4, kv_heads=3"),
+    (dict(heads=5), "dim: must be a multiple of heads"),
+    (dict(heads=1, head_dim=12), "head_dim: must be a multiple of 8, from 8 to 256: head_dim=12"),
+])  # fmt: skip
+def test_what_is_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        Attention(DIM, **arguments)
+
+
+def test_what_is_printed():
+    assert "heads=4, kv_heads=2, head_dim=16, rotary=100.0, causal=True, window=(7, None)" in repr(made("all")[0])
+
+
+@pytest.mark.gpu
+@every_case
+def test_on_the_card(name):
+    """Beside the interpreter's."""
+    results = []
+    for device in "cpu", "cuda":
+        module, options, x, dout = made(name)
+        module, x = module.to(device), x.detach().to(device).requires_grad_()
+        module(x, **{n: value.to(device) for n, value in options.items()}).backward(dout.to(device))
+        results.append([x.grad.cpu(), *[p.grad.cpu() for p in module.parameters()]])
+    for a, b in zip(*results, strict=True):
+        assert_near(b, a.double(), name)

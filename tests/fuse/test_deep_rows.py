@@ -1,0 +1,67 @@
+"""Row maps of arrays with more axes, where these are no rows of the whole definition; halves of what is computed."""
+
+import numpy as np
+import pytest
+from references import compare
+
+import fuse
+from fuse import operators
+from tiles import bf16
+
+
+def sample(*shapes, seed=0):
+    """Arrays of bf16."""
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(bf16.np) for shape in shapes]
+
+
+def rms(x, g):
+    return x * fuse.rsqrt(fuse.mean(x * x) + 1e-5) * g
+
+
+@fuse.kernel
+def turned(x, g, cos, sin):
+    return operators.rotary.definition(rms(x, g), cos, sin)
+
+
+@fuse.kernel
+def normed(x, g, y):
+    """y lacks the batch, so leading axes are none of all."""
+    return fuse.concatenate([a * b for a, b in zip(fuse.halves(fuse.softmax(rms(x, g))), fuse.halves(y))])
+
+
+@pytest.mark.parametrize(
+    ("shape", "positions"), [((2, 3, 19, 48), (19, 24)), ((19, 48), (19, 24)), ((2, 19, 3, 256), (19, 1, 128))]
+)
+def test_a_norm_ahead_of_rotary_embedding(shape, positions):
+    """One kernel, which reads once."""
+    arrays = sample(shape, shape[-1:], positions, positions)
+    text = turned.source(*arrays)
+    assert text.count("@cuda.jit") == 1 and "row_sum(" in text and len(text.splitlines()) < 60
+    compare(turned, arrays, turned.run(*arrays))
+    proof = turned.proof(*arrays)
+    assert proof.holds, proof
+
+
+def test_rows_too_wide_for_a_tile():
+    """The norm is a kernel of its own, of a matrix of all rows."""
+    arrays = sample((2, 3, 5, 272), (272,), (5, 136), (5, 136))
+    text = turned.source(*arrays)
+    assert text.count("@cuda.jit") == 2 and "x.reshape(-1, x.shape[3])" in text
+    compare(turned, arrays, turned.run(*arrays))
+    proof = turned.proof(*arrays)
+    assert proof.holds, proof
+
+
+def test_maxima_are_no_sums_of_halves():
+    arrays = sample((2, 3, 5, 48), (48,), (3, 5, 48))
+    assert normed.source(*arrays).count("@cuda.jit") == 2
+    compare(normed, arrays, normed.run(*arrays))
+
+
+def test_what_lies_apart_runs_by_parts():
+    """No view is a matrix of all rows."""
+    x, g, cos, sin = sample((2, 5, 3, 272), (272,), (5, 136), (5, 136))
+    with pytest.warns(RuntimeWarning, match="needs a copy"):
+        got = turned.run(x.swapaxes(1, 2), g, cos, sin)
+    assert np.allclose(got.astype(float), turned(x.swapaxes(1, 2).copy(), g, cos, sin).astype(float), atol=0.05, rtol=0.05)

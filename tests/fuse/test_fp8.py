@@ -1,0 +1,123 @@
+"""Weights of fp8: read as they lie, widened in registers or ahead of a product, their scales where the algebra puts them."""
+
+import inspect as python
+
+import numpy as np
+import pytest
+from references import compare
+
+import fuse
+from fuse import fused, inspect, operators, proof, rules
+from fuse.cost import card_of
+from fuse.trace import Shape, traced
+from tiles import bf16, fp8e4m3, fp16
+from tiles.testing import ptx
+
+K, N = 144, 96
+
+
+def normal(*shape, dtype=bf16, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype.np)
+
+
+def scales(*shape):
+    return np.random.default_rng(1).uniform(0.25, 2, shape).astype(np.float32)
+
+
+def weights(k=K, n=N, seed=0):
+    """As nn.Linear has them: (N, K) in memory."""
+    return normal(n, k, dtype=fp8e4m3, seed=seed).T
+
+
+@pytest.mark.parametrize("lying", [np.asfortranarray, np.ascontiguousarray], ids=["turned", "as they are"])
+@pytest.mark.parametrize("rows", [1, 17, 70])
+def test_linear(rows, lying):
+    """Few rows and turned: one kernel, which reads bytes; else they are widened ahead."""
+    arrays = normal(rows, K), lying(weights()), scales(N)
+    text = operators.fp8_linear.source(*arrays)
+    direct = rows <= 64 and lying is np.asfortranarray
+    assert text.count("@cuda.jit") == 2 - direct and ("warpgroup.load(subtile(w.wait(i)" in text) == direct
+    compare(operators.fp8_linear, arrays, operators.fp8_linear.run(*arrays))
+    proven = operators.fp8_linear.proof(*arrays)
+    assert proven.holds, proven
+
+
+SCALED = {
+    "of all": (lambda x, w, s: x @ (w * s), ()),
+    "of all, in memory": (lambda x, w, s: x @ (w * s), (1,)),
+    "of columns": (lambda x, w, s: x @ (w / s), (1, N)),
+    "of columns, turned": (lambda x, v, s: x @ fuse.transpose(v * s), (N, 1)),
+    "of rows": (lambda x, w, s: x @ (s * w), (K, 1)),
+    "of rows, turned": (lambda x, v, s: x @ fuse.transpose(v * s), (K,)),
+}
+
+
+@pytest.mark.parametrize("rows", [5, 70])
+@pytest.mark.parametrize("name", SCALED)
+def test_scales(name, rows):
+    """No kernel multiplies weights by scales."""
+    definition, shape = SCALED[name]
+    kernel, w = fuse.kernel(definition), np.asfortranarray(weights())
+    arrays = normal(rows, K), w.T if "turned" in name else w, scales(*shape) if shape else 0.5
+    compare(kernel, arrays, kernel.run(*arrays))
+    best = kernel.candidates(*arrays)[0]
+    if rows == 5:
+        assert len(best.way.kernels) == 1
+    found = kernel.trace(arrays)
+    assert proof.identity(found.roots, best.roots).equal
+
+
+OTHERS = {
+    "a norm ahead": (operators.rms_norm_linear, lambda: (normal(5, K), normal(K), weights())),
+    "two products": (operators.gated_mlp, lambda: (normal(5, K), weights(), weights(seed=1))),
+    "an adapter of 16 bits": (operators.lora_linear, lambda: (normal(17, K), weights(), normal(K, 16), normal(16, N))),
+    "fp16": (operators.gated_mlp, lambda: (normal(3, K, dtype=fp16), weights(), weights(seed=1))),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_operators(name):
+    operator, make = OTHERS[name]
+    arrays = make()
+    assert operator.source(*arrays).count("@cuda.jit") == 1
+    compare(operator, arrays, operator.run(*arrays))
+
+
+def test_as_compiled():
+    """The bytes' way into wgmma's left operand."""
+    arrays = normal(5, 48), weights(48, 64), scales(64)
+    compare(operators.fp8_linear, arrays, ptx(operators.fp8_linear.run, *arrays))
+
+
+@pytest.mark.parametrize(("arch", "kernels"), [("sm_89", 2), ("sm_80", 0)])
+def test_other_cards(arch, kernels, monkeypatch):
+    """Without wgmma they are widened ahead, without fp8 nothing serves."""
+    monkeypatch.setattr(fused, "card", lambda ordinal: card_of(arch))
+    monkeypatch.setenv("TILES_CHECK", "0")
+    kernel, arrays = fuse.kernel(operators.fp8_linear.definition), (normal(5, K), weights(), scales(N))
+    if kernels:
+        assert len(kernel.candidates(*arrays)[0].way.kernels) == kernels
+        compare(kernel, arrays, kernel.run(*arrays))
+    else:
+        with pytest.warns(RuntimeWarning, match="sm_80 converts nothing to or from fp8"):
+            kernel.run(*arrays)
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_offline(rows):
+    said, bad = inspect.row("sm_90a", inspect.Case("fp8_linear", rows, turned=True))
+    assert not bad, said
+
+
+def test_a_wrong_scale_is_caught():
+    """That of columns taken for one of rows."""
+
+    def wrong(x):
+        if x.operation == "matmul" and x.of[1].operation == "mul":
+            yield (x.of[0] * x.of[1].of[1]) @ x.of[1].of[0]
+
+    definition = SCALED["of all"][0]
+    shapes = Shape((4, 8), "bfloat16"), Shape((8, 8), "float8_e4m3fn"), Shape((8,), "float32")
+    found = traced(definition, tuple(python.signature(definition).parameters), shapes)
+    forms = rules.equal(found.roots, found.space, [rules.Rule("wrong", "", wrong)])[1:]
+    assert forms and not any(proof.identity(found.roots, form.roots).equal for form in forms)

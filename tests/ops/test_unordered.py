@@ -1,0 +1,59 @@
+"""ops/memory/unordered.py: tiles whose columns' order is of no concern."""
+
+import numpy as np
+import pytest
+from numba import cuda
+
+from ops import load_unordered, row_sum, store, store_unordered
+from tiles import bf16, fp16, fp32, rt
+from tiles.testing import blank, meaning
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["by 16 bytes", "word by word"])
+@pytest.mark.parametrize("dtype", [fp32, bf16], ids=str)
+@pytest.mark.parametrize("held", [fp32, fp16], ids=str)
+@pytest.mark.parametrize("shape", [(16, 32), (32, 64)])
+def test_maps_and_sums_of_rows(run, sample, shape, held, dtype, first):
+    """Of arrays of `held` as tiles of `dtype`, one of which ends within the tile."""
+    T = rt(*shape, dtype)
+
+    @cuda.jit
+    def kernel(x, y, z, sums):
+        one, other = load_unordered(x, T, (0, first)), load_unordered(y, T, (0, first))
+        store_unordered(z, fp32(one) - fp32(other), (0, first))
+        store(sums, row_sum(fp32(one)), (0, 0), cols=0)
+
+    x, y = (
+        np.round(sample((shape[0], shape[1] + 1)) * 4).astype(held.np),
+        np.round(sample((9, shape[1] + 8)) * 4).astype(held.np),
+    )
+    z, sums = blank((shape[0], shape[1] + first), held), blank((shape[0], 1))
+    run(kernel, x if first else np.ascontiguousarray(x[:, :-1]), y, z, sums)
+    wanted = x[:, first:][:, : shape[1]].astype(np.float32)
+    assert (sums[:, 0] == wanted.sum(1)).all()
+    wanted[:9] -= y[:, first : first + shape[1]].astype(np.float32)
+    assert (z[:, first:] == wanted).all()
+
+
+def test_order_is_not_the_arrays(sample):
+    """Whoever stores it by `store` sees so in the interpreter, too."""
+    T = rt(16, 32, fp32)
+
+    @cuda.jit
+    def kernel(x, y):
+        store(y, load_unordered(x, T, (0, 0)), (0, 0))
+
+    x, y = sample((16, 32)).astype(fp16.np), blank((16, 32))
+    meaning(kernel, x, y)
+    assert (y != x).any() and (np.sort(y) == np.sort(x)).all()
+
+
+def test_what_is_refused():
+    narrow = rt(16, 16, bf16)
+
+    @cuda.jit
+    def kernel(x):
+        store_unordered(x, load_unordered(x, narrow, (0, 0)), (0, 0))
+
+    with pytest.raises(TypeError, match="load_unordered: takes tiles in row layout of a multiple of 32 columns"):
+        meaning(kernel, np.zeros((16, 16), bf16.np))

@@ -1,0 +1,127 @@
+"""A driver that runs in host memory, for tests of launches: fixtures that conftest.py lends to all."""
+
+import ctypes
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cuda.bindings import driver
+from numba import cuda
+
+from tiles import loaded, tma
+from tiles.compiler import Compiled
+
+launching = sys.modules["tiles.launch"]
+
+
+class OnDevice:
+    """An array said to lie on a GPU."""
+
+    def __init__(self, array):
+        self.array = array
+
+    shape, dtype = property(lambda self: self.array.shape), property(lambda self: self.array.dtype)
+    __cuda_array_interface__ = property(lambda self: {**self.array.__array_interface__, "stream": None})
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU whose memory is the host's. Kernels are not run: a launch reads its arguments as the driver would, and leaves
+    them in `.launches`."""
+    ok, gpu = driver.CUresult.CUDA_SUCCESS, SimpleNamespace(launches=[], current=1234, pushed=[], loaded=0, attributes=[])
+
+    def stand_in(name, answer=lambda *_: ()):
+        monkeypatch.setattr(driver, name, lambda *args: (ok, *answer(*args)))
+
+    def launch(config, function, address, extra):
+        pointers = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))
+        slots = [ctypes.cast(pointers[k], ctypes.POINTER(ctypes.c_uint64))[0] for k in range(gpu.count)]
+        if gpu.current != 1234:
+            return (INVALID_CONTEXT,)
+        gpu.launches.append((int(config.hStream), slots, config))
+        return (gpu.status,)
+
+    def push(context):
+        gpu.pushed.append(gpu.current)
+        gpu.current = int(context)
+        return ()
+
+    def pop():
+        gpu.current = gpu.pushed.pop()
+        return (gpu.current,)
+
+    def copy(to, source, nbytes, *_):
+        ctypes.memmove(to, source, nbytes)
+        return ()
+
+    def load(*_):
+        gpu.loaded += 1
+        return (gpu.loaded,)
+
+    gpu.status, gpu.count = ok, 0
+    stand_in("cuInit"), stand_in("cuDeviceGet", lambda n: (n,)), stand_in("cuDeviceGetName", lambda *_: (b"Fake\0",))
+    stand_in("cuDevicePrimaryCtxRetain", lambda d: (1234,)), stand_in("cuDeviceGetAttribute", lambda *_: (232448,))
+    stand_in("cuCtxGetCurrent", lambda: (gpu.current,)), stand_in("cuCtxPushCurrent", push), stand_in("cuCtxPopCurrent", pop)
+    stand_in("cuPointerGetAttribute", lambda *_: (0,)), stand_in("cuStreamSynchronize")
+    stand_in("cuThreadExchangeStreamCaptureMode", lambda m: (m,)), stand_in("cuLibraryLoadData", load)
+    stand_in("cuLibraryGetKernel", lambda *_: (5,)), stand_in("cuKernelGetFunction", lambda *_: (6,))
+    stand_in("cuFuncSetAttribute", lambda f, a, n: gpu.attributes.append(n) or ())
+    stand_in("cuMemcpyDtoH", copy), stand_in("cuMemcpyHtoD", copy)
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", launch)
+    target = loaded.Device(0)
+    target.capability = 9, 0
+    monkeypatch.setattr(launching, "device", lambda ordinal: target)
+    monkeypatch.setattr(loaded, "machine_code", lambda *_: Compiled(b"", "k", ""))
+    monkeypatch.setattr(loaded, "_loaded", loaded.weakref.WeakKeyDictionary())
+    return gpu
+
+
+def on_device(*shape, dtype=np.float32):
+    return OnDevice(np.ones(shape, dtype))
+
+
+@pytest.fixture
+def encoded(gpu, monkeypatch):
+    """A driver whose tensor maps begin with the address of the array; yields what it was asked for: ("encode" or "move",
+    address). Like the real one it wants a context, and maps that are moved at multiples of 64."""
+    asked = []
+    tma.encoded.cache_clear()
+
+    class Map:
+        def __init__(self, pointer=0, _ptr=None):
+            self.own = (ctypes.c_uint64 * 16)(pointer)
+            self.at = _ptr or ctypes.addressof(self.own)
+
+        def getPtr(self):
+            return self.at
+
+    def encode(*args):
+        asked.append(("encode", args[2]))
+        return (gpu.status if gpu.current == 1234 else INVALID_CONTEXT), Map(args[2])
+
+    def move(tensor_map, pointer):
+        asked.append(("move", pointer))
+        assert tensor_map.at % 64 == 0
+        if gpu.current != 1234:
+            return (INVALID_CONTEXT,)
+        ctypes.c_uint64.from_address(tensor_map.at).value = pointer
+        return (gpu.status,)
+
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
+    monkeypatch.setattr(driver, "cuTensorMapReplaceAddress", move)
+    monkeypatch.setattr(driver, "CUtensorMap", Map)
+    return asked
+
+
+INVALID_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+
+
+def frames_of(bound):
+    """The frames that the kernel keeps, the one used longest ago first."""
+    return list(bound.frames.recent.values())
+
+
+@cuda.jit
+def takes(q, x, k, n):
+    """A tensor's map, an array's seven parts, another tensor's map, a number."""
