@@ -37,8 +37,9 @@ class Attention(torch.autograd.Function):
         if _again():
             raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
         *tensors, out, lse = ctx.saved_tensors
+        options = ctx.options | ({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {})
         with torch.no_grad():
-            made = gradients(_adjacent(dout), dict(zip(ctx.names, tensors)), out, lse, ctx.options)
+            made = gradients(_adjacent(dout), dict(zip(ctx.names, tensors)), out, lse, options)
         return None, None, *[made.get(name) for name in ctx.names]
 
 

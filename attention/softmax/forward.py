@@ -93,6 +93,7 @@ def forward(
     dropout: float = 0.0,
     seed: Any = None,
     scale: float | None = None,
+    deterministic: bool = False,
     layout: str = "bshd",
     out: Any = None,
     return_lse: bool = False,
@@ -138,6 +139,9 @@ def forward(
     attention.dropout_mask says it. seed: an integer from 0 to 2^63, or an array of one (int64), whose value may change while
     a graph that holds the call stays. Neither costs anything to change.
 
+    deterministic: torch's gradients of this call are the same bits every time, as they are under
+    torch.use_deterministic_algorithms: see backward. What forward itself gives always is.
+
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
     default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, and
     multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default the first where it can run.
@@ -149,6 +153,8 @@ def forward(
     and others in host memory run in the interpreter, slowly and under supervision. ValueError or TypeError, before
     anything is launched, names the argument and prints the values."""
     common = number("scale", scale), flag("return_lse", return_lse), family
+    if flag("deterministic", deterministic) and tracing(q):
+        raise NotImplementedError("deterministic: of JAX's gradients there is no fixed order yet; attention.backward has it")
     if differentiated(q, k, v, sink, *several(q_norm), *several(k_norm)) and out is stream is None:
         from .autograd import differentiable
 
@@ -158,6 +164,7 @@ def forward(
         told |= {"softcap": softcap, "alibi": alibi, "sink": sink, "bias": bias, "score": score}
         told |= {} if q_norm is k_norm is None else {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
         told |= {"dropout": dropout, "seed": seed} if dropout else {}
+        told |= {"deterministic": True} if deterministic else {}
         made = differentiable(told)
         if made is not None:
             return made if return_lse else made[0]

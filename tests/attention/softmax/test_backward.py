@@ -436,6 +436,67 @@ def test_torch_tensors_that_require_grad(device):
             torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
 
 
+OPTIONS = {
+    "packed": dict(cu_seqlens=np.array([0, 9, 24], np.int32), causal=True),
+    "keys in use, in order": dict(lengths_k=np.array([17], np.int32), deterministic=True),
+    "dropout": dict(dropout=0.4, seed=7, window=(9, None)),
+    "seed in memory": dict(dropout=0.4, seed=np.array([7])),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_torch_tensors_with_options(case):
+    """Through autograd and under torch.compile: what backward gives."""
+    torch = pytest.importorskip("torch")
+    given = torch_inputs(1, 24, 1, 64)
+    options = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in OPTIONS[case].items()}
+
+    def loss(q, k, v):
+        return attention.forward(q, k, v, **options).float().square().sum()
+
+    got = torch.autograd.grad(loss(*given), given)
+    again = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*given), given)
+    with torch.no_grad():
+        out, lse = attention.forward(*given, return_lse=True, **options)
+        wanted = attention.backward((2 * out.float()).bfloat16(), *given, out, lse, **options)
+    for x, y, z in zip(got, again, wanted, strict=True):
+        torch.testing.assert_close(x, z, rtol=2**-6, atol=2**-8)
+        torch.testing.assert_close(y, z, rtol=2**-6, atol=2**-8)
+
+
+def test_autograd_is_deterministic_where_torch_is(monkeypatch):
+    torch = pytest.importorskip("torch")
+    (q, *_), asked, real = torch_inputs(1, 8, 1, 64), [], attention.backward
+    monkeypatch.setattr(
+        attention, "backward", lambda *args, **told: asked.append(told.get("deterministic")) or real(*args, **told)
+    )
+    for on, of_call in ((False, False), (True, False), (False, True)):
+        torch.use_deterministic_algorithms(on)
+        try:
+            attention.forward(q, q, q, deterministic=of_call).sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert asked == [None, True, True]
+
+
+def test_gradients_are_added_to_tensors():
+    """By accumulate=True, in eager calls and in those that torch compiles, which then knows of the writes."""
+    torch = pytest.importorskip("torch")
+    q, k, v = (x.detach() for x in torch_inputs(1, 12, 1, 64))
+    out, lse = attention.forward(q, k, v, return_lse=True)
+    made = [torch.ones(q.shape) for _ in range(6)]
+
+    def add(dq, dk, dv):
+        attention.backward(q, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, accumulate=True)
+        return dq + 0
+
+    assert (add(*made[:3]) == made[0]).all()
+    assert (torch.compile(add, fullgraph=True, backend="aot_eager")(*made[3:]) == made[0]).all()
+    for x, y, z in zip(made, made[3:], attention.backward(q, q, k, v, out, lse), strict=False):
+        torch.testing.assert_close(x, y)
+        torch.testing.assert_close(x - 1, z.float(), rtol=2**-7, atol=2**-8)
+
+
 def test_autograd_takes_an_expanded_gradient_and_autocast():
     torch = pytest.importorskip("torch")
     q = torch.randn(1, 20, 1, 64, requires_grad=True)
