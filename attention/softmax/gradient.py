@@ -109,10 +109,9 @@ def _gradients(
         raise NotImplementedError(f"lse: has no gradient; {STOP} it")
     if not of_results:
         return {}
-    told = _told(given, options)
-    if refused := unserved([*told, *grouped(given)]):
+    told, arrays = _told(given, options), {name: x for name, x in given.items() if name not in BLOCKS}
+    if refused := unserved([*told, *grouped(arrays)]):
         raise NotImplementedError(f"{refused[0]}: there is no backward pass with it yet; {STOP} q, k and v")
-    arrays = {name: x for name, x in given.items() if name not in BLOCKS}
     return gradients(of_results["out"], arrays, made["out"], made["lse"], told | {"layout": layout}, wanted)
 
 
