@@ -2,10 +2,14 @@
 
     P[i, j]  = exp(s[i, j] - lse[i])
     dv[j]    = sum_i P[i, j] dout[i]
-    dS[i, j] = P[i, j] (dout[i] . v[j] - dout[i] . out[i]) ds[i, j] / dx[i, j]      which is 1, or 1 - tanh(x / softcap)^2
+    ds[i, j] = P[i, j] (dout[i] . v[j] - dout[i] . out[i])
+    dS[i, j] = ds[i, j] times the derivative of s[i, j] by x[i, j]: 1 - tanh(x / softcap)^2, of score what differences say
     dq[i]    = scale * sum_j dS[i, j] k[j]
     dk[j]    = scale * sum_i dS[i, j] q[i]
 
+    dbias    = the sum of ds[i, j] times score's derivative, over all i and j that share an element
+    dalibi   = the same times -|d - j|
+    daux     = the same with score's derivative by an element
     dsink    = -sum_i exp(sink - lse[i]) dout[i] . out[i]
 
 With norms of q and k, y = n weights + bias of a row x, n = (x - mean) / deviation (an RMS norm has no mean):
@@ -27,8 +31,10 @@ from .scores import Variant
 
 
 def backward(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, ...]:
-    """(dq, dk, dv), and with a sink dsink, in float64, in the caller's layout. Arrays as `forward` takes them; options: causal,
-    window, softcap, alibi, bias, sink, scale, layout."""
+    """(dq, dk, dv), then dbias and dalibi if dbias=True and dalibi=True ask for them, dsink with a sink, and with daux=True the
+    gradient of each array of aux that is not of integers; in float64, in the caller's layout. Arrays as `forward` takes them;
+    options: causal, window, softcap, alibi, bias, mask, score, aux, blocks, sink, scale, layout. by: the output to go by
+    instead of the exact one."""
     dout, q, k, v = map(host, (dout, q, k, v))
     return _through_norms(dout, q, k, v, np.float64, np.float64, **options)
 
@@ -68,10 +74,27 @@ def _of_norm(x, norm, dy, eps, real):
     return dx, *sums
 
 
-def _backward(dout, q, k, v, real, rounded, *, scale=None, layout="bshd", sink=None, **of_scores):
+def _backward(
+    dout,
+    q,
+    k,
+    v,
+    real,
+    rounded,
+    *,
+    scale=None,
+    layout="bshd",
+    sink=None,
+    dbias=False,
+    dalibi=False,
+    daux=False,
+    by=None,
+    **of_scores,
+):
     """The formulas in dtype `real`, with out, P, dS and the gradients rounded to dtype `rounded`."""
     formula = softmax.forward if real is np.float64 else softmax.forward_low
     out, lse = formula(q, k, v, scale=scale, layout=layout, sink=sink, **of_scores)
+    out = out if by is None else host(by)
     axes = np.argsort(ORDER[layout])
     dout, q, k, v, out = (x.transpose(axes).astype(real) for x in (dout, q, k, v, out))
     variant, (batch, rows, heads, head_dim), cols = Variant(**of_scores).of(real), q.shape, k.shape[1]
@@ -79,19 +102,32 @@ def _backward(dout, q, k, v, real, rounded, *, scale=None, layout="bshd", sink=N
     i, j = np.arange(rows)[:, None], np.arange(cols)[None]
     dq, dk, dv = (np.zeros(x.shape, real) for x in (q, k, v))
     dsink = np.zeros(heads, real)
+    of_bias, of_alibi = (None if x is None else np.zeros(x.shape, real) for x in (variant.bias, variant.alibi))
+    of_aux = {n: np.zeros(x.shape, real) for n, x in enumerate(variant.aux) if daux and x.dtype.kind not in "biu"}
     for b, h in np.ndindex(batch, heads):
         g = h * k.shape[2] // heads
-        x = q[b, :, h] @ k[b, :, g].T * scale
-        s = variant.scores(x, b, h, i, j, cols - rows)
+        x, at = q[b, :, h] @ k[b, :, g].T * scale, (b, h, i, j, cols - rows)
+        s = variant.scores(x, *at)
         top = np.where(np.isfinite(lse[b, h]), lse[b, h], 0)[:, None]  # a row without keys is all exp(-inf) = 0
         p = np.exp(s - top)
         delta = (dout[b, :, h] * out[b, :, h]).sum(1, keepdims=True)
+        of_score = p * (dout[b, :, h] @ v[b, :, g].T - delta)
+        ds = of_score * variant.slope(x, *at).astype(real)
+        if dbias:
+            one = b if of_bias.shape[0] > 1 else 0, h if of_bias.shape[1] > 1 else 0
+            of_bias[one] += ds if of_bias.shape[2] > 1 else ds.sum(0, keepdims=True)
+        if dalibi:
+            of_alibi[(b, h) if of_alibi.ndim == 2 else h] -= (ds * np.abs(i + cols - rows - j)).sum()
+        for n, found in of_aux.items():
+            for place in np.ndindex(found.shape):
+                found[place] += (of_score * variant.slope_of(n, place, x, *at)).sum()
         bend = 1 if variant.softcap is None else 1 - np.tanh(x / real(variant.softcap)) ** 2
-        ds = (bend * p * (dout[b, :, h] @ v[b, :, g].T - delta)).astype(rounded).astype(real)
+        ds = (bend * ds).astype(rounded).astype(real)
         dq[b, :, h] = scale * (ds @ k[b, :, g])
         dk[b, :, g] += scale * (ds.T @ q[b, :, h])
         if sink is not None:
             dsink[h] -= (np.exp(real(host(sink)[h]) - top) * delta).sum()
         dv[b, :, g] += p.astype(rounded).astype(real).T @ dout[b, :, h]
     dq, dk, dv = (x.astype(rounded).transpose(axes) for x in (dq, dk, dv))
-    return (dq, dk, dv) if sink is None else (dq, dk, dv, dsink)
+    asked = of_bias if dbias else None, of_alibi if dalibi else None, None if sink is None else dsink
+    return dq, dk, dv, *[x for x in asked if x is not None], *of_aux.values()

@@ -33,12 +33,13 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _):
-        """Of q, k, v, sink and norms. NotImplementedError if they are to be differentiated once more."""
+        """Of what is differentiable. NotImplementedError if they are to be differentiated once more."""
         if _again():
             raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
         *tensors, out, lse = ctx.saved_tensors
         with torch.no_grad():
-            made = gradients(_adjacent(dout), dict(zip(ctx.names, tensors)), out, lse, ctx.options)
+            wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[2:]) if needs]
+            made = gradients(_adjacent(dout), dict(zip(ctx.names, tensors)), out, lse, ctx.options, wanted)
         return None, None, *[made.get(name) for name in ctx.names]
 
 

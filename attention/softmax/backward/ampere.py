@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from numba import cuda
 from numpy import int32
@@ -25,6 +26,7 @@ from tiles.pipeline import PIECES
 from ..kind import Kind
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
+from .lists import facing
 from .parts import BAND, PANEL, Held
 from .tiling import Facing
 
@@ -57,7 +59,7 @@ class Config(Kind):
     @property
     def tiling(self) -> Facing:
         """Which queries see a block of keys."""
-        return Facing(self.rows, self.kv, self.variant)
+        return facing(self.by_list)(self.rows, self.kv, self.variant)
 
     @property
     def parts(self) -> Held:
@@ -72,10 +74,12 @@ SHAPES = {64: (64, 64, 1, 2), 128: (64, 64, 2, 1), 256: (32, 32, 2, 1)}  # padde
 
 
 @functools.lru_cache(1024)
-def config_for(head_dim: int, dtype: dtype, variant: Variant, piece: int = 16, value_dim: int | None = None) -> Config:
-    """The configuration that serves a problem: the next larger dims, both as the greater one."""
+def config_for(
+    head_dim: int, dtype: dtype, variant: Variant, piece: int = 16, value_dim: int | None = None, **kind: Any
+) -> Config:
+    """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see Kind."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
-    return Config(padded, padded, dtype, variant, *SHAPES[padded], piece)
+    return Config(padded, padded, dtype, variant, *SHAPES[padded], piece, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -132,8 +136,8 @@ def make(config: Config):
         own, key, warp = sequences.sequence(batch, given), int32(KV * number), int32(cuda.threadIdx.x // LANES)
         mine, share = divmod(warp, SHARE)
         at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.tiles(key, at)
-        first, tiles = int32(ROWS * every.first), int32(group * every.n)
+        every = tiling.tiles(key, at, group)
+        first, tiles = int32(ROWS * tiling.tile(every, 0, key, at, group)), int32(group * every.n)
         k.fill(0, gK, (own.batch, key, kv_head, 0), 1, 3, 1, PIECE)
         v.fill(0, gV, (own.batch, key, kv_head, 0), 1, 3, 1, PIECE)
         q.fill(0, gQ, (own.batch, first, group * kv_head, 0), 1, 3, tiles, PIECE)
@@ -142,7 +146,7 @@ def make(config: Config):
         keys, values, dk, dv = subtile(every_key, BAND, mine), subtile(v.wait(0, 2), BAND, mine), zeros(DK), zeros(DV)
         for j in range(tiles):
             h, i = divmod(j, every.n)
-            head, tile = int32(group * kv_head + h), int32(every.first + i)
+            head, tile = int32(group * kv_head + h), tiling.tile(every, i, key, at, group)
             stands = at._replace(head=head, row=int32(ROWS * tile))
             here, place = stands._replace(kept=variant.keep(stands)), (own.batch, head, int32(2 * ROWS * tile))
             queries = q.wait(j, 1)
@@ -158,7 +162,8 @@ def make(config: Config):
             dk = mma_AB(dk, turned(slope), subtile(queries, ROWS, 0, K_COLS, share))
             block.sync()
             last = i + 1 == every.n  # of the head's tiles
-            later = own.batch, first if last else int32(ROWS * tile + ROWS), int32(head + 1) if last else head, 0
+            row = first if last else int32(ROWS * tiling.tile(every, i + 1, key, at, group))
+            later = own.batch, row, int32(head + 1) if last else head, 0
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
             for n in range(warp, parts.count, WARPS):

@@ -22,6 +22,7 @@ from tiles.arguments import FLOAT, INT, array, tiled
 from ..kind import Kind
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
+from .lists import facing
 from .parts import ByRows, parts_of
 from .tiling import Facing
 
@@ -55,7 +56,7 @@ class Config(Kind):
     @property
     def tiling(self) -> Facing:
         """Which queries see a block of keys."""
-        return Facing(self.rows, self.kv, self.variant)
+        return facing(self.by_list)(self.rows, self.kv, self.variant)
 
     @property
     def share(self) -> int:
@@ -86,11 +87,11 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 
 
 @functools.lru_cache(1024)
-def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None) -> Config:
-    """The configuration that serves a problem: the next larger dims, both as the greater one."""
+def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
+    """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see Kind."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
     shape = SHAPES[padded] | ({"rounded": True} if variant.scored else {})
-    return Config(padded, padded, dtype, variant, **shape)
+    return Config(padded, padded, dtype, variant, **shape, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -200,31 +201,34 @@ def make(config: Config):
         batch, kv_head = divmod(pair, heads)
         own, key = sequences.sequence(batch, given), int32(KV * block)
         at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.tiles(key, at)
+        every = tiling.tiles(key, at, group)
         tiles = int32(group * every.n)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
                 k.fill(0, gK, (own.batch, block, kv_head))
                 v.fill(0, gV, (own.batch, block, kv_head))
-                head, tile = int32(group * kv_head), int32(every.first)
+                head, i = int32(group * kv_head), int32(0)
                 for j in range(tiles):
+                    tile = tiling.tile(every, i, key, at, group)
                     q.fill(j, gQ, (own.batch, tile, head))
                     do.fill(j, gDO, (own.batch, tile, head))
                     sums.fill(j, gSums, (own.batch, head, tile))
-                    tile = int32(tile + 1)
-                    if tile == every.first + every.n:
-                        head, tile = int32(head + 1), int32(every.first)
+                    i = int32(i + 1)
+                    if i == every.n:
+                        head, i = int32(head + 1), int32(0)
                 q.fill(tiles, gQ, (own.batch, 0, group * kv_head))  # consumers ask ahead
             if warpgroup.rank() == SENDER:
-                of, part = int32(group * pair), int32(PARTS * every.first)
+                of, i, part = int32(group * pair), int32(0), int32(0)
                 for n in range(int32(PARTS * tiles)):
-                    tma_add(gSum, (of, part), dq.wait(n))
+                    tma_add(gSum, (of, int32(PARTS * tiling.tile(every, i, key, at, group) + part)), dq.wait(n))
                     store_wait()
                     dq.release(n)
                     part = int32(part + 1)
-                    if part == PARTS * (every.first + every.n):
-                        of, part = int32(of + 1), int32(PARTS * every.first)
+                    if part == PARTS:
+                        i, part = int32(i + 1), int32(0)
+                    if i == every.n:
+                        of, i = int32(of + 1), int32(0)
         else:
             warpgroup.claim_registers(claim)
             keys, values = subtile(k.wait(0), EACH, me // SHARE), subtile(v.wait(0), EACH, me // SHARE)
@@ -236,7 +240,7 @@ def make(config: Config):
                 stands = at._replace(head=int32(group * kv_head + h))
                 kept = variant.keep(stands)
                 for i in range(every.n):
-                    here = stands._replace(row=int32(ROWS * (every.first + i)), kept=kept)
+                    here = stands._replace(row=int32(ROWS * tiling.tile(every, i, key, at, group)), kept=kept)
                     s, dk, dv = step(j, s, dk, dv, tiling.cut(every, i), rings, keys, values, me, here, mine, scale)
                     j = int32(j + 1)
             if j > 0:

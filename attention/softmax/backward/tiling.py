@@ -32,8 +32,8 @@ class Facing(Tiling):
         return block, pair
 
     @inlined
-    def tiles(self, key, at):
-        """The Tiles of the keys from `key` on."""
+    def tiles(self, key, at, group):
+        """The Tiles of the keys from `key` on; `group` query heads share their head."""
         seen = self.variant.seers(key, key + self.kv - 1, at)
         first = seen.first // self.rows
         n = max(0, (min(seen.end, at.queries) + self.rows - 1) // self.rows - first)
@@ -42,6 +42,11 @@ class Facing(Tiling):
         if not self.variant.within and key + self.kv > at.keys:  # what lies behind the last key is cut off, too
             left = n
         return Tiles(int32(first), int32(n), int32(left), int32(right))
+
+    @inlined
+    def tile(self, tiles, i, key, at, group):
+        """The number of the i-th of these tiles."""
+        return int32(tiles.first + i)
 
     @inlined
     def cut(self, tiles, i):
