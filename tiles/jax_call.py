@@ -89,15 +89,16 @@ def _with_gradient(
     once = _without_gradient(jax, names, program.no_gradient, partial(make, every))  # who differentiates this does so again
 
     def forward(*inputs):
-        gradient([name for name, x in zip(names, inputs) if x.perturbed])
+        wanted = {name: None for name, x in zip(names, inputs) if x.perturbed}  # to JAX a tree without leaves
+        gradient(tuple(wanted))
         values = [x.value for x in inputs]
         made = dict(zip(all_results, once(*values)))
-        return tuple([made[name] for name in results]), (values, made)
+        return tuple([made[name] for name in results]), (values, made, wanted)
 
     def backward(kept, gradients):
-        values, made = kept
+        values, made, wanted = kept
         some = {n: x for n, x in zip(results, gradients) if not isinstance(x, jax.custom_derivatives.SymbolicZero)}
-        found = gradient(())(dict(zip(names, values)), made, some)
+        found = gradient(tuple(wanted))(dict(zip(names, values)), made, some)
         return tuple([None if name not in found else found[name].astype(x.dtype) for name, x in zip(names, values)])
 
     traced.defvjp(forward, backward, symbolic_zeros=True)

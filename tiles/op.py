@@ -115,6 +115,9 @@ class Op:
             specs = tuple([spec_of(a, fixed) for a, fixed in zip(args, self.fixed)])
             result, deeds = self.agreed.get(specs) or self._agree(specs)
         except TypeError as error:
+            for x in args:
+                if hasattr(x, "noted"):  # what stands for a value, of a function that is run to be read
+                    return x.noted(self, args)
             from .interpreter import hazard_line
 
             raise TypeError(f"{error}{hazard_line()}") from None

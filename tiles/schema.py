@@ -8,10 +8,11 @@
         lse  BHS   float32  made
     ''')
 
-A row: an argument's name; its axes, a letter each, in canonical order ("H|BSH": either); what it holds; its role; and of a
-result the options that ask for it, all of which must be true (`lse  BHS  float32  made  return_lse`). An axis has one extent
-wherever its letter is found. From the table follow the checks of a call (`problem`), the results' shapes, the order in which
-addresses are passed (program.py), and the schema and the fakes of torch's op (torch_op.py).
+A row: an argument's name; its axes, a letter each, in canonical order ("H|BSH": either), or the name of an argument that has
+the same shape; what it holds; its role; and of a result the options that ask for it, all of which must be true (`lse  BHS
+float32  made  return_lse`), or hold a word (`dbias  bias  float32  made  also:dbias`). An axis has one extent wherever its
+letter is found. From the table follow the checks of a call (`problem`), the results' shapes, the order in which addresses are
+passed (program.py), and the schema and the fakes of torch's op (torch_op.py).
 
 What it holds:
     tile      bfloat16 or float16, one for all: kernels move tiles of it, so its last axis is contiguous
@@ -86,6 +87,7 @@ class Argument(NamedTuple):
     holds: str
     role: str
     asked: tuple[str, ...] = ()
+    like: str = ""  # the argument whose shape it has
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -152,7 +154,8 @@ class Problem:
             if result is None:
                 return None
             axes, order, dtype = result
-            form = c_ordered(self(axes), dtype or self.dtype, self.device)
+            like = self.schema.arguments[name].like
+            form = c_ordered(self.forms[like].shape if like else self(axes), dtype or self.dtype, self.device)
             form = form.permuted(order) if order else form
         return Operand(self.schema.places[name], form)
 
@@ -164,7 +167,8 @@ class Problem:
     def made(self, name: str) -> tuple[tuple[int, ...], str]:
         """The shape and dtype of a result, in the caller's axes."""
         axes, _, dtype = self.schema.written_rows[self.layout][name]
-        return self(axes), dtype or self.dtype
+        like = self.schema.arguments[name].like
+        return self.forms[like].shape if like else self(axes), dtype or self.dtype
 
     def scratch(self, number: int, shape: tuple[int, ...], dtype: str) -> Operand:
         """Memory between launches, the `number`-th of a plan's."""
@@ -219,7 +223,7 @@ class Schema:
         """Of what is written: (the axes in the caller's order, where the canonical ones stand, the dtype; None: the tiles')."""
         found = {}
         for name in self.written:
-            ((axes, order),) = self.rows[layout][name].values()
+            ((axes, order),) = [("", ())] if self.arguments[name].like else self.rows[layout][name].values()
             found[name] = axes, order, None if name in self.tiles else self.arguments[name].dtypes[0]
         return found
 
@@ -274,13 +278,16 @@ class Schema:
                     raise ValueError(f"{name}: must be writable, and this array is read-only")
                 if overlaps_itself(form):
                     _refuse_strides(name, form, "its elements must not overlap each other")
+            like = self.arguments[name].like
+            if like and like in forms and forms[like].shape != shape:
+                raise ValueError(f"{name}: must have {like}'s shape: {name}.shape={shape}, {like}.shape={forms[like].shape}")
         if "E" in extents:
             self._check_ends(extents, forms, holder)
         return Problem(self, canonical, self.extents | _counted(extents), bits, layout)
 
     def results(self, options: Mapping[str, Any]) -> list[str]:
         """The names of what is given back by a call with these options."""
-        return [name for name, row in self.arguments.items() if row.result and all(options[option] for option in row.asked)]
+        return [name for name, row in self.arguments.items() if row.result and all(_asks(options, word) for word in row.asked)]
 
     def shapes(self, given: Mapping[str, Sequence[int]], layout: str) -> dict[str, list[int]]:
         """The shapes of all results, in the caller's axes, by those of the arrays that were given. Nothing is compared: extents
@@ -293,8 +300,10 @@ class Schema:
                 _refuse_axes(self.arguments[name], layout, shape)
             extents |= zip(rows[name][len(shape)][0], shape)
         _counted(extents)
-        made = {name: axes for name, row in self.arguments.items() if row.result for axes, _ in rows[name].values()}
-        return {name: [extents[axis] for axis in axes] for name, axes in made.items()}
+        results = {name: row for name, row in self.arguments.items() if row.result}
+        made = {name: axes for name, row in results.items() if not row.like for axes, _ in rows[name].values()}
+        alike = {name: list(given[row.like]) for name, row in results.items() if row.like in given}
+        return alike | {name: [extents[axis] for axis in axes] for name, axes in made.items() if extents.keys() >= {*axes}}
 
     def _check_ends(self, extents, forms, holder):
         name = holder["E"]
@@ -339,11 +348,19 @@ def _counted(extents: dict[str, Any]) -> dict[str, Any]:
     return extents
 
 
-def _row(words: list[str]) -> tuple[str, tuple[str, ...], str, str, tuple[str, ...]]:
+def _asks(options: Mapping[str, Any], word: str) -> bool:
+    """Does an option ask for a result: is it true, or does it hold the word behind the colon?"""
+    option, _, what = word.partition(":")
+    return what in options[option].split() if what else options[option]
+
+
+def _row(words: list[str]) -> tuple[str, tuple[str, ...], str, str, tuple[str, ...], str]:
     name, axes, holds, role, *asked = (*words, "") if len(words) < 4 else words
+    if axes.islower():
+        return name, FREE, holds, role, tuple(asked), axes
     if holds not in HOLDS or role not in ROLES:
         raise ValueError(f"{name}: must hold one of {tuple(HOLDS)} and have a role of {ROLES}, got {holds!r}, {role!r}")
-    return name, FREE if axes == "*" else tuple(axes.split("|")), holds, role, tuple(asked)
+    return name, FREE if axes == "*" else tuple(axes.split("|")), holds, role, tuple(asked), ""
 
 
 def _refuse_axes(argument: Argument, layout: str, shape: Sequence[int]) -> NoReturn:

@@ -2,10 +2,14 @@
 
     P[i, j]  = exp(s[i, j] - lse[i])
     dv[j]    = sum_i P[i, j] dout[i]
-    dS[i, j] = P[i, j] (dout[i] . v[j] - dout[i] . out[i]) ds[i, j] / dx[i, j]      which is 1, or 1 - tanh(x / softcap)^2
+    ds[i, j] = P[i, j] (dout[i] . v[j] - dout[i] . out[i])
+    dS[i, j] = ds[i, j] times the derivative of s[i, j] by x[i, j]: 1 - tanh(x / softcap)^2, of score what differences say
     dq[i]    = scale * sum_j dS[i, j] k[j]
     dk[j]    = scale * sum_i dS[i, j] q[i]
 
+    dbias    = the sum of ds[i, j] times score's derivative, over all i and j that share an element
+    dalibi   = the same times -|d - j|
+    daux     = the same with score's derivative by an element
     dsink    = -sum_i exp(sink - lse[i]) dout[i] . out[i]
 
 With norms of q and k, y = n weights + bias of a row x, n = (x - mean) / deviation (an RMS norm has no mean):
@@ -29,8 +33,11 @@ from .scores import Variant
 
 
 def backward(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, ...]:
-    """(dq, dk, dv), and with a sink dsink, in float64, in the caller's layout. Arrays as `forward` takes them; options: causal,
-    window, softcap, alibi, bias, sink, cu_seqlens, cu_seqlens_k, lengths_k, dropout and seed or keep, scale, layout."""
+    """(dq, dk, dv), then dbias and dalibi if dbias=True and dalibi=True ask for them, dsink with a sink, and with daux=True the
+    gradient of each array of aux that is not of integers; in float64, in the caller's layout. Arrays as `forward` takes them;
+    options: causal, window, softcap, alibi, bias, mask, score, aux, blocks, sink, cu_seqlens, cu_seqlens_k, lengths_k,
+    dropout and seed or keep, scale, layout. by: the output to go by
+    instead of the exact one."""
     dout, q, k, v = map(host, (dout, q, k, v))
     return _through_norms(dout, q, k, v, np.float64, np.float64, **options)
 
@@ -72,13 +79,14 @@ def _of_norm(x, norm, dy, eps, real):
 
 def _backward(
     dout, q, k, v, real, rounded, *, scale=None, layout="bshd", sink=None, cu_seqlens=None, cu_seqlens_k=None, lengths_k=None,
-    dropout=0.0, seed=None, keep=None, **of_scores,
+    dropout=0.0, seed=None, keep=None, dbias=False, dalibi=False, daux=False, by=None, **of_scores,
 ):  # fmt: skip
     """The formulas in dtype `real`, with out, P, dS and the gradients rounded to dtype `rounded`."""
     formula, lie = softmax.forward if real is np.float64 else softmax.forward_low, (cu_seqlens, cu_seqlens_k, lengths_k)
     ends = dict(zip(("cu_seqlens", "cu_seqlens_k", "lengths_k"), lie))
     of_weights = {"sink": sink, "dropout": dropout, "seed": seed, "keep": keep}
     out, lse = formula(q, k, v, scale=scale, layout=layout, **of_weights, **ends, **of_scores)
+    out = out if by is None else host(by)
     axes = np.argsort(ORDER[layout])
     dout, q, k, v, out = (x.transpose(axes).astype(real) for x in (dout, q, k, v, out))
     variant, (*_, heads, head_dim) = Variant(**of_scores).of(real), q.shape
@@ -86,23 +94,36 @@ def _backward(
     scale = real(head_dim**-0.5 if scale is None else scale)
     dq, dk, dv = (np.zeros(x.shape, real) for x in (q, k, v))
     dsink = np.zeros(heads, real)
+    of_bias, of_alibi = (None if x is None else np.zeros(x.shape, real) for x in (variant.bias, variant.alibi))
+    of_aux = {n: np.zeros(x.shape, real) for n, x in enumerate(variant.aux) if daux and x.dtype.kind not in "biu"}
     for (b, place, queries, keys), h in itertools.product(softmax.sequences_of(q.shape, k.shape, *lie), range(heads)):
         g, mine = h * k.shape[2] // heads, (place, queries, h)
         its = place, keys, g
         i, j = np.arange(queries.stop - queries.start)[:, None], np.arange(keys.stop - keys.start)[None]
-        x = q[mine] @ k[its].T * scale
-        s = variant.scores(x, b, h, i, j, j.size - i.size)
+        x, at = q[mine] @ k[its].T * scale, (b, h, i, j, j.size - i.size)
+        s = variant.scores(x, *at)
         of_rows = lse[place, h, queries]
         top = np.where(np.isfinite(of_rows), of_rows, 0)[:, None]  # a row without keys is all exp(-inf) = 0
         p = np.exp(s - top)
         left = real(1) if kept is None else np.where(kept(b, h, i, j), 1 / real(1 - dropout), 0)
         delta = (dout[mine] * out[mine]).sum(1, keepdims=True)
+        of_score = p * (left * (dout[mine] @ v[its].T) - delta)
+        ds = of_score * variant.slope(x, *at).astype(real)
+        if dbias:
+            one = b if of_bias.shape[0] > 1 else 0, h if of_bias.shape[1] > 1 else 0
+            of_bias[one] += ds if of_bias.shape[2] > 1 else ds.sum(0, keepdims=True)
+        if dalibi:
+            of_alibi[(b, h) if of_alibi.ndim == 2 else h] -= (ds * np.abs(i + at[-1] - j)).sum()
+        for n, found in of_aux.items():
+            for one in np.ndindex(found.shape):
+                found[one] += (of_score * variant.slope_of(n, one, x, *at)).sum()
         bend = 1 if variant.softcap is None else 1 - np.tanh(x / real(variant.softcap)) ** 2
-        ds = (bend * p * (left * (dout[mine] @ v[its].T) - delta)).astype(rounded).astype(real)
+        ds = (bend * ds).astype(rounded).astype(real)
         dq[mine] = scale * (ds @ k[its])
         dk[its] += scale * (ds.T @ q[mine])
         if sink is not None:
             dsink[h] -= (np.exp(real(host(sink)[h]) - top) * delta).sum()
         dv[its] += (left * p.astype(rounded).astype(real)).T @ dout[mine]
     dq, dk, dv = (x.astype(rounded).transpose(axes) for x in (dq, dk, dv))
-    return (dq, dk, dv) if sink is None else (dq, dk, dv, dsink)
+    asked = of_bias if dbias else None, of_alibi if dalibi else None, None if sink is None else dsink
+    return dq, dk, dv, *[x for x in asked if x is not None], *of_aux.values()

@@ -24,6 +24,8 @@ import numpy as np
 
 from tiles.testing.compare import host
 
+STEP = 2.0**-8  # of differences: the maps of ops are of float32
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -51,6 +53,14 @@ class Variant:
     def scores(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
         """s of scaled scores x (n, m), rows i and columns j; past is Sk - Sq."""
         real = x.dtype.type
+        x = self.before(x, b, h, i, j, past)
+        if self.score is not None:
+            x = np.broadcast_to(self.score(x, b, h, i, j, *self.aux), x.shape).astype(real)
+        return np.where(self.seen(b, h, i, j, past), x, real(-np.inf))
+
+    def before(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
+        """What `score` is given."""
+        real = x.dtype.type
         if self.softcap is not None:
             x = real(self.softcap) * np.tanh(x / real(self.softcap))
         if self.alibi is not None:
@@ -58,9 +68,30 @@ class Variant:
         if self.bias is not None:
             batch, heads, rows, _ = self.bias.shape
             x = x + self.bias[b if batch > 1 else 0, h if heads > 1 else 0][i if rows > 1 else 0, j]
-        if self.score is not None:
-            x = np.broadcast_to(self.score(x, b, h, i, j, *self.aux), x.shape).astype(real)
-        return np.where(self.seen(b, h, i, j, past), x, real(-np.inf))
+        return x
+
+    def slope(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
+        """The derivative of `score` by what it is given, for scaled scores x: by differences."""
+        x, score = self.before(x, b, h, i, j, past).astype(float), self.score
+        return np.ones(x.shape) if score is None else self._difference(lambda step: score(x + step, b, h, i, j, *self.aux))
+
+    def slope_of(
+        self, n: int, place: tuple[int, ...], x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int
+    ) -> np.ndarray:
+        """The same by an element of the n-th array of aux."""
+        x, score = self.before(x, b, h, i, j, past).astype(float), self.score
+        assert score is not None
+
+        def moved(step):
+            aux = [y.astype(float) if m == n else y for m, y in enumerate(self.aux)]
+            aux[n][place] += step
+            return np.broadcast_to(score(x, b, h, i, j, *aux), x.shape)
+
+        return self._difference(moved)
+
+    @staticmethod
+    def _difference(f: Callable) -> np.ndarray:
+        return (np.asarray(f(STEP), float) - np.asarray(f(-STEP), float)) / (2 * STEP)
 
     def seen(self, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
         """Where i sees j: (n, m)."""

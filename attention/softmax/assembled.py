@@ -1,5 +1,6 @@
 """From a call's options to the variant that they ask for."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,12 +14,13 @@ from .variants import Both, Variant
 
 class Assembled(NamedTuple):
     """A variant, the numbers that its kernel is given, by name, and the unit of its scores: exp(unit s) are the weights. reach:
-    how many keys a query sees at most, if a window says so."""
+    how many keys a query sees at most, if a window says so. before: what becomes of scores before a function in Python."""
 
     variant: Variant
     numbers: dict[str, float | Number]
     unit: float
     reach: float
+    before: Variant = FULL
 
 
 def assembled(
@@ -30,7 +32,7 @@ def assembled(
     bias: bool = False,
     sink: bool = False,
     mask: Callable | None = None,
-    score: Callable | None = None,
+    score: Scored | None = None,
     more: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
 ) -> Assembled:
     """The variant of these options, and `more` with their numbers; alibi, bias and sink say whether there is one. Scores are
@@ -58,14 +60,17 @@ def assembled(
     if bias:
         parts.append(Biased())
         numbers["per_bias"] = 1 / unit
+    before = _all_of(parts)
     if score is not None:
-        parts.append(Scored(score))
-        numbers["unit"], unit = unit, 1.0
+        parts.append(score)
+        numbers["score_unit"], unit = unit, 1.0
     if sink:
         parts.append(Sunk())
         numbers["per_sink"] = 1 / unit
-    variant: Variant = parts[0] if parts else FULL
-    for part in parts[1:]:
-        variant = Both(variant, part)
     end = 0 if ordered else right
-    return Assembled(variant, numbers, unit, math.inf if left is None or end is None else left + end + 1)
+    return Assembled(_all_of(parts), numbers, unit, math.inf if left is None or end is None else left + end + 1, before)
+
+
+def _all_of(parts: Sequence[Variant]) -> Variant:
+    """One after the other."""
+    return functools.reduce(Both, parts) if parts else FULL

@@ -33,13 +33,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _):
-        """Of q, k, v, sink and norms. NotImplementedError if they are to be differentiated once more."""
+        """Of what is differentiable. NotImplementedError if they are to be differentiated once more."""
         if _again():
             raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
         *tensors, out, lse = ctx.saved_tensors
         options = ctx.options | ({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {})
         with torch.no_grad():
-            made = gradients(_adjacent(dout), dict(zip(ctx.names, tensors)), out, lse, options)
+            wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[2:]) if needs]
+            made = gradients(_adjacent(dout), dict(zip(ctx.names, tensors)), out, lse, options, wanted)
         return None, None, *[made.get(name) for name in ctx.names]
 
 

@@ -19,18 +19,19 @@ from tiles import inlined, static
 from tiles.arguments import INT, record
 from tiles.layout import LANES
 
-from .variants import Keys, Variant
+from .variants import Keys, Queries, Variant
 
 FIELDS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"  # a BlockMask's, besides BLOCK_SIZE
 PARTIAL, WHOLE = 1, 2  # classes of blocks: those of which the mask is asked, and those that are seen whole
 MARKS, COUNTS, INDICES = types.Array(types.int8, 4, "A"), types.Array(types.int32, 3, "A"), types.Array(types.int32, 4, "A")
-BAND, KEYS = 32, 128  # rows of a warp and keys of a tile, at most; a warp's first row is a multiple of how many it has
+BAND, KEYS = 32, 128  # rows of a warp in forward, and keys of a tile, at most
 WARPS = 4  # of a thread block, each of which marks a row of blocks
 
 
 @static
 class Blocked(Variant):
-    """Keys in listed blocks, of so many rows and columns."""
+    """Keys in listed blocks, of so many rows and columns. band: a warp asks for so many queries at once, at most, from a
+    multiple of how many on."""
 
     everything = False
     computed = False
@@ -38,6 +39,7 @@ class Blocked(Variant):
 
     rows: int
     cols: int
+    band: int
 
     @property
     def given(self) -> dict[str, Any]:
@@ -49,10 +51,15 @@ class Blocked(Variant):
         """See Variant: of which keys are listed nobody knows before the map is asked."""
         return Keys(0, at.keys, at.keys, 0)
 
+    @inlined
+    def seers(self, first, last, at):
+        """See Variant. Nobody knows here, either."""
+        return Queries(0, at.queries, at.queries, 0)
+
     @property
     def large(self) -> bool:
         """Are a warp's rows always of one block, and a tile's keys of two at most?"""
-        return self.rows % BAND == 0 and self.cols >= KEYS
+        return self.rows % self.band == 0 and self.cols >= KEYS
 
     @inlined
     def classes(self, s, i, j, at, key):

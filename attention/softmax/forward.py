@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiles.arrays import Number
+from tiles.arrays import Number, Operand
 from tiles.jax_call import tracing
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
@@ -12,13 +12,14 @@ from tiles.torch_op import traced
 from ..options import SCALES, flag, number
 from .asked import AUX, blocks_of, differentiated, eight, ends_of, norm_parts, positive, random_of, several
 from .assembled import assembled
-from .block_masks import Blocked, BlockedMask
+from .block_masks import BAND, Blocked, BlockedMask
 from .dropped import Dropped, DroppedAnew, numbers_of
 from .gradient import ONCE, gradient
 from .launches import norm_of, planned
 from .norms import Normed
 from .python import evaluated, known, named, reads
 from .ready import BlockLists, Listing, Making
+from .scores import Scored
 from .variants import Variant
 
 INDICES = 2**24  # tiles of indices are of float32: whole numbers below this
@@ -155,7 +156,18 @@ def forward(
     common = number("scale", scale), flag("return_lse", return_lse), family
     if flag("deterministic", deterministic) and tracing(q):
         raise NotImplementedError("deterministic: of JAX's gradients there is no fixed order yet; attention.backward has it")
-    if differentiated(q, k, v, sink, *several(q_norm), *several(k_norm)) and out is stream is None:
+    learned = (
+        q,
+        k,
+        v,
+        bias,
+        alibi,
+        sink,
+        *several(tuple(aux) if isinstance(aux, list) else aux),
+        *several(q_norm),
+        *several(k_norm),
+    )
+    if differentiated(*learned) and out is stream is None and not isinstance(blocks, Making):
         from .autograd import differentiable
 
         told = {"q": q, "k": k, "v": v, "causal": causal, "scale": scale, "layout": layout, "family": family}
@@ -235,31 +247,16 @@ def _variant(
 ) -> Plan:
     """The same with variants; mask and score are the names that python.py knows functions by."""
     check_extents(problem)
-    q_len, kv_len = problem("ST")
-    if (mask or score) and max(q_len, kv_len) >= INDICES:
-        name = "mask" if mask else "score"
-        raise problem.error(name, "counts queries and keys in float32, so there must be fewer than 2**24 of each", "q", "k")
-    aux = [x for x in (problem[f"aux{n}"] for n in range(AUX)) if x is not None]
-    masking, scoring = known(mask), known(score)
-    for name, function in ("mask", masking), ("score", scoring):
-        if function is not None:
-            evaluated(name, function, [x.form for x in aux])
+    masking, scoring, aux = functions_of(problem, mask, score)
     more: list[tuple[Variant, dict[str, float | Number]]] = []
     if norm := norm_of(problem, "q_norm"):
         more.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
     if dropout is not None:
         more.append(dropped(problem, dropout, seed_value))
-    listing = None
-    seen = f"{mask=!s}; window={(left, 0 if causal else right)}"
-    if masking is not None or ready_for:
-        varies = (reads(masking, 0), reads(masking, 1)) if masking else (False, False)
-        listing = Listing(seen, varies, None, ready_for)
-    if block_rows is not None and block_cols is not None:
-        size, (batches, heads) = (block_rows, block_cols), problem["marks"].form.shape[:2] if ready_for else problem("IJ")
-        blocked = Blocked(*size) if masking is None else BlockedMask(*size, masking)
-        by_batch, by_head = listing.varies if listing else (False, False)
-        listing = Listing(seen, (bool(by_batch or batches > 1), bool(by_head or heads > 1)), blocked, ready_for)
-        more.append((blocked, {}))
+    size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
+    listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, BAND, ready_for)
+    if listing and listing.blocked:
+        more.append((listing.blocked, {}))
     made = assembled(
         scale_of(problem, scale),
         causal,
@@ -269,7 +266,7 @@ def _variant(
         "bias" in problem,
         "sink" in problem,
         None if listing and listing.blocked else masking,
-        scoring,
+        scoring and Scored(scoring),
         more,
     )
     return planned(problem, made, return_lse, family, aux, listing, norm_eps)
@@ -285,6 +282,44 @@ def dropped(problem: Problem, dropout: float, seed: Number | None) -> tuple[Drop
     if seed is None:
         return DroppedAnew(), {**numbers_of(dropout)}
     return Dropped(), {**numbers_of(dropout), "seed": seed}
+
+
+def functions_of(
+    problem: Problem, mask: str | None, score: str | None
+) -> tuple[Callable | None, Callable | None, list[Operand]]:
+    """The mask and the score of these names, and the arrays that they read. ValueError, TypeError."""
+    q_len, kv_len = problem("ST")
+    if (mask or score) and max(q_len, kv_len) >= INDICES:
+        name = "mask" if mask else "score"
+        raise problem.error(name, "counts queries and keys in float32, so there must be fewer than 2**24 of each", "q", "k")
+    aux = [x for x in (problem[f"aux{n}"] for n in range(AUX)) if x is not None]
+    masking, scoring = known(mask), known(score)
+    for name, function in ("mask", masking), ("score", scoring):
+        if function is not None:
+            evaluated(name, function, [x.form for x in aux])
+    return masking, scoring, aux
+
+
+def listing_of(
+    problem: Problem,
+    mask: Callable | None,
+    seen: str,
+    size: tuple[int, int] | None,
+    band: int,
+    ready_for: str | None,
+) -> Listing | None:
+    """How the blocks of keys are listed that a mask and a caller's blocks, of this size, let tiles of queries see; None: there
+    is no need to. band: how many queries kernels ask for at once, at most."""
+    listing = None
+    if mask is not None or ready_for:
+        varies = (reads(mask, 0), reads(mask, 1)) if mask else (False, False)
+        listing = Listing(seen, varies, None, ready_for)
+    if size is not None:
+        batches, heads = problem["marks"].form.shape[:2] if ready_for else problem("IJ")
+        blocked = Blocked(*size, band) if mask is None else BlockedMask(*size, band, mask)
+        by_batch, by_head = listing.varies if listing else (False, False)
+        listing = Listing(seen, (bool(by_batch or batches > 1), bool(by_head or heads > 1)), blocked, ready_for)
+    return listing
 
 
 def scale_of(problem: Problem, scale: float | None) -> float:

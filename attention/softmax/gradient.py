@@ -6,27 +6,39 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import attention
 
 from .asked import AUX, norm_parts
+from .block_masks import FIELDS
 from .python import known
+from .ready import BlockLists
 
 NORMS = "q_norm", "k_norm"
 OF_NORMS = "q_norm", "q_norm_bias", "k_norm", "k_norm_bias"
-DIFFERENTIABLE = "q", "k", "v", "sink", *OF_NORMS  # in the order of backward's results
+OF_AUX = tuple([f"aux{n}" for n in range(AUX)])
+ASKED = "bias", "alibi", *OF_AUX  # whose gradients backward is asked for
+DIFFERENTIABLE = "q", "k", "v", "bias", "alibi", "sink", *OF_AUX, *OF_NORMS  # in the order of backward's results
+BLOCKS = *FIELDS, "lists", "marks"  # blocks= as arrays
 ARRAYS = "alibi", "sink", "bias", "cu_seqlens", "cu_seqlens_k", "lengths_k"  # whose names are their arguments'
 ONCE = "attention.forward: has no second derivatives"
 STOP = "put jax.lax.stop_gradient around"
 
 
-def gradients(dout: Any, given: dict[str, Any], out: Any, lse: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """{name: gradient} of a call on these arrays, with these other options, that gave out and lse, by attention.backward."""
+def gradients(
+    dout: Any, given: dict[str, Any], out: Any, lse: Any, options: dict[str, Any], wanted: Sequence[str]
+) -> dict[str, Any]:
+    """{name: gradient} of a call on these arrays, with these other options, that gave out and lse, by attention.backward.
+    wanted: of which arrays, at least."""
     arrays = grouped(given)
     q, k, v = (arrays.pop(name) for name in "qkv")
-    found = attention.backward(dout, q, k, v, out, lse, **arrays, **options)
-    names = [name for name in DIFFERENTIABLE if name in given]
+    asked: dict[str, Any] = {f"d{name}": True for name in ("bias", "alibi") if name in wanted}
+    if any([name in wanted for name in OF_AUX]):
+        asked["daux"] = [True if name in wanted else None for name in OF_AUX if name in given]
+    found = attention.backward(dout, q, k, v, out, lse, **arrays, **options, **asked)
+    names = [name for name in DIFFERENTIABLE if name in given and (name in wanted or name not in ASKED)]
     flat = [x for one in found for x in (one if isinstance(one, tuple) else (one,))]
     return dict(zip(names, flat, strict=True))
 
@@ -51,11 +63,11 @@ backward_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]  # t
 
 def grouped(arrays: dict[str, Any]) -> dict[str, Any]:
     """Arrays as forward takes them."""
-    found = {name: x for name, x in arrays.items() if name not in OF_NORMS and not name.startswith("aux")}
+    found = {name: x for name, x in arrays.items() if name not in (*OF_NORMS, *OF_AUX)}
     for name in NORMS:
         if name in arrays:
             found[name] = (arrays[name], arrays[f"{name}_bias"]) if f"{name}_bias" in arrays else arrays[name]
-    if aux := tuple([arrays[f"aux{n}"] for n in range(AUX) if f"aux{n}" in arrays]):
+    if aux := tuple([arrays[name] for name in OF_AUX if name in arrays]):
         found["aux"] = aux
     return found
 
@@ -81,30 +93,38 @@ def gradient(names: Sequence[str], options: dict[str, Any], layout: str) -> Call
     for name in names:
         if name not in DIFFERENTIABLE:
             raise NotImplementedError(f"{name}: has no gradient yet; {STOP} it")
-    return partial(_gradients, options=options, layout=layout)
+    return partial(_gradients, options=options, layout=layout, wanted=names)
 
 
 def _gradients(
-    given: dict[str, Any], made: dict[str, Any], of_results: dict[str, Any], options: dict[str, Any], layout: str
+    given: dict[str, Any],
+    made: dict[str, Any],
+    of_results: dict[str, Any],
+    options: dict[str, Any],
+    layout: str,
+    wanted: Sequence[str],
 ) -> dict[str, Any]:
-    """The gradients of a program's arrays, by those of its results."""
+    """The gradients of a program's arrays, by those of its results. wanted: of which arrays, at least."""
     if "lse" in of_results:
         raise NotImplementedError(f"lse: has no gradient; {STOP} it")
     if not of_results:
         return {}
-    told = _told(given, options)
-    if refused := unserved([*told, *grouped(given)]):
+    told, arrays = _told(given, options), {name: x for name, x in given.items() if name not in BLOCKS}
+    if refused := unserved([*told, *grouped(arrays)]):
         raise NotImplementedError(f"{refused[0]}: there is no backward pass with it yet; {STOP} q, k and v")
-    return gradients(of_results["out"], given, made["out"], made["lse"], told | {"layout": layout})
+    return gradients(of_results["out"], arrays, made["out"], made["lse"], told | {"layout": layout}, wanted)
 
 
 def _told(given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """A program's options in forward's words, but for what is as it is by default. Lists of blocks, of which forward made its
-    own arrays, are `blocks`."""
+    """A program's options in forward's words, but for what is as it is by default."""
     ends = options.get("left"), options.get("right")
     told = {name: options.get(name) for name in ("causal", "softcap", "scale", "family", "dropout")}
     told |= {"window": None if ends == (None, None) else ends, "seed": options.get("seed_value")}
     told |= {name: known(options.get(name)) for name in ("mask", "score")}
-    told |= {"blocks": True if {"kv_indices", "lists"} & given.keys() else None}
+    size = options.get("block_rows"), options.get("block_cols")
+    if "lists" in given:
+        told["blocks"] = BlockLists(given["lists"], options["ready_for"], given.get("marks"), size)
+    elif "kv_indices" in given:
+        told["blocks"] = SimpleNamespace(**{name: given.get(name) for name in FIELDS}, BLOCK_SIZE=size)
     told |= {"norm_eps": options["norm_eps"]} if {*NORMS} & given.keys() else {}
     return {name: value for name, value in told.items() if value is not None}

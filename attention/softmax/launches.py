@@ -27,12 +27,13 @@ LOG2_E = math.log2(math.e)
 
 
 class Before:
-    """What comes before the launch of attention itself: other launches, and what they leave in scratch memory."""
+    """What comes before the launch of attention itself, or after it: other launches, and what they leave in scratch memory, of
+    which there is some already."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, scratch: list[tuple[tuple[int, ...], str]] | None = None):
         self.problem = problem
         self.steps: list[Step] = []
-        self.scratch: list[tuple[tuple[int, ...], str]] = []
+        self.scratch = [] if scratch is None else scratch
 
     def memory(self, shape: tuple[int, ...], dtype: str) -> Operand:
         """Some of it."""
@@ -148,12 +149,12 @@ def planned(
         given["marks"] = spread(marks, (*problem("NH"), *marks.form.shape[2:]))
     if listing and by_list:
         if listing.ready_for:
-            check(listing.ready_for, _made_for(problem, config, listing))
+            check(listing.ready_for, made_for(problem, config, listing))
         of_scores = {name: x for name, x in given.items() if name in variant.given}
         found = problem["lists"] or before.listed(made, listing.varies, config, blocks, where | of_scores, read)
         if only_lists:
             marked = (marks, listing.blocked.rows, listing.blocked.cols) if listing.blocked else None
-            return Plan(before.steps, before.scratch, giving(_made_for(problem, config, listing), found, marked))
+            return Plan(before.steps, before.scratch, giving(made_for(problem, config, listing), found, marked))
         given["lists"] = spread(found, (batch, heads, *found.form.shape[2:]))
     attend = kernel_for(hopper if tma else ampere, config, problem.device).bind(
         grid,
@@ -176,7 +177,7 @@ def planned(
     return Plan([*before.steps, attend], before.scratch)
 
 
-def _made_for(problem: Problem, config: Any, listing: Listing) -> str:
+def made_for(problem: Problem, config: Any, listing: Listing) -> str:
     """Which calls lists serve: see BlockLists."""
     batch, heads, queries, keys = map(int, problem("BHST"))
     each = [f"{name}={n if differ else 'any'}" for name, n, differ in zip(("batch", "heads"), (batch, heads), listing.varies)]

@@ -51,9 +51,10 @@ class Making:
     blocks: Any
 
 
-def check(made_for: str, call: str) -> None:
-    """ValueError that names what differs between calls that lists were made for and one that is given them."""
-    pairs = [(have, want) for have, want in zip(made_for.split("; "), call.split("; ")) if have != want]
+def check(made_for: str, call: str, but: str = "nothing") -> None:
+    """ValueError that names what differs, `but` for that, between calls that lists were made for and one that is given them."""
+    both = zip(made_for.split("; "), call.split("; "))
+    pairs = [(have, want) for have, want in both if have != want and not have.startswith(f"{but}=")]
     if pairs:
         made, here = (", ".join(words) for words in zip(*pairs))
         raise ValueError(f"blocks: these lists were made for {made}, and this call has {here}: make them with its arguments")

@@ -1,16 +1,19 @@
 """What becomes of a score, and what joins their sum: variants of attention that change weights."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from numpy import int32
 
-from ops import abs, col_index, exp2, load, maximum, row_index, tanh
+from ops import abs, col_index, exp2, full, load, maximum, minimum, row_index, tanh, where
 from tiles import fp32, inlined, rt, static
 from tiles.arguments import FLOAT, array
 
 from .online import LOWEST
 from .variants import Variant
+
+STEEPEST = 2.0**15  # a derivative of a score: more would not be finite in fp16
 
 
 class Capped(Variant):
@@ -114,14 +117,46 @@ class Scored(Variant):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Variant. unit: that of scores before."""
-        return {"unit": FLOAT}
+        """See Variant. score_unit: that of scores before."""
+        return {"score_unit": FLOAT}
 
     @inlined
     def score(self, s, at, key):
         """See Variant."""
         i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
-        return self.function(s * at.given.unit, at.batch, at.head, i, j, *at.aux)
+        return self.function(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
+
+
+@static
+class ScoredBack(Scored):
+    """The same where its derivative is needed. both: (score, derivative by s), of the same arguments. even: is that 1?
+
+    A weight of 0 must leave a finite derivative, whatever the function makes of scores that nobody sees: it is cut off where 16
+    bits end, and of a query that there is not the score is -inf."""
+
+    both: Callable
+    even: bool
+
+    @property
+    def bends(self) -> bool:  # type: ignore[override]
+        """See Variant."""
+        return not self.even
+
+    @inlined
+    def score(self, s, at, key):
+        """See Variant."""
+        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
+        s = self.function(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
+        return where(i < at.queries, s, -math.inf)
+
+    @inlined
+    def bent(self, s, at, key):
+        """See Variant."""
+        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
+        tile = rt(s.rows, s.cols, fp32, s.layout)
+        s, slope = self.both(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
+        slope = maximum(minimum(full(tile, -0.0) + slope, STEEPEST), -STEEPEST)
+        return where(i < at.queries, s, -math.inf), slope
 
 
 class Sunk(Variant):

@@ -1,6 +1,7 @@
 """Every public function under jax.jit: through the interpreter on the CPU, and on the card where JAX has one."""
 
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -192,6 +193,30 @@ def test_gradients_of_norms():
             np.testing.assert_allclose(np.asarray(x, float), y, rtol=2**-5, atol=2**-3)
 
 
+def test_gradients_of_what_scores_read():
+    """Under a mask, of slopes, a bias and a table; lists of blocks serve, too."""
+    with jax.default_device(CPU):
+        q, k, v = qkv()
+        learned, places = (-rate(5, 2), rate(6, 1, 2, 1, TOKENS), rate(7, 2, 8)), jnp.arange(TOKENS) % 8
+        score = lambda s, b, h, i, j, table, places: s + s * table[h, places[j]]
+        options = dict(mask=lambda b, h, i, j, *aux: i // 8 != j // 8, score=score, causal=True)
+
+        def loss(alibi, bias, table, **more):
+            given = dict(alibi=alibi, bias=bias, aux=(table, places), **options)
+            return attention.forward(q, k, v, **given, **more).astype(jnp.float32).sum()
+
+        got = jax.grad(loss, (0, 1, 2))(*learned)
+        alike = dict(alibi=learned[0], bias=learned[1], aux=(learned[2], places))
+        lists = attention.block_lists(q, k, v, **alike, **options)
+        for way in jax.jit(jax.grad(loss, (0, 1, 2))), jax.grad(partial(loss, blocks=lists), (0, 1, 2)):
+            assert_same(way(*learned), got)
+        alibi, bias, table, *others = (np.asarray(x) for x in (*learned, q, k, v, places))
+        given = dict(alibi=alibi, bias=bias, aux=(table, others[3]), dalibi=True, dbias=True, daux=True, **options)
+        *_, dbias, dalibi, dtable = reference.backward(np.ones_like(others[0]), *others[:3], **given)
+        for x, y in zip(got, (dalibi, dbias, dtable), strict=True):
+            np.testing.assert_allclose(np.asarray(x, float), y, rtol=2**-5, atol=2**-3)
+
+
 def test_gradients_of_many_and_of_two_results():
     with jax.default_device(CPU):
         q, k, v = qkv()
@@ -213,7 +238,6 @@ def test_what_has_no_gradient_says_so(monkeypatch):
             (lambda q: jax.grad(lambda q: total(jax.grad(loss)(q)))(q), "no second derivatives"),
             (lambda q: jax.jacfwd(jax.grad(loss))(q), "no second derivatives"),
             (jax.grad(lambda q: attention.forward(q, k, v, return_lse=True)[1].sum()), "^lse: has no gradient"),
-            (lambda q: jax.grad(lambda a: total(attention.forward(q, k, v, alibi=a)))(-rate(3, 2)), "^alibi: has no gradient"),
             (jax.grad(lambda q: total(attention.linear(q, k, v))), "^q: the backward pass is not there yet"),
             (lambda q: jax.jvp(lambda q: total(attention.linear(q, k, v)), (q,), (q,)), "^q: the backward pass is not there"),
         ]

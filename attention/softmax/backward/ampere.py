@@ -26,6 +26,7 @@ from tiles.pipeline import PIECES
 from ..kind import Kind
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
+from .lists import facing
 from .order import UNORDERED, Ordered, Unordered
 from .parts import BAND, PANEL, Held
 from .results import Added, Written
@@ -78,7 +79,7 @@ class Config(Kind):
     @property
     def tiling(self) -> Facing:
         """Which queries see a block of keys."""
-        return Facing(self.rows, self.kv, self.variant, self.lie.apart)
+        return facing(self.by_list)(self.rows, self.kv, self.variant, self.lie.apart)
 
     @property
     def parts(self) -> Held:
@@ -96,7 +97,7 @@ SHAPES = {64: (64, 64, 1, 2), 128: (64, 64, 2, 1), 256: (32, 32, 2, 1)}  # padde
 def config_for(
     head_dim: int, dtype: dtype, variant: Variant, piece: int = 16, value_dim: int | None = None, **kind: Any
 ) -> Config:
-    """The configuration that serves a problem: the next larger dims, both as the greater one. kind: what else a Kind says."""
+    """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see Kind."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
     return Config(padded, padded, dtype, variant, *SHAPES[padded], piece, **kind)
 

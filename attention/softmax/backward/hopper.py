@@ -22,6 +22,7 @@ from tiles.arguments import FLOAT, INT, Record, array, record, tiled
 from ..kind import Kind
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
+from .lists import facing
 from .order import UNORDERED, Ordered, Unordered
 from .parts import ByRows, parts_of
 from .results import Added, Written
@@ -74,7 +75,7 @@ class Config(Kind):
     @property
     def tiling(self) -> Facing:
         """Which queries see a block of keys."""
-        return Facing(self.rows, self.kv, self.variant, self.lie.apart)
+        return facing(self.by_list)(self.rows, self.kv, self.variant, self.lie.apart)
 
     def __str__(self):
         return super().__str__() + str(self.order) + " adds" * self.adds
@@ -109,7 +110,7 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 
 @functools.lru_cache(1024)
 def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
-    """The configuration that serves a problem: the next larger dims, both as the greater one. kind: what else a Kind says."""
+    """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see Kind."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
     shape = SHAPES[padded] | ({"rounded": True} if variant.scored or variant.draws else {})
     return Config(padded, padded, dtype, variant, **shape, **kind)

@@ -1,0 +1,191 @@
+"""Scores once more, for the gradients of what they are made of besides q and k: a bias, ALiBi's slopes, arrays that a score in
+Python reads. All are sums of dS times a derivative, over the scores that read an element, and each has a kernel of its own that
+takes them in a fixed order: bias.py, elements.py. What these have in common stands here: a tile of queries and keys at a time,
+of which each warp has 16 queries, by mma.sync, on every GPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from numba import cuda
+from numpy import int32
+
+from ops import abs, col_index, exp2, load, mma_ABt, row_index, subtile, where, zeros
+from tiles import fp32, inlined, pipeline, rt, st, static
+from tiles.layout import LANES
+
+from ..kind import Kind
+from ..tiling import Tiling
+from ..variants import Variant
+from .parts import BAND
+
+SHAPES = {64: (64, 64), 128: (64, 64), 256: (32, 32)}  # padded head_dim: (queries, keys) of a tile
+
+
+@static
+class Added:
+    """What a score has for each element that is added to it, before a function in Python; both: that function's (score,
+    derivative), None if there is none. With the same methods: what it has for something else that it reads."""
+
+    both: Callable | None
+
+    @inlined
+    def by(self, s, i, j, at):
+        """The derivative of a score by an element, s being what the function is given."""
+        if self.both is None:
+            return 1.0
+        else:
+            s, slope = self.both(s, at.batch, at.head, i, j, *at.aux)
+            return slope
+
+    @inlined
+    def place(self, i, j, at):
+        """Which element that is, counted from the first; of an array that has none, -1."""
+        return -1.0
+
+
+@static
+class Slope(Added):
+    """A head's slope, or one of each sequence: ALiBi."""
+
+    each: bool
+
+    @inlined
+    def by(self, s, i, j, at):
+        """See Added."""
+        distance = abs(i + at.shift - j)
+        if self.both is None:
+            return -distance
+        else:
+            s, slope = self.both(s, at.batch, at.head, i, j, *at.aux)
+            return -distance * slope
+
+    @inlined
+    def place(self, i, j, at):
+        """See Added."""
+        if self.each:
+            return at.batch * at.given.slopes.shape[1] + at.head
+        else:
+            return at.head
+
+
+@static
+class Element(Added):
+    """An element of an array that the function reads: derivative.py's Read."""
+
+    derivative: Callable
+    which: Callable
+
+    @inlined
+    def by(self, s, i, j, at):
+        """See Added."""
+        return self.derivative(s, at.batch, at.head, i, j, *at.aux)
+
+    @inlined
+    def place(self, i, j, at):
+        """See Added."""
+        return self.which(at.batch, at.head, i, j, *at.aux)
+
+
+@dataclass(frozen=True)
+class Config(Kind):
+    """Of such a kernel: queries of a tile; how many queries the main kernel's tiles have, of which `prepare` left two numbers a
+    row; the bytes that bases and strides are multiples of; what becomes of scores before a function, if there is one; what they
+    read."""
+
+    queries: int
+    others: int
+    piece: int
+    before: Variant | None
+    read: Added
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a tile."""
+        return self.queries
+
+    @property
+    def warps(self) -> int:
+        """Of a thread block."""
+        return self.queries // BAND
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return LANES * self.warps
+
+    def __str__(self):
+        return f"{super().__str__()}, {type(self.read).__name__.lower()}"
+
+
+def room(config: Config) -> dict[str, Any]:
+    """What a kernel has in shared memory."""
+    tiles = {"q": config.query, "k": config.key, "v": config.value, "do": st(config.rows, config.value_dim, config.dtype)}
+    return {name: pipeline(tile, 1, config.warps) for name, tile in tiles.items()}
+
+
+@static
+class Again:
+    """What tiles of such a kernel are made of: see Config."""
+
+    rows: int
+    kv: int
+    others: int
+    piece: int
+    variant: Variant
+    before: Variant | None
+    read: Added
+
+    @property
+    def tile(self) -> rt:
+        """A warp's scores."""
+        return rt(BAND, self.kv, fp32)
+
+    @property
+    def tiling(self) -> Tiling:
+        """Which keys a tile's queries see."""
+        return Tiling(self.rows, self.kv, self.variant)
+
+    @inlined
+    def seen(self, tile, block, at):
+        """May the tile's queries see keys of a block?"""
+        every = self.tiling.key_blocks(self.rows * tile, at)
+        return every.first <= block < every.first + every.n
+
+    @inlined
+    def weighted(self, n, tile, block, at, group, rooms, arrays, sums, scale):
+        """(dS times the derivatives of a warp's scores, of one tile and block of keys, and where in a thread block's order, by
+        what they read; i; j; the same `at`). n: how many tiles came before."""
+        q, k, v, do = rooms
+        gQ, gK, gV, gDO = arrays
+        variant = self.variant
+        first, key, warp = int32(self.rows * tile), int32(self.kv * block), int32(cuda.threadIdx.x // LANES)
+        q.fill(n, gQ, (at.batch, first, at.head, 0), 1, 3, n + 1, self.piece)
+        do.fill(n, gDO, (at.batch, first, at.head, 0), 1, 3, n + 1, self.piece)
+        k.fill(n, gK, (at.batch, key, at.head // group, 0), 1, 3, n + 1, self.piece)
+        v.fill(n, gV, (at.batch, key, at.head // group, 0), 1, 3, n + 1, self.piece)
+        row = int32(first + BAND * warp)
+        here = at._replace(row=row)
+        at = here._replace(kept=variant.keep(here))
+        queries, dout = subtile(q.wait(n, 0), BAND, warp), subtile(do.wait(n, 0), BAND, warp)
+        x = mma_ABt(zeros(self.tile), queries, k.wait(n, 0))
+        dp = mma_ABt(zeros(self.tile), dout, v.wait(n, 0))
+        s = variant.score(x, at, key)
+        place = int32(2 * self.others * (row // self.others) + row % self.others)
+        lse = load(sums, self.tile.col_vec, (at.batch, at.head, place))
+        if variant.by_rows:
+            lse = lse + variant.below(s, at, key) * scale
+        p = exp2(self.tiling.mask(s, at, key) * scale - lse)
+        delta = load(sums, self.tile.col_vec, (at.batch, at.head, int32(place + self.others)))
+        ds = variant.slope(variant.marked(p, at, key), dp, delta, at)
+        i, j = row_index(self.tile.col_vec) + row, col_index(self.tile.row_vec) + key
+        if self.before is None:
+            return where(p > 0.0, ds * self.read.by(x, i, j, at), 0.0), i, j, at
+        else:
+            x = self.before.score(x, here._replace(kept=self.before.keep(here)), key) * at.given.score_unit
+            return where(p > 0.0, ds * self.read.by(x, i, j, at), 0.0), i, j, at
+
+
+def again(config: Config) -> Again:
+    """What that kernel's tiles are made of."""
+    return Again(config.rows, config.kv, config.others, config.piece, config.variant, config.before, config.read)

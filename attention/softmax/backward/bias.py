@@ -1,0 +1,80 @@
+"""The gradient of a bias: a thread block has a tile of it, and goes through all heads, batches and tiles of queries that share
+it, one after the other."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from numba import cuda
+from numpy import int32
+
+from ops import block, col_sum, divmod, store, zeros
+from tiles import bf16, fp32, shared, sv
+from tiles.arguments import FLOAT, INT, array
+from tiles.layout import LANES
+from tiles.pipeline import PIECES
+
+from ..scores import Biased
+from ..variants import At
+from . import again
+from .parts import BAND
+
+
+@dataclass(frozen=True)
+class Config(again.Config):
+    """See again.Config. one_row: is the bias the same for all queries?"""
+
+    one_row: bool = field(kw_only=True)
+
+    def __str__(self):
+        return super().__str__() + ", one row" * self.one_row
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What an architecture is served with: bf16, whole pieces."""
+    for padded, (queries, kv) in again.SHAPES.items():
+        for one_row in (False, True):
+            read, others = again.Added(None), 64
+            yield Config(padded, padded, bf16, Biased(), kv, queries, others, PIECES[0], None, read, one_row=one_row)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    ROWS, KV, ONE_ROW, INPUT, GIVEN, AUX = config.rows, config.kv, config.one_row, config.dtype, config.given, config.aux
+    scores, sequences = again.again(config), config.sequences
+    S = scores.tile
+    smem = shared(**again.room(config), sums=sv(KV * config.warps, fp32))
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def biased(
+        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gDBias: array(4),
+        given: GIVEN, aux: AUX, own_heads: INT, own_tiles: INT, blocks: INT, batches: INT, heads: INT, tiles: INT, group: INT,
+        scale: FLOAT,
+    ):  # fmt: skip
+        """A tile of dBias, which has `own_heads` heads and `own_tiles` tiles of queries; `batches`, `heads` and `tiles` share
+        it. The weight of a score s is exp2(`scale` s - lse); `group` query heads share a key head."""
+        q, k, v, do, sums = smem.open()
+        rest, number = divmod(cuda.blockIdx.x, blocks)
+        rest, own_tile = divmod(rest, own_tiles)
+        own_batch, own_head = divmod(rest, own_heads)
+        total, n = zeros(S), int32(0)
+        for m in range(batches * heads * tiles):
+            pair, tile = divmod(int32(m), tiles)
+            batch, head = divmod(pair, heads)
+            batch, head, tile = int32(own_batch + batch), int32(own_head + head), int32(own_tile + tile)
+            own = sequences.sequence(batch, given)
+            at = At(batch, head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+            if scores.seen(tile, number, at):
+                w, _, _, _ = scores.weighted(n, tile, number, at, group, (q, k, v, do), (gQ, gK, gV, gDO), gSums, scale)
+                total, n = total + w, int32(n + 1)
+                block.sync()
+        key, warp = int32(KV * number), int32(cuda.threadIdx.x // LANES)
+        if ONE_ROW:
+            found = block.reduce_sum(col_sum(total), sums)
+            if warp == 0:
+                store(gDBias, found, (own_batch, own_head, int32(0), key))
+        else:
+            store(gDBias, total, (own_batch, own_head, int32(ROWS * own_tile + BAND * warp), key), 2, 3)
+
+    return biased, smem

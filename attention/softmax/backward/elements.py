@@ -1,0 +1,108 @@
+"""The gradients of elements of arrays that scores read: ALiBi's slopes, what a score in Python indexes.
+
+Which element a score reads, nobody knows before. So every warp has a row of sums in global memory, one for each element. It
+goes through its share of the tiles of scores; in each it looks up which elements occur, from the least to the greatest, and
+adds up what each gets. `total` then adds the rows. Who takes which tile is fixed, and so are all orders: the same bits every
+time.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import block, col_sum, divmod, load, store, tile_max, tile_min, tile_sum, where, zeros
+from tiles import bf16, fp32, rt, shared
+from tiles.arguments import FLOAT, INT, array
+from tiles.layout import LANES
+from tiles.pipeline import PIECES
+
+from ..scores import Sloped
+from ..variants import At
+from . import again
+
+NOWHERE = 2.0**24  # an element beyond all: indices are of float32
+AT_ONCE = 64  # sums that a warp clears or adds at once
+BYTES = 2**28  # of all rows of sums, at most, where one thread block needs no more
+SHARED_BY = 4  # thread blocks of a multiprocessor that go through tiles, at most
+
+
+@functools.cache
+def make(config: again.Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, GIVEN, AUX, WARPS = config.dtype, config.given, config.aux, config.warps
+    scores, sequences, read = again.again(config), config.sequences, config.read
+    S = scores.tile
+    smem = shared(**again.room(config))
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def elements(
+        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gFound: array(2),
+        given: GIVEN, aux: AUX, first: INT, batches: INT, heads: INT, tiles: INT, blocks: INT, group: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """What tiles with the numbers of this thread block, and so many further each, add to each warp's row of sums, from row
+        `first` on."""
+        q, k, v, do = smem.open()
+        mine = int32(first + WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
+        for element in range(0, gFound.shape[1], AT_ONCE):
+            store(gFound, zeros(rt(16, AT_ONCE, fp32).row_vec), (mine, int32(element)))
+        cuda.syncwarp()
+        n = int32(0)
+        for m in range(cuda.blockIdx.x, batches * heads * tiles * blocks, cuda.gridDim.x):
+            rest, number = divmod(int32(m), blocks)
+            pair, tile = divmod(rest, tiles)
+            batch, head = divmod(pair, heads)
+            own = sequences.sequence(batch, given)
+            at = At(batch, head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+            if scores.seen(tile, number, at):
+                w, i, j, here = scores.weighted(n, tile, number, at, group, (q, k, v, do), (gQ, gK, gV, gDO), gSums, scale)
+                place = zeros(S) + read.place(i, j, here)
+                counts = (place >= 0.0) & (w != 0.0)
+                least, most = tile_min(where(counts, place, NOWHERE)), tile_max(where(counts, place, -1.0))
+                for element in range(int32(least), int32(most) + 1):
+                    found = gFound[mine, element] + tile_sum(where(place == element, w, 0.0))
+                    cuda.syncwarp()  # all of the warp's threads have read it
+                    gFound[mine, element] = found
+                    cuda.syncwarp()
+                n = int32(n + 1)
+                block.sync()
+
+    return elements, smem
+
+
+@dataclass(frozen=True)
+class Total:
+    """Of the kernel that adds rows of sums."""
+
+    @property
+    def threads(self):
+        """Threads of a block."""
+        return LANES
+
+    def __str__(self):
+        return "rows of sums"
+
+    @staticmethod
+    @functools.cache
+    def make(config: "Total"):
+        """(kernel, shared memory)."""
+        X = rt(16, AT_ONCE, fp32)
+
+        @cuda.jit(launch_bounds=(LANES, 1), fastmath=True)
+        def total(gFound: array(2), gOut: array(2)):
+            """The sums of some columns, in a row."""
+            first, found = int32(AT_ONCE * cuda.blockIdx.x), zeros(X)
+            for row in range(0, gFound.shape[0], X.rows):
+                found = found + load(gFound, X, (int32(row), first))
+            store(gOut, col_sum(found), (int32(0), first))
+
+        return total, None
+
+
+def space(arch: str, everything: bool) -> Iterator[again.Config]:
+    """What an architecture is served with: bf16, whole pieces."""
+    for padded, (queries, kv) in again.SHAPES.items():
+        read, others = again.Slope(None, False), 64
+        yield again.Config(padded, padded, bf16, Sloped(True, True), kv, queries, others, PIECES[0], None, read)

@@ -1,0 +1,96 @@
+"""The launches of the gradients of what scores are made of besides q and k: of a bias, of ALiBi's slopes, of arrays that a
+score in Python reads."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tiles.program import Fill
+from tiles.schema import REAL, Problem
+
+from ..asked import AUX
+from ..assembled import Assembled
+from ..derivative import Derivatives
+from ..launches import LOG2_E, Before
+from . import again, bias, elements
+
+GRADIENTS = "dbias", "dalibi", "dsink", *(f"daux{n}" for n in range(AUX))  # besides dq, dk and dv, in this order
+
+
+def read_by(problem: Problem, name: str, found: Derivatives | None) -> Sequence[again.Added]:
+    """What reads the array that this gradient belongs to. ValueError, TypeError: there is none, or it has no gradient."""
+    array = name.removeprefix("d")
+    if array not in problem:
+        raise ValueError(f"{name}: must be None where there is no {array}")
+    form = problem.forms[array]
+    if form.dtype not in REAL:
+        raise TypeError(f"{name}: must be None of an array that holds no real numbers: {array}.dtype={form.dtype!r}")
+    if math.prod(form.shape) >= elements.NOWHERE and array != "bias":
+        raise ValueError(f"{name}: must be None of an array of 2**24 elements or more: {array}.shape={form.shape}")
+    both = None if found is None or found.even else found.bent
+    if array == "bias":
+        return [again.Added(both)]
+    if array == "alibi":
+        return [again.Slope(both, len(form.shape) == 2 and form.shape[0] > 1)]
+    number = int(array.removeprefix("aux"))
+    return [again.Element(both, x.by, x.place) for x in found.reads if x.array == number] if found else []
+
+
+class Learned:
+    """Launches after the main one, which has this configuration. late: where they are put; told: the arrays that their kernels
+    read, and what they are told of the variant."""
+
+    def __init__(self, problem: Problem, made: Assembled, config: Any, late: Before, told: dict[str, Any], processors: int):
+        self.problem, self.made, self.config, self.late = problem, made, config, late
+        self.told, self.processors = told, processors
+        self.queries, self.kv = again.SHAPES[config.head_dim]
+        batch, rows, heads, cols, kv_heads = problem("BSHTG")
+        self.tiles, self.blocks = -(-rows // self.queries), -(-cols // self.kv)
+        self.shape = {"blocks": self.blocks, "group": heads // kv_heads, "scale": made.unit * LOG2_E}
+
+    def kind(self, read: again.Added) -> dict[str, Any]:
+        """What a configuration is made of: again.Config's fields."""
+        main, before = self.config, self.made.before if "score_unit" in self.made.numbers else None
+        dims = {"head_dim": main.head_dim, "value_dim": main.value_dim, "dtype": main.dtype, "kv": self.kv}
+        rows = {"queries": self.queries, "others": main.rows, "piece": self.problem.bytes_at_once()}
+        return dims | rows | {"variant": self.made.variant, "before": before, "read": read, "axes": main.axes}
+
+    def launch(self, name: str, reads: Sequence[again.Added]) -> None:
+        """Those of the gradient of this name, which these are what reads its array."""
+        if name == "dbias":
+            self.of_bias(*reads)
+        else:
+            self.of_elements(name, reads)
+
+    def of_bias(self, read: again.Added) -> None:
+        """The gradient of a bias."""
+        batch, heads, batches, own_heads, rows = self.problem("BHWXY")
+        one_row = rows == 1
+        own_tiles = 1 if one_row else self.tiles
+        shared_by = {"batches": batch // batches, "heads": heads // own_heads, "tiles": self.tiles // own_tiles}
+        own = {"own_heads": own_heads, "own_tiles": own_tiles}
+        grid = batches * own_heads * own_tiles * self.blocks
+        config = bias.Config(**self.kind(read), one_row=one_row)
+        self.late.launch(bias, config, grid, gDBias=self.problem["dbias"], **own, **shared_by, **self.shape, **self.told)
+
+    def of_elements(self, name: str, reads: Sequence[again.Added]) -> None:
+        """The gradient of an array that these read."""
+        batch, heads = self.problem("BH")
+        out, tiles = self.problem[name], batch * heads * self.tiles * self.blocks
+        size, warps = math.prod(out.form.shape), self.queries // again.BAND
+        try:
+            flat = out.reshape(1, size)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if not reads or not size:
+            self.late.steps.append(Fill(out, 0.0))
+            return
+        most = max(1, elements.BYTES // (4 * size * warps * len(reads)))
+        grid = min(tiles, elements.SHARED_BY * self.processors, most)
+        found = self.late.memory((len(reads) * grid * warps, size), "float32")
+        for n, read in enumerate(reads):
+            extents = {"batches": batch, "heads": heads, "tiles": self.tiles, "first": n * grid * warps}
+            self.late.launch(
+                elements, again.Config(**self.kind(read)), grid, gFound=found, **extents, **self.shape, **self.told
+            )
+        self.late.launch(elements.Total, elements.Total(), -(-size // elements.AT_ONCE), gFound=found, gOut=flat)

@@ -1,0 +1,200 @@
+"""attention.backward with masks, scores and blocks of the caller's."""
+
+import itertools
+
+import numpy as np
+import pytest
+from judged import inputs, there
+from places import OnInterpreter
+from test_backward import agree, call
+from test_blocks import block_mask, drawn
+
+import attention
+from attention import reference
+from attention.softmax.backward import backward as module
+from attention.softmax.backward.tiling import Facing
+from attention.softmax.seen import CAUSAL, Left, Masked, Right
+from attention.softmax.tiling import Tiling
+from attention.softmax.variants import Both
+from ops import rsqrt, sigmoid, tanh, where
+
+F32 = np.float32
+DOCS = np.arange(170) // 25
+SCALES, TABLE = np.array([2, 0.3], F32), np.random.default_rng(4).standard_normal((2, 220)).astype(F32)
+FUNCTIONS = {
+    "mask": dict(mask=lambda b, h, i, j: (i // 30 == j // 40) & (i != 50)),
+    "mask of each head and sequence": dict(mask=lambda b, h, i, j: (j + 40 * h) % 70 > 30 * b, causal=True),
+    "documents": dict(mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(DOCS,), window=(None, 20)),
+    "score": dict(score=lambda s, b, h, i, j: where(j <= i, s * 1.5, tanh(s)) - sigmoid(s), window=(60, None)),
+    "scales": dict(score=lambda s, b, h, i, j, scales: s * scales[h], aux=(SCALES,), causal=True, alibi=SCALES),
+    "poles where nobody sees": dict(
+        score=lambda s, b, h, i, j: rsqrt(s * s + (i % 5) * (80 - i)), softcap=3.0, mask=lambda b, h, i, j: i % 5 > 0
+    ),
+    "distances": dict(score=lambda s, b, h, i, j, t: s + t[h, j - i + 80], aux=(TABLE,), sink=SCALES),
+}
+BLOCKS = {
+    "blocks": dict(blocks=block_mask(drawn(2, 2, 3, 4), (30, 50)), mask=lambda b, h, i, j: (i + j) % 2 == 1),
+    "wide blocks": dict(blocks=block_mask(np.array([[[[0, 2], [2, 0], [2, 2]]]]), (32, 128))),
+    "large blocks": dict(
+        blocks=block_mask(np.array([[[[2, 1]], [[1, 2]]]]), 128), mask=lambda b, h, i, j: i % 3 == j % 2, causal=True
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize(("name", "family"), [*zip([*FUNCTIONS, *BLOCKS], itertools.cycle(["sm_90", "sm_80"]))])
+def test_functions_and_blocks(place, name, family):
+    batch = 2 if "sequence" in name or name == "blocks" else 1
+    agree(place, *inputs(batch, 80, 140, 2, 1, 128 if family == "sm_90" else 64), family, **(FUNCTIONS | BLOCKS)[name])
+
+
+def test_lists_that_are_ready(family="sm_80"):
+    """Serve backward, too: what they were made of is listed from the side of the keys."""
+    q, k, v = inputs(1, 40, 70, 2, 1, 64)
+    for options in (FUNCTIONS["documents"], {"blocks": block_mask(drawn(1, 2, 3, 4), (16, 20))}):
+        options = options | {"family": family}
+        out, lse = attention.forward(q, k, v, return_lse=True, **options)
+        ready = options | {"blocks": attention.block_lists(q, k, v, **options)}
+        for x, y in zip(*(attention.backward(out, q, k, v, out, lse, **given) for given in (options, ready)), strict=True):
+            np.testing.assert_allclose(x.astype(F32), y.astype(F32), atol=1e-2)
+        with pytest.raises(ValueError, match="blocks: these lists were made for queries=40, and this call has queries=39"):
+            attention.backward(out[:, :39], q[:, :39], k, v, out[:, :39], lse[..., :39], **ready)
+
+
+def test_tiles_that_see_nothing_are_passed_by(monkeypatch):
+    """Of queries, for the keys of each block: those of lists, and no others."""
+    looked = []
+    keep = module.Before.launch
+
+    def launch(self, kernel, config, grid, **arguments):
+        looked.append(type(kernel).__name__)
+        keep(self, kernel, config, grid, **arguments)
+
+    monkeypatch.setattr(module.Before, "launch", launch)
+    q, k, v = inputs(1, 64, 64, 1, 1, 64)
+    attention.backward(q, q, k, v, q, np.zeros((1, 1, 64), F32), mask=lambda b, h, i, j: j <= i, family="sm_80")
+    assert looked == ["Survey", "Gathering"]
+
+
+VARIANTS = CAUSAL, Right(), Left(), Both(Right(), Left()), Masked(lambda b, h, i, j: j < i)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_tiles_and_blocks_are_the_same_from_both_sides(variant):
+    """So that lists of tiles are made of classes that were found."""
+    from types import SimpleNamespace
+
+    for queries, keys in ((300, 300), (100, 270), (270, 100)):
+        given = SimpleNamespace(left=40, right=30)
+        at = SimpleNamespace(shift=keys - queries, queries=queries, keys=keys, given=given, head=0)
+        tiling, facing = Tiling(64, 32, variant), Facing(64, 32, variant)
+        blocks, tiles = range(-(-keys // 32)), range(-(-queries // 64))
+        asked = [tiling.key_blocks(64 * tile, at) for tile in tiles]
+        for block in blocks:
+            seen = facing.tiles(32 * block, at, 1)
+            for tile in range(seen.first, seen.first + seen.n):
+                assert asked[tile].first <= block < asked[tile].first + asked[tile].n
+
+
+@pytest.mark.parametrize(("options", "what"), [
+    (dict(score=lambda s, b, h, i, j: s if h else -s), "score: has no derivative: <lambda> decides by a value"),
+    (dict(score=lambda s, b, h, i, j, t: s + t[(s > 0) * 1], aux=(SCALES,)), "reads an array where s says"),
+    (dict(mask=lambda b, h, i, j: j), "mask: must give truth values"),
+    (dict(aux=SCALES), "aux: must be a tuple of arrays"),
+    (dict(mask=3), "mask: must be a Python function"),
+])  # fmt: skip
+def test_what_is_refused_before_any_launch(options, what):
+    with pytest.raises(TypeError, match=what):
+        call(**options)
+
+
+# ---- what scores read besides q and k --------------------------------------------------------------------------------
+def normal(*shape):
+    return np.random.default_rng(5).standard_normal(shape).astype(F32)
+
+
+def relative(s, b, h, i, j, table, buckets, scales):
+    return s * scales[h] + tanh(s) * table[h, buckets[j - i + 80]] + 0.1 * table[b, 3]
+
+
+LEARNED = {
+    "a bias": dict(bias=normal(1, 2, 40, 70)),
+    "a bias of each sequence, for all heads and queries": dict(
+        bias=normal(2, 1, 1, 70), causal=True, score=lambda s, b, h, i, j: s * tanh(s)
+    ),
+    "slopes": dict(alibi=np.array([0.2, 0.05], F32), causal=True),
+    "slopes of each sequence": dict(
+        alibi=normal(2, 2), softcap=2.0, score=lambda s, b, h, i, j: s * sigmoid(s), window=(20, None)
+    ),
+    "tables and scales": dict(score=relative, aux=(normal(2, 10), np.arange(160) // 16, SCALES), softcap=3.0, sink=SCALES),
+    "positions, masked": dict(
+        score=lambda s, b, h, i, j, t, d: s + t[j % 7, i], mask=lambda b, h, i, j, t, d: d[i] == d[j], aux=(normal(7, 40), DOCS)
+    ),
+}  # fmt: skip
+
+
+def judge(options, dout, q, k, v, out, lse, got, place):
+    """What is learned, by the output as it was rounded: a few sums of many errors have no error worth comparing with."""
+    asked = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
+    wanted = reference.backward(dout, q, k, v, by=place.get(out), **options, **asked)
+    for n, (x, y) in enumerate(zip(map(place.get, got), wanted, strict=True)):
+        assert x.shape == y.shape
+        np.testing.assert_allclose(x.astype(F32), y, atol=(2e-2 if n < 3 else 4e-3) * np.abs(y).max())
+
+
+@pytest.mark.parametrize(("name", "family"), [*zip(LEARNED, itertools.cycle(["sm_90", "sm_80"]))])
+def test_what_scores_are_made_of(place, name, family):
+    options = LEARNED[name]
+    batch = 2 if "sequence" in name or "tables" in name else 1
+    q, k, v = inputs(batch, 40, 70, 2, 1, 64)
+    dout = inputs(batch, 40, 70, 2, 1, 64)[0]
+    put, given = [place.put(x) for x in (dout, q, k, v)], there(place, options | {"family": family})
+    out, lse = attention.forward(*put[1:], return_lse=True, **given)
+    asked = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
+    got, again = (attention.backward(*put, out, lse, **given, **asked) for _ in range(2))
+    judge(options, dout, q, k, v, out, lse, got, place)
+    for x, y in zip(got[3:], again[3:], strict=True):
+        assert (place.get(x) == place.get(y)).all()  # the same bits
+
+
+def test_as_compiled(as_compiled):
+    """In the emulator."""
+    q, k, v = inputs(1, 10, 12, 1, 1, 64)
+    score = lambda s, b, h, i, j, t: tanh(s) + s * t[h, (j - i + 16) // 4]
+    options = dict(score=score, aux=(normal(1, 8),))
+    out, lse = attention.forward(q, k, v, return_lse=True, **options)
+    as_compiled("sm_80")
+    got = attention.backward(q, q, k, v, out, lse, family="sm_80", daux=True, **options)
+    judge(options, q, q, k, v, out, lse, got, OnInterpreter())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torch_tensors_that_require_grad(device):
+    """Of all that scores are made of: what backward gives, through autograd and under torch.compile."""
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x.astype(F32)).to(device).bfloat16().requires_grad_() for x in inputs(1, 20, 24, 2, 1, 64))
+    arrays = normal(1, 2, 1, 24), SCALES, normal(2, 10)
+    bias, alibi, table = (torch.from_numpy(x).to(device).requires_grad_() for x in arrays)
+    buckets, sink = torch.arange(160, device=device) // 16, torch.tensor([0.5, 1.0], device=device, requires_grad=True)
+    learned = q, k, v, sink, alibi, bias, table
+    score = lambda s, b, h, i, j, table, buckets: s + tanh(s) * table[h, buckets[j - i + 80]]
+    options = dict(mask=lambda b, h, i, j, *aux: j < i + 9, score=score, softcap=9.0)
+
+    def loss(q, k, v, sink, alibi, bias, table):
+        out = attention.forward(q, k, v, sink=sink, alibi=alibi, bias=bias.bfloat16(), aux=(table, buckets), **options)
+        return out.float().square().sum()
+
+    got = torch.autograd.grad(loss(*learned), learned)
+    with torch.no_grad():
+        given = options | dict(sink=sink, alibi=alibi, bias=bias.bfloat16(), aux=(table, buckets))
+        out, lse = attention.forward(q, k, v, return_lse=True, **given)
+        asked = dict(dbias=True, dalibi=True, daux=True)
+        dq, dk, dv, dbias, dalibi, dsink, daux = attention.backward(
+            (2 * out.float()).bfloat16(), q, k, v, out, lse, **given, **asked
+        )
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for one in (got, torch.autograd.grad(compiled(*learned), learned)):
+        for x, y in zip(one, (dq, dk, dv, dsink, dalibi, dbias, daux), strict=True):
+            torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-6, check_dtype=False)
+    (only,) = torch.autograd.grad(loss(*[x.detach() for x in learned[:-1]], table), table)
+    torch.testing.assert_close(only, daux, rtol=2**-8, atol=2**-8)
