@@ -126,6 +126,7 @@ ORDERED = {
     "causal": dict(causal=True),
     "window": dict(window=(70, 20)),
     "window, left": dict(window=(100, None), softcap=2.0),
+    "mask": dict(mask=lambda b, h, i, j: (j <= i) & (j // 70 != 1)),
 }
 
 
@@ -158,6 +159,18 @@ DROPPED = {
 def test_dropout(place, case, head_dim, family):
     """The same weights as in forward; sums of dO O, which are of those that are left, are subtracted from all."""
     agree(place, *inputs(1, 90, 140, 2, 1, head_dim), family, **DROPPED[case])
+
+
+def test_what_is_learned_under_dropout(place):
+    """A bias and slopes: the weights that count are those that are left."""
+    (q, k, v), dout = inputs(1, 40, 70, 2, 1, 64), draw((1, 40, 2, 64), BF16)
+    options = dict(bias=draw((1, 2, 1, 70), F32, 3), alibi=np.array([0.5, 0.1], F32), dropout=0.4, seed=11)
+    put, given = [place.put(x) for x in (dout, q, k, v)], there(place, options)
+    out, lse = attention.forward(*put[1:], return_lse=True, **given)
+    *_, dbias, dalibi = attention.backward(*put, out, lse, **given, dbias=True, dalibi=True)
+    *_, bias, alibi = reference.backward(dout, q, k, v, **options, dbias=True, dalibi=True, by=place.get(out))
+    for got, want in ((dbias, bias), (dalibi, alibi)):
+        assert np.abs(place.get(got) - want).max() < 0.02 * np.abs(want).max() + 1e-3
 
 
 @pytest.mark.gpu
@@ -208,6 +221,7 @@ PACKED = {
     "causal, sink": dict(causal=True, sink=np.array([1.5, -2], F32)),
     "window, alibi of each sequence": dict(window=(20, 5), alibi=draw((4, 2), F32, 1) ** 2),
     "bias of each sequence": dict(bias=draw((4, 1, 1, 170), F32, 3), softcap=2.0),
+    "mask, score": dict(mask=lambda b, h, i, j: (j <= i) | (b == 3), score=lambda s, b, h, i, j: s * 0.5 + s * s * 0.1),
 }
 
 
@@ -379,6 +393,12 @@ def call(**other):
         (dict(accumulate=True), TypeError, "dq: "),
         (dict(accumulate=True, **{n: np.zeros((1, 8, 2, 64), BF16) for n in NAMES[:3]}), TypeError, "dq: dtype must be one of"),
         (dict(dropout=0.1), ValueError, "seed: must be given"),
+        (dict(accumulate=True, dalibi=True), NotImplementedError, "accumulate: is not served with .*dalibi"),
+        (
+            dict(lengths_k=np.full(1, 8, np.int32), alibi=np.ones(2, F32), dalibi=True),
+            NotImplementedError,
+            "dalibi: of packed sequences, and with lengths_k",
+        ),
         (dict(cu_seqlens_k=np.zeros(2, np.int32)), ValueError, "cu_seqlens_k: takes cu_seqlens, too"),
         (dict(family="sm_70"), ValueError, "family: must be None or one of"),
         (dict(lse=np.zeros((1, 1, 8), F32)), ValueError, "lse: heads must equal dout's"),
@@ -469,7 +489,7 @@ def test_autograd_is_deterministic_where_torch_is(monkeypatch):
     from attention.softmax import autograd
 
     (q, *_), asked, real = torch_inputs(1, 8, 1, 64), [], autograd.gradients
-    monkeypatch.setattr(autograd, "gradients", lambda *args: asked.append(args[-1].get("deterministic")) or real(*args))
+    monkeypatch.setattr(autograd, "gradients", lambda *args: asked.append(args[4].get("deterministic")) or real(*args))
     for on, of_call in ((False, False), (True, False), (False, True)):
         torch.use_deterministic_algorithms(on)
         try:
