@@ -139,10 +139,12 @@ def test_deterministic(place, case, head_dim, family):
 
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_blocks_add_in_order(family, monkeypatch):
-    """In whatever order they come: a block waits for those before it."""
+    """In whatever order they come: a block waits for those before it. Without order none minds what another does."""
     forwards, q_k_v = interpreter.clusters, inputs(1, 20, 160, 1, 1, 64)
     monkeypatch.setattr(interpreter, "clusters", lambda *args: [*forwards(*args)][::-1])
     agree(OnInterpreter(), *q_k_v, family)
+    ends, ends_k = np.array([0, 9, 20], np.int32), np.array([0, 70, 160], np.int32)
+    agree(OnInterpreter(), *q_k_v, family, cu_seqlens=ends, cu_seqlens_k=ends_k)
     with pytest.raises(Hazard, match="(?s)deadlock: .*blocks that come later in the grid may not be waited for"):
         agree(OnInterpreter(), *q_k_v, family, deterministic=True)
 
