@@ -1,6 +1,7 @@
 """torch tensors that require grad: attention.forward as a torch.autograd.Function, outside the op, whose backward pass is
 attention.backward. Imported where there are such tensors, and so torch already."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,21 +16,12 @@ ELEMENTS = 8  # 16 bytes of a tile's elements, which TMA moves
 class Attention(torch.autograd.Function):
     """Softmax attention, (out, lse). names: of the tensors (gradient.py); `options`: what forward and backward both take."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(names, options, *tensors):
+    def forward(ctx, names, options, *tensors):
         """Without gradients."""
-        from .forward import forward
-
-        return forward(**grouped(dict(zip(names, tensors))), return_lse=True, **options)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        """What the backward pass needs."""
-        ctx.names, ctx.options, *tensors = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*tensors, *output)
+        made = _forward(names, options, *tensors)
+        _keep(ctx, names, options, tensors, made)
+        return made
 
     @staticmethod
     def backward(ctx, dout, _):
@@ -39,8 +31,34 @@ class Attention(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         with torch.no_grad():
             wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[2:]) if needs]
-            made = gradients(_adjacent(dout), dict(zip(ctx.names, tensors)), out, lse, ctx.options, wanted)
+            options = {**ctx.options, **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {})}
+            made = gradients(_adjacent(dout), dict(zip(ctx.names, tensors)), out, lse, options, wanted)
         return None, None, *[made.get(name) for name in ctx.names]
+
+
+class Transformed(Attention):
+    """The same, as torch.func wants it; torch then takes 40 us more to call it."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda names, options, *tensors: _forward(names, options, *tensors))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """What the backward pass needs."""
+        names, options, *tensors = inputs
+        _keep(ctx, names, options, tensors, output)
+
+
+def _forward(names: tuple[str, ...], options: dict[str, Any], *tensors: Any) -> tuple[Any, Any]:
+    from .forward import forward
+
+    return forward(**grouped(dict(zip(names, tensors))), return_lse=True, **options)
+
+
+def _keep(ctx: Any, names: tuple[str, ...], options: dict[str, Any], tensors: Sequence[Any], made: tuple[Any, Any]) -> None:
+    ctx.names, ctx.options = names, options
+    ctx.mark_non_differentiable(made[1])
+    ctx.save_for_backward(*tensors, *made)
 
 
 def _again() -> bool:
@@ -63,7 +81,8 @@ def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
     if torch.is_autocast_enabled(kind):
         to = torch.get_autocast_dtype(kind)
         arrays |= {name: arrays[name].to(to) for name in "qkv" if arrays[name].dtype is torch.float32}
-    return Attention.apply(tuple(arrays), options, *arrays.values())
+    way = Attention if torch._C._functorch.peek_interpreter_stack() is None else Transformed
+    return way.apply(tuple(arrays), options, *arrays.values())
 
 
 def _adjacent(x: Any) -> Any:
