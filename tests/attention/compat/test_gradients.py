@@ -29,7 +29,7 @@ def loud(s, b, h, i, j):
     return s * LOUD[h]
 
 
-# name: (ours, of (B, S, H, D); what becomes of the scores (B, H, Sq, Sk) before the softmax; the option of forward that it takes)
+# name: (ours, of (B, S, H, D); what becomes of scores (B, H, Sq, Sk) before the softmax; the option of forward that it takes)
 CASES = {
     "flash_attn": (flash_attn.flash_attn_func, lambda s: s, "causal"),
     "flash_attn, packed arrays": (
