@@ -184,8 +184,8 @@ class Total:
 def space(arch: str, everything: bool) -> Iterator[Rows | Columns | Total]:
     """What norms are differentiated with: of any GPU alike."""
     for of in (bf16, fp16) if everything else (bf16,):
-        for norm, head_dim in itertools.product((Rms(), Layer()), SHAPES):
-            yield Rows(norm, head_dim, of, True)
+        for norm, head_dim, aligned in itertools.product((Rms(), Layer()), SHAPES, (True, False) if everything else (True,)):
+            yield Rows(norm, head_dim, of, aligned)
         yield from (Columns(of, bias) for bias in (False, True))
     yield Total()
 
