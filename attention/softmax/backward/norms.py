@@ -237,8 +237,8 @@ def _differentiating(x: str, axes: str) -> Program:
         {x}_norm       D|{axes[2]}D  real
         {x}_norm_bias  D|{axes[2]}D  real     optional
         d{x}           {axes}          tile     made
-        dweights       {x}_norm        float32  made
-        dbias          {x}_norm_bias   float32  made  layer
+        dweights       ={x}_norm       float32  made
+        dbias          ={x}_norm_bias  float32  made  layer
         """,
     )
 
