@@ -10,10 +10,10 @@ def register_torch_ops() -> None:
     from .recurrent.linear import _linear
     from .recurrent.mamba2 import _mamba2
     from .recurrent.step import _linear_step
-    from .softmax.backward.backward import _backward
+    from .softmax.backward.backward import _backward, _backward_into, _backward_into_sinks
     from .softmax.backward.norms import DIFFERENTIATE, NORMALISE
     from .softmax.forward import _forward, _variant
 
-    norms = *NORMALISE.values(), *DIFFERENTIATE.values()
-    for program in _backward, _based, _delta_rule, _forward, _hedgehog, _linear, _linear_step, _mamba2, _variant, *norms:
+    backward = _backward, _backward_into, _backward_into_sinks, *NORMALISE.values(), *DIFFERENTIATE.values()
+    for program in *backward, _based, _delta_rule, _forward, _hedgehog, _linear, _linear_step, _mamba2, _variant:
         program.op()

@@ -43,12 +43,13 @@ from .for_attention.triangular_inverse import inverse_unit_lower
 from .matmul.mma import mma_AB, mma_ABt, mma_AtB, mma_AtBt
 from .memory import gather as _gather  # arrays take vectors of indices  # noqa: F401
 from .memory.async_copy import commit_group, copy_async, wait_group
+from .memory.counts import count_up, wait_count
 from .memory.global_elements import truncate
 from .memory.held import add_held, load_held
 from .memory.load_store import load, store
 from .memory.shared_vectors import last_element, load_row
 from .memory.tma import prefetch
-from .memory.tma_by_warp import store_wait, tma_add
+from .memory.tma_by_warp import store_wait, stores_done, tma_add
 from .memory.unordered import load_unordered, store_unordered
 from .reductions.reduce import (
     col_max,
@@ -77,15 +78,16 @@ from .shape.transpose import swap_layout, transpose, turned
 
 __all__ = [
     "abs", "add_held", "bernoulli", "block", "causal", "cluster", "col_index", "col_max", "col_min", "col_prod", "col_sum",
-    "columns", "commit_group", "complex", "copy_async", "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2",
-    "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grid", "hstack", "inverse_unit_lower",
-    "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "load", "load_held", "load_row",
-    "load_unordered", "log", "log2", "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB", "mma_ABt", "mma_AtB",
-    "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch", "rasterize",
-    "raw", "reciprocal", "relu", "rescale", "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows",
-    "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "store", "store_unordered", "store_wait", "subtile", "swap_layout",
-    "tanh", "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "tma_add", "transpose",
-    "tril", "triu", "truncate", "turned", "upper_fill", "vstack", "wait_group", "warpgroup", "where", "zeros",
+    "columns", "commit_group", "complex", "copy_async", "count_up", "cumsum", "cumsum_columns", "divmod", "equal", "exp",
+    "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grid", "hstack",
+    "inverse_unit_lower", "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "load",
+    "load_held", "load_row", "load_unordered", "log", "log2", "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB",
+    "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty",
+    "prefetch", "rasterize", "raw", "reciprocal", "relu", "rescale", "right_fill", "row_index", "row_max", "row_min",
+    "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "store", "store_unordered", "store_wait",
+    "stores_done", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod",
+    "tile_sum", "tma_add", "transpose", "tril", "triu", "truncate", "turned", "upper_fill", "vstack", "wait_count",
+    "wait_group", "warpgroup", "where", "zeros",
 ]  # fmt: skip
 
 _refuse_others()

@@ -41,6 +41,7 @@ DATA = 4  # the slot of an array's address
 WORD = 2**64 - 1
 INT, LONG, FLOAT = types.int32, types.int64, types.float32  # what kernels declare their numbers as
 ENDS = types.Array(types.int32, 1, "A")  # cu_seqlens
+TURNS = types.Array(types.int32, 2, "A")  # how many have had their turn at a tile, of a pair of head and batch
 
 
 def array(rank: int, of: dtype = fp32) -> types.Array:

@@ -130,6 +130,11 @@ def tma_store_wait(b, newer=0):
     b.do(f"cp.async.bulk.wait_group.read {newer};")
 
 
+def tma_store_done(b):
+    """Until all of this thread's bulk stores are done: what they wrote is visible to it."""
+    b.do("cp.async.bulk.wait_group 0;")
+
+
 def tma_prefetch(b, gl, source, at):
     """Start bringing the tile at `at` to the L2 cache."""
     box = _box(b, gl, at)
@@ -146,6 +151,23 @@ def prefetch_map(b, source):
 def add_global(b, address, x):
     """Add an fp32 register to 4 bytes of global memory, atomically (sm_80 and later); nobody waits for it."""
     b.do("red.relaxed.gpu.global.add.f32 [$0], $1;", address, x)
+
+
+def count_global(b, address):
+    """Add 1 to 4 bytes of global memory, atomically, once what this thread knows to be written is visible to the whole GPU."""
+    b.do("red.release.gpu.global.add.u32 [$0], 1;", address)
+
+
+def wait_global(b, address, n):
+    """Until 4 bytes of global memory hold n or more; what was written before they did is then visible, to TMA, too."""
+    b.do(
+        "{\n.reg .pred done;\n.reg .s32 found;\nagain${:uid}:\nld.acquire.gpu.global.s32 found, [$0];\n"
+        "setp.ge.s32 done, found, $1;\n@done bra end${:uid};\nnanosleep.u32 20;\nbra again${:uid};\nend${:uid}:\n}",
+        address,
+        n,
+    )
+    with b.if_then(b.since(90)):
+        b.do("fence.proxy.async.global;")
 
 
 # ---- ordering ------------------------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
     torch.ops.tiles.forward(q, k, v, causal, scale, return_lse, family, layout)     of attention.forward's Program
 
 A Program's Schema and the annotations of its planner's options say all that an op is made of: its signature, its fake, what a
-vmapped axis is folded into, what autocast casts. Results that the options ask for are new tensors, one, or a list where the
-Schema has several; what is `updated` is written in place and said to be. There is no gradient: a tensor that requires grad is
-refused, not detached.
+vmapped axis is folded into, what autocast casts. Results that the options ask for are new tensors, none, one, or a list where
+the Schema has several; what is `updated` is written in place and said to be. There is no gradient: a tensor that requires grad
+is refused, not detached.
 
 A call on plain tensors passes all of this by (`traced` costs it 0.4 us). An op is registered when the first call needs it, and
 torch is never imported here.
@@ -130,7 +130,8 @@ class _Op:
         self.torch = torch = sys.modules["torch"]
         self.program, self.schema, name = program, program.schema, program.schema.name
         self.rows = [row for row in self.schema.arguments.values() if not row.result]
-        self.several = sum(row.result for row in self.schema.arguments.values()) > 1
+        self.results = sum(row.result for row in self.schema.arguments.values())
+        self.several = self.results > 1
         self.counts = any(row.axes == FREE for row in self.rows)
         self.updated = [place for place, row in enumerate(self.rows) if row.written]
         places = {row.name: place for place, row in enumerate(self.rows)}
@@ -157,7 +158,8 @@ class _Op:
             for row in self.rows
         ]
         options = [f"{TYPES[kind]} {name}" for name, kind in _options(self.program.planner).items()]
-        return f"({', '.join([*tensors, *options, 'str layout'])}) -> {'Tensor[]' if self.several else 'Tensor'}"
+        made = "Tensor[]" if self.several else "Tensor" if self.results else "()"
+        return f"({', '.join([*tensors, *options, 'str layout'])}) -> {made}"
 
     def parts(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any], str]:
         """(tensors, one for each row that is no result; options by name; layout)"""
@@ -177,7 +179,7 @@ class _Op:
         rows = [self.schema.arguments[name] for name in self.schema.results(options)]
         dtypes = [first.dtype if row.holds == "tile" else getattr(self.torch, row.dtypes[0]) for row in rows]
         made = [first.new_empty(shapes[row.name], dtype=dtype) for row, dtype in zip(rows, dtypes)]
-        return made if self.several else made[0]
+        return made if self.several else made[0] if made else None
 
     def without_gradient(self, keys: Any, *args: Any) -> Any:
         """Where autograd would write down what is done. If nothing but memory comes after it the call is made from here, for
@@ -220,9 +222,13 @@ class _Op:
         no_batch = self.counts or any(x is not None and y is None for x, y in zip(tensors, folded))
         if no_batch or any(x is not None and row.axes == ("E",) for row, x in zip(self.rows, tensors)):  # ends of sequences
             each = [self.op(*[x if d is None else x[n] for x, d in zip(moved, dims)], *rest) for n in range(count)]
+            if not self.results:
+                return None, None
             made = [self.torch.stack(of) for of in zip(*each)] if self.several else self.torch.stack(each)
         else:
             found = self.op(*folded, *rest)
+            if not self.results:
+                return None, None
             made = [_unfold(x, count) for x in found] if self.several else _unfold(found, count)
         return made, [0] * len(made) if self.several else 0
 

@@ -8,7 +8,8 @@
 | dropout_p                              | dropout; the seed is drawn, see `asked.seeded`                         |
 | qkv (.., 3, H, D), kv (.., 2, H, D)    | views of them as q, k, v                                               |
 | q (total, H, D), cu_seqlens_q, .._k    | q (1, total, H, D), cu_seqlens, cu_seqlens_k                           |
-| max_seqlen_q, .._k, deterministic      | not needed: always deterministic                                       |
+| deterministic                          | the same, of gradients                                                 |
+| max_seqlen_q, .._k                     | not needed                                                             |
 | return_attn_probs=True                 | return_lse=True: (out, lse, None), lse (B, H, Sq) or (H, total)        |
 
 Where a row sees no key its lse is -inf here, and inf there.
@@ -40,7 +41,7 @@ def flash_attn_func(
 ) -> Any:
     """out, or with return_attn_probs=True (out, lse, None). q, out: (B, Sq, H, D); k, v: (B, Sk, Hk, D)."""
     refuse_probabilities(return_attn_probs, dropout_p)
-    options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes) | seeded(dropout_p, q)
+    options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | seeded(dropout_p, q)
     return with_probabilities(attend(q, k, v, return_attn_probs, **options), return_attn_probs)
 
 
@@ -116,7 +117,7 @@ def flash_attn_varlen_func(
     """flash_attn_func of packed sequences. q, out: (total_q, H, D); k, v: (total_k, Hk, D); lse: (H, total_q)."""
     refuse("block_table", block_table is not None, "gather the pages of k and v into (total_k, Hk, D)")
     refuse_probabilities(return_attn_probs, dropout_p)
-    options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes) | seeded(dropout_p, q)
+    options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | seeded(dropout_p, q)
     found = attend_packed(q, k, v, return_attn_probs, cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
     return with_probabilities(found, return_attn_probs)
 
@@ -182,12 +183,18 @@ def flash_attn_varlen_qkvpacked_func(
 
 # ---- what FlashAttention-2 and -3 share ----------------------------------------------------------------------------
 def scores(
-    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float, alibi_slopes: Any = None
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     """forward's options of the same meaning; a negative end of a window is an open one."""
     left, right = (None if end is None or end < 0 else end for end in window_size)
     window = None if left is right is None else (left, right)
-    return asked(scale=softmax_scale, causal=causal or None, window=window, softcap=softcap or None, alibi=alibi_slopes)
+    options = asked(scale=softmax_scale, causal=causal or None, window=window, softcap=softcap or None, alibi=alibi_slopes)
+    return options | asked(deterministic=deterministic or None)
 
 
 def attend(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:

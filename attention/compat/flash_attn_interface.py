@@ -40,7 +40,7 @@ def flash_attn_func(
 ) -> Any:
     """out, or with return_attn_probs=True (out, lse). q, out: (B, Sq, H, D); k, v: (B, Sk, Hk, D)."""
     _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
-    return attend(q, k, v, return_attn_probs, **scores(softmax_scale, causal, window_size, softcap))
+    return attend(q, k, v, return_attn_probs, **scores(softmax_scale, causal, window_size, softcap, None, deterministic))
 
 
 def flash_attn_qkvpacked_func(
@@ -65,7 +65,7 @@ def flash_attn_qkvpacked_func(
     else:
         keys_end = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:keys_end], qkv[:, :, keys_end:]
-    return attend(q, k, v, return_attn_probs, **scores(softmax_scale, causal, window_size, softcap))
+    return attend(q, k, v, return_attn_probs, **scores(softmax_scale, causal, window_size, softcap, None, deterministic))
 
 
 def flash_attn_varlen_func(
@@ -96,7 +96,7 @@ def flash_attn_varlen_func(
     """flash_attn_func of packed sequences. q, out: (total_q, H, D); k, v: (total_k, Hk, D); lse: (H, total_q)."""
     refuse("seqused_q", seqused_q is not None, "all queries of cu_seqlens_q are answered: leave the unused ones out of q")
     _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
-    options = scores(softmax_scale, causal, window_size, softcap) | asked(lengths_k=seqused_k)
+    options = scores(softmax_scale, causal, window_size, softcap, None, deterministic) | asked(lengths_k=seqused_k)
     return attend_packed(q, k, v, return_attn_probs, cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
 
 

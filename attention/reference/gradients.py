@@ -16,9 +16,11 @@ With norms of q and k, y = n weights + bias of a row x, n = (x - mean) / deviati
 
     dn = dy weights    dx = (dn - mean(dn) - n mean(dn n)) / deviation    dweights = sum dy n    dbias = sum dy
 
+With dropout a term of dv, and dout[i] . v[j] in dS, is multiplied by 1 / (1 - dropout) or by 0, as in softmax.py.
 A key head's gradients are the sums of those of the query heads that share it, dsink[h] is one of all batches.
 """
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,8 @@ from .scores import Variant
 def backward(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, ...]:
     """(dq, dk, dv), then dbias and dalibi if dbias=True and dalibi=True ask for them, dsink with a sink, and with daux=True the
     gradient of each array of aux that is not of integers; in float64, in the caller's layout. Arrays as `forward` takes them;
-    options: causal, window, softcap, alibi, bias, mask, score, aux, blocks, sink, scale, layout. by: the output to go by
+    options: causal, window, softcap, alibi, bias, mask, score, aux, blocks, sink, cu_seqlens, cu_seqlens_k, lengths_k,
+    dropout and seed or keep, scale, layout. by: the output to go by
     instead of the exact one."""
     dout, q, k, v = map(host, (dout, q, k, v))
     return _through_norms(dout, q, k, v, np.float64, np.float64, **options)
@@ -75,59 +78,52 @@ def _of_norm(x, norm, dy, eps, real):
 
 
 def _backward(
-    dout,
-    q,
-    k,
-    v,
-    real,
-    rounded,
-    *,
-    scale=None,
-    layout="bshd",
-    sink=None,
-    dbias=False,
-    dalibi=False,
-    daux=False,
-    by=None,
-    **of_scores,
-):
+    dout, q, k, v, real, rounded, *, scale=None, layout="bshd", sink=None, cu_seqlens=None, cu_seqlens_k=None, lengths_k=None,
+    dropout=0.0, seed=None, keep=None, dbias=False, dalibi=False, daux=False, by=None, **of_scores,
+):  # fmt: skip
     """The formulas in dtype `real`, with out, P, dS and the gradients rounded to dtype `rounded`."""
-    formula = softmax.forward if real is np.float64 else softmax.forward_low
-    out, lse = formula(q, k, v, scale=scale, layout=layout, sink=sink, **of_scores)
+    formula, lie = softmax.forward if real is np.float64 else softmax.forward_low, (cu_seqlens, cu_seqlens_k, lengths_k)
+    ends = dict(zip(("cu_seqlens", "cu_seqlens_k", "lengths_k"), lie))
+    of_weights = {"sink": sink, "dropout": dropout, "seed": seed, "keep": keep}
+    out, lse = formula(q, k, v, scale=scale, layout=layout, **of_weights, **ends, **of_scores)
     out = out if by is None else host(by)
     axes = np.argsort(ORDER[layout])
     dout, q, k, v, out = (x.transpose(axes).astype(real) for x in (dout, q, k, v, out))
-    variant, (batch, rows, heads, head_dim), cols = Variant(**of_scores).of(real), q.shape, k.shape[1]
+    variant, (*_, heads, head_dim) = Variant(**of_scores).of(real), q.shape
+    kept = softmax.kept_of(dropout, seed, keep)
     scale = real(head_dim**-0.5 if scale is None else scale)
-    i, j = np.arange(rows)[:, None], np.arange(cols)[None]
     dq, dk, dv = (np.zeros(x.shape, real) for x in (q, k, v))
     dsink = np.zeros(heads, real)
     of_bias, of_alibi = (None if x is None else np.zeros(x.shape, real) for x in (variant.bias, variant.alibi))
     of_aux = {n: np.zeros(x.shape, real) for n, x in enumerate(variant.aux) if daux and x.dtype.kind not in "biu"}
-    for b, h in np.ndindex(batch, heads):
-        g = h * k.shape[2] // heads
-        x, at = q[b, :, h] @ k[b, :, g].T * scale, (b, h, i, j, cols - rows)
+    for (b, place, queries, keys), h in itertools.product(softmax.sequences_of(q.shape, k.shape, *lie), range(heads)):
+        g, mine = h * k.shape[2] // heads, (place, queries, h)
+        its = place, keys, g
+        i, j = np.arange(queries.stop - queries.start)[:, None], np.arange(keys.stop - keys.start)[None]
+        x, at = q[mine] @ k[its].T * scale, (b, h, i, j, j.size - i.size)
         s = variant.scores(x, *at)
-        top = np.where(np.isfinite(lse[b, h]), lse[b, h], 0)[:, None]  # a row without keys is all exp(-inf) = 0
+        of_rows = lse[place, h, queries]
+        top = np.where(np.isfinite(of_rows), of_rows, 0)[:, None]  # a row without keys is all exp(-inf) = 0
         p = np.exp(s - top)
-        delta = (dout[b, :, h] * out[b, :, h]).sum(1, keepdims=True)
-        of_score = p * (dout[b, :, h] @ v[b, :, g].T - delta)
+        left = real(1) if kept is None else np.where(kept(b, h, i, j), 1 / real(1 - dropout), 0)
+        delta = (dout[mine] * out[mine]).sum(1, keepdims=True)
+        of_score = p * (left * (dout[mine] @ v[its].T) - delta)
         ds = of_score * variant.slope(x, *at).astype(real)
         if dbias:
             one = b if of_bias.shape[0] > 1 else 0, h if of_bias.shape[1] > 1 else 0
             of_bias[one] += ds if of_bias.shape[2] > 1 else ds.sum(0, keepdims=True)
         if dalibi:
-            of_alibi[(b, h) if of_alibi.ndim == 2 else h] -= (ds * np.abs(i + cols - rows - j)).sum()
+            of_alibi[(b, h) if of_alibi.ndim == 2 else h] -= (ds * np.abs(i + at[-1] - j)).sum()
         for n, found in of_aux.items():
-            for place in np.ndindex(found.shape):
-                found[place] += (of_score * variant.slope_of(n, place, x, *at)).sum()
+            for one in np.ndindex(found.shape):
+                found[one] += (of_score * variant.slope_of(n, one, x, *at)).sum()
         bend = 1 if variant.softcap is None else 1 - np.tanh(x / real(variant.softcap)) ** 2
         ds = (bend * ds).astype(rounded).astype(real)
-        dq[b, :, h] = scale * (ds @ k[b, :, g])
-        dk[b, :, g] += scale * (ds.T @ q[b, :, h])
+        dq[mine] = scale * (ds @ k[its])
+        dk[its] += scale * (ds.T @ q[mine])
         if sink is not None:
             dsink[h] -= (np.exp(real(host(sink)[h]) - top) * delta).sum()
-        dv[b, :, g] += p.astype(rounded).astype(real).T @ dout[b, :, h]
+        dv[its] += (left * p.astype(rounded).astype(real)).T @ dout[mine]
     dq, dk, dv = (x.astype(rounded).transpose(axes) for x in (dq, dk, dv))
     asked = of_bias if dbias else None, of_alibi if dalibi else None, None if sink is None else dsink
     return dq, dk, dv, *[x for x in asked if x is not None], *of_aux.values()

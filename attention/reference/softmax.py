@@ -13,6 +13,7 @@ packed ones (cu_seqlens) count from their own start, b being the sequence's numb
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -85,12 +86,10 @@ def _forward(
     batch, seqlen_q, heads_q, head_dim = q.shape
     scale = real(head_dim**-0.5 if scale is None else scale)
     sink = np.full(heads_q, -np.inf, real) if sink is None else host(sink).astype(real)
-    if seed is not None and keep is None:
-        keep = partial(dropout_mask, seed if isinstance(seed, int) else int(host(seed)[0]), dropout)
-    kept = keep if keep is None or callable(keep) else lambda b, h, i, j: host(keep)[b, h][i, j]
+    kept = kept_of(dropout, seed, keep)
     out = np.zeros((batch, seqlen_q, heads_q, v.shape[-1]), rounded)
     lse = np.full((batch, heads_q, seqlen_q), -np.inf, real)
-    for b, place, queries, keys in _sequences(q.shape, k.shape, cu_seqlens, cu_seqlens_k, lengths_k):
+    for b, place, queries, keys in sequences_of(q.shape, k.shape, cu_seqlens, cu_seqlens_k, lengths_k):
         first, count = queries.start, queries.stop - queries.start
         for h, start in np.ndindex(heads_q, -(-count // ROWS)):
             i, j = np.arange(count)[start * ROWS : start * ROWS + ROWS, None], np.arange(keys.stop - keys.start)[None]
@@ -110,7 +109,16 @@ def _forward(
     return out.transpose(axes), lse
 
 
-def _sequences(q_shape, k_shape, cu_seqlens, cu_seqlens_k, lengths_k):
+def kept_of(dropout: float, seed: Any, keep: Any) -> Callable[..., np.ndarray] | None:
+    """kept(b, h, i, j), true where P is; None: everywhere."""
+    if seed is not None and keep is None:
+        keep = partial(dropout_mask, seed if isinstance(seed, int) else int(host(seed)[0]), dropout)
+    return keep if keep is None or callable(keep) else lambda b, h, i, j: host(keep)[b, h][i, j]
+
+
+def sequences_of(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], cu_seqlens: Any, cu_seqlens_k: Any, lengths_k: Any
+) -> list[tuple[int, int, slice, slice]]:
     """(b, its place in the batch, its queries, its keys) of every sequence, the latter two as slices."""
     if cu_seqlens is None:
         found = [(b, b, slice(0, q_shape[1]), slice(0, k_shape[1])) for b in range(q_shape[0])]

@@ -4,7 +4,7 @@ from typing import Any
 
 from numpy import int64
 
-from ops import bernoulli, where
+from ops import abs, bernoulli, maximum, where
 from tiles import fp32, inlined, rt
 from tiles.arguments import ENDS, FLOAT, INT, LONG
 
@@ -32,9 +32,29 @@ class Dropped(Variant):
     @inlined
     def drop(self, p, at, key):
         """See Variant."""
+        return where(self.drawn(p, at, key), 0.0, p)
+
+    @inlined
+    def drawn(self, p, at, key):
+        """1 for those that are dropped, else 0."""
         low, high = at.kept
-        shape = rt(p.rows, p.cols, fp32)
-        return where(bernoulli(shape, at.given.dropped, low, high, at.batch, at.head, at.row, key), 0.0, p)
+        shape = rt(p.rows, p.cols, fp32, p.layout)
+        return bernoulli(shape, at.given.dropped, low, high, at.batch, at.head, at.row, key)
+
+    @inlined
+    def marked(self, p, at, key):
+        """See Variant."""
+        return where(self.drawn(p, at, key), -p, p)
+
+    @inlined
+    def left(self, p):
+        """See Variant."""
+        return maximum(p, 0.0)
+
+    @inlined
+    def slope(self, p, dp, delta, at):
+        """See Variant. Of a weight that is dropped dp is nothing."""
+        return abs(p) * (where(p > 0.0, dp * at.given.per_kept, 0.0) - delta)
 
     @inlined
     def output(self, o, at):

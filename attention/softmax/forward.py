@@ -94,6 +94,7 @@ def forward(
     dropout: float = 0.0,
     seed: Any = None,
     scale: float | None = None,
+    deterministic: bool = False,
     layout: str = "bshd",
     out: Any = None,
     return_lse: bool = False,
@@ -139,6 +140,9 @@ def forward(
     attention.dropout_mask says it. seed: an integer from 0 to 2^63, or an array of one (int64), whose value may change while
     a graph that holds the call stays. Neither costs anything to change.
 
+    deterministic: torch's gradients of this call are the same bits every time, as they are under
+    torch.use_deterministic_algorithms: see backward. What forward itself gives always is.
+
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
     default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, and
     multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default the first where it can run.
@@ -150,6 +154,8 @@ def forward(
     and others in host memory run in the interpreter, slowly and under supervision. ValueError or TypeError, before
     anything is launched, names the argument and prints the values."""
     common = number("scale", scale), flag("return_lse", return_lse), family
+    if flag("deterministic", deterministic) and tracing(q):
+        raise NotImplementedError("deterministic: of JAX's gradients there is no fixed order yet; attention.backward has it")
     learned = (
         q,
         k,
@@ -170,6 +176,7 @@ def forward(
         told |= {"softcap": softcap, "alibi": alibi, "sink": sink, "bias": bias, "score": score}
         told |= {} if q_norm is k_norm is None else {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
         told |= {"dropout": dropout, "seed": seed} if dropout else {}
+        told |= {"deterministic": True} if deterministic else {}
         made = differentiable(told)
         if made is not None:
             return made if return_lse else made[0]
@@ -244,11 +251,8 @@ def _variant(
     more: list[tuple[Variant, dict[str, float | Number]]] = []
     if norm := norm_of(problem, "q_norm"):
         more.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
-    if "seed" in problem and problem("O") != (1,):
-        raise problem.error("seed", "must have one element", "seed")
     if dropout is not None:
-        number = {} if seed_value is None else {"seed": seed_value}
-        more.append((DroppedAnew() if seed_value is None else Dropped(), numbers_of(dropout) | number))
+        more.append(dropped(problem, dropout, seed_value))
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
     listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, BAND, ready_for)
     if listing and listing.blocked:
@@ -269,6 +273,15 @@ def _variant(
 
 
 _block_lists = program(LISTS)(_variant.planner)
+
+
+def dropped(problem: Problem, dropout: float, seed: Number | None) -> tuple[Dropped, dict[str, float | Number]]:
+    """The variant that drops weights, and its numbers. seed: None if it lies in memory. ValueError."""
+    if "seed" in problem and problem("O") != (1,):
+        raise problem.error("seed", "must have one element", "seed")
+    if seed is None:
+        return DroppedAnew(), {**numbers_of(dropout)}
+    return Dropped(), {**numbers_of(dropout), "seed": seed}
 
 
 def functions_of(

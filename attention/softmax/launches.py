@@ -114,7 +114,7 @@ def planned(
         if "sink" in problem and not empty:
             raise problem.error("k", "must have at least one key where there is a sink", "k")
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
-    lie, where = _sequences(problem)
+    lie, where = sequences_of(problem)
     tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
     variant, axes = made.variant, tuple(len(x.form.shape) for x in aux)
     config: hopper.Config | ampere.Config
@@ -208,7 +208,7 @@ def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
     return found
 
 
-def _sequences(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
+def sequences_of(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
     """How a problem's sequences lie, and what its kernels are told of that; ValueError."""
     q_len, kv_len = problem("ST")
     if "cu_seqlens_k" in problem and "cu_seqlens" not in problem:

@@ -19,6 +19,19 @@ class Sequence(NamedTuple):
     keys: Any
 
 
+@inlined
+def _sequence_of(block, ends, rows):
+    """The sequence in which a block of so many rows lies: see Packed."""
+    low, high = int32(0), int32(ends.shape[0] - 1)
+    while high - low > 1:
+        middle = int32((low + high) // 2)
+        if ends[middle] // rows + middle <= block:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 @static
 class Batched:
     """Each in a batch of its own, all of one length. Of kernels whose tiles have `rows` query rows."""
@@ -31,6 +44,7 @@ class Batched:
         return {"q_len": INT, "kv_len": INT}
 
     apart = True  # does what lies behind a sequence's end belong to nobody?
+    packed = False  # does one lie behind the other, so that tiles of rows begin anywhere?
 
     @inlined
     def find(self, block, pair, heads, given):
@@ -49,9 +63,35 @@ class Batched:
         return Sequence(batch, int32(0), given.q_len, int32(0), given.kv_len)
 
     @inlined
+    def find_keys(self, block, pair, heads, rows, given):
+        """The same as `find` of a block of so many keys."""
+        batch, head = divmod(pair, heads)
+        return block, batch, head
+
+    @inlined
+    def has_keys(self, key, batch, given):
+        """Has the sequence a key of that number, used or not?"""
+        return True
+
+    @inlined
+    def first_tile(self, batch, given):
+        """Where the sequence's tiles of queries begin among all of a batch's, each sequence having whole ones."""
+        return int32(0)
+
+    @inlined
+    def begins(self, first, tile, rows):
+        """Where a tile of so many rows begins, of a sequence whose `first` row is given, as TMA counts."""
+        return tile
+
+    @inlined
+    def last_key(self, batch, given):
+        """Where the sequence's keys end, used or not, of one behind which another one's follow."""
+        return int32(0)
+
+    @inlined
     def clear(self, values, left, groups):
-        """Zero the rows of a shared tile of values that belong to others, all but `left`: a weight of 0 does not make up for a
-        NaN. The work of the block's first `groups` warpgroups together."""
+        """Zero the rows of a shared tile that belong to others, all but `left`: a weight of 0 does not make up for a NaN. The
+        work of the block's first `groups` warpgroups together."""
         if not self.apart and left < values.rows:
             warpgroup.zero_rows(values, left, groups)
 
@@ -76,7 +116,7 @@ class Packed(Batched):
     """One behind the other in one batch: sequence n has queries given.ends[n] to given.ends[n + 1], and such keys.
 
     Its blocks of queries begin at block number ends[n] // rows + n, which leaves room for all of them, and which a search by
-    halves finds."""
+    halves finds; those of keys likewise."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -84,18 +124,19 @@ class Packed(Batched):
         return {"ends": ENDS, "ends_k": ENDS}
 
     apart = False
+    packed = True
 
     @inlined
     def find(self, block, pair, heads, given):
         """See Batched."""
-        low, high = int32(0), int32(given.ends.shape[0] - 1)
-        while high - low > 1:
-            middle = int32((low + high) // 2)
-            if given.ends[middle] // self.rows + middle <= block:
-                low = middle
-            else:
-                high = middle
+        low = _sequence_of(block, given.ends, self.rows)
         return int32(block - given.ends[low] // self.rows - low), low, pair
+
+    @inlined
+    def find_keys(self, block, pair, heads, rows, given):
+        """See Batched."""
+        low = _sequence_of(block, given.ends_k, rows)
+        return int32(block - given.ends_k[low] // rows - low), low, pair
 
     @inlined
     def has(self, block, batch, given):
@@ -107,6 +148,26 @@ class Packed(Batched):
         """See Batched."""
         query, key = int32(given.ends[batch]), int32(given.ends_k[batch])
         return Sequence(int32(0), query, int32(given.ends[batch + 1] - query), key, int32(given.ends_k[batch + 1] - key))
+
+    @inlined
+    def has_keys(self, key, batch, given):
+        """See Batched."""
+        return key < given.ends_k[batch + 1] - given.ends_k[batch]
+
+    @inlined
+    def first_tile(self, batch, given):
+        """See Batched."""
+        return int32(given.ends[batch] // self.rows + batch)
+
+    @inlined
+    def begins(self, first, tile, rows):
+        """See Batched."""
+        return first + rows * tile
+
+    @inlined
+    def last_key(self, batch, given):
+        """See Batched."""
+        return int32(given.ends_k[batch + 1])
 
 
 class PackedInUse(Packed):

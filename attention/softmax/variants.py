@@ -140,6 +140,21 @@ class Variant:
         return o
 
     @inlined
+    def marked(self, p, at, key):
+        """A tile of weights, whose first key is `key`, where those that are dropped have a sign: for gradients."""
+        return p
+
+    @inlined
+    def left(self, p):
+        """What is left of marked weights."""
+        return p
+
+    @inlined
+    def slope(self, p, dp, delta, at):
+        """The gradient of scores by that of weights, dp; p: marked weights, delta: the sum of each row's dp p."""
+        return p * (dp - delta)
+
+    @inlined
     def lowest(self, at):
         """Where the maximum of scores starts."""
         return LOWEST
@@ -250,6 +265,25 @@ class Both(Variant):
     def output(self, o, at):
         """See Variant."""
         return self.other.output(self.one.output(o, at), at)
+
+    @inlined
+    def marked(self, p, at, key):
+        """See Variant."""
+        p = self.one.marked(p, at._replace(kept=at.kept[0]), key)
+        return self.other.marked(p, at._replace(kept=at.kept[1]), key)
+
+    @inlined
+    def left(self, p):
+        """See Variant."""
+        return self.other.left(self.one.left(p))
+
+    @inlined
+    def slope(self, p, dp, delta, at):
+        """See Variant. Only one of them marks weights."""
+        if self.one.draws:
+            return self.one.slope(p, dp, delta, at)
+        else:
+            return self.other.slope(p, dp, delta, at)
 
     @inlined
     def lowest(self, at):

@@ -57,8 +57,11 @@ def _groups(x):
     ]
 
 
-def _halves(b, x, y, which):
-    return b.asm(i32, f"prmt.b32 $0, $1, $2, {which};", "=r,r,r", x, y, effect=False)
+def halves_of(b, x, y, which):
+    """A half of x and one of y, in one register: LOW or HIGH ones, or as a register says."""
+    if isinstance(which, int):
+        return b.asm(i32, f"prmt.b32 $0, $1, $2, {which};", "=r,r,r", x, y, effect=False)
+    return b.asm(i32, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", x, y, which, effect=False)
 
 
 def _narrowed(b, x, out, elements):
@@ -66,7 +69,7 @@ def _narrowed(b, x, out, elements):
     for pairs in _groups(x):
         four = [b.quad(out.dtype, *(elements[k + i] for k in pairs[start::2] for i in (0, 1))) for start in (0, 1)]
         left, right = gather(b, *four)
-        words.append([_halves(b, left, right, which) for which in (LOW, HIGH)])
+        words.append([halves_of(b, left, right, which) for which in (LOW, HIGH)])
     return [words[k + row][side] for k in range(0, len(words), 2) for side in (0, 1) for row in (0, 1)]
 
 
@@ -74,7 +77,7 @@ def _widened(b, x, out, registers):
     order, mixed = [], []
     for k, pairs in enumerate(_groups(x)):
         words = [registers[k // 2 * 4 + 2 * side + k % 2] for side in (0, 1)]
-        mixed += spread(b, *(_halves(b, *words, which) for which in (LOW, HIGH)))
+        mixed += spread(b, *(halves_of(b, *words, which) for which in (LOW, HIGH)))
         order += [pair + i for start in (0, 1) for pair in pairs[start::2] for i in (0, 1)]
     elements = dict(zip(order, b.elements(x, b.pack(mixed)), strict=True))
     return b.unpack(b.from_elements(out, [elements[k] for k in range(len(elements))]))

@@ -3,21 +3,24 @@
 import numpy as np
 from llvmlite import ir
 
+from tiles import ptx
 from tiles.builder import f32, i32, i64
 from tiles.dtypes import fp32
 from tiles.interpreter import here
+from tiles.layout import QUAD
 from tiles.op import integer, lowers, op
 from tiles.philox import HALF, MULTIPLIERS, ROUNDS, STEPS, TILE, WORD, halves
 from tiles.types import rt
 
+from .convert import HIGH, LOW, halves_of
 from .create import lane_first
 
 
 @op
 def bernoulli(shape, share, low, high, batch, head, row, col):
-    """A tile of type `shape` of independent draws: 1 with probability share / 65536, else 0. A draw follows from its place,
-    element (0, 0) being at (batch, head, row, col), row and col multiples of 16, and from a seed of 64 bits, low and high half:
-    it is the same in whatever tile, and in NumPy (tiles.philox.halves below share). share: from 0 to 65535."""
+    """A tile of type `shape`, of either layout, of independent draws: 1 with probability share / 65536, else 0. A draw follows
+    from its place, element (0, 0) being at (batch, head, row, col), row and col multiples of 16, and from a seed of 64 bits,
+    low and high half: it is the same in whatever tile, and in NumPy (tiles.philox.halves below share). share: 0 to 65535."""
     if row % TILE or col % TILE:
         raise here().hazard(f"bernoulli: row and col must be multiples of {TILE}: {row=}, {col=}")
     rows, cols = (np.arange(n, dtype=np.int64) for n in shape.shape)
@@ -40,21 +43,37 @@ def philox4x32(b, counter, keys):
     return x, y, z, w
 
 
+def _exchanged(b, odd, words):
+    """For a lane of a column layout, which has one column of two neighbours and both of two neighbouring rows, what row layout
+    gives a lane the other way round: (of even rows, of odd ones) a word for each 8 columns, the lower half of which is for the
+    first 8 rows and the upper one for the next. odd: is the lane's column? If so `words` are those of the odd row, else of the
+    even one; the lane of the neighbouring column has the others."""
+    is_odd = b.icmp_unsigned("!=", odd, b.u32(0))
+    here, there = (b.select(is_odd, b.u32(x), b.u32(y)) for x, y in ((HIGH, LOW), (LOW, HIGH)))
+    mine = [halves_of(b, *words[n : n + 2], here) for n in (0, 2)]
+    its = [ptx.shuffle_xor(b, halves_of(b, *words[n : n + 2], there), QUAD) for n in (0, 2)]
+    even = [b.select(is_odd, y, x) for x, y in zip(mine, its)]
+    return even, [b.select(is_odd, x, y) for x, y in zip(mine, its)]
+
+
 @lowers(bernoulli)
 def _(shape: type, share, low, high, batch, head, row, col):
     given = share, low, high, batch, head, row, col
-    if not (isinstance(shape, rt) and shape.layout == "row" and shape.dtype is fp32):
-        raise TypeError(
-            f"bernoulli: shape must be an fp32 register tile type in row layout, such as rt(16, 64, fp32), got {shape}"
-        )
+    if not (isinstance(shape, rt) and shape.dtype is fp32):
+        raise TypeError(f"bernoulli: shape must be an fp32 register tile type, such as rt(16, 64, fp32), got {shape}")
     if not all(map(integer, given)):
         raise TypeError(f"bernoulli: takes integers, got {', '.join(map(str, given))}")
+
+    by_rows = shape.layout == "row"
 
     def lower(b, _, *values):
         share, low, high, batch, head, row, col = map(b.u32, values)
         keys = [[b.add(k, b.u32(n * step & WORD)) for k, step in zip((low, high), STEPS)] for n in range(ROUNDS)]
         first = b.add(b.lshr(row, b.u32(1)), lane_first(b, shape, 0))  # of each 16 rows 8 counters, of 16 columns 4
         across = b.add(b.lshr(col, b.u32(2)), b.lshr(lane_first(b, shape, 1), b.u32(1)))
+        odd = b.and_(lane_first(b, shape, 1), b.u32(1))
+        if not by_rows:
+            first = b.add(first, odd)
         bound = b.shl(share, b.u32(16))
         words: dict = {}
         out = []
@@ -63,9 +82,13 @@ def _(shape: type, share, low, high, batch, head, row, col):
             place = i // TILE, j // TILE
             if place not in words:
                 counter = b.add(first, b.u32(place[0] * HALF)), b.add(across, b.u32(place[1] * HALF // 2)), head, batch
-                words[place] = philox4x32(b, counter, keys)
-            word = words[place][i % TILE // HALF + j % TILE // HALF * 2]
-            draw = word if j % 2 else b.shl(word, b.u32(16))  # what is below the half in question decides nothing
+                found = philox4x32(b, counter, keys)
+                words[place] = found if by_rows else _exchanged(b, odd, found)
+            if by_rows:
+                word, upper = words[place][i % TILE // HALF + j % TILE // HALF * 2], j % 2
+            else:
+                word, upper = words[place][i % 2][j % TILE // HALF], i % TILE // HALF
+            draw = word if upper else b.shl(word, b.u32(16))  # what is below the half in question decides nothing
             out.append(b.select(b.icmp_unsigned("<", draw, bound), ir.Constant(f32, 1.0), ir.Constant(f32, 0.0)))
         return b.from_elements(shape, out)
 

@@ -14,6 +14,7 @@ from tiles import ptx
 from tiles.builder import f32, i64
 from tiles.dtypes import fp32
 from tiles.interpreter import Touched, here, note
+from tiles.interpreter.accesses import READ
 from tiles.layout import LANES
 from tiles.op import integer, lowers, op
 from tiles.plumbing import SCALARS, void
@@ -45,6 +46,7 @@ def add_held(target, value, at):
     """Add an fp32 tile in registers to what lies in a global array from index `at` on, as the lanes hold it: each element
     atomically, and nobody waits for it. target: C-ordered, of fp32; a tile takes as many elements as it has."""
     line = _line(target, value.spec, at)
+    here().touches(target, READ)  # too: two blocks that add to one place must not do so at once
     line[_places(value.spec)] += value.array
     note(Touched, line, True)
 

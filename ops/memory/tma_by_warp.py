@@ -15,6 +15,8 @@ from tiles.dtypes import bf16, fp16, fp32
 from tiles.interpreter import here
 from tiles.layout import LANES
 from tiles.op import lowers, op
+from tiles.plumbing import void
+from tiles.ring import elected
 
 from .tma import rule, wait_rule
 
@@ -33,5 +35,23 @@ def store_wait(newer=0):
     here().wait_stores(newer)
 
 
+@op
+def stores_done():
+    """Until all bulk stores that this warp started are done: what they wrote is there, and this warp may say so (`count_up`).
+    `store_wait` waits for less."""
+    warp = here()
+    warp.wait_stores()
+    warp.stored = warp.stores
+
+
 lowers(tma_add)(rule("tma_add", "add", (fp32, fp16, bf16), ptx.reads_done, LANES))
 lowers(store_wait)(wait_rule(LANES))
+
+
+@lowers(stores_done)
+def _():
+    def emit(b):
+        with b.if_then(elected(b, LANES)):
+            ptx.tma_store_done(b)
+
+    return void, emit

@@ -233,6 +233,16 @@ def _(match, w, at):
     """Grids run one after the other here."""
 
 
-@means(r"prefetch\.tensormap|prefetch\..*|cp\.async\.bulk\.prefetch\.tensor\..*|nanosleep\.u32|pragma")
+@means(r"nanosleep\.u32")
+def _(_, w, at):
+    """Who sleeps asks for something in global memory again and again: it would find the same until somebody writes there."""
+    memory = w.block.cluster.memory
+    before = memory.writes
+    w.until(
+        lambda: memory.writes > before, lambda: "something to be written to global memory, by blocks before this one or its own"
+    )
+
+
+@means(r"prefetch\.tensormap|prefetch\..*|cp\.async\.bulk\.prefetch\.tensor\..*|pragma")
 def _(_, w, at):
     """Changes nothing that a kernel could see."""

@@ -24,6 +24,7 @@ class Global:
     """The arrays of a launch: loads and stores anywhere else are refused. spans: [(first byte, end)]."""
 
     def __init__(self, spans):
+        self.writes = 0  # by ordinary stores
         self.spans = [(low, np.ctypeslib.as_array((ctypes.c_uint8 * (end - low)).from_address(low))) for low, end in spans]
 
     def _bytes(self, warp, addresses, size):
@@ -46,6 +47,7 @@ class Global:
         """Store (n, size) bytes."""
         memory, at = self._bytes(warp, addresses, values.shape[1])
         memory[at] = values
+        self.writes += 1
 
     def box(self, first, last):
         """The array in which all these bytes lie, and its first address; IndexError: there is none."""

@@ -103,7 +103,7 @@ def _raw(kind):
     return kind if kind.kind in "iu" else np.dtype(f"u{kind.itemsize}")
 
 
-@means(rf"ld(\.global|\.local|\.shared(?:::cta|::cluster)?)?{ORDER}{KINDS}")
+@means(rf"ld{ORDER}(\.global|\.local|\.shared(?:::cta|::cluster)?)?{ORDER}{KINDS}")
 def _(match, w, at):
     space, vector, name = match.groups()
     targets, source = _targets(at.operands[0]), at.operands[1]
@@ -132,7 +132,7 @@ def _(match, w, at):
         w.block.cluster.memory.store(w, where[w.mask], values)
 
 
-@means(rf"red{ORDER}\.global{ORDER}\.add\.(f32)")
+@means(rf"red{ORDER}\.global{ORDER}\.add\.(f32|u32)")
 def _(match, w, at):
     kind, memory = TYPES[match[1]], w.block.cluster.memory
     for place, x in zip(address(w, at.operands[0])[w.mask][:, None], operand(at.operands[1], kind)(w)[w.mask]):

@@ -29,6 +29,7 @@ class Warp(greenlet):
         self.registers = block.entry_registers
         self.mmas, self.stores, self.sent, self.released, self.collectives = 0, 0, [], {}, 0
         self.met, self.waited, self.met_at = 0, 0, None  # arrivals on the cluster's barrier, waits, where it last arrived
+        self.stored = 0  # bulk stores that are known to be done, not only to have read
         self.steps, self.in_op = None, False  # what it has done, if it keeps a record: see record.py
         self.copies, self.groups, self.filled = [], [], {}  # copies of the open group, groups, tile of a pipeline -> its group
 

@@ -176,7 +176,8 @@ class Again:
         if variant.by_rows:
             lse = lse + variant.below(s, at, key) * scale
         p = exp2(self.tiling.mask(s, at, key) * scale - lse)
-        ds = p * (dp - load(sums, self.tile.col_vec, (at.batch, at.head, int32(place + self.others))))
+        delta = load(sums, self.tile.col_vec, (at.batch, at.head, int32(place + self.others)))
+        ds = variant.slope(variant.marked(p, at, key), dp, delta, at)
         i, j = row_index(self.tile.col_vec) + row, col_index(self.tile.row_vec) + key
         if self.before is None:
             return where(p > 0.0, ds * self.read.by(x, i, j, at), 0.0), i, j, at

@@ -17,9 +17,9 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import add_held, block, divmod, exp2, load, mma_AB, mma_ABt, store, subtile, turned, zeros
+from ops import add_held, block, divmod, exp2, load, mma_AB, mma_ABt, store, subtile, truncate, turned, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st
-from tiles.arguments import FLOAT, INT, array
+from tiles.arguments import FLOAT, INT, Record, array, record
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
@@ -27,19 +27,39 @@ from ..kind import Kind
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
 from .lists import facing
+from .order import UNORDERED, Ordered, Unordered
 from .parts import BAND, PANEL, Held
+from .results import Added, Written
 from .tiling import Facing
 
 
 @dataclass(frozen=True)
 class Config(Kind):
     """A kernel's shape: query rows of a tile; how many warps share the columns of the same 16 keys; blocks that a
-    multiprocessor is to hold. piece: the bytes that bases and strides are multiples of."""
+    multiprocessor is to hold. piece: the bytes that bases and strides are multiples of. ordered: see order.py. adds: see
+    results.py."""
 
     queries: int
     share: int
     resident: int
     piece: int = 16
+    ordered: bool = False
+    adds: bool = False
+
+    @property
+    def order(self) -> Unordered:
+        """In which order blocks add to dQ."""
+        return Ordered(self.warps, False) if self.ordered else UNORDERED
+
+    @property
+    def result(self) -> Written:
+        """What becomes of gradients."""
+        return Added(fp32) if self.adds else Written(self.dtype)
+
+    @property
+    def given(self) -> Record:
+        """What the kernel is told of the variant, of sequences, of lists and of the order."""
+        return record(**super().given.fields, **self.order.given)
 
     @property
     def rows(self) -> int:
@@ -59,7 +79,7 @@ class Config(Kind):
     @property
     def tiling(self) -> Facing:
         """Which queries see a block of keys."""
-        return facing(self.by_list)(self.rows, self.kv, self.variant)
+        return facing(self.by_list)(self.rows, self.kv, self.variant, self.lie.apart)
 
     @property
     def parts(self) -> Held:
@@ -67,7 +87,7 @@ class Config(Kind):
         return Held(self.rows, self.kv, self.head_dim, self.dtype, self.piece)
 
     def __str__(self):
-        return super().__str__() + f", by {self.piece} bytes" * (self.piece != 16)
+        return super().__str__() + f", by {self.piece} bytes" * (self.piece != 16) + str(self.order) + " adds" * self.adds
 
 
 SHAPES = {64: (64, 64, 1, 2), 128: (64, 64, 2, 1), 256: (32, 32, 2, 1)}  # padded head_dim: (kv, queries, share, resident)
@@ -95,6 +115,7 @@ def make(config: Config):
     KV, ROWS, SHARE, WARPS, PIECE = config.kv, config.rows, config.share, config.warps, config.piece
     GIVEN, AUX, INPUT, BY_ROWS, BENDS = config.given, config.aux, config.dtype, config.variant.by_rows, config.variant.bends
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
+    order, result, OUT = config.order, config.result, config.result.dtype
     PANELS, BANDS, TILES = config.head_dim // PANEL, KV // BAND, ROWS // BAND
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
     DK, DV, S, PART = rt(BAND, K_COLS, fp32), rt(BAND, V_COLS, fp32), rt(ROWS, BAND, fp32, "col"), rt(BAND, PANEL, fp32)
@@ -119,12 +140,12 @@ def make(config: Config):
             lse = lse + variant.below(s, at, key) * scale
         if cut:
             s = tiling.mask(s, at, key)
-        return exp2(s * scale - lse), bend
+        return variant.marked(exp2(s * scale - lse), at, key), bend
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gSum: array(3),
-        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once,
@@ -132,48 +153,62 @@ def make(config: Config):
         before the variant made something of it, it was `unit` Q K^T."""
         k, v, q, do, ds = smem.open()
         number, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
-        batch, kv_head = divmod(pair, heads)
+        number, batch, kv_head = sequences.find_keys(number, pair, heads, KV, given)
         own, key, warp = sequences.sequence(batch, given), int32(KV * number), int32(cuda.threadIdx.x // LANES)
+        if not sequences.has_keys(key, batch, given):
+            return
+        if not sequences.apart:  # what lies behind the ends is another's
+            gK, gV = truncate(gK, 1, own.key + own.keys), truncate(gV, 1, own.key + own.keys)
+        if sequences.packed:
+            end, end_k = own.query + own.queries, sequences.last_key(batch, given)
+            gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
         mine, share = divmod(warp, SHARE)
         at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
         every = tiling.tiles(key, at, group)
-        first, tiles = int32(ROWS * tiling.tile(every, 0, key, at, group)), int32(group * every.n)
-        k.fill(0, gK, (own.batch, key, kv_head, 0), 1, 3, 1, PIECE)
-        v.fill(0, gV, (own.batch, key, kv_head, 0), 1, 3, 1, PIECE)
+        first = int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, 0), key, at, group))
+        tiles = int32(group * every.n)
+        above = sequences.first_tile(batch, given)
+        k.fill(0, gK, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
+        v.fill(0, gV, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
         q.fill(0, gQ, (own.batch, first, group * kv_head, 0), 1, 3, tiles, PIECE)
         do.fill(0, gDO, (own.batch, first, group * kv_head, 0), 1, 3, tiles, PIECE)
         every_key = k.wait(0, 3)
         keys, values, dk, dv = subtile(every_key, BAND, mine), subtile(v.wait(0, 2), BAND, mine), zeros(DK), zeros(DV)
         for j in range(tiles):
             h, i = divmod(j, every.n)
-            head, tile = int32(group * kv_head + h), tiling.tile(every, i, key, at, group)
+            nth = order.nth(every.n, i)
+            head, tile = int32(group * kv_head + h), tiling.tile(every, nth, key, at, group)
             stands = at._replace(head=head, row=int32(ROWS * tile))
-            here, place = stands._replace(kept=variant.keep(stands)), (own.batch, head, int32(2 * ROWS * tile))
+            here, to = stands._replace(kept=variant.keep(stands)), int32(above + tile)
+            place = own.batch, head, int32(2 * ROWS * to)
             queries = q.wait(j, 1)
             s = turned(mma_ABt(zeros(SCORES), keys, queries))
-            p, bend = weights(s, here, int32(key + BAND * mine), gSums, place, scale, tiling.cut(every, i))
+            p, bend = weights(s, here, int32(key + BAND * mine), gSums, place, scale, tiling.cut(every, nth))
             dout = do.wait(j, 0)
-            dv = mma_AB(dv, INPUT(turned(p)), subtile(dout, ROWS, 0, V_COLS, share))
+            dv = mma_AB(dv, INPUT(turned(variant.left(p))), subtile(dout, ROWS, 0, V_COLS, share))
             dp = turned(mma_ABt(zeros(SCORES), values, dout))
-            slope = p * (dp - load(gSums, S.col_vec, (own.batch, head, int32(2 * ROWS * tile + ROWS)), -2, -1, True)) * bend
-            slope = INPUT(slope)
+            delta = load(gSums, S.col_vec, (own.batch, head, int32(2 * ROWS * to + ROWS)), -2, -1, True)
+            slope = INPUT(variant.slope(p, dp, delta, here) * bend)
             if share == 0:
                 store(subtile(ds, ROWS, mine), slope)
             dk = mma_AB(dk, turned(slope), subtile(queries, ROWS, 0, K_COLS, share))
             block.sync()
             last = i + 1 == every.n  # of the head's tiles
-            row = first if last else int32(ROWS * tiling.tile(every, i + 1, key, at, group))
+            row = first if last else int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, i + 1), key, at, group))
             later = own.batch, row, int32(head + 1) if last else head, 0
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
+            of = int32(group * pair + h)
+            order.take(given, of, to, tiling.before(number, tile, at))
             for n in range(warp, parts.count, WARPS):
                 down, right = divmod(int32(n), PANELS)
                 part = zeros(PART)
                 for m in range(BANDS):
                     part = mma_AB(part, subtile(ds, BAND, TILES * m + down), subtile(every_key, BAND, m, PANEL, right))
-                add_held(gSum, part, parts.place(int32(group * pair + h), tile, int32(n)))
+                add_held(gSum, part, parts.place(of, to, int32(n)))
+            order.give(given, of, to)
         row = own.key + key + BAND * mine
-        store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * share), 1, 3, PIECE)
-        store(gDV, INPUT(dv), (own.batch, row, kv_head, V_COLS * share), 1, 3, PIECE)
+        result.store(gDK, dk * unit, (own.batch, row, kv_head, K_COLS * share), PIECE)
+        result.store(gDV, variant.output(dv, at), (own.batch, row, kv_head, V_COLS * share), PIECE)
 
     return attend, smem

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from tiles.arrays import Operand
+from tiles.arrays import Number, Operand
 from tiles.device import machine
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, program
@@ -12,23 +12,23 @@ from tiles.schema import REAL, Problem, Schema
 
 from ...families import choose
 from ...options import flag, number
-from ..asked import blocks_of, eight, ends_of, positive
+from ..asked import blocks_of, eight, ends_of, positive, random_of
 from ..assembled import Assembled, assembled
 from ..derivative import derivatives
-from ..forward import check_extents, functions_of, listing_of, scale_of
+from ..forward import check_extents, dropped, functions_of, listing_of, scale_of
 from ..gradient import ONCE
-from ..launches import DTYPES, LOG2_E, Before, made_for, spread, variant_arrays
+from ..launches import DTYPES, LOG2_E, Before, made_for, sequences_of, spread, variant_arrays
 from ..python import named
 from ..ready import Listing, check
 from ..scores import ScoredBack
+from ..sequences import Batched
 from . import ampere, finish, hopper, norms, prepare, sinks
 from .again import Added
 from .learned import GRADIENTS, Learned, read_by
 from .lists import FACING, listed
 
-BACKWARD = Schema(
-    "backward",
-    """
+SHARING, IN_LINE = 6, 16  # multiprocessors that work on one pair at a time, where later queries see more keys, and in order
+GIVEN = """
     dout BSHV  tile
     q    BSHD  tile
     k    BTGD  tile
@@ -38,6 +38,10 @@ BACKWARD = Schema(
     alibi  H|UH  float32  optional
     sink   H     float32  optional
     bias   WXYT  real     optional
+    cu_seqlens    E  ends         optional
+    cu_seqlens_k  E  key_ends     optional
+    lengths_k     N  key_lengths  optional
+    seed   O     index   optional
     kv_num_blocks       IJP   index  optional
     kv_indices          IJPQ  index  optional
     full_kv_num_blocks  IJP   index  optional
@@ -51,6 +55,8 @@ BACKWARD = Schema(
     aux5   *     any      optional
     aux6   *     any      optional
     aux7   *     any      optional
+"""
+MADE = """
     dq   BSHD  tile  made
     dk   BTGD  tile  made
     dv   BTGV  tile  made
@@ -65,8 +71,14 @@ BACKWARD = Schema(
     daux5  =aux5  float32  made  also:daux5
     daux6  =aux6  float32  made  also:daux6
     daux7  =aux7  float32  made  also:daux7
-    """,
-)
+"""
+ADDED = """
+    dq   BSHD  float32  updated
+    dk   BTGD  float32  updated
+    dv   BTGV  float32  updated
+"""
+BACKWARD, INTO = Schema("backward", GIVEN.rstrip() + MADE), Schema("backward_into", GIVEN.rstrip() + ADDED)
+INTO_SINKS = Schema("backward_into_sinks", GIVEN.rstrip() + ADDED.rstrip() + "\n    dsink  H   float32  updated\n")
 
 
 def backward(
@@ -87,11 +99,17 @@ def backward(
     score: Callable | None = None,
     aux: Sequence[Any] = (),
     blocks: Any = None,
+    cu_seqlens: Any = None,
+    cu_seqlens_k: Any = None,
+    lengths_k: Any = None,
+    dropout: float = 0.0,
+    seed: Any = None,
     q_norm: Any = None,
     k_norm: Any = None,
     norm_eps: float = 1e-6,
     scale: float | None = None,
     deterministic: bool = False,
+    accumulate: bool = False,
     layout: str = "bshd",
     dq: Any = None,
     dk: Any = None,
@@ -108,20 +126,25 @@ def backward(
         P = exp(scale q k^T - lse)    dv = P^T dout
         dS = P (dout v^T - rowsum(dout out))    dq = scale dS k    dk = scale dS^T q
 
-    dout: as out. q, k, v, causal, window, softcap, alibi, sink, bias, mask, score, aux, blocks, scale, layout: what forward
-    was called with; dS is then that of q k^T, before all these. out, lse: what it gave, with return_lse=True. Heads that share
-    a key head are summed. What sees nothing has gradients of 0. dq, dk, dv, dsink: written in place of new arrays.
+    dout: as out. q, k, v, causal, window, softcap, alibi, sink, bias, mask, score, aux, blocks, cu_seqlens, cu_seqlens_k,
+    lengths_k, dropout, seed, scale, layout: what forward was called with; dS is then that of q k^T, before all these. out, lse:
+    what it gave, with return_lse=True. Heads that share a key head are summed. What sees nothing has gradients of 0, and so
+    have keys that are not in use.
+
+    dq, dk, dv, dsink: written in place of new arrays. With accumulate=True they must be given, of float32, and gradients are
+    added to what they hold, unrounded; not with norms, dbias, dalibi or daux.
 
     dbias, dalibi: True for the gradient of a bias, summed over axes of 1, and of slopes; or an array to write it to. daux: True
     for the gradients of all arrays of aux that are not of integers, as far as score reads them; or for each array one of True,
     an array to write to, and None. They are of float32, and computed from scores once more, each array for itself, in a fixed
-    order: the same bits every time.
+    order: the same bits every time. Not of packed sequences, nor with lengths_k.
 
     score's derivative is found by running it once on terms that note what is done to them; it may do all that it may in
     forward, but for `map`. Tiles of queries that see no key of a block are passed by, as forward does with blocks of keys.
 
-    Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call:
-    deterministic=True is refused for now.
+    Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call;
+    with deterministic=True they are taken in a fixed order, and all bits are the same in every call on the same kind of GPU.
+    Tiles that a mask or blocks of the caller's let nobody see are then not passed by.
 
     q_norm, k_norm, norm_eps: norms of queries and keys, as forward has them; dq and dk are those of q and k before them,
     through the gradients of the normalised rows in their dtype. The norms' own gradients are float32, have their shapes and
@@ -132,8 +155,9 @@ def backward(
     Returns (dq, dk, dv), and behind these in this order: dbias and dalibi, if they are asked for; dsink, if there is a sink;
     each of daux that is asked for; those of norms. They are the same kind of arrays as q. Arrays and errors are as in
     forward."""
-    if flag("deterministic", deterministic):
-        raise NotImplementedError("deterministic: sums of dq are taken as they come; there is no fixed order yet")
+    if flag("accumulate", accumulate) and any([x is not None for x in (q_norm, k_norm, dbias, dalibi, daux)]):
+        raise NotImplementedError("accumulate: is not served with q_norm, k_norm, dbias, dalibi or daux; add these yourself")
+    of_sequences, random = (cu_seqlens, cu_seqlens_k, lengths_k), random_of(dropout, seed)
     eps, rows = positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
     of_q, of_k = (norms.normalised(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
     into = [dx if norm is None else None for dx, norm in ((dq, q_norm), (dk, k_norm))]
@@ -142,7 +166,8 @@ def backward(
     besides = dbias, dalibi, True if dsink is None and sink is not None else dsink, *each_of(daux, read)
     also = " ".join([name for name, x in zip(GRADIENTS, besides) if x is not None])
     places = [None if x is True else x for x in besides]
-    given = dout, of_q, of_k, v, out, lse, alibi, sink, bias, *lists, marks, *read, *into, dv, *places
+    of_scores = alibi, sink, bias, *of_sequences, random.seeds, *lists, marks, *read
+    given = dout, of_q, of_k, v, out, lse, *of_scores, *into, dv
     options = (
         flag("causal", causal),
         *ends_of(window),
@@ -150,11 +175,20 @@ def backward(
         *[None if f is None else named(n, f) for n, f in (("mask", mask), ("score", score))],
         *size,
         ready_for,
+        random.dropout,
+        random.seed,
         number("scale", scale),
-        also,
+        flag("deterministic", deterministic),
+        "" if accumulate else also,
         family,
     )
-    found = _backward(stream, given, options, layout)
+    if accumulate and sink is None:
+        _backward_into(stream, given, options, layout)
+        return dq, dk, dv
+    if accumulate:
+        _backward_into_sinks(stream, (*given, dsink), options, layout)
+        return dq, dk, dv, dsink
+    found = _backward(stream, (*given, *places), options, layout)
     if q_norm is k_norm is None:
         return found
     dq, of_q_norm = norms.gradients("q", q, found[0], q_norm, eps, dq, stream, layout)
@@ -189,7 +223,10 @@ def _backward(
     block_rows: int | None,
     block_cols: int | None,
     ready_for: str | None,
+    dropout: float | None,
+    seed_value: Number | None,
     scale: float | None,
+    deterministic: bool,
     also: str,
     family: str | None,
 ) -> Plan:
@@ -199,6 +236,7 @@ def _backward(
     scale = scale_of(problem, scale)  # the sink is in lse, and nowhere else
     masking, scoring, aux = functions_of(problem, mask, score)
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
+    more: list[Any] = [dropped(problem, dropout, seed_value)] if dropout is not None else []
     listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, FACING, ready_for)
     blocked = listing and listing.blocked
     of_scores = softcap, "alibi" in problem, "bias" in problem
@@ -210,48 +248,67 @@ def _backward(
         *of_scores,
         mask=None if blocked else masking,
         score=ScoredBack(scoring, found.bent, found.even) if scoring and found else None,
-        more=[(blocked, {})] if blocked else [],
+        more=[*more, (blocked, {})] if blocked else more,
     )
     reads = {name: read_by(problem, name, found) for name in also.split() if name != "dsink"}
-    return planned(problem, made, scale, family, aux, listing, reads)
+    return planned(problem, made, scale, deterministic, family, aux, listing, reads)
+
+
+_backward_into = program(INTO, no_gradient=ONCE)(_backward.planner)
+_backward_into_sinks = program(INTO_SINKS, no_gradient=ONCE)(_backward.planner)
 
 
 def planned(
     problem: Problem,
     made: Assembled,
     scale: float,
+    ordered: bool,
     family: str | None,
     aux: Sequence[Operand] = (),
     listing: Listing | None = None,
     reads: Mapping[str, Sequence[Added]] = MappingProxyType({}),
 ) -> Plan:
-    """The launches of the gradients of an assembled variant of scores that were `scale` q k^T at first. aux: the arrays that
-    its functions read. listing: how it is listed which tiles of queries see a block of keys; None: there is no need to. reads:
-    by the name of a gradient what reads the array that it belongs to."""
+    """The launches of the gradients of an assembled variant of scores that were `scale` q k^T at first. ordered: dQ is summed
+    in a fixed order. aux: the arrays that its functions read. listing: how it is listed which tiles of queries see a block of
+    keys; None: there is no need to. reads: by the name of a gradient what reads the array that it belongs to."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * ("sink" in problem), *reads)]
+    adds = problem.schema is not BACKWARD
+    give = _nothing if adds else None
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
-        return Plan([Fill(x, 0.0) for x in gradients if 0 not in x.form.shape])
+        return Plan([] if adds else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), give)
     tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
     config: hopper.Config | ampere.Config
-    kind = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": listing is not None}
+    lie, where = sequences_of(problem)
+    if reads and lie is not Batched:
+        raise NotImplementedError(
+            f"{next(iter(reads))}: of packed sequences, and with lengths_k, there is no such gradient yet"
+        )
+    by_list = listing is not None and lie is Batched and not ordered  # whose turn it is follows from places, not from lists
+    kind: dict[str, Any] = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list}
+    kind |= {"lie": lie, "ordered": ordered, "adds": adds}
     if tma:
         config = hopper.config_for(head_dim, dtype, made.variant, value_dim, **kind)
     else:
         config = ampere.config_for(head_dim, dtype, made.variant, problem.bytes_at_once(), value_dim, **kind)
-    parts, tiles, group = config.parts, -(-q_len // config.rows), heads // kv_heads
-    blocks, pairs = -(-kv_len // config.kv), batch * kv_heads
+    parts, group = config.parts, heads // kv_heads
+    if lie.packed:  # see there, how many blocks that takes
+        (ends,) = problem("E")
+        tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
+    else:
+        tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
     early = Before(problem)
     of_rows = early.memory((batch, heads, 2 * tiles * config.rows), "float32")
     sums = early.memory((batch * heads, tiles * parts.rows, parts.width), "float32")
-    told = {"q_len": q_len, "kv_len": kv_len}
+    turns = {"turns": early.memory((batch * heads, tiles), "int32")} if ordered else {}
+    told = where | turns
     given = made.numbers | {name: x for name, x in variant_arrays(problem).items() if name in made.variant.given}
     read = {f"aux{n}": x for n, x in enumerate(aux)}
     if listing and listing.blocked:
         marks = problem["marks"] or early.classes(listing.blocked)
-        given["marks"] = spread(marks, (*problem("BH"), *marks.form.shape[2:]))
+        given["marks"] = spread(marks, (*problem("NH"), *marks.form.shape[2:]))
     listed_by = {}
-    if listing:
+    if listing and by_list:
         if listing.ready_for:
             check(listing.ready_for, made_for(problem, config, listing), but="tiles")
         found = listed(early, made, listing.varies, config, told | given, read)
@@ -265,10 +322,10 @@ def planned(
         gSum=sums,
         blocks=tiles,
         heads=heads,
-        q_len=q_len,
+        **told,
     )
     main = kernel_for(hopper if tma else ampere, config, problem.device).bind(
-        pairs * blocks,
+        batch * kv_heads * blocks,
         gQ=problem["q"],
         gK=problem["k"],
         gV=problem["v"],
@@ -279,8 +336,8 @@ def planned(
         gDV=problem["dv"],
         blocks=blocks,
         heads=kv_heads,
-        pairs=pairs,
-        band=band_of(made.variant.rising, gpu.processors),
+        pairs=batch * kv_heads,
+        band=band_of(made.variant.rising, ordered, gpu.processors),
         group=group,
         scale=made.unit * LOG2_E,
         unit=scale,
@@ -289,23 +346,28 @@ def planned(
         **listed_by,
         **read,
     )
-    after = kernel_for(finish, finish.Config(parts), problem.device).bind(
-        batch * heads * tiles, gSum=sums, gDQ=problem["dq"], blocks=tiles, heads=heads, unit=scale
+    after = kernel_for(finish, finish.config_of(config), problem.device).bind(
+        batch * heads * tiles, gSum=sums, gDQ=problem["dq"], blocks=tiles, heads=heads, unit=scale, **where
     )
     steps = [*early.steps, before, main, after]
     if "sink" in problem:
-        of_sinks = kernel_for(sinks, sinks.Config(config.rows), problem.device).bind(
+        of_sinks = kernel_for(sinks, sinks.config_of(config), problem.device).bind(
             -(-heads // sinks.HEADS), gSums=of_rows, gSink=problem["sink"], gDSink=problem["dsink"], batches=batch, tiles=tiles
         )
         steps.append(of_sinks)
     late = Before(problem, early.scratch)
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gSums": of_rows}
-    learned = Learned(problem, made, config, late, arrays | told | given | read, gpu.processors)
+    learned = Learned(problem, made, config, late, arrays | where | given | read, gpu.processors)
     for name, readers in reads.items():
         learned.launch(name, readers)
-    return Plan([*steps, *late.steps], early.scratch)
+    return Plan([*steps, *late.steps], early.scratch, give)
 
 
-def band_of(rising: bool, processors: int) -> int:
-    """How many pairs of key head and batch are gone through at once: see tiling.band_of."""
-    return max(1, processors // 6) if rising else 1
+def _nothing(every: Any) -> None:
+    """What is given back where all results were given to be added to."""
+
+
+def band_of(rising: bool, ordered: bool, processors: int) -> int:
+    """How many pairs of key head and batch are gone through at once: see tiling.band_of. Blocks that add to dQ in
+    order wait for each other when they begin, the longer the more of a pair begin at once."""
+    return max(1, processors // SHARING) if rising else max(1, processors // IN_LINE) if ordered else 1

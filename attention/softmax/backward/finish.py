@@ -2,51 +2,75 @@
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from numba import cuda
 from numpy import int32
 
-from ops import divmod
-from tiles.arguments import FLOAT, INT, array
+from ops import divmod, truncate
+from tiles.arguments import FLOAT, INT, Record, array, record
 from tiles.layout import LANES
 
+from ..sequences import Batched
 from . import ampere, hopper
 from .parts import ByRows
+from .results import Written
 
 WARPS = 4  # of a thread block
 
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: how dQ is cut."""
+    """Of the kernel: how dQ is cut, how sequences lie, what becomes of the gradient."""
 
     parts: ByRows
+    result: Written
+    lie: type[Batched] = field(default=Batched, kw_only=True)
     threads = LANES * WARPS
 
+    @property
+    def sequences(self) -> Batched:
+        """How they lie."""
+        return self.lie(self.parts.queries)
+
+    @property
+    def given(self) -> Record:
+        """What the kernel is told of sequences."""
+        return record(**self.sequences.given)
+
     def __str__(self):
-        parts = self.parts
-        return f"D {parts.columns} {parts.dtype}, {parts.queries} queries, {type(parts).__name__.lower()}"
+        parts, result = self.parts, type(self.result).__name__.lower()
+        return f"D {parts.columns} {parts.dtype}, {parts.queries} queries, {type(parts).__name__.lower()}, {result}"
+
+
+def config_of(config: hopper.Config | ampere.Config) -> Config:
+    """What comes after that kernel."""
+    return Config(config.parts, config.result, lie=config.lie)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with: what the main kernel's are."""
-    yield from dict.fromkeys(Config(config.parts) for module in (hopper, ampere) for config in module.space(arch, everything))
+    yield from dict.fromkeys(config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    parts, BANDS, QUERIES, INPUT = config.parts, config.parts.bands, config.parts.queries, config.parts.dtype
+    parts, BANDS, QUERIES, result = config.parts, config.parts.bands, config.parts.queries, config.result
+    sequences, GIVEN, OUT = config.sequences, config.given, config.result.dtype
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def finish(gSum: array(3), gDQ: array(4, INPUT), blocks: INT, heads: INT, unit: FLOAT):
-        """`unit` times the sums of a tile of queries."""
-        pair, block = divmod(cuda.blockIdx.x, blocks)
-        batch, head = divmod(pair, heads)
-        for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
-            parts.finish(
-                gDQ, parts.load(gSum, pair, block, int32(band)) * unit, batch, int32(QUERIES * block), head, int32(band)
-            )
+    def finish(gSum: array(3), gDQ: array(4, OUT), given: GIVEN, blocks: INT, heads: INT, unit: FLOAT):
+        """`unit` times the sums of a tile of queries, one of a pair's `blocks`."""
+        pair, tile = divmod(cuda.blockIdx.x, blocks)
+        block, batch, head = sequences.find(tile, pair, heads, given)
+        if sequences.has(block, batch, given):
+            own = sequences.sequence(batch, given)
+            row = int32(own.query + QUERIES * block)
+            if sequences.packed:
+                gDQ = truncate(gDQ, 1, own.query + own.queries)
+            for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
+                x = parts.load(gSum, pair, tile, int32(band)) * unit
+                parts.finish(gDQ, x, own.batch, row, head, int32(band), result)
 
     return finish, None

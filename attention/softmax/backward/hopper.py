@@ -15,15 +15,17 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, store_wait, subtile, tma_add, turned, warpgroup, zeros
+from ops import exp2, load, store_wait, subtile, tma_add, truncate, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
-from tiles.arguments import FLOAT, INT, array, tiled
+from tiles.arguments import FLOAT, INT, Record, array, record, tiled
 
 from ..kind import Kind
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
 from .lists import facing
+from .order import UNORDERED, Ordered, Unordered
 from .parts import ByRows, parts_of
+from .results import Added, Written
 from .tiling import Facing
 
 CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
@@ -34,7 +36,7 @@ FILLER, SENDER = 0, 1  # which of the producer's warps brings tiles, and which s
 class Config(Kind):
     """A kernel's shape: query rows of a tile, stages of the rings of Q, of dO, of dS and of dQ's parts. Each consumer owns 64
     keys; where a block has no more than 64, half of the columns of dK and dV. rounded: dS is made of weights as rounded for dV,
-    which takes fewer registers."""
+    which takes fewer registers. ordered: see order.py. adds: see results.py."""
 
     queries: int
     stages: int = 2
@@ -42,6 +44,23 @@ class Config(Kind):
     ds_stages: int = 2
     dq_stages: int = 2
     rounded: bool = False
+    ordered: bool = False
+    adds: bool = False
+
+    @property
+    def order(self) -> Unordered:
+        """In which order blocks add to dQ."""
+        return Ordered(1, True) if self.ordered else UNORDERED
+
+    @property
+    def result(self) -> Written:
+        """What becomes of gradients."""
+        return Added(fp32) if self.adds else Written(self.dtype)
+
+    @property
+    def given(self) -> Record:
+        """What the kernel is told of the variant, of sequences, of lists and of the order."""
+        return record(**super().given.fields, **self.order.given)
 
     @property
     def rows(self) -> int:
@@ -56,7 +75,10 @@ class Config(Kind):
     @property
     def tiling(self) -> Facing:
         """Which queries see a block of keys."""
-        return facing(self.by_list)(self.rows, self.kv, self.variant)
+        return facing(self.by_list)(self.rows, self.kv, self.variant, self.lie.apart)
+
+    def __str__(self):
+        return super().__str__() + str(self.order) + " adds" * self.adds
 
     @property
     def share(self) -> int:
@@ -90,7 +112,7 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see Kind."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
-    shape = SHAPES[padded] | ({"rounded": True} if variant.scored else {})
+    shape = SHAPES[padded] | ({"rounded": True} if variant.scored or variant.draws else {})
     return Config(padded, padded, dtype, variant, **shape, **kind)
 
 
@@ -107,7 +129,8 @@ def make(config: Config):
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
     GIVEN, AUX, INPUT, ROUNDED, BY_ROWS = config.given, config.aux, config.dtype, config.rounded, config.variant.by_rows
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
-    SHARE, PARTS, BENDS = config.share, config.parts.count, config.variant.bends
+    order, result, OUT = config.order, config.result, config.result.dtype
+    SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.bends, int(config.sequences.packed)
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
@@ -132,10 +155,18 @@ def make(config: Config):
             return tile
 
     @inlined
-    def step(j, s, dk, dv, cut, rings, keys, values, me, at, key, scale):
-        """What becomes of dK and dV by tile j of queries, whose scores are s, and the scores of the next one."""
+    def whole(queries, left):
+        """A tile of queries, of which `left` are the sequence's, and the others zeros."""
+        if sequences.packed:
+            sequences.clear(queries, left, CONSUMERS)
+        return queries
+
+    @inlined
+    def step(j, s, dk, dv, cut, rings, keys, values, me, at, coming, key, scale):
+        """What becomes of dK and dV by tile j of queries, whose scores are s, and the scores of the next one, whose first query
+        is `coming`."""
         k, q, do, ds, dq, sums = rings
-        dp = warpgroup.mm_ABt(values, do.wait(j))
+        dp = warpgroup.mm_ABt(values, whole(do.wait(j), at.queries - at.row))
         of_rows = sums.wait(j)
         lse = load(subtile(of_rows, ROWS, 0), S.col_vec)
         if BENDS:
@@ -147,13 +178,13 @@ def make(config: Config):
             lse = lse + variant.below(s, at, key) * scale
         if cut:
             s = tiling.mask(s, at, key)
-        p = exp2(s * scale - lse)
+        p = variant.marked(exp2(s * scale - lse), at, key)
         weights = INPUT(turned(p))
         if ROUNDED:
             p = fp32(turned(weights))
-        dv = warpgroup.mma_AB(dv, weights, columns(do.wait(j), V_COLS, me % SHARE))
+        dv = warpgroup.mma_AB(dv, variant.left(weights), columns(do.wait(j), V_COLS, me % SHARE))
         dp = turned(warpgroup.wait(dp, newer=1))
-        slope = p * (dp - load(subtile(of_rows, ROWS, 1), S.col_vec))
+        slope = variant.slope(p, dp, load(subtile(of_rows, ROWS, 1), S.col_vec), at)
         if BENDS:
             slope = slope * fp32(bend)
         slope = INPUT(turned(slope))
@@ -177,7 +208,7 @@ def make(config: Config):
             do.release(j)
             every = ds.wait(j)
         part = parts.product(LAST + me, every, k.wait(0))
-        s = warpgroup.mm_ABt(keys, q.wait(j + 1))
+        s = warpgroup.mm_ABt(keys, whole(q.wait(j + 1), at.queries - coming))
         part = warpgroup.wait(part, newer=1)
         ds.release(j)
         dk = warpgroup.wait(dk, newer=1)
@@ -187,9 +218,9 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
-        gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
-        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        gQ: tiled(config.query, unit=UNIT), gK: tiled(config.key, unit=UNIT), gV: tiled(config.value, unit=UNIT),
+        gDO: tiled(config.dout, unit=UNIT), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
+        gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once,
@@ -198,55 +229,72 @@ def make(config: Config):
         k, v, q, do, ds, dq, sums = smem.open()
         me = warpgroup.id()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
-        batch, kv_head = divmod(pair, heads)
+        block, batch, kv_head = sequences.find_keys(block, pair, heads, KV, given)
         own, key = sequences.sequence(batch, given), int32(KV * block)
+        if not sequences.has_keys(key, batch, given):
+            return
         at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
         every = tiling.tiles(key, at, group)
-        tiles = int32(group * every.n)
+        tiles, above = int32(group * every.n), sequences.first_tile(batch, given)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
-                k.fill(0, gK, (own.batch, block, kv_head))
-                v.fill(0, gV, (own.batch, block, kv_head))
+                at_keys = own.batch, sequences.begins(own.key, block, KV), kv_head
+                k.fill(0, gK, at_keys)
+                v.fill(0, gV, at_keys)
                 head, i = int32(group * kv_head), int32(0)
                 for j in range(tiles):
-                    tile = tiling.tile(every, i, key, at, group)
-                    q.fill(j, gQ, (own.batch, tile, head))
-                    do.fill(j, gDO, (own.batch, tile, head))
-                    sums.fill(j, gSums, (own.batch, head, tile))
+                    tile = tiling.tile(every, order.nth(every.n, i), key, at, group)
+                    begins = sequences.begins(own.query, tile, ROWS)
+                    q.fill(j, gQ, (own.batch, begins, head))
+                    do.fill(j, gDO, (own.batch, begins, head))
+                    sums.fill(j, gSums, (own.batch, head, above + tile))
                     i = int32(i + 1)
                     if i == every.n:
                         head, i = int32(head + 1), int32(0)
                 q.fill(tiles, gQ, (own.batch, 0, group * kv_head))  # consumers ask ahead
             if warpgroup.rank() == SENDER:
-                of, i, part = int32(group * pair), int32(0), int32(0)
-                for n in range(int32(PARTS * tiles)):
-                    tma_add(gSum, (of, int32(PARTS * tiling.tile(every, i, key, at, group) + part)), dq.wait(n))
-                    store_wait()
-                    dq.release(n)
-                    part = int32(part + 1)
-                    if part == PARTS:
-                        i, part = int32(i + 1), int32(0)
+                of, i = int32(group * pair), int32(0)
+                for j in range(tiles):
+                    number = tiling.tile(every, order.nth(every.n, i), key, at, group)
+                    tile = int32(above + number)
+                    order.take(given, of, tile, tiling.before(block, number, at))
+                    for part in range(PARTS):
+                        n = int32(PARTS * j + part)
+                        tma_add(gSum, (of, int32(PARTS * tile + part)), dq.wait(n))
+                        store_wait()
+                        dq.release(n)
+                    order.give(given, of, tile)
+                    i = int32(i + 1)
                     if i == every.n:
                         of, i = int32(of + 1), int32(0)
         else:
             warpgroup.claim_registers(claim)
-            keys, values = subtile(k.wait(0), EACH, me // SHARE), subtile(v.wait(0), EACH, me // SHARE)
+            keys, values = k.wait(0), v.wait(0)
+            sequences.clear(keys, own.keys - key, CONSUMERS)
+            sequences.clear(values, own.keys - key, CONSUMERS)
+            keys, values = subtile(keys, EACH, me // SHARE), subtile(values, EACH, me // SHARE)
             mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
             rings = k, q, do, ds, dq, sums
-            s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(keys, q.wait(0)))), zeros(DK), zeros(DV)
+            queries = whole(q.wait(0), own.queries - ROWS * tiling.tile(every, order.nth(every.n, 0), key, at, group))
+            s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(keys, queries))), zeros(DK), zeros(DV)
             j = int32(0)
             for h in range(group):
                 stands = at._replace(head=int32(group * kv_head + h))
                 kept = variant.keep(stands)
                 for i in range(every.n):
-                    here = stands._replace(row=int32(ROWS * tiling.tile(every, i, key, at, group)), kept=kept)
-                    s, dk, dv = step(j, s, dk, dv, tiling.cut(every, i), rings, keys, values, me, here, mine, scale)
+                    nth, then = order.nth(every.n, i), order.nth(every.n, i + 1 if i + 1 < every.n else 0)
+                    here = stands._replace(row=int32(ROWS * tiling.tile(every, nth, key, at, group)), kept=kept)
+                    coming = ROWS * tiling.tile(every, then, key, at, group)
+                    s, dk, dv = step(j, s, dk, dv, tiling.cut(every, nth), rings, keys, values, me, here, coming, mine, scale)
                     j = int32(j + 1)
             if j > 0:
                 dq.publish(PARTS * (j - 1) + LAST + me)
             row = own.key + key + EACH * (me // SHARE)
-            warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, K_COLS * (me % SHARE)), 1, 3, True)
-            warpgroup.store(gDV, INPUT(dv), (own.batch, row, kv_head, V_COLS * (me % SHARE)), 1, 3, True)
+            if sequences.packed:
+                end = sequences.last_key(batch, given)
+                gDK, gDV = truncate(gDK, 1, end), truncate(gDV, 1, end)
+            result.store_four(gDK, dk * unit, (own.batch, row, kv_head, K_COLS * (me % SHARE)))
+            result.store_four(gDV, variant.output(dv, at), (own.batch, row, kv_head, V_COLS * (me % SHARE)))
 
     return attend, smem

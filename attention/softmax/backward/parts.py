@@ -4,7 +4,7 @@ and batch, row, column), in which a tile of queries has the rows of all its part
 
 from numpy import int32
 
-from ops import divmod, load, load_held, store, transpose, warpgroup
+from ops import divmod, load, load_held, transpose, warpgroup
 from ops import subtile as part_of
 from tiles import dtype, fp32, inlined, rt, st, static
 
@@ -56,9 +56,9 @@ class ByRows:
         return load(gSum, rt(BAND, self.width, fp32), (pair, int32(self.rows * tile + BAND * band), 0), 1, 2, True)
 
     @inlined
-    def finish(self, gDQ, x, batch, row, head, band):
-        """To where they belong in dQ; `row`: the tile's first query."""
-        store(gDQ, self.dtype(x), (batch, row + BAND * band, head, 0), 1, 3, True)
+    def finish(self, gDQ, x, batch, row, head, band, result):
+        """To where they belong in dQ; `row`: the tile's first query; result: see results.py."""
+        result.store(gDQ, x, (batch, row + BAND * band, head, 0), True)
 
 
 class ByColumns(ByRows):
@@ -80,9 +80,9 @@ class ByColumns(ByRows):
         return warpgroup.mm_AtBt(part_of(keys, self.keys, 0, ROWS, n), ds)
 
     @inlined
-    def finish(self, gDQ, x, batch, row, head, band):
+    def finish(self, gDQ, x, batch, row, head, band, result):
         """See ByRows."""
-        store(gDQ, transpose(self.dtype(x)), (batch, row, head, BAND * band), 1, 3, True)
+        result.store(gDQ, transpose(result.dtype(x)), (batch, row, head, BAND * band), True)
 
 
 @static
@@ -118,10 +118,10 @@ class Held(ByRows):
         return load_held(gSum, rt(BAND, PANEL, fp32), self.place(pair, tile, band))
 
     @inlined
-    def finish(self, gDQ, x, batch, row, head, band):
+    def finish(self, gDQ, x, batch, row, head, band, result):
         """See ByRows."""
         down, right = divmod(band, self.columns // PANEL)
-        store(gDQ, self.dtype(x), (batch, row + BAND * down, head, PANEL * right), 1, 3, self.piece)
+        result.store(gDQ, x, (batch, row + BAND * down, head, PANEL * right), self.piece)
 
 
 def parts_of(queries: int, keys: int, columns: int, dtype: dtype, consumers: int) -> ByRows:

@@ -3,19 +3,21 @@ log-sum-exp in powers of 2; and zeros where dQ will be summed."""
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, finish_sum, lane_sum, load, row_index, store, where, zeros
+from ops import divmod, finish_sum, lane_sum, load, row_index, store, truncate, where, zeros
 from tiles import dtype, fp32, rt
-from tiles.arguments import INT, array
+from tiles.arguments import INT, Record, array, record
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
+from ..sequences import Batched
 from . import ampere, hopper
+from .order import UNORDERED, Unordered
 from .parts import BAND, ByRows
 
 LOG2_E = np.float32(np.log2(np.e))
@@ -25,22 +27,34 @@ NEVER = 1e30  # the log-sum-exp of a row that sees no key, or is none: its weigh
 @dataclass(frozen=True)
 class Config:
     """Of the kernel: the padded columns of O, how many queries a tile has, how dQ is cut, whether rows of O and dO begin at
-    multiples of 16 bytes."""
+    multiples of 16 bytes, how sequences lie, in which order dQ is summed."""
 
     value_dim: int
     rows: int
     dtype: dtype
     parts: ByRows
     aligned: bool = True
+    lie: type[Batched] = field(default=Batched, kw_only=True)
+    order: Unordered = field(default=UNORDERED, kw_only=True)
 
     @property
     def threads(self):
         """Threads of a block: a warp has 16 queries of a tile."""
         return LANES * self.rows // BAND
 
+    @property
+    def sequences(self) -> Batched:
+        """How they lie."""
+        return self.lie(self.rows)
+
+    @property
+    def given(self) -> Record:
+        """What the kernel is told of sequences and of the order."""
+        return record(**self.sequences.given, **self.order.given)
+
     def __str__(self):
-        parts = type(self.parts).__name__.lower()
-        return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}" + ", by elements" * (not self.aligned)
+        parts = type(self.parts).__name__.lower() + ", by elements" * (not self.aligned) + str(self.order)
+        return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}"
 
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
@@ -48,7 +62,7 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
     aligned, parts = True, config.parts
     if isinstance(config, ampere.Config):
         aligned, parts = config.piece == PIECES[0], replace(config.parts, piece=PIECES[0])
-    return Config(config.value_dim, config.rows, config.dtype, parts, aligned)
+    return Config(config.value_dim, config.rows, config.dtype, parts, aligned, lie=config.lie, order=config.order)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -60,28 +74,34 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ALIGNED = True if config.aligned else None
-    ROWS, INPUT, PART, parts = config.rows, config.dtype, rt(BAND, 64, fp32), config.parts
+    ROWS, INPUT, PART, GIVEN = config.rows, config.dtype, rt(BAND, 64, fp32), config.given
+    parts, sequences, order = config.parts, config.sequences, config.order
     X, COLUMNS, WARPS, BANDS = rt(BAND, parts.width, fp32), config.value_dim, config.rows // BAND, parts.rows // BAND
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def prepare(
         gO: array(4, INPUT), gDO: array(4, INPUT), gLse: array(3), gSums: array(3), gSum: array(3),
-        blocks: INT, heads: INT, q_len: INT,
+        given: GIVEN, blocks: INT, heads: INT,
     ):  # fmt: skip
-        """Of a tile of queries; O and dO are (batch, row, head, column), all others (batch, head, row)."""
-        pair, block = divmod(cuda.blockIdx.x, blocks)
-        batch, head = divmod(pair, heads)
-        warp = int32(cuda.threadIdx.x // LANES)
-        row = int32(ROWS * block + BAND * warp)
+        """Of a tile of queries, one of a pair's `blocks`; O and dO are (batch, row, head, column), all others (batch, head,
+        row)."""
+        pair, tile = divmod(cuda.blockIdx.x, blocks)
+        block, batch, head = sequences.find(tile, pair, heads, given)
+        own, warp = sequences.sequence(batch, given), int32(cuda.threadIdx.x // LANES)
+        row, to = int32(ROWS * block + BAND * warp), int32(2 * ROWS * tile + BAND * warp)
+        if sequences.packed:
+            gO, gDO = truncate(gO, 1, own.query + own.queries), truncate(gDO, 1, own.query + own.queries)
         delta = lane_sum(zeros(PART))
         for col in range(0, COLUMNS, PART.cols):
-            at = batch, row, head, col
+            at = own.batch, own.query + row, head, col
             delta = delta + lane_sum(load(gO, PART, at, 1, 3, ALIGNED) * load(gDO, PART, at, 1, 3, ALIGNED))
-        store(gSums, finish_sum(delta), (batch, head, int32(row + ROWS * (block + 1))))
-        lse = load(gLse, PART.col_vec, (batch, head, row)) * LOG2_E
-        there = (row_index(PART.col_vec) + row < q_len) & (lse > -NEVER)
-        store(gSums, where(there, lse, NEVER), (batch, head, int32(row + ROWS * block)))
+        store(gSums, finish_sum(delta), (own.batch, head, int32(to + ROWS)))
+        lse = load(gLse, PART.col_vec, (own.batch, head, own.query + row)) * LOG2_E
+        there = (row_index(PART.col_vec) + row < own.queries) & (lse > -NEVER)
+        store(gSums, where(there, lse, NEVER), (own.batch, head, to))
+        if warp == 0:
+            order.begin(given, pair, tile)
         for band in range(warp, BANDS, WARPS):
-            store(gSum, zeros(X), (pair, int32(parts.rows * block + BAND * band), 0), 1, 2, True)
+            store(gSum, zeros(X), (pair, int32(parts.rows * tile + BAND * band), 0), 1, 2, True)
 
     return prepare, None

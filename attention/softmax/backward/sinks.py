@@ -9,12 +9,13 @@ import numpy as np
 from numba import cuda
 from numpy import int32
 
-from ops import block, divmod, exp2, finish_sum, lane_sum, load, store, zeros
+from ops import block, divmod, exp2, finish_sum, lane_sum, load, zeros
 from tiles import fp32, rt, shared, sv
 from tiles.arguments import INT, array
 from tiles.layout import LANES
 
 from . import ampere, hopper
+from .results import Added, Written
 
 WARPS, HEADS, TOGETHER = 16, 16, 32  # of a thread block; queries of each head that a warp takes at once
 LOG2_E = np.float32(np.log2(np.e))
@@ -22,24 +23,30 @@ LOG2_E = np.float32(np.log2(np.e))
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: how many queries a tile has, of which `prepare` left two numbers a row."""
+    """Of the kernel: how many queries a tile has, of which `prepare` left two numbers a row; what becomes of the gradient."""
 
     rows: int
+    result: Written
     threads = LANES * WARPS
 
     def __str__(self):
-        return f"sinks, {self.rows} queries"
+        return f"sinks, {self.rows} queries, {type(self.result).__name__.lower()}"
+
+
+def config_of(config: hopper.Config | ampere.Config) -> Config:
+    """What comes after that kernel."""
+    return Config(config.rows, Added(fp32) if config.adds else Written(fp32))
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with: what the main kernel's are."""
-    yield from dict.fromkeys(Config(config.rows) for module in (hopper, ampere) for config in module.space(arch, everything))
+    yield from dict.fromkeys(config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ROWS, X, PARTS = config.rows, rt(HEADS, TOGETHER, fp32), config.rows // TOGETHER
+    ROWS, X, PARTS, result = config.rows, rt(HEADS, TOGETHER, fp32), config.rows // TOGETHER, config.result
     smem = shared(sums=sv(HEADS * WARPS, fp32))
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -58,6 +65,6 @@ def make(config: Config):
             total = total + lane_sum(exp2(sink - lse) * delta)
         found = block.reduce_sum(finish_sum(total), sums)
         if warp == 0:
-            store(gDSink, -found, (head,))
+            result.store_vector(gDSink, -found, X.col_vec, (head,))
 
     return sinks, smem

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from numpy import int32
 
 from ops import rasterize, right_fill
-from tiles import inlined
+from tiles import inlined, static
 
 from ..tiling import Tiling
 
@@ -21,8 +21,12 @@ class Tiles(NamedTuple):
     right: Any
 
 
+@static
 class Facing(Tiling):
-    """Of kernels whose blocks have `kv` keys and whose tiles have `rows` queries, under a variant."""
+    """Of kernels whose blocks have `kv` keys and whose tiles have `rows` queries, under a variant. apart: there are no blocks
+    but those with keys that queries may see."""
+
+    apart: bool = True
 
     @inlined
     def place(self, block, blocks, pairs, band):
@@ -41,12 +45,23 @@ class Facing(Tiling):
         right = n if seen.inner_end >= at.queries else seen.inner_end // self.rows - first
         if not self.variant.within and key + self.kv > at.keys:  # what lies behind the last key is cut off, too
             left = n
+        if not self.apart and key >= at.keys:
+            n = 0
         return Tiles(int32(first), int32(n), int32(left), int32(right))
 
     @inlined
     def tile(self, tiles, i, key, at, group):
         """The number of the i-th of these tiles."""
         return int32(tiles.first + i)
+
+    @inlined
+    def before(self, block, tile, at):
+        """How many blocks of keys that a tile of queries sees come before this one."""
+        if self.variant.from_first:
+            return block
+        else:
+            row = self.rows * tile
+            return int32(block - self.variant.keys(row, row + self.rows - 1, at).first // self.kv)
 
     @inlined
     def cut(self, tiles, i):

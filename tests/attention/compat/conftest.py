@@ -15,7 +15,7 @@ def calls(monkeypatch):
     def forward(
         q, k, v, *, causal=False, window=None, softcap=None, alibi=None, sink=None, bias=None, mask=None, score=None, aux=(),
         blocks=None, cu_seqlens=None, cu_seqlens_k=None, lengths_k=None, dropout=0.0, seed=None, q_norm=None, k_norm=None,
-        norm_eps=1e-6, scale=None, layout="bshd", out=None, return_lse=False, stream=None, family=None,
+        norm_eps=1e-6, scale=None, deterministic=False, layout="bshd", out=None, return_lse=False, stream=None, family=None,
     ):  # fmt: skip
         options = dict(
             causal=causal, window=window, softcap=softcap, alibi=alibi, sink=sink, bias=bias, mask=mask, score=score, aux=aux,
@@ -23,7 +23,8 @@ def calls(monkeypatch):
             q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, scale=scale, layout=layout,
         )  # fmt: skip
         assert window is None or all(end is None or end >= 0 for end in window)
-        told.append(options | {"seed": seed, "return_lse": return_lse, "q": q, "k": k, "v": v})
+        others = {"seed": seed, "deterministic": deterministic, "return_lse": return_lse}
+        told.append(options | others | {"q": q, "k": k, "v": v})
         keep = None if seed is None else lambda b, h, i, j: (i * 7 + j * 3 + h + b + seed) % 5 > 0
         both = reference.forward(q, k, v, **options, keep=keep)
         return both if return_lse else both[0]

@@ -55,6 +55,7 @@ def test_scores(module, ends, causal, calls, draw):
         q, k, v, softmax_scale=0.4, causal=causal, window_size=ends, softcap=1.5, return_attn_probs=True, deterministic=True
     )
     see = window(5, 7, *ends) & (window(5, 7, -1, 0) if causal else True)
+    assert calls[-1]["deterministic"]
     expected = attend(*swapped(q, k, v), see=see, change=lambda s: 1.5 * np.tanh(s / 1.5), scale=0.4)
     close((out.swapaxes(1, 2), lse), expected)
 

@@ -8,7 +8,7 @@ from places import BF16
 import attention
 from attention import reference
 
-ARRAYS = "alibi", "sink", "bias", "cu_seqlens", "cu_seqlens_k", "lengths_k"
+ARRAYS = "alibi", "sink", "bias", "cu_seqlens", "cu_seqlens_k", "lengths_k", "seed"
 SEVERAL = "aux", "q_norm", "k_norm"  # arrays, or tuples of them
 ULP = 2.0**-23  # of float32
 BLOCK = 128  # keys that a block has at most
@@ -35,7 +35,7 @@ def poisoned(shape, dtype):
 
 def there(place, options):
     """Options whose arrays lie where the test runs."""
-    put = {name: place.put(options[name]) for name in ARRAYS if name in options}
+    put = {name: place.put(options[name]) for name in ARRAYS if hasattr(options.get(name), "shape")}
     if "blocks" in options:
         put["blocks"] = copy(options["blocks"])
         vars(put["blocks"]).update({name: place.put(x) for name, x in vars(put["blocks"]).items() if isinstance(x, np.ndarray)})

@@ -15,23 +15,25 @@ from attention import reference
 from attention.softmax.backward import ampere, hopper
 from attention.softmax.seen import CAUSAL, FULL, Left, Right
 from attention.softmax.variants import Both
-from tiles import bf16, fp16
+from tiles import Hazard, bf16, fp16, interpreter
 
 F32, FP16 = np.float32, fp16.np
 NAMES = "dq", "dk", "dv", "dsink"
 NOTHING, NOISE = 1e-9, 1e-4
 
 
-def agree(place, q, k, v, family=None, between=lambda: None, **options):
-    """Run forward and, after `between`, backward, and judge by the rule for gradients: no NaN, every element written."""
+def agree(place, q, k, v, family=None, between=lambda: None, known=None, deterministic=False, **options):
+    """Run forward and, after `between`, backward, and judge by the rule for gradients: no NaN, every element written. known:
+    the same k and v without what may not be read, for the formula."""
     dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
     put, given = [place.put(x) for x in (q, k, v)], there(place, options)
     out, lse = attention.forward(*put, return_lse=True, **given)
     between()
     of = [q, k, v, *[options[name] for name in ("sink",) if name in options]]
     made = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in zip(NAMES, of)}
-    got = attention.backward(place.put(dout), *put, out, lse, **given, **made, family=family)
+    got = attention.backward(place.put(dout), *put, out, lse, **given, **made, deterministic=deterministic, family=family)
     assert len(got) == len(of) and all(x is made[name] for name, x in zip(NAMES, got))
+    k, v = known or (k, v)
     ref, low = reference.backward(dout, q, k, v, **options), reference.backward_low(dout, q, k, v, **options)
     got = [place.get(x) for x in got]
     if "sink" in options:  # by the output as it was rounded: a few sums of many errors have no error worth comparing with
@@ -118,6 +120,160 @@ def test_what_sees_nothing_has_no_gradient(place):
     assert (dk[:, :250].astype(F32) == 0).all() and (dv[:, :250].astype(F32) == 0).all()
 
 
+# ---- in order ----------------------------------------------------------------------------------------------------------
+ORDERED = {
+    "full": {},
+    "causal": dict(causal=True),
+    "window": dict(window=(70, 20)),
+    "window, left": dict(window=(100, None), softcap=2.0),
+    "mask": dict(mask=lambda b, h, i, j: (j <= i) & (j // 70 != 1)),
+}
+
+
+@pytest.mark.parametrize(("case", "head_dim"), [*zip(ORDERED, itertools.cycle([128, 64]))])
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_deterministic(place, case, head_dim, family):
+    """Who waits for a block that comes later, or for more than there are, is found by the interpreter."""
+    agree(place, *inputs(1, 200, 330, 2, 1, head_dim), family, deterministic=True, **ORDERED[case])
+
+
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_blocks_add_in_order(family, monkeypatch):
+    """In whatever order they come: a block waits for those before it."""
+    forwards, q_k_v = interpreter.clusters, inputs(1, 20, 160, 1, 1, 64)
+    monkeypatch.setattr(interpreter, "clusters", lambda *args: [*forwards(*args)][::-1])
+    agree(OnInterpreter(), *q_k_v, family)
+    with pytest.raises(Hazard, match="(?s)deadlock: .*blocks that come later in the grid may not be waited for"):
+        agree(OnInterpreter(), *q_k_v, family, deterministic=True)
+
+
+DROPPED = {
+    "full": dict(dropout=0.3, seed=2**40 + 7),
+    "causal, softcap": dict(dropout=0.5, seed=5, causal=True, softcap=3.0),
+    "seed in memory": dict(dropout=0.1, seed=np.array([2**35 + 5], np.int64), window=(40, 9), alibi=np.array([0.5, 0.1], F32)),
+}
+
+
+@pytest.mark.parametrize(("case", "head_dim"), [*zip(DROPPED, [128, 64, 256])])
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_dropout(place, case, head_dim, family):
+    """The same weights as in forward; sums of dO O, which are of those that are left, are subtracted from all."""
+    agree(place, *inputs(1, 90, 140, 2, 1, head_dim), family, **DROPPED[case])
+
+
+def test_what_is_learned_under_dropout(place):
+    """A bias and slopes: the weights that count are those that are left."""
+    (q, k, v), dout = inputs(1, 40, 70, 2, 1, 64), draw((1, 40, 2, 64), BF16)
+    options = dict(bias=draw((1, 2, 1, 70), F32, 3), alibi=np.array([0.5, 0.1], F32), dropout=0.4, seed=11)
+    put, given = [place.put(x) for x in (dout, q, k, v)], there(place, options)
+    out, lse = attention.forward(*put[1:], return_lse=True, **given)
+    *_, dbias, dalibi = attention.backward(*put, out, lse, **given, dbias=True, dalibi=True)
+    *_, bias, alibi = reference.backward(dout, q, k, v, **options, dbias=True, dalibi=True, by=place.get(out))
+    for got, want in ((dbias, bias), (dalibi, alibi)):
+        assert np.abs(place.get(got) - want).max() < 0.02 * np.abs(want).max() + 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("family", "head_dim"), [("sm_90", 64), ("sm_90", 128), ("sm_90", 256), ("sm_80", 128)])
+def test_the_same_bits_under_load(family, head_dim, causal):
+    """Of eight streams at once, again and again."""
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(2, 2000, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    out, lse = attention.forward(q, k, v, causal=causal, return_lse=True)
+    options, found = dict(causal=causal, deterministic=True, family=family), []
+    torch.cuda.synchronize()
+    for stream in [torch.cuda.Stream() for _ in range(8)] * 5:
+        with torch.cuda.stream(stream):
+            found.append(attention.backward(q, q, k, v, out, lse, **options))
+    torch.cuda.synchronize()
+    for one in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(one, found[0], strict=True))
+
+
+@pytest.mark.parametrize(("head_dim", "family"), [(64, "sm_90"), (128, "sm_90"), (72, "sm_80")])
+def test_gradients_are_added_to_what_is_there(place, head_dim, family):
+    """By accumulate=True, in float32, whatever the strides; there are none of keys that nobody sees."""
+    q, k, v = inputs(1, 50, 150, 2, 1, head_dim)
+    sink, dout, options = np.array([0.5, -1], F32), draw(q.shape, BF16), dict(window=(30, 0))
+    put, given = [place.put(x) for x in (dout, q, k, v)], options | {"sink": place.put(sink)}
+    out, lse = attention.forward(*put[1:], return_lse=True, **given)
+    before = [draw((*x.shape[:-1], 2 * x.shape[-1]), F32) for x in (q, k, v, sink)]
+    rooms = [place.put(x.copy()) for x in before]
+    made = dict(zip(NAMES, (x[..., ::2] for x in rooms)))
+    got = attention.backward(*put, out, lse, accumulate=True, family=family, **given, **made)
+    assert all(x is y for x, y in zip(got, made.values(), strict=True))
+    found = [place.get(x) - y for x, y in zip(rooms, before)]
+    assert not any(x[..., 1::2].any() for x in found) and not found[1][:, :70].any()
+    of = dict(zip(NAMES, attention.backward(*put, out, lse, **given, family=family)))
+    np.testing.assert_allclose(found[3][::2], place.get(of["dsink"]), rtol=1e-4, atol=1e-5)
+    ref, low = (f(dout, q, k, v, sink=sink, **options) for f in (reference.backward, reference.backward_low))
+    for each in zip(found[:3], ref, low):
+        reference.assert_close(each[0][..., ::2], *each[1:], factor=3)
+
+
+# ---- sequences -------------------------------------------------------------------------------------------------------
+ENDS = np.array([0, 17, 17, 60, 130], np.int32)
+ENDS_K = np.array([0, 140, 150, 150, 170], np.int64)  # none of the second has queries, the third no keys, the fourth few
+IN_USE = np.array([100, 7, 0, 20], np.int32)
+PACKED = {
+    "full": {},
+    "causal, sink": dict(causal=True, sink=np.array([1.5, -2], F32)),
+    "window, alibi of each sequence": dict(window=(20, 5), alibi=draw((4, 2), F32, 1) ** 2),
+    "bias of each sequence": dict(bias=draw((4, 1, 1, 170), F32, 3), softcap=2.0),
+    "mask, score": dict(mask=lambda b, h, i, j: (j <= i) | (b == 3), score=lambda s, b, h, i, j: s * 0.5 + s * s * 0.1),
+}
+
+
+@pytest.mark.parametrize(("case", "head_dim"), [*zip(PACKED, itertools.cycle([128, 64]))])
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_packed_sequences(place, case, head_dim, family):
+    q, k, v = inputs(1, 130, 170, 2, 1, head_dim)
+    agree(place, q, k, v, family, cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, **PACKED[case])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_keys_in_use(place, packed, family):
+    """What lies behind them is not read, and has no gradient; the last query belongs to the last of them."""
+    if packed:
+        (q, k, v), options = inputs(1, 130, 170, 1, 1, 64), dict(cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, lengths_k=IN_USE)
+        used = np.concatenate([np.arange(start, start + n) for start, n in zip(ENDS_K, IN_USE)])[None]
+        unused = np.ones((1, 170), bool)
+        np.put_along_axis(unused, used, False, 1)
+    else:
+        (q, k, v), options = inputs(3, 40, 150, 1, 1, 64), dict(lengths_k=np.array([30, 0, 133], np.int32), causal=True)
+        unused = np.arange(150) >= options["lengths_k"][:, None]
+    bad = k.copy(), v.copy()
+    for x in bad:
+        x[unused] = np.nan
+    _, *got = agree(place, q, *bad, family, known=(k, v), **options)
+    assert all((x[unused].astype(F32) == 0).all() for x in got)
+
+
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_a_nan_stays_in_its_sequence(place, family):
+    ends = place.put(np.array([0, 20, 50, 90], np.int32))
+    q, k, v = inputs(1, 90, 90, 1, 1, 64)
+    for x in (q, k, v):
+        x[:, 20:50] = np.nan
+    q, k, v = (place.put(x) for x in (q, k, v))
+    out, lse = attention.forward(q, k, v, cu_seqlens=ends, return_lse=True)
+    for got in attention.backward(q, q, k, v, out, lse, cu_seqlens=ends, family=family):
+        bad = np.isnan(place.get(got).astype(F32)).any((0, 2, 3))
+        assert bad[20:50].all() and not bad[:20].any() and not bad[50:].any()
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 140)), min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_random_sequences(pairs, causal, hopper_too):
+    ends, ends_k = np.cumsum([(0, 0), *pairs], 0, np.int32).T
+    if ends[-1] and ends_k[-1]:
+        q, k, v = inputs(1, ends[-1], ends_k[-1], 1, 1, 128)
+        family = "sm_90" if hopper_too else "sm_80"
+        agree(OnInterpreter(), q, k, v, family, cu_seqlens=ends.copy(), cu_seqlens_k=ends_k.copy(), causal=causal)
+
+
 @pytest.mark.parametrize(("seq_q", "seq_kv", "batch"), [(4, 0, 1), (0, 4, 1), (3, 3, 0)])
 def test_empty(place, seq_q, seq_kv, batch):
     q, k, v = (place.put(x) for x in inputs(batch, seq_q, seq_kv, 2, 2, 64))
@@ -151,6 +307,14 @@ def test_as_compiled(as_compiled, arch, family):
     agree(OnInterpreter(), *inputs(1, 20, 24, 1, 1, 64), family, lambda: as_compiled(arch), causal=True)
 
 
+@pytest.mark.parametrize(("arch", "family"), [("sm_90a", "sm_90"), ("sm_80", "sm_80")])
+def test_packed_sequences_as_compiled(as_compiled, arch, family):
+    """In order, and not all keys in use."""
+    ends, q_k_v = np.array([0, 9, 20], np.int32), inputs(1, 20, 20, 1, 1, 64)
+    options = dict(cu_seqlens=ends, lengths_k=np.array([9, 7], np.int32), deterministic=True)
+    agree(OnInterpreter(), *q_k_v, family, lambda: as_compiled(arch), **options)
+
+
 def test_scratch_memory_need_not_be_zero(monkeypatch):
     empty = np.empty
     monkeypatch.setattr(np, "empty", lambda shape, dtype=float, **more: np.full_like(empty(shape, dtype, **more), np.nan))
@@ -170,9 +334,17 @@ def test_random_problems_on_the_card(batch, seq_q, seq_kv, heads_kv, group, eigh
 
 
 # ---- the formula -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", [*VARIANTS, "plain", "causal"])
+FORMULA = {
+    "plain": {},
+    "causal": dict(causal=True, scale=0.7),
+    "dropout": dict(dropout=0.3, seed=3, causal=True),
+    "packed": dict(cu_seqlens=np.array([0, 3, 7]), cu_seqlens_k=np.array([0, 5, 9]), lengths_k=np.array([5, 2])),
+}
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *FORMULA])
 def test_the_formula_agrees_with_finite_differences(name):
-    options = {"plain": {}, "causal": {"causal": True, "scale": 0.7}}.get(name) or VARIANTS.get(name, {})
+    options = (VARIANTS | FORMULA)[name]
     q, k, v, dout = (draw((2, n, h, 8), np.float64, seed) for seed, (n, h) in enumerate([(7, 2), (9, 1), (9, 1), (7, 2)]))
     given, step = {"q": q, "k": k, "v": v} | {name: options[name].astype(float) for name in ("sink",) if name in options}, 1e-5
     for gradient, name in zip(reference.backward(dout, q, k, v, **options), given, strict=True):
@@ -217,7 +389,17 @@ def call(**other):
 @pytest.mark.parametrize(
     ("other", "error", "words"),
     [
-        (dict(deterministic=True), NotImplementedError, "deterministic: .*no fixed order yet"),
+        (dict(deterministic=1), TypeError, "deterministic: must be"),
+        (dict(accumulate=True), TypeError, "dq: "),
+        (dict(accumulate=True, **{n: np.zeros((1, 8, 2, 64), BF16) for n in NAMES[:3]}), TypeError, "dq: dtype must be one of"),
+        (dict(dropout=0.1), ValueError, "seed: must be given"),
+        (dict(accumulate=True, dalibi=True), NotImplementedError, "accumulate: is not served with .*dalibi"),
+        (
+            dict(lengths_k=np.full(1, 8, np.int32), alibi=np.ones(2, F32), dalibi=True),
+            NotImplementedError,
+            "dalibi: of packed sequences, and with lengths_k",
+        ),
+        (dict(cu_seqlens_k=np.zeros(2, np.int32)), ValueError, "cu_seqlens_k: takes cu_seqlens, too"),
         (dict(family="sm_70"), ValueError, "family: must be None or one of"),
         (dict(lse=np.zeros((1, 1, 8), F32)), ValueError, "lse: heads must equal dout's"),
         (dict(lse=np.zeros((1, 2, 8), np.float64)), TypeError, "lse: "),
@@ -274,6 +456,67 @@ def test_torch_tensors_that_require_grad(device):
             torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
 
 
+OPTIONS = {
+    "packed": dict(cu_seqlens=np.array([0, 9, 24], np.int32), causal=True),
+    "keys in use, in order": dict(lengths_k=np.array([17], np.int32), deterministic=True),
+    "dropout": dict(dropout=0.4, seed=7, window=(9, None)),
+    "seed in memory": dict(dropout=0.4, seed=np.array([7])),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_torch_tensors_with_options(case):
+    """Through autograd and under torch.compile: what backward gives."""
+    torch = pytest.importorskip("torch")
+    given = torch_inputs(1, 24, 1, 64)
+    options = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in OPTIONS[case].items()}
+
+    def loss(q, k, v):
+        return attention.forward(q, k, v, **options).float().square().sum()
+
+    got = torch.autograd.grad(loss(*given), given)
+    again = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*given), given)
+    with torch.no_grad():
+        out, lse = attention.forward(*given, return_lse=True, **options)
+        wanted = attention.backward((2 * out.float()).bfloat16(), *given, out, lse, **options)
+    for x, y, z in zip(got, again, wanted, strict=True):
+        torch.testing.assert_close(x, z, rtol=2**-6, atol=2**-8)
+        torch.testing.assert_close(y, z, rtol=2**-6, atol=2**-8)
+
+
+def test_autograd_is_deterministic_where_torch_is(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from attention.softmax import autograd
+
+    (q, *_), asked, real = torch_inputs(1, 8, 1, 64), [], autograd.gradients
+    monkeypatch.setattr(autograd, "gradients", lambda *args: asked.append(args[4].get("deterministic")) or real(*args))
+    for on, of_call in ((False, False), (True, False), (False, True)):
+        torch.use_deterministic_algorithms(on)
+        try:
+            attention.forward(q, q, q, deterministic=of_call).sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert asked == [None, True, True]
+
+
+def test_gradients_are_added_to_tensors():
+    """By accumulate=True, in eager calls and in those that torch compiles, which then knows of the writes."""
+    torch = pytest.importorskip("torch")
+    q, k, v = (x.detach() for x in torch_inputs(1, 12, 1, 64))
+    out, lse = attention.forward(q, k, v, return_lse=True)
+    made = [torch.ones(q.shape) for _ in range(6)]
+
+    def add(dq, dk, dv):
+        attention.backward(q, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, accumulate=True)
+        return dq + 0
+
+    assert (add(*made[:3]) == made[0]).all()
+    assert (torch.compile(add, fullgraph=True, backend="aot_eager")(*made[3:]) == made[0]).all()
+    for x, y, z in zip(made, made[3:], attention.backward(q, q, k, v, out, lse), strict=False):
+        torch.testing.assert_close(x, y)
+        torch.testing.assert_close(x - 1, z.float(), rtol=2**-7, atol=2**-8)
+
+
 def test_autograd_takes_an_expanded_gradient_and_autocast():
     torch = pytest.importorskip("torch")
     q = torch.randn(1, 20, 1, 64, requires_grad=True)
@@ -296,4 +539,4 @@ def test_what_autograd_refuses():
     with pytest.raises(NotImplementedError, match="no second derivatives"):
         twice(q.detach())
     with pytest.raises(NotImplementedError, match="q: requires grad"):
-        attention.forward(q, k, v, dropout=0.5, seed=1)
+        attention.forward(q, k, v, out=torch.empty_like(q.detach()))

@@ -1,0 +1,89 @@
+"""In which order blocks of keys add to dQ: two objects with the same methods, one a way."""
+
+from typing import Any
+
+from numpy import int32
+
+from ops import count_up, stores_done, wait_count
+from tiles import inlined, static
+from tiles.arguments import TURNS
+
+
+@static
+class Unordered:
+    """As they come: dQ's last bits differ from call to call."""
+
+    def __str__(self):
+        return ""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The kernel's arguments that it reads, and what they are."""
+        return {}
+
+    @inlined
+    def nth(self, n, i):
+        """Which of the n tiles of queries that see them a block of keys takes as its i-th."""
+        return i
+
+    @inlined
+    def begin(self, given, pair, tile):
+        """Before all of them, for a tile of queries: the work of one warp."""
+
+    @inlined
+    def take(self, given, pair, tile, behind):
+        """Until a warp may add to a tile of queries, of a pair of head and batch; `behind` so many blocks of keys."""
+
+    @inlined
+    def give(self, given, pair, tile):
+        """It has."""
+
+
+@static
+class Ordered(Unordered):
+    """One after the other, from the first keys to the last, so that dQ's bits are the same in every call. Of kernels in which
+    so many `warps` of a block add to a tile, `in_bulk` by TMA or by themselves.
+
+    given.turns: how many warps have added to a tile, (pair of head and batch, tile).
+
+    A block waits for those of earlier keys alone, which have begun before it: there is no deadlock, however few run at once.
+    Every block takes its queries from the last to the first. All that see later keys see the last queries, too, so those that
+    begin at once wait when they begin, each for the tile of the one before it, and then follow at that distance. (From the
+    first query to the last, where later queries see more keys, each would wait until the one before it has come to where it
+    begins itself.) That line is short if there are several pairs at once: backward.band_of."""
+
+    warps: int
+    in_bulk: bool
+
+    def __str__(self):
+        return " ordered"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Unordered."""
+        return {"turns": TURNS}
+
+    @inlined
+    def nth(self, n, i):
+        """See Unordered."""
+        return int32(n - 1 - i)
+
+    @inlined
+    def begin(self, given, pair, tile):
+        """See Unordered."""
+        given.turns[pair, tile] = int32(0)
+
+    @inlined
+    def take(self, given, pair, tile, behind):
+        """See Unordered."""
+        wait_count(given.turns, (pair, tile), int32(self.warps * behind))
+
+    @inlined
+    def give(self, given, pair, tile):
+        """See Unordered."""
+        if self.in_bulk:
+            stores_done()
+        count_up(given.turns, (pair, tile))
+
+
+UNORDERED = Unordered()

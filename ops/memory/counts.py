@@ -1,0 +1,92 @@
+"""Numbers in global memory by which the blocks of a grid do something one after the other:
+
+    wait_count(turns, (pair, tile), n)          until n warps or more have had their turn there
+    tma_add(sums, (pair, tile), part)
+    stores_done()
+    count_up(turns, (pair, tile))               the next one's turn: it sees what this warp wrote
+
+A block may only wait for what blocks with lower numbers do, or its own other warps: blocks begin in the order of their numbers,
+but nobody knows how many of them there is room for at a time. In the interpreter, which runs blocks one after the other, a wait
+for a later one is a deadlock at once. The numbers are 0 before the grid begins, and nothing else is done to them."""
+
+import numpy as np
+from numba.cuda import types
+
+from tiles import ptx
+from tiles.builder import i64
+from tiles.interpreter import Touched, here, note
+from tiles.layout import LANES
+from tiles.op import integer, lowers, op
+from tiles.plumbing import void
+from tiles.ring import elected
+
+from .shared_tiles import said
+
+
+def _there(counts, at):
+    """The number, as a view of one element; a Hazard if there is none."""
+    if not all(0 <= i < size for i, size in zip(at, counts.shape, strict=True)):
+        raise here().hazard(f"index {at} is out of range for an array of shape {counts.shape}")
+    return np.asarray(counts)[tuple(slice(int(i), int(i) + 1) for i in at)]
+
+
+@op
+def wait_count(counts, at, n):
+    """Until counts[at] is n or more: what those that have counted wrote before is then visible to this warp, and to TMA."""
+    there = _there(counts, at)
+    what = f"the count at {tuple(map(int, at))}, which is to be {n}; blocks that come later in the grid may not be waited for"
+    here().until(lambda: there.item() >= n, lambda: what)
+    note(Touched, there, False)
+    here().fence_async()
+
+
+@op
+def count_up(counts, at):
+    """counts[at] += 1, once what this warp has written to global memory is there. Of bulk stores it must know that
+    (`stores_done`)."""
+    warp = here()
+    if warp.stored < warp.stores:
+        raise warp.hazard(f"counts up, and nobody has waited until {warp.sent[warp.stored].deed} was done: stores_done", "wait")
+    there = _there(counts, at)
+    there += 1
+    note(Touched, there, True)
+
+
+def _address(b, counts, value, at):
+    data, _, strides = b.array(counts, value)
+    for index, stride in zip(b.unpack(at), strides, strict=True):
+        data = b.add(data, b.mul(b.sext(index, i64) if index.type.width < 64 else index, stride))
+    return data
+
+
+def _check(name, counts, at, *others):
+    if not (isinstance(counts, types.Array) and counts.dtype == types.int32):
+        raise TypeError(f"{name}: takes a global array of int32, got {counts}")
+    if not (isinstance(at, types.BaseTuple) and len(at) == counts.ndim and all(map(integer, at))):
+        raise TypeError(f"{name}: `at` must be {counts.ndim} integers for an array of {counts.ndim} axes, got {said(at)}")
+    if not all(map(integer, others)):
+        raise TypeError(f"{name}: takes an integer, got {', '.join(map(str, others))}")
+
+
+@lowers(wait_count)
+def _(counts, at, n):
+    _check("wait_count", counts, at, n)
+
+    def emit(b, value, vat, vn):
+        with b.if_then(elected(b, LANES)):
+            ptx.wait_global(b, _address(b, counts, value, vat), b.u32(vn))
+        ptx.warp_sync(b)
+
+    return void, emit
+
+
+@lowers(count_up)
+def _(counts, at):
+    _check("count_up", counts, at)
+
+    def emit(b, value, vat):
+        ptx.warp_sync(b)
+        with b.if_then(elected(b, LANES)):
+            ptx.count_global(b, _address(b, counts, value, vat))
+
+    return void, emit
