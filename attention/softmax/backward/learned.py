@@ -53,6 +53,7 @@ class Learned:
         main, before = self.config, self.made.before if "score_unit" in self.made.numbers else None
         dims = {"head_dim": main.head_dim, "value_dim": main.value_dim, "dtype": main.dtype, "kv": self.kv}
         rows = {"queries": self.queries, "others": main.rows, "piece": self.problem.bytes_at_once()}
+        rows["surveyed"] = main.kv if "classes" in self.told else None
         return dims | rows | {"variant": self.made.variant, "before": before, "read": read, "axes": main.axes}
 
     def launch(self, name: str, reads: Sequence[again.Added]) -> None:
