@@ -57,7 +57,7 @@ def test_nothing_spills(arch, module, config):
 
 
 SPILLED = [  # until their tiles were chosen for them, or their indices made cheaper
-    ("sm_90a", hopper.config_for(128, bf16, BlockedMask(128, 128, lambda b, h, i, j: j <= i), 2**20, by_list=True)),
+    ("sm_90a", hopper.config_for(128, bf16, BlockedMask(128, 128, 32, lambda b, h, i, j: j <= i), 2**20, by_list=True)),
     ("sm_80", ampere.config_for(64, bf16, Dropped(), ampere.ROOM["sm_80"])),
 ]
 

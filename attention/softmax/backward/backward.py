@@ -307,12 +307,13 @@ def planned(
     if listing and listing.blocked:
         marks = problem["marks"] or early.classes(listing.blocked)
         given["marks"] = spread(marks, (*problem("NH"), *marks.form.shape[2:]))
-    listed_by = {}
+    listed_by, surveyed = {}, {}
     if listing and by_list:
         if listing.ready_for:
             check(listing.ready_for, made_for(problem, config, listing), but="tiles")
-        found = listed(early, made, listing.varies, config, told | given, read)
-        listed_by = {"lists": spread(found, (batch, kv_heads, *found.form.shape[2:]))}
+        lists, classes = listed(early, made, listing.varies, config, told | given, read)
+        listed_by = {"lists": spread(lists, (batch, kv_heads, *lists.form.shape[2:]))}
+        surveyed = {"classes": spread(classes, (batch, heads, *classes.form.shape[2:]))}
     before = kernel_for(prepare, prepare.config_of(config), problem.device).bind(
         batch * heads * tiles,
         gO=problem["out"],
@@ -357,7 +358,7 @@ def planned(
         steps.append(of_sinks)
     late = Before(problem, early.scratch)
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gSums": of_rows}
-    learned = Learned(problem, made, config, late, arrays | where | given | read, gpu.processors)
+    learned = Learned(problem, made, config, late, arrays | where | given | surveyed | read, gpu.processors)
     for name, readers in reads.items():
         learned.launch(name, readers)
     return Plan([*steps, *late.steps], early.scratch, give)
