@@ -72,7 +72,10 @@ class Attention(nn.Module):
         heads = self.project(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], -2)  # views, and one gradient of all three
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = normed(q, self.q_norm), normed(k, self.k_norm)
+            if self.rotary is None:  # attention normalises
+                options |= {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "norm_eps": self.q_norm.eps}
+            else:
+                q, k = normed(q, self.q_norm), normed(k, self.k_norm)
         if self.rotary is not None:
             if positions is None:
                 positions = torch.arange(x.shape[1], device=x.device)

@@ -53,7 +53,8 @@ class OnTorch(Attention):
     def attend(self, q, k, v, *, causal, **none_of_these):
         """softmax(q k^T / sqrt(D)) v by torch."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
+        grouped = q.shape[1] != k.shape[1]  # said of others it costs some a kernel
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
 
 class Block(nn.Module):

@@ -1,6 +1,7 @@
 """torch tensors that require grad: attention.forward as a torch.autograd.Function, outside the op, whose backward pass is
 attention.backward. Imported where there are such tensors, and so torch already."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,47 +11,78 @@ from .asked import differentiated
 from .gradient import DIFFERENTIABLE, ONCE, flat, gradients, grouped, unserved
 
 ELEMENTS = 8  # 16 bytes of a tile's elements, which TMA moves
+OVER = -2  # the level of a tensor whose transform, one of torch.func's, is over
 
 
 class Attention(torch.autograd.Function):
     """Softmax attention, (out, lse). names: of the tensors (gradient.py); `options`: what forward and backward both take."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(names, options, *tensors):
+    def forward(ctx, names, options, *tensors):
         """Without gradients."""
-        from .forward import forward
-
-        return forward(**grouped(dict(zip(names, tensors))), return_lse=True, **options)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        """What the backward pass needs."""
-        ctx.names, ctx.options, *tensors = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*tensors, *output)
+        made = _forward(names, options, *tensors)
+        _keep(ctx, names, options, tensors, made)
+        return made
 
     @staticmethod
     def backward(ctx, dout, _):
         """Of what is differentiable. NotImplementedError if they are to be differentiated once more."""
-        if _again():
-            raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
-        *tensors, out, lse = ctx.saved_tensors
-        options = ctx.options | ({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {})
+        *tensors, out, lse = saved = ctx.saved_tensors
+        if not torch.compiler.is_compiling():  # which knows no transforms
+            *tensors, out, lse = map(_alive, saved)
+            if _again(dout, tensors, out is not saved[-2]):
+                raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
         with torch.no_grad():
+            options = {**ctx.options, **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {})}
             wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[2:]) if needs]
             made = gradients(_adjacent(dout), dict(zip(ctx.names, tensors)), out, lse, options, wanted)
         return None, None, *[made.get(name) for name in ctx.names]
 
 
-def _again() -> bool:
-    """Are the derivatives that are being computed to be differentiated? (torch's `once_differentiable` does not see that where
-    dout is a constant, and leaves the derivatives out.)"""
-    if torch.compiler.is_compiling():  # which knows no such thing
-        return False
-    levels = torch._C._functorch.get_interpreter_stack()
-    return torch.is_grad_enabled() if levels is None else sum(level.key() == TransformType.Grad for level in levels) > 1
+class Transformed(torch.autograd.Function):
+    """The same, as torch.func wants it; torch then takes 30 us more to call it."""
+
+    generate_vmap_rule = True
+    backward = staticmethod(Attention.backward)
+
+    @staticmethod
+    def forward(names, options, *tensors):
+        """See Attention."""
+        return _forward(names, options, *tensors)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """What the backward pass needs."""
+        names, options, *tensors = inputs
+        _keep(ctx, names, options, tensors, output)
+
+
+def _forward(names: tuple[str, ...], options: dict[str, Any], *tensors: Any) -> tuple[Any, Any]:
+    from .forward import forward
+
+    return forward(**grouped(dict(zip(names, tensors))), return_lse=True, **options)
+
+
+def _keep(ctx: Any, names: tuple[str, ...], options: dict[str, Any], tensors: Sequence[Any], made: tuple[Any, Any]) -> None:
+    ctx.names, ctx.options = names, options
+    ctx.mark_non_differentiable(made[1])
+    ctx.save_for_backward(*tensors, *made)
+
+
+def _alive(x: Any) -> Any:
+    """x, or what it holds if its transform, one of torch.func's, is over: what torch.func.vjp gave is called then."""
+    return torch._C._functorch.get_unwrapped(x) if torch._C._functorch.maybe_get_level(x) == OVER else x
+
+
+def _again(dout: Any, tensors: Sequence[Any], over: bool) -> bool:
+    """Are the derivatives that are being computed of these to be differentiated? (torch's `once_differentiable` does not see
+    that where dout is a constant, and leaves the derivatives out.) over: is the transform over that computes them? If it is
+    not, it is one of those that enclose this."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    enclosing = sum(level.key() == TransformType.Grad for level in levels)
+    if enclosing and not over:
+        return enclosing > 1
+    return torch.is_grad_enabled() and any([x.requires_grad for x in (dout, *tensors)])
 
 
 def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -64,7 +96,8 @@ def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
     if torch.is_autocast_enabled(kind):
         to = torch.get_autocast_dtype(kind)
         arrays |= {name: arrays[name].to(to) for name in "qkv" if arrays[name].dtype is torch.float32}
-    return Attention.apply(tuple(arrays), options, *arrays.values())
+    way = Attention if torch._C._functorch.peek_interpreter_stack() is None else Transformed
+    return way.apply(tuple(arrays), options, *arrays.values())
 
 
 def _adjacent(x: Any) -> Any:

@@ -22,7 +22,8 @@ OF_AUX = tuple([f"aux{n}" for n in range(AUX)])
 ASKED = "bias", "alibi", *OF_AUX  # whose gradients backward is asked for
 DIFFERENTIABLE = "q", "k", "v", "bias", "alibi", "sink", *OF_AUX, *OF_NORMS  # in the order of backward's results
 BLOCKS = *FIELDS, "lists", "marks"  # blocks= as arrays
-ARRAYS = "alibi", "sink", "bias", "cu_seqlens", "cu_seqlens_k", "lengths_k"  # whose names are their arguments'
+SEVERAL = frozenset((*OF_NORMS, *OF_AUX))  # of one argument
+ARRAYS = frozenset("q k v alibi sink bias cu_seqlens cu_seqlens_k lengths_k".split())  # whose names are their arguments'
 ONCE = "attention.forward: has no second derivatives"
 STOP = "put jax.lax.stop_gradient around"
 
@@ -45,7 +46,8 @@ def gradients(
 
 def unserved(told: Iterable[str]) -> list[str]:
     """The arguments of forward, and of what it made of them, among these that backward does not take."""
-    return [name for name in told if name not in backward_takes()]
+    taken = backward_takes()
+    return [name for name in told if name not in taken]
 
 
 def backward_takes() -> tuple[str, ...]:
@@ -63,7 +65,9 @@ backward_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]  # t
 
 def grouped(arrays: dict[str, Any]) -> dict[str, Any]:
     """Arrays as forward takes them."""
-    found = {name: x for name, x in arrays.items() if name not in (*OF_NORMS, *OF_AUX)}
+    if SEVERAL.isdisjoint(arrays):
+        return {**arrays}
+    found = {name: x for name, x in arrays.items() if name not in SEVERAL}
     for name in NORMS:
         if name in arrays:
             found[name] = (arrays[name], arrays[f"{name}_bias"]) if f"{name}_bias" in arrays else arrays[name]
@@ -74,17 +78,19 @@ def grouped(arrays: dict[str, Any]) -> dict[str, Any]:
 
 def flat(told: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(arrays by their flat names, all else) of what forward was told; what is None is left out."""
-    told = {name: x for name, x in told.items() if x is not None}
-    arrays = {name: told.pop(name) for name in ("q", "k", "v", *ARRAYS) if name in told}
-    if hasattr(told.get("seed"), "shape"):
-        arrays["seed"] = told.pop("seed")
-    for name in NORMS:
-        if name in told:
-            weights, bias = norm_parts(name, told.pop(name))
+    arrays: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for name, x in told.items():
+        if x is None:
+            continue
+        if name in NORMS:
+            weights, bias = norm_parts(name, x)
             arrays |= {name: weights} if bias is None else {name: weights, f"{name}_bias": bias}
-    if isinstance(told.get("aux"), (tuple, list)):
-        arrays |= {f"aux{n}": x for n, x in enumerate(told.pop("aux"))}
-    return arrays, told
+        elif name == "aux" and isinstance(x, (tuple, list)):
+            arrays |= {f"aux{n}": y for n, y in enumerate(x)}
+        else:
+            (arrays if name in ARRAYS or (name == "seed" and hasattr(x, "shape")) else others)[name] = x
+    return arrays, others
 
 
 # ---- of programs -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from attention.recurrent.kernels.results import Normalizer, Outputs, States
 from attention.softmax import ampere, backward, hopper
 from attention.softmax.block_masks import BlockedMask
 from attention.softmax.dropped import Dropped
+from attention.softmax.norms import Layer
 from attention.softmax.seen import CAUSAL, FULL
 from tiles import bf16, fp16
 
@@ -25,6 +26,7 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
     *(("sm_90a", backward.hopper, backward.hopper.config_for(n, bf16, CAUSAL)) for n in (64, 128, 256)),
     *(("sm_80", backward.ampere, backward.ampere.config_for(n, bf16, CAUSAL)) for n in (64, 128, 256)),
     ("sm_120a", backward.ampere, backward.ampere.config_for(128, fp16, FULL)),
+    ("sm_80", backward.norms, backward.norms.Rows(Layer(), 256, bf16, False)),
     ("sm_90a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, ByToken(), States(), varlen=True, piece=4)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(128, 2, bf16, STEPS, MAMBA2, varlen=True)),
@@ -55,7 +57,7 @@ def test_nothing_spills(arch, module, config):
 
 
 SPILLED = [  # until their tiles were chosen for them, or their indices made cheaper
-    ("sm_90a", hopper.config_for(128, bf16, BlockedMask(128, 128, lambda b, h, i, j: j <= i), 2**20, by_list=True)),
+    ("sm_90a", hopper.config_for(128, bf16, BlockedMask(128, 128, 32, lambda b, h, i, j: j <= i), 2**20, by_list=True)),
     ("sm_80", ampere.config_for(64, bf16, Dropped(), ampere.ROOM["sm_80"])),
 ]
 

@@ -280,7 +280,7 @@ def test_gradients_on_the_card():
         pytest.skip("this JAX has no GPU")
     q, k, v, dout = (tile(n, 2, 200, 4, HEAD) for n in range(4))
     loss = summed(dout.astype(jnp.float32), causal=True)
-    theirs = [torch.from_dlpack(x).requires_grad_() for x in (q, k, v)]
+    theirs = [torch.from_dlpack(x).clone().requires_grad_() for x in (q, k, v)]
     attention.forward(*theirs, causal=True).backward(torch.from_dlpack(dout))
     for way in jax.grad(loss, (0, 1, 2)), jax.jit(jax.grad(loss, (0, 1, 2))):
         for x, y in zip(way(q, k, v), theirs):

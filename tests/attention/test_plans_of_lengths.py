@@ -14,6 +14,7 @@ from cuda.bindings import driver
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from attention.softmax.backward.norms import DIFFERENTIATE
 from attention.softmax.forward import _forward, _variant
 from tiles import arrays as in_memory
 from tiles import bound, loaded, tma
@@ -251,6 +252,23 @@ def test_prompts_are_planned_a_few_times(gpu, monkeypatch):
         launches, made = gpu.call(linear, (q, k, v, *[None] * 7), (None, False, False, None), "bshd")
         assert len(made) == (1 if len(launches) == 1 else 3)
     assert len(plans) <= 5
+
+
+def test_gradients_of_norms_are_planned_a_few_times(gpu, monkeypatch):
+    """Of a layer norm whose weights are one for all heads, its bias one for each."""
+    program, dim = DIFFERENTIATE["k"], 64
+    norm = [
+        Lent(MEMORY + n * ROOM, Form(shape, contiguous(shape, 4), "float32", 0, 4)) for n, shape in ((2, (dim,)), (3, (2, dim)))
+    ]
+    made, count = planned(monkeypatch, program), 0
+    for length in 1, 40, 700, 1024, 5000, 0, 41:
+        rows = (tokens(3, length, 2, dim, MEMORY + n * ROOM) for n in range(2))
+        given = (*rows, *norm, None, None, None), (1e-6, True), "bshd"
+        found, before = gpu.call(program, *given), len(made)
+        count += before
+        assert found == fresh(gpu.call, program, *given) and len(found[0]) == (2 if length == 0 else 5)
+        made.clear()
+    assert count <= 3
 
 
 def test_a_seed_is_no_length_and_no_option(gpu, monkeypatch):

@@ -209,3 +209,115 @@ def test_cuda_graph(name):
     graph.replay()
     wanted = function(*before[0], **before[1])
     assert_same(got, wanted)
+
+
+# ---- whole steps of training -----------------------------------------------------------------------------------------
+def model(device, dtype=torch.bfloat16):
+    """A layer with all that it can have, and what it is trained to give."""
+    from attention.nn import Attention
+
+    torch.manual_seed(0)
+    layer = Attention(
+        64, 4, 2, 32, causal=True, window=(99, 0), sink=True, qk_norm=True, rotary=100.0, dtype=dtype, device=device
+    )
+    x, wanted = (torch.randn(2, 200 if device == "cuda" else 12, 64, device=device).to(dtype) for _ in range(2))
+    return layer, x, wanted
+
+
+def step(layer, optimiser, x, wanted):
+    """One step; the loss."""
+    optimiser.zero_grad(set_to_none=True)
+    loss = (layer(x).float() - wanted.float()).square().mean()
+    loss.backward()
+    optimiser.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant):
+    """What is computed again is the same."""
+    layer, x, _ = model("cpu")
+    x.requires_grad_()
+    given = [x, *layer.parameters()]
+    wanted = torch.autograd.grad(layer(x).float().square().sum(), given)
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).float().square().sum().backward()
+    torch.testing.assert_close([y.grad for y in given], list(wanted), rtol=2**-6, atol=2**-6)
+
+
+def test_functional_transforms():
+    """torch.func's vjp, jacrev and vmap of grad."""
+    q, k, v = Inputs(tokens=4).qkv()
+    loss = lambda q, k, v: attention.forward(q, k, v, causal=True).float().square().sum()
+    wanted = torch.func.grad(loss, (0, 1, 2))(q, k, v)
+    out, back = torch.func.vjp(lambda *x: attention.forward(*x, causal=True), q, k, v)
+    torch.testing.assert_close(back((2 * out.float()).bfloat16()), wanted, rtol=2**-6, atol=2**-6)
+    again = lambda x: torch.func.vjp(lambda q: attention.forward(q, k, v), x)[1](x)[0].float().sum()
+    for way in lambda: torch.func.grad(again)(q), lambda: again(q.clone().requires_grad_()):
+        with pytest.raises(NotImplementedError, match="no second derivatives"):
+            way()
+    mapped = torch.vmap(torch.func.grad(loss), (0, None, None))(torch.stack([q, -q]), k, v)
+    torch.testing.assert_close(mapped[0], wanted[0], rtol=2**-6, atol=2**-6)
+    rows = torch.func.jacrev(lambda q: attention.forward(q, k, v, causal=True)[..., :1].float().sum((0, 2, 3)))(q)
+    assert rows.shape == (4, *q.shape) and not rows[0, :, 1:].any() and rows[3].any()
+
+
+def test_torchs_deterministic_mode_asks_for_deterministic_gradients(monkeypatch):
+    q, k, v = (x.requires_grad_() for x in Inputs().qkv())
+    told, backward = [], attention.backward
+    monkeypatch.setattr(
+        attention, "backward", lambda *x, deterministic=False, **more: (told.append(deterministic), backward(*x, **more))[1]
+    )
+    for mode in True, False:
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda mode=mode: mode)
+        attention.forward(q, k, v).sum().backward()
+    assert told == [True, False]
+
+
+@pytest.mark.gpu
+def test_cuda_graph_of_whole_steps():
+    """Forward, backward and the optimiser in one graph, replayed on fresh inputs, beside the same steps without one."""
+    runs = []
+    for captured in False, True:
+        layer, x, wanted = model("cuda")
+        optimiser = torch.optim.AdamW(layer.parameters(), 1e-2, capturable=True)
+        begun = cloned([x, wanted, *layer.parameters()])
+        if captured:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    step(layer, optimiser, x, wanted)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            optimiser.zero_grad(set_to_none=True)
+            with torch.cuda.graph(graph):
+                loss = step(layer, optimiser, x, wanted)
+            with torch.no_grad():  # as it was
+                for y, before in zip(layer.parameters(), begun[2:]):
+                    y.copy_(before)
+                for state in optimiser.state.values():
+                    for value in state.values():
+                        value.zero_()
+        losses = []
+        for n in range(5):
+            x.copy_(begun[0] * (n + 1))
+            if captured:
+                graph.replay()
+            else:
+                loss = step(layer, optimiser, x, wanted)
+            losses.append(loss.item())
+        runs.append(losses)
+    torch.testing.assert_close(*map(torch.tensor, runs), rtol=2e-2, atol=2e-3)
+    assert runs[0][-1] != runs[0][0]
+
+
+@pytest.mark.gpu
+def test_inductor_trains():
+    """A compiled layer's gradients are the layer's."""
+    torch._dynamo.reset()
+    layer, x, wanted = model("cuda")
+    loss = lambda f: (f(x).float() - wanted.float()).square().sum()
+    plain = torch.autograd.grad(loss(layer), list(layer.parameters()))
+    compiled = torch.autograd.grad(loss(torch.compile(layer, fullgraph=True)), list(layer.parameters()))
+    for mine, theirs in zip(compiled, plain, strict=True):
+        assert (mine.float() - theirs.float()).abs().max() <= 0.03 * theirs.float().abs().max()

@@ -7,6 +7,8 @@ import attention
 torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from attention.softmax.backward import norms  # noqa: E402
+
 TOKENS, HEAD = 16, 64
 
 
@@ -56,6 +58,17 @@ def warmer(s, b, h, i, j, docs):
     return s * 0.5 + docs[b, j]
 
 
+def normalised(q, *norm):
+    """Rows of q as forward normalises them."""
+    return norms.normalised("q", q, norm if norm[1:] else norm[0], 1e-6, None, "bshd")
+
+
+def norm_gradients(k, dy, *norm):
+    """(dx, dweights[, dbias]) of a norm of keys."""
+    dx, (of_norm,) = norms.gradients("k", k, dy, norm if norm[1:] else norm[0], 1e-6, None, None, "bhsd")
+    return dx, *(of_norm if norm[1:] else (of_norm,))
+
+
 # name: (function, what it is called with, made of Inputs: (arrays by position, all else))
 CALLS = {
     "forward": (attention.forward, lambda x: (x.qkv(), {})),
@@ -77,6 +90,8 @@ CALLS = {
         attention.backward,
         lambda x: ((x.qkv()[2], *x.qkv(), x.qkv()[2], 9 + x.state(x.tokens)), dict(causal=True, window=(5, None))),
     ),
+    "norm of queries": (normalised, lambda x: ((x.qkv()[0], x.rate(x.heads, HEAD)), {})),
+    "norm's gradient": (norm_gradients, lambda x: ((*swapped(*x.qkv()[:2]), x.tile(HEAD), x.rate(x.heads, HEAD)), {})),
     "linear": (attention.linear, lambda x: (x.qkv(), {})),
     "linear, state": (
         attention.linear,

@@ -306,3 +306,21 @@ def test_every_word_of_a_table_is_explained():
 
     for word in (*HOLDS, *ROLES[1:]):
         assert f"    {word} " in tiles.schema.__doc__, word
+
+
+def test_results_like_an_argument_that_are_asked_for_by_a_word():
+    schema = Schema("f", """
+        q   BSHD  tile
+        x   *     any      optional
+        dq  BSHD  tile     made
+        dx  =x    float32  made  also:dx
+    """)  # fmt: skip
+    q, x = (form_of(np.zeros(shape, dtype)) for shape, dtype in (((1, 2, 3, 8), bf16), ((4, 5), np.int32)))
+    for also, results in (("", ["dq"]), ("dx dy", ["dq", "dx"]), ("dxx", ["dq"])):
+        assert schema.results({"also": also}) == results
+    problem = schema.problem({"q": q, "x": x})
+    assert problem.made("dx") == ((4, 5), "float32") and problem["dx"].form.shape == (4, 5)
+    assert schema.shapes({"q": (1, 2, 3, 8), "x": (4, 5)}, "bshd") == {"dq": [1, 2, 3, 8], "dx": [4, 5]}
+    assert schema.shapes({"q": (1, 2, 3, 8)}, "bshd") == {"dq": [1, 2, 3, 8]}
+    with pytest.raises(ValueError, match="^dx: must have x's shape"):
+        schema.problem({"q": q, "x": x, "dx": form_of(np.zeros((4, 4), np.float32))})

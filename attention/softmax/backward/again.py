@@ -12,8 +12,10 @@ from numpy import int32
 
 from ops import abs, col_index, exp2, load, mma_ABt, row_index, subtile, where, zeros
 from tiles import fp32, inlined, pipeline, rt, st, static
+from tiles.arguments import Record, record
 from tiles.layout import LANES
 
+from ..blocks import CLASSES
 from ..kind import Kind
 from ..tiling import Tiling
 from ..variants import Variant
@@ -90,11 +92,12 @@ class Element(Added):
 @dataclass(frozen=True)
 class Config(Kind):
     """Of such a kernel: queries of a tile; how many queries the main kernel's tiles have, of which `prepare` left two numbers a
-    row; the bytes that bases and strides are multiples of; what becomes of scores before a function, if there is one; what they
-    read."""
+    row, and how many keys its blocks have, if there is a survey of these; the bytes that bases and strides are multiples of;
+    what becomes of scores before a function, if there is one; what they read."""
 
     queries: int
     others: int
+    surveyed: int | None
     piece: int
     before: Variant | None
     read: Added
@@ -103,6 +106,12 @@ class Config(Kind):
     def rows(self) -> int:
         """Query rows of a tile."""
         return self.queries
+
+    @property
+    def given(self) -> Record:
+        """What the kernel is told of the variant, of sequences, and of the survey."""
+        classes = {"classes": CLASSES} if self.surveyed else {}
+        return record(**self.variant.given, **self.sequences.given, **classes)
 
     @property
     def warps(self) -> int:
@@ -131,6 +140,7 @@ class Again:
     rows: int
     kv: int
     others: int
+    surveyed: int | None
     piece: int
     variant: Variant
     before: Variant | None
@@ -150,7 +160,12 @@ class Again:
     def seen(self, tile, block, at):
         """May the tile's queries see keys of a block?"""
         every = self.tiling.key_blocks(self.rows * tile, at)
-        return every.first <= block < every.first + every.n
+        within = every.first <= block < every.first + every.n
+        if self.surveyed is None:
+            return within
+        else:
+            row, key = self.rows * tile // self.others, self.kv * block // self.surveyed
+            return within and at.given.classes[at.batch, at.head, row, key] > 0
 
     @inlined
     def weighted(self, n, tile, block, at, group, rooms, arrays, sums, scale):
@@ -188,4 +203,6 @@ class Again:
 
 def again(config: Config) -> Again:
     """What that kernel's tiles are made of."""
-    return Again(config.rows, config.kv, config.others, config.piece, config.variant, config.before, config.read)
+    return Again(
+        config.rows, config.kv, config.others, config.surveyed, config.piece, config.variant, config.before, config.read
+    )

@@ -60,17 +60,17 @@ MADE = """
     dq   BSHD  tile  made
     dk   BTGD  tile  made
     dv   BTGV  tile  made
-    dbias  bias   float32  made  also:dbias
-    dalibi alibi  float32  made  also:dalibi
+    dbias  =bias  float32  made  also:dbias
+    dalibi =alibi float32  made  also:dalibi
     dsink  H      float32  made  also:dsink
-    daux0  aux0   float32  made  also:daux0
-    daux1  aux1   float32  made  also:daux1
-    daux2  aux2   float32  made  also:daux2
-    daux3  aux3   float32  made  also:daux3
-    daux4  aux4   float32  made  also:daux4
-    daux5  aux5   float32  made  also:daux5
-    daux6  aux6   float32  made  also:daux6
-    daux7  aux7   float32  made  also:daux7
+    daux0  =aux0  float32  made  also:daux0
+    daux1  =aux1  float32  made  also:daux1
+    daux2  =aux2  float32  made  also:daux2
+    daux3  =aux3  float32  made  also:daux3
+    daux4  =aux4  float32  made  also:daux4
+    daux5  =aux5  float32  made  also:daux5
+    daux6  =aux6  float32  made  also:daux6
+    daux7  =aux7  float32  made  also:daux7
 """
 ADDED = """
     dq   BSHD  float32  updated
@@ -307,12 +307,13 @@ def planned(
     if listing and listing.blocked:
         marks = problem["marks"] or early.classes(listing.blocked)
         given["marks"] = spread(marks, (*problem("NH"), *marks.form.shape[2:]))
-    listed_by = {}
+    listed_by, surveyed = {}, {}
     if listing and by_list:
         if listing.ready_for:
             check(listing.ready_for, made_for(problem, config, listing), but="tiles")
-        found = listed(early, made, listing.varies, config, told | given, read)
-        listed_by = {"lists": spread(found, (batch, kv_heads, *found.form.shape[2:]))}
+        lists, classes = listed(early, made, listing.varies, config, told | given, read)
+        listed_by = {"lists": spread(lists, (batch, kv_heads, *lists.form.shape[2:]))}
+        surveyed = {"classes": spread(classes, (batch, heads, *classes.form.shape[2:]))}
     before = kernel_for(prepare, prepare.config_of(config), problem.device).bind(
         batch * heads * tiles,
         gO=problem["out"],
@@ -357,7 +358,7 @@ def planned(
         steps.append(of_sinks)
     late = Before(problem, early.scratch)
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gSums": of_rows}
-    learned = Learned(problem, made, config, late, arrays | where | given | read, gpu.processors)
+    learned = Learned(problem, made, config, late, arrays | where | given | surveyed | read, gpu.processors)
     for name, readers in reads.items():
         learned.launch(name, readers)
     return Plan([*steps, *late.steps], early.scratch, give)

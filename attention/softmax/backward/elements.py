@@ -105,4 +105,4 @@ def space(arch: str, everything: bool) -> Iterator[again.Config]:
     """What an architecture is served with: bf16, whole pieces."""
     for padded, (queries, kv) in again.SHAPES.items():
         read, others = again.Slope(None, False), 64
-        yield again.Config(padded, padded, bf16, Sloped(True, True), kv, queries, others, PIECES[0], None, read)
+        yield again.Config(padded, padded, bf16, Sloped(True, True), kv, queries, others, None, PIECES[0], None, read)

@@ -12,6 +12,7 @@ from ..asked import AUX
 from ..assembled import Assembled
 from ..derivative import Derivatives
 from ..launches import LOG2_E, Before
+from ..sequences import Packed
 from . import again, bias, elements
 
 GRADIENTS = "dbias", "dalibi", "dsink", *(f"daux{n}" for n in range(AUX))  # besides dq, dk and dv, in this order
@@ -53,10 +54,14 @@ class Learned:
         main, before = self.config, self.made.before if "score_unit" in self.made.numbers else None
         dims = {"head_dim": main.head_dim, "value_dim": main.value_dim, "dtype": main.dtype, "kv": self.kv}
         rows = {"queries": self.queries, "others": main.rows, "piece": self.problem.bytes_at_once()}
+        rows["surveyed"] = main.kv if "classes" in self.told else None
         return dims | rows | {"variant": self.made.variant, "before": before, "read": read, "axes": main.axes}
 
     def launch(self, name: str, reads: Sequence[again.Added]) -> None:
-        """Those of the gradient of this name, which these are what reads its array."""
+        """Those of the gradient of this name; reads: what reads its array. NotImplementedError: it has none here."""
+        if issubclass(self.config.lie, Packed) or self.made.variant.draws:
+            what = "dropout" if self.made.variant.draws else "packed sequences"
+            raise NotImplementedError(f"{name}: there is none with {what} yet: leave it out")
         if name == "dbias":
             self.of_bias(*reads)
         else:

@@ -112,9 +112,10 @@ class Gathering:
 
 def listed(
     before: Before, made: Assembled, varies: tuple[bool, bool], config: Any, told: dict[str, Any], read: dict[str, Any]
-) -> Operand:
-    """The lists of tiles of queries of all blocks of keys, made before. varies: do they differ by batch, by head? told, read:
-    what kernels are told of the variant and of sequences, and the arrays that its functions read."""
+) -> tuple[Operand, Operand]:
+    """The lists of tiles of queries of all blocks of keys, made before, and the classes that they were made of. varies: do they
+    differ by batch, by head? told, read: what kernels are told of the variant and of sequences, and the arrays that its
+    functions read."""
     batch, heads, kv_heads, q_len, kv_len = before.problem("BHGST")
     batches, by_head = batch if varies[0] else 1, varies[1]
     tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
@@ -128,4 +129,4 @@ def listed(
     numbers = {"blocks": blocks, "heads": of_keys, "group": many // of_keys}
     gathering = Gathering(made.variant, config.rows, config.kv)
     before.launch(gathering, gathering, batches * of_keys * blocks, classes=classes, lists=found, **numbers, **told)
-    return found
+    return found, classes

@@ -184,8 +184,8 @@ class Total:
 def space(arch: str, everything: bool) -> Iterator[Rows | Columns | Total]:
     """What norms are differentiated with: of any GPU alike."""
     for of in (bf16, fp16) if everything else (bf16,):
-        for norm, head_dim in itertools.product((Rms(), Layer()), SHAPES):
-            yield Rows(norm, head_dim, of, True)
+        for norm, head_dim, aligned in itertools.product((Rms(), Layer()), SHAPES, (True, False) if everything else (True,)):
+            yield Rows(norm, head_dim, of, aligned)
         yield from (Columns(of, bias) for bias in (False, True))
     yield Total()
 
@@ -228,7 +228,7 @@ def _normalising(x: str, axes: str) -> Program:
 
 
 def _differentiating(x: str, axes: str) -> Program:
-    """The gradients of x and of the norm's weights and bias; each of these is one for all heads or one for each."""
+    """The gradients of x, and of the norm's weights and bias, which have these's shapes: one for all heads, or one for each."""
     schema = Schema(
         f"norm_{x}_gradient",
         f"""
@@ -237,24 +237,19 @@ def _differentiating(x: str, axes: str) -> Program:
         {x}_norm       D|{axes[2]}D  real
         {x}_norm_bias  D|{axes[2]}D  real     optional
         d{x}           {axes}          tile     made
-        dweights       D             float32  made  shared_weights
-        dweights_each  {axes[2]}D    float32  made  weights_each
-        dbias          D             float32  made  shared_bias
-        dbias_each     {axes[2]}D    float32  made  bias_each
+        dweights       ={x}_norm       float32  made
+        dbias          ={x}_norm_bias  float32  made  layer
         """,
     )
 
     @program(schema, no_gradient=ONCE)
-    def differentiate(
-        problem: Problem, norm_eps: float, shared_weights: bool, weights_each: bool, shared_bias: bool, bias_each: bool
-    ) -> Plan:
+    def differentiate(problem: Problem, norm_eps: float, layer: bool) -> Plan:
         """How it is done for calls of this form."""
         batch, rows, heads, columns = problem(axes)
-        asked = {"dweights": shared_weights, "dweights_each": weights_each, "dbias": shared_bias, "dbias_each": bias_each}
-        sums = {name: _by_group(problem[name]) for name, is_asked in asked.items() if is_asked}
+        sums = {name: _by_group(problem[name]) for name in ("dweights", "dbias")[: 1 + layer]}
         if 0 in (batch, rows, heads):
             return Plan([Fill(problem[name], 0.0) for name in sums if 0 not in problem[name].form.shape])
-        norm, dtype = Layer() if f"{x}_norm_bias" in problem else Rms(), DTYPES[problem.dtype]
+        norm, dtype = Layer() if layer else Rms(), DTYPES[problem.dtype]
         config = Rows(norm, min(dim for dim in SHAPES if dim >= columns), dtype, problem.bytes_at_once() == ALIGNMENT)
         tiles, blocks, cuts = -(-rows // PART.rows), -(-rows // config.rows), -(-columns // PART.cols)
         parts = batch * tiles // SHARE + 1
@@ -268,11 +263,11 @@ def _differentiating(x: str, axes: str) -> Program:
             )
         ]
         for n, (name, target) in enumerate(sums.items(), 1):
-            summing, adding = Columns(dtype, name.startswith("dbias")), Total()
+            summing, adding = Columns(dtype, name == "dbias"), Total()
             lengths = {"batches": batch, "heads": heads, "tiles": tiles, "cuts": cuts, "parts": parts}
             launch = kernel_for(summing, summing, problem.device)
             steps.append(launch.bind(heads * parts * cuts, gParts=problem.scratch(n, *scratch[n]), **arrays, **lengths))
-            groups = heads if name.endswith("each") else 1
+            (groups, _) = target.form.shape
             all_parts = problem.scratch(n, (groups, heads * parts // groups, columns), "float32")
             launch = kernel_for(adding, adding, problem.device)
             steps.append(launch.bind(groups * cuts, gParts=all_parts, gSum=target, cuts=cuts, parts=heads * parts // groups))
@@ -306,6 +301,6 @@ def gradients(
     if norm is None:
         return dy, ()
     parts = norm_parts(f"{name}_norm", norm)
-    asked = [part is not None and len(part.shape) == rank for part in parts for rank in (1, 2)]
-    found, *of_norm = DIFFERENTIATE[name](stream, (x, dy, *parts, dx, *[None] * 4), (eps, *asked), layout)
-    return found, (tuple(of_norm) if len(of_norm) == 2 else of_norm[0],)
+    layer = parts[1] is not None
+    found, *of_norm = DIFFERENTIATE[name](stream, (x, dy, *parts, dx, None, None), (eps, layer), layout)
+    return found, (tuple(of_norm) if layer else of_norm[0],)

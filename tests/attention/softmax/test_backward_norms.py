@@ -100,6 +100,12 @@ def test_many_rows_are_shared_out(place):
     assert_is_the_formula(mine, x, dy, norm)
 
 
+def test_many_heads_share_weights(place):
+    x, dy = (draw((1, 10, 20, 8), BF16, seed) for seed in (1, 2))
+    norm = weights(8), draw((20, 8), F32)
+    assert_is_the_formula(of_norm(place, x, dy, norm), x, dy, norm)
+
+
 def test_empty():
     q, k, v = inputs(1, 0, 3, 2, 2, 64)
     out, lse = attention.forward(q, k, v, return_lse=True)
