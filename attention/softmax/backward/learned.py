@@ -12,7 +12,6 @@ from ..asked import AUX
 from ..assembled import Assembled
 from ..derivative import Derivatives
 from ..launches import LOG2_E, Before
-from ..sequences import Packed
 from . import again, bias, elements
 
 GRADIENTS = "dbias", "dalibi", "dsink", *(f"daux{n}" for n in range(AUX))  # besides dq, dk and dv, in this order
@@ -58,10 +57,7 @@ class Learned:
         return dims | rows | {"variant": self.made.variant, "before": before, "read": read, "axes": main.axes}
 
     def launch(self, name: str, reads: Sequence[again.Added]) -> None:
-        """Those of the gradient of this name; reads: what reads its array. NotImplementedError: it has none here."""
-        if issubclass(self.config.lie, Packed) or self.made.variant.draws:
-            what = "dropout" if self.made.variant.draws else "packed sequences"
-            raise NotImplementedError(f"{name}: there is none with {what} yet: leave it out")
+        """Those of the gradient of this name; reads: what reads its array."""
         if name == "dbias":
             self.of_bias(*reads)
         else:
