@@ -68,9 +68,9 @@ class RowMap:
 
     @property
     def alike(self) -> bool:
-        """Are all arrays of 16 bits, so that their columns may come in one order of their own?"""
+        """Are all arrays of 16 bits, or what is written fp8, so that their columns may come in one order of their own?"""
         held = [x.operation == "input" and x.what[1] in SIXTEEN for x in map(viewed, self.leaves) if x.ndim]
-        return all(held) and all(x.held_as(SIXTEEN[0]) in SIXTEEN for x in self.roots if along(x))
+        return all(held) and all(x.held_as(SIXTEEN[0]) in (*SIXTEEN, FP8) for x in self.roots if along(x))
 
     @property
     def form(self) -> type[Writing]:

@@ -117,19 +117,19 @@ class Writing:
         """The lines that compute the roots and write them."""
         lines = self.writer.assignments(self.kernel.roots, self.parameters.values())
         for x in self.kernel.roots:
-            lines.append(self.store(array(self.parameters[x]), self.rounded(x), at if is_tile(x) else "", store))
+            lines += self.store(array(self.parameters[x]), self.rounded(x, store), at if is_tile(x) else "", store)
         return lines
 
-    def store(self, into: str, written: str, at: str, store: str) -> str:
-        """The line that writes a root; at: where its tile begins, "" for one number a row. store: by what a tile is."""
-        return f"{store}({into}, {written}, ({at}))" if at else f"store({into}, {written}, (row, 0), cols=0)"
+    def store(self, into: str, written: str, at: str, store: str) -> list[str]:
+        """The lines that write a root; at: where its tile begins, "" for one number a row. store: by what a tile is."""
+        return [f"{store}({into}, {written}, ({at}))" if at else f"store({into}, {written}, (row, 0), cols=0)"]
 
-    def rounded(self, x: Term) -> str:
-        """A root as it is stored, which rounds by itself, but that fp8 goes by 16 bytes only if it is fp8 before."""
+    def rounded(self, x: Term, store: str) -> str:
+        """A root as it is stored, which rounds by itself; but `store` takes 16 bytes at once only of what is fp8 before."""
         if x.operation not in CASTS or x in self.writer.names:
             return self.writer.expression(x)
         inner = self.writer.expression(x.of[0])
-        return f"{x.operation}({inner})" if CASTS[x.operation].itemsize == 1 and is_tile(x) else inner
+        return f"{x.operation}({inner})" if CASTS[x.operation].itemsize == 1 and is_tile(x) and store == "store" else inner
 
     def load(self, x: Term) -> str:
         """The line that reads a leaf."""
@@ -207,9 +207,9 @@ class Folded(Writing):
 
     columns, says = FOLD * COLUMNS, "are tiles of 16 parts; one is worked on while the next one comes"
 
-    def store(self, into: str, written: str, at: str, store: str) -> str:
+    def store(self, into: str, written: str, at: str, store: str) -> list[str]:
         """See Writing."""
-        return super().store(into, written, at, store) if at else f"if col == 0: {into}[row, 0] = {written}"
+        return super().store(into, written, at, store) if at else ["if col == 0:", f"    {into}[row, 0] = {written}"]
 
     def blocks(self, tiles: int, vectors: int) -> int:
         """Of a multiprocessor, that its registers hold: what is read now and next, and some to compute with; of what is cut off
