@@ -25,6 +25,17 @@ def bernoulli(shape, share, low, high, batch, head, row, col):
     return halves(seed, int(batch), int(head), int(row) + rows[:, None], int(col) + cols) < share
 
 
+@op
+def bernoulli_of_row(shape, share, low, high, batch, head, row, col, step):
+    """The same draws for a row that is cut into parts of `step` columns, one below the other: element (i, j) of the tile is at
+    (batch, head, row, col + i step + j). col and step are multiples of 16."""
+    if col % TILE or step % TILE:
+        raise here().hazard(f"bernoulli_of_row: col and step must be multiples of {TILE}: {col=}, {step=}")
+    parts, cols = (np.arange(n, dtype=np.int64) for n in shape.shape)
+    seed = int(low) & WORD | (int(high) & WORD) << 32
+    return halves(seed, int(batch), int(head), int(row), int(col) + int(step) * parts[:, None] + cols) < share
+
+
 def _wide(b, factor, x):
     """(high, low) word of a product."""
     product = b.mul(b.zext(x, i64), ir.Constant(i64, factor))
@@ -40,19 +51,33 @@ def philox4x32(b, counter, keys):
     return x, y, z, w
 
 
-@lowers(bernoulli)
-def _(shape: type, share, low, high, batch, head, row, col):
-    given = share, low, high, batch, head, row, col
+def _check(name, shape, given):
     if not (isinstance(shape, rt) and shape.layout == "row" and shape.dtype is fp32):
         raise TypeError(
-            f"bernoulli: shape must be an fp32 register tile type in row layout, such as rt(16, 64, fp32), got {shape}"
+            f"{name}: shape must be an fp32 register tile type in row layout, such as rt(16, 64, fp32), got {shape}"
         )
     if not all(map(integer, given)):
-        raise TypeError(f"bernoulli: takes integers, got {', '.join(map(str, given))}")
+        raise TypeError(f"{name}: takes integers, got {', '.join(map(str, given))}")
+
+
+def _keys(b, low, high):
+    """Of each round."""
+    return [[b.add(k, b.u32(n * step & WORD)) for k, step in zip((low, high), STEPS)] for n in range(ROUNDS)]
+
+
+def _drawn(b, word, j, bound):
+    """1 or 0, by the half of a word that is column j's; what is below the half in question decides nothing."""
+    draw = word if j % 2 else b.shl(word, b.u32(16))
+    return b.select(b.icmp_unsigned("<", draw, bound), ir.Constant(f32, 1.0), ir.Constant(f32, 0.0))
+
+
+@lowers(bernoulli)
+def _(shape: type, share, low, high, batch, head, row, col):
+    _check("bernoulli", shape, (share, low, high, batch, head, row, col))
 
     def lower(b, _, *values):
         share, low, high, batch, head, row, col = map(b.u32, values)
-        keys = [[b.add(k, b.u32(n * step & WORD)) for k, step in zip((low, high), STEPS)] for n in range(ROUNDS)]
+        keys = _keys(b, low, high)
         first = b.add(b.lshr(row, b.u32(1)), lane_first(b, shape, 0))  # of each 16 rows 8 counters, of 16 columns 4
         across = b.add(b.lshr(col, b.u32(2)), b.lshr(lane_first(b, shape, 1), b.u32(1)))
         bound = b.shl(share, b.u32(16))
@@ -64,9 +89,31 @@ def _(shape: type, share, low, high, batch, head, row, col):
             if place not in words:
                 counter = b.add(first, b.u32(place[0] * HALF)), b.add(across, b.u32(place[1] * HALF // 2)), head, batch
                 words[place] = philox4x32(b, counter, keys)
-            word = words[place][i % TILE // HALF + j % TILE // HALF * 2]
-            draw = word if j % 2 else b.shl(word, b.u32(16))  # what is below the half in question decides nothing
-            out.append(b.select(b.icmp_unsigned("<", draw, bound), ir.Constant(f32, 1.0), ir.Constant(f32, 0.0)))
+            out.append(_drawn(b, words[place][i % TILE // HALF + j % TILE // HALF * 2], j, bound))
+        return b.from_elements(shape, out)
+
+    return shape, lower
+
+
+@lowers(bernoulli_of_row)
+def _(shape: type, share, low, high, batch, head, row, col, step):
+    _check("bernoulli_of_row", shape, (share, low, high, batch, head, row, col, step))
+
+    def lower(b, _, *values):
+        share, low, high, batch, head, row, col, step = map(b.u32, values)
+        keys, bound = _keys(b, low, high), b.shl(share, b.u32(16))
+        eighth = b.add(b.mul(b.lshr(row, b.u32(4)), b.u32(HALF)), b.and_(row, b.u32(HALF - 1)))
+        lower_half = b.icmp_unsigned("!=", b.and_(row, b.u32(HALF)), b.u32(0))  # of 16 rows: a call serves both
+        step, across = b.lshr(step, b.u32(2)), b.add(b.lshr(col, b.u32(2)), b.lshr(lane_first(b, shape, 1), b.u32(1)))
+        part, words, out = lane_first(b, shape, 0), dict[tuple[int, int], list](), []
+        for k in range(shape.elements):
+            i, j = shape.element(0, k)
+            place = i, j // TILE
+            if place not in words:
+                along = b.add(across, b.mul(b.add(part, b.u32(i)), step))
+                four = philox4x32(b, (eighth, b.add(along, b.u32(place[1] * HALF // 2)), head, batch), keys)
+                words[place] = [b.select(lower_half, four[n + 1], four[n]) for n in (0, 2)]
+            out.append(_drawn(b, words[place][j % TILE // HALF], j, bound))
         return b.from_elements(shape, out)
 
     return shape, lower
