@@ -86,9 +86,9 @@ class RowMap:
         tiles = sum(is_tile(x) for x in self.leaves)
         whole = all(along(x) or not any(x.names) for x in self.leaves)
         parts = self.width % (FOLD * DRAWN if self.draws else FOLD) == 0
-        if self.width >= FOLDED_FROM and parts and whole and tiles <= HELD:
-            if self.registers * _warps(self.width, Folded) <= REGISTERS and self.width <= Folded.columns * MOST_WARPS:
-                return Folded
+        fits = self.registers * _warps(self.width, Folded) <= REGISTERS and self.width <= Folded.columns * MOST_WARPS
+        if self.width >= FOLDED_FROM and fits and parts and whole and tiles <= HELD:
+            return Folded
         return Held if self.width <= Held.columns * MOST_WARPS and tiles <= HELD else Looped
 
     @property
