@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -89,7 +90,7 @@ class Fused:
         if out is not None or stream is not None:
             raise TypeError("out, stream: must be None where a tensor requires grad")
         flat, lead = self._rows(arrays)
-        results = gradient.differentiable(self.run, self.definition, flat)
+        results = gradient.differentiable(self.run, self._by_parts, flat)
         if not lead:
             return results
         return tuple([x.reshape(*lead, -1) for x in results]) if isinstance(results, tuple) else results.reshape(*lead, -1)
@@ -140,10 +141,23 @@ class Fused:
             found = program(stream, (*held, *outs), numbers)
         except NoKernel as error:
             warnings.warn(f"{error}; it runs by parts", RuntimeWarning, stacklevel=3)
-            return self.definition(*arrays)
+            return self._by_parts(*arrays)
         if not lead:
             return found
         return found.reshape(*lead, -1) if program.results == 1 else tuple([x.reshape(*lead, -1) for x in found])
+
+    def _by_parts(self, *arrays: Any) -> Any:
+        """What the definition's ops give, one by one; in float32, where arrays have numbers of several dtypes."""
+        numbers = [x for x in arrays if _dtype(x) in HOLDS]
+        if all([x.dtype == numbers[0].dtype for x in numbers]):
+            return self.definition(*arrays)
+        kinds = _kinds(self._shapes(self._rows(arrays)[0]))
+        self.prepare(kinds)
+        results = self.definition(*[_cast(x, "float32") if _dtype(x) in HOLDS else x for x in arrays])
+        several = isinstance(results, tuple)
+        wanted = [dtype or _dtype(numbers[0]) for dtype in self.programs[kinds].dtypes]
+        found = [_cast(x, dtype) for x, dtype in zip(results if several else (results,), wanted)]
+        return tuple(found) if several else found[0]
 
     def _made(self, shapes: tuple[Shape, ...]) -> _Program:
         found = self._trace(shapes)
@@ -178,7 +192,7 @@ class Fused:
         name = module.unused(self.name, PROGRAMS)
         PROGRAMS.add(name)
         ones = {axis: 1 for axis in set("".join(letters[len(held) :])) - set("".join(letters[: len(held)]))}
-        return _Program(Schema(name, "\n".join(rows), **ones), planner, len(found.roots))
+        return _Program(Schema(name, "\n".join(rows), **ones), planner, [x.held_as("") for x in found.roots])
 
     def _plan(self, problem: Any, shapes: tuple[Shape, ...], numbers: dict[str, float]) -> Plan:
         """The launches of the best way, for this problem."""
@@ -320,11 +334,11 @@ def _once(known: dict[tuple, Any], make: Callable) -> Callable[[tuple], None]:
 
 
 class _Program(Program):
-    """A program, and how many results it has."""
+    """A program, how many results it has, and the dtypes that these have by themselves, or ""."""
 
-    def __init__(self, schema: Schema, planner: Callable[..., Plan], results: int):
+    def __init__(self, schema: Schema, planner: Callable[..., Plan], dtypes: list[str]):
         super().__init__(schema, planner)
-        self.results = results
+        self.results, self.dtypes = len(dtypes), dtypes
 
 
 def _early(step: Recorded, kernel: Any, lies: dict[Term, Operand]) -> Any:
@@ -342,6 +356,16 @@ def _kinds(shapes: Sequence[Shape]) -> tuple:
 def _ordinal(arrays: Sequence[Any]) -> int | None:
     """Where they lie."""
     return describe(next(x for x in arrays if hasattr(x, "shape")), "x").device
+
+
+def _dtype(x: Any) -> str:
+    """The name of an array's dtype, "" of a number."""
+    return str(getattr(x, "dtype", "")).removeprefix("torch.")
+
+
+def _cast(x: Any, dtype: str) -> Any:
+    """An array of another dtype."""
+    return x.to(getattr(sys.modules["torch"], dtype)) if hasattr(x, "to") else x.astype(np.dtype(dtype))
 
 
 def shape_of(x: Any, name: str) -> Shape:

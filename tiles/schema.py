@@ -8,9 +8,9 @@
         lse  BHS   float32  made
     ''')
 
-A row: an argument's name; its axes, a letter each, in canonical order ("H|BSH": either), or the name of an argument that has
-the same shape; what it holds; its role; and of a result the options that ask for it, all of which must be true (`lse  BHS
-float32  made  return_lse`), or hold a word (`dbias  bias  float32  made  also:dbias`). An axis has one extent wherever its
+A row: an argument's name; its axes, a letter each, in canonical order ("H|BSH": either), or =name of an argument that has the
+same shape; what it holds; its role; and of a result the options that ask for it, all of which must be true (`lse  BHS
+float32  made  return_lse`), or hold a word (`dbias  =bias  float32  made  also:dbias`). An axis has one extent wherever its
 letter is found. From the table follow the checks of a call (`problem`), the results' shapes, the order in which addresses are
 passed (program.py), and the schema and the fakes of torch's op (torch_op.py).
 
@@ -19,7 +19,10 @@ What it holds:
     real      float32, bfloat16 or float16, read element by element with any strides that are not negative
     index     int32 or int64
     any       numbers of any kind; its axes are `*`, one to five of any extents
-    float32   that; so are bfloat16, float16, and fp8, which is e4m3
+    float32   that
+    bfloat16  that
+    float16   that
+    fp8       that of e4m3, float8_e4m3fn
 
 and with values that a step of the program checks (checks.py):
     log          real, the logarithm of what is kept of a state: never above 0
@@ -356,8 +359,8 @@ def _asks(options: Mapping[str, Any], word: str) -> bool:
 
 def _row(words: list[str]) -> tuple[str, tuple[str, ...], str, str, tuple[str, ...], str]:
     name, axes, holds, role, *asked = (*words, "") if len(words) < 4 else words
-    if axes.islower():
-        return name, FREE, holds, role, tuple(asked), axes
+    if axes.startswith("="):
+        return name, FREE, holds, role, tuple(asked), axes[1:]
     if holds not in HOLDS or role not in ROLES:
         raise ValueError(f"{name}: must hold one of {tuple(HOLDS)} and have a role of {ROLES}, got {holds!r}, {role!r}")
     return name, FREE if axes == "*" else tuple(axes.split("|")), holds, role, tuple(asked), ""

@@ -54,17 +54,17 @@ BACKWARD = Schema(
     dq   BSHD  tile  made
     dk   BTGD  tile  made
     dv   BTGV  tile  made
-    dbias  bias   float32  made  also:dbias
-    dalibi alibi  float32  made  also:dalibi
+    dbias  =bias  float32  made  also:dbias
+    dalibi =alibi float32  made  also:dalibi
     dsink  H      float32  made  also:dsink
-    daux0  aux0   float32  made  also:daux0
-    daux1  aux1   float32  made  also:daux1
-    daux2  aux2   float32  made  also:daux2
-    daux3  aux3   float32  made  also:daux3
-    daux4  aux4   float32  made  also:daux4
-    daux5  aux5   float32  made  also:daux5
-    daux6  aux6   float32  made  also:daux6
-    daux7  aux7   float32  made  also:daux7
+    daux0  =aux0  float32  made  also:daux0
+    daux1  =aux1  float32  made  also:daux1
+    daux2  =aux2  float32  made  also:daux2
+    daux3  =aux3  float32  made  also:daux3
+    daux4  =aux4  float32  made  also:daux4
+    daux5  =aux5  float32  made  also:daux5
+    daux6  =aux6  float32  made  also:daux6
+    daux7  =aux7  float32  made  also:daux7
     """,
 )
 
