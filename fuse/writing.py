@@ -42,7 +42,7 @@ class Writer:
         parts = []
         for place, y in enumerate(x.of):
             text, its = self._written(y)
-            apart = (place > 0 and x.operation in RIGHT) or "matmul" in (x.operation, y.operation)
+            apart = (place > 0 and (x.operation in RIGHT or y.operation == "div")) or "matmul" in (x.operation, y.operation)
             weaker = its < binds or (its == binds and apart)
             inside = binds == ATOM and not (x.operation == "transpose" and x.ndim == 2)
             parts.append(f"({text})" if weaker and not inside else text)

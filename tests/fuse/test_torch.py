@@ -39,6 +39,36 @@ def test_compiled():
     assert torch.equal(step(x, g, turned), operators.rms_norm_linear(x * 2, g, turned) + 1)
 
 
+def test_other_dtypes_compiled():
+    """fp8 in and out, scales of float32, a seed that lies in memory."""
+    x, r, g = tensors((5, 48), (5, 48), (48,))
+    w, scale = torch.randn(32, 48).to(torch.float8_e4m3fn).t(), torch.rand(32)
+    quantise = torch.compile(lambda *given: operators.residual_rms_norm_quantise(*given), fullgraph=True, backend="aot_eager")
+    got, want = quantise(x, r, g), operators.residual_rms_norm_quantise(x, r, g)
+    assert [y.dtype for y in got] == [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, want))
+    linear = torch.compile(lambda *given: operators.fp8_linear(*given), fullgraph=True, backend="aot_eager")
+    close(linear(x, w, scale), x.double() @ (w.double() * scale))
+    dropped = torch.compile(lambda *given: operators.dropout_residual_layer_norm(*given), fullgraph=True, backend="aot_eager")
+    results = [dropped(x, r, g, g, torch.tensor([seed]))[1] for seed in (5, 5, 6)]
+    assert torch.equal(*results[:2]) and not torch.equal(*results[1:])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradient_by_parts_of_several_dtypes(compiled):
+    """Torch multiplies no fp8, and no bf16 by float32."""
+    (x,) = tensors((5, 48))
+    w, scale = torch.randn(32, 48).to(torch.float8_e4m3fn).t(), torch.rand(32)
+    x.requires_grad_()
+    linear = operators.fp8_linear
+    if compiled:
+        linear = torch.compile(lambda *given: operators.fp8_linear(*given), fullgraph=True, backend="aot_eager")
+    y = linear(x, w, scale)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16
+    close(x.grad, (w.double() * scale).sum(1).expand(5, 48), 5)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradient_by_parts_of_several_dtypes(compiled):
     """Torch multiplies no fp8, and no bf16 by float32."""
