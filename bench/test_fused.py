@@ -63,6 +63,7 @@ ROWS = {  # operator and columns: {rows: the goal in microseconds}
     ("lora_linear", 256, 4096): {16: 3.5},
     ("gated_mlp", 4096, 4096): {1: 18.5, 8: 18.5},
     ("gated_mlp", 4096, 14336): {8: 60, 64: 62, 4096: 1250},
+    ("expert_linear", 4096, 4096): {8: None, 512: None},
     ("normalised_step", 4096, 4096): {4096: 27},
     ("residual_rms_norm", 4096, 4096): {4096: None},
     ("residual_rms_norm_quantise", 4096, 4096): {4096: None},
@@ -70,12 +71,13 @@ ROWS = {  # operator and columns: {rows: the goal in microseconds}
     ("dropout_residual_layer_norm", 1024, 1024): {16384: None},
     ("dropout_residual_layer_norm", 4096, 4096): {4096: None},
 }
-RANK = 16
+RANK, EXPERTS = 16, 8
 CASES = [(name, m, k, n, goal) for (name, k, n), goals in ROWS.items() for m, goal in goals.items()]
 SHAPES = {
     "rms_norm_linear": lambda m, k, n: ((m, k), (k,), (k, n)),
     "lora_linear": lambda m, k, n: ((m, k), (k, n), (k, RANK), (RANK, n)),
     "gated_mlp": lambda m, k, n: ((m, k), (k, n), (k, n)),
+    "expert_linear": lambda m, k, n: ((EXPERTS, m, k), (EXPERTS, k, n)),
     "normalised_step": lambda m, k, n: ((m, k), (m, k), (k,)),
     "residual_rms_norm": lambda m, k, n: ((m, k), (m, k), (k,)),
     "fp8_linear": lambda m, k, n: ((m, k), (k, n), (n,)),
@@ -90,6 +92,7 @@ EAGER = {
     "rms_norm_linear": _rms_norm_linear,
     "lora_linear": _lora_linear,
     "gated_mlp": _gated_mlp,
+    "expert_linear": torch.matmul,
     "normalised_step": _normalised_step,
     "residual_rms_norm": _residual_rms_norm,
     "fp8_linear": _fp8_linear,
@@ -100,7 +103,7 @@ EAGER = {
 
 def _inputs(name, shapes):
     """Rows in place, weights of a size that keeps results near 1."""
-    made = [torch.randn(s, device="cuda") * (s[0] ** -0.5 if n and len(s) == 2 else 1) for n, s in enumerate(shapes)]
+    made = [torch.randn(s, device="cuda") * (s[-2] ** -0.5 if n and len(s) >= 2 else 1) for n, s in enumerate(shapes)]
     cast = [x.to(DTYPES.get((name, n), torch.bfloat16)) for n, x in enumerate(made)]
     return [x.t().contiguous().t() if x.dtype == FP8 else x for x in cast]  # as nn.Linear has them
 
@@ -123,7 +126,7 @@ def _times(name, shapes):
         for got, ref in zip(*[x if isinstance(x, tuple) else (x,) for x in (call(*sets[0]), wanted)]):
             error = (got.double() - ref.double()).abs().max() / ref.double().abs().max()
             assert error < (2**-6 if got.itemsize > 1 else 2**-3), f"{name} {shapes} {provider}: {error}"
-    work = 2 * shapes[0][0] * sum(torch.Size(s).numel() for s in shapes[1:] if len(s) == 2 and len(shapes) > 2)
+    work = 2 * shapes[0][-2] * sum(torch.Size(s).numel() for s in shapes[1:] if len(s) >= 2)
     return replayed(calls, sets, calls=max(8, min(200, int(2e13 / max(work, 1)))))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -214,7 +215,8 @@ class Fused:
     def _refuse_pieces(self, problem: Any, made: Chosen) -> None:
         """NoKernel: cp.async would copy 16 bytes from where it cannot."""
         for x in (x for kernel in made.kernels for x in getattr(kernel, "copied", ())):
-            pieces = problem.bytes_at_once(x.what[0]) if x.operation == "input" else x.nbytes // x.extents[0] & 15 or 16
+            row = x.nbytes // math.prod(x.extents[:-1])
+            pieces = problem.bytes_at_once(x.what[0]) if x.operation == "input" else row & 15 or 16
             if pieces < 16:
                 name = x.what[0] if x.operation == "input" else repr(x)
                 raise NoKernel(f"{self.name}: {name} must have an address and strides of multiples of 16 bytes, has {pieces}")

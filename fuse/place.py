@@ -87,12 +87,12 @@ class _Search:
         if len(roots) == 1:
             found.extend(Attention.serving(roots[0]))
             found.extend(Halves.serving(roots[0]))
-        if len(roots) != 1 or roots[0].ndim != 2:
+        if len(roots) != 1 or roots[0].ndim not in (2, 3):
             return found
         if not self.card.wgmma:
             found.extend(SinceAmpere.serving(roots[0]))
         else:
-            many = FewColumns if roots[0].extents[-1] <= MOST_COLUMNS else ManyRows
+            many = FewColumns if roots[0].ndim == 2 and roots[0].extents[-1] <= MOST_COLUMNS else ManyRows
             for template in (FewRows, many):
                 found.extend(template.serving(roots[0], self.card.processors))
         return found

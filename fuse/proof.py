@@ -300,7 +300,7 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     extents = {axis: n for kernel in candidate.way.kernels for axis, n in kernel.fixed.items()}
     traced = {axis.root: n for x in walk(*found.roots) for axis, n in zip(x.names, x.extents) if axis is not None}
     extents |= {part: traced[part] for axis in extents if axis.parts for part in terms.elementary([axis])}
-    few = [kernel.root.names[0] for kernel in candidate.way.kernels if kernel.most_rows <= 64]
+    few = [kernel.root.names[-2] for kernel in candidate.way.kernels if kernel.most_rows <= 64]
     extents |= {axis.root: 8 for axis in few if axis is not None and axis.root not in rows}
     of_bytes = terms.elementary(name for _, x in found.inputs if x.held_as("") == FP8 for name in x.names)
     for axis in terms.elementary(name for x in walk(*found.roots) for name in x.names):

@@ -431,8 +431,8 @@ def between(roots: Sequence[Term], leaves: Sequence[Term], with_leaves: bool = F
 
 
 def is_tile(x: Term) -> bool:
-    """Has it rows and columns?"""
-    return x.ndim == 2 and x.names[0] is not None and x.names[1] is not None
+    """Has it rows and columns? Several of them may lie one behind the other: a batch."""
+    return x.ndim in (2, 3) and x.names[-2] is not None and x.names[-1] is not None
 
 
 def along(x: Term) -> bool:

@@ -48,9 +48,9 @@ class Traced(NamedTuple):
 def traced(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> Traced:
     """The definition, run on terms of these shapes."""
     found = _run(definition, names, shapes, None)
-    if any(x.ndim == 2 and x.extents[0] == 1 for x in found.roots):  # one row: what has one is not what broadcasts along rows
+    if any(x.ndim in (2, 3) and x.extents[-2] == 1 for x in found.roots):  # what has one row does not broadcast along rows
         with_rows = _run(definition, names, shapes, Axis())
-        found = with_rows if all(x.ndim == 2 and x.names[0] for x in with_rows.roots) else found
+        found = with_rows if all(x.ndim in (2, 3) and x.names[-2] for x in with_rows.roots) else found
     return found
 
 
@@ -79,8 +79,8 @@ def _run(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...]
         inputs = {}
         for name, s in zip(names, shapes):
             inputs[name] = x = terms.source(name, s.in_memory, s.dtype)
-            if rows is not None and x.ndim == 2 and x.extents[0] == 1:
-                x.names = (rows, x.names[1])
+            if rows is not None and x.ndim in (2, 3) and x.extents[-2] == 1:
+                x.names = (*x.names[:-2], rows, x.names[-1])
         given = [terms.transpose(inputs[name]) if s.turned else inputs[name] for name, s in zip(names, shapes)]
         result, spoken = _watched(definition, given)
     finally:

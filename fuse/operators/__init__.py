@@ -1,6 +1,7 @@
 """Operators that are written with fuse: each is its definition, and as fast as one written by hand."""
 
 from .attention import mla_attention, qk_norm_attention, qk_norm_rotary_attention
+from .expert_linear import expert_linear, expert_mlp
 from .fp8_linear import fp8_linear
 from .gated_mlp import gated_mlp, gated_mlp_down, gated_mlp_gelu
 from .layer_norm_linear import layer_norm_linear
@@ -12,6 +13,8 @@ from .rotary import rotary
 
 __all__ = [
     "dropout_residual_layer_norm",
+    "expert_linear",
+    "expert_mlp",
     "fp8_linear",
     "gated_mlp",
     "gated_mlp_down",

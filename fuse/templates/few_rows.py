@@ -4,7 +4,7 @@ The product is computed as its transpose, y.T = w.T @ u.T with u = prologue(x): 
 the left of wgmma, which takes 64 of their columns at a time, and the few rows on its right. Weights come by TMA through a deep
 ring, x and vectors along k through another. If there is something to do with x, one warpgroup prepares u, adds up the sides,
 and multiplies x by a narrow matrix. The blocks of a cluster take a part of k each, and add up what they have through
-distributed shared memory; then the epilogue runs on what is complete.
+distributed shared memory; then the epilogue runs on what is complete. Products of a batch lie along the grid's second axis.
 
 A launch may be early: its weights are on their way before the launch before is done, which must not write them (ops/grid.py).
 
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..functions import FP8
 from ..module import DTYPES, Text, array, rendered
 from ..terms import Term, along, is_tile, viewed
-from .product import Product, Weight, Words, reading
+from .product import Product, Weight, Words, extent, index, lead, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOST_ROWS = 64
-NAMES = "u me col first band turn tile made right low weights mine steps narrow product total sums".split()  # of the kernel
+NAMES = "u me batch col first band turn tile made right low weights mine steps narrow product total sums".split()  # ours
 MEMORY = 4.1e6  # bytes a microsecond: what tiles of 64 to 256 columns stream at
 INTAKE = 51e3  # the same of one multiprocessor
 EXCHANGE = 0.5  # microseconds that a sum over a cluster takes
@@ -94,11 +94,11 @@ class FewRows(Product):
 
     def _microseconds(self, rows: int, columns: int, blocks: int) -> float:
         """By the two rates, and what the cluster's sum takes."""
-        count = len(self.products)
-        tiles = -(-self.columns // columns)
+        count, batch = len(self.products), self.batch or 1
+        tiles = -(-self.columns // columns) * batch
         turns = -(-tiles * blocks // self.processors)  # blocks that a multiprocessor works on
         taken = turns * -(-self.inner // blocks) * (count * columns * self.item + (rows + self.rank) * ITEM)
-        memory = count * self.inner * self.columns * self.item / MEMORY
+        memory = batch * count * self.inner * self.columns * self.item / MEMORY
         return round(max(memory, taken / INTAKE) + EXCHANGE * (blocks > 1), 1)
 
     def _rings(self, rows: int, columns: int, depth: int, blocks: int) -> Schedule | None:
@@ -131,8 +131,8 @@ class FewRows(Product):
             kernel.processors = processors
             sums = all(x.operation == "sum" for x in kernel.sides)
             joined = not kernel.narrow or (len(kernel.products) == 1 and len(kernel.narrow) == 1 and kernel.joined)
-            fitting = kernel.of_16_bits or kernel.widens
-            if kernel.rows <= MOST_ROWS and sums and joined and fitting and kernel.dtype in DTYPES and kernel.schedule:
+            fitting = (kernel.of_16_bits or kernel.widens) and kernel.dtype in DTYPES and not kernel.by_itself
+            if kernel.rows <= MOST_ROWS and fitting and sums and joined and kernel.schedule:
                 yield kernel
 
     def __str__(self):
@@ -153,16 +153,18 @@ class FewRows(Product):
 
 
 class Named(NamedTuple):
-    """An array of a kernel. name: of what is read of it. array: the kernel's parameter. loaded: by what it is read."""
+    """An array of a kernel. name: of what is read of it. array: the kernel's parameter. loaded: by what it is read.
+    lead: of its index."""
 
     name: str
     array: str
     loaded: str = ""
+    lead: str = ""
 
 
 class Streamed(NamedTuple):
     """A weight that comes through a ring. tile: the name of its type. acc, parts, full: of its product: the accumulator, and
-    where peers send theirs. turned: see Weight."""
+    where peers send theirs. turned: see Weight. lead: see Named."""
 
     ring: str
     array: str
@@ -171,6 +173,7 @@ class Streamed(NamedTuple):
     acc: str = ""
     parts: str = ""
     full: str = ""
+    lead: str = ""
 
     @property
     def form(self) -> str:
@@ -186,8 +189,8 @@ class Streamed(NamedTuple):
         """apart: there are several products."""
         name = parameters[weight.array]
         mark = f"{name}_" if apart else ""
-        accumulator = f"acc_{name}" if apart else "acc"
-        return cls(name, array(name), name.upper(), weight.turned, accumulator, f"{mark}parts", f"{mark}full")
+        of_product = f"acc_{name}" if apart else "acc", f"{mark}parts", f"{mark}full"
+        return cls(name, array(name), name.upper(), weight.turned, *of_product, lead(weight.array))
 
 
 class Side(NamedTuple):
@@ -220,14 +223,14 @@ class Vector(NamedTuple):
 
     @classmethod
     def of(cls, x: Term, name: str) -> Vector:
-        at = "(first + i,)" if x.ndim == 1 else "(0, first + i)"
-        return cls(name, array(name), name.upper(), DTYPES.get(viewed(x).what[1], "fp32"), f"{name}_row", at)
+        dtype = DTYPES.get(viewed(x).what[1], "fp32")
+        return cls(name, array(name), name.upper(), dtype, f"{name}_row", index(x, "0", "first + i"))
 
 
 def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:
     """What fills few_rows.jinja."""
     dtype, words = DTYPES[kernel.dtype], Words(kernel, parameters, spoken, NAMES)
-    x = Named(parameters[kernel.x], array(parameters[kernel.x]))
+    x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
     products = [Streamed.of(w, parameters, len(kernel.products) > 1) for w in kernel.products.values()]
     vectors = [Vector.of(v, parameters[v]) for v in kernel.vectors]
 
@@ -258,7 +261,9 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
     told += [(r.array, f"tiles.tensor({r.ring}, {r.tile})") for r in rings]
     if narrow and not narrow.second.turned:
         told[-1] = narrow.second.array, f"tiles.tensor({narrow.second.ring}, st(RANK, COLUMNS, {dtype}))"
-    result, wide = parameters[kernel.root], f"{x.name}.shape[1]"
+    result, wide, batch = parameters[kernel.root], extent(kernel.x, x.name, -1), kernel.batch is not None
+    counted = f"-(-{extent(kernel.root, result, -1)} // COLUMNS) * BLOCKS"
+    blocks = f"(blocks, {result}.shape[0])" if batch else "blocks"
     told += [(array(parameters[y]), parameters[y]) for y in (*kernel.others, kernel.root)]
     early = ", early=True" if kernel.early else ""
     numbers = [("width", wide)] * words.lengths + [(parameters[y],) * 2 for y in kernel.numbers]
@@ -267,19 +272,19 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
         "widens": kernel.widens, "weights": "fp8e4m3" if kernel.widens else dtype,
         "u": x.name if kernel.plain else "u", "opened": opened, "products": products, "narrow": narrow, "sides": sides,
         "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "epilogue": epilogue,
-        "written": written, "result": array(result),
+        "written": written, "result": array(result), "batch": batch, "lead": lead(kernel.root),
         "arguments": [*told, ("steps", "steps"), *numbers],
-        "before": [f"blocks, steps = -(-{result}.shape[1] // COLUMNS) * BLOCKS, -(-{wide} // (BLOCKS * DEPTH))"],
-        "launch": f"blocks, THREADS, shared=smem, cluster=BLOCKS{early}", "bounds": "THREADS, 1",
+        "before": [f"blocks, steps = {counted}, -(-{wide} // (BLOCKS * DEPTH))"],
+        "launch": f"{blocks}, THREADS, shared=smem, cluster=BLOCKS{early}", "bounds": "THREADS, 1",
     }  # fmt: skip
 
 
 def _read(y: Term, name: str) -> str:
     """The expression that reads what the epilogue wants besides, as the transposed tile has it."""
-    if not any(y.names):
+    if not any(y.names[-2:]):
         return reading(y, name, "", "", "")
     if is_tile(y):
-        return f"transpose(load({name}, rt(ROWS, 16, fp32), (0, mine)))"
+        return f"transpose(load({name}, rt(ROWS, 16, fp32), {index(y, '0', 'mine')}))"
     if along(y):
-        return f"load({name}, rt(16, ROWS, fp32).col_vec, {'(mine,)' if y.ndim == 1 else '(0, mine)'})"
-    return f"load({name}, rt(16, ROWS, fp32).row_vec, (0, 0), cols=0)"
+        return f"load({name}, rt(16, ROWS, fp32).col_vec, {index(y, '0', 'mine')})"
+    return f"load({name}, rt(16, ROWS, fp32).row_vec, {index(y, '0', '0')}, cols={y.ndim - 2})"

@@ -3,7 +3,8 @@
 A persistent block computes tiles of 128 rows: two consumers of 64 rows multiply, a producer feeds them, and a tile leaves part
 by part under the first products of the next one, through the epilogue. What is done to x comes before, in a kernel of its own:
 inside this loop it would cost the products more (bench/NOTES.md). Two products of one x share a tile's columns. A product of
-another, narrow left factor that is added, x @ w + t @ b, is one step more along k: [x, t] @ [w; b].
+another, narrow left factor that is added, x @ w + t @ b, is one step more along k: [x, t] @ [w; b]. In a batch the tiles of
+one product follow those of another.
 
 many_rows.jinja is the kernel; here stands when it serves, how it is cut, and what fills its gaps."""
 
@@ -17,7 +18,7 @@ from ..rules import NARROW
 from ..terms import Term, along, between, is_tile
 from ..writing import Writer
 from .few_rows import MOST_ROWS, Named
-from .product import MOST_PRODUCTS, Product, Weight, found_in, reading
+from .product import MOST_PRODUCTS, Product, Weight, extent, found_in, index, lead, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,11 +39,11 @@ class Schedule(NamedTuple):
     group: int
 
 
-def schedule(m: int, n: int, products: int, processors: int) -> Schedule:
+def schedule(m: int, n: int, products: int, processors: int, batch: int = 1) -> Schedule:
     """That with which all waves of tiles together are narrowest."""
 
     def width_of_waves(columns: int) -> int:
-        tiles = -(-m // ROWS) * -(-n * products // columns)
+        tiles = batch * -(-m // ROWS) * -(-n * products // columns)
         return -(-tiles // processors) * (columns + OVERHEAD)
 
     columns = min((c for c in WIDTHS if c % (64 * products) == 0), key=width_of_waves)
@@ -72,7 +73,7 @@ class ManyRows(Product):
     @property
     def schedule(self) -> Schedule:
         """How it is cut."""
-        return schedule(self.rows, self.columns, len(self.products), self.processors)
+        return schedule(self.rows, self.columns, len(self.products), self.processors, self.batch or 1)
 
     @property
     def weights(self) -> list[Weight]:
@@ -88,21 +89,21 @@ class ManyRows(Product):
     def serving(cls, root: Term, processors: int) -> Iterator[Self]:
         """Those that compute it, on a card of so many multiprocessors."""
         found = found_in(root)
-        if found is None or root.extents[0] <= MOST_ROWS:
+        if found is None or root.extents[-2] <= MOST_ROWS:
             return
         every = found.products | {x: second for x, (_, second) in found.narrow.items()}
         for x in dict.fromkeys(y.of[0] for y in every):
             products = {y: w for y, w in every.items() if y.of[0] is x}
             rest = {y: w for y, w in every.items() if y not in products}
             extension = None
-            if len(products) == 1:
+            if len(products) == 1 and root.ndim == 2:
                 (product,) = products
                 extension = next(filter(None, (_joined(root, product, y, w) for y, w in rest.items())), None)
             of_extension = extension.joint.of if extension else ()
             others = [*found.others, *found.reductions, *(y for y in rest if y not in of_extension)]
             kernel = cls(root, x, products, others, extension)
             kernel.processors = processors
-            alike = len({w.turned for w in kernel.weights}) == 1
+            alike = len({w.turned for w in kernel.weights}) == 1 and not kernel.by_itself
             if (
                 len(products) <= MOST_PRODUCTS
                 and alike
@@ -140,10 +141,10 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     """What fills many_rows.jinja."""
     dtype, s = DTYPES[kernel.dtype], kernel.schedule
     several = len(kernel.products) > 1
-    products = [
-        Named(f"acc_{parameters[w.array]}" if several else "acc", array(parameters[w.array]), parameters[w.array])
-        for w in kernel.products.values()
-    ]
+    products = []
+    for w in kernel.products.values():
+        its = parameters[w.array]
+        products.append(Named(f"acc_{its}" if several else "acc", array(its), its, lead(w.array)))
     writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
     writer.names |= {x: p.name for x, p in zip(kernel.products, products)}
     lengths = [x for x in between([kernel.root], kernel.leaves) if x.operation == "length"]
@@ -152,31 +153,35 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
         writer.names[kernel.extension.joint] = products[0].name
     computes = kernel.root not in writer.names
     others = [Named(parameters[y], array(parameters[y]), _read(y, array(parameters[y]))) for y in kernel.others]
-    taken = {*parameters.values(), "last", "row", "col", "part", "me", "y", "width"}
+    taken = {*parameters.values(), "batch", "tall", "last", "row", "col", "part", "me", "y", "width"}
     epilogue = [f"{other.name} = {other.loaded}" for other in others] + writer.assignments([kernel.root], taken)
-    x = Named(parameters[kernel.x], array(parameters[kernel.x]))
-    numbers = {"width": f"{x.name}.shape[1]"} if lengths else {}
+    x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
+    numbers = {"width": extent(kernel.x, x.name, -1)} if lengths else {}
     numbers |= {parameters[y]: parameters[y] for y in kernel.numbers}
     turned = kernel.weights[0].turned
+    axis = "rows" if turned else "cols"
     tile = "W_PART" if several else "W"
     extension = kernel.extension
     names = [parameters[kernel.x], *([parameters[extension.left]] if extension else [])]
     operands = [(array(name), f"tiles.tensor({name}, X)") for name in names]
     weights = [p.loaded for p in products] + ([parameters[extension.weight.array]] if extension else [])
     operands += [(array(name), f"tiles.tensor({name}, {tile})") for name in weights]
-    result, inner = parameters[kernel.root], f"-(-{x.name}.shape[1] // X.cols)"
+    result, inner = parameters[kernel.root], f"-(-{extent(kernel.x, x.name, -1)} // X.cols)"
+    high, wide = (extent(kernel.root, result, n) for n in (-2, -1))
+    batch = kernel.batch is not None
+    counted = f"{'tall' if batch else 'rows'}, cols = -(-{high} // X.rows), -(-{wide} // {tile}.{axis})"
     arguments = [*operands, ("gY", f"tiles.tensor({result}, Y_PART)"), *((o.array, o.name) for o in others)]
-    axis = "rows" if turned else "cols"
     return {
         "schedule": s, "dtype": dtype, "y": result, "products": products, "turned": turned, "form": "ABt" if turned else "AB",
-        "x": x, "others": others, "numbers": list(numbers),
+        "x": x, "others": others, "numbers": list(numbers), "batch": batch, "lead": lead(kernel.root),
         "lasts": [p.name.replace("acc", "last") for p in products],
         "extension": extension and {"x": array(parameters[extension.left]), "w": array(parameters[extension.weight.array])},
         "computes": computes, "epilogue": epilogue, "written": writer.expression(kernel.root),
         "told": "".join(f", {one}" for one in (*(o.array for o in others), *numbers)),
-        "arguments": [*arguments, ("rows", "rows"), ("cols", "cols"), ("steps", "steps"), *numbers.items()],
+        "arguments": [*arguments, *((n, n) for n in ("rows", *["tall"] * batch, "cols", "steps")), *numbers.items()],
         "before": [
-            f"rows, cols = -(-{result}.shape[0] // X.rows), -(-{result}.shape[1] // {tile}.{axis})",
+            counted,
+            *([f"rows = tall * {result}.shape[0]"] if batch else []),
             f"steps = max({2 * s.parts - 1}, {inner}{' + 1' if extension else ''})",
             f"""blocks = min(rows * cols, machine(describe({result}, "{result}").device).processors)""",
         ],
@@ -187,10 +192,10 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
 def _read(y: Term, name: str) -> str:
     """The expression that reads what the epilogue wants besides, of the part that leaves."""
     row, col = "ROWS * (CONSUMERS * row + me)", "PART * col"
-    if not any(y.names):
+    if not any(y.names[-2:]):
         return reading(y, name, "", row, col)
     if is_tile(y):
-        return f"warpgroup.load({name}, rt(16, PART, fp32), ({row}, {col}))"
+        return f"warpgroup.load({name}, rt(16, PART, fp32), {index(y, row, col)})"
     if along(y):
-        return f"load({name}, rt(16, PART, fp32).row_vec, {f'({col},)' if y.ndim == 1 else f'(0, {col})'})"
-    return f"warpgroup.load({name}, rt(16, PART, fp32).col_vec, ({row}, 0), cols=0)"
+        return f"load({name}, rt(16, PART, fp32).row_vec, {index(y, '0', col)})"
+    return f"warpgroup.load({name}, rt(16, PART, fp32).col_vec, {index(y, row, '0')}, cols={y.ndim - 2})"

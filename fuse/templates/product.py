@@ -8,6 +8,9 @@
 - sides: sums and maxima of each row of maps of x: they ride the loop along k;
 - epilogue: maps of all these, of vectors, of tiles of the result's shape.
 
+All of them may be of a batch, an axis before rows and columns: a product's matrices are then one for each of it, but for what
+lacks that axis.
+
 `Product.matches` finds this in a term. few_rows.py, many_rows.py and since_ampere.py write it down."""
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ class Weight(NamedTuple):
 class Product:
     """A term that one kernel computes: see the module.
 
-    root: (m, n). x: the array (m, k). operand: prologue(x), the left factor of all products. products: {term: its weight}.
+    root: (m, n), or (batch, m, n). x: the array (m, k). operand: prologue(x), the left factor of all products. products:
+    {term: its weight}.
     narrow: {term: (weight of the first product, weight of the second)}. sides: reductions of rows of x. vectors: what the
     prologue and the sides read besides. others: what the epilogue does: tiles and vectors. numbers: of all of them."""
 
@@ -95,6 +99,11 @@ class Product:
         return not any(viewed(x).held_as("") == FP8 for x in (self.x, *self.vectors, *(w.array for w in self.weights)))
 
     @property
+    def by_itself(self) -> bool:
+        """Is x a weight, too? TMA knows an array by one kind of box."""
+        return any(w.array is self.x for w in self.weights)
+
+    @property
     def joined(self) -> tuple[Term, Term | None] | None:
         """The sum of the one product and the narrow one, which one accumulator holds, and by which number the latter is scaled;
         None if there is none, or they are not added."""
@@ -121,9 +130,9 @@ class Product:
 
     @property
     def fixed(self) -> dict[Axis, int]:
-        """The axes whose extents are in the kernel's text."""
-        inner = [x.of[0] for x in self.narrow]
-        return {x.names[1].root: x.extents[1] for x in inner if x.names[1]}
+        """The axes whose extents are in the kernel's text; of a batch two are enough to see that they are not mixed."""
+        inner, lead = [x.of[0] for x in self.narrow], self.root.names[:-2]
+        return {x.names[1].root: x.extents[1] for x in inner if x.names[1]} | {axis.root: 2 for axis in lead if axis}
 
     @property
     def plain(self) -> bool:
@@ -132,15 +141,20 @@ class Product:
 
     @property
     def rows(self) -> int:
-        return self.root.extents[0]
+        return self.root.extents[-2]
 
     @property
     def inner(self) -> int:
-        return self.x.extents[1]
+        return self.x.extents[-1]
 
     @property
     def columns(self) -> int:
-        return self.root.extents[1]
+        return self.root.extents[-1]
+
+    @property
+    def batch(self) -> int | None:
+        """How many products lie one behind the other; None: there is no such axis."""
+        return self.root.extents[0] if self.root.ndim == 3 else None
 
     @property
     def bytes(self) -> float:
@@ -150,7 +164,7 @@ class Product:
     @property
     def operations(self) -> float:
         """Of the tensor cores."""
-        sizes = [math.prod(x.extents) * x.of[0].extents[1] for x in self.products]
+        sizes = [math.prod(x.extents) * self.inner for x in self.products]
         sizes += [math.prod(x.extents) * x.of[0].extents[1] + math.prod(x.of[0].extents) * self.inner for x in self.narrow]
         return 2.0 * sum(sizes)
 
@@ -189,7 +203,7 @@ def found_in(root: Term) -> Found | None:
     found = Found()
     if root.operation in CASTS:  # results have the operands' dtype
         return None
-    return found if root.ndim == 2 and is_tile(root) and found.epilogue(root) and (found.products or found.narrow) else None
+    return found if is_tile(root) and found.epilogue(root) and (found.products or found.narrow) else None
 
 
 class Found:
@@ -233,7 +247,7 @@ class Found:
             seen.add(x)
             if x.operation == "matmul":
                 a, w = x.of
-                if a.operation == "matmul" and a.extents[1] <= NARROW:
+                if a.operation == "matmul" and x.ndim == 2 and a.extents[1] <= NARROW:
                     self.narrow[x] = Weight.of(a.of[1]), Weight.of(w)
                 else:
                     self.products[x] = Weight.of(w)
@@ -257,7 +271,7 @@ def _base(x: Term) -> Term | None:
         if y in seen:
             continue
         seen.add(y)
-        of_rows = y.ndim == 2 and y.names[0] is not None
+        of_rows = y.ndim >= 2 and y.names[-2] is not None
         if y.operation in MAPS and (is_tile(y) or not of_rows):
             stack.extend(y.of)
         elif is_tile(y):
@@ -269,13 +283,30 @@ def _base(x: Term) -> Term | None:
 
 def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:
     """The expression that reads what an epilogue wants besides, for a tile of accumulators that begins at (row, col)."""
-    if not any(y.names):
-        return f"{name}[{', '.join('0' * y.ndim)}]"
+    if not any(y.names[-2:]):  # one number
+        return f"{name}[{lead(y)}{', '.join('0' * min(y.ndim, 2))}]"
     if is_tile(y):
-        return f"load({name}, {tile}, ({row}, {col}))"
+        return f"load({name}, {tile}, {index(y, row, col)})"
     if along(y):
-        return f"load({name}, {tile}.row_vec, {f'({col},)' if y.ndim == 1 else f'(0, {col})'})"
-    return f"load({name}, {tile}.col_vec, ({row}, 0), cols=0)"
+        return f"load({name}, {tile}.row_vec, {index(y, '0', col)})"
+    return f"load({name}, {tile}.col_vec, {index(y, row, '0')}, cols={y.ndim - 2})"
+
+
+def index(y: Term, row: str, col: str) -> str:
+    """Where an array is read at this row and column, of the batch's element that a kernel is at."""
+    if y.ndim == 1:
+        return f"({col},)"
+    return f"({lead(y)}{row}, {col})"
+
+
+def extent(y: Term, name: str, axis: int) -> str:
+    """The expression of one of an array's extents, counted from the last axis, -1."""
+    return f"{name}.shape[{y.ndim + axis}]"
+
+
+def lead(y: Term) -> str:
+    """The first part of an index, where an array has a batch."""
+    return "" if y.ndim < 3 else "0, " if y.names[0] is None else "batch, "
 
 
 class Words:

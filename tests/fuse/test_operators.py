@@ -13,6 +13,8 @@ from tiles import bf16, fp8e4m3, fp16
 K, N, R = 136, 72, 16
 SHAPES = {  # of the arguments, but for the rows of what has them, "m"
     "dropout_residual_layer_norm": [("m", K), ("m", K), (K,), (K,), (1,)],
+    "expert_linear": [(2, "m", K), (2, K, N)],
+    "expert_mlp": [(2, "m", K), (2, K, N), (2, K, N), (2, N, K)],
     "fp8_linear": [("m", K), (K, N), (N,)],
     "gated_mlp": [("m", K), (K, N), (K, N)],
     "gated_mlp_gelu": [("m", K), (K, N), (K, N)],
