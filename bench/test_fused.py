@@ -57,6 +57,12 @@ def _dropout_residual_layer_norm(x, residual, g, b, seed):
     return F.layer_norm(h, h.shape[-1:], g, b, EPS), h
 
 
+def _linear_cross_entropy(x, w, target):
+    logits = (x @ w).float()
+    lse = logits.logsumexp(-1, keepdim=True)
+    return lse - logits.gather(-1, target[:, None]), lse
+
+
 ROWS = {  # operator and columns: {rows: the goal in microseconds}
     ("rms_norm_linear", 4096, 6144): {1: 14, 16: 14, 64: 15, 512: 36, 4096: 270},
     ("lora_linear", 4096, 4096): {1: 10, 16: 10, 64: 10, 4096: 205},
@@ -64,6 +70,7 @@ ROWS = {  # operator and columns: {rows: the goal in microseconds}
     ("gated_mlp", 4096, 4096): {1: 18.5, 8: 18.5},
     ("gated_mlp", 4096, 14336): {8: 60, 64: 62, 4096: 1250},
     ("expert_linear", 4096, 4096): {8: None, 512: None},
+    ("linear_cross_entropy", 4096, 128256): {512: None, 4096: None},
     ("normalised_step", 4096, 4096): {4096: 27},
     ("residual_rms_norm", 4096, 4096): {4096: None},
     ("residual_rms_norm_quantise", 4096, 4096): {4096: None},
@@ -78,6 +85,7 @@ SHAPES = {
     "lora_linear": lambda m, k, n: ((m, k), (k, n), (k, RANK), (RANK, n)),
     "gated_mlp": lambda m, k, n: ((m, k), (k, n), (k, n)),
     "expert_linear": lambda m, k, n: ((EXPERTS, m, k), (EXPERTS, k, n)),
+    "linear_cross_entropy": lambda m, k, n: ((m, k), (k, n), (m,)),
     "normalised_step": lambda m, k, n: ((m, k), (m, k), (k,)),
     "residual_rms_norm": lambda m, k, n: ((m, k), (m, k), (k,)),
     "fp8_linear": lambda m, k, n: ((m, k), (k, n), (n,)),
@@ -85,7 +93,11 @@ SHAPES = {
     "dropout_residual_layer_norm": lambda m, k, n: ((m, k), (m, k), (k,), (k,), (1,)),
 }
 FP8 = torch.float8_e4m3fn
-DTYPES = {("dropout_residual_layer_norm", 4): torch.int64, ("fp8_linear", 1): FP8}  # of what is not bf16
+DTYPES = {  # of what is not bf16
+    ("dropout_residual_layer_norm", 4): torch.int64,
+    ("fp8_linear", 1): FP8,
+    ("linear_cross_entropy", 2): torch.int64,
+}
 RANDOM = {"dropout_residual_layer_norm"}  # torch drops others: only ours is compared, with its definition
 PROVIDERS = "tiles", "eager", "compile"
 EAGER = {
@@ -93,6 +105,7 @@ EAGER = {
     "lora_linear": _lora_linear,
     "gated_mlp": _gated_mlp,
     "expert_linear": torch.matmul,
+    "linear_cross_entropy": _linear_cross_entropy,
     "normalised_step": _normalised_step,
     "residual_rms_norm": _residual_rms_norm,
     "fp8_linear": _fp8_linear,
@@ -104,7 +117,8 @@ EAGER = {
 def _inputs(name, shapes):
     """Rows in place, weights of a size that keeps results near 1."""
     made = [torch.randn(s, device="cuda") * (s[-2] ** -0.5 if n and len(s) >= 2 else 1) for n, s in enumerate(shapes)]
-    cast = [x.to(DTYPES.get((name, n), torch.bfloat16)) for n, x in enumerate(made)]
+    kinds = [DTYPES.get((name, n), torch.bfloat16) for n in range(len(made))]
+    cast = [x.to(kind) if kind.is_floating_point else (100 * x).abs().to(kind) for x, kind in zip(made, kinds)]
     return [x.t().contiguous().t() if x.dtype == FP8 else x for x in cast]  # as nn.Linear has them
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from . import terms
-from .functions import FP8
+from .functions import FP8, MAPS
 from .terms import Term, walk
 
 NARROW = 64  # columns of a factor that rides along with a product, or is made ahead of it
@@ -153,6 +153,30 @@ def _stacked(x: Term) -> Iterator[Term]:
             yield terms.heads(terms.matmul(a, terms.transpose(terms.stacked(w))), w)
 
 
+def _has_product(x: Term) -> bool:
+    """Is it made of a product of matrices, element by element?"""
+    below = x.of if x.operation in MAPS else ()
+    return terms.is_tile(x) and x.ndim == 2 and (x.operation == "matmul" or any(map(_has_product, below)))
+
+
+def _max_of_parts(x: Term) -> Iterator[Term]:
+    if x.operation == "max" and _has_product(x.of[0]):
+        yield terms.reduce("max", terms.of_parts("max_of_parts", x.of[0]))
+
+
+def _exponentials(x: Term) -> Iterator[Term]:
+    if x.operation == "sum" and x.of[0].operation == "exp" and x.of[0].of[0].operation == "sub":
+        scores, shift = x.of[0].of[0].of
+        if _has_product(scores) and is_scale(shift):
+            sums, maxima = (terms.of_parts(name, scores) for name in ("sum_of_parts", "max_of_parts"))
+            yield terms.reduce("sum", sums * terms.apply("exp", maxima - shift))
+
+
+def _pick_of_parts(x: Term) -> Iterator[Term]:
+    if x.operation == "pick" and _has_product(x.of[0]):
+        yield terms.reduce("sum", terms.of_parts("pick_of_parts", *x.of))
+
+
 RULES = (
     Rule("a row's scale moves through a product", "(x * r) @ w = (x @ w) * r", _row_scales),
     Rule("a number moves out of a product's weights", "x @ (c * w) = c * (x @ w)", _number_of_weights),
@@ -163,6 +187,9 @@ RULES = (
     Rule("the transpose of a product is that of its parts, turned round", "(a @ b).T = b.T @ a.T", _transposed, True),
     Rule("the weights of heads, one below the other, are one matrix", "x @ w[h].T = (x @ stacked(w).T)[h]", _stacked, True),
     Rule("products that share a factor are one", "x @ w + y @ w = (x + y) @ w", _one_product),
+    Rule("a row's maximum is that of its parts'", "max(s) = max(max(part))", _max_of_parts, True),
+    Rule("sums of exponentials are their parts', rescaled", "sum(exp(s)) = sum(sum(exp(p - m)) * exp(m))", _exponentials, True),
+    Rule("what is picked of a row is picked of its parts", "pick(s, i) = sum(pick(part, i))", _pick_of_parts, True),
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from . import terms
 from .functions import MAPS
-from .terms import Axis, Term, walk
+from .terms import Axis, Term, indices, walk
 
 ANY = 64 * 3 * 5 * 7 * 2**20  # an extent where only the names of axes count, and no two are compared
 
@@ -64,11 +64,12 @@ def rows_alone(roots: Sequence[Term]) -> bool:
     leads = {tuple(name and name.root for name in x.names[:-1]) for x in (*deep, *roots)}
     (lead, *others) = leads
     by_rows = all(
-        x.operation in MAPS or x.operation in ("input", "sum", "max", "concat", "half", "dropout")
+        x.operation in MAPS or x.operation in ("input", "sum", "max", "concat", "half", "dropout", "pick")
         or (x.operation == "matmul" and x.of[1].ndim == 2)
         for x in deep
     )  # fmt: skip
-    some = any(name is not None and name.root in lead for x in every if x.ndim <= 2 for name in x.names)
+    chosen = {x for x in indices(roots) if tuple(name and name.root for name in x.names) == lead}
+    some = any(name is not None and name.root in lead for x in every if x.ndim <= 2 and x not in chosen for name in x.names)
     return by_rows and not others and not some
 
 

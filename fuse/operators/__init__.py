@@ -5,6 +5,7 @@ from .expert_linear import expert_linear, expert_mlp
 from .fp8_linear import fp8_linear
 from .gated_mlp import gated_mlp, gated_mlp_down, gated_mlp_gelu
 from .layer_norm_linear import layer_norm_linear
+from .linear_cross_entropy import linear_cross_entropy
 from .lora_linear import lora_linear
 from .normalised_transformer import normalised_step
 from .residual_norm import dropout_residual_layer_norm, residual_layer_norm, residual_rms_norm, residual_rms_norm_quantise
@@ -20,6 +21,7 @@ __all__ = [
     "gated_mlp_down",
     "gated_mlp_gelu",
     "layer_norm_linear",
+    "linear_cross_entropy",
     "lora_linear",
     "mla_attention",
     "normalised_step",

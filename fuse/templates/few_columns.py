@@ -26,10 +26,10 @@ class FewColumns(ManyRows):
     label = "few_columns"
 
     @classmethod
-    def serving(cls, root: Term, processors: int) -> Iterator[Self]:
+    def serving(cls, root: Term, processors: int, few: int = MOST_ROWS) -> Iterator[Self]:
         """See ManyRows."""
-        if root.ndim == 2 and root.extents[1] <= MOST_COLUMNS and root.extents[0] > MOST_ROWS:
-            yield from (one for one in super().serving(root, processors) if len(one.products) == 1 and not one.extension)
+        if root.ndim == 2 and root.extents[1] <= MOST_COLUMNS and root.extents[0] > few:
+            yield from (one for one in super().serving(root, processors, few) if len(one.products) == 1 and not one.extension)
 
     @property
     def fixed(self) -> dict[Axis, int]:

@@ -4,7 +4,8 @@ A persistent block computes tiles of 128 rows: two consumers of 64 rows multiply
 by part under the first products of the next one, through the epilogue. What is done to x comes before, in a kernel of its own:
 inside this loop it would cost the products more (bench/NOTES.md). Two products of one x share a tile's columns. A product of
 another, narrow left factor that is added, x @ w + t @ b, is one step more along k: [x, t] @ [w; b]. In a batch the tiles of
-one product follow those of another.
+one product follow those of another. Of scores that only a softmax wants (terms.of_parts) no tile leaves: each 128 columns of it
+become three numbers a row, by an online softmax.
 
 many_rows.jinja is the kernel; here stands when it serves, how it is cut, and what fills its gaps."""
 
@@ -15,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..module import DTYPES, Text, array, rendered
 from ..rules import NARROW
-from ..terms import Term, along, between, is_tile
+from ..terms import PART, Term, along, between, is_tile
 from ..writing import Writer
 from .few_rows import MOST_ROWS, Named
-from .product import MOST_PRODUCTS, Product, Weight, extent, found_in, index, lead, reading
+from .product import MOST_PRODUCTS, Folds, Product, Weight, extent, found_in, index, lead, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -27,6 +28,9 @@ ROWS, STEP = 128, 64  # of a tile; along k
 OVERHEAD = 16  # columns' worth of time that a tile takes besides its products
 WIDTHS = 256, 192, 128  # the wider, the less is read for a product; but the last wave may be emptier
 SHARED = 225 * 1024
+
+
+FOLDING = "known nothing greatest higher total picked scores chosen end".split()  # names
 
 
 class Schedule(NamedTuple):
@@ -39,14 +43,14 @@ class Schedule(NamedTuple):
     group: int
 
 
-def schedule(m: int, n: int, products: int, processors: int, batch: int = 1) -> Schedule:
-    """That with which all waves of tiles together are narrowest."""
+def schedule(m: int, n: int, products: int, processors: int, batch: int = 1, step: int = 64) -> Schedule:
+    """That with which all waves of tiles together are narrowest. step: that a product's columns are a multiple of."""
 
     def width_of_waves(columns: int) -> int:
         tiles = batch * -(-m // ROWS) * -(-n * products // columns)
         return -(-tiles // processors) * (columns + OVERHEAD)
 
-    columns = min((c for c in WIDTHS if c % (64 * products) == 0), key=width_of_waves)
+    columns = min((c for c in WIDTHS if c % (step * products) == 0), key=width_of_waves)
     parts = columns // 64
     room = SHARED - ROWS * 2 * (columns // products // parts)
     return Schedule(columns, parts, min(4, room // (2 * STEP * (ROWS + columns))), min(16, -(-m // ROWS)))
@@ -73,7 +77,8 @@ class ManyRows(Product):
     @property
     def schedule(self) -> Schedule:
         """How it is cut."""
-        return schedule(self.rows, self.columns, len(self.products), self.processors, self.batch or 1)
+        step = PART if self.folds else 64
+        return schedule(self.rows, self.columns, len(self.products), self.processors, self.batch or 1, step)
 
     @property
     def weights(self) -> list[Weight]:
@@ -86,10 +91,10 @@ class ManyRows(Product):
         return list(dict.fromkeys([*super().leaves, *([self.extension.left] if self.extension else [])]))
 
     @classmethod
-    def serving(cls, root: Term, processors: int) -> Iterator[Self]:
-        """Those that compute it, on a card of so many multiprocessors."""
+    def serving(cls, root: Term, processors: int, few: int = MOST_ROWS) -> Iterator[Self]:
+        """Those that compute it, on a card of so many multiprocessors, if there are more than a few rows."""
         found = found_in(root)
-        if found is None or root.extents[-2] <= MOST_ROWS:
+        if found is None or root.extents[-2] <= few:
             return
         every = found.products | {x: second for x, (_, second) in found.narrow.items()}
         for x in dict.fromkeys(y.of[0] for y in every):
@@ -113,8 +118,13 @@ class ManyRows(Product):
             ):
                 yield kernel
 
+    @classmethod
+    def folding(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
+        """Those that compute what is known of the parts of rows of scores."""
+        yield from filter(None, (one.fold(roots) for one in cls.serving(roots[0].of[0], processors, 0)))
+
     def __str__(self):
-        return f"many rows of {self.root}"
+        return f"many rows of {', '.join(map(str, self.roots))}"
 
     def explained(self) -> str:
         """What it does, in words."""
@@ -153,7 +163,7 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
         writer.names[kernel.extension.joint] = products[0].name
     computes = kernel.root not in writer.names
     others = [Named(parameters[y], array(parameters[y]), _read(y, array(parameters[y]))) for y in kernel.others]
-    taken = {*parameters.values(), "batch", "tall", "last", "row", "col", "part", "me", "y", "width"}
+    taken = {*parameters.values(), "batch", "tall", "last", "row", "col", "part", "me", "y", "width", *FOLDING}
     epilogue = [f"{other.name} = {other.loaded}" for other in others] + writer.assignments([kernel.root], taken)
     x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
     numbers = {"width": extent(kernel.x, x.name, -1)} if lengths else {}
@@ -166,18 +176,22 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     operands = [(array(name), f"tiles.tensor({name}, X)") for name in names]
     weights = [p.loaded for p in products] + ([parameters[extension.weight.array]] if extension else [])
     operands += [(array(name), f"tiles.tensor({name}, {tile})") for name in weights]
-    result, inner = parameters[kernel.root], f"-(-{extent(kernel.x, x.name, -1)} // X.cols)"
-    high, wide = (extent(kernel.root, result, n) for n in (-2, -1))
+    result, inner = parameters[kernel.roots[0]], f"-(-{extent(kernel.x, x.name, -1)} // X.cols)"
+    folds = Folds.of(kernel, parameters)
+    high, wide = extent(kernel.root, result, -2), folds.end if folds else extent(kernel.root, result, -1)
     batch = kernel.batch is not None
     counted = f"{'tall' if batch else 'rows'}, cols = -(-{high} // X.rows), -(-{wide} // {tile}.{axis})"
-    arguments = [*operands, ("gY", f"tiles.tensor({result}, Y_PART)"), *((o.array, o.name) for o in others)]
+    told = "".join(f", {one}" for one in (*(o.array for o in others), *numbers))
+    outs = folds.arguments if folds else [("gY", f"tiles.tensor({result}, Y_PART)")]
+    lasts = [p.name.replace("acc", "last") for p in products]
+    leaves = _folded(folds, s.parts, told) if folds else _sent(lasts, s.parts, told, "batch, " * batch)
+    arguments = [*operands, *outs, *((o.array, o.name) for o in others)]
     return {
         "schedule": s, "dtype": dtype, "y": result, "products": products, "turned": turned, "form": "ABt" if turned else "AB",
-        "x": x, "others": others, "numbers": list(numbers), "batch": batch, "lead": lead(kernel.root),
-        "lasts": [p.name.replace("acc", "last") for p in products],
+        "x": x, "others": others, "numbers": list(numbers), "batch": batch, "lead": lead(kernel.root), "folds": folds,
+        "lasts": lasts, "leaves": leaves,
         "extension": extension and {"x": array(parameters[extension.left]), "w": array(parameters[extension.weight.array])},
         "computes": computes, "epilogue": epilogue, "written": writer.expression(kernel.root),
-        "told": "".join(f", {one}" for one in (*(o.array for o in others), *numbers)),
         "arguments": [*arguments, *((n, n) for n in ("rows", *["tall"] * batch, "cols", "steps")), *numbers.items()],
         "before": [
             counted,
@@ -187,6 +201,27 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
         ],
         "launch": "blocks, THREADS, shared=smem", "bounds": "THREADS, 1",
     }  # fmt: skip
+
+
+def _sent(lasts: list[str], parts: int, told: str, lead: str) -> list[list[str]]:
+    """The lines by which each part of a tile leaves: the products' columns of it."""
+    columns = [", ".join(f"columns(last, PART, {part + n * parts})" for n in range(len(lasts))) for part in range(parts)]
+    return [[f"send(gY, y, {lead}row, {_nth('PARTS * col', n)}, me, {one}{told})"] for n, one in enumerate(columns)]
+
+
+def _folded(folds: Folds, parts: int, told: str) -> list[list[str]]:
+    """The same of what is known of a tile's rows: two PARTs join, and are written."""
+    lines, asked = list[list[str]](), f"{'chosen, ' * bool(folds.chosen)}end{told}"
+    for n in range(parts):
+        before, at = "known" if n % 2 else "nothing", _nth("PARTS * col", n)
+        lines.append([f"known = fold({before}, columns(last, PART, {n}), row, {at}, me, {asked})"])
+        if n % 2:
+            lines[-1].append(f"keep({', '.join(folds.arrays)}, known, row, {_nth('PARTS // 2 * col', n // 2)}, me)")
+    return lines
+
+
+def _nth(first: str, n: int) -> str:
+    return f"{first} + {n}" if n else first
 
 
 def _read(y: Term, name: str) -> str:

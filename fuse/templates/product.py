@@ -6,7 +6,8 @@
 - products of one operand with several weights share its loads; each has an accumulator;
 - a product with a narrow matrix, which another product follows (LoRA), rides along, too;
 - sides: sums and maxima of each row of maps of x: they ride the loop along k;
-- epilogue: maps of all these, of vectors, of tiles of the result's shape.
+- epilogue: maps of all these, of vectors, of tiles of the result's shape;
+- folds: in place of the result, what a softmax needs to know of each part of its rows (terms.of_parts).
 
 All of them may be of a batch, an axis before rows and columns: a product's matrices are then one for each of it, but for what
 lacks that axis.
@@ -25,7 +26,7 @@ from ..evaluate import beyond
 from ..functions import CASTS, FP8, MAPS
 from ..module import array, unused
 from ..rules import NARROW
-from ..terms import SEED, Axis, Term, along, between, inputs, is_tile, viewed, walk
+from ..terms import PART, PARTS, SEED, Axis, Term, along, between, inputs, is_tile, viewed, walk
 from ..writing import Writer
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ class Product:
     root: (m, n), or (batch, m, n). x: the array (m, k). operand: prologue(x), the left factor of all products. products:
     {term: its weight}.
     narrow: {term: (weight of the first product, weight of the second)}. sides: reductions of rows of x. vectors: what the
-    prologue and the sides read besides. others: what the epilogue does: tiles and vectors. numbers: of all of them."""
+    prologue and the sides read besides. others: what the epilogue does: tiles and vectors. numbers: of all of
+    them. folds: see `fold`."""
 
     launched = True
 
@@ -65,17 +67,14 @@ class Product:
         sides: list[Term],
         others: list[Term],
     ):
-        self.roots, self.x, self.operand = (root,), x, operand
+        self.root, self.x, self.operand = root, x, operand
+        self.roots: tuple[Term, ...] = (root,)
+        self.folds: tuple[Term, ...] = ()
         self.products, self.narrow, self.sides = products, narrow, sides
         inside = between([operand, *(one.of[0] for one in sides)], [x], with_leaves=True)
         self.vectors = [y for y in inside if y.operation in ("input", "flat") and y is not x and y.ndim and along(y)]
         self.numbers = [y for y in walk(root) if y.operation == "input" and not y.ndim]
         self.others = [y for y in others if y.ndim and y.operation in ("input", "matmul", "sum", "max", "flat")]
-
-    @property
-    def root(self) -> Term:
-        """Its only root."""
-        return self.roots[0]
 
     @property
     def weights(self) -> list[Weight]:
@@ -85,7 +84,9 @@ class Product:
     @property
     def leaves(self) -> list[Term]:
         """What the kernel reads."""
-        return list(dict.fromkeys([self.x, *self.vectors, *(w.array for w in self.weights), *self.others, *self.numbers]))
+        indices = [y for x in self.folds for y in x.of[1:]]
+        every = [self.x, *self.vectors, *(w.array for w in self.weights), *self.others, *indices, *self.numbers]
+        return list(dict.fromkeys(every))
 
     @property
     def dtype(self) -> str:
@@ -126,13 +127,16 @@ class Product:
         """What is done besides the product, in words."""
         told = [f"{self.operand} is made as x arrives"] * (not self.plain)
         told += [f"{one} rides along" for one in (*self.sides, *self.narrow)]
-        return told + [f"{self.root} is made of what is complete"] * (self.root not in self.products)
+        told += [f"{self.root} is made of what is complete"] * (self.root not in self.products)
+        return told + ["its tiles leave as maxima and sums of exponentials"] * bool(self.folds)
 
     @property
     def fixed(self) -> dict[Axis, int]:
-        """The axes whose extents are in the kernel's text; of a batch two are enough to see that they are not mixed."""
+        """The axes whose extents are in the kernel's text. Few of a batch, or of parts, show that none are mixed."""
         inner, lead = [x.of[0] for x in self.narrow], self.root.names[:-2]
-        return {x.names[1].root: x.extents[1] for x in inner if x.names[1]} | {axis.root: 2 for axis in lead if axis}
+        of_parts = {axis.root: 2 * PART + 8 for axis in self.root.names[-1:] if axis and self.folds}
+        narrow = {x.names[1].root: x.extents[1] for x in inner if x.names[1]}
+        return narrow | {axis.root: 2 for axis in lead if axis} | of_parts
 
     @property
     def plain(self) -> bool:
@@ -159,7 +163,7 @@ class Product:
     @property
     def bytes(self) -> float:
         """Read and written once."""
-        return float(sum(x.nbytes for x in (*self.leaves, self.root)))
+        return float(sum(x.nbytes for x in (*self.leaves, *self.roots)))
 
     @property
     def operations(self) -> float:
@@ -172,6 +176,15 @@ class Product:
     def maps(self) -> float:
         """Operations on elements, outside the tensor cores."""
         return float(math.prod(self.x.extents) * (not self.plain + len(self.sides)) + math.prod(self.root.extents))
+
+    def fold(self, roots: tuple[Term, ...]) -> Self | None:
+        """The kernel that gives, in place of its result, what is known of the parts of its rows; None if that is not all that a
+        softmax needs, or if there is more than one product."""
+        needed = {x.operation for x in roots} >= {"max_of_parts", "sum_of_parts"}
+        if not needed or len(self.products) != 1 or len({x.of[0] for x in roots}) != 1 or self.root.ndim != 2:
+            return None
+        self.roots = self.folds = roots
+        return self
 
     @classmethod
     def matches(cls, root: Term) -> Iterator[Self]:
@@ -307,6 +320,47 @@ def extent(y: Term, name: str, axis: int) -> str:
 def lead(y: Term) -> str:
     """The first part of an index, where an array has a batch."""
     return "" if y.ndim < 3 else "0, " if y.names[0] is None else "batch, "
+
+
+class Folds(NamedTuple):
+    """The arrays that a product's folds go to: parameters, and what is known of a row by names. by: the parameter that
+    chooses, "" if none does. end: the expression of how many columns there are."""
+
+    outs: dict[str, str]
+    by: str
+    end: str
+
+    @classmethod
+    def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> Folds | None:
+        """Those of a kernel, if it has some."""
+        if not kernel.folds:
+            return None
+        ((weight, turned),) = kernel.products.values()
+        end = extent(weight, parameters[weight], -2 if turned else -1)
+        into = {x.operation: parameters[x] for x in kernel.folds}
+        outs = {into[name]: known for name, known in zip(PARTS, ("greatest", "total", "picked")) if name in into}
+        return cls(outs, next((parameters[y] for x in kernel.folds for y in x.of[1:]), ""), end)
+
+    @property
+    def known(self) -> str:
+        """What is known of a row."""
+        return ", ".join(self.outs.values())
+
+    @property
+    def arrays(self) -> dict[str, str]:
+        """What is written, by the kernel's parameter."""
+        return {array(name): known for name, known in self.outs.items()}
+
+    @property
+    def chosen(self) -> str:
+        """The kernel's parameter that chooses, if one does."""
+        return self.by and array(self.by)
+
+    @property
+    def arguments(self) -> list[tuple[str, str]]:
+        """The kernel's parameters, and what each is given."""
+        names = [*self.outs, *([self.by] if self.by else [])]
+        return [*((array(name), name) for name in names), ("end", self.end)]
 
 
 class Words:

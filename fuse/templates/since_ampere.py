@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..module import DTYPES, Text, array, rendered
-from ..terms import Term
-from .product import Product, Weight, Words, extent, index, lead, reading
+from ..terms import PART, Term
+from .product import Folds, Product, Weight, Words, extent, index, lead, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PROCESSORS = 108  # an A100's: with fewer large tiles than these smaller ones serve
 ROOM = 96 * 1024  # of shared memory for tiles: of the 100 KB of sm_86, sm_89 and sm_120
 WARP = 8 * 4  # rows, of which each of four warps copies a multiple of 8
-NAMES = "batch made wide part band row col rows cols steps later product smem i".split()  # of the kernel
+NAMES = "batch made wide part band row col rows cols steps later product smem i scores greatest at chosen end".split()  # ours
 
 
 class Schedule(NamedTuple):
@@ -50,6 +50,9 @@ class SinceAmpere(Product):
         wide = 128 // len(self.products)
         if self.rows > 64 and (self.batch or 1) * -(-self.rows // 128) * -(-self.columns // wide) >= PROCESSORS:
             rows, columns, depth, bands, parts = 128, wide, 32, 4, 1
+        elif self.folds:  # whose tiles are as wide as a part
+            rows = next((n for n in (16, 32) if n >= self.rows), 64)
+            columns, depth, bands, parts = PART, 64, rows // 16, 1
         else:
             rows = next((n for n in (16, 32) if n >= self.rows), 64)
             columns, depth, bands, parts = 64, 64, rows // 16, 1 if rows == 64 else 2
@@ -77,6 +80,11 @@ class SinceAmpere(Product):
             if sums and joined and kernel.of_16_bits and kernel.dtype in DTYPES:
                 yield kernel
 
+    @classmethod
+    def folding(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
+        """Those that compute what is known of the parts of rows of scores."""
+        yield from filter(None, (one.fold(roots) for one in cls.serving(roots[0].of[0])))
+
     @property
     def maps(self) -> float:
         """Operations on elements, outside the tensor cores: each warp does the prologue for itself."""
@@ -84,7 +92,7 @@ class SinceAmpere(Product):
         return float(math.prod(self.x.extents) * each * s.parts * -(-self.columns // s.columns) + math.prod(self.root.extents))
 
     def __str__(self):
-        return f"product since Ampere of {self.root}"
+        return f"product since Ampere of {', '.join(map(str, self.roots))}"
 
     def explained(self) -> str:
         """What it does, in words."""
@@ -193,20 +201,22 @@ def _gaps(kernel: SinceAmpere, parameters: dict[Term, str], spoken: dict[Term, s
 
     rings = [*products, *([narrow.first] if narrow else [])]
     opened = [one.tiles for one in (x, *rings, *([narrow.second] if narrow else []))]
-    result, batch = parameters[kernel.root], kernel.batch is not None
+    result, batch, folds = parameters[kernel.roots[0]], kernel.batch is not None, Folds.of(kernel, parameters)
     grid = f"(rows * cols, {result}.shape[0])" if batch else "rows * cols"
     tall, wide, deep = *(extent(kernel.root, result, n) for n in (-2, -1)), extent(kernel.x, x.name, -1)
-    read = dict.fromkeys([kernel.x, *(w.array for w in kernel.weights), *kernel.vectors, *kernel.others, kernel.root])
-    arguments = [(array(parameters[y]), parameters[y]) for y in read] + [(n, n) for n in ("rows", "cols", "steps")]
+    cols = f"{result}.shape[1]" if folds else f"-(-{wide} // COLUMNS)"
+    read = dict.fromkeys([kernel.x, *(w.array for w in kernel.weights), *kernel.vectors, *kernel.others])
+    outs = folds.arguments if folds else [(array(result), result)]
+    arguments = [*((array(parameters[y]), parameters[y]) for y in read), *outs] + [(n, n) for n in ("rows", "cols", "steps")]
     arguments += [("width", deep)] * words.lengths + [(parameters[n], parameters[n]) for n in kernel.numbers]
     return {
         "schedule": s, "dtype": dtype, "x": x, "products": products, "rings": rings, "narrow": narrow, "vectors": vectors,
         "sides": [Side(*one) for one in summed], "held": bool(vectors or summed or not kernel.plain),
         "prologue": prologue, "operand": operand, "mine": mine, "opened": opened, "epilogue": epilogue, "written": written,
-        "result": array(result), "arguments": arguments, "launch": f"{grid}, 32 * WARPS, shared=smem", "batch": batch,
-        "at": index(kernel.root, "row", "col"),
+        "result": array(result), "arguments": arguments, "launch": f"{grid}, 32 * WARPS, shared=smem",
+        "batch": batch, "folds": folds, "at": index(kernel.root, "row", "col"),
         "before": [
-            f"rows, cols = -(-{tall} // ROWS), -(-{wide} // COLUMNS)",
+            f"rows, cols = -(-{tall} // ROWS), {cols}",
             f"steps = -(-{deep} // DEPTH)",
         ],
         "bounds": "32 * WARPS, 2",

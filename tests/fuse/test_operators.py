@@ -20,6 +20,7 @@ SHAPES = {  # of the arguments, but for the rows of what has them, "m"
     "gated_mlp_gelu": [("m", K), (K, N), (K, N)],
     "gated_mlp_down": [("m", K), (K, N), (K, N), (N, K)],
     "layer_norm_linear": [("m", K), (K,), (K,), (K, N)],
+    "linear_cross_entropy": [("m", K), (K, N), ("m",)],
     "lora_linear": [("m", K), (K, N), (K, R), (R, N)],
     "mla_attention": [(2, "m", 16), (40, K), (2, 16, K), (2, 24, K)],
     "normalised_step": [("m", K), ("m", K), (K,)],
@@ -32,9 +33,11 @@ SHAPES = {  # of the arguments, but for the rows of what has them, "m"
     "rotary": [("m", K), ("m", K // 2), ("m", K // 2)],
 }
 
+INDEX = np.dtype(np.int64)
 DTYPES = {
-    ("dropout_residual_layer_norm", 4): np.dtype(np.int64),
+    ("dropout_residual_layer_norm", 4): INDEX,
     ("fp8_linear", 1): fp8e4m3.np,
+    ("linear_cross_entropy", 2): INDEX,
 }  # of arguments that have another than the first
 
 
