@@ -28,6 +28,10 @@ def _lora_linear(x, w, a, b):
     return x @ w + (x @ a) @ b
 
 
+def _lora_linear_by_index(x, w, a, b, index):
+    return x @ w + ((x[:, None] @ a[index].transpose(1, 2)) @ b[index])[:, 0]
+
+
 def _gated_mlp(x, gate, up):
     return F.silu(x @ gate) * (x @ up)
 
@@ -67,6 +71,7 @@ ROWS = {  # operator and columns: {rows: the goal in microseconds}
     ("rms_norm_linear", 4096, 6144): {1: 14, 16: 14, 64: 15, 512: 36, 4096: 270},
     ("lora_linear", 4096, 4096): {1: 10, 16: 10, 64: 10, 4096: 205},
     ("lora_linear", 256, 4096): {16: 3.5},
+    ("lora_linear_by_index", 4096, 4096): {1: None, 16: None, 64: None, 4096: None},
     ("gated_mlp", 4096, 4096): {1: 18.5, 8: 18.5},
     ("gated_mlp", 4096, 14336): {8: 60, 64: 62, 4096: 1250},
     ("expert_linear", 4096, 4096): {8: None, 512: None},
@@ -83,6 +88,7 @@ CASES = [(name, m, k, n, goal) for (name, k, n), goals in ROWS.items() for m, go
 SHAPES = {
     "rms_norm_linear": lambda m, k, n: ((m, k), (k,), (k, n)),
     "lora_linear": lambda m, k, n: ((m, k), (k, n), (k, RANK), (RANK, n)),
+    "lora_linear_by_index": lambda m, k, n: ((m, k), (k, n), (EXPERTS, RANK, k), (EXPERTS, RANK, n), (m,)),
     "gated_mlp": lambda m, k, n: ((m, k), (k, n), (k, n)),
     "expert_linear": lambda m, k, n: ((EXPERTS, m, k), (EXPERTS, k, n)),
     "linear_cross_entropy": lambda m, k, n: ((m, k), (k, n), (m,)),
@@ -97,12 +103,14 @@ DTYPES = {  # of what is not bf16
     ("dropout_residual_layer_norm", 4): torch.int64,
     ("fp8_linear", 1): FP8,
     ("linear_cross_entropy", 2): torch.int64,
+    ("lora_linear_by_index", 4): torch.int64,
 }
 RANDOM = {"dropout_residual_layer_norm"}  # torch drops others: only ours is compared, with its definition
 PROVIDERS = "tiles", "eager", "compile"
 EAGER = {
     "rms_norm_linear": _rms_norm_linear,
     "lora_linear": _lora_linear,
+    "lora_linear_by_index": _lora_linear_by_index,
     "gated_mlp": _gated_mlp,
     "expert_linear": torch.matmul,
     "linear_cross_entropy": _linear_cross_entropy,
@@ -118,7 +126,7 @@ def _inputs(name, shapes):
     """Rows in place, weights of a size that keeps results near 1."""
     made = [torch.randn(s, device="cuda") * (s[-2] ** -0.5 if n and len(s) >= 2 else 1) for n, s in enumerate(shapes)]
     kinds = [DTYPES.get((name, n), torch.bfloat16) for n in range(len(made))]
-    cast = [x.to(kind) if kind.is_floating_point else (100 * x).abs().to(kind) for x, kind in zip(made, kinds)]
+    cast = [x.to(kind) if kind.is_floating_point else (100 * x).abs().to(kind) % EXPERTS for x, kind in zip(made, kinds)]
     return [x.t().contiguous().t() if x.dtype == FP8 else x for x in cast]  # as nn.Linear has them
 
 

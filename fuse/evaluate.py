@@ -123,6 +123,10 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
             found = arithmetic.dropout(*of)
         elif x.operation == "pick":
             found = arithmetic.pick(*of)
+        elif x.operation == "matmul_by":
+            found = _matmul_by(arithmetic, *of)
+        elif x.operation == "among":
+            found = _among(arithmetic, *of)
         elif x.operation in PARTS:
             found = _of_parts(x.operation, arithmetic, arithmetic.count(x.names[-1], x.extents[-1]), *of)
         elif x.operation == "stacked":
@@ -135,6 +139,18 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
             found = arithmetic.concat(of)
         values[id(x)] = found
     return [values[id(x)] for x in roots]
+
+
+def _matmul_by(arithmetic: Arithmetic, x: Any, w: Any, index: Any) -> Any:
+    chosen = np.asarray(index).astype(np.int64)
+    inside = (chosen >= 0) & (chosen < len(w))
+    found = arithmetic.matmul(x[:, None], w[np.where(inside, chosen, 0)])[:, 0]
+    return np.where(inside[:, None], found, np.asarray(arithmetic.number(0), found.dtype))
+
+
+def _among(arithmetic: Arithmetic, x: Any, index: Any, like: Any) -> Any:
+    group = np.arange(x.shape[1]) // like.shape[1]
+    return np.where(group == np.asarray(index)[:, None], x, np.asarray(arithmetic.number(0), x.dtype))
 
 
 def _of_parts(operation: str, arithmetic: Arithmetic, count: int, x: Any, *index: Any) -> Any:

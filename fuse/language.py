@@ -16,8 +16,8 @@ from .evaluate import picked
 from .functions import CASTS, MAPS, of_torch
 from .terms import Term
 
-__all__ = """abs attention cast causal concatenate dropout exp exp2 gelu halves log max maximum mean minimum pick relu rsqrt
-    sigmoid silu softmax sqrt sum tanh transpose var where""".split()
+__all__ = """abs attention cast causal concatenate dropout exp exp2 gelu halves log matmul_by max maximum mean minimum pick relu
+    rsqrt sigmoid silu softmax sqrt sum tanh transpose var where""".split()
 
 
 def _map(name: str):
@@ -147,6 +147,16 @@ def pick(x: Any, index: Any) -> Any:
         inside = (at >= 0) & (at < x.shape[-1])
         return x.gather(-1, at.where(inside, at.new_zeros(()))).where(inside, x.new_zeros(()))
     return picked(x, index, np.zeros((), x.dtype))
+
+
+def matmul_by(x: Any, w: Any, index: Any) -> Any:
+    """x[m] @ w[index[m]] for each row m: the matrices of several, of which each row has its own; 0 where index is negative.
+    x (M, K), w (E, K, N), index (M,) of int32 or int64; beyond the last matrix see pick."""
+    if any(isinstance(one, Term) for one in (x, w, index)):
+        return terms.matmul_by(x, w, index)
+    inside = (index >= 0) & (index < len(w))
+    own = w[index.where(inside, index.new_zeros(())) if _torch(x) else np.where(inside, index, 0)]
+    return (x[:, None] @ own)[:, 0] * inside[:, None]
 
 
 def causal(scores: Any) -> Any:

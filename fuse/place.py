@@ -20,8 +20,9 @@ from .templates.since_ampere import SinceAmpere
 from .terms import PARTS, Term, viewed, walk
 
 MOST = 8  # ways that are kept of each term
+VIEWS = "stacked", "heads", "flat", "rows"
 # what no row map computes
-APART = "matmul", "transpose", "concat", "half", "causal", "pick", *PARTS, "stacked", "heads", "flat", "rows"
+APART = "matmul", "transpose", "concat", "half", "causal", "pick", "matmul_by", "among", *PARTS, *VIEWS
 
 
 @dataclass(frozen=True)

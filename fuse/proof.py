@@ -39,6 +39,7 @@ LEAST = 1321  # the greatest prime factor of Q
 BASE = pow(37, (P - 1) // Q, P)  # of order Q
 TRIALS, DRAWS = 8, 1000  # points that are compared, and that are drawn at most
 OPAQUE = "max", "causal", "dropout"  # besides maps
+SAME_DEGREE = "neg", "transpose", "half", "causal", "stacked", "heads", "flat", "pick", "among", "pick_of_parts"
 EXPONENTS = "exp", "sum_of_parts"
 SIZES = (3, 5, 2, 4, 6, 8)  # of axes, prime to Q
 
@@ -247,12 +248,12 @@ def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:
         elif x.operation in ("mul", "div"):
             (a, b), (c, d) = of
             found[x] = (a + c, b + d) if x.operation == "mul" else (a + d, b + c)
-        elif x.operation in ("sum", "matmul"):
+        elif x.operation in ("sum", "matmul", "matmul_by"):
             axis = x.of[0].names[-1]
             n = terms.extent(axis, sizes) if axis is not None else 1
             a, b = (sum(one) for one in zip(*of))
             found[x] = a + (n - 1) * b, n * b
-        elif x.operation in ("neg", "pick", "pick_of_parts", "transpose", "half", "causal", "stacked", "heads", "flat"):
+        elif x.operation in SAME_DEGREE:
             found[x] = of[0]
         elif x.operation == "concat":
             found[x] = max(a for a, _ in of), max(b for _, b in of)

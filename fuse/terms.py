@@ -5,7 +5,7 @@
 A Term has an operation, the terms that it is of, and a shape. Equal terms are one object, so that what is shared is seen. There
 are few operations, so that rules and templates are few: inputs and numbers; maps, element by element, which broadcast
 (functions.MAPS); sum and max along the last axis, which stays with length 1; matmul; transpose; concat, along the last axis,
-and half, its other way; causal, of scores; dropout; pick, by an index; what is known of the parts of rows,
+and half, its other way; causal, of scores; dropout; pick, matmul_by and among, by an index; what is known of the parts of rows,
 PARTS; stacked, heads, flat and rows, views. mean, softmax and others are made of these (language.py). The last two axes are
 rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
 
@@ -97,8 +97,9 @@ class Term:
     """An operation on terms: see the module. Make one by `term` or by operators.
 
     operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", "half", "causal",
-    "dropout", "pick", one of PARTS, "stacked", "heads", "flat", "rows", or a map's name. of: terms. what: an input's name and
-    dtype, a number's value, a length's axis and value, which half. extents: one for each axis. names: their Axis, None for 1."""
+    "dropout", "pick", "matmul_by", "among", one of PARTS, "stacked", "heads", "flat", "rows", or a map's name. of: terms.
+    what: an input's name and dtype, a number's value, a length's axis and value, which half. extents: one for each axis.
+    names: their Axis, None for 1."""
 
     __slots__ = ("extents", "names", "of", "operation", "what")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
@@ -214,6 +215,7 @@ class Space:
         self.terms: dict[tuple, Term] = {}
         self.products: dict[tuple[Axis, ...], Axis] = {}
         self.cuts: dict[Axis, Axis] = {}
+        self.chosen: dict[Term, Term] = {}  # by an index: a stack of matrices
 
     def term(self, operation: str, of: Sequence[Term], what: Any, extents: tuple[int, ...], names: tuple) -> Term:
         """The one term of this operation on these terms."""
@@ -362,18 +364,51 @@ def dropout(x: Any, p: Any, seed: Any) -> Term:
 
 def pick(x: Any, index: Any) -> Term:
     """The element of each row at the column that index says, an axis of length 1; 0 where there is no such column."""
-    x, index = lifted(x), lifted(index)
-    if index.operation != "input" or index.what[1] not in INDEX:
-        raise TypeError(f"pick: index must be an argument of {' or '.join(INDEX)}, got {index}")
+    x, index = lifted(x), _index("pick", index)
     if x.ndim < 2 or differ(x.extents[:-1], index.extents):
         raise ValueError(f"pick: takes rows and a column for each of them, got {x.extents} and {index.extents}: {x}, {index}")
     _, lead = _broadcast("pick", [(x.extents[:-1], x.names[:-1]), (index.extents, index.names)])
     return _made("pick", (x, index), None, (*x.extents[:-1], 1), (*lead, None))
 
 
+def _index(name: str, index: Any) -> Term:
+    index = lifted(index)
+    if index.operation != "input" or index.what[1] not in INDEX:
+        raise TypeError(f"{name}: index must be an argument of {' or '.join(INDEX)}, got {index}")
+    return index
+
+
+def matmul_by(x: Any, w: Any, index: Any) -> Term:
+    """Each row times the matrix that index says, of several that lie one behind the other; 0 where there is none."""
+    x, w, index = lifted(x), lifted(w), _index("matmul_by", index)
+    if x.ndim != 2 or w.ndim != 3 or differ(x.extents[-1], w.extents[-2]) or differ(x.extents[:-1], index.extents):
+        shapes = f"{x.extents}, {w.extents} and {index.extents}"
+        raise ValueError(f"matmul_by: takes (m, k), (e, k, n) and m indices, got {shapes}: {x}, {w}, {index}")
+    other = SPACES[-1].chosen.setdefault(index, w)
+    if differ(other.extents[0], w.extents[0]):
+        raise ValueError(f"matmul_by: {index} chooses among {other.extents[0]} matrices {other}, and {w.extents[0]} of {w}")
+    same(other.names[0], w.names[0])
+    same(x.names[-1], w.names[-2])
+    _, rows = _broadcast("matmul_by", [(x.extents[:1], x.names[:1]), (index.extents, index.names)])
+    return _made("matmul_by", (x, w, index), None, (x.extents[0], w.extents[-1]), (*rows, w.names[-1]))
+
+
+def among(x: Term, index: Term, like: Term) -> Term:
+    """x (m, e r), of whose columns each row keeps those r that index says, like (e, r, n) being so cut; the others are 0."""
+    return _made("among", (x, index, like), None, x.extents, x.names)
+
+
 def indices(roots: Sequence[Term]) -> dict[Term, tuple[Axis | None, int]]:
     """The arguments that choose, and among how many: an axis and its extent."""
-    return {x.of[1]: (x.of[0].names[-1], x.of[0].extents[-1]) for x in walk(*roots) if x.operation == "pick"}
+    found: dict[Term, tuple[Axis | None, int]] = {}
+    for x in walk(*roots):
+        if x.operation == "pick":
+            found[x.of[1]] = x.of[0].names[-1], x.of[0].extents[-1]
+        elif x.operation == "matmul_by":
+            found[x.of[2]] = x.of[1].names[0], x.of[1].extents[0]
+        elif x.operation == "among":
+            found[x.of[1]] = x.of[2].names[0], x.of[2].extents[0]
+    return found
 
 
 def of_parts(operation: str, x: Term, *index: Term) -> Term:
@@ -434,6 +469,8 @@ def rebuilt(x: Term, of: Sequence[Term]) -> Term:
         "causal": causal,
         "dropout": dropout,
         "pick": pick,
+        "matmul_by": matmul_by,
+        "among": among,
         **{name: functools.partial(of_parts, name) for name in PARTS},
     }
     others |= {"stacked": stacked, "heads": heads, "flat": flat, "rows": rows}

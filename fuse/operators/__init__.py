@@ -6,7 +6,7 @@ from .fp8_linear import fp8_linear
 from .gated_mlp import gated_mlp, gated_mlp_down, gated_mlp_gelu
 from .layer_norm_linear import layer_norm_linear
 from .linear_cross_entropy import linear_cross_entropy
-from .lora_linear import lora_linear
+from .lora_linear import lora_linear, lora_linear_by_index
 from .normalised_transformer import normalised_step
 from .residual_norm import dropout_residual_layer_norm, residual_layer_norm, residual_rms_norm, residual_rms_norm_quantise
 from .rms_norm_linear import rms_norm_linear
@@ -23,6 +23,7 @@ __all__ = [
     "layer_norm_linear",
     "linear_cross_entropy",
     "lora_linear",
+    "lora_linear_by_index",
     "mla_attention",
     "normalised_step",
     "qk_norm_attention",

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOST_ROWS = 64
-NAMES = "u me batch col first band turn tile made right low weights mine steps narrow product total sums".split()  # ours
+NAMES = (
+    "u me batch col first band turn tile made right low weights mine steps narrow product total sums own place".split()
+)  # ours
 MEMORY = 4.1e6  # bytes a microsecond: what tiles of 64 to 256 columns stream at
 INTAKE = 51e3  # the same of one multiprocessor
 EXCHANGE = 0.5  # microseconds that a sum over a cluster takes
@@ -250,7 +252,8 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
         narrow = Narrow(kernel.rank, Streamed.of(first, parameters), Streamed.of(second, parameters), scaled)
     known = {p: s.acc for p, s in zip(kernel.products, products)}
     known |= {side: f"{s.name}_of_rows" for side, s in zip(kernel.sides, sides)}
-    epilogue, written = words.epilogue(known, _read)
+    place = "col_index(rt(16, ROWS, fp32).row_vec)", "row_index(rt(16, ROWS, fp32).col_vec) + mine"
+    epilogue, written = words.epilogue(known, _read, *place)
 
     opened = [x.name, *(v.name for v in vectors), *(["u"] if not kernel.plain else [])]
     opened += [part for p in products for part in (p.ring, p.parts, p.full)]
@@ -265,6 +268,7 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
     counted = f"-(-{extent(kernel.root, result, -1)} // COLUMNS) * BLOCKS"
     blocks = f"(blocks, {result}.shape[0])" if batch else "blocks"
     told += [(array(parameters[y]), parameters[y]) for y in (*kernel.others, kernel.root)]
+    told += words.kept.arguments if words.kept else []
     early = ", early=True" if kernel.early else ""
     numbers = [("width", wide)] * words.lengths + [(parameters[y],) * 2 for y in kernel.numbers]
     return {

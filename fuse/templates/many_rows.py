@@ -3,7 +3,7 @@
 A persistent block computes tiles of 128 rows: two consumers of 64 rows multiply, a producer feeds them, and a tile leaves part
 by part under the first products of the next one, through the epilogue. What is done to x comes before, in a kernel of its own:
 inside this loop it would cost the products more (bench/NOTES.md). Two products of one x share a tile's columns. A product of
-another, narrow left factor that is added, x @ w + t @ b, is one step more along k: [x, t] @ [w; b]. In a batch the tiles of
+another left factor that is added, x @ w + t @ b, is a step more along k, or several: [x, t] @ [w; b]. In a batch the tiles of
 one product follow those of another. Of scores that only a softmax wants (terms.of_parts) no tile leaves: each 128 columns of it
 become three numbers a row, by an online softmax.
 
@@ -19,7 +19,7 @@ from ..rules import NARROW
 from ..terms import PART, Term, along, between, is_tile
 from ..writing import Writer
 from .few_rows import MOST_ROWS, Named
-from .product import MOST_PRODUCTS, Folds, Product, Weight, extent, found_in, index, lead, reading
+from .product import MOST_PRODUCTS, Folds, Product, Weight, extent, found_in, index, keeping, lead, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,7 +30,8 @@ WIDTHS = 256, 192, 128  # the wider, the less is read for a product; but the las
 SHARED = 225 * 1024
 
 
-FOLDING = "known nothing greatest higher total picked scores chosen end".split()  # names
+NAMES = "batch tall more last row col part me y width own place".split()  # of the kernel
+NAMES += "known nothing greatest higher total picked scores here chosen end".split()
 
 
 class Schedule(NamedTuple):
@@ -57,11 +58,16 @@ def schedule(m: int, n: int, products: int, processors: int, batch: int = 1, ste
 
 
 class Extension(NamedTuple):
-    """A product that is one more step along k. joint: the sum of both products. left, weight: of the narrow one."""
+    """A product that is more steps along k, one if it is narrow. joint: the sum of both products. left, weight: of this one."""
 
     joint: Term
     left: Term
     weight: Weight
+
+    @property
+    def narrow(self) -> bool:
+        """Is it one step?"""
+        return self.left.extents[1] <= NARROW
 
 
 class ManyRows(Product):
@@ -97,6 +103,7 @@ class ManyRows(Product):
         if found is None or root.extents[-2] <= few:
             return
         every = found.products | {x: second for x, (_, second) in found.narrow.items()}
+        every = {x: w for x, w in every.items() if x.operation == "matmul"}
         for x in dict.fromkeys(y.of[0] for y in every):
             products = {y: w for y, w in every.items() if y.of[0] is x}
             rest = {y: w for y, w in every.items() if y not in products}
@@ -130,7 +137,11 @@ class ManyRows(Product):
         """What it does, in words."""
         s = self.schedule
         told = [f"a product of many rows in tiles of {ROWS} x {s.columns}, through {s.stages} stages"]
-        told += [f"{self.extension.left} @ its weights is one step more along k"] if self.extension else []
+        told += (
+            [f"{self.extension.left} @ its weights is {'one step' if self.extension.narrow else 'steps'} more along k"]
+            if self.extension
+            else []
+        )
         return ", ".join([*told, *self.riding])
 
     def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
@@ -139,11 +150,10 @@ class ManyRows(Product):
 
 
 def _joined(root: Term, product: Term, other: Term, weight: Weight) -> Extension | None:
-    """The extension by which one product is added to another, if it is, and is narrow."""
-    if other.of[0].extents[1] <= NARROW:
-        for x in between([root], [product, other]):
-            if x.operation == "add" and product in x.of and other in x.of:
-                return Extension(x, other.of[0], weight)
+    """The extension by which one product is added to another, if it is."""
+    for x in between([root], [product, other]):
+        if x.operation == "add" and product in x.of and other in x.of:
+            return Extension(x, other.of[0], weight)
     return None
 
 
@@ -157,14 +167,18 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
         products.append(Named(f"acc_{its}" if several else "acc", array(its), its, lead(w.array)))
     writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
     writer.names |= {x: p.name for x, p in zip(kernel.products, products)}
+    kept = keeping(writer, kernel, parameters)
+    tile_rows = "warpgroup.row_index(rt(16, PART, fp32).col_vec) + ROWS * (CONSUMERS * row + me)"
+    tile_columns = "col_index(rt(16, PART, fp32).row_vec) + PART * col"
     lengths = [x for x in between([kernel.root], kernel.leaves) if x.operation == "length"]
     writer.names |= dict.fromkeys(lengths, "width")
     if kernel.extension:
         writer.names[kernel.extension.joint] = products[0].name
     computes = kernel.root not in writer.names
     others = [Named(parameters[y], array(parameters[y]), _read(y, array(parameters[y]))) for y in kernel.others]
-    taken = {*parameters.values(), "batch", "tall", "last", "row", "col", "part", "me", "y", "width", *FOLDING}
-    epilogue = [f"{other.name} = {other.loaded}" for other in others] + writer.assignments([kernel.root], taken)
+    taken = {*parameters.values(), *NAMES}
+    epilogue = kept.lines(tile_rows, tile_columns) if kept else []
+    epilogue += [f"{other.name} = {other.loaded}" for other in others] + writer.assignments([kernel.root], taken)
     x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
     numbers = {"width": extent(kernel.x, x.name, -1)} if lengths else {}
     numbers |= {parameters[y]: parameters[y] for y in kernel.numbers}
@@ -172,6 +186,7 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     axis = "rows" if turned else "cols"
     tile = "W_PART" if several else "W"
     extension = kernel.extension
+    more = bool(extension and not extension.narrow)
     names = [parameters[kernel.x], *([parameters[extension.left]] if extension else [])]
     operands = [(array(name), f"tiles.tensor({name}, X)") for name in names]
     weights = [p.loaded for p in products] + ([parameters[extension.weight.array]] if extension else [])
@@ -181,22 +196,25 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     high, wide = extent(kernel.root, result, -2), folds.end if folds else extent(kernel.root, result, -1)
     batch = kernel.batch is not None
     counted = f"{'tall' if batch else 'rows'}, cols = -(-{high} // X.rows), -(-{wide} // {tile}.{axis})"
-    told = "".join(f", {one}" for one in (*(o.array for o in others), *numbers))
+    arrays = {o.array: o.name for o in others} | dict(kept.arguments if kept else [])
+    told = "".join(f", {one}" for one in (*arrays, *numbers))
+    counts = ["rows", *["tall"] * batch, "cols", "steps", *["more"] * more]
     outs = folds.arguments if folds else [("gY", f"tiles.tensor({result}, Y_PART)")]
     lasts = [p.name.replace("acc", "last") for p in products]
     leaves = _folded(folds, s.parts, told) if folds else _sent(lasts, s.parts, told, "batch, " * batch)
-    arguments = [*operands, *outs, *((o.array, o.name) for o in others)]
+    arguments = [*operands, *outs, *arrays.items()]
     return {
         "schedule": s, "dtype": dtype, "y": result, "products": products, "turned": turned, "form": "ABt" if turned else "AB",
-        "x": x, "others": others, "numbers": list(numbers), "batch": batch, "lead": lead(kernel.root), "folds": folds,
+        "x": x, "arrays": list(arrays), "numbers": list(numbers), "batch": batch, "lead": lead(kernel.root), "folds": folds,
         "lasts": lasts, "leaves": leaves,
-        "extension": extension and {"x": array(parameters[extension.left]), "w": array(parameters[extension.weight.array])},
+        "extension": extension and {"x": operands[1][0], "w": operands[-1][0], "narrow": extension.narrow},
         "computes": computes, "epilogue": epilogue, "written": writer.expression(kernel.root),
-        "arguments": [*arguments, *((n, n) for n in ("rows", *["tall"] * batch, "cols", "steps")), *numbers.items()],
+        "arguments": [*arguments, *((n, n) for n in counts), *numbers.items()],
         "before": [
             counted,
             *([f"rows = tall * {result}.shape[0]"] if batch else []),
-            f"steps = max({2 * s.parts - 1}, {inner}{' + 1' if extension else ''})",
+            *([f"more = -(-{names[1]}.shape[1] // X.cols)"] if more else []),
+            f"steps = max({2 * s.parts - 1}, {inner}{' + more' if more else ' + 1' if extension else ''})",
             f"""blocks = min(rows * cols, machine(describe({result}, "{result}").device).processors)""",
         ],
         "launch": "blocks, THREADS, shared=smem", "bounds": "THREADS, 1",

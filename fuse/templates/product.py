@@ -6,7 +6,7 @@
 - products of one operand with several weights share its loads; each has an accumulator;
 - a product with a narrow matrix, which another product follows (LoRA), rides along, too;
 - sides: sums and maxima of each row of maps of x: they ride the loop along k;
-- epilogue: maps of all these, of vectors, of tiles of the result's shape;
+- epilogue: maps of all these, of vectors, of tiles of the result's shape, and what each row keeps of its columns (terms.among);
 - folds: in place of the result, what a softmax needs to know of each part of its rows (terms.of_parts).
 
 All of them may be of a batch, an axis before rows and columns: a product's matrices are then one for each of it, but for what
@@ -84,7 +84,7 @@ class Product:
     @property
     def leaves(self) -> list[Term]:
         """What the kernel reads."""
-        indices = [y for x in self.folds for y in x.of[1:]]
+        indices = [y for x in self.folds for y in x.of[1:]] + [x.of[1] for x in self.kept]
         every = [self.x, *self.vectors, *(w.array for w in self.weights), *self.others, *indices, *self.numbers]
         return list(dict.fromkeys(every))
 
@@ -123,6 +123,11 @@ class Product:
         return None
 
     @property
+    def kept(self) -> list[Term]:
+        """Where rows keep some of their columns alone."""
+        return [x for x in between([self.root], [*self.products, *self.narrow]) if x.operation == "among"]
+
+    @property
     def riding(self) -> list[str]:
         """What is done besides the product, in words."""
         told = [f"{self.operand} is made as x arrives"] * (not self.plain)
@@ -135,6 +140,8 @@ class Product:
         """The axes whose extents are in the kernel's text. Few of a batch, or of parts, show that none are mixed."""
         inner, lead = [x.of[0] for x in self.narrow], self.root.names[:-2]
         of_parts = {axis.root: 2 * PART + 8 for axis in self.root.names[-1:] if axis and self.folds}
+        for x in self.kept:
+            of_parts |= {axis.root: n for axis, n in zip(x.of[2].names, (3, x.of[2].extents[1])) if axis}
         narrow = {x.names[1].root: x.extents[1] for x in inner if x.names[1]}
         return narrow | {axis.root: 2 for axis in lead if axis} | of_parts
 
@@ -270,6 +277,8 @@ class Found:
                 self.others.append(x)
             elif x.operation in MAPS:
                 stack.extend(reversed(x.of))
+            elif x.operation == "among":
+                stack.append(x.of[0])
             else:
                 return False
         return True
@@ -363,6 +372,31 @@ class Folds(NamedTuple):
         return [*((array(name), name) for name in names), ("end", self.end)]
 
 
+class Kept(NamedTuple):
+    """What rows keep of their columns alone. own: the kernel's parameter that says which. width: how many columns."""
+
+    own: str
+    width: int
+
+    @classmethod
+    def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> Kept | None:
+        """That of a kernel, if it has such rows."""
+        return next((cls(parameters[x.of[1]], x.of[2].extents[1]) for x in kernel.kept), None)
+
+    @property
+    def arguments(self) -> list[tuple[str, str]]:
+        """The kernel's parameter, and what it is given."""
+        return [(array(self.own), self.own)]
+
+    def lines(self, rows: str, columns: str) -> list[str]:
+        """What is known ahead: the column that a row's own begin at, and the tile's. rows, columns: their numbers."""
+        return [f"own = {self.width} * {array(self.own)}[{rows}]", f"place = {columns}"]
+
+    def written(self, x: Term) -> str:
+        """See Writer.forms."""
+        return f"where((place >= own) & (place < own + {self.width}), {{0}}, 0.0)"
+
+
 class Words:
     """A product's maps as lines and expressions: first the prologue's, then the epilogue's. taken: names that are not free.
     lengths: does it ask for its width?"""
@@ -370,6 +404,7 @@ class Words:
     def __init__(self, kernel: Product, parameters: Mapping[Term, str], spoken: Mapping[Term, str], taken: Iterable[str] = ()):
         self.kernel, self.parameters, self.taken = kernel, parameters, {*parameters.values(), *taken}
         self.writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
+        self.kept = keeping(self.writer, kernel, parameters)
         lengths = [x for x in between([kernel.root], kernel.leaves) if x.operation == "length"]
         self.writer.names |= dict.fromkeys(lengths, "width")
         self.lengths = bool(lengths)
@@ -392,10 +427,22 @@ class Words:
         self.writer.names[joint] = accumulator
         return product if scale is None else f"{product} * {self.writer.expression(scale)}"
 
-    def epilogue(self, known: Mapping[Term, str], read: Callable[[Term, str], str]) -> tuple[list[str], str]:
+    def epilogue(
+        self, known: Mapping[Term, str], read: Callable[[Term, str], str], rows: str, columns: str
+    ) -> tuple[list[str], str]:
         """Lines, and the expression of what is stored. known: products and sides by their names. read: the expression that
-        reads what is wanted besides from an array of this name."""
+        reads what is wanted besides from an array of this name. rows, columns: expressions of the numbers of a tile's."""
         self.writer.names |= known
-        lines = [f"{self.parameters[y]} = {read(y, array(self.parameters[y]))}" for y in self.kernel.others]
+        lines = self.kept.lines(rows, columns) if self.kept else []
+        lines += [f"{self.parameters[y]} = {read(y, array(self.parameters[y]))}" for y in self.kernel.others]
         lines += self.writer.assignments([self.kernel.root], self.taken)
         return lines, self.writer.expression(self.kernel.root)
+
+
+def keeping(writer: Writer, kernel: Product, parameters: Mapping[Term, str]) -> Kept | None:
+    """Let it be written what rows keep."""
+    kept = Kept.of(kernel, parameters)
+    if kept:
+        writer.names |= {x.of[2]: "" for x in kernel.kept}
+        writer.forms["among"] = kept.written
+    return kept

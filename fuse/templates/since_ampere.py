@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 PROCESSORS = 108  # an A100's: with fewer large tiles than these smaller ones serve
 ROOM = 96 * 1024  # of shared memory for tiles: of the 100 KB of sm_86, sm_89 and sm_120
 WARP = 8 * 4  # rows, of which each of four warps copies a multiple of 8
-NAMES = "batch made wide part band row col rows cols steps later product smem i scores greatest at chosen end".split()  # ours
+NAMES = (
+    "batch made wide part band row col rows cols steps later product smem i scores greatest at chosen end own place".split()
+)  # ours
 
 
 class Schedule(NamedTuple):
@@ -197,7 +199,8 @@ def _gaps(kernel: SinceAmpere, parameters: dict[Term, str], spoken: dict[Term, s
         parts = piped(first, "product", beside="0"), piped(second, "", part=s.parts > 1)
         narrow = Narrow(kernel.rank, *parts, words.narrow("product", products[0].acc))
     known = {y: p.acc for y, p in zip(kernel.products, products)} | {y: name for y, (name, _) in zip(kernel.sides, summed)}
-    epilogue, written = words.epilogue(known, lambda y, its: reading(y, its, "ACC", "row", "col"))
+    place = "row_index(ACC.col_vec) + row", "col_index(ACC.row_vec) + col"
+    epilogue, written = words.epilogue(known, lambda y, its: reading(y, its, "ACC", "row", "col"), *place)
 
     rings = [*products, *([narrow.first] if narrow else [])]
     opened = [one.tiles for one in (x, *rings, *([narrow.second] if narrow else []))]
@@ -206,7 +209,7 @@ def _gaps(kernel: SinceAmpere, parameters: dict[Term, str], spoken: dict[Term, s
     tall, wide, deep = *(extent(kernel.root, result, n) for n in (-2, -1)), extent(kernel.x, x.name, -1)
     cols = f"{result}.shape[1]" if folds else f"-(-{wide} // COLUMNS)"
     read = dict.fromkeys([kernel.x, *(w.array for w in kernel.weights), *kernel.vectors, *kernel.others])
-    outs = folds.arguments if folds else [(array(result), result)]
+    outs = [*(folds.arguments if folds else [(array(result), result)]), *(words.kept.arguments if words.kept else [])]
     arguments = [*((array(parameters[y]), parameters[y]) for y in read), *outs] + [(n, n) for n in ("rows", "cols", "steps")]
     arguments += [("width", deep)] * words.lengths + [(parameters[n], parameters[n]) for n in kernel.numbers]
     return {

@@ -22,6 +22,7 @@ SHAPES = {  # of the arguments, but for the rows of what has them, "m"
     "layer_norm_linear": [("m", K), (K,), (K,), (K, N)],
     "linear_cross_entropy": [("m", K), (K, N), ("m",)],
     "lora_linear": [("m", K), (K, N), (K, R), (R, N)],
+    "lora_linear_by_index": [("m", K), (K, N), (3, R, K), (3, R, N), ("m",)],
     "mla_attention": [(2, "m", 16), (40, K), (2, 16, K), (2, 24, K)],
     "normalised_step": [("m", K), ("m", K), (K,)],
     "qk_norm_attention": [(2, "m", 16), (2, 40, 16), (2, 40, 24), (16,), (16,)],
@@ -38,6 +39,7 @@ DTYPES = {
     ("dropout_residual_layer_norm", 4): INDEX,
     ("fp8_linear", 1): fp8e4m3.np,
     ("linear_cross_entropy", 2): INDEX,
+    ("lora_linear_by_index", 4): INDEX,
 }  # of arguments that have another than the first
 
 
