@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..module import DTYPES, Text, array, rendered
-from ..rules import NARROW
 from ..terms import PART, Term, along, between, is_tile
 from ..writing import Writer
 from .few_rows import MOST_ROWS, Named
-from .product import MOST_PRODUCTS, Folds, Product, Weight, extent, found_in, index, keeping, lead, reading
+from .product import MOST_PRODUCTS, Extension, Folds, Product, Weight, extended, extent, found_in, index, keeping, lead, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,19 +56,6 @@ def schedule(m: int, n: int, products: int, processors: int, batch: int = 1, ste
     return Schedule(columns, parts, min(4, room // (2 * STEP * (ROWS + columns))), min(16, -(-m // ROWS)))
 
 
-class Extension(NamedTuple):
-    """A product that is more steps along k, one if it is narrow. joint: the sum of both products. left, weight: of this one."""
-
-    joint: Term
-    left: Term
-    weight: Weight
-
-    @property
-    def narrow(self) -> bool:
-        """Is it one step?"""
-        return self.left.extents[1] <= NARROW
-
-
 class ManyRows(Product):
     """See the module."""
 
@@ -77,24 +63,13 @@ class ManyRows(Product):
     processors: int  # of the card
 
     def __init__(self, root: Term, x: Term, products: dict[Term, Weight], others: list[Term], extension: Extension | None):
-        super().__init__(root, x, x, products, {}, [], others)
-        self.extension = extension
+        super().__init__(root, x, x, products, {}, [], others, extension)
 
     @property
     def schedule(self) -> Schedule:
         """How it is cut."""
         step = PART if self.folds else 64
         return schedule(self.rows, self.columns, len(self.products), self.processors, self.batch or 1, step)
-
-    @property
-    def weights(self) -> list[Weight]:
-        """All of them."""
-        return [*super().weights, *([self.extension.weight] if self.extension else [])]
-
-    @property
-    def leaves(self) -> list[Term]:
-        """What the kernel reads."""
-        return list(dict.fromkeys([*super().leaves, *([self.extension.left] if self.extension else [])]))
 
     @classmethod
     def serving(cls, root: Term, processors: int, few: int = MOST_ROWS) -> Iterator[Self]:
@@ -110,7 +85,7 @@ class ManyRows(Product):
             extension = None
             if len(products) == 1 and root.ndim == 2:
                 (product,) = products
-                extension = next(filter(None, (_joined(root, product, y, w) for y, w in rest.items())), None)
+                extension = extended(root, product, products[product], rest)
             of_extension = extension.joint.of if extension else ()
             others = [*found.others, *found.reductions, *(y for y in rest if y not in of_extension)]
             kernel = cls(root, x, products, others, extension)
@@ -147,14 +122,6 @@ class ManyRows(Product):
     def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
         """See RowMap.text."""
         return rendered("many_rows.jinja", _gaps(self, parameters, spoken))
-
-
-def _joined(root: Term, product: Term, other: Term, weight: Weight) -> Extension | None:
-    """The extension by which one product is added to another, if it is."""
-    for x in between([root], [product, other]):
-        if x.operation == "add" and product in x.of and other in x.of:
-            return Extension(x, other.of[0], weight)
-    return None
 
 
 def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:

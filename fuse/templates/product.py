@@ -46,6 +46,28 @@ class Weight(NamedTuple):
         return cls(x.of[0], True) if x.operation == "transpose" else cls(x, False)
 
 
+class Extension(NamedTuple):
+    """A product that is more steps along k, one if it is narrow. joint: the sum of both products. left, weight: of this one."""
+
+    joint: Term
+    left: Term
+    weight: Weight
+
+    @property
+    def narrow(self) -> bool:
+        """Is it one step?"""
+        return self.left.extents[1] <= NARROW
+
+
+def extended(root: Term, product: Term, weight: Weight, rest: Mapping[Term, Weight]) -> Extension | None:
+    """The extension by which one of the rest is added to a product, if one is whose weights lie as the product's."""
+    for other, its in rest.items():
+        for x in between([root], [product, other]):
+            if x.operation == "add" and product in x.of and other in x.of and its.turned == weight.turned:
+                return Extension(x, other.of[0], its)
+    return None
+
+
 class Product:
     """A term that one kernel computes: see the module.
 
@@ -53,7 +75,8 @@ class Product:
     {term: its weight}.
     narrow: {term: (weight of the first product, weight of the second)}. sides: reductions of rows of x. vectors: what the
     prologue and the sides read besides. others: what the epilogue does: tiles and vectors. numbers: of all of
-    them. folds: see `fold`."""
+    them. extension: a product
+    of another left factor that is added. folds: see `fold`."""
 
     launched = True
 
@@ -66,27 +89,28 @@ class Product:
         narrow: dict[Term, tuple[Weight, Weight]],
         sides: list[Term],
         others: list[Term],
+        extension: Extension | None = None,
     ):
         self.root, self.x, self.operand = root, x, operand
         self.roots: tuple[Term, ...] = (root,)
         self.folds: tuple[Term, ...] = ()
+        self.extension = extension
         self.products, self.narrow, self.sides = products, narrow, sides
         inside = between([operand, *(one.of[0] for one in sides)], [x], with_leaves=True)
         self.vectors = [y for y in inside if y.operation in ("input", "flat") and y is not x and y.ndim and along(y)]
-        self.numbers = [y for y in walk(root) if y.operation == "input" and not y.ndim]
         self.others = [y for y in others if y.ndim and y.operation in ("input", "matmul", "sum", "max", "flat")]
 
     @property
     def weights(self) -> list[Weight]:
         """All of them."""
-        return [*self.products.values(), *(w for pair in self.narrow.values() for w in pair)]
+        more = [self.extension.weight] if self.extension else []
+        return [*self.products.values(), *(w for pair in self.narrow.values() for w in pair), *more]
 
     @property
     def leaves(self) -> list[Term]:
         """What the kernel reads."""
         indices = [y for x in self.folds for y in x.of[1:]] + [x.of[1] for x in self.kept]
-        every = [self.x, *self.vectors, *(w.array for w in self.weights), *self.others, *indices, *self.numbers]
-        return list(dict.fromkeys(every))
+        return list(dict.fromkeys([*self.read, *indices, *self.numbers]))
 
     @property
     def dtype(self) -> str:
@@ -123,9 +147,20 @@ class Product:
         return None
 
     @property
+    def read(self) -> list[Term]:
+        """The matrices and vectors that the kernel reads."""
+        more = [self.extension.left] if self.extension else []
+        return [self.x, *self.vectors, *(w.array for w in self.weights), *self.others, *more]
+
+    @property
+    def numbers(self) -> list[Term]:
+        """The numbers that are arguments."""
+        return [y for y in between([self.root], self.read, True) if y.operation == "input" and not y.ndim]
+
+    @property
     def kept(self) -> list[Term]:
         """Where rows keep some of their columns alone."""
-        return [x for x in between([self.root], [*self.products, *self.narrow]) if x.operation == "among"]
+        return [x for x in between([self.root], self.read) if x.operation == "among"]
 
     @property
     def riding(self) -> list[str]:

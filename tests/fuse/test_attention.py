@@ -146,10 +146,10 @@ NOT_ATTENTION = {
 
 @pytest.mark.parametrize("name", NOT_ATTENTION)
 def test_what_attention_does_not_take(name):
-    """It runs by parts, and is right."""
+    """It runs by parts, and is right: where products of a batch might do, TMA cannot take rows so short."""
     definition, shapes = NOT_ATTENTION[name]
     kernel, arrays = fuse.kernel(definition), sample(*shapes)
-    with pytest.warns(RuntimeWarning, match="no template computes"):
+    with pytest.warns(RuntimeWarning, match="no template computes|multiples of 16 bytes"):
         got = kernel.run(*arrays)
     assert np.abs((got - kernel(*arrays)).astype(np.float32)).max() <= 0.1
 

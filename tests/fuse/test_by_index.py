@@ -44,6 +44,28 @@ def test_against_float64(rows, adapters, rank, card, monkeypatch):
     assert np.abs(without.astype(float) - right[rows // 2]).max() <= 2**-7 * np.abs(right).max()
 
 
+@pytest.mark.parametrize("lying", [list, lambda arrays: [arrays[0], np.asfortranarray(arrays[1]), *arrays[2:]]])
+@pytest.mark.parametrize("rows", [5, 70])
+def test_weights_as_torch_has_them(rows, lying, monkeypatch):
+    """What lies otherwise than the adapters is another product; else it is the same one, of more steps along k."""
+    monkeypatch.setenv("TILES_CHECK", "0")
+    arrays = lying(sample(rows, 3, 24))
+    assert operators.lora_linear_by_index.source(*arrays).count("@cuda.jit") == (2 if lying is list else 3)
+    right = wanted(*arrays)
+    assert np.abs(operators.lora_linear_by_index.run(*arrays) - right).max() <= 2**-6 * np.abs(right).max()
+
+
+def test_a_narrow_product_of_deep_rows(monkeypatch):
+    """Clusters of four share k where there are few columns."""
+    monkeypatch.setenv("TILES_CHECK", "0")
+    kernel, arrays = fuse.kernel(lambda x, w: x @ w), (normal(3, 1032), normal(1032, 40))
+    assert (
+        "DEPTH, BLOCKS" in kernel.source(*arrays)
+        and ", 4, " in kernel.source(*arrays).split("BLOCKS, STAGES, AHEAD = ")[1][:20]
+    )
+    compare(kernel, arrays, kernel.run(*arrays))
+
+
 @CARDS
 def test_proof(card):
     kernel, arrays = operators.lora_linear_by_index, sample(70, 3, 24)
