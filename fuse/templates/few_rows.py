@@ -90,7 +90,9 @@ class FewRows(Product):
         ways = [(b, c) for c in (64, 128) for b in (1, 2)]
         if -(-self.columns // 64) * (self.batch or 1) <= self.processors // 8:
             ways.append((4, 64))
-        _, blocks, columns = min((self._microseconds(rows, c, b), b, c) for b, c in ways)
+        wide = -1 if self.batch else 1  # of a batch several blocks follow each other on a multiprocessor: wide ones are fewer
+        _, blocks, columns = min(((self._microseconds(rows, c, b), b, wide * c) for b, c in ways))
+        columns *= wide
         wider, finer = (self._rings(rows, columns, depth, blocks) for depth in (128, 64))
         deep = min(3, -(-self.inner // (128 * blocks)))
         if not self.plain or self.sides:  # in fp32 128 columns of rows are more than the preparer's registers hold

@@ -40,7 +40,7 @@ CARDS = pytest.mark.parametrize("card", [H200, A100], ids=lambda card: card.name
 @pytest.mark.parametrize(("rows", "columns"), CASES)
 def test_against_float64(rows, columns, card, monkeypatch):
     monkeypatch.setattr(fused, "card", lambda ordinal: card)
-    monkeypatch.setenv("TILES_CHECK", "sm_90a" if card is H200 and rows > 1 else "0")
+    monkeypatch.setenv("TILES_CHECK", "0")  # test_operators.py has Numba see the kernels
     kernel, arrays = fuse.kernel(operators.linear_cross_entropy.definition), sample(rows, columns)
     loss, lse = got = kernel.run(*arrays)
     assert loss.dtype == np.float32 and loss.shape == lse.shape == (rows, 1) and loss[0] == lse[0]
