@@ -13,7 +13,9 @@ SUM, PRODUCT, UNARY, ATOM = range(4)  # how strongly an expression binds; of pro
 BINDS = {"add": SUM, "sub": SUM, "mul": PRODUCT, "div": PRODUCT, "matmul": PRODUCT, "neg": UNARY}
 RIGHT = {"sub", "div", "matmul"}  # their right operand is in parentheses where it binds no more strongly
 WRITTEN = {"sum": "sum({})", "max": "max({})", "matmul": "{} @ {}", "causal": "causal({})", "dropout": "dropout({}, {}, {})"}
-WRITTEN |= {"stacked": "stacked({})", "heads": "heads({})", "flat": "flat({})", "rows": "rows({})"}
+WRITTEN |= {name: f"{name}({{}}, {{}})" for name in ("pick", "pick_of_parts")}
+WRITTEN |= {"matmul_by": "matmul_by({}, {}, {})", "among": "among({}, {}, {})"}
+WRITTEN |= {name: f"{name}({{}})" for name in ("max_of_parts", "sum_of_parts", "stacked", "heads", "flat", "rows")}
 SUGGESTED = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqrt": "scale", "matmul": "product"}
 
 
@@ -78,6 +80,8 @@ class Writer:
             return self.spoken[x]
         if x.operation == "sum":
             inside = x.of[0]
+            if inside.operation == "pick_of_parts":
+                return "picked"
             return "squares" if inside.operation == "mul" and inside.of[0] is inside.of[1] else "total"
         return SUGGESTED.get(x.operation, "part")
 

@@ -170,7 +170,10 @@ class Looped(Writing):
         self.text.kernel += [self.load(x) for x in self.kernel.leaves if x.ndim and not along(x)]
         for level in self.levels():
             self.reduce_in_a_loop(level)
-        self.loop([*self.loads(self.kernel.roots), *self.stores()])
+        if any(map(is_tile, self.kernel.roots)):
+            self.loop([*self.loads(self.kernel.roots), *self.stores()])
+        else:
+            self.text.kernel += self.stores()
 
     def reduce_in_a_loop(self, wanted: list[Term]) -> None:
         """These reductions, of one level."""
@@ -194,7 +197,7 @@ class Looped(Writing):
 
     def loads(self, roots: Sequence[Term]) -> list[str]:
         """What must be read for these, of what has columns."""
-        needed = between(roots, self.kernel.leaves, with_leaves=True)
+        needed = between(roots, [*self.kernel.leaves, *self.writer.names], with_leaves=True)
         return [self.load(x) for x in self.kernel.leaves if along(x) and x in needed]
 
 
