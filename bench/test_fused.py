@@ -28,6 +28,10 @@ def _lora_linear(x, w, a, b):
     return x @ w + (x @ a) @ b
 
 
+def _lora_linear_by_index(x, w, a, b, index):
+    return x @ w + ((x[:, None] @ a[index].transpose(1, 2)) @ b[index])[:, 0]
+
+
 def _gated_mlp(x, gate, up):
     return F.silu(x @ gate) * (x @ up)
 
@@ -57,12 +61,21 @@ def _dropout_residual_layer_norm(x, residual, g, b, seed):
     return F.layer_norm(h, h.shape[-1:], g, b, EPS), h
 
 
+def _linear_cross_entropy(x, w, target):
+    logits = (x @ w).float()
+    lse = logits.logsumexp(-1, keepdim=True)
+    return lse - logits.gather(-1, target[:, None]), lse
+
+
 ROWS = {  # operator and columns: {rows: the goal in microseconds}
     ("rms_norm_linear", 4096, 6144): {1: 14, 16: 14, 64: 15, 512: 36, 4096: 270},
     ("lora_linear", 4096, 4096): {1: 10, 16: 10, 64: 10, 4096: 205},
     ("lora_linear", 256, 4096): {16: 3.5},
+    ("lora_linear_by_index", 4096, 4096): {1: None, 16: None, 64: None, 4096: None},
     ("gated_mlp", 4096, 4096): {1: 18.5, 8: 18.5},
     ("gated_mlp", 4096, 14336): {8: 60, 64: 62, 4096: 1250},
+    ("expert_linear", 4096, 4096): {8: None, 512: None},
+    ("linear_cross_entropy", 4096, 128256): {512: None, 4096: None},
     ("normalised_step", 4096, 4096): {4096: 27},
     ("residual_rms_norm", 4096, 4096): {4096: None},
     ("residual_rms_norm_quantise", 4096, 4096): {4096: None},
@@ -70,12 +83,15 @@ ROWS = {  # operator and columns: {rows: the goal in microseconds}
     ("dropout_residual_layer_norm", 1024, 1024): {16384: None},
     ("dropout_residual_layer_norm", 4096, 4096): {4096: None},
 }
-RANK = 16
+RANK, EXPERTS = 16, 8
 CASES = [(name, m, k, n, goal) for (name, k, n), goals in ROWS.items() for m, goal in goals.items()]
 SHAPES = {
     "rms_norm_linear": lambda m, k, n: ((m, k), (k,), (k, n)),
     "lora_linear": lambda m, k, n: ((m, k), (k, n), (k, RANK), (RANK, n)),
+    "lora_linear_by_index": lambda m, k, n: ((m, k), (k, n), (EXPERTS, RANK, k), (EXPERTS, RANK, n), (m,)),
     "gated_mlp": lambda m, k, n: ((m, k), (k, n), (k, n)),
+    "expert_linear": lambda m, k, n: ((EXPERTS, m, k), (EXPERTS, k, n)),
+    "linear_cross_entropy": lambda m, k, n: ((m, k), (k, n), (m,)),
     "normalised_step": lambda m, k, n: ((m, k), (m, k), (k,)),
     "residual_rms_norm": lambda m, k, n: ((m, k), (m, k), (k,)),
     "fp8_linear": lambda m, k, n: ((m, k), (k, n), (n,)),
@@ -83,13 +99,21 @@ SHAPES = {
     "dropout_residual_layer_norm": lambda m, k, n: ((m, k), (m, k), (k,), (k,), (1,)),
 }
 FP8 = torch.float8_e4m3fn
-DTYPES = {("dropout_residual_layer_norm", 4): torch.int64, ("fp8_linear", 1): FP8}  # of what is not bf16
+DTYPES = {  # of what is not bf16
+    ("dropout_residual_layer_norm", 4): torch.int64,
+    ("fp8_linear", 1): FP8,
+    ("linear_cross_entropy", 2): torch.int64,
+    ("lora_linear_by_index", 4): torch.int64,
+}
 RANDOM = {"dropout_residual_layer_norm"}  # torch drops others: only ours is compared, with its definition
 PROVIDERS = "tiles", "eager", "compile"
 EAGER = {
     "rms_norm_linear": _rms_norm_linear,
     "lora_linear": _lora_linear,
+    "lora_linear_by_index": _lora_linear_by_index,
     "gated_mlp": _gated_mlp,
+    "expert_linear": torch.matmul,
+    "linear_cross_entropy": _linear_cross_entropy,
     "normalised_step": _normalised_step,
     "residual_rms_norm": _residual_rms_norm,
     "fp8_linear": _fp8_linear,
@@ -100,8 +124,9 @@ EAGER = {
 
 def _inputs(name, shapes):
     """Rows in place, weights of a size that keeps results near 1."""
-    made = [torch.randn(s, device="cuda") * (s[0] ** -0.5 if n and len(s) == 2 else 1) for n, s in enumerate(shapes)]
-    cast = [x.to(DTYPES.get((name, n), torch.bfloat16)) for n, x in enumerate(made)]
+    made = [torch.randn(s, device="cuda") * (s[-2] ** -0.5 if n and len(s) >= 2 else 1) for n, s in enumerate(shapes)]
+    kinds = [DTYPES.get((name, n), torch.bfloat16) for n in range(len(made))]
+    cast = [x.to(kind) if kind.is_floating_point else (100 * x).abs().to(kind) % EXPERTS for x, kind in zip(made, kinds)]
     return [x.t().contiguous().t() if x.dtype == FP8 else x for x in cast]  # as nn.Linear has them
 
 
@@ -123,7 +148,7 @@ def _times(name, shapes):
         for got, ref in zip(*[x if isinstance(x, tuple) else (x,) for x in (call(*sets[0]), wanted)]):
             error = (got.double() - ref.double()).abs().max() / ref.double().abs().max()
             assert error < (2**-6 if got.itemsize > 1 else 2**-3), f"{name} {shapes} {provider}: {error}"
-    work = 2 * shapes[0][0] * sum(torch.Size(s).numel() for s in shapes[1:] if len(s) == 2 and len(shapes) > 2)
+    work = 2 * shapes[0][-2] * sum(torch.Size(s).numel() for s in shapes[1:] if len(s) >= 2)
     return replayed(calls, sets, calls=max(8, min(200, int(2e13 / max(work, 1)))))
 
 

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 from . import module, place, rules, terms
 from .cost import Card
 from .rules import Rule
-from .terms import Term, viewed
+from .terms import PARTS, Term, viewed
 from .trace import Traced
 from .writing import equations
+
+HIDDEN = dict(zip(PARTS, ("maxima", "sums", "picks")))  # what is kept between kernels is called so, or "hidden"
 
 
 class Candidate(NamedTuple):
@@ -92,7 +94,7 @@ def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
     parameters = {x: key for key, x in found.inputs} | dict(zip(candidate.roots, found.outs))
     scratch = [x for kernel in way.kernels for x in kernel.roots if x not in parameters]
     for x in scratch:
-        parameters[x] = module.unused("hidden", parameters.values())
+        parameters[x] = module.unused(HIDDEN.get(x.operation, "hidden"), parameters.values())
     views = []
     for x in dict.fromkeys(x for kernel in way.kernels for x in kernel.leaves if viewed(x) is not x):
         views.append(_view(x, parameters))

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import draws
 from .functions import MAPS
-from .terms import Axis, Term, along, between, walk
+from .terms import PARTS, Axis, Term, along, between, walk
 
 DRAWS = 64  # of random numbers
 
@@ -32,6 +32,10 @@ class Arithmetic(Protocol):
     def causal(self, x: Any) -> Any: ...
 
     def dropout(self, x: Any, p: Any, seed: Any) -> Any: ...
+
+    def pick(self, x: Any, index: Any) -> Any: ...
+
+    def count(self, axis: Axis | None, extent: int) -> int: ...
 
 
 class InNumPy:
@@ -70,6 +74,21 @@ class InNumPy:
         kept = draws.kept(x.shape, float(p), int(np.asarray(seed).item()))
         return self._round(np.where(kept, np.asarray(x, self.wide) / self.wide(1 - p), 0))
 
+    def pick(self, x: Any, index: Any) -> Any:
+        return picked(x, index, np.zeros((), x.dtype))
+
+    def count(self, axis: Axis | None, extent: int) -> int:
+        return extent
+
+
+def picked(x: Any, index: Any, otherwise: Any) -> Any:
+    """The element of each row at a column, something else where there is no such column."""
+    columns = np.asarray(index).astype(np.int64)[..., None]
+    inside = (columns >= 0) & (columns < x.shape[-1])
+    if not x.shape[-1]:
+        return np.broadcast_to(otherwise, columns.shape)
+    return np.where(inside, np.take_along_axis(x, np.where(inside, columns, 0), -1), otherwise)
+
 
 def seen(x: Any, otherwise: Any) -> Any:
     """Scores where a query sees a key, something else where it does not."""
@@ -102,6 +121,14 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
             found = arithmetic.causal(*of)
         elif x.operation == "dropout":
             found = arithmetic.dropout(*of)
+        elif x.operation == "pick":
+            found = arithmetic.pick(*of)
+        elif x.operation == "matmul_by":
+            found = _matmul_by(arithmetic, *of)
+        elif x.operation == "among":
+            found = _among(arithmetic, *of)
+        elif x.operation in PARTS:
+            found = _of_parts(x.operation, arithmetic, arithmetic.count(x.names[-1], x.extents[-1]), *of)
         elif x.operation == "stacked":
             found = of[0].reshape(-1, of[0].shape[-1])
         elif x.operation == "flat":
@@ -112,6 +139,33 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
             found = arithmetic.concat(of)
         values[id(x)] = found
     return [values[id(x)] for x in roots]
+
+
+def _matmul_by(arithmetic: Arithmetic, x: Any, w: Any, index: Any) -> Any:
+    chosen = np.asarray(index).astype(np.int64)
+    inside = (chosen >= 0) & (chosen < len(w))
+    found = arithmetic.matmul(x[:, None], w[np.where(inside, chosen, 0)])[:, 0]
+    return np.where(inside[:, None], found, np.asarray(arithmetic.number(0), found.dtype))
+
+
+def _among(arithmetic: Arithmetic, x: Any, index: Any, like: Any) -> Any:
+    group = np.arange(x.shape[1]) // like.shape[1]
+    return np.where(group == np.asarray(index)[:, None], x, np.asarray(arithmetic.number(0), x.dtype))
+
+
+def _of_parts(operation: str, arithmetic: Arithmetic, count: int, x: Any, *index: Any) -> Any:
+    """What terms.of_parts says, of so many parts, whatever their lengths."""
+    parts, found, at = np.array_split(x, count, -1), [], 0
+    for part in parts:
+        greatest = arithmetic.reduce("max", part)
+        if operation == "max_of_parts":
+            found.append(greatest)
+        elif operation == "sum_of_parts":
+            found.append(arithmetic.reduce("sum", arithmetic.map("exp", arithmetic.map("sub", part, greatest))))
+        else:
+            found.append(arithmetic.pick(part, index[0] - at))
+        at += part.shape[-1]
+    return arithmetic.concat(found)
 
 
 def beyond(root: Term, leaves: Sequence[Term]) -> np.ndarray:
@@ -128,7 +182,8 @@ def beyond(root: Term, leaves: Sequence[Term]) -> np.ndarray:
         elif x.operation == "dropout":  # nothing but zeros, or not
             known[x] = known[x.of[0]]
         else:
-            known[x] = np.full(DRAWS, x.what) if x.operation == "number" else rng.standard_normal(DRAWS)
+            large = np.where(np.arange(DRAWS) % 2, 1000, 1)  # so that an exp may overflow
+            known[x] = np.full(DRAWS, x.what) if x.operation == "number" else large * rng.standard_normal(DRAWS)
         if not along(x):
             counts &= np.isfinite(known[x])
     return known[root][counts] if counts.any() else np.full(1, np.nan)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 
 from tiles import cache, digest
 from tiles.arrays import Operand, c_ordered
+from tiles.checks import Check, Values, asked
 from tiles.compiler import Compiled, compile_kernel
 from tiles.frameworks import describe
 from tiles.launch import watchers
@@ -33,7 +35,7 @@ from .candidates import Candidate, Chosen, candidates, chosen
 from .cost import Card, card, card_of
 from .early import Early
 from .evaluate import InNumPy, evaluate
-from .functions import CASTS, FP8
+from .functions import CASTS, FP8, MAPS
 from .proof import Proof, proven
 from .terms import Term, viewed
 from .trace import ANY, Shape, Traced, rows_alone, traced
@@ -107,7 +109,7 @@ class Fused:
             return list(arrays), ()
         lead = tuple(deep.shape[:-1])
         flat = [x.reshape(-1, x.shape[-1]) if tuple(getattr(x, "shape", ())[:-1]) == lead else x for x in arrays]
-        return flat, lead
+        return [x.reshape(-1) if tuple(getattr(x, "shape", ())) == lead and "int" in str(x.dtype) else x for x in flat], lead
 
     def _shapes(self, flat: Sequence[Any]) -> tuple[Shape, ...]:
         return tuple([shape_of(x, name) for x, name in zip(flat, self.names)])
@@ -117,6 +119,8 @@ class Fused:
         flat, lead = self._rows(arrays)
         traced, shapes = self.trace(flat), self._shapes(flat)
         given = {name: x.T if s.turned else x for name, x, s in zip(self.names, flat, shapes)}
+        for name, among in self._choices(traced).items():
+            _refuse_index(name, given[name], among)
         found = evaluate(traced.roots, given, InNumPy(np.float32))
         dtype = next(x.dtype for x in arrays if isinstance(x, np.ndarray))
         results = [np.asarray(x, root.held_as(dtype.name)) for x, root in zip(found, traced.roots)]
@@ -166,12 +170,13 @@ class Fused:
         letters = terms.axes(*[inputs[name] for name, _ in held], *found.roots)
         of_inputs = {axis.root for x in inputs.values() for axis in x.names if axis is not None}
         strange = [x for x in found.roots if any(axis is not None and axis.root not in of_inputs for axis in x.names)]
-        seeds = {x.of[2] for x in terms.walk(*found.roots) if x.operation == "dropout"}
+        seeds = {x.of[2] for x in terms.walk(*found.roots) if x.operation == "dropout"} | {*terms.indices(found.roots)}
+        seeds -= {y for x in terms.walk(*found.roots) if x.operation in MAPS for y in x.of}
         for name, s in held:
             if s.dtype not in FLOATS and (name == held[0][0] or not (s.dtype == FP8 or inputs[name] in seeds)):
                 raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}")
         holds = "tile" if held[0][1].dtype != "float32" else "float32"
-        others = {terms.SEED: "index", FP8: "fp8"}
+        others = {**dict.fromkeys(terms.INDEX, "index"), FP8: "fp8"}
         kept = [holds, *(others.get(s.dtype, "real") for _, s in held[1:])]
         rows = [f"{name} {axes} {its}" for (name, _), axes, its in zip(held, letters, kept)]
         for name, axes, x in zip(found.outs, letters[len(held) :], found.roots):
@@ -209,12 +214,21 @@ class Fused:
             raise NoKernel(f"{self.name}: {error}") from None
         lies, own = dict(zip(made.terms, operands)), (kernel for kernel in made.kernels if kernel.launched)
         steps = [step if step.late is None else _early(step, next(own), lies) for step in steps]
+        if choices := self._choices(self._trace(shapes)) if problem.device is None or asked().values else {}:
+            places = problem.schema.places
+            rows = [(name, places[name], problem[name].form, _values(name, n)) for name, n in choices.items()]
+            return Plan([Check(rows, {}), *steps], [*scratch, *more])
         return Plan(steps, [*scratch, *more])
+
+    def _choices(self, found: Traced) -> dict[str, int]:
+        """The arguments that choose, by name, and among how many."""
+        return {x.what[0]: among for x, (_, among) in terms.indices(found.roots).items()}
 
     def _refuse_pieces(self, problem: Any, made: Chosen) -> None:
         """NoKernel: cp.async would copy 16 bytes from where it cannot."""
         for x in (x for kernel in made.kernels for x in getattr(kernel, "copied", ())):
-            pieces = problem.bytes_at_once(x.what[0]) if x.operation == "input" else x.nbytes // x.extents[0] & 15 or 16
+            row = x.nbytes // math.prod(x.extents[:-1])
+            pieces = problem.bytes_at_once(x.what[0]) if x.operation == "input" else row & 15 or 16
             if pieces < 16:
                 name = x.what[0] if x.operation == "input" else repr(x)
                 raise NoKernel(f"{self.name}: {name} must have an address and strides of multiples of 16 bytes, has {pieces}")
@@ -346,6 +360,21 @@ def _early(step: Recorded, kernel: Any, lies: dict[Term, Operand]) -> Any:
     if not kernel.early:
         return step
     return Early(step, [lies[viewed(w.array)] for w in kernel.weights], [lies[x] for x in kernel.roots])
+
+
+def _values(name: str, among: int) -> Values:
+    """What an index into so many must be."""
+
+    def wrong(values: np.ndarray, extents: Any) -> Any:
+        beyond = np.argwhere(values >= among)
+        return (beyond[0], f"must be below {among}") if len(beyond) else None
+
+    return Values(wrong, "pass a negative one to choose nothing")
+
+
+def _refuse_index(name: str, index: np.ndarray, among: int) -> None:
+    """ValueError that names an index which chooses what is not there."""
+    Check([(name, 0, describe(index, name).form, _values(name, among))], {}).run(0, [index.ctypes.data])
 
 
 def _kinds(shapes: Sequence[Shape]) -> tuple:

@@ -23,7 +23,7 @@ from .trace import Shape
 
 ARCHS = "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"
 ROWS = 1, 17, 64, 4096
-LENGTHS = {"K": 4096, "N": 6144, "D": 4096, "R": 16, "1": 1}  # by their letters in docstrings
+LENGTHS = {"K": 4096, "N": 6144, "D": 4096, "R": 16, "E": 8, "1": 1}  # by their letters in docstrings
 # x (..., K), gate, up (K, N) of fp8
 SAYS = re.compile(r"((?:\w+, )*\w+) \(((?:\.\.\., )?[A-Z1](?:, [A-Z1])*,?)\)(?: of (\w+))?")
 DTYPES = {"fp8": "float8_e4m3fn", "int64": "int64"}
@@ -46,7 +46,7 @@ def cases(only: Sequence[str] = (), arch: str = "sm_90a") -> Iterator[Case]:
     for name in filter(described, operators.__all__):
         served = card_of(arch).fp8 or "fp8" not in (getattr(operators, name).__doc__ or "")
         if served and (not only or any(one in name for one in only)):
-            weights = any(shape.count(",") and "..." not in shape for shape in letters(getattr(operators, name)).values())
+            weights = any(map(of_weights, letters(getattr(operators, name)).values()))
             yield from itertools.starmap(functools.partial(Case, name), itertools.product(ROWS, (False, True)[: 1 + weights]))
 
 
@@ -56,6 +56,11 @@ def described(name: str) -> bool:
     operator = getattr(operators, name)
     said = letters(operator)
     return all(one in said or p.default is not p.empty for one, p in operator.signature.parameters.items())
+
+
+def of_weights(shape: str) -> bool:
+    """Is what lies so a matrix of weights, which has no rows?"""
+    return shape.count(",") == 1 and not any(rows in shape for rows in ("...", "M"))
 
 
 def letters(operator: Fused) -> dict[str, str]:
@@ -76,7 +81,7 @@ def shapes(case: Case) -> tuple[Shape, ...]:
     said, held, found = letters(operator), dtypes(operator), []
     for name in operator.names:
         extents = tuple(LENGTHS.get(one, case.rows) for one in said[name].split(", ")) if name in said else ()
-        weight = len(extents) == 2 and "..." not in said[name]
+        weight = name in said and of_weights(said[name])
         found.append(Shape(extents, held.get(name, case.dtype) if extents else "float32", case.turned and weight))
     return tuple(found)
 

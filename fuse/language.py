@@ -12,11 +12,12 @@ import ml_dtypes
 import numpy as np
 
 from . import draws, terms
+from .evaluate import picked
 from .functions import CASTS, MAPS, of_torch
 from .terms import Term
 
-__all__ = """abs attention cast causal concatenate dropout exp exp2 gelu halves log max maximum mean minimum relu rsqrt sigmoid
-    silu softmax sqrt sum tanh transpose var where""".split()
+__all__ = """abs attention cast causal concatenate dropout exp exp2 gelu halves log matmul_by max maximum mean minimum pick relu
+    rsqrt sigmoid silu softmax sqrt sum tanh transpose var where""".split()
 
 
 def _map(name: str):
@@ -134,6 +135,28 @@ def cast(x: Any, dtype: Any) -> Any:
         bounded = x if dtype.itemsize > 1 else x.clamp(*(float(ml_dtypes.finfo(dtype.np).max) * sign for sign in (-1, 1)))
         return bounded.to(getattr(sys.modules["torch"], dtype.np.name))
     return dtype.round(x)
+
+
+def pick(x: Any, index: Any) -> Any:
+    """The element of each row at the column that index says, an axis of length 1; 0 where index is negative. x (..., columns),
+    index (...) of int32 or int64. Beyond the last column arrays in host memory are refused; elsewhere it picks 0 there, too."""
+    if isinstance(x, Term):
+        return terms.pick(x, index)
+    if _torch(x):
+        at = index.long().unsqueeze(-1)
+        inside = (at >= 0) & (at < x.shape[-1])
+        return x.gather(-1, at.where(inside, at.new_zeros(()))).where(inside, x.new_zeros(()))
+    return picked(x, index, np.zeros((), x.dtype))
+
+
+def matmul_by(x: Any, w: Any, index: Any) -> Any:
+    """x[m] @ w[index[m]] for each row m: the matrices of several, of which each row has its own; 0 where index is negative.
+    x (M, K), w (E, K, N), index (M,) of int32 or int64; beyond the last matrix see pick."""
+    if any(isinstance(one, Term) for one in (x, w, index)):
+        return terms.matmul_by(x, w, index)
+    inside = (index >= 0) & (index < len(w))
+    own = w[index.where(inside, index.new_zeros(())) if _torch(x) else np.where(inside, index, 0)]
+    return (x[:, None] @ own)[:, 0] * inside[:, None]
 
 
 def causal(scores: Any) -> Any:

@@ -17,10 +17,12 @@ from .templates.halves import Halves
 from .templates.many_rows import ManyRows
 from .templates.row_map import RowMap
 from .templates.since_ampere import SinceAmpere
-from .terms import Term, viewed, walk
+from .terms import PARTS, Term, viewed, walk
 
 MOST = 8  # ways that are kept of each term
-APART = "matmul", "transpose", "concat", "half", "causal", "stacked", "heads", "flat", "rows"  # what no row map computes
+VIEWS = "stacked", "heads", "flat", "rows"
+# what no row map computes
+APART = "matmul", "transpose", "concat", "half", "causal", "pick", "matmul_by", "among", *PARTS, *VIEWS
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class _Search:
 
     def _with(self, kernel: Any) -> list[Way]:
         """The ways that end with this kernel."""
-        needed = [(x,) for x in map(viewed, kernel.leaves) if x.operation != "input"]
+        needed = _together([x for x in map(viewed, kernel.leaves) if x.operation != "input"])
         found = []
         for parts in itertools.product(*[self.of(one)[:2] for one in needed]):
             before = tuple(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
@@ -84,18 +86,29 @@ class _Search:
             return found
         leaves = leaves_of_rows(roots)
         found.extend(filter(None, [template.matches(roots, leaves) for template in (RowMap, DeepRows)]))
+        if roots[0].operation in PARTS:
+            parts: Any = ManyRows if self.card.wgmma else SinceAmpere
+            found.extend(parts.folding(roots, self.card.processors))
         if len(roots) == 1:
             found.extend(Attention.serving(roots[0]))
             found.extend(Halves.serving(roots[0]))
-        if len(roots) != 1 or roots[0].ndim != 2:
+        if len(roots) != 1 or roots[0].ndim not in (2, 3):
             return found
         if not self.card.wgmma:
             found.extend(SinceAmpere.serving(roots[0]))
         else:
-            many = FewColumns if roots[0].extents[-1] <= MOST_COLUMNS else ManyRows
+            many = FewColumns if roots[0].ndim == 2 and roots[0].extents[-1] <= MOST_COLUMNS else ManyRows
             for template in (FewRows, many):
                 found.extend(template.serving(roots[0], self.card.processors))
         return found
+
+
+def _together(needed: Sequence[Term]) -> list[tuple[Term, ...]]:
+    """What is needed, that which one kernel gives together: what is known of the parts of the same rows."""
+    found: dict[Term, list[Term]] = {}
+    for x in needed:
+        found.setdefault(x.of[0] if x.operation in PARTS else x, []).append(x)
+    return [tuple(sorted(parts, key=lambda x: x.operation)) for parts in found.values()]
 
 
 def leaves_of_rows(roots: Sequence[Term]) -> list[Term]:

@@ -4,7 +4,7 @@
    functions of degree d that differ are equal at a random point with a chance of at most d / p (Schwartz, Zippel). exp is a
    homomorphism from exponents, which are numbers mod q, into the field's subgroup of q elements: exp(a + b) = exp(a) exp(b)
    holds, and little else. What lies outside a field, a maximum, a root, a sigmoid, is opaque: a random function, equal where
-   its arguments are.
+   its arguments are; that of maxima is the maximum of all that they are of.
 2. The kernel against the definition in float64, by the error rule of the tests, at lengths off all tiles' edges.
 3. The same run in the interpreter, which stops at races, deadlocks and reads of what is in flight.
 
@@ -28,9 +28,9 @@ from tiles.testing import tolerance
 
 from . import module, terms
 from .candidates import Candidate, chosen
-from .evaluate import InNumPy, evaluate, seen
+from .evaluate import InNumPy, evaluate, picked, seen
 from .functions import FP8, MAPS
-from .terms import Axis, Term, walk
+from .terms import PARTS, Axis, Term, walk
 from .trace import Traced
 
 P = 2**61 - 1
@@ -39,6 +39,8 @@ LEAST = 1321  # the greatest prime factor of Q
 BASE = pow(37, (P - 1) // Q, P)  # of order Q
 TRIALS, DRAWS = 8, 1000  # points that are compared, and that are drawn at most
 OPAQUE = "max", "causal", "dropout"  # besides maps
+SAME_DEGREE = "neg", "transpose", "half", "causal", "stacked", "heads", "flat", "pick", "among", "pick_of_parts"
+EXPONENTS = "exp", "sum_of_parts"
 SIZES = (3, 5, 2, 4, 6, 8)  # of axes, prime to Q
 
 
@@ -92,6 +94,7 @@ class InField:
 
     def __init__(self, sizes: Mapping[Axis, int]):
         self.sizes = sizes
+        self.maxima: dict[int, list[int]] = {}  # of what they are
 
     def number(self, value: float) -> Any:
         exact = Fraction(value)
@@ -114,7 +117,13 @@ class InField:
         found = np.empty((*x.shape[:-1], 1), object)
         for at in np.ndindex(found.shape[:-1]):
             row = list(x[at])
-            found[at + (0,)] = _sum(row) if kind == "sum" else opaque(kind, sorted(x.p for x in row))
+            found[at + (0,)] = _sum(row) if kind == "sum" else self._max(row)
+        return found
+
+    def _max(self, row: Sequence[Number]) -> Number:
+        every = sorted(p for x in row for p in self.maxima.get(x.p, [x.p]))
+        found = opaque("max", every)
+        self.maxima[found.p] = every
         return found
 
     def matmul(self, a: Any, b: Any) -> Any:
@@ -131,11 +140,21 @@ class InField:
     def causal(self, x: Any) -> Any:
         return seen(x, _array(opaque("unseen")))
 
+    def pick(self, x: Any, index: Any) -> Any:
+        return picked(x, index, _array(Number(0, 0)))
+
+    def count(self, axis: Axis | None, extent: int) -> int:
+        return _count(axis, self.sizes)
+
     def dropout(self, x: Any, p: Any, seed: Any) -> Any:
         found, given = np.empty(x.shape, object), (p.reshape(-1)[0], seed.reshape(-1)[0])
         for at in np.ndindex(x.shape):
             found[at] = opaque("dropout", *at, x[at], *given)
         return found
+
+
+def _count(axis: Axis | None, sizes: Mapping[Axis, int]) -> int:
+    return 1 if axis is None else terms.extent(axis, sizes)
 
 
 def _array(x: Number) -> Any:
@@ -184,17 +203,18 @@ def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 
     operations = {x.operation for x in every}
     outside = tuple(sorted(name for name in operations if name in OPAQUE or (name in MAPS and not MAPS[name].field)))
     degree = max(_degrees(roots, sizes) for roots in (definition, rewritten))
-    bound = min(1.0, degree / (LEAST if "exp" in operations else P)) ** trials
+    bound = min(1.0, degree / (P if operations.isdisjoint(EXPONENTS) else LEAST)) ** trials
+    among = terms.indices(every)
     rng, done, drawn, same = np.random.default_rng(seed), 0, 0, True
     while done < trials and same:
         drawn += 1
         if drawn > DRAWS:
             raise ValueError(f"identity: something is divided by what has no inverse, whatever the numbers are: {definition}")
-        given = {
-            x.what[0]: random(tuple(1 if name is None else terms.extent(name, sizes) for name in x.names), rng)
-            for x in every
-            if x.operation == "input"
-        }
+        given = {}
+        for x in (x for x in every if x.operation == "input"):
+            shape = tuple(1 if name is None else terms.extent(name, sizes) for name in x.names)
+            chooses = x in among
+            given[x.what[0]] = rng.integers(-1, _count(among[x][0], sizes), shape) if chooses else random(shape, rng)
         try:
             one, other = (evaluate(roots, given, InField(sizes)) for roots in (definition, rewritten))
         except Retry:
@@ -207,7 +227,8 @@ def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 
 def _degrees(roots: Sequence[Term], sizes: Mapping[Axis, int]) -> int:
     """A bound on the degrees, added up, of all rational functions that must be equal: the terms, and what opaque functions and
     exponentials in them are of."""
-    inside = [y for x in walk(*roots) if x.operation in OPAQUE or (x.operation in MAPS and _is_opaque(x)) for y in x.of]
+    beyond = {*OPAQUE, *PARTS}
+    inside = [y for x in walk(*roots) if x.operation in beyond or (x.operation in MAPS and _is_opaque(x)) for y in x.of]
     return sum(sum(_degree(x, sizes)) for x in dict.fromkeys([*roots, *inside]))
 
 
@@ -227,12 +248,12 @@ def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:
         elif x.operation in ("mul", "div"):
             (a, b), (c, d) = of
             found[x] = (a + c, b + d) if x.operation == "mul" else (a + d, b + c)
-        elif x.operation in ("sum", "matmul"):
+        elif x.operation in ("sum", "matmul", "matmul_by"):
             axis = x.of[0].names[-1]
             n = terms.extent(axis, sizes) if axis is not None else 1
             a, b = (sum(one) for one in zip(*of))
             found[x] = a + (n - 1) * b, n * b
-        elif x.operation in ("neg", "transpose", "half", "causal", "stacked", "heads", "flat"):
+        elif x.operation in SAME_DEGREE:
             found[x] = of[0]
         elif x.operation == "concat":
             found[x] = max(a for a, _ in of), max(b for _, b in of)
@@ -300,7 +321,7 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     extents = {axis: n for kernel in candidate.way.kernels for axis, n in kernel.fixed.items()}
     traced = {axis.root: n for x in walk(*found.roots) for axis, n in zip(x.names, x.extents) if axis is not None}
     extents |= {part: traced[part] for axis in extents if axis.parts for part in terms.elementary([axis])}
-    few = [kernel.root.names[0] for kernel in candidate.way.kernels if kernel.most_rows <= 64]
+    few = [kernel.root.names[-2] for kernel in candidate.way.kernels if kernel.most_rows <= 64]
     extents |= {axis.root: 8 for axis in few if axis is not None and axis.root not in rows}
     of_bytes = terms.elementary(name for _, x in found.inputs if x.held_as("") == FP8 for name in x.names)
     for axis in terms.elementary(name for x in walk(*found.roots) for name in x.names):
@@ -311,9 +332,12 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     def shape_of(x: Term) -> tuple[int, ...]:
         return tuple(1 if axis is None else terms.extent(axis, extents) for axis in x.names)
 
-    rng, given = np.random.default_rng(seed), dict[str, Any]()
+    rng, given, among = np.random.default_rng(seed), dict[str, Any](), terms.indices(found.roots)
     for key, x in found.inputs:
         shape, dtype = shape_of(x), np.dtype(x.what[1])
+        if x in among:
+            given[key] = rng.integers(-1, _count(among[x][0], extents), shape, dtype)
+            continue
         given[key] = rng.standard_normal(shape).astype(dtype) if shape else float(rng.uniform(0.25, 1.0))
     wide = {key: np.asarray(x, np.float64) for key, x in given.items()}
     dtype = next(x.dtype for x in given.values() if hasattr(x, "dtype"))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from . import terms
-from .functions import FP8
+from .functions import FP8, MAPS
 from .terms import Term, walk
 
 NARROW = 64  # columns of a factor that rides along with a product, or is made ahead of it
@@ -127,8 +127,9 @@ def _associate(x: Term) -> Iterator[Term]:
 def _into_narrow(x: Term) -> Iterator[Term]:
     if x.operation == "mul":
         for scale, product in (x.of, x.of[::-1]):
-            if not scale.names and product.operation == "matmul" and product.of[0].extents[1] <= NARROW:
-                yield terms.matmul(product.of[0] * scale, product.of[1])
+            left = product.of[0] if product.operation == "matmul" and not scale.names else None
+            if left is not None and (left.extents[1] <= NARROW or left.operation == "among"):
+                yield terms.matmul(left * scale, product.of[1])
 
 
 def _transposed(x: Term) -> Iterator[Term]:
@@ -153,6 +154,45 @@ def _stacked(x: Term) -> Iterator[Term]:
             yield terms.heads(terms.matmul(a, terms.transpose(terms.stacked(w))), w)
 
 
+def _by_index(x: Term) -> Iterator[Term]:
+    if x.operation == "matmul_by":
+        _, b, index = x.of
+        parts = factors(x.of[0])
+        inner = [one for how, one in parts if how == "mul" and one.operation == "matmul_by" and one.of[2] is index]
+        if len(inner) != 1 or not all(one is inner[0] or is_scale(one) for _, one in parts) or b.operation != "input":
+            return
+        y, a, _ = inner[0].of
+        if a.operation == "transpose" and a.of[0].operation == "input" and b.names[1]:
+            low = terms.matmul(y, terms.transpose(terms.stacked(a.of[0])))
+            scaled = product([(how, low if one is inner[0] else one) for how, one in parts])
+            assert scaled is not None
+            yield terms.matmul(terms.among(scaled, index, b), terms.stacked(b))
+
+
+def _has_product(x: Term) -> bool:
+    """Is it made of a product of matrices, element by element?"""
+    below = x.of if x.operation in MAPS else ()
+    return terms.is_tile(x) and x.ndim == 2 and (x.operation == "matmul" or any(map(_has_product, below)))
+
+
+def _max_of_parts(x: Term) -> Iterator[Term]:
+    if x.operation == "max" and _has_product(x.of[0]):
+        yield terms.reduce("max", terms.of_parts("max_of_parts", x.of[0]))
+
+
+def _exponentials(x: Term) -> Iterator[Term]:
+    if x.operation == "sum" and x.of[0].operation == "exp" and x.of[0].of[0].operation == "sub":
+        scores, shift = x.of[0].of[0].of
+        if _has_product(scores) and is_scale(shift):
+            sums, maxima = (terms.of_parts(name, scores) for name in ("sum_of_parts", "max_of_parts"))
+            yield terms.reduce("sum", sums * terms.apply("exp", maxima - shift))
+
+
+def _pick_of_parts(x: Term) -> Iterator[Term]:
+    if x.operation == "pick" and _has_product(x.of[0]):
+        yield terms.reduce("sum", terms.of_parts("pick_of_parts", *x.of))
+
+
 RULES = (
     Rule("a row's scale moves through a product", "(x * r) @ w = (x @ w) * r", _row_scales),
     Rule("a number moves out of a product's weights", "x @ (c * w) = c * (x @ w)", _number_of_weights),
@@ -162,7 +202,11 @@ RULES = (
     Rule("products are associative", "(x @ a) @ b = x @ (a @ b)", _associate),
     Rule("the transpose of a product is that of its parts, turned round", "(a @ b).T = b.T @ a.T", _transposed, True),
     Rule("the weights of heads, one below the other, are one matrix", "x @ w[h].T = (x @ stacked(w).T)[h]", _stacked, True),
+    Rule("of all adapters' products each row keeps its own", "(x @ a[i]) @ b[i] = own(x @ [a]) @ [b]", _by_index, True),
     Rule("products that share a factor are one", "x @ w + y @ w = (x + y) @ w", _one_product),
+    Rule("a row's maximum is that of its parts'", "max(s) = max(max(part))", _max_of_parts, True),
+    Rule("sums of exponentials are their parts', rescaled", "sum(exp(s)) = sum(sum(exp(p - m)) * exp(m))", _exponentials, True),
+    Rule("what is picked of a row is picked of its parts", "pick(s, i) = sum(pick(part, i))", _pick_of_parts, True),
 )
 
 

@@ -5,8 +5,9 @@
 A Term has an operation, the terms that it is of, and a shape. Equal terms are one object, so that what is shared is seen. There
 are few operations, so that rules and templates are few: inputs and numbers; maps, element by element, which broadcast
 (functions.MAPS); sum and max along the last axis, which stays with length 1; matmul; transpose; concat, along the last axis,
-and half, its other way; causal, of scores; dropout; stacked, heads, flat and rows, views. mean, softmax and others are made
-of these (language.py). The last two axes are rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
+and half, its other way; causal, of scores; dropout; pick, matmul_by and among, by an index; what is known of the parts of rows,
+PARTS; stacked, heads, flat and rows, views. mean, softmax and others are made of these (language.py). The last two axes are
+rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
 
 Axes have names besides their lengths: those that an operation says are one have one name. So a term knows that the columns of
 x are the rows of w, whatever their numbers are, and the axes of a call's arrays follow (`axes`).
@@ -14,6 +15,7 @@ x are the rows of w, whatever their numbers are, and the axes of a call's arrays
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,15 +25,18 @@ from .functions import CASTS, FP8, MAPS
 
 SEED = "int64"  # the dtype of what draws follow from
 SIZES = {"bfloat16": 2, "float16": 2, FP8: 1, SEED: 8}  # bytes of an element, where it is not 4
+INDEX = "int32", "int64"  # dtypes of what chooses
+PARTS = "max_of_parts", "sum_of_parts", "pick_of_parts"  # see of_parts
+PART = 128  # columns of a part
 
 
 class Axis:
     """A name for an axis. Two may turn out to be one: `same`. parts: axes or numbers whose product is its extent, where it is
-    made of others. half: the axis of half the extent, where somebody asked for it."""
+    made of others. half: the axis of half the extent, where somebody asked for it. cut: the axis whose PARTs this counts."""
 
-    def __init__(self, *parts: Axis | int):
+    def __init__(self, *parts: Axis | int, cut: Axis | None = None):
         self.known_as: Axis = self
-        self.parts = parts
+        self.parts, self.cut = parts, cut
         self.half: Axis | None = None
         self.whole: Axis | None = None  # that this is the half of
 
@@ -52,7 +57,7 @@ def same(one: Axis | None, other: Axis | None) -> Axis | None:
     one, other = one.root, other.root
     if one is not other:
         one.known_as = other
-        other.parts, other.whole = other.parts or one.parts, other.whole or one.whole
+        other.parts, other.whole, other.cut = other.parts or one.parts, other.whole or one.whole, other.cut or one.cut
         halves = one.half, other.half
         other.half = same(*halves)
     return other
@@ -69,7 +74,9 @@ def halved(axis: Axis) -> Axis:
 
 def extent(axis: Axis, known: Mapping[Axis, int]) -> int:
     """Its extent, by those of the axes that are made of no others."""
-    parts = axis.root.parts
+    parts, cut = axis.root.parts, axis.root.cut
+    if cut is not None and axis.root not in known:
+        return -(-extent(cut, known) // PART)
     return math.prod(n if isinstance(n, int) else extent(n, known) for n in parts) if parts else known[axis.root]
 
 
@@ -90,8 +97,9 @@ class Term:
     """An operation on terms: see the module. Make one by `term` or by operators.
 
     operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", "half", "causal",
-    "dropout", "stacked", "heads", "flat", "rows", or a map's name. of: terms. what: an input's name and dtype, a number's
-    value, a length's axis and value, which half. extents: one for each axis. names: their Axis, None for 1."""
+    "dropout", "pick", "matmul_by", "among", one of PARTS, "stacked", "heads", "flat", "rows", or a map's name. of: terms.
+    what: an input's name and dtype, a number's value, a length's axis and value, which half. extents: one for each axis.
+    names: their Axis, None for 1."""
 
     __slots__ = ("extents", "names", "of", "operation", "what")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
@@ -119,6 +127,8 @@ class Term:
         """The dtype that it has in memory: an argument's, a cast's, or another."""
         if self.operation == "input":
             return self.what[1]
+        if self.operation in PARTS:
+            return "float32"
         return CASTS[self.operation].np.name if self.operation in CASTS else otherwise
 
     @property
@@ -204,6 +214,8 @@ class Space:
         self.loose = loose
         self.terms: dict[tuple, Term] = {}
         self.products: dict[tuple[Axis, ...], Axis] = {}
+        self.cuts: dict[Axis, Axis] = {}
+        self.chosen: dict[Term, Term] = {}  # by an index: a stack of matrices
 
     def term(self, operation: str, of: Sequence[Term], what: Any, extents: tuple[int, ...], names: tuple) -> Term:
         """The one term of this operation on these terms."""
@@ -350,6 +362,64 @@ def dropout(x: Any, p: Any, seed: Any) -> Term:
     return _made("dropout", (x, p, seed), None, x.extents, x.names)
 
 
+def pick(x: Any, index: Any) -> Term:
+    """The element of each row at the column that index says, an axis of length 1; 0 where there is no such column."""
+    x, index = lifted(x), _index("pick", index)
+    if x.ndim < 2 or differ(x.extents[:-1], index.extents):
+        raise ValueError(f"pick: takes rows and a column for each of them, got {x.extents} and {index.extents}: {x}, {index}")
+    _, lead = _broadcast("pick", [(x.extents[:-1], x.names[:-1]), (index.extents, index.names)])
+    return _made("pick", (x, index), None, (*x.extents[:-1], 1), (*lead, None))
+
+
+def _index(name: str, index: Any) -> Term:
+    index = lifted(index)
+    if index.operation != "input" or index.what[1] not in INDEX:
+        raise TypeError(f"{name}: index must be an argument of {' or '.join(INDEX)}, got {index}")
+    return index
+
+
+def matmul_by(x: Any, w: Any, index: Any) -> Term:
+    """Each row times the matrix that index says, of several that lie one behind the other; 0 where there is none."""
+    x, w, index = lifted(x), lifted(w), _index("matmul_by", index)
+    if x.ndim != 2 or w.ndim != 3 or differ(x.extents[-1], w.extents[-2]) or differ(x.extents[:-1], index.extents):
+        shapes = f"{x.extents}, {w.extents} and {index.extents}"
+        raise ValueError(f"matmul_by: takes (m, k), (e, k, n) and m indices, got {shapes}: {x}, {w}, {index}")
+    other = SPACES[-1].chosen.setdefault(index, w)
+    if differ(other.extents[0], w.extents[0]):
+        raise ValueError(f"matmul_by: {index} chooses among {other.extents[0]} matrices {other}, and {w.extents[0]} of {w}")
+    same(other.names[0], w.names[0])
+    same(x.names[-1], w.names[-2])
+    _, rows = _broadcast("matmul_by", [(x.extents[:1], x.names[:1]), (index.extents, index.names)])
+    return _made("matmul_by", (x, w, index), None, (x.extents[0], w.extents[-1]), (*rows, w.names[-1]))
+
+
+def among(x: Term, index: Term, like: Term) -> Term:
+    """x (m, e r), of whose columns each row keeps those r that index says, like (e, r, n) being so cut; the others are 0."""
+    return _made("among", (x, index, like), None, x.extents, x.names)
+
+
+def indices(roots: Sequence[Term]) -> dict[Term, tuple[Axis | None, int]]:
+    """The arguments that choose, and among how many: an axis and its extent."""
+    found: dict[Term, tuple[Axis | None, int]] = {}
+    for x in walk(*roots):
+        if x.operation == "pick":
+            found[x.of[1]] = x.of[0].names[-1], x.of[0].extents[-1]
+        elif x.operation == "matmul_by":
+            found[x.of[2]] = x.of[1].names[0], x.of[1].extents[0]
+        elif x.operation == "among":
+            found[x.of[1]] = x.of[2].names[0], x.of[2].extents[0]
+    return found
+
+
+def of_parts(operation: str, x: Term, *index: Term) -> Term:
+    """Of each PART columns of a row one number: "max_of_parts", their maximum; "sum_of_parts", the sum of exp(x - it);
+    "pick_of_parts", the element at the column that index says, 0 where that is not among them."""
+    columns = x.names[-1]
+    if columns is not None:
+        columns = SPACES[-1].cuts.setdefault(columns.root, Axis(cut=columns.root))
+    return _made(operation, (x, *index), None, (*x.extents[:-1], -(-x.extents[-1] // PART)), (*x.names[:-1], columns))
+
+
 def stacked(x: Term) -> Term:
     """(h, d, r) as (h d, r): the matrices of heads, one below the other. A view."""
     (h, d, r), (heads, rows, columns) = x.extents, x.names
@@ -398,6 +468,10 @@ def rebuilt(x: Term, of: Sequence[Term]) -> Term:
         "concat": concat,
         "causal": causal,
         "dropout": dropout,
+        "pick": pick,
+        "matmul_by": matmul_by,
+        "among": among,
+        **{name: functools.partial(of_parts, name) for name in PARTS},
     }
     others |= {"stacked": stacked, "heads": heads, "flat": flat, "rows": rows}
     return others[x.operation](*of) if of else x
@@ -431,8 +505,8 @@ def between(roots: Sequence[Term], leaves: Sequence[Term], with_leaves: bool = F
 
 
 def is_tile(x: Term) -> bool:
-    """Has it rows and columns?"""
-    return x.ndim == 2 and x.names[0] is not None and x.names[1] is not None
+    """Has it rows and columns? Several of them may lie one behind the other: a batch."""
+    return x.ndim in (2, 3) and x.names[-2] is not None and x.names[-1] is not None
 
 
 def along(x: Term) -> bool:

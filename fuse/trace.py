@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from . import terms
 from .functions import MAPS
-from .terms import Axis, Term, walk
+from .terms import Axis, Term, indices, walk
 
 ANY = 64 * 3 * 5 * 7 * 2**20  # an extent where only the names of axes count, and no two are compared
 
@@ -48,9 +48,9 @@ class Traced(NamedTuple):
 def traced(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> Traced:
     """The definition, run on terms of these shapes."""
     found = _run(definition, names, shapes, None)
-    if any(x.ndim == 2 and x.extents[0] == 1 for x in found.roots):  # one row: what has one is not what broadcasts along rows
+    if any(x.ndim in (2, 3) and x.extents[-2] == 1 for x in found.roots):  # what has one row does not broadcast along rows
         with_rows = _run(definition, names, shapes, Axis())
-        found = with_rows if all(x.ndim == 2 and x.names[0] for x in with_rows.roots) else found
+        found = with_rows if all(x.ndim in (2, 3) and x.names[-2] for x in with_rows.roots) else found
     return found
 
 
@@ -64,11 +64,12 @@ def rows_alone(roots: Sequence[Term]) -> bool:
     leads = {tuple(name and name.root for name in x.names[:-1]) for x in (*deep, *roots)}
     (lead, *others) = leads
     by_rows = all(
-        x.operation in MAPS or x.operation in ("input", "sum", "max", "concat", "half", "dropout")
+        x.operation in MAPS or x.operation in ("input", "sum", "max", "concat", "half", "dropout", "pick")
         or (x.operation == "matmul" and x.of[1].ndim == 2)
         for x in deep
     )  # fmt: skip
-    some = any(name is not None and name.root in lead for x in every if x.ndim <= 2 for name in x.names)
+    chosen = {x for x in indices(roots) if tuple(name and name.root for name in x.names) == lead}
+    some = any(name is not None and name.root in lead for x in every if x.ndim <= 2 and x not in chosen for name in x.names)
     return by_rows and not others and not some
 
 
@@ -79,8 +80,8 @@ def _run(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...]
         inputs = {}
         for name, s in zip(names, shapes):
             inputs[name] = x = terms.source(name, s.in_memory, s.dtype)
-            if rows is not None and x.ndim == 2 and x.extents[0] == 1:
-                x.names = (rows, x.names[1])
+            if rows is not None and x.ndim in (2, 3) and x.extents[-2] == 1:
+                x.names = (*x.names[:-2], rows, x.names[-1])
         given = [terms.transpose(inputs[name]) if s.turned else inputs[name] for name, s in zip(names, shapes)]
         result, spoken = _watched(definition, given)
     finally:

@@ -13,7 +13,9 @@ SUM, PRODUCT, UNARY, ATOM = range(4)  # how strongly an expression binds; of pro
 BINDS = {"add": SUM, "sub": SUM, "mul": PRODUCT, "div": PRODUCT, "matmul": PRODUCT, "neg": UNARY}
 RIGHT = {"sub", "div", "matmul"}  # their right operand is in parentheses where it binds no more strongly
 WRITTEN = {"sum": "sum({})", "max": "max({})", "matmul": "{} @ {}", "causal": "causal({})", "dropout": "dropout({}, {}, {})"}
-WRITTEN |= {"stacked": "stacked({})", "heads": "heads({})", "flat": "flat({})", "rows": "rows({})"}
+WRITTEN |= {name: f"{name}({{}}, {{}})" for name in ("pick", "pick_of_parts")}
+WRITTEN |= {"matmul_by": "matmul_by({}, {}, {})", "among": "among({}, {}, {})"}
+WRITTEN |= {name: f"{name}({{}})" for name in ("max_of_parts", "sum_of_parts", "stacked", "heads", "flat", "rows")}
 SUGGESTED = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqrt": "scale", "matmul": "product"}
 
 
@@ -42,7 +44,7 @@ class Writer:
         parts = []
         for place, y in enumerate(x.of):
             text, its = self._written(y)
-            apart = (place > 0 and x.operation in RIGHT) or "matmul" in (x.operation, y.operation)
+            apart = (place > 0 and (x.operation in RIGHT or y.operation == "div")) or "matmul" in (x.operation, y.operation)
             weaker = its < binds or (its == binds and apart)
             inside = binds == ATOM and not (x.operation == "transpose" and x.ndim == 2)
             parts.append(f"({text})" if weaker and not inside else text)
@@ -78,6 +80,8 @@ class Writer:
             return self.spoken[x]
         if x.operation == "sum":
             inside = x.of[0]
+            if inside.operation == "pick_of_parts":
+                return "picked"
             return "squares" if inside.operation == "mul" and inside.of[0] is inside.of[1] else "total"
         return SUGGESTED.get(x.operation, "part")
 

@@ -17,7 +17,7 @@ from .elementwise import convert as _convert  # dtypes become callable  # noqa: 
 from .elementwise.arithmetic import fma, maximum, minimum
 from .elementwise.compare import equal, greater, greater_equal, less, less_equal, not_equal, where
 from .elementwise.create import col_index, full, neg_infty, ones, pos_infty, row_index, zeros
-from .elementwise.draws import bernoulli
+from .elementwise.draws import bernoulli, bernoulli_of_row
 from .elementwise.functions import (
     abs,
     exp,
@@ -77,10 +77,10 @@ from .shape.subtile import subtile
 from .shape.transpose import swap_layout, transpose, turned
 
 __all__ = [
-    "abs", "add_held", "bernoulli", "block", "causal", "cluster", "col_index", "col_max", "col_min", "col_prod", "col_sum",
-    "columns", "commit_group", "complex", "copy_async", "count_up", "cumsum", "cumsum_columns", "divmod", "equal", "exp",
-    "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grid", "hstack",
-    "inverse_unit_lower", "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "load",
+    "abs", "add_held", "bernoulli", "bernoulli_of_row", "block", "causal", "cluster", "col_index", "col_max", "col_min",
+    "col_prod", "col_sum", "columns", "commit_group", "complex", "copy_async", "count_up", "cumsum", "cumsum_columns",
+    "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grid",
+    "hstack", "inverse_unit_lower", "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "load",
     "load_held", "load_row", "load_unordered", "log", "log2", "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB",
     "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty",
     "prefetch", "rasterize", "raw", "reciprocal", "relu", "rescale", "right_fill", "row_index", "row_max", "row_min",

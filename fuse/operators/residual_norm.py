@@ -20,7 +20,7 @@ def residual_rms_norm_quantise(x, residual, g, eps=1e-5):
     h = x + residual
     norm = h * rsqrt(mean(h * h) + eps) * g
     scale = maximum(max(abs(norm)) / 448, 1e-12)
-    return cast(norm / scale, fp8e4m3), cast(scale, fp32), h
+    return cast(norm * (1 / scale), fp8e4m3), cast(scale, fp32), h
 
 
 @kernel

@@ -26,10 +26,10 @@ class FewColumns(ManyRows):
     label = "few_columns"
 
     @classmethod
-    def serving(cls, root: Term, processors: int) -> Iterator[Self]:
+    def serving(cls, root: Term, processors: int, few: int = MOST_ROWS) -> Iterator[Self]:
         """See ManyRows."""
-        if root.ndim == 2 and root.extents[1] <= MOST_COLUMNS and root.extents[0] > MOST_ROWS:
-            yield from (one for one in super().serving(root, processors) if len(one.products) == 1 and not one.extension)
+        if root.ndim == 2 and root.extents[1] <= MOST_COLUMNS and root.extents[0] > few:
+            yield from (one for one in super().serving(root, processors, few) if len(one.products) == 1 and not one.extension)
 
     @property
     def fixed(self) -> dict[Axis, int]:
@@ -47,10 +47,12 @@ class FewColumns(ManyRows):
         """See RowMap.text."""
         ((product, weight),) = self.products.items()
         x, w, y = parameters[self.x], parameters[weight.array], parameters[self.root]
-        words = Words(self, parameters, spoken, ("acc", "at", "row", "me", "warp", "band", "share"))
-        epilogue, written = words.epilogue({product: "acc"}, lambda y, its: reading(y, its, "ACC", "at", "0"))
+        words = Words(self, parameters, spoken, ("acc", "at", "row", "me", "warp", "band", "share", "own", "place"))
+        place = "row_index(ACC.col_vec) + at", "col_index(ACC.row_vec)"
+        epilogue, written = words.epilogue({product: "acc"}, lambda y, its: reading(y, its, "ACC", "at", "0"), *place)
         arrays = [(array(x), f"tiles.tensor({x}, X)"), (array(w), f"tiles.tensor({w}, W)")]
         arrays += [(array(parameters[one]), parameters[one]) for one in (*self.others, self.root)]
+        arrays += words.kept.arguments if words.kept else []
         gaps = {
             "columns": -(-self.columns // 16) * 16, "dtype": DTYPES[self.dtype], "turned": weight.turned, "x": array(x),
             "w": array(w), "y": array(y), "epilogue": epilogue, "written": written, "bounds": "THREADS, 1",

@@ -4,7 +4,7 @@ The product is computed as its transpose, y.T = w.T @ u.T with u = prologue(x): 
 the left of wgmma, which takes 64 of their columns at a time, and the few rows on its right. Weights come by TMA through a deep
 ring, x and vectors along k through another. If there is something to do with x, one warpgroup prepares u, adds up the sides,
 and multiplies x by a narrow matrix. The blocks of a cluster take a part of k each, and add up what they have through
-distributed shared memory; then the epilogue runs on what is complete.
+distributed shared memory; then the epilogue runs on what is complete. Products of a batch lie along the grid's second axis.
 
 A launch may be early: its weights are on their way before the launch before is done, which must not write them (ops/grid.py).
 
@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..functions import FP8
 from ..module import DTYPES, Text, array, rendered
 from ..terms import Term, along, is_tile, viewed
-from .product import Product, Weight, Words, reading
+from .product import Product, Weight, Words, extended, extent, index, lead, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOST_ROWS = 64
-NAMES = "u me col first band turn tile made right low weights mine steps narrow product total sums".split()  # of the kernel
+NAMES = (
+    "u me inner batch col first band turn tile made right low weights mine steps narrow product total sums own place".split()
+)  # ours
 MEMORY = 4.1e6  # bytes a microsecond: what tiles of 64 to 256 columns stream at
 INTAKE = 51e3  # the same of one multiprocessor
 EXCHANGE = 0.5  # microseconds that a sum over a cluster takes
@@ -56,7 +58,7 @@ class FewRows(Product):
         """Are all products' weights fp8, (n, k) in memory, and nothing else? They become 16 bits in registers."""
         others = [self.x, *self.vectors, *(w.array for pair in self.narrow.values() for w in pair)]
         wide = not any(viewed(x).held_as("") == FP8 for x in others)
-        return wide and all(w.turned and w.array.held_as("") == FP8 for w in self.products.values())
+        return wide and not self.extension and all(w.turned and w.array.held_as("") == FP8 for w in self.products.values())
 
     @property
     def prepared(self) -> bool:
@@ -66,7 +68,7 @@ class FewRows(Product):
     @property
     def early(self) -> bool:
         """May weights be on their way before the launch before is done? Not those that it makes."""
-        return all(w.array.operation == "input" for w in self.weights)
+        return all(viewed(w.array).operation == "input" for w in self.weights)
 
     @property
     def item(self) -> int:
@@ -85,7 +87,12 @@ class FewRows(Product):
         of a multiprocessor's shared memory."""
         rows = next(n for n in (16, 32, 64) if n >= self.rows)
         # of clusters of 4 no more than 30 run at once on 132 multiprocessors, of 2 all 66
-        _, blocks, columns = min((self._microseconds(rows, c, b), b, c) for c in (64, 128) for b in (1, 2))
+        ways = [(b, c) for c in (64, 128) for b in (1, 2)]
+        if -(-self.columns // 64) * (self.batch or 1) <= self.processors // 8:
+            ways.append((4, 64))
+        wide = -1 if self.batch else 1  # of a batch several blocks follow each other on a multiprocessor: wide ones are fewer
+        _, blocks, columns = min(((self._microseconds(rows, c, b), b, wide * c) for b, c in ways))
+        columns *= wide
         wider, finer = (self._rings(rows, columns, depth, blocks) for depth in (128, 64))
         deep = min(3, -(-self.inner // (128 * blocks)))
         if not self.plain or self.sides:  # in fp32 128 columns of rows are more than the preparer's registers hold
@@ -94,11 +101,11 @@ class FewRows(Product):
 
     def _microseconds(self, rows: int, columns: int, blocks: int) -> float:
         """By the two rates, and what the cluster's sum takes."""
-        count = len(self.products)
-        tiles = -(-self.columns // columns)
+        count, batch = len(self.products), self.batch or 1
+        tiles = -(-self.columns // columns) * batch
         turns = -(-tiles * blocks // self.processors)  # blocks that a multiprocessor works on
         taken = turns * -(-self.inner // blocks) * (count * columns * self.item + (rows + self.rank) * ITEM)
-        memory = count * self.inner * self.columns * self.item / MEMORY
+        memory = batch * count * self.inner * self.columns * self.item / MEMORY
         return round(max(memory, taken / INTAKE) + EXCHANGE * (blocks > 1), 1)
 
     def _rings(self, rows: int, columns: int, depth: int, blocks: int) -> Schedule | None:
@@ -110,7 +117,8 @@ class FewRows(Product):
         sent = count * rows * 4 * max(16, columns - columns // blocks)  # what peers send of their sums
         room = ROOM - second * x - sent - max(turns, 4) * self.rank * (columns + rows) * ITEM
         beside = x + (self.rank + 2 * len(self.vectors)) * depth * ITEM  # what comes with a slot of x
-        steps = -(-self.inner // (depth * blocks))
+        more = self.extension.left.extents[1] if self.extension else 0
+        steps = -(-(-(-self.inner // depth) - (-more // depth)) // blocks)
         fitting = [
             (min(stages, ahead + second), stages, -ahead)
             for ahead in range(turns, MOST_SLOTS + 1, turns)
@@ -127,13 +135,24 @@ class FewRows(Product):
     @classmethod
     def serving(cls, root: Term, processors: int) -> Iterator[Self]:
         """Those that compute it, on a card of so many multiprocessors."""
-        for kernel in cls.matches(root):
+        for kernel in (more for one in cls.matches(root) for more in one.with_extension()):
             kernel.processors = processors
             sums = all(x.operation == "sum" for x in kernel.sides)
             joined = not kernel.narrow or (len(kernel.products) == 1 and len(kernel.narrow) == 1 and kernel.joined)
-            fitting = kernel.of_16_bits or kernel.widens
-            if kernel.rows <= MOST_ROWS and sums and joined and fitting and kernel.dtype in DTYPES and kernel.schedule:
+            fitting = (kernel.of_16_bits or kernel.widens) and kernel.dtype in DTYPES and not kernel.by_itself
+            if kernel.rows <= MOST_ROWS and fitting and sums and joined and kernel.schedule:
                 yield kernel
+
+    def with_extension(self) -> Iterator[Self]:
+        """The kernel, and if a product that it reads is added to its only one, that which takes more steps along k for it."""
+        yield self
+        if not self.prepared and len(self.products) == 1 and self.root.ndim == 2:
+            ((product, weight),) = self.products.items()
+            rest = {y: Weight.of(y.of[1]) for y in self.others if y.operation == "matmul"}
+            found = extended(self.root, product, weight, rest)
+            if found and is_tile(found.weight.array):
+                others = [y for y in self.others if y not in found.joint.of]
+                yield type(self)(self.root, self.x, self.operand, self.products, {}, [], others, found)
 
     def __str__(self):
         return f"few rows of {self.root}"
@@ -143,6 +162,7 @@ class FewRows(Product):
         s = self.schedule
         assert s
         told = [f"a product of few rows: its weights stream through {s.stages} stages of {s.depth} x {s.columns}"]
+        told += [f"{self.extension.left} @ its weights is more steps along k"] if self.extension else []
         told += [f"clusters of {s.blocks} blocks share k"] * (s.blocks > 1)
         told += ["fp8 becomes 16 bits in registers"] * self.widens
         return ", ".join([*told, *self.riding])
@@ -153,16 +173,18 @@ class FewRows(Product):
 
 
 class Named(NamedTuple):
-    """An array of a kernel. name: of what is read of it. array: the kernel's parameter. loaded: by what it is read."""
+    """An array of a kernel. name: of what is read of it. array: the kernel's parameter. loaded: by what it is read.
+    lead: of its index."""
 
     name: str
     array: str
     loaded: str = ""
+    lead: str = ""
 
 
 class Streamed(NamedTuple):
     """A weight that comes through a ring. tile: the name of its type. acc, parts, full: of its product: the accumulator, and
-    where peers send theirs. turned: see Weight."""
+    where peers send theirs. turned: see Weight. lead: see Named."""
 
     ring: str
     array: str
@@ -171,6 +193,7 @@ class Streamed(NamedTuple):
     acc: str = ""
     parts: str = ""
     full: str = ""
+    lead: str = ""
 
     @property
     def form(self) -> str:
@@ -186,8 +209,8 @@ class Streamed(NamedTuple):
         """apart: there are several products."""
         name = parameters[weight.array]
         mark = f"{name}_" if apart else ""
-        accumulator = f"acc_{name}" if apart else "acc"
-        return cls(name, array(name), name.upper(), weight.turned, accumulator, f"{mark}parts", f"{mark}full")
+        of_product = f"acc_{name}" if apart else "acc", f"{mark}parts", f"{mark}full"
+        return cls(name, array(name), name.upper(), weight.turned, *of_product, lead(weight.array))
 
 
 class Side(NamedTuple):
@@ -220,14 +243,14 @@ class Vector(NamedTuple):
 
     @classmethod
     def of(cls, x: Term, name: str) -> Vector:
-        at = "(first + i,)" if x.ndim == 1 else "(0, first + i)"
-        return cls(name, array(name), name.upper(), DTYPES.get(viewed(x).what[1], "fp32"), f"{name}_row", at)
+        dtype = DTYPES.get(viewed(x).what[1], "fp32")
+        return cls(name, array(name), name.upper(), dtype, f"{name}_row", index(x, "0", "first + i"))
 
 
 def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:
     """What fills few_rows.jinja."""
     dtype, words = DTYPES[kernel.dtype], Words(kernel, parameters, spoken, NAMES)
-    x = Named(parameters[kernel.x], array(parameters[kernel.x]))
+    x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
     products = [Streamed.of(w, parameters, len(kernel.products) > 1) for w in kernel.products.values()]
     vectors = [Vector.of(v, parameters[v]) for v in kernel.vectors]
 
@@ -246,8 +269,12 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
         scaled = words.narrow("product", products[0].acc)
         narrow = Narrow(kernel.rank, Streamed.of(first, parameters), Streamed.of(second, parameters), scaled)
     known = {p: s.acc for p, s in zip(kernel.products, products)}
+    extension = kernel.extension
+    if extension:
+        known[extension.joint] = products[0].acc
     known |= {side: f"{s.name}_of_rows" for side, s in zip(kernel.sides, sides)}
-    epilogue, written = words.epilogue(known, _read)
+    place = "col_index(rt(16, ROWS, fp32).row_vec)", "row_index(rt(16, ROWS, fp32).col_vec) + mine"
+    epilogue, written = words.epilogue(known, _read, *place)
 
     opened = [x.name, *(v.name for v in vectors), *(["u"] if not kernel.plain else [])]
     opened += [part for p in products for part in (p.ring, p.parts, p.full)]
@@ -258,8 +285,15 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
     told += [(r.array, f"tiles.tensor({r.ring}, {r.tile})") for r in rings]
     if narrow and not narrow.second.turned:
         told[-1] = narrow.second.array, f"tiles.tensor({narrow.second.ring}, st(RANK, COLUMNS, {dtype}))"
-    result, wide = parameters[kernel.root], f"{x.name}.shape[1]"
+    if extension:
+        left, right = parameters[extension.left], parameters[extension.weight.array]
+        told += [(array(left), f"tiles.tensor({left}, X)"), (array(right), f"tiles.tensor({right}, {products[0].tile})")]
+    result, wide, batch = parameters[kernel.root], extent(kernel.x, x.name, -1), kernel.batch is not None
+    counted = f"-(-{extent(kernel.root, result, -1)} // COLUMNS) * BLOCKS"
+    blocks = f"(blocks, {result}.shape[0])" if batch else "blocks"
     told += [(array(parameters[y]), parameters[y]) for y in (*kernel.others, kernel.root)]
+    told += words.kept.arguments if words.kept else []
+    steps = f"-(-{wide} // (BLOCKS * DEPTH))"
     early = ", early=True" if kernel.early else ""
     numbers = [("width", wide)] * words.lengths + [(parameters[y],) * 2 for y in kernel.numbers]
     return {
@@ -267,19 +301,23 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
         "widens": kernel.widens, "weights": "fp8e4m3" if kernel.widens else dtype,
         "u": x.name if kernel.plain else "u", "opened": opened, "products": products, "narrow": narrow, "sides": sides,
         "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "epilogue": epilogue,
-        "written": written, "result": array(result),
-        "arguments": [*told, ("steps", "steps"), *numbers],
-        "before": [f"blocks, steps = -(-{result}.shape[1] // COLUMNS) * BLOCKS, -(-{wide} // (BLOCKS * DEPTH))"],
-        "launch": f"blocks, THREADS, shared=smem, cluster=BLOCKS{early}", "bounds": "THREADS, 1",
+        "written": written, "result": array(result), "batch": batch, "lead": lead(kernel.root),
+        "arguments": [*told, ("steps", "steps"), *([("inner", "inner")] if extension else []), *numbers],
+        "extension": extension and {"x": array(left), "w": array(right)},
+        "before": [f"blocks, steps = {counted}, {steps}"] if not extension else [
+            f"inner, more = -(-{wide} // DEPTH), -(-{left}.shape[1] // DEPTH)",
+            f"blocks, steps = {counted}, -(-(inner + more) // BLOCKS)",
+        ],
+        "launch": f"{blocks}, THREADS, shared=smem, cluster=BLOCKS{early}", "bounds": "THREADS, 1",
     }  # fmt: skip
 
 
 def _read(y: Term, name: str) -> str:
     """The expression that reads what the epilogue wants besides, as the transposed tile has it."""
-    if not any(y.names):
+    if not any(y.names[-2:]):
         return reading(y, name, "", "", "")
     if is_tile(y):
-        return f"transpose(load({name}, rt(ROWS, 16, fp32), (0, mine)))"
+        return f"transpose(load({name}, rt(ROWS, 16, fp32), {index(y, '0', 'mine')}))"
     if along(y):
-        return f"load({name}, rt(16, ROWS, fp32).col_vec, {'(mine,)' if y.ndim == 1 else '(0, mine)'})"
-    return f"load({name}, rt(16, ROWS, fp32).row_vec, (0, 0), cols=0)"
+        return f"load({name}, rt(16, ROWS, fp32).col_vec, {index(y, '0', 'mine')})"
+    return f"load({name}, rt(16, ROWS, fp32).row_vec, {index(y, '0', '0')}, cols={y.ndim - 2})"

@@ -3,7 +3,9 @@
 A persistent block computes tiles of 128 rows: two consumers of 64 rows multiply, a producer feeds them, and a tile leaves part
 by part under the first products of the next one, through the epilogue. What is done to x comes before, in a kernel of its own:
 inside this loop it would cost the products more (bench/NOTES.md). Two products of one x share a tile's columns. A product of
-another, narrow left factor that is added, x @ w + t @ b, is one step more along k: [x, t] @ [w; b].
+another left factor that is added, x @ w + t @ b, is a step more along k, or several: [x, t] @ [w; b]. In a batch the tiles of
+one product follow those of another. Of scores that only a softmax wants (terms.of_parts) no tile leaves: each 128 columns of it
+become three numbers a row, by an online softmax.
 
 many_rows.jinja is the kernel; here stands when it serves, how it is cut, and what fills its gaps."""
 
@@ -13,11 +15,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..module import DTYPES, Text, array, rendered
-from ..rules import NARROW
-from ..terms import Term, along, between, is_tile
+from ..terms import PART, Term, along, between, is_tile
 from ..writing import Writer
 from .few_rows import MOST_ROWS, Named
-from .product import MOST_PRODUCTS, Product, Weight, found_in, reading
+from .product import MOST_PRODUCTS, Extension, Folds, Product, Weight, extended, extent, found_in, index, keeping, lead, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,6 +27,10 @@ ROWS, STEP = 128, 64  # of a tile; along k
 OVERHEAD = 16  # columns' worth of time that a tile takes besides its products
 WIDTHS = 256, 192, 128  # the wider, the less is read for a product; but the last wave may be emptier
 SHARED = 225 * 1024
+
+
+NAMES = "batch tall more last row col part me y width own place".split()  # of the kernel
+NAMES += "known nothing greatest higher total picked scores here chosen end".split()
 
 
 class Schedule(NamedTuple):
@@ -38,25 +43,17 @@ class Schedule(NamedTuple):
     group: int
 
 
-def schedule(m: int, n: int, products: int, processors: int) -> Schedule:
-    """That with which all waves of tiles together are narrowest."""
+def schedule(m: int, n: int, products: int, processors: int, batch: int = 1, step: int = 64) -> Schedule:
+    """That with which all waves of tiles together are narrowest. step: that a product's columns are a multiple of."""
 
     def width_of_waves(columns: int) -> int:
-        tiles = -(-m // ROWS) * -(-n * products // columns)
+        tiles = batch * -(-m // ROWS) * -(-n * products // columns)
         return -(-tiles // processors) * (columns + OVERHEAD)
 
-    columns = min((c for c in WIDTHS if c % (64 * products) == 0), key=width_of_waves)
+    columns = min((c for c in WIDTHS if c % (step * products) == 0), key=width_of_waves)
     parts = columns // 64
     room = SHARED - ROWS * 2 * (columns // products // parts)
     return Schedule(columns, parts, min(4, room // (2 * STEP * (ROWS + columns))), min(16, -(-m // ROWS)))
-
-
-class Extension(NamedTuple):
-    """A product that is one more step along k. joint: the sum of both products. left, weight: of the narrow one."""
-
-    joint: Term
-    left: Term
-    weight: Weight
 
 
 class ManyRows(Product):
@@ -66,43 +63,34 @@ class ManyRows(Product):
     processors: int  # of the card
 
     def __init__(self, root: Term, x: Term, products: dict[Term, Weight], others: list[Term], extension: Extension | None):
-        super().__init__(root, x, x, products, {}, [], others)
-        self.extension = extension
+        super().__init__(root, x, x, products, {}, [], others, extension)
 
     @property
     def schedule(self) -> Schedule:
         """How it is cut."""
-        return schedule(self.rows, self.columns, len(self.products), self.processors)
-
-    @property
-    def weights(self) -> list[Weight]:
-        """All of them."""
-        return [*super().weights, *([self.extension.weight] if self.extension else [])]
-
-    @property
-    def leaves(self) -> list[Term]:
-        """What the kernel reads."""
-        return list(dict.fromkeys([*super().leaves, *([self.extension.left] if self.extension else [])]))
+        step = PART if self.folds else 64
+        return schedule(self.rows, self.columns, len(self.products), self.processors, self.batch or 1, step)
 
     @classmethod
-    def serving(cls, root: Term, processors: int) -> Iterator[Self]:
-        """Those that compute it, on a card of so many multiprocessors."""
+    def serving(cls, root: Term, processors: int, few: int = MOST_ROWS) -> Iterator[Self]:
+        """Those that compute it, on a card of so many multiprocessors, if there are more than a few rows."""
         found = found_in(root)
-        if found is None or root.extents[0] <= MOST_ROWS:
+        if found is None or root.extents[-2] <= few:
             return
         every = found.products | {x: second for x, (_, second) in found.narrow.items()}
+        every = {x: w for x, w in every.items() if x.operation == "matmul"}
         for x in dict.fromkeys(y.of[0] for y in every):
             products = {y: w for y, w in every.items() if y.of[0] is x}
             rest = {y: w for y, w in every.items() if y not in products}
             extension = None
-            if len(products) == 1:
+            if len(products) == 1 and root.ndim == 2:
                 (product,) = products
-                extension = next(filter(None, (_joined(root, product, y, w) for y, w in rest.items())), None)
+                extension = extended(root, product, products[product], rest)
             of_extension = extension.joint.of if extension else ()
             others = [*found.others, *found.reductions, *(y for y in rest if y not in of_extension)]
             kernel = cls(root, x, products, others, extension)
             kernel.processors = processors
-            alike = len({w.turned for w in kernel.weights}) == 1
+            alike = len({w.turned for w in kernel.weights}) == 1 and not kernel.by_itself
             if (
                 len(products) <= MOST_PRODUCTS
                 and alike
@@ -112,14 +100,23 @@ class ManyRows(Product):
             ):
                 yield kernel
 
+    @classmethod
+    def folding(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
+        """Those that compute what is known of the parts of rows of scores."""
+        yield from filter(None, (one.fold(roots) for one in cls.serving(roots[0].of[0], processors, 0)))
+
     def __str__(self):
-        return f"many rows of {self.root}"
+        return f"many rows of {', '.join(map(str, self.roots))}"
 
     def explained(self) -> str:
         """What it does, in words."""
         s = self.schedule
         told = [f"a product of many rows in tiles of {ROWS} x {s.columns}, through {s.stages} stages"]
-        told += [f"{self.extension.left} @ its weights is one step more along k"] if self.extension else []
+        told += (
+            [f"{self.extension.left} @ its weights is {'one step' if self.extension.narrow else 'steps'} more along k"]
+            if self.extension
+            else []
+        )
         return ", ".join([*told, *self.riding])
 
     def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
@@ -127,70 +124,98 @@ class ManyRows(Product):
         return rendered("many_rows.jinja", _gaps(self, parameters, spoken))
 
 
-def _joined(root: Term, product: Term, other: Term, weight: Weight) -> Extension | None:
-    """The extension by which one product is added to another, if it is, and is narrow."""
-    if other.of[0].extents[1] <= NARROW:
-        for x in between([root], [product, other]):
-            if x.operation == "add" and product in x.of and other in x.of:
-                return Extension(x, other.of[0], weight)
-    return None
-
-
 def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:
     """What fills many_rows.jinja."""
     dtype, s = DTYPES[kernel.dtype], kernel.schedule
     several = len(kernel.products) > 1
-    products = [
-        Named(f"acc_{parameters[w.array]}" if several else "acc", array(parameters[w.array]), parameters[w.array])
-        for w in kernel.products.values()
-    ]
+    products = []
+    for w in kernel.products.values():
+        its = parameters[w.array]
+        products.append(Named(f"acc_{its}" if several else "acc", array(its), its, lead(w.array)))
     writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
     writer.names |= {x: p.name for x, p in zip(kernel.products, products)}
+    kept = keeping(writer, kernel, parameters)
+    tile_rows = "warpgroup.row_index(rt(16, PART, fp32).col_vec) + ROWS * (CONSUMERS * row + me)"
+    tile_columns = "col_index(rt(16, PART, fp32).row_vec) + PART * col"
     lengths = [x for x in between([kernel.root], kernel.leaves) if x.operation == "length"]
     writer.names |= dict.fromkeys(lengths, "width")
     if kernel.extension:
         writer.names[kernel.extension.joint] = products[0].name
     computes = kernel.root not in writer.names
     others = [Named(parameters[y], array(parameters[y]), _read(y, array(parameters[y]))) for y in kernel.others]
-    taken = {*parameters.values(), "last", "row", "col", "part", "me", "y", "width"}
-    epilogue = [f"{other.name} = {other.loaded}" for other in others] + writer.assignments([kernel.root], taken)
-    x = Named(parameters[kernel.x], array(parameters[kernel.x]))
-    numbers = {"width": f"{x.name}.shape[1]"} if lengths else {}
+    taken = {*parameters.values(), *NAMES}
+    epilogue = kept.lines(tile_rows, tile_columns) if kept else []
+    epilogue += [f"{other.name} = {other.loaded}" for other in others] + writer.assignments([kernel.root], taken)
+    x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
+    numbers = {"width": extent(kernel.x, x.name, -1)} if lengths else {}
     numbers |= {parameters[y]: parameters[y] for y in kernel.numbers}
     turned = kernel.weights[0].turned
+    axis = "rows" if turned else "cols"
     tile = "W_PART" if several else "W"
     extension = kernel.extension
+    more = bool(extension and not extension.narrow)
     names = [parameters[kernel.x], *([parameters[extension.left]] if extension else [])]
     operands = [(array(name), f"tiles.tensor({name}, X)") for name in names]
     weights = [p.loaded for p in products] + ([parameters[extension.weight.array]] if extension else [])
     operands += [(array(name), f"tiles.tensor({name}, {tile})") for name in weights]
-    result, inner = parameters[kernel.root], f"-(-{x.name}.shape[1] // X.cols)"
-    arguments = [*operands, ("gY", f"tiles.tensor({result}, Y_PART)"), *((o.array, o.name) for o in others)]
-    axis = "rows" if turned else "cols"
+    result, inner = parameters[kernel.roots[0]], f"-(-{extent(kernel.x, x.name, -1)} // X.cols)"
+    folds = Folds.of(kernel, parameters)
+    high, wide = extent(kernel.root, result, -2), folds.end if folds else extent(kernel.root, result, -1)
+    batch = kernel.batch is not None
+    counted = f"{'tall' if batch else 'rows'}, cols = -(-{high} // X.rows), -(-{wide} // {tile}.{axis})"
+    arrays = {o.array: o.name for o in others} | dict(kept.arguments if kept else [])
+    told = "".join(f", {one}" for one in (*arrays, *numbers))
+    counts = ["rows", *["tall"] * batch, "cols", "steps", *["more"] * more]
+    outs = folds.arguments if folds else [("gY", f"tiles.tensor({result}, Y_PART)")]
+    lasts = [p.name.replace("acc", "last") for p in products]
+    leaves = _folded(folds, s.parts, told) if folds else _sent(lasts, s.parts, told, "batch, " * batch)
+    arguments = [*operands, *outs, *arrays.items()]
     return {
         "schedule": s, "dtype": dtype, "y": result, "products": products, "turned": turned, "form": "ABt" if turned else "AB",
-        "x": x, "others": others, "numbers": list(numbers),
-        "lasts": [p.name.replace("acc", "last") for p in products],
-        "extension": extension and {"x": array(parameters[extension.left]), "w": array(parameters[extension.weight.array])},
+        "x": x, "arrays": list(arrays), "numbers": list(numbers), "batch": batch, "lead": lead(kernel.root), "folds": folds,
+        "lasts": lasts, "leaves": leaves,
+        "extension": extension and {"x": operands[1][0], "w": operands[-1][0], "narrow": extension.narrow},
         "computes": computes, "epilogue": epilogue, "written": writer.expression(kernel.root),
-        "told": "".join(f", {one}" for one in (*(o.array for o in others), *numbers)),
-        "arguments": [*arguments, ("rows", "rows"), ("cols", "cols"), ("steps", "steps"), *numbers.items()],
+        "arguments": [*arguments, *((n, n) for n in counts), *numbers.items()],
         "before": [
-            f"rows, cols = -(-{result}.shape[0] // X.rows), -(-{result}.shape[1] // {tile}.{axis})",
-            f"steps = max({2 * s.parts - 1}, {inner}{' + 1' if extension else ''})",
+            counted,
+            *([f"rows = tall * {result}.shape[0]"] if batch else []),
+            *([f"more = -(-{names[1]}.shape[1] // X.cols)"] if more else []),
+            f"steps = max({2 * s.parts - 1}, {inner}{' + more' if more else ' + 1' if extension else ''})",
             f"""blocks = min(rows * cols, machine(describe({result}, "{result}").device).processors)""",
         ],
         "launch": "blocks, THREADS, shared=smem", "bounds": "THREADS, 1",
     }  # fmt: skip
 
 
+def _sent(lasts: list[str], parts: int, told: str, lead: str) -> list[list[str]]:
+    """The lines by which each part of a tile leaves: the products' columns of it."""
+    columns = [", ".join(f"columns(last, PART, {part + n * parts})" for n in range(len(lasts))) for part in range(parts)]
+    return [[f"send(gY, y, {lead}row, {_nth('PARTS * col', n)}, me, {one}{told})"] for n, one in enumerate(columns)]
+
+
+def _folded(folds: Folds, parts: int, told: str) -> list[list[str]]:
+    """The same of what is known of a tile's rows: two PARTs join, and are written."""
+    lines, asked = list[list[str]](), f"{'chosen, ' * bool(folds.chosen)}end{told}"
+    for n in range(parts):
+        before, at = "known" if n % 2 else "nothing", _nth("PARTS * col", n)
+        lines.append([f"known = fold({before}, columns(last, PART, {n}), row, {at}, me, {asked})"])
+        if n % 2:
+            lines[-1].append(f"keep({', '.join(folds.arrays)}, known, row, {_nth('PARTS // 2 * col', n // 2)}, me)")
+    return lines
+
+
+def _nth(first: str, n: int) -> str:
+    return f"{first} + {n}" if n else first
+
+
 def _read(y: Term, name: str) -> str:
     """The expression that reads what the epilogue wants besides, of the part that leaves."""
     row, col = "ROWS * (CONSUMERS * row + me)", "PART * col"
-    if not any(y.names):
+    if not any(y.names[-2:]):
         return reading(y, name, "", row, col)
     if is_tile(y):
-        return f"warpgroup.load({name}, rt(16, PART, fp32), ({row}, {col}))"
+        return f"warpgroup.load({name}, rt(16, PART, fp32), {index(y, row, col)})"
     if along(y):
-        return f"load({name}, rt(16, PART, fp32).row_vec, {f'({col},)' if y.ndim == 1 else f'(0, {col})'})"
-    return f"warpgroup.load({name}, rt(16, PART, fp32).col_vec, ({row}, 0), cols=0)"
+        return f"load({name}, rt(16, PART, fp32).row_vec, {index(y, '0', col)})"
+    return f"warpgroup.load({name}, rt(16, PART, fp32).col_vec, {index(y, row, '0')}, cols={y.ndim - 2})"

@@ -6,7 +6,11 @@
 - products of one operand with several weights share its loads; each has an accumulator;
 - a product with a narrow matrix, which another product follows (LoRA), rides along, too;
 - sides: sums and maxima of each row of maps of x: they ride the loop along k;
-- epilogue: maps of all these, of vectors, of tiles of the result's shape.
+- epilogue: maps of all these, of vectors, of tiles of the result's shape, and what each row keeps of its columns (terms.among);
+- folds: in place of the result, what a softmax needs to know of each part of its rows (terms.of_parts).
+
+All of them may be of a batch, an axis before rows and columns: a product's matrices are then one for each of it, but for what
+lacks that axis.
 
 `Product.matches` finds this in a term. few_rows.py, many_rows.py and since_ampere.py write it down."""
 
@@ -22,7 +26,7 @@ from ..evaluate import beyond
 from ..functions import CASTS, FP8, MAPS
 from ..module import array, unused
 from ..rules import NARROW
-from ..terms import SEED, Axis, Term, along, between, inputs, is_tile, viewed, walk
+from ..terms import PART, PARTS, SEED, Axis, Term, along, between, inputs, is_tile, viewed, walk
 from ..writing import Writer
 
 if TYPE_CHECKING:
@@ -42,12 +46,37 @@ class Weight(NamedTuple):
         return cls(x.of[0], True) if x.operation == "transpose" else cls(x, False)
 
 
+class Extension(NamedTuple):
+    """A product that is more steps along k, one if it is narrow. joint: the sum of both products. left, weight: of this one."""
+
+    joint: Term
+    left: Term
+    weight: Weight
+
+    @property
+    def narrow(self) -> bool:
+        """Is it one step?"""
+        return self.left.extents[1] <= NARROW
+
+
+def extended(root: Term, product: Term, weight: Weight, rest: Mapping[Term, Weight]) -> Extension | None:
+    """The extension by which one of the rest is added to a product, if one is whose weights lie as the product's."""
+    for other, its in rest.items():
+        for x in between([root], [product, other]):
+            if x.operation == "add" and product in x.of and other in x.of and its.turned == weight.turned:
+                return Extension(x, other.of[0], its)
+    return None
+
+
 class Product:
     """A term that one kernel computes: see the module.
 
-    root: (m, n). x: the array (m, k). operand: prologue(x), the left factor of all products. products: {term: its weight}.
+    root: (m, n), or (batch, m, n). x: the array (m, k). operand: prologue(x), the left factor of all products. products:
+    {term: its weight}.
     narrow: {term: (weight of the first product, weight of the second)}. sides: reductions of rows of x. vectors: what the
-    prologue and the sides read besides. others: what the epilogue does: tiles and vectors. numbers: of all of them."""
+    prologue and the sides read besides. others: what the epilogue does: tiles and vectors. numbers: of all of
+    them. extension: a product
+    of another left factor that is added. folds: see `fold`."""
 
     launched = True
 
@@ -60,28 +89,28 @@ class Product:
         narrow: dict[Term, tuple[Weight, Weight]],
         sides: list[Term],
         others: list[Term],
+        extension: Extension | None = None,
     ):
-        self.roots, self.x, self.operand = (root,), x, operand
+        self.root, self.x, self.operand = root, x, operand
+        self.roots: tuple[Term, ...] = (root,)
+        self.folds: tuple[Term, ...] = ()
+        self.extension = extension
         self.products, self.narrow, self.sides = products, narrow, sides
         inside = between([operand, *(one.of[0] for one in sides)], [x], with_leaves=True)
         self.vectors = [y for y in inside if y.operation in ("input", "flat") and y is not x and y.ndim and along(y)]
-        self.numbers = [y for y in walk(root) if y.operation == "input" and not y.ndim]
         self.others = [y for y in others if y.ndim and y.operation in ("input", "matmul", "sum", "max", "flat")]
-
-    @property
-    def root(self) -> Term:
-        """Its only root."""
-        return self.roots[0]
 
     @property
     def weights(self) -> list[Weight]:
         """All of them."""
-        return [*self.products.values(), *(w for pair in self.narrow.values() for w in pair)]
+        more = [self.extension.weight] if self.extension else []
+        return [*self.products.values(), *(w for pair in self.narrow.values() for w in pair), *more]
 
     @property
     def leaves(self) -> list[Term]:
         """What the kernel reads."""
-        return list(dict.fromkeys([self.x, *self.vectors, *(w.array for w in self.weights), *self.others, *self.numbers]))
+        indices = [y for x in self.folds for y in x.of[1:]] + [x.of[1] for x in self.kept]
+        return list(dict.fromkeys([*self.read, *indices, *self.numbers]))
 
     @property
     def dtype(self) -> str:
@@ -93,6 +122,11 @@ class Product:
     def of_16_bits(self) -> bool:
         """Is nothing that comes by tiles fp8?"""
         return not any(viewed(x).held_as("") == FP8 for x in (self.x, *self.vectors, *(w.array for w in self.weights)))
+
+    @property
+    def by_itself(self) -> bool:
+        """Is x a weight, too? TMA knows an array by one kind of box."""
+        return any(w.array is self.x for w in self.weights)
 
     @property
     def joined(self) -> tuple[Term, Term | None] | None:
@@ -113,17 +147,38 @@ class Product:
         return None
 
     @property
+    def read(self) -> list[Term]:
+        """The matrices and vectors that the kernel reads."""
+        more = [self.extension.left] if self.extension else []
+        return [self.x, *self.vectors, *(w.array for w in self.weights), *self.others, *more]
+
+    @property
+    def numbers(self) -> list[Term]:
+        """The numbers that are arguments."""
+        return [y for y in between([self.root], self.read, True) if y.operation == "input" and not y.ndim]
+
+    @property
+    def kept(self) -> list[Term]:
+        """Where rows keep some of their columns alone."""
+        return [x for x in between([self.root], self.read) if x.operation == "among"]
+
+    @property
     def riding(self) -> list[str]:
         """What is done besides the product, in words."""
         told = [f"{self.operand} is made as x arrives"] * (not self.plain)
         told += [f"{one} rides along" for one in (*self.sides, *self.narrow)]
-        return told + [f"{self.root} is made of what is complete"] * (self.root not in self.products)
+        told += [f"{self.root} is made of what is complete"] * (self.root not in self.products)
+        return told + ["its tiles leave as maxima and sums of exponentials"] * bool(self.folds)
 
     @property
     def fixed(self) -> dict[Axis, int]:
-        """The axes whose extents are in the kernel's text."""
-        inner = [x.of[0] for x in self.narrow]
-        return {x.names[1].root: x.extents[1] for x in inner if x.names[1]}
+        """The axes whose extents are in the kernel's text. Few of a batch, or of parts, show that none are mixed."""
+        inner, lead = [x.of[0] for x in self.narrow], self.root.names[:-2]
+        of_parts = {axis.root: 2 * PART + 8 for axis in self.root.names[-1:] if axis and self.folds}
+        for x in self.kept:
+            of_parts |= {axis.root: n for axis, n in zip(x.of[2].names, (3, x.of[2].extents[1])) if axis}
+        narrow = {x.names[1].root: x.extents[1] for x in inner if x.names[1]}
+        return narrow | {axis.root: 2 for axis in lead if axis} | of_parts
 
     @property
     def plain(self) -> bool:
@@ -132,25 +187,30 @@ class Product:
 
     @property
     def rows(self) -> int:
-        return self.root.extents[0]
+        return self.root.extents[-2]
 
     @property
     def inner(self) -> int:
-        return self.x.extents[1]
+        return self.x.extents[-1]
 
     @property
     def columns(self) -> int:
-        return self.root.extents[1]
+        return self.root.extents[-1]
+
+    @property
+    def batch(self) -> int | None:
+        """How many products lie one behind the other; None: there is no such axis."""
+        return self.root.extents[0] if self.root.ndim == 3 else None
 
     @property
     def bytes(self) -> float:
         """Read and written once."""
-        return float(sum(x.nbytes for x in (*self.leaves, self.root)))
+        return float(sum(x.nbytes for x in (*self.leaves, *self.roots)))
 
     @property
     def operations(self) -> float:
         """Of the tensor cores."""
-        sizes = [math.prod(x.extents) * x.of[0].extents[1] for x in self.products]
+        sizes = [math.prod(x.extents) * self.inner for x in self.products]
         sizes += [math.prod(x.extents) * x.of[0].extents[1] + math.prod(x.of[0].extents) * self.inner for x in self.narrow]
         return 2.0 * sum(sizes)
 
@@ -158,6 +218,15 @@ class Product:
     def maps(self) -> float:
         """Operations on elements, outside the tensor cores."""
         return float(math.prod(self.x.extents) * (not self.plain + len(self.sides)) + math.prod(self.root.extents))
+
+    def fold(self, roots: tuple[Term, ...]) -> Self | None:
+        """The kernel that gives, in place of its result, what is known of the parts of its rows; None if that is not all that a
+        softmax needs, or if there is more than one product."""
+        needed = {x.operation for x in roots} >= {"max_of_parts", "sum_of_parts"}
+        if not needed or len(self.products) != 1 or len({x.of[0] for x in roots}) != 1 or self.root.ndim != 2:
+            return None
+        self.roots = self.folds = roots
+        return self
 
     @classmethod
     def matches(cls, root: Term) -> Iterator[Self]:
@@ -189,7 +258,7 @@ def found_in(root: Term) -> Found | None:
     found = Found()
     if root.operation in CASTS:  # results have the operands' dtype
         return None
-    return found if root.ndim == 2 and is_tile(root) and found.epilogue(root) and (found.products or found.narrow) else None
+    return found if is_tile(root) and found.epilogue(root) and (found.products or found.narrow) else None
 
 
 class Found:
@@ -233,7 +302,7 @@ class Found:
             seen.add(x)
             if x.operation == "matmul":
                 a, w = x.of
-                if a.operation == "matmul" and a.extents[1] <= NARROW:
+                if a.operation == "matmul" and x.ndim == 2 and a.extents[1] <= NARROW:
                     self.narrow[x] = Weight.of(a.of[1]), Weight.of(w)
                 else:
                     self.products[x] = Weight.of(w)
@@ -243,6 +312,8 @@ class Found:
                 self.others.append(x)
             elif x.operation in MAPS:
                 stack.extend(reversed(x.of))
+            elif x.operation == "among":
+                stack.append(x.of[0])
             else:
                 return False
         return True
@@ -257,7 +328,7 @@ def _base(x: Term) -> Term | None:
         if y in seen:
             continue
         seen.add(y)
-        of_rows = y.ndim == 2 and y.names[0] is not None
+        of_rows = y.ndim >= 2 and y.names[-2] is not None
         if y.operation in MAPS and (is_tile(y) or not of_rows):
             stack.extend(y.of)
         elif is_tile(y):
@@ -269,13 +340,96 @@ def _base(x: Term) -> Term | None:
 
 def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:
     """The expression that reads what an epilogue wants besides, for a tile of accumulators that begins at (row, col)."""
-    if not any(y.names):
-        return f"{name}[{', '.join('0' * y.ndim)}]"
+    if not any(y.names[-2:]):  # one number
+        return f"{name}[{lead(y)}{', '.join('0' * min(y.ndim, 2))}]"
     if is_tile(y):
-        return f"load({name}, {tile}, ({row}, {col}))"
+        return f"load({name}, {tile}, {index(y, row, col)})"
     if along(y):
-        return f"load({name}, {tile}.row_vec, {f'({col},)' if y.ndim == 1 else f'(0, {col})'})"
-    return f"load({name}, {tile}.col_vec, ({row}, 0), cols=0)"
+        return f"load({name}, {tile}.row_vec, {index(y, '0', col)})"
+    return f"load({name}, {tile}.col_vec, {index(y, row, '0')}, cols={y.ndim - 2})"
+
+
+def index(y: Term, row: str, col: str) -> str:
+    """Where an array is read at this row and column, of the batch's element that a kernel is at."""
+    if y.ndim == 1:
+        return f"({col},)"
+    return f"({lead(y)}{row}, {col})"
+
+
+def extent(y: Term, name: str, axis: int) -> str:
+    """The expression of one of an array's extents, counted from the last axis, -1."""
+    return f"{name}.shape[{y.ndim + axis}]"
+
+
+def lead(y: Term) -> str:
+    """The first part of an index, where an array has a batch."""
+    return "" if y.ndim < 3 else "0, " if y.names[0] is None else "batch, "
+
+
+class Folds(NamedTuple):
+    """The arrays that a product's folds go to: parameters, and what is known of a row by names. by: the parameter that
+    chooses, "" if none does. end: the expression of how many columns there are."""
+
+    outs: dict[str, str]
+    by: str
+    end: str
+
+    @classmethod
+    def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> Folds | None:
+        """Those of a kernel, if it has some."""
+        if not kernel.folds:
+            return None
+        ((weight, turned),) = kernel.products.values()
+        end = extent(weight, parameters[weight], -2 if turned else -1)
+        into = {x.operation: parameters[x] for x in kernel.folds}
+        outs = {into[name]: known for name, known in zip(PARTS, ("greatest", "total", "picked")) if name in into}
+        return cls(outs, next((parameters[y] for x in kernel.folds for y in x.of[1:]), ""), end)
+
+    @property
+    def known(self) -> str:
+        """What is known of a row."""
+        return ", ".join(self.outs.values())
+
+    @property
+    def arrays(self) -> dict[str, str]:
+        """What is written, by the kernel's parameter."""
+        return {array(name): known for name, known in self.outs.items()}
+
+    @property
+    def chosen(self) -> str:
+        """The kernel's parameter that chooses, if one does."""
+        return self.by and array(self.by)
+
+    @property
+    def arguments(self) -> list[tuple[str, str]]:
+        """The kernel's parameters, and what each is given."""
+        names = [*self.outs, *([self.by] if self.by else [])]
+        return [*((array(name), name) for name in names), ("end", self.end)]
+
+
+class Kept(NamedTuple):
+    """What rows keep of their columns alone. own: the kernel's parameter that says which. width: how many columns."""
+
+    own: str
+    width: int
+
+    @classmethod
+    def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> Kept | None:
+        """That of a kernel, if it has such rows."""
+        return next((cls(parameters[x.of[1]], x.of[2].extents[1]) for x in kernel.kept), None)
+
+    @property
+    def arguments(self) -> list[tuple[str, str]]:
+        """The kernel's parameter, and what it is given."""
+        return [(array(self.own), self.own)]
+
+    def lines(self, rows: str, columns: str) -> list[str]:
+        """What is known ahead: the column that a row's own begin at, and the tile's. rows, columns: their numbers."""
+        return [f"own = {self.width} * {array(self.own)}[{rows}]", f"place = {columns}"]
+
+    def written(self, x: Term) -> str:
+        """See Writer.forms."""
+        return f"where((place >= own) & (place < own + {self.width}), {{0}}, 0.0)"
 
 
 class Words:
@@ -285,6 +439,7 @@ class Words:
     def __init__(self, kernel: Product, parameters: Mapping[Term, str], spoken: Mapping[Term, str], taken: Iterable[str] = ()):
         self.kernel, self.parameters, self.taken = kernel, parameters, {*parameters.values(), *taken}
         self.writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
+        self.kept = keeping(self.writer, kernel, parameters)
         lengths = [x for x in between([kernel.root], kernel.leaves) if x.operation == "length"]
         self.writer.names |= dict.fromkeys(lengths, "width")
         self.lengths = bool(lengths)
@@ -307,10 +462,22 @@ class Words:
         self.writer.names[joint] = accumulator
         return product if scale is None else f"{product} * {self.writer.expression(scale)}"
 
-    def epilogue(self, known: Mapping[Term, str], read: Callable[[Term, str], str]) -> tuple[list[str], str]:
+    def epilogue(
+        self, known: Mapping[Term, str], read: Callable[[Term, str], str], rows: str, columns: str
+    ) -> tuple[list[str], str]:
         """Lines, and the expression of what is stored. known: products and sides by their names. read: the expression that
-        reads what is wanted besides from an array of this name."""
+        reads what is wanted besides from an array of this name. rows, columns: expressions of the numbers of a tile's."""
         self.writer.names |= known
-        lines = [f"{self.parameters[y]} = {read(y, array(self.parameters[y]))}" for y in self.kernel.others]
+        lines = self.kept.lines(rows, columns) if self.kept else []
+        lines += [f"{self.parameters[y]} = {read(y, array(self.parameters[y]))}" for y in self.kernel.others]
         lines += self.writer.assignments([self.kernel.root], self.taken)
         return lines, self.writer.expression(self.kernel.root)
+
+
+def keeping(writer: Writer, kernel: Product, parameters: Mapping[Term, str]) -> Kept | None:
+    """Let it be written what rows keep."""
+    kept = Kept.of(kernel, parameters)
+    if kept:
+        writer.names |= {x.of[2]: "" for x in kernel.kept}
+        writer.forms["among"] = kept.written
+    return kept

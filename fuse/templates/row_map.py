@@ -16,16 +16,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..evaluate import beyond
 from ..functions import FP8, MAPS
 from ..module import DTYPES, Text
 from ..terms import Axis, Term, along, between, is_tile, viewed
-from .row_map_text import COLUMNS, FOLD, Folded, Held, Looped, Writing
+from .row_map_text import COLUMNS, FOLD, REGISTERS, Folded, Held, Looped, Writing
 
 KNOWN = "sum", "max", "number", "length", "dropout"  # that are no maps of elements alone
 SIXTEEN = "bfloat16", "float16"
+WORKED = 48  # registers of a lane besides those that hold what is read
+DRAWN = 16  # columns whose draws lie together
 MOST_WARPS = 16
 HELD = 2  # tiles that a warp holds through all levels of reductions
 FOLDED_FROM = 1024  # columns
+
+
+def _warps(width: int, form: type[Writing]) -> int:
+    """Of a block, for rows of this width."""
+    return next(n for n in (1, 2, 4, 8, 16) if n >= min(-(-width // form.columns), form.most_warps))
 
 
 class RowMap:
@@ -68,29 +76,50 @@ class RowMap:
 
     @property
     def alike(self) -> bool:
-        """Are all arrays of 16 bits, so that their columns may come in one order of their own?"""
-        held = [x.operation == "input" and x.what[1] in SIXTEEN for x in self.leaves if x.ndim]
-        return all(held) and all(x.held_as(SIXTEEN[0]) in SIXTEEN for x in self.roots if along(x))
+        """Are all arrays of 16 bits, or what is written fp8, so that their columns may come in one order of their own?"""
+        held = [x.operation == "input" and x.what[1] in SIXTEEN for x in map(viewed, self.leaves) if along(x)]
+        return all(held) and all(x.held_as(SIXTEEN[0]) in (*SIXTEEN, FP8) for x in self.roots if along(x))
 
     @property
     def form(self) -> type[Writing]:
         """How it is written."""
         tiles = sum(is_tile(x) for x in self.leaves)
-        whole = all(along(x) for x in self.leaves if x.ndim)
-        if FOLDED_FROM <= self.width <= FOLD * COLUMNS * MOST_WARPS and self.width % FOLD == 0 and whole and tiles <= HELD:
+        whole = all(along(x) or not any(x.names) for x in self.leaves)
+        parts = self.width % (FOLD * DRAWN if self.draws else FOLD) == 0
+        fits = self.registers * _warps(self.width, Folded) <= REGISTERS and self.width <= Folded.columns * MOST_WARPS
+        if self.width >= FOLDED_FROM and fits and parts and whole and tiles <= HELD:
             return Folded
         return Held if self.width <= Held.columns * MOST_WARPS and tiles <= HELD else Looped
 
     @property
     def warps(self) -> int:
         """Of a block."""
-        wanted = -(-self.width // self.form.columns)
-        return next(n for n in (1, 2, 4, 8, 16) if n >= min(wanted, self.form.most_warps))
+        return _warps(self.width, self.form)
+
+    @property
+    def registers(self) -> int:
+        """Of a lane, where rows are folded: for what is read now and next, and some to compute with; for all of what is cut off
+        at a row's end before it is reduced; and for draws."""
+        tile = FOLD * COLUMNS // 32  # elements of a lane
+        ahead = tile if self.dtype == "fp32" else tile // 2
+        tiles, vectors = (sum(along(x) and is_tile(x) == two for x in self.leaves) for two in (True, False))
+        cut = any(self.filled(x) for x in between(self.roots, self.leaves) if x.operation in ("sum", "max"))
+        return tiles * (tile + ahead) + vectors * ahead + WORKED + tile * (cut + self.draws)
+
+    def filled(self, x: Term) -> bool:
+        """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
+        least = x.operation == "sum" or x.of[0].operation == "abs"  # 0 is nothing's
+        return not least or bool(beyond(x.of[0], self.leaves).any())
 
     @property
     def fixed(self) -> dict[Axis, int]:
         """The axes whose extents are in the kernel's text, or must be multiples of something there."""
-        return {self.columns: FOLD * (COLUMNS + 3)} if self.form is Folded else {}
+        return {self.columns: FOLD * (COLUMNS + (DRAWN if self.draws else 3))} if self.form is Folded else {}
+
+    @property
+    def draws(self) -> bool:
+        """Is something dropped?"""
+        return any(x.operation == "dropout" for x in between(self.roots, self.leaves))
 
     def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
         """The kernel and its launch. parameters: the names of leaves and roots. spoken: what other terms may be called."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..evaluate import beyond
 from ..functions import CASTS, FP8
 from ..module import Text, array, unused
 from ..terms import Term, along, between, is_tile
@@ -17,21 +16,22 @@ if TYPE_CHECKING:
 ROWS = 16  # of a warp's tile
 FOLD, COLUMNS = 16, 64  # a folded row's parts, and the columns of them that a warp has
 REGISTERS = 2048  # of a multiprocessor, for each lane of a warp
-WORKED = 48  # registers of a lane besides those that hold what is read
 NOTHING = {"sum": ("zeros", "0.0"), "max": ("neg_infty", "-math.inf")}  # a vector of nothing's sum or maximum, and one number
 
 DROPOUT = '''
 @inlined
-def dropout(x, dropped, per_kept, seed, row, col):
+def dropout(x, dropped, per_kept, seed, {place}):
     """x / (1 - p), but 0 where 16 bits that follow from seed and place are below 65536 p, which is `dropped`."""
-    return where(bernoulli(TILE, dropped, seed, seed >> 32, 0, 0, row, col), 0.0, x * per_kept)
-'''.strip().splitlines()
+    gone = {draw}(rt(x.rows, x.cols, fp32), dropped, seed, seed >> 32, 0, 0, {place})
+    return where(gone, 0.0, x * per_kept)
+'''.strip()
 
 
 class Writing:
     """The text of a row map, as it is written. columns: of a warp, at a time. most_warps: of a block. says: how rows lie."""
 
     columns, most_warps, says = 128, 16, ""
+    draw = "bernoulli", "row, col"  # by what op, and at what place
 
     def __init__(self, kernel: RowMap, parameters: dict[Term, str], spoken: dict[Term, str]):
         self.kernel, self.parameters, self.text = kernel, parameters, Text()
@@ -53,8 +53,9 @@ class Writing:
             self.drawn[p] = ", ".join(told)
             said = self.writer.expression(p)
             self.told += [(told[0], f"share_of({said})"), (told[1], f"1 / (1 - {said})")]
-        self.writer.forms["dropout"] = lambda x: f"dropout({{0}}, {self.drawn[x.of[1]]}, {{2}}, row, col)"
-        self.text.helpers = DROPOUT if drops else []
+        draw, place = self.draw
+        self.writer.forms["dropout"] = lambda x: f"dropout({{0}}, {self.drawn[x.of[1]]}, {{2}}, {place})"
+        self.text.helpers = DROPOUT.format(draw=draw, place=place).splitlines() if drops else []
         used = {y for x in inside if x.operation != "dropout" for y in x.of}
         self.leaves = [x for x in self.kernel.leaves if x not in self.drawn or x in used]
 
@@ -78,7 +79,7 @@ class Writing:
 
     def width(self, needed: bool) -> None:
         """The line that says how many columns there are, if somebody asks."""
-        if needed or self.lengths or any(map(self.filled, self.reductions)):
+        if needed or self.lengths or any(map(self.kernel.filled, self.reductions)):
             wide = next(x for x in self.kernel.leaves if along(x))
             self.text.kernel.append(f"width = {array(self.parameters[wide])}.shape[{wide.ndim - 1}]")
 
@@ -96,14 +97,9 @@ class Writing:
     def folded(self, x: Term, fold: str = "row") -> str:
         """What a warp's tile contributes to a reduction."""
         written = self.writer.expression(x.of[0])
-        if self.filled(x):
+        if self.kernel.filled(x):
             written = f"right_fill({written}, width - col, {NOTHING[x.operation][1]})"
         return f"{fold}_{x.operation}({written})"
-
-    def filled(self, x: Term) -> bool:
-        """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
-        least = x.operation == "sum" or x.of[0].operation == "abs"  # 0 is nothing's
-        return not least or bool(beyond(x.of[0], self.kernel.leaves).any())
 
     def reduce(self, wanted: list[Term], fold: str) -> list[str]:
         """The lines that reduce what is in registers."""
@@ -117,19 +113,19 @@ class Writing:
         """The lines that compute the roots and write them."""
         lines = self.writer.assignments(self.kernel.roots, self.parameters.values())
         for x in self.kernel.roots:
-            lines.append(self.store(array(self.parameters[x]), self.rounded(x), at if is_tile(x) else "", store))
+            lines += self.store(array(self.parameters[x]), self.rounded(x, store), at if is_tile(x) else "", store)
         return lines
 
-    def store(self, into: str, written: str, at: str, store: str) -> str:
-        """The line that writes a root; at: where its tile begins, "" for one number a row. store: by what a tile is."""
-        return f"{store}({into}, {written}, ({at}))" if at else f"store({into}, {written}, (row, 0), cols=0)"
+    def store(self, into: str, written: str, at: str, store: str) -> list[str]:
+        """The lines that write a root; at: where its tile begins, "" for one number a row. store: by what a tile is."""
+        return [f"{store}({into}, {written}, ({at}))" if at else f"store({into}, {written}, (row, 0), cols=0)"]
 
-    def rounded(self, x: Term) -> str:
-        """A root as it is stored, which rounds by itself, but that fp8 goes by 16 bytes only if it is fp8 before."""
+    def rounded(self, x: Term, store: str) -> str:
+        """A root as it is stored, which rounds by itself; but `store` takes 16 bytes at once only of what is fp8 before."""
         if x.operation not in CASTS or x in self.writer.names:
             return self.writer.expression(x)
         inner = self.writer.expression(x.of[0])
-        return f"{x.operation}({inner})" if CASTS[x.operation].itemsize == 1 and is_tile(x) else inner
+        return f"{x.operation}({inner})" if CASTS[x.operation].itemsize == 1 and is_tile(x) and store == "store" else inner
 
     def load(self, x: Term) -> str:
         """The line that reads a leaf."""
@@ -174,7 +170,10 @@ class Looped(Writing):
         self.text.kernel += [self.load(x) for x in self.kernel.leaves if x.ndim and not along(x)]
         for level in self.levels():
             self.reduce_in_a_loop(level)
-        self.loop([*self.loads(self.kernel.roots), *self.stores()])
+        if any(map(is_tile, self.kernel.roots)):
+            self.loop([*self.loads(self.kernel.roots), *self.stores()])
+        else:
+            self.text.kernel += self.stores()
 
     def reduce_in_a_loop(self, wanted: list[Term]) -> None:
         """These reductions, of one level."""
@@ -198,49 +197,45 @@ class Looped(Writing):
 
     def loads(self, roots: Sequence[Term]) -> list[str]:
         """What must be read for these, of what has columns."""
-        needed = between(roots, self.kernel.leaves, with_leaves=True)
+        needed = between(roots, [*self.kernel.leaves, *self.writer.names], with_leaves=True)
         return [self.load(x) for x in self.kernel.leaves if along(x) and x in needed]
 
 
 class Folded(Writing):
     """A row is a tile, one of a block at a time, and the next one comes meanwhile."""
 
+    draw = "bernoulli_of_row", "row, col, width"
     columns, says = FOLD * COLUMNS, "are tiles of 16 parts; one is worked on while the next one comes"
 
-    def store(self, into: str, written: str, at: str, store: str) -> str:
+    def store(self, into: str, written: str, at: str, store: str) -> list[str]:
         """See Writing."""
-        return super().store(into, written, at, store) if at else f"if col == 0: {into}[row, 0] = {written}"
-
-    def blocks(self, tiles: int, vectors: int) -> int:
-        """Of a multiprocessor, that its registers hold: what is read now and next, and some to compute with; of what is cut off
-        at a row's end before it is summed, all."""
-        tile = FOLD * COLUMNS // 32  # elements of a lane
-        ahead = tile if self.kernel.dtype == "fp32" else tile // 2
-        registers = tiles * (tile + ahead) + vectors * ahead + WORKED + tile * any(map(self.filled, self.reductions))
-        return max(1, REGISTERS // registers // self.kernel.warps)
+        return super().store(into, written, at, store) if at else ["if col == 0:", f"    {into}[row, 0] = {written}"]
 
     @property
     def unordered(self) -> bool:
-        """May columns come as they are read? Not where a row's end is cut off before it is summed."""
-        return self.kernel.alike and not any(map(self.filled, self.reductions))
+        """May columns come as they are read? Not where a row's end is cut off before it is summed, nor what is dropped."""
+        return self.kernel.alike and not any(map(self.kernel.filled, self.reductions)) and not self.drawn
 
     def write(self) -> None:
         kernel, text, name = self.kernel, self.text, self.parameters
         load = "load_unordered" if self.unordered else "load"
         tiles = [x for x in kernel.leaves if is_tile(x)]
-        vectors = [x for x in kernel.leaves if x.ndim and not is_tile(x)]
+        vectors = [x for x in kernel.leaves if along(x) and not is_tile(x)]
+        numbers = [x for x in self.leaves if not along(x)]
         self.writer.names |= dict.fromkeys(self.lengths, "columns")
         x, warps = name[tiles[0]], kernel.warps
-        text.globals += [f"WARPS, BLOCKS = {warps}, {self.blocks(len(tiles), len(vectors))}  # of a block, of a multiprocessor"]
+        blocks = REGISTERS // kernel.registers // warps
+        text.globals += [f"WARPS, BLOCKS = {warps}, {blocks}  # of a block, of a multiprocessor"]
         text.globals += [f"PART = rt({FOLD}, {COLUMNS}, {kernel.dtype})  # a warp's of a row that is cut into {FOLD}"]
         text.bounds = "32 * WARPS, BLOCKS"
         if self.reductions:
             text.globals.append(f"smem = shared(scratch=sv({max(16, 4 * warps)}, fp32))")
             text.kernel.append("(scratch,) = smem.open()")
         text.kernel.append("following, col = int32(cuda.blockIdx.x), PART.cols * int32(cuda.threadIdx.x // 32)")
+        text.kernel += [self.load(n) for n in numbers if n.ndim]
         text.kernel += [f"{name[v]} = {load}({array(name[v])}, PART, (0, col))" for v in vectors]
         text.kernel += [f"next_{name[t]} = {load}({array(name[t])}, PART, (following, 0, col))" for t in tiles]
-        if any(map(self.filled, self.reductions)):
+        if self.drawn or any(map(self.kernel.filled, self.reductions)):
             text.kernel.append(f"width = {array(x)}.shape[2]")
         wide = "{}" if kernel.dtype == "fp32" else "fp32({})"
         body = [f"row, {name[t]} = following, {wide.format('next_' + name[t])}" for t in tiles[:1]]
@@ -261,6 +256,6 @@ class Folded(Writing):
             (array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*cut)" if along(one) else name[one])
             for one in (*tiles, *vectors, *kernel.roots)
         ]
-        numbers = [(name[n], name[n]) for n in kernel.leaves if not n.ndim]
+        given = [(array(name[n]) if n.ndim else name[n], name[n]) for n in numbers]
         columns = [("columns", f"float({x}.shape[1])")] if self.lengths else []
-        text.arguments = [*shaped, ("rows", "rows"), *columns, *numbers]
+        text.arguments = [*shaped, ("rows", "rows"), *columns, *given, *self.told]

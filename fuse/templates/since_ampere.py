@@ -3,7 +3,7 @@
 A block computes a tile of y. Its warps lie side by side where rows are few and one below the other where they are many; each
 has x's rows in registers, does the prologue to them, adds up the sides, and multiplies, straight from shared memory, by its
 part of the weights. While a step is computed the tiles of the next ones are on their way. A narrow product rides along as one
-more product of x, and is multiplied by its second matrix at the end.
+more product of x, and is multiplied by its second matrix at the end. Products of a batch lie along the grid's second axis.
 
 since_ampere.jinja is the kernel; here stands when it serves, how it is cut, and what fills its gaps."""
 
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..module import DTYPES, Text, array, rendered
-from ..terms import Term
-from .product import Product, Weight, Words, reading
+from ..terms import PART, Term
+from .product import Folds, Product, Weight, Words, extent, index, lead, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 PROCESSORS = 108  # an A100's: with fewer large tiles than these smaller ones serve
 ROOM = 96 * 1024  # of shared memory for tiles: of the 100 KB of sm_86, sm_89 and sm_120
 WARP = 8 * 4  # rows, of which each of four warps copies a multiple of 8
-NAMES = "made wide part band row col rows cols steps later product smem i".split()  # of the kernel
+NAMES = (
+    "batch made wide part band row col rows cols steps later product smem i scores greatest at chosen end own place".split()
+)  # ours
 
 
 class Schedule(NamedTuple):
@@ -48,12 +50,15 @@ class SinceAmpere(Product):
     def schedule(self) -> Schedule:
         """How it is cut."""
         wide = 128 // len(self.products)
-        if self.rows > 64 and -(-self.rows // 128) * -(-self.columns // wide) >= PROCESSORS:
+        if self.rows > 64 and (self.batch or 1) * -(-self.rows // 128) * -(-self.columns // wide) >= PROCESSORS:
             rows, columns, depth, bands, parts = 128, wide, 32, 4, 1
+        elif self.folds:  # whose tiles are as wide as a part
+            rows = next((n for n in (16, 32) if n >= self.rows), 64)
+            columns, depth, bands, parts = PART, 64, rows // 16, 1
         else:
             rows = next((n for n in (16, 32) if n >= self.rows), 64)
             columns, depth, bands, parts = 64, 64, rows // 16, 1 if rows == 64 else 2
-        blocks = -(-self.rows // rows) * -(-self.columns // columns)
+        blocks = (self.batch or 1) * -(-self.rows // rows) * -(-self.columns // columns)
         room = ROOM // (1 if blocks <= PROCESSORS else 2) - 2 * columns * self.rank
         stage = 2 * depth * (rows + columns * len(self.products) + self.rank)
         return Schedule(rows, columns, depth, max(2, min(4, room // stage)), 8, bands, parts)
@@ -77,6 +82,11 @@ class SinceAmpere(Product):
             if sums and joined and kernel.of_16_bits and kernel.dtype in DTYPES:
                 yield kernel
 
+    @classmethod
+    def folding(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
+        """Those that compute what is known of the parts of rows of scores."""
+        yield from filter(None, (one.fold(roots) for one in cls.serving(roots[0].of[0])))
+
     @property
     def maps(self) -> float:
         """Operations on elements, outside the tensor cores: each warp does the prologue for itself."""
@@ -84,7 +94,7 @@ class SinceAmpere(Product):
         return float(math.prod(self.x.extents) * each * s.parts * -(-self.columns // s.columns) + math.prod(self.root.extents))
 
     def __str__(self):
-        return f"product since Ampere of {self.root}"
+        return f"product since Ampere of {', '.join(map(str, self.roots))}"
 
     def explained(self) -> str:
         """What it does, in words."""
@@ -99,7 +109,7 @@ class SinceAmpere(Product):
 
 class Piped(NamedTuple):
     """A matrix that comes through a pipeline. tile: the name of its type. acc: of its product. part: has a warp only a part of
-    its columns? beside: where those begin."""
+    its columns? beside: where those begin. lead: of its index, in a batch."""
 
     name: str
     array: str
@@ -107,6 +117,7 @@ class Piped(NamedTuple):
     acc: str = ""
     part: bool = False
     beside: str = "col"
+    lead: str = ""
 
     @property
     def tile(self) -> str:
@@ -122,7 +133,7 @@ class Piped(NamedTuple):
 
     def at(self, k: str) -> str:
         """Where a tile begins."""
-        return f"({self.beside}, {k})" if self.turned else f"({k}, {self.beside})"
+        return f"({self.lead}{f'{self.beside}, {k}' if self.turned else f'{k}, {self.beside}'})"
 
     def mine(self, arrived: str, depth: str) -> str:
         """The warp's part of the tile that has arrived."""
@@ -134,11 +145,11 @@ class Vector(NamedTuple):
 
     name: str
     array: str
-    ndim: int
+    term: Term
 
     def at(self, k: str) -> str:
         """The expression that reads it."""
-        return f"load({self.array}, LEFT.row_vec, {f'({k},)' if self.ndim == 1 else f'(0, {k})'})"
+        return f"load({self.array}, LEFT.row_vec, {index(self.term, '0', k)})"
 
 
 class Side(NamedTuple):
@@ -163,15 +174,15 @@ def _gaps(kernel: SinceAmpere, parameters: dict[Term, str], spoken: dict[Term, s
 
     def piped(weight: Weight, acc: str, **more: Any) -> Piped:
         name = parameters[weight.array]
-        return Piped(name, array(name), weight.turned, acc, **more)
+        return Piped(name, array(name), weight.turned, acc, lead=lead(weight.array), **more)
 
     several = len(kernel.products) > 1
     products = [
         piped(w, f"acc_{parameters[w.array]}" if several else "acc", part=s.parts > 1) for w in kernel.products.values()
     ]
-    x, vectors = Piped(parameters[kernel.x], array(parameters[kernel.x]), True, beside="row"), []
+    x, vectors = Piped(parameters[kernel.x], array(parameters[kernel.x]), True, beside="row", lead=lead(kernel.x)), []
     for v in kernel.vectors:
-        vectors.append(Vector(parameters[v], array(parameters[v]), v.ndim))
+        vectors.append(Vector(parameters[v], array(parameters[v]), v))
 
     words = Words(kernel, parameters, spoken, (*NAMES, *(p.acc for p in products)))
     mine = f"subtile({x.tiles}.wait(i, NEWER), BAND, band)"
@@ -188,22 +199,28 @@ def _gaps(kernel: SinceAmpere, parameters: dict[Term, str], spoken: dict[Term, s
         parts = piped(first, "product", beside="0"), piped(second, "", part=s.parts > 1)
         narrow = Narrow(kernel.rank, *parts, words.narrow("product", products[0].acc))
     known = {y: p.acc for y, p in zip(kernel.products, products)} | {y: name for y, (name, _) in zip(kernel.sides, summed)}
-    epilogue, written = words.epilogue(known, lambda y, its: reading(y, its, "ACC", "row", "col"))
+    place = "row_index(ACC.col_vec) + row", "col_index(ACC.row_vec) + col"
+    epilogue, written = words.epilogue(known, lambda y, its: reading(y, its, "ACC", "row", "col"), *place)
 
     rings = [*products, *([narrow.first] if narrow else [])]
     opened = [one.tiles for one in (x, *rings, *([narrow.second] if narrow else []))]
-    result = parameters[kernel.root]
-    read = dict.fromkeys([kernel.x, *(w.array for w in kernel.weights), *kernel.vectors, *kernel.others, kernel.root])
-    arguments = [(array(parameters[y]), parameters[y]) for y in read] + [(n, n) for n in ("rows", "cols", "steps")]
-    arguments += [("width", f"{x.name}.shape[1]")] * words.lengths + [(parameters[n], parameters[n]) for n in kernel.numbers]
+    result, batch, folds = parameters[kernel.roots[0]], kernel.batch is not None, Folds.of(kernel, parameters)
+    grid = f"(rows * cols, {result}.shape[0])" if batch else "rows * cols"
+    tall, wide, deep = *(extent(kernel.root, result, n) for n in (-2, -1)), extent(kernel.x, x.name, -1)
+    cols = f"{result}.shape[1]" if folds else f"-(-{wide} // COLUMNS)"
+    read = dict.fromkeys([kernel.x, *(w.array for w in kernel.weights), *kernel.vectors, *kernel.others])
+    outs = [*(folds.arguments if folds else [(array(result), result)]), *(words.kept.arguments if words.kept else [])]
+    arguments = [*((array(parameters[y]), parameters[y]) for y in read), *outs] + [(n, n) for n in ("rows", "cols", "steps")]
+    arguments += [("width", deep)] * words.lengths + [(parameters[n], parameters[n]) for n in kernel.numbers]
     return {
         "schedule": s, "dtype": dtype, "x": x, "products": products, "rings": rings, "narrow": narrow, "vectors": vectors,
         "sides": [Side(*one) for one in summed], "held": bool(vectors or summed or not kernel.plain),
         "prologue": prologue, "operand": operand, "mine": mine, "opened": opened, "epilogue": epilogue, "written": written,
-        "result": array(result), "arguments": arguments, "launch": "rows * cols, 32 * WARPS, shared=smem",
+        "result": array(result), "arguments": arguments, "launch": f"{grid}, 32 * WARPS, shared=smem",
+        "batch": batch, "folds": folds, "at": index(kernel.root, "row", "col"),
         "before": [
-            f"rows, cols = -(-{result}.shape[0] // ROWS), -(-{result}.shape[1] // COLUMNS)",
-            f"steps = -(-{x.name}.shape[1] // DEPTH)",
+            f"rows, cols = -(-{tall} // ROWS), {cols}",
+            f"steps = -(-{deep} // DEPTH)",
         ],
         "bounds": "32 * WARPS, 2",
     }  # fmt: skip

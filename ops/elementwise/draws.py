@@ -28,6 +28,17 @@ def bernoulli(shape, share, low, high, batch, head, row, col):
     return halves(seed, int(batch), int(head), int(row) + rows[:, None], int(col) + cols) < share
 
 
+@op
+def bernoulli_of_row(shape, share, low, high, batch, head, row, col, step):
+    """The same draws for a row that is cut into parts of `step` columns, one below the other: element (i, j) of the tile is at
+    (batch, head, row, col + i step + j). col and step are multiples of 16."""
+    if col % TILE or step % TILE:
+        raise here().hazard(f"bernoulli_of_row: col and step must be multiples of {TILE}: {col=}, {step=}")
+    parts, cols = (np.arange(n, dtype=np.int64) for n in shape.shape)
+    seed = int(low) & WORD | (int(high) & WORD) << 32
+    return halves(seed, int(batch), int(head), int(row), int(col) + int(step) * parts[:, None] + cols) < share
+
+
 def _wide(b, factor, x):
     """(high, low) word of a product."""
     product = b.mul(b.zext(x, i64), ir.Constant(i64, factor))
@@ -56,19 +67,33 @@ def _exchanged(b, odd, words):
     return even, [b.select(is_odd, x, y) for x, y in zip(mine, its)]
 
 
+def _check(name, shape, given, layouts):
+    if not (isinstance(shape, rt) and shape.layout in layouts and shape.dtype is fp32):
+        said = "an fp32 register tile type" + " in row layout" * (len(layouts) == 1)
+        raise TypeError(f"{name}: shape must be {said}, such as rt(16, 64, fp32), got {shape}")
+    if not all(map(integer, given)):
+        raise TypeError(f"{name}: takes integers, got {', '.join(map(str, given))}")
+
+
+def _keys(b, low, high):
+    """Of each round."""
+    return [[b.add(k, b.u32(n * step & WORD)) for k, step in zip((low, high), STEPS)] for n in range(ROUNDS)]
+
+
+def _drawn(b, word, upper, bound):
+    """1 or 0, by the upper half of a word or the lower one; what is below the half in question decides nothing."""
+    draw = word if upper else b.shl(word, b.u32(16))
+    return b.select(b.icmp_unsigned("<", draw, bound), ir.Constant(f32, 1.0), ir.Constant(f32, 0.0))
+
+
 @lowers(bernoulli)
 def _(shape: type, share, low, high, batch, head, row, col):
-    given = share, low, high, batch, head, row, col
-    if not (isinstance(shape, rt) and shape.dtype is fp32):
-        raise TypeError(f"bernoulli: shape must be an fp32 register tile type, such as rt(16, 64, fp32), got {shape}")
-    if not all(map(integer, given)):
-        raise TypeError(f"bernoulli: takes integers, got {', '.join(map(str, given))}")
-
-    by_rows = shape.layout == "row"
+    _check("bernoulli", shape, (share, low, high, batch, head, row, col), ("row", "col"))
 
     def lower(b, _, *values):
+        by_rows = shape.layout == "row"
         share, low, high, batch, head, row, col = map(b.u32, values)
-        keys = [[b.add(k, b.u32(n * step & WORD)) for k, step in zip((low, high), STEPS)] for n in range(ROUNDS)]
+        keys = _keys(b, low, high)
         first = b.add(b.lshr(row, b.u32(1)), lane_first(b, shape, 0))  # of each 16 rows 8 counters, of 16 columns 4
         across = b.add(b.lshr(col, b.u32(2)), b.lshr(lane_first(b, shape, 1), b.u32(1)))
         odd = b.and_(lane_first(b, shape, 1), b.u32(1))
@@ -85,11 +110,33 @@ def _(shape: type, share, low, high, batch, head, row, col):
                 found = philox4x32(b, counter, keys)
                 words[place] = found if by_rows else _exchanged(b, odd, found)
             if by_rows:
-                word, upper = words[place][i % TILE // HALF + j % TILE // HALF * 2], j % 2
+                out.append(_drawn(b, words[place][i % TILE // HALF + j % TILE // HALF * 2], j % 2, bound))
             else:
-                word, upper = words[place][i % 2][j % TILE // HALF], i % TILE // HALF
-            draw = word if upper else b.shl(word, b.u32(16))  # what is below the half in question decides nothing
-            out.append(b.select(b.icmp_unsigned("<", draw, bound), ir.Constant(f32, 1.0), ir.Constant(f32, 0.0)))
+                out.append(_drawn(b, words[place][i % 2][j % TILE // HALF], i % TILE // HALF, bound))
+        return b.from_elements(shape, out)
+
+    return shape, lower
+
+
+@lowers(bernoulli_of_row)
+def _(shape: type, share, low, high, batch, head, row, col, step):
+    _check("bernoulli_of_row", shape, (share, low, high, batch, head, row, col, step), ("row",))
+
+    def lower(b, _, *values):
+        share, low, high, batch, head, row, col, step = map(b.u32, values)
+        keys, bound = _keys(b, low, high), b.shl(share, b.u32(16))
+        eighth = b.add(b.mul(b.lshr(row, b.u32(4)), b.u32(HALF)), b.and_(row, b.u32(HALF - 1)))
+        lower_half = b.icmp_unsigned("!=", b.and_(row, b.u32(HALF)), b.u32(0))  # of 16 rows: a call serves both
+        step, across = b.lshr(step, b.u32(2)), b.add(b.lshr(col, b.u32(2)), b.lshr(lane_first(b, shape, 1), b.u32(1)))
+        part, words, out = lane_first(b, shape, 0), dict[tuple[int, int], list](), []
+        for k in range(shape.elements):
+            i, j = shape.element(0, k)
+            place = i, j // TILE
+            if place not in words:
+                along = b.add(across, b.mul(b.add(part, b.u32(i)), step))
+                four = philox4x32(b, (eighth, b.add(along, b.u32(place[1] * HALF // 2)), head, batch), keys)
+                words[place] = [b.select(lower_half, four[n + 1], four[n]) for n in (0, 2)]
+            out.append(_drawn(b, words[place][j % TILE // HALF], j % 2, bound))
         return b.from_elements(shape, out)
 
     return shape, lower

@@ -29,7 +29,7 @@ from llvmlite import ir
 
 from tiles import ptx
 from tiles.builder import f32, i32, i64
-from tiles.dtypes import dtype
+from tiles.dtypes import bf16, dtype
 from tiles.layout import row_vec_element
 from tiles.plumbing import SCALARS
 from tiles.types import rt, rv
@@ -270,15 +270,17 @@ def _looked_at(b, ty, exchange, array, spec, at, rows, cols, first_row, stores=F
     return _Place(start, line, strides[c], *inside, ptx.vote_all(b, whole)).moved(b, row, zero)
 
 
-def _accesses(b, exchange, spec, place, anew=False):
-    """For each of this lane's accesses: is it inside the array, its address."""
+def _accesses(b, exchange, spec, place, anew=False, column=None):
+    """For each of this lane's accesses: is it inside the array, its address. column: its columns' stride; None: they are
+    adjacent."""
     line = _anew(b, place.start) if anew else place.start
     step = b.mul(i64(HALF * exchange.lines), place.line)
     for row in range(0, spec.rows, HALF * exchange.lines):
         inside = b.icmp_unsigned("<", b.add(place.down, b.u32(row)), place.height)
         for col in range(0, spec.cols, exchange.columns):
             fits = b.and_(inside, b.icmp_unsigned("<", b.add(place.across, b.u32(col)), place.width))
-            yield b.zext(fits, i32), b.add(line, i64(spec.dtype.itemsize * col))
+            along = i64(spec.dtype.itemsize * col) if column is None else b.mul(i64(col), column)
+            yield b.zext(fits, i32), b.add(line, along)
         line = b.add(line, step)
 
 
@@ -303,6 +305,9 @@ STORES = {  # bytes of an access: a lane's
     ELEMENT: "{.reg .pred p;\n.reg .b16 lo, hi;\nsetp.ne.u32 p, $2, 0;\nmov.b32 {lo, hi}, $1;\n"
     "@p st.global.b16 [$0], lo;\n@p st.global.b16 [$0+2], hi;}",
 }
+
+
+HALF_STORE = "{.reg .pred p;\nsetp.ne.u32 p, $3, 0;\n@p st.global.v2.b32 [$0], {$1, $2};}"  # of what 16 bytes become as fp8
 
 
 LOADS = "{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n" + "".join(f"mov.b32 ${k}, 0;\n" for k in range(4))
@@ -341,6 +346,32 @@ def lower_store(ty, spec, rows, cols, first_row, aligned, ordered=True):
                 words = [in_pairs(b, [held[at] for at in four]) for four in _words(exchange, stored)]
                 given = [[b.bitcast(x, i32) for x in four] for four in words]
                 _four_rounds(b, exchange, stored, place, given, _store_word)
+
+    return lower
+
+
+def lower_store_bytes(ty, spec, rows, cols, first_row):
+    """The lowering of a store to an fp8 array of a tile whose columns are as lanes have those of arrays of 2 bytes: eight that
+    lie side by side at a time; element by element where the array does not allow it."""
+    like, held_as = rt(spec.rows, spec.cols, bf16), SCALARS[ty.dtype]
+    exchange, stored = EXCHANGES[2][0], rt(spec.rows, spec.cols, held_as)
+
+    def lower(b, array, value, at, *_):
+        held = {spec.element(0, k): x for k, x in enumerate(b.elements(spec, value))}
+        runs = [[held[row, col + k] for row, col in four for k in (0, 1)] for four in _words(exchange, like)]
+        words = [[b.quad(held_as, *run[k : k + 4]) for k in (0, 4)] for run in runs]
+        place = _looked_at(b, ty, exchange, array, stored, at, rows, cols, first_row(b), stores=True)
+        mine = place.moved(b, exchange.first_row(b), exchange.first_column(b))
+        with b.if_else(place.whole) as (at_once, by_bytes):
+            with at_once:
+                for (fits, address), pair in zip(_accesses(b, exchange, stored, mine), words, strict=True):
+                    b.do(HALF_STORE, address, *pair, fits)
+            with by_bytes:
+                for k in range(8):
+                    here = mine.moved(b, b.u32(0), b.u32(k))
+                    strided = _accesses(b, exchange, stored, here, column=here.column)
+                    for (fits, address), pair in zip(strided, words, strict=True):
+                        b.do(f"{{{GUARD}{STORE[1]}}}", address, b.lshr(pair[k // 4], b.u32(8 * (k % 4))), fits)
 
     return lower
 

@@ -146,12 +146,15 @@ NOT_ATTENTION = {
 
 @pytest.mark.parametrize("name", NOT_ATTENTION)
 def test_what_attention_does_not_take(name):
-    """It runs by parts, and is right."""
+    """It runs by parts, and is right: where products of a batch might do, TMA cannot take rows so short."""
     definition, shapes = NOT_ATTENTION[name]
     kernel, arrays = fuse.kernel(definition), sample(*shapes)
-    with pytest.warns(RuntimeWarning, match="no template computes"):
+    with pytest.warns(RuntimeWarning, match="no template computes|multiples of 16 bytes"):
         got = kernel.run(*arrays)
     assert np.abs((got - kernel(*arrays)).astype(np.float32)).max() <= 0.1
+
+
+HEADS = next(rule for rule in rules.RULES if "heads" in rule.name)
 
 
 def _columns(x):
@@ -178,6 +181,6 @@ def test_a_wrong_rule_is_caught(wrong):
     for definition, shapes in ((scaled, [(2, 6, 8)] * 3), (operators.mla_attention.definition, CASES[operators.mla_attention])):
         names = tuple(inspect.signature(definition).parameters)
         found = traced(definition, names, tuple(Shape(s, "bfloat16") for s in shapes))
-        forms = [form for form in rules.equal(found.roots, found.space, [rules.RULES[-2], rule]) if rule in form.rules]
+        forms = [form for form in rules.equal(found.roots, found.space, [HEADS, rule]) if rule in form.rules]
         caught += sum(not identity(found.roots, form.roots, trials=1).equal for form in forms[:2])
     assert caught

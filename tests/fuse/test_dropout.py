@@ -14,7 +14,7 @@ SEED = np.array([2**62 + 12345])
 DROPPED = fuse.kernel(lambda x, seed, p=0.25: fuse.dropout(x, p, seed) - fuse.mean(x) * 0.0)
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (35, 264), (2, 9, 130), (2, 2056)])
+@pytest.mark.parametrize("shape", [(1, 8), (35, 264), (2, 9, 130), (3, 1280), (2, 2056)])
 def test_what_is_dropped(shape):
     """Ones show it."""
     ones = np.ones(shape, fp32.np)

@@ -13,12 +13,16 @@ from tiles import bf16, fp8e4m3, fp16
 K, N, R = 136, 72, 16
 SHAPES = {  # of the arguments, but for the rows of what has them, "m"
     "dropout_residual_layer_norm": [("m", K), ("m", K), (K,), (K,), (1,)],
+    "expert_linear": [(2, "m", K), (2, K, N)],
+    "expert_mlp": [(2, "m", K), (2, K, N), (2, K, N), (2, N, K)],
     "fp8_linear": [("m", K), (K, N), (N,)],
     "gated_mlp": [("m", K), (K, N), (K, N)],
     "gated_mlp_gelu": [("m", K), (K, N), (K, N)],
     "gated_mlp_down": [("m", K), (K, N), (K, N), (N, K)],
     "layer_norm_linear": [("m", K), (K,), (K,), (K, N)],
+    "linear_cross_entropy": [("m", K), (K, N), ("m",)],
     "lora_linear": [("m", K), (K, N), (K, R), (R, N)],
+    "lora_linear_by_index": [("m", K), (K, N), (3, R, K), (3, R, N), ("m",)],
     "mla_attention": [(2, "m", 16), (40, K), (2, 16, K), (2, 24, K)],
     "normalised_step": [("m", K), ("m", K), (K,)],
     "qk_norm_attention": [(2, "m", 16), (2, 40, 16), (2, 40, 24), (16,), (16,)],
@@ -30,9 +34,12 @@ SHAPES = {  # of the arguments, but for the rows of what has them, "m"
     "rotary": [("m", K), ("m", K // 2), ("m", K // 2)],
 }
 
+INDEX = np.dtype(np.int64)
 DTYPES = {
-    ("dropout_residual_layer_norm", 4): np.dtype(np.int64),
+    ("dropout_residual_layer_norm", 4): INDEX,
     ("fp8_linear", 1): fp8e4m3.np,
+    ("linear_cross_entropy", 2): INDEX,
+    ("lora_linear_by_index", 4): INDEX,
 }  # of arguments that have another than the first
 
 

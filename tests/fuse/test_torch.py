@@ -39,6 +39,21 @@ def test_compiled():
     assert torch.equal(step(x, g, turned), operators.rms_norm_linear(x * 2, g, turned) + 1)
 
 
+def test_other_dtypes_compiled():
+    """fp8 in and out, scales of float32, a seed that lies in memory."""
+    x, r, g = tensors((5, 48), (5, 48), (48,))
+    w, scale = torch.randn(32, 48).to(torch.float8_e4m3fn).t(), torch.rand(32)
+    quantise = torch.compile(lambda *given: operators.residual_rms_norm_quantise(*given), fullgraph=True, backend="aot_eager")
+    got, want = quantise(x, r, g), operators.residual_rms_norm_quantise(x, r, g)
+    assert [y.dtype for y in got] == [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, want))
+    linear = torch.compile(lambda *given: operators.fp8_linear(*given), fullgraph=True, backend="aot_eager")
+    close(linear(x, w, scale), x.double() @ (w.double() * scale))
+    dropped = torch.compile(lambda *given: operators.dropout_residual_layer_norm(*given), fullgraph=True, backend="aot_eager")
+    results = [dropped(x, r, g, g, torch.tensor([seed]))[1] for seed in (5, 5, 6)]
+    assert torch.equal(*results[:2]) and not torch.equal(*results[1:])
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradient_by_parts_of_several_dtypes(compiled):
     """Torch multiplies no fp8, and no bf16 by float32."""
@@ -111,3 +126,34 @@ def test_what_has_no_kernel():
     (x,) = tensors((3, 40))
     with pytest.warns(RuntimeWarning, match="no template computes concat"):
         assert torch.equal(kernel(x), torch.cat([x, x], -1) * 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradient_of_cross_entropy(compiled):
+    """By parts, with what is to be ignored left out by the caller."""
+    x, w = (t.requires_grad_() for t in tensors((5, 40), (40, 24)))
+    target = torch.tensor([3, 0, -100, 23, 7])
+    function = operators.linear_cross_entropy
+    if compiled:
+        function = torch.compile(lambda *given: operators.linear_cross_entropy(*given), fullgraph=True, backend="aot_eager")
+    loss, lse = function(x, w, target)
+    assert loss.dtype == lse.dtype == torch.float32 and loss.shape == (5, 1)
+    loss[target >= 0].sum().backward()
+    x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
+    wanted = F.cross_entropy(x64 @ w64, target, reduction="sum")
+    wanted.backward()
+    close(loss.detach()[target >= 0].sum(), wanted.detach())
+    close(x.grad, x64.grad, 5)
+    close(w.grad, w64.grad, 5)
+
+
+def test_adapters_by_index():
+    """Their values, and that gradients reach the adapters that were chosen."""
+    x, w, a, b = tensors((5, 40), (40, 24), (2, 8, 40), (2, 8, 24))
+    index = torch.tensor([1, -1, 1, 1, 1])
+    own = (x.double()[:, None] @ a.double()[1].T @ b.double()[1])[:, 0] * (index >= 0)[:, None]
+    close(operators.lora_linear_by_index(x, w, a, b, index), x.double() @ w.double() + own)
+    b.requires_grad_()
+    operators.lora_linear_by_index(x, w, a, b, index).sum().backward()
+    low = (x.double() @ a.double()[1].T)[index >= 0].sum(0)
+    assert not b.grad[0].any() and (b.grad[1].double() - low[:, None]).abs().max() <= 2**-5 * low.abs().max()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from ops import bernoulli, store
+from ops import bernoulli, bernoulli_of_row, store
 from tiles import Hazard, bf16, fp32, rt
 from tiles.philox import halves, philox4x32
 from tiles.testing import blank, meaning
@@ -59,6 +59,18 @@ def drawn_by_columns(out, share, low, high, batch, head, row, col):
 @cuda.jit
 def drawn(out, share, low, high, batch, head, row, col):
     store(out, bernoulli(T, share, low, high, batch, head, row, col), (0, 0))
+
+
+@pytest.mark.parametrize(("row", "col", "step"), [(0, 0, 48), (5, 32, 64), (2**20 + 12, 16, 256)])
+def test_draws_of_a_row_in_parts(run, row, col, step):
+    @cuda.jit
+    def drawn_of_row(out, row, col, step):
+        store(out, bernoulli_of_row(T, 0x27D5, 77, 3, 1, 2, row, col, step), (0, 0))
+
+    out = blank(T.shape)
+    run(drawn_of_row, out, row, col, step)
+    columns = col + step * np.arange(T.rows)[:, None] + np.arange(T.cols)
+    assert (out == (halves(77 | 3 << 32, 1, 2, row, columns) < 0x27D5)).all()
 
 
 @pytest.mark.parametrize("share", [0, 1, 0x27D5, 0x8000, 65535])

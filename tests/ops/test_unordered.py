@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 
 from ops import load_unordered, row_sum, store, store_unordered
-from tiles import bf16, fp16, fp32, rt
+from tiles import bf16, fp8e4m3, fp16, fp32, rt
 from tiles.testing import blank, meaning
 
 
@@ -33,6 +33,21 @@ def test_maps_and_sums_of_rows(run, sample, shape, held, dtype, first):
     assert (sums[:, 0] == wanted.sum(1)).all()
     wanted[:9] -= y[:, first : first + shape[1]].astype(np.float32)
     assert (z[:, first:] == wanted).all()
+
+
+@pytest.mark.parametrize(("first", "rows"), [(0, 16), (0, 9), (1, 16)], ids=["eight bytes", "fewer rows", "byte by byte"])
+def test_to_bytes(run, sample, first, rows):
+    """What was 16 bits, rounded and stored as fp8; beyond the end is the greatest number."""
+    T = rt(16, 64, bf16)
+
+    @cuda.jit
+    def kernel(x, y):
+        store_unordered(y, fp32(load_unordered(x, T, (0, 0))) * 100.0, (0, first))
+
+    x, y = sample((16, 64)).astype(bf16.np), np.full((rows, 64), np.nan, fp8e4m3.np)
+    run(kernel, x, y)
+    wanted = fp8e4m3.round(x.astype(np.float32) * np.float32(100))
+    assert (y[:, first:] == wanted[:rows, : 64 - first]).all() and np.isnan(y[:, :first].astype(np.float32)).all()
 
 
 def test_order_is_not_the_arrays(sample):

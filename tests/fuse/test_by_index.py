@@ -1,0 +1,113 @@
+"""Matrices of which each row has its own, by an index: adapters."""
+
+import numpy as np
+import pytest
+from references import compare
+from test_since_ampere import A100, normal
+
+import fuse
+from fuse import fused, operators, proof, rules
+from fuse.candidates import candidates
+from fuse.cost import H200
+
+CARDS = pytest.mark.parametrize("card", [H200, A100], ids=lambda card: card.name)
+
+
+def sample(rows, adapters=3, rank=16):
+    """x, w, a, b, and an index in any order, by which a row has no adapter."""
+    index = np.random.default_rng(rows).integers(-1, adapters, rows)
+    index[rows // 2] = -1
+    return normal(rows, 72), normal(72, 40), normal(adapters, rank, 72), normal(adapters, rank, 40), index
+
+
+def wanted(x, w, a, b, index, scale=1.0):
+    """Row by row, in float64."""
+    x, w, a, b = (y.astype(np.float64) for y in (x, w, a, b))
+    own = [x[m] @ a[e].T @ b[e] if e >= 0 else 0 * w[0] for m, e in enumerate(index)]
+    return x @ w + scale * np.stack(own)
+
+
+@CARDS
+@pytest.mark.parametrize(("rows", "adapters", "rank"), [(1, 3, 16), (17, 5, 8), (70, 2, 8), (70, 3, 24)])
+def test_against_float64(rows, adapters, rank, card, monkeypatch):
+    """Of few rows and many, whose products with all adapters are narrow, or several steps of the second product."""
+    monkeypatch.setattr(fused, "card", lambda ordinal: card)
+    monkeypatch.setenv("TILES_CHECK", "0")
+    kernel, arrays = fuse.kernel(operators.lora_linear_by_index.definition), sample(rows, adapters, rank)
+    got = kernel.run(*arrays, 0.5)
+    compare(kernel, (*arrays, 0.5), got)
+    right = wanted(*arrays, 0.5)
+    assert np.abs(got - right).max() <= 2**-6 * np.abs(right).max()
+    without = operators.lora_linear_by_index(*arrays, 0.5)[rows // 2]
+    assert np.abs(without.astype(float) - right[rows // 2]).max() <= 2**-7 * np.abs(right).max()
+
+
+@pytest.mark.parametrize("lying", [list, lambda arrays: [arrays[0], np.asfortranarray(arrays[1]), *arrays[2:]]])
+@pytest.mark.parametrize("rows", [5, 70])
+def test_weights_as_torch_has_them(rows, lying, monkeypatch):
+    """What lies otherwise than the adapters is another product; else it is the same one, of more steps along k."""
+    monkeypatch.setenv("TILES_CHECK", "0")
+    arrays = lying(sample(rows, 3, 24))
+    assert operators.lora_linear_by_index.source(*arrays).count("@cuda.jit") == (2 if lying is list else 3)
+    right = wanted(*arrays)
+    assert np.abs(operators.lora_linear_by_index.run(*arrays) - right).max() <= 2**-6 * np.abs(right).max()
+
+
+def test_a_narrow_product_of_deep_rows(monkeypatch):
+    """Clusters of four share k where there are few columns."""
+    monkeypatch.setenv("TILES_CHECK", "0")
+    kernel, arrays = fuse.kernel(lambda x, w: x @ w), (normal(3, 1032), normal(1032, 40))
+    assert (
+        "DEPTH, BLOCKS" in kernel.source(*arrays)
+        and ", 4, " in kernel.source(*arrays).split("BLOCKS, STAGES, AHEAD = ")[1][:20]
+    )
+    compare(kernel, arrays, kernel.run(*arrays))
+
+
+@CARDS
+def test_proof(card):
+    kernel, arrays = operators.lora_linear_by_index, sample(70, 3, 24)
+    found = kernel.trace(kernel._arguments(arrays))
+    known = proof.proven(kernel.name, found, candidates(found, card)[0])
+    assert known.holds and "a (3, 24," in str(known), known
+
+
+def _own(change):
+    """A rule that makes something of what rows keep."""
+    return lambda x: (change(*x.of) for _ in range(x.operation == "among"))
+
+
+BY_INDEX = next(rule for rule in rules.RULES if "adapters" in rule.name)
+WRONG = {
+    "rows keep all": _own(lambda x, index, like: x),
+    "rows keep others": _own(lambda x, index, like: x - fuse.terms.among(x, index, like)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_is_caught(name):
+    kernel, arrays = operators.lora_linear_by_index, sample(70)
+    found = kernel.trace(kernel._arguments(arrays))
+    forms = rules.equal(found.roots, found.space, [BY_INDEX, rules.Rule(name, "", WRONG[name])])
+    once = next(form for form in forms if len(form.rules) == 2)
+    assert not proof.identity(found.roots, once.roots).equal
+
+
+@pytest.mark.parametrize("function", [operators.lora_linear_by_index, operators.lora_linear_by_index.run])
+def test_mistakes(function):
+    x, w, a, b, index = sample(6)
+    with pytest.raises(ValueError, match=r"index: must be below 3: index\[2\]=3, index.shape=\(6,\)"):
+        function(x, w, a, b, np.where(np.arange(6) == 2, 3, index))
+    with pytest.raises(ValueError, match=r"got \(6, 72\), \(3, 72, 16\) and \(5,\)|index: m must"):
+        function(x, w, a, b, index[:5])
+    with pytest.raises(ValueError, match=r"index chooses among 3 matrices .*, and 2 of b|b: . must"):
+        function(x, w, a, b[:2], index)
+
+
+def test_one_product_by_itself():
+    """It has no kernel, and says why."""
+    kernel, (x, _, a, _, index) = fuse.kernel(lambda x, w, index: fuse.matmul_by(x, w, index)), sample(6)
+    w = np.ascontiguousarray(a.swapaxes(1, 2))
+    with pytest.warns(RuntimeWarning, match="no template computes matmul_by"):
+        got = kernel.run(x, w, index)
+    assert np.abs((got - kernel(x, w, index)).astype(float)).max() <= 0.2
