@@ -30,6 +30,7 @@ NAMES = (
 )  # ours
 MEMORY = 4.1e6  # bytes a microsecond: what tiles of 64 to 256 columns stream at
 INTAKE = 51e3  # the same of one multiprocessor
+DEEP = 1024  # of k, from which on a cluster of four may share it
 EXCHANGE = 0.5  # microseconds that a sum over a cluster takes
 ROOM = 222 * 2**10  # bytes of shared memory for rings and what else there is
 ITEM, MOST_SLOTS = 2, 12  # bytes of an operand's element; slots of a ring
@@ -88,7 +89,7 @@ class FewRows(Product):
         rows = next(n for n in (16, 32, 64) if n >= self.rows)
         # of clusters of 4 no more than 30 run at once on 132 multiprocessors, of 2 all 66
         ways = [(b, c) for c in (64, 128) for b in (1, 2)]
-        if -(-self.columns // 64) * (self.batch or 1) <= self.processors // 8:
+        if self.inner >= DEEP and -(-self.columns // 64) * (self.batch or 1) <= self.processors // 8:
             ways.append((4, 64))
         wide = -1 if self.batch else 1  # of a batch several blocks follow each other on a multiprocessor: wide ones are fewer
         _, blocks, columns = min(((self._microseconds(rows, c, b), b, wide * c) for b, c in ways))
