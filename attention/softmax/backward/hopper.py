@@ -200,7 +200,7 @@ def make(config: Config):
             do.release(j)
             every = ds.wait(j)
             part = parts.product(me, every, k.wait(0))
-            warpgroup.store(dq.claim(PARTS * j + me), warpgroup.wait(part))
+            warpgroup.store_held(dq.claim(PARTS * j + me), warpgroup.wait(part))
             dq.publish(PARTS * j + me)
         else:
             dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
@@ -213,7 +213,7 @@ def make(config: Config):
         ds.release(j)
         dk = warpgroup.wait(dk, newer=1)
         q.release(j)
-        warpgroup.store(dq.claim(PARTS * j + LAST + me), part)
+        warpgroup.store_held(dq.claim(PARTS * j + LAST + me), part)
         return turned(warpgroup.wait(s)), dk, dv
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
