@@ -30,7 +30,7 @@ from .interpreter import here
 from .layout import LANES, WARPGROUP
 from .op import integer, lowers, op
 from .plumbing import compile_time, void
-from .types import gl, rv, st, sv
+from .types import gl, rt, rv, st, sv
 from .values import SharedTile
 
 BARRIER_BYTES = 8
@@ -128,8 +128,8 @@ class ring:
     @op
     def publish(self, j, fenced=False):
         """This warp has stored its part of tile j; the readers, their mmas and TMA see it once all writers have said so. (Of a
-        vector only ordinary loads do, until a reader's warpgroup meets.) fenced: a tile of another ring has just been
-        published, after all that was stored here, and its fence holds for this, too."""
+        vector only ordinary loads do, until a reader's warpgroup meets.) fenced: no fence of its own, for that of a tile of
+        another ring, which has just been published, holds for this one, too; or because readers only load it."""
         _slot(self, j).publish(here(), j, fenced)
 
     @op
@@ -139,8 +139,8 @@ class ring:
 
     @op
     def release(self, j, after=None, fenced=False):
-        """This warp has read tile j for the last time. Its mmas on the tile must have been waited for. `after`, a vector: not
-        before it is computed, which also keeps the compiler from moving its computation behind a later wait. fenced: as in
+        """This warp has read tile j for the last time. Its mmas on the tile must have been waited for. `after`, a vector or a
+        tile: not before it is computed, which also keeps the compiler from moving its computation behind a later wait. fenced: as in
         `publish`."""
         _slot(self, j).release(here(), j, fenced)
 
@@ -291,8 +291,8 @@ def _(ring, j, fenced: int):
     _needs_writers("publish", ring)
 
     def emit(b, base, j, _):
-        if not fenced:
-            (ptx.warp_sync if isinstance(ring.tile, sv) else ptx.reads_done)(b)  # a fence would wait for loads under way, too
+        bare = fenced or isinstance(ring.tile, sv)  # a fence would wait for loads under way, too
+        (ptx.warp_sync if bare else ptx.reads_done)(b)
         with b.if_then(elected(b, LANES)):
             ptx.mbarrier_arrive(b, full_barrier(b, ring, base, _modulo(b, ring, j)[0]))
 
@@ -315,13 +315,13 @@ def _(ring, j):
 @lowers(ring.release)
 def _(ring, j, after, fenced: int):
     needs_index("release", j)
-    if not (after is None or isinstance(after, rv)):
-        raise TypeError(f"release: `after` must be a vector, got {after}")
+    if not (after is None or isinstance(after, (rt, rv))):
+        raise TypeError(f"release: `after` must be a register tile or a vector, got {after}")
 
     def emit(b, base, j, vector, _):
         if ring.fenced and not fenced:
             ptx.reads_done(b)
-        elif not fenced and isinstance(ring.tile, sv):
+        elif isinstance(ring.tile, sv):
             ptx.warp_sync(b)
         mine = elected(b, LANES) if ring.blocks == 1 else b.icmp_unsigned("<", b.lane(), b.u32(ring.blocks))
         if after is not None:

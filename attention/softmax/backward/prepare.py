@@ -16,7 +16,7 @@ from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
 from ..sequences import Batched
-from . import ampere, hopper
+from . import ampere, hopper, wide
 from .order import UNORDERED, Unordered
 from .parts import BAND, ByRows
 
@@ -32,7 +32,7 @@ class Config:
     value_dim: int
     rows: int
     dtype: dtype
-    parts: ByRows
+    parts: ByRows | None
     aligned: bool = True
     lie: type[Batched] = field(default=Batched, kw_only=True)
     order: Unordered = field(default=UNORDERED, kw_only=True)
@@ -53,8 +53,9 @@ class Config:
         return record(**self.sequences.given, **self.order.given)
 
     def __str__(self):
-        parts = type(self.parts).__name__.lower() + ", by elements" * (not self.aligned) + str(self.order)
-        return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}"
+        parts = type(self.parts).__name__.lower() if self.parts else "no sums"
+        more = ", by elements" * (not self.aligned) + str(self.order)
+        return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}{more}"
 
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
@@ -63,6 +64,11 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
     if isinstance(config, ampere.Config):
         aligned, parts = config.piece == PIECES[0], replace(config.parts, piece=PIECES[0])
     return Config(config.value_dim, config.rows, config.dtype, parts, aligned, lie=config.lie, order=config.order)
+
+
+def without_sums(config: wide.Config) -> Config:
+    """What comes before kernels that sum no dQ in memory."""
+    return Config(config.value_dim, config.rows, config.dtype, None)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -76,7 +82,9 @@ def make(config: Config):
     ALIGNED = True if config.aligned else None
     ROWS, INPUT, PART, GIVEN = config.rows, config.dtype, rt(BAND, 64, fp32), config.given
     parts, sequences, order = config.parts, config.sequences, config.order
-    X, COLUMNS, WARPS, BANDS = rt(BAND, parts.width, fp32), config.value_dim, config.rows // BAND, parts.rows // BAND
+    COLUMNS, WARPS = config.value_dim, config.rows // BAND
+    X, HEIGHT = (rt(BAND, parts.width, fp32), parts.rows) if parts else (PART, 0)
+    BANDS = HEIGHT // BAND
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def prepare(
@@ -102,6 +110,6 @@ def make(config: Config):
         if warp == 0:
             order.begin(given, pair, tile)
         for band in range(warp, BANDS, WARPS):
-            store(gSum, zeros(X), (pair, int32(parts.rows * tile + BAND * band), 0), 1, 2, True)
+            store(gSum, zeros(X), (pair, int32(HEIGHT * tile + BAND * band), 0), 1, 2, True)
 
     return prepare, None
