@@ -340,11 +340,11 @@ def opaque(b, x):
 
 
 def computed(b, registers):
-    """True, as soon as these registers, of fp32 or of pairs, are computed: compares them with a NaN, or a pair of a NaN and a
-    number, that no arithmetic makes, which the compiler cannot know."""
+    """True, as soon as these fp32 registers are computed: compares them with a NaN that no arithmetic makes, which the
+    compiler cannot know."""
     true = b.icmp_unsigned("==", b.u32(0), b.u32(0))
     for x in registers:
-        true = b.and_(true, b.icmp_unsigned("!=", b.bitcast(x, i32) if x.type != i32 else x, b.u32(0x7FEDCBA9)))
+        true = b.and_(true, b.icmp_unsigned("!=", b.bitcast(x, i32), b.u32(0x7FEDCBA9)))
     return true
 
 

@@ -30,7 +30,7 @@ from .interpreter import here
 from .layout import LANES, WARPGROUP
 from .op import integer, lowers, op
 from .plumbing import compile_time, void
-from .types import gl, rt, rv, st, sv
+from .types import gl, rv, st, sv
 from .values import SharedTile
 
 BARRIER_BYTES = 8
@@ -139,8 +139,8 @@ class ring:
 
     @op
     def release(self, j, after=None, fenced=False):
-        """This warp has read tile j for the last time. Its mmas on the tile must have been waited for. `after`, a vector or a
-        tile: not before it is computed, which also keeps the compiler from moving its computation behind a later wait. fenced: as in
+        """This warp has read tile j for the last time. Its mmas on the tile must have been waited for. `after`, a vector: not
+        before it is computed, which also keeps the compiler from moving its computation behind a later wait. fenced: as in
         `publish`."""
         _slot(self, j).release(here(), j, fenced)
 
@@ -315,8 +315,8 @@ def _(ring, j):
 @lowers(ring.release)
 def _(ring, j, after, fenced: int):
     needs_index("release", j)
-    if not (after is None or isinstance(after, (rt, rv))):
-        raise TypeError(f"release: `after` must be a register tile or a vector, got {after}")
+    if not (after is None or isinstance(after, rv)):
+        raise TypeError(f"release: `after` must be a vector, got {after}")
 
     def emit(b, base, j, vector, _):
         if ring.fenced and not fenced:

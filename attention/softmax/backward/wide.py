@@ -1,8 +1,8 @@
 """Gradients of wide heads for Hopper, dK and dV: a thread block has 64 keys and goes through the queries that see them.
 
 The sums of so many columns fill a block's registers, one of the two in each consumer. So the first consumer finds the weights
-P^T of a tile of queries, for dV = P^T dO; the second one dS^T, for dK = dS^T Q. They share P alone, by way of shared memory. For
-dQ there is a kernel of its own (wide_queries.py): a block of so few keys would add too little of it at a time.
+P^T of a tile of queries, for dV = P^T dO; the second one dS^T, for dK = dS^T Q. They share P alone, by way of shared memory.
+dQ has a kernel of its own (wide_queries.py): blocks of so few keys would add to each query's too often.
 """
 
 import functools
@@ -139,8 +139,8 @@ def make(config: Config):
         gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gDK: array(4, INPUT), gDV: array(4, INPUT),
         given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once; the
-        `group` query heads that share the head come one after the other. The weight of a score s is exp2(`scale` s - lse);
+        """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once;
+        the `group` query heads that share the head come one after the other. The weight of a score s is exp2(`scale` s - lse);
         before the variant made something of it, it was `unit` Q K^T."""
         k, v, q, do, p, sums = smem.open()
         me = warpgroup.id()

@@ -103,8 +103,8 @@ def make(config: Config):
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dQ of a block of queries of one of `pairs` pairs of head and batch, `band` of which are worked on at once; `group`
-        heads share a key head. Of each 64 queries gSums has the log-sum-exps, and then the sums of dO O. The weight of a score s
-        is exp2(`scale` s - lse); before the variant made something of it, it was `unit` Q K^T."""
+        heads share a key head. Of each 64 queries gSums has the log-sum-exps, and then the sums of dO O. The weight of a score
+        s is exp2(`scale` s - lse); before the variant made something of it, it was `unit` Q K^T."""
         q, do, k, v = smem.open()
         me = warpgroup.id()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
