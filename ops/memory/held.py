@@ -126,7 +126,7 @@ def _(source, spec: type, at, together: int):
         for k in range(0, spec.elements, QUAD):
             four = ir.LiteralStructType([f32] * QUAD)
             load = "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
-            found += b.unpack(b.asm(four, load, "=f,=f,=f,=f,l", b.add(address, i64(LANES * fp32.itemsize * k))))
+            found += b.unpack(b.asm(four, load, "=f,=f,=f,=f,l", b.add(address, i64(fp32.itemsize * LANES * k))))
         return b.pack(found)
 
     return spec, emit
