@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from tiles import fp32
 from tiles.arrays import Number, Operand
 from tiles.device import machine
 from tiles.launch import kernel_for
@@ -26,6 +27,7 @@ from . import ampere, finish, folded, hopper, norms, prepare, sinks, wide, wide_
 from .again import Added
 from .learned import GRADIENTS, Learned, read_by
 from .lists import FACING, listed
+from .results import Written
 
 SHARING, IN_LINE = 6, 16  # multiprocessors that work on one pair at a time, where later queries see more keys, and in order
 GIVEN = """

@@ -26,8 +26,8 @@ NEVER = 1e30  # the log-sum-exp of a row that sees no key, or is none: its weigh
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: the padded columns of O, how many queries a tile has, how dQ is cut, whether rows of O and dO begin at
-    multiples of 16 bytes, how sequences lie, in which order dQ is summed."""
+    """Of the kernel: the padded columns of O, how many queries a tile has, how dQ is cut if it is summed, whether rows of O and
+    dO begin at multiples of 16 bytes, how sequences lie, in which order dQ is summed."""
 
     value_dim: int
     rows: int
@@ -74,6 +74,7 @@ def without_sums(config: wide.Config) -> Config:
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with: what the main kernel's are."""
     yield from dict.fromkeys(config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything))
+    yield from dict.fromkeys(without_sums(config) for config in wide.space(arch, everything))
 
 
 @functools.cache
