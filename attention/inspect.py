@@ -32,13 +32,16 @@ from .recurrent.kernels import (
 )
 from .softmax import ampere, block_masks, hopper, norms
 from .softmax.backward import ampere as backward_ampere
-from .softmax.backward import bias, elements, finish, prepare, sinks
+from .softmax.backward import bias, elements, finish, folded, prepare, sinks, wide, wide_queries
 from .softmax.backward import hopper as backward_hopper
 from .softmax.backward import norms as backward_norms
 
 MODULES = {
     "forward": (ampere, hopper, norms, block_masks),
-    "backward": (prepare, backward_ampere, backward_hopper, finish, sinks, backward_norms, bias, elements),
+    "backward": (
+        *(prepare, backward_ampere, backward_hopper, folded, wide, wide_queries),
+        *(finish, sinks, backward_norms, bias, elements),
+    ),
     "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper),
     "delta": (delta_hopper, kda_hopper),
     "based": (based_hopper,),

@@ -17,6 +17,7 @@ from tiles.types import st
 from .elementwise import create, masks
 from .matmul.wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait
 from .memory import load_store
+from .memory.held import store_held
 from .memory.tma import store_wait, tma_add, tma_max, tma_min, tma_store
 from .memory.transposed import load_transposed, store_transposed
 from .memory.zero_rows import zero_rows
@@ -30,8 +31,8 @@ __all__ = [
     "ROWS", "THREADS", "causal", "claim_registers", "id", "load", "load_transposed", "lower_fill", "mm_AB", "mm_ABt",
     "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "on_diagonal", "outside_fill", "own_block", "own_rows",
     "ping_pong", "quarter", "rank", "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum",
-    "release_registers", "row_index", "send", "store", "store_transposed", "store_wait", "sync", "sync_several", "tma_add",
-    "tma_max", "tma_min", "tma_store", "tril", "triu", "upper_fill", "wait", "zero_rows",
+    "release_registers", "row_index", "send", "store", "store_held", "store_transposed", "store_wait", "sync", "sync_several",
+    "tma_add", "tma_max", "tma_min", "tma_store", "tril", "triu", "upper_fill", "wait", "zero_rows",
 ]  # fmt: skip
 
 

@@ -126,10 +126,11 @@ class ring:
         return _slot(self, j).claim(here(), j)
 
     @op
-    def publish(self, j):
+    def publish(self, j, fenced=False):
         """This warp has stored its part of tile j; the readers, their mmas and TMA see it once all writers have said so. (Of a
-        vector only ordinary loads do, until a reader's warpgroup meets.)"""
-        _slot(self, j).publish(here(), j)
+        vector only ordinary loads do, until a reader's warpgroup meets.) fenced: no fence of its own, for that of a tile of
+        another ring, which has just been published, holds for this one, too; or because readers only load it."""
+        _slot(self, j).publish(here(), j, fenced)
 
     @op
     def wait(self, j):
@@ -137,10 +138,11 @@ class ring:
         return _slot(self, j).wait(here(), j)
 
     @op
-    def release(self, j, after=None):
+    def release(self, j, after=None, fenced=False):
         """This warp has read tile j for the last time. Its mmas on the tile must have been waited for. `after`, a vector: not
-        before it is computed, which also keeps the compiler from moving its computation behind a later wait."""
-        _slot(self, j).release(here(), j)
+        before it is computed, which also keeps the compiler from moving its computation behind a later wait. fenced: as in
+        `publish`."""
+        _slot(self, j).release(here(), j, fenced)
 
 
 def needs_whole(name, tile):
@@ -284,12 +286,13 @@ def _(ring, j):
 
 
 @lowers(ring.publish)
-def _(ring, j):
+def _(ring, j, fenced: int):
     needs_index("publish", j)
     _needs_writers("publish", ring)
 
-    def emit(b, base, j):
-        (ptx.warp_sync if isinstance(ring.tile, sv) else ptx.reads_done)(b)  # a fence would wait for loads under way, too
+    def emit(b, base, j, _):
+        bare = fenced or isinstance(ring.tile, sv)  # a fence would wait for loads under way, too
+        (ptx.warp_sync if bare else ptx.reads_done)(b)
         with b.if_then(elected(b, LANES)):
             ptx.mbarrier_arrive(b, full_barrier(b, ring, base, _modulo(b, ring, j)[0]))
 
@@ -310,13 +313,13 @@ def _(ring, j):
 
 
 @lowers(ring.release)
-def _(ring, j, after):
+def _(ring, j, after, fenced: int):
     needs_index("release", j)
     if not (after is None or isinstance(after, rv)):
         raise TypeError(f"release: `after` must be a vector, got {after}")
 
-    def emit(b, base, j, vector):
-        if ring.fenced:
+    def emit(b, base, j, vector, _):
+        if ring.fenced and not fenced:
             ptx.reads_done(b)
         elif isinstance(ring.tile, sv):
             ptx.warp_sync(b)

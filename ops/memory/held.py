@@ -5,9 +5,15 @@
 
 The lanes' first elements lie side by side, then their second ones, and so on: each instruction of a warp adds or loads 128
 bytes that lie together, from one address. What order rows and columns have there only a load of the same type knows.
+
+A warpgroup's tile can go by way of a shared tile, from which TMA adds it. There a lane's elements lie by fours, 16 bytes:
+
+    warpgroup.store_held(tile, part)
+    part = load_held(sums, rt(16, 64, fp32), (pair, row, 0), 4)
 """
 
 import numpy as np
+from llvmlite import ir
 from numba.cuda import types
 
 from tiles import ptx
@@ -15,12 +21,16 @@ from tiles.builder import f32, i64
 from tiles.dtypes import fp32
 from tiles.interpreter import Touched, here, note
 from tiles.interpreter.accesses import READ
-from tiles.layout import LANES
+from tiles.layout import LANES, WARPGROUP
 from tiles.op import integer, lowers, op
 from tiles.plumbing import SCALARS, void
-from tiles.types import rt
+from tiles.types import rt, st
 
+from ..threads.warps import FOUR_WARPS
 from .shared_tiles import said
+
+QUAD = 4  # elements of a lane that lie together in shared memory
+ROW = 8 * QUAD  # columns of a shared tile that takes held ones: eight lanes' elements, a row of all banks
 
 
 def _line(array, spec, at):
@@ -33,11 +43,11 @@ def _line(array, spec, at):
     return whole.reshape(-1)[start : start + LANES * spec.elements]
 
 
-def _places(spec):
-    """Where in that line each of a tile's elements lies."""
+def _places(spec, together=1):
+    """Where in that line each of a tile's elements lies, so many of a lane's side by side."""
     lane, index = np.arange(LANES)[:, None], np.arange(spec.elements)
     places = np.empty(spec.shape, np.int64)
-    places[spec.element(lane, index)] = LANES * index + lane
+    places[spec.element(lane, index)] = (LANES * (index // together) + lane) * together + index % together
     return places
 
 
@@ -52,11 +62,21 @@ def add_held(target, value, at):
 
 
 @op
-def load_held(source, spec, at):
-    """The tile, of the type `spec`, that was added so."""
+def load_held(source, spec, at, together=1):
+    """The tile, of the type `spec`, that was added so. together: 4 if it came by way of a shared tile."""
     line = _line(source, spec, at)
     note(Touched, line, False)
-    return line[_places(spec)]
+    return line[_places(spec, together)]
+
+
+@op(takes_operands=True)
+def store_held(tile, value):
+    """A shared tile = the warps' fp32 tiles as their lanes hold them, one below the other: for TMA to bring to an array with
+    the same columns, whence `load_held` takes them. tile: of fp32, 32 columns."""
+    values = np.empty(value.array.size, np.float32)
+    values[_places(value.spec, QUAD)] = value.array
+    rows = tile.shape[0] // WARPGROUP
+    here().write(tile, values.reshape(rows, ROW), range(rows * here().rank, rows * (here().rank + 1)))
 
 
 def _check(name, array, spec, at):
@@ -68,12 +88,17 @@ def _check(name, array, spec, at):
         raise TypeError(f"{name}: `at` must be {array.ndim} integers for an array of {array.ndim} axes, got {said(at)}")
 
 
-def _addresses(b, array, value, spec, at):
-    """Of this lane's elements."""
+def _first(b, array, value, at, together=1):
+    """The address of this lane's first element."""
     address, _, strides = b.array(array, value)
     for index, stride in zip(b.unpack(at), strides, strict=True):
         address = b.add(address, b.mul(b.sext(index, i64) if index.type.width < 64 else index, stride))
-    address = ptx.opaque(b, b.add(address, b.zext(b.mul(b.lane(), b.u32(fp32.itemsize)), i64)))
+    return ptx.opaque(b, b.add(address, b.zext(b.mul(b.lane(), b.u32(together * fp32.itemsize)), i64)))
+
+
+def _addresses(b, array, value, spec, at):
+    """Of this lane's elements."""
+    address = _first(b, array, value, at)
     return [b.add(address, i64(LANES * fp32.itemsize * k)) for k in range(spec.elements)]
 
 
@@ -89,10 +114,40 @@ def _(target, value, at):
 
 
 @lowers(load_held)
-def _(source, spec: type, at):
+def _(source, spec: type, at, together: int):
     _check("load_held", source, spec, at)
+    if together not in (1, QUAD):
+        raise TypeError(f"load_held: 1 or {QUAD} of a lane's elements lie together, got {together}")
 
-    def emit(b, vsource, _, vat):
-        return b.pack([b.asm(f32, "ld.global.f32 $0, [$1];", "=f,l", a) for a in _addresses(b, source, vsource, spec, vat)])
+    def emit(b, vsource, _, vat, __):
+        if together == 1:
+            return b.pack([b.asm(f32, "ld.global.f32 $0, [$1];", "=f,l", a) for a in _addresses(b, source, vsource, spec, vat)])
+        address, found = _first(b, source, vsource, vat, QUAD), []
+        for k in range(0, spec.elements, QUAD):
+            four = ir.LiteralStructType([f32] * QUAD)
+            load = "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
+            found += b.unpack(b.asm(four, load, "=f,=f,=f,=f,l", b.add(address, i64(fp32.itemsize * LANES * k))))
+        return b.pack(found)
 
     return spec, emit
+
+
+@lowers(store_held)
+def _(tile, value):
+    if not isinstance(value, rt) or value.dtype is not fp32:
+        raise TypeError(f"store_held: takes a register tile of fp32, got {value}")
+    rows = value.rows * value.cols * WARPGROUP // ROW
+    if not isinstance(tile, st) or tile.dtype is not fp32 or tile.shape != (rows, ROW):
+        raise TypeError(f"store_held: takes a shared tile of {rows} rows and {ROW} columns of fp32 for {value}, got {tile}")
+
+    def emit(b, address, registers):
+        lane, registers = b.lane(), b.unpack(registers)
+        row, chunk = b.lshr(lane, b.u32(3)), b.and_(lane, b.u32(7))  # eight lanes to a row, which has all banks
+        start = b.add(address, b.mul(b.add(b.mul(FOUR_WARPS.emit_rank(b), b.u32(rows // WARPGROUP)), row), b.u32(tile.width)))
+        even = b.mul(b.xor(chunk, row), b.u32(16))  # the swizzle: XORed by the row's number; four rows on, by 4 more
+        places = [b.add(start, even), b.add(start, b.xor(even, b.u32(64)))]
+        for n, k in enumerate(range(0, value.elements, QUAD)):
+            at = b.add(places[n % 2], b.u32(4 * tile.width * n))
+            b.do("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", at, *registers[k : k + QUAD])
+
+    return void, emit

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+from banks import ways
 from numba import cuda
 
-from ops import add_held, load, load_held, store
-from tiles import Hazard, bf16, fp32, rt
-from tiles.testing import blank, meaning
+import tiles
+from ops import add_held, load, load_held, store, store_wait, tma_add, warpgroup
+from tiles import Hazard, bf16, fp32, ring, rt, st, tensor
+from tiles.testing import blank, meaning, ptx
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (32, 48)])
@@ -29,6 +31,39 @@ def test_what_was_added_comes_back(run, sample, shape):
     assert (np.sort(sums[1]) == np.sort(4 * x.ravel())).all()
     run(take, sums, y)
     assert (y == 4 * x).all()
+
+
+@pytest.mark.parametrize("cols", [16, 64, 80])
+def test_by_way_of_a_shared_tile(run, sample, cols):
+    """Four warps' tiles are added twice by TMA, and come back; lanes meet no bank conflicts."""
+    T, S = rt(16, cols, fp32), st(2 * cols, 32, fp32)
+    smem = tiles.shared(part=ring(S, 1, 1, 4))
+
+    @cuda.jit
+    def add(x, sums):
+        (part,) = smem.open()
+        if warpgroup.id() == 0:
+            for j in range(2):
+                warpgroup.store_held(part.claim(j), warpgroup.load(x, T, (0, 0)))
+                part.publish(j)
+        elif warpgroup.rank() == 0:
+            for j in range(2):
+                tma_add(sums, (1,), part.wait(j))
+                store_wait()
+                part.release(j)
+
+    @cuda.jit
+    def take(sums, y):
+        for w in range(4):
+            store(y, load_held(sums, T, (2 * cols + w * cols // 2, 0), 4), (16 * w, 0))
+
+    x, sums, y = np.round(sample((64, cols)) * 4), np.zeros((6 * cols, 32), np.float32), blank((64, cols))
+    run(add, x, tensor(sums, S), warps=8, shared=smem)
+    assert not sums[: 2 * cols].any() and not sums[4 * cols :].any()
+    run(take, sums, y)
+    assert (y == 2 * x).all()
+    counts = ptx(add, x, tensor(sums, S), warps=8, shared=smem, arch="sm_90a")
+    assert ways(counts, "st.shared.v4") == {1}
 
 
 def test_what_is_refused():

@@ -9,7 +9,7 @@ from numba.cuda import types
 
 import tiles
 from ops import exp2, load, row_max, row_sum, store, warpgroup, zeros
-from tiles import bf16, fp16, fp32, ring, rt, sass, st, tensor
+from tiles import Hazard, bf16, fp16, fp32, ring, rt, sass, st, tensor
 from tiles.arguments import parameter
 from tiles.builder import i32
 from tiles.compiler import compile_kernel
@@ -184,3 +184,35 @@ def test_the_slot_of_a_wait_is_uniform():
     loop = [i.mnemonic for i in sass.main_loop(found.cubin)]
     products, moves = loop.count("HGMMA"), loop.count("R2UR")
     assert products % 4 == 0 and moves <= products // 2
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_fence_for_two_rings(sample, late):
+    """A product reads both tiles: the fence of the one published first holds for what was stored before it, not after."""
+    T = rt(16, 64, bf16)
+    smem = tiles.shared(a=ring(S, 1, 4, 4), b=ring(S, 1, 4, 4))
+
+    @cuda.jit
+    def body(x, y, late):
+        a, b = smem.open()
+        if warpgroup.id() == 0:
+            if not late:
+                warpgroup.store(b.claim(0), warpgroup.load(x, T, (0, 0)))
+            warpgroup.store(a.claim(0), warpgroup.load(x, T, (0, 0)))
+            a.publish(0)
+            if late:
+                warpgroup.store(b.claim(0), warpgroup.load(x, T, (0, 0)))
+            b.publish(0, True)
+        else:
+            acc = warpgroup.wait(warpgroup.mm_ABt(a.wait(0), b.wait(0)))
+            a.release(0)
+            b.release(0)
+            warpgroup.store(y, acc, (0, 0))
+
+    x, y = sample((64, 64), bf16), blank((64, 64))
+    if late:
+        with pytest.raises(Hazard, match="fence"):
+            meaning(body, x, y, late, warps=8, shared=smem)
+    else:
+        meaning(body, x, y, late, warps=8, shared=smem)
+        assert np.allclose(y, x.astype(np.float32) @ x.astype(np.float32).T, atol=1e-3)

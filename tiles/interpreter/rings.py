@@ -86,12 +86,12 @@ class Slot:
         self.claims[warp.index] = j, False
         return self.tile(j)
 
-    def publish(self, warp, j):
-        """The warp has stored its part of tile j."""
+    def publish(self, warp, j, fenced=False):
+        """The warp has stored its part of tile j; `fenced`: with no fence of its own."""
         if self.claims.get(warp.index) != (j, False):
             raise warp.hazard(f"publishes {self._name(j)}, which it has not claimed", "phase")
         self.claims[warp.index] = j, True
-        if not isinstance(self.ring.tile, sv):
+        if not isinstance(self.ring.tile, sv) and not fenced:
             warp.fence_async()
         self.full.arrive(warp)
 
@@ -114,8 +114,8 @@ class Slot:
         j = self.index + (phase - 1) * self.ring.stages
         return f"{self._name(j)} lies there and was released by {len(self.empty.arrived)} of {self.empty.count} readers"
 
-    def release(self, warp, j):
-        """The warp is done with tile j."""
+    def release(self, warp, j, fenced=False):
+        """The warp is done with tile j; `fenced`: with no fence of its own."""
         name, readers = self._name(j), self.ring.readers
         if warp.released.get(self, -1) >= j:
             raise warp.hazard(f"releases {name} a second time", "released")
@@ -127,7 +127,7 @@ class Slot:
         if j == self.number and self.releases == readers:
             cause = f"releases {name}, after as many others as the ring has readers: is readers={readers} too small?"
             raise warp.hazard(cause, "arrivals")
-        if self.ring.fenced:
+        if self.ring.fenced and not fenced:
             warp.fence_async()
         self.number, self.releases, self.place = j, self.releases + 1 if j == self.number else 1, warp.place()
         warp.released[self] = j

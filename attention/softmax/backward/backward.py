@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from tiles import fp32
 from tiles.arrays import Number, Operand
 from tiles.device import machine
 from tiles.launch import kernel_for
@@ -22,10 +23,11 @@ from ..python import named
 from ..ready import Listing, check
 from ..scores import ScoredBack
 from ..sequences import Batched
-from . import ampere, finish, hopper, norms, prepare, sinks
+from . import ampere, finish, folded, hopper, norms, prepare, sinks, wide, wide_queries
 from .again import Added
 from .learned import GRADIENTS, Learned, read_by
 from .lists import FACING, listed
+from .results import Written
 
 SHARING, IN_LINE = 6, 16  # multiprocessors that work on one pair at a time, where later queries see more keys, and in order
 GIVEN = """
@@ -287,7 +289,14 @@ def planned(
     by_list = listing is not None and lie is Batched and not ordered  # whose turn it is follows from places, not from lists
     kind: dict[str, Any] = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list}
     kind |= {"lie": lie, "ordered": ordered, "adds": adds}
-    if tma:
+    plain = tma and lie is Batched and not (aux or reads or listing or adds or made.variant.draws)
+    if plain and wide.serves(head_dim, made.variant, value_dim):
+        return planned_wide(problem, made, scale)
+    plain = plain and not ordered and folded.serves(head_dim, made.variant, value_dim)
+    family_of = folded if plain else hopper if tma else ampere
+    if family_of is folded:
+        config = folded.config_for(head_dim, dtype, made.variant, value_dim)
+    elif family_of is hopper:
         config = hopper.config_for(head_dim, dtype, made.variant, value_dim, **kind)
     else:
         config = ampere.config_for(head_dim, dtype, made.variant, problem.bytes_at_once(), value_dim, **kind)
@@ -325,7 +334,7 @@ def planned(
         heads=heads,
         **told,
     )
-    main = kernel_for(hopper if tma else ampere, config, problem.device).bind(
+    main = kernel_for(family_of, config, problem.device).bind(
         batch * kv_heads * blocks,
         gQ=problem["q"],
         gK=problem["k"],
@@ -352,10 +361,7 @@ def planned(
     )
     steps = [*early.steps, before, main, after]
     if "sink" in problem:
-        of_sinks = kernel_for(sinks, sinks.config_of(config), problem.device).bind(
-            -(-heads // sinks.HEADS), gSums=of_rows, gSink=problem["sink"], gDSink=problem["dsink"], batches=batch, tiles=tiles
-        )
-        steps.append(of_sinks)
+        steps.append(_of_sinks(problem, sinks.config_of(config), of_rows, batch, tiles))
     late = Before(problem, early.scratch)
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gSums": of_rows}
     learned = Learned(problem, made, config, late, arrays | where | given | surveyed | read, gpu.processors)
@@ -372,3 +378,61 @@ def band_of(rising: bool, ordered: bool, processors: int) -> int:
     """How many pairs of key head and batch are gone through at once: see tiling.band_of. Blocks that add to dQ in
     order wait for each other when they begin, the longer the more of a pair begin at once."""
     return max(1, processors // SHARING) if rising else max(1, processors // IN_LINE) if ordered else 1
+
+
+def planned_wide(problem: Problem, made: Assembled, scale: float) -> Plan:
+    """The launches of the gradients of wide heads: dK and dV, and dQ by itself. Nothing is summed in memory."""
+    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
+    dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
+    by_keys = wide.config_for(head_dim, dtype, made.variant, value_dim)
+    by_queries = wide_queries.config_for(head_dim, dtype, made.variant, value_dim)
+    (_, where), early, tiles = sequences_of(problem), Before(problem), -(-q_len // by_keys.rows)
+    of_rows = early.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
+    before = kernel_for(prepare, prepare.without_sums(by_keys), problem.device).bind(
+        batch * heads * tiles,
+        gO=problem["out"],
+        gDO=problem["dout"],
+        gLse=problem["lse"],
+        gSums=of_rows,
+        gSum=of_rows,  # there are none to clear
+        blocks=tiles,
+        heads=heads,
+        **where,
+    )
+    steps = [before]
+    for module, config, length, its_heads, results in [
+        (wide, by_keys, -(-kv_len // by_keys.kv), kv_heads, {"gDK": problem["dk"], "gDV": problem["dv"]}),
+        (wide_queries, by_queries, -(-q_len // by_queries.rows), heads, {"gDQ": problem["dq"]}),
+    ]:
+        steps.append(
+            kernel_for(module, config, problem.device).bind(
+                batch * its_heads * length,
+                gQ=problem["q"],
+                gK=problem["k"],
+                gV=problem["v"],
+                gDO=problem["dout"],
+                gSums=of_rows,
+                blocks=length,
+                heads=its_heads,
+                pairs=batch * its_heads,
+                band=band_of(made.variant.rising, False, gpu.processors),
+                group=heads // kv_heads,
+                scale=made.unit * LOG2_E,
+                unit=scale,
+                **where,
+                **results,
+                **made.numbers,
+                **{name: x for name, x in variant_arrays(problem).items() if name in made.variant.given},
+            )
+        )
+    if "sink" in problem:
+        steps.append(_of_sinks(problem, sinks.Config(by_keys.rows, Written(fp32)), of_rows, batch, tiles))
+    return Plan(steps, early.scratch)
+
+
+def _of_sinks(problem: Problem, config: sinks.Config, of_rows: Any, batches: int, tiles: int) -> Any:
+    """The launch that finds the sinks' gradients."""
+    (heads,) = problem("H")
+    return kernel_for(sinks, config, problem.device).bind(
+        -(-heads // sinks.HEADS), gSums=of_rows, gSink=problem["sink"], gDSink=problem["dsink"], batches=batches, tiles=tiles
+    )

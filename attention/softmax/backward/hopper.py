@@ -29,7 +29,7 @@ from .results import Added, Written
 from .tiling import Facing
 
 CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
-FILLER, SENDER = 0, 1  # which of the producer's warps brings tiles, and which sends dQ
+FILLER, SENDER, SENDERS = 0, 1, 2  # which of the producer's warps brings tiles, and from which on how many send dQ
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ class Config(Kind):
     def order(self) -> Unordered:
         """In which order blocks add to dQ."""
         return Ordered(1, True) if self.ordered else UNORDERED
+
+    @property
+    def senders(self) -> int:
+        """How many warps send dQ: in order one does, who has then added all that it gives the turn for."""
+        return 1 if self.ordered else SENDERS
 
     @property
     def result(self) -> Written:
@@ -131,6 +136,7 @@ def make(config: Config):
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, result, OUT = config.order, config.result, config.result.dtype
     SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.bends, int(config.sequences.packed)
+    FENCED, SENDERS = SHARE == 1, config.senders  # has each consumer published dS?
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
@@ -180,10 +186,10 @@ def make(config: Config):
             s = tiling.mask(s, at, key)
         p = variant.marked(exp2(s * scale - lse), at, key)
         weights = INPUT(turned(p))
-        if ROUNDED:
-            p = fp32(turned(weights))
         dv = warpgroup.mma_AB(dv, variant.left(weights), columns(do.wait(j), V_COLS, me % SHARE))
         dp = turned(warpgroup.wait(dp, newer=1))
+        if ROUNDED:
+            p = fp32(turned(weights))
         slope = variant.slope(p, dp, load(subtile(of_rows, ROWS, 1), S.col_vec), at)
         if BENDS:
             slope = slope * fp32(bend)
@@ -192,15 +198,15 @@ def make(config: Config):
             warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, me // SHARE), slope)
             ds.publish(j)
         if j > 0:
-            dq.publish(PARTS * (j - 1) + LAST + me)  # so late because a fence waits for what was stored: here for dS anyway
-        sums.release(j)
+            dq.publish(PARTS * (j - 1) + LAST + me, FENCED)  # so late because a fence waits for all stores: here for dS anyway
+        sums.release(j, None, FENCED)
         if TWICE:
             dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
             dv = warpgroup.wait(dv, newer=1)
             do.release(j)
             every = ds.wait(j)
             part = parts.product(me, every, k.wait(0))
-            warpgroup.store(dq.claim(PARTS * j + me), warpgroup.wait(part))
+            warpgroup.store_held(dq.claim(PARTS * j + me), warpgroup.wait(part))
             dq.publish(PARTS * j + me)
         else:
             dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
@@ -213,7 +219,7 @@ def make(config: Config):
         ds.release(j)
         dk = warpgroup.wait(dk, newer=1)
         q.release(j)
-        warpgroup.store(dq.claim(PARTS * j + LAST + me), part)
+        warpgroup.store_held(dq.claim(PARTS * j + LAST + me), part)
         return turned(warpgroup.wait(s)), dk, dv
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -253,13 +259,13 @@ def make(config: Config):
                     if i == every.n:
                         head, i = int32(head + 1), int32(0)
                 q.fill(tiles, gQ, (own.batch, 0, group * kv_head))  # consumers ask ahead
-            if warpgroup.rank() == SENDER:
+            if SENDER <= warpgroup.rank() < SENDER + SENDERS:
                 of, i = int32(group * pair), int32(0)
                 for j in range(tiles):
                     number = tiling.tile(every, order.nth(every.n, i), key, at, group)
                     tile = int32(above + number)
                     order.take(given, of, tile, tiling.before(block, number, at))
-                    for part in range(PARTS):
+                    for part in range(int32(warpgroup.rank() - SENDER), PARTS, SENDERS):
                         n = int32(PARTS * j + part)
                         tma_add(gSum, (of, int32(PARTS * tile + part)), dq.wait(n))
                         store_wait()

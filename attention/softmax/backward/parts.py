@@ -1,14 +1,16 @@
-"""How the product dQ = dS K is cut into parts of 64 rows, one after the other or one a consumer: two objects with the same
-methods, one a way. Parts are summed in global memory, in float32 and as the tensor cores give them: an array of (pair of head
-and batch, row, column), in which a tile of queries has the rows of all its parts."""
+"""How the product dQ = dS K is cut into parts of 64 rows, one after the other or one a consumer: objects with the same
+methods, one a way. Parts are summed in global memory, in float32 and as the lanes hold them (ops/memory/held.py): an array of
+(pair of head and batch, row, column), in which a tile of queries has the rows of all its parts."""
 
 from numpy import int32
 
-from ops import divmod, load, load_held, transpose, warpgroup
+from ops import divmod, load_held, transpose, warpgroup
 from ops import subtile as part_of
+from ops.memory.held import QUAD
 from tiles import dtype, fp32, inlined, rt, st, static
 
-ROWS, BAND, PANEL = warpgroup.ROWS, 16, 64  # rows of a part; rows of a warp; columns of a part that is held
+ROWS, BAND, PANEL = warpgroup.ROWS, 16, 64  # rows of a part; rows of a warp; columns of a part that a warp adds
+LINE = 32  # columns of the shared tiles that parts go through
 
 
 @static
@@ -26,19 +28,24 @@ class ByRows:
         return self.queries // ROWS
 
     @property
-    def width(self) -> int:
+    def across(self) -> int:
         """Columns of one."""
         return self.columns
 
     @property
     def tile(self) -> st:
         """One of them in shared memory."""
-        return st(ROWS, self.width, fp32)
+        return st(ROWS * self.across // LINE, LINE, fp32)
+
+    @property
+    def width(self) -> int:
+        """Columns of the sums."""
+        return LINE
 
     @property
     def rows(self) -> int:
-        """Rows of all of them."""
-        return ROWS * self.count
+        """Rows of a tile's sums."""
+        return self.count * self.tile.rows
 
     @inlined
     def product(self, n, ds, keys):
@@ -48,12 +55,13 @@ class ByRows:
     @property
     def bands(self) -> int:
         """How many warps can finish a tile of queries together."""
-        return self.rows // BAND
+        return self.count * ROWS // BAND
 
     @inlined
     def load(self, gSum, pair, tile, band):
         """What one of them finishes: 16 rows of a tile's parts."""
-        return load(gSum, rt(BAND, self.width, fp32), (pair, int32(self.rows * tile + BAND * band), 0), 1, 2, True)
+        row = self.rows * tile + BAND * self.across // LINE * band
+        return load_held(gSum, rt(BAND, self.across, fp32), (pair, int32(row), 0), QUAD)
 
     @inlined
     def finish(self, gDQ, x, batch, row, head, band, result):
@@ -70,7 +78,7 @@ class ByColumns(ByRows):
         return self.columns // ROWS
 
     @property
-    def width(self) -> int:
+    def across(self) -> int:
         """See ByRows."""
         return self.queries
 
@@ -87,8 +95,8 @@ class ByColumns(ByRows):
 
 @static
 class Held(ByRows):
-    """Of dQ, each with 16 queries and 64 columns, which lie in global memory as the lanes hold them (ops/memory/held.py).
-    piece: the bytes that dQ's address and strides are multiples of."""
+    """Of dQ, each with 16 queries and 64 columns, which warps add themselves. piece: the bytes that dQ's address and strides
+    are multiples of."""
 
     piece: int
 
@@ -96,6 +104,11 @@ class Held(ByRows):
     def count(self) -> int:
         """See ByRows."""
         return self.queries * self.columns // (BAND * PANEL)
+
+    @property
+    def width(self) -> int:
+        """See ByRows."""
+        return self.columns
 
     @property
     def rows(self) -> int:

@@ -16,7 +16,7 @@ from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
 from ..sequences import Batched
-from . import ampere, hopper
+from . import ampere, hopper, wide
 from .order import UNORDERED, Unordered
 from .parts import BAND, ByRows
 
@@ -26,13 +26,13 @@ NEVER = 1e30  # the log-sum-exp of a row that sees no key, or is none: its weigh
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: the padded columns of O, how many queries a tile has, how dQ is cut, whether rows of O and dO begin at
-    multiples of 16 bytes, how sequences lie, in which order dQ is summed."""
+    """Of the kernel: the padded columns of O, how many queries a tile has, how dQ is cut if it is summed, whether rows of O and
+    dO begin at multiples of 16 bytes, how sequences lie, in which order dQ is summed."""
 
     value_dim: int
     rows: int
     dtype: dtype
-    parts: ByRows
+    parts: ByRows | None
     aligned: bool = True
     lie: type[Batched] = field(default=Batched, kw_only=True)
     order: Unordered = field(default=UNORDERED, kw_only=True)
@@ -53,8 +53,9 @@ class Config:
         return record(**self.sequences.given, **self.order.given)
 
     def __str__(self):
-        parts = type(self.parts).__name__.lower() + ", by elements" * (not self.aligned) + str(self.order)
-        return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}"
+        parts = type(self.parts).__name__.lower() if self.parts else "no sums"
+        more = ", by elements" * (not self.aligned) + str(self.order)
+        return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}{more}"
 
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
@@ -65,9 +66,15 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
     return Config(config.value_dim, config.rows, config.dtype, parts, aligned, lie=config.lie, order=config.order)
 
 
+def without_sums(config: wide.Config) -> Config:
+    """What comes before kernels that sum no dQ in memory."""
+    return Config(config.value_dim, config.rows, config.dtype, None)
+
+
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with: what the main kernel's are."""
     yield from dict.fromkeys(config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything))
+    yield from dict.fromkeys(without_sums(config) for config in wide.space(arch, everything))
 
 
 @functools.cache
@@ -76,7 +83,9 @@ def make(config: Config):
     ALIGNED = True if config.aligned else None
     ROWS, INPUT, PART, GIVEN = config.rows, config.dtype, rt(BAND, 64, fp32), config.given
     parts, sequences, order = config.parts, config.sequences, config.order
-    X, COLUMNS, WARPS, BANDS = rt(BAND, parts.width, fp32), config.value_dim, config.rows // BAND, parts.rows // BAND
+    COLUMNS, WARPS = config.value_dim, config.rows // BAND
+    X, HEIGHT = (rt(BAND, parts.width, fp32), parts.rows) if parts else (PART, 0)
+    BANDS = HEIGHT // BAND
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def prepare(
@@ -102,6 +111,6 @@ def make(config: Config):
         if warp == 0:
             order.begin(given, pair, tile)
         for band in range(warp, BANDS, WARPS):
-            store(gSum, zeros(X), (pair, int32(parts.rows * tile + BAND * band), 0), 1, 2, True)
+            store(gSum, zeros(X), (pair, int32(HEIGHT * tile + BAND * band), 0), 1, 2, True)
 
     return prepare, None

@@ -88,6 +88,20 @@ def test_shared_key_heads_and_layouts(place, heads, heads_kv, layout, family):
     agree(place, *inputs(2, 40, 130, heads, heads_kv, 64, layout=layout), family, causal=True, layout=layout, scale=0.2)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "heads", "options"),
+    [
+        ((130, 129), (2, 1), dict(causal=True)),
+        ((100, 200), (1, 1), dict(window=(90, 20), sink=np.array([0.5], F32))),
+        ((1, 65), (1, 1), dict(alibi=np.array([0.2], F32))),
+        ((200, 70), (1, 1), dict(causal=True)),
+    ],
+)
+def test_wide_heads(place, lengths, heads, options):
+    """Several tiles of queries and blocks of keys, heads that share keys, rows and keys that see nothing."""
+    agree(place, *inputs(1, *lengths, *heads, 136), "sm_90", **options)
+
+
 VARIANTS = {
     "window": dict(window=(70, 20)),
     "window of one key": dict(window=(0, 0)),
