@@ -13,7 +13,7 @@ from test_blocks import block_mask, drawn
 
 import attention
 from attention import reference
-from attention.softmax.backward import backward as module
+from attention.softmax.backward import launches as module
 from attention.softmax.backward.tiling import Facing
 from attention.softmax.seen import CAUSAL, Left, Masked, Right
 from attention.softmax.tiling import Tiling

@@ -1,0 +1,201 @@
+"""The launches of attention.backward: which kernels serve a problem, and what they are bound to."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from tiles import fp32
+from tiles.arrays import Operand
+from tiles.device import machine
+from tiles.launch import kernel_for
+from tiles.program import Fill, Plan
+from tiles.schema import Problem
+
+from ...families import choose
+from ..assembled import Assembled
+from ..launches import DTYPES, LOG2_E, Before, made_for, sequences_of, spread, variant_arrays
+from ..ready import Listing, check
+from ..sequences import Batched
+from . import ampere, finish, folded, hopper, prepare, sinks, wide, wide_queries
+from .again import Added
+from .learned import Learned
+from .lists import listed
+from .results import Written
+
+SHARING, IN_LINE = 6, 16  # multiprocessors that work on one pair at a time, where later queries see more keys, and in order
+
+
+def planned(
+    problem: Problem,
+    made: Assembled,
+    scale: float,
+    ordered: bool,
+    family: str | None,
+    aux: Sequence[Operand] = (),
+    listing: Listing | None = None,
+    reads: Mapping[str, Sequence[Added]] = MappingProxyType({}),
+) -> Plan:
+    """The launches of the gradients of an assembled variant of scores that were `scale` q k^T at first. ordered: dQ is summed
+    in a fixed order. aux: the arrays that its functions read. listing: how it is listed which tiles of queries see a block of
+    keys; None: there is no need to. reads: by the name of a gradient what reads the array that it belongs to."""
+    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
+    gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * ("sink" in problem), *reads)]
+    adds = problem.schema.arguments["dq"].role == "updated"
+    give = _nothing if adds else None
+    if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
+        return Plan([] if adds else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), give)
+    (lie, where), dtype, gpu = sequences_of(problem), DTYPES[problem.dtype], machine(problem.device)
+    if reads and lie is not Batched:
+        raise NotImplementedError(f"{next(iter(reads))}: there is none of packed sequences, nor with lengths_k, yet")
+    tma = choose(problem, family) == "sm_90"
+    plain = tma and lie is Batched and not (aux or reads or listing or adds or made.variant.draws)
+    if plain and wide.serves(head_dim, made.variant, value_dim):
+        return planned_wide(problem, made, scale)
+    by_list = listing is not None and lie is Batched and not ordered  # whose turn it is follows from places, not from lists
+    kind: dict[str, Any] = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list}
+    kind |= {"lie": lie, "ordered": ordered, "adds": adds}
+    module: Any
+    config: hopper.Config | ampere.Config
+    if plain and not ordered and folded.serves(head_dim, made.variant, value_dim):
+        module, config = folded, folded.config_for(head_dim, dtype, made.variant, value_dim)
+    elif tma:
+        module, config = hopper, hopper.config_for(head_dim, dtype, made.variant, value_dim, **kind)
+    else:
+        at_once = problem.bytes_at_once()
+        module, config = ampere, ampere.config_for(head_dim, dtype, made.variant, at_once, value_dim, **kind)
+    parts, group = config.parts, heads // kv_heads
+    if lie.packed:  # see there, how many blocks that takes
+        (ends,) = problem("E")
+        tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
+    else:
+        tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
+    early = Before(problem)
+    of_rows = early.memory((batch, heads, 2 * tiles * config.rows), "float32")
+    sums = early.memory((batch * heads, tiles * parts.rows, parts.width), "float32")
+    turns = {"turns": early.memory((batch * heads, tiles), "int32")} if ordered else {}
+    told = where | turns
+    given = made.numbers | {name: x for name, x in variant_arrays(problem).items() if name in made.variant.given}
+    read = {f"aux{n}": x for n, x in enumerate(aux)}
+    if listing and listing.blocked:
+        marks = problem["marks"] or early.classes(listing.blocked)
+        given["marks"] = spread(marks, (*problem("NH"), *marks.form.shape[2:]))
+    listed_by, surveyed = {}, {}
+    if listing and by_list:
+        if listing.ready_for:
+            check(listing.ready_for, made_for(problem, config, listing), but="tiles")
+        lists, classes = listed(early, made, listing.varies, config, told | given, read)
+        listed_by = {"lists": spread(lists, (batch, kv_heads, *lists.form.shape[2:]))}
+        surveyed = {"classes": spread(classes, (batch, heads, *classes.form.shape[2:]))}
+    before = kernel_for(prepare, prepare.config_of(config), problem.device).bind(
+        batch * heads * tiles,
+        gO=problem["out"],
+        gDO=problem["dout"],
+        gLse=problem["lse"],
+        gSums=of_rows,
+        gSum=sums,
+        blocks=tiles,
+        heads=heads,
+        **told,
+    )
+    main = kernel_for(module, config, problem.device).bind(
+        batch * kv_heads * blocks,
+        gQ=problem["q"],
+        gK=problem["k"],
+        gV=problem["v"],
+        gDO=problem["dout"],
+        gSums=of_rows,
+        gSum=sums,
+        gDK=problem["dk"],
+        gDV=problem["dv"],
+        blocks=blocks,
+        heads=kv_heads,
+        pairs=batch * kv_heads,
+        band=band_of(made.variant.rising, ordered, gpu.processors),
+        group=group,
+        scale=made.unit * LOG2_E,
+        unit=scale,
+        **told,
+        **given,
+        **listed_by,
+        **read,
+    )
+    after = kernel_for(finish, finish.config_of(config), problem.device).bind(
+        batch * heads * tiles, gSum=sums, gDQ=problem["dq"], blocks=tiles, heads=heads, unit=scale, **where
+    )
+    steps = [*early.steps, before, main, after]
+    if "sink" in problem:
+        steps.append(_of_sinks(problem, sinks.config_of(config), of_rows, batch, tiles))
+    late = Before(problem, early.scratch)
+    arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gSums": of_rows}
+    learned = Learned(problem, made, config, late, arrays | where | given | surveyed | read, gpu.processors)
+    for name, readers in reads.items():
+        learned.launch(name, readers)
+    return Plan([*steps, *late.steps], early.scratch, give)
+
+
+def _nothing(every: Any) -> None:
+    """What is given back where all results were given to be added to."""
+
+
+def band_of(rising: bool, ordered: bool, processors: int) -> int:
+    """How many pairs of key head and batch are gone through at once: see tiling.band_of. Blocks that add to dQ in
+    order wait for each other when they begin, the longer the more of a pair begin at once."""
+    return max(1, processors // SHARING) if rising else max(1, processors // IN_LINE) if ordered else 1
+
+
+def planned_wide(problem: Problem, made: Assembled, scale: float) -> Plan:
+    """The launches of the gradients of wide heads: dK and dV, and dQ by itself. Nothing is summed in memory."""
+    batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
+    dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
+    by_keys = wide.config_for(head_dim, dtype, made.variant, value_dim)
+    by_queries = wide_queries.config_for(head_dim, dtype, made.variant, value_dim)
+    (_, where), early, tiles = sequences_of(problem), Before(problem), -(-q_len // by_keys.rows)
+    of_rows = early.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
+    before = kernel_for(prepare, prepare.without_sums(by_keys), problem.device).bind(
+        batch * heads * tiles,
+        gO=problem["out"],
+        gDO=problem["dout"],
+        gLse=problem["lse"],
+        gSums=of_rows,
+        gSum=of_rows,  # there are none to clear
+        blocks=tiles,
+        heads=heads,
+        **where,
+    )
+    steps = [before]
+    for module, config, length, its_heads, results in [
+        (wide, by_keys, -(-kv_len // by_keys.kv), kv_heads, {"gDK": problem["dk"], "gDV": problem["dv"]}),
+        (wide_queries, by_queries, -(-q_len // by_queries.rows), heads, {"gDQ": problem["dq"]}),
+    ]:
+        steps.append(
+            kernel_for(module, config, problem.device).bind(
+                batch * its_heads * length,
+                gQ=problem["q"],
+                gK=problem["k"],
+                gV=problem["v"],
+                gDO=problem["dout"],
+                gSums=of_rows,
+                blocks=length,
+                heads=its_heads,
+                pairs=batch * its_heads,
+                band=band_of(made.variant.rising, False, gpu.processors),
+                group=heads // kv_heads,
+                scale=made.unit * LOG2_E,
+                unit=scale,
+                **where,
+                **results,
+                **made.numbers,
+                **{name: x for name, x in variant_arrays(problem).items() if name in made.variant.given},
+            )
+        )
+    if "sink" in problem:
+        steps.append(_of_sinks(problem, sinks.Config(by_keys.rows, Written(fp32)), of_rows, batch, tiles))
+    return Plan(steps, early.scratch)
+
+
+def _of_sinks(problem: Problem, config: sinks.Config, of_rows: Any, batches: int, tiles: int) -> Any:
+    """The launch that finds the sinks' gradients."""
+    (heads,) = problem("H")
+    return kernel_for(sinks, config, problem.device).bind(
+        -(-heads // sinks.HEADS), gSums=of_rows, gSink=problem["sink"], gDSink=problem["dsink"], batches=batches, tiles=tiles
+    )
