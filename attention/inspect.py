@@ -35,10 +35,12 @@ from .softmax.backward import ampere as backward_ampere
 from .softmax.backward import bias, elements, finish, prepare, sinks
 from .softmax.backward import hopper as backward_hopper
 from .softmax.backward import norms as backward_norms
+from .softmax.decode import attend, combine
 
 MODULES = {
     "forward": (ampere, hopper, norms, block_masks),
     "backward": (prepare, backward_ampere, backward_hopper, finish, sinks, backward_norms, bias, elements),
+    "decode": (attend, combine),
     "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper),
     "delta": (delta_hopper, kda_hopper),
     "based": (based_hopper,),
