@@ -158,9 +158,9 @@ def make(config: Config):
         """Of one of `bands` tiles of rows, `group` query heads and `tokens` tokens of a key head, over one of `splits` parts of
         the keys that it sees; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
         queries, k, v, scratch = smem.open()
-        pair, part = divmod(cuda.blockIdx.x, bands * splits)
-        sequence, head = divmod(pair, heads)
-        split, band = divmod(part, bands)
+        rest, band = divmod(cuda.blockIdx.x, bands)
+        rest, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
+        sequence, split = divmod(rest, splits)
         warp, row = int32(cuda.threadIdx.x // LANES), int32(BAND * band)
         last_row = min(row + BAND, tokens * group) - 1
         spot = Spot(sequence, head, split, row, int32(row // group), int32(last_row // group), group)

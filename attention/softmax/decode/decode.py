@@ -64,7 +64,7 @@ def decode(
     stream: Any = None,
     family: str | None = None,
 ) -> Any:
-    """Attention of a few new tokens over caches of keys and values, at the speed of memory: what a server does for each token.
+    """Attention of a few new tokens over caches of keys and values, which are read once: what a server does for each token.
 
     q: (B, Sq, H, D), one query token a sequence or several, as in speculative decoding. k: (B, Sk, Hk, D) and v:
     (B, Sk, Hk, Dv), the caches, of which sequence b uses the first lengths[b] keys, the new tokens' among them; what lies
