@@ -16,6 +16,7 @@ __all__ = [
     "backward",
     "based",
     "block_lists",
+    "decode",
     "delta_rule",
     "dropout_mask",
     "forward",
@@ -38,6 +39,7 @@ _HOMES = {  # module: the functions that are public
     "recurrent.mamba2": ("mamba2",),
     "recurrent.step": ("linear_step",),
     "softmax.backward.backward": ("backward",),
+    "softmax.decode.decode": ("decode",),
     "softmax.forward": ("block_lists", "forward"),
     "torch_ops": ("register_torch_ops",),
 }
@@ -51,6 +53,7 @@ if TYPE_CHECKING:  # what editors and type checkers read
     from .recurrent.mamba2 import mamba2
     from .recurrent.step import linear_step
     from .softmax.backward.backward import backward
+    from .softmax.decode.decode import decode
     from .softmax.forward import block_lists, forward
     from .torch_ops import register_torch_ops
 else:

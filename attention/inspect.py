@@ -35,6 +35,7 @@ from .softmax.backward import ampere as backward_ampere
 from .softmax.backward import bias, elements, finish, folded, prepare, sinks, wide, wide_queries
 from .softmax.backward import hopper as backward_hopper
 from .softmax.backward import norms as backward_norms
+from .softmax.decode import attend, combine
 
 MODULES = {
     "forward": (ampere, hopper, norms, block_masks),
@@ -42,6 +43,7 @@ MODULES = {
         *(prepare, backward_ampere, backward_hopper, folded, wide, wide_queries),
         *(finish, sinks, backward_norms, bias, elements),
     ),
+    "decode": (attend, combine),
     "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper),
     "delta": (delta_hopper, kda_hopper),
     "based": (based_hopper,),

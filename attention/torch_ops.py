@@ -12,8 +12,9 @@ def register_torch_ops() -> None:
     from .recurrent.step import _linear_step
     from .softmax.backward.backward import _backward, _backward_into, _backward_into_sinks
     from .softmax.backward.norms import DIFFERENTIATE, NORMALISE
+    from .softmax.decode.decode import _decode
     from .softmax.forward import _forward, _variant
 
     backward = _backward, _backward_into, _backward_into_sinks, *NORMALISE.values(), *DIFFERENTIATE.values()
-    for program in *backward, _based, _delta_rule, _forward, _hedgehog, _linear, _linear_step, _mamba2, _variant:
+    for program in *backward, _based, _decode, _delta_rule, _forward, _hedgehog, _linear, _linear_step, _mamba2, _variant:
         program.op()

@@ -66,8 +66,9 @@ def _no_ends(axis: str) -> Callable[[np.ndarray, Mapping[str, int]], Found]:
 
 
 def _no_lengths(lengths: np.ndarray, extents: Mapping[str, int]) -> Found:
-    outside = np.argwhere((lengths < 0) | (lengths > extents["T"]))
-    return (outside[0], f"must be from 0 to {extents['T']}") if len(outside) else None
+    most = extents["T"] * extents.get("M", 1)  # of pages, if there are any
+    outside = np.argwhere((lengths < 0) | (lengths > most))
+    return (outside[0], f"must be from 0 to {most}") if len(outside) else None
 
 
 LOG = Values(_above_0, "it is the logarithm of what is kept: pass log(a) for a factor a from 0 to 1, logsigmoid(x) for a gate")

@@ -10,10 +10,13 @@
         ...
 
 As with rings, the j-th tile lies in slot j % stages, whoever asks. Groups are counted by each thread, over all its pipelines.
+
+A warp that reads no rows but those that it copies itself needs no other warp: `own` waits for these alone, and nobody meets.
+What lies in pages, `fill_pages` brings. When all is read, `reuse` gives the memory to something else.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llvmlite import ir
 from numba.cuda import types
@@ -70,6 +73,32 @@ class pipeline:
         warp.commit_group((self.name, j))
 
     @op
+    def fill_pages(self, j, pool, pages, at, last, end=None, piece=CHUNK_BYTES):
+        """The same of rows that lie in pages: row n of sequence s is row n % size of page pages[s, n // size] of the pool, an
+        array (page, row, ..., column) whose pages have `size` rows. at: (sequence, row, ..., column), as if there were no
+        pages. Rows from `last` on are 0: neither they nor their pages' numbers are read. Numbers are of int32 or int64."""
+        warp = _opened(self, j)
+        if end is None or j < end:
+            share = self.tile.rows // self.warps
+            warp.copy_pages(_tile(self, j), pool, pages, at, last, piece, range(share * warp.index, share * (warp.index + 1)))
+        warp.commit_group((self.name, j))
+
+    @op
+    def own(self, j, newer=0):
+        """This warp's share of the rows of the j-th tile, which it has filled itself, once they are in shared memory: waits for
+        all its groups of copies but the `newer` youngest, and for no other warp. Where a tile is only ever read so, a slot may
+        be filled again as soon as the warp itself has read it, and waited since."""
+        warp = _opened(self, j)
+        warp.wait_group(newer, (self.name, j))
+        return _share(self, j, warp.index)
+
+    @op
+    def reuse(self, tile):
+        """Its memory as one shared tile of another type: the block has met since anybody read or filled a tile of it."""
+        _opened(self, 0)
+        return SharedTile(tile, self.start, f"the memory of pipeline {self.name!r}")
+
+    @op
     def wait(self, j, newer=0):
         """The j-th tile, once it is in shared memory: waits for this thread's groups of copies but the `newer` youngest, then
         for all other warps of the block. What they have read before may then be overwritten."""
@@ -94,6 +123,17 @@ def _opened(pipe, j):
 
 def _tile(pipe, j):
     return SharedTile(pipe.tile, pipe.slot(j), f"tile {j} of pipeline {pipe.name!r}")
+
+
+def _part(pipe):
+    """The type of a warp's share of a tile."""
+    return replace(pipe.tile, rows=pipe.tile.rows // pipe.warps)
+
+
+def _share(pipe, j, warp):
+    whole, part = _tile(pipe, j), _part(pipe)
+    first = part.rows * warp
+    return SharedTile(part, whole.address + first * part.width, f"warp {warp}'s rows of {whole.name}", first=first)
 
 
 # ---- lowerings -----------------------------------------------------------------------------------------------------
@@ -194,6 +234,54 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
         copies(cut)
 
 
+def lower_pages(b, ty, tile, address, pool, table_ty, table, at, last, piece, share, first):
+    """The same of rows that lie in pages. Of every row the page's number is looked up first, all of a lane's at once; its other
+    lookups come from L1, for neighbours in a sequence are neighbours in the table."""
+    data, extents, strides = b.array(ty, pool)
+    numbers, _, steps = b.array(table_ty, table)
+    at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
+    itemsize, cols = tile.dtype.itemsize, ty.ndim - 1
+    chunks = tile.width // CHUNK_BYTES
+    step = layout.LANES // chunks
+    lane = b.lane()
+    own = b.udiv(lane, b.u32(chunks))
+    row, byte = b.add(own, first), b.mul(b.and_(lane, b.u32(chunks - 1)), b.u32(CHUNK_BYTES))
+    start, swizzle = b.row_address(tile, address, row)
+    chunk = b.xor(byte, swizzle)
+    guard = b.zext(b.icmp_unsigned("<", own, b.u32(min(step, share))), i32)
+    line = b.add(data, b.zext(byte, i64))
+    for axis in range(2, ty.ndim):
+        line = b.add(line, b.mul(at[axis], ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
+    size, first_row = b.trunc(extents[1], i32), b.add(b.trunc(at[1], i32), row)
+    numbers = b.add(numbers, b.mul(at[0], steps[0]))
+    wide = table_ty.dtype.bitwidth == 64
+    register, letter, kind = (i64, "l", "b64") if wide else (i32, "r", "b32")
+    text = f"{{.reg .pred p;\nsetp.ne.u32 p, $2, 0;\nmov.{kind} $0, 0;\n@p ld.global.{kind} $0, [$1];}}"
+    found = []
+    for down in range(0, share, step):
+        place = b.add(first_row, b.u32(down))
+        exists = b.and_(b.icmp_signed("<", place, b.u32(last)), b.icmp_signed("!=", guard, b.u32(0)))
+        page = b.udiv(place, size)
+        entry = b.add(numbers, b.mul(b.zext(page, i64), steps[1]))
+        number = b.asm(register, text, f"={letter},l,r", entry, b.zext(exists, i32))
+        found.append((exists, b.sub(place, b.mul(page, size)), number))
+    nbytes, by_elements = tile.cols * itemsize, piece == ELEMENT
+    first_byte = b.add(b.mul(at[cols], ir.Constant(i64, itemsize)), b.zext(byte, i64))
+    begin = _clamped(b, b.sub(i64(0), first_byte), nbytes)
+    end = _clamped(b, b.sub(b.mul(extents[cols], i64(itemsize)), first_byte), nbytes)
+    within = [] if by_elements else list(_counts(b, tile, begin, end, piece))
+    for down, (exists, inside, number) in zip(range(0, share, step), found, strict=True):
+        to = b.add(b.add(start, b.xor(chunk, b.u32(down * tile.width >> 3 & tile.width - 16))), b.u32(down * tile.width))
+        number = number if wide else b.sext(number, i64)
+        source = b.add(b.add(line, b.mul(number, strides[0])), b.mul(b.zext(inside, i64), strides[1]))
+        for k, (panel, low, part) in enumerate(_parts(tile, CHUNK_BYTES if by_elements else piece)):
+            target, origin = b.add(to, b.u32(panel * tile.panel_bytes + part)), b.add(source, ir.Constant(i64, low))
+            if by_elements:
+                ptx.copy_elements(b, target, origin, low, begin, b.select(exists, end, b.u32(0)), guard)
+            else:
+                ptx.copy_async(b, target, origin, b.select(exists, within[k], b.u32(0)), guard, piece)
+
+
 def _address(b, pipe, base, j):
     slot = b.urem(b.u32(j), b.u32(pipe.stages))
     return b.add(b.add(base, b.mul(slot, b.u32(pipe.tile.nbytes))), b.u32(pipe.start))
@@ -215,6 +303,54 @@ def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
         ptx.copy_commit(b)
 
     return void, emit
+
+
+@lowers(pipeline.fill_pages)
+def _(pipe, j, pool, pages, at, last, end, piece: int):
+    needs_index("fill_pages", j)
+    check_copy("fill_pages", pipe.tile, pool, at, 1, -1, piece)
+    numbers = types.int32, types.int64
+    if not (isinstance(pages, types.Array) and pages.ndim == 2 and pages.dtype in numbers) or pool.ndim < 3:
+        raise TypeError(
+            f"fill_pages: takes a pool (page, row, ..., column) and int32 or int64 numbers (sequence, which of its pages), "
+            f"got {pool} and {pages}"
+        )
+    if not integer(last) or not (end is None or integer(end)):
+        raise TypeError(f"fill_pages: last and end must be integers, got {last} and {end}")
+    share = pipe.tile.rows // pipe.warps
+
+    def emit(b, base, j, array, table, at, last, end_value, _):
+        first = b.mul(b.warp(), b.u32(share))
+        wanted = b.icmp_signed("<", b.u32(j), b.u32(2**31 - 1) if end is None else b.u32(end_value))
+        with b.if_then(wanted):
+            address = _address(b, pipe, base, j)
+            lower_pages(b, pool, pipe.tile, address, array, pages, table, at, last, piece, share, first)
+        ptx.copy_commit(b)
+
+    return void, emit
+
+
+@lowers(pipeline.own)
+def _(pipe, j, newer: int):
+    needs_index("own", j)
+    if newer < 0:
+        raise TypeError(f"own: newer must be 0 or more, got {newer}")
+    part = _part(pipe)
+
+    def emit(b, base, j, _):
+        ptx.copy_wait(b, newer)
+        ptx.warp_sync(b)
+        return b.add(_address(b, pipe, base, j), b.mul(b.warp(), b.u32(part.rows * part.width)))
+
+    return part, emit
+
+
+@lowers(pipeline.reuse)
+def _(pipe, tile: type):
+    room = pipe.stages * pipe.tile.room
+    if not isinstance(tile, st) or tile.room > room:
+        raise TypeError(f"reuse: takes the type of a shared tile of up to the {room} bytes of {pipe}, got {tile}")
+    return tile, lambda b, base, _: b.add(base, b.u32(pipe.start))
 
 
 @lowers(pipeline.wait)

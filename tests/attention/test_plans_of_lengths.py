@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from attention.softmax.backward.norms import DIFFERENTIATE
+from attention.softmax.decode.decode import _decode
 from attention.softmax.forward import _forward, _variant
 from tiles import arrays as in_memory
 from tiles import bound, loaded, tma
@@ -29,7 +30,7 @@ from tiles.torch_op import _options
 launching = sys.modules["tiles.launch"]
 NAMES = ("based", "delta_rule", "hedgehog", "linear", "mamba2")
 PROGRAMS = {name: getattr(import_module(f"attention.recurrent.{name}"), f"_{name}") for name in NAMES}
-PROGRAMS |= {"forward": _forward, "linear_step": import_module("attention.recurrent.step")._linear_step}
+PROGRAMS |= {"decode": _decode, "forward": _forward, "linear_step": import_module("attention.recurrent.step")._linear_step}
 MEMORY, ROOM = 2**44, 2**42  # where an array may lie: nobody reads it
 
 
@@ -149,6 +150,11 @@ def calls(draw, name):
     made = []
     for _ in range(draw(st.integers(2, 5))):
         extents = fixed | {"B": draw(st.integers(1, 3)), "S": draw(LENGTH), "T": draw(LENGTH), "N": draw(st.integers(1, 5))}
+        extents |= {
+            "C": draw(st.integers(0, 300)) if "pages" in axes_of else extents["B"],
+            "M": draw(LENGTH),
+            "U": extents["B"],
+        }
         if given["cu_seqlens"]:
             extents |= {"B": 1, "E": extents["N"] + 1}
         else:
@@ -173,6 +179,10 @@ OPTIONS = {
 OPTIONS |= {
     ("scale", float | None): st.sampled_from([None, None, 0.3]),
     ("family", str | None): st.sampled_from([None, None, "sm_80", "sm_90"]),
+    ("left", int | None): st.sampled_from([None, 0, 200]),
+    ("right", int | None): st.sampled_from([None, None, 3]),
+    ("softcap", float | None): st.sampled_from([None, None, 5.0]),
+    ("splits", int | None): st.sampled_from([None, None, 1, 3]),
 }
 
 

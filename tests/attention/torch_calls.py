@@ -92,6 +92,11 @@ CALLS = {
     ),
     "norm of queries": (normalised, lambda x: ((x.qkv()[0], x.rate(x.heads, HEAD)), {})),
     "norm's gradient": (norm_gradients, lambda x: ((*swapped(*x.qkv()[:2]), x.tile(HEAD), x.rate(x.heads, HEAD)), {})),
+    "decode": (
+        attention.decode,
+        lambda x: (x.qkv(), dict(lengths=x.ends()[1 : 1 + x.batch], splits=2, return_lse=True, sink=x.rate(x.heads))),
+    ),
+    "decode, pages": (attention.decode, lambda x: (x.qkv(), dict(lengths=x.ends()[1:2], pages=x.ends()[:1, None]))),
     "linear": (attention.linear, lambda x: (x.qkv(), {})),
     "linear, state": (
         attention.linear,

@@ -7,7 +7,7 @@ from numba import cuda
 from test_load_store import DTYPES, PLACES, WIDTHS, cut
 
 import tiles
-from ops import commit_group, copy_async, load, store, wait_group
+from ops import commit_group, copy_async, load, store, subtile, wait_group
 from tiles import bf16, fp8e4m3, fp16, fp32, pipeline, rt, st
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
@@ -75,6 +75,60 @@ def test_a_pipeline_brings_every_tile(run, sample, warps, stages, width):
     x, out = sample((2, rows * count - 5, 3, 64), bf16), blank((rows * count, 64), bf16)
     run(body, x, out, warps=warps, shared=smem)
     assert (out[:-5] == x[1, :, 2]).all() and (out[-5:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("size", "piece", "dtype"), [(1, 16, np.int32), (5, 4, np.int64), (16, 2, np.int32), (100, 8, np.int32)]
+)
+def test_rows_that_lie_in_pages(run, sample, size, piece, dtype):
+    """Of two sequences, each in pages of its own in any order, from any row on: every warp reads its own rows, meeting nobody.
+    Neither rows behind the end nor the numbers of their pages are read; columns behind a page's are zeros."""
+    S, stages, columns, last = st(32, 128, bf16), 2, 72, 75
+    count, most = 3, -(-80 // size)
+    smem = tiles.shared(k=pipeline(S, stages, 2))
+
+    @cuda.jit
+    def body(pool, pages, out):
+        (k,) = smem.open()
+        warp = cuda.threadIdx.x // 32
+        for j in range(stages):
+            k.fill_pages(j, pool, pages, (1, 3 + 32 * j, 2, 0), last, count, piece)
+        for j in range(count):
+            store(out, load(k.own(j, stages - 1), rt(16, 128, bf16)), (32 * j + 16 * warp, 0))
+            cuda.syncwarp()
+            k.fill_pages(j + stages, pool, pages, (1, 3 + 32 * (j + stages), 2, 0), last, count, piece)
+
+    pool = np.full((2 * most + 1, size, 3, columns + 8), np.nan, bf16.np)[..., piece // 2 : piece // 2 + columns]
+    rows, pages = sample((last, columns), bf16), np.full((2, most), -(2**20), dtype)
+    used = -(-last // size)
+    pages[1, :used] = np.random.default_rng(1).permutation(2 * most + 1)[:used]
+    for n, row in enumerate(rows):
+        pool[pages[1, n // size], n % size, 2] = row
+    out = blank((32 * count, 128), bf16)
+    run(body, pool, pages, out, warps=2, shared=smem)
+    assert (out[: last - 3, :columns] == rows[3:]).all()
+    assert (out[last - 3 :] == 0).all() and (out[:, columns:] == 0).all()
+
+
+def test_memory_that_is_used_again(run, sample):
+    """When all tiles are read, another type of tile lies where they were."""
+    smem = tiles.shared(first=st(8, 64, bf16), k=pipeline(st(32, 64, bf16), 2, 2))
+    ROOM = st(32, 64, fp32)
+
+    @cuda.jit
+    def body(x, out):
+        _, k = smem.open()
+        k.fill(0, x, (0, 0))
+        mine = load(k.own(0), rt(16, 64, bf16))
+        cuda.syncthreads()
+        room = k.reuse(ROOM)
+        store(subtile(room, 16, cuda.threadIdx.x // 32), fp32(mine))
+        cuda.syncthreads()
+        store(out, load(subtile(room, 16, 1 - cuda.threadIdx.x // 32), rt(16, 64, fp32)), (16 * (cuda.threadIdx.x // 32), 0))
+
+    x, out = sample((32, 64), bf16), blank((32, 64), fp32)
+    run(body, x, out, warps=2, shared=smem)
+    assert (out == np.concatenate([x[16:], x[:16]])).all()
 
 
 def test_shares_of_fewer_rows_than_a_warp_copies_at_once(run, sample):

@@ -206,16 +206,45 @@ class Warp(greenlet):
                 raise self.hazard(f"index {index} is out of range for axis {axis} of an array of shape {source.shape}")
         at = tuple(int(index) + (own.start if axis == rows else 0) for axis, index in enumerate(at))
         array, shape = np.asarray(source), (len(own), tile.spec.cols)
+        view = lambda: inside(array, at, shape, rows, cols)[0]
+        self._copies(tile, own, lambda: cut(array, at, shape, rows, cols), view)
+
+    def copy_pages(self, tile, pool, pages, at, last, piece, own):
+        """Start copying rows `own` of a tile from the pages that they lie in: see pipeline.fill_pages."""
+        self.touches(pool, READ)
+        self.touches(pages, READ)
+        if why := misaligned(pool, (0, 0, *at[2:]), pool.ndim - 1, piece):
+            raise self.hazard(f"copy in pieces of {piece} bytes: {why}")
+        sequence, first, *rest, col = map(int, at)
+        array, table, size = np.asarray(pool), np.asarray(pages), pool.shape[1]
+        lines = []
+        for row in range(first + own.start, first + own.stop):
+            line = np.zeros((1, tile.spec.cols), array.dtype)
+            if row < last:
+                if not (0 <= sequence < table.shape[0] and 0 <= row // size < table.shape[1]):
+                    raise self.hazard(f"row {row} of sequence {sequence} lies in no page of a table of shape {table.shape}")
+                number = int(table[sequence, row // size])
+                if not 0 <= number < len(array):
+                    where = f"row {row} of sequence {sequence} lies in page {number}"
+                    raise self.hazard(f"{where}, which is out of range for a pool of {len(array)} pages")
+                page = number, slice(None), *rest
+                line = cut(array[page], (row % size, col), line.shape, 0, 1)
+            lines.append(line)
+        self._copies(tile, own, lambda: np.concatenate(lines), lambda: None)
+
+    def _copies(self, tile, own, values, view):
+        """From now on `values()` are on their way to rows `own` of a shared tile, from `view()` of global memory."""
         shadow, cells, agent = self.block.shadow, span(tile, own), self.copier
         self._allowed(shadow.unwritable(self.clock, cells, False), f"copies into {tile.name}")
         shadow.poison(cells)
 
         def land():
-            shadow.put(tile, cut(array, at, shape, rows, cols), own)
+            shadow.put(tile, values(), own)
             cells.of(shadow.state)[...] = VALID
 
-        copy = self.block.cluster.start(land, f"the copy into {tile.name}", len(own) * shape[1] * array.itemsize, self.place())
-        self._started(copy, "cp.async", lambda: inside(array, at, shape, rows, cols)[0], False)
+        nbytes = len(own) * tile.spec.cols * tile.spec.dtype.itemsize
+        copy = self.block.cluster.start(land, f"the copy into {tile.name}", nbytes, self.place())
+        self._started(copy, "cp.async", view, False)
         self.copies.append(copy)
         event = Event("copy", f"the end of {copy.deed}", copy.place)
         shadow.note_write(agent, len(self.groups) + 1, cells, FILLING, event)

@@ -1,0 +1,61 @@
+"""Where the keys and values of a sequence lie, as objects with the same methods: what fills a pipeline's stages."""
+
+from typing import Any
+
+from numba.cuda import types
+from numpy import int32
+
+from ops import truncate
+from tiles import inlined, static
+from tiles.arguments import ENDS
+
+TABLE = types.Array(types.int32, 2, "A")  # of pages' numbers
+
+
+@static
+class Dense:
+    """Sequence n in batch n of an array (batch, row, head, column). piece: the bytes that addresses are multiples of."""
+
+    piece: int
+
+    def __str__(self):
+        return type(self).__name__.lower() + f" by {self.piece} bytes" * (self.piece != 16)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The kernel's arguments that it reads, and what they are."""
+        return {}
+
+    @inlined
+    def fill(self, pipe, j, source, sequence, key, head, end, n, given):
+        """Start copying tile j of `n` of a pipeline: the sequence's rows from `key` on, zeros from `end` on."""
+        pipe.fill(j, truncate(source, 1, end), (sequence, key, head, 0), 1, 3, n, self.piece)
+
+
+class Indexed(Dense):
+    """Sequence n in batch given.batch_index[n]."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Dense."""
+        return {"batch_index": ENDS}
+
+    @inlined
+    def fill(self, pipe, j, source, sequence, key, head, end, n, given):
+        """See Dense."""
+        at = int32(given.batch_index[sequence]), key, head, 0
+        pipe.fill(j, truncate(source, 1, end), at, 1, 3, n, self.piece)
+
+
+class Paged(Dense):
+    """In pages of an array (page, row, head, column), whose numbers are given.pages[n]."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Dense."""
+        return {"pages": TABLE}
+
+    @inlined
+    def fill(self, pipe, j, source, sequence, key, head, end, n, given):
+        """See Dense."""
+        pipe.fill_pages(j, source, given.pages, (sequence, key, head, 0), end, n, self.piece)

@@ -1,0 +1,90 @@
+"""Which keys query tokens see: those in use, from a place on and up to a place. And what depends on how far a key is away.
+
+Query heads that share a key head, and the query tokens, are the rows of a tile: row r of the tile that begins at `row` belongs
+to token (row + r) // group. So what is a number where rows are queries is a vector here: At.row are the rows' tokens, At.head
+their heads. Token t stands at key t + shift, the last one at the last key."""
+
+import math
+from typing import Any, NamedTuple
+
+from numpy import int32
+
+from ops import abs, col_index, right_fill, where
+from tiles import inlined, static
+from tiles.arguments import ENDS, FLOAT, INT, array
+
+from ..variants import Variant
+
+
+class Stretch(NamedTuple):
+    """Keys `first` to before `end`: no row sees others. shift: see the module."""
+
+    first: Any
+    end: Any
+    shift: Any
+
+
+@static
+class Reach:
+    """Of given.lengths[n] keys in use those from given.left places before a token's own on, and up to given.right places after
+    it, as far as these are said; and none before given.leftpad[n], if the cache is padded."""
+
+    left: bool
+    right: bool
+    padded: bool
+
+    def __str__(self):
+        said = {"left": self.left, "right": self.right, "padded": self.padded}
+        return " ".join(name for name, is_so in said.items() if is_so) or "all"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The kernel's arguments that it reads, and what they are."""
+        given: dict[str, Any] = {"lengths": ENDS}
+        given |= {"left": INT} if self.left else {}
+        given |= {"right": INT} if self.right else {}
+        return given | ({"leftpad": ENDS} if self.padded else {})
+
+    @inlined
+    def keys(self, sequence, first, last, tokens, given):
+        """The Stretch of tokens `first` to `last` of `tokens`."""
+        length = int32(given.lengths[sequence])
+        begin, end, shift = int32(0), length, int32(length - tokens)
+        if self.padded:
+            begin = int32(given.leftpad[sequence])
+        if self.left:
+            begin = int32(max(begin, first + shift - given.left))
+        if self.right:
+            end = int32(min(end, last + shift + given.right + 1))
+        return Stretch(begin, end, shift)
+
+    @inlined
+    def mask(self, s, at, key, end):
+        """-inf for the scores that must not be seen, of keys from `key` on."""
+        s, place, j = right_fill(s, int32(end - key), -math.inf), at.row + int32(at.shift - key), col_index(s.row_vec)
+        if self.right:
+            s = where(j <= place + at.given.right, s, -math.inf)
+        if self.left:
+            s = where(j >= place - at.given.left, s, -math.inf)
+        return s
+
+
+class Sloped(Variant):
+    """score - slope |t + shift - j|, with a slope a head: ALiBi."""
+
+    scored = True
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant. slopes: (sequence, head). per_slope: 1 / the unit of scores."""
+        return {"slopes": array(2), "per_slope": FLOAT}
+
+    @inlined
+    def keep(self, at):
+        """See Variant: the rows' slopes, in units of scores."""
+        return at.given.slopes[at.batch, at.head] * at.given.per_slope
+
+    @inlined
+    def score(self, s, at, key):
+        """See Variant."""
+        return s - abs(at.row + int32(at.shift - key) - col_index(s.row_vec)) * at.kept

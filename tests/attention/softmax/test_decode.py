@@ -1,0 +1,297 @@
+"""attention.decode against float64, on both backends from one body."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from judged import TANH, ULP, draw, poisoned
+from places import BF16, OnInterpreter
+
+import attention
+from attention import reference
+from attention.softmax.decode import attend, decode, splits
+
+FP16 = np.dtype(np.float16)
+HELD = "lengths", "pages", "batch_index", "leftpad", "alibi", "sink"
+
+
+def case(lengths, tokens=1, heads=4, kv_heads=2, head_dim=64, room=None, dtype=BF16, value_dim=None, first=None):
+    """(q, k, v) of sequences of these lengths; NaN behind a length, and before `first` of each."""
+    batch, room = len(lengths), room or max(*lengths, 1)
+    q = draw((batch, tokens, heads, head_dim), dtype)
+    k, v = (draw((batch, room, kv_heads, dim), dtype) for dim in (head_dim, value_dim or head_dim))
+    for b, length in enumerate(lengths):
+        for x in (k, v):
+            x[b, length:] = np.nan
+            x[b, : first[b] if first else 0] = np.nan
+    return q, k, v
+
+
+def in_pages(k, v, lengths, size):
+    """(the pools, the table): pages in any order, NaN where nobody's keys lie, and no numbers behind a sequence's last page."""
+    rng = np.random.default_rng(3)
+    most = -(-k.shape[1] // size) + 1
+    used = [-(-n // size) for n in lengths]
+    numbers = iter(rng.permutation(sum(used) + 2))
+    table = np.full((len(lengths), most), -7, np.int32)
+    pools = [poisoned((sum(used) + 2, size, *x.shape[2:]), x.dtype) for x in (k, v)]
+    for b, n in enumerate(lengths):
+        for page in range(used[b]):
+            table[b, page] = number = next(numbers)
+            for pool, x in zip(pools, (k, v)):
+                rows = x[b, size * page : min(size * (page + 1), n)]
+                pool[number, : len(rows)] = rows
+    return *pools, table
+
+
+def known(q, k, v, lengths, leftpad=None, **options):
+    """The formula in float64, and as q's dtype allows: [(out, lse)] of each, a sequence at a time."""
+    found = []
+    for formula in (reference.forward, reference.forward_low):
+        outs = []
+        for b, n in enumerate(lengths):
+            keys = slice(0 if leftpad is None else leftpad[b], n)
+            one = options | ({"alibi": options["alibi"][b]} if np.ndim(options.get("alibi")) == 2 else {})
+            outs.append(formula(q[b : b + 1], k[b : b + 1, keys], v[b : b + 1, keys], **one))
+        found.append([np.concatenate(x) for x in zip(*outs)])
+    return found
+
+
+def agree(place, q, k, v, lengths, *, leftpad=None, size=None, room=None, splits=None, causal=True, **options):
+    """Run and judge by the rule: out and lse against float64, no NaN, every element written."""
+    told = {"lengths": np.array(lengths, np.int32)} | options
+    told |= {} if leftpad is None else {"leftpad": np.array(leftpad, np.int64)}
+    keys, values = k, v
+    if size is not None:
+        keys, values, told["pages"] = in_pages(k, v, lengths, size)
+    told = {name: place.put(x) if name in HELD else x for name, x in told.items()}
+    out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
+    given = place.put(q), place.put(keys), place.put(values)
+    got, lse = attention.decode(*given, out=out, return_lse=True, splits=splits, causal=causal, **told)
+    assert got is out
+    (ref, ref_lse), (low, low_lse) = known(q, k, v, lengths, leftpad, causal=causal, **options)
+    cap, slope = options.get("softcap") or 0.0, np.abs(options.get("alibi", 0)).max()
+    reference.assert_close(place.get(out), ref, low, factor=3 if cap else 2)
+    with np.errstate(invalid="ignore"):
+        lost = np.nanmax(np.abs(low_lse - ref_lse), initial=0)
+    atol = 3 * lost + 8 * ULP + cap * TANH + slope * k.shape[1] * ULP
+    np.testing.assert_allclose(place.get(lse), ref_lse, rtol=8 * ULP, atol=atol)
+    return place.get(out), place.get(lse)
+
+
+EDGES = [(0, 1, 63), (64, 65, 127), (128, 129, 200)]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("lengths", EDGES)
+def test_lengths_around_every_edge(place, lengths, splits):
+    """Of tiles and splits, some of which have no keys; a sequence may have none."""
+    agree(place, *case(lengths, head_dim=128, room=210), lengths, splits=splits)
+
+
+@pytest.mark.parametrize("tokens", [2, 4])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (5, 1), (12, 2), (18, 1)])
+def test_heads_and_tokens_are_rows(place, heads, kv_heads, tokens):
+    """One to five tiles of them, of 16 or 32 rows; tokens that stand before the first key see none."""
+    agree(place, *case((2, 70), tokens, heads, kv_heads), (2, 70), splits=tokens - 1)
+
+
+@pytest.mark.parametrize("head_dim", [8, 72, 96, 192, 256])
+def test_every_head_dim(place, head_dim):
+    agree(place, *case((50,), 2, head_dim=head_dim), (50,), splits=2)
+
+
+def test_values_of_another_width_and_fp16(place):
+    agree(place, *case((90, 3), 1, head_dim=64, value_dim=136, dtype=FP16), (90, 3), splits=2)
+
+
+@pytest.mark.parametrize("size", [1, 16, 40, 64, 128])
+def test_pages(place, size):
+    """In any order, NaN in what no sequence uses. They change no bit."""
+    lengths = (130, 0, 65)
+    q, k, v = case(lengths, 2, head_dim=64)
+    np.testing.assert_array_equal(
+        agree(place, q, k, v, lengths, size=size, splits=2)[0], agree(place, q, k, v, lengths, splits=2)[0]
+    )
+
+
+@pytest.mark.parametrize("window", [(20, None), (0, 0), (70, 1), (None, 2)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows(place, window, causal):
+    agree(place, *case((150, 7), 3), (150, 7), window=window, causal=causal, splits=2)
+
+
+def test_tokens_that_see_later_ones(place):
+    agree(place, *case((66, 2), 3), (66, 2), causal=False)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_what_becomes_of_scores(place, splits):
+    """Rows of a tile are of different heads, each with its own slope and sink."""
+    slopes = np.array([[0.5, 0.1, 0.02, 0.3], [0.4, 0.0, 0.01, 0.2]], np.float32)
+    sink = np.array([0.5, -3.0, 20.0, 1.0], np.float32)
+    agree(place, *case((100, 0), 2), (100, 0), softcap=5.0, alibi=slopes, sink=sink, scale=0.3, splits=splits)
+    agree(place, *case((100, 30), 1), (100, 30), alibi=slopes[0], splits=splits)
+
+
+@pytest.mark.parametrize("size", [None, 16])
+def test_padding_on_the_left(place, size):
+    lengths, leftpad = (100, 70, 5), (37, 0, 5)
+    agree(place, *case(lengths, 2, first=leftpad), lengths, leftpad=leftpad, size=size, splits=2)
+
+
+def test_a_cache_of_more_batches(place):
+    """Sequences lie in any of them; the others hold NaN."""
+    lengths = (70, 20)
+    q, k, v = case(lengths)
+    held = [poisoned((5, *x.shape[1:]), x.dtype) for x in (k, v)]
+    for mine, x in zip(held, (k, v)):
+        mine[[3, 1]] = x
+    given = [place.put(x) for x in (q, *held)]
+    told = {"lengths": place.put(np.array(lengths)), "batch_index": place.put(np.array([3, 1], np.int32))}
+    got = attention.decode(*given, **told)
+    np.testing.assert_array_equal(place.get(got), agree(place, q, k, v, lengths)[0])
+
+
+def test_layouts_and_strides(place):
+    """Heads before tokens, and rows that begin at any even byte."""
+    lengths = (70, 20)
+    q, k, v = case(lengths, 2)
+    told = {"lengths": place.put(np.array(lengths, np.int32)), "splits": 2}
+    wanted, _ = agree(place, q, k, v, lengths, splits=2)
+    turned = [place.put(np.ascontiguousarray(x.transpose(0, 2, 1, 3))) for x in (q, k, v)]
+    np.testing.assert_array_equal(place.get(attention.decode(*turned, layout="bhsd", **told)).transpose(0, 2, 1, 3), wanted)
+    for past in (1, 2, 4):
+        wide = [np.full((*x.shape[:-1], x.shape[-1] + 8 + past), np.nan, x.dtype) for x in (q, k, v)]
+        for x, root in zip((q, k, v), wide):
+            root[..., past : past + 64] = x
+        cut = [place.put(root)[..., past : past + 64] for root in wide]
+        np.testing.assert_array_equal(place.get(attention.decode(*cut, **told)), wanted)
+
+
+def test_a_given_split_has_the_same_bits_always(place):
+    """Alone, and among others in a cache with more room; that much more splits change no more than rounding."""
+    q, k, v = case((100, 200))
+    one, _ = agree(place, q, k, v, (100, 200), splits=3)
+    again, _ = agree(place, q[:1], k[:1, :100], v[:1, :100], (100,), splits=3)
+    np.testing.assert_array_equal(one[:1], again)
+    for parts in (1, 2, 7):
+        agree(place, q, k, v, (100, 200), splits=parts)
+
+
+def test_the_output_in_place_of_the_queries(place):
+    q, k, v = case((70,), 2)
+    wanted, _ = agree(place, q, k, v, (70,), splits=2)
+    mine = place.put(q.copy())
+    told = {"lengths": place.put(np.array([70])), "splits": 2}
+    assert attention.decode(mine, place.put(k), place.put(v), out=mine, **told) is mine
+    np.testing.assert_array_equal(place.get(mine), wanted)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_empty(tokens):
+    q, k = np.zeros((2, tokens, 4, 64), BF16), np.zeros((2, 0, 2, 64), BF16)
+    out, lse = attention.decode(q, k, k, lengths=np.zeros(2, np.int32), return_lse=True)
+    assert (out == 0).all() and (lse == -np.inf).all()
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    st.lists(st.integers(0, 150), min_size=1, max_size=2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 7),
+    st.integers(1, 4), st.integers(1, 16), st.sampled_from([None, 1, 16, 24]), st.booleans(), st.sampled_from([BF16, FP16]),
+)  # fmt: skip
+def test_random_problems(lengths, tokens, kv_heads, group, splits, eighths, size, causal, dtype):
+    inputs = case(lengths, tokens, group * kv_heads, kv_heads, 8 * eighths, dtype=dtype)
+    agree(OnInterpreter(), *inputs, lengths, size=size, splits=splits, causal=causal)
+
+
+@pytest.mark.gpu
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=5), st.integers(1, 8), st.integers(1, 3), st.integers(1, 8),
+    st.sampled_from([None, 1, 2, 9]), st.integers(1, 32), st.sampled_from([None, 1, 16, 24, 256]), st.booleans(),
+    st.sampled_from([BF16, FP16]),
+)  # fmt: skip
+def test_random_problems_on_the_card(card, lengths, tokens, kv_heads, group, splits, eighths, size, causal, dtype):
+    inputs = case(lengths, tokens, group * kv_heads, kv_heads, 8 * eighths, dtype=dtype)
+    agree(card, *inputs, lengths, size=size, splits=splits, causal=causal)
+
+
+@pytest.mark.parametrize(("arch", "size", "splits"), [("sm_80", None, 1), ("sm_90a", 16, 2)])
+def test_as_compiled(as_compiled, arch, size, splits):
+    """What the GPU would run, by the emulator."""
+    as_compiled(arch)
+    agree(OnInterpreter(), *case((70,), 2, 3, 1), (70,), size=size, splits=splits)
+
+
+@pytest.mark.gpu
+def test_a_graph_serves_sequences_as_they_grow(card):
+    """Captured once; nothing is planned anew as lengths grow."""
+    torch = pytest.importorskip("torch")
+    q, k, v = case((300, 300), head_dim=128)
+    lengths, given = torch.zeros(2, dtype=torch.int32, device="cuda"), [card.put(x) for x in (q, k, v)]
+    attention.decode(*given, lengths=lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.decode(*given, lengths=lengths)
+    for now in ((1, 5), (64, 200), (300, 299)):
+        lengths.copy_(torch.tensor(now))
+        graph.replay()
+        (ref, _), (low, _) = known(q, k, v, now, causal=True)
+        reference.assert_close(card.get(out), ref, low)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("blocks", "tiles", "wanted"), [(8, 512, 16), (128, 128, 1), (512, 128, 1), (4096, 64, 1), (1, 1, 1), (4, 0, 1)]
+)
+def test_splits_fill_the_multiprocessors(blocks, tiles, wanted):
+    assert splits.splits_for(blocks, tiles, 132) == wanted
+
+
+@pytest.mark.parametrize("arch", attend.ROOM)
+def test_every_shape_fits(arch):
+    """Shared memory holds as many blocks as a multiprocessor is to have, each with 1 KB that CUDA keeps for itself."""
+    for config in attend.space(arch, False):
+        _, smem = attend.make(config)
+        assert smem.nbytes <= attend.ROOM[arch]
+        assert config.resident * (smem.nbytes + 1024) <= attend.ROOM[arch] + 1024
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+def refused(error, words, /, lengths=(5,), **more):
+    q, k, v = case((5,))
+    arrays = {"q": q, "k": k, "v": v, "lengths": np.array(lengths)} | more
+    with pytest.raises(error, match=words):
+        attention.decode(**arrays)
+
+
+def test_mistakes_name_the_argument():
+    table, two = np.zeros((1, 1), np.int32), draw((2, 5, 2, 64), BF16)
+    refused(ValueError, "^lengths: must be from 0 to 5", lengths=(6,))
+    refused(ValueError, "^lengths: batch must equal q's", lengths=(5, 5))
+    refused(ValueError, "^k: batch must equal q's where there are neither", k=two, v=two)
+    refused(ValueError, "^v: sequence must equal k's", v=draw((1, 4, 2, 64), BF16))
+    refused(ValueError, "^q: heads must be a multiple", q=draw((1, 1, 3, 64), BF16))
+    refused(TypeError, "^lengths: dtype must be one of", lengths=(5.0,))
+    refused(ValueError, "^batch_index: must be None where there are pages", pages=table, batch_index=np.zeros(1, np.int32))
+    refused(ValueError, "^lengths: must be from 0 to 5", pages=table, lengths=(6,))
+    refused(ValueError, "^splits: must be from 1 to 1024", splits=0)
+    refused(TypeError, "^splits: must be an integer", splits=2.5)
+    refused(ValueError, "^family: attention.decode has kernels of sm_80", family="sm_90")
+    refused(TypeError, "^causal: must be a bool", causal=1)
+    refused(ValueError, "^window", window=(-1, 0))
+
+
+def test_a_page_that_the_pool_has_not():
+    """The interpreter says whose it is; on a GPU nobody looks."""
+    q, k, v = case((5,))
+    with pytest.raises(Exception, match="row 0 of sequence 0 lies in page 3, which is out of range for a pool of 1 pages"):
+        attention.decode(q, k, v, lengths=np.array([5]), pages=np.array([[3]], np.int32))
+
+
+def test_arguments_are_documented():
+    assert decode.DECODE.names[:4] == ("q", "k", "v", "lengths")
+    for name in decode.DECODE.names:
+        assert name in attention.decode.__doc__
