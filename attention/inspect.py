@@ -19,6 +19,7 @@ from functools import partial
 from tiles.arguments import signature
 from tiles.inspect import figures
 
+from .cache import writing
 from .recurrent.kernels import (
     based_hopper,
     chunk_ampere,
@@ -42,6 +43,7 @@ MODULES = {
         *(prepare, backward_ampere, backward_hopper, folded, wide, wide_queries),
         *(finish, sinks, backward_norms, bias, elements),
     ),
+    "append": (writing,),
     "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper),
     "delta": (delta_hopper, kda_hopper),
     "based": (based_hopper,),

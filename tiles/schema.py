@@ -63,6 +63,7 @@ HOLDS = {
     "bfloat16": ("bfloat16",),
     "float16": ("float16",),
     "fp8": ("float8_e4m3fn",),
+    "cache": ("bfloat16", "float16", "float8_e4m3fn"),
     "log": REAL,
     "rate": REAL,
     "ends": INDEX,
@@ -78,7 +79,7 @@ TOKENS = "S", "T"  # axes along a sequence
 TITLES = dict(B="batch", S="sequence", T="sequence", H="heads", G="heads", D="head_dim", K="key_dim", V="value_dim")
 TITLES |= dict(N="sequences", F="features", E="length")
 SPOKEN = {"G": "Hk", "K": "Dk", "V": "Dv", "E": "N + 1", "T": "S", "U": "B or 1", "W": "B or 1", "X": "H or 1", "Y": "S or 1"}
-SPOKEN |= {"O": "1"}
+SPOKEN |= {"O": "1", "A": "Sq", "C": "B or pages", "M": "most pages", "Z": "positions", "R": "pairs"}
 FREE = tuple("*" * rank for rank in range(1, 6))  # axes of any extents
 
 

@@ -1,0 +1,1 @@
+"""Caches of keys and values: what writes them in place, and PagedCache, which keeps their pages."""
