@@ -122,7 +122,7 @@ def make(config: Config):
             return 1.0
 
     @cuda.jit(launch_bounds=(config.threads, 1))
-    def write(
+    def append(
         gKNew: array(4, INPUT), gKNewPairs: array(5, INPUT), gVNew: array(4, INPUT),
         gK: array(4, CACHE), gKPairs: array(5, CACHE), gV: array(4, CACHE), gKScale: array(2), gVScale: array(2),
         gQ: array(4, INPUT), gQPairs: array(5, INPUT), gOut: array(4, INPUT), gOutPairs: array(5, INPUT),
@@ -165,7 +165,7 @@ def make(config: Config):
                     gX, gY = (gKNew, gK) if of_key else (gVNew, gV)
                     copied(gX, at, gY, there, head, turned if of_key else 0, scale)
 
-    return write, None
+    return append, None
 
 
 def launch(
