@@ -9,6 +9,7 @@ import numpy as np
 
 from tiles.arrays import Operand
 from tiles.checks import asked, read
+from tiles.device import machine
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
@@ -74,7 +75,7 @@ def append(
     first new key, where it is not `lengths`. Beyond the tables' end nothing is written.
 
     k_descale, v_descale: float32, (Hk) or (B, Hk), by which an fp8 cache's numbers are multiplied when they are read; both or
-    none. What is beyond 448 times that becomes it.
+    none. Rows are divided by them, to 2 ulp of float32, and rounded; what is beyond 448 times that becomes it.
 
     q: (B, Sq, H, D), of k_new's dtype: also rotated, query i at position lengths[b] + i, or with causal=False all at
     lengths[b], and given back, in `out` if there is one, which may be q. Beyond the tables' end it is NaN.
@@ -152,6 +153,9 @@ def _check_cache(problem: Problem) -> None:
             raise TypeError(f"{name}: dtype must be k_new's or float8_e4m3fn, as k's: {said}")
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
+    gpu = machine(problem.device)
+    if k.itemsize == 1 and gpu.capability < writing.FP8:
+        raise ValueError(f"k: a cache of float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
     if page_size == 0:
         raise problem.error("k", "must have room for a key", "k")
     if "pages" in problem and "batch_index" in problem:

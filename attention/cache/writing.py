@@ -21,12 +21,14 @@ from ops import divmod, full, load, maximum, product, store
 from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, rt
 from tiles.arguments import ENDS, INT, array
 from tiles.arrays import Operand
+from tiles.compiler import capability
 from tiles.launch import kernel_for
 from tiles.layout import LANES
 from tiles.program import Step
 
 WARPS, HEADS, COLUMNS = 4, 16, 32  # of a thread block, one a token; of a tile
 TABLE = types.Array(types.int32, 2, "A")  # a parameter that is one
+FP8 = 8, 9  # since GPUs of this compute capability
 DTYPES = {x.np.name: x for x in (bf16, fp16, fp8e4m3)}
 NAN, LEAST = float("nan"), 2.0**-120  # LEAST: of scales, for heads that are not there have 0
 
@@ -48,7 +50,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     """Every kernel: fp8 where there are instructions for it."""
     for of in (bf16, fp16) if everything else (bf16,):
         yield Config(of, of)
-        if arch != "sm_80":
+        if capability(arch)[:2] >= FP8:
             yield from (Config(of, fp8e4m3, scaled) for scaled in (True, False) if scaled or everything)
 
 
@@ -104,10 +106,11 @@ def make(config: Config):
         return low
 
     @inlined
-    def page_of(gPages, sequence, n):
-        """The page that a sequence's n-th part lies in; -1: none."""
+    def page_of(gPages, sequence, n, count):
+        """The page that a sequence's n-th part lies in, of so many; -1: none."""
         if n < gPages.shape[1]:
-            return int32(gPages[sequence, n])
+            page = gPages[sequence, n]
+            return int32(page) if page >= 0 and page < count else int32(-1)
         elif gPages.shape[1] == 0 and n == 0:
             return int32(sequence)
         else:
@@ -155,8 +158,8 @@ def make(config: Config):
                             store(gOut, full(X, NAN), (batch, token, head, col))
             elif token < gKNew.shape[1] and length >= 0 and known:
                 which, slot = divmod(length + n, page_size)
-                page = page_of(gPages, sequence, which)
-                if page >= 0 and page < gK.shape[0]:
+                page = page_of(gPages, sequence, which, gK.shape[0])
+                if page >= 0:
                     at, there, of_key = (batch, token), (page, slot), part < key_parts
                     head = int32(HEADS * (part if of_key else part - key_parts))
                     scale = scale_of(gKScale if of_key else gVScale, sequence, head)
