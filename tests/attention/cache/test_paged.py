@@ -16,8 +16,8 @@ def pools(pages, size, heads=1, head=1, dtype=np.float32, layers=1):
     return [tuple(np.full((pages, size, heads, head), np.nan, dtype) for _ in "kv") for _ in range(layers)]
 
 
-def write(cache, sequence, tokens, sign=1):
-    """Reserved tokens, by hand where the tables say, to all layers; what is there already must not be written."""
+def write(cache, sequence, tokens):
+    """Reserved tokens, by hand where the tables say, to all layers."""
     for n, token in enumerate(tokens, cache.length(sequence)):
         page, slot = cache.pages[sequence, n // cache.page_size], n % cache.page_size
         for layer, (k, v) in enumerate(cache.layers):
@@ -146,6 +146,21 @@ def test_who_writes_last_keeps_the_page():
             cache.reserve(some, 1)
         assert cache.free_pages == 2 and len(set(cache.pages[:, 0])) == 1 and len(set(cache.pages[:, 1])) == 3
         assert all(tokens_of(cache, s) == [*range(6)] for s in (a, b, c))
+
+
+def test_what_is_reserved_is_not_shared():
+    cache = PagedCache(pools(6, 4), sequences=2, tokens=16)
+    a = cache.add()
+    cache.reserve([a], 12)
+    write(cache, a, range(4))
+    cache.advance([a], 4)
+    b = cache.fork(a)
+    assert cache.pages[b, 1:].tolist() == [-1] * 3 and cache.free_pages == 3
+    cache.reserve([b], 4)
+    write(cache, b, [7, 8])
+    write(cache, a, [5])
+    cache.advance([b, a], [2, 1])
+    assert (tokens_of(cache, a), tokens_of(cache, b)) == ([0, 1, 2, 3, 5], [0, 1, 2, 3, 7, 8])
 
 
 def test_mistakes_are_named():
