@@ -75,11 +75,12 @@ ROLES = "", "optional", "made", "in_place", "updated"
 TOKENS = "S", "T"  # axes along a sequence
 # An axis in messages. G are the heads of keys, which share those of values or queries; T the keys' tokens; K and V the columns
 # of keys and values where they differ; F those of a feature map; N sequences have E = N + 1 ends;
+# C are batches of a cache, or pages, of which a sequence has M at most;
 # U, W, X and Y are batch (or sequences), heads and sequence or 1
 TITLES = dict(B="batch", S="sequence", T="sequence", H="heads", G="heads", D="head_dim", K="key_dim", V="value_dim")
-TITLES |= dict(N="sequences", F="features", E="length")
+TITLES |= dict(N="sequences", F="features", E="length", C="batches or pages", M="pages")
 SPOKEN = {"G": "Hk", "K": "Dk", "V": "Dv", "E": "N + 1", "T": "S", "U": "B or 1", "W": "B or 1", "X": "H or 1", "Y": "S or 1"}
-SPOKEN |= {"O": "1", "A": "Sq", "C": "B or pages", "M": "most pages", "Z": "positions", "R": "pairs"}
+SPOKEN |= {"O": "1", "A": "Sq", "Z": "positions", "R": "pairs"}
 FREE = tuple("*" * rank for rank in range(1, 6))  # axes of any extents
 
 

@@ -47,17 +47,17 @@ class Memory:
         self,
         pools: Pair,
         new: Pair,
-        lengths: np.ndarray,
+        starts: np.ndarray,
         pages: np.ndarray,
         ends: np.ndarray | None,
         tables: Pair,
         options: dict,
     ) -> tuple[Pair, Any]:
-        """attention.append to the pools of a layer, and what it returned. lengths, pages: what the host knows of the sequences,
-        tables being the same as arrays (pages, lengths). ends: of sequences that lie one behind the other."""
+        """attention.append to the pools of a layer, and what it returned. starts, pages: what the host knows of the sequences,
+        tables being the same as arrays (pages, starts). ends: of sequences that lie one behind the other."""
         packed: dict[str, Any] = {} if ends is None else {"cu_seqlens": self.new(ends)}
-        (k, v), (k_new, v_new), (of_pages, of_lengths) = pools, new, tables
-        return pools, append(k, v, k_new, v_new, pages=of_pages, lengths=of_lengths, **packed, **options)
+        (k, v), (k_new, v_new), (of_pages, of_starts) = pools, new, tables
+        return pools, append(k, v, k_new, v_new, pages=of_pages, lengths=of_starts, **packed, **options)
 
 
 class Torch(Memory):
@@ -110,7 +110,7 @@ class Jax(Memory):
         self,
         pools: Pair,
         new: Pair,
-        lengths: np.ndarray,
+        starts: np.ndarray,
         pages: np.ndarray,
         ends: np.ndarray | None,
         tables: Pair,
@@ -121,10 +121,10 @@ class Jax(Memory):
         if options:
             raise NotImplementedError(f"{min(options)}: is not served on JAX's arrays")
         tokens, size = new[0].shape[1], pools[0].shape[1]
-        counts = np.full(len(lengths), tokens) if ends is None else np.diff(ends)
-        number = np.repeat(np.arange(len(lengths)), counts)  # of each token's sequence
+        counts = np.full(len(starts), tokens) if ends is None else np.diff(ends)
+        number = np.repeat(np.arange(len(starts)), counts)  # of each token's sequence
         first = np.repeat(np.cumsum(counts) - counts, counts)
-        at = lengths[number] + np.arange(len(number)) - first
+        at = starts[number] + np.arange(len(number)) - first
         where = pages[number, at // size], at % size
         positions = at.reshape(new[0].shape[:2])
         rotate = functools.partial(_rotated, positions=positions, rotary=rotary, interleaved=interleaved)

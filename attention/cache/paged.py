@@ -22,18 +22,19 @@ class PagedCache:
 
         cache = PagedCache([(k, v)], sequences=32, tokens=8192)     # k, v (pages, page size, Hk, D), a pair for each layer
         a = cache.add()                                             # a sequence, by its number
-        cache.append([a], k_new, v_new, rotary=(cos, sin))          # lengths grow
-        b = cache.fork(a)                                           # shares a's pages
+        q = cache.append([a], k_new, v_new, q=q, rotary=(cos, sin)) # lengths grow
         attention.decode(q, *cache.layers[0], lengths=cache.lengths, pages=cache.pages)
+        b = cache.fork(a)                                           # shares a's pages
         cache.free(a)
 
     sequences: how many there can be at a time; tokens: of each, at most. layers: arrays of one framework, NumPy's, torch's,
     CuPy's or JAX's, all of as many pages of one size. Of JAX's the cache becomes the owner: writing makes new ones.
 
-    `layers`: the pools. `pages` (sequences, most pages) and `lengths` (sequences), int32, lie where the pools do, a row for
-    each number a sequence can have; one that is not in use has length 0 and no pages, which are -1. They stay the same arrays
-    (not JAX's), so a CUDA graph may hold them: they change on the current stream when a method here changes them, which
-    therefore must not be captured. `tables` gives the rows of some sequences.
+    `layers`: the pools. `pages` (sequences, most pages), `lengths` and `starts` (sequences), int32, lie where the pools do, a
+    row for each number a sequence can have. lengths: the tokens of each, the newest among them, as attention.decode takes them.
+    starts: where the newest begin, as attention.append takes it; -1 where there are none. Who is not in use has length 0 and no
+    pages, which are -1. They stay the same arrays (not JAX's), so a CUDA graph may hold them: they change on the current stream
+    when a method here changes them, which therefore must not be captured. `tables` gives the rows of some sequences.
 
     A page is free, or counted by all that share it. A fork shares all pages that have tokens; who then writes into a page that
     others share, which is the last and not full, gets a copy of it first. Full: there is no room, and nothing has changed.
@@ -51,14 +52,14 @@ class PagedCache:
             raise ValueError(f"layers, sequences, tokens: must not be empty: {shapes[0]=}, {sequences=}, {tokens=}")
         self._memory = memory_of(self.layers[0][0])
         self._table = np.full((sequences, -(-tokens // self.page_size)), NONE, np.int32)
-        self._lengths = np.zeros(sequences, np.int32)
+        self._lengths, self._starts = np.zeros(sequences, np.int32), np.full(sequences, NONE, np.int32)
         self._most = tokens
         self._held: dict[int, list[int]] = {}  # the pages of each sequence, in order
         self._sharers = [0] * count  # of each page
         self._free = list(range(count))[::-1]
         self._places = list(range(sequences))[::-1]
-        self._rows: dict[tuple[int, ...], tuple[Any, Any]] = {}  # that were asked for since something changed
-        self.pages, self.lengths = self._memory.new(self._table), self._memory.new(self._lengths)
+        self._rows: dict[tuple[int, ...], tuple[Any, Any, Any]] = {}  # that were asked for since something changed
+        self.pages, self.lengths, self.starts = map(self._memory.new, (self._table, self._lengths, self._starts))
 
     # ---- what there is -----------------------------------------------------------------------------------------------
     @property
@@ -76,15 +77,16 @@ class PagedCache:
         self._check([sequence])
         return int(self._lengths[sequence])
 
-    def tables(self, sequences: Sequence[int]) -> tuple[Any, Any]:
-        """(pages, lengths) of these sequences, in this order; the cache's own arrays where it is that of their numbers."""
+    def tables(self, sequences: Sequence[int]) -> tuple[Any, Any, Any]:
+        """(pages, lengths, starts) of these sequences, in this order; the cache's own arrays where it has no other numbers."""
         self._check(sequences)
         chosen = tuple(sequences)
         if chosen == tuple(range(len(self._lengths))):
-            return self.pages, self.lengths
+            return self.pages, self.lengths, self.starts
         if chosen not in self._rows:
             rows = list(chosen)
-            self._rows[chosen] = self._memory.new(self._table[rows]), self._memory.new(self._lengths[rows])
+            pages, lengths, starts = (self._memory.new(x[rows]) for x in (self._table, self._lengths, self._starts))
+            self._rows[chosen] = pages, lengths, starts
         return self._rows[chosen]
 
     # ---- sequences come and go ---------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ class PagedCache:
         self._check([sequence])
         self._drop(sequence, 0)
         del self._held[sequence]
-        self._lengths[sequence] = 0
+        self._lengths[sequence], self._starts[sequence] = 0, NONE
         self._places.append(sequence)
         self._publish()
 
@@ -123,7 +125,7 @@ class PagedCache:
                 f"length: must be from 0 to the {self._lengths[sequence]} tokens of sequence {sequence}: {length=}"
             )
         self._drop(sequence, self._pages_of(length))
-        self._lengths[sequence] = length
+        self._lengths[sequence], self._starts[sequence] = length, NONE
         self._publish()
 
     # ---- tokens come -------------------------------------------------------------------------------------------------
@@ -152,18 +154,16 @@ class PagedCache:
         if needed or shared:
             self._publish()
 
-    def advance(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
-        """So many reserved tokens, of all sequences or of each, have been written, to all layers: lengths grow."""
+    def extend(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
+        """So many new tokens, of all sequences or of each, whose keys and values are now to be written, in all layers: lengths
+        grow, and starts say where they begin. Full: see reserve, which is done first."""
         counts = self._counts(sequences, tokens)
+        self.reserve(sequences, tokens)
+        self._starts[:] = NONE
         for sequence, count in counts.items():
-            length, held = int(self._lengths[sequence]), self._held[sequence]
-            shared = count and length % self.page_size and self._sharers[held[length // self.page_size]] > 1
-            if shared or self._pages_of(length + count) > len(held):
-                raise ValueError(f"sequence {sequence}: {count} tokens behind {length} are not reserved")
-        for sequence, count in counts.items():
+            self._starts[sequence] = self._lengths[sequence]
             self._lengths[sequence] += count
-        if any(counts.values()):
-            self._publish()
+        self._publish()
 
     def append(
         self,
@@ -176,31 +176,34 @@ class PagedCache:
         **options: Any,
     ) -> Any:
         """attention.append to a layer, with its options rotary, interleaved, positions, k_descale, v_descale, q, causal, out
-        and stream, and its result; of JAX's arrays with rotary, interleaved and q. Room is reserved first; lengths grow when
-        the last layer is written. Full: see reserve.
+        and stream, and its result; of JAX's arrays with rotary, interleaved and q. With the first layer sequences are extended;
+        the others are of the same sequences and tokens. Full: see reserve.
 
         k_new, v_new: (B, S, Hk, D) of as many sequences; or with `tokens`, of each sequence, all of them one behind the other
         in a batch of 1."""
-        if not -len(self.layers) <= layer < len(self.layers):
+        if not 0 <= layer < len(self.layers):
             raise ValueError(f"layer: there are {len(self.layers)}: {layer=}")
-        layer %= len(self.layers)
         ends, wanted = None, (len(sequences), int(k_new.shape[1]))
         if tokens is not None:
             ends = np.cumsum([0, *tokens], dtype=np.int32)
             wanted = 1, int(ends[-1])
         if tuple(k_new.shape[:2]) != wanted:
-            raise ValueError(
-                f"k_new: must have {wanted} batches and tokens: k_new.shape={tuple(k_new.shape)}, {sequences=}, {tokens=}"
-            )
-        counts = wanted[1] if tokens is None else tokens
-        self.reserve(sequences, counts)
-        rows = list(sequences)
-        tables = self.tables(sequences)
-        self.layers[layer], given = self._memory.write(
-            self.layers[layer], (k_new, v_new), self._lengths[rows], self._table[rows], ends, tables, options
-        )
-        if layer == len(self.layers) - 1:
-            self.advance(sequences, counts)
+            said = f"k_new.shape={tuple(k_new.shape)}, {sequences=}, {tokens=}"
+            raise ValueError(f"k_new: must have {wanted} batches and tokens: {said}")
+        counts = self._counts(sequences, wanted[1] if tokens is None else tokens)
+        rows = list(counts)
+        if layer == 0:
+            self.extend(rows, list(counts.values()))
+        elif (self._starts[rows] < 0).any() or (self._lengths - self._starts)[rows].tolist() != list(counts.values()):
+            raise ValueError(f"layer: the first one was not extended by these tokens: {layer=}, {counts}")
+        pages, _, starts = self.tables(rows)
+        where = self._starts[rows], self._table[rows], ends
+        try:
+            self.layers[layer], given = self._memory.write(self.layers[layer], (k_new, v_new), *where, (pages, starts), options)
+        except Exception:
+            for sequence in rows if layer == 0 else []:
+                self.rewind(sequence, int(self._starts[sequence]))
+            raise
         return given
 
     # ---- pages -------------------------------------------------------------------------------------------------------
@@ -264,4 +267,5 @@ class PagedCache:
     def _publish(self) -> None:
         """What the host knows, where the pools lie."""
         self._rows.clear()
-        self.pages, self.lengths = self._memory.put(self.pages, self._table), self._memory.put(self.lengths, self._lengths)
+        self.pages = self._memory.put(self.pages, self._table)
+        self.lengths, self.starts = self._memory.put(self.lengths, self._lengths), self._memory.put(self.starts, self._starts)

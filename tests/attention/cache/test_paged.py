@@ -17,8 +17,9 @@ def pools(pages, size, heads=1, head=1, dtype=np.float32, layers=1):
 
 
 def write(cache, sequence, tokens):
-    """Reserved tokens, by hand where the tables say, to all layers."""
-    for n, token in enumerate(tokens, cache.length(sequence)):
+    """The newest tokens, by hand where the tables say, to all layers."""
+    assert cache.lengths[sequence] - cache.starts[sequence] == len(tokens)
+    for n, token in enumerate(tokens, cache.starts[sequence]):
         page, slot = cache.pages[sequence, n // cache.page_size], n % cache.page_size
         for layer, (k, v) in enumerate(cache.layers):
             k[page, slot], v[page, slot] = token + 1000 * layer, -token
@@ -59,7 +60,14 @@ class Model:
 
     def snapshot(self):
         cache = self.cache
-        return cache.pages.tobytes(), cache.lengths.tobytes(), list(cache._sharers), sorted(cache._free), sorted(cache._places)
+        return (
+            cache.pages.tobytes(),
+            cache.lengths.tobytes(),
+            cache.starts.tobytes(),
+            list(cache._sharers),
+            sorted(cache._free),
+            sorted(cache._places),
+        )
 
     def refused(self, call, *args):
         """Full changes nothing; was it?"""
@@ -112,18 +120,21 @@ def test_two_thousand_steps(size, pages, steps):
             counts = [rng.choice([0, 1, 1, 2, 3, size, 9]) for _ in chosen]
             too_long = any(len(lists[s]) + n > most for s, n in zip(chosen, counts))
             needed, free = model.needed(chosen, counts), cache.free_pages
-            _, was_full = model.refused(cache.reserve, chosen, counts)
+            ahead = rng.random() < 0.3  # some stay reserved
+            _, was_full = model.refused(cache.reserve if ahead else cache.extend, chosen, counts)
             assert was_full == (too_long or needed > free)
             full += was_full
             if not was_full:
+                done = [rng.randint(0, n) for n in counts] if ahead else counts
+                if ahead:
+                    cache.extend(chosen, done)
                 assert free - cache.free_pages == needed
-                done = [rng.randint(0, n) for n in counts] if rng.random() < 0.3 else counts  # some stay reserved
+                assert {n for n in range(sequences) if cache.starts[n] >= 0} == {*chosen}
                 for s, n in zip(chosen, done):
                     fresh = list(range(number, number + n))
                     number += n
                     write(cache, s, fresh)
                     lists[s] += fresh
-                cache.advance(chosen, done)
         if step % 5 == 0 or deed != "extend":
             model.check()
     assert full > steps // 100
@@ -137,9 +148,8 @@ def test_who_writes_last_keeps_the_page():
     for together in (True, False):
         cache = PagedCache(pools(6, 4), sequences=3, tokens=16)
         a = cache.add()
-        cache.reserve([a], 6)
+        cache.extend([a], 6)
         write(cache, a, range(6))
-        cache.advance([a], 6)
         b, c = cache.fork(a), cache.fork(a)
         assert cache.free_pages == 4
         for some in [[a, b, c]] if together else [[b], [a], [c]]:
@@ -152,31 +162,32 @@ def test_what_is_reserved_is_not_shared():
     cache = PagedCache(pools(6, 4), sequences=2, tokens=16)
     a = cache.add()
     cache.reserve([a], 12)
+    cache.extend([a], 4)
     write(cache, a, range(4))
-    cache.advance([a], 4)
     b = cache.fork(a)
     assert cache.pages[b, 1:].tolist() == [-1] * 3 and cache.free_pages == 3
     cache.reserve([b], 4)
+    cache.extend([b, a], [2, 1])
     write(cache, b, [7, 8])
     write(cache, a, [5])
-    cache.advance([b, a], [2, 1])
     assert (tokens_of(cache, a), tokens_of(cache, b)) == ([0, 1, 2, 3, 5], [0, 1, 2, 3, 7, 8])
 
 
 def test_mistakes_are_named():
-    cache = PagedCache(pools(4, 4), sequences=2, tokens=16)
+    cache, two = PagedCache(pools(4, 4), sequences=2, tokens=16), PagedCache(pools(4, 4, layers=2), sequences=1, tokens=16)
     a = cache.add()
+    two.add()
     for call, said in [
         (lambda: cache.free(1), "sequence 1 is not in use; those in use: [0]"),
         (lambda: cache.fork(7), "sequence 7 is not in use"),
         (lambda: cache.reserve([a, a], 1), "sequences: must be different ones"),
         (lambda: cache.reserve([a], [1, 2]), "tokens: must be a number from 0 on for each sequence"),
         (lambda: cache.reserve([a], -1), "tokens: must be a number from 0 on"),
-        (lambda: cache.advance([a], 1), "sequence 0: 1 tokens behind 0 are not reserved"),
+        (lambda: cache.append([a], *np.zeros((2, 1, 1, 1, 1)), layer=1), "layer: there are 1: layer=1"),
+        (lambda: two.append([0], *np.zeros((2, 1, 1, 1, 1)), layer=1), "layer: the first one was not extended by these tokens"),
         (lambda: cache.rewind(a, 1), "length: must be from 0 to the 0 tokens of sequence 0"),
         (lambda: cache.append([a], np.zeros((2, 1, 1, 1)), None), "k_new: must have (1, 1) batches and tokens"),
         (lambda: cache.append([a], np.zeros((1, 3, 1, 1)), None, tokens=[2]), "k_new: must have (1, 2)"),
-        (lambda: cache.append([a], None, None, layer=1), "layer: there are 1: layer=1"),
         (lambda: PagedCache([], sequences=1, tokens=1), "layers: must be pairs of pools"),
         (lambda: PagedCache(pools(4, 4) + pools(5, 4), sequences=1, tokens=1), "layers: must be pairs of pools"),
         (lambda: PagedCache(pools(4, 4), sequences=0, tokens=1), "layers, sequences, tokens: must not be empty"),
@@ -230,7 +241,7 @@ def test_append_writes_where_the_tables_say(put):
     draw = lambda *shape: rng.standard_normal((*shape, 2, 16)).astype(BF16)
     cos, sin = rng.standard_normal((2, 32, 4)).astype(np.float32)
     cache = PagedCache([tuple(map(put, pair)) for pair in pools(8, 4, 2, 16, BF16, layers=2)], sequences=3, tokens=20)
-    held = cache.pages, cache.lengths
+    held = cache.pages, cache.lengths, cache.starts
     rotary, lists = (put(cos), put(sin)), {}
 
     def rotated(x, start):
@@ -277,9 +288,13 @@ def test_append_writes_where_the_tables_say(put):
     del lists[a]
     check()
     if put is not as_jax:
-        assert cache.pages is held[0] and cache.lengths is held[1]  # as CUDA graphs want it
+        assert cache.pages is held[0] and cache.lengths is held[1] and cache.starts is held[2]  # as CUDA graphs want it
     poisoned = np.isnan(back(cache.layers[0][0])).all((2, 3)).sum()
     assert poisoned == 32 - (4 + 3 + 5 + 3)  # the shared page, a's other, those of b, and c's
+    if put is not as_jax:
+        with pytest.raises(TypeError, match="dtype must be"):  # and nothing has changed
+            cache.append([b], *[put(np.zeros((1, 2, 2, 16), np.float32))] * 2)
+    check()
     with pytest.raises(Full):
         cache.append([b], put(draw(1, 17)), put(draw(1, 17)), rotary=rotary)
     check()
