@@ -23,6 +23,7 @@ What it holds:
     bfloat16  that
     float16   that
     fp8       that of e4m3, float8_e4m3fn
+    cache     what is kept of tiles: bfloat16, float16 or fp8
 
 and with values that a step of the program checks (checks.py):
     log          real, the logarithm of what is kept of a state: never above 0
