@@ -13,6 +13,7 @@ if _why := _importable["obstacle"]():
     raise ImportError(_why)
 
 __all__ = [
+    "append",
     "backward",
     "based",
     "block_lists",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 _HOMES = {  # module: the functions that are public
+    "cache.append": ("append",),
     "dropout": ("dropout_mask",),
     "recurrent.based": ("based",),
     "recurrent.delta_rule": ("delta_rule",),
@@ -45,6 +47,7 @@ _HOMES = {  # module: the functions that are public
 }
 
 if TYPE_CHECKING:  # what editors and type checkers read
+    from .cache.append import append
     from .dropout import dropout_mask
     from .recurrent.based import based
     from .recurrent.delta_rule import delta_rule

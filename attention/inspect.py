@@ -19,6 +19,7 @@ from functools import partial
 from tiles.arguments import signature
 from tiles.inspect import figures
 
+from .cache import writing
 from .recurrent.kernels import (
     based_hopper,
     chunk_ampere,
@@ -44,6 +45,7 @@ MODULES = {
         *(finish, sinks, backward_norms, bias, elements),
     ),
     "decode": (attend, combine),
+    "append": (writing,),
     "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper),
     "delta": (delta_hopper, kda_hopper),
     "based": (based_hopper,),

@@ -4,6 +4,7 @@
 def register_torch_ops() -> None:
     """Register every function's op with torch, which must be imported: for torch.export.load, and for calls by name. Else
     the first call that needs an op registers it."""
+    from .cache.append import _append, _append_with_queries
     from .recurrent.based import _based
     from .recurrent.delta_rule import _delta_rule
     from .recurrent.hedgehog import _hedgehog
@@ -16,5 +17,6 @@ def register_torch_ops() -> None:
     from .softmax.forward import _forward, _variant
 
     backward = _backward, _backward_into, _backward_into_sinks, *NORMALISE.values(), *DIFFERENTIATE.values()
-    for program in *backward, _based, _decode, _delta_rule, _forward, _hedgehog, _linear, _linear_step, _mamba2, _variant:
+    recurrent = _based, _delta_rule, _hedgehog, _linear, _linear_step, _mamba2
+    for program in *backward, _append, _append_with_queries, _decode, _forward, _variant, *recurrent:
         program.op()

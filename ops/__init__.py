@@ -14,7 +14,7 @@ if _why := _run_path(str(_Path(__file__).parents[1] / "tiles/importable.py"))["o
 from . import block, cluster, complex, grid, matmul, raw, warpgroup
 from . import printing as _printing  # print takes tiles  # noqa: F401
 from .elementwise import convert as _convert  # dtypes become callable  # noqa: F401
-from .elementwise.arithmetic import fma, maximum, minimum
+from .elementwise.arithmetic import fma, maximum, minimum, product
 from .elementwise.compare import equal, greater, greater_equal, less, less_equal, not_equal, where
 from .elementwise.create import col_index, full, neg_infty, ones, pos_infty, row_index, zeros
 from .elementwise.draws import bernoulli, bernoulli_of_row
@@ -78,16 +78,16 @@ from .shape.transpose import swap_layout, transpose, turned
 
 __all__ = [
     "abs", "add_held", "bernoulli", "bernoulli_of_row", "block", "causal", "cluster", "col_index", "col_max", "col_min",
-    "col_prod", "col_sum", "columns", "commit_group", "complex", "copy_async", "count_up", "cumsum", "cumsum_columns",
-    "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grid",
-    "hstack", "inverse_unit_lower", "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "load",
-    "load_held", "load_row", "load_unordered", "log", "log2", "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB",
-    "mma_ABt", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty",
-    "prefetch", "rasterize", "raw", "reciprocal", "relu", "rescale", "right_fill", "row_index", "row_max", "row_min",
-    "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "store", "store_unordered", "store_wait",
-    "stores_done", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod",
-    "tile_sum", "tma_add", "transpose", "tril", "triu", "truncate", "turned", "upper_fill", "vstack", "wait_count",
-    "wait_group", "warpgroup", "where", "zeros",
+    "col_prod", "col_sum", "columns", "commit_group", "complex", "copy_async", "count_up", "cumsum", "cumsum_columns", "divmod",
+    "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grid", "hstack",
+    "inverse_unit_lower", "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "load", "load_held",
+    "load_row", "load_unordered", "log", "log2", "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB", "mma_ABt",
+    "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch",
+    "product", "rasterize", "raw", "reciprocal", "relu", "rescale", "right_fill", "row_index", "row_max", "row_min", "row_prod",
+    "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "store", "store_unordered", "store_wait", "stores_done",
+    "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum",
+    "tma_add", "transpose", "tril", "triu", "truncate", "turned", "upper_fill", "vstack", "wait_count", "wait_group",
+    "warpgroup", "where", "zeros",
 ]  # fmt: skip
 
 _refuse_others()

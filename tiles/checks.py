@@ -88,7 +88,7 @@ class Check:
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """ValueError that names the argument, its value, and where it stands."""
         for name, place, form, (wrong, cure) in self.rows:
-            values = _read(addresses[place], form, stream)
+            values = read(addresses[place], form, stream)
             found = None if values is None or not values.size else wrong(values, self.extents)
             if found:
                 index, must = found
@@ -96,6 +96,6 @@ class Check:
                 raise ValueError(f"{name}: {must}: {name}[{at}]={values[tuple(index)]}, {name}.shape={form.shape}; {cure}")
 
 
-def _read(pointer: int, form: Form, stream: int) -> Any:
+def read(pointer: int, form: Form, stream: int) -> Any:
     """An array's elements; None of one that a CUDA graph is captured with, which has no values yet."""
     return numpy_view(pointer, form) if form.device is None else host_copy(pointer, form, stream)

@@ -23,6 +23,7 @@ What it holds:
     bfloat16  that
     float16   that
     fp8       that of e4m3, float8_e4m3fn
+    cache     what is kept of tiles: bfloat16, float16 or fp8
 
 and with values that a step of the program checks (checks.py):
     log          real, the logarithm of what is kept of a state: never above 0
@@ -63,6 +64,7 @@ HOLDS = {
     "bfloat16": ("bfloat16",),
     "float16": ("float16",),
     "fp8": ("float8_e4m3fn",),
+    "cache": ("bfloat16", "float16", "float8_e4m3fn"),
     "log": REAL,
     "rate": REAL,
     "ends": INDEX,
@@ -79,7 +81,7 @@ TOKENS = "S", "T"  # axes along a sequence
 TITLES = dict(B="batch", S="sequence", T="sequence", H="heads", G="heads", D="head_dim", K="key_dim", V="value_dim")
 TITLES |= dict(N="sequences", F="features", E="length", C="batches or pages", M="pages")
 SPOKEN = {"G": "Hk", "K": "Dk", "V": "Dv", "E": "N + 1", "T": "S", "U": "B or 1", "W": "B or 1", "X": "H or 1", "Y": "S or 1"}
-SPOKEN |= {"O": "1"}
+SPOKEN |= {"O": "1", "A": "Sq", "Z": "positions", "R": "pairs"}
 FREE = tuple("*" * rank for rank in range(1, 6))  # axes of any extents
 
 

@@ -25,6 +25,13 @@ def namespace(x: Any) -> ModuleType:
     return x.__array_namespace__() if hasattr(x, "__array_namespace__") else sys.modules[type(x).__module__.partition(".")[0]]
 
 
+def integers(count: int, value: int, like: Any) -> Any:
+    """An array (count) of one number, int32, of the framework and in the place of another one."""
+    xp = namespace(like)
+    where = {"device": like.device} if xp.__name__ == "torch" else {}
+    return xp.full((count,), value, dtype=xp.int32, **where)
+
+
 def seeded(dropout: float, x: Any) -> dict[str, Any]:
     """forward's dropout and seed, where any is asked. The seed comes from the generator that torch.manual_seed sets, if x is
     torch's, or else numpy.random.seed: what is dropped can be repeated, but is not what the other library drops."""

@@ -12,6 +12,17 @@
 | max_seqlen_q, .._k                     | not needed                                                             |
 | return_attn_probs=True                 | return_lse=True: (out, lse, None), lse (B, H, Sq) or (H, total)        |
 
+flash_attn_with_kvcache is attention.append, where there are new keys, and then attention.decode:
+
+| FlashAttention                         | here                                                                   |
+| -------------------------------------- | ---------------------------------------------------------------------- |
+| k, v                                   | append's k_new, v_new, written into k_cache, v_cache at cache_seqlens  |
+| rotary_cos, rotary_sin, .._interleaved | rotary, interleaved; q is rotated, too, by append                      |
+| cache_seqlens, an integer: of all      | append's lengths; decode's are these and the new ones                  |
+| cache_batch_idx, cache_leftpad         | batch_index, leftpad                                                   |
+| block_table (page_table)               | pages                                                                  |
+| return_softmax_lse=True                | return_lse=True: (out, lse)                                            |
+
 Where a row sees no key its lse is -inf here, and inf there.
 """
 
@@ -21,7 +32,7 @@ from typing import Any
 
 import attention
 
-from .asked import asked, refuse, seeded
+from .asked import asked, integers, refuse, seeded
 
 OPEN = (-1, -1)
 
@@ -181,6 +192,35 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], *ends, *rest)
 
 
+def flash_attn_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = None,
+    v: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    cache_seqlens: Any = None,
+    cache_batch_idx: Any = None,
+    cache_leftpad: Any = None,
+    block_table: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = OPEN,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Any = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """out, or with return_softmax_lse=True (out, lse); k and v are written into the caches. q, out: (B, Sq, H, D); caches:
+    (B, Sk, Hk, D), or with block_table (pages, page size, Hk, D); k, v: (B, S, Hk, D); lse: (B, H, Sq)."""
+    options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options |= asked(pages=block_table, batch_index=cache_batch_idx, leftpad=cache_leftpad)
+    rotary = rotary_cos, rotary_sin, rotary_interleaved
+    return attend_cache(q, k_cache, v_cache, k, v, cache_seqlens, rotary, None, return_softmax_lse, options)
+
+
 # ---- what FlashAttention-2 and -3 share ----------------------------------------------------------------------------
 def scores(
     softmax_scale: float | None,
@@ -206,6 +246,42 @@ def attend_packed(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> A
     """The same of packed sequences, without the batch of 1: lse (H, total)."""
     found = attend(q[None], k[None], v[None], return_lse, **options)
     return (found[0][0], found[1][0]) if return_lse else found[0]
+
+
+def attend_cache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    lengths: Any,
+    rotary: tuple[Any, Any, bool],
+    positions: Any,
+    return_lse: bool,
+    options: dict[str, Any],
+) -> Any:
+    """append's, if there are keys to be written, and decode's result: out, or (out, lse). lengths: of the caches, an array, a
+    number or None: all there is. rotary: cos, sin, are neighbours a pair? options: decode's, but for its default of causal."""
+    ours: Any = attention
+    cos, sin, interleaved = rotary
+    causal, local = options.setdefault("causal", False), "window" in options
+    where = {name: options[name] for name in ("pages", "batch_index") if name in options}
+    if lengths is None:
+        if k is not None:
+            raise ValueError("cache_seqlens: must be given where k is: it says where k is written")
+        lengths = k_cache.shape[1] * (options["pages"].shape[1] if "pages" in options else 1)
+    if isinstance(lengths, int):
+        lengths = integers(q.shape[0], lengths, q)
+    if (k is None) != (v is None):
+        raise ValueError("k: must be given where v is, and the other way round")
+    if k is None and not cos is sin is None:
+        raise ValueError("rotary_cos: takes k and v, too: keys in the cache are rotated already")
+    if k is not None:
+        of_rotary = {} if cos is None else {"rotary": (cos, sin), "interleaved": interleaved, "q": q, "causal": causal or local}
+        of_rotary |= asked(positions=positions)
+        turned = ours.append(k_cache, v_cache, k, v, lengths=lengths, **where, **of_rotary)
+        q, lengths = (q if turned is None else turned), lengths + k.shape[1]
+    return ours.decode(q, k_cache, v_cache, lengths=lengths, **options, **asked(return_lse=return_lse or None))
 
 
 def refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:

@@ -9,6 +9,8 @@ return_attn_probs=True gives (out, lse). Further,
 | seqused_k                                       | lengths_k                                              |
 | num_heads_q, qkv (.., Hq + 2 Hk, D)             | views of it as q, k, v                                 |
 | num_splits, pack_gqa, sm_margin                 | not needed: how the work is cut is decided here        |
+| page_table, rotary_seqlens                      | append's and decode's pages, append's positions        |
+| scheduler_metadata                              | not needed                                             |
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from .asked import asked, refuse
-from .flash_attn import OPEN, attend, attend_packed, scores
+from .flash_attn import OPEN, attend, attend_cache, attend_packed, scores
 
 
 def flash_attn_func(
@@ -98,6 +100,48 @@ def flash_attn_varlen_func(
     _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
     options = scores(softmax_scale, causal, window_size, softcap, None, deterministic) | asked(lengths_k=seqused_k)
     return attend_packed(q, k, v, return_attn_probs, cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+
+
+def flash_attn_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = None,
+    v: Any = None,
+    qv: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    cache_seqlens: Any = None,
+    cache_batch_idx: Any = None,
+    cache_leftpad: Any = None,
+    page_table: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k_new: Any = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = OPEN,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """out, or with return_softmax_lse=True (out, lse); k and v are written into the caches: see flash_attn.py."""
+    _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
+    for name, ends in ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k_new", cu_seqlens_k_new):
+        refuse(name, ends is not None, "pass q, k and v as (B, S, H, D), sequences of as many tokens, or call attention.append")
+    options = scores(softmax_scale, causal, window_size, softcap)
+    options |= asked(pages=page_table, batch_index=cache_batch_idx, leftpad=cache_leftpad)
+    rotary = rotary_cos, rotary_sin, rotary_interleaved
+    return attend_cache(q, k_cache, v_cache, k, v, cache_seqlens, rotary, rotary_seqlens, return_softmax_lse, options)
 
 
 def _refuse(qv, q_descale, k_descale, v_descale, attention_chunk):

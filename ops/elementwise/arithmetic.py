@@ -155,6 +155,13 @@ def fma(x, y, z):
     return (np.float64(plain(x)) * np.float64(plain(y)) + np.float64(plain(z))).astype(np.float32)
 
 
+@op
+def product(x, y):
+    """x * y, element by element, rounded whatever comes next: a sum that takes it is rounded for itself, where of `x * y + z`
+    the compiler makes an fma. So a * b + c * d is the same number on any machine."""
+    return np.multiply(plain(x), plain(y))
+
+
 def fadd(b, x, y):
     """The sum of two fp32 registers."""
     return b.fadd(x, y, flags=FAST)
@@ -172,6 +179,10 @@ def fmul(b, x, y):
 def _div(b, x, y):
     """By the reciprocal, which is shared by all elements that divide by the same register: 2 ulp, and 0 for |y| > 2 ** 126."""
     return fmul(b, x, b.asm(f32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", y, effect=False))
+
+
+def _rounded_product(b, x, y):
+    return b.asm(f32, "mul.rn.f32 $0, $1, $2;", "=f,f,f", x, y, effect=False)
 
 
 def _fma(b, x, y, z):
@@ -228,6 +239,11 @@ def _(x, y):
 @elementwise(minimum)
 def _(x, y):
     return _several("minimum", fmin, x, y)
+
+
+@elementwise(product)
+def _(x, y):
+    return _several("product", _rounded_product, x, y)
 
 
 @elementwise(fma)

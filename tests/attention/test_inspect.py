@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from attention import inspect
+from attention.cache import writing
 from attention.recurrent.kernels import chunk_ampere, chunk_hopper, gla_hopper, token_loop
 from attention.recurrent.kernels.gates import ByHead, BySteps, ByToken, Gate
 from attention.recurrent.kernels.results import Normalizer, Outputs, States
@@ -20,6 +21,7 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
     ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, piece=4)),
     ("sm_80", ampere, ampere.config_for(192, bf16, CAUSAL, ampere.ROOM["sm_80"], 4)),
     ("sm_80", token_loop, token_loop.Config(64, "token", normalize=True)),
+    ("sm_90a", writing, writing.Config(bf16, bf16)),
     ("sm_89", chunk_ampere, chunk_ampere.Config(128, 1, fp16, ByToken(), Outputs(divided=True))),
     ("sm_89", ampere, ampere.config_for(128, fp16, FULL, ampere.SHARED_BYTES)),
     ("sm_89", token_loop, token_loop.Config(128, "channel", True, varlen=True)),

@@ -14,6 +14,7 @@ from cuda.bindings import driver
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from attention.cache.append import _append
 from attention.softmax.backward.norms import DIFFERENTIATE
 from attention.softmax.decode.decode import _decode
 from attention.softmax.forward import _forward, _variant
@@ -240,6 +241,25 @@ def planned(monkeypatch, program):
     found, plans = [], program._planned
     monkeypatch.setattr(program, "_planned", lambda *args: found.append(1) or plans(*args))
     return found
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_appends_are_planned_a_few_times(gpu, monkeypatch, paged):
+    """Of any number of sequences and tokens."""
+    plans, names = planned(monkeypatch, _append), _append.names
+    for batch, new in (2, 1), (2, 700), (64, 1), (3, 5), (1, 9000):
+        arrays = dict.fromkeys(names)
+        arrays |= {name: tokens(batch, new, 8, 128, MEMORY + n * ROOM) for n, name in enumerate(("k_new", "v_new"), 1)}
+        arrays |= {name: tokens(99 if paged else batch, 16, 8, 128, MEMORY + n * ROOM) for n, name in enumerate("kv", 3)}
+        integers = {"lengths": (batch,)} | ({"pages": (batch, 7)} if paged else {})
+        for n, (name, shape) in enumerate(integers.items(), 5):
+            arrays[name] = Lent(MEMORY + n * ROOM, Form(shape, contiguous(shape, 4), "int32", 0, 4))
+        given = tuple(arrays.values()), (False, True), "bshd"
+        found, count = gpu.call(_append, *given), len(plans)
+        ((launch, *_),), made = found
+        assert launch == -(-batch * new // 4) and made == [] and found == fresh(gpu.call, _append, *given)
+        del plans[count:]
+    assert len(plans) <= 3  # of one token, of one sequence, and of more of both
 
 
 @pytest.mark.parametrize("causal", [False, True])

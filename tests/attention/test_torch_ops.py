@@ -32,8 +32,7 @@ def test_compiles_whole(name):
     wanted = function(*args, **options)
     torch._dynamo.reset()
     got = torch.compile(function, fullgraph=True, backend="aot_eager")(*again[0], **again[1])
-    assert_same(got, wanted)
-    assert_same(again, (args, options))  # a state is written in place, all else as it was
+    assert_same((got, again), (wanted, (args, options)))  # a state is written in place, all else as it was
 
 
 @every_call

@@ -43,6 +43,19 @@ class Inputs:
     def ends(self):
         return torch.tensor([0, 3, self.tokens], dtype=torch.int32, device=self.device)
 
+    def lengths(self):
+        """Keys in use of each cache."""
+        return 3 + torch.arange(self.batch, dtype=torch.int32, device=self.device)
+
+    def pages(self):
+        """Two pages a sequence."""
+        return 6 - torch.arange(2 * self.batch, dtype=torch.int32, device=self.device).reshape(-1, 2)
+
+    def angles(self):
+        """cos and sin of 40 positions."""
+        angles = torch.randn((40, HEAD // 2), device=self.device)
+        return angles.cos(), angles.sin()
+
 
 def swapped(*arrays):
     """The same, laid out as (batch, head, sequence, column)."""
@@ -128,6 +141,20 @@ CALLS = {
         lambda x: (
             (*x.qkv(), x.tile(x.heads, HEAD, 64), x.tile(x.heads, HEAD, 64), -x.rate(x.heads), -x.rate(x.heads)),
             {},
+        ),
+    ),
+    "append": (
+        attention.append,
+        lambda x: (
+            (x.tile(x.batch, 24, x.heads, HEAD), x.tile(x.batch, 24, x.heads, HEAD), *x.qkv()[1:]),
+            dict(lengths=x.lengths(), rotary=x.angles()),
+        ),
+    ),
+    "append, queries": (
+        attention.append,
+        lambda x: (
+            (x.tile(7, 4, x.heads, HEAD), x.tile(7, 4, x.heads, HEAD), *(y[:, :3] for y in x.qkv()[1:])),
+            dict(lengths=x.lengths(), pages=x.pages(), rotary=x.angles(), q=x.qkv()[0][:, :3]),
         ),
     ),
     "linear_step": (

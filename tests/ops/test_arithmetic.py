@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from ops import exp2, fma, full, load, maximum, minimum, store
+from ops import exp2, fma, full, load, maximum, minimum, product, store
 from tiles import bf16, fp16, fp32, rt
 from tiles.testing import EPS, blank, close, pairs, wide
 
@@ -17,6 +17,7 @@ FACES = {
     "truediv": (operator.truediv, np.divide, 2),
     "maximum": (maximum, np.maximum, 0),
     "minimum": (minimum, np.minimum, 0),
+    "product": (product, np.multiply, 1),
 }
 SHAPES = [(16, 16), (32, 16), (16, 64), (48, 32)]
 DTYPES = [fp32, bf16, fp16]
@@ -127,6 +128,22 @@ def test_fma_rounds_once(run, sample, shape, dtype, side):
     for out, want in zip(outs, (wide(x) ** 2 + wide(y), wide(c)[:, None] * wide(x) + wide(r), wide(r) * 2), strict=True):
         assert (out == want.astype(np.float32).astype(dtype.np)).mean() > 0.999
         close(out, want, ulp=0.51)
+
+
+def test_a_product_is_rounded_for_itself(run, sample):
+    """The very bits of three operations, where an fma would save one rounding."""
+    T = rt(16, 32, fp32)
+
+    @cuda.jit
+    def body(x, y, c, n, turned, less):
+        a, b, row = load(x, T, (0, 0)), load(y, T, (0, 0)), load(c, T.row_vec, (0,))
+        store(turned, product(a, row) - product(b, n), (0, 0))
+        store(less, a - product(b, b), (0, 0))
+
+    x, y, c = sample((16, 32)), sample((16, 32)), sample(32)
+    turned, less = blank((16, 32)), blank((16, 32))
+    run(body, x, y, c, 0.7, turned, less)
+    assert (turned == x * c - y * np.float32(0.7)).all() and (less == x - y * y).all()
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp16])

@@ -16,7 +16,7 @@ from numba.cuda.cudadrv.devicearray import DeviceNDArray
 from ..arguments import parameters
 from ..compiler import Lowered
 from ..device import INTERPRETER
-from ..dtypes import bf16
+from ..dtypes import bf16, fp8e4m3
 from ..emulator import Counts, emulate, program
 from ..emulator.flow import pressure
 from ..fallback import check_room, instead
@@ -137,20 +137,30 @@ class _View:
         self.__cuda_array_interface__ = view.__cuda_array_interface__ | {"strides": array.strides}
 
 
+AS_BITS = {
+    bf16.np: ("int16", "bfloat16"),
+    fp8e4m3.np: ("uint8", "float8_e4m3fn"),
+}  # how they travel: torch and NumPy share these
+
+
 def to_torch(x: np.ndarray):
-    """A copy on the card; bf16 travels as bits, which torch and NumPy share."""
+    """A copy on the card."""
     import torch
 
-    if x.dtype == bf16.np:
-        return torch.from_numpy(np.ascontiguousarray(x).view(np.int16)).cuda().view(torch.bfloat16)
-    return torch.from_numpy(np.ascontiguousarray(x)).cuda()
+    x = np.ascontiguousarray(x)
+    bits, name = AS_BITS.get(x.dtype, (x.dtype, ""))
+    there = torch.from_numpy(x.view(bits)).cuda()
+    return there.view(getattr(torch, name)) if name else there
 
 
 def to_numpy(x) -> np.ndarray:
     """A torch tensor, brought back."""
     import torch
 
-    return x.view(torch.int16).cpu().numpy().view(bf16.np) if x.dtype == torch.bfloat16 else x.cpu().numpy()
+    for held, (bits, name) in AS_BITS.items():
+        if x.dtype == getattr(torch, name):
+            return x.view(getattr(torch, bits)).cpu().numpy().view(held)
+    return x.cpu().numpy()
 
 
 def _called_with_torch(function, args, named):

@@ -12,6 +12,8 @@ ENDS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 TUNING = "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, " \
     "sm_margin=0, return_attn_probs=False"  # fmt: skip
 SCALES = "q_descale=None, k_descale=None, v_descale=None"
+CACHES, ROTARY = "q, k_cache, v_cache, k=None, v=None", "rotary_cos=None, rotary_sin=None"
+WHERE = "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None"
 SIGNATURES = {  # flash_attn 2.8, flash_attn_interface 3.0
     (flash_attn, "flash_attn_func"): f"q, k, v, {REST}",
     (flash_attn, "flash_attn_kvpacked_func"): f"q, kv, {REST}",
@@ -27,6 +29,15 @@ SIGNATURES = {  # flash_attn 2.8, flash_attn_interface 3.0
     "attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False",
     (flash_attn_interface, "flash_attn_varlen_func"): f"q, k, v, {ENDS}, seqused_q=None, seqused_k=None, softmax_scale=None, "
     f"causal=False, qv=None, {SCALES}, {TUNING}",
+    (
+        flash_attn,
+        "flash_attn_with_kvcache",
+    ): f"{CACHES}, {ROTARY}, {WHERE}, block_table=None, softmax_scale=None, causal=False, "
+    "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False",
+    (flash_attn_interface, "flash_attn_with_kvcache"): f"{CACHES}, qv=None, {ROTARY}, {WHERE}, page_table=None, "
+    "cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, "
+    f"{SCALES}, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+    "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False",
 }
 BOTH = pytest.mark.parametrize("module", [flash_attn, flash_attn_interface], ids=["2", "3"])
 

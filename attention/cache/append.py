@@ -1,0 +1,207 @@
+"""attention.append: new keys and values into a cache, in place, rotated and quantised on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tiles.arrays import Operand
+from tiles.checks import asked, read
+from tiles.device import machine
+from tiles.program import Plan, program
+from tiles.schema import Problem, Schema
+
+from ..options import flag
+from . import writing
+
+GIVEN = """
+    k_new        BSGD   tile
+    v_new        BSGV   tile
+    k            CTGD   cache    updated
+    v            CTGV   cache    updated
+    cu_seqlens   E      ends     optional
+    lengths      N      index
+    pages        NM     index    optional
+    batch_index  N      index    optional
+    cos          ZR     real     optional
+    sin          ZR     real     optional
+    positions    N      index    optional
+    k_descale    G|NG   float32  optional
+    v_descale    G|NG   float32  optional
+"""
+APPEND = Schema("append", GIVEN)
+WITH_QUERIES = Schema("append_with_queries", f"q BAHD tile {GIVEN} out BAHD tile in_place")
+
+
+def append(
+    k: Any,
+    v: Any,
+    k_new: Any,
+    v_new: Any,
+    *,
+    lengths: Any,
+    pages: Any = None,
+    batch_index: Any = None,
+    cu_seqlens: Any = None,
+    rotary: tuple[Any, Any] | None = None,
+    interleaved: bool = False,
+    positions: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    q: Any = None,
+    causal: bool = True,
+    out: Any = None,
+    stream: Any = None,
+) -> Any:
+    """Keys and values behind those that a cache has, in place: of sequence b,
+
+        k[b, lengths[b] + i] = rotate(k_new[b, i], lengths[b] + i);  v[b, lengths[b] + i] = v_new[b, i]
+
+    k_new: (B, S, Hk, D), v_new: (B, S, Hk, Dv), bfloat16 or float16; with cu_seqlens (N + 1), ascending from 0 to S, sequences
+    one behind the other in a batch of 1. k, v: the cache, (B, Sk, Hk, D) and (B, Sk, Hk, Dv), of the same dtype or
+    float8_e4m3fn, the last axis contiguous. batch_index: (B), which of more caches is a sequence's. Or with pages
+    (B, most pages) a pool (pages, page size, Hk, D): a sequence's n-th key lies in page pages[b, n // page size]; what is
+    beyond the pages in use may hold anything. Page sizes are any; no two sequences may write one place.
+
+    lengths: (B), int32 or int64, keys in use before. They are read on the device, so a CUDA graph that holds the call serves
+    growing ones; the caller adds S to them. What would pass the cache's end is not written, nor what lies in a page that is not
+    in the pool, -1 for instance; of host arrays it is refused, and of others with TILES_CHECK=1. Left padding moves nothing.
+
+    rotary: (cos, sin), each (positions, pairs), float32, bfloat16 or float16: of the first 2 pairs columns n and pairs + n are
+    rotated (NeoX), or with interleaved=True 2n and 2n + 1: (x1 cos - x2 sin, x2 cos + x1 sin). It is computed in float32, each
+    product and sum rounded, and rounded once to the cache's dtype: the same bits as by hand. positions: (B), of a sequence's
+    first new key, where it is not `lengths`. Beyond the tables' end nothing is written.
+
+    k_descale, v_descale: float32, (Hk) or (B, Hk), by which an fp8 cache's numbers are multiplied when they are read; both or
+    none. Rows are divided by them, to 2 ulp of float32, and rounded; what is beyond 448 times that becomes it.
+
+    q: (B, Sq, H, D), of k_new's dtype: also rotated, query i at position lengths[b] + i, or with causal=False all at
+    lengths[b], and given back, in `out` if there is one, which may be q. Beyond the tables' end it is NaN.
+
+    Returns out, or None without q. Arrays, `stream` and errors are those of attention.forward; JAX's arrays cannot be written,
+    see cache.PagedCache."""
+    if rotary is not None and (not isinstance(rotary, Sequence) or len(rotary) != 2):
+        raise TypeError(f"rotary: must be a pair (cos, sin): {type(rotary).__name__}")
+    cos, sin = rotary or (None, None)
+    if q is None and out is not None:
+        raise ValueError("out: takes q, too, which is None")
+    given = k_new, v_new, k, v, cu_seqlens, lengths, pages, batch_index, cos, sin, positions, k_descale, v_descale
+    options = flag("interleaved", interleaved), flag("causal", causal)
+    return _append(stream, given, options) if q is None else _append_with_queries(stream, (q, *given, out), options)
+
+
+@program(APPEND)
+def _append(problem: Problem, interleaved: bool, causal: bool) -> Plan:
+    """How append does calls of this form."""
+    step = planned(problem, interleaved, causal)
+    return Plan(step, give=None if problem.schema is WITH_QUERIES else _nothing)
+
+
+_append_with_queries = program(WITH_QUERIES)(_append.planner)
+
+
+def _nothing(arrays: Sequence[Any]) -> None:
+    return None
+
+
+def planned(problem: Problem, interleaved: bool, causal: bool) -> list:
+    """The steps of an append whose arrays have the names and axes of GIVEN, queries being `q` and `out`. ValueError."""
+    new, cache = (problem["k_new"], problem["v_new"]), (problem["k"], problem["v"])
+    _check_cache(problem)
+    rotary = _rotary(problem)
+    scales = problem["k_descale"], problem["v_descale"]
+    if (scales[0] is None) != (scales[1] is None):
+        raise ValueError("k_descale: must be given where v_descale is, and the other way round")
+    if scales[0] is not None and cache[0].form.itemsize > 1:
+        raise ValueError(f"k_descale: is for a cache of float8_e4m3fn: k.dtype={cache[0].form.dtype!r}")
+    queries = (problem["q"], problem["out"]) if "q" in problem else None
+    if queries and rotary is None:
+        raise ValueError("q: is rotated, and takes rotary, which is None")
+    batch, tokens, heads = problem("BSG")
+    if queries and "cu_seqlens" in problem and problem("A") != (tokens,):
+        raise problem.error("q", "must have as many tokens as k_new where sequences lie one behind the other", "q", "k_new")
+    if batch == 0 or heads == 0 or (tokens == 0 and (not queries or problem("A") == (0,))):
+        return []
+    where = {name: problem[name] for name in ("pages", "batch_index", "positions")}
+    ends, lengths = problem["cu_seqlens"], problem["lengths"]
+    step = writing.launch(
+        problem.device,
+        new,
+        cache,
+        lengths,
+        ends=ends,
+        rotary=rotary,
+        interleaved=interleaved,
+        scales=scales,
+        queries=queries,
+        causal=causal,
+        **where,
+    )
+    if problem.device is None or asked().values:
+        return [Room(problem), step]
+    return [step]
+
+
+def _check_cache(problem: Problem) -> None:
+    batch, caches, page_size = problem("NCT")
+    k, v = problem["k"].form, problem["v"].form
+    for name, form in ("k", k), ("v", v):
+        if form.dtype not in (problem.dtype, "float8_e4m3fn") or form.dtype != k.dtype:
+            said = f"{name}.dtype={form.dtype!r}, k.dtype={k.dtype!r}, k_new.dtype={problem.dtype!r}"
+            raise TypeError(f"{name}: dtype must be k_new's or float8_e4m3fn, as k's: {said}")
+        if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
+            raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
+    gpu = machine(problem.device)
+    if k.itemsize == 1 and gpu.capability < writing.FP8:
+        raise ValueError(f"k: a cache of float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
+    if page_size == 0:
+        raise problem.error("k", "must have room for a key", "k")
+    if "pages" in problem and "batch_index" in problem:
+        raise ValueError("batch_index: pages say already where a sequence's keys lie; pass one of them")
+    if "pages" not in problem and "batch_index" not in problem and caches != batch:
+        raise problem.error("k", f"must have as many caches as there are sequences, {batch}, or pages or batch_index", "k")
+
+
+def _rotary(problem: Problem) -> tuple[Operand, Operand] | None:
+    """(cos, sin); ValueError."""
+    if ("cos" in problem) != ("sin" in problem):
+        raise TypeError("rotary: must be a pair of arrays (cos, sin)")
+    if "cos" not in problem:
+        if "positions" in problem:
+            raise ValueError("positions: are those of rotary, which is None")
+        return None
+    columns, pairs = problem("DR")
+    if not 0 < 2 * pairs <= columns:
+        raise problem.error("cos", f"must have half as many columns as are rotated, {columns // 2} at most", "cos", "k_new")
+    return problem["cos"], problem["sin"]
+
+
+class Room(NamedTuple):
+    """A step that reads lengths and pages, and refuses what has no room: ValueError. It launches nothing."""
+
+    problem: Problem
+
+    def run(self, stream: int, addresses: Sequence[int]) -> None:
+        """At these addresses."""
+        problem = self.problem
+        names = "lengths", "pages", "batch_index", "cu_seqlens", "positions"
+        found = {name: read(addresses[problem[name].source], problem[name].form, stream) for name in names if name in problem}
+        if any(x is None for x in found.values()):  # a CUDA graph is being captured
+            return
+        (new, size, caches), lengths = problem("STC"), found["lengths"]
+        counts = np.diff(found["cu_seqlens"]) if "cu_seqlens" in found else np.full(len(lengths), new)
+        most = size * problem("M")[0] if "pages" in problem else size
+        starts, known = found.get("positions", lengths), problem.extents.get("Z", 0)
+        for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist())):
+            said = f"lengths[{b}]={length}, {count} new"
+            if length < 0 or length + count > most:
+                raise ValueError(f"lengths: sequence {b} has room for {most} keys: {said}")
+            if "cos" in problem and not 0 <= starts[b] <= known - count:
+                raise ValueError(f"rotary: has {known} positions: sequence {b} begins at {starts[b]}: {said}")
+            table = found["pages"][b] if "pages" in found else found.get("batch_index", np.arange(len(lengths)))[b : b + 1]
+            for n in range(length // size, -(-(length + count) // size) if count else 0):
+                if not 0 <= table[n] < caches:
+                    name = f"pages[{b}, {n}]" if "pages" in found else f"batch_index[{b}]"
+                    raise ValueError(f"{name.partition('[')[0]}: must be from 0 to {caches - 1}: {name}={table[n]}, {said}")

@@ -1,0 +1,173 @@
+"""What a paged cache does with arrays, in each framework's own words: arrays of numbers that the host knows, which change where
+they lie; pages that are copied; rows that are written.
+
+JAX's arrays cannot be written: there each change gives a new array, to which the old one's memory is donated."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tiles import frameworks
+
+from .append import append
+
+Pair = tuple[Any, Any]  # K and V
+
+
+class Memory:
+    """NumPy's, and what all others but JAX have in common. like: an array that lies where all do."""
+
+    def __init__(self, like: Any):
+        self.place = self.place_of(like)
+
+    def place_of(self, like: Any) -> Any:
+        """Where an array lies."""
+        return getattr(like, "device", None)
+
+    def new(self, host: np.ndarray) -> Any:
+        """An array of these numbers."""
+        return host.copy()
+
+    def put(self, array: Any, host: np.ndarray) -> Any:
+        """The array with other numbers, at the same address if it can be."""
+        array[...] = host
+        return array
+
+    def copy(self, pool: Any, source: int, target: int) -> Any:
+        """The pool with a page copied."""
+        pool[target] = pool[source]
+        return pool
+
+    def write(
+        self,
+        pools: Pair,
+        new: Pair,
+        starts: np.ndarray,
+        pages: np.ndarray,
+        ends: np.ndarray | None,
+        tables: Pair,
+        options: dict,
+    ) -> tuple[Pair, Any]:
+        """attention.append to the pools of a layer, and what it returned. starts, pages: what the host knows of the sequences,
+        tables being the same as arrays (pages, starts). ends: of sequences that lie one behind the other."""
+        packed: dict[str, Any] = {} if ends is None else {"cu_seqlens": self.new(ends)}
+        (k, v), (k_new, v_new), (of_pages, of_starts) = pools, new, tables
+        return pools, append(k, v, k_new, v_new, pages=of_pages, lengths=of_starts, **packed, **options)
+
+
+class Torch(Memory):
+    """torch's."""
+
+    def new(self, host: np.ndarray) -> Any:
+        """See Memory."""
+        return sys.modules["torch"].from_numpy(host.copy()).to(self.place, non_blocking=True)
+
+    def put(self, array: Any, host: np.ndarray) -> Any:
+        """See Memory. Of pageable memory, so it has been read when this returns; the stream is not waited for."""
+        return array.copy_(sys.modules["torch"].from_numpy(host), non_blocking=True)
+
+
+class CuPy(Memory):
+    """CuPy's."""
+
+    def new(self, host: np.ndarray) -> Any:
+        """See Memory."""
+        with self.place:
+            return sys.modules["cupy"].asarray(host)
+
+    def put(self, array: Any, host: np.ndarray) -> Any:
+        """See Memory."""
+        array.set(host)
+        return array
+
+
+class Jax(Memory):
+    """JAX's: rows are rotated by XLA, which may round a product and a sum at once."""
+
+    def place_of(self, like: Any) -> Any:
+        """See Memory."""
+        (device,) = like.devices()
+        return device
+
+    def new(self, host: np.ndarray) -> Any:
+        """See Memory."""
+        return sys.modules["jax"].device_put(host.copy(), self.place)
+
+    def put(self, array: Any, host: np.ndarray) -> Any:
+        """See Memory."""
+        return self.new(host)
+
+    def copy(self, pool: Any, source: int, target: int) -> Any:
+        """See Memory."""
+        return _donated()(pool, target, None, pool[source])
+
+    def write(
+        self,
+        pools: Pair,
+        new: Pair,
+        starts: np.ndarray,
+        pages: np.ndarray,
+        ends: np.ndarray | None,
+        tables: Pair,
+        options: dict,
+    ) -> tuple[Pair, Any]:
+        """See Memory."""
+        rotary, interleaved, q = (options.pop(name, None) for name in ("rotary", "interleaved", "q"))
+        if options:
+            raise NotImplementedError(f"{min(options)}: is not served on JAX's arrays")
+        tokens, size = new[0].shape[1], pools[0].shape[1]
+        counts = np.full(len(starts), tokens) if ends is None else np.diff(ends)
+        number = np.repeat(np.arange(len(starts)), counts)  # of each token's sequence
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        at = starts[number] + np.arange(len(number)) - first
+        where = pages[number, at // size], at % size
+        positions = at.reshape(new[0].shape[:2])
+        rotate = functools.partial(_rotated, positions=positions, rotary=rotary, interleaved=interleaved)
+        rows = [x.reshape(-1, *x.shape[2:]) for x in (rotate(new[0]), new[1])]
+        written = tuple(_donated()(pool, *where, x.astype(pool.dtype)) for pool, x in zip(pools, rows))
+        return (written[0], written[1]), None if q is None else rotate(q).astype(q.dtype)
+
+
+@functools.cache
+def _donated() -> Any:
+    """pool[page, slot] = rows, or pool[page] = rows, in a new array with the pool's memory."""
+    jax = sys.modules["jax"]
+    return jax.jit(
+        lambda pool, page, slot, rows: pool.at[page].set(rows) if slot is None else pool.at[page, slot].set(rows),
+        donate_argnums=0,
+    )
+
+
+def _rotated(x: Any, positions: np.ndarray, rotary: Pair | None, interleaved: bool) -> Any:
+    """Rows (B, S, H, D) of x as attention.append rotates them, in float32."""
+    if rotary is None:
+        return x
+    jnp = sys.modules["jax"].numpy
+    cos, sin = (table[positions][:, :, None].astype("float32") for table in rotary)
+    turned, rest = x[..., : 2 * cos.shape[-1]].astype("float32"), x[..., 2 * cos.shape[-1] :].astype("float32")
+    one, other = (turned[..., ::2], turned[..., 1::2]) if interleaved else jnp.split(turned, 2, -1)
+    pair = [one * cos - other * sin, other * cos + one * sin]
+    turned = jnp.stack(pair, -1).reshape(turned.shape) if interleaved else jnp.concatenate(pair, -1)
+    return jnp.concatenate([turned, rest], -1)
+
+
+KINDS: Sequence[tuple[type, type[Memory]]] = (
+    (frameworks.NumPy, Memory),
+    (frameworks.Torch, Torch),
+    (frameworks.CuPy, CuPy),
+    (frameworks.Jax, Jax),
+)
+
+
+def memory_of(like: Any) -> Memory:
+    """How an array's framework does it. TypeError: nobody knows."""
+    kind = frameworks.kind_of(like, "k")
+    for its, memory in KINDS:
+        if type(kind) is its:
+            return memory(like)
+    raise TypeError(f"k: a paged cache is made of arrays of NumPy, torch, CuPy or JAX: {type(like)}")

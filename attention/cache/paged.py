@@ -1,0 +1,271 @@
+"""PagedCache: keys and values of many sequences in pages of one pool, shared where sequences begin alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .memory import memory_of
+
+NONE = -1  # in a page table: no page. attention.append writes nothing there
+Layer = tuple[Any, Any]
+
+
+class Full(RuntimeError):
+    """There is no page or no place left for what was asked, and nothing has changed."""
+
+
+class PagedCache:
+    """Keys and values of many sequences, in pages of pools that the caller made, on the device or in host memory:
+
+        cache = PagedCache([(k, v)], sequences=32, tokens=8192)     # k, v (pages, page size, Hk, D), a pair for each layer
+        a = cache.add()                                             # a sequence, by its number
+        q = cache.append([a], k_new, v_new, q=q, rotary=(cos, sin)) # lengths grow
+        attention.decode(q, *cache.layers[0], lengths=cache.lengths, pages=cache.pages)
+        b = cache.fork(a)                                           # shares a's pages
+        cache.free(a)
+
+    sequences: how many there can be at a time; tokens: of each, at most. layers: arrays of one framework, NumPy's, torch's,
+    CuPy's or JAX's, all of as many pages of one size. Of JAX's the cache becomes the owner: writing makes new ones.
+
+    `layers`: the pools. `pages` (sequences, most pages), `lengths` and `starts` (sequences), int32, lie where the pools do, a
+    row for each number a sequence can have. lengths: the tokens of each, the newest among them, as attention.decode takes them.
+    starts: where the newest begin, as attention.append takes it; -1 where there are none. Who is not in use has length 0 and no
+    pages, which are -1. They stay the same arrays (not JAX's), so a CUDA graph may hold them: they change on the current stream
+    when a method here changes them, which therefore must not be captured. `tables` gives the rows of some sequences.
+
+    A page is free, or counted by all that share it. A fork shares all pages that have tokens; who then writes into a page that
+    others share, which is the last and not full, gets a copy of it first. Full: there is no room, and nothing has changed.
+    ValueError: a number is no sequence's, or anything else is wrong."""
+
+    def __init__(self, layers: Sequence[Layer], *, sequences: int, tokens: int):
+        self.layers: list[Layer] = [(k, v) for k, v in layers]
+        shapes = [tuple(x.shape) for layer in self.layers for x in layer]
+        if not shapes or any(len(shape) != 4 or shape[:2] != shapes[0][:2] for shape in shapes):
+            raise ValueError(
+                f"layers: must be pairs of pools (pages, page size, Hk, D) with as many pages of one size: {shapes}"
+            )
+        count, self.page_size = shapes[0][:2]
+        if min(count, self.page_size, sequences, tokens) < 1:
+            raise ValueError(f"layers, sequences, tokens: must not be empty: {shapes[0]=}, {sequences=}, {tokens=}")
+        self._memory = memory_of(self.layers[0][0])
+        self._table = np.full((sequences, -(-tokens // self.page_size)), NONE, np.int32)
+        self._lengths, self._starts = np.zeros(sequences, np.int32), np.full(sequences, NONE, np.int32)
+        self._most = tokens
+        self._held: dict[int, list[int]] = {}  # the pages of each sequence, in order
+        self._sharers = [0] * count  # of each page
+        self._free = list(range(count))[::-1]
+        self._places = list(range(sequences))[::-1]
+        self._rows: dict[tuple[int, ...], tuple[Any, Any, Any]] = {}  # that were asked for since something changed
+        self.pages, self.lengths, self.starts = map(self._memory.new, (self._table, self._lengths, self._starts))
+
+    # ---- what there is -----------------------------------------------------------------------------------------------
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    @property
+    def sequences(self) -> list[int]:
+        """The numbers in use."""
+        return sorted(self._held)
+
+    def length(self, sequence: int) -> int:
+        """How many tokens a sequence has, without asking the device."""
+        self._check([sequence])
+        return int(self._lengths[sequence])
+
+    def tables(self, sequences: Sequence[int]) -> tuple[Any, Any, Any]:
+        """(pages, lengths, starts) of these sequences, in this order; the cache's own arrays where it has no other numbers."""
+        self._check(sequences)
+        chosen = tuple(sequences)
+        if chosen == tuple(range(len(self._lengths))):
+            return self.pages, self.lengths, self.starts
+        if chosen not in self._rows:
+            rows = list(chosen)
+            pages, lengths, starts = (self._memory.new(x[rows]) for x in (self._table, self._lengths, self._starts))
+            self._rows[chosen] = pages, lengths, starts
+        return self._rows[chosen]
+
+    # ---- sequences come and go ---------------------------------------------------------------------------------------
+    def add(self) -> int:
+        """A sequence without tokens: its number. Full: there are as many as there can be."""
+        place = self._place()
+        self._held[place] = []
+        return place
+
+    def fork(self, sequence: int) -> int:
+        """A sequence with the same tokens, in the same pages: its number. Full: see add."""
+        self._check([sequence])
+        length, place = int(self._lengths[sequence]), self._place()
+        self._held[place] = []
+        for page in self._held[sequence][: self._pages_of(length)]:  # what is reserved behind them stays the other's
+            self._sharers[page] += 1
+            self._hold(place, page)
+        self._lengths[place] = length
+        self._publish()
+        return place
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence; pages that nobody else shares are free."""
+        self._check([sequence])
+        self._drop(sequence, 0)
+        del self._held[sequence]
+        self._lengths[sequence], self._starts[sequence] = 0, NONE
+        self._places.append(sequence)
+        self._publish()
+
+    def rewind(self, sequence: int, length: int) -> None:
+        """Forget a sequence's tokens from `length` on, and what was reserved: those that a draft model got wrong."""
+        self._check([sequence])
+        if not 0 <= length <= self._lengths[sequence]:
+            raise ValueError(
+                f"length: must be from 0 to the {self._lengths[sequence]} tokens of sequence {sequence}: {length=}"
+            )
+        self._drop(sequence, self._pages_of(length))
+        self._lengths[sequence], self._starts[sequence] = length, NONE
+        self._publish()
+
+    # ---- tokens come -------------------------------------------------------------------------------------------------
+    def reserve(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
+        """Room for so many more tokens, of all sequences or of each, which nobody else will write to. Full: there is not enough
+        for all of them."""
+        counts = self._counts(sequences, tokens)
+        shared, needed, leaving = [], 0, dict[int, int]()
+        for sequence, count in counts.items():
+            length, held = int(self._lengths[sequence]), self._held[sequence]
+            if length + count > self._most:
+                raise Full(f"sequence {sequence} has room for {self._most} tokens: {length} are there, {count} to come")
+            needed += max(0, self._pages_of(length + count) - len(held))
+            if count and length % self.page_size:
+                page = held[length // self.page_size]
+                if self._sharers[page] - leaving.get(page, 0) > 1:  # the last one may keep it
+                    leaving[page] = leaving.get(page, 0) + 1
+                    shared.append(sequence)
+        if needed + len(shared) > len(self._free):
+            raise Full(f"{len(self._free)} pages of {len(self._sharers)} are free, {needed + len(shared)} are needed: {counts}")
+        for sequence in shared:
+            self._own(sequence, int(self._lengths[sequence]) // self.page_size)
+        for sequence, count in counts.items():
+            while len(self._held[sequence]) < self._pages_of(int(self._lengths[sequence]) + count):
+                self._hold(sequence, self._taken())
+        if needed or shared:
+            self._publish()
+
+    def extend(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
+        """So many new tokens, of all sequences or of each, whose keys and values are now to be written, in all layers: lengths
+        grow, and starts say where they begin. Full: see reserve, which is done first."""
+        counts = self._counts(sequences, tokens)
+        self.reserve(sequences, tokens)
+        self._starts[:] = NONE
+        for sequence, count in counts.items():
+            self._starts[sequence] = self._lengths[sequence]
+            self._lengths[sequence] += count
+        self._publish()
+
+    def append(
+        self,
+        sequences: Sequence[int],
+        k_new: Any,
+        v_new: Any,
+        *,
+        layer: int = 0,
+        tokens: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Any:
+        """attention.append to a layer, with its options rotary, interleaved, positions, k_descale, v_descale, q, causal, out
+        and stream, and its result; of JAX's arrays with rotary, interleaved and q. With the first layer sequences are extended;
+        the others are of the same sequences and tokens. Full: see reserve.
+
+        k_new, v_new: (B, S, Hk, D) of as many sequences; or with `tokens`, of each sequence, all of them one behind the other
+        in a batch of 1."""
+        if not 0 <= layer < len(self.layers):
+            raise ValueError(f"layer: there are {len(self.layers)}: {layer=}")
+        ends, wanted = None, (len(sequences), int(k_new.shape[1]))
+        if tokens is not None:
+            ends = np.cumsum([0, *tokens], dtype=np.int32)
+            wanted = 1, int(ends[-1])
+        if tuple(k_new.shape[:2]) != wanted:
+            said = f"k_new.shape={tuple(k_new.shape)}, {sequences=}, {tokens=}"
+            raise ValueError(f"k_new: must have {wanted} batches and tokens: {said}")
+        counts = self._counts(sequences, wanted[1] if tokens is None else tokens)
+        rows = list(counts)
+        if layer == 0:
+            self.extend(rows, list(counts.values()))
+        elif (self._starts[rows] < 0).any() or (self._lengths - self._starts)[rows].tolist() != list(counts.values()):
+            raise ValueError(f"layer: the first one was not extended by these tokens: {layer=}, {counts}")
+        pages, _, starts = self.tables(rows)
+        where = self._starts[rows], self._table[rows], ends
+        try:
+            self.layers[layer], given = self._memory.write(self.layers[layer], (k_new, v_new), *where, (pages, starts), options)
+        except Exception:
+            for sequence in rows if layer == 0 else []:
+                self.rewind(sequence, int(self._starts[sequence]))
+            raise
+        return given
+
+    # ---- pages -------------------------------------------------------------------------------------------------------
+    def _pages_of(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _taken(self) -> int:
+        """A free page, now of one."""
+        page = self._free.pop()
+        self._sharers[page] = 1
+        return page
+
+    def _left(self, page: int) -> None:
+        """One fewer shares a page."""
+        self._sharers[page] -= 1
+        if not self._sharers[page]:
+            self._free.append(page)
+
+    def _hold(self, sequence: int, page: int) -> None:
+        """A sequence's next page."""
+        held = self._held[sequence]
+        self._table[sequence, len(held)] = page
+        held.append(page)
+
+    def _drop(self, sequence: int, keep: int) -> None:
+        """A sequence's pages, all but the first so many."""
+        held = self._held[sequence]
+        for page in held[keep:]:
+            self._left(page)
+        del held[keep:]
+        self._table[sequence, keep:] = NONE
+
+    def _own(self, sequence: int, which: int) -> None:
+        """A copy, in all layers, of a page that others share."""
+        page, new = self._held[sequence][which], self._taken()
+        self.layers = [(self._memory.copy(k, page, new), self._memory.copy(v, page, new)) for k, v in self.layers]
+        self._left(page)
+        self._held[sequence][which] = self._table[sequence, which] = new
+
+    def _place(self) -> int:
+        if not self._places:
+            raise Full(f"there are {len(self._lengths)} sequences, as many as there can be")
+        return self._places.pop()
+
+    # ---- numbers -----------------------------------------------------------------------------------------------------
+    def _check(self, sequences: Sequence[int]) -> None:
+        for n in sequences:
+            if n not in self._held:
+                raise ValueError(f"sequence {n} is not in use; those in use: {self.sequences}")
+
+    def _counts(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> dict[int, int]:
+        """How many tokens of each sequence."""
+        self._check(sequences)
+        counts = [int(tokens)] * len(sequences) if isinstance(tokens, (int, np.integer)) else [int(n) for n in tokens]
+        if len(set(sequences)) != len(sequences):
+            raise ValueError(f"sequences: must be different ones: {sequences=}")
+        if len(counts) != len(sequences) or min(counts, default=0) < 0:
+            raise ValueError(f"tokens: must be a number from 0 on for each sequence: {tokens=}, {sequences=}")
+        return dict(zip(sequences, counts))
+
+    def _publish(self) -> None:
+        """What the host knows, where the pools lie."""
+        self._rows.clear()
+        self.pages = self._memory.put(self.pages, self._table)
+        self.lengths, self.starts = self._memory.put(self.lengths, self._lengths), self._memory.put(self.starts, self._starts)

@@ -1,0 +1,236 @@
+"""Keys and values written where a cache has room for them, rotated and quantised on the way; and queries rotated.
+
+    y1 = x1 cos - x2 sin,    y2 = x2 cos + x1 sin
+
+in fp32, each product and the sum rounded, and then once to what the cache holds. Which two columns are a pair is a matter of
+strides: an array's rotated columns are passed once more, as (batch, token, head, 2, pair).
+
+A warp has the heads of a token as the rows of a tile, so a token's place, and its cos and sin, are the same for all that it
+moves. A cache that is not paged is one of pages as long as a sequence may be, of which each sequence has one."""
+
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numba.cuda import types
+from numpy import int32
+
+from ops import divmod, full, load, maximum, product, store
+from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, rt
+from tiles.arguments import ENDS, INT, array
+from tiles.arrays import Operand
+from tiles.compiler import capability
+from tiles.launch import kernel_for
+from tiles.layout import LANES
+from tiles.program import Step
+
+WARPS, HEADS, COLUMNS = 4, 16, 32  # of a thread block, one a token; of a tile
+TABLE = types.Array(types.int32, 2, "A")  # a parameter that is one
+FP8 = 8, 9  # since GPUs of this compute capability
+DTYPES = {x.np.name: x for x in (bf16, fp16, fp8e4m3)}
+NAN, LEAST = float("nan"), 2.0**-120  # LEAST: of scales, for heads that are not there have 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """What new rows hold, what the cache does, and whether there is a scale for each head of it."""
+
+    new: dtype
+    cache: dtype
+    scaled: bool = False
+    threads = LANES * WARPS
+
+    def __str__(self):
+        return f"{self.new} to {self.cache}" + ", scaled" * self.scaled
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """Every kernel: fp8 where there are instructions for it."""
+    for of in (bf16, fp16) if everything else (bf16,):
+        yield Config(of, of)
+        if capability(arch)[:2] >= FP8:
+            yield from (Config(of, fp8e4m3, scaled) for scaled in (True, False) if scaled or everything)
+
+
+def _moving(to: dtype, scaled: bool):
+    """How rows become `to`: (copied, rotated), both (source, (batch, token), target, (page, slot), head, ...)."""
+    X = rt(HEADS, COLUMNS, fp32)
+
+    @inlined
+    def held(x, scale):
+        """As the target holds it."""
+        if scaled:
+            return to(x / scale)
+        else:
+            return to(x)
+
+    @inlined
+    def copied(gX, at, gY, there, head, first, scale):
+        """y = x, in the columns from `first` on."""
+        for col in range(first + X.cols * cuda.blockIdx.z, gX.shape[3], X.cols * cuda.gridDim.z):
+            x = load(gX, X, (at[0], at[1], head, col))
+            store(gY, held(x, scale), (there[0], there[1], head, col))
+
+    @inlined
+    def rotated(gX, at, gY, there, head, gCos, gSin, position, scale):
+        """Pairs of columns, rotated by the angle of a position."""
+        for col in range(X.cols * cuda.blockIdx.z, gX.shape[4], X.cols * cuda.gridDim.z):
+            cos, sin = load(gCos, X.row_vec, (position, col)), load(gSin, X.row_vec, (position, col))
+            x = load(gX, X, (at[0], at[1], head, 0, col), 2, 4)
+            y = load(gX, X, (at[0], at[1], head, 1, col), 2, 4)
+            store(gY, held(product(x, cos) - product(y, sin), scale), (there[0], there[1], head, 0, col), 2, 4)
+            store(gY, held(product(y, cos) + product(x, sin), scale), (there[0], there[1], head, 1, col), 2, 4)
+
+    return copied, rotated
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, CACHE, SCALED, X = config.new, config.cache, config.scaled, rt(HEADS, COLUMNS, fp32)
+    copied, rotated = _moving(CACHE, SCALED)
+    copied_query, rotated_query = _moving(INPUT, False)
+
+    @inlined
+    def sequence_of(gEnds, token):
+        """Which of the sequences that lie one behind the other has a token, by halves."""
+        low, high = int32(0), int32(gEnds.shape[0] - 1)
+        while high - low > 1:
+            middle = int32((low + high) // 2)
+            if gEnds[middle] <= token:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    @inlined
+    def page_of(gPages, sequence, n, count):
+        """The page that a sequence's n-th part lies in, of so many; -1: none."""
+        if n < gPages.shape[1]:
+            page = gPages[sequence, n]
+            return int32(page) if page >= 0 and page < count else int32(-1)
+        elif gPages.shape[1] == 0 and n == 0:
+            return int32(sequence)
+        else:
+            return int32(-1)
+
+    @inlined
+    def scale_of(gScale, sequence, head):
+        """What these heads are divided by."""
+        if SCALED:
+            return maximum(load(gScale, X.col_vec, (sequence, head)), LEAST)
+        else:
+            return 1.0
+
+    @cuda.jit(launch_bounds=(config.threads, 1))
+    def append(
+        gKNew: array(4, INPUT), gKNewPairs: array(5, INPUT), gVNew: array(4, INPUT),
+        gK: array(4, CACHE), gKPairs: array(5, CACHE), gV: array(4, CACHE), gKScale: array(2), gVScale: array(2),
+        gQ: array(4, INPUT), gQPairs: array(5, INPUT), gOut: array(4, INPUT), gOutPairs: array(5, INPUT),
+        gLengths: ENDS, gPages: TABLE, gEnds: ENDS, gCos: array(2), gSin: array(2), gPositions: ENDS,
+        rows: INT, tokens: INT, page_size: INT, key_parts: INT, fixed: INT,
+    ):  # fmt: skip
+        """A warp a token, of `tokens` of each batch. Blocks along y: `key_parts` parts of 16 heads of K, as many of V, then
+        those of Q; along z columns. fixed: are all queries of a sequence at the position of its first?"""
+        row, part = int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES), int32(cuda.blockIdx.y)
+        if row < rows:
+            batch, token = divmod(row, tokens)
+            sequence, n = batch, token
+            if gEnds.shape[0] > 0:
+                sequence = sequence_of(gEnds, token)
+                n = int32(token - gEnds[sequence])
+            length = int32(gLengths[sequence])
+            start = length if gPositions.shape[0] == 0 else int32(gPositions[sequence])
+            of_query = part >= 2 * key_parts
+            position = start + n * (1 - fixed * of_query)
+            known = gCos.shape[0] == 0 or (position >= 0 and position < gCos.shape[0])
+            turned = 2 * gCos.shape[1]
+            if of_query:
+                head, at = int32(HEADS * (part - 2 * key_parts)), (batch, token)
+                if token < gQ.shape[1]:
+                    if known:
+                        rotated_query(gQPairs, at, gOutPairs, at, head, gCos, gSin, position, 1.0)
+                        copied_query(gQ, at, gOut, at, head, turned, 1.0)
+                    else:
+                        for col in range(X.cols * cuda.blockIdx.z, gQ.shape[3], X.cols * cuda.gridDim.z):
+                            store(gOut, full(X, NAN), (batch, token, head, col))
+            elif token < gKNew.shape[1] and length >= 0 and known:
+                which, slot = divmod(length + n, page_size)
+                page = page_of(gPages, sequence, which, gK.shape[0])
+                if page >= 0:
+                    at, there, of_key = (batch, token), (page, slot), part < key_parts
+                    head = int32(HEADS * (part if of_key else part - key_parts))
+                    scale = scale_of(gKScale if of_key else gVScale, sequence, head)
+                    if of_key:
+                        rotated(gKNewPairs, at, gKPairs, there, head, gCos, gSin, position, scale)
+                    gX, gY = (gKNew, gK) if of_key else (gVNew, gV)
+                    copied(gX, at, gY, there, head, turned if of_key else 0, scale)
+
+    return append, None
+
+
+def launch(
+    device: int | None,
+    new: tuple[Operand, Operand],
+    cache: tuple[Operand, Operand],
+    lengths: Operand,
+    *,
+    pages: Operand | None = None,
+    batch_index: Operand | None = None,
+    ends: Operand | None = None,
+    rotary: tuple[Operand, Operand] | None = None,
+    interleaved: bool = False,
+    positions: Operand | None = None,
+    scales: tuple[Operand | None, Operand | None] = (None, None),
+    queries: tuple[Operand, Operand] | None = None,
+    causal: bool = True,
+) -> Step:
+    """The launch that writes K and V, `new` ones (B, S, Hk, D) into a cache (pages, page size, Hk, D), at `lengths`; and where
+    `queries` are a pair (q, out), rotates q (B, Sq, H, D) to out. All else as attention.append has it; one of a page table and
+    batch_index at most."""
+    (k_new, v_new), (k, v), (cos, sin) = new, cache, rotary or (None, None)
+    batch, tokens, heads, _ = k_new.shape
+    if batch_index is not None:  # its page table, of one page a sequence
+        pages = batch_index.spread(1, 1)
+    pairs = cos.shape[1] if cos else 0
+    arrays = {"gKNew": k_new, "gVNew": v_new, "gK": k, "gV": v, "gLengths": lengths, "gPages": pages, "gEnds": ends}
+    arrays |= {"gCos": cos, "gSin": sin, "gPositions": positions}
+    arrays |= {"gKNewPairs": _pairs(k_new, pairs, interleaved), "gKPairs": _pairs(k, pairs, interleaved)}
+    parts = key_parts = -(-heads // HEADS)
+    parts += key_parts
+    if queries:
+        q, out = queries
+        arrays |= {"gQ": q, "gOut": out}
+        arrays |= {"gQPairs": _pairs(q, pairs, interleaved), "gOutPairs": _pairs(out, pairs, interleaved)}
+        tokens, parts = max(tokens, q.shape[1]), parts + -(-q.shape[2] // HEADS)
+    scaled = scales != (None, None)
+    if scaled:
+        arrays |= {"gKScale": _of_heads(scales[0], lengths), "gVScale": _of_heads(scales[1], lengths)}
+    config = Config(DTYPES[k_new.form.dtype], DTYPES[k.form.dtype], scaled)
+    rows, columns = batch * tokens, max(k.shape[3], v.shape[3])
+    return kernel_for(sys.modules[__name__], config, device).bind(
+        (-(-rows // WARPS), parts, -(-columns // COLUMNS)),
+        rows=rows,
+        tokens=tokens,
+        page_size=k.shape[1],
+        key_parts=key_parts,
+        fixed=int(not causal),
+        **arrays,
+    )
+
+
+def _pairs(x: Operand, pairs: int, interleaved: bool) -> Operand | None:
+    """The columns that are rotated, (.., 2, pairs): neighbours, or a half's and the other's."""
+    if not pairs:
+        return None
+    form = x.form
+    *strides, step = form.strides
+    steps = (step, 2 * step) if interleaved else (pairs * step, step)
+    return x._replace(form=form._replace(shape=(*form.shape[:-1], 2, pairs), strides=(*strides, *steps)))
+
+
+def _of_heads(scale: Operand | None, lengths: Operand) -> Operand | None:
+    """A scale of each sequence and head."""
+    return scale.spread(0, lengths.shape[0]) if scale and len(scale.shape) == 1 else scale

@@ -1,0 +1,303 @@
+"""attention/cache/append.py: the same bits as by hand, where there is room, and not a byte elsewhere."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import attention
+from attention.cache.append import Room
+
+BF16, F16, F32, F8 = ml_dtypes.bfloat16, np.float16, np.float32, ml_dtypes.float8_e4m3fn
+WORDS = {1: np.uint8, 2: np.uint16}
+POISON = {1: 0x7F, 2: 0x7FC5}  # of each size a NaN, in all of the caches' formats
+
+
+def poisoned(shape, dtype):
+    size = np.dtype(dtype).itemsize
+    return np.full(shape, POISON[size], WORDS[size]).view(dtype)
+
+
+def bits(x):
+    return np.ascontiguousarray(x).view(WORDS[x.itemsize])
+
+
+def rotated(x, cos, sin, interleaved):
+    """The rows of x (.., D), in float32, not yet rounded."""
+    x, pairs = x.astype(F32), cos.shape[-1]
+    first = np.s_[..., 0 : 2 * pairs : 2] if interleaved else np.s_[..., :pairs]
+    second = np.s_[..., 1 : 2 * pairs : 2] if interleaved else np.s_[..., pairs : 2 * pairs]
+    cos, sin, y = cos.astype(F32), sin.astype(F32), x.copy()
+    y[first], y[second] = x[first] * cos - x[second] * sin, x[second] * cos + x[first] * sin
+    return y
+
+
+def rounded(x, dtype):
+    return np.clip(x, -448, 448).astype(dtype) if dtype == F8 else x.astype(dtype)
+
+
+def by_hand(
+    k, v, k_new, v_new, lengths, pages=None, batch_index=None, cu_seqlens=None, rotary=None, interleaved=False, positions=None,
+    k_descale=None, v_descale=None, q=None, causal=True,
+):  # fmt: skip
+    """What append does, token by token."""
+    ends, size = cu_seqlens, k.shape[1]
+    out = None if q is None else q.copy()
+    for b, length in enumerate(lengths):
+        new = [x[0, ends[b] : ends[b + 1]] if ends is not None else x[b] for x in (k_new, v_new)]
+        start = int(length if positions is None else positions[b])
+        for i, (key, value) in enumerate(zip(*new)):
+            page, slot = divmod(int(length) + i, size)
+            page = pages[b, page] if pages is not None else b if batch_index is None else batch_index[b]
+            if rotary:
+                key = rotated(key, *(table[start + i] for table in rotary), interleaved)
+            for cache, row, scale in (k, key, k_descale), (v, value, v_descale):
+                scale = 1 if scale is None else np.broadcast_to(scale, (len(lengths), cache.shape[2]))[b, :, None]
+                cache[page, slot] = rounded(row.astype(F32) / scale, cache.dtype)
+        if q is not None:
+            mine = np.s_[0, ends[b] : ends[b + 1]] if ends is not None else np.s_[b]
+            for i, row in enumerate(q[mine]):
+                at = start + i * causal
+                out[mine][i] = rotated(row, *(table[at] for table in rotary), interleaved)
+    return out
+
+
+def inputs(heads=2, head=32, value=None, dtype=BF16, cache=None, lengths=(3, 0, 6), new=2, size=9, paged=0, rotary=0,
+           tables=F32, queries=0, packed=None, index=np.int32, scales=None, seed=0):  # fmt: skip
+    """Arguments by name. paged: keys of a page, or 0; rotary: columns; scales: the axes of descales."""
+    rng, count = np.random.default_rng(seed), len(lengths)
+    value, cache = value or head, cache or dtype
+    batch, tokens = (1, packed[-1]) if packed else (count, new)
+    draw = lambda *shape, to=dtype: rng.standard_normal(shape).astype(to)
+    given = dict(k_new=draw(batch, tokens, heads, head), v_new=draw(batch, tokens, heads, value))
+    caches = (count, size)
+    if packed:
+        given["cu_seqlens"] = np.array(packed, index)
+    if paged:
+        most = [-(-(length + n) // paged) for length, n in zip(lengths, np.diff(packed) if packed else [new] * count)]
+        pool = rng.permutation(sum(most) + 3)
+        given["pages"] = np.full((count, max(most) + 1), -77, index)  # behind the pages in use
+        for b, n in enumerate(most):
+            given["pages"][b, :n], pool = pool[:n], pool[n:]
+        caches = (sum(most) + 3, paged)
+    given["k"], given["v"] = poisoned((*caches, heads, head), cache), poisoned((*caches, heads, value), cache)
+    given["lengths"] = np.array(lengths, index)
+    if rotary:
+        given["rotary"] = draw(12, rotary // 2, to=tables), draw(12, rotary // 2, to=tables)
+    if queries:
+        given["q"] = draw(batch, tokens, queries, head)
+    if scales:
+        shape = (count, heads)[2 - scales :]
+        given |= {name: 2.0 ** rng.integers(-6, 2, shape).astype(F32) for name in ("k_descale", "v_descale")}
+    return given
+
+
+def check(given, put=lambda x: x, get=lambda x: x, **options):
+    """Every bit of both caches, and of what is given back."""
+    wanted = {**given, "k": given["k"].copy(), "v": given["v"].copy()}
+    out = by_hand(**wanted, **options)
+    ours = {name: tuple(map(put, x)) if name == "rotary" else put(x) for name, x in given.items()}
+    found = attention.append(**ours, **options)
+    assert (found is None) == (out is None)
+    for name, x, y in ("k", ours["k"], wanted["k"]), ("v", ours["v"], wanted["v"]), ("q", found, out):
+        if y is not None:
+            np.testing.assert_array_equal(bits(get(x)), bits(y), name)
+
+
+CASES = {
+    "as it is": dict(head=48, value=16),
+    "half of the columns": dict(rotary=16, tables=BF16),
+    "all columns, two parts": dict(rotary=64, head=64, heads=17, lengths=(3,)),
+    "two tiles of columns": dict(rotary=160, head=192, heads=1, lengths=(0, 5), dtype=F16),
+    "odd columns": dict(rotary=6, head=10, heads=1),
+    "pages of 1": dict(paged=1, rotary=32),
+    "pages of 3": dict(paged=3, rotary=32, new=5, tables=F16, index=np.int64),
+    "pages of 16": dict(paged=16, lengths=(15, 16, 17, 0)),
+    "queries": dict(rotary=32, queries=4, new=1),
+    "queries of more heads": dict(rotary=24, queries=34, heads=1, paged=4),
+    "packed": dict(rotary=32, packed=(0, 3, 3, 4), paged=2, queries=2),
+    "fp8": dict(cache=F8, rotary=32, head=64),
+    "fp8, a scale a head": dict(cache=F8, rotary=32, head=64, heads=3, scales=1, paged=2),
+    "fp8, of each sequence": dict(cache=F8, scales=2, dtype=F16),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_same_bits_as_by_hand(place, case, interleaved):
+    if interleaved and "rotary" not in CASES[case]:
+        pytest.skip("nothing is rotated")
+    check(inputs(**CASES[case]), place.put, place.get, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("arch, case, interleaved", [
+    ("sm_90a", "fp8, a scale a head", True),
+    ("sm_80", "half of the columns", True),
+])  # fmt: skip
+def test_as_compiled(arch, case, interleaved, as_compiled):
+    """What the kernel's PTX computes: no product is made one instruction with a sum."""
+    as_compiled(arch)
+    check(inputs(**CASES[case]), interleaved=interleaved)
+
+
+def test_queries_at_one_position(place):
+    check(inputs(rotary=32, queries=2, new=3), place.put, place.get, causal=False)
+
+
+def test_queries_of_another_number_and_in_place():
+    given = inputs(rotary=32, queries=2, new=3)
+    for tokens in (1, 2, 3):
+        few = given | {name: given[name][:, :tokens].copy() for name in ("k_new", "v_new")}
+        check(few | {"k": given["k"].copy(), "v": given["v"].copy()})
+    wanted = by_hand(**given)
+    assert attention.append(**given, out=given["q"]) is given["q"]
+    assert (bits(given["q"]) == bits(wanted)).all()
+
+
+def test_positions_are_not_lengths(place):
+    check(inputs(rotary=32, queries=2) | {"positions": np.array([0, 9, 4], np.int32)}, place.put, place.get)
+
+
+def test_caches_of_others(place):
+    """batch_index: of five caches three, in another order."""
+    given = inputs(rotary=16)
+    for name in "kv":
+        given[name] = poisoned((5, *given[name].shape[1:]), BF16)
+    check(given | {"batch_index": np.array([4, 0, 3], np.int32)}, place.put, place.get)
+
+
+@pytest.mark.parametrize("past", [0, 1, 4])
+def test_anywhere_in_memory(past):
+    """K and V of a token side by side, as caches of some have them; new ones are parts of what a linear layer gave."""
+    given = inputs(rotary=16, heads=3, paged=4)
+    pool = poisoned((*given["k"].shape[:2], 2, 3, 32 + past), BF16)
+    new = np.concatenate([given["k_new"], given["v_new"]], axis=2)
+    room = poisoned((*new.shape[:3], 32 + past), BF16)
+    room[..., past:] = new
+    wanted = pool.copy()
+    by_hand(**given | {"k": wanted[:, :, 0, :, past:], "v": wanted[:, :, 1, :, past:]})
+    caches = {"k": pool[:, :, 0, :, past:], "v": pool[:, :, 1, :, past:]}
+    attention.append(**given | caches | {"k_new": room[:, :, :3, past:], "v_new": room[:, :, 3:, past:]})
+    np.testing.assert_array_equal(bits(pool), bits(wanted))
+
+
+def test_the_same_bits_as_torch():
+    """As a model writes it, in float32."""
+    torch = pytest.importorskip("torch")
+    put = lambda x: torch.from_numpy(bits(x)).view(torch.bfloat16) if x.dtype == BF16 else torch.from_numpy(x)
+    given = inputs(rotary=32, new=4, size=10, queries=2)
+    given = {name: tuple(map(put, x)) if name == "rotary" else put(x) for name, x in given.items()}
+    cos, sin = given["rotary"]
+    at = given["lengths"][:, None] + torch.arange(4)
+
+    def embedded(x):
+        x1, x2 = x.float().chunk(2, -1)
+        c, s = cos[at.long()][:, :, None], sin[at.long()][:, :, None]
+        return torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1).to(x.dtype)
+
+    out = attention.append(**given)
+    assert torch.equal(out, embedded(given["q"]))
+    keys = embedded(given["k_new"])
+    for b, start in enumerate(given["lengths"].tolist()):
+        assert torch.equal(given["k"][b, start : start + 4], keys[b])
+        assert torch.equal(given["v"][b, start : start + 4], given["v_new"][b])
+
+
+def test_nan_and_infinity_go_through():
+    """Rows are moved as they are; beyond fp8's greatest number there is that one."""
+    given = inputs(heads=1, lengths=(0,), new=1)
+    given["v_new"][0, 0, 0, :3] = np.inf, np.nan, 1e30
+    attention.append(**given)
+    assert np.isposinf(given["v"][0, 0, 0, 0]) and np.isnan(given["v"][0, 0, 0, 1])
+    small = given | {name: poisoned((1, 9, 1, 32), F8) for name in "kv"}
+    attention.append(**small)
+    assert small["v"][0, 0, 0, 0] == small["v"][0, 0, 0, 2] == 448 and np.isnan(small["v"][0, 0, 0, 1].astype(F32))
+
+
+# ---- no room ---------------------------------------------------------------------------------------------------------
+FULL = {
+    "lengths: sequence 2 has room for 9 keys: lengths[2]=8, 2 new": dict(lengths=(3, 0, 8)),
+    "lengths: sequence 0 has room for 9 keys: lengths[0]=-1, 2 new": dict(lengths=(-1, 0, 8)),
+    "rotary: has 12 positions: sequence 0 begins at 11": dict(lengths=(11,), rotary=16, size=20),
+}
+
+
+@pytest.mark.parametrize("said", FULL)
+def test_what_has_no_room_is_refused(said):
+    given = inputs(**FULL[said])
+    with pytest.raises(ValueError, match=said.replace("[", r"\[").replace("]", r"\]")):
+        attention.append(**given)
+    assert (bits(given["k"]) == POISON[2]).all()
+
+
+@pytest.mark.parametrize("entry", [-1, 9])
+def test_pages_outside_the_pool_are_refused(entry):
+    given = inputs(paged=4, lengths=(6, 3))
+    given["pages"][0, 1] = entry + (entry > 0) * len(given["k"])
+    with pytest.raises(ValueError, match=r"pages: must be from 0 to \d: pages\[0, 1\]="):
+        attention.append(**given)
+    given["pages"][0, 1], given["pages"][0, 0] = 0, entry  # in use, but not written
+    attention.append(**given)
+
+
+def test_what_has_no_room_is_not_written(monkeypatch):
+    """As on a device, where nobody reads lengths: all other tokens are written, and queries beyond the tables are NaN."""
+    monkeypatch.setattr(Room, "run", lambda *_: None)
+    given = inputs(rotary=16, lengths=(8, -1, 6, 0), new=3, queries=1)
+    wanted = given["k"].copy()
+    some = [(0, 8, 0), *((2, 6 + i, i) for i in range(3)), *((3, i, i) for i in range(3))]
+    for b, at, i in some:
+        wanted[b, at] = rotated(given["k_new"][b, i], *(table[at] for table in given["rotary"]), False)
+    out = attention.append(**given)
+    np.testing.assert_array_equal(bits(given["k"]), bits(wanted))
+    assert np.isnan(out[1, 0].astype(F32)).all() and not np.isnan(out[1, 1:].astype(F32)).any()
+    paged = inputs(paged=4, lengths=(6, 3), new=3, index=np.int64)
+    paged["pages"][0] = [0, -1, 2, 10**6]
+    paged["pages"][1] = [1, 2**32, 3, 3]  # of 64 bits: not page 0
+    attention.append(**paged)
+    written = np.argwhere((bits(paged["k"]) != POISON[2]).any((2, 3)))
+    assert written.tolist() == [[1, 3], [2, 0]]  # page 2 begins at key 8
+
+
+def test_tables_that_end_early(monkeypatch):
+    monkeypatch.setattr(Room, "run", lambda *_: None)
+    given = inputs(rotary=16, lengths=(10,), new=4, size=20, queries=1)
+    out = attention.append(**given)
+    assert (bits(given["k"])[0, 10:12] != POISON[2]).any((1, 2)).all() and (bits(given["k"])[0, 12:] == POISON[2]).all()
+    assert np.isnan(out[0, 2:].astype(F32)).all() and not np.isnan(out[0, :2].astype(F32)).any()
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+REFUSED = {
+    "k: dtype must be k_new's": dict(k=lambda x: x.astype(F16), v=lambda x: x.astype(F16)),
+    "v: dtype must be k_new's or float8_e4m3fn, as k's": dict(v=lambda x: x.astype(F8)),
+    "k: last axis must be contiguous": dict(k=lambda x: np.zeros((3, 9, 2, 64), BF16)[..., ::2]),
+    "k: must have as many caches as there are sequences, 3": dict(k=lambda x: x[:2], v=lambda x: x[:2]),
+    "v: value_dim must equal v_new.s": dict(v_new=lambda x: x[..., :16]),
+    "lengths: ": dict(lengths=lambda x: x[:2]),
+    "k: must be writable": dict(k=lambda x: np.frombuffer(x.tobytes(), BF16).reshape(x.shape)),
+    "cos: must have half as many columns as are rotated, 16 at most": dict(rotary=lambda x: (np.ones((9, 17), F32),) * 2),
+    "rotary: must be a pair": dict(rotary=lambda x: np.ones((9, 16))),
+    "q: is rotated, and takes rotary": dict(q=lambda x: np.ones((3, 2, 2, 32), BF16)),
+    "out: takes q": dict(out=lambda x: np.ones((3, 2, 2, 32), BF16)),
+    "positions: are those of rotary": dict(positions=lambda x: np.zeros(3, np.int32)),
+    "k_descale: must be given where v_descale is": dict(k_descale=lambda x: np.ones(2, F32)),
+    "k_descale: is for a cache of float8": dict.fromkeys(["k_descale", "v_descale"], lambda x: np.ones(2, F32)),
+    "batch_index: pages say already": dict(
+        pages=lambda x: np.zeros((3, 1), np.int32), batch_index=lambda x: np.zeros(3, np.int32)
+    ),
+    "interleaved: must be a bool": dict(interleaved=lambda x: 1),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_refused(said):
+    given = inputs()
+    given |= {name: change(given.get(name)) for name, change in REFUSED[said].items()}
+    with pytest.raises((TypeError, ValueError), match=f"^({said})"):
+        attention.append(**given)
+
+
+def test_nothing_to_append():
+    given = inputs(new=0)
+    assert attention.append(**given) is None
+    assert (bits(given["k"]) == POISON[2]).all()

@@ -1,0 +1,163 @@
+"""flash_attn_with_kvcache of both modules: what is written, by attention.append, and what attention.decode is asked for."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from eager import attend, window
+
+import attention
+from attention.compat import flash_attn, flash_attn_interface
+
+BF16 = ml_dtypes.bfloat16
+MODULES = {2: flash_attn, 3: flash_attn_interface}
+
+
+@pytest.fixture
+def decode(monkeypatch):
+    """attention.decode is eager attention in float64 from here on, as far as these tests ask for it; what it was told."""
+    told = []
+
+    def decode(
+        q, k, v, *, lengths, pages=None, batch_index=None, leftpad=None, causal=True, window=None, softcap=None, alibi=None,
+        scale=None, return_lse=False,
+    ):  # fmt: skip
+        told.append(dict(causal=causal, window=window, softcap=softcap, alibi=alibi, scale=scale))
+        found = []
+        for b, length in enumerate(lengths):
+            if pages is not None:
+                used = pages[b, : -(-length // k.shape[1])]
+                keys, values = (x[used].reshape(-1, *x.shape[2:])[:length] for x in (k, v))
+            else:
+                keys, values = (x[b if batch_index is None else batch_index[b], :length] for x in (k, v))
+            start = 0 if leftpad is None else leftpad[b]
+            found.append(seen(q[b], keys[start:], values[start:], causal, window, softcap, scale))
+        out, lse = map(np.stack, zip(*found))
+        return (out, lse) if return_lse else out
+
+    monkeypatch.setattr(attention, "decode", decode, raising=False)
+    return told
+
+
+def seen(q, k, v, causal, ends, softcap, scale):
+    """(out (Sq, H, D), lse (H, Sq)) of one sequence."""
+    left, right = (-1 if end is None else end for end in ends or (-1, -1))
+    see = window(len(q), len(k), left, right) & (window(len(q), len(k), -1, 0) if causal else True)
+    change = (lambda s: softcap * np.tanh(s / softcap)) if softcap else None
+    heads_first = [x.astype(float).swapaxes(0, 1)[None] for x in (q, k, v)]
+    out, lse = attend(*heads_first, see=see, change=change, scale=scale)
+    return out[0].swapaxes(0, 1), lse[0]
+
+
+def turned(x, cos, sin, interleaved):
+    """Rows (H, D) at a position."""
+    pairs, y = len(cos), x.astype(np.float32)
+    parts = (np.s_[0 : 2 * pairs : 2], np.s_[1 : 2 * pairs : 2]) if interleaved else (np.s_[:pairs], np.s_[pairs : 2 * pairs])
+    one, other = (y[:, part].copy() for part in parts)
+    y[:, parts[0]], y[:, parts[1]] = one * cos - other * sin, other * cos + one * sin
+    return y.astype(x.dtype)
+
+
+CASES = {  # theirs: what is asked for; pages and places by name
+    "plain": {},
+    "causal": dict(causal=True, softmax_scale=0.3, softcap=1.5),
+    "rotary": dict(rotary=True, causal=True),
+    "rotary at one position": dict(rotary=True, rotary_interleaved=False),
+    "rotary and a window": dict(rotary=True, window_size=(3, 1), rotary_interleaved=False),
+    "pages": dict(paged=True, rotary=True, causal=True),
+    "other caches": dict(batch_index=True, leftpad=True, causal=True, rotary=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("module", [2, 3])
+def test_new_keys_are_written_and_seen(module, case, decode):
+    options = dict(CASES[case])
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape).astype(BF16)
+    q, k, v, lengths = draw(2, 3, 4, 16), draw(2, 3, 2, 16), draw(2, 3, 2, 16), np.array([2, 6], np.int32)
+    paged, batch_index, leftpad = (options.pop(name, False) for name in ("paged", "batch_index", "leftpad"))
+    k_cache, v_cache = (draw(7, 4, 2, 16) if paged else draw(3, 12, 2, 16) for _ in "kv")
+    table, index = np.array([[5, 1, 99], [0, 6, 3]], np.int32), np.array([2, 0], np.int32)
+    if not batch_index and not paged:
+        k_cache, v_cache, index = k_cache[:2], v_cache[:2], np.arange(2)
+    cos, sin = draw(12, 4), draw(12, 4)
+    rotary = options.pop("rotary", False)
+    interleaved, causal, ends = (options.get(n, d) for n, d in (
+        ("rotary_interleaved", True), ("causal", False), ("window_size", (-1, -1))))  # fmt: skip
+    keys, values, out, lse = k_cache.copy(), v_cache.copy(), [], []
+    for b, length in enumerate(lengths):
+        rows, mine = [], []
+        for i in range(3):
+            at = (table[b, (length + i) // 4], (length + i) % 4) if paged else (index[b], length + i)
+            turn = lambda x, n: turned(x, cos[n].astype(np.float32), sin[n].astype(np.float32), interleaved) if rotary else x
+            keys[at], values[at] = turn(k[b, i], length + i), v[b, i]
+            rows.append(turn(q[b, i], length + i * (causal or ends != (-1, -1))))
+        for cache in keys, values:
+            whole = cache[table[b, :-1] if paged and b == 0 else table[b]].reshape(-1, 2, 16) if paged else cache[index[b]]
+            mine.append(whole[b * leftpad : length + 3])
+        left, right = (None if end < 0 else end for end in ends)
+        both = seen(np.stack(rows), *mine, causal, (left, right), options.get("softcap"), options.get("softmax_scale"))
+        out.append(both[0]), lse.append(both[1])
+    name = {2: "block_table", 3: "page_table"}[module]
+    options |= {name: table} if paged else {}
+    options |= dict(cache_batch_idx=index) if batch_index else {}
+    options |= dict(cache_leftpad=np.arange(2, dtype=np.int32)) if leftpad else {}
+    options |= dict(rotary_cos=cos, rotary_sin=sin) if rotary else {}
+    found = MODULES[module].flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lengths, return_softmax_lse=True, num_splits=3, **options
+    )
+    for x, y in zip((k_cache, v_cache), (keys, values)):
+        assert (x.view(np.uint16) == y.view(np.uint16)).all()
+    for x, y in zip(found, (out, lse), strict=True):
+        np.testing.assert_allclose(x, np.stack(y), rtol=1e-10)
+
+
+@pytest.mark.parametrize("module", [2, 3])
+@pytest.mark.parametrize("lengths", [None, 5, np.array([5, 5])])
+def test_keys_that_are_there(module, lengths, decode):
+    """No new ones: an integer is the length of all, None all that there is. A result without lse is no tuple."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 2, 8))
+    if lengths is not None:
+        k, v = (np.concatenate([x, np.full_like(x, np.nan)], 1) for x in (k, v))
+    found = MODULES[module].flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=lengths)
+    expected = [seen(q[b, :1], k[b, :5], v[b, :5], False, None, None, None)[0] for b in (0, 1)]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    pages, table = (x[:, :5].reshape(5, 2, 2, 8) for x in (k, v)), np.array([[0, 1], [3, 4]])
+    name = {2: "block_table", 3: "page_table"}[module]
+    if lengths is None:
+        assert MODULES[module].flash_attn_with_kvcache(q[:, :1], *pages, **{name: table}).shape == (2, 1, 2, 8)
+
+
+def test_positions_and_biases(decode):
+    rng = np.random.default_rng(1)
+    q, k, v = rng.standard_normal((3, 1, 1, 2, 16)).astype(BF16)
+    cache, cos, sin = np.zeros((1, 4, 2, 16), BF16), *rng.standard_normal((2, 9, 8)).astype(np.float32)
+    lengths, starts = np.array([2], np.int32), np.array([7], np.int32)
+    flash_attn_interface.flash_attn_with_kvcache(
+        q, cache, cache.copy(), k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths, rotary_seqlens=starts
+    )
+    assert (cache[0, 2] == turned(k[0, 0], cos[7], sin[7], True)).all()
+    slopes = np.ones(2, np.float32)
+    flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3, alibi_slopes=slopes)
+    assert decode[-1] == dict(causal=False, window=None, softcap=None, alibi=slopes, scale=None)
+
+
+def test_what_makes_no_sense(decode):
+    x = np.zeros((1, 4, 2, 16), BF16)
+    call = flash_attn.flash_attn_with_kvcache
+    for options, said in [
+        (dict(k=x, v=x), "cache_seqlens: must be given where k is"),
+        (dict(k=x, cache_seqlens=0), "k: must be given where v is"),
+        (dict(rotary_cos=x, rotary_sin=x), "rotary_cos: takes k and v, too"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            call(x, x.copy(), x.copy(), **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["qv", "cu_seqlens_q", "cu_seqlens_k_new", "q_descale", "k_descale", "v_descale", "attention_chunk"]
+)
+def test_what_cannot_be_served_says_so(name, decode):
+    x = np.ones((1, 1, 1, 8))
+    with pytest.raises(NotImplementedError, match=f"^{name}: is not served; "):
+        flash_attn_interface.flash_attn_with_kvcache(x, x, x, **{name: x if name != "attention_chunk" else 5})
