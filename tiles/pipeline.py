@@ -174,6 +174,24 @@ def _counts(b, tile, begin, end, piece):
         yield b.select(outside, b.u32(0), left)
 
 
+def _place(b, tile, address, share, first):
+    """What a lane copies of the first rows from `first` on: (the lane, rows that a warp copies at once, the lane's row, the
+    byte in the row that its chunk begins with, the row's address, where the chunk goes there, whether the lane has a row at all)."""
+    chunks = tile.width // CHUNK_BYTES  # of a panel's row
+    step = layout.LANES // chunks
+    lane = b.lane()
+    own = b.udiv(lane, b.u32(chunks))
+    row, byte = b.add(own, first), b.mul(b.and_(lane, b.u32(chunks - 1)), b.u32(CHUNK_BYTES))
+    start, swizzle = b.row_address(tile, address, row)
+    guard = b.zext(b.icmp_unsigned("<", own, b.u32(min(step, share))), i32)
+    return lane, step, row, byte, start, b.xor(byte, swizzle), guard
+
+
+def _further(b, tile, start, chunk, down):
+    """Where a chunk goes that lies `down` rows further than the one that goes to `chunk` of the row at `start`."""
+    return b.add(b.add(start, b.xor(chunk, b.u32(down * tile.width >> 3 & tile.width - 16))), b.u32(down * tile.width))
+
+
 def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first):
     """Start copying rows first.. first + share of the tile at `at`, by one warp: lanes side by side along a row's chunks of 16
     bytes, so that a panel's row is one access to global memory and its chunks lie in different banks. A tile that lies inside
@@ -185,20 +203,12 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
     for axis, size in ((rows, tile.rows), (cols, tile.cols)):
         fits = b.icmp_signed("<=", at[axis], b.sub(extents[axis], ir.Constant(i64, size)))
         inside = b.and_(b.and_(inside, fits), b.icmp_signed(">=", at[axis], ir.Constant(i64, 0)))
-    chunks = tile.width // CHUNK_BYTES  # of a panel's row
-    step = layout.LANES // chunks  # rows that a warp copies at once
-    lane = b.lane()
-    own = b.udiv(lane, b.u32(chunks))
-    row, byte = b.add(own, first), b.mul(b.and_(lane, b.u32(chunks - 1)), b.u32(CHUNK_BYTES))
-    start, swizzle = b.row_address(tile, address, row)
-    chunk = b.xor(byte, swizzle)
+    lane, step, row, byte, start, chunk, guard = _place(b, tile, address, share, first)
     source, first_row = b.add(data, b.zext(byte, i64)), b.add(b.trunc(at[rows], i32), row)  # rows are fewer than 2**31
     for axis in range(ty.ndim):
         if axis != rows:
             source = b.add(source, b.mul(at[axis], ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
     source = b.add(source, b.mul(b.sext(first_row, i64), strides[rows]))  # what changes from tile to tile last
-    guard = b.zext(b.icmp_unsigned("<", own, b.u32(min(step, share))), i32)
-
     nbytes, by_elements = tile.cols * itemsize, piece == ELEMENT
     unit = CHUNK_BYTES if by_elements else piece
 
@@ -206,7 +216,7 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
         """One after the other; counts(row): of each part of it, how many bytes; or by elements: which bytes of the row."""
         line, further = source, b.mul(strides[rows], ir.Constant(i64, step))
         for down in range(0, share, step):
-            to = b.add(b.add(start, b.xor(chunk, b.u32(down * tile.width >> 3 & tile.width - 16))), b.u32(down * tile.width))
+            to = _further(b, tile, start, chunk, down)
             for (panel, low, part), count in zip(_parts(tile, unit), counts(down), strict=True):
                 target, origin = b.add(to, b.u32(panel * tile.panel_bytes + part)), b.add(line, ir.Constant(i64, low))
                 if by_elements:
@@ -241,14 +251,7 @@ def lower_pages(b, ty, tile, address, pool, table_ty, table, at, last, piece, sh
     numbers, _, steps = b.array(table_ty, table)
     at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
     itemsize, cols = tile.dtype.itemsize, ty.ndim - 1
-    chunks = tile.width // CHUNK_BYTES
-    step = layout.LANES // chunks
-    lane = b.lane()
-    own = b.udiv(lane, b.u32(chunks))
-    row, byte = b.add(own, first), b.mul(b.and_(lane, b.u32(chunks - 1)), b.u32(CHUNK_BYTES))
-    start, swizzle = b.row_address(tile, address, row)
-    chunk = b.xor(byte, swizzle)
-    guard = b.zext(b.icmp_unsigned("<", own, b.u32(min(step, share))), i32)
+    _, step, row, byte, start, chunk, guard = _place(b, tile, address, share, first)
     line = b.add(data, b.zext(byte, i64))
     for axis in range(2, ty.ndim):
         line = b.add(line, b.mul(at[axis], ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
@@ -271,7 +274,7 @@ def lower_pages(b, ty, tile, address, pool, table_ty, table, at, last, piece, sh
     end = _clamped(b, b.sub(b.mul(extents[cols], i64(itemsize)), first_byte), nbytes)
     within = [] if by_elements else list(_counts(b, tile, begin, end, piece))
     for down, (exists, inside, number) in zip(range(0, share, step), found, strict=True):
-        to = b.add(b.add(start, b.xor(chunk, b.u32(down * tile.width >> 3 & tile.width - 16))), b.u32(down * tile.width))
+        to = _further(b, tile, start, chunk, down)
         number = number if wide else b.sext(number, i64)
         source = b.add(b.add(line, b.mul(number, strides[0])), b.mul(b.zext(inside, i64), strides[1]))
         for k, (panel, low, part) in enumerate(_parts(tile, CHUNK_BYTES if by_elements else piece)):
@@ -287,6 +290,15 @@ def _address(b, pipe, base, j):
     return b.add(b.add(base, b.mul(slot, b.u32(pipe.tile.nbytes))), b.u32(pipe.start))
 
 
+def _fill(b, pipe, base, j, end, copy):
+    """A group of copies, which copy(address of the tile, the warp's first row) starts if j < end."""
+    first = b.mul(b.warp(), b.u32(pipe.tile.rows // pipe.warps))
+    wanted = b.icmp_signed("<", b.u32(j), b.u32(2**31 - 1 if end is None else end))
+    with b.if_then(wanted):
+        copy(_address(b, pipe, base, j), first)
+    ptx.copy_commit(b)
+
+
 @lowers(pipeline.fill)
 def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
     needs_index("fill", j)
@@ -296,11 +308,10 @@ def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
     share = pipe.tile.rows // pipe.warps
 
     def emit(b, base, j, array, at, _, __, last, ___):
-        first = b.mul(b.warp(), b.u32(share))
-        wanted = b.icmp_signed("<", b.u32(j), b.u32(2**31 - 1) if end is None else b.u32(last))
-        with b.if_then(wanted):
-            lower_copy(b, source, pipe.tile, _address(b, pipe, base, j), array, at, rows, cols, piece, share, first)
-        ptx.copy_commit(b)
+        def copy(address, first):
+            lower_copy(b, source, pipe.tile, address, array, at, rows, cols, piece, share, first)
+
+        _fill(b, pipe, base, j, None if end is None else last, copy)
 
     return void, emit
 
@@ -320,12 +331,10 @@ def _(pipe, j, pool, pages, at, last, end, piece: int):
     share = pipe.tile.rows // pipe.warps
 
     def emit(b, base, j, array, table, at, last, end_value, _):
-        first = b.mul(b.warp(), b.u32(share))
-        wanted = b.icmp_signed("<", b.u32(j), b.u32(2**31 - 1) if end is None else b.u32(end_value))
-        with b.if_then(wanted):
-            address = _address(b, pipe, base, j)
+        def copy(address, first):
             lower_pages(b, pool, pipe.tile, address, array, pages, table, at, last, piece, share, first)
-        ptx.copy_commit(b)
+
+        _fill(b, pipe, base, j, None if end is None else end_value, copy)
 
     return void, emit
 

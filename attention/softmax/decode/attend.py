@@ -8,13 +8,14 @@ share a sequence's keys, those of the blocks, by combine.py.
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
-from ops import block, divmod, exp2, finish_sum, load, log2, maximum, mma_AB, mma_ABt, row_index, store, subtile, zeros
+from ops import block, divmod, exp2, finish_sum, full, load, log2, maximum, mma_AB, mma_ABt, row_index, store, subtile, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
@@ -168,41 +169,43 @@ def make(config: Config):
         every = max(0, (sees.end - sees.first + KV - 1) // KV)
         share = (every + splits - 1) // splits
         first, n = int32(sees.first + KV * share * split), int32(max(0, min(share, every - share * split)))
+        if n > 0 or split == 0:
+            for i in range(AHEAD):
+                cache.fill(k, i, gK, sequence, int32(first + KV * i), head, sees.end, n, given)
+                cache.fill(v, i, gV, sequence, int32(first + KV * i), head, sees.end, n, given)
+            bring(queries, gQ, spot, warp)
+            of_rows = row_index(O.col_vec) + row
+            token = of_rows // group
+            at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, 0, 0)
+            at = at._replace(kept=variant.keep(at))
+            seen = softmax.begin(LOWEST)
+            for i in range(n):
+                key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
+                keys = k.own(i, NEWER)
+                cache.fill(k, i + AHEAD, gK, sequence, later, head, sees.end, n, given)
+                s = mma_ABt(zeros(S), queries, keys)
+                values = v.own(i, NEWER)
+                cache.fill(v, i + AHEAD, gV, sequence, later, head, sees.end, n, given)
+                s = reach.mask(variant.score(s, at, key), at, key, sees.end)
+                seen = seen.moved(s, None, scale, slack)
+                o = seen.rescaled()
+                p = seen.weights(s, None, scale)
+                seen = seen._replace(o=mma_AB(o, INPUT(p), values)).add(p)
 
-        for i in range(AHEAD):
-            cache.fill(k, i, gK, sequence, int32(first + KV * i), head, sees.end, n, given)
-            cache.fill(v, i, gV, sequence, int32(first + KV * i), head, sees.end, n, given)
-        bring(queries, gQ, spot, warp)
-        of_rows = row_index(O.col_vec) + row
-        token = of_rows // group
-        at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, 0, 0)
-        at = at._replace(kept=variant.keep(at))
-        seen = softmax.begin(LOWEST)
-        for i in range(n):
-            key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
-            keys = k.own(i, NEWER)
-            cache.fill(k, i + AHEAD, gK, sequence, later, head, sees.end, n, given)
-            s = mma_ABt(zeros(S), queries, keys)
-            values = v.own(i, NEWER)
-            cache.fill(v, i + AHEAD, gV, sequence, later, head, sees.end, n, given)
-            s = reach.mask(variant.score(s, at, key), at, key, sees.end)
-            seen = seen.moved(s, None, scale, slack)
-            o = seen.rescaled()
-            p = seen.weights(s, None, scale)
-            seen = seen._replace(o=mma_AB(o, INPUT(p), values)).add(p)
-
-        m = maximum(block.reduce_max(seen.m, scratch), sums.lowest(at))
-        weight = exp2((seen.m - m) * scale)
-        l = sums.total(block.reduce_sum(finish_sum(seen.l) * weight, scratch), m, scale, at)
-        addends = v.reuse(ADDENDS)  # the warps have met: nobody reads values any more
-        store(subtile(addends, BAND, warp), seen.o * weight)
-        block.sync()
-        for slab in range(warp, SLABS, WARPS):
-            o = zeros(SLAB)
-            for other in range(WARPS):
-                o = o + load(subtile(addends, BAND, other, PANEL, slab), SLAB)
-            result.store(o / maximum(l, TINY), spot, int32(PANEL * slab), given)
-        if warp == 0:
-            result.store_sums(m + log2(l) / scale, scale, spot, given)
+            m = maximum(block.reduce_max(seen.m, scratch), sums.lowest(at))
+            weight = exp2((seen.m - m) * scale)
+            l = sums.total(block.reduce_sum(finish_sum(seen.l) * weight, scratch), m, scale, at)
+            addends = v.reuse(ADDENDS)  # the warps have met: nobody reads values any more
+            store(subtile(addends, BAND, warp), seen.o * weight)
+            block.sync()
+            for slab in range(warp, SLABS, WARPS):
+                o = zeros(SLAB)
+                for other in range(WARPS):
+                    o = o + load(subtile(addends, BAND, other, PANEL, slab), SLAB)
+                result.store(o / maximum(l, TINY), spot, int32(PANEL * slab), given)
+            if warp == 0:
+                result.store_sums(m + log2(l) / scale, scale, spot, given)
+        elif warp == 0:  # the sequence is too short for this part
+            result.store_sums(full(O.col_vec, -math.inf), scale, spot, given)
 
     return attend, smem
