@@ -176,7 +176,7 @@ def _counts(b, tile, begin, end, piece):
 
 def _place(b, tile, address, share, first):
     """What a lane copies of the first rows from `first` on: (the lane, rows that a warp copies at once, the lane's row, the
-    byte in the row that its chunk begins with, the row's address, where the chunk goes there, whether the lane has a row at all)."""
+    byte in the row that its chunk begins with, the row's address, where the chunk goes there, has the lane a row at all?)."""
     chunks = tile.width // CHUNK_BYTES  # of a panel's row
     step = layout.LANES // chunks
     lane = b.lane()
