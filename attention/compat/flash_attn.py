@@ -262,7 +262,6 @@ def attend_cache(
 ) -> Any:
     """append's, if there are keys to be written, and decode's result: out, or (out, lse). lengths: of the caches, an array, a
     number or None: all there is. rotary: cos, sin, are neighbours a pair? options: decode's, but for its default of causal."""
-    ours: Any = attention
     cos, sin, interleaved = rotary
     causal, local = options.setdefault("causal", False), "window" in options
     where = {name: options[name] for name in ("pages", "batch_index") if name in options}
@@ -279,9 +278,9 @@ def attend_cache(
     if k is not None:
         of_rotary = {} if cos is None else {"rotary": (cos, sin), "interleaved": interleaved, "q": q, "causal": causal or local}
         of_rotary |= asked(positions=positions)
-        turned = ours.append(k_cache, v_cache, k, v, lengths=lengths, **where, **of_rotary)
+        turned = attention.append(k_cache, v_cache, k, v, lengths=lengths, **where, **of_rotary)
         q, lengths = (q if turned is None else turned), lengths + k.shape[1]
-    return ours.decode(q, k_cache, v_cache, lengths=lengths, **options, **asked(return_lse=return_lse or None))
+    return attention.decode(q, k_cache, v_cache, lengths=lengths, **options, **asked(return_lse=return_lse or None))
 
 
 def refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:

@@ -6,6 +6,7 @@ import pytest
 from eager import attend, window
 
 import attention
+from attention import reference
 from attention.compat import flash_attn, flash_attn_interface
 
 BF16 = ml_dtypes.bfloat16
@@ -34,7 +35,7 @@ def decode(monkeypatch):
         out, lse = map(np.stack, zip(*found))
         return (out, lse) if return_lse else out
 
-    monkeypatch.setattr(attention, "decode", decode, raising=False)
+    monkeypatch.setattr(attention, "decode", decode)
     return told
 
 
@@ -161,3 +162,28 @@ def test_what_cannot_be_served_says_so(name, decode):
     x = np.ones((1, 1, 1, 8))
     with pytest.raises(NotImplementedError, match=f"^{name}: is not served; "):
         flash_attn_interface.flash_attn_with_kvcache(x, x, x, **{name: x if name != "attention_chunk" else 5})
+
+
+@pytest.mark.parametrize("module", [2, 3])
+def test_kernels_serve_it(module):
+    """In the interpreter, by append and decode themselves: shuffled pages, rotary, several new tokens."""
+    rng = np.random.default_rng(3)
+    draw = lambda *shape: rng.standard_normal(shape).astype(BF16)
+    q, k, v, lengths = draw(2, 2, 4, 32), draw(2, 2, 2, 32), draw(2, 2, 2, 32), np.array([3, 6], np.int32)
+    k_cache, v_cache, cos, sin = draw(6, 4, 2, 32), draw(6, 4, 2, 32), draw(9, 16), draw(9, 16)
+    table = np.array([[4, 1, 77], [0, 5, 2]], np.int32)
+    out, lse = MODULES[module].flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths, causal=True,
+        return_softmax_lse=True, **{{2: "block_table", 3: "page_table"}[module]: table},
+    )  # fmt: skip
+    for b, length in enumerate(lengths + 2):
+        at = [(table[b, n // 4], n % 4) for n in range(length)]
+        keys, values = (np.stack([x[place] for place in at])[None] for x in (k_cache, v_cache))
+        rows = [
+            turned(q[b, i], cos[length - 2 + i].astype(np.float32), sin[length - 2 + i].astype(np.float32), True)
+            for i in (0, 1)
+        ]
+        given = np.stack(rows)[None], keys, values
+        ref, its_lse = reference.forward(*given, causal=True)
+        reference.assert_close(out[b][None], ref, reference.forward_low(*given, causal=True)[0])
+        np.testing.assert_allclose(lse[b], its_lse[0], atol=1e-5)
