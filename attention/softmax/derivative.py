@@ -120,6 +120,7 @@ BACK: dict[str, Callable] = {  # of y = f(x, ..) with the derivative g by y: tho
     "add": lambda g, y, a, b: (g, g),
     "sub": lambda g, y, a, b: (g, _times(-1.0, g)),
     "mul": lambda g, y, a, b: (_times(g, b), _times(g, a)),
+    "product": lambda g, y, a, b: (_times(g, b), _times(g, a)),
     "truediv": lambda g, y, a, b: (g / b, _times(-1.0, g) * y / b),
     "floordiv": lambda g, y, a, b: (0.0, 0.0),
     "mod": lambda g, y, a, b: (g, _times(-1.0, g) * (a // b)),

@@ -14,7 +14,7 @@ from numba import cuda
 from test_emulator_arithmetic import CASES
 
 from ops import cluster, commit_group, copy_async, load, mma_ABt, raw, store, transpose, wait_group, warpgroup, zeros
-from tiles import barrier, bf16, fp32, rt, shared, st
+from tiles import Hazard, barrier, bf16, fp32, rt, shared, st
 from tiles.emulator import emulate, table
 
 SEEDS = [None, 1, 2]
@@ -230,7 +230,7 @@ SNIPPETS = {  # name: (PTX that makes o of x and y and the thread's number, what
         ".reg .b64 s; .reg .b32 h; .reg .f32 c; shr.u32 h, %t, 1; mad.wide.u32 s, h, 4, %a2; mov.f32 c, 0f3F800000;"
         "red.global.add.f32 [s], c; bar.warp.sync -1; ld.global.b32 o, [%p2];", np.where(LANE < 16, 0x40000000, 0)),
     "nothing that shows": (
-        "nanosleep.u32 20; prefetch.global.L2 [%a0]; griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 o, x;", x),
+        "prefetch.global.L2 [%a0]; griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 o, x;", x),
     "an mbarrier that goes": (
         ".reg .b32 s; .reg .pred p; mov.u32 s, dynamic_smem; setp.eq.u32 p, %t, 0; @p mbarrier.init.shared.b64 [s], 1;"
         "bar.warp.sync -1; @p mbarrier.inval.shared.b64 [s]; bar.warp.sync -1; @p st.shared.b32 [s], x; mov.b32 o, x;", x),
@@ -259,6 +259,24 @@ def test_snippet(name):
     assert out.tolist() == np.asarray(want).astype(np.uint32).tolist()
 
 
+def asleep():
+    """What is executed where one warp asks, and sleeps, until the other has said that it may go on."""
+    found = np.zeros(2, np.uint32)
+    body = """.reg .pred p, q; .reg .b32 f; setp.lt.u32 p, %t, 32; @p bra ask;
+        red.release.gpu.global.add.u32 [%a0], 1; bra end;
+        ask: ld.acquire.gpu.global.b32 f, [%a0]; setp.ge.u32 q, f, 32; @q bra told; nanosleep.u32 20; bra ask;
+        told: st.global.b32 [%a0+4], f; end:"""
+    counts = execute(body, found, warps=2)
+    assert found.tolist() == [32, 32]
+    return counts.executed
+
+
+def test_who_sleeps_is_woken_by_what_is_written():
+    assert asleep()["nanosleep.u32"]
+    with pytest.raises(Hazard, match="deadlock: nobody can go on.*wait for something to be written to global memory"):
+        execute("nanosleep.u32 20;", np.zeros(1, np.uint32))
+
+
 # ---- what there is a meaning for is tested ---------------------------------------------------------------------------
 def test_every_meaning_is_executed():
     """By some test of the emulator."""
@@ -269,7 +287,7 @@ def test_every_meaning_is_executed():
         done |= counted(name).keys()
     for arch in ("sm_80", "sm_90a"):
         done |= count_a_warps(arch, None).executed.keys()
-    done |= count_a_pairs(None).executed.keys()
+    done |= count_a_pairs(None).executed.keys() | asleep().keys()
     missing = [pattern.pattern for pattern, _ in table.TABLE if not any(pattern.fullmatch(opcode) for opcode in done)]
     assert not missing, missing
 

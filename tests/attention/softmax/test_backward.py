@@ -413,7 +413,7 @@ def call(**other):
         (
             dict(lengths_k=np.full(1, 8, np.int32), alibi=np.ones(2, F32), dalibi=True),
             NotImplementedError,
-            "dalibi: of packed sequences, and with lengths_k",
+            "dalibi: there is none of packed sequences, nor with lengths_k",
         ),
         (dict(cu_seqlens_k=np.zeros(2, np.int32)), ValueError, "cu_seqlens_k: takes cu_seqlens, too"),
         (dict(family="sm_70"), ValueError, "family: must be None or one of"),
