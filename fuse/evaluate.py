@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import draws
+from .axes import Axis
 from .functions import MAPS
-from .terms import PARTS, Axis, Term, along, between, walk
+from .terms import PARTS, Term, along, between, walk
 
 DRAWS = 64  # of random numbers
 

@@ -27,10 +27,12 @@ from tiles.interpreter import Hazard
 from tiles.testing import tolerance
 
 from . import module, terms
+from .axes import Axis, elementary
+from .axes import extent as extent_of
 from .candidates import Candidate, chosen
 from .evaluate import InNumPy, evaluate, picked, seen
 from .functions import FP8, MAPS
-from .terms import PARTS, Axis, Term, walk
+from .terms import PARTS, Term, walk
 from .trace import Traced
 
 P = 2**61 - 1
@@ -102,7 +104,7 @@ class InField:
         return _array(top.div(bottom))
 
     def length(self, axis: Axis | None, extent: int) -> Any:
-        return self.number(extent if axis is None else terms.extent(axis, self.sizes))
+        return self.number(extent if axis is None else extent_of(axis, self.sizes))
 
     def map(self, name: str, *of: Any) -> Any:
         field = MAPS[name].field
@@ -154,7 +156,7 @@ class InField:
 
 
 def _count(axis: Axis | None, sizes: Mapping[Axis, int]) -> int:
-    return 1 if axis is None else terms.extent(axis, sizes)
+    return 1 if axis is None else extent_of(axis, sizes)
 
 
 def _array(x: Number) -> Any:
@@ -198,7 +200,7 @@ class Identity:
 def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 0, trials: int = TRIALS) -> Identity:
     """Test that two lists of terms over the same inputs are equal."""
     every = list(walk(*definition, *rewritten))
-    axes = terms.elementary(name for x in every for name in x.names)
+    axes = elementary(name for x in every for name in x.names)
     sizes = {axis: SIZES[n % len(SIZES)] for n, axis in enumerate(axes)}
     operations = {x.operation for x in every}
     outside = tuple(sorted(name for name in operations if name in OPAQUE or (name in MAPS and not MAPS[name].field)))
@@ -212,7 +214,7 @@ def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 
             raise ValueError(f"identity: something is divided by what has no inverse, whatever the numbers are: {definition}")
         given = {}
         for x in (x for x in every if x.operation == "input"):
-            shape = tuple(1 if name is None else terms.extent(name, sizes) for name in x.names)
+            shape = tuple(1 if name is None else extent_of(name, sizes) for name in x.names)
             chooses = x in among
             given[x.what[0]] = rng.integers(-1, _count(among[x][0], sizes), shape) if chooses else random(shape, rng)
         try:
@@ -250,7 +252,7 @@ def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:
             found[x] = (a + c, b + d) if x.operation == "mul" else (a + d, b + c)
         elif x.operation in ("sum", "matmul", "matmul_by"):
             axis = x.of[0].names[-1]
-            n = terms.extent(axis, sizes) if axis is not None else 1
+            n = extent_of(axis, sizes) if axis is not None else 1
             a, b = (sum(one) for one in zip(*of))
             found[x] = a + (n - 1) * b, n * b
         elif x.operation in SAME_DEGREE:
@@ -320,17 +322,17 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     most = min(kernel.most_rows for kernel in candidate.way.kernels)
     extents = {axis: n for kernel in candidate.way.kernels for axis, n in kernel.fixed.items()}
     traced = {axis.root: n for x in walk(*found.roots) for axis, n in zip(x.names, x.extents) if axis is not None}
-    extents |= {part: traced[part] for axis in extents if axis.parts for part in terms.elementary([axis])}
+    extents |= {part: traced[part] for axis in extents if axis.parts for part in elementary([axis])}
     few = [kernel.root.names[-2] for kernel in candidate.way.kernels if kernel.most_rows <= 64]
     extents |= {axis.root: 8 for axis in few if axis is not None and axis.root not in rows}
-    of_bytes = terms.elementary(name for _, x in found.inputs if x.held_as("") == FP8 for name in x.names)
-    for axis in terms.elementary(name for x in walk(*found.roots) for name in x.names):
+    of_bytes = elementary(name for _, x in found.inputs if x.held_as("") == FP8 for name in x.names)
+    for axis in elementary(name for x in walk(*found.roots) for name in x.names):
         if axis not in extents:
             extents[axis] = min(RAGGED[0], most - 3) if axis in rows else RAGGED[1 + len(extents) % 5]
             extents[axis] = -(-extents[axis] // 16) * 16 if axis in of_bytes else extents[axis]
 
     def shape_of(x: Term) -> tuple[int, ...]:
-        return tuple(1 if axis is None else terms.extent(axis, extents) for axis in x.names)
+        return tuple(1 if axis is None else extent_of(axis, extents) for axis in x.names)
 
     rng, given, among = np.random.default_rng(seed), dict[str, Any](), terms.indices(found.roots)
     for key, x in found.inputs:
@@ -364,4 +366,4 @@ class Sized(InNumPy):
         self.sizes = sizes
 
     def length(self, axis: Axis | None, extent: int) -> Any:
-        return self.wide(extent if axis is None else terms.extent(axis, self.sizes))
+        return self.wide(extent if axis is None else extent_of(axis, self.sizes))

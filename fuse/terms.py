@@ -10,7 +10,7 @@ PARTS; stacked, heads, flat and rows, views. mean, softmax and others are made o
 rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
 
 Axes have names besides their lengths: those that an operation says are one have one name. So a term knows that the columns of
-x are the rows of w, whatever their numbers are, and the axes of a call's arrays follow (`axes`).
+x are the rows of w, whatever their numbers are (axes.py), and the axes of a call's arrays follow (`axes`).
 """
 
 from __future__ import annotations
@@ -18,79 +18,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from .axes import PART, Axis, halved, same
 from .functions import CASTS, FP8, MAPS
 
 SEED = "int64"  # the dtype of what draws follow from
 SIZES = {"bfloat16": 2, "float16": 2, FP8: 1, SEED: 8}  # bytes of an element, where it is not 4
 INDEX = "int32", "int64"  # dtypes of what chooses
 PARTS = "max_of_parts", "sum_of_parts", "pick_of_parts"  # see of_parts
-PART = 128  # columns of a part
-
-
-class Axis:
-    """A name for an axis. Two may turn out to be one: `same`. parts: axes or numbers whose product is its extent, where it is
-    made of others. half: the axis of half the extent, where somebody asked for it. cut: the axis whose PARTs this counts."""
-
-    def __init__(self, *parts: Axis | int, cut: Axis | None = None):
-        self.known_as: Axis = self
-        self.parts, self.cut = parts, cut
-        self.half: Axis | None = None
-        self.whole: Axis | None = None  # that this is the half of
-
-    @property
-    def root(self) -> Axis:
-        """What it is known as."""
-        found = self
-        while found.known_as is not found:
-            found = found.known_as
-        self.known_as = found
-        return found
-
-
-def same(one: Axis | None, other: Axis | None) -> Axis | None:
-    """Two names for one axis; None is an axis of length 1 that broadcasts."""
-    if one is None or other is None:
-        return one or other
-    one, other = one.root, other.root
-    if one is not other:
-        one.known_as = other
-        other.parts, other.whole, other.cut = other.parts or one.parts, other.whole or one.whole, other.cut or one.cut
-        halves = one.half, other.half
-        other.half = same(*halves)
-    return other
-
-
-def halved(axis: Axis) -> Axis:
-    """The axis of half its extent."""
-    whole = axis.root
-    if whole.half is None:
-        whole.half = Axis()
-        whole.half.whole, whole.parts = whole, whole.parts or (2, whole.half)
-    return whole.half
-
-
-def extent(axis: Axis, known: Mapping[Axis, int]) -> int:
-    """Its extent, by those of the axes that are made of no others."""
-    parts, cut = axis.root.parts, axis.root.cut
-    if cut is not None and axis.root not in known:
-        return -(-extent(cut, known) // PART)
-    return math.prod(n if isinstance(n, int) else extent(n, known) for n in parts) if parts else known[axis.root]
-
-
-def elementary(axes: Iterable[Axis | None]) -> list[Axis]:
-    """What these axes are made of, each once."""
-    found: dict[Axis, None] = {}
-    stack = [axis for axis in axes if axis is not None][::-1]
-    while stack:
-        axis = stack.pop().root
-        if axis.parts:
-            stack += [n for n in axis.parts if not isinstance(n, int)]
-        else:
-            found[axis] = None
-    return list(found)
 
 
 class Term:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from . import terms
+from .axes import Axis
 from .functions import MAPS
-from .terms import Axis, Term, indices, walk
+from .terms import Term, indices, walk
 
 ANY = 64 * 3 * 5 * 7 * 2**20  # an extent where only the names of axes count, and no two are compared
 

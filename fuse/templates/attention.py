@@ -12,9 +12,10 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..axes import Axis
 from ..module import DTYPES, Text
 from ..rules import factors, product
-from ..terms import Axis, Term, along, softmax_of
+from ..terms import Term, along, softmax_of
 from ..writing import Writer
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .. import terms
+from ..axes import Axis
 from ..functions import MAPS
 from ..module import Text, unused
-from ..terms import Axis, Term, between, viewed
+from ..terms import Term, between, viewed
 from .row_map import KNOWN, RowMap
 
 

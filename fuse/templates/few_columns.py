@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ..axes import Axis
 from ..module import DTYPES, Text, array, rendered
-from ..terms import Axis, Term
+from ..terms import Term
 from .few_rows import MOST_ROWS
 from .many_rows import ManyRows
 from .product import Words, reading

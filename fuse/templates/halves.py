@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .. import terms
+from ..axes import Axis
 from ..evaluate import beyond
 from ..functions import MAPS
 from ..module import Text, array, unused
-from ..terms import Axis, Term, along, between
+from ..terms import Term, along, between
 from ..writing import Writer
 
 if TYPE_CHECKING:

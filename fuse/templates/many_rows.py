@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..axes import PART
 from ..module import DTYPES, Text, array, rendered
-from ..terms import PART, Term, along, between, is_tile
+from ..terms import Term, along, between, is_tile
 from ..writing import Writer
 from .few_rows import MOST_ROWS, Named
 from .product import MOST_PRODUCTS, Extension, Folds, Product, Weight, extended, extent, found_in, index, keeping, lead, reading

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ..axes import PART, Axis
 from ..evaluate import beyond
 from ..functions import CASTS, FP8, MAPS
 from ..module import array, unused
 from ..rules import NARROW
-from ..terms import PART, PARTS, SEED, Axis, Term, along, between, inputs, is_tile, viewed, walk
+from ..terms import PARTS, SEED, Term, along, between, inputs, is_tile, viewed, walk
 from ..writing import Writer
 
 if TYPE_CHECKING:

@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..axes import Axis
 from ..evaluate import beyond
 from ..functions import FP8, MAPS
 from ..module import DTYPES, Text
-from ..terms import Axis, Term, along, between, is_tile, viewed
+from ..terms import Term, along, between, is_tile, viewed
 from .row_map_text import COLUMNS, FOLD, REGISTERS, Folded, Held, Looped, Writing
 
 KNOWN = "sum", "max", "number", "length", "dropout"  # that are no maps of elements alone

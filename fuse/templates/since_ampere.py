@@ -13,8 +13,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..axes import PART
 from ..module import DTYPES, Text, array, rendered
-from ..terms import PART, Term
+from ..terms import Term
 from .product import Folds, Product, Weight, Words, extent, index, lead, reading
 
 if TYPE_CHECKING:

@@ -1,0 +1,71 @@
+"""The names of axes: which of them are one, what they are made of, and how long they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+PART = 128  # columns of a part (terms.of_parts)
+
+
+class Axis:
+    """A name for an axis. Two may turn out to be one: `same`. parts: axes or numbers whose product is its extent, where it is
+    made of others. half: the axis of half the extent, where somebody asked for it. cut: the axis whose PARTs this counts."""
+
+    def __init__(self, *parts: Axis | int, cut: Axis | None = None):
+        self.known_as: Axis = self
+        self.parts, self.cut = parts, cut
+        self.half: Axis | None = None
+        self.whole: Axis | None = None  # that this is the half of
+
+    @property
+    def root(self) -> Axis:
+        """What it is known as."""
+        found = self
+        while found.known_as is not found:
+            found = found.known_as
+        self.known_as = found
+        return found
+
+
+def same(one: Axis | None, other: Axis | None) -> Axis | None:
+    """Two names for one axis; None is an axis of length 1 that broadcasts."""
+    if one is None or other is None:
+        return one or other
+    one, other = one.root, other.root
+    if one is not other:
+        one.known_as = other
+        other.parts, other.whole, other.cut = other.parts or one.parts, other.whole or one.whole, other.cut or one.cut
+        halves = one.half, other.half
+        other.half = same(*halves)
+    return other
+
+
+def halved(axis: Axis) -> Axis:
+    """The axis of half its extent."""
+    whole = axis.root
+    if whole.half is None:
+        whole.half = Axis()
+        whole.half.whole, whole.parts = whole, whole.parts or (2, whole.half)
+    return whole.half
+
+
+def extent(axis: Axis, known: Mapping[Axis, int]) -> int:
+    """Its extent, by those of the axes that are made of no others."""
+    parts, cut = axis.root.parts, axis.root.cut
+    if cut is not None and axis.root not in known:
+        return -(-extent(cut, known) // PART)
+    return math.prod(n if isinstance(n, int) else extent(n, known) for n in parts) if parts else known[axis.root]
+
+
+def elementary(axes: Iterable[Axis | None]) -> list[Axis]:
+    """What these axes are made of, each once."""
+    found: dict[Axis, None] = {}
+    stack = [axis for axis in axes if axis is not None][::-1]
+    while stack:
+        axis = stack.pop().root
+        if axis.parts:
+            stack += [n for n in axis.parts if not isinstance(n, int)]
+        else:
+            found[axis] = None
+    return list(found)

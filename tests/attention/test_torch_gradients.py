@@ -1,0 +1,119 @@
+"""The gradients of attention.forward through torch: autograd, torch.compile, checkpoints, torch.func."""
+
+import numpy as np
+import pytest
+
+import attention
+
+
+def torch_inputs(*shape, device="cpu"):
+    torch = pytest.importorskip("torch")
+    return [torch.randn(shape, device=device).bfloat16().requires_grad_() for _ in range(3)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torch_tensors_that_require_grad(device):
+    """Through autograd, under torch.compile and checkpointed: what backward gives."""
+    torch = pytest.importorskip("torch")
+    given = torch_inputs(1, 24, 2, 64, device=device)
+
+    def loss(q, k, v):
+        return attention.forward(q, k, v, causal=True, window=(9, None)).float().square().sum()
+
+    got = torch.autograd.grad(loss(*given), given)
+    with torch.no_grad():
+        out, lse = attention.forward(*given, causal=True, window=(9, None), return_lse=True)
+        wanted = attention.backward((2 * out.float()).bfloat16(), *given, out, lse, causal=True, window=(9, None))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    again = torch.autograd.grad(compiled(*given), given)
+    kept = torch.utils.checkpoint.checkpoint(loss, *given, use_reentrant=False)
+    functional = torch.func.grad(loss, (0, 1, 2))(*[x.detach() for x in given])
+    for one in (got, again, torch.autograd.grad(kept, given), functional):
+        for x, y in zip(one, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
+
+
+OPTIONS = {
+    "packed": dict(cu_seqlens=np.array([0, 9, 24], np.int32), causal=True),
+    "keys in use, in order": dict(lengths_k=np.array([17], np.int32), deterministic=True),
+    "dropout": dict(dropout=0.4, seed=7, window=(9, None)),
+    "seed in memory": dict(dropout=0.4, seed=np.array([7])),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_torch_tensors_with_options(case):
+    """Through autograd and under torch.compile: what backward gives."""
+    torch = pytest.importorskip("torch")
+    given = torch_inputs(1, 24, 1, 64)
+    options = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in OPTIONS[case].items()}
+
+    def loss(q, k, v):
+        return attention.forward(q, k, v, **options).float().square().sum()
+
+    got = torch.autograd.grad(loss(*given), given)
+    again = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*given), given)
+    with torch.no_grad():
+        out, lse = attention.forward(*given, return_lse=True, **options)
+        wanted = attention.backward((2 * out.float()).bfloat16(), *given, out, lse, **options)
+    for x, y, z in zip(got, again, wanted, strict=True):
+        torch.testing.assert_close(x, z, rtol=2**-6, atol=2**-8)
+        torch.testing.assert_close(y, z, rtol=2**-6, atol=2**-8)
+
+
+def test_autograd_is_deterministic_where_torch_is(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from attention.softmax import autograd
+
+    (q, *_), asked, real = torch_inputs(1, 8, 1, 64), [], autograd.gradients
+    monkeypatch.setattr(autograd, "gradients", lambda *args: asked.append(args[4].get("deterministic")) or real(*args))
+    for on, of_call in ((False, False), (True, False), (False, True)):
+        torch.use_deterministic_algorithms(on)
+        try:
+            attention.forward(q, q, q, deterministic=of_call).sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert asked == [None, True, True]
+
+
+def test_gradients_are_added_to_tensors():
+    """By accumulate=True, in eager calls and in those that torch compiles, which then knows of the writes."""
+    torch = pytest.importorskip("torch")
+    q, k, v = (x.detach() for x in torch_inputs(1, 12, 1, 64))
+    out, lse = attention.forward(q, k, v, return_lse=True)
+    made = [torch.ones(q.shape) for _ in range(6)]
+
+    def add(dq, dk, dv):
+        attention.backward(q, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, accumulate=True)
+        return dq + 0
+
+    assert (add(*made[:3]) == made[0]).all()
+    assert (torch.compile(add, fullgraph=True, backend="aot_eager")(*made[3:]) == made[0]).all()
+    for x, y, z in zip(made, made[3:], attention.backward(q, q, k, v, out, lse), strict=False):
+        torch.testing.assert_close(x, y)
+        torch.testing.assert_close(x - 1, z.float(), rtol=2**-7, atol=2**-8)
+
+
+def test_autograd_takes_an_expanded_gradient_and_autocast():
+    torch = pytest.importorskip("torch")
+    q = torch.randn(1, 20, 1, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention.forward(q, q, q)
+    assert out.dtype is torch.bfloat16
+    out.sum().backward()
+    assert q.grad.dtype is torch.float32 and torch.isfinite(q.grad).all() and q.grad.abs().max() > 0
+
+
+def test_what_autograd_refuses():
+    torch = pytest.importorskip("torch")
+    q, k, v = torch_inputs(1, 8, 1, 64)
+    out, lse = attention.forward(q, k, v, return_lse=True)
+    assert out.requires_grad and not lse.requires_grad
+    for loss in (out.sum(), out.float().square().sum()):
+        with pytest.raises(NotImplementedError, match="no second derivatives"):
+            torch.autograd.grad(loss, q, create_graph=True, retain_graph=True)
+    twice = torch.func.grad(lambda x: torch.func.grad(lambda y: attention.forward(y, y, y).float().sum())(x).float().sum())
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        twice(q.detach())
+    with pytest.raises(NotImplementedError, match="q: requires grad"):
+        attention.forward(q, k, v, out=torch.empty_like(q.detach()))
