@@ -135,9 +135,7 @@ def make(config: Config):
                         v.fill(0, gV, (own.batch, block, kv_head))
                     do.fill(j, gDO, (own.batch, tile, head))
                     sums.fill(j, gSums, (own.batch, head, tile))
-                    tile = int32(tile + 1)
-                    if tile == every.first + every.n:
-                        head, tile = int32(head + 1), int32(every.first)
+                    head, tile = tiling.following(every, head, tile)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
                 mine = int32(warpgroup.rank() - SENDER)
                 of, part = int32(group * pair), int32(PARTS * every.first + mine)

@@ -160,9 +160,7 @@ def make(config: Config):
                     v.fill(0, gV, (own.batch, block, kv_head))
                 sums.fill(j, gSums, (own.batch, head, tile))
                 do.fill(j, gDO, (own.batch, tile, head))
-                tile = int32(tile + 1)
-                if tile == every.first + every.n:
-                    head, tile = int32(head + 1), int32(every.first)
+                head, tile = tiling.following(every, head, tile)
         else:
             warpgroup.claim_registers(claim)
             mine, row = int32(key + S.cols * warpgroup.rank()), own.key + key
