@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import inputs, there
-from places import OnCard, OnInterpreter
+from places import RANDOMLY, OnCard, OnInterpreter
 from test_backward import NOISE, agree, call
 from test_blocks import block_mask, drawn
 
@@ -191,7 +191,7 @@ def test_random_combinations(drawn):
 
 
 @pytest.mark.gpu
-@settings(max_examples=60, deadline=None)
+@RANDOMLY
 @given(COMBINATIONS)
 def test_random_combinations_on_the_card(drawn):
     pytest.importorskip("torch")

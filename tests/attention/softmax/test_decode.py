@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import TANH, ULP, draw, poisoned
-from places import BF16, OnCard, OnInterpreter
+from places import BF16, RANDOMLY, OnCard, OnInterpreter
 
 import attention
 from attention import reference
@@ -215,7 +215,7 @@ def test_random_problems(lengths, tokens, kv_heads, group, splits, eighths, size
 
 
 @pytest.mark.gpu
-@settings(max_examples=60, deadline=None)
+@RANDOMLY
 @given(
     st.lists(st.integers(0, 3000), min_size=1, max_size=5), st.integers(1, 8), st.integers(1, 3), st.integers(1, 8),
     st.sampled_from([None, 1, 2, 9]), st.integers(1, 32), st.sampled_from([None, 1, 16, 24, 256]), st.booleans(),
