@@ -62,6 +62,7 @@ SCORES = {  # what is found: the kind, and unit and factor, or whether it is str
     "grows": (lambda s, b, h, i, j: s + 0.125 * abs(i - j), SlopedBy, False),
     "another key": (lambda s, b, h, i, j: s + (j - i - 1), Scored, None),
     "by key": (lambda s, b, h, i, j, w: s - w[j] * (i - j), Scored, None),
+    "by key, turned": (lambda s, b, h, i, j, w: s - (i - j) * w[j], Scored, None),
     "of a score": (lambda s, b, h, i, j: s + s * (i - j), Scored, None),
     "minus it": (lambda s, b, h, i, j: (i - j) - s, Scored, None),
 }
