@@ -359,7 +359,7 @@ def _early(step: Recorded, kernel: Any, lies: dict[Term, Operand]) -> Any:
     """The launch of a kernel, as a step that is early where it may be."""
     if not kernel.early:
         return step
-    return Early(step, [lies[viewed(w.array)] for w in kernel.weights], [lies[x] for x in kernel.roots])
+    return Early(step, [lies[x] for x in kernel.ahead], [lies[x] for x in kernel.roots])
 
 
 def _values(name: str, among: int) -> Values:

@@ -301,7 +301,7 @@ def launch(kernel, grid, block, *, shared=None, stream=None, cluster=None, early
     `tiles.shared` plan that the kernel opens. stream: a handle or a stream object; by default the current stream of the
     first array's framework. A launch may be captured in a CUDA graph, its first one included.
 
-    early: the grid may begin before the one before it on the stream is done (sm_90 and later). The kernel waits for that one by
+    early: the grid may begin before the one before it on the stream is done (where there is sm_90 or later). The kernel waits for that one by
     ops.grid.wait() before it writes anything, or reads what that one may have written.
 
     args: arrays (anything with `__dlpack__` or `__cuda_array_interface__`, NumPy's included), `tiles.tensor(...)` for TMA,

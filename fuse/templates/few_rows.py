@@ -72,6 +72,11 @@ class FewRows(Product):
         return all(viewed(w.array).operation == "input" for w in self.weights)
 
     @property
+    def ahead(self) -> list[Term]:
+        """What is read before the launch before is done."""
+        return [viewed(w.array) for w in self.weights]
+
+    @property
     def item(self) -> int:
         """Bytes of a weight's element."""
         return 1 if self.widens else ITEM

@@ -60,7 +60,7 @@ def schedule(m: int, n: int, products: int, processors: int, batch: int = 1, ste
 class ManyRows(Product):
     """See the module."""
 
-    label, most_rows, early = "many", 2**31 - 1, False
+    label, most_rows, early = "many", 2**31 - 1, True
     processors: int  # of the card
 
     def __init__(self, root: Term, x: Term, products: dict[Term, Weight], others: list[Term], extension: Extension | None):
@@ -185,7 +185,7 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
             f"steps = max({2 * s.parts - 1}, {inner}{' + more' if more else ' + 1' if extension else ''})",
             f"""blocks = min(rows * cols, machine(describe({result}, "{result}").device).processors)""",
         ],
-        "launch": "blocks, THREADS, shared=smem", "bounds": "THREADS, 1",
+        "launch": "blocks, THREADS, shared=smem, early=True", "bounds": "THREADS, 1",
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ lacks that axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -80,6 +80,7 @@ class Product:
     of another left factor that is added. folds: see `fold`."""
 
     launched = True
+    ahead: Sequence[Term] = ()  # what is read before the launch before is done
 
     def __init__(
         self,

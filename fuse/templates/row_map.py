@@ -118,6 +118,12 @@ class RowMap:
         return {self.columns: FOLD * (COLUMNS + (DRAWN if self.draws else 3))} if self.form is Folded else {}
 
     @property
+    def ahead(self) -> list[Term]:
+        """What is read before the launch before is done: vectors, where they stay in registers."""
+        vectors = [x for x in self.leaves if along(x) and not is_tile(x)]
+        return [x for x in vectors if x.operation == "input"] if self.form is Folded else []
+
+    @property
     def draws(self) -> bool:
         """Is something dropped?"""
         return any(x.operation == "dropout" for x in between(self.roots, self.leaves))
@@ -126,7 +132,7 @@ class RowMap:
         """The kernel and its launch. parameters: the names of leaves and roots. spoken: what other terms may be called."""
         return self.form(self, parameters, spoken).text
 
-    label, operations, most_rows, launched, early = "rows", 0.0, 2**31 - 1, True, False
+    label, operations, most_rows, launched, early = "rows", 0.0, 2**31 - 1, True, True
 
     @property
     def bytes(self) -> float:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ROWS = 16  # of a warp's tile
 FOLD, COLUMNS = 16, 64  # a folded row's parts, and the columns of them that a warp has
 REGISTERS = 2048  # of a multiprocessor, for each lane of a warp
+FOLLOW = "grid.follow()"  # the first that a kernel does which is launched early, but for what it reads ahead
 NOTHING = {"sum": ("zeros", "0.0"), "max": ("neg_infty", "-math.inf")}  # a vector of nothing's sum or maximum, and one number
 
 DROPOUT = '''
@@ -71,9 +72,10 @@ class Writing:
         if self.reductions:
             text.globals.append("smem = shared(scratch=sv(TILE.rows * WARPS, fp32))")
             text.kernel.append("(scratch,) = smem.open()")
-        text.kernel.append("row = TILE.rows * cuda.blockIdx.x")
+        text.kernel += [FOLLOW, "row = TILE.rows * cuda.blockIdx.x"]
         tall = next(x for x in (*kernel.leaves, *kernel.roots) if x.ndim == 2 and x.names[0])
-        text.launch = f"-(-{parameters[tall]}.shape[0] // TILE.rows), 32 * WARPS{', shared=smem' * bool(self.reductions)}"
+        blocks = f"-(-{parameters[tall]}.shape[0] // TILE.rows)"
+        text.launch = f"{blocks}, 32 * WARPS{', shared=smem' * bool(self.reductions)}, early=True"
         every = [(x, parameters[x]) for x in (*self.leaves, *kernel.roots)]
         text.arguments = [*((array(name) if x.ndim else name, name) for x, name in every), *self.told]
 
@@ -232,8 +234,11 @@ class Folded(Writing):
             text.globals.append(f"smem = shared(scratch=sv({max(16, 4 * warps)}, fp32))")
             text.kernel.append("(scratch,) = smem.open()")
         text.kernel.append("following, col = int32(cuda.blockIdx.x), PART.cols * int32(cuda.threadIdx.x // 32)")
+        for late in (False, True):
+            text.kernel += [FOLLOW] * late
+            those = [v for v in vectors if (v not in kernel.ahead) == late]
+            text.kernel += [f"{name[v]} = {load}({array(name[v])}, PART, (0, col))" for v in those]
         text.kernel += [self.load(n) for n in numbers if n.ndim]
-        text.kernel += [f"{name[v]} = {load}({array(name[v])}, PART, (0, col))" for v in vectors]
         text.kernel += [f"next_{name[t]} = {load}({array(name[t])}, PART, (following, 0, col))" for t in tiles]
         if self.drawn or any(map(self.kernel.filled, self.reductions)):
             text.kernel.append(f"width = {array(x)}.shape[2]")
@@ -251,7 +256,7 @@ class Folded(Writing):
             f"rows, cut = {x}.shape[0], ({FOLD}, {x}.shape[1] // {FOLD})",
             f"""blocks = min(rows, BLOCKS * machine(describe({x}, "{x}").device).processors)""",
         ]
-        text.launch = f"blocks, 32 * WARPS{', shared=smem' * bool(self.reductions)}"
+        text.launch = f"blocks, 32 * WARPS{', shared=smem' * bool(self.reductions)}, early=True"
         shaped = [
             (array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*cut)" if along(one) else name[one])
             for one in (*tiles, *vectors, *kernel.roots)
