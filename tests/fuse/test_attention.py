@@ -87,6 +87,11 @@ def shared_keys(q, k, v):
 
 
 @fuse.kernel
+def grouped_heads(q, k, v):
+    return fuse.attention(q, k, v, 0.25)
+
+
+@fuse.kernel
 def one_query(q, k, v):
     return fuse.attention(q, k * 0.5, v, 0.5)
 
@@ -107,6 +112,7 @@ CASES = {
     operators.mla_attention: [(2, 5, 16), (9, 40), (2, 16, 40), (2, 24, 40)],
     attend: [(2, 2, 5, 16), (2, 2, 9, 16), (2, 2, 9, 24)],
     shared_keys: [(2, 4, 5, 16), (2, 1, 9, 16), (2, 1, 9, 24)],
+    grouped_heads: [(2, 3, 2, 5, 16), (2, 3, 1, 9, 16), (2, 3, 1, 9, 24)],
     one_query: [(2, 1, 16), (2, 9, 16), (2, 9, 16)],
     rotated: [(2, 5, 16), (2, 5, 16), (2, 5, 16), (5, 8), (5, 8)],
     without_its_root: [(2, 3, 5, 16), (2, 3, 9, 16), (2, 3, 9, 24)],
