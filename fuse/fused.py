@@ -37,7 +37,7 @@ from .early import Early
 from .evaluate import InNumPy, evaluate
 from .functions import CASTS, FP8, MAPS
 from .proof import Proof, proven
-from .terms import Term, viewed
+from .terms import Term
 from .trace import ANY, Shape, Traced, rows_alone, traced
 
 FLOATS = ("bfloat16", "float16", "float32")

@@ -2,10 +2,10 @@
 
     y = softmax(norm(q) @ transpose(norm(k)) * scale) @ v
 
-on arrays with equal leading axes, a batch and heads, one of them or none; the keys may have one head for all. With five axes, (batch,
-groups, heads of a group, row, column), those of keys' heads have length 1: each group of queries' heads has keys of its own. norm, of queries
-or keys or neither, is x * rsqrt(mean(x * x) + eps) * g; scores may be causal. There is no kernel to write: the text is a
-call."""
+on arrays with equal leading axes, a batch and heads, one of them or none; the keys may have one head for all. With five axes,
+(batch, groups, heads of a group, row, column), keys have 1 in place of a group's heads: those of queries share them. norm, of
+queries or keys or neither, is x * rsqrt(mean(x * x) + eps) * g; scores may be causal. There is no kernel to write: the text is
+a call."""
 
 from __future__ import annotations
 

@@ -115,12 +115,13 @@ class Writing:
         """The lines that compute the roots and write them."""
         lines = self.writer.assignments(self.kernel.roots, self.parameters.values())
         for x in self.kernel.roots:
-            lines += self.store(array(self.parameters[x]), self.rounded(x, store), at if is_tile(x) else "", store)
+            lines += self.store(x, self.rounded(x, store), at, store)
         return lines
 
-    def store(self, into: str, written: str, at: str, store: str) -> list[str]:
-        """The lines that write a root; at: where its tile begins, "" for one number a row. store: by what a tile is."""
-        return [f"{store}({into}, {written}, ({at}))" if at else f"store({into}, {written}, (row, 0), cols=0)"]
+    def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
+        """The lines that write a root; at: where its tile begins, if it is no number a row. store: by what a tile is."""
+        into = array(self.parameters[x])
+        return [f"{store}({into}, {written}, ({at}))" if is_tile(x) else f"store({into}, {written}, (row, 0), cols=0)"]
 
     def rounded(self, x: Term, store: str) -> str:
         """A root as it is stored, which rounds by itself; but `store` takes 16 bytes at once only of what is fp8 before."""
@@ -209,9 +210,14 @@ class Folded(Writing):
     draw = "bernoulli_of_row", "row, col, width"
     columns, says = FOLD * COLUMNS, "are tiles of 16 parts; one is worked on while the next one comes"
 
-    def store(self, into: str, written: str, at: str, store: str) -> list[str]:
-        """See Writing."""
-        return super().store(into, written, at, store) if at else ["if col == 0:", f"    {into}[row, 0] = {written}"]
+    def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
+        """See Writing. Of one number a row: into 16 bits the first of a vector goes, of which the row has no more."""
+        into = array(self.parameters[x])
+        if is_tile(x):
+            return super().store(x, written, at, store)
+        if x.held_as(self.kernel.dtype) in ("fp32", "float32"):
+            return ["if col == 0:", f"    {into}[row, 0] = {written}"]
+        return ["if col == 0:", f"    store({into}, zeros(rt(16, 16, fp32).col_vec) + {written}, (row, 0), cols=1)"]
 
     @property
     def unordered(self) -> bool:
