@@ -1,5 +1,6 @@
 """Grids that follow one another on a stream: one launched with tiles.launch(..., early=True) may begin while the grid before it
-still runs (programmatic dependent launch; before sm_90 none does, and these ops are nothing), and bring what that one does not write, such as weights.
+still runs (programmatic dependent launch; before sm_90 there is none, and these ops are nothing), and bring what that one does
+not write, such as weights.
 
     if me == PRODUCER:
         w.fill(...)                # not written by the grid before

@@ -13,7 +13,7 @@ few_rows.jinja is the kernel; here stands when it serves, how it is cut, and wha
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..functions import FP8
@@ -72,8 +72,8 @@ class FewRows(Product):
         return all(viewed(w.array).operation == "input" for w in self.weights)
 
     @property
-    def ahead(self) -> list[Term]:
-        """What is read before the launch before is done."""
+    def ahead(self) -> Sequence[Term]:
+        """See Product."""
         return [viewed(w.array) for w in self.weights]
 
     @property

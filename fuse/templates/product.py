@@ -80,7 +80,6 @@ class Product:
     of another left factor that is added. folds: see `fold`."""
 
     launched = True
-    ahead: Sequence[Term] = ()  # what is read before the launch before is done
 
     def __init__(
         self,
@@ -101,6 +100,11 @@ class Product:
         inside = between([operand, *(one.of[0] for one in sides)], [x], with_leaves=True)
         self.vectors = [y for y in inside if y.operation in ("input", "flat") and y is not x and y.ndim and along(y)]
         self.others = [y for y in others if y.ndim and y.operation in ("input", "matmul", "sum", "max", "flat")]
+
+    @property
+    def ahead(self) -> Sequence[Term]:
+        """What is read before the launch before is done."""
+        return ()
 
     @property
     def weights(self) -> list[Weight]:
