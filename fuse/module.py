@@ -45,12 +45,14 @@ class Text:
 
 @functools.cache
 def _templates() -> jinja2.Environment:
-    return jinja2.Environment(
+    found = jinja2.Environment(
         loader=jinja2.PackageLoader("fuse", "templates"),
         line_statement_prefix="%",
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    found.filters["array"] = array
+    return found
 
 
 def rendered(file: str, gaps: Mapping[str, Any]) -> Text:

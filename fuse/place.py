@@ -66,8 +66,19 @@ class _Search:
             for kernel in self._kernels(roots):
                 for way in self._with(kernel):
                     found.setdefault(tuple(map(str, way.kernels)), way)
+            if len(roots) > 1 and roots[0].operation not in PARTS and (not found or _share(roots)):
+                for way in self._one_by_one(roots):
+                    found.setdefault(tuple(map(str, way.kernels)), way)
             self.known[roots] = sorted(found.values(), key=lambda way: way.seconds)[:MOST]
         return self.known[roots]
+
+    def _one_by_one(self, roots: tuple[Term, ...]) -> list[Way]:
+        """The ways to several roots of which each has kernels of its own."""
+        found = []
+        for parts in itertools.product(*[self.of((x,))[:2] for x in roots]):
+            kernels = tuple(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
+            found.append(Way(kernels, sum(map(self.card.seconds, kernels))))
+        return found
 
     def _with(self, kernel: Any) -> list[Way]:
         """The ways that end with this kernel."""
@@ -89,6 +100,9 @@ class _Search:
         if roots[0].operation in PARTS:
             parts: Any = ManyRows if self.card.wgmma else SinceAmpere
             found.extend(parts.folding(roots, self.card.processors))
+        if _share(roots) and self.card.wgmma:
+            for template in (FewRows, ManyRows):
+                found.extend(template.beside_each_other(roots, self.card.processors))
         if len(roots) == 1:
             found.extend(Attention.serving(roots[0]))
             found.extend(Halves.serving(roots[0]))
@@ -103,11 +117,19 @@ class _Search:
         return found
 
 
+def _share(roots: Sequence[Term]) -> bool:
+    """Are these several products of one left factor?"""
+    products = all(x.operation == "matmul" and x.ndim == 2 and x.of[0] is roots[0].of[0] for x in roots)
+    return len(roots) > 1 and products
+
+
 def _together(needed: Sequence[Term]) -> list[tuple[Term, ...]]:
-    """What is needed, that which one kernel gives together: what is known of the parts of the same rows."""
-    found: dict[Term, list[Term]] = {}
+    """What is needed, that which one kernel gives together: what is known of the parts of the same rows, and products of one
+    left factor."""
+    found: dict[Any, list[Term]] = {}
     for x in needed:
-        found.setdefault(x.of[0] if x.operation in PARTS else x, []).append(x)
+        shared = x.operation in PARTS or (x.operation == "matmul" and x.ndim == 2)
+        found.setdefault((x.operation == "matmul", x.of[0]) if shared else x, []).append(x)
     return [tuple(sorted(parts, key=lambda x: x.operation)) for parts in found.values()]
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..functions import FP8
 from ..module import DTYPES, Text, array, rendered
 from ..terms import Term, along, is_tile, viewed
-from .product import Product, Weight, Words, extended, extent, index, lead, reading
+from .product import Part, Product, Weight, Words, extended, extent, index, lead, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -160,8 +160,13 @@ class FewRows(Product):
                 others = [y for y in self.others if y not in found.joint.of]
                 yield type(self)(self.root, self.x, self.operand, self.products, {}, [], others, found)
 
+    @classmethod
+    def beside_each_other(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
+        """Those that compute several products of one left factor."""
+        yield from filter(None, (one.sharing(roots) for one in cls.serving(roots[0], processors) if not one.extension))
+
     def __str__(self):
-        return f"few rows of {self.root}"
+        return f"few rows of {', '.join(map(str, self.roots))}"
 
     def explained(self) -> str:
         """What it does, in words."""
@@ -297,11 +302,16 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
     result, wide, batch = parameters[kernel.root], extent(kernel.x, x.name, -1), kernel.batch is not None
     counted = f"-(-{extent(kernel.root, result, -1)} // COLUMNS) * BLOCKS"
     blocks = f"(blocks, {result}.shape[0])" if batch else "blocks"
-    told += [(array(parameters[y]), parameters[y]) for y in (*kernel.others, kernel.root)]
+    parts = Part.of(kernel, parameters)
+    told += [(array(part.weight), f"tiles.tensor({part.weight}, {products[0].tile})") for part in parts[1:]]
+    told += [(array(parameters[y]), parameters[y]) for y in (*kernel.others, *kernel.roots)]
     told += words.kept.arguments if words.kept else []
     steps = f"-(-{wide} // (BLOCKS * DEPTH))"
     early = ", early=True" if kernel.early else ""
     numbers = [("width", wide)] * words.lengths + [(parameters[y],) * 2 for y in kernel.numbers]
+    numbers += [(part.end,) * 2 for part in parts[:-1]]
+    ends = [f"{part.end} = {part.before + ' + ' if part.before else ''}-(-{part.result}.shape[1] // COLUMNS)" for part in parts]
+    counted = "cols * BLOCKS" if parts else counted
     return {
         "schedule": kernel.schedule, "dtype": dtype, "plain": kernel.plain, "prepared": kernel.prepared, "band": band,
         "widens": kernel.widens, "weights": "fp8e4m3" if kernel.widens else dtype,
@@ -310,7 +320,8 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
         "written": written, "result": array(result), "batch": batch, "lead": lead(kernel.root),
         "arguments": [*told, ("steps", "steps"), *([("inner", "inner")] if extension else []), *numbers],
         "extension": extension and {"x": array(left), "w": array(right)},
-        "before": [f"blocks, steps = {counted}, {steps}"] if not extension else [
+        "beside": parts,
+        "before": [*ends, f"blocks, steps = {counted}, {steps}"] if not extension else [
             f"inner, more = -(-{wide} // DEPTH), -(-{left}.shape[1] // DEPTH)",
             f"blocks, steps = {counted}, -(-(inner + more) // BLOCKS)",
         ],

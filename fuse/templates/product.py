@@ -76,8 +76,8 @@ class Product:
     {term: its weight}.
     narrow: {term: (weight of the first product, weight of the second)}. sides: reductions of rows of x. vectors: what the
     prologue and the sides read besides. others: what the epilogue does: tiles and vectors. numbers: of all of
-    them. extension: a product
-    of another left factor that is added. folds: see `fold`."""
+    them. extension: a product of another left factor that is added. folds: see `fold`. beside: other results, products of the
+    same operand: {term: its weight}, see `sharing`."""
 
     launched = True
 
@@ -95,6 +95,7 @@ class Product:
         self.root, self.x, self.operand = root, x, operand
         self.roots: tuple[Term, ...] = (root,)
         self.folds: tuple[Term, ...] = ()
+        self.beside: dict[Term, Weight] = {}
         self.extension = extension
         self.products, self.narrow, self.sides = products, narrow, sides
         inside = between([operand, *(one.of[0] for one in sides)], [x], with_leaves=True)
@@ -110,7 +111,8 @@ class Product:
     def weights(self) -> list[Weight]:
         """All of them."""
         more = [self.extension.weight] if self.extension else []
-        return [*self.products.values(), *(w for pair in self.narrow.values() for w in pair), *more]
+        narrow = [w for pair in self.narrow.values() for w in pair]
+        return [*self.products.values(), *self.beside.values(), *narrow, *more]
 
     @property
     def leaves(self) -> list[Term]:
@@ -201,7 +203,7 @@ class Product:
 
     @property
     def columns(self) -> int:
-        return self.root.extents[-1]
+        return sum(x.extents[-1] for x in (self.root, *self.beside))
 
     @property
     def batch(self) -> int | None:
@@ -216,7 +218,7 @@ class Product:
     @property
     def operations(self) -> float:
         """Of the tensor cores."""
-        sizes = [math.prod(x.extents) * self.inner for x in self.products]
+        sizes = [math.prod(x.extents) * self.inner for x in (*self.products, *self.beside)]
         sizes += [math.prod(x.extents) * x.of[0].extents[1] + math.prod(x.of[0].extents) * self.inner for x in self.narrow]
         return 2.0 * sum(sizes)
 
@@ -232,6 +234,19 @@ class Product:
         if not needed or len(self.products) != 1 or len({x.of[0] for x in roots}) != 1 or self.root.ndim != 2:
             return None
         self.roots = self.folds = roots
+        return self
+
+    def sharing(self, roots: tuple[Term, ...]) -> Self | None:
+        """The kernel that gives these products, of one operand, whose columns lie side by side in its tiles; None if they
+        differ in more than their weights."""
+        alike = all(x.operation == "matmul" and x.ndim == 2 and x.of[0] is self.operand for x in roots)
+        if not alike or list(self.products) != [self.root] or self.root is not roots[0] or self.extension:
+            return None
+        weights = {x: Weight.of(x.of[1]) for x in roots[1:]}
+        held = {(w.turned, viewed(w.array).held_as("")) for w in (self.products[self.root], *weights.values())}
+        if len(held) > 1 or not all(is_tile(w.array) for w in weights.values()):
+            return None
+        self.roots, self.beside = roots, weights
         return self
 
     @classmethod
@@ -370,6 +385,35 @@ def extent(y: Term, name: str, axis: int) -> str:
 def lead(y: Term) -> str:
     """The first part of an index, where an array has a batch."""
     return "" if y.ndim < 3 else "0, " if y.names[0] is None else "batch, "
+
+
+class Part(NamedTuple):
+    """One of several products whose columns lie side by side. weight, result: the parameters' names. before, end: the names of
+    the counts of tiles of columns that are before it, and with it."""
+
+    weight: str
+    result: str
+    before: str
+    end: str
+
+    @property
+    def test(self) -> str:
+        """The line that asks if a tile is of it, others having been asked for."""
+        asked = "if" if not self.before else "elif"
+        return f"{asked} col < {self.end}:" if self.end != "cols" else "else:"
+
+    def col(self, col: str = "col", unit: str = "") -> str:
+        """The column there; unit: what the counts are multiplied by."""
+        return f"{col} - {unit}{self.before}" if self.before else col
+
+    @classmethod
+    def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> list[Part]:
+        """Those of a kernel, in order; none if it has one product alone."""
+        every, found = {**kernel.products, **kernel.beside} if kernel.beside else {}, list[Part]()
+        for n, (x, w) in enumerate(every.items(), 1):
+            end = f"end_{n}" if n < len(every) else "cols"
+            found.append(cls(parameters[w.array], parameters[x], found[-1].end if found else "", end))
+        return found
 
 
 class Folds(NamedTuple):

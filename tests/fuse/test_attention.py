@@ -107,7 +107,7 @@ def without_its_root(q, k, v):
 
 
 # kernels ahead of attention's
-AHEAD = {operators.mla_attention: 2, rotated: 2, without_its_root: 1, operators.qk_norm_rotary_attention: 2}
+AHEAD = {operators.mla_attention: 1, rotated: 2, without_its_root: 1, operators.qk_norm_rotary_attention: 2}
 CASES = {
     operators.mla_attention: [(2, 5, 16), (9, 40), (2, 16, 40), (2, 24, 40)],
     attend: [(2, 2, 5, 16), (2, 2, 9, 16), (2, 2, 9, 24)],
