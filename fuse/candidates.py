@@ -66,6 +66,10 @@ def _view(x: Term, parameters: dict[Term, str]) -> str:
         called, made = f"{base}_flat", f"{base}.reshape(-1)"
     elif x.operation == "rows":
         called, made = f"{base}_rows", f"{base}.reshape(-1, {base}.shape[{x.of[0].ndim - 1}])"
+    elif x.operation == "split":
+        place = x.of[0].ndim - 1
+        lead = ", ".join(f"{base}.shape[{n}]" for n in range(place))
+        called, made = f"{base}_of_heads", f"{base}.reshape({lead}, {x.what}, -1).swapaxes({place - 1}, {place})"
     elif x.operation == "stacked":
         called, made = f"{base}_stacked", f"{base}.reshape(-1, {base}.shape[2])"
     else:

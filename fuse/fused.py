@@ -334,6 +334,13 @@ def kernel(definition: Callable) -> Fused:
     return Fused(definition)
 
 
+def compile(definition: Callable, *shapes: tuple[int, ...] | Shape, dtype: str = "bfloat16", arch: str = "sm_90a") -> Fused:
+    """A function of arrays as fused kernels, whose machine code for arrays of these shapes is made now (see Fused.compile)."""
+    fused = definition if isinstance(definition, Fused) else Fused(definition)
+    fused.compile(*shapes, dtype=dtype, arch=arch)
+    return fused
+
+
 def _once(known: dict[tuple, Any], make: Callable) -> Callable[[tuple], None]:
     """A function that sees that it is known what follows from arrays of these kinds: of each its dtype, whether it comes as its
     transpose, which extents are 1. Dynamo calls it, without a look inside: that says the attribute."""

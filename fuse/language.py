@@ -16,8 +16,8 @@ from .evaluate import picked
 from .functions import CASTS, MAPS, of_torch
 from .terms import Term
 
-__all__ = """abs attention cast causal concatenate dropout exp exp2 gelu halves log matmul_by max maximum mean minimum pick relu
-    rsqrt sigmoid silu softmax sqrt sum tanh transpose var where""".split()
+__all__ = """abs attention cast causal concatenate dropout exp exp2 gelu halves log matmul_by max maximum mean merge_heads
+    minimum pick relu rsqrt sigmoid silu softmax split_heads sqrt sum tanh transpose var where""".split()
 
 
 def _map(name: str):
@@ -104,6 +104,20 @@ def halves(x: Any) -> tuple[Any, Any]:
         return terms.half(x, 0), terms.half(x, 1)
     middle = x.shape[-1] // 2
     return x[..., :middle], x[..., middle:]
+
+
+def split_heads(x: Any, count: int) -> Any:
+    """Columns as those of so many heads: (..., S, count * D) as (..., count, S, D)."""
+    if isinstance(x, Term):
+        return terms.split(x, count)
+    return x.reshape(*x.shape[:-1], count, -1).swapaxes(-3, -2)
+
+
+def merge_heads(x: Any) -> Any:
+    """The other way round: (..., heads, S, D) as (..., S, heads * D)."""
+    if isinstance(x, Term):
+        return terms.merged(x)
+    return x.swapaxes(-3, -2).reshape(*x.shape[:-3], x.shape[-2], -1)
 
 
 def transpose(x: Any) -> Any:

@@ -20,9 +20,9 @@ from .templates.since_ampere import SinceAmpere
 from .terms import PARTS, Term, viewed, walk
 
 MOST = 8  # ways that are kept of each term
-VIEWS = "stacked", "heads", "flat", "rows"
+VIEWS = "stacked", "heads", "split", "flat", "rows"
 # what no row map computes
-APART = "matmul", "transpose", "concat", "half", "causal", "pick", "matmul_by", "among", *PARTS, *VIEWS
+APART = "matmul", "transpose", "concat", "half", "causal", "pick", "matmul_by", "among", "merged", *PARTS, *VIEWS
 
 
 @dataclass(frozen=True)

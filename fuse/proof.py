@@ -41,7 +41,20 @@ LEAST = 1321  # the greatest prime factor of Q
 BASE = pow(37, (P - 1) // Q, P)  # of order Q
 TRIALS, DRAWS = 8, 1000  # points that are compared, and that are drawn at most
 OPAQUE = "max", "causal", "dropout"  # besides maps
-SAME_DEGREE = "neg", "transpose", "half", "causal", "stacked", "heads", "flat", "pick", "among", "pick_of_parts"
+SAME_DEGREE = (
+    "neg",
+    "transpose",
+    "half",
+    "causal",
+    "stacked",
+    "heads",
+    "split",
+    "merged",
+    "flat",
+    "pick",
+    "among",
+    "pick_of_parts",
+)
 EXPONENTS = "exp", "sum_of_parts"
 SIZES = (3, 5, 2, 4, 6, 8)  # of axes, prime to Q
 

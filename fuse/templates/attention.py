@@ -49,11 +49,13 @@ class Attention:
 
     def __init__(self, root: Term, q: Side, k: Side, v: Term, scale: Term | None, eps: Term | None, causal: bool):
         self.roots, self.q, self.k, self.v = (root,), q, k, v
+        self.heads = root.of[0] if root.operation == "merged" else root
         self.scale, self.eps, self.causal = scale, eps, causal
 
     @classmethod
     def serving(cls, root: Term) -> Iterator[Self]:
-        """Those that compute it."""
+        """Those that compute it; its heads may be merged: (rows, all heads' columns)."""
+        whole, root = root, root.of[0] if root.operation == "merged" else root
         scores = softmax_of(root.of[0]) if root.operation == "matmul" else None
         if scores is None:
             return
@@ -70,7 +72,7 @@ class Attention:
             return
         negative = scale is not None and scale.operation == "number" and scale.what <= 0
         if not negative and q.eps in (None, eps) and fits(root, q.array, k.array, v):
-            yield cls(root, q, k, v, scale, eps, causal)
+            yield cls(whole, q, k, v, scale, eps, causal)
 
     @property
     def leaves(self) -> list[Term]:
@@ -122,9 +124,14 @@ class Attention:
     def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
         """See RowMap.text."""
         writer = Writer({x: parameters[x] for x in self.leaves}, spoken)
-        arrays, views = (self.q.array, self.k.array, self.v, self.root), []
+        arrays, views = (self.q.array, self.k.array, self.v, self.root), list[str]()
         *given, out = [_with_heads(x, parameters[x]) for x in arrays]
-        if self.root.ndim > AXES:
+        if self.root is not self.heads:
+            y = parameters[self.root]
+            out = unused(f"{y}_heads", parameters.values())
+            lead = ", ".join(["1"] * (AXES - self.heads.ndim) + [f"{y}.shape[{n}]" for n in range(self.root.ndim - 1)])
+            views = [f"{out} = {y}.reshape({lead}, {self.root.what}, -1).swapaxes(1, 2)"]
+        elif self.root.ndim > AXES:
             names = dict.fromkeys(parameters[x] for x in arrays)
             heads = {one: unused(f"{one}_heads", parameters.values()) for one in names}
             *given, out = [heads[parameters[x]] for x in arrays]

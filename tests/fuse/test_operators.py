@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from references import compare
 
+import fuse
 import fuse.operators as operators
 from fuse import module, tune
 from fuse.candidates import candidates, chosen
@@ -120,6 +121,57 @@ def test_on_the_card(name, rows):
     got = getattr(operators, name)(*map(to_torch, arrays))
     torch.cuda.synchronize()
     compare(getattr(operators, name), arrays, tuple(map(to_numpy, got)) if isinstance(got, tuple) else to_numpy(got))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [16, 300])
+def test_tuned_on_the_card(rows, monkeypatch, tmp_path):
+    """Every candidate is measured, the fastest is taken and remembered, and what is taken is right."""
+    pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    monkeypatch.setenv("TILES_CACHE_DIR", str(tmp_path))
+    operator, arrays, said = fuse.kernel(operators.rms_norm_linear.definition), sample("rms_norm_linear", rows, bf16), []
+    given = list(map(to_torch, arrays))
+    found = operator.tune(*given, say=said.append)
+    measured = [one.measured for one in found if one.measured]
+    assert len(said) == len(measured) > 1 and measured == sorted(measured)
+    assert str(operator.candidates(*given)[0]) == str(found[0]) and "measured" in str(found[0])
+    compare(operator, arrays, to_numpy(operator(*given)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 300])
+def test_early_on_the_card(rows):
+    """Launches that overlap, in a stream and in a graph, give what they give one after the other: what the one before writes
+    is an operand of the next, or its weights."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(rows)
+    x, h, g, a, b, *w = (
+        (torch.randn(s, device="cuda") / s[0] ** 0.5).bfloat16()
+        for s in ((rows, 1024), (rows, 1024), (1024,), (1024, 16), (16, 1024), *[(1024, 1024)] * 4)
+    )
+
+    def chain(x, h, meet=lambda: None):
+        for _ in range(4):
+            x, h = operators.residual_rms_norm(x, h, g * 30)
+            meet()
+            x = operators.lora_linear(x, w[0], a, b)
+            meet()
+            made = operators.rms_norm_linear(w[1], g, w[2])
+            meet()
+            x = operators.gated_mlp_down(x, made, w[2], w[3])
+            meet()
+        return x, h
+
+    wanted = chain(x, h, torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(x, h)
+    for run in [lambda: chain(x, h), lambda: (graph.replay(), captured)[1]] * 5:
+        got = run()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, got, wanted))
 
 
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(3, 100, 64), (3, 104, 60), (70, 100, 64)])
