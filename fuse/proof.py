@@ -334,12 +334,13 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     rows = {x.names[-2].root for x in found.roots if x.names[-2]}
     most = min(kernel.most_rows for kernel in candidate.way.kernels)
     extents = {axis: n for kernel in candidate.way.kernels for axis, n in kernel.fixed.items()}
-    traced = {axis.root: n for x in walk(*found.roots) for axis, n in zip(x.names, x.extents) if axis is not None}
+    every = [*walk(*found.roots), *(x for _, x in found.inputs)]  # some of which nobody may ask for
+    traced = {axis.root: n for x in every for axis, n in zip(x.names, x.extents) if axis is not None}
     extents |= {part: traced[part] for axis in extents if axis.parts for part in elementary([axis])}
     few = [kernel.root.names[-2] for kernel in candidate.way.kernels if kernel.most_rows <= 64]
     extents |= {axis.root: 8 for axis in few if axis is not None and axis.root not in rows}
     of_bytes = elementary(name for _, x in found.inputs if x.held_as("") == FP8 for name in x.names)
-    for axis in elementary(name for x in walk(*found.roots) for name in x.names):
+    for axis in elementary(name for x in every for name in x.names):
         if axis not in extents:
             extents[axis] = min(RAGGED[0], most - 3) if axis in rows else RAGGED[1 + len(extents) % 5]
             extents[axis] = -(-extents[axis] // 16) * 16 if axis in of_bytes else extents[axis]
