@@ -80,6 +80,7 @@ class Product:
     same operand: {term: its weight}, see `sharing`."""
 
     launched = True
+    rides: Sequence[str] = ("sum", "max")  # reductions that can ride the loop along k
 
     def __init__(
         self,
@@ -268,7 +269,8 @@ class Product:
                         beyond(operand, ends)
                     ).all():  # 0, which the weights are there, times infinity is no number
                         continue
-                    sides = [one for one in part.reductions if _base(one.of[0]) is x and not beyond(one.of[0], ends).any()]
+                    riding = [one for one in part.reductions if one.operation in cls.rides and _base(one.of[0]) is x]
+                    sides = [one for one in riding if not beyond(one.of[0], ends).any()]
                     others = [*part.others, *(one for one in part.reductions if one not in sides)]
                     yield cls(root, x, operand, part.products, part.narrow, sides, others)
 

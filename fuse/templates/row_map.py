@@ -6,7 +6,7 @@ One of three forms serves, by the rows' width (row_map_text.py writes them):
 
 - folded: a row is a tile, cut into 16 parts that lie one below the other. A lane reads 16 bytes at a time, and keeps them where
   nobody asks which columns they are; one row is worked on while the next one comes, and vectors along the columns stay in
-  registers. Where several tiles are written each row is a block's only one: stores are waited for by nobody else;
+  registers. Where several tiles of 16 bits are written, each row is a block's only one;
 - held: a block has sixteen rows, its warps side by side along the columns; all is read once and stays in registers;
 - looped: the same, but a warp takes every so many columns, once for each level of reductions and once more for the result. They
   come from L2 then, where sixteen rows of every multiprocessor fit."""
@@ -89,7 +89,8 @@ class RowMap:
         parts = self.width % (FOLD * DRAWN if self.draws else FOLD) == 0
         fits = self.registers * _warps(self.width, Folded) <= REGISTERS and self.width <= Folded.columns * MOST_WARPS
         if self.width >= FOLDED_FROM and fits and parts and whole and tiles <= HELD:
-            alone = sum(map(is_tile, self.roots)) > 1 and self.width <= Alone.columns * MOST_WARPS
+            results = [x.held_as(SIXTEEN[0]) for x in self.roots if is_tile(x)]
+            alone = len(results) > 1 and {*results} <= {*SIXTEEN} and self.width <= Alone.columns * MOST_WARPS
             return Alone if alone else Folded
         return Held if self.width <= Held.columns * MOST_WARPS and tiles <= HELD else Looped
 
