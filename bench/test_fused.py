@@ -78,6 +78,13 @@ def _gated_mlp_down(x, gate, up, down):
     return (F.silu(x @ gate) * (x @ up)) @ down
 
 
+def _mixture_of_experts(x, router, gate, up, down):
+    best, which = (x @ router).softmax(-1).topk(2)
+    p = torch.zeros_like(x @ router).scatter(-1, which, best / best.sum(-1, keepdim=True))
+    hidden = F.silu(x @ gate.mT) * (x @ up.mT)
+    return (p.T[..., None] * (hidden @ down)).sum(0)
+
+
 def _rotary(x, cos, sin):
     first, second = x.chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -122,6 +129,7 @@ ROWS = {  # operator and columns: {rows: the goal in microseconds}
     ("layer_norm_linear", 4096, 6144): {16: None, 4096: None},
     ("gated_mlp_down", 4096, 14336): {8: None, 4096: None},
     ("expert_mlp", 4096, 4096): {8: None},
+    ("mixture_of_experts", 4096, 4096): {8: None, 64: None},
     ("rotary", 4096, 4096): {4096: None},
 }
 RANK, EXPERTS = 16, 8
@@ -165,6 +173,7 @@ SHAPES = {
     "layer_norm_linear": lambda m, k, n: ((m, k), (k,), (k,), (k, n)),
     "gated_mlp_down": lambda m, k, n: ((m, k), (k, n), (k, n), (n, k)),
     "expert_mlp": lambda m, k, n: ((EXPERTS, m, k), (EXPERTS, k, n), (EXPERTS, k, n), (EXPERTS, n, k)),
+    "mixture_of_experts": lambda m, k, n: ((m, k), (k, EXPERTS), (EXPERTS, n, k), (EXPERTS, n, k), (EXPERTS, n, k)),
     "rotary": lambda m, k, n: ((m, k), (m, k // 2), (m, k // 2)),
 }
 FP8 = torch.float8_e4m3fn
@@ -191,6 +200,7 @@ EAGER = {
     "layer_norm_linear": _layer_norm_linear,
     "gated_mlp_down": _gated_mlp_down,
     "expert_mlp": _gated_mlp_down,
+    "mixture_of_experts": _mixture_of_experts,
     "rotary": _rotary,
     "attention": _attention,
     "qk_norm_attention": _qk_norm_attention,

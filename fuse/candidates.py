@@ -101,7 +101,10 @@ def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
         parameters[x] = module.unused(HIDDEN.get(x.operation, "hidden"), parameters.values())
     views = []
     for x in dict.fromkeys(x for kernel in way.kernels for x in kernel.leaves if viewed(x) is not x):
-        views.append(_view(x, parameters))
+        if x.operation == "spread":  # of which a kernel reads what it is of
+            parameters[x] = parameters[x.of[0]]
+        else:
+            views.append(_view(x, parameters))
     spoken = {x: key for key, x in found.spoken}
     title = equations(dict(zip(found.outs, found.roots)), spoken)
     texts, known = [], set[str]()

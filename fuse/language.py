@@ -17,7 +17,11 @@ from .functions import CASTS, MAPS, of_torch
 from .terms import Term
 
 __all__ = """abs attention cast causal concatenate dropout exp exp2 gelu halves log matmul_by max maximum mean merge_heads
-    minimum pick relu rsqrt sigmoid silu softmax split_heads sqrt sum tanh transpose var where""".split()
+    minimum pick relu rsqrt sigmoid silu softmax split_heads sqrt sum tanh top transpose var
+    weighted where""".split()
+
+
+LEAST = -3.0e38  # below all numbers that are compared
 
 
 def _map(name: str):
@@ -171,6 +175,21 @@ def matmul_by(x: Any, w: Any, index: Any) -> Any:
     inside = (index >= 0) & (index < len(w))
     own = w[index.where(inside, index.new_zeros(())) if _torch(x) else np.where(inside, index, 0)]
     return (x[:, None] @ own)[:, 0] * inside[:, None]
+
+
+def top(x: Any, count: int) -> Any:
+    """x where it is one of the `count` greatest of its row, 0 elsewhere; equal ones are all kept."""
+    rest = x
+    for _ in range(count - 1):
+        rest = where(rest < max(rest), rest, LEAST)
+    return where(x >= max(rest), x, 0.0)
+
+
+def weighted(p: Any, x: Any) -> Any:
+    """The sum over e of p[:, e] * x[e]: what experts give, x (E, M, N), by the weights that each row has for them, p (M, E)."""
+    if any(isinstance(one, Term) for one in (p, x)):
+        return terms.weighted(p, x)
+    return (p.T[..., None] * x).sum(0)
 
 
 def causal(scores: Any) -> Any:

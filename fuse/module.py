@@ -153,6 +153,8 @@ def _marked(line: str, marks: dict[str, str]) -> str:
 def _folded(line: str) -> list[str]:
     """A line that is too long, as several: first its comment, then cut after a comma or before an operator, in parentheses."""
     code, apart, comment = line.partition("  # ")
+    if len(line) > WIDTH and (names := re.match(r"( *)(\w+(?:, \w+)+) = ", line)):
+        return _folded(f"{names[1]}({names[2]}) = {line[names.end() :]}")
     if len(line) <= WIDTH or ("(" not in line and not apart):
         return [line]
     if apart:

@@ -22,7 +22,21 @@ from .terms import PARTS, Term, viewed, walk
 MOST = 8  # ways that are kept of each term
 VIEWS = "stacked", "heads", "split", "flat", "rows"
 # what no row map computes
-APART = "matmul", "transpose", "concat", "half", "causal", "pick", "matmul_by", "among", "merged", *PARTS, *VIEWS
+APART = (
+    "matmul",
+    "transpose",
+    "concat",
+    "half",
+    "causal",
+    "pick",
+    "matmul_by",
+    "among",
+    "merged",
+    "weighted",
+    "spread",
+    *PARTS,
+    *VIEWS,
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,8 @@ class _Search:
         if not self.card.fp8 and any(x.held_as("") == FP8 for x in walk(*roots)):
             return found
         leaves = leaves_of_rows(roots)
-        found.extend(filter(None, [template.matches(roots, leaves) for template in (RowMap, DeepRows)]))
+        if not any(x.operation == "spread" for x in leaves):  # which does not lie in memory
+            found.extend(filter(None, [template.matches(roots, leaves) for template in (RowMap, DeepRows)]))
         if roots[0].operation in PARTS:
             parts: Any = ManyRows if self.card.wgmma else SinceAmpere
             found.extend(parts.folding(roots, self.card.processors))

@@ -41,20 +41,7 @@ LEAST = 1321  # the greatest prime factor of Q
 BASE = pow(37, (P - 1) // Q, P)  # of order Q
 TRIALS, DRAWS = 8, 1000  # points that are compared, and that are drawn at most
 OPAQUE = "max", "causal", "dropout"  # besides maps
-SAME_DEGREE = (
-    "neg",
-    "transpose",
-    "half",
-    "causal",
-    "stacked",
-    "heads",
-    "split",
-    "merged",
-    "flat",
-    "pick",
-    "among",
-    "pick_of_parts",
-)
+SAME_DEGREE = "neg transpose half causal stacked heads split merged flat pick among spread pick_of_parts".split()
 EXPONENTS = "exp", "sum_of_parts"
 SIZES = (3, 5, 2, 4, 6, 8)  # of axes, prime to Q
 
@@ -263,7 +250,7 @@ def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:
         elif x.operation in ("mul", "div"):
             (a, b), (c, d) = of
             found[x] = (a + c, b + d) if x.operation == "mul" else (a + d, b + c)
-        elif x.operation in ("sum", "matmul", "matmul_by"):
+        elif x.operation in ("sum", "matmul", "matmul_by", "weighted"):
             axis = x.of[0].names[-1]
             n = extent_of(axis, sizes) if axis is not None else 1
             a, b = (sum(one) for one in zip(*of))

@@ -5,9 +5,10 @@
 A Term has an operation, the terms that it is of, and a shape. Equal terms are one object, so that what is shared is seen. There
 are few operations, so that rules and templates are few: inputs and numbers; maps, element by element, which broadcast
 (functions.MAPS); sum and max along the last axis, which stays with length 1; matmul; transpose; concat, along the last axis,
-and half, its other way; causal, of scores; dropout; pick, matmul_by and among, by an index; what is known of the parts of rows,
-PARTS; stacked, heads, split, flat and rows, views, and merged, which undoes a split. mean, softmax and others are made of these
-(language.py). The last two axes are rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
+and half, its other way; causal, of scores; dropout; pick, matmul_by and among, by an index; weighted, of experts, and spread;
+what is known of the parts of rows, PARTS; stacked, heads, split, flat and rows, views, and merged, which undoes a split. mean,
+softmax and others are made of these (language.py). The last two axes are rows and columns; what leads them, batches and heads,
+broadcasts as NumPy's does.
 
 Axes have names besides their lengths: those that an operation says are one have one name. So a term knows that the columns of
 x are the rows of w, whatever their numbers are (axes.py), and the axes of a call's arrays follow (`axes`).
@@ -34,9 +35,9 @@ class Term:
     """An operation on terms: see the module. Make one by `term` or by operators.
 
     operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", "half", "causal",
-    "dropout", "pick", "matmul_by", "among", one of PARTS, "stacked", "heads", "split", "merged", "flat", "rows", or a map's
-    name. of: terms. what: an input's name and dtype, a number's value, a length's axis and value, which half, how many heads.
-    extents: one for each axis. names: their Axis, None for 1."""
+    "dropout", "pick", "matmul_by", "among", "weighted", "spread", one of PARTS, "stacked", "heads", "split", "merged", "flat",
+    "rows", or a map's name. of: terms. what: an input's name and dtype, a number's value, a length's axis and value, which
+    half, how many heads. extents: one for each axis. names: their Axis, None for 1."""
 
     __slots__ = ("extents", "names", "of", "operation", "what")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
@@ -336,6 +337,21 @@ def among(x: Term, index: Term, like: Term) -> Term:
     return _made("among", (x, index, like), None, x.extents, x.names)
 
 
+def weighted(p: Any, x: Any) -> Term:
+    """The sum over e of p[:, e] * x[e], of p (m, e) and x (e, m, n)."""
+    p, x = lifted(p), lifted(x)
+    if p.ndim != 2 or x.ndim != 3 or differ(p.extents[::-1], x.extents[:2]):
+        raise ValueError(f"weighted: takes (m, e) and (e, m, n), got {p.extents} and {x.extents}: {p}, {x}")
+    same(p.names[1], x.names[0])
+    return _made("weighted", (p, x), None, x.extents[1:], (same(p.names[0], x.names[1]), x.names[2]))
+
+
+def spread(p: Term, like: Term) -> Term:
+    """p (m, e) as (m, e n), each number n times, like being (e, n, k)."""
+    rows, n = p.extents[0], like.extents[0] * like.extents[1]
+    return _made("spread", (p, like), None, (rows, n), (p.names[0], product(*like.names[:2])))
+
+
 def indices(roots: Sequence[Term]) -> dict[Term, tuple[Axis | None, int]]:
     """The arguments that choose, and among how many: an axis and its extent."""
     found: dict[Term, tuple[Axis | None, int]] = {}
@@ -410,7 +426,7 @@ def rows(x: Term) -> Term:
 
 def viewed(x: Term) -> Term:
     """What lies in memory where this is a view of it."""
-    return viewed(x.of[0]) if x.operation in ("stacked", "heads", "split", "flat", "rows") else x
+    return viewed(x.of[0]) if x.operation in ("stacked", "heads", "split", "flat", "rows", "spread") else x
 
 
 def product(*parts: Axis | None) -> Axis | None:
@@ -438,6 +454,8 @@ def rebuilt(x: Term, of: Sequence[Term]) -> Term:
         "pick": pick,
         "matmul_by": matmul_by,
         "among": among,
+        "weighted": weighted,
+        "spread": spread,
         **{name: functools.partial(of_parts, name) for name in PARTS},
     }
     others |= {"merged": merged, "stacked": stacked, "heads": heads, "flat": flat, "rows": rows}

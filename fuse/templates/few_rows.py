@@ -314,6 +314,7 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
     early = ", early=True" if kernel.early else ""
     numbers = [("width", wide)] * words.lengths + [(parameters[y],) * 2 for y in kernel.numbers]
     numbers += [(part.end,) * 2 for part in parts[:-1]]
+    numbers += [("each", f"{parameters[kernel.each]}.shape[1]")] if kernel.each is not None else []
     ends = [f"{part.end} = {part.before + ' + ' if part.before else ''}-(-{part.result}.shape[1] // COLUMNS)" for part in parts]
     counted = "cols * BLOCKS" if parts else counted
     s = kernel.schedule
@@ -337,6 +338,8 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
 
 def _read(y: Term, name: str) -> str:
     """The expression that reads what the epilogue wants besides, as the transposed tile has it."""
+    if y.operation == "spread":
+        return f"load({name}, rt(16, ROWS, fp32).row_vec, (0, divmod(mine, each)[0]), cols=0)"
     if not any(y.names[-2:]):
         return reading(y, name, "", "", "")
     if is_tile(y):

@@ -168,6 +168,7 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     epilogue += [f"{other.name} = {other.loaded}" for other in others] + writer.assignments([kernel.root], taken)
     x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
     numbers = {"width": extent(kernel.x, x.name, -1)} if lengths else {}
+    numbers |= {"each": f"{parameters[kernel.each]}.shape[1]"} if kernel.each is not None else {}
     numbers |= {parameters[y]: parameters[y] for y in kernel.numbers}
     turned = kernel.weights[0].turned
     axis = "rows" if turned else "cols"
@@ -240,6 +241,8 @@ def _nth(first: str, n: int) -> str:
 def _read(y: Term, name: str) -> str:
     """The expression that reads what the epilogue wants besides, of the part that leaves."""
     row, col = "ROWS * (CONSUMERS * row + me)", "PART * col"
+    if y.operation == "spread":
+        return f"warpgroup.load({name}, rt(16, PART, fp32).col_vec, ({row}, divmod({col}, each)[0]), cols=0)"
     if not any(y.names[-2:]):
         return reading(y, name, "", row, col)
     if is_tile(y):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOST_PRODUCTS = 2
+BESIDES = "input", "matmul", "sum", "max", "flat", "spread"  # what an epilogue reads
 
 
 class Weight(NamedTuple):
@@ -101,7 +102,7 @@ class Product:
         self.products, self.narrow, self.sides = products, narrow, sides
         inside = between([operand, *(one.of[0] for one in sides)], [x], with_leaves=True)
         self.vectors = [y for y in inside if y.operation in ("input", "flat") and y is not x and y.ndim and along(y)]
-        self.others = [y for y in others if y.ndim and y.operation in ("input", "matmul", "sum", "max", "flat")]
+        self.others = [y for y in others if y.ndim and y.operation in BESIDES]
 
     @property
     def ahead(self) -> Sequence[Term]:
@@ -172,6 +173,11 @@ class Product:
         return [x for x in between([self.root], self.read) if x.operation == "among"]
 
     @property
+    def each(self) -> Term | None:
+        """The stack of whose matrices' rows each has so many columns of the result, one number a row (terms.spread)."""
+        return next((y.of[1] for y in self.others if y.operation == "spread"), None)
+
+    @property
     def riding(self) -> list[str]:
         """What is done besides the product, in words."""
         told = [f"{self.operand} is made as x arrives"] * (not self.plain)
@@ -186,6 +192,8 @@ class Product:
         of_parts = {axis.root: 2 * PART + 8 for axis in self.root.names[-1:] if axis and self.folds}
         for x in self.kept:
             of_parts |= {axis.root: n for axis, n in zip(x.of[2].names, (3, x.of[2].extents[1])) if axis}
+        if self.each is not None:  # tiles of columns have one number a row; TMA steps by eight
+            of_parts |= {axis.root: n for axis, n in zip(self.each.names, (8, PART)) if axis}
         narrow = {x.names[1].root: x.extents[1] for x in inner if x.names[1]}
         return narrow | {axis.root: 2 for axis in lead if axis} | of_parts
 
@@ -281,7 +289,10 @@ def found_in(root: Term) -> Found | None:
     found = Found()
     if root.operation in CASTS:  # results have the operands' dtype
         return None
-    return found if is_tile(root) and found.epilogue(root) and (found.products or found.narrow) else None
+    if not is_tile(root) or not found.epilogue(root) or not (found.products or found.narrow):
+        return None
+    stacks = {y.of[1] for y in found.others if y.operation == "spread"}
+    return found if len(stacks) < 2 and all(x.extents[1] % PART == 0 for x in stacks) else None
 
 
 class Found:
@@ -331,7 +342,7 @@ class Found:
                     self.products[x] = Weight.of(w)
             elif x.operation in ("sum", "max"):
                 self.reductions.append(x)
-            elif not x.of or x.operation == "flat":
+            elif not x.of or x.operation in ("flat", "spread"):
                 self.others.append(x)
             elif x.operation in MAPS:
                 stack.extend(reversed(x.of))
@@ -363,6 +374,8 @@ def _base(x: Term) -> Term | None:
 
 def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:
     """The expression that reads what an epilogue wants besides, for a tile of accumulators that begins at (row, col)."""
+    if y.operation == "spread":
+        return f"load({name}, {tile}.col_vec, ({row}, divmod({col}, each)[0]), cols=0)"
     if not any(y.names[-2:]):  # one number
         return f"{name}[{lead(y)}{', '.join('0' * min(y.ndim, 2))}]"
     if is_tile(y):
