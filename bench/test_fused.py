@@ -136,8 +136,8 @@ RANK, EXPERTS = 16, 8
 CASES = [(name, m, k, n, goal) for (name, k, n), goals in ROWS.items() for m, goal in goals.items()]
 # attention: the name of a case, operator, shapes, goal
 ATTENTION = {
-    "GQA": ("attention", ((16, 256, 64), (16, KEYS, 64), (16, KEYS, 64)), None),
-    "MHA": ("attention", ((256, 16, 64), (256, KEYS, 64), (256, KEYS, 64)), None),
+    "GQA": ("_attention", ((16, 256, 64), (16, KEYS, 64), (16, KEYS, 64)), None),
+    "MHA": ("_attention", ((256, 16, 64), (256, KEYS, 64), (256, KEYS, 64)), None),
     **{
         f"QK-norm, {name}": (
             "qk_norm_attention",
@@ -202,7 +202,7 @@ EAGER = {
     "expert_mlp": _gated_mlp_down,
     "mixture_of_experts": _mixture_of_experts,
     "rotary": _rotary,
-    "attention": _attention,
+    "_attention": _attention,
     "qk_norm_attention": _qk_norm_attention,
     "mla_attention": _mla_attention,
 }
@@ -210,7 +210,7 @@ EAGER = {
 
 def _inputs(name, shapes):
     """Rows in place, weights of a size that keeps results near 1."""
-    scaled = name not in ("attention", "qk_norm_attention", "rotary")
+    scaled = name not in ("_attention", "qk_norm_attention", "rotary")
     weights = [scaled and n > 0 and len(s) >= 2 for n, s in enumerate(shapes)]
     made = [torch.randn(s, device="cuda") * (s[-2] ** -0.5 if weight else 1) for s, weight in zip(shapes, weights)]
     kinds = [DTYPES.get((name, n), torch.bfloat16) for n in range(len(made))]
