@@ -1,5 +1,7 @@
 """Row maps: what is traced, what is written, and that it computes the definition."""
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -120,7 +122,7 @@ def definitions(draw):
     return definition
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=int(os.environ.get("FUSE_EXAMPLES", 30)), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(definitions(), st.integers(1, 20), st.sampled_from([7, 64, 150]))
 def test_random_terms(definition, rows, columns):
     rng = np.random.default_rng(rows)
