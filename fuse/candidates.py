@@ -50,9 +50,10 @@ def candidates(found: Traced, card: Card) -> list[Candidate]:
     narrow = any(x.what[1] == "float16" for _, x in found.inputs)
     forms = rules.equal(found.roots, found.space, [rule for rule in rules.RULES if rule.keeps_range or not narrow])
     terms.SPACES.append(found.space)  # templates make views
+    search = place.Search(card)
     try:
         for form in forms:
-            for way in place.ways(form.roots, card):
+            for way in search.of(form.roots):
                 every.setdefault((*map(str, way.kernels), str(form.roots)), Candidate(way, form.rules, form.roots))
     finally:
         terms.SPACES.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from .templates.since_ampere import SinceAmpere
 from .terms import PARTS, Term, viewed, walk
 
 MOST = 8  # ways that are kept of each term
+SEVERAL = 5  # results from which on each has one way alone
 VIEWS = "stacked", "heads", "split", "flat", "rows"
 # what no row map computes
 APART = (
@@ -50,14 +52,9 @@ class Way:
         return ", then ".join(map(str, self.kernels))
 
 
-def ways(roots: Sequence[Term], card: Card) -> list[Way]:
-    """The ways to compute these terms, the cheapest first."""
-    return _Search(card).of(tuple(roots))
-
-
 def why(roots: Sequence[Term], card: Card) -> str:
     """Why there are no ways: what no template computes."""
-    search = _Search(card)
+    search = Search(card)
     if not card.fp8 and any(x.held_as("") == FP8 for x in walk(*roots)):
         return f"{card.name} converts nothing to or from fp8, which begins with sm_89"
     for x in walk(*roots):
@@ -67,14 +64,15 @@ def why(roots: Sequence[Term], card: Card) -> str:
     return f"no template computes these together: {', '.join(map(repr, roots)):.200}"
 
 
-class _Search:
-    """Ways, by what they compute."""
+class Search:
+    """Ways, by what they compute: one search for all forms of a function, which share terms."""
 
     def __init__(self, card: Card):
         self.card, self.known = card, dict[tuple[Term, ...], list[Way]]()
+        self.seconds = functools.cache(card.seconds)
 
     def of(self, roots: tuple[Term, ...]) -> list[Way]:
-        """The ways to these roots, together."""
+        """The ways to compute these terms, together, the cheapest first."""
         if roots not in self.known:
             found: dict[tuple[str, ...], Way] = {}
             for kernel in self._kernels(roots):
@@ -88,10 +86,10 @@ class _Search:
 
     def _one_by_one(self, roots: tuple[Term, ...]) -> list[Way]:
         """The ways to several roots of which each has kernels of its own."""
-        found = []
-        for parts in itertools.product(*[self.of((x,))[:2] for x in roots]):
+        found, most = [], 2 if len(roots) < SEVERAL else 1
+        for parts in itertools.product(*[self.of((x,))[:most] for x in roots]):
             kernels = tuple(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
-            found.append(Way(kernels, sum(map(self.card.seconds, kernels))))
+            found.append(Way(kernels, sum(map(self.seconds, kernels))))
         return found
 
     def _with(self, kernel: Any) -> list[Way]:
@@ -100,7 +98,7 @@ class _Search:
         found = []
         for parts in itertools.product(*[self.of(one)[:2] for one in needed]):
             before = tuple(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
-            seconds = sum(self.card.seconds(one) for one in (*before, kernel))
+            seconds = sum(map(self.seconds, (*before, kernel)))
             found.append(Way((*before, kernel), seconds))
         return found
 
