@@ -24,7 +24,7 @@ SHAPES = {  # of the arguments, but for the rows of what has them, "m"
     "linear_cross_entropy": [("m", K), (K, N), ("m",)],
     "lora_linear": [("m", K), (K, N), (K, R), (R, N)],
     "lora_linear_by_index": [("m", K), (K, N), (3, R, K), (3, R, N), ("m",)],
-    "mixture_of_experts": [("m", K), (K, 8), (8, 128, K), (8, 128, K), (8, 128, K)],
+    "mixture_of_experts": [("m", 40), (40, 8), (8, 128, 40), (8, 128, 40), (8, 128, 40)],
     "mla_attention": [(2, "m", 16), (40, K), (2, 16, K), (2, 24, K)],
     "normalised_step": [("m", K), ("m", K), (K,)],
     "qk_norm_attention": [(2, "m", 16), (2, 40, 16), (2, 40, 24), (16,), (16,)],

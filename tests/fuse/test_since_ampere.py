@@ -138,9 +138,8 @@ def test_on_the_card(name, rows, without_wgmma):
 
 # ---- machine code ----------------------------------------------------------------------------------------------------
 def test_docstrings_say_shapes():
-    """Of all operators on rows, so that inspect finds them: what it takes for numbers has a default."""
-    others = {"mla_attention", "qk_norm_attention", "qk_norm_rotary_attention", "rotary"}
-    assert {name for name in operators.__all__ if not inspect.described(name)} == others
+    """So that inspect finds all operators: what it takes for numbers has a default."""
+    assert all(map(inspect.described, operators.__all__))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
