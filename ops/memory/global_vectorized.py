@@ -376,9 +376,8 @@ def lower_store_bytes(ty, spec, rows, cols, first_row):
     return lower
 
 
-def lower_load(ty, spec, rows, cols, first_row, aligned, ordered=True, once=False):
-    """The lowering of a load, likewise. once: need a cache not keep what is read?"""
-    text = LOADS.replace("ld.global", "ld.global.cs") if once else LOADS
+def lower_load(ty, spec, rows, cols, first_row, aligned, ordered=True):
+    """The lowering of a load, likewise."""
     loaded = _moved(spec, SCALARS[ty.dtype])
     exchange, register = _exchange(loaded, loaded.dtype.itemsize), f32 if loaded.dtype.itemsize == 4 else i32
     side_by_side, in_pairs = (exchange, _kept) if ordered else (_kept, exchange)
@@ -390,7 +389,7 @@ def lower_load(ty, spec, rows, cols, first_row, aligned, ordered=True, once=Fals
 
         def load(place):
             accesses = list(_accesses(b, exchange, loaded, place, True))
-            brought = [b.unpack(b.asm(four, text, "=&r,=&r,=&r,=&r,l,r", address, fits)) for fits, address in accesses]
+            brought = [b.unpack(b.asm(four, LOADS, "=&r,=&r,=&r,=&r,l,r", address, fits)) for fits, address in accesses]
             return [side_by_side(b, [b.bitcast(x, register) for x in words]) for words in brought]
 
         if aligned:

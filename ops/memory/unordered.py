@@ -25,12 +25,12 @@ QUAD_OF_16 = 32  # columns of 2 bytes that a quad reads at once
 
 
 @op(takes_operands=True)
-def load_unordered(source, spec, at, rows=-2, cols=-1, once=False):
+def load_unordered(source, spec, at, rows=-2, cols=-1):
     """The register tile of type `spec` from a global array, as `load`, with its columns in an order of their own, which all
     arrays of so many bytes an element share. Columns are added up, or stored by `store_unordered` to such an array.
 
     Tiles in row layout, of 32 columns or a multiple (64 of fp8, which come from fp8 alone; 16 of arrays of fp32); rows before
-    columns in the array. once: what is read is the first to leave the caches, so that what is written stays there."""
+    columns in the array."""
     return load_rows(source, spec, at, rows, cols, None, 0)[:, global_vectorized.order(spec, DTYPES[source.dtype])]
 
 
@@ -63,10 +63,10 @@ def _check(name, array, spec, rows, cols, stores=False):
 
 
 @lowers(load_unordered)
-def _(source, spec: type, at, rows: int, cols: int, once: int):
+def _(source, spec: type, at, rows: int, cols: int):
     check_load("load_unordered", source, spec, at, rows, cols, None, 1)
     _check("load_unordered", source, spec, rows, cols)
-    return spec, global_vectorized.lower_load(source, spec, rows, cols, lambda b: b.u32(0), None, ordered=False, once=once)
+    return spec, global_vectorized.lower_load(source, spec, rows, cols, lambda b: b.u32(0), None, ordered=False)
 
 
 @lowers(store_unordered)

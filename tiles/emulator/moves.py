@@ -103,7 +103,7 @@ def _raw(kind):
     return kind if kind.kind in "iu" else np.dtype(f"u{kind.itemsize}")
 
 
-@means(rf"ld{ORDER}(\.global(?:\.cs)?|\.local|\.shared(?:::cta|::cluster)?)?{ORDER}{KINDS}")
+@means(rf"ld{ORDER}(\.global|\.local|\.shared(?:::cta|::cluster)?)?{ORDER}{KINDS}")
 def _(match, w, at):
     space, vector, name = match.groups()
     targets, source = _targets(at.operands[0]), at.operands[1]
