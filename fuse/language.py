@@ -32,10 +32,8 @@ def _map(name: str):
             raise TypeError(f"{name}: takes {row.arity} argument{'s' * (row.arity > 1)}, got {len(x)}")
         if any([isinstance(one, Term) for one in x]):
             return terms.apply(name, *x)
-        tensors = [one for one in x if _torch(one)]
-        like = next(
-            (one for one in tensors if one.is_floating_point()), tensors[0] if tensors else None
-        )  # a mask has no numbers
+        tensors = sorted((one for one in x if _torch(one)), key=lambda one: not one.is_floating_point())  # masks come last
+        like = tensors[0] if tensors else None
         return row.numpy(*x) if like is None else of_torch(name)(*[one if _torch(one) else like.new_tensor(one) for one in x])
 
     function.__name__ = function.__qualname__ = name

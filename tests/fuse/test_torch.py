@@ -130,12 +130,10 @@ def test_numbers_beside_a_mask():
 def test_experts():
     """The definition on torch's tensors, whose gradient reaches the experts."""
     x, router, *w = tensors((3, 16), (16, 8), (8, 128, 16), (8, 128, 16), (8, 128, 16))
-    close(
-        operators.mixture_of_experts(x, router, *w),
-        operators.mixture_of_experts.definition(*[t.double() for t in (x, router, *w)]),
-    )
+    given = x, router * 32, *w  # rows have favourites, whatever is rounded
+    close(operators.mixture_of_experts(*given), operators.mixture_of_experts.definition(*[t.double() for t in given]), 5)
     w[2].requires_grad_()
-    operators.mixture_of_experts(x, router, *w).sum().backward()
+    operators.mixture_of_experts(*given).sum().backward()
     assert w[2].grad.isfinite().all() and (w[2].grad != 0).any(-1).any(-1).sum() >= 2
 
 
