@@ -31,6 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import attention
 
 from .asked import asked, refuse, seeded
+from .huggingface_linear import linear_layers as linear_layers
 from .huggingface_masks import FEW, Seen, mask_of, read
 
 
@@ -64,31 +65,25 @@ def attend(
     if query.dtype == torch.float32 != value.dtype:  # as norms and positions may leave them
         query, key = query.to(value.dtype), key.to(value.dtype)
     seen, tokens, keys = read(attention_mask), query.shape[2], key.shape[2]
-    window, causal = None, False
-    if seen and attention_mask is not None:
-        window, causal = seen.window, True
-    elif seen:  # what the layer says by itself
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        window = sliding_window if causal and sliding_window is not None and sliding_window < keys else None
     options = asked(scale=scaling, softcap=softcap, sink=None if s_aux is None else s_aux.float())
-    options |= {} if window is None else {"window": (window - 1, None)}
-    few = tokens == 1 or tokens * (query.shape[1] // key.shape[1]) <= FEW
-    plain = seen and causal and seen.documents is position_bias is cu_seq_lens_q is None and not dropout
-    if few and plain and not _differentiated(query, key, value, s_aux):
-        lengths = query.new_full((len(query),), keys, dtype=torch.int32) if seen.end is None else seen.end
-        options |= asked(leftpad=seen.first)
-        return attention.decode(query, key, value, lengths=lengths, layout="bhsd", **options).transpose(1, 2), None
-    if cu_seq_lens_q is not None:
-        refuse("cu_seq_lens_q", seen is None, "a mask of your own says by itself where sequences end")
-        options |= asked(cu_seqlens=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k)
-    elif seen:
-        options |= _of_keys(seen)
+    if seen is None:
+        refuse("cu_seq_lens_q", cu_seq_lens_q is not None, "a mask of your own says where sequences end")
+        causal, (position_bias, more) = False, _of_mask(attention_mask, position_bias, keys)
     else:
-        position_bias, more = _of_mask(attention_mask, position_bias, keys)
-        options |= more
-    options |= asked(bias=position_bias) | seeded(dropout, query)
-    qkv = [x.transpose(1, 2) for x in (query, key, value)]
-    return attention.forward(*qkv, causal=causal, **options), None
+        causal, window = True, seen.window
+        if attention_mask is None:  # the layer says it
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            window = sliding_window if causal and sliding_window and sliding_window < keys else None
+        options |= {} if window is None else {"window": (window - 1, None)}
+        few = tokens == 1 or tokens * (query.shape[1] // key.shape[1]) <= FEW
+        plain = causal and seen.documents is position_bias is cu_seq_lens_q is None and not dropout
+        if few and plain and not _differentiated(query, key, value, s_aux):
+            lengths = query.new_full((len(query),), keys, dtype=torch.int32) if seen.end is None else seen.end
+            options |= asked(leftpad=seen.first)
+            return attention.decode(query, key, value, lengths=lengths, layout="bhsd", **options).transpose(1, 2), None
+        more = _of_keys(seen, cu_seq_lens_q, cu_seq_lens_k)
+    options |= more | asked(bias=position_bias) | seeded(dropout, query)
+    return attention.forward(*[x.transpose(1, 2) for x in (query, key, value)], causal=causal, **options), None
 
 
 def _differentiated(*tensors: Any) -> bool:
@@ -96,23 +91,24 @@ def _differentiated(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _of_keys(seen: Seen) -> dict[str, Any]:
-    """forward's options of a small mask's numbers."""
-    options = asked(lengths_k=seen.end)
+def _of_keys(seen: Seen, cu_seqlens: Any, cu_seqlens_k: Any) -> dict[str, Any]:
+    """forward's options of a small mask's numbers; where sequences end says what their documents say."""
+    if cu_seqlens is not None:
+        return asked(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     if seen.documents is not None:
-        return options | {"mask": of_one_document, "aux": (seen.documents,)}
+        return {"mask": of_one_document, "aux": (seen.documents,)}
+    options = asked(lengths_k=seen.end)
     return options if seen.first is None else options | {"mask": behind_padding, "aux": (seen.first,)}
 
 
 def _of_mask(mask: Any, bias: Any, keys: int) -> tuple[Any, dict[str, Any]]:
     """(the bias, forward's options) of another mask, (B, H or 1, Sq, Sk or more), and a bias."""
     mask = mask[..., :keys]
-    if mask.dtype == torch.bool:
-        return bias, {"mask": as_given, "aux": (mask[:, 0],)} if mask.shape[1] == 1 else {
-            "mask": as_given_to_heads,
-            "aux": (mask,),
-        }
-    return mask if bias is None else mask + bias, {}
+    if mask.dtype != torch.bool:
+        return mask if bias is None else mask + bias, {}
+    if mask.shape[1] == 1:
+        return bias, {"mask": as_given, "aux": (mask[:, 0],)}
+    return bias, {"mask": as_given_to_heads, "aux": (mask,)}
 
 
 def behind_padding(b, h, i, j, first):

@@ -40,10 +40,19 @@ def linear_layers(model: Any) -> Any:
     for home, name in found:
         theirs = getattr(home, name)
         if not hasattr(theirs, "replaces"):
-            ours = functools.wraps(theirs)(functools.partial(LAYERS[name], theirs))
-            ours.replaces = theirs
-            setattr(home, name, ours)
+            setattr(home, name, _in_place_of(theirs, LAYERS[name]))
     return model
+
+
+def _in_place_of(theirs: Callable, serve: Callable) -> Callable:
+    """What is called instead of theirs, and knows it."""
+
+    @functools.wraps(theirs)
+    def ours(*args: Any, **options: Any) -> Any:
+        return serve(theirs, *args, **options)
+
+    vars(ours)["replaces"] = theirs
+    return ours
 
 
 def chunk_delta(
@@ -144,7 +153,7 @@ def step_mamba(
     return out[:, 0]
 
 
-LAYERS = {
+LAYERS: dict[str, Callable] = {
     "torch_chunk_gated_delta_rule": chunk_delta,
     "torch_recurrent_gated_delta_rule": step_delta,
     "mamba2_chunk_scan": scan_mamba,

@@ -1,8 +1,8 @@
 """Which keys the queries of a transformers model see, said in a few numbers a sequence.
 
-transformers asks for a mask once a step and hands it to all layers. It must be None or, since the masks of static caches are made
-ahead of a compiled step, a tensor of four axes; sdpa's has all queries and all keys. Ours is None where the last query stands at
-the last key and all keys up to a query's place are seen. Otherwise it is one of integers, (B, window, kind, n):
+transformers asks for a mask once a step and hands it to all layers. It must be None or, since the masks of static caches are
+made ahead of a compiled step, a tensor of four axes; sdpa's has all queries and all keys. Ours is None where the last query
+stands at the last key and all keys up to a query's place are seen. Otherwise it is one of integers, (B, window, kind, n):
 
 | kind      | n      | of each sequence                                                                 |
 | --------- | ------ | -------------------------------------------------------------------------------- |
@@ -27,6 +27,17 @@ from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
 
 WINDOW, END, FIRST, BOTH, DOCUMENTS = 1, 2, 3, 4, 5
+CAUSAL, AND, WINDOWED, PACKED, MOVED = (  # which mask of transformers a function is, its code says
+    getattr(made, "__code__", None)
+    for made in (
+        masking_utils.causal_mask_function,
+        masking_utils.and_masks(masking_utils.causal_mask_function),
+        masking_utils.sliding_window_overlay(1),
+        masking_utils.packed_sequence_mask_function(None),
+        hasattr(masking_utils, "remap_positions_for_packed_sequence")
+        and masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, None),
+    )
+)
 FEW = 32  # new tokens that attention.decode may serve, which wants to know how many keys there are
 
 
@@ -101,28 +112,31 @@ def _small(seen: Seen, batch: int, device: Any) -> Any:
 def _said(mask_function: Callable) -> Seen | None:
     """The window and the documents of a causal mask; None: it is another."""
     window, documents = None, None
-    for name, held in _pieces(mask_function):
-        if name == "sliding_window_overlay":
-            window = held["sliding_window"]
-        elif name == "packed_sequence_mask_function":
-            documents = held["packed_sequence_mask"]
-        elif name != "causal_mask_function":
+    for piece in _pieces(mask_function):
+        if piece.__code__ is WINDOWED:
+            (window,) = _held(piece)
+        elif piece.__code__ is PACKED:
+            (documents,) = _held(piece)
+        elif piece.__code__ is not CAUSAL:
             return None
     return Seen(window, documents=documents)
 
 
-def _pieces(function: Callable) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The masks of transformers that all must hold, each by the name of the function that made it, and what it holds. Tokens of
-    a document are as far apart as their positions say, so it does not matter which of them a mask compares."""
-    name = function.__qualname__.partition(".")[0] if function.__module__ == masking_utils.__name__ else ""
-    held = dict(zip(function.__code__.co_freevars, [cell.cell_contents for cell in function.__closure__ or ()]))
-    if name == "and_masks":
-        for piece in held["mask_functions"]:
+def _pieces(function: Callable) -> Iterator[Callable]:
+    """The masks that must all hold. Tokens of a document are as far apart as their positions say, so it does not matter which
+    of the two a mask compares."""
+    if function.__code__ is AND:
+        for piece in _held(function)[0]:
             yield from _pieces(piece)
-    elif name == "remap_positions_for_packed_sequence":
-        yield from _pieces(held["mask_function"])
+    elif function.__code__ is MOVED:
+        yield from _pieces(_held(function)[0])
     else:
-        yield name, held
+        yield function
+
+
+def _held(function: Callable) -> list[Any]:
+    """What a function holds, in the order of the names."""
+    return [cell.cell_contents for cell in function.__closure__ or ()]
 
 
 def _placed(
