@@ -60,30 +60,36 @@ def attend(
 ) -> tuple[Any, None]:
     """(out, None), as AttentionInterface has it: query (B, H, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv), out
     (B, Sq, H, Dv). attention_mask: None, what mask_of made, or one of sdpa's or eager's."""
-    refuse("output_attentions", bool(others.get("output_attentions")), "weights are never made; load with 'eager'")
-    refuse("cache", others.get("cache") is not None, "generate_batch has pages of its own; call generate")
+    if others.get("output_attentions") or others.get("cache") is not None:
+        refuse("output_attentions", bool(others.get("output_attentions")), "weights are never made; load with 'eager'")
+        refuse("cache", True, "generate_batch has pages of its own; call generate")
     if query.dtype == torch.float32 != value.dtype:  # as norms and positions may leave them
         query, key = query.to(value.dtype), key.to(value.dtype)
     seen, tokens, keys = read(attention_mask), query.shape[2], key.shape[2]
-    options = asked(scale=scaling, softcap=softcap, sink=None if s_aux is None else s_aux.float())
+    sink = None if s_aux is None else s_aux.float()
     if seen is None:
         refuse("cu_seq_lens_q", cu_seq_lens_q is not None, "a mask of your own says where sequences end")
-        causal, (position_bias, more) = False, _of_mask(attention_mask, position_bias, keys)
+        causal, window = False, None
+        position_bias, more = _of_mask(attention_mask, position_bias, keys)
     else:
-        causal, window = True, seen.window
+        causal, last = True, seen.window
         if attention_mask is None:  # the layer says it
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            window = sliding_window if causal and sliding_window and sliding_window < keys else None
-        options |= {} if window is None else {"window": (window - 1, None)}
+            last = sliding_window if causal and sliding_window and sliding_window < keys else None
+        window = None if last is None else (last - 1, None)
         few = tokens == 1 or tokens * (query.shape[1] // key.shape[1]) <= FEW
         plain = causal and seen.documents is position_bias is cu_seq_lens_q is None and not dropout
-        if few and plain and not _differentiated(query, key, value, s_aux):
+        if few and plain and not _differentiated(query, key, value, sink):
             lengths = query.new_full((len(query),), keys, dtype=torch.int32) if seen.end is None else seen.end
-            options |= asked(leftpad=seen.first)
-            return attention.decode(query, key, value, lengths=lengths, layout="bhsd", **options).transpose(1, 2), None
+            out = attention.decode(
+                query, key, value, lengths=lengths, leftpad=seen.first, window=window, softcap=softcap, sink=sink,
+                scale=scaling, layout="bhsd",
+            )  # fmt: skip
+            return out.transpose(1, 2), None
         more = _of_keys(seen, cu_seq_lens_q, cu_seq_lens_k)
-    options |= more | asked(bias=position_bias) | seeded(dropout, query)
-    return attention.forward(*[x.transpose(1, 2) for x in (query, key, value)], causal=causal, **options), None
+    options = asked(window=window, softcap=softcap, sink=sink, scale=scaling, bias=position_bias) | seeded(dropout, query)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return attention.forward(query, key, value, causal=causal, **options, **more), None
 
 
 def _differentiated(*tensors: Any) -> bool:
