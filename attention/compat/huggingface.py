@@ -86,6 +86,8 @@ def attend(
                 scale=scaling, layout="bhsd",
             )  # fmt: skip
             return out.transpose(1, 2), None
+        if seen.known is not None:  # a static cache has room behind
+            key, value, seen = key[:, :, : seen.known], value[:, :, : seen.known], seen._replace(end=None)
         more = _of_keys(seen, cu_seq_lens_q, cu_seq_lens_k)
     options = asked(window=window, softcap=softcap, sink=sink, scale=scaling, bias=position_bias) | seeded(dropout, query)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))

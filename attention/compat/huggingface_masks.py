@@ -42,12 +42,14 @@ FEW = 32  # new tokens that attention.decode may serve, which wants to know how 
 
 
 class Seen(NamedTuple):
-    """What such a mask says. None: no window, no padding before, as many keys as there are, one document."""
+    """What such a mask says. None: no window, no padding before, as many keys as there are, one document. known: the end, if
+    the host knows it, as a compiled graph never does."""
 
     window: int | None = None
     first: Any = None
     end: Any = None
     documents: Any = None
+    known: int | None = None
 
 
 def mask_of(
@@ -93,16 +95,16 @@ def read(mask: Any) -> Seen | None:
 
 def _small(seen: Seen, batch: int, device: Any) -> Any:
     """The mask that says this, or None."""
-    window, *numbers = seen
+    window, first, end, documents, _ = seen
     if seen == Seen():
         return None
-    kind, held = 0, [x for x in numbers if x is not None]
-    if seen.documents is not None:
-        kind, made = DOCUMENTS, seen.documents
+    kind, held = 0, [x for x in (first, end) if x is not None]
+    if documents is not None:
+        kind, made = DOCUMENTS, documents
     elif not held:
         kind, made = WINDOW, torch.zeros(batch, 1, dtype=torch.int32, device=device)
     else:
-        kind = BOTH if len(held) == 2 else FIRST if seen.end is None else END
+        kind = BOTH if len(held) == 2 else FIRST if end is None else END
         made = torch.stack(held, -1) if len(held) == 2 else held[0][:, None]
     made = made[:, None, None].expand(batch, window or 1, kind, -1)
     made.seen = seen  # for the layers: to cut it out again takes the host microseconds
@@ -156,9 +158,11 @@ def _placed(
             if most > 1:
                 return None
             first = first.int() if last else None  # padding behind is no query's that counts
-    on_host = not isinstance(place, torch.Tensor)
-    if queries > FEW and on_host and place + queries == begin + keys:
+    if isinstance(place, torch.Tensor) and queries > FEW and not is_tracing(place):
+        place = int(place)  # of a prompt: it is served faster when the host knows how many keys there are
+    if isinstance(place, torch.Tensor):
+        return seen._replace(first=first, end=(place + queries - begin).int().expand(batch))
+    known = place + queries - begin
+    if queries > FEW and known == keys:
         return seen._replace(first=first)
-    end = place + queries - begin
-    end = torch.full((batch,), end, dtype=torch.int32, device=device) if on_host else end.int().expand(batch)
-    return seen._replace(first=first, end=end)
+    return seen._replace(first=first, end=torch.full((batch,), known, dtype=torch.int32, device=device), known=known)

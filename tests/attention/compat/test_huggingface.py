@@ -333,7 +333,7 @@ def test_masks_are_read_as_they_were_made():
         del made.seen
         again = read(made)
         assert kept.window == again.window
-        for one, other in zip(kept[1:], again[1:]):
+        for one, other in zip(kept[1:4], again[1:4]):
             assert one is other is None or torch.equal(one, other)
 
 
