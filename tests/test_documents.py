@@ -40,7 +40,7 @@ def run(document, line, code, namespace):
     try:
         exec(compile("\n" * line + code, ROOT / document, "exec"), namespace)
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "jax"):
+        if error.name not in ("torch", "jax", "transformers"):
             raise
         pytest.skip(f"{document}, from line {line}: needs {error.name}")
 

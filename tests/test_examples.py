@@ -18,7 +18,7 @@ from tiles.testing import ptx
 
 FOLDER = Path(__file__).parents[1] / "examples"
 LEVELS = sorted(f"gemm/{path.stem}" for path in FOLDER.glob("gemm/level_*.py"))
-EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("machine", "train")) + LEVELS
+EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("generate", "machine", "train")) + LEVELS
 LAUNCH = tiles.launch
 
 
@@ -149,3 +149,28 @@ def test_trains_on_the_card(monkeypatch, tmp_path):
     ours, theirs = trained(monkeypatch, tmp_path / "curve.png", *small)
     np.testing.assert_allclose(ours[:10], theirs[:10], atol=0.02)
     assert abs(ours[-1] - theirs[-1]) < 0.1 and ours[-1] < 0.7 * ours[0]
+
+
+# ---- generate.py, the same with models of transformers ----------------------------------------------------------------
+def generated(monkeypatch, *options):
+    """Its runs, of a few tokens."""
+    for needed in "torch", "transformers":
+        pytest.importorskip(needed)
+    monkeypatch.setenv("TILES_CHECK", "0")
+    return load("generate", monkeypatch).main(["--quiet", *options])
+
+
+def test_generates_as_on_torch(monkeypatch, capsys):
+    pytest.importorskip("torch")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    runs = generated(monkeypatch, "--tokens=6")
+    assert (runs["tiles"].tokens == runs["sdpa"].tokens).all() and (runs["nothing"].tokens != runs["sdpa"].tokens).any()
+    assert "tokens a second" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_generates_on_the_card(monkeypatch):
+    """A graph that was captured once serves lengths as they grow."""
+    runs = generated(monkeypatch, "--dim=512", "--hidden=512", "--depth=2", "--heads=4", "--kv-heads=2", "--batch=3",
+                     "--vocabulary=200", "--prompt=300", "--tokens=40")  # fmt: skip
+    assert (runs["tiles"].tokens == runs["sdpa"].tokens).float().mean() > 0.5

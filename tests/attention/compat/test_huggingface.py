@@ -1,0 +1,366 @@
+"""compat/huggingface: small models of transformers with random weights, beside eager attention in float32, on torch's CPU wheel
+through the interpreter. Both libraries come from outside: without one of them nothing here is run."""
+
+import contextlib
+import itertools
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from transformers import masking_utils  # noqa: E402
+from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
+
+import attention  # noqa: E402
+from attention.compat import huggingface, huggingface_linear  # noqa: E402
+from attention.compat.huggingface_masks import mask_of, read  # noqa: E402
+
+VOCABULARY, PROMPT, NEW, PAD = 64, 20, 5, 3
+COMMON = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0,
+    num_key_value_heads=2, bos_token_id=1, eos_token_id=None, initializer_range=0.3,
+)  # fmt: skip
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)  # as many as there are: rounding chooses none
+MODELS = {  # name: (config, what it differs in from COMMON)
+    "llama": ("LlamaConfig", dict(head_dim=16)),
+    "qwen3": ("Qwen3Config", dict(head_dim=16)),  # QK-norm
+    "gpt_oss": ("GptOssConfig", dict(head_dim=16, num_local_experts=2, num_experts_per_tok=2, sliding_window=4,
+                                     layer_types=["sliding_attention", "full_attention"])),
+    "gemma2": ("Gemma2Config", dict(head_dim=16, sliding_window=4, attn_logit_softcapping=5.0, query_pre_attn_scalar=16)),
+    # values are narrower than keys
+    "deepseek_v3": ("DeepseekV3Config", dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+                                             qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=2)),
+    "qwen3_next": ("Qwen3NextConfig", dict(head_dim=16, layer_types=["linear_attention", "full_attention"], num_experts=2,
+                                           linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
+                                           linear_num_value_heads=4, shared_expert_intermediate_size=16, **EXPERTS)),
+    "bamba": ("BambaConfig", dict(hidden_size=64, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16)),
+}  # fmt: skip
+RECURRENT = "qwen3_next", "bamba"
+every_model = pytest.mark.parametrize("name", MODELS)
+huggingface.register()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of our functions, call by call."""
+    told = []
+    for name in "forward", "decode", "linear_step", "delta_rule", "mamba2":
+        function = getattr(attention, name)
+        monkeypatch.setattr(
+            attention, name, lambda *a, name=name, function=function, **o: told.append(name) or function(*a, **o)
+        )
+    return told
+
+
+@contextlib.contextmanager
+def recurrent_layers(model, name):
+    """Ours within, and afterwards transformers' own again, which models of the other implementations call, too."""
+    if name not in RECURRENT:
+        yield
+        return
+    assert huggingface.linear_layers(model) is model
+    yield
+    home = sys.modules[type(model).__module__]
+    for key in huggingface_linear.LAYERS:
+        if hasattr(home, key):
+            setattr(home, key, getattr(home, key).replaces)
+
+
+def models(name, device="cpu"):
+    """The same weights three times: ours in bfloat16, eager in bfloat16, eager in float32."""
+    torch.manual_seed(0)
+    kind, more = MODELS[name]
+    config = lambda: getattr(transformers, kind)(**COMMON | more)
+    kinds = (("tiles", torch.bfloat16), ("eager", torch.bfloat16), ("eager", torch.float32))
+    made = [
+        transformers.AutoModelForCausalLM.from_config(config(), attn_implementation=implementation, dtype=dtype)
+        for implementation, dtype in kinds
+    ]
+    ours, low, exact = (model.to(device).eval() for model in made)
+    with torch.no_grad():
+        for key, parameter in ours.named_parameters():
+            if "sinks" in key:
+                parameter.normal_()
+    for model in low, exact:
+        model.load_state_dict(ours.state_dict())
+    return ours, low, exact
+
+
+def prompts(tokens=PROMPT, padded=True, device="cpu"):
+    """(two sequences, where they are no padding): the second begins with padding."""
+    ids = torch.randint(2, VOCABULARY, (2, tokens), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    if padded:
+        ids[1, :PAD] = mask[1, :PAD] = 0
+    return ids.to(device), mask.to(device)
+
+
+def check_close(ours, low, exact, what=""):
+    """What rounding does to eager in bfloat16 it may do to ours twice."""
+    scale = exact.float().std()
+    error, usual = ((x.float() - exact.float()).abs().max() for x in (ours, low))
+    assert error <= 2 * usual + 0.02 * scale, f"{what}: {error:.3g}, eager in bfloat16 {usual:.3g}, of {scale:.3g}"
+    return 2 * usual + 0.02 * scale
+
+
+def check_generates(name, device, tokens=PROMPT, padded=True, **options):
+    """Each token is the one that eager finds likeliest, but where two are as likely as rounding can tell."""
+    ours, low, exact = models(name, device)
+    ids, mask = prompts(tokens, padded, device)
+    told = dict(attention_mask=mask, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    with recurrent_layers(ours, name):
+        made = ours.generate(ids, **told, **options)
+    found, sequences = torch.stack(made.logits, 1), made.sequences
+    assert sequences.shape == (2, tokens + NEW)
+    mask = torch.cat([mask, mask.new_ones(2, NEW)], 1)[:, :-1]
+    with torch.no_grad():
+        theirs = [m(sequences[:, :-1], attention_mask=mask, use_cache=False).logits[:, tokens - 1 :] for m in (low, exact)]
+    tolerance = check_close(found, *theirs, "logits")
+    likeliest = theirs[1].topk(2)
+    sure = likeliest.values[..., 0] - likeliest.values[..., 1] > 2 * tolerance
+    assert (sequences[:, tokens:] == likeliest.indices[..., 0])[sure].all()
+
+
+@every_model
+def test_generates_as_eager(name, calls):
+    check_generates(name, "cpu", disable_compile=True)
+    of_layer = 1 if name in RECURRENT else 2
+    few = name == "deepseek_v3"  # its 20 tokens of single heads are few enough
+    assert calls.count("forward") == of_layer * (not few) and calls.count("decode") == of_layer * (NEW - 1 + few)
+    assert (calls.count("delta_rule"), calls.count("linear_step")) == ((1, NEW - 1) if name == "qwen3_next" else (0, 0))
+    assert calls.count("mamba2") == NEW * (name == "bamba")
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_generates_with_a_static_cache(name, padded):
+    check_generates(name, "cpu", padded=padded, cache_implementation="static", disable_compile=True)
+
+
+def step(model, ids, mask, **options):
+    """(the loss, the gradients by the parameters' names) of a step on all tokens that follow on one."""
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, 1:][mask[:, :-1] == 0] = -100  # of a query that is padding
+    model.train().zero_grad()
+    loss = model(ids, attention_mask=mask if (mask == 0).any() else None, labels=labels, use_cache=False, **options).loss
+    loss.backward()
+    return loss.detach(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+def check_trains(name, device, **options):
+    """The loss and each gradient are as near to eager's in float32 as eager's in bfloat16 are."""
+    three = models(name, device)
+    with recurrent_layers(three[0], name):  # which a step goes past
+        (ours, grads), (low, of_low), (exact, of_exact) = (step(model, *prompts(**options, device=device)) for model in three)
+    check_close(ours, low, exact + torch.tensor([0.0, 1.0], device=device), "loss")
+    assert grads.keys() == of_exact.keys()
+    for key, gradient in of_exact.items():
+        error, usual = ((g[key].float() - gradient).norm() / (gradient.norm() + 1e-6) for g in (grads, of_low))
+        assert error <= 2 * usual + 0.02, f"{key}: {error:.3g}, eager in bfloat16 {usual:.3g}"
+
+
+@every_model
+def test_trains_as_eager(name):
+    check_trains(name, "cpu", padded=name in ("llama", "gpt_oss"))
+
+
+def test_packed_sequences_are_apart():
+    """Positions that begin anew are documents, and so are ends; each gives what it gives alone."""
+    ours, low, exact = models("llama")
+    ids, _ = prompts(padded=False)
+    lengths = 9, PROMPT - 9
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].expand(2, -1)
+    with torch.no_grad():
+        alone = [torch.cat([m(x, use_cache=False).logits for x in ids.split(lengths, 1)], 1) for m in (low, exact)]
+        check_close(ours(ids, position_ids=positions, use_cache=False).logits, *alone)
+        ends = torch.tensor([0, 9, PROMPT], dtype=torch.int32)
+        told = dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=11, max_length_k=11, use_cache=False)
+        check_close(ours(ids[:1], position_ids=positions[:1], **told).logits, *[x[:1] for x in alone])
+
+
+@pytest.mark.parametrize("of", ["holes", "truth values", "truth values of heads", "floats"])
+def test_other_masks_are_served(of):
+    ours, low, exact = models("llama")
+    ids, mask = prompts()
+    if of == "holes":
+        mask[0, 5:8] = mask[1, 12] = 0
+        masks = [mask] * 3
+    else:
+        seen = torch.ones(2, 4 if of.endswith("heads") else 1, PROMPT, PROMPT, dtype=torch.bool).tril()
+        seen[0, -1, 10:, 4] = seen[1, 0, 8:, 2:6] = False
+        floats = torch.where(seen, 0.0, -1e30)
+        masks = [floats.bfloat16() if of == "floats" else seen, floats.bfloat16(), floats]
+    rows = mask == 1 if of == "holes" else mask >= 0
+    with torch.no_grad():
+        check_close(*[m(ids, attention_mask=x, use_cache=False).logits[rows] for m, x in zip((ours, low, exact), masks)])
+
+
+def attended(layer, *qkv, mask=None, **options):
+    """What the layer's function gives."""
+    out, weights = huggingface.attend(SimpleNamespace(**layer), *qkv, mask, **options)
+    assert weights is None
+    return out.float()
+
+
+def test_what_a_layer_says_by_itself():
+    """Without a mask the layer says what is seen: all keys, a window; and adds a bias."""
+    q, k, v = (torch.randn(2, heads, 20, 16).bfloat16() for heads in (4, 2, 2))
+    k, v = k[:, :, :12], v[:, :, :12]  # keys of another sequence
+    bias = torch.randn(1, 4, 20, 12)
+    scores = q.float() @ k.float().repeat_interleave(2, 1).mT * 0.3
+    wide = v.float().repeat_interleave(2, 1)
+    for added in None, bias:
+        expected = (scores + (0 if added is None else added)).softmax(-1) @ wide
+        found = attended(dict(is_causal=False), q, k, v, scaling=0.3, position_bias=added)
+        torch.testing.assert_close(found, expected.transpose(1, 2), atol=0.02, rtol=0.02)
+    far = torch.arange(12)[:, None] - torch.arange(12)
+    expected = scores[:, :, :12].masked_fill((far < 0) | (far > 2), -torch.inf).softmax(-1) @ wide
+    for tokens in 12, 1:  # forward, decode
+        found = attended(dict(is_causal=True), q[:, :, 12 - tokens : 12], k, v, scaling=0.3, sliding_window=3)
+        torch.testing.assert_close(found, expected.transpose(1, 2)[:, -tokens:], atol=0.02, rtol=0.02)
+
+
+def test_norms_in_float32_are_rounded_and_the_rest_is_refused():
+    q, k, v = torch.randn(3, 1, 2, 4, 16).bfloat16()
+    found = attended({}, q.float(), k.float(), v)
+    assert torch.equal(found, attended({}, q, k, v))
+    for refused in dict(output_attentions=True), dict(cache=object()):
+        with pytest.raises(NotImplementedError, match=f"{next(iter(refused))}: is not served"):
+            attended({}, q, k, v, **refused)
+    with pytest.raises(
+        ValueError, match="model: has no layers that call one of torch_chunk_gated_delta_rule.*LlamaForCausalLM"
+    ):
+        huggingface.linear_layers(models("llama")[0])
+
+
+def test_recurrent_layers_are_replaced_once():
+    ours = models("qwen3_next")[0]
+    with recurrent_layers(ours, "qwen3_next"):
+        once = modeling_qwen3_next.torch_chunk_gated_delta_rule
+        huggingface.linear_layers(ours)
+        assert modeling_qwen3_next.torch_chunk_gated_delta_rule is once and once.replaces
+    assert not hasattr(modeling_qwen3_next.torch_chunk_gated_delta_rule, "replaces")
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+def opened(mask, queries, keys, place, begin):
+    """A mask of ours as sdpa's: which keys each query sees."""
+    if mask is not None and mask.dtype == torch.bool:
+        return mask
+    seen = read(mask)
+    i, j = torch.arange(queries)[:, None], torch.arange(keys)
+    end = torch.full((2,), keys) if seen.end is None else seen.end
+    past = i - queries + end[:, None, None, None] - j  # how far a key is behind a query
+    see = past >= 0
+    if seen.window:
+        see = see & (past < seen.window)
+    if seen.first is not None:
+        see = see & (j >= seen.first[:, None, None, None])
+    if seen.documents is not None:
+        see = see & (seen.documents[:, None, :, None] == seen.documents[:, None, None])
+    return see
+
+
+MASKS = {"all": ((), ()), "left": ((0, 3), ()), "right": ((), (2, 0)), "both": ((2, 0), (0, 3)), "hole": ((), (), (5, 7))}
+FUNCTIONS = {
+    "causal": masking_utils.causal_mask_function,
+    "window": masking_utils.sliding_window_causal_mask_function(6),
+    "window of one": masking_utils.sliding_window_causal_mask_function(1),
+    "wide": masking_utils.sliding_window_causal_mask_function(500),
+    "chunked": masking_utils.chunked_causal_mask_function(5, torch.zeros(2, dtype=torch.long)),
+    "both ways": masking_utils.bidirectional_mask_function,
+}
+
+
+@pytest.mark.parametrize("padding", MASKS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_masks_say_what_transformers_masks_say(function, padding):
+    """For prompts, further tokens, static caches that are not full, sliding ones that begin late; of queries that count."""
+    for queries, place, room, begin, static in [
+        (12, 0, 0, 0, False), (1, 11, 0, 0, False), (4, 8, 0, 0, False), (40, 0, 0, 0, False), (12, 0, 9, 0, True),
+        (1, 11, 9, 0, True), (40, 8, 5, 0, True), (3, 9, 0, 6, False),
+    ]:  # fmt: skip
+        told, keys = place + queries, place + queries + room - begin
+        tokens = torch.ones(2, told, dtype=torch.bool)
+        left, right, *hole = MASKS[padding]
+        for n, count in enumerate(left):
+            tokens[n, :count] = False
+        for n, count in enumerate(right):
+            tokens[n, told - count :] = False
+        for first, last in hole:
+            tokens[0, first:last] = False
+        asked = dict(mask_function=FUNCTIONS[function], attention_mask=None if padding == "all" and static else tokens)
+        at = torch.tensor(place) if static else place
+        made = mask_of(2, queries, keys, at, begin, **asked)
+        theirs = masking_utils.sdpa_mask(2, queries, keys, at, begin, allow_is_causal_skip=False, **asked)
+        counts = tokens[:, None, place:, None] & theirs.any(-1, keepdim=True)
+        assert torch.equal(opened(made, queries, keys, place, begin) & counts, theirs & counts), (queries, place, room, begin)
+        run = (
+            function in ("causal", "window", "wide")
+            and padding != "hole"
+            and not (padding in ("right", "both") and queries < 5)
+        )
+        if run:
+            assert made is None or made.dtype != torch.bool
+
+
+def test_masks_of_documents():
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
+    for window in None, 3:
+        function = FUNCTIONS["causal"] if window is None else masking_utils.sliding_window_causal_mask_function(window)
+        function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))
+        made = mask_of(2, 8, 8, mask_function=function)
+        assert made.shape == (2, window or 1, 5, 8) and torch.equal(
+            opened(made, 8, 8, 0, 0), masking_utils.sdpa_mask(2, 8, 8, mask_function=function, allow_is_causal_skip=False)
+        )
+
+
+def test_masks_are_read_as_they_were_made():
+    """Whether one asks the numbers, as a compiled graph does, or what is kept beside them; they take no memory for queries."""
+    left = torch.ones(2, 50, dtype=torch.bool)
+    left[1, :4] = False
+    window = FUNCTIONS["window"]
+    for queries, function, tokens in itertools.product((1, 50), (FUNCTIONS["causal"], window), (None, left)):
+        made = mask_of(2, queries, 50, 50 - queries, mask_function=function, attention_mask=tokens)
+        if made is None:
+            assert queries == 50 and function is not window and tokens is None
+            continue
+        assert made.ndim == 4 and made.untyped_storage().nbytes() <= 32
+        kept = read(made)
+        del made.seen
+        again = read(made)
+        assert kept.window == again.window
+        for one, other in zip(kept[1:4], again[1:4]):
+            assert one is other is None or torch.equal(one, other)
+
+
+def test_compiled_whole():
+    """A step, with the mask that is made before it, is one graph, which serves all steps; so is a model without a cache."""
+    ours = models("llama")[0]
+    ids, mask = prompts()
+    compiled = torch.compile(ours.forward, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for given in {}, dict(attention_mask=mask):
+            one, other = (f(ids, use_cache=False, **given).logits[mask == 1] for f in (compiled, ours))
+            torch.testing.assert_close(one, other)
+    told = dict(attention_mask=mask, max_new_tokens=NEW, do_sample=False, cache_implementation="static", disable_compile=True)
+    expected = ours.generate(ids, **told)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        torch._dynamo.reset()
+        ours.forward = compiled
+        assert torch.equal(ours.generate(ids, **told), expected)
+
+
+# ---- on the card: few, for each compiles kernels of its own ------------------------------------------------------------
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
+def test_generates_on_the_card(name):
+    check_generates(name, "cuda", 150, disable_compile=True)
+
+
+@pytest.mark.gpu
+def test_trains_on_the_card():
+    check_trains("gpt_oss", "cuda", tokens=150)
