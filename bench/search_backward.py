@@ -150,8 +150,9 @@ def timed(head_dim: int, length: int) -> None:
 def said(module, config) -> str:
     """A configuration in a line."""
     rings = ", ".join(f"{name.replace('_stages', '')} {getattr(config, name)}" for name in RINGS if hasattr(config, name))
-    more = "".join([f", {name}" for name in ("rounded", "turns") if getattr(config, name, False)]) + " *" * in_use(module, config)
-    return f"{module.__name__.rpartition('.')[2]:12} {config.rows:3} queries x {config.kv:3} keys; {rings}{more}"
+    more = "".join([f", {name}" for name in ("rounded", "turns") if getattr(config, name, False)])
+    star = " *" * in_use(module, config)
+    return f"{module.__name__.rpartition('.')[2]:12} {config.rows:3} queries x {config.kv:3} keys; {rings}{more}{star}"
 
 
 def main() -> None:

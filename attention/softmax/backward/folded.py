@@ -1,9 +1,9 @@
 """Gradients of softmax attention for Hopper, folded: hopper.py, with other products under the exponentials.
 
 What is left of a tile of queries, dK, is issued behind the scores of the next tile, and behind it the part of dQ of the tile
-before: so they run while the next weights are found, and no consumer waits for the other one's dS. dV runs while dS is made, and
-what TMA adds is published with dS, under one fence. It takes some more registers, and so is for plain scores of one kind of
-heads (`serves`)."""
+before: so they run while the next weights are found, and no consumer waits for the other one's dS. dV runs while dS is made,
+and what TMA adds is published with dS, under one fence. It takes some more registers, and so is for plain scores of heads that
+are not wide (`serves`)."""
 
 import functools
 import itertools
@@ -32,8 +32,8 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 
 @dataclass(frozen=True)
 class Config(hopper.Config):
-    """A kernel's shape. Each consumer owns 64 keys, and one part of dQ. turns: consumers issue scores in turn, so that one is at
-    its exponentials while the other's products run."""
+    """A kernel's shape. Each consumer owns 64 keys, and one part of dQ. turns: consumers issue scores in turn, so that one is
+    at its exponentials while the other's products run."""
 
     turns: bool = False
 
