@@ -8,8 +8,6 @@ import torch
 from torch._C._functorch import TransformType
 
 from .asked import differentiated
-from .backward.backward import plain as plain_backward
-from .forward import plain as plain_forward
 from .gradient import DIFFERENTIABLE, ONCE, flat, gradients, grouped, unserved
 
 ELEMENTS = 8  # 16 bytes of a tile's elements, which TMA moves
@@ -47,7 +45,9 @@ class Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, causal, scale, deterministic, family, layout):
         """Without gradients."""
-        out, lse = made = plain_forward(q, k, v, causal, scale, family, layout)
+        from .forward import plain
+
+        out, lse = made = plain(q, k, v, causal, scale, family, layout)
         ctx.options = causal, scale, deterministic, family, layout
         ctx.set_materialize_grads(False)  # else lse's would be zeros, made on the device
         ctx.mark_non_differentiable(lse)
@@ -64,7 +64,9 @@ class Plain(torch.autograd.Function):
             raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
         causal, scale, deterministic, family, layout = ctx.options
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
-        found = plain_backward((_adjacent(dout), *saved), causal, scale, in_order, family, layout)
+        from .backward.backward import plain
+
+        found = plain((_adjacent(dout), *saved), causal, scale, in_order, family, layout)
         return *found, None, None, None, None, None
 
 

