@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import draw, inputs, poisoned, there
 from places import BF16, RANDOMLY, OnCard, OnInterpreter
