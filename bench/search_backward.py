@@ -36,7 +36,7 @@ def registers(module, config) -> int:
     if module is wide:  # dK or dV, scores, weights or slopes twice
         return max(dims) // 2 + rows // 2 + 2 * (rows // 4)
     sums, scores, part = sum(dims) // (2 * config.share), rows // 2, config.parts.across // 2
-    if module is folded:  # the last tile's dS and part of dQ are in use while weights are found
+    if module is folded:  # a tile's dS and the part of dQ before it are in use while weights are found
         return sums + scores + part + rows // 4
     return sums + scores + max(scores + rows // 4 * (2 if config.rounded else 1), part)
 
@@ -60,8 +60,9 @@ def every(head_dim: int, variant: Variant):
             continue  # one consumer would have more of dQ than the other
         config = replace(config, dq_stages=dq * hopper.CONSUMERS)  # else a slot would change hands between consumers
         yield hopper, config
-        if config.share == 1 and config.parts.count == hopper.CONSUMERS and not rounded:
-            yield folded, folded.Config(**{k: v for k, v in vars(config).items() if k != "rounded"})
+        if config.share == 1 and config.parts.count == hopper.CONSUMERS:
+            for turns in (False, True):
+                yield folded, folded.Config(**vars(config), turns=turns)
 
 
 PLAIN = bf16, FULL
@@ -89,7 +90,8 @@ def candidates(head_dim: int, variant: Variant = FULL):
 
 def in_use(module, config) -> bool:
     """Is this what problems are served with?"""
-    return config == module.config_for(config.head_dim, config.dtype, config.variant)
+    ours = module is not hopper or not folded.serves(config.head_dim, config.variant)
+    return ours and config == module.config_for(config.head_dim, config.dtype, config.variant)
 
 
 @contextlib.contextmanager
@@ -148,8 +150,9 @@ def timed(head_dim: int, length: int) -> None:
 def said(module, config) -> str:
     """A configuration in a line."""
     rings = ", ".join(f"{name.replace('_stages', '')} {getattr(config, name)}" for name in RINGS if hasattr(config, name))
-    more = ", rounded" * getattr(config, "rounded", False) + " *" * in_use(module, config)
-    return f"{module.__name__.rpartition('.')[2]:12} {config.rows:3} queries x {config.kv:3} keys; {rings}{more}"
+    more = "".join([f", {name}" for name in ("rounded", "turns") if getattr(config, name, False)])
+    star = " *" * in_use(module, config)
+    return f"{module.__name__.rpartition('.')[2]:12} {config.rows:3} queries x {config.kv:3} keys; {rings}{more}{star}"
 
 
 def main() -> None:

@@ -39,6 +39,37 @@ class Attention(torch.autograd.Function):
         return None, None, *[made.get(name) for name in ctx.names]
 
 
+class Plain(torch.autograd.Function):
+    """The same of q, k and v alone, with no option that is an array: what most calls are, in a third of the host's time."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal, scale, deterministic, family, layout):
+        """Without gradients."""
+        from .forward import plain
+
+        out, lse = made = plain(q, k, v, causal, scale, family, layout)
+        ctx.options = causal, scale, deterministic, family, layout
+        ctx.set_materialize_grads(False)  # else lse's would be zeros, made on the device
+        ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return made
+
+    @staticmethod
+    def backward(ctx, dout, _):
+        """See Attention."""
+        if dout is None:
+            return (None,) * 8
+        saved = ctx.saved_tensors
+        if torch.is_grad_enabled() and any([x.requires_grad for x in (dout, *saved)]):
+            raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
+        causal, scale, deterministic, family, layout = ctx.options
+        in_order = deterministic or torch.are_deterministic_algorithms_enabled()
+        from .backward.backward import plain
+
+        found = plain((_adjacent(dout), *saved), causal, scale, in_order, family, layout)
+        return *found, None, None, None, None, None
+
+
 class Transformed(torch.autograd.Function):
     """The same, as torch.func wants it; torch then takes 30 us more to call it."""
 
@@ -83,6 +114,17 @@ def _again(dout: Any, tensors: Sequence[Any], over: bool) -> bool:
     if enclosing and not over:
         return enclosing > 1
     return torch.is_grad_enabled() and any([x.requires_grad for x in (dout, *tensors)])
+
+
+def plain(
+    q: Any, k: Any, v: Any, causal: bool, scale: float | None, deterministic: bool, family: str | None, layout: str
+) -> tuple[Any, Any] | None:
+    """What `differentiable` gives of a call with no more than this; None: ask there."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    if torch.is_autocast_enabled(q.device.type):
+        return None
+    return Plain.apply(q, k, v, causal, scale, deterministic, family, layout)
 
 
 def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:

@@ -156,6 +156,15 @@ def forward(
     common = number("scale", scale), flag("return_lse", return_lse), family
     if flag("deterministic", deterministic) and tracing(q):
         raise NotImplementedError("deterministic: of JAX's gradients there is no fixed order yet; attention.backward has it")
+    of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
+    of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
+    simple = of_keys and of_scores and not dropout and isinstance(aux, tuple) and not aux
+    if simple and out is stream is None and differentiated(q, k, v):
+        from .autograd import plain as differentiable_plain
+
+        made = differentiable_plain(q, k, v, flag("causal", causal), common[0], deterministic, family, layout)
+        if made is not None:
+            return made if return_lse else made[0]
     learned = (
         q,
         k,
@@ -180,9 +189,7 @@ def forward(
         made = differentiable(told)
         if made is not None:
             return made if return_lse else made[0]
-    of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
-    of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
-    if of_keys and of_scores and not dropout and isinstance(aux, tuple) and not aux:
+    if simple:
         return _forward(stream, (q, k, v, out, None), (flag("causal", causal), *common), layout)
     left, right = ends_of(window)
     random, (size, ready_for, lists) = random_of(dropout, seed), blocks_of(blocks)
@@ -195,6 +202,11 @@ def forward(
     if isinstance(blocks, Making):
         return _block_lists(stream, given[: len(LISTS.names)], options, layout)
     return _variant(stream, given, options, layout)
+
+
+def plain(q: Any, k: Any, v: Any, causal: bool, scale: float | None, family: str | None, layout: str) -> tuple[Any, Any]:
+    """(out, lse) of forward on the current stream, with no more options than these."""
+    return _forward(None, (q, k, v, None, None), (causal, scale, True, family), layout)
 
 
 def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -> BlockLists:

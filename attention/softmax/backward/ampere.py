@@ -19,52 +19,30 @@ from numpy import int32
 
 from ops import add_held, block, divmod, exp2, load, mma_AB, mma_ABt, store, subtile, truncate, turned, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st
-from tiles.arguments import FLOAT, INT, Record, array, record
+from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
-from ..kind import Kind
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
-from .lists import facing
-from .order import UNORDERED, Ordered, Unordered
+from .by_keys import ByKeys
+from .order import Ordered
 from .parts import BAND, PANEL, Held
-from .results import Added, Written
-from .tiling import Facing
 
 
 @dataclass(frozen=True)
-class Config(Kind):
-    """A kernel's shape: query rows of a tile; how many warps share the columns of the same 16 keys; blocks that a
-    multiprocessor is to hold. piece: the bytes that bases and strides are multiples of. ordered: see order.py. adds: see
-    results.py."""
+class Config(ByKeys):
+    """A kernel's shape: how many warps share the columns of the same 16 keys; blocks that a multiprocessor is to hold. piece:
+    the bytes that bases and strides are multiples of."""
 
-    queries: int
     share: int
     resident: int
     piece: int = 16
-    ordered: bool = False
-    adds: bool = False
 
     @property
-    def order(self) -> Unordered:
-        """In which order blocks add to dQ."""
-        return Ordered(self.warps, False) if self.ordered else UNORDERED
-
-    @property
-    def result(self) -> Written:
-        """What becomes of gradients."""
-        return Added(fp32) if self.adds else Written(self.dtype)
-
-    @property
-    def given(self) -> Record:
-        """What the kernel is told of the variant, of sequences, of lists and of the order."""
-        return record(**super().given.fields, **self.order.given)
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a tile."""
-        return self.queries
+    def in_order(self) -> Ordered:
+        """See ByKeys."""
+        return Ordered(self.warps, False)
 
     @property
     def warps(self) -> int:
@@ -77,17 +55,12 @@ class Config(Kind):
         return LANES * self.warps
 
     @property
-    def tiling(self) -> Facing:
-        """Which queries see a block of keys."""
-        return facing(self.by_list)(self.rows, self.kv, self.variant, self.lie.apart)
-
-    @property
     def parts(self) -> Held:
         """How dQ is cut."""
         return Held(self.rows, self.kv, self.head_dim, self.dtype, self.piece)
 
     def __str__(self):
-        return super().__str__() + f", by {self.piece} bytes" * (self.piece != 16) + str(self.order) + " adds" * self.adds
+        return super().__str__() + f", by {self.piece} bytes" * (self.piece != 16)
 
 
 SHAPES = {64: (64, 64, 1, 2), 128: (64, 64, 2, 1), 256: (32, 32, 2, 1)}  # padded head_dim: (kv, queries, share, resident)
@@ -124,7 +97,7 @@ def make(config: Config):
         k=pipeline(config.key, 1, WARPS),
         v=pipeline(config.value, 1, WARPS),
         q=pipeline(config.query, 1, WARPS),
-        do=pipeline(st(ROWS, config.value_dim, INPUT), 1, WARPS),
+        do=pipeline(config.dout, 1, WARPS),
         ds=st(ROWS * BANDS, BAND, INPUT),
     )
 

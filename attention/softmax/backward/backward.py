@@ -70,6 +70,7 @@ ADDED = """
     dv   BTGV  float32  updated
 """
 BACKWARD, INTO = Schema("backward", GIVEN.rstrip() + MADE), Schema("backward_into", GIVEN.rstrip() + ADDED)
+ABSENT = (None,) * (len(BACKWARD.names) - 6)  # of a call that has nothing but dout, q, k, v, out and lse
 INTO_SINKS = Schema("backward_into_sinks", GIVEN.rstrip() + ADDED.rstrip() + "\n    dsink  H   float32  updated\n")
 
 
@@ -186,6 +187,14 @@ def backward(
     dq, of_q_norm = norms.gradients("q", q, found[0], q_norm, eps, dq, stream, layout)
     dk, of_k_norm = norms.gradients("k", k, found[1], k_norm, eps, dk, stream, layout)
     return dq, dk, *found[2:], *of_q_norm, *of_k_norm
+
+
+def plain(
+    of: tuple, causal: bool, scale: float | None, deterministic: bool, family: str | None, layout: str
+) -> tuple[Any, Any, Any]:
+    """backward of (dout, q, k, v, out, lse) on the current stream, with no more options than these."""
+    options = causal, *(None,) * 10, scale, deterministic, "", family
+    return _backward(None, (*of, *ABSENT), options, layout)
 
 
 def each_of(daux: Any, aux: tuple) -> tuple:

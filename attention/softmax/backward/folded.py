@@ -1,13 +1,15 @@
 """Gradients of softmax attention for Hopper, folded: hopper.py, with other products under the exponentials.
 
-What is left of a tile of queries, dK and its part of dQ, is issued behind the scores of the next tile, so that they run while
-the next weights are found; dV runs while dS is made, and what TMA adds is published with dS, under one fence. It takes some
-more registers, and so is for plain scores of one kind of heads (`serves`)."""
+What is left of a tile of queries, dK, is issued behind the scores of the next tile, and behind it the part of dQ of the tile
+before: so they run while the next weights are found, and no consumer waits for the other one's dS. dV runs while dS is made,
+and what TMA adds is published with dS, under one fence. It takes some more registers, and so is for plain scores of heads that
+are not wide (`serves`)."""
 
 import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from numba import cuda
 from numpy import int32
@@ -16,17 +18,29 @@ from ops import divmod, exp2, load, store_wait, subtile, tma_add, turned, warpgr
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
+from ..hopper import AsTheyCome
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
 from . import hopper
 from .hopper import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
 
-HEAD_DIM = 128  # padded
+SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
+    64: {"queries": 128, "rounded": True, "turns": True},
+    128: {"queries": 64},
+}
 
 
 @dataclass(frozen=True)
 class Config(hopper.Config):
-    """A kernel's shape. Each consumer owns 64 keys, and one part of dQ."""
+    """A kernel's shape. Each consumer owns 64 keys, and one part of dQ. turns: consumers issue scores in turn, so that one is
+    at its exponentials while the other's products run."""
+
+    turns: bool = False
+
+    @property
+    def turn(self):
+        """In which order consumers issue their products."""
+        return warpgroup.ping_pong(CONSUMERS) if self.turns else AsTheyCome()
 
     def __str__(self):
         return super().__str__() + " folded"
@@ -34,30 +48,31 @@ class Config(hopper.Config):
 
 def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> bool:
     """Is this kernel for such heads?"""
-    return HEAD_DIM // 2 < max(head_dim, value_dim or 0) <= HEAD_DIM and not variant.scored
+    return max(head_dim, value_dim or 0) <= max(SHAPES) and not variant.scored
 
 
 @functools.lru_cache(1024)
 def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None) -> Config:
-    """The configuration that serves a problem."""
-    return Config(HEAD_DIM, HEAD_DIM, dtype, variant, CONSUMERS * warpgroup.ROWS, warpgroup.ROWS)
+    """The configuration that serves a problem: the next larger dims, both as the greater one."""
+    padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
+    return Config(padded, padded, dtype, variant, CONSUMERS * warpgroup.ROWS, **SHAPES[padded])
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with."""
     if arch == "sm_90a":
-        for of, variant in itertools.product((bf16, fp16) if everything else (bf16,), (FULL, CAUSAL)):
-            yield config_for(HEAD_DIM, of, variant)
+        for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
+            yield config_for(head_dim, of, variant)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    GIVEN, AUX, INPUT, BY_ROWS = config.given, config.aux, config.dtype, config.variant.by_rows
+    GIVEN, AUX, INPUT, ROUNDED, BY_ROWS = config.given, config.aux, config.dtype, config.rounded, config.variant.by_rows
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
-    readers = CONSUMERS * warpgroup.WARPGROUP
+    readers, turn = CONSUMERS * warpgroup.WARPGROUP, config.turn
     keep, claim = REGISTERS
     smem = shared(
         k=ring(config.key, 1, readers),
@@ -82,31 +97,68 @@ def make(config: Config):
 
     @inlined
     def sloped(j, p, dv, values, rings, me):
-        """dS of tile j, whose weights are p, for dK and, in shared memory, for dQ; and dV."""
+        """dS of tile j, whose weights are p, for dK and, in shared memory, for dQ; and dV, under way."""
         q, do, ds, dq, sums = rings
         dp = warpgroup.mm_ABt(values, do.wait(j))
-        dv = warpgroup.mma_AB(dv, INPUT(turned(p)), do.wait(j))
+        weights = INPUT(turned(p))
+        dv = warpgroup.mma_AB(dv, weights, do.wait(j))
         dp = turned(warpgroup.wait(dp, newer=1))
+        if ROUNDED:
+            p = fp32(turned(weights))
         slope = INPUT(turned(p * (dp - load(subtile(sums.wait(j), ROWS, 1), S.col_vec))))
         warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, me), slope)
         ds.publish(j)
-        if j > 0:
-            dq.publish(PARTS * (j - 1) + me, True)
         sums.release(j, None, True)
-        dv = warpgroup.wait(dv)
-        do.release(j)
         return slope, dv
 
     @inlined
-    def finished(j, dk, part, rings, me):
-        """dK with tile j, whose part of dQ is on its way."""
+    def stored(j, part, rings, me):
+        """The part of dQ of tile j, for a sender."""
         q, do, ds, dq, sums = rings
-        part = warpgroup.wait(part)
-        dk = warpgroup.wait(dk)
         ds.release(j)
-        q.release(j)
         warpgroup.store_held(dq.claim(PARTS * j + me), part)
-        return dk
+
+    def stepping(later):
+        """From one tile of queries to the next; `later` than the first step a part of dQ is found, too."""
+
+        @inlined
+        def step(j, slope, dk, dv, cut, rings, blocks, me, at, key, scale):
+            q, do, ds, dq, sums = rings
+            keys, values, every_key = blocks
+            turn.take(me)
+            s = warpgroup.mm_ABt(keys, q.wait(j + 1))
+            dk = warpgroup.mma_AB(dk, slope, q.wait(j))
+            if later:
+                part = parts.product(me, ds.wait(j - 1), every_key.wait(0))
+            turn.give(me)
+            s = warpgroup.wait(s, newer=2 if later else 1)
+            mine = int32(key + EACH * me + S.cols * warpgroup.rank())  # anew, for registers' sake
+            p = weighed(j + 1, s, cut, sums, at, mine, scale)
+            if later:
+                part = warpgroup.wait(part)
+            dk = warpgroup.wait(dk)
+            q.release(j)
+            if later:
+                stored(j - 1, part, rings, me)
+            slope, dv = sloped(j + 1, p, dv, values, rings, me)
+            if later:
+                dq.publish(PARTS * (j - 1) + me, True)
+            dv = warpgroup.wait(dv)
+            do.release(j + 1)
+            return slope, dk, dv
+
+        return step
+
+    @inlined
+    def following(i, every, here):
+        """The number of the tile of a head behind its i-th, and where it lies; behind the last one the next head's first."""
+        i = int32(i + 1)
+        if i == every.n:
+            i, here = int32(0), here._replace(head=int32(here.head + 1))
+            here = here._replace(kept=variant.keep(here))
+        return i, here._replace(row=int32(ROWS * (every.first + i)))
+
+    first_step, step = stepping(False), stepping(True)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
@@ -149,33 +201,37 @@ def make(config: Config):
         else:
             warpgroup.claim_registers(claim)
             dk, dv = zeros(DK), zeros(DV)
-            mine, rings = int32(key + EACH * me + S.cols * warpgroup.rank()), (q, do, ds, dq, sums)
             if tiles > 0:
                 here = at._replace(row=int32(ROWS * every.first))
                 here = here._replace(kept=variant.keep(here))
-                keys, values = subtile(k.wait(0), EACH, me), subtile(v.wait(0), EACH, me)
-                s = warpgroup.wait(warpgroup.mm_ABt(keys, q.wait(0)))
-                p = weighed(int32(0), s, tiling.cut(every, 0), sums, here, mine, scale)
-                slope, dv = sloped(int32(0), p, dv, values, rings, me)
-                i = int32(0)
-                for j in range(int32(tiles - 1)):
-                    i = int32(i + 1)
-                    if i == every.n:
-                        i, here = int32(0), here._replace(head=int32(here.head + 1))
-                        here = here._replace(kept=variant.keep(here))
-                    here = here._replace(row=int32(ROWS * (every.first + i)))
-                    s = warpgroup.mm_ABt(keys, q.wait(j + 1))
-                    dk = warpgroup.mma_AB(dk, slope, q.wait(j))
-                    part = parts.product(me, ds.wait(j), k.wait(0))
-                    s = warpgroup.wait(s, newer=2)
-                    mine = int32(key + EACH * me + S.cols * warpgroup.rank())  # anew, for registers' sake
-                    p = weighed(int32(j + 1), s, tiling.cut(every, i), sums, here, mine, scale)
-                    dk = finished(j, dk, part, rings, me)
-                    slope, dv = sloped(int32(j + 1), p, dv, values, rings, me)
-                j = int32(tiles - 1)
-                dk = warpgroup.mma_AB(dk, slope, q.wait(j))
-                dk = finished(j, dk, parts.product(me, ds.wait(j), k.wait(0)), rings, me)
-                dq.publish(PARTS * j + me)
+                rings, blocks_of = (q, do, ds, dq, sums), (subtile(k.wait(0), EACH, me), subtile(v.wait(0), EACH, me), k)
+                mine, i = int32(key + EACH * me + S.cols * warpgroup.rank()), int32(0)
+                turn.begin(me)
+                turn.take(me)
+                s = warpgroup.mm_ABt(blocks_of[0], q.wait(0))
+                turn.give(me)
+                p = weighed(i, warpgroup.wait(s), tiling.cut(every, 0), sums, here, mine, scale)
+                slope, dv = sloped(i, p, dv, blocks_of[1], rings, me)
+                dv = warpgroup.wait(dv)
+                do.release(0)
+                if tiles > 1:
+                    i, here = following(i, every, here)
+                    cut = tiling.cut(every, i)
+                    slope, dk, dv = first_step(int32(0), slope, dk, dv, cut, rings, blocks_of, me, here, key, scale)
+                for j in range(int32(1), int32(tiles - 1)):
+                    i, here = following(i, every, here)
+                    cut = tiling.cut(every, i)
+                    slope, dk, dv = step(int32(j), slope, dk, dv, cut, rings, blocks_of, me, here, key, scale)
+                last = int32(tiles - 1)
+                turn.take(me)
+                dk = warpgroup.wait(warpgroup.mma_AB(dk, slope, q.wait(last)))
+                q.release(last)
+                turn.give(me)
+                for j in range(max(0, last - 1), tiles):
+                    stored(j, warpgroup.wait(parts.product(me, ds.wait(j), k.wait(0))), rings, me)
+                    dq.publish(PARTS * j + me)
+                if me == 0:  # the last turn was the other's to give
+                    turn.take(me)
             row = own.key + key + EACH * me
             warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, 0), 1, 3, True)
             warpgroup.store(gDV, INPUT(dv), (own.batch, row, kv_head, 0), 1, 3, True)

@@ -16,41 +16,35 @@ from numba import cuda
 from numpy import int32
 
 from ops import exp2, load, store_wait, subtile, tma_add, truncate, turned, warpgroup, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
-from tiles.arguments import FLOAT, INT, Record, array, record, tiled
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
+from tiles.arguments import FLOAT, INT, array, tiled
 
-from ..kind import Kind
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
-from .lists import facing
-from .order import UNORDERED, Ordered, Unordered
+from .by_keys import ByKeys
+from .order import Ordered
 from .parts import ByRows, parts_of
-from .results import Added, Written
-from .tiling import Facing
 
 CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
 FILLER, SENDER, SENDERS = 0, 1, 2  # which of the producer's warps brings tiles, and from which on how many send dQ
 
 
 @dataclass(frozen=True)
-class Config(Kind):
-    """A kernel's shape: query rows of a tile, stages of the rings of Q, of dO, of dS and of dQ's parts. Each consumer owns 64
-    keys; where a block has no more than 64, half of the columns of dK and dV. rounded: dS is made of weights as rounded for dV,
-    which takes fewer registers. ordered: see order.py. adds: see results.py."""
+class Config(ByKeys):
+    """A kernel's shape: stages of the rings of Q, of dO, of dS and of dQ's parts. Each consumer owns 64 keys; where a block has
+    no more than 64, half of the columns of dK and dV. rounded: dS is made of weights as rounded for dV, which takes fewer
+    registers."""
 
-    queries: int
     stages: int = 2
     do_stages: int = 2
     ds_stages: int = 2
     dq_stages: int = 2
     rounded: bool = False
-    ordered: bool = False
-    adds: bool = False
 
     @property
-    def order(self) -> Unordered:
-        """In which order blocks add to dQ."""
-        return Ordered(1, True) if self.ordered else UNORDERED
+    def in_order(self) -> Ordered:
+        """See ByKeys."""
+        return Ordered(1, True)
 
     @property
     def senders(self) -> int:
@@ -58,32 +52,9 @@ class Config(Kind):
         return 1 if self.ordered else SENDERS
 
     @property
-    def result(self) -> Written:
-        """What becomes of gradients."""
-        return Added(fp32) if self.adds else Written(self.dtype)
-
-    @property
-    def given(self) -> Record:
-        """What the kernel is told of the variant, of sequences, of lists and of the order."""
-        return record(**super().given.fields, **self.order.given)
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a tile."""
-        return self.queries
-
-    @property
     def threads(self) -> int:
         """Threads of a block: the consumers and one producer warpgroup."""
         return warpgroup.THREADS * (CONSUMERS + 1)
-
-    @property
-    def tiling(self) -> Facing:
-        """Which queries see a block of keys."""
-        return facing(self.by_list)(self.rows, self.kv, self.variant, self.lie.apart)
-
-    def __str__(self):
-        return super().__str__() + str(self.order) + " adds" * self.adds
 
     @property
     def share(self) -> int:
@@ -94,16 +65,6 @@ class Config(Kind):
     def parts(self) -> ByRows:
         """How dQ is cut."""
         return parts_of(self.rows, self.kv, self.head_dim, self.dtype, CONSUMERS)
-
-    @property
-    def of_rows(self) -> sv:
-        """Two numbers of each of a tile's rows: the log-sum-exp of them all, and then their sums of dO O."""
-        return sv(2 * self.rows, fp32)
-
-    @property
-    def dout(self) -> st:
-        """A tile of dO."""
-        return st(self.rows, self.value_dim, self.dtype)
 
 
 SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim

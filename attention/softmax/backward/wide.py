@@ -14,51 +14,29 @@ from numba import cuda
 from numpy import int32
 
 from ops import divmod, exp2, load, subtile, turned, warpgroup, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
-from ..kind import Kind
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
-from .tiling import Facing
+from .by_keys import ByKeys
 
 CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
 WEIGHTS, SLOPES = 0, 1  # what the consumers find
 
 
 @dataclass(frozen=True)
-class Config(Kind):
-    """A kernel's shape: query rows of a tile, stages of the rings of Q, of dO and of P."""
+class Config(ByKeys):
+    """A kernel's shape: stages of the rings of Q, of dO and of P."""
 
-    queries: int = 64
     stages: int = 2
     do_stages: int = 2
     p_stages: int = 2
 
     @property
-    def rows(self) -> int:
-        """Query rows of a tile."""
-        return self.queries
-
-    @property
     def threads(self) -> int:
         """Threads of a block: the consumers and one producer warpgroup."""
         return warpgroup.THREADS * (CONSUMERS + 1)
-
-    @property
-    def tiling(self) -> Facing:
-        """Which queries see a block of keys."""
-        return Facing(self.rows, self.kv, self.variant)
-
-    @property
-    def of_rows(self) -> sv:
-        """Two numbers of each of a tile's rows: the log-sum-exp of them all, and then their sums of dO O."""
-        return sv(2 * self.rows, fp32)
-
-    @property
-    def dout(self) -> st:
-        """A tile of dO."""
-        return st(self.rows, self.value_dim, self.dtype)
 
 
 def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> bool:
@@ -69,7 +47,7 @@ def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> boo
 @functools.lru_cache(1024)
 def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None) -> Config:
     """The configuration that serves a problem."""
-    return Config(256, 256, dtype, variant, warpgroup.ROWS)
+    return Config(256, 256, dtype, variant, warpgroup.ROWS, warpgroup.ROWS)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:

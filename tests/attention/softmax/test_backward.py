@@ -22,9 +22,10 @@ NAMES = "dq", "dk", "dv", "dsink"
 NOTHING, NOISE = 1e-9, 1e-4
 
 
-def agree(place, q, k, v, family=None, between=lambda: None, known=None, deterministic=False, **options):
+def agree(place, q, k, v, family=None, between=lambda: None, known=None, deterministic=False, by_output=False, **options):
     """Run forward and, after `between`, backward, and judge by the rule for gradients: no NaN, every element written. known:
-    the same k and v without what may not be read, for the formula."""
+    the same k and v without what may not be read, for the formula. by_output: the formula goes by the output that backward was
+    given. Of a row or two, what its rounding does to all of dq is one number, whose size in another rounding says nothing."""
     dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
     put, given = [place.put(x) for x in (q, k, v)], there(place, options)
     out, lse = attention.forward(*put, return_lse=True, **given)
@@ -34,7 +35,8 @@ def agree(place, q, k, v, family=None, between=lambda: None, known=None, determi
     got = attention.backward(place.put(dout), *put, out, lse, **given, **made, deterministic=deterministic, family=family)
     assert len(got) == len(of) and all(x is made[name] for name, x in zip(NAMES, got))
     k, v = known or (k, v)
-    ref, low = reference.backward(dout, q, k, v, **options), reference.backward_low(dout, q, k, v, **options)
+    by = {"by": place.get(out)} if by_output else {}
+    ref, low = (f(dout, q, k, v, **by, **options) for f in (reference.backward, reference.backward_low))
     got = [place.get(x) for x in got]
     if "sink" in options:  # by the output as it was rounded: a few sums of many errors have no error worth comparing with
         *got, dsink = got
@@ -340,13 +342,14 @@ def test_scratch_memory_need_not_be_zero(monkeypatch):
 @pytest.mark.gpu
 @RANDOMLY
 @given(
-    st.integers(1, 3), st.integers(1, 900), st.integers(1, 900), st.integers(1, 3), st.integers(1, 4), st.integers(1, 32),
-    st.booleans(), st.sampled_from([BF16, FP16]), st.sampled_from(["bshd", "bhsd"]), st.floats(0.01, 1),
+    st.integers(1, 3), st.integers(1, 900), st.integers(1, 900), st.integers(1, 3), st.integers(1, 4),
+    st.sampled_from([40, 128, 200]), st.booleans(), st.sampled_from(["bshd", "bhsd"]), st.floats(0.01, 1),
 )  # fmt: skip
-def test_random_problems_on_the_card(batch, seq_q, seq_kv, heads_kv, group, eighths, causal, dtype, layout, scale):
+def test_random_problems_on_the_card(batch, seq_q, seq_kv, heads_kv, group, head_dim, causal, layout, scale):
+    """Head dims that three kernels serve, for compiling takes the time. The interpreter has the others."""
     pytest.importorskip("torch")
-    q, k, v = inputs(batch, seq_q, seq_kv, heads_kv * group, heads_kv, 8 * eighths, dtype, layout)
-    agree(OnCard(), q, k, v, causal=causal, layout=layout, scale=scale)
+    q, k, v = inputs(batch, seq_q, seq_kv, heads_kv * group, heads_kv, head_dim, BF16, layout)
+    agree(OnCard(), q, k, v, causal=causal, layout=layout, scale=scale, by_output=True)
 
 
 # ---- the formula -----------------------------------------------------------------------------------------------------

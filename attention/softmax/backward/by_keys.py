@@ -1,0 +1,65 @@
+"""What kernels for gradients have in common whose thread blocks have a block of keys, whatever their instructions: the part of
+a configuration that the families share."""
+
+from dataclasses import dataclass, field
+
+from tiles import fp32, st, sv
+from tiles.arguments import Record, record
+
+from ..kind import Kind
+from .lists import facing
+from .order import UNORDERED, Ordered, Unordered
+from .results import Added, Written
+from .tiling import Facing
+
+
+@dataclass(frozen=True)
+class ByKeys(Kind):
+    """queries: rows of a tile. ordered: see order.py. adds: see results.py."""
+
+    queries: int
+    ordered: bool = field(default=False, kw_only=True)
+    adds: bool = field(default=False, kw_only=True)
+
+    @property
+    def in_order(self) -> Ordered:
+        """How blocks add to dQ in order, which a family says."""
+        raise NotImplementedError
+
+    @property
+    def order(self) -> Unordered:
+        """In which order blocks add to dQ."""
+        return self.in_order if self.ordered else UNORDERED
+
+    @property
+    def result(self) -> Written:
+        """What becomes of gradients."""
+        return Added(fp32) if self.adds else Written(self.dtype)
+
+    @property
+    def given(self) -> Record:
+        """What the kernel is told of the variant, of sequences, of lists and of the order."""
+        return record(**super().given.fields, **self.order.given)
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a tile."""
+        return self.queries
+
+    @property
+    def tiling(self) -> Facing:
+        """Which queries see a block of keys."""
+        return facing(self.by_list)(self.rows, self.kv, self.variant, self.lie.apart)
+
+    @property
+    def of_rows(self) -> sv:
+        """Two numbers of each of a tile's rows: the log-sum-exp of them all, and then their sums of dO O."""
+        return sv(2 * self.rows, fp32)
+
+    @property
+    def dout(self) -> st:
+        """A tile of dO."""
+        return st(self.rows, self.value_dim, self.dtype)
+
+    def __str__(self):
+        return super().__str__() + str(self.order) + " adds" * self.adds
