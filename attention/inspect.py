@@ -20,6 +20,7 @@ from tiles.arguments import signature
 from tiles.inspect import figures
 
 from .cache import writing
+from .mla import ampere as mla_ampere
 from .recurrent.kernels import (
     based_hopper,
     chunk_ampere,
@@ -45,6 +46,7 @@ MODULES = {
         *(finish, sinks, backward_norms, bias, elements),
     ),
     "decode": (attend, combine),
+    "mla_decode": (mla_ampere,),
     "append": (writing,),
     "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper),
     "delta": (delta_hopper, kda_hopper),
