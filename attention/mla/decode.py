@@ -21,7 +21,7 @@ from ..softmax.forward import scale_of
 from ..softmax.launches import DTYPES, LOG2_E
 from ..softmax.online import SLACK
 from ..softmax.variants import Variant
-from . import ampere
+from . import ampere, boxes, hopper
 from .shape import COLUMNS, LATENT
 
 MLA_DECODE = Schema(
@@ -60,16 +60,15 @@ def mla_decode(
     is the value of them all. What makes keys and values of latents is absorbed: into q before, and what comes out is a mean of
     latents, from which a model's own product makes each head's output.
 
-    q: (B, Sq, H, 576), the 64 rotated columns last; up to 128 heads and more, and one query token a sequence or several. latent:
-    (B, Sk, 576), of which sequence b uses the first lengths[b] rows, the new tokens' among them; what lies behind is not looked
-    at. bfloat16 or float16. Any base addresses and strides with a contiguous last axis, fast where they are multiples of 16
-    bytes.
+    q: (B, Sq, H, 576), the 64 rotated columns last; one query token a sequence or several. latent: (B, Sk, 576), of which
+    sequence b uses the first lengths[b] rows, the new tokens' among them; what lies behind is not looked at. bfloat16 or
+    float16. Any base addresses and strides with a contiguous last axis, fast where they are multiples of 16 bytes.
 
     scale: of scores, which are scale q . k. There is no default, for it follows from how wide heads were before they absorbed
     anything: (128 + 64)**-0.5 in DeepSeek's models, times what a longer context asks for.
 
-    lengths: (B), int32 or int64, where q lies: they are never read on the host, so that a CUDA graph which holds the call serves
-    sequences as they grow.
+    lengths: (B), int32 or int64, where q lies: they are never read on the host, so that a CUDA graph which holds the call
+    serves sequences as they grow.
 
     pages: (B, most pages), int32 or int64. Then latent is a pool, (pages, page size, 576): key j of sequence b is row j % size
     of page pages[b, j // size]. Any page size; Hopper's kernel takes multiples of 8. Numbers of pages behind a sequence's last
@@ -98,7 +97,6 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
         raise problem.error("q", f"must have {COLUMNS} columns, {LATENT} of latents and the others rotated", "q", "latent")
     if heads == 0:
         raise problem.error("q", "must have at least one head", "q")
-    choose(problem, "sm_80")
     cache, most_keys, of_cache = _cache(problem)
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens) or most_keys == 0:
@@ -107,7 +105,12 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     reach, unit = Reach(False, causal and tokens > 1, False), scale_of(problem, scale)
     of_keys = {"lengths": problem["lengths"]} | ({"right": 0} if reach.right else {})
 
+    box = _box(problem, cache)
+    kernels = hopper if choose(problem, family, problem.by_tma and box is not None) == "sm_90" else ampere
+
     def shape(result):
+        if kernels is hopper:
+            return hopper.Config(dtype, reach, box, result(dtype, piece))
         return ampere.config_for(dtype, reach, cache, result(dtype, piece), rows, gpu.shared_bytes)
 
     config = shape(Part)
@@ -126,16 +129,19 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
         last = kernel_for(combine, combine.Config(dtype, Variant()), problem.device)
         numbers = {"heads": 1, "rows": rows, "slabs": slabs}
         steps.append(last.bind(batch * rows * slabs, parts=held[0], sums_=held[1], **numbers, **result, **told))
-    first = kernel_for(ampere, config, problem.device).bind(
+    latent = _one_head(problem["latent"], 2)
+    of_boxes = {"gRotary": latent} | ({"page_size": problem("T")[0]} if "pages" in problem else {})
+    first = kernel_for(kernels, config, problem.device).bind(
         batch * bands * parts,
         gQ=_one_head(problem["q"], 2),
-        gLatent=_one_head(problem["latent"], 2),
+        gLatent=latent,
         bands=bands,
         tokens=tokens,
         slack=SLACK / (unit * LOG2_E),
         **told,
         **of_cache,
         **of_keys,
+        **(of_boxes if kernels is hopper else {}),
         **to,
     )
     return Plan([first, *steps], scratch)
@@ -154,6 +160,16 @@ def _cache(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
     if batches != batch:
         raise problem.error("latent", "batch must equal q's where there are neither pages nor batch_index", "latent", "q")
     return Dense(piece), rows, {}
+
+
+def _box(problem: Problem, cache: Dense) -> boxes.Dense | None:
+    """The same for TMA; None: it would take too small boxes."""
+    if isinstance(cache, Indexed):
+        return boxes.Indexed()
+    if not isinstance(cache, Paged):
+        return boxes.Dense()
+    rows = math.gcd(problem("T")[0], hopper.KV)
+    return boxes.Paged(hopper.KV // rows) if rows % 8 == 0 else None
 
 
 def _one_head(operand: Operand, axis: int) -> Operand:
