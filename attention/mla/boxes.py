@@ -54,8 +54,8 @@ class Indexed(Dense):
 
 @static
 class Paged(Dense):
-    """In pages of an array (page, row, head, column), whose numbers are given.pages[n]: a tile of keys is `parts` boxes, each of
-    which lies in one page."""
+    """In pages of an array (page, row, head, column), whose numbers are given.pages[n]: a tile of keys is `parts` boxes, and
+    each of them lies in one page."""
 
     parts: int
 

@@ -106,6 +106,8 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     of_keys = {"lengths": problem["lengths"]} | ({"right": 0} if reach.right else {})
 
     box = _box(problem, cache)
+    if family == "sm_90" and box is None:
+        raise ValueError(f"family: sm_90 takes pages of a multiple of 8 rows: latent.shape={problem.shape('latent')}")
     kernels = hopper if choose(problem, family, problem.by_tma and box is not None) == "sm_90" else ampere
 
     def shape(result):

@@ -68,7 +68,7 @@ def make(config: Config):
     K, R = st(KV, LATENT, INPUT), st(KV, ROTARY, INPUT)
     LATENTS, ROTARIES = config.cache.source(K), config.cache.source(R)
     Q, Q_ROTARY = rt(16, OWN, INPUT), rt(16, ROTARY, INPUT)
-    S, O = rt(16, KV, fp32), rt(16, OWN, fp32)
+    O = rt(16, OWN, fp32)
     WARPS, READERS = warpgroup.WARPGROUP, warpgroup.WARPGROUP * CONSUMERS
     reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
     smem = shared(

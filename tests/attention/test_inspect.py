@@ -6,6 +6,9 @@ import pytest
 
 from attention import inspect
 from attention.cache import writing
+from attention.mla import ampere as mla_ampere
+from attention.mla import boxes
+from attention.mla import hopper as mla_hopper
 from attention.recurrent.kernels import chunk_ampere, chunk_hopper, gla_hopper, token_loop
 from attention.recurrent.kernels.gates import ByHead, BySteps, ByToken, Gate
 from attention.recurrent.kernels.results import Normalizer, Outputs, States
@@ -34,6 +37,8 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
         attend.config_for(128, 128, bf16, *PLAIN, Paged(16), Part(bf16, 16), Variant(), True, attend.ROOM["sm_80"]),
     ),
     ("sm_90a", attend, attend.config_for(256, 256, bf16, *PLAIN, Paged(16), Part(bf16, 16), Variant())),
+    ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], Paged(16), Part(bf16, 16), 128, mla_ampere.ROOM["sm_80"])),
+    ("sm_90a", mla_hopper, mla_hopper.Config(bf16, PLAIN[1], boxes.Paged(1), Part(bf16, 16))),
     ("sm_89", chunk_ampere, chunk_ampere.Config(128, 1, fp16, ByToken(), Outputs(divided=True))),
     ("sm_89", ampere, ampere.config_for(128, fp16, FULL, ampere.SHARED_BYTES)),
     ("sm_89", token_loop, token_loop.Config(128, "channel", True, varlen=True)),

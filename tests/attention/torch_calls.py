@@ -110,6 +110,10 @@ CALLS = {
         lambda x: (x.qkv(), dict(lengths=x.ends()[1 : 1 + x.batch], splits=2, return_lse=True, sink=x.rate(x.heads))),
     ),
     "decode, pages": (attention.decode, lambda x: (x.qkv(), dict(lengths=x.ends()[1:2], pages=x.ends()[:1, None]))),
+    "latents": (
+        attention.mla_decode,
+        lambda x: ((x.tile(x.batch, 2, x.heads, 576), x.tile(x.batch, TOKENS, 576)), dict(lengths=x.lengths(), scale=0.1)),
+    ),
     "linear": (attention.linear, lambda x: (x.qkv(), {})),
     "linear, state": (
         attention.linear,
