@@ -3,7 +3,9 @@
 Memory sets the speed: keys and values are read once, and each serves but a few rows. So the query heads that share a key head
 and all tokens are the rows of one tile, and a block's warps share the keys: each has some of every tile, which it brings, reads
 and weighs by itself, so that no warp waits for another before the end. There their parts are added, and where several blocks
-share a sequence's keys, those of the blocks, by combine.py.
+share a sequence's keys, those of the blocks, by combine.py. Which keys a block works on, splits.py says.
+
+On Hopper the kernel begins while the one before it ends, and waits for it before it reads; so does combine.py's.
 """
 
 import functools
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import block, divmod, exp2, finish_sum, full, load, log2, maximum, mma_AB, mma_ABt, row_index, store, subtile, zeros
+from ops import block, divmod, exp2, finish_sum, grid, load, log2, maximum, mma_AB, mma_ABt, row_index, store, subtile, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
@@ -25,7 +27,8 @@ from ..online import LOWEST, TINY, Softmax
 from ..variants import At, Variant
 from .caches import Dense, Indexed, Paged
 from .reach import Reach
-from .results import Part, Spot, Whole
+from .results import Either, Part, Spot, Whole
+from .splits import Parted, Shares
 
 PANEL = 32  # columns of O that a warp adds up at once: those of a panel of float32
 
@@ -33,7 +36,8 @@ PANEL = 32  # columns of O that a warp adds up at once: those of a panel of floa
 @dataclass(frozen=True)
 class Config:
     """A kernel: which caches it reads and what becomes of their scores; and its shape: `band` rows, `warps` of `keys` keys of
-    every tile each, stages of the pipelines, blocks that a multiprocessor is to hold. sums: what joins the sum of weights."""
+    every tile each, stages of the pipelines, blocks that a multiprocessor is to hold. sums: what joins the sum of weights. split:
+    which keys a block works on. early: may it begin while the grid before it ends?"""
 
     head_dim: int
     value_dim: int
@@ -41,8 +45,10 @@ class Config:
     variant: Variant
     reach: Reach
     cache: Dense
-    result: Whole
+    result: Whole | Either
     sums: Variant
+    split: type[Parted]
+    early: bool
     band: int
     keys: int
     warps: int
@@ -68,7 +74,7 @@ class Config:
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         scores = f" {self.variant}" * (type(self.variant) is not Variant) + f" {self.sums}" * (type(self.sums) is not Variant)
-        return f"{dims} {self.dtype} {self.reach} {self.cache}{scores} {self.result}, {self.band} x {self.kv}"
+        return f"{dims} {self.dtype} {self.reach} {self.cache}{scores} {self.result}, {self.band} x {self.kv}" + " early" * self.early
 
 
 BAND = 16  # rows of a tile
@@ -94,8 +100,8 @@ ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the
 
 
 def config_for(
-    head_dim: int, value_dim: int, of: dtype, variant: Variant, reach: Reach, cache: Dense, result: Whole, sums: Variant,
-    tall: bool = False, room: int = LARGE,
+    head_dim: int, value_dim: int, of: dtype, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either, sums: Variant,
+    split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
     dims, in the shape of the greater one. tall: there are rows for more than one tile."""
@@ -103,20 +109,26 @@ def config_for(
     room = max(r for r in ROOMS if r <= room)
     short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
     band, shape = (2 * BAND, high[dim]) if tall and dim in high else (BAND, short[dim])
-    return Config(padded, wide, of, variant, reach, cache, result, sums, band, *shape)
+    return Config(padded, wide, of, variant, reach, cache, result, sums, split, early, band, *shape)
+
+
+def either(of: dtype, piece: int) -> Either:
+    """Results that are whole or parts."""
+    return Either(Whole(of, piece), Part(of, piece))
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16, one token, whole pieces; or `everything`. fp16 takes the same registers."""
     plain, room = Variant(), ROOM.get(arch, LEAST)
-    kinds = [(Reach(False, False, False), Dense, Whole), (Reach(False, True, False), Paged, Part)]
+    early = arch >= "sm_90"
+    kinds = [(Reach(False, False, False), Dense, either, Shares), (Reach(False, True, False), Paged, Part, Parted)]
     if everything:
-        kinds += [(Reach(True, True, False), Indexed, Part), (Reach(False, True, True), Paged, Whole)]
+        kinds += [(Reach(True, True, False), Indexed, either, Shares), (Reach(False, True, True), Paged, Whole, Parted)]
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
     forms = forms if everything else forms[:1]
     found = [
-        config_for(dim, dim, of, plain, reach, cache(piece), result(of, piece), plain, tall, room)
-        for (of, piece), dim, (reach, cache, result), tall in itertools.product(forms, SHAPES, kinds, (False, True))
+        config_for(dim, dim, of, plain, reach, cache(piece), result(of, piece), plain, split, early, tall, room)
+        for (of, piece), dim, (reach, cache, result, split), tall in itertools.product(forms, SHAPES, kinds, (False, True))
     ]
     yield from dict.fromkeys(found)
 
@@ -127,6 +139,8 @@ def make(config: Config):
     BAND, KEYS, WARPS, KV, STAGES = config.band, config.keys, config.warps, config.kv, config.stages
     INPUT, GIVEN = config.dtype, config.given
     variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
+    split, EARLY = config.split(reach, KV), config.early
+    IN_PARTS = type(result) is not Whole
     QUERY = st(BAND, config.head_dim, INPUT)
     Q, PANELS = rt(BAND, QUERY.panel_cols, fp32), QUERY.panels
     S, O = rt(BAND, KEYS, fp32), rt(BAND, config.value_dim, fp32)
@@ -154,22 +168,29 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
         gQ: array(5, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), given: GIVEN,
-        heads: INT, bands: INT, splits: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
+        heads: INT, bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """Of one of `bands` tiles of rows, `group` query heads and `tokens` tokens of a key head, over one of `splits` parts of
-        the keys that it sees; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
+        the keys; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
         queries, k, v, scratch = smem.open()
+        if EARLY:
+            if IN_PARTS:
+                grid.release()  # combine.py's blocks may come, and wait
+            grid.wait()
         rest, band = divmod(cuda.blockIdx.x, bands)
-        rest, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
-        sequence, split = divmod(rest, splits)
+        number, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
         warp, row = int32(cuda.threadIdx.x // LANES), int32(BAND * band)
         last_row = min(row + BAND, tokens * group) - 1
-        spot = Spot(sequence, head, split, row, int32(row // group), int32(last_row // group), group)
-        sees = reach.keys(sequence, spot.first, spot.last, tokens, given)
-        every = max(0, (sees.end - sees.first + KV - 1) // KV)
-        share = (every + splits - 1) // splits
-        first, n = int32(sees.first + KV * share * split), int32(max(0, min(share, every - share * split)))
-        if n > 0 or split == 0:
+        first_token, last_token = int32(row // group), int32(last_row // group)
+        work = split.first(number, splits, sequences, tokens, given)
+        while work.left > 0:
+            sequence, whole = work.sequence, work.end - work.tile == work.tiles
+            spot = Spot(sequence, head, work.part, work.of, whole, row, first_token, last_token, group)
+            seen_by_all = reach.keys(sequence, 0, tokens - 1, tokens, given)
+            sees = reach.keys(sequence, first_token, last_token, tokens, given)
+            tile = int32(max(work.tile, (sees.first - seen_by_all.first) // KV))
+            first = int32(seen_by_all.first + KV * tile)
+            n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
             for i in range(AHEAD):
                 cache.fill(k, i, gK, sequence, int32(first + KV * i), head, sees.end, n, given)
                 cache.fill(v, i, gV, sequence, int32(first + KV * i), head, sees.end, n, given)
@@ -192,9 +213,13 @@ def make(config: Config):
                 p = seen.weights(s, None, scale)
                 seen = seen._replace(o=mma_AB(o, INPUT(p), values)).add(p)
 
-            m = maximum(block.reduce_max(seen.m, scratch), sums.lowest(at))
+            m = block.reduce_max(seen.m, scratch)
+            if result.joins(spot):
+                m = maximum(m, sums.lowest(at))
             weight = exp2((seen.m - m) * scale)
-            l = sums.total(block.reduce_sum(finish_sum(seen.l) * weight, scratch), m, scale, at)
+            l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
+            if result.joins(spot):
+                l = sums.total(l, m, scale, at)
             addends = v.reuse(ADDENDS)  # the warps have met: nobody reads values any more
             store(subtile(addends, BAND, warp), seen.o * weight)
             block.sync()
@@ -205,7 +230,8 @@ def make(config: Config):
                 result.store(o / maximum(l, TINY), spot, int32(PANEL * slab), given)
             if warp == 0:
                 result.store_sums(m + log2(l) / scale, scale, spot, given)
-        elif warp == 0:  # the sequence is too short for this part
-            result.store_sums(full(O.col_vec, -math.inf), scale, spot, given)
+            work = split.next(work, tokens, given)
+            if work.left > 0:
+                block.sync()  # nobody reads addends any more, which lie where values will
 
     return attend, smem

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from tiles.arrays import Operand
-from tiles.device import machine
+from tiles.device import hopper, machine
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, program
 from tiles.schema import Problem, Schema
@@ -21,7 +21,7 @@ from . import attend, combine
 from .caches import Dense, Indexed, Paged
 from .reach import Reach, Sloped
 from .results import Part, Whole
-from .splits import splits_for
+from .splits import Parted, Shares, shares_for
 
 MOST_SPLITS = 1024
 DECODE = Schema(
@@ -136,42 +136,49 @@ def _decode(
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
     group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
     rows, piece = tokens * group, problem.bytes_at_once()
-    reach, of_keys, seen = _reach(problem, causal, left, right, most_keys)
+    reach, of_keys = _reach(problem, causal, left, right)
     variant, sums, unit, of_scores, of_sums = _scores(problem, scale_of(problem, scale), softcap)
 
-    def shape(result, sums):
-        kind = variant, reach, cache, result, sums
+    early = hopper(gpu.capability)
+
+    def shape(split, result, sums):
+        kind = variant, reach, cache, result, sums, split, early
         return attend.config_for(head_dim, value_dim, dtype, *kind, rows > attend.BAND, gpu.shared_bytes)
 
-    config = shape(Part(dtype, piece), Variant())
-    blocks = batch * kv_heads * -(-rows // config.band)
-    parts = splits_for(blocks, -(-seen // config.kv), gpu.processors) if splits is None else splits
-    told = {"heads": kv_heads, "splits": parts, "group": group, "scale": unit * LOG2_E}
-    result = {"out": _grouped(out, 2, group), "lse": lse and _grouped(lse, 1, group)}
-    steps, scratch = [], []
-    if parts == 1:
-        config, joins, to = shape(Whole(dtype, piece), sums), of_sums, result
+    config = shape(Shares, attend.either(dtype, piece), sums)
+    bands = -(-rows // config.band)
+    if splits is None:
+        number = shares_for(kv_heads * bands, config.resident * gpu.processors)
     else:
-        shapes = (parts, batch, kv_heads, rows, value_dim), (parts, batch, kv_heads, rows)
+        number, config = splits, shape(Parted, Part(dtype, piece), Variant())
+    told = {"heads": kv_heads, "group": group, "scale": unit * LOG2_E, "sequences": batch, "tokens": tokens, "splits": number}
+    result = {"out": _grouped(out, 2, group), "lse": lse and _grouped(lse, 1, group)}
+    steps, scratch, grid, to = [], [], number if splits is None else number * batch, result | of_sums
+    if number == 1:
+        config, grid = shape(Parted, Whole(dtype, piece), sums), batch
+    else:
+        places, ends = ((number, batch), batch) if splits else ((number + batch, 1), batch if batch <= number else number - 1)
+        shapes = (*places, kv_heads, rows, value_dim), (*places, kv_heads, rows)
         scratch = [(each, "float32") for each in shapes]
-        held = [problem.scratch(number, *each) for number, each in enumerate(scratch)]
-        joins, to = {}, {"parts": held[0], "sums": held[1]}
-        slabs, last = -(-value_dim // combine.COLUMNS), kernel_for(combine, combine.Config(dtype, sums), problem.device)
-        grid, last_rows = batch * kv_heads * rows * slabs, {"rows": rows, "slabs": slabs}
-        steps.append(last.bind(grid, parts=held[0], sums_=held[1], **last_rows, **result, **told, **of_sums))
+        parts, weights = [problem.scratch(n, *each) for n, each in enumerate(scratch)]
+        split = config.split(reach, config.kv) if splits is None else Parted()
+        last = kernel_for(combine, combine.Config(dtype, sums, split, early), problem.device)
+        slabs = -(-value_dim // combine.COLUMNS)
+        of_split = of_keys if splits is None else {}
+        told_last = told | result | of_sums | of_split
+        steps.append(last.bind(ends * kv_heads * rows * slabs, parts=parts, sums_=weights, rows=rows, slabs=slabs, **told_last))
+        to = (to if splits is None else {}) | {"parts": parts, "sums": weights}
     first = kernel_for(attend, config, problem.device).bind(
-        blocks * parts,
+        grid * kv_heads * bands,
         gQ=_grouped(problem["q"], 2, group),
         gK=problem["k"],
         gV=problem["v"],
-        bands=-(-rows // config.band),
-        tokens=tokens,
+        bands=bands,
         slack=SLACK / (unit * LOG2_E),
         **told,
         **of_cache,
         **of_keys,
         **of_scores,
-        **joins,
         **to,
     )
     return Plan([first, *steps], scratch)
@@ -193,10 +200,10 @@ def _cache(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
 
 
 def _reach(
-    problem: Problem, causal: bool, left: int | None, right: int | None, most_keys: int
-) -> tuple[Reach, dict[str, Any], int]:
-    """Which keys tokens see, what kernels are told of that, and how many some tile's rows see at most. One token, at the last
-    key, sees no later one, whatever it may."""
+    problem: Problem, causal: bool, left: int | None, right: int | None
+) -> tuple[Reach, dict[str, Any]]:
+    """Which keys tokens see, and what kernels are told of that. One token, at the last key, sees no later one, whatever it
+    may."""
     (tokens,) = problem("S")
     if causal:
         right = 0
@@ -205,8 +212,7 @@ def _reach(
     told: dict[str, Any] = {"lengths": problem["lengths"]}
     told |= {name: end for name, end in (("left", left), ("right", right)) if end is not None}
     told |= {"leftpad": problem["leftpad"]} if "leftpad" in problem else {}
-    seen = most_keys if left is None else min(most_keys, left + tokens + (right or 0))
-    return Reach(left is not None, right is not None, "leftpad" in problem), told, seen
+    return Reach(left is not None, right is not None, "leftpad" in problem), told
 
 
 def _scores(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import abs, col_index, right_fill, where
+from ops import abs, col_index, maximum, right_fill, where
 from tiles import inlined, static
 from tiles.arguments import ENDS, FLOAT, INT, array
 
@@ -57,6 +57,19 @@ class Reach:
         if self.right:
             end = int32(min(end, last + shift + given.right + 1))
         return Stretch(begin, end, shift)
+
+    @inlined
+    def sizes(self, sequences, tokens, given):
+        """How many keys all tokens of a sequence together see, at most: of a vector of sequences' numbers."""
+        lengths = given.lengths[sequences]
+        if self.padded:
+            begin = given.leftpad[sequences]
+            if self.left:
+                begin = maximum(begin, lengths - (tokens + given.left))
+            return lengths - begin
+        if self.left:
+            return lengths - maximum(lengths - (tokens + given.left), 0.0)
+        return lengths
 
     @inlined
     def mask(self, s, at, key, end):

@@ -1,12 +1,193 @@
-"""Into how many parts a sequence's keys go: decided by shapes alone, never by lengths, so that a plan, and a CUDA graph, serves
-sequences as they grow. In the kernel each sequence divides its own keys."""
+"""Which keys a block works on, as objects with the same methods. Keys come in tiles; what a block has seen of a sequence is a
+part of it, and combine.py makes one of several parts.
+
+Lengths lie on the device and are never read by the host, so that a plan, and a CUDA graph, serves sequences as they grow: each
+block finds out for itself what it has to do, from all lengths."""
 
 import functools
+import math
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy import int32
+
+from ops import col_index, cumsum, divmod, map, maximum, tile_max, tile_sum, where
+from tiles import fp32, inlined, rt, static
 from tiles.lengths import follows
+
+from .reach import Reach
 
 MOST = 128  # parts
 BEGIN, COMBINE = 1, 3  # what a block's beginning and end, and the launch that combines, take: so many tiles' time (a guess)
+LINE = rt(16, 32, fp32).row_vec  # of sequences, looked at at once
+FULL = 0.95  # of the places that there are for blocks at a time, as many at least should have one
+
+
+class Work(NamedTuple):
+    """Tiles `tile` to before `end` of the `tiles` that a sequence has, and how many the block has still to do, these among them.
+    part: where what is seen of them goes in an array of parts, by its first two axes."""
+
+    sequence: Any
+    tile: Any
+    end: Any
+    tiles: Any
+    part: Any
+    of: Any
+    left: Any
+
+
+class Parts(NamedTuple):
+    """Which parts make up a sequence: `count` from number `first` on, of number `of` on the second axis."""
+
+    sequence: Any
+    first: Any
+    of: Any
+    count: Any
+
+
+@inlined
+def _ceil(keys, per_tile):
+    return np.float32(math.ceil(keys * per_tile))
+
+
+@static
+class Parted:
+    """Each sequence's tiles in given.splits parts, as even as can be. The same bits, whatever other sequences there are. reach:
+    which keys are seen. kv: keys of a tile."""
+
+    reach: Reach | None = None
+    kv: int = 1
+
+    def __str__(self):
+        return "parted"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What combine.py is told, so that it finds the parts."""
+        return {}
+
+    @inlined
+    def tiles(self, sequence, tokens, given):
+        """How many a sequence has: at least one, so that nobody's output is forgotten."""
+        seen = self.reach.keys(sequence, 0, tokens - 1, tokens, given)
+        return int32(max(1, (seen.end - seen.first + self.kv - 1) // self.kv))
+
+    @inlined
+    def first(self, number, splits, sequences, tokens, given):
+        """The Work of block number `number`, of those that read the same head and the same rows."""
+        sequence, split = divmod(number, splits)
+        tiles = self.tiles(sequence, tokens, given)
+        each, _ = divmod(int32(tiles + splits - 1), splits)
+        tile = int32(min(each * split, tiles))
+        return Work(sequence, tile, int32(min(tile + each, tiles)), tiles, split, sequence, int32(1))
+
+    @inlined
+    def next(self, work, tokens, given):
+        """The Work that comes behind; nothing is left to do if its `left` is 0."""
+        return work._replace(left=int32(0))
+
+    @inlined
+    def parts(self, number, splits, sequences, tokens, given):
+        """The Parts of the sequence that block number `number` combines."""
+        return Parts(number, int32(0), number, splits)
+
+
+class Shares(Parted):
+    """All sequences' tiles, one sequence behind the other, in equal shares, as many as blocks work at a time: nobody waits for a
+    long sequence at the end. A share begins and ends anywhere. Share i's part of sequence n is part i + n: so a sequence's parts
+    are neighbours, and no two have one number."""
+
+    def __str__(self):
+        return "shared"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Parted."""
+        return self.reach.given
+
+    @inlined
+    def line(self, first, sequences, tokens, given):
+        """The tiles of some sequences, from number `first` on; 0 where there is none."""
+        number = col_index(LINE) + first
+        tiles = map(self.reach.sizes(number, tokens, given), _ceil, 1 / self.kv)
+        return where(number < sequences, maximum(tiles, 1.0), 0.0)
+
+    @inlined
+    def before(self, sequence, sequences, tokens, given):
+        """How many tiles the sequences before one have."""
+        found = int32(0)
+        for first in range(0, sequence, LINE.length):
+            numbers = col_index(LINE) + first
+            found += int32(tile_sum(where(numbers < sequence, self.line(first, sequences, tokens, given), 0.0)))
+        return found
+
+    @inlined
+    def find(self, tile, sequences, tokens, given):
+        """(in which sequence a tile lies, how many tiles lie before that)"""
+        sequence, begin, end = int32(0), int32(0), int32(0)
+        for first in range(0, sequences, LINE.length):
+            ends = cumsum(self.line(first, sequences, tokens, given)) + end
+            is_past = ends <= tile
+            sequence += int32(tile_sum(where(is_past, 1.0, 0.0)))
+            begin = int32(max(begin, int32(tile_max(where(is_past, ends, 0.0)))))
+            end = int32(tile_max(ends))
+        return sequence, begin
+
+    @inlined
+    def each(self, shares, sequences, tokens, given):
+        """(tiles of a share, tiles of all sequences)"""
+        every = self.before(sequences, sequences, tokens, given)
+        return divmod(int32(every + shares - 1), shares)[0], every
+
+    @inlined
+    def first(self, number, shares, sequences, tokens, given):
+        """See Parted."""
+        each, every = self.each(shares, sequences, tokens, given)
+        begin = int32(min(each * number, every - 1))
+        sequence, before = self.find(begin, sequences, tokens, given)
+        tiles, tile, left = self.tiles(sequence, tokens, given), int32(begin - before), int32(min(each, every - each * number))
+        return Work(sequence, tile, int32(min(tile + left, tiles)), tiles, int32(number + sequence), int32(0), left)
+
+    @inlined
+    def next(self, work, tokens, given):
+        """See Parted."""
+        left, sequence, tiles = int32(work.left - (work.end - work.tile)), work.sequence, work.tiles
+        if left > 0:
+            sequence = int32(sequence + 1)
+            tiles = self.tiles(sequence, tokens, given)
+        return Work(sequence, int32(0), int32(min(left, tiles)), tiles, int32(work.part + 1), int32(0), left)
+
+    @inlined
+    def parts(self, number, shares, sequences, tokens, given):
+        """See Parted. Blocks go by sequences, or if these are more by the ends of shares: at each ends one sequence at most."""
+        each, every = self.each(shares, sequences, tokens, given)
+        sequence, before, end = number, int32(0), int32(each * (number + 1))
+        if sequences <= shares:
+            before = self.before(sequence, sequences, tokens, given)
+        elif end < every:
+            sequence, before = self.find(end, sequences, tokens, given)
+        share, _ = divmod(before, each)
+        last, _ = divmod(int32(before + self.tiles(sequence, tokens, given) - 1), each)
+        count = int32(last - share + 1)
+        if sequences > shares and (end >= every or share != number):
+            count = int32(1)  # another block's, or nobody's
+        return Parts(sequence, int32(share + sequence), int32(0), count)
+
+
+@follows
+def shares_for(blocks: int, places: int) -> int:
+    """How many shares, each of which `blocks` blocks work on, let as many blocks work at a time as there are places for, or a
+    little less. Rather few shares: each begins and ends once."""
+    return _full(blocks, places)
+
+
+@functools.lru_cache(4096)
+def _full(blocks, places):
+    def used(waves):
+        return max(1, waves * places // blocks) * blocks / (-(-max(1, waves * places // blocks) * blocks // places) * places)
+
+    waves = next((n for n in range(1, 5) if used(n) >= FULL), None) or max(range(1, 5), key=used)
+    return max(1, waves * places // blocks)
 
 
 @follows

@@ -84,7 +84,7 @@ EDGES = [(0, 1, 63), (64, 65, 127), (128, 129, 200)]
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [None, 1, 3])
 @pytest.mark.parametrize("lengths", EDGES)
 def test_lengths_around_every_edge(place, lengths, splits):
     """Of tiles and splits, some of which have no keys; a sequence may have none."""
