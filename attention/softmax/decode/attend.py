@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import block, divmod, exp2, finish_sum, grid, load, log2, maximum, mma_AB, mma_ABt, row_index, store, subtile, zeros
+from ops import block, columns, divmod, exp2, finish_sum, grid, load, log2, maximum, mma_AB, mma_ABt, row_index, store, subtile, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
@@ -90,10 +90,10 @@ ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multi
     163 * 1024: {},
     227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
 }
-TALL = {  # the same of tiles of twice as many rows, where they serve: all warps' parts of O must fit where values were
+TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were
     99 * 1024: {64: (32, 4, 2, 1)},
     163 * 1024: {64: (32, 4, 2, 1), 96: (16, 4, 4, 1), 128: (16, 4, 4, 1)},
-    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 1), 128: (16, 4, 4, 1)},
+    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 1), 128: (16, 4, 3, 2)},
 }
 LEAST, LARGE = min(ROOMS), max(ROOMS)
 ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the least
@@ -121,9 +121,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16, one token, whole pieces; or `everything`. fp16 takes the same registers."""
     plain, room = Variant(), ROOM.get(arch, LEAST)
     early = arch >= "sm_90"
-    kinds = [(Reach(False, False, False), Dense, either, Shares), (Reach(False, True, False), Paged, Part, Parted)]
+    kinds = [(Reach(False, False, False), Dense, either, Shares), (Reach(False, True, False), Paged, either, Shares)]
     if everything:
-        kinds += [(Reach(True, True, False), Indexed, either, Shares), (Reach(False, True, True), Paged, Whole, Parted)]
+        kinds += [(Reach(True, True, False), Indexed, Part, Parted), (Reach(False, True, True), Paged, Whole, Parted)]
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
     forms = forms if everything else forms[:1]
     found = [
@@ -141,29 +141,31 @@ def make(config: Config):
     variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
     split, EARLY = config.split(reach, KV), config.early
     IN_PARTS = type(result) is not Whole
-    QUERY = st(BAND, config.head_dim, INPUT)
-    Q, PANELS = rt(BAND, QUERY.panel_cols, fp32), QUERY.panels
+    QUERY, VALUES = st(BAND, config.head_dim, INPUT), st(KV, config.value_dim, INPUT)
     S, O = rt(BAND, KEYS, fp32), rt(BAND, config.value_dim, fp32)
-    ADDENDS, SLAB, SLABS = st(WARPS * BAND, config.value_dim, fp32), rt(BAND, PANEL, fp32), config.value_dim // PANEL
+    PARTS = -(-WARPS * BAND * fp32.itemsize // (STAGES * KV * INPUT.itemsize))  # in which O goes through the memory of values
+    COLUMNS = config.value_dim // PARTS
+    ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
     AHEAD, NEWER = STAGES - 1, 2 * STAGES - 3  # tiles under way; groups of keys and values that are younger than one waited for
     smem = shared(
-        q=QUERY,
+        q=pipeline(QUERY, 1, WARPS),
         k=pipeline(st(KV, config.head_dim, INPUT), STAGES, WARPS),
-        v=pipeline(st(KV, config.value_dim, INPUT), STAGES, WARPS),
+        v=pipeline(VALUES, STAGES, WARPS),
         scratch=sv(WARPS * BAND, fp32),
     )
     softmax = Softmax(O)
 
     @inlined
-    def bring(queries, gQ, spot, warp):
-        """The block's rows of Q, into shared memory. A token's rows lie in one place; zeros are loaded where others are."""
-        for i in range(warp, PANELS, WARPS):
-            x = zeros(Q)
-            for token in range(spot.first, spot.last + 1):
-                at = spot.sequence, token, spot.head, int32(spot.row - token * spot.group), int32(Q.cols * i)
-                x = x + load(gQ, Q, at, 3, 4)
-            store(subtile(queries, BAND, 0, Q.cols, i), INPUT(x))
+    def add_up(o, l, col, v, spot, given):
+        """Some columns of O, from `col` on: the sum of what all warps have, which goes where it belongs."""
+        addends, warp = v.reuse(ADDENDS), int32(cuda.threadIdx.x // LANES)
+        store(subtile(addends, BAND, warp), o)
         block.sync()
+        for slab in range(warp, SLABS, WARPS):
+            o = zeros(SLAB)
+            for other in range(WARPS):
+                o = o + load(subtile(addends, BAND, other, PANEL, slab), SLAB)
+            result.store(o / maximum(l, TINY), spot, int32(col + PANEL * slab), given)
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
@@ -172,7 +174,7 @@ def make(config: Config):
     ):  # fmt: skip
         """Of one of `bands` tiles of rows, `group` query heads and `tokens` tokens of a key head, over one of `splits` parts of
         the keys; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
-        queries, k, v, scratch = smem.open()
+        q, k, v, scratch = smem.open()
         if EARLY:
             if IN_PARTS:
                 grid.release()  # combine.py's blocks may come, and wait
@@ -180,7 +182,8 @@ def make(config: Config):
         rest, band = divmod(cuda.blockIdx.x, bands)
         number, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
         warp, row = int32(cuda.threadIdx.x // LANES), int32(BAND * band)
-        last_row = min(row + BAND, tokens * group) - 1
+        end = int32(tokens * group)
+        last_row = min(row + BAND, end) - 1
         first_token, last_token = int32(row // group), int32(last_row // group)
         work = split.first(number, splits, sequences, tokens, given)
         while work.left > 0:
@@ -191,22 +194,27 @@ def make(config: Config):
             tile = int32(max(work.tile, (sees.first - seen_by_all.first) // KV))
             first = int32(seen_by_all.first + KV * tile)
             n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
+            lie = q.look_up(None, group, (0, row), end)  # a token's rows, and only these, lie in one place
+            here = cache.look(k, gK, sequence, first, sees.end, given)
+            there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given)
+            q.fill_pages(0, gQ, lie, (row, sequence, head, 0), end, None, cache.piece)
             for i in range(AHEAD):
-                cache.fill(k, i, gK, sequence, int32(first + KV * i), head, sees.end, n, given)
-                cache.fill(v, i, gV, sequence, int32(first + KV * i), head, sees.end, n, given)
-            bring(queries, gQ, spot, warp)
+                cache.fill(k, i, gK, here, sequence, int32(first + KV * i), head, sees.end, n, given)
+                cache.fill(v, i, gV, here, sequence, int32(first + KV * i), head, sees.end, n, given)
+                here, there = there, cache.look(k, gK, sequence, int32(first + KV * (i + 2)), sees.end, given)
             of_rows = row_index(O.col_vec) + row
             token = of_rows // group
             at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, 0, 0)
             at = at._replace(kept=variant.keep(at))
-            seen = softmax.begin(LOWEST)
+            queries, seen = q.wait(0, 2 * AHEAD), softmax.begin(LOWEST)
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 keys = k.own(i, NEWER)
-                cache.fill(k, i + AHEAD, gK, sequence, later, head, sees.end, n, given)
+                cache.fill(k, i + AHEAD, gK, here, sequence, later, head, sees.end, n, given)
                 s = mma_ABt(zeros(S), queries, keys)
                 values = v.own(i, NEWER)
-                cache.fill(v, i + AHEAD, gV, sequence, later, head, sees.end, n, given)
+                cache.fill(v, i + AHEAD, gV, here, sequence, later, head, sees.end, n, given)
+                here, there = there, cache.look(k, gK, sequence, int32(later + 2 * KV), sees.end, given)
                 s = reach.mask(variant.score(s, at, key), at, key, sees.end)
                 seen = seen.moved(s, None, scale, slack)
                 o = seen.rescaled()
@@ -220,14 +228,13 @@ def make(config: Config):
             l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
             if result.joins(spot):
                 l = sums.total(l, m, scale, at)
-            addends = v.reuse(ADDENDS)  # the warps have met: nobody reads values any more
-            store(subtile(addends, BAND, warp), seen.o * weight)
-            block.sync()
-            for slab in range(warp, SLABS, WARPS):
-                o = zeros(SLAB)
-                for other in range(WARPS):
-                    o = o + load(subtile(addends, BAND, other, PANEL, slab), SLAB)
-                result.store(o / maximum(l, TINY), spot, int32(PANEL * slab), given)
+            o = seen.o * weight  # the warps have met: nobody reads values any more
+            if PARTS == 1:
+                add_up(o, l, 0, v, spot, given)
+            else:
+                add_up(columns(o, COLUMNS, 0), l, 0, v, spot, given)
+                block.sync()
+                add_up(columns(o, COLUMNS, 1), l, COLUMNS, v, spot, given)
             if warp == 0:
                 result.store_sums(m + log2(l) / scale, scale, spot, given)
             work = split.next(work, tokens, given)

@@ -1,6 +1,7 @@
 """attention.decode: from a user's arrays to its launches."""
 
 import math
+import operator
 from typing import Any
 
 from tiles.arrays import Operand
@@ -170,7 +171,7 @@ def _decode(
         to = (to if splits is None else {}) | {"parts": parts, "sums": weights}
     first = kernel_for(attend, config, problem.device).bind(
         grid * kv_heads * bands,
-        gQ=_grouped(problem["q"], 2, group),
+        gQ=_by_rows(problem["q"], group),
         gK=problem["k"],
         gV=problem["v"],
         bands=bands,
@@ -241,3 +242,10 @@ def _grouped(operand: Operand, axis: int, group: int) -> Operand:
     shape = (*shape[:axis], shape[axis] // group, group, *shape[axis + 1 :])
     strides = (*strides[:axis], strides[axis] * group, *strides[axis:])
     return operand._replace(form=form._replace(shape=shape, strides=strides))
+
+
+def _by_rows(q: Operand, group: int) -> Operand:
+    """Queries as (token, which of a key head's query heads, sequence, key head, column)."""
+    q = _grouped(q, 2, group)
+    order = operator.itemgetter(1, 3, 0, 2, 4)
+    return q._replace(form=q.form._replace(shape=order(q.form.shape), strides=order(q.form.strides)))

@@ -295,7 +295,7 @@ def test_mistakes_name_the_argument():
 def test_a_page_that_the_pool_has_not():
     """The interpreter says whose it is; on a GPU nobody looks."""
     q, k, v = case((5,))
-    with pytest.raises(Exception, match="row 0 of sequence 0 lies in page 3, which is out of range for a pool of 1 pages"):
+    with pytest.raises(Exception, match="row 0 lies in page 3, which is out of range for a pool of 1 pages"):
         attention.decode(q, k, v, lengths=np.array([5]), pages=np.array([[3]], np.int32))
 
 
