@@ -8,22 +8,23 @@ once for the weights.
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
-from ops import block, divmod, finish_sum, full, load, log2, maximum, mma_AB, mma_ABt, row_index, row_max, store, subtile, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st, sv
+from ops import block, divmod, finish_sum, grid, log2, maximum, mma_AB, mma_ABt, row_index, row_max, store, subtile, zeros
+from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
+from ..softmax.decode.attend import either
 from ..softmax.decode.caches import Dense, Indexed, Paged
 from ..softmax.decode.reach import Reach
-from ..softmax.decode.results import Part, Spot, Whole
+from ..softmax.decode.results import Either, Part, Spot, Whole
+from ..softmax.decode.splits import Parted, Shares
 from ..softmax.online import LOWEST, TINY, Softmax
 from ..softmax.variants import At
 from .shape import COLUMNS, LATENT
@@ -33,13 +34,15 @@ KEYS, WARPS = 16, 4  # keys that a warp finds scores of; warps of a block, each 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel: which caches it reads and where its output goes; and its shape: `band` rows, `kv` keys of a tile, stages of the
-    pipeline."""
+    """A kernel: which caches it reads, where its output goes, and which keys a block works on; and its shape: `band` rows, `kv`
+    keys of a tile, stages of the pipeline. early: may it begin while the grid before it ends?"""
 
     dtype: dtype
     reach: Reach
     cache: Dense
-    result: Whole
+    result: Whole | Either
+    split: type[Parted]
+    early: bool
     band: int
     kv: int
     stages: int
@@ -51,7 +54,7 @@ class Config:
         return record(**self.reach.given, **self.cache.given, **self.result.given)
 
     def __str__(self):
-        return f"mla {self.dtype} {self.reach} {self.cache} {self.result}, {self.band} x {self.kv}"
+        return f"mla {self.dtype} {self.reach} {self.cache} {self.result}, {self.band} x {self.kv}" + " early" * self.early
 
 
 BAND = 16  # rows of a tile
@@ -64,21 +67,33 @@ LEAST, LARGE = min(ROOMS), max(ROOMS)
 ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the least
 
 
-def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, rows: int, room: int = LARGE) -> Config:
+def config_for(
+    of: dtype,
+    reach: Reach,
+    cache: Dense,
+    result: Whole | Either,
+    split: type[Parted],
+    early: bool,
+    rows: int,
+    room: int = LARGE,
+) -> Config:
     """The configuration that serves `rows` rows of a sequence on a GPU whose blocks may have `room` bytes of shared memory."""
     shapes = ROOMS[max(r for r in ROOMS if r <= room)]
     band = max(shapes) if rows > BAND else BAND
-    return Config(of, reach, cache, result, band, *shapes[band])
+    return Config(of, reach, cache, result, split, early, band, *shapes[band])
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16, one token, whole pieces; or `everything`. fp16 takes the same registers."""
-    kinds = [(Reach(False, False, False), Dense, Whole), (Reach(False, True, False), Paged, Part)]
-    kinds += [(Reach(False, True, False), Indexed, Whole)] * everything
+    one, several, early = Reach(False, False, False), Reach(False, True, False), arch >= "sm_90"
+    kinds = [(one, Dense, either, Shares), (several, Paged, either, Shares)]
+    kinds += [(one, Paged, Part, Parted), (several, Indexed, Whole, Parted)] * everything
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
     found = [
-        config_for(of, reach, cache(piece), result(of, piece), rows, ROOM.get(arch, LEAST))
-        for (of, piece), (reach, cache, result), rows in itertools.product(forms[: None if everything else 1], kinds, (1, 128))
+        config_for(of, reach, cache(piece), result(of, piece), split, early, rows, ROOM.get(arch, LEAST))
+        for (of, piece), (reach, cache, result, split), rows in itertools.product(
+            forms[: None if everything else 1], kinds, (1, 128)
+        )
     ]
     yield from dict.fromkeys(found)
 
@@ -89,58 +104,56 @@ def make(config: Config):
     BAND, KV, STAGES, INPUT, GIVEN = config.band, config.kv, config.stages, config.dtype, config.given
     PARTS, OWN = KV // KEYS, LATENT // WARPS  # of a tile's keys; columns of the output that a warp has
     AHEAD = STAGES - 1  # tiles under way
-    QUERY = st(BAND, COLUMNS, INPUT)
-    Q, PANELS = rt(BAND, QUERY.panel_cols, fp32), QUERY.panels
     S, O = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32)
     reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
+    split, EARLY, IN_PARTS = config.split(reach, KV), config.early, type(config.result) is not Whole
     smem = shared(
-        q=QUERY,
+        q=pipeline(st(BAND, COLUMNS, INPUT), 1, WARPS),
         k=pipeline(st(KV, COLUMNS, INPUT), STAGES, WARPS),
         weights=st(WARPS * BAND, KEYS, INPUT),
         scratch=sv(WARPS * BAND, fp32),
     )
 
-    @inlined
-    def bring(queries, gQ, spot, warp):
-        """The block's rows of Q, into shared memory. A token's rows lie in one place; zeros are loaded where others are."""
-        for i in range(warp, PANELS, WARPS):
-            x = zeros(Q)
-            for token in range(spot.first, spot.last + 1):
-                at = spot.sequence, token, 0, int32(spot.row - token * spot.group), int32(Q.cols * i)
-                x = x + load(gQ, Q, at, 3, 4)
-            store(subtile(queries, BAND, 0, Q.cols, i), INPUT(x))
-        block.sync()
-
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: array(5, INPUT), gLatent: array(4, INPUT), given: GIVEN,
-        bands: INT, splits: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
+        bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """Of one of `bands` tiles of rows, `group` heads and `tokens` tokens of a sequence, over one of `splits` parts of the
-        keys that it sees; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
-        queries, k, weights, scratch = smem.open()
-        rest, band = divmod(cuda.blockIdx.x, bands)  # tiles of a sequence are neighbours: they read the same keys
-        sequence, split = divmod(rest, splits)
-        warp, row = int32(cuda.threadIdx.x // LANES), int32(BAND * band)
-        last_row = min(row + BAND, tokens * group) - 1
-        spot = Spot(sequence, 0, split, row, int32(row // group), int32(last_row // group), group)
-        sees = reach.keys(sequence, spot.first, spot.last, tokens, given)
-        every = max(0, (sees.end - sees.first + KV - 1) // KV)
-        share = (every + splits - 1) // splits
-        first, n = int32(sees.first + KV * share * split), int32(max(0, min(share, every - share * split)))
-        if n > 0 or split == 0:
+        keys; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
+        q, k, weights, scratch = smem.open()
+        if EARLY:
+            if IN_PARTS:
+                grid.release()  # the blocks that combine parts may come, and wait
+            grid.wait()
+        number, band = divmod(cuda.blockIdx.x, bands)  # tiles of a sequence are neighbours: they read the same keys
+        warp, row, rows = int32(cuda.threadIdx.x // LANES), int32(BAND * band), int32(tokens * group)
+        first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
+        token = (row_index(O.col_vec) + row) // group
+        own = int32(warp % PARTS)  # where there are fewer parts of keys than warps, several find the same scores
+        work = split.first(number, splits, sequences, tokens, given)
+        while work.left > 0:
+            sequence, whole = work.sequence, work.end - work.tile == work.tiles
+            spot = Spot(sequence, 0, work.part, work.of, whole, row, first_token, last_token, group)
+            sees = reach.keys(sequence, first_token, last_token, tokens, given)
+            first, end = int32(KV * work.tile), sees.end
+            n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
+            lie = q.look_up(None, group, (0, row), rows)  # a token's rows, and only these, lie in one place
+            here = cache.look(k, gLatent, sequence, first, end, given)
+            there = cache.look(k, gLatent, sequence, int32(first + KV), end, given)
+            q.fill_pages(0, gQ, lie, (row, sequence, 0, 0), rows, None, cache.piece)
             for i in range(AHEAD):
-                cache.fill(k, i, gLatent, sequence, int32(first + KV * i), 0, sees.end, n, given)
-            bring(queries, gQ, spot, warp)
-            token = (row_index(O.col_vec) + row) // group
-            at = At(sequence, 0, token, sees.shift, tokens, sees.end, given, 0, 0)
-            own = int32(warp % PARTS)  # where there are fewer parts of keys than warps, several find the same scores
-            seen = softmax.begin(LOWEST)
+                cache.fill(k, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
+                here, there = there, cache.look(k, gLatent, sequence, int32(first + KV * (i + 2)), end, given)
+            at = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0)
+            queries, seen = q.wait(0, AHEAD), softmax.begin(LOWEST)
             for i in range(n):
+                key, later = int32(first + KV * i), int32(first + KV * (i + AHEAD))
                 tile = k.wait(i, AHEAD - 1)
-                cache.fill(k, i + AHEAD, gLatent, sequence, int32(first + KV * (i + AHEAD)), 0, sees.end, n, given)
+                cache.fill(k, i + AHEAD, gLatent, here, sequence, later, 0, end, n, given)
+                here, there = there, cache.look(k, gLatent, sequence, int32(later + 2 * KV), end, given)
                 s = mma_ABt(zeros(S), queries, subtile(tile, KEYS, own))
-                s = reach.mask(s, at, int32(first + KV * i + KEYS * own), sees.end)
+                s = reach.mask(s, at, int32(key + KEYS * own), end)
                 seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)
                 p = seen.weights(s, None, scale)
                 seen = seen.add(p)
@@ -155,7 +168,6 @@ def make(config: Config):
             result.store(seen.o / maximum(l, TINY), spot, int32(OWN * warp), given)
             if warp == 0:
                 result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
-        elif warp == 0:  # the sequence is too short for this part
-            result.store_sums(full(O.col_vec, -math.inf), scale, spot, given)
+            work = split.next(work, tokens, given)
 
     return attend, smem

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from tiles.arrays import Operand
+from tiles.device import hopper as hopper_gpu
 from tiles.device import machine
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, program
@@ -11,17 +12,15 @@ from tiles.schema import Problem, Schema
 
 from ..families import choose
 from ..options import flag, number
-from ..softmax.decode import combine
 from ..softmax.decode.caches import Dense, Indexed, Paged
-from ..softmax.decode.decode import _parts
+from ..softmax.decode.decode import _by_rows, _parts
 from ..softmax.decode.reach import Reach
-from ..softmax.decode.results import Part, Whole
-from ..softmax.decode.splits import splits_for
+from ..softmax.decode.results import Either, Part, Whole
+from ..softmax.decode.splits import Parted, Shares, shares_for
 from ..softmax.forward import scale_of
 from ..softmax.launches import DTYPES, LOG2_E
 from ..softmax.online import SLACK
-from ..softmax.variants import Variant
-from . import ampere, boxes, hopper
+from . import ampere, boxes, combine, hopper
 from .shape import COLUMNS, LATENT
 
 MLA_DECODE = Schema(
@@ -108,43 +107,41 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     box = _box(problem, cache)
     if family == "sm_90" and box is None:
         raise ValueError(f"family: sm_90 takes pages of a multiple of 8 rows: latent.shape={problem.shape('latent')}")
-    kernels = hopper if choose(problem, family, problem.by_tma and box is not None) == "sm_90" else ampere
+    on_hopper = choose(problem, family, problem.by_tma and box is not None) == "sm_90"
+    early = on_hopper or hopper_gpu(gpu.capability)
 
-    def shape(result):
-        if kernels is hopper:
-            return hopper.Config(dtype, reach, box, result(dtype, piece))
-        return ampere.config_for(dtype, reach, cache, result(dtype, piece), rows, gpu.shared_bytes)
+    def shape(split, result):
+        if on_hopper:
+            return hopper.Config(dtype, reach, box, result, split)
+        return ampere.config_for(dtype, reach, cache, result, split, early, rows, gpu.shared_bytes)
 
-    config = shape(Part)
+    whole, part = Whole(dtype, piece), Part(dtype, piece)
+    config = shape(Shares, Either(whole, part)) if splits is None else shape(Parted, part)
     bands = -(-rows // config.band)
-    parts = splits_for(batch * bands, -(-most_keys // config.kv), gpu.processors) if splits is None else splits
-    told = {"splits": parts, "group": heads, "scale": unit * LOG2_E}
-    result = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}
-    steps, scratch = [], []
-    if parts == 1:
-        config, to = shape(Whole), result
+    number = shares_for(bands, gpu.processors) if splits is None else splits
+    told = {"group": heads, "scale": unit * LOG2_E, "sequences": batch, "tokens": tokens, "splits": number}
+    to = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}
+    steps, scratch, grid = [], [], number if splits is None else number * batch
+    if number == 1:
+        config, grid = shape(Parted, whole), batch
     else:
-        shapes = (parts, batch, 1, rows, LATENT), (parts, batch, 1, rows)
-        scratch = [(each, "float32") for each in shapes]
-        held = [problem.scratch(number, *each) for number, each in enumerate(scratch)]
-        to, slabs = {"parts": held[0], "sums": held[1]}, LATENT // combine.COLUMNS
-        last = kernel_for(combine, combine.Config(dtype, Variant()), problem.device)
-        numbers = {"heads": 1, "rows": rows, "slabs": slabs}
-        steps.append(last.bind(batch * rows * slabs, parts=held[0], sums_=held[1], **numbers, **result, **told))
+        places, ends = ((number, batch), batch) if splits else ((number + batch, 1), batch if batch <= number else number - 1)
+        scratch = [((*places, 1, rows, LATENT), "float32"), ((*places, 1, rows), "float32")]
+        parts, sums = [problem.scratch(n, *each) for n, each in enumerate(scratch)]
+        split = Parted() if splits else Shares(reach, config.kv)
+        of_parts = {"parts": parts, "sums_": sums} | told | to | ({} if splits else of_keys)
+        last, last_bands = combine.Config(whole, split, early), -(-rows // combine.ROWS)
+        blocks = ends * last_bands * combine.SLABS
+        steps.append(kernel_for(combine, last, problem.device).bind(blocks, bands=last_bands, **of_parts))
+        to = ({} if splits else to) | {"parts": parts, "sums": sums}
     latent = _one_head(problem["latent"], 2)
-    of_boxes = {"gRotary": latent} | ({"page_size": problem("T")[0]} if "pages" in problem else {})
-    first = kernel_for(kernels, config, problem.device).bind(
-        batch * bands * parts,
-        gQ=_one_head(problem["q"], 2),
-        gLatent=latent,
-        bands=bands,
-        tokens=tokens,
-        slack=SLACK / (unit * LOG2_E),
-        **told,
-        **of_cache,
-        **of_keys,
-        **(of_boxes if kernels is hopper else {}),
-        **to,
+    if on_hopper:
+        q = _one_head(problem["q"], 2)
+        to |= {"gRotary": latent} | ({"page_size": problem("T")[0]} if "pages" in problem else {})
+    else:
+        q = _by_rows(problem["q"], heads)
+    first = kernel_for(hopper if on_hopper else ampere, config, problem.device).bind(
+        grid * bands, gQ=q, gLatent=latent, bands=bands, slack=SLACK / (unit * LOG2_E), **told, **of_cache, **of_keys, **to
     )
     return Plan([first, *steps], scratch)
 

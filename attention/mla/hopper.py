@@ -8,37 +8,40 @@ of shared memory. While one's softmax runs, the tensor cores have the other's pr
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, finish_sum, full, load, log2, maximum, row_index, store, subtile, warpgroup, zeros
+from ops import divmod, finish_sum, grid, load, log2, maximum, row_index, store, subtile, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 
+from ..softmax.decode.attend import either
 from ..softmax.decode.reach import Reach
-from ..softmax.decode.results import Part, Spot, Whole
+from ..softmax.decode.results import Either, Part, Spot, Whole
+from ..softmax.decode.splits import Parted, Shares
 from ..softmax.online import LOWEST, TINY, Softmax
 from ..softmax.variants import At
 from .boxes import Dense, Indexed, Paged
 from .shape import LATENT, ROTARY
 
 KV, STAGES, CONSUMERS = 64, 2, 2  # keys of a tile; tiles in shared memory; warpgroups that share out the output's columns
-PRODUCER, KEEP, CLAIM = CONSUMERS, 40, 232  # registers a thread of producer and consumers
+PRODUCER, KEEP, CLAIM = CONSUMERS, 56, 224  # registers a thread of producer and consumers
 PIECE = 16  # bytes that all addresses are multiples of
 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel: which caches it reads and where its output goes."""
+    """A kernel: which caches it reads, where its output goes, and which keys a block works on."""
 
     dtype: dtype
     reach: Reach
     cache: Dense
-    result: Whole
+    result: Whole | Either
+    split: type[Parted]
+    early = True  # it begins while the grid before it ends
     band, kv = warpgroup.ROWS, KV  # rows of a tile, and keys
     threads = warpgroup.THREADS * (CONSUMERS + 1)
 
@@ -55,10 +58,14 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with; fp16, which takes the same registers, other caches and smaller pages with `everything`."""
     if arch == "sm_90a":
         one, several = Reach(False, False, False), Reach(False, True, False)
-        kinds = [(one, Dense(), Whole), (several, Paged(1), Part)]
-        kinds += [(one, Indexed(), Part), (one, Paged(4), Whole), (several, Paged(8), Part)] * everything
-        for of, (reach, cache, result) in itertools.product((bf16, fp16)[: 1 + everything], kinds):
-            yield Config(of, reach, cache, result(of, PIECE))
+        kinds = [(one, Dense(), either, Shares), (several, Paged(1), either, Shares)]
+        kinds += [
+            (one, Indexed(), Part, Parted),
+            (one, Paged(4), Whole, Parted),
+            (several, Paged(8), either, Shares),
+        ] * everything
+        for of, (reach, cache, result, split) in itertools.product((bf16, fp16)[: 1 + everything], kinds):
+            yield Config(of, reach, cache, result(of, PIECE), split)
 
 
 @functools.cache
@@ -71,6 +78,7 @@ def make(config: Config):
     O = rt(16, OWN, fp32)
     WARPS, READERS = warpgroup.WARPGROUP, warpgroup.WARPGROUP * CONSUMERS
     reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
+    split, IN_PARTS = config.split(reach, KV), type(result) is not Whole
     smem = shared(
         q=st(BAND, LATENT, INPUT),
         q_rotary=st(BAND, ROTARY, INPUT),
@@ -116,19 +124,19 @@ def make(config: Config):
         return INPUT(p), seen.add(p)
 
     @inlined
-    def hand_on(j, p, seen, rotary, tops):
+    def hand_on(j, i, p, seen, rotary, tops):
         """To the other consumer the weights of tile j, in the place of its rotated columns, and the maxima they count from."""
         warpgroup.sync()  # all four warps have their scores: nobody reads these columns any more
         warpgroup.store(rotary.wait(j), p)
         warpgroup.sync()
-        warpgroup.store(tops.claim(j // 2), seen.m)
-        tops.publish(j // 2)
+        warpgroup.store(tops.claim(i), seen.m)
+        tops.publish(i)
 
     @inlined
-    def taken(j, seen, latent, rotary, tops, me, scale):
+    def taken(j, i, seen, latent, rotary, tops, me, scale):
         """What has been seen with tile j, whose weights are the other's; in flight: O."""
-        m = warpgroup.load(tops.wait(j // 2), O.col_vec)
-        tops.release(j // 2)
+        m = warpgroup.load(tops.wait(i), O.col_vec)
+        tops.release(i)
         seen = seen.follow(m, scale)
         return warpgroup.mma_AB(seen.rescaled(), rotary.wait(j), subtile(latent.wait(j), KV, 0, OWN, me)), seen
 
@@ -140,65 +148,88 @@ def make(config: Config):
         rotary.release(j)
         return seen
 
+    @inlined
+    def stretch(work, first_token, last_token, tokens, given):
+        """Of a Work and some tokens: (its first key, how many tiles they see, where their keys end, where those end that all of
+        them see)."""
+        sees = reach.keys(work.sequence, first_token, last_token, tokens, given)
+        first = int32(KV * work.tile)
+        n = int32(max(0, min(work.end - work.tile, (sees.end - first + KV - 1) // KV)))
+        return first, n, sees, int32(sees.end - (last_token - first_token))
+
+    @inlined
+    def evenly(n, j, i, seen, first, end, inner, at, q, q_rotary, latent, rotary, even, odd, scale, slack):
+        """What has been seen with n tiles from j on, by the consumer that makes the scores of the even ones. i: pairs so far."""
+        for k in range(0, n, 2):
+            here, pair, key = int32(j + k), int32(i + k // 2), int32(first + KV * k)
+            s = warpgroup.wait(scores(here, key, end, q, q_rotary, latent, rotary))
+            p, seen = weighed(s, seen, key, at, inner, scale, slack)
+            o = warpgroup.mma_AB(seen.rescaled(), p, subtile(latent.wait(here), KV, 0, OWN, 0))
+            hand_on(here, pair, p, seen, rotary, even)
+            seen = done(here, o, seen, latent, rotary)
+            if k + 1 < n:
+                o, seen = taken(int32(here + 1), pair, seen, latent, rotary, odd, 0, scale)
+                seen = done(int32(here + 1), o, seen, latent, rotary)
+        return seen
+
+    @inlined
+    def oddly(n, j, i, seen, first, end, inner, at, q, q_rotary, latent, rotary, even, odd, scale, slack):
+        """The same by the other one, whose scores are under way while it takes up the last tile's values."""
+        for k in range(0, n, 2):
+            here, pair, key = int32(j + k), int32(i + k // 2), int32(first + KV * (k + 1))
+            if k + 1 < n:
+                s = scores(int32(here + 1), key, end, q, q_rotary, latent, rotary)
+                o, seen = taken(here, pair, seen, latent, rotary, even, 1, scale)
+                s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
+                p, seen = weighed(s, seen, key, at, inner, scale, slack)
+                seen = done(here, o, seen, latent, rotary)
+                o = warpgroup.mma_AB(seen.rescaled(), p, subtile(latent.wait(int32(here + 1)), KV, 0, OWN, 1))
+                hand_on(int32(here + 1), pair, p, seen, rotary, odd)
+                seen = done(int32(here + 1), o, seen, latent, rotary)
+            else:
+                o, seen = taken(here, pair, seen, latent, rotary, even, 1, scale)
+                seen = done(here, o, seen, latent, rotary)
+        return seen
+
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: array(5, INPUT), gLatent: LATENTS, gRotary: ROTARIES, given: GIVEN,
-        bands: INT, splits: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
+        bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """See ampere.py."""
         q, q_rotary, latent, rotary, even, odd, sums = smem.open()
-        rest, band = divmod(cuda.blockIdx.x, bands)  # tiles of a sequence are neighbours: they read the same keys
-        sequence, split = divmod(rest, splits)
-        me, row = warpgroup.id(), int32(BAND * band)
-        last_row = min(row + BAND, tokens * group) - 1
-        first_token, last_token = int32(row // group), int32(last_row // group)
-        sees = reach.keys(sequence, first_token, last_token, tokens, given)
-        end, inner = sees.end, int32(sees.end - (last_token - first_token))
-        every = max(0, (end + KV - 1) // KV)
-        share = (every + splits - 1) // splits
-        first, n = int32(KV * share * split), int32(max(0, min(share, every - share * split)))
+        if IN_PARTS:
+            grid.release()  # the blocks that combine parts may come, and wait
+        grid.wait()
+        number, band = divmod(cuda.blockIdx.x, bands)  # tiles of a sequence are neighbours: they read the same keys
+        me, row, rows = warpgroup.id(), int32(BAND * band), int32(tokens * group)
+        first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
+        work = split.first(number, splits, sequences, tokens, given)
+        j = i = int32(0)  # tiles and pairs of tiles so far
         if me == PRODUCER:
             warpgroup.release_registers(KEEP)
-            for j in range(n):
-                cache.fill(latent, rotary, j, gLatent, gRotary, sequence, int32(first + KV * j), end, given)
+            while work.left > 0:
+                first, n, sees, _ = stretch(work, first_token, last_token, tokens, given)
+                for k in range(n):
+                    key = int32(first + KV * k)
+                    cache.fill(latent, rotary, int32(j + k), gLatent, gRotary, work.sequence, key, sees.end, given)
+                j, work = int32(j + n), split.next(work, tokens, given)
         else:
             warpgroup.claim_registers(CLAIM)
             mine = int32(row + 16 * warpgroup.rank())
-            last_mine = min(mine + 16, tokens * group) - 1
-            spot = Spot(sequence, 0, split, mine, int32(mine // group), int32(last_mine // group), group)
+            first_mine, last_mine = int32(mine // group), int32((min(mine + 16, rows) - 1) // group)
             token = (row_index(O.col_vec) + mine) // group
-            at = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0)
-            seen = softmax.begin(LOWEST)
-            if n > 0:
+            while work.left > 0:
+                first, n, sees, inner = stretch(work, first_token, last_token, tokens, given)
+                whole = work.end - work.tile == work.tiles
+                spot = Spot(work.sequence, 0, work.part, work.of, whole, mine, first_mine, last_mine, group)
+                at = At(work.sequence, 0, token, sees.shift, tokens, sees.end, given, 0, 0)
                 bring(q, q_rotary, gQ, spot, me)
-            if me == 0:
-                for j in range(0, n, 2):
-                    key = int32(first + KV * j)
-                    s = warpgroup.wait(scores(j, key, end, q, q_rotary, latent, rotary))
-                    p, seen = weighed(s, seen, key, at, inner, scale, slack)
-                    o = warpgroup.mma_AB(seen.rescaled(), p, subtile(latent.wait(j), KV, 0, OWN, 0))
-                    hand_on(j, p, seen, rotary, even)
-                    seen = done(j, o, seen, latent, rotary)
-                    if j + 1 < n:
-                        o, seen = taken(j + 1, seen, latent, rotary, odd, 0, scale)
-                        seen = done(j + 1, o, seen, latent, rotary)
-            else:
-                for j in range(0, n, 2):
-                    key = int32(first + KV * (j + 1))
-                    if j + 1 < n:
-                        s = scores(j + 1, key, end, q, q_rotary, latent, rotary)
-                        o, seen = taken(j, seen, latent, rotary, even, 1, scale)
-                        s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
-                        p, seen = weighed(s, seen, key, at, inner, scale, slack)
-                        seen = done(j, o, seen, latent, rotary)
-                        o = warpgroup.mma_AB(seen.rescaled(), p, subtile(latent.wait(j + 1), KV, 0, OWN, 1))
-                        hand_on(j + 1, p, seen, rotary, odd)
-                        seen = done(j + 1, o, seen, latent, rotary)
-                    else:
-                        o, seen = taken(j, seen, latent, rotary, even, 1, scale)
-                        seen = done(j, o, seen, latent, rotary)
-
-            if n > 0 or split == 0:
+                seen, end = softmax.begin(LOWEST), sees.end
+                if me == 0:
+                    seen = evenly(n, j, i, seen, first, end, inner, at, q, q_rotary, latent, rotary, even, odd, scale, slack)
+                else:
+                    seen = oddly(n, j, i, seen, first, end, inner, at, q, q_rotary, latent, rotary, even, odd, scale, slack)
                 own = finish_sum(seen.l)
                 warpgroup.store(subtile(sums, BAND, me), own)
                 warpgroup.sync_several(CONSUMERS)
@@ -206,7 +237,6 @@ def make(config: Config):
                 result.store(seen.o / maximum(l, TINY), spot, int32(OWN * me), given)
                 if me == 0:
                     result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
-            elif me == 0:  # the sequence is too short for this part
-                result.store_sums(full(O.col_vec, -math.inf), scale, spot, given)
+                j, i, work = int32(j + n), int32(i + (n + 1) // 2), split.next(work, tokens, given)
 
     return attend, smem
