@@ -72,18 +72,19 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, GIVEN, BAND, OWN = config.dtype, config.given, config.band, LATENT // CONSUMERS  # of the output's columns
-    K, R = st(KV, LATENT, INPUT), st(KV, ROTARY, INPUT)
-    LATENTS, ROTARIES = config.cache.source(K), config.cache.source(R)
+    HALF, R = st(KV, OWN, INPUT), st(KV, ROTARY, INPUT)
+    LATENTS, ROTARIES = config.cache.source(HALF), config.cache.source(R)
     Q, Q_ROTARY = rt(16, OWN, INPUT), rt(16, ROTARY, INPUT)
     O = rt(16, OWN, fp32)
-    WARPS, READERS = warpgroup.WARPGROUP, warpgroup.WARPGROUP * CONSUMERS
+    WARPS = warpgroup.WARPGROUP
     reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
     split, IN_PARTS = config.split(reach, KV), type(result) is not Whole
     smem = shared(
         q=st(BAND, LATENT, INPUT),
         q_rotary=st(BAND, ROTARY, INPUT),
-        latent=ring(K, STAGES, READERS),
-        rotary=ring(R, STAGES, READERS),
+        left=ring(HALF, STAGES, WARPS),
+        right=ring(HALF, STAGES, WARPS),
+        rotary=ring(R, STAGES, WARPS),
         even=ring(sv(BAND, fp32), 1, WARPS, writers=WARPS),
         odd=ring(sv(BAND, fp32), 1, WARPS, writers=WARPS),
         sums=sv(CONSUMERS * BAND, fp32),
@@ -107,12 +108,19 @@ def make(config: Config):
         warpgroup.sync_several(CONSUMERS)
 
     @inlined
-    def scores(j, key, end, q, q_rotary, latent, rotary):
-        """Those of tile j, in flight. Rows behind the sequence's end are cleared: a weight of 0 does not make up for a NaN."""
-        tile = latent.wait(j)
-        if key + KV > end:
-            warpgroup.zero_rows(tile, int32(end - key))
-        return warpgroup.mma_ABt(warpgroup.mm_ABt(q, tile), q_rotary, rotary.wait(j))
+    def latents(ring, j, left):
+        """A half of tile j. Rows behind the sequence's `left` ones are cleared: a weight of 0 does not make up for a NaN."""
+        tile = ring.wait(j)
+        if left < KV:
+            warpgroup.zero_rows(tile, left)
+        return tile
+
+    @inlined
+    def scores(j, key, end, q, q_rotary, near, far, side, rotary):
+        """Those of tile j, in flight; half number `side` of the latents comes first."""
+        s = warpgroup.mm_ABt(subtile(q, BAND, 0, OWN, side), latents(near, j, int32(end - key)))
+        s = warpgroup.mma_ABt(s, subtile(q, BAND, 0, OWN, 1 - side), latents(far, j, int32(end - key)))
+        return warpgroup.mma_ABt(s, q_rotary, rotary.wait(j))
 
     @inlined
     def weighed(s, seen, key, at, inner, scale, slack):
@@ -133,19 +141,19 @@ def make(config: Config):
         tops.publish(i)
 
     @inlined
-    def taken(j, i, seen, latent, rotary, tops, me, scale):
+    def taken(j, i, seen, half, rotary, tops, scale):
         """What has been seen with tile j, whose weights are the other's; in flight: O."""
         m = warpgroup.load(tops.wait(i), O.col_vec)
         tops.release(i)
         seen = seen.follow(m, scale)
-        return warpgroup.mma_AB(seen.rescaled(), rotary.wait(j), subtile(latent.wait(j), KV, 0, OWN, me)), seen
+        return warpgroup.mma_AB(seen.rescaled(), rotary.wait(j), half.wait(j)), seen
 
     @inlined
-    def done(j, o, seen, latent, rotary):
-        """What has been seen, once O is there; tile j may then be overwritten."""
+    def done(j, o, seen, half):
+        """What has been seen, once O is there. The tile's half may then be overwritten: the other consumer's scores were made
+        before it handed on their weights, or mine before I did."""
         seen = seen._replace(o=warpgroup.wait(o))
-        latent.release(j)
-        rotary.release(j)
+        half.release(j)
         return seen
 
     @inlined
@@ -158,37 +166,40 @@ def make(config: Config):
         return first, n, sees, int32(sees.end - (last_token - first_token))
 
     @inlined
-    def evenly(n, j, i, seen, first, end, inner, at, q, q_rotary, latent, rotary, even, odd, scale, slack):
-        """What has been seen with n tiles from j on, by the consumer that makes the scores of the even ones. i: pairs so far."""
+    def evenly(n, j, i, seen, first, end, inner, at, q, q_rotary, left, right, rotary, even, odd, scale, slack):
+        """What has been seen with n tiles from j on, by the consumer that makes scores of the even ones. i: pairs so far."""
         for k in range(0, n, 2):
             here, pair, key = int32(j + k), int32(i + k // 2), int32(first + KV * k)
-            s = warpgroup.wait(scores(here, key, end, q, q_rotary, latent, rotary))
+            s = warpgroup.wait(scores(here, key, end, q, q_rotary, left, right, 0, rotary))
             p, seen = weighed(s, seen, key, at, inner, scale, slack)
-            o = warpgroup.mma_AB(seen.rescaled(), p, subtile(latent.wait(here), KV, 0, OWN, 0))
+            o = warpgroup.mma_AB(seen.rescaled(), p, left.wait(here))
             hand_on(here, pair, p, seen, rotary, even)
-            seen = done(here, o, seen, latent, rotary)
+            seen = done(here, o, seen, left)
             if k + 1 < n:
-                o, seen = taken(int32(here + 1), pair, seen, latent, rotary, odd, 0, scale)
-                seen = done(int32(here + 1), o, seen, latent, rotary)
+                o, seen = taken(int32(here + 1), pair, seen, left, rotary, odd, scale)
+                seen = done(int32(here + 1), o, seen, left)
+                rotary.release(int32(here + 1))
         return seen
 
     @inlined
-    def oddly(n, j, i, seen, first, end, inner, at, q, q_rotary, latent, rotary, even, odd, scale, slack):
+    def oddly(n, j, i, seen, first, end, inner, at, q, q_rotary, left, right, rotary, even, odd, scale, slack):
         """The same by the other one, whose scores are under way while it takes up the last tile's values."""
         for k in range(0, n, 2):
             here, pair, key = int32(j + k), int32(i + k // 2), int32(first + KV * (k + 1))
             if k + 1 < n:
-                s = scores(int32(here + 1), key, end, q, q_rotary, latent, rotary)
-                o, seen = taken(here, pair, seen, latent, rotary, even, 1, scale)
+                s = scores(int32(here + 1), key, end, q, q_rotary, right, left, 1, rotary)
+                o, seen = taken(here, pair, seen, right, rotary, even, scale)
                 s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
                 p, seen = weighed(s, seen, key, at, inner, scale, slack)
-                seen = done(here, o, seen, latent, rotary)
-                o = warpgroup.mma_AB(seen.rescaled(), p, subtile(latent.wait(int32(here + 1)), KV, 0, OWN, 1))
+                seen = done(here, o, seen, right)
+                rotary.release(here)
+                o = warpgroup.mma_AB(seen.rescaled(), p, right.wait(int32(here + 1)))
                 hand_on(int32(here + 1), pair, p, seen, rotary, odd)
-                seen = done(int32(here + 1), o, seen, latent, rotary)
+                seen = done(int32(here + 1), o, seen, right)
             else:
-                o, seen = taken(here, pair, seen, latent, rotary, even, 1, scale)
-                seen = done(here, o, seen, latent, rotary)
+                o, seen = taken(here, pair, seen, right, rotary, even, scale)
+                seen = done(here, o, seen, right)
+                rotary.release(here)
         return seen
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -197,7 +208,7 @@ def make(config: Config):
         bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """See ampere.py."""
-        q, q_rotary, latent, rotary, even, odd, sums = smem.open()
+        q, q_rotary, left, right, rotary, even, odd, sums = smem.open()
         if IN_PARTS:
             grid.release()  # the blocks that combine parts may come, and wait
         grid.wait()
@@ -211,8 +222,11 @@ def make(config: Config):
             while work.left > 0:
                 first, n, sees, _ = stretch(work, first_token, last_token, tokens, given)
                 for k in range(n):
-                    key = int32(first + KV * k)
-                    cache.fill(latent, rotary, int32(j + k), gLatent, gRotary, work.sequence, key, sees.end, given)
+                    here, key = int32(j + k), int32(first + KV * k)
+                    if k % 2 == 0:  # first what is needed first, and given back first
+                        cache.fill(left, right, 0, rotary, here, gLatent, gRotary, work.sequence, key, sees.end, given)
+                    else:
+                        cache.fill(right, left, 1, rotary, here, gLatent, gRotary, work.sequence, key, sees.end, given)
                 j, work = int32(j + n), split.next(work, tokens, given)
         else:
             warpgroup.claim_registers(CLAIM)
@@ -227,9 +241,13 @@ def make(config: Config):
                 bring(q, q_rotary, gQ, spot, me)
                 seen, end = softmax.begin(LOWEST), sees.end
                 if me == 0:
-                    seen = evenly(n, j, i, seen, first, end, inner, at, q, q_rotary, latent, rotary, even, odd, scale, slack)
+                    seen = evenly(
+                        n, j, i, seen, first, end, inner, at, q, q_rotary, left, right, rotary, even, odd, scale, slack
+                    )
                 else:
-                    seen = oddly(n, j, i, seen, first, end, inner, at, q, q_rotary, latent, rotary, even, odd, scale, slack)
+                    seen = oddly(
+                        n, j, i, seen, first, end, inner, at, q, q_rotary, left, right, rotary, even, odd, scale, slack
+                    )
                 own = finish_sum(seen.l)
                 warpgroup.store(subtile(sums, BAND, me), own)
                 warpgroup.sync_several(CONSUMERS)
