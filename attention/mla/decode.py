@@ -1,10 +1,11 @@
 """attention.mla_decode: from a user's arrays to its launches."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from tiles.arrays import Operand
-from tiles.device import hopper as hopper_gpu
+from tiles.device import hopper as is_hopper
 from tiles.device import machine
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, program
@@ -20,8 +21,8 @@ from ..softmax.decode.splits import Parted, Shares, shares_for
 from ..softmax.forward import scale_of
 from ..softmax.launches import DTYPES, LOG2_E
 from ..softmax.online import SLACK
-from . import ampere, boxes, combine, hopper
-from .shape import COLUMNS, LATENT
+from . import ampere, boxes, combine, hopper, quantised
+from .shape import COLUMNS, LATENT, ROTARY
 
 MLA_DECODE = Schema(
     "mla_decode",
@@ -29,6 +30,21 @@ MLA_DECODE = Schema(
     q            BSHD  tile
     latent       CTD   tile
     lengths      B     key_lengths
+    pages        BM    index    optional
+    batch_index  B     index    optional
+    out          BSHV  tile     made
+    lse          BHS   float32  made      return_lse
+    """,
+    V=LATENT,
+)
+QUANTISED = Schema(
+    "mla_decode_fp8",
+    """
+    q            BSHD  tile
+    latent       CTV   fp8
+    lengths      B     key_lengths
+    rotary       CTK   tile
+    descale      CT    float32
     pages        BM    index    optional
     batch_index  B     index    optional
     out          BSHV  tile     made
@@ -44,6 +60,8 @@ def mla_decode(
     *,
     lengths: Any,
     scale: float,
+    rotary: Any = None,
+    descale: Any = None,
     pages: Any = None,
     batch_index: Any = None,
     causal: bool = True,
@@ -69,9 +87,15 @@ def mla_decode(
     lengths: (B), int32 or int64, where q lies: they are never read on the host, so that a CUDA graph which holds the call
     serves sequences as they grow.
 
+    rotary, descale: of a cache of float8_e4m3fn, which has latents alone, (B, Sk, 512). What is attended to is latent * descale,
+    (B, Sk) in float32, a number a token; the rotated columns lie apart, (B, Sk, 64), in q's dtype. Queries are rounded to float16
+    for it. The three may be parts of one array of bytes, such as rows of 656 with 512, 4 and 128 of them in use. It takes Ada,
+    Hopper or later.
+
     pages: (B, most pages), int32 or int64. Then latent is a pool, (pages, page size, 576): key j of sequence b is row j % size
-    of page pages[b, j // size]. Any page size; Hopper's kernel takes multiples of 8. Numbers of pages behind a sequence's last
-    one are not read. batch_index: (B), sequence b lies in batch batch_index[b] of latent, which may have more.
+    of page pages[b, j // size]; so are rotary and descale. Any page size; Hopper's kernel takes multiples of 8. Numbers of pages
+    behind a sequence's last one are not read. batch_index: (B), sequence b lies in batch batch_index[b] of latent, which may
+    have more.
 
     causal: the last token stands at the last key, and token t sees keys up to lengths[b] - Sq + t; else all. A token that sees
     no key gives 0.
@@ -85,88 +109,132 @@ def mla_decode(
     if scale is None:
         raise TypeError("scale: must be a number, such as (128 + 64)**-0.5: scale=None")
     options = flag("causal", causal), _parts(splits), number("scale", scale), flag("return_lse", return_lse), family
-    return _mla_decode(stream, (q, latent, lengths, pages, batch_index, out, None), options)
+    if rotary is None and descale is None:
+        return _mla_decode(stream, (q, latent, lengths, pages, batch_index, out, None), options)
+    return _mla_decode_fp8(stream, (q, latent, lengths, rotary, descale, pages, batch_index, out, None), options)
 
 
 @program(MLA_DECODE, no_gradient="attention.mla_decode has no gradient: attention.forward has")
 def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float, return_lse: bool, family: str | None) -> Plan:
     """How mla_decode does calls of this form; lse is never given."""
-    batch, tokens, heads, columns = problem("BSHD")
-    if columns != COLUMNS:
+    if problem("D") != (COLUMNS,):
         raise problem.error("q", f"must have {COLUMNS} columns, {LATENT} of latents and the others rotated", "q", "latent")
+    piece, box, heads = problem.bytes_at_once(), _box(problem), problem("H")[0]
+    cache, latent, dtype, gpu = _cache(problem, piece), problem["latent"], DTYPES[problem.dtype], machine(problem.device)
+    rows = problem("S")[0] * heads
+    if family == "sm_90" and box is None:
+        raise ValueError(f"family: sm_90 takes pages of a multiple of 8 rows: latent.shape={problem.shape('latent')}")
+    chosen = choose(problem, family, problem.by_tma and box is not None)
+    if chosen == "sm_80" or (family is None and rows <= ampere.BAND):  # which loads less of the tensor cores' time on few rows
+        early, arrays = is_hopper(gpu.capability), {"gQ": _by_rows(problem["q"], heads), "gLatent": _one_head(latent, 2)}
+
+        def config(reach, result, split):
+            return ampere.config_for(dtype, reach, cache, result, split, early, rows, gpu.shared_bytes)
+
+        return _plan(problem, ampere, config, arrays, piece, causal, splits, scale, return_lse)
+    arrays = {"gQ": _one_head(problem["q"], 2), "gLatent": _one_head(latent, 2), "gRotary": _one_head(latent, 2)}
+    arrays |= {"page_size": problem("T")[0]} if "pages" in problem else {}
+
+    def shape(reach, result, split):
+        return hopper.Config(dtype, reach, box, result, split)
+
+    return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
+
+
+@program(QUANTISED, no_gradient="attention.mla_decode has no gradient: attention.forward has")
+def _mla_decode_fp8(
+    problem: Problem, causal: bool, splits: int | None, scale: float, return_lse: bool, family: str | None
+) -> Plan:
+    """The same of a cache of 8 bits."""
+    if problem("DVK") != (COLUMNS, LATENT, ROTARY):
+        wanted = f"q must have {COLUMNS} columns, a cache of 8 bits {LATENT}, and the rotated columns are {ROTARY}"
+        raise problem.error("latent", wanted, "q", "latent", "rotary")
+    if family == "sm_90":
+        raise ValueError(f"family: of a cache of 8 bits there are kernels of mma.sync, for Ada and later: {family=}")
+    choose(problem, "sm_80")
+    gpu, form = machine(problem.device), problem["latent"].form
+    if gpu.capability < quantised.SINCE:
+        raise ValueError(f"latent: float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
+    if form.strides[-1] != 1 and form.extent:
+        raise problem.error("latent", f"last axis must be contiguous: latent.strides={form.strides} bytes", "latent")
+    piece = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
+    if piece not in quantised.PIECES:
+        raise problem.error("latent", "addresses and strides must be multiples of 4 bytes, as of rotary and q", "latent")
+    dtype, rows, early = DTYPES[problem.dtype], math.prod(problem("SH")), is_hopper(gpu.capability)
+    arrays = {f"g{name.title()}": _one_head(problem[name], 2) for name in ("latent", "rotary")}
+    arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
+    cache = _cache(problem, piece)
+
+    def config(reach, result, split):
+        return quantised.config_for(dtype, reach, cache, result, split, early, rows, gpu.shared_bytes)
+
+    return _plan(problem, quantised, config, arrays, piece, causal, splits, scale, return_lse)
+
+
+def _plan(
+    problem: Problem,
+    kernels: Any,
+    shape: Callable,
+    arrays: dict[str, Any],
+    piece: int,
+    causal: bool,
+    splits: int | None,
+    scale: float,
+    return_lse: bool,
+) -> Plan:
+    """The launches of a module's kernels, of the configurations shape(reach, result, split), which are told of these arrays."""
+    batch, tokens, heads = problem("BSH")
     if heads == 0:
         raise problem.error("q", "must have at least one head", "q")
-    cache, most_keys, of_cache = _cache(problem)
+    batches, keys = problem("CT")
+    most_keys = keys * (problem("M")[0] if "pages" in problem else 1) if batches else 0
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens) or most_keys == 0:
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
-    dtype, gpu, rows, piece = DTYPES[problem.dtype], machine(problem.device), tokens * heads, problem.bytes_at_once()
-    reach, unit = Reach(False, causal and tokens > 1, False), scale_of(problem, scale)
+    dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, scale_of(problem, scale)
+    reach, whole, part = Reach(False, causal and tokens > 1, False), Whole(dtype, piece), Part(dtype, piece)
     of_keys = {"lengths": problem["lengths"]} | ({"right": 0} if reach.right else {})
-
-    box = _box(problem, cache)
-    if family == "sm_90" and box is None:
-        raise ValueError(f"family: sm_90 takes pages of a multiple of 8 rows: latent.shape={problem.shape('latent')}")
-    on_hopper = choose(problem, family, problem.by_tma and box is not None) == "sm_90"
-    early = on_hopper or hopper_gpu(gpu.capability)
-
-    def shape(split, result):
-        if on_hopper:
-            return hopper.Config(dtype, reach, box, result, split)
-        return ampere.config_for(dtype, reach, cache, result, split, early, rows, gpu.shared_bytes)
-
-    whole, part = Whole(dtype, piece), Part(dtype, piece)
-    config = shape(Shares, Either(whole, part)) if splits is None else shape(Parted, part)
+    config = shape(reach, Either(whole, part), Shares) if splits is None else shape(reach, part, Parted)
     bands = -(-rows // config.band)
     number = shares_for(bands, gpu.processors) if splits is None else splits
     told = {"group": heads, "scale": unit * LOG2_E, "sequences": batch, "tokens": tokens, "splits": number}
     to = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}
     steps, scratch, grid = [], [], number if splits is None else number * batch
     if number == 1:
-        config, grid = shape(Parted, whole), batch
+        config, grid = shape(reach, whole, Parted), batch
     else:
         places, ends = ((number, batch), batch) if splits else ((number + batch, 1), batch if batch <= number else number - 1)
         scratch = [((*places, 1, rows, LATENT), "float32"), ((*places, 1, rows), "float32")]
         parts, sums = [problem.scratch(n, *each) for n, each in enumerate(scratch)]
         split = Parted() if splits else Shares(reach, config.kv)
         of_parts = {"parts": parts, "sums_": sums} | told | to | ({} if splits else of_keys)
-        last, last_bands = combine.Config(whole, split, early), -(-rows // combine.ROWS)
+        last, last_bands = combine.Config(whole, split, config.early), -(-rows // combine.ROWS)
         blocks = ends * last_bands * combine.SLABS
         steps.append(kernel_for(combine, last, problem.device).bind(blocks, bands=last_bands, **of_parts))
         to = ({} if splits else to) | {"parts": parts, "sums": sums}
-    latent = _one_head(problem["latent"], 2)
-    if on_hopper:
-        q = _one_head(problem["q"], 2)
-        to |= {"gRotary": latent} | ({"page_size": problem("T")[0]} if "pages" in problem else {})
-    else:
-        q = _by_rows(problem["q"], heads)
-    first = kernel_for(hopper if on_hopper else ampere, config, problem.device).bind(
-        grid * bands, gQ=q, gLatent=latent, bands=bands, slack=SLACK / (unit * LOG2_E), **told, **of_cache, **of_keys, **to
-    )
-    return Plan([first, *steps], scratch)
+    of_cache = {name: problem[name] for name in ("pages", "batch_index") if name in problem}
+    numbers = {"bands": bands, "slack": SLACK / (unit * LOG2_E)}
+    first = kernel_for(kernels, config, problem.device)
+    return Plan([first.bind(grid * bands, **arrays, **numbers, **told, **of_cache, **of_keys, **to), *steps], scratch)
 
 
-def _cache(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
-    """How latents lie, how many a sequence can have at most, and what kernels are told of that. ValueError."""
-    batch, batches, rows = problem("BCT")
-    piece = problem.bytes_at_once()
+def _cache(problem: Problem, piece: int) -> Dense:
+    """How latents lie. ValueError."""
     if "pages" in problem:
         if "batch_index" in problem:
             raise ValueError("batch_index: must be None where there are pages, whose table says where a sequence lies")
-        return Paged(piece), rows * problem("M")[0] if batches else 0, {"pages": problem["pages"]}
+        return Paged(piece)
     if "batch_index" in problem:
-        return Indexed(piece), rows if batches else 0, {"batch_index": problem["batch_index"]}
-    if batches != batch:
+        return Indexed(piece)
+    if problem("B") != problem("C"):
         raise problem.error("latent", "batch must equal q's where there are neither pages nor batch_index", "latent", "q")
-    return Dense(piece), rows, {}
+    return Dense(piece)
 
 
-def _box(problem: Problem, cache: Dense) -> boxes.Dense | None:
+def _box(problem: Problem) -> boxes.Dense | None:
     """The same for TMA; None: it would take too small boxes."""
-    if isinstance(cache, Indexed):
-        return boxes.Indexed()
-    if not isinstance(cache, Paged):
-        return boxes.Dense()
+    if "pages" not in problem:
+        return boxes.Indexed() if "batch_index" in problem else boxes.Dense()
     rows = math.gcd(problem("T")[0], hopper.KV)
     return boxes.Paged(hopper.KV // rows) if rows % 8 == 0 else None
 
