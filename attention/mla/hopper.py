@@ -10,6 +10,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from numba import cuda
 from numpy import int32
@@ -68,6 +69,31 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             yield Config(of, reach, cache, result(of, PIECE), split)
 
 
+class Pipes(NamedTuple):
+    """What a block has in shared memory: its queries, the halves of the latents of tiles, their rotated columns, and the rows'
+    maxima of even and odd ones."""
+
+    q: Any
+    q_rotary: Any
+    left: Any
+    right: Any
+    rotary: Any
+    even: Any
+    odd: Any
+
+
+class Run(NamedTuple):
+    """n tiles of a sequence, from number j on, which are counted through all sequences, and from `key` on; `even` and `odd`
+    maxima have been handed on before. All rows see the keys before `inner`."""
+
+    n: Any
+    j: Any
+    even: Any
+    odd: Any
+    key: Any
+    inner: Any
+
+
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
@@ -99,12 +125,13 @@ def make(config: Config):
         return x
 
     @inlined
-    def bring(q, q_rotary, gQ, spot, me):
+    def bring(pipes, gQ, spot, me):
         """The block's rows of Q, into shared memory."""
         rank = warpgroup.rank()
-        store(subtile(q, 16, rank, OWN, me), rows_of(gQ, Q, spot, int32(OWN * me)))
+        own, rotated = rows_of(gQ, Q, spot, int32(OWN * me)), rows_of(gQ, Q_ROTARY, spot, LATENT)
+        store(subtile(pipes.q, 16, rank, OWN, me), own)
         if me == 0:
-            store(subtile(q_rotary, 16, rank), rows_of(gQ, Q_ROTARY, spot, LATENT))
+            store(subtile(pipes.q_rotary, 16, rank), rotated)
         warpgroup.sync_several(CONSUMERS)
 
     @inlined
@@ -116,11 +143,11 @@ def make(config: Config):
         return tile
 
     @inlined
-    def scores(j, key, end, q, q_rotary, near, far, side, rotary):
+    def scores(j, key, end, pipes, near, far, side):
         """Those of tile j, in flight; half number `side` of the latents comes first."""
-        s = warpgroup.mm_ABt(subtile(q, BAND, 0, OWN, side), latents(near, j, int32(end - key)))
-        s = warpgroup.mma_ABt(s, subtile(q, BAND, 0, OWN, 1 - side), latents(far, j, int32(end - key)))
-        return warpgroup.mma_ABt(s, q_rotary, rotary.wait(j))
+        s = warpgroup.mm_ABt(subtile(pipes.q, BAND, 0, OWN, side), latents(near, j, int32(end - key)))
+        s = warpgroup.mma_ABt(s, subtile(pipes.q, BAND, 0, OWN, 1 - side), latents(far, j, int32(end - key)))
+        return warpgroup.mma_ABt(s, pipes.q_rotary, pipes.rotary.wait(j))
 
     @inlined
     def weighed(s, seen, key, at, inner, scale, slack):
@@ -132,7 +159,7 @@ def make(config: Config):
         return INPUT(p), seen.add(p)
 
     @inlined
-    def hand_on(j, i, p, seen, rotary, tops):
+    def hand_on(j, p, seen, rotary, tops, i):
         """To the other consumer the weights of tile j, in the place of its rotated columns, and the maxima they count from."""
         warpgroup.sync()  # all four warps have their scores: nobody reads these columns any more
         warpgroup.store(rotary.wait(j), p)
@@ -141,7 +168,7 @@ def make(config: Config):
         tops.publish(i)
 
     @inlined
-    def taken(j, i, seen, half, rotary, tops, scale):
+    def taken(j, seen, half, rotary, tops, i, scale):
         """What has been seen with tile j, whose weights are the other's; in flight: O."""
         m = warpgroup.load(tops.wait(i), O.col_vec)
         tops.release(i)
@@ -166,40 +193,43 @@ def make(config: Config):
         return first, n, sees, int32(sees.end - (last_token - first_token))
 
     @inlined
-    def evenly(n, j, i, seen, first, end, inner, at, q, q_rotary, left, right, rotary, even, odd, scale, slack):
-        """What has been seen with n tiles from j on, by the consumer that makes scores of the even ones. i: pairs so far."""
-        for k in range(0, n, 2):
-            here, pair, key = int32(j + k), int32(i + k // 2), int32(first + KV * k)
-            s = warpgroup.wait(scores(here, key, end, q, q_rotary, left, right, 0, rotary))
-            p, seen = weighed(s, seen, key, at, inner, scale, slack)
-            o = warpgroup.mma_AB(seen.rescaled(), p, left.wait(here))
-            hand_on(here, pair, p, seen, rotary, even)
-            seen = done(here, o, seen, left)
-            if k + 1 < n:
-                o, seen = taken(int32(here + 1), pair, seen, left, rotary, odd, scale)
-                seen = done(int32(here + 1), o, seen, left)
-                rotary.release(int32(here + 1))
+    def evenly(run, seen, pipes, at, scale, slack):
+        """What has been seen with a Run of tiles, by the consumer that makes the scores of the first one, the third, ..."""
+        left, rotary = pipes.left, pipes.rotary
+        for k in range(0, run.n, 2):
+            j, key, even, odd = int32(run.j + k), int32(run.key + KV * k), int32(run.even + k // 2), int32(run.odd + k // 2)
+            s = warpgroup.wait(scores(j, key, at.keys, pipes, left, pipes.right, 0))
+            p, seen = weighed(s, seen, key, at, run.inner, scale, slack)
+            o = warpgroup.mma_AB(seen.rescaled(), p, left.wait(j))
+            hand_on(j, p, seen, rotary, pipes.even, even)
+            seen = done(j, o, seen, left)
+            if k + 1 < run.n:
+                o, seen = taken(int32(j + 1), seen, left, rotary, pipes.odd, odd, scale)
+                seen = done(int32(j + 1), o, seen, left)
+                rotary.release(int32(j + 1))
         return seen
 
     @inlined
-    def oddly(n, j, i, seen, first, end, inner, at, q, q_rotary, left, right, rotary, even, odd, scale, slack):
-        """The same by the other one, whose scores are under way while it takes up the last tile's values."""
-        for k in range(0, n, 2):
-            here, pair, key = int32(j + k), int32(i + k // 2), int32(first + KV * (k + 1))
-            if k + 1 < n:
-                s = scores(int32(here + 1), key, end, q, q_rotary, right, left, 1, rotary)
-                o, seen = taken(here, pair, seen, right, rotary, even, scale)
+    def oddly(run, seen, pipes, at, scale, slack):
+        """The same by the other one, whose scores are under way while it takes up the values of the tile before."""
+        right, rotary = pipes.right, pipes.rotary
+        for k in range(0, run.n, 2):
+            j, key, even, odd = int32(run.j + k), int32(run.key + KV * k), int32(run.even + k // 2), int32(run.odd + k // 2)
+            if k + 1 < run.n:
+                later, key = int32(j + 1), int32(key + KV)
+                s = scores(later, key, at.keys, pipes, right, pipes.left, 1)
+                o, seen = taken(j, seen, right, rotary, pipes.even, even, scale)
                 s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
-                p, seen = weighed(s, seen, key, at, inner, scale, slack)
-                seen = done(here, o, seen, right)
-                rotary.release(here)
-                o = warpgroup.mma_AB(seen.rescaled(), p, right.wait(int32(here + 1)))
-                hand_on(int32(here + 1), pair, p, seen, rotary, odd)
-                seen = done(int32(here + 1), o, seen, right)
+                p, seen = weighed(s, seen, key, at, run.inner, scale, slack)
+                seen = done(j, o, seen, right)
+                rotary.release(j)
+                o = warpgroup.mma_AB(seen.rescaled(), p, right.wait(later))
+                hand_on(later, p, seen, rotary, pipes.odd, odd)
+                seen = done(later, o, seen, right)
             else:
-                o, seen = taken(here, pair, seen, right, rotary, even, scale)
-                seen = done(here, o, seen, right)
-                rotary.release(here)
+                o, seen = taken(j, seen, right, rotary, pipes.even, even, scale)
+                seen = done(j, o, seen, right)
+                rotary.release(j)
         return seen
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -209,6 +239,7 @@ def make(config: Config):
     ):  # fmt: skip
         """See ampere.py."""
         q, q_rotary, left, right, rotary, even, odd, sums = smem.open()
+        pipes = Pipes(q, q_rotary, left, right, rotary, even, odd)
         if IN_PARTS:
             grid.release()  # the blocks that combine parts may come, and wait
         grid.wait()
@@ -216,7 +247,7 @@ def make(config: Config):
         me, row, rows = warpgroup.id(), int32(BAND * band), int32(tokens * group)
         first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
         work = split.first(number, splits, sequences, tokens, given)
-        j = i = int32(0)  # tiles and pairs of tiles so far
+        j = firsts = others = int32(0)  # tiles so far: all; of each sequence the first, the third, ...; the others
         if me == PRODUCER:
             warpgroup.release_registers(KEEP)
             while work.left > 0:
@@ -238,16 +269,12 @@ def make(config: Config):
                 whole = work.end - work.tile == work.tiles
                 spot = Spot(work.sequence, 0, work.part, work.of, whole, mine, first_mine, last_mine, group)
                 at = At(work.sequence, 0, token, sees.shift, tokens, sees.end, given, 0, 0)
-                bring(q, q_rotary, gQ, spot, me)
-                seen, end = softmax.begin(LOWEST), sees.end
+                bring(pipes, gQ, spot, me)
+                run, seen = Run(n, j, firsts, others, first, inner), softmax.begin(LOWEST)
                 if me == 0:
-                    seen = evenly(
-                        n, j, i, seen, first, end, inner, at, q, q_rotary, left, right, rotary, even, odd, scale, slack
-                    )
+                    seen = evenly(run, seen, pipes, at, scale, slack)
                 else:
-                    seen = oddly(
-                        n, j, i, seen, first, end, inner, at, q, q_rotary, left, right, rotary, even, odd, scale, slack
-                    )
+                    seen = oddly(run, seen, pipes, at, scale, slack)
                 own = finish_sum(seen.l)
                 warpgroup.store(subtile(sums, BAND, me), own)
                 warpgroup.sync_several(CONSUMERS)
@@ -255,6 +282,7 @@ def make(config: Config):
                 result.store(seen.o / maximum(l, TINY), spot, int32(OWN * me), given)
                 if me == 0:
                     result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
-                j, i, work = int32(j + n), int32(i + (n + 1) // 2), split.next(work, tokens, given)
+                firsts, others = int32(firsts + (n + 1) // 2), int32(others + n // 2)
+                j, work = int32(j + n), split.next(work, tokens, given)
 
     return attend, smem
