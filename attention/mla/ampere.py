@@ -140,18 +140,17 @@ def make(config: Config):
             n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
             lie = q.look_up(None, group, (0, row), rows)  # a token's rows, and only these, lie in one place
             here = cache.look(k, gLatent, sequence, first, end, given)
-            there = cache.look(k, gLatent, sequence, int32(first + KV), end, given)
             q.fill_pages(0, gQ, lie, (row, sequence, 0, 0), rows, None, cache.piece)
             for i in range(AHEAD):
                 cache.fill(k, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
-                here, there = there, cache.look(k, gLatent, sequence, int32(first + KV * (i + 2)), end, given)
+                here = cache.look(k, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
             at = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0)
             queries, seen = q.wait(0, AHEAD), softmax.begin(LOWEST)
             for i in range(n):
                 key, later = int32(first + KV * i), int32(first + KV * (i + AHEAD))
                 tile = k.wait(i, AHEAD - 1)
                 cache.fill(k, i + AHEAD, gLatent, here, sequence, later, 0, end, n, given)
-                here, there = there, cache.look(k, gLatent, sequence, int32(later + 2 * KV), end, given)
+                here = cache.look(k, gLatent, sequence, int32(later + KV), end, given)
                 s = mma_ABt(zeros(S), queries, subtile(tile, KEYS, own))
                 s = reach.mask(s, at, int32(key + KEYS * own), end)
                 seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)

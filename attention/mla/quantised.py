@@ -30,7 +30,7 @@ from .descales import descales_of
 from .shape import LATENT, ROTARY
 
 SINCE, PIECES = (8, 9), EVERY[:-1]  # compute capability; bytes that cp.async brings at once
-KEYS, COLUMNS = 16, 128  # keys that a warp finds scores of; columns of their latents that it converts at once
+KEYS, COLUMNS = 16, 64  # keys that a warp finds scores of; columns of their latents that it converts at once
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ def make(config: Config):
     smem = shared(
         q=st(BAND, LATENT, fp16),
         q_rotary=st(BAND, ROTARY, INPUT),
-        latent=pipeline(st(KV, LATENT, fp8e4m3), STAGES, WARPS),
-        rotary=pipeline(st(KV, ROTARY, INPUT), STAGES, WARPS),
+        latent=pipeline(st(KV, LATENT, fp8e4m3, 64), STAGES, WARPS),
+        rotary=pipeline(st(KV, ROTARY, INPUT, 64), STAGES, WARPS),
         plain=st(KV, LATENT, fp16),
         weights=st(WARPS * BAND, KEYS, fp16),
         scratch=sv(WARPS * BAND, fp32),
@@ -169,11 +169,10 @@ def make(config: Config):
             n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
             own = int32(first + KEYS * warp)
             here = cache.look(latent, gLatent, sequence, first, end, given)
-            there = cache.look(latent, gLatent, sequence, int32(first + KV), end, given)
             for i in range(AHEAD):
                 cache.fill(latent, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
                 cache.fill(rotary, i, gRotary, here, sequence, int32(first + KV * i), 0, end, n, given)
-                here, there = there, cache.look(latent, gLatent, sequence, int32(first + KV * (i + 2)), end, given)
+                here = cache.look(latent, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
             later_d = descales.of(S.row_vec, gDescale, sequence, own, end, given)
             bring(q, q_rotary, gQ, spot, warp)
             at, seen = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0), softmax.begin(LOWEST)
@@ -189,7 +188,7 @@ def make(config: Config):
                 cache.fill(latent, i + AHEAD, gLatent, here, sequence, later, 0, end, n, given)
                 s = mma_ABt(s * d, q_rotary, rotary.own(i, NEWER))
                 cache.fill(rotary, i + AHEAD, gRotary, here, sequence, later, 0, end, n, given)
-                here, there = there, cache.look(latent, gLatent, sequence, int32(later + 2 * KV), end, given)
+                here = cache.look(latent, gLatent, sequence, int32(later + KV), end, given)
                 s = reach.mask(s, at, key, end)
                 seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)
                 p = seen.weights(s, None, scale)
