@@ -75,6 +75,7 @@ def test_an_op_is_called_by_its_name():
         "linear_step",
         "mamba2",
         "mla_decode",
+        "mla_decode_fp8",
     ]
     assert all(hasattr(torch.ops.tiles, name) for name in names)
     q, k, v = Inputs().qkv()

@@ -114,6 +114,13 @@ CALLS = {
         attention.mla_decode,
         lambda x: ((x.tile(x.batch, 2, x.heads, 576), x.tile(x.batch, TOKENS, 576)), dict(lengths=x.lengths(), scale=0.1)),
     ),
+    "latents, fp8": (
+        attention.mla_decode,
+        lambda x: (
+            (x.tile(x.batch, 2, x.heads, 576), x.tile(x.batch, TOKENS, 512).to(torch.float8_e4m3fn)),
+            dict(lengths=x.lengths(), scale=0.1, rotary=x.tile(x.batch, TOKENS, 64), descale=-x.rate(x.batch, TOKENS)),
+        ),
+    ),
     "linear": (attention.linear, lambda x: (x.qkv(), {})),
     "linear, state": (
         attention.linear,
