@@ -70,7 +70,7 @@ from .reductions.reduce import (
     tile_sum,
 )
 from .reductions.scan import cumsum, cumsum_columns
-from .schedule import divmod, persistent_tile, rasterize
+from .schedule import divmod, line_up, persistent_tile, rasterize
 from .scopes import refuse_others as _refuse_others
 from .shape.slicing import columns, hstack, rows, vstack
 from .shape.subtile import subtile
@@ -80,7 +80,7 @@ __all__ = [
     "abs", "add_held", "bernoulli", "bernoulli_of_row", "block", "causal", "cluster", "col_index", "col_max", "col_min",
     "col_prod", "col_sum", "columns", "commit_group", "complex", "copy_async", "count_up", "cumsum", "cumsum_columns", "divmod",
     "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater", "greater_equal", "grid", "hstack",
-    "inverse_unit_lower", "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "load", "load_held",
+    "inverse_unit_lower", "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "line_up", "load", "load_held",
     "load_row", "load_unordered", "log", "log2", "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB", "mma_ABt",
     "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch",
     "product", "rasterize", "raw", "reciprocal", "relu", "rescale", "right_fill", "row_index", "row_max", "row_min", "row_prod",

@@ -10,14 +10,29 @@ On Hopper the kernel begins while the one before it ends, and waits for it befor
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
-from ops import block, columns, divmod, exp2, finish_sum, grid, load, log2, maximum, mma_AB, mma_ABt, row_index, store, subtile, zeros
+from ops import (
+    block,
+    columns,
+    divmod,
+    exp2,
+    finish_sum,
+    grid,
+    load,
+    log2,
+    maximum,
+    mma_AB,
+    mma_ABt,
+    row_index,
+    store,
+    subtile,
+    zeros,
+)
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
@@ -74,7 +89,10 @@ class Config:
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         scores = f" {self.variant}" * (type(self.variant) is not Variant) + f" {self.sums}" * (type(self.sums) is not Variant)
-        return f"{dims} {self.dtype} {self.reach} {self.cache}{scores} {self.result}, {self.band} x {self.kv}" + " early" * self.early
+        return (
+            f"{dims} {self.dtype} {self.reach} {self.cache}{scores} {self.result}, {self.band} x {self.kv}"
+            + " early" * self.early
+        )
 
 
 BAND = 16  # rows of a tile
@@ -88,12 +106,12 @@ SHAPES = {  # padded head_dim: (keys, warps, stages, resident)
 ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multiprocessor has little more than one such block
     99 * 1024: {64: (32, 4, 2, 1), 96: (16, 4, 3, 1), 128: (16, 4, 2, 1), 192: (16, 2, 3, 1), 256: (16, 2, 2, 1)},
     163 * 1024: {},
-    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
+    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (32, 4, 3, 1), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
 }
 TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were
     99 * 1024: {64: (32, 4, 2, 1)},
     163 * 1024: {64: (32, 4, 2, 1), 96: (16, 4, 4, 1), 128: (16, 4, 4, 1)},
-    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 1), 128: (16, 4, 3, 2)},
+    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 1), 128: (16, 8, 3, 1)},
 }
 LEAST, LARGE = min(ROOMS), max(ROOMS)
 ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the least

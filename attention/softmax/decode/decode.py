@@ -200,9 +200,7 @@ def _cache(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
     return Dense(piece), rows, {}
 
 
-def _reach(
-    problem: Problem, causal: bool, left: int | None, right: int | None
-) -> tuple[Reach, dict[str, Any]]:
+def _reach(problem: Problem, causal: bool, left: int | None, right: int | None) -> tuple[Reach, dict[str, Any]]:
     """Which keys tokens see, and what kernels are told of that. One token, at the last key, sees no later one, whatever it
     may."""
     (tokens,) = problem("S")
