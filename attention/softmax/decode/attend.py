@@ -26,8 +26,6 @@ from ops import (
     load,
     log2,
     maximum,
-    mma_AB,
-    mma_ABt,
     row_index,
     store,
     subtile,
@@ -41,6 +39,7 @@ from tiles.pipeline import PIECES
 from ..online import LOWEST, TINY, Softmax
 from ..variants import At, Variant
 from .caches import Dense, Indexed, Paged
+from .products import Narrow, Same
 from .reach import Reach
 from .results import Either, Part, Spot, Whole
 from .splits import Parted, Shares
@@ -56,7 +55,7 @@ class Config:
 
     head_dim: int
     value_dim: int
-    dtype: dtype
+    product: Same
     variant: Variant
     reach: Reach
     cache: Dense
@@ -83,14 +82,14 @@ class Config:
     @property
     def given(self):
         """What the kernel is told of all these."""
-        parts = self.reach, self.cache, self.variant, self.sums, self.result
+        parts = self.reach, self.cache, self.product, self.variant, self.sums, self.result
         return record(**{name: what for part in parts for name, what in part.given.items()})
 
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         scores = f" {self.variant}" * (type(self.variant) is not Variant) + f" {self.sums}" * (type(self.sums) is not Variant)
         return (
-            f"{dims} {self.dtype} {self.reach} {self.cache}{scores} {self.result}, {self.band} x {self.kv}"
+            f"{dims} {self.product} {self.reach} {self.cache}{scores} {self.result}, {self.band} x {self.kv}"
             + " early" * self.early
         )
 
@@ -118,7 +117,7 @@ ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the
 
 
 def config_for(
-    head_dim: int, value_dim: int, of: dtype, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either, sums: Variant,
+    head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either, sums: Variant,
     split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
@@ -126,8 +125,9 @@ def config_for(
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim))
     room = max(r for r in ROOMS if r <= room)
     short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
-    band, shape = (2 * BAND, high[dim]) if tall and dim in high else (BAND, short[dim])
-    return Config(padded, wide, of, variant, reach, cache, result, sums, split, early, band, *shape)
+    band, (keys, *shape) = (2 * BAND, high[dim]) if tall and dim in high else (BAND, short[dim])
+    keys *= product.dtype.itemsize // product.held.itemsize  # so that a stage has as many bytes
+    return Config(padded, wide, product, variant, reach, cache, result, sums, split, early, band, keys, *shape)
 
 
 def either(of: dtype, piece: int) -> Either:
@@ -142,10 +142,11 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     kinds = [(Reach(False, False, False), Dense, either, Shares), (Reach(False, True, False), Paged, either, Shares)]
     if everything:
         kinds += [(Reach(True, True, False), Indexed, Part, Parted), (Reach(False, True, True), Paged, Whole, Parted)]
-    forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
-    forms = forms if everything else forms[:1]
+    forms = [(Same(bf16), PIECES[0])] + [(Narrow(bf16, True), PIECES[0])] * (arch not in ("sm_80", "sm_86"))
+    if everything:
+        forms += [*((Same(bf16), piece) for piece in PIECES[1:]), (Same(fp16), PIECES[0])]
     found = [
-        config_for(dim, dim, of, plain, reach, cache(piece), result(of, piece), plain, split, early, tall, room)
+        config_for(dim, dim, of, plain, reach, cache(piece), result(of.dtype, piece), plain, split, early, tall, room)
         for (of, piece), dim, (reach, cache, result, split), tall in itertools.product(forms, SHAPES, kinds, (False, True))
     ]
     yield from dict.fromkeys(found)
@@ -155,26 +156,41 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     BAND, KEYS, WARPS, KV, STAGES = config.band, config.keys, config.warps, config.kv, config.stages
-    INPUT, GIVEN = config.dtype, config.given
+    INPUT, HELD, GIVEN = config.product.dtype, config.product.held, config.given
+    product = config.product
     variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
     split, EARLY = config.split(reach, KV), config.early
     IN_PARTS = type(result) is not Whole
-    QUERY, VALUES = st(BAND, config.head_dim, INPUT), st(KV, config.value_dim, INPUT)
+    QUERY, VALUES = st(BAND, config.head_dim, INPUT), st(KV, config.value_dim, HELD)
+    TAKEN, Q, SAME = st(BAND, config.head_dim, product.takes), rt(BAND, QUERY.panel_cols, INPUT), product.takes is INPUT
     S, O = rt(BAND, KEYS, fp32), rt(BAND, config.value_dim, fp32)
-    PARTS = -(-WARPS * BAND * fp32.itemsize // (STAGES * KV * INPUT.itemsize))  # in which O goes through the memory of values
+    PARTS = -(-WARPS * BAND * fp32.itemsize // (STAGES * KV * HELD.itemsize))  # in which O goes through the memory of values
     COLUMNS = config.value_dim // PARTS
     ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
     AHEAD, NEWER = STAGES - 1, 2 * STAGES - 3  # tiles under way; groups of keys and values that are younger than one waited for
     smem = shared(
         q=pipeline(QUERY, 1, WARPS),
-        k=pipeline(st(KV, config.head_dim, INPUT), STAGES, WARPS),
+        k=pipeline(st(KV, config.head_dim, HELD), STAGES, WARPS),
         v=pipeline(VALUES, STAGES, WARPS),
         scratch=sv(WARPS * BAND, fp32),
     )
     softmax = Softmax(O)
 
     @inlined
-    def add_up(o, l, col, v, spot, given):
+    def taken(q):
+        """Queries, once they are here, as the products take them."""
+        tile = q.wait(0, 2 * AHEAD)
+        if SAME:
+            return tile
+        made = q.reuse(TAKEN)
+        for i in range(int32(cuda.threadIdx.x // LANES), QUERY.panels, WARPS):
+            x = load(subtile(tile, BAND, 0, Q.cols, i), Q)
+            store(subtile(made, BAND, 0, Q.cols, i), product.queries(x))
+        block.sync()
+        return made
+
+    @inlined
+    def add_up(o, l, unit, col, v, spot, given):
         """Some columns of O, from `col` on: the sum of what all warps have, which goes where it belongs."""
         addends, warp = v.reuse(ADDENDS), int32(cuda.threadIdx.x // LANES)
         store(subtile(addends, BAND, warp), o)
@@ -183,11 +199,12 @@ def make(config: Config):
             o = zeros(SLAB)
             for other in range(WARPS):
                 o = o + load(subtile(addends, BAND, other, PANEL, slab), SLAB)
+            o = product.columns(o, unit)
             result.store(o / maximum(l, TINY), spot, int32(col + PANEL * slab), given)
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), given: GIVEN,
+        gQ: array(5, INPUT), gK: array(4, HELD), gV: array(4, HELD), given: GIVEN,
         heads: INT, bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """Of one of `bands` tiles of rows, `group` query heads and `tokens` tokens of a key head, over one of `splits` parts of
@@ -224,12 +241,13 @@ def make(config: Config):
             token = of_rows // group
             at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, 0, 0)
             at = at._replace(kept=variant.keep(at))
-            queries, seen = q.wait(0, 2 * AHEAD), softmax.begin(LOWEST)
+            k_unit, v_unit = product.units(sequence, head, given)
+            queries, seen = taken(q), softmax.begin(LOWEST)
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 keys = k.own(i, NEWER)
                 cache.fill(k, i + AHEAD, gK, here, sequence, later, head, sees.end, n, given)
-                s = mma_ABt(zeros(S), queries, keys)
+                s = product.scores(zeros(S), queries, keys, k_unit)
                 values = v.own(i, NEWER)
                 cache.fill(v, i + AHEAD, gV, here, sequence, later, head, sees.end, n, given)
                 here, there = there, cache.look(k, gK, sequence, int32(later + 2 * KV), sees.end, given)
@@ -237,7 +255,7 @@ def make(config: Config):
                 seen = seen.moved(s, None, scale, slack)
                 o = seen.rescaled()
                 p = seen.weights(s, None, scale)
-                seen = seen._replace(o=mma_AB(o, INPUT(p), values)).add(p)
+                seen = seen._replace(o=product.weigh(o, p, values)).add(p)
 
             m = block.reduce_max(seen.m, scratch)
             if result.joins(spot):
@@ -248,11 +266,11 @@ def make(config: Config):
                 l = sums.total(l, m, scale, at)
             o = seen.o * weight  # the warps have met: nobody reads values any more
             if PARTS == 1:
-                add_up(o, l, 0, v, spot, given)
+                add_up(o, l, v_unit, 0, v, spot, given)
             else:
-                add_up(columns(o, COLUMNS, 0), l, 0, v, spot, given)
+                add_up(columns(o, COLUMNS, 0), l, v_unit, 0, v, spot, given)
                 block.sync()
-                add_up(columns(o, COLUMNS, 1), l, COLUMNS, v, spot, given)
+                add_up(columns(o, COLUMNS, 1), l, v_unit, COLUMNS, v, spot, given)
             if warp == 0:
                 result.store_sums(m + log2(l) / scale, scale, spot, given)
             work = split.next(work, tokens, given)
