@@ -234,7 +234,9 @@ class Warp(greenlet):
             line = np.zeros((1, tile.spec.cols), array.dtype)
             if row < last:
                 if not 0 <= number < len(array):
-                    raise self.hazard(f"row {row} lies in page {number}, which is out of range for a pool of {len(array)} pages")
+                    raise self.hazard(
+                        f"row {row} lies in page {number}, which is out of range for a pool of {len(array)} pages"
+                    )
                 line = cut(array[(number, slice(None), *rest)], (inside, col), line.shape, 0, 1)
             lines.append(line)
         self._copies(tile, own, lambda: np.concatenate(lines), lambda: None)

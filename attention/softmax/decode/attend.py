@@ -10,14 +10,28 @@ On Hopper the kernel begins while the one before it ends, and waits for it befor
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from numba import cuda
 from numpy import int32
 
-from ops import block, columns, divmod, exp2, finish_sum, grid, load, log2, maximum, mma_AB, mma_ABt, row_index, store, subtile, zeros
+from ops import (
+    block,
+    columns,
+    divmod,
+    exp2,
+    finish_sum,
+    grid,
+    load,
+    log2,
+    maximum,
+    row_index,
+    store,
+    subtile,
+    zeros,
+)
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
@@ -26,11 +40,22 @@ from tiles.pipeline import PIECES
 from ..online import LOWEST, TINY, Softmax
 from ..variants import At, Variant
 from .caches import Dense, Indexed, Paged
+from .products import Narrow, Same
 from .reach import Reach
 from .results import Either, Part, Spot, Whole
 from .splits import Parted, Shares
 
 PANEL = 32  # columns of O that a warp adds up at once: those of a panel of float32
+
+
+class Piece(NamedTuple):
+    """What a block does of a sequence: `n` tiles from key `first` on, of what its rows see. whole: is that all of it?"""
+
+    sequence: Any
+    first: Any
+    sees: Any
+    n: Any
+    whole: Any
 
 
 @dataclass(frozen=True)
@@ -41,7 +66,7 @@ class Config:
 
     head_dim: int
     value_dim: int
-    dtype: dtype
+    product: Same
     variant: Variant
     reach: Reach
     cache: Dense
@@ -68,13 +93,16 @@ class Config:
     @property
     def given(self):
         """What the kernel is told of all these."""
-        parts = self.reach, self.cache, self.variant, self.sums, self.result
+        parts = self.reach, self.cache, self.product, self.variant, self.sums, self.result
         return record(**{name: what for part in parts for name, what in part.given.items()})
 
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         scores = f" {self.variant}" * (type(self.variant) is not Variant) + f" {self.sums}" * (type(self.sums) is not Variant)
-        return f"{dims} {self.dtype} {self.reach} {self.cache}{scores} {self.result}, {self.band} x {self.kv}" + " early" * self.early
+        return (
+            f"{dims} {self.product} {self.reach} {self.cache}{scores} {self.result}, {self.band} x {self.kv}"
+            + " early" * self.early
+        )
 
 
 BAND = 16  # rows of a tile
@@ -88,19 +116,19 @@ SHAPES = {  # padded head_dim: (keys, warps, stages, resident)
 ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multiprocessor has little more than one such block
     99 * 1024: {64: (32, 4, 2, 1), 96: (16, 4, 3, 1), 128: (16, 4, 2, 1), 192: (16, 2, 3, 1), 256: (16, 2, 2, 1)},
     163 * 1024: {},
-    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
+    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (32, 4, 2, 1), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
 }
 TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were
     99 * 1024: {64: (32, 4, 2, 1)},
     163 * 1024: {64: (32, 4, 2, 1), 96: (16, 4, 4, 1), 128: (16, 4, 4, 1)},
-    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 1), 128: (16, 4, 3, 2)},
+    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 1), 128: (16, 4, 4, 1)},
 }
 LEAST, LARGE = min(ROOMS), max(ROOMS)
 ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the least
 
 
 def config_for(
-    head_dim: int, value_dim: int, of: dtype, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either, sums: Variant,
+    head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either, sums: Variant,
     split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
@@ -108,8 +136,10 @@ def config_for(
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim))
     room = max(r for r in ROOMS if r <= room)
     short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
-    band, shape = (2 * BAND, high[dim]) if tall and dim in high else (BAND, short[dim])
-    return Config(padded, wide, of, variant, reach, cache, result, sums, split, early, band, *shape)
+    band, (keys, warps, stages, resident) = (2 * BAND, high[dim]) if tall and dim in high else (BAND, short[dim])
+    if product.held.itemsize == 1:  # twice the warps, so that a stage has as many bytes, and there is twice the work for each
+        warps, resident = 2 * warps, 1
+    return Config(padded, wide, product, variant, reach, cache, result, sums, split, early, band, keys, warps, stages, resident)
 
 
 def either(of: dtype, piece: int) -> Either:
@@ -124,10 +154,11 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     kinds = [(Reach(False, False, False), Dense, either, Shares), (Reach(False, True, False), Paged, either, Shares)]
     if everything:
         kinds += [(Reach(True, True, False), Indexed, Part, Parted), (Reach(False, True, True), Paged, Whole, Parted)]
-    forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
-    forms = forms if everything else forms[:1]
+    forms = [(Same(bf16), PIECES[0])] + [(Narrow(bf16, True), PIECES[0])] * (arch not in ("sm_80", "sm_86"))
+    if everything:
+        forms += [*((Same(bf16), piece) for piece in PIECES[1:]), (Same(fp16), PIECES[0])]
     found = [
-        config_for(dim, dim, of, plain, reach, cache(piece), result(of, piece), plain, split, early, tall, room)
+        config_for(dim, dim, of, plain, reach, cache(piece), result(of.dtype, piece), plain, split, early, tall, room)
         for (of, piece), dim, (reach, cache, result, split), tall in itertools.product(forms, SHAPES, kinds, (False, True))
     ]
     yield from dict.fromkeys(found)
@@ -137,26 +168,52 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     BAND, KEYS, WARPS, KV, STAGES = config.band, config.keys, config.warps, config.kv, config.stages
-    INPUT, GIVEN = config.dtype, config.given
+    INPUT, HELD, GIVEN = config.product.dtype, config.product.held, config.given
+    product = config.product
     variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
     split, EARLY = config.split(reach, KV), config.early
     IN_PARTS = type(result) is not Whole
-    QUERY, VALUES = st(BAND, config.head_dim, INPUT), st(KV, config.value_dim, INPUT)
+    QUERY, VALUES = st(BAND, config.head_dim, INPUT), st(KV, config.value_dim, HELD)
+    TAKEN, Q, SAME = st(BAND, config.head_dim, product.takes), rt(BAND, QUERY.panel_cols, INPUT), product.takes is INPUT
     S, O = rt(BAND, KEYS, fp32), rt(BAND, config.value_dim, fp32)
-    PARTS = -(-WARPS * BAND * fp32.itemsize // (STAGES * KV * INPUT.itemsize))  # in which O goes through the memory of values
+    room = STAGES * KV * config.value_dim * HELD.itemsize  # where values lie: O goes through it in so many parts
+    PARTS = next(n for n in (1, 2, 3) if WARPS * BAND * config.value_dim * fp32.itemsize <= n * room and O.cols % (PANEL * n) == 0)
     COLUMNS = config.value_dim // PARTS
     ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
     AHEAD, NEWER = STAGES - 1, 2 * STAGES - 3  # tiles under way; groups of keys and values that are younger than one waited for
     smem = shared(
         q=pipeline(QUERY, 1, WARPS),
-        k=pipeline(st(KV, config.head_dim, INPUT), STAGES, WARPS),
+        k=pipeline(st(KV, config.head_dim, HELD), STAGES, WARPS),
         v=pipeline(VALUES, STAGES, WARPS),
         scratch=sv(WARPS * BAND, fp32),
     )
     softmax = Softmax(O)
 
     @inlined
-    def add_up(o, l, col, v, spot, given):
+    def about(work, first_token, last_token, tokens, given):
+        """The Piece of a block's rows."""
+        every = reach.keys(work.sequence, 0, tokens - 1, tokens, given)
+        sees = reach.keys(work.sequence, first_token, last_token, tokens, given)
+        tile = int32(max(work.tile, (sees.first - every.first) // KV))
+        first = int32(every.first + KV * tile)
+        n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
+        return Piece(work.sequence, first, sees, n, work.end - work.tile == work.tiles)
+
+    @inlined
+    def taken(q):
+        """Queries, once they are here, as the products take them."""
+        tile = q.wait(0, NEWER)
+        if SAME:
+            return tile
+        made = q.reuse(TAKEN)
+        for i in range(int32(cuda.threadIdx.x // LANES), QUERY.panels, WARPS):
+            x = load(subtile(tile, BAND, 0, Q.cols, i), Q)
+            store(subtile(made, BAND, 0, Q.cols, i), product.queries(x))
+        block.sync()
+        return made
+
+    @inlined
+    def add_up(o, l, unit, col, v, spot, given):
         """Some columns of O, from `col` on: the sum of what all warps have, which goes where it belongs."""
         addends, warp = v.reuse(ADDENDS), int32(cuda.threadIdx.x // LANES)
         store(subtile(addends, BAND, warp), o)
@@ -165,11 +222,12 @@ def make(config: Config):
             o = zeros(SLAB)
             for other in range(WARPS):
                 o = o + load(subtile(addends, BAND, other, PANEL, slab), SLAB)
+            o = product.columns(o, unit)
             result.store(o / maximum(l, TINY), spot, int32(col + PANEL * slab), given)
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), given: GIVEN,
+        gQ: array(5, INPUT), gK: array(4, HELD), gV: array(4, HELD), given: GIVEN,
         heads: INT, bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """Of one of `bands` tiles of rows, `group` query heads and `tokens` tokens of a key head, over one of `splits` parts of
@@ -186,19 +244,18 @@ def make(config: Config):
         last_row = min(row + BAND, end) - 1
         first_token, last_token = int32(row // group), int32(last_row // group)
         work = split.first(number, splits, sequences, tokens, given)
+        piece = about(work, first_token, last_token, tokens, given)
+        here = cache.look(k, gK, piece.sequence, piece.first, piece.sees.end, given)
+        there = cache.look(k, gK, piece.sequence, int32(piece.first + KV), piece.sees.end, given)
+        lie = q.look_up(None, group, (0, row), end)  # a token's rows, and only these, lie in one place
+        q.fill_pages(0, gQ, lie, (row, piece.sequence, head, 0), end, work.left, cache.piece)
+        cache.fill(k, 0, gK, here, piece.sequence, piece.first, head, piece.sees.end, piece.n, given)
         while work.left > 0:
-            sequence, whole = work.sequence, work.end - work.tile == work.tiles
-            spot = Spot(sequence, head, work.part, work.of, whole, row, first_token, last_token, group)
-            seen_by_all = reach.keys(sequence, 0, tokens - 1, tokens, given)
-            sees = reach.keys(sequence, first_token, last_token, tokens, given)
-            tile = int32(max(work.tile, (sees.first - seen_by_all.first) // KV))
-            first = int32(seen_by_all.first + KV * tile)
-            n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
-            lie = q.look_up(None, group, (0, row), end)  # a token's rows, and only these, lie in one place
-            here = cache.look(k, gK, sequence, first, sees.end, given)
-            there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given)
-            q.fill_pages(0, gQ, lie, (row, sequence, head, 0), end, None, cache.piece)
-            for i in range(AHEAD):
+            sequence, first, sees, n = piece.sequence, piece.first, piece.sees, piece.n
+            spot = Spot(sequence, head, work.part, work.of, piece.whole, row, first_token, last_token, group)
+            cache.fill(v, 0, gV, here, sequence, first, head, sees.end, n, given)
+            here, there = there, cache.look(k, gK, sequence, int32(first + 2 * KV), sees.end, given)
+            for i in range(1, AHEAD):
                 cache.fill(k, i, gK, here, sequence, int32(first + KV * i), head, sees.end, n, given)
                 cache.fill(v, i, gV, here, sequence, int32(first + KV * i), head, sees.end, n, given)
                 here, there = there, cache.look(k, gK, sequence, int32(first + KV * (i + 2)), sees.end, given)
@@ -206,12 +263,13 @@ def make(config: Config):
             token = of_rows // group
             at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, 0, 0)
             at = at._replace(kept=variant.keep(at))
-            queries, seen = q.wait(0, 2 * AHEAD), softmax.begin(LOWEST)
+            k_unit, v_unit = product.units(sequence, head, given)
+            queries, seen = taken(q), softmax.begin(LOWEST)
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 keys = k.own(i, NEWER)
                 cache.fill(k, i + AHEAD, gK, here, sequence, later, head, sees.end, n, given)
-                s = mma_ABt(zeros(S), queries, keys)
+                s = product.scores(zeros(S), queries, keys, k_unit)
                 values = v.own(i, NEWER)
                 cache.fill(v, i + AHEAD, gV, here, sequence, later, head, sees.end, n, given)
                 here, there = there, cache.look(k, gK, sequence, int32(later + 2 * KV), sees.end, given)
@@ -219,8 +277,14 @@ def make(config: Config):
                 seen = seen.moved(s, None, scale, slack)
                 o = seen.rescaled()
                 p = seen.weights(s, None, scale)
-                seen = seen._replace(o=mma_AB(o, INPUT(p), values)).add(p)
+                seen = seen._replace(o=product.weigh(o, p, values)).add(p)
 
+            work = split.next(work, tokens, given)
+            if work.left > 0:  # the next keys come while this is brought to its end
+                piece = about(work, first_token, last_token, tokens, given)
+                here = cache.look(k, gK, piece.sequence, piece.first, piece.sees.end, given)
+                there = cache.look(k, gK, piece.sequence, int32(piece.first + KV), piece.sees.end, given)
+                cache.fill(k, 0, gK, here, piece.sequence, piece.first, head, piece.sees.end, piece.n, given)
             m = block.reduce_max(seen.m, scratch)
             if result.joins(spot):
                 m = maximum(m, sums.lowest(at))
@@ -228,16 +292,17 @@ def make(config: Config):
             l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
             if result.joins(spot):
                 l = sums.total(l, m, scale, at)
-            o = seen.o * weight  # the warps have met: nobody reads values any more
-            if PARTS == 1:
-                add_up(o, l, 0, v, spot, given)
-            else:
-                add_up(columns(o, COLUMNS, 0), l, 0, v, spot, given)
+            q.fill_pages(0, gQ, lie, (row, piece.sequence, head, 0), end, work.left, cache.piece)  # the warps have met
+            o = seen.o * weight
+            add_up(columns(o, COLUMNS, 0), l, v_unit, 0, v, spot, given)
+            if PARTS > 1:
                 block.sync()
-                add_up(columns(o, COLUMNS, 1), l, COLUMNS, v, spot, given)
+                add_up(columns(o, COLUMNS, 1), l, v_unit, COLUMNS, v, spot, given)
+            if PARTS > 2:
+                block.sync()
+                add_up(columns(o, COLUMNS, 2), l, v_unit, 2 * COLUMNS, v, spot, given)
             if warp == 0:
                 result.store_sums(m + log2(l) / scale, scale, spot, given)
-            work = split.next(work, tokens, given)
             if work.left > 0:
                 block.sync()  # nobody reads addends any more, which lie where values will
 

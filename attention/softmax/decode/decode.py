@@ -20,23 +20,28 @@ from ..scores import Capped, Sunk
 from ..variants import Both, Variant
 from . import attend, combine
 from .caches import Dense, Indexed, Paged
+from .products import Narrow, Same
 from .reach import Reach, Sloped
 from .results import Part, Whole
 from .splits import Parted, Shares, shares_for
 
 MOST_SPLITS = 1024
+TILES = "q", "k", "v", "out"
+FP8, SINCE_FP8, LEAST_PIECE = "float8_e4m3fn", (8, 9), 4  # copies by cp.async take so many bytes at least
 DECODE = Schema(
     "decode",
     """
     q            BSHD  tile
-    k            CTGD  tile
-    v            CTGV  tile
+    k            CTGD  cache
+    v            CTGV  cache
     lengths      B     key_lengths
     pages        BM    index    optional
     batch_index  B     index    optional
     leftpad      B     index    optional
     alibi        H|UH  float32  optional
     sink         H     float32  optional
+    k_descale    G|BG  float32  optional
+    v_descale    G|BG  float32  optional
     out          BSHV  tile     in_place
     lse          BHS   float32  made      return_lse
     """,
@@ -52,6 +57,8 @@ def decode(
     pages: Any = None,
     batch_index: Any = None,
     leftpad: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
@@ -95,7 +102,7 @@ def decode(
 
     ValueError or TypeError, before anything is launched, names the argument and prints the values."""
     left, right = ends_of(window)
-    arrays = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, out, None
+    arrays = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale, out, None
     of_keys = flag("causal", causal), left, right, positive("softcap", softcap), _parts(splits)
     return _decode(stream, arrays, (*of_keys, number("scale", scale), flag("return_lse", return_lse), family), layout)
 
@@ -136,7 +143,8 @@ def _decode(
             raise problem.error("k", "must have at least one key where there is a sink", "k")
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
     group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
-    rows, piece = tokens * group, problem.bytes_at_once()
+    rows, piece = tokens * group, problem.bytes_at_once(*TILES)
+    product, of_products = _product(problem)
     reach, of_keys = _reach(problem, causal, left, right)
     variant, sums, unit, of_scores, of_sums = _scores(problem, scale_of(problem, scale), softcap)
 
@@ -144,7 +152,7 @@ def _decode(
 
     def shape(split, result, sums):
         kind = variant, reach, cache, result, sums, split, early
-        return attend.config_for(head_dim, value_dim, dtype, *kind, rows > attend.BAND, gpu.shared_bytes)
+        return attend.config_for(head_dim, value_dim, product, *kind, rows > attend.BAND, gpu.shared_bytes)
 
     config = shape(Shares, attend.either(dtype, piece), sums)
     bands = -(-rows // config.band)
@@ -178,6 +186,7 @@ def _decode(
         slack=SLACK / (unit * LOG2_E),
         **told,
         **of_cache,
+        **of_products,
         **of_keys,
         **of_scores,
         **to,
@@ -188,7 +197,7 @@ def _decode(
 def _cache(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
     """How keys and values lie, how many a sequence can have at most, and what kernels are told of that. ValueError."""
     batch, batches, rows = problem("BCT")
-    piece = problem.bytes_at_once()
+    piece = problem.bytes_at_once(*TILES)
     if "pages" in problem:
         if "batch_index" in problem:
             raise ValueError("batch_index: must be None where there are pages, whose table says where a sequence lies")
@@ -200,9 +209,32 @@ def _cache(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
     return Dense(piece), rows, {}
 
 
-def _reach(
-    problem: Problem, causal: bool, left: int | None, right: int | None
-) -> tuple[Reach, dict[str, Any]]:
+def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
+    """How products are made with what the cache holds, and what kernels are told of that. TypeError, ValueError."""
+    held, dtype, gpu = problem["k"].form.dtype, DTYPES[problem.dtype], machine(problem.device)
+    for name in ("k", "v"):
+        form = problem[name].form
+        if form.dtype not in (problem.dtype, FP8) or form.dtype != held:
+            said = f"{name}.dtype={form.dtype!r}, k.dtype={held!r}, q.dtype={problem.dtype!r}"
+            raise TypeError(f"{name}: dtype must be q's or float8_e4m3fn, as k's: {said}")
+        if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
+            raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
+    told = {name: over(problem, name, "BG") for name in ("k_descale", "v_descale")}
+    scaled = [name for name, descale in told.items() if descale is not None]
+    if len(scaled) == 1:
+        raise ValueError("k_descale: must be given where v_descale is, and the other way round")
+    if held != FP8:
+        if scaled:
+            raise ValueError(f"k_descale: is for a cache of float8_e4m3fn: k.dtype={held!r}")
+        return Same(dtype), {}
+    if gpu.capability < SINCE_FP8:
+        raise ValueError(f"k: a cache of float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
+    if problem.bytes_at_once("k", "v") < LEAST_PIECE:
+        raise ValueError(f"k: addresses and strides of float8_e4m3fn must be multiples of {LEAST_PIECE} bytes")
+    return Narrow(dtype, bool(scaled)), told if scaled else {}
+
+
+def _reach(problem: Problem, causal: bool, left: int | None, right: int | None) -> tuple[Reach, dict[str, Any]]:
     """Which keys tokens see, and what kernels are told of that. One token, at the last key, sees no later one, whatever it
     may."""
     (tokens,) = problem("S")

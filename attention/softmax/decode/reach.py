@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import abs, col_index, maximum, right_fill, where
+from ops import abs, col_index, line_up, right_fill, where
 from tiles import inlined, static
 from tiles.arguments import ENDS, FLOAT, INT, array
 
@@ -59,17 +59,11 @@ class Reach:
         return Stretch(begin, end, shift)
 
     @inlined
-    def sizes(self, sequences, tokens, given):
-        """How many keys all tokens of a sequence together see, at most: of a vector of sequences' numbers."""
-        lengths = given.lengths[sequences]
-        if self.padded:
-            begin = given.leftpad[sequences]
-            if self.left:
-                begin = maximum(begin, lengths - (tokens + given.left))
-            return lengths - begin
-        if self.left:
-            return lengths - maximum(lengths - (tokens + given.left), 0.0)
-        return lengths
+    def line_up(self, size, first, count, before, tile, tokens, given):
+        """The keys that all tokens of a sequence together see, in tiles: see ops.line_up."""
+        begins = given.leftpad if self.padded else None
+        most = int32(tokens + given.left if self.left else 2**31 - 1)
+        return line_up(given.lengths, begins, most, size, first, count, before, tile)
 
     @inlined
     def mask(self, s, at, key, end):

@@ -5,21 +5,19 @@ Lengths lie on the device and are never read by the host, so that a plan, and a 
 block finds out for itself what it has to do, from all lengths."""
 
 import functools
-import math
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy import int32
 
-from ops import col_index, cumsum, divmod, map, maximum, tile_max, tile_sum, where
-from tiles import fp32, inlined, rt, static
+from ops import divmod
+from tiles import inlined, static
+from tiles.layout import LANES
 from tiles.lengths import follows
 
 from .reach import Reach
 
 MOST = 128  # parts
 BEGIN, COMBINE = 1, 3  # what a block's beginning and end, and the launch that combines, take: so many tiles' time (a guess)
-LINE = rt(16, 32, fp32).row_vec  # of sequences, looked at at once
 FULL = 0.95  # of the places that there are for blocks at a time, as many at least should have one
 
 
@@ -43,11 +41,6 @@ class Parts(NamedTuple):
     first: Any
     of: Any
     count: Any
-
-
-@inlined
-def _ceil(keys, per_tile):
-    return np.float32(math.ceil(keys * per_tile))
 
 
 @static
@@ -106,37 +99,28 @@ class Shares(Parted):
         return self.reach.given
 
     @inlined
-    def line(self, first, sequences, tokens, given):
-        """The tiles of some sequences, from number `first` on; 0 where there is none."""
-        number = col_index(LINE) + first
-        tiles = map(self.reach.sizes(number, tokens, given), _ceil, 1 / self.kv)
-        return where(number < sequences, maximum(tiles, 1.0), 0.0)
-
-    @inlined
-    def before(self, sequence, sequences, tokens, given):
+    def before(self, sequence, tokens, given):
         """How many tiles the sequences before one have."""
-        found = int32(0)
-        for first in range(0, sequence, LINE.length):
-            numbers = col_index(LINE) + first
-            found += int32(tile_sum(where(numbers < sequence, self.line(first, sequences, tokens, given), 0.0)))
-        return found
+        end = int32(0)
+        for first in range(0, sequence, LANES):
+            _, _, end = self.reach.line_up(self.kv, int32(first), sequence, end, int32(0), tokens, given)
+        return end
 
     @inlined
     def find(self, tile, sequences, tokens, given):
         """(in which sequence a tile lies, how many tiles lie before that)"""
         sequence, begin, end = int32(0), int32(0), int32(0)
-        for first in range(0, sequences, LINE.length):
-            ends = cumsum(self.line(first, sequences, tokens, given)) + end
-            is_past = ends <= tile
-            sequence += int32(tile_sum(where(is_past, 1.0, 0.0)))
-            begin = int32(max(begin, int32(tile_max(where(is_past, ends, 0.0)))))
-            end = int32(tile_max(ends))
+        for first in range(0, sequences, LANES):
+            passed, last, every = self.reach.line_up(self.kv, int32(first), sequences, end, tile, tokens, given)
+            sequence, begin, end = int32(sequence + passed), last, every
+            if end > tile:
+                break
         return sequence, begin
 
     @inlined
     def each(self, shares, sequences, tokens, given):
         """(tiles of a share, tiles of all sequences)"""
-        every = self.before(sequences, sequences, tokens, given)
+        every = self.before(sequences, tokens, given)
         return divmod(int32(every + shares - 1), shares)[0], every
 
     @inlined
@@ -163,7 +147,7 @@ class Shares(Parted):
         each, every = self.each(shares, sequences, tokens, given)
         sequence, before, end = number, int32(0), int32(each * (number + 1))
         if sequences <= shares:
-            before = self.before(sequence, sequences, tokens, given)
+            before = self.before(sequence, tokens, given)
         elif end < every:
             sequence, before = self.find(end, sequences, tokens, given)
         share, _ = divmod(before, each)
