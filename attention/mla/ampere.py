@@ -20,11 +20,10 @@ from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
-from ..softmax.decode.attend import either
 from ..softmax.decode.caches import Dense, Indexed, Paged
 from ..softmax.decode.reach import Reach
-from ..softmax.decode.results import Either, Part, Spot, Whole
-from ..softmax.decode.splits import Parted, Shares
+from ..softmax.decode.results import Part, Spot, Whole
+from ..softmax.decode.splits import Parted
 from ..softmax.online import LOWEST, TINY, Softmax
 from ..softmax.variants import At
 from .shape import COLUMNS, LATENT
@@ -34,14 +33,13 @@ KEYS, WARPS = 16, 4  # keys that a warp finds scores of; warps of a block, each 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel: which caches it reads, where its output goes, and which keys a block works on; and its shape: `band` rows, `kv`
+    """A kernel: which caches it reads and where its output goes; and its shape: `band` rows, `kv`
     keys of a tile, stages of the pipeline. early: may it begin while the grid before it ends?"""
 
     dtype: dtype
     reach: Reach
     cache: Dense
-    result: Whole | Either
-    split: type[Parted]
+    result: Whole
     early: bool
     band: int
     kv: int
@@ -67,33 +65,22 @@ LEAST, LARGE = min(ROOMS), max(ROOMS)
 ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the least
 
 
-def config_for(
-    of: dtype,
-    reach: Reach,
-    cache: Dense,
-    result: Whole | Either,
-    split: type[Parted],
-    early: bool,
-    rows: int,
-    room: int = LARGE,
-) -> Config:
+def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, early: bool, rows: int, room: int = LARGE) -> Config:
     """The configuration that serves `rows` rows of a sequence on a GPU whose blocks may have `room` bytes of shared memory."""
     shapes = ROOMS[max(r for r in ROOMS if r <= room)]
     band = max(shapes) if rows > BAND else BAND
-    return Config(of, reach, cache, result, split, early, band, *shapes[band])
+    return Config(of, reach, cache, result, early, band, *shapes[band])
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16, one token, whole pieces; or `everything`. fp16 takes the same registers."""
     one, several, early = Reach(False, False, False), Reach(False, True, False), arch >= "sm_90"
-    kinds = [(one, Dense, either, Shares), (several, Paged, either, Shares)]
-    kinds += [(one, Paged, Part, Parted), (several, Indexed, Whole, Parted)] * everything
+    kinds = [(one, Dense, Whole), (several, Paged, Part)]
+    kinds += [(one, Paged, Whole), (several, Indexed, Part)] * everything
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
     found = [
-        config_for(of, reach, cache(piece), result(of, piece), split, early, rows, ROOM.get(arch, LEAST))
-        for (of, piece), (reach, cache, result, split), rows in itertools.product(
-            forms[: None if everything else 1], kinds, (1, 128)
-        )
+        config_for(of, reach, cache(piece), result(of, piece), early, rows, ROOM.get(arch, LEAST))
+        for (of, piece), (reach, cache, result), rows in itertools.product(forms[: None if everything else 1], kinds, (1, 128))
     ]
     yield from dict.fromkeys(found)
 
@@ -106,7 +93,7 @@ def make(config: Config):
     AHEAD = STAGES - 1  # tiles under way
     S, O = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32)
     reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
-    split, EARLY, IN_PARTS = config.split(reach, KV), config.early, type(config.result) is not Whole
+    split, EARLY, IS_WHOLE = Parted(reach, KV), config.early, type(config.result) is Whole
     smem = shared(
         q=pipeline(st(BAND, COLUMNS, INPUT), 1, WARPS),
         k=pipeline(st(KV, COLUMNS, INPUT), STAGES, WARPS),
@@ -123,7 +110,7 @@ def make(config: Config):
         keys; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
         q, k, weights, scratch = smem.open()
         if EARLY:
-            if IN_PARTS:
+            if not IS_WHOLE:
                 grid.release()  # the blocks that combine parts may come, and wait
             grid.wait()
         number, band = divmod(cuda.blockIdx.x, bands)  # tiles of a sequence are neighbours: they read the same keys
@@ -132,41 +119,39 @@ def make(config: Config):
         token = (row_index(O.col_vec) + row) // group
         own = int32(warp % PARTS)  # where there are fewer parts of keys than warps, several find the same scores
         work = split.first(number, splits, sequences, tokens, given)
-        while work.left > 0:
-            sequence, whole = work.sequence, work.end - work.tile == work.tiles
-            spot = Spot(sequence, 0, work.part, work.of, whole, row, first_token, last_token, group)
-            sees = reach.keys(sequence, first_token, last_token, tokens, given)
-            first, end = int32(KV * work.tile), sees.end
-            n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
-            lie = q.look_up(None, group, (0, row), rows)  # a token's rows, and only these, lie in one place
-            here = cache.look(k, gLatent, sequence, first, end, given)
-            q.fill_pages(0, gQ, lie, (row, sequence, 0, 0), rows, None, cache.piece)
-            for i in range(AHEAD):
-                cache.fill(k, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
-                here = cache.look(k, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
-            at = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0)
-            queries, seen = q.wait(0, AHEAD), softmax.begin(LOWEST)
-            for i in range(n):
-                key, later = int32(first + KV * i), int32(first + KV * (i + AHEAD))
-                tile = k.wait(i, AHEAD - 1)
-                cache.fill(k, i + AHEAD, gLatent, here, sequence, later, 0, end, n, given)
-                here = cache.look(k, gLatent, sequence, int32(later + KV), end, given)
-                s = mma_ABt(zeros(S), queries, subtile(tile, KEYS, own))
-                s = reach.mask(s, at, int32(key + KEYS * own), end)
-                seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)
-                p = seen.weights(s, None, scale)
-                seen = seen.add(p)
-                store(subtile(weights, BAND, warp), INPUT(p))
-                block.sync()
-                o = seen.rescaled()
-                for part in range(PARTS):
-                    o = mma_AB(o, subtile(weights, BAND, part), subtile(tile, KEYS, part, OWN, warp))
-                seen = seen._replace(o=o)
+        sequence = work.sequence
+        spot = Spot(sequence, 0, work.part, work.of, IS_WHOLE, row, first_token, last_token, group)
+        sees = reach.keys(sequence, first_token, last_token, tokens, given)
+        first, end = int32(KV * work.tile), sees.end
+        n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
+        lie = q.look_up(None, group, (0, row), rows)  # a token's rows, and only these, lie in one place
+        here = cache.look(k, gLatent, sequence, first, end, given)
+        q.fill_pages(0, gQ, lie, (row, sequence, 0, 0), rows, None, cache.piece)
+        for i in range(AHEAD):
+            cache.fill(k, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
+            here = cache.look(k, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
+        at = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0)
+        queries, seen = q.wait(0, AHEAD), softmax.begin(LOWEST)
+        for i in range(n):
+            key, later = int32(first + KV * i), int32(first + KV * (i + AHEAD))
+            tile = k.wait(i, AHEAD - 1)
+            cache.fill(k, i + AHEAD, gLatent, here, sequence, later, 0, end, n, given)
+            here = cache.look(k, gLatent, sequence, int32(later + KV), end, given)
+            s = mma_ABt(zeros(S), queries, subtile(tile, KEYS, own))
+            s = reach.mask(s, at, int32(key + KEYS * own), end)
+            seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)
+            p = seen.weights(s, None, scale)
+            seen = seen.add(p)
+            store(subtile(weights, BAND, warp), INPUT(p))
+            block.sync()
+            o = seen.rescaled()
+            for part in range(PARTS):
+                o = mma_AB(o, subtile(weights, BAND, part), subtile(tile, KEYS, part, OWN, warp))
+            seen = seen._replace(o=o)
 
-            l = block.reduce_sum(finish_sum(seen.l) * (1.0 if warp < PARTS else 0.0), scratch)
-            result.store(seen.o / maximum(l, TINY), spot, int32(OWN * warp), given)
-            if warp == 0:
-                result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
-            work = split.next(work, tokens, given)
+        l = block.reduce_sum(finish_sum(seen.l) * (1.0 if warp < PARTS else 0.0), scratch)
+        result.store(seen.o / maximum(l, TINY), spot, int32(OWN * warp), given)
+        if warp == 0:
+            result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
 
     return attend, smem

@@ -30,11 +30,9 @@ class Dense:
         return tiled(tile, unit=1)
 
     @inlined
-    def fill(self, near, far, side, rotary, j, gLatent, gRotary, sequence, key, end, given):
-        """Bring tile j of all rings, the sequence's rows from `key` on: first half number `side` of the latents, then the other
-        one. Rows from `end` on are anything."""
-        near.fill(j, gLatent, (sequence, key, 0, side))
-        far.fill(j, gLatent, (sequence, key, 0, 1 - side))
+    def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, given):
+        """Bring tile j of both rings: the sequence's rows from `key` on. Rows from `end` on are anything."""
+        latent.fill(j, gLatent, (sequence, key, 0, 0))
         rotary.fill(j, gRotary, (sequence, key, 0, BEHIND))
 
 
@@ -47,11 +45,10 @@ class Indexed(Dense):
         return {"batch_index": ENDS}
 
     @inlined
-    def fill(self, near, far, side, rotary, j, gLatent, gRotary, sequence, key, end, given):
+    def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, given):
         """See Dense."""
         batch = int32(given.batch_index[sequence])
-        near.fill(j, gLatent, (batch, key, 0, side))
-        far.fill(j, gLatent, (batch, key, 0, 1 - side))
+        latent.fill(j, gLatent, (batch, key, 0, 0))
         rotary.fill(j, gRotary, (batch, key, 0, BEHIND))
 
 
@@ -75,13 +72,12 @@ class Paged(Dense):
         return tiled(st(tile.rows // self.parts, tile.cols, tile.dtype), unit=1)
 
     @inlined
-    def fill(self, near, far, side, rotary, j, gLatent, gRotary, sequence, key, end, given):
+    def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, given):
         """See Dense. Of a box behind the end the last one comes instead, for the table says of no page there."""
-        parts, rows = self.parts, near.tile.rows // self.parts
+        parts, rows = self.parts, latent.tile.rows // self.parts
         for part in range(parts):
             first = int32(min(key + rows * part, (end - 1) // rows * rows))
             entry = first // given.page_size
             page, row = int32(given.pages[sequence, entry]), int32(first - entry * given.page_size)
-            near.fill(j, gLatent, (page, row, 0, side), part, parts)
-            far.fill(j, gLatent, (page, row, 0, 1 - side), part, parts)
+            latent.fill(j, gLatent, (page, row, 0, 0), part, parts)
             rotary.fill(j, gRotary, (page, row, 0, BEHIND), part, parts)

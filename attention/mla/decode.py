@@ -13,15 +13,17 @@ from tiles.schema import Problem, Schema
 
 from ..families import choose
 from ..options import flag, number
+from ..softmax.decode import combine as combine_many
 from ..softmax.decode.caches import Dense, Indexed, Paged
 from ..softmax.decode.decode import _by_rows, _parts
 from ..softmax.decode.reach import Reach
-from ..softmax.decode.results import Either, Part, Whole
-from ..softmax.decode.splits import Parted, Shares, shares_for
+from ..softmax.decode.results import Part, Whole
 from ..softmax.forward import scale_of
 from ..softmax.launches import DTYPES, LOG2_E
 from ..softmax.online import SLACK
+from ..softmax.variants import Variant
 from . import ampere, boxes, combine, hopper, quantised
+from .parts import parts_for
 from .shape import COLUMNS, LATENT, ROTARY
 
 MLA_DECODE = Schema(
@@ -87,15 +89,15 @@ def mla_decode(
     lengths: (B), int32 or int64, where q lies: they are never read on the host, so that a CUDA graph which holds the call
     serves sequences as they grow.
 
-    rotary, descale: of a cache of float8_e4m3fn, which has latents alone, (B, Sk, 512). What is attended to is latent * descale,
-    (B, Sk) in float32, a number a token; the rotated columns lie apart, (B, Sk, 64), in q's dtype. Queries are rounded to float16
-    for it. The three may be parts of one array of bytes, such as rows of 656 with 512, 4 and 128 of them in use. It takes Ada,
-    Hopper or later.
+    rotary, descale: of a cache of float8_e4m3fn, which has latents alone, (B, Sk, 512). What is attended to is latent *
+    descale, (B, Sk) in float32, a number a token; the rotated columns lie apart, (B, Sk, 64), in q's dtype. Queries are rounded
+    to float16 for it, and so are weights. The three may be parts of one array of bytes, such as rows of 656 with 512, 4 and 128
+    of them in use. It takes Ada, Hopper or later.
 
     pages: (B, most pages), int32 or int64. Then latent is a pool, (pages, page size, 576): key j of sequence b is row j % size
-    of page pages[b, j // size]; so are rotary and descale. Any page size; Hopper's kernel takes multiples of 8. Numbers of pages
-    behind a sequence's last one are not read. batch_index: (B), sequence b lies in batch batch_index[b] of latent, which may
-    have more.
+    of page pages[b, j // size]; so are rotary and descale. Any page size; Hopper's kernel takes multiples of 8. Numbers of
+    pages behind a sequence's last one are not read. batch_index: (B), sequence b lies in batch batch_index[b] of latent, which
+    may have more.
 
     causal: the last token stands at the last key, and token t sees keys up to lengths[b] - Sq + t; else all. A token that sees
     no key gives 0.
@@ -125,18 +127,18 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     if family == "sm_90" and box is None:
         raise ValueError(f"family: sm_90 takes pages of a multiple of 8 rows: latent.shape={problem.shape('latent')}")
     chosen = choose(problem, family, problem.by_tma and box is not None)
-    if chosen == "sm_80" or (family is None and rows <= ampere.BAND):  # which loads less of the tensor cores' time on few rows
+    if chosen == "sm_80" or (family is None and rows <= ampere.BAND):  # 16 rows keep tiles of 64 no busier
         early, arrays = is_hopper(gpu.capability), {"gQ": _by_rows(problem["q"], heads), "gLatent": _one_head(latent, 2)}
 
-        def config(reach, result, split):
-            return ampere.config_for(dtype, reach, cache, result, split, early, rows, gpu.shared_bytes)
+        def config(reach, result):
+            return ampere.config_for(dtype, reach, cache, result, early, rows, gpu.shared_bytes)
 
         return _plan(problem, ampere, config, arrays, piece, causal, splits, scale, return_lse)
     arrays = {"gQ": _one_head(problem["q"], 2), "gLatent": _one_head(latent, 2), "gRotary": _one_head(latent, 2)}
     arrays |= {"page_size": problem("T")[0]} if "pages" in problem else {}
 
-    def shape(reach, result, split):
-        return hopper.Config(dtype, reach, box, result, split)
+    def shape(reach, result):
+        return hopper.Config(dtype, reach, box, result)
 
     return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
 
@@ -165,57 +167,51 @@ def _mla_decode_fp8(
     arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
     cache = _cache(problem, piece)
 
-    def config(reach, result, split):
-        return quantised.config_for(dtype, reach, cache, result, split, early, rows, gpu.shared_bytes)
+    def config(reach, result):
+        return quantised.config_for(dtype, reach, cache, result, early, rows, gpu.shared_bytes)
 
     return _plan(problem, quantised, config, arrays, piece, causal, splits, scale, return_lse)
 
 
 def _plan(
-    problem: Problem,
-    kernels: Any,
-    shape: Callable,
-    arrays: dict[str, Any],
-    piece: int,
-    causal: bool,
-    splits: int | None,
-    scale: float,
-    return_lse: bool,
-) -> Plan:
-    """The launches of a module's kernels, of the configurations shape(reach, result, split), which are told of these arrays."""
-    batch, tokens, heads = problem("BSH")
+    problem: Problem, kernels: Any, shape: Callable, arrays: dict[str, Any], piece: int, causal: bool, splits: int | None,
+    scale: float, return_lse: bool,
+) -> Plan:  # fmt: skip
+    """The launches of a module's kernels, of the configurations shape(reach, result), which are told of these arrays."""
+    batch, tokens, heads, batches, keys = problem("BSHCT")
     if heads == 0:
         raise problem.error("q", "must have at least one head", "q")
-    batches, keys = problem("CT")
     most_keys = keys * (problem("M")[0] if "pages" in problem else 1) if batches else 0
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens) or most_keys == 0:
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
     dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, scale_of(problem, scale)
-    reach, whole, part = Reach(False, causal and tokens > 1, False), Whole(dtype, piece), Part(dtype, piece)
+    reach, whole = Reach(False, causal and tokens > 1, False), Whole(dtype, piece)
     of_keys = {"lengths": problem["lengths"]} | ({"right": 0} if reach.right else {})
-    config = shape(reach, Either(whole, part), Shares) if splits is None else shape(reach, part, Parted)
+    config = shape(reach, Part(dtype, piece))
     bands = -(-rows // config.band)
-    number = shares_for(bands, gpu.processors) if splits is None else splits
-    told = {"group": heads, "scale": unit * LOG2_E, "sequences": batch, "tokens": tokens, "splits": number}
-    to = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}
-    steps, scratch, grid = [], [], number if splits is None else number * batch
-    if number == 1:
-        config, grid = shape(reach, whole, Parted), batch
+    parts = parts_for(batch * bands, -(-most_keys // config.kv), gpu.processors) if splits is None else splits
+    told = {"splits": parts, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
+    to, steps, scratch = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}, [], []
+    if parts == 1:
+        config = shape(reach, whole)
     else:
-        places, ends = ((number, batch), batch) if splits else ((number + batch, 1), batch if batch <= number else number - 1)
-        scratch = [((*places, 1, rows, LATENT), "float32"), ((*places, 1, rows), "float32")]
-        parts, sums = [problem.scratch(n, *each) for n, each in enumerate(scratch)]
-        split = Parted() if splits else Shares(reach, config.kv)
-        of_parts = {"parts": parts, "sums_": sums} | told | to | ({} if splits else of_keys)
-        last, last_bands = combine.Config(whole, split, config.early), -(-rows // combine.ROWS)
-        blocks = ends * last_bands * combine.SLABS
-        steps.append(kernel_for(combine, last, problem.device).bind(blocks, bands=last_bands, **of_parts))
-        to = ({} if splits else to) | {"parts": parts, "sums": sums}
+        scratch = [((parts, batch, 1, rows, LATENT), "float32"), ((parts, batch, 1, rows), "float32")]
+        held, sums = [problem.scratch(n, *each) for n, each in enumerate(scratch)]
+        of_parts = {"parts": held, "sums_": sums} | told | to
+        if parts <= combine.FEW:
+            last, last_bands = combine.Config(whole, config.early), -(-rows // combine.ROWS)
+            last = kernel_for(combine, last, problem.device)
+            steps.append(last.bind(batch * last_bands * combine.SLABS, bands=last_bands, **of_parts))
+        else:
+            last, slabs = combine_many.Config(dtype, Variant(), early=config.early), LATENT // combine_many.COLUMNS
+            of_rows = {"heads": 1, "rows": rows, "slabs": slabs, "sequences": batch}
+            steps.append(kernel_for(combine_many, last, problem.device).bind(batch * rows * slabs, **of_rows, **of_parts))
+        to = {"parts": held, "sums": sums}
     of_cache = {name: problem[name] for name in ("pages", "batch_index") if name in problem}
-    numbers = {"bands": bands, "slack": SLACK / (unit * LOG2_E)}
+    numbers = {"bands": bands, "sequences": batch, "slack": SLACK / (unit * LOG2_E)}
     first = kernel_for(kernels, config, problem.device)
-    return Plan([first.bind(grid * bands, **arrays, **numbers, **told, **of_cache, **of_keys, **to), *steps], scratch)
+    return Plan([first.bind(batch * parts * bands, **arrays, **numbers, **told, **of_cache, **of_keys, **to), *steps], scratch)
 
 
 def _cache(problem: Problem, piece: int) -> Dense:

@@ -1,5 +1,5 @@
-"""What a sequence's quantised latents are to be multiplied by, a number a key, as objects with the same methods: one for each way
-that caches lie in (softmax/decode/caches.py)."""
+"""What a sequence's quantised latents are to be multiplied by, a number a key, as objects with the same method: one for each
+way that caches lie in (softmax/decode/caches.py)."""
 
 from typing import Any
 

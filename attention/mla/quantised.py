@@ -1,4 +1,4 @@
-"""Absorbed MLA of a few query tokens over latents of 8 bits, for sm_89 and later: half of the bytes, where memory sets the speed.
+"""Absorbed MLA of a few query tokens over latents of 8 bits, for sm_89 and later: half the bytes, where memory sets the speed.
 
 ampere.py's way, with one stage more. Each warp brings the keys that it finds scores of, makes fp16 of their latents, which is
 exact, multiplies them with the queries, and leaves them in shared memory, from where all warps take values of their columns.
@@ -19,11 +19,10 @@ from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 from tiles.pipeline import PIECES as EVERY
 
-from ..softmax.decode.attend import either
 from ..softmax.decode.caches import Dense, Indexed, Paged
 from ..softmax.decode.reach import Reach
-from ..softmax.decode.results import Either, Part, Spot, Whole
-from ..softmax.decode.splits import Parted, Shares
+from ..softmax.decode.results import Part, Spot, Whole
+from ..softmax.decode.splits import Parted
 from ..softmax.online import LOWEST, TINY, Softmax
 from ..softmax.variants import At
 from .descales import descales_of
@@ -40,8 +39,7 @@ class Config:
     dtype: dtype
     reach: Reach
     cache: Dense
-    result: Whole | Either
-    split: type[Parted]
+    result: Whole
     early: bool
     band: int
     warps: int
@@ -76,20 +74,11 @@ LEAST, LARGE = min(ROOMS), max(ROOMS)
 ROOM = {"sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the least
 
 
-def config_for(
-    of: dtype,
-    reach: Reach,
-    cache: Dense,
-    result: Whole | Either,
-    split: type[Parted],
-    early: bool,
-    rows: int,
-    room: int = LARGE,
-) -> Config:
+def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, early: bool, rows: int, room: int = LARGE) -> Config:
     """The configuration that serves `rows` rows of a sequence on a GPU whose blocks may have `room` bytes of shared memory."""
     shapes = ROOMS[max(r for r in ROOMS if r <= room)]
     band = max(shapes) if rows > BAND else BAND
-    return Config(of, reach, cache, result, split, early, band, *shapes[band])
+    return Config(of, reach, cache, result, early, band, *shapes[band])
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -97,14 +86,12 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     if arch == "sm_80":
         return
     one, several, early = Reach(False, False, False), Reach(False, True, False), arch >= "sm_90"
-    kinds = [(one, Dense, either, Shares), (several, Paged, either, Shares)]
-    kinds += [(one, Paged, Part, Parted), (several, Indexed, Whole, Parted)] * everything
+    kinds = [(one, Dense, Whole), (several, Paged, Part)]
+    kinds += [(one, Paged, Whole), (several, Indexed, Part)] * everything
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
     found = [
-        config_for(of, reach, cache(piece), result(of, piece), split, early, rows, ROOM.get(arch, LEAST))
-        for (of, piece), (reach, cache, result, split), rows in itertools.product(
-            forms[: None if everything else 1], kinds, (1, 128)
-        )
+        config_for(of, reach, cache(piece), result(of, piece), early, rows, ROOM.get(arch, LEAST))
+        for (of, piece), (reach, cache, result), rows in itertools.product(forms[: None if everything else 1], kinds, (1, 128))
     ]
     yield from dict.fromkeys(found)
 
@@ -118,7 +105,7 @@ def make(config: Config):
     S, O, X = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32), rt(KEYS, COLUMNS, fp16)
     Q, PANEL = rt(BAND, ROTARY, fp32), ROTARY
     reach, cache, result, softmax, descales = config.reach, config.cache, config.result, Softmax(O), descales_of(config.cache)
-    split, EARLY, IN_PARTS = config.split(reach, KV), config.early, type(config.result) is not Whole
+    split, EARLY, IS_WHOLE = Parted(reach, KV), config.early, type(config.result) is Whole
     smem = shared(
         q=st(BAND, LATENT, fp16),
         q_rotary=st(BAND, ROTARY, INPUT),
@@ -153,7 +140,7 @@ def make(config: Config):
         """See ampere.py."""
         q, q_rotary, latent, rotary, plain, weights, scratch = smem.open()
         if EARLY:
-            if IN_PARTS:
+            if not IS_WHOLE:
                 grid.release()  # the blocks that combine parts may come, and wait
             grid.wait()
         number, band = divmod(cuda.blockIdx.x, bands)  # tiles of a sequence are neighbours: they read the same keys
@@ -161,49 +148,47 @@ def make(config: Config):
         first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
         token = (row_index(O.col_vec) + row) // group
         work = split.first(number, splits, sequences, tokens, given)
-        while work.left > 0:
-            sequence, whole = work.sequence, work.end - work.tile == work.tiles
-            spot = Spot(sequence, 0, work.part, work.of, whole, row, first_token, last_token, group)
-            sees = reach.keys(sequence, first_token, last_token, tokens, given)
-            first, end = int32(KV * work.tile), sees.end
-            n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
-            own = int32(first + KEYS * warp)
-            here = cache.look(latent, gLatent, sequence, first, end, given)
-            for i in range(AHEAD):
-                cache.fill(latent, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
-                cache.fill(rotary, i, gRotary, here, sequence, int32(first + KV * i), 0, end, n, given)
-                here = cache.look(latent, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
-            later_d = descales.of(S.row_vec, gDescale, sequence, own, end, given)
-            bring(q, q_rotary, gQ, spot, warp)
-            at, seen = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0), softmax.begin(LOWEST)
-            for i in range(n):
-                key, later, d = int32(own + KV * i), int32(first + KV * (i + AHEAD)), later_d
-                later_d = descales.of(S.row_vec, gDescale, sequence, int32(key + KV), end, given)
-                block.sync()  # all have read the last tile's values
-                s, raw = zeros(S), latent.own(i, NEWER)
-                for part in range(PARTS):
-                    x = load(subtile(raw, KEYS, 0, COLUMNS, part), X)
-                    store(subtile(plain, KEYS, warp, COLUMNS, part), x)
-                    s = mma_ABt(s, subtile(q, BAND, 0, COLUMNS, part), x)
-                cache.fill(latent, i + AHEAD, gLatent, here, sequence, later, 0, end, n, given)
-                s = mma_ABt(s * d, q_rotary, rotary.own(i, NEWER))
-                cache.fill(rotary, i + AHEAD, gRotary, here, sequence, later, 0, end, n, given)
-                here = cache.look(latent, gLatent, sequence, int32(later + KV), end, given)
-                s = reach.mask(s, at, key, end)
-                seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)
-                p = seen.weights(s, None, scale)
-                seen = seen.add(p)
-                store(subtile(weights, BAND, warp), fp16(p * d))
-                block.sync()
-                o = seen.rescaled()
-                for part in range(WARPS):
-                    o = mma_AB(o, subtile(weights, BAND, part), subtile(plain, KEYS, part, OWN, warp))
-                seen = seen._replace(o=o)
+        sequence = work.sequence
+        spot = Spot(sequence, 0, work.part, work.of, IS_WHOLE, row, first_token, last_token, group)
+        sees = reach.keys(sequence, first_token, last_token, tokens, given)
+        first, end = int32(KV * work.tile), sees.end
+        n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
+        own = int32(first + KEYS * warp)
+        here = cache.look(latent, gLatent, sequence, first, end, given)
+        for i in range(AHEAD):
+            cache.fill(latent, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
+            cache.fill(rotary, i, gRotary, here, sequence, int32(first + KV * i), 0, end, n, given)
+            here = cache.look(latent, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
+        later_d = descales.of(S.row_vec, gDescale, sequence, own, end, given)
+        bring(q, q_rotary, gQ, spot, warp)
+        at, seen = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0), softmax.begin(LOWEST)
+        for i in range(n):
+            key, later, d = int32(own + KV * i), int32(first + KV * (i + AHEAD)), later_d
+            later_d = descales.of(S.row_vec, gDescale, sequence, int32(key + KV), end, given)
+            block.sync()  # all have read the last tile's values
+            s, raw = zeros(S), latent.own(i, NEWER)
+            for part in range(PARTS):
+                x = load(subtile(raw, KEYS, 0, COLUMNS, part), X)
+                store(subtile(plain, KEYS, warp, COLUMNS, part), x)
+                s = mma_ABt(s, subtile(q, BAND, 0, COLUMNS, part), x)
+            cache.fill(latent, i + AHEAD, gLatent, here, sequence, later, 0, end, n, given)
+            s = mma_ABt(s * d, q_rotary, rotary.own(i, NEWER))
+            cache.fill(rotary, i + AHEAD, gRotary, here, sequence, later, 0, end, n, given)
+            here = cache.look(latent, gLatent, sequence, int32(later + KV), end, given)
+            s = reach.mask(s, at, key, end)
+            seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)
+            p = seen.weights(s, None, scale)
+            seen = seen.add(p)
+            store(subtile(weights, BAND, warp), fp16(p * d))
+            block.sync()
+            o = seen.rescaled()
+            for part in range(WARPS):
+                o = mma_AB(o, subtile(weights, BAND, part), subtile(plain, KEYS, part, OWN, warp))
+            seen = seen._replace(o=o)
 
-            l = block.reduce_sum(finish_sum(seen.l), scratch)
-            result.store(seen.o / maximum(l, TINY), spot, int32(OWN * warp), given)
-            if warp == 0:
-                result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
-            work = split.next(work, tokens, given)
+        l = block.reduce_sum(finish_sum(seen.l), scratch)
+        result.store(seen.o / maximum(l, TINY), spot, int32(OWN * warp), given)
+        if warp == 0:
+            result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
 
     return attend, smem

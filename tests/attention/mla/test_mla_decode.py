@@ -8,7 +8,7 @@ from places import BF16, OnInterpreter
 
 import attention
 from attention import reference
-from attention.mla import ampere, decode, hopper, quantised
+from attention.mla import ampere, combine, decode, hopper, parts, quantised
 from attention.mla.shape import COLUMNS, LATENT, ROTARY
 from tiles import fp8e4m3
 from tiles.frameworks import Kind
@@ -117,12 +117,9 @@ def test_tokens_that_see_later_ones_and_fp16(place, family):
     agree(place, *case((66, 2), 3, dtype=FP16), (66, 2), causal=False, family=family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_block_goes_through_many_sequences(monkeypatch, family):
-    """Of odd and even numbers of tiles, and none."""
-    monkeypatch.setattr(decode, "shares_for", lambda blocks, places: 2)
-    lengths = (70, 0, 130, 65, 1)
-    agree(OnInterpreter(), *case(lengths, 2, 3), lengths, family=family)
+def test_many_parts(place):
+    """Which decode's own kernel combines."""
+    agree(place, *case((200, 5), 2, 3), (200, 5), splits=combine.FEW + 1, family="sm_80")
 
 
 @pytest.mark.parametrize("family", FAMILIES[:2])
@@ -222,6 +219,13 @@ def test_every_shape_fits(arch):
         for config in module.space(arch, False):
             _, smem = module.make(config)
             assert smem.nbytes <= ampere.ROOM[arch]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tiles", "wanted"), [(128, 64, 1), (256, 64, 1), (64, 64, 2), (16, 512, 8), (1, 512, 128), (1, 1, 1), (4, 0, 1)]
+)
+def test_parts_fill_the_multiprocessors(blocks, tiles, wanted):
+    assert parts.parts_for(blocks, tiles, 132) == wanted
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------
