@@ -96,7 +96,7 @@ class Shares(Parted):
     @property
     def given(self) -> dict[str, Any]:
         """See Parted."""
-        return self.reach.given
+        return self.reach.given if self.reach else {}
 
     @inlined
     def before(self, sequence, tokens, given):
