@@ -259,8 +259,8 @@ def _looked_up(tile, share):
 
 
 def lower_look_up(b, tile, table_ty, table, size, at, last, share, first):
-    """(number, row there) of each of a lane's rows, all looked up at once. Neighbours in a sequence are neighbours in the table,
-    so that what several lanes look up is one access."""
+    """(number, row there) of each of a lane's rows, all looked up at once. Neighbours in a sequence are neighbours in the
+    table, so that what several lanes look up is one access."""
     sequence, begin = b.unpack(at)
     _, step, row, *_, guard = _place(b, tile, b.u32(0), share, first)
     first_row, size, found = b.add(b.u32(begin), row), b.u32(size), []

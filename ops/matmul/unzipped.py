@@ -91,8 +91,21 @@ def mma_AB_unzipped(acc, a, b):
 
 def _check(name, acc, a, b, shape):
     fits = isinstance(a, st) or (isinstance(a, rt) and a.layout == "row")
-    if not fits or a.dtype is not fp16 or not isinstance(b, st) or b.dtype not in FP8 or b.shape != shape or acc.shape[0] != a.rows or acc.dtype is not fp32 or b.rows % 16 or b.cols % 32:
-        raise TypeError(f"{name}: takes acc rt(m, n, fp32), a of fp16, rt(m, k) or st(m, k), and a shared tile b of fp8, got {acc}, {a}, {b}")
+    if (
+        not fits
+        or a.dtype is not fp16
+        or not isinstance(b, st)
+        or b.dtype not in FP8
+        or b.shape != shape
+        or acc.shape[0] != a.rows
+        or acc.dtype is not fp32
+        or b.rows % 16
+        or b.cols % 32
+    ):
+        raise TypeError(
+            f"{name}: takes acc rt(m, n, fp32), a of fp16, rt(m, k) or st(m, k), and a shared tile b of fp8, "
+            f"got {acc}, {a} and {b}"
+        )
 
 
 def _wide(b, dtype, register):

@@ -41,7 +41,13 @@ def test_the_order_and_back(run, sample, dtype):
 @pytest.mark.parametrize(("rows", "keys", "dim"), [(16, 16, 64), (32, 32, 128), (16, 32, 96)])
 def test_products(run, sample, rows, keys, dim):
     """Q K^T and P V, as attention has them."""
-    Q, S, P, O, KEYS = rt(rows, dim, fp16), rt(rows, keys, fp32), rt(rows, keys, fp16), rt(rows, dim, fp32), st(keys, dim, fp8e4m3)
+    Q, S, P, O, KEYS = (
+        rt(rows, dim, fp16),
+        rt(rows, keys, fp32),
+        rt(rows, keys, fp16),
+        rt(rows, dim, fp32),
+        st(keys, dim, fp8e4m3),
+    )
     smem = tiles.shared(k=KEYS)
 
     @cuda.jit

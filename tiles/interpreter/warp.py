@@ -230,14 +230,14 @@ class Warp(greenlet):
             raise self.hazard(f"copy in pieces of {piece} bytes: {why}")
         first, *rest, col = map(int, at)
         array, lines = np.asarray(pool), []
-        for row, number, inside in zip(range(first + own.start, first + own.stop), found[::2], found[1::2], strict=True):
+        for row, number, place in zip(range(first + own.start, first + own.stop), found[::2], found[1::2], strict=True):
             line = np.zeros((1, tile.spec.cols), array.dtype)
             if row < last:
                 if not 0 <= number < len(array):
                     raise self.hazard(
                         f"row {row} lies in page {number}, which is out of range for a pool of {len(array)} pages"
                     )
-                line = cut(array[(number, slice(None), *rest)], (inside, col), line.shape, 0, 1)
+                line = cut(array[(number, slice(None), *rest)], (place, col), line.shape, 0, 1)
             lines.append(line)
         self._copies(tile, own, lambda: np.concatenate(lines), lambda: None)
 

@@ -10,9 +10,8 @@ On Hopper the kernel begins while the one before it ends, and waits for it befor
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from numba import cuda
 from numpy import int32
@@ -48,21 +47,11 @@ from .splits import Parted, Shares
 PANEL = 32  # columns of O that a warp adds up at once: those of a panel of float32
 
 
-class Piece(NamedTuple):
-    """What a block does of a sequence: `n` tiles from key `first` on, of what its rows see. whole: is that all of it?"""
-
-    sequence: Any
-    first: Any
-    sees: Any
-    n: Any
-    whole: Any
-
-
 @dataclass(frozen=True)
 class Config:
     """A kernel: which caches it reads and what becomes of their scores; and its shape: `band` rows, `warps` of `keys` keys of
-    every tile each, stages of the pipelines, blocks that a multiprocessor is to hold. sums: what joins the sum of weights. split:
-    which keys a block works on. early: may it begin while the grid before it ends?"""
+    every tile each, stages of the pipelines, blocks that a multiprocessor is to hold. sums: what joins the sum of weights.
+    split: which keys a block works on. early: may it begin while the grid before it ends?"""
 
     head_dim: int
     value_dim: int
@@ -116,8 +105,9 @@ SHAPES = {  # padded head_dim: (keys, warps, stages, resident)
 ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multiprocessor has little more than one such block
     99 * 1024: {64: (32, 4, 2, 1), 96: (16, 4, 3, 1), 128: (16, 4, 2, 1), 192: (16, 2, 3, 1), 256: (16, 2, 2, 1)},
     163 * 1024: {},
-    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (32, 4, 2, 1), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
+    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
 }
+SHARED = {128: (32, 4, 2, 1)}  # the same for shares of all sequences, where a block begins and ends several times
 TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were
     99 * 1024: {64: (32, 4, 2, 1)},
     163 * 1024: {64: (32, 4, 2, 1), 96: (16, 4, 4, 1), 128: (16, 4, 4, 1)},
@@ -128,14 +118,18 @@ ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the
 
 
 def config_for(
-    head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either, sums: Variant,
-    split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
+    head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either,
+    sums: Variant, split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
     dims, in the shape of the greater one. tall: there are rows for more than one tile."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim))
     room = max(r for r in ROOMS if r <= room)
-    short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
+    short, high, dim = (
+        SHAPES | ROOMS[room] | (SHARED if split is Shares and room == LARGE else {}),
+        TALL[room],
+        max(padded, wide),
+    )
     band, (keys, warps, stages, resident) = (2 * BAND, high[dim]) if tall and dim in high else (BAND, short[dim])
     if product.held.itemsize == 1:  # twice the warps, so that a stage has as many bytes, and there is twice the work for each
         warps, resident = 2 * warps, 1
@@ -151,14 +145,17 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16, one token, whole pieces; or `everything`. fp16 takes the same registers."""
     plain, room = Variant(), ROOM.get(arch, LEAST)
     early = arch >= "sm_90"
+    kinds: list[tuple[Reach, type[Dense], Callable[[dtype, int], Whole | Either], type[Parted]]]
     kinds = [(Reach(False, False, False), Dense, either, Shares), (Reach(False, True, False), Paged, either, Shares)]
     if everything:
         kinds += [(Reach(True, True, False), Indexed, Part, Parted), (Reach(False, True, True), Paged, Whole, Parted)]
-    forms = [(Same(bf16), PIECES[0])] + [(Narrow(bf16, True), PIECES[0])] * (arch not in ("sm_80", "sm_86"))
+    forms: list[tuple[Same, int]] = [(Same(bf16), PIECES[0])] + [(Narrow(bf16, True), PIECES[0])] * (
+        arch not in ("sm_80", "sm_86")
+    )
     if everything:
         forms += [*((Same(bf16), piece) for piece in PIECES[1:]), (Same(fp16), PIECES[0])]
     found = [
-        config_for(dim, dim, of, plain, reach, cache(piece), result(of.dtype, piece), plain, split, early, tall, room)
+        config_for(dim, dim, of, plain, reach, cache(piece), result(of.wide, piece), plain, split, early, tall, room)
         for (of, piece), dim, (reach, cache, result, split), tall in itertools.product(forms, SHAPES, kinds, (False, True))
     ]
     yield from dict.fromkeys(found)
@@ -168,7 +165,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     BAND, KEYS, WARPS, KV, STAGES = config.band, config.keys, config.warps, config.kv, config.stages
-    INPUT, HELD, GIVEN = config.product.dtype, config.product.held, config.given
+    INPUT, HELD, GIVEN = config.product.wide, config.product.held, config.given
     product = config.product
     variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
     split, EARLY = config.split(reach, KV), config.early
@@ -177,7 +174,9 @@ def make(config: Config):
     TAKEN, Q, SAME = st(BAND, config.head_dim, product.takes), rt(BAND, QUERY.panel_cols, INPUT), product.takes is INPUT
     S, O = rt(BAND, KEYS, fp32), rt(BAND, config.value_dim, fp32)
     room = STAGES * KV * config.value_dim * HELD.itemsize  # where values lie: O goes through it in so many parts
-    PARTS = next(n for n in (1, 2, 3) if WARPS * BAND * config.value_dim * fp32.itemsize <= n * room and O.cols % (PANEL * n) == 0)
+    PARTS = next(
+        n for n in (1, 2, 3) if WARPS * BAND * config.value_dim * fp32.itemsize <= n * room and O.cols % (PANEL * n) == 0
+    )
     COLUMNS = config.value_dim // PARTS
     ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
     AHEAD, NEWER = STAGES - 1, 2 * STAGES - 3  # tiles under way; groups of keys and values that are younger than one waited for
@@ -190,19 +189,9 @@ def make(config: Config):
     softmax = Softmax(O)
 
     @inlined
-    def about(work, first_token, last_token, tokens, given):
-        """The Piece of a block's rows."""
-        every = reach.keys(work.sequence, 0, tokens - 1, tokens, given)
-        sees = reach.keys(work.sequence, first_token, last_token, tokens, given)
-        tile = int32(max(work.tile, (sees.first - every.first) // KV))
-        first = int32(every.first + KV * tile)
-        n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
-        return Piece(work.sequence, first, sees, n, work.end - work.tile == work.tiles)
-
-    @inlined
     def taken(q):
         """Queries, once they are here, as the products take them."""
-        tile = q.wait(0, NEWER)
+        tile = q.wait(0, 2 * AHEAD)
         if SAME:
             return tile
         made = q.reuse(TAKEN)
@@ -244,18 +233,19 @@ def make(config: Config):
         last_row = min(row + BAND, end) - 1
         first_token, last_token = int32(row // group), int32(last_row // group)
         work = split.first(number, splits, sequences, tokens, given)
-        piece = about(work, first_token, last_token, tokens, given)
-        here = cache.look(k, gK, piece.sequence, piece.first, piece.sees.end, given)
-        there = cache.look(k, gK, piece.sequence, int32(piece.first + KV), piece.sees.end, given)
-        lie = q.look_up(None, group, (0, row), end)  # a token's rows, and only these, lie in one place
-        q.fill_pages(0, gQ, lie, (row, piece.sequence, head, 0), end, work.left, cache.piece)
-        cache.fill(k, 0, gK, here, piece.sequence, piece.first, head, piece.sees.end, piece.n, given)
         while work.left > 0:
-            sequence, first, sees, n = piece.sequence, piece.first, piece.sees, piece.n
-            spot = Spot(sequence, head, work.part, work.of, piece.whole, row, first_token, last_token, group)
-            cache.fill(v, 0, gV, here, sequence, first, head, sees.end, n, given)
-            here, there = there, cache.look(k, gK, sequence, int32(first + 2 * KV), sees.end, given)
-            for i in range(1, AHEAD):
+            sequence, whole = work.sequence, work.end - work.tile == work.tiles
+            spot = Spot(sequence, head, work.part, work.of, whole, row, first_token, last_token, group)
+            every = reach.keys(sequence, 0, tokens - 1, tokens, given)
+            sees = reach.keys(sequence, first_token, last_token, tokens, given)
+            tile = int32(max(work.tile, (sees.first - every.first) // KV))
+            first = int32(every.first + KV * tile)
+            n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
+            lie = q.look_up(None, group, (0, row), end)  # a token's rows, and only these, lie in one place
+            here = cache.look(k, gK, sequence, first, sees.end, given)
+            there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given)
+            q.fill_pages(0, gQ, lie, (row, sequence, head, 0), end, None, cache.piece)
+            for i in range(AHEAD):
                 cache.fill(k, i, gK, here, sequence, int32(first + KV * i), head, sees.end, n, given)
                 cache.fill(v, i, gV, here, sequence, int32(first + KV * i), head, sees.end, n, given)
                 here, there = there, cache.look(k, gK, sequence, int32(first + KV * (i + 2)), sees.end, given)
@@ -279,12 +269,6 @@ def make(config: Config):
                 p = seen.weights(s, None, scale)
                 seen = seen._replace(o=product.weigh(o, p, values)).add(p)
 
-            work = split.next(work, tokens, given)
-            if work.left > 0:  # the next keys come while this is brought to its end
-                piece = about(work, first_token, last_token, tokens, given)
-                here = cache.look(k, gK, piece.sequence, piece.first, piece.sees.end, given)
-                there = cache.look(k, gK, piece.sequence, int32(piece.first + KV), piece.sees.end, given)
-                cache.fill(k, 0, gK, here, piece.sequence, piece.first, head, piece.sees.end, piece.n, given)
             m = block.reduce_max(seen.m, scratch)
             if result.joins(spot):
                 m = maximum(m, sums.lowest(at))
@@ -292,8 +276,7 @@ def make(config: Config):
             l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
             if result.joins(spot):
                 l = sums.total(l, m, scale, at)
-            q.fill_pages(0, gQ, lie, (row, piece.sequence, head, 0), end, work.left, cache.piece)  # the warps have met
-            o = seen.o * weight
+            o = seen.o * weight  # the warps have met: nobody reads values any more
             add_up(columns(o, COLUMNS, 0), l, v_unit, 0, v, spot, given)
             if PARTS > 1:
                 block.sync()
@@ -303,6 +286,7 @@ def make(config: Config):
                 add_up(columns(o, COLUMNS, 2), l, v_unit, 2 * COLUMNS, v, spot, given)
             if warp == 0:
                 result.store_sums(m + log2(l) / scale, scale, spot, given)
+            work = split.next(work, tokens, given)
             if work.left > 0:
                 block.sync()  # nobody reads addends any more, which lie where values will
 

@@ -20,6 +20,7 @@ from .reach import Reach
 from .splits import Parted, Shares
 
 AT_ONCE, COLUMNS = 16, 64  # parts that a block adds at a time, and of how many columns
+EACH = Parted()
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Config:
 
     dtype: dtype
     sums: Variant
-    split: Parted = Parted()
+    split: Parted = EACH
     early: bool = False
     threads = LANES
 

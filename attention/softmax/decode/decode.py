@@ -22,8 +22,8 @@ from . import attend, combine
 from .caches import Dense, Indexed, Paged
 from .products import Narrow, Same
 from .reach import Reach, Sloped
-from .results import Part, Whole
-from .splits import Parted, Shares, shares_for
+from .results import Either, Part, Whole
+from .splits import Parted, Shares, shares_for, splits_for
 
 MOST_SPLITS = 1024
 TILES = "q", "k", "v", "out"
@@ -88,13 +88,17 @@ def decode(
     behind a sequence's last one are not read. batch_index: (B), sequence b lies in batch batch_index[b] of k and v, which may
     have more. leftpad: (B), the keys before leftpad[b] are not looked at.
 
+    k and v of float8_e4m3fn (since Ada), at multiples of 4 bytes: their numbers become fp16, exactly, and queries are rounded
+    to that. k_descale, v_descale: float32, (Hk) or (B, Hk), what they are multiplied by; both or none.
+
     Which keys a token sees. The last token stands at the last key: token t at place p = lengths[b] - Sq + t. causal: keys up to
     p. window: (left, right), keys from p - left to p + right; None is open. A token that sees no key gives 0.
 
     What becomes of a score: softcap, alibi, sink and scale, as in forward.
 
     splits: into how many parts each sequence's keys go, which different multiprocessors work on, and which a second launch adds
-    up. By default shapes decide: of k and pages, not lengths. With as many splits the result has the same bits, always.
+    up. With as many splits the result has the same bits, always. By default all sequences' keys are shared out evenly, by the
+    lengths as the device finds them: a sequence's bits then depend on the others' lengths.
 
     out, return_lse, stream: as in forward. family: None or "sm_80", the instructions of every GPU since Ampere.
 
@@ -145,40 +149,43 @@ def _decode(
     group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
     rows, piece = tokens * group, problem.bytes_at_once(*TILES)
     product, of_products = _product(problem)
-    reach, of_keys = _reach(problem, causal, left, right)
+    reach, of_keys, seen = _reach(problem, causal, left, right, most_keys)
     variant, sums, unit, of_scores, of_sums = _scores(problem, scale_of(problem, scale), softcap)
+    early, whole, part = hopper(gpu.capability), Whole(dtype, piece), Part(dtype, piece)
 
-    early = hopper(gpu.capability)
-
-    def shape(split, result, sums):
-        kind = variant, reach, cache, result, sums, split, early
+    def config(split: type[Parted], result: Whole | Either) -> attend.Config:
+        kind = variant, reach, cache, result, Variant() if result is part else sums, split, early
         return attend.config_for(head_dim, value_dim, product, *kind, rows > attend.BAND, gpu.shared_bytes)
 
-    config = shape(Shares, attend.either(dtype, piece), sums)
-    bands = -(-rows // config.band)
-    if splits is None:
-        number = shares_for(kv_heads * bands, config.resident * gpu.processors)
+    chosen, alone = config(Parted, whole), batch == 1  # one sequence's keys are shared out evenly if they are parted evenly
+    bands = -(-rows // chosen.band)
+    if splits is not None:
+        number = splits
+    elif alone:
+        number = splits_for(kv_heads * bands, -(-seen // chosen.kv), gpu.processors)
     else:
-        number, config = splits, shape(Parted, Part(dtype, piece), Variant())
+        chosen = config(Shares, Either(whole, part))
+        number = shares_for(kv_heads * bands, chosen.resident * gpu.processors)
+    parted = alone or splits is not None or number == 1
     told = {"heads": kv_heads, "group": group, "scale": unit * LOG2_E, "sequences": batch, "tokens": tokens, "splits": number}
-    result = {"out": _grouped(out, 2, group), "lse": lse and _grouped(lse, 1, group)}
-    steps, scratch, grid, to = [], [], number if splits is None else number * batch, result | of_sums
+    to = {"out": _grouped(out, 2, group), "lse": lse and _grouped(lse, 1, group), **of_sums}
+    steps, scratch, blocks = [], [], batch * number
     if number == 1:
-        config, grid = shape(Parted, Whole(dtype, piece), sums), batch
+        chosen = config(Parted, whole)
     else:
-        places, ends = ((number, batch), batch) if splits else ((number + batch, 1), batch if batch <= number else number - 1)
-        shapes = (*places, kv_heads, rows, value_dim), (*places, kv_heads, rows)
-        scratch = [(each, "float32") for each in shapes]
+        if parted:
+            chosen, places, split, of_split, ends = config(Parted, part), (number, batch), Parted(), {}, batch
+        else:
+            blocks, places, split, of_split = number, (number + batch, 1), Shares(reach, chosen.kv), of_keys
+            ends = batch if batch <= number else number - 1
+        scratch = [((*places, kv_heads, rows, value_dim), "float32"), ((*places, kv_heads, rows), "float32")]
         parts, weights = [problem.scratch(n, *each) for n, each in enumerate(scratch)]
-        split = config.split(reach, config.kv) if splits is None else Parted()
-        last = kernel_for(combine, combine.Config(dtype, sums, split, early), problem.device)
-        slabs = -(-value_dim // combine.COLUMNS)
-        of_split = of_keys if splits is None else {}
-        told_last = told | result | of_sums | of_split
-        steps.append(last.bind(ends * kv_heads * rows * slabs, parts=parts, sums_=weights, rows=rows, slabs=slabs, **told_last))
-        to = (to if splits is None else {}) | {"parts": parts, "sums": weights}
-    first = kernel_for(attend, config, problem.device).bind(
-        grid * kv_heads * bands,
+        last, slabs = combine.Config(dtype, sums, split, early), -(-value_dim // combine.COLUMNS)
+        given = {"parts": parts, "sums_": weights, "rows": rows, "slabs": slabs, **told, **to, **of_split}
+        steps.append(kernel_for(combine, last, problem.device).bind(ends * kv_heads * rows * slabs, **given))
+        to = {"parts": parts, "sums": weights, **({} if parted else to)}
+    first = kernel_for(attend, chosen, problem.device).bind(
+        blocks * kv_heads * bands,
         gQ=_by_rows(problem["q"], group),
         gK=problem["k"],
         gV=problem["v"],
@@ -234,9 +241,11 @@ def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
     return Narrow(dtype, bool(scaled)), told if scaled else {}
 
 
-def _reach(problem: Problem, causal: bool, left: int | None, right: int | None) -> tuple[Reach, dict[str, Any]]:
-    """Which keys tokens see, and what kernels are told of that. One token, at the last key, sees no later one, whatever it
-    may."""
+def _reach(
+    problem: Problem, causal: bool, left: int | None, right: int | None, most_keys: int
+) -> tuple[Reach, dict[str, Any], int]:
+    """Which keys tokens see, what kernels are told of that, and how many some tile's rows see at most. One token, at the last
+    key, sees no later one, whatever it may."""
     (tokens,) = problem("S")
     if causal:
         right = 0
@@ -245,7 +254,8 @@ def _reach(problem: Problem, causal: bool, left: int | None, right: int | None) 
     told: dict[str, Any] = {"lengths": problem["lengths"]}
     told |= {name: end for name, end in (("left", left), ("right", right)) if end is not None}
     told |= {"leftpad": problem["leftpad"]} if "leftpad" in problem else {}
-    return Reach(left is not None, right is not None, "leftpad" in problem), told
+    seen = most_keys if left is None else min(most_keys, left + tokens + (right or 0))
+    return Reach(left is not None, right is not None, "leftpad" in problem), told, seen
 
 
 def _scores(

@@ -9,17 +9,17 @@ from tiles.arguments import array
 
 @static
 class Same:
-    """Keys and values are of queries' dtype."""
+    """Keys and values are of queries' dtype. wide: which that is."""
 
-    dtype: dtype
+    wide: dtype
 
     def __str__(self):
-        return str(self.dtype)
+        return str(self.wide)
 
     @property
     def held(self) -> dtype:
         """What the cache holds."""
-        return self.dtype
+        return self.wide
 
     @property
     def given(self) -> dict[str, Any]:
@@ -29,7 +29,7 @@ class Same:
     @property
     def takes(self) -> dtype:
         """What the products take queries as."""
-        return self.dtype
+        return self.wide
 
     @inlined
     def queries(self, x):
@@ -49,7 +49,7 @@ class Same:
     @inlined
     def weigh(self, o, p, values):
         """O + P V, with O's columns in an order of its own."""
-        return mma_AB(o, self.dtype(p), values)
+        return mma_AB(o, self.wide(p), values)
 
     @inlined
     def columns(self, o, unit):
@@ -57,6 +57,7 @@ class Same:
         return o
 
 
+@static
 class Narrow(Same):
     """Keys and values are of fp8, and become fp16 on the way to the products, exactly; queries are rounded to it. scaled: are
     they multiplied by given.k_descale[n, head] and given.v_descale[n, head] of sequence n?"""
@@ -64,7 +65,7 @@ class Narrow(Same):
     scaled: bool = False
 
     def __str__(self):
-        return f"{self.dtype} of {fp8e4m3}" + " scaled" * self.scaled
+        return f"{self.wide} of {fp8e4m3}" + " scaled" * self.scaled
 
     @property
     def held(self) -> dtype:

@@ -15,7 +15,8 @@ LN2 = math.log(2)
 
 class Spot(NamedTuple):
     """Which rows: those from `row` on, of a sequence's heads that share a key head; of tokens `first` to `last`, `group` rows
-    each. part, of: which part of the keys they have seen, by the first two axes of an array of parts. whole: is it all of them?"""
+    each. part, of: which part of the keys they have seen, by the first two axes of an array of parts. whole: is it all of
+    them?"""
 
     sequence: Any
     head: Any

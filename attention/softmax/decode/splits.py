@@ -22,8 +22,8 @@ FULL = 0.95  # of the places that there are for blocks at a time, as many at lea
 
 
 class Work(NamedTuple):
-    """Tiles `tile` to before `end` of the `tiles` that a sequence has, and how many the block has still to do, these among them.
-    part: where what is seen of them goes in an array of parts, by its first two axes."""
+    """Tiles `tile` to before `end` of the `tiles` that a sequence has. left: how many the block has still to do, these among
+    them. part, of: where what is seen of them goes in an array of parts, by its first two axes."""
 
     sequence: Any
     tile: Any
@@ -86,9 +86,9 @@ class Parted:
 
 
 class Shares(Parted):
-    """All sequences' tiles, one sequence behind the other, in equal shares, as many as blocks work at a time: nobody waits for a
-    long sequence at the end. A share begins and ends anywhere. Share i's part of sequence n is part i + n: so a sequence's parts
-    are neighbours, and no two have one number."""
+    """All sequences' tiles, one sequence behind the other, in equal shares, as many as blocks work at a time: nobody waits for
+    a long sequence at the end. A share begins and ends anywhere. Share i's part of sequence n is part i + n: so a sequence's
+    parts are neighbours, and no two have one number."""
 
     def __str__(self):
         return "shared"
@@ -96,7 +96,7 @@ class Shares(Parted):
     @property
     def given(self) -> dict[str, Any]:
         """See Parted."""
-        return self.reach.given
+        return self.reach.given if self.reach else {}
 
     @inlined
     def before(self, sequence, tokens, given):
@@ -160,18 +160,19 @@ class Shares(Parted):
 
 @follows
 def shares_for(blocks: int, places: int) -> int:
-    """How many shares, each of which `blocks` blocks work on, let as many blocks work at a time as there are places for, or a
-    little less. Rather few shares: each begins and ends once."""
-    return _full(blocks, places)
+    """How many shares, each of which `blocks` blocks work on, leave few of the places idle that there are for blocks at a time.
+    Rather few: each begins and ends once."""
+    return _few(blocks, places)
 
 
 @functools.lru_cache(4096)
-def _full(blocks, places):
-    def used(waves):
-        return max(1, waves * places // blocks) * blocks / (-(-max(1, waves * places // blocks) * blocks // places) * places)
+def _few(blocks, places):
+    def used(shares):
+        every = shares * blocks
+        return every / (-(-every // places) * places)
 
-    waves = next((n for n in range(1, 5) if used(n) >= FULL), None) or max(range(1, 5), key=used)
-    return max(1, waves * places // blocks)
+    counts = [max(1, rounds * places // blocks) for rounds in (1, 2, 3, 4)]
+    return next((n for n in counts if used(n) >= FULL), max(counts, key=used))
 
 
 @follows
