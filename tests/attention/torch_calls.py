@@ -109,7 +109,7 @@ CALLS = {
         attention.decode,
         lambda x: (x.qkv(), dict(lengths=x.ends()[1 : 1 + x.batch], splits=2, return_lse=True, sink=x.rate(x.heads))),
     ),
-    "decode, pages": (attention.decode, lambda x: (x.qkv(), dict(lengths=x.ends()[1:2], pages=x.ends()[:1, None]))),
+    "decode, pages": (attention.decode, lambda x: (x.qkv(), dict(lengths=x.lengths(), pages=x.lengths()[:, None] - 3))),
     "latents": (
         attention.mla_decode,
         lambda x: ((x.tile(x.batch, 2, x.heads, 576), x.tile(x.batch, TOKENS, 576)), dict(lengths=x.lengths(), scale=0.1)),

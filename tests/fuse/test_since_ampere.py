@@ -133,7 +133,7 @@ def test_on_the_card(name, rows, without_wgmma):
     kernel, arrays = fuse.kernel(getattr(operators, name).definition), sample(name, rows, bf16)
     got = kernel(*map(to_torch, arrays))
     torch.cuda.synchronize()
-    compare(kernel, arrays, to_numpy(got))
+    compare(kernel, arrays, tuple(map(to_numpy, got)) if isinstance(got, tuple) else to_numpy(got))
 
 
 # ---- machine code ----------------------------------------------------------------------------------------------------
