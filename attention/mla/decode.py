@@ -127,14 +127,15 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     if family == "sm_90" and box is None:
         raise ValueError(f"family: sm_90 takes pages of a multiple of 8 rows: latent.shape={problem.shape('latent')}")
     chosen = choose(problem, family, problem.by_tma and box is not None)
-    if chosen == "sm_80" or (family is None and rows <= ampere.BAND):  # 16 rows keep tiles of 64 no busier
-        early, arrays = is_hopper(gpu.capability), {"gQ": _by_rows(problem["q"], heads), "gLatent": _one_head(latent, 2)}
+    arrays: dict[str, Any] = {"gLatent": _one_head(latent, 2)}
+    if chosen == "sm_80" or (family is None and rows <= ampere.BAND):  # tiles of 16 rows: the others are 64, most of them empty
+        early, arrays["gQ"] = is_hopper(gpu.capability), _by_rows(problem["q"], heads)
 
         def config(reach, result):
             return ampere.config_for(dtype, reach, cache, result, early, rows, gpu.shared_bytes)
 
         return _plan(problem, ampere, config, arrays, piece, causal, splits, scale, return_lse)
-    arrays = {"gQ": _one_head(problem["q"], 2), "gLatent": _one_head(latent, 2), "gRotary": _one_head(latent, 2)}
+    arrays |= {"gQ": _one_head(problem["q"], 2), "gRotary": _one_head(latent, 2)}
     arrays |= {"page_size": problem("T")[0]} if "pages" in problem else {}
 
     def shape(reach, result):
@@ -200,13 +201,14 @@ def _plan(
         held, sums = [problem.scratch(n, *each) for n, each in enumerate(scratch)]
         of_parts = {"parts": held, "sums_": sums} | told | to
         if parts <= combine.FEW:
-            last, last_bands = combine.Config(whole, config.early), -(-rows // combine.ROWS)
-            last = kernel_for(combine, last, problem.device)
+            few, last_bands = combine.Config(whole, config.early), -(-rows // combine.ROWS)
+            last = kernel_for(combine, few, problem.device)
             steps.append(last.bind(batch * last_bands * combine.SLABS, bands=last_bands, **of_parts))
         else:
-            last, slabs = combine_many.Config(dtype, Variant(), early=config.early), LATENT // combine_many.COLUMNS
+            many, slabs = combine_many.Config(dtype, Variant(), early=config.early), LATENT // combine_many.COLUMNS
+            last = kernel_for(combine_many, many, problem.device)
             of_rows = {"heads": 1, "rows": rows, "slabs": slabs, "sequences": batch}
-            steps.append(kernel_for(combine_many, last, problem.device).bind(batch * rows * slabs, **of_rows, **of_parts))
+            steps.append(last.bind(batch * rows * slabs, **of_rows, **of_parts))
         to = {"parts": held, "sums": sums}
     of_cache = {name: problem[name] for name in ("pages", "batch_index") if name in problem}
     numbers = {"bands": bands, "sequences": batch, "slack": SLACK / (unit * LOG2_E)}
