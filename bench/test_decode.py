@@ -3,8 +3,9 @@ beside a copy that reads and writes as many bytes as K and V have.
 
 One query token, all of the cache in use, bf16, D 128; TB/s are those of K and V read. `pages 16` and its like are ours from a
 pool whose pages lie in any order; `4 tokens` has four. Calls are replayed from a CUDA graph, through caches that together
-exceed L2 several times over. `latents` and what follows it is attention.mla_decode, of 576 columns, beside a copy that reads and
-writes together as many bytes as there are of latents. See measure.py for the protocol. `pytest bench/test_decode.py --benchmark-json=decode.json`.
+exceed L2 several times over. `latents` and what follows it is attention.mla_decode, of 576 columns, beside a copy that reads
+and writes together as many bytes as there are of latents. See measure.py for the protocol.
+`pytest bench/test_decode.py --benchmark-json=decode.json`.
 """
 
 import functools
