@@ -194,8 +194,7 @@ def make(config: Config):
         """Where the next tile lies, from `key` on, and the one behind it, if that is looked up already."""
         if FAR:
             return there, cache.look(k, gK, sequence, int32(key + KV), end, given)
-        found = cache.look(k, gK, sequence, key, end, given)
-        return found, found
+        return cache.look(k, gK, sequence, key, end, given), there
 
     @inlined
     def taken(q):
