@@ -237,7 +237,8 @@ class Warp(greenlet):
                     raise self.hazard(
                         f"row {row} lies in page {number}, which is out of range for a pool of {len(array)} pages"
                     )
-                line = cut(array[(number, slice(None), *rest)], (place, col), line.shape, 0, 1)
+                page = number, slice(None), *rest
+                line = cut(array[page], (place, col), line.shape, 0, 1)
             lines.append(line)
         self._copies(tile, own, lambda: np.concatenate(lines), lambda: None)
 

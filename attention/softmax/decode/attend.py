@@ -179,6 +179,7 @@ def make(config: Config):
     )
     COLUMNS = config.value_dim // PARTS
     ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
+    FAR = O.rows * O.cols <= 16 * 192  # are tiles looked up two ahead? There are registers for it
     AHEAD, NEWER = STAGES - 1, 2 * STAGES - 3  # tiles under way; groups of keys and values that are younger than one waited for
     smem = shared(
         q=pipeline(QUERY, 1, WARPS),
@@ -187,6 +188,13 @@ def make(config: Config):
         scratch=sv(WARPS * BAND, fp32),
     )
     softmax = Softmax(O)
+
+    @inlined
+    def following(there, k, gK, sequence, key, end, given):
+        """Where the next tile lies, from `key` on, and the one behind it, if that is looked up already."""
+        if FAR:
+            return there, cache.look(k, gK, sequence, int32(key + KV), end, given)
+        return cache.look(k, gK, sequence, key, end, given), there
 
     @inlined
     def taken(q):
@@ -243,12 +251,12 @@ def make(config: Config):
             n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
             lie = q.look_up(None, group, (0, row), end)  # a token's rows, and only these, lie in one place
             here = cache.look(k, gK, sequence, first, sees.end, given)
-            there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given)
+            there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given) if FAR else here
             q.fill_pages(0, gQ, lie, (row, sequence, head, 0), end, None, cache.piece)
             for i in range(AHEAD):
                 cache.fill(k, i, gK, here, sequence, int32(first + KV * i), head, sees.end, n, given)
                 cache.fill(v, i, gV, here, sequence, int32(first + KV * i), head, sees.end, n, given)
-                here, there = there, cache.look(k, gK, sequence, int32(first + KV * (i + 2)), sees.end, given)
+                here, there = following(there, k, gK, sequence, int32(first + KV * (i + 1)), sees.end, given)
             of_rows = row_index(O.col_vec) + row
             token = of_rows // group
             at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, 0, 0)
@@ -262,7 +270,7 @@ def make(config: Config):
                 s = product.scores(zeros(S), queries, keys, k_unit)
                 values = v.own(i, NEWER)
                 cache.fill(v, i + AHEAD, gV, here, sequence, later, head, sees.end, n, given)
-                here, there = there, cache.look(k, gK, sequence, int32(later + 2 * KV), sees.end, given)
+                here, there = following(there, k, gK, sequence, int32(later + KV), sees.end, given)
                 s = reach.mask(variant.score(s, at, key), at, key, sees.end)
                 seen = seen.moved(s, None, scale, slack)
                 o = seen.rescaled()
