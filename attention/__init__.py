@@ -27,6 +27,7 @@ __all__ = [
     "linear",
     "linear_step",
     "mamba2",
+    "mla_decode",
     "register_torch_ops",
     "retention",
 ]
@@ -34,6 +35,7 @@ __all__ = [
 _HOMES = {  # module: the functions that are public
     "cache.append": ("append",),
     "dropout": ("dropout_mask",),
+    "mla.decode": ("mla_decode",),
     "recurrent.based": ("based",),
     "recurrent.delta_rule": ("delta_rule",),
     "recurrent.hedgehog": ("hedgehog",),
@@ -49,6 +51,7 @@ _HOMES = {  # module: the functions that are public
 if TYPE_CHECKING:  # what editors and type checkers read
     from .cache.append import append
     from .dropout import dropout_mask
+    from .mla.decode import mla_decode
     from .recurrent.based import based
     from .recurrent.delta_rule import delta_rule
     from .recurrent.hedgehog import hedgehog

@@ -20,6 +20,10 @@ from tiles.arguments import signature
 from tiles.inspect import figures
 
 from .cache import writing
+from .mla import ampere as mla_ampere
+from .mla import combine as mla_combine
+from .mla import hopper as mla_hopper
+from .mla import quantised as mla_quantised
 from .recurrent.kernels import (
     based_hopper,
     chunk_ampere,
@@ -45,6 +49,7 @@ MODULES = {
         *(finish, sinks, backward_norms, bias, elements),
     ),
     "decode": (attend, combine),
+    "mla_decode": (mla_ampere, mla_hopper, mla_quantised, mla_combine),
     "append": (writing,),
     "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper),
     "delta": (delta_hopper, kda_hopper),

@@ -5,6 +5,7 @@ def register_torch_ops() -> None:
     """Register every function's op with torch, which must be imported: for torch.export.load, and for calls by name. Else
     the first call that needs an op registers it."""
     from .cache.append import _append, _append_with_queries
+    from .mla.decode import _mla_decode, _mla_decode_fp8
     from .recurrent.based import _based
     from .recurrent.delta_rule import _delta_rule
     from .recurrent.hedgehog import _hedgehog
@@ -18,5 +19,15 @@ def register_torch_ops() -> None:
 
     backward = _backward, _backward_into, _backward_into_sinks, *NORMALISE.values(), *DIFFERENTIATE.values()
     recurrent = _based, _delta_rule, _hedgehog, _linear, _linear_step, _mamba2
-    for program in *backward, _append, _append_with_queries, _decode, _forward, _variant, *recurrent:
+    for program in (
+        *backward,
+        _append,
+        _append_with_queries,
+        _decode,
+        _mla_decode,
+        _mla_decode_fp8,
+        _forward,
+        _variant,
+        *recurrent,
+    ):
         program.op()

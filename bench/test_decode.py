@@ -3,7 +3,9 @@ beside a copy that reads and writes as many bytes as K and V have.
 
 One query token, all of the cache in use, bf16, D 128; TB/s are those of K and V read. `pages 16` and its like are ours from a
 pool whose pages lie in any order; `4 tokens` has four. Calls are replayed from a CUDA graph, through caches that together
-exceed L2 several times over. See measure.py for the protocol. `pytest bench/test_decode.py --benchmark-json=decode.json`.
+exceed L2 several times over. `latents` and what follows it is attention.mla_decode, of 576 columns, beside a copy that reads
+and writes together as many bytes as there are of latents. See measure.py for the protocol.
+`pytest bench/test_decode.py --benchmark-json=decode.json`.
 """
 
 import functools
@@ -114,3 +116,73 @@ def test_decode(benchmark, shape, provider):
     report(benchmark, times)
     nbytes = 4 * batch * keys * kv_heads * HEAD_DIM
     benchmark.extra_info["tbs"] = round(nbytes / benchmark.stats.stats.median / 1e12, 2)
+
+
+# ---- latents -----------------------------------------------------------------------------------------------------------
+LATENT, ROTARY, SCALE = 512, 64, 192**-0.5
+MLA_SHAPES = [(128, 4096, 16), (128, 4096, 64), (128, 4096, 128), (32, 4096, 128), (8, 32768, 128), (1, 32768, 16)]  # .., heads
+MLA_PROVIDERS = "latents", "pages 64", "pages 1", "4 tokens", "fp8", "copy"
+
+
+def _latents(batch, keys, heads):
+    """q for the most tokens, latents, the same in fp8 with their descales and rotated columns, lengths, tables, half a copy."""
+    latent = torch.randn((batch, keys, LATENT + ROTARY), device="cuda", dtype=torch.bfloat16)
+    descale = latent[..., :LATENT].abs().amax(-1).float() / 448
+    held = (latent[..., :LATENT] / descale[..., None]).to(torch.float8_e4m3fn)
+    tables = {n: torch.randperm(batch * keys // n, device="cuda").int().view(batch, keys // n) for n in (1, 64)}
+    lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
+    q = torch.randn((batch, 4, heads, LATENT + ROTARY), device="cuda", dtype=torch.bfloat16)
+    half = torch.empty(latent.numel() // 2, device="cuda", dtype=torch.bfloat16)
+    return q, latent, (held, descale, latent[..., LATENT:].contiguous()), lengths, tables, half
+
+
+def _mla(tokens=1, page=None, fp8=False):
+    """A call of ours on such inputs."""
+
+    def call(q, latent, small, lengths, tables, half):
+        told = {"lengths": lengths, "scale": SCALE}
+        if fp8:
+            held, descale, rotary = small
+            return attention.mla_decode(q[:, :tokens], held, descale=descale, rotary=rotary, **told)
+        if page is None:
+            return attention.mla_decode(q[:, :tokens], latent, **told)
+        return attention.mla_decode(q[:, :tokens], latent.view(-1, page, LATENT + ROTARY), pages=tables[page], **told)
+
+    return call
+
+
+def _copy_half(q, latent, small, lengths, tables, half):
+    """Reads and writes as many bytes together as there are of latents."""
+    half.copy_(latent.view(-1)[: half.numel()])
+
+
+MLA = dict(zip(MLA_PROVIDERS, (_mla(), _mla(page=64), _mla(page=1), _mla(4), _mla(fp8=True), _copy_half), strict=True))
+
+
+@functools.cache
+def _mla_times(shape):
+    """{provider: milliseconds of every round}"""
+    batch, keys, _ = shape
+    nbytes = 2 * batch * keys * (LATENT + ROTARY)
+    sets = rotated(lambda: _latents(*shape), nbytes)
+    q, latent = (x[-1].float() for x in sets[0][:2])
+    p = (q[0] @ latent.T * SCALE).softmax(-1)
+    ref, low = p @ latent[:, :LATENT], (p.bfloat16().float() @ latent[:, :LATENT]).bfloat16().float()
+    for name in ("latents", "pages 64"):
+        kept = torch.arange(batch * keys // 64, device="cuda").int().view(batch, -1)
+        out = MLA[name](*sets[0][:4], {64: kept}, None)[-1, 0].float()
+        assert (out - ref).abs().max() <= 2 * (low - ref).abs().max() + 2**-8 * ref.abs().max()
+    return replayed(MLA, sets, ROUNDS, max(len(sets), min(200, int(2e10 / nbytes))))
+
+
+@pytest.mark.parametrize("provider", MLA_PROVIDERS)
+@pytest.mark.parametrize("shape", MLA_SHAPES, ids=lambda s: "B {} S {} H {}".format(*s))
+def test_mla_decode(benchmark, shape, provider):
+    """TB/s are of latents in bf16, whatever is read; TFLOPS of one token."""
+    batch, keys, heads = shape
+    benchmark.group = f"mla_decode B {batch} S {keys} H {heads}"
+    benchmark.extra_info |= {"provider": provider, "shape": shape}
+    report(benchmark, _mla_times(shape)[provider])
+    seconds, columns = benchmark.stats.stats.median, LATENT + ROTARY
+    benchmark.extra_info["tbs"] = round(2 * batch * keys * columns / seconds / 1e12, 2)
+    benchmark.extra_info["tflops"] = round(2 * batch * keys * heads * (columns + LATENT) / seconds / 1e12, 1)

@@ -8,13 +8,18 @@ The blocks take the tiles in turn, back and forth: of 4 blocks, block 0 takes ti
         ...                        # tile number persistent_tile(r)
         r += 1
 
+Where there are sequences of any lengths, blocks can share all their tiles evenly: `line_up` says which sequence a tile is of.
+
 `divmod` takes such numbers apart, in the 32 bits that the GPU has units for (Numba's // and % work on 64, with a sign).
 """
 
+import numpy as np
 from numba.cuda import types
 
-from tiles.builder import i1
-from tiles.interpreter import here
+from tiles import ptx
+from tiles.builder import i1, i32, i64
+from tiles.interpreter import Touched, here, note
+from tiles.layout import LANES
 from tiles.op import inlined, integer, lowers, op
 
 
@@ -68,3 +73,68 @@ def rasterize(index, rows, cols, height):
     group, inside = divmod(index, height * cols)
     col, row = divmod(inside, min(height, rows - height * group))
     return height * group + row, col
+
+
+# ---- sequences of any lengths -----------------------------------------------------------------------------------------
+@op
+def line_up(lengths, begins, most, size, first, count, before, tile):
+    """Sequences' tiles, one sequence behind the other: for the 32 sequences from number `first` on, of `count`,
+    (how many of them end at tile number `tile` or before it, where the last of these ends, where all of them end); `before`
+    tiles lie before them.
+
+    Of sequence n are the elements from begins[n], or 0 if that is None, to lengths[n], but no more than the `most` last ones;
+    `size` of them are a tile, and each has one at least. A lane looks at one sequence, and five shuffles add them up. All is
+    below 2**31."""
+    numbers = np.arange(first, min(first + LANES, count))
+    note(Touched, np.asarray(lengths)[numbers], False)
+    elements = np.asarray(lengths)[numbers].astype(np.int64)
+    if begins is not None:
+        note(Touched, np.asarray(begins)[numbers], False)
+        elements = elements - np.asarray(begins)[numbers].astype(np.int64)
+    ends = before + np.cumsum(np.maximum(-(-np.minimum(elements, most) // size), 1))
+    passed = int(np.count_nonzero(ends <= tile))
+    return passed, int(ends[passed - 1]) if passed else int(before), int(ends[-1]) if len(ends) else int(before)
+
+
+@lowers(line_up)
+def _(lengths, begins, most, size: int, first, count, before, tile):
+    arrays = [lengths] if begins is None else [lengths, begins]
+    wide = types.int32, types.int64
+    if not all(isinstance(x, types.Array) and x.ndim == 1 and x.dtype in wide for x in arrays):
+        raise TypeError(f"line_up: takes arrays of one axis of int32 or int64, got {lengths} and {begins}")
+    if not all(map(integer, (most, first, count, before, tile))) or size is None or size < 1 or size & size - 1:
+        raise TypeError(f"line_up: takes integers, and a power of 2 that is known when the kernel is compiled, got {size=}")
+    result = types.UniTuple(types.int32, 3)
+
+    def element(b, array, value, n, exists):
+        """One of an array, 0 where none exists."""
+        data, _, (stride,) = b.array(array, value)
+        letter, register = ("r", i32) if array.dtype.bitwidth == 32 else ("l", i64)
+        kind = f"b{array.dtype.bitwidth}"
+        text = f"{{.reg .pred p;\nsetp.ne.u32 p, $2, 0;\nmov.{kind} $0, 0;\n@p ld.global.{kind} $0, [$1];}}"
+        found = b.asm(register, text, f"={letter},l,r", b.add(data, b.mul(b.zext(n, i64), stride)), b.zext(exists, i32))
+        return b.u32(found)
+
+    def lower(b, vlengths, vbegins, most, _, first, count, before, tile):
+        lane = b.lane()
+        n = b.add(b.u32(first), lane)
+        exists = b.icmp_signed("<", n, b.u32(count))
+        size_of = element(b, lengths, vlengths, n, exists)
+        if begins is not None:
+            size_of = b.sub(size_of, element(b, begins, vbegins, n, exists))
+        most, before = b.u32(most), b.u32(before)
+        size_of = b.select(b.icmp_signed("<", size_of, most), size_of, most)
+        tiles = b.ashr(b.add(size_of, b.u32(size - 1)), b.u32(size.bit_length() - 1))
+        tiles = b.select(b.icmp_signed(">", tiles, b.u32(1)), tiles, b.u32(1))
+        end = b.select(exists, tiles, b.u32(0))
+        for distance in (1, 2, 4, 8, 16):
+            more = ptx.shuffle(b, end, b.sub(lane, b.u32(distance)))
+            end = b.add(end, b.select(b.icmp_unsigned(">=", lane, b.u32(distance)), more, b.u32(0)))
+        end = b.add(end, before)
+        is_past = b.and_(exists, b.icmp_signed("<=", end, b.u32(tile)))
+        passed = b.asm(i32, "popc.b32 $0, $1;", "=r,r", ptx.ballot(b, b.zext(is_past, i32)), effect=False)
+        last = ptx.shuffle(b, end, b.sub(passed, b.u32(1)))
+        last = b.select(b.icmp_unsigned("!=", passed, b.u32(0)), last, before)
+        return b.context.make_tuple(b, result, [passed, last, ptx.shuffle(b, end, b.u32(LANES - 1))])
+
+    return result, lower

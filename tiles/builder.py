@@ -40,11 +40,11 @@ class Builder(ir.IRBuilder):
             pairs = [(self.shl(r, self.u32(16)), self.and_(r, high)) for r in parts]
             return [self.bitcast(x, f32) for pair in pairs for x in pair]
         if spec.dtype.itemsize == 1:
-            parts = [self._halves(spec.dtype, r, part) for r in parts for part in ("lo", "hi")]
+            parts = [self.halves(spec.dtype, r, part) for r in parts for part in ("lo", "hi")]
         halves = [self.bitcast(r, ir.VectorType(ir.HalfType(), 2)) for r in parts]
         return [self.fpext(self.extract_element(h, self.u32(k)), f32) for h in halves for k in (0, 1)]
 
-    def _halves(self, dtype, register, part):
+    def halves(self, dtype, register, part):
         """Two fp8 elements, the lower or the upper ones of a register, as fp16."""
         text = f"{{.reg .b16 lo, hi;\nmov.b32 {{lo, hi}}, $1;\ncvt.rn.f16x2.{dtype.ptx}x2 $0, {part};}}"
         return self.asm(i32, text, "=r,r", register, effect=False)

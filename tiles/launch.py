@@ -85,10 +85,11 @@ class _Place(NamedTuple):
 class Kernel:
     """A kernel that declares its arguments (arguments.py), on one GPU or, with no ordinal, in the interpreter: all that decides
     its machine code. It is compiled when it is first bound; arrays of other elements than declared are other code. Whether
-    TILES_INTERPRET sends it to the interpreter is asked once, for asking costs a call of a new form a microsecond."""
+    TILES_INTERPRET sends it to the interpreter is asked once, for asking costs a call of a new form a microsecond. early: see
+    `launch`."""
 
-    def __init__(self, kernel, threads: int, shared, ordinal: int | None):
-        self.kernel, self.threads, self.shared, self.ordinal = kernel, threads, shared, ordinal
+    def __init__(self, kernel, threads: int, shared, ordinal: int | None, early: bool = False):
+        self.kernel, self.threads, self.shared, self.ordinal, self.early = kernel, threads, shared, ordinal, early
         self.interpreted = ordinal is None or forced()
         self.title = kernel.py_func.__name__
         self.parameters: dict[str, _Place] = {}
@@ -146,7 +147,7 @@ class Kernel:
             raise
         code = self.codes.get(others) or self._load(others)
         contents = made(Contents, grid, block, plain, maps)
-        return made(Bound, code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames)
+        return made(Bound, code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames, self.early)
 
     def given(self, bound: "Bound") -> dict[str, Any]:
         """What a launch of this kernel was bound to, read back from its parameter block: numbers, and an Operand for each
@@ -202,9 +203,10 @@ class Kernel:
 
 @functools.lru_cache(KERNELS)
 def kernel_for(family, config, ordinal: int | None) -> Kernel:
-    """The Kernel of a module's configuration: `family.make(config)` gives a kernel and its shared memory, or None."""
+    """The Kernel of a module's configuration: `family.make(config)` gives a kernel and its shared memory, or None. One whose
+    `early` is true is launched early."""
     kernel, smem = family.make(config)
-    return Kernel(kernel, config.threads, smem, ordinal)
+    return Kernel(kernel, config.threads, smem, ordinal, getattr(config, "early", False))
 
 
 class Launch:

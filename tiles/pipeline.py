@@ -12,7 +12,8 @@
 As with rings, the j-th tile lies in slot j % stages, whoever asks. Groups are counted by each thread, over all its pipelines.
 
 A warp that reads no rows but those that it copies itself needs no other warp: `own` waits for these alone, and nobody meets.
-What lies in pages, `fill_pages` brings. When all is read, `reuse` gives the memory to something else.
+What lies in pages, `fill_pages` brings, once `look_up` has said in which. When all is read, `reuse` gives the memory to
+something else.
 """
 
 import itertools
@@ -47,9 +48,9 @@ class pipeline:
     start: int = 0
 
     def __post_init__(self):
-        if self.stages < 1 or self.warps < 1 or self.tile.rows % (8 * self.warps):
+        if self.stages < 1 or self.warps < 1 or self.tile.rows % self.warps:
             raise ValueError(
-                f"pipeline: stages and warps must be positive, and each warp copy a multiple of 8 rows, "
+                f"pipeline: stages and warps must be positive, and each warp copy as many rows, "
                 f"got {self.stages} stages and {self.warps} warps for {self.tile}"
             )
 
@@ -73,14 +74,22 @@ class pipeline:
         warp.commit_group((self.name, j))
 
     @op
-    def fill_pages(self, j, pool, pages, at, last, end=None, piece=CHUNK_BYTES):
-        """The same of rows that lie in pages: row n of sequence s is row n % size of page pages[s, n // size] of the pool, an
-        array (page, row, ..., column) whose pages have `size` rows. at: (sequence, row, ..., column), as if there were no
-        pages. Rows from `last` on are 0: neither they nor their pages' numbers are read. Numbers are of int32 or int64."""
+    def look_up(self, pages, size, at, last):
+        """In which pages this warp's rows of a tile lie, for `fill_pages`: row n of sequence s is row n % size of page
+        pages[s, n // size], numbers of int32 or int64; or of page n // size, if `pages` is None. at: (sequence, the tile's
+        first row). Behind row `last` no numbers are read. It is looked up here, and waited for where it is needed: two tiles
+        before, it costs no time."""
+        warp, share = here(), self.tile.rows // self.warps
+        return warp.look_up(pages, size, at, last, range(share * warp.index, share * (warp.index + 1)))
+
+    @op
+    def fill_pages(self, j, pool, found, at, last, end=None, piece=CHUNK_BYTES):
+        """`fill` with rows that lie in the pages that were `found` (see look_up) of a pool, an array (page, row, ..., column).
+        at: (the tile's first row, ..., column), as if there were no pages. Rows from `last` on are 0."""
         warp = _opened(self, j)
         if end is None or j < end:
             share = self.tile.rows // self.warps
-            warp.copy_pages(_tile(self, j), pool, pages, at, last, piece, range(share * warp.index, share * (warp.index + 1)))
+            warp.copy_pages(_tile(self, j), pool, found, at, last, piece, range(share * warp.index, share * (warp.index + 1)))
         warp.commit_group((self.name, j))
 
     @op
@@ -244,39 +253,54 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
         copies(cut)
 
 
-def lower_pages(b, ty, tile, address, pool, table_ty, table, at, last, piece, share, first):
-    """The same of rows that lie in pages. Of every row the page's number is looked up first, all of a lane's at once; its other
-    lookups come from L1, for neighbours in a sequence are neighbours in the table."""
+def _looked_up(tile, share):
+    """Of how many rows a lane knows where they lie."""
+    return -(-share // (layout.LANES * CHUNK_BYTES // tile.width))
+
+
+def lower_look_up(b, tile, table_ty, table, size, at, last, share, first):
+    """(number, row there) of each of a lane's rows, all looked up at once. Neighbours in a sequence are neighbours in the
+    table, so that what several lanes look up is one access."""
+    sequence, begin = b.unpack(at)
+    _, step, row, *_, guard = _place(b, tile, b.u32(0), share, first)
+    first_row, size, found = b.add(b.u32(begin), row), b.u32(size), []
+    if table_ty is not None:
+        numbers, _, steps = b.array(table_ty, table)
+        numbers = b.add(numbers, b.mul(b.sext(sequence, i64) if sequence.type.width < 64 else sequence, steps[0]))
+        wide = table_ty.dtype.bitwidth == 64
+        register, letter, kind = (i64, "l", "b64") if wide else (i32, "r", "b32")
+        text = f"{{.reg .pred p;\nsetp.ne.u32 p, $2, 0;\nmov.{kind} $0, 0;\n@p ld.global.{kind} $0, [$1];}}"
+    for down in range(0, share, step):
+        place = b.add(first_row, b.u32(down))
+        page = number = b.udiv(place, size)
+        if table_ty is not None:
+            exists = b.and_(b.icmp_signed("<", place, b.u32(last)), b.icmp_signed("!=", guard, b.u32(0)))
+            entry = b.add(numbers, b.mul(b.zext(page, i64), steps[1]))
+            number = b.asm(register, text, f"={letter},l,r", entry, b.zext(exists, i32))
+            number = b.trunc(number, i32) if wide else number
+        found += number, b.sub(place, b.mul(page, size))
+    return found
+
+
+def lower_pages(b, ty, tile, address, pool, found, at, last, piece, share, first):
+    """The same of rows of which is known where in pages they lie."""
     data, extents, strides = b.array(ty, pool)
-    numbers, _, steps = b.array(table_ty, table)
     at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
-    itemsize, cols = tile.dtype.itemsize, ty.ndim - 1
+    itemsize, cols, found = tile.dtype.itemsize, ty.ndim - 1, b.unpack(found)
     _, step, row, byte, start, chunk, guard = _place(b, tile, address, share, first)
     line = b.add(data, b.zext(byte, i64))
     for axis in range(2, ty.ndim):
-        line = b.add(line, b.mul(at[axis], ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
-    size, first_row = b.trunc(extents[1], i32), b.add(b.trunc(at[1], i32), row)
-    numbers = b.add(numbers, b.mul(at[0], steps[0]))
-    wide = table_ty.dtype.bitwidth == 64
-    register, letter, kind = (i64, "l", "b64") if wide else (i32, "r", "b32")
-    text = f"{{.reg .pred p;\nsetp.ne.u32 p, $2, 0;\nmov.{kind} $0, 0;\n@p ld.global.{kind} $0, [$1];}}"
-    found = []
-    for down in range(0, share, step):
-        place = b.add(first_row, b.u32(down))
-        exists = b.and_(b.icmp_signed("<", place, b.u32(last)), b.icmp_signed("!=", guard, b.u32(0)))
-        page = b.udiv(place, size)
-        entry = b.add(numbers, b.mul(b.zext(page, i64), steps[1]))
-        number = b.asm(register, text, f"={letter},l,r", entry, b.zext(exists, i32))
-        found.append((exists, b.sub(place, b.mul(page, size)), number))
+        line = b.add(line, b.mul(at[axis - 1], ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
+    first_row = b.add(b.trunc(at[0], i32), row)
     nbytes, by_elements = tile.cols * itemsize, piece == ELEMENT
-    first_byte = b.add(b.mul(at[cols], ir.Constant(i64, itemsize)), b.zext(byte, i64))
+    first_byte = b.add(b.mul(at[-1], ir.Constant(i64, itemsize)), b.zext(byte, i64))
     begin = _clamped(b, b.sub(i64(0), first_byte), nbytes)
     end = _clamped(b, b.sub(b.mul(extents[cols], i64(itemsize)), first_byte), nbytes)
     within = [] if by_elements else list(_counts(b, tile, begin, end, piece))
-    for down, (exists, inside, number) in zip(range(0, share, step), found, strict=True):
+    for down, number, inside in zip(range(0, share, step), found[::2], found[1::2], strict=True):
+        exists = b.icmp_signed("<", b.add(first_row, b.u32(down)), b.u32(last))
         to = _further(b, tile, start, chunk, down)
-        number = number if wide else b.sext(number, i64)
-        source = b.add(b.add(line, b.mul(number, strides[0])), b.mul(b.zext(inside, i64), strides[1]))
+        source = b.add(b.add(line, b.mul(b.sext(number, i64), strides[0])), b.mul(b.zext(inside, i64), strides[1]))
         for k, (panel, low, part) in enumerate(_parts(tile, CHUNK_BYTES if by_elements else piece)):
             target, origin = b.add(to, b.u32(panel * tile.panel_bytes + part)), b.add(source, ir.Constant(i64, low))
             if by_elements:
@@ -316,23 +340,39 @@ def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
     return void, emit
 
 
+@lowers(pipeline.look_up)
+def _(pipe, pages, size, at, last):
+    numbers, table = (types.int32, types.int64), None if pages in (None, types.none) else pages
+    if table is not None and not (isinstance(table, types.Array) and table.ndim == 2 and table.dtype in numbers):
+        raise TypeError(f"look_up: takes int32 or int64 numbers (sequence, which of its pages), or None, got {pages}")
+    if not (isinstance(at, types.BaseTuple) and len(at) == 2 and all(map(integer, at)) and integer(size) and integer(last)):
+        raise TypeError(f"look_up: size, last and the two of `at` must be integers, got {size}, {last} and {at}")
+    share = pipe.tile.rows // pipe.warps
+    found = types.UniTuple(types.int32, 2 * _looked_up(pipe.tile, share))
+
+    def emit(b, _, value, vsize, vat, vlast):
+        first = b.mul(b.warp(), b.u32(share))
+        return b.context.make_tuple(b, found, lower_look_up(b, pipe.tile, table, value, vsize, vat, vlast, share, first))
+
+    return found, emit
+
+
 @lowers(pipeline.fill_pages)
-def _(pipe, j, pool, pages, at, last, end, piece: int):
+def _(pipe, j, pool, found, at, last, end, piece: int):
     needs_index("fill_pages", j)
-    check_copy("fill_pages", pipe.tile, pool, at, 1, -1, piece)
-    numbers = types.int32, types.int64
-    if not (isinstance(pages, types.Array) and pages.ndim == 2 and pages.dtype in numbers) or pool.ndim < 3:
-        raise TypeError(
-            f"fill_pages: takes a pool (page, row, ..., column) and int32 or int64 numbers (sequence, which of its pages), "
-            f"got {pool} and {pages}"
-        )
+    share = pipe.tile.rows // pipe.warps
+    if not isinstance(pool, types.Array) or pool.ndim < 3 or not isinstance(at, types.BaseTuple):
+        raise TypeError(f"fill_pages: takes a pool (page, row, ..., column), and a tuple `at`, got {pool} and {at}")
+    check_copy("fill_pages", pipe.tile, pool, types.BaseTuple.from_types((types.int32, *at)), 1, -1, piece)
+    counts = 2 * _looked_up(pipe.tile, share), 2 * share  # a lane's, the interpreter's
+    if not (isinstance(found, types.UniTuple) and integer(found.dtype) and found.count in counts):
+        raise TypeError(f"fill_pages: takes what look_up of a pipeline of such tiles has found, got {found}")
     if not integer(last) or not (end is None or integer(end)):
         raise TypeError(f"fill_pages: last and end must be integers, got {last} and {end}")
-    share = pipe.tile.rows // pipe.warps
 
-    def emit(b, base, j, array, table, at, last, end_value, _):
+    def emit(b, base, j, array, found, at, last, end_value, _):
         def copy(address, first):
-            lower_pages(b, pool, pipe.tile, address, array, pages, table, at, last, piece, share, first)
+            lower_pages(b, pool, pipe.tile, address, array, found, at, last, piece, share, first)
 
         _fill(b, pipe, base, j, None if end is None else end_value, copy)
 

@@ -37,9 +37,19 @@ class Seen(NamedTuple):
     def moved(self, s, below, scale, slack):
         """The same with a maximum for a block of scores, too; O then lags behind. below: what is to be subtracted from all of a
         row's scores, if anything is."""
-        top = row_max(s) if below is None else row_max(s) - below
+        return self.raised(row_max(s) if below is None else row_max(s) - below, scale, slack)
+
+    @inlined
+    def raised(self, top, scale, slack):
+        """The same where a block's greatest scores are known."""
         m = lazy_maximum(self.m, maximum(self.m, top), slack)
         return Seen(self.o, m, self.l, exp2((self.m - m) * scale))
+
+    @inlined
+    def follow(self, m, scale):
+        """The same with a maximum that others have found, who keep the sum of that block's weights; O then lags behind."""
+        lag = exp2((self.m - m) * scale)
+        return Seen(self.o, m, self.l * lag, lag)
 
     @inlined
     def weights(self, s, below, scale):

@@ -79,6 +79,9 @@ def _widened(b, x, out, registers):
         words = [registers[k // 2 * 4 + 2 * side + k % 2] for side in (0, 1)]
         mixed += spread(b, *(halves_of(b, *words, which) for which in (LOW, HIGH)))
         order += [pair + i for start in (0, 1) for pair in pairs[start::2] for i in (0, 1)]
+    if out.dtype is fp16:  # two at once, and exact
+        halves = [b.halves(x.dtype, word, part) for word in mixed for part in ("lo", "hi")]
+        return [half for _, half in sorted(zip(order[::2], halves), key=lambda pair: pair[0])]
     elements = dict(zip(order, b.elements(x, b.pack(mixed)), strict=True))
     return b.unpack(b.from_elements(out, [elements[k] for k in range(len(elements))]))
 

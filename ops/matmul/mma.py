@@ -33,7 +33,7 @@ def _fragments(b, operand, value):
     return [[registers[k + i] for i in order] for k in range(0, len(registers), 4)]
 
 
-def _left(b, operand, value, layout):
+def left_operand(b, operand, value, layout):
     """fragment(band, along): the four registers of 16 rows of the left operand."""
     steps = operand.shape[layout == "row"] * operand.dtype.itemsize // SLICE
     if isinstance(operand, rt):
@@ -70,7 +70,7 @@ def _product(face):
 
         def emit(builder, vacc, va, vright):
             c = builder.unpack(vacc)
-            left, right = _left(builder, a, va, layouts[0]), _right(builder, b, vright, layouts[1])
+            left, right = left_operand(builder, a, va, layouts[0]), _right(builder, b, vright, layouts[1])
             for along in range(k * a.dtype.itemsize // SLICE):
                 pairs = [pair for column in range(n // MULTIPLE) for pair in right(column, along)]
                 for band in range(m // MULTIPLE):

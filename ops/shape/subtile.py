@@ -23,9 +23,9 @@ from tiles.values import SharedTile
 @op
 def subtile(tile, rows, index, cols=0, across=0):
     """The part of a shared tile of `rows` rows and `cols` columns that begins at (index * rows, across * cols), as a shared
-    tile. No copy. `rows`, a multiple of 8 that divides the tile's rows, and `cols`, a multiple of a panel's columns that
-    divides the tile's (all by default), must be known when the kernel is compiled; `index` and `across` from 0. Of a shared
-    vector: its elements index * rows and following, a multiple of 16."""
+    tile. No copy. `rows`, a multiple of 8 that divides the tile's rows, and `cols`, a multiple of a panel's columns, up to the
+    tile's (all by default), must be known when the kernel is compiled; `index` and `across` from 0. Of a shared vector: its
+    elements index * rows and following, a multiple of 16."""
     if isinstance(tile.spec, sv):
         return _elements(tile, rows, index)
     spec = _part(tile.spec, rows, cols)
@@ -64,9 +64,9 @@ def _(tile, rows: int, index, cols: int, across):
         raise TypeError(f"subtile: takes a shared tile, its rows and an integer, got {tile} and {numbers}")
     if rows < 8 or rows % 8 or tile.rows % rows:
         raise TypeError(f"subtile: rows must be a multiple of 8 that divides {tile.rows}, got {rows}")
-    if cols < 0 or cols % tile.panel_cols or tile.cols % (cols or tile.cols):
+    if not 0 <= cols <= tile.cols or cols % tile.panel_cols:
         raise TypeError(
-            f"subtile: cols must be a multiple of the {tile.panel_cols} columns of a panel that divides {tile.cols}, got {cols}"
+            f"subtile: cols must be a multiple of the {tile.panel_cols} columns of a panel, up to {tile.cols}, got {cols}"
         )
     spec = _part(tile, rows, cols)
     down, right = rows * tile.width, spec.panels * tile.panel_bytes

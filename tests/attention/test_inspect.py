@@ -6,6 +6,10 @@ import pytest
 
 from attention import inspect
 from attention.cache import writing
+from attention.mla import ampere as mla_ampere
+from attention.mla import boxes
+from attention.mla import hopper as mla_hopper
+from attention.mla import quantised as mla_quantised
 from attention.recurrent.kernels import chunk_ampere, chunk_hopper, gla_hopper, token_loop
 from attention.recurrent.kernels.gates import ByHead, BySteps, ByToken, Gate
 from attention.recurrent.kernels.results import Normalizer, Outputs, States
@@ -13,8 +17,10 @@ from attention.softmax import ampere, backward, hopper
 from attention.softmax.block_masks import BlockedMask
 from attention.softmax.decode import attend
 from attention.softmax.decode.caches import Paged
+from attention.softmax.decode.products import Same
 from attention.softmax.decode.reach import Reach
 from attention.softmax.decode.results import Part
+from attention.softmax.decode.splits import Shares
 from attention.softmax.dropped import Dropped
 from attention.softmax.norms import Layer
 from attention.softmax.seen import CAUSAL, FULL
@@ -23,17 +29,18 @@ from tiles import bf16, fp16
 
 STEPS, MAMBA2, OUTPUTS = BySteps(softplus=True), Outputs(skip=True, silu=True), Outputs()
 PLAIN = Variant(), Reach(False, True, False)
+PART = Part(bf16, 16)
+SHARED = *PLAIN, Paged(16), attend.either(bf16, 16), Variant(), Shares
 SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect --all --check` takes all of them
     ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, piece=4)),
     ("sm_80", ampere, ampere.config_for(192, bf16, CAUSAL, ampere.ROOM["sm_80"], 4)),
     ("sm_80", token_loop, token_loop.Config(64, "token", normalize=True)),
     ("sm_90a", writing, writing.Config(bf16, bf16)),
-    (
-        "sm_80",
-        attend,
-        attend.config_for(128, 128, bf16, *PLAIN, Paged(16), Part(bf16, 16), Variant(), True, attend.ROOM["sm_80"]),
-    ),
-    ("sm_90a", attend, attend.config_for(256, 256, bf16, *PLAIN, Paged(16), Part(bf16, 16), Variant())),
+    ("sm_80", attend, attend.config_for(128, 128, Same(bf16), *SHARED, tall=True, room=attend.ROOM["sm_80"])),
+    ("sm_90a", attend, attend.config_for(256, 256, Same(bf16), *SHARED, early=True)),
+    ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], Paged(16), PART, False, 128, mla_ampere.ROOM["sm_80"])),
+    ("sm_90a", mla_quantised, mla_quantised.config_for(bf16, PLAIN[1], Paged(16), PART, True, 128)),
+    ("sm_90a", mla_hopper, mla_hopper.Config(bf16, PLAIN[1], boxes.Paged(1), PART)),
     ("sm_89", chunk_ampere, chunk_ampere.Config(128, 1, fp16, ByToken(), Outputs(divided=True))),
     ("sm_89", ampere, ampere.config_for(128, fp16, FULL, ampere.SHARED_BYTES)),
     ("sm_89", token_loop, token_loop.Config(128, "channel", True, varlen=True)),

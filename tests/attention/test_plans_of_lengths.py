@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from attention.cache.append import _append
+from attention.mla.decode import _mla_decode, _mla_decode_fp8
 from attention.softmax.backward.norms import DIFFERENTIATE
 from attention.softmax.decode.decode import _decode
 from attention.softmax.forward import _forward, _variant
@@ -31,7 +32,8 @@ from tiles.torch_op import _options
 launching = sys.modules["tiles.launch"]
 NAMES = ("based", "delta_rule", "hedgehog", "linear", "mamba2")
 PROGRAMS = {name: getattr(import_module(f"attention.recurrent.{name}"), f"_{name}") for name in NAMES}
-PROGRAMS |= {"decode": _decode, "forward": _forward, "linear_step": import_module("attention.recurrent.step")._linear_step}
+PROGRAMS |= {"decode": _decode, "mla_decode": _mla_decode, "mla_decode_fp8": _mla_decode_fp8}
+PROGRAMS |= {"forward": _forward, "linear_step": import_module("attention.recurrent.step")._linear_step}
 MEMORY, ROOM = 2**44, 2**42  # where an array may lie: nobody reads it
 
 
@@ -119,7 +121,12 @@ def gpu(monkeypatch):
     launching.kernel_for.cache_clear()
 
 
-COLUMNS = {"based": {"K": [16], "F": [160]}, "hedgehog": {"F": [64], "K": [64, 128], "V": [64, 128]}}
+COLUMNS = {
+    "mla_decode": {"D": [576], "V": [512]},
+    "mla_decode_fp8": {"D": [576], "V": [512], "K": [64]},
+    "based": {"K": [16], "F": [160]},
+    "hedgehog": {"F": [64], "K": [64, 128], "V": [64, 128]},
+}
 LENGTH = st.one_of(st.integers(0, 5), st.integers(1, 300), st.integers(1, 5000), st.sampled_from([64, 1024, 2**17, 2**31]))
 
 
@@ -179,6 +186,7 @@ OPTIONS = {
 }
 OPTIONS |= {
     ("scale", float | None): st.sampled_from([None, None, 0.3]),
+    ("scale", float): st.sampled_from([0.1]),
     ("family", str | None): st.sampled_from([None, None, "sm_80", "sm_90"]),
     ("left", int | None): st.sampled_from([None, 0, 200]),
     ("right", int | None): st.sampled_from([None, None, 3]),

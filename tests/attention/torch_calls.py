@@ -110,6 +110,17 @@ CALLS = {
         lambda x: (x.qkv(), dict(lengths=x.ends()[1 : 1 + x.batch], splits=2, return_lse=True, sink=x.rate(x.heads))),
     ),
     "decode, pages": (attention.decode, lambda x: (x.qkv(), dict(lengths=x.lengths(), pages=x.lengths()[:, None] - 3))),
+    "latents": (
+        attention.mla_decode,
+        lambda x: ((x.tile(x.batch, 2, x.heads, 576), x.tile(x.batch, TOKENS, 576)), dict(lengths=x.lengths(), scale=0.1)),
+    ),
+    "latents, fp8": (
+        attention.mla_decode,
+        lambda x: (
+            (x.tile(x.batch, 2, x.heads, 576), x.tile(x.batch, TOKENS, 512).to(torch.float8_e4m3fn)),
+            dict(lengths=x.lengths(), scale=0.1, rotary=x.tile(x.batch, TOKENS, 64), descale=-x.rate(x.batch, TOKENS)),
+        ),
+    ),
     "linear": (attention.linear, lambda x: (x.qkv(), {})),
     "linear, state": (
         attention.linear,

@@ -92,11 +92,13 @@ def test_rows_that_lie_in_pages(run, sample, size, piece, dtype):
         (k,) = smem.open()
         warp = cuda.threadIdx.x // 32
         for j in range(stages):
-            k.fill_pages(j, pool, pages, (1, 3 + 32 * j, 2, 0), last, count, piece)
+            found = k.look_up(pages, pool.shape[1], (1, 3 + 32 * j), last)
+            k.fill_pages(j, pool, found, (3 + 32 * j, 2, 0), last, count, piece)
         for j in range(count):
             store(out, load(k.own(j, stages - 1), rt(16, 128, bf16)), (32 * j + 16 * warp, 0))
             cuda.syncwarp()
-            k.fill_pages(j + stages, pool, pages, (1, 3 + 32 * (j + stages), 2, 0), last, count, piece)
+            found = k.look_up(pages, pool.shape[1], (1, 3 + 32 * (j + stages)), last)
+            k.fill_pages(j + stages, pool, found, (3 + 32 * (j + stages), 2, 0), last, count, piece)
 
     pool = np.full((2 * most + 1, size, 3, columns + 8), np.nan, bf16.np)[..., piece // 2 : piece // 2 + columns]
     rows, pages = sample((last, columns), bf16), np.full((2, most), -(2**20), dtype)
@@ -239,5 +241,5 @@ def test_mistakes():
     refused(index, "`at` must be 2 integers", blank((16, 64), bf16))
     refused(piece, r"piece must be one of \(16, 8, 4, 2\) bytes for bf16, got 6", blank((16, 64), bf16))
     refused(half, r"piece must be one of \(16, 8, 4\) bytes for fp32, got 2", blank((16, 64), fp32))
-    with pytest.raises(ValueError, match="each warp copy a multiple of 8 rows, got 2 stages and 4 warps"):
-        pipeline(S, 2, 4)
+    with pytest.raises(ValueError, match="each warp copy as many rows, got 2 stages and 3 warps"):
+        pipeline(S, 2, 3)

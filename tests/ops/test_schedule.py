@@ -7,7 +7,7 @@ from hypothesis import strategies as some
 from numba import cuda
 from numba.cuda import types
 
-from ops import divmod, full, persistent_tile, rasterize, store, zeros
+from ops import divmod, full, line_up, persistent_tile, rasterize, store, zeros
 from ops.schedule import persistent_tile as face
 from tiles import fp32, launch, rt
 from tiles.compiler import compile_kernel
@@ -173,3 +173,33 @@ def test_divmod(run):
 def test_divmod_takes_integers(index, extent):
     with pytest.raises(TypeError, match="divmod: takes two integers, got "):
         divmod(index, extent)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("sequences", "most"), [(1, 1000), (31, 50), (70, 2**31 - 1)])
+def test_sequences_one_behind_the_other(sequences, most, padded):
+    """Every tile is found in the sequence that has it, whatever warps look at; by both meanings."""
+    rng = np.random.default_rng(sequences)
+    lengths = rng.integers(0, 200, sequences).astype(np.int64 if padded else np.int32)
+    begins = rng.integers(0, 3, sequences).astype(np.int32)
+
+    @cuda.jit
+    def body(lengths, begins, found):
+        for tile in range(found.shape[0]):
+            sequence, before, end = 0, 0, 0
+            for first in range(0, lengths.shape[0], 32):
+                passed, last, end = line_up(lengths, begins if padded else None, most, 16, first, lengths.shape[0], end, tile)
+                sequence, before = sequence + passed, last
+                if end > tile:
+                    break
+            found[tile, 0], found[tile, 1] = sequence, before
+
+    elements = np.minimum(lengths - (begins if padded else 0), most)
+    ends = np.cumsum(np.maximum(-(-elements // 16), 1))
+    tiles = np.arange(ends[-1])
+    owner = np.searchsorted(ends, tiles, side="right")
+    wanted = np.stack([owner, np.concatenate([[0], ends])[owner]], 1)
+    for run in (interpret, emulate):
+        found = np.full((len(tiles), 2), -1, np.int32)
+        run(body, (1, 1, 1), 32, [lengths, begins, found])
+        np.testing.assert_array_equal(found, wanted)

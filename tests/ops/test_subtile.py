@@ -292,7 +292,7 @@ def test_mistakes(backend):
         at_a_fraction: "subtile: takes a shared tile, its rows and an integer, got st(64, 128, bf16) and float",
         of_rows_that_do_not_divide: "subtile: rows must be a multiple of 8 that divides 64, got 24",
         of_fewer_than_a_swizzle: "subtile: rows must be a multiple of 8 that divides 64, got 4",
-        of_part_of_a_panel: "subtile: cols must be a multiple of the 64 columns of a panel that divides 128, got 32",
+        of_part_of_a_panel: "subtile: cols must be a multiple of the 64 columns of a panel, up to 128, got 32",
         loaded_as_the_whole: "warpgroup.load: st(32, 128, bf16) of 64 rows does not hold 4 x rt(16, 128, bf16)",
     }.items():
         with pytest.raises(TypeError) as error:

@@ -209,26 +209,36 @@ class Warp(greenlet):
         view = lambda: inside(array, at, shape, rows, cols)[0]
         self._copies(tile, own, lambda: cut(array, at, shape, rows, cols), view)
 
-    def copy_pages(self, tile, pool, pages, at, last, piece, own):
+    def look_up(self, pages, size, at, last, own):
+        """In which pages rows `own` of a tile lie: see pipeline.look_up. Of each row the page's number and its place there."""
+        sequence, first = map(int, at)
+        rows = range(first + own.start, first + own.stop)
+        if pages is None:
+            return tuple([x for row in rows for x in divmod(row, size)])
+        self.touches(pages, READ)
+        table, found = np.asarray(pages), []
+        for row in rows:
+            if row < last and not (0 <= sequence < table.shape[0] and 0 <= row // size < table.shape[1]):
+                raise self.hazard(f"row {row} of sequence {sequence} lies in no page of a table of shape {table.shape}")
+            found += int(table[sequence, row // size]) if row < last else 0, row % size
+        return tuple(found)
+
+    def copy_pages(self, tile, pool, found, at, last, piece, own):
         """Start copying rows `own` of a tile from the pages that they lie in: see pipeline.fill_pages."""
         self.touches(pool, READ)
-        self.touches(pages, READ)
-        if why := misaligned(pool, (0, 0, *at[2:]), pool.ndim - 1, piece):
+        if why := misaligned(pool, (0, 0, *at[1:]), pool.ndim - 1, piece):
             raise self.hazard(f"copy in pieces of {piece} bytes: {why}")
-        sequence, first, *rest, col = map(int, at)
-        array, table, size = np.asarray(pool), np.asarray(pages), pool.shape[1]
-        lines = []
-        for row in range(first + own.start, first + own.stop):
+        first, *rest, col = map(int, at)
+        array, lines = np.asarray(pool), []
+        for row, number, place in zip(range(first + own.start, first + own.stop), found[::2], found[1::2], strict=True):
             line = np.zeros((1, tile.spec.cols), array.dtype)
             if row < last:
-                if not (0 <= sequence < table.shape[0] and 0 <= row // size < table.shape[1]):
-                    raise self.hazard(f"row {row} of sequence {sequence} lies in no page of a table of shape {table.shape}")
-                number = int(table[sequence, row // size])
                 if not 0 <= number < len(array):
-                    where = f"row {row} of sequence {sequence} lies in page {number}"
-                    raise self.hazard(f"{where}, which is out of range for a pool of {len(array)} pages")
+                    raise self.hazard(
+                        f"row {row} lies in page {number}, which is out of range for a pool of {len(array)} pages"
+                    )
                 page = number, slice(None), *rest
-                line = cut(array[page], (row % size, col), line.shape, 0, 1)
+                line = cut(array[page], (place, col), line.shape, 0, 1)
             lines.append(line)
         self._copies(tile, own, lambda: np.concatenate(lines), lambda: None)
 

@@ -3,19 +3,34 @@
 Memory sets the speed: keys and values are read once, and each serves but a few rows. So the query heads that share a key head
 and all tokens are the rows of one tile, and a block's warps share the keys: each has some of every tile, which it brings, reads
 and weighs by itself, so that no warp waits for another before the end. There their parts are added, and where several blocks
-share a sequence's keys, those of the blocks, by combine.py.
+share a sequence's keys, those of the blocks, by combine.py. Which keys a block works on, splits.py says.
+
+On Hopper the kernel begins while the one before it ends, and waits for it before it reads; so does combine.py's.
 """
 
 import functools
 import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
-from ops import block, divmod, exp2, finish_sum, full, load, log2, maximum, mma_AB, mma_ABt, row_index, store, subtile, zeros
+from ops import (
+    block,
+    columns,
+    divmod,
+    exp2,
+    finish_sum,
+    grid,
+    load,
+    log2,
+    maximum,
+    row_index,
+    store,
+    subtile,
+    zeros,
+)
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
@@ -24,8 +39,10 @@ from tiles.pipeline import PIECES
 from ..online import LOWEST, TINY, Softmax
 from ..variants import At, Variant
 from .caches import Dense, Indexed, Paged
+from .products import Narrow, Same
 from .reach import Reach
-from .results import Part, Spot, Whole
+from .results import Either, Part, Spot, Whole
+from .splits import Parted, Shares
 
 PANEL = 32  # columns of O that a warp adds up at once: those of a panel of float32
 
@@ -33,16 +50,19 @@ PANEL = 32  # columns of O that a warp adds up at once: those of a panel of floa
 @dataclass(frozen=True)
 class Config:
     """A kernel: which caches it reads and what becomes of their scores; and its shape: `band` rows, `warps` of `keys` keys of
-    every tile each, stages of the pipelines, blocks that a multiprocessor is to hold. sums: what joins the sum of weights."""
+    every tile each, stages of the pipelines, blocks that a multiprocessor is to hold. sums: what joins the sum of weights.
+    split: which keys a block works on. early: may it begin while the grid before it ends?"""
 
     head_dim: int
     value_dim: int
-    dtype: dtype
+    product: Same
     variant: Variant
     reach: Reach
     cache: Dense
-    result: Whole
+    result: Whole | Either
     sums: Variant
+    split: type[Parted]
+    early: bool
     band: int
     keys: int
     warps: int
@@ -62,13 +82,16 @@ class Config:
     @property
     def given(self):
         """What the kernel is told of all these."""
-        parts = self.reach, self.cache, self.variant, self.sums, self.result
+        parts = self.reach, self.cache, self.product, self.variant, self.sums, self.result
         return record(**{name: what for part in parts for name, what in part.given.items()})
 
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         scores = f" {self.variant}" * (type(self.variant) is not Variant) + f" {self.sums}" * (type(self.sums) is not Variant)
-        return f"{dims} {self.dtype} {self.reach} {self.cache}{scores} {self.result}, {self.band} x {self.kv}"
+        return (
+            f"{dims} {self.product} {self.reach} {self.cache}{scores} {self.result}, {self.band} x {self.kv}"
+            + " early" * self.early
+        )
 
 
 BAND = 16  # rows of a tile
@@ -84,7 +107,8 @@ ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multi
     163 * 1024: {},
     227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
 }
-TALL = {  # the same of tiles of twice as many rows, where they serve: all warps' parts of O must fit where values were
+SHARED = {128: (32, 4, 2, 1)}  # the same for shares of all sequences, where a block begins and ends several times
+TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were
     99 * 1024: {64: (32, 4, 2, 1)},
     163 * 1024: {64: (32, 4, 2, 1), 96: (16, 4, 4, 1), 128: (16, 4, 4, 1)},
     227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 1), 128: (16, 4, 4, 1)},
@@ -94,29 +118,45 @@ ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the
 
 
 def config_for(
-    head_dim: int, value_dim: int, of: dtype, variant: Variant, reach: Reach, cache: Dense, result: Whole, sums: Variant,
-    tall: bool = False, room: int = LARGE,
+    head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either,
+    sums: Variant, split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
     dims, in the shape of the greater one. tall: there are rows for more than one tile."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim))
     room = max(r for r in ROOMS if r <= room)
-    short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
-    band, shape = (2 * BAND, high[dim]) if tall and dim in high else (BAND, short[dim])
-    return Config(padded, wide, of, variant, reach, cache, result, sums, band, *shape)
+    short, high, dim = (
+        SHAPES | ROOMS[room] | (SHARED if split is Shares and room == LARGE else {}),
+        TALL[room],
+        max(padded, wide),
+    )
+    band, (keys, warps, stages, resident) = (2 * BAND, high[dim]) if tall and dim in high else (BAND, short[dim])
+    if product.held.itemsize == 1:  # twice the warps, so that a stage has as many bytes, and there is twice the work for each
+        warps, resident = 2 * warps, 1
+    return Config(padded, wide, product, variant, reach, cache, result, sums, split, early, band, keys, warps, stages, resident)
+
+
+def either(of: dtype, piece: int) -> Either:
+    """Results that are whole or parts."""
+    return Either(Whole(of, piece), Part(of, piece))
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16, one token, whole pieces; or `everything`. fp16 takes the same registers."""
     plain, room = Variant(), ROOM.get(arch, LEAST)
-    kinds = [(Reach(False, False, False), Dense, Whole), (Reach(False, True, False), Paged, Part)]
+    early = arch >= "sm_90"
+    kinds: list[tuple[Reach, type[Dense], Callable[[dtype, int], Whole | Either], type[Parted]]]
+    kinds = [(Reach(False, False, False), Dense, either, Shares), (Reach(False, True, False), Paged, either, Shares)]
     if everything:
-        kinds += [(Reach(True, True, False), Indexed, Part), (Reach(False, True, True), Paged, Whole)]
-    forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
-    forms = forms if everything else forms[:1]
+        kinds += [(Reach(True, True, False), Indexed, Part, Parted), (Reach(False, True, True), Paged, Whole, Parted)]
+    forms: list[tuple[Same, int]] = [(Same(bf16), PIECES[0])] + [(Narrow(bf16, True), PIECES[0])] * (
+        arch not in ("sm_80", "sm_86")
+    )
+    if everything:
+        forms += [*((Same(bf16), piece) for piece in PIECES[1:]), (Same(fp16), PIECES[0])]
     found = [
-        config_for(dim, dim, of, plain, reach, cache(piece), result(of, piece), plain, tall, room)
-        for (of, piece), dim, (reach, cache, result), tall in itertools.product(forms, SHAPES, kinds, (False, True))
+        config_for(dim, dim, of, plain, reach, cache(piece), result(of.wide, piece), plain, split, early, tall, room)
+        for (of, piece), dim, (reach, cache, result, split), tall in itertools.product(forms, SHAPES, kinds, (False, True))
     ]
     yield from dict.fromkeys(found)
 
@@ -125,87 +165,137 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     BAND, KEYS, WARPS, KV, STAGES = config.band, config.keys, config.warps, config.kv, config.stages
-    INPUT, GIVEN = config.dtype, config.given
+    INPUT, HELD, GIVEN = config.product.wide, config.product.held, config.given
+    product = config.product
     variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
-    QUERY = st(BAND, config.head_dim, INPUT)
-    Q, PANELS = rt(BAND, QUERY.panel_cols, fp32), QUERY.panels
+    split, EARLY = config.split(reach, KV), config.early
+    IN_PARTS = type(result) is not Whole
+    QUERY, VALUES = st(BAND, config.head_dim, INPUT), st(KV, config.value_dim, HELD)
+    TAKEN, Q, SAME = st(BAND, config.head_dim, product.takes), rt(BAND, QUERY.panel_cols, INPUT), product.takes is INPUT
     S, O = rt(BAND, KEYS, fp32), rt(BAND, config.value_dim, fp32)
-    ADDENDS, SLAB, SLABS = st(WARPS * BAND, config.value_dim, fp32), rt(BAND, PANEL, fp32), config.value_dim // PANEL
+    room = STAGES * KV * config.value_dim * HELD.itemsize  # where values lie: O goes through it in so many parts
+    PARTS = next(
+        n for n in (1, 2, 3) if WARPS * BAND * config.value_dim * fp32.itemsize <= n * room and O.cols % (PANEL * n) == 0
+    )
+    COLUMNS = config.value_dim // PARTS
+    ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
+    FAR = O.rows * O.cols <= 16 * 192  # are tiles looked up two ahead? There are registers for it
     AHEAD, NEWER = STAGES - 1, 2 * STAGES - 3  # tiles under way; groups of keys and values that are younger than one waited for
     smem = shared(
-        q=QUERY,
-        k=pipeline(st(KV, config.head_dim, INPUT), STAGES, WARPS),
-        v=pipeline(st(KV, config.value_dim, INPUT), STAGES, WARPS),
+        q=pipeline(QUERY, 1, WARPS),
+        k=pipeline(st(KV, config.head_dim, HELD), STAGES, WARPS),
+        v=pipeline(VALUES, STAGES, WARPS),
         scratch=sv(WARPS * BAND, fp32),
     )
     softmax = Softmax(O)
 
     @inlined
-    def bring(queries, gQ, spot, warp):
-        """The block's rows of Q, into shared memory. A token's rows lie in one place; zeros are loaded where others are."""
-        for i in range(warp, PANELS, WARPS):
-            x = zeros(Q)
-            for token in range(spot.first, spot.last + 1):
-                at = spot.sequence, token, spot.head, int32(spot.row - token * spot.group), int32(Q.cols * i)
-                x = x + load(gQ, Q, at, 3, 4)
-            store(subtile(queries, BAND, 0, Q.cols, i), INPUT(x))
+    def following(there, k, gK, sequence, key, end, given):
+        """Where the next tile lies, from `key` on, and the one behind it, if that is looked up already."""
+        if FAR:
+            return there, cache.look(k, gK, sequence, int32(key + KV), end, given)
+        return cache.look(k, gK, sequence, key, end, given), there
+
+    @inlined
+    def taken(q):
+        """Queries, once they are here, as the products take them."""
+        tile = q.wait(0, 2 * AHEAD)
+        if SAME:
+            return tile
+        made = q.reuse(TAKEN)
+        for i in range(int32(cuda.threadIdx.x // LANES), QUERY.panels, WARPS):
+            x = load(subtile(tile, BAND, 0, Q.cols, i), Q)
+            store(subtile(made, BAND, 0, Q.cols, i), product.queries(x))
         block.sync()
+        return made
+
+    @inlined
+    def add_up(o, l, unit, col, v, spot, given):
+        """Some columns of O, from `col` on: the sum of what all warps have, which goes where it belongs."""
+        addends, warp = v.reuse(ADDENDS), int32(cuda.threadIdx.x // LANES)
+        store(subtile(addends, BAND, warp), o)
+        block.sync()
+        for slab in range(warp, SLABS, WARPS):
+            o = zeros(SLAB)
+            for other in range(WARPS):
+                o = o + load(subtile(addends, BAND, other, PANEL, slab), SLAB)
+            o = product.columns(o, unit)
+            result.store(o / maximum(l, TINY), spot, int32(col + PANEL * slab), given)
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), given: GIVEN,
-        heads: INT, bands: INT, splits: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
+        gQ: array(5, INPUT), gK: array(4, HELD), gV: array(4, HELD), given: GIVEN,
+        heads: INT, bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """Of one of `bands` tiles of rows, `group` query heads and `tokens` tokens of a key head, over one of `splits` parts of
-        the keys that it sees; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
-        queries, k, v, scratch = smem.open()
+        the keys; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
+        q, k, v, scratch = smem.open()
+        if EARLY:
+            if IN_PARTS:
+                grid.release()  # combine.py's blocks may come, and wait
+            grid.wait()
         rest, band = divmod(cuda.blockIdx.x, bands)
-        rest, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
-        sequence, split = divmod(rest, splits)
+        number, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
         warp, row = int32(cuda.threadIdx.x // LANES), int32(BAND * band)
-        last_row = min(row + BAND, tokens * group) - 1
-        spot = Spot(sequence, head, split, row, int32(row // group), int32(last_row // group), group)
-        sees = reach.keys(sequence, spot.first, spot.last, tokens, given)
-        every = max(0, (sees.end - sees.first + KV - 1) // KV)
-        share = (every + splits - 1) // splits
-        first, n = int32(sees.first + KV * share * split), int32(max(0, min(share, every - share * split)))
-        if n > 0 or split == 0:
+        end = int32(tokens * group)
+        last_row = min(row + BAND, end) - 1
+        first_token, last_token = int32(row // group), int32(last_row // group)
+        work = split.first(number, splits, sequences, tokens, given)
+        while work.left > 0:
+            sequence, whole = work.sequence, work.end - work.tile == work.tiles
+            spot = Spot(sequence, head, work.part, work.of, whole, row, first_token, last_token, group)
+            every = reach.keys(sequence, 0, tokens - 1, tokens, given)
+            sees = reach.keys(sequence, first_token, last_token, tokens, given)
+            tile = int32(max(work.tile, (sees.first - every.first) // KV))
+            first = int32(every.first + KV * tile)
+            n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
+            lie = q.look_up(None, group, (0, row), end)  # a token's rows, and only these, lie in one place
+            here = cache.look(k, gK, sequence, first, sees.end, given)
+            there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given) if FAR else here
+            q.fill_pages(0, gQ, lie, (row, sequence, head, 0), end, None, cache.piece)
             for i in range(AHEAD):
-                cache.fill(k, i, gK, sequence, int32(first + KV * i), head, sees.end, n, given)
-                cache.fill(v, i, gV, sequence, int32(first + KV * i), head, sees.end, n, given)
-            bring(queries, gQ, spot, warp)
+                cache.fill(k, i, gK, here, sequence, int32(first + KV * i), head, sees.end, n, given)
+                cache.fill(v, i, gV, here, sequence, int32(first + KV * i), head, sees.end, n, given)
+                here, there = following(there, k, gK, sequence, int32(first + KV * (i + 1)), sees.end, given)
             of_rows = row_index(O.col_vec) + row
             token = of_rows // group
             at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, 0, 0)
             at = at._replace(kept=variant.keep(at))
-            seen = softmax.begin(LOWEST)
+            k_unit, v_unit = product.units(sequence, head, given)
+            queries, seen = taken(q), softmax.begin(LOWEST)
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 keys = k.own(i, NEWER)
-                cache.fill(k, i + AHEAD, gK, sequence, later, head, sees.end, n, given)
-                s = mma_ABt(zeros(S), queries, keys)
+                cache.fill(k, i + AHEAD, gK, here, sequence, later, head, sees.end, n, given)
+                s = product.scores(zeros(S), queries, keys, k_unit)
                 values = v.own(i, NEWER)
-                cache.fill(v, i + AHEAD, gV, sequence, later, head, sees.end, n, given)
+                cache.fill(v, i + AHEAD, gV, here, sequence, later, head, sees.end, n, given)
+                here, there = following(there, k, gK, sequence, int32(later + KV), sees.end, given)
                 s = reach.mask(variant.score(s, at, key), at, key, sees.end)
                 seen = seen.moved(s, None, scale, slack)
                 o = seen.rescaled()
                 p = seen.weights(s, None, scale)
-                seen = seen._replace(o=mma_AB(o, INPUT(p), values)).add(p)
+                seen = seen._replace(o=product.weigh(o, p, values)).add(p)
 
-            m = maximum(block.reduce_max(seen.m, scratch), sums.lowest(at))
+            m = block.reduce_max(seen.m, scratch)
+            if result.joins(spot):
+                m = maximum(m, sums.lowest(at))
             weight = exp2((seen.m - m) * scale)
-            l = sums.total(block.reduce_sum(finish_sum(seen.l) * weight, scratch), m, scale, at)
-            addends = v.reuse(ADDENDS)  # the warps have met: nobody reads values any more
-            store(subtile(addends, BAND, warp), seen.o * weight)
-            block.sync()
-            for slab in range(warp, SLABS, WARPS):
-                o = zeros(SLAB)
-                for other in range(WARPS):
-                    o = o + load(subtile(addends, BAND, other, PANEL, slab), SLAB)
-                result.store(o / maximum(l, TINY), spot, int32(PANEL * slab), given)
+            l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
+            if result.joins(spot):
+                l = sums.total(l, m, scale, at)
+            o = seen.o * weight  # the warps have met: nobody reads values any more
+            add_up(columns(o, COLUMNS, 0), l, v_unit, 0, v, spot, given)
+            if PARTS > 1:
+                block.sync()
+                add_up(columns(o, COLUMNS, 1), l, v_unit, COLUMNS, v, spot, given)
+            if PARTS > 2:
+                block.sync()
+                add_up(columns(o, COLUMNS, 2), l, v_unit, 2 * COLUMNS, v, spot, given)
             if warp == 0:
                 result.store_sums(m + log2(l) / scale, scale, spot, given)
-        elif warp == 0:  # the sequence is too short for this part
-            result.store_sums(full(O.col_vec, -math.inf), scale, spot, given)
+            work = split.next(work, tokens, given)
+            if work.left > 0:
+                block.sync()  # nobody reads addends any more, which lie where values will
 
     return attend, smem

@@ -27,7 +27,12 @@ class Dense:
         return {}
 
     @inlined
-    def fill(self, pipe, j, source, sequence, key, head, end, n, given):
+    def look(self, pipe, source, sequence, key, end, given):
+        """Where the rows of a tile of a pipeline lie, for `fill`: from `key` on, and before `end`."""
+        return int32(0)
+
+    @inlined
+    def fill(self, pipe, j, source, found, sequence, key, head, end, n, given):
         """Start copying tile j of `n` of a pipeline: the sequence's rows from `key` on, zeros from `end` on."""
         pipe.fill(j, truncate(source, 1, end), (sequence, key, head, 0), 1, 3, n, self.piece)
 
@@ -41,7 +46,7 @@ class Indexed(Dense):
         return {"batch_index": ENDS}
 
     @inlined
-    def fill(self, pipe, j, source, sequence, key, head, end, n, given):
+    def fill(self, pipe, j, source, found, sequence, key, head, end, n, given):
         """See Dense."""
         at = int32(given.batch_index[sequence]), key, head, 0
         pipe.fill(j, truncate(source, 1, end), at, 1, 3, n, self.piece)
@@ -56,6 +61,11 @@ class Paged(Dense):
         return {"pages": TABLE}
 
     @inlined
-    def fill(self, pipe, j, source, sequence, key, head, end, n, given):
+    def look(self, pipe, source, sequence, key, end, given):
         """See Dense."""
-        pipe.fill_pages(j, source, given.pages, (sequence, key, head, 0), end, n, self.piece)
+        return pipe.look_up(given.pages, source.shape[1], (sequence, key), end)
+
+    @inlined
+    def fill(self, pipe, j, source, found, sequence, key, head, end, n, given):
+        """See Dense."""
+        pipe.fill_pages(j, source, found, (key, head, 0), end, n, self.piece)

@@ -7,71 +7,79 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
-from numpy import int32
+from numpy import float32, int32
 
-from ops import col_sum, divmod, exp2, full, load, log2, maximum, row_index, store, tile_max, tile_sum, where, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, rt
+from ops import col_sum, divmod, exp2, grid, load, log2, maximum, row_index, store, tile_max, tile_sum, where, zeros
+from tiles import bf16, dtype, fp16, fp32, rt
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 
-from ..online import LN2, LOWEST, TINY
+from ..online import LN2, TINY
 from ..variants import At, Variant
+from .reach import Reach
+from .splits import Parted, Shares
 
 AT_ONCE, COLUMNS = 16, 64  # parts that a block adds at a time, and of how many columns
+EACH = Parted()
 
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: the output's dtype; what joins the sum of weights. A block is a warp."""
+    """Of the kernel: the output's dtype; what joins the sum of weights; how keys were split. A block is a warp. early: may it
+    begin while attend.py's grid ends?"""
 
     dtype: dtype
     sums: Variant
+    split: Parted = EACH
+    early: bool = False
     threads = LANES
 
     def __str__(self):
-        return f"{self.dtype}" + f" {self.sums}" * (type(self.sums) is not Variant)
+        scores = f" {self.sums}" * (type(self.sums) is not Variant)
+        return f"{self.dtype}{scores} {self.split}" + " early" * self.early
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with."""
-    yield from (Config(of, Variant()) for of in (bf16, fp16)[: 1 + everything])
+    early, shared = arch >= "sm_90", Shares(Reach(False, False, False), 64)
+    yield from (Config(of, Variant(), split, early) for of in (bf16, fp16)[: 1 + everything] for split in (Parted(), shared))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    sums, PART = config.sums, rt(AT_ONCE, COLUMNS, fp32)
-
-    @inlined
-    def found(gSums, splits, split, sequence, head, row):
-        """What the parts' weights sum up to, of splits from `split` on."""
-        exists = row_index(PART.col_vec) + split < splits
-        return where(exists, load(gSums, PART.col_vec, (split, sequence, head, row), cols=0), -math.inf)
+    sums, split, EARLY, PART = config.sums, config.split, config.early, rt(AT_ONCE, COLUMNS, fp32)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def combine(
-        parts: array(5), sums_: array(4), out: array(5, config.dtype), lse: array(4), given: record(**sums.given),
-        heads: INT, rows: INT, slabs: INT, splits: INT, group: INT, scale: FLOAT,
+        parts: array(5), sums_: array(4), out: array(5, config.dtype), lse: array(4),
+        given: record(**sums.given, **split.given),
+        heads: INT, rows: INT, slabs: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """Of one of `rows` rows of a key head one of `slabs` slabs of columns; see attend.py."""
         every, slab = divmod(cuda.blockIdx.x, slabs)
         pair, row = divmod(every, rows)
-        sequence, head = divmod(pair, heads)
-        token, member = divmod(row, group)
-        at = At(sequence, int32(head * group + member), token, 0, 0, 0, given, 0, 0)
-        most = full(PART.col_vec, LOWEST)
-        for split in range(0, splits, AT_ONCE):
-            most = maximum(most, found(sums_, splits, int32(split), sequence, head, row))
-        m = maximum(tile_max(most), sums.lowest(at))
-        o, l = zeros(PART.row_vec), 0.0
-        for split in range(0, splits, AT_ONCE):
-            weights = exp2((found(sums_, splits, int32(split), sequence, head, row) - m) * scale)
-            part = load(parts, PART, (int32(split), sequence, head, row, int32(COLUMNS * slab)), 0, 4, True)
-            o = o + col_sum(where(weights > 0.0, part * weights, 0.0))  # of what has no weight nothing was written
-            l = l + tile_sum(weights)
-        l = sums.total(l, m, scale, at)
-        store(out, o / maximum(l, TINY), (sequence, token, head, member, int32(COLUMNS * slab)))
-        if lse.shape[0] > 0:
-            lse[sequence, head, member, token] = (m * scale + log2(l)) * LN2
+        number, head = divmod(pair, heads)
+        sequence, first, of, count = split.parts(number, splits, sequences, tokens, given)
+        if EARLY and (count > 1 or cuda.blockIdx.x == 0):  # one block at least, so that this grid ends after that one
+            grid.wait()
+        if count > 1:
+            token, member = divmod(row, group)
+            col = int32(COLUMNS * slab)
+            at = At(sequence, int32(head * group + member), token, 0, 0, 0, given, 0, 0)
+            m, l, o = sums.lowest(at), float32(0.0), zeros(PART.row_vec)
+            for n in range(0, count, AT_ONCE):
+                exists = row_index(PART.col_vec) + n < count
+                sizes = load(sums_, PART.col_vec, (int32(first + n), of, head, row), cols=0)
+                part = load(parts, PART, (int32(first + n), of, head, row, col), 0, 4, True)
+                sizes = where(exists, sizes, -math.inf)
+                most = max(m, tile_max(sizes))
+                lag, weights = exp2((m - most) * scale), exp2((sizes - most) * scale)
+                part = where(weights > 0.0, part * weights, 0.0)  # of what has no weight nothing was written
+                m, l, o = most, l * lag + tile_sum(weights), o * lag + col_sum(part)
+            l = sums.total(l, m, scale, at)
+            store(out, o / maximum(l, TINY), (sequence, token, head, member, col))
+            if lse.shape[0] > 0:
+                lse[sequence, head, member, token] = (m * scale + log2(l)) * LN2
 
     return combine, None

@@ -1,10 +1,11 @@
 """attention.decode: from a user's arrays to its launches."""
 
 import math
+import operator
 from typing import Any
 
 from tiles.arrays import Operand
-from tiles.device import machine
+from tiles.device import hopper, machine
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, program
 from tiles.schema import Problem, Schema
@@ -19,23 +20,28 @@ from ..scores import Capped, Sunk
 from ..variants import Both, Variant
 from . import attend, combine
 from .caches import Dense, Indexed, Paged
+from .products import Narrow, Same
 from .reach import Reach, Sloped
-from .results import Part, Whole
-from .splits import splits_for
+from .results import Either, Part, Whole
+from .splits import Parted, Shares, shares_for, splits_for
 
 MOST_SPLITS = 1024
+TILES = "q", "k", "v", "out"
+FP8, SINCE_FP8, LEAST_PIECE = "float8_e4m3fn", (8, 9), 4  # copies by cp.async take so many bytes at least
 DECODE = Schema(
     "decode",
     """
     q            BSHD  tile
-    k            CTGD  tile
-    v            CTGV  tile
+    k            CTGD  cache
+    v            CTGV  cache
     lengths      B     key_lengths
     pages        BM    index    optional
     batch_index  B     index    optional
     leftpad      B     index    optional
     alibi        H|UH  float32  optional
     sink         H     float32  optional
+    k_descale    G|BG  float32  optional
+    v_descale    G|BG  float32  optional
     out          BSHV  tile     in_place
     lse          BHS   float32  made      return_lse
     """,
@@ -51,6 +57,8 @@ def decode(
     pages: Any = None,
     batch_index: Any = None,
     leftpad: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
@@ -80,13 +88,17 @@ def decode(
     behind a sequence's last one are not read. batch_index: (B), sequence b lies in batch batch_index[b] of k and v, which may
     have more. leftpad: (B), the keys before leftpad[b] are not looked at.
 
+    k and v of float8_e4m3fn (since Ada), at multiples of 4 bytes: their numbers become fp16, exactly, and queries are rounded
+    to that. k_descale, v_descale: float32, (Hk) or (B, Hk), what they are multiplied by; both or none.
+
     Which keys a token sees. The last token stands at the last key: token t at place p = lengths[b] - Sq + t. causal: keys up to
     p. window: (left, right), keys from p - left to p + right; None is open. A token that sees no key gives 0.
 
     What becomes of a score: softcap, alibi, sink and scale, as in forward.
 
     splits: into how many parts each sequence's keys go, which different multiprocessors work on, and which a second launch adds
-    up. By default shapes decide: of k and pages, not lengths. With as many splits the result has the same bits, always.
+    up. With as many splits the result has the same bits, always. By default all sequences' keys are shared out evenly, by the
+    lengths as the device finds them: a sequence's bits then depend on the others' lengths.
 
     out, return_lse, stream: as in forward. family: None or "sm_80", the instructions of every GPU since Ampere.
 
@@ -94,7 +106,7 @@ def decode(
 
     ValueError or TypeError, before anything is launched, names the argument and prints the values."""
     left, right = ends_of(window)
-    arrays = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, out, None
+    arrays = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale, out, None
     of_keys = flag("causal", causal), left, right, positive("softcap", softcap), _parts(splits)
     return _decode(stream, arrays, (*of_keys, number("scale", scale), flag("return_lse", return_lse), family), layout)
 
@@ -135,43 +147,55 @@ def _decode(
             raise problem.error("k", "must have at least one key where there is a sink", "k")
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
     group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
-    rows, piece = tokens * group, problem.bytes_at_once()
+    rows, piece = tokens * group, problem.bytes_at_once(*TILES)
+    product, of_products = _product(problem)
     reach, of_keys, seen = _reach(problem, causal, left, right, most_keys)
     variant, sums, unit, of_scores, of_sums = _scores(problem, scale_of(problem, scale), softcap)
+    early, whole, part = hopper(gpu.capability), Whole(dtype, piece), Part(dtype, piece)
 
-    def shape(result, sums):
-        kind = variant, reach, cache, result, sums
-        return attend.config_for(head_dim, value_dim, dtype, *kind, rows > attend.BAND, gpu.shared_bytes)
+    def config(split: type[Parted], result: Whole | Either) -> attend.Config:
+        kind = variant, reach, cache, result, Variant() if result is part else sums, split, early
+        return attend.config_for(head_dim, value_dim, product, *kind, rows > attend.BAND, gpu.shared_bytes)
 
-    config = shape(Part(dtype, piece), Variant())
-    blocks = batch * kv_heads * -(-rows // config.band)
-    parts = splits_for(blocks, -(-seen // config.kv), gpu.processors) if splits is None else splits
-    told = {"heads": kv_heads, "splits": parts, "group": group, "scale": unit * LOG2_E}
-    result = {"out": _grouped(out, 2, group), "lse": lse and _grouped(lse, 1, group)}
-    steps, scratch = [], []
-    if parts == 1:
-        config, joins, to = shape(Whole(dtype, piece), sums), of_sums, result
+    chosen, alone = config(Parted, whole), batch == 1  # one sequence's keys are shared out evenly if they are parted evenly
+    bands = -(-rows // chosen.band)
+    if splits is not None:
+        number = splits
+    elif alone:
+        number = splits_for(kv_heads * bands, -(-seen // chosen.kv), gpu.processors)
     else:
-        shapes = (parts, batch, kv_heads, rows, value_dim), (parts, batch, kv_heads, rows)
-        scratch = [(each, "float32") for each in shapes]
-        held = [problem.scratch(number, *each) for number, each in enumerate(scratch)]
-        joins, to = {}, {"parts": held[0], "sums": held[1]}
-        slabs, last = -(-value_dim // combine.COLUMNS), kernel_for(combine, combine.Config(dtype, sums), problem.device)
-        grid, last_rows = batch * kv_heads * rows * slabs, {"rows": rows, "slabs": slabs}
-        steps.append(last.bind(grid, parts=held[0], sums_=held[1], **last_rows, **result, **told, **of_sums))
-    first = kernel_for(attend, config, problem.device).bind(
-        blocks * parts,
-        gQ=_grouped(problem["q"], 2, group),
+        chosen = config(Shares, Either(whole, part))
+        number = shares_for(kv_heads * bands, chosen.resident * gpu.processors)
+    parted = alone or splits is not None or number == 1
+    told = {"heads": kv_heads, "group": group, "scale": unit * LOG2_E, "sequences": batch, "tokens": tokens, "splits": number}
+    to = {"out": _grouped(out, 2, group), "lse": lse and _grouped(lse, 1, group), **of_sums}
+    steps, scratch, blocks = [], [], batch * number
+    if number == 1:
+        chosen = config(Parted, whole)
+    else:
+        if parted:
+            chosen, places, split, of_split, ends = config(Parted, part), (number, batch), Parted(), {}, batch
+        else:
+            blocks, places, split, of_split = number, (number + batch, 1), Shares(reach, chosen.kv), of_keys
+            ends = batch if batch <= number else number - 1
+        scratch = [((*places, kv_heads, rows, value_dim), "float32"), ((*places, kv_heads, rows), "float32")]
+        parts, weights = [problem.scratch(n, *each) for n, each in enumerate(scratch)]
+        last, slabs = combine.Config(dtype, sums, split, early), -(-value_dim // combine.COLUMNS)
+        given = {"parts": parts, "sums_": weights, "rows": rows, "slabs": slabs, **told, **to, **of_split}
+        steps.append(kernel_for(combine, last, problem.device).bind(ends * kv_heads * rows * slabs, **given))
+        to = {"parts": parts, "sums": weights, **({} if parted else to)}
+    first = kernel_for(attend, chosen, problem.device).bind(
+        blocks * kv_heads * bands,
+        gQ=_by_rows(problem["q"], group),
         gK=problem["k"],
         gV=problem["v"],
-        bands=-(-rows // config.band),
-        tokens=tokens,
+        bands=bands,
         slack=SLACK / (unit * LOG2_E),
         **told,
         **of_cache,
+        **of_products,
         **of_keys,
         **of_scores,
-        **joins,
         **to,
     )
     return Plan([first, *steps], scratch)
@@ -180,7 +204,7 @@ def _decode(
 def _cache(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
     """How keys and values lie, how many a sequence can have at most, and what kernels are told of that. ValueError."""
     batch, batches, rows = problem("BCT")
-    piece = problem.bytes_at_once()
+    piece = problem.bytes_at_once(*TILES)
     if "pages" in problem:
         if "batch_index" in problem:
             raise ValueError("batch_index: must be None where there are pages, whose table says where a sequence lies")
@@ -190,6 +214,31 @@ def _cache(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
     if batches != batch:
         raise problem.error("k", "batch must equal q's where there are neither pages nor batch_index", "k", "q")
     return Dense(piece), rows, {}
+
+
+def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
+    """How products are made with what the cache holds, and what kernels are told of that. TypeError, ValueError."""
+    held, dtype, gpu = problem["k"].form.dtype, DTYPES[problem.dtype], machine(problem.device)
+    for name in ("k", "v"):
+        form = problem[name].form
+        if form.dtype not in (problem.dtype, FP8) or form.dtype != held:
+            said = f"{name}.dtype={form.dtype!r}, k.dtype={held!r}, q.dtype={problem.dtype!r}"
+            raise TypeError(f"{name}: dtype must be q's or float8_e4m3fn, as k's: {said}")
+        if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
+            raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
+    told = {name: over(problem, name, "BG") for name in ("k_descale", "v_descale")}
+    scaled = [name for name, descale in told.items() if descale is not None]
+    if len(scaled) == 1:
+        raise ValueError("k_descale: must be given where v_descale is, and the other way round")
+    if held != FP8:
+        if scaled:
+            raise ValueError(f"k_descale: is for a cache of float8_e4m3fn: k.dtype={held!r}")
+        return Same(dtype), {}
+    if gpu.capability < SINCE_FP8:
+        raise ValueError(f"k: a cache of float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
+    if problem.bytes_at_once("k", "v") < LEAST_PIECE:
+        raise ValueError(f"k: addresses and strides of float8_e4m3fn must be multiples of {LEAST_PIECE} bytes")
+    return Narrow(dtype, bool(scaled)), told if scaled else {}
 
 
 def _reach(
@@ -235,3 +284,10 @@ def _grouped(operand: Operand, axis: int, group: int) -> Operand:
     shape = (*shape[:axis], shape[axis] // group, group, *shape[axis + 1 :])
     strides = (*strides[:axis], strides[axis] * group, *strides[axis:])
     return operand._replace(form=form._replace(shape=shape, strides=strides))
+
+
+def _by_rows(q: Operand, group: int) -> Operand:
+    """Queries as (token, which of a key head's query heads, sequence, key head, column)."""
+    q = _grouped(q, 2, group)
+    order = operator.itemgetter(1, 3, 0, 2, 4)
+    return q._replace(form=q.form._replace(shape=order(q.form.shape), strides=order(q.form.strides)))

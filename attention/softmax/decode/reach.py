@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import abs, col_index, right_fill, where
+from ops import abs, col_index, line_up, right_fill, where
 from tiles import inlined, static
 from tiles.arguments import ENDS, FLOAT, INT, array
 
@@ -57,6 +57,13 @@ class Reach:
         if self.right:
             end = int32(min(end, last + shift + given.right + 1))
         return Stretch(begin, end, shift)
+
+    @inlined
+    def line_up(self, size, first, count, before, tile, tokens, given):
+        """The keys that all tokens of a sequence together see, in tiles: see ops.line_up."""
+        begins = given.leftpad if self.padded else None
+        most = int32(tokens + given.left if self.left else 2**31 - 1)
+        return line_up(given.lengths, begins, most, size, first, count, before, tile)
 
     @inlined
     def mask(self, s, at, key, end):

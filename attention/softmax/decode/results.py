@@ -15,11 +15,14 @@ LN2 = math.log(2)
 
 class Spot(NamedTuple):
     """Which rows: those from `row` on, of a sequence's heads that share a key head; of tokens `first` to `last`, `group` rows
-    each. split: which part of the keys they have seen."""
+    each. part, of: which part of the keys they have seen, by the first two axes of an array of parts. whole: is it all of
+    them?"""
 
     sequence: Any
     head: Any
-    split: Any
+    part: Any
+    of: Any
+    whole: Any
     row: Any
     first: Any
     last: Any
@@ -43,6 +46,11 @@ class Whole:
         return {"out": array(5, self.dtype), "lse": array(4)}
 
     @inlined
+    def joins(self, spot):
+        """Do these rows have all their weights, so that what joins the sum may join it?"""
+        return True
+
+    @inlined
     def store(self, o, spot, col, given):
         """Write some columns of O, from `col` on. A token's rows lie in one place: what other rows would write lies outside."""
         for token in range(spot.first, spot.last + 1):
@@ -62,15 +70,57 @@ class Part(Whole):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Whole. parts: (split, sequence, key head, row, column). sums: the same without columns."""
+        """See Whole. parts: (part, of, key head, row, column). sums: the same without columns."""
         return {"parts": array(5), "sums": array(4)}
+
+    @inlined
+    def joins(self, spot):
+        """See Whole."""
+        return False
 
     @inlined
     def store(self, o, spot, col, given):
         """See Whole."""
-        store(given.parts, o, (spot.split, spot.sequence, spot.head, spot.row, col), 3, 4, True)
+        store(given.parts, o, (spot.part, spot.of, spot.head, spot.row, col), 3, 4, True)
 
     @inlined
     def store_sums(self, sums, scale, spot, given):
         """See Whole."""
-        store(given.sums, sums, (spot.split, spot.sequence, spot.head, spot.row))
+        store(given.sums, sums, (spot.part, spot.of, spot.head, spot.row))
+
+
+@static
+class Either:
+    """To the caller what is whole, what is a part to scratch memory."""
+
+    whole: Whole
+    part: Part
+
+    def __str__(self):
+        return "either"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Whole."""
+        return self.whole.given | self.part.given
+
+    @inlined
+    def joins(self, spot):
+        """See Whole."""
+        return spot.whole
+
+    @inlined
+    def store(self, o, spot, col, given):
+        """See Whole."""
+        if spot.whole:
+            self.whole.store(o, spot, col, given)
+        else:
+            self.part.store(o, spot, col, given)
+
+    @inlined
+    def store_sums(self, sums, scale, spot, given):
+        """See Whole."""
+        if spot.whole:
+            self.whole.store_sums(sums, scale, spot, given)
+        else:
+            self.part.store_sums(sums, scale, spot, given)

@@ -10,9 +10,10 @@ from places import BF16, RANDOMLY, OnCard, OnInterpreter
 import attention
 from attention import reference
 from attention.softmax.decode import attend, decode, splits
+from tiles import fp8e4m3
 from tiles.frameworks import Kind
 
-FP16 = np.dtype(np.float16)
+FP16, FP8 = np.dtype(np.float16), fp8e4m3.np
 HELD = "lengths", "pages", "batch_index", "leftpad", "alibi", "sink"
 
 
@@ -84,11 +85,18 @@ EDGES = [(0, 1, 63), (64, 65, 127), (128, 129, 200)]
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [None, 1, 3])
 @pytest.mark.parametrize("lengths", EDGES)
 def test_lengths_around_every_edge(place, lengths, splits):
     """Of tiles and splits, some of which have no keys; a sequence may have none."""
     agree(place, *case(lengths, head_dim=128, room=210), lengths, splits=splits)
+
+
+def test_many_sequences_of_very_different_lengths(place):
+    """More of them than a warp looks at at once, and than there are shares."""
+    lengths = (1, 700, *[1, 0, 130, 64, 3] * 7, 65)
+    agree(place, *case(lengths, 1, 2, 1), lengths)
+    agree(place, *case((1, 1000, 2), 3, 2, 2), (1, 1000, 2), window=(300, 0), leftpad=(0, 600, 1))
 
 
 @pytest.mark.parametrize("tokens", [2, 4])
@@ -154,6 +162,38 @@ def test_a_cache_of_more_batches(place):
     told = {"lengths": place.put(np.array(lengths)), "batch_index": place.put(np.array([3, 1], np.int32))}
     got = attention.decode(*given, **told)
     np.testing.assert_array_equal(place.get(got), agree(place, q, k, v, lengths)[0])
+
+
+def fp8_agrees(place, lengths, head_dim, tokens, size, per, splits):
+    """Against float64 of the numbers that a cache holds, by 4 times what the formula in q's dtype loses. NaN stands behind
+    them. per: the axes of descales, "" for none."""
+    rng = np.random.default_rng(5)
+    q, k, v = case(lengths, tokens, head_dim=head_dim)
+    eight = [np.clip(x.astype(np.float32) * 8, -448, 448).astype(FP8) for x in (k, v)]
+    shape = {"B": len(lengths), "G": 2}
+    descales = [rng.uniform(0.05, 0.3, [shape[axis] for axis in per]).astype(np.float32) for _ in "kv"]
+    held = [x.astype(np.float32) * (d[..., None, :, None] if per else 1) for x, d in zip(eight, descales)]
+    told = {"lengths": np.array(lengths, np.int32)}
+    if per:
+        told |= {"k_descale": descales[0], "v_descale": descales[1]}
+    if size:
+        *eight, told["pages"] = in_pages(*eight, lengths, size)
+    told, scale = {name: place.put(x) for name, x in told.items()}, None if per else 0.01
+    got = attention.decode(place.put(q), *[place.put(x) for x in eight], scale=scale, splits=splits, **told)
+    (ref, _), (low, _) = known(q, *held, lengths, causal=True, scale=scale)
+    reference.assert_close(place.get(got), ref, low, factor=4)
+
+
+@pytest.mark.parametrize(("head_dim", "tokens", "size"), [(128, 9, 16), (64, 1, None)])
+def test_caches_of_fp8(place, head_dim, tokens, size):
+    fp8_agrees(place, (150, 0, 70), head_dim, tokens, size, "BG", None)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tokens", "size", "per", "splits"), [(96, 5, 1, "", None), (256, 1, None, "G", 2), (192, 1, 16, "BG", 1)]
+)
+def test_other_caches_of_fp8(head_dim, tokens, size, per, splits):
+    fp8_agrees(OnInterpreter(), (150, 0, 70), head_dim, tokens, size, per, splits)
 
 
 def test_layouts_and_strides(place):
@@ -227,11 +267,17 @@ def test_random_problems_on_the_card(lengths, tokens, kv_heads, group, splits, e
     agree(OnCard(), *inputs, lengths, size=size, splits=splits, causal=causal)
 
 
-@pytest.mark.parametrize(("arch", "size", "splits"), [("sm_80", None, 1), ("sm_90a", 16, 2)])
+@pytest.mark.parametrize(("arch", "size", "splits"), [("sm_80", None, 1), ("sm_90a", 16, None)])
 def test_as_compiled(as_compiled, arch, size, splits):
     """What the GPU would run, by the emulator."""
     as_compiled(arch)
-    agree(OnInterpreter(), *case((70,), 2, 3, 1), (70,), size=size, splits=splits)
+    lengths = (70,) if splits else (70, 3)
+    agree(OnInterpreter(), *case(lengths, 2, 3, 1), lengths, size=size, splits=splits)
+
+
+def test_fp8_as_compiled(as_compiled):
+    as_compiled("sm_90a")
+    fp8_agrees(OnInterpreter(), (70,), 64, 1, None, "BG", 1)
 
 
 @pytest.mark.gpu
@@ -286,6 +332,12 @@ def test_mistakes_name_the_argument():
     refused(TypeError, "^lengths: dtype must be one of", lengths=(5.0,))
     refused(ValueError, "^batch_index: must be None where there are pages", pages=table, batch_index=np.zeros(1, np.int32))
     refused(ValueError, "^lengths: must be from 0 to 5", pages=table, lengths=(6,))
+    eight, one = draw((1, 5, 2, 64), FP8), np.ones(2, np.float32)
+    refused(TypeError, "^v: dtype must be q's or float8_e4m3fn, as k's", k=eight)
+    refused(TypeError, "^k: dtype must be q's or float8_e4m3fn", k=draw((1, 5, 2, 64), FP16))
+    refused(ValueError, "^k_descale: is for a cache of float8_e4m3fn", k_descale=one, v_descale=one)
+    refused(ValueError, "^k_descale: must be given where v_descale is", k=eight, v=eight, v_descale=one)
+    refused(ValueError, "^k_descale: heads must equal k's", k=eight, v=eight, k_descale=one[:1], v_descale=one)
     refused(ValueError, "^splits: must be from 1 to 1024", splits=0)
     refused(TypeError, "^splits: must be an integer", splits=2.5)
     refused(ValueError, "^family: attention.decode has kernels of sm_80", family="sm_90")
@@ -296,7 +348,7 @@ def test_mistakes_name_the_argument():
 def test_a_page_that_the_pool_has_not():
     """The interpreter says whose it is; on a GPU nobody looks."""
     q, k, v = case((5,))
-    with pytest.raises(Exception, match="row 0 of sequence 0 lies in page 3, which is out of range for a pool of 1 pages"):
+    with pytest.raises(Exception, match="row 0 lies in page 3, which is out of range for a pool of 1 pages"):
         attention.decode(q, k, v, lengths=np.array([5]), pages=np.array([[3]], np.int32))
 
 

@@ -1,0 +1,157 @@
+"""Absorbed MLA of a few query tokens, over a part of the keys: cp.async, ldmatrix and mma.sync, for sm_80 and later.
+
+All heads, and all tokens, share one row of the cache for each key, and its first 512 columns are the value of them all. So the
+rows of heads and tokens make tiles, as in attention.decode, but the output is too wide for one warp's registers: warps share
+out a tile's keys for the scores, and the output's columns for the values. In between they meet, twice for the rows' maxima and
+once for the weights.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import block, divmod, finish_sum, grid, log2, maximum, mma_AB, mma_ABt, row_index, row_max, store, subtile, zeros
+from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st, sv
+from tiles.arguments import FLOAT, INT, array, record
+from tiles.layout import LANES
+from tiles.pipeline import PIECES
+
+from ..softmax.decode.caches import Dense, Indexed, Paged
+from ..softmax.decode.reach import Reach
+from ..softmax.decode.results import Part, Spot, Whole
+from ..softmax.decode.splits import Parted
+from ..softmax.online import LOWEST, TINY, Softmax
+from ..softmax.variants import At
+from .shape import COLUMNS, LATENT
+
+KEYS, WARPS = 16, 4  # keys that a warp finds scores of; warps of a block, each with its share of the output's columns
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel: which caches it reads and where its output goes; and its shape: `band` rows, `kv`
+    keys of a tile, stages of the pipeline. early: may it begin while the grid before it ends?"""
+
+    dtype: dtype
+    reach: Reach
+    cache: Dense
+    result: Whole
+    early: bool
+    band: int
+    kv: int
+    stages: int
+    threads = LANES * WARPS
+
+    @property
+    def given(self):
+        """What the kernel is told of all these."""
+        return record(**self.reach.given, **self.cache.given, **self.result.given)
+
+    def __str__(self):
+        return f"mla {self.dtype} {self.reach} {self.cache} {self.result}, {self.band} x {self.kv}" + " early" * self.early
+
+
+BAND = 16  # rows of a tile
+ROOMS = {  # bytes of shared memory that a block may have: {rows: (keys, stages)}
+    99 * 1024: {BAND: (32, 2)},
+    163 * 1024: {BAND: (32, 3), 2 * BAND: (32, 3)},
+    227 * 1024: {BAND: (64, 2), 2 * BAND: (64, 2)},
+}
+LEAST, LARGE = min(ROOMS), max(ROOMS)
+ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the least
+
+
+def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, early: bool, rows: int, room: int = LARGE) -> Config:
+    """The configuration that serves `rows` rows of a sequence on a GPU whose blocks may have `room` bytes of shared memory."""
+    shapes = ROOMS[max(r for r in ROOMS if r <= room)]
+    band = max(shapes) if rows > BAND else BAND
+    return Config(of, reach, cache, result, early, band, *shapes[band])
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What an architecture is served with: bf16, one token, whole pieces; or `everything`. fp16 takes the same registers."""
+    one, several, early = Reach(False, False, False), Reach(False, True, False), arch >= "sm_90"
+    kinds = [(one, Dense, Whole), (several, Paged, Part)]
+    kinds += [(one, Paged, Whole), (several, Indexed, Part)] * everything
+    forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
+    found = [
+        config_for(of, reach, cache(piece), result(of, piece), early, rows, ROOM.get(arch, LEAST))
+        for (of, piece), (reach, cache, result), rows in itertools.product(forms[: None if everything else 1], kinds, (1, 128))
+    ]
+    yield from dict.fromkeys(found)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    BAND, KV, STAGES, INPUT, GIVEN = config.band, config.kv, config.stages, config.dtype, config.given
+    PARTS, OWN = KV // KEYS, LATENT // WARPS  # of a tile's keys; columns of the output that a warp has
+    AHEAD = STAGES - 1  # tiles under way
+    S, O = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32)
+    reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
+    split, EARLY, IS_WHOLE = Parted(reach, KV), config.early, type(config.result) is Whole
+    smem = shared(
+        q=pipeline(st(BAND, COLUMNS, INPUT), 1, WARPS),
+        k=pipeline(st(KV, COLUMNS, INPUT), STAGES, WARPS),
+        weights=st(WARPS * BAND, KEYS, INPUT),
+        scratch=sv(WARPS * BAND, fp32),
+    )
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def attend(
+        gQ: array(5, INPUT), gLatent: array(4, INPUT), given: GIVEN,
+        bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
+    ):  # fmt: skip
+        """Of one of `bands` tiles of rows, `group` heads and `tokens` tokens of a sequence, over one of `splits` parts of the
+        keys; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
+        q, k, weights, scratch = smem.open()
+        if EARLY:
+            if not IS_WHOLE:
+                grid.release()  # the blocks that combine parts may come, and wait
+            grid.wait()
+        number, band = divmod(cuda.blockIdx.x, bands)  # tiles of a sequence are neighbours: they read the same keys
+        warp, row, rows = int32(cuda.threadIdx.x // LANES), int32(BAND * band), int32(tokens * group)
+        first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
+        token = (row_index(O.col_vec) + row) // group
+        own = int32(warp % PARTS)  # where there are fewer parts of keys than warps, several find the same scores
+        work = split.first(number, splits, sequences, tokens, given)
+        sequence = work.sequence
+        spot = Spot(sequence, 0, work.part, work.of, IS_WHOLE, row, first_token, last_token, group)
+        sees = reach.keys(sequence, first_token, last_token, tokens, given)
+        first, end = int32(KV * work.tile), sees.end
+        n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
+        lie = q.look_up(None, group, (0, row), rows)  # a token's rows, and only these, lie in one place
+        here = cache.look(k, gLatent, sequence, first, end, given)
+        q.fill_pages(0, gQ, lie, (row, sequence, 0, 0), rows, None, cache.piece)
+        for i in range(AHEAD):
+            cache.fill(k, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
+            here = cache.look(k, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
+        at = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0)
+        queries, seen = q.wait(0, AHEAD), softmax.begin(LOWEST)
+        for i in range(n):
+            key, later = int32(first + KV * i), int32(first + KV * (i + AHEAD))
+            tile = k.wait(i, AHEAD - 1)
+            cache.fill(k, i + AHEAD, gLatent, here, sequence, later, 0, end, n, given)
+            here = cache.look(k, gLatent, sequence, int32(later + KV), end, given)
+            s = mma_ABt(zeros(S), queries, subtile(tile, KEYS, own))
+            s = reach.mask(s, at, int32(key + KEYS * own), end)
+            seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)
+            p = seen.weights(s, None, scale)
+            seen = seen.add(p)
+            store(subtile(weights, BAND, warp), INPUT(p))
+            block.sync()
+            o = seen.rescaled()
+            for part in range(PARTS):
+                o = mma_AB(o, subtile(weights, BAND, part), subtile(tile, KEYS, part, OWN, warp))
+            seen = seen._replace(o=o)
+
+        l = block.reduce_sum(finish_sum(seen.l) * (1.0 if warp < PARTS else 0.0), scratch)
+        result.store(seen.o / maximum(l, TINY), spot, int32(OWN * warp), given)
+        if warp == 0:
+            result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
+
+    return attend, smem

@@ -1,0 +1,83 @@
+"""How TMA finds the latents of a sequence, as objects with the same methods: what fills the rings of Hopper's kernel."""
+
+from typing import Any
+
+from numpy import int32
+
+from tiles import inlined, st, static
+from tiles.arguments import ENDS, INT, tiled
+
+from ..softmax.decode.caches import TABLE
+from .shape import LATENT, ROTARY
+
+BEHIND = LATENT // ROTARY  # rotated columns are so many times their own number behind a row's first
+
+
+@static
+class Dense:
+    """Sequence n in batch n of an array (batch, row, head, column)."""
+
+    def __str__(self):
+        return type(self).__name__.lower()
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The kernel's arguments that it reads, and what they are."""
+        return {}
+
+    def source(self, tile: st) -> Any:
+        """What the kernel says of the array that such tiles come from."""
+        return tiled(tile, unit=1)
+
+    @inlined
+    def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, given):
+        """Bring tile j of both rings: the sequence's rows from `key` on. Rows from `end` on are anything."""
+        latent.fill(j, gLatent, (sequence, key, 0, 0))
+        rotary.fill(j, gRotary, (sequence, key, 0, BEHIND))
+
+
+class Indexed(Dense):
+    """Sequence n in batch given.batch_index[n]."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Dense."""
+        return {"batch_index": ENDS}
+
+    @inlined
+    def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, given):
+        """See Dense."""
+        batch = int32(given.batch_index[sequence])
+        latent.fill(j, gLatent, (batch, key, 0, 0))
+        rotary.fill(j, gRotary, (batch, key, 0, BEHIND))
+
+
+@static
+class Paged(Dense):
+    """In pages of an array (page, row, head, column), whose numbers are given.pages[n]: a tile of keys is `parts` boxes, and
+    each of them lies in one page."""
+
+    parts: int
+
+    def __str__(self):
+        return f"paged by {self.parts}" if self.parts > 1 else "paged"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Dense."""
+        return {"pages": TABLE, "page_size": INT}
+
+    def source(self, tile: st) -> Any:
+        """See Dense."""
+        return tiled(st(tile.rows // self.parts, tile.cols, tile.dtype), unit=1)
+
+    @inlined
+    def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, given):
+        """See Dense. Of a box behind the end the last one comes instead, for the table says of no page there."""
+        parts, rows = self.parts, latent.tile.rows // self.parts
+        for part in range(parts):
+            first = int32(min(key + rows * part, (end - 1) // rows * rows))
+            entry = first // given.page_size
+            page, row = int32(given.pages[sequence, entry]), int32(first - entry * given.page_size)
+            latent.fill(j, gLatent, (page, row, 0, 0), part, parts)
+            rotary.fill(j, gRotary, (page, row, 0, BEHIND), part, parts)

@@ -1,0 +1,72 @@
+"""After attention, where several blocks share a sequence's keys: a few parts of many rows become their output. decode's
+combine.py takes many parts of one row at once; here a warp takes sixteen rows at once, a part after the other."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, exp2, full, grid, load, log2, maximum, zeros
+from tiles import bf16, fp16, fp32, rt
+from tiles.arguments import FLOAT, INT, array, record
+from tiles.layout import LANES
+
+from ..softmax.decode.results import Spot, Whole
+from ..softmax.online import LOWEST, TINY
+from .shape import LATENT
+
+ROWS, COLUMNS = 16, 64  # of a warp's tile
+FEW = 8  # parts, beyond which decode's does it (a guess)
+SLABS = LATENT // COLUMNS
+
+
+@dataclass(frozen=True)
+class Config:
+    """Of the kernel: where the output goes. A block is a warp. early: may it begin while the grid before it ends?"""
+
+    result: Whole
+    early: bool
+    threads = LANES
+
+    @property
+    def given(self):
+        """What the kernel is told of that."""
+        return record(**self.result.given)
+
+    def __str__(self):
+        return f"mla {self.result.dtype}" + " early" * self.early
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What problems are served with."""
+    yield from (Config(Whole(of, 16), arch >= "sm_90") for of in (bf16, fp16)[: 1 + everything])
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    result, EARLY, GIVEN, O = config.result, config.early, config.given, rt(ROWS, COLUMNS, fp32)
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def combine(parts: array(5), sums_: array(4), given: GIVEN, bands: INT, splits: INT, tokens: INT, group: INT, scale: FLOAT):
+        """Of one of `bands` tiles of rows one of the slabs of columns; see ampere.py."""
+        every, slab = divmod(cuda.blockIdx.x, SLABS)
+        sequence, band = divmod(every, bands)
+        row, col = int32(ROWS * band), int32(COLUMNS * slab)
+        last_row = min(row + ROWS, tokens * group) - 1
+        spot = Spot(sequence, 0, 0, sequence, True, row, int32(row // group), int32(last_row // group), group)
+        m, l, o = full(O.col_vec, LOWEST), zeros(O.col_vec), zeros(O)
+        if EARLY:
+            grid.wait()
+        for n in range(splits):
+            x, part = load(sums_, O.col_vec, (n, sequence, 0, row)), load(parts, O, (n, sequence, 0, row, col), 3, 4, True)
+            most = maximum(m, x)
+            lag, weight = exp2((m - most) * scale), exp2((x - most) * scale)
+            m, l, o = most, l * lag + weight, o * lag + part * weight
+        result.store(o / maximum(l, TINY), spot, col, given)
+        if slab == 0:
+            result.store_sums(m + log2(l) / scale, scale, spot, given)
+
+    return combine, None

@@ -1,0 +1,245 @@
+"""attention.mla_decode: from a user's arrays to its launches."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tiles.arrays import Operand
+from tiles.device import hopper as is_hopper
+from tiles.device import machine
+from tiles.launch import kernel_for
+from tiles.program import Fill, Plan, program
+from tiles.schema import Problem, Schema
+
+from ..families import choose
+from ..options import flag, number
+from ..softmax.decode import combine as combine_many
+from ..softmax.decode.caches import Dense, Indexed, Paged
+from ..softmax.decode.decode import _by_rows, _parts
+from ..softmax.decode.reach import Reach
+from ..softmax.decode.results import Part, Whole
+from ..softmax.forward import scale_of
+from ..softmax.launches import DTYPES, LOG2_E
+from ..softmax.online import SLACK
+from ..softmax.variants import Variant
+from . import ampere, boxes, combine, hopper, quantised
+from .parts import parts_for
+from .shape import COLUMNS, LATENT, ROTARY
+
+MLA_DECODE = Schema(
+    "mla_decode",
+    """
+    q            BSHD  tile
+    latent       CTD   tile
+    lengths      B     key_lengths
+    pages        BM    index    optional
+    batch_index  B     index    optional
+    out          BSHV  tile     made
+    lse          BHS   float32  made      return_lse
+    """,
+    V=LATENT,
+)
+QUANTISED = Schema(
+    "mla_decode_fp8",
+    """
+    q            BSHD  tile
+    latent       CTV   fp8
+    lengths      B     key_lengths
+    rotary       CTK   tile
+    descale      CT    float32
+    pages        BM    index    optional
+    batch_index  B     index    optional
+    out          BSHV  tile     made
+    lse          BHS   float32  made      return_lse
+    """,
+    V=LATENT,
+)
+
+
+def mla_decode(
+    q: Any,
+    latent: Any,
+    *,
+    lengths: Any,
+    scale: float,
+    rotary: Any = None,
+    descale: Any = None,
+    pages: Any = None,
+    batch_index: Any = None,
+    causal: bool = True,
+    splits: int | None = None,
+    out: Any = None,
+    return_lse: bool = False,
+    stream: Any = None,
+    family: str | None = None,
+) -> Any:
+    """Multi-head latent attention (DeepSeek's) of a few new tokens, over a cache of latents that is read once.
+
+    A key is a row of the cache: 512 numbers of the latent and 64 that are rotated by place. All heads share it, and its latent
+    is the value of them all. What makes keys and values of latents is absorbed: into q before, and what comes out is a mean of
+    latents, from which a model's own product makes each head's output.
+
+    q: (B, Sq, H, 576), the 64 rotated columns last; one query token a sequence or several. latent: (B, Sk, 576), of which
+    sequence b uses the first lengths[b] rows, the new tokens' among them; what lies behind is not looked at. bfloat16 or
+    float16. Any base addresses and strides with a contiguous last axis, fast where they are multiples of 16 bytes.
+
+    scale: of scores, which are scale q . k. There is no default, for it follows from how wide heads were before they absorbed
+    anything: (128 + 64)**-0.5 in DeepSeek's models, times what a longer context asks for.
+
+    lengths: (B), int32 or int64, where q lies: they are never read on the host, so that a CUDA graph which holds the call
+    serves sequences as they grow.
+
+    rotary, descale: of a cache of float8_e4m3fn, which has latents alone, (B, Sk, 512). What is attended to is latent *
+    descale, (B, Sk) in float32, a number a token; the rotated columns lie apart, (B, Sk, 64), in q's dtype. Queries are rounded
+    to float16 for it, and so are weights. The three may be parts of one array of bytes, such as rows of 656 with 512, 4 and 128
+    of them in use. It takes Ada, Hopper or later.
+
+    pages: (B, most pages), int32 or int64. Then latent is a pool, (pages, page size, 576): key j of sequence b is row j % size
+    of page pages[b, j // size]; so are rotary and descale. Any page size; Hopper's kernel takes multiples of 8. Numbers of
+    pages behind a sequence's last one are not read. batch_index: (B), sequence b lies in batch batch_index[b] of latent, which
+    may have more.
+
+    causal: the last token stands at the last key, and token t sees keys up to lengths[b] - Sq + t; else all. A token that sees
+    no key gives 0.
+
+    splits, return_lse, stream: as in decode. out: (B, Sq, H, 512), where to write. family: None, "sm_90" (Hopper) or "sm_80",
+    the instructions of every GPU since Ampere.
+
+    Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
+
+    ValueError or TypeError, before anything is launched, names the argument and prints the values."""
+    if scale is None:
+        raise TypeError("scale: must be a number, such as (128 + 64)**-0.5: scale=None")
+    options = flag("causal", causal), _parts(splits), number("scale", scale), flag("return_lse", return_lse), family
+    if rotary is None and descale is None:
+        return _mla_decode(stream, (q, latent, lengths, pages, batch_index, out, None), options)
+    return _mla_decode_fp8(stream, (q, latent, lengths, rotary, descale, pages, batch_index, out, None), options)
+
+
+@program(MLA_DECODE, no_gradient="attention.mla_decode has no gradient: attention.forward has")
+def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float, return_lse: bool, family: str | None) -> Plan:
+    """How mla_decode does calls of this form; lse is never given."""
+    if problem("D") != (COLUMNS,):
+        raise problem.error("q", f"must have {COLUMNS} columns, {LATENT} of latents and the others rotated", "q", "latent")
+    piece, box, heads = problem.bytes_at_once(), _box(problem), problem("H")[0]
+    cache, latent, dtype, gpu = _cache(problem, piece), problem["latent"], DTYPES[problem.dtype], machine(problem.device)
+    rows = problem("S")[0] * heads
+    if family == "sm_90" and box is None:
+        raise ValueError(f"family: sm_90 takes pages of a multiple of 8 rows: latent.shape={problem.shape('latent')}")
+    chosen = choose(problem, family, problem.by_tma and box is not None)
+    arrays: dict[str, Any] = {"gLatent": _one_head(latent, 2)}
+    if chosen == "sm_80" or (family is None and rows <= ampere.BAND):  # tiles of 16 rows: the others are 64, most of them empty
+        early, arrays["gQ"] = is_hopper(gpu.capability), _by_rows(problem["q"], heads)
+
+        def config(reach, result):
+            return ampere.config_for(dtype, reach, cache, result, early, rows, gpu.shared_bytes)
+
+        return _plan(problem, ampere, config, arrays, piece, causal, splits, scale, return_lse)
+    arrays |= {"gQ": _one_head(problem["q"], 2), "gRotary": _one_head(latent, 2)}
+    arrays |= {"page_size": problem("T")[0]} if "pages" in problem else {}
+
+    def shape(reach, result):
+        return hopper.Config(dtype, reach, box, result)
+
+    return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
+
+
+@program(QUANTISED, no_gradient="attention.mla_decode has no gradient: attention.forward has")
+def _mla_decode_fp8(
+    problem: Problem, causal: bool, splits: int | None, scale: float, return_lse: bool, family: str | None
+) -> Plan:
+    """The same of a cache of 8 bits."""
+    if problem("DVK") != (COLUMNS, LATENT, ROTARY):
+        wanted = f"q must have {COLUMNS} columns, a cache of 8 bits {LATENT}, and the rotated columns are {ROTARY}"
+        raise problem.error("latent", wanted, "q", "latent", "rotary")
+    if family == "sm_90":
+        raise ValueError(f"family: of a cache of 8 bits there are kernels of mma.sync, for Ada and later: {family=}")
+    choose(problem, "sm_80")
+    gpu, form = machine(problem.device), problem["latent"].form
+    if gpu.capability < quantised.SINCE:
+        raise ValueError(f"latent: float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
+    if form.strides[-1] != 1 and form.extent:
+        raise problem.error("latent", f"last axis must be contiguous: latent.strides={form.strides} bytes", "latent")
+    piece = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
+    if piece not in quantised.PIECES:
+        raise problem.error("latent", "addresses and strides must be multiples of 4 bytes, as of rotary and q", "latent")
+    dtype, rows, early = DTYPES[problem.dtype], math.prod(problem("SH")), is_hopper(gpu.capability)
+    arrays = {f"g{name.title()}": _one_head(problem[name], 2) for name in ("latent", "rotary")}
+    arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
+    cache = _cache(problem, piece)
+
+    def config(reach, result):
+        return quantised.config_for(dtype, reach, cache, result, early, rows, gpu.shared_bytes)
+
+    return _plan(problem, quantised, config, arrays, piece, causal, splits, scale, return_lse)
+
+
+def _plan(
+    problem: Problem, kernels: Any, shape: Callable, arrays: dict[str, Any], piece: int, causal: bool, splits: int | None,
+    scale: float, return_lse: bool,
+) -> Plan:  # fmt: skip
+    """The launches of a module's kernels, of the configurations shape(reach, result), which are told of these arrays."""
+    batch, tokens, heads, batches, keys = problem("BSHCT")
+    if heads == 0:
+        raise problem.error("q", "must have at least one head", "q")
+    most_keys = keys * (problem("M")[0] if "pages" in problem else 1) if batches else 0
+    out, lse = problem["out"], problem["lse"] if return_lse else None
+    if 0 in (batch, tokens) or most_keys == 0:
+        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
+    dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, scale_of(problem, scale)
+    reach, whole = Reach(False, causal and tokens > 1, False), Whole(dtype, piece)
+    of_keys = {"lengths": problem["lengths"]} | ({"right": 0} if reach.right else {})
+    config = shape(reach, Part(dtype, piece))
+    bands = -(-rows // config.band)
+    parts = parts_for(batch * bands, -(-most_keys // config.kv), gpu.processors) if splits is None else splits
+    told = {"splits": parts, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
+    to, steps, scratch = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}, [], []
+    if parts == 1:
+        config = shape(reach, whole)
+    else:
+        scratch = [((parts, batch, 1, rows, LATENT), "float32"), ((parts, batch, 1, rows), "float32")]
+        held, sums = [problem.scratch(n, *each) for n, each in enumerate(scratch)]
+        of_parts = {"parts": held, "sums_": sums} | told | to
+        if parts <= combine.FEW:
+            few, last_bands = combine.Config(whole, config.early), -(-rows // combine.ROWS)
+            last = kernel_for(combine, few, problem.device)
+            steps.append(last.bind(batch * last_bands * combine.SLABS, bands=last_bands, **of_parts))
+        else:
+            many, slabs = combine_many.Config(dtype, Variant(), early=config.early), LATENT // combine_many.COLUMNS
+            last = kernel_for(combine_many, many, problem.device)
+            of_rows = {"heads": 1, "rows": rows, "slabs": slabs, "sequences": batch}
+            steps.append(last.bind(batch * rows * slabs, **of_rows, **of_parts))
+        to = {"parts": held, "sums": sums}
+    of_cache = {name: problem[name] for name in ("pages", "batch_index") if name in problem}
+    numbers = {"bands": bands, "sequences": batch, "slack": SLACK / (unit * LOG2_E)}
+    first = kernel_for(kernels, config, problem.device)
+    return Plan([first.bind(batch * parts * bands, **arrays, **numbers, **told, **of_cache, **of_keys, **to), *steps], scratch)
+
+
+def _cache(problem: Problem, piece: int) -> Dense:
+    """How latents lie. ValueError."""
+    if "pages" in problem:
+        if "batch_index" in problem:
+            raise ValueError("batch_index: must be None where there are pages, whose table says where a sequence lies")
+        return Paged(piece)
+    if "batch_index" in problem:
+        return Indexed(piece)
+    if problem("B") != problem("C"):
+        raise problem.error("latent", "batch must equal q's where there are neither pages nor batch_index", "latent", "q")
+    return Dense(piece)
+
+
+def _box(problem: Problem) -> boxes.Dense | None:
+    """The same for TMA; None: it would take too small boxes."""
+    if "pages" not in problem:
+        return boxes.Indexed() if "batch_index" in problem else boxes.Dense()
+    rows = math.gcd(problem("T")[0], hopper.KV)
+    return boxes.Paged(hopper.KV // rows) if rows % 8 == 0 else None
+
+
+def _one_head(operand: Operand, axis: int) -> Operand:
+    """With an axis of key heads, of which there is one, before `axis`."""
+    form = operand.form
+    shape, strides = form.shape, form.strides
+    shape, strides = (*shape[:axis], 1, *shape[axis:]), (*strides[:axis], strides[axis - 1], *strides[axis:])
+    return operand._replace(form=form._replace(shape=shape, strides=strides))

@@ -1,0 +1,236 @@
+"""Absorbed MLA of a few query tokens for Hopper, over a part of the keys: TMA and wgmma.
+
+64 rows of heads and tokens see a tile of 64 keys at a time, and its first 512 columns are its values: it lies in shared memory
+once, for both products. The output of 64 x 512 is more than one warpgroup can hold, so two have half of the columns each, and
+share out the scores: one takes the even tiles, the other the odd ones, and hands on their weights, and the rows' maxima, by way
+of shared memory. While one's softmax runs, the tensor cores have the other's products (as in FlashMLA, DeepSeek 2025).
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, finish_sum, grid, load, log2, maximum, row_index, store, subtile, warpgroup, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from tiles.arguments import FLOAT, INT, array, record
+
+from ..softmax.decode.reach import Reach
+from ..softmax.decode.results import Part, Spot, Whole
+from ..softmax.decode.splits import Parted
+from ..softmax.online import LOWEST, TINY, Softmax
+from ..softmax.variants import At
+from .boxes import Dense, Indexed, Paged
+from .shape import LATENT, ROTARY
+
+KV, STAGES, CONSUMERS = 64, 2, 2  # keys of a tile; tiles in shared memory; warpgroups that share out the output's columns
+PRODUCER, KEEP, CLAIM = CONSUMERS, 56, 224  # registers a thread of producer and consumers
+PIECE = 16  # bytes that all addresses are multiples of
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel: which caches it reads and where its output goes."""
+
+    dtype: dtype
+    reach: Reach
+    cache: Dense
+    result: Whole
+    early = True  # it begins while the grid before it ends
+    band, kv = warpgroup.ROWS, KV  # rows of a tile, and keys
+    threads = warpgroup.THREADS * (CONSUMERS + 1)
+
+    @property
+    def given(self):
+        """What the kernel is told of all these."""
+        return record(**self.reach.given, **self.cache.given, **self.result.given)
+
+    def __str__(self):
+        return f"mla {self.dtype} {self.reach} {self.cache} {self.result}, {self.band} x {self.kv}"
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What problems are served with; fp16, which takes the same registers, other caches and smaller pages with `everything`."""
+    if arch == "sm_90a":
+        one, several = Reach(False, False, False), Reach(False, True, False)
+        kinds = [(one, Dense(), Whole), (several, Paged(1), Part)]
+        kinds += [(one, Indexed(), Part), (one, Paged(4), Whole), (several, Paged(8), Part)] * everything
+        for of, (reach, cache, result) in itertools.product((bf16, fp16)[: 1 + everything], kinds):
+            yield Config(of, reach, cache, result(of, PIECE))
+
+
+class Pipes(NamedTuple):
+    """What a block has in shared memory: its queries, tiles of latents and of rotated columns, and the rows' maxima of even and
+    of odd ones."""
+
+    q: Any
+    q_rotary: Any
+    latent: Any
+    rotary: Any
+    even: Any
+    odd: Any
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, GIVEN, BAND, OWN = config.dtype, config.given, config.band, LATENT // CONSUMERS  # of the output's columns
+    K, R = st(KV, LATENT, INPUT), st(KV, ROTARY, INPUT)
+    LATENTS, ROTARIES = config.cache.source(K), config.cache.source(R)
+    Q, Q_ROTARY = rt(16, OWN, INPUT), rt(16, ROTARY, INPUT)
+    O = rt(16, OWN, fp32)
+    WARPS = warpgroup.WARPGROUP
+    reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
+    split, IS_WHOLE = Parted(reach, KV), type(result) is Whole
+    smem = shared(
+        q=st(BAND, LATENT, INPUT),
+        q_rotary=st(BAND, ROTARY, INPUT),
+        latent=ring(K, STAGES, CONSUMERS * WARPS),
+        rotary=ring(R, STAGES, CONSUMERS * WARPS),
+        even=ring(sv(BAND, fp32), 1, WARPS, writers=WARPS),
+        odd=ring(sv(BAND, fp32), 1, WARPS, writers=WARPS),
+        sums=sv(CONSUMERS * BAND, fp32),
+    )
+
+    @inlined
+    def rows_of(gQ, Q, spot, col):
+        """A warp's rows of some columns of Q. A token's rows lie in one place; zeros are loaded where others are."""
+        x = zeros(Q)
+        for token in range(spot.first, spot.last + 1):
+            x = x + load(gQ, Q, (spot.sequence, token, 0, int32(spot.row - token * spot.group), col), 3, 4)
+        return x
+
+    @inlined
+    def bring(pipes, gQ, spot, me):
+        """The block's rows of Q, into shared memory."""
+        rank = warpgroup.rank()
+        own, rotated = rows_of(gQ, Q, spot, int32(OWN * me)), rows_of(gQ, Q_ROTARY, spot, LATENT)
+        store(subtile(pipes.q, 16, rank, OWN, me), own)
+        if me == 0:
+            store(subtile(pipes.q_rotary, 16, rank), rotated)
+        warpgroup.sync_several(CONSUMERS)
+
+    @inlined
+    def scores(j, key, end, pipes):
+        """Those of tile j, in flight. Rows behind the sequence's end are cleared: a weight of 0 does not make up for a NaN."""
+        tile = pipes.latent.wait(j)
+        if key + KV > end:
+            warpgroup.zero_rows(tile, int32(end - key))
+        return warpgroup.mma_ABt(warpgroup.mm_ABt(pipes.q, tile), pipes.q_rotary, pipes.rotary.wait(j))
+
+    @inlined
+    def weighed(s, seen, key, at, inner, scale, slack):
+        """(the weights of a tile of scores, what has then been seen); rows see all keys before `inner`."""
+        if key + KV > inner:
+            s = reach.mask(s, at, key, at.keys)
+        seen = seen.moved(s, None, scale, slack)
+        p = seen.weights(s, None, scale)
+        return INPUT(p), seen.add(p)
+
+    @inlined
+    def hand_on(j, p, seen, pipes, tops):
+        """To the other consumer the weights of tile j, in the place of its rotated columns, and the maxima they count from."""
+        warpgroup.sync()  # all four warps have their scores: nobody reads these columns any more
+        warpgroup.store(pipes.rotary.wait(j), p)
+        warpgroup.sync()
+        warpgroup.store(tops.claim(j // 2), seen.m)
+        tops.publish(j // 2)
+
+    @inlined
+    def taken(j, seen, pipes, tops, me, scale):
+        """What has been seen with tile j, whose weights are the other's; in flight: O."""
+        m = warpgroup.load(tops.wait(j // 2), O.col_vec)
+        tops.release(j // 2)
+        seen = seen.follow(m, scale)
+        values = subtile(pipes.latent.wait(j), KV, 0, OWN, me)
+        return warpgroup.mma_AB(seen.rescaled(), pipes.rotary.wait(j), values), seen
+
+    @inlined
+    def done(j, o, seen, pipes):
+        """What has been seen, once O is there; tile j may then be overwritten."""
+        seen = seen._replace(o=warpgroup.wait(o))
+        pipes.latent.release(j)
+        pipes.rotary.release(j)
+        return seen
+
+    @inlined
+    def evenly(n, first, inner, seen, pipes, at, scale, slack):
+        """What has been seen of n tiles from key `first` on, by the consumer that makes the scores of even ones."""
+        for j in range(0, n, 2):
+            key = int32(first + KV * j)
+            s = warpgroup.wait(scores(j, key, at.keys, pipes))
+            p, seen = weighed(s, seen, key, at, inner, scale, slack)
+            o = warpgroup.mma_AB(seen.rescaled(), p, subtile(pipes.latent.wait(j), KV, 0, OWN, 0))
+            hand_on(j, p, seen, pipes, pipes.even)
+            seen = done(j, o, seen, pipes)
+            if j + 1 < n:
+                o, seen = taken(j + 1, seen, pipes, pipes.odd, 0, scale)
+                seen = done(j + 1, o, seen, pipes)
+        return seen
+
+    @inlined
+    def oddly(n, first, inner, seen, pipes, at, scale, slack):
+        """The same by the other one, whose scores are under way while it takes up the values of the tile before."""
+        for j in range(0, n, 2):
+            key = int32(first + KV * (j + 1))
+            if j + 1 < n:
+                s = scores(j + 1, key, at.keys, pipes)
+                o, seen = taken(j, seen, pipes, pipes.even, 1, scale)
+                s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
+                p, seen = weighed(s, seen, key, at, inner, scale, slack)
+                seen = done(j, o, seen, pipes)
+                o = warpgroup.mma_AB(seen.rescaled(), p, subtile(pipes.latent.wait(j + 1), KV, 0, OWN, 1))
+                hand_on(j + 1, p, seen, pipes, pipes.odd)
+                seen = done(j + 1, o, seen, pipes)
+            else:
+                o, seen = taken(j, seen, pipes, pipes.even, 1, scale)
+                seen = done(j, o, seen, pipes)
+        return seen
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def attend(
+        gQ: array(5, INPUT), gLatent: LATENTS, gRotary: ROTARIES, given: GIVEN,
+        bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
+    ):  # fmt: skip
+        """See ampere.py."""
+        q, q_rotary, latent, rotary, even, odd, sums = smem.open()
+        if not IS_WHOLE:
+            grid.release()  # the blocks that combine parts may come, and wait
+        grid.wait()
+        number, band = divmod(cuda.blockIdx.x, bands)  # tiles of a sequence are neighbours: they read the same keys
+        me, row, rows = warpgroup.id(), int32(BAND * band), int32(tokens * group)
+        first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
+        work = split.first(number, splits, sequences, tokens, given)
+        sees = reach.keys(work.sequence, first_token, last_token, tokens, given)
+        first, end, inner = int32(KV * work.tile), sees.end, int32(sees.end - (last_token - first_token))
+        n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
+        if me == PRODUCER:
+            warpgroup.release_registers(KEEP)
+            for j in range(n):
+                cache.fill(latent, rotary, j, gLatent, gRotary, work.sequence, int32(first + KV * j), end, given)
+        else:
+            warpgroup.claim_registers(CLAIM)
+            mine, pipes = int32(row + 16 * warpgroup.rank()), Pipes(q, q_rotary, latent, rotary, even, odd)
+            first_mine, last_mine = int32(mine // group), int32((min(mine + 16, rows) - 1) // group)
+            spot = Spot(work.sequence, 0, work.part, work.of, IS_WHOLE, mine, first_mine, last_mine, group)
+            token = (row_index(O.col_vec) + mine) // group
+            at = At(work.sequence, 0, token, sees.shift, tokens, end, given, 0, 0)
+            bring(pipes, gQ, spot, me)
+            seen = softmax.begin(LOWEST)
+            if me == 0:
+                seen = evenly(n, first, inner, seen, pipes, at, scale, slack)
+            else:
+                seen = oddly(n, first, inner, seen, pipes, at, scale, slack)
+            own = finish_sum(seen.l)
+            warpgroup.store(subtile(sums, BAND, me), own)
+            warpgroup.sync_several(CONSUMERS)
+            l = own + warpgroup.load(subtile(sums, BAND, 1 - me), O.col_vec)
+            result.store(seen.o / maximum(l, TINY), spot, int32(OWN * me), given)
+            if me == 0:
+                result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
+
+    return attend, smem

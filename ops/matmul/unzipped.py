@@ -1,0 +1,168 @@
+"""Products of a 16-bit tile in registers and an fp8 tile in shared memory, whose elements become fp16 on the way, exactly:
+
+    q = unzipped(fp16(load(queries, Q)))             # once
+    s = mma_ABt_unzipped(zeros(S), q, keys)          # Q K^T
+    o = mma_AB_unzipped(o, fp16(p), values)          # O + P V, with O's columns unzipped
+    store(out, rezipped(o), at)
+
+ldmatrix moves two fp8 elements as one of two bytes, so of the columns of an fp8 tile a lane gets runs of four where it wants
+pairs of each eight. Nothing is exchanged for that: the columns of the other tile, or those of the product, are counted in the
+order that falls out, 0 1 4 5 8 9 12 13 2 3 6 7 10 11 14 15 of each sixteen: `unzipped`."""
+
+import numpy as np
+
+from tiles import ptx
+from tiles.builder import i32
+from tiles.dtypes import fp8e4m3, fp8e5m2, fp16, fp32
+from tiles.interpreter import here
+from tiles.op import lowers, op
+from tiles.types import rt, st
+
+from ..memory.shared_tiles import matrix_addresses
+from ..threads.lanes import gather, spread
+from .mma import left_operand
+
+SIXTEEN = np.array([0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15])
+FP8 = fp8e4m3, fp8e5m2
+PAIRS = 0x3120  # prmt: of two rows' two neighbours, the rows of one next to each other
+
+
+def _order(columns):
+    return (np.arange(0, columns, 16)[:, None] + SIXTEEN).ravel()
+
+
+def _back(columns):
+    return np.argsort(_order(columns))
+
+
+@op
+def unzipped(tile):
+    """The columns of a tile of 2 or 4 bytes an element, in row layout, in the order 0 1 4 5 8 9 12 13 2 3 6 7 10 11 14 15 of
+    each sixteen."""
+    return tile.array[:, _order(tile.shape[1])]
+
+
+@op
+def rezipped(tile):
+    """The columns of an `unzipped` tile in their own order."""
+    return tile.array[:, _back(tile.shape[1])]
+
+
+def _exchange(face, exchanged):
+    @lowers(face)
+    def _(tile):
+        if not isinstance(tile, rt) or tile.dtype in FP8 or tile.layout != "row":
+            raise TypeError(f"{face.__name__}: takes a tile in row layout, and not of fp8, got {tile}")
+        step = 1 if tile.dtype.itemsize == 2 else 2  # registers of a row's pair
+
+        def emit(b, value):
+            registers = b.unpack(value)
+            for base in range(0, len(registers), 4 * step):
+                for k in range(base, base + 2 * step):  # two rows' pairs of the first eight columns; of the next eight
+                    registers[k], registers[k + 2 * step] = exchanged(b, registers[k], registers[k + 2 * step])
+            return b.pack(registers)
+
+        return tile, emit
+
+
+_exchange(unzipped, gather)
+_exchange(rezipped, spread)
+
+
+@op
+def mma_ABt_unzipped(acc, a, b):
+    """acc + rezipped(a) @ b.T in fp32, by one warp. acc: rt(m, n, fp32); a: an unzipped rt(m, k, fp16) or st(m, k, fp16);
+    b: st(n, k) of fp8, n a multiple of 16 and k of 32."""
+    return acc.array + _left(a)[:, _back(a.shape[1])] @ here().read(b, fence=False).astype(np.float32).T
+
+
+def _left(a):
+    """The elements of a left operand, wherever it lies."""
+    return (a.array if hasattr(a, "array") else here().read(a, fence=False)).astype(np.float32)
+
+
+@op
+def mma_AB_unzipped(acc, a, b):
+    """acc + unzipped(a @ b) in fp32, by one warp. acc: rt(m, n, fp32), unzipped; a: rt(m, k, fp16) or st(m, k, fp16); b:
+    st(k, n) of fp8, k a multiple of 16 and n of 32."""
+    product = _left(a) @ here().read(b, fence=False).astype(np.float32)
+    return acc.array + product[:, _order(b.shape[1])]
+
+
+def _check(name, acc, a, b, shape):
+    fits = isinstance(a, st) or (isinstance(a, rt) and a.layout == "row")
+    if (
+        not fits
+        or a.dtype is not fp16
+        or not isinstance(b, st)
+        or b.dtype not in FP8
+        or b.shape != shape
+        or acc.shape[0] != a.rows
+        or acc.dtype is not fp32
+        or b.rows % 16
+        or b.cols % 32
+    ):
+        raise TypeError(
+            f"{name}: takes acc rt(m, n, fp32), a of fp16, rt(m, k) or st(m, k), and a shared tile b of fp8, "
+            f"got {acc}, {a} and {b}"
+        )
+
+
+def _wide(b, dtype, register):
+    """Four fp8 elements as two registers of fp16."""
+    return [b._halves(dtype, register, part) for part in ("lo", "hi")]
+
+
+def _add(b, acc, at, left, right):
+    """Add a product to four elements of acc, wherever they stand."""
+    for k, x in zip(at, ptx.mma(b, (fp16, fp16), [acc[k] for k in at], left, right), strict=True):
+        acc[k] = x
+
+
+@lowers(mma_ABt_unzipped)
+def _(acc, a, b):
+    _check("mma_ABt_unzipped", acc, a, b, (acc.cols, a.cols))
+
+    def emit(builder, vacc, left, address):
+        c, fragment = builder.unpack(vacc), left_operand(builder, a, left, "row")
+        addresses = matrix_addresses(builder, b, rt(b.rows, b.cols, b.dtype), address, builder.u32(0), True, anew=True)
+        addresses = list(addresses)
+        across, bands = b.cols // 32, range(a.rows // 16)
+        for along in range(across):
+            left = {(band, step): fragment(band, 2 * along + step) for band in bands for step in (0, 1)}
+            for rows in range(b.rows // 16):
+                four = [_wide(builder, b.dtype, x) for x in ptx.ldmatrix(builder, addresses[rows * across + along])]
+                for half, step in ((half, step) for step in (0, 1) for half in (0, 1)):
+                    for band in bands:
+                        to = band * acc.cols // 2 + 4 * (2 * rows + half)
+                        _add(builder, c, range(to, to + 4), left[band, step], four[2 * half + step])
+        return builder.pack(c)
+
+    return acc, emit
+
+
+@lowers(mma_AB_unzipped)
+def _(acc, a, b):
+    _check("mma_AB_unzipped", acc, a, b, (a.cols, acc.cols))
+
+    def emit(builder, vacc, left, address):
+        c, fragment = builder.unpack(vacc), left_operand(builder, a, left, "row")
+        addresses = matrix_addresses(builder, b, rt(b.rows, b.cols, b.dtype), address, builder.u32(0), anew=True)
+        for tile, at in enumerate(addresses):  # of 16 rows and 32 columns
+            along, across = divmod(tile, b.cols // 32)
+            four = [_in_pairs(builder, x) for x in ptx.ldmatrix(builder, at, transposed=True)]
+            four = [_wide(builder, b.dtype, x) for x in four]
+            fragments = [fragment(band, along) for band in range(a.rows // 16)]
+            for side in (0, 1):  # sixteen columns
+                for odd in (0, 1):
+                    right = four[2 * side][odd], four[2 * side + 1][odd]
+                    for band in range(a.rows // 16):
+                        to = band * acc.cols // 2 + 8 * (2 * across + side) + odd
+                        _add(builder, c, (to, to + 4, to + 2, to + 6), fragments[band], right)
+        return builder.pack(c)
+
+    return acc, emit
+
+
+def _in_pairs(b, register):
+    return b.asm(i32, f"prmt.b32 $0, $1, $1, {PAIRS};", "=r,r", register, effect=False)

@@ -1,0 +1,293 @@
+"""attention.mla_decode against float64, both families, on both backends from one body."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from places import BF16, OnInterpreter
+
+import attention
+from attention import reference
+from attention.mla import ampere, combine, decode, hopper, parts, quantised
+from attention.mla.shape import COLUMNS, LATENT, ROTARY
+from tiles import fp8e4m3
+from tiles.frameworks import Kind
+
+FP16, SCALE = np.dtype(np.float16), 192**-0.5
+FAMILIES = "sm_80", "sm_90", "fp8"
+ULP = 2.0**-23  # of float32
+
+
+def draw(shape, dtype=BF16):
+    return np.random.default_rng(7).standard_normal(shape, np.float32).astype(dtype)
+
+
+def case(lengths, tokens=1, heads=16, room=None, dtype=BF16):
+    """(q, latent) of sequences of these lengths; NaN behind a length."""
+    batch, room = len(lengths), room or max(*lengths, 1)
+    latent = draw((batch, room, COLUMNS), dtype)
+    for one, length in zip(latent, lengths):
+        one[length:] = np.nan
+    return draw((batch, tokens, heads, COLUMNS), dtype), latent
+
+
+def in_pages(arrays, lengths, size):
+    """(the pools, the table): pages in any order, NaN where nobody's keys lie, no numbers behind a sequence's last page."""
+    used = [-(-n // size) for n in lengths]
+    numbers = iter(np.random.default_rng(3).permutation(sum(used) + 2))
+    table = np.full((len(lengths), -(-arrays[0].shape[1] // size) + 1), -7, np.int32)
+    pools = [np.full((sum(used) + 2, size, *x.shape[2:]), np.nan, x.dtype) for x in arrays]
+    for b, n in enumerate(lengths):
+        for page in range(used[b]):
+            table[b, page] = number = next(numbers)
+            for pool, x in zip(pools, arrays):
+                rows = x[b, size * page : min(size * (page + 1), n)]
+                pool[number, : len(rows)] = rows
+    return pools, table
+
+
+def quantise(latent):
+    """(the latents in fp8, what they are to be multiplied by, the rotated columns), and what these mean in float32."""
+    latents = latent[..., :LATENT].astype(np.float32)
+    descale = np.abs(latents).max(-1) / 448
+    held = (latents / descale[..., None]).astype(fp8e4m3.np)
+    meant = np.concatenate([held.astype(np.float32) * descale[..., None], latent[..., LATENT:].astype(np.float32)], -1)
+    return (held, descale, np.ascontiguousarray(latent[..., LATENT:])), meant
+
+
+def known(q, latent, lengths, causal):
+    """The formula in float64, and as q's dtype allows: [(out, lse)] of each, a sequence at a time."""
+    found = []
+    for formula in (reference.forward, reference.forward_low):
+        keys = [latent[b : b + 1, :n, None] for b, n in enumerate(lengths)]
+        keys = keys if formula is reference.forward else [k.astype(q.dtype) for k in keys]
+        outs = [formula(q[b : b + 1], k, k[..., :LATENT], causal=causal, scale=SCALE) for b, k in enumerate(keys)]
+        found.append([np.concatenate(x) for x in zip(*outs)])
+    return found
+
+
+def agree(place, q, latent, lengths, *, size=None, splits=None, causal=True, family=None):
+    """Run and judge by the rule: out and lse against float64, no NaN, every element written. family: "fp8" is the kernel of a
+    quantised cache."""
+    cache, told = (latent,), {"lengths": np.array(lengths, np.int32)}
+    if family == "fp8":
+        cache, latent = quantise(latent)
+    if size is not None:
+        cache, told["pages"] = in_pages(cache, lengths, size)
+    if family == "fp8":
+        family, (told["descale"], told["rotary"]) = None, cache[1:]
+    told = {name: place.put(x) for name, x in told.items()}
+    out = place.put(np.full((*q.shape[:-1], LATENT), np.nan, q.dtype))
+    told |= {"scale": SCALE, "splits": splits, "causal": causal, "family": family}
+    got, lse = attention.mla_decode(place.put(q), place.put(cache[0]), out=out, return_lse=True, **told)
+    assert got is out
+    (ref, ref_lse), (low, low_lse) = known(q, latent, lengths, causal)
+    reference.assert_close(place.get(out), ref, low)
+    with np.errstate(invalid="ignore"):
+        lost = np.nanmax(np.abs(low_lse - ref_lse), initial=0)
+    np.testing.assert_allclose(place.get(lse), ref_lse, rtol=8 * ULP, atol=3 * lost + 8 * ULP)
+    return place.get(out), place.get(lse)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lengths", [(0, 1, 63), (64, 65, 129)])
+def test_lengths_around_every_edge(place, lengths, family):
+    """Of tiles and splits, some of which have no keys; a sequence may have none, and a token see none."""
+    splits = 1 + (0 in lengths)
+    agree(place, *case(lengths, 2, 16 // splits, 140), lengths, splits=splits, family=family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 1), (5, 4), (128, 1)])
+def test_heads_and_tokens_are_rows(heads, tokens, family):
+    """One to eight tiles of them; tokens that stand before the first key see none."""
+    agree(OnInterpreter(), *case((2, 67), tokens, heads), (2, 67), splits=tokens, family=family)
+
+
+@pytest.mark.parametrize(("family", "size"), [("sm_80", 1), ("sm_90", 128), ("fp8", 24)])
+def test_pages(place, family, size):
+    """In any order, NaN in what no sequence uses. They change no bit."""
+    q, latent = case((130, 0), 2, 8)
+    paged, _ = agree(place, q, latent, (130, 0), size=size, splits=2, family=family)
+    np.testing.assert_array_equal(paged, agree(place, q, latent, (130, 0), splits=2, family=family)[0])
+
+
+@pytest.mark.parametrize(("family", "size"), [("sm_80", 24), ("sm_90", 8), ("sm_90", 40)])
+def test_pages_of_any_size(family, size):
+    agree(OnInterpreter(), *case((130, 0), 2, 9), (130, 0), size=size, splits=2, family=family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_that_see_later_ones_and_fp16(family):
+    agree(OnInterpreter(), *case((66, 2), 3, dtype=FP16), (66, 2), causal=False, family=family)
+
+
+def test_many_parts(place):
+    """Which decode's own kernel combines."""
+    agree(place, *case((200, 5), 2, 3), (200, 5), splits=combine.FEW + 1, family="sm_80")
+
+
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_a_cache_of_more_batches(family):
+    """Sequences lie in any of them; the others hold NaN. Rows of the cache may be apart."""
+    place = OnInterpreter()
+    q, latent = case((70, 20))
+    held = np.full((5, 70, COLUMNS + 8), np.nan, BF16)
+    held[[3, 1], :, :COLUMNS] = latent
+    told = {"lengths": place.put(np.array([70, 20])), "batch_index": place.put(np.array([3, 1], np.int32))}
+    got = attention.mla_decode(place.put(q), place.put(held)[..., :COLUMNS], scale=SCALE, family=family, **told)
+    np.testing.assert_array_equal(place.get(got), agree(place, q, latent, (70, 20), family=family)[0])
+
+
+def test_rows_that_begin_anywhere():
+    """At any even byte: what TMA cannot address, the others' kernel reads."""
+    place = OnInterpreter()
+    q, latent = case((40,))
+    wide = np.full((1, 40, COLUMNS + 9), np.nan, BF16)
+    wide[..., 1 : 1 + COLUMNS] = latent
+    got = attention.mla_decode(
+        place.put(q), place.put(wide)[..., 1 : 1 + COLUMNS], lengths=place.put(np.array([40])), scale=SCALE
+    )
+    np.testing.assert_array_equal(place.get(got), agree(place, q, latent, (40,), family="sm_80")[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_given_split_has_the_same_bits_always(family):
+    """Alone, and among others in a cache with more room."""
+    place = OnInterpreter()
+    q, latent = case((70, 200))
+    one, _ = agree(place, q, latent, (70, 200), splits=3, family=family)
+    again, _ = agree(place, q[:1], latent[:1, :70], (70,), splits=3, family=family)
+    np.testing.assert_array_equal(one[:1], again)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_that_nobody_wrote(monkeypatch, family):
+    """Of short sequences some splits have no keys; what memory held before is no part of the sum."""
+    monkeypatch.setattr(Kind, "maker", lambda self, home, shape, dtype: lambda: np.full(shape, np.nan, dtype))
+    agree(OnInterpreter(), *case((3,), heads=2, room=140), (3,), splits=3, family=family)
+
+
+def test_empty():
+    q, latent = np.zeros((2, 1, 4, COLUMNS), BF16), np.zeros((2, 0, COLUMNS), BF16)
+    out, lse = attention.mla_decode(q, latent, lengths=np.zeros(2, np.int32), scale=1.0, return_lse=True)
+    assert (out == 0).all() and (lse == -np.inf).all()
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    st.integers(0, 150), st.integers(1, 3), st.integers(1, 40), st.integers(1, 3), st.sampled_from([None, 1, 8, 16, 24]),
+    st.booleans(), st.sampled_from(FAMILIES),
+)  # fmt: skip
+def test_random_problems(length, tokens, heads, splits, size, causal, family):
+    family = "sm_80" if size == 1 and family == "sm_90" else family
+    agree(OnInterpreter(), *case((length,), tokens, heads), (length,), size=size, splits=splits, causal=causal, family=family)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=5), st.integers(1, 8), st.integers(2, 8), st.booleans())
+def test_random_problems_on_the_card(card, family, lengths, heads, splits, paged):
+    """For the kernels that are compiled above."""
+    size = {"sm_80": 1, "sm_90": 128, "fp8": 24}[family] if paged else None
+    agree(card, *case(lengths, 2, heads), lengths, size=size, splits=splits, family=family)
+
+
+@pytest.mark.parametrize(("arch", "family", "size"), [("sm_89", "fp8", 16), ("sm_90a", "sm_90", 32)])
+def test_as_compiled(as_compiled, arch, family, size):
+    """What the GPU would run, by the emulator."""
+    as_compiled(arch)
+    agree(OnInterpreter(), *case((70,), 2, 3), (70,), size=size, splits=1, family=family)
+
+
+@pytest.mark.gpu
+def test_a_graph_serves_sequences_as_they_grow(card):
+    """Captured once; nothing is planned anew as lengths grow."""
+    torch = pytest.importorskip("torch")
+    q, latent = case((300, 300), 2)
+    lengths, given = torch.zeros(2, dtype=torch.int32, device="cuda"), [card.put(x) for x in (q, latent)]
+    attention.mla_decode(*given, lengths=lengths, scale=SCALE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.mla_decode(*given, lengths=lengths, scale=SCALE)
+    for now in ((1, 5), (64, 200), (300, 299)):
+        lengths.copy_(torch.tensor(now))
+        graph.replay()
+        (ref, _), (low, _) = known(q, latent, now, causal=True)
+        reference.assert_close(card.get(out), ref, low)
+
+
+@pytest.mark.parametrize("arch", ampere.ROOM)
+def test_every_shape_fits(arch):
+    """Into a block's shared memory."""
+    for module in ampere, hopper, quantised:
+        for config in module.space(arch, False):
+            _, smem = module.make(config)
+            assert smem.nbytes <= ampere.ROOM[arch]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tiles", "wanted"), [(128, 64, 1), (256, 64, 1), (64, 64, 2), (16, 512, 8), (1, 512, 128), (1, 1, 1), (4, 0, 1)]
+)
+def test_parts_fill_the_multiprocessors(blocks, tiles, wanted):
+    assert parts.parts_for(blocks, tiles, 132) == wanted
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+def refused(error, words, /, lengths=(5,), scale=1.0, **more):
+    q, latent = case((5,))
+    with pytest.raises(error, match=words):
+        attention.mla_decode(**{"q": q, "latent": latent, "lengths": np.array(lengths), "scale": scale} | more)
+
+
+def test_mistakes_name_the_argument():
+    table = np.zeros((1, 1), np.int32)
+    refused(ValueError, "^lengths: must be from 0 to 5", lengths=(6,))
+    refused(ValueError, "^lengths: batch must equal q's", lengths=(5, 5))
+    refused(ValueError, "^latent: batch must equal q's where there are neither", latent=draw((2, 5, COLUMNS)))
+    refused(ValueError, "^latent: head_dim must equal q's", latent=draw((1, 5, 512)))
+    refused(ValueError, "^q: must have 576 columns", q=draw((1, 1, 2, 64)), latent=draw((1, 5, 64)))
+    refused(TypeError, "^lengths: dtype must be one of", lengths=(5.0,))
+    refused(ValueError, "^batch_index: must be None where there are pages", pages=table, batch_index=np.zeros(1, np.int32))
+    refused(ValueError, "^lengths: must be from 0 to 5", pages=table, lengths=(6,))
+    refused(ValueError, "^splits: must be from 1 to 1024", splits=0)
+    refused(ValueError, "^family: sm_90 takes pages of a multiple of 8", pages=table, family="sm_90")
+    refused(TypeError, "^scale: must be a number", scale=None)
+    refused(ValueError, "^scale: must be positive", scale=0.0)
+
+
+def test_mistakes_about_a_quantised_cache_name_the_argument():
+    (held, descale, rotary), _ = quantise(case((5,))[1])
+    fp8 = {"latent": held, "descale": descale, "rotary": rotary}
+    refused(TypeError, "^rotary: ", latent=held, descale=descale)
+    refused(TypeError, "^latent: dtype must be one of", **fp8 | {"latent": draw((1, 5, LATENT))})
+    refused(TypeError, "^latent: dtype must be one of", latent=held)
+    refused(ValueError, "^latent: q must have 576 columns", **fp8 | {"rotary": draw((1, 5, 2 * ROTARY))})
+    refused(ValueError, "^descale: sequence must equal latent's", **fp8 | {"descale": descale[:, :4]})
+    refused(
+        ValueError, "^latent: last axis must be contiguous", **fp8 | {"latent": np.zeros((1, 5, 1024), held.dtype)[..., ::2]}
+    )
+    refused(ValueError, "^family: of a cache of 8 bits", family="sm_90", **fp8)
+
+
+def test_parts_of_one_array_of_bytes():
+    """Rows of 656 bytes: 512 of latents, a number, and behind 12 that nobody reads the rotated columns."""
+    q, latent = case((40,))
+    (held, descale, rotary), _ = quantise(latent)
+    rows = np.full((1, 40, 656), 0x7F, np.uint8)
+    rows[..., :512], rows[..., 512:516], rows[..., 528:] = (
+        held.view(np.uint8),
+        descale[..., None].view(np.uint8),
+        rotary.view(np.uint8),
+    )
+    cut = rows[..., :512].view(held.dtype), rows[..., 512:516].view(np.float32)[..., 0], rows[..., 528:].view(rotary.dtype)
+    lengths = np.array([40])
+    got = attention.mla_decode(q, cut[0], descale=cut[1], rotary=cut[2], lengths=lengths, scale=SCALE)
+    np.testing.assert_array_equal(got, agree(OnInterpreter(), q, latent, (40,), family="fp8")[0])
+
+
+def test_arguments_are_documented():
+    for name in decode.MLA_DECODE.names + decode.QUANTISED.names:
+        assert name in attention.mla_decode.__doc__

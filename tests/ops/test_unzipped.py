@@ -1,0 +1,78 @@
+"""ops/matmul/unzipped.py: products of 16-bit tiles in registers and fp8 tiles in shared memory."""
+
+import numpy as np
+import pytest
+from numba import cuda
+
+import tiles
+from ops import (
+    commit_group,
+    copy_async,
+    load,
+    mma_AB_unzipped,
+    mma_ABt_unzipped,
+    rezipped,
+    store,
+    unzipped,
+    wait_group,
+    zeros,
+)
+from tiles import bf16, fp8e4m3, fp16, fp32, rt, st
+from tiles.testing import blank
+
+ORDER = [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
+def test_the_order_and_back(run, sample, dtype):
+    T = rt(32, 32, dtype)
+
+    @cuda.jit
+    def body(x, there, back):
+        tile = unzipped(load(x, T, (0, 0)))
+        store(there, tile, (0, 0))
+        store(back, rezipped(tile), (0, 0))
+
+    x, there, back = sample((32, 32), dtype), blank((32, 32), dtype), blank((32, 32), dtype)
+    run(body, x, there, back)
+    assert (there == x[:, ORDER + [16 + k for k in ORDER]]).all() and (back == x).all()
+
+
+@pytest.mark.parametrize(("rows", "keys", "dim"), [(16, 16, 64), (32, 32, 128), (16, 32, 96)])
+def test_products(run, sample, rows, keys, dim):
+    """Q K^T and P V, as attention has them."""
+    Q, S, P, O, KEYS = (
+        rt(rows, dim, fp16),
+        rt(rows, keys, fp32),
+        rt(rows, keys, fp16),
+        rt(rows, dim, fp32),
+        st(keys, dim, fp8e4m3),
+    )
+    smem = tiles.shared(k=KEYS)
+
+    @cuda.jit
+    def body(q, k, p, s, o):
+        (keys,) = smem.open()
+        copy_async(keys, k, (0, 0))
+        commit_group()
+        wait_group()
+        store(s, mma_ABt_unzipped(zeros(S), unzipped(load(q, Q, (0, 0))), keys), (0, 0))
+        store(o, rezipped(mma_AB_unzipped(zeros(O), load(p, P, (0, 0)), keys)), (0, 0))
+
+    q, k, p = sample((rows, dim), fp16), sample((keys, dim), fp8e4m3), sample((rows, keys), fp16)
+    s, o = blank((rows, keys)), blank((rows, dim))
+    run(body, q, k, p, s, o, shared=smem)
+    exact = [x.astype(np.float64) for x in (q, k, p)]
+    np.testing.assert_allclose(s, exact[0] @ exact[1].T, atol=1e-3)
+    np.testing.assert_allclose(o, exact[2] @ exact[1], atol=1e-3)
+
+
+def test_what_cannot_be_multiplied(run):
+    smem = tiles.shared(k=st(16, 64, fp8e4m3))
+
+    @cuda.jit
+    def body():
+        mma_ABt_unzipped(zeros(rt(16, 16, fp32)), zeros(rt(16, 64, bf16)), smem.open()[0])
+
+    with pytest.raises(TypeError, match=r"mma_ABt_unzipped: takes acc rt\(m, n, fp32\), a of fp16"):
+        run(body, shared=smem)
