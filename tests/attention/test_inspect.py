@@ -13,8 +13,10 @@ from attention.softmax import ampere, backward, hopper
 from attention.softmax.block_masks import BlockedMask
 from attention.softmax.decode import attend
 from attention.softmax.decode.caches import Paged
+from attention.softmax.decode.products import Same
 from attention.softmax.decode.reach import Reach
 from attention.softmax.decode.results import Part
+from attention.softmax.decode.splits import Parted
 from attention.softmax.dropped import Dropped
 from attention.softmax.norms import Layer
 from attention.softmax.seen import CAUSAL, FULL
@@ -31,9 +33,11 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
     (
         "sm_80",
         attend,
-        attend.config_for(128, 128, bf16, *PLAIN, Paged(16), Part(bf16, 16), Variant(), True, attend.ROOM["sm_80"]),
+        attend.config_for(
+            128, 128, Same(bf16), *PLAIN, Paged(16), Part(bf16, 16), Variant(), Parted, False, True, attend.ROOM["sm_80"]
+        ),
     ),
-    ("sm_90a", attend, attend.config_for(256, 256, bf16, *PLAIN, Paged(16), Part(bf16, 16), Variant())),
+    ("sm_90a", attend, attend.config_for(256, 256, Same(bf16), *PLAIN, Paged(16), Part(bf16, 16), Variant())),
     ("sm_89", chunk_ampere, chunk_ampere.Config(128, 1, fp16, ByToken(), Outputs(divided=True))),
     ("sm_89", ampere, ampere.config_for(128, fp16, FULL, ampere.SHARED_BYTES)),
     ("sm_89", token_loop, token_loop.Config(128, "channel", True, varlen=True)),
