@@ -20,8 +20,8 @@ if _why := _run_path(str(_Path(__file__).parents[1] / "tiles/importable.py"))["o
     raise ImportError(_why)
 
 from .backend import backend
-from .fused import Fused, kernel
+from .fused import Fused, compile, kernel
 from .language import *  # noqa: F403
 from .language import __all__ as _functions
 
-__all__ = ["Fused", "backend", "kernel", *_functions]
+__all__ = ["Fused", "backend", "compile", "kernel", *_functions]

@@ -50,9 +50,10 @@ def candidates(found: Traced, card: Card) -> list[Candidate]:
     narrow = any(x.what[1] == "float16" for _, x in found.inputs)
     forms = rules.equal(found.roots, found.space, [rule for rule in rules.RULES if rule.keeps_range or not narrow])
     terms.SPACES.append(found.space)  # templates make views
+    search = place.Search(card)
     try:
         for form in forms:
-            for way in place.ways(form.roots, card):
+            for way in search.of(form.roots):
                 every.setdefault((*map(str, way.kernels), str(form.roots)), Candidate(way, form.rules, form.roots))
     finally:
         terms.SPACES.pop()
@@ -66,6 +67,10 @@ def _view(x: Term, parameters: dict[Term, str]) -> str:
         called, made = f"{base}_flat", f"{base}.reshape(-1)"
     elif x.operation == "rows":
         called, made = f"{base}_rows", f"{base}.reshape(-1, {base}.shape[{x.of[0].ndim - 1}])"
+    elif x.operation == "split":
+        place = x.of[0].ndim - 1
+        lead = ", ".join(f"{base}.shape[{n}]" for n in range(place))
+        called, made = f"{base}_of_heads", f"{base}.reshape({lead}, {x.what}, -1).swapaxes({place - 1}, {place})"
     elif x.operation == "stacked":
         called, made = f"{base}_stacked", f"{base}.reshape(-1, {base}.shape[2])"
     else:
@@ -97,7 +102,10 @@ def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
         parameters[x] = module.unused(HIDDEN.get(x.operation, "hidden"), parameters.values())
     views = []
     for x in dict.fromkeys(x for kernel in way.kernels for x in kernel.leaves if viewed(x) is not x):
-        views.append(_view(x, parameters))
+        if x.operation == "spread":  # of which a kernel reads what it is of
+            parameters[x] = parameters[x.of[0]]
+        else:
+            views.append(_view(x, parameters))
     spoken = {x: key for key, x in found.spoken}
     title = equations(dict(zip(found.outs, found.roots)), spoken)
     texts, known = [], set[str]()

@@ -128,8 +128,17 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
             found = _matmul_by(arithmetic, *of)
         elif x.operation == "among":
             found = _among(arithmetic, *of)
+        elif x.operation == "weighted":
+            each = arithmetic.map("mul", of[0].T[..., None], of[1])
+            found = arithmetic.reduce("sum", np.moveaxis(each, 0, -1))[..., 0]
+        elif x.operation == "spread":
+            found = np.repeat(of[0], of[1].shape[1], -1)
         elif x.operation in PARTS:
             found = _of_parts(x.operation, arithmetic, arithmetic.count(x.names[-1], x.extents[-1]), *of)
+        elif x.operation == "split":
+            found = of[0].reshape(*of[0].shape[:-1], x.what, -1).swapaxes(-3, -2)
+        elif x.operation == "merged":
+            found = of[0].swapaxes(-3, -2).reshape(*of[0].shape[:-3], of[0].shape[-2], -1)
         elif x.operation == "stacked":
             found = of[0].reshape(-1, of[0].shape[-1])
         elif x.operation == "flat":

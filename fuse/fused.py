@@ -37,7 +37,7 @@ from .early import Early
 from .evaluate import InNumPy, evaluate
 from .functions import CASTS, FP8, MAPS
 from .proof import Proof, proven
-from .terms import Term, viewed
+from .terms import Term
 from .trace import ANY, Shape, Traced, rows_alone, traced
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -334,6 +334,13 @@ def kernel(definition: Callable) -> Fused:
     return Fused(definition)
 
 
+def compile(definition: Callable, *shapes: tuple[int, ...] | Shape, dtype: str = "bfloat16", arch: str = "sm_90a") -> Fused:
+    """A function of arrays as fused kernels, whose machine code for arrays of these shapes is made now (see Fused.compile)."""
+    fused = definition if isinstance(definition, Fused) else Fused(definition)
+    fused.compile(*shapes, dtype=dtype, arch=arch)
+    return fused
+
+
 def _once(known: dict[tuple, Any], make: Callable) -> Callable[[tuple], None]:
     """A function that sees that it is known what follows from arrays of these kinds: of each its dtype, whether it comes as its
     transpose, which extents are 1. Dynamo calls it, without a look inside: that says the attribute."""
@@ -359,7 +366,7 @@ def _early(step: Recorded, kernel: Any, lies: dict[Term, Operand]) -> Any:
     """The launch of a kernel, as a step that is early where it may be."""
     if not kernel.early:
         return step
-    return Early(step, [lies[viewed(w.array)] for w in kernel.weights], [lies[x] for x in kernel.roots])
+    return Early(step, [lies[x] for x in kernel.ahead], [lies[x] for x in kernel.roots])
 
 
 def _values(name: str, among: int) -> Values:

@@ -23,9 +23,11 @@ from .trace import Shape
 
 ARCHS = "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"
 ROWS = 1, 17, 64, 4096
-LENGTHS = {"K": 4096, "N": 6144, "D": 4096, "R": 16, "E": 8, "1": 1}  # by their letters in docstrings
+LENGTHS = {"K": 4096, "N": 6144, "D": 4096, "D/2": 2048, "R": 16, "E": 8, "1": 1}  # by their letters in docstrings
+OF_HEADS = {"...": 8, "H": 8, "D": 128, "D/2": 64, "Dv": 128, "R": 512}  # the same where there are queries, S
+WITH_ROWS = "...", "M", "S", "T"
 # x (..., K), gate, up (K, N) of fp8
-SAYS = re.compile(r"((?:\w+, )*\w+) \(((?:\.\.\., )?[A-Z1](?:, [A-Z1])*,?)\)(?: of (\w+))?")
+SAYS = re.compile(r"((?:\w+, )*\w+) \(((?:\.\.\., )?{0}(?:, {0})*,?)\)(?: of (\w+))?".format(r"(?:[A-Z]v?(?:/2)?|1)"))
 DTYPES = {"fp8": "float8_e4m3fn", "int64": "int64"}
 
 
@@ -51,8 +53,7 @@ def cases(only: Sequence[str] = (), arch: str = "sm_90a") -> Iterator[Case]:
 
 
 def described(name: str) -> bool:
-    """Does its docstring say the shapes of all arrays, as rows and weights? Attention's and halves' do not: `python -m
-    attention inspect` has the former's kernels."""
+    """Does its docstring say the shapes of all arrays?"""
     operator = getattr(operators, name)
     said = letters(operator)
     return all(one in said or p.default is not p.empty for one, p in operator.signature.parameters.items())
@@ -60,12 +61,12 @@ def described(name: str) -> bool:
 
 def of_weights(shape: str) -> bool:
     """Is what lies so a matrix of weights, which has no rows?"""
-    return shape.count(",") == 1 and not any(rows in shape for rows in ("...", "M"))
+    return shape.count(",") == 1 and not any(rows in shape for rows in WITH_ROWS)
 
 
 def letters(operator: Fused) -> dict[str, str]:
-    """What an operator's docstring says of the shapes of its arguments: {"w": "K, N"}."""
-    found = SAYS.findall(operator.__doc__ or "")
+    """What an operator's docstring says first of the shapes of its arguments: {"w": "K, N"}."""
+    found = reversed(SAYS.findall(operator.__doc__ or ""))
     return {name: shape.removesuffix(",") for names, shape, _ in found for name in names.split(", ")}
 
 
@@ -79,17 +80,20 @@ def shapes(case: Case) -> tuple[Shape, ...]:
     """Of the arguments; what the docstring does not mention is a number."""
     operator = getattr(operators, case.name)
     said, held, found = letters(operator), dtypes(operator), []
+    lengths = LENGTHS | (OF_HEADS if any("S" in shape.split(", ") for shape in said.values()) else {})
     for name in operator.names:
-        extents = tuple(LENGTHS.get(one, case.rows) for one in said[name].split(", ")) if name in said else ()
+        extents = tuple(lengths.get(one, case.rows) for one in said[name].split(", ")) if name in said else ()
         weight = name in said and of_weights(said[name])
         found.append(Shape(extents, held.get(name, case.dtype) if extents else "float32", case.turned and weight))
     return tuple(found)
 
 
 def compiled(case: Case, arch: str) -> list[Figures]:
-    """The kernels that serve it there, in the order of their launches."""
+    """The kernels that serve it there, in the order of their launches, without those of attention.forward: `python -m attention
+    inspect` has these."""
     every = getattr(operators, case.name).launches(shapes(case), card_of(arch))
-    return [figures(kernel, types, arch, shared, threads) for kernel, types, threads, shared in every]
+    ours = [one for one in every if not one[0].py_func.__module__.startswith("attention.")]
+    return [figures(kernel, types, arch, shared, threads) for kernel, types, threads, shared in ours]
 
 
 def bad(one: Figures) -> bool:

@@ -16,8 +16,12 @@ from .evaluate import picked
 from .functions import CASTS, MAPS, of_torch
 from .terms import Term
 
-__all__ = """abs attention cast causal concatenate dropout exp exp2 gelu halves log matmul_by max maximum mean minimum pick relu
-    rsqrt sigmoid silu softmax sqrt sum tanh transpose var where""".split()
+__all__ = """abs attention cast causal concatenate dropout exp exp2 gelu halves log matmul_by max maximum mean merge_heads
+    minimum pick relu rsqrt sigmoid silu softmax split_heads sqrt sum tanh top transpose var
+    weighted where""".split()
+
+
+LEAST = -3.0e38  # below all numbers that are compared
 
 
 def _map(name: str):
@@ -28,7 +32,8 @@ def _map(name: str):
             raise TypeError(f"{name}: takes {row.arity} argument{'s' * (row.arity > 1)}, got {len(x)}")
         if any([isinstance(one, Term) for one in x]):
             return terms.apply(name, *x)
-        like = next((one for one in x if _torch(one)), None)
+        tensors = sorted((one for one in x if _torch(one)), key=lambda one: not one.is_floating_point())  # masks come last
+        like = tensors[0] if tensors else None
         return row.numpy(*x) if like is None else of_torch(name)(*[one if _torch(one) else like.new_tensor(one) for one in x])
 
     function.__name__ = function.__qualname__ = name
@@ -106,6 +111,20 @@ def halves(x: Any) -> tuple[Any, Any]:
     return x[..., :middle], x[..., middle:]
 
 
+def split_heads(x: Any, count: int) -> Any:
+    """Columns as those of so many heads: (..., S, count * D) as (..., count, S, D)."""
+    if isinstance(x, Term):
+        return terms.split(x, count)
+    return x.reshape(*x.shape[:-1], count, -1).swapaxes(-3, -2)
+
+
+def merge_heads(x: Any) -> Any:
+    """The other way round: (..., heads, S, D) as (..., S, heads * D)."""
+    if isinstance(x, Term):
+        return terms.merged(x)
+    return x.swapaxes(-3, -2).reshape(*x.shape[:-3], x.shape[-2], -1)
+
+
 def transpose(x: Any) -> Any:
     """The transpose of a matrix; with leading axes, of each: the last two are swapped."""
     return terms.transpose(x) if isinstance(x, Term) else x.swapaxes(-1, -2)
@@ -157,6 +176,21 @@ def matmul_by(x: Any, w: Any, index: Any) -> Any:
     inside = (index >= 0) & (index < len(w))
     own = w[index.where(inside, index.new_zeros(())) if _torch(x) else np.where(inside, index, 0)]
     return (x[:, None] @ own)[:, 0] * inside[:, None]
+
+
+def top(x: Any, count: int) -> Any:
+    """x where it is one of the `count` greatest of its row, 0 elsewhere; equal ones are all kept."""
+    rest = x
+    for _ in range(count - 1):
+        rest = where(rest < max(rest), rest, LEAST)
+    return where(x >= max(rest), x, 0.0)
+
+
+def weighted(p: Any, x: Any) -> Any:
+    """The sum over e of p[:, e] * x[e]: what experts give, x (E, M, N), by the weights that each row has for them, p (M, E)."""
+    if any(isinstance(one, Term) for one in (p, x)):
+        return terms.weighted(p, x)
+    return (p.T[..., None] * x).sum(0)
 
 
 def causal(scores: Any) -> Any:

@@ -45,12 +45,14 @@ class Text:
 
 @functools.cache
 def _templates() -> jinja2.Environment:
-    return jinja2.Environment(
+    found = jinja2.Environment(
         loader=jinja2.PackageLoader("fuse", "templates"),
         line_statement_prefix="%",
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    found.filters["array"] = array
+    return found
 
 
 def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
@@ -151,6 +153,8 @@ def _marked(line: str, marks: dict[str, str]) -> str:
 def _folded(line: str) -> list[str]:
     """A line that is too long, as several: first its comment, then cut after a comma or before an operator, in parentheses."""
     code, apart, comment = line.partition("  # ")
+    if len(line) > WIDTH and (names := re.match(r"( *)(\w+(?:, \w+)+) = ", line)):
+        return _folded(f"{names[1]}({names[2]}) = {line[names.end() :]}")
     if len(line) <= WIDTH or ("(" not in line and not apart):
         return [line]
     if apart:

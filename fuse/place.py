@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +21,24 @@ from .templates.since_ampere import SinceAmpere
 from .terms import PARTS, Term, viewed, walk
 
 MOST = 8  # ways that are kept of each term
-VIEWS = "stacked", "heads", "flat", "rows"
+SEVERAL = 5  # results from which on each has one way alone
+VIEWS = "stacked", "heads", "split", "flat", "rows"
 # what no row map computes
-APART = "matmul", "transpose", "concat", "half", "causal", "pick", "matmul_by", "among", *PARTS, *VIEWS
+APART = (
+    "matmul",
+    "transpose",
+    "concat",
+    "half",
+    "causal",
+    "pick",
+    "matmul_by",
+    "among",
+    "merged",
+    "weighted",
+    "spread",
+    *PARTS,
+    *VIEWS,
+)
 
 
 @dataclass(frozen=True)
@@ -36,14 +52,9 @@ class Way:
         return ", then ".join(map(str, self.kernels))
 
 
-def ways(roots: Sequence[Term], card: Card) -> list[Way]:
-    """The ways to compute these terms, the cheapest first."""
-    return _Search(card).of(tuple(roots))
-
-
 def why(roots: Sequence[Term], card: Card) -> str:
     """Why there are no ways: what no template computes."""
-    search = _Search(card)
+    search = Search(card)
     if not card.fp8 and any(x.held_as("") == FP8 for x in walk(*roots)):
         return f"{card.name} converts nothing to or from fp8, which begins with sm_89"
     for x in walk(*roots):
@@ -53,21 +64,33 @@ def why(roots: Sequence[Term], card: Card) -> str:
     return f"no template computes these together: {', '.join(map(repr, roots)):.200}"
 
 
-class _Search:
-    """Ways, by what they compute."""
+class Search:
+    """Ways, by what they compute: one search for all forms of a function, which share terms."""
 
     def __init__(self, card: Card):
         self.card, self.known = card, dict[tuple[Term, ...], list[Way]]()
+        self.seconds = functools.cache(card.seconds)
 
     def of(self, roots: tuple[Term, ...]) -> list[Way]:
-        """The ways to these roots, together."""
+        """The ways to compute these terms, together, the cheapest first."""
         if roots not in self.known:
             found: dict[tuple[str, ...], Way] = {}
             for kernel in self._kernels(roots):
                 for way in self._with(kernel):
                     found.setdefault(tuple(map(str, way.kernels)), way)
+            if len(roots) > 1 and roots[0].operation not in PARTS and (not found or _share(roots)):
+                for way in self._one_by_one(roots):
+                    found.setdefault(tuple(map(str, way.kernels)), way)
             self.known[roots] = sorted(found.values(), key=lambda way: way.seconds)[:MOST]
         return self.known[roots]
+
+    def _one_by_one(self, roots: tuple[Term, ...]) -> list[Way]:
+        """The ways to several roots of which each has kernels of its own."""
+        found, most = [], 2 if len(roots) < SEVERAL else 1
+        for parts in itertools.product(*[self.of((x,))[:most] for x in roots]):
+            kernels = tuple(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
+            found.append(Way(kernels, sum(map(self.seconds, kernels))))
+        return found
 
     def _with(self, kernel: Any) -> list[Way]:
         """The ways that end with this kernel."""
@@ -75,7 +98,7 @@ class _Search:
         found = []
         for parts in itertools.product(*[self.of(one)[:2] for one in needed]):
             before = tuple(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
-            seconds = sum(self.card.seconds(one) for one in (*before, kernel))
+            seconds = sum(map(self.seconds, (*before, kernel)))
             found.append(Way((*before, kernel), seconds))
         return found
 
@@ -85,10 +108,14 @@ class _Search:
         if not self.card.fp8 and any(x.held_as("") == FP8 for x in walk(*roots)):
             return found
         leaves = leaves_of_rows(roots)
-        found.extend(filter(None, [template.matches(roots, leaves) for template in (RowMap, DeepRows)]))
+        if not any(x.operation == "spread" for x in leaves):  # which does not lie in memory
+            found.extend(filter(None, [template.matches(roots, leaves) for template in (RowMap, DeepRows)]))
         if roots[0].operation in PARTS:
             parts: Any = ManyRows if self.card.wgmma else SinceAmpere
             found.extend(parts.folding(roots, self.card.processors))
+        if _share(roots) and self.card.wgmma:
+            for template in (FewRows, ManyRows):
+                found.extend(template.beside_each_other(roots, self.card.processors))
         if len(roots) == 1:
             found.extend(Attention.serving(roots[0]))
             found.extend(Halves.serving(roots[0]))
@@ -103,11 +130,19 @@ class _Search:
         return found
 
 
+def _share(roots: Sequence[Term]) -> bool:
+    """Are these several products of one left factor?"""
+    products = all(x.operation == "matmul" and x.ndim == 2 and x.of[0] is roots[0].of[0] for x in roots)
+    return len(roots) > 1 and products
+
+
 def _together(needed: Sequence[Term]) -> list[tuple[Term, ...]]:
-    """What is needed, that which one kernel gives together: what is known of the parts of the same rows."""
-    found: dict[Term, list[Term]] = {}
+    """What is needed, that which one kernel gives together: what is known of the parts of the same rows, and products of one
+    left factor."""
+    found: dict[Any, list[Term]] = {}
     for x in needed:
-        found.setdefault(x.of[0] if x.operation in PARTS else x, []).append(x)
+        shared = x.operation in PARTS or (x.operation == "matmul" and x.ndim == 2)
+        found.setdefault((x.operation == "matmul", x.of[0]) if shared else x, []).append(x)
     return [tuple(sorted(parts, key=lambda x: x.operation)) for parts in found.values()]
 
 

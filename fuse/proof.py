@@ -41,7 +41,7 @@ LEAST = 1321  # the greatest prime factor of Q
 BASE = pow(37, (P - 1) // Q, P)  # of order Q
 TRIALS, DRAWS = 8, 1000  # points that are compared, and that are drawn at most
 OPAQUE = "max", "causal", "dropout"  # besides maps
-SAME_DEGREE = "neg", "transpose", "half", "causal", "stacked", "heads", "flat", "pick", "among", "pick_of_parts"
+SAME_DEGREE = "neg transpose half causal stacked heads split merged flat pick among spread pick_of_parts".split()
 EXPONENTS = "exp", "sum_of_parts"
 SIZES = (3, 5, 2, 4, 6, 8)  # of axes, prime to Q
 
@@ -250,7 +250,7 @@ def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:
         elif x.operation in ("mul", "div"):
             (a, b), (c, d) = of
             found[x] = (a + c, b + d) if x.operation == "mul" else (a + d, b + c)
-        elif x.operation in ("sum", "matmul", "matmul_by"):
+        elif x.operation in ("sum", "matmul", "matmul_by", "weighted"):
             axis = x.of[0].names[-1]
             n = extent_of(axis, sizes) if axis is not None else 1
             a, b = (sum(one) for one in zip(*of))
@@ -321,12 +321,13 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     rows = {x.names[-2].root for x in found.roots if x.names[-2]}
     most = min(kernel.most_rows for kernel in candidate.way.kernels)
     extents = {axis: n for kernel in candidate.way.kernels for axis, n in kernel.fixed.items()}
-    traced = {axis.root: n for x in walk(*found.roots) for axis, n in zip(x.names, x.extents) if axis is not None}
+    every = [*walk(*found.roots), *(x for _, x in found.inputs)]  # some of which nobody may ask for
+    traced = {axis.root: n for x in every for axis, n in zip(x.names, x.extents) if axis is not None}
     extents |= {part: traced[part] for axis in extents if axis.parts for part in elementary([axis])}
     few = [kernel.root.names[-2] for kernel in candidate.way.kernels if kernel.most_rows <= 64]
     extents |= {axis.root: 8 for axis in few if axis is not None and axis.root not in rows}
     of_bytes = elementary(name for _, x in found.inputs if x.held_as("") == FP8 for name in x.names)
-    for axis in elementary(name for x in walk(*found.roots) for name in x.names):
+    for axis in elementary(name for x in every for name in x.names):
         if axis not in extents:
             extents[axis] = min(RAGGED[0], most - 3) if axis in rows else RAGGED[1 + len(extents) % 5]
             extents[axis] = -(-extents[axis] // 16) * 16 if axis in of_bytes else extents[axis]

@@ -154,6 +154,26 @@ def _stacked(x: Term) -> Iterator[Term]:
             yield terms.heads(terms.matmul(a, terms.transpose(terms.stacked(w))), w)
 
 
+def _side_by_side(x: Term) -> Term | None:
+    """(e, m, n) as (m, e n): a map of products of one left factor with stacks of matrices; None if it is something else."""
+    if x.operation in MAPS:
+        of = [y if not y.names else _side_by_side(y) for y in x.of]
+        return None if any(y is None for y in of) else terms.apply(x.operation, *of)
+    if x.operation != "matmul" or x.of[0].ndim != 2 or x.of[1].operation != "transpose":
+        return None
+    w = x.of[1].of[0]
+    stack = w.operation == "input" and w.ndim == 3 and all(w.names)
+    return terms.matmul(x.of[0], terms.transpose(terms.stacked(w))) if stack else None
+
+
+def _experts(x: Term) -> Iterator[Term]:
+    if x.operation == "weighted" and x.of[1].operation == "matmul":
+        p, (h, w) = x.of[0], x.of[1].of
+        hidden = _side_by_side(h) if w.operation == "input" and w.ndim == 3 and all(w.names) else None
+        if hidden is not None:
+            yield terms.matmul(hidden * terms.spread(p, w), terms.stacked(w))
+
+
 def _by_index(x: Term) -> Iterator[Term]:
     if x.operation == "matmul_by":
         _, b, index = x.of
@@ -202,6 +222,7 @@ RULES = (
     Rule("products are associative", "(x @ a) @ b = x @ (a @ b)", _associate),
     Rule("the transpose of a product is that of its parts, turned round", "(a @ b).T = b.T @ a.T", _transposed, True),
     Rule("the weights of heads, one below the other, are one matrix", "x @ w[h].T = (x @ stacked(w).T)[h]", _stacked, True),
+    Rule("experts are one, whose columns have weights", "sum(p[e] * (h[e] @ w[e])) = ([h] * spread(p)) @ stacked(w)", _experts),
     Rule("of all adapters' products each row keeps its own", "(x @ a[i]) @ b[i] = own(x @ [a]) @ [b]", _by_index, True),
     Rule("products that share a factor are one", "x @ w + y @ w = (x + y) @ w", _one_product),
     Rule("a row's maximum is that of its parts'", "max(s) = max(max(part))", _max_of_parts, True),

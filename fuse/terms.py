@@ -5,9 +5,10 @@
 A Term has an operation, the terms that it is of, and a shape. Equal terms are one object, so that what is shared is seen. There
 are few operations, so that rules and templates are few: inputs and numbers; maps, element by element, which broadcast
 (functions.MAPS); sum and max along the last axis, which stays with length 1; matmul; transpose; concat, along the last axis,
-and half, its other way; causal, of scores; dropout; pick, matmul_by and among, by an index; what is known of the parts of rows,
-PARTS; stacked, heads, flat and rows, views. mean, softmax and others are made of these (language.py). The last two axes are
-rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
+and half, its other way; causal, of scores; dropout; pick, matmul_by and among, by an index; weighted, of experts, and spread;
+what is known of the parts of rows, PARTS; stacked, heads, split, flat and rows, views, and merged, which undoes a split. mean,
+softmax and others are made of these (language.py). The last two axes are rows and columns; what leads them, batches and heads,
+broadcasts as NumPy's does.
 
 Axes have names besides their lengths: those that an operation says are one have one name. So a term knows that the columns of
 x are the rows of w, whatever their numbers are (axes.py), and the axes of a call's arrays follow (`axes`).
@@ -34,9 +35,9 @@ class Term:
     """An operation on terms: see the module. Make one by `term` or by operators.
 
     operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", "half", "causal",
-    "dropout", "pick", "matmul_by", "among", one of PARTS, "stacked", "heads", "flat", "rows", or a map's name. of: terms.
-    what: an input's name and dtype, a number's value, a length's axis and value, which half. extents: one for each axis.
-    names: their Axis, None for 1."""
+    "dropout", "pick", "matmul_by", "among", "weighted", "spread", one of PARTS, "stacked", "heads", "split", "merged", "flat",
+    "rows", or a map's name. of: terms. what: an input's name and dtype, a number's value, a length's axis and value, which
+    half, how many heads. extents: one for each axis. names: their Axis, None for 1."""
 
     __slots__ = ("extents", "names", "of", "operation", "what")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
@@ -152,6 +153,7 @@ class Space:
         self.terms: dict[tuple, Term] = {}
         self.products: dict[tuple[Axis, ...], Axis] = {}
         self.cuts: dict[Axis, Axis] = {}
+        self.splits: list[tuple[Axis, Axis, Axis]] = []  # columns, as heads and columns of each
         self.chosen: dict[Term, Term] = {}  # by an index: a stack of matrices
 
     def term(self, operation: str, of: Sequence[Term], what: Any, extents: tuple[int, ...], names: tuple) -> Term:
@@ -335,6 +337,21 @@ def among(x: Term, index: Term, like: Term) -> Term:
     return _made("among", (x, index, like), None, x.extents, x.names)
 
 
+def weighted(p: Any, x: Any) -> Term:
+    """The sum over e of p[:, e] * x[e], of p (m, e) and x (e, m, n)."""
+    p, x = lifted(p), lifted(x)
+    if p.ndim != 2 or x.ndim != 3 or differ(p.extents[::-1], x.extents[:2]):
+        raise ValueError(f"weighted: takes (m, e) and (e, m, n), got {p.extents} and {x.extents}: {p}, {x}")
+    same(p.names[1], x.names[0])
+    return _made("weighted", (p, x), None, x.extents[1:], (same(p.names[0], x.names[1]), x.names[2]))
+
+
+def spread(p: Term, like: Term) -> Term:
+    """p (m, e) as (m, e n), each number n times, like being (e, n, k)."""
+    rows, n = p.extents[0], like.extents[0] * like.extents[1]
+    return _made("spread", (p, like), None, (rows, n), (p.names[0], product(*like.names[:2])))
+
+
 def indices(roots: Sequence[Term]) -> dict[Term, tuple[Axis | None, int]]:
     """The arguments that choose, and among how many: an axis and its extent."""
     found: dict[Term, tuple[Axis | None, int]] = {}
@@ -369,6 +386,33 @@ def heads(x: Term, like: Term) -> Term:
     return _made("heads", (x, like), None, (h, x.extents[0], d), (of_heads, x.names[0], columns))
 
 
+def split(x: Any, count: int) -> Term:
+    """(..., s, h d) as (..., h, s, d), h being count. A view."""
+    x = lifted(x)
+    if x.ndim < 2 or x.names[-1] is None or (x.extents[-1] % count and not SPACES[-1].loose):
+        raise ValueError(f"split_heads: takes rows whose columns are a multiple of {count}, got {x.extents}: {x}")
+    columns, splits = x.names[-1].root, SPACES[-1].splits
+    known = (its for whole, *its in splits if whole.root is columns and its[0].root.parts == (count,))
+    of_heads, own = next(known, None) or (Axis(count), Axis())
+    if columns.parts is None or not columns.parts:
+        columns.parts = count, own
+        splits.append((columns, of_heads, own))
+    *lead, s, _ = x.extents
+    return _made("split", (x,), count, (*lead, count, s, x.extents[-1] // count), (*x.names[:-2], of_heads, x.names[-2], own))
+
+
+def merged(x: Any) -> Term:
+    """(..., h, s, d) as (..., s, h d)."""
+    x = lifted(x)
+    if x.ndim < 3 or x.names[-3] is None or x.names[-1] is None:
+        raise ValueError(f"merge_heads: takes (..., heads, rows, columns), got {x.extents}: {x}")
+    *lead, h, s, d = x.extents
+    own = x.names[-3].root, x.names[-1].root
+    known = (whole for whole, *its in SPACES[-1].splits if tuple(one.root for one in its) == own)
+    columns = next(known, None) or product(*own)
+    return _made("merged", (x,), h, (*lead, s, h * d), (*x.names[:-3], x.names[-2], columns))
+
+
 def flat(x: Term) -> Term:
     """(n, 1) as (n,): the numbers of rows as a vector. A view."""
     return _made("flat", (x,), None, x.extents[:1], x.names[:1])
@@ -382,7 +426,7 @@ def rows(x: Term) -> Term:
 
 def viewed(x: Term) -> Term:
     """What lies in memory where this is a view of it."""
-    return viewed(x.of[0]) if x.operation in ("stacked", "heads", "flat", "rows") else x
+    return viewed(x.of[0]) if x.operation in ("stacked", "heads", "split", "flat", "rows", "spread") else x
 
 
 def product(*parts: Axis | None) -> Axis | None:
@@ -399,6 +443,8 @@ def rebuilt(x: Term, of: Sequence[Term]) -> Term:
         return reduce(x.operation, of[0])
     if x.operation == "half":
         return half(of[0], x.what)
+    if x.operation == "split":
+        return split(of[0], x.what)
     others: dict[str, Callable] = {
         "matmul": matmul,
         "transpose": transpose,
@@ -408,9 +454,11 @@ def rebuilt(x: Term, of: Sequence[Term]) -> Term:
         "pick": pick,
         "matmul_by": matmul_by,
         "among": among,
+        "weighted": weighted,
+        "spread": spread,
         **{name: functools.partial(of_parts, name) for name in PARTS},
     }
-    others |= {"stacked": stacked, "heads": heads, "flat": flat, "rows": rows}
+    others |= {"merged": merged, "stacked": stacked, "heads": heads, "flat": flat, "rows": rows}
     return others[x.operation](*of) if of else x
 
 

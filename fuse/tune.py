@@ -15,8 +15,7 @@ from typing import Any
 from tiles import cache
 from tiles.device import device
 from tiles.frameworks import describe
-from tiles.launch import Bound
-from tiles.profile.card import median_times
+from tiles.profile.card import median_together
 
 from . import module
 from .candidates import Candidate, Chosen
@@ -37,8 +36,7 @@ def measure(name: str, made: Sequence[Chosen], arrays: Sequence[Any], say: Calla
         say(f"{name}: candidate {n + 1} of {len(made)}")
         make = [first.kind.maker(first.kind.home(first), x.extents, x.held_as(first.dtype))() for x in one.written]
         launch = module.load(one.text, name).launch
-        launch(*arrays, *make)  # compiled now
-        found.append(sum(median_times(lambda launch=launch, make=make: launch(*arrays, *make), Bound.run, gpu, REPEAT)))
+        found.append(median_together(lambda launch=launch, make=make: launch(*arrays, *make), gpu, REPEAT))
     return found
 
 

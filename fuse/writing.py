@@ -16,6 +16,7 @@ WRITTEN = {"sum": "sum({})", "max": "max({})", "matmul": "{} @ {}", "causal": "c
 WRITTEN |= {name: f"{name}({{}}, {{}})" for name in ("pick", "pick_of_parts")}
 WRITTEN |= {"matmul_by": "matmul_by({}, {}, {})", "among": "among({}, {}, {})"}
 WRITTEN |= {name: f"{name}({{}})" for name in ("max_of_parts", "sum_of_parts", "stacked", "heads", "flat", "rows")}
+WRITTEN |= {"merged": "merge_heads({})", "weighted": "weighted({}, {})", "spread": "spread({}, {})"}
 SUGGESTED = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqrt": "scale", "matmul": "product"}
 
 
@@ -58,6 +59,8 @@ class Writer:
             return MAPS[x.operation].written
         if x.operation == "transpose":
             return "{}.T" if x.ndim == 2 else "transpose({})"
+        if x.operation == "split":
+            return f"split_heads({{}}, {x.what})"
         return f"halves({{}})[{x.what}]" if x.operation == "half" else WRITTEN[x.operation]
 
     def assignments(self, roots: Iterable[Term], taken: Iterable[str] = (), among: Iterable[Term] = ()) -> list[str]:
@@ -137,5 +140,8 @@ def equations(roots: Mapping[str, Term], spoken: Mapping[Term, str]) -> str:
         if (inner := softmax_of(x)) is not None:
             lines += writer.assignments([inner], roots, roots.values())
             writer.names[x] = f"softmax({writer.expression(inner)})"
+            if x in spoken and x not in roots.values():
+                lines.append(f"{spoken[x]} = {writer.names[x]}")
+                writer.names[x] = spoken[x]
     lines += writer.assignments(roots.values(), roots)
     return "\n".join([*lines, *(f"{name} = {writer.expression(x)}" for name, x in roots.items())])

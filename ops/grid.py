@@ -1,5 +1,6 @@
 """Grids that follow one another on a stream: one launched with tiles.launch(..., early=True) may begin while the grid before it
-still runs (programmatic dependent launch, sm_90 and later), and bring what that one does not write, such as weights.
+still runs (programmatic dependent launch; before sm_90 there is none, and these ops are nothing), and bring what that one does
+not write, such as weights.
 
     if me == PRODUCER:
         w.fill(...)                # not written by the grid before
@@ -13,7 +14,7 @@ done. In a launch that is not early `wait` is over at once. The interpreter runs
 this."""
 
 from tiles import ptx
-from tiles.op import lowers, op
+from tiles.op import inlined, lowers, op
 from tiles.plumbing import void
 
 
@@ -29,3 +30,10 @@ def release():
 
 lowers(wait)(lambda: (void, ptx.grid_wait))
 lowers(release)(lambda: (void, ptx.grid_release))
+
+
+@inlined
+def follow():
+    """wait, then release: of all threads of a kernel that reads nothing early."""
+    wait()
+    release()

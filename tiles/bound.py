@@ -166,7 +166,7 @@ class Bound:
             attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             dimension = attributes[-1].value.clusterDim
             dimension.x, dimension.y, dimension.z = self.cluster
-        if self.early:
+        if self.early and self.code.target.capability >= (9, 0):
             attributes.append(driver.CUlaunchAttribute())
             attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attributes[-1].value.programmaticStreamSerializationAllowed = 1

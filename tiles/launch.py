@@ -243,8 +243,8 @@ class Launch:
         settled here; arrays in host memory, or TILES_INTERPRET=1, give the same call in the interpreter."""
         return self._bind(parameters(self.kernel, args))
 
-    def _bind(self, given):
-        if watchers:
+    def _bind(self, given, told=False):
+        if watchers and not told:
             _tell(self.kernel, types_of(self.kernel, given), math.prod(self.block), self.shared)
         place = same_place(given)
         if place is None or forced():
@@ -274,7 +274,7 @@ class Launch:
         arrays = [p.array for p in given if p.array is not None]
         if (recording := recording_now()) is not None:
             late = (
-                Launch(self.kernel, self.grid, self.block, self.shared, None, self.cluster)._bind(given)
+                Launch(self.kernel, self.grid, self.block, self.shared, None, self.cluster)._bind(given, told=True)
                 if self.early
                 else bound
             )
@@ -303,8 +303,8 @@ def launch(kernel, grid, block, *, shared=None, stream=None, cluster=None, early
     `tiles.shared` plan that the kernel opens. stream: a handle or a stream object; by default the current stream of the
     first array's framework. A launch may be captured in a CUDA graph, its first one included.
 
-    early: the grid may begin before the one before it on the stream is done (sm_90 and later). The kernel waits for that one by
-    ops.grid.wait() before it writes anything, or reads what that one may have written.
+    early: the grid may begin before the one before it on the stream is done, if the GPU is sm_90 or later. The kernel waits for
+    that one by ops.grid.wait() before it writes anything, or reads what that one may have written.
 
     args: arrays (anything with `__dlpack__` or `__cuda_array_interface__`, NumPy's included), `tiles.tensor(...)` for TMA,
     numbers. All arrays lie on one GPU, or all in host memory: then the kernel runs in the interpreter.

@@ -64,13 +64,15 @@ def cluster_wait(b):
 
 
 def grid_wait(b):
-    """Until the grids that this one was launched early after are done, and what they wrote is visible."""
-    b.do("griddepcontrol.wait;")
+    """Until the grids that this one was launched early after are done, and what they wrote is visible; from sm_90 on."""
+    with b.if_then(b.since(90)):
+        b.do("griddepcontrol.wait;")
 
 
 def grid_release(b):
-    """A grid that is launched early after this one may begin, once all blocks have said so."""
-    b.do("griddepcontrol.launch_dependents;")
+    """A grid that is launched early after this one may begin, once all blocks have said so; from sm_90 on."""
+    with b.if_then(b.since(90)):
+        b.do("griddepcontrol.launch_dependents;")
 
 
 # ---- TMA -----------------------------------------------------------------------------------------------------------

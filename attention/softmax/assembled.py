@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tiles.arrays import Number
 
-from .scores import Biased, Capped, Scored, Sloped, Sunk
+from .scores import Biased, Capped, Scored, Sloped, SlopedBy, Sunk
 from .seen import CAUSAL, FULL, Left, Masked, Right
 from .variants import Both, Variant
 
@@ -32,7 +32,7 @@ def assembled(
     bias: bool = False,
     sink: bool = False,
     mask: Callable | None = None,
-    score: Scored | None = None,
+    score: Scored | SlopedBy | None = None,
     more: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
 ) -> Assembled:
     """The variant of these options, and `more` with their numbers; alibi, bias and sink say whether there is one. Scores are
@@ -63,7 +63,8 @@ def assembled(
     before = _all_of(parts)
     if score is not None:
         parts.append(score)
-        numbers["score_unit"], unit = unit, 1.0
+        its, unit = score.counted(unit)
+        numbers |= its
     if sink:
         parts.append(Sunk())
         numbers["per_sink"] = 1 / unit

@@ -10,16 +10,16 @@ from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
 
 from ..options import SCALES, flag, number
+from .algebra import ends_of_mask, least, score_of
 from .asked import AUX, blocks_of, differentiated, eight, ends_of, norm_parts, positive, random_of, several
 from .assembled import assembled
-from .block_masks import BAND, Blocked, BlockedMask
+from .block_masks import BAND, FIELDS, Blocked, BlockedMask
 from .dropped import Dropped, DroppedAnew, numbers_of
 from .gradient import ONCE, gradient
 from .launches import norm_of, planned
 from .norms import Normed
 from .python import evaluated, known, named, reads
 from .ready import BlockLists, Listing, Making
-from .scores import Scored
 from .variants import Variant
 
 INDICES = 2**24  # tiles of indices are of float32: whole numbers below this
@@ -248,12 +248,14 @@ def _variant(
     """The same with variants; mask and score are the names that python.py knows functions by."""
     check_extents(problem)
     masking, scoring, aux = functions_of(problem, mask, score)
+    axes = [len(x.form.shape) for x in aux]
     more: list[tuple[Variant, dict[str, float | Number]]] = []
     if norm := norm_of(problem, "q_norm"):
         more.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
     if dropout is not None:
         more.append(dropped(problem, dropout, seed_value))
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
+    masking, causal, (left, right) = as_window(problem, masking, axes, causal, (left, right))
     listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, BAND, ready_for)
     if listing and listing.blocked:
         more.append((listing.blocked, {}))
@@ -266,7 +268,7 @@ def _variant(
         "bias" in problem,
         "sink" in problem,
         None if listing and listing.blocked else masking,
-        scoring and Scored(scoring),
+        scoring and score_of(scoring, axes, _ordered(problem, 0 if causal else right)),
         more,
     )
     return planned(problem, made, return_lse, family, aux, listing, norm_eps)
@@ -298,6 +300,36 @@ def functions_of(
         if function is not None:
             evaluated(name, function, [x.form for x in aux])
     return masking, scoring, aux
+
+
+def as_window(
+    problem: Problem,
+    mask: Callable | None,
+    axes: Sequence[int],
+    causal: bool,
+    window: tuple[int | None, int | None],
+) -> tuple[Callable | None, bool, tuple[int | None, int | None]]:
+    """(mask, causal, window) without the mask, where the others can say it: it is a window, whose place among the keys is the
+    same in all sequences, and nobody has or wants lists of blocks. axes: how many each array has that it reads."""
+    listed = problem.schema is LISTS or "lists" in problem or FIELDS[0] in problem
+    if mask is None or listed or _ragged(problem) or (ends := ends_of_mask(mask, axes)) is None:
+        return mask, causal, window
+    queries, keys = problem("ST")
+    shift, (left, right) = keys - queries, window
+    left = least(left, None if ends.left is None else ends.left + shift)
+    right = least(0 if causal else right, None if ends.right is None else ends.right - shift)
+    return None, False, (left, right)
+
+
+def _ordered(problem: Problem, right: int | None) -> bool:
+    """Do queries see no key that comes after them, both counted from 0, in a window that ends there?"""
+    queries, keys = problem("ST")
+    return right is not None and not _ragged(problem) and right + keys - queries <= 0
+
+
+def _ragged(problem: Problem) -> bool:
+    """Have sequences their own numbers of queries and keys?"""
+    return any([name in problem for name in ("cu_seqlens", "cu_seqlens_k", "lengths_k")])
 
 
 def listing_of(

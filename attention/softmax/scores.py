@@ -89,6 +89,32 @@ class Sloped(Variant):
         return row_index(s.col_vec) + int32(at.row + at.shift - key)
 
 
+@static
+class SlopedBy(Sloped):
+    """score + slope (j - i), or score - slope |i - j|, with a slope(b, h, *aux) in units of 1, i and j counted from 0."""
+
+    slope: Callable
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant. per_slope: 1 / the unit of scores."""
+        return {"per_slope": FLOAT}
+
+    def counted(self, unit: float) -> tuple[dict[str, float], float]:
+        """(the numbers that its kernel is given, the unit of what it gives) where scores come in that unit."""
+        return {"per_slope": 1 / unit}, unit
+
+    @inlined
+    def keep(self, at):
+        """See Variant."""
+        return self.slope(at.batch, at.head, *at.aux) * at.given.per_slope
+
+    @inlined
+    def place(self, s, at, key):
+        """See Sloped: a function's queries are counted from 0."""
+        return row_index(s.col_vec) + int32(at.row - key)
+
+
 class Biased(Variant):
     """score + bias[b, h, i, j]."""
 
@@ -120,11 +146,27 @@ class Scored(Variant):
         """See Variant. score_unit: that of scores before."""
         return {"score_unit": FLOAT}
 
+    def counted(self, unit: float) -> tuple[dict[str, float], float]:
+        """(the numbers that its kernel is given, the unit of what it gives) where scores come in that unit."""
+        return {"score_unit": unit}, 1.0
+
     @inlined
     def score(self, s, at, key):
         """See Variant."""
         i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
         return self.function(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
+
+
+@static
+class ScoredIn(Scored):
+    """The same, of a function that takes scores times a factor, and gives them in a unit."""
+
+    unit: float
+    factor: float
+
+    def counted(self, unit: float) -> tuple[dict[str, float], float]:
+        """See Scored."""
+        return {"score_unit": unit * self.factor}, self.unit
 
 
 @static

@@ -1,7 +1,7 @@
 """Operators that are written with fuse: each is its definition, and as fast as one written by hand."""
 
 from .attention import mla_attention, qk_norm_attention, qk_norm_rotary_attention
-from .expert_linear import expert_linear, expert_mlp
+from .expert_linear import expert_linear, expert_mlp, mixture_of_experts
 from .fp8_linear import fp8_linear
 from .gated_mlp import gated_mlp, gated_mlp_down, gated_mlp_gelu
 from .layer_norm_linear import layer_norm_linear
@@ -24,6 +24,7 @@ __all__ = [
     "linear_cross_entropy",
     "lora_linear",
     "lora_linear_by_index",
+    "mixture_of_experts",
     "mla_attention",
     "normalised_step",
     "qk_norm_attention",

@@ -1,7 +1,7 @@
-"""Linear layers of experts, each on rows of its own."""
+"""Experts: layers of which each has rows of its own, or some of those that all see."""
 
 from ..fused import kernel
-from ..language import silu
+from ..language import silu, softmax, sum, top, transpose, weighted
 
 
 @kernel
@@ -15,3 +15,14 @@ def expert_mlp(x, gate, up, down):
     """(silu(x[e] @ gate[e]) * (x[e] @ up[e])) @ down[e] for every expert e: the gated MLPs of a mixture of experts.
     x (E, M, K), gate, up (E, K, N), down (E, N, K)."""
     return (silu(x @ gate) * (x @ up)) @ down
+
+
+@kernel
+def mixture_of_experts(x, router, gate, up, down):
+    """The gated MLPs of those two of several experts that a router finds best for each row, by the shares that their scores
+    have in the softmax of both. Every expert sees every row: for few rows, which want all experts' weights anyway.
+    x (M, K), router (K, E), gate, up (E, N, K), down (E, N, K)."""
+    shares = softmax(x @ router)
+    best = top(shares, 2)
+    hidden = silu(x @ transpose(gate)) * (x @ transpose(up))
+    return weighted(best / sum(best), hidden @ down)

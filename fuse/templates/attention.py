@@ -2,9 +2,10 @@
 
     y = softmax(norm(q) @ transpose(norm(k)) * scale) @ v
 
-on arrays with equal leading axes, a batch and heads, one of them or none; the keys may have one head for all. norm, of queries
-or keys or neither, is x * rsqrt(mean(x * x) + eps) * g; scores may be causal. There is no kernel to write: the text is a
-call."""
+on arrays with equal leading axes, a batch and heads, one of them or none; the keys may have one head for all. With five axes,
+(batch, groups, heads of a group, row, column), keys have 1 in place of a group's heads: those of queries share them. norm, of
+queries or keys or neither, is x * rsqrt(mean(x * x) + eps) * g; scores may be causal. There is no kernel to write: the text is
+a call."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..axes import Axis
-from ..module import DTYPES, Text
+from ..module import DTYPES, Text, unused
 from ..rules import factors, product
 from ..terms import Term, along, softmax_of
 from ..writing import Writer
@@ -21,7 +22,7 @@ from ..writing import Writer
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MOST_AXES = 4  # batch, head, row, column
+AXES = 4  # batch, head, row, column; one more where heads come in groups
 MOST_COLUMNS, COLUMNS = 256, 8  # of a head; and a multiple of so many
 ON_THE_HOST = "input", "number", "add", "sub", "mul", "div", "neg"  # what numbers are made with
 
@@ -48,11 +49,13 @@ class Attention:
 
     def __init__(self, root: Term, q: Side, k: Side, v: Term, scale: Term | None, eps: Term | None, causal: bool):
         self.roots, self.q, self.k, self.v = (root,), q, k, v
+        self.heads = root.of[0] if root.operation == "merged" else root
         self.scale, self.eps, self.causal = scale, eps, causal
 
     @classmethod
     def serving(cls, root: Term) -> Iterator[Self]:
-        """Those that compute it."""
+        """Those that compute it; its heads may be merged: (rows, all heads' columns)."""
+        whole, root = root, root.of[0] if root.operation == "merged" else root
         scores = softmax_of(root.of[0]) if root.operation == "matmul" else None
         if scores is None:
             return
@@ -69,7 +72,7 @@ class Attention:
             return
         negative = scale is not None and scale.operation == "number" and scale.what <= 0
         if not negative and q.eps in (None, eps) and fits(root, q.array, k.array, v):
-            yield cls(root, q, k, v, scale, eps, causal)
+            yield cls(whole, q, k, v, scale, eps, causal)
 
     @property
     def leaves(self) -> list[Term]:
@@ -121,13 +124,23 @@ class Attention:
     def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
         """See RowMap.text."""
         writer = Writer({x: parameters[x] for x in self.leaves}, spoken)
-        given = [_with_heads(x, parameters[x]) for x in (self.q.array, self.k.array, self.v)]
+        arrays, views = (self.q.array, self.k.array, self.v, self.root), list[str]()
+        *given, out = [_with_heads(x, parameters[x]) for x in arrays]
+        if self.root is not self.heads:
+            y = parameters[self.root]
+            out = unused(f"{y}_heads", parameters.values())
+            lead = ", ".join(["1"] * (AXES - self.heads.ndim) + [f"{y}.shape[{n}]" for n in range(self.root.ndim - 1)])
+            views = [f"{out} = {y}.reshape({lead}, {self.root.what}, -1).swapaxes(1, 2)"]
+        elif self.root.ndim > AXES:
+            names = dict.fromkeys(parameters[x] for x in arrays)
+            heads = {one: unused(f"{one}_heads", parameters.values()) for one in names}
+            *given, out = [heads[parameters[x]] for x in arrays]
+            views = [f"{', '.join(heads.values())} = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in ({', '.join(names)}))"]
         given += ["causal=True"] * self.causal
         numbers = {"q_norm": self.q.weights, "k_norm": self.k.weights, "norm_eps": self.eps, "scale": self.scale}
         given += [f"{key}={writer.expression(x)}" for key, x in numbers.items() if x is not None]
         given += ["scale=1.0"] * (self.scale is None) + ['layout="bhsd"']
-        given.append(f"out={_with_heads(self.root, parameters[self.root])}")
-        return Text(before=[f"attention.forward({', '.join(given)})"])
+        return Text(before=[*views, f"attention.forward({', '.join([*given, f'out={out}'])})"])
 
 
 def side(x: Term) -> Side:
@@ -171,15 +184,16 @@ def _numbers(x: Term) -> list[Term]:
 
 def fits(root: Term, q: Term, k: Term, v: Term) -> bool:
     """Are these arrays that attention.forward takes?"""
-    if not root.ndim == q.ndim == k.ndim == v.ndim <= MOST_AXES or k.extents[:-2] != v.extents[:-2]:
+    if not root.ndim == q.ndim == k.ndim == v.ndim <= AXES + 1 or k.extents[:-2] != v.extents[:-2]:
         return False
     columns = all(x.extents[-1] % COLUMNS == 0 and x.extents[-1] <= MOST_COLUMNS for x in (q, v))
     *batch, heads = (1, *q.extents[:-2])
     *batch_of_keys, heads_of_keys = (1, *k.extents[:-2])
     dtypes = {x.what[1] for x in (q, k, v) if x.operation == "input"}
-    return columns and batch == batch_of_keys and heads_of_keys in (1, heads) and len(dtypes) <= 1 and dtypes <= {*DTYPES}
+    fitting = heads_of_keys == 1 or (heads_of_keys == heads and root.ndim <= AXES)
+    return columns and batch == batch_of_keys and fitting and len(dtypes) <= 1 and dtypes <= {*DTYPES}
 
 
 def _with_heads(x: Term, name: str) -> str:
-    """The array with a batch and heads."""
-    return name if x.ndim == MOST_AXES else f"{name}.reshape({'1, ' * (MOST_AXES - x.ndim)}*{name}.shape)"
+    """The array with a batch and heads, if it lacks some of them."""
+    return name if x.ndim >= AXES else f"{name}.reshape({'1, ' * (AXES - x.ndim)}*{name}.shape)"

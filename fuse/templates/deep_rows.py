@@ -21,7 +21,7 @@ class DeepRows:
 
     roots: of any rank above 2. inner: the row map of the matrices. words: what the maps' terms are there, by those outside."""
 
-    label, operations, most_rows, launched, early = "rows", 0.0, 2**31 - 1, True, False
+    label, operations, most_rows, launched, early = "rows", 0.0, 2**31 - 1, True, True
 
     def __init__(self, roots: Sequence[Term], inner: RowMap, words: Mapping[Term, Term]):
         self.roots, self.inner, self.words = tuple(roots), inner, words
@@ -50,6 +50,11 @@ class DeepRows:
     def leaves(self) -> list[Term]:
         """What it reads."""
         return list(self.inner.leaves)
+
+    @property
+    def ahead(self) -> list[Term]:
+        """See RowMap: vectors are what they are."""
+        return self.inner.ahead
 
     @property
     def fixed(self) -> dict[Axis, int]:

@@ -13,13 +13,13 @@ few_rows.jinja is the kernel; here stands when it serves, how it is cut, and wha
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..functions import FP8
 from ..module import DTYPES, Text, array, rendered
 from ..terms import Term, along, is_tile, viewed
-from .product import Product, Weight, Words, extended, extent, index, lead, reading
+from .product import Part, Product, Weight, Words, extended, extent, index, lead, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,7 +51,7 @@ class Schedule(NamedTuple):
 class FewRows(Product):
     """See the module."""
 
-    label = "few"
+    label, rides = "few", ("sum",)
     processors: int  # of the card
 
     @functools.cached_property
@@ -70,6 +70,11 @@ class FewRows(Product):
     def early(self) -> bool:
         """May weights be on their way before the launch before is done? Not those that it makes."""
         return all(viewed(w.array).operation == "input" for w in self.weights)
+
+    @property
+    def ahead(self) -> Sequence[Term]:
+        """See Product."""
+        return [viewed(w.array) for w in self.weights]
 
     @property
     def item(self) -> int:
@@ -96,8 +101,8 @@ class FewRows(Product):
         columns *= wide
         wider, finer = (self._rings(rows, columns, depth, blocks) for depth in (128, 64))
         deep = min(3, -(-self.inner // (128 * blocks)))
-        if not self.plain or self.sides:  # in fp32 128 columns of rows are more than the preparer's registers hold
-            return finer
+        if not self.plain or self.sides or (rows == MOST_ROWS and columns == 128):
+            return finer  # in fp32 128 columns of rows are more than the preparer's registers hold; and x comes sooner
         return wider if wider and min(wider.stages, wider.ahead + 2 * (not self.plain)) >= deep else finer or wider
 
     def _microseconds(self, rows: int, columns: int, blocks: int) -> float:
@@ -109,19 +114,24 @@ class FewRows(Product):
         memory = batch * count * self.inner * self.columns * self.item / MEMORY
         return round(max(memory, taken / INTAKE) + EXCHANGE * (blocks > 1), 1)
 
+    def made(self, rows: int) -> int:
+        """Slots of what rows of x are prepared to: one for each warp that takes its turn; of one warp a band some ahead."""
+        return max(2, 64 // rows) if rows < MOST_ROWS else 4
+
     def _rings(self, rows: int, columns: int, depth: int, blocks: int) -> Schedule | None:
         """As many slots as there is room for; None: there is none. Those of x, and of what it is prepared to, are as many as
         the weights' where they can be: a weight waits in its slot for its part of x."""
         count, turns = len(self.products), 64 // rows if self.prepared else 1  # warps take turns with slots of x
         x, slot = rows * depth * ITEM, count * columns * depth * self.item
-        second = max(2, turns) * (not self.plain)
+        second = self.made(rows) * (not self.plain)
         sent = count * rows * 4 * max(16, columns - columns // blocks)  # what peers send of their sums
         room = ROOM - second * x - sent - max(turns, 4) * self.rank * (columns + rows) * ITEM
         beside = x + (self.rank + 2 * len(self.vectors)) * depth * ITEM  # what comes with a slot of x
         more = self.extension.left.extents[1] if self.extension else 0
         steps = -(-(-(-self.inner // depth) - (-more // depth)) // blocks)
+        tall = 1.5 if rows == MOST_ROWS else 1  # much of x, which is under way longest: all blocks ask for the same
         fitting = [
-            (min(stages, ahead + second), stages, -ahead)
+            (min(tall * stages, ahead + (rows < MOST_ROWS) * second), stages, -ahead)
             for ahead in range(turns, MOST_SLOTS + 1, turns)
             for stages in range(1, min(steps, MOST_SLOTS) + 1)
             if stages * slot + ahead * beside <= room
@@ -138,10 +148,9 @@ class FewRows(Product):
         """Those that compute it, on a card of so many multiprocessors."""
         for kernel in (more for one in cls.matches(root) for more in one.with_extension()):
             kernel.processors = processors
-            sums = all(x.operation == "sum" for x in kernel.sides)
             joined = not kernel.narrow or (len(kernel.products) == 1 and len(kernel.narrow) == 1 and kernel.joined)
             fitting = (kernel.of_16_bits or kernel.widens) and kernel.dtype in DTYPES and not kernel.by_itself
-            if kernel.rows <= MOST_ROWS and fitting and sums and joined and kernel.schedule:
+            if kernel.rows <= MOST_ROWS and fitting and joined and kernel.schedule:
                 yield kernel
 
     def with_extension(self) -> Iterator[Self]:
@@ -155,8 +164,13 @@ class FewRows(Product):
                 others = [y for y in self.others if y not in found.joint.of]
                 yield type(self)(self.root, self.x, self.operand, self.products, {}, [], others, found)
 
+    @classmethod
+    def beside_each_other(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
+        """Those that compute several products of one left factor."""
+        yield from filter(None, (one.sharing(roots) for one in cls.serving(roots[0], processors) if not one.extension))
+
     def __str__(self):
-        return f"few rows of {self.root}"
+        return f"few rows of {', '.join(map(str, self.roots))}"
 
     def explained(self) -> str:
         """What it does, in words."""
@@ -292,20 +306,29 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
     result, wide, batch = parameters[kernel.root], extent(kernel.x, x.name, -1), kernel.batch is not None
     counted = f"-(-{extent(kernel.root, result, -1)} // COLUMNS) * BLOCKS"
     blocks = f"(blocks, {result}.shape[0])" if batch else "blocks"
-    told += [(array(parameters[y]), parameters[y]) for y in (*kernel.others, kernel.root)]
+    parts = Part.of(kernel, parameters)
+    told += [(array(part.weight), f"tiles.tensor({part.weight}, {products[0].tile})") for part in parts[1:]]
+    told += [(array(parameters[y]), parameters[y]) for y in (*kernel.others, *kernel.roots)]
     told += words.kept.arguments if words.kept else []
     steps = f"-(-{wide} // (BLOCKS * DEPTH))"
     early = ", early=True" if kernel.early else ""
     numbers = [("width", wide)] * words.lengths + [(parameters[y],) * 2 for y in kernel.numbers]
+    numbers += [(part.end,) * 2 for part in parts[:-1]]
+    numbers += [("each", f"{parameters[kernel.each]}.shape[1]")] if kernel.each is not None else []
+    ends = [f"{part.end} = {part.before + ' + ' if part.before else ''}-(-{part.result}.shape[1] // COLUMNS)" for part in parts]
+    counted = "cols * BLOCKS" if parts else counted
+    s = kernel.schedule
+    assert s
     return {
-        "schedule": kernel.schedule, "dtype": dtype, "plain": kernel.plain, "prepared": kernel.prepared, "band": band,
+        "schedule": s, "dtype": dtype, "plain": kernel.plain, "prepared": kernel.prepared, "band": band,
         "widens": kernel.widens, "weights": "fp8e4m3" if kernel.widens else dtype,
         "u": x.name if kernel.plain else "u", "opened": opened, "products": products, "narrow": narrow, "sides": sides,
         "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "epilogue": epilogue,
         "written": written, "result": array(result), "batch": batch, "lead": lead(kernel.root),
         "arguments": [*told, ("steps", "steps"), *([("inner", "inner")] if extension else []), *numbers],
         "extension": extension and {"x": array(left), "w": array(right)},
-        "before": [f"blocks, steps = {counted}, {steps}"] if not extension else [
+        "beside": parts, "made": kernel.made(s.rows),
+        "before": [*ends, f"blocks, steps = {counted}, {steps}"] if not extension else [
             f"inner, more = -(-{wide} // DEPTH), -(-{left}.shape[1] // DEPTH)",
             f"blocks, steps = {counted}, -(-(inner + more) // BLOCKS)",
         ],
@@ -315,6 +338,8 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
 
 def _read(y: Term, name: str) -> str:
     """The expression that reads what the epilogue wants besides, as the transposed tile has it."""
+    if y.operation == "spread":
+        return f"load({name}, rt(16, ROWS, fp32).row_vec, (0, divmod(mine, each)[0]), cols=0)"
     if not any(y.names[-2:]):
         return reading(y, name, "", "", "")
     if is_tile(y):

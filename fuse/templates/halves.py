@@ -10,7 +10,7 @@ tile has."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .. import terms
@@ -20,6 +20,7 @@ from ..functions import MAPS
 from ..module import Text, array, unused
 from ..terms import Term, along, between
 from ..writing import Writer
+from .row_map_text import FOLLOW
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,7 +38,8 @@ class Halves:
     root: of any rank. parts: what is stored in its halves, or what is stored in it whole. read: halves of arrays, and arrays
     that are read whole. sums: of rows, and what is summed of each half. axis: of the root, that rows lie along."""
 
-    label, operations, most_rows, launched, early = "halves", 0.0, 2**31 - 1, True, False
+    label, operations, most_rows, launched, early = "halves", 0.0, 2**31 - 1, True, True
+    ahead: Sequence[Term] = ()
 
     def __init__(self, root: Term, parts: tuple[Term, ...], read: list[Term], sums: Sums, axis: int):
         self.roots, self.parts, self.read, self.sums, self.axis = (root,), parts, read, sums, axis
@@ -124,7 +126,7 @@ class Halves:
         at = dict(zip(lead, PLACES[-len(lead) :] if lead else ())) | {self.axis: "row"}
         columns = MOST_COLUMNS if self.sums and self.parts[0].extents[-1] > COLUMNS else COLUMNS
         text.globals = [f"WARPS = {WARPS}", f"TILE = rt({ROWS}, {columns}, fp32)  # of a warp"]
-        text.kernel = ["row = TILE.rows * (WARPS * cuda.blockIdx.x + int32(cuda.threadIdx.x // 32))"]
+        text.kernel = [FOLLOW, "row = TILE.rows * (WARPS * cuda.blockIdx.x + int32(cuda.threadIdx.x // 32))"]
         text.kernel += [f"{at[n]} = cuda.blockIdx.{axis}" for n, axis in zip(lead, AXES) if self.root.names[n] is not None]
         first = next(x.of[0] for x in self.read if x in split)
         text.kernel.append(f"width = {array(parameters[first])}.shape[{first.ndim}]")
@@ -160,7 +162,7 @@ class Halves:
         ]
         grid = [f"-(-{y}.shape[{self.root.ndim + self.axis}] // (TILE.rows * WARPS))"]
         grid += [f"{y}.shape[{self.root.ndim + n}]" for n in lead]
-        text.launch = f"{grid[0] if len(grid) == 1 else '(' + ', '.join(grid) + ')'}, 32 * WARPS"
+        text.launch = f"{grid[0] if len(grid) == 1 else '(' + ', '.join(grid) + ')'}, 32 * WARPS, early=True"
         return text
 
     def load(self, x: Term, name: str, at: dict[int, str]) -> str:

@@ -2,10 +2,10 @@
 
 A persistent block computes tiles of 128 rows: two consumers of 64 rows multiply, a producer feeds them, and a tile leaves part
 by part under the first products of the next one, through the epilogue. What is done to x comes before, in a kernel of its own:
-inside this loop it would cost the products more (bench/NOTES.md). Two products of one x share a tile's columns. A product of
-another left factor that is added, x @ w + t @ b, is a step more along k, or several: [x, t] @ [w; b]. In a batch the tiles of
-one product follow those of another. Of scores that only a softmax wants (terms.of_parts) no tile leaves: each 128 columns of it
-become three numbers a row, by an online softmax.
+inside this loop it would cost the products more (bench/NOTES.md). Two products of one x share a tile's columns; several that
+are results of their own lie side by side. A product of another left factor that is added, x @ w + t @ b, is a step more along
+k, or several: [x, t] @ [w; b]. In a batch the tiles of one product follow those of another. Of scores that only a softmax wants
+(terms.of_parts) no tile leaves: each 128 columns of it become three numbers a row, by an online softmax.
 
 many_rows.jinja is the kernel; here stands when it serves, how it is cut, and what fills its gaps."""
 
@@ -19,7 +19,21 @@ from ..module import DTYPES, Text, array, rendered
 from ..terms import Term, along, between, is_tile
 from ..writing import Writer
 from .few_rows import MOST_ROWS, Named
-from .product import MOST_PRODUCTS, Extension, Folds, Product, Weight, extended, extent, found_in, index, keeping, lead, reading
+from .product import (
+    MOST_PRODUCTS,
+    Extension,
+    Folds,
+    Part,
+    Product,
+    Weight,
+    extended,
+    extent,
+    found_in,
+    index,
+    keeping,
+    lead,
+    reading,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -60,7 +74,7 @@ def schedule(m: int, n: int, products: int, processors: int, batch: int = 1, ste
 class ManyRows(Product):
     """See the module."""
 
-    label, most_rows, early = "many", 2**31 - 1, False
+    label, most_rows, early = "many", 2**31 - 1, True
     processors: int  # of the card
 
     def __init__(self, root: Term, x: Term, products: dict[Term, Weight], others: list[Term], extension: Extension | None):
@@ -106,6 +120,11 @@ class ManyRows(Product):
         """Those that compute what is known of the parts of rows of scores."""
         yield from filter(None, (one.fold(roots) for one in cls.serving(roots[0].of[0], processors, 0)))
 
+    @classmethod
+    def beside_each_other(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
+        """Those that compute several products of one left factor."""
+        yield from filter(None, (one.sharing(roots) for one in cls.serving(roots[0], processors)))
+
     def __str__(self):
         return f"many rows of {', '.join(map(str, self.roots))}"
 
@@ -149,6 +168,7 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     epilogue += [f"{other.name} = {other.loaded}" for other in others] + writer.assignments([kernel.root], taken)
     x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
     numbers = {"width": extent(kernel.x, x.name, -1)} if lengths else {}
+    numbers |= {"each": f"{parameters[kernel.each]}.shape[1]"} if kernel.each is not None else {}
     numbers |= {parameters[y]: parameters[y] for y in kernel.numbers}
     turned = kernel.weights[0].turned
     axis = "rows" if turned else "cols"
@@ -157,7 +177,9 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     more = bool(extension and not extension.narrow)
     names = [parameters[kernel.x], *([parameters[extension.left]] if extension else [])]
     operands = [(array(name), f"tiles.tensor({name}, X)") for name in names]
-    weights = [p.loaded for p in products] + ([parameters[extension.weight.array]] if extension else [])
+    parts = Part.of(kernel, parameters)
+    weights = [p.loaded for p in products] + [part.weight for part in parts[1:]]
+    weights += [parameters[extension.weight.array]] if extension else []
     operands += [(array(name), f"tiles.tensor({name}, {tile})") for name in weights]
     result, inner = parameters[kernel.roots[0]], f"-(-{extent(kernel.x, x.name, -1)} // X.cols)"
     folds = Folds.of(kernel, parameters)
@@ -165,34 +187,40 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     batch = kernel.batch is not None
     counted = f"{'tall' if batch else 'rows'}, cols = -(-{high} // X.rows), -(-{wide} // {tile}.{axis})"
     arrays = {o.array: o.name for o in others} | dict(kept.arguments if kept else [])
-    told = "".join(f", {one}" for one in (*arrays, *numbers))
-    counts = ["rows", *["tall"] * batch, "cols", "steps", *["more"] * more]
+    ends = [part.end for part in parts[:-1]]
+    told = "".join(f", {one}" for one in (*arrays, *numbers, *ends))
+    counts = ["rows", *["tall"] * batch, *ends, "cols", "steps", *["more"] * more]
     outs = folds.arguments if folds else [("gY", f"tiles.tensor({result}, Y_PART)")]
+    if parts:
+        outs = [(array(part.result), f"tiles.tensor({part.result}, Y_PART)") for part in parts]
+        counted = f"rows, {parts[0].end} = -(-{high} // X.rows), -(-{wide} // W.{axis})"
     lasts = [p.name.replace("acc", "last") for p in products]
-    leaves = _folded(folds, s.parts, told) if folds else _sent(lasts, s.parts, told, "batch, " * batch)
+    into = ", ".join(name for name, _ in outs)
+    leaves = _folded(folds, s.parts, told) if folds else _sent(lasts, s.parts, told, "batch, " * batch, into)
     arguments = [*operands, *outs, *arrays.items()]
     return {
         "schedule": s, "dtype": dtype, "y": result, "products": products, "turned": turned, "form": "ABt" if turned else "AB",
         "x": x, "arrays": list(arrays), "numbers": list(numbers), "batch": batch, "lead": lead(kernel.root), "folds": folds,
-        "lasts": lasts, "leaves": leaves,
+        "lasts": lasts, "leaves": leaves, "beside": parts, "into": into, "ends": ends,
         "extension": extension and {"x": operands[1][0], "w": operands[-1][0], "narrow": extension.narrow},
         "computes": computes, "epilogue": epilogue, "written": writer.expression(kernel.root),
         "arguments": [*arguments, *((n, n) for n in counts), *numbers.items()],
         "before": [
             counted,
+            *(f"{part.end} = {part.before} + -(-{part.result}.shape[1] // W.{axis})" for part in parts[1:]),
             *([f"rows = tall * {result}.shape[0]"] if batch else []),
             *([f"more = -(-{names[1]}.shape[1] // X.cols)"] if more else []),
             f"steps = max({2 * s.parts - 1}, {inner}{' + more' if more else ' + 1' if extension else ''})",
             f"""blocks = min(rows * cols, machine(describe({result}, "{result}").device).processors)""",
         ],
-        "launch": "blocks, THREADS, shared=smem", "bounds": "THREADS, 1",
+        "launch": "blocks, THREADS, shared=smem, early=True", "bounds": "THREADS, 1",
     }  # fmt: skip
 
 
-def _sent(lasts: list[str], parts: int, told: str, lead: str) -> list[list[str]]:
+def _sent(lasts: list[str], parts: int, told: str, lead: str, into: str) -> list[list[str]]:
     """The lines by which each part of a tile leaves: the products' columns of it."""
     columns = [", ".join(f"columns(last, PART, {part + n * parts})" for n in range(len(lasts))) for part in range(parts)]
-    return [[f"send(gY, y, {lead}row, {_nth('PARTS * col', n)}, me, {one}{told})"] for n, one in enumerate(columns)]
+    return [[f"send({into}, y, {lead}row, {_nth('PARTS * col', n)}, me, {one}{told})"] for n, one in enumerate(columns)]
 
 
 def _folded(folds: Folds, parts: int, told: str) -> list[list[str]]:
@@ -213,6 +241,8 @@ def _nth(first: str, n: int) -> str:
 def _read(y: Term, name: str) -> str:
     """The expression that reads what the epilogue wants besides, of the part that leaves."""
     row, col = "ROWS * (CONSUMERS * row + me)", "PART * col"
+    if y.operation == "spread":
+        return f"warpgroup.load({name}, rt(16, PART, fp32).col_vec, ({row}, divmod({col}, each)[0]), cols=0)"
     if not any(y.names[-2:]):
         return reading(y, name, "", row, col)
     if is_tile(y):

@@ -17,7 +17,7 @@ lacks that axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOST_PRODUCTS = 2
+BESIDES = "input", "matmul", "sum", "max", "flat", "spread"  # what an epilogue reads
 
 
 class Weight(NamedTuple):
@@ -76,10 +77,11 @@ class Product:
     {term: its weight}.
     narrow: {term: (weight of the first product, weight of the second)}. sides: reductions of rows of x. vectors: what the
     prologue and the sides read besides. others: what the epilogue does: tiles and vectors. numbers: of all of
-    them. extension: a product
-    of another left factor that is added. folds: see `fold`."""
+    them. extension: a product of another left factor that is added. folds: see `fold`. beside: other results, products of the
+    same operand: {term: its weight}, see `sharing`."""
 
     launched = True
+    rides: Sequence[str] = ("sum", "max")  # reductions that can ride the loop along k
 
     def __init__(
         self,
@@ -95,17 +97,24 @@ class Product:
         self.root, self.x, self.operand = root, x, operand
         self.roots: tuple[Term, ...] = (root,)
         self.folds: tuple[Term, ...] = ()
+        self.beside: dict[Term, Weight] = {}
         self.extension = extension
         self.products, self.narrow, self.sides = products, narrow, sides
         inside = between([operand, *(one.of[0] for one in sides)], [x], with_leaves=True)
         self.vectors = [y for y in inside if y.operation in ("input", "flat") and y is not x and y.ndim and along(y)]
-        self.others = [y for y in others if y.ndim and y.operation in ("input", "matmul", "sum", "max", "flat")]
+        self.others = [y for y in others if y.ndim and y.operation in BESIDES]
+
+    @property
+    def ahead(self) -> Sequence[Term]:
+        """What is read before the launch before is done."""
+        return ()
 
     @property
     def weights(self) -> list[Weight]:
         """All of them."""
         more = [self.extension.weight] if self.extension else []
-        return [*self.products.values(), *(w for pair in self.narrow.values() for w in pair), *more]
+        narrow = [w for pair in self.narrow.values() for w in pair]
+        return [*self.products.values(), *self.beside.values(), *narrow, *more]
 
     @property
     def leaves(self) -> list[Term]:
@@ -164,6 +173,11 @@ class Product:
         return [x for x in between([self.root], self.read) if x.operation == "among"]
 
     @property
+    def each(self) -> Term | None:
+        """The stack of whose matrices' rows each has so many columns of the result, one number a row (terms.spread)."""
+        return next((y.of[1] for y in self.others if y.operation == "spread"), None)
+
+    @property
     def riding(self) -> list[str]:
         """What is done besides the product, in words."""
         told = [f"{self.operand} is made as x arrives"] * (not self.plain)
@@ -178,6 +192,8 @@ class Product:
         of_parts = {axis.root: 2 * PART + 8 for axis in self.root.names[-1:] if axis and self.folds}
         for x in self.kept:
             of_parts |= {axis.root: n for axis, n in zip(x.of[2].names, (3, x.of[2].extents[1])) if axis}
+        if self.each is not None:  # tiles of columns have one number a row; TMA steps by eight
+            of_parts |= {axis.root: n for axis, n in zip(self.each.names, (8, PART)) if axis}
         narrow = {x.names[1].root: x.extents[1] for x in inner if x.names[1]}
         return narrow | {axis.root: 2 for axis in lead if axis} | of_parts
 
@@ -196,7 +212,7 @@ class Product:
 
     @property
     def columns(self) -> int:
-        return self.root.extents[-1]
+        return sum(x.extents[-1] for x in (self.root, *self.beside))
 
     @property
     def batch(self) -> int | None:
@@ -211,7 +227,7 @@ class Product:
     @property
     def operations(self) -> float:
         """Of the tensor cores."""
-        sizes = [math.prod(x.extents) * self.inner for x in self.products]
+        sizes = [math.prod(x.extents) * self.inner for x in (*self.products, *self.beside)]
         sizes += [math.prod(x.extents) * x.of[0].extents[1] + math.prod(x.of[0].extents) * self.inner for x in self.narrow]
         return 2.0 * sum(sizes)
 
@@ -227,6 +243,19 @@ class Product:
         if not needed or len(self.products) != 1 or len({x.of[0] for x in roots}) != 1 or self.root.ndim != 2:
             return None
         self.roots = self.folds = roots
+        return self
+
+    def sharing(self, roots: tuple[Term, ...]) -> Self | None:
+        """The kernel that gives these products, of one operand, whose columns lie side by side in its tiles; None if they
+        differ in more than their weights."""
+        alike = all(x.operation == "matmul" and x.ndim == 2 and x.of[0] is self.operand for x in roots)
+        if not alike or list(self.products) != [self.root] or self.root is not roots[0] or self.extension:
+            return None
+        weights = {x: Weight.of(x.of[1]) for x in roots[1:]}
+        held = {(w.turned, viewed(w.array).held_as("")) for w in (self.products[self.root], *weights.values())}
+        if len(held) > 1 or not all(is_tile(w.array) for w in weights.values()):
+            return None
+        self.roots, self.beside = roots, weights
         return self
 
     @classmethod
@@ -248,7 +277,8 @@ class Product:
                         beyond(operand, ends)
                     ).all():  # 0, which the weights are there, times infinity is no number
                         continue
-                    sides = [one for one in part.reductions if _base(one.of[0]) is x and not beyond(one.of[0], ends).any()]
+                    riding = [one for one in part.reductions if one.operation in cls.rides and _base(one.of[0]) is x]
+                    sides = [one for one in riding if not beyond(one.of[0], ends).any()]
                     others = [*part.others, *(one for one in part.reductions if one not in sides)]
                     yield cls(root, x, operand, part.products, part.narrow, sides, others)
 
@@ -259,7 +289,10 @@ def found_in(root: Term) -> Found | None:
     found = Found()
     if root.operation in CASTS:  # results have the operands' dtype
         return None
-    return found if is_tile(root) and found.epilogue(root) and (found.products or found.narrow) else None
+    if not is_tile(root) or not found.epilogue(root) or not (found.products or found.narrow):
+        return None
+    stacks = {y.of[1] for y in found.others if y.operation == "spread"}
+    return found if len(stacks) < 2 and all(x.extents[1] % PART == 0 for x in stacks) else None
 
 
 class Found:
@@ -309,7 +342,7 @@ class Found:
                     self.products[x] = Weight.of(w)
             elif x.operation in ("sum", "max"):
                 self.reductions.append(x)
-            elif not x.of or x.operation == "flat":
+            elif not x.of or x.operation in ("flat", "spread"):
                 self.others.append(x)
             elif x.operation in MAPS:
                 stack.extend(reversed(x.of))
@@ -341,6 +374,8 @@ def _base(x: Term) -> Term | None:
 
 def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:
     """The expression that reads what an epilogue wants besides, for a tile of accumulators that begins at (row, col)."""
+    if y.operation == "spread":
+        return f"load({name}, {tile}.col_vec, ({row}, divmod({col}, each)[0]), cols=0)"
     if not any(y.names[-2:]):  # one number
         return f"{name}[{lead(y)}{', '.join('0' * min(y.ndim, 2))}]"
     if is_tile(y):
@@ -365,6 +400,35 @@ def extent(y: Term, name: str, axis: int) -> str:
 def lead(y: Term) -> str:
     """The first part of an index, where an array has a batch."""
     return "" if y.ndim < 3 else "0, " if y.names[0] is None else "batch, "
+
+
+class Part(NamedTuple):
+    """One of several products whose columns lie side by side. weight, result: the parameters' names. before, end: the names of
+    the counts of tiles of columns that are before it, and with it."""
+
+    weight: str
+    result: str
+    before: str
+    end: str
+
+    @property
+    def test(self) -> str:
+        """The line that asks if a tile is of it, others having been asked for."""
+        asked = "if" if not self.before else "elif"
+        return f"{asked} col < {self.end}:" if self.end != "cols" else "else:"
+
+    def col(self, col: str = "col", unit: str = "") -> str:
+        """The column there; unit: what the counts are multiplied by."""
+        return f"{col} - {unit}{self.before}" if self.before else col
+
+    @classmethod
+    def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> list[Part]:
+        """Those of a kernel, in order; none if it has one product alone."""
+        every, found = {**kernel.products, **kernel.beside} if kernel.beside else {}, list[Part]()
+        for n, (x, w) in enumerate(every.items(), 1):
+            end = f"end_{n}" if n < len(every) else "cols"
+            found.append(cls(parameters[w.array], parameters[x], found[-1].end if found else "", end))
+        return found
 
 
 class Folds(NamedTuple):

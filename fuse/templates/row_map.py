@@ -6,7 +6,7 @@ One of three forms serves, by the rows' width (row_map_text.py writes them):
 
 - folded: a row is a tile, cut into 16 parts that lie one below the other. A lane reads 16 bytes at a time, and keeps them where
   nobody asks which columns they are; one row is worked on while the next one comes, and vectors along the columns stay in
-  registers;
+  registers. Where several tiles of 16 bits are written, each row is a block's only one;
 - held: a block has sixteen rows, its warps side by side along the columns; all is read once and stays in registers;
 - looped: the same, but a warp takes every so many columns, once for each level of reductions and once more for the result. They
   come from L2 then, where sixteen rows of every multiprocessor fit."""
@@ -21,7 +21,7 @@ from ..evaluate import beyond
 from ..functions import FP8, MAPS
 from ..module import DTYPES, Text
 from ..terms import Term, along, between, is_tile, viewed
-from .row_map_text import COLUMNS, FOLD, REGISTERS, Folded, Held, Looped, Writing
+from .row_map_text import FOLD, REGISTERS, Alone, Folded, Held, Looped, Writing
 
 KNOWN = "sum", "max", "number", "length", "dropout"  # that are no maps of elements alone
 SIXTEEN = "bfloat16", "float16"
@@ -89,7 +89,9 @@ class RowMap:
         parts = self.width % (FOLD * DRAWN if self.draws else FOLD) == 0
         fits = self.registers * _warps(self.width, Folded) <= REGISTERS and self.width <= Folded.columns * MOST_WARPS
         if self.width >= FOLDED_FROM and fits and parts and whole and tiles <= HELD:
-            return Folded
+            results = [x.held_as(SIXTEEN[0]) for x in self.roots if is_tile(x)]
+            alone = len(results) > 1 and {*results} <= {*SIXTEEN} and self.width <= Alone.columns * MOST_WARPS
+            return Alone if alone else Folded
         return Held if self.width <= Held.columns * MOST_WARPS and tiles <= HELD else Looped
 
     @property
@@ -101,7 +103,7 @@ class RowMap:
     def registers(self) -> int:
         """Of a lane, where rows are folded: for what is read now and next, and some to compute with; for all of what is cut off
         at a row's end before it is reduced; and for draws."""
-        tile = FOLD * COLUMNS // 32  # elements of a lane
+        tile = Folded.columns // 32  # elements of a lane
         ahead = tile if self.dtype == "fp32" else tile // 2
         tiles, vectors = (sum(along(x) and is_tile(x) == two for x in self.leaves) for two in (True, False))
         cut = any(self.filled(x) for x in between(self.roots, self.leaves) if x.operation in ("sum", "max"))
@@ -115,7 +117,14 @@ class RowMap:
     @property
     def fixed(self) -> dict[Axis, int]:
         """The axes whose extents are in the kernel's text, or must be multiples of something there."""
-        return {self.columns: FOLD * (COLUMNS + (DRAWN if self.draws else 3))} if self.form is Folded else {}
+        part = self.form.part + (DRAWN if self.draws else 3) if issubclass(self.form, Folded) else 0
+        return {self.columns: FOLD * part} if part else {}
+
+    @property
+    def ahead(self) -> list[Term]:
+        """What is read before the launch before is done: vectors, where they stay in registers."""
+        vectors = [x for x in self.leaves if along(x) and not is_tile(x)]
+        return [x for x in vectors if x.operation == "input"] if issubclass(self.form, Folded) else []
 
     @property
     def draws(self) -> bool:
@@ -126,7 +135,7 @@ class RowMap:
         """The kernel and its launch. parameters: the names of leaves and roots. spoken: what other terms may be called."""
         return self.form(self, parameters, spoken).text
 
-    label, operations, most_rows, launched, early = "rows", 0.0, 2**31 - 1, True, False
+    label, operations, most_rows, launched, early = "rows", 0.0, 2**31 - 1, True, True
 
     @property
     def bytes(self) -> float:

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from .row_map import RowMap
 
 ROWS = 16  # of a warp's tile
-FOLD, COLUMNS = 16, 64  # a folded row's parts, and the columns of them that a warp has
+FOLD = 16  # a folded row's parts
 REGISTERS = 2048  # of a multiprocessor, for each lane of a warp
+FOLLOW = "grid.follow()"  # the first that a kernel does which is launched early, but for what it reads ahead
 NOTHING = {"sum": ("zeros", "0.0"), "max": ("neg_infty", "-math.inf")}  # a vector of nothing's sum or maximum, and one number
 
 DROPOUT = '''
@@ -71,9 +72,10 @@ class Writing:
         if self.reductions:
             text.globals.append("smem = shared(scratch=sv(TILE.rows * WARPS, fp32))")
             text.kernel.append("(scratch,) = smem.open()")
-        text.kernel.append("row = TILE.rows * cuda.blockIdx.x")
+        text.kernel += [FOLLOW, "row = TILE.rows * cuda.blockIdx.x"]
         tall = next(x for x in (*kernel.leaves, *kernel.roots) if x.ndim == 2 and x.names[0])
-        text.launch = f"-(-{parameters[tall]}.shape[0] // TILE.rows), 32 * WARPS{', shared=smem' * bool(self.reductions)}"
+        blocks = f"-(-{parameters[tall]}.shape[0] // TILE.rows)"
+        text.launch = f"{blocks}, 32 * WARPS{', shared=smem' * bool(self.reductions)}, early=True"
         every = [(x, parameters[x]) for x in (*self.leaves, *kernel.roots)]
         text.arguments = [*((array(name) if x.ndim else name, name) for x, name in every), *self.told]
 
@@ -113,12 +115,13 @@ class Writing:
         """The lines that compute the roots and write them."""
         lines = self.writer.assignments(self.kernel.roots, self.parameters.values())
         for x in self.kernel.roots:
-            lines += self.store(array(self.parameters[x]), self.rounded(x, store), at if is_tile(x) else "", store)
+            lines += self.store(x, self.rounded(x, store), at, store)
         return lines
 
-    def store(self, into: str, written: str, at: str, store: str) -> list[str]:
-        """The lines that write a root; at: where its tile begins, "" for one number a row. store: by what a tile is."""
-        return [f"{store}({into}, {written}, ({at}))" if at else f"store({into}, {written}, (row, 0), cols=0)"]
+    def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
+        """The lines that write a root; at: where its tile begins, if it is no number a row. store: by what a tile is."""
+        into = array(self.parameters[x])
+        return [f"{store}({into}, {written}, ({at}))" if is_tile(x) else f"store({into}, {written}, (row, 0), cols=0)"]
 
     def rounded(self, x: Term, store: str) -> str:
         """A root as it is stored, which rounds by itself; but `store` takes 16 bytes at once only of what is fp8 before."""
@@ -202,14 +205,20 @@ class Looped(Writing):
 
 
 class Folded(Writing):
-    """A row is a tile, one of a block at a time, and the next one comes meanwhile."""
+    """A row is a tile, one of a block at a time, and the next one comes meanwhile. part: columns of a warp's, of each of the 16
+    parts of the row."""
 
-    draw = "bernoulli_of_row", "row, col, width"
-    columns, says = FOLD * COLUMNS, "are tiles of 16 parts; one is worked on while the next one comes"
+    draw, part = ("bernoulli_of_row", "row, col, width"), 64
+    columns, says = FOLD * part, "are tiles of 16 parts; one is worked on while the next one comes"
 
-    def store(self, into: str, written: str, at: str, store: str) -> list[str]:
-        """See Writing."""
-        return super().store(into, written, at, store) if at else ["if col == 0:", f"    {into}[row, 0] = {written}"]
+    def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
+        """See Writing. Of one number a row: into 16 bits the first of a vector goes, of which the row has no more."""
+        into = array(self.parameters[x])
+        if is_tile(x):
+            return super().store(x, written, at, store)
+        if x.held_as(self.kernel.dtype) in ("fp32", "float32"):
+            return ["if col == 0:", f"    {into}[row, 0] = {written}"]
+        return ["if col == 0:", f"    store({into}, zeros(rt(16, 16, fp32).col_vec) + {written}, (row, 0), cols=1)"]
 
     @property
     def unordered(self) -> bool:
@@ -218,44 +227,86 @@ class Folded(Writing):
 
     def write(self) -> None:
         kernel, text, name = self.kernel, self.text, self.parameters
-        load = "load_unordered" if self.unordered else "load"
         tiles = [x for x in kernel.leaves if is_tile(x)]
         vectors = [x for x in kernel.leaves if along(x) and not is_tile(x)]
         numbers = [x for x in self.leaves if not along(x)]
         self.writer.names |= dict.fromkeys(self.lengths, "columns")
-        x, warps = name[tiles[0]], kernel.warps
-        blocks = REGISTERS // kernel.registers // warps
-        text.globals += [f"WARPS, BLOCKS = {warps}, {blocks}  # of a block, of a multiprocessor"]
-        text.globals += [f"PART = rt({FOLD}, {COLUMNS}, {kernel.dtype})  # a warp's of a row that is cut into {FOLD}"]
-        text.bounds = "32 * WARPS, BLOCKS"
+        x = name[tiles[0]]
+        text.globals += self.extents()
+        text.globals += [f"PART = rt({FOLD}, {self.part}, {kernel.dtype})  # a warp's of a row that is cut into {FOLD}"]
         if self.reductions:
-            text.globals.append(f"smem = shared(scratch=sv({max(16, 4 * warps)}, fp32))")
+            text.globals.append(f"smem = shared(scratch=sv({max(16, 4 * kernel.warps)}, fp32))")
             text.kernel.append("(scratch,) = smem.open()")
-        text.kernel.append("following, col = int32(cuda.blockIdx.x), PART.cols * int32(cuda.threadIdx.x // 32)")
+        text.kernel.append(f"{self.first}, col = int32(cuda.blockIdx.x), PART.cols * int32(cuda.threadIdx.x // 32)")
+        for late in (False, True):
+            text.kernel += [FOLLOW] * late
+            those = [v for v in vectors if (v not in kernel.ahead) == late]
+            text.kernel += [f"{name[v]} = {self.loaded(v, '0, col')}" for v in those]
         text.kernel += [self.load(n) for n in numbers if n.ndim]
-        text.kernel += [f"{name[v]} = {load}({array(name[v])}, PART, (0, col))" for v in vectors]
-        text.kernel += [f"next_{name[t]} = {load}({array(name[t])}, PART, (following, 0, col))" for t in tiles]
         if self.drawn or any(map(self.kernel.filled, self.reductions)):
             text.kernel.append(f"width = {array(x)}.shape[2]")
-        wide = "{}" if kernel.dtype == "fp32" else "fp32({})"
-        body = [f"row, {name[t]} = following, {wide.format('next_' + name[t])}" for t in tiles[:1]]
-        body += [f"{name[t]} = {wide.format('next_' + name[t])}" for t in tiles[1:]]
-        body += ["following += int32(cuda.gridDim.x)", "at = min(following, int32(rows - 1))"]
-        body += [f"next_{name[t]} = {load}({array(name[t])}, PART, (at, 0, col))" for t in tiles]
-        self.writer.names |= {v: wide.format(name[v]) for v in vectors}
+        self.writer.names |= {v: self.widened(name[v]) for v in vectors}
+        body = list[str]()
         for level in self.levels():
             body += self.reduce(level, "tile")
         body += self.stores("row, 0, col", "store_unordered" if self.unordered else "store")
-        text.kernel += ["while following < rows:", *(f"    {line}" for line in body)]
-        text.before = [
-            f"rows, cut = {x}.shape[0], ({FOLD}, {x}.shape[1] // {FOLD})",
-            f"""blocks = min(rows, BLOCKS * machine(describe({x}, "{x}").device).processors)""",
-        ]
-        text.launch = f"blocks, 32 * WARPS{', shared=smem' * bool(self.reductions)}"
+        self.rows(tiles, body)
+        text.before.insert(0, f"rows, cut = {x}.shape[0], ({FOLD}, {x}.shape[1] // {FOLD})")
+        text.launch += f", 32 * WARPS{', shared=smem' * bool(self.reductions)}, early=True"
         shaped = [
             (array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*cut)" if along(one) else name[one])
             for one in (*tiles, *vectors, *kernel.roots)
         ]
         given = [(array(name[n]) if n.ndim else name[n], name[n]) for n in numbers]
         columns = [("columns", f"float({x}.shape[1])")] if self.lengths else []
-        text.arguments = [*shaped, ("rows", "rows"), *columns, *given, *self.told]
+        text.arguments = [*shaped, *self.counted, *columns, *given, *self.told]
+
+    def loaded(self, x: Term, at: str) -> str:
+        """The expression that reads a tile or a vector."""
+        return f"{'load_unordered' if self.unordered else 'load'}({array(self.parameters[x])}, PART, ({at}))"
+
+    def widened(self, written: str) -> str:
+        """What was read, as it is computed with."""
+        return written if self.kernel.dtype == "fp32" else f"fp32({written})"
+
+    first = "following"  # what a block's number is called
+    counted: Sequence[tuple[str, str]] = (("rows", "rows"),)  # the kernel's parameter that ends it
+
+    def extents(self) -> list[str]:
+        """The global that says how many warps there are, and blocks; and the launch's bounds."""
+        blocks = REGISTERS // self.kernel.registers // self.kernel.warps
+        self.text.bounds = "32 * WARPS, BLOCKS"
+        return [f"WARPS, BLOCKS = {self.kernel.warps}, {blocks}  # of a block, of a multiprocessor"]
+
+    def rows(self, tiles: list[Term], body: list[str]) -> None:
+        """The loop over a block's rows, and the launch of so many blocks."""
+        name, text = self.parameters, self.text
+        x = name[tiles[0]]
+        text.kernel += [f"next_{name[t]} = {self.loaded(t, 'following, 0, col')}" for t in tiles]
+        lines = [f"row, {name[t]} = following, {self.widened('next_' + name[t])}" for t in tiles[:1]]
+        lines += [f"{name[t]} = {self.widened('next_' + name[t])}" for t in tiles[1:]]
+        lines += ["following += int32(cuda.gridDim.x)", "at = min(following, int32(rows - 1))"]
+        lines += [f"next_{name[t]} = {self.loaded(t, 'at, 0, col')}" for t in tiles]
+        text.kernel += ["while following < rows:", *(f"    {line}" for line in (*lines, *body))]
+        text.before = [f"""blocks = min(rows, BLOCKS * machine(describe({x}, "{x}").device).processors)"""]
+        text.launch = "blocks"
+
+
+class Alone(Folded):
+    """A row is a tile, and a block's only one: many small blocks hide from each other what a row waits for."""
+
+    part = 32
+    columns, says = FOLD * part, "are tiles of 16 parts, a block's only one each"
+    first = "row"
+    counted = ()
+
+    def extents(self) -> list[str]:
+        """See Folded."""
+        self.text.bounds = "32 * WARPS, 1"
+        return [f"WARPS = {self.kernel.warps}  # of a block"]
+
+    def rows(self, tiles: list[Term], body: list[str]) -> None:
+        """See Folded."""
+        self.text.kernel += [f"{self.parameters[t]} = {self.widened(self.loaded(t, 'row, 0, col'))}" for t in tiles]
+        self.text.kernel += body
+        self.text.launch = "rows"

@@ -109,7 +109,7 @@ CALLS = {
         attention.decode,
         lambda x: (x.qkv(), dict(lengths=x.ends()[1 : 1 + x.batch], splits=2, return_lse=True, sink=x.rate(x.heads))),
     ),
-    "decode, pages": (attention.decode, lambda x: (x.qkv(), dict(lengths=x.ends()[1:2], pages=x.ends()[:1, None]))),
+    "decode, pages": (attention.decode, lambda x: (x.qkv(), dict(lengths=x.lengths(), pages=x.lengths()[:, None] - 3))),
     "linear": (attention.linear, lambda x: (x.qkv(), {})),
     "linear, state": (
         attention.linear,

@@ -36,6 +36,7 @@ CASES = {
     "rows in registers, some dropped": (operators.dropout_residual_layer_norm, *[(3, 136)] * 2, (136,), (136,), SEED),
     "rows folded, to fp8": (operators.residual_rms_norm_quantise, (2, 1040), (2, 1040), (1040,)),
     "rows folded": (operators.normalised_step, (2, 1040), (2, 1040), (1040,)),
+    "rows folded, to a number": (fuse.kernel(lambda x: (fuse.max(x), fuse.mean(x))), (3, 1040)),
     "rows read again": (fuse.kernel(lambda x: fuse.softmax(x)), (2, 2056)),
 }
 

@@ -87,6 +87,11 @@ def shared_keys(q, k, v):
 
 
 @fuse.kernel
+def grouped_heads(q, k, v):
+    return fuse.attention(q, k, v, 0.25)
+
+
+@fuse.kernel
 def one_query(q, k, v):
     return fuse.attention(q, k * 0.5, v, 0.5)
 
@@ -97,18 +102,26 @@ def rotated(q, k, v, cos, sin):
 
 
 @fuse.kernel
+def block_of_heads(x, wq, wk, wv, wo):
+    q, k, v = (fuse.split_heads(x @ w, 2) for w in (wq, wk, wv))
+    return fuse.merge_heads(fuse.attention(q, k, v, 0.25)) @ wo
+
+
+@fuse.kernel
 def without_its_root(q, k, v):
     return fuse.attention(q / (1.0 + fuse.mean(q * q)), k, v, 0.25)
 
 
 # kernels ahead of attention's
-AHEAD = {operators.mla_attention: 2, rotated: 2, without_its_root: 1, operators.qk_norm_rotary_attention: 2}
+AHEAD = {operators.mla_attention: 1, rotated: 2, without_its_root: 1, block_of_heads: 2, operators.qk_norm_rotary_attention: 2}
 CASES = {
     operators.mla_attention: [(2, 5, 16), (9, 40), (2, 16, 40), (2, 24, 40)],
     attend: [(2, 2, 5, 16), (2, 2, 9, 16), (2, 2, 9, 24)],
     shared_keys: [(2, 4, 5, 16), (2, 1, 9, 16), (2, 1, 9, 24)],
+    grouped_heads: [(2, 3, 2, 5, 16), (2, 3, 1, 9, 16), (2, 3, 1, 9, 24)],
     one_query: [(2, 1, 16), (2, 9, 16), (2, 9, 16)],
     rotated: [(2, 5, 16), (2, 5, 16), (2, 5, 16), (5, 8), (5, 8)],
+    block_of_heads: [(5, 72), (72, 32), (72, 32), (72, 48), (48, 40)],
     without_its_root: [(2, 3, 5, 16), (2, 3, 9, 16), (2, 3, 9, 24)],
     operators.qk_norm_rotary_attention: [(2, 3, 5, 16), (2, 3, 5, 16), (2, 3, 5, 24), (16,), (16,), (5, 8), (5, 8)],
     causal: [(3, 5, 16), (3, 9, 16), (3, 9, 24)],
@@ -129,7 +142,7 @@ def test_attention(kernel):
     assert np.abs(said - got).max() <= 0.02 * np.abs(said).max()
 
 
-@pytest.mark.parametrize("kernel", [causal, normed_keys, rotated], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [causal, normed_keys, rotated, block_of_heads], ids=lambda kernel: kernel.name)
 def test_proof(kernel):
     """Of those that test_operators.py does not see."""
     proof = kernel.proof(*sample(*CASES[kernel]))

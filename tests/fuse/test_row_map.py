@@ -1,5 +1,7 @@
 """Row maps: what is traced, what is written, and that it computes the definition."""
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -91,6 +93,8 @@ def test_names_are_those_of_the_definition():
 
 
 # ---- random terms ----------------------------------------------------------------------------------------------------
+EXAMPLES = int(os.environ.get("FUSE_EXAMPLES", 30))
+PROFILE = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 UNARY = ["exp", "tanh", "sigmoid", "silu", "relu", "abs"]
 BINARY = ["add", "sub", "mul", "maximum", "minimum"]
 
@@ -120,7 +124,7 @@ def definitions(draw):
     return definition
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@PROFILE
 @given(definitions(), st.integers(1, 20), st.sampled_from([7, 64, 150]))
 def test_random_terms(definition, rows, columns):
     rng = np.random.default_rng(rows)

@@ -133,14 +133,13 @@ def test_on_the_card(name, rows, without_wgmma):
     kernel, arrays = fuse.kernel(getattr(operators, name).definition), sample(name, rows, bf16)
     got = kernel(*map(to_torch, arrays))
     torch.cuda.synchronize()
-    compare(kernel, arrays, to_numpy(got))
+    compare(kernel, arrays, tuple(map(to_numpy, got)) if isinstance(got, tuple) else to_numpy(got))
 
 
 # ---- machine code ----------------------------------------------------------------------------------------------------
 def test_docstrings_say_shapes():
-    """Of all operators on rows, so that inspect finds them: what it takes for numbers has a default."""
-    others = {"mla_attention", "qk_norm_attention", "qk_norm_rotary_attention", "rotary"}
-    assert {name for name in operators.__all__ if not inspect.described(name)} == others
+    """So that inspect finds all operators: what it takes for numbers has a default."""
+    assert all(map(inspect.described, operators.__all__))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

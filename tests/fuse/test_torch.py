@@ -120,6 +120,23 @@ def test_backend_leaves_what_it_would_change(function, monkeypatch):
     assert got.dtype == want.dtype and torch.equal(got, want)
 
 
+def test_numbers_beside_a_mask():
+    """They are numbers like the others', not truth values."""
+    x = torch.tensor([[3.0, -1.0, 2.0], [-4.0, -2.0, -3.0]], dtype=torch.bfloat16)
+    assert torch.equal(fuse.where(x > 0, x, -2.5), torch.where(x > 0, x, torch.tensor(-2.5, dtype=x.dtype)))
+    assert fuse.top(x, 2).tolist() == [[3, 0, 2], [0, -2, -3]]
+
+
+def test_experts():
+    """The definition on torch's tensors, whose gradient reaches the experts."""
+    *given, down = tensors((3, 16), (16, 8), (8, 128, 16), (8, 128, 16), (8, 128, 16))
+    given = *given, down
+    close(operators.mixture_of_experts(*given), operators.mixture_of_experts.definition(*[t.double() for t in given]), 5)
+    down.requires_grad_()
+    operators.mixture_of_experts(*given).sum().backward()
+    assert down.grad.isfinite().all() and (down.grad != 0).any(-1).any(-1).sum() >= 2
+
+
 def test_what_has_no_kernel():
     """It runs by parts, and says why."""
     kernel = fuse.kernel(lambda x: fuse.concatenate([x, x]) * 2.0)

@@ -99,6 +99,40 @@ class Clock:
                 check(driver.cuEventDestroy(after))
         return seconds
 
+    def together(self, runs) -> float:
+        """Seconds of some launches, one after the other: (a bound launch, its stream, addresses) each. They find their inputs
+        in memory, and the host is done before the first one begins."""
+        with self.gpu.current():
+            for _ in range(4):
+                check(driver.cuMemsetD8Async(self.flushed, 0, FLUSH, 0))
+            before = self.event(runs[0][1])
+        for bound, stream, addresses in runs:
+            bound.run(stream, addresses)
+        with self.gpu.current():
+            after = self.event(runs[0][1])
+            check(driver.cuCtxSynchronize())
+            seconds = check(driver.cuEventElapsedTime(before, after)) / 1e3
+            check(driver.cuEventDestroy(before))
+            check(driver.cuEventDestroy(after))
+        return seconds
+
+
+def median_together(function, gpu: Device, repeat: int) -> float:
+    """Seconds of all launches of a call, one after the other: the median of so many times. They are bound once."""
+    runs, run = [], Bound.run
+
+    def kept(bound, stream, addresses):
+        runs.append((bound, stream, tuple(addresses)))
+        run(bound, stream, addresses)
+
+    with replaced(Bound, run=kept):
+        function()
+    clock = Clock(gpu)
+    try:
+        return float(np.median([clock.together(runs) for _ in range(repeat)]))
+    finally:
+        clock.close()
+
 
 def median_times(function, run, gpu: Device, repeat: int) -> list[float]:
     """Seconds of each launch of a call, the median of so many calls. RuntimeError: the calls make different launches."""

@@ -11,7 +11,7 @@ from ...options import flag, number
 from ..asked import blocks_of, eight, ends_of, positive, random_of
 from ..assembled import assembled
 from ..derivative import derivatives
-from ..forward import check_extents, dropped, functions_of, listing_of, scale_of
+from ..forward import as_window, check_extents, dropped, functions_of, listing_of, scale_of
 from ..gradient import ONCE
 from ..python import named
 from ..scores import ScoredBack
@@ -229,10 +229,12 @@ def _backward(
     masking, scoring, aux = functions_of(problem, mask, score)
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
     more: list[Any] = [dropped(problem, dropout, seed_value)] if dropout is not None else []
+    axes = [len(x.form.shape) for x in aux]
+    masking, causal, (left, right) = as_window(problem, masking, axes, causal, (left, right))
     listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, FACING, ready_for)
     blocked = listing and listing.blocked
     of_scores = softcap, "alibi" in problem, "bias" in problem
-    found = scoring and derivatives(scoring, tuple([len(x.form.shape) for x in aux]))
+    found = scoring and derivatives(scoring, axes)
     made = assembled(
         scale,
         causal,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import draw, inputs, poisoned, there
-from places import BF16, OnCard, OnInterpreter
+from places import BF16, RANDOMLY, OnCard, OnInterpreter
 
 import attention
 from attention import reference
@@ -338,7 +338,7 @@ def test_scratch_memory_need_not_be_zero(monkeypatch):
 
 
 @pytest.mark.gpu
-@settings(max_examples=60, deadline=None)
+@RANDOMLY
 @given(
     st.integers(1, 3), st.integers(1, 900), st.integers(1, 900), st.integers(1, 3), st.integers(1, 4), st.integers(1, 32),
     st.booleans(), st.sampled_from([BF16, FP16]), st.sampled_from(["bshd", "bhsd"]), st.floats(0.01, 1),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import inputs, there
-from places import OnCard, OnInterpreter
+from places import RANDOMLY, OnCard, OnInterpreter
 from test_backward import NOISE, agree, call
 from test_blocks import block_mask, drawn
 
@@ -74,7 +74,7 @@ def test_tiles_that_see_nothing_are_passed_by(monkeypatch):
 
     monkeypatch.setattr(module.Before, "launch", launch)
     q, k, v = inputs(1, 64, 64, 1, 1, 64)
-    attention.backward(q, q, k, v, q, np.zeros((1, 1, 64), F32), mask=lambda b, h, i, j: j <= i, family="sm_80")
+    attention.backward(q, q, k, v, q, np.zeros((1, 1, 64), F32), mask=lambda b, h, i, j: (j <= i) | (j < 3), family="sm_80")
     assert looked == ["Survey", "Gathering"]
 
 
@@ -191,7 +191,7 @@ def test_random_combinations(drawn):
 
 
 @pytest.mark.gpu
-@settings(max_examples=60, deadline=None)
+@RANDOMLY
 @given(COMBINATIONS)
 def test_random_combinations_on_the_card(drawn):
     pytest.importorskip("torch")

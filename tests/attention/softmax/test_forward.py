@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import agree, draw, inputs, poisoned
-from places import BF16, OnCard, OnInterpreter
+from places import BF16, RANDOMLY, OnCard, OnInterpreter
 
 import attention
 from attention import families, reference
@@ -97,7 +97,7 @@ def test_random_problems(batch, seq_q, seq_kv, heads_kv, group, eighths, causal,
 
 
 @pytest.mark.gpu
-@settings(max_examples=60, deadline=None)
+@RANDOMLY
 @given(
     st.integers(1, 3), st.integers(1, 1500), st.integers(1, 1500), st.integers(1, 3), st.integers(1, 4), st.integers(1, 32),
     st.booleans(), st.sampled_from([BF16, FP16]), st.sampled_from(["bshd", "bhsd"]), st.floats(0.01, 2),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import agree, draw, inputs, poisoned, there
-from places import BF16, OnCard, OnInterpreter
+from places import BF16, RANDOMLY, OnCard, OnInterpreter
 
 import attention
 from attention import reference
@@ -329,7 +329,7 @@ def test_random_combinations(family, problem):
 
 
 @pytest.mark.gpu
-@settings(max_examples=60, deadline=None)
+@RANDOMLY
 @given(combinations(700))
 def test_random_combinations_on_the_card(family, problem):
     pytest.importorskip("torch")

@@ -1,0 +1,198 @@
+"""Masks and scores in Python that say what is built in, or what costs less said in another way: found by algebra.
+
+lambda b, h, i, j: (j <= i) & (i - j < 100)               # the window (99, 0): no lists of key blocks
+lambda s, b, h, i, j: 30 * tanh(s / 30)                   # tanh(s / 30), in units of 30: a product a score less
+lambda s, b, h, i, j, slopes: s - slopes[h] * (i - j)     # ALiBi: rows are subtracted from maxima, not from scores
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+from .scores import Scored, ScoredIn, SlopedBy
+from .terms import Term, below, traced, written
+
+NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
+TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
+
+
+class Ends(NamedTuple):
+    """Keys from i - left to i + right, both counted from 0; None is open."""
+
+    left: int | None = None
+    right: int | None = None
+
+    def both(self, other: Ends) -> Ends:
+        """Those that lie in both."""
+        return Ends(*(least(x, y) for x, y in zip(self, other)))
+
+
+def least(x: Any, y: Any) -> Any:
+    """The smaller one of two ends."""
+    return y if x is None else x if y is None else min(x, y)
+
+
+def ends_of_mask(mask: Callable, axes: Sequence[int]) -> Ends | None:
+    """What a mask says of j - i, where it says nothing else; None: it does. axes: how many each array has that it reads."""
+    try:
+        return _ends(traced(mask, axes, scored=False).term)
+    except TypeError:
+        return None
+
+
+def _ends(x: Any) -> Ends | None:
+    if not isinstance(x, Term):
+        return None
+    if x.does == "and_":
+        one, other = map(_ends, x.of)
+        return one.both(other) if one and other else None
+    if x.does == "invert" and isinstance(x.of[0], Term) and x.of[0].does in NEGATED:
+        return _ends(Term(NEGATED[x.of[0].does], *x.of[0].of))
+    if x.does not in TURNED:
+        return None
+    does, (one, other) = x.does, x.of
+    if does in ("gt", "ge") or (isinstance(other, Term) and other.does == "abs"):
+        does, one, other = TURNED[does], other, one
+    if isinstance(one, Term) and one.does == "abs":
+        inside, end = _distance(one.of[0]), _sum(other)
+        if not inside or not end or end[:2] != (0, 0) or does not in ("lt", "le"):
+            return None
+        most, apart = _whole(end[2], does), inside[0] * inside[1]
+        return Ends(most + apart, most - apart)
+    found = _distance(Term("sub", one, other))
+    if not found or does not in ("lt", "le", "eq"):
+        return None
+    sign, apart = found
+    most = _whole(-apart, does)  # of sign (j - i)
+    if does == "eq":
+        return Ends(-sign * most, sign * most) if most == -apart else None
+    return Ends(right=most) if sign > 0 else Ends(left=most)
+
+
+def _whole(end: Any, does: str) -> int:
+    """The greatest whole number that is less, or less or equal."""
+    return math.ceil(end) - 1 if does == "lt" else math.floor(end)
+
+
+def _distance(x: Any) -> tuple[int, Any] | None:
+    """(1 or -1, c) of j - i + c or i - j + c; None: it is neither."""
+    found = _sum(x)
+    return (found[1], found[2]) if found and abs(found[1]) == 1 and found[0] == -found[1] else None
+
+
+def _sum(x: Any) -> tuple[Any, Any, Any] | None:
+    """(m, n, c) of m i + n j + c. None: it is no such sum, or not one of whole numbers."""
+    if isinstance(x, Real) and not isinstance(x, bool):
+        return (0, 0, x) if isinstance(x, Integral) or math.isfinite(x) else None
+    if not isinstance(x, Term) or x.does in ("i", "j"):
+        return (int(x.does == "i"), int(x.does == "j"), 0) if isinstance(x, Term) else None
+    if x.does == "neg":
+        x = Term("mul", -1, *x.of)
+    if x.does not in ("add", "sub", "mul"):
+        return None
+    one, other = map(_sum, x.of)
+    if one is None or other is None:
+        return None
+    if x.does == "mul":
+        one, other = (other, one) if one[:2] == (0, 0) else (one, other)
+        by: Any = other[2]
+        return (one[0] * by, one[1] * by, one[2] * by) if other[:2] == (0, 0) and isinstance(by, Integral) else None
+    sign = 1 if x.does == "add" else -1
+    return one[0] + sign * other[0], one[1] + sign * other[1], one[2] + sign * other[2]
+
+
+def score_of(score: Callable, axes: Sequence[int], ordered: bool) -> Scored | SlopedBy:
+    """A variant that does what a score does, for less than asking it where there is a way. axes: how many each array has that
+    it reads. ordered: no key is seen that comes after the query."""
+    try:
+        found = traced(score, axes, scored=True)
+        names, (s, *_) = found.names, found.arguments
+        if slope := _slope(found.term, s):
+            by, straight = slope
+            return SlopedBy(ordered or straight, True, written([*names[1:2], *names[2:3], *names[5:]], by))
+        unit, x = _unit(found.term)
+        factor, inside = _factor(x, s)
+        if unit == factor == 1:
+            return Scored(score)
+        return ScoredIn(written(names, _with(x, {y.number: s for y in inside})), unit, factor)
+    except TypeError:
+        return Scored(score)
+
+
+def _unit(x: Any) -> tuple[float, Any]:
+    """(c, y) of what is c y, with a positive number c."""
+    if isinstance(x, Term) and x.does in ("mul", "product", "truediv"):
+        one, other = x.of
+        if x.does != "truediv" and _positive(one):
+            return float(one), other
+        if _positive(other):
+            return 1 / float(other) if x.does == "truediv" else float(other), one
+    return 1.0, x
+
+
+def _factor(x: Any, s: Term) -> tuple[float, list[Term]]:
+    """(c, the terms that are c s) of what knows the score s as c s alone, with a positive number c."""
+    uses = [y for y in below(x) if any([z is s for z in y.of])]
+    factors = {factor if rest is s else 1.0 for factor, rest in map(_unit, uses)}
+    return (factors.pop(), uses) if len(factors) == 1 and factors != {1.0} else (1.0, [])
+
+
+def _with(x: Any, other: dict[int, Term]) -> Any:
+    """A term with others in place of some of those that it is made of, by their numbers."""
+    if not isinstance(x, Term) or x.number in other:
+        return other[x.number] if isinstance(x, Term) else x
+    return Term(x.does, *(_with(y, other) for y in x.of)) if x.of else x
+
+
+def _positive(x: Any) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool) and 2.0**-64 < float(x) < 2.0**64
+
+
+def _slope(x: Any, s: Term) -> tuple[Any, bool] | None:
+    """(a, True) of a score s + a (j - i); (a, False) of s - a |i - j|; a does not depend on i and j. None: it is neither."""
+    if not isinstance(x, Term) or x.does not in ("add", "sub") or not any([y is s for y in x.of]):
+        return None
+    one, other = x.of
+    if one is not s and x.does == "sub":
+        return None
+    factor, rest = _split(other if one is s else one)
+    if rest is None:
+        return None
+    sign, straight = rest
+    sign = sign if x.does == "add" else -sign
+    if not straight:
+        sign = -sign
+    return factor if sign > 0 else Term("neg", factor), straight
+
+
+def _split(x: Any) -> tuple[Any, Any]:
+    """(a, (1 or -1, True)) of a (j - i) or a (i - j), (a, (1, False)) of a |i - j|; (x, None) of what is neither."""
+    if not isinstance(x, Term):
+        return x, None
+    found = _distance(x)
+    if found and found[1] == 0:
+        return 1.0, (found[0], True)
+    if x.does == "abs":
+        found = _distance(x.of[0])
+        return (1.0, (1, False)) if found and found[1] == 0 else (x, None)
+    if x.does == "neg":
+        factor, rest = _split(x.of[0])
+        return (Term("neg", factor) if isinstance(factor, Term) else -factor, rest) if rest else (x, None)
+    if x.does in ("mul", "truediv"):
+        one, other = x.of
+        if x.does == "mul" and not _places(one):
+            one, other = other, one
+        factor, rest = _split(one)
+        if rest and not _places(other):
+            if x.does == "mul" and not isinstance(factor, Term) and factor == 1:
+                return other, rest
+            return Term(x.does, factor, other), rest
+    return x, None
+
+
+def _places(x: Any) -> bool:
+    """Does it depend on the query, on the key or on the score?"""
+    return any([y.does in ("i", "j", "s") for y in below(x)])

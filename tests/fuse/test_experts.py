@@ -1,0 +1,78 @@
+"""Mixtures of experts: rows' weights of them, and what they give, added up."""
+
+import numpy as np
+import pytest
+from references import compare
+from test_since_ampere import A100, normal
+
+import fuse
+from fuse import fused, operators, proof, rules, terms
+from fuse.cost import H200
+
+EXPERTS, ACROSS, INNER = 8, 128, 72
+
+
+def sample(rows):
+    """Rows that have favourites: whatever is rounded, the same two experts are best."""
+    rng = np.random.default_rng(rows)
+    x, router = normal(rows, INNER), (8 * rng.standard_normal((INNER, EXPERTS))).astype(normal(1, 1).dtype)
+    return x, router, *(normal(EXPERTS, ACROSS, INNER) for _ in range(3))
+
+
+def wanted(x, router, gate, up, down):
+    """Row by row, by the two experts that are best for it alone, in float64."""
+    x, router, gate, up, down = (one.astype(np.float64) for one in (x, router, gate, up, down))
+    scores, found = x @ router, []
+    for row, its in zip(x, scores):
+        best = np.argsort(its)[-2:]
+        share = np.exp(its[best] - its.max()) / np.exp(its[best] - its.max()).sum()
+        gated = [(lambda g: g / (1 + np.exp(-g)))(gate[e] @ row) * (up[e] @ row) for e in best]
+        found.append(sum(p * (h @ down[e]) for p, h, e in zip(share, gated, best)))
+    return np.stack(found)
+
+
+@pytest.mark.parametrize(("rows", "card"), [(3, H200), (70, H200), (17, A100)], ids=str)
+def test_of_two_experts(rows, card, monkeypatch):
+    """Each row has what its own experts give, as a loop over rows says."""
+    monkeypatch.setattr(fused, "card", lambda ordinal: card)
+    monkeypatch.setenv("TILES_CHECK", "0")
+    kernel, arrays = fuse.kernel(operators.mixture_of_experts.definition), sample(rows)
+    right, got = wanted(*arrays), kernel.run(*arrays)
+    assert np.abs(got - right).max() <= 2**-5 * np.abs(right).max()
+    assert kernel.source(*arrays).count("@cuda.jit") == 4
+    compare(kernel, arrays, got)
+
+
+def test_top():
+    x = np.array([[3.0, 1.0, 2.0, 2.0], [0.0, -1.0, -5.0, -2.0]])
+    assert (fuse.top(x, 2) == [[3, 0, 2, 2], [0, -1, 0, 0]]).all() and (fuse.top(x, 1) == [[3, 0, 0, 0], [0, 0, 0, 0]]).all()
+
+
+EXPERTS_RULE = next(rule for rule in rules.RULES if "experts" in rule.name)
+
+
+def _spread(change):
+    return lambda x: (change(*x.of) for _ in range(x.operation == "spread"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [_spread(lambda p, w: terms.spread(p * p, w)), _spread(lambda p, w: 1.0 - terms.spread(p, w))],
+    ids=["squares", "rest"],
+)
+def test_a_wrong_rule_is_caught(wrong):
+    kernel = fuse.kernel(lambda p, x, g, w: fuse.weighted(p, (x @ fuse.transpose(g)) @ w))
+    found = kernel.trace((normal(5, EXPERTS), normal(5, INNER), *(normal(EXPERTS, ACROSS, INNER) for _ in range(2))))
+    forms = rules.equal(found.roots, found.space, [EXPERTS_RULE, rules.Rule("wrong", "", wrong)])
+    right, once = (next(form for form in forms if len(form.rules) == n) for n in (1, 2))
+    assert proof.identity(found.roots, right.roots).equal and not proof.identity(found.roots, once.roots).equal
+
+
+def test_mistakes():
+    x, router, gate, up, down = sample(5)
+    with pytest.raises(ValueError, match=r"weighted: takes \(m, e\) and \(e, m, n\), got \(5, 8\) and \(7, 5, 72\)"):
+        operators.mixture_of_experts(x, router, gate[:7], up[:7], down[:7])
+    kernel = fuse.kernel(operators.mixture_of_experts.definition)
+    few = [np.ascontiguousarray(w[:, :40]) for w in (gate, up, down)]  # columns of an expert, less than a tile's
+    with pytest.warns(RuntimeWarning, match="no template computes"):
+        assert kernel.run(x, router, *few).shape == x.shape
