@@ -15,8 +15,7 @@ from attention.softmax.decode import attend
 from attention.softmax.decode.caches import Paged
 from attention.softmax.decode.products import Same
 from attention.softmax.decode.reach import Reach
-from attention.softmax.decode.results import Part
-from attention.softmax.decode.splits import Parted
+from attention.softmax.decode.splits import Shares
 from attention.softmax.dropped import Dropped
 from attention.softmax.norms import Layer
 from attention.softmax.seen import CAUSAL, FULL
@@ -24,7 +23,7 @@ from attention.softmax.variants import Variant
 from tiles import bf16, fp16
 
 STEPS, MAMBA2, OUTPUTS = BySteps(softplus=True), Outputs(skip=True, silu=True), Outputs()
-PLAIN = Variant(), Reach(False, True, False)
+PLAIN, EITHER = (Variant(), Reach(False, True, False)), attend.either(bf16, 16)
 SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect --all --check` takes all of them
     ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, piece=4)),
     ("sm_80", ampere, ampere.config_for(192, bf16, CAUSAL, ampere.ROOM["sm_80"], 4)),
@@ -34,10 +33,10 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
         "sm_80",
         attend,
         attend.config_for(
-            128, 128, Same(bf16), *PLAIN, Paged(16), Part(bf16, 16), Variant(), Parted, False, True, attend.ROOM["sm_80"]
+            128, 128, Same(bf16), *PLAIN, Paged(16), EITHER, Variant(), Shares, False, True, attend.ROOM["sm_80"]
         ),
     ),
-    ("sm_90a", attend, attend.config_for(256, 256, Same(bf16), *PLAIN, Paged(16), Part(bf16, 16), Variant())),
+    ("sm_90a", attend, attend.config_for(256, 256, Same(bf16), *PLAIN, Paged(16), EITHER, Variant(), Shares, True)),
     ("sm_89", chunk_ampere, chunk_ampere.Config(128, 1, fp16, ByToken(), Outputs(divided=True))),
     ("sm_89", ampere, ampere.config_for(128, fp16, FULL, ampere.SHARED_BYTES)),
     ("sm_89", token_loop, token_loop.Config(128, "channel", True, varlen=True)),
