@@ -75,7 +75,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(programs, "FUNCTIONS", Recent(programs.KINDS))
     for module in devices, launching, in_memory:
         monkeypatch.setattr(module, "device", lambda ordinal: target)
-    monkeypatch.setattr(loaded, "Loaded", lambda compiled, target: SimpleNamespace(allow=lambda n: 0, function=kind, target=0))
+    monkeypatch.setattr(
+        loaded, "Loaded", lambda compiled, target: SimpleNamespace(allow=lambda n: 0, function=kind, target=target)
+    )
     monkeypatch.setattr(loaded, "machine_code", lambda *_: Compiled(b"", "k", ""))
     monkeypatch.setattr(loaded, "uncaptured", contextlib.nullcontext)
     monkeypatch.setattr(loaded, "_loaded", loaded.weakref.WeakKeyDictionary())

@@ -110,7 +110,7 @@ ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multi
 SHARED = {128: (32, 4, 2, 1)}  # the same for shares of all sequences, where a block begins and ends several times
 TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were
     99 * 1024: {64: (32, 4, 2, 1)},
-    163 * 1024: {64: (32, 4, 2, 1), 96: (16, 4, 4, 1), 128: (16, 4, 4, 1)},
+    163 * 1024: {64: (32, 4, 2, 1), 96: (16, 4, 4, 1), 128: (16, 4, 3, 1)},
     227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 1), 128: (16, 4, 4, 1)},
 }
 LEAST, LARGE = min(ROOMS), max(ROOMS)
