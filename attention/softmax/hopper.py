@@ -156,7 +156,7 @@ def make(config: Config):
     KEYS_FIRST = PERSISTENT and config.queries == 1  # a tile's queries wait for the place of the last one's, its keys need not
     GIVEN, AUX = config.given, config.aux
     variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
-    own_rows, sequences = replace(config, consumers=1).tiling, config.sequences
+    own_rows, sequences, held = replace(config, consumers=1).tiling, config.sequences, config.held
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
     INPUT, Q, O = config.dtype, rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32)
     PREPARES, PANELS, PANEL = variant.prepares, config.query.panels, rt(16, config.query.panel_cols, fp32)
@@ -248,7 +248,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gO: OUTPUT,
+        gQ: tiled(config.query, unit=1), gK: held.source(config.key), gV: held.source(config.value), gO: OUTPUT,
         gLse: array(3), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT,
         band: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
@@ -269,11 +269,11 @@ def make(config: Config):
                 if not KEYS_FIRST:
                     q.fill(r, gQ, (own.batch, own.query + row, head))
                 for i in range(every.n):
-                    key = own.key + tiling.key(every, i, at)
-                    k.fill(j + i, gK, (own.batch, key, kv_head))
+                    key = tiling.key(every, i, at)
+                    held.fill(k, j + i, gK, own, batch, key, kv_head, given)
                     if KEYS_FIRST and i == 0:
                         q.fill(r, gQ, (own.batch, own.query + row, head))
-                    v.fill(j + i, gV, (own.batch, key, kv_head))
+                    held.fill(v, j + i, gV, own, batch, key, kv_head, given)
                 r, j = int32(r + 1), int32(j + every.n)
         else:
             warpgroup.claim_registers(claim)

@@ -22,10 +22,11 @@ from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
 from ..online import LOWEST, TINY, Softmax
-from ..variants import At, Variant
+from ..variants import At, Variant, arrays_of
 from .caches import Dense, Indexed, Paged
 from .reach import Reach
 from .results import Part, Spot, Whole
+from .tokens import Alike
 
 PANEL = 32  # columns of O that a warp adds up at once: those of a panel of float32
 
@@ -33,7 +34,8 @@ PANEL = 32  # columns of O that a warp adds up at once: those of a panel of floa
 @dataclass(frozen=True)
 class Config:
     """A kernel: which caches it reads and what becomes of their scores; and its shape: `band` rows, `warps` of `keys` keys of
-    every tile each, stages of the pipelines, blocks that a multiprocessor is to hold. sums: what joins the sum of weights."""
+    every tile each, stages of the pipelines, blocks that a multiprocessor is to hold. sums: what joins the sum of weights. lie:
+    how query tokens lie. axes: how many each array has that the variant's functions read."""
 
     head_dim: int
     value_dim: int
@@ -48,6 +50,8 @@ class Config:
     warps: int
     stages: int
     resident: int
+    lie: type[Alike] = Alike
+    axes: tuple[int, ...] = ()
 
     @property
     def kv(self):
@@ -62,13 +66,15 @@ class Config:
     @property
     def given(self):
         """What the kernel is told of all these."""
-        parts = self.reach, self.cache, self.variant, self.sums, self.result
+        parts = self.reach, self.cache, self.variant, self.sums, self.result, self.lie(self.band)
         return record(**{name: what for part in parts for name, what in part.given.items()})
 
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         scores = f" {self.variant}" * (type(self.variant) is not Variant) + f" {self.sums}" * (type(self.sums) is not Variant)
-        return f"{dims} {self.dtype} {self.reach} {self.cache}{scores} {self.result}, {self.band} x {self.kv}"
+        return (
+            f"{dims} {self.dtype} {self.reach} {self.cache}{scores}{self.lie(self.band)} {self.result}, {self.band} x {self.kv}"
+        )
 
 
 BAND = 16  # rows of a tile
@@ -95,7 +101,7 @@ ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the
 
 def config_for(
     head_dim: int, value_dim: int, of: dtype, variant: Variant, reach: Reach, cache: Dense, result: Whole, sums: Variant,
-    tall: bool = False, room: int = LARGE,
+    tall: bool = False, room: int = LARGE, lie: type[Alike] = Alike, axes: tuple[int, ...] = (),
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
     dims, in the shape of the greater one. tall: there are rows for more than one tile."""
@@ -103,7 +109,7 @@ def config_for(
     room = max(r for r in ROOMS if r <= room)
     short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
     band, shape = (2 * BAND, high[dim]) if tall and dim in high else (BAND, short[dim])
-    return Config(padded, wide, of, variant, reach, cache, result, sums, band, *shape)
+    return Config(padded, wide, of, variant, reach, cache, result, sums, band, *shape, lie, axes)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -125,8 +131,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     BAND, KEYS, WARPS, KV, STAGES = config.band, config.keys, config.warps, config.kv, config.stages
-    INPUT, GIVEN = config.dtype, config.given
+    INPUT, GIVEN, AUX = config.dtype, config.given, arrays_of(config.axes)
     variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
+    lie = config.lie(BAND)
     QUERY = st(BAND, config.head_dim, INPUT)
     Q, PANELS = rt(BAND, QUERY.panel_cols, fp32), QUERY.panels
     S, O = rt(BAND, KEYS, fp32), rt(BAND, config.value_dim, fp32)
@@ -146,14 +153,14 @@ def make(config: Config):
         for i in range(warp, PANELS, WARPS):
             x = zeros(Q)
             for token in range(spot.first, spot.last + 1):
-                at = spot.sequence, token, spot.head, int32(spot.row - token * spot.group), int32(Q.cols * i)
+                at = spot.batch, spot.start + token, spot.head, int32(spot.row - token * spot.group), int32(Q.cols * i)
                 x = x + load(gQ, Q, at, 3, 4)
             store(subtile(queries, BAND, 0, Q.cols, i), INPUT(x))
         block.sync()
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), given: GIVEN,
+        gQ: array(5, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), given: GIVEN, aux: AUX,
         heads: INT, bands: INT, splits: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """Of one of `bands` tiles of rows, `group` query heads and `tokens` tokens of a key head, over one of `splits` parts of
@@ -161,22 +168,25 @@ def make(config: Config):
         queries, k, v, scratch = smem.open()
         rest, band = divmod(cuda.blockIdx.x, bands)
         rest, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
-        sequence, split = divmod(rest, splits)
-        warp, row = int32(cuda.threadIdx.x // LANES), int32(BAND * band)
-        last_row = min(row + BAND, tokens * group) - 1
-        spot = Spot(sequence, head, split, row, int32(row // group), int32(last_row // group), group)
+        batch, split = divmod(rest, splits)
+        warp = int32(cuda.threadIdx.x // LANES)
+        rows = lie.find(batch, band, tokens, group, given)
+        sequence, batch, start, tokens, row = rows
+        end = int32(tokens * group)
+        last_row = min(row + BAND, end) - 1
+        spot = Spot(batch, head, split, row, int32(row // group), int32(last_row // group), group, start, end)
         sees = reach.keys(sequence, spot.first, spot.last, tokens, given)
         every = max(0, (sees.end - sees.first + KV - 1) // KV)
         share = (every + splits - 1) // splits
         first, n = int32(sees.first + KV * share * split), int32(max(0, min(share, every - share * split)))
-        if n > 0 or split == 0:
+        if lie.has(rows, group) and (n > 0 or split == 0):
             for i in range(AHEAD):
                 cache.fill(k, i, gK, sequence, int32(first + KV * i), head, sees.end, n, given)
                 cache.fill(v, i, gV, sequence, int32(first + KV * i), head, sees.end, n, given)
             bring(queries, gQ, spot, warp)
             of_rows = row_index(O.col_vec) + row
             token = of_rows // group
-            at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, 0, 0)
+            at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
             at = at._replace(kept=variant.keep(at))
             seen = softmax.begin(LOWEST)
             for i in range(n):
@@ -186,7 +196,7 @@ def make(config: Config):
                 s = mma_ABt(zeros(S), queries, keys)
                 values = v.own(i, NEWER)
                 cache.fill(v, i + AHEAD, gV, sequence, later, head, sees.end, n, given)
-                s = reach.mask(variant.score(s, at, key), at, key, sees.end)
+                s = reach.mask(variant.mask(variant.score(s, at, key), at, key, -math.inf), at, key, sees.end)
                 seen = seen.moved(s, None, scale, slack)
                 o = seen.rescaled()
                 p = seen.weights(s, None, scale)
@@ -205,7 +215,7 @@ def make(config: Config):
                 result.store(o / maximum(l, TINY), spot, int32(PANEL * slab), given)
             if warp == 0:
                 result.store_sums(m + log2(l) / scale, scale, spot, given)
-        elif warp == 0:  # the sequence is too short for this part
+        elif warp == 0:  # the sequence is too short for this part, or for this tile
             result.store_sums(full(O.col_vec, -math.inf), scale, spot, given)
 
     return attend, smem

@@ -1,45 +1,75 @@
 """attention.decode: from a user's arrays to its launches."""
 
+import functools
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.launch import kernel_for
-from tiles.program import Fill, Plan, program
+from tiles.program import Fill, Plan, Step, program
 from tiles.schema import Problem, Schema
 
+from ...cache import append as appending
 from ...families import choose
 from ...options import flag, number
-from ..asked import ends_of, positive
-from ..forward import check_extents, scale_of
+from ..asked import AUX, eight, ends_of, positive
+from ..assembled import assembled
+from ..forward import check_extents, functions_of, scale_of
 from ..launches import DTYPES, LOG2_E, over
 from ..online import SLACK
-from ..scores import Capped, Sunk
+from ..python import named
+from ..scores import Capped, Scored, Sunk
 from ..variants import Both, Variant
-from . import attend, combine
+from . import attend, combine, many
 from .caches import Dense, Indexed, Paged
-from .reach import Reach, Sloped
-from .results import Part, Whole
+from .reach import MaskedRows, Reach, ScoredRows, Sloped
+from .results import Part, PartOfPacked, Whole
 from .splits import splits_for
+from .tokens import Alike, OneBehindTheOther
 
 MOST_SPLITS = 1024
-DECODE = Schema(
-    "decode",
-    """
-    q            BSHD  tile
-    k            CTGD  tile
-    v            CTGV  tile
-    lengths      B     key_lengths
-    pages        BM    index    optional
-    batch_index  B     index    optional
-    leftpad      B     index    optional
-    alibi        H|UH  float32  optional
-    sink         H     float32  optional
-    out          BSHV  tile     in_place
-    lse          BHS   float32  made      return_lse
-    """,
-)
+MANY = 64  # query tokens of a sequence, from which on forward's tiles serve it: a guess, to be measured
+TILES = """
+    q               BSHD  tile
+    k               CTGD  tile
+    v               CTGV  tile
+"""
+KEYS = """
+    lengths         N     key_lengths
+    pages           NM    index    optional
+    batch_index     N     index    optional
+    leftpad         N     index    optional
+    alibi           H|UH  float32  optional
+    sink            H     float32  optional
+"""
+MADE = """
+    out             BSHV  tile     in_place
+    lse             BHS   float32  made      return_lse
+"""
+PACKED = """
+    cu_seqlens      E     ends     optional
+"""
+ARRAYS = "".join(f"    aux{n}            *     any      optional\n" for n in range(AUX))
+NEW = """
+    k_new           BsGD  tile
+    v_new           BsGV  tile
+    cu_seqlens_new  E     new_ends  optional
+    cos             ZR    real      optional
+    sin             ZR    real      optional
+    positions       N     index     optional
+"""
+GROWN = TILES.replace("k               CTGD  tile", "k  CTGD  tile  updated").replace("CTGV  tile", "CTGV  tile  updated")
+
+
+def _schema(name: str, *tables: str) -> Schema:
+    return Schema(name, "\n".join(row for table in tables for row in table.splitlines() if row.strip()))
+
+
+DECODE = _schema("decode", TILES, KEYS, MADE)
+VARIANT = _schema("decode_variant", TILES, PACKED, KEYS, ARRAYS, MADE)
+APPENDING = _schema("decode_append", GROWN, PACKED, KEYS, ARRAYS, NEW, MADE)
 
 
 def decode(
@@ -51,11 +81,21 @@ def decode(
     pages: Any = None,
     batch_index: Any = None,
     leftpad: Any = None,
+    cu_seqlens: Any = None,
+    k_new: Any = None,
+    v_new: Any = None,
+    cu_seqlens_new: Any = None,
+    rotary: tuple[Any, Any] | None = None,
+    interleaved: bool = False,
+    positions: Any = None,
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     alibi: Any = None,
     sink: Any = None,
+    mask: Callable | None = None,
+    score: Callable | None = None,
+    aux: Sequence[Any] = (),
     splits: int | None = None,
     scale: float | None = None,
     layout: str = "bshd",
@@ -64,9 +104,10 @@ def decode(
     stream: Any = None,
     family: str | None = None,
 ) -> Any:
-    """Attention of a few new tokens over caches of keys and values, which are read once: what a server does for each token.
+    """Attention of new tokens over caches of keys and values, which are read once: what a server does for each token; and with
+    many query tokens, what it does with a prompt or a part of one.
 
-    q: (B, Sq, H, D), one query token a sequence or several, as in speculative decoding. k: (B, Sk, Hk, D) and v:
+    q: (B, Sq, H, D), one query token a sequence, several, as in speculative decoding, or any number. k: (B, Sk, Hk, D) and v:
     (B, Sk, Hk, Dv), the caches, of which sequence b uses the first lengths[b] keys, the new tokens' among them; what lies
     behind is not looked at. bfloat16 or float16; D and Dv multiples of 8 up to 256; H a multiple of Hk. layout="bhsd":
     (B, H, Sq, D) and (B, Hk, Sk, D). Any base addresses and strides with a contiguous last axis, fast where they are multiples
@@ -80,23 +121,49 @@ def decode(
     behind a sequence's last one are not read. batch_index: (B), sequence b lies in batch batch_index[b] of k and v, which may
     have more. leftpad: (B), the keys before leftpad[b] are not looked at.
 
-    Which keys a token sees. The last token stands at the last key: token t at place p = lengths[b] - Sq + t. causal: keys up to
-    p. window: (left, right), keys from p - left to p + right; None is open. A token that sees no key gives 0.
+    cu_seqlens: (N + 1), ascending from 0 to Sq: the query tokens of N sequences lie one behind the other in a batch of 1,
+    those of sequence n from cu_seqlens[n] to cu_seqlens[n + 1]. Caches and all that is said of them are then of N sequences.
 
-    What becomes of a score: softcap, alibi, sink and scale, as in forward.
+    k_new, v_new: (B, S, Hk, D) and Dv, keys and values that are first written into the caches, in place, from key lengths[b]
+    on, where `lengths` does not count them yet: what attention.append does, by the same kernel, in the same call. Where queries
+    lie one behind the other, so do these, by cu_seqlens_new, or by cu_seqlens.
+
+    rotary: (cos, sin), as in attention.append, which then also rotates k_new, key i by position lengths[b] + i, and q: query
+    token i by that of the i-th new key, or without causal and window all by that of the first; q itself stays as it is.
+    interleaved, positions: append's.
+
+    Which keys a token sees. The last token stands at the last key: token t at place p = lengths[b] - Sq + t, lengths with the
+    new ones. causal: keys up to p. window: (left, right), keys from p - left to p + right; None is open. mask: mask(b, h, i, j,
+    *aux) says it in Python, of query token i, counted from the sequence's first, and key j. A token that sees no key gives 0.
+
+    What becomes of a score: softcap, alibi, score(s, b, h, i, j, *aux), sink and scale, as in forward; so are mask, score and
+    aux. Here h may be a vector, of the rows' heads.
 
     splits: into how many parts each sequence's keys go, which different multiprocessors work on, and which a second launch adds
     up. By default shapes decide: of k and pages, not lengths. With as many splits the result has the same bits, always.
 
-    out, return_lse, stream: as in forward. family: None or "sm_80", the instructions of every GPU since Ampere.
+    out, return_lse, stream: as in forward. family: None or "sm_80", the instructions of every GPU since Ampere; of many query
+    tokens as in forward.
 
     Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
 
     ValueError or TypeError, before anything is launched, names the argument and prints the values."""
     left, right = ends_of(window)
-    arrays = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, out, None
-    of_keys = flag("causal", causal), left, right, positive("softcap", softcap), _parts(splits)
-    return _decode(stream, arrays, (*of_keys, number("scale", scale), flag("return_lse", return_lse), family), layout)
+    functions = [None if f is None else named(name, f) for name, f in (("mask", mask), ("score", score))]
+    arrays, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink)
+    of_keys = flag("causal", causal), left, right, positive("softcap", softcap), _parts(splits), *functions
+    of_keys += flag("interleaved", interleaved), number("scale", scale), flag("return_lse", return_lse), family
+    if k_new is v_new is rotary is None:
+        if not (cu_seqlens_new is positions is None):
+            raise ValueError(f"{'positions' if cu_seqlens_new is None else 'cu_seqlens_new'}: takes k_new, too, which is None")
+        if cu_seqlens is mask is score is None and isinstance(aux, tuple) and not aux:
+            return _decode(stream, (*arrays, *keys, out, None), of_keys, layout)
+        return _variant(stream, (*arrays, cu_seqlens, *keys, *eight(aux), out, None), of_keys, layout)
+    if k_new is None or v_new is None:
+        name = "k_new" if k_new is None else "v_new"
+        raise ValueError(f"{name}: must be given where {'rotary' if k_new is v_new is None else 'the other'} is: {name}=None")
+    new = k_new, v_new, cu_seqlens_new, *appending.tables_of(rotary), positions
+    return _append(stream, (*arrays, cu_seqlens, *keys, *eight(aux), *new, out, None), of_keys, layout)
 
 
 def _parts(splits):
@@ -110,7 +177,10 @@ def _parts(splits):
     return int(splits)
 
 
-@program(DECODE, no_gradient="attention.decode has no gradient: attention.forward has")
+NO_GRADIENT = "attention.decode has no gradient: attention.forward has"
+
+
+@program(DECODE, no_gradient=NO_GRADIENT)
 def _decode(
     problem: Problem,
     causal: bool,
@@ -118,55 +188,144 @@ def _decode(
     right: int | None,
     softcap: float | None,
     splits: int | None,
+    mask: str | None,
+    score: str | None,
+    interleaved: bool,
     scale: float | None,
     return_lse: bool,
     family: str | None,
 ) -> Plan:
     """How decode does calls of this form; lse is never given."""
     check_extents(problem)
-    if family == "sm_90":
-        raise ValueError(f"family: attention.decode has kernels of sm_80, for every GPU since Ampere: {family=}")
-    choose(problem, "sm_80")
     cache, most_keys, of_cache = _cache(problem)
-    batch, tokens, heads, head_dim, kv_heads, value_dim = problem("BSHDGV")
+    before = _appended(problem, interleaved, causal or left is not None or right is not None)
+    batch, tokens, heads, sequences = problem("BSHN")
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens, heads) or most_keys == 0:  # no token sees a key
         if "sink" in problem and 0 not in (batch, tokens, heads):
             raise problem.error("k", "must have at least one key where there is a sink", "k")
-        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
+        return Plan([*before.steps, *(Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x)])
+    *functions, aux = functions_of(problem, mask, score, most_keys)
+    asked = Asked(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
+    counted = "leftpad" in problem and (mask or score)  # functions count a cache's keys from its first, forward from leftpad
+    several = tokens >= MANY * (sequences if "cu_seqlens" in problem else 1)
+    if several and splits in (None, 1) and not counted:
+        return _many(problem, asked, before, most_keys, family, out, lse)
+    if family == "sm_90":
+        raise ValueError(f"family: attention.decode has kernels of sm_80, for every GPU since Ampere: {family=}")
+    choose(problem, "sm_80")
+    return _few(problem, asked, before, cache, of_cache, most_keys, splits, out, lse)
+
+
+_variant = program(VARIANT, no_gradient=NO_GRADIENT)(_decode.planner)
+_append = program(APPENDING, no_gradient=NO_GRADIENT)(_decode.planner)
+
+
+class Asked(NamedTuple):
+    """Which keys tokens see and what becomes of their scores; mask and score are functions, which read aux."""
+
+    causal: bool
+    left: int | None
+    right: int | None
+    softcap: float | None
+    scale: float
+    mask: Callable | None
+    score: Callable | None
+    aux: list[Operand]
+
+
+class Before(NamedTuple):
+    """What comes before attention: steps, with their scratch memory; the queries that are left; and what kernels are told of
+    the keys in use then."""
+
+    steps: list[Step]
+    scratch: list[tuple[tuple[int, ...], str]]
+    queries: Operand
+    told: dict[str, Any]
+
+
+def _appended(problem: Problem, interleaved: bool, local: bool) -> Before:
+    """What appends new keys, if there are any. local: does each query stand at its own position? ValueError."""
+    told: dict[str, Any] = {"lengths": problem["lengths"], "added": 0}
+    if "k_new" not in problem:
+        return Before([], [], problem["q"], told)
+    ends = problem["cu_seqlens_new"] or problem["cu_seqlens"]
+    if "cu_seqlens_new" in problem and "cu_seqlens" not in problem:
+        raise ValueError("cu_seqlens_new: takes cu_seqlens, too, which is None")
+    if "cu_seqlens_new" in problem and "cos" in problem:
+        raise ValueError("cu_seqlens_new: must be None where queries are rotated, whose positions are those of the new keys")
+    told |= {"new_ends": ends} if ends else {"added": problem("s")[0]}
+    queries, scratch = problem["q"], []
+    if "cos" in problem:
+        scratch = [(problem("BSHD"), problem.dtype)]
+        queries = problem.scratch(0, *scratch[0])
+    names = appending.Names("s", "S", (problem["q"], queries) if scratch else None, ends)
+    return Before(appending.planned(problem, interleaved, local, names), scratch, queries, told)
+
+
+def _many(
+    problem: Problem, asked: Asked, before: Before, most_keys: int, family: str | None, out: Operand, lse: Operand | None
+) -> Plan:
+    """Tiles of query tokens."""
+    causal, left, right, softcap, scale, mask, score, aux = asked
+    given = "alibi" in problem, False, "sink" in problem
+    made = assembled(scale, causal, (left, right), softcap, *given, mask, score and Scored(score))
+    step = many.planned(problem, made, family, before.queries, most_keys, aux, {"gO": out, "gLse": lse, **before.told})
+    return Plan([*before.steps, step], before.scratch)
+
+
+def _few(
+    problem: Problem,
+    asked: Asked,
+    before: Before,
+    cache: Dense,
+    of_cache: dict[str, Operand],
+    most_keys: int,
+    splits: int | None,
+    out: Operand,
+    lse: Operand | None,
+) -> Plan:
+    """Tiles of query tokens and of the heads that share a key head; in so many parts of the keys."""
+    batch, tokens, heads, head_dim, kv_heads, value_dim, sequences = problem("BSHDGVN")
+    packed, axes = "cu_seqlens" in problem, tuple(len(x.form.shape) for x in asked.aux)
     group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
     rows, piece = tokens * group, problem.bytes_at_once()
-    reach, of_keys, seen = _reach(problem, causal, left, right, most_keys)
-    variant, sums, unit, of_scores, of_sums = _scores(problem, scale_of(problem, scale), softcap)
+    reach, of_keys, seen = _reach(problem, asked, most_keys)
+    variant, sums, unit, of_scores, of_sums = _scores(problem, asked)
+    lie, part, each = (OneBehindTheOther, PartOfPacked, -(-rows // sequences)) if packed else (Alike, Part, rows)
 
     def shape(result, sums):
         kind = variant, reach, cache, result, sums
-        return attend.config_for(head_dim, value_dim, dtype, *kind, rows > attend.BAND, gpu.shared_bytes)
+        return attend.config_for(head_dim, value_dim, dtype, *kind, each > attend.BAND, gpu.shared_bytes, lie, axes)
 
-    config = shape(Part(dtype, piece), Variant())
-    blocks = batch * kv_heads * -(-rows // config.band)
+    config = shape(part(dtype, piece), Variant())
+    bands = rows // config.band + sequences if packed else -(-rows // config.band)
+    blocks = batch * kv_heads * bands
     parts = splits_for(blocks, -(-seen // config.kv), gpu.processors) if splits is None else splits
     told = {"heads": kv_heads, "splits": parts, "group": group, "scale": unit * LOG2_E}
     result = {"out": _grouped(out, 2, group), "lse": lse and _grouped(lse, 1, group)}
-    steps, scratch = [], []
+    steps, scratch = [], before.scratch
     if parts == 1:
         config, joins, to = shape(Whole(dtype, piece), sums), of_sums, result
     else:
         shapes = (parts, batch, kv_heads, rows, value_dim), (parts, batch, kv_heads, rows)
-        scratch = [(each, "float32") for each in shapes]
-        held = [problem.scratch(number, *each) for number, each in enumerate(scratch)]
+        held = [problem.scratch(number, each, "float32") for number, each in enumerate(shapes, len(scratch))]
+        scratch = [*scratch, *((each, "float32") for each in shapes)]
         joins, to = {}, {"parts": held[0], "sums": held[1]}
         slabs, last = -(-value_dim // combine.COLUMNS), kernel_for(combine, combine.Config(dtype, sums), problem.device)
         grid, last_rows = batch * kv_heads * rows * slabs, {"rows": rows, "slabs": slabs}
         steps.append(last.bind(grid, parts=held[0], sums_=held[1], **last_rows, **result, **told, **of_sums))
     first = kernel_for(attend, config, problem.device).bind(
         blocks * parts,
-        gQ=_grouped(problem["q"], 2, group),
+        gQ=_grouped(before.queries, 2, group),
         gK=problem["k"],
         gV=problem["v"],
-        bands=-(-rows // config.band),
+        bands=bands,
         tokens=tokens,
         slack=SLACK / (unit * LOG2_E),
+        **({"ends": problem["cu_seqlens"]} if packed else {}),
+        **{f"aux{n}": x for n, x in enumerate(asked.aux)},
+        **before.told,
         **told,
         **of_cache,
         **of_keys,
@@ -174,12 +333,12 @@ def _decode(
         **joins,
         **to,
     )
-    return Plan([first, *steps], scratch)
+    return Plan([*before.steps, first, *steps], scratch)
 
 
 def _cache(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
     """How keys and values lie, how many a sequence can have at most, and what kernels are told of that. ValueError."""
-    batch, batches, rows = problem("BCT")
+    batch, batches, rows = problem("NCT")
     piece = problem.bytes_at_once()
     if "pages" in problem:
         if "batch_index" in problem:
@@ -188,41 +347,42 @@ def _cache(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
     if "batch_index" in problem:
         return Indexed(piece), rows if batches else 0, {"batch_index": problem["batch_index"]}
     if batches != batch:
+        if "cu_seqlens" in problem:
+            raise problem.error("k", f"must have {batch} batches, one a sequence, or pages or batch_index", "k")
         raise problem.error("k", "batch must equal q's where there are neither pages nor batch_index", "k", "q")
     return Dense(piece), rows, {}
 
 
-def _reach(
-    problem: Problem, causal: bool, left: int | None, right: int | None, most_keys: int
-) -> tuple[Reach, dict[str, Any], int]:
+def _reach(problem: Problem, asked: Asked, most_keys: int) -> tuple[Reach, dict[str, Any], int]:
     """Which keys tokens see, what kernels are told of that, and how many some tile's rows see at most. One token, at the last
     key, sees no later one, whatever it may."""
-    (tokens,) = problem("S")
-    if causal:
-        right = 0
-    if tokens == 1:
+    (tokens,), left, right = problem("S"), asked.left, 0 if asked.causal else asked.right
+    if tokens == 1 and "cu_seqlens" not in problem:
         right = None
-    told: dict[str, Any] = {"lengths": problem["lengths"]}
-    told |= {name: end for name, end in (("left", left), ("right", right)) if end is not None}
+    told: dict[str, Any] = {name: end for name, end in (("left", left), ("right", right)) if end is not None}
     told |= {"leftpad": problem["leftpad"]} if "leftpad" in problem else {}
     seen = most_keys if left is None else min(most_keys, left + tokens + (right or 0))
     return Reach(left is not None, right is not None, "leftpad" in problem), told, seen
 
 
-def _scores(
-    problem: Problem, unit: float, softcap: float | None
-) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
+def _scores(problem: Problem, asked: Asked) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
     """(what becomes of scores, what joins the sum of their weights, the unit of scores, what kernels are told of the former,
     and of the latter)"""
     parts: list[Variant] = []
     told: dict[str, Any] = {}
-    if softcap is not None:
+    unit = asked.scale
+    if asked.softcap is not None:
         parts.append(Capped())
-        told["per_cap"], unit = unit / softcap, softcap
+        told["per_cap"], unit = unit / asked.softcap, asked.softcap
     if "alibi" in problem:
         parts.append(Sloped())
-        told |= {"slopes": over(problem, "alibi", "BH"), "per_slope": 1 / unit}
-    variant = Both(*parts) if len(parts) == 2 else parts[0] if parts else Variant()
+        told |= {"slopes": over(problem, "alibi", "NH"), "per_slope": 1 / unit}
+    if asked.score is not None:
+        parts.append(ScoredRows(asked.score))
+        told["score_unit"], unit = unit, 1.0
+    if asked.mask is not None:
+        parts.append(MaskedRows(asked.mask))
+    variant = functools.reduce(Both, parts) if parts else Variant()
     if "sink" not in problem:
         return variant, Variant(), unit, told, {}
     return variant, Sunk(), unit, told, {"sinks": problem["sink"], "per_sink": 1 / unit}

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import store
+from ops import store, truncate
 from tiles import dtype, inlined, static
 from tiles.arguments import array
 
@@ -14,16 +14,19 @@ LN2 = math.log(2)
 
 
 class Spot(NamedTuple):
-    """Which rows: those from `row` on, of a sequence's heads that share a key head; of tokens `first` to `last`, `group` rows
-    each. split: which part of the keys they have seen."""
+    """Which rows: those from `row` on, of a sequence's heads that share a key head; of its tokens `first` to `last`, `group`
+    rows each. They are tokens start + first to start + last of a batch. split: which part of the keys they have seen. end: how
+    many rows the sequence has."""
 
-    sequence: Any
+    batch: Any
     head: Any
     split: Any
     row: Any
     first: Any
     last: Any
     group: Any
+    start: Any
+    end: Any
 
 
 @static
@@ -38,22 +41,22 @@ class Whole:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it writes. out: (sequence, token, key head, which of its query heads, column). lse:
-        (sequence, key head, which of its query heads, token)."""
+        """The kernel's arguments that it writes. out: (batch, token, key head, which of its query heads, column). lse:
+        (batch, key head, which of its query heads, token)."""
         return {"out": array(5, self.dtype), "lse": array(4)}
 
     @inlined
     def store(self, o, spot, col, given):
         """Write some columns of O, from `col` on. A token's rows lie in one place: what other rows would write lies outside."""
         for token in range(spot.first, spot.last + 1):
-            at = spot.sequence, token, spot.head, int32(spot.row - token * spot.group), col
+            at = spot.batch, spot.start + token, spot.head, int32(spot.row - token * spot.group), col
             store(given.out, o, at, 3, 4, self.piece)
 
     @inlined
     def store_sums(self, sums, scale, spot, given):
         """Write the logarithms of the sums of weights; exp2(scale x) is the sum that x stands for."""
         for token in range(spot.first, spot.last + 1):
-            at = spot.sequence, spot.head, int32(spot.row - token * spot.group), token
+            at = spot.batch, spot.head, int32(spot.row - token * spot.group), spot.start + token
             store(given.lse, sums * (scale * LN2), at, cols=2)
 
 
@@ -62,15 +65,32 @@ class Part(Whole):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Whole. parts: (split, sequence, key head, row, column). sums: the same without columns."""
+        """See Whole. parts: (split, batch, key head, row, column). sums: the same without columns."""
         return {"parts": array(5), "sums": array(4)}
 
     @inlined
     def store(self, o, spot, col, given):
         """See Whole."""
-        store(given.parts, o, (spot.split, spot.sequence, spot.head, spot.row, col), 3, 4, True)
+        store(given.parts, o, (spot.split, spot.batch, spot.head, spot.row, col), 3, 4, True)
 
     @inlined
     def store_sums(self, sums, scale, spot, given):
         """See Whole."""
-        store(given.sums, sums, (spot.split, spot.sequence, spot.head, spot.row))
+        store(given.sums, sums, (spot.split, spot.batch, spot.head, spot.row))
+
+
+class PartOfPacked(Part):
+    """The same where the rows of another sequence follow."""
+
+    @inlined
+    def store(self, o, spot, col, given):
+        """See Whole."""
+        begin = spot.start * spot.group
+        at = spot.split, spot.batch, spot.head, int32(begin + spot.row), col
+        store(truncate(given.parts, 3, begin + spot.end), o, at, 3, 4, True)
+
+    @inlined
+    def store_sums(self, sums, scale, spot, given):
+        """See Whole."""
+        begin = spot.start * spot.group
+        store(truncate(given.sums, 3, begin + spot.end), sums, (spot.split, spot.batch, spot.head, int32(begin + spot.row)))
