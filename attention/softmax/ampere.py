@@ -22,9 +22,11 @@ from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
+from .held import InPages
 from .kind import Kind
 from .online import Softmax
 from .seen import CAUSAL, FULL
+from .sequences import Cached
 from .variants import At, Variant
 
 
@@ -103,6 +105,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
     for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
         yield config_for(head_dim, of, variant, ROOM.get(arch, SHARED_BYTES), piece)
+        if everything and variant is CAUSAL and piece == PIECES[0]:
+            room = ROOM.get(arch, SHARED_BYTES)
+            yield config_for(head_dim, of, variant, room, piece, lie=Cached, held=InPages(1))
 
 
 @functools.cache
@@ -161,18 +166,18 @@ def make(config: Config):
                 gO, gLse = truncate(gO, 1, own.query + own.queries), truncate(gLse, 2, own.query + own.queries)
             q.fill(0, gQ, (own.batch, own.query + ROWS * block, head, 0), 1, 3, 1, PIECE)
             for i in range(STAGES):
-                held.copy(k, i, gK, own, batch, tiling.key(every, i, at), kv_head, n, given, PIECE)
+                held.copy(k, i, gK, own, batch, own.key + tiling.key(every, i, at), kv_head, n, given, PIECE)
                 if i < STAGES - 1:
-                    held.copy(v, i, gV, own, batch, tiling.key(every, i, at), kv_head, n, given, PIECE)
+                    held.copy(v, i, gV, own, batch, own.key + tiling.key(every, i, at), kv_head, n, given, PIECE)
             queries = prepared(subtile(q.wait(0, KEYS_ALONE), BAND, warp), at)
             seen = softmax.begin(variant.lowest(at))
             for i in range(n):
                 key, later = tiling.key(every, i, at), i + STAGES
                 keys = k.wait(i, NEWER)
-                held.copy(v, later - 1, gV, own, batch, tiling.key(every, later - 1, at), kv_head, n, given, PIECE)
+                held.copy(v, later - 1, gV, own, batch, own.key + tiling.key(every, later - 1, at), kv_head, n, given, PIECE)
                 s = mma_ABt(zeros(S), queries, keys)
                 values = v.wait(i, NEWER)
-                held.copy(k, later, gK, own, batch, tiling.key(every, later, at), kv_head, n, given, PIECE)
+                held.copy(k, later, gK, own, batch, own.key + tiling.key(every, later, at), kv_head, n, given, PIECE)
                 s = variant.score(s, at, key)
                 if i < every.cut:
                     s = tiling.mask(s, at, key)

@@ -34,13 +34,13 @@ class Along:
 
     @inlined
     def fill(self, ring, j, source, own, number, key, head, given):
-        """Fill tile j of a ring: keys from `key` on of a Sequence, which has that number."""
-        ring.fill(j, source, (own.batch, own.key + key, head))
+        """Fill tile j of a ring: from place `key` on of a Sequence, which has that number."""
+        ring.fill(j, source, (own.batch, key, head))
 
     @inlined
     def copy(self, pipe, j, source, own, number, key, head, n, given, piece):
         """Start copying tile j of `n` of a pipeline, `piece` bytes at once."""
-        pipe.fill(j, source, (own.batch, own.key + key, head, 0), 1, 3, n, piece)
+        pipe.fill(j, source, (own.batch, key, head, 0), 1, 3, n, piece)
 
 
 @static
@@ -63,12 +63,12 @@ class InCaches(Along):
     @inlined
     def fill(self, ring, j, source, own, number, key, head, given):
         """See Along."""
-        ring.fill(j, source, (self.batch(number, given), own.key + key, head))
+        ring.fill(j, source, (self.batch(number, given), key, head))
 
     @inlined
     def copy(self, pipe, j, source, own, number, key, head, n, given, piece):
         """See Along."""
-        pipe.fill(j, source, (self.batch(number, given), own.key + key, head, 0), 1, 3, n, piece)
+        pipe.fill(j, source, (self.batch(number, given), key, head, 0), 1, 3, n, piece)
 
 
 @static
@@ -87,22 +87,23 @@ class InPages(Along):
     @property
     def given(self) -> dict[str, Any]:
         """See Along."""
-        return {"pages": TABLE, "page_size": INT}
+        return {"pages": TABLE, "page_size": INT, "parts": INT}
 
     def __str__(self):
-        return f" paged, {self.parts} parts"
+        return " paged" + f" in {self.parts} parts" * (self.parts > 1)
 
     @inlined
     def fill(self, ring, j, source, own, number, key, head, given):
         """See Along. What lies behind the last key is zeros: neither it nor its page's number is read."""
         rows = ring.tile.rows // self.parts
-        for part in range(self.parts):
-            nth, row = divmod(int32(own.key + key + rows * part), given.page_size)
-            exists = rows * part + key < own.keys
+        for part in range(given.parts):  # the compiler does not know how many: it would make all addresses ahead, and spill
+            place = int32(key + rows * part)
+            nth, row = divmod(place, given.page_size)
+            exists = place < own.key + own.keys
             page = int32(given.pages[number, nth]) if exists else int32(0)
             ring.fill(j, source, (page, row if exists else given.page_size, head), part, self.parts)
 
     @inlined
     def copy(self, pipe, j, source, own, number, key, head, n, given, piece):
         """See Along."""
-        pipe.fill_pages(j, source, given.pages, (number, own.key + key, head, 0), own.key + own.keys, n, piece)
+        pipe.fill_pages(j, source, given.pages, (number, key, head, 0), own.key + own.keys, n, piece)

@@ -7,6 +7,7 @@ that one's softmax runs under another's products (FlashAttention-3, Shah et al. 
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +19,12 @@ from ops import divmod, persistent_tile, subtile, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, static
 from tiles.arguments import FLOAT, INT, array, tiled
 
+from .held import Along, InPages
 from .kind import Kind
 from .online import Softmax
 from .output import Sent, Stored
 from .seen import CAUSAL, FULL
+from .sequences import Cached
 from .variants import At, Variant
 
 SHARED_BYTES = 227 * 1024
@@ -68,6 +71,7 @@ class Config(Kind):
 
 SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (112, 2), 256: (80, 2)}  # padded head_dim: (kv, consumers)
 ROOMY = {64: (128, 2), 192: (96, 2), 256: (64, 2)}  # the same where random numbers are drawn, which takes registers
+PAGED = {64: (128, 2)}  # the same where the producer looks up pages, which takes registers
 LOADED = {64: (128, 2), 96: (96, 2), 128: (96, 2), 192: (64, 2), 256: (48, 2)}  # the same where a bias is read
 SCORED = {128: (80, 3, 3)}  # the same, and stages, where something is made of scores: so two consumers are at that, not one
 NARROW = {(192, 128): (128, 2)}  # the same where values have fewer columns; else as if they had as many
@@ -100,6 +104,7 @@ def config_for(
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     if padded != wide or kind or variant.draws or not variant.computed:
         shape = None if variant.draws or variant.loads else NARROW.get((padded, wide))
+        shape = shape or (PAGED.get(max(padded, wide)) if kind.get("held", Along()).paged else None)
         return Config(padded, wide, dtype, variant, *(shape or _shape(max(padded, wide), variant)), **kind)
     return _config(padded, dtype, variant, next((end for end in _short(padded, variant) if keys <= end), None))
 
@@ -128,6 +133,8 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     if arch == "sm_90a":
         for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
             yield from (_config(head_dim, of, variant, end) for end in (*_short(head_dim, variant), None))
+            if everything:
+                yield config_for(head_dim, of, variant, math.inf, lie=Cached, held=InPages(2))
 
 
 @static
@@ -269,7 +276,7 @@ def make(config: Config):
                 if not KEYS_FIRST:
                     q.fill(r, gQ, (own.batch, own.query + row, head))
                 for i in range(every.n):
-                    key = tiling.key(every, i, at)
+                    key = own.key + tiling.key(every, i, at)
                     held.fill(k, j + i, gK, own, batch, key, kv_head, given)
                     if KEYS_FIRST and i == 0:
                         q.fill(r, gQ, (own.batch, own.query + row, head))
