@@ -65,6 +65,7 @@ def test_an_op_is_called_by_its_name():
     attention.register_torch_ops()
     attention.register_torch_ops()  # they are there once
     names = ["based", "decode", "delta_rule", "forward", "forward_variant", "hedgehog", "linear", "linear_step", "mamba2"]
+    names += ["decode_append", "decode_variant"]
     assert all(hasattr(torch.ops.tiles, name) for name in names)
     q, k, v = Inputs().qkv()
     out, lse = attention.forward(q, k, v, causal=True, return_lse=True)

@@ -110,6 +110,13 @@ CALLS = {
         lambda x: (x.qkv(), dict(lengths=x.ends()[1 : 1 + x.batch], splits=2, return_lse=True, sink=x.rate(x.heads))),
     ),
     "decode, pages": (attention.decode, lambda x: (x.qkv(), dict(lengths=x.lengths(), pages=x.lengths()[:, None] - 3))),
+    "decode, in Python": (
+        attention.decode,
+        lambda x: (
+            x.qkv(),
+            dict(lengths=x.ends()[1 : 1 + x.batch], mask=near, score=warmer, aux=(x.documents(),), return_lse=True),
+        ),
+    ),
     "linear": (attention.linear, lambda x: (x.qkv(), {})),
     "linear, state": (
         attention.linear,

@@ -25,8 +25,8 @@ from ..online import LOWEST, TINY, Softmax
 from ..variants import At, Variant, arrays_of
 from .caches import Dense, Indexed, Paged
 from .reach import Reach
-from .results import Part, Spot, Whole
-from .tokens import Alike
+from .results import Part, PartOfPacked, Spot, Whole
+from .tokens import Alike, OneBehindTheOther
 
 PANEL = 32  # columns of O that a warp adds up at once: those of a panel of float32
 
@@ -124,6 +124,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         config_for(dim, dim, of, plain, reach, cache(piece), result(of, piece), plain, tall, room)
         for (of, piece), dim, (reach, cache, result), tall in itertools.product(forms, SHAPES, kinds, (False, True))
     ]
+    if everything:  # queries one behind the other
+        kind = plain, Reach(False, True, False), Paged(PIECES[0]), PartOfPacked(bf16, PIECES[0]), plain
+        found += [config_for(dim, dim, bf16, *kind, tall, room, OneBehindTheOther) for dim in SHAPES for tall in (False, True)]
     yield from dict.fromkeys(found)
 
 
