@@ -18,6 +18,6 @@ def register_torch_ops() -> None:
 
     backward = _backward, _backward_into, _backward_into_sinks, *NORMALISE.values(), *DIFFERENTIATE.values()
     recurrent = _based, _delta_rule, _hedgehog, _linear, _linear_step, _mamba2
-    decode = decoding._decode, decoding._variant, decoding._append
+    decode = decoding._decode, decoding._variant
     for program in *backward, _append, _append_with_queries, *decode, _forward, _variant, *recurrent:
         program.op()

@@ -165,8 +165,8 @@ def tiles_of(problem: Problem, config: Shape) -> tuple[int, int]:
     return -(-q_len // config.rows), batch * heads
 
 
-def launch(problem: Problem, made: Assembled, config: Shape, kv_len: int, **told: Operand | Any) -> Step:
-    """The launch of attention itself. kv_len: the keys of a sequence, at most. told: arrays, and what kernels are told of the
+def launch(problem: Problem, made: Assembled, config: Shape, most_keys: int, **told: Operand | Any) -> Step:
+    """The launch of attention itself. most_keys: of a sequence. told: arrays, and what kernels are told of the
     variant, of sequences and of where their keys are held."""
     gpu, dtype, variant = machine(problem.device), DTYPES[problem.dtype], made.variant
     q_len, heads, head_dim, kv_heads, value_dim = problem("SHDGV")
@@ -174,8 +174,8 @@ def launch(problem: Problem, made: Assembled, config: Shape, kv_len: int, **told
     group, grid = heads // kv_heads, pairs * blocks
     if config.persistent:
         grid = persistent(gpu, grid)
-    nbytes = kv_len * (head_dim + value_dim) * dtype.itemsize / group
-    alike = config.persistent and made.reach < kv_len  # a window's tiles, but for a pair's first ones
+    nbytes = most_keys * (head_dim + value_dim) * dtype.itemsize / group
+    alike = config.persistent and made.reach < most_keys  # a window's tiles, but for a pair's first ones
     uneven = not alike and (variant.rising or (config.persistent and q_len % config.rows > 0))
     return kernel_for(hopper if isinstance(config, hopper.Config) else ampere, config, problem.device).bind(
         grid,

@@ -164,6 +164,13 @@ CALLS = {
             dict(lengths=x.lengths(), pages=x.pages(), rotary=x.angles(), q=x.qkv()[0][:, :3]),
         ),
     ),
+    "decode, append": (
+        attention.decode,
+        lambda x: (
+            (x.qkv()[0][:, :3], x.tile(7, 4, x.heads, HEAD), x.tile(7, 4, x.heads, HEAD)),
+            dict(lengths=x.lengths(), pages=x.pages(), rotary=x.angles(), k_new=x.qkv()[1][:, :3], v_new=x.qkv()[2][:, :3]),
+        ),
+    ),
     "linear_step": (
         attention.linear_step,
         lambda x: ((x.state(HEAD, HEAD), *(a[:, 0] for a in x.qkv())), dict(beta=-x.gates()[:, 0])),

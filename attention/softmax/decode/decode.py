@@ -10,6 +10,7 @@ from tiles.device import machine
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, Step, program
 from tiles.schema import Problem, Schema
+from tiles.torch_op import traced
 
 from ...cache import append as appending
 from ...families import choose
@@ -162,8 +163,26 @@ def decode(
     if k_new is None or v_new is None:
         name = "k_new" if k_new is None else "v_new"
         raise ValueError(f"{name}: must be given where {'rotary' if k_new is v_new is None else 'the other'} is: {name}=None")
+    if traced(q):  # torch makes no functional op of what writes in place and has several results: here they are two
+        new = k_new, v_new, cu_seqlens_new, rotary, positions
+        turned, after = _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, of_keys, layout)
+        keys = after, *keys[1:]
+        return _variant(stream, (turned, k, v, cu_seqlens, *keys, *eight(aux), out, None), of_keys, layout)
     new = k_new, v_new, cu_seqlens_new, *appending.tables_of(rotary), positions
     return _append(stream, (*arrays, cu_seqlens, *keys, *eight(aux), *new, out, None), of_keys, layout)
+
+
+def _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, options, layout) -> tuple[Any, Any]:
+    """(the queries, and the keys in use) after attention.append has written new keys, as torch's tensors."""
+    (k_new, v_new, cu_seqlens_new, rotary, positions), (causal, left, right, *_, interleaved, _, _, _) = new, options
+    ends = cu_seqlens if cu_seqlens_new is None else cu_seqlens_new
+    turn = (lambda x: x.transpose(1, 2)) if layout == "bhsd" else lambda x: x
+    told: dict[str, Any] = {"pages": pages, "batch_index": batch_index, "cu_seqlens": ends, "positions": positions}
+    if rotary is not None:
+        local = causal or left is not None or right is not None
+        told |= {"rotary": rotary, "interleaved": interleaved, "q": turn(q), "causal": local}
+    turned = appending.append(turn(k), turn(v), turn(k_new), turn(v_new), lengths=lengths, **told)
+    return q if turned is None else turn(turned), lengths + (turn(k_new).shape[1] if ends is None else ends[1:] - ends[:-1])
 
 
 def _parts(splits):
