@@ -6,7 +6,6 @@ from typing import Any
 from numba.cuda import types
 from numpy import int32
 
-from ops import divmod
 from tiles import inlined, static
 from tiles.arguments import ENDS, INT, tiled
 from tiles.types import gl, st
@@ -87,7 +86,7 @@ class InPages(Along):
     @property
     def given(self) -> dict[str, Any]:
         """See Along."""
-        return {"pages": TABLE, "page_size": INT, "parts": INT}
+        return {"pages": TABLE, "page_size": INT}
 
     def __str__(self):
         return " paged" + f" in {self.parts} parts" * (self.parts > 1)
@@ -95,13 +94,8 @@ class InPages(Along):
     @inlined
     def fill(self, ring, j, source, own, number, key, head, given):
         """See Along. What lies behind the last key is zeros: neither it nor its page's number is read."""
-        rows = ring.tile.rows // self.parts
-        for part in range(given.parts):  # the compiler does not know how many: it would make all addresses ahead, and spill
-            place = int32(key + rows * part)
-            nth, row = divmod(place, given.page_size)
-            exists = place < own.key + own.keys
-            page = int32(given.pages[number, nth]) if exists else int32(0)
-            ring.fill(j, source, (page, row if exists else given.page_size, head), part, self.parts)
+        at = int32(number), int32(key), int32(head)
+        ring.fill_pages(j, source, given.pages, given.page_size, at, own.key + own.keys, self.parts)
 
     @inlined
     def copy(self, pipe, j, source, own, number, key, head, n, given, piece):

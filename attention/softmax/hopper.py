@@ -161,6 +161,7 @@ def make(config: Config):
     CONSUMERS, PERSISTENT = config.consumers, config.persistent
     SKIPS = PERSISTENT and config.variant.from_first  # consumers pass by key blocks that none of their rows sees
     KEYS_FIRST = PERSISTENT and config.queries == 1  # a tile's queries wait for the place of the last one's, its keys need not
+    AHEAD = config.held.paged  # the next keys are sent for before the values: while pages are looked up nobody waits
     GIVEN, AUX = config.given, config.aux
     variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
     own_rows, sequences, held = replace(config, consumers=1).tiling, config.sequences, config.held
@@ -275,9 +276,15 @@ def make(config: Config):
                 every = tiling.key_blocks(row, at)
                 if not KEYS_FIRST:
                     q.fill(r, gQ, (own.batch, own.query + row, head))
+                if AHEAD:
+                    held.fill(k, j, gK, own, batch, own.key + tiling.key(every, 0, at), kv_head, given)
                 for i in range(every.n):
                     key = own.key + tiling.key(every, i, at)
-                    held.fill(k, j + i, gK, own, batch, key, kv_head, given)
+                    if AHEAD and i + 1 < every.n:
+                        later = own.key + tiling.key(every, i + 1, at)
+                        held.fill(k, j + i + 1, gK, own, batch, later, kv_head, given)
+                    if not AHEAD:
+                        held.fill(k, j + i, gK, own, batch, key, kv_head, given)
                     if KEYS_FIRST and i == 0:
                         q.fill(r, gQ, (own.batch, own.query + row, head))
                     held.fill(v, j + i, gV, own, batch, key, kv_head, given)

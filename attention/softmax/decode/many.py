@@ -48,7 +48,7 @@ def planned(
         config = replace(hopper, held=InPages(parts))
     arrays = {"gQ": queries, "gK": problem["k"], "gV": problem["v"], "leftpad": problem["leftpad"]}
     arrays |= {"ends": problem["cu_seqlens"]} if packed else {"q_len": problem("S")[0]}
-    arrays |= {"pages": problem["pages"], "page_size": problem("T")[0], "parts": max(1, parts)} if paged else {}
+    arrays |= {"pages": problem["pages"], "page_size": problem("T")[0]} if paged else {}
     arrays |= {"batch_index": problem["batch_index"]} if isinstance(config.held, InCaches) else {}
     arrays |= {f"aux{n}": x for n, x in enumerate(aux)}
     return launch(problem, made, config, most_keys, **arrays, **told, **made.numbers, **variant_arrays(problem))

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import draw, poisoned
-from places import BF16, OnInterpreter
+from judged import TANH, ULP, draw, poisoned
+from places import BF16, RANDOMLY, OnCard, OnInterpreter
 from test_decode import case, in_pages, known
 
 import attention
@@ -57,7 +57,12 @@ def agree(place, q, k, v, lengths, *, ends=None, size=None, splits=None, aux=(),
         for axes in [(0, 0) if ends is None else (1, 2)]
     )
     reference.assert_close(place.get(out), ref, low, factor=3 if "softcap" in options else 2)
-    reference.assert_close(place.get(lse), its_lse, low_lse, factor=3, name="lse")
+    with np.errstate(invalid="ignore"):
+        lost = np.nanmax(np.abs(low_lse - its_lse), initial=0)
+    atol = (
+        3 * lost + 8 * ULP + (options.get("softcap") or 0.0) * TANH + np.abs(options.get("alibi", 0)).max() * k.shape[1] * ULP
+    )
+    np.testing.assert_allclose(place.get(lse), its_lse, rtol=8 * ULP, atol=atol)
     return place.get(out)
 
 
@@ -256,14 +261,14 @@ def test_random_packed_problems(sequences, kv_heads, group, size, causal, splits
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@settings(max_examples=16, deadline=None)
+@RANDOMLY
 @given(
     st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 300)), min_size=1, max_size=5), st.integers(1, 3),
     st.integers(1, 8), st.sampled_from([None, 1, 8, 16, 24, 64, 256]), st.booleans(), st.integers(1, 9),
     st.sampled_from([1, 64, 10**6]),
 )  # fmt: skip
-def test_random_packed_problems_on_the_card(card, head_dim, sequences, kv_heads, group, size, causal, splits, many):
-    run_random(card, sequences, kv_heads, group, size, causal, splits, many, head_dim)
+def test_random_packed_problems_on_the_card(head_dim, sequences, kv_heads, group, size, causal, splits, many):
+    run_random(OnCard(), sequences, kv_heads, group, size, causal, splits, many, head_dim)
 
 
 def run_random(place, sequences, kv_heads, group, size, causal, splits, many, head_dim):
