@@ -13,6 +13,7 @@ from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
 
 from ...cache import append as appending
+from ...cache import writing
 from ...families import choose
 from ...options import flag, number
 from ..asked import AUX, eight, ends_of, positive
@@ -179,6 +180,8 @@ def _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, opti
     turn = (lambda x: x.transpose(1, 2)) if layout == "bhsd" else lambda x: x
     told: dict[str, Any] = {"pages": pages, "batch_index": batch_index, "cu_seqlens": ends, "positions": positions}
     if rotary is not None:
+        if cu_seqlens_new is not None:
+            raise NotImplementedError("cu_seqlens_new: is not served together with rotary where torch traces the call")
         local = causal or left is not None or right is not None
         told |= {"rotary": rotary, "interleaved": interleaved, "q": turn(q), "causal": local}
     turned = appending.append(turn(k), turn(v), turn(k_new), turn(v_new), lengths=lengths, **told)
@@ -271,15 +274,19 @@ def _appended(problem: Problem, interleaved: bool, local: bool) -> Before:
     ends = problem["cu_seqlens_new"] or problem["cu_seqlens"]
     if "cu_seqlens_new" in problem and "cu_seqlens" not in problem:
         raise ValueError("cu_seqlens_new: takes cu_seqlens, too, which is None")
-    if "cu_seqlens_new" in problem and "cos" in problem:
-        raise ValueError("cu_seqlens_new: must be None where queries are rotated, whose positions are those of the new keys")
     told |= {"new_ends": ends} if ends else {"added": problem("s")[0]}
     queries, scratch = problem["q"], []
     if "cos" in problem:
         scratch = [(problem("BSHD"), problem.dtype)]
         queries = problem.scratch(0, *scratch[0])
-    names = appending.Names("s", "S", (problem["q"], queries) if scratch else None, ends)
-    return Before(appending.planned(problem, interleaved, local, names), scratch, queries, told)
+    turned, alone = (problem["q"], queries) if scratch else None, "cu_seqlens_new" in problem
+    names = appending.Names("s", "S", None if alone else turned, ends)
+    steps = appending.planned(problem, interleaved, local, names)
+    if turned and alone and 0 not in problem("SH"):  # they lie by other ends than new keys
+        how = {"ends": problem["cu_seqlens"], "interleaved": interleaved, "positions": problem["positions"], "causal": local}
+        tables = problem["cos"], problem["sin"]
+        steps.append(writing.turned(problem.device, turned, problem["lengths"], tables, **how))
+    return Before(steps, scratch, queries, told)
 
 
 def _many(

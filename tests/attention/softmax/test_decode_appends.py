@@ -137,6 +137,13 @@ def test_new_keys_by_ends_of_their_own(place):
     out = attention.decode(place.put(q), *caches, **where, **new)
     k[0, 3:7], k[1, :1], v[0, 3:7], v[1, :1] = k_new[0, :4], k_new[0, 4:], v_new[0, :4], v_new[0, 4:]
     np.testing.assert_array_equal(place.get(out), agree(place, q, k, v, (7, 1), ends=ends))
+    told = {"lengths": place.put(lengths), "rotary": (place.put(COS), place.put(SIN))}
+    found = attention.decode(place.put(q), *caches, **{**where, **new, **told})
+    others = [place.put(np.zeros_like(k)), place.put(np.zeros_like(v)), *(place.put(q[:, :, :2]) for _ in "kv")]
+    turned = attention.append(*others, cu_seqlens=where["cu_seqlens"], q=place.put(q), **told)
+    attention.append(*caches, *new.values(), cu_seqlens=where["cu_seqlens_new"], **told)
+    after = {"cu_seqlens": where["cu_seqlens"], "lengths": place.put(np.array((7, 1), np.int32))}
+    assert place.get(found).tobytes() == place.get(attention.decode(turned, *caches, **after)).tobytes()
 
 
 # ---- queries one behind the other ------------------------------------------------------------------------------------
@@ -304,8 +311,6 @@ def test_mistakes_name_the_argument():
     refused(ValueError, "^positions: takes k_new", positions=np.array([0]))
     refused(ValueError, "^cu_seqlens_new: takes k_new", cu_seqlens_new=ends)
     refused(ValueError, "^cu_seqlens_new: takes cu_seqlens", k_new=new, v_new=new, cu_seqlens_new=ends)
-    refused(ValueError, "^cu_seqlens_new: must be None where queries are rotated", k_new=new, v_new=new, cu_seqlens=ends,
-            cu_seqlens_new=ends, rotary=(COS, SIN))  # fmt: skip
     refused(ValueError, "^lengths: sequence 0 has room for 5 keys", k_new=new, v_new=new, lengths=np.array([5]))
     refused(ValueError, "^rotary: has 4 positions", k_new=new, v_new=new, rotary=(COS[:4], SIN[:4]))
     refused(ValueError, "^cu_seqlens: must end at 1", cu_seqlens=np.array([0, 2]))
