@@ -144,14 +144,14 @@ def flash_attn_with_kvcache(
     refuse("cu_seqlens_q", cu_seqlens_q is not None and k is not None and cu_seqlens_k_new is None, alike)
     options = scores(softmax_scale, causal, window_size, softcap)
     options |= asked(pages=page_table, batch_index=cache_batch_idx, leftpad=cache_leftpad, splits=num_splits or None)
-    rotary = rotary_cos, rotary_sin, rotary_interleaved
-    rest: tuple[Any, ...] = cache_seqlens, rotary, rotary_seqlens, return_softmax_lse
+    rotary, new = (rotary_cos, rotary_sin, rotary_interleaved), (k, v)
+    if cu_seqlens_q is not None:
+        same = k is None or cu_seqlens_k_new is cu_seqlens_q
+        options |= asked(cu_seqlens=cu_seqlens_q, cu_seqlens_new=None if same else cu_seqlens_k_new)
+        q, new = q[None], (k, v) if k is None else (k[None], v[None])
+    found = attend_cache(q, k_cache, v_cache, *new, cache_seqlens, rotary, rotary_seqlens, return_softmax_lse, options)
     if cu_seqlens_q is None:
-        return attend_cache(q, k_cache, v_cache, k, v, *rest, options)
-    same = k is None or cu_seqlens_k_new is cu_seqlens_q
-    options |= asked(cu_seqlens=cu_seqlens_q, cu_seqlens_new=None if same else cu_seqlens_k_new)
-    new = (None, None) if k is None else (k[None], v[None])
-    found = attend_cache(q[None], k_cache, v_cache, *new, *rest, options)
+        return found
     return (found[0][0], found[1][0]) if return_softmax_lse else found[0]
 
 
