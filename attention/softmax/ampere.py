@@ -22,11 +22,9 @@ from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
-from .held import InPages
-from .kind import Kind
+from .kind import Kind, in_pages
 from .online import Softmax
 from .seen import CAUSAL, FULL
-from .sequences import Cached
 from .variants import At, Variant
 
 
@@ -107,7 +105,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         yield config_for(head_dim, of, variant, ROOM.get(arch, SHARED_BYTES), piece)
         if everything and variant is CAUSAL and piece == PIECES[0]:
             room = ROOM.get(arch, SHARED_BYTES)
-            yield config_for(head_dim, of, variant, room, piece, lie=Cached, held=InPages(1))
+            yield config_for(head_dim, of, variant, room, piece, **in_pages())
 
 
 @functools.cache

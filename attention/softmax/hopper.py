@@ -19,12 +19,11 @@ from ops import divmod, persistent_tile, subtile, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, static
 from tiles.arguments import FLOAT, INT, array, tiled
 
-from .held import Along, InPages
-from .kind import Kind
+from .held import Along
+from .kind import Kind, in_pages
 from .online import Softmax
 from .output import Sent, Stored
 from .seen import CAUSAL, FULL
-from .sequences import Cached
 from .variants import At, Variant
 
 SHARED_BYTES = 227 * 1024
@@ -134,7 +133,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
             yield from (_config(head_dim, of, variant, end) for end in (*_short(head_dim, variant), None))
             if everything:
-                yield config_for(head_dim, of, variant, math.inf, lie=Cached, held=InPages(2))
+                yield config_for(head_dim, of, variant, math.inf, **in_pages(2))
 
 
 @static

@@ -2,15 +2,21 @@
 families have in common."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from tiles import dtype, st
 from tiles.arguments import Record, record
 
 from .blocks import Listed
-from .held import Along
-from .sequences import Batched
+from .held import Along, InPages
+from .sequences import Batched, Cached
 from .tiling import Tiling
 from .variants import Variant, arrays_of
+
+
+def in_pages(parts: int = 1) -> dict[str, Any]:
+    """What a Kind says of sequences whose keys and values are cached in pages."""
+    return {"lie": Cached, "held": InPages(parts)}
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,29 @@ def test_new_keys_by_ends_of_their_own(place):
     assert place.get(found).tobytes() == place.get(attention.decode(turned, *caches, **after)).tobytes()
 
 
+@pytest.mark.gpu
+def test_a_graph_holds_a_step(card):
+    """Captured once: it writes, rotates and attends where lengths say, as they grow."""
+    torch = pytest.importorskip("torch")
+    _, k, v = case((70, 70), 1, 2, 1)
+    q, k_new, v_new = (draw((2, 1, heads, 64), BF16) for heads in (2, 1, 1))
+    lengths, caches = torch.zeros(2, dtype=torch.int32, device="cuda"), [card.put(k), card.put(v)]
+    told = {"lengths": lengths, "rotary": (card.put(COS), card.put(SIN)), "splits": 2}
+    new = {"k_new": card.put(k_new), "v_new": card.put(v_new)}
+    queries = card.put(q)
+    attention.decode(queries, *caches, **told, **new)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.decode(queries, *caches, **told, **new)
+    by_hand = [x.clone() for x in caches]
+    for now in (0, 60), (1, 61), (69, 3):
+        lengths.copy_(torch.tensor(now))
+        graph.replay()
+        turned = attention.append(*by_hand, *new.values(), q=queries, lengths=lengths, rotary=told["rotary"])
+        wanted = attention.decode(turned, *by_hand, lengths=lengths + 1, splits=2)
+        assert torch.equal(out, wanted) and all(map(torch.equal, caches, by_hand))
+
+
 # ---- queries one behind the other ------------------------------------------------------------------------------------
 @pytest.mark.smoke
 @pytest.mark.parametrize(("ends", "size"), [((0, 1, 2, 3), None), ((0, 0, 20, 23), 16), ((0, 9, 9, 10), None)])
