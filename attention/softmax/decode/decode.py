@@ -32,7 +32,7 @@ from .splits import splits_for
 from .tokens import Alike, OneBehindTheOther
 
 MOST_SPLITS = 1024
-MANY = 64  # query tokens of a sequence, from which on forward's tiles serve it: a guess, to be measured
+MANY = 64  # query tokens of a sequence, from which on forward's tiles serve it: bench/NOTES.md has the estimate
 TILES = """
     q               BSHD  tile
     k               CTGD  tile
