@@ -226,7 +226,8 @@ def _decode(
     if 0 in (batch, tokens, heads) or most_keys == 0:  # no token sees a key
         if "sink" in problem and 0 not in (batch, tokens, heads):
             raise problem.error("k", "must have at least one key where there is a sink", "k")
-        return Plan([*before.steps, *(Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x)])
+        nothing = [Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x]
+        return Plan([*before.steps, *nothing], before.scratch)
     *functions, aux = functions_of(problem, mask, score, most_keys)
     asked = Asked(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
     counted = "leftpad" in problem and (mask or score)  # functions count a cache's keys from its first, forward from leftpad

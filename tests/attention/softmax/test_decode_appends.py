@@ -179,6 +179,13 @@ def test_a_graph_holds_a_step(card):
         assert torch.equal(out, wanted) and all(map(torch.equal, caches, by_hand))
 
 
+def test_without_queries_new_keys_are_written_all_the_same():
+    q, k, v = case((5,))
+    new, told = draw((1, 1, 2, 64), BF16), {"lengths": np.array([4]), "rotary": (COS, SIN)}
+    out = attention.decode(q[:, :0], k, v, k_new=new, v_new=new, **told)
+    assert out.shape == (1, 0, 4, 64) and (v[:, 4:] == new).all()
+
+
 # ---- queries one behind the other ------------------------------------------------------------------------------------
 PACKED = ((0, 1, 2, 3), None), ((0, 0, 20, 23), 16), ((0, 9, 9, 10), None)
 
