@@ -240,6 +240,12 @@ def _check_parts(ring, part, parts, across):
         raise TypeError(f"fill: {parts} parts: a tile of one block is filled in parts of a multiple of {of}, got {ring}")
 
 
+def _begin(b, ring, base, slot, parity, full):
+    """Wait until the readers of a slot have released it, and say what is to come."""
+    ptx.mbarrier_wait(b, empty_barrier(b, ring, base, slot), b.xor(parity, b.u32(1)))
+    ptx.mbarrier_expect(b, full, ring.tile.nbytes)
+
+
 @lowers(ring.fill)
 def _(ring, j, source, at, part, parts: int):
     needs_index("fill", j)
@@ -255,19 +261,15 @@ def _(ring, j, source, at, part, parts: int):
     if not isinstance(at, types.BaseTuple) or not 1 <= len(at) <= source.rank:
         raise TypeError(f"fill: `at` must be a tuple of up to {source.rank} integers, got {at}")
 
-    def begin(b, base, slot, parity, full):
-        ptx.mbarrier_wait(b, empty_barrier(b, ring, base, slot), b.xor(parity, b.u32(1)))
-        ptx.mbarrier_expect(b, full, ring.tile.nbytes)
-
     def emit(b, base, j, source_map, at, part, _):
         with b.if_then(elected(b, WARPGROUP * LANES)):
             slot, parity = _modulo(b, ring, j)
             full = full_barrier(b, ring, base, slot)
             if parts == 1:
-                begin(b, base, slot, parity, full)
+                _begin(b, ring, base, slot, parity, full)
             else:
                 with b.if_then(b.icmp_unsigned("==", b.u32(part), b.u32(0))):
-                    begin(b, base, slot, parity, full)
+                    _begin(b, ring, base, slot, parity, full)
             to, coordinates = _address(b, ring, base, slot), b.unpack(at)
             if parts > 1:
                 to = b.add(to, b.mul(b.u32(part), b.u32(ring.offset(parts, across))))
@@ -309,8 +311,7 @@ def _(ring, j, pool, pages, size, at, last, parts: int):
             slot, parity = _modulo(b, ring, j)
             full, to = full_barrier(b, ring, base, slot), _address(b, ring, base, slot)
             with b.if_then(b.icmp_unsigned("==", lane, b.u32(0))):
-                ptx.mbarrier_wait(b, empty_barrier(b, ring, base, slot), b.xor(parity, b.u32(1)))
-                ptx.mbarrier_expect(b, full, ring.tile.nbytes)
+                _begin(b, ring, base, slot, parity, full)
             for part in range(parts):
                 where = [ptx.shuffle(b, x, b.u32(part)) for x in (page, row)]
                 with b.if_then(b.icmp_unsigned("==", lane, b.u32(0))):
