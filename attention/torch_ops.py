@@ -14,20 +14,11 @@ def register_torch_ops() -> None:
     from .recurrent.step import _linear_step
     from .softmax.backward.backward import _backward, _backward_into, _backward_into_sinks
     from .softmax.backward.norms import DIFFERENTIATE, NORMALISE
-    from .softmax.decode.decode import _decode
+    from .softmax.decode import decode as decoding
     from .softmax.forward import _forward, _variant
 
     backward = _backward, _backward_into, _backward_into_sinks, *NORMALISE.values(), *DIFFERENTIATE.values()
     recurrent = _based, _delta_rule, _hedgehog, _linear, _linear_step, _mamba2
-    for program in (
-        *backward,
-        _append,
-        _append_with_queries,
-        _decode,
-        _mla_decode,
-        _mla_decode_fp8,
-        _forward,
-        _variant,
-        *recurrent,
-    ):
+    decode = decoding._decode, decoding._variant, _mla_decode, _mla_decode_fp8
+    for program in *backward, _append, _append_with_queries, *decode, _forward, _variant, *recurrent:
         program.op()

@@ -98,6 +98,17 @@ def tma_axes(gl):
     return [gl.cols] + [axis for axis in reversed(range(gl.rank)) if axis != gl.cols]
 
 
+def page_number(b, ty, table, sequence, nth, exists):
+    """The number of a sequence's nth page, as 32 bits, from a table of type `ty`; 0, and nothing read, where there is none."""
+    numbers, _, steps = b.array(ty, table)
+    entry = b.add(b.add(numbers, b.mul(b.sext(sequence, i64), steps[0])), b.mul(b.zext(nth, i64), steps[1]))
+    wide = ty.dtype.bitwidth == 64
+    register, letter, kind = (i64, "l", "b64") if wide else (i32, "r", "b32")
+    text = f"{{.reg .pred p;\nsetp.ne.u32 p, $2, 0;\nmov.{kind} $0, 0;\n@p ld.global.{kind} $0, [$1];}}"
+    number = b.asm(register, text, f"={letter},l,r", entry, b.zext(exists, i32))
+    return b.trunc(number, i32) if wide else number
+
+
 def tma_load(b, gl, to, source, at, bar, spec=None, blocks=1):
     """Start copying the tile at `at` into shared memory, one instruction a panel, completing on a barrier. spec: the shared
     tile that it is a part of. blocks: into all that many of the cluster, completing on the barrier of each."""

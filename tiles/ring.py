@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from numba.cuda import types
 
 from . import ptx
+from .builder import i32
 from .interpreter import here
 from .layout import LANES, WARPGROUP
 from .op import integer, lowers, op
@@ -116,9 +117,18 @@ class ring:
 
         parts: so many fills, one after the other, bring the tile, part 0 to parts - 1, each from its own place; source: a
         tensor of tiles as large as a part, which `at` counts: of fewer rows or, by whole panels, of fewer columns. Not for
-        rings that blocks share."""
+        rings that blocks share. Where pages say which places these are, see `fill_pages`."""
         if here().rank == 0:
             _slot(self, j).fill(here(), j, source, _own(self, source.spec, at, here().block.rank), part, parts)
+
+    @op
+    def fill_pages(self, j, pool, pages, size, at, last, parts=1):
+        """The same of a tile whose rows lie in pages: row n of sequence s is row n % size of page pages[s, n // size] of the
+        pool, a tensor (page, row, ...) whose rows are counted one by one. at: (sequence, row, ...), as if there were no pages,
+        the row a multiple of a part's rows. The tile comes in so many parts, at most 32, each of which lies in one page. Of
+        rows from `last` on page numbers are not read, and parts that have no others are 0. Numbers are of int32 or int64."""
+        if here().rank == 0:
+            _slot(self, j).fill_pages(here(), j, pool, pages, size, at, last, parts)
 
     @op
     def claim(self, j):
@@ -230,6 +240,12 @@ def _check_parts(ring, part, parts, across):
         raise TypeError(f"fill: {parts} parts: a tile of one block is filled in parts of a multiple of {of}, got {ring}")
 
 
+def _begin(b, ring, base, slot, parity, full):
+    """Wait until the readers of a slot have released it, and say what is to come."""
+    ptx.mbarrier_wait(b, empty_barrier(b, ring, base, slot), b.xor(parity, b.u32(1)))
+    ptx.mbarrier_expect(b, full, ring.tile.nbytes)
+
+
 @lowers(ring.fill)
 def _(ring, j, source, at, part, parts: int):
     needs_index("fill", j)
@@ -245,19 +261,15 @@ def _(ring, j, source, at, part, parts: int):
     if not isinstance(at, types.BaseTuple) or not 1 <= len(at) <= source.rank:
         raise TypeError(f"fill: `at` must be a tuple of up to {source.rank} integers, got {at}")
 
-    def begin(b, base, slot, parity, full):
-        ptx.mbarrier_wait(b, empty_barrier(b, ring, base, slot), b.xor(parity, b.u32(1)))
-        ptx.mbarrier_expect(b, full, ring.tile.nbytes)
-
     def emit(b, base, j, source_map, at, part, _):
         with b.if_then(elected(b, WARPGROUP * LANES)):
             slot, parity = _modulo(b, ring, j)
             full = full_barrier(b, ring, base, slot)
             if parts == 1:
-                begin(b, base, slot, parity, full)
+                _begin(b, ring, base, slot, parity, full)
             else:
                 with b.if_then(b.icmp_unsigned("==", b.u32(part), b.u32(0))):
-                    begin(b, base, slot, parity, full)
+                    _begin(b, ring, base, slot, parity, full)
             to, coordinates = _address(b, ring, base, slot), b.unpack(at)
             if parts > 1:
                 to = b.add(to, b.mul(b.u32(part), b.u32(ring.offset(parts, across))))
@@ -267,6 +279,44 @@ def _(ring, j, source, at, part, parts: int):
                 coordinates += [b.u32(0)] * (source.rank - len(coordinates))
                 coordinates[source.rows] = b.add(b.mul(b.u32(coordinates[source.rows]), b.u32(ring.blocks)), rank)
             ptx.tma_load(b, source, to, source_map, coordinates, full, ring.tile, ring.blocks)
+
+    return void, emit
+
+
+@lowers(ring.fill_pages)
+def _(ring, j, pool, pages, size, at, last, parts: int):
+    needs_index("fill_pages", j)
+    check_tensor("fill_pages", pool)
+    _check_parts(ring, types.int32, parts, False)
+    box, numbers = ring.box(parts), (types.int32, types.int64)
+    if ring.writers or ring.blocks > 1 or parts > LANES:
+        raise TypeError(f"fill_pages: fills tiles of one block by TMA, in up to {LANES} parts, got {ring} and {parts}")
+    if pool.tile != box or pool.rows != 1 or pool.unit != 1:
+        raise TypeError(f"fill_pages: takes a tensor (page, row, ...) of {box}, whose rows are counted by one, got {pool}")
+    if not (isinstance(pages, types.Array) and pages.ndim == 2 and pages.dtype in numbers):
+        raise TypeError(f"fill_pages: takes int32 or int64 numbers (sequence, which of its pages), got {pages}")
+    if not (isinstance(at, types.BaseTuple) and 2 <= len(at) <= pool.rank and all(map(integer, (size, last, *at)))):
+        raise TypeError(f"fill_pages: size and last must be integers, and `at` a tuple of them, got {size}, {last} and {at}")
+
+    def emit(b, base, j, pool_map, table, size, at, last, _):
+        in_group, lane = b.and_(b.special("tid.x"), b.u32(WARPGROUP * LANES - 1)), b.lane()
+        with b.if_then(b.icmp_unsigned("<", in_group, b.u32(LANES))):  # a lane a part looks up where it lies, before the wait
+            sequence, row, *rest = [b.trunc(x, i32) if x.type.width > 32 else x for x in b.unpack(at)]
+            row = b.add(row, b.mul(lane, b.u32(box.rows)))
+            inside = b.icmp_signed("<", lane, b.u32(parts))
+            exists = b.and_(b.icmp_signed("<", row, b.u32(last)), inside)
+            nth = b.udiv(row, b.u32(size))
+            page = ptx.page_number(b, pages, table, sequence, nth, exists)
+            row = b.select(exists, b.sub(row, b.mul(nth, b.u32(size))), b.u32(size))
+            slot, parity = _modulo(b, ring, j)
+            full, to = full_barrier(b, ring, base, slot), _address(b, ring, base, slot)
+            with b.if_then(b.icmp_unsigned("==", lane, b.u32(0))):
+                _begin(b, ring, base, slot, parity, full)
+            for part in range(parts):
+                where = [ptx.shuffle(b, x, b.u32(part)) for x in (page, row)]
+                with b.if_then(b.icmp_unsigned("==", lane, b.u32(0))):
+                    own = b.add(to, b.u32(part * ring.offset(parts, False)))
+                    ptx.tma_load(b, pool, own, pool_map, [*where, *rest], full, ring.tile)
 
     return void, emit
 

@@ -30,6 +30,7 @@ and with values that a step of the program checks (checks.py):
     rate         real, which times a time is such a logarithm: never above 0
     ends         index, where sequences end that lie one behind the other: 0 first, ascending, S last
     key_ends     the same of keys, T last
+    new_ends     the same of new keys, s last
     key_lengths  index, how many keys of a sequence are in use: from 0 to T
 
 Its role:
@@ -49,7 +50,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .arrays import ALIGNMENT, Form, Operand, c_ordered, overlap, overlaps_itself
-from .checks import ENDS, KEY_ENDS, KEY_LENGTHS, LOG, RATE, Check
+from .checks import ENDS, KEY_ENDS, KEY_LENGTHS, LOG, NEW_ENDS, RATE, Check
 from .tma import STRIDE_END
 
 ORDER = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3)}  # where batch, sequence, head and column stand in the caller's axes
@@ -69,19 +70,20 @@ HOLDS = {
     "rate": REAL,
     "ends": INDEX,
     "key_ends": INDEX,
+    "new_ends": INDEX,
     "key_lengths": INDEX,
 }
-VALUES = {"log": LOG, "rate": RATE, "ends": ENDS, "key_ends": KEY_ENDS, "key_lengths": KEY_LENGTHS}
+VALUES = {"log": LOG, "rate": RATE, "ends": ENDS, "key_ends": KEY_ENDS, "new_ends": NEW_ENDS, "key_lengths": KEY_LENGTHS}
 ROLES = "", "optional", "made", "in_place", "updated"
-TOKENS = "S", "T"  # axes along a sequence
-# An axis in messages. G are the heads of keys, which share those of values or queries; T the keys' tokens; K and V the columns
-# of keys and values where they differ; F those of a feature map; N sequences have E = N + 1 ends;
+TOKENS = "S", "T", "s"  # axes along a sequence
+# An axis in messages. G are the heads of keys, which share those of values or queries; T the keys' tokens, s new ones; K and V
+# the columns of keys and values where they differ; F those of a feature map; N sequences have E = N + 1 ends;
 # C are batches of a cache, or pages, of which a sequence has M at most;
 # U, W, X and Y are batch (or sequences), heads and sequence or 1
 TITLES = dict(B="batch", S="sequence", T="sequence", H="heads", G="heads", D="head_dim", K="key_dim", V="value_dim")
-TITLES |= dict(N="sequences", F="features", E="length", C="batches or pages", M="pages")
+TITLES |= dict(s="sequence", N="sequences", F="features", E="length", C="batches or pages", M="pages")
 SPOKEN = {"G": "Hk", "K": "Dk", "V": "Dv", "E": "N + 1", "T": "S", "U": "B or 1", "W": "B or 1", "X": "H or 1", "Y": "S or 1"}
-SPOKEN |= {"O": "1", "A": "Sq", "Z": "positions", "R": "pairs"}
+SPOKEN |= {"O": "1", "A": "Sq", "s": "S", "Z": "positions", "R": "pairs"}
 FREE = tuple("*" * rank for rank in range(1, 6))  # axes of any extents
 
 

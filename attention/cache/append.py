@@ -82,9 +82,7 @@ def append(
 
     Returns out, or None without q. Arrays, `stream` and errors are those of attention.forward; JAX's arrays cannot be written,
     see cache.PagedCache."""
-    if rotary is not None and (not isinstance(rotary, Sequence) or len(rotary) != 2):
-        raise TypeError(f"rotary: must be a pair (cos, sin): {type(rotary).__name__}")
-    cos, sin = rotary or (None, None)
+    cos, sin = tables_of(rotary)
     if q is None and out is not None:
         raise ValueError("out: takes q, too, which is None")
     given = k_new, v_new, k, v, cu_seqlens, lengths, pages, batch_index, cos, sin, positions, k_descale, v_descale
@@ -92,10 +90,18 @@ def append(
     return _append(stream, given, options) if q is None else _append_with_queries(stream, (q, *given, out), options)
 
 
+def tables_of(rotary: Any) -> Sequence[Any]:
+    """(cos, sin), each None where there is no rotary; TypeError."""
+    if rotary is not None and (not isinstance(rotary, Sequence) or len(rotary) != 2):
+        raise TypeError(f"rotary: must be a pair (cos, sin): {type(rotary).__name__}")
+    return rotary or (None, None)
+
+
 @program(APPEND)
 def _append(problem: Problem, interleaved: bool, causal: bool) -> Plan:
     """How append does calls of this form."""
-    step = planned(problem, interleaved, causal)
+    queries = (problem["q"], problem["out"]) if "q" in problem else None
+    step = planned(problem, interleaved, causal, Names("S", "A", queries, problem["cu_seqlens"]))
     return Plan(step, give=None if problem.schema is WITH_QUERIES else _nothing)
 
 
@@ -106,8 +112,18 @@ def _nothing(arrays: Sequence[Any]) -> None:
     return None
 
 
-def planned(problem: Problem, interleaved: bool, causal: bool) -> list:
-    """The steps of an append whose arrays have the names and axes of GIVEN, queries being `q` and `out`. ValueError."""
+class Names(NamedTuple):
+    """What arrays are called elsewhere: the axis of new tokens and that of queries; queries and where they go, if they are
+    rotated; where new tokens end that lie one behind the other."""
+
+    new: str
+    asked: str
+    queries: tuple[Operand, Operand] | None
+    ends: Operand | None
+
+
+def planned(problem: Problem, interleaved: bool, causal: bool, names: Names) -> list:
+    """The steps of an append whose other arrays have the names and axes of GIVEN. ValueError."""
     new, cache = (problem["k_new"], problem["v_new"]), (problem["k"], problem["v"])
     _check_cache(problem)
     rotary = _rotary(problem)
@@ -116,16 +132,15 @@ def planned(problem: Problem, interleaved: bool, causal: bool) -> list:
         raise ValueError("k_descale: must be given where v_descale is, and the other way round")
     if scales[0] is not None and cache[0].form.itemsize > 1:
         raise ValueError(f"k_descale: is for a cache of float8_e4m3fn: k.dtype={cache[0].form.dtype!r}")
-    queries = (problem["q"], problem["out"]) if "q" in problem else None
+    queries, ends, lengths = names.queries, names.ends, problem["lengths"]
     if queries and rotary is None:
         raise ValueError("q: is rotated, and takes rotary, which is None")
-    batch, tokens, heads = problem("BSG")
-    if queries and "cu_seqlens" in problem and problem("A") != (tokens,):
+    batch, tokens, heads = problem(f"B{names.new}G")
+    if queries and ends and problem(names.asked) != (tokens,):
         raise problem.error("q", "must have as many tokens as k_new where sequences lie one behind the other", "q", "k_new")
-    if batch == 0 or heads == 0 or (tokens == 0 and (not queries or problem("A") == (0,))):
+    if batch == 0 or heads == 0 or (tokens == 0 and (not queries or problem(names.asked) == (0,))):
         return []
     where = {name: problem[name] for name in ("pages", "batch_index", "positions")}
-    ends, lengths = problem["cu_seqlens"], problem["lengths"]
     step = writing.launch(
         problem.device,
         new,
@@ -140,7 +155,7 @@ def planned(problem: Problem, interleaved: bool, causal: bool) -> list:
         **where,
     )
     if problem.device is None or asked().values:
-        return [Room(problem), step]
+        return [Room(problem, names), step]
     return [step]
 
 
@@ -182,16 +197,17 @@ class Room(NamedTuple):
     """A step that reads lengths and pages, and refuses what has no room: ValueError. It launches nothing."""
 
     problem: Problem
+    names: Names
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """At these addresses."""
         problem = self.problem
-        names = "lengths", "pages", "batch_index", "cu_seqlens", "positions"
-        found = {name: read(addresses[problem[name].source], problem[name].form, stream) for name in names if name in problem}
+        given = {name: problem[name] for name in ("lengths", "pages", "batch_index", "positions")} | {"ends": self.names.ends}
+        found = {name: read(addresses[x.source], x.form, stream) for name, x in given.items() if x}
         if any(x is None for x in found.values()):  # a CUDA graph is being captured
             return
-        (new, size, caches), lengths = problem("STC"), found["lengths"]
-        counts = np.diff(found["cu_seqlens"]) if "cu_seqlens" in found else np.full(len(lengths), new)
+        (new, size, caches), lengths = problem(f"{self.names.new}TC"), found["lengths"]
+        counts = np.diff(found["ends"]) if "ends" in found else np.full(len(lengths), new)
         most = size * problem("M")[0] if "pages" in problem else size
         starts, known = found.get("positions", lengths), problem.extents.get("Z", 0)
         for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist())):

@@ -221,6 +221,28 @@ def launch(
     )
 
 
+def turned(
+    device: int | None,
+    queries: tuple[Operand, Operand],
+    lengths: Operand,
+    rotary: tuple[Operand, Operand],
+    *,
+    ends: Operand | None,
+    interleaved: bool,
+    positions: Operand | None,
+    causal: bool,
+) -> Step:
+    """The launch of the same kernel that rotates queries alone."""
+    (q, out), (cos, sin) = queries, rotary
+    pairs, (batch, tokens, heads, columns) = cos.shape[1], q.shape
+    arrays = {"gQ": q, "gOut": out, "gLengths": lengths, "gEnds": ends, "gCos": cos, "gSin": sin, "gPositions": positions}
+    arrays |= {"gQPairs": _pairs(q, pairs, interleaved), "gOutPairs": _pairs(out, pairs, interleaved)}
+    config, rows = Config(DTYPES[q.form.dtype], DTYPES[q.form.dtype]), batch * tokens
+    numbers = {"rows": rows, "tokens": tokens, "page_size": 1, "key_parts": 0, "fixed": int(not causal)}
+    grid = -(-rows // WARPS), -(-heads // HEADS), -(-columns // COLUMNS)
+    return kernel_for(sys.modules[__name__], config, device).bind(grid, **numbers, **arrays)
+
+
 def _pairs(x: Operand, pairs: int, interleaved: bool) -> Operand | None:
     """The columns that are rotated, (.., 2, pairs): neighbours, or a half's and the other's."""
     if not pairs:

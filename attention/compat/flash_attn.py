@@ -12,15 +12,16 @@
 | max_seqlen_q, .._k                     | not needed                                                             |
 | return_attn_probs=True                 | return_lse=True: (out, lse, None), lse (B, H, Sq) or (H, total)        |
 
-flash_attn_with_kvcache is attention.append, where there are new keys, and then attention.decode:
+flash_attn_with_kvcache is attention.decode:
 
-| FlashAttention                         | here                                                                   |
+| FlashAttention                         | attention.decode                                                       |
 | -------------------------------------- | ---------------------------------------------------------------------- |
-| k, v                                   | append's k_new, v_new, written into k_cache, v_cache at cache_seqlens  |
-| rotary_cos, rotary_sin, .._interleaved | rotary, interleaved; q is rotated, too, by append                      |
-| cache_seqlens, an integer: of all      | append's lengths; decode's are these and the new ones                  |
+| k, v                                   | k_new, v_new, written into k_cache, v_cache at cache_seqlens           |
+| rotary_cos, rotary_sin, .._interleaved | rotary, interleaved; q is rotated, too                                 |
+| cache_seqlens, an integer: of all      | lengths                                                                |
 | cache_batch_idx, cache_leftpad         | batch_index, leftpad                                                   |
 | block_table (page_table)               | pages                                                                  |
+| num_splits=0: as many as are good      | splits=None                                                            |
 | return_softmax_lse=True                | return_lse=True: (out, lse)                                            |
 
 Where a row sees no key its lse is -inf here, and inf there.
@@ -216,7 +217,7 @@ def flash_attn_with_kvcache(
     """out, or with return_softmax_lse=True (out, lse); k and v are written into the caches. q, out: (B, Sq, H, D); caches:
     (B, Sk, Hk, D), or with block_table (pages, page size, Hk, D); k, v: (B, S, Hk, D); lse: (B, H, Sq)."""
     options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options |= asked(pages=block_table, batch_index=cache_batch_idx, leftpad=cache_leftpad)
+    options |= asked(pages=block_table, batch_index=cache_batch_idx, leftpad=cache_leftpad, splits=num_splits or None)
     rotary = rotary_cos, rotary_sin, rotary_interleaved
     return attend_cache(q, k_cache, v_cache, k, v, cache_seqlens, rotary, None, return_softmax_lse, options)
 
@@ -260,26 +261,23 @@ def attend_cache(
     return_lse: bool,
     options: dict[str, Any],
 ) -> Any:
-    """append's, if there are keys to be written, and decode's result: out, or (out, lse). lengths: of the caches, an array, a
-    number or None: all there is. rotary: cos, sin, are neighbours a pair? options: decode's, but for its default of causal."""
+    """decode's result: out, or (out, lse). lengths: of the caches, an array, a number or None: all there is. rotary: cos, sin,
+    are neighbours a pair? options: decode's, but for its default of causal."""
     cos, sin, interleaved = rotary
-    causal, local = options.setdefault("causal", False), "window" in options
-    where = {name: options[name] for name in ("pages", "batch_index") if name in options}
+    options.setdefault("causal", False)
     if lengths is None:
         if k is not None:
             raise ValueError("cache_seqlens: must be given where k is: it says where k is written")
         lengths = k_cache.shape[1] * (options["pages"].shape[1] if "pages" in options else 1)
     if isinstance(lengths, int):
-        lengths = integers(q.shape[0], lengths, q)
+        lengths = integers(len(options["cu_seqlens"]) - 1 if "cu_seqlens" in options else q.shape[0], lengths, q)
     if (k is None) != (v is None):
         raise ValueError("k: must be given where v is, and the other way round")
     if k is None and not cos is sin is None:
         raise ValueError("rotary_cos: takes k and v, too: keys in the cache are rotated already")
     if k is not None:
-        of_rotary = {} if cos is None else {"rotary": (cos, sin), "interleaved": interleaved, "q": q, "causal": causal or local}
-        of_rotary |= asked(positions=positions)
-        turned = attention.append(k_cache, v_cache, k, v, lengths=lengths, **where, **of_rotary)
-        q, lengths = (q if turned is None else turned), lengths + k.shape[1]
+        options |= {"k_new": k, "v_new": v} | asked(positions=positions if cos is not None else None)
+        options |= {} if cos is None else {"rotary": (cos, sin), "interleaved": interleaved}
     return attention.decode(q, k_cache, v_cache, lengths=lengths, **options, **asked(return_lse=return_lse or None))
 
 

@@ -8,8 +8,10 @@ return_attn_probs=True gives (out, lse). Further,
 | v of other columns than q and k                 | the same                                               |
 | seqused_k                                       | lengths_k                                              |
 | num_heads_q, qkv (.., Hq + 2 Hk, D)             | views of it as q, k, v                                 |
-| num_splits, pack_gqa, sm_margin                 | not needed: how the work is cut is decided here        |
-| page_table, rotary_seqlens                      | append's and decode's pages, append's positions        |
+| num_splits (but of caches), pack_gqa, sm_margin | not needed: how the work is cut is decided here        |
+| page_table, rotary_seqlens                      | decode's pages, positions                              |
+| q (total_q, H, D), cu_seqlens_q                 | decode's q (1, total_q, H, D), cu_seqlens              |
+| k (total_k_new, Hk, D), cu_seqlens_k_new        | decode's k_new (1, total_k_new, Hk, D), cu_seqlens_new |
 | scheduler_metadata                              | not needed                                             |
 """
 
@@ -134,14 +136,23 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """out, or with return_softmax_lse=True (out, lse); k and v are written into the caches: see flash_attn.py."""
+    """out, or with return_softmax_lse=True (out, lse); k and v are written into the caches: see flash_attn.py. With
+    cu_seqlens_q q, out: (total_q, H, D), lse: (H, total_q)."""
     _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
-    for name, ends in ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k_new", cu_seqlens_k_new):
-        refuse(name, ends is not None, "pass q, k and v as (B, S, H, D), sequences of as many tokens, or call attention.append")
+    alike = "pass q and k both as (B, S, H, D), or both one behind the other, with cu_seqlens_q and cu_seqlens_k_new"
+    refuse("cu_seqlens_k_new", cu_seqlens_k_new is not None and cu_seqlens_q is None, alike)
+    refuse("cu_seqlens_q", cu_seqlens_q is not None and k is not None and cu_seqlens_k_new is None, alike)
     options = scores(softmax_scale, causal, window_size, softcap)
-    options |= asked(pages=page_table, batch_index=cache_batch_idx, leftpad=cache_leftpad)
-    rotary = rotary_cos, rotary_sin, rotary_interleaved
-    return attend_cache(q, k_cache, v_cache, k, v, cache_seqlens, rotary, rotary_seqlens, return_softmax_lse, options)
+    options |= asked(pages=page_table, batch_index=cache_batch_idx, leftpad=cache_leftpad, splits=num_splits or None)
+    rotary, new = (rotary_cos, rotary_sin, rotary_interleaved), (k, v)
+    if cu_seqlens_q is not None:
+        same = k is None or cu_seqlens_k_new is cu_seqlens_q
+        options |= asked(cu_seqlens=cu_seqlens_q, cu_seqlens_new=None if same else cu_seqlens_k_new)
+        q, new = q[None], (k, v) if k is None else (k[None], v[None])
+    found = attend_cache(q, k_cache, v_cache, *new, cache_seqlens, rotary, rotary_seqlens, return_softmax_lse, options)
+    if cu_seqlens_q is None:
+        return found
+    return (found[0][0], found[1][0]) if return_softmax_lse else found[0]
 
 
 def _refuse(qv, q_descale, k_descale, v_descale, attention_chunk):

@@ -188,7 +188,7 @@ def _plan(
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
     dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, scale_of(problem, scale)
     reach, whole = Reach(False, causal and tokens > 1, False), Whole(dtype, piece)
-    of_keys = {"lengths": problem["lengths"]} | ({"right": 0} if reach.right else {})
+    of_keys = {"lengths": problem["lengths"], "added": 0} | ({"right": 0} if reach.right else {})
     config = shape(reach, Part(dtype, piece))
     bands = -(-rows // config.band)
     parts = parts_for(batch * bands, -(-most_keys // config.kv), gpu.processors) if splits is None else splits

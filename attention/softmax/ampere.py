@@ -22,7 +22,7 @@ from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
-from .kind import Kind
+from .kind import Kind, in_pages
 from .online import Softmax
 from .seen import CAUSAL, FULL
 from .variants import At, Variant
@@ -103,6 +103,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
     for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
         yield config_for(head_dim, of, variant, ROOM.get(arch, SHARED_BYTES), piece)
+        if everything and variant is CAUSAL and piece == PIECES[0]:
+            room = ROOM.get(arch, SHARED_BYTES)
+            yield config_for(head_dim, of, variant, room, piece, **in_pages())
 
 
 @functools.cache
@@ -110,7 +113,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, BAND, PIECE = config.kv, config.rows, config.band, config.piece
     GIVEN, AUX = config.given, config.aux
-    variant, tiling, sequences = config.variant, config.tiling, config.sequences
+    variant, tiling, sequences, held = config.variant, config.tiling, config.sequences, config.held
     INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.value_dim, fp32)
     Q, PANEL, PANELS = rt(BAND, config.head_dim, fp32), rt(BAND, config.query.panel_cols, fp32), config.query.panels
     PREPARES = variant.prepares
@@ -156,22 +159,23 @@ def make(config: Config):
             every = tiling.key_blocks(ROWS * block, at)
             n = every.n
             if not sequences.apart:  # what lies behind the ends is another's
-                gK, gV = truncate(gK, 1, own.key + own.keys), truncate(gV, 1, own.key + own.keys)
+                if not held.paged:
+                    gK, gV = truncate(gK, 1, own.key + own.keys), truncate(gV, 1, own.key + own.keys)
                 gO, gLse = truncate(gO, 1, own.query + own.queries), truncate(gLse, 2, own.query + own.queries)
             q.fill(0, gQ, (own.batch, own.query + ROWS * block, head, 0), 1, 3, 1, PIECE)
             for i in range(STAGES):
-                k.fill(i, gK, (own.batch, own.key + tiling.key(every, i, at), kv_head, 0), 1, 3, n, PIECE)
+                held.copy(k, i, gK, own, batch, own.key + tiling.key(every, i, at), kv_head, n, given, PIECE)
                 if i < STAGES - 1:
-                    v.fill(i, gV, (own.batch, own.key + tiling.key(every, i, at), kv_head, 0), 1, 3, n, PIECE)
+                    held.copy(v, i, gV, own, batch, own.key + tiling.key(every, i, at), kv_head, n, given, PIECE)
             queries = prepared(subtile(q.wait(0, KEYS_ALONE), BAND, warp), at)
             seen = softmax.begin(variant.lowest(at))
             for i in range(n):
                 key, later = tiling.key(every, i, at), i + STAGES
                 keys = k.wait(i, NEWER)
-                v.fill(later - 1, gV, (own.batch, own.key + tiling.key(every, later - 1, at), kv_head, 0), 1, 3, n, PIECE)
+                held.copy(v, later - 1, gV, own, batch, own.key + tiling.key(every, later - 1, at), kv_head, n, given, PIECE)
                 s = mma_ABt(zeros(S), queries, keys)
                 values = v.wait(i, NEWER)
-                k.fill(later, gK, (own.batch, own.key + tiling.key(every, later, at), kv_head, 0), 1, 3, n, PIECE)
+                held.copy(k, later, gK, own, batch, own.key + tiling.key(every, later, at), kv_head, n, given, PIECE)
                 s = variant.score(s, at, key)
                 if i < every.cut:
                     s = tiling.mask(s, at, key)

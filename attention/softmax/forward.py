@@ -299,10 +299,12 @@ def dropped(problem: Problem, dropout: float, seed: Number | None) -> tuple[Drop
 
 
 def functions_of(
-    problem: Problem, mask: str | None, score: str | None
+    problem: Problem, mask: str | None, score: str | None, most_keys: int | None = None
 ) -> tuple[Callable | None, Callable | None, list[Operand]]:
-    """The mask and the score of these names, and the arrays that they read. ValueError, TypeError."""
+    """The mask and the score of these names, and the arrays that they read. most_keys: those of a sequence, where they do not
+    lie one behind the other. ValueError, TypeError."""
     q_len, kv_len = problem("ST")
+    kv_len = kv_len if most_keys is None else most_keys
     if (mask or score) and max(q_len, kv_len) >= INDICES:
         name = "mask" if mask else "score"
         raise problem.error(name, "counts queries and keys in float32, so there must be fewer than 2**24 of each", "q", "k")

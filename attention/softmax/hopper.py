@@ -7,6 +7,7 @@ that one's softmax runs under another's products (FlashAttention-3, Shah et al. 
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,8 @@ from ops import divmod, persistent_tile, subtile, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, static
 from tiles.arguments import FLOAT, INT, array, tiled
 
-from .kind import Kind
+from .held import Along
+from .kind import Kind, in_pages
 from .online import Softmax
 from .output import Sent, Stored
 from .seen import CAUSAL, FULL
@@ -68,6 +70,7 @@ class Config(Kind):
 
 SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (112, 2), 256: (80, 2)}  # padded head_dim: (kv, consumers)
 ROOMY = {64: (128, 2), 192: (96, 2), 256: (64, 2)}  # the same where random numbers are drawn, which takes registers
+PAGED = {64: (128, 2)}  # the same where the producer looks up pages, which takes registers
 LOADED = {64: (128, 2), 96: (96, 2), 128: (96, 2), 192: (64, 2), 256: (48, 2)}  # the same where a bias is read
 SCORED = {128: (80, 3, 3)}  # the same, and stages, where something is made of scores: so two consumers are at that, not one
 NARROW = {(192, 128): (128, 2)}  # the same where values have fewer columns; else as if they had as many
@@ -100,6 +103,7 @@ def config_for(
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     if padded != wide or kind or variant.draws or not variant.computed:
         shape = None if variant.draws or variant.loads else NARROW.get((padded, wide))
+        shape = shape or (PAGED.get(max(padded, wide)) if kind.get("held", Along()).paged else None)
         return Config(padded, wide, dtype, variant, *(shape or _shape(max(padded, wide), variant)), **kind)
     return _config(padded, dtype, variant, next((end for end in _short(padded, variant) if keys <= end), None))
 
@@ -128,6 +132,8 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     if arch == "sm_90a":
         for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
             yield from (_config(head_dim, of, variant, end) for end in (*_short(head_dim, variant), None))
+            if everything:
+                yield config_for(head_dim, of, variant, math.inf, **in_pages(2))
 
 
 @static
@@ -154,9 +160,10 @@ def make(config: Config):
     CONSUMERS, PERSISTENT = config.consumers, config.persistent
     SKIPS = PERSISTENT and config.variant.from_first  # consumers pass by key blocks that none of their rows sees
     KEYS_FIRST = PERSISTENT and config.queries == 1  # a tile's queries wait for the place of the last one's, its keys need not
+    AHEAD = config.held.paged  # the next keys are sent for before the values: while pages are looked up nobody waits
     GIVEN, AUX = config.given, config.aux
     variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
-    own_rows, sequences = replace(config, consumers=1).tiling, config.sequences
+    own_rows, sequences, held = replace(config, consumers=1).tiling, config.sequences, config.held
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
     INPUT, Q, O = config.dtype, rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32)
     PREPARES, PANELS, PANEL = variant.prepares, config.query.panels, rt(16, config.query.panel_cols, fp32)
@@ -248,7 +255,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gO: OUTPUT,
+        gQ: tiled(config.query, unit=1), gK: held.source(config.key), gV: held.source(config.value), gO: OUTPUT,
         gLse: array(3), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT,
         band: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
@@ -268,12 +275,18 @@ def make(config: Config):
                 every = tiling.key_blocks(row, at)
                 if not KEYS_FIRST:
                     q.fill(r, gQ, (own.batch, own.query + row, head))
+                if AHEAD:
+                    held.fill(k, j, gK, own, batch, own.key + tiling.key(every, 0, at), kv_head, given)
                 for i in range(every.n):
                     key = own.key + tiling.key(every, i, at)
-                    k.fill(j + i, gK, (own.batch, key, kv_head))
+                    if AHEAD and i + 1 < every.n:
+                        later = own.key + tiling.key(every, i + 1, at)
+                        held.fill(k, j + i + 1, gK, own, batch, later, kv_head, given)
+                    if not AHEAD:
+                        held.fill(k, j + i, gK, own, batch, key, kv_head, given)
                     if KEYS_FIRST and i == 0:
                         q.fill(r, gQ, (own.batch, own.query + row, head))
-                    v.fill(j + i, gV, (own.batch, key, kv_head))
+                    held.fill(v, j + i, gV, own, batch, key, kv_head, given)
                 r, j = int32(r + 1), int32(j + every.n)
         else:
             warpgroup.claim_registers(claim)

@@ -2,20 +2,28 @@
 families have in common."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from tiles import dtype, st
 from tiles.arguments import Record, record
 
 from .blocks import Listed
-from .sequences import Batched
+from .held import Along, InPages
+from .sequences import Batched, Cached
 from .tiling import Tiling
 from .variants import Variant, arrays_of
 
 
+def in_pages(parts: int = 1) -> dict[str, Any]:
+    """What a Kind says of sequences whose keys and values are cached in pages."""
+    return {"lie": Cached, "held": InPages(parts)}
+
+
 @dataclass(frozen=True)
 class Kind:
-    """head_dim and value_dim as padded; the variant; key rows of a block; how sequences lie; how many axes each array has that
-    the variant's functions read; whether lists say which blocks of keys a tile sees."""
+    """head_dim and value_dim as padded; the variant; key rows of a block; how sequences lie; where their keys and values
+    are held; how many axes each array has that the variant's functions read; whether lists say which blocks of keys a tile
+    sees."""
 
     head_dim: int
     value_dim: int
@@ -23,6 +31,7 @@ class Kind:
     variant: Variant
     kv: int
     lie: type[Batched] = field(default=Batched, kw_only=True)
+    held: Along = field(default=Along(), kw_only=True)
     axes: tuple[int, ...] = field(default=(), kw_only=True)
     by_list: bool = field(default=False, kw_only=True)
 
@@ -43,8 +52,9 @@ class Kind:
 
     @property
     def given(self) -> Record:
-        """What the kernel is told of the variant, of sequences and of lists."""
-        return record(**self.variant.given, **self.sequences.given, **self.tiling.given)
+        """What the kernel is told of the variant, of sequences, of where keys are held, and of lists."""
+        parts = self.variant, self.sequences, self.held, self.tiling
+        return record(**{name: what for part in parts for name, what in part.given.items()})
 
     @property
     def aux(self) -> Record:
@@ -69,4 +79,4 @@ class Kind:
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         lie = "" if self.lie is Batched else f" {self.lie.__name__.lower()}"
-        return f"{dims} {self.dtype} {self.variant}{lie}{' by list' * self.by_list}, {self.rows} x {self.kv}"
+        return f"{dims} {self.dtype} {self.variant}{lie}{self.held}{' by list' * self.by_list}, {self.rows} x {self.kv}"

@@ -24,6 +24,7 @@ from .tiling import band_of
 
 DTYPES = {"bfloat16": bf16, "float16": fp16}
 LOG2_E = math.log2(math.e)
+Shape = hopper.Config | ampere.Config
 
 
 class Before:
@@ -115,9 +116,7 @@ def planned(
             raise problem.error("k", "must have at least one key where there is a sink", "k")
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
     lie, where = sequences_of(problem)
-    tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
-    variant, axes = made.variant, tuple(len(x.form.shape) for x in aux)
-    config: hopper.Config | ampere.Config
+    tma, variant, axes = choose(problem, family) == "sm_90", made.variant, tuple(len(x.form.shape) for x in aux)
     by_list = listing is not None and lie is Batched
     if only_lists and listing is None:
         raise ValueError("mask: must say which keys are seen, or blocks, where lists are made of them: mask=None, blocks=None")
@@ -125,22 +124,8 @@ def planned(
         name = "lengths_k" if "lengths_k" in problem else "cu_seqlens"
         raise problem.error(name, "must be None where lists of key blocks are made or given", name)
     kind = {} if lie is Batched and not axes and not by_list else {"lie": lie, "axes": axes, "by_list": by_list}
-    if tma:
-        config = hopper.config_for(head_dim, dtype, variant, min(kv_len, made.reach), value_dim, **kind)
-    else:
-        room, piece = gpu.shared_bytes, problem.bytes_at_once()
-        config = ampere.config_for(head_dim, dtype, variant, room, piece, value_dim, **kind)
-    blocks, pairs = -(-q_len // config.rows), batch * heads
-    if issubclass(lie, Packed):
-        (ends,) = problem("E")
-        blocks, pairs = q_len // config.rows + ends - 1, heads
-    group, at_once = heads // kv_heads, gpu.processors
-    grid = pairs * blocks
-    if config.persistent:
-        grid = persistent(gpu, grid)
-    nbytes = kv_len * (head_dim + value_dim) * dtype.itemsize / group
-    alike = config.persistent and made.reach < kv_len  # a window's tiles, but for a pair's first ones
-    uneven = not alike and (variant.rising or (config.persistent and q_len % config.rows > 0))
+    config = config_of(problem, made, tma, kv_len, **kind)
+    blocks = tiles_of(problem, config)[0]
     before, key_norm = Before(problem), norm_of(problem, "k_norm")
     given = made.numbers | variant_arrays(problem)
     read = {f"aux{n}": x for n, x in enumerate(aux)}
@@ -156,25 +141,53 @@ def planned(
             marked = (marks, listing.blocked.rows, listing.blocked.cols) if listing.blocked else None
             return Plan(before.steps, before.scratch, giving(made_for(problem, config, listing), found, marked))
         given["lists"] = spread(found, (batch, heads, *found.form.shape[2:]))
-    attend = kernel_for(hopper if tma else ampere, config, problem.device).bind(
+    keys = problem["k"] if key_norm is None else before.normed_keys(key_norm, config.head_dim, norm_eps)
+    told = {"gQ": problem["q"], "gK": keys, "gV": problem["v"], "gO": out, "gLse": lse, **where, **given, **read}
+    return Plan([*before.steps, launch(problem, made, config, kv_len, **told)], before.scratch)
+
+
+def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind: Any) -> Shape:
+    """The configuration that serves an assembled variant, of Hopper's kernels or the others. kind: what else a Kind says."""
+    head_dim, value_dim = problem("DV")
+    dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
+    if tma:
+        return hopper.config_for(head_dim, dtype, made.variant, min(kv_len, made.reach), value_dim, **kind)
+    room, piece = gpu.shared_bytes, problem.bytes_at_once()
+    return ampere.config_for(head_dim, dtype, made.variant, room, piece, value_dim, **kind)
+
+
+def tiles_of(problem: Problem, config: Shape) -> tuple[int, int]:
+    """(how many tiles of queries a pair of head and batch has, how many pairs there are)"""
+    batch, q_len, heads = problem("BSH")
+    if issubclass(config.lie, Packed):
+        (ends,) = problem("E")
+        return q_len // config.rows + ends - 1, heads
+    return -(-q_len // config.rows), batch * heads
+
+
+def launch(problem: Problem, made: Assembled, config: Shape, most_keys: int, **told: Operand | Any) -> Step:
+    """The launch of attention itself. most_keys: of a sequence. told: arrays, and what kernels are told of the
+    variant, of sequences and of where their keys are held."""
+    gpu, dtype, variant = machine(problem.device), DTYPES[problem.dtype], made.variant
+    q_len, heads, head_dim, kv_heads, value_dim = problem("SHDGV")
+    blocks, pairs = tiles_of(problem, config)
+    group, grid = heads // kv_heads, pairs * blocks
+    if config.persistent:
+        grid = persistent(gpu, grid)
+    nbytes = most_keys * (head_dim + value_dim) * dtype.itemsize / group
+    alike = config.persistent and made.reach < most_keys  # a window's tiles, but for a pair's first ones
+    uneven = not alike and (variant.rising or (config.persistent and q_len % config.rows > 0))
+    return kernel_for(hopper if isinstance(config, hopper.Config) else ampere, config, problem.device).bind(
         grid,
-        gQ=problem["q"],
-        gK=problem["k"] if key_norm is None else before.normed_keys(key_norm, config.head_dim, norm_eps),
-        gV=problem["v"],
-        gO=out,
-        gLse=lse,
         blocks=blocks,
         heads=heads,
         pairs=pairs,
-        band=band_of(grid, at_once, nbytes, gpu.cache_bytes, uneven),
+        band=band_of(grid, gpu.processors, nbytes, gpu.cache_bytes, uneven),
         group=group,
         scale=made.unit * LOG2_E,
         slack=SLACK / (made.unit * LOG2_E),
-        **where,
-        **given,
-        **read,
+        **told,
     )
-    return Plan([*before.steps, attend], before.scratch)
 
 
 def made_for(problem: Problem, config: Any, listing: Listing) -> str:

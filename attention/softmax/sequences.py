@@ -19,6 +19,19 @@ class Sequence(NamedTuple):
     keys: Any
 
 
+GROWING = {"lengths": ENDS, "added": INT, "new_ends": ENDS}  # what `in_use` reads
+
+
+@inlined
+def in_use(number, given):
+    """The keys of a sequence in a cache: given.lengths, and those that are being appended, given.added of each sequence, and
+    given.new_ends[n] to given.new_ends[n + 1] if there are such."""
+    length = int32(given.lengths[number] + given.added)
+    if given.new_ends.shape[0] > 0:
+        length = int32(length + given.new_ends[number + 1] - given.new_ends[number])
+    return length
+
+
 @inlined
 def _sequence_of(block, ends, rows):
     """The sequence in which a block of so many rows lies: see Packed."""
@@ -184,3 +197,43 @@ class PackedInUse(Packed):
         query = int32(given.ends[batch])
         queries = int32(given.ends[batch + 1] - query)
         return Sequence(int32(0), query, queries, int32(given.ends_k[batch]), int32(given.lengths[batch]))
+
+
+class Cached(InUse):
+    """The same of caches that may be growing (`in_use`), of which the keys before given.leftpad[n], if there is such, do not
+    count."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Batched."""
+        return {"q_len": INT, "leftpad": ENDS, **GROWING}
+
+    @inlined
+    def sequence(self, batch, given):
+        """See Batched."""
+        first, end = _counting(batch, given)
+        return Sequence(batch, int32(0), given.q_len, first, int32(end - first))
+
+
+class PackedCached(Packed):
+    """Queries one behind the other, and each sequence's keys in such a cache of its own."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Batched."""
+        return {"ends": ENDS, "leftpad": ENDS, **GROWING}
+
+    @inlined
+    def sequence(self, batch, given):
+        """See Batched."""
+        query, (first, end) = int32(given.ends[batch]), _counting(batch, given)
+        return Sequence(int32(0), query, int32(given.ends[batch + 1] - query), first, int32(end - first))
+
+
+@inlined
+def _counting(number, given):
+    """The first key of a sequence that counts, and where keys end."""
+    first, end = int32(0), in_use(number, given)
+    if given.leftpad.shape[0] > 0:
+        first = int32(given.leftpad[number])
+    return first, end

@@ -110,7 +110,7 @@ def _check(name, acc, a, b, shape):
 
 def _wide(b, dtype, register):
     """Four fp8 elements as two registers of fp16."""
-    return [b._halves(dtype, register, part) for part in ("lo", "hi")]
+    return [b.halves(dtype, register, part) for part in ("lo", "hi")]
 
 
 def _add(b, acc, at, left, right):

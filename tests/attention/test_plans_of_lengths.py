@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from attention.cache.append import _append
 from attention.mla.decode import _mla_decode, _mla_decode_fp8
 from attention.softmax.backward.norms import DIFFERENTIATE
+from attention.softmax.decode.decode import _append as _decode_append
 from attention.softmax.decode.decode import _decode
 from attention.softmax.forward import _forward, _variant
 from tiles import arrays as in_memory
@@ -32,7 +33,8 @@ from tiles.torch_op import _options
 launching = sys.modules["tiles.launch"]
 NAMES = ("based", "delta_rule", "hedgehog", "linear", "mamba2")
 PROGRAMS = {name: getattr(import_module(f"attention.recurrent.{name}"), f"_{name}") for name in NAMES}
-PROGRAMS |= {"decode": _decode, "mla_decode": _mla_decode, "mla_decode_fp8": _mla_decode_fp8}
+PROGRAMS |= {"decode": _decode, "decode_append": _decode_append}
+PROGRAMS |= {"mla_decode": _mla_decode, "mla_decode_fp8": _mla_decode_fp8}
 PROGRAMS |= {"forward": _forward, "linear_step": import_module("attention.recurrent.step")._linear_step}
 MEMORY, ROOM = 2**44, 2**42  # where an array may lie: nobody reads it
 
@@ -142,9 +144,11 @@ def calls(draw, name):
     fixed = columns | {"G": heads, "H": heads * draw(st.sampled_from([1, 1, 2, 4]))}
     dtype = draw(st.sampled_from(["bfloat16", "float16"]))
     given = {
-        row.name: row.needed or (row.name != "cu_seqlens" and draw(st.integers(0, 3)) == 0) for row in schema.arguments.values()
+        row.name: row.needed or ("*" not in row.axes and draw(st.integers(0, 3)) == 0) for row in schema.arguments.values()
     }
     given["cu_seqlens"] = "cu_seqlens" in given and draw(st.booleans())
+    given["cu_seqlens_new"] = given.get("cu_seqlens_new", False) and given["cu_seqlens"]
+    given["sin"] = given.get("cos", False)
     rows = {
         row.name: row
         for row in schema.arguments.values()
@@ -164,6 +168,9 @@ def calls(draw, name):
             "C": draw(st.integers(0, 300)) if "pages" in axes_of else extents["B"],
             "M": draw(LENGTH),
             "U": extents["B"],
+            "s": draw(LENGTH),
+            "Z": draw(LENGTH),
+            "R": columns["D"] // 4,
         }
         if given["cu_seqlens"]:
             extents |= {"B": 1, "E": extents["N"] + 1}
@@ -184,7 +191,8 @@ def calls(draw, name):
 
 
 OPTIONS = {
-    (name, bool): st.booleans() for name in "causal return_lse normalize return_state dt_softplus return_final_states".split()
+    (name, bool): st.booleans()
+    for name in "causal return_lse interleaved normalize return_state dt_softplus return_final_states".split()
 }
 OPTIONS |= {
     ("scale", float | None): st.sampled_from([None, None, 0.3]),
@@ -194,6 +202,8 @@ OPTIONS |= {
     ("right", int | None): st.sampled_from([None, None, 3]),
     ("softcap", float | None): st.sampled_from([None, None, 5.0]),
     ("splits", int | None): st.sampled_from([None, None, 1, 3]),
+    ("mask", str | None): st.none(),
+    ("score", str | None): st.none(),
 }
 
 

@@ -121,6 +121,13 @@ CALLS = {
             dict(lengths=x.lengths(), scale=0.1, rotary=x.tile(x.batch, TOKENS, 64), descale=-x.rate(x.batch, TOKENS)),
         ),
     ),
+    "decode, in Python": (
+        attention.decode,
+        lambda x: (
+            x.qkv(),
+            dict(lengths=x.ends()[1 : 1 + x.batch], mask=near, score=warmer, aux=(x.documents(),), return_lse=True),
+        ),
+    ),
     "linear": (attention.linear, lambda x: (x.qkv(), {})),
     "linear, state": (
         attention.linear,
@@ -166,6 +173,13 @@ CALLS = {
         lambda x: (
             (x.tile(7, 4, x.heads, HEAD), x.tile(7, 4, x.heads, HEAD), *(y[:, :3] for y in x.qkv()[1:])),
             dict(lengths=x.lengths(), pages=x.pages(), rotary=x.angles(), q=x.qkv()[0][:, :3]),
+        ),
+    ),
+    "decode, append": (
+        attention.decode,
+        lambda x: (
+            (x.qkv()[0][:, :3], x.tile(7, 4, x.heads, HEAD), x.tile(7, 4, x.heads, HEAD)),
+            dict(lengths=x.lengths(), pages=x.pages(), rotary=x.angles(), k_new=x.qkv()[1][:, :3], v_new=x.qkv()[2][:, :3]),
         ),
     ),
     "linear_step": (

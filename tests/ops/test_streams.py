@@ -60,6 +60,11 @@ def element(j):
     return (1, 64 * j, 2, 0)
 
 
+@tiles.inlined
+def row_of_second(j):
+    return (1, 64 * j, 2)
+
+
 def test_dense(run, sample):
     """The last tile is cut by the array's end."""
     x = sample((2, 64 * COUNT - 7, 3, 64), bf16)
@@ -78,6 +83,32 @@ def test_paged(run, sample, heads):
     place = block if heads else tiles.inlined(lambda j: (1, j))
     want = wide(x[:, :, 2] if heads else x)[table[1]].reshape(COUNT, 64, 64).sum(0)
     agree(run, Paged(PAGES), place, tensor(x, PAGE, 1, x.ndim - 1), table, want)
+
+
+@tiles.static
+class Looked:
+    """ring.fill_pages of a sequence that ends at row `end`, its pages being of 32 rows, and a tile's parts of 16."""
+
+    end: int
+    writers = 0
+
+    @tiles.inlined
+    def fill(self, ring, j, source, at, rest):
+        ring.fill_pages(j, source, rest, 32, at, self.end, PAGES)
+
+
+@pytest.mark.parametrize("numbers", [np.int32, np.int64])
+@pytest.mark.parametrize("end", [64 * COUNT, 64 * COUNT - 70, 1])
+def test_pages_that_are_looked_up(run, sample, numbers, end):
+    """A part of a tile lies in one page; what lies behind the last page that is in use is 0, and its number is not read."""
+    x, used = sample((30, 32, 3, 64), bf16), -(-end // 32)
+    table = np.full((2, 2 * COUNT), -7, numbers)
+    table[1, :used] = np.random.default_rng(1).permutation(30)[:used]
+    rows = np.zeros((64 * COUNT, 64))
+    rows[: 32 * used] = wide(x[:, :, 2])[table[1, :used]].reshape(-1, 64)
+    whole = -(-end // 16) * 16  # of a part that begins before the end all is brought
+    rows[whole:] = 0
+    agree(run, Looked(end), row_of_second, tensor(x, PAGE, 1, 3, 1), table, rows.reshape(COUNT, 64, 64).sum(0))
 
 
 @pytest.mark.parametrize("length", [64 * COUNT, 64 * COUNT - 1, 65, 0])
@@ -219,6 +250,26 @@ def test_mistakes():
     refused("fill: 0 parts", RING, TILE, 0, 0)
     refused("fill: the part's number must be an integer", RING, PAGE, 0.5, 4)
     refused("fill: 2 parts: a tile of one block", shared(k=ring(TILE, 2, blocks=2)), st(32, 64, bf16), 0, 2)
+
+
+def test_mistakes_about_pages():
+    def refused(error, words, box=PAGE, table=((3,),), size=64, row=0, parts=4, unit=1, smem=RING):
+        @cuda.jit
+        def body(x, table):
+            smem.open()[0].fill_pages(0, x, table, size, (0, row), 64, parts)
+
+        x = tensor(np.zeros((2, 64, 64), bf16.np), box, 1, 2, unit)
+        with pytest.raises(error, match=words):
+            interpret(body, (1, 1, 1), 128, [x, np.array(table)], smem)
+
+    refused(Hazard, "row 0 of sequence 0 lies in page 3, which is out of range for a pool of 2 pages")
+    refused(Hazard, "row 16 of sequence 0 lies in no page of a table of shape", table=((1,),), size=16)
+    refused(Hazard, "rows 8 to 23 lie in two pages of 16 rows", table=((1, 1, 1, 1),), size=16, row=8)
+    refused(TypeError, "fill_pages: takes a tensor .* whose rows are counted by one", unit=16)
+    refused(TypeError, "fill_pages: takes int32 or int64 numbers", table=((1.0,),))
+    refused(TypeError, "fill_pages: fills tiles of one block by TMA", smem=shared(k=ring(TILE, 2, writers=4)))
+    refused(TypeError, "fill_pages: size and last must be integers", size=0.5)
+    refused(TypeError, "fill: 3 parts", parts=3)
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])

@@ -20,7 +20,7 @@ from ..types import gl
 
 READ, WRITE = 0, 1
 PAGE = mmap.PAGESIZE
-DEEDS = {"source": (READ,), "target": (WRITE,)}
+DEEDS = {"source": (READ,), "pool": (READ,), "pages": (READ,), "target": (WRITE,)}
 
 
 class Clash(Exception):

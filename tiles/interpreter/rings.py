@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from ..types import sv
 from ..values import SharedTile
+from .accesses import READ
 from .barriers import Mbarrier
 from .hazard import Hazard
 from .shadow import RELEASED, Event, span
@@ -54,6 +57,23 @@ class Slot:
         across = self.ring.across(parts, source.spec.tile)
         for slot in self._everywhere:
             warp.load_async(self._part(slot, j, part, parts, across), slot.full, source, at, [self.empty])
+
+    def fill_pages(self, warp, j, pool, pages, size, at, last, parts):
+        """The same of a tile whose rows lie in pages: see ring.fill_pages."""
+        warp.touches(pages, READ)
+        (sequence, first, *rest), table, rows = map(int, at), np.asarray(pages), self.ring.box(parts).rows
+        for part in range(parts):
+            row, page, inside = first + rows * part, 0, size
+            if row < last:
+                if not (0 <= sequence < table.shape[0] and 0 <= row // size < table.shape[1]):
+                    raise warp.hazard(f"row {row} of sequence {sequence} lies in no page of a table of shape {table.shape}")
+                page, inside = int(table[sequence, row // size]), row % size
+                if inside + rows > size:
+                    raise warp.hazard(f"rows {row} to {row + rows - 1} lie in two pages of {size} rows")
+                if not 0 <= page < len(np.asarray(pool.array)):
+                    where = f"row {row} of sequence {sequence} lies in page {page}"
+                    raise warp.hazard(f"{where}, which is out of range for a pool of {len(np.asarray(pool.array))} pages")
+            self.fill(warp, j, pool, (page, inside, *rest), part, parts)
 
     def _in_order(self, warp, j, part, parts):
         """A Hazard unless this part of tile j is the next for the slot."""

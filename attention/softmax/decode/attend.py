@@ -10,6 +10,7 @@ On Hopper the kernel begins while the one before it ends, and waits for it befor
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -37,12 +38,13 @@ from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
 from ..online import LOWEST, TINY, Softmax
-from ..variants import At, Variant
+from ..variants import At, Variant, arrays_of
 from .caches import Dense, Indexed, Paged
 from .products import Narrow, Same
 from .reach import Reach
-from .results import Either, Part, Spot, Whole
+from .results import Either, Part, PartOfPacked, Spot, Whole
 from .splits import Parted, Shares
+from .tokens import Alike, OneBehindTheOther
 
 PANEL = 32  # columns of O that a warp adds up at once: those of a panel of float32
 
@@ -51,7 +53,8 @@ PANEL = 32  # columns of O that a warp adds up at once: those of a panel of floa
 class Config:
     """A kernel: which caches it reads and what becomes of their scores; and its shape: `band` rows, `warps` of `keys` keys of
     every tile each, stages of the pipelines, blocks that a multiprocessor is to hold. sums: what joins the sum of weights.
-    split: which keys a block works on. early: may it begin while the grid before it ends?"""
+    split: which keys a block works on. early: may it begin while the grid before it ends? lie: how query tokens lie. axes: how
+    many each array has that the variant's functions read."""
 
     head_dim: int
     value_dim: int
@@ -68,6 +71,8 @@ class Config:
     warps: int
     stages: int
     resident: int
+    lie: type[Alike] = Alike
+    axes: tuple[int, ...] = ()
 
     @property
     def kv(self):
@@ -82,16 +87,14 @@ class Config:
     @property
     def given(self):
         """What the kernel is told of all these."""
-        parts = self.reach, self.cache, self.product, self.variant, self.sums, self.result
+        parts = self.reach, self.cache, self.product, self.variant, self.sums, self.result, self.lie(self.band)
         return record(**{name: what for part in parts for name, what in part.given.items()})
 
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         scores = f" {self.variant}" * (type(self.variant) is not Variant) + f" {self.sums}" * (type(self.sums) is not Variant)
-        return (
-            f"{dims} {self.product} {self.reach} {self.cache}{scores} {self.result}, {self.band} x {self.kv}"
-            + " early" * self.early
-        )
+        kind = f"{dims} {self.product} {self.reach} {self.cache}{scores}{self.lie(self.band)} {self.result}"
+        return f"{kind}, {self.band} x {self.kv}" + " early" * self.early
 
 
 BAND = 16  # rows of a tile
@@ -120,20 +123,20 @@ ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the
 def config_for(
     head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either,
     sums: Variant, split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
+    lie: type[Alike] = Alike, axes: tuple[int, ...] = (),
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
     dims, in the shape of the greater one. tall: there are rows for more than one tile."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim))
     room = max(r for r in ROOMS if r <= room)
-    short, high, dim = (
-        SHAPES | ROOMS[room] | (SHARED if split is Shares and room == LARGE else {}),
-        TALL[room],
-        max(padded, wide),
-    )
+    short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
+    if split is Shares and room == LARGE:
+        short |= SHARED
     band, (keys, warps, stages, resident) = (2 * BAND, high[dim]) if tall and dim in high else (BAND, short[dim])
     if product.held.itemsize == 1:  # twice the warps, so that a stage has as many bytes, and there is twice the work for each
         warps, resident = 2 * warps, 1
-    return Config(padded, wide, product, variant, reach, cache, result, sums, split, early, band, keys, warps, stages, resident)
+    shape = band, keys, warps, stages, resident
+    return Config(padded, wide, product, variant, reach, cache, result, sums, split, early, *shape, lie, axes)
 
 
 def either(of: dtype, piece: int) -> Either:
@@ -158,6 +161,18 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         config_for(dim, dim, of, plain, reach, cache(piece), result(of.wide, piece), plain, split, early, tall, room)
         for (of, piece), dim, (reach, cache, result, split), tall in itertools.product(forms, SHAPES, kinds, (False, True))
     ]
+    if everything:  # queries one behind the other
+        kind = (
+            Same(bf16),
+            plain,
+            Reach(False, True, False),
+            Paged(PIECES[0]),
+            PartOfPacked(bf16, PIECES[0]),
+            plain,
+            Parted,
+            early,
+        )
+        found += [config_for(dim, dim, *kind, tall, room, OneBehindTheOther) for dim in SHAPES for tall in (False, True)]
     yield from dict.fromkeys(found)
 
 
@@ -168,7 +183,7 @@ def make(config: Config):
     INPUT, HELD, GIVEN = config.product.wide, config.product.held, config.given
     product = config.product
     variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
-    split, EARLY = config.split(reach, KV), config.early
+    split, lie, EARLY, AUX = config.split(reach, KV), config.lie(BAND), config.early, arrays_of(config.axes)
     IN_PARTS = type(result) is not Whole
     QUERY, VALUES = st(BAND, config.head_dim, INPUT), st(KV, config.value_dim, HELD)
     TAKEN, Q, SAME = st(BAND, config.head_dim, product.takes), rt(BAND, QUERY.panel_cols, INPUT), product.takes is INPUT
@@ -224,7 +239,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gK: array(4, HELD), gV: array(4, HELD), given: GIVEN,
+        gQ: array(5, INPUT), gK: array(4, HELD), gV: array(4, HELD), given: GIVEN, aux: AUX,
         heads: INT, bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """Of one of `bands` tiles of rows, `group` query heads and `tokens` tokens of a key head, over one of `splits` parts of
@@ -236,30 +251,32 @@ def make(config: Config):
             grid.wait()
         rest, band = divmod(cuda.blockIdx.x, bands)
         number, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
-        warp, row = int32(cuda.threadIdx.x // LANES), int32(BAND * band)
+        rows = lie.find(band, tokens, group, given)
+        warp, row, tokens, begin = int32(cuda.threadIdx.x // LANES), rows.row, rows.tokens, int32(rows.start * group)
         end = int32(tokens * group)
         last_row = min(row + BAND, end) - 1
         first_token, last_token = int32(row // group), int32(last_row // group)
-        work = split.first(number, splits, sequences, tokens, given)
-        while work.left > 0:
-            sequence, whole = work.sequence, work.end - work.tile == work.tiles
-            spot = Spot(sequence, head, work.part, work.of, whole, row, first_token, last_token, group)
+        work = split.first(lie.number(number, splits, rows), splits, sequences, tokens, given)
+        while work.left > 0 and lie.has(rows, group):
+            sequence, batch, whole = work.sequence, lie.batch(work.sequence), work.end - work.tile == work.tiles
+            of, first_out, last_out = lie.batch(work.of), int32(rows.start + first_token), int32(rows.start + last_token)
+            spot = Spot(batch, head, work.part, of, whole, int32(begin + row), first_out, last_out, group)
             every = reach.keys(sequence, 0, tokens - 1, tokens, given)
             sees = reach.keys(sequence, first_token, last_token, tokens, given)
             tile = int32(max(work.tile, (sees.first - every.first) // KV))
             first = int32(every.first + KV * tile)
             n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
-            lie = q.look_up(None, group, (0, row), end)  # a token's rows, and only these, lie in one place
+            place = q.look_up(None, group, (0, spot.row), begin + end)  # a token's rows, and only these, lie in one place
             here = cache.look(k, gK, sequence, first, sees.end, given)
             there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given) if FAR else here
-            q.fill_pages(0, gQ, lie, (row, sequence, head, 0), end, None, cache.piece)
+            q.fill_pages(0, gQ, place, (spot.row, batch, head, 0), begin + end, None, cache.piece)
             for i in range(AHEAD):
                 cache.fill(k, i, gK, here, sequence, int32(first + KV * i), head, sees.end, n, given)
                 cache.fill(v, i, gV, here, sequence, int32(first + KV * i), head, sees.end, n, given)
                 here, there = following(there, k, gK, sequence, int32(first + KV * (i + 1)), sees.end, given)
             of_rows = row_index(O.col_vec) + row
             token = of_rows // group
-            at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, 0, 0)
+            at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
             at = at._replace(kept=variant.keep(at))
             k_unit, v_unit = product.units(sequence, head, given)
             queries, seen = taken(q), softmax.begin(LOWEST)
@@ -271,7 +288,7 @@ def make(config: Config):
                 values = v.own(i, NEWER)
                 cache.fill(v, i + AHEAD, gV, here, sequence, later, head, sees.end, n, given)
                 here, there = following(there, k, gK, sequence, int32(later + KV), sees.end, given)
-                s = reach.mask(variant.score(s, at, key), at, key, sees.end)
+                s = reach.mask(variant.mask(variant.score(s, at, key), at, key, -math.inf), at, key, sees.end)
                 seen = seen.moved(s, None, scale, slack)
                 o = seen.rescaled()
                 p = seen.weights(s, None, scale)

@@ -1,51 +1,83 @@
 """attention.decode: from a user's arrays to its launches."""
 
+import functools
 import math
 import operator
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from tiles.arrays import Operand
 from tiles.device import hopper, machine
 from tiles.launch import kernel_for
-from tiles.program import Fill, Plan, program
+from tiles.program import Fill, Plan, Step, program
 from tiles.schema import Problem, Schema
+from tiles.torch_op import traced
 
+from ...cache import append as appending
+from ...cache import writing
 from ...families import choose
 from ...options import flag, number
-from ..asked import ends_of, positive
-from ..forward import check_extents, scale_of
+from ..asked import AUX, eight, ends_of, positive
+from ..assembled import assembled
+from ..forward import check_extents, functions_of, scale_of
 from ..launches import DTYPES, LOG2_E, over
 from ..online import SLACK
-from ..scores import Capped, Sunk
+from ..python import named
+from ..scores import Capped, Scored, Sunk
 from ..variants import Both, Variant
-from . import attend, combine
+from . import attend, combine, many
 from .caches import Dense, Indexed, Paged
 from .products import Narrow, Same
-from .reach import Reach, Sloped
-from .results import Either, Part, Whole
+from .reach import MaskedRows, Reach, ScoredRows, Sloped
+from .results import Either, Part, PartOfPacked, Whole
 from .splits import Parted, Shares, shares_for, splits_for
+from .tokens import Alike, OneBehindTheOther
 
 MOST_SPLITS = 1024
+MANY = 64  # query tokens of a sequence, from which on forward's tiles serve it: bench/NOTES.md has the estimate
 TILES = "q", "k", "v", "out"
 FP8, SINCE_FP8, LEAST_PIECE = "float8_e4m3fn", (8, 9), 4  # copies by cp.async take so many bytes at least
-DECODE = Schema(
-    "decode",
-    """
-    q            BSHD  tile
-    k            CTGD  cache
-    v            CTGV  cache
-    lengths      B     key_lengths
-    pages        BM    index    optional
-    batch_index  B     index    optional
-    leftpad      B     index    optional
-    alibi        H|UH  float32  optional
-    sink         H     float32  optional
-    k_descale    G|BG  float32  optional
-    v_descale    G|BG  float32  optional
-    out          BSHV  tile     in_place
-    lse          BHS   float32  made      return_lse
-    """,
-)
+HELD = """
+    q               BSHD  tile
+    k               CTGD  cache
+    v               CTGV  cache
+"""
+KEYS = """
+    lengths         N     key_lengths
+    pages           NM    index    optional
+    batch_index     N     index    optional
+    leftpad         N     index    optional
+    alibi           H|UH  float32  optional
+    sink            H     float32  optional
+    k_descale       G|NG  float32  optional
+    v_descale       G|NG  float32  optional
+"""
+MADE = """
+    out             BSHV  tile     in_place
+    lse             BHS   float32  made      return_lse
+"""
+PACKED = """
+    cu_seqlens      E     ends     optional
+"""
+ARRAYS = "".join(f"    aux{n}            *     any      optional\n" for n in range(AUX))
+NEW = """
+    k_new           BsGD  tile
+    v_new           BsGV  tile
+    cu_seqlens_new  E     new_ends  optional
+    cos             ZR    real      optional
+    sin             ZR    real      optional
+    positions       N     index     optional
+"""
+GROWN = HELD.replace("cache", "cache  updated")
+
+
+def _schema(name: str, *tables: str) -> Schema:
+    return Schema(name, "\n".join(row for table in tables for row in table.splitlines() if row.strip()))
+
+
+DECODE = _schema("decode", HELD, KEYS, MADE)
+VARIANT = _schema("decode_variant", HELD, PACKED, KEYS, ARRAYS, MADE)
+APPENDING = _schema("decode_append", GROWN, PACKED, KEYS, ARRAYS, NEW, MADE)
 
 
 def decode(
@@ -59,11 +91,21 @@ def decode(
     leftpad: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
+    cu_seqlens: Any = None,
+    k_new: Any = None,
+    v_new: Any = None,
+    cu_seqlens_new: Any = None,
+    rotary: tuple[Any, Any] | None = None,
+    interleaved: bool = False,
+    positions: Any = None,
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     alibi: Any = None,
     sink: Any = None,
+    mask: Callable | None = None,
+    score: Callable | None = None,
+    aux: Sequence[Any] = (),
     splits: int | None = None,
     scale: float | None = None,
     layout: str = "bshd",
@@ -72,9 +114,10 @@ def decode(
     stream: Any = None,
     family: str | None = None,
 ) -> Any:
-    """Attention of a few new tokens over caches of keys and values, which are read once: what a server does for each token.
+    """Attention of new tokens over caches of keys and values, which are read once: what a server does for each token; and with
+    many query tokens, what it does with a prompt or a part of one.
 
-    q: (B, Sq, H, D), one query token a sequence or several, as in speculative decoding. k: (B, Sk, Hk, D) and v:
+    q: (B, Sq, H, D), one query token a sequence, several, as in speculative decoding, or any number. k: (B, Sk, Hk, D) and v:
     (B, Sk, Hk, Dv), the caches, of which sequence b uses the first lengths[b] keys, the new tokens' among them; what lies
     behind is not looked at. bfloat16 or float16; D and Dv multiples of 8 up to 256; H a multiple of Hk. layout="bhsd":
     (B, H, Sq, D) and (B, Hk, Sk, D). Any base addresses and strides with a contiguous last axis, fast where they are multiples
@@ -89,26 +132,75 @@ def decode(
     have more. leftpad: (B), the keys before leftpad[b] are not looked at.
 
     k and v of float8_e4m3fn (since Ada), at multiples of 4 bytes: their numbers become fp16, exactly, and queries are rounded
-    to that. k_descale, v_descale: float32, (Hk) or (B, Hk), what they are multiplied by; both or none.
+    to that. k_descale, v_descale: float32, (Hk) or (B, Hk), what they are multiplied by; both or none. Then there are as many
+    tiles of query tokens as it takes, of few each.
 
-    Which keys a token sees. The last token stands at the last key: token t at place p = lengths[b] - Sq + t. causal: keys up to
-    p. window: (left, right), keys from p - left to p + right; None is open. A token that sees no key gives 0.
+    cu_seqlens: (N + 1), ascending from 0 to Sq: the query tokens of N sequences lie one behind the other in a batch of 1,
+    those of sequence n from cu_seqlens[n] to cu_seqlens[n + 1]. Caches and all that is said of them are then of N sequences.
 
-    What becomes of a score: softcap, alibi, sink and scale, as in forward.
+    k_new, v_new: (B, S, Hk, D) and Dv, keys and values that are first written into the caches, in place, from key lengths[b]
+    on, where `lengths` does not count them yet: what attention.append does, by the same kernel, in the same call. Where queries
+    lie one behind the other, so do these, by cu_seqlens_new, or by cu_seqlens.
+
+    rotary: (cos, sin), as in attention.append, which then also rotates k_new, key i by position lengths[b] + i, and q: query
+    token i by that of the i-th new key, or without causal and window all by that of the first; q itself stays as it is.
+    interleaved, positions: append's.
+
+    Which keys a token sees. The last token stands at the last key: token t at place p = lengths[b] - Sq + t, lengths with the
+    new ones. causal: keys up to p. window: (left, right), keys from p - left to p + right; None is open. mask: mask(b, h, i, j,
+    *aux) says it in Python, of query token i, counted from the sequence's first, and key j. A token that sees no key gives 0.
+
+    What becomes of a score: softcap, alibi, score(s, b, h, i, j, *aux), sink and scale, as in forward; so are mask, score and
+    aux. Here h may be a vector, of the rows' heads.
 
     splits: into how many parts each sequence's keys go, which different multiprocessors work on, and which a second launch adds
     up. With as many splits the result has the same bits, always. By default all sequences' keys are shared out evenly, by the
-    lengths as the device finds them: a sequence's bits then depend on the others' lengths.
+    lengths as the device finds them: a sequence's bits then depend on the others' lengths. Where keys are appended, or queries
+    lie one behind the other, shapes decide into how many parts each goes.
 
-    out, return_lse, stream: as in forward. family: None or "sm_80", the instructions of every GPU since Ampere.
+    out, return_lse, stream: as in forward. family: None or "sm_80", the instructions of every GPU since Ampere; of many query
+    tokens as in forward.
 
     Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
 
     ValueError or TypeError, before anything is launched, names the argument and prints the values."""
     left, right = ends_of(window)
-    arrays = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale, out, None
-    of_keys = flag("causal", causal), left, right, positive("softcap", softcap), _parts(splits)
-    return _decode(stream, arrays, (*of_keys, number("scale", scale), flag("return_lse", return_lse), family), layout)
+    functions = [None if f is None else named(name, f) for name, f in (("mask", mask), ("score", score))]
+    arrays, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
+    of_keys = flag("causal", causal), left, right, positive("softcap", softcap), _parts(splits), *functions
+    of_keys += flag("interleaved", interleaved), number("scale", scale), flag("return_lse", return_lse), family
+    if k_new is v_new is rotary is None:
+        if not (cu_seqlens_new is positions is None):
+            raise ValueError(f"{'positions' if cu_seqlens_new is None else 'cu_seqlens_new'}: takes k_new, too, which is None")
+        if cu_seqlens is mask is score is None and isinstance(aux, tuple) and not aux:
+            return _decode(stream, (*arrays, *keys, out, None), of_keys, layout)
+        return _variant(stream, (*arrays, cu_seqlens, *keys, *eight(aux), out, None), of_keys, layout)
+    if k_new is None or v_new is None:
+        name = "k_new" if k_new is None else "v_new"
+        raise ValueError(f"{name}: must be given where {'rotary' if k_new is v_new is None else 'the other'} is: {name}=None")
+    if traced(q):  # torch makes no functional op of what writes in place and has several results: here they are two
+        new = k_new, v_new, cu_seqlens_new, rotary, positions
+        descales = {"k_descale": k_descale, "v_descale": v_descale}
+        turned, after = _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, of_keys, layout, descales)
+        keys = after, *keys[1:]
+        return _variant(stream, (turned, k, v, cu_seqlens, *keys, *eight(aux), out, None), of_keys, layout)
+    new = k_new, v_new, cu_seqlens_new, *appending.tables_of(rotary), positions
+    return _append(stream, (*arrays, cu_seqlens, *keys, *eight(aux), *new, out, None), of_keys, layout)
+
+
+def _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, options, layout, descales) -> tuple[Any, Any]:
+    """(the queries, and the keys in use) after attention.append has written new keys, as torch's tensors."""
+    (k_new, v_new, cu_seqlens_new, rotary, positions), (causal, left, right, *_, interleaved, _, _, _) = new, options
+    ends = cu_seqlens if cu_seqlens_new is None else cu_seqlens_new
+    turn = (lambda x: x.transpose(1, 2)) if layout == "bhsd" else lambda x: x
+    told: dict[str, Any] = {"pages": pages, "batch_index": batch_index, "cu_seqlens": ends, "positions": positions, **descales}
+    if rotary is not None:
+        if cu_seqlens_new is not None:
+            raise NotImplementedError("cu_seqlens_new: is not served together with rotary where torch traces the call")
+        local = causal or left is not None or right is not None
+        told |= {"rotary": rotary, "interleaved": interleaved, "q": turn(q), "causal": local}
+    turned = appending.append(turn(k), turn(v), turn(k_new), turn(v_new), lengths=lengths, **told)
+    return q if turned is None else turn(turned), lengths + (turn(k_new).shape[1] if ends is None else ends[1:] - ends[:-1])
 
 
 def _parts(splits):
@@ -122,7 +214,10 @@ def _parts(splits):
     return int(splits)
 
 
-@program(DECODE, no_gradient="attention.decode has no gradient: attention.forward has")
+NO_GRADIENT = "attention.decode has no gradient: attention.forward has"
+
+
+@program(DECODE, no_gradient=NO_GRADIENT)
 def _decode(
     problem: Problem,
     causal: bool,
@@ -130,67 +225,164 @@ def _decode(
     right: int | None,
     softcap: float | None,
     splits: int | None,
+    mask: str | None,
+    score: str | None,
+    interleaved: bool,
     scale: float | None,
     return_lse: bool,
     family: str | None,
 ) -> Plan:
     """How decode does calls of this form; lse is never given."""
     check_extents(problem)
-    if family == "sm_90":
-        raise ValueError(f"family: attention.decode has kernels of sm_80, for every GPU since Ampere: {family=}")
-    choose(problem, "sm_80")
     cache, most_keys, of_cache = _cache(problem)
-    batch, tokens, heads, head_dim, kv_heads, value_dim = problem("BSHDGV")
+    before = _appended(problem, interleaved, causal or left is not None or right is not None)
+    batch, tokens, heads, sequences = problem("BSHN")
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens, heads) or most_keys == 0:  # no token sees a key
         if "sink" in problem and 0 not in (batch, tokens, heads):
             raise problem.error("k", "must have at least one key where there is a sink", "k")
-        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
+        nothing = [Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x]
+        return Plan([*before.steps, *nothing], before.scratch)
+    *functions, aux = functions_of(problem, mask, score, most_keys)
+    asked = Asked(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
+    counted = "leftpad" in problem and (mask or score)  # functions count a cache's keys from its first, forward from leftpad
+    several = tokens >= MANY * (sequences if "cu_seqlens" in problem else 1)
+    if several and splits in (None, 1) and not counted and problem["k"].form.dtype == problem.dtype:
+        return _many(problem, asked, before, most_keys, family, out, lse)
+    if family == "sm_90":
+        raise ValueError(f"family: attention.decode has kernels of sm_80, for every GPU since Ampere: {family=}")
+    choose(problem, "sm_80")
+    return _few(problem, asked, before, cache, of_cache, most_keys, splits, out, lse)
+
+
+_variant = program(VARIANT, no_gradient=NO_GRADIENT)(_decode.planner)
+_append = program(APPENDING, no_gradient=NO_GRADIENT)(_decode.planner)
+
+
+class Asked(NamedTuple):
+    """Which keys tokens see and what becomes of their scores; mask and score are functions, which read aux."""
+
+    causal: bool
+    left: int | None
+    right: int | None
+    softcap: float | None
+    scale: float
+    mask: Callable | None
+    score: Callable | None
+    aux: list[Operand]
+
+
+class Before(NamedTuple):
+    """What comes before attention: steps, with their scratch memory; the queries that are left; and what kernels are told of
+    the keys in use then."""
+
+    steps: list[Step]
+    scratch: list[tuple[tuple[int, ...], str]]
+    queries: Operand
+    told: dict[str, Any]
+
+
+def _appended(problem: Problem, interleaved: bool, local: bool) -> Before:
+    """What appends new keys, if there are any. local: does each query stand at its own position? ValueError."""
+    told: dict[str, Any] = {"lengths": problem["lengths"], "added": 0}
+    if "k_new" not in problem:
+        return Before([], [], problem["q"], told)
+    ends = problem["cu_seqlens_new"] or problem["cu_seqlens"]
+    if "cu_seqlens_new" in problem and "cu_seqlens" not in problem:
+        raise ValueError("cu_seqlens_new: takes cu_seqlens, too, which is None")
+    told |= {"new_ends": ends} if ends else {"added": problem("s")[0]}
+    queries, scratch = problem["q"], []
+    if "cos" in problem:
+        scratch = [(problem("BSHD"), problem.dtype)]
+        queries = problem.scratch(0, *scratch[0])
+    turned, alone = (problem["q"], queries) if scratch else None, "cu_seqlens_new" in problem
+    names = appending.Names("s", "S", None if alone else turned, ends)
+    steps = appending.planned(problem, interleaved, local, names)
+    if turned and alone and 0 not in problem("SH"):  # they lie by other ends than new keys
+        how = {"ends": problem["cu_seqlens"], "interleaved": interleaved, "positions": problem["positions"], "causal": local}
+        tables = problem["cos"], problem["sin"]
+        steps.append(writing.turned(problem.device, turned, problem["lengths"], tables, **how))
+    return Before(steps, scratch, queries, told)
+
+
+def _many(
+    problem: Problem, asked: Asked, before: Before, most_keys: int, family: str | None, out: Operand, lse: Operand | None
+) -> Plan:
+    """Tiles of query tokens."""
+    causal, left, right, softcap, scale, mask, score, aux = asked
+    given = "alibi" in problem, False, "sink" in problem
+    made = assembled(scale, causal, (left, right), softcap, *given, mask, score and Scored(score))
+    step = many.planned(problem, made, family, before.queries, most_keys, aux, {"gO": out, "gLse": lse, **before.told})
+    return Plan([*before.steps, step], before.scratch)
+
+
+def _few(
+    problem: Problem,
+    asked: Asked,
+    before: Before,
+    cache: Dense,
+    of_cache: dict[str, Operand],
+    most_keys: int,
+    splits: int | None,
+    out: Operand,
+    lse: Operand | None,
+) -> Plan:
+    """Tiles of query tokens and of the heads that share a key head; in so many parts of the keys."""
+    batch, tokens, heads, head_dim, kv_heads, value_dim, sequences = problem("BSHDGVN")
+    packed, axes = "cu_seqlens" in problem, tuple(len(x.form.shape) for x in asked.aux)
     group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
     rows, piece = tokens * group, problem.bytes_at_once(*TILES)
     product, of_products = _product(problem)
-    reach, of_keys, seen = _reach(problem, causal, left, right, most_keys)
-    variant, sums, unit, of_scores, of_sums = _scores(problem, scale_of(problem, scale), softcap)
-    early, whole, part = hopper(gpu.capability), Whole(dtype, piece), Part(dtype, piece)
+    reach, of_keys, seen = _reach(problem, asked, most_keys)
+    of_keys |= before.told
+    variant, sums, unit, of_scores, of_sums = _scores(problem, asked)
+    early, whole = hopper(gpu.capability), Whole(dtype, piece)
+    lie, part, each = (
+        (OneBehindTheOther, PartOfPacked(dtype, piece), -(-rows // sequences)) if packed else (Alike, Part(dtype, piece), rows)
+    )
 
     def config(split: type[Parted], result: Whole | Either) -> attend.Config:
         kind = variant, reach, cache, result, Variant() if result is part else sums, split, early
-        return attend.config_for(head_dim, value_dim, product, *kind, rows > attend.BAND, gpu.shared_bytes)
+        return attend.config_for(head_dim, value_dim, product, *kind, each > attend.BAND, gpu.shared_bytes, lie, axes)
 
-    chosen, alone = config(Parted, whole), batch == 1  # one sequence's keys are shared out evenly if they are parted evenly
-    bands = -(-rows // chosen.band)
+    chosen, evenly = config(Parted, whole), "k_new" not in problem and not packed and batch > 1  # are all keys shared out?
+    bands = rows // chosen.band + sequences if packed else -(-rows // chosen.band)
     if splits is not None:
-        number = splits
-    elif alone:
-        number = splits_for(kv_heads * bands, -(-seen // chosen.kv), gpu.processors)
-    else:
+        number, evenly = splits, False
+    elif evenly:
         chosen = config(Shares, Either(whole, part))
         number = shares_for(kv_heads * bands, chosen.resident * gpu.processors)
-    parted = alone or splits is not None or number == 1
+    else:
+        number = splits_for(batch * kv_heads * bands, -(-seen // chosen.kv), gpu.processors)
     told = {"heads": kv_heads, "group": group, "scale": unit * LOG2_E, "sequences": batch, "tokens": tokens, "splits": number}
     to = {"out": _grouped(out, 2, group), "lse": lse and _grouped(lse, 1, group), **of_sums}
-    steps, scratch, blocks = [], [], batch * number
+    steps, scratch, blocks = [], before.scratch, batch * number
     if number == 1:
         chosen = config(Parted, whole)
     else:
-        if parted:
-            chosen, places, split, of_split, ends = config(Parted, part), (number, batch), Parted(), {}, batch
-        else:
-            blocks, places, split, of_split = number, (number + batch, 1), Shares(reach, chosen.kv), of_keys
+        ends, places, of_split = batch, (number, batch), {}
+        split = Shares(reach, chosen.kv) if evenly else Parted()
+        if evenly:
+            blocks, places, of_split = number, (number + batch, 1), of_keys
             ends = batch if batch <= number else number - 1
-        scratch = [((*places, kv_heads, rows, value_dim), "float32"), ((*places, kv_heads, rows), "float32")]
-        parts, weights = [problem.scratch(n, *each) for n, each in enumerate(scratch)]
+        else:
+            chosen = config(Parted, part)
+        shapes = (*places, kv_heads, rows, value_dim), (*places, kv_heads, rows)
+        parts, weights = [problem.scratch(n, shape, "float32") for n, shape in enumerate(shapes, len(scratch))]
+        scratch = [*scratch, *((shape, "float32") for shape in shapes)]
         last, slabs = combine.Config(dtype, sums, split, early), -(-value_dim // combine.COLUMNS)
         given = {"parts": parts, "sums_": weights, "rows": rows, "slabs": slabs, **told, **to, **of_split}
         steps.append(kernel_for(combine, last, problem.device).bind(ends * kv_heads * rows * slabs, **given))
-        to = {"parts": parts, "sums": weights, **({} if parted else to)}
+        to = {"parts": parts, "sums": weights, **(to if evenly else {})}
     first = kernel_for(attend, chosen, problem.device).bind(
         blocks * kv_heads * bands,
-        gQ=_by_rows(problem["q"], group),
+        gQ=_by_rows(before.queries, group),
         gK=problem["k"],
         gV=problem["v"],
         bands=bands,
         slack=SLACK / (unit * LOG2_E),
+        **({"ends": problem["cu_seqlens"]} if packed else {}),
+        **{f"aux{n}": x for n, x in enumerate(asked.aux)},
         **told,
         **of_cache,
         **of_products,
@@ -198,12 +390,12 @@ def _decode(
         **of_scores,
         **to,
     )
-    return Plan([first, *steps], scratch)
+    return Plan([*before.steps, first, *steps], scratch)
 
 
 def _cache(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
     """How keys and values lie, how many a sequence can have at most, and what kernels are told of that. ValueError."""
-    batch, batches, rows = problem("BCT")
+    batch, batches, rows = problem("NCT")
     piece = problem.bytes_at_once(*TILES)
     if "pages" in problem:
         if "batch_index" in problem:
@@ -212,6 +404,8 @@ def _cache(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
     if "batch_index" in problem:
         return Indexed(piece), rows if batches else 0, {"batch_index": problem["batch_index"]}
     if batches != batch:
+        if "cu_seqlens" in problem:
+            raise problem.error("k", f"must have {batch} batches, one a sequence, or pages or batch_index", "k")
         raise problem.error("k", "batch must equal q's where there are neither pages nor batch_index", "k", "q")
     return Dense(piece), rows, {}
 
@@ -226,7 +420,7 @@ def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
             raise TypeError(f"{name}: dtype must be q's or float8_e4m3fn, as k's: {said}")
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
-    told = {name: over(problem, name, "BG") for name in ("k_descale", "v_descale")}
+    told = {name: over(problem, name, "NG") for name in ("k_descale", "v_descale")}
     scaled = [name for name, descale in told.items() if descale is not None]
     if len(scaled) == 1:
         raise ValueError("k_descale: must be given where v_descale is, and the other way round")
@@ -241,37 +435,36 @@ def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
     return Narrow(dtype, bool(scaled)), told if scaled else {}
 
 
-def _reach(
-    problem: Problem, causal: bool, left: int | None, right: int | None, most_keys: int
-) -> tuple[Reach, dict[str, Any], int]:
+def _reach(problem: Problem, asked: Asked, most_keys: int) -> tuple[Reach, dict[str, Any], int]:
     """Which keys tokens see, what kernels are told of that, and how many some tile's rows see at most. One token, at the last
     key, sees no later one, whatever it may."""
-    (tokens,) = problem("S")
-    if causal:
-        right = 0
-    if tokens == 1:
+    (tokens,), left, right = problem("S"), asked.left, 0 if asked.causal else asked.right
+    if tokens == 1 and "cu_seqlens" not in problem:
         right = None
-    told: dict[str, Any] = {"lengths": problem["lengths"]}
-    told |= {name: end for name, end in (("left", left), ("right", right)) if end is not None}
+    told: dict[str, Any] = {name: end for name, end in (("left", left), ("right", right)) if end is not None}
     told |= {"leftpad": problem["leftpad"]} if "leftpad" in problem else {}
     seen = most_keys if left is None else min(most_keys, left + tokens + (right or 0))
     return Reach(left is not None, right is not None, "leftpad" in problem), told, seen
 
 
-def _scores(
-    problem: Problem, unit: float, softcap: float | None
-) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
+def _scores(problem: Problem, asked: Asked) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
     """(what becomes of scores, what joins the sum of their weights, the unit of scores, what kernels are told of the former,
     and of the latter)"""
     parts: list[Variant] = []
     told: dict[str, Any] = {}
-    if softcap is not None:
+    unit = asked.scale
+    if asked.softcap is not None:
         parts.append(Capped())
-        told["per_cap"], unit = unit / softcap, softcap
+        told["per_cap"], unit = unit / asked.softcap, asked.softcap
     if "alibi" in problem:
         parts.append(Sloped())
-        told |= {"slopes": over(problem, "alibi", "BH"), "per_slope": 1 / unit}
-    variant = Both(*parts) if len(parts) == 2 else parts[0] if parts else Variant()
+        told |= {"slopes": over(problem, "alibi", "NH"), "per_slope": 1 / unit}
+    if asked.score is not None:
+        parts.append(ScoredRows(asked.score))
+        told["score_unit"], unit = unit, 1.0
+    if asked.mask is not None:
+        parts.append(MaskedRows(asked.mask))
+    variant = functools.reduce(Both, parts) if parts else Variant()
     if "sink" not in problem:
         return variant, Variant(), unit, told, {}
     return variant, Sunk(), unit, told, {"sinks": problem["sink"], "per_sink": 1 / unit}

@@ -13,6 +13,9 @@ from ops import abs, col_index, line_up, right_fill, where
 from tiles import inlined, static
 from tiles.arguments import ENDS, FLOAT, INT, array
 
+from ..scores import Scored
+from ..seen import Masked
+from ..sequences import GROWING, in_use
 from ..variants import Variant
 
 
@@ -26,7 +29,7 @@ class Stretch(NamedTuple):
 
 @static
 class Reach:
-    """Of given.lengths[n] keys in use those from given.left places before a token's own on, and up to given.right places after
+    """Of the keys in use (`in_use`) those from given.left places before a token's own on, and up to given.right places after
     it, as far as these are said; and none before given.leftpad[n], if the cache is padded."""
 
     left: bool
@@ -40,7 +43,7 @@ class Reach:
     @property
     def given(self) -> dict[str, Any]:
         """The kernel's arguments that it reads, and what they are."""
-        given: dict[str, Any] = {"lengths": ENDS}
+        given: dict[str, Any] = {**GROWING}
         given |= {"left": INT} if self.left else {}
         given |= {"right": INT} if self.right else {}
         return given | ({"leftpad": ENDS} if self.padded else {})
@@ -48,7 +51,7 @@ class Reach:
     @inlined
     def keys(self, sequence, first, last, tokens, given):
         """The Stretch of tokens `first` to `last` of `tokens`."""
-        length = int32(given.lengths[sequence])
+        length = in_use(sequence, given)
         begin, end, shift = int32(0), length, int32(length - tokens)
         if self.padded:
             begin = int32(given.leftpad[sequence])
@@ -95,3 +98,21 @@ class Sloped(Variant):
     def score(self, s, at, key):
         """See Variant."""
         return s - abs(at.row + int32(at.shift - key) - col_index(s.row_vec)) * at.kept
+
+
+class ScoredRows(Scored):
+    """A function of scores, of rows that are of several tokens and heads."""
+
+    @inlined
+    def score(self, s, at, key):
+        """See Variant."""
+        return self.function(s * at.given.score_unit, at.batch, at.head, at.row, col_index(s.row_vec) + int32(key), *at.aux)
+
+
+class MaskedRows(Masked):
+    """A mask that is a function, of such rows."""
+
+    @inlined
+    def mask(self, s, at, key, hidden):
+        """See Variant."""
+        return where(self.function(at.batch, at.head, at.row, col_index(s.row_vec) + int32(key), *at.aux), s, hidden)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import store
+from ops import store, truncate
 from tiles import dtype, inlined, static
 from tiles.arguments import array
 
@@ -14,8 +14,8 @@ LN2 = math.log(2)
 
 
 class Spot(NamedTuple):
-    """Which rows: those from `row` on, of a sequence's heads that share a key head; of tokens `first` to `last`, `group` rows
-    each. part, of: which part of the keys they have seen, by the first two axes of an array of parts. whole: is it all of
+    """Which rows: those from `row` on, of heads that share a key head; of tokens `first` to `last` of a batch, that of the
+    sequence or one of several, `group` rows each. part, of: which part of the keys they have seen, by the first two axes of an array of parts. whole: is it all of
     them?"""
 
     sequence: Any
@@ -87,6 +87,22 @@ class Part(Whole):
     def store_sums(self, sums, scale, spot, given):
         """See Whole."""
         store(given.sums, sums, (spot.part, spot.of, spot.head, spot.row))
+
+
+class PartOfPacked(Part):
+    """The same where the rows of another sequence follow: a tile ends with its last token's."""
+
+    @inlined
+    def store(self, o, spot, col, given):
+        """See Whole."""
+        end = int32((spot.last + 1) * spot.group)
+        store(truncate(given.parts, 3, end), o, (spot.part, spot.of, spot.head, spot.row, col), 3, 4, True)
+
+    @inlined
+    def store_sums(self, sums, scale, spot, given):
+        """See Whole."""
+        end = int32((spot.last + 1) * spot.group)
+        store(truncate(given.sums, 3, end), sums, (spot.part, spot.of, spot.head, spot.row))
 
 
 @static

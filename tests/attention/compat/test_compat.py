@@ -15,7 +15,8 @@ from attention.compat import fla, flash_attn, flash_attn_interface, flex, sdpa
 
 def test_import_is_light():
     """No torch, and Numba not before it is needed."""
-    code = "from attention.compat import fla, flash_attn, flash_attn_interface, flex, sdpa; import sys; print(*sys.modules)"
+    modules = "fla, flash_attn, flash_attn_interface, flashinfer, flex, sdpa"
+    code = f"from attention.compat import {modules}; import sys; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
     assert not {"torch", "jax", "numba", "ops", "tiles"} & {name.partition(".")[0] for name in run.stdout.split()}

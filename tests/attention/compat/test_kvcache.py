@@ -1,9 +1,10 @@
-"""flash_attn_with_kvcache of both modules: what is written, by attention.append, and what attention.decode is asked for."""
+"""flash_attn_with_kvcache of both modules: what attention.decode is asked for, and what is written, by attention.append."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 from eager import attend, window
+from places import OnInterpreter
 
 import attention
 from attention import reference
@@ -20,9 +21,14 @@ def decode(monkeypatch):
 
     def decode(
         q, k, v, *, lengths, pages=None, batch_index=None, leftpad=None, causal=True, window=None, softcap=None, alibi=None,
-        scale=None, return_lse=False,
+        scale=None, splits=None, return_lse=False, k_new=None, v_new=None, rotary=None, interleaved=False, positions=None,
     ):  # fmt: skip
-        told.append(dict(causal=causal, window=window, softcap=softcap, alibi=alibi, scale=scale))
+        told.append(dict(causal=causal, window=window, softcap=softcap, alibi=alibi, scale=scale, splits=splits))
+        if k_new is not None:
+            turn = {"rotary": rotary, "interleaved": interleaved, "positions": positions} if rotary else {}
+            turn |= {"q": q, "causal": causal or window is not None} if rotary else {}
+            turned = attention.append(k, v, k_new, v_new, lengths=lengths, pages=pages, batch_index=batch_index, **turn)
+            q, lengths = q if turned is None else turned, lengths + k_new.shape[1]
         found = []
         for b, length in enumerate(lengths):
             if pages is not None:
@@ -107,6 +113,7 @@ def test_new_keys_are_written_and_seen(module, case, decode):
     found = MODULES[module].flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens=lengths, return_softmax_lse=True, num_splits=3, **options
     )
+    assert decode[-1]["splits"] == 3
     for x, y in zip((k_cache, v_cache), (keys, values)):
         assert (x.view(np.uint16) == y.view(np.uint16)).all()
     for x, y in zip(found, (out, lse), strict=True):
@@ -140,7 +147,7 @@ def test_positions_and_biases(decode):
     assert (cache[0, 2] == turned(k[0, 0], cos[7], sin[7], True)).all()
     slopes = np.ones(2, np.float32)
     flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3, alibi_slopes=slopes)
-    assert decode[-1] == dict(causal=False, window=None, softcap=None, alibi=slopes, scale=None)
+    assert decode[-1] == dict(causal=False, window=None, softcap=None, alibi=slopes, scale=None, splits=None)
 
 
 def test_what_makes_no_sense(decode):
@@ -155,9 +162,7 @@ def test_what_makes_no_sense(decode):
             call(x, x.copy(), x.copy(), **options)
 
 
-@pytest.mark.parametrize(
-    "name", ["qv", "cu_seqlens_q", "cu_seqlens_k_new", "q_descale", "k_descale", "v_descale", "attention_chunk"]
-)
+@pytest.mark.parametrize("name", ["qv", "cu_seqlens_k_new", "q_descale", "k_descale", "v_descale", "attention_chunk"])
 def test_what_cannot_be_served_says_so(name, decode):
     x = np.ones((1, 1, 1, 8))
     with pytest.raises(NotImplementedError, match=f"^{name}: is not served; "):
@@ -187,3 +192,92 @@ def test_kernels_serve_it(module):
         ref, its_lse = reference.forward(*given, causal=True)
         reference.assert_close(out[b][None], ref, reference.forward_low(*given, causal=True)[0])
         np.testing.assert_allclose(lse[b], its_lse[0], atol=1e-5)
+
+
+# Of FlashAttention's own sweep (hopper/test_flash_attn.py): (query tokens, keys in a cache, new keys, page size, what else)
+SWEEP = [
+    (1, 128, 0, None, {}),
+    (1, 128, 1, 4, {"rotary": 1.0}),
+    (1, 339, 1, 1, {"rotary": 0.5, "rotary_interleaved": False}),
+    (3, 799, 3, 128, {"causal": True, "rotary": 1.0, "leftpad": True}),
+    (3, 799, 3, None, {"window_size": (99, 7), "rotary": 0.5, "batch_index": True}),
+    (64, 300, 64, 16, {"causal": True, "rotary": 1.0, "packed": True}),
+    (3, 130, 5, 4, {"causal": True, "rotary": 0.5, "packed": True, "softcap": 15.0}),
+]
+LARGE = [
+    (64, 2048, 64, 128, {"causal": True, "rotary": 1.0, "packed": True}),
+    (16, 20000, 16, 1, {"window_size": (4000, 0), "rotary": 1.0}),
+    (16, 20000, 0, 4, {"num_splits": 5}),
+    (2048, 3577, 2048, 128, {"causal": True, "rotary": 0.5}),
+]
+
+
+def swept(place, tokens, keys, new, size, said, heads, columns):
+    """Sequences of any lengths, one of them without keys, in shuffled pages that are NaN elsewhere."""
+    rng, said = np.random.default_rng(tokens + keys), dict(said)
+    draw = lambda *shape: rng.standard_normal(shape, np.float32).astype(BF16)
+    rotary, leftpad, other, packed = (said.pop(name, 0) for name in ("rotary", "leftpad", "batch_index", "packed"))
+    lengths = np.array([0, keys - new, rng.integers(1, keys - new)], np.int32)
+    counts = rng.integers(0, tokens + 1, 3) if packed else np.full(3, tokens)
+    news = counts if new and packed else np.full(3, new)
+    q, k, v = ([draw(n, h, columns) for n in number] for number, h in ((counts, heads), (news, 2), (news, 2)))
+    caches, after = [draw(3, keys, 2, columns) for _ in "kv"], lengths + news
+    pairs = int(rotary * columns) // 2
+    cos, sin = (f(np.arange(keys)[:, None] * 100.0 ** (-np.arange(pairs) / columns)).astype(BF16) for f in (np.cos, np.sin))
+    local, interleaved = said.get("causal", False) or "window_size" in said, said.get("rotary_interleaved", True)
+    expected = [x.copy() for x in caches]
+
+    def turn(x, n):
+        return turned(x, cos[n].astype(np.float32), sin[n].astype(np.float32), interleaved) if rotary else x
+
+    mine = [np.stack([turn(row, lengths[b] + i * local) for i, row in enumerate(x)]) if len(x) else x for b, x in enumerate(q)]
+    for b, length in enumerate(lengths):
+        for i in range(news[b]):
+            expected[0][b, length + i], expected[1][b, length + i] = turn(k[b][i], length + i), v[b][i]
+        for x in (*caches, *expected):
+            x[b, after[b] :] = np.nan
+    told, held = {"cache_seqlens": lengths}, caches
+    if size:
+        each = -(-keys // size)
+        table = rng.permutation(3 * each).astype(np.int32).reshape(3, each)
+        held, rows = [np.full((3 * each, size, 2, columns), np.nan, BF16) for _ in "kv"], np.arange(keys)
+        for pool, x in zip(held, caches):
+            for b in range(3):
+                pool[table[b, rows // size], rows % size] = x[b]
+        for b in range(3):
+            table[b, -(-after[b] // size) :] = -7
+        told["page_table"] = table
+    elif other:
+        held = [np.concatenate([np.full((1, *x.shape[1:]), np.nan, BF16), x[::-1]]) for x in caches]
+        told["cache_batch_idx"] = np.array([3, 2, 1], np.int32)
+    starts = np.minimum(after, [0, 5, 1]) if leftpad else np.zeros(3, int)
+    told |= {"cache_leftpad": starts.astype(np.int32)} if leftpad else {}
+    told |= {"rotary_cos": cos, "rotary_sin": sin} if rotary else {}
+    lie = np.concatenate if packed else np.stack
+    given = [lie(q), *held, *((lie(k), lie(v)) if new else ())]
+    if packed:
+        ends = np.cumsum([0, *counts]).astype(np.int32)
+        told |= {"cu_seqlens_q": ends} | ({"cu_seqlens_k_new": ends} if new else {})
+    told = {name: place.put(x) for name, x in told.items()}
+    out, lse = flash_attn_interface.flash_attn_with_kvcache(*map(place.put, given), return_softmax_lse=True, **told, **said)
+    out, lse = place.get(out), place.get(lse)
+    left, right = (None if end < 0 else end for end in said.get("window_size", (-1, -1)))
+    options = {"causal": said.get("causal", False), "window": (left, right), "softcap": said.get("softcap")}
+    for b, end in enumerate(np.cumsum(counts)):
+        rows = out[end - counts[b] : end] if packed else out[b]
+        given = mine[b][None], *(x[b : b + 1, starts[b] : after[b]] for x in expected)
+        ref, low = (formula(*given, **options)[0] for formula in (reference.forward, reference.forward_low))
+        if counts[b]:
+            reference.assert_close(rows[None], ref, low, factor=3 if said.get("softcap") else 2)
+    assert lse.shape == ((heads, len(out)) if packed else (3, heads, tokens))
+
+
+@pytest.mark.parametrize("nth", range(len(SWEEP)))
+def test_their_own_sweep(nth):
+    swept(OnInterpreter(), *SWEEP[nth], 2, 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nth", range(len(LARGE)))
+def test_their_own_sweep_on_the_card(card, nth):
+    swept(card, *LARGE[nth], 6, 128)

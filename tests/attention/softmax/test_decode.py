@@ -325,7 +325,7 @@ def refused(error, words, /, lengths=(5,), **more):
 def test_mistakes_name_the_argument():
     table, two = np.zeros((1, 1), np.int32), draw((2, 5, 2, 64), BF16)
     refused(ValueError, "^lengths: must be from 0 to 5", lengths=(6,))
-    refused(ValueError, "^lengths: batch must equal q's", lengths=(5, 5))
+    refused(ValueError, "^lengths: sequences must equal q's", lengths=(5, 5))
     refused(ValueError, "^k: batch must equal q's where there are neither", k=two, v=two)
     refused(ValueError, "^v: sequence must equal k's", v=draw((1, 4, 2, 64), BF16))
     refused(ValueError, "^q: heads must be a multiple", q=draw((1, 1, 3, 64), BF16))

@@ -1,0 +1,160 @@
+"""attention/compat/flashinfer.py: plan and run, against the formula in float64."""
+
+import numpy as np
+import pytest
+from places import BF16
+
+from attention import reference
+from attention.compat import flashinfer
+
+LOG2_E = np.log2(np.e)
+SIZE, HEADS, KV_HEADS, COLUMNS = 8, 4, 2, 32
+
+
+@pytest.fixture
+def draw():
+    rng = np.random.default_rng(0)
+    return lambda *shape: rng.standard_normal(shape, np.float32).astype(BF16)
+
+
+def paged(draw, lengths):
+    """(k, v of each sequence, the cache (pages, 2, size, Hk, D), indptr, indices, last_page_len), NaN where no keys lie."""
+    rng, counts = np.random.default_rng(1), [-(-n // SIZE) for n in lengths]
+    indptr = np.cumsum([0, *counts]).astype(np.int32)
+    indices = rng.permutation(indptr[-1] + 3)[: indptr[-1]].astype(np.int32)
+    cache = np.full((indptr[-1] + 3, 2, SIZE, KV_HEADS, COLUMNS), np.nan, BF16)
+    both = [(draw(n, KV_HEADS, COLUMNS), draw(n, KV_HEADS, COLUMNS)) for n in lengths]
+    for b, n in enumerate(lengths):
+        for j in range(n):
+            page = indices[indptr[b] + j // SIZE]
+            cache[page, 0, j % SIZE], cache[page, 1, j % SIZE] = both[b][0][j], both[b][1][j]
+    last = np.array([n - SIZE * (count - 1) if count else 0 for n, count in zip(lengths, counts)], np.int32)
+    return both, cache, indptr, indices, last
+
+
+def agree(out, lse, q, both, ends, of=lambda b: {}, **options):
+    """By the rule, a sequence at a time; lse is to the base 2."""
+    for b, (k, v) in enumerate(both):
+        rows = slice(ends[b], ends[b + 1])
+        given = q[None, rows], k[None], v[None]
+        found = [formula(*given, **options, **of(b)) for formula in (reference.forward, reference.forward_low)]
+        if ends[b] < ends[b + 1]:
+            reference.assert_close(out[None, rows], found[0][0], found[1][0], factor=3 if options.get("softcap") else 2)
+            np.testing.assert_allclose(lse[rows].T, found[0][1][0] * LOG2_E, atol=0.02)
+
+
+CACHES = {
+    "NHD": lambda cache: cache,
+    "pair": lambda cache: (cache[:, 0].copy(), cache[:, 1].copy()),
+    "HND": lambda cache: np.ascontiguousarray(cache.swapaxes(2, 3)),
+}
+
+
+@pytest.mark.parametrize("way", CACHES)
+def test_decode(way, draw):
+    """Lengths around a page's edges, and a sequence without keys."""
+    lengths = (9, 0, 8, 30)
+    both, cache, *where = paged(draw, lengths)
+    q, sink = draw(4, HEADS, COLUMNS), np.array([0.5, 0, -1, 2], np.float32)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(np.empty(64, np.uint8), "HND" if way == "HND" else "NHD")
+    wrapper.plan(*where, HEADS, KV_HEADS, COLUMNS, SIZE, window_left=6, logits_soft_cap=5.0, q_data_type="bfloat16")
+    out, sums = np.full_like(q, np.nan), np.full((4, HEADS), np.nan, np.float32)
+    found = wrapper.run(q, CACHES[way](cache), return_lse=True, out=out, lse=sums, sinks=sink, q_scale=0.5)
+    assert found[0] is out and found[1] is sums
+    told = dict(window=(6, None), softcap=5.0, sink=sink, scale=0.5 * COLUMNS**-0.5)
+    agree(out, sums, q, both, range(5), **told)
+    again = wrapper.run(q, CACHES[way](cache), sinks=sink, q_scale=0.5, window_left=6)
+    assert (again == out).all()
+
+
+def test_several_tokens_of_each(draw):
+    both, cache, *where = paged(draw, (9, 17))
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(None)
+    wrapper.plan(*where, HEADS, KV_HEADS, COLUMNS, SIZE, q_len_per_req=3, disable_split_kv=True)
+    q = draw(6, HEADS, COLUMNS)
+    agree(*wrapper.run(q, cache, return_lse=True), q, both, (0, 3, 6), causal=True)
+    assert (wrapper.run(q, cache, v_scale=2.0) == 2 * wrapper.run(q, cache)).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_prefill(causal, draw):
+    both, cache, *where = paged(draw, (9, 5, 30))
+    q, ends = draw(16, HEADS, COLUMNS), np.array([0, 9, 9, 16], np.int32)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(np.empty(64, np.uint8))
+    wrapper.plan(ends, *where, HEADS, KV_HEADS, COLUMNS, SIZE, causal=causal, sm_scale=0.3)
+    agree(*wrapper.run(q, cache, return_lse=True), q, both, ends, causal=causal, scale=0.3)
+
+
+def test_masks_of_bits(draw):
+    """A bit for each query token and key of each sequence, in both wrappers; causal counts no more."""
+    lengths, ends = (9, 20), np.array([0, 3, 10], np.int32)
+    both, cache, *where = paged(draw, lengths)
+    q, seen = draw(10, HEADS, COLUMNS), [np.random.default_rng(b).random((n, m)) > 0.4 for b, n, m in ((0, 3, 9), (1, 7, 20))]
+    bits = np.concatenate([x.reshape(-1) for x in seen])
+    one, other = flashinfer.BatchPrefillWithPagedKVCacheWrapper(None), flashinfer.BatchPrefillWithRaggedKVCacheWrapper(None)
+    one.plan(ends, *where, HEADS, KV_HEADS, COLUMNS, SIZE, custom_mask=bits, causal=True)
+    keys = np.array([0, 9, 29], np.int32)
+    other.plan(ends, keys, HEADS, KV_HEADS, COLUMNS, custom_mask=bits, causal=True)
+    k, v = (np.concatenate(x) for x in zip(*both))
+    for found in one.run(q, cache, return_lse=True), other.run(q, k, v, return_lse=True):
+        agree(*found, q, both, ends, of=lambda b: {"mask": lambda _, h, i, j: seen[b][i, j]})
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_ragged_prefill(layout, draw):
+    both = [(draw(n, KV_HEADS, COLUMNS), draw(n, KV_HEADS, COLUMNS)) for n in (9, 20)]
+    q, ends, keys = draw(10, HEADS, COLUMNS), np.array([0, 3, 10], np.int32), np.array([0, 9, 29], np.int32)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(None, layout)
+    wrapper.plan(ends, keys, HEADS, KV_HEADS, COLUMNS, causal=True, window_left=4)
+    k, v = (np.concatenate(x) for x in zip(*both))
+    given = (k, v) if layout == "NHD" else (np.ascontiguousarray(x.swapaxes(0, 1)) for x in (k, v))
+    agree(*wrapper.run(q, *given, return_lse=True), q, both, ends, causal=True, window=(4, None))
+
+
+def test_plans_of_a_graph_stay_where_they_are(draw):
+    """A graph has captured the arrays of the first plan; later ones write into them."""
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(np.empty(64, np.uint8), use_cuda_graph=True)
+    q, first = draw(2, HEADS, COLUMNS), None
+    for lengths in (1, 1), (9, 60), (0, 17):
+        both, cache, *where = paged(draw, lengths)
+        wrapper.plan(*where, HEADS, KV_HEADS, COLUMNS, SIZE)
+        agree(*wrapper.run(q, cache, return_lse=True), q, both, range(3))
+        where = [wrapper.told[name].__array_interface__["data"] for name in ("pages", "lengths")]
+        assert first in (None, where)
+        first = where
+    *_, indptr, indices, last = paged(draw, (80, 1))
+    with pytest.raises(ValueError, match="^float_workspace_buffer: has room for 8 pages of each of 2 sequences: 10"):
+        wrapper.plan(indptr, indices, last, HEADS, KV_HEADS, COLUMNS, SIZE)
+
+
+def test_what_cannot_be_served_says_so():
+    with pytest.raises(ValueError, match="^kv_layout"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(None, "DHN")
+    with pytest.raises(NotImplementedError, match="^jit_args"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(None, jit_args=[])
+    wrapper, ends = flashinfer.BatchDecodeWithPagedKVCacheWrapper(None), np.array([0, 1], np.int32)
+    with pytest.raises(RuntimeError, match="plan must be called first"):
+        wrapper.run(np.zeros((1, 1, 32), BF16), None)
+    for option in {"pos_encoding_mode": "ALIBI"}, {"fixed_split_size": 4}:
+        with pytest.raises(NotImplementedError, match=f"^{min(option)}: is not served"):
+            wrapper.plan(ends, ends[:1], ends[1:], 1, 1, 32, 8, **option)
+
+
+@pytest.mark.gpu
+def test_on_the_card(card, draw):
+    """A captured graph serves plans that come later."""
+    torch = pytest.importorskip("torch")
+    lengths = (700, 64, 3)
+    both, cache, *where = paged(draw, lengths)
+    q, put = draw(3, HEADS, COLUMNS), card.put
+    workspace = torch.empty(1 << 16, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, use_cuda_graph=True)
+    given, pool = put(q), put(cache)
+    wrapper.plan(*map(put, paged(draw, (1, 1, 1))[2:]), HEADS, KV_HEADS, COLUMNS, SIZE)
+    wrapper.run(given, pool)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = wrapper.run(given, pool, return_lse=True)
+    wrapper.plan(*map(put, where), HEADS, KV_HEADS, COLUMNS, SIZE)
+    graph.replay()
+    agree(card.get(out), card.get(lse), q, both, range(4))

@@ -1,0 +1,366 @@
+"""attention.decode that appends and rotates, of queries one behind the other, with functions in Python, and of many query
+tokens: the same bits as by hand, or the formula in float64."""
+
+import importlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from judged import TANH, ULP, draw, poisoned
+from places import BF16, RANDOMLY, OnCard, OnInterpreter
+from test_decode import case, in_pages, known
+
+import attention
+from attention import reference
+
+decoding = importlib.import_module("attention.softmax.decode.decode")
+POSITIONS = 256
+ANGLES = np.arange(POSITIONS)[:, None] * 100.0 ** (-np.arange(32) / 32)
+COS, SIN = np.cos(ANGLES).astype(np.float32), np.sin(ANGLES).astype(np.float32)
+
+
+@pytest.fixture(params=["few", "many"])
+def tiles(request, monkeypatch):
+    """Of few query tokens, or of as many as there are."""
+    monkeypatch.setattr(decoding, "MANY", 1 if request.param == "many" else 10**6)
+    return request.param
+
+
+def cases(names, here, on_card):
+    """Parameters of a test: `here` in the interpreter, and those few on the card, where most of the time goes to compiling."""
+    rows = [pytest.param("interpreter", *case) for case in here]
+    rows += [pytest.param("gpu", *case, marks=pytest.mark.gpu) for case in on_card]
+    return pytest.mark.parametrize(
+        ("place", *names), rows, indirect=[name for name in ("place", "tiles") if name in ("place", *names)]
+    )
+
+
+def by_sequence(formula, q, k, v, lengths, ends=None, mask=None, score=None, **options):
+    """[(out, lse)] of each sequence; mask and score are told its number."""
+    found = []
+    for b, n in enumerate(lengths):
+        rows = (slice(b, b + 1), slice(None)) if ends is None else (slice(0, 1), slice(ends[b], ends[b + 1]))
+        of_b = {} if mask is None else {"mask": lambda _, h, i, j, *aux: mask(b, h, i, j, *aux)}
+        of_b |= {} if score is None else {"score": lambda s, _, h, i, j, *aux: score(s, b, h, i, j, *aux)}
+        found.append(formula(q[rows], k[b : b + 1, :n], v[b : b + 1, :n], **options, **of_b))
+    return found
+
+
+def agree(place, q, k, v, lengths, *, ends=None, size=None, splits=None, aux=(), family=None, **options):
+    """Run and judge by the rule: see test_decode.agree."""
+    told = {"lengths": place.put(np.array(lengths, np.int32)), "splits": splits, "family": family, **options}
+    told |= {} if ends is None else {"cu_seqlens": place.put(np.array(ends, np.int64))}
+    told |= {"aux": tuple(map(place.put, aux))} if aux else {}
+    told |= {name: place.put(options[name]) for name in ("alibi", "sink") if name in options}
+    keys, values = k, v
+    if size is not None:
+        keys, values, table = in_pages(k, v, lengths, size)
+        told["pages"] = place.put(table)
+    out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
+    _, lse = attention.decode(place.put(q), place.put(keys), place.put(values), out=out, return_lse=True, **told)
+    options = {"causal": True, **options} | ({"aux": aux} if aux else {})
+    (ref, its_lse), (low, low_lse) = (
+        [np.concatenate(x, axis) for x, axis in zip(zip(*by_sequence(formula, q, k, v, lengths, ends, **options)), axes)]
+        for formula in (reference.forward, reference.forward_low)
+        for axes in [(0, 0) if ends is None else (1, 2)]
+    )
+    reference.assert_close(place.get(out), ref, low, factor=3 if "softcap" in options else 2)
+    with np.errstate(invalid="ignore"):
+        lost = np.nanmax(np.abs(low_lse - its_lse), initial=0)
+    atol = (
+        3 * lost + 8 * ULP + (options.get("softcap") or 0.0) * TANH + np.abs(options.get("alibi", 0)).max() * k.shape[1] * ULP
+    )
+    np.testing.assert_allclose(place.get(lse), its_lse, rtol=8 * ULP, atol=atol)
+    return place.get(out)
+
+
+# ---- append and rotary -----------------------------------------------------------------------------------------------
+WAYS = {  # how caches lie, how many query tokens there are for how many new ones, and what of a head is rotated
+    "dense": dict(),
+    "no rotary": dict(pairs=0),
+    "half a head, interleaved": dict(pairs=16, interleaved=True, tokens=2),
+    "pages": dict(size=16, tokens=3),
+    "pages of one": dict(size=1),
+    "other caches": dict(batch_index=True, tokens=2),
+    "left padding": dict(leftpad=True),
+    "one position": dict(causal=False, tokens=2),
+    "a window": dict(causal=False, window=(20, 3), tokens=2),
+    "packed": dict(ends=(0, 1, 4, 4)),
+    "packed, pages": dict(ends=(0, 2, 2, 7), size=16),
+    "more keys than queries": dict(tokens=1, new=4),
+}
+
+
+HERE = [(way, "few") for way in WAYS] + [(way, "many") for way in ("dense", "pages", "packed, pages", "left padding")]
+ON_CARD = ("half a head, interleaved", "few"), ("packed, pages", "few"), ("packed, pages", "many")
+
+
+@pytest.mark.smoke
+@cases(("way", "tiles"), HERE, ON_CARD)
+def test_new_keys_are_rotated_written_and_seen(place, way, tiles):
+    """The same bits as attention.append first, and then decode of what it left."""
+    said = {"tokens": 1, "pairs": 32, "causal": True} | WAYS[way]
+    tokens, pairs, size, ends = (said.pop(name, None) for name in ("tokens", "pairs", "size", "ends"))
+    interleaved, new = said.pop("interleaved", False), said.pop("new", tokens)
+    packed, lengths = ends is not None, np.array((0, 14, 70), np.int32)
+    batch, tokens, new = (1, ends[-1], ends[-1]) if packed else (3, tokens, new)
+    _, k, v = case(lengths, 1, 2, 1, room=80)
+    q, k_new, v_new = draw((batch, tokens, 2, 64), BF16), draw((batch, new, 1, 64), BF16), draw((batch, new, 1, 64), BF16)
+    counts = np.diff(ends) if packed else np.full(3, new)
+    told = {"cu_seqlens": np.array(ends)} if packed else {}
+    if size:
+        k, v, told["pages"] = in_pages(k, v, lengths + counts, size)
+    if said.pop("batch_index", False):
+        k, v = (np.concatenate([x[::-1], poisoned((1, *x.shape[1:]), BF16)]) for x in (k, v))
+        told["batch_index"] = np.array([2, 1, 0], np.int32)
+    padding = {"leftpad": np.array((0, 3, 69), np.int32)} if said.pop("leftpad", False) else {}
+    rotary, turn = ((COS[:, :pairs], SIN[:, :pairs]), {"interleaved": interleaved}) if pairs else ((), {})
+    said |= {"splits": 2 if tiles == "few" else None, "return_lse": True}
+    after = (lengths + counts).astype(np.int32)
+
+    def put(x):
+        return place.put(x.copy())
+
+    new, turn = (put(k_new), put(v_new)), {"rotary": tuple(map(put, rotary))} | turn if rotary else {}
+    where = {name: put(x) for name, x in told.items()}
+    padding = {name: put(x) for name, x in padding.items()}
+    by_hand, mine, asked = (put(k), put(v)), (put(k), put(v)), put(q)
+    turned = {"q": put(q), "causal": said["causal"] or "window" in said} if rotary else {}
+    queries = attention.append(*by_hand, *new, lengths=put(lengths), **where, **turn, **turned)
+    said |= where | padding
+    wanted = attention.decode(put(q) if queries is None else queries, *by_hand, lengths=put(after), **said)
+    found = attention.decode(asked, *mine, k_new=new[0], v_new=new[1], lengths=put(lengths), **turn, **said)
+    for x, y in zip((*found, *mine, asked), (*wanted, *by_hand, put(q)), strict=True):
+        assert place.get(x).tobytes() == place.get(y).tobytes()
+    assert not np.isnan(place.get(found[0]).astype(np.float32)).any()
+
+
+def test_new_keys_by_ends_of_their_own(place):
+    """Of other numbers than the queries'."""
+    lengths, ends, ends_new = np.array((3, 0), np.int32), np.array((0, 1, 3)), np.array((0, 4, 5))
+    _, k, v = case(lengths, room=80)
+    q, k_new, v_new = draw((1, 3, 4, 64), BF16), draw((1, 5, 2, 64), BF16), draw((1, 5, 2, 64), BF16)
+    caches = [place.put(k), place.put(v)]
+    where = {"cu_seqlens": place.put(ends), "cu_seqlens_new": place.put(ends_new), "lengths": place.put(lengths)}
+    new = {"k_new": place.put(k_new), "v_new": place.put(v_new)}
+    out = attention.decode(place.put(q), *caches, **where, **new)
+    k[0, 3:7], k[1, :1], v[0, 3:7], v[1, :1] = k_new[0, :4], k_new[0, 4:], v_new[0, :4], v_new[0, 4:]
+    np.testing.assert_array_equal(place.get(out), agree(place, q, k, v, (7, 1), ends=ends))
+    told = {"lengths": place.put(lengths), "rotary": (place.put(COS), place.put(SIN))}
+    found = attention.decode(place.put(q), *caches, **{**where, **new, **told})
+    others = [place.put(np.zeros_like(k)), place.put(np.zeros_like(v)), *(place.put(q[:, :, :2]) for _ in "kv")]
+    turned = attention.append(*others, cu_seqlens=where["cu_seqlens"], q=place.put(q), **told)
+    attention.append(*caches, *new.values(), cu_seqlens=where["cu_seqlens_new"], **told)
+    after = {"cu_seqlens": where["cu_seqlens"], "lengths": place.put(np.array((7, 1), np.int32))}
+    assert place.get(found).tobytes() == place.get(attention.decode(turned, *caches, **after)).tobytes()
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_a_step(card):
+    """Captured once: it writes, rotates and attends where lengths say, as they grow."""
+    torch = pytest.importorskip("torch")
+    _, k, v = case((70, 70), 1, 2, 1)
+    q, k_new, v_new = (draw((2, 1, heads, 64), BF16) for heads in (2, 1, 1))
+    lengths, caches = torch.zeros(2, dtype=torch.int32, device="cuda"), [card.put(k), card.put(v)]
+    told = {"lengths": lengths, "rotary": (card.put(COS), card.put(SIN)), "splits": 2}
+    new = {"k_new": card.put(k_new), "v_new": card.put(v_new)}
+    queries = card.put(q)
+    attention.decode(queries, *caches, **told, **new)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.decode(queries, *caches, **told, **new)
+    by_hand = [x.clone() for x in caches]
+    for now in (0, 60), (1, 61), (69, 3):
+        lengths.copy_(torch.tensor(now))
+        graph.replay()
+        turned = attention.append(*by_hand, *new.values(), q=queries, lengths=lengths, rotary=told["rotary"])
+        wanted = attention.decode(turned, *by_hand, lengths=lengths + 1, splits=2)
+        assert torch.equal(out, wanted) and all(map(torch.equal, caches, by_hand))
+
+
+def test_without_queries_new_keys_are_written_all_the_same():
+    q, k, v = case((5,))
+    new, told = draw((1, 1, 2, 64), BF16), {"lengths": np.array([4]), "rotary": (COS, SIN)}
+    out = attention.decode(q[:, :0], k, v, k_new=new, v_new=new, **told)
+    assert out.shape == (1, 0, 4, 64) and (v[:, 4:] == new).all()
+
+
+# ---- queries one behind the other ------------------------------------------------------------------------------------
+PACKED = ((0, 1, 2, 3), None), ((0, 0, 20, 23), 16), ((0, 9, 9, 10), None)
+
+
+@pytest.mark.smoke
+@cases(("tiles", "ends", "size"), [(tiles, *ends) for tiles in ("few", "many") for ends in PACKED], [("few", *PACKED[1])])
+def test_packed_queries(place, tiles, ends, size):
+    """Tiles of two sequences share nothing; a sequence may have no query tokens, or no keys, or fewer keys than queries."""
+    lengths = (130, 12, 0)
+    splits = 2 if tiles == "few" else None
+    _, k, v = case(lengths, 1, 3, 1, room=140)
+    agree(place, draw((1, ends[-1], 3, 64), BF16), k, v, lengths, ends=ends, size=size, splits=splits)
+
+
+def test_packed_queries_have_the_bits_of_each(place):
+    lengths, ends = (90, 17), (0, 3, 5)
+    _, k, v = case(lengths)
+    q = draw((1, 5, 4, 64), BF16)
+    out = agree(place, q, k, v, lengths, ends=ends, splits=3, window=(40, 0))
+    for b, n in enumerate(lengths):
+        mine = q[:, ends[b] : ends[b + 1]]
+        alone = agree(place, mine, k[b : b + 1], v[b : b + 1], (n,), splits=3, window=(40, 0))
+        np.testing.assert_array_equal(out[:, ends[b] : ends[b + 1]], alone)
+
+
+# ---- functions in Python ---------------------------------------------------------------------------------------------
+def third(b, h, i, j, numbers):
+    return (j + h - numbers[b, i]) % 3 != 0
+
+
+def lifted(s, b, h, i, j, numbers):
+    return s * 0.5 + h * 0.25 - numbers[b, i] * 0.125 + j * 0.01
+
+
+FUNCTIONS = {
+    "mask": {"mask": third},
+    "score": {"score": lifted},
+    "both": {"mask": third, "score": lifted, "softcap": 4.0, "alibi": np.array([0.1, 0.0, 0.2, 0.05], np.float32),
+             "sink": np.array([0.5, -1.0, 2.0, 0.0], np.float32)},
+}  # fmt: skip
+
+
+@cases(("functions", "tiles"), [*((name, "few") for name in FUNCTIONS), ("both", "many")], [("both", "few"), ("both", "many")])
+def test_masks_and_scores_in_python(place, tiles, functions):
+    """b is the sequence, h the query head, i counts its query tokens, j its keys."""
+    numbers = np.random.default_rng(5).integers(0, 9, (2, 4)).astype(np.int32)
+    agree(place, *case((70, 30), 4), (70, 30), aux=(numbers,), **FUNCTIONS[functions], splits=2 if tiles == "few" else None)
+
+
+def test_functions_count_padded_keys_as_the_cache_does(tiles):
+    """j is a key's place in the cache, whether or not the first ones count."""
+    q, k, v = case((70,), 4, first=(9,))
+    told = {"lengths": np.array([70]), "leftpad": np.array([9])}
+    found = attention.decode(q, k, v, mask=lambda b, h, i, j: j % 2 == 0, **told)
+    (ref, _), (low, _) = (
+        formula(q, k[:, 9:], v[:, 9:], causal=True, mask=lambda b, h, i, j: j % 2 == 1)
+        for formula in (reference.forward, reference.forward_low)
+    )
+    reference.assert_close(found, ref, low)
+
+
+# ---- many query tokens -----------------------------------------------------------------------------------------------
+PROMPTS = [
+    (70, (70, 200), 16, None, {}),
+    (66, (0, 3), None, None, {}),
+    (64, (65, 64), None, "sm_80", {"causal": False, "softcap": 3.0}),
+    (130, (131, 90), 8, "sm_80", {"window": (40, 5), "causal": False}),
+]
+
+
+@cases(("tokens", "lengths", "size", "family", "options"), PROMPTS, PROMPTS[::3])
+def test_parts_of_prompts(place, tokens, lengths, size, family, options):
+    """Behind a prefix of any length, also where there are fewer keys than tokens; in pages of which some lie behind the end."""
+    agree(place, *case(lengths, tokens, 2, 1), lengths, size=size, family=family, **options)
+
+
+@cases(("size",), [(1,), (24,), (64,), (256,)], [(24,), (64,)])
+def test_prompts_over_pages(place, size, monkeypatch):
+    """Of any size: by TMA in parts of a tile, or row by row. They change no bit within a family."""
+    monkeypatch.setattr(decoding, "MANY", 1)
+    lengths = (130, 0, 65)
+    q, k, v = case(lengths, 3, 1, 1)
+    family = "sm_80" if size % 8 else None
+    paged, dense = (agree(place, q, k, v, lengths, size=s, family=family) for s in (size, None))
+    np.testing.assert_array_equal(paged, dense)
+
+
+@pytest.mark.parametrize("where", ["batch_index", "leftpad", "leftpad, pages"])
+def test_prompts_in_other_caches_and_padded(where, monkeypatch):
+    monkeypatch.setattr(decoding, "MANY", 1)
+    lengths, leftpad = (100, 70), (37, 70) if "leftpad" in where else (0, 0)
+    q, k, v = case(lengths, 3, first=leftpad)
+    keys, values, told = k, v, {}
+    if where == "batch_index":
+        keys, values = (np.concatenate([poisoned((1, *x.shape[1:]), BF16), x[::-1]]) for x in (k, v))
+        told["batch_index"] = np.array([2, 1])
+    else:
+        told["leftpad"] = np.array(leftpad)
+    if "pages" in where:
+        keys, values, table = in_pages(k, v, lengths, 16)
+        told["pages"] = table
+    found = attention.decode(q, keys, values, lengths=np.array(lengths), **told)
+    (ref, _), (low, _) = known(q, k, v, lengths, leftpad, causal=True)
+    reference.assert_close(found, ref, low)
+
+
+def test_sequences_that_differ_a_thousandfold(place):
+    """In one call, of few tokens and of many."""
+    lengths = (3, 3000)
+    _, k, v = case(lengths, 1, 1, 1, head_dim=16)
+    agree(place, draw((2, 1, 1, 16), BF16), k, v, lengths, size=64)
+    agree(place, draw((1, 66, 1, 16), BF16), k, v, lengths, ends=(0, 1, 66), size=64, splits=4)
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 150), st.integers(0, 40)), min_size=1, max_size=3), st.integers(1, 2), st.integers(1, 4),
+    st.sampled_from([None, 8, 16, 24, 5]), st.booleans(), st.integers(1, 3), st.sampled_from([1, 10**6]),
+)  # fmt: skip
+def test_random_packed_problems(sequences, kv_heads, group, size, causal, splits, many):
+    run_random(OnInterpreter(), sequences, kv_heads, group, size, causal, splits, many, 64)
+
+
+@pytest.mark.gpu
+@RANDOMLY
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 300)), min_size=1, max_size=5), st.integers(1, 3),
+    st.integers(1, 8), st.sampled_from([None, 1, 8, 16, 24, 64, 256]), st.booleans(), st.integers(1, 9),
+    st.sampled_from([1, 64, 10**6]), st.sampled_from([64, 128]),
+)  # fmt: skip
+def test_random_packed_problems_on_the_card(sequences, kv_heads, group, size, causal, splits, many, head_dim):
+    run_random(OnCard(), sequences, kv_heads, group, size, causal, splits, many, head_dim)
+
+
+def run_random(place, sequences, kv_heads, group, size, causal, splits, many, head_dim):
+    lengths, counts = zip(*sequences)
+    ends = np.cumsum([0, *counts])
+    _, k, v = case(lengths, 1, group * kv_heads, kv_heads, head_dim, room=max(*lengths, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "MANY", many)
+        q = draw((1, int(ends[-1]), group * kv_heads, head_dim), BF16)
+        agree(place, q, k, v, lengths, ends=ends, size=size, causal=causal, splits=None if many == 1 else splits)
+
+
+def test_as_compiled(as_compiled, monkeypatch):
+    """What a Hopper GPU would run, by the emulator: packed queries over pages, which TMA brings in parts."""
+    as_compiled("sm_90a")
+    monkeypatch.setattr(decoding, "MANY", 1)
+    _, k, v = case((20, 3), 1, 1, 1)
+    agree(OnInterpreter(), draw((1, 3, 1, 64), BF16), k, v, (20, 3), ends=(0, 2, 3), size=16)
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+def test_mistakes_name_the_argument():
+    q, k, v = case((5,))
+    new, ends = draw((1, 1, 2, 64), BF16), np.array([0, 1])
+
+    def refused(error, words, **more):
+        with pytest.raises(error, match=words):
+            attention.decode(q, k.copy(), v.copy(), **{"lengths": np.array([4])} | more)
+
+    refused(ValueError, "^v_new: must be given where the other is", k_new=new)
+    refused(ValueError, "^k_new: must be given where rotary is", rotary=(COS, SIN))
+    refused(TypeError, "^rotary: must be a pair", k_new=new, v_new=new, rotary=COS)
+    refused(ValueError, "^positions: takes k_new", positions=np.array([0]))
+    refused(ValueError, "^cu_seqlens_new: takes k_new", cu_seqlens_new=ends)
+    refused(ValueError, "^cu_seqlens_new: takes cu_seqlens", k_new=new, v_new=new, cu_seqlens_new=ends)
+    refused(ValueError, "^lengths: sequence 0 has room for 5 keys", k_new=new, v_new=new, lengths=np.array([5]))
+    refused(ValueError, "^rotary: has 4 positions", k_new=new, v_new=new, rotary=(COS[:4], SIN[:4]))
+    refused(ValueError, "^cu_seqlens: must end at 1", cu_seqlens=np.array([0, 2]))
+    refused(ValueError, "^k: must have 2 batches", cu_seqlens=np.array([0, 1, 1]), lengths=np.array([4, 4]))
+    refused(TypeError, "^mask: must be a Python function", mask=3)
+    refused(TypeError, "^aux: must be a tuple", aux=3)
+
+
+def test_arguments_are_documented():
+    for name in decoding.APPENDING.names:
+        assert name in attention.decode.__doc__ or name.startswith("aux") or name in ("cos", "sin")
