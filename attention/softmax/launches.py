@@ -6,13 +6,14 @@ from typing import Any
 
 from tiles.arrays import ALIGNMENT, Operand
 from tiles.device import machine, persistent
-from tiles.dtypes import bf16, fp16
+from tiles.dtypes import bf16, fp8e4m3, fp16
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, Step
 from tiles.schema import Problem
 
-from ..families import choose
-from . import ampere, block_masks, hopper, norms
+from ..cache import narrowing
+from ..families import choose, needs_hopper
+from . import ampere, block_masks, eight_bits, hopper, norms
 from . import blocks as lists
 from .assembled import Assembled
 from .block_masks import Blocked
@@ -22,7 +23,7 @@ from .ready import Listing, check, giving
 from .sequences import Batched, InUse, Packed, PackedInUse
 from .tiling import band_of
 
-DTYPES = {"bfloat16": bf16, "float16": fp16}
+DTYPES = {"bfloat16": bf16, "float16": fp16, "float8_e4m3fn": fp8e4m3}
 LOG2_E = math.log2(math.e)
 
 
@@ -44,14 +45,35 @@ class Before:
         """One more."""
         self.steps.append(kernel_for(module, config, self.problem.device).bind(grid, **arguments))
 
-    def normed_keys(self, norm: Rms, padded: int, eps: float) -> Operand:
+    def widened(self, name: str, unit: float) -> Operand:
+        """Keys or values in q's dtype, times their descale and unit; themselves if they are not of fp8."""
+        problem, narrow = self.problem, self.problem[name]
+        if narrow.form.dtype != "float8_e4m3fn" or problem.dtype == narrow.form.dtype:
+            return narrow
+        if machine(problem.device).capability < narrowing.FP8:
+            raise ValueError(
+                f"{name}: fp8 takes a GPU of compute capability 8.9 or later; it lies on {machine(problem.device)}"
+            )
+        batch, rows, heads, columns = narrow.form.shape
+        found, count = self.memory((batch, rows, heads, columns), problem.dtype), -(-rows // narrowing.ROWS)
+        grid = -(-batch * heads * count // narrowing.WARPS), -(-columns // narrowing.COLUMNS), 1
+        config = narrowing.Config("widen", DTYPES[problem.dtype], False)
+        descale = over(problem, f"{name}_descale", "BG")
+        step = kernel_for(narrowing, config, problem.device)
+        told = {"gX": narrow, "gOut": found, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
+        self.steps.append(step.bind(grid, **told))
+        return found
+
+    def normed_keys(self, keys: Operand, norm: Rms, padded: int, eps: float) -> Operand:
         """The keys' norm."""
         problem = self.problem
         shape = batch, rows, heads, columns = problem("BTGD")
-        config = norms.Config(norm, padded, DTYPES[problem.dtype], problem.bytes_at_once("k") == ALIGNMENT)
+        config = norms.Config(
+            norm, padded, DTYPES[problem.dtype], keys.source != problem["k"].source or problem.bytes_at_once("k") == ALIGNMENT
+        )
         found, blocks = self.memory(shape, problem.dtype), -(-rows // config.rows)
         numbers = {"norm_eps": eps, "columns": columns}
-        arrays = {"gX": problem["k"], "gOut": found, **norm_arrays(problem, "k_norm", "GD")}
+        arrays = {"gX": keys, "gOut": found, **norm_arrays(problem, "k_norm", "GD")}
         self.launch(norms, config, batch * heads * blocks, blocks=blocks, heads=heads, **numbers, **arrays)
         return found
 
@@ -100,6 +122,7 @@ def planned(
     aux: Sequence[Operand] = (),
     listing: Listing | None = None,
     norm_eps: float = 0.0,
+    units: tuple[float, float] = (1.0, 1.0),
 ) -> Plan:
     """The launch of an assembled variant, after those that it needs: of the keys' norm; of the map of a caller's blocks; and
     where nobody knows which keys are seen before they are asked for, and each sequence lies in a batch of its own, of its lists
@@ -117,7 +140,7 @@ def planned(
     lie, where = sequences_of(problem)
     tma, dtype, gpu = choose(problem, family) == "sm_90", DTYPES[problem.dtype], machine(problem.device)
     variant, axes = made.variant, tuple(len(x.form.shape) for x in aux)
-    config: hopper.Config | ampere.Config
+    config: hopper.Config | ampere.Config | eight_bits.Config
     by_list = listing is not None and lie is Batched
     if only_lists and listing is None:
         raise ValueError("mask: must say which keys are seen, or blocks, where lists are made of them: mask=None, blocks=None")
@@ -125,7 +148,12 @@ def planned(
         name = "lengths_k" if "lengths_k" in problem else "cu_seqlens"
         raise problem.error(name, "must be None where lists of key blocks are made or given", name)
     kind = {} if lie is Batched and not axes and not by_list else {"lie": lie, "axes": axes, "by_list": by_list}
-    if tma:
+    if narrow := dtype is fp8e4m3:
+        if not tma:
+            needs_hopper(problem)
+            raise ValueError(f"family: q of float8_e4m3fn takes sm_90: {family=}")
+        config = eight_bits.config_for(head_dim, variant, value_dim, **kind)
+    elif tma:
         config = hopper.config_for(head_dim, dtype, variant, min(kv_len, made.reach), value_dim, **kind)
     else:
         room, piece = gpu.shared_bytes, problem.bytes_at_once()
@@ -156,11 +184,17 @@ def planned(
             marked = (marks, listing.blocked.rows, listing.blocked.cols) if listing.blocked else None
             return Plan(before.steps, before.scratch, giving(made_for(problem, config, listing), found, marked))
         given["lists"] = spread(found, (batch, heads, *found.form.shape[2:]))
-    attend = kernel_for(hopper if tma else ampere, config, problem.device).bind(
+    keys, values = (before.widened(name, unit) for name, unit in zip("kv", units))
+    measures: dict[str, Any]
+    if narrow:
+        measures = {f"g{name.upper()}Unit": over(problem, f"{name}_descale", "NG") for name in "qkv"}
+    else:
+        measures = {"slack": SLACK / (made.unit * LOG2_E)}
+    attend = kernel_for(eight_bits if narrow else hopper if tma else ampere, config, problem.device).bind(
         grid,
         gQ=problem["q"],
-        gK=problem["k"] if key_norm is None else before.normed_keys(key_norm, config.head_dim, norm_eps),
-        gV=problem["v"],
+        gK=keys if key_norm is None else before.normed_keys(keys, key_norm, config.head_dim, norm_eps),
+        gV=values,
         gO=out,
         gLse=lse,
         blocks=blocks,
@@ -169,7 +203,7 @@ def planned(
         band=band_of(grid, at_once, nbytes, gpu.cache_bytes, uneven),
         group=group,
         scale=made.unit * LOG2_E,
-        slack=SLACK / (made.unit * LOG2_E),
+        **measures,
         **where,
         **given,
         **read,
