@@ -102,6 +102,15 @@ def test_maxima_that_grow(place):
     agree(place, q, (k.astype(np.float32) * np.linspace(2, 0.1, 700)[None, :, None, None]).astype(E4M3), v)
 
 
+def test_weights_that_are_small_each_and_together_count():
+    """2^-11 of the greatest, which e4m3 has only of weights that are lifted."""
+    q, k, v = (np.zeros((1, n, 1, 64), E4M3) for n in (3, 300, 300))
+    q[..., 0], k[:, 7, :, 0], v[...] = 1, 7.5, 1
+    v[:, 7] = 0
+    out = agree(OnInterpreter(), q, k, v, scale=1.0)
+    assert (np.abs(out.astype(float) - 0.142) < 0.01).all()
+
+
 def test_fp16_output_and_columns_of_values():
     agree(OnInterpreter(), *inputs(1, 70, 100, 1, 1, 64, 128), out_dtype=FP16)
 
