@@ -28,12 +28,14 @@ __all__ = [
     "linear_step",
     "mamba2",
     "mla_decode",
+    "quantize",
     "register_torch_ops",
     "retention",
 ]
 
 _HOMES = {  # module: the functions that are public
     "cache.append": ("append",),
+    "cache.quantize": ("quantize",),
     "dropout": ("dropout_mask",),
     "mla.decode": ("mla_decode",),
     "recurrent.based": ("based",),
@@ -50,6 +52,7 @@ _HOMES = {  # module: the functions that are public
 
 if TYPE_CHECKING:  # what editors and type checkers read
     from .cache.append import append
+    from .cache.quantize import quantize
     from .dropout import dropout_mask
     from .mla.decode import mla_decode
     from .recurrent.based import based

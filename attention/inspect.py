@@ -19,7 +19,7 @@ from functools import partial
 from tiles.arguments import signature
 from tiles.inspect import figures
 
-from .cache import writing
+from .cache import narrowing, writing
 from .mla import ampere as mla_ampere
 from .mla import combine as mla_combine
 from .mla import hopper as mla_hopper
@@ -35,7 +35,7 @@ from .recurrent.kernels import (
     kda_hopper,
     token_loop,
 )
-from .softmax import ampere, block_masks, hopper, norms
+from .softmax import ampere, block_masks, eight_bits, hopper, norms
 from .softmax.backward import ampere as backward_ampere
 from .softmax.backward import bias, elements, finish, folded, prepare, sinks, wide, wide_queries
 from .softmax.backward import hopper as backward_hopper
@@ -43,7 +43,7 @@ from .softmax.backward import norms as backward_norms
 from .softmax.decode import attend, combine
 
 MODULES = {
-    "forward": (ampere, hopper, norms, block_masks),
+    "forward": (ampere, hopper, eight_bits, norms, block_masks),
     "backward": (
         *(prepare, backward_ampere, backward_hopper, folded, wide, wide_queries),
         *(finish, sinks, backward_norms, bias, elements),
@@ -51,6 +51,7 @@ MODULES = {
     "decode": (attend, combine),
     "mla_decode": (mla_ampere, mla_hopper, mla_quantised, mla_combine),
     "append": (writing,),
+    "quantize": (narrowing,),
     "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper),
     "delta": (delta_hopper, kda_hopper),
     "based": (based_hopper,),

@@ -5,6 +5,7 @@ def register_torch_ops() -> None:
     """Register every function's op with torch, which must be imported: for torch.export.load, and for calls by name. Else
     the first call that needs an op registers it."""
     from .cache.append import _append, _append_with_queries
+    from .cache.quantize import _quantize
     from .mla.decode import _mla_decode, _mla_decode_fp8
     from .recurrent.based import _based
     from .recurrent.delta_rule import _delta_rule
@@ -15,10 +16,11 @@ def register_torch_ops() -> None:
     from .softmax.backward.backward import _backward, _backward_into, _backward_into_sinks
     from .softmax.backward.norms import DIFFERENTIATE, NORMALISE
     from .softmax.decode import decode as decoding
-    from .softmax.forward import _forward, _variant
+    from .softmax.forward import _forward, _fp8_cache, _of_fp8, _variant
 
     backward = _backward, _backward_into, _backward_into_sinks, *NORMALISE.values(), *DIFFERENTIATE.values()
     recurrent = _based, _delta_rule, _hedgehog, _linear, _linear_step, _mamba2
     decode = decoding._decode, decoding._variant, _mla_decode, _mla_decode_fp8
-    for program in *backward, _append, _append_with_queries, *decode, _forward, _variant, *recurrent:
+    caches, forward = (_append, _append_with_queries, _quantize), (_forward, _variant, _of_fp8, _fp8_cache)
+    for program in *backward, *caches, *decode, *forward, *recurrent:
         program.op()

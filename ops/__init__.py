@@ -42,6 +42,7 @@ from .for_attention.taylor_features import taylor
 from .for_attention.triangular_inverse import inverse_unit_lower
 from .matmul.mma import mma_AB, mma_ABt, mma_AtB, mma_AtBt
 from .matmul.unzipped import mma_AB_unzipped, mma_ABt_unzipped, rezipped, unzipped
+from .matmul.zipped import zipped
 from .memory import gather as _gather  # arrays take vectors of indices  # noqa: F401
 from .memory.async_copy import commit_group, copy_async, wait_group
 from .memory.counts import count_up, wait_count
@@ -88,7 +89,7 @@ __all__ = [
     "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus",
     "sqrt", "store", "store_unordered", "store_wait", "stores_done", "subtile", "swap_layout", "tanh", "taylor", "tile_all",
     "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "tma_add", "transpose", "tril", "triu", "truncate", "turned",
-    "unzipped", "upper_fill", "vstack", "wait_count", "wait_group", "warpgroup", "where", "zeros",
+    "unzipped", "upper_fill", "vstack", "wait_count", "wait_group", "warpgroup", "where", "zeros", "zipped",
 ]  # fmt: skip
 
 _refuse_others()

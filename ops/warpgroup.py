@@ -16,6 +16,7 @@ from tiles.types import st
 
 from .elementwise import create, masks
 from .matmul.wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait
+from .matmul.zipped import transpose_zipped
 from .memory import load_store
 from .memory.held import store_held
 from .memory.tma import store_wait, tma_add, tma_max, tma_min, tma_store
@@ -32,7 +33,7 @@ __all__ = [
     "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "on_diagonal", "outside_fill", "own_block", "own_rows",
     "ping_pong", "quarter", "rank", "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum",
     "release_registers", "row_index", "send", "store", "store_held", "store_transposed", "store_wait", "sync", "sync_several",
-    "tma_add", "tma_max", "tma_min", "tma_store", "tril", "triu", "upper_fill", "wait", "zero_rows",
+    "tma_add", "tma_max", "tma_min", "tma_store", "transpose_zipped", "tril", "triu", "upper_fill", "wait", "zero_rows",
 ]  # fmt: skip
 
 

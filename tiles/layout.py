@@ -52,6 +52,12 @@ def column_element(lane, index, rows, run=2):
     return row, col
 
 
+def zipped(index):
+    """Which column becomes column `index` where, in each sixteen, pairs of the first eight and of the last eight take turns:
+    0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. An accumulator's two pairs of a lane are then a run of four."""
+    return index // 16 * 16 + index % 4 // 2 * 8 + index % 16 // 4 * 2 + index % 2
+
+
 def col_vec_index(index, cols):
     """Which of a lane's col_vec elements (one value per row) goes with its `index`-th element of a row-layout tile."""
     return index // (cols // 2) * 2 + index // 2 % 2

@@ -23,6 +23,8 @@ What it holds:
     bfloat16  that
     float16   that
     fp8       that of e4m3, float8_e4m3fn
+    tile8     the same, of which kernels move tiles, as of `tile`
+    half      bfloat16, which results are, or float16
     cache     what is kept of tiles: bfloat16, float16 or fp8
 
 and with values that a step of the program checks (checks.py):
@@ -65,6 +67,8 @@ HOLDS = {
     "bfloat16": ("bfloat16",),
     "float16": ("float16",),
     "fp8": ("float8_e4m3fn",),
+    "tile8": ("float8_e4m3fn",),
+    "half": ("bfloat16", "float16"),
     "cache": ("bfloat16", "float16", "float8_e4m3fn"),
     "log": REAL,
     "rate": REAL,
@@ -220,7 +224,7 @@ class Schema:
         rows = [Argument(*_row(line.split())) for line in table.strip().splitlines()]
         self.arguments = {row.name: row for row in rows}
         self.names = tuple(self.arguments)
-        self.tiles = frozenset(row.name for row in rows if row.holds == "tile")
+        self.tiles = frozenset(row.name for row in rows if row.holds in ("tile", "tile8"))
         self.places = {name: place for place, name in enumerate(self.names)}  # of their addresses
         self.written = frozenset(row.name for row in rows if row.written)
         self.rows = {layout: {row.name: row.orders(layout) for row in rows} for layout in LAYOUTS}

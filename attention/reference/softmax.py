@@ -7,8 +7,9 @@ For query i and key j of a head (K and V heads shared by heads_q // heads_kv que
     lse[i]  = log(sum_j exp(s[i, j]) + exp(sink[h]))    natural logarithm; -inf for a row without keys and sink
     out[i]  = sum_j exp(s[i, j] - lse[i]) * v[j]        0 for a row without keys
 
-With dropout a term of out, not of lse, is multiplied by 1 / (1 - dropout) or by 0. Rows and columns are those of a sequence:
-packed ones (cu_seqlens) count from their own start, b being the sequence's number; lengths_k ends the keys.
+With dropout a term of out, not of lse, is multiplied by 1 / (1 - dropout) or by 0. q, k and v are multiplied by q_descale,
+k_descale and v_descale first: numbers, or one of each head of keys, or sequence and head. Rows and columns are those of a
+sequence: packed ones (cu_seqlens) count from their own start, b being the sequence's number; lengths_k ends the keys.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from tiles.schema import ORDER
@@ -51,7 +53,8 @@ def forward_low(q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.
     """(out, lse) as the input dtype allows: scores, softmax and sums in float32; P, out and normalised q and k rounded to
     q's dtype. Options: see `forward`.
 
-    Returns out in q's dtype and lse in float32: what a faithful kernel may lose, and the yardstick of `tolerance`.
+    Returns out in q's dtype and lse in float32: what a faithful kernel may lose, and the yardstick of `tolerance`. Of
+    float8_e4m3fn P is rounded 2^8 times what it is, the greatest of a row being 1, and out is bfloat16.
     """
     q, k, v = map(host, (q, k, v))
     return _forward(q, k, v, np.float32, q.dtype, **options)
@@ -76,6 +79,9 @@ def _forward(
     dropout=0.0,
     seed=None,
     keep=None,
+    q_descale=1.0,
+    k_descale=1.0,
+    v_descale=1.0,
     **of_scores,
 ):
     """The formula in dtype `real`, with P, out and normalised q and k rounded to dtype `rounded`."""
@@ -87,14 +93,16 @@ def _forward(
     scale = real(head_dim**-0.5 if scale is None else scale)
     sink = np.full(heads_q, -np.inf, real) if sink is None else host(sink).astype(real)
     kept = kept_of(dropout, seed, keep)
-    out = np.zeros((batch, seqlen_q, heads_q, v.shape[-1]), rounded)
+    held, lift = (ml_dtypes.bfloat16, 2.0**8) if rounded == ml_dtypes.float8_e4m3fn else (rounded, None)
+    out = np.zeros((batch, seqlen_q, heads_q, v.shape[-1]), held)
     lse = np.full((batch, heads_q, seqlen_q), -np.inf, real)
     for b, place, queries, keys in sequences_of(q.shape, k.shape, cu_seqlens, cu_seqlens_k, lengths_k):
         first, count = queries.start, queries.stop - queries.start
         for h, start in np.ndindex(heads_q, -(-count // ROWS)):
             i, j = np.arange(count)[start * ROWS : start * ROWS + ROWS, None], np.arange(keys.stop - keys.start)[None]
             rows, kv_head = first + i[:, 0], h * k.shape[2] // heads_q
-            x = q[place, rows, h] @ k[place, keys, kv_head].T * scale
+            q_unit, k_unit, v_unit = (real(_of_head(x, b, kv_head)) for x in (q_descale, k_descale, v_descale))
+            x = q[place, rows, h] @ k[place, keys, kv_head].T * (scale * q_unit * k_unit)
             s = variant.scores(x, b, h, i, j, j.size - count)
             top = s.max(axis=1, keepdims=True, initial=sink[h])
             shift = np.where(top == -np.inf, 0, top)  # a row without keys is all exp(-inf) = 0
@@ -102,11 +110,17 @@ def _forward(
             total = p.sum(axis=1, keepdims=True) + np.exp(sink[h] - shift)
             with np.errstate(divide="ignore"):
                 lse[place, h, rows] = (np.log(total) + top)[:, 0]
-            p = (p / np.where(total == 0, 1, total)).astype(rounded).astype(real)
+            total = np.where(total == 0, 1, total)
+            p = (p * lift).astype(rounded).astype(real) / lift / total if lift else (p / total).astype(rounded).astype(real)
             if kept is not None:
                 p = np.where(kept(b, h, i, j), p / real(1 - dropout), 0)
-            out[place, rows, h] = (p @ v[place, keys, kv_head]).astype(rounded)
+            out[place, rows, h] = (p @ v[place, keys, kv_head] * v_unit).astype(held)
     return out.transpose(axes), lse
+
+
+def _of_head(descale, b, kv_head):
+    """What a sequence's head of keys is multiplied by."""
+    return descale if np.ndim(descale) == 0 else host(descale)[(b, kv_head)[2 - np.ndim(descale) :]]
 
 
 def kept_of(dropout: float, seed: Any, keep: Any) -> Callable[..., np.ndarray] | None:

@@ -15,6 +15,7 @@ from .asked import AUX, blocks_of, differentiated, eight, ends_of, norm_parts, p
 from .assembled import assembled
 from .block_masks import BAND, FIELDS, Blocked, BlockedMask
 from .dropped import Dropped, DroppedAnew, numbers_of
+from .fp8 import OF_FP8, check_output, of_fp8, of_fp8_cache, refuse_with_fp8, unit_of
 from .gradient import ONCE, gradient
 from .launches import norm_of, planned
 from .norms import Normed
@@ -68,6 +69,7 @@ MADE = """
     lse           BHS   float32  made      return_lse
 """
 VARIANTS, LISTS = Schema("forward_variant", GIVEN.rstrip() + MADE), Schema("block_lists", GIVEN)
+FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(GIVEN.rstrip() + MADE))
 
 
 def forward(
@@ -93,6 +95,9 @@ def forward(
     norm_eps: float = 1e-6,
     dropout: float = 0.0,
     seed: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     scale: float | None = None,
     deterministic: bool = False,
     layout: str = "bshd",
@@ -140,6 +145,13 @@ def forward(
     attention.dropout_mask says it. seed: an integer from 0 to 2^63, or an array of one (int64), whose value may change while
     a graph that holds the call stays. Neither costs anything to change.
 
+    q, k and v of float8_e4m3fn (on Hopper, D and Dv multiples of 16): both products are made in fp8, the weights rounded to
+    e4m3 on the way, 2^8 times what they are, and summed in float32. q_descale, k_descale, v_descale: what the arrays' numbers
+    are multiplied by, a number or float32 (Hkv) or (B, Hkv), N instead of B for packed sequences; positive; 1 by default. out
+    is bfloat16, or float16 if you give such an array. bias, q_norm, k_norm, dropout and gradients there are not. Where k and v
+    alone are float8_e4m3fn, on any GPU that knows it, small kernels make 16 bits of them first, rounded to q's dtype; all but
+    gradients is as without.
+
     deterministic: torch's gradients of this call are the same bits every time, as they are under
     torch.use_deterministic_algorithms: see backward. What forward itself gives always is.
 
@@ -154,11 +166,21 @@ def forward(
     and others in host memory run in the interpreter, slowly and under supervision. ValueError or TypeError, before
     anything is launched, names the argument and prints the values."""
     common = number("scale", scale), flag("return_lse", return_lse), family
+    held, units = of_fp8(k), (q_descale, k_descale, v_descale)
+    narrow, widened = held and of_fp8(q), held and not of_fp8(q)
+    if narrow:
+        refuse_with_fp8(
+            bias=bias, q_norm=q_norm, k_norm=k_norm, dropout=dropout or None, block_lists=isinstance(blocks, Making)
+        )
+    elif widened:
+        refuse_with_fp8(q_descale=q_descale, block_lists=isinstance(blocks, Making))
+    elif units != (None, None, None):
+        raise ValueError("q_descale, k_descale, v_descale: are for q, k and v of float8_e4m3fn")
     if flag("deterministic", deterministic) and tracing(q):
         raise NotImplementedError("deterministic: of JAX's gradients there is no fixed order yet; attention.backward has it")
     of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
     of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
-    simple = of_keys and of_scores and not dropout and isinstance(aux, tuple) and not aux
+    simple = of_keys and of_scores and not held and not dropout and isinstance(aux, tuple) and not aux
     if simple and out is stream is None and differentiated(q, k, v):
         from .autograd import plain as differentiable_plain
 
@@ -176,6 +198,10 @@ def forward(
         *several(q_norm),
         *several(k_norm),
     )
+    if held and differentiated(*learned):
+        raise NotImplementedError(
+            "q: requires_grad, and there are no gradients of fp8 attention; call it under torch.no_grad()"
+        )
     if differentiated(*learned) and out is stream is None and not isinstance(blocks, Making):
         from .autograd import differentiable
 
@@ -196,9 +222,16 @@ def forward(
     normed = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
     arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists
     functions = [None if f is None else named(n, f) for n, f in (("mask", mask), ("score", score))]
+    units_given, descales = zip(*[unit_of(f"{name}_descale", x) for name, x in zip("qkv", units)])
+    if narrow:
+        options = flag("causal", causal), left, right, positive("softcap", softcap), *functions, *size, ready_for
+        given = q, k, v, alibi, sink, cu_seqlens, cu_seqlens_k, lengths_k, *descales, *lists, *eight(aux), out, None
+        return _of_fp8(stream, given, (*options, *units_given, *common), layout)
     given = q, k, v, *arrays, *eight(aux), out, None
     numbers = positive("norm_eps", norm_eps), random.dropout, random.seed
     options = flag("causal", causal), left, right, positive("softcap", softcap), *functions, *size, ready_for, *numbers, *common
+    if widened:
+        return _fp8_cache(stream, (*given[:-2], *descales[1:], *given[-2:]), (*units_given[1:], *options), layout)
     if isinstance(blocks, Making):
         return _block_lists(stream, given[: len(LISTS.names)], options, layout)
     return _variant(stream, given, options, layout)
@@ -259,13 +292,73 @@ def _variant(
 ) -> Plan:
     """The same with variants; mask and score are the names that python.py knows functions by."""
     check_extents(problem)
-    masking, scoring, aux = functions_of(problem, mask, score)
-    axes = [len(x.form.shape) for x in aux]
-    more: list[tuple[Variant, dict[str, float | Number]]] = []
+    more = parts_of(problem, norm_eps, dropout, seed_value)
+    seen = causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for
+    return planned_variant(problem, *seen, scale, return_lse, family, more, norm_eps)
+
+
+@program(OF_FP8, no_gradient=ONCE)
+def _of_fp8(
+    problem: Problem,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    mask: str | None,
+    score: str | None,
+    block_rows: int | None,
+    block_cols: int | None,
+    ready_for: str | None,
+    q_unit: float,
+    k_unit: float,
+    v_unit: float,
+    scale: float | None,
+    return_lse: bool,
+    family: str | None,
+) -> Plan:
+    """The same of float8_e4m3fn; q_unit, k_unit and v_unit: the descales that are numbers."""
+    check_extents(problem, 16)
+    check_output(problem)
+    seen = causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for
+    numbers: dict[str, float | Number] = {"qk_unit": q_unit * k_unit, "v_unit": v_unit}
+    return planned_variant(problem, *seen, scale, return_lse, family, numbers=numbers)
+
+
+def parts_of(
+    problem: Problem, norm_eps: float, dropout: float | None, seed_value: Number | None
+) -> list[tuple[Variant, dict[str, float | Number]]]:
+    """Variants of queries and weights, and their numbers."""
+    found: list[tuple[Variant, dict[str, float | Number]]] = []
     if norm := norm_of(problem, "q_norm"):
-        more.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
+        found.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
     if dropout is not None:
-        more.append(dropped(problem, dropout, seed_value))
+        found.append(dropped(problem, dropout, seed_value))
+    return found
+
+
+def planned_variant(
+    problem: Problem,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    mask: str | None,
+    score: str | None,
+    block_rows: int | None,
+    block_cols: int | None,
+    ready_for: str | None,
+    scale: float | None,
+    return_lse: bool,
+    family: str | None,
+    more: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
+    norm_eps: float = 0.0,
+    numbers: dict[str, float | Number] | None = None,
+    units: tuple[float, float] = (1.0, 1.0),
+) -> Plan:
+    """The Plan of a variant, of which `more` is a part, and of numbers that its kernels are told besides. units: of keys and of
+    values that are widened."""
+    masking, scoring, aux = functions_of(problem, mask, score)
+    axes, more = [len(x.form.shape) for x in aux], [*more]
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
     masking, causal, (left, right) = as_window(problem, masking, axes, causal, (left, right))
     listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, BAND, ready_for)
@@ -283,10 +376,39 @@ def _variant(
         scoring and score_of(scoring, axes, _ordered(problem, 0 if causal else right)),
         more,
     )
-    return planned(problem, made, return_lse, family, aux, listing, norm_eps)
+    made = made._replace(numbers=made.numbers | (numbers or {}))
+    return planned(problem, made, return_lse, family, aux, listing, norm_eps, units)
 
 
 _block_lists = program(LISTS)(_variant.planner)
+
+
+@program(FP8_CACHE, no_gradient=ONCE)
+def _fp8_cache(
+    problem: Problem,
+    k_unit: float,
+    v_unit: float,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    mask: str | None,
+    score: str | None,
+    block_rows: int | None,
+    block_cols: int | None,
+    ready_for: str | None,
+    norm_eps: float,
+    dropout: float | None,
+    seed_value: Number | None,
+    scale: float | None,
+    return_lse: bool,
+    family: str | None,
+) -> Plan:
+    """The same of q of 16 bits, and keys and values of float8_e4m3fn, which are widened first."""
+    check_extents(problem)
+    more = parts_of(problem, norm_eps, dropout, seed_value)
+    seen = causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for
+    return planned_variant(problem, *seen, scale, return_lse, family, more, norm_eps, units=(k_unit, v_unit))
 
 
 def dropped(problem: Problem, dropout: float, seed: Number | None) -> tuple[Dropped, dict[str, float | Number]]:
@@ -377,12 +499,13 @@ def scale_of(problem: Problem, scale: float | None) -> float:
     return scale
 
 
-def check_extents(problem: Problem) -> None:
-    """ValueError: extents that the formula or the kernels do not take."""
+def check_extents(problem: Problem, multiple: int = 8) -> None:
+    """ValueError: extents that the formula or the kernels do not take. multiple: what columns come by."""
     q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("SHDTGV")
     for name, dim, which in (("q", head_dim, "head_dim"), ("v", value_dim, "value_dim")):
-        if dim % 8 or not 8 <= dim <= 256:
-            raise problem.error(name, f"head_dim must be a multiple of 8, from 8 to 256: {which}={dim}", name)
+        if dim % multiple or not multiple <= dim <= 256:
+            said = f"head_dim must be a multiple of {multiple}, from {multiple} to 256: {which}={dim}"
+            raise problem.error(name, said, name)
     if kv_heads == 0:
         raise problem.error("k", "must have at least one head", "k")
     if heads % kv_heads:

@@ -6,13 +6,14 @@ from typing import Any
 
 from tiles.arrays import ALIGNMENT, Operand
 from tiles.device import machine, persistent
-from tiles.dtypes import bf16, fp16
+from tiles.dtypes import bf16, fp8e4m3, fp16
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, Step
 from tiles.schema import Problem
 
-from ..families import choose
-from . import ampere, block_masks, hopper, norms
+from ..cache import narrowing
+from ..families import choose, needs_hopper
+from . import ampere, block_masks, eight_bits, hopper, norms
 from . import blocks as lists
 from .assembled import Assembled
 from .block_masks import Blocked
@@ -22,9 +23,10 @@ from .ready import Listing, check, giving
 from .sequences import Batched, InUse, Packed, PackedInUse
 from .tiling import band_of
 
-DTYPES = {"bfloat16": bf16, "float16": fp16}
+DTYPES = {"bfloat16": bf16, "float16": fp16, "float8_e4m3fn": fp8e4m3}
 LOG2_E = math.log2(math.e)
-Shape = hopper.Config | ampere.Config
+Shape = hopper.Config | ampere.Config | eight_bits.Config
+KERNELS = {hopper.Config: hopper, ampere.Config: ampere, eight_bits.Config: eight_bits}
 
 
 class Before:
@@ -45,14 +47,35 @@ class Before:
         """One more."""
         self.steps.append(kernel_for(module, config, self.problem.device).bind(grid, **arguments))
 
-    def normed_keys(self, norm: Rms, padded: int, eps: float) -> Operand:
+    def widened(self, name: str, unit: float) -> Operand:
+        """Keys or values in q's dtype, times their descale and unit; themselves if they are not of fp8."""
+        problem, narrow = self.problem, self.problem[name]
+        if narrow.form.dtype != "float8_e4m3fn" or problem.dtype == narrow.form.dtype:
+            return narrow
+        if machine(problem.device).capability < narrowing.FP8:
+            raise ValueError(
+                f"{name}: fp8 takes a GPU of compute capability 8.9 or later; it lies on {machine(problem.device)}"
+            )
+        batch, rows, heads, columns = narrow.form.shape
+        found, count = self.memory((batch, rows, heads, columns), problem.dtype), -(-rows // narrowing.ROWS)
+        grid = -(-batch * heads * count // narrowing.WARPS), -(-columns // narrowing.COLUMNS), 1
+        config = narrowing.Config("widen", DTYPES[problem.dtype], False)
+        descale = over(problem, f"{name}_descale", "BG")
+        step = kernel_for(narrowing, config, problem.device)
+        told = {"gX": narrow, "gOut": found, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
+        self.steps.append(step.bind(grid, **told))
+        return found
+
+    def normed_keys(self, keys: Operand, norm: Rms, padded: int, eps: float) -> Operand:
         """The keys' norm."""
         problem = self.problem
         shape = batch, rows, heads, columns = problem("BTGD")
-        config = norms.Config(norm, padded, DTYPES[problem.dtype], problem.bytes_at_once("k") == ALIGNMENT)
+        config = norms.Config(
+            norm, padded, DTYPES[problem.dtype], keys.source != problem["k"].source or problem.bytes_at_once("k") == ALIGNMENT
+        )
         found, blocks = self.memory(shape, problem.dtype), -(-rows // config.rows)
         numbers = {"norm_eps": eps, "columns": columns}
-        arrays = {"gX": problem["k"], "gOut": found, **norm_arrays(problem, "k_norm", "GD")}
+        arrays = {"gX": keys, "gOut": found, **norm_arrays(problem, "k_norm", "GD")}
         self.launch(norms, config, batch * heads * blocks, blocks=blocks, heads=heads, **numbers, **arrays)
         return found
 
@@ -101,6 +124,7 @@ def planned(
     aux: Sequence[Operand] = (),
     listing: Listing | None = None,
     norm_eps: float = 0.0,
+    units: tuple[float, float] = (1.0, 1.0),
 ) -> Plan:
     """The launch of an assembled variant, after those that it needs: of the keys' norm; of the map of a caller's blocks; and
     where nobody knows which keys are seen before they are asked for, and each sequence lies in a batch of its own, of its lists
@@ -124,6 +148,9 @@ def planned(
         name = "lengths_k" if "lengths_k" in problem else "cu_seqlens"
         raise problem.error(name, "must be None where lists of key blocks are made or given", name)
     kind = {} if lie is Batched and not axes and not by_list else {"lie": lie, "axes": axes, "by_list": by_list}
+    if not tma and problem.dtype == "float8_e4m3fn":
+        needs_hopper(problem)
+        raise ValueError(f"family: q of float8_e4m3fn takes sm_90: {family=}")
     config = config_of(problem, made, tma, kv_len, **kind)
     blocks = tiles_of(problem, config)[0]
     before, key_norm = Before(problem), norm_of(problem, "k_norm")
@@ -141,8 +168,9 @@ def planned(
             marked = (marks, listing.blocked.rows, listing.blocked.cols) if listing.blocked else None
             return Plan(before.steps, before.scratch, giving(made_for(problem, config, listing), found, marked))
         given["lists"] = spread(found, (batch, heads, *found.form.shape[2:]))
-    keys = problem["k"] if key_norm is None else before.normed_keys(key_norm, config.head_dim, norm_eps)
-    told = {"gQ": problem["q"], "gK": keys, "gV": problem["v"], "gO": out, "gLse": lse, **where, **given, **read}
+    keys, values = (before.widened(name, unit) for name, unit in zip("kv", units))
+    keys = keys if key_norm is None else before.normed_keys(keys, key_norm, config.head_dim, norm_eps)
+    told = {"gQ": problem["q"], "gK": keys, "gV": values, "gO": out, "gLse": lse, **where, **given, **read}
     return Plan([*before.steps, launch(problem, made, config, kv_len, **told)], before.scratch)
 
 
@@ -150,6 +178,8 @@ def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind:
     """The configuration that serves an assembled variant, of Hopper's kernels or the others. kind: what else a Kind says."""
     head_dim, value_dim = problem("DV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
+    if dtype is fp8e4m3:
+        return eight_bits.config_for(head_dim, made.variant, value_dim, **kind)
     if tma:
         return hopper.config_for(head_dim, dtype, made.variant, min(kv_len, made.reach), value_dim, **kind)
     room, piece = gpu.shared_bytes, problem.bytes_at_once()
@@ -177,7 +207,11 @@ def launch(problem: Problem, made: Assembled, config: Shape, most_keys: int, **t
     nbytes = most_keys * (head_dim + value_dim) * dtype.itemsize / group
     alike = config.persistent and made.reach < most_keys  # a window's tiles, but for a pair's first ones
     uneven = not alike and (variant.rising or (config.persistent and q_len % config.rows > 0))
-    return kernel_for(hopper if isinstance(config, hopper.Config) else ampere, config, problem.device).bind(
+    if isinstance(config, eight_bits.Config):
+        told |= {f"g{name.upper()}Unit": over(problem, f"{name}_descale", "NG") for name in "qkv"}
+    else:
+        told["slack"] = SLACK / (made.unit * LOG2_E)
+    return kernel_for(KERNELS[type(config)], config, problem.device).bind(
         grid,
         blocks=blocks,
         heads=heads,
@@ -185,7 +219,6 @@ def launch(problem: Problem, made: Assembled, config: Shape, most_keys: int, **t
         band=band_of(grid, gpu.processors, nbytes, gpu.cache_bytes, uneven),
         group=group,
         scale=made.unit * LOG2_E,
-        slack=SLACK / (made.unit * LOG2_E),
         **told,
     )
 

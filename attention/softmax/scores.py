@@ -19,7 +19,7 @@ STEEPEST = 2.0**15  # a derivative of a score: more would not be finite in fp16
 class Capped(Variant):
     """cap tanh(score / cap), in units of the cap."""
 
-    scored = True
+    scored = measures = True
     bends = True
 
     @property
@@ -45,7 +45,7 @@ class Sloped(Variant):
     function follows that wants the score itself. With both, what depends on i is subtracted from all of a row's scores, and an
     addition a score is left where the distance takes more than two."""
 
-    scored = True
+    scored = measures = True
 
     ordered: bool
     last: bool
@@ -118,7 +118,7 @@ class SlopedBy(Sloped):
 class Biased(Variant):
     """score + bias[b, h, i, j]."""
 
-    scored = True
+    scored = measures = True
     loads = True
 
     @property
@@ -137,7 +137,7 @@ class Biased(Variant):
 class Scored(Variant):
     """function(score, b, h, i, j, *aux), in units of 1: of a tile of scores, a vector i of queries and one, j, of keys."""
 
-    scored = True
+    scored = measures = True
 
     function: Callable
 
@@ -203,6 +203,8 @@ class ScoredBack(Scored):
 
 class Sunk(Variant):
     """exp(sink), a number a head, joins the sum of weights: a key without a value."""
+
+    measures = True
 
     @property
     def given(self) -> dict[str, Any]:

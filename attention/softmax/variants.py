@@ -67,6 +67,7 @@ class Variant:
     from_first = True  # do all queries see the first key?
     rising = False  # do later queries see more keys?
     scored = False  # does it make something of scores, which takes time?
+    measures = False  # does it take scores in units of the softmax's scale, and no others?
     computed = True  # which keys are seen, is that computed from places alone?
     by_rows = False  # is anything subtracted from all of a row's scores?
     within = False  # is a key that a query sees always one of those that there are?
@@ -303,5 +304,5 @@ def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
 
 for _name in "everything from_first computed plain".split():
     setattr(Both, _name, _of_both(_name, all))
-for _name in "rising scored by_rows within draws loads prepares bends".split():
+for _name in "rising scored measures by_rows within draws loads prepares bends".split():
     setattr(Both, _name, _of_both(_name, any))

@@ -14,9 +14,9 @@ LN2 = math.log(2)
 
 
 class Spot(NamedTuple):
-    """Which rows: those from `row` on, of heads that share a key head; of tokens `first` to `last` of a batch, that of the
-    sequence or one of several, `group` rows each. part, of: which part of the keys they have seen, by the first two axes of an array of parts. whole: is it all of
-    them?"""
+    """Which rows: those from `row` on, of heads that share a key head; of tokens `first` to `last` of a batch, `group` rows
+    each. sequence: which batch, that of a sequence or of several. part, of: which part of the keys they have seen, by the first
+    two axes of an array of parts. whole: is it all of them?"""
 
     sequence: Any
     head: Any

@@ -1,0 +1,241 @@
+"""FlashAttention forward in fp8 for Hopper: hopper.py's pipeline with products of e4m3, which tensor cores do twice as fast.
+
+What differs. fp8 instructions take only operands that lie along the contracted axis, so the producer warpgroup transposes each
+tile of V in shared memory, behind the one that it copies, in the order in which consumers have P (ops/matmul/zipped.py).
+Weights are rounded to e4m3, whose least number is 2^-9: the greatest is not 1, but 2^LIFT. The tensor cores cut off all but
+some 10 bits of a sum of fp8 products, so each key block's is its own, and fp32 adds them up: a consumer takes its turn for
+O += P V and, that waited for, the next scores; their softmax runs while another one has its turn. And scores and values have
+the units that their arrays were divided by, one for each sequence and head of keys."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from numba import cuda
+from numpy import float32, int32
+
+from ops import columns, divmod, hstack, persistent_tile, subtile, warpgroup, zipped
+from tiles import bf16, fp8e4m3, fp32, inlined, ring, rt, shared, st
+from tiles.arguments import FLOAT, INT, array, tiled
+
+from .hopper import REGISTERS
+from .kind import Kind
+from .online import Softmax
+from .output import Stored
+from .seen import CAUSAL, FULL
+from .sequences import Batched
+from .variants import At, Variant
+
+LIFT, SLACK = 8.0, 0.75  # powers of 2: what a maximum's weight is, and may still grow by; e4m3 ends at 448, 2^8.8
+LEAST = 2.0**-100  # of the unit of scores
+HALF = 128  # columns of a product
+
+
+@dataclass(frozen=True)
+class Config(Kind):
+    """A kernel's shape: consumers of 64 query rows each. Rings of keys and values have `stages`."""
+
+    consumers: int
+    stages = 2
+    persistent = False
+
+    @property
+    def rows(self):
+        """Query rows of a thread block."""
+        return warpgroup.ROWS * self.consumers
+
+    @property
+    def threads(self):
+        """Threads of a block: the consumers and one producer warpgroup."""
+        return warpgroup.THREADS * (self.consumers + 1)
+
+    @property
+    def turned(self):
+        """A tile of V, transposed."""
+        return st(self.value_dim, self.kv, self.dtype)
+
+
+SHAPES: dict[int, Any] = {64: (128, 3), 128: (256, 2), 256: (96, 2)}  # padded head_dim: kv, consumers
+VARIED: dict[int, Any] = {64: (128, 3), 128: (192, 2), 256: (64, 2)}  # the same of windows, and sequences of many lengths
+SCORED: dict[int, Any] = {64: (96, 3), 128: (128, 2), 256: (64, 2)}  # the same where functions are asked of scores
+
+
+def config_for(head_dim: int, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
+    """The configuration that serves a problem. kind: what else a Kind says."""
+    padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
+    plain = variant.plain and kind.get("lie", Batched) is Batched
+    shapes = SCORED if variant.scored or not variant.computed else SHAPES if plain else VARIED
+    return Config(padded, padded, fp8e4m3, variant, *shapes[padded], **kind)
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What problems are served with."""
+    if arch == "sm_90a":
+        for head_dim, variant in itertools.product(SHAPES, (FULL, CAUSAL)):
+            yield config_for(head_dim, variant)
+
+
+class Tile(NamedTuple):
+    """What a consumer knows of its rows: the queries, the Blocks of keys, where they stand, how exp2 scales scores, their unit,
+    and in units of scores how much weights are lifted and how far a maximum may lag."""
+
+    queries: Any
+    every: Any
+    at: Any
+    scale: Any
+    unit: Any
+    lift: Any
+    slack: Any
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    ROWS, EACH = config.rows, warpgroup.ROWS  # rows of a tile of queries, of a consumer
+    CONSUMERS, GIVEN, AUX = config.consumers, config.given, config.aux
+    variant, tiling, sequences = config.variant, config.tiling, config.sequences
+    MEASURES = variant.measures
+    output, turn = Stored(config.lie.apart), warpgroup.ping_pong(CONSUMERS)
+    PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
+    O, WHOLE = rt(16, config.value_dim, fp32), config.value_dim <= HALF
+    readers = CONSUMERS * warpgroup.WARPGROUP
+    smem = shared(
+        q=ring(config.query, 1, readers),
+        k=ring(config.key, config.stages, readers),
+        v=ring(config.value, config.stages, warpgroup.WARPGROUP),
+        turned=ring(config.turned, config.stages, readers, writers=warpgroup.WARPGROUP),
+    )
+    softmax, OUTPUT = Softmax(O), output.declared(config.value_dim, bf16)
+
+    @inlined
+    def unit_of(gUnit, batch, head):
+        """What a sequence's head was divided by, if it was."""
+        if gUnit.shape[0] > 0:
+            return float32(gUnit[batch, head])
+        else:
+            return float32(1.0)
+
+    @inlined
+    def turn_over(j, v, turned, keys):
+        """The producer: V's tile j for the consumers. keys: how many of the first tile's are the sequence's."""
+        tile = v.wait(j)
+        if j == 0:
+            sequences.clear(tile, keys, 1)
+        warpgroup.transpose_zipped(turned.claim(j), tile)
+        turned.publish(j, fenced=True)
+        v.release(j)
+
+    @inlined
+    def scored(s, key, of):
+        """What the variant makes of scores, in their unit if it wants to know."""
+        if MEASURES:
+            return variant.score(s * of.unit, of.at, key)
+        else:
+            return variant.score(s, of.at, key)
+
+    @inlined
+    def lifted(below, lift):
+        """What to subtract from scores, for higher weights."""
+        if variant.by_rows:
+            return below - lift
+        else:
+            return -lift
+
+    @inlined
+    def weighed(s, key, seen, of):
+        """What has been seen with a block of scores, but for their sum, and their weights, 2^LIFT at the maximum."""
+        below = variant.below(s, of.at, key)
+        seen = seen.moved(s, below, of.scale, of.slack)
+        return seen, seen.weights(s, lifted(below, of.lift), of.scale)
+
+    @inlined
+    def gained(o, lag, p, values):
+        """O, which lags, and a block's product, each summed by itself."""
+        if WHOLE:
+            return warpgroup.wait(warpgroup.mm_ABt(p, values)) + o * lag
+        else:  # one half of the columns after the other: there are not registers for more
+            left = warpgroup.wait(warpgroup.mm_ABt(p, subtile(values, HALF, 0))) + columns(o, HALF, 0) * lag
+            right = warpgroup.wait(warpgroup.mm_ABt(p, subtile(values, HALF, 1))) + columns(o, HALF, 1) * lag
+            return hstack(left, right)
+
+    def steps(cut):
+        """A tile's key blocks; `cut` by the mask or not."""
+
+        @inlined
+        def step(j, p, seen, k, turned, me, of):
+            """O takes up block j - 1; then scores and softmax of block j, while another consumer has the tensor cores."""
+            key = tiling.key(of.every, j, of.at)
+            turn.take(me)
+            seen = seen._replace(o=gained(seen.o, seen.lag, p, turned.wait(j - 1)))
+            s = warpgroup.mm_ABt(of.queries, k.wait(j))
+            turn.give(me)
+            turned.release(j - 1)
+            s = scored(warpgroup.wait(s), key, of)
+            if cut:
+                s = tiling.mask(s, of.at, key)
+            seen, p = weighed(s, key, seen, of)
+            k.release(j, after=seen.m)
+            return zipped(p), seen.add(p)
+
+        return step
+
+    cut_step, step = steps(True), steps(False)
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def attend_fp8(
+        gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gO: OUTPUT,
+        gLse: array(3), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, scale: FLOAT,
+        gQUnit: array(2), gKUnit: array(2), gVUnit: array(2), qk_unit: FLOAT, v_unit: FLOAT,
+    ):  # fmt: skip
+        """As hopper.py's `attend`, of arrays that stand for themselves times a unit: the product of a number and of one of each
+        sequence and head of keys."""
+        q, k, v, turned = smem.open()
+        me = warpgroup.id()
+        block, pair = tiling.place(persistent_tile(0), blocks, pairs, band)
+        block, batch, head = sequences.find(block, pair, heads, given)
+        if sequences.has(block, batch, given):
+            own, row, kv_head = sequences.sequence(batch, given), ROWS * block, divmod(head, group)[0]
+            if me == PRODUCER:
+                warpgroup.release_registers(keep)
+                at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+                every = tiling.key_blocks(row, at)
+                q.fill(0, gQ, (own.batch, own.query + row, head))
+                for j in range(int32(every.n + 1)):
+                    if j < every.n:
+                        key = own.key + tiling.key(every, j, at)
+                        k.fill(j, gK, (own.batch, key, kv_head))
+                        v.fill(j, gV, (own.batch, key, kv_head))
+                    if j > 0:
+                        turn_over(int32(j - 1), v, turned, own.keys - tiling.key(every, 0, at))
+            else:
+                warpgroup.claim_registers(claim)
+                turn.begin(me)
+                mine = row + EACH * me + O.rows * warpgroup.rank()
+                stands = At(batch, head, mine, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+                at = stands._replace(kept=variant.keep(stands))
+                every = tiling.key_blocks(row, at)
+                unit = max(unit_of(gQUnit, batch, kv_head) * unit_of(gKUnit, batch, kv_head) * qk_unit, float32(LEAST))
+                scale = scale if MEASURES else scale * unit
+                of = Tile(subtile(q.wait(0), EACH, me), every, at, scale, unit, float32(LIFT) / scale, float32(SLACK) / scale)
+                key = tiling.key(every, 0, at)
+                s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
+                k.release(0)
+                s = tiling.mask(scored(s, key, of), at, key)
+                seen, p = weighed(s, key, softmax.begin(variant.lowest(at)), of)
+                p, seen = zipped(p), seen.add(p)
+                cut = int32(max(1, every.cut))
+                for j in range(int32(1), cut):
+                    p, seen = cut_step(j, p, seen, k, turned, me, of)
+                for j in range(cut, every.n):
+                    p, seen = step(j, p, seen, k, turned, me, of)
+                q.release(0)
+                o = gained(seen.o, seen.lag, p, turned.wait(every.n - 1))
+                turned.release(every.n - 1)
+                o = o * (unit_of(gVUnit, batch, kv_head) * v_unit)
+                o, lse = seen._replace(o=o, m=seen.m - of.lift).finish(scale, variant, at)
+                output.store(gO, o, of.queries, own, row + EACH * me, head)
+                output.store_sums(gLse, lse, own, row + EACH * me, head)
+
+    return attend_fp8, smem

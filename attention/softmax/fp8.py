@@ -1,0 +1,83 @@
+"""What a call of attention.forward on float8_e4m3fn takes and refuses."""
+
+import re
+from typing import Any
+
+from tiles.arrays import ALIGNMENT
+from tiles.schema import Problem, Schema
+
+from ..options import number
+
+OF_FP8 = Schema(
+    "forward_fp8",
+    """
+    q             BSHD  tile8
+    k             BTGD  tile8
+    v             BTGV  tile8
+    alibi         H|UH  float32  optional
+    sink          H     float32  optional
+    cu_seqlens    E     ends     optional
+    cu_seqlens_k  E     key_ends  optional
+    lengths_k     N     key_lengths  optional
+    q_descale     G|NG  float32  optional
+    k_descale     G|NG  float32  optional
+    v_descale     G|NG  float32  optional
+    kv_num_blocks       IJP   index  optional
+    kv_indices          IJPQ  index  optional
+    full_kv_num_blocks  IJP   index  optional
+    full_kv_indices     IJPL  index  optional
+    lists         *     any      optional
+    marks         *     any      optional
+    aux0          *     any      optional
+    aux1          *     any      optional
+    aux2          *     any      optional
+    aux3          *     any      optional
+    aux4          *     any      optional
+    aux5          *     any      optional
+    aux6          *     any      optional
+    aux7          *     any      optional
+    out           BSHV  half     in_place
+    lse           BHS   float32  made      return_lse
+""",
+)
+
+
+def of_fp8_cache(table: str) -> str:
+    """A table of forward's arguments where k and v are of fp8."""
+    for name, axes in ("k", "BTGD"), ("v", "BTGV"):
+        table = re.sub(rf"\n    {name} .*", f"\n    {name} {axes} fp8", table)
+    rows, behind, results = table.partition("\n    out")
+    return f"{rows}\n k_descale G|BG float32 optional\n v_descale G|BG float32 optional{behind}{results}"
+
+
+def of_fp8(x: Any) -> bool:
+    """Does an array hold float8_e4m3fn?"""
+    dtype = getattr(x, "dtype", None)
+    return getattr(dtype, "itemsize", 2) == 1 and "float8_e4m3fn" in str(dtype)
+
+
+def refuse_with_fp8(**given: Any) -> None:
+    """NotImplementedError: there is one of these, and no kernel for it."""
+    for name, what in given.items():
+        if not (what is None or what is False):
+            raise NotImplementedError(f"{name}: is not served with k and v of float8_e4m3fn; convert them to bfloat16")
+
+
+def unit_of(name: str, descale: Any) -> tuple[float, Any]:
+    """(number, array or None) of a descale; TypeError, ValueError."""
+    if descale is None:
+        return 1.0, None
+    if hasattr(descale, "shape") and not isinstance(descale, float):
+        return 1.0, descale
+    found = number(name, descale)
+    if not found or not 2.0**-60 <= found <= 2.0**60:
+        raise ValueError(f"{name}: must be positive, and far from float32's ends: {name}={descale!r}")
+    return found, None
+
+
+def check_output(problem: Problem) -> None:
+    """ValueError: an output that kernels cannot write 16 bytes at a time."""
+    out = problem.forms.get("out")
+    if out and (problem.bytes_at_once("out") < ALIGNMENT or (out.strides[-1] != out.itemsize and out.shape[-1] > 1)):
+        wanted = f"must have adjacent columns, and an address and strides that are multiples of {ALIGNMENT} bytes"
+        raise ValueError(f"out: {wanted}: out.strides={out.strides}, {out.past} bytes past such an address")

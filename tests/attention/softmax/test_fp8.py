@@ -1,0 +1,194 @@
+"""attention.forward of float8_e4m3fn against float64: what it may lose is 4 times what the formula loses whose weights are
+rounded to e4m3 (2^8 times what they are) and whose sums are float32's, and a rounding of the output."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from judged import ULP, draw, there
+from places import BF16, OnInterpreter
+
+import attention
+from attention import reference
+
+E4M3, FP16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float16)
+UNITS = "q_descale", "k_descale", "v_descale"
+
+
+def inputs(batch, seq_q, seq_kv, heads, heads_kv, head_dim, value_dim=None):
+    """q, k and v."""
+    keys = batch, seq_kv, heads_kv
+    shapes = (batch, seq_q, heads, head_dim), (*keys, head_dim), (*keys, value_dim or head_dim)
+    return tuple(draw(shape, E4M3, seed) for seed, shape in enumerate(shapes))
+
+
+def units(sequences, heads, *names):
+    """Descales of each sequence and head, or of these names."""
+    drawn = np.random.default_rng(7)
+    return {name: drawn.uniform(0.5, 2, (sequences, heads)).astype(np.float32) for name in names or UNITS}
+
+
+def agree(place, q, k, v, *, known=None, out_dtype=BF16, **options):
+    """Run and judge: out and lse, no NaN, every element written. known: k and v without what may not be read."""
+    out = place.put(np.full((*q.shape[:-1], v.shape[-1]), np.nan, out_dtype))
+    put = {name: place.put(options[name]) for name in UNITS if isinstance(options.get(name), np.ndarray)}
+    given = there(place, options) | put
+    got, lse = attention.forward(place.put(q), place.put(k), place.put(v), out=out, return_lse=True, **given)
+    assert got is out
+    k, v = known or (k, v)
+    ref, ref_lse = reference.forward(q, k, v, **options)
+    low, _ = reference.forward_low(q, k, v, **options)
+    reference.assert_close(place.get(out), ref, low, factor=4)
+    np.testing.assert_allclose(place.get(lse), ref_lse, rtol=8 * ULP, atol=2e-3 if options.get("softcap") else 2e-5)
+    return place.get(out)
+
+
+@pytest.mark.parametrize(
+    ("seq_q", "seq_kv", "head_dim", "causal"),
+    [(1, 1, 128, False), (129, 257, 128, True), (70, 520, 128, False), (64, 200, 64, True), (200, 130, 64, False)]
+    + [(130, 100, 256, True), (66, 210, 256, False), (40, 70, 96, True), (5, 65, 16, False)],
+)
+def test_lengths_around_tile_edges(seq_q, seq_kv, head_dim, causal):
+    agree(OnInterpreter(), *inputs(1, seq_q, seq_kv, 1, 1, head_dim), causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_on_the_card(card, head_dim):
+    """A kernel each: four query heads share two of keys; units of each sequence and head."""
+    for seq_q, seq_kv in ((1, 1), (200, 700), (333, 129)):
+        agree(card, *inputs(2, seq_q, seq_kv, 4, 2, head_dim), causal=True, **units(2, 2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(causal=True, **units(2, 1)),
+        dict(window=(20, 0)),
+        dict(softcap=2.0, causal=True, **units(2, 1)),
+        dict(sink=np.float32([1, -2]), **units(2, 1)),
+        dict(alibi=np.float32([0.1, 0.4]), causal=True, **units(2, 1, "k_descale")),
+        dict(lengths_k=np.int32([70, 3]), v_descale=0.5, q_descale=2.0),
+        dict(score=lambda s, b, h, i, j: s * 0.5 + h, mask=lambda b, h, i, j: (i + j) % 3 < 2, k_descale=np.float32([0.5])),
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_variants(options):
+    """By the same objects as of 16 bits. Two query heads share one of keys; units are a number, a head's, a sequence's."""
+    agree(OnInterpreter(), *inputs(2, 70, 140, 2, 1, 64), **options)
+
+
+def test_packed_sequences(place):
+    """What lies behind a sequence's last key is NaN, or a neighbour's."""
+    q, k, v = inputs(1, 150, 150, 2, 1, 128)
+    ends, lengths = np.int32([0, 40, 40, 150]), np.int32([33, 0, 100])
+    known = k.copy(), v.copy()
+    for x in (k, v):
+        x[:, 33:40] = x[:, 140:] = np.nan
+    for x in known:
+        x[:, 33:40] = x[:, 140:] = 0
+    agree(place, q, k, v, known=known, cu_seqlens=ends, lengths_k=lengths, causal=True, **units(3, 1))
+
+
+def test_values_with_a_mean(place):
+    """The tensor cores cut off each sum of fp8 products, towards 0: of many keys' values with a mean that is all one loses."""
+    keys = 600 if isinstance(place, OnInterpreter) else 20_000
+    q, k, v = inputs(1, 40, keys, 1, 1, 128)
+    agree(place, q, k, (v.astype(np.float32) + 1).astype(E4M3))
+
+
+def test_maxima_that_grow(place):
+    """All the time, so that O is rescaled."""
+    q, k, v = inputs(1, 40, 700, 1, 1, 128)
+    agree(place, q, (k.astype(np.float32) * np.linspace(2, 0.1, 700)[None, :, None, None]).astype(E4M3), v)
+
+
+def test_weights_that_are_small_each_and_together_count():
+    """2^-11 of the greatest, which e4m3 has only of weights that are lifted."""
+    q, k, v = (np.zeros((1, n, 1, 64), E4M3) for n in (3, 300, 300))
+    q[..., 0], k[:, 7, :, 0], v[...] = 1, 7.5, 1
+    v[:, 7] = 0
+    out = agree(OnInterpreter(), q, k, v, scale=1.0)
+    assert (np.abs(out.astype(float) - 0.142) < 0.01).all()
+
+
+def test_fp16_output_and_columns_of_values():
+    agree(OnInterpreter(), *inputs(1, 70, 100, 1, 1, 64, 128), out_dtype=FP16)
+
+
+def test_the_default_output_is_bf16():
+    out = attention.forward(*inputs(1, 5, 5, 1, 1, 64), causal=True)
+    assert out.dtype == BF16 and out.shape == (1, 5, 1, 64)
+
+
+def test_as_compiled(as_compiled):
+    as_compiled("sm_90a")
+    agree(OnInterpreter(), *inputs(1, 5, 140, 1, 1, 64), causal=True, alibi=np.float32([0.2]), **units(1, 1))
+
+
+REFUSED = {
+    "bias: is not served with k and v of float8_e4m3fn": dict(bias=np.zeros((1, 1, 8, 8), np.float32)),
+    "dropout: is not served": dict(dropout=0.5, seed=1),
+    "q_norm: is not served": dict(q_norm=np.ones(64, np.float32)),
+    "k_norm: is not served": dict(k_norm=np.ones(64, np.float32)),
+    "family: q of float8_e4m3fn takes sm_90: family='sm_80'": dict(family="sm_80"),
+    "q_descale: must be positive": dict(q_descale=-1.0),
+    "k_descale: heads must equal k's": dict(k_descale=np.ones((1, 2), np.float32)),
+    "out: dtype must be one of": dict(out=np.zeros((1, 8, 1, 64), np.float32)),
+    "out: must have adjacent columns": dict(out=np.zeros((1, 8, 1, 128), BF16)[..., ::2]),
+}
+
+
+@pytest.mark.parametrize(("message", "options"), REFUSED.items(), ids=lambda x: str(x)[:20])
+def test_what_is_refused(message, options):
+    """Before anything is launched, by name."""
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
+        attention.forward(*inputs(1, 8, 8, 1, 1, 64), **options)
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("q: dtype must be one of", lambda q, k, v: (q.astype(np.float32), k, v)),
+        ("v: dtype must be one of", lambda q, k, v: (q, k, v.astype(BF16))),
+        ("q: head_dim must be a multiple of 16, from 16 to 256", lambda q, k, v: (q[..., :24], k[..., :24], v)),
+    ],
+)
+def test_arrays_that_are_refused(message, change):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
+        attention.forward(*change(*inputs(1, 8, 8, 1, 1, 64)))
+
+
+def test_descales_are_for_fp8():
+    q, k, v = (x.astype(BF16) for x in inputs(1, 8, 8, 1, 1, 64))
+    with pytest.raises(ValueError, match="q_descale, k_descale, v_descale: are for q, k and v of float8_e4m3fn"):
+        attention.forward(q, k, v, q_descale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("sm_90", dict(causal=True, **units(2, 1, "k_descale"), v_descale=0.5)),
+        ("sm_80", dict(k_norm=np.ones(64, np.float32), **units(2, 1, "v_descale"))),
+        ("sm_80", dict(bias=draw((1, 1, 40, 70), np.float32, 1), k_descale=2.0)),
+    ],
+    ids=str,
+)
+def test_queries_of_16_bits(family, options):
+    """Keys and values of fp8 are widened before: what is lost besides is a rounding to q's dtype."""
+    q, k, v = inputs(2, 40, 70, 2, 1, 64)
+    q, wide = q.astype(BF16), []
+    for x, name in ((k, "k_descale"), (v, "v_descale")):
+        unit = np.asarray(options.get(name, 1.0), np.float32)
+        wide.append((x.astype(np.float32) * (unit[:, None, :, None] if unit.ndim else unit)).astype(BF16))
+    out = attention.forward(q, k, v, family=family, **options)
+    plain = {name: x for name, x in options.items() if name not in UNITS}
+    ref, _ = reference.forward(q, *wide, **plain)
+    low, _ = reference.forward_low(q, *wide, **plain)
+    assert out.dtype == BF16
+    reference.assert_close(out, ref, low)
+
+
+def test_queries_of_16_bits_have_no_descale():
+    q, k, v = inputs(1, 8, 8, 1, 1, 64)
+    with pytest.raises(NotImplementedError, match="q_descale: is not served with"):
+        attention.forward(q.astype(BF16), k, v, q_descale=2.0)
