@@ -38,7 +38,7 @@ class Gather:
         for heads, (keys, values) in moving:
             keys, values = keys.wait(), values.wait()
             mine, theirs = self._of(call, q, heads)
-            for rows, part, seen in self._parts(theirs):
+            for rows, part, seen in self._joined(theirs, q) or self._parts(theirs):
                 place, sums = out[:, rows, mine], lse[:, mine, rows]
                 if part is None:
                     nothing(place, sums, theirs)
@@ -86,6 +86,11 @@ class Gather:
         """The keys and values of these heads that this rank's queries see, on their way."""
         held, wanted = [Cut(spans, all_heads(k.shape[2])) for spans in self.keys], self._wanted(call, heads)
         return [move(self.peers, x, held, wanted) for x in (k, v)]
+
+    def _joined(self, call: Call, q: Any) -> list[tuple[slice, Piece, slice]]:
+        """All spans at once, if they can be."""
+        part = call.joined(self.queries[self.peers.rank], q.shape[0])
+        return [(slice(None), part, slice(*part.keys))] if part else []
 
     def _parts(self, call: Call) -> Iterator[tuple[slice, Piece | None, slice]]:
         """(rows, Piece, which of the fetched keys) of each of this rank's spans; a Piece is None where nothing is seen."""

@@ -23,8 +23,9 @@ import torch
 from tiles import inlined
 
 from ..softmax import ampere, hopper
-from .orders import Span
+from .orders import Span, Spans
 
+PLACED = frozenset("mask score bias blocks cu_seqlens cu_seqlens_k lengths_k".split())  # what asks where each query stands
 SEEDS = 2**63
 MIXED = 0x9E3779B97F4A7C15  # odd, its bits as if drawn: seeds of different pieces differ everywhere
 
@@ -105,6 +106,17 @@ class Call(NamedTuple):
             return Piece(rows, k, told, at, False)
         placed = self._placed(rows, k)
         return Piece(rows, k, told | placed, at, "aux" in placed)
+
+    def joined(self, spans: Spans, batch: int) -> Piece | None:
+        """Queries of several spans, one behind the other, beside all keys that they see, as one call: a launch has one end, in
+        which some of the GPU idles, and two would have two. None: it takes a call for each."""
+        reaches, (_, right) = [self.reach(span) for span in spans], self.window
+        alike = len(spans) > 1 and len({len(span) for span in spans}) == 1 and right in (None, 0)
+        if not alike or self.told.get("dropout") or PLACED & self.told.keys() or any([x.start or not len(x) for x in reaches]):
+            return None
+        lengths = _lengths(tuple([x.stop for x in reaches]), batch, self.device)
+        rows, keys = Span(0, sum([len(span) for span in spans])), Span(0, max([x.stop for x in reaches]))
+        return Piece(rows, keys, self.told | {"lengths_k": lengths}, 0, False)
 
     def _sees(self, q: Span, k: Span) -> dict[str, Any]:
         """Causal and window of a piece, and what ends sequences."""
@@ -221,6 +233,12 @@ def placed_score(score: Callable) -> Callable:
 def _begins(head: int, row: int, key: int, device: Any) -> Any:
     """(head, query, key) that a piece begins with, in memory; made once, for a copy to the device takes time."""
     return torch.tensor([head, row, key], dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(4096)
+def _lengths(ends: tuple[int, ...], batch: int, device: Any) -> Any:
+    """Keys of parts of queries: see attention.forward's lengths_k."""
+    return torch.tensor([ends] * batch, dtype=torch.int32, device=device)
 
 
 @functools.lru_cache(64)

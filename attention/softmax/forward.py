@@ -42,7 +42,7 @@ GIVEN = """
     bias          WXYT  real     optional
     cu_seqlens    E     ends     optional
     cu_seqlens_k  E     key_ends  optional
-    lengths_k     N     key_lengths  optional
+    lengths_k     N|BZ  key_lengths  optional
     q_norm        D|HD  real     optional
     q_norm_bias   D|HD  real     optional
     k_norm        D|GD  real     optional
@@ -129,7 +129,9 @@ def forward(
 
     cu_seqlens: (N + 1) ascending from 0 to Sq, in a batch of 1: sequence n has the queries from cu_seqlens[n] to
     cu_seqlens[n + 1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) or (N) keys in use of each sequence.
-    All above is then about each sequence by itself, and b is its number.
+    All above is then about each sequence by itself, and b is its number. lengths_k (B, C): each of C equal parts of a batch's
+    queries is a sequence by itself, of which the first lengths_k[b, c] keys are in use; without gradients, mask, score, bias
+    and dropout.
 
     q_norm, k_norm: weights (D), or (H, D) and (Hkv, D), of an RMS norm of each row of q and k before all that:
     x / sqrt(mean(x^2) + norm_eps) * weights; or a pair (weights, bias) of a layer norm, the same of x - mean(x), plus bias.
@@ -261,6 +263,8 @@ def _variant(
     check_extents(problem)
     masking, scoring, aux = functions_of(problem, mask, score)
     axes = [len(x.form.shape) for x in aux]
+    if (mask or score) and "Z" in problem.extents:
+        raise NotImplementedError("lengths_k: of parts of queries it is not served with mask or score")
     more: list[tuple[Variant, dict[str, float | Number]]] = []
     if norm := norm_of(problem, "q_norm"):
         more.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
