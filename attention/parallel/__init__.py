@@ -6,7 +6,8 @@
 docs/parallel.md says which scheme when."""
 
 from .orders import Contiguous, Zigzag
+from .recurrent import delta_rule, linear, mamba2
 from .shards import reorder, shard, unshard
 from .softmax import forward
 
-__all__ = ["Contiguous", "Zigzag", "forward", "reorder", "shard", "unshard"]
+__all__ = ["Contiguous", "Zigzag", "delta_rule", "forward", "linear", "mamba2", "reorder", "shard", "unshard"]
