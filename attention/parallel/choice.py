@@ -50,7 +50,9 @@ class Estimate(NamedTuple):
     def __str__(self):
         if self.why:
             return f"{self.scheme:8} cannot: {self.why}"
-        return f"{self.scheme:8} {1e3 * self.seconds:9.3f} ms  {self.nbytes / 1e6:10.1f} MB come  {self.held / 1e6:10.1f} MB held"
+        return (
+            f"{self.scheme:8} {1e3 * self.seconds:9.3f} ms  {self.nbytes / 1e6:10.1f} MB come  {self.held / 1e6:10.1f} MB held"
+        )
 
 
 class Choice(NamedTuple):
@@ -67,8 +69,8 @@ class Choice(NamedTuple):
 def choose(
     call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], limit: float, machine: Machine | None = None
 ) -> Choice:
-    """Of the schemes that can serve a call the one that takes least, among those that hold no more than `limit` bytes; "gather",
-    whose bits are those of one GPU, where another is not faster by a tenth."""
+    """Of the schemes that can serve a call the one that takes least, among those that hold no more than `limit` bytes;
+    "gather", whose bits are those of one GPU, where another is not faster by a tenth."""
     estimates = tuple([estimate(name, call, batch, queries, keys, machine or Machine()) for name in SCHEMES])
     able = [one for one in estimates if not one.why]
     if not able:

@@ -13,10 +13,10 @@ import torch
 
 import attention
 
-from .moves import Cut, all_heads, gathered_sums, move
+from .gradients import Gradients
+from .moves import Cut, Moving, Route, all_heads, gathered_sums, move
 from .orders import Span, Spans, merged
 from .peers import Peers
-from .gradients import Gradients
 from .pieces import Call, Piece
 
 FIRST = 4  # a quarter of the key heads comes first
@@ -35,8 +35,8 @@ class Gather:
         moving = [(heads, self._fetch(k, v, call, heads)) for heads in self._in_turn(k.shape[2])]
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-        for heads, (keys, values) in moving:
-            keys, values = keys.wait(), values.wait()
+        for heads, on_their_way in moving:
+            keys, values = on_their_way.wait()
             mine, theirs = self._of(call, q, heads)
             for rows, part, seen in self._joined(theirs, q) or self._parts(theirs):
                 place, sums = out[:, rows, mine], lse[:, mine, rows]
@@ -50,8 +50,8 @@ class Gather:
     def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
         """Add the gradients of `attend` to what is found."""
         moving = [(heads, self._fetch(k, v, call, heads)) for heads in self._in_turn(k.shape[2])]
-        for heads, (keys, values) in moving:
-            keys, values = keys.wait(), values.wait()
+        for heads, on_their_way in moving:
+            keys, values = on_their_way.wait()
             sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
             mine, theirs = self._of(call, q, heads)
             for rows, part, seen in self._parts(theirs):
@@ -59,9 +59,10 @@ class Gather:
                     given = dout[:, rows, mine], q[:, rows, mine], keys[:, seen], values[:, seen], out[:, rows, mine]
                     into = found.dq[:, rows, mine], sums[0][:, seen], sums[1][:, seen]
                     found.add(part, theirs, *given, lse[:, mine, rows], into)
-            sources, cuts = self._wanted(call, heads), [Cut(spans, heads) for spans in self.keys]
-            for total, of_pieces in zip((found.dk, found.dv), sums):
-                total[:, :, slice(*heads)] += gathered_sums(self.peers, of_pieces, sources, cuts)
+            sources, cuts = self._wanted(call, heads), tuple([Cut(spans, heads) for spans in self.keys])
+            home = gathered_sums(self.peers, *[Route(x, sources, cuts) for x in sums])
+            for total, x in zip((found.dk, found.dv), home):
+                total[:, :, slice(*heads)] += x
 
     def _in_turn(self, heads: int) -> list[Span]:
         """The key heads that come one after the other."""
@@ -75,17 +76,17 @@ class Gather:
         shifted = [Span(at + span.start, at + span.stop) for at, span in zip(at, (mine, heads))]
         return slice(*mine), call.of_heads(*shifted)
 
-    def _wanted(self, call: Call, heads: Span) -> list[Cut]:
+    def _wanted(self, call: Call, heads: Span) -> tuple[Cut, ...]:
         """What each rank wants of the keys."""
-        return [Cut(self._seen(call, spans), heads) for spans in self.queries]
+        return tuple([Cut(self._seen(call, spans), heads) for spans in self.queries])
 
     def _seen(self, call: Call, spans: Spans) -> Spans:
         return merged(tuple([span for span in map(call.reach, spans) if len(span)]))
 
-    def _fetch(self, k: Any, v: Any, call: Call, heads: Span) -> list[Any]:
+    def _fetch(self, k: Any, v: Any, call: Call, heads: Span) -> Moving:
         """The keys and values of these heads that this rank's queries see, on their way."""
-        held, wanted = [Cut(spans, all_heads(k.shape[2])) for spans in self.keys], self._wanted(call, heads)
-        return [move(self.peers, x, held, wanted) for x in (k, v)]
+        held, wanted = tuple([Cut(spans, all_heads(k.shape[2])) for spans in self.keys]), self._wanted(call, heads)
+        return move(self.peers, *[Route(x, held, wanted) for x in (k, v)])
 
     def _joined(self, call: Call, q: Any) -> list[tuple[slice, Piece, slice]]:
         """All spans at once, if they can be."""
@@ -94,17 +95,16 @@ class Gather:
 
     def _parts(self, call: Call) -> Iterator[tuple[slice, Piece | None, slice]]:
         """(rows, Piece, which of the fetched keys) of each of this rank's spans; a Piece is None where nothing is seen."""
-        rank = self.peers.rank
-        fetched = Cut(self._seen(call, self.queries[rank]), Span(0, 1))
-        for at, span in Cut(self.queries[rank], Span(0, 1)).places():
-            part, seen = call.piece(span, call.reach(span), at), slice(0)
-            if part is not None:
-                (seen,) = [
-                    slice(to + part.keys.start - its.start, to + part.keys.stop - its.start)
-                    for to, its in fetched.places()
-                    if its.start <= part.keys.start < its.stop
-                ]
-            yield slice(at, at + len(span)), part, seen
+        mine = self.queries[self.peers.rank]
+        for at, span in Cut(mine, Span(0, 1)).places():
+            part = call.piece(span, call.reach(span), at)
+            yield slice(at, at + len(span)), part, fetched(self._seen(call, mine), part.keys) if part else slice(0)
+
+
+def fetched(spans: Spans, one: Span) -> slice:
+    """Where a span lies among rows that were fetched, which are those of `spans`."""
+    found = [at + one.start - span.start for at, span in Cut(spans, Span(0, 1)).places() if span.start <= one.start < span.stop]
+    return slice(found[0], found[0] + len(one))
 
 
 def nothing(out: Any, lse: Any, call: Call) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class Gradients:
     @classmethod
     def begin(cls, q: Any, k: Any, v: Any, call: Call, wanted: Sequence[str]) -> Gradients:
         """Of nothing yet."""
-        found = cls(*[torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)], wanted, call.heads.start)
+        dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+        found = cls(dq, dk, dv, wanted, call.heads.start)
         for name, x in call.told.items():
             arrays = {f"aux{n}": one for n, one in enumerate(x)} if name == "aux" else {name: x}
             for flat, one in arrays.items():
@@ -39,21 +41,19 @@ class Gradients:
                     found.others[flat] = torch.zeros(one.shape, dtype=torch.float32, device=one.device)
         return found
 
-    def add(
-        self, part: Piece, call: Call, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, into: Sequence[Any]
-    ) -> None:
+    def add(self, part: Piece, call: Call, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, into: Sequence[Any]) -> None:
         """The gradients of a piece of a call of some heads; into: where those of its queries, keys and values are summed."""
-        told = dict(part.options)
+        told: dict[str, Any] = dict(part.options)
         learned = [name for name in LEARNED if name in told and any([x.startswith(name) for x in self.others])]
-        given, sinks = (dout, q, k, v, out, lse), "sink" in told
+        sinks, backward = "sink" in told, partial(attention.backward, dout, q, k, v, out, lse)
         if not learned:
             places = dict(zip(("dq", "dk", "dv"), into)) | ({"dsink": torch.zeros_like(told["sink"])} if sinks else {})
-            rest = attention.backward(*given, accumulate=True, **places, **told)[3:]
+            rest = backward(accumulate=True, **places, **told)[3:]
         else:
             asked: dict[str, Any] = {f"d{name}": True for name in learned if name != "aux"}
             if "aux" in learned:
                 asked["daux"] = [x.is_floating_point() or None for x in told["aux"]]
-            found = attention.backward(*given, **asked, **told)
+            found = backward(**asked, **told)
             for total, x in zip(into, found):
                 total += x
             rest = found[3:]

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from .gradients import Gradients
-from .moves import Cut, all_heads, gathered_sums, move
-from .orders import Span, Spans, count
+from .moves import Cut, Moving, Route, all_heads, gathered_sums, move
+from .orders import Span, Spans, count, merged
 from .peers import Peers
 from .pieces import Call
 
@@ -36,34 +36,32 @@ class Heads:
 
     def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries, all heads."""
-        moving = self._moving(call, q=q, k=k, v=v)
-        q, k, v = (moving[name].wait() for name in "qkv")
+        q, k, v = self._moving(call, q=q, k=k, v=v).wait()
         out, lse = self.then.attend(q, k, v, self._call(call))
-        results = self._back(call, out), self._back(call, lse.transpose(1, 2).contiguous())
-        out, lse = (x.wait() for x in results)
+        there, here = self._there(call, "q"), self._here(call, "q")
+        out, lse = move(self.peers, *[Route(x, there, here) for x in (out, lse.transpose(1, 2).contiguous())]).wait()
         return out, lse.transpose(1, 2)
 
     def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
         """Add the gradients of `attend` to what is found."""
-        moving = self._moving(call, dout=dout, q=q, k=k, v=v, out=out, lse=lse.transpose(1, 2).contiguous())
-        given = {name: one.wait() for name, one in moving.items()}
-        given["lse"] = given["lse"].transpose(1, 2)
+        given = dict(dout=dout, q=q, k=k, v=v, out=out, lse=lse.transpose(1, 2).contiguous())
+        dout, q, k, v, out, lse = self._moving(call, **given).wait()
         theirs = self._call(call)
-        q, k, v = (given[name] for name in "qkv")
         its = Gradients.begin(q, k, v, theirs, found.wanted)
-        self.then.differentiate(**given, call=theirs, found=its)
-        for total, name, x in zip((found.dq, found.dk, found.dv), "qkv", (its.dq, its.dk, its.dv)):
-            total += gathered_sums(self.peers, x, self._there(call, name), self._here(call, name))
+        self.then.differentiate(dout, q, k, v, out, lse.transpose(1, 2), theirs, its)
+        mine = zip("qkv", (its.dq, its.dk, its.dv))
+        home = gathered_sums(self.peers, *[Route(x, self._there(call, name), self._here(call, name)) for name, x in mine])
+        for total, x in zip((found.dq, found.dk, found.dv), home):
+            total += x
         for name, x in its.others.items():
             self._others(found.others[name], name, x, call, theirs)
 
     def _others(self, total: Any, name: str, x: Any, call: Call, theirs: Call) -> None:
         """The gradient of an array that is no q, k or v, of some heads, to what is found of it."""
         if name == "bias" and x.shape[2] > 1:
-            cuts = [Cut(spans, all_heads(total.shape[1])) for spans in self.queries]
-            every = self._all(self.queries)
-            sources = [Cut(every, mine if total.shape[1] > 1 else Span(0, 1)) for mine, _ in self._shares(call)]
-            total += gathered_sums(self.peers, x.transpose(1, 2).contiguous(), sources, cuts).transpose(1, 2)
+            cuts, every = tuple([Cut(spans, all_heads(total.shape[1])) for spans in self.queries]), together(self.queries)
+            sources = tuple([Cut(every, mine if total.shape[1] > 1 else Span(0, 1)) for mine, _ in self._shares(call)])
+            total += gathered_sums(self.peers, Route(x.transpose(1, 2).contiguous(), sources, cuts))[0].transpose(1, 2)
         elif name in ("bias", "alibi", "sink"):
             axis = {"bias": 1, "alibi": -1, "sink": 0}[name]
             total = total.movedim(axis, 0)
@@ -78,8 +76,9 @@ class Heads:
         if bias is None or bias.shape[2] == 1:
             return call.of_heads(mine, keys)
         heads = [share if bias.shape[1] > 1 else Span(0, 1) for share, _ in self._shares(call)]
-        held, every = [Cut(spans, all_heads(bias.shape[1])) for spans in self.queries], self._all(self.queries)
-        whole = move(self.peers, bias.transpose(1, 2), held, [Cut(every, share) for share in heads]).wait().transpose(1, 2)
+        held, every = tuple([Cut(spans, all_heads(bias.shape[1])) for spans in self.queries]), together(self.queries)
+        route = Route(bias.transpose(1, 2), held, tuple([Cut(every, share) for share in heads]))
+        whole = move(self.peers, route).wait()[0].transpose(1, 2)
         others = call._replace(told={name: x for name, x in call.told.items() if name != "bias"}).of_heads(mine, keys)
         return others._replace(told=others.told | {"bias": whole})
 
@@ -88,25 +87,18 @@ class Heads:
         assert found is not None
         return found
 
-    def _all(self, spans: tuple[Spans, ...]) -> Spans:
-        """What the ranks have together, as `then` expects it."""
-        return together(spans)
-
-    def _here(self, call: Call, name: str) -> list[Cut]:
+    def _here(self, call: Call, name: str) -> tuple[Cut, ...]:
         """What each rank has of an array before, and of what is given back."""
         spans, heads = (self.keys, call.kv_heads) if name in "kv" else (self.queries, call.heads)
-        return [Cut(one, all_heads(len(heads))) for one in spans]
+        return tuple([Cut(one, all_heads(len(heads))) for one in spans])
 
-    def _there(self, call: Call, name: str) -> list[Cut]:
+    def _there(self, call: Call, name: str) -> tuple[Cut, ...]:
         """What each has while it attends."""
-        every = self._all(self.keys if name in "kv" else self.queries)
-        return [Cut(every, share[name in "kv"]) for share in self._shares(call)]
+        every = together(self.keys if name in "kv" else self.queries)
+        return tuple([Cut(every, share[name in "kv"]) for share in self._shares(call)])
 
-    def _moving(self, call: Call, **arrays: Any) -> dict[str, Any]:
-        return {name: move(self.peers, x, self._here(call, name), self._there(call, name)) for name, x in arrays.items()}
-
-    def _back(self, call: Call, x: Any) -> Any:
-        return move(self.peers, x, self._there(call, "q"), self._here(call, "q"))
+    def _moving(self, call: Call, **arrays: Any) -> Moving:
+        return move(self.peers, *[Route(x, self._here(call, name), self._there(call, name)) for name, x in arrays.items()])
 
 
 class Shared:
@@ -128,23 +120,21 @@ class Shared:
         its.dq, its.others = found.dq, found.others
         self.then.differentiate(dout, q, keys, values, out, lse, call, its)
         here, there = self._cuts(k)
-        for total, x in (found.dk, its.dk), (found.dv, its.dv):
-            total += gathered_sums(self.peers, x, there, here)
+        home = gathered_sums(self.peers, *[Route(x, there, here) for x in (its.dk, its.dv)])
+        for total, x in zip((found.dk, found.dv), home):
+            total += x
 
-    def _cuts(self, k: Any) -> tuple[list[Cut], list[Cut]]:
+    def _cuts(self, k: Any) -> tuple[tuple[Cut, ...], tuple[Cut, ...]]:
         heads = all_heads(k.shape[2])
-        return [Cut(spans, heads) for spans in self.keys], [Cut(together(self.keys), heads)] * self.peers.world
+        return tuple([Cut(spans, heads) for spans in self.keys]), (Cut(together(self.keys), heads),) * self.peers.world
 
-    def _fetched(self, k: Any, v: Any) -> tuple[Any, Any]:
+    def _fetched(self, k: Any, v: Any) -> list[Any]:
         here, there = self._cuts(k)
-        keys, values = [move(self.peers, x, here, there) for x in (k, v)]
-        return keys.wait(), values.wait()
+        return move(self.peers, *[Route(x, here, there) for x in (k, v)]).wait()
 
 
 def together(spans: tuple[Spans, ...]) -> Spans:
     """What ranks have together, in the sequence's order."""
-    from .orders import merged
-
     found = merged(tuple([span for one in spans for span in one]))
     assert count(found) == sum(map(count, spans)), "ranks have no token twice"
     return found

@@ -1,12 +1,13 @@
 """An array that is cut between ranks, cut otherwise: the one thing that travels.
 
 Each rank has some rows of all heads, or some heads of all rows, or whatever a `Cut` says. `move` brings an array from the cuts
-that ranks have to those that they want, a message for each rectangle that two ranks have in common; what comes to its place as
+that ranks have to those that they want, a tensor for each rectangle that two ranks have in common; what comes to its place as
 it is comes there without a copy. `gathered_sums` is its transpose: what several ranks have of an element is added up where it
 belongs, in float32, in the order of ranks, so that its bits do not depend on what arrives first."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ class Box(NamedTuple):
     to_heads: slice
 
 
+@functools.lru_cache(4096)
 def common(source: Cut, target: Cut) -> list[Box]:
     """The rectangles that both have, in one order whoever asks."""
     heads, found = source.heads.within(target.heads), []
@@ -59,14 +61,22 @@ def common(source: Cut, target: Cut) -> list[Box]:
     return found
 
 
-class Moving:
-    """An array on its way: `wait` gives it."""
+class Route(NamedTuple):
+    """An array x (batch, rows, heads, ..), of which rank r has sources[r] and wants targets[r]."""
 
-    def __init__(self, found: Any, pending: Pending, late: Sequence[tuple[Any, Any]]):
+    x: Any
+    sources: tuple[Cut, ...]
+    targets: tuple[Cut, ...]
+
+
+class Moving:
+    """Arrays on their way: `wait` gives them."""
+
+    def __init__(self, found: list[Any], pending: Pending, late: Sequence[tuple[Any, Any]]):
         self.found, self.pending, self.late = found, pending, late
 
-    def wait(self) -> Any:
-        """The array, of this rank's target, when all of it is here."""
+    def wait(self) -> list[Any]:
+        """The arrays, of this rank's targets, when all of them are here."""
         self.pending.wait()
         for place, tensor in self.late:
             place.copy_(tensor)
@@ -74,54 +84,61 @@ class Moving:
         return self.found
 
 
-def move(peers: Peers, x: Any, sources: Sequence[Cut], targets: Sequence[Cut]) -> Moving:
-    """x (batch, rows, heads, ..), of which rank r has sources[r], as targets[r] wants it. What no rank has is 0."""
-    mine = targets[peers.rank]
-    if peers.world == 1 and mine == sources[0]:
-        return Moving(x, Pending(()), ())
-    batch = x.shape[0]
+def move(peers: Peers, *routes: Route) -> Moving:
+    """Arrays from what ranks have to what they want, as one message between two ranks. What no rank has is 0."""
+    every: list[Any] = []
     sends, receives, late = [], [], []
-    covered = sum([_size(box) for source in sources for box in common(source, mine)])
-    made = torch.empty if covered == mine.shape[0] * mine.shape[1] else torch.zeros
-    found = made((batch, *mine.shape, *x.shape[3:]), dtype=x.dtype, device=x.device)
-    for box in common(sources[peers.rank], mine):
-        found[:, box.to_rows, box.to_heads] = x[:, box.rows, box.heads]
-    for rank in _others(peers):
-        for box in common(sources[peers.rank], targets[rank]):
-            sends += [(rank, x[b, box.rows, box.heads].contiguous()) for b in range(batch)]
-        for box in common(sources[rank], mine):
-            for place in [found[b, box.to_rows, box.to_heads] for b in range(batch)]:
-                straight = place.is_contiguous()
-                tensor = place if straight else torch.empty_like(place, memory_format=torch.contiguous_format)
-                receives.append((rank, tensor))
-                late += [] if straight else [(place, tensor)]
-    return Moving(found, peers.exchange(sends, receives), late)
+    for x, sources, targets in routes:
+        mine, batch = targets[peers.rank], range(x.shape[0])
+        if peers.world == 1 and mine == sources[0]:
+            every.append(x)
+            continue
+        made = torch.empty if covers(sources, mine) else torch.zeros
+        found = made((len(batch), *mine.shape, *x.shape[3:]), dtype=x.dtype, device=x.device)
+        every.append(found)
+        for box in common(sources[peers.rank], mine):
+            found[:, box.to_rows, box.to_heads] = x[:, box.rows, box.heads]
+        for rank in _others(peers):
+            for box in common(sources[peers.rank], targets[rank]):
+                sends += [(rank, x[b, box.rows, box.heads].contiguous()) for b in batch]
+            for box in common(sources[rank], mine):
+                for place in [found[b, box.to_rows, box.to_heads] for b in batch]:
+                    straight = place.is_contiguous()
+                    tensor = place if straight else torch.empty_like(place, memory_format=torch.contiguous_format)
+                    receives.append((rank, tensor))
+                    late += [] if straight else [(place, tensor)]
+    return Moving(every, peers.exchange(sends, receives), late)
 
 
-def gathered_sums(peers: Peers, x: Any, sources: Sequence[Cut], targets: Sequence[Cut]) -> Any:
-    """The sum, over ranks that have an element in sources[r], of what they have, as targets[r] wants it; in x's dtype, which is
-    float32 where sums matter."""
-    if peers.world == 1 and targets[0] == sources[0]:
-        return x
-    batch, mine = x.shape[0], targets[peers.rank]
+def gathered_sums(peers: Peers, *routes: Route) -> list[Any]:
+    """Of each array the sum, over ranks that have an element in sources[r], of what they have, as targets[r] wants it; in its
+    dtype, which is float32 where sums matter."""
     sends, receives, parts = [], [], []
-    for rank in _others(peers):
-        for box in common(sources[peers.rank], targets[rank]):
-            sends += [(rank, x[b, box.rows, box.heads].contiguous()) for b in range(batch)]
-    for rank in range(peers.world):
-        for box in common(sources[rank], mine):
-            if rank == peers.rank:
-                part = x[:, box.rows, box.heads]
-            else:
-                shape = batch, box.rows.stop - box.rows.start, box.heads.stop - box.heads.start, *x.shape[3:]
-                part = torch.empty(shape, dtype=x.dtype, device=x.device)
-                receives += [(rank, part[b]) for b in range(batch)]
-            parts.append((box, part))
+    for n, (x, sources, targets) in enumerate(routes):
+        mine, batch = targets[peers.rank], range(x.shape[0])
+        for rank in _others(peers):
+            for box in common(sources[peers.rank], targets[rank]):
+                sends += [(rank, x[b, box.rows, box.heads].contiguous()) for b in batch]
+        for rank in range(peers.world):
+            for box in common(sources[rank], mine):
+                if rank == peers.rank:
+                    part = x[:, box.rows, box.heads]
+                else:
+                    shape = len(batch), box.rows.stop - box.rows.start, box.heads.stop - box.heads.start, *x.shape[3:]
+                    part = torch.empty(shape, dtype=x.dtype, device=x.device)
+                    receives += [(rank, part[b]) for b in batch]
+                parts.append((n, box, part))
     peers.exchange(sends, receives).wait()
-    found = torch.zeros((batch, *mine.shape, *x.shape[3:]), dtype=x.dtype, device=x.device)
-    for box, part in parts:
-        found[:, box.to_rows, box.to_heads] += part
+    found = [x.new_zeros((x.shape[0], *targets[peers.rank].shape, *x.shape[3:])) for x, _, targets in routes]
+    for n, box, part in parts:
+        found[n][:, box.to_rows, box.to_heads] += part
     return found
+
+
+@functools.lru_cache(4096)
+def covers(sources: tuple[Cut, ...], target: Cut) -> bool:
+    """Have ranks all of it?"""
+    return sum([_size(box) for source in sources for box in common(source, target)]) == target.shape[0] * target.shape[1]
 
 
 def _others(peers: Peers) -> Iterator[int]:

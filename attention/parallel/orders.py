@@ -6,6 +6,7 @@ would not be two for each rank). Ranks have as many blocks, but for one."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 BLOCK = 128  # queries of a tile: see attention/softmax/hopper.py and ampere.py
@@ -31,7 +32,7 @@ Spans = tuple[Span, ...]
 
 @dataclass(frozen=True)
 class Contiguous:
-    """Rank r has the r-th part: what a recurrence needs. Of causal attention the last rank has twice as much work as the mean."""
+    """Rank r has the r-th part: what a recurrence needs. Of causal attention the last rank has nearly twice the mean's work."""
 
     block: int = BLOCK
 
@@ -41,7 +42,7 @@ class Contiguous:
         ends = [0]
         for part in _parts(-(-length // block), world):
             ends.append(ends[-1] + part)
-        return tuple([_kept([_span(first, end, block, length)]) for first, end in zip(ends, ends[1:])])
+        return tuple([_kept([_span(first, end, block, length)]) for first, end in pairwise(ends)])
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,15 @@ from ..softmax import ampere, hopper
 from .orders import Span, Spans
 
 PLACED = frozenset("mask score bias blocks cu_seqlens cu_seqlens_k lengths_k".split())  # what asks where each query stands
+TILE = 128  # rows of a tile of queries in backward, or twice as many
 SEEDS = 2**63
 MIXED = 0x9E3779B97F4A7C15  # odd, its bits as if drawn: seeds of different pieces differ everywhere
 
 
 class Piece(NamedTuple):
-    """Some queries beside some keys. rows: of the queries asked for, those that see any; keys: of those, the ones seen; options:
-    of attention.forward, which then gives what these queries see of these keys. at: where the rows lie among those that a bias
-    has; placed: is there one more array of aux before the caller's?"""
+    """Some queries beside some keys. rows: of the queries asked for, those that see any; keys: of those, the ones seen;
+    options: of attention.forward, which then gives what these queries see of these keys. at: where the rows lie among those
+    that a bias has; placed: is there one more array of aux before the caller's?"""
 
     rows: Span
     keys: Span
@@ -89,6 +90,14 @@ class Call(NamedTuple):
         first = 0 if left is None or "cu_seqlens" in told else max(0, q.start + self.past - left)
         first -= first % grain(*self.head_dims)
         return Span(min(first, end), end)
+
+    def seers(self, k: Span) -> Span:
+        """The queries that may see these keys; they begin where a tile of queries does."""
+        left, right = self.window
+        first = 0 if right is None else max(0, k.start - self.past - right)
+        end = self.length if left is None else min(self.length, k.stop - self.past + left)
+        first -= first % TILE
+        return Span(min(first, end), max(0, end)) if len(k) else Span(0, 0)
 
     def piece(self, q: Span, k: Span, at: int = 0) -> Piece | None:
         """Queries q beside keys k; None if none of them sees any. at: where q lies among the rows that a bias has.
@@ -171,7 +180,9 @@ class Call(NamedTuple):
     def _blocks(self, q: Span, k: Span) -> Any:
         blocks = self.told["blocks"]
         if not hasattr(blocks, "kv_num_blocks"):
-            raise TypeError("blocks: must be a BlockMask of the whole sequence here; lists that block_lists made are of one call")
+            raise TypeError(
+                "blocks: must be a BlockMask of the whole sequence here; lists that block_lists made are of one call"
+            )
         size = blocks.BLOCK_SIZE
         rows = size[0] if isinstance(size, (tuple, list)) else size
         if k != Span(0, self.keys) or q.start % rows:
@@ -183,12 +194,14 @@ class Call(NamedTuple):
 
     def _placed(self, q: Span, k: Span) -> dict[str, Any]:
         """What counts queries, keys and heads from 0, told where these begin."""
-        told, found = self.told, {}
+        told = self.told
+        found: dict[str, Any] = {}
         functions = [name for name in ("mask", "score") if told.get(name) is not None]
         if functions:
             begins = _begins(self.heads.start, q.start, k.start, self.device)
             found["aux"] = (begins, *told.get("aux", ()))
-            found |= {name: (placed_mask if name == "mask" else placed_score)(told[name]) for name in functions}
+            for name in functions:
+                found[name] = (placed_mask if name == "mask" else placed_score)(told[name])
         if told.get("dropout"):
             number = (self.heads.start * self.length + q.start) * self.keys + k.start
             found["seed"] = (told["seed"] ^ (number * MIXED % SEEDS)) if number else told["seed"]
@@ -246,6 +259,7 @@ def grain(head_dim: int, value_dim: int) -> int:
     """Keys that are whole blocks of any kernel of these dims: a part of the keys that begins there has the blocks that the
     whole has, and sums have the same order."""
     padded = min(d for d in hopper.SHAPES if d >= max(head_dim, value_dim))
+    tables: tuple[Any, ...]
     tables = hopper.SHAPES, hopper.ROOMY, hopper.LOADED, hopper.SCORED, ampere.SHAPES, ampere.BUSY, ampere.LOADED
     shapes = [table.get(padded) for table in (*tables, *ampere.ROOMS.values())]
     return math.lcm(*[shape[0] for shape in shapes if shape])

@@ -134,7 +134,7 @@ class Recurrence:
 
     def _none(self, place: Part) -> tuple[Any, Any]:
         """What nobody waits for."""
-        return tuple([torch.zeros(x, device=place.device) for x in (self.map_shape(place), self.left_shape(place))])  # type: ignore[return-value]
+        return torch.zeros(self.map_shape(place), device=place.device), torch.zeros(self.left_shape(place), device=place.device)
 
     def _empty(self) -> Any:
         return torch.empty_like(self.arrays[self.values])
@@ -197,7 +197,9 @@ class Delta(Recurrence):
             m = Delta((q, k, none, beta), self.options).call(place, initial_state=one.contiguous(), return_state=True)[1]
             return m, self.call(place, return_state=True)[1]
         begin = torch.cat([one.new_zeros(self.left_shape(place)), one], -1)
-        both = Delta((q, k, torch.cat([v, none], -1), beta), self.options).call(place, initial_state=begin, return_state=True)[1]
+        both = Delta((q, k, torch.cat([v, none], -1), beta), self.options).call(place, initial_state=begin, return_state=True)[
+            1
+        ]
         return both[..., columns:], both[..., :columns]
 
     def compose(self, m: Any, state: Any) -> Any:
@@ -241,7 +243,7 @@ class Chain:
 
     def before(self, rank: int) -> Any:
         """The state before the part of a rank other than the first."""
-        state = None
+        state: Any = None
         for one in self.every[:rank]:
             m, left = (x.reshape(shape) for x, shape in zip(one.split([shape.numel() for shape in self.shapes]), self.shapes))
             state = left if state is None else self.compose(m, state) + left

@@ -37,10 +37,12 @@ class Ring:
         shares = self._shares(k, v)
         out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=torch.float32, device=q.device)
         lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
-        alone = call._replace(told={name: x for name, x in call.told.items() if name != "sink"})
+        alone = _without_sink(call)
         for share, (keys, values) in shares:
             for rows, seen, part in self._parts(alone, share):
-                found, sums = attention.forward(q[:, rows], keys[:, seen], values[:, seen], return_lse=True, **part.options)
+                found = torch.empty_like(out[:, rows], memory_format=torch.contiguous_format)
+                given = q[:, rows], keys[:, seen], values[:, seen]
+                _, sums = attention.forward(*given, out=found, return_lse=True, **part.options)
                 merge(out[:, rows], lse[:, :, rows], found, sums)
         if "sink" in call.told:
             merge(out, lse, None, call.told["sink"][:, None])
@@ -49,15 +51,19 @@ class Ring:
     def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
         """Add the gradients of `attend` to what is found."""
         back: list[tuple[Pending, Any, Any]] = []
+        alone = _without_sink(call)
         for share, (keys, values) in self._shares(k, v):
             of_keys, of_values = _zeros_like(keys), _zeros_like(values)
-            for rows, seen, part in self._parts(call, share):
+            for rows, seen, part in self._parts(alone, share):
                 given = dout[:, rows], q[:, rows], keys[:, seen], values[:, seen], out[:, rows], lse[:, :, rows]
-                found.add(part, call, *given, (found.dq[:, rows], of_keys[:, seen], of_values[:, seen]))
+                found.add(part, alone, *given, (found.dq[:, rows], of_keys[:, seen], of_values[:, seen]))
             self._add(found, back)
             back.append(self._return(share, of_keys, of_values, k, v))
         while back:
             self._add(found, back)
+        if "sink" in found.others:  # a key without a value: once, not once a piece
+            weights = (call.told["sink"][:, None] - lse).exp()
+            found.others["sink"] -= (weights * (dout.float() * out.float()).sum(-1).transpose(1, 2)).sum((0, 2))
 
     def _shares(self, k: Any, v: Any) -> Iterator[tuple[int, tuple[Any, Any]]]:
         """(whose it is, its keys and values) of every rank's share, this one's first."""
@@ -65,11 +71,11 @@ class Ring:
         k, v = k.contiguous(), v.contiguous()
         now = (k, v)
         for step in range(world):
-            owner, coming, pending = (rank - step) % world, None, Pending(())
+            owner, coming, pending = (rank - step) % world, now, Pending(())
             if step + 1 < world:
                 before, behind = (rank - step - 1) % world, (rank + step + 1) % world
                 (rows, _) = Cut(self.keys[before], Span(0, 1)).shape
-                coming = tuple([x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (k, v)])
+                coming = (k.new_empty((k.shape[0], rows, *k.shape[2:])), v.new_empty((v.shape[0], rows, *v.shape[2:])))
                 pending = self.peers.exchange([(behind, x) for x in (k, v)], [(before, x) for x in coming])
             yield owner, now
             pending.wait()
@@ -106,8 +112,8 @@ class Ring:
 
 
 def merge(out: Any, lse: Any, other: Any, its: Any) -> None:
-    """Add to what queries have seen, out (batch, rows, heads, columns) and lse (batch, heads, rows) in float32, what they see of
-    other keys: `other`, None for nothing, and its sums."""
+    """Add to what queries have seen, out (batch, rows, heads, columns) and lse (batch, heads, rows) in float32, what they see
+    of other keys: `other`, None for nothing, and its sums."""
     both = torch.logaddexp(lse, its.expand(lse.shape))
     top = torch.where(both == -torch.inf, 0, both)
     weights = [(x - top).exp().transpose(1, 2)[..., None] for x in (lse, its.expand(lse.shape))]
@@ -115,6 +121,10 @@ def merge(out: Any, lse: Any, other: Any, its: Any) -> None:
     if other is not None:
         out += other * weights[1]
     lse.copy_(both)
+
+
+def _without_sink(call: Call) -> Call:
+    return call._replace(told={name: x for name, x in call.told.items() if name != "sink"})
 
 
 def _zeros_like(x: Any) -> Any:

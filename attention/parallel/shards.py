@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .moves import Cut, move
+from .moves import Cut, Route, gathered_sums, move
 from .orders import Order, Span, order_of
 from .peers import Peers, one_of, peers_of
 
@@ -27,9 +27,9 @@ def unshard(x: Any, group: Any = None, dim: int = 1, order: str | Order = "zigza
     """The whole tensor on every rank, of what `shard` gave each. length: of the whole, where shares differ; as many times the
     share's as there are ranks by default. Differentiable: the gradient of a share is the sum of what every rank has of it."""
     peers = one_of(group)
-    before, after = cuts(x.shape[dim], peers, order, length), None
-    total = sum([before[r].shape[0] for r in range(peers.world)])
-    after = [Cut((Span(0, total),), Span(0, 1))] * peers.world
+    before = cuts(x.shape[dim], peers, order, length)
+    total = sum([cut.shape[0] for cut in before])
+    after = (Cut((Span(0, total),), Span(0, 1)),) * peers.world
     return _Moved.apply(x, peers, dim, before, after)
 
 
@@ -46,7 +46,7 @@ def reorder(
     peers = one_of(group)
     before = cuts(x.shape[dim], peers, order, length)
     total = sum([cut.shape[0] for cut in before])
-    after = [Cut(spans, Span(0, 1)) for spans in order_of(to).spans(total, peers.world)]
+    after = tuple([Cut(spans, Span(0, 1)) for spans in order_of(to).spans(total, peers.world)])
     return _Moved.apply(x, peers, dim, before, after)
 
 
@@ -56,14 +56,14 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, peers, dim, before, after):
         ctx.told = peers, dim, before, after
-        return _along(move(peers, _rows(x, dim), before, after).wait(), dim)
+        (found,) = move(peers, Route(_rows(x, dim), before, after)).wait()
+        return _along(found, dim)
 
     @staticmethod
     def backward(ctx, dx):
-        from .moves import gathered_sums
-
         peers, dim, before, after = ctx.told
-        return _along(gathered_sums(peers, _rows(dx, dim), after, before), dim), None, None, None, None
+        (found,) = gathered_sums(peers, Route(_rows(dx, dim), after, before))
+        return _along(found, dim), None, None, None, None
 
 
 def _rows(x, dim):
@@ -76,7 +76,7 @@ def _along(x, dim):
     return x[0, :, 0].movedim(0, dim).contiguous()
 
 
-def cuts(rows: int, peers: Peers, order: str | Order, length: int | None) -> list[Cut]:
+def cuts(rows: int, peers: Peers, order: str | Order, length: int | None) -> tuple[Cut, ...]:
     """What every rank has, this one having so many rows. ValueError."""
     total = rows * peers.world if length is None else length
     found = order_of(order).spans(total, peers.world)
@@ -86,7 +86,7 @@ def cuts(rows: int, peers: Peers, order: str | Order, length: int | None) -> lis
         raise ValueError(
             f"length: rank {peers.rank} of {peers.world} would have {mine.shape[0]} of {total} tokens, and has {rows}: {said}"
         )
-    return [Cut(spans, Span(0, 1)) for spans in found]
+    return tuple([Cut(spans, Span(0, 1)) for spans in found])
 
 
 def place_of(group: Any) -> tuple[int, int]:

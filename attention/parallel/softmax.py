@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from .choice import SCHEMES, SHARE, Choice, choose, refusal
 from .gather import Gather
 from .gradients import Gradients
 from .heads import Heads, Shared, together
+from .in_order import InOrder
 from .moves import all_heads
 from .orders import Order, Span, Spans, count, order_of
 from .peers import Peers, peers_of
@@ -157,7 +158,7 @@ def _differentiate(plan, dout, q, k, v, out, lse, told, wanted) -> dict[str, Any
     norms, eps = [told.pop(name, None) for name in NORMS], told.pop("norm_eps", 1e-6)
     rows = [normalised(name, x, norm, eps, None, "bshd") for name, x, norm in zip("qk", (q, k), norms)]
     call = plan.call(*rows, v, told)
-    found = Gradients.begin(*rows, v, call, wanted)
+    found = Gradients.begin(rows[0], rows[1], v, call, wanted)
     plan.scheme.differentiate(dout, *rows, v, out, lse, call, found)
     results = dict(zip("qkv", found.results(q, k, v))) | found.others
     for name, x, norm in zip("qk", (q, k), norms):
@@ -176,7 +177,9 @@ def _shaped(told: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---- once for each form of call --------------------------------------------------------------------------------------
-def _key(peers: Sequence[Peers], scheme: Any, order: Any, length: Any, length_k: Any, q: Any, k: Any, v: Any, told: dict) -> Any:
+def _key(
+    peers: Sequence[Peers], scheme: Any, order: Any, length: Any, length_k: Any, q: Any, k: Any, v: Any, told: dict
+) -> Any:
     """What decides how a call is done: everything but what arrays hold."""
     forms = [(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
     return (*peers, scheme, order, length, length_k, *forms, *[(name, _form(x)) for name, x in told.items()])
@@ -209,17 +212,29 @@ def _planned(
         if count(spans[rank]) != x.shape[1]:
             had = f"rank {rank} of {world} has {x.shape[1]} tokens, and would have {count(spans[rank])} of {whole}"
             raise ValueError(f"{name}: {had} by {order}: give {name}, the number of all tokens, as shards may differ")
-    plain = {name: x for name, x in told.items() if name not in ("cu_seqlens", "cu_seqlens_k", "lengths_k", "bias", "blocks", "sink")}
+    plain = {
+        name: x for name, x in told.items() if name not in ("cu_seqlens", "cu_seqlens_k", "lengths_k", "bias", "blocks", "sink")
+    }
     with torch.no_grad():  # no query, no key: everything is checked, nothing launched
         attention.forward(*[x.detach()[:, :0] for x in (q, k, v)], **plain)
     if ("mask" in told or "score" in told) and max(total, length_k) >= INDICES:
-        raise ValueError(f"mask: counts queries and keys in float32, so there must be fewer than 2**24 of each: {total}, {length_k}")
+        raise ValueError(
+            f"mask: counts queries and keys in float32, so there must be fewer than 2**24 of each: {total}, {length_k}"
+        )
     call = Plan(None, total, length_k, "").call(q, k, v, told)
     choice = _choice(peers, scheme, call, q, queries, keys)
     found = _scheme(choice.scheme if isinstance(choice, Choice) else choice, peers, call, queries, keys)
     forms = [f"{n}: {x.shape[0]} x {x.shape[2]} x {x.shape[3]} of {x.dtype}" for n, x in (("q", q), ("k", k), ("v", v))]
     named = [f"{name}={_said(name, x)}" for name, x in sorted(told.items())]
-    said = [*forms, f"length={total}", f"length_k={length_k}", f"{scheme=}", f"chosen={choice}".partition(":")[0], f"{order=}", *named]
+    said = [
+        *forms,
+        f"length={total}",
+        f"length_k={length_k}",
+        f"{scheme=}",
+        f"chosen={choice}".partition(":")[0],
+        f"{order=}",
+        *named,
+    ]
     return "; ".join(said), Plan(found, total, length_k, choice)
 
 
@@ -242,7 +257,9 @@ def _said(name: str, x: Any) -> str:
     return f"{tuple(x.shape)} of {x.dtype}" if hasattr(x, "shape") else f"{x!r}"
 
 
-def _choice(peers: Sequence[Peers], scheme: Any, call: Call, q: Any, queries: tuple[Spans, ...], keys: tuple[Spans, ...]) -> Any:
+def _choice(
+    peers: Sequence[Peers], scheme: Any, call: Call, q: Any, queries: tuple[Spans, ...], keys: tuple[Spans, ...]
+) -> Any:
     """The Choice, or the scheme that was asked for."""
     if len(peers) == 2:
         pair = ("gather", "ulysses") if scheme == "auto" else scheme
@@ -269,7 +286,7 @@ def _scheme(name: Any, peers: Sequence[Peers], call: Call, queries: tuple[Spans,
     if isinstance(name, str):
         if name == "ulysses":
             return Heads(peers[0], queries, keys, _alone(call))
-        return {"gather": Gather, "ring": Ring}[name](peers[0], queries, keys)
+        return _by(name, call)(peers[0], queries, keys)
     outer, inner = peers
     mine = slice(outer.rank * inner.world, (outer.rank + 1) * inner.world)
     rows = [slice(at * inner.world, (at + 1) * inner.world) for at in range(outer.world)]
@@ -278,12 +295,21 @@ def _scheme(name: Any, peers: Sequence[Peers], call: Call, queries: tuple[Spans,
         then: Any = Ring(outer, tuple(own), tuple([together(keys[at]) for at in rows]))
         return Shared(inner, queries[mine], keys[mine], then)
     if Heads.shares(len(call.heads), len(call.kv_heads), inner.world) is None:
-        raise NotImplementedError(f"scheme: {len(call.heads)} heads of {len(call.kv_heads)} key heads are not for {inner.world} ranks")
+        raise NotImplementedError(
+            f"scheme: {len(call.heads)} heads of {len(call.kv_heads)} key heads are not for {inner.world} ranks"
+        )
     of_rows = [tuple([together(spans[at]) for at in rows]) for spans in (queries, keys)]
-    then = {"gather": Gather, "ring": Ring}[name[0]](outer, *of_rows)
+    then = _by(name[0], call)(outer, *of_rows)
     if why := refusal(name[0], call, *of_rows):
         raise NotImplementedError(why)
     return Heads(inner, queries[mine], keys[mine], then)
+
+
+def _by(name: str, call: Call) -> type[Gather] | type[Ring]:
+    """The scheme of this name, of ranks that share a sequence."""
+    if name == "ring":
+        return Ring
+    return InOrder if call.told.get("deterministic") and InOrder.serves(call) else Gather
 
 
 def _alone(call: Call) -> Gather:
@@ -298,5 +324,3 @@ def _on(stream: Any, x: Any) -> Any:
     if stream is None or not x.is_cuda:
         return nullcontext()
     return torch.cuda.stream(stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.ExternalStream(int(stream)))
-
-

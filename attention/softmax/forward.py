@@ -67,7 +67,12 @@ MADE = """
     out           BSHV  tile     in_place
     lse           BHS   float32  made      return_lse
 """
+UNROUNDED = """
+    out           BSHV  float32  made
+    lse           BHS   float32  made      return_lse
+"""
 VARIANTS, LISTS = Schema("forward_variant", GIVEN.rstrip() + MADE), Schema("block_lists", GIVEN)
+IN_FLOAT32 = Schema("forward_unrounded", GIVEN.rstrip() + UNROUNDED)
 
 
 def forward(
@@ -145,9 +150,10 @@ def forward(
     deterministic: torch's gradients of this call are the same bits every time, as they are under
     torch.use_deterministic_algorithms: see backward. What forward itself gives always is.
 
-    scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
-    default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, and
-    multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default the first where it can run.
+    scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array; of q's dtype, or of float32, unrounded.
+    stream: the CUDA stream, by default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and
+    TMA: Hopper, and multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default the first where
+    it can run.
 
     Returns `out`, the same kind of array as q, or with return_lse=True `(out, lse)`, where lse (B, H, Sq) is the float32
     natural logarithm of the sum of exp(score), -inf for a query that sees no key.
@@ -191,7 +197,8 @@ def forward(
         made = differentiable(told)
         if made is not None:
             return made if return_lse else made[0]
-    if simple:
+    unrounded = out is not None and "float32" in str(getattr(out, "dtype", ""))
+    if simple and not unrounded:
         return _forward(stream, (q, k, v, out, None), (flag("causal", causal), *common), layout)
     left, right = ends_of(window)
     random, (size, ready_for, lists) = random_of(dropout, seed), blocks_of(blocks)
@@ -203,7 +210,7 @@ def forward(
     options = flag("causal", causal), left, right, positive("softcap", softcap), *functions, *size, ready_for, *numbers, *common
     if isinstance(blocks, Making):
         return _block_lists(stream, given[: len(LISTS.names)], options, layout)
-    return _variant(stream, given, options, layout)
+    return (_unrounded if unrounded else _variant)(stream, given, options, layout)
 
 
 def plain(q: Any, k: Any, v: Any, causal: bool, scale: float | None, family: str | None, layout: str) -> tuple[Any, Any]:
@@ -290,7 +297,7 @@ def _variant(
     return planned(problem, made, return_lse, family, aux, listing, norm_eps)
 
 
-_block_lists = program(LISTS)(_variant.planner)
+_block_lists, _unrounded = program(LISTS)(_variant.planner), program(IN_FLOAT32)(_variant.planner)
 
 
 def dropped(problem: Problem, dropout: float, seed: Number | None) -> tuple[Dropped, dict[str, float | Number]]:

@@ -20,7 +20,7 @@ from tiles.arguments import FLOAT, INT, array, tiled
 
 from .kind import Kind
 from .online import Softmax
-from .output import Sent, Stored
+from .output import Sent, Stored, Unrounded
 from .seen import CAUSAL, FULL
 from .variants import At, Variant
 
@@ -55,7 +55,7 @@ class Config(Kind):
     @property
     def output(self):
         """How the output leaves."""
-        return (Sent if self.sent else Stored)(self.lie.apart)
+        return (Sent if self.sent else Unrounded if self.unrounded else Stored)(self.lie.apart)
 
     @property
     def turn(self):

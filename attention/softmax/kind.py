@@ -15,7 +15,7 @@ from .variants import Variant, arrays_of
 @dataclass(frozen=True)
 class Kind:
     """head_dim and value_dim as padded; the variant; key rows of a block; how sequences lie; how many axes each array has that
-    the variant's functions read; whether lists say which blocks of keys a tile sees."""
+    the variant's functions read; whether lists say which blocks of keys a tile sees; whether the output is of float32."""
 
     head_dim: int
     value_dim: int
@@ -25,6 +25,7 @@ class Kind:
     lie: type[Batched] = field(default=Batched, kw_only=True)
     axes: tuple[int, ...] = field(default=(), kw_only=True)
     by_list: bool = field(default=False, kw_only=True)
+    unrounded: bool = field(default=False, kw_only=True)
 
     @property
     def rows(self) -> int:
@@ -69,4 +70,5 @@ class Kind:
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         lie = "" if self.lie is Batched else f" {self.lie.__name__.lower()}"
-        return f"{dims} {self.dtype} {self.variant}{lie}{' by list' * self.by_list}, {self.rows} x {self.kv}"
+        lie += " by list" * self.by_list + " unrounded" * self.unrounded
+        return f"{dims} {self.dtype} {self.variant}{lie}, {self.rows} x {self.kv}"

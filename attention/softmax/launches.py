@@ -124,7 +124,10 @@ def planned(
     if (only_lists or "lists" in problem) and not by_list:
         name = "lengths_k" if "lengths_k" in problem else "cu_seqlens"
         raise problem.error(name, "must be None where lists of key blocks are made or given", name)
-    kind = {} if lie is Batched and not axes and not by_list else {"lie": lie, "axes": axes, "by_list": by_list}
+    unrounded = not only_lists and problem.schema.arguments["out"].holds == "float32"
+    kind = {"lie": lie, "axes": axes, "by_list": by_list, "unrounded": unrounded}
+    if lie is Batched and not (axes or by_list or unrounded):
+        kind = {}
     if tma:
         config = hopper.config_for(head_dim, dtype, variant, min(kv_len, made.reach), value_dim, **kind)
     else:
