@@ -1,6 +1,6 @@
 """attention.parallel on the GPUs of one machine, one process a GPU: is it right, and how does it scale?
 
-    python -m bench.ranks PART ..          check, forward, backward, linear, host; all of them by default
+    python -m bench.ranks PART ..          host, forward, check, backward, linear; all of them by default
 
 Share of perfect scaling: what the whole takes on one GPU, by as many GPUs as there are and what it takes on them together. Both
 are timed in turns, by CUDA events, on every GPU at once; the slowest rank counts, and of turns the median. The peer: torch's
@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from contextlib import nullcontext, suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -77,36 +78,42 @@ def scaling(what, functions, **options):
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 CAUSAL = dict(causal=True)
-CASES = {
-    "causal": CAUSAL,
-    "full": {},
-    "window": dict(window=(1000, 0)),
-    "documents": dict(mask=lambda b, h, i, j, docs: docs[i] == docs[j], causal=True),
-    "softcap": dict(causal=True, softcap=20.0),
-}
+DOCUMENTS = dict(mask=lambda b, h, i, j, docs: docs[i] == docs[j], causal=True)
+CASES = (  # head_dim, tokens, options, schemes; gradients, too?
+    (128, 8192, CAUSAL, ("gather", "ring", "ulysses"), True),
+    (128, 5000, CAUSAL, ("gather",), True),
+    (128, 8192, dict(window=(1000, 0)), ("gather",), True),
+    (128, 8192, DOCUMENTS, ("gather",), False),
+    (128, 8192, {}, ("gather",), False),
+    (64, 8192, CAUSAL, ("gather",), False),
+)
 
 
 def check():
     """Gather is bitwise what one GPU gives, gradients, too, with deterministic=True; again and again, while the GPU is busy."""
-    for dim, length in (128, 8192), (64, 8192), (128, 5000), (256, 4096):
+    for dim, length, options, schemes, gradients in CASES:
         q, k, v = drawn(length, 4, 2, dim)
-        dout, spread = torch.randn_like(q), dict(length=length)
-        for name, options in CASES.items():
-            if name == "documents":
-                options = options | {"aux": (torch.arange(length, device="cuda", dtype=torch.int32) // 777,)}
-            given = [x.clone().requires_grad_() for x in (q, k, v)]
-            one = attention.forward(*given, **options, deterministic=True)
-            wanted = [one, *torch.autograd.grad(one, given, dout)]
-            mine = [parallel.shard(x).requires_grad_() for x in (q, k, v)]
-            said = {}
-            for scheme in "gather", "ulysses", "ring":
-                out = parallel.forward(*mine, scheme=scheme, **spread, **options, deterministic=True)
-                found = [out, *torch.autograd.grad(out, mine, parallel.shard(dout))]
-                pairs = [(x.detach(), parallel.shard(y.detach())) for x, y in zip(found, wanted)]
-                same = slowest(float(sum([1 << n for n, (x, y) in enumerate(pairs) if not torch.equal(x, y)])))
-                off = slowest(max([((x - y).abs().max() / y.abs().max()).item() for x, y in pairs]))
-                said[scheme] = "bitwise" if same == 0 else f"differs in {int(same):04b} by {off:.2g}"
-            say(what=f"check {name} D {dim} S {length}", **said)
+        dout = torch.randn_like(q)
+        if "mask" in options:
+            options = options | {"aux": (torch.arange(length, device="cuda", dtype=torch.int32) // 777,)}
+        given, mine = [x.clone() for x in (q, k, v)], [parallel.shard(x) for x in (q, k, v)]
+        for x in (*given, *mine):
+            x.requires_grad_(gradients)
+
+        def results(function, arrays, dout):
+            out = function(*arrays)
+            return [out.detach(), *(torch.autograd.grad(out, arrays, dout) if gradients else ())]
+
+        one = partial(attention.forward, **options, deterministic=True)
+        wanted = [parallel.shard(x) for x in results(one, given, dout)]
+        said = {}
+        for scheme in schemes:
+            ranks = partial(parallel.forward, scheme=scheme, length=length, **options, deterministic=True)
+            pairs = list(zip(results(ranks, mine, parallel.shard(dout)), wanted))
+            same = [slowest(float(not torch.equal(x, y))) == 0 for x, y in pairs]
+            off = [slowest(((x - y).abs().max() / y.abs().max()).item()) for x, y in pairs]
+            said[scheme] = "bitwise" if all(same) else f"off by {[f'{x:.2g}' for x in off]}"
+        say(what=f"check {[*options.items()][:2]} D {dim} S {length}, gradients {gradients}", **said)
     q, k, v = drawn(8192, 8, 2)
     wanted, mine = parallel.shard(attention.forward(q, k, v, **CAUSAL)), [parallel.shard(x) for x in (q, k, v)]
     busy, other = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -237,7 +244,7 @@ def host():
         say(what="link", MB=2 * size / 1e6, ms=time_of, GBs=2 * size / time_of / 1e6)
 
 
-PARTS = {"host": host, "check": check, "forward": forward, "backward": backward, "linear": linear}
+PARTS = {"host": host, "forward": forward, "check": check, "backward": backward, "linear": linear}
 
 
 def rank(number, world, names, port):
