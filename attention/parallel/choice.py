@@ -112,7 +112,8 @@ def estimate(
     share = of_key * max(map(count, keys), default=0)
     merging = 16 * batch * most * heads * call.head_dims[1] / machine.memory
     step = max(compute / world + merging, share / machine.link + machine.message)
-    return Estimate(scheme, (world - 1) * step + compute / world + merging, (world - 1) * share, 2 * share + 4 * most * heads)
+    held = 2 * share + 8 * batch * most * heads * call.head_dims[1]  # and two results in float32
+    return Estimate(scheme, (world - 1) * step + compute / world + merging, (world - 1) * share, held)
 
 
 SCHEMES = "gather", "ulysses", "ring"

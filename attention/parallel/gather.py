@@ -19,7 +19,8 @@ from .orders import Span, Spans, merged
 from .peers import Peers
 from .pieces import Call, Piece
 
-FIRST = 4  # a quarter of the key heads comes first
+FIRST = 4  # a quarter of the key heads comes first,
+LONG = 2**24  # where so many bytes come; less is not worth a launch
 
 
 class Gather:
@@ -29,10 +30,11 @@ class Gather:
 
     def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...]):
         self.peers, self.queries, self.keys = peers, queries, keys
+        self.known: dict[Any, Any] = {}  # what follows from the call's form, which is always the same
 
     def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
-        moving = [(heads, self._fetch(k, v, call, heads)) for heads in self._in_turn(k.shape[2])]
+        moving = [(heads, self._fetch(k, v, call, heads)) for heads in self._in_turn(k)]
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         for heads, on_their_way in moving:
@@ -49,7 +51,7 @@ class Gather:
 
     def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
         """Add the gradients of `attend` to what is found."""
-        moving = [(heads, self._fetch(k, v, call, heads)) for heads in self._in_turn(k.shape[2])]
+        moving = [(heads, self._fetch(k, v, call, heads)) for heads in self._in_turn(k)]
         for heads, on_their_way in moving:
             keys, values = on_their_way.wait()
             sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
@@ -64,9 +66,10 @@ class Gather:
             for total, x in zip((found.dk, found.dv), home):
                 total[:, :, slice(*heads)] += x
 
-    def _in_turn(self, heads: int) -> list[Span]:
+    def _in_turn(self, k: Any) -> list[Span]:
         """The key heads that come one after the other."""
-        first = heads // FIRST if self.peers.world > 1 else 0
+        heads = k.shape[2]
+        first = heads // FIRST if self.peers.world > 1 and k.nbytes * self.peers.world > LONG else 0
         return [Span(0, first), Span(first, heads)] if first else [all_heads(heads)]
 
     def _of(self, call: Call, q: Any, heads: Span) -> tuple[slice, Call]:
@@ -78,7 +81,10 @@ class Gather:
 
     def _wanted(self, call: Call, heads: Span) -> tuple[Cut, ...]:
         """What each rank wants of the keys."""
-        return tuple([Cut(self._seen(call, spans), heads) for spans in self.queries])
+        found = self.known.get(heads)
+        if found is None:
+            found = self.known[heads] = tuple([Cut(self._seen(call, spans), heads) for spans in self.queries])
+        return found
 
     def _seen(self, call: Call, spans: Spans) -> Spans:
         return merged(tuple([span for span in map(call.reach, spans) if len(span)]))
@@ -90,8 +96,13 @@ class Gather:
 
     def _joined(self, call: Call, q: Any) -> list[tuple[slice, Piece, slice]]:
         """All spans at once, if they can be."""
-        part = call.joined(self.queries[self.peers.rank], q.shape[0])
-        return [(slice(None), part, slice(*part.keys))] if part else []
+        part = self.known.get("joined", False)
+        if part is False:
+            part = self.known["joined"] = call.joined(self.queries[self.peers.rank], q.shape[0])
+        if part is None:
+            return []
+        told = call.told | {"lengths_k": part.options["lengths_k"]}
+        return [(slice(None), part._replace(options=told), slice(*part.keys))]
 
     def _parts(self, call: Call) -> Iterator[tuple[slice, Piece | None, slice]]:
         """(rows, Piece, which of the fetched keys) of each of this rank's spans; a Piece is None where nothing is seen."""

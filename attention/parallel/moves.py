@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +46,6 @@ class Box(NamedTuple):
     to_heads: slice
 
 
-@functools.lru_cache(4096)
 def common(source: Cut, target: Cut) -> list[Box]:
     """The rectangles that both have, in one order whoever asks."""
     heads, found = source.heads.within(target.heads), []
@@ -67,6 +67,39 @@ class Route(NamedTuple):
     x: Any
     sources: tuple[Cut, ...]
     targets: tuple[Cut, ...]
+
+
+class Messages(NamedTuple):
+    """What becomes of a route on a rank: boxes that it has itself, and those that it sends and receives, each with the other
+    rank; whole: does all that it wants come from somewhere? kept: where, among what it wants, that lies which it sends, where
+    it is among its own: so it is sent from there, and no memory is taken besides."""
+
+    own: list[Box]
+    sends: list[tuple[int, Box]]
+    kept: list[tuple[slice, slice] | None]
+    receives: list[tuple[int, Box]]
+    whole: bool
+
+
+@functools.lru_cache(1024)
+def messages(rank: int, sources: tuple[Cut, ...], targets: tuple[Cut, ...]) -> Messages:
+    """Those of a rank, found once. The next rank comes first: no rank is everybody's first."""
+    world = len(sources)
+    mine, others = targets[rank], [(rank + step) % world for step in range(1, world)]
+    sends = [(other, box) for other in others for box in common(sources[rank], targets[other])]
+    receives = [(other, box) for other in others for box in common(sources[other], mine)]
+    own = common(sources[rank], mine)
+    came = sum([_size(box) for box in (*own, *[box for _, box in receives])])
+    kept = [next((_within(box, one) for one in own if _within(box, one)), None) for _, box in sends]
+    return Messages(own, sends, kept, receives, came == mine.shape[0] * mine.shape[1])
+
+
+def _within(box: Box, own: Box) -> tuple[slice, slice] | None:
+    """Where a box of the same source lies in the target of `own`, if that has it, and all of its heads."""
+    if box.heads != own.heads or box.rows.start < own.rows.start or box.rows.stop > own.rows.stop:
+        return None
+    first = own.to_rows.start - own.rows.start
+    return slice(box.rows.start + first, box.rows.stop + first), own.to_heads
 
 
 class Moving:
@@ -93,20 +126,24 @@ def move(peers: Peers, *routes: Route) -> Moving:
         if peers.world == 1 and mine == sources[0]:
             every.append(x)
             continue
-        made = torch.empty if covers(sources, mine) else torch.zeros
-        found = made((len(batch), *mine.shape, *x.shape[3:]), dtype=x.dtype, device=x.device)
+        todo = messages(peers.rank, sources, targets)
+        made = x.new_empty if todo.whole else x.new_zeros
+        found = made((len(batch), *mine.shape, *x.shape[3:]))
         every.append(found)
-        for box in common(sources[peers.rank], mine):
+        for box in todo.own:
             found[:, box.to_rows, box.to_heads] = x[:, box.rows, box.heads]
-        for rank in _others(peers):
-            for box in common(sources[peers.rank], targets[rank]):
-                sends += [(rank, x[b, box.rows, box.heads].contiguous()) for b in batch]
-            for box in common(sources[rank], mine):
-                for place in [found[b, box.to_rows, box.to_heads] for b in batch]:
-                    straight = place.is_contiguous()
-                    tensor = place if straight else torch.empty_like(place, memory_format=torch.contiguous_format)
-                    receives.append((rank, tensor))
-                    late += [] if straight else [(place, tensor)]
+        for (rank, box), kept in zip(todo.sends, todo.kept):
+            for b in batch:
+                tensor = x[b, box.rows, box.heads]
+                if kept and not tensor.is_contiguous():
+                    tensor = found[b, kept[0], kept[1]]
+                sends.append((rank, tensor.contiguous()))
+        for rank, box in todo.receives:
+            for place in [found[b, box.to_rows, box.to_heads] for b in batch]:
+                straight = place.is_contiguous()
+                tensor = place if straight else torch.empty_like(place, memory_format=torch.contiguous_format)
+                receives.append((rank, tensor))
+                late += [] if straight else [(place, tensor)]
     return Moving(every, peers.exchange(sends, receives), late)
 
 
@@ -115,35 +152,19 @@ def gathered_sums(peers: Peers, *routes: Route) -> list[Any]:
     dtype, which is float32 where sums matter."""
     sends, receives, parts = [], [], []
     for n, (x, sources, targets) in enumerate(routes):
-        mine, batch = targets[peers.rank], range(x.shape[0])
-        for rank in _others(peers):
-            for box in common(sources[peers.rank], targets[rank]):
-                sends += [(rank, x[b, box.rows, box.heads].contiguous()) for b in batch]
-        for rank in range(peers.world):
-            for box in common(sources[rank], mine):
-                if rank == peers.rank:
-                    part = x[:, box.rows, box.heads]
-                else:
-                    shape = len(batch), box.rows.stop - box.rows.start, box.heads.stop - box.heads.start, *x.shape[3:]
-                    part = torch.empty(shape, dtype=x.dtype, device=x.device)
-                    receives += [(rank, part[b]) for b in batch]
-                parts.append((n, box, part))
+        todo, batch = messages(peers.rank, sources, targets), range(x.shape[0])
+        sends += [(rank, x[b, box.rows, box.heads].contiguous()) for rank, box in todo.sends for b in batch]
+        parts += [(peers.rank, n, box, x[:, box.rows, box.heads]) for box in todo.own]
+        for rank, box in todo.receives:
+            shape = len(batch), box.rows.stop - box.rows.start, box.heads.stop - box.heads.start, *x.shape[3:]
+            part = x.new_empty(shape)
+            receives += [(rank, part[b]) for b in batch]
+            parts.append((rank, n, box, part))
     peers.exchange(sends, receives).wait()
     found = [x.new_zeros((x.shape[0], *targets[peers.rank].shape, *x.shape[3:])) for x, _, targets in routes]
-    for n, box, part in parts:
+    for _, n, box, part in sorted(parts, key=itemgetter(0)):
         found[n][:, box.to_rows, box.to_heads] += part
     return found
-
-
-@functools.lru_cache(4096)
-def covers(sources: tuple[Cut, ...], target: Cut) -> bool:
-    """Have ranks all of it?"""
-    return sum([_size(box) for source in sources for box in common(source, target)]) == target.shape[0] * target.shape[1]
-
-
-def _others(peers: Peers) -> Iterator[int]:
-    """The other ranks, the next one first: no rank is everybody's first."""
-    return ((peers.rank + step) % peers.world for step in range(1, peers.world))
 
 
 def _size(box: Box) -> int:
