@@ -119,12 +119,12 @@ class Recurrence:
                 chain = Chain(peers, torch.zeros(self.map_shape(place), device=first.device), left, self.compose)
             else:
                 awaited = after or peers.rank < peers.world - 1
-                chain = Chain(peers, *(self._left(place, begin) if awaited else self._none(place)), self.compose)
+                chain = Chain(peers, *(self._left(place, None if peers.rank else begin) if awaited else self._none(place)), self.compose)
                 out = self.call(place, **{self.before: chain.before(peers.rank)}) if len(span) else self._empty()
         return (out, chain.before(peers.world)) if after else out
 
     def _left(self, place: Part, begin: Any) -> tuple[Any, Any]:
-        """The summary of a part, whether it has tokens or not."""
+        """The summary of a part, whether it has tokens or not. begin: the state before the whole, of the first part."""
         if len(place.span):
             return self.summary(place)
         m, left = self._none(place)
