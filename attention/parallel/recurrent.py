@@ -7,7 +7,8 @@ travels, Dk (Dk + Dv) numbers a head, in float32; each rank composes those befor
 
     S_0 = initial_state        S_(r+1) = M_r S_r + N_r
 
-and goes through its part once more from S_r. So a token costs twice what it costs on one GPU, but on the first rank."""
+and goes through its part once more from S_r. So a token costs twice what it costs on one GPU, but on the first rank; for
+`linear` without decays of channels as much as where one GPU has few heads, and cuts the sequence into segments."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ import torch.distributed as dist
 
 import attention
 
+from ..recurrent.linear import going_on, left_by_segments
 from .agreed import agreed
 from .orders import Contiguous, Span, count
 from .peers import Peers, one_of
 from .softmax import _form, _said
 
 Shape = tuple[int, ...]
+SEGMENTED = 128  # columns of keys, at most, where sequences are cut into segments on every GPU
 
 
 def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
@@ -35,7 +38,8 @@ def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = No
     the whole, on every rank. cu_seqlens is of the whole sequence. group: a process group, a dimension of a DeviceMesh, or None
     for all processes; length: tokens of the whole, where shares differ. layout, out, stream and normalize=True are not served.
     ValueError on every rank, before anything travels: ranks disagree."""
-    return Linear((q, k, v), options).run(group, length)
+    kind = InSegments if InSegments.serves(k, options.get("decay")) else Linear
+    return kind((q, k, v), options).run(group, length)
 
 
 def delta_rule(q: Any, k: Any, v: Any, beta: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
@@ -114,14 +118,17 @@ class Recurrence:
             begin, after = self.options.pop(self.before, None), self.options.pop(self.after, False)
             if peers.world == 1:
                 return self.call(place, **{self.before: begin, self.after: after})
-            if peers.rank == 0 and len(span):  # it knows what is before it: one pass gives its output and what it leaves
-                out, left = self.call(place, **{self.before: begin, self.after: True})
-                chain = Chain(peers, torch.zeros(self.map_shape(place), device=first.device), left, self.compose)
-            else:
-                awaited = after or peers.rank < peers.world - 1
-                chain = Chain(peers, *(self._left(place, None if peers.rank else begin) if awaited else self._none(place)), self.compose)
-                out = self.call(place, **{self.before: chain.before(peers.rank)}) if len(span) else self._empty()
+            out, chain = self.passes(peers, place, None if peers.rank else begin, after or peers.rank < peers.world - 1)
         return (out, chain.before(peers.world)) if after else out
+
+    def passes(self, peers: Peers, place: Part, begin: Any, awaited: bool) -> tuple[Any, Chain]:
+        """This part's output, and all summaries. begin: the state before the whole, of the first part; awaited: does another
+        one wait for this one's summary?"""
+        if peers.rank == 0 and len(place.span):  # it knows what is before it: one pass gives its output and what it leaves
+            out, left = self.call(place, **{self.before: begin, self.after: True})
+            return out, Chain(peers, torch.zeros(self.map_shape(place), device=place.device), left, self.compose)
+        chain = Chain(peers, *(self._left(place, begin) if awaited else self._none(place)), self.compose)
+        return self.call(place, **{self.before: chain.before(peers.rank)}) if len(place.span) else self._empty(), chain
 
     def _left(self, place: Part, begin: Any) -> tuple[Any, Any]:
         """The summary of a part, whether it has tokens or not. begin: the state before the whole, of the first part."""
@@ -176,6 +183,31 @@ class Linear(Recurrence):
         else:
             total = place.sums(decay.float())
         return total.exp().reshape(shape), self.call(place, return_state=True)[1]
+
+
+class InSegments(Linear):
+    """The same where one GPU, too, cuts sequences into segments: the pass that finds what these leave gives the summary, and
+    the second one goes on from the state before. So each token costs what it costs on one GPU."""
+
+    @staticmethod
+    def serves(k: Any, decay: Any) -> bool:
+        """Not for decays of channels, nor for wide keys."""
+        return k.shape[-1] <= SEGMENTED and (decay is None or decay.ndim < 4)
+
+    def passes(self, peers: Peers, place: Part, begin: Any, awaited: bool) -> tuple[Any, Chain]:
+        """See Recurrence."""
+        if not len(place.span):
+            return super().passes(peers, place, begin, awaited)
+        told = {name: x for name, x in (self.options | place.options()).items() if name in ("decay", "cu_seqlens", "family")}
+        local, total = left_by_segments(*self.arrays, **told)
+        later = total.flip(2).cumsum(2).flip(2) - total  # of the segments behind each
+        left = (local * later.exp2()[..., None]).sum(2).transpose(-1, -2)
+        m = total.sum(2, keepdim=True).exp2()
+        chain = Chain(peers, m, left if begin is None else m * begin + left, self.compose)
+        state = chain.before(peers.rank) if peers.rank else begin
+        told |= {"scale": self.options.get("scale"), "initial_state": state}
+        q, k, v = self.arrays
+        return going_on(q, k, v, local, total, **told), chain
 
 
 class Delta(Recurrence):
