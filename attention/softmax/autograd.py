@@ -132,7 +132,8 @@ def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
     gradient. told: its arguments by name; None: with one of them there is no gradient, or it wants one and has none."""
     arrays, options = flat(told)
     others = [x for name, x in arrays.items() if name not in DIFFERENTIABLE]
-    if unserved([*grouped(arrays), *options]) or differentiated(*others):
+    in_parts = "lengths_k" in arrays and len(arrays["lengths_k"].shape) > 1  # of queries, which backward does not take
+    if in_parts or unserved([*grouped(arrays), *options]) or differentiated(*others):
         return None
     kind = arrays["q"].device.type
     if torch.is_autocast_enabled(kind):
