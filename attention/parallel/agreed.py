@@ -4,11 +4,13 @@ anything else travels; then it is remembered. What one rank may not ask for is a
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 from tiles.checks import asked
 
+from ..softmax.python import named
 from .peers import Peers
 
 T = TypeVar("T")
@@ -55,3 +57,25 @@ def differences(said: Sequence[str]) -> str:
     parts = [one.split("; ") for one in said]
     shared = set(parts[0]).intersection(*parts[1:])
     return "\n".join([f"rank {rank}: {'; '.join([x for x in one if x not in shared])}" for rank, one in enumerate(parts)])
+
+
+def form_of(x: Any) -> Hashable:
+    """What decides a call of an option: of arrays what they are, not what they hold; of functions what they do."""
+    if hasattr(x, "shape"):
+        return tuple(x.shape), str(x.dtype)
+    if isinstance(x, (tuple, list)):
+        return tuple(map(form_of, x))
+    if inspect.isfunction(x):
+        return named("mask", x)
+    return x if x.__hash__ is not None else id(x)
+
+
+def words_of(name: str, x: Any) -> str:
+    """The same in words, as far as ranks must have it in common."""
+    if name == "bias":
+        return f"{(*x.shape[:2], x.shape[2] > 1, x.shape[3])}"
+    if isinstance(x, (tuple, list)):
+        return f"({', '.join([words_of('', y) for y in x])})"
+    if inspect.isfunction(x):
+        return f"{named(name, x)}"
+    return f"{tuple(x.shape)} of {x.dtype}" if hasattr(x, "shape") else f"{x!r}"

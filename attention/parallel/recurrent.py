@@ -21,10 +21,9 @@ import torch.distributed as dist
 import attention
 
 from ..recurrent.linear import going_on, left_by_segments
-from .agreed import agreed
+from .agreed import agreed, form_of, words_of
 from .orders import Contiguous, Span, count
 from .peers import Peers, one_of
-from .softmax import _form, _said
 
 Shape = tuple[int, ...]
 SEGMENTED = 128  # columns of keys, at most, where sequences are cut into segments on every GPU
@@ -110,8 +109,8 @@ class Recurrence:
     def run(self, group: Any, length: int | None) -> Any:
         """What the public function gives."""
         peers, first = one_of(group), self.arrays[0]
-        forms = [(name, _form(x)) for name, x in self.options.items()]
-        key = type(self), peers, length, *map(_form, self.arrays), *forms
+        forms = [(name, form_of(x)) for name, x in self.options.items()]
+        key = type(self), peers, length, *map(form_of, self.arrays), *forms
         span = agreed([peers], key, lambda: self._planned(peers, length), first.device)
         with torch.no_grad():
             place = Part(span, first.shape[0], self.options.get("cu_seqlens"), first.device)
@@ -284,4 +283,4 @@ class Chain:
 
 def _local(name: str, x: Any) -> str:
     """What is said of an option of which ranks have shares."""
-    return f"{x.ndim} axes of {x.dtype}" if name in ("decay", "z") else _said(name, x)
+    return f"{x.ndim} axes of {x.dtype}" if name in ("decay", "z") else words_of(name, x)

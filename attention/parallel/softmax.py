@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -13,11 +13,11 @@ import attention
 
 from ..options import flag
 from ..softmax.asked import differentiated
-from ..softmax.autograd import _adjacent
+from ..softmax.autograd import adjacent
 from ..softmax.backward.norms import gradients as norm_gradients
 from ..softmax.backward.norms import normalised
 from ..softmax.gradient import ONCE, flat, grouped
-from .agreed import agreed
+from .agreed import agreed, form_of, words_of
 from .choice import SCHEMES, SHARE, Choice, choose, refusal
 from .gather import Gather
 from .gradients import Gradients
@@ -139,7 +139,7 @@ class _Attention(torch.autograd.Function):
         if torch.are_deterministic_algorithms_enabled():
             told["deterministic"] = True
         wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[3:]) if needs]
-        found = _differentiate(ctx.plan, _adjacent(dout), *tensors[:3], out, lse, told, wanted)
+        found = _differentiate(ctx.plan, adjacent(dout), *tensors[:3], out, lse, told, wanted)
         return None, None, None, *[found.get(name) if name in wanted else None for name in ctx.names]
 
 
@@ -182,15 +182,7 @@ def _key(
 ) -> Any:
     """What decides how a call is done: everything but what arrays hold."""
     forms = [(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
-    return (*peers, scheme, order, length, length_k, *forms, *[(name, _form(x)) for name, x in told.items()])
-
-
-def _form(x: Any) -> Hashable:
-    if hasattr(x, "shape"):
-        return tuple(x.shape), str(x.dtype)
-    if isinstance(x, (tuple, list)):
-        return tuple(map(_form, x))
-    return x if x.__hash__ is not None else id(x)
+    return (*peers, scheme, order, length, length_k, *forms, *[(name, form_of(x)) for name, x in told.items()])
 
 
 def _planned(
@@ -225,7 +217,7 @@ def _planned(
     choice = _choice(peers, scheme, call, q, queries, keys)
     found = _scheme(choice.scheme if isinstance(choice, Choice) else choice, peers, call, queries, keys)
     forms = [f"{n}: {x.shape[0]} x {x.shape[2]} x {x.shape[3]} of {x.dtype}" for n, x in (("q", q), ("k", k), ("v", v))]
-    named = [f"{name}={_said(name, x)}" for name, x in sorted(told.items())]
+    named = [f"{name}={words_of(name, x)}" for name, x in sorted(told.items())]
     said = [
         *forms,
         f"length={total}",
@@ -245,16 +237,6 @@ def refuse(told: dict[str, Any]) -> None:
     unknown = [name for name in told if name not in signature(attention.forward).parameters]
     if unknown:
         raise TypeError(f"attention.parallel.forward: takes no {unknown[0]}")
-
-
-def _said(name: str, x: Any) -> str:
-    if name == "bias":
-        return f"{(*x.shape[:2], x.shape[2] > 1, x.shape[3])}"
-    if callable(x):
-        return getattr(x, "__qualname__", str(x))
-    if isinstance(x, (tuple, list)):
-        return f"({', '.join([_said('', y) for y in x])})"
-    return f"{tuple(x.shape)} of {x.dtype}" if hasattr(x, "shape") else f"{x!r}"
 
 
 def _choice(

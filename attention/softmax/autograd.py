@@ -35,7 +35,7 @@ class Attention(torch.autograd.Function):
         with torch.no_grad():
             options = {**ctx.options, **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {})}
             wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[2:]) if needs]
-            made = gradients(_adjacent(dout), dict(zip(ctx.names, tensors)), out, lse, options, wanted)
+            made = gradients(adjacent(dout), dict(zip(ctx.names, tensors)), out, lse, options, wanted)
         return None, None, *[made.get(name) for name in ctx.names]
 
 
@@ -143,7 +143,7 @@ def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
     return way.apply(tuple(arrays), options, *arrays.values())
 
 
-def _adjacent(x: Any) -> Any:
+def adjacent(x: Any) -> Any:
     """A gradient as TMA can read it: torch's may be one number, expanded."""
     *strides, last = x.stride()
     return x if last == 1 and not any([stride % ELEMENTS for stride in strides]) else x.contiguous()

@@ -2,8 +2,9 @@
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
+import torch
 from ranks import compared, drawn, integers, numbers, start
 
 from attention import parallel

@@ -5,12 +5,15 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.parallel.choice import SCHEMES, choose
+from attention.parallel.gather import Gather
 from attention.parallel.moves import Cut, common
 from attention.parallel.orders import Contiguous, Span, Zigzag, count, merged
+from attention.parallel.peers import Peers, Pending
 from attention.parallel.pieces import Call
 from attention.reference.scores import Variant
 
@@ -70,6 +73,26 @@ def test_only_a_windows_halo_is_fetched():
         assert needs <= count(spans) + 2 * (4096 + 128)
 
 
+class Silent(Peers):
+    """A rank whose messages go nowhere."""
+
+    def exchange(self, sends, receives):
+        self.sent.extend([x for _, x in sends])
+        return Pending(())
+
+
+def test_gather_holds_the_keys_that_queries_see_and_nothing_else():
+    """What is sent lies in the shares, or among what is held."""
+    length, spans = 1024, Zigzag().spans(1024, 2)
+    peers, k = Silent(None, 0, 2, (0, 1)), torch.zeros(1, 512, 8, 16, dtype=torch.bfloat16)
+    vars(peers)["sent"] = []
+    scheme, one = Gather(peers, spans, spans), call(length, length, 8, 8, causal=True)
+    held = [x for heads in (Span(0, 2), Span(2, 8)) for x in scheme._fetch(k, k, one, heads).wait()]
+    assert sum([x.nbytes for x in held]) == length * 8 * 16 * 4
+    memory = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (k, *held)]
+    assert peers.sent and all(any(first <= x.data_ptr() < end for first, end in memory) for x in peers.sent)
+
+
 def test_what_two_cuts_have_in_common():
     source, target = Cut((Span(0, 8), Span(20, 30)), Span(0, 4)), Cut((Span(4, 24),), Span(2, 4))
     found = common(source, target)
@@ -82,7 +105,7 @@ def test_what_two_cuts_have_in_common():
     ("told", "heads", "world", "limit", "scheme"),
     [
         (dict(causal=True), (32, 8), 8, float("inf"), "gather"),
-        (dict(causal=True), (32, 8), 8, 1e8, "ring"),  # keys of all tokens would take 1 GB
+        (dict(causal=True), (4, 4), 8, 2e8, "ring"),  # keys of all tokens would take 0.3 GB, and heads are too few
         (dict(causal=True, alibi=None), (32, 8), 8, float("inf"), "gather"),
         (dict(lengths_k=None, window=(9, 9)), (32, 8), 8, float("inf"), "ulysses"),  # which alone keeps positions
     ],

@@ -1,5 +1,7 @@
 """attention.parallel.forward on 2, 3 and 4 processes against one: all schemes, orders and variants."""
 
+import os
+
 import pytest
 
 pytest.importorskip("torch")
@@ -59,6 +61,8 @@ def faults():
         parallel.forward(*given, causal=bool(rank))
     with pytest.raises(ValueError, match=r"(?s)rank 0: .*q: 1 x 2 x 16 of torch.float16.*rank 1: .*bfloat16"):
         parallel.forward(*[x.half() if rank == 0 else x for x in given])
+    with pytest.raises(ValueError, match=r"(?s)rank 0: mask=<lambda> \w+.*rank 1: mask=<lambda> \w+"):
+        parallel.forward(*given, mask=(lambda b, h, i, j: j <= i) if rank else (lambda b, h, i, j: j < i))
     with pytest.raises((ValueError, TypeError), match="window"):
         parallel.forward(*given, window=(3, 0) if rank else (-3, 0))
     with pytest.raises(ValueError, match="rank . of 2 has 24 tokens, and would have .. of 39"):
@@ -70,6 +74,22 @@ def faults():
     compared(48, "auto", causal=True)
     why = parallel.forward(*given, causal=True, explain=True)
     assert why.scheme == "gather" and "its bits are those of one GPU" in str(why)
+
+
+def test_a_peer_that_dies_is_an_error_of_torchs():
+    start(2, dies)
+
+
+def dies(world):
+    given = [parallel.shard(x) for x in drawn(48)]
+    parallel.forward(*given, causal=True)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    with pytest.raises(RuntimeError):
+        for _ in range(3):
+            parallel.forward(*given, causal=True)
+    os._exit(0)
 
 
 def test_on_three_ranks():
