@@ -46,8 +46,9 @@ class InOrder(Gather):
 
     @staticmethod
     def serves(call: Call) -> bool:
-        """Can queries come to keys? Not with what only their own ranks have, or what counts from the last key."""
-        return not {"bias", "cu_seqlens", "cu_seqlens_k", "lengths_k", "alibi", "blocks"} & call.told.keys()
+        """Can queries come to keys? Not with what only their own ranks have, what counts from the last key, or what a piece
+        of other queries would drop otherwise."""
+        return not {"bias", "cu_seqlens", "cu_seqlens_k", "lengths_k", "alibi", "blocks", "seed"} & call.told.keys()
 
     def _seers(self, call: Call, spans: Spans) -> Spans:
         return merged(tuple([span for span in map(call.seers, spans) if len(span)]))

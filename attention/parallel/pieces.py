@@ -138,11 +138,13 @@ class Call(NamedTuple):
             return {name: told[name] for name in ("causal", "window") if name in told}
         if "cu_seqlens_k" in told or {"cu_seqlens", "lengths_k"} <= told.keys():
             raise NotImplementedError(f"{ends[1]}: keys of packed sequences other than their queries need scheme='ulysses'")
+        if "blocks" in told and len(ends) > ("alibi" in told):
+            raise NotImplementedError(f"blocks: with {ends[0]} they need scheme='ulysses'")
         before = right is not None and k.stop - 1 <= q.start + past + right
         if "lengths_k" in told:
             if left is right is None:
                 found["lengths_k"] = (told["lengths_k"] - k.start).clamp(0, len(k))
-            elif right == 0 and k == Span(0, k.stop) and "lengths_k" in told:
+            elif right == 0 and k.start == 0:
                 found["lengths_k"] = (told["lengths_k"] - (self.length - q.stop)).clamp(0)
                 return found | {"causal": True, "window": None if left is None else (left, None)}
             else:

@@ -52,6 +52,16 @@ def dropped():
     given = [parallel.shard(x) for x in drawn(48)]
     found = [parallel.forward(*given, dropout=0.5, seed=seed) for seed in (3, 3, 4)]
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    q, k, v = (x.requires_grad_() for x in given)
+    gradients = []
+    for scheme, order in ("gather", False), ("gather", True), ("ring", False):
+        out = parallel.forward(q, k, v, dropout=0.5, seed=3, causal=True, scheme=scheme, deterministic=order)
+        loss = (out.float() * k.detach().float()).sum()
+        gradients.append(torch.autograd.grad(loss, (q, k, v)))
+        sums = torch.stack([loss.detach(), (gradients[-1][2].float() * v.detach().float()).sum()])
+        dist.all_reduce(sums)
+        torch.testing.assert_close(sums[0], sums[1], rtol=0.02, atol=0.1)  # the loss is linear in values
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=2**-6, atol=2**-6)
 
 
 def faults():
