@@ -11,6 +11,8 @@ from ranks import integers, start
 import attention
 from attention import parallel
 
+pytestmark = pytest.mark.timeout(900)  # of processes that share a laptop's cores
+
 LENGTH = 100
 
 

@@ -13,6 +13,8 @@ from ranks import compared, drawn, integers, numbers, start
 import attention
 from attention import parallel
 
+pytestmark = pytest.mark.timeout(900)  # of processes that share a laptop's cores
+
 
 def test_on_two_ranks():
     """Each variant by gather; and by those others that can keep its positions. D 128 and rows of 128 are tiles of Hopper's."""
