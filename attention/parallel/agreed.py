@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from tiles.checks import asked
 
+from ..softmax.block_masks import FIELDS
 from ..softmax.python import named
 from .peers import Peers
 
@@ -67,6 +68,8 @@ def form_of(x: Any) -> Hashable:
         return tuple(map(form_of, x))
     if inspect.isfunction(x):
         return named("mask", x)
+    if hasattr(x, "kv_num_blocks"):
+        return str(x.BLOCK_SIZE), *[form_of(getattr(x, name)) for name in FIELDS]
     return x if x.__hash__ is not None else id(x)
 
 
@@ -76,6 +79,6 @@ def words_of(name: str, x: Any) -> str:
         return f"{(*x.shape[:2], x.shape[2] > 1, x.shape[3])}"
     if isinstance(x, (tuple, list)):
         return f"({', '.join([words_of('', y) for y in x])})"
-    if inspect.isfunction(x):
-        return f"{named(name, x)}"
+    if inspect.isfunction(x) or hasattr(x, "kv_num_blocks"):
+        return f"{form_of(x)}"
     return f"{tuple(x.shape)} of {x.dtype}" if hasattr(x, "shape") else f"{x!r}"

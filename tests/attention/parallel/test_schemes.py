@@ -1,6 +1,7 @@
 """attention.parallel.forward on 2, 3 and 4 processes against one: all schemes, orders and variants."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,9 +45,23 @@ def two(world):
     for scheme in "gather", "ulysses":
         compared(40, scheme, causal=True, alibi=numbers(2).abs(), learned=("alibi",))
         compared(40, scheme, causal=True, lengths_k=integers(31))
+    for scheme in "gather", "ulysses":
+        compared(128, scheme, blocks=every_other_block(128, 32), shapes=dict(dim=16))
     compared(40, "ulysses", window=(3, 3), cu_seqlens=integers(0, 11, 40))
     dropped()
     faults()
+
+
+def every_other_block(length, size):
+    """Lists as a BlockMask has them: of each row of blocks those of its parity, and mask is asked in none."""
+    count = length // size
+    seen = [[j for j in range(count) if (i + j) % 2 == 0] for i in range(count)]
+    full = torch.tensor([[row + [0] * (count - len(row)) for row in seen]], dtype=torch.int32)[None]
+    counts = torch.tensor([[[len(row) for row in seen]]], dtype=torch.int32)
+    none = torch.zeros_like(counts), torch.zeros_like(full)
+    return SimpleNamespace(
+        BLOCK_SIZE=(size, size), kv_num_blocks=none[0], kv_indices=none[1], full_kv_num_blocks=counts, full_kv_indices=full
+    )
 
 
 def dropped():
