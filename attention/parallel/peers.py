@@ -36,16 +36,13 @@ class Peers:
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Pending:
         """Send these contiguous tensors, and receive into those: each a pair (rank, tensor). What a rank sends to another the
         latter receives in that order. All are one message of NCCL's, on its own stream behind the current one."""
-        works, tags = [], dict.fromkeys(range(self.world), 0)
-        todo = [(dist.isend, *send) for send in sends]
-        operations = []
-        for operation, rank, tensor in todo:
-            operations.append(dist.P2POp(operation, tensor, self.ranks[rank], self.group, tags[rank]))
-            tags[rank] += 1
-        tags = dict.fromkeys(range(self.world), 0)
-        for rank, tensor in receives:
-            operations.append(dist.P2POp(dist.irecv, tensor, self.ranks[rank], self.group, tags[rank]))
-            tags[rank] += 1
+        operations, works = [], []
+        for operation, todo in (dist.isend, sends), (dist.irecv, receives):
+            tags = [0] * self.world
+            for rank, tensor in todo:
+                if tensor.numel():  # of an empty share both sides know
+                    operations.append(dist.P2POp(operation, tensor, self.ranks[rank], self.group, tags[rank]))
+                    tags[rank] += 1
         if operations:
             works = dist.batch_isend_irecv(operations)
         return Pending(works, [tensor for _, tensor in (*sends, *receives)])

@@ -37,6 +37,7 @@ def _rank(rank, world, body, backend, port):
     dist.init_process_group(backend, timeout=timedelta(seconds=120), **where)
     try:
         body(world)
+        dist.barrier()  # nobody leaves while others still talk
     finally:
         dist.destroy_process_group()
 
