@@ -66,7 +66,7 @@ class Plain(torch.autograd.Function):
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
         from .backward.backward import plain
 
-        found = plain((_adjacent(dout), *saved), causal, scale, in_order, family, layout)
+        found = plain((adjacent(dout), *saved), causal, scale, in_order, family, layout)
         return *found, None, None, None, None, None
 
 
