@@ -1,12 +1,14 @@
 """Train a small language model on the standard library's own sources, byte by byte, with attention.nn.Attention.
 
     python examples/train.py --baseline         beside the same model on torch's scaled_dot_product_attention
+    torchrun --nproc-per-node 2 examples/train.py        each sequence on several GPUs, or on as many processes without one
     python examples/train.py --help
 
 Needs torch, tqdm and matplotlib: `pip install -e '.[train]'`. On a GPU the model has 25 million parameters and reads
 sequences of 4096 bytes; without one it is tiny, and attention runs in the interpreter. Both models begin with the same
 weights, read the same bytes and take turns, so that their losses and their times can be compared. The curves of the losses
-go to train.png.
+go to train.png. Under torchrun every rank has a share of each sequence's tokens (attention.parallel), and the gradients of
+weights are summed: the model learns the same.
 """
 
 import argparse
@@ -21,10 +23,12 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from tqdm import tqdm
 
+from attention import parallel
 from attention.nn import Attention
 
 BYTES, WARMUP, TOGETHER = 256, 20, 10  # what there is to predict; steps until the full rate; steps that a model takes in a turn
@@ -57,6 +61,54 @@ class OnTorch(Attention):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
 
+class OnRanks(Attention):
+    """The same module where this rank has a share of the tokens."""
+
+    def attend(self, q, k, v, **options):
+        """attention.parallel.forward."""
+        return parallel.forward(q, k, v, **options)
+
+
+class Alone:
+    """One process, which has all tokens."""
+
+    attention, rank, where = Attention, 0, {}  # where: what attention is told of tokens' places
+
+    def __init__(self, tokens):
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def share(self, x):
+        """This process's share of tokens (B, S)."""
+        return x
+
+    def sum(self, tensors):
+        """Over all processes."""
+
+
+class Together(Alone):
+    """Several, each with a share of every sequence, by torchrun."""
+
+    attention = OnRanks
+
+    def __init__(self, tokens):
+        super().__init__(tokens)
+        if self.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if self.device == "cuda" else "gloo")
+        self.rank = dist.get_rank()
+        positions = parallel.shard(torch.arange(tokens, device=self.device), dim=0)
+        self.where = {"positions": positions, "length": tokens}
+
+    def share(self, x):
+        """See Alone."""
+        return parallel.shard(x)
+
+    def sum(self, tensors):
+        """See Alone."""
+        for x in tensors:
+            dist.all_reduce(x)
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), and the same of a perceptron."""
 
@@ -68,8 +120,8 @@ class Block(nn.Module):
         )
         self.norms = nn.ModuleList(nn.RMSNorm(size.dim) for _ in range(2))
 
-    def forward(self, x):
-        x = x + self.attention(self.norms[0](x))
+    def forward(self, x, **where):
+        x = x + self.attention(self.norms[0](x), **where)
         return x + self.perceptron(self.norms[1](x))
 
 
@@ -79,19 +131,23 @@ class Model(nn.Module):
     def __init__(self, size, attention):
         super().__init__()
         self.embed = nn.Embedding(BYTES, size.dim)
-        self.blocks = nn.Sequential(*[Block(size, attention) for _ in range(size.depth)])
+        self.blocks = nn.ModuleList(Block(size, attention) for _ in range(size.depth))
         self.norm, self.head = nn.RMSNorm(size.dim), nn.Linear(size.dim, BYTES, bias=False)
 
-    def forward(self, read):
-        return self.head(self.norm(self.blocks(self.embed(read))))
+    def forward(self, read, **where):
+        x = self.embed(read)
+        for block in self.blocks:
+            x = block(x, **where)
+        return self.head(self.norm(x))
 
 
 @dataclass
 class Run:
-    """A model that is trained. losses: a scalar tensor of each step; seconds: of a step, in each turn."""
+    """A model that is trained, by these processes. losses: a scalar tensor of each step; seconds: of a step, in each turn."""
 
     model: nn.Module
     rate: float
+    ranks: Alone
     losses: list = field(default_factory=list)
     seconds: list = field(default_factory=list)
 
@@ -107,12 +163,16 @@ class Run:
         for batch in batches:
             for group in self.optimiser.param_groups:
                 group["lr"] = self.rate * min(1, (len(self.losses) + 1) / WARMUP)
+            read, following = self.ranks.share(batch[:, :-1]), self.ranks.share(batch[:, 1:])
             with torch.autocast(batch.device.type, torch.bfloat16):
-                logits = self.model(batch[:, :-1])
-            loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+                logits = self.model(read, **self.ranks.where)
+            losses = functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum")
+            loss = losses / batch[:, 1:].numel()
             self.optimiser.zero_grad()
             loss.backward()
+            self.ranks.sum([x.grad for x in self.model.parameters()])
             self.optimiser.step()
+            self.ranks.sum([loss.detach()])
             self.losses.append(loss.detach())
         synchronise()
         self.seconds.append((time.perf_counter() - begun) / len(batches))
@@ -129,15 +189,16 @@ def sources():
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8).long()
 
 
-def train(size, device, baseline=False, eager=False, quiet=False):
+def train(size, ranks, baseline=False, eager=False, quiet=False):
     """{name: Run} of our model, and of torch's if there is to be a baseline. eager: without torch.compile."""
+    device = ranks.device
     text, chance, runs = sources().to(device), torch.Generator().manual_seed(1), {}
-    for name, module in {"attention": Attention, **({"torch": OnTorch} if baseline else {})}.items():
+    for name, module in {"attention": ranks.attention, **({"torch": OnTorch} if baseline else {})}.items():
         torch.manual_seed(0)
         model = Model(size, module).to(device)
         for block in [] if eager else model.blocks:
             block.compile(fullgraph=True)  # the first one; the others are like it
-        runs[name] = Run(model, size.rate)
+        runs[name] = Run(model, size.rate, ranks)
     with tqdm(total=size.steps, unit="step", disable=quiet) as bar:
         for first in range(0, size.steps, TOGETHER):
             turn = min(TOGETHER, size.steps - first)
@@ -176,7 +237,14 @@ def main(argv=None):
     parser.add_argument("--png", type=Path, default="train.png", help="where the curves go")
     asked = parser.parse_args(argv)
     size = replace(size, **{one.name: getattr(asked, one.name) for one in fields(size)})
-    runs = train(size, device, asked.baseline, asked.eager or device == "cpu", asked.quiet)
+    ranks = (Together if "RANK" in os.environ else Alone)(size.tokens)
+    if asked.baseline and isinstance(ranks, Together):
+        parser.error("--baseline: torch's attention has all tokens: run it without torchrun")
+    eager = asked.eager or device == "cpu" or isinstance(ranks, Together)
+    runs = train(size, ranks, asked.baseline, eager, asked.quiet or ranks.rank > 0)
+    if ranks.rank > 0:
+        dist.destroy_process_group()
+        return runs
     count = sum(x.numel() for x in runs["attention"].model.parameters())
     print(f"{count / 1e6:.3g} million parameters, {size.batch} x {size.tokens} bytes a step, {size.steps} steps on {device}")
     for name, run in runs.items():
@@ -186,6 +254,8 @@ def main(argv=None):
         apart = max(abs(x.item() - y.item()) for x, y in zip(ours.losses, theirs.losses))
         print(f"losses at most {apart:.3f} apart; {theirs.step / ours.step:.2f} times as many steps a second as on torch")
     draw(runs, asked.png)
+    if isinstance(ranks, Together):
+        dist.destroy_process_group()
     return runs
 
 

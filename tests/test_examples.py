@@ -18,7 +18,8 @@ from tiles.testing import ptx
 
 FOLDER = Path(__file__).parents[1] / "examples"
 LEVELS = sorted(f"gemm/{path.stem}" for path in FOLDER.glob("gemm/level_*.py"))
-EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("generate", "machine", "train")) + LEVELS
+APART = "generate", "long", "machine", "train"  # which have tests of their own, or none
+EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in APART) + LEVELS
 LAUNCH = tiles.launch
 
 
@@ -141,6 +142,23 @@ def test_trains_as_on_torch(monkeypatch, tmp_path):
     ours, theirs = trained(monkeypatch, tmp_path / "curve.png", "--steps=3")
     np.testing.assert_allclose(ours, theirs, atol=0.01)
     assert len({*ours}) == len(ours) == 3
+
+
+def test_two_processes_train_as_one_does_and_attend_to_a_long_sequence(tmp_path):
+    for needed in "torch", "tqdm", "matplotlib":
+        pytest.importorskip(needed)
+    by_torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "TILES_CHECK": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    train = [str(FOLDER / "train.py"), "--quiet", "--eager", "--steps=2", "--png", str(tmp_path / "curve.png")]
+    said = [
+        subprocess.run([*how, *train], env=environment, capture_output=True, text=True, check=True).stdout
+        for how in ([sys.executable], by_torchrun)
+    ]
+    alone, together = (re.findall(r"loss ([\d.]+) -> ([\d.]+)", one) for one in said)
+    np.testing.assert_allclose(np.array(together, float), np.array(alone, float), atol=0.005)
+    long = [*by_torchrun, str(FOLDER / "long.py"), "--tokens=60", "--dim=16", "--quiet"]
+    done = subprocess.run(long, env=environment, capture_output=True, text=True, check=True)
+    assert "60 tokens, 2 heads of 1 of keys, on 2 x cpu" in done.stdout and "of perfect scaling" in done.stdout
 
 
 @pytest.mark.gpu

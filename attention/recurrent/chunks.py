@@ -6,7 +6,7 @@ There is one, or two where few long sequences are cut into segments, and one bef
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tiles.arrays import Operand
 from tiles.device import machine
@@ -68,7 +68,10 @@ def by_token(
     gate = _gate(arrays, softplus, apart=not (piece or FACTORS[0] <= scale <= FACTORS[1]))
     result = one(Outputs, arrays.get("gSkip") is not None, normalizer is not None, arrays.get("gZ") is not None)
     main = _config(problem, gate, result, piece, width)
-    parts = _parts(problem, main, width)
+    local = arrays.get("gLocal")  # what a pass before this one has found that segments leave
+    parts = local.form.shape[2] if local else _parts(problem, main, width)
+    if parts == 1:
+        arrays = {name: x for name, x in arrays.items() if name not in ("gLocal", "gTotal")}
     if parts == 1 and not piece and heads_hopper.serves(main, group * width):
         return [_of_heads(problem, main, arrays, width)], []
     scratch: Scratch = []
@@ -79,28 +82,10 @@ def by_token(
         return problem.scratch(len(scratch) - 1, *scratch[-1])
 
     def launch(config, width: int, segments: int, walked: int, given: Arrays) -> Step:
-        blocks = group * width // config.consumers
-        return kernel_for(chunk_ampere if piece else chunk_hopper, config, problem.device).bind(
-            sequences * key_heads * walked * blocks,
-            length=length,
-            blocks=blocks,
-            segments=segments,
-            walked=walked,
-            heads=key_heads,
-            group=group,
-            width=width,
-            scale=scale,
-            **given,
-        )
+        return _of_chunks(problem, config, width, segments, walked, given, scale, piece)
 
-    if parts > 1:
-        of_segments = sequences, heads, parts - 1
-        arrays |= {
-            "gLocal": scratched(*of_segments, columns, problem.extents["K"]),
-            "gTotal": scratched(*of_segments, 1),
-        }
-        alone = _config(problem, _gate(arrays, softplus), one(States), piece, width)  # which know no scale
-        steps.append(launch(alone, width, parts, parts - 1, arrays | {"gStart": None, "gO": None}))
+    if parts > 1 and not local:
+        steps.append(_alone(problem, arrays, piece, softplus, parts, parts - 1, scratched))
     if normalizer is not None:
         divisor = scratched(batch, length, heads)
         start, end = normalizer["gStart"], normalizer["gState"]
@@ -109,6 +94,68 @@ def by_token(
         arrays["gDivisor"] = divisor
     steps.append(launch(main, width, parts, parts, arrays))
     return steps, scratch
+
+
+def of_segments(problem: Problem, arrays: Arrays, piece: int = 0, softplus: bool = False) -> tuple[list[Step], Scratch]:
+    """The launch that finds what each segment leaves of a state of 0, and by what it multiplies a state, exp2 of a number: two
+    arrays of scratch memory, (sequence, head, segment, columns, Dk) and (.., segment, 1). There are as many segments as
+    by_token would cut, and at least one."""
+    arrays = _as_kernels_have_them(problem, arrays, bool(piece))
+    scratch: Scratch = []
+
+    def scratched(*shape: int) -> Operand:
+        scratch.append((shape, "float32"))
+        return problem.scratch(len(scratch) - 1, *scratch[-1])
+
+    width = -(-problem.extents["V"] // chunk_hopper.COLUMNS)
+    parts = _parts(problem, _config(problem, _gate(arrays, softplus), one(Outputs), piece, width), width)
+    return [_alone(problem, arrays, piece, softplus, parts, parts, scratched)], scratch
+
+
+def _alone(
+    problem: Problem,
+    arrays: Arrays,
+    piece: int,
+    softplus: bool,
+    parts: int,
+    walked: int,
+    scratched: Callable[..., Operand],
+) -> Step:
+    """The launch of the first `walked` of so many segments by themselves; what it finds is then among the arrays."""
+    sequences, heads, columns = problem("NHV")
+    width = -(-columns // chunk_hopper.COLUMNS)
+    arrays["gLocal"] = scratched(sequences, heads, walked, columns, problem.extents["K"])
+    arrays["gTotal"] = scratched(sequences, heads, walked, 1)
+    config = _config(problem, _gate(arrays, softplus), one(States), piece, width)  # which know no scale
+    return _of_chunks(problem, config, width, parts, walked, arrays | {"gStart": None, "gO": None}, 1.0, piece)
+
+
+def _of_chunks(
+    problem: Problem,
+    config: chunk_hopper.Config,
+    width: int,
+    segments: int,
+    walked: int,
+    given: Arrays,
+    scale: float,
+    piece: int,
+) -> Step:
+    """The launch of a kernel of chunks, for `walked` of the segments."""
+    length, heads, key_heads, sequences = problem("SHGN")
+    group = heads // key_heads
+    blocks = group * width // config.consumers
+    return kernel_for(chunk_ampere if piece else chunk_hopper, config, problem.device).bind(
+        sequences * key_heads * walked * blocks,
+        length=length,
+        blocks=blocks,
+        segments=segments,
+        walked=walked,
+        heads=key_heads,
+        group=group,
+        width=width,
+        scale=scale,
+        **given,
+    )
 
 
 def _as_kernels_have_them(problem: Problem, arrays: Mapping[str, Operand | None], by_copies: bool) -> Arrays:

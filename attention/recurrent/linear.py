@@ -38,21 +38,26 @@ from ..options import by_other_names, flag, number
 from . import chunks, rules
 from .kernels import token_loop
 
-LINEAR = Schema(
-    "linear",
-    """
+TOKENS = """
     q              BSGK        tile
     k              BSGK        tile
     v              BSHV        tile
     decay          H|BSH|BSHK  log      optional
     cu_seqlens     E           ends     optional
+"""
+STATES = """
     initial_state  NHKV        float32  optional
     initial_z      NHK         float32  optional
     out            BSHV        tile     made
     state          NHKV        float32  made      return_state
     final_z        NHK         float32  made      return_state  normalize
-    """,
-)
+"""
+LEFT = """
+    local          NHPVK       float32
+    total          NHPO        float32
+"""
+LINEAR, SEGMENTS = Schema("linear", TOKENS.rstrip() + STATES), Schema("linear_segments", TOKENS)
+GOING_ON = Schema("linear_going_on", TOKENS.rstrip() + LEFT.rstrip() + STATES)
 
 
 @by_other_names
@@ -217,6 +222,8 @@ def _linear(problem: Problem, scale: float | None, normalize: bool, return_state
         if by_channel:
             return Plan([chunks.by_channel(problem, arrays, scale)])
         piece = 0 if tma else problem.bytes_at_once()
+        if problem["local"]:
+            arrays |= {"gLocal": problem["local"], "gTotal": problem["total"]}
         steps, scratch = chunks.by_token(problem, arrays, scale, piece, normalizer=sums if normalize else None)
         return Plan(steps, scratch)
     if family == "sm_90" and batch * length:
@@ -226,6 +233,46 @@ def _linear(problem: Problem, scale: float | None, normalize: bool, return_state
         )
     arrays |= {"gDecay": problem["decay"], "gOut": problem["out"], "gStartZ": sums["gStart"], "gStateZ": sums["gState"]}
     return Plan([token_loop.launch(problem, arrays, scale, normalize)])
+
+
+def left_by_segments(q: Any, k: Any, v: Any, *, decay: Any = None, cu_seqlens: Any = None, family: str | None = None) -> Any:
+    """(local, total) of the segments into which `linear` would cut sequences: what each leaves of a state of 0, transposed,
+    (N, H, P, Dv, Dk), and the logarithm to the base 2 of what it multiplies a state with, (N, H, P, 1). Not for decays of
+    channels, nor Dk above 128."""
+    return _segments(None, (q, k, v, decay, cu_seqlens), (family,))
+
+
+def going_on(
+    q: Any,
+    k: Any,
+    v: Any,
+    local: Any,
+    total: Any,
+    *,
+    decay: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    cu_seqlens: Any = None,
+    family: str | None = None,
+) -> Any:
+    """The output of `linear`, by what segments leave: its second pass alone."""
+    arrays = q, k, v, decay, cu_seqlens, local, total, initial_state, None, None, None, None
+    return _going_on(None, arrays, (number("scale", scale), False, False, family))
+
+
+@program(SEGMENTS)
+def _segments(problem: Problem, family: str | None) -> Plan:
+    """How left_by_segments does calls of this form."""
+    rules.check(problem)
+    if rules.by_channel(problem):
+        raise NotImplementedError("decay: of channels has no segments")
+    piece = 0 if choose(problem, family) == "sm_90" else problem.bytes_at_once()
+    arrays = rules.arrays(problem, False) | {"gGates": problem["decay"], "gO": None}
+    steps, scratch = chunks.of_segments(problem, arrays, piece)
+    return Plan(steps, scratch, lambda every: tuple(every[-2:]))
+
+
+_going_on = program(GOING_ON)(_linear.planner)
 
 
 def pair(initial_state: Any, normalize: bool) -> tuple[Any, Any]:

@@ -117,7 +117,8 @@ def make(config: Config):
     INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.value_dim, fp32)
     Q, PANEL, PANELS = rt(BAND, config.head_dim, fp32), rt(BAND, config.query.panel_cols, fp32), config.query.panels
     PREPARES = variant.prepares
-    STAGES = config.stages
+    STAGES, UNROUNDED = config.stages, config.unrounded
+    OUTPUT = array(4, fp32 if UNROUNDED else INPUT)
     NEWER = 2 * (STAGES - 1)  # groups of keys and values in turn: so many are younger than the one waited for
     KEYS_ALONE = NEWER + 1  # groups after that of Q, when it is waited for
     smem = shared(
@@ -140,7 +141,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
-        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gO: array(4, INPUT), gLse: array(3),
+        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gO: OUTPUT, gLse: array(3),
         given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
@@ -186,7 +187,10 @@ def make(config: Config):
                 seen = seen._replace(o=mma_AB(o, INPUT(variant.drop(p, at, key)), values)).add(p)
             o, lse = seen.finish(scale, variant, at)
             row = own.query + ROWS * block + BAND * warp
-            store(gO, o, (own.batch, row, head, 0), 1, 3, PIECE)
+            if UNROUNDED:
+                store(gO, o, (own.batch, row, head, 0), 1, 3)
+            else:
+                store(gO, o, (own.batch, row, head, 0), 1, 3, PIECE)
             store(gLse, lse, (own.batch, head, row))
 
     return attend, smem

@@ -35,7 +35,7 @@ class Attention(torch.autograd.Function):
         with torch.no_grad():
             options = {**ctx.options, **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {})}
             wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[2:]) if needs]
-            made = gradients(_adjacent(dout), dict(zip(ctx.names, tensors)), out, lse, options, wanted)
+            made = gradients(adjacent(dout), dict(zip(ctx.names, tensors)), out, lse, options, wanted)
         return None, None, *[made.get(name) for name in ctx.names]
 
 
@@ -66,7 +66,7 @@ class Plain(torch.autograd.Function):
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
         from .backward.backward import plain
 
-        found = plain((_adjacent(dout), *saved), causal, scale, in_order, family, layout)
+        found = plain((adjacent(dout), *saved), causal, scale, in_order, family, layout)
         return *found, None, None, None, None, None
 
 
@@ -132,7 +132,8 @@ def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
     gradient. told: its arguments by name; None: with one of them there is no gradient, or it wants one and has none."""
     arrays, options = flat(told)
     others = [x for name, x in arrays.items() if name not in DIFFERENTIABLE]
-    if unserved([*grouped(arrays), *options]) or differentiated(*others):
+    in_parts = "lengths_k" in arrays and len(arrays["lengths_k"].shape) > 1  # of queries, which backward does not take
+    if in_parts or unserved([*grouped(arrays), *options]) or differentiated(*others):
         return None
     kind = arrays["q"].device.type
     if torch.is_autocast_enabled(kind):
@@ -142,7 +143,7 @@ def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
     return way.apply(tuple(arrays), options, *arrays.values())
 
 
-def _adjacent(x: Any) -> Any:
+def adjacent(x: Any) -> Any:
     """A gradient as TMA can read it: torch's may be one number, expanded."""
     *strides, last = x.stride()
     return x if last == 1 and not any([stride % ELEMENTS for stride in strides]) else x.contiguous()

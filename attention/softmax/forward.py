@@ -43,7 +43,7 @@ GIVEN = """
     bias          WXYT  real     optional
     cu_seqlens    E     ends     optional
     cu_seqlens_k  E     key_ends  optional
-    lengths_k     N     key_lengths  optional
+    lengths_k     N|BZ  key_lengths  optional
     q_norm        D|HD  real     optional
     q_norm_bias   D|HD  real     optional
     k_norm        D|GD  real     optional
@@ -68,8 +68,13 @@ MADE = """
     out           BSHV  tile     in_place
     lse           BHS   float32  made      return_lse
 """
+UNROUNDED = """
+    out           BSHV  float32  made
+    lse           BHS   float32  made      return_lse
+"""
 VARIANTS, LISTS = Schema("forward_variant", GIVEN.rstrip() + MADE), Schema("block_lists", GIVEN)
 FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(GIVEN.rstrip() + MADE))
+IN_FLOAT32 = Schema("forward_unrounded", GIVEN.rstrip() + UNROUNDED)
 
 
 def forward(
@@ -134,7 +139,9 @@ def forward(
 
     cu_seqlens: (N + 1) ascending from 0 to Sq, in a batch of 1: sequence n has the queries from cu_seqlens[n] to
     cu_seqlens[n + 1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) or (N) keys in use of each sequence.
-    All above is then about each sequence by itself, and b is its number.
+    All above is then about each sequence by itself, and b is its number. lengths_k (B, C): each of C equal parts of a batch's
+    queries is a sequence by itself, of which the first lengths_k[b, c] keys are in use; without gradients, mask, score, bias
+    and dropout.
 
     q_norm, k_norm: weights (D), or (H, D) and (Hkv, D), of an RMS norm of each row of q and k before all that:
     x / sqrt(mean(x^2) + norm_eps) * weights; or a pair (weights, bias) of a layer norm, the same of x - mean(x), plus bias.
@@ -155,9 +162,10 @@ def forward(
     deterministic: torch's gradients of this call are the same bits every time, as they are under
     torch.use_deterministic_algorithms: see backward. What forward itself gives always is.
 
-    scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array. stream: the CUDA stream, by
-    default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and TMA: Hopper, and
-    multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default the first where it can run.
+    scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array; of q's dtype, or of float32, unrounded.
+    stream: the CUDA stream, by default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and
+    TMA: Hopper, and multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default the first where
+    it can run.
 
     Returns `out`, the same kind of array as q, or with return_lse=True `(out, lse)`, where lse (B, H, Sq) is the float32
     natural logarithm of the sum of exp(score), -inf for a query that sees no key.
@@ -215,7 +223,8 @@ def forward(
         made = differentiable(told)
         if made is not None:
             return made if return_lse else made[0]
-    if simple:
+    unrounded = out is not None and "float32" in str(getattr(out, "dtype", ""))
+    if simple and not unrounded:
         return _forward(stream, (q, k, v, out, None), (flag("causal", causal), *common), layout)
     left, right = ends_of(window)
     random, (size, ready_for, lists) = random_of(dropout, seed), blocks_of(blocks)
@@ -234,7 +243,7 @@ def forward(
         return _fp8_cache(stream, (*given[:-2], *descales[1:], *given[-2:]), (*units_given[1:], *options), layout)
     if isinstance(blocks, Making):
         return _block_lists(stream, given[: len(LISTS.names)], options, layout)
-    return _variant(stream, given, options, layout)
+    return (_unrounded if unrounded else _variant)(stream, given, options, layout)
 
 
 def plain(q: Any, k: Any, v: Any, causal: bool, scale: float | None, family: str | None, layout: str) -> tuple[Any, Any]:
@@ -358,6 +367,8 @@ def planned_variant(
     """The Plan of a variant, of which `more` is a part, and of numbers that its kernels are told besides. units: of keys and of
     values that are widened."""
     masking, scoring, aux = functions_of(problem, mask, score)
+    if (mask or score) and "Z" in problem.extents:
+        raise NotImplementedError("lengths_k: of parts of queries it is not served with mask or score")
     axes, more = [len(x.form.shape) for x in aux], [*more]
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
     masking, causal, (left, right) = as_window(problem, masking, axes, causal, (left, right))
@@ -380,7 +391,7 @@ def planned_variant(
     return planned(problem, made, return_lse, family, aux, listing, norm_eps, units)
 
 
-_block_lists = program(LISTS)(_variant.planner)
+_block_lists, _unrounded = program(LISTS)(_variant.planner), program(IN_FLOAT32)(_variant.planner)
 
 
 @program(FP8_CACHE, no_gradient=ONCE)

@@ -22,7 +22,7 @@ from tiles.arguments import FLOAT, INT, array, tiled
 from .held import Along
 from .kind import Kind, in_pages
 from .online import Softmax
-from .output import Sent, Stored
+from .output import Sent, Stored, Unrounded
 from .seen import CAUSAL, FULL
 from .variants import At, Variant
 
@@ -57,7 +57,7 @@ class Config(Kind):
     @property
     def output(self):
         """How the output leaves."""
-        return (Sent if self.sent else Stored)(self.lie.apart)
+        return (Sent if self.sent else Unrounded if self.unrounded else Stored)(self.lie.apart)
 
     @property
     def turn(self):

@@ -20,7 +20,7 @@ from .block_masks import Blocked
 from .norms import Layer, Rms
 from .online import SLACK
 from .ready import Listing, check, giving
-from .sequences import Batched, InUse, Packed, PackedInUse
+from .sequences import Batched, InUse, Packed, PackedInUse, Parts
 from .tiling import band_of
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float8_e4m3fn": fp8e4m3}
@@ -147,7 +147,10 @@ def planned(
     if (only_lists or "lists" in problem) and not by_list:
         name = "lengths_k" if "lengths_k" in problem else "cu_seqlens"
         raise problem.error(name, "must be None where lists of key blocks are made or given", name)
-    kind = {} if lie is Batched and not axes and not by_list else {"lie": lie, "axes": axes, "by_list": by_list}
+    unrounded = not only_lists and problem.schema.arguments["out"].holds == "float32"
+    kind = {"lie": lie, "axes": axes, "by_list": by_list, "unrounded": unrounded}
+    if lie is Batched and not (axes or by_list or unrounded):
+        kind = {}
     if not tma and problem.dtype == "float8_e4m3fn":
         needs_hopper(problem)
         raise ValueError(f"family: q of float8_e4m3fn takes sm_90: {family=}")
@@ -192,6 +195,9 @@ def tiles_of(problem: Problem, config: Shape) -> tuple[int, int]:
     if issubclass(config.lie, Packed):
         (ends,) = problem("E")
         return q_len // config.rows + ends - 1, heads
+    if config.lie is Parts:
+        (parts,) = problem("Z")
+        return parts * -(-(q_len // parts) // config.rows), batch * heads
     return -(-q_len // config.rows), batch * heads
 
 
@@ -267,9 +273,26 @@ def sequences_of(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
         if "lengths_k" in problem:
             return PackedInUse, where | {"lengths": problem["lengths_k"]}
         return Packed, where
+    if "lengths_k" in problem and "Z" in problem.extents:
+        return Parts, _parts(problem)
     if "lengths_k" in problem:
         return InUse, {"q_len": q_len, "lengths": problem["lengths_k"]}
     return Batched, {"q_len": q_len, "kv_len": kv_len}
+
+
+def _parts(problem: Problem) -> dict[str, Any]:
+    """What kernels are told of Parts; ValueError, NotImplementedError."""
+    lengths, (q_len, parts, batch) = problem["lengths_k"], problem("SZB")
+    form = lengths.form
+    if parts == 0 or q_len % parts:
+        raise problem.error("lengths_k", "must have so many parts as queries are divided into", "lengths_k", "q")
+    if form.strides != (parts * form.itemsize, form.itemsize):
+        raise ValueError(f"lengths_k: must be contiguous: lengths_k.strides={form.strides}")
+    for name in ("cu_seqlens", "bias", "seed", "aux0", "kv_indices", "lists"):
+        if name in problem or (batch > 1 and "alibi" in problem):
+            raise NotImplementedError(f"lengths_k: of parts of queries it is not served with {name.rstrip('0')}")
+    flat = lengths._replace(form=form._replace(shape=(batch * parts,), strides=(form.itemsize,)))
+    return {"q_len": q_len // parts, "parts": parts, "lengths": flat}
 
 
 def over(problem: Problem, name: str, axes: str) -> Operand | None:

@@ -1,9 +1,9 @@
-"""How a tile's output leaves the multiprocessor: two objects with the same methods, one a way."""
+"""How a tile's output leaves the multiprocessor: objects with the same methods, one a way."""
 
 from typing import Any
 
 from ops import truncate, warpgroup
-from tiles import dtype, inlined, st, static
+from tiles import dtype, fp32, inlined, st, static
 from tiles.arguments import array, tiled
 
 
@@ -23,9 +23,14 @@ class Stored:
         """Write a consumer's rows of a tile, from `row` on, of a Sequence."""
         at = own.batch, own.query + row, head, 0
         if self.apart:
-            warpgroup.store(gO, o, at, rows=1, cols=3, aligned=True)
+            self.write(gO, o, at)
         else:
-            warpgroup.store(truncate(gO, 1, own.query + own.queries), o, at, rows=1, cols=3, aligned=True)
+            self.write(truncate(gO, 1, own.query + own.queries), o, at)
+
+    @inlined
+    def write(self, gO, o, at):
+        """Write them, wherever they end."""
+        warpgroup.store(gO, o, at, rows=1, cols=3, aligned=True)
 
     @inlined
     def store_sums(self, gLse, lse, own, row, head):
@@ -48,6 +53,19 @@ class Stored:
     @inlined
     def end(self):
         """There are no more tiles."""
+
+
+class Unrounded(Stored):
+    """The same in float32, for who goes on adding."""
+
+    def declared(self, value_dim: int, of: dtype) -> Any:
+        """See Stored."""
+        return array(4, fp32)
+
+    @inlined
+    def write(self, gO, o, at):
+        """See Stored."""
+        warpgroup.store(gO, o, at, rows=1, cols=3)
 
 
 class Sent(Stored):

@@ -125,6 +125,29 @@ class InUse(Batched):
         return Sequence(batch, int32(0), given.q_len, int32(0), int32(given.lengths[batch]))
 
 
+class Parts(InUse):
+    """Parts of a batch's queries, `parts` of q_len each, of which every one is a sequence by itself: of part n of batch b the
+    first given.lengths[parts b + n] keys are in use, its last query standing at the last of them."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Batched."""
+        return {"q_len": INT, "lengths": ENDS, "parts": INT}
+
+    @inlined
+    def find(self, block, pair, heads, given):
+        """See Batched."""
+        batch, head = divmod(pair, heads)
+        part, block = divmod(block, (given.q_len + self.rows - 1) // self.rows)
+        return int32(block), int32(given.parts * batch + part), head
+
+    @inlined
+    def sequence(self, batch, given):
+        """See Batched."""
+        place, part = divmod(batch, given.parts)
+        return Sequence(place, int32(given.q_len * part), given.q_len, int32(0), int32(given.lengths[batch]))
+
+
 class Packed(Batched):
     """One behind the other in one batch: sequence n has queries given.ends[n] to given.ends[n + 1], and such keys.
 

@@ -142,6 +142,22 @@ def test_segments(place, monkeypatch, nothing_known, decay, key_dim):
     check(place, inputs(1, 300, key_dim, decay=decay))
 
 
+@pytest.mark.parametrize(("decay", "family"), [("none", "sm_80"), ("head", "sm_90"), ("token", "sm_80"), ("token", "sm_90")])
+def test_both_passes_apart_are_what_they_are_together(place, monkeypatch, nothing_known, decay, family):
+    """And what segments leave makes up the state behind the last token: attention.parallel composes it."""
+    monkeypatch.setattr(chunks, "_parts", lambda *_: 3)
+    given = {name: place.put(x) for name, x in inputs(1, 300, 16, 16, decay=decay).items()}
+    wanted, state = (place.get(x) for x in linear(**given, return_state=True, family=family))
+    first = given.pop("initial_state")
+    local, total = members.left_by_segments(**given, family=family)
+    q, k, v = (given.pop(name) for name in "qkv")
+    out = members.going_on(q, k, v, local, total, **given, initial_state=first, family=family)
+    np.testing.assert_array_equal(place.get(out), wanted)
+    for n in range(3):
+        first = place.get(first) * np.exp2(place.get(total)[:, :, n, :, None]) + place.get(local)[:, :, n].swapaxes(2, 3)
+    np.testing.assert_allclose(first, state, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("gate", [-50.0, -1e3])
 @pytest.mark.parametrize("decay", ["head", "token", "channel"])
 def test_strong_decays(place, decay, gate):

@@ -378,3 +378,40 @@ def test_as_compiled(family, head_dim, causal, length, as_compiled):
     """What the kernels' PTX computes: two key heads of which one has two query heads, and a tile that ends early."""
     as_compiled({"sm_90": "sm_90a", "sm_80": "sm_80"}[family])
     agree(OnInterpreter(), *inputs(1, length, length, 2, 1, head_dim), causal=causal)
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(30, 0), softcap=9.0)], ids=["causal", "window"])
+def test_parts_of_a_sequence_are_what_they_are_in_the_whole(place, options):
+    """Bit by bit, with lengths_k of parts: attention.parallel's ranks have two parts each, of which this is one launch."""
+    q, k, v = inputs(2, 140, 150, 2, 1, 96)
+    whole, sums = (place.get(x) for x in attention.forward(*map(place.put, (q, k, v)), return_lse=True, **options))
+    rows = np.r_[10:60, 85:135]
+    ends = place.put(np.array([[70, 145]] * 2, np.int32))
+    given = [place.put(x) for x in (np.ascontiguousarray(q[:, rows]), k, v)]
+    out, lse = attention.forward(*given, lengths_k=ends, return_lse=True, **options)
+    np.testing.assert_array_equal(place.get(out), whole[:, rows])
+    np.testing.assert_array_equal(place.get(lse), sums[:, :, rows])
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=True, lengths_k=True)], ids=["full", "keys in use"])
+def test_an_output_that_is_not_rounded(place, options):
+    """out of float32 is what is rounded elsewhere."""
+    q, k, v = map(place.put, inputs(1, 100, 150, 2, 1, 64))
+    if "lengths_k" in options:
+        options = options | {"lengths_k": place.put(np.array([140], np.int32))}
+    out = place.put(np.full((1, 100, 2, 64), np.nan, np.float32))
+    assert attention.forward(q, k, v, out=out, **options) is out
+    rounded = place.get(attention.forward(q, k, v, **options))
+    np.testing.assert_array_equal(place.get(out).astype(rounded.dtype), rounded)
+    assert (place.get(out) != rounded.astype(np.float32)).mean() > 0.5
+
+
+def test_parts_are_refused_with_what_counts_queries(family):
+    q, k, v = inputs(1, 40, 40, 2, 1, 64)
+    ends = np.array([[20, 40]], np.int32)
+    with pytest.raises(NotImplementedError, match="lengths_k: of parts of queries it is not served with mask or score"):
+        attention.forward(q, k, v, lengths_k=ends, mask=lambda b, h, i, j: j < i)
+    with pytest.raises(NotImplementedError, match="not served with bias"):
+        attention.forward(q, k, v, lengths_k=ends, bias=np.zeros((1, 1, 40, 40), np.float32))
+    with pytest.raises(ValueError, match="so many parts as queries are divided into"):
+        attention.forward(q, k, v, lengths_k=np.array([[20, 40, 40]], np.int32))

@@ -116,7 +116,7 @@ def test_inputs_may_overlap_and_packed_inputs_may_hold_out():
 # ---- invalid calls ---------------------------------------------------------------------------------------------------
 zeros = lambda *shape, dtype=bf16: np.zeros(shape, dtype)
 T, V = TypeError, ValueError
-f16, f32 = np.float16, np.float32
+f16, f32, f64 = np.float16, np.float32, np.float64
 DTYPE = "dtype must be one of ('bfloat16', 'float16')"
 HEAD_DIM = "head_dim must be a multiple of 8, from 8 to 256"
 SCALE = "scale: must be positive, and finite in float32"
@@ -166,7 +166,7 @@ INVALID = [
     (dict(out=zeros(*KV)), V, "out: sequence must equal q's: out.shape=(2, 7, 3, 16), q.shape=(2, 5, 6, 16)"),
     (dict(out=zeros(2, 5)), V, "out: must have the axes B, S, H, Dv: out.shape=(2, 5)"),
     (dict(out=zeros(*Q, dtype=f16)), T, "out: dtype must be q's: out.dtype='float16', q.dtype='bfloat16'"),
-    (dict(out=zeros(*Q, dtype=f32)), T, f"out: {DTYPE}: out.dtype='float32'"),
+    (dict(out=zeros(*Q, dtype=f64)), T, f"out: {DTYPE}: out.dtype='float64'"),
     (dict(out=zeros(2, 5, 6, 32)[..., ::2]), V, "out: last axis must be contiguous: out.strides=(1920, 384, 64, 4)"),
     (dict(out=strided(Q, (480, 8, 96, 1))), V, "out: its elements must not overlap each other: out.strides=(960,"),
     (dict(family="sm_70"), V, "family: must be None or one of ('sm_80', 'sm_90'): family='sm_70'"),

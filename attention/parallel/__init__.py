@@ -1,0 +1,13 @@
+"""Attention of sequences that lie on several GPUs, by torch.distributed: `from attention import parallel`. torch comes with it.
+
+    q, k, v = (parallel.shard(x) for x in (q, k, v))            # each rank's share of the tokens
+    out = parallel.unshard(parallel.forward(q, k, v, causal=True))
+
+docs/parallel.md says which scheme when."""
+
+from .orders import Contiguous, Zigzag
+from .recurrent import delta_rule, linear, mamba2
+from .shards import reorder, shard, unshard
+from .softmax import forward
+
+__all__ = ["Contiguous", "Zigzag", "delta_rule", "forward", "linear", "mamba2", "reorder", "shard", "unshard"]

@@ -1,0 +1,148 @@
+"""Which scheme serves a call: a model of bytes and time, and what it says of each.
+
+A rank of R has S / R queries of H heads, and keys and values of Hk, of 2 bytes an element. With `seen` keys a query on average,
+
+    compute   2 B S H seen (D + Dv) / R operations at `flops` a second
+    gather    needs Hk (D + Dv) 2 bytes of each key that its queries see; the first quarter is waited for, the rest is under way
+              while that is computed
+    ulysses   S / R (H + Hk) (D + Dv) 2 (R - 1) / R bytes there and back, all of it waited for
+    ring      S / R Hk (D + Dv) 2 bytes a step, while a step is computed; merging reads and writes 16 bytes of each element
+
+The figures of a Machine are to be measured: docs/parallel.md says which were, and what the model says of more GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .heads import Heads
+from .orders import Span, Spans, count
+from .pieces import Call
+
+ITEM = 2  # bytes of an element
+SHARE = 0.25  # of a GPU's memory that a scheme may take beyond its shards
+EARLY = 0.25  # of the key heads that come first: see gather.py
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One of them: operations a second of attention.forward, bytes a second that come to a GPU and what a message costs at
+    least, and bytes a second of its memory."""
+
+    flops: float = 620e12
+    link: float = 330e9
+    message: float = 30e-6
+    memory: float = 4e12
+
+
+class Estimate(NamedTuple):
+    """What a scheme takes: seconds, bytes that come to a rank, and bytes that it holds beyond its shards; why: if it cannot
+    serve the call, why."""
+
+    scheme: str
+    seconds: float
+    nbytes: float
+    held: float
+    why: str = ""
+
+    def __str__(self):
+        if self.why:
+            return f"{self.scheme:8} cannot: {self.why}"
+        return (
+            f"{self.scheme:8} {1e3 * self.seconds:9.3f} ms  {self.nbytes / 1e6:10.1f} MB come  {self.held / 1e6:10.1f} MB held"
+        )
+
+
+class Choice(NamedTuple):
+    """What explain=True gives: the scheme, why, and the estimate of each."""
+
+    scheme: str
+    why: str
+    estimates: tuple[Estimate, ...]
+
+    def __str__(self):
+        return "\n".join([f"{self.scheme}: {self.why}", *map(str, self.estimates)])
+
+
+def choose(
+    call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], limit: float, machine: Machine | None = None
+) -> Choice:
+    """Of the schemes that can serve a call the one that takes least, among those that hold no more than `limit` bytes;
+    "gather", whose bits are those of one GPU, where another is not faster by a tenth."""
+    estimates = tuple([estimate(name, call, batch, queries, keys, machine or Machine()) for name in SCHEMES])
+    able = [one for one in estimates if not one.why]
+    if not able:
+        raise NotImplementedError(f"scheme: none can serve this call: {'; '.join([f'{x.scheme}: {x.why}' for x in estimates])}")
+    fits = [one for one in able if one.held <= limit]
+    if not fits:
+        best = min(able, key=lambda one: one.held)
+        return Choice(best.scheme, "it holds least, and none fits", estimates)
+    best = min(fits, key=lambda one: one.seconds)
+    bitwise = [one for one in fits if one.scheme == "gather" and one.seconds <= 1.1 * best.seconds]
+    if bitwise:
+        return Choice("gather", "its bits are those of one GPU, and no other is a tenth faster", estimates)
+    others = [one for one in able if one not in fits]
+    held = f"; {', '.join([one.scheme for one in others])} would hold more than {limit / 1e9:.3g} GB" if others else ""
+    return Choice(best.scheme, f"it takes least{held}", estimates)
+
+
+def estimate(
+    scheme: str, call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], machine: Machine
+) -> Estimate:
+    """What a scheme takes for a call. queries, keys: what each rank has."""
+    world, heads, kv_heads = len(queries), len(call.heads), len(call.kv_heads)
+    columns = sum(call.head_dims)
+    why = refusal(scheme, call, queries, keys)
+    if why:
+        return Estimate(scheme, math.inf, math.inf, math.inf, why)
+    of_key, most = batch * kv_heads * columns * ITEM, max(map(count, queries), default=0)
+    work = max([sum([len(q) * seen(call, q) for q in spans]) for spans in queries], default=0)
+    compute = 2 * batch * heads * columns * work / machine.flops
+    if scheme == "gather":
+        every = [count(_needs(call, spans)) for spans in queries]
+        nbytes = of_key * max([n - count(own) for n, own in zip(every, keys)], default=0)
+        early = nbytes * (EARLY if kv_heads > 3 else 1)
+        waits = early / machine.link + (machine.message if nbytes else 0)
+        return Estimate(scheme, waits + max(compute, (nbytes - early) / machine.link), nbytes, of_key * max(every, default=0))
+    if scheme == "ulysses":
+        each = batch * columns * ITEM * most * (heads + kv_heads) * (world - 1) / world
+        return Estimate(scheme, compute + each / machine.link + 2 * machine.message, each, each * world / max(1, world - 1))
+    share = of_key * max(map(count, keys), default=0)
+    merging = 16 * batch * most * heads * call.head_dims[1] / machine.memory
+    step = max(compute / world + merging, share / machine.link + machine.message)
+    held = 2 * share + 8 * batch * most * heads * call.head_dims[1]  # and two results in float32
+    return Estimate(scheme, (world - 1) * step + compute / world + merging, (world - 1) * share, held)
+
+
+SCHEMES = "gather", "ulysses", "ring"
+
+
+def refusal(scheme: str, call: Call, queries: Sequence[Spans], keys: Sequence[Spans]) -> str:
+    """Why a scheme cannot serve a call; "" if it can."""
+    if scheme == "ulysses":
+        shared = Heads.shares(len(call.heads), len(call.kv_heads), len(queries))
+        return "" if shared else f"{len(call.heads)} heads of {len(call.kv_heads)} key heads are not for {len(queries)} ranks"
+    pairs = [(q, call.reach(q)) for spans in queries for q in spans]
+    if scheme == "ring":
+        pairs = [(q, k) for spans in queries for q in spans for share in keys for k in share]
+    try:
+        for q, k in pairs:
+            call.piece(q, k)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def seen(call: Call, q: Span) -> float:
+    """Keys that a query of a span sees, on average, by causal and window."""
+    (left, right), middle = call.window, (q.start + q.stop) / 2 + call.past
+    end = call.keys if right is None else min(call.keys, middle + right)
+    return max(0.0, end - (0 if left is None else max(0.0, middle - left)))
+
+
+def _needs(call: Call, spans: Spans) -> Spans:
+    from .orders import merged
+
+    return merged(tuple([one for one in map(call.reach, spans) if len(one)]))

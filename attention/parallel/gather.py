@@ -1,0 +1,124 @@
+"""Scheme "gather": keys and values come to the queries, as far as these see them.
+
+Each query sees all its keys in one call, so out and lse are what one GPU gives, bit by bit, however many ranks there are. The
+first key heads come before the others, and while these are under way theirs are computed. Gradients of keys and values are
+added up in float32 at the rank whose queries they are of, and then, in the order of ranks, at the rank that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import attention
+
+from .gradients import Gradients
+from .moves import Cut, Moving, Route, all_heads, gathered_sums, move
+from .orders import Span, Spans, merged
+from .peers import Peers
+from .pieces import Call, Piece
+
+FIRST = 4  # a quarter of the key heads comes first,
+LONG = 2**24  # where so many bytes come; less is not worth a launch
+
+
+class Gather:
+    """Of ranks that have these queries and these keys each."""
+
+    name = "gather"
+
+    def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...]):
+        self.peers, self.queries, self.keys = peers, queries, keys
+        self.known: dict[Any, Any] = {}  # what follows from the call's form, which is always the same
+
+    def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
+        """(out, lse) of this rank's queries."""
+        moving = [(heads, self._fetch(k, v, call, heads)) for heads in self._in_turn(k)]
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        for heads, on_their_way in moving:
+            keys, values = on_their_way.wait()
+            mine, theirs = self._of(call, q, heads)
+            for rows, part, seen in self._joined(theirs, q) or self._parts(theirs):
+                place, sums = out[:, rows, mine], lse[:, mine, rows]
+                if part is None:
+                    nothing(place, sums, theirs)
+                else:
+                    given = q[:, rows, mine], keys[:, seen], values[:, seen]
+                    sums.copy_(attention.forward(*given, out=place, return_lse=True, **part.options)[1])
+        return out, lse
+
+    def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
+        """Add the gradients of `attend` to what is found."""
+        moving = [(heads, self._fetch(k, v, call, heads)) for heads in self._in_turn(k)]
+        for heads, on_their_way in moving:
+            keys, values = on_their_way.wait()
+            sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
+            mine, theirs = self._of(call, q, heads)
+            for rows, part, seen in self._parts(theirs):
+                if part is not None:
+                    given = dout[:, rows, mine], q[:, rows, mine], keys[:, seen], values[:, seen], out[:, rows, mine]
+                    into = found.dq[:, rows, mine], sums[0][:, seen], sums[1][:, seen]
+                    found.add(part, theirs, *given, lse[:, mine, rows], into)
+            sources, cuts = self._wanted(call, heads), tuple([Cut(spans, heads) for spans in self.keys])
+            home = gathered_sums(self.peers, *[Route(x, sources, cuts) for x in sums])
+            for total, x in zip((found.dk, found.dv), home):
+                total[:, :, slice(*heads)] += x
+
+    def _in_turn(self, k: Any) -> list[Span]:
+        """The key heads that come one after the other."""
+        heads = k.shape[2]
+        first = heads // FIRST if self.peers.world > 1 and k.nbytes * self.peers.world > LONG else 0
+        return [Span(0, first), Span(first, heads)] if first else [all_heads(heads)]
+
+    def _of(self, call: Call, q: Any, heads: Span) -> tuple[slice, Call]:
+        """The query heads that read these key heads, and the call of theirs."""
+        group, at = q.shape[2] // len(call.kv_heads), (call.heads.start, call.kv_heads.start)
+        mine = Span(heads.start * group, heads.stop * group)
+        shifted = [Span(at + span.start, at + span.stop) for at, span in zip(at, (mine, heads))]
+        return slice(*mine), call.of_heads(*shifted)
+
+    def _wanted(self, call: Call, heads: Span) -> tuple[Cut, ...]:
+        """What each rank wants of the keys."""
+        found = self.known.get(heads)
+        if found is None:
+            found = self.known[heads] = tuple([Cut(self._seen(call, spans), heads) for spans in self.queries])
+        return found
+
+    def _seen(self, call: Call, spans: Spans) -> Spans:
+        return merged(tuple([span for span in map(call.reach, spans) if len(span)]))
+
+    def _fetch(self, k: Any, v: Any, call: Call, heads: Span) -> Moving:
+        """The keys and values of these heads that this rank's queries see, on their way."""
+        held, wanted = tuple([Cut(spans, all_heads(k.shape[2])) for spans in self.keys]), self._wanted(call, heads)
+        return move(self.peers, *[Route(x, held, wanted) for x in (k, v)])
+
+    def _joined(self, call: Call, q: Any) -> list[tuple[slice, Piece, slice]]:
+        """All spans at once, if they can be."""
+        part = self.known.get("joined", False)
+        if part is False:
+            part = self.known["joined"] = call.joined(self.queries[self.peers.rank], q.shape[0])
+        if part is None:
+            return []
+        told = call.told | {"lengths_k": part.options["lengths_k"]}
+        return [(slice(None), part._replace(options=told), slice(*part.keys))]
+
+    def _parts(self, call: Call) -> Iterator[tuple[slice, Piece | None, slice]]:
+        """(rows, Piece, which of the fetched keys) of each of this rank's spans; a Piece is None where nothing is seen."""
+        mine = self.queries[self.peers.rank]
+        for at, span in Cut(mine, Span(0, 1)).places():
+            part = call.piece(span, call.reach(span), at)
+            yield slice(at, at + len(span)), part, fetched(self._seen(call, mine), part.keys) if part else slice(0)
+
+
+def fetched(spans: Spans, one: Span) -> slice:
+    """Where a span lies among rows that were fetched, which are those of `spans`."""
+    found = [at + one.start - span.start for at, span in Cut(spans, Span(0, 1)).places() if span.start <= one.start < span.stop]
+    return slice(found[0], found[0] + len(one))
+
+
+def nothing(out: Any, lse: Any, call: Call) -> None:
+    """What queries give that see no key."""
+    out.zero_()
+    lse.copy_(call.told["sink"][:, None].expand(lse.shape[1:]) if "sink" in call.told else torch.tensor(-torch.inf))

@@ -1,0 +1,140 @@
+"""Scheme "ulysses": heads for tokens. All tokens of some heads come to a rank, which attends to them as one GPU does, and its
+output goes back; or, on a mesh of two dimensions, as the ranks of the other dimension do together, by another scheme."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .gradients import Gradients
+from .moves import Cut, Moving, Route, all_heads, gathered_sums, move
+from .orders import Span, Spans, count, merged
+from .peers import Peers
+from .pieces import Call
+
+
+class Heads:
+    """Of ranks that have these queries and these keys each, and `then` a scheme of those that have the same heads."""
+
+    name = "ulysses"
+
+    def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...], then: Any):
+        self.peers, self.queries, self.keys, self.then = peers, queries, keys, then
+
+    @staticmethod
+    def shares(heads: int, kv_heads: int, world: int) -> list[tuple[Span, Span]] | None:
+        """The (query heads, key heads) of each rank; None if there are too few to share."""
+        if heads % world:
+            return None
+        each, group = heads // world, heads // kv_heads
+        if each % group and group % each:
+            return None
+        found = []
+        for rank in range(world):
+            first = rank * each // group
+            found.append((Span(rank * each, (rank + 1) * each), Span(first, first + max(1, each // group))))
+        return found
+
+    def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
+        """(out, lse) of this rank's queries, all heads."""
+        q, k, v = self._moving(call, q=q, k=k, v=v).wait()
+        out, lse = self.then.attend(q, k, v, self._call(call))
+        there, here = self._there(call, "q"), self._here(call, "q")
+        out, lse = move(self.peers, *[Route(x, there, here) for x in (out, lse.transpose(1, 2).contiguous())]).wait()
+        return out, lse.transpose(1, 2)
+
+    def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
+        """Add the gradients of `attend` to what is found."""
+        given = dict(dout=dout, q=q, k=k, v=v, out=out, lse=lse.transpose(1, 2).contiguous())
+        dout, q, k, v, out, lse = self._moving(call, **given).wait()
+        theirs = self._call(call)
+        its = Gradients.begin(q, k, v, theirs, found.wanted)
+        self.then.differentiate(dout, q, k, v, out, lse.transpose(1, 2), theirs, its)
+        mine = zip("qkv", (its.dq, its.dk, its.dv))
+        home = gathered_sums(self.peers, *[Route(x, self._there(call, name), self._here(call, name)) for name, x in mine])
+        for total, x in zip((found.dq, found.dk, found.dv), home):
+            total += x
+        for name, x in its.others.items():
+            self._others(found.others[name], name, x, call, theirs)
+
+    def _others(self, total: Any, name: str, x: Any, call: Call, theirs: Call) -> None:
+        """The gradient of an array that is no q, k or v, of some heads, to what is found of it."""
+        if name == "bias" and x.shape[2] > 1:
+            cuts, every = tuple([Cut(spans, all_heads(total.shape[1])) for spans in self.queries]), together(self.queries)
+            sources = tuple([Cut(every, mine if total.shape[1] > 1 else Span(0, 1)) for mine, _ in self._shares(call)])
+            total += gathered_sums(self.peers, Route(x.transpose(1, 2).contiguous(), sources, cuts))[0].transpose(1, 2)
+        elif name in ("bias", "alibi", "sink"):
+            axis = {"bias": 1, "alibi": -1, "sink": 0}[name]
+            total = total.movedim(axis, 0)
+            total[slice(*theirs.heads) if len(total) > 1 else slice(None)] += x.movedim(axis, 0)
+        else:
+            total += x
+
+    def _call(self, call: Call) -> Call:
+        """What this rank's heads are asked for; a bias has rows, which travel."""
+        bias = call.told.get("bias")
+        mine, keys = self._shares(call)[self.peers.rank]
+        if bias is None or bias.shape[2] == 1:
+            return call.of_heads(mine, keys)
+        heads = [share if bias.shape[1] > 1 else Span(0, 1) for share, _ in self._shares(call)]
+        held, every = tuple([Cut(spans, all_heads(bias.shape[1])) for spans in self.queries]), together(self.queries)
+        route = Route(bias.transpose(1, 2), held, tuple([Cut(every, share) for share in heads]))
+        whole = move(self.peers, route).wait()[0].transpose(1, 2)
+        others = call._replace(told={name: x for name, x in call.told.items() if name != "bias"}).of_heads(mine, keys)
+        return others._replace(told=others.told | {"bias": whole})
+
+    def _shares(self, call: Call) -> list[tuple[Span, Span]]:
+        found = self.shares(len(call.heads), len(call.kv_heads), self.peers.world)
+        assert found is not None
+        return found
+
+    def _here(self, call: Call, name: str) -> tuple[Cut, ...]:
+        """What each rank has of an array before, and of what is given back."""
+        spans, heads = (self.keys, call.kv_heads) if name in "kv" else (self.queries, call.heads)
+        return tuple([Cut(one, all_heads(len(heads))) for one in spans])
+
+    def _there(self, call: Call, name: str) -> tuple[Cut, ...]:
+        """What each has while it attends."""
+        every = together(self.keys if name in "kv" else self.queries)
+        return tuple([Cut(every, share[name in "kv"]) for share in self._shares(call)])
+
+    def _moving(self, call: Call, **arrays: Any) -> Moving:
+        return move(self.peers, *[Route(x, self._here(call, name), self._there(call, name)) for name, x in arrays.items()])
+
+
+class Shared:
+    """Keys and values of the ranks of one dimension come together, and `then` is a scheme of what these have together."""
+
+    name = "gather"
+
+    def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...], then: Any):
+        self.peers, self.keys, self.then = peers, keys, then
+
+    def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
+        """(out, lse) of this rank's queries."""
+        return self.then.attend(q, *self._fetched(k, v), call)
+
+    def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
+        """Add the gradients of `attend` to what is found."""
+        keys, values = self._fetched(k, v)
+        its = Gradients.begin(q, keys, values, call, found.wanted)
+        its.dq, its.others = found.dq, found.others
+        self.then.differentiate(dout, q, keys, values, out, lse, call, its)
+        here, there = self._cuts(k)
+        home = gathered_sums(self.peers, *[Route(x, there, here) for x in (its.dk, its.dv)])
+        for total, x in zip((found.dk, found.dv), home):
+            total += x
+
+    def _cuts(self, k: Any) -> tuple[tuple[Cut, ...], tuple[Cut, ...]]:
+        heads = all_heads(k.shape[2])
+        return tuple([Cut(spans, heads) for spans in self.keys]), (Cut(together(self.keys), heads),) * self.peers.world
+
+    def _fetched(self, k: Any, v: Any) -> list[Any]:
+        here, there = self._cuts(k)
+        return move(self.peers, *[Route(x, here, there) for x in (k, v)]).wait()
+
+
+def together(spans: tuple[Spans, ...]) -> Spans:
+    """What ranks have together, in the sequence's order."""
+    found = merged(tuple([span for one in spans for span in one]))
+    assert count(found) == sum(map(count, spans)), "ranks have no token twice"
+    return found

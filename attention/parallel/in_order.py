@@ -1,0 +1,60 @@
+"""Scheme "gather" with deterministic=True: gradients, too, are bitwise what one GPU gives.
+
+dq is a sum over keys, which come to their queries; dk and dv are sums over queries, in the order in which one GPU takes them.
+So these are not added up from several ranks: queries and what belongs to them come to the keys that they see, and scores are
+computed twice, once for each side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import attention
+
+from .gather import Gather, fetched
+from .gradients import Gradients
+from .moves import Cut, Route, all_heads, move
+from .orders import Span, Spans, merged
+from .pieces import Call
+
+
+class InOrder(Gather):
+    """See above; forward is Gather's."""
+
+    def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
+        """Add the gradients of `attend` to what is found."""
+        facing = move(self.peers, *[self._route(x, call) for x in (dout, q, out, lse.transpose(1, 2))])
+        keys, values = self._fetch(k, v, call, all_heads(k.shape[2])).wait()
+        for rows, part, seen in self._parts(call):
+            if part is not None:
+                sums = [torch.zeros(x[:, seen].shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
+                given = dout[:, rows], q[:, rows], keys[:, seen], values[:, seen], out[:, rows], lse[:, :, rows]
+                found.add(part, call, *given, (found.dq[:, rows], *sums))  # whose sums are not the whole's
+        dout, q, out, lse = facing.wait()
+        lse, rank = lse.transpose(1, 2).contiguous(), self.peers.rank
+        for at, span in Cut(self.keys[rank], Span(0, 1)).places():
+            part = call.piece(call.seers(span), span)
+            if part is None:
+                continue
+            rows = fetched(self._seers(call, self.keys[rank]), part.rows)
+            here = slice(at + part.keys.start - span.start, at + part.keys.stop - span.start)
+            given = dout[:, rows], q[:, rows], k[:, here], v[:, here], out[:, rows], lse[:, :, rows]
+            _, dk, dv, *_ = attention.backward(*given, **part.options)
+            found.dk[:, here] += dk
+            found.dv[:, here] += dv
+
+    @staticmethod
+    def serves(call: Call) -> bool:
+        """Can queries come to keys? Not with what only their own ranks have, what counts from the last key, or what a piece
+        of other queries would drop otherwise."""
+        return not {"bias", "cu_seqlens", "cu_seqlens_k", "lengths_k", "alibi", "blocks", "seed"} & call.told.keys()
+
+    def _seers(self, call: Call, spans: Spans) -> Spans:
+        return merged(tuple([span for span in map(call.seers, spans) if len(span)]))
+
+    def _route(self, x: Any, call: Call) -> Route:
+        """That of rows of queries to the keys that they see."""
+        heads = all_heads(x.shape[2])
+        wanted = tuple([Cut(self._seers(call, spans), heads) for spans in self.keys])
+        return Route(x, tuple([Cut(spans, heads) for spans in self.queries]), wanted)

@@ -1,0 +1,114 @@
+"""Which tokens of a sequence each rank has: orders, as objects with the same method.
+
+A sequence is cut into blocks of `block` tokens, so that a tile of queries begins where it begins on one GPU (fewer where there
+would not be two for each rank). Ranks have as many blocks, but for one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+BLOCK = 128  # queries of a tile: see attention/softmax/hopper.py and ampere.py
+
+
+class Span(NamedTuple):
+    """The tokens from `start` to `stop`."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def within(self, other: Span) -> Span:
+        """What both have."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+
+Spans = tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Contiguous:
+    """Rank r has the r-th part: what a recurrence needs. Of causal attention the last rank has nearly twice the mean's work."""
+
+    block: int = BLOCK
+
+    def spans(self, length: int, world: int) -> tuple[Spans, ...]:
+        """The Spans of each rank, in the order in which it has them."""
+        block = _block(self.block, length, world)
+        ends = [0]
+        for part in _parts(-(-length // block), world):
+            ends.append(ends[-1] + part)
+        return tuple([_kept([_span(first, end, block, length)]) for first, end in pairwise(ends)])
+
+
+@dataclass(frozen=True)
+class Zigzag:
+    """Rank r of R has the r-th of 2 R parts, and the r-th from the end: of causal attention all then have as much work."""
+
+    block: int = BLOCK
+
+    def spans(self, length: int, world: int) -> tuple[Spans, ...]:
+        """See Contiguous."""
+        block = _block(self.block, length, world)
+        first, last = 0, -(-length // block)
+        found = []
+        for part in _parts(last, world):
+            early = (part + 1) // 2
+            ends = first + early, last - (part - early)
+            found.append(_kept([_span(first, ends[0], block, length), _span(ends[1], last, block, length)]))
+            first, last = ends
+        return tuple(found)
+
+
+Order = Contiguous | Zigzag
+ORDERS: dict[str, Order] = {"zigzag": Zigzag(), "contiguous": Contiguous()}
+
+
+def order_of(order: str | Order) -> Order:
+    """An order by its name; one itself stays. ValueError."""
+    if isinstance(order, (Contiguous, Zigzag)):
+        return order
+    if order not in ORDERS:
+        raise ValueError(f"order: must be one of {tuple(ORDERS)}, or an object of attention.parallel.orders: {order=}")
+    return ORDERS[order]
+
+
+def merged(spans: Spans) -> Spans:
+    """The same tokens in their order, with spans that touch or overlap made one."""
+    found: list[Span] = []
+    for span in sorted(spans):
+        if found and span.start <= found[-1].stop:
+            found[-1] = Span(found[-1].start, max(found[-1].stop, span.stop))
+        else:
+            found.append(span)
+    return tuple(found)
+
+
+def count(spans: Spans) -> int:
+    """How many tokens they are."""
+    return sum([len(span) for span in spans])
+
+
+def _block(block: int, length: int, world: int) -> int:
+    """Tokens of a block: `block`, or so few that each rank has two."""
+    while block > 1 and 2 * world * block > length:
+        block //= 2
+    return block
+
+
+def _parts(blocks: int, world: int) -> list[int]:
+    """How many blocks each rank has."""
+    return [blocks // world + (rank < blocks % world) for rank in range(world)]
+
+
+def _span(first: int, end: int, block: int, length: int) -> Span:
+    return Span(min(length, first * block), min(length, end * block))
+
+
+def _kept(spans: list[Span]) -> Spans:
+    """Without those that are empty, and in one where they touch."""
+    return merged(tuple([span for span in spans if len(span)]))

@@ -1,0 +1,94 @@
+"""The processes that work together: which one this is of how many, and how they exchange tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Pending:
+    """Messages under way. They keep what they read alive until they are waited for."""
+
+    def __init__(self, works: Sequence[Any], held: Sequence[Any] = ()):
+        self.works, self.held = works, held
+
+    def wait(self) -> None:
+        """Until they are here: on a GPU the current stream waits, not the host."""
+        for work in self.works:
+            work.wait()
+        self.works, self.held = (), ()
+
+
+@dataclass(frozen=True)
+class Peers:
+    """A process group as this rank sees it; `group` is None where there is this rank alone."""
+
+    group: Any
+    rank: int
+    world: int
+    ranks: tuple[int, ...]  # their global ones
+
+    def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Pending:
+        """Send these contiguous tensors, and receive into those: each a pair (rank, tensor). What a rank sends to another the
+        latter receives in that order. All are one message of NCCL's, on its own stream behind the current one."""
+        operations, works = [], []
+        for operation, todo in (dist.isend, sends), (dist.irecv, receives):
+            tags = [0] * self.world
+            for rank, tensor in todo:
+                if tensor.numel():  # of an empty share both sides know
+                    operations.append(dist.P2POp(operation, tensor, self.ranks[rank], self.group, tags[rank]))
+                    tags[rank] += 1
+        if operations:
+            works = dist.batch_isend_irecv(operations)
+        return Pending(works, [tensor for _, tensor in (*sends, *receives)])
+
+    def gathered(self, said: bytes, device: Any) -> list[bytes]:
+        """What each rank says, as many bytes."""
+        mine = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(device)
+        found = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(found, mine, group=self.group)
+        return [bytes(x.cpu().tolist()) for x in found]
+
+    def told(self, said: str) -> list[str]:
+        """What each rank says."""
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, said, group=self.group)
+        return found
+
+
+ALONE = Peers(None, 0, 1, (0,))
+
+
+def peers_of(group: Any) -> tuple[Peers, ...]:
+    """The Peers of a process group, of each dimension of a DeviceMesh, or of all processes for None; each of a tuple of these
+    is a dimension, too. TypeError, RuntimeError."""
+    if isinstance(group, tuple):
+        return tuple([one for part in group for one in peers_of(part)])
+    if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):
+        return tuple([_peers(group.get_group(dim)) for dim in range(group.ndim)])
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: must be a process group or a DeviceMesh of torch.distributed, or a tuple of two: {group=!r}")
+    if not dist.is_initialized():
+        if group is None:
+            return (ALONE,)
+        raise RuntimeError("group: torch.distributed is not initialised: call init_process_group, or run under torchrun")
+    return (_peers(group if group is not None else dist.group.WORLD),)
+
+
+@functools.lru_cache(64)
+def _peers(group: Any) -> Peers:
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Peers(group, dist.get_rank(group), len(ranks), ranks)
+
+
+def one_of(group: Any) -> Peers:
+    """The Peers of what must have one dimension. ValueError."""
+    found = peers_of(group)
+    if len(found) != 1:
+        raise ValueError(f"group: must have one dimension here, a process group or one of a DeviceMesh's: it has {len(found)}")
+    return found[0]

@@ -1,0 +1,279 @@
+"""A call on part of its queries and part of its keys, with the positions that they have in the whole.
+
+attention.forward counts from the ends: query i stands at key i + Sk - Sq. So queries [a, b) beside keys [c, d) of a whole in
+which query i stands at key i + past see what they would see there where
+
+    causal       d = b + past: keys behind the last query are left out; or all of [c, d) lies before the first, and all is seen
+    window       (left + e, right - e), e = d - b - past
+    cu_seqlens   both clamped to [a, b) and [c, d): documents that do not meet have no rows, and each keeps its number
+    lengths_k    less Sq - b, where the whole ends behind the last query
+    mask, score  are asked at i + a, j + c and h + the first head, which come as one more array of aux
+
+Nothing here waits for the device: where documents begin nobody asks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tiles import inlined
+
+from ..softmax import ampere, hopper
+from .orders import Span, Spans
+
+PLACED = frozenset("mask score bias blocks cu_seqlens cu_seqlens_k lengths_k".split())  # what asks where each query stands
+TILE = 128  # rows of a tile of queries in backward, or twice as many
+SEEDS = 2**63
+MIXED = 0x9E3779B97F4A7C15  # odd, its bits as if drawn: seeds of different pieces differ everywhere
+
+
+class Piece(NamedTuple):
+    """Some queries beside some keys. rows: of the queries asked for, those that see any; keys: of those, the ones seen;
+    options: of attention.forward, which then gives what these queries see of these keys. at: where the rows lie among those
+    that a bias has; placed: is there one more array of aux before the caller's?"""
+
+    rows: Span
+    keys: Span
+    options: dict[str, Any]
+    at: int
+    placed: bool
+
+
+class Call(NamedTuple):
+    """What forward was told besides q, k and v, by name and without what is None. length, keys: tokens of the whole, of queries
+    and of keys. heads, kv_heads: those that arrays are of. head_dims: of q and v. device: where arrays are."""
+
+    told: dict[str, Any]
+    length: int
+    keys: int
+    heads: Span
+    kv_heads: Span
+    head_dims: tuple[int, int]
+    device: Any
+
+    @property
+    def past(self) -> int:
+        """Query i stands at key i + past."""
+        return self.keys - self.length
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        """How many keys before and behind its own place a query sees."""
+        left, right = self.told.get("window") or (None, None)
+        return left, 0 if self.told.get("causal") else right
+
+    def of_heads(self, heads: Span, kv_heads: Span) -> Call:
+        """The same of some heads."""
+        if heads == self.heads:
+            return self
+        mine = slice(heads.start - self.heads.start, heads.stop - self.heads.start)
+        told = dict(self.told)
+        for name, axis in ("sink", 0), ("alibi", -1), ("bias", 1):
+            if name in told and told[name].shape[axis] != 1:
+                told[name] = told[name].movedim(axis, 0)[mine].movedim(0, axis)
+        if "q_norm" in told:
+            told["q_norm"] = _each(told["q_norm"], lambda x: x[mine] if x.ndim == 2 else x)
+        if (blocks := told.get("blocks")) is not None and blocks.kv_num_blocks.shape[1] != 1:
+            told["blocks"] = _Blocks(blocks, lambda x: x[:, mine])
+        return self._replace(told=told, heads=heads, kv_heads=kv_heads)
+
+    def reach(self, q: Span) -> Span:
+        """The keys that these queries may see; they begin where a block of keys does."""
+        (left, right), told = self.window, self.told
+        if not len(q) or "blocks" in told or "lengths_k" in told:
+            return Span(0, self.keys if len(q) else 0)
+        end = self.keys if right is None else max(0, min(self.keys, q.stop + self.past + right))
+        first = 0 if left is None or "cu_seqlens" in told else max(0, q.start + self.past - left)
+        first -= first % grain(*self.head_dims)
+        return Span(min(first, end), end)
+
+    def seers(self, k: Span) -> Span:
+        """The queries that may see these keys; they begin where a tile of queries does."""
+        left, right = self.window
+        first = 0 if right is None else max(0, k.start - self.past - right)
+        end = self.length if left is None else min(self.length, k.stop - self.past + left)
+        first -= first % TILE
+        return Span(min(first, end), max(0, end)) if len(k) else Span(0, 0)
+
+    def piece(self, q: Span, k: Span, at: int = 0) -> Piece | None:
+        """Queries q beside keys k; None if none of them sees any. at: where q lies among the rows that a bias has.
+        NotImplementedError: positions cannot be kept."""
+        (left, right), past = self.window, self.past
+        if right is not None:
+            k = Span(k.start, max(k.start, min(k.stop, q.stop + past + right)))
+        rows = q if left is None else Span(q.start, max(q.start, min(q.stop, k.stop - past + left)))
+        if not len(rows) or not len(k):
+            return None
+        at += rows.start - q.start
+        told = {name: x for name, x in self.told.items() if name not in ("causal", "window")}
+        told |= self._sees(rows, k) | self._bias(rows, k, at)
+        if rows == Span(0, self.length) and k == Span(0, self.keys) and self.heads.start == 0:
+            return Piece(rows, k, told, at, False)
+        placed = self._placed(rows, k)
+        return Piece(rows, k, told | placed, at, "aux" in placed)
+
+    def joined(self, spans: Spans, batch: int) -> Piece | None:
+        """Queries of several spans, one behind the other, beside all keys that they see, as one call: a launch has one end, in
+        which some of the GPU idles, and two would have two. None: it takes a call for each."""
+        reaches, (_, right) = [self.reach(span) for span in spans], self.window
+        alike = len(spans) > 1 and len({len(span) for span in spans}) == 1 and right in (None, 0)
+        if not alike or self.told.get("dropout") or PLACED & self.told.keys() or any([x.start or not len(x) for x in reaches]):
+            return None
+        lengths = _lengths(tuple([x.stop for x in reaches]), batch, self.device)
+        rows, keys = Span(0, sum([len(span) for span in spans])), Span(0, max([x.stop for x in reaches]))
+        return Piece(rows, keys, self.told | {"lengths_k": lengths}, 0, False)
+
+    def _sees(self, q: Span, k: Span) -> dict[str, Any]:
+        """Causal and window of a piece, and what ends sequences."""
+        (left, right), past, told = self.window, self.past, self.told
+        whole, behind = q == Span(0, self.length) and k == Span(0, self.keys), k.stop - q.stop - past
+        aligned = behind == 0 or whole
+        found: dict[str, Any] = {}
+        ends = [name for name in ("cu_seqlens", "cu_seqlens_k", "lengths_k", "alibi") if name in told]
+        if whole:
+            return {name: told[name] for name in ("causal", "window") if name in told}
+        if "cu_seqlens_k" in told or {"cu_seqlens", "lengths_k"} <= told.keys():
+            raise NotImplementedError(f"{ends[1]}: keys of packed sequences other than their queries need scheme='ulysses'")
+        if "blocks" in told and len(ends) > ("alibi" in told):
+            raise NotImplementedError(f"blocks: with {ends[0]} they need scheme='ulysses'")
+        before = right is not None and k.stop - 1 <= q.start + past + right
+        if "lengths_k" in told:
+            if left is right is None:
+                found["lengths_k"] = (told["lengths_k"] - k.start).clamp(0, len(k))
+            elif right == 0 and k.start == 0:
+                found["lengths_k"] = (told["lengths_k"] - (self.length - q.stop)).clamp(0)
+                return found | {"causal": True, "window": None if left is None else (left, None)}
+            else:
+                raise NotImplementedError("lengths_k: with a window that looks ahead, or by ring, it needs scheme='ulysses'")
+        if "cu_seqlens" in told:
+            found["cu_seqlens"] = (told["cu_seqlens"] - q.start).clamp(0, len(q))
+            found["cu_seqlens_k"] = (told["cu_seqlens"] - k.start).clamp(0, len(k))
+            if not aligned and (left is not None or not (before or right is None)):
+                raise NotImplementedError("window: of packed sequences it needs scheme='gather' or 'ulysses', and causal=True")
+        if "alibi" in told and not aligned:
+            raise NotImplementedError("alibi: by ring, or with keys behind the last query, it needs scheme='ulysses'")
+        if "blocks" in told:
+            if left is not None or right is not None:
+                raise NotImplementedError("blocks: with causal or window they need scheme='ulysses': let mask say these")
+            found["blocks"] = self._blocks(q, k)
+        if right is not None and (aligned or not before):
+            right -= behind
+        elif before:
+            right = None
+        if left is not None and k.start < q.stop - 1 + past - left:
+            left += behind
+        elif left is not None and not aligned:
+            left = None
+        if right == 0:
+            found["causal"], right = True, None
+        return found if left is right is None else found | {"window": (left, right)}
+
+    def _bias(self, q: Span, k: Span, at: int) -> dict[str, Any]:
+        bias = self.told.get("bias")
+        if bias is None:
+            return {}
+        rows = bias if bias.shape[2] == 1 else bias[:, :, at : at + len(q)]
+        return {"bias": rows[..., k.start : k.stop]}
+
+    def _blocks(self, q: Span, k: Span) -> Any:
+        blocks = self.told["blocks"]
+        if not hasattr(blocks, "kv_num_blocks"):
+            raise TypeError(
+                "blocks: must be a BlockMask of the whole sequence here; lists that block_lists made are of one call"
+            )
+        size = blocks.BLOCK_SIZE
+        rows = size[0] if isinstance(size, (tuple, list)) else size
+        if k != Span(0, self.keys) or q.start % rows:
+            raise NotImplementedError(
+                f"blocks: need scheme='gather' and parts that begin with a block of {rows} rows, got {q} beside keys {k}"
+            )
+        mine = slice(q.start // rows, -(-q.stop // rows))
+        return _Blocks(blocks, lambda x: x[:, :, mine])
+
+    def _placed(self, q: Span, k: Span) -> dict[str, Any]:
+        """What counts queries, keys and heads from 0, told where these begin."""
+        told = self.told
+        found: dict[str, Any] = {}
+        functions = [name for name in ("mask", "score") if told.get(name) is not None]
+        if functions:
+            begins = _begins(self.heads.start, q.start, k.start, self.device)
+            found["aux"] = (begins, *told.get("aux", ()))
+            for name in functions:
+                found[name] = (placed_mask if name == "mask" else placed_score)(told[name])
+        if told.get("dropout"):
+            number = (self.heads.start * self.length + q.start) * self.keys + k.start
+            found["seed"] = (told["seed"] ^ (number * MIXED % SEEDS)) if number else told["seed"]
+        return found
+
+
+class _Blocks:
+    """A BlockMask with other lists."""
+
+    def __init__(self, blocks: Any, taken: Callable[[Any], Any]):
+        self.BLOCK_SIZE = blocks.BLOCK_SIZE
+        for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+            x = getattr(blocks, name)
+            setattr(self, name, None if x is None else taken(x))
+
+
+@functools.lru_cache(256)
+def placed_mask(mask: Callable) -> Callable:
+    """The mask asked where it is told that heads, queries and keys begin."""
+
+    within = inlined(mask)
+
+    def mask_in_its_place(b, h, i, j, begins, *aux):
+        return within(b, h + begins[0], i + begins[1], j + begins[2], *aux)
+
+    return mask_in_its_place
+
+
+@functools.lru_cache(256)
+def placed_score(score: Callable) -> Callable:
+    """The same of a score."""
+
+    within = inlined(score)
+
+    def score_in_its_place(s, b, h, i, j, begins, *aux):
+        return within(s, b, h + begins[0], i + begins[1], j + begins[2], *aux)
+
+    return score_in_its_place
+
+
+@functools.lru_cache(4096)
+def _begins(head: int, row: int, key: int, device: Any) -> Any:
+    """(head, query, key) that a piece begins with, in memory; made once, for a copy to the device takes time."""
+    return torch.tensor([head, row, key], dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(4096)
+def _lengths(ends: tuple[int, ...], batch: int, device: Any) -> Any:
+    """Keys of parts of queries: see attention.forward's lengths_k."""
+    return torch.tensor([ends] * batch, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(64)
+def grain(head_dim: int, value_dim: int) -> int:
+    """Keys that are whole blocks of any kernel of these dims: a part of the keys that begins there has the blocks that the
+    whole has, and sums have the same order."""
+    padded = min(d for d in hopper.SHAPES if d >= max(head_dim, value_dim))
+    tables: tuple[Any, ...] = (
+        hopper.SHAPES,
+        hopper.ROOMY,
+        hopper.LOADED,
+        hopper.SCORED,
+        ampere.SHAPES,
+        ampere.BUSY,
+        ampere.LOADED,
+    )
+    shapes = [table.get(padded) for table in (*tables, *ampere.ROOMS.values())]
+    return math.lcm(*[shape[0] for shape in shapes if shape])
+
+
+def _each(norm: Any, taken: Callable[[Any], Any]) -> Any:
+    """A norm's weights, or weights and bias, each changed."""
+    return tuple(map(taken, norm)) if isinstance(norm, tuple) else taken(norm)

@@ -1,0 +1,97 @@
+"""shard, unshard, reorder: arrays whole, and each rank's share of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .moves import Cut, Route, gathered_sums, move
+from .orders import Order, Span, order_of
+from .peers import Peers, one_of, peers_of
+
+
+def shard(x: Any, group: Any = None, dim: int = 1, order: str | Order = "zigzag") -> Any:
+    """This rank's share of a tensor that every rank has whole, along `dim`: a copy, contiguous.
+
+    order: "zigzag", two parts that lie at mirrored places, or "contiguous"; any length, so that shares may differ by a block of
+    128, or be empty. group: a process group, a DeviceMesh (of two dimensions the ranks of both, row by row), or None for all
+    processes. Nothing travels; positions are sharded as anything else: shard(torch.arange(length), dim=0)."""
+    rank, world = place_of(group)
+    spans = order_of(order).spans(x.shape[dim], world)[rank]
+    parts = [x.narrow(dim, span.start, len(span)) for span in spans]
+    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
+
+
+def unshard(x: Any, group: Any = None, dim: int = 1, order: str | Order = "zigzag", length: int | None = None) -> Any:
+    """The whole tensor on every rank, of what `shard` gave each. length: of the whole, where shares differ; as many times the
+    share's as there are ranks by default. Differentiable: the gradient of a share is the sum of what every rank has of it."""
+    peers = one_of(group)
+    before = cuts(x.shape[dim], peers, order, length)
+    total = sum([cut.shape[0] for cut in before])
+    after = (Cut((Span(0, total),), Span(0, 1)),) * peers.world
+    return _Moved.apply(x, peers, dim, before, after)
+
+
+def reorder(
+    x: Any,
+    group: Any = None,
+    dim: int = 1,
+    order: str | Order = "zigzag",
+    to: str | Order = "contiguous",
+    length: int | None = None,
+) -> Any:
+    """Each rank's share in another order, by one all-to-all: between attention and a recurrence, in a model that has both.
+    Differentiable."""
+    peers = one_of(group)
+    before = cuts(x.shape[dim], peers, order, length)
+    total = sum([cut.shape[0] for cut in before])
+    after = tuple([Cut(spans, Span(0, 1)) for spans in order_of(to).spans(total, peers.world)])
+    return _Moved.apply(x, peers, dim, before, after)
+
+
+class _Moved(torch.autograd.Function):
+    """`move` of a tensor along a dimension."""
+
+    @staticmethod
+    def forward(ctx, x, peers, dim, before, after):
+        ctx.told = peers, dim, before, after
+        (found,) = move(peers, Route(_rows(x, dim), before, after)).wait()
+        return _along(found, dim)
+
+    @staticmethod
+    def backward(ctx, dx):
+        peers, dim, before, after = ctx.told
+        (found,) = gathered_sums(peers, Route(_rows(dx, dim), after, before))
+        return _along(found, dim), None, None, None, None
+
+
+def _rows(x, dim):
+    """(1, rows, 1, ..) of a tensor's dimension."""
+    return x.movedim(dim, 0)[None, :, None]
+
+
+def _along(x, dim):
+    """Its inverse."""
+    return x[0, :, 0].movedim(0, dim).contiguous()
+
+
+def cuts(rows: int, peers: Peers, order: str | Order, length: int | None) -> tuple[Cut, ...]:
+    """What every rank has, this one having so many rows. ValueError."""
+    total = rows * peers.world if length is None else length
+    found = order_of(order).spans(total, peers.world)
+    mine = Cut(found[peers.rank], Span(0, 1))
+    if mine.shape[0] != rows:
+        said = "length is what shares of one length make" if length is None else f"{length=}"
+        raise ValueError(
+            f"length: rank {peers.rank} of {peers.world} would have {mine.shape[0]} of {total} tokens, and has {rows}: {said}"
+        )
+    return tuple([Cut(spans, Span(0, 1)) for spans in found])
+
+
+def place_of(group: Any) -> tuple[int, int]:
+    """(rank, how many there are), those of two dimensions row by row."""
+    rank, world = 0, 1
+    for peers in peers_of(group):
+        rank, world = rank * peers.world + peers.rank, world * peers.world
+    return rank, world

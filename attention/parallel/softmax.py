@@ -1,0 +1,308 @@
+"""attention.parallel.forward: softmax attention of a sequence that lies on several ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+import attention
+
+from ..options import flag
+from ..softmax.asked import differentiated
+from ..softmax.autograd import adjacent
+from ..softmax.backward.norms import gradients as norm_gradients
+from ..softmax.backward.norms import normalised
+from ..softmax.gradient import ONCE, flat, grouped
+from .agreed import agreed, form_of, words_of
+from .choice import SCHEMES, SHARE, Choice, choose, refusal
+from .gather import Gather
+from .gradients import Gradients
+from .heads import Heads, Shared, together
+from .in_order import InOrder
+from .moves import all_heads
+from .orders import Order, Span, Spans, count, order_of
+from .peers import Peers, peers_of
+from .pieces import Call
+from .ring import Ring
+
+NORMS = "q_norm", "k_norm"
+INDICES = 2**24  # see softmax/forward.py
+
+
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    group: Any = None,
+    scheme: str | tuple[str, str] = "auto",
+    order: str | Order = "zigzag",
+    length: int | None = None,
+    length_k: int | None = None,
+    explain: bool = False,
+    layout: str = "bshd",
+    out: Any = None,
+    return_lse: bool = False,
+    stream: Any = None,
+    **options: Any,
+) -> Any:
+    """attention.forward of a sequence that lies on several ranks: q, k and v are this rank's shares of it, as
+    attention.parallel.shard cuts them, and so is what is given back. Every rank of the group must call it.
+
+    group: a process group of torch.distributed, a DeviceMesh of one or two dimensions, or a tuple of two groups (the outer
+    first); all processes by default. order: which tokens a rank has, "zigzag" (as much work for each, of causal attention) or
+    "contiguous". length, length_k: tokens of the whole, and keys where they are others; by default as many as shares of one
+    size make. Shares that differ need it, and it may be any.
+
+    scheme: how ranks work together.
+
+    | | what travels | |
+    |---|---|---|
+    | "gather" | keys and values, as far as queries see them | bitwise what one GPU gives |
+    | "ulysses" | tokens for heads, there and back; ranks share out the heads | whatever forward takes |
+    | "ring" | keys and values, a rank's share at a time; partial results are merged in float32 | least memory |
+    | (outer, inner) | of a group of two dimensions: "gather" or "ring", and "ulysses"; or "ring" and "gather" | |
+
+    "auto" takes the fastest that a model of bytes and time finds among those that can serve the call and whose memory suffices
+    (attention.parallel.choice); with explain=True nothing is computed, and the Choice is returned, whose str says why.
+
+    options: all other arguments of attention.forward, about the whole sequence: positions in causal, window, mask and score
+    count from its start, cu_seqlens is of all of it, aux are whole arrays. alibi, sink and norms are as there; bias has this
+    rank's rows, and all columns. blocks are those of the whole. With dropout a rank drops by the seed and its place, so other
+    numbers of ranks drop others. What a scheme cannot do is a NotImplementedError, and "auto" takes another.
+
+    Differentiable where attention.forward is. The gradients of arrays that every rank has (sink, alibi, aux, norms) are this
+    rank's share, as those of a model's weights are: their sum over ranks is the whole.
+
+    ValueError on every rank, before anything travels: ranks disagree in shapes, dtypes or options."""
+    told = {name: x for name, x in options.items() if x is not None}
+    if layout == "bhsd":
+        q, k, v, out = (x if x is None else x.transpose(1, 2) for x in (q, k, v, out))
+    elif layout != "bshd":
+        raise ValueError(f'layout: must be "bshd" or "bhsd": {layout=}')
+    with _on(stream, q):
+        peers = peers_of(group)
+        key = _key(peers, scheme, order, length, length_k, q, k, v, told)
+        known = agreed(peers, key, lambda: _planned(peers, scheme, order_of(order), length, length_k, q, k, v, told), q.device)
+        if explain:
+            return known.choice
+        arrays, others = flat(_shaped(told))
+        learned = {name: x for name, x in arrays.items() if differentiated(x)}
+        if differentiated(q, k, v, *learned.values()):
+            names = ("q", "k", "v", *arrays)
+            made = _Attention.apply(known, names, others, q, k, v, *arrays.values())
+        else:
+            made = _attend(known, q, k, v, told)
+        result, lse = made
+        if out is not None:
+            result = out.copy_(result)
+    result = result.transpose(1, 2) if layout == "bhsd" else result
+    return (result, lse) if flag("return_lse", return_lse) else result
+
+
+class Plan(NamedTuple):
+    """What calls of one form have in common: the scheme, how long the whole is, and why."""
+
+    scheme: Any
+    length: int
+    keys: int
+    choice: Choice | str
+
+    def call(self, q: Any, k: Any, v: Any, told: dict[str, Any]) -> Call:
+        """A call of this form."""
+        heads, kv_heads = all_heads(q.shape[2]), all_heads(k.shape[2])
+        return Call(told, self.length, self.keys, heads, kv_heads, (q.shape[3], v.shape[3]), q.device)
+
+
+class _Attention(torch.autograd.Function):
+    """(out, lse), differentiable once. names: of the tensors; others: the remaining options."""
+
+    @staticmethod
+    def forward(ctx, plan, names, others, *tensors):
+        told = grouped(dict(zip(names[3:], tensors[3:]))) | others
+        out, lse = _attend(plan, *tensors[:3], told)
+        ctx.plan, ctx.names, ctx.others = plan, names, others
+        ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(*tensors, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, _):
+        if torch.is_grad_enabled():
+            raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
+        *tensors, out, lse = ctx.saved_tensors
+        told = grouped(dict(zip(ctx.names[3:], tensors[3:]))) | ctx.others
+        if torch.are_deterministic_algorithms_enabled():
+            told["deterministic"] = True
+        wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[3:]) if needs]
+        found = _differentiate(ctx.plan, adjacent(dout), *tensors[:3], out, lse, told, wanted)
+        return None, None, None, *[found.get(name) if name in wanted else None for name in ctx.names]
+
+
+def _attend(plan: Plan, q: Any, k: Any, v: Any, told: dict[str, Any]) -> tuple[Any, Any]:
+    """(out, lse), without gradients."""
+    with torch.no_grad():
+        told = dict(_shaped(told))
+        if "k_norm" in told:
+            k = normalised("k", k.contiguous(), told.pop("k_norm"), told.get("norm_eps", 1e-6), None, "bshd")
+        return plan.scheme.attend(q, k, v, plan.call(q, k, v, told))
+
+
+def _differentiate(plan, dout, q, k, v, out, lse, told, wanted) -> dict[str, Any]:
+    """The gradients of `_attend`, by name."""
+    told = dict(_shaped(told))
+    norms, eps = [told.pop(name, None) for name in NORMS], told.pop("norm_eps", 1e-6)
+    rows = [normalised(name, x, norm, eps, None, "bshd") for name, x, norm in zip("qk", (q, k), norms)]
+    call = plan.call(*rows, v, told)
+    found = Gradients.begin(rows[0], rows[1], v, call, wanted)
+    plan.scheme.differentiate(dout, *rows, v, out, lse, call, found)
+    results = dict(zip("qkv", found.results(q, k, v))) | found.others
+    for name, x, norm in zip("qk", (q, k), norms):
+        if norm is not None:
+            results[name], parts = norm_gradients(name, x, results[name], norm, eps, None, None, "bshd")
+            names = [f"{name}_norm", f"{name}_norm_bias"]
+            flat_parts = [y for part in parts for y in (part if isinstance(part, tuple) else (part,))]
+            results |= dict(zip(names, flat_parts))
+    given = dict(flat(told)[0])
+    return {name: x if name in "qkv" or name not in given else x.to(given[name].dtype) for name, x in results.items()}
+
+
+def _shaped(told: dict[str, Any]) -> dict[str, Any]:
+    """Options as schemes expect them: a list of aux is a tuple."""
+    return told | {"aux": tuple(told["aux"])} if "aux" in told else told
+
+
+# ---- once for each form of call --------------------------------------------------------------------------------------
+def _key(
+    peers: Sequence[Peers], scheme: Any, order: Any, length: Any, length_k: Any, q: Any, k: Any, v: Any, told: dict
+) -> Any:
+    """What decides how a call is done: everything but what arrays hold."""
+    forms = [(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
+    return (*peers, scheme, order, length, length_k, *forms, *[(name, form_of(x)) for name, x in told.items()])
+
+
+def _planned(
+    peers: Sequence[Peers], scheme: Any, order: Order, length: Any, length_k: Any, q: Any, k: Any, v: Any, told: dict[str, Any]
+) -> tuple[str, Plan]:
+    """What all ranks must have in common, in words, and the Plan. TypeError, ValueError, NotImplementedError."""
+    refuse(told)
+    world = 1
+    for one in peers:
+        world *= one.world
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"v: must have k's tokens: {tuple(k.shape)=}, {tuple(v.shape)=}")
+    total = q.shape[1] * world if length is None else length
+    if length_k is None:
+        length_k = total if k.shape[1] == q.shape[1] else k.shape[1] * world
+    queries, keys = order.spans(total, world), order.spans(length_k, world)
+    rank = functools.reduce(lambda at, one: at * one.world + one.rank, peers, 0)
+    for name, x, spans, whole in ("length", q, queries, total), ("length_k", k, keys, length_k):
+        if count(spans[rank]) != x.shape[1]:
+            had = f"rank {rank} of {world} has {x.shape[1]} tokens, and would have {count(spans[rank])} of {whole}"
+            raise ValueError(f"{name}: {had} by {order}: give {name}, the number of all tokens, as shards may differ")
+    plain = {
+        name: x for name, x in told.items() if name not in ("cu_seqlens", "cu_seqlens_k", "lengths_k", "bias", "blocks", "sink")
+    }
+    with torch.no_grad():  # no query, no key: everything is checked, nothing launched
+        attention.forward(*[x.detach()[:, :0] for x in (q, k, v)], **plain)
+    if ("mask" in told or "score" in told) and max(total, length_k) >= INDICES:
+        raise ValueError(
+            f"mask: counts queries and keys in float32, so there must be fewer than 2**24 of each: {total}, {length_k}"
+        )
+    call = Plan(None, total, length_k, "").call(q, k, v, told)
+    choice = _choice(peers, scheme, call, q, queries, keys)
+    found = _scheme(choice.scheme if isinstance(choice, Choice) else choice, peers, call, queries, keys)
+    forms = [f"{n}: {x.shape[0]} x {x.shape[2]} x {x.shape[3]} of {x.dtype}" for n, x in (("q", q), ("k", k), ("v", v))]
+    named = [f"{name}={words_of(name, x)}" for name, x in sorted(told.items())]
+    said = [
+        *forms,
+        f"length={total}",
+        f"length_k={length_k}",
+        f"{scheme=}",
+        f"chosen={choice}".partition(":")[0],
+        f"{order=}",
+        *named,
+    ]
+    return "; ".join(said), Plan(found, total, length_k, choice)
+
+
+def refuse(told: dict[str, Any]) -> None:
+    """TypeError: what attention.forward does not take, or takes only of whole arrays."""
+    from inspect import signature
+
+    unknown = [name for name in told if name not in signature(attention.forward).parameters]
+    if unknown:
+        raise TypeError(f"attention.parallel.forward: takes no {unknown[0]}")
+
+
+def _choice(
+    peers: Sequence[Peers], scheme: Any, call: Call, q: Any, queries: tuple[Spans, ...], keys: tuple[Spans, ...]
+) -> Any:
+    """The Choice, or the scheme that was asked for."""
+    if len(peers) == 2:
+        pair = ("gather", "ulysses") if scheme == "auto" else scheme
+        if pair not in PRODUCTS:
+            raise ValueError(f"scheme: of a group of two dimensions must be one of {PRODUCTS}: {scheme=}")
+        return pair
+    if len(peers) > 2:
+        raise ValueError(f"group: must have one or two dimensions, not {len(peers)}")
+    if scheme == "auto":
+        limit = SHARE * torch.cuda.get_device_properties(q.device).total_memory if q.is_cuda else float("inf")
+        return choose(call, q.shape[0], queries, keys, limit)
+    if scheme not in SCHEMES:
+        raise ValueError(f'scheme: must be "auto" or one of {SCHEMES}: {scheme=}')
+    if why := refusal(scheme, call, queries, keys):
+        raise NotImplementedError(why)
+    return scheme
+
+
+PRODUCTS = ("gather", "ulysses"), ("ring", "ulysses"), ("ring", "gather")
+
+
+def _scheme(name: Any, peers: Sequence[Peers], call: Call, queries: tuple[Spans, ...], keys: tuple[Spans, ...]) -> Any:
+    """The scheme of this name, or of a pair of names: the outer one of what the ranks of the inner dimension have together."""
+    if isinstance(name, str):
+        if name == "ulysses":
+            return Heads(peers[0], queries, keys, _alone(call))
+        return _by(name, call)(peers[0], queries, keys)
+    outer, inner = peers
+    mine = slice(outer.rank * inner.world, (outer.rank + 1) * inner.world)
+    rows = [slice(at * inner.world, (at + 1) * inner.world) for at in range(outer.world)]
+    if name[1] == "gather":  # a rank keeps its queries, and has the keys of its row
+        own = [queries[at.start + inner.rank] for at in rows]
+        then: Any = Ring(outer, tuple(own), tuple([together(keys[at]) for at in rows]))
+        return Shared(inner, queries[mine], keys[mine], then)
+    if Heads.shares(len(call.heads), len(call.kv_heads), inner.world) is None:
+        raise NotImplementedError(
+            f"scheme: {len(call.heads)} heads of {len(call.kv_heads)} key heads are not for {inner.world} ranks"
+        )
+    of_rows = [tuple([together(spans[at]) for at in rows]) for spans in (queries, keys)]
+    then = _by(name[0], call)(outer, *of_rows)
+    if why := refusal(name[0], call, *of_rows):
+        raise NotImplementedError(why)
+    return Heads(inner, queries[mine], keys[mine], then)
+
+
+def _by(name: str, call: Call) -> type[Gather] | type[Ring]:
+    """The scheme of this name, of ranks that share a sequence."""
+    if name == "ring":
+        return Ring
+    return InOrder if call.told.get("deterministic") and InOrder.serves(call) else Gather
+
+
+def _alone(call: Call) -> Gather:
+    """The scheme of one rank that has everything."""
+    from .peers import ALONE
+
+    return Gather(ALONE, ((Span(0, call.length),),), ((Span(0, call.keys),),))
+
+
+def _on(stream: Any, x: Any) -> Any:
+    """The caller's stream, made current."""
+    if stream is None or not x.is_cuda:
+        return nullcontext()
+    return torch.cuda.stream(stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.ExternalStream(int(stream)))

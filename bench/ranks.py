@@ -1,0 +1,278 @@
+"""attention.parallel on the GPUs of one machine, one process a GPU: is it right, and how does it scale?
+
+    python -m bench.ranks PART ..          host, forward, check, backward, linear; all of them by default
+
+Share of perfect scaling: what the whole takes on one GPU, by as many GPUs as there are and what it takes on them together. Both
+are timed in turns, by CUDA events, on every GPU at once; the slowest rank counts, and of turns the median. The peer: torch's
+context_parallel (all-gather, head-tail balance), with key heads repeated, as it takes no shared ones."""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import attention
+from attention import parallel
+
+TURNS, CALLS = 5, 3
+
+
+def drawn(length, heads, kv_heads, dim=128):
+    """q, k and v of the whole, the same on every rank."""
+    torch.manual_seed(0)
+    shapes = [(1, length, n, dim) for n in (heads, kv_heads, kv_heads)]
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+
+
+def milliseconds(function, calls):
+    """Of a call, on this GPU."""
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    dist.barrier()
+    torch.cuda.synchronize()
+    begun.record()
+    for _ in range(calls):
+        function()
+    ended.record()
+    ended.synchronize()
+    return begun.elapsed_time(ended) / calls
+
+
+def slowest(x):
+    """Of all ranks."""
+    found = torch.tensor([x], device="cuda")
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
+def timed(functions, turns=TURNS, calls=CALLS):
+    """Milliseconds of each, by name, in turns."""
+    found = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    for _ in range(turns):
+        for name, function in functions.items():
+            found[name].append(slowest(milliseconds(function, calls)))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def say(**told):
+    """A line of results."""
+    if dist.get_rank() == 0:
+        print(json.dumps({n: round(x, 4) if isinstance(x, float) else x for n, x in told.items()}), flush=True)
+
+
+def scaling(what, functions, **options):
+    """Time them, of which "one" is on one GPU, and say the shares of perfect scaling."""
+    times, world = timed(functions, **options), dist.get_world_size()
+    shares = {f"share {n}": times["one"] / world / t for n, t in times.items() if n != "one"}
+    say(what=what, **{f"ms {n}": t for n, t in times.items()}, **shares)
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+CAUSAL = dict(causal=True)
+DOCUMENTS = dict(mask=lambda b, h, i, j, docs: docs[i] == docs[j], causal=True)
+CASES = (  # head_dim, tokens, options, schemes; gradients, too?
+    (128, 8192, CAUSAL, ("gather", "ring"), True),
+    (128, 5000, CAUSAL, ("gather",), True),
+    (128, 8192, dict(window=(1000, 0)), ("gather",), False),
+    (128, 8192, DOCUMENTS, ("gather",), False),
+)
+
+
+def check():
+    """Gather is bitwise what one GPU gives, gradients, too, with deterministic=True; again and again, while the GPU is busy."""
+    for dim, length, options, schemes, gradients in CASES:
+        q, k, v = drawn(length, 4, 2, dim)
+        dout = torch.randn_like(q)
+        if "mask" in options:
+            options = options | {"aux": (torch.arange(length, device="cuda", dtype=torch.int32) // 777,)}
+        given, mine = [x.clone() for x in (q, k, v)], [parallel.shard(x) for x in (q, k, v)]
+        for x in (*given, *mine):
+            x.requires_grad_(gradients)
+
+        def results(function, arrays, dout):
+            out = function(*arrays)
+            return [out.detach(), *(torch.autograd.grad(out, arrays, dout) if gradients else ())]
+
+        one = partial(attention.forward, **options, deterministic=True)
+        wanted = [parallel.shard(x) for x in results(one, given, dout)]
+        said = {}
+        for scheme in schemes:
+            ranks = partial(parallel.forward, scheme=scheme, length=length, **options, deterministic=True)
+            pairs = list(zip(results(ranks, mine, parallel.shard(dout)), wanted))
+            same = [slowest(float(not torch.equal(x, y))) == 0 for x, y in pairs]
+            off = [slowest(((x - y).abs().max() / y.abs().max()).item()) for x, y in pairs]
+            said[scheme] = "bitwise" if all(same) else f"off by {[f'{x:.2g}' for x in off]}"
+        say(what=f"check {[*options.items()][:2]} D {dim} S {length}, gradients {gradients}", **said)
+    q, k, v = drawn(8192, 8, 2)
+    wanted, mine = parallel.shard(attention.forward(q, k, v, **CAUSAL)), [parallel.shard(x) for x in (q, k, v)]
+    busy, other = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    wrong = torch.zeros((), device="cuda")
+    for _ in range(500):
+        with torch.cuda.stream(busy):
+            other @ other
+        wrong += (parallel.forward(*mine, scheme="gather", **CAUSAL) != wanted).any()
+    say(what="500 repetitions under load", wrong=slowest(wrong.item()))
+
+
+def forward():
+    """Forward, beside torch's."""
+    shapes = (16384, 32, 8, CAUSAL), (65536, 32, 8, CAUSAL), (65536, 16, 16, CAUSAL), (131072, 32, 8, dict(window=(4096, 0)))
+    for length, heads, kv_heads, options in shapes:
+        q, k, v = drawn(length, heads, kv_heads)
+        mine = [parallel.shard(x) for x in (q, k, v)]
+        functions = {"one": lambda q=q, k=k, v=v, o=options: attention.forward(q, k, v, **o)}
+        for scheme in ("gather", "ulysses", "ring") if "causal" in options else ("gather",):
+            functions[scheme] = lambda m=mine, s=scheme, o=options: parallel.forward(*m, scheme=s, **o)
+        scaling(f"forward S {length} {heads}/{kv_heads} {options}", functions, turns=3 if length > 16384 else 7)
+        torch.cuda.reset_peak_memory_stats()
+        before, out = torch.cuda.memory_allocated(), None
+        for scheme in "gather", "ring":
+            torch.cuda.reset_peak_memory_stats()
+            out = parallel.forward(*mine, scheme=scheme, **options)
+            more = torch.cuda.max_memory_allocated() - before - out.nbytes
+            say(what=f"memory {scheme}", beyond=more / 1e6, keys_of_all=2 * k.nbytes / 1e6, out=out.nbytes / 1e6)
+            del out
+        if ("causal" in options and length < 65536) or kv_heads == heads:
+            theirs(q, k, v)
+
+
+def theirs(q, k, v):
+    """torch's context_parallel on these; what it patches, it patches for itself alone, and so it is timed apart."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    try:
+        from torch.distributed.tensor.experimental import context_parallel
+
+        mesh, group = init_device_mesh("cuda", (dist.get_world_size(),)), q.shape[2] // k.shape[2]
+        heads_first = [x.repeat_interleave(n, 2).transpose(1, 2).contiguous() for x, n in ((q, 1), (k, group), (v, group))]
+        whole = context_parallel(mesh, buffers=heads_first, buffer_seq_dims=[2, 2, 2])
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), whole:
+            times = timed({"torch": lambda: scaled_dot_product_attention(*heads_first, is_causal=True)}, turns=3)
+        say(what=f"torch's context_parallel S {q.shape[1]} {q.shape[2]}/{k.shape[2]}", **times)
+    except Exception as error:  # it moves from version to version
+        say(what="torch's context_parallel", error=f"{type(error).__name__}: {error}"[:200])
+
+
+def backward():
+    """Gradients alone."""
+    for length, heads, kv_heads in (16384, 32, 8), (65536, 32, 8):
+        q, k, v = drawn(length, heads, kv_heads)
+        dout = torch.randn_like(q)
+        whole = [x.requires_grad_() for x in (q, k, v)]
+        out = attention.forward(*whole, **CAUSAL)
+        functions = {"one": lambda o=out, w=whole, d=dout: torch.autograd.grad(o, w, d, retain_graph=True)}
+        mine, its = [parallel.shard(x.detach()).requires_grad_() for x in whole], parallel.shard(dout)
+        for scheme in "gather", "ring":
+            o = parallel.forward(*mine, scheme=scheme, **CAUSAL)
+            functions[scheme] = lambda o=o: torch.autograd.grad(o, mine, its, retain_graph=True)
+        scaling(f"backward S {length} {heads}/{kv_heads}", functions, turns=3, calls=2)
+
+
+def linear():
+    """Simple GLA and the gated delta rule."""
+    length, heads = 262144, 16
+    q, k, v = drawn(length, heads, heads)
+    k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
+    decay = -torch.rand(1, length, heads, device="cuda") * 0.1
+    beta = torch.rand(1, length, heads, device="cuda")
+    part = lambda x: parallel.shard(x, order="contiguous")
+    whole, mine = (q, k, v), [part(x) for x in (q, k, v)]
+    its = {"decay": part(decay)}
+    of_delta = part(beta)
+    want, got = attention.linear(*whole, decay=decay), parallel.linear(*mine, **its)
+    say(what="linear off by", linear=slowest(((got - part(want)).abs().max() / want.abs().max()).item()))
+    want, got = attention.delta_rule(*whole, beta, decay=decay), parallel.delta_rule(*mine, of_delta, **its)
+    say(what="delta off by", delta=slowest(((got - part(want)).abs().max() / want.abs().max()).item()))
+    calls = {"one": lambda: attention.linear(*whole, decay=decay), "summaries": lambda: parallel.linear(*mine, **its)}
+    scaling("linear S 262144, 16 heads", calls)
+    calls = {"one": lambda: attention.delta_rule(*whole, beta, decay=decay)}
+    calls["summaries"] = lambda: parallel.delta_rule(*mine, of_delta, **its)
+    scaling("delta_rule S 262144, 16 heads", calls)
+
+
+def host():
+    """What a call costs the host beyond its collectives and attention.forward's own; and the link's speed."""
+    mine = [parallel.shard(x) for x in drawn(1024, 8, 2)]
+    whole = drawn(512, 8, 2)
+    x, y = (torch.empty_like(mine[1]) for _ in range(2))
+    other = 1 - dist.get_rank()
+
+    def bare():
+        """The same messages."""
+        operations = [dist.P2POp(dist.isend, tensor, other) for tensor in (mine[1], mine[2])]
+        for work in dist.batch_isend_irecv([*operations, *[dist.P2POp(dist.irecv, tensor, other) for tensor in (x, y)]]):
+            work.wait()
+
+    functions = {
+        "gather": lambda: parallel.forward(*mine, scheme="gather", **CAUSAL),
+        "messages": bare,
+        "attention": lambda: attention.forward(*whole, **CAUSAL),
+    }
+    found = {}
+    for name, function in functions.items():
+        for _ in range(20):
+            function()
+        times = []
+        for _ in range(15):
+            torch.cuda.synchronize()
+            dist.barrier()
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            for _ in range(10):
+                function()
+            times.append((time.perf_counter() - begun) / 10)
+        found[name] = 1e6 * statistics.median(times)
+    say(what="host us a call", **found, beyond=found["gather"] - found["messages"] - found["attention"])
+    for size in 2**23, 2**25, 2**27:
+        a, b = (torch.empty(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+        def both(a=a, b=b):
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, a, other), dist.P2POp(dist.irecv, b, other)]):
+                work.wait()
+
+        time_of = timed({"exchange": both})["exchange"]
+        say(what="link", MB=2 * size / 1e6, ms=time_of, GBs=2 * size / time_of / 1e6)
+
+
+PARTS = {"host": host, "forward": forward, "check": check, "backward": backward, "linear": linear}
+
+
+def rank(number, world, names, port):
+    """What a process does."""
+    torch.cuda.set_device(number)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("nccl", rank=number, world_size=world, device_id=torch.device("cuda", number))
+    for name in names:
+        begun = time.perf_counter()
+        with torch.no_grad() if name in ("forward", "host", "linear") else nullcontext():
+            PARTS[name]()
+        torch.cuda.empty_cache()
+        say(part=name, seconds=time.perf_counter() - begun)
+    dist.destroy_process_group()
+
+
+def main():
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}")
+    names = parser.parse_args().parts or list(PARTS)
+    world = torch.cuda.device_count()
+    if world < 2:
+        sys.exit("there are fewer than two GPUs")
+    print(torch.cuda.get_device_name(), "x", world, "torch", torch.__version__, flush=True)
+    mp.spawn(rank, (world, names, 29400 + os.getpid() % 500), nprocs=world)
+
+
+if __name__ == "__main__":
+    main()

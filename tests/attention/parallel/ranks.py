@@ -1,0 +1,110 @@
+"""What processes do that tests of attention.parallel start: every rank runs `body`, one spawn for many cases, as imports take
+longer than they do. A failed assertion ends all, with its words."""
+
+import os
+import socket
+import sys
+from datetime import timedelta
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import attention
+from attention import parallel, reference
+
+
+def start(world, body, backend="gloo"):
+    """Run body(world) in so many processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path, path])
+    try:
+        mp.spawn(_rank, args=(world, body, backend, port), nprocs=world)
+    finally:
+        os.environ["PYTHONPATH"] = path
+
+
+def _rank(rank, world, body, backend, port):
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    where = dict(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    dist.init_process_group(backend, timeout=timedelta(seconds=120), **where)
+    try:
+        body(world)
+        dist.barrier()  # nobody leaves while others still talk
+    finally:
+        dist.destroy_process_group()
+
+
+def device():
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+def drawn(length, heads=2, kv_heads=1, dim=16, keys=None, seed=0, batch=1):
+    """q, k and v of the whole, the same on every rank."""
+    torch.manual_seed(seed)
+    shapes = [(batch, n, h, dim) for n, h in ((length, heads), (keys or length, kv_heads), (keys or length, kv_heads))]
+    return [torch.randn(shape).bfloat16().to(device()) for shape in shapes]
+
+
+def differentiated(function, arrays, dout, learned=()):
+    """[result, lse, gradients of arrays and of learned ones]."""
+    given = [x.detach().clone().requires_grad_() for x in arrays]
+    out, lse = function(*given)
+    grads = torch.autograd.grad(out, [*given, *learned], dout)
+    return [out.detach(), lse, *grads]
+
+
+def compared(length, scheme, group=None, order="zigzag", learned=(), keys=None, shapes=None, bitwise=(0, 1), **options):
+    """A call on all ranks against the same call on one, out, lse and gradients: those of `bitwise`, by number, bit by bit. out
+    of others is no further from float64 than 2.5 times what the call on one is. learned: options that have gradients; rows of a
+    bias are this rank's."""
+    q, k, v = whole = drawn(length, keys=keys, **shapes or {})
+    dout = torch.randn_like(q)
+    share = partial(parallel.shard, group=group, order=order)
+    local = {name: share(x, dim=2) if name == "bias" and x.shape[2] > 1 else x for name, x in options.items()}
+    one = [x.requires_grad_() for x in (options[name] for name in learned)]
+    mine = [local[name].detach().requires_grad_() for name in learned]
+    local |= dict(zip(learned, mine))
+    alone = differentiated(lambda *x: attention.forward(*x, **options, return_lse=True), whole, dout, one)
+    ranks = partial(parallel.forward, group=group, scheme=scheme, order=order, length=length, length_k=keys, return_lse=True)
+    found = differentiated(lambda *x: ranks(*x, **local), [share(x) for x in whole], share(dout), mine)
+    wanted = [share(alone[0]), share(alone[1], dim=2), *[share(x) for x in alone[2:5]], *alone[5:]]
+    for n, (x, y) in enumerate(zip(found, wanted)):
+        said = f"{scheme} {order} of {length}, {[*options]}: result {n} on rank {dist.get_rank()}"
+        if n > 4 and learned[n - 5] != "bias":
+            dist.all_reduce(x)
+        elif n > 4:
+            y = share(y, dim=2) if y.shape[2] > 1 else y
+        if n in bitwise:
+            assert torch.equal(x, y), f"{said}: {(x.float() - y.float()).abs().max()} of {y.abs().max()}"
+        else:
+            close = 2.0**-6 * alone[n].float().abs().max() if n != 1 else 2.0**-9
+            error = (x.float() - y.float()).nan_to_num(0 if n == 1 else torch.nan).abs()  # of -inf and -inf
+            assert (error <= close).all(), f"{said}: {error.max()} of {y.abs().max()}"
+    if 0 not in bitwise:
+        exact, _ = reference.forward(*[x.float().cpu().numpy() for x in (q, k, v)], **plain(options))
+        exact = torch.from_numpy(exact).to(device())
+        errors = [(x.double() - y).abs().max() for x, y in ((alone[0], exact), (found[0], share(exact))) if x.numel()]
+        assert errors[-1] <= 2.5 * errors[0], f"{said}: {errors}"
+
+
+def plain(options):
+    """Options as the reference takes them."""
+    arrays = {name: x.detach().cpu().numpy() for name, x in options.items() if isinstance(x, torch.Tensor)}
+    aux = {"aux": tuple([x.cpu().numpy() for x in options["aux"]])} if "aux" in options else {}
+    return {name: x for name, x in options.items() if name != "deterministic"} | arrays | aux
+
+
+def integers(*values):
+    return torch.tensor(values, dtype=torch.int32, device=device())
+
+
+def numbers(*shape):
+    return torch.from_numpy(np.random.default_rng(3).standard_normal(shape, np.float32)).to(device())

@@ -1,0 +1,124 @@
+"""Which tokens ranks have, and that pieces of a call see together what the whole sees, each key once: no process is started."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention.parallel.choice import SCHEMES, choose
+from attention.parallel.gather import Gather
+from attention.parallel.moves import Cut, common
+from attention.parallel.orders import Contiguous, Span, Zigzag, count, merged
+from attention.parallel.peers import Peers, Pending
+from attention.parallel.pieces import Call
+from attention.reference.scores import Variant
+
+ORDERS = st.sampled_from([Zigzag(), Contiguous(), Zigzag(64), Contiguous(1)])
+
+
+@given(ORDERS, st.integers(0, 3000), st.integers(1, 9))
+def test_ranks_have_every_token_once_and_as_many_blocks(order, length, world):
+    spans = order.spans(length, world)
+    every = [token for one in spans for span in one for token in range(span.start, span.stop)]
+    assert sorted(every) == list(range(length))
+    tokens = np.array([count(one) for one in spans])
+    assert tokens.max() <= tokens.mean() + order.block or tokens.max() - tokens.min() <= 2 * (1 + length // (2 * world))
+    blocks = [-(-n // order.block) for n in tokens]
+    assert length < 2 * world * order.block or max(blocks) <= sum(blocks) / world + 1
+
+
+@given(st.integers(2, 8), st.integers(1, 6))
+def test_zigzag_gives_causal_attention_as_much_work_for_each(world, each):
+    length = 2 * world * each * 128
+    work = [sum((span.start + span.stop) * len(span) for span in spans) for spans in Zigzag().spans(length, world)]
+    assert len(set(work)) == 1
+
+
+def call(length, keys, heads=4, kv_heads=2, **told):
+    return Call(told, length, keys, Span(0, heads), Span(0, kv_heads), (64, 64), "cpu")
+
+
+WINDOWS = st.sampled_from([None, (7, None), (0, 0), (30, 4), (None, 9), (200, 0), (3, 50)])
+
+
+@settings(max_examples=150)
+@given(st.integers(1, 90), st.integers(0, 40), st.integers(1, 4), ORDERS, st.booleans(), WINDOWS, st.booleans())
+def test_pieces_see_what_the_whole_sees_each_key_once(length, more, world, order, causal, window, by_ring):
+    keys = length + more - 20 if length + more > 20 else length
+    told = ({"causal": True} if causal else {}) | ({"window": window} if window else {})
+    one, whole = call(length, keys, **told), Variant(causal=causal, window=window)
+    found = np.zeros((length, keys), int)
+    shares = [span for spans in order.spans(keys, world) for span in spans]
+    for q in [span for spans in order.spans(length, world) for span in spans]:
+        for k in shares if by_ring else [one.reach(q)]:
+            part = one.piece(q, k)
+            if part is None:
+                continue
+            i, j = np.arange(len(part.rows))[:, None], np.arange(len(part.keys))[None]
+            seen = Variant(causal=part.options.get("causal", False), window=part.options.get("window"))
+            rows, columns = slice(*part.rows), slice(*part.keys)
+            found[rows, columns] += seen.seen(0, 0, i, j, len(part.keys) - len(part.rows))
+    i, j = np.arange(length)[:, None], np.arange(keys)[None]
+    np.testing.assert_array_equal(found, whole.seen(0, 0, i, j, keys - length))
+
+
+def test_only_a_windows_halo_is_fetched():
+    one = call(64 * 1024, 64 * 1024, window=(4096, 0))
+    for spans in Zigzag().spans(64 * 1024, 8):
+        needs = count(merged(tuple(map(one.reach, spans))))
+        assert needs <= count(spans) + 2 * (4096 + 128)
+
+
+class Silent(Peers):
+    """A rank whose messages go nowhere."""
+
+    def exchange(self, sends, receives):
+        self.sent.extend([x for _, x in sends])
+        return Pending(())
+
+
+def test_gather_holds_the_keys_that_queries_see_and_nothing_else():
+    """What is sent lies in the shares, or among what is held."""
+    length, spans = 1024, Zigzag().spans(1024, 2)
+    peers, k = Silent(None, 0, 2, (0, 1)), torch.zeros(1, 512, 8, 16, dtype=torch.bfloat16)
+    vars(peers)["sent"] = []
+    scheme, one = Gather(peers, spans, spans), call(length, length, 8, 8, causal=True)
+    held = [x for heads in (Span(0, 2), Span(2, 8)) for x in scheme._fetch(k, k, one, heads).wait()]
+    assert sum([x.nbytes for x in held]) == length * 8 * 16 * 4
+    memory = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (k, *held)]
+    assert peers.sent and all(any(first <= x.data_ptr() < end for first, end in memory) for x in peers.sent)
+
+
+def test_what_two_cuts_have_in_common():
+    source, target = Cut((Span(0, 8), Span(20, 30)), Span(0, 4)), Cut((Span(4, 24),), Span(2, 4))
+    found = common(source, target)
+    assert [(box.rows, box.to_rows) for box in found] == [(slice(4, 8), slice(0, 4)), (slice(8, 12), slice(16, 20))]
+    assert all((box.heads, box.to_heads) == (slice(2, 4), slice(0, 2)) for box in found)
+    assert common(source, Cut((Span(0, 8),), Span(4, 6))) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "heads", "world", "limit", "scheme"),
+    [
+        (dict(causal=True), (32, 8), 8, float("inf"), "gather"),
+        (dict(causal=True), (4, 4), 8, 2e8, "ring"),  # keys of all tokens would take 0.3 GB, and heads are too few
+        (dict(causal=True, alibi=None), (32, 8), 8, float("inf"), "gather"),
+        (dict(lengths_k=None, window=(9, 9)), (32, 8), 8, float("inf"), "ulysses"),  # which alone keeps positions
+    ],
+)
+def test_auto_chooses_by_time_and_memory(told, heads, world, limit, scheme):
+    length = 2**18
+    spans = Zigzag().spans(length, world)
+    found = choose(call(length, length, *heads, **told), 1, spans, spans, limit)
+    assert found.scheme == scheme, str(found)
+    assert all(name in str(found) for name in SCHEMES)
+
+
+def test_auto_says_why_no_scheme_can():
+    spans = Zigzag().spans(4096, 3)
+    with pytest.raises(NotImplementedError, match="gather: lengths_k.*ulysses: 4 heads.*ring: lengths_k"):
+        choose(call(4096, 4096, lengths_k=None, window=(9, 9)), 1, spans, spans, float("inf"))

@@ -1,0 +1,61 @@
+"""attention.parallel.linear, delta_rule and mamba2 on 3 processes against one."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed as dist
+from ranks import integers, start
+
+import attention
+from attention import parallel
+
+pytestmark = pytest.mark.timeout(900)  # of processes that share a laptop's cores
+
+LENGTH = 100
+
+
+def test_on_three_ranks():
+    start(3, members)
+
+
+def part(x, length=LENGTH):
+    return parallel.shard(x, order="contiguous")
+
+
+def compared(name, arrays, whole=(), **options):
+    """A call on all ranks against that on one: outputs and the state behind the last token. whole: what has no tokens."""
+    of_tokens = {n: part(x) if n in ("decay", "z") and x.ndim > 1 else x for n, x in options.items()}
+    wanted = getattr(attention, name)(*arrays, **options)
+    mine = [x if n in whole else part(x) for n, x in enumerate(arrays)]
+    found = getattr(parallel, name)(*mine, length=arrays[0].shape[1], **of_tokens)
+    if not isinstance(wanted, tuple):
+        wanted, found = (wanted,), (found,)
+    assert found[0].shape == part(wanted[0]).shape
+    for x, y, most in zip(found, (part(wanted[0]), *wanted[1:]), (wanted[0], *wanted[1:])):
+        off = (x.float() - y.float()).abs().max().item() if x.numel() else 0.0
+        assert off <= 2.0**-6 * most.float().abs().max(), f"{name} {[*options]} on rank {dist.get_rank()}: {off}"
+
+
+def members(world):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, LENGTH, heads, 16).bfloat16() for heads in (1, 1, 2))
+    k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
+    beta, ends, state = torch.rand(1, LENGTH, 2), integers(0, 30, 30, 71, LENGTH), torch.randn(1, 2, 16, 16)
+    of_heads, of_tokens, of_channels = (-torch.rand(shape) * 0.1 for shape in ((2,), (1, LENGTH, 2), (1, LENGTH, 2, 16)))
+    compared("linear", (q, k, v))
+    compared("linear", (q, k, v), decay=of_heads, initial_state=state, return_state=True)
+    compared("linear", (q, k, v), decay=of_heads, cu_seqlens=ends, return_state=True)
+    compared("linear", (q, k, v), decay=of_tokens, return_state=True, initial_state=state)
+    compared("linear", (q, k, v), decay=of_channels, cu_seqlens=ends, return_state=True)
+    compared("delta_rule", (q, k, v, beta), return_state=True)
+    compared("delta_rule", (q, k, v, beta), decay=of_tokens, cu_seqlens=ends, return_state=True)
+    compared("delta_rule", [x[:, :2] for x in (q, k, v, beta)], initial_state=state, return_state=True)  # one rank has nothing
+    steps, rate = torch.rand(1, LENGTH, 2), -torch.rand(2)
+    options = dict(D=torch.rand(2), z=v, dt_bias=torch.rand(2), dt_softplus=True, return_final_states=True)
+    compared("mamba2", (v, steps, rate, k, q), whole=(2,), **options)
+    with pytest.raises(ValueError, match=r"(?s)ask for different things.*rank 0: .*scale=1.0.*rank 1"):
+        parallel.linear(*map(part, (q, k, v)), length=LENGTH, scale=2.0 if dist.get_rank() else 1.0)
+    with pytest.raises(NotImplementedError, match="normalize"):
+        parallel.linear(*map(part, (q, k, v)), length=LENGTH, normalize=True)

@@ -1,0 +1,162 @@
+"""attention.parallel.forward on 2, 3 and 4 processes against one: all schemes, orders and variants."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed as dist
+from ranks import compared, drawn, integers, numbers, start
+
+import attention
+from attention import parallel
+
+pytestmark = pytest.mark.timeout(900)  # of processes that share a laptop's cores
+
+
+def test_on_two_ranks():
+    """Each variant by gather; and by those others that can keep its positions. D 128 and rows of 128 are tiles of Hopper's."""
+    start(2, two)
+
+
+def two(world):
+    wide = dict(dim=128, heads=1)
+    docs, every = torch.arange(300) // 70, (0, 1, 2, 3, 4)
+    compared(300, "gather", shapes=wide, causal=True, window=(90, 0), deterministic=True, bitwise=every)
+    compared(300, "gather", shapes=dict(dim=64), causal=True, deterministic=True, bitwise=every)
+    compared(70, "gather", keys=90, mask=lambda b, h, i, j: (i + j) % 5 > 0, deterministic=True, bitwise=every)
+    compared(560, "gather", shapes=wide, window=(150, 0))  # only halos travel, and blocks of keys are the whole's
+    compared(300, "gather", shapes=wide, causal=True, mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(docs,))
+    for scheme in "gather", "ulysses", "ring":
+        bitwise = () if scheme == "ring" else (0, 1)
+        compared(61, scheme, causal=True, bitwise=bitwise)
+        compared(61, scheme, order="contiguous", window=(20, 5), bitwise=bitwise)
+        compared(40, scheme, keys=70, causal=True, bitwise=bitwise)
+        compared(40, scheme, causal=True, cu_seqlens=integers(0, 9, 9, 33, 40), bitwise=bitwise)
+        compared(40, scheme, softcap=3.0, bias=numbers(1, 2, 40, 40), learned=("bias",), bitwise=bitwise)
+        compared(40, scheme, sink=numbers(2), learned=("sink",), bitwise=bitwise)
+        compared(40, scheme, mask=lambda b, h, i, j: (i + 2 * j + h) % 3 != 0, bitwise=bitwise)
+        compared(40, scheme, score=lambda s, b, h, i, j, t: s + t[i] * (h + 1), aux=(numbers(40),), learned=(), bitwise=bitwise)
+        compared(40, scheme, q_norm=numbers(16), k_norm=numbers(16), learned=("q_norm", "k_norm"), bitwise=bitwise)
+        compared(33, scheme, shapes=dict(batch=2), causal=True, bitwise=bitwise)
+    for scheme in "gather", "ulysses":
+        compared(40, scheme, causal=True, alibi=numbers(2).abs(), learned=("alibi",))
+        compared(40, scheme, causal=True, lengths_k=integers(31))
+    for scheme in "gather", "ulysses":
+        compared(128, scheme, blocks=every_other_block(128, 32), shapes=dict(dim=16))
+    compared(40, "ulysses", window=(3, 3), cu_seqlens=integers(0, 11, 40))
+    dropped()
+    faults()
+
+
+def every_other_block(length, size):
+    """Lists as a BlockMask has them: of each row of blocks those of its parity, and mask is asked in none."""
+    count = length // size
+    seen = [[j for j in range(count) if (i + j) % 2 == 0] for i in range(count)]
+    full = torch.tensor([[row + [0] * (count - len(row)) for row in seen]], dtype=torch.int32)[None]
+    counts = torch.tensor([[[len(row) for row in seen]]], dtype=torch.int32)
+    none = torch.zeros_like(counts), torch.zeros_like(full)
+    return SimpleNamespace(
+        BLOCK_SIZE=(size, size), kv_num_blocks=none[0], kv_indices=none[1], full_kv_num_blocks=counts, full_kv_indices=full
+    )
+
+
+def dropped():
+    """The same weights are dropped in every call, on every rank others."""
+    given = [parallel.shard(x) for x in drawn(48)]
+    found = [parallel.forward(*given, dropout=0.5, seed=seed) for seed in (3, 3, 4)]
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    q, k, v = (x.requires_grad_() for x in given)
+    gradients = []
+    for scheme, order in ("gather", False), ("gather", True), ("ring", False):
+        out = parallel.forward(q, k, v, dropout=0.5, seed=3, causal=True, scheme=scheme, deterministic=order)
+        loss = (out.float() * k.detach().float()).sum()
+        gradients.append(torch.autograd.grad(loss, (q, k, v)))
+        sums = torch.stack([loss.detach(), (gradients[-1][2].float() * v.detach().float()).sum()])
+        dist.all_reduce(sums)
+        torch.testing.assert_close(sums[0], sums[1], rtol=0.02, atol=0.1)  # the loss is linear in values
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=2**-6, atol=2**-6)
+
+
+def faults():
+    """The same error on every rank, which says what differs; nothing has travelled, and the next call is as ever."""
+    given, rank = [parallel.shard(x) for x in drawn(48)], dist.get_rank()
+    with pytest.raises(ValueError, match=r"(?s)ranks ask for different things.*rank 0: .*causal=False.*rank 1: .*causal=True"):
+        parallel.forward(*given, causal=bool(rank))
+    with pytest.raises(ValueError, match=r"(?s)rank 0: .*q: 1 x 2 x 16 of torch.float16.*rank 1: .*bfloat16"):
+        parallel.forward(*[x.half() if rank == 0 else x for x in given])
+    with pytest.raises(ValueError, match=r"(?s)rank 0: mask=<lambda> \w+.*rank 1: mask=<lambda> \w+"):
+        parallel.forward(*given, mask=(lambda b, h, i, j: j <= i) if rank else (lambda b, h, i, j: j < i))
+    with pytest.raises((ValueError, TypeError), match="window"):
+        parallel.forward(*given, window=(3, 0) if rank else (-3, 0))
+    with pytest.raises(ValueError, match="rank . of 2 has 24 tokens, and would have .. of 39"):
+        parallel.forward(*given, length=39)
+    with pytest.raises(NotImplementedError, match="alibi: by ring"):
+        parallel.forward(*given, scheme="ring", causal=True, alibi=numbers(2))
+    with pytest.raises(TypeError, match="takes no windows"):
+        parallel.forward(*given, windows=3)
+    compared(48, "auto", causal=True)
+    why = parallel.forward(*given, causal=True, explain=True)
+    assert why.scheme == "gather" and "its bits are those of one GPU" in str(why)
+
+
+def test_a_peer_that_dies_is_an_error_of_torchs():
+    start(2, dies)
+
+
+def dies(world):
+    given = [parallel.shard(x) for x in drawn(48)]
+    parallel.forward(*given, causal=True)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    with pytest.raises(RuntimeError):
+        for _ in range(3):
+            parallel.forward(*given, causal=True)
+    os._exit(0)
+
+
+def test_on_three_ranks():
+    """Lengths that do not divide, of which some ranks have nothing; moves there and back."""
+    start(3, three)
+
+
+def three(world):
+    for length in 1, 2, 5, 37:
+        compared(length, "gather", causal=True)
+        compared(length, "ring", causal=True, bitwise=())
+    compared(37, "ring", order="contiguous", bitwise=(), shapes=dict(heads=3, kv_heads=3))
+    compared(37, "ulysses", causal=True, shapes=dict(heads=3, kv_heads=1))
+    x = torch.arange(2 * 41 * 3).reshape(2, 41, 3)
+    for length in 41, 2:
+        mine = parallel.shard(x[:, :length])
+        assert torch.equal(parallel.unshard(mine, length=length), x[:, :length])
+        other = parallel.reorder(mine, length=length)
+        assert torch.equal(other, parallel.shard(x[:, :length], order="contiguous"))
+        assert torch.equal(parallel.reorder(other, order="contiguous", to="zigzag", length=length), mine)
+    with pytest.raises(NotImplementedError, match="2 heads of 1 key heads are not for 3 ranks"):
+        parallel.forward(*[parallel.shard(x) for x in drawn(36)], scheme="ulysses")
+
+
+def test_on_four_ranks():
+    """Products of schemes on a mesh of two dimensions, and a dimension of a mesh by itself."""
+    start(4, four)
+
+
+def four(world):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, shapes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("far", "near")), dict(heads=4, kv_heads=2)
+    for scheme in ("gather", "ulysses"), ("ring", "ulysses"), ("ring", "gather"):
+        bitwise = () if scheme[0] == "ring" else (0, 1)
+        compared(45, scheme, mesh, causal=True, shapes=shapes, bitwise=bitwise)
+        mask, score = lambda b, h, i, j: (i * 3 + j + h) % 4 != 0, lambda s, b, h, i, j: s - abs(i - j) * (h + 1) * 0.1
+        compared(24, scheme, mesh, mask=mask, score=score, shapes=shapes, bitwise=bitwise)
+    compared(24, ("gather", "ulysses"), mesh, bias=numbers(1, 4, 24, 24), learned=("bias",), shapes=shapes)
+    compared(24, ("gather", "ulysses"), mesh, sink=numbers(4), learned=("sink",), causal=True, shapes=shapes)
+    compared(24, "ulysses", mesh["near"], causal=True, shapes=shapes)
+    compared(45, "ring", causal=True, bitwise=(), shapes=shapes)
+    attention.forward(*drawn(8))
