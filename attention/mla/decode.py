@@ -18,9 +18,9 @@ from ..softmax.decode.caches import Dense, Indexed, Paged
 from ..softmax.decode.decode import _by_rows, _parts
 from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import Part, Whole
-from ..softmax.forward import scale_of
 from ..softmax.launches import DTYPES, LOG2_E
 from ..softmax.online import SLACK
+from ..softmax.planning import scale_of
 from ..softmax.variants import Variant
 from . import ampere, boxes, combine, hopper, quantised
 from .parts import parts_for

@@ -3,27 +3,25 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiles.arrays import Number, Operand
+from tiles.arrays import Number
 from tiles.jax_call import tracing
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
 
-from ..options import SCALES, flag, number
-from .algebra import ends_of_mask, least, score_of
-from .asked import AUX, blocks_of, differentiated, eight, ends_of, norm_parts, positive, random_of, several
+from ..options import flag, number
+from .algebra import score_of
+from .asked import blocks_of, differentiated, eight, ends_of, norm_parts, positive, random_of, several
 from .assembled import assembled
-from .block_masks import BAND, FIELDS, Blocked, BlockedMask
-from .dropped import Dropped, DroppedAnew, numbers_of
+from .block_masks import BAND
 from .fp8 import OF_FP8, check_output, of_fp8, of_fp8_cache, refuse_with_fp8, unit_of
 from .gradient import ONCE, gradient
-from .launches import norm_of, planned
-from .norms import Normed
-from .python import evaluated, known, named, reads
-from .ready import BlockLists, Listing, Making
+from .launches import planned
+from .planning import as_window, check_extents, functions_of, is_ordered, listing_of, parts_of, scale_of
+from .python import named
+from .ready import BlockLists, Making
 from .variants import Variant
 
-INDICES = 2**24  # tiles of indices are of float32: whole numbers below this
 FORWARD = Schema(
     "forward",
     """
@@ -333,18 +331,6 @@ def _of_fp8(
     return planned_variant(problem, *seen, scale, return_lse, family, numbers=numbers)
 
 
-def parts_of(
-    problem: Problem, norm_eps: float, dropout: float | None, seed_value: Number | None
-) -> list[tuple[Variant, dict[str, float | Number]]]:
-    """Variants of queries and weights, and their numbers."""
-    found: list[tuple[Variant, dict[str, float | Number]]] = []
-    if norm := norm_of(problem, "q_norm"):
-        found.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
-    if dropout is not None:
-        found.append(dropped(problem, dropout, seed_value))
-    return found
-
-
 def planned_variant(
     problem: Problem,
     causal: bool,
@@ -384,7 +370,7 @@ def planned_variant(
         "bias" in problem,
         "sink" in problem,
         None if listing and listing.blocked else masking,
-        scoring and score_of(scoring, axes, _ordered(problem, 0 if causal else right)),
+        scoring and score_of(scoring, axes, is_ordered(problem, 0 if causal else right)),
         more,
     )
     made = made._replace(numbers=made.numbers | (numbers or {}))
@@ -420,106 +406,3 @@ def _fp8_cache(
     more = parts_of(problem, norm_eps, dropout, seed_value)
     seen = causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for
     return planned_variant(problem, *seen, scale, return_lse, family, more, norm_eps, units=(k_unit, v_unit))
-
-
-def dropped(problem: Problem, dropout: float, seed: Number | None) -> tuple[Dropped, dict[str, float | Number]]:
-    """The variant that drops weights, and its numbers. seed: None if it lies in memory. ValueError."""
-    if "seed" in problem and problem("O") != (1,):
-        raise problem.error("seed", "must have one element", "seed")
-    if seed is None:
-        return DroppedAnew(), {**numbers_of(dropout)}
-    return Dropped(), {**numbers_of(dropout), "seed": seed}
-
-
-def functions_of(
-    problem: Problem, mask: str | None, score: str | None, most_keys: int | None = None
-) -> tuple[Callable | None, Callable | None, list[Operand]]:
-    """The mask and the score of these names, and the arrays that they read. most_keys: those of a sequence, where they do not
-    lie one behind the other. ValueError, TypeError."""
-    q_len, kv_len = problem("ST")
-    kv_len = kv_len if most_keys is None else most_keys
-    if (mask or score) and max(q_len, kv_len) >= INDICES:
-        name = "mask" if mask else "score"
-        raise problem.error(name, "counts queries and keys in float32, so there must be fewer than 2**24 of each", "q", "k")
-    aux = [x for x in (problem[f"aux{n}"] for n in range(AUX)) if x is not None]
-    masking, scoring = known(mask), known(score)
-    for name, function in ("mask", masking), ("score", scoring):
-        if function is not None:
-            evaluated(name, function, [x.form for x in aux])
-    return masking, scoring, aux
-
-
-def as_window(
-    problem: Problem,
-    mask: Callable | None,
-    axes: Sequence[int],
-    causal: bool,
-    window: tuple[int | None, int | None],
-) -> tuple[Callable | None, bool, tuple[int | None, int | None]]:
-    """(mask, causal, window) without the mask, where the others can say it: it is a window, whose place among the keys is the
-    same in all sequences, and nobody has or wants lists of blocks. axes: how many each array has that it reads."""
-    listed = problem.schema is LISTS or "lists" in problem or FIELDS[0] in problem
-    if mask is None or listed or _ragged(problem) or (ends := ends_of_mask(mask, axes)) is None:
-        return mask, causal, window
-    queries, keys = problem("ST")
-    shift, (left, right) = keys - queries, window
-    left = least(left, None if ends.left is None else ends.left + shift)
-    right = least(0 if causal else right, None if ends.right is None else ends.right - shift)
-    return None, False, (left, right)
-
-
-def _ordered(problem: Problem, right: int | None) -> bool:
-    """Do queries see no key that comes after them, both counted from 0, in a window that ends there?"""
-    queries, keys = problem("ST")
-    return right is not None and not _ragged(problem) and right + keys - queries <= 0
-
-
-def _ragged(problem: Problem) -> bool:
-    """Have sequences their own numbers of queries and keys?"""
-    return any([name in problem for name in ("cu_seqlens", "cu_seqlens_k", "lengths_k")])
-
-
-def listing_of(
-    problem: Problem,
-    mask: Callable | None,
-    seen: str,
-    size: tuple[int, int] | None,
-    band: int,
-    ready_for: str | None,
-) -> Listing | None:
-    """How the blocks of keys are listed that a mask and a caller's blocks, of this size, let tiles of queries see; None: there
-    is no need to. band: how many queries kernels ask for at once, at most."""
-    listing = None
-    if mask is not None or ready_for:
-        varies = (reads(mask, 0), reads(mask, 1)) if mask else (False, False)
-        listing = Listing(seen, varies, None, ready_for)
-    if size is not None:
-        batches, heads = problem["marks"].form.shape[:2] if ready_for else problem("IJ")
-        blocked = Blocked(*size, band) if mask is None else BlockedMask(*size, band, mask)
-        by_batch, by_head = listing.varies if listing else (False, False)
-        listing = Listing(seen, (bool(by_batch or batches > 1), bool(by_head or heads > 1)), blocked, ready_for)
-    return listing
-
-
-def scale_of(problem: Problem, scale: float | None) -> float:
-    """The scale of scores; ValueError."""
-    (head_dim,) = problem("D")
-    scale = head_dim**-0.5 if scale is None else scale
-    if not SCALES[0] <= scale <= SCALES[1]:  # a masked score is -inf, and must be -inf when scaled
-        raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
-    return scale
-
-
-def check_extents(problem: Problem, multiple: int = 8) -> None:
-    """ValueError: extents that the formula or the kernels do not take. multiple: what columns come by."""
-    q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("SHDTGV")
-    for name, dim, which in (("q", head_dim, "head_dim"), ("v", value_dim, "value_dim")):
-        if dim % multiple or not multiple <= dim <= 256:
-            said = f"head_dim must be a multiple of {multiple}, from {multiple} to 256: {which}={dim}"
-            raise problem.error(name, said, name)
-    if kv_heads == 0:
-        raise problem.error("k", "must have at least one head", "k")
-    if heads % kv_heads:
-        raise problem.error("q", f"heads must be a multiple of k's: {heads=}, {kv_heads=}", "q", "k")
-    if q_len >= 2**31 or kv_len >= 2**31:
-        raise problem.error("q" if q_len >= 2**31 else "k", "sequence must be shorter than 2**31", "q", "k")

@@ -11,8 +11,8 @@ from ...options import flag, number
 from ..asked import blocks_of, eight, ends_of, positive, random_of
 from ..assembled import assembled
 from ..derivative import derivatives
-from ..forward import as_window, check_extents, dropped, functions_of, listing_of, scale_of
 from ..gradient import ONCE
+from ..planning import as_window, check_extents, dropped, functions_of, listing_of, scale_of
 from ..python import named
 from ..scores import ScoredBack
 from . import norms

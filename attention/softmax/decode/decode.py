@@ -19,9 +19,9 @@ from ...families import choose
 from ...options import flag, number
 from ..asked import AUX, eight, ends_of, positive
 from ..assembled import assembled
-from ..forward import check_extents, functions_of, scale_of
 from ..launches import DTYPES, LOG2_E, over
 from ..online import SLACK
+from ..planning import check_extents, functions_of, scale_of
 from ..python import named
 from ..scores import Capped, Scored, Sunk
 from ..variants import Both, Variant

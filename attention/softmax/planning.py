@@ -1,0 +1,134 @@
+"""What the planners of attention.forward, its gradients and decode find in a problem and its options."""
+
+from collections.abc import Callable, Sequence
+
+from tiles.arrays import Number, Operand
+from tiles.schema import Problem
+
+from ..options import SCALES
+from .algebra import ends_of_mask, least
+from .asked import AUX
+from .block_masks import FIELDS, Blocked, BlockedMask
+from .dropped import Dropped, DroppedAnew, numbers_of
+from .launches import norm_of
+from .norms import Normed
+from .python import evaluated, known, reads
+from .ready import Listing
+from .variants import Variant
+
+INDICES = 2**24  # tiles of indices are of float32: whole numbers below this
+
+
+def parts_of(
+    problem: Problem, norm_eps: float, dropout: float | None, seed_value: Number | None
+) -> list[tuple[Variant, dict[str, float | Number]]]:
+    """Variants of queries and weights, and their numbers."""
+    found: list[tuple[Variant, dict[str, float | Number]]] = []
+    if norm := norm_of(problem, "q_norm"):
+        found.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
+    if dropout is not None:
+        found.append(dropped(problem, dropout, seed_value))
+    return found
+
+
+def dropped(problem: Problem, dropout: float, seed: Number | None) -> tuple[Dropped, dict[str, float | Number]]:
+    """The variant that drops weights, and its numbers. seed: None if it lies in memory. ValueError."""
+    if "seed" in problem and problem("O") != (1,):
+        raise problem.error("seed", "must have one element", "seed")
+    if seed is None:
+        return DroppedAnew(), {**numbers_of(dropout)}
+    return Dropped(), {**numbers_of(dropout), "seed": seed}
+
+
+def functions_of(
+    problem: Problem, mask: str | None, score: str | None, most_keys: int | None = None
+) -> tuple[Callable | None, Callable | None, list[Operand]]:
+    """The mask and the score of these names, and the arrays that they read. most_keys: those of a sequence, where they do not
+    lie one behind the other. ValueError, TypeError."""
+    q_len, kv_len = problem("ST")
+    kv_len = kv_len if most_keys is None else most_keys
+    if (mask or score) and max(q_len, kv_len) >= INDICES:
+        name = "mask" if mask else "score"
+        raise problem.error(name, "counts queries and keys in float32, so there must be fewer than 2**24 of each", "q", "k")
+    aux = [x for x in (problem[f"aux{n}"] for n in range(AUX)) if x is not None]
+    masking, scoring = known(mask), known(score)
+    for name, function in ("mask", masking), ("score", scoring):
+        if function is not None:
+            evaluated(name, function, [x.form for x in aux])
+    return masking, scoring, aux
+
+
+def as_window(
+    problem: Problem,
+    mask: Callable | None,
+    axes: Sequence[int],
+    causal: bool,
+    window: tuple[int | None, int | None],
+) -> tuple[Callable | None, bool, tuple[int | None, int | None]]:
+    """(mask, causal, window) without the mask, where the others can say it: it is a window, whose place among the keys is the
+    same in all sequences, and nobody has or wants lists of blocks. axes: how many each array has that it reads."""
+    listed = not problem.schema.written or "lists" in problem or FIELDS[0] in problem
+    if mask is None or listed or _ragged(problem) or (ends := ends_of_mask(mask, axes)) is None:
+        return mask, causal, window
+    queries, keys = problem("ST")
+    shift, (left, right) = keys - queries, window
+    left = least(left, None if ends.left is None else ends.left + shift)
+    right = least(0 if causal else right, None if ends.right is None else ends.right - shift)
+    return None, False, (left, right)
+
+
+def is_ordered(problem: Problem, right: int | None) -> bool:
+    """Do queries see no key that comes after them, both counted from 0, in a window that ends there?"""
+    queries, keys = problem("ST")
+    return right is not None and not _ragged(problem) and right + keys - queries <= 0
+
+
+def _ragged(problem: Problem) -> bool:
+    """Have sequences their own numbers of queries and keys?"""
+    return any([name in problem for name in ("cu_seqlens", "cu_seqlens_k", "lengths_k")])
+
+
+def listing_of(
+    problem: Problem,
+    mask: Callable | None,
+    seen: str,
+    size: tuple[int, int] | None,
+    band: int,
+    ready_for: str | None,
+) -> Listing | None:
+    """How the blocks of keys are listed that a mask and a caller's blocks, of this size, let tiles of queries see; None: there
+    is no need to. band: how many queries kernels ask for at once, at most."""
+    listing = None
+    if mask is not None or ready_for:
+        varies = (reads(mask, 0), reads(mask, 1)) if mask else (False, False)
+        listing = Listing(seen, varies, None, ready_for)
+    if size is not None:
+        batches, heads = problem["marks"].form.shape[:2] if ready_for else problem("IJ")
+        blocked = Blocked(*size, band) if mask is None else BlockedMask(*size, band, mask)
+        by_batch, by_head = listing.varies if listing else (False, False)
+        listing = Listing(seen, (bool(by_batch or batches > 1), bool(by_head or heads > 1)), blocked, ready_for)
+    return listing
+
+
+def scale_of(problem: Problem, scale: float | None) -> float:
+    """The scale of scores; ValueError."""
+    (head_dim,) = problem("D")
+    scale = head_dim**-0.5 if scale is None else scale
+    if not SCALES[0] <= scale <= SCALES[1]:  # a masked score is -inf, and must be -inf when scaled
+        raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
+    return scale
+
+
+def check_extents(problem: Problem, multiple: int = 8) -> None:
+    """ValueError: extents that the formula or the kernels do not take. multiple: what columns come by."""
+    q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("SHDTGV")
+    for name, dim, which in (("q", head_dim, "head_dim"), ("v", value_dim, "value_dim")):
+        if dim % multiple or not multiple <= dim <= 256:
+            said = f"head_dim must be a multiple of {multiple}, from {multiple} to 256: {which}={dim}"
+            raise problem.error(name, said, name)
+    if kv_heads == 0:
+        raise problem.error("k", "must have at least one head", "k")
+    if heads % kv_heads:
+        raise problem.error("q", f"heads must be a multiple of k's: {heads=}, {kv_heads=}", "q", "k")
+    if q_len >= 2**31 or kv_len >= 2**31:
+        raise problem.error("q" if q_len >= 2**31 else "k", "sequence must be shorter than 2**31", "q", "k")
