@@ -179,7 +179,8 @@ def make(config: Config):
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
-                k.fill(0, gK, (own.batch, block, kv_head))
+                if tiles > 0:
+                    k.fill(0, gK, (own.batch, block, kv_head))
                 head, tile = int32(group * kv_head), int32(every.first)
                 for j in range(tiles):
                     q.fill(j, gQ, (own.batch, tile, head))
