@@ -85,7 +85,8 @@ def agree(place, q, latent, lengths, *, size=None, splits=None, causal=True, fam
     reference.assert_close(place.get(out), ref, low)
     with np.errstate(invalid="ignore"):
         lost = np.nanmax(np.abs(low_lse - ref_lse), initial=0)
-    np.testing.assert_allclose(place.get(lse), ref_lse, rtol=8 * ULP, atol=3 * lost + 8 * ULP)
+    # Tensor cores cut off what is too small, in each of 36 steps of 16 columns.
+    np.testing.assert_allclose(place.get(lse), ref_lse, rtol=32 * ULP, atol=3 * lost + 8 * ULP)
     return place.get(out), place.get(lse)
 
 

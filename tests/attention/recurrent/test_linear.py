@@ -153,8 +153,9 @@ def test_both_passes_apart_are_what_they_are_together(place, monkeypatch, nothin
     q, k, v = (given.pop(name) for name in "qkv")
     out = members.going_on(q, k, v, local, total, **given, initial_state=first, family=family)
     np.testing.assert_array_equal(place.get(out), wanted)
+    first = place.get(first)
     for n in range(3):
-        first = place.get(first) * np.exp2(place.get(total)[:, :, n, :, None]) + place.get(local)[:, :, n].swapaxes(2, 3)
+        first = first * np.exp2(place.get(total)[:, :, n, :, None]) + place.get(local)[:, :, n].swapaxes(2, 3)
     np.testing.assert_allclose(first, state, rtol=1e-5, atol=1e-4)
 
 

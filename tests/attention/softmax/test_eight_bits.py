@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from judged import ULP, draw, there
-from places import BF16, OnInterpreter
+from places import BF16, OnCard, OnInterpreter
 
 import attention
 from attention import reference
@@ -27,6 +27,14 @@ def units(sequences, heads, *names):
     return {name: drawn.uniform(0.5, 2, (sequences, heads)).astype(np.float32) for name in names or UNITS}
 
 
+def _cut_off(q, k, options):
+    """What Hopper's products of fp8 may be off, whose sums keep some 11 bits (bench/NOTES.md)."""
+    with np.errstate(invalid="ignore"):
+        longest = [np.nanmax(np.linalg.norm(x.astype(np.float32), axis=-1)) for x in (q, k)]
+    units = [np.max(options.get(name, 1.0)) for name in ("q_descale", "k_descale")]
+    return 2.0**-11 * np.prod(longest) * np.prod(units) * options.get("scale", q.shape[-1] ** -0.5)
+
+
 def agree(place, q, k, v, *, known=None, out_dtype=BF16, **options):
     """Run and judge: out and lse, no NaN, every element written. known: k and v without what may not be read."""
     out = place.put(np.full((*q.shape[:-1], v.shape[-1]), np.nan, out_dtype))
@@ -38,7 +46,9 @@ def agree(place, q, k, v, *, known=None, out_dtype=BF16, **options):
     ref, ref_lse = reference.forward(q, k, v, **options)
     low, _ = reference.forward_low(q, k, v, **options)
     reference.assert_close(place.get(out), ref, low, factor=4)
-    np.testing.assert_allclose(place.get(lse), ref_lse, rtol=8 * ULP, atol=2e-3 if options.get("softcap") else 2e-5)
+    near = 2e-3 if options.get("softcap") else 2e-5
+    near = max(near, _cut_off(q, k, options)) if isinstance(place, OnCard) else near
+    np.testing.assert_allclose(place.get(lse), ref_lse, rtol=8 * ULP, atol=near)
     return place.get(out)
 
 
