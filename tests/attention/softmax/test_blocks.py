@@ -67,7 +67,8 @@ def test_packed_sequences(place, family):
 
 
 def test_lists_that_say_what_a_mask_says(family):
-    """Give the same bits: key blocks are listed alike."""
+    """Give the same, but for a last bit: the block behind the last key is a part for one, whole for the other, and so comes
+    sooner or later."""
     q, k, v = inputs(1, 150, 300, 1, 1, 64)
     i, j = np.arange(160)[:, None], np.arange(320)
     seen = (j <= i + 100) & (j // 40 != 2)
@@ -75,7 +76,9 @@ def test_lists_that_say_what_a_mask_says(family):
     classes = np.where(blocks.all((2, 3)), 2, blocks.any((2, 3)).astype(int))[None, None]
     mask = lambda b, h, i, j: (j <= i + 100) & (j // 40 != 2)
     plain = attention.forward(q, k, v, mask=mask, family=family)
-    assert (attention.forward(q, k, v, mask=mask, blocks=block_mask(classes, (32, 64)), family=family) == plain).all()
+    listed = attention.forward(q, k, v, mask=mask, blocks=block_mask(classes, (32, 64)), family=family)
+    np.testing.assert_allclose(listed.astype(np.float32), plain.astype(np.float32), rtol=2.0**-7)
+    assert (listed != plain).mean() < 1e-3
 
 
 def test_as_compiled(as_compiled):
