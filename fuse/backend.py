@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import language, terms
+from . import graph, language
 from .candidates import candidates
 from .cost import card
 from .fused import FLOATS, Fused
@@ -154,7 +154,7 @@ def fused_part(name: str, part: Any, known: Targets) -> Fused | None:
     try:
         shapes = [Shape(tuple(1 if n == 1 else ANY for n in x.shape[-2:]), _dtype(x)) for x in samples]
         found = traced(definition, tuple(names), tuple(shapes))
-        work = sum(x.operation in ("matmul", "sum", "max") for x in terms.walk(*found.roots))
+        work = sum(x.operation in ("matmul", "sum", "max") for x in graph.walk(*found.roots))
         every = candidates(found, card(None))
     except (TypeError, ValueError):
         return None

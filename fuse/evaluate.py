@@ -10,7 +10,8 @@ import numpy as np
 from . import draws
 from .axes import Axis
 from .functions import MAPS
-from .terms import PARTS, Term, along, between, walk
+from .graph import along, between, walk
+from .terms import PARTS, Term
 
 DRAWS = 64  # of random numbers
 

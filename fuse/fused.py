@@ -30,7 +30,7 @@ from tiles.program import Plan, Program
 from tiles.recording import Recorded, recorded
 from tiles.schema import Schema
 
-from . import gradient, module, place, terms, tune
+from . import gradient, graph, module, place, terms, tune
 from .candidates import Candidate, Chosen, candidates, chosen
 from .cost import Card, card, card_of
 from .early import Early
@@ -167,11 +167,11 @@ class Fused:
         found = self._trace(shapes)
         held = [(name, s) for name, s in zip(self.names, shapes) if s.extents]
         inputs = dict(found.inputs)
-        letters = terms.axes(*[inputs[name] for name, _ in held], *found.roots)
+        letters = graph.axes(*[inputs[name] for name, _ in held], *found.roots)
         of_inputs = {axis.root for x in inputs.values() for axis in x.names if axis is not None}
         strange = [x for x in found.roots if any(axis is not None and axis.root not in of_inputs for axis in x.names)]
-        seeds = {x.of[2] for x in terms.walk(*found.roots) if x.operation == "dropout"} | {*terms.indices(found.roots)}
-        seeds -= {y for x in terms.walk(*found.roots) if x.operation in MAPS for y in x.of}
+        seeds = {x.of[2] for x in graph.walk(*found.roots) if x.operation == "dropout"} | {*graph.indices(found.roots)}
+        seeds -= {y for x in graph.walk(*found.roots) if x.operation in MAPS for y in x.of}
         for name, s in held:
             if s.dtype not in FLOATS and (name == held[0][0] or not (s.dtype == FP8 or inputs[name] in seeds)):
                 raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}")
@@ -222,7 +222,7 @@ class Fused:
 
     def _choices(self, found: Traced) -> dict[str, int]:
         """The arguments that choose, by name, and among how many."""
-        return {x.what[0]: among for x, (_, among) in terms.indices(found.roots).items()}
+        return {x.what[0]: among for x, (_, among) in graph.indices(found.roots).items()}
 
     def _refuse_pieces(self, problem: Any, made: Chosen) -> None:
         """NoKernel: cp.async would copy 16 bytes from where it cannot."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from .cost import Card
 from .functions import FP8
+from .graph import walk
 from .templates.attention import Attention
 from .templates.deep_rows import DeepRows
 from .templates.few_columns import MOST_COLUMNS, FewColumns
@@ -18,7 +19,7 @@ from .templates.halves import Halves
 from .templates.many_rows import ManyRows
 from .templates.row_map import RowMap
 from .templates.since_ampere import SinceAmpere
-from .terms import PARTS, Term, viewed, walk
+from .terms import PARTS, Term, viewed
 
 MOST = 8  # ways that are kept of each term
 SEVERAL = 5  # results from which on each has one way alone

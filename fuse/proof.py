@@ -26,13 +26,14 @@ import numpy as np
 from tiles.interpreter import Hazard
 from tiles.testing import tolerance
 
-from . import module, terms
+from . import graph, module
 from .axes import Axis, elementary
 from .axes import extent as extent_of
 from .candidates import Candidate, chosen
 from .evaluate import InNumPy, evaluate, picked, seen
 from .functions import FP8, MAPS
-from .terms import PARTS, Term, walk
+from .graph import walk
+from .terms import PARTS, Term
 from .trace import Traced
 
 P = 2**61 - 1
@@ -206,7 +207,7 @@ def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 
     outside = tuple(sorted(name for name in operations if name in OPAQUE or (name in MAPS and not MAPS[name].field)))
     degree = max(_degrees(roots, sizes) for roots in (definition, rewritten))
     bound = min(1.0, degree / (P if operations.isdisjoint(EXPONENTS) else LEAST)) ** trials
-    among = terms.indices(every)
+    among = graph.indices(every)
     rng, done, drawn, same = np.random.default_rng(seed), 0, 0, True
     while done < trials and same:
         drawn += 1
@@ -335,7 +336,7 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     def shape_of(x: Term) -> tuple[int, ...]:
         return tuple(1 if axis is None else extent_of(axis, extents) for axis in x.names)
 
-    rng, given, among = np.random.default_rng(seed), dict[str, Any](), terms.indices(found.roots)
+    rng, given, among = np.random.default_rng(seed), dict[str, Any](), graph.indices(found.roots)
     for key, x in found.inputs:
         shape, dtype = shape_of(x), np.dtype(x.what[1])
         if x in among:

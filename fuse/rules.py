@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from . import terms
+from . import graph, terms
 from .functions import FP8, MAPS
-from .terms import Term, walk
+from .graph import walk
+from .terms import Term
 
 NARROW = 64  # columns of a factor that rides along with a product, or is made ahead of it
 MOST = 64  # forms of a function that are looked at
@@ -192,7 +193,7 @@ def _by_index(x: Term) -> Iterator[Term]:
 def _has_product(x: Term) -> bool:
     """Is it made of a product of matrices, element by element?"""
     below = x.of if x.operation in MAPS else ()
-    return terms.is_tile(x) and x.ndim == 2 and (x.operation == "matmul" or any(map(_has_product, below)))
+    return graph.is_tile(x) and x.ndim == 2 and (x.operation == "matmul" or any(map(_has_product, below)))
 
 
 def _max_of_parts(x: Term) -> Iterator[Term]:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from . import terms
 from .axes import Axis
 from .functions import MAPS
-from .terms import Term, indices, walk
+from .graph import indices, walk
+from .terms import Term
 
 ANY = 64 * 3 * 5 * 7 * 2**20  # an extent where only the names of axes count, and no two are compared
 

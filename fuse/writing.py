@@ -6,8 +6,9 @@ import collections
 from collections.abc import Callable, Iterable, Mapping
 
 from .functions import CASTS, MAPS
+from .graph import softmax_of, walk
 from .module import unused
-from .terms import Term, softmax_of, walk
+from .terms import Term
 
 SUM, PRODUCT, UNARY, ATOM = range(4)  # how strongly an expression binds; of products with @, which stand in parentheses, too
 BINDS = {"add": SUM, "sub": SUM, "mul": PRODUCT, "div": PRODUCT, "matmul": PRODUCT, "neg": UNARY}

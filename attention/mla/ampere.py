@@ -8,8 +8,9 @@ once for the weights.
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from numba import cuda
 from numpy import int32
@@ -72,17 +73,20 @@ def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, early: bool
     return Config(of, reach, cache, result, early, band, *shapes[band])
 
 
-def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What an architecture is served with: bf16, one token, whole pieces; or `everything`. fp16 takes the same registers."""
+def asked_for(arch: str, everything: bool, pieces: Sequence[int], room: int) -> Iterator[tuple[Any, ...]]:
+    """What an architecture's problems ask of config_for: bf16, one token, whole pieces; or `everything`. fp16 takes the same
+    registers."""
     one, several, early = Reach(False, False, False), Reach(False, True, False), arch >= "sm_90"
     kinds = [(one, Dense, Whole), (several, Paged, Part)]
     kinds += [(one, Paged, Whole), (several, Indexed, Part)] * everything
-    forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
-    found = [
-        config_for(of, reach, cache(piece), result(of, piece), early, rows, ROOM.get(arch, LEAST))
-        for (of, piece), (reach, cache, result), rows in itertools.product(forms[: None if everything else 1], kinds, (1, 128))
-    ]
-    yield from dict.fromkeys(found)
+    forms = [*((bf16, piece) for piece in pieces), (fp16, pieces[0])]
+    for (of, piece), (reach, cache, result), rows in itertools.product(forms[: None if everything else 1], kinds, (1, 128)):
+        yield of, reach, cache(piece), result(of, piece), early, rows, room
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What an architecture is served with."""
+    yield from dict.fromkeys(config_for(*asked) for asked in asked_for(arch, everything, PIECES, ROOM.get(arch, LEAST)))
 
 
 @functools.cache

@@ -6,7 +6,6 @@ What a key's latent was divided by multiplies its scores, and once more its weig
 """
 
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,17 +13,18 @@ from numba import cuda
 from numpy import int32
 
 from ops import block, divmod, finish_sum, grid, load, log2, maximum, mma_AB, mma_ABt, row_index, row_max, store, subtile, zeros
-from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, pipeline, rt, shared, st, sv
+from tiles import dtype, fp8e4m3, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 from tiles.pipeline import PIECES as EVERY
 
-from ..softmax.decode.caches import Dense, Indexed, Paged
+from ..softmax.decode.caches import Dense
 from ..softmax.decode.reach import Reach
-from ..softmax.decode.results import Part, Spot, Whole
+from ..softmax.decode.results import Spot, Whole
 from ..softmax.decode.splits import Parted
 from ..softmax.online import LOWEST, TINY, Softmax
 from ..softmax.variants import At
+from .ampere import asked_for
 from .descales import descales_of
 from .shape import LATENT, ROTARY
 
@@ -82,18 +82,9 @@ def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, early: bool
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What an architecture is served with: bf16, one token, whole pieces; or `everything`."""
-    if arch == "sm_80":
-        return
-    one, several, early = Reach(False, False, False), Reach(False, True, False), arch >= "sm_90"
-    kinds = [(one, Dense, Whole), (several, Paged, Part)]
-    kinds += [(one, Paged, Whole), (several, Indexed, Part)] * everything
-    forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
-    found = [
-        config_for(of, reach, cache(piece), result(of, piece), early, rows, ROOM.get(arch, LEAST))
-        for (of, piece), (reach, cache, result), rows in itertools.product(forms[: None if everything else 1], kinds, (1, 128))
-    ]
-    yield from dict.fromkeys(found)
+    """What an architecture is served with, which has instructions for fp8."""
+    if arch != "sm_80":
+        yield from dict.fromkeys(config_for(*asked) for asked in asked_for(arch, everything, PIECES, ROOM.get(arch, LEAST)))
 
 
 @functools.cache

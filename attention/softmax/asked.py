@@ -10,6 +10,14 @@ from .dropped import SEED_END
 from .ready import BlockLists, Making
 
 AUX = 8  # arrays that functions in Python may read
+# Rows of schemas: those arrays, and what a caller's blocks consist of.
+OF_AUX = "".join([f"    aux{n}  *  any  optional\n" for n in range(AUX)])
+OF_BLOCKS = """\
+    kv_num_blocks       IJP   index  optional
+    kv_indices          IJPQ  index  optional
+    full_kv_num_blocks  IJP   index  optional
+    full_kv_indices     IJPL  index  optional
+"""
 
 
 def differentiated(*arrays: Any) -> bool:

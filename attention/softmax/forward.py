@@ -11,7 +11,7 @@ from tiles.torch_op import traced
 
 from ..options import flag, number
 from .algebra import score_of
-from .asked import blocks_of, differentiated, eight, ends_of, norm_parts, positive, random_of, several
+from .asked import OF_AUX, OF_BLOCKS, blocks_of, differentiated, eight, ends_of, norm_parts, positive, random_of, several
 from .assembled import assembled
 from .block_masks import BAND
 from .fp8 import OF_FP8, check_output, of_fp8, of_fp8_cache, refuse_with_fp8, unit_of
@@ -32,7 +32,7 @@ FORWARD = Schema(
     lse  BHS   float32  made      return_lse
     """,
 )
-GIVEN = """
+GIVEN = f"""
     q             BSHD  tile
     k             BTGD  tile
     v             BTGV  tile
@@ -47,21 +47,9 @@ GIVEN = """
     k_norm        D|GD  real     optional
     k_norm_bias   D|GD  real     optional
     seed          O     index    optional
-    kv_num_blocks       IJP   index  optional
-    kv_indices          IJPQ  index  optional
-    full_kv_num_blocks  IJP   index  optional
-    full_kv_indices     IJPL  index  optional
-    lists         *     any      optional
+{OF_BLOCKS}    lists         *     any      optional
     marks         *     any      optional
-    aux0          *     any      optional
-    aux1          *     any      optional
-    aux2          *     any      optional
-    aux3          *     any      optional
-    aux4          *     any      optional
-    aux5          *     any      optional
-    aux6          *     any      optional
-    aux7          *     any      optional
-"""
+{OF_AUX}"""
 MADE = """
     out           BSHV  tile     in_place
     lse           BHS   float32  made      return_lse

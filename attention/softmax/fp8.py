@@ -7,10 +7,11 @@ from tiles.arrays import ALIGNMENT
 from tiles.schema import Problem, Schema
 
 from ..options import number
+from .asked import OF_AUX, OF_BLOCKS
 
 OF_FP8 = Schema(
     "forward_fp8",
-    """
+    f"""
     q             BSHD  tile8
     k             BTGD  tile8
     v             BTGV  tile8
@@ -22,21 +23,9 @@ OF_FP8 = Schema(
     q_descale     G|NG  float32  optional
     k_descale     G|NG  float32  optional
     v_descale     G|NG  float32  optional
-    kv_num_blocks       IJP   index  optional
-    kv_indices          IJPQ  index  optional
-    full_kv_num_blocks  IJP   index  optional
-    full_kv_indices     IJPL  index  optional
-    lists         *     any      optional
+{OF_BLOCKS}    lists         *     any      optional
     marks         *     any      optional
-    aux0          *     any      optional
-    aux1          *     any      optional
-    aux2          *     any      optional
-    aux3          *     any      optional
-    aux4          *     any      optional
-    aux5          *     any      optional
-    aux6          *     any      optional
-    aux7          *     any      optional
-    out           BSHV  half     in_place
+{OF_AUX}    out           BSHV  half     in_place
     lse           BHS   float32  made      return_lse
 """,
 )

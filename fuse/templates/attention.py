@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..axes import Axis
+from ..graph import along, softmax_of
 from ..module import DTYPES, Text, unused
 from ..rules import factors, product
-from ..terms import Term, along, softmax_of
+from ..terms import Term
 from ..writing import Writer
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from .. import terms
 from ..axes import Axis
 from ..functions import MAPS
+from ..graph import between
 from ..module import Text, unused
-from ..terms import Term, between, viewed
+from ..terms import Term, viewed
 from .row_map import KNOWN, RowMap
 
 

@@ -13,7 +13,7 @@ from ..module import DTYPES, Text, array, rendered
 from ..terms import Term
 from .few_rows import MOST_ROWS
 from .many_rows import ManyRows
-from .product import Words, reading
+from .product_text import Words, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -17,9 +17,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..functions import FP8
+from ..graph import along, is_tile
 from ..module import DTYPES, Text, array, rendered
-from ..terms import Term, along, is_tile, viewed
-from .product import Part, Product, Weight, Words, extended, extent, index, lead, reading
+from ..terms import Term, viewed
+from .product import Product, Weight, extended
+from .product_text import Part, Words, extent, index, lead, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self

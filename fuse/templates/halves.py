@@ -13,12 +13,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from .. import terms
+from .. import graph, terms
 from ..axes import Axis
 from ..evaluate import beyond
 from ..functions import MAPS
+from ..graph import along, between
 from ..module import Text, array, unused
-from ..terms import Term, along, between
+from ..terms import Term
 from ..writing import Writer
 from .row_map_text import FOLLOW
 
@@ -206,7 +207,7 @@ def _halved(root: Term) -> bool:
 def _of_halves(root: Term) -> Term:
     """With halves of nothing but arrays."""
     maps, made = _maps(root), dict[Term, Term]()
-    for x in terms.walk(root):
+    for x in graph.walk(root):
         of = [made.get(y, y) for y in x.of]
         made[x] = x if x not in maps else _half(of[0], x.what) if x.operation == "half" else terms.apply(x.operation, *of)
     return made[root]
@@ -231,7 +232,7 @@ def _read(parts: tuple[Term, ...]) -> tuple[list[Term], Sums]:
             stack += sums[x][::-1]
         elif x.operation not in ("number", "length"):
             found[x] = None
-    order = [x for x in terms.walk(*parts) if x in sums]
+    order = [x for x in graph.walk(*parts) if x in sums]
     return list(found), {x: sums[x] for x in order}
 
 

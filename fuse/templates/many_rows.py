@@ -15,25 +15,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..axes import PART
+from ..graph import along, between, is_tile
 from ..module import DTYPES, Text, array, rendered
-from ..terms import Term, along, between, is_tile
+from ..terms import Term
 from ..writing import Writer
 from .few_rows import MOST_ROWS, Named
-from .product import (
-    MOST_PRODUCTS,
-    Extension,
-    Folds,
-    Part,
-    Product,
-    Weight,
-    extended,
-    extent,
-    found_in,
-    index,
-    keeping,
-    lead,
-    reading,
-)
+from .product import MOST_PRODUCTS, Extension, Product, Weight, extended, found_in
+from .product_text import Folds, Part, extent, index, keeping, lead, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self

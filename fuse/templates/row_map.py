@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from ..axes import Axis
 from ..evaluate import beyond
 from ..functions import FP8, MAPS
+from ..graph import along, between, is_tile
 from ..module import DTYPES, Text
-from ..terms import Term, along, between, is_tile, viewed
+from ..terms import Term, viewed
 from .row_map_text import FOLD, REGISTERS, Alone, Folded, Held, Looped, Writing
 
 KNOWN = "sum", "max", "number", "length", "dropout"  # that are no maps of elements alone

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..functions import CASTS, FP8
+from ..graph import along, between, is_tile
 from ..module import Text, array, unused
-from ..terms import Term, along, between, is_tile
+from ..terms import Term
 from ..writing import Writer
 
 if TYPE_CHECKING:

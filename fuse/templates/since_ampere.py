@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..axes import PART
 from ..module import DTYPES, Text, array, rendered
 from ..terms import Term
-from .product import Folds, Product, Weight, Words, extent, index, lead, reading
+from .product import Product, Weight
+from .product_text import Folds, Words, extent, index, lead, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self

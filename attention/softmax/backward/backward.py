@@ -8,7 +8,7 @@ from tiles.program import Plan, program
 from tiles.schema import REAL, Problem, Schema
 
 from ...options import flag, number
-from ..asked import blocks_of, eight, ends_of, positive, random_of
+from ..asked import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, positive, random_of
 from ..assembled import assembled
 from ..derivative import derivatives
 from ..gradient import ONCE
@@ -20,7 +20,7 @@ from .launches import planned
 from .learned import GRADIENTS, read_by
 from .lists import FACING
 
-GIVEN = """
+GIVEN = f"""
     dout BSHV  tile
     q    BSHD  tile
     k    BTGD  tile
@@ -34,20 +34,8 @@ GIVEN = """
     cu_seqlens_k  E  key_ends     optional
     lengths_k     N  key_lengths  optional
     seed   O     index   optional
-    kv_num_blocks       IJP   index  optional
-    kv_indices          IJPQ  index  optional
-    full_kv_num_blocks  IJP   index  optional
-    full_kv_indices     IJPL  index  optional
-    marks  *     any      optional
-    aux0   *     any      optional
-    aux1   *     any      optional
-    aux2   *     any      optional
-    aux3   *     any      optional
-    aux4   *     any      optional
-    aux5   *     any      optional
-    aux6   *     any      optional
-    aux7   *     any      optional
-"""
+{OF_BLOCKS}    marks  *     any      optional
+{OF_AUX}"""
 MADE = """
     dq   BSHD  tile  made
     dk   BTGD  tile  made

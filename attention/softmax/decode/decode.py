@@ -17,7 +17,7 @@ from ...cache import append as appending
 from ...cache import writing
 from ...families import choose
 from ...options import flag, number
-from ..asked import AUX, eight, ends_of, positive
+from ..asked import OF_AUX, eight, ends_of, positive
 from ..assembled import assembled
 from ..launches import DTYPES, LOG2_E, over
 from ..online import SLACK
@@ -59,7 +59,6 @@ MADE = """
 PACKED = """
     cu_seqlens      E     ends     optional
 """
-ARRAYS = "".join(f"    aux{n}            *     any      optional\n" for n in range(AUX))
 NEW = """
     k_new           BsGD  tile
     v_new           BsGV  tile
@@ -76,8 +75,8 @@ def _schema(name: str, *tables: str) -> Schema:
 
 
 DECODE = _schema("decode", HELD, KEYS, MADE)
-VARIANT = _schema("decode_variant", HELD, PACKED, KEYS, ARRAYS, MADE)
-APPENDING = _schema("decode_append", GROWN, PACKED, KEYS, ARRAYS, NEW, MADE)
+VARIANT = _schema("decode_variant", HELD, PACKED, KEYS, OF_AUX, MADE)
+APPENDING = _schema("decode_append", GROWN, PACKED, KEYS, OF_AUX, NEW, MADE)
 
 
 def decode(

@@ -1,0 +1,87 @@
+"""Terms as a graph: what leads from some to others, which axes they have, what they look like."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from .axes import Axis
+from .terms import Term
+
+
+def walk(*roots: Term) -> Iterator[Term]:
+    """Every term that these are made of, each once, and after those that it is of."""
+    seen: set[int] = set()
+    stack = [(root, False) for root in reversed(roots)]
+    while stack:
+        x, ready = stack.pop()
+        if ready:
+            yield x
+        elif id(x) not in seen:
+            seen.add(id(x))
+            stack.append((x, True))
+            stack.extend((y, False) for y in reversed(x.of))
+
+
+def between(roots: Sequence[Term], leaves: Sequence[Term], with_leaves: bool = False) -> list[Term]:
+    """The terms that lead from leaves to roots, each after its parts."""
+    ends, found, stack = set(leaves), set(), list(roots)
+    while stack:
+        x = stack.pop()
+        if x not in found and (with_leaves or x not in ends):
+            found.add(x)
+            if x not in ends:
+                stack.extend(x.of)
+    return [x for x in walk(*roots) if x in found]
+
+
+def is_tile(x: Term) -> bool:
+    """Has it rows and columns? Several of them may lie one behind the other: a batch."""
+    return x.ndim in (2, 3) and x.names[-2] is not None and x.names[-1] is not None
+
+
+def along(x: Term) -> bool:
+    """Has it columns?"""
+    return x.ndim > 0 and x.names[-1] is not None
+
+
+def softmax_of(x: Term) -> Term | None:
+    """What it is the softmax of, if it is one: exp(s - max(s)) / sum(exp(s - max(s)))."""
+    if x.operation != "div" or x.of[1].operation != "sum" or x.of[0] is not x.of[1].of[0] or x.of[0].operation != "exp":
+        return None
+    shifted = x.of[0].of[0]
+    if shifted.operation != "sub" or shifted.of[1].operation != "max" or shifted.of[1].of[0] is not shifted.of[0]:
+        return None
+    return shifted.of[0]
+
+
+def inputs(*roots: Term) -> list[Term]:
+    """The arguments that these read."""
+    return [x for x in walk(*roots) if x.operation == "input"]
+
+
+def axes(*terms: Term) -> list[str]:
+    """The axes of each term, a letter an axis; those that are one have one. Those of length 1 alone have each their own."""
+    letters = itertools.chain("mknabcdfghijlopqruvwxyz", map(chr, itertools.count(0x100)))
+    known: dict[Axis, str] = {}
+    found = []
+    for x in terms:
+        roots = [Axis() if name is None else name.root for name in x.names]
+        for root in roots:
+            if root not in known:
+                known[root] = next(letters)
+        found.append("".join(known[root] for root in roots))
+    return found
+
+
+def indices(roots: Sequence[Term]) -> dict[Term, tuple[Axis | None, int]]:
+    """The arguments that choose, and among how many: an axis and its extent."""
+    found: dict[Term, tuple[Axis | None, int]] = {}
+    for x in walk(*roots):
+        if x.operation == "pick":
+            found[x.of[1]] = x.of[0].names[-1], x.of[0].extents[-1]
+        elif x.operation == "matmul_by":
+            found[x.of[2]] = x.of[1].names[0], x.of[1].extents[0]
+        elif x.operation == "among":
+            found[x.of[1]] = x.of[2].names[0], x.of[2].extents[0]
+    return found
