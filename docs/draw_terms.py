@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 import fuse.operators as operators
+from fuse.graph import walk
 from fuse.rules import equal
-from fuse.terms import Term, walk
+from fuse.terms import Term
 from tiles import bf16
 
 PICTURE = Path(__file__).with_name("terms.svg")
