@@ -111,7 +111,8 @@ def _backward(
         ds = of_score * variant.slope(x, *at).astype(real)
         if dbias:
             one = b if of_bias.shape[0] > 1 else 0, h if of_bias.shape[1] > 1 else 0
-            of_bias[one] += ds if of_bias.shape[2] > 1 else ds.sum(0, keepdims=True)
+            shared = ds if of_bias.shape[2] > 1 else ds.sum(0, keepdims=True)
+            of_bias[one][: len(shared), : j.size] += shared
         if dalibi:
             of_alibi[(b, h) if of_alibi.ndim == 2 else h] -= (ds * np.abs(i + at[-1] - j)).sum()
         for n, found in of_aux.items():

@@ -10,13 +10,14 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import abs, col_index, exp2, load, mma_ABt, row_index, subtile, where, zeros
+from ops import abs, col_index, exp2, load, mma_ABt, row_index, subtile, truncate, where, zeros
 from tiles import fp32, inlined, pipeline, rt, st, static
 from tiles.arguments import Record, record
 from tiles.layout import LANES
 
 from ..blocks import CLASSES
 from ..kind import Kind
+from ..sequences import Batched
 from ..tiling import Tiling
 from ..variants import Variant
 from .parts import BAND
@@ -145,6 +146,8 @@ class Again:
     variant: Variant
     before: Variant | None
     read: Added
+    sequences: Batched
+    summed: Batched  # the same sequences, in tiles of the main kernel's
 
     @property
     def tile(self) -> rt:
@@ -161,24 +164,30 @@ class Again:
         """May the tile's queries see keys of a block?"""
         every = self.tiling.key_blocks(self.rows * tile, at)
         within = every.first <= block < every.first + every.n
-        if self.surveyed is None:
+        if self.sequences.packed:
+            return within and self.rows * tile < at.queries
+        elif self.surveyed is None:
             return within
         else:
             row, key = self.rows * tile // self.others, self.kv * block // self.surveyed
             return within and at.given.classes[at.batch, at.head, row, key] > 0
 
     @inlined
-    def weighted(self, n, tile, block, at, group, rooms, arrays, sums, scale):
-        """(dS times the derivatives of a warp's scores, of one tile and block of keys, and where in a thread block's order, by
-        what they read; i; j; the same `at`). n: how many tiles came before."""
+    def weighted(self, n, tile, block, at, own, group, rooms, arrays, sums, scale):
+        """(dS times the derivatives of a warp's scores, of one tile and block of keys of a sequence, by what they read; i; j;
+        the same `at`). n: how many tiles came before."""
         q, k, v, do = rooms
         gQ, gK, gV, gDO = arrays
+        if not self.sequences.apart:  # what lies behind the ends is another's
+            gK, gV = truncate(gK, 1, own.key + own.keys), truncate(gV, 1, own.key + own.keys)
+        if self.sequences.packed:
+            gQ, gDO = truncate(gQ, 1, own.query + own.queries), truncate(gDO, 1, own.query + own.queries)
         variant = self.variant
         first, key, warp = int32(self.rows * tile), int32(self.kv * block), int32(cuda.threadIdx.x // LANES)
-        q.fill(n, gQ, (at.batch, first, at.head, 0), 1, 3, n + 1, self.piece)
-        do.fill(n, gDO, (at.batch, first, at.head, 0), 1, 3, n + 1, self.piece)
-        k.fill(n, gK, (at.batch, key, at.head // group, 0), 1, 3, n + 1, self.piece)
-        v.fill(n, gV, (at.batch, key, at.head // group, 0), 1, 3, n + 1, self.piece)
+        q.fill(n, gQ, (own.batch, own.query + first, at.head, 0), 1, 3, n + 1, self.piece)
+        do.fill(n, gDO, (own.batch, own.query + first, at.head, 0), 1, 3, n + 1, self.piece)
+        k.fill(n, gK, (own.batch, own.key + key, at.head // group, 0), 1, 3, n + 1, self.piece)
+        v.fill(n, gV, (own.batch, own.key + key, at.head // group, 0), 1, 3, n + 1, self.piece)
         row = int32(first + BAND * warp)
         here = at._replace(row=row)
         at = here._replace(kept=variant.keep(here))
@@ -186,12 +195,13 @@ class Again:
         x = mma_ABt(zeros(self.tile), queries, k.wait(n, 0))
         dp = mma_ABt(zeros(self.tile), dout, v.wait(n, 0))
         s = variant.score(x, at, key)
-        place = int32(2 * self.others * (row // self.others) + row % self.others)
-        lse = load(sums, self.tile.col_vec, (at.batch, at.head, place))
+        above = self.summed.first_tile(at.batch, at.given)
+        place = int32(2 * self.others * (above + row // self.others) + row % self.others)
+        lse = load(sums, self.tile.col_vec, (own.batch, at.head, place))
         if variant.by_rows:
             lse = lse + variant.below(s, at, key) * scale
         p = exp2(self.tiling.mask(s, at, key) * scale - lse)
-        delta = load(sums, self.tile.col_vec, (at.batch, at.head, int32(place + self.others)))
+        delta = load(sums, self.tile.col_vec, (own.batch, at.head, int32(place + self.others)))
         ds = variant.slope(variant.marked(p, at, key), dp, delta, at)
         i, j = row_index(self.tile.col_vec) + row, col_index(self.tile.row_vec) + key
         if self.before is None:
@@ -203,6 +213,5 @@ class Again:
 
 def again(config: Config) -> Again:
     """What that kernel's tiles are made of."""
-    return Again(
-        config.rows, config.kv, config.others, config.surveyed, config.piece, config.variant, config.before, config.read
-    )
+    shape = config.rows, config.kv, config.others, config.surveyed, config.piece
+    return Again(*shape, config.variant, config.before, config.read, config.sequences, config.lie(config.others))

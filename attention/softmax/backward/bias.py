@@ -66,7 +66,8 @@ def make(config: Config):
             own = sequences.sequence(batch, given)
             at = At(batch, head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
             if scores.seen(tile, number, at):
-                w, _, _, _ = scores.weighted(n, tile, number, at, group, (q, k, v, do), (gQ, gK, gV, gDO), gSums, scale)
+                arrays, rooms = (gQ, gK, gV, gDO), (q, k, v, do)
+                w, _, _, _ = scores.weighted(n, tile, number, at, own, group, rooms, arrays, gSums, scale)
                 total, n = total + w, int32(n + 1)
                 block.sync()
         key, warp = int32(KV * number), int32(cuda.threadIdx.x // LANES)

@@ -14,7 +14,7 @@ from numba import cuda
 from numpy import int32
 
 from ops import block, col_sum, divmod, load, store, tile_max, tile_min, tile_sum, where, zeros
-from tiles import bf16, fp32, rt, shared
+from tiles import bf16, fp32, inlined, rt, shared
 from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
@@ -32,10 +32,25 @@ SHARED_BY = 4  # thread blocks of a multiprocessor that go through tiles, at mos
 @functools.cache
 def make(config: again.Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, GIVEN, AUX, WARPS = config.dtype, config.given, config.aux, config.warps
+    INPUT, GIVEN, AUX, WARPS, PACKED = config.dtype, config.given, config.aux, config.warps, config.sequences.packed
     scores, sequences, read = again.again(config), config.sequences, config.read
     S = scores.tile
     smem = shared(**again.room(config))
+
+    @inlined
+    def added(n, tile, number, at, own, group, rooms, arrays, gSums, gFound, mine, scale):
+        """How many tiles of scores a block has gone through with this one, of a tile of queries and a block of keys."""
+        w, i, j, here = scores.weighted(n, tile, number, at, own, group, rooms, arrays, gSums, scale)
+        place = zeros(S) + read.place(i, j, here)
+        counts = (place >= 0.0) & (w != 0.0)
+        least, most = tile_min(where(counts, place, NOWHERE)), tile_max(where(counts, place, -1.0))
+        for element in range(int32(least), int32(most) + 1):
+            found = gFound[mine, element] + tile_sum(where(place == element, w, 0.0))
+            cuda.syncwarp()  # all of the warp's threads have read it
+            gFound[mine, element] = found
+            cuda.syncwarp()
+        block.sync()
+        return int32(n + 1)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def elements(
@@ -43,7 +58,8 @@ def make(config: again.Config):
         given: GIVEN, aux: AUX, first: INT, batches: INT, heads: INT, tiles: INT, blocks: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """What tiles with the numbers of this thread block, and so many further each, add to each warp's row of sums, from row
-        `first` on."""
+        `first` on. There are `tiles` tiles of queries of a pair of head and batch, or of a head all sequences', and `blocks`
+        blocks of keys for each; or of packed sequences so many shares of those that a tile sees."""
         q, k, v, do = smem.open()
         mine = int32(first + WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
         for element in range(0, gFound.shape[1], AT_ONCE):
@@ -53,21 +69,17 @@ def make(config: again.Config):
         for m in range(cuda.blockIdx.x, batches * heads * tiles * blocks, cuda.gridDim.x):
             rest, number = divmod(int32(m), blocks)
             pair, tile = divmod(rest, tiles)
-            batch, head = divmod(pair, heads)
+            tile, batch, head = sequences.find(tile, pair, heads, given)
             own = sequences.sequence(batch, given)
             at = At(batch, head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-            if scores.seen(tile, number, at):
-                w, i, j, here = scores.weighted(n, tile, number, at, group, (q, k, v, do), (gQ, gK, gV, gDO), gSums, scale)
-                place = zeros(S) + read.place(i, j, here)
-                counts = (place >= 0.0) & (w != 0.0)
-                least, most = tile_min(where(counts, place, NOWHERE)), tile_max(where(counts, place, -1.0))
-                for element in range(int32(least), int32(most) + 1):
-                    found = gFound[mine, element] + tile_sum(where(place == element, w, 0.0))
-                    cuda.syncwarp()  # all of the warp's threads have read it
-                    gFound[mine, element] = found
-                    cuda.syncwarp()
-                n = int32(n + 1)
-                block.sync()
+            arrays, rooms = (gQ, gK, gV, gDO), (q, k, v, do)
+            if PACKED:
+                if sequences.has(tile, batch, given):
+                    every = scores.tiling.key_blocks(scores.rows * tile, at)
+                    for seen in range(every.first + number, every.first + every.n, blocks):
+                        n = added(n, tile, int32(seen), at, own, group, rooms, arrays, gSums, gFound, mine, scale)
+            elif scores.seen(tile, number, at):
+                n = added(n, tile, number, at, own, group, rooms, arrays, gSums, gFound, mine, scale)
 
     return elements, smem
 

@@ -45,8 +45,6 @@ def planned(
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
         return Plan([] if adds else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), give)
     (lie, where), dtype, gpu = sequences_of(problem), DTYPES[problem.dtype], machine(problem.device)
-    if reads and lie is not Batched:
-        raise NotImplementedError(f"{next(iter(reads))}: there is none of packed sequences, nor with lengths_k, yet")
     tma = choose(problem, family) == "sm_90"
     plain = tma and lie is Batched and not (aux or reads or listing or adds or made.variant.draws)
     if plain and wide.serves(head_dim, made.variant, value_dim):

@@ -14,6 +14,7 @@ from ..derivative import Derivatives
 from ..launches import LOG2_E, Before
 from . import again, bias, elements
 
+AT_ONCE = 2 * elements.SHARED_BY  # shares of a multiprocessor, at least, where there are so many blocks of keys
 GRADIENTS = "dbias", "dalibi", "dsink", *(f"daux{n}" for n in range(AUX))  # besides dq, dk and dv, in this order
 
 
@@ -44,15 +45,16 @@ class Learned:
         self.problem, self.made, self.config, self.late = problem, made, config, late
         self.told, self.processors = told, processors
         self.queries, self.kv = again.SHAPES[config.head_dim]
-        batch, rows, heads, cols, kv_heads = problem("BSHTG")
+        rows, heads, cols, kv_heads = problem("SHTG")
         self.tiles, self.blocks = -(-rows // self.queries), -(-cols // self.kv)
-        self.shape = {"blocks": self.blocks, "group": heads // kv_heads, "scale": made.unit * LOG2_E}
+        self.shape = {"group": heads // kv_heads, "scale": made.unit * LOG2_E}
 
     def kind(self, read: again.Added) -> dict[str, Any]:
         """What a configuration is made of: again.Config's fields."""
         main, before = self.config, self.made.before if "score_unit" in self.made.numbers else None
         dims = {"head_dim": main.head_dim, "value_dim": main.value_dim, "dtype": main.dtype, "kv": self.kv}
         rows = {"queries": self.queries, "others": main.rows, "piece": self.problem.bytes_at_once()}
+        rows["lie"] = main.lie
         rows["surveyed"] = main.kv if "classes" in self.told else None
         return dims | rows | {"variant": self.made.variant, "before": before, "read": read, "axes": main.axes}
 
@@ -65,19 +67,29 @@ class Learned:
 
     def of_bias(self, read: again.Added) -> None:
         """The gradient of a bias."""
-        batch, heads, batches, own_heads, rows = self.problem("BHWXY")
+        batch, heads, batches, own_heads, rows = self.problem("NHWXY")
         one_row = rows == 1
         own_tiles = 1 if one_row else self.tiles
         shared_by = {"batches": batch // batches, "heads": heads // own_heads, "tiles": self.tiles // own_tiles}
         own = {"own_heads": own_heads, "own_tiles": own_tiles}
         grid = batches * own_heads * own_tiles * self.blocks
         config = bias.Config(**self.kind(read), one_row=one_row)
-        self.late.launch(bias, config, grid, gDBias=self.problem["dbias"], **own, **shared_by, **self.shape, **self.told)
+        extents = own | shared_by | {"blocks": self.blocks}
+        self.late.launch(bias, config, grid, gDBias=self.problem["dbias"], **extents, **self.shape, **self.told)
+
+    def dealt(self) -> tuple[int, int, int, int]:
+        """(batches, heads, tiles of queries, blocks of keys) that thread blocks go through, or of packed sequences (1, heads,
+        the tiles of all of them, in how many shares the blocks of keys are that a tile sees): see elements.py."""
+        batch, rows, heads = self.problem("BSH")
+        if not self.config.lie.packed:
+            return batch, heads, self.tiles, self.blocks
+        (ends,) = self.problem("E")
+        tiles = rows // self.queries + ends - 1
+        return 1, heads, tiles, min(self.blocks, -(-AT_ONCE * self.processors // (heads * tiles)))
 
     def of_elements(self, name: str, reads: Sequence[again.Added]) -> None:
         """The gradient of an array that these read."""
-        batch, heads = self.problem("BH")
-        out, tiles = self.problem[name], batch * heads * self.tiles * self.blocks
+        out, (batches, heads, tiles, blocks) = self.problem[name], self.dealt()
         size, warps = math.prod(out.form.shape), self.queries // again.BAND
         try:
             flat = out.reshape(1, size)
@@ -87,10 +99,10 @@ class Learned:
             self.late.steps.append(Fill(out, 0.0))
             return
         most = max(1, elements.BYTES // (4 * size * warps * len(reads)))
-        grid = min(tiles, elements.SHARED_BY * self.processors, most)
+        grid = min(batches * heads * tiles * blocks, elements.SHARED_BY * self.processors, most)
         found = self.late.memory((len(reads) * grid * warps, size), "float32")
         for n, read in enumerate(reads):
-            extents = {"batches": batch, "heads": heads, "tiles": self.tiles, "first": n * grid * warps}
+            extents = {"batches": batches, "heads": heads, "tiles": tiles, "blocks": blocks, "first": n * grid * warps}
             self.late.launch(
                 elements, again.Config(**self.kind(read)), grid, gFound=found, **extents, **self.shape, **self.told
             )

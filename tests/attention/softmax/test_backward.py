@@ -413,11 +413,6 @@ def call(**other):
         (dict(accumulate=True, **{n: np.zeros((1, 8, 2, 64), BF16) for n in NAMES[:3]}), TypeError, "dq: dtype must be one of"),
         (dict(dropout=0.1), ValueError, "seed: must be given"),
         (dict(accumulate=True, dalibi=True), NotImplementedError, "accumulate: is not served with .*dalibi"),
-        (
-            dict(lengths_k=np.full(1, 8, np.int32), alibi=np.ones(2, F32), dalibi=True),
-            NotImplementedError,
-            "dalibi: there is none of packed sequences, nor with lengths_k",
-        ),
         (dict(cu_seqlens_k=np.zeros(2, np.int32)), ValueError, "cu_seqlens_k: takes cu_seqlens, too"),
         (dict(family="sm_70"), ValueError, "family: must be None or one of"),
         (dict(lse=np.zeros((1, 1, 8), F32)), ValueError, "lse: heads must equal dout's"),

@@ -160,6 +160,41 @@ def test_what_scores_are_made_of(place, name, family):
         assert (place.get(x) == place.get(y)).all()  # the same bits
 
 
+ENDS, ENDS_K = np.array([0, 17, 17, 90], np.int32), np.array([0, 30, 40, 120], np.int32)  # the second has no queries
+LYING = {"cu_seqlens": ENDS, "cu_seqlens_k": ENDS_K}
+LEARNED_BY_SEQUENCES = {
+    "slopes, a bias of keys": LYING | dict(alibi=normal(3, 2) ** 2, bias=normal(3, 1, 1, 120), causal=True),
+    "a table, a bias of all places, few keys in use": LYING | dict(
+        score=lambda s, b, h, i, j, t: s + t[b, j - i + 80], aux=(normal(3, 170),), bias=normal(1, 2, 90, 120),
+        lengths_k=np.array([30, 7, 70], np.int32), softcap=2.0,
+    ),
+    "slopes, a table and a bias, keys in use": dict(
+        score=lambda s, b, h, i, j, t: s * t[h, i % 3], aux=(normal(2, 3),), alibi=np.array([0.2, 0.05], F32), window=(50, 9),
+        bias=normal(3, 1, 30, 120), lengths_k=np.array([50, 0, 100], np.int32),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "family"), [*zip(LEARNED_BY_SEQUENCES, ["sm_90", "sm_80", "sm_90"])])
+def test_what_scores_of_sequences_are_made_of(place, name, family):
+    """Of packed ones, and of keys that are in use: others are not read, and neither is what is another sequence's."""
+    options = LEARNED_BY_SEQUENCES[name]
+    batch, queries = (1, 90) if "cu_seqlens" in options else (3, 30)
+    q, k, v = inputs(batch, queries, 120, 2, 1, 64)
+    dout, (bad_k, bad_v) = inputs(batch, queries, 120, 2, 1, 64)[0], (k.copy(), v.copy())
+    starts = ENDS_K[:-1] if batch == 1 else np.zeros(3, int)
+    for n, (start, count) in enumerate(zip(starts, options.get("lengths_k", ENDS_K[1:] - ENDS_K[:-1]))):
+        end = ENDS_K[n + 1] if batch == 1 else 120
+        bad_k[n % batch, start + count : end] = bad_v[n % batch, start + count : end] = np.nan
+    put, told = [place.put(x) for x in (dout, q, bad_k, bad_v)], there(place, options | {"family": family})
+    out, lse = attention.forward(*put[1:], return_lse=True, **told)
+    asked = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
+    got, again = (attention.backward(*put, out, lse, **told, **asked) for _ in range(2))
+    judge(options, dout, q, k, v, out, lse, got, place)
+    for x, y in zip(got[3:], again[3:], strict=True):
+        assert (place.get(x) == place.get(y)).all()  # the same bits
+
+
 SCORE = st.sampled_from([None, lambda s, b, h, i, j: s * sigmoid(s), lambda s, b, h, i, j: s + 0.1 * (j - i) * (h + b)])
 MASK = st.sampled_from([None, lambda b, h, i, j: (i + j + h) % 3 > 0, lambda b, h, i, j: (i // 5 == j // 7) & (j != b)])
 
