@@ -172,7 +172,7 @@ def make(config: Config):
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
             of = int32(group * pair + h)
-            order.take(given, of, to, tiling.before(number, tile, at))
+            order.take(given, of, to, tiling.before(number, tile, at, group))
             for n in range(warp, parts.count, WARPS):
                 down, right = divmod(int32(n), PANELS)
                 part = zeros(PART)

@@ -118,14 +118,13 @@ def backward(
     dbias, dalibi: True for the gradient of a bias, summed over axes of 1, and of slopes; or an array to write it to. daux: True
     for the gradients of all arrays of aux that are not of integers, as far as score reads them; or for each array one of True,
     an array to write to, and None. They are of float32, and computed from scores once more, each array for itself, in a fixed
-    order: the same bits every time. Not of packed sequences, nor with lengths_k.
+    order: the same bits every time. Of packed sequences those of places of a bias that none has are 0.
 
     score's derivative is found by running it once on terms that note what is done to them; it may do all that it may in
     forward, but for `map`. Tiles of queries that see no key of a block are passed by, as forward does with blocks of keys.
 
     Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call;
     with deterministic=True they are taken in a fixed order, and all bits are the same in every call on the same kind of GPU.
-    Tiles that a mask or blocks of the caller's let nobody see are then not passed by.
 
     q_norm, k_norm, norm_eps: norms of queries and keys, as forward has them; dq and dk are those of q and k before them,
     through the gradients of the normalised rows in their dtype. The norms' own gradients are float32, have their shapes and

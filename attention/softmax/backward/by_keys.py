@@ -49,7 +49,7 @@ class ByKeys(Kind):
     @property
     def tiling(self) -> Facing:
         """Which queries see a block of keys."""
-        return facing(self.by_list)(self.rows, self.kv, self.variant, self.lie.apart)
+        return facing(self.by_list, self.ordered)(self.rows, self.kv, self.variant, self.lie.apart)
 
     @property
     def of_rows(self) -> sv:

@@ -49,8 +49,9 @@ def make(config: again.Config):
             cuda.syncwarp()  # all of the warp's threads have read it
             gFound[mine, element] = found
             cuda.syncwarp()
+        n = int32(n + 1)
         block.sync()
-        return int32(n + 1)
+        return n
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def elements(

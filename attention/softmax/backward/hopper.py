@@ -225,7 +225,7 @@ def make(config: Config):
                 for j in range(tiles):
                     number = tiling.tile(every, order.nth(every.n, i), key, at, group)
                     tile = int32(above + number)
-                    order.take(given, of, tile, tiling.before(block, number, at))
+                    order.take(given, of, tile, tiling.before(block, number, at, group))
                     for part in range(int32(warpgroup.rank() - SENDER), PARTS, SENDERS):
                         n = int32(PARTS * j + part)
                         tma_add(gSum, (of, int32(PARTS * tile + part)), dq.wait(n))

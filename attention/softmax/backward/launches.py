@@ -49,7 +49,7 @@ def planned(
     plain = tma and lie is Batched and not (aux or reads or listing or adds or made.variant.draws)
     if plain and wide.serves(head_dim, made.variant, value_dim):
         return planned_wide(problem, made, scale)
-    by_list = listing is not None and lie is Batched and not ordered  # whose turn it is follows from places, not from lists
+    by_list = listing is not None and lie is Batched
     kind: dict[str, Any] = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list}
     kind |= {"lie": lie, "ordered": ordered, "adds": adds}
     module: Any
@@ -81,9 +81,9 @@ def planned(
     if listing and by_list:
         if listing.ready_for:
             check(listing.ready_for, made_for(problem, config, listing), but="tiles")
-        lists, classes = listed(early, made, listing.varies, config, told | given, read)
-        listed_by = {"lists": spread(lists, (batch, kv_heads, *lists.form.shape[2:]))}
-        surveyed = {"classes": spread(classes, (batch, heads, *classes.form.shape[2:]))}
+        found = listed(early, made, listing.varies, config, where | given, read)
+        surveyed = {"classes": spread(classes := found.pop("classes"), (batch, heads, *classes.form.shape[2:]))}
+        listed_by = {name: spread(x, (batch, kv_heads, *x.form.shape[2:])) for name, x in found.items()}
     before = kernel_for(prepare, prepare.config_of(config), problem.device).bind(
         batch * heads * tiles,
         gO=problem["out"],

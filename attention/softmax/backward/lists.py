@@ -3,7 +3,10 @@
 The same survey finds the classes of all tiles of queries and blocks of keys. `Gathering` then goes through those of a block of
 keys, for all query heads that share its head, and writes its list, a row of integers: how many tiles of queries see some of its
 keys; how many of them must be masked; the numbers of those, and from the end of the row on backwards the numbers of the others,
-both from the first on."""
+both from the first on.
+
+Blocks that add to dQ in order (order.py) must know how many blocks before them add to a tile, too: those whose lists have it.
+`Ranking` goes through the blocks of keys for a tile of queries, and counts them."""
 
 import functools
 from dataclasses import dataclass
@@ -25,6 +28,16 @@ from ..variants import At, Variant
 from .tiling import Facing, Tiles
 
 FACING = 128  # queries that a warp asks for at once, at most
+
+
+@inlined
+def class_of(classes, batch, head, group, tile, block):
+    """The class of a tile and a block for `group` heads together, from head `head` on."""
+    some, whole = int32(0), int32(0)
+    for h in range(group):
+        found = classes[batch, head + h, tile, block]
+        some, whole = int32(some + (found > 0)), int32(whole + (found == 2))
+    return int32(0) if some == 0 else int32(2) if whole == group else int32(1)
 
 
 class Listed(Facing):
@@ -55,9 +68,24 @@ class Listed(Facing):
         return i < tiles.left
 
 
-def facing(by_list: bool) -> type[Facing]:
+class Ranked(Listed):
+    """The same of blocks that add to dQ in order: given.ranks says how many blocks before one have a tile in their lists, by
+    batch, head of keys, tile and block."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Tiling."""
+        return {"lists": LISTS, "ranks": LISTS}
+
+    @inlined
+    def before(self, block, tile, at, group):
+        """See Facing."""
+        return int32(at.given.ranks[at.batch, at.head // group, tile, block])
+
+
+def facing(by_list: bool, ordered: bool) -> type[Facing]:
     """What says which tiles of queries see a block of keys: a list, or their variant."""
-    return Listed if by_list else Facing
+    return (Ranked if ordered else Listed) if by_list else Facing
 
 
 @dataclass(frozen=True)
@@ -80,15 +108,6 @@ class Gathering:
         """(kernel, shared memory) of a configuration."""
         KV, GIVEN, tiling = config.kv, config.given, Facing(config.rows, config.kv, config.variant)
 
-        @inlined
-        def found_of(classes, batch, head, group, tile, block):
-            """The class of a tile and a block for `group` heads together."""
-            some, whole = int32(0), int32(0)
-            for h in range(group):
-                found = classes[batch, head + h, tile, block]
-                some, whole = int32(some + (found > 0)), int32(whole + (found == 2))
-            return int32(0) if some == 0 else int32(2) if whole == group else int32(1)
-
         @cuda.jit
         def gathering(given: GIVEN, q_len: INT, kv_len: INT, blocks: INT, heads: INT, group: INT):
             """The list of one of the `blocks` blocks of keys of one of `heads` heads; `group` heads of the classes share it."""
@@ -99,7 +118,7 @@ class Gathering:
             some, whole = int32(0), int32(0)
             for i in range(every.n):
                 tile = int32(every.first + i)
-                found = found_of(at.given.classes, batch, group * head, group, tile, block)
+                found = class_of(at.given.classes, batch, group * head, group, tile, block)
                 if found > 0:
                     place = HEAD + some if found == 1 else at.given.lists.shape[3] - 1 - whole
                     at.given.lists[batch, head, block, place] = tile
@@ -110,23 +129,60 @@ class Gathering:
         return gathering, None
 
 
+class Ranking(Gathering):
+    """How many blocks of keys before each one have a tile of queries in their lists: from classes, of the same variant, tiles
+    and blocks."""
+
+    @property
+    def given(self) -> Record:
+        """What the kernel is told of the variant, and where classes and ranks are."""
+        return record(classes=CLASSES, ranks=LISTS, **self.variant.given)
+
+    @staticmethod
+    @functools.cache
+    def make(config: "Ranking"):
+        """(kernel, shared memory) of a configuration."""
+        KV, GIVEN, tiling = config.kv, config.given, Facing(config.rows, config.kv, config.variant)
+
+        @cuda.jit
+        def ranking(given: GIVEN, q_len: INT, kv_len: INT, tiles: INT, blocks: INT, heads: INT, group: INT):
+            """Of one of the `tiles` tiles of queries of one of `heads` heads of `blocks` blocks of keys."""
+            pair, tile = divmod(cuda.blockIdx.x, tiles)
+            batch, head = divmod(pair, heads)
+            at = At(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, given, 0, 0)
+            before = int32(0)
+            for block in range(blocks):
+                at.given.ranks[batch, head, tile, block] = before
+                every = tiling.tiles(int32(KV * block), at, group)
+                if every.first <= tile < every.first + every.n:
+                    found = class_of(at.given.classes, batch, group * head, group, tile, int32(block))
+                    before = int32(before + (found > 0))
+
+        return ranking, None
+
+
 def listed(
     before: Before, made: Assembled, varies: tuple[bool, bool], config: Any, told: dict[str, Any], read: dict[str, Any]
-) -> tuple[Operand, Operand]:
-    """The lists of tiles of queries of all blocks of keys, made before, and the classes that they were made of. varies: do they
-    differ by batch, by head? told, read: what kernels are told of the variant and of sequences, and the arrays that its
-    functions read."""
+) -> dict[str, Operand]:
+    """The lists of tiles of queries of all blocks of keys, made before, the classes that they were made of, and if blocks add
+    in order their ranks. varies: do they differ by batch, by head? told, read: what kernels are told of the variant and of
+    sequences, and the arrays that its functions read."""
     batch, heads, kv_heads, q_len, kv_len = before.problem("BHGST")
     batches, by_head = batch if varies[0] else 1, varies[1]
     tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
     many, of_keys = heads if by_head else 1, kv_heads if by_head else 1
     classes = before.memory((batches, many, tiles, blocks), "int8")
-    found = before.memory((batches, of_keys, blocks, HEAD + tiles), "int32")
-    survey = Survey(made.variant, config.rows, config.kv, config.axes)
+    made_of = made.variant, config.rows, config.kv
+    found = {"lists": before.memory((batches, of_keys, blocks, HEAD + tiles), "int32"), "classes": classes}
+    survey = Survey(*made_of, config.axes)
     groups = -(-blocks // WARPS)
     asked = {"classes": classes, "groups": groups, "blocks": tiles, "heads": many}
     before.launch(survey, survey, batches * many * tiles * groups, **asked, **told, **read)
     numbers = {"blocks": blocks, "heads": of_keys, "group": many // of_keys}
-    gathering = Gathering(made.variant, config.rows, config.kv)
-    before.launch(gathering, gathering, batches * of_keys * blocks, classes=classes, lists=found, **numbers, **told)
-    return found, classes
+    gathering, ranking = Gathering(*made_of), Ranking(*made_of)
+    before.launch(gathering, gathering, batches * of_keys * blocks, **found, **numbers, **told)
+    if config.ordered:
+        found["ranks"] = before.memory((batches, of_keys, tiles, blocks), "int32")
+        of_tiles = {"classes": classes, "ranks": found["ranks"], "tiles": tiles}
+        before.launch(ranking, ranking, batches * of_keys * tiles, **of_tiles, **numbers, **told)
+    return found

@@ -50,7 +50,8 @@ class Ordered(Unordered):
     Every block takes its queries from the last to the first. All that see later keys see the last queries, too, so those that
     begin at once wait when they begin, each for the tile of the one before it, and then follow at that distance. (From the
     first query to the last, where later queries see more keys, each would wait until the one before it has come to where it
-    begins itself.) That line is short if there are several pairs at once: launches.band_of."""
+    begins itself.) That line is short if there are several pairs at once: launches.band_of. Where lists say which tiles see a
+    block, only blocks whose lists have a tile count, and a block waits for these alone: lists.Ranking."""
 
     warps: int
     in_bulk: bool

@@ -55,7 +55,7 @@ class Facing(Tiling):
         return int32(tiles.first + i)
 
     @inlined
-    def before(self, block, tile, at):
+    def before(self, block, tile, at, group):
         """How many blocks of keys that a tile of queries sees come before this one."""
         if self.variant.from_first:
             return block
