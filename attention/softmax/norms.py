@@ -45,7 +45,12 @@ class Rms:
     def part(self, x, of_rows, head, col, given):
         """The norm of some columns of these rows, of a head, from column `col` on."""
         _, scale = of_rows
-        return x * scale * load(given.norm_weights, x.row_vec, (head, col), 0, 1, True)
+        return x * scale * self.columns(given.norm_weights, x, head, col)
+
+    @inlined
+    def columns(self, of, x, head, col):
+        """What an array (head, column) has for these columns."""
+        return load(of, x.row_vec, (head, col), 0, 1, True)
 
 
 class Layer(Rms):
@@ -67,8 +72,8 @@ class Layer(Rms):
     def part(self, x, of_rows, head, col, given):
         """See Rms."""
         mean, scale = of_rows
-        weights = load(given.norm_weights, x.row_vec, (head, col), 0, 1, True)
-        return (x - mean) * scale * weights + load(given.norm_bias, x.row_vec, (head, col), 0, 1, True)
+        weights = self.columns(given.norm_weights, x, head, col)
+        return (x - mean) * scale * weights + self.columns(given.norm_bias, x, head, col)
 
 
 @static

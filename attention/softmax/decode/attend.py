@@ -40,6 +40,7 @@ from tiles.pipeline import PIECES
 from ..online import LOWEST, TINY, Softmax
 from ..variants import At, Variant, arrays_of
 from .caches import Dense, Indexed, Paged
+from .norms import AsTheyAre
 from .products import Narrow, Same
 from .reach import Reach
 from .results import Either, Part, PartOfPacked, Spot, Whole
@@ -54,7 +55,7 @@ class Config:
     """A kernel: which caches it reads and what becomes of their scores; and its shape: `band` rows, `warps` of `keys` keys of
     every tile each, stages of the pipelines, blocks that a multiprocessor is to hold. sums: what joins the sum of weights.
     split: which keys a block works on. early: may it begin while the grid before it ends? lie: how query tokens lie. axes: how
-    many each array has that the variant's functions read."""
+    many each array has that the variant's functions read. keys_norm: what becomes of keys before their scores."""
 
     head_dim: int
     value_dim: int
@@ -73,6 +74,7 @@ class Config:
     resident: int
     lie: type[Alike] = Alike
     axes: tuple[int, ...] = ()
+    keys_norm: AsTheyAre = AsTheyAre()
 
     @property
     def kv(self):
@@ -87,13 +89,13 @@ class Config:
     @property
     def given(self):
         """What the kernel is told of all these."""
-        parts = self.reach, self.cache, self.product, self.variant, self.sums, self.result, self.lie(self.band)
+        parts = self.reach, self.cache, self.product, self.keys_norm, self.variant, self.sums, self.result, self.lie(self.band)
         return record(**{name: what for part in parts for name, what in part.given.items()})
 
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         scores = f" {self.variant}" * (type(self.variant) is not Variant) + f" {self.sums}" * (type(self.sums) is not Variant)
-        kind = f"{dims} {self.product} {self.reach} {self.cache}{scores}{self.lie(self.band)} {self.result}"
+        kind = f"{dims} {self.product}{self.keys_norm} {self.reach} {self.cache}{scores}{self.lie(self.band)} {self.result}"
         return f"{kind}, {self.band} x {self.kv}" + " early" * self.early
 
 
@@ -123,7 +125,7 @@ ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the
 def config_for(
     head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either,
     sums: Variant, split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
-    lie: type[Alike] = Alike, axes: tuple[int, ...] = (),
+    lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AsTheyAre(),
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
     dims, in the shape of the greater one. tall: there are rows for more than one tile."""
@@ -136,7 +138,7 @@ def config_for(
     if product.held.itemsize == 1:  # twice the warps, so that a stage has as many bytes, and there is twice the work for each
         warps, resident = 2 * warps, 1
     shape = band, keys, warps, stages, resident
-    return Config(padded, wide, product, variant, reach, cache, result, sums, split, early, *shape, lie, axes)
+    return Config(padded, wide, product, variant, reach, cache, result, sums, split, early, *shape, lie, axes, keys_norm)
 
 
 def either(of: dtype, piece: int) -> Either:
@@ -184,9 +186,12 @@ def make(config: Config):
     product = config.product
     variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
     split, lie, EARLY, AUX = config.split(reach, KV), config.lie(BAND), config.early, arrays_of(config.axes)
+    norm, PREPARES = config.keys_norm, variant.prepares or config.keys_norm.prepares
     IN_PARTS = type(result) is not Whole
     QUERY, VALUES = st(BAND, config.head_dim, INPUT), st(KV, config.value_dim, HELD)
-    TAKEN, Q, SAME = st(BAND, config.head_dim, product.takes), rt(BAND, QUERY.panel_cols, INPUT), product.takes is INPUT
+    TAKEN, SAME = st(BAND, config.head_dim, product.takes), product.takes is INPUT and not PREPARES
+    Q, ROWS = rt(BAND, QUERY.panel_cols, fp32 if PREPARES else INPUT), rt(BAND, config.head_dim, fp32)
+    KEY = rt(KEYS, st(KEYS, config.head_dim, HELD).panel_cols, fp32)
     S, O = rt(BAND, KEYS, fp32), rt(BAND, config.value_dim, fp32)
     room = STAGES * KV * config.value_dim * HELD.itemsize  # where values lie: O goes through it in so many parts
     PARTS = next(
@@ -212,17 +217,29 @@ def make(config: Config):
         return cache.look(k, gK, sequence, key, end, given), there
 
     @inlined
-    def taken(q):
-        """Queries, once they are here, as the products take them."""
+    def whole_rows(tile, at):
+        """What the variant must know of queries' whole rows, before they are overwritten."""
+        if variant.prepares:
+            found = variant.of_queries(load(tile, ROWS), at)
+            block.sync()
+            return found
+        else:
+            return None
+
+    @inlined
+    def taken(q, at, head, scratch):
+        """Queries, once they are here, as the products take them, and what scores must know of them."""
         tile = q.wait(0, 2 * AHEAD)
         if SAME:
-            return tile
-        made = q.reuse(TAKEN)
+            return tile, None
+        made, of_queries, known = q.reuse(TAKEN), whole_rows(tile, at), norm.begin(zeros(O.col_vec))
         for i in range(int32(cuda.threadIdx.x // LANES), QUERY.panels, WARPS):
-            x = load(subtile(tile, BAND, 0, Q.cols, i), Q)
-            store(subtile(made, BAND, 0, Q.cols, i), product.queries(x))
+            x = variant.queries(load(subtile(tile, BAND, 0, Q.cols, i), Q), of_queries, at, Q.cols * i)
+            y = product.queries(norm.queries(x, head, Q.cols * i, at.given))
+            store(subtile(made, BAND, 0, Q.cols, i), y)
+            known = norm.more(known, x, y, head, Q.cols * i, at.given)
         block.sync()
-        return made
+        return made, norm.whole(known, scratch)
 
     @inlined
     def add_up(o, l, unit, col, v, spot, given):
@@ -279,12 +296,12 @@ def make(config: Config):
             at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
             at = at._replace(kept=variant.keep(at))
             k_unit, v_unit = product.units(sequence, head, given)
-            queries, seen = taken(q), softmax.begin(LOWEST)
+            (queries, known), seen = taken(q, at, head, scratch), softmax.begin(LOWEST)
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 keys = k.own(i, NEWER)
                 cache.fill(k, i + AHEAD, gK, here, sequence, later, head, sees.end, n, given)
-                s = product.scores(zeros(S), queries, keys, k_unit)
+                s = norm.scores(product.scores(zeros(S), queries, keys, k_unit), keys, KEY, k_unit, known, given)
                 values = v.own(i, NEWER)
                 cache.fill(v, i + AHEAD, gV, here, sequence, later, head, sees.end, n, given)
                 here, there = following(there, k, gK, sequence, int32(later + KV), sees.end, given)

@@ -17,9 +17,10 @@ from ...cache import append as appending
 from ...cache import writing
 from ...families import choose
 from ...options import flag, number
-from ..asked import OF_AUX, eight, ends_of, positive
+from ..asked import OF_AUX, eight, ends_of, norm_parts, positive
 from ..assembled import assembled
-from ..launches import DTYPES, LOG2_E, over
+from ..launches import DTYPES, LOG2_E, norm_arrays, norm_of, over
+from ..norms import Layer, Normed
 from ..online import SLACK
 from ..planning import check_extents, functions_of, scale_of
 from ..python import named
@@ -27,6 +28,7 @@ from ..scores import Capped, Scored, Sunk
 from ..variants import Both, Variant
 from . import attend, combine, many
 from .caches import Dense, Indexed, Paged
+from .norms import AsTheyAre, ByLayer, ByRms, LayerOfRows, RmsOfRows
 from .products import Narrow, Same
 from .reach import MaskedRows, Reach, ScoredRows, Sloped
 from .results import Either, Part, PartOfPacked, Whole
@@ -59,9 +61,17 @@ MADE = """
 PACKED = """
     cu_seqlens      E     ends     optional
 """
+NORMS = """
+    q_norm          D|HD  real     optional
+    q_norm_bias     D|HD  real     optional
+    k_norm          D|GD  real     optional
+    k_norm_bias     D|GD  real     optional
+"""
 NEW = """
     k_new           BsGD  tile
     v_new           BsGV  tile
+    k_new_norm      D|GD  real     optional
+    k_new_norm_bias  D|GD  real    optional
     cu_seqlens_new  E     new_ends  optional
     cos             ZR    real      optional
     sin             ZR    real      optional
@@ -75,8 +85,8 @@ def _schema(name: str, *tables: str) -> Schema:
 
 
 DECODE = _schema("decode", HELD, KEYS, MADE)
-VARIANT = _schema("decode_variant", HELD, PACKED, KEYS, OF_AUX, MADE)
-APPENDING = _schema("decode_append", GROWN, PACKED, KEYS, OF_AUX, NEW, MADE)
+VARIANT = _schema("decode_variant", HELD, PACKED, KEYS, NORMS, OF_AUX, MADE)
+APPENDING = _schema("decode_append", GROWN, PACKED, KEYS, NORMS, OF_AUX, NEW, MADE)
 
 
 def decode(
@@ -97,6 +107,10 @@ def decode(
     rotary: tuple[Any, Any] | None = None,
     interleaved: bool = False,
     positions: Any = None,
+    q_norm: Any = None,
+    k_norm: Any = None,
+    k_new_norm: Any = None,
+    norm_eps: float = 1e-6,
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
@@ -145,6 +159,14 @@ def decode(
     token i by that of the i-th new key, or without causal and window all by that of the first; q itself stays as it is.
     interleaved, positions: append's.
 
+    q_norm, k_norm, k_new_norm: norms of the rows of the argument of that name, as forward has them: weights of an RMS norm, or
+    a pair (weights, bias) of a layer norm. Which of the two a model's keys need follows from what its cache holds. k_new_norm:
+    k_new is normalised once, before it is rotated and written, and the cache holds normalised keys, as that of Qwen3 does:
+    q_norm=..., k_new_norm=.... k_norm: the cache holds keys as they came, and all of them are normalised in every call, on the
+    way to their scores, in float32; nothing of that is written, and k is read once. Neither implies the other, so that nothing
+    is normalised twice. q is normalised before it is rotated. With k_norm there is no rotary, which comes behind a norm, and
+    there are as many tiles of query tokens as it takes, of few each.
+
     Which keys a token sees. The last token stands at the last key: token t at place p = lengths[b] - Sq + t, lengths with the
     new ones. causal: keys up to p. window: (left, right), keys from p - left to p + right; None is open. mask: mask(b, h, i, j,
     *aux) says it in Python, of query token i, counted from the sequence's first, and key j. A token that sees no key gives 0.
@@ -167,37 +189,44 @@ def decode(
     functions = [None if f is None else named(name, f) for name, f in (("mask", mask), ("score", score))]
     arrays, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
     of_keys = flag("causal", causal), left, right, positive("softcap", softcap), _parts(splits), *functions
-    of_keys += flag("interleaved", interleaved), number("scale", scale), flag("return_lse", return_lse), family
+    of_keys += flag("interleaved", interleaved), positive("norm_eps", norm_eps), number("scale", scale)
+    of_keys += flag("return_lse", return_lse), family
     if k_new is v_new is rotary is None:
-        if not (cu_seqlens_new is positions is None):
-            raise ValueError(f"{'positions' if cu_seqlens_new is None else 'cu_seqlens_new'}: takes k_new, too, which is None")
-        if cu_seqlens is mask is score is None and isinstance(aux, tuple) and not aux:
+        if not (cu_seqlens_new is positions is k_new_norm is None):
+            told = {"positions": positions, "cu_seqlens_new": cu_seqlens_new, "k_new_norm": k_new_norm}
+            raise ValueError(f"{next(name for name, x in told.items() if x is not None)}: takes k_new, too, which is None")
+        if cu_seqlens is mask is score is q_norm is k_norm is None and isinstance(aux, tuple) and not aux:
             return _decode(stream, (*arrays, *keys, out, None), of_keys, layout)
-        return _variant(stream, (*arrays, cu_seqlens, *keys, *eight(aux), out, None), of_keys, layout)
+        norms = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
+        return _variant(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), out, None), of_keys, layout)
     if k_new is None or v_new is None:
         name = "k_new" if k_new is None else "v_new"
         raise ValueError(f"{name}: must be given where {'rotary' if k_new is v_new is None else 'the other'} is: {name}=None")
+    norms = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
     if traced(q):  # torch makes no functional op of what writes in place and has several results: here they are two
-        new = k_new, v_new, cu_seqlens_new, rotary, positions
+        new = k_new, v_new, cu_seqlens_new, rotary, positions, q_norm, k_new_norm, norm_eps
         descales = {"k_descale": k_descale, "v_descale": v_descale}
         turned, after = _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, of_keys, layout, descales)
-        keys = after, *keys[1:]
+        keys = after, *keys[1:], *((None, None) if rotary is not None else norms[:2]), *norms[2:]
         return _variant(stream, (turned, k, v, cu_seqlens, *keys, *eight(aux), out, None), of_keys, layout)
-    new = k_new, v_new, cu_seqlens_new, *appending.tables_of(rotary), positions
-    return _append(stream, (*arrays, cu_seqlens, *keys, *eight(aux), *new, out, None), of_keys, layout)
+    new = k_new, v_new, *norm_parts("k_new_norm", k_new_norm), cu_seqlens_new, *appending.tables_of(rotary), positions
+    return _append(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), *new, out, None), of_keys, layout)
 
 
 def _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, options, layout, descales) -> tuple[Any, Any]:
     """(the queries, and the keys in use) after attention.append has written new keys, as torch's tensors."""
-    (k_new, v_new, cu_seqlens_new, rotary, positions), (causal, left, right, *_, interleaved, _, _, _) = new, options
+    k_new, v_new, cu_seqlens_new, rotary, positions, q_norm, k_new_norm, norm_eps = new
+    causal, left, right, *_, interleaved, _, _, _, _ = options
     ends = cu_seqlens if cu_seqlens_new is None else cu_seqlens_new
     turn = (lambda x: x.transpose(1, 2)) if layout == "bhsd" else lambda x: x
     told: dict[str, Any] = {"pages": pages, "batch_index": batch_index, "cu_seqlens": ends, "positions": positions, **descales}
+    told |= {} if k_new_norm is None else {"k_new_norm": k_new_norm, "norm_eps": norm_eps}
     if rotary is not None:
         if cu_seqlens_new is not None:
             raise NotImplementedError("cu_seqlens_new: is not served together with rotary where torch traces the call")
         local = causal or left is not None or right is not None
         told |= {"rotary": rotary, "interleaved": interleaved, "q": turn(q), "causal": local}
+        told |= {} if q_norm is None else {"q_norm": q_norm, "norm_eps": norm_eps}
     turned = appending.append(turn(k), turn(v), turn(k_new), turn(v_new), lengths=lengths, **told)
     return q if turned is None else turn(turned), lengths + (turn(k_new).shape[1] if ends is None else ends[1:] - ends[:-1])
 
@@ -227,6 +256,7 @@ def _decode(
     mask: str | None,
     score: str | None,
     interleaved: bool,
+    norm_eps: float,
     scale: float | None,
     return_lse: bool,
     family: str | None,
@@ -234,7 +264,7 @@ def _decode(
     """How decode does calls of this form; lse is never given."""
     check_extents(problem)
     cache, most_keys, of_cache = _cache(problem)
-    before = _appended(problem, interleaved, causal or left is not None or right is not None)
+    before = _appended(problem, interleaved, causal or left is not None or right is not None, norm_eps)
     batch, tokens, heads, sequences = problem("BSHN")
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens, heads) or most_keys == 0:  # no token sees a key
@@ -246,12 +276,13 @@ def _decode(
     asked = Asked(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
     counted = "leftpad" in problem and (mask or score)  # functions count a cache's keys from its first, forward from leftpad
     several = tokens >= MANY * (sequences if "cu_seqlens" in problem else 1)
-    if several and splits in (None, 1) and not counted and problem["k"].form.dtype == problem.dtype:
-        return _many(problem, asked, before, most_keys, family, out, lse)
+    norms = _norms(problem, norm_eps)
+    if several and splits in (None, 1) and not (counted or norms.of_keys) and problem["k"].form.dtype == problem.dtype:
+        return _many(problem, asked, before, norms, most_keys, family, out, lse)
     if family == "sm_90":
         raise ValueError(f"family: attention.decode has kernels of sm_80, for every GPU since Ampere: {family=}")
     choose(problem, "sm_80")
-    return _few(problem, asked, before, cache, of_cache, most_keys, splits, out, lse)
+    return _few(problem, asked, before, norms, cache, of_cache, most_keys, splits, out, lse)
 
 
 _variant = program(VARIANT, no_gradient=NO_GRADIENT)(_decode.planner)
@@ -281,7 +312,39 @@ class Before(NamedTuple):
     told: dict[str, Any]
 
 
-def _appended(problem: Problem, interleaved: bool, local: bool) -> Before:
+class Norms(NamedTuple):
+    """Norms that attention's kernels apply: of queries the variants, in tiles of one head and of several; of keys the object;
+    and what kernels are told of each."""
+
+    queries: list[tuple[Variant, dict[str, Any]]]
+    rows: list[Variant]
+    keys: AsTheyAre
+    of_queries: dict[str, Any]
+    of_keys: dict[str, Any]
+
+
+def _norms(problem: Problem, norm_eps: float) -> Norms:
+    """Those of queries that are not normalised before they are rotated, and of the keys in the cache. ValueError."""
+    q_norm, k_norm, numbers = norm_of(problem, "q_norm"), norm_of(problem, "k_norm"), {"norm_eps": norm_eps, "columns": problem("D")[0]}
+    queries, rows, of_queries, keys, of_keys = [], [], {}, AsTheyAre(), {}
+    if q_norm is not None and "cos" not in problem:
+        arrays = norm_arrays(problem, "q_norm", "HD")
+        alike = all(len(problem[name].form.shape) == 1 for name in ("q_norm", "q_norm_bias") if name in problem)
+        of_rows = LayerOfRows(alike) if isinstance(q_norm, Layer) else RmsOfRows(alike)
+        queries, rows, of_queries = [(Normed(q_norm), numbers)], [Normed(of_rows)], arrays | numbers
+    if k_norm is not None:
+        if "cos" in problem:
+            raise ValueError(
+                "k_norm: normalises the keys that the cache holds, and with rotary these are rotated, which comes behind a norm: "
+                "k_new_norm normalises k_new before"
+            )
+        arrays = norm_arrays(problem, "k_norm", "GD")
+        of_keys = {name.replace("norm", "k"): x for name, x in arrays.items()} | numbers
+        keys = ByLayer() if isinstance(k_norm, Layer) else ByRms()
+    return Norms(queries, rows, keys, of_queries, of_keys)
+
+
+def _appended(problem: Problem, interleaved: bool, local: bool, norm_eps: float) -> Before:
     """What appends new keys, if there are any. local: does each query stand at its own position? ValueError."""
     told: dict[str, Any] = {"lengths": problem["lengths"], "added": 0}
     if "k_new" not in problem:
@@ -305,12 +368,19 @@ def _appended(problem: Problem, interleaved: bool, local: bool) -> Before:
 
 
 def _many(
-    problem: Problem, asked: Asked, before: Before, most_keys: int, family: str | None, out: Operand, lse: Operand | None
+    problem: Problem,
+    asked: Asked,
+    before: Before,
+    norms: Norms,
+    most_keys: int,
+    family: str | None,
+    out: Operand,
+    lse: Operand | None,
 ) -> Plan:
     """Tiles of query tokens."""
     causal, left, right, softcap, scale, mask, score, aux = asked
     given = "alibi" in problem, False, "sink" in problem
-    made = assembled(scale, causal, (left, right), softcap, *given, mask, score and Scored(score))
+    made = assembled(scale, causal, (left, right), softcap, *given, mask, score and Scored(score), norms.queries)
     step = many.planned(problem, made, family, before.queries, most_keys, aux, {"gO": out, "gLse": lse, **before.told})
     return Plan([*before.steps, step], before.scratch)
 
@@ -319,6 +389,7 @@ def _few(
     problem: Problem,
     asked: Asked,
     before: Before,
+    norms: Norms,
     cache: Dense,
     of_cache: dict[str, Operand],
     most_keys: int,
@@ -334,7 +405,7 @@ def _few(
     product, of_products = _product(problem)
     reach, of_keys, seen = _reach(problem, asked, most_keys)
     of_keys |= before.told
-    variant, sums, unit, of_scores, of_sums = _scores(problem, asked)
+    variant, sums, unit, of_scores, of_sums = _scores(problem, asked, norms)
     early, whole = hopper(gpu.capability), Whole(dtype, piece)
     lie, part, each = (
         (OneBehindTheOther, PartOfPacked(dtype, piece), -(-rows // sequences)) if packed else (Alike, Part(dtype, piece), rows)
@@ -342,7 +413,7 @@ def _few(
 
     def config(split: type[Parted], result: Whole | Either) -> attend.Config:
         kind = variant, reach, cache, result, Variant() if result is part else sums, split, early
-        return attend.config_for(head_dim, value_dim, product, *kind, each > attend.BAND, gpu.shared_bytes, lie, axes)
+        return attend.config_for(head_dim, value_dim, product, *kind, each > attend.BAND, gpu.shared_bytes, lie, axes, norms.keys)
 
     chosen, evenly = config(Parted, whole), "k_new" not in problem and not packed and batch > 1  # are all keys shared out?
     bands = rows // chosen.band + sequences if packed else -(-rows // chosen.band)
@@ -386,7 +457,7 @@ def _few(
         **of_cache,
         **of_products,
         **of_keys,
-        **of_scores,
+        **(of_scores | norms.of_keys),
         **to,
     )
     return Plan([*before.steps, first, *steps], scratch)
@@ -446,12 +517,12 @@ def _reach(problem: Problem, asked: Asked, most_keys: int) -> tuple[Reach, dict[
     return Reach(left is not None, right is not None, "leftpad" in problem), told, seen
 
 
-def _scores(problem: Problem, asked: Asked) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
-    """(what becomes of scores, what joins the sum of their weights, the unit of scores, what kernels are told of the former,
+def _scores(
+    problem: Problem, asked: Asked, norms: Norms
+) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
+    """(what becomes of queries and scores, what joins the sum of their weights, the unit of scores, what kernels are told of the former,
     and of the latter)"""
-    parts: list[Variant] = []
-    told: dict[str, Any] = {}
-    unit = asked.scale
+    parts, told, unit = [*norms.rows], {**norms.of_queries}, asked.scale
     if asked.softcap is not None:
         parts.append(Capped())
         told["per_cap"], unit = unit / asked.softcap, asked.softcap

@@ -51,4 +51,5 @@ def planned(
     arrays |= {"pages": problem["pages"], "page_size": problem("T")[0]} if paged else {}
     arrays |= {"batch_index": problem["batch_index"]} if isinstance(config.held, InCaches) else {}
     arrays |= {f"aux{n}": x for n, x in enumerate(aux)}
-    return launch(problem, made, config, most_keys, **arrays, **told, **made.numbers, **variant_arrays(problem))
+    read = {name: x for name, x in variant_arrays(problem).items() if name in made.variant.given}  # q may be normalised already
+    return launch(problem, made, config, most_keys, **arrays, **told, **made.numbers, **read)

@@ -34,7 +34,7 @@ class Same:
     @inlined
     def queries(self, x):
         """What the products take of some columns of queries, in registers."""
-        return x
+        return self.wide(x)
 
     @inlined
     def units(self, sequence, head, given):

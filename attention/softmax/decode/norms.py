@@ -1,0 +1,147 @@
+"""Norms of queries, whose rows are of several heads, and of the keys that a cache holds, on the way to their product. Of n, a
+query, and k, a key as it lies in the cache,
+
+    n . norm(k) = ((n * weights) . k - sum(n * weights) mean(k)) / sqrt(mean(k^2) - mean(k)^2 + eps) + n . bias
+
+of a layer norm, and of an RMS norm the same without means and bias. So keys are read once, and written nowhere: a block
+multiplies its queries by the weights, once, and a warp each tile of scores by what its rows of K say, which lie in shared
+memory for the product. There they are read a second time, for which there is room: what comes from global memory is slower."""
+
+from typing import Any
+
+from numpy import int32
+
+from ops import block, col_index, finish_sum, lane_sum, load, maximum, row_sum, rsqrt, subtile, transpose
+from tiles import fp32, inlined, static
+from tiles.arguments import FLOAT, INT, array
+
+from ..norms import Layer, Rms
+
+
+class RmsOfRows(Rms):
+    """Of rows that are of several heads. alike: have these the same weights and bias?"""
+
+    alike: bool
+
+    def __str__(self):
+        return type(self).__name__.removesuffix("OfRows").lower() + " a head" * (not self.alike)
+
+    @inlined
+    def columns(self, of, x, head, col):
+        """See Rms; head is a vector."""
+        if self.alike:
+            return load(of, x.row_vec, (0, col), 0, 1, True)
+        else:
+            return of[head, col_index(x.row_vec) + int32(col)]
+
+
+class LayerOfRows(RmsOfRows, Layer):
+    """The same of a layer norm."""
+
+
+@static
+class AsTheyAre:
+    """Keys of which nothing becomes."""
+
+    prepares = False  # does something become of the queries?
+
+    def __str__(self):
+        return ""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The kernel's arguments that it reads, and what they are."""
+        return {}
+
+    @inlined
+    def queries(self, x, head, col, given):
+        """What becomes of some columns of queries, from column `col` on, for keys of a head."""
+        return x
+
+    @inlined
+    def begin(self, zero):
+        """What is known of the queries' rows before any columns of theirs; zero: a vector of them."""
+        return None
+
+    @inlined
+    def more(self, known, x, made, head, col, given):
+        """The same with some columns, x, of which the product takes what was `made` of them."""
+        return known
+
+    @inlined
+    def whole(self, known, scratch):
+        """The same of all columns, of which each warp of the block had some."""
+        return known
+
+    @inlined
+    def scores(self, s, keys, part, unit, known, given):
+        """The scores, s being those of keys as they lie in shared memory, of which it reads panels as `part`, times `unit`."""
+        return s
+
+
+class ByRms(AsTheyAre):
+    """Keys in an RMS norm."""
+
+    prepares = True
+
+    def __str__(self):
+        return f" {type(self).__name__.removeprefix('By').lower()} keys"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See AsTheyAre. k_weights: (head of keys, column). columns: of a row."""
+        return {"k_weights": array(2), "norm_eps": FLOAT, "columns": INT}
+
+    @inlined
+    def queries(self, x, head, col, given):
+        """See AsTheyAre."""
+        return x * load(given.k_weights, x.row_vec, (head, col), 0, 1, True)
+
+    @inlined
+    def scores(self, s, keys, part, unit, known, given):
+        """See AsTheyAre."""
+        x = load(subtile(keys, keys.rows, 0, keys.panel_cols, 0), part)
+        squares = lane_sum(x * x)
+        for i in range(1, keys.panels):
+            x = load(subtile(keys, keys.rows, 0, keys.panel_cols, i), part)
+            squares = squares + lane_sum(x * x)
+        mean = transpose(finish_sum(squares)) / given.columns
+        return s * rsqrt(mean * (unit * unit) + given.norm_eps)
+
+
+class ByLayer(ByRms):
+    """Keys in a layer norm."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See ByRms. k_bias: (head of keys, column)."""
+        return {"k_weights": array(2), "k_bias": array(2), "norm_eps": FLOAT, "columns": INT}
+
+    @inlined
+    def begin(self, zero):
+        """See AsTheyAre: (the sum of what was made, the product with the bias)."""
+        return zero, zero
+
+    @inlined
+    def more(self, known, x, made, head, col, given):
+        """See AsTheyAre."""
+        total, product = known
+        return total + row_sum(fp32(made)), product + row_sum(x * load(given.k_bias, x.row_vec, (head, col), 0, 1, True))
+
+    @inlined
+    def whole(self, known, scratch):
+        """See AsTheyAre."""
+        return block.reduce_sum(known[0], scratch), block.reduce_sum(known[1], scratch)
+
+    @inlined
+    def scores(self, s, keys, part, unit, known, given):
+        """See AsTheyAre."""
+        x = load(subtile(keys, keys.rows, 0, keys.panel_cols, 0), part)
+        sums, squares = lane_sum(x), lane_sum(x * x)
+        for i in range(1, keys.panels):
+            x = load(subtile(keys, keys.rows, 0, keys.panel_cols, i), part)
+            sums, squares = sums + lane_sum(x), squares + lane_sum(x * x)
+        mean = transpose(finish_sum(sums)) / given.columns * unit
+        square = transpose(finish_sum(squares)) / given.columns * (unit * unit)
+        total, product = known
+        return (s - total * mean) * rsqrt(maximum(square - mean * mean, 0.0) + given.norm_eps) + product
