@@ -7,26 +7,35 @@ travels, Dk (Dk + Dv) numbers a head, in float32; each rank composes those befor
 
     S_0 = initial_state        S_(r+1) = M_r S_r + N_r
 
-and goes through its part once more from S_r. So a token costs twice what it costs on one GPU, but on the first rank; for
-`linear` without decays of channels as much as where one GPU has few heads, and cuts the sequence into segments."""
+and goes through its part from S_r. So there are two passes, one for the summary, which needs no outputs, and one for these. A
+part is cut into segments in both, as many as fill the GPU: what each starts from follows by the same algebra. docs/parallel.md
+says what the passes cost."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import attention
+from tiles.device import machine
 
-from ..recurrent.linear import going_on, left_by_segments
+from ..recurrent import chunks
+from ..recurrent import delta_rule as delta
+from ..recurrent import linear as plain
+from ..recurrent import mamba2 as mamba
+from ..recurrent.kernels.tokens import CHUNK, COLUMNS
+from ..softmax.asked import differentiated
 from .agreed import agreed, form_of, words_of
 from .orders import Contiguous, Span, count
+from .parts import Chain, Part
 from .peers import Peers, one_of
 
 Shape = tuple[int, ...]
-SEGMENTED = 128  # columns of keys, at most, where sequences are cut into segments on every GPU
+SEGMENTED = 128  # columns of keys, at most, where the kernels of linear and mamba2 cut sequences into segments on every GPU
+WIDEST = 256  # columns of values
 
 
 def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
@@ -37,7 +46,7 @@ def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = No
     the whole, on every rank. cu_seqlens is of the whole sequence. group: a process group, a dimension of a DeviceMesh, or None
     for all processes; length: tokens of the whole, where shares differ. layout, out, stream and normalize=True are not served.
     ValueError on every rank, before anything travels: ranks disagree."""
-    kind = InSegments if InSegments.serves(k, options.get("decay")) else Linear
+    kind = LinearInSegments if LinearInSegments.serves(k, options.get("decay")) else Linear
     return kind((q, k, v), options).run(group, length)
 
 
@@ -49,30 +58,8 @@ def delta_rule(q: Any, k: Any, v: Any, beta: Any, *, group: Any = None, length: 
 def mamba2(x: Any, dt: Any, A: Any, B: Any, C: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
     """attention.mamba2 of a sequence that lies on several ranks: see `linear`. dt, B, C and z: this rank's shares. seq_idx is
     not served: cu_seqlens, of the whole sequence, does the same."""
-    return Mamba((x, dt, A, B, C), options).run(group, length)
-
-
-class Part:
-    """This rank's part of the whole: its tokens, and what of the whole's sequences lies in them."""
-
-    def __init__(self, span: Span, batch: int, ends: Any, device: Any):
-        self.span, self.device = span, device
-        self.ends = None if ends is None else (ends - span.start).clamp(0, len(span)).to(ends.dtype)
-        self.sequences = batch if ends is None else len(ends) - 1
-
-    def options(self) -> dict[str, Any]:
-        """What is said of it to a function of one GPU."""
-        return {} if self.ends is None else {"cu_seqlens": self.ends}
-
-    def tokens(self) -> Any:
-        """How many tokens of each sequence lie in it, (N)."""
-        return torch.full((self.sequences,), len(self.span), device=self.device) if self.ends is None else self.ends.diff()
-
-    def sums(self, x: Any) -> Any:
-        """Of each sequence the sum of x (B, S, ..) over its tokens here, (N, ..)."""
-        if self.ends is None:
-            return x.sum(1)
-        return torch.cat([x.new_zeros((1, *x.shape[2:])), x[0].cumsum(0)])[self.ends.long()].diff(dim=0)
+    kind = MambaInSegments if MambaInSegments.serves(B) else Mamba
+    return kind((x, dt, A, B, C), options).run(group, length)
 
 
 class Recurrence:
@@ -80,7 +67,8 @@ class Recurrence:
 
     function: Callable
     before, after = "initial_state", "return_state"  # the options for states
-    values, shared = 2, ()  # which of the arrays are values; which have no tokens
+    values = 2  # which of the arrays are values
+    whole = ()  # which have no tokens
 
     def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any]):
         self.arrays, self.options = arrays, {name: x for name, x in options.items() if x is not None}
@@ -95,7 +83,7 @@ class Recurrence:
         return place.sequences, v.shape[2], k.shape[3], v.shape[3]
 
     def summary(self, place: Part) -> tuple[Any, Any]:
-        """(M, N) of a part that has tokens."""
+        """(M, N) of a part that has tokens, or of each of its segments."""
         raise NotImplementedError
 
     def compose(self, m: Any, state: Any) -> Any:
@@ -103,14 +91,19 @@ class Recurrence:
         return m * state
 
     def call(self, place: Part, **more: Any) -> Any:
-        """The function of one GPU on this part."""
-        return type(self).function(*self.arrays, **self.options | place.options() | more)
+        """The function of one GPU on this part; more: of its options."""
+        arrays = [x if n in self.whole else place.packed(x) for n, x in enumerate(self.arrays)]
+        told = self.options | place.options() | more
+        if told.get("decay") is not None and told["decay"].ndim > 1:
+            told["decay"] = place.packed(told["decay"])
+        return type(self).function(*arrays, **told)
 
     def run(self, group: Any, length: int | None) -> Any:
         """What the public function gives."""
         peers, first = one_of(group), self.arrays[0]
         forms = [(name, form_of(x)) for name, x in self.options.items()]
-        key = type(self), peers, length, *map(form_of, self.arrays), *forms
+        learned = differentiated(*self.arrays, *self.options.values())
+        key = type(self), peers, length, learned, *map(form_of, self.arrays), *forms
         span = agreed([peers], key, lambda: self._planned(peers, length), first.device)
         with torch.no_grad():
             place = Part(span, first.shape[0], self.options.get("cu_seqlens"), first.device)
@@ -123,20 +116,43 @@ class Recurrence:
     def passes(self, peers: Peers, place: Part, begin: Any, awaited: bool) -> tuple[Any, Chain]:
         """This part's output, and all summaries. begin: the state before the whole, of the first part; awaited: does another
         one wait for this one's summary?"""
-        if peers.rank == 0 and len(place.span):  # it knows what is before it: one pass gives its output and what it leaves
-            out, left = self.call(place, **{self.before: begin, self.after: True})
-            return out, Chain(peers, torch.zeros(self.map_shape(place), device=place.device), left, self.compose)
-        chain = Chain(peers, *(self._left(place, begin) if awaited else self._none(place)), self.compose)
-        return self.call(place, **{self.before: chain.before(peers.rank)}) if len(place.span) else self._empty(), chain
+        cut = place.cut(self.segments(place))
+        if not len(place.span):
+            return self._empty(), Chain(peers, *self._nothing_done(place, begin), self.compose)
+        if peers.rank == 0 and cut is place:  # it knows what is before it, and needs no M
+            out, left = self.first(place, begin)
+            chain = Chain(peers, self._none(place)[0], left, self.compose)
+            return self.call(place, **{self.before: begin}) if out is None else out, chain
+        found: list[tuple[Any, Any]] = []  # what the first segment, the first two, .. make of a state
+        if awaited or cut.segments > 1:
+            shapes = [(place.sequences, cut.segments, *shape(place)[1:]) for shape in (self.map_shape, self.left_shape)]
+            for m, left in zip(*[x.reshape(shape).unbind(1) for x, shape in zip(self.summary(cut), shapes)]):
+                found.append((self.compose(m, found[-1][0]), self.compose(m, found[-1][1]) + left) if found else (m, left))
+        m, left = found[-1] if found else self._none(place)
+        chain = Chain(peers, m, left if begin is None else self.compose(m, begin) + left, self.compose)
+        state = chain.before(peers.rank) if peers.rank else begin
+        starts = [self._none(place)[1] if state is None else state]
+        starts += [left if state is None else self.compose(m, state) + left for m, left in found[:-1]]
+        out = self.call(cut, **{self.before: starts[0] if cut is place else torch.stack(starts, 1).flatten(0, 1)})
+        return out.reshape(self.arrays[self.values].shape), chain
 
-    def _left(self, place: Part, begin: Any) -> tuple[Any, Any]:
-        """The summary of a part, whether it has tokens or not. begin: the state before the whole, of the first part."""
-        if len(place.span):
-            return self.summary(place)
+    def segments(self, place: Part) -> int:
+        """How many thread blocks there are, one for 64 columns of a state, and how many the GPU has room for."""
+        v = self.arrays[self.values]
+        items = place.sequences * v.shape[2] * -(-v.shape[3] // COLUMNS)
+        tokens = len(place.span) * place.batch // max(1, place.sequences)
+        room = machine(v.device.index if v.is_cuda else None).processors // max(1, items)
+        return max(1, min(room, tokens // CHUNK // chunks.LEAST))
+
+    def first(self, place: Part, begin: Any) -> tuple[Any, Any]:
+        """(output, state after it) of the whole's first part: where the summary takes a pass like any other, one of both."""
+        return self.call(place, **{self.before: begin, self.after: True})
+
+    def _nothing_done(self, place: Part, begin: Any) -> tuple[Any, Any]:
+        """The summary of a part that has no tokens. begin: the state before the whole, of the first part."""
         m, left = self._none(place)
-        if m.shape[-1] > 1:
-            m += torch.eye(m.shape[-1], device=m.device)
-        return m if m.shape[-1] > 1 else m + 1, left if begin is None else begin.float()
+        m += torch.eye(m.shape[-1], device=m.device) if m.shape[-1] > 1 else 1
+        return m, left if begin is None else begin.float()
 
     def _none(self, place: Part) -> tuple[Any, Any]:
         """What nobody waits for."""
@@ -151,6 +167,10 @@ class Recurrence:
         for option in ("layout", "out", "stream", "normalize", "seq_idx"):
             if self.options.get(option, False) not in (False, "bshd"):
                 raise NotImplementedError(f"{option}: is not served on several ranks")
+        if differentiated(*self.arrays, *self.options.values()):
+            raise NotImplementedError(
+                f"{name}: an array requires grad, and the backward pass is not there yet; call under torch.no_grad()"
+            )
         total = first.shape[1] * peers.world if length is None else length
         spans = Contiguous().spans(total, peers.world)[peers.rank]
         if count(spans) != first.shape[1]:
@@ -180,33 +200,61 @@ class Linear(Recurrence):
         elif decay.ndim == 1:
             total = decay.float() * place.tokens()[:, None]
         else:
-            total = place.sums(decay.float())
+            total = place.sums(decay)
         return total.exp().reshape(shape), self.call(place, return_state=True)[1]
 
 
-class InSegments(Linear):
-    """The same where one GPU, too, cuts sequences into segments: the pass that finds what these leave gives the summary, and
-    the second one goes on from the state before. So each token costs what it costs on one GPU."""
+class InSegments(Recurrence):
+    """Where one GPU, too, cuts sequences into segments: the pass that finds what these leave gives the summary, and the second
+    one goes on from the state before. So each token costs what it costs on one GPU that does so."""
+
+    def left_by_segments(self, place: Part) -> tuple[Any, Any]:
+        """(local, total): see linear.left_by_segments."""
+        raise NotImplementedError
+
+    def going_on(self, place: Part, local: Any, total: Any, state: Any) -> Any:
+        """The output, from the state before the part."""
+        raise NotImplementedError
+
+    def as_states(self, left: Any) -> Any:
+        """Of kernels' states (.., Dv, Dk) those of this function."""
+        return left
+
+    def passes(self, peers: Peers, place: Part, begin: Any, awaited: bool) -> tuple[Any, Chain]:
+        """See Recurrence."""
+        if not len(place.span):
+            return super().passes(peers, place, begin, awaited)
+        local, total = self.left_by_segments(place)
+        later = total.flip(2).cumsum(2).flip(2) - total  # of the segments behind each
+        left = self.as_states((local * later.exp2()[..., None]).sum(2))
+        m = total.sum(2, keepdim=True).exp2()
+        chain = Chain(peers, m, left if begin is None else m * begin + left, self.compose)
+        return self.going_on(place, local, total, chain.before(peers.rank) if peers.rank else begin), chain
+
+    def _told(self, place: Part, *names: str) -> dict[str, Any]:
+        """These of the options."""
+        return {name: x for name, x in (self.options | place.options()).items() if name in (*names, "cu_seqlens", "family")}
+
+
+class LinearInSegments(InSegments, Linear):
+    """attention.linear so."""
 
     @staticmethod
     def serves(k: Any, decay: Any) -> bool:
         """Not for decays of channels, nor for wide keys."""
         return k.shape[-1] <= SEGMENTED and (decay is None or decay.ndim < 4)
 
-    def passes(self, peers: Peers, place: Part, begin: Any, awaited: bool) -> tuple[Any, Chain]:
-        """See Recurrence."""
-        if not len(place.span):
-            return super().passes(peers, place, begin, awaited)
-        told = {name: x for name, x in (self.options | place.options()).items() if name in ("decay", "cu_seqlens", "family")}
-        local, total = left_by_segments(*self.arrays, **told)
-        later = total.flip(2).cumsum(2).flip(2) - total  # of the segments behind each
-        left = (local * later.exp2()[..., None]).sum(2).transpose(-1, -2)
-        m = total.sum(2, keepdim=True).exp2()
-        chain = Chain(peers, m, left if begin is None else m * begin + left, self.compose)
-        state = chain.before(peers.rank) if peers.rank else begin
-        told |= {"scale": self.options.get("scale"), "initial_state": state}
-        q, k, v = self.arrays
-        return going_on(q, k, v, local, total, **told), chain
+    def left_by_segments(self, place: Part) -> tuple[Any, Any]:
+        """See InSegments."""
+        return plain.left_by_segments(*self.arrays, **self._told(place, "decay"))
+
+    def going_on(self, place: Part, local: Any, total: Any, state: Any) -> Any:
+        """See InSegments."""
+        return plain.going_on(*self.arrays, local, total, initial_state=state, **self._told(place, "decay", "scale"))
+
+    def as_states(self, left: Any) -> Any:
+        """See InSegments."""
+        return left.transpose(-1, -2)
 
 
 class Delta(Recurrence):
@@ -220,18 +268,40 @@ class Delta(Recurrence):
         return place.sequences, v.shape[2], k.shape[3], k.shape[3]
 
     def summary(self, place: Part) -> tuple[Any, Any]:
-        """See Recurrence: both at once, where that is no more than 256 columns of values."""
+        """See Recurrence: both at once, from a state [0 | 1]; with decays of channels by values [v | 0], where that is no more
+        than 256 columns."""
         q, k, v, beta = self.arrays
         keys, columns = k.shape[3], v.shape[3]
-        none, one = v.new_zeros((*v.shape[:3], keys)), torch.eye(keys, device=k.device).expand(self.map_shape(place))
-        if keys + columns > 256:
-            m = Delta((q, k, none, beta), self.options).call(place, initial_state=one.contiguous(), return_state=True)[1]
+        begin = _nothing_and_one(keys, columns, k.device).expand(*self.map_shape(place)[:2], -1, -1)
+        if not self._of_channels():
+            both = self._states(place, begin)
+            return both[..., columns:], both[..., :columns]
+        none = v.new_zeros((*v.shape[:3], keys))
+        if keys + columns > WIDEST:
+            one = begin[..., columns:].contiguous()
+            m = Delta((q, k, none, beta), self.options).call(place, initial_state=one, return_state=True)[1]
             return m, self.call(place, return_state=True)[1]
-        begin = torch.cat([one.new_zeros(self.left_shape(place)), one], -1)
-        both = Delta((q, k, torch.cat([v, none], -1), beta), self.options).call(place, initial_state=begin, return_state=True)[
-            1
-        ]
-        return both[..., columns:], both[..., :columns]
+        both = Delta((q, k, torch.cat([v, none], -1), beta), self.options)
+        left = both.call(place, initial_state=begin.contiguous(), return_state=True)[1]
+        return left[..., columns:], left[..., :columns]
+
+    def first(self, place: Part, begin: Any) -> tuple[Any, Any]:
+        """See Recurrence: others get the state sooner by a pass of its own, which makes no output."""
+        if self._of_channels():
+            return super().first(place, begin)
+        begin = torch.zeros(self.left_shape(place), device=place.device) if begin is None else begin
+        return None, self._states(place, begin)
+
+    def _of_channels(self) -> bool:
+        decay = self.options.get("decay")
+        return decay is not None and decay.ndim == 4
+
+    def _states(self, place: Part, begin: Any) -> Any:
+        _, k, v, beta = map(place.packed, self.arrays)
+        told = {name: x for name, x in (self.options | place.options()).items() if name in ("decay", "cu_seqlens", "family")}
+        if told.get("decay") is not None and told["decay"].ndim > 1:
+            told["decay"] = place.packed(told["decay"])
+        return delta.states(k, v, beta, begin, **told)
 
     def compose(self, m: Any, state: Any) -> Any:
         """See Recurrence."""
@@ -242,7 +312,7 @@ class Mamba(Recurrence):
     """attention.mamba2. M: a number a head; states have their axes swapped."""
 
     function = staticmethod(attention.mamba2)
-    before, after, values = "initial_states", "return_final_states", 0
+    before, after, values, whole = "initial_states", "return_final_states", 0, (2,)
 
     def map_shape(self, place: Part) -> Shape:
         """See Recurrence."""
@@ -252,6 +322,10 @@ class Mamba(Recurrence):
         """See Recurrence."""
         x, B = self.arrays[0], self.arrays[3]
         return place.sequences, x.shape[2], x.shape[3], B.shape[3]
+
+    def segments(self, place: Part) -> int:
+        """See Recurrence: its z is not cut."""
+        return 1
 
     def summary(self, place: Part) -> tuple[Any, Any]:
         """See Recurrence."""
@@ -263,22 +337,28 @@ class Mamba(Recurrence):
         return total, self.call(place, return_final_states=True)[1]
 
 
-class Chain:
-    """The summaries of all ranks, one behind the other. That of the first is what it leaves of the state before the whole."""
+class MambaInSegments(InSegments, Mamba):
+    """attention.mamba2 so."""
 
-    def __init__(self, peers: Peers, m: Any, left: Any, compose: Callable[[Any, Any], Any]):
-        self.compose, self.shapes = compose, (m.shape, left.shape)
-        mine = torch.cat([m.float().flatten(), left.float().flatten()])
-        self.every = [torch.empty_like(mine) for _ in range(peers.world)]
-        dist.all_gather(self.every, mine, group=peers.group)
+    @staticmethod
+    def serves(B: Any) -> bool:
+        """Not for wide keys."""
+        return B.shape[-1] <= SEGMENTED
 
-    def before(self, rank: int) -> Any:
-        """The state before the part of a rank other than the first."""
-        state: Any = None
-        for one in self.every[:rank]:
-            m, left = (x.reshape(shape) for x, shape in zip(one.split([shape.numel() for shape in self.shapes]), self.shapes))
-            state = left if state is None else self.compose(m, state) + left
-        return state.contiguous()
+    def left_by_segments(self, place: Part) -> tuple[Any, Any]:
+        """See InSegments."""
+        return mamba.left_by_segments(*self.arrays, **self._told(place, "dt_bias", "dt_softplus"))
+
+    def going_on(self, place: Part, local: Any, total: Any, state: Any) -> Any:
+        """See InSegments."""
+        told = self._told(place, "D", "z", "dt_bias", "dt_softplus")
+        return mamba.going_on(*self.arrays, local, total, initial_states=state, **told)
+
+
+@functools.lru_cache(64)
+def _nothing_and_one(keys: int, columns: int, device: Any) -> Any:
+    """[0 | 1], a state of 0 and one of 1 beside each other."""
+    return torch.cat([torch.zeros(keys, columns), torch.eye(keys)], 1).to(device)[None, None]
 
 
 def _local(name: str, x: Any) -> str:

@@ -25,6 +25,10 @@ STATE = 1.5  # chunks that could be walked while the state of one segment is add
 LEAST = 8  # chunks of a segment
 FACTORS = 2**-6, 1  # scales that scores in fp16 may be multiplied with: neither too small nor too large for them
 SWAPPED = 0, 1, 3, 2  # the axes of a state that kernels have transposed
+LEFT = """
+    local  NHPVK  float32
+    total  NHPO   float32
+"""  # what `of_segments` finds, as rows of a schema
 
 Arrays = dict[str, Operand | None]  # a kernel's, by the names of its parameters
 Scratch = list[tuple[tuple[int, ...], str]]

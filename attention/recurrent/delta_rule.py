@@ -22,7 +22,7 @@ from tiles.schema import Problem, Schema
 from ..families import choose
 from ..options import by_other_names, flag, number
 from . import rules
-from .kernels import delta_hopper, kda_hopper, token_loop
+from .kernels import delta_hopper, delta_states_hopper, kda_hopper, token_loop
 from .rules import DTYPES, padded, varlen
 
 DELTA_RULE = Schema(
@@ -37,6 +37,19 @@ DELTA_RULE = Schema(
     initial_state  NHKV        float32  optional
     out            BSHV        tile     made
     state          NHKV        float32  made      return_state
+    """,
+)
+
+DELTA_STATES = Schema(
+    "delta_rule_states",
+    """
+    k              BSGK   tile
+    v              BSHV   tile
+    beta           BSH    real
+    decay          H|BSH  log      optional
+    cu_seqlens     E      ends     optional
+    initial_state  NHKL   float32
+    state          NHKL   float32  made
     """,
 )
 
@@ -91,7 +104,7 @@ def _delta_rule(problem: Problem, scale: float | None, return_state: bool, famil
     """How delta_rule does calls of this form; state is never given."""
     rules.check(problem)
     scale, by_channel = rules.scale_of(problem, scale), rules.by_channel(problem)
-    batch, length, heads, key_dim = problem("BSHK")
+    batch, length, key_dim, value_dim = problem("BSKV")
     if rules.idle(problem, return_state):
         return Plan([])
     arrays = rules.arrays(problem, return_state) | {"gBeta": problem["beta"]}
@@ -101,31 +114,56 @@ def _delta_rule(problem: Problem, scale: float | None, return_state: bool, famil
         raise ValueError(f"family: sm_90 takes keys of at most {widest} columns: {family=}, q has {key_dim}")
     if on_hopper and key_dim <= widest and batch * length:
         arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
-        return Plan([_in_chunks(problem, arrays, scale, by_channel)])
+        return Plan([_in_chunks(problem, arrays, value_dim, kda_hopper if by_channel else delta_hopper, scale=scale)])
     return Plan([token_loop.launch(problem, arrays | {"gDecay": problem["decay"], "gOut": problem["out"]}, scale)])
 
 
-def _in_chunks(problem: Problem, arrays: dict, scale: float, by_channel: bool) -> Step:
-    """The launch of Hopper's kernels."""
-    batch, length, heads, key_heads, key_dim, columns, sequences = problem("BSHGKVN")
+def states(
+    k: Any, v: Any, beta: Any, initial_state: Any, *, decay: Any = None, cu_seqlens: Any = None, family: str | None = None
+) -> Any:
+    """The state that `delta_rule` leaves of each sequence, and no output. It may have more columns than values, which are 0
+    there: (N, H, Dk, Dv or more). Not for decays of channels."""
+    return _states(None, (k, v, beta, decay, cu_seqlens, initial_state, None), (family,))
+
+
+@program(DELTA_STATES)
+def _states(problem: Problem, family: str | None) -> Plan:
+    """How `states` does calls of this form; state is never given."""
+    rules.check(problem, "k", "v")
+    batch, length, heads, key_dim, value_dim, columns = problem("BSHKVL")
+    if columns < value_dim:
+        raise problem.error("initial_state", "must have a column for each of v's", "initial_state", "v")
+    arrays = {"gK": problem["k"], "gV": problem["v"], "gBeta": problem["beta"], "gEnds": problem["cu_seqlens"]}
+    arrays |= {"gStart": problem["initial_state"], "gState": problem["state"]}
+    if rules.idle(problem, True):
+        return Plan([])
+    if choose(problem, family) == "sm_90" and key_dim <= max(delta_hopper.STAGES) and batch * length:
+        return Plan([_in_chunks(problem, arrays | {"gGates": problem["decay"]}, columns, delta_states_hopper)])
+    outputs = (batch, length, heads, value_dim), "bfloat16"  # which the loop over tokens writes, and nobody reads
+    arrays |= {"gQ": problem["k"], "gDecay": problem["decay"], "gOut": problem.scratch(0, *outputs)}
+    return Plan([token_loop.launch(problem, arrays, 0.0, columns=columns)], [outputs])
+
+
+def _in_chunks(problem: Problem, arrays: dict, columns: int, module: Any, **numbers: Any) -> Step:
+    """The launch of a kernel of Hopper's, for states of so many columns."""
+    batch, length, heads, key_heads, key_dim, sequences = problem("BSHGKN")
     width, gates = -(-columns // delta_hopper.COLUMNS), arrays["gGates"]
     apart = sequences * heads * width <= machine(problem.device).processors  # there is one for each 64 columns
     sizes = padded(key_dim, delta_hopper.STAGES), 1 if apart else min(width, 2)
     dtype = DTYPES[problem.dtype]
-    config: delta_hopper.Config | kda_hopper.Config
-    if by_channel:
-        config = kda_hopper.Config(*sizes, DTYPES[gates.form.dtype], dtype, varlen(problem))
+    if module is kda_hopper:
+        config = module.Config(*sizes, DTYPES[gates.form.dtype], dtype, varlen(problem))
     else:
-        config = delta_hopper.Config(*sizes, dtype, gates is not None, varlen(problem))
+        config = module.Config(*sizes, dtype, gates is not None, varlen(problem))
         if gates and len(gates.form.shape) == 1:  # each token's is the head's
             arrays["gGates"] = gates.spread(0, length).spread(0, batch)
     blocks = -(-width // config.consumers)
-    return kernel_for(kda_hopper if by_channel else delta_hopper, config, problem.device).bind(
+    return kernel_for(module, config, problem.device).bind(
         sequences * heads * blocks,
         length=length,
         blocks=blocks,
         heads=key_heads,
         group=heads // key_heads,
-        scale=scale,
+        **numbers,
         **arrays,
     )

@@ -52,12 +52,8 @@ STATES = """
     state          NHKV        float32  made      return_state
     final_z        NHK         float32  made      return_state  normalize
 """
-LEFT = """
-    local          NHPVK       float32
-    total          NHPO        float32
-"""
 LINEAR, SEGMENTS = Schema("linear", TOKENS.rstrip() + STATES), Schema("linear_segments", TOKENS)
-GOING_ON = Schema("linear_going_on", TOKENS.rstrip() + LEFT.rstrip() + STATES)
+GOING_ON = Schema("linear_going_on", TOKENS.rstrip() + chunks.LEFT.rstrip() + STATES)
 
 
 @by_other_names

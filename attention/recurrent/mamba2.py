@@ -12,23 +12,29 @@ from ..options import by_other_names, flag
 from . import chunks, rules
 from .packed import packed
 
-MAMBA2 = Schema(
-    "mamba2",
-    """
+TOKENS = """
     x               BSHV  tile
     dt              BSH   real
     A               H     rate
     B               BSGK  tile
     C               BSGK  tile
+"""
+OTHERS = """
     D               H|HV  real     optional
     z               BSHV  tile     optional
+"""
+STEPS = """
     dt_bias         H     real     optional
     cu_seqlens      E     ends     optional
+"""
+STATES = """
     initial_states  NHVK  float32  optional
     out             BSHV  tile     made
     states          NHVK  float32  made      return_final_states
-    """,
-)
+"""
+MAMBA2 = Schema("mamba2", "".join([table.rstrip() for table in (TOKENS, OTHERS, STEPS, STATES)]))
+SEGMENTS = Schema("mamba2_segments", TOKENS.rstrip() + STEPS)
+GOING_ON = Schema("mamba2_going_on", "".join([table.rstrip() for table in (TOKENS, OTHERS, STEPS, chunks.LEFT, STATES)]))
 
 
 @by_other_names
@@ -120,6 +126,60 @@ def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, fami
         "gState": problem["states"] if return_final_states else None,
         "gO": problem["out"],
     }
+    if problem["local"]:
+        arrays |= {"gLocal": problem["local"], "gTotal": problem["total"]}
     piece = 0 if choose(problem, family) == "sm_90" else problem.bytes_at_once()
     steps, scratch = chunks.by_token(problem, arrays, 1.0, piece, softplus=dt_softplus)
     return Plan(steps, scratch)
+
+
+def left_by_segments(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    *,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    cu_seqlens: Any = None,
+    family: str | None = None,
+) -> Any:
+    """(local, total) of the segments into which `mamba2` would cut sequences: see linear.left_by_segments."""
+    return _segments(None, (x, dt, A, B, C, dt_bias, cu_seqlens), (flag("dt_softplus", dt_softplus), family))
+
+
+def going_on(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    local: Any,
+    total: Any,
+    *,
+    D: Any = None,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    initial_states: Any = None,
+    cu_seqlens: Any = None,
+    family: str | None = None,
+) -> Any:
+    """The output of `mamba2`, by what segments leave: its second pass alone."""
+    arrays = x, dt, A, B, C, D, z, dt_bias, cu_seqlens, local, total, initial_states, None, None
+    return _going_on(None, arrays, (flag("dt_softplus", dt_softplus), False, family))
+
+
+@program(SEGMENTS)
+def _segments(problem: Problem, dt_softplus: bool, family: str | None) -> Plan:
+    """How left_by_segments does calls of this form."""
+    rules.check(problem, "B", "x")
+    arrays = {"gQ": problem["C"], "gK": problem["B"], "gV": problem["x"], "gEnds": problem["cu_seqlens"], "gO": None}
+    arrays |= {"gGates": problem["dt"], "gRate": problem["A"], "gBias": problem["dt_bias"], "gStart": None, "gState": None}
+    piece = 0 if choose(problem, family) == "sm_90" else problem.bytes_at_once()
+    steps, scratch = chunks.of_segments(problem, arrays, piece, dt_softplus)
+    return Plan(steps, scratch, lambda every: tuple(every[-2:]))
+
+
+_going_on = program(GOING_ON)(_mamba2.planner)

@@ -175,10 +175,17 @@ def make(config: Config):
 
 
 def launch(
-    problem: Problem, arrays: dict[str, Operand | None], scale: float, normalize: bool = False, single: bool = False
+    problem: Problem,
+    arrays: dict[str, Operand | None],
+    scale: float,
+    normalize: bool = False,
+    single: bool = False,
+    columns: int = 0,
 ) -> Step:
-    """The launch for tokens (B, S, H, D), by the names of the kernel's parameters. single: see Config."""
-    length, heads, key_heads, key_dim, columns, sequences = (problem.extents.get(axis, 1) for axis in "SHGKVN")
+    """The launch for tokens (B, S, H, D), by the names of the kernel's parameters. single: see Config. columns: of a state, if
+    it has more than values."""
+    length, heads, key_heads, key_dim, value_dim, sequences = (problem.extents.get(axis, 1) for axis in "SHGKVN")
+    columns = columns or value_dim
     decay = arrays.get("gDecay")
     config = Config(
         key_dim,

@@ -1,0 +1,87 @@
+"""Parts of sequences, one rank's behind another's, and what becomes of a state that goes through them: see recurrent.py."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..recurrent.kernels.tokens import CHUNK
+from .orders import Span
+from .peers import Peers
+
+LEAST = -1000.0  # a decay to less leaves nothing
+
+
+class Part:
+    """This rank's part of the whole: its tokens, and what of the whole's sequences lies in them. cut: into how many segments
+    each of these is cut, that then lie one behind the other in one batch; `ends` are theirs."""
+
+    def __init__(self, span: Span, batch: int, ends: Any, device: Any):
+        self.span, self.batch, self.device, self.segments = span, batch, device, 1
+        self.ends = None if ends is None else (ends - span.start).clamp(0, len(span)).to(ends.dtype)
+        self.sequences = batch if ends is None else len(ends) - 1
+
+    def cut(self, segments: int) -> Part:
+        """Each sequence cut into so many segments, of whole chunks but for the last one."""
+        if segments == 1:
+            return self
+        found = Part(self.span, self.batch, None, self.device)
+        found.segments, found.sequences = segments, self.sequences * segments
+        if self.ends is None:
+            found.ends = _even_ends(self.batch, len(self.span), segments, self.device)
+        else:
+            starts, lengths = self.ends[:-1, None], self.ends.diff()[:, None]
+            steps = (lengths + (segments * CHUNK - 1)) // (segments * CHUNK) * CHUNK
+            begins = starts + torch.minimum(lengths, steps * torch.arange(segments, device=self.device))
+            found.ends = torch.cat([begins.flatten(), self.ends[-1:]]).to(self.ends.dtype)
+        return found
+
+    def options(self) -> dict[str, Any]:
+        """What is said of it to a function of one GPU."""
+        return {} if self.ends is None else {"cu_seqlens": self.ends}
+
+    def packed(self, x: Any) -> Any:
+        """An array of tokens (B, S, ..) as such a function takes it."""
+        return x if self.ends is None or self.batch == 1 else x.flatten(0, 1)[None]
+
+    def tokens(self) -> Any:
+        """How many tokens of each sequence, or segment, lie in it, (N)."""
+        return torch.full((self.sequences,), len(self.span), device=self.device) if self.ends is None else self.ends.diff()
+
+    def sums(self, x: Any) -> Any:
+        """Of each sequence, or segment, the sum of decays (B, S, ..) over its tokens here, (N, ..)."""
+        x = x.float().clamp(min=LEAST)  # no difference of infinities
+        if self.ends is None:
+            return x.sum(1)
+        x = self.packed(x)[0].cumsum(0, dtype=torch.float64)
+        return torch.cat([x.new_zeros((1, *x.shape[1:])), x])[self.ends.long()].diff(dim=0).float()
+
+
+@functools.lru_cache(64)
+def _even_ends(batch: int, length: int, segments: int, device: Any) -> Any:
+    """Where segments of as many tokens end, of batches that lie one behind the other."""
+    step = -(-length // (segments * CHUNK)) * CHUNK
+    begins = [b * length + min(length, n * step) for b in range(batch) for n in range(segments)]
+    return torch.tensor([*begins, batch * length], dtype=torch.int32, device=device)
+
+
+class Chain:
+    """The summaries of all ranks, one behind the other. That of the first is what it leaves of the state before the whole."""
+
+    def __init__(self, peers: Peers, m: Any, left: Any, compose: Callable[[Any, Any], Any]):
+        self.compose, self.shapes = compose, (m.shape, left.shape)
+        mine = torch.cat([m.float().flatten(), left.float().flatten()])
+        self.every = [torch.empty_like(mine) for _ in range(peers.world)]
+        dist.all_gather(self.every, mine, group=peers.group)
+
+    def before(self, rank: int) -> Any:
+        """The state before the part of a rank other than the first."""
+        state: Any = None
+        for one in self.every[:rank]:
+            m, left = (x.reshape(shape) for x, shape in zip(one.split([shape.numel() for shape in self.shapes]), self.shapes))
+            state = left if state is None else self.compose(m, state) + left
+        return state.contiguous()

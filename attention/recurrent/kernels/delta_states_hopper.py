@@ -1,0 +1,142 @@
+"""What the delta rule leaves of a state, for Hopper: delta_hopper.py without queries and outputs.
+
+    u_t = beta_t (v_t - exp(g_t) k_t S_(t-1))        S_t = exp(g_t) S_(t-1) + k_t^T u_t
+
+S may have more columns than values: v_t is 0 in those. There S is multiplied by what the tokens do to any state, whatever it
+was, so that one pass from [0 | I] gives what a part of a sequence leaves of a state of 0, and the matrix that it multiplies
+one by. TMA brings zeros for columns that values have not, and reads nothing.
+
+A chunk is what it is in delta_hopper.py, so the solver makes the same T. What is left of the weigher is a loader: one of its
+warps has TMA bring keys and values, the others sum up the gates.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+
+from ops import divmod, load, store, subtile, truncate, warpgroup
+from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed
+from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
+from tiles.arguments import ENDS, INT, array, tiled
+
+from . import delta_hopper
+from .delta_hopper import ROWS, VECTORS, Decay, NoDecay
+from .gates import DOWN
+from .tokens import CHUNK, COLUMNS, Sequences
+
+REGISTERS = {1: (56, 104, 240), 2: (40, 96, 184)}  # consumers -> registers a thread of loader, solver and consumer
+STAGES = 4  # chunks in flight
+AHEAD = 3  # chunks that the solver may be ahead
+SUMMING = warpgroup.WARPGROUP - 1  # warps of the loader that sum up gates, a chunk each in turn
+
+
+@dataclass(frozen=True)
+class Config(delta_hopper.Config):
+    """A kernel's shape: consumers of 64 columns of a state each."""
+
+    def __str__(self):
+        return f"states, {super().__str__()}"
+
+
+SIZES = tuple(itertools.product(delta_hopper.STAGES, REGISTERS))  # padded key dim, consumers
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """The legal configurations: of varlen ones and of fp16 not all, unless `everything`."""
+    if arch == "sm_90a":
+        for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
+            if not varlen or size == (128, 2) or (everything and of is bf16):
+                yield from (Config(*size, of, gated, varlen) for gated in (False, True))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
+    VALUES, sequences = rt(16, CHUNK, INPUT), Sequences(config.varlen)
+    decay = (Decay if config.gated else NoDecay)(INPUT)
+    SOLVER, LOADER, (keep, solve, claim) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
+    WARPS, READERS = warpgroup.WARPGROUP, CONSUMERS + 1  # warpgroups that read keys
+    readers = CONSUMERS * WARPS
+    smem = shared(
+        k=ring(config.key, STAGES, readers + WARPS),
+        v=ring(config.values, STAGES, readers),
+        t=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
+        beta=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
+        b=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
+        since=ring(sv(CHUNK, fp32), VECTORS, readers + WARPS, writers=1),
+        factor=ring(sv(CHUNK, fp32), VECTORS, readers, writers=1),
+        high=TRIANGLE,
+        low=TRIANGLE,
+    )
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def scan(
+        gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3), gGates: array(3), gStart: array(4),
+        gState: array(4), gEnds: ENDS, length: INT, blocks: INT, heads: INT, group: INT,
+    ):  # fmt: skip
+        """The state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
+        k, v, t, beta, b, since, factor, high, low = smem.open()
+        me = warpgroup.id()
+        value_head, block = divmod(cuda.blockIdx.x, blocks)
+        sequence, value_head = divmod(value_head, heads * group)
+        head, _ = divmod(value_head, group)
+        span = sequences.span(gEnds, sequence, length)
+        n = span.chunks()
+        if me == LOADER:
+            warpgroup.release_registers(keep)
+            warp = warpgroup.rank()
+            if warp == 0:
+                for j in range(n):
+                    k.fill(j, gK, (span.batch, span.token(j), head))
+                    v.fill(j, gV, (span.batch, span.token(j), value_head, block))
+            else:
+                betas = truncate(gBeta, 1, span.end)
+                for j in range(warp - 1, n, SUMMING):
+                    at = span.batch, span.token(j), value_head
+                    strength, g = load(betas, DOWN, at, cols=1), decay.load(gGates, span, at)
+                    store(beta.claim(j), strength)
+                    beta.publish(j)
+                    decay.sum_up(b, since, factor, j, g)
+        elif me == SOLVER:
+            warpgroup.release_registers(solve)
+            for j in range(n):
+                keys = k.wait(j)
+                sequences.clear(keys, span.left(j), READERS)
+                s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
+                k.release(j)
+                strength = warpgroup.load(beta.wait(j), ROWS)
+                a = decay.scores(s, decay.wait(since, j), decay.wait(b, j)) * strength
+                decay.release(since, j)
+                decay.release(b, j)
+                x = inverse_transposed(a, high, low)
+                warpgroup.store(t.claim(j), x * warpgroup.load(beta.wait(j), ROWS))
+                t.publish(j)
+                beta.release(j)
+        else:
+            warpgroup.claim_registers(claim)
+            column = COLUMNS * (CONSUMERS * block + me)
+            s_t = warpgroup.load(gStart, STATE, (sequence, value_head, 0, column), 3, 2)
+            for j in range(n):
+                keys = k.wait(j)
+                sequences.clear(keys, span.left(j), READERS)
+                known = warpgroup.mm_ABt(INPUT(s_t), keys)
+                values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, me), VALUES))
+                v.release(j)
+                before, added = decay.wait(since, j), decay.wait(factor, j)
+                strong, known = decay.is_strong(before), warpgroup.wait(known)
+                u, _ = decay.begin(sequences.without_others(values, span.left(j)), known, known, before, added, strong)
+                u = warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j)))
+                t.release(j)
+                s_t = decay.decayed(s_t, before, strong)
+                s_t = warpgroup.wait(warpgroup.mma_AB(s_t, INPUT(decay.remaining(u, added, strong)), keys))
+                k.release(j)
+                decay.release(factor, j)
+                s_t = decay.decayed(s_t, before, not strong)
+                decay.release(since, j)
+            warpgroup.store(gState, s_t, (sequence, value_head, 0, column), 3, 2)
+
+    return scan, smem
