@@ -77,7 +77,7 @@ def make(config: again.Config):
             if PACKED:
                 if sequences.has(tile, batch, given):
                     every = scores.tiling.key_blocks(scores.rows * tile, at)
-                    for seen in range(every.first + number, every.first + every.n, blocks):
+                    for seen in range(int32(every.first + number), int32(every.first + every.n), blocks):
                         n = added(n, tile, int32(seen), at, own, group, rooms, arrays, gSums, gFound, mine, scale)
             elif scores.seen(tile, number, at):
                 n = added(n, tile, number, at, own, group, rooms, arrays, gSums, gFound, mine, scale)
