@@ -56,10 +56,20 @@ ADDED = """
     dq   BSHD  float32  updated
     dk   BTGD  float32  updated
     dv   BTGV  float32  updated
+    dbias  =bias  float32  updated?
+    dalibi =alibi float32  updated?
+    dsink  H      float32  updated?
+    daux0  =aux0  float32  updated?
+    daux1  =aux1  float32  updated?
+    daux2  =aux2  float32  updated?
+    daux3  =aux3  float32  updated?
+    daux4  =aux4  float32  updated?
+    daux5  =aux5  float32  updated?
+    daux6  =aux6  float32  updated?
+    daux7  =aux7  float32  updated?
 """
 BACKWARD, INTO = Schema("backward", GIVEN.rstrip() + MADE), Schema("backward_into", GIVEN.rstrip() + ADDED)
 ABSENT = (None,) * (len(BACKWARD.names) - 6)  # of a call that has nothing but dout, q, k, v, out and lse
-INTO_SINKS = Schema("backward_into_sinks", GIVEN.rstrip() + ADDED.rstrip() + "\n    dsink  H   float32  updated\n")
 
 
 def backward(
@@ -113,7 +123,7 @@ def backward(
     have keys that are not in use.
 
     dq, dk, dv, dsink: written in place of new arrays. With accumulate=True they must be given, of float32, and gradients are
-    added to what they hold, unrounded; not with norms, dbias, dalibi or daux.
+    added to what they hold, unrounded; so must dbias, dalibi and daux, if they are asked for. Not with norms.
 
     dbias, dalibi: True for the gradient of a bias, summed over axes of 1, and of slopes; or an array to write it to. daux: True
     for the gradients of all arrays of aux that are not of integers, as far as score reads them; or for each array one of True,
@@ -135,8 +145,8 @@ def backward(
     Returns (dq, dk, dv), and behind these in this order: dbias and dalibi, if they are asked for; dsink, if there is a sink;
     each of daux that is asked for; those of norms. They are the same kind of arrays as q. Arrays and errors are as in
     forward."""
-    if flag("accumulate", accumulate) and any([x is not None for x in (q_norm, k_norm, dbias, dalibi, daux)]):
-        raise NotImplementedError("accumulate: is not served with q_norm, k_norm, dbias, dalibi or daux; add these yourself")
+    if flag("accumulate", accumulate) and not q_norm is k_norm is None:
+        raise NotImplementedError("accumulate: is not served with q_norm or k_norm; add these yourself")
     of_sequences, random = (cu_seqlens, cu_seqlens_k, lengths_k), random_of(dropout, seed)
     eps, rows = positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
     of_q, of_k = (norms.normalised(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
@@ -159,15 +169,14 @@ def backward(
         random.seed,
         number("scale", scale),
         flag("deterministic", deterministic),
-        "" if accumulate else also,
+        also,
         family,
     )
-    if accumulate and sink is None:
-        _backward_into(stream, given, options, layout)
-        return dq, dk, dv
     if accumulate:
-        _backward_into_sinks(stream, (*given, dsink), options, layout)
-        return dq, dk, dv, dsink
+        if missing := [name for name, x in zip(GRADIENTS, besides) if x is True]:
+            raise TypeError(f"{missing[0]}: must be an array of float32, to which its gradient is added: accumulate=True")
+        _backward_into(stream, (*given, *places), options, layout)
+        return dq, dk, dv, *[x for x in places if x is not None]
     found = _backward(stream, (*given, *places), options, layout)
     if q_norm is k_norm is None:
         return found
@@ -221,6 +230,8 @@ def _backward(
     """How backward does calls of this form; mask and score are the names that python.py knows functions by, also the names of
     the gradients that are asked for besides dq, dk and dv."""
     check_extents(problem)
+    if "dsink" in problem and "sink" not in problem:
+        raise ValueError("dsink: must be None where there is no sink")
     scale = scale_of(problem, scale)  # the sink is in lse, and nowhere else
     masking, scoring, aux = functions_of(problem, mask, score)
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
@@ -245,4 +256,3 @@ def _backward(
 
 
 _backward_into = program(INTO, no_gradient=ONCE)(_backward.planner)
-_backward_into_sinks = program(INTO_SINKS, no_gradient=ONCE)(_backward.planner)

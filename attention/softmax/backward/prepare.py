@@ -65,8 +65,8 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
     aligned, parts = True, config.parts
     if isinstance(config, ampere.Config):
         aligned, parts = config.piece == PIECES[0], replace(config.parts, piece=PIECES[0])
-    more = {"lie": config.lie, "order": config.order, "early": config.early}
-    return Config(config.value_dim, config.rows, config.dtype, parts, aligned, **more)
+    shape = config.value_dim, config.rows, config.dtype
+    return Config(*shape, parts, aligned, lie=config.lie, order=config.order, early=config.early)
 
 
 def without_sums(config: wide.Config) -> Config:
