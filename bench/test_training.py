@@ -4,7 +4,8 @@
 FlashAttention-4 (`flash4`), FlashAttention-2 through torch (`flash2`), FlexAttention (`flex`), asked through
 torch.autograd.grad. bf16, B * S = 16384, H * D = 2048, S 4096, unless a case says otherwise; packed: eight sequences of 17 to
 8192, causal; T5: a table of 32 buckets a head, B 2, S 4096, H 16, D 64, whose gradient is asked for, too. Window, softcap,
-ALiBi and bias: D 128, causal, B 2, S 8192. See measure.py for the protocol. `pytest bench/test_training.py -s`.
+ALiBi, bias, documents (of 1024, a mask, through lists): D 128, causal, B 2, S 8192. Packed ALiBi: with the slopes' gradient.
+See measure.py for the protocol. `pytest bench/test_training.py -s`.
 """
 
 import functools
@@ -33,6 +34,10 @@ def buckets(length):
     half, exact = BUCKETS // 2, BUCKETS // 4
     far = exact + (n.abs().clamp(min=1) / exact).log() / math.log(FAR / exact) * (half - exact)
     return ((n < 0) * half + torch.where(n.abs() < exact, n.abs(), far.long().clamp(max=half - 1))).int()
+
+
+def _documents(b, h, i, j):
+    return i // 1024 == j // 1024
 
 
 def _t5(s, b, h, i, j, table, places):
@@ -120,8 +125,11 @@ def _cases():
         ("softcap 30", {"softcap": 30.0}, {"flash4": _flash4(causal=True, softcap=30.0)}),
         ("ALiBi", {"alibi": slopes}, {}),
         ("bias", {"bias": bias}, {}),
+        ("documents", {"mask": _documents}, {}),
+        ("documents in order", {"mask": _documents, "deterministic": True}, {}),
     ):
         found[name] = shape(128, 8192), {"causal": True} | options, theirs
+    found["packed ALiBi"] = one, {"causal": True, "cu_seqlens": ends, "alibi": slopes, "dalibi": True}, {}
     table, places = torch.randn(16, BUCKETS, device="cuda"), buckets(LENGTH)
     leaf = table.clone().requires_grad_()
     t5 = {"score": _t5, "aux": (table, places), "daux": (True, None)}
@@ -132,7 +140,7 @@ def _cases():
 CASES = (
     *(f"D {d} {c} {o}" for o in ("in order", "since Ampere") for d in (64, 128, 256) for c in ("full", "causal")
       if d < 256 or o == "in order"),
-    "packed", "window 1024", "softcap 30", "ALiBi", "bias", "T5",
+    "packed", "packed ALiBi", "window 1024", "softcap 30", "ALiBi", "bias", "documents", "documents in order", "T5",
 )  # fmt: skip
 
 

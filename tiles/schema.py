@@ -41,6 +41,7 @@ Its role:
     made      a result: written, and made where the caller leaves it out
     in_place  likewise; the caller may also give the first argument itself, to be overwritten
     updated   it must be given, and is written in place
+    updated?  likewise, but it may be left out
 
 `layout="bhsd"` says that the caller's axes have sequence and head swapped where both follow the batch.
 """
@@ -78,7 +79,7 @@ HOLDS = {
     "key_lengths": INDEX,
 }
 VALUES = {"log": LOG, "rate": RATE, "ends": ENDS, "key_ends": KEY_ENDS, "new_ends": NEW_ENDS, "key_lengths": KEY_LENGTHS}
-ROLES = "", "optional", "made", "in_place", "updated"
+ROLES = "", "optional", "made", "in_place", "updated", "updated?"
 TOKENS = "S", "T", "s"  # axes along a sequence
 # An axis in messages. G are the heads of keys, which share those of values or queries; T the keys' tokens, s new ones; K and V
 # the columns of keys and values where they differ; F those of a feature map; N sequences have E = N + 1 ends;
@@ -114,7 +115,7 @@ class Argument(NamedTuple):
     @property
     def written(self) -> bool:
         """Does a kernel write it, so that it must lie apart from all others?"""
-        return self.role in ("made", "in_place", "updated")
+        return self.role in ("made", "in_place", "updated", "updated?")
 
     @property
     def result(self) -> bool:
@@ -232,9 +233,9 @@ class Schema:
         self._dtypes = {row.name: row.dtypes for row in rows}
 
     def _written(self, layout: str) -> dict[str, tuple[str, tuple[int, ...], str | None]]:
-        """Of what is written: (the axes in the caller's order, where the canonical ones stand, the dtype; None: the tiles')."""
+        """Of results: (the axes in the caller's order, where the canonical ones stand, the dtype; None: the tiles')."""
         found = {}
-        for name in self.written:
+        for name in [name for name, row in self.arguments.items() if row.result]:
             ((axes, order),) = [("", ())] if self.arguments[name].like else self.rows[layout][name].values()
             found[name] = axes, order, None if name in self.tiles else self.arguments[name].dtypes[0]
         return found

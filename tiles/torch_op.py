@@ -14,6 +14,7 @@ torch is never imported here.
 from __future__ import annotations
 
 import inspect
+import string
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -152,11 +153,9 @@ class _Op:
 
     def signature(self) -> str:
         """In torch's language: "(Tensor q, ..., bool causal, float? scale, ..., str layout) -> Tensor[]"."""
-        written = iter("abcdefgh")
-        tensors = [
-            f"Tensor({next(written)}!) {row.name}" if row.written else f"Tensor{'' if row.needed else '?'} {row.name}"
-            for row in self.rows
-        ]
+        letters = iter(string.ascii_lowercase)
+        written = [f"({next(letters)}!)" if row.written else "" for row in self.rows]
+        tensors = [f"Tensor{mark}{'' if row.needed else '?'} {row.name}" for mark, row in zip(written, self.rows)]
         options = [f"{TYPES[kind]} {name}" for name, kind in _options(self.program.planner).items()]
         made = "Tensor[]" if self.several else "Tensor" if self.results else "()"
         return f"({', '.join([*tensors, *options, 'str layout'])}) -> {made}"
@@ -186,7 +185,7 @@ class _Op:
         torch takes 8 us to come to `run` once more."""
         torch, below = self.torch, keys & self.below
         if self.updated:
-            torch.autograd.graph.increment_version([args[place] for place in self.updated])
+            torch.autograd.graph.increment_version([x for place in self.updated if (x := args[place]) is not None])
         if below.highestPriorityTypeId() in self.memory:
             return self.run(*args)  # which refuses what requires grad
         if torch.is_grad_enabled():

@@ -56,10 +56,20 @@ ADDED = """
     dq   BSHD  float32  updated
     dk   BTGD  float32  updated
     dv   BTGV  float32  updated
+    dbias  =bias  float32  updated?
+    dalibi =alibi float32  updated?
+    dsink  H      float32  updated?
+    daux0  =aux0  float32  updated?
+    daux1  =aux1  float32  updated?
+    daux2  =aux2  float32  updated?
+    daux3  =aux3  float32  updated?
+    daux4  =aux4  float32  updated?
+    daux5  =aux5  float32  updated?
+    daux6  =aux6  float32  updated?
+    daux7  =aux7  float32  updated?
 """
 BACKWARD, INTO = Schema("backward", GIVEN.rstrip() + MADE), Schema("backward_into", GIVEN.rstrip() + ADDED)
 ABSENT = (None,) * (len(BACKWARD.names) - 6)  # of a call that has nothing but dout, q, k, v, out and lse
-INTO_SINKS = Schema("backward_into_sinks", GIVEN.rstrip() + ADDED.rstrip() + "\n    dsink  H   float32  updated\n")
 
 
 def backward(
@@ -99,6 +109,8 @@ def backward(
     dalibi: Any = None,
     dsink: Any = None,
     daux: Any = None,
+    dq_norm: Any = None,
+    dk_norm: Any = None,
     stream: Any = None,
     family: str | None = None,
 ) -> tuple[Any, ...]:
@@ -112,8 +124,8 @@ def backward(
     what it gave, with return_lse=True. Heads that share a key head are summed. What sees nothing has gradients of 0, and so
     have keys that are not in use.
 
-    dq, dk, dv, dsink: written in place of new arrays. With accumulate=True they must be given, of float32, and gradients are
-    added to what they hold, unrounded; not with norms, dbias, dalibi or daux.
+    dq, dk, dv, dsink, dq_norm, dk_norm: written in place of new arrays. With accumulate=True they must be given, of float32,
+    and gradients are added to what they hold, unrounded; so must dbias, dalibi and daux, if they are asked for.
 
     dbias, dalibi: True for the gradient of a bias, summed over axes of 1, and of slopes; or an array to write it to. daux: True
     for the gradients of all arrays of aux that are not of integers, as far as score reads them; or for each array one of True,
@@ -127,20 +139,21 @@ def backward(
     with deterministic=True they are taken in a fixed order, and all bits are the same in every call on the same kind of GPU.
 
     q_norm, k_norm, norm_eps: norms of queries and keys, as forward has them; dq and dk are those of q and k before them,
-    through the gradients of the normalised rows in their dtype. The norms' own gradients are float32, have their shapes and
-    come last, of each norm an array, or a pair (of the weights, of the bias); the sums that they are have a fixed order.
+    through the gradients of the normalised rows in their dtype, or with accumulate=True in float32. The norms' own gradients
+    are float32, have their shapes and come last, of each norm an array, or a pair (of the weights, of the bias); the sums that
+    they are have a fixed order.
 
     With forward's other options there is no gradient yet. stream, family: as in forward.
 
     Returns (dq, dk, dv), and behind these in this order: dbias and dalibi, if they are asked for; dsink, if there is a sink;
     each of daux that is asked for; those of norms. They are the same kind of arrays as q. Arrays and errors are as in
     forward."""
-    if flag("accumulate", accumulate) and any([x is not None for x in (q_norm, k_norm, dbias, dalibi, daux)]):
-        raise NotImplementedError("accumulate: is not served with q_norm, k_norm, dbias, dalibi or daux; add these yourself")
     of_sequences, random = (cu_seqlens, cu_seqlens_k, lengths_k), random_of(dropout, seed)
     eps, rows = positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
     of_q, of_k = (norms.normalised(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
     into = [dx if norm is None else None for dx, norm in ((dq, q_norm), (dk, k_norm))]
+    if flag("accumulate", accumulate):
+        into = [norms.cleared("q", q, q_norm, dq, stream, layout), norms.cleared("k", k, k_norm, dk, stream, layout)]
     size, ready_for, (*lists, _, marks) = blocks_of(blocks)
     read = eight(aux)
     besides = dbias, dalibi, True if dsink is None and sink is not None else dsink, *each_of(daux, read)
@@ -159,20 +172,22 @@ def backward(
         random.seed,
         number("scale", scale),
         flag("deterministic", deterministic),
-        "" if accumulate else also,
+        also,
         family,
     )
-    if accumulate and sink is None:
-        _backward_into(stream, given, options, layout)
-        return dq, dk, dv
     if accumulate:
-        _backward_into_sinks(stream, (*given, dsink), options, layout)
-        return dq, dk, dv, dsink
-    found = _backward(stream, (*given, *places), options, layout)
+        of_norms = [True if norm is not None and x is None else x for norm, x in ((q_norm, dq_norm), (k_norm, dk_norm))]
+        asked = zip((*GRADIENTS, "dq_norm", "dk_norm"), (*besides, *of_norms))
+        if missing := [name for name, x in asked if x is True]:
+            raise TypeError(f"{missing[0]}: must be an array of float32, to which its gradient is added: accumulate=True")
+        _backward_into(stream, (*given, *places), options, layout)
+        found = *into, dv, *[x for x in places if x is not None]
+    else:
+        found = _backward(stream, (*given, *places), options, layout)
     if q_norm is k_norm is None:
         return found
-    dq, of_q_norm = norms.gradients("q", q, found[0], q_norm, eps, dq, stream, layout)
-    dk, of_k_norm = norms.gradients("k", k, found[1], k_norm, eps, dk, stream, layout)
+    dq, of_q_norm = norms.gradients("q", q, found[0], q_norm, eps, dq, stream, layout, dq_norm, accumulate)
+    dk, of_k_norm = norms.gradients("k", k, found[1], k_norm, eps, dk, stream, layout, dk_norm, accumulate)
     return dq, dk, *found[2:], *of_q_norm, *of_k_norm
 
 
@@ -221,6 +236,8 @@ def _backward(
     """How backward does calls of this form; mask and score are the names that python.py knows functions by, also the names of
     the gradients that are asked for besides dq, dk and dv."""
     check_extents(problem)
+    if "dsink" in problem and "sink" not in problem:
+        raise ValueError("dsink: must be None where there is no sink")
     scale = scale_of(problem, scale)  # the sink is in lse, and nowhere else
     masking, scoring, aux = functions_of(problem, mask, score)
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
@@ -245,4 +262,3 @@ def _backward(
 
 
 _backward_into = program(INTO, no_gradient=ONCE)(_backward.planner)
-_backward_into_sinks = program(INTO_SINKS, no_gradient=ONCE)(_backward.planner)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from numba import cuda
 from numpy import int32
 
-from ops import block, col_sum, divmod, store, zeros
+from ops import block, col_sum, divmod, zeros
 from tiles import bf16, fp32, shared, sv
 from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
@@ -18,16 +18,18 @@ from ..scores import Biased
 from ..variants import At
 from . import again
 from .parts import BAND
+from .results import of_sums
 
 
 @dataclass(frozen=True)
 class Config(again.Config):
-    """See again.Config. one_row: is the bias the same for all queries?"""
+    """See again.Config. one_row: is the bias the same for all queries? adds: is its gradient added to what is there?"""
 
     one_row: bool = field(kw_only=True)
+    adds: bool = field(default=False, kw_only=True)
 
     def __str__(self):
-        return super().__str__() + ", one row" * self.one_row
+        return super().__str__() + ", one row" * self.one_row + ", adds" * self.adds
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -42,7 +44,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, KV, ONE_ROW, INPUT, GIVEN, AUX = config.rows, config.kv, config.one_row, config.dtype, config.given, config.aux
-    scores, sequences = again.again(config), config.sequences
+    scores, sequences, result = again.again(config), config.sequences, of_sums(config.adds)
     S = scores.tile
     smem = shared(**again.room(config), sums=sv(KV * config.warps, fp32))
 
@@ -74,8 +76,8 @@ def make(config: Config):
         if ONE_ROW:
             found = block.reduce_sum(col_sum(total), sums)
             if warp == 0:
-                store(gDBias, found, (own_batch, own_head, int32(0), key))
+                result.store_vector(gDBias, found, S.row_vec, (own_batch, own_head, int32(0), key))
         else:
-            store(gDBias, total, (own_batch, own_head, int32(ROWS * own_tile + BAND * warp), key), 2, 3)
+            result.store_sums(gDBias, total, (own_batch, own_head, int32(ROWS * own_tile + BAND * warp), key))
 
     return biased, smem

@@ -20,6 +20,7 @@ class ByKeys(Kind):
     queries: int
     ordered: bool = field(default=False, kw_only=True)
     adds: bool = field(default=False, kw_only=True)
+    early = False  # does it begin while the grid before it ends?
 
     @property
     def in_order(self) -> Ordered:

@@ -22,6 +22,7 @@ from tiles.pipeline import PIECES
 from ..scores import Sloped
 from ..variants import At
 from . import again
+from .results import of_sums
 
 NOWHERE = 2.0**24  # an element beyond all: indices are of float32
 AT_ONCE = 64  # sums that a warp clears or adds at once
@@ -77,7 +78,7 @@ def make(config: again.Config):
             if PACKED:
                 if sequences.has(tile, batch, given):
                     every = scores.tiling.key_blocks(scores.rows * tile, at)
-                    for seen in range(every.first + number, every.first + every.n, blocks):
+                    for seen in range(int32(every.first + number), int32(every.first + every.n), blocks):
                         n = added(n, tile, int32(seen), at, own, group, rooms, arrays, gSums, gFound, mine, scale)
             elif scores.seen(tile, number, at):
                 n = added(n, tile, number, at, own, group, rooms, arrays, gSums, gFound, mine, scale)
@@ -87,7 +88,9 @@ def make(config: again.Config):
 
 @dataclass(frozen=True)
 class Total:
-    """Of the kernel that adds rows of sums."""
+    """Of the kernel that adds rows of sums. adds: to what is there?"""
+
+    adds: bool = False
 
     @property
     def threads(self):
@@ -95,13 +98,13 @@ class Total:
         return LANES
 
     def __str__(self):
-        return "rows of sums"
+        return "rows of sums" + ", adds" * self.adds
 
     @staticmethod
     @functools.cache
     def make(config: "Total"):
         """(kernel, shared memory)."""
-        X = rt(16, AT_ONCE, fp32)
+        X, result = rt(16, AT_ONCE, fp32), of_sums(config.adds)
 
         @cuda.jit(launch_bounds=(LANES, 1), fastmath=True)
         def total(gFound: array(2), gOut: array(2)):
@@ -109,7 +112,7 @@ class Total:
             first, found = int32(AT_ONCE * cuda.blockIdx.x), zeros(X)
             for row in range(0, gFound.shape[0], X.rows):
                 found = found + load(gFound, X, (int32(row), first))
-            store(gOut, col_sum(found), (int32(0), first))
+            result.store_vector(gOut, col_sum(found), X.row_vec, (int32(0), first))
 
         return total, None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, truncate
+from ops import divmod, grid, truncate
 from tiles.arguments import FLOAT, INT, Record, array, record
 from tiles.layout import LANES
 
@@ -21,11 +21,13 @@ WARPS = 4  # of a thread block
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: how dQ is cut, how sequences lie, what becomes of the gradient."""
+    """Of the kernel: how dQ is cut, how sequences lie, what becomes of the gradient, whether it begins while the main kernel's
+    grid ends."""
 
     parts: ByRows
     result: Written
     lie: type[Batched] = field(default=Batched, kw_only=True)
+    early: bool = field(default=False, kw_only=True)
     threads = LANES * WARPS
 
     @property
@@ -40,12 +42,15 @@ class Config:
 
     def __str__(self):
         parts, result = self.parts, type(self.result).__name__.lower()
-        return f"D {parts.columns} {parts.dtype}, {parts.queries} queries, {type(parts).__name__.lower()}, {result}"
+        return (
+            f"D {parts.columns} {parts.dtype}, {parts.queries} queries, {type(parts).__name__.lower()}, {result}"
+            + " early" * self.early
+        )
 
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
     """What comes after that kernel."""
-    return Config(config.parts, config.result, lie=config.lie)
+    return Config(config.parts, config.result, lie=config.lie, early=config.early)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -57,11 +62,13 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     parts, BANDS, QUERIES, result = config.parts, config.parts.bands, config.parts.queries, config.result
-    sequences, GIVEN, OUT = config.sequences, config.given, config.result.dtype
+    sequences, GIVEN, OUT, EARLY = config.sequences, config.given, config.result.dtype, config.early
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def finish(gSum: array(3), gDQ: array(4, OUT), given: GIVEN, blocks: INT, heads: INT, unit: FLOAT):
         """`unit` times the sums of a tile of queries, one of a pair's `blocks`."""
+        if EARLY:
+            grid.wait()
         pair, tile = divmod(cuda.blockIdx.x, blocks)
         block, batch, head = sequences.find(tile, pair, heads, given)
         if sequences.has(block, batch, given):

@@ -14,7 +14,7 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, store_wait, subtile, tma_add, turned, warpgroup, zeros
+from ops import divmod, exp2, grid, load, store_wait, subtile, tma_add, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
@@ -169,6 +169,7 @@ def make(config: Config):
     ):  # fmt: skip
         """As in hopper.py."""
         k, v, q, do, ds, dq, sums = smem.open()
+        grid.follow()
         me = warpgroup.id()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         batch, kv_head = divmod(pair, heads)

@@ -15,7 +15,7 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import exp2, load, store_wait, subtile, tma_add, truncate, turned, warpgroup, zeros
+from ops import exp2, grid, load, store_wait, subtile, tma_add, truncate, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
@@ -40,6 +40,7 @@ class Config(ByKeys):
     ds_stages: int = 2
     dq_stages: int = 2
     rounded: bool = False
+    early = True
 
     @property
     def in_order(self) -> Ordered:
@@ -194,6 +195,7 @@ def make(config: Config):
         and what it adds to dQ of the `group` query heads that share the head. The weight of a score s is exp2(`scale` s - lse);
         before the variant made something of it, it was `unit` Q K^T."""
         k, v, q, do, ds, dq, sums = smem.open()
+        grid.follow()
         me = warpgroup.id()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         block, batch, kv_head = sequences.find_keys(block, pair, heads, KV, given)

@@ -41,7 +41,7 @@ def planned(
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * ("sink" in problem), *reads)]
     adds = problem.schema.arguments["dq"].role == "updated"
-    give = _nothing if adds else None
+    give = nothing if adds else None
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
         return Plan([] if adds else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), give)
     (lie, where), dtype, gpu = sequences_of(problem), DTYPES[problem.dtype], machine(problem.device)
@@ -131,7 +131,7 @@ def planned(
     return Plan([*steps, *late.steps], early.scratch, give)
 
 
-def _nothing(every: Any) -> None:
+def nothing(every: Any) -> None:
     """What is given back where all results were given to be added to."""
 
 

@@ -73,7 +73,7 @@ class Learned:
         shared_by = {"batches": batch // batches, "heads": heads // own_heads, "tiles": self.tiles // own_tiles}
         own = {"own_heads": own_heads, "own_tiles": own_tiles}
         grid = batches * own_heads * own_tiles * self.blocks
-        config = bias.Config(**self.kind(read), one_row=one_row)
+        config = bias.Config(**self.kind(read), one_row=one_row, adds=self.config.adds)
         extents = own | shared_by | {"blocks": self.blocks}
         self.late.launch(bias, config, grid, gDBias=self.problem["dbias"], **extents, **self.shape, **self.told)
 
@@ -95,8 +95,9 @@ class Learned:
             flat = out.reshape(1, size)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+        adding = elements.Total(self.config.adds)
         if not reads or not size:
-            self.late.steps.append(Fill(out, 0.0))
+            self.late.steps += [] if adding.adds else [Fill(out, 0.0)]
             return
         most = max(1, elements.BYTES // (4 * size * warps * len(reads)))
         grid = min(batches * heads * tiles * blocks, elements.SHARED_BY * self.processors, most)
@@ -106,4 +107,4 @@ class Learned:
             self.late.launch(
                 elements, again.Config(**self.kind(read)), grid, gFound=found, **extents, **self.shape, **self.told
             )
-        self.late.launch(elements.Total, elements.Total(), -(-size // elements.AT_ONCE), gFound=found, gOut=flat)
+        self.late.launch(adding, adding, -(-size // elements.AT_ONCE), gFound=found, gOut=flat)

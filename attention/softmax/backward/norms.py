@@ -6,7 +6,9 @@ With n = (x - mean) / deviation of a row x, y = n weights + bias, and dy the gra
     dn = dy weights    dx = (dn - mean(dn) - n mean(dn n)) / deviation    dweights = sum dy n    dbias = sum dy
 
 of a layer norm; an RMS norm has no mean, no mean(dn) and no bias. Weights that heads share have the sums of all heads. Sums are
-taken in an order that the shapes alone decide: the same bits every time."""
+taken in an order that the shapes alone decide: the same bits every time.
+
+Where gradients are added to arrays of float32, dy is of float32, too: what attention's own kernels added to `zeros`."""
 
 import functools
 import itertools
@@ -32,6 +34,8 @@ from ..gradient import ONCE
 from ..hopper import SHAPES
 from ..launches import DTYPES, norm_arrays
 from ..norms import Layer, Rms
+from .launches import nothing
+from .results import Written, of_sums
 
 WARPS, PART = 8, rt(16, 32, fp32)  # of a thread block; what a warp has at a time
 SHARE = 8 * WARPS  # parts of rows, one below the other, whose sums of columns a thread block takes
@@ -60,17 +64,25 @@ def meant(sums, given):
 
 @dataclass(frozen=True)
 class Rows:
-    """The kernel that gives dx: the norm, the columns of a row as padded, whether rows begin at multiples of 16 bytes."""
+    """The kernel that gives dx: the norm, the columns of a row as padded, whether rows begin at multiples of 16 bytes, whether
+    dx is added to what is there."""
 
     norm: Rms
     head_dim: int
     dtype: dtype
     aligned: bool
+    adds: bool = False
     threads = LANES * WARPS
     rows = PART.rows * WARPS
 
+    @property
+    def result(self) -> Written:
+        """What becomes of dx."""
+        return of_sums(True) if self.adds else Written(self.dtype)
+
     def __str__(self):
-        return f"{self.norm} rows, D {self.head_dim} {self.dtype}" + ", by elements" * (not self.aligned)
+        of = f"{self.norm} rows, D {self.head_dim} {self.dtype}"
+        return of + ", by elements" * (not self.aligned) + ", adds" * self.adds
 
     @staticmethod
     @functools.cache
@@ -78,10 +90,11 @@ class Rows:
         """(kernel, shared memory) of a configuration."""
         INPUT, X, ALIGNED = config.dtype, rt(PART.rows, config.head_dim, fp32), config.aligned or None
         norm, CENTRED, GIVEN = config.norm, isinstance(config.norm, Layer), record(**config.norm.given)
+        result, OUT = config.result, config.result.dtype
 
         @cuda.jit(launch_bounds=(config.threads, 1))
         def rows(
-            gX: array(4, INPUT), gDY: array(4, INPUT), gDX: array(4, INPUT), gRows: array(3),
+            gX: array(4, INPUT), gDY: array(4, OUT), gDX: array(4, OUT), gRows: array(3),
             given: GIVEN, blocks: INT, heads: INT,
         ):  # fmt: skip
             """dx of every row (batch, row, head, column); mean and 1 / deviation go to gRows (head, which, row)."""
@@ -102,32 +115,33 @@ class Rows:
             for col in range(0, X.cols, PART.cols):
                 at = batch, row, head, col
                 n, dn = weighted(gX, gDY, at, of_rows, given)
-                store(gDX, INPUT((dn - level - n * along) * scale), at, 1, 3, ALIGNED)
+                result.store(gDX, (dn - level - n * along) * scale, at, ALIGNED)
 
         return rows, None
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The kernel that sums columns: of dy n, or of dy for a bias."""
+    """The kernel that sums columns: of dy n, or of dy for a bias. adds: see Rows."""
 
     dtype: dtype
     bias: bool
+    adds: bool = False
     threads = LANES * WARPS
 
     def __str__(self):
-        return f"columns of dy{' n' * (not self.bias)}, {self.dtype}"
+        return f"columns of dy{' n' * (not self.bias)}, {self.dtype}" + ", adds" * self.adds
 
     @staticmethod
     @functools.cache
     def make(config: "Columns"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, WEIGHTS = config.dtype, not config.bias
+        INPUT, WEIGHTS, SLOPES = config.dtype, not config.bias, fp32 if config.adds else config.dtype
         smem = shared(scratch=sv(PART.cols * WARPS, fp32))
 
         @cuda.jit(launch_bounds=(config.threads, 1))
         def columns(
-            gX: array(4, INPUT), gDY: array(4, INPUT), gRows: array(3), gParts: array(3),
+            gX: array(4, INPUT), gDY: array(4, SLOPES), gRows: array(3), gParts: array(3),
             batches: INT, heads: INT, tiles: INT, cuts: INT, parts: INT,
         ):  # fmt: skip
             """Of 32 columns of a head, and one of `parts` shares of the rows: gParts is (head, share, column)."""
@@ -152,18 +166,19 @@ class Columns:
 
 @dataclass(frozen=True)
 class Total:
-    """The kernel that adds what `columns` left."""
+    """The kernel that adds what `columns` left. adds: to what is there?"""
 
+    adds: bool = False
     threads = LANES * WARPS
 
     def __str__(self):
-        return "total of columns"
+        return "total of columns" + ", adds" * self.adds
 
     @staticmethod
     @functools.cache
     def make(config: "Total"):
         """(kernel, shared memory) of a configuration."""
-        smem = shared(scratch=sv(PART.cols * WARPS, fp32))
+        smem, result = shared(scratch=sv(PART.cols * WARPS, fp32)), of_sums(config.adds)
 
         @cuda.jit(launch_bounds=(config.threads, 1))
         def total(gParts: array(3), gSum: array(2), cuts: INT, parts: INT):
@@ -176,7 +191,7 @@ class Total:
                 some = some + load(gParts, PART, (group, int32(row), col))
             found = block.reduce_sum(col_sum(some), scratch)
             if warp == 0:
-                store(gSum, found, (group, col))
+                result.store_vector(gSum, found, PART.row_vec, (group, col))
 
         return total, smem
 
@@ -227,18 +242,20 @@ def _normalising(x: str, axes: str) -> Program:
     return normalise
 
 
-def _differentiating(x: str, axes: str) -> Program:
-    """The gradients of x, and of the norm's weights and bias, which have these's shapes: one for all heads, or one for each."""
+def _differentiating(x: str, axes: str, adds: bool = False) -> Program:
+    """The gradients of x, and of the norm's weights and bias, which have these's shapes: one for all heads, or one for each.
+    adds: to what is there?"""
+    held, role, if_layer = ("float32", "updated", "updated?") if adds else ("tile", "made", "made  layer")
     schema = Schema(
-        f"norm_{x}_gradient",
+        f"norm_{x}_gradient" + "_into" * adds,
         f"""
         {x}            {axes}          tile
-        dy             {axes}          tile
+        dy             {axes}          {held}
         {x}_norm       D|{axes[2]}D  real
         {x}_norm_bias  D|{axes[2]}D  real     optional
-        d{x}           {axes}          tile     made
-        dweights       ={x}_norm       float32  made
-        dbias          ={x}_norm_bias  float32  made  layer
+        d{x}           {axes}          {held}   {role}
+        dweights       ={x}_norm       float32  {role}
+        dbias          ={x}_norm_bias  float32  {if_layer}
         """,
     )
 
@@ -247,10 +264,12 @@ def _differentiating(x: str, axes: str) -> Program:
         """How it is done for calls of this form."""
         batch, rows, heads, columns = problem(axes)
         sums = {name: _by_group(problem[name]) for name in ("dweights", "dbias")[: 1 + layer]}
+        give = nothing if adds else None
         if 0 in (batch, rows, heads):
-            return Plan([Fill(problem[name], 0.0) for name in sums if 0 not in problem[name].form.shape])
+            return Plan([Fill(problem[name], 0.0) for name in sums if not adds and 0 not in problem[name].form.shape], (), give)
         norm, dtype = Layer() if layer else Rms(), DTYPES[problem.dtype]
-        config = Rows(norm, min(dim for dim in SHAPES if dim >= columns), dtype, problem.bytes_at_once() == ALIGNMENT)
+        padded = min(dim for dim in SHAPES if dim >= columns)
+        config = Rows(norm, padded, dtype, problem.bytes_at_once() == ALIGNMENT, adds)
         tiles, blocks, cuts = -(-rows // PART.rows), -(-rows // config.rows), -(-columns // PART.cols)
         parts = batch * tiles // SHARE + 1
         scratch = [((batch * heads, 2, rows), "float32"), *[((heads, parts, columns), "float32") for _ in sums]]
@@ -263,7 +282,7 @@ def _differentiating(x: str, axes: str) -> Program:
             )
         ]
         for n, (name, target) in enumerate(sums.items(), 1):
-            summing, adding = Columns(dtype, name == "dbias"), Total()
+            summing, adding = Columns(dtype, name == "dbias", adds), Total(adds)
             lengths = {"batches": batch, "heads": heads, "tiles": tiles, "cuts": cuts, "parts": parts}
             launch = kernel_for(summing, summing, problem.device)
             steps.append(launch.bind(heads * parts * cuts, gParts=problem.scratch(n, *scratch[n]), **arrays, **lengths))
@@ -271,7 +290,7 @@ def _differentiating(x: str, axes: str) -> Program:
             all_parts = problem.scratch(n, (groups, heads * parts // groups, columns), "float32")
             launch = kernel_for(adding, adding, problem.device)
             steps.append(launch.bind(groups * cuts, gParts=all_parts, gSum=target, cuts=cuts, parts=heads * parts // groups))
-        return Plan(steps, scratch)
+        return Plan(steps, scratch, give)
 
     return differentiate
 
@@ -282,8 +301,21 @@ def _by_group(x: Operand) -> Operand:
     return x if len(form.shape) == 2 else x._replace(form=form._replace(shape=(1, *form.shape), strides=(0, *form.strides)))
 
 
+def _clearing(x: str, axes: str) -> Program:
+    """Where the gradients of x's normalised rows are summed up, before there are any."""
+
+    @program(Schema(f"zeros_{x}", f"{x} {axes} tile\n zeros {axes} float32 made"), no_gradient=ONCE)
+    def zeros_like(problem: Problem) -> Plan:
+        """How it is done for calls of this form."""
+        return Plan([Fill(problem["zeros"], 0.0)] if 0 not in problem[x].form.shape else [])
+
+    return zeros_like
+
+
 NORMALISE = {x: _normalising(x, axes) for x, axes in ROWS_OF.items()}
 DIFFERENTIATE = {x: _differentiating(x, axes) for x, axes in ROWS_OF.items()}
+INTO = {x: _differentiating(x, axes, adds=True) for x, axes in ROWS_OF.items()}
+ZEROS = {x: _clearing(x, axes) for x, axes in ROWS_OF.items()}
 
 
 def normalised(name: str, x: Any, norm: Any, eps: Any, stream: Any, layout: str) -> Any:
@@ -293,14 +325,26 @@ def normalised(name: str, x: Any, norm: Any, eps: Any, stream: Any, layout: str)
     return NORMALISE[name](stream, (x, *norm_parts(f"{name}_norm", norm), None), (eps,), layout)
 
 
+def cleared(name: str, x: Any, norm: Any, dx: Any, stream: Any, layout: str) -> Any:
+    """Where gradients of the rows of x, "q" or "k", are added, as they are normalised: dx itself where there is no norm."""
+    return dx if norm is None else ZEROS[name](stream, (x, None), (), layout)
+
+
 def gradients(
-    name: str, x: Any, dy: Any, norm: Any, eps: Any, dx: Any, stream: Any, layout: str
+    name: str, x: Any, dy: Any, norm: Any, eps: Any, dx: Any, stream: Any, layout: str, of_norm: Any = None, adds: bool = False
 ) -> tuple[Any, tuple[Any, ...]]:
     """(dx, the norm's gradient in float32: (), (that of weights,) or ((that of weights, that of the bias),)), dy being the
-    gradient of the normalised rows. dx: written in place of a new array."""
+    gradient of the normalised rows. dx, of_norm: written in place of new arrays, or if it adds to what they hold, in float32,
+    of which dy is then, too."""
     if norm is None:
         return dy, ()
-    parts = norm_parts(f"{name}_norm", norm)
+    parts, given = norm_parts(f"{name}_norm", norm), norm_parts(f"d{name}_norm", of_norm)
     layer = parts[1] is not None
-    found, *of_norm = DIFFERENTIATE[name](stream, (x, dy, *parts, dx, None, None), (eps, layer), layout)
-    return found, (tuple(of_norm) if layer else of_norm[0],)
+    if of_norm is not None and layer != (given[1] is not None):
+        raise TypeError(f"d{name}_norm: must be {'a pair of arrays' if layer else 'an array'}, as {name}_norm is")
+    arrays = x, dy, *parts, dx, *given
+    if adds:
+        INTO[name](stream, arrays, (eps, layer), layout)
+        return dx, (of_norm,)
+    found, *made = DIFFERENTIATE[name](stream, arrays, (eps, layer), layout)
+    return found, (tuple(made) if layer else made[0],)

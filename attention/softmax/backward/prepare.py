@@ -9,7 +9,7 @@ import numpy as np
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, finish_sum, lane_sum, load, row_index, store, truncate, where, zeros
+from ops import divmod, finish_sum, grid, lane_sum, load, row_index, store, truncate, where, zeros
 from tiles import dtype, fp32, rt
 from tiles.arguments import INT, Record, array, record
 from tiles.layout import LANES
@@ -27,7 +27,8 @@ NEVER = 1e30  # the log-sum-exp of a row that sees no key, or is none: its weigh
 @dataclass(frozen=True)
 class Config:
     """Of the kernel: the padded columns of O, how many queries a tile has, how dQ is cut if it is summed, whether rows of O and
-    dO begin at multiples of 16 bytes, how sequences lie, in which order dQ is summed."""
+    dO begin at multiples of 16 bytes, how sequences lie, in which order dQ is summed, whether it begins while the grid before
+    it ends."""
 
     value_dim: int
     rows: int
@@ -36,6 +37,7 @@ class Config:
     aligned: bool = True
     lie: type[Batched] = field(default=Batched, kw_only=True)
     order: Unordered = field(default=UNORDERED, kw_only=True)
+    early: bool = field(default=False, kw_only=True)
 
     @property
     def threads(self):
@@ -54,7 +56,7 @@ class Config:
 
     def __str__(self):
         parts = type(self.parts).__name__.lower() if self.parts else "no sums"
-        more = ", by elements" * (not self.aligned) + str(self.order)
+        more = ", by elements" * (not self.aligned) + str(self.order) + " early" * self.early
         return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}{more}"
 
 
@@ -63,12 +65,13 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
     aligned, parts = True, config.parts
     if isinstance(config, ampere.Config):
         aligned, parts = config.piece == PIECES[0], replace(config.parts, piece=PIECES[0])
-    return Config(config.value_dim, config.rows, config.dtype, parts, aligned, lie=config.lie, order=config.order)
+    shape = config.value_dim, config.rows, config.dtype
+    return Config(*shape, parts, aligned, lie=config.lie, order=config.order, early=config.early)
 
 
 def without_sums(config: wide.Config) -> Config:
     """What comes before kernels that sum no dQ in memory."""
-    return Config(config.value_dim, config.rows, config.dtype, None)
+    return Config(config.value_dim, config.rows, config.dtype, None, early=config.early)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -80,7 +83,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ALIGNED = True if config.aligned else None
+    ALIGNED, EARLY = True if config.aligned else None, config.early
     ROWS, INPUT, PART, GIVEN = config.rows, config.dtype, rt(BAND, 64, fp32), config.given
     parts, sequences, order = config.parts, config.sequences, config.order
     COLUMNS, WARPS = config.value_dim, config.rows // BAND
@@ -94,6 +97,8 @@ def make(config: Config):
     ):  # fmt: skip
         """Of a tile of queries, one of a pair's `blocks`; O and dO are (batch, row, head, column), all others (batch, head,
         row)."""
+        if EARLY:
+            grid.follow()
         pair, tile = divmod(cuda.blockIdx.x, blocks)
         block, batch, head = sequences.find(tile, pair, heads, given)
         own, warp = sequences.sequence(batch, given), int32(cuda.threadIdx.x // LANES)

@@ -1,7 +1,7 @@
 """What becomes of a gradient that is found: two objects with the same methods, one a way."""
 
 from ops import load, store, warpgroup
-from tiles import dtype, inlined, rt, static
+from tiles import dtype, fp32, inlined, rt, static
 
 
 @static
@@ -19,6 +19,11 @@ class Written:
     def store_four(self, array, x, at):
         """A warpgroup's, of an array whose address and strides are multiples of 16 bytes."""
         warpgroup.store(array, self.dtype(x), at, 1, 3, True)
+
+    @inlined
+    def store_sums(self, array, x, at):
+        """A warp's tile of float32, an array's axes 2 and 3."""
+        store(array, x, at, 2, 3)
 
     @inlined
     def store_vector(self, array, x, spec, at):
@@ -40,6 +45,16 @@ class Added(Written):
         warpgroup.store(array, x + warpgroup.load(array, rt(x.rows, x.cols, self.dtype), at, 1, 3), at, 1, 3)
 
     @inlined
+    def store_sums(self, array, x, at):
+        """See Written."""
+        store(array, x + load(array, rt(x.rows, x.cols, self.dtype, x.layout), at, 2, 3), at, 2, 3)
+
+    @inlined
     def store_vector(self, array, x, spec, at):
         """See Written."""
         store(array, x + load(array, spec, at), at)
+
+
+def of_sums(adds: bool) -> Written:
+    """What becomes of a gradient of float32."""
+    return Added(fp32) if adds else Written(fp32)

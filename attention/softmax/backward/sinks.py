@@ -15,7 +15,7 @@ from tiles.arguments import INT, array
 from tiles.layout import LANES
 
 from . import ampere, hopper
-from .results import Added, Written
+from .results import Written, of_sums
 
 WARPS, HEADS, TOGETHER = 16, 16, 32  # of a thread block; queries of each head that a warp takes at once
 LOG2_E = np.float32(np.log2(np.e))
@@ -35,7 +35,7 @@ class Config:
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
     """What comes after that kernel."""
-    return Config(config.rows, Added(fp32) if config.adds else Written(fp32))
+    return Config(config.rows, of_sums(config.adds))
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, subtile, turned, warpgroup, zeros
+from ops import divmod, exp2, grid, load, subtile, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
@@ -32,6 +32,7 @@ class Config(ByKeys):
     stages: int = 2
     do_stages: int = 2
     p_stages: int = 2
+    early = True
 
     @property
     def threads(self) -> int:
@@ -121,6 +122,7 @@ def make(config: Config):
         the `group` query heads that share the head come one after the other. The weight of a score s is exp2(`scale` s - lse);
         before the variant made something of it, it was `unit` Q K^T."""
         k, v, q, do, p, sums = smem.open()
+        grid.follow()
         me = warpgroup.id()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         batch, kv_head = divmod(pair, heads)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, subtile, warpgroup, zeros
+from ops import divmod, exp2, grid, load, subtile, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
@@ -26,6 +26,7 @@ class Config(Kind):
 
     stages: int = 2
     v_stages: int = 1
+    early = True  # it begins while wide.py's grid ends
 
     @property
     def rows(self) -> int:
@@ -106,6 +107,7 @@ def make(config: Config):
         heads share a key head. Of each 64 queries gSums has the log-sum-exps, and then the sums of dO O. The weight of a score
         s is exp2(`scale` s - lse); before the variant made something of it, it was `unit` Q K^T."""
         q, do, k, v = smem.open()
+        grid.wait()
         me = warpgroup.id()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         batch, head = divmod(pair, heads)

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import traceback
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,7 +17,10 @@ from attention import reference
 from attention.softmax.backward import ampere, hopper
 from attention.softmax.seen import CAUSAL, FULL, Left, Right
 from attention.softmax.variants import Both
+from ops import grid
 from tiles import Hazard, bf16, fp16, interpreter
+from tiles.op import lowers, op
+from tiles.plumbing import void
 
 F32, FP16 = np.float32, fp16.np
 NAMES = "dq", "dk", "dv", "dsink"
@@ -194,6 +199,63 @@ def test_the_same_bits_through_lists(family, head_dim):
     torch.cuda.synchronize()
     for one in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(one, found[0], strict=True))
+
+
+# ---- one launch after the other ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"head_dim": 136}], ids=["folded", "hopper", "wide"])
+def test_early_launches_wait(options, monkeypatch):
+    """All threads of all do, and but for the last launch's they then let the next one begin."""
+    options, asked = options.copy(), Counter()
+    q, k, v = inputs(1, 10, 10, 1, 1, options.pop("head_dim", 64))
+
+    def counted(what):
+        def happens():
+            names = [frame.name for frame in traceback.extract_stack()]
+            asked[next(name for name in names if name in ("prepare", "attend", "finish")), what] += 1
+
+        lowers(counting := op(happens))(lambda: (void, None))
+        monkeypatch.setattr(grid, what, counting)
+
+    counted("wait")
+    counted("release")
+    attention.backward(q, q, k, v, q, np.zeros((1, 1, 10), F32), family="sm_90", **options)
+    attend, release = (asked["attend", what] for what in ("wait", "release"))
+    assert asked["prepare", "wait"] == asked["prepare", "release"] > 0 and not asked["finish", "release"]
+    if asked["finish", "wait"]:
+        assert attend == release == 12
+    else:  # two kernels: wide.py, wide_queries.py
+        assert attend == 2 * release == 24
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_calls_that_follow_one_another(head_dim):
+    """In the same scratch memory, on a stream and in a graph: as if each were alone."""
+    torch = pytest.importorskip("torch")
+    sets = [
+        [torch.randn(1, 300 + 50 * n, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)] for n in range(4)
+    ]
+    made = [attention.forward(*x[:3], causal=True, return_lse=True) for x in sets]
+
+    def call(n):
+        q, k, v, dout = sets[n]
+        return attention.backward(dout, q, k, v, *made[n], causal=True)
+
+    alone = []
+    for n in range(len(sets)):
+        alone.append(call(n))
+        torch.cuda.synchronize()
+    found = [call(n % len(sets)) for n in range(100)]
+    captured, found_there = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(captured):
+        found_there += [call(n % len(sets)) for n in range(20)]
+    for _ in range(5):
+        captured.replay()
+    torch.cuda.synchronize()
+    for n, of in enumerate([*found, *found_there]):
+        *_, dk, dv = alone[n % len(sets)]
+        assert torch.equal(of[1], dk) and torch.equal(of[2], dv)
+        torch.testing.assert_close(of[0], alone[n % len(sets)][0], rtol=2**-6, atol=2**-8)
 
 
 DROPPED = {
@@ -442,7 +504,11 @@ def call(**other):
         (dict(accumulate=True), TypeError, "dq: "),
         (dict(accumulate=True, **{n: np.zeros((1, 8, 2, 64), BF16) for n in NAMES[:3]}), TypeError, "dq: dtype must be one of"),
         (dict(dropout=0.1), ValueError, "seed: must be given"),
-        (dict(accumulate=True, dalibi=True), NotImplementedError, "accumulate: is not served with .*dalibi"),
+        (dict(accumulate=True, q_norm=np.ones(64, F32)), TypeError, "dq_norm: must be an array of float32, to which"),
+        (dict(q_norm=np.ones(64, F32), dq_norm=(np.ones(64, F32),) * 2), TypeError, "dq_norm: must be an array, as q_norm is"),
+        (dict(accumulate=True, alibi=np.ones(2, F32), dalibi=True), TypeError, "dalibi: must be an array of float32"),
+        (dict(accumulate=True, sink=np.ones(2, F32)), TypeError, "dsink: must be an array of float32"),
+        (dict(dsink=np.ones(2, F32)), ValueError, "dsink: must be None where there is no sink"),
         (dict(cu_seqlens_k=np.zeros(2, np.int32)), ValueError, "cu_seqlens_k: takes cu_seqlens, too"),
         (dict(family="sm_70"), ValueError, "family: must be None or one of"),
         (dict(lse=np.zeros((1, 1, 8), F32)), ValueError, "lse: heads must equal dout's"),

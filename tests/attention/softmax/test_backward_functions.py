@@ -160,6 +160,28 @@ def test_what_scores_are_made_of(place, name, family):
         assert (place.get(x) == place.get(y)).all()  # the same bits
 
 
+@pytest.mark.parametrize("rows", [1, 20])
+def test_what_is_learned_is_added_to_what_is_there(place, rows):
+    """By accumulate=True, in float32: to arrays of any strides, and of aux to those that are given."""
+    score, q_k_v = lambda s, b, h, i, j, t, scales, x: s * scales[h] + t[j - i + 20], inputs(1, 20, 30, 2, 1, 64)
+    aux = normal(50), np.array([1, 0.5], F32), normal(3)  # of which nobody reads the last
+    arrays = dict(bias=normal(1, 1, rows, 30), alibi=np.array([0.5, 0.1], F32), sink=SCALES, aux=aux)
+    put, told = [place.put(x) for x in (q_k_v[0], *q_k_v)], there(place, arrays | dict(score=score))
+    out, lse = attention.forward(*put[1:], return_lse=True, **told)
+    asked = dict(dbias=True, dalibi=True, daux=[None, True, True])
+    wanted = [place.get(x) for x in attention.backward(*put, out, lse, **told, **asked)]
+    shapes = [x.shape for x in wanted]
+    before = [normal(*shape[:-1], 2 * shape[-1])[..., ::2] for shape in shapes[:4]] + [normal(*shape) for shape in shapes[4:]]
+    made = [place.put(x.copy()) for x in before]
+    told |= dict(zip(("dq", "dk", "dv", "dbias", "dalibi", "dsink"), made)) | {"daux": [None, *made[6:]]}
+    got = attention.backward(*put, out, lse, accumulate=True, **told)
+    assert len(got) == len(made) and all(x is y for x, y in zip(got, made))
+    for x, y, want in zip(made, before, wanted):
+        np.testing.assert_allclose(
+            place.get(x) - y, want.astype(F32), rtol=0.01, atol=0.01 * np.abs(want.astype(F32)).max() + NOISE
+        )
+
+
 ENDS, ENDS_K = np.array([0, 17, 17, 90], np.int32), np.array([0, 30, 40, 120], np.int32)  # the second has no queries
 LYING = {"cu_seqlens": ENDS, "cu_seqlens_k": ENDS_K}
 LEARNED_BY_SEQUENCES = {

@@ -167,3 +167,26 @@ def test_torch():
         for x, y, z in zip(one, (dq, dk, dv, dw + more, db), given, strict=True):
             assert x.dtype == z.dtype
             torch.testing.assert_close(x.float(), y.float(), rtol=2**-5, atol=2**-4)
+
+
+@pytest.mark.parametrize("ours", ["layer", None])
+def test_gradients_through_norms_are_added_to_what_is_there(place, ours, layout="bhsd"):
+    """By accumulate=True, those of the norms, too, in float32; without it all are written where they are wanted."""
+    q_k_v = inputs(1, 10, 20, 2, 1, 64, layout=layout)
+    some = {"q_norm": weights_of(2, 64).get(ours), "k_norm": weights_of(1, 64)["rms of heads"], "layout": layout}
+    some = there(place, {name: x for name, x in some.items() if x is not None})
+    put = [place.put(x) for x in (q_k_v[0], *q_k_v)]
+    out, lse = attention.forward(*put[1:], return_lse=True, **some)
+    wanted = attention.backward(*put, out, lse, **some)
+    host = [place.get(x).astype(F32) for x in flat(wanted)]
+    names = "dq", "dk", "dv", *[f"d{name}" for name in ("q_norm", "k_norm") if name in some]
+    for accumulate in (False, True):
+        before = [draw(x.shape, F32 if accumulate or n > 2 else BF16) for n, x in enumerate(host)]
+        rooms = [place.put(x.copy()) for x in before]
+        parted = [*rooms[:3], tuple(rooms[3:5]), *rooms[5:]] if ours else rooms
+        made = dict(zip(names, parted, strict=True))
+        got = attention.backward(*put, out, lse, accumulate=accumulate, **some, **made)
+        assert all(x is y for x, y in zip(flat(got), rooms, strict=True))
+        for n, (x, y, want) in enumerate(zip(rooms, before, host, strict=True)):
+            found = place.get(x).astype(F32) - y * accumulate
+            np.testing.assert_allclose(found, want, rtol=0.01, atol=0.02 * np.abs(want).max() + 1e-4, err_msg=f"{n}")
