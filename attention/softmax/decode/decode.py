@@ -16,11 +16,10 @@ from tiles.torch_op import traced
 from ...cache import append as appending
 from ...cache import writing
 from ...families import choose
-from ...options import flag, number
-from ..asked import OF_AUX, eight, ends_of, norm_parts, positive
+from ...options import flag, norm_parts, number, positive
+from ..asked import OF_AUX, eight, ends_of
 from ..assembled import assembled
-from ..launches import DTYPES, LOG2_E, norm_arrays, norm_of, over
-from ..norms import Layer, Normed
+from ..launches import DTYPES, LOG2_E, over
 from ..online import SLACK
 from ..planning import check_extents, functions_of, scale_of
 from ..python import named
@@ -28,7 +27,7 @@ from ..scores import Capped, Scored, Sunk
 from ..variants import Both, Variant
 from . import attend, combine, many
 from .caches import Dense, Indexed, Paged
-from .norms import AsTheyAre, ByLayer, ByRms, LayerOfRows, RmsOfRows
+from .norms import Norms, norms_of
 from .products import Narrow, Same
 from .reach import MaskedRows, Reach, ScoredRows, Sloped
 from .results import Either, Part, PartOfPacked, Whole
@@ -202,6 +201,11 @@ def decode(
     if k_new is None or v_new is None:
         name = "k_new" if k_new is None else "v_new"
         raise ValueError(f"{name}: must be given where {'rotary' if k_new is v_new is None else 'the other'} is: {name}=None")
+    if k_norm is not None and rotary is not None:
+        raise ValueError(
+            "k_norm: normalises the keys of the cache, which with rotary are rotated, and a norm comes before that: k_new_norm "
+            "normalises k_new alone, and first"
+        )
     norms = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
     if traced(q):  # torch makes no functional op of what writes in place and has several results: here they are two
         new = k_new, v_new, cu_seqlens_new, rotary, positions, q_norm, k_new_norm, norm_eps
@@ -276,8 +280,8 @@ def _decode(
     asked = Asked(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
     counted = "leftpad" in problem and (mask or score)  # functions count a cache's keys from its first, forward from leftpad
     several = tokens >= MANY * (sequences if "cu_seqlens" in problem else 1)
-    norms = _norms(problem, norm_eps)
-    if several and splits in (None, 1) and not (counted or norms.of_keys) and problem["k"].form.dtype == problem.dtype:
+    norms = norms_of(problem, norm_eps)
+    if several and splits in (None, 1) and not (counted or norms.keys.prepares) and problem["k"].form.dtype == problem.dtype:
         return _many(problem, asked, before, norms, most_keys, family, out, lse)
     if family == "sm_90":
         raise ValueError(f"family: attention.decode has kernels of sm_80, for every GPU since Ampere: {family=}")
@@ -312,38 +316,6 @@ class Before(NamedTuple):
     told: dict[str, Any]
 
 
-class Norms(NamedTuple):
-    """Norms that attention's kernels apply: of queries the variants, in tiles of one head and of several; of keys the object;
-    and what kernels are told of each."""
-
-    queries: list[tuple[Variant, dict[str, Any]]]
-    rows: list[Variant]
-    keys: AsTheyAre
-    of_queries: dict[str, Any]
-    of_keys: dict[str, Any]
-
-
-def _norms(problem: Problem, norm_eps: float) -> Norms:
-    """Those of queries that are not normalised before they are rotated, and of the keys in the cache. ValueError."""
-    q_norm, k_norm, numbers = norm_of(problem, "q_norm"), norm_of(problem, "k_norm"), {"norm_eps": norm_eps, "columns": problem("D")[0]}
-    queries, rows, of_queries, keys, of_keys = [], [], {}, AsTheyAre(), {}
-    if q_norm is not None and "cos" not in problem:
-        arrays = norm_arrays(problem, "q_norm", "HD")
-        alike = all(len(problem[name].form.shape) == 1 for name in ("q_norm", "q_norm_bias") if name in problem)
-        of_rows = LayerOfRows(alike) if isinstance(q_norm, Layer) else RmsOfRows(alike)
-        queries, rows, of_queries = [(Normed(q_norm), numbers)], [Normed(of_rows)], arrays | numbers
-    if k_norm is not None:
-        if "cos" in problem:
-            raise ValueError(
-                "k_norm: normalises the keys that the cache holds, and with rotary these are rotated, which comes behind a norm: "
-                "k_new_norm normalises k_new before"
-            )
-        arrays = norm_arrays(problem, "k_norm", "GD")
-        of_keys = {name.replace("norm", "k"): x for name, x in arrays.items()} | numbers
-        keys = ByLayer() if isinstance(k_norm, Layer) else ByRms()
-    return Norms(queries, rows, keys, of_queries, of_keys)
-
-
 def _appended(problem: Problem, interleaved: bool, local: bool, norm_eps: float) -> Before:
     """What appends new keys, if there are any. local: does each query stand at its own position? ValueError."""
     told: dict[str, Any] = {"lengths": problem["lengths"], "added": 0}
@@ -359,9 +331,10 @@ def _appended(problem: Problem, interleaved: bool, local: bool, norm_eps: float)
         queries = problem.scratch(0, *scratch[0])
     turned, alone = (problem["q"], queries) if scratch else None, "cu_seqlens_new" in problem
     names = appending.Names("s", "S", None if alone else turned, ends)
-    steps = appending.planned(problem, interleaved, local, names)
+    steps = appending.planned(problem, interleaved, local, names, norm_eps)
     if turned and alone and 0 not in problem("SH"):  # they lie by other ends than new keys
-        how = {"ends": problem["cu_seqlens"], "interleaved": interleaved, "positions": problem["positions"], "causal": local}
+        how: dict[str, Any] = {"ends": problem["cu_seqlens"], "positions": problem["positions"], "interleaved": interleaved}
+        how |= {"causal": local, "norm": appending.norm_of(problem, "q_norm", "H"), "norm_eps": norm_eps}
         tables = problem["cos"], problem["sin"]
         steps.append(writing.turned(problem.device, turned, problem["lengths"], tables, **how))
     return Before(steps, scratch, queries, told)
@@ -413,7 +386,8 @@ def _few(
 
     def config(split: type[Parted], result: Whole | Either) -> attend.Config:
         kind = variant, reach, cache, result, Variant() if result is part else sums, split, early
-        return attend.config_for(head_dim, value_dim, product, *kind, each > attend.BAND, gpu.shared_bytes, lie, axes, norms.keys)
+        shape = each > attend.BAND, gpu.shared_bytes, lie, axes, norms.keys
+        return attend.config_for(head_dim, value_dim, product, *kind, *shape)
 
     chosen, evenly = config(Parted, whole), "k_new" not in problem and not packed and batch > 1  # are all keys shared out?
     bands = rows // chosen.band + sequences if packed else -(-rows // chosen.band)
@@ -517,11 +491,9 @@ def _reach(problem: Problem, asked: Asked, most_keys: int) -> tuple[Reach, dict[
     return Reach(left is not None, right is not None, "leftpad" in problem), told, seen
 
 
-def _scores(
-    problem: Problem, asked: Asked, norms: Norms
-) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
-    """(what becomes of queries and scores, what joins the sum of their weights, the unit of scores, what kernels are told of the former,
-    and of the latter)"""
+def _scores(problem: Problem, asked: Asked, norms: Norms) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
+    """(what becomes of queries and scores, what joins the sum of their weights, the unit of scores, what kernels are told of
+    the former, and of the latter)"""
     parts, told, unit = [*norms.rows], {**norms.of_queries}, asked.scale
     if asked.softcap is not None:
         parts.append(Capped())
