@@ -14,7 +14,7 @@ from tiles import fp8e4m3
 from tiles.frameworks import Kind
 
 FP16, FP8 = np.dtype(np.float16), fp8e4m3.np
-HELD = "lengths", "pages", "batch_index", "leftpad", "alibi", "sink"
+HELD = "lengths", "pages", "batch_index", "leftpad", "alibi", "sink", "q_norm", "k_norm"
 
 
 def case(lengths, tokens=1, heads=4, kv_heads=2, head_dim=64, room=None, dtype=BF16, value_dim=None, first=None):
@@ -59,6 +59,11 @@ def known(q, k, v, lengths, leftpad=None, **options):
     return found
 
 
+def put(place, x):
+    """An array, or those of a layer norm."""
+    return tuple(map(place.put, x)) if isinstance(x, tuple) else place.put(x)
+
+
 def agree(place, q, k, v, lengths, *, leftpad=None, size=None, room=None, splits=None, causal=True, **options):
     """Run and judge by the rule: out and lse against float64, no NaN, every element written."""
     told = {"lengths": np.array(lengths, np.int32)} | options
@@ -66,7 +71,7 @@ def agree(place, q, k, v, lengths, *, leftpad=None, size=None, room=None, splits
     keys, values = k, v
     if size is not None:
         keys, values, told["pages"] = in_pages(k, v, lengths, size)
-    told = {name: place.put(x) if name in HELD else x for name, x in told.items()}
+    told = {name: put(place, x) if name in HELD else x for name, x in told.items()}
     out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
     given = place.put(q), place.put(keys), place.put(values)
     got, lse = attention.decode(*given, out=out, return_lse=True, splits=splits, causal=causal, **told)
