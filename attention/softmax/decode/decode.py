@@ -29,7 +29,7 @@ from . import attend, combine, many
 from .caches import Dense, Indexed, Paged
 from .norms import Norms, norms_of
 from .products import Narrow, Same
-from .reach import MaskedRows, Reach, ScoredRows, Sloped
+from .reach import Everything, MaskedRows, Reach, ScoredRows, Sloped
 from .results import Either, Part, PartOfPacked, Whole
 from .splits import Parted, Shares, shares_for, splits_for
 from .tokens import Alike, OneBehindTheOther
@@ -44,7 +44,7 @@ HELD = """
     v               CTGV  cache
 """
 KEYS = """
-    lengths         N     key_lengths
+    lengths         N     key_lengths  optional
     pages           NM    index    optional
     batch_index     N     index    optional
     leftpad         N     index    optional
@@ -76,7 +76,7 @@ NEW = """
     sin             ZR    real      optional
     positions       N     index     optional
 """
-GROWN = HELD.replace("cache", "cache  updated")
+GROWN, BEGUN = HELD.replace("cache", "cache  updated"), KEYS.replace("key_lengths  optional", "key_lengths")
 
 
 def _schema(name: str, *tables: str) -> Schema:
@@ -85,7 +85,7 @@ def _schema(name: str, *tables: str) -> Schema:
 
 DECODE = _schema("decode", HELD, KEYS, MADE)
 VARIANT = _schema("decode_variant", HELD, PACKED, KEYS, NORMS, OF_AUX, MADE)
-APPENDING = _schema("decode_append", GROWN, PACKED, KEYS, NORMS, OF_AUX, NEW, MADE)
+APPENDING = _schema("decode_append", GROWN, PACKED, BEGUN, NORMS, OF_AUX, NEW, MADE)
 
 
 def decode(
@@ -136,7 +136,7 @@ def decode(
     of 16 bytes.
 
     lengths: (B), int32 or int64, where q lies: they are never read on the host. Neither plans nor kernels depend on them, so
-    that a CUDA graph which holds the call serves sequences as they grow.
+    that a CUDA graph which holds the call serves sequences as they grow. None: all keys that there is room for are in use.
 
     pages: (B, most pages), int32 or int64. Then k and v are pools, (pages, page size, Hk, D) and Dv, or for layout="bhsd"
     (pages, Hk, page size, D): key j of sequence b is row j % size of page pages[b, j // size]. Any page size. Numbers of pages
@@ -268,7 +268,7 @@ def _decode(
     """How decode does calls of this form; lse is never given."""
     check_extents(problem)
     cache, most_keys, of_cache = _cache(problem)
-    before = _appended(problem, interleaved, causal or left is not None or right is not None, norm_eps)
+    before = _appended(problem, interleaved, causal or left is not None or right is not None, norm_eps, most_keys)
     batch, tokens, heads, sequences = problem("BSHN")
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens, heads) or most_keys == 0:  # no token sees a key
@@ -281,7 +281,8 @@ def _decode(
     counted = "leftpad" in problem and (mask or score)  # functions count a cache's keys from its first, forward from leftpad
     several = tokens >= MANY * (sequences if "cu_seqlens" in problem else 1)
     norms = norms_of(problem, norm_eps)
-    if several and splits in (None, 1) and not (counted or norms.keys.prepares) and problem["k"].form.dtype == problem.dtype:
+    few = counted or norms.keys.prepares or "lengths" not in problem or problem["k"].form.dtype != problem.dtype
+    if several and splits in (None, 1) and not few:
         return _many(problem, asked, before, norms, most_keys, family, out, lse)
     if family == "sm_90":
         raise ValueError(f"family: attention.decode has kernels of sm_80, for every GPU since Ampere: {family=}")
@@ -316,9 +317,11 @@ class Before(NamedTuple):
     told: dict[str, Any]
 
 
-def _appended(problem: Problem, interleaved: bool, local: bool, norm_eps: float) -> Before:
+def _appended(problem: Problem, interleaved: bool, local: bool, norm_eps: float, most_keys: int) -> Before:
     """What appends new keys, if there are any. local: does each query stand at its own position? ValueError."""
     told: dict[str, Any] = {"lengths": problem["lengths"], "added": 0}
+    if "lengths" not in problem:
+        told = {"keys": most_keys}
     if "k_new" not in problem:
         return Before([], [], problem["q"], told)
     ends = problem["cu_seqlens_new"] or problem["cu_seqlens"]
@@ -390,6 +393,7 @@ def _few(
         return attend.config_for(head_dim, value_dim, product, *kind, *shape)
 
     chosen, evenly = config(Parted, whole), "k_new" not in problem and not packed and batch > 1  # are all keys shared out?
+    evenly = evenly and ("lengths" in problem or "leftpad" not in problem)
     bands = rows // chosen.band + sequences if packed else -(-rows // chosen.band)
     if splits is not None:
         number, evenly = splits, False
@@ -488,7 +492,8 @@ def _reach(problem: Problem, asked: Asked, most_keys: int) -> tuple[Reach, dict[
     told: dict[str, Any] = {name: end for name, end in (("left", left), ("right", right)) if end is not None}
     told |= {"leftpad": problem["leftpad"]} if "leftpad" in problem else {}
     seen = most_keys if left is None else min(most_keys, left + tokens + (right or 0))
-    return Reach(left is not None, right is not None, "leftpad" in problem), told, seen
+    kind = Reach if "lengths" in problem else Everything
+    return kind(left is not None, right is not None, "leftpad" in problem), told, seen
 
 
 def _scores(problem: Problem, asked: Asked, norms: Norms) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:

@@ -97,6 +97,21 @@ def test_lengths_around_every_edge(place, lengths, splits):
     agree(place, *case(lengths, head_dim=128, room=210), lengths, splits=splits)
 
 
+@pytest.mark.parametrize(("batch", "keys", "tokens", "window"), [(2, 70, 1, None), (34, 20, 1, None), (3, 200, 3, (70, 0))])
+def test_whole_caches(place, batch, keys, tokens, window):
+    """Where no lengths are said: the same bits as with those that there is room for."""
+    arrays = [place.put(x) for x in case((keys,) * batch, tokens, 2, 1)]
+    lengths = place.put(np.full(batch, keys, np.int32))
+    for parts in (None, 2):
+        told = {"window": window, "splits": parts, "return_lse": True}
+        found, wanted = (attention.decode(*arrays, lengths=n, **told) for n in (None, lengths))
+        for x, y in zip(found, wanted):
+            np.testing.assert_array_equal(place.get(x), place.get(y))
+    padded = {"leftpad": place.put(np.arange(batch, dtype=np.int32)), "splits": None if batch < 34 else 1}
+    found, wanted = (place.get(attention.decode(*arrays, lengths=n, **padded)) for n in (None, lengths))
+    np.testing.assert_allclose(found.astype(np.float32), wanted.astype(np.float32), atol=2**-7)
+
+
 def test_many_sequences_of_very_different_lengths(place):
     """More of them than a warp looks at at once, and than there are shares."""
     lengths = (1, 700, *[1, 0, 130, 64, 3] * 7, 65)
