@@ -49,6 +49,23 @@ def number(name: str, value: Any) -> float | None:
     return float(value)
 
 
+def positive(name: str, value: Any) -> float | None:
+    """A softcap, or what a norm adds; TypeError, ValueError."""
+    found = number(name, value)
+    if found is not None and not SCALES[0] <= found <= SCALES[1]:
+        raise ValueError(f"{name}: must be positive, and finite in float32: {name}={value!r}")
+    return found
+
+
+def norm_parts(name: str, norm: Any) -> tuple[Any, Any]:
+    """(weights, bias) of a norm, None for what there is not; TypeError."""
+    if type(norm) is not tuple:  # an Operand is one of another kind
+        return norm, None
+    if len(norm) != 2 or any([x is None for x in norm]):
+        raise TypeError(f"{name}: must be weights, or a pair (weights, bias): a tuple of {len(norm)}")
+    return norm
+
+
 def by_other_names(function: F) -> F:
     """Decorator: a call that uses one of THEIRS is told what it is here. What is right costs a call more, and no check."""
 

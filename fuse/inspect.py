@@ -89,8 +89,8 @@ def shapes(case: Case) -> tuple[Shape, ...]:
 
 
 def compiled(case: Case, arch: str) -> list[Figures]:
-    """The kernels that serve it there, in the order of their launches, without those of attention.forward: `python -m attention
-    inspect` has these."""
+    """The kernels that serve it there, in the order of their launches, without attention's own: `python -m attention inspect`
+    has these."""
     every = getattr(operators, case.name).launches(shapes(case), card_of(arch))
     ours = [one for one in every if not one[0].py_func.__module__.startswith("attention.")]
     return [figures(kernel, types, arch, shared, threads) for kernel, types, threads, shared in ours]

@@ -13,26 +13,33 @@ from tiles.device import machine
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
-from ..options import flag
+from ..options import flag, norm_parts, positive
 from . import writing
 
 GIVEN = """
-    k_new        BSGD   tile
-    v_new        BSGV   tile
-    k            CTGD   cache    updated
-    v            CTGV   cache    updated
-    cu_seqlens   E      ends     optional
-    lengths      N      index
-    pages        NM     index    optional
-    batch_index  N      index    optional
-    cos          ZR     real     optional
-    sin          ZR     real     optional
-    positions    N      index    optional
-    k_descale    G|NG   float32  optional
-    v_descale    G|NG   float32  optional
+    k_new            BSGD   tile
+    v_new            BSGV   tile
+    k                CTGD   cache    updated
+    v                CTGV   cache    updated
+    cu_seqlens       E      ends     optional
+    lengths          N      index
+    pages            NM     index    optional
+    batch_index      N      index    optional
+    cos              ZR     real     optional
+    sin              ZR     real     optional
+    positions        N      index    optional
+    k_descale        G|NG   float32  optional
+    v_descale        G|NG   float32  optional
+    k_new_norm       D|GD   real     optional
+    k_new_norm_bias  D|GD   real     optional
+"""
+OF_QUERIES = """
+    q_norm           D|HD   real     optional
+    q_norm_bias      D|HD   real     optional
+    out              BAHD   tile     in_place
 """
 APPEND = Schema("append", GIVEN)
-WITH_QUERIES = Schema("append_with_queries", f"q BAHD tile {GIVEN} out BAHD tile in_place")
+WITH_QUERIES = Schema("append_with_queries", f"q BAHD tile {GIVEN.rstrip()}{OF_QUERIES}")
 
 
 def append(
@@ -50,7 +57,10 @@ def append(
     positions: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
+    k_new_norm: Any = None,
     q: Any = None,
+    q_norm: Any = None,
+    norm_eps: float = 1e-6,
     causal: bool = True,
     out: Any = None,
     stream: Any = None,
@@ -77,6 +87,10 @@ def append(
     k_descale, v_descale: float32, (Hk) or (B, Hk), by which an fp8 cache's numbers are multiplied when they are read; both or
     none. Rows are divided by them, to 2 ulp of float32, and rounded; what is beyond 448 times that becomes it.
 
+    k_new_norm, q_norm: norms of the rows of k_new and of q, before they are rotated, as attention.forward has them: weights
+    (D), or of each head, of an RMS norm, or a pair (weights, bias) of a layer norm. They are computed in float32, too, and what
+    comes of norm and rotation is rounded once.
+
     q: (B, Sq, H, D), of k_new's dtype: also rotated, query i at position lengths[b] + i, or with causal=False all at
     lengths[b], and given back, in `out` if there is one, which may be q. Beyond the tables' end it is NaN.
 
@@ -85,9 +99,14 @@ def append(
     cos, sin = tables_of(rotary)
     if q is None and out is not None:
         raise ValueError("out: takes q, too, which is None")
-    given = k_new, v_new, k, v, cu_seqlens, lengths, pages, batch_index, cos, sin, positions, k_descale, v_descale
-    options = flag("interleaved", interleaved), flag("causal", causal)
-    return _append(stream, given, options) if q is None else _append_with_queries(stream, (q, *given, out), options)
+    if q is None and q_norm is not None:
+        raise ValueError("q_norm: takes q, too, which is None")
+    arrays = k_new, v_new, k, v, cu_seqlens, lengths, pages, batch_index, cos, sin, positions, k_descale, v_descale
+    given = *arrays, *norm_parts("k_new_norm", k_new_norm)
+    options = flag("interleaved", interleaved), flag("causal", causal), positive("norm_eps", norm_eps)
+    if q is None:
+        return _append(stream, given, options)
+    return _append_with_queries(stream, (q, *given, *norm_parts("q_norm", q_norm), out), options)
 
 
 def tables_of(rotary: Any) -> Sequence[Any]:
@@ -98,10 +117,10 @@ def tables_of(rotary: Any) -> Sequence[Any]:
 
 
 @program(APPEND)
-def _append(problem: Problem, interleaved: bool, causal: bool) -> Plan:
+def _append(problem: Problem, interleaved: bool, causal: bool, norm_eps: float) -> Plan:
     """How append does calls of this form."""
     queries = (problem["q"], problem["out"]) if "q" in problem else None
-    step = planned(problem, interleaved, causal, Names("S", "A", queries, problem["cu_seqlens"]))
+    step = planned(problem, interleaved, causal, Names("S", "A", queries, problem["cu_seqlens"]), norm_eps)
     return Plan(step, give=None if problem.schema is WITH_QUERIES else _nothing)
 
 
@@ -122,7 +141,7 @@ class Names(NamedTuple):
     ends: Operand | None
 
 
-def planned(problem: Problem, interleaved: bool, causal: bool, names: Names) -> list:
+def planned(problem: Problem, interleaved: bool, causal: bool, names: Names, norm_eps: float) -> list:
     """The steps of an append whose other arrays have the names and axes of GIVEN. ValueError."""
     new, cache = (problem["k_new"], problem["v_new"]), (problem["k"], problem["v"])
     _check_cache(problem)
@@ -152,11 +171,22 @@ def planned(problem: Problem, interleaved: bool, causal: bool, names: Names) -> 
         scales=scales,
         queries=queries,
         causal=causal,
+        norms=(norm_of(problem, "k_new_norm", "G"), norm_of(problem, "q_norm", "H") if queries else None),
+        norm_eps=norm_eps,
         **where,
     )
     if problem.device is None or asked().values:
         return [Room(problem, names), step]
     return [step]
+
+
+def norm_of(problem: Problem, name: str, heads: str) -> writing.Norm | None:
+    """A norm, if there is one, of the heads that are counted by that axis."""
+    if name not in problem:
+        return None
+    arrays = problem[name], problem[f"{name}_bias"]
+    weights, bias = (x.spread(0, problem(heads)[0]) if x and len(x.shape) == 1 else x for x in arrays)
+    return writing.Norm(weights, bias)
 
 
 def _check_cache(problem: Problem) -> None:

@@ -1,4 +1,4 @@
-"""Keys and values written where a cache has room for them, rotated and quantised on the way; and queries rotated.
+"""Keys and values written where a cache has room for them, normalised, rotated and quantised on the way; and queries rotated.
 
     y1 = x1 cos - x2 sin,    y2 = x2 cos + x1 sin
 
@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from numba import cuda
 from numba.cuda import types
@@ -19,12 +20,14 @@ from numpy import int32
 
 from ops import divmod, full, load, maximum, product, store
 from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, rt
-from tiles.arguments import ENDS, INT, array
+from tiles.arguments import ENDS, INT, array, record
 from tiles.arrays import Operand
 from tiles.compiler import capability
 from tiles.launch import kernel_for
 from tiles.layout import LANES
 from tiles.program import Step
+
+from .normed import AS_THEY_ARE, AsTheyAre, Layer, Rms
 
 WARPS, HEADS, COLUMNS = 4, 16, 32  # of a thread block, one a token; of a tile
 TABLE = types.Array(types.int32, 2, "A")  # a parameter that is one
@@ -35,15 +38,23 @@ NAN, LEAST = float("nan"), 2.0**-120  # LEAST: of scales, for heads that are not
 
 @dataclass(frozen=True)
 class Config:
-    """What new rows hold, what the cache does, and whether there is a scale for each head of it."""
+    """What new rows hold, what the cache does, whether there is a scale for each head of it, and what becomes of keys and of
+    queries before they are rotated."""
 
     new: dtype
     cache: dtype
     scaled: bool = False
+    keys: AsTheyAre = AS_THEY_ARE
+    queries: AsTheyAre = AS_THEY_ARE
     threads = LANES * WARPS
 
+    @property
+    def given(self):
+        """What the kernel is told of norms."""
+        return record(**self.keys.given | self.queries.given)
+
     def __str__(self):
-        return f"{self.new} to {self.cache}" + ", scaled" * self.scaled
+        return f"{self.new} to {self.cache}" + ", scaled" * self.scaled + f"{self.keys}{self.queries}"
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -52,10 +63,13 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         yield Config(of, of)
         if capability(arch)[:2] >= FP8:
             yield from (Config(of, fp8e4m3, scaled) for scaled in (True, False) if scaled or everything)
+        if everything:
+            yield from (Config(of, of, False, norm(False), norm(True)) for norm in (Rms, Layer))
 
 
-def _moving(to: dtype, scaled: bool):
-    """How rows become `to`: (copied, rotated), both (source, (batch, token), target, (page, slot), head, ...)."""
+def _moving(to: dtype, scaled: bool, norm: AsTheyAre):
+    """How rows become `to`: (copied, rotated), both (source, (batch, token), target, (page, slot), head, ...). of_rows: what
+    they are normalised by."""
     X = rt(HEADS, COLUMNS, fp32)
 
     @inlined
@@ -67,19 +81,19 @@ def _moving(to: dtype, scaled: bool):
             return to(x)
 
     @inlined
-    def copied(gX, at, gY, there, head, first, scale):
+    def copied(gX, at, gY, there, head, first, scale, of_rows, given):
         """y = x, in the columns from `first` on."""
         for col in range(first + X.cols * cuda.blockIdx.z, gX.shape[3], X.cols * cuda.gridDim.z):
-            x = load(gX, X, (at[0], at[1], head, col))
+            x = norm.columns(load(gX, X, (at[0], at[1], head, col)), X, of_rows, head, col, given)
             store(gY, held(x, scale), (there[0], there[1], head, col))
 
     @inlined
-    def rotated(gX, at, gY, there, head, gCos, gSin, position, scale):
+    def rotated(gX, at, gY, there, head, gCos, gSin, position, scale, of_rows, given):
         """Pairs of columns, rotated by the angle of a position."""
         for col in range(X.cols * cuda.blockIdx.z, gX.shape[4], X.cols * cuda.gridDim.z):
             cos, sin = load(gCos, X.row_vec, (position, col)), load(gSin, X.row_vec, (position, col))
-            x = load(gX, X, (at[0], at[1], head, 0, col), 2, 4)
-            y = load(gX, X, (at[0], at[1], head, 1, col), 2, 4)
+            x = norm.half(load(gX, X, (at[0], at[1], head, 0, col), 2, 4), X, of_rows, head, 0, col, given)
+            y = norm.half(load(gX, X, (at[0], at[1], head, 1, col), 2, 4), X, of_rows, head, 1, col, given)
             store(gY, held(product(x, cos) - product(y, sin), scale), (there[0], there[1], head, 0, col), 2, 4)
             store(gY, held(product(y, cos) + product(x, sin), scale), (there[0], there[1], head, 1, col), 2, 4)
 
@@ -90,8 +104,10 @@ def _moving(to: dtype, scaled: bool):
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, CACHE, SCALED, X = config.new, config.cache, config.scaled, rt(HEADS, COLUMNS, fp32)
-    copied, rotated = _moving(CACHE, SCALED)
-    copied_query, rotated_query = _moving(INPUT, False)
+    keys, queries, NORMED, GIVEN = config.keys, config.queries, config.keys.changes, config.given
+    copied, _ = _moving(CACHE, SCALED, AS_THEY_ARE)
+    copied_key, rotated = _moving(CACHE, SCALED, keys)
+    copied_query, rotated_query = _moving(INPUT, False, queries)
 
     @inlined
     def sequence_of(gEnds, token):
@@ -130,7 +146,7 @@ def make(config: Config):
         gK: array(4, CACHE), gKPairs: array(5, CACHE), gV: array(4, CACHE), gKScale: array(2), gVScale: array(2),
         gQ: array(4, INPUT), gQPairs: array(5, INPUT), gOut: array(4, INPUT), gOutPairs: array(5, INPUT),
         gLengths: ENDS, gPages: TABLE, gEnds: ENDS, gCos: array(2), gSin: array(2), gPositions: ENDS,
-        rows: INT, tokens: INT, page_size: INT, key_parts: INT, fixed: INT,
+        rows: INT, tokens: INT, page_size: INT, key_parts: INT, fixed: INT, given: GIVEN,
     ):  # fmt: skip
         """A warp a token, of `tokens` of each batch. Blocks along y: `key_parts` parts of 16 heads of K, as many of V, then
         those of Q; along z columns. fixed: are all queries of a sequence at the position of its first?"""
@@ -151,8 +167,9 @@ def make(config: Config):
                 head, at = int32(HEADS * (part - 2 * key_parts)), (batch, token)
                 if token < gQ.shape[1]:
                     if known:
-                        rotated_query(gQPairs, at, gOutPairs, at, head, gCos, gSin, position, 1.0)
-                        copied_query(gQ, at, gOut, at, head, turned, 1.0)
+                        of_rows = queries.of_rows(gQ, X, (batch, token, head), given)
+                        rotated_query(gQPairs, at, gOutPairs, at, head, gCos, gSin, position, 1.0, of_rows, given)
+                        copied_query(gQ, at, gOut, at, head, turned, 1.0, of_rows, given)
                     else:
                         for col in range(X.cols * cuda.blockIdx.z, gQ.shape[3], X.cols * cuda.gridDim.z):
                             store(gOut, full(X, NAN), (batch, token, head, col))
@@ -164,11 +181,22 @@ def make(config: Config):
                     head = int32(HEADS * (part if of_key else part - key_parts))
                     scale = scale_of(gKScale if of_key else gVScale, sequence, head)
                     if of_key:
-                        rotated(gKNewPairs, at, gKPairs, there, head, gCos, gSin, position, scale)
-                    gX, gY = (gKNew, gK) if of_key else (gVNew, gV)
-                    copied(gX, at, gY, there, head, turned if of_key else 0, scale)
+                        of_rows = keys.of_rows(gKNew, X, (batch, token, head), given)
+                        rotated(gKNewPairs, at, gKPairs, there, head, gCos, gSin, position, scale, of_rows, given)
+                        if NORMED:
+                            copied_key(gKNew, at, gK, there, head, turned, scale, of_rows, given)
+                    if not (NORMED and of_key):
+                        gX, gY = (gKNew, gK) if of_key else (gVNew, gV)
+                        copied(gX, at, gY, there, head, turned if of_key else 0, scale, None, given)
 
     return append, None
+
+
+class Norm(NamedTuple):
+    """Weights of a norm (head, column), and a bias of a layer norm."""
+
+    weights: Operand
+    bias: Operand | None
 
 
 def launch(
@@ -186,10 +214,12 @@ def launch(
     scales: tuple[Operand | None, Operand | None] = (None, None),
     queries: tuple[Operand, Operand] | None = None,
     causal: bool = True,
+    norms: tuple[Norm | None, Norm | None] = (None, None),
+    norm_eps: float = 0.0,
 ) -> Step:
     """The launch that writes K and V, `new` ones (B, S, Hk, D) into a cache (pages, page size, Hk, D), at `lengths`; and where
-    `queries` are a pair (q, out), rotates q (B, Sq, H, D) to out. All else as attention.append has it; one of a page table and
-    batch_index at most."""
+    `queries` are a pair (q, out), rotates q (B, Sq, H, D) to out. norms: of keys and of queries. All else as attention.append
+    has it; one of a page table and batch_index at most."""
     (k_new, v_new), (k, v), (cos, sin) = new, cache, rotary or (None, None)
     batch, tokens, heads, _ = k_new.shape
     if batch_index is not None:  # its page table, of one page a sequence
@@ -208,7 +238,8 @@ def launch(
     scaled = scales != (None, None)
     if scaled:
         arrays |= {"gKScale": _of_heads(scales[0], lengths), "gVScale": _of_heads(scales[1], lengths)}
-    config = Config(DTYPES[k_new.form.dtype], DTYPES[k.form.dtype], scaled)
+    of_norms, normed = _normed((norms[0], norms[1] if queries else None), pairs, interleaved, norm_eps)
+    config = Config(DTYPES[k_new.form.dtype], DTYPES[k.form.dtype], scaled, *of_norms)
     rows, columns = batch * tokens, max(k.shape[3], v.shape[3])
     return kernel_for(sys.modules[__name__], config, device).bind(
         (-(-rows // WARPS), parts, -(-columns // COLUMNS)),
@@ -218,6 +249,7 @@ def launch(
         key_parts=key_parts,
         fixed=int(not causal),
         **arrays,
+        **normed,
     )
 
 
@@ -231,16 +263,37 @@ def turned(
     interleaved: bool,
     positions: Operand | None,
     causal: bool,
+    norm: Norm | None = None,
+    norm_eps: float = 0.0,
 ) -> Step:
     """The launch of the same kernel that rotates queries alone."""
     (q, out), (cos, sin) = queries, rotary
     pairs, (batch, tokens, heads, columns) = cos.shape[1], q.shape
     arrays = {"gQ": q, "gOut": out, "gLengths": lengths, "gEnds": ends, "gCos": cos, "gSin": sin, "gPositions": positions}
     arrays |= {"gQPairs": _pairs(q, pairs, interleaved), "gOutPairs": _pairs(out, pairs, interleaved)}
-    config, rows = Config(DTYPES[q.form.dtype], DTYPES[q.form.dtype]), batch * tokens
+    of_norms, normed = _normed((None, norm), pairs, interleaved, norm_eps)
+    config, rows = Config(DTYPES[q.form.dtype], DTYPES[q.form.dtype], False, *of_norms), batch * tokens
     numbers = {"rows": rows, "tokens": tokens, "page_size": 1, "key_parts": 0, "fixed": int(not causal)}
     grid = -(-rows // WARPS), -(-heads // HEADS), -(-columns // COLUMNS)
-    return kernel_for(sys.modules[__name__], config, device).bind(grid, **numbers, **arrays)
+    return kernel_for(sys.modules[__name__], config, device).bind(grid, **numbers, **arrays, **normed)
+
+
+def _normed(
+    norms: tuple[Norm | None, Norm | None], pairs: int, interleaved: bool, eps: float
+) -> tuple[list[AsTheyAre], dict[str, Any]]:
+    """What becomes of keys and of queries, and what the kernel is told of that."""
+    found: list[AsTheyAre] = []
+    told: dict[str, Any] = {}
+    for norm, name in zip(norms, ("k_norm", "q_norm")):
+        if norm is None:
+            found.append(AS_THEY_ARE)
+            continue
+        found.append((Layer if norm.bias else Rms)(name == "q_norm"))
+        told["norm_eps"] = eps
+        for said, x in ((name, norm.weights), (f"{name}_bias", norm.bias)):
+            if x is not None:
+                told |= {said: x, f"{said}_pairs": _pairs(x, pairs, interleaved)}
+    return found, told
 
 
 def _pairs(x: Operand, pairs: int, interleaved: bool) -> Operand | None:

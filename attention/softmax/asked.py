@@ -4,7 +4,7 @@ import operator
 import sys
 from typing import Any, NamedTuple
 
-from ..options import SCALES, number
+from ..options import number
 from .block_masks import FIELDS
 from .dropped import SEED_END
 from .ready import BlockLists, Making
@@ -49,14 +49,6 @@ def eight(aux: Any) -> tuple:
         what = [type(x).__name__ for x in aux]
         raise TypeError(f"aux: must be up to {AUX} arrays: {len(aux)} of {what}")
     return *aux, *(None,) * (AUX - len(aux))
-
-
-def positive(name: str, value: Any) -> float | None:
-    """A softcap, or what a norm adds; TypeError, ValueError."""
-    found = number(name, value)
-    if found is not None and not SCALES[0] <= found <= SCALES[1]:
-        raise ValueError(f"{name}: must be positive, and finite in float32: {name}={value!r}")
-    return found
 
 
 class Random(NamedTuple):
@@ -121,12 +113,3 @@ def blocks_of(blocks: Any) -> Asked:
 def several(norm: Any) -> tuple:
     """What a norm consists of, whatever it is."""
     return norm if type(norm) is tuple else (norm,)
-
-
-def norm_parts(name: str, norm: Any) -> tuple[Any, Any]:
-    """(weights, bias) of a norm, None for what there is not; TypeError."""
-    if type(norm) is not tuple:  # an Operand is one of another kind
-        return norm, None
-    if len(norm) != 2 or any([x is None for x in norm]):
-        raise TypeError(f"{name}: must be weights, or a pair (weights, bias): a tuple of {len(norm)}")
-    return norm

@@ -9,9 +9,9 @@ from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
 
-from ..options import flag, number
+from ..options import flag, norm_parts, number, positive
 from .algebra import score_of
-from .asked import OF_AUX, OF_BLOCKS, blocks_of, differentiated, eight, ends_of, norm_parts, positive, random_of, several
+from .asked import OF_AUX, OF_BLOCKS, blocks_of, differentiated, eight, ends_of, random_of, several
 from .assembled import assembled
 from .block_masks import BAND
 from .fp8 import OF_FP8, check_output, of_fp8, of_fp8_cache, refuse_with_fp8, unit_of

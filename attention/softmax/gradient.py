@@ -11,7 +11,8 @@ from typing import Any
 
 import attention
 
-from .asked import AUX, norm_parts
+from ..options import norm_parts
+from .asked import AUX
 from .block_masks import FIELDS
 from .python import known
 from .ready import BlockLists

@@ -1,11 +1,12 @@
-"""Attention: what attention.forward computes, by its own kernels.
+"""Attention: what attention.forward and attention.decode compute, by their own kernels.
 
     y = softmax(norm(q) @ transpose(norm(k)) * scale) @ v
 
 on arrays with equal leading axes, a batch and heads, one of them or none; the keys may have one head for all. With five axes,
 (batch, groups, heads of a group, row, column), keys have 1 in place of a group's heads: those of queries share them. norm, of
 queries or keys or neither, is x * rsqrt(mean(x * x) + eps) * g; scores may be causal. There is no kernel to write: the text is
-a call."""
+a call. Few queries are decode's, which reads keys once for all of them and for the heads that share them, shares them out among
+all multiprocessors, and normalises them on the way, where forward writes normalised ones first."""
 
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 AXES = 4  # batch, head, row, column; one more where heads come in groups
 MOST_COLUMNS, COLUMNS = 256, 8  # of a head; and a multiple of so many
+FEW, WIDE = (32, 16), 128  # rows, of queries and heads that share keys, in one tile of decode's: up to WIDE columns; beyond
+MANY_KEYS = 512  # that are worth sharing out, where they need no norm
 ON_THE_HOST = "input", "number", "add", "sub", "mul", "div", "neg"  # what numbers are made with
 
 
@@ -44,7 +47,7 @@ class Side(NamedTuple):
 
 
 class Attention:
-    """A term that attention.forward computes: see the module."""
+    """A term that attention.forward or attention.decode computes: see the module."""
 
     label, most_rows, launched, early = "attend", 2**31 - 1, False, False
 
@@ -95,6 +98,13 @@ class Attention:
         return {axis.root: n for axis, n in axes if axis is not None}
 
     @property
+    def few(self) -> bool:
+        """Are there few queries, for which keys are read once?"""
+        *heads, keys, _ = self.k.array.extents
+        rows, wide = math.prod(self.q.array.extents[:-1]), max(x.extents[-1] for x in (self.q.array, self.v)) > WIDE
+        return rows <= FEW[wide] * math.prod(heads) and (self.k.normed or keys >= MANY_KEYS)
+
+    @property
     def bytes(self) -> float:
         """Read and written once."""
         return float(sum(x.nbytes for x in (*self.leaves, self.root)))
@@ -120,7 +130,8 @@ class Attention:
     def explained(self) -> str:
         """What it does, in words."""
         norms = [f"{name} are normalised on their way" for name, one in (("queries", self.q), ("keys", self.k)) if one.normed]
-        return ", ".join(["attention.forward, whose scores stay in registers", *["scores are causal"] * self.causal, *norms])
+        name = "decode" if self.few else "forward"
+        return ", ".join([f"attention.{name}, whose scores stay in registers", *["scores are causal"] * self.causal, *norms])
 
     def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
         """See RowMap.text."""
@@ -137,11 +148,15 @@ class Attention:
             heads = {one: unused(f"{one}_heads", parameters.values()) for one in names}
             *given, out = [heads[parameters[x]] for x in arrays]
             views = [f"{', '.join(heads.values())} = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in ({', '.join(names)}))"]
-        given += ["causal=True"] * self.causal
+        if self.few:
+            given += ["lengths=None", f"causal={self.causal}"]
+        else:
+            given += ["causal=True"] * self.causal
         numbers = {"q_norm": self.q.weights, "k_norm": self.k.weights, "norm_eps": self.eps, "scale": self.scale}
         given += [f"{key}={writer.expression(x)}" for key, x in numbers.items() if x is not None]
         given += ["scale=1.0"] * (self.scale is None) + ['layout="bhsd"']
-        return Text(before=[*views, f"attention.forward({', '.join([*given, f'out={out}'])})"])
+        name = "decode" if self.few else "forward"
+        return Text(before=[*views, f"attention.{name}({', '.join([*given, f'out={out}'])})"])
 
 
 def side(x: Term) -> Side:
@@ -184,7 +199,7 @@ def _numbers(x: Term) -> list[Term]:
 
 
 def fits(root: Term, q: Term, k: Term, v: Term) -> bool:
-    """Are these arrays that attention.forward takes?"""
+    """Are these arrays that attention.forward and attention.decode take?"""
     if not root.ndim == q.ndim == k.ndim == v.ndim <= AXES + 1 or k.extents[:-2] != v.extents[:-2]:
         return False
     columns = all(x.extents[-1] % COLUMNS == 0 and x.extents[-1] <= MOST_COLUMNS for x in (q, v))

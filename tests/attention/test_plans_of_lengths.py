@@ -202,6 +202,7 @@ OPTIONS |= {
     ("right", int | None): st.sampled_from([None, None, 3]),
     ("softcap", float | None): st.sampled_from([None, None, 5.0]),
     ("splits", int | None): st.sampled_from([None, None, 1, 3]),
+    ("norm_eps", float): st.sampled_from([1e-6]),
     ("mask", str | None): st.none(),
     ("score", str | None): st.none(),
 }
@@ -274,7 +275,7 @@ def test_appends_are_planned_a_few_times(gpu, monkeypatch, paged):
         integers = {"lengths": (batch,)} | ({"pages": (batch, 7)} if paged else {})
         for n, (name, shape) in enumerate(integers.items(), 5):
             arrays[name] = Lent(MEMORY + n * ROOM, Form(shape, contiguous(shape, 4), "int32", 0, 4))
-        given = tuple(arrays.values()), (False, True), "bshd"
+        given = tuple(arrays.values()), (False, True, 1e-6), "bshd"
         found, count = gpu.call(_append, *given), len(plans)
         ((launch, *_),), made = found
         assert launch == -(-batch * new // 4) and made == [] and found == fresh(gpu.call, _append, *given)

@@ -125,7 +125,15 @@ CALLS = {
         attention.decode,
         lambda x: (
             x.qkv(),
-            dict(lengths=x.ends()[1 : 1 + x.batch], mask=near, score=warmer, aux=(x.documents(),), return_lse=True),
+            dict(
+                lengths=x.ends()[1 : 1 + x.batch],
+                mask=near,
+                score=warmer,
+                aux=(x.documents(),),
+                return_lse=True,
+                q_norm=x.tile(HEAD),
+                k_norm=(x.tile(x.heads, HEAD), x.tile(HEAD)),
+            ),
         ),
     ),
     "linear": (attention.linear, lambda x: (x.qkv(), {})),
@@ -179,7 +187,15 @@ CALLS = {
         attention.decode,
         lambda x: (
             (x.qkv()[0][:, :3], x.tile(7, 4, x.heads, HEAD), x.tile(7, 4, x.heads, HEAD)),
-            dict(lengths=x.lengths(), pages=x.pages(), rotary=x.angles(), k_new=x.qkv()[1][:, :3], v_new=x.qkv()[2][:, :3]),
+            dict(
+                lengths=x.lengths(),
+                pages=x.pages(),
+                rotary=x.angles(),
+                k_new=x.qkv()[1][:, :3],
+                v_new=x.qkv()[2][:, :3],
+                q_norm=x.tile(x.heads, HEAD),
+                k_new_norm=x.tile(HEAD),
+            ),
         ),
     ),
     "linear_step": (

@@ -7,8 +7,8 @@ from tiles.arrays import Number
 from tiles.program import Plan, program
 from tiles.schema import REAL, Problem, Schema
 
-from ...options import flag, number
-from ..asked import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, positive, random_of
+from ...options import flag, number, positive
+from ..asked import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, random_of
 from ..assembled import assembled
 from ..derivative import derivatives
 from ..gradient import ONCE

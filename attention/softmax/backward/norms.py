@@ -28,8 +28,8 @@ from tiles.layout import LANES
 from tiles.program import Fill, Plan, Program, program
 from tiles.schema import Problem, Schema
 
+from ...options import norm_parts
 from .. import norms
-from ..asked import norm_parts
 from ..gradient import ONCE
 from ..hopper import SHAPES
 from ..launches import DTYPES, norm_arrays

@@ -40,7 +40,7 @@ from tiles.pipeline import PIECES
 from ..online import LOWEST, TINY, Softmax
 from ..variants import At, Variant, arrays_of
 from .caches import Dense, Indexed, Paged
-from .norms import AsTheyAre
+from .norms import AS_THEY_ARE, AsTheyAre
 from .products import Narrow, Same
 from .reach import Reach
 from .results import Either, Part, PartOfPacked, Spot, Whole
@@ -74,7 +74,7 @@ class Config:
     resident: int
     lie: type[Alike] = Alike
     axes: tuple[int, ...] = ()
-    keys_norm: AsTheyAre = AsTheyAre()
+    keys_norm: AsTheyAre = AS_THEY_ARE
 
     @property
     def kv(self):
@@ -125,7 +125,7 @@ ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the
 def config_for(
     head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either,
     sums: Variant, split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
-    lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AsTheyAre(),
+    lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE,
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
     dims, in the shape of the greater one. tall: there are rows for more than one tile."""
@@ -134,7 +134,8 @@ def config_for(
     short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
     if split is Shares and room == LARGE:
         short |= SHARED
-    band, (keys, warps, stages, resident) = (2 * BAND, high[dim]) if tall and dim in high else (BAND, short[dim])
+    tall = tall and keys_norm.slim and dim in high
+    band, (keys, warps, stages, resident) = (2 * BAND, high[dim]) if tall else (BAND, short[dim])
     if product.held.itemsize == 1:  # twice the warps, so that a stage has as many bytes, and there is twice the work for each
         warps, resident = 2 * warps, 1
     shape = band, keys, warps, stages, resident

@@ -16,11 +16,10 @@ from tiles.torch_op import traced
 from ...cache import append as appending
 from ...cache import writing
 from ...families import choose
-from ...options import flag, number
-from ..asked import OF_AUX, eight, ends_of, norm_parts, positive
+from ...options import flag, norm_parts, number, positive
+from ..asked import OF_AUX, eight, ends_of
 from ..assembled import assembled
-from ..launches import DTYPES, LOG2_E, norm_arrays, norm_of, over
-from ..norms import Layer, Normed
+from ..launches import DTYPES, LOG2_E, over
 from ..online import SLACK
 from ..planning import check_extents, functions_of, scale_of
 from ..python import named
@@ -28,9 +27,9 @@ from ..scores import Capped, Scored, Sunk
 from ..variants import Both, Variant
 from . import attend, combine, many
 from .caches import Dense, Indexed, Paged
-from .norms import AsTheyAre, ByLayer, ByRms, LayerOfRows, RmsOfRows
+from .norms import Norms, norms_of
 from .products import Narrow, Same
-from .reach import MaskedRows, Reach, ScoredRows, Sloped
+from .reach import Everything, MaskedRows, Reach, ScoredRows, Sloped
 from .results import Either, Part, PartOfPacked, Whole
 from .splits import Parted, Shares, shares_for, splits_for
 from .tokens import Alike, OneBehindTheOther
@@ -45,7 +44,7 @@ HELD = """
     v               CTGV  cache
 """
 KEYS = """
-    lengths         N     key_lengths
+    lengths         N     key_lengths  optional
     pages           NM    index    optional
     batch_index     N     index    optional
     leftpad         N     index    optional
@@ -77,7 +76,7 @@ NEW = """
     sin             ZR    real      optional
     positions       N     index     optional
 """
-GROWN = HELD.replace("cache", "cache  updated")
+GROWN, BEGUN = HELD.replace("cache", "cache  updated"), KEYS.replace("key_lengths  optional", "key_lengths")
 
 
 def _schema(name: str, *tables: str) -> Schema:
@@ -86,7 +85,7 @@ def _schema(name: str, *tables: str) -> Schema:
 
 DECODE = _schema("decode", HELD, KEYS, MADE)
 VARIANT = _schema("decode_variant", HELD, PACKED, KEYS, NORMS, OF_AUX, MADE)
-APPENDING = _schema("decode_append", GROWN, PACKED, KEYS, NORMS, OF_AUX, NEW, MADE)
+APPENDING = _schema("decode_append", GROWN, PACKED, BEGUN, NORMS, OF_AUX, NEW, MADE)
 
 
 def decode(
@@ -137,7 +136,7 @@ def decode(
     of 16 bytes.
 
     lengths: (B), int32 or int64, where q lies: they are never read on the host. Neither plans nor kernels depend on them, so
-    that a CUDA graph which holds the call serves sequences as they grow.
+    that a CUDA graph which holds the call serves sequences as they grow. None: all keys that there is room for are in use.
 
     pages: (B, most pages), int32 or int64. Then k and v are pools, (pages, page size, Hk, D) and Dv, or for layout="bhsd"
     (pages, Hk, page size, D): key j of sequence b is row j % size of page pages[b, j // size]. Any page size. Numbers of pages
@@ -202,6 +201,11 @@ def decode(
     if k_new is None or v_new is None:
         name = "k_new" if k_new is None else "v_new"
         raise ValueError(f"{name}: must be given where {'rotary' if k_new is v_new is None else 'the other'} is: {name}=None")
+    if k_norm is not None and rotary is not None:
+        raise ValueError(
+            "k_norm: normalises the keys of the cache, which with rotary are rotated, and a norm comes before that: k_new_norm "
+            "normalises k_new alone, and first"
+        )
     norms = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
     if traced(q):  # torch makes no functional op of what writes in place and has several results: here they are two
         new = k_new, v_new, cu_seqlens_new, rotary, positions, q_norm, k_new_norm, norm_eps
@@ -264,7 +268,7 @@ def _decode(
     """How decode does calls of this form; lse is never given."""
     check_extents(problem)
     cache, most_keys, of_cache = _cache(problem)
-    before = _appended(problem, interleaved, causal or left is not None or right is not None, norm_eps)
+    before = _appended(problem, interleaved, causal or left is not None or right is not None, norm_eps, most_keys)
     batch, tokens, heads, sequences = problem("BSHN")
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens, heads) or most_keys == 0:  # no token sees a key
@@ -276,8 +280,9 @@ def _decode(
     asked = Asked(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
     counted = "leftpad" in problem and (mask or score)  # functions count a cache's keys from its first, forward from leftpad
     several = tokens >= MANY * (sequences if "cu_seqlens" in problem else 1)
-    norms = _norms(problem, norm_eps)
-    if several and splits in (None, 1) and not (counted or norms.of_keys) and problem["k"].form.dtype == problem.dtype:
+    norms = norms_of(problem, norm_eps)
+    few = counted or norms.keys.prepares or "lengths" not in problem or problem["k"].form.dtype != problem.dtype
+    if several and splits in (None, 1) and not few:
         return _many(problem, asked, before, norms, most_keys, family, out, lse)
     if family == "sm_90":
         raise ValueError(f"family: attention.decode has kernels of sm_80, for every GPU since Ampere: {family=}")
@@ -312,41 +317,11 @@ class Before(NamedTuple):
     told: dict[str, Any]
 
 
-class Norms(NamedTuple):
-    """Norms that attention's kernels apply: of queries the variants, in tiles of one head and of several; of keys the object;
-    and what kernels are told of each."""
-
-    queries: list[tuple[Variant, dict[str, Any]]]
-    rows: list[Variant]
-    keys: AsTheyAre
-    of_queries: dict[str, Any]
-    of_keys: dict[str, Any]
-
-
-def _norms(problem: Problem, norm_eps: float) -> Norms:
-    """Those of queries that are not normalised before they are rotated, and of the keys in the cache. ValueError."""
-    q_norm, k_norm, numbers = norm_of(problem, "q_norm"), norm_of(problem, "k_norm"), {"norm_eps": norm_eps, "columns": problem("D")[0]}
-    queries, rows, of_queries, keys, of_keys = [], [], {}, AsTheyAre(), {}
-    if q_norm is not None and "cos" not in problem:
-        arrays = norm_arrays(problem, "q_norm", "HD")
-        alike = all(len(problem[name].form.shape) == 1 for name in ("q_norm", "q_norm_bias") if name in problem)
-        of_rows = LayerOfRows(alike) if isinstance(q_norm, Layer) else RmsOfRows(alike)
-        queries, rows, of_queries = [(Normed(q_norm), numbers)], [Normed(of_rows)], arrays | numbers
-    if k_norm is not None:
-        if "cos" in problem:
-            raise ValueError(
-                "k_norm: normalises the keys that the cache holds, and with rotary these are rotated, which comes behind a norm: "
-                "k_new_norm normalises k_new before"
-            )
-        arrays = norm_arrays(problem, "k_norm", "GD")
-        of_keys = {name.replace("norm", "k"): x for name, x in arrays.items()} | numbers
-        keys = ByLayer() if isinstance(k_norm, Layer) else ByRms()
-    return Norms(queries, rows, keys, of_queries, of_keys)
-
-
-def _appended(problem: Problem, interleaved: bool, local: bool, norm_eps: float) -> Before:
+def _appended(problem: Problem, interleaved: bool, local: bool, norm_eps: float, most_keys: int) -> Before:
     """What appends new keys, if there are any. local: does each query stand at its own position? ValueError."""
     told: dict[str, Any] = {"lengths": problem["lengths"], "added": 0}
+    if "lengths" not in problem:
+        told = {"keys": most_keys}
     if "k_new" not in problem:
         return Before([], [], problem["q"], told)
     ends = problem["cu_seqlens_new"] or problem["cu_seqlens"]
@@ -359,9 +334,10 @@ def _appended(problem: Problem, interleaved: bool, local: bool, norm_eps: float)
         queries = problem.scratch(0, *scratch[0])
     turned, alone = (problem["q"], queries) if scratch else None, "cu_seqlens_new" in problem
     names = appending.Names("s", "S", None if alone else turned, ends)
-    steps = appending.planned(problem, interleaved, local, names)
+    steps = appending.planned(problem, interleaved, local, names, norm_eps)
     if turned and alone and 0 not in problem("SH"):  # they lie by other ends than new keys
-        how = {"ends": problem["cu_seqlens"], "interleaved": interleaved, "positions": problem["positions"], "causal": local}
+        how: dict[str, Any] = {"ends": problem["cu_seqlens"], "positions": problem["positions"], "interleaved": interleaved}
+        how |= {"causal": local, "norm": appending.norm_of(problem, "q_norm", "H"), "norm_eps": norm_eps}
         tables = problem["cos"], problem["sin"]
         steps.append(writing.turned(problem.device, turned, problem["lengths"], tables, **how))
     return Before(steps, scratch, queries, told)
@@ -413,9 +389,11 @@ def _few(
 
     def config(split: type[Parted], result: Whole | Either) -> attend.Config:
         kind = variant, reach, cache, result, Variant() if result is part else sums, split, early
-        return attend.config_for(head_dim, value_dim, product, *kind, each > attend.BAND, gpu.shared_bytes, lie, axes, norms.keys)
+        shape = each > attend.BAND, gpu.shared_bytes, lie, axes, norms.keys
+        return attend.config_for(head_dim, value_dim, product, *kind, *shape)
 
     chosen, evenly = config(Parted, whole), "k_new" not in problem and not packed and batch > 1  # are all keys shared out?
+    evenly = evenly and ("lengths" in problem or "leftpad" not in problem)
     bands = rows // chosen.band + sequences if packed else -(-rows // chosen.band)
     if splits is not None:
         number, evenly = splits, False
@@ -514,14 +492,13 @@ def _reach(problem: Problem, asked: Asked, most_keys: int) -> tuple[Reach, dict[
     told: dict[str, Any] = {name: end for name, end in (("left", left), ("right", right)) if end is not None}
     told |= {"leftpad": problem["leftpad"]} if "leftpad" in problem else {}
     seen = most_keys if left is None else min(most_keys, left + tokens + (right or 0))
-    return Reach(left is not None, right is not None, "leftpad" in problem), told, seen
+    kind = Reach if "lengths" in problem else Everything
+    return kind(left is not None, right is not None, "leftpad" in problem), told, seen
 
 
-def _scores(
-    problem: Problem, asked: Asked, norms: Norms
-) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
-    """(what becomes of queries and scores, what joins the sum of their weights, the unit of scores, what kernels are told of the former,
-    and of the latter)"""
+def _scores(problem: Problem, asked: Asked, norms: Norms) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
+    """(what becomes of queries and scores, what joins the sum of their weights, the unit of scores, what kernels are told of
+    the former, and of the latter)"""
     parts, told, unit = [*norms.rows], {**norms.of_queries}, asked.scale
     if asked.softcap is not None:
         parts.append(Capped())

@@ -7,17 +7,21 @@ of a layer norm, and of an RMS norm the same without means and bias. So keys are
 multiplies its queries by the weights, once, and a warp each tile of scores by what its rows of K say, which lie in shared
 memory for the product. There they are read a second time, for which there is room: what comes from global memory is slower."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy import int32
 
 from ops import block, col_index, finish_sum, lane_sum, load, maximum, row_sum, rsqrt, subtile, transpose
 from tiles import fp32, inlined, static
 from tiles.arguments import FLOAT, INT, array
+from tiles.schema import Problem
 
-from ..norms import Layer, Rms
+from ..launches import norm_arrays, norm_of
+from ..norms import Layer, Normed, Rms
+from ..variants import Variant
 
 
+@static
 class RmsOfRows(Rms):
     """Of rows that are of several heads. alike: have these the same weights and bias?"""
 
@@ -44,6 +48,7 @@ class AsTheyAre:
     """Keys of which nothing becomes."""
 
     prepares = False  # does something become of the queries?
+    slim = True  # does it leave registers for tiles of twice as many rows?
 
     def __str__(self):
         return ""
@@ -79,6 +84,9 @@ class AsTheyAre:
         return s
 
 
+AS_THEY_ARE = AsTheyAre()
+
+
 class ByRms(AsTheyAre):
     """Keys in an RMS norm."""
 
@@ -111,6 +119,8 @@ class ByRms(AsTheyAre):
 
 class ByLayer(ByRms):
     """Keys in a layer norm."""
+
+    slim = False
 
     @property
     def given(self) -> dict[str, Any]:
@@ -145,3 +155,31 @@ class ByLayer(ByRms):
         square = transpose(finish_sum(squares)) / given.columns * (unit * unit)
         total, product = known
         return (s - total * mean) * rsqrt(maximum(square - mean * mean, 0.0) + given.norm_eps) + product
+
+
+class Norms(NamedTuple):
+    """Norms that attention's kernels apply. queries: the variant with its numbers, where a tile's rows are of one head; rows:
+    the variant where they are of several; none of either if there is no norm. keys: what becomes of keys. of_queries, of_keys:
+    what kernels are told of these."""
+
+    queries: list[tuple[Variant, dict[str, Any]]]
+    rows: list[Variant]
+    keys: AsTheyAre
+    of_queries: dict[str, Any]
+    of_keys: dict[str, Any]
+
+
+def norms_of(problem: Problem, norm_eps: float) -> Norms:
+    """Those of queries, if these were not normalised before they were rotated, and of the keys of the cache. ValueError."""
+    numbers: dict[str, Any] = {"norm_eps": norm_eps, "columns": problem("D")[0]}
+    found = Norms([], [], AS_THEY_ARE, {}, {})
+    q_norm, k_norm = (norm_of(problem, name) for name in ("q_norm", "k_norm"))
+    if q_norm is not None and "cos" not in problem:
+        alike = all(problem.axes(name) == "D" for name in ("q_norm", "q_norm_bias") if name in problem)
+        rows = (LayerOfRows if isinstance(q_norm, Layer) else RmsOfRows)(alike)
+        told = norm_arrays(problem, "q_norm", "HD") | numbers
+        found = found._replace(queries=[(Normed(q_norm), numbers)], rows=[Normed(rows)], of_queries=told)
+    if k_norm is not None:
+        told = {name.replace("norm", "k"): x for name, x in norm_arrays(problem, "k_norm", "GD").items()}
+        found = found._replace(keys=ByLayer() if isinstance(k_norm, Layer) else ByRms(), of_keys=told | numbers)
+    return found

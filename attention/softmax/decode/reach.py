@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import abs, col_index, line_up, right_fill, where
+from ops import abs, col_index, divmod, line_up, right_fill, where
 from tiles import inlined, static
 from tiles.arguments import ENDS, FLOAT, INT, array
+from tiles.layout import LANES
 
 from ..scores import Scored
 from ..seen import Masked
@@ -43,15 +44,25 @@ class Reach:
     @property
     def given(self) -> dict[str, Any]:
         """The kernel's arguments that it reads, and what they are."""
-        given: dict[str, Any] = {**GROWING}
+        given: dict[str, Any] = {**self.counted}
         given |= {"left": INT} if self.left else {}
         given |= {"right": INT} if self.right else {}
         return given | ({"leftpad": ENDS} if self.padded else {})
 
+    @property
+    def counted(self) -> dict[str, Any]:
+        """Those of them that say how many keys are in use."""
+        return GROWING
+
+    @inlined
+    def in_use(self, sequence, given):
+        """How many keys of a sequence are in use."""
+        return in_use(sequence, given)
+
     @inlined
     def keys(self, sequence, first, last, tokens, given):
         """The Stretch of tokens `first` to `last` of `tokens`."""
-        length = in_use(sequence, given)
+        length = self.in_use(sequence, given)
         begin, end, shift = int32(0), length, int32(length - tokens)
         if self.padded:
             begin = int32(given.leftpad[sequence])
@@ -77,6 +88,32 @@ class Reach:
         if self.left:
             s = where(j >= place - at.given.left, s, -math.inf)
         return s
+
+
+class Everything(Reach):
+    """Of all keys that there is room for, given.keys of each sequence."""
+
+    def __str__(self):
+        return f"{super().__str__()} of whole caches"
+
+    @property
+    def counted(self) -> dict[str, Any]:
+        """See Reach."""
+        return {"keys": INT}
+
+    @inlined
+    def in_use(self, sequence, given):
+        """See Reach."""
+        return int32(given.keys)
+
+    @inlined
+    def line_up(self, size, first, count, before, tile, tokens, given):
+        """See Reach: all have as many tiles."""
+        most = int32(min(given.keys, tokens + given.left) if self.left else given.keys)
+        tiles = int32(max(1, (most + size - 1) // size))
+        here = int32(max(0, min(LANES, count - first)))
+        passed = int32(min(here, divmod(int32(max(0, tile - before)), tiles)[0]))
+        return passed, int32(before + passed * tiles), int32(before + here * tiles)
 
 
 class Sloped(Variant):

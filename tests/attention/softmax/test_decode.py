@@ -14,7 +14,7 @@ from tiles import fp8e4m3
 from tiles.frameworks import Kind
 
 FP16, FP8 = np.dtype(np.float16), fp8e4m3.np
-HELD = "lengths", "pages", "batch_index", "leftpad", "alibi", "sink"
+HELD = "lengths", "pages", "batch_index", "leftpad", "alibi", "sink", "q_norm", "k_norm"
 
 
 def case(lengths, tokens=1, heads=4, kv_heads=2, head_dim=64, room=None, dtype=BF16, value_dim=None, first=None):
@@ -59,6 +59,11 @@ def known(q, k, v, lengths, leftpad=None, **options):
     return found
 
 
+def put(place, x):
+    """An array, or those of a layer norm."""
+    return tuple(map(place.put, x)) if isinstance(x, tuple) else place.put(x)
+
+
 def agree(place, q, k, v, lengths, *, leftpad=None, size=None, room=None, splits=None, causal=True, **options):
     """Run and judge by the rule: out and lse against float64, no NaN, every element written."""
     told = {"lengths": np.array(lengths, np.int32)} | options
@@ -66,7 +71,7 @@ def agree(place, q, k, v, lengths, *, leftpad=None, size=None, room=None, splits
     keys, values = k, v
     if size is not None:
         keys, values, told["pages"] = in_pages(k, v, lengths, size)
-    told = {name: place.put(x) if name in HELD else x for name, x in told.items()}
+    told = {name: put(place, x) if name in HELD else x for name, x in told.items()}
     out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
     given = place.put(q), place.put(keys), place.put(values)
     got, lse = attention.decode(*given, out=out, return_lse=True, splits=splits, causal=causal, **told)
@@ -90,6 +95,21 @@ EDGES = [(0, 1, 63), (64, 65, 127), (128, 129, 200)]
 def test_lengths_around_every_edge(place, lengths, splits):
     """Of tiles and splits, some of which have no keys; a sequence may have none."""
     agree(place, *case(lengths, head_dim=128, room=210), lengths, splits=splits)
+
+
+@pytest.mark.parametrize(("batch", "keys", "tokens", "window"), [(2, 70, 1, None), (34, 20, 1, None), (3, 200, 3, (70, 0))])
+def test_whole_caches(place, batch, keys, tokens, window):
+    """Where no lengths are said: the same bits as with those that there is room for."""
+    arrays = [place.put(x) for x in case((keys,) * batch, tokens, 2, 1)]
+    lengths = place.put(np.full(batch, keys, np.int32))
+    for parts in (None, 2):
+        told = {"window": window, "splits": parts, "return_lse": True}
+        found, wanted = (attention.decode(*arrays, lengths=n, **told) for n in (None, lengths))
+        for x, y in zip(found, wanted):
+            np.testing.assert_array_equal(place.get(x), place.get(y))
+    padded = {"leftpad": place.put(np.arange(batch, dtype=np.int32)), "splits": None if batch < 34 else 1}
+    found, wanted = (place.get(attention.decode(*arrays, lengths=n, **padded)) for n in (None, lengths))
+    np.testing.assert_allclose(found.astype(np.float32), wanted.astype(np.float32), atol=2**-7)
 
 
 def test_many_sequences_of_very_different_lengths(place):
