@@ -33,6 +33,9 @@ class Peers:
     world: int
     ranks: tuple[int, ...]  # their global ones
 
+    def __hash__(self):
+        return hash(self.group)  # of every call, so no more than tells groups apart
+
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Pending:
         """Send these contiguous tensors, and receive into those: each a pair (rank, tensor). What a rank sends to another the
         latter receives in that order. All are one message of NCCL's, on its own stream behind the current one."""
