@@ -146,7 +146,7 @@ def merge(out: Any, lse: Any, other: Any, its: Any) -> None:
     weights = [(x - top).exp().transpose(1, 2)[..., None] for x in (lse, its.expand(lse.shape))]
     out *= weights[0]
     if other is not None:
-        out += other * weights[1]
+        out.addcmul_(other, weights[1])
     lse.copy_(both)
 
 

@@ -131,7 +131,7 @@ class Plan:
 def called(length: int, keys: int, q: Any, k: Any, v: Any, told: dict[str, Any]) -> Call:
     """A call on these arrays, or ones like them."""
     heads, kv_heads = all_heads(q.shape[2]), all_heads(k.shape[2])
-    plain = all([x is None or type(x) in PLAIN or inspect.isfunction(x) or _of_numbers(x) for x in told.values()])
+    plain = "seed" not in told and all([type(x) in PLAIN or inspect.isfunction(x) or _of_numbers(x) for x in told.values()])
     return Call(told, length, keys, heads, kv_heads, (q.shape[3], v.shape[3]), q.device, plain)
 
 
@@ -179,7 +179,7 @@ def _differentiate(plan, dout, q, k, v, out, lse, told, wanted) -> dict[str, Any
     told = dict(_shaped(told))
     norms, eps = [told.pop(name, None) for name in NORMS], told.pop("norm_eps", 1e-6)
     rows = [normalised(name, x, norm, eps, None, "bshd") for name, x, norm in zip("qk", (q, k), norms)]
-    call = plan.call(*rows, v, told)
+    call = called(plan.length, plan.keys, rows[0], rows[1], v, told)
     found = Gradients.begin(rows[0], rows[1], v, call, wanted)
     plan.scheme.differentiate(dout, *rows, v, out, lse, call, found)
     results = dict(zip("qkv", found.results(q, k, v))) | found.others
@@ -202,7 +202,9 @@ def _shaped(told: dict[str, Any]) -> dict[str, Any]:
 def _key(
     peers: Sequence[Peers], scheme: Any, order: Any, length: Any, length_k: Any, q: Any, k: Any, v: Any, told: dict
 ) -> Any:
-    """What decides how a call is done: everything but what arrays hold."""
+    """What decides how a call is done: everything but what arrays hold, and a seed."""
+    if "seed" in told:
+        told = told | {"seed": None}
     forms = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device
     return (*peers, scheme, order, length, length_k, *forms, *told, *map(form_of, told.values()))
 
@@ -239,7 +241,7 @@ def _planned(
     choice = _choice(peers, scheme, call, q, queries, keys)
     found = _scheme(choice.scheme if isinstance(choice, Choice) else choice, peers, call, queries, keys)
     forms = [f"{n}: {x.shape[0]} x {x.shape[2]} x {x.shape[3]} of {x.dtype}" for n, x in (("q", q), ("k", k), ("v", v))]
-    named = [f"{name}={words_of(name, x)}" for name, x in sorted(told.items())]
+    named = [f"{name}={words_of(name, x)}" for name, x in sorted(told.items()) if name != "seed"]
     said = [
         *forms,
         f"length={total}",
