@@ -13,7 +13,8 @@ from tiles.compiler import compile_kernel
 
 
 def agree(place, k, v, beta, decay, more=None, ends=None, **options):
-    """From [S | 1] of some S, or with `more` columns otherwise: each half as near as delta_rule's states are."""
+    """From [S | 1] of some S, or with `more` columns otherwise: each half as near as delta_rule's states are. Of what has
+    become less than a 64th of what it was nobody asks more."""
     heads, value_dim, key_dim = *v.shape[2:], k.shape[3]
     sequences, more = len(k) if ends is None else len(ends) - 1, key_dim if more is None else more
     start = np.zeros((sequences, heads, key_dim, value_dim + more), np.float32)
@@ -27,12 +28,12 @@ def agree(place, k, v, beta, decay, more=None, ends=None, **options):
     _, last = reference.linear(k, k, wide, **told)
     for columns in slice(value_dim), slice(value_dim, None):
         one, other = found[..., columns], last[..., columns]
-        assert np.abs(one - other).max(initial=0) <= 2 * STATE * np.abs(other).max(initial=1e-30)
+        assert np.abs(one - other).max(initial=0) <= 2 * STATE * np.abs(other).max(initial=2**-6)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "dtype"), [(128, 128, BF16), (64, 64, FP16), (16, 16, BF16), (80, 208, FP16)])
 def test_sizes_of_keys_and_values(place, key_dim, value_dim, dtype):
-    _, k, v, beta, decay = inputs(2, 130, 1, key_dim, value_dim, dtype, gate=0.01)
+    _, k, v, beta, decay = inputs(2, 130, 1, key_dim, value_dim, dtype)
     agree(place, k, v, beta, decay)
 
 
