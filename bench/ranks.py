@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 
 import attention
 from attention import parallel
+from attention.recurrent.delta_rule import states
 
 TURNS, CALLS = 5, 3
 
@@ -180,25 +181,33 @@ def backward():
 
 
 def linear():
-    """Simple GLA and the gated delta rule."""
-    length, heads = 262144, 16
-    q, k, v = drawn(length, heads, heads)
-    k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
-    decay = -torch.rand(1, length, heads, device="cuda") * 0.1
-    beta = torch.rand(1, length, heads, device="cuda")
-    part = lambda x: parallel.shard(x, order="contiguous")
-    whole, mine = (q, k, v), [part(x) for x in (q, k, v)]
-    its = {"decay": part(decay)}
-    of_delta = part(beta)
-    want, got = attention.linear(*whole, decay=decay), parallel.linear(*mine, **its)
-    say(what="linear off by", linear=slowest(((got - part(want)).abs().max() / want.abs().max()).item()))
-    want, got = attention.delta_rule(*whole, beta, decay=decay), parallel.delta_rule(*mine, of_delta, **its)
-    say(what="delta off by", delta=slowest(((got - part(want)).abs().max() / want.abs().max()).item()))
-    calls = {"one": lambda: attention.linear(*whole, decay=decay), "summaries": lambda: parallel.linear(*mine, **its)}
-    scaling("linear S 262144, 16 heads", calls)
-    calls = {"one": lambda: attention.delta_rule(*whole, beta, decay=decay)}
-    calls["summaries"] = lambda: parallel.delta_rule(*mine, of_delta, **its)
-    scaling("delta_rule S 262144, 16 heads", calls)
+    """Simple GLA, the gated delta rule and Mamba-2: heads that leave most of a GPU idle where it does not cut sequences, and as
+    many as fill it; and what the delta rule's pass for states takes beside one with outputs."""
+    for length, heads in (262144, 16), (65536, 64):
+        q, k, v = drawn(length, heads, heads)
+        k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
+        decay = -torch.rand(1, length, heads, device="cuda") * 0.1
+        beta, rate = torch.rand(1, length, heads, device="cuda"), -torch.rand(heads, device="cuda")
+        part = lambda x: parallel.shard(x, order="contiguous")
+        members = {
+            "linear": ((q, k, v), (), dict(decay=decay)),
+            "delta_rule": ((q, k, v, beta), (), dict(decay=decay)),
+            "mamba2": ((v, beta, rate, k, q), (2,), {}),
+        }
+        for name, (whole, fixed, options) in members.items():
+            mine = [x if n in fixed else part(x) for n, x in enumerate(whole)]
+            its = {n: part(x) for n, x in options.items()}
+            one, ranks = partial(getattr(attention, name), *whole, **options), partial(getattr(parallel, name), *mine, **its)
+            wanted = part(one())
+            off = slowest(((ranks() - wanted).abs().max() / wanted.abs().max()).item())
+            del wanted
+            say(what=f"{name} S {length}, {heads} heads, off by", off=off)
+            scaling(f"{name} S {length}, {heads} heads", {"one": one, "ranks": ranks})
+        k, v, beta, decay = (part(x) for x in (k, v, beta, decay))
+        begin = {columns: torch.zeros(1, heads, 128, columns, device="cuda") for columns in (128, 256)}
+        passes = {"outputs": lambda: attention.delta_rule(k, k, v, beta, decay=decay)}
+        passes |= {f"states of {n} columns": partial(states, k, v, beta, x, decay=decay) for n, x in begin.items()}
+        say(what=f"passes of the delta rule over a part, {heads} heads", **timed(passes))
 
 
 def host():

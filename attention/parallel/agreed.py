@@ -17,6 +17,7 @@ from .peers import Peers
 T = TypeVar("T")
 FORMS = 1024  # that are remembered
 REFUSED = TypeError, ValueError, NotImplementedError
+PLAIN = frozenset([bool, int, float, str])
 _KNOWN: dict[Hashable, Any] = {}
 
 
@@ -26,8 +27,9 @@ def agreed(peers: Sequence[Peers], key: Hashable, plan: Callable[[], tuple[str, 
     ValueError on every rank: they say different things. If a rank's plan raises, it raises that, and so do the others, who then
     know why. Ranks of which some remember the form and others do not wait for each other until torch's timeout; with
     TILES_CHECK=1 nothing is remembered."""
-    if key in _KNOWN and not asked().values:
-        return _KNOWN[key]
+    found = _KNOWN.get(key)
+    if found is not None and not asked().values:
+        return found
     error, made, said = None, None, ""
     try:
         said, made = plan()
@@ -62,8 +64,10 @@ def differences(said: Sequence[str]) -> str:
 
 def form_of(x: Any) -> Hashable:
     """What decides a call of an option: of arrays what they are, not what they hold; of functions what they do."""
+    if x is None or type(x) in PLAIN:
+        return x
     if hasattr(x, "shape"):
-        return tuple(x.shape), str(x.dtype)
+        return x.shape, x.dtype
     if isinstance(x, (tuple, list)):
         return tuple(map(form_of, x))
     if inspect.isfunction(x):

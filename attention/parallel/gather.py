@@ -7,20 +7,31 @@ added up in float32 at the rank whose queries they are of, and then, in the orde
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import attention
 
 from .gradients import Gradients
-from .moves import Cut, Moving, Route, all_heads, gathered_sums, move
-from .orders import Span, Spans, merged
+from .moves import Cut, Moving, Way, all_heads, gathered_sums, move, way
+from .orders import Span, Spans, count, merged
 from .peers import Peers
 from .pieces import Call, Piece
 
 FIRST = 4  # a quarter of the key heads comes first,
 LONG = 2**24  # where so many bytes come; less is not worth a launch
+
+
+class Turn(NamedTuple):
+    """Some key heads, which come together: the way of keys and values, the query heads that read them (None: all), the call of
+    these, and what is computed, as (rows of queries, Piece, which of the fetched keys) each; None stands for all."""
+
+    heads: Span
+    way: Way
+    mine: slice | None
+    call: Call
+    parts: list[tuple[slice | None, Piece | None, slice | None]]
 
 
 class Gather:
@@ -34,18 +45,27 @@ class Gather:
 
     def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
-        moving = [(heads, self._fetch(k, v, call, heads)) for heads in self._in_turn(k)]
+        turns = self._turns(q, k, call)
+        moving = [move(self.peers, (k, turn.way), (v, turn.way)) for turn in turns]
+        if len(turns) == 1 and len(turns[0].parts) == 1 and turns[0].parts[0][0] is None:  # one call makes all there is
+            ((_, part, seen),) = turns[0].parts
+            assert part is not None, "all of it"
+            keys, values = moving[0].wait()
+            if seen is not None:
+                keys, values = keys[:, seen], values[:, seen]
+            return attention.forward(q, keys, values, return_lse=True, **part.options)
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-        for heads, on_their_way in moving:
+        for turn, on_their_way in zip(turns, moving):
             keys, values = on_their_way.wait()
-            mine, theirs = self._of(call, q, heads)
-            for rows, part, seen in self._joined(theirs, q) or self._parts(theirs):
+            mine = slice(None) if turn.mine is None else turn.mine
+            for rows, part, seen in turn.parts:
+                rows = slice(None) if rows is None else rows
                 place, sums = out[:, rows, mine], lse[:, mine, rows]
                 if part is None:
-                    nothing(place, sums, theirs)
+                    nothing(place, sums, turn.call)
                 else:
-                    given = q[:, rows, mine], keys[:, seen], values[:, seen]
+                    given = q[:, rows, mine], *[x if seen is None else x[:, seen] for x in (keys, values)]
                     sums.copy_(attention.forward(*given, out=place, return_lse=True, **part.options)[1])
         return out, lse
 
@@ -61,10 +81,28 @@ class Gather:
                     given = dout[:, rows, mine], q[:, rows, mine], keys[:, seen], values[:, seen], out[:, rows, mine]
                     into = found.dq[:, rows, mine], sums[0][:, seen], sums[1][:, seen]
                     found.add(part, theirs, *given, lse[:, mine, rows], into)
-            sources, cuts = self._wanted(call, heads), tuple([Cut(spans, heads) for spans in self.keys])
-            home = gathered_sums(self.peers, *[Route(x, sources, cuts) for x in sums])
+            back = way(self.peers.rank, self._wanted(call, heads), tuple([Cut(spans, heads) for spans in self.keys]))
+            home = gathered_sums(self.peers, *[(x, back) for x in sums])
             for total, x in zip((found.dk, found.dv), home):
                 total[:, :, slice(*heads)] += x
+
+    def _turns(self, q: Any, k: Any, call: Call) -> list[Turn]:
+        """What is done for a call; remembered if calls of this form differ in nothing but q, k and v."""
+        found = self.known.get("turns")
+        if found is None:
+            found = [self._turn(q, k, call, heads) for heads in self._in_turn(k)]
+            if call.plain:
+                self.known["turns"] = found
+        return found
+
+    def _turn(self, q: Any, k: Any, call: Call, heads: Span) -> Turn:
+        mine, theirs = self._of(call, q, heads)
+        parts: list[Any] = [*self._joined(theirs, q)] or [*self._parts(theirs)]
+        if len(parts) == 1 and parts[0][1] is not None:
+            parts = [(None, *parts[0][1:])]
+        fetched = count(self._seen(call, self.queries[self.peers.rank]))
+        parts = [(rows, part, None if seen == slice(0, fetched) else seen) for rows, part, seen in parts]
+        return Turn(heads, self._way(k, call, heads), None if heads == all_heads(k.shape[2]) else mine, theirs, parts)
 
     def _in_turn(self, k: Any) -> list[Span]:
         """The key heads that come one after the other."""
@@ -89,10 +127,15 @@ class Gather:
     def _seen(self, call: Call, spans: Spans) -> Spans:
         return merged(tuple([span for span in map(call.reach, spans) if len(span)]))
 
+    def _way(self, k: Any, call: Call, heads: Span) -> Way:
+        """That of the keys of these heads that this rank's queries see."""
+        held = tuple([Cut(spans, all_heads(k.shape[2])) for spans in self.keys])
+        return way(self.peers.rank, held, self._wanted(call, heads))
+
     def _fetch(self, k: Any, v: Any, call: Call, heads: Span) -> Moving:
-        """The keys and values of these heads that this rank's queries see, on their way."""
-        held, wanted = tuple([Cut(spans, all_heads(k.shape[2])) for spans in self.keys]), self._wanted(call, heads)
-        return move(self.peers, *[Route(x, held, wanted) for x in (k, v)])
+        """These keys, and the values, on their way."""
+        its = self._way(k, call, heads)
+        return move(self.peers, (k, its), (v, its))
 
     def _joined(self, call: Call, q: Any) -> list[tuple[slice, Piece, slice]]:
         """All spans at once, if they can be."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from .gradients import Gradients
-from .moves import Cut, Moving, Route, all_heads, gathered_sums, move
+from .moves import Cut, Moving, Way, all_heads, gathered_sums, move, way
 from .orders import Span, Spans, count, merged
 from .peers import Peers
 from .pieces import Call
@@ -19,6 +19,7 @@ class Heads:
 
     def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...], then: Any):
         self.peers, self.queries, self.keys, self.then = peers, queries, keys, then
+        self.known: dict[Any, Any] = {}  # what follows from the call's form, which is always the same
 
     @staticmethod
     def shares(heads: int, kv_heads: int, world: int) -> list[tuple[Span, Span]] | None:
@@ -38,8 +39,8 @@ class Heads:
         """(out, lse) of this rank's queries, all heads."""
         q, k, v = self._moving(call, q=q, k=k, v=v).wait()
         out, lse = self.then.attend(q, k, v, self._call(call))
-        there, here = self._there(call, "q"), self._here(call, "q")
-        out, lse = move(self.peers, *[Route(x, there, here) for x in (out, lse.transpose(1, 2).contiguous())]).wait()
+        home = self._home(call, "q")
+        out, lse = move(self.peers, *[(x, home) for x in (out, lse.transpose(1, 2).contiguous())]).wait()
         return out, lse.transpose(1, 2)
 
     def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
@@ -50,7 +51,7 @@ class Heads:
         its = Gradients.begin(q, k, v, theirs, found.wanted)
         self.then.differentiate(dout, q, k, v, out, lse.transpose(1, 2), theirs, its)
         mine = zip("qkv", (its.dq, its.dk, its.dv))
-        home = gathered_sums(self.peers, *[Route(x, self._there(call, name), self._here(call, name)) for name, x in mine])
+        home = gathered_sums(self.peers, *[(x, self._home(call, name)) for name, x in mine])
         for total, x in zip((found.dq, found.dk, found.dv), home):
             total += x
         for name, x in its.others.items():
@@ -61,7 +62,8 @@ class Heads:
         if name == "bias" and x.shape[2] > 1:
             cuts, every = tuple([Cut(spans, all_heads(total.shape[1])) for spans in self.queries]), together(self.queries)
             sources = tuple([Cut(every, mine if total.shape[1] > 1 else Span(0, 1)) for mine, _ in self._shares(call)])
-            total += gathered_sums(self.peers, Route(x.transpose(1, 2).contiguous(), sources, cuts))[0].transpose(1, 2)
+            home = way(self.peers.rank, sources, cuts)
+            total += gathered_sums(self.peers, (x.transpose(1, 2).contiguous(), home))[0].transpose(1, 2)
         elif name in ("bias", "alibi", "sink"):
             axis = {"bias": 1, "alibi": -1, "sink": 0}[name]
             total = total.movedim(axis, 0)
@@ -71,14 +73,22 @@ class Heads:
 
     def _call(self, call: Call) -> Call:
         """What this rank's heads are asked for; a bias has rows, which travel."""
+        if call.plain and (found := self.known.get("call")):
+            return found
+        found = self._of_heads(call)
+        if call.plain:
+            self.known["call"] = found
+        return found
+
+    def _of_heads(self, call: Call) -> Call:
         bias = call.told.get("bias")
         mine, keys = self._shares(call)[self.peers.rank]
         if bias is None or bias.shape[2] == 1:
             return call.of_heads(mine, keys)
         heads = [share if bias.shape[1] > 1 else Span(0, 1) for share, _ in self._shares(call)]
         held, every = tuple([Cut(spans, all_heads(bias.shape[1])) for spans in self.queries]), together(self.queries)
-        route = Route(bias.transpose(1, 2), held, tuple([Cut(every, share) for share in heads]))
-        whole = move(self.peers, route).wait()[0].transpose(1, 2)
+        there = way(self.peers.rank, held, tuple([Cut(every, share) for share in heads]))
+        whole = move(self.peers, (bias.transpose(1, 2), there)).wait()[0].transpose(1, 2)
         others = call._replace(told={name: x for name, x in call.told.items() if name != "bias"}).of_heads(mine, keys)
         return others._replace(told=others.told | {"bias": whole})
 
@@ -98,7 +108,19 @@ class Heads:
         return tuple([Cut(every, share[name in "kv"]) for share in self._shares(call)])
 
     def _moving(self, call: Call, **arrays: Any) -> Moving:
-        return move(self.peers, *[Route(x, self._here(call, name), self._there(call, name)) for name, x in arrays.items()])
+        return move(self.peers, *[(x, self._way(call, name)) for name, x in arrays.items()])
+
+    def _way(self, call: Call, name: str, home: bool = False) -> Way:
+        """That of an array of queries or of keys to who attends with it, or `home` from there."""
+        key = name in "kv", home
+        found = self.known.get(key)
+        if found is None:
+            ends = self._here(call, name), self._there(call, name)
+            found = self.known[key] = way(self.peers.rank, *(ends[::-1] if home else ends))
+        return found
+
+    def _home(self, call: Call, name: str) -> Way:
+        return self._way(call, name, True)
 
 
 class Shared:
@@ -120,7 +142,8 @@ class Shared:
         its.dq, its.others = found.dq, found.others
         self.then.differentiate(dout, q, keys, values, out, lse, call, its)
         here, there = self._cuts(k)
-        home = gathered_sums(self.peers, *[Route(x, there, here) for x in (its.dk, its.dv)])
+        back = way(self.peers.rank, there, here)
+        home = gathered_sums(self.peers, *[(x, back) for x in (its.dk, its.dv)])
         for total, x in zip((found.dk, found.dv), home):
             total += x
 
@@ -129,8 +152,8 @@ class Shared:
         return tuple([Cut(spans, heads) for spans in self.keys]), (Cut(together(self.keys), heads),) * self.peers.world
 
     def _fetched(self, k: Any, v: Any) -> list[Any]:
-        here, there = self._cuts(k)
-        return move(self.peers, *[Route(x, here, there) for x in (k, v)]).wait()
+        its = way(self.peers.rank, *self._cuts(k))
+        return move(self.peers, (k, its), (v, its)).wait()
 
 
 def together(spans: tuple[Spans, ...]) -> Spans:

@@ -14,7 +14,7 @@ import attention
 
 from .gather import Gather, fetched
 from .gradients import Gradients
-from .moves import Cut, Route, all_heads, move
+from .moves import Cut, Way, all_heads, move, way
 from .orders import Span, Spans, merged
 from .pieces import Call
 
@@ -24,7 +24,8 @@ class InOrder(Gather):
 
     def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
         """Add the gradients of `attend` to what is found."""
-        facing = move(self.peers, *[self._route(x, call) for x in (dout, q, out, lse.transpose(1, 2))])
+        there = self._facing(q, call)
+        facing = move(self.peers, *[(x, there) for x in (dout, q, out, lse.transpose(1, 2))])
         keys, values = self._fetch(k, v, call, all_heads(k.shape[2])).wait()
         for rows, part, seen in self._parts(call):
             if part is not None:
@@ -53,8 +54,8 @@ class InOrder(Gather):
     def _seers(self, call: Call, spans: Spans) -> Spans:
         return merged(tuple([span for span in map(call.seers, spans) if len(span)]))
 
-    def _route(self, x: Any, call: Call) -> Route:
-        """That of rows of queries to the keys that they see."""
-        heads = all_heads(x.shape[2])
+    def _facing(self, q: Any, call: Call) -> Way:
+        """The way of queries to the keys that they see."""
+        heads = all_heads(q.shape[2])
         wanted = tuple([Cut(self._seers(call, spans), heads) for spans in self.keys])
-        return Route(x, tuple([Cut(spans, heads) for spans in self.queries]), wanted)
+        return way(self.peers.rank, tuple([Cut(spans, heads) for spans in self.queries]), wanted)

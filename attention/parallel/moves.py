@@ -61,37 +61,88 @@ def common(source: Cut, target: Cut) -> list[Box]:
     return found
 
 
-class Route(NamedTuple):
-    """An array x (batch, rows, heads, ..), of which rank r has sources[r] and wants targets[r]."""
-
-    x: Any
-    sources: tuple[Cut, ...]
-    targets: tuple[Cut, ...]
+Range = tuple[int, int]  # the first of them, and how many
+View = tuple[Range, Range]  # rows, heads
 
 
-class Messages(NamedTuple):
-    """What becomes of a route on a rank: boxes that it has itself, and those that it sends and receives, each with the other
-    rank; whole: does all that it wants come from somewhere? kept: where, among what it wants, that lies which it sends, where
-    it is among its own: so it is sent from there, and no memory is taken besides."""
+def view_of(rows: slice, heads: slice) -> View:
+    """That of a rectangle."""
+    return (rows.start, rows.stop - rows.start), (heads.start, heads.stop - heads.start)
 
-    own: list[Box]
-    sends: list[tuple[int, Box]]
-    kept: list[tuple[slice, slice] | None]
-    receives: list[tuple[int, Box]]
-    whole: bool
+
+class Split:
+    """Ranges of an axis that has so many elements. Those that do not overlap are split off in one call, which takes as long as
+    one of them by itself."""
+
+    def __init__(self, extent: int, ranges: Sequence[Range]):
+        self.ranges, self.sizes = list(dict.fromkeys(ranges)), []
+        self.whole = self.ranges == [(0, extent)]
+        pieces, end = {}, 0
+        for first, length in sorted(self.ranges):
+            if first >= end:
+                self.sizes += [first - end] * (first > end) + [length]
+                pieces[first, length], end = len(self.sizes) - 1, first + length
+        self.sizes += [extent - end] * (extent > end)
+        self.pieces = [pieces.get(one) for one in self.ranges]
+
+    def of(self, x: Any, axis: int) -> Sequence[Any]:
+        """These parts of x."""
+        if self.whole:
+            return (x,)
+        pieces = x.unsafe_split_with_sizes(self.sizes, axis)
+        return [x.narrow(axis, *one) if at is None else pieces[at] for one, at in zip(self.ranges, self.pieces)]
+
+
+class Views:
+    """Several rectangles of an array (batch, rows, heads, ..)."""
+
+    def __init__(self, shape: tuple[int, int], views: Sequence[View]):
+        self.rows = Split(shape[0], [rows for rows, _ in views])
+        self.heads = [Split(shape[1], [its for rows, its in views if rows == one]) for one in self.rows.ranges]
+        at = [self.rows.ranges.index(rows) for rows, _ in views]
+        self.order = [(n, self.heads[n].ranges.index(heads)) for n, (_, heads) in zip(at, views)]
+        self.of_all_heads = at if all([split.whole for split in self.heads]) else None
+
+    def of(self, x: Any) -> list[Any]:
+        """These parts of x."""
+        if not self.order:
+            return []
+        parts = self.rows.of(x, 1)
+        if self.of_all_heads:
+            return [parts[n] for n in self.of_all_heads]
+        found = [split.of(part, 2) for split, part in zip(self.heads, parts)]
+        return [found[n][m] for n, m in self.order]
+
+
+class Way:
+    """How an array (batch, rows, heads, ..) gets from the cuts that ranks have to those that they want, as one of them sees it:
+    found once, for what it takes is time.
+
+    own: what this rank has itself, where it is, and where it goes. sends: what it sends, to whom; kept: where the same lies
+    among what it wants, or None, for what is not contiguous in its own place may be so there, and then no memory is taken
+    besides. receives: from whom. here, there: the Views of what it has, own and sent, and of what it wants, own and received.
+    shape: (rows, heads) of that; whole: does all of it come from somewhere?"""
+
+    def __init__(self, rank: int, sources: tuple[Cut, ...], targets: tuple[Cut, ...]):
+        self.shape, self.nothing = targets[rank].shape, len(sources) == 1 and sources == targets
+        have, want = sources[rank], targets[rank]
+        others = [(rank + step) % len(sources) for step in range(1, len(sources))]  # the next comes first: none is everybody's
+        own = common(have, want)
+        going = [(other, box) for other in others for box in common(have, targets[other])]
+        coming = [(other, box) for other in others for box in common(sources[other], want)]
+        self.own, self.sends, self.receives = len(own), [to for to, _ in going], [whom for whom, _ in coming]
+        self.here = Views(have.shape, [view_of(box.rows, box.heads) for box in (*own, *[box for _, box in going])])
+        every = [*own, *[box for _, box in coming]]
+        self.there = Views(self.shape, [view_of(box.to_rows, box.to_heads) for box in every])
+        self.whole = sum(map(_size, every)) == self.shape[0] * self.shape[1]
+        kept = [next((place for place in [_within(box, one) for one in own] if place), None) for _, box in going]
+        self.kept = [place and Views(self.shape, [view_of(*place)]) for place in kept]
 
 
 @functools.lru_cache(1024)
-def messages(rank: int, sources: tuple[Cut, ...], targets: tuple[Cut, ...]) -> Messages:
-    """Those of a rank, found once. The next rank comes first: no rank is everybody's first."""
-    world = len(sources)
-    mine, others = targets[rank], [(rank + step) % world for step in range(1, world)]
-    sends = [(other, box) for other in others for box in common(sources[rank], targets[other])]
-    receives = [(other, box) for other in others for box in common(sources[other], mine)]
-    own = common(sources[rank], mine)
-    came = sum([_size(box) for box in (*own, *[box for _, box in receives])])
-    kept = [next((_within(box, one) for one in own if _within(box, one)), None) for _, box in sends]
-    return Messages(own, sends, kept, receives, came == mine.shape[0] * mine.shape[1])
+def way(rank: int, sources: tuple[Cut, ...], targets: tuple[Cut, ...]) -> Way:
+    """The Way of a rank. Who is in a hurry keeps it."""
+    return Way(rank, sources, targets)
 
 
 def _within(box: Box, own: Box) -> tuple[slice, slice] | None:
@@ -117,54 +168,58 @@ class Moving:
         return self.found
 
 
-def move(peers: Peers, *routes: Route) -> Moving:
-    """Arrays from what ranks have to what they want, as one message between two ranks. What no rank has is 0."""
+def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
+    """Arrays, each by its way, as one message between two ranks. What no rank has is 0."""
     every: list[Any] = []
     sends, receives, late = [], [], []
-    for x, sources, targets in routes:
-        mine, batch = targets[peers.rank], range(x.shape[0])
-        if peers.world == 1 and mine == sources[0]:
+    for x, its in routes:
+        if its.nothing:
             every.append(x)
             continue
-        todo = messages(peers.rank, sources, targets)
-        made = x.new_empty if todo.whole else x.new_zeros
-        found = made((len(batch), *mine.shape, *x.shape[3:]))
+        found = (torch.empty if its.whole else torch.zeros)(
+            (x.shape[0], *its.shape, *x.shape[3:]), dtype=x.dtype, device=x.device
+        )
         every.append(found)
-        for box in todo.own:
-            found[:, box.to_rows, box.to_heads] = x[:, box.rows, box.heads]
-        for (rank, box), kept in zip(todo.sends, todo.kept):
-            for b in batch:
-                tensor = x[b, box.rows, box.heads]
-                if kept and not tensor.is_contiguous():
-                    tensor = found[b, kept[0], kept[1]]
-                sends.append((rank, tensor.contiguous()))
-        for rank, box in todo.receives:
-            for place in [found[b, box.to_rows, box.to_heads] for b in batch]:
-                straight = place.is_contiguous()
-                tensor = place if straight else torch.empty_like(place, memory_format=torch.contiguous_format)
+        here, there = its.here.of(x), its.there.of(found)
+        for part, place in zip(here[: its.own], there):
+            place.copy_(part)
+        for rank, part, kept in zip(its.sends, here[its.own :], its.kept):
+            for at, tensor in enumerate(_batches(part)):
+                if not tensor.is_contiguous():
+                    tensor = (tensor if kept is None else _batches(kept.of(found)[0])[at]).contiguous()
+                sends.append((rank, tensor))
+        for rank, part in zip(its.receives, there[its.own :]):
+            for place in _batches(part):
+                tensor = place
+                if not place.is_contiguous():
+                    tensor = torch.empty_like(place, memory_format=torch.contiguous_format)
+                    late.append((place, tensor))
                 receives.append((rank, tensor))
-                late += [] if straight else [(place, tensor)]
     return Moving(every, peers.exchange(sends, receives), late)
 
 
-def gathered_sums(peers: Peers, *routes: Route) -> list[Any]:
-    """Of each array the sum, over ranks that have an element in sources[r], of what they have, as targets[r] wants it; in its
-    dtype, which is float32 where sums matter."""
+def gathered_sums(peers: Peers, *routes: tuple[Any, Way]) -> list[Any]:
+    """Of each array the sum, over ranks from which a way leads to an element, of what they have; in its dtype, which is float32
+    where sums matter."""
+    found = [x.new_zeros((x.shape[0], *its.shape, *x.shape[3:])) for x, its in routes]
     sends, receives, parts = [], [], []
-    for n, (x, sources, targets) in enumerate(routes):
-        todo, batch = messages(peers.rank, sources, targets), range(x.shape[0])
-        sends += [(rank, x[b, box.rows, box.heads].contiguous()) for rank, box in todo.sends for b in batch]
-        parts += [(peers.rank, n, box, x[:, box.rows, box.heads]) for box in todo.own]
-        for rank, box in todo.receives:
-            shape = len(batch), box.rows.stop - box.rows.start, box.heads.stop - box.heads.start, *x.shape[3:]
-            part = x.new_empty(shape)
-            receives += [(rank, part[b]) for b in batch]
-            parts.append((rank, n, box, part))
+    for total, (x, its) in zip(found, routes):
+        here, there = its.here.of(x), its.there.of(total)
+        sends += [(rank, one.contiguous()) for rank, part in zip(its.sends, here[its.own :]) for one in _batches(part)]
+        parts += [(peers.rank, place, part) for place, part in zip(there, here[: its.own])]
+        for rank, place in zip(its.receives, there[its.own :]):
+            part = torch.empty_like(place, memory_format=torch.contiguous_format)
+            receives += [(rank, one) for one in _batches(part)]
+            parts.append((rank, place, part))
     peers.exchange(sends, receives).wait()
-    found = [x.new_zeros((x.shape[0], *targets[peers.rank].shape, *x.shape[3:])) for x, _, targets in routes]
-    for _, n, box, part in sorted(parts, key=itemgetter(0)):
-        found[n][:, box.to_rows, box.to_heads] += part
+    for _, place, part in sorted(parts, key=itemgetter(0)):
+        place.add_(part)
     return found
+
+
+def _batches(x: Any) -> Sequence[Any]:
+    """The batches of an array, each of which is contiguous if the array's rows are."""
+    return (x,) if x.shape[0] == 1 else x.unbind(0)
 
 
 def _size(box: Box) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..recurrent.kernels.tokens import CHUNK
 from .orders import Span
@@ -74,9 +73,7 @@ class Chain:
 
     def __init__(self, peers: Peers, m: Any, left: Any, compose: Callable[[Any, Any], Any]):
         self.compose, self.shapes = compose, (m.shape, left.shape)
-        mine = torch.cat([m.float().flatten(), left.float().flatten()])
-        self.every = [torch.empty_like(mine) for _ in range(peers.world)]
-        dist.all_gather(self.every, mine, group=peers.group)
+        self.every = peers.collected(torch.cat([m.float().flatten(), left.float().flatten()]))
 
     def before(self, rank: int) -> Any:
         """The state before the part of a rank other than the first."""

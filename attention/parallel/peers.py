@@ -33,6 +33,9 @@ class Peers:
     world: int
     ranks: tuple[int, ...]  # their global ones
 
+    def __hash__(self):
+        return hash(self.group)  # of every call, so no more than tells groups apart
+
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Pending:
         """Send these contiguous tensors, and receive into those: each a pair (rank, tensor). What a rank sends to another the
         latter receives in that order. All are one message of NCCL's, on its own stream behind the current one."""
@@ -50,9 +53,13 @@ class Peers:
     def gathered(self, said: bytes, device: Any) -> list[bytes]:
         """What each rank says, as many bytes."""
         mine = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(device)
-        found = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(found, mine, group=self.group)
-        return [bytes(x.cpu().tolist()) for x in found]
+        return [bytes(x.cpu().tolist()) for x in self.collected(mine)]
+
+    def collected(self, x: Any) -> list[Any]:
+        """Each rank's tensor of this shape."""
+        found = [torch.empty_like(x) for _ in range(self.world)]
+        dist.all_gather(found, x, group=self.group)
+        return found
 
     def told(self, said: str) -> list[str]:
         """What each rank says."""
@@ -66,7 +73,9 @@ ALONE = Peers(None, 0, 1, (0,))
 
 def peers_of(group: Any) -> tuple[Peers, ...]:
     """The Peers of a process group, of each dimension of a DeviceMesh, or of all processes for None; each of a tuple of these
-    is a dimension, too. TypeError, RuntimeError."""
+    is a dimension, too; Peers are what they are. TypeError, RuntimeError."""
+    if isinstance(group, Peers):
+        return (group,)
     if isinstance(group, tuple):
         return tuple([one for part in group for one in peers_of(part)])
     if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):

@@ -45,7 +45,8 @@ class Piece(NamedTuple):
 
 class Call(NamedTuple):
     """What forward was told besides q, k and v, by name and without what is None. length, keys: tokens of the whole, of queries
-    and of keys. heads, kv_heads: those that arrays are of. head_dims: of q and v. device: where arrays are."""
+    and of keys. heads, kv_heads: those that arrays are of. head_dims: of q and v. device: where arrays are. plain: is there no
+    array in what was told, so that all calls of a form are alike but for q, k and v?"""
 
     told: dict[str, Any]
     length: int
@@ -54,6 +55,7 @@ class Call(NamedTuple):
     kv_heads: Span
     head_dims: tuple[int, int]
     device: Any
+    plain: bool = False
 
     @property
     def past(self) -> int:

@@ -68,7 +68,7 @@ class Recurrence:
     function: Callable
     before, after = "initial_state", "return_state"  # the options for states
     values = 2  # which of the arrays are values
-    whole = ()  # which have no tokens
+    whole: tuple[int, ...] = ()  # which have no tokens
 
     def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any]):
         self.arrays, self.options = arrays, {name: x for name, x in options.items() if x is not None}
@@ -250,7 +250,8 @@ class LinearInSegments(InSegments, Linear):
 
     def going_on(self, place: Part, local: Any, total: Any, state: Any) -> Any:
         """See InSegments."""
-        return plain.going_on(*self.arrays, local, total, initial_state=state, **self._told(place, "decay", "scale"))
+        q, k, v = self.arrays
+        return plain.going_on(q, k, v, local, total, initial_state=state, **self._told(place, "decay", "scale"))
 
     def as_states(self, left: Any) -> Any:
         """See InSegments."""
@@ -352,7 +353,8 @@ class MambaInSegments(InSegments, Mamba):
     def going_on(self, place: Part, local: Any, total: Any, state: Any) -> Any:
         """See InSegments."""
         told = self._told(place, "D", "z", "dt_bias", "dt_softplus")
-        return mamba.going_on(*self.arrays, local, total, initial_states=state, **told)
+        x, dt, A, B, C = self.arrays
+        return mamba.going_on(x, dt, A, B, C, local, total, initial_states=state, **told)
 
 
 @functools.lru_cache(64)

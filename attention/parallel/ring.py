@@ -31,19 +31,25 @@ class Ring:
 
     def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...]):
         self.peers, self.queries, self.keys = peers, queries, keys
+        self.known: Any = None  # what follows from the call's form
 
     def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
-        shares = self._shares(k, v)
-        out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=torch.float32, device=q.device)
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
-        alone = _without_sink(call)
+        shares, (unseen, todo) = self._shares(k, v), self._todo(call)
+        out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32, device=q.device)
+        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+        for rows in unseen:
+            out[:, rows].zero_()
+            lse[:, :, rows].fill_(-torch.inf)
         for share, (keys, values) in shares:
-            for rows, seen, part in self._parts(alone, share):
-                found = torch.empty_like(out[:, rows], memory_format=torch.contiguous_format)
-                given = q[:, rows], keys[:, seen], values[:, seen]
+            for rows, seen, part, first in todo[share]:
+                mine, its, given = out[:, rows], lse[:, :, rows], (q[:, rows], keys[:, seen], values[:, seen])
+                found = mine if first else torch.empty_like(mine, memory_format=torch.contiguous_format)
                 _, sums = attention.forward(*given, out=found, return_lse=True, **part.options)
-                merge(out[:, rows], lse[:, :, rows], found, sums)
+                if first:
+                    its.copy_(sums)
+                else:
+                    merge(mine, its, found, sums)
         if "sink" in call.told:
             merge(out, lse, None, call.told["sink"][:, None])
         return out.to(q.dtype), lse
@@ -80,6 +86,27 @@ class Ring:
             yield owner, now
             pending.wait()
             now = coming
+
+    def _todo(self, call: Call) -> tuple[list[slice], dict[int, list[tuple[slice, slice, Piece, bool]]]]:
+        """(rows to begin with as if they had seen nothing, what `_parts` says of each share, and if a piece is the first of its
+        rows, all of a span, so that there is nothing to merge it with); remembered as Gather does."""
+        if self.known is not None:
+            return self.known
+        rank, world, alone = self.peers.rank, self.peers.world, _without_sink(call)
+        spans = [slice(at, at + len(span)) for at, span in Cut(self.queries[rank], all_heads(1)).places()]
+        begun: dict[int, bool] = {}  # of spans of which a piece was the first: was it of all rows?
+        todo: dict[int, list[tuple[slice, slice, Piece, bool]]] = {}
+        for share in [(rank - step) % world for step in range(world)]:
+            todo[share] = []
+            for rows, seen, part in self._parts(alone, share):
+                (span,) = [one for one in spans if one.start <= rows.start < one.stop]
+                first = span.start not in begun
+                begun.setdefault(span.start, rows == span)
+                todo[share].append((rows, seen, part, first and rows == span))
+        found = [span for span in spans if not begun.get(span.start)], todo
+        if call.plain:
+            self.known = found
+        return found
 
     def _parts(self, call: Call, share: int) -> Iterator[tuple[slice, slice, Piece]]:
         """(rows of q, rows of the share, Piece) of what these queries see of it."""
@@ -119,7 +146,7 @@ def merge(out: Any, lse: Any, other: Any, its: Any) -> None:
     weights = [(x - top).exp().transpose(1, 2)[..., None] for x in (lse, its.expand(lse.shape))]
     out *= weights[0]
     if other is not None:
-        out += other * weights[1]
+        out.addcmul_(other, weights[1])
     lse.copy_(both)
 
 

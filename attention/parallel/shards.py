@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .moves import Cut, Route, gathered_sums, move
+from .moves import Cut, gathered_sums, move, way
 from .orders import Order, Span, order_of
 from .peers import Peers, one_of, peers_of
 
@@ -56,13 +56,13 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, peers, dim, before, after):
         ctx.told = peers, dim, before, after
-        (found,) = move(peers, Route(_rows(x, dim), before, after)).wait()
+        (found,) = move(peers, (_rows(x, dim), way(peers.rank, before, after))).wait()
         return _along(found, dim)
 
     @staticmethod
     def backward(ctx, dx):
         peers, dim, before, after = ctx.told
-        (found,) = gathered_sums(peers, Route(_rows(dx, dim), after, before))
+        (found,) = gathered_sums(peers, (_rows(dx, dim), way(peers.rank, after, before)))
         return _along(found, dim), None, None, None, None
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from ..softmax.autograd import adjacent
 from ..softmax.backward.norms import gradients as norm_gradients
 from ..softmax.backward.norms import normalised
 from ..softmax.gradient import ONCE, flat, grouped
-from .agreed import agreed, form_of, words_of
+from .agreed import PLAIN, agreed, form_of, words_of
 from .choice import SCHEMES, SHARE, Choice, choose, refusal
 from .gather import Gather
 from .gradients import Gradients
@@ -30,6 +31,7 @@ from .pieces import Call
 from .ring import Ring
 
 NORMS = "q_norm", "k_norm"
+_AS_IT_IS = nullcontext()
 INDICES = 2**24  # see softmax/forward.py
 
 
@@ -84,38 +86,57 @@ def forward(
         q, k, v, out = (x if x is None else x.transpose(1, 2) for x in (q, k, v, out))
     elif layout != "bshd":
         raise ValueError(f'layout: must be "bshd" or "bhsd": {layout=}')
-    with _on(stream, q):
-        peers = peers_of(group)
-        key = _key(peers, scheme, order, length, length_k, q, k, v, told)
-        known = agreed(peers, key, lambda: _planned(peers, scheme, order_of(order), length, length_k, q, k, v, told), q.device)
-        if explain:
-            return known.choice
-        arrays, others = flat(_shaped(told))
-        learned = {name: x for name, x in arrays.items() if differentiated(x)}
-        if differentiated(q, k, v, *learned.values()):
-            names = ("q", "k", "v", *arrays)
-            made = _Attention.apply(known, names, others, q, k, v, *arrays.values())
-        else:
-            made = _attend(known, q, k, v, told)
-        result, lse = made
-        if out is not None:
-            result = out.copy_(result)
-    result = result.transpose(1, 2) if layout == "bhsd" else result
-    return (result, lse) if flag("return_lse", return_lse) else result
+    if stream is None or not q.is_cuda:
+        found = _call(group, scheme, order, length, length_k, explain, q, k, v, out, told)
+    else:
+        with torch.cuda.stream(stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.ExternalStream(int(stream))):
+            found = _call(group, scheme, order, length, length_k, explain, q, k, v, out, told)
+    if explain:
+        return found
+    result = found[0].transpose(1, 2) if layout == "bhsd" else found[0]
+    return (result, found[1]) if flag("return_lse", return_lse) else result
 
 
-class Plan(NamedTuple):
-    """What calls of one form have in common: the scheme, how long the whole is, and why."""
+def _call(
+    group: Any, scheme: Any, order: Any, length: Any, length_k: Any, explain: bool, q: Any, k: Any, v: Any, out: Any, told: dict
+) -> Any:
+    """(out, lse) on the current stream, or with `explain` the Choice."""
+    peers = peers_of(group)
+    key = _key(peers, scheme, order, length, length_k, q, k, v, told)
+    known = agreed(peers, key, lambda: _planned(peers, scheme, order_of(order), length, length_k, q, k, v, told), q.device)
+    if explain:
+        return known.choice
+    arrays, others = ({}, told) if known.plain else flat(_shaped(told))
+    if differentiated(q, k, v, *arrays.values()):
+        result, lse = _Attention.apply(known, ("q", "k", "v", *arrays), others, q, k, v, *arrays.values())
+    else:
+        result, lse = _attend(known, q, k, v, told)
+    return (result if out is None else out.copy_(result)), lse
 
-    scheme: Any
-    length: int
-    keys: int
-    choice: Choice | str
+
+class Plan:
+    """What calls of one form have in common: the scheme, how long the whole is, and why; and of those that are told no arrays
+    all that is told."""
+
+    def __init__(self, scheme: Any, length: int, keys: int, choice: Choice | str, call: Call):
+        self.scheme, self.length, self.keys, self.choice = scheme, length, keys, choice
+        self.plain = call.plain
+        self.known = call if call.plain and "k_norm" not in call.told else None
 
     def call(self, q: Any, k: Any, v: Any, told: dict[str, Any]) -> Call:
         """A call of this form."""
-        heads, kv_heads = all_heads(q.shape[2]), all_heads(k.shape[2])
-        return Call(told, self.length, self.keys, heads, kv_heads, (q.shape[3], v.shape[3]), q.device)
+        return self.known or called(self.length, self.keys, q, k, v, told)
+
+
+def called(length: int, keys: int, q: Any, k: Any, v: Any, told: dict[str, Any]) -> Call:
+    """A call on these arrays, or ones like them."""
+    heads, kv_heads = all_heads(q.shape[2]), all_heads(k.shape[2])
+    plain = "seed" not in told and all([type(x) in PLAIN or inspect.isfunction(x) or _of_numbers(x) for x in told.values()])
+    return Call(told, length, keys, heads, kv_heads, (q.shape[3], v.shape[3]), q.device, plain)
+
+
+def _of_numbers(x: Any) -> bool:
+    return isinstance(x, (tuple, list)) and all([one is None or type(one) in PLAIN for one in x])
 
 
 class _Attention(torch.autograd.Function):
@@ -123,7 +144,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan, names, others, *tensors):
-        told = grouped(dict(zip(names[3:], tensors[3:]))) | others
+        told = grouped(dict(zip(names[3:], tensors[3:]))) | others if names[3:] else others
         out, lse = _attend(plan, *tensors[:3], told)
         ctx.plan, ctx.names, ctx.others = plan, names, others
         ctx.mark_non_differentiable(lse)
@@ -145,8 +166,9 @@ class _Attention(torch.autograd.Function):
 
 def _attend(plan: Plan, q: Any, k: Any, v: Any, told: dict[str, Any]) -> tuple[Any, Any]:
     """(out, lse), without gradients."""
-    with torch.no_grad():
-        told = dict(_shaped(told))
+    with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
+        if "aux" in told or "k_norm" in told:
+            told = dict(_shaped(told))
         if "k_norm" in told:
             k = normalised("k", k.contiguous(), told.pop("k_norm"), told.get("norm_eps", 1e-6), None, "bshd")
         return plan.scheme.attend(q, k, v, plan.call(q, k, v, told))
@@ -157,7 +179,7 @@ def _differentiate(plan, dout, q, k, v, out, lse, told, wanted) -> dict[str, Any
     told = dict(_shaped(told))
     norms, eps = [told.pop(name, None) for name in NORMS], told.pop("norm_eps", 1e-6)
     rows = [normalised(name, x, norm, eps, None, "bshd") for name, x, norm in zip("qk", (q, k), norms)]
-    call = plan.call(*rows, v, told)
+    call = called(plan.length, plan.keys, rows[0], rows[1], v, told)
     found = Gradients.begin(rows[0], rows[1], v, call, wanted)
     plan.scheme.differentiate(dout, *rows, v, out, lse, call, found)
     results = dict(zip("qkv", found.results(q, k, v))) | found.others
@@ -180,9 +202,11 @@ def _shaped(told: dict[str, Any]) -> dict[str, Any]:
 def _key(
     peers: Sequence[Peers], scheme: Any, order: Any, length: Any, length_k: Any, q: Any, k: Any, v: Any, told: dict
 ) -> Any:
-    """What decides how a call is done: everything but what arrays hold."""
-    forms = [(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
-    return (*peers, scheme, order, length, length_k, *forms, *[(name, form_of(x)) for name, x in told.items()])
+    """What decides how a call is done: everything but what arrays hold, and a seed."""
+    if "seed" in told:
+        told = told | {"seed": None}
+    forms = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device
+    return (*peers, scheme, order, length, length_k, *forms, *told, *map(form_of, told.values()))
 
 
 def _planned(
@@ -213,11 +237,11 @@ def _planned(
         raise ValueError(
             f"mask: counts queries and keys in float32, so there must be fewer than 2**24 of each: {total}, {length_k}"
         )
-    call = Plan(None, total, length_k, "").call(q, k, v, told)
+    call = called(total, length_k, q, k, v, told)
     choice = _choice(peers, scheme, call, q, queries, keys)
     found = _scheme(choice.scheme if isinstance(choice, Choice) else choice, peers, call, queries, keys)
     forms = [f"{n}: {x.shape[0]} x {x.shape[2]} x {x.shape[3]} of {x.dtype}" for n, x in (("q", q), ("k", k), ("v", v))]
-    named = [f"{name}={words_of(name, x)}" for name, x in sorted(told.items())]
+    named = [f"{name}={words_of(name, x)}" for name, x in sorted(told.items()) if name != "seed"]
     said = [
         *forms,
         f"length={total}",
@@ -227,14 +251,12 @@ def _planned(
         f"{order=}",
         *named,
     ]
-    return "; ".join(said), Plan(found, total, length_k, choice)
+    return "; ".join(said), Plan(found, total, length_k, choice, call)
 
 
 def refuse(told: dict[str, Any]) -> None:
     """TypeError: what attention.forward does not take, or takes only of whole arrays."""
-    from inspect import signature
-
-    unknown = [name for name in told if name not in signature(attention.forward).parameters]
+    unknown = [name for name in told if name not in inspect.signature(attention.forward).parameters]
     if unknown:
         raise TypeError(f"attention.parallel.forward: takes no {unknown[0]}")
 
@@ -299,10 +321,3 @@ def _alone(call: Call) -> Gather:
     from .peers import ALONE
 
     return Gather(ALONE, ((Span(0, call.length),),), ((Span(0, call.keys),),))
-
-
-def _on(stream: Any, x: Any) -> Any:
-    """The caller's stream, made current."""
-    if stream is None or not x.is_cuda:
-        return nullcontext()
-    return torch.cuda.stream(stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.ExternalStream(int(stream)))

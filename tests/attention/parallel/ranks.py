@@ -43,7 +43,7 @@ def _rank(rank, world, body, backend, port):
 
 
 def device():
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
 
 
 def drawn(length, heads=2, kv_heads=1, dim=16, keys=None, seed=0, batch=1):

@@ -1,0 +1,109 @@
+"""attention.parallel on any number of ranks, which are threads here: of any lengths, and recurrences whose parts are cut."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import drawn
+from threads import together
+
+import attention
+from attention import parallel
+from attention.parallel.orders import ORDERS
+from attention.recurrent import chunks
+
+OPTIONS = dict(causal=True), dict(window=(9, 3)), dict(causal=True, window=(20, None)), dict()
+
+
+def share(x, peers, order="contiguous", dim=1):
+    return parallel.shard(x, peers, dim, order)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.integers(1, 60), st.integers(2, 5), st.sampled_from(["gather", "ulysses", "ring"]), st.sampled_from([*ORDERS]),
+    st.sampled_from(OPTIONS), st.integers(0, 99),
+)  # fmt: skip
+def test_any_length(length, world, scheme, order, options, seed):
+    """gather and ulysses are bitwise what one gives."""
+    q, k, v = drawn(length, world if scheme == "ulysses" else 2, world if scheme == "ulysses" else 1, seed=seed)
+    out, lse = attention.forward(q, k, v, return_lse=True, **options)
+    told = dict(options, scheme=scheme, order=order, length=length, return_lse=True)
+    found = together(world, lambda peers: parallel.forward(*[share(x, peers, order) for x in (q, k, v)], group=peers, **told))
+    spans = ORDERS[order].spans(length, world)
+    for (its, sums), mine in zip(found, spans, strict=True):
+        rows = [n for span in mine for n in range(*span)]
+        if scheme == "ring":
+            torch.testing.assert_close(its, out[:, rows], rtol=0, atol=2**-6 * out.abs().max().item())
+            torch.testing.assert_close(sums, lse[:, :, rows], rtol=0, atol=2**-10)
+        else:
+            assert torch.equal(its, out[:, rows]) and torch.equal(sums, lse[:, :, rows])
+
+
+LENGTH = 64 * 6 + 12  # 192, 128 and 76 tokens a rank: three segments, two, and one
+
+
+def recurrent(name, arrays, whole=(), **options):
+    """A call on three ranks, whose parts are cut into segments, against the same call on one."""
+    wanted = getattr(attention, name)(*arrays, **options)
+
+    def rank(peers):
+        mine = [x if n in whole else share(x, peers) for n, x in enumerate(arrays)]
+        told = {n: share(x, peers) if n == "decay" and x.ndim > 1 else x for n, x in options.items()}
+        return getattr(parallel, name)(*mine, group=peers, length=arrays[0].shape[1], **told)
+
+    found, (out, state) = together(3, rank), wanted
+    for x, y in (torch.cat([its for its, _ in found], 1), out), *[(its, state) for _, its in found]:
+        assert (x.float() - y.float()).abs().max() <= 2.0**-6 * y.float().abs().max(), name
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """The interpreter has three multiprocessors: parts of one head are cut into as many segments as they have chunks."""
+    monkeypatch.setattr(chunks, "LEAST", 1)
+
+
+def members(batch=1):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(batch, LENGTH, 1, 16).bfloat16() for _ in range(3))
+    k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
+    return q, k, v, torch.rand(batch, LENGTH, 1)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_the_delta_rule_in_segments(cut, channels):
+    """Of a state given, and of sequences of which some have no chunk in a part."""
+    q, k, v, beta = members()
+    decay = -0.02 * torch.rand(1, LENGTH, 1, *[16] * channels)
+    recurrent("delta_rule", (q, k, v, beta), decay=decay, initial_state=torch.randn(1, 1, 16, 16), return_state=True)
+    if not channels:
+        ends = torch.tensor([0, 150, 150, LENGTH], dtype=torch.int32)
+        recurrent("delta_rule", (q, k, v, beta), cu_seqlens=ends, return_state=True)
+
+
+def test_batches_in_segments(cut):
+    q, k, v, beta = members(2)
+    recurrent("delta_rule", (q, k, v, beta), decay=torch.tensor([-0.01]), return_state=True)
+
+
+def test_decays_of_channels_in_segments(cut):
+    """Of which some forget all."""
+    q, k, v, _ = members()
+    decay = -0.02 * torch.rand(1, LENGTH, 1, 16)
+    decay[:, 130:132, :, :3] = -torch.inf
+    recurrent("linear", (q, k, v), decay=decay, return_state=True)
+
+
+def test_mamba2_in_segments(cut):
+    q, k, v, beta = members()
+    told = dict(dt_bias=torch.rand(1), dt_softplus=True, initial_states=torch.randn(1, 1, 16, 16), return_final_states=True)
+    recurrent("mamba2", (v, 0.1 * beta, -torch.rand(1), k, q), whole=(2,), **told)
+
+
+def test_no_gradient_is_said_on_every_rank():
+    q, k, v, _ = members()
+    with torch.enable_grad(), pytest.raises(NotImplementedError, match="the backward pass is not there yet"):
+        parallel.linear(q.requires_grad_(), k, v)

@@ -1,0 +1,72 @@
+"""The delta rule's states alone, against its recurrence in float64, in the interpreter and on the card."""
+
+import numpy as np
+import pytest
+from delta_cases import BF16, FP16, STATE, inputs
+from places import OnInterpreter
+
+from attention import reference
+from attention.recurrent.delta_rule import states
+
+
+def agree(place, k, v, beta, decay, more=None, ends=None, **options):
+    """From [S | 1] of some S, or with `more` columns otherwise: each half as near as delta_rule's states are. Of what has
+    become less than a 64th of what it was nobody asks more."""
+    heads, value_dim, key_dim = *v.shape[2:], k.shape[3]
+    sequences, more = len(k) if ends is None else len(ends) - 1, key_dim if more is None else more
+    start = np.zeros((sequences, heads, key_dim, value_dim + more), np.float32)
+    start[..., :value_dim] = 0.3 * np.random.default_rng(1).standard_normal((sequences, heads, key_dim, value_dim), np.float32)
+    start[..., value_dim:] = np.eye(key_dim, more)
+    put = lambda x: None if x is None else place.put(x)
+    told = {"decay": put(decay), "cu_seqlens": put(ends), **options}
+    found = place.get(states(*map(put, (k, v, beta, start)), **told))
+    wide = np.concatenate([v.astype(np.float32), np.zeros((*v.shape[:3], more), np.float32)], -1)
+    told = {"beta": beta, "decay": decay, "initial_state": start, "cu_seqlens": ends}
+    _, last = reference.linear(k, k, wide, **told)
+    for columns in slice(value_dim), slice(value_dim, None):
+        one, other = found[..., columns], last[..., columns]
+        assert np.abs(one - other).max(initial=0) <= 2 * STATE * np.abs(other).max(initial=2**-6)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim", "dtype"), [(128, 128, BF16), (64, 64, FP16), (16, 16, BF16), (80, 208, FP16)])
+def test_sizes_of_keys_and_values(place, key_dim, value_dim, dtype):
+    _, k, v, beta, decay = inputs(2, 130, 1, key_dim, value_dim, dtype)
+    agree(place, k, v, beta, decay)
+
+
+@pytest.mark.parametrize("length", [0, 1, 64, 65, 300])
+def test_lengths(place, length):
+    _, k, v, beta, _ = inputs(1, length, 1, 64, 64)
+    agree(place, k, v, beta, None, more=0 if length == 64 else None)
+
+
+def test_strong_decays_of_shared_keys(place):
+    """A chunk that decays by more than numbers hold, and one that forgets all."""
+    _, k, v, beta, decay = inputs(1, 200, 2, 64, 64, gate=2, key_heads=1)
+    decay[0, 70:75] = -np.inf
+    agree(place, k, v, beta, decay)
+    agree(place, k, v, beta, np.array([-0.01, -50], np.float32))
+
+
+def test_sequences_one_behind_the_other(place):
+    """Neighbours may be NaN: an empty one between two, of which the state is what it was."""
+    ends = np.array([0, 30, 30, 100], np.int32)
+    _, k, v, beta, decay = inputs(1, 140, 1, 64, 64)
+    agree(place, k[:, :100], v[:, :100], beta[:, :100], decay[:, :100], ends=ends)
+
+
+def test_token_by_token(place):
+    _, k, v, beta, decay = inputs(1, 20, 1, 64, 32)
+    agree(place, k, v, beta, decay, family="sm_80")
+
+
+def test_too_few_columns():
+    _, k, v, beta, _ = inputs(1, 20, 1, 64, 32)
+    with pytest.raises(ValueError, match="initial_state: must have a column for each of v's"):
+        states(k, v, beta, np.zeros((1, 1, 64, 16), np.float32))
+
+
+def test_as_compiled_for_hopper(as_compiled):
+    as_compiled("sm_90a")
+    _, k, v, beta, decay = inputs(1, 70, 1, 64, 64)
+    agree(OnInterpreter(), k, v, beta, decay)
