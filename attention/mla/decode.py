@@ -111,7 +111,10 @@ def mla_decode(
     if scale is None:
         raise TypeError("scale: must be a number, such as (128 + 64)**-0.5: scale=None")
     options = flag("causal", causal), _parts(splits), number("scale", scale), flag("return_lse", return_lse), family
-    if rotary is None and descale is None:
+    if (rotary is None) != (descale is None):
+        name = "rotary" if rotary is None else "descale"
+        raise TypeError(f"{name}: must be given where the other is, both of a cache of float8_e4m3fn: {name}=None")
+    if rotary is None:
         return _mla_decode(stream, (q, latent, lengths, pages, batch_index, out, None), options)
     return _mla_decode_fp8(stream, (q, latent, lengths, rotary, descale, pages, batch_index, out, None), options)
 

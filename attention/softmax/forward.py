@@ -169,7 +169,8 @@ def forward(
     elif widened:
         refuse_with_fp8(q_descale=q_descale, block_lists=isinstance(blocks, Making))
     elif units != (None, None, None):
-        raise ValueError("q_descale, k_descale, v_descale: are for q, k and v of float8_e4m3fn")
+        name = next(name for name, unit in zip(("q_descale", "k_descale", "v_descale"), units) if unit is not None)
+        raise ValueError(f"{name}: is for q, k and v of float8_e4m3fn; leave it away, or make them by attention.quantize")
     if flag("deterministic", deterministic) and tracing(q):
         raise NotImplementedError("deterministic: of JAX's gradients there is no fixed order yet; attention.backward has it")
     of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None

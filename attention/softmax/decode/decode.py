@@ -415,8 +415,9 @@ def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
     for name in ("k", "v"):
         form = problem[name].form
         if form.dtype not in (problem.dtype, FP8) or form.dtype != held:
-            said = f"{name}.dtype={form.dtype!r}, k.dtype={held!r}, q.dtype={problem.dtype!r}"
-            raise TypeError(f"{name}: dtype must be q's or float8_e4m3fn, as k's: {said}")
+            also, said = (", as k's", f"k.dtype={held!r}, ") if name == "v" else ("", "")
+            said = f"{name}.dtype={form.dtype!r}, {said}q.dtype={problem.dtype!r}"
+            raise TypeError(f"{name}: dtype must be q's or float8_e4m3fn{also}: {said}")
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     told = {name: over(problem, name, "NG") for name in ("k_descale", "v_descale")}
