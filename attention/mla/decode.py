@@ -16,6 +16,7 @@ from ..options import flag, number
 from ..softmax.decode import combine as combine_many
 from ..softmax.decode.caches import Dense, Indexed, Paged
 from ..softmax.decode.decode import _by_rows, _parts
+from ..softmax.decode.placed import placed
 from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import Part, Whole
 from ..softmax.launches import DTYPES, LOG2_E
@@ -216,7 +217,8 @@ def _plan(
     of_cache = {name: problem[name] for name in ("pages", "batch_index") if name in problem}
     numbers = {"bands": bands, "sequences": batch, "slack": SLACK / (unit * LOG2_E)}
     first = kernel_for(kernels, config, problem.device)
-    return Plan([first.bind(batch * parts * bands, **arrays, **numbers, **told, **of_cache, **of_keys, **to), *steps], scratch)
+    steps = [first.bind(batch * parts * bands, **arrays, **numbers, **told, **of_cache, **of_keys, **to), *steps]
+    return Plan([*placed(problem), *steps], scratch)
 
 
 def _cache(problem: Problem, piece: int) -> Dense:

@@ -197,7 +197,12 @@ def forward(
         raise NotImplementedError(
             "q: requires_grad, and there are no gradients of fp8 attention; call it under torch.no_grad()"
         )
-    if differentiated(*learned) and out is stream is None and not isinstance(blocks, Making):
+    if differentiated(*learned) and not isinstance(blocks, Making):
+        if not (out is stream is None):
+            name = "stream" if out is None else "out"
+            raise NotImplementedError(
+                f"{name}: cannot be given where a gradient is to come; leave it away, or call under torch.no_grad()"
+            )
         from .autograd import differentiable
 
         told = {"q": q, "k": k, "v": v, "causal": causal, "scale": scale, "layout": layout, "family": family}

@@ -27,6 +27,7 @@ from ..scores import Capped, Scored, Sunk
 from ..variants import Both, Variant
 from . import attend, combine, many
 from .caches import Dense, Indexed, Paged
+from .placed import placed
 from .products import Narrow, Same
 from .reach import MaskedRows, Reach, ScoredRows, Sloped
 from .results import Either, Part, PartOfPacked, Whole
@@ -242,6 +243,8 @@ def _decode(
             raise problem.error("k", "must have at least one key where there is a sink", "k")
         nothing = [Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x]
         return Plan([*before.steps, *nothing], before.scratch)
+    if mask is None:  # what a mask leaves out need not be there
+        before = before._replace(steps=[*placed(problem, left), *before.steps])
     *functions, aux = functions_of(problem, mask, score, most_keys)
     asked = Asked(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
     counted = "leftpad" in problem and (mask or score)  # functions count a cache's keys from its first, forward from leftpad
