@@ -9,6 +9,8 @@ from torch import nn
 
 import attention
 
+from .softmax.asked import positive
+
 
 class Attention(nn.Module):
     """Self-attention of x (B, S, dim), which it gives back in that shape:
@@ -57,7 +59,7 @@ class Attention(nn.Module):
         self.head_dim = head_dim or dim // heads
         if self.head_dim % 8 or not 8 <= self.head_dim <= 256:
             raise ValueError(f"head_dim: must be a multiple of 8, from 8 to 256: head_dim={self.head_dim}")
-        self.rotary = rotary
+        self.rotary = positive("rotary", rotary)
         self.options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         self.project = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=bias, **place)

@@ -191,13 +191,18 @@ def loaded(place: str) -> tuple[Callable, tuple]:
 
 def _window(words: str) -> tuple[int | None, int | None]:
     """(left, right) of "128,0"; an end that is left out is open."""
-    left, right = (int(word) if word.strip() else None for word in words.split(","))
+    try:
+        left, right = (int(word) if word.strip() else None for word in words.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"say left,right, such as 128,0, got {words!r}") from None
     return left, right
 
 
 def _block(words: str) -> tuple[int, int]:
     """(rows, keys) of "128" or "192x128"."""
     rows, _, cols = words.partition("x")
+    if not rows.isdecimal() or not (cols or rows).isdecimal():
+        raise argparse.ArgumentTypeError(f"say 128 or 192x128, queries and keys, got {words!r}")
     return int(rows), int(cols or rows)
 
 

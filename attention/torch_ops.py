@@ -1,9 +1,13 @@
 """The ops that all public functions are made of, as torch.ops.tiles (tiles/torch_op.py)."""
 
+import sys
+
 
 def register_torch_ops() -> None:
     """Register every function's op with torch, which must be imported: for torch.export.load, and for calls by name. Else
-    the first call that needs an op registers it."""
+    the first call that needs an op registers it. RuntimeError: torch is not imported."""
+    if "torch" not in sys.modules:
+        raise RuntimeError("register_torch_ops: torch is not imported: say `import torch` first")
     from .cache.append import _append, _append_with_queries
     from .cache.quantize import _quantize
     from .mla.decode import _mla_decode, _mla_decode_fp8

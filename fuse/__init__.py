@@ -25,3 +25,8 @@ from .language import *  # noqa: F403
 from .language import __all__ as _functions
 
 __all__ = ["Fused", "backend", "compile", "kernel", *_functions]
+
+
+def __getattr__(name: str) -> object:
+    written = f"a fused function is written with operators and {', '.join(_functions)}"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; {written}")

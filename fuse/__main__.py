@@ -24,13 +24,17 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["inspect"]:
         return inspect.main(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m fuse", description=__doc__)
-    parser.add_argument("command", choices=("show", "tune"))
+    parser.add_argument("command", choices=("show", "tune", "inspect"), help="inspect has options of its own: inspect --help")
     parser.add_argument("function", help="FILE:FUNCTION or MODULE:FUNCTION, a function that fuse.kernel made")
     parser.add_argument("--shapes", nargs="+", required=True, help="of each array, 16x4096; 4096x6144.T lies as its transpose")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     asked = parser.parse_args(arguments)
     file, _, name = asked.function.rpartition(":")
-    function = getattr(module_at(file), name, None) if file else None
+    try:
+        function = getattr(module_at(file), name, None) if file else None
+    except (ImportError, ValueError) as error:
+        print(f"{asked.function}: {error}", file=sys.stderr)
+        return 2
     if not isinstance(function, Fused):
         print(f"{asked.function} is no function that fuse.kernel made; say FILE:FUNCTION", file=sys.stderr)
         return 2
@@ -53,7 +57,10 @@ def show(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str
 
 def tune(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str) -> int:
     """On the card, on random numbers of torch's."""
-    import torch
+    try:
+        import torch
+    except ImportError:
+        raise RuntimeError("tune: measures on torch's tensors, and torch is not installed here") from None
 
     kind = getattr(torch, np.dtype(DTYPES[dtype]).name)
     arrays = [_turned(torch.randn(shape, device="cuda", dtype=kind), turned) for shape, turned in shapes]
@@ -66,7 +73,10 @@ def tune(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str
 
 def _extents(text: str) -> tuple[tuple[int, ...], bool]:
     """The shape in memory, and whether it is meant as its transpose."""
-    extents = tuple(map(int, text.removesuffix(".T").split("x")))
+    try:
+        extents = tuple(map(int, text.removesuffix(".T").split("x")))
+    except ValueError:
+        raise ValueError(f"--shapes: must be such as 16x4096, 4096 or 4096x6144.T, got {text!r}") from None
     return (extents[::-1], True) if text.endswith(".T") else (extents, False)
 
 

@@ -30,7 +30,7 @@ from tiles.program import Plan, Program
 from tiles.recording import Recorded, recorded
 from tiles.schema import Schema
 
-from . import gradient, graph, module, place, terms, tune
+from . import gradient, graph, language, module, place, terms, tune
 from .candidates import Candidate, Chosen, candidates, chosen
 from .cost import Card, card, card_of
 from .early import Early
@@ -54,6 +54,8 @@ class Fused:
 
     def __init__(self, definition: Callable):
         functools.update_wrapper(self, definition)
+        if not hasattr(definition, "__code__"):
+            raise TypeError(f"fuse.kernel: must be given a Python function of arrays: {definition!r:.60}")
         name = definition.__name__
         self.definition, self.name = definition, name if name.isidentifier() else "fused"  # a lambda
         self.signature = inspect.signature(definition)
@@ -122,10 +124,14 @@ class Fused:
         for name, among in self._choices(traced).items():
             _refuse_index(name, given[name], among)
         found = evaluate(traced.roots, given, InNumPy(np.float32))
-        dtype = next(x.dtype for x in arrays if isinstance(x, np.ndarray))
+        first, dtype = next((name, x.dtype) for name, x in zip(self.names, arrays) if isinstance(x, np.ndarray))
+        if dtype.name not in (*FLOATS, "float64"):
+            raise TypeError(f"{first}: dtype must be one of {FLOATS}: {first}.dtype={dtype.name!r}")
         results = [np.asarray(x, root.held_as(dtype.name)) for x, root in zip(found, traced.roots)]
         results = [x.reshape(*lead, -1) for x in results] if lead else results
         for target, x in zip(out if isinstance(out, tuple) else [out] if out is not None else [], results):
+            if target.shape != x.shape:
+                raise ValueError(f"out: must have the result's shape: out.shape={target.shape}, {x.shape}")
             target[...] = x
         return results[0] if traced.single else tuple(results)
 
@@ -201,6 +207,7 @@ class Fused:
 
     def _plan(self, problem: Any, shapes: tuple[Shape, ...], numbers: dict[str, float]) -> Plan:
         """The launches of the best way, for this problem."""
+        self._refuse_mixed(shapes)
         made = self._chosen(shapes, problem.device)
         self._refuse_pieces(problem, made)
         operands: list[Any] = [problem[name] if s.extents else numbers[name] for name, s in zip(self.names, shapes)]
@@ -224,6 +231,15 @@ class Fused:
         """The arguments that choose, by name, and among how many."""
         return {x.what[0]: among for x, (_, among) in graph.indices(found.roots).items()}
 
+    def _refuse_mixed(self, shapes: tuple[Shape, ...]) -> None:
+        """NoKernel: a product is of arrays of two dtypes."""
+        for x in graph.walk(*self._trace(shapes).roots):
+            of = [y.of[0] if y.operation == "transpose" else y for y in x.of] if x.operation == "matmul" else []
+            held = [y.what for y in of if y.operation == "input" and y.what[1] != FP8]
+            if len({dtype for _, dtype in held}) > 1:
+                said = ", ".join(f"{name}.dtype={dtype!r}" for name, dtype in held)
+                raise NoKernel(f"{self.name}: a product must be of arrays of one dtype, which are here: {said}")
+
     def _refuse_pieces(self, problem: Any, made: Chosen) -> None:
         """NoKernel: cp.async would copy 16 bytes from where it cannot."""
         for x in (x for kernel in made.kernels for x in getattr(kernel, "copied", ())):
@@ -239,7 +255,14 @@ class Fused:
         return self._trace(self._shapes(arrays))
 
     def _trace(self, shapes: tuple[Shape, ...]) -> Traced:
-        return traced(self.definition, tuple(self.names), shapes)
+        try:
+            return traced(self.definition, tuple(self.names), shapes)
+        except (TypeError, AttributeError) as error:  # of Python, NumPy or torch, which know no terms
+            if "Term" not in str(error):
+                raise
+            name, known = getattr(error, "name", None), language.__all__
+            cure = f"use fuse.{name}" if name in known else f"it is written with operators and fuse's {', '.join(known)}"
+            raise type(error)(f"{self.name}: {error}; {cure}") from error
 
     def _chosen(self, shapes: tuple[Shape, ...], ordinal: int | None) -> Chosen:
         """The module for arrays of these shapes."""
@@ -285,6 +308,9 @@ class Fused:
         """Machine code of the kernels that serve C-ordered arrays of these shapes (() is a number; a Shape has a dtype of its
         own), made ahead of time with no GPU at hand, and kept on disk: the first call on such a GPU finds it. The best way by
         the roofline is taken."""
+        for s in self._arguments(shapes):
+            if not isinstance(s, tuple):
+                raise TypeError(f"{self.name}: shapes must be tuples of integers, () of a number, got {s!r}")
         seen = self.launches([s if isinstance(s, Shape) else Shape(s, dtype) for s in shapes], card_of(arch))
         found = []
         for kernel, types in dict.fromkeys((kernel, types) for kernel, types, *_ in seen):

@@ -60,7 +60,7 @@ def why(roots: Sequence[Term], card: Card) -> str:
         return f"{card.name} converts nothing to or from fp8, which begins with sm_89"
     for x in walk(*roots):
         if x.ndim >= 2 and x.operation != "input" and not search.of((x,)):
-            shapes = ", ".join(str(y.extents) for y in x.of)
+            shapes = ", ".join("float32 " * (y.operation == "input" and y.what[1] == "float32") + str(y.extents) for y in x.of)
             return f"no template computes {x.operation} of {shapes}: {x!r:.200}"
     return f"no template computes these together: {', '.join(map(repr, roots)):.200}"
 

@@ -15,6 +15,8 @@ def main(arguments) -> int:
     """Run a command's module, whose `main` takes the remaining arguments and returns the exit code."""
     if arguments[:1] and arguments[0] in COMMANDS:
         return importlib.import_module(f".{COMMANDS[arguments[0]][0]}", __package__).main(arguments[1:])
+    if arguments and not arguments[0].startswith("-"):
+        print(f"python -m tiles: there is no command {arguments[0]!r}", file=sys.stderr)
     print("usage: python -m tiles COMMAND", file=sys.stderr)
     for name, (_, text) in COMMANDS.items():
         print(f"  {name:<10} {text}", file=sys.stderr)

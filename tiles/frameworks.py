@@ -290,7 +290,8 @@ def _find_kind(x: Any, name: str) -> Kind:
     if hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__"):
         return _DLPACK
     given = f"{cls.__module__}.{cls.__qualname__}"
-    raise TypeError(f"{name}: must be an array with __cuda_array_interface__ or __dlpack__, not {given}")
+    said = f"{name}={x!r:.60}; NumPy's, torch's, CuPy's, JAX's and Numba's are"
+    raise TypeError(f"{name}: must be an array with __cuda_array_interface__ or __dlpack__, not {given}: {said}")
 
 
 def _name(dtype: np.dtype) -> str:

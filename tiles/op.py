@@ -73,9 +73,21 @@ class Op:
         rest = self.defaults[len(args) :]
         if not kwargs and len(args) < len(self.defaults) and inspect.Parameter.empty not in rest:
             return args + rest
-        bound = self.signature.bind(*args, **kwargs)
+        try:
+            bound = self.bind(args, kwargs)
+        except TypeError as error:
+            from .interpreter import hazard_line
+
+            raise TypeError(f"{error}{hazard_line()}") from None
         bound.apply_defaults()
         return tuple(bound.arguments.values())
+
+    def bind(self, args, kwargs):
+        """Which argument belongs to which parameter. TypeError names the op."""
+        try:
+            return self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}; it takes ({', '.join(self.parameters)})") from None
 
     def type(self, *specs):
         """(result type, emit) for argument types, or None; TypeError says what was given and what is possible."""

@@ -201,7 +201,7 @@ def teach_numba(op):
 
         def generic(self, args, kws):
             try:
-                bound = op.signature.bind(*args, **kws)
+                bound = op.bind(args, kws)
                 args = tuple(
                     bound.arguments[p.name] if p.name in bound.arguments else types.Omitted(p.default)
                     for p in op.signature.parameters.values()
@@ -392,11 +392,26 @@ class _Members(AttributeTemplate):
         if isinstance(this, Static) and inspect.isfunction(value) and value not in OPS:
             return inline(value)
         if value is None:
-            return types.none if hasattr(this.spec, name) else None
+            return types.none if hasattr(this.spec, name) else _refuse_attribute(this.spec, name)
         try:
             return self.context.resolve_value_type_prefer_literal(value)
         except ValueError:
             return None
+
+
+INSTEAD: dict[str, str] = {}  # attributes that arrays have and tiles have not, and what to use: refused.py has the table
+
+
+def instead_of(spec, name):
+    """What to say where a tile is asked for an attribute that arrays have; None of others."""
+    if isinstance(spec, (rt, rv, pending, st, sv, gl)) and name in INSTEAD:
+        return f"{type(spec).__name__!r} object has no attribute {name!r}: use {INSTEAD[name]}; got {spec}"
+    return None
+
+
+def _refuse_attribute(spec, name):
+    if instead := instead_of(spec, name):
+        raise TypeError(f"{instead}{kernel_line()}")
 
 
 def _attribute(context, builder, ty, value, name):

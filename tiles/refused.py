@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .plumbing import refuse
+from .plumbing import INSTEAD, instead_of, refuse
 from .types import gl, pending, rt, rv, st, sv
 
 TILES = (rt, rv, pending, st, sv, gl)
@@ -87,7 +87,17 @@ def check_branch(spec):
     if isinstance(spec, pending):
         raise TypeError(f"this tile is still in flight: {spec}; take it with warpgroup.wait(...) first")
     if isinstance(spec, TILES):
-        raise TypeError(f"a branch cannot depend on a tile: {spec}")
+        raise TypeError(f"a branch cannot depend on a tile: {spec}; use where, or ask tile_any or tile_all of it")
+
+
+INSTEAD |= {
+    "T": "transpose(t)",
+    "sum": "row_sum(t), col_sum(t) or tile_sum(t)",
+    "max": "row_max(t), col_max(t) or tile_max(t)",
+    "min": "row_min(t), col_min(t) or tile_min(t)",
+    "mean": "row_sum(t) / t.cols",
+    **dict.fromkeys(("astype", "to"), "a dtype, called: bf16(t)"),
+}
 
 
 def check_print(*specs):
@@ -97,6 +107,14 @@ def check_print(*specs):
         raise TypeError(f"print: a tile is printed by itself, print(tile), got {tiles[0]} among other arguments")
     if tiles and (not isinstance(tiles[0], (rt, rv)) or getattr(tiles[0], "partial", False)):
         raise TypeError(f"print: takes a register tile or vector, got {tiles[0]}")
+
+
+def refuse_attribute(spec, name):
+    """AttributeError, with the kernel's line, if a value of an interpreted kernel is asked for what arrays have."""
+    from .interpreter import hazard_line
+
+    if instead := instead_of(spec, name):
+        raise AttributeError(f"{instead}{hazard_line()}") from None
 
 
 def refuse_values(check, *values):

@@ -156,7 +156,9 @@ class ring:
 
 
 def needs_whole(name, tile):
-    """ValueError if this tile is a part of another."""
+    """ValueError if this tile is a part of another; TypeError if it does not lie in shared memory."""
+    if not hasattr(tile, "whole"):
+        raise TypeError(f"{name}: must be of a tile in shared memory, st or sv, got {tile}")
     if tile.whole != tile.rows:
         raise ValueError(f"{name}: {tile} is a part; lay out the whole, and take subtile(...) of it in the kernel")
 

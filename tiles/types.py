@@ -31,10 +31,10 @@ class rt:
     layout: str = "row"
 
     def __post_init__(self):
-        if self.rows < 16 or self.cols < 16 or self.rows % 16 or self.cols % 16:
+        if self.rows < 16 or self.cols < 16 or self.rows % 16 or self.cols % 16 or float in (type(self.rows), type(self.cols)):
             raise ValueError(f"rt: rows and cols must be positive multiples of 16, got {self.rows} x {self.cols}")
         if self.dtype not in EVERY_DTYPE:
-            raise ValueError(f"rt: dtype must be one of {EVERY_DTYPE}, got {self.dtype}")
+            raise ValueError(f"rt: dtype must be one of {EVERY_DTYPE}, got {self.dtype!r}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"rt: layout must be one of {LAYOUTS}, got {self.layout!r}")
         if self.shape[self.layout == "row"] % (8 * self.dtype.run):
@@ -91,7 +91,7 @@ class rv:
 
     def __post_init__(self):
         if self.dtype not in EVERY_DTYPE:
-            raise ValueError(f"rv: dtype must be one of {EVERY_DTYPE}, got {self.dtype}")
+            raise ValueError(f"rv: dtype must be one of {EVERY_DTYPE}, got {self.dtype!r}")
 
     def __str__(self):
         return f"{'partial ' * self.partial}{self.axis}({self.length}, {self.dtype}{', col' * (self.layout == 'col')})"
@@ -225,7 +225,7 @@ class sv:
         if self.length < 16 or self.length % (16 if self.length <= VECTOR_BOX else VECTOR_BOX // 2):
             raise ValueError(f"sv: length must be a positive multiple of 16 up to 256, or one of 128, got {self.length}")
         if self.dtype not in EVERY_DTYPE:
-            raise ValueError(f"sv: dtype must be one of {EVERY_DTYPE}, got {self.dtype}")
+            raise ValueError(f"sv: dtype must be one of {EVERY_DTYPE}, got {self.dtype!r}")
 
     def __str__(self):
         return f"sv({self.length}, {self.dtype})"

@@ -9,7 +9,7 @@ from numba.cuda.np.numpy_support import from_dtype
 
 from .op import OPS, Name, operator
 from .plumbing import SCALARS, numba_type
-from .refused import REFUSED, check_branch, refuse_values
+from .refused import REFUSED, check_branch, refuse_attribute, refuse_values
 from .types import gl, pending, remote, rt, rv, st, sv
 
 
@@ -26,7 +26,11 @@ class Tile:
         self.array.flags.writeable = False
 
     def __getattr__(self, name):
-        return getattr(self.spec, name)
+        try:
+            return getattr(self.spec, name)
+        except AttributeError:
+            refuse_attribute(self.spec, name)
+            raise
 
     def __str__(self):
         return "\n".join([str(self.spec), *(" ".join(f"{x:9.4f}" for x in row) for row in self.array.astype(np.float32))])
@@ -122,6 +126,9 @@ class tensor:
     counts, by default the tile's rows; 1 for tiles that begin at any row."""
 
     def __init__(self, array, tile: "st | sv", rows: int = -2, cols: int = -1, unit: int | None = None):
+        if not hasattr(array, "shape") or not isinstance(tile, (st, sv)):
+            given = f"{array!r:.60}" if not hasattr(array, "shape") else str(tile)
+            raise TypeError(f"tensor: takes an array and a tile in shared memory, st or sv, got {given}")
         rank, is_tile = len(array.shape), isinstance(tile, st)
         if not 1 + is_tile <= rank <= 5:
             raise ValueError(f"tensor: TMA takes arrays of {1 + is_tile} to 5 axes for {tile}, got shape {tuple(array.shape)}")

@@ -194,8 +194,9 @@ def _check_cache(problem: Problem) -> None:
     k, v = problem["k"].form, problem["v"].form
     for name, form in ("k", k), ("v", v):
         if form.dtype not in (problem.dtype, "float8_e4m3fn") or form.dtype != k.dtype:
-            said = f"{name}.dtype={form.dtype!r}, k.dtype={k.dtype!r}, k_new.dtype={problem.dtype!r}"
-            raise TypeError(f"{name}: dtype must be k_new's or float8_e4m3fn, as k's: {said}")
+            also, said = (", as k's", f"k.dtype={k.dtype!r}, ") if name == "v" else ("", "")
+            said = f"{name}.dtype={form.dtype!r}, {said}k_new.dtype={problem.dtype!r}"
+            raise TypeError(f"{name}: dtype must be k_new's or float8_e4m3fn{also}: {said}")
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     gpu = machine(problem.device)

@@ -41,7 +41,14 @@ class PagedCache:
     ValueError: a number is no sequence's, or anything else is wrong."""
 
     def __init__(self, layers: Sequence[Layer], *, sequences: int, tokens: int):
-        self.layers: list[Layer] = [(k, v) for k, v in layers]
+        given = layers if isinstance(layers, (list, tuple)) else [layers]
+        if not all(isinstance(layer, (list, tuple)) and len(layer) == 2 for layer in given):
+            said = [type(layer).__name__ for layer in given]
+            raise TypeError(f"layers: must be a list of pairs (k, v) of pools, a pair for each layer, got {said}")
+        for name, count in ("sequences", sequences), ("tokens", tokens):
+            if isinstance(count, bool) or not hasattr(count, "__index__"):
+                raise TypeError(f"{name}: must be an integer: {name}={count!r}")
+        self.layers: list[Layer] = [(k, v) for k, v in given]
         shapes = [tuple(x.shape) for layer in self.layers for x in layer]
         if not shapes or any(len(shape) != 4 or shape[:2] != shapes[0][:2] for shape in shapes):
             raise ValueError(
@@ -181,6 +188,8 @@ class PagedCache:
 
         k_new, v_new: (B, S, Hk, D) of as many sequences; or with `tokens`, of each sequence, all of them one behind the other
         in a batch of 1."""
+        if not hasattr(sequences, "__len__"):
+            raise TypeError(f"sequences: must be a list of their numbers: {sequences=}")
         if not 0 <= layer < len(self.layers):
             raise ValueError(f"layer: there are {len(self.layers)}: {layer=}")
         ends, wanted = None, (len(sequences), int(k_new.shape[1]))

@@ -127,7 +127,8 @@ def flash_attn_varlen_func(
     block_table: Any = None,
 ) -> Any:
     """flash_attn_func of packed sequences. q, out: (total_q, H, D); k, v: (total_k, Hk, D); lse: (H, total_q)."""
-    refuse("block_table", block_table is not None, "gather the pages of k and v into (total_k, Hk, D)")
+    instead = "attention.decode(q[None], k, v, lengths=.., pages=block_table, cu_seqlens=cu_seqlens_q) reads pages"
+    refuse("block_table", block_table is not None, instead)
     refuse_probabilities(return_attn_probs, dropout_p)
     options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | seeded(dropout_p, q)
     found = attend_packed(q, k, v, return_attn_probs, cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
@@ -245,6 +246,9 @@ def attend(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
 
 def attend_packed(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
     """The same of packed sequences, without the batch of 1: lse (H, total)."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if len(x.shape) != 3:
+            raise ValueError(f"{name}: must have the axes total, H, D of packed sequences: {name}.shape={tuple(x.shape)}")
     found = attend(q[None], k[None], v[None], return_lse, **options)
     return (found[0][0], found[1][0]) if return_lse else found[0]
 

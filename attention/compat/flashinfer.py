@@ -38,6 +38,7 @@ class _Planned:
         refuse("jit_args", jit_args is not None, "attention.decode(.., mask=, score=, aux=) takes functions in Python")
         self.workspace, self.heads_first, self.graph = float_workspace_buffer, kv_layout == "HND", use_cuda_graph
         self.kept: dict[str, Any] = {}  # what graphs have captured
+        self.page_size = 0
         self.told: dict[str, Any] | None = None
 
     def end_forward(self) -> None:
@@ -71,6 +72,10 @@ class _Planned:
 
     def paged(self, indptr: Any, indices: Any, last_page_len: Any, size: int) -> dict[str, Any]:
         """decode's pages and lengths."""
+        for name, x in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
+            if not hasattr(x, "shape"):
+                raise TypeError(f"{name}: must be an array of int32: {name}={x!r:.60}")
+        self.page_size = size
         xp, (indptr, last) = namespace(indices), (_beside(x, indices) for x in (indptr, last_page_len))
         counts = indptr[1:] - indptr[:-1]
         batch, most = len(counts), int(counts.max()) if len(counts) else 0
@@ -89,7 +94,11 @@ class _Planned:
     def caches(self, paged_kv_cache: Any) -> tuple[Any, Any]:
         """(k, v), as (pages, page size, Hk, D)."""
         k, v = paged_kv_cache if isinstance(paged_kv_cache, (tuple, list)) else (paged_kv_cache[:, 0], paged_kv_cache[:, 1])
-        return (k.swapaxes(1, 2), v.swapaxes(1, 2)) if self.heads_first else (k, v)
+        k, v = (k.swapaxes(1, 2), v.swapaxes(1, 2)) if self.heads_first else (k, v)
+        if self.told is not None and len(k.shape) == 4 and k.shape[1] != self.page_size:
+            planned = f"page_size={self.page_size} and {'HND' if self.heads_first else 'NHD'} were planned"
+            raise ValueError(f"paged_kv_cache: has pages of {k.shape[1]} tokens, and {planned}")
+        return k, v
 
     def options(self, q_scale: Any, k_scale: Any, window_left: int | None, sinks: Any) -> dict[str, Any]:
         """What was planned, and what `run` says of it."""

@@ -1,8 +1,12 @@
-"""torch.nn.attention.flex_attention's function: `from attention.compat.flex import flex_attention`."""
+"""torch.nn.attention.flex_attention's function: `from attention.compat.flex import create_block_mask, flex_attention`.
+
+All but flex_attention is torch's own: create_block_mask, BlockMask, and_masks, ..."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import attention
@@ -53,6 +57,16 @@ def flex_attention(
     return attention.forward(query, key, value, **options)
 
 
+def __getattr__(name: str) -> Any:
+    """What else is imported beside flex_attention, of torch."""
+    torch = sys.modules.get("torch")
+    theirs = torch and import_module("torch.nn.attention.flex_attention")
+    if name.startswith("_") or not hasattr(theirs, name):
+        why = "" if torch else "; what is torch's is here once torch is imported"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{why}")
+    return getattr(theirs, name)
+
+
 def listed(query: Any, key: Any, value: Any, block_mask: Any, score_mod: Callable | None = None) -> Listed:
     """What flex_attention takes as block_mask in many calls on arrays of these shapes, and with a score_mod or without one as
     here, so that its blocks are not listed anew in each: attention.block_lists. What its mask captures must stay as it is."""
@@ -61,6 +75,9 @@ def listed(query: Any, key: Any, value: Any, block_mask: Any, score_mod: Callabl
 
 def _options(score_mod: Any, block_mask: Any) -> dict[str, Any]:
     """forward's, of these two."""
+    if block_mask is not None and not hasattr(block_mask, "mask_mod"):
+        cure = "torch's create_block_mask makes one of a function; or call attention.forward(.., mask=..)"
+        raise TypeError(f"block_mask: must be a BlockMask; {cure}: {block_mask=!r:.60}")
     mask = None if block_mask is None else block_mask.mask_mod
     functions, aux = freed({"mask": _own(mask, "noop_mask"), "score": _own(score_mod, "_identity")})
     return functions | asked(blocks=_blocks(block_mask), aux=aux or None) | {"layout": "bhsd"}

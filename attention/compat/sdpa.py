@@ -65,6 +65,10 @@ def top_left(queries: int, key: Any, value: Any) -> tuple[Any, Any, dict[str, An
 def as_bias(attn_mask: Any, keys: int) -> Any:
     """A mask that broadcasts to (B, H, Sq, Sk) as forward's bias (B or 1, H or 1, Sq or 1, Sk)."""
     xp = namespace(attn_mask)
+    if len(attn_mask.shape) > 4 or not attn_mask.shape or attn_mask.shape[-1] not in (1, keys):
+        raise ValueError(f"attn_mask: must broadcast to (B, H, Sq, Sk), Sk={keys}: attn_mask.shape={tuple(attn_mask.shape)}")
+    if "int" in str(attn_mask.dtype):
+        raise TypeError(f"attn_mask: must hold booleans, true where seen, or floats to add: attn_mask.dtype={attn_mask.dtype}")
     if attn_mask.dtype in (bool, getattr(xp, "bool", None)):
         attn_mask = xp.where(attn_mask, 0.0, -float("inf"))
         if hasattr(attn_mask, "astype"):  # NumPy makes it float64, torch float32

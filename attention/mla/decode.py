@@ -16,6 +16,7 @@ from ..options import flag, number
 from ..softmax.decode import combine as combine_many
 from ..softmax.decode.caches import Dense, Indexed, Paged
 from ..softmax.decode.decode import _by_rows, _parts
+from ..softmax.decode.placed import placed
 from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import Part, Whole
 from ..softmax.launches import DTYPES, LOG2_E
@@ -111,7 +112,10 @@ def mla_decode(
     if scale is None:
         raise TypeError("scale: must be a number, such as (128 + 64)**-0.5: scale=None")
     options = flag("causal", causal), _parts(splits), number("scale", scale), flag("return_lse", return_lse), family
-    if rotary is None and descale is None:
+    if (rotary is None) != (descale is None):
+        name = "rotary" if rotary is None else "descale"
+        raise TypeError(f"{name}: must be given where the other is, both of a cache of float8_e4m3fn: {name}=None")
+    if rotary is None:
         return _mla_decode(stream, (q, latent, lengths, pages, batch_index, out, None), options)
     return _mla_decode_fp8(stream, (q, latent, lengths, rotary, descale, pages, batch_index, out, None), options)
 
@@ -213,7 +217,8 @@ def _plan(
     of_cache = {name: problem[name] for name in ("pages", "batch_index") if name in problem}
     numbers = {"bands": bands, "sequences": batch, "slack": SLACK / (unit * LOG2_E)}
     first = kernel_for(kernels, config, problem.device)
-    return Plan([first.bind(batch * parts * bands, **arrays, **numbers, **told, **of_cache, **of_keys, **to), *steps], scratch)
+    steps = [first.bind(batch * parts * bands, **arrays, **numbers, **told, **of_cache, **of_keys, **to), *steps]
+    return Plan([*placed(problem), *steps], scratch)
 
 
 def _cache(problem: Problem, piece: int) -> Dense:

@@ -82,6 +82,9 @@ def forward(
 
     ValueError on every rank, before anything travels: ranks disagree in shapes, dtypes or options."""
     told = {name: x for name, x in options.items() if x is not None}
+    for name, x in ("q", q), ("k", k), ("v", v):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: must be a tensor of torch, by whose processes arrays travel, not {type(x).__name__}")
     if layout == "bhsd":
         q, k, v, out = (x if x is None else x.transpose(1, 2) for x in (q, k, v, out))
     elif layout != "bshd":

@@ -64,7 +64,7 @@ def random_of(dropout: Any, seed: Any) -> Random:
     share = number("dropout", dropout)
     if share is None or not 0 <= share < 1:
         raise ValueError(f"dropout: must be from 0 to below 1: {dropout=}")
-    if isinstance(seed, bool):
+    if isinstance(seed, (bool, float, str)):
         raise TypeError(f"seed: must be an integer, or an array of one: {seed=}")
     if share == 0:
         return Random(None, None, None)

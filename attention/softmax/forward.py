@@ -169,7 +169,8 @@ def forward(
     elif widened:
         refuse_with_fp8(q_descale=q_descale, block_lists=isinstance(blocks, Making))
     elif units != (None, None, None):
-        raise ValueError("q_descale, k_descale, v_descale: are for q, k and v of float8_e4m3fn")
+        name = next(name for name, unit in zip(("q_descale", "k_descale", "v_descale"), units) if unit is not None)
+        raise ValueError(f"{name}: is for q, k and v of float8_e4m3fn; leave it away, or make them by attention.quantize")
     if flag("deterministic", deterministic) and tracing(q):
         raise NotImplementedError("deterministic: of JAX's gradients there is no fixed order yet; attention.backward has it")
     of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
@@ -196,7 +197,12 @@ def forward(
         raise NotImplementedError(
             "q: requires_grad, and there are no gradients of fp8 attention; call it under torch.no_grad()"
         )
-    if differentiated(*learned) and out is stream is None and not isinstance(blocks, Making):
+    if differentiated(*learned) and not isinstance(blocks, Making):
+        if not (out is stream is None):
+            name = "stream" if out is None else "out"
+            raise NotImplementedError(
+                f"{name}: cannot be given where a gradient is to come; leave it away, or call under torch.no_grad()"
+            )
         from .autograd import differentiable
 
         told = {"q": q, "k": k, "v": v, "causal": causal, "scale": scale, "layout": layout, "family": family}

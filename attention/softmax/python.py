@@ -58,7 +58,11 @@ def _held(option: str, function: Any) -> tuple[str, ...]:
 def _named(option: str, function: Any, held: tuple[str, ...]) -> str:
     """The same, of a function that holds this; Dynamo asks once."""
     if not inspect.isfunction(function):
-        raise TypeError(f"{option}: must be a Python function, such as {EXAMPLES[option]}: {option}={function!r}")
+        if hasattr(function, "shape"):
+            instead = "a mask that is an array goes in aux: mask=lambda b, h, i, j, seen: seen[i, j], aux=(seen,)"
+            given = f"an array of shape {tuple(function.shape)}; {instead if option == 'mask' else 'pass it as bias'}"
+            raise TypeError(f"{option}: must be a Python function, such as {EXAMPLES[option]}, and this is {given}")
+        raise TypeError(f"{option}: must be a Python function, such as {EXAMPLES[option]}: {option}={function!r:.200}")
     digest = identity(_Function(function))
     name = f"{function.__name__} {digest.hex()[:32] if isinstance(digest, bytes) else digest}"
     _KNOWN.setdefault(name, function)
@@ -124,7 +128,9 @@ def evaluated(option: str, function: Callable, aux: Sequence[Form]) -> None:
         found = np.asarray(function(*([s] if option == "score" else []), 0, 0, i, j, *arrays))
         np.broadcast_to(found, s.shape)
     except Exception as error:
-        raise TypeError(f"{option}: {called} fails on NumPy arrays: {type(error).__name__}: {error}") from error
+        branch = "truth value of an array" in str(error)
+        cure = "; it has no `if`, `and`, `or`, `not` and no a < b < c: say & | ~ and where" if branch else ""
+        raise TypeError(f"{option}: {called} fails on NumPy arrays: {type(error).__name__}: {error}{cure}") from error
     if (found.dtype == bool) != (option == "mask") or found.dtype.kind not in "biuf":
         wanted = "truth values, such as j <= i" if option == "mask" else "numbers"
         raise TypeError(f"{option}: must give {wanted}; {called} gives {found.dtype}")

@@ -9,7 +9,7 @@ import pytest
 from numba import cuda
 from numba.cuda import types
 
-from ops import lane_sum, load, warpgroup, zeros
+from ops import exp, lane_sum, load, warpgroup, zeros
 from tiles import bf16, fp32, interpreter, ring, rt, shared, st
 from tiles.compiler import compile_kernel
 from tiles.refused import REFUSED
@@ -159,6 +159,23 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__)
 def test_mistakes(backend, mistake):
     assert said(backend, mistake).startswith(MISTAKES[mistake])
+
+
+def summed(x):
+    zeros(T).sum()
+
+
+def exp_of_two(x):
+    exp(zeros(T), 1)
+
+
+def test_methods_of_arrays_are_told_the_op():
+    assert said(compiled, summed).startswith("'rt' object has no attribute 'sum': use row_sum(t), col_sum(t) or tile_sum(t)")
+
+
+@BACKENDS
+def test_too_many_arguments(backend):
+    assert said(backend, exp_of_two) == "exp: too many positional arguments; it takes (x)"
 
 
 PRINTED = {

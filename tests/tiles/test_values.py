@@ -90,6 +90,12 @@ def test_a_tile_has_its_types_members():
 def test_unknown_members_are_named():
     with pytest.raises(AttributeError, match="'rt' object has no attribute 'colums'"):
         _ = Tile(rt(16, 32, bf16), 1.0).colums
+    with pytest.raises(AttributeError, match=r"'rt' object has no attribute 'T': use transpose\(t\); got rt\(16, 32, bf16\)"):
+        _ = Tile(rt(16, 32, bf16), 1.0).T
+    with pytest.raises(TypeError, match="tensor: takes an array and a tile in shared memory, st or sv, got rt"):
+        tensor(np.zeros((16, 32), np.float32), rt(16, 32, fp32))
+    with pytest.raises(TypeError, match=r"tensor: takes an array .* got \[1\]"):
+        tensor([1], st(64, 64, bf16))
 
 
 def test_a_branch_cannot_depend_on_a_tile():

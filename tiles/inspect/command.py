@@ -69,7 +69,7 @@ def find(target: str, args: str | None = None) -> Found:
     """The kernel that FILE:KERNEL names. ValueError, TypeError: there is none, or its arguments are not known."""
     file, colon, name = target.rpartition(":")
     if not colon:
-        raise ValueError(f"say FILE:KERNEL, got {target!r}")
+        raise ValueError(f"say FILE:KERNEL, got {target!r}, as in examples/gemm.py:gemm")
     with first_launch(name) as seen:
         names = vars(module_at(file))
     if seen:
@@ -105,9 +105,11 @@ def _declares(kernel):
 
 
 def module_at(file: str) -> Any:
-    """A file or module, imported."""
+    """A file or module, imported. ValueError: there is no such file."""
     path = Path(file)
     if not path.is_file():
+        if path.suffix == ".py" or len(path.parts) > 1:
+            raise ValueError(f"there is no file {file}")
         return importlib.import_module(file)
     sys.path.insert(0, str(path.parent.resolve()))
     name = path.stem if path.stem not in sys.modules else f"inspected {path.resolve()}"

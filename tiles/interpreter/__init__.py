@@ -107,7 +107,7 @@ def recorded(kernel, grid, threads, args, shared, which):
 def _runs(kind, kernel, grid, threads, shared, seed):
     """run(indices, n, args) runs the n-th cluster, that of the blocks with these indices, and gives it back."""
     if threads % LANES or not 0 < threads <= 1024:
-        raise ValueError(f"threads: a multiple of {LANES} up to 1024, got {threads}")
+        raise ValueError(f"launch: block must be a multiple of {LANES} up to 1024, got {threads}")
     seen = {}
     bounds = getattr(kernel, "targetoptions", {}).get("launch_bounds")
     resident = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1

@@ -156,6 +156,11 @@ def backward(
         into = [norms.cleared("q", q, q_norm, dq, stream, layout), norms.cleared("k", k, k_norm, dk, stream, layout)]
     size, ready_for, (*lists, _, marks) = blocks_of(blocks)
     read = eight(aux)
+    if dsink is not None and sink is None:
+        raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
+    for name, held in {"dq": dq, "dk": dk, "dv": dv, "dsink": True if sink is None else dsink}.items() if accumulate else ():
+        if held is None:
+            raise TypeError(f"{name}: must be given, of float32, with accumulate=True: {name}=None")
     besides = dbias, dalibi, True if dsink is None and sink is not None else dsink, *each_of(daux, read)
     also = " ".join([name for name, x in zip(GRADIENTS, besides) if x is not None])
     places = [None if x is True else x for x in besides]

@@ -22,7 +22,7 @@ def read_by(problem: Problem, name: str, found: Derivatives | None) -> Sequence[
     """What reads the array that this gradient belongs to. ValueError, TypeError: there is none, or it has no gradient."""
     array = name.removeprefix("d")
     if array not in problem:
-        raise ValueError(f"{name}: must be None where there is no {array}")
+        raise ValueError(f"{name}: must be None where there is no {array}: {array}=None")
     form = problem.forms[array]
     if form.dtype not in REAL:
         raise TypeError(f"{name}: must be None of an array that holds no real numbers: {array}.dtype={form.dtype!r}")

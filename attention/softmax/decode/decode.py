@@ -28,6 +28,7 @@ from ..variants import Both, Variant
 from . import attend, combine, many
 from .caches import Dense, Indexed, Paged
 from .norms import Norms, norms_of
+from .placed import placed
 from .products import Narrow, Same
 from .reach import Everything, MaskedRows, Reach, ScoredRows, Sloped
 from .results import Either, Part, PartOfPacked, Whole
@@ -276,6 +277,8 @@ def _decode(
             raise problem.error("k", "must have at least one key where there is a sink", "k")
         nothing = [Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x]
         return Plan([*before.steps, *nothing], before.scratch)
+    if mask is None:  # what a mask leaves out need not be there
+        before = before._replace(steps=[*placed(problem, left), *before.steps])
     *functions, aux = functions_of(problem, mask, score, most_keys)
     asked = Asked(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
     counted = "leftpad" in problem and (mask or score)  # functions count a cache's keys from its first, forward from leftpad
@@ -464,8 +467,9 @@ def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
     for name in ("k", "v"):
         form = problem[name].form
         if form.dtype not in (problem.dtype, FP8) or form.dtype != held:
-            said = f"{name}.dtype={form.dtype!r}, k.dtype={held!r}, q.dtype={problem.dtype!r}"
-            raise TypeError(f"{name}: dtype must be q's or float8_e4m3fn, as k's: {said}")
+            also, said = (", as k's", f"k.dtype={held!r}, ") if name == "v" else ("", "")
+            said = f"{name}.dtype={form.dtype!r}, {said}q.dtype={problem.dtype!r}"
+            raise TypeError(f"{name}: dtype must be q's or float8_e4m3fn{also}: {said}")
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     told = {name: over(problem, name, "NG") for name in ("k_descale", "v_descale")}

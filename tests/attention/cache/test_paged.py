@@ -195,6 +195,16 @@ def test_mistakes_are_named():
         with pytest.raises(ValueError) as caught:
             call()
         assert said in str(caught.value)
+    for wrong, said in (
+        (pools(4, 4)[0], "a pair for each layer, got .'ndarray"),
+        (pools(4, 4)[0][0], "a pair for each layer, got"),
+    ):
+        with pytest.raises(TypeError, match=f"layers: must be a list of pairs .k, v. of pools, {said}"):
+            PagedCache(wrong, sequences=1, tokens=1)
+    with pytest.raises(TypeError, match="tokens: must be an integer: tokens='64'"):
+        PagedCache(pools(4, 4), sequences=1, tokens="64")
+    with pytest.raises(TypeError, match="sequences: must be a list of their numbers: sequences=0"):
+        cache.append(a, *np.zeros((2, 1, 1, 1, 1)))
     other = type("Other", (), {"shape": (1, 1, 1, 1), "__dlpack__": None, "__dlpack_device__": None})()
     with pytest.raises(TypeError, match="a paged cache is made of arrays of"):
         PagedCache([(other, other)], sequences=1, tokens=1)

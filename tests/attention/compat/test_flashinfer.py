@@ -138,6 +138,11 @@ def test_what_cannot_be_served_says_so():
     for option in {"pos_encoding_mode": "ALIBI"}, {"fixed_split_size": 4}:
         with pytest.raises(NotImplementedError, match=f"^{min(option)}: is not served"):
             wrapper.plan(ends, ends[:1], ends[1:], 1, 1, 32, 8, **option)
+    with pytest.raises(TypeError, match="^indptr: must be an array of int32: indptr=.0, 1."):
+        wrapper.plan([0, 1], ends[:1], ends[1:], 1, 1, 32, 8)
+    wrapper.plan(ends, ends[:1], ends[1:], 1, 1, 32, 8)
+    with pytest.raises(ValueError, match="^paged_kv_cache: has pages of 4 tokens, and page_size=8 and NHD were planned"):
+        wrapper.run(np.zeros((1, 1, 32), BF16), np.zeros((1, 2, 4, 1, 32), BF16))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from eager import arguments, attend
 
-from attention.compat import captured
+from attention.compat import captured, flex
 from attention.compat.flex import WHOLE, flex_attention, listed
 from attention.softmax.ready import BlockLists
 
@@ -177,7 +177,18 @@ def test_what_is_refused(case, calls, qkv):
         flex_attention(*qkv, block_mask=block_mask(mask))
     with pytest.raises(NotImplementedError, match="return_aux: .* return_lse=True"):
         flex_attention(*qkv, return_aux=object())
+    with pytest.raises(TypeError, match="block_mask: must be a BlockMask; .*create_block_mask"):
+        flex_attention(*qkv, block_mask=mask)
     assert not calls
+
+
+def test_what_else_is_imported_is_torchs():
+    with pytest.raises(AttributeError, match="has no attribute 'listen'"):
+        _ = flex.listen
+    pytest.importorskip("torch")
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    assert flex.create_block_mask is create_block_mask
 
 
 @pytest.mark.gpu

@@ -64,6 +64,10 @@ def test_what_is_refused(calls, draw):
         scaled_dot_product_attention(q, q, q)
     with pytest.raises(ValueError, match="attn_mask: must be None with is_causal=True"):
         scaled_dot_product_attention(q, q, q, np.ones((4, 4), bool), is_causal=True)
+    with pytest.raises(TypeError, match="attn_mask: must hold booleans, .* or floats to add: attn_mask.dtype=int64"):
+        scaled_dot_product_attention(*[q[None, None]] * 3, np.ones((4, 4), int))
+    with pytest.raises(ValueError, match=r"attn_mask: must broadcast to .*, Sk=4: attn_mask.shape=\(4, 3\)"):
+        scaled_dot_product_attention(*[q[None, None]] * 3, np.ones((4, 3), bool))
     assert not calls
 
 

@@ -262,7 +262,8 @@ def test_mistakes_name_the_argument():
 def test_mistakes_about_a_quantised_cache_name_the_argument():
     (held, descale, rotary), _ = quantise(case((5,))[1])
     fp8 = {"latent": held, "descale": descale, "rotary": rotary}
-    refused(TypeError, "^rotary: ", latent=held, descale=descale)
+    refused(TypeError, "^rotary: must be given where the other is", latent=held, descale=descale)
+    refused(TypeError, "^descale: must be given where the other is", latent=held, rotary=rotary)
     refused(TypeError, "^latent: dtype must be one of", **fp8 | {"latent": draw((1, 5, LATENT))})
     refused(TypeError, "^latent: dtype must be one of", latent=held)
     refused(ValueError, "^latent: q must have 576 columns", **fp8 | {"rotary": draw((1, 5, 2 * ROTARY))})

@@ -501,7 +501,9 @@ def call(**other):
     ("other", "error", "words"),
     [
         (dict(deterministic=1), TypeError, "deterministic: must be"),
-        (dict(accumulate=True), TypeError, "dq: "),
+        (dict(accumulate=True), TypeError, "dq: must be given, of float32, with accumulate=True"),
+        (dict(dsink=True), ValueError, "dsink: must be None where there is no sink: dsink=True"),
+        (dict(dbias=True), ValueError, "dbias: must be None where there is no bias: bias=None"),
         (dict(accumulate=True, **{n: np.zeros((1, 8, 2, 64), BF16) for n in NAMES[:3]}), TypeError, "dq: dtype must be one of"),
         (dict(dropout=0.1), ValueError, "seed: must be given"),
         (dict(accumulate=True, q_norm=np.ones(64, F32)), TypeError, "dq_norm: must be an array of float32, to which"),

@@ -366,10 +366,20 @@ def test_mistakes_name_the_argument():
 
 
 def test_a_page_that_the_pool_has_not():
-    """The interpreter says whose it is; on a GPU nobody looks."""
+    """It is named where numbers are looked at; on a GPU nobody looks. What keys in use do not lie in may be anything."""
     q, k, v = case((5,))
+    given, table = {"lengths": np.array([5])}, np.array([[3, -1]], np.int32)
+    with pytest.raises(ValueError, match=r"pages: must be from 0 to 0 where keys are in use: pages\[0, 0\]=3, lengths\[0\]=5"):
+        attention.decode(q, k, v, **given, pages=table)
     with pytest.raises(Exception, match="row 0 lies in page 3, which is out of range for a pool of 1 pages"):
-        attention.decode(q, k, v, lengths=np.array([5]), pages=np.array([[3]], np.int32))
+        attention.decode(q, k, v, **given, pages=table, mask=lambda b, h, i, j: j >= 0)
+    with pytest.raises(ValueError, match=r"batch_index: must be from 0 to 0 where keys are in use: batch_index\[0\]=1"):
+        attention.decode(q, k, v, **given, batch_index=np.array([1]))
+    k, v = (np.concatenate([np.zeros_like(x), x])[:, :4] for x in (k, v))
+    whole = attention.decode(q, k, v, lengths=np.array([8]), pages=np.array([[0, 1, 5]]), window=(2, 0))
+    there = attention.decode(q, k, v, lengths=np.array([8]), pages=np.array([[-1, 1, -1]]), window=(2, 0))
+    assert (whole == there).all()
+    attention.decode(q, k, v, lengths=np.array([0]), batch_index=np.array([-1]))
 
 
 def test_arguments_are_documented():

@@ -38,6 +38,8 @@ INVALID = [
     (dict(score=lambda s, b, h, i, j: j), T, "score: must give a number for each query and key, as s + j does; score(s, b,"),
     (dict(score=lambda s, b, h, i, j: "s"), T, "score: must give numbers; score(s, b, h, i, j) gives <U1"),
     (dict(mask=lambda b, h, i, j: i < 3 and j < 3), T, "mask: mask(b, h, i, j) fails on NumPy arrays: ValueError: The truth"),
+    (dict(mask=lambda b, h, i, j: 0 <= i - j < 3), T, "mask: mask(b, h, i, j) fails on NumPy arrays: ValueError: The truth "
+     "value of an array with more than one element is ambiguous. Use a.any() or a.all(); it has no `if`, `and`, `or`, `not"),
     (dict(mask=lambda b, h, i, j: (i < 3)[0, 0, 0]), T, "mask: mask(b, h, i, j) fails on NumPy arrays: IndexError: "),
     # how they are called
     (dict(mask=lambda b, h, i: b), T, "mask: mask(b, h, i, j) fails on NumPy arrays: TypeError: <lambda>() takes 3 positional"),
@@ -53,6 +55,8 @@ INVALID = [
     (dict(mask=functools.partial(sees, at=AROUND)), T, "mask: must be a Python function, such as lambda b, h, i, j: j <= i: m"),
     (dict(mask=max), T, "mask: must be a Python function, such as lambda b, h, i, j: j <= i: mask=<built-in function max>"),
     (dict(score=np.add), T, "score: must be a Python function, such as lambda s, b, h, i, j: s + j - i: score=<ufunc 'add'>"),
+    (dict(mask=np.ones((7, 7), bool)), T, "mask: must be a Python function, such as lambda b, h, i, j: j <= i, and this is an "
+     "array of shape (7, 7); a mask that is an array goes in aux: mask=lambda b, h, i, j, seen: seen[i, j], aux=(seen,)"),
     (dict(mask=True), T, "mask: must be a Python function, such as lambda b, h, i, j: j <= i: mask=True"),
     (dict(score="s"), T, "score: must be a Python function, such as lambda s, b, h, i, j: s + j - i: score='s'"),
     # what they read
@@ -62,6 +66,8 @@ INVALID = [
     (dict(mask=sees, aux=(None,)), T, "aux: must be up to 8 arrays: 1 of ['NoneType']"),
     (dict(mask=lambda b, h, i, j, *aux: j <= i, aux=(AROUND,) * 9), T, "aux: must be up to 8 arrays: 9 of ['ndarray', "),
     (dict(mask=sees, aux=([5],)), T, "aux0: must be an array with __cuda_array_interface__ or __dlpack__, not builtins.list"),
+    (dict(dropout=0.1, seed=7.5), T, "seed: must be an integer, or an array of one: seed=7.5"),
+    (dict(dropout=0.1, seed="7"), T, "seed: must be an integer, or an array of one: seed='7'"),
     (dict(mask=sees, aux=(1.0 * AROUND,)), T, "aux0: dtype must be one of ('bool', 'int8', "),
     (dict(mask=sees, aux=(AROUND[::-1],)), V, "aux0: strides must not be negative: "),
     # windows and caps

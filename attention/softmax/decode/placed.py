@@ -1,0 +1,43 @@
+"""Are the pages, and the batches of a cache, that sequences are said to lie in there? Asked where numbers are looked at."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tiles.checks import asked, read
+from tiles.program import Step
+from tiles.schema import Problem
+
+
+class Placed(NamedTuple):
+    """A step that reads page tables, or a batch_index, and launches nothing. ValueError: they name what there is not, for keys
+    that are looked at. left: how many of those before a sequence's first new token are; None: all."""
+
+    problem: Problem
+    left: int | None
+
+    def run(self, stream: int, addresses: Sequence[int]) -> None:
+        """At these addresses."""
+        names = [name for name in ("lengths", "pages", "batch_index", "leftpad", "cu_seqlens") if name in self.problem]
+        found: dict[str, Any] = {name: read(addresses[(x := self.problem[name]).source], x.form, stream) for name in names}
+        if any(x is None for x in found.values()):  # a CUDA graph is being captured
+            return
+        (tokens, size, caches), lengths = self.problem("STC"), found["lengths"].astype(np.int64)
+        asking = np.diff(found["cu_seqlens"]) if "cu_seqlens" in found else np.full_like(lengths, tokens)
+        used, name = (lengths > 0) & (asking > 0), "pages" if "pages" in found else "batch_index"
+        if name == "pages":
+            begin = 0 if self.left is None else lengths - asking - self.left
+            begin, page = np.maximum(begin, found.get("leftpad", 0)), np.arange(found["pages"].shape[1])[:, None]
+            used = (used & (page * size < lengths) & ((page + 1) * size > begin)).T
+        wrong = np.argwhere(used & ((found[name] < 0) | (found[name] >= caches)))
+        if len(wrong):
+            at, b = ", ".join(map(str, wrong[0])), wrong[0][0]
+            said = f"{name}[{at}]={found[name][tuple(wrong[0])]}, lengths[{b}]={lengths[b]}"
+            raise ValueError(f"{name}: must be from 0 to {caches - 1} where keys are in use: {said}")
+
+
+def placed(problem: Problem, left: int | None = None) -> list[Step]:
+    """A Placed, where there is something to look at and numbers are looked at: tiles/checks.py says where."""
+    there = "pages" in problem or "batch_index" in problem
+    return [Placed(problem, left)] if there and (problem.device is None or asked().values) else []

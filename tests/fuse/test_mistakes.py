@@ -1,0 +1,56 @@
+"""What a definition cannot say, and arrays that it does not take: refused in words that say what to do."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fuse
+
+F16, BF16 = np.float16, ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("definition", "error", "words"),
+    [
+        (lambda x: np.tanh(x), TypeError, "it is written with operators and fuse's abs, .*tanh"),
+        (lambda x: math.exp(x), TypeError, "not Term; it is written with operators and fuse's abs, "),
+        (lambda x: x // 2, TypeError, "for //: .*; it is written with operators"),
+        (lambda x: x.sum(-1), AttributeError, "'Term' object has no attribute 'sum'; use fuse.sum"),
+        (lambda x: x.reshape(-1), AttributeError, "no attribute 'reshape'; it is written"),
+        (lambda x: fuse.sin(x), AttributeError, "no attribute 'sin'; a fused function is written with operators and abs"),
+        (lambda x: nothing, NameError, "name 'nothing' is not defined"),  # noqa: F821
+    ],
+)
+def test_what_is_not_in_the_language(definition, error, words):
+    with pytest.raises(error, match=words):
+        fuse.kernel(definition)(np.ones((2, 16), BF16))
+
+
+@fuse.kernel
+def product(x, w):
+    """x (M, K), w (K, N)."""
+    return x @ w
+
+
+def test_arrays_that_do_not_fit():
+    x, w = np.ones((4, 64), BF16), np.ones((64, 32), BF16)
+    with pytest.raises(TypeError, match="x: dtype must be one of .*: x.dtype='int64'"):
+        product(x.astype(int), w)
+    with pytest.raises(ValueError, match=r"out: must have the result's shape: out.shape=\(4, 31\), \(4, 32\)"):
+        product(x, w, out=np.ones((4, 31), BF16))
+    with pytest.raises(TypeError, match=r"no template computes matmul of float32 \(4, 64\), float32 \(64, 32\)"):
+        product.source(x.astype(np.float32), w.astype(np.float32))
+    with pytest.warns(RuntimeWarning, match="arrays of one dtype, .*: x.dtype='float16', w.dtype='bfloat16'; it runs by parts"):
+        found = product.run(x.astype(F16), w)
+    assert found.dtype == F16 and (found == 64).all()
+
+
+def test_what_is_no_function_or_shape():
+    with pytest.raises(TypeError, match="fuse.kernel: must be given a Python function of arrays: 'x'"):
+        fuse.kernel("x")
+    with pytest.raises(TypeError, match="product: missing a required argument: 'w'"):
+        product.compile((4, 64))
+    with pytest.raises(TypeError, match="product: shapes must be tuples of integers, .* got '4x64'"):
+        product.compile("4x64", (64, 32))
