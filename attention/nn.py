@@ -9,7 +9,7 @@ from torch import nn
 
 import attention
 
-from .softmax.asked import positive
+from .options import positive
 
 
 class Attention(nn.Module):
