@@ -29,7 +29,7 @@ from . import attend, combine, many
 from .caches import Dense, Indexed, Paged
 from .norms import Norms, norms_of
 from .products import Narrow, Same
-from .reach import Everything, MaskedRows, Reach, ScoredRows, Sloped
+from .reach import Everything, Growing, MaskedRows, Reach, ScoredRows, Sloped
 from .results import Either, Part, PartOfPacked, Whole
 from .splits import Parted, Shares, shares_for, splits_for
 from .tokens import Alike, OneBehindTheOther
@@ -175,8 +175,8 @@ def decode(
 
     splits: into how many parts each sequence's keys go, which different multiprocessors work on, and which a second launch adds
     up. With as many splits the result has the same bits, always. By default all sequences' keys are shared out evenly, by the
-    lengths as the device finds them: a sequence's bits then depend on the others' lengths. Where keys are appended, or queries
-    lie one behind the other, shapes decide into how many parts each goes.
+    lengths as the device finds them: a sequence's bits then depend on the others' lengths. Where queries lie one behind the
+    other, shapes decide into how many parts each goes.
 
     out, return_lse, stream: as in forward. family: None or "sm_80", the instructions of every GPU since Ampere; of many query
     tokens as in forward.
@@ -392,12 +392,13 @@ def _few(
         shape = each > attend.BAND, gpu.shared_bytes, lie, axes, norms.keys
         return attend.config_for(head_dim, value_dim, product, *kind, *shape)
 
-    chosen, evenly = config(Parted, whole), "k_new" not in problem and not packed and batch > 1  # are all keys shared out?
+    chosen, evenly = config(Parted, whole), not packed and batch > 1  # are all keys shared out?
     evenly = evenly and ("lengths" in problem or "leftpad" not in problem)
     bands = rows // chosen.band + sequences if packed else -(-rows // chosen.band)
     if splits is not None:
         number, evenly = splits, False
     elif evenly:
+        reach = Growing(reach.left, reach.right, reach.padded) if "k_new" in problem else reach
         chosen = config(Shares, Either(whole, part))
         number = shares_for(kv_heads * bands, chosen.resident * gpu.processors)
     else:
