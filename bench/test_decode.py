@@ -2,9 +2,10 @@
 beside a copy that reads and writes as many bytes as K and V have.
 
 One query token, all of the cache in use, bf16, D 128; TB/s are those of K and V read. `pages 16` and its like are ours from a
-pool whose pages lie in any order; `4 tokens` has four; `norms` normalises q and all of K as it reads them. Calls are replayed from a CUDA graph, through caches that together
-exceed L2 several times over. `latents` and what follows it is attention.mla_decode, of 576 columns, beside a copy that reads
-and writes together as many bytes as there are of latents. See measure.py for the protocol.
+pool whose pages lie in any order; `4 tokens` has four; `norms` normalises q and all of K as it reads them. Calls are replayed
+from a CUDA graph, through caches that together exceed L2 several times over. `latents` and what follows it is
+attention.mla_decode, of 576 columns, beside a copy that reads and writes together as many bytes as there are of latents. See
+measure.py for the protocol.
 `pytest bench/test_decode.py --benchmark-json=decode.json`.
 """
 
@@ -34,16 +35,8 @@ SHAPES = [  # batch, keys, query heads, key heads
     (1, 1024, 32, 4),
 ]
 PAGES, TOKENS = (1, 16, 64), (4, 8)
-PROVIDERS = (
-    "tiles",
-    *(f"pages {n}" for n in PAGES),
-    *(f"{n} tokens" for n in TOKENS),
-    "norms",
-    "copy",
-    "cudnn",
-    "flash4",
-    "flash2",
-)
+PEERS = "copy", "cudnn", "flash4", "flash2"
+PROVIDERS = "tiles", *(f"pages {n}" for n in PAGES), *(f"{n} tokens" for n in TOKENS), "norms", *PEERS
 
 
 def _inputs(batch, keys, heads, kv_heads):
