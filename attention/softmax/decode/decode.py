@@ -185,19 +185,31 @@ def decode(
 
     ValueError or TypeError, before anything is launched, names the argument and prints the values."""
     left, right = ends_of(window)
-    functions = [None if f is None else named(name, f) for name, f in (("mask", mask), ("score", score))]
-    arrays, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
-    of_keys = flag("causal", causal), left, right, positive("softcap", softcap), _parts(splits), *functions
-    of_keys += flag("interleaved", interleaved), positive("norm_eps", norm_eps), number("scale", scale)
-    of_keys += flag("return_lse", return_lse), family
+    options = (  # of every step of a server: each line costs it
+        flag("causal", causal),
+        left,
+        right,
+        None if softcap is None else positive("softcap", softcap),
+        _parts(splits),
+        None if mask is None else named("mask", mask),
+        None if score is None else named("score", score),
+        flag("interleaved", interleaved),
+        0.0 if q_norm is k_norm is k_new_norm is None else positive("norm_eps", norm_eps),
+        None if scale is None else number("scale", scale),
+        flag("return_lse", return_lse),
+        family,
+    )
     if k_new is v_new is rotary is None:
         if not (cu_seqlens_new is positions is k_new_norm is None):
             told = {"positions": positions, "cu_seqlens_new": cu_seqlens_new, "k_new_norm": k_new_norm}
             raise ValueError(f"{next(name for name, x in told.items() if x is not None)}: takes k_new, too, which is None")
         if cu_seqlens is mask is score is q_norm is k_norm is None and isinstance(aux, tuple) and not aux:
-            return _decode(stream, (*arrays, *keys, out, None), of_keys, layout)
-        norms = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
-        return _variant(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), out, None), of_keys, layout)
+            given = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale, out, None
+            return _decode(stream, given, options, layout)
+    arrays, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
+    norms = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
+    if k_new is v_new is rotary is None:
+        return _variant(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), out, None), options, layout)
     if k_new is None or v_new is None:
         name = "k_new" if k_new is None else "v_new"
         raise ValueError(f"{name}: must be given where {'rotary' if k_new is v_new is None else 'the other'} is: {name}=None")
@@ -206,15 +218,14 @@ def decode(
             "k_norm: normalises the keys of the cache, which with rotary are rotated, and a norm comes before that: k_new_norm "
             "normalises k_new alone, and first"
         )
-    norms = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
     if traced(q):  # torch makes no functional op of what writes in place and has several results: here they are two
         new = k_new, v_new, cu_seqlens_new, rotary, positions, q_norm, k_new_norm, norm_eps
         descales = {"k_descale": k_descale, "v_descale": v_descale}
-        turned, after = _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, of_keys, layout, descales)
+        turned, after = _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, options, layout, descales)
         keys = after, *keys[1:], *((None, None) if rotary is not None else norms[:2]), *norms[2:]
-        return _variant(stream, (turned, k, v, cu_seqlens, *keys, *eight(aux), out, None), of_keys, layout)
+        return _variant(stream, (turned, k, v, cu_seqlens, *keys, *eight(aux), out, None), options, layout)
     new = k_new, v_new, *norm_parts("k_new_norm", k_new_norm), cu_seqlens_new, *appending.tables_of(rotary), positions
-    return _append(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), *new, out, None), of_keys, layout)
+    return _append(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), *new, out, None), options, layout)
 
 
 def _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, options, layout, descales) -> tuple[Any, Any]:
