@@ -2,9 +2,10 @@
 beside a copy that reads and writes as many bytes as K and V have.
 
 One query token, all of the cache in use, bf16, D 128; TB/s are those of K and V read. `pages 16` and its like are ours from a
-pool whose pages lie in any order; `4 tokens` has four. Calls are replayed from a CUDA graph, through caches that together
-exceed L2 several times over. `latents` and what follows it is attention.mla_decode, of 576 columns, beside a copy that reads
-and writes together as many bytes as there are of latents. See measure.py for the protocol.
+pool whose pages lie in any order; `4 tokens` has four; `norms` normalises q and all of K as it reads them. Calls are replayed
+from a CUDA graph, through caches that together exceed L2 several times over. `latents` and what follows it is
+attention.mla_decode, of 576 columns, beside a copy that reads and writes together as many bytes as there are of latents. See
+measure.py for the protocol.
 `pytest bench/test_decode.py --benchmark-json=decode.json`.
 """
 
@@ -34,7 +35,8 @@ SHAPES = [  # batch, keys, query heads, key heads
     (1, 1024, 32, 4),
 ]
 PAGES, TOKENS = (1, 16, 64), (4, 8)
-PROVIDERS = "tiles", *(f"pages {n}" for n in PAGES), *(f"{n} tokens" for n in TOKENS), "copy", "cudnn", "flash4", "flash2"
+PEERS = "copy", "cudnn", "flash4", "flash2"
+PROVIDERS = "tiles", *(f"pages {n}" for n in PAGES), *(f"{n} tokens" for n in TOKENS), "norms", *PEERS
 
 
 def _inputs(batch, keys, heads, kv_heads):
@@ -58,6 +60,16 @@ def _ours(tokens=1, page=None):
     return call
 
 
+@functools.cache
+def _weights():
+    """Of a norm."""
+    return torch.rand(HEAD_DIM, device="cuda")
+
+
+def _normed(q, k, v, lengths, tables):
+    return attention.decode(q[:, :1], k, v, lengths=lengths, q_norm=_weights(), k_norm=_weights())
+
+
 def _sdpa(backend):
     def call(q, k, v, *_):
         with sdpa_kernel(backend):
@@ -77,6 +89,7 @@ def _flash4(q, k, v, *_):
 
 
 OURS = {"tiles": _ours()} | {f"pages {n}": _ours(page=n) for n in PAGES} | {f"{n} tokens": _ours(n) for n in TOKENS}
+OURS["norms"] = _normed
 THEIRS = {"cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION), "flash4": _flash4, "flash2": _sdpa(SDPBackend.FLASH_ATTENTION)}
 
 

@@ -77,17 +77,17 @@ def rasterize(index, rows, cols, height):
 
 # ---- sequences of any lengths -----------------------------------------------------------------------------------------
 @op
-def line_up(lengths, begins, most, size, first, count, before, tile):
+def line_up(lengths, begins, most, size, first, count, before, tile, added=None):
     """Sequences' tiles, one sequence behind the other: for the 32 sequences from number `first` on, of `count`,
     (how many of them end at tile number `tile` or before it, where the last of these ends, where all of them end); `before`
     tiles lie before them.
 
-    Of sequence n are the elements from begins[n], or 0 if that is None, to lengths[n], but no more than the `most` last ones;
-    `size` of them are a tile, and each has one at least. A lane looks at one sequence, and five shuffles add them up. All is
-    below 2**31."""
+    Of sequence n are the elements from begins[n], or 0 if that is None, to lengths[n], and `added` behind them, but no more
+    than the `most` last ones; `size` of them are a tile, and each has one at least. A lane looks at one sequence, and five
+    shuffles add them up. All is below 2**31."""
     numbers = np.arange(first, min(first + LANES, count))
     note(Touched, np.asarray(lengths)[numbers], False)
-    elements = np.asarray(lengths)[numbers].astype(np.int64)
+    elements = np.asarray(lengths)[numbers].astype(np.int64) + (added or 0)
     if begins is not None:
         note(Touched, np.asarray(begins)[numbers], False)
         elements = elements - np.asarray(begins)[numbers].astype(np.int64)
@@ -97,12 +97,12 @@ def line_up(lengths, begins, most, size, first, count, before, tile):
 
 
 @lowers(line_up)
-def _(lengths, begins, most, size: int, first, count, before, tile):
+def _(lengths, begins, most, size: int, first, count, before, tile, added):
     arrays = [lengths] if begins is None else [lengths, begins]
     wide = types.int32, types.int64
     if not all(isinstance(x, types.Array) and x.ndim == 1 and x.dtype in wide for x in arrays):
         raise TypeError(f"line_up: takes arrays of one axis of int32 or int64, got {lengths} and {begins}")
-    if not all(map(integer, (most, first, count, before, tile))) or size is None or size < 1 or size & size - 1:
+    if not all(map(integer, (most, first, count, before, tile, added or 0))) or size is None or size < 1 or size & size - 1:
         raise TypeError(f"line_up: takes integers, and a power of 2 that is known when the kernel is compiled, got {size=}")
     result = types.UniTuple(types.int32, 3)
 
@@ -115,11 +115,13 @@ def _(lengths, begins, most, size: int, first, count, before, tile):
         found = b.asm(register, text, f"={letter},l,r", b.add(data, b.mul(b.zext(n, i64), stride)), b.zext(exists, i32))
         return b.u32(found)
 
-    def lower(b, vlengths, vbegins, most, _, first, count, before, tile):
+    def lower(b, vlengths, vbegins, most, _, first, count, before, tile, vadded):
         lane = b.lane()
         n = b.add(b.u32(first), lane)
         exists = b.icmp_signed("<", n, b.u32(count))
         size_of = element(b, lengths, vlengths, n, exists)
+        if added is not None:
+            size_of = b.add(size_of, b.u32(vadded))
         if begins is not None:
             size_of = b.sub(size_of, element(b, begins, vbegins, n, exists))
         most, before = b.u32(most), b.u32(before)

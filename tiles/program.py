@@ -32,14 +32,17 @@ Any number of threads may call at once: what is remembered does not change, and 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from inspect import get_annotations, signature
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from . import jax_call, nvtx, recording, torch_op
-from .arrays import Array, Form, Number, Operand, ascending, fill
+from .arrays import ITEMSIZE, Array, Form, Number, Operand, ascending, fill
 from .checks import asked
 from .frameworks import Kind, describe, kind_of, stream_handle
 from .lengths import Trace, made
@@ -47,6 +50,7 @@ from .schema import Schema
 
 ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 4 to 12 KB each, by the launches they take
 KINDS, TURNS = 1024, 12  # the same of forms but for lengths; most functions of lengths for one of these
+BEGINS = 256  # bytes: scratch arrays that lie in one piece of memory begin at multiples, as allocators' do
 VARY = frozenset("BSTsNECMA")  # axes whose extents are lengths; heads and columns decide which kernel serves a call
 
 
@@ -116,12 +120,14 @@ KNOWN, FUNCTIONS = Recent(ENTRIES), Recent(KINDS)
 class _Known(NamedTuple):
     """What calls of a form have in common. It keeps no array alive.
 
-    makers: (the place of an array, what makes it). apart: (places of two arrays that must not share memory, the two distances
-    between which they might)."""
+    makers: (the place of an array, what makes it). beyond: how far the second and further scratch arrays lie behind the first,
+    in one piece of memory. apart: (places of two arrays that must not share memory, the two distances between which they
+    might)."""
 
     kind: Kind
     device: int | None
     makers: list[tuple[int, Callable[[], Any]]]
+    beyond: Sequence[int]
     apart: list[tuple]
     steps: Sequence[Step]
     give: Callable[[Sequence[Any]], Any]
@@ -210,6 +216,9 @@ class Program:
                 else:  # scratch: kept until all steps are on the stream
                     every.append(new)
                     addresses.append(known.kind.address(new))
+        if known.beyond:
+            start = addresses[-1]
+            addresses += [start + far for far in known.beyond]
         if numbers:
             addresses = [*addresses, *numbers]
         for step in known.steps:
@@ -275,6 +284,7 @@ class Program:
         order, kind = self.schema.places, first.kind
         home = kind.home(first)
         makers = [(order[name], made(kind.maker, home, *problem.made(name))) for name in results if name not in given]
+        scratch, beyond = (scratch, []) if give or first.device is None else _joined(scratch)
         makers += [(place, made(kind.maker, home, *what)) for place, what in enumerate(scratch, len(order))]
         apart = []
         for a, b in self.schema.apart(given):
@@ -282,7 +292,7 @@ class Program:
             shift = first_at - last_at
             apart.append((order[a], order[b], shift - its.extent, shift + mine.extent))
         give = give or itemgetter(*[order[name] for name in results])
-        return _Known(kind, first.device, makers, apart, steps, give)
+        return _Known(kind, first.device, makers, beyond, apart, steps, give)
 
     def steps(self, given: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple:
         """For arrays of these forms: (the Problem, the Plan with what is checked before, the names of the results)."""
@@ -326,6 +336,18 @@ class Program:
         """ValueError if the arrays in these places share memory."""
         x, y = described[a], described[b]
         self.schema.check_apart(self.names[a], self.names[b], (x.pointer, y.pointer), (x.form, y.form))
+
+
+def _joined(scratch: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Sequence[tuple[tuple[int, ...], str]], list[int]]:
+    """The same memory as one array, for each costs the host a microsecond, and where in it the second and further ones begin.
+    On a device: in the interpreter an access past one of them must not be one of the next."""
+    if len(scratch) < 2:
+        return scratch, []
+    ends = [0]
+    for shape, dtype in scratch:
+        size = ITEMSIZE.get(dtype) or np.dtype(dtype).itemsize
+        ends.append(ends[-1] + -(-math.prod(shape) * size // BEGINS) * BEGINS)
+    return [((ends[-1],), "uint8")], ends[1:-1]
 
 
 def _pattern(variables: list[Any]) -> str:

@@ -156,7 +156,8 @@ def flash_attn_with_kvcache(
 
 
 def _refuse(qv, q_descale, k_descale, v_descale, attention_chunk):
-    refuse("qv", qv is not None, "concatenate it to q, and v to k, where their columns are 256 at most together")
+    advice = "concatenate it to q, and v to k, where their columns are 256 at most together"
+    refuse("qv", qv is not None, f"{advice}; attention.mla_decode serves caches of latents, v and k side by side")
     for name, descale in ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale):
         refuse(name, descale is not None, "there are no fp8 tiles yet: multiply it in, in bfloat16 or float16")
     advice = "call attention.forward(.., mask=lambda b, h, i, j: i // chunk == j // chunk)"

@@ -5,8 +5,8 @@
 on arrays with equal leading axes, a batch and heads, one of them or none; the keys may have one head for all. With five axes,
 (batch, groups, heads of a group, row, column), keys have 1 in place of a group's heads: those of queries share them. norm, of
 queries or keys or neither, is x * rsqrt(mean(x * x) + eps) * g; scores may be causal. There is no kernel to write: the text is
-a call. Few queries are decode's, which reads keys once for all of them and for the heads that share them, shares them out among
-all multiprocessors, and normalises them on the way, where forward writes normalised ones first."""
+a call. Few queries on keys that are to be normalised are decode's: it reads keys once for all of them and for the heads that
+share them, shares them out among all multiprocessors, and normalises them on the way, where forward writes them first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 AXES = 4  # batch, head, row, column; one more where heads come in groups
 MOST_COLUMNS, COLUMNS = 256, 8  # of a head; and a multiple of so many
 FEW, WIDE = (32, 16), 128  # rows, of queries and heads that share keys, in one tile of decode's: up to WIDE columns; beyond
-MANY_KEYS = 512  # that are worth sharing out, where they need no norm
 ON_THE_HOST = "input", "number", "add", "sub", "mul", "div", "neg"  # what numbers are made with
 
 
@@ -99,10 +98,10 @@ class Attention:
 
     @property
     def few(self) -> bool:
-        """Are there few queries, for which keys are read once?"""
-        *heads, keys, _ = self.k.array.extents
+        """Are there few queries, for which keys are read, and normalised, once?"""
+        *heads, _, _ = self.k.array.extents
         rows, wide = math.prod(self.q.array.extents[:-1]), max(x.extents[-1] for x in (self.q.array, self.v)) > WIDE
-        return rows <= FEW[wide] * math.prod(heads) and (self.k.normed or keys >= MANY_KEYS)
+        return self.k.normed and rows <= FEW[wide] * math.prod(heads)
 
     @property
     def bytes(self) -> float:

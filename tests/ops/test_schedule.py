@@ -188,13 +188,16 @@ def test_sequences_one_behind_the_other(sequences, most, padded):
         for tile in range(found.shape[0]):
             sequence, before, end = 0, 0, 0
             for first in range(0, lengths.shape[0], 32):
-                passed, last, end = line_up(lengths, begins if padded else None, most, 16, first, lengths.shape[0], end, tile)
+                if padded:
+                    passed, last, end = line_up(lengths, begins, most, 16, first, lengths.shape[0], end, tile, 5)
+                else:
+                    passed, last, end = line_up(lengths, None, most, 16, first, lengths.shape[0], end, tile)
                 sequence, before = sequence + passed, last
                 if end > tile:
                     break
             found[tile, 0], found[tile, 1] = sequence, before
 
-    elements = np.minimum(lengths - (begins if padded else 0), most)
+    elements = np.minimum(lengths + 5 - begins if padded else lengths, most)
     ends = np.cumsum(np.maximum(-(-elements // 16), 1))
     tiles = np.arange(ends[-1])
     owner = np.searchsorted(ends, tiles, side="right")

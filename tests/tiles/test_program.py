@@ -196,6 +196,13 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework):
     assert [place for place, alive in memory.items() if alive() is not None] == [address(out)]
 
 
+def test_scratch_memory_on_a_device_is_one_array():
+    """Each part begins where an allocator would have it begin."""
+    shapes = [((3, 5), "float32"), ((200, 2), "bfloat16"), ((0,), "float32"), ((7,), "int64")]
+    assert programs._joined(shapes) == ([((256 + 1024 + 256,), "uint8")], [256, 1280, 1280])
+    assert programs._joined(shapes[:1]) == (shapes[:1], []) and programs._joined([]) == ([], [])
+
+
 def test_a_fill_is_a_step():
     @program(BOTH)
     def function(problem):

@@ -30,7 +30,7 @@ from .caches import Dense, Indexed, Paged
 from .norms import Norms, norms_of
 from .placed import placed
 from .products import Narrow, Same
-from .reach import Everything, MaskedRows, Reach, ScoredRows, Sloped
+from .reach import Everything, Growing, MaskedRows, Reach, ScoredRows, Sloped
 from .results import Either, Part, PartOfPacked, Whole
 from .splits import Parted, Shares, shares_for, splits_for
 from .tokens import Alike, OneBehindTheOther
@@ -176,8 +176,8 @@ def decode(
 
     splits: into how many parts each sequence's keys go, which different multiprocessors work on, and which a second launch adds
     up. With as many splits the result has the same bits, always. By default all sequences' keys are shared out evenly, by the
-    lengths as the device finds them: a sequence's bits then depend on the others' lengths. Where keys are appended, or queries
-    lie one behind the other, shapes decide into how many parts each goes.
+    lengths as the device finds them: a sequence's bits then depend on the others' lengths. Where queries lie one behind the
+    other, shapes decide into how many parts each goes.
 
     out, return_lse, stream: as in forward. family: None or "sm_80", the instructions of every GPU since Ampere; of many query
     tokens as in forward.
@@ -186,19 +186,31 @@ def decode(
 
     ValueError or TypeError, before anything is launched, names the argument and prints the values."""
     left, right = ends_of(window)
-    functions = [None if f is None else named(name, f) for name, f in (("mask", mask), ("score", score))]
-    arrays, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
-    of_keys = flag("causal", causal), left, right, positive("softcap", softcap), _parts(splits), *functions
-    of_keys += flag("interleaved", interleaved), positive("norm_eps", norm_eps), number("scale", scale)
-    of_keys += flag("return_lse", return_lse), family
+    options = (  # of every step of a server: each line costs it
+        flag("causal", causal),
+        left,
+        right,
+        None if softcap is None else positive("softcap", softcap),
+        _parts(splits),
+        None if mask is None else named("mask", mask),
+        None if score is None else named("score", score),
+        flag("interleaved", interleaved),
+        0.0 if q_norm is k_norm is k_new_norm is None else positive("norm_eps", norm_eps),
+        None if scale is None else number("scale", scale),
+        flag("return_lse", return_lse),
+        family,
+    )
     if k_new is v_new is rotary is None:
         if not (cu_seqlens_new is positions is k_new_norm is None):
             told = {"positions": positions, "cu_seqlens_new": cu_seqlens_new, "k_new_norm": k_new_norm}
             raise ValueError(f"{next(name for name, x in told.items() if x is not None)}: takes k_new, too, which is None")
         if cu_seqlens is mask is score is q_norm is k_norm is None and isinstance(aux, tuple) and not aux:
-            return _decode(stream, (*arrays, *keys, out, None), of_keys, layout)
-        norms = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
-        return _variant(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), out, None), of_keys, layout)
+            given = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale, out, None
+            return _decode(stream, given, options, layout)
+    arrays, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
+    norms = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
+    if k_new is v_new is rotary is None:
+        return _variant(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), out, None), options, layout)
     if k_new is None or v_new is None:
         name = "k_new" if k_new is None else "v_new"
         raise ValueError(f"{name}: must be given where {'rotary' if k_new is v_new is None else 'the other'} is: {name}=None")
@@ -207,15 +219,14 @@ def decode(
             "k_norm: normalises the keys of the cache, which with rotary are rotated, and a norm comes before that: k_new_norm "
             "normalises k_new alone, and first"
         )
-    norms = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
     if traced(q):  # torch makes no functional op of what writes in place and has several results: here they are two
         new = k_new, v_new, cu_seqlens_new, rotary, positions, q_norm, k_new_norm, norm_eps
         descales = {"k_descale": k_descale, "v_descale": v_descale}
-        turned, after = _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, of_keys, layout, descales)
+        turned, after = _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, options, layout, descales)
         keys = after, *keys[1:], *((None, None) if rotary is not None else norms[:2]), *norms[2:]
-        return _variant(stream, (turned, k, v, cu_seqlens, *keys, *eight(aux), out, None), of_keys, layout)
+        return _variant(stream, (turned, k, v, cu_seqlens, *keys, *eight(aux), out, None), options, layout)
     new = k_new, v_new, *norm_parts("k_new_norm", k_new_norm), cu_seqlens_new, *appending.tables_of(rotary), positions
-    return _append(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), *new, out, None), of_keys, layout)
+    return _append(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), *new, out, None), options, layout)
 
 
 def _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, options, layout, descales) -> tuple[Any, Any]:
@@ -395,12 +406,13 @@ def _few(
         shape = each > attend.BAND, gpu.shared_bytes, lie, axes, norms.keys
         return attend.config_for(head_dim, value_dim, product, *kind, *shape)
 
-    chosen, evenly = config(Parted, whole), "k_new" not in problem and not packed and batch > 1  # are all keys shared out?
+    chosen, evenly = config(Parted, whole), not packed and batch > 1  # are all keys shared out?
     evenly = evenly and ("lengths" in problem or "leftpad" not in problem)
     bands = rows // chosen.band + sequences if packed else -(-rows // chosen.band)
     if splits is not None:
         number, evenly = splits, False
     elif evenly:
+        reach = Growing(reach.left, reach.right, reach.padded) if "k_new" in problem else reach
         chosen = config(Shares, Either(whole, part))
         number = shares_for(kv_heads * bands, chosen.resident * gpu.processors)
     else:

@@ -90,6 +90,17 @@ class Reach:
         return s
 
 
+class Growing(Reach):
+    """The same where given.added keys are being appended, of which the tiles that are shared out are counted, too."""
+
+    @inlined
+    def line_up(self, size, first, count, before, tile, tokens, given):
+        """See Reach."""
+        begins = given.leftpad if self.padded else None
+        most = int32(tokens + given.left if self.left else 2**31 - 1)
+        return line_up(given.lengths, begins, most, size, first, count, before, tile, given.added)
+
+
 class Everything(Reach):
     """Of all keys that there is room for, given.keys of each sequence."""
 

@@ -1,5 +1,8 @@
 """attention.decode against float64, on both backends from one body."""
 
+import itertools
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +13,7 @@ from places import BF16, RANDOMLY, OnCard, OnInterpreter
 import attention
 from attention import reference
 from attention.softmax.decode import attend, decode, splits
+from attention.softmax.decode.reach import Everything, Reach
 from tiles import fp8e4m3
 from tiles.frameworks import Kind
 
@@ -97,7 +101,7 @@ def test_lengths_around_every_edge(place, lengths, splits):
     agree(place, *case(lengths, head_dim=128, room=210), lengths, splits=splits)
 
 
-@pytest.mark.parametrize(("batch", "keys", "tokens", "window"), [(2, 70, 1, None), (34, 20, 1, None), (3, 200, 3, (70, 0))])
+@pytest.mark.parametrize(("batch", "keys", "tokens", "window"), [(2, 70, 1, None), (3, 200, 3, (70, 0))])
 def test_whole_caches(place, batch, keys, tokens, window):
     """Where no lengths are said: the same bits as with those that there is room for."""
     arrays = [place.put(x) for x in case((keys,) * batch, tokens, 2, 1)]
@@ -107,9 +111,19 @@ def test_whole_caches(place, batch, keys, tokens, window):
         found, wanted = (attention.decode(*arrays, lengths=n, **told) for n in (None, lengths))
         for x, y in zip(found, wanted):
             np.testing.assert_array_equal(place.get(x), place.get(y))
-    padded = {"leftpad": place.put(np.arange(batch, dtype=np.int32)), "splits": None if batch < 34 else 1}
+    padded = {"leftpad": place.put(np.arange(batch, dtype=np.int32))}
     found, wanted = (place.get(attention.decode(*arrays, lengths=n, **padded)) for n in (None, lengths))
     np.testing.assert_allclose(found.astype(np.float32), wanted.astype(np.float32), atol=2**-7)
+
+
+@pytest.mark.parametrize(("keys", "left"), [(0, None), (300, None), (300, 60)])
+def test_tiles_of_whole_caches(keys, left):
+    """Counted as those of caches that are in use to their end."""
+    every, some = (kind(left is not None, False, False) for kind in (Everything, Reach))
+    given = SimpleNamespace(keys=keys, left=left, lengths=np.full(70, keys, np.int32))
+    for first, tile in itertools.product((0, 32, 64), range(0, 400, 7)):
+        asked = 64, np.int32(first), np.int32(70), np.int32(5), np.int32(tile), np.int32(2), given
+        assert every.line_up(*asked) == some.line_up(*asked)
 
 
 def test_many_sequences_of_very_different_lengths(place):

@@ -136,6 +136,21 @@ def test_new_keys_are_rotated_written_and_seen(place, way, tiles):
     assert not np.isnan(place.get(found[0]).astype(np.float32)).any()
 
 
+@pytest.mark.parametrize("options", [{}, {"window": (20, 0), "leftpad": (0, 1, 40)}], ids=["all", "window"])
+def test_new_keys_are_shared_out_with_all_others(place, options):
+    """A new key that begins a tile is one more for those who share tiles out: the same bits as by hand, by default, too."""
+    lengths, tokens = np.array((127, 0, 61), np.int32), 3
+    _, k, v = case(lengths, 1, 2, 1, room=140)
+    q, *new = (draw((3, tokens, heads, 64), BF16) for heads in (2, 1, 1))
+    told = {name: place.put(np.array(x)) if name == "leftpad" else x for name, x in options.items()}
+    mine, by_hand = ([place.put(x.copy()) for x in (k, v)] for _ in range(2))
+    new, asked = [place.put(x) for x in new], place.put(q)
+    found = attention.decode(asked, *mine, k_new=new[0], v_new=new[1], lengths=place.put(lengths), **told)
+    attention.append(*by_hand, *new, lengths=place.put(lengths))
+    wanted = attention.decode(asked, *by_hand, lengths=place.put(lengths + tokens), **told)
+    assert place.get(found).tobytes() == place.get(wanted).tobytes()
+
+
 def test_new_keys_by_ends_of_their_own(place):
     """Of other numbers than the queries'."""
     lengths, ends, ends_new = np.array((3, 0), np.int32), np.array((0, 1, 3)), np.array((0, 4, 5))
