@@ -16,7 +16,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,6 +40,9 @@ from .proof import Proof, proven
 from .terms import Term
 from .trace import ANY, Shape, Traced, rows_alone, traced
 
+if TYPE_CHECKING:
+    from .backward import Gradient
+
 FLOATS = ("bfloat16", "float16", "float32")
 HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # what a schema says of a dtype (tiles/schema.py)
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
@@ -60,6 +63,8 @@ class Fused:
         self.names = list(self.signature.parameters)
         self.programs: dict[tuple, _Program] = {}
         self.prepare = _once(self.programs, self._made)
+        self.gradients: dict[tuple, Gradient] = {}
+        self.decided: dict[tuple, tuple[str, ...]] = {}
         self.of_rows: dict[tuple, bool] = {}
         self.look = _once(self.of_rows, lambda shapes: rows_alone(self._trace(shapes).roots))
 
@@ -88,14 +93,44 @@ class Fused:
         return bound.args
 
     def _differentiable(self, arrays: Sequence[Any], out: Any, stream: Any) -> Any:
-        """Of torch's tensors that require grad: the kernels forward, the definition's ops backward."""
+        """Of torch's tensors that require grad."""
         if out is not None or stream is not None:
             raise TypeError("out, stream: must be None where a tensor requires grad")
         flat, lead = self._rows(arrays)
-        results = gradient.differentiable(self.run, self._by_parts, flat)
+        results = gradient.differentiable(self, flat)
         if not lead:
             return results
         return tuple([x.reshape(*lead, -1) for x in results]) if isinstance(results, tuple) else results.reshape(*lead, -1)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+    @functools.cached_property
+    def gradient(self) -> Gradient:
+        """The gradient as a fused function of the arguments and of the gradients by the results (backward.py)."""
+        from .backward import Gradient
+
+        return Gradient(self)
+
+    def gradient_of(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> Gradient:
+        """That by some arguments alone, where the gradients by those of `count` results are given whose places are `by`."""
+        from .backward import Gradient
+
+        return self.gradients.setdefault((wanted, by, count), Gradient(self, wanted, by, count))
+
+    def gradients_by_kernels(
+        self, arrays: Sequence[Any], by: Sequence[Any], wanted: tuple[str, ...]
+    ) -> tuple[tuple[str, ...], Callable[[], Sequence[Any]]]:
+        """The arguments, among those that are wanted, whose gradients kernels compute; and what computes them. arrays: flat.
+        by: the gradients by the results, or None."""
+        from .backward import coarse, served
+
+        places = tuple([n for n, g in enumerate(by) if g is not None])
+        given = [g for g in by if g is not None]
+        shapes = coarse([*self._shapes(arrays), *[shape_of(g, "gradient") for g in given]])
+        key = shapes, wanted, places, len(by), _ordinal(arrays)
+        if key not in self.decided:
+            self.decided[key] = served(self, shapes, wanted, places, len(by), _ordinal(arrays))
+        names = self.decided[key]
+        return names, lambda: self.gradient_of(names, places, len(by)).run(*arrays, *given) if names else ()
 
     def _rows(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
         """Arrays whose leading axes are one, the rows, where they are no more than that; and the leading axes that there were,

@@ -80,6 +80,8 @@ def indices(roots: Sequence[Term]) -> dict[Term, tuple[Axis | None, int]]:
     for x in walk(*roots):
         if x.operation == "pick":
             found[x.of[1]] = x.of[0].names[-1], x.of[0].extents[-1]
+        elif x.operation == "is_column":
+            found[x.of[0]] = x.what
         elif x.operation == "matmul_by":
             found[x.of[2]] = x.of[1].names[0], x.of[1].extents[0]
         elif x.operation == "among":
