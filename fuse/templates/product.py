@@ -17,7 +17,7 @@ lacks that axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -167,6 +167,12 @@ class Product:
         return [y for y in between([self.root], self.read, True) if y.operation == "input" and not y.ndim]
 
     @property
+    def lengths(self) -> list[Term]:
+        """Those that it asks for."""
+        inside = between([self.root, *(one.of[0] for one in self.sides)], [*self.read, *self.sides])
+        return [y for y in inside if y.operation == "length"]
+
+    @property
     def kept(self) -> list[Term]:
         """Where rows keep some of their columns alone."""
         return [x for x in between([self.root], self.read) if x.operation == "among"]
@@ -279,7 +285,9 @@ class Product:
                     riding = [one for one in part.reductions if one.operation in cls.rides and _base(one.of[0]) is x]
                     sides = [one for one in riding if not beyond(one.of[0], ends).any()]
                     others = [*part.others, *(one for one in part.reductions if one not in sides)]
-                    yield cls(root, x, operand, part.products, part.narrow, sides, others)
+                    made = cls(root, x, operand, part.products, part.narrow, sides, others)
+                    if all(one.what[0] is not None and known_length(one, inputs(root)) for one in made.lengths):
+                        yield made
 
 
 def found_in(root: Term) -> Found | None:
@@ -350,6 +358,15 @@ class Found:
             else:
                 return False
         return True
+
+
+def known_length(x: Term, arrays: Iterable[Term]) -> tuple[Term, int] | None:
+    """One of these arrays that has this length, and the place of the axis, if one has it."""
+    for y in arrays:
+        for n, axis in enumerate(y.names):
+            if axis is not None and axis.root is x.what[0].root:
+                return y, n
+    return None
 
 
 def _base(x: Term) -> Term | None:

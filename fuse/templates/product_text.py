@@ -9,7 +9,7 @@ from ..graph import along, between, is_tile
 from ..module import array, unused
 from ..terms import PARTS, Term
 from ..writing import Writer
-from .product import Product
+from .product import Product, known_length
 
 
 def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:
@@ -139,15 +139,13 @@ class Kept(NamedTuple):
 
 class Words:
     """A product's maps as lines and expressions: first the prologue's, then the epilogue's. taken: names that are not free.
-    lengths: does it ask for its width?"""
+    lengths: that it asks for, the kernel's parameters and what these are given."""
 
     def __init__(self, kernel: Product, parameters: Mapping[Term, str], spoken: Mapping[Term, str], taken: Iterable[str] = ()):
         self.kernel, self.parameters, self.taken = kernel, parameters, {*parameters.values(), *taken}
         self.writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
         self.kept = keeping(self.writer, kernel, parameters)
-        lengths = [x for x in between([kernel.root], kernel.leaves) if x.operation == "length"]
-        self.writer.names |= dict.fromkeys(lengths, "width")
-        self.lengths = bool(lengths)
+        self.lengths = measuring(self.writer, kernel, parameters)
 
     def prologue(self, inside: Mapping[Term, str]) -> tuple[list[str], str, list[tuple[str, str]]]:
         """Lines, the expression of the operand, and of each side its name and what is summed. inside: by what names x and
@@ -177,6 +175,17 @@ class Words:
         lines += [f"{self.parameters[y]} = {read(y, array(self.parameters[y]))}" for y in self.kernel.others]
         lines += self.writer.assignments([self.kernel.root], self.taken)
         return lines, self.writer.expression(self.kernel.root)
+
+
+def measuring(writer: Writer, kernel: Product, parameters: Mapping[Term, str]) -> list[tuple[str, str]]:
+    """Let it be written how long rows are; the kernel's parameters, and what they are given."""
+    found = dict[str, str]()
+    for x in kernel.lengths:
+        along_k = kernel.x.names[-1] is not None and x.what[0].root is kernel.x.names[-1].root
+        y, place = (kernel.x, kernel.x.ndim - 1) if along_k else known_length(x, parameters) or (kernel.x, 0)
+        writer.names[x] = "width" if along_k else f"width_of_{parameters[y]}"
+        found[writer.names[x]] = f"{parameters[y]}.shape[{place}]"
+    return [*found.items()]
 
 
 def keeping(writer: Writer, kernel: Product, parameters: Mapping[Term, str]) -> Kept | None:
