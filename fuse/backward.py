@@ -3,8 +3,8 @@
     norm.gradient(x, g, dy)             # (dx, dg), of norm(x, g) with the gradient dy by its result
     print(norm.gradient.source(x, g, dy))
 
-Its definition is what the chain rule makes of the function's terms (derivative.py); rules, cost, templates and proof are those of
-any other. What it needs of the forward pass it computes once more from the arguments: no other array is kept. Two things no
+Its definition is what the chain rule makes of the function's terms (derivative.py); rules, cost, templates and proof are those
+of any other. What it needs of the forward pass it computes once more from the arguments: no other array is kept. Two things no
 template computes, and the framework does at the end: products whose left factor is a transpose, x.T @ dy, and sums over axes
 that are no columns, dg = total(dy * x * scale). Kernels make what these are of, its *pieces*."""
 
@@ -19,11 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from . import derivative, graph, terms
-from .candidates import candidates
-from .cost import LAUNCH, Card, card
+from . import derivative, terms
 from .derivative import NoRule
-from .fused import FLOATS, Fused, NoKernel, _cast, _dtype
+from .fused import FLOATS, Fused, NoKernel, cast, dtype_of
 from .module import unused
 from .terms import Term, viewed
 from .trace import Shape, Traced, result_names, traced
@@ -35,7 +33,6 @@ OPERATORS: dict[str, Callable] = {  # of what the framework does at the end
     "div": operator.truediv,
     "neg": operator.neg,
 }
-ROWS = 16, 64, 4096  # for which it is decided whether kernels or parts serve
 
 
 def at_the_end(x: Term) -> bool:
@@ -114,7 +111,9 @@ class Gradient(Fused):
     def _arguments(self, arrays: Sequence[Any], named: dict[str, Any] | None = None) -> Sequence[Any]:
         """The function's, with its defaults, and the gradients by its results."""
         if named:
-            raise TypeError(f"{self.name}: takes the arguments of {self.function.name} and the gradients by its results, by place")
+            raise TypeError(
+                f"{self.name}: takes the arguments of {self.function.name} and the gradients by its results, by place"
+            )
         known = [len(self.names) - len(self.function.names)] if self.count else range(1, len(arrays))
         for more in known:
             try:
@@ -132,7 +131,7 @@ class Gradient(Fused):
 
     def pieces(self, gradients: Mapping[str, Term]) -> dict[str, Term]:
         """What kernels make, by names: those of gradients that are whole, and for_dx of others."""
-        found = {x: name for name, x in reversed(gradients.items())}
+        found = {x: name for name, x in reversed([*gradients.items()])}
         for name, root in gradients.items():
             for x in pieces([root]):
                 found.setdefault(x, f"for_{name}")
@@ -168,13 +167,16 @@ class Gradient(Fused):
         return self.wanted or tuple(name for name, x in arrays if x.ndim and x.what[1] in FLOATS)
 
     def _trace(self, shapes: tuple[Shape, ...]) -> Traced:
-        if not self.count:
-            self._know(len(shapes) - len(self.function.names))
-        return super()._trace(shapes)
+        return self._traced(self.definition, shapes)
 
     def _whole(self, shapes: tuple[Shape, ...]) -> Traced:
         """The gradients as terms, for arrays of these shapes."""
-        return traced(self.definition_of_all, tuple(self.names), shapes)
+        return self._traced(self.definition_of_all, shapes)
+
+    def _traced(self, definition: Callable, shapes: tuple[Shape, ...]) -> Traced:
+        if not self.count:
+            self._know(len(shapes) - len(self.function.names))
+        return traced(definition, tuple(self.names), shapes)
 
     def _rows(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
         """Where leading axes are rows to the function, they are here."""
@@ -213,7 +215,9 @@ class Gradient(Fused):
             place = self.function.names.index(name)
             like, x = arrays[place], finished(root, known)
             x = x.swapaxes(-1, -2) if shapes[place].turned else x
-            gradients.append(_cast(x.reshape(like.shape), _dtype(like)) if _dtype(x) != _dtype(like) else x.reshape(like.shape))
+            gradients.append(
+                cast(x.reshape(like.shape), dtype_of(like)) if dtype_of(x) != dtype_of(like) else x.reshape(like.shape)
+            )
         return tuple(gradients)
 
     def _by_parts(self, *arrays: Any) -> Any:
@@ -233,52 +237,3 @@ class Gradient(Fused):
 def viewed_whole(x: Term) -> Term:
     """The array that lies in memory, where an argument comes as its transpose."""
     return x.of[0] if x.operation == "transpose" else viewed(x)
-
-
-# ---- kernels or parts ------------------------------------------------------------------------------------------------
-def served(
-    function: Fused,
-    shapes: tuple[Shape, ...],
-    wanted: tuple[str, ...],
-    by: tuple[int, ...],
-    count: int,
-    ordinal: int | None,
-) -> tuple[str, ...]:
-    """Those of the arguments `wanted` whose gradients kernels compute, which the roofline says is faster than the parts: all
-    together, or else one by one. shapes: of the arguments, and of the gradients by those of `count` results that are at `by`."""
-    at = card(ordinal)
-    if _is_served(function.gradient_of(wanted, by, count), shapes, at):
-        return wanted
-    alone = [(name,) for name in wanted] if len(wanted) > 1 else []
-    return tuple([one for (one,) in alone if _is_served(function.gradient_of((one,), by, count), shapes, at)])
-
-
-def _is_served(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> bool:
-    try:
-        made = pieces(gradient._whole(shapes).roots)
-        if not made:
-            return True
-        ways = candidates(gradient._trace(shapes), at)
-    except NoRule:
-        return False
-    return bool(ways) and ways[0].way.seconds <= seconds_by_parts(made, at)
-
-
-def seconds_by_parts(roots: Sequence[Term], at: Card) -> float:
-    """What these take at least where each operation is a launch of its own."""
-    found = 0.0
-    for x in graph.walk(*roots):
-        if x.of and viewed(x) is x and x.names:
-            work = 2.0 * np.prod(x.extents) * x.of[0].extents[-1] if x.operation == "matmul" else 0.0
-            found += LAUNCH + max(sum(y.nbytes for y in (x, *x.of)) / at.bytes, work / at.products)
-    return found
-
-
-def coarse(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-    """Shapes as a decision depends on them: rows are few, some or many, where no columns are as many."""
-    first = next(s.extents for s in shapes if s.extents)
-    rows = first[-2] if len(first) > 1 else 1
-    if rows == 1 or any(s.extents[-1] == rows for s in shapes if len(s.extents) > 1):
-        return tuple(shapes)
-    like = next((most for most in ROWS if rows <= most), ROWS[-1])
-    return tuple([s._replace(extents=tuple([like if n == rows else n for n in s.extents])) for s in shapes])

@@ -1,20 +1,31 @@
-"""Gradients of fused functions for torch's autograd: by kernels where the algebra finds them (backward.py), else by the
-definition's parts, torch's own ops. One argument's may come from kernels, another's from parts.
+"""Gradients of fused functions: who computes them. By kernels where the algebra finds them (backward.py), else, for torch, by
+the definition's parts, torch's own ops. One argument's may come from kernels, another's from parts.
 
 Torch is never imported before a caller has."""
 
 from __future__ import annotations
 
-import functools
+import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tiles.torch_op import compiling
 
+from . import graph
+from .candidates import candidates
+from .cost import LAUNCH, Card, card
+from .derivative import NoRule
+from .module import unused
+from .terms import Term, viewed
+from .trace import Shape, kinds_of, loose
+
 if TYPE_CHECKING:
+    from .backward import Gradient
     from .fused import Fused
+
+ROWS = 16, 64, 4096  # for which it is decided whether kernels or parts serve
 
 
 def wants_gradient(arrays: Sequence[Any]) -> bool:
@@ -24,11 +35,13 @@ def wants_gradient(arrays: Sequence[Any]) -> bool:
 
 
 def differentiable(function: Fused, arrays: Sequence[Any]) -> Any:
-    """function.run(*arrays), and its gradient. Where torch.compile traces the call, it is given the parts, of which it makes
-    its own kernels, forward and backward."""
-    if compiling():
+    """function.run(*arrays), and its gradient. Where torch.compile traces the call and kernels do not give all that is asked
+    for, it is given the parts, of which it makes its own kernels, forward and backward."""
+    from .autograd import OfFused
+
+    if compiling() and not function.gradients.all_by_kernels(arrays, [getattr(x, "requires_grad", False) for x in arrays]):
         return function._by_parts(*arrays)
-    return _autograd().apply(function, *arrays)
+    return OfFused.apply(function, *arrays)
 
 
 def by_kernels(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
@@ -36,7 +49,7 @@ def by_kernels(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted
     results, or None."""
     from .fused import NoKernel
 
-    names, run = function.gradients_by_kernels(arrays, by, tuple(wanted))
+    names, run = function.gradients.by_kernels(arrays, by, tuple(wanted))
     try:
         return dict(zip(names, run()))
     except NoKernel as error:
@@ -60,31 +73,133 @@ def by_parts(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: 
     return dict(zip(wanted, torch.autograd.grad(of, inputs, given, allow_unused=True)))
 
 
-@functools.cache
-def _autograd() -> Any:
-    """The autograd function."""
-    import torch
-    from torch.autograd.function import once_differentiable
+class Gradients:
+    """The gradients of a function that were asked for."""
 
-    class OfFused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, function, *arrays):
-            ctx.set_materialize_grads(False)  # of results that nobody uses
-            ctx.function, ctx.numbers = function, [None if isinstance(x, torch.Tensor) else x for x in arrays]
-            ctx.save_for_backward(*[x for x in arrays if isinstance(x, torch.Tensor)])
-            return function.run(*arrays)
+    def __init__(self, function: Fused):
+        self.function = function
+        self.made: dict[tuple, Gradient] = {}
+        self.known: dict[tuple, Any] = {}
+        self.op, self.all_of = _constant(self._op), _constant(self._all_of)
 
-        @staticmethod
-        @once_differentiable
-        def backward(ctx, *by):
-            saved = iter(ctx.saved_tensors)
-            arrays = [next(saved) if x is None else x for x in ctx.numbers]
-            names = ctx.function.names
-            wanted = [name for name, needed in zip(names, ctx.needs_input_grad[1:]) if needed]
-            by = [g if g is None else g.contiguous() for g in by]
-            found = by_kernels(ctx.function, arrays, by, wanted)
-            rest = [name for name in wanted if name not in found]
-            found |= by_parts(ctx.function, arrays, by, rest) if rest else {}
-            return None, *[found.get(name) for name in names]
+    def of(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> Gradient:
+        """That by some arguments alone, where the gradients by those of `count` results are given whose places are `by`."""
+        key = wanted, by, count
+        if key not in self.made:
+            from .backward import Gradient
 
-    return OfFused
+            self.made[key] = Gradient(self.function, wanted, by, count)
+        return self.made[key]
+
+    def by_kernels(
+        self, arrays: Sequence[Any], by: Sequence[Any], wanted: tuple[str, ...]
+    ) -> tuple[tuple[str, ...], Callable[[], Sequence[Any]]]:
+        """The arguments, among those that are wanted, whose gradients kernels compute, and what computes them. arrays: as the
+        function's kernels have them. by: the gradients by the results, or None."""
+        from .fused import ordinal_of, shape_of
+
+        places, given = tuple(n for n, g in enumerate(by) if g is not None), [g for g in by if g is not None]
+        shapes = coarse([*self.function._shapes(arrays), *[shape_of(g, "gradient") for g in given]])
+        key = shapes, wanted, places, len(by), ordinal_of(arrays)
+        if key not in self.known:
+            self.known[key] = self._served(*key)
+        names = self.known[key]
+        return names, lambda: self.of(names, places, len(by)).run(*arrays, *given) if names else ()
+
+    def all_by_kernels(self, arrays: Sequence[Any], needed: Sequence[bool]) -> bool:
+        """Do kernels compute all gradients that are needed? Torch.compile asks, before it knows lengths."""
+        return self.all_of(kinds_of(self.function._shapes(arrays)), tuple(needed))
+
+    def _all_of(self, kinds: tuple, needed: tuple[bool, ...]) -> bool:
+        shapes = loose(kinds)
+        results = self.function._trace(shapes).roots
+        shapes += tuple([Shape(x.extents, x.held_as(shapes[0].dtype)) for x in results])
+        wanted = tuple([name for name, one in zip(self.function.names, needed) if one])
+        return self._served(shapes, wanted, tuple(range(len(results))), len(results), None) == wanted
+
+    def _op(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> str:
+        """The name of the torch op that computes a gradient; torch.compile keeps it whole."""
+        key = "op", wanted, by, count
+        if key not in self.known:
+            from . import autograd
+            from .fused import PROGRAMS
+
+            self.known[key] = unused(f"{self.function.name}_gradient", PROGRAMS)
+            PROGRAMS.add(self.known[key])
+            autograd.op(self.of(wanted, by, count), self.known[key])
+        return self.known[key]
+
+    def of_program(
+        self,
+        outs: tuple[str, ...],
+        names: tuple[str, ...],
+        options: Mapping[str, Any],
+        given: Mapping[str, Any],
+        made: Mapping[str, Any],
+        by: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """The gradients of the program's arrays of these names, as JAX asks for them (tiles.program). outs: what results are
+        called. NotImplementedError: kernels do not compute one."""
+        if not by:
+            return {}
+        arrays = [options[name] if name in options else given[name] for name in self.function.names]
+        found, run = self.by_kernels(arrays, [by.get(out) for out in outs], names)
+        for name in names:
+            if name not in found:
+                raise NotImplementedError(f"{name}: no kernel computes its gradient; put jax.lax.stop_gradient around it")
+        return dict(zip(found, run()))
+
+    def _served(
+        self, shapes: tuple[Shape, ...], wanted: tuple[str, ...], by: tuple[int, ...], count: int, ordinal: int | None
+    ) -> tuple[str, ...]:
+        """Those of the arguments `wanted` whose gradients kernels compute, which the roofline says is faster than the parts:
+        all together, or else one by one. shapes: of the arguments, and of the gradients by those of `count` results that are
+        at `by`."""
+        at = card(ordinal)
+        if _is_served(self.of(wanted, by, count), shapes, at):
+            return wanted
+        alone = [(name,) for name in wanted] if len(wanted) > 1 else []
+        return tuple([one for (one,) in alone if _is_served(self.of((one,), by, count), shapes, at)])
+
+
+def _constant(function: Callable) -> Callable:
+    """The function, which Dynamo calls without a look inside, and whose result it takes for a constant."""
+
+    def called(*given):
+        return function(*given)
+
+    called._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return called
+
+
+def _is_served(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> bool:
+    from .backward import pieces
+
+    try:
+        made = pieces(gradient._whole(shapes).roots)
+        if not made:
+            return True
+        ways = candidates(gradient._trace(shapes), at)
+    except NoRule:
+        return False
+    return bool(ways) and ways[0].way.seconds <= seconds_by_parts(made, at)
+
+
+def seconds_by_parts(roots: Sequence[Term], at: Card) -> float:
+    """What these take at least where each operation is a launch of its own."""
+    found = 0.0
+    for x in graph.walk(*roots):
+        if x.of and viewed(x) is x and x.names:
+            work = 2.0 * math.prod(x.extents) * x.of[0].extents[-1] if x.operation == "matmul" else 0.0
+            found += LAUNCH + max(sum(y.nbytes for y in (x, *x.of)) / at.bytes, work / at.products)
+    return found
+
+
+def coarse(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+    """Shapes as a decision depends on them: rows are few, some or many, where no columns are as many."""
+    first = next(s.extents for s in shapes if s.extents)
+    rows = first[-2] if len(first) > 1 else 1
+    if rows == 1 or any(s.extents[-1] == rows for s in shapes if len(s.extents) > 1):
+        return tuple(shapes)
+    like = next((most for most in ROWS if rows <= most), ROWS[-1])
+    return tuple([s._replace(extents=tuple([like if n == rows else n for n in s.extents])) for s in shapes])

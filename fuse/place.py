@@ -169,7 +169,7 @@ def _of_same_rows(needed: Sequence[Term]) -> list[tuple[tuple[Term, ...], ...]]:
     for x in needed:
         if x.ndim == 2 and (x.operation in MAPS or x.operation in ("sum", "max")):
             groups.setdefault(tuple([name and name.root for name in x.names]), []).append(x)
-    rows = [tuple(some) for some in groups.values() if 1 < len(some) and RowMap.matches(some, leaves_of_rows(some))]
+    rows = [tuple(some) for some in groups.values() if len(some) > 1 and RowMap.matches(some, leaves_of_rows(some))]
     inside = {x for some in rows for x in some}
     rest = _together([x for x in needed if x not in inside])
     return [(*rows, *rest)] if rows else []

@@ -37,7 +37,8 @@ class Term:
     operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", "half", "causal",
     "dropout", "pick", "is_column", "matmul_by", "among", "weighted", "spread", "total", one of PARTS, "stacked", "heads",
     "split", "merged", "flat", "rows", or a map's name. of: terms. what: an input's name and dtype, a number's value, the axis
-    and value of a length or of is_column, which half, how many heads, the axes of a total. extents: one for each axis. names: their Axis, None for 1."""
+    and value of a length or of is_column, which half, how many heads, the axes of a total. extents: one for each axis. names:
+    their Axis, None for 1."""
 
     __slots__ = ("extents", "names", "of", "operation", "what")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from . import terms
@@ -35,6 +36,16 @@ class Shape(NamedTuple):
         return self.extents[::-1] if self.turned else self.extents
 
 
+def kinds_of(shapes: Sequence[Shape]) -> tuple:
+    """What decides a program, of each argument."""
+    return tuple([(s.dtype, s.turned, s.ones) for s in shapes])
+
+
+def loose(kinds: tuple) -> tuple[Shape, ...]:
+    """Shapes of these kinds, whose extents say nothing."""
+    return tuple([Shape(tuple([1 if one else ANY for one in ones]), *rest) for *rest, ones in kinds])
+
+
 class Traced(NamedTuple):
     """A definition as terms. inputs: by name. roots: its results, called `outs`, as the keys of a dictionary say or by what
     letters are left. single: is it one, by itself? spoken: what the
@@ -53,8 +64,9 @@ def traced(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ..
     """The definition, run on terms of these shapes."""
     found = _run(definition, names, shapes, None)
     if any(x.ndim in (2, 3) and x.extents[-2] == 1 for x in found.roots):  # what has one row does not broadcast along rows
-        with_rows = _run(definition, names, shapes, Axis())
-        found = with_rows if all(x.ndim in (2, 3) and x.names[-2] for x in with_rows.roots) else found
+        with suppress(ValueError):  # something does
+            with_rows = _run(definition, names, shapes, Axis())
+            found = with_rows if all(x.ndim in (2, 3) and x.names[-2] for x in with_rows.roots) else found
     return found
 
 

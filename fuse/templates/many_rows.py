@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..axes import PART
-from ..graph import along, between, is_tile
+from ..graph import along, is_tile
 from ..module import DTYPES, Text, array, rendered
 from ..terms import Term
 from ..writing import Writer

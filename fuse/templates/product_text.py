@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from ..graph import along, between, is_tile
+from ..graph import along, is_tile
 from ..module import array, unused
 from ..terms import PARTS, Term
 from ..writing import Writer
