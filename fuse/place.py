@@ -32,7 +32,6 @@ APART = (
     "half",
     "causal",
     "pick",
-    "is_column",
     "total",
     "matmul_by",
     "among",

@@ -371,3 +371,6 @@ class Sized(InNumPy):
 
     def length(self, axis: Axis | None, extent: int) -> Any:
         return self.wide(extent if axis is None else extent_of(axis, self.sizes))
+
+    def count(self, axis: Axis | None, extent: int) -> int:
+        return extent if axis is None else extent_of(axis, self.sizes)

@@ -24,7 +24,7 @@ from ..module import DTYPES, Text
 from ..terms import Term, viewed
 from .row_map_text import FOLD, REGISTERS, Alone, Folded, Held, Looped, Writing
 
-KNOWN = "sum", "max", "number", "length", "dropout"  # that are no maps of elements alone
+KNOWN = "sum", "max", "number", "length", "dropout", "is_column"  # that are no maps of elements alone
 SIXTEEN = "bfloat16", "float16"
 WORKED = 48  # registers of a lane besides those that hold what is read
 DRAWN = 16  # columns whose draws lie together
