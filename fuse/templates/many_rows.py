@@ -100,6 +100,7 @@ class ManyRows(Product):
                 and kernel.of_16_bits
                 and kernel.dtype in DTYPES
                 and all(is_tile(w.array) for w in kernel.weights)
+                and kernel.measured
             ):
                 yield kernel
 

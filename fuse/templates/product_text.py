@@ -113,15 +113,16 @@ class Folds(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What rows keep of their columns alone. own: the kernel's parameter that says which. width: how many columns."""
+    """What rows keep of their columns alone, or ask for. own: the kernel's parameter that says which. width: how many."""
 
     own: str
-    width: int
+    width: int = 1
 
     @classmethod
     def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> Kept | None:
         """That of a kernel, if it has such rows."""
-        return next((cls(parameters[x.of[1]], x.of[2].extents[1]) for x in kernel.kept), None)
+        own = [cls(parameters[x.of[1]], x.of[2].extents[1]) for x in kernel.kept]
+        return next(iter([*own, *(cls(parameters[x.of[0]]) for x in kernel.masks)]), None)
 
     @property
     def arguments(self) -> list[tuple[str, str]]:
@@ -130,7 +131,8 @@ class Kept(NamedTuple):
 
     def lines(self, rows: str, columns: str) -> list[str]:
         """What is known ahead: the column that a row's own begin at, and the tile's. rows, columns: their numbers."""
-        return [f"own = {self.width} * {array(self.own)}[{rows}]", f"place = {columns}"]
+        times = f"{self.width} * " if self.width > 1 else ""
+        return [f"own = {times}{array(self.own)}[{rows}]", f"place = {columns}"]
 
     def written(self, x: Term) -> str:
         """See Writer.forms."""
@@ -194,4 +196,5 @@ def keeping(writer: Writer, kernel: Product, parameters: Mapping[Term, str]) -> 
     if kept:
         writer.names |= {x.of[2]: "" for x in kernel.kept}
         writer.forms["among"] = kept.written
+        writer.forms["is_column"] = lambda x: "place == own"
     return kept

@@ -98,7 +98,6 @@ SHAPES = {  # of the arguments and of the gradients by the results, but for rows
     "normalised_step": ([("m", K), ("m", K), (K,), ("m", K)], 1),
     "rms_norm_linear": ([("m", K), (K,), (K, N), ("m", N)], 2),
     "gated_mlp": ([("m", K), (K, N), (K, N), ("m", N)], 3),
-    "lora_linear": ([("m", K), (K, N), (K, 16), (16, N), ("m", N)], 4),
     "rotary": ([("m", K), ("m", K // 2), ("m", K // 2), ("m", K)], 3),
     "softmax": ([("m", K), ("m", K)], 1),
 }
@@ -141,6 +140,42 @@ def test_text_and_proof(name):
     assert proof.holds, proof
     assert kernels <= SHAPES[name][1] and len(lines) <= 80 * kernels and max(map(len, lines)) <= module.WIDTH
     assert "dx" in text and ("The framework makes of this" in gradient.explain(*arrays)) == (name not in ("softmax", "rotary"))
+
+
+@pytest.mark.parametrize("columns", [72, 2056])
+def test_cross_entropy(columns):
+    """One kernel each, forward and backward, with what is to be ignored."""
+
+    @fuse.kernel
+    def cross_entropy(x, target):
+        greatest = fuse.max(x)
+        return fuse.log(fuse.sum(fuse.exp(x - greatest))) + greatest - fuse.pick(x, target)
+
+    x = np.random.default_rng(0).standard_normal((5, columns)).astype(bf16.np)
+    target, dy = np.array([3, -1, 0, columns - 1, 70]), np.linspace(1, 2, 5).astype(bf16.np)[:, None]
+    wide = x.astype(float)
+    e = np.exp(wide - wide.max(-1, keepdims=True))
+    total = e.sum(-1, keepdims=True)
+    picked = np.where(target[:, None] >= 0, np.take_along_axis(wide, target[:, None] % columns, -1), 0)
+    assert cross_entropy.source(x, target).count("@cuda.jit") == 1
+    want = np.log(total) + wide.max(-1, keepdims=True) - picked
+    assert np.abs(cross_entropy.run(x, target).astype(float) - want).max() <= 2**-7 * want.max()
+    assert cross_entropy.gradient.source(x, target, dy).count("@cuda.jit") == 1
+    want = (e / total - (np.arange(columns) == target[:, None])) * dy.astype(float)
+    (dx,) = cross_entropy.gradient.run(x, target, dy)
+    assert np.abs(dx.astype(float) - want).max() <= 2**-8 * np.abs(want).max()
+    if columns == 72:
+        assert cross_entropy.proof(x, target).holds and cross_entropy.gradient.proof(x, target, dy).holds
+
+
+def test_cross_entropy_of_a_product():
+    """The scores, what comes back to them, and what comes back to x, by three kernels."""
+    rng, rows = np.random.default_rng(0), 5
+    x, w = (rng.standard_normal(s).astype(bf16.np) for s in ((rows, K), (K, N)))
+    given = x, w, np.array([3, -1, 0, N - 1, 7]), np.ones((rows, 1), np.float32)
+    gradient = operators.linear_cross_entropy.gradients.of(("x", "w"), (0,), 2)
+    assert gradient.source(*given).count("@cuda.jit") == 3
+    compare(gradient, given, gradient.run(*given))
 
 
 def test_leading_axes_and_weights_as_torch_has_them():

@@ -91,7 +91,7 @@ def test_gradients_by_kernels(monkeypatch):
     _, g, w = (t.requires_grad_() for t in tensors((1, 40), (40,), (24, 40)))
     linear = operators.rms_norm_linear
     compiled = torch.compile(lambda *given: linear(*given), fullgraph=True, backend="aot_eager")
-    for lead in ((3,), (2, 4), (7,)):
+    for lead in ((3,), (2, 4)):
         x, found = torch.randn(*lead, 40).bfloat16().requires_grad_(), []
         for function in (linear, compiled):
             found.append(torch.autograd.grad((function(x, g, w.t()) * 2).sum(), (x, g, w)))
