@@ -1,6 +1,9 @@
 """Fused operators beside torch's own ops, one by one (`eager`) and as torch.compile fuses them: Mirage's list (`-k mirage`; its
 shapes for a batch of 8), and larger ones.
 
+`-k gradients`: their gradients by all arguments, from the arguments and the gradients by the results, so that every provider
+computes what it wants of the forward pass once more.
+
 bf16; microseconds of a call in a CUDA graph, weights rotated past L2. FUSE_TUNE=1 measures the candidates first (fuse/tune.py).
 `pytest -s bench/test_fused.py --benchmark-json=fused.json`; see measure.py for the protocol.
 """
@@ -68,6 +71,15 @@ def _linear_cross_entropy(x, w, target):
     logits = (x @ w).float()
     lse = logits.logsumexp(-1, keepdim=True)
     return lse - logits.gather(-1, target[:, None]), lse
+
+
+def _cross_entropy(x, target):
+    return F.cross_entropy(x, target, reduction="none")[:, None]
+
+
+def _residual_layer_norm(x, residual, g, b):
+    h = x + residual
+    return F.layer_norm(h, h.shape[-1:], g, b, EPS), h
 
 
 def _layer_norm_linear(x, g, b, w):
@@ -165,7 +177,9 @@ SHAPES = {
     "gated_mlp": lambda m, k, n: ((m, k), (k, n), (k, n)),
     "expert_linear": lambda m, k, n: ((EXPERTS, m, k), (EXPERTS, k, n)),
     "linear_cross_entropy": lambda m, k, n: ((m, k), (k, n), (m,)),
+    "cross_entropy": lambda m, k, n: ((m, n), (m,)),
     "normalised_step": lambda m, k, n: ((m, k), (m, k), (k,)),
+    "residual_layer_norm": lambda m, k, n: ((m, k), (m, k), (k,), (k,)),
     "residual_rms_norm": lambda m, k, n: ((m, k), (m, k), (k,)),
     "fp8_linear": lambda m, k, n: ((m, k), (k, n), (n,)),
     "residual_rms_norm_quantise": lambda m, k, n: ((m, k), (m, k), (k,)),
@@ -181,6 +195,7 @@ DTYPES = {  # of what is not bf16
     ("dropout_residual_layer_norm", 4): torch.int64,
     ("fp8_linear", 1): FP8,
     ("linear_cross_entropy", 2): torch.int64,
+    ("cross_entropy", 1): torch.int64,
     ("lora_linear_by_index", 4): torch.int64,
 }
 RANDOM = {"dropout_residual_layer_norm"}  # torch drops others: only ours is compared, with its definition
@@ -193,6 +208,8 @@ EAGER = {
     "expert_linear": torch.matmul,
     "linear_cross_entropy": _linear_cross_entropy,
     "normalised_step": _normalised_step,
+    "cross_entropy": _cross_entropy,
+    "residual_layer_norm": _residual_layer_norm,
     "residual_rms_norm": _residual_rms_norm,
     "fp8_linear": _fp8_linear,
     "residual_rms_norm_quantise": _residual_rms_norm_quantise,
@@ -260,6 +277,59 @@ def test_attention(benchmark, case, provider):
 @pytest.mark.parametrize("case", MIRAGE)
 def test_mirage(benchmark, case, provider):
     _report(benchmark, f"Mirage's {case}", None, provider, _times(*MIRAGE[case]))
+
+
+GRADIENTS = [  # operator, rows, inner, columns
+    ("residual_rms_norm", 4096, 4096, 4096),
+    ("residual_layer_norm", 4096, 4096, 4096),
+    ("normalised_step", 4096, 4096, 4096),
+    ("cross_entropy", 4096, 0, 32000),
+    ("rms_norm_linear", 4096, 4096, 6144),
+    ("gated_mlp", 4096, 4096, 14336),
+    ("gated_mlp_down", 4096, 4096, 14336),
+    ("lora_linear", 4096, 4096, 4096),
+]
+
+
+@fuse.kernel
+def _fused_cross_entropy(x, target):
+    greatest = fuse.max(x)
+    return fuse.log(fuse.sum(fuse.exp(x - greatest))) + greatest - fuse.pick(x, target)
+
+
+@functools.cache
+def _times_of_gradients(name, shapes):
+    """{provider: milliseconds of every round}"""
+    operator, eager = getattr(operators, name, _fused_cross_entropy), EAGER[name]
+
+    def inputs():
+        given = _inputs(name, shapes)
+        results = eager(*given)
+        return [*given, *(torch.randn_like(y) for y in (results if isinstance(results, tuple) else (results,)))]
+
+    def gradients(*given):
+        arrays, by = given[: len(shapes)], given[len(shapes) :]
+        floats = [x for x in arrays if x.is_floating_point()]
+        rest = [x for x in arrays if not x.is_floating_point()]
+        _, back = torch.func.vjp(lambda *some: eager(*some, *rest), *floats)
+        return back(by if len(by) > 1 else by[0])
+
+    sets = rotated(inputs, 2 * sum(torch.Size(s).numel() for s in shapes))
+    calls = {"tiles": operator.gradient, "eager": gradients, "compile": torch.compile(gradients, dynamic=False)}
+    wanted = gradients(*map(_wide, sets[0]))
+    for provider, call in calls.items():
+        for got, ref in zip(call(*sets[0]), wanted, strict=True):
+            error = (got.double() - ref).abs().max() / ref.abs().max()
+            assert error < 2**-5, f"{name} {shapes} {provider}: {error}"
+    work = 6 * shapes[0][-2] * sum(torch.Size(s).numel() for s in shapes[1:] if len(s) >= 2)
+    return replayed(calls, sets, calls=max(8, min(200, int(2e13 / max(work, 1)))))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("name,m,k,n", GRADIENTS)
+def test_gradients(benchmark, name, m, k, n, provider):
+    times = _times_of_gradients(name, SHAPES[name](m, k, n))
+    _report(benchmark, f"gradients of {name} {m} x {k} x {n}", None, provider, times)
 
 
 def _report(benchmark, label, goal, provider, times):

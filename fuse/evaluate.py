@@ -125,6 +125,10 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
             found = arithmetic.dropout(*of)
         elif x.operation == "pick":
             found = arithmetic.pick(*of)
+        elif x.operation == "is_column":
+            found = np.asarray(of[0])[..., None] == np.arange(arithmetic.count(*x.what))
+        elif x.operation == "total":
+            found = _total(arithmetic, of[0], x.what)
         elif x.operation == "matmul_by":
             found = _matmul_by(arithmetic, *of)
         elif x.operation == "among":
@@ -150,6 +154,14 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
             found = arithmetic.concat(of)
         values[id(x)] = found
     return [values[id(x)] for x in roots]
+
+
+def _total(arithmetic: Arithmetic, x: Any, places: Sequence[int]) -> Any:
+    """The sum over these axes, taken at once."""
+    ends = range(-len(places), 0)
+    moved = np.moveaxis(x, places, ends)
+    rows = arithmetic.reduce("sum", moved.reshape(*moved.shape[: -len(places)], -1))
+    return np.moveaxis(rows.reshape(*rows.shape[:-1], *[1] * len(places)), ends, places)
 
 
 def _matmul_by(arithmetic: Arithmetic, x: Any, w: Any, index: Any) -> Any:

@@ -16,7 +16,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from tiles.arrays import Operand, c_ordered
 from tiles.checks import Check, Values, asked
 from tiles.compiler import Compiled, compile_kernel
 from tiles.frameworks import describe
+from tiles.jax_call import tracing
 from tiles.launch import watchers
 from tiles.program import Plan, Program
 from tiles.recording import Recorded, recorded
@@ -38,7 +39,10 @@ from .evaluate import InNumPy, evaluate
 from .functions import CASTS, FP8, MAPS
 from .proof import Proof, proven
 from .terms import Term
-from .trace import ANY, Shape, Traced, rows_alone, traced
+from .trace import Shape, Traced, kinds_of, loose, rows_alone, traced
+
+if TYPE_CHECKING:
+    from .backward import Gradient
 
 FLOATS = ("bfloat16", "float16", "float32")
 HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # what a schema says of a dtype (tiles/schema.py)
@@ -62,6 +66,7 @@ class Fused:
         self.names = list(self.signature.parameters)
         self.programs: dict[tuple, _Program] = {}
         self.prepare = _once(self.programs, self._made)
+        self.gradients = gradient.Gradients(self)
         self.of_rows: dict[tuple, bool] = {}
         self.look = _once(self.of_rows, lambda shapes: rows_alone(self._trace(shapes).roots))
 
@@ -90,14 +95,22 @@ class Fused:
         return bound.args
 
     def _differentiable(self, arrays: Sequence[Any], out: Any, stream: Any) -> Any:
-        """Of torch's tensors that require grad: the kernels forward, the definition's ops backward."""
+        """Of torch's tensors that require grad."""
         if out is not None or stream is not None:
             raise TypeError("out, stream: must be None where a tensor requires grad")
         flat, lead = self._rows(arrays)
-        results = gradient.differentiable(self.run, self._by_parts, flat)
+        results = gradient.differentiable(self, flat)
         if not lead:
             return results
         return tuple([x.reshape(*lead, -1) for x in results]) if isinstance(results, tuple) else results.reshape(*lead, -1)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+    @functools.cached_property
+    def gradient(self) -> Gradient:
+        """The gradient as a fused function of the arguments and of the gradients by the results (backward.py)."""
+        from .backward import Gradient
+
+        return Gradient(self)
 
     def _rows(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
         """Arrays whose leading axes are one, the rows, where they are no more than that; and the leading axes that there were,
@@ -105,7 +118,7 @@ class Fused:
         deep = next((x for x in arrays if len(getattr(x, "shape", ())) > 2), None)
         if deep is None:
             return list(arrays), ()
-        kinds = _kinds(self._shapes(arrays))
+        kinds = kinds_of(self._shapes(arrays))
         self.look(kinds)
         if not self.of_rows[kinds]:
             return list(arrays), ()
@@ -140,7 +153,7 @@ class Fused:
         arrays = self._arguments(given, named)
         flat, lead = self._rows(arrays)
         shapes = self._shapes(flat)
-        kinds = _kinds(shapes)
+        kinds = kinds_of(shapes)
         self.prepare(kinds)
         program = self.programs[kinds]
         outs = out if isinstance(out, tuple) else (out,) * program.results
@@ -158,15 +171,15 @@ class Fused:
 
     def _by_parts(self, *arrays: Any) -> Any:
         """What the definition's ops give, one by one; in float32, where arrays have numbers of several dtypes."""
-        numbers = [x for x in arrays if _dtype(x) in HOLDS]
+        numbers = [x for x in arrays if dtype_of(x) in HOLDS]
         if all([x.dtype == numbers[0].dtype for x in numbers]):
             return self.definition(*arrays)
-        kinds = _kinds(self._shapes(self._rows(arrays)[0]))
+        kinds = kinds_of(self._shapes(self._rows(arrays)[0]))
         self.prepare(kinds)
-        results = self.definition(*[_cast(x, "float32") if _dtype(x) in HOLDS else x for x in arrays])
+        results = self.definition(*[cast(x, "float32") if dtype_of(x) in HOLDS else x for x in arrays])
         several = isinstance(results, tuple)
-        wanted = [dtype or _dtype(numbers[0]) for dtype in self.programs[kinds].dtypes]
-        found = [_cast(x, dtype) for x, dtype in zip(results if several else (results,), wanted)]
+        wanted = [dtype or dtype_of(numbers[0]) for dtype in self.programs[kinds].dtypes]
+        found = [cast(x, dtype) for x, dtype in zip(results if several else (results,), wanted)]
         return tuple(found) if several else found[0]
 
     def _made(self, shapes: tuple[Shape, ...]) -> _Program:
@@ -203,7 +216,8 @@ class Fused:
         name = module.unused(self.name, PROGRAMS)
         PROGRAMS.add(name)
         ones = {axis: 1 for axis in set("".join(letters[len(held) :])) - set("".join(letters[: len(held)]))}
-        return _Program(Schema(name, "\n".join(rows), **ones), planner, [x.held_as("") for x in found.roots])
+        schema, dtypes = Schema(name, "\n".join(rows), **ones), [x.held_as("") for x in found.roots]
+        return _Program(schema, planner, dtypes, functools.partial(_gradient_of_program, self, found.outs))
 
     def _plan(self, problem: Any, shapes: tuple[Shape, ...], numbers: dict[str, float]) -> Plan:
         """The launches of the best way, for this problem."""
@@ -283,13 +297,13 @@ class Fused:
         """The definition as terms, and what was found, for these arrays."""
         flat, _ = self._rows(self._arguments(arrays))
         found = self.trace(flat)
-        return found, self._candidates(found, _ordinal(flat))
+        return found, self._candidates(found, ordinal_of(flat))
 
     def tune(self, *arrays: Any, say: Callable[[str], None] = lambda text: None) -> list[Candidate]:
         """Measure the best candidates on the card that these arrays lie on, and remember the fastest; a call finds it from
         then on. say: is told what is going on."""
         flat, _ = self._rows(self._arguments(arrays))
-        found, ordinal = self.trace(flat), _ordinal(flat)
+        found, ordinal = self.trace(flat), ordinal_of(flat)
         if ordinal is None:
             raise ValueError(f"{self.name}: only a card can be measured, and {self.names[0]} lies in host memory")
         every = candidates(found, card(ordinal))
@@ -373,18 +387,24 @@ def _once(known: dict[tuple, Any], make: Callable) -> Callable[[tuple], None]:
 
     def prepare(kinds: tuple) -> None:
         if kinds not in known:
-            shapes = [Shape(tuple([1 if one else ANY for one in ones]), *rest) for *rest, ones in kinds]
-            known[kinds] = make(tuple(shapes))
+            known[kinds] = make(loose(kinds))
 
     prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return prepare
 
 
+def _gradient_of_program(
+    function: Fused, outs: tuple[str, ...], names: tuple[str, ...], options: dict[str, Any], layout: str
+) -> Callable[..., dict[str, Any]]:
+    """See tiles.program: JAX asks for it."""
+    return functools.partial(function.gradients.of_program, outs, names, options)
+
+
 class _Program(Program):
     """A program, how many results it has, and the dtypes that these have by themselves, or ""."""
 
-    def __init__(self, schema: Schema, planner: Callable[..., Plan], dtypes: list[str]):
-        super().__init__(schema, planner)
+    def __init__(self, schema: Schema, planner: Callable[..., Plan], dtypes: list[str], gradient: Callable):
+        super().__init__(schema, planner, gradient)
         self.results, self.dtypes = len(dtypes), dtypes
 
 
@@ -410,22 +430,20 @@ def _refuse_index(name: str, index: np.ndarray, among: int) -> None:
     Check([(name, 0, describe(index, name).form, _values(name, among))], {}).run(0, [index.ctypes.data])
 
 
-def _kinds(shapes: Sequence[Shape]) -> tuple:
-    """What decides a program, of each argument."""
-    return tuple([(s.dtype, s.turned, s.ones) for s in shapes])
+def ordinal_of(arrays: Sequence[Any]) -> int | None:
+    """Where they lie, or will lie when JAX calls."""
+    first = next(x for x in arrays if hasattr(x, "shape"))
+    if tracing(first):
+        return 0 if sys.modules["jax"].default_backend() == "gpu" else None
+    return describe(first, "x").device
 
 
-def _ordinal(arrays: Sequence[Any]) -> int | None:
-    """Where they lie."""
-    return describe(next(x for x in arrays if hasattr(x, "shape")), "x").device
-
-
-def _dtype(x: Any) -> str:
+def dtype_of(x: Any) -> str:
     """The name of an array's dtype, "" of a number."""
     return str(getattr(x, "dtype", "")).removeprefix("torch.")
 
 
-def _cast(x: Any, dtype: str) -> Any:
+def cast(x: Any, dtype: str) -> Any:
     """An array of another dtype."""
     return x.to(getattr(sys.modules["torch"], dtype)) if hasattr(x, "to") else x.astype(np.dtype(dtype))
 
@@ -436,6 +454,8 @@ def shape_of(x: Any, name: str) -> Shape:
         return Shape((), "float32")
     if hasattr(x, "stride"):  # torch's, which may have no address
         extents, strides, unit, dtype = tuple(x.shape), x.stride(), 1, str(x.dtype).removeprefix("torch.")
+    elif tracing(x):  # of JAX
+        return Shape(tuple(x.shape), str(np.dtype(x.dtype)))
     else:
         form = describe(x, name).form
         extents, strides, unit, dtype = form.shape, form.strides, form.itemsize, form.dtype

@@ -1,15 +1,31 @@
-"""Gradients: of the definition by its parts, torch's own ops, where the kernels computed it forward.
+"""Gradients of fused functions: who computes them. By kernels where the algebra finds them (backward.py), else, for torch, by
+the definition's parts, torch's own ops. One argument's may come from kernels, another's from parts.
 
 Torch is never imported before a caller has."""
 
 from __future__ import annotations
 
-import functools
+import math
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tiles.torch_op import compiling
+
+from . import graph
+from .candidates import candidates
+from .cost import LAUNCH, Card, card
+from .derivative import NoRule
+from .module import unused
+from .terms import Term, viewed
+from .trace import Shape, kinds_of, loose
+
+if TYPE_CHECKING:
+    from .backward import Gradient
+    from .fused import Fused
+
+ROWS = 16, 64, 4096  # for which it is decided whether kernels or parts serve
 
 
 def wants_gradient(arrays: Sequence[Any]) -> bool:
@@ -18,39 +34,172 @@ def wants_gradient(arrays: Sequence[Any]) -> bool:
     return torch is not None and torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) for x in arrays])
 
 
-def differentiable(fused: Callable, by_parts: Callable, arrays: Sequence[Any]) -> Any:
-    """fused(*arrays), of which torch takes the gradient of by_parts(*arrays). Where torch.compile traces the call,
-    it is given the parts, of which it makes its own kernels, forward and backward."""
-    if compiling():
-        return by_parts(*arrays)
-    return _function().apply(fused, by_parts, *arrays)
+def differentiable(function: Fused, arrays: Sequence[Any]) -> Any:
+    """function.run(*arrays), and its gradient. Where torch.compile traces the call and kernels do not give all that is asked
+    for, it is given the parts, of which it makes its own kernels, forward and backward."""
+    from .autograd import OfFused
+
+    if compiling() and not function.gradients.all_by_kernels(arrays, [getattr(x, "requires_grad", False) for x in arrays]):
+        return function._by_parts(*arrays)
+    return OfFused.apply(function, *arrays)
 
 
-@functools.cache
-def _function() -> Any:
-    """The autograd function."""
+def by_kernels(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
+    """The gradients, by name, of those among the wanted arguments whose gradients kernels compute. by: the gradients by the
+    results, or None."""
+    from .fused import NoKernel
+
+    names, run = function.gradients.by_kernels(arrays, by, tuple(wanted))
+    try:
+        return dict(zip(names, run()))
+    except NoKernel as error:
+        warnings.warn(f"{error}; the gradient goes by parts", RuntimeWarning, stacklevel=3)
+        return {}
+
+
+def by_parts(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
+    """The gradients by these arguments, by torch's."""
     import torch
-    from torch.autograd.function import once_differentiable
 
-    class ByParts(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, fused, by_parts, *arrays):
-            ctx.by_parts, ctx.numbers = by_parts, [None if isinstance(x, torch.Tensor) else x for x in arrays]
-            ctx.save_for_backward(*[x for x in arrays if isinstance(x, torch.Tensor)])
-            return fused(*arrays)
+    arrays = [x.detach() if isinstance(x, torch.Tensor) else x for x in arrays]
+    inputs = [arrays[function.names.index(name)].requires_grad_() for name in wanted]
+    with torch.enable_grad():
+        results = function._by_parts(*arrays)
+    results = results if isinstance(results, tuple) else (results,)
+    some = [(y, g) for y, g in zip(results, by) if g is not None and y.requires_grad]
+    if not some:
+        return {}
+    of, given = zip(*some)
+    return dict(zip(wanted, torch.autograd.grad(of, inputs, given, allow_unused=True)))
 
-        @staticmethod
-        @once_differentiable
-        def backward(ctx, *gradients):
-            saved = iter(ctx.saved_tensors)
-            arrays = [next(saved).detach() if x is None else x for x in ctx.numbers]
-            wanted = [n for n, x in enumerate(arrays) if ctx.needs_input_grad[2 + n]]
-            for n in wanted:
-                arrays[n].requires_grad_()
-            with torch.enable_grad():
-                results = ctx.by_parts(*arrays)
-            results = results if isinstance(results, tuple) else (results,)
-            found = iter(torch.autograd.grad(results, [arrays[n] for n in wanted], gradients, allow_unused=True))
-            return None, None, *[next(found) if n in wanted else None for n in range(len(arrays))]
 
-    return ByParts
+class Gradients:
+    """The gradients of a function that were asked for."""
+
+    def __init__(self, function: Fused):
+        self.function = function
+        self.made: dict[tuple, Gradient] = {}
+        self.known: dict[tuple, Any] = {}
+        self.op, self.all_of = _constant(self._op), _constant(self._all_of)
+
+    def of(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> Gradient:
+        """That by some arguments alone, where the gradients by those of `count` results are given whose places are `by`."""
+        key = wanted, by, count
+        if key not in self.made:
+            from .backward import Gradient
+
+            self.made[key] = Gradient(self.function, wanted, by, count)
+        return self.made[key]
+
+    def by_kernels(
+        self, arrays: Sequence[Any], by: Sequence[Any], wanted: tuple[str, ...]
+    ) -> tuple[tuple[str, ...], Callable[[], Sequence[Any]]]:
+        """The arguments, among those that are wanted, whose gradients kernels compute, and what computes them. arrays: as the
+        function's kernels have them. by: the gradients by the results, or None."""
+        from .fused import ordinal_of, shape_of
+
+        places, given = tuple(n for n, g in enumerate(by) if g is not None), [g for g in by if g is not None]
+        shapes = coarse([*self.function._shapes(arrays), *[shape_of(g, "gradient") for g in given]])
+        key = shapes, wanted, places, len(by), ordinal_of(arrays)
+        if key not in self.known:
+            self.known[key] = self._served(*key)
+        names = self.known[key]
+        return names, lambda: self.of(names, places, len(by)).run(*arrays, *given) if names else ()
+
+    def all_by_kernels(self, arrays: Sequence[Any], needed: Sequence[bool]) -> bool:
+        """Do kernels compute all gradients that are needed? Torch.compile asks, before it knows lengths."""
+        return self.all_of(kinds_of(self.function._shapes(arrays)), tuple(needed))
+
+    def _all_of(self, kinds: tuple, needed: tuple[bool, ...]) -> bool:
+        shapes = loose(kinds)
+        results = self.function._trace(shapes).roots
+        shapes += tuple([Shape(x.extents, x.held_as(shapes[0].dtype)) for x in results])
+        wanted = tuple([name for name, one in zip(self.function.names, needed) if one])
+        return self._served(shapes, wanted, tuple(range(len(results))), len(results), None) == wanted
+
+    def _op(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> str:
+        """The name of the torch op that computes a gradient; torch.compile keeps it whole."""
+        key = "op", wanted, by, count
+        if key not in self.known:
+            from . import autograd
+            from .fused import PROGRAMS
+
+            self.known[key] = unused(f"{self.function.name}_gradient", PROGRAMS)
+            PROGRAMS.add(self.known[key])
+            autograd.op(self.of(wanted, by, count), self.known[key])
+        return self.known[key]
+
+    def of_program(
+        self,
+        outs: tuple[str, ...],
+        names: tuple[str, ...],
+        options: Mapping[str, Any],
+        given: Mapping[str, Any],
+        made: Mapping[str, Any],
+        by: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """The gradients of the program's arrays of these names, as JAX asks for them (tiles.program). outs: what results are
+        called. NotImplementedError: kernels do not compute one."""
+        if not by:
+            return {}
+        arrays = [options[name] if name in options else given[name] for name in self.function.names]
+        found, run = self.by_kernels(arrays, [by.get(out) for out in outs], names)
+        for name in names:
+            if name not in found:
+                raise NotImplementedError(f"{name}: no kernel computes its gradient; put jax.lax.stop_gradient around it")
+        return dict(zip(found, run()))
+
+    def _served(
+        self, shapes: tuple[Shape, ...], wanted: tuple[str, ...], by: tuple[int, ...], count: int, ordinal: int | None
+    ) -> tuple[str, ...]:
+        """Those of the arguments `wanted` whose gradients kernels compute, which the roofline says is faster than the parts:
+        all together, or else one by one. shapes: of the arguments, and of the gradients by those of `count` results that are
+        at `by`."""
+        at = card(ordinal)
+        if _is_served(self.of(wanted, by, count), shapes, at):
+            return wanted
+        alone = [(name,) for name in wanted] if len(wanted) > 1 else []
+        return tuple([one for (one,) in alone if _is_served(self.of((one,), by, count), shapes, at)])
+
+
+def _constant(function: Callable) -> Callable:
+    """The function, which Dynamo calls without a look inside, and whose result it takes for a constant."""
+
+    def called(*given):
+        return function(*given)
+
+    called._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return called
+
+
+def _is_served(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> bool:
+    from .backward import pieces
+
+    try:
+        made = pieces(gradient._whole(shapes).roots)
+        if not made:
+            return True
+        ways = candidates(gradient._trace(shapes), at)
+    except NoRule:
+        return False
+    return bool(ways) and ways[0].way.seconds <= seconds_by_parts(made, at)
+
+
+def seconds_by_parts(roots: Sequence[Term], at: Card) -> float:
+    """What these take at least where each operation is a launch of its own."""
+    found = 0.0
+    for x in graph.walk(*roots):
+        if x.of and viewed(x) is x and x.names:
+            work = 2.0 * math.prod(x.extents) * x.of[0].extents[-1] if x.operation == "matmul" else 0.0
+            found += LAUNCH + max(sum(y.nbytes for y in (x, *x.of)) / at.bytes, work / at.products)
+    return found
+
+
+def coarse(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+    """Shapes as a decision depends on them: rows are few, some or many, where no columns are as many."""
+    first = next(s.extents for s in shapes if s.extents)
+    rows = first[-2] if len(first) > 1 else 1
+    if rows == 1 or any(s.extents[-1] == rows for s in shapes if len(s.extents) > 1):
+        return tuple(shapes)
+    like = next((most for most in ROWS if rows <= most), ROWS[-1])
+    return tuple([s._replace(extents=tuple([like if n == rows else n for n in s.extents])) for s in shapes])

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from .axes import Axis
-from .terms import Term
+from .terms import INDEX, Term
 
 
 def walk(*roots: Term) -> Iterator[Term]:
@@ -41,8 +41,13 @@ def is_tile(x: Term) -> bool:
 
 
 def along(x: Term) -> bool:
-    """Has it columns?"""
-    return x.ndim > 0 and x.names[-1] is not None
+    """Has it columns? An index has a number for each row."""
+    return x.ndim > 0 and x.names[-1] is not None and not is_index(x)
+
+
+def is_index(x: Term) -> bool:
+    """Is it an argument of integers, one for each row?"""
+    return x.operation == "input" and x.ndim == 1 and x.names[0] is not None and x.what[1] in INDEX
 
 
 def softmax_of(x: Term) -> Term | None:
@@ -80,6 +85,8 @@ def indices(roots: Sequence[Term]) -> dict[Term, tuple[Axis | None, int]]:
     for x in walk(*roots):
         if x.operation == "pick":
             found[x.of[1]] = x.of[0].names[-1], x.of[0].extents[-1]
+        elif x.operation == "is_column":
+            found[x.of[0]] = x.what
         elif x.operation == "matmul_by":
             found[x.of[2]] = x.of[1].names[0], x.of[1].extents[0]
         elif x.operation == "among":

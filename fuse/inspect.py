@@ -1,4 +1,4 @@
-"""`python -m fuse inspect`: what every shipped operator compiles to, for any GPU and with none.
+"""`python -m fuse inspect`: what every shipped operator compiles to, and its gradient, for any GPU and with none.
 
 An operator's docstring says the shapes of its arguments; here they get lengths of each kind that kernels are chosen by: few
 rows and many, weights that lie as (K, N) and as (N, K). What did not change since it was last compiled is remembered."""
@@ -28,19 +28,30 @@ OF_HEADS = {"...": 8, "H": 8, "D": 128, "D/2": 64, "Dv": 128, "R": 512}  # the s
 WITH_ROWS = "...", "M", "S", "T"
 # x (..., K), gate, up (K, N) of fp8
 SAYS = re.compile(r"((?:\w+, )*\w+) \(((?:\.\.\., )?{0}(?:, {0})*,?)\)(?: of (\w+))?".format(r"(?:[A-Z]v?(?:/2)?|1)"))
+# operators whose gradients are those of their parts (docs/fuse.md), or attention's
+BY_PARTS = "fp8_linear lora_linear_by_index mixture_of_experts residual_rms_norm_quantise".split()
+BY_PARTS += "mla_attention qk_norm_attention qk_norm_rotary_attention".split()
 DTYPES = {"fp8": "float8_e4m3fn", "int64": "int64"}
 
 
 class Case(NamedTuple):
-    """An operator on arrays of some lengths. turned: do its weights lie as their transposes?"""
+    """An operator on arrays of some lengths. turned: do its weights lie as their transposes? gradient: is it that by all its
+    arguments?"""
 
     name: str
     rows: int
     turned: bool = False
     dtype: str = "bfloat16"
+    gradient: bool = False
+
+    @property
+    def operator(self) -> Fused:
+        """What is compiled."""
+        return getattr(operators, self.name).gradient if self.gradient else getattr(operators, self.name)
 
     def __str__(self):
-        return f"{self.name} of {self.rows} rows{', (N, K)' * self.turned}{', fp16' * (self.dtype == 'float16')}"
+        said = f"{self.name}{', gradient,' * self.gradient} of {self.rows} rows{', (N, K)' * self.turned}"
+        return said + ", fp16" * (self.dtype == "float16")
 
 
 def cases(only: Sequence[str] = (), arch: str = "sm_90a") -> Iterator[Case]:
@@ -50,6 +61,8 @@ def cases(only: Sequence[str] = (), arch: str = "sm_90a") -> Iterator[Case]:
         if served and (not only or any(one in name for one in only)):
             weights = any(map(of_weights, letters(getattr(operators, name)).values()))
             yield from itertools.starmap(functools.partial(Case, name), itertools.product(ROWS, (False, True)[: 1 + weights]))
+            if name not in BY_PARTS:
+                yield from (Case(name, rows, gradient=True) for rows in ROWS[1::2])
 
 
 def described(name: str) -> bool:
@@ -85,13 +98,15 @@ def shapes(case: Case) -> tuple[Shape, ...]:
         extents = tuple(lengths.get(one, case.rows) for one in said[name].split(", ")) if name in said else ()
         weight = name in said and of_weights(said[name])
         found.append(Shape(extents, held.get(name, case.dtype) if extents else "float32", case.turned and weight))
+    if case.gradient:
+        found += [Shape(x.extents, x.held_as(case.dtype)) for x in operator._trace(tuple(found)).roots]
     return tuple(found)
 
 
 def compiled(case: Case, arch: str) -> list[Figures]:
     """The kernels that serve it there, in the order of their launches, without attention's own: `python -m attention inspect`
     has these."""
-    every = getattr(operators, case.name).launches(shapes(case), card_of(arch))
+    every = case.operator.launches(shapes(case), card_of(arch))
     ours = [one for one in every if not one[0].py_func.__module__.startswith("attention.")]
     return [figures(kernel, types, arch, shared, threads) for kernel, types, threads, shared in ours]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .cost import Card
-from .functions import FP8
+from .functions import FP8, MAPS
 from .graph import walk
 from .templates.attention import Attention
 from .templates.deep_rows import DeepRows
@@ -32,6 +32,7 @@ APART = (
     "half",
     "causal",
     "pick",
+    "total",
     "matmul_by",
     "among",
     "merged",
@@ -86,21 +87,23 @@ class Search:
         return self.known[roots]
 
     def _one_by_one(self, roots: tuple[Term, ...]) -> list[Way]:
-        """The ways to several roots of which each has kernels of its own."""
+        """The ways to several roots of which each has kernels of its own, or those that are maps of the same rows."""
         found, most = [], 2 if len(roots) < SEVERAL else 1
-        for parts in itertools.product(*[self.of((x,))[:most] for x in roots]):
-            kernels = tuple(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
-            found.append(Way(kernels, sum(map(self.seconds, kernels))))
+        for groups in [tuple((x,) for x in roots), *(one for one in _of_same_rows(roots) if one != (roots,))]:
+            for parts in itertools.product(*[self.of(one)[:most] for one in groups]):
+                kernels = _without_parts(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
+                found.append(Way(kernels, sum(map(self.seconds, kernels))))
         return found
 
     def _with(self, kernel: Any) -> list[Way]:
         """The ways that end with this kernel."""
-        needed = _together([x for x in map(viewed, kernel.leaves) if x.operation != "input"])
+        wanted = [x for x in map(viewed, kernel.leaves) if x.operation != "input"]
         found = []
-        for parts in itertools.product(*[self.of(one)[:2] for one in needed]):
-            before = tuple(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
-            seconds = sum(map(self.seconds, (*before, kernel)))
-            found.append(Way((*before, kernel), seconds))
+        for needed in dict.fromkeys([_together(wanted), *_of_same_rows(wanted)]):
+            for parts in itertools.product(*[self.of(one)[:2] for one in needed]):
+                before = tuple(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
+                seconds = sum(map(self.seconds, (*before, kernel)))
+                found.append(Way((*before, kernel), seconds))
         return found
 
     def _kernels(self, roots: tuple[Term, ...]) -> list[Any]:
@@ -131,20 +134,44 @@ class Search:
         return found
 
 
+def _without_parts(kernels: Iterable[Any]) -> tuple[Any, ...]:
+    """Without row maps whose results another one gives, too, before or as soon as it finds there what it reads."""
+    found, known = list(kernels), set[Term]()
+    for n, kernel in enumerate(found):
+        for other in found:
+            needed = [x for x in map(viewed, other.leaves) if x.operation != "input"]
+            if kernel.label == other.label == "rows" and {*kernel.roots} < {*other.roots} and known.issuperset(needed):
+                found[n] = kernel = other
+        known.update(kernel.roots)
+    return tuple(dict.fromkeys(found))
+
+
 def _share(roots: Sequence[Term]) -> bool:
     """Are these several products of one left factor?"""
     products = all(x.operation == "matmul" and x.ndim == 2 and x.of[0] is roots[0].of[0] for x in roots)
     return len(roots) > 1 and products
 
 
-def _together(needed: Sequence[Term]) -> list[tuple[Term, ...]]:
+def _together(needed: Sequence[Term]) -> tuple[tuple[Term, ...], ...]:
     """What is needed, that which one kernel gives together: what is known of the parts of the same rows, and products of one
     left factor."""
     found: dict[Any, list[Term]] = {}
     for x in needed:
         shared = x.operation in PARTS or (x.operation == "matmul" and x.ndim == 2)
         found.setdefault((x.operation == "matmul", x.of[0]) if shared else x, []).append(x)
-    return [tuple(sorted(parts, key=lambda x: x.operation)) for parts in found.values()]
+    return tuple([tuple(sorted(parts, key=lambda x: x.operation)) for parts in found.values()])
+
+
+def _of_same_rows(needed: Sequence[Term]) -> list[tuple[tuple[Term, ...], ...]]:
+    """The same with maps of the same rows as one row map; nothing if there are none of which several are."""
+    groups: dict[Any, list[Term]] = {}
+    for x in needed:
+        if x.ndim == 2 and (x.operation in MAPS or x.operation in ("sum", "max")):
+            groups.setdefault(tuple([name and name.root for name in x.names]), []).append(x)
+    rows = [tuple(some) for some in groups.values() if len(some) > 1 and RowMap.matches(some, leaves_of_rows(some))]
+    inside = {x for some in rows for x in some}
+    rest = _together([x for x in needed if x not in inside])
+    return [(*rows, *rest)] if rows else []
 
 
 def leaves_of_rows(roots: Sequence[Term]) -> list[Term]:

@@ -111,6 +111,8 @@ class InField:
         field = MAPS[name].field
         one: Callable = (lambda *x: getattr(x[0], field)(*x[1:])) if field else (lambda *x: opaque(name, *x))
         arrays = np.broadcast_arrays(*of)
+        if name == "where" and arrays[0].dtype == bool:  # of columns, which are known; comparisons are opaque
+            return np.where(*arrays)
         found = np.empty(arrays[0].shape, object)
         for at in np.ndindex(found.shape):
             found[at] = one(*[x[at] for x in arrays])
@@ -251,9 +253,9 @@ def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:
         elif x.operation in ("mul", "div"):
             (a, b), (c, d) = of
             found[x] = (a + c, b + d) if x.operation == "mul" else (a + d, b + c)
-        elif x.operation in ("sum", "matmul", "matmul_by", "weighted"):
-            axis = x.of[0].names[-1]
-            n = extent_of(axis, sizes) if axis is not None else 1
+        elif x.operation in ("sum", "matmul", "matmul_by", "weighted", "total"):
+            axes = [x.of[0].names[place] for place in (x.what if x.operation == "total" else (-1,))]
+            n = math.prod(_count(axis, sizes) for axis in axes)
             a, b = (sum(one) for one in zip(*of))
             found[x] = a + (n - 1) * b, n * b
         elif x.operation in SAME_DEGREE:
@@ -369,3 +371,6 @@ class Sized(InNumPy):
 
     def length(self, axis: Axis | None, extent: int) -> Any:
         return self.wide(extent if axis is None else extent_of(axis, self.sizes))
+
+    def count(self, axis: Axis | None, extent: int) -> int:
+        return extent if axis is None else extent_of(axis, self.sizes)

@@ -214,6 +214,11 @@ def _pick_of_parts(x: Term) -> Iterator[Term]:
         yield terms.reduce("sum", terms.of_parts("pick_of_parts", *x.of))
 
 
+def _pick_is_a_sum(x: Term) -> Iterator[Term]:
+    if x.operation == "pick" and x.of[0].ndim == 2 and not _has_product(x.of[0]):
+        yield terms.reduce("sum", terms.apply("where", terms.is_column(*x.of), x.of[0], 0.0))
+
+
 RULES = (
     Rule("a row's scale moves through a product", "(x * r) @ w = (x @ w) * r", _row_scales),
     Rule("a number moves out of a product's weights", "x @ (c * w) = c * (x @ w)", _number_of_weights),
@@ -228,6 +233,7 @@ RULES = (
     Rule("products that share a factor are one", "x @ w + y @ w = (x + y) @ w", _one_product),
     Rule("a row's maximum is that of its parts'", "max(s) = max(max(part))", _max_of_parts, True),
     Rule("sums of exponentials are their parts', rescaled", "sum(exp(s)) = sum(sum(exp(p - m)) * exp(m))", _exponentials, True),
+    Rule("what is picked is the sum of one element", "pick(x, i) = sum(where(is_column(i), x, 0))", _pick_is_a_sum, True),
     Rule("what is picked of a row is picked of its parts", "pick(s, i) = sum(pick(part, i))", _pick_of_parts, True),
 )
 

@@ -5,7 +5,8 @@
 A Term has an operation, the terms that it is of, and a shape. Equal terms are one object, so that what is shared is seen. There
 are few operations, so that rules and templates are few: inputs and numbers; maps, element by element, which broadcast
 (functions.MAPS); sum and max along the last axis, which stays with length 1; matmul; transpose; concat, along the last axis,
-and half, its other way; causal, of scores; dropout; pick, matmul_by and among, by an index; weighted, of experts, and spread;
+and half, its other way; causal, of scores; dropout; pick, is_column, matmul_by and among, by an index; weighted, of experts,
+and spread; total, the sum over other axes than the last, of which gradients are made (derivative.py);
 what is known of the parts of rows, PARTS; stacked, heads, split, flat and rows, views, and merged, which undoes a split. mean,
 softmax and others are made of these (language.py). The last two axes are rows and columns; what leads them, batches and heads,
 broadcasts as NumPy's does.
@@ -34,9 +35,10 @@ class Term:
     """An operation on terms: see the module. Make one by `term` or by operators.
 
     operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", "half", "causal",
-    "dropout", "pick", "matmul_by", "among", "weighted", "spread", one of PARTS, "stacked", "heads", "split", "merged", "flat",
-    "rows", or a map's name. of: terms. what: an input's name and dtype, a number's value, a length's axis and value, which
-    half, how many heads. extents: one for each axis. names: their Axis, None for 1."""
+    "dropout", "pick", "is_column", "matmul_by", "among", "weighted", "spread", "total", one of PARTS, "stacked", "heads",
+    "split", "merged", "flat", "rows", or a map's name. of: terms. what: an input's name and dtype, a number's value, the axis
+    and value of a length or of is_column, which half, how many heads, the axes of a total. extents: one for each axis. names:
+    their Axis, None for 1."""
 
     __slots__ = ("extents", "names", "of", "operation", "what")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
@@ -235,6 +237,19 @@ def reduce(kind: str, x: Any, axis: int = -1) -> Term:
     return x if x.names[-1] is None else _made(kind, (x,), None, (*x.extents[:-1], 1), (*x.names[:-1], None))
 
 
+def total(x: Term, like: Term) -> Term:
+    """The sum over the axes that `like` lacks, which stay with length 1."""
+    needs = (None,) * (x.ndim - like.ndim) + like.names
+    return total_along(x, tuple(n for n in range(-x.ndim, 0) if x.names[n] is not None and needs[n] is None))
+
+
+def total_along(x: Term, places: tuple[int, ...]) -> Term:
+    """The sum over these axes, counted from the last one, -1; they stay with length 1."""
+    parts = [(1, None) if n in places else (x.extents[n], x.names[n]) for n in range(-x.ndim, 0)]
+    extents, names = zip(*parts)
+    return _made("total", (x,), places, extents, names) if places else x
+
+
 def matmul(a: Any, b: Any) -> Term:
     """a @ b of two matrices, or of those that lie along leading axes, which broadcast."""
     a, b = lifted(a), lifted(b)
@@ -307,6 +322,12 @@ def pick(x: Any, index: Any) -> Term:
         raise ValueError(f"pick: takes rows and a column for each of them, got {x.extents} and {index.extents}: {x}, {index}")
     _, lead = _broadcast("pick", [(x.extents[:-1], x.names[:-1]), (index.extents, index.names)])
     return _made("pick", (x, index), None, (*x.extents[:-1], 1), (*lead, None))
+
+
+def is_column(x: Term, index: Term) -> Term:
+    """A mask of the shape of x: is the column that which index says, of this row?"""
+    what = x.names[-1] and x.names[-1].root, x.extents[-1]
+    return _made("is_column", (index,), what, x.extents, (*index.names, x.names[-1]))
 
 
 def _index(name: str, index: Any) -> Term:
@@ -431,6 +452,10 @@ def rebuilt(x: Term, of: Sequence[Term]) -> Term:
         return half(of[0], x.what)
     if x.operation == "split":
         return split(of[0], x.what)
+    if x.operation == "total":
+        return total_along(of[0], x.what)
+    if x.operation == "is_column":
+        return _made("is_column", of, x.what, x.extents, x.names)
     others: dict[str, Callable] = {
         "matmul": matmul,
         "transpose": transpose,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from . import terms
 from .axes import Axis
 from .functions import MAPS
 from .graph import indices, walk
+from .module import unused
 from .terms import Term
 
 ANY = 64 * 3 * 5 * 7 * 2**20  # an extent where only the names of axes count, and no two are compared
@@ -34,8 +36,19 @@ class Shape(NamedTuple):
         return self.extents[::-1] if self.turned else self.extents
 
 
+def kinds_of(shapes: Sequence[Shape]) -> tuple:
+    """What decides a program, of each argument."""
+    return tuple([(s.dtype, s.turned, s.ones) for s in shapes])
+
+
+def loose(kinds: tuple) -> tuple[Shape, ...]:
+    """Shapes of these kinds, whose extents say nothing."""
+    return tuple([Shape(tuple([1 if one else ANY for one in ones]), *rest) for *rest, ones in kinds])
+
+
 class Traced(NamedTuple):
-    """A definition as terms. inputs: by name. roots: its results, called `outs`. single: is it one, by itself? spoken: what the
+    """A definition as terms. inputs: by name. roots: its results, called `outs`, as the keys of a dictionary say or by what
+    letters are left. single: is it one, by itself? spoken: what the
     definition called its terms. space: what they were made in."""
 
     inputs: tuple[tuple[str, Term], ...]
@@ -51,8 +64,9 @@ def traced(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ..
     """The definition, run on terms of these shapes."""
     found = _run(definition, names, shapes, None)
     if any(x.ndim in (2, 3) and x.extents[-2] == 1 for x in found.roots):  # what has one row does not broadcast along rows
-        with_rows = _run(definition, names, shapes, Axis())
-        found = with_rows if all(x.ndim in (2, 3) and x.names[-2] for x in with_rows.roots) else found
+        with suppress(ValueError):  # something does
+            with_rows = _run(definition, names, shapes, Axis())
+            found = with_rows if all(x.ndim in (2, 3) and x.names[-2] for x in with_rows.roots) else found
     return found
 
 
@@ -88,22 +102,29 @@ def _run(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...]
         result, spoken = _watched(definition, given)
     finally:
         terms.SPACES.pop()
-    results = result if isinstance(result, tuple) else (result,)
+    named = result if isinstance(result, dict) else {}
+    results = tuple(named.values()) if named else result if isinstance(result, tuple) else (result,)
     for x in results:
         if not isinstance(x, Term) or x.ndim < 2:
             raise TypeError(f"{definition.__name__}: must return matrices (rows, columns) made of its arguments, got {x!r:.80}")
-    outs = [name for name in "yzuv" if name not in names] + [f"out_{n}" for n in range(len(results))]
+    outs = tuple([unused(name, names) for name in named]) or result_names(names, len(results))
     called = tuple((name, x) for name, x in spoken.items() if x.of and name not in outs)
-    one = not isinstance(result, tuple)
-    return Traced(tuple(inputs.items()), tuple(results), tuple(outs[: len(results)]), one, called, space)
+    one = not isinstance(result, (tuple, dict))
+    return Traced(tuple(inputs.items()), tuple(results), outs, one, called, space)
+
+
+def result_names(names: Sequence[str], count: int) -> tuple[str, ...]:
+    """What so many results of a function with these parameters are called."""
+    return tuple(([name for name in "yzuv" if name not in names] + [f"out_{n}" for n in range(count)])[:count])
 
 
 def _watched(definition: Callable, given: Sequence[Term]) -> tuple[Any, dict[str, Term]]:
-    """What the definition returns, and what it called its terms."""
+    """What the definition returns, and what it called its terms, or the one that it is made from (backward.py)."""
     spoken: dict[str, Term] = {}
+    code = getattr(definition, "watched", definition).__code__
 
     def watch(frame, event, _):
-        if event == "return" and frame.f_code is definition.__code__:
+        if event == "return" and frame.f_code is code:
             spoken.update({name: x for name, x in frame.f_locals.items() if isinstance(x, Term)})
 
     before = sys.getprofile()

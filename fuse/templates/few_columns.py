@@ -57,7 +57,8 @@ class FewColumns(ManyRows):
         gaps = {
             "columns": -(-self.columns // 16) * 16, "dtype": DTYPES[self.dtype], "turned": weight.turned, "x": array(x),
             "w": array(w), "y": array(y), "epilogue": epilogue, "written": written, "bounds": "THREADS, 1",
-            "arguments": [*arrays, ("steps", f"-(-{x}.shape[1] // X.cols)"), *((parameters[n],) * 2 for n in self.numbers)],
+            "arguments": [*arrays, ("steps", f"-(-{x}.shape[1] // X.cols)"), *words.lengths,
+                          *((parameters[n],) * 2 for n in self.numbers)],
             "before": [], "launch": f"-(-{x}.shape[0] // X.rows), THREADS, shared=smem, early=True",
         }  # fmt: skip
         return rendered("few_columns.jinja", gaps)

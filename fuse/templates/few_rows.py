@@ -314,7 +314,7 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
     told += words.kept.arguments if words.kept else []
     steps = f"-(-{wide} // (BLOCKS * DEPTH))"
     early = ", early=True" if kernel.early else ""
-    numbers = [("width", wide)] * words.lengths + [(parameters[y],) * 2 for y in kernel.numbers]
+    numbers = words.lengths + [(parameters[y],) * 2 for y in kernel.numbers]
     numbers += [(part.end,) * 2 for part in parts[:-1]]
     numbers += [("each", f"{parameters[kernel.each]}.shape[1]")] if kernel.each is not None else []
     ends = [f"{part.end} = {part.before + ' + ' if part.before else ''}-(-{part.result}.shape[1] // COLUMNS)" for part in parts]

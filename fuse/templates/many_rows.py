@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..axes import PART
-from ..graph import along, between, is_tile
+from ..graph import along, is_tile
 from ..module import DTYPES, Text, array, rendered
 from ..terms import Term
 from ..writing import Writer
 from .few_rows import MOST_ROWS, Named
 from .product import MOST_PRODUCTS, Extension, Product, Weight, extended, found_in
-from .product_text import Folds, Part, extent, index, keeping, lead, reading
+from .product_text import Folds, Part, extent, index, keeping, lead, measuring, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -100,6 +100,7 @@ class ManyRows(Product):
                 and kernel.of_16_bits
                 and kernel.dtype in DTYPES
                 and all(is_tile(w.array) for w in kernel.weights)
+                and kernel.measured
             ):
                 yield kernel
 
@@ -145,8 +146,7 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     kept = keeping(writer, kernel, parameters)
     tile_rows = "warpgroup.row_index(rt(16, PART, fp32).col_vec) + ROWS * (CONSUMERS * row + me)"
     tile_columns = "col_index(rt(16, PART, fp32).row_vec) + PART * col"
-    lengths = [x for x in between([kernel.root], kernel.leaves) if x.operation == "length"]
-    writer.names |= dict.fromkeys(lengths, "width")
+    lengths = measuring(writer, kernel, parameters)
     if kernel.extension:
         writer.names[kernel.extension.joint] = products[0].name
     computes = kernel.root not in writer.names
@@ -155,7 +155,7 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     epilogue = kept.lines(tile_rows, tile_columns) if kept else []
     epilogue += [f"{other.name} = {other.loaded}" for other in others] + writer.assignments([kernel.root], taken)
     x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
-    numbers = {"width": extent(kernel.x, x.name, -1)} if lengths else {}
+    numbers = dict(lengths)
     numbers |= {"each": f"{parameters[kernel.each]}.shape[1]"} if kernel.each is not None else {}
     numbers |= {parameters[y]: parameters[y] for y in kernel.numbers}
     turned = kernel.weights[0].turned

@@ -17,7 +17,7 @@ lacks that axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -26,8 +26,9 @@ from ..axes import PART, Axis
 from ..evaluate import beyond
 from ..functions import CASTS, FP8, MAPS
 from ..graph import along, between, inputs, is_tile, walk
+from ..module import DTYPES
 from ..rules import NARROW
-from ..terms import SEED, Term, viewed
+from ..terms import INDEX, Term, viewed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -118,14 +119,15 @@ class Product:
     @property
     def leaves(self) -> list[Term]:
         """What the kernel reads."""
-        indices = [y for x in self.folds for y in x.of[1:]] + [x.of[1] for x in self.kept]
+        indices = [y for x in self.folds for y in x.of[1:]] + [x.of[1] for x in self.kept] + [x.of[0] for x in self.masks]
         return list(dict.fromkeys([*self.read, *indices, *self.numbers]))
 
     @property
     def dtype(self) -> str:
         """Of the operands, as x has it, or what the weights are made of."""
         made_of = [*inputs(self.x), *inputs(self.weights[0].array)]
-        return next(y.what[1] for y in made_of if y.ndim and y.what[1] not in (FP8, SEED))
+        found = [y.what[1] for y in made_of if y.ndim and y.what[1] not in (FP8, *INDEX)]
+        return found[0] if viewed(self.x).operation == "input" else next((one for one in found if one in DTYPES), found[0])
 
     @property
     def of_16_bits(self) -> bool:
@@ -167,9 +169,25 @@ class Product:
         return [y for y in between([self.root], self.read, True) if y.operation == "input" and not y.ndim]
 
     @property
+    def lengths(self) -> list[Term]:
+        """Those that it asks for."""
+        inside = between([self.root, *(one.of[0] for one in self.sides)], [*self.read, *self.sides])
+        return [y for y in inside if y.operation == "length"]
+
+    @property
+    def measured(self) -> bool:
+        """Are these the lengths of arguments' axes?"""
+        return all(x.what[0] is not None and known_length(x, inputs(self.root)) for x in self.lengths)
+
+    @property
     def kept(self) -> list[Term]:
         """Where rows keep some of their columns alone."""
         return [x for x in between([self.root], self.read) if x.operation == "among"]
+
+    @property
+    def masks(self) -> list[Term]:
+        """Where it is asked which column a row's own is."""
+        return [x for x in between([self.root], self.read) if x.operation == "is_column"]
 
     @property
     def each(self) -> Term | None:
@@ -279,7 +297,9 @@ class Product:
                     riding = [one for one in part.reductions if one.operation in cls.rides and _base(one.of[0]) is x]
                     sides = [one for one in riding if not beyond(one.of[0], ends).any()]
                     others = [*part.others, *(one for one in part.reductions if one not in sides)]
-                    yield cls(root, x, operand, part.products, part.narrow, sides, others)
+                    made = cls(root, x, operand, part.products, part.narrow, sides, others)
+                    if made.measured:
+                        yield made
 
 
 def found_in(root: Term) -> Found | None:
@@ -289,6 +309,8 @@ def found_in(root: Term) -> Found | None:
     if root.operation in CASTS:  # results have the operands' dtype
         return None
     if not is_tile(root) or not found.epilogue(root) or not (found.products or found.narrow):
+        return None
+    if len(found.chosen) > 1:
         return None
     stacks = {y.of[1] for y in found.others if y.operation == "spread"}
     return found if len(stacks) < 2 and all(x.extents[1] % PART == 0 for x in stacks) else None
@@ -302,6 +324,7 @@ class Found:
         self.narrow: dict[Term, tuple[Weight, Weight]] = {}
         self.reductions: list[Term] = []
         self.others: list[Term] = []
+        self.chosen: set[Term] = set()  # by what a row's own column is chosen
 
     @property
     def weights(self) -> list[Weight]:
@@ -347,9 +370,20 @@ class Found:
                 stack.extend(reversed(x.of))
             elif x.operation == "among":
                 stack.append(x.of[0])
+            elif x.operation == "is_column":
+                self.chosen.add(x.of[0])
             else:
                 return False
         return True
+
+
+def known_length(x: Term, arrays: Iterable[Term]) -> tuple[Term, int] | None:
+    """One of these arrays that has this length, and the place of the axis, if one has it."""
+    for y in arrays:
+        for n, axis in enumerate(y.names):
+            if axis is not None and axis.root is x.what[0].root:
+                return y, n
+    return None
 
 
 def _base(x: Term) -> Term | None:

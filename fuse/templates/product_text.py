@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from ..graph import along, between, is_tile
+from ..graph import along, is_tile
 from ..module import array, unused
 from ..terms import PARTS, Term
 from ..writing import Writer
-from .product import Product
+from .product import Product, known_length
 
 
 def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:
@@ -113,15 +113,16 @@ class Folds(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What rows keep of their columns alone. own: the kernel's parameter that says which. width: how many columns."""
+    """What rows keep of their columns alone, or ask for. own: the kernel's parameter that says which. width: how many."""
 
     own: str
-    width: int
+    width: int = 1
 
     @classmethod
     def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> Kept | None:
         """That of a kernel, if it has such rows."""
-        return next((cls(parameters[x.of[1]], x.of[2].extents[1]) for x in kernel.kept), None)
+        own = [cls(parameters[x.of[1]], x.of[2].extents[1]) for x in kernel.kept]
+        return next(iter([*own, *(cls(parameters[x.of[0]]) for x in kernel.masks)]), None)
 
     @property
     def arguments(self) -> list[tuple[str, str]]:
@@ -130,7 +131,8 @@ class Kept(NamedTuple):
 
     def lines(self, rows: str, columns: str) -> list[str]:
         """What is known ahead: the column that a row's own begin at, and the tile's. rows, columns: their numbers."""
-        return [f"own = {self.width} * {array(self.own)}[{rows}]", f"place = {columns}"]
+        times = f"{self.width} * " if self.width > 1 else ""
+        return [f"own = {times}{array(self.own)}[{rows}]", f"place = {columns}"]
 
     def written(self, x: Term) -> str:
         """See Writer.forms."""
@@ -139,15 +141,13 @@ class Kept(NamedTuple):
 
 class Words:
     """A product's maps as lines and expressions: first the prologue's, then the epilogue's. taken: names that are not free.
-    lengths: does it ask for its width?"""
+    lengths: that it asks for, the kernel's parameters and what these are given."""
 
     def __init__(self, kernel: Product, parameters: Mapping[Term, str], spoken: Mapping[Term, str], taken: Iterable[str] = ()):
         self.kernel, self.parameters, self.taken = kernel, parameters, {*parameters.values(), *taken}
         self.writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
         self.kept = keeping(self.writer, kernel, parameters)
-        lengths = [x for x in between([kernel.root], kernel.leaves) if x.operation == "length"]
-        self.writer.names |= dict.fromkeys(lengths, "width")
-        self.lengths = bool(lengths)
+        self.lengths = measuring(self.writer, kernel, parameters)
 
     def prologue(self, inside: Mapping[Term, str]) -> tuple[list[str], str, list[tuple[str, str]]]:
         """Lines, the expression of the operand, and of each side its name and what is summed. inside: by what names x and
@@ -179,10 +179,22 @@ class Words:
         return lines, self.writer.expression(self.kernel.root)
 
 
+def measuring(writer: Writer, kernel: Product, parameters: Mapping[Term, str]) -> list[tuple[str, str]]:
+    """Let it be written how long rows are; the kernel's parameters, and what they are given."""
+    found = dict[str, str]()
+    for x in kernel.lengths:
+        along_k = kernel.x.names[-1] is not None and x.what[0].root is kernel.x.names[-1].root
+        y, place = (kernel.x, kernel.x.ndim - 1) if along_k else known_length(x, parameters) or (kernel.x, 0)
+        writer.names[x] = "width" if along_k else f"width_of_{parameters[y]}"
+        found[writer.names[x]] = f"{parameters[y]}.shape[{place}]"
+    return [*found.items()]
+
+
 def keeping(writer: Writer, kernel: Product, parameters: Mapping[Term, str]) -> Kept | None:
     """Let it be written what rows keep."""
     kept = Kept.of(kernel, parameters)
     if kept:
         writer.names |= {x.of[2]: "" for x in kernel.kept}
         writer.forms["among"] = kept.written
+        writer.forms["is_column"] = lambda x: "place == own"
     return kept

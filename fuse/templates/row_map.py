@@ -24,12 +24,13 @@ from ..module import DTYPES, Text
 from ..terms import Term, viewed
 from .row_map_text import FOLD, REGISTERS, Alone, Folded, Held, Looped, Writing
 
-KNOWN = "sum", "max", "number", "length", "dropout"  # that are no maps of elements alone
+KNOWN = "sum", "max", "number", "length", "dropout", "is_column"  # that are no maps of elements alone
 SIXTEEN = "bfloat16", "float16"
 WORKED = 48  # registers of a lane besides those that hold what is read
 DRAWN = 16  # columns whose draws lie together
 MOST_WARPS = 16
 HELD = 2  # tiles that a warp holds through all levels of reductions
+MOST_HELD = 5  # where they are half as wide
 FOLDED_FROM = 1024  # columns
 
 
@@ -93,6 +94,8 @@ class RowMap:
             results = [x.held_as(SIXTEEN[0]) for x in self.roots if is_tile(x)]
             alone = len(results) > 1 and {*results} <= {*SIXTEEN} and self.width <= Alone.columns * MOST_WARPS
             return Alone if alone else Folded
+        if HELD < tiles <= MOST_HELD and Alone.columns <= self.width <= Alone.columns * MOST_WARPS and parts and whole:
+            return Alone
         return Held if self.width <= Held.columns * MOST_WARPS and tiles <= HELD else Looped
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..functions import CASTS, FP8
-from ..graph import along, between, is_tile
+from ..graph import along, between, is_index, is_tile
 from ..module import Text, array, unused
 from ..terms import Term
 from ..writing import Writer
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 ROWS = 16  # of a warp's tile
 FOLD = 16  # a folded row's parts
 REGISTERS = 2048  # of a multiprocessor, for each lane of a warp
+PLACE = "place = col_index(TILE.row_vec) + col"
 FOLLOW = "grid.follow()"  # the first that a kernel does which is launched early, but for what it reads ahead
 NOTHING = {"sum": ("zeros", "0.0"), "max": ("neg_infty", "-math.inf")}  # a vector of nothing's sum or maximum, and one number
 
@@ -43,6 +44,8 @@ class Writing:
         self.reductions = [x for x in inside if x.operation in NOTHING]
         self.writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
         self.text.bounds = "32 * WARPS, 1"
+        self.places = any(x.operation == "is_column" for x in inside)  # does somebody ask for a column's number?
+        self.writer.forms["is_column"] = lambda x: "place == {}"
         self.drop([x for x in inside if x.operation == "dropout"], inside)
         self.write()
 
@@ -140,6 +143,8 @@ class Writing:
             return f"{name} = load({array(name)}, TILE, (row, col))"
         if along(x):
             return f"{name} = load({array(name)}, TILE.row_vec, {'(col,)' if x.ndim == 1 else '(0, col)'})"
+        if is_index(x):
+            return f"{name} = {array(name)}[row_index(TILE.col_vec) + row]"
         if not x.names[0]:
             return f"{name} = {array(name)}[{', '.join('0' * x.ndim)}]"
         return f"{name} = load({array(name)}, TILE.col_vec, (row, 0), cols=0)"
@@ -153,7 +158,7 @@ class Held(Writing):
     def write(self) -> None:
         self.begin()
         mine = "TILE.cols * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
-        self.text.kernel.append(f"col = {mine}")
+        self.text.kernel += [f"col = {mine}", *[PLACE] * self.places]
         self.width(False)
         self.text.kernel += [self.load(x) for x in self.kernel.leaves if x.ndim]
         for level in self.levels():
@@ -202,7 +207,8 @@ class Looped(Writing):
     def loads(self, roots: Sequence[Term]) -> list[str]:
         """What must be read for these, of what has columns."""
         needed = between(roots, [*self.kernel.leaves, *self.writer.names], with_leaves=True)
-        return [self.load(x) for x in self.kernel.leaves if along(x) and x in needed]
+        place = [PLACE] * any(x.operation == "is_column" for x in needed)
+        return place + [self.load(x) for x in self.kernel.leaves if along(x) and x in needed]
 
 
 class Folded(Writing):

@@ -214,7 +214,7 @@ def _gaps(kernel: SinceAmpere, parameters: dict[Term, str], spoken: dict[Term, s
     outs = [*(folds.arguments if folds else [(array(result), result)]), *(words.kept.arguments if words.kept else [])]
     arguments = [*((array(parameters[y]), parameters[y]) for y in read), *outs] + [(n, n) for n in ("rows", "cols", "steps")]
     arguments += [("each", f"{parameters[kernel.each]}.shape[1]")] if kernel.each is not None else []
-    arguments += [("width", deep)] * words.lengths + [(parameters[n], parameters[n]) for n in kernel.numbers]
+    arguments += words.lengths + [(parameters[n], parameters[n]) for n in kernel.numbers]
     return {
         "schedule": s, "dtype": dtype, "x": x, "products": products, "rings": rings, "narrow": narrow, "vectors": vectors,
         "sides": [Side(*one) for one in summed], "held": bool(vectors or summed or not kernel.plain),

@@ -84,6 +84,39 @@ def test_gradients(compiled):
     close(g.grad, g64.grad, 5)
 
 
+def test_gradients_by_kernels(monkeypatch):
+    """No op of the definition's is run backward; compiled, in one graph and of any number of rows, they are the same."""
+    monkeypatch.setattr(fuse.gradient, "by_parts", None)
+    monkeypatch.setattr(operators.rms_norm_linear, "_by_parts", None)
+    _, g, w = (t.requires_grad_() for t in tensors((1, 40), (40,), (24, 40)))
+    linear = operators.rms_norm_linear
+    compiled = torch.compile(lambda *given: linear(*given), fullgraph=True, backend="aot_eager")
+    for lead in ((3,), (2, 4)):
+        x, found = torch.randn(*lead, 40).bfloat16().requires_grad_(), []
+        for function in (linear, compiled):
+            found.append(torch.autograd.grad((function(x, g, w.t()) * 2).sum(), (x, g, w)))
+        x64, g64, w64 = (t.detach().double().requires_grad_() for t in (x, g, w))
+        (F.rms_norm(x64, (40,), g64, 1e-5) @ w64.t() * 2).sum().backward()
+        for eager, made, ref in zip(*found, (x64, g64, w64)):
+            assert torch.equal(eager, made) and eager.stride() == ref.stride()
+            close(eager, ref.grad)
+
+
+def test_one_gradient_by_kernels_another_by_parts():
+    function = fuse.kernel(lambda x, y: (fuse.silu(x) * 2.0, fuse.concatenate([y, y, y]) * 1.0))
+    x, y = (t.requires_grad_() for t in tensors((3, 40), (3, 8)))
+    with pytest.warns(RuntimeWarning, match="no template computes concat"):
+        given = function(x, y)
+    (given[0].sum() + given[1].sum()).backward()
+    assert [*function.gradients.known.values()] == [("x",)]
+    s = x.detach().double().sigmoid()
+    close(x.grad, 2 * s * (1 + x.detach().double() * (1 - s)))
+    assert (y.grad == 3).all()
+    x.grad = None
+    function(x, y.detach())[0].sum().backward()  # the other result is not used
+    close(x.grad, 2 * s * (1 + x.detach().double() * (1 - s)))
+
+
 def test_backend(monkeypatch):
     """A norm, a gated MLP and the residual are taken out of a graph; the rest is left."""
     seen = []

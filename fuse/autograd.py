@@ -1,0 +1,78 @@
+"""Fused functions as a torch.autograd.Function, and their gradients as ops, which torch.compile keeps whole. Imported where
+there are tensors that require grad, and so torch already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tiles.torch_op import NAMESPACE
+
+from . import gradient
+
+if TYPE_CHECKING:
+    from .backward import Gradient
+
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+class OfFused(torch.autograd.Function):
+    """function(*arrays), of which nothing is kept for the backward pass but the arrays."""
+
+    @staticmethod
+    def forward(ctx, function, *arrays):
+        """By kernels."""
+        ctx.set_materialize_grads(False)  # of results that nobody uses
+        ctx.function, ctx.numbers = function, [None if isinstance(x, torch.Tensor) else x for x in arrays]
+        ctx.save_for_backward(*[x for x in arrays if isinstance(x, torch.Tensor)])
+        return function.run(*arrays)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *by):
+        """By kernels, and by parts what they do not give."""
+        function, saved = ctx.function, iter(ctx.saved_tensors)
+        arrays = [next(saved) if x is None else x for x in ctx.numbers]
+        wanted = [name for name, needed in zip(function.names, ctx.needs_input_grad[1:]) if needed]
+        given = [g if g is None else g.contiguous() for g in by]
+        if torch.compiler.is_compiling():
+            found = dict(zip(wanted, _by_op(function, arrays, given, tuple(wanted))))
+        else:
+            found = gradient.by_kernels(function, arrays, given, wanted)
+            rest = [name for name in wanted if name not in found]
+            found |= gradient.by_parts(function, arrays, given, rest) if rest else {}
+        return None, *[found.get(name) for name in function.names]
+
+
+def _by_op(function: Any, arrays: list[Any], by: list[Any], wanted: tuple[str, ...]) -> list[Any]:
+    """The gradients, by an op."""
+    places = tuple([n for n, g in enumerate(by) if g is not None])
+    name = function.gradients.op(wanted, places, len(by))
+    every = [*arrays, *[by[n] for n in places]]
+    tensors, numbers = (
+        [x for x in every if isinstance(x, torch.Tensor)],
+        [n for n, x in enumerate(every) if not hasattr(x, "shape")],
+    )
+    called = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return called(tensors, [float(every[n]) for n in numbers], numbers)
+
+
+def op(made: Gradient, name: str) -> None:
+    """Register an op of this name that computes a gradient. It takes tensors, numbers, and the places of these."""
+
+    def run(tensors, numbers, places):
+        given = [*tensors]
+        for place, number in zip(places, numbers):
+            given.insert(place, number)
+        return list(made.run(*given))
+
+    def fake(tensors, numbers, places):
+        arrays = [name for place, name in enumerate(made.names) if place not in places]
+        return [torch.empty_like(tensors[arrays.index(one)]) for one in made.wanted]
+
+    LIBRARY.define(f"{name}(Tensor[] tensors, float[] numbers, int[] places) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl(name, run, device)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)

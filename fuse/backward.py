@@ -1,0 +1,239 @@
+"""The gradient of a fused function, which is a fused function itself.
+
+    norm.gradient(x, g, dy)             # (dx, dg), of norm(x, g) with the gradient dy by its result
+    print(norm.gradient.source(x, g, dy))
+
+Its definition is what the chain rule makes of the function's terms (derivative.py); rules, cost, templates and proof are those
+of any other. What it needs of the forward pass it computes once more from the arguments: no other array is kept. Two things no
+template computes, and the framework does at the end: products whose left factor is a transpose, x.T @ dy, and sums over axes
+that are no columns, dg = total(dy * x * scale). Kernels make what these are of, its *pieces*."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import derivative, terms
+from .derivative import NoRule
+from .fused import FLOATS, Fused, NoKernel, cast, dtype_of
+from .module import unused
+from .terms import Term, viewed
+from .trace import Shape, Traced, result_names, traced
+
+OPERATORS: dict[str, Callable] = {  # of what the framework does at the end
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "neg": operator.neg,
+}
+
+
+def at_the_end(x: Term) -> bool:
+    """Does the framework compute it, from pieces?"""
+    if x.operation in ("total", "transpose"):
+        return True
+    if x.operation == "matmul":
+        return x.of[0].operation == "transpose" or any(at_the_end(y) for y in x.of if y.operation != "transpose")
+    return x.operation in OPERATORS and any(map(at_the_end, x.of))
+
+
+def pieces(roots: Sequence[Term]) -> list[Term]:
+    """What kernels make, of which the framework makes the rest."""
+    found, stack = dict[Term, None](), [*roots][::-1]
+    while stack:
+        x = stack.pop()
+        if at_the_end(x):
+            stack += x.of[::-1]
+        elif x.of:
+            found[x] = None
+    return list(found)
+
+
+def finished(x: Term, known: Mapping[Term, Any]) -> Any:
+    """The value of what is made of pieces; sums are taken in float32."""
+    if x in known:
+        return known[x]
+    if x.operation == "number":
+        return x.what
+    if x.operation == "length":
+        return float(x.what[1])
+    of = [finished(y, known) for y in x.of]
+    if x.operation == "total":
+        wide = sys.modules["torch"].float32 if hasattr(of[0], "requires_grad") else np.float32
+        return of[0].sum(tuple(x.what), dtype=wide).reshape([1 if n in x.what else of[0].shape[n] for n in range(-x.ndim, 0)])
+    if x.operation == "transpose":
+        return of[0].swapaxes(-1, -2)
+    if x.operation == "matmul":
+        return of[0] @ of[1]
+    return OPERATORS[x.operation](*of)
+
+
+class Gradient(Fused):
+    """The gradient of a fused function: call it with the function's arguments and the gradients by its results; it gives those
+    by the arguments that are arrays of floating point numbers, or by the `wanted` ones. by: the places of the results whose
+    gradients are given, all if None; count: how many there are. `source`, `explain`, `candidates`, `proof` and `compile` are
+    those of its kernels."""
+
+    def __init__(self, function: Fused, wanted: tuple[str, ...] = (), by: tuple[int, ...] | None = None, count: int = 0):
+        self.function, self.wanted, self.by, self.count = function, wanted, by, count
+
+        def definition(*given: Term) -> dict[str, Term]:
+            return self.pieces(self.whole(*given))
+
+        def whole(*given: Term) -> dict[str, Term]:
+            return self.whole(*given)
+
+        for one in (definition, whole):
+            one.__name__ = one.__qualname__ = f"{function.name}_gradient"
+            one.watched = function.definition  # type: ignore[attr-defined]  # whose names for terms are used
+        self.definition_of_all = whole
+        definition.__doc__ = f"The gradient of {function.name}."
+        super().__init__(definition)
+        if count:
+            self._know(count)
+
+    def _know(self, count: int) -> None:
+        """How many results the function has, which says what the parameters are called."""
+        self.count = count
+        by = range(count) if self.by is None else self.by
+        outs = [f"d{one}" for one in result_names(self.function.names, count)]
+        self.names = [*self.function.names, *(outs[n] for n in by)]
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in self.names]
+        self.signature = inspect.Signature(parameters)
+
+    def _arguments(self, arrays: Sequence[Any], named: dict[str, Any] | None = None) -> Sequence[Any]:
+        """The function's, with its defaults, and the gradients by its results."""
+        if named:
+            raise TypeError(
+                f"{self.name}: takes the arguments of {self.function.name} and the gradients by its results, by place"
+            )
+        known = [len(self.names) - len(self.function.names)] if self.count else range(1, len(arrays))
+        for more in known:
+            try:
+                given = (*self.function._arguments(arrays[:-more]), *arrays[-more:])
+                if not self.count and len(self.function.trace(given[:-more]).roots) != more:
+                    continue
+            except (TypeError, ValueError):
+                if self.count:
+                    raise
+                continue
+            if not self.count:
+                self._know(more)
+            return given
+        raise TypeError(f"{self.name}: takes the arguments of {self.function.name}, then the gradient by each of its results")
+
+    def pieces(self, gradients: Mapping[str, Term]) -> dict[str, Term]:
+        """What kernels make, by names: those of gradients that are whole, and for_dx of others."""
+        found = {x: name for name, x in reversed([*gradients.items()])}
+        for name, root in gradients.items():
+            for x in pieces([root]):
+                found.setdefault(x, f"for_{name}")
+        made, names = dict[str, Term](), list[str]()
+        for x in pieces([*gradients.values()]):
+            names.append(unused(found[x], names))
+            made[names[-1]] = x
+        return made
+
+    def whole(self, *given: Term) -> dict[str, Term]:
+        """The gradients, as terms, by names."""
+        arguments, by = given[: len(self.function.names)], given[len(self.function.names) :]
+        result = self.function.definition(*arguments)
+        results = result if isinstance(result, tuple) else (result,)
+        places = range(len(results)) if self.by is None else self.by
+        of_results: dict[Term, list[Term]] = {}
+        for place, g, name in zip(places, by, self.names[len(arguments) :]):
+            if g.ndim != results[place].ndim or any(map(terms.differ, g.extents, results[place].extents)):
+                raise ValueError(f"{name}: must have the shape of the result, {results[place].extents}, has {g.extents}")
+            of_results.setdefault(results[place], []).append(g)
+        wanted = [viewed_whole(arguments[self.function.names.index(name)]) for name in self.asked(arguments)]
+        found = derivative.gradients(list(of_results), of_results, wanted)
+        gradients = dict[str, Term]()
+        for name, x in zip(self.asked(arguments), found):
+            if x is None:
+                raise NoRule(f"{name}: no result depends on it")
+            gradients[f"d{name}"] = x
+        return gradients
+
+    def asked(self, arguments: Sequence[Term]) -> tuple[str, ...]:
+        """The names of the arguments whose gradients are given."""
+        arrays = zip(self.function.names, map(viewed_whole, arguments))
+        return self.wanted or tuple(name for name, x in arrays if x.ndim and x.what[1] in FLOATS)
+
+    def _trace(self, shapes: tuple[Shape, ...]) -> Traced:
+        return self._traced(self.definition, shapes)
+
+    def _whole(self, shapes: tuple[Shape, ...]) -> Traced:
+        """The gradients as terms, for arrays of these shapes."""
+        return self._traced(self.definition_of_all, shapes)
+
+    def _traced(self, definition: Callable, shapes: tuple[Shape, ...]) -> Traced:
+        if not self.count:
+            self._know(len(shapes) - len(self.function.names))
+        return traced(definition, tuple(self.names), shapes)
+
+    def _rows(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
+        """Where leading axes are rows to the function, they are here."""
+        of_function = len(self.function.names)
+        flat, lead = self.function._rows(arrays[:of_function])
+        by = [x.reshape(-1, x.shape[-1]) if lead else x for x in arrays[of_function:]]
+        return [*flat, *by], lead
+
+    def __call__(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> tuple[Any, ...]:
+        """The gradients, a tuple: of NumPy's arrays by the definition, in float32; of a GPU's by the fused kernels."""
+        arrays = self._arguments(given, named)
+        if isinstance(next((x for x in arrays if hasattr(x, "shape")), None), np.ndarray):
+            return self._ended(arrays, functools.partial(self._by_definition, out=None))
+        return self.run(*arrays, stream=stream)
+
+    def run(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> tuple[Any, ...]:
+        """The same by the fused kernels, of NumPy's arrays in the interpreter."""
+        if out is not None:
+            raise TypeError(f"{self.name}: gives new arrays, and takes no out")
+        arrays = self._arguments(given, named)
+        return self._ended(arrays, lambda flat: super(Gradient, self).run(*flat, stream=stream))
+
+    def _ended(self, arrays: Sequence[Any], run: Callable) -> tuple[Any, ...]:
+        """The gradients, of pieces that `run` makes."""
+        flat, _ = self._rows(arrays)
+        shapes = self._shapes(flat)
+        found = self._whole(shapes)
+        made = pieces(found.roots)
+        known = {x: a.T if s.turned else a for (_, x), a, s in zip(found.inputs, flat, shapes)}
+        if made:
+            results = run(flat)
+            known |= dict(zip(made, results if isinstance(results, tuple) else (results,)))
+        names = self.asked([x for _, x in found.inputs][: len(self.function.names)])
+        gradients = []
+        for name, root in zip(names, found.roots):
+            place = self.function.names.index(name)
+            like, x = arrays[place], finished(root, known)
+            x = x.swapaxes(-1, -2) if shapes[place].turned else x
+            gradients.append(
+                cast(x.reshape(like.shape), dtype_of(like)) if dtype_of(x) != dtype_of(like) else x.reshape(like.shape)
+            )
+        return tuple(gradients)
+
+    def _by_parts(self, *arrays: Any) -> Any:
+        raise NoKernel(f"{self.name}: has no parts of its own; the framework's gradient of {self.function.name} is by parts")
+
+    def explain(self, *arrays: Any) -> str:
+        """In sentences: which rules were used, what the kernels do, what the roofline says, what the framework does."""
+        flat, _ = self._rows(self._arguments(arrays))
+        shapes = self._shapes(flat)
+        found = self._whole(shapes)
+        names = self.asked([x for _, x in found.inputs][: len(self.function.names)])
+        ends = [f"d{name} = {x!r:.200}" for name, x in zip(names, found.roots) if at_the_end(x)]
+        kernels = super().explain(*arrays) if pieces(found.roots) else "There is no kernel."
+        return "\n".join([kernels, *(["The framework makes of this", *ends] if ends else [])])
+
+
+def viewed_whole(x: Term) -> Term:
+    """The array that lies in memory, where an argument comes as its transpose."""
+    return x.of[0] if x.operation == "transpose" else viewed(x)

@@ -1,0 +1,307 @@
+"""The chain rule on terms: gradients of a definition's arguments as terms, which are definitions like others.
+
+    y = x * rsqrt(mean(x * x) + eps) * g, and dy, the gradient by y
+
+    scale = rsqrt(sum(x * x) / n + eps)
+    dx = dy * g * scale - x * (sum(dy * g * x) * scale * scale * scale / n)
+    dg = total(dy * (x * scale))                        # over the rows, which g has not
+
+BACK says of each operation what it gives back to what it is of. What it computed is a term that is there already; a kernel
+computes it once more from the arguments, so nothing but them is kept between the passes. A gradient is a sum of Parts, whose
+numbers are multiplied here: what is added twice is twice that, and what cancels is gone.
+
+Of a maximum nothing may come back where it only shifts what an exp is of, as in softmax: its gradient is then zero whatever
+the numbers are, which identity testing finds (proof.py). So softmax and the logarithm of a sum of exponentials need no rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from . import terms
+from .axes import same
+from .functions import CASTS
+from .graph import along, walk
+from .language import where
+from .rules import factors, product
+from .terms import Term
+
+LN_2 = math.log(2)
+ZEROS: dict[tuple, bool] = {}  # what is known of terms (see _is_zero)
+NORMAL = 1 / math.sqrt(2 * math.pi)  # of a normal distribution, where it is greatest
+
+
+class NoRule(TypeError):
+    """There is no rule for an operation here, or none for what broadcasts so: what."""
+
+
+class Part(NamedTuple):
+    """A part of a gradient: a number times a term."""
+
+    by: float
+    term: Term
+
+    def times(self, other: Term) -> Part:
+        """Times another term, whose numbers are taken out."""
+        if other.operation == "number":
+            return Part(self.by * other.what, self.term)
+        return self._replace(term=self.term * other)
+
+    def over(self, other: Term) -> Part:
+        """Divided by it."""
+        if other.operation == "number":
+            return Part(self.by / other.what, self.term)
+        return self._replace(term=self.term / other)
+
+    def scaled(self, number: float) -> Part:
+        """Times a number."""
+        return self._replace(by=self.by * number)
+
+    def where(self, mask: Term, otherwise: bool = False) -> Part:
+        """Where a mask holds, or where it does not; else 0."""
+        return self._replace(term=where(mask, 0.0, self.term) if otherwise else where(mask, self.term, 0.0))
+
+
+Back = Callable[..., Sequence["Part | None"]]
+
+
+def _mul(g: Part, y: Term, a: Term, b: Term) -> Sequence[Part | None]:
+    return (g.times(a).scaled(2), None) if a is b else (g.times(b), g.times(a))
+
+
+def _gelu(g: Part, y: Term, x: Term) -> Sequence[Part]:
+    share = where(terms.apply("abs", x) > 0.0, y / x, 0.5)  # of a normal distribution, what is below x
+    return (g.times(share + x * terms.apply("exp", x * x * -0.5) * NORMAL),)
+
+
+def _silu(g: Part, y: Term, x: Term) -> Sequence[Part]:
+    gate = terms.apply("sigmoid", x)
+    return (g.times(gate * (1.0 + x * (1.0 - gate))),)
+
+
+def _matmul(g: Part, y: Term, a: Term, b: Term) -> Sequence[Part]:
+    parts = factors(_whole(g.term, y))
+    numbers, rest = [one for one in parts if not any(one[1].names)], product([one for one in parts if any(one[1].names)])
+    assert rest is not None  # what has rows and columns
+    found = Part(g.by, rest @ terms.transpose(b)), Part(g.by, terms.transpose(a) @ rest)
+    for how, number in numbers:  # behind the products
+        first, second = ((one.times(number) if how == "mul" else one.over(number)) for one in found)
+        found = first, second
+    return found
+
+
+def _transpose(g: Part, y: Term, x: Term) -> Sequence[Part]:
+    return (Part(g.by, _turned(_whole(g.term, y))),)
+
+
+def _max(g: Part, y: Term, x: Term) -> Sequence[Part]:
+    greatest = x >= y  # of which there may be several
+    return (g.over(terms.reduce("sum", where(greatest, 1.0, 0.0))).where(greatest),)
+
+
+def _half(g: Part, y: Term, x: Term) -> Sequence[Part]:
+    term = _whole(g.term, y)
+    zero = term * 0.0
+    return (Part(g.by, terms.concat(*((term, zero) if y.what == 0 else (zero, term)))),)
+
+
+def _concat(g: Part, y: Term, *of: Term) -> Sequence[Part]:
+    if len(of) != 2 or of[0].extents != of[1].extents or of[0].names[-1] is None:
+        raise NoRule("concatenate: has a gradient of two halves")
+    return tuple([Part(g.by, terms.half(_whole(g.term, y), n)) for n in (0, 1)])
+
+
+def _linear(operation: Callable[[Term, Term], Term]) -> Back:
+    """The rule of what moves elements of its first argument, and no more."""
+    return lambda g, y, x, *rest: (Part(g.by, operation(_whole(g.term, y), y)), *[None] * len(rest))
+
+
+BACK: dict[str, Back] = {  # of y, made of others, with the gradient g by y: those by the others
+    "add": lambda g, y, a, b: (g, g),
+    "sub": lambda g, y, a, b: (g, g.scaled(-1)),
+    "mul": _mul,
+    "div": lambda g, y, a, b: (g.over(b), g.times(y).over(b).scaled(-1)),
+    "neg": lambda g, y, x: (g.scaled(-1),),
+    "where": lambda g, y, mask, a, b: (None, g.where(mask), g.where(mask, otherwise=True)),
+    "maximum": lambda g, y, a, b: (g.where(a >= b), g.where(a >= b, otherwise=True)),
+    "minimum": lambda g, y, a, b: (g.where(a <= b), g.where(a <= b, otherwise=True)),
+    "exp": lambda g, y, x: (g.times(y),),
+    "exp2": lambda g, y, x: (g.times(y).scaled(LN_2),),
+    "log": lambda g, y, x: (g.over(x),),
+    "sqrt": lambda g, y, x: (g.over(y).scaled(0.5),),
+    "rsqrt": lambda g, y, x: (g.times(y * y * y).scaled(-0.5),),
+    "tanh": lambda g, y, x: (g.times(1.0 - y * y),),
+    "sigmoid": lambda g, y, x: (g.times(y * (1.0 - y)),),
+    "silu": _silu,
+    "gelu": _gelu,
+    "relu": lambda g, y, x: (g.where(x > 0.0),),
+    "abs": lambda g, y, x: (Part(g.by, where(x > 0.0, g.term, where(x < 0.0, -g.term, 0.0))),),
+    **{name: (lambda g, y, x: (g,)) for name in CASTS if name != "fp8e4m3"},
+    "sum": lambda g, y, x: (g,),
+    "max": _max,
+    "matmul": _matmul,
+    "transpose": _transpose,
+    "concat": _concat,
+    "half": _half,
+    "dropout": lambda g, y, x, p, seed: (Part(g.by, terms.dropout(_whole(g.term, y), p, seed)), None, None),
+    "pick": lambda g, y, x, index: (g.where(terms.is_column(x, index)), None),
+    "split": _linear(lambda g, y: terms.merged(g)),
+    "merged": _linear(lambda g, y: terms.split(g, y.what)),
+}
+for _comparison in ("less", "less_equal", "greater", "greater_equal"):
+    BACK[_comparison] = lambda g, y, a, b: (None, None)
+
+
+def gradients(roots: Sequence[Term], by: Mapping[Term, Sequence[Term]], wanted: Sequence[Term]) -> list[Term | None]:
+    """The gradients of these arguments; None of one that no root depends on. by: of roots, their own gradients, of which one
+    may have several, where it is given back twice. NoRule, which says what has none."""
+    every = list(walk(*roots))
+    leads = set(wanted)
+    for x in every:
+        if any(y in leads for y in x.of):
+            leads.add(x)
+    parts: dict[Term, list[Part]] = {x: [Part(1.0, _whole(g, x)) for g in given] for x, given in by.items()}
+    for x in reversed(every):
+        if x not in leads or x not in parts or not x.of:
+            continue
+        if x.operation not in BACK:
+            raise NoRule(f"{x.operation}: has no gradient yet: {x!r:.200}")
+        found = _added(parts[x])
+        if found is None or (x.operation == "max" and _is_zero(found.term)):
+            continue
+        for y, part in zip(x.of, BACK[x.operation](found, x, *x.of)):
+            fitted = _fitted(part, x, y) if part is not None and y in leads else None
+            if fitted is not None:
+                parts.setdefault(y, []).append(fitted)
+    sums = [_added(parts.get(x, [])) for x in wanted]
+    return [None if one is None else _whole(_written(one), x) for one, x in zip(sums, wanted)]
+
+
+def _added(parts: Sequence[Part]) -> Part | None:
+    """Their sum, equal terms being one; None: there is nothing left of it."""
+    numbers: dict[Term, float] = {}
+    for part in _totals_as_one(parts):
+        numbers[part.term] = numbers.get(part.term, 0.0) + part.by
+    left = sorted([Part(by, x) for x, by in numbers.items() if by], key=lambda part: part.by < 0)  # what is taken away is last
+    if len(left) < 2:
+        return left[0] if left else None
+    halves = _side_by_side(left)
+    if halves is not None:
+        return Part(1.0, halves)
+    found = _written(left[0])
+    for by, x in left[1:]:
+        found = found - _written(Part(-by, x)) if by < 0 else found + _written(Part(by, x))
+    return Part(1.0, found)
+
+
+def _totals_as_one(parts: Sequence[Part]) -> list[Part]:
+    """With totals over the same axes as the total of what they are of."""
+    totals: dict[tuple, list[Part]] = {}
+    for by, x in parts:
+        if x.operation == "total":
+            totals.setdefault((x.what, x.of[0].ndim), []).append(Part(by, x.of[0]))
+    if all(len(some) < 2 for some in totals.values()):
+        return [*parts]
+    sums = [(what, _added(some)) for (what, _), some in totals.items()]
+    rest = [part for part in parts if part.term.operation != "total"]
+    return rest + [Part(one.by, terms.total_along(one.term, what)) for what, one in sums if one]
+
+
+def _side_by_side(parts: Sequence[Part]) -> Term | None:
+    """The sum of two halves that came back apart; None if that is not what these are."""
+    if len(parts) != 2 or not all(part.term.operation == "concat" for part in parts):
+        return None
+    (a, zero), (none, b) = sorted((part.term.of for part in parts), key=lambda of: _is_nothing(of[0]))
+    if not _is_nothing(zero) or not _is_nothing(none) or _is_nothing(a) or _is_nothing(b):
+        return None
+    first = next(part.by for part in parts if part.term.of == (a, zero))
+    second = next(part.by for part in parts if part.term.of == (none, b))
+    return terms.concat(_written(Part(first, a)), _written(Part(second, b)))
+
+
+def _is_nothing(x: Term) -> bool:
+    """Is it something times 0, as _half makes it?"""
+    return x.operation == "mul" and x.of[1].operation == "number" and x.of[1].what == 0
+
+
+def _written(part: Part) -> Term:
+    """The part as one term."""
+    return part.term if part.by == 1 else -part.term if part.by == -1 else part.term * part.by
+
+
+def _fitted(part: Part, x: Term, y: Term) -> Part | None:
+    """What comes back from x to y, summed over the axes along which y was broadcast; None if nothing does."""
+    term = part.term
+    has = (None,) * (x.ndim - term.ndim) + term.names
+    needs = (None,) * (x.ndim - y.ndim) + y.names
+    if x.operation not in ("sum", "max", "matmul", "transpose", "concat", "half", "split", "merged", "pick"):  # of its shape
+        for place, axis in enumerate(x.names):
+            if axis is not None and needs[place] is None and has[place] is None:
+                if place != x.ndim - 1:
+                    raise NoRule(f"{x.operation}: what broadcasts along rows has a gradient that does: {x!r:.200}")
+                part = part.times(terms.length(x))
+        if needs and has[-1] is not None and needs[-1] is None:
+            summed = _summed(part.term)
+            if summed is None:
+                return None
+            part = summed.scaled(part.by)
+    extra = [n for n in range(1, part.term.ndim + 1) if part.term.names[-n] is not None and (n > y.ndim or y.names[-n] is None)]
+    return Part(part.by, terms.total(part.term, y)) if extra else part
+
+
+def _summed(x: Term) -> Part | None:
+    """The sum of each row, with numbers of rows taken out of it, so that few reductions must wait for others; None if it is 0,
+    as that of what a mean was taken from."""
+    scales, inner = _scales_apart(x)
+    if scales and inner is not None:
+        found = _summed(inner)
+        for how, scale in scales if found else ():
+            found = found and (found.times(scale) if how == "mul" else found.over(scale))
+        return found
+    whole = terms.reduce("sum", x)
+    if x.operation in ("add", "sub"):
+        if _is_zero(whole):
+            return None
+        if all(map(along, x.of)) and any(_scales_apart(y)[0] for y in x.of):
+            a, b = map(_summed, x.of)
+            return _added([part for part in (a, b and b.scaled(-1 if x.operation == "sub" else 1)) if part])
+    return Part(1.0, whole)
+
+
+def _scales_apart(x: Term) -> tuple[list[tuple[str, Term]], Term | None]:
+    """The factors that have no columns, and the product of those that do."""
+    parts = factors(x)
+    return [one for one in parts if not along(one[1])], product([one for one in parts if along(one[1])])
+
+
+def _whole(g: Term, like: Term) -> Term:
+    """A gradient that has all axes that what it is of has. NoRule: it is the same for all of some axis."""
+    ours, its = ((None,) * (max(g.ndim, like.ndim) - x.ndim) + x.names for x in (g, like))
+    for axis, wanted in zip(ours, its):
+        if (axis is None) != (wanted is None):
+            raise NoRule(f"a gradient that is the same along an axis: {g!r:.100} of {like!r:.100}")
+        same(axis, wanted)
+    return g
+
+
+def _turned(g: Term) -> Term:
+    """The transpose of a gradient: that of a product is the product of its factors' transposes."""
+    if g.operation == "matmul" and g.of[0].operation == "transpose":
+        return terms.transpose(g.of[1]) @ g.of[0].of[0]
+    return terms.transpose(g)
+
+
+def _is_zero(x: Term) -> bool:
+    """Is it 0 whatever the numbers are? Lengths say nothing of that, so what was found is known of others, too."""
+    order = {y: n for n, y in enumerate(walk(x))}
+    what = [y.what if y.operation in ("number", "half", "total") else y.operation == "input" and y.what[0] for y in order]
+    key = tuple([(y.operation, *map(order.get, y.of), its, *map(bool, y.names)) for y, its in zip(order, what)])
+    if key not in ZEROS:
+        from .proof import identity
+
+        try:
+            ZEROS[key] = identity([x], [x * 2.0]).equal
+        except ValueError:  # something has no inverse
+            ZEROS[key] = False
+    return ZEROS[key]

@@ -1,0 +1,244 @@
+"""Gradients by kernels: the chain rule against finite differences, the kernels against float64, their text and proof."""
+
+import re
+
+import numpy as np
+import pytest
+
+import fuse
+import fuse.operators as operators
+from fuse import inspect, module
+from fuse.candidates import candidates, chosen
+from fuse.cost import card, card_of
+from fuse.derivative import BACK, NoRule
+from fuse.evaluate import InNumPy, evaluate
+from tiles import bf16, fp32
+from tiles.testing import assert_close
+
+# ---- the chain rule --------------------------------------------------------------------------------------------------
+MATRIX, VECTOR, ROW = (5, 6), (6,), (5, 1)
+DEFINITIONS = {  # definitions of x, of another matrix or vector, and what they are of
+    "sums": (lambda x, y: x / (1.0 + fuse.sum(x * y)) - fuse.mean(y) * x, MATRIX, MATRIX),
+    "differences": (lambda x, y: (x - y) * (y - 2.0 * x) + (-x) * 3.0, MATRIX, VECTOR),
+    "roots": (lambda x, y: fuse.sqrt(2.0 + x * x) * fuse.rsqrt(fuse.mean(x * x) + 0.1) * y, MATRIX, VECTOR),
+    "exponentials": (lambda x, y: fuse.exp(x) * fuse.exp2(y) + fuse.log(3.0 + x * x), MATRIX, VECTOR),
+    "gates": (lambda x, y: fuse.silu(x) * fuse.sigmoid(y) + fuse.gelu(x) * fuse.tanh(y), MATRIX, MATRIX),
+    "kinks": (lambda x, y: fuse.relu(x) + abs(y) * fuse.maximum(x, y) - fuse.minimum(x, 0.1), MATRIX, MATRIX),
+    "where": (lambda x, y: fuse.where(x > y, x * y, x * x), MATRIX, VECTOR),
+    "softmax": (lambda x, y: fuse.softmax(x * y), MATRIX, VECTOR),
+    "log of a sum": (lambda x, y: fuse.log(fuse.sum(fuse.exp(x - fuse.max(x)))) + fuse.max(x) + y, MATRIX, ROW),
+    "maxima": (lambda x, y: x * fuse.max(x * y), MATRIX, VECTOR),
+    "layer norm": (lambda x, y: (x - fuse.mean(x)) * fuse.rsqrt(fuse.var(x) + 1e-3) * y, MATRIX, VECTOR),
+    "a column": (lambda x, y: x * y + x / (2.0 + y * y), MATRIX, ROW),
+    "products": (lambda x, y: fuse.silu(x @ y) * (x @ y * 0.5), MATRIX, (6, 4)),
+    "transposes": (lambda x, y: (y.T @ x.T).T @ (x @ x.T), MATRIX, (6, 5)),
+    "halves": (lambda x, y: fuse.concatenate([fuse.halves(x)[0] * y, fuse.halves(x)[1] - fuse.halves(x)[0]]), MATRIX, (3,)),
+    "one half": (lambda x, y: fuse.exp(fuse.halves(x * y)[1]), MATRIX, VECTOR),
+    "heads": (lambda x, y: fuse.merge_heads(fuse.split_heads(x, 2) * 2.0) * y, MATRIX, VECTOR),
+    "a batch": (lambda x, y: fuse.tanh(x @ y), (2, 3, 4), (4, 2)),
+    "a number of rows": (lambda x, y: (x * y) @ x.T, MATRIX, (1, 1)),
+}
+
+
+def values(gradient, arrays):
+    """What its terms are worth, in float64."""
+    whole = gradient._whole(gradient._shapes(gradient._arguments(arrays)))
+    return evaluate(whole.roots, dict(zip(gradient.names, arrays)), InNumPy(np.float64))
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_finite_differences(name):
+    definition, *shapes = DEFINITIONS[name]
+    function, rng = fuse.kernel(definition), np.random.default_rng(len(name))
+    x, y = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+
+    def value(*arrays):
+        return evaluate(function.trace((x, y)).roots, dict(zip("xy", arrays)), InNumPy(np.float64))[0]
+
+    wide = [np.asarray(a, np.float64) for a in (x, y)]
+    by = rng.standard_normal(value(*wide).shape).astype(np.float32)
+    for place, got in enumerate(values(function.gradient, (x, y, by))):
+        along = rng.standard_normal(wide[place].shape)
+        ahead, back = ([a if n != place else a + step * along for n, a in enumerate(wide)] for step in (1e-6, -1e-6))
+        slope = ((value(*ahead) - value(*back)) * by).sum() / 2e-6
+        assert abs((got.reshape(along.shape) * along).sum() - slope) <= 1e-6 * max(1, abs(slope))
+
+
+def test_a_norm_comes_back_as_one_writes_it():
+    """No sum waits for another one that it need not wait for; what a mean was taken from sums up to nothing; softmax's maximum
+    is not asked for."""
+    function = fuse.kernel(lambda x, g: (x - fuse.mean(x)) * fuse.rsqrt(fuse.var(x) + 1e-5) * g)
+    arrays: tuple = tuple(np.zeros(s, bf16.np) for s in ((4, 8), 8, (4, 8)))
+    arrays = function.gradient._arguments(arrays)
+    (dx, _) = function.gradient._whole(function.gradient._shapes(arrays)).roots
+    text = repr(dx)
+    assert len(set(re.findall(r"sum\(dy \* g\)|sum\(dy \* g \* \(x - sum\(x\) / 8\)\)", text))) == 2
+    (of_softmax,) = fuse.kernel(lambda x: fuse.softmax(x)).gradient._trace(function._shapes(arrays[:1]) * 2).roots
+    assert "where" not in repr(of_softmax)
+
+
+def test_what_has_no_rule():
+    x = np.ones((3, 8), np.float32)
+    with pytest.raises(NoRule, match="concatenate: has a gradient of two halves"):
+        fuse.kernel(lambda x: fuse.concatenate([x, x, x])).gradient(x, np.ones((3, 24), np.float32))
+    with pytest.raises(NoRule, match="w: no result depends on it"):
+        fuse.kernel(lambda x, w: x + 1.0).gradient(x, x, x)
+    with pytest.raises(ValueError, match=r"dy: must have the shape of the result, \(3, 8\), has \(3, 4\)"):
+        fuse.kernel(lambda x: x * x).gradient(x, x[:, :4])
+    with pytest.raises(TypeError, match="the gradient by each of its results"):
+        fuse.kernel(lambda x: x * x).gradient(x)
+    assert "fp8e4m3" not in BACK  # what rounds so much has no slope
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+K, N = 72, 40
+SHAPES = {  # of the arguments and of the gradients by the results, but for rows, "m"; and how many kernels there are
+    "residual_rms_norm": ([("m", K), ("m", K), (K,), ("m", K), ("m", K)], 1),
+    "residual_layer_norm": ([("m", K), ("m", K), (K,), (K,), ("m", K), ("m", K)], 1),
+    "normalised_step": ([("m", K), ("m", K), (K,), ("m", K)], 1),
+    "rms_norm_linear": ([("m", K), (K,), (K, N), ("m", N)], 2),
+    "gated_mlp": ([("m", K), (K, N), (K, N), ("m", N)], 3),
+    "rotary": ([("m", K), ("m", K // 2), ("m", K // 2), ("m", K)], 3),
+    "softmax": ([("m", K), ("m", K)], 1),
+}
+EXTRA = {"softmax": fuse.kernel(lambda x: fuse.softmax(x))}
+
+
+def sample(name, rows):
+    """The gradient of an operator, and what it takes."""
+    rng = np.random.default_rng(rows)
+    function = EXTRA[name] if name in EXTRA else getattr(operators, name)
+    shapes = [tuple(rows if n == "m" else n for n in shape) for shape in SHAPES[name][0]]
+    return function.gradient, [(rng.standard_normal(s) / s[0] ** 0.25).astype(bf16.np) for s in shapes]
+
+
+def compare(gradient, arrays, got):
+    """By the error rule, with three times what the definition is wrong in the dtype of the arrays."""
+    given = gradient._arguments(arrays)
+    whole = gradient._whole(gradient._shapes(given))
+    named = {name: x.T if s.turned else x for name, x, s in zip(gradient.names, given, gradient._shapes(given))}
+    ref = evaluate(whole.roots, {name: np.asarray(x, np.float64) for name, x in named.items()}, InNumPy(np.float64))
+    low = evaluate(whole.roots, named, InNumPy(bf16.np))
+    for x, r, d in zip(got, ref, low, strict=True):
+        x = x.T if x.ndim == r.ndim == 2 and x.shape != r.shape and x.T.shape == r.shape else x
+        assert_close(x.reshape(r.shape), r, d, factor=3)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("residual_rms_norm", 1), ("rms_norm_linear", 70), ("gated_mlp", 3), ("rotary", 1)])
+def test_against_float64(name, rows):
+    gradient, arrays = sample(name, rows)
+    compare(gradient, arrays, gradient.run(*arrays))
+    compare(gradient, arrays, gradient(*arrays))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_text_and_proof(name):
+    """Of its kernels, as any other function's: few enough, short, proven."""
+    gradient, arrays = sample(name, 19)
+    text, proof = gradient.source(*arrays), gradient.proof(*arrays)
+    lines, kernels = text.splitlines(), text.count("@cuda.jit")
+    assert proof.holds, proof
+    assert kernels <= SHAPES[name][1] and len(lines) <= 80 * kernels and max(map(len, lines)) <= module.WIDTH
+    assert "dx" in text and ("The framework makes of this" in gradient.explain(*arrays)) == (name not in ("softmax", "rotary"))
+
+
+@pytest.mark.parametrize("columns", [72, 2056])
+def test_cross_entropy(columns):
+    """One kernel each, forward and backward, with what is to be ignored."""
+
+    @fuse.kernel
+    def cross_entropy(x, target):
+        greatest = fuse.max(x)
+        return fuse.log(fuse.sum(fuse.exp(x - greatest))) + greatest - fuse.pick(x, target)
+
+    x = np.random.default_rng(0).standard_normal((5, columns)).astype(bf16.np)
+    target, dy = np.array([3, -1, 0, columns - 1, 70]), np.linspace(1, 2, 5).astype(bf16.np)[:, None]
+    wide = x.astype(float)
+    e = np.exp(wide - wide.max(-1, keepdims=True))
+    total = e.sum(-1, keepdims=True)
+    picked = np.where(target[:, None] >= 0, np.take_along_axis(wide, target[:, None] % columns, -1), 0)
+    assert cross_entropy.source(x, target).count("@cuda.jit") == 1
+    want = np.log(total) + wide.max(-1, keepdims=True) - picked
+    assert np.abs(cross_entropy.run(x, target).astype(float) - want).max() <= 2**-7 * want.max()
+    assert cross_entropy.gradient.source(x, target, dy).count("@cuda.jit") == 1
+    want = (e / total - (np.arange(columns) == target[:, None])) * dy.astype(float)
+    (dx,) = cross_entropy.gradient.run(x, target, dy)
+    assert np.abs(dx.astype(float) - want).max() <= 2**-8 * np.abs(want).max()
+    if columns == 72:
+        assert cross_entropy.proof(x, target).holds and cross_entropy.gradient.proof(x, target, dy).holds
+
+
+def test_cross_entropy_of_a_product():
+    """The scores, what comes back to them, and what comes back to x, by three kernels."""
+    rng, rows = np.random.default_rng(0), 5
+    x, w = (rng.standard_normal(s).astype(bf16.np) for s in ((rows, K), (K, N)))
+    given = x, w, np.array([3, -1, 0, N - 1, 7]), np.ones((rows, 1), np.float32)
+    gradient = operators.linear_cross_entropy.gradients.of(("x", "w"), (0,), 2)
+    assert gradient.source(*given).count("@cuda.jit") == 3
+    compare(gradient, given, gradient.run(*given))
+
+
+def test_leading_axes_and_weights_as_torch_has_them():
+    gradient, (x, g, w, dy) = sample("rms_norm_linear", 12)
+    w = np.asfortranarray(w)
+    dx, dg, dw = gradient.run(x.reshape(3, 4, K), g, w, dy.reshape(3, 4, N))
+    assert dx.shape == (3, 4, K) and dw.strides == w.strides  # as the weights lie
+    compare(gradient, (x, g, w, dy), (dx.reshape(12, K), dg, dw))
+
+
+def test_of_wide_rows():
+    """Of many tiles a row is a block's only one, and none of them is read twice."""
+    gradient, arrays = operators.residual_rms_norm.gradient, [np.ones(s, bf16.np) for s in ((3, 1040), (3, 1040), 1040)]
+    arrays += [np.full((3, 1040), n, bf16.np) for n in (1, 2)]
+    assert "a block's only one" in gradient.explain(*arrays)
+    compare(gradient, arrays, gradient.run(*arrays))
+
+
+def test_lengths_of_other_axes():
+    """An epilogue asks how long other rows are than those that are multiplied."""
+    rng = np.random.default_rng(0)
+    function = fuse.kernel(lambda a, b, q: (a @ b) * fuse.rsqrt(fuse.mean(q * q)))
+    a, b, q = (rng.standard_normal(s).astype(bf16.np) for s in ((8, 40), (40, 16), (8, 24)))
+    want = (a.astype(float) @ b.astype(float)) / np.sqrt((q.astype(float) ** 2).mean(-1, keepdims=True))
+    assert np.abs(function.run(a, b, q).astype(float) - want).max() <= 2**-6 * np.abs(want).max()
+    assert "gQ.shape" not in function.source(a, b, q) and "width_of_q" in function.source(
+        np.tile(a, (9, 1)), b, np.tile(q, (9, 1))
+    )
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+def test_no_spills(arch):
+    case = inspect.Case("residual_rms_norm", 4096, gradient=True)
+    assert not any(map(inspect.bad, inspect.compiled(case, arch)))
+
+
+def test_kernels_are_found_for_all_shapes():
+    """Those that are inspected, on cards with wgmma and without; a gated MLP's activation is one kernel for both gradients."""
+    for case in (one for one in inspect.cases() if one.gradient and one.rows > 64):
+        for arch in ("sm_90a", "sm_80"):
+            assert candidates(case.operator._trace(inspect.shapes(case)), card_of(arch)), (arch, case)
+    case = inspect.Case("gated_mlp", 4096, gradient=True)
+    found = case.operator._trace(inspect.shapes(case))
+    text = chosen("gradient", found, candidates(found, card(None))[0]).text
+    assert text.count("@cuda.jit") == 3 and "store(gFor_dgate" in text and "store(gFor_dup" in text
+
+
+def test_arrays_of_several_dtypes():
+    """What is float32 gets its gradient in float32."""
+    gradient = operators.residual_rms_norm.gradient
+    x = np.ones((3, 8), bf16.np)
+    dx, dr, dg = gradient(x, x, np.ones(8, fp32.np), x, x)
+    assert (dx.dtype, dr.dtype, dg.dtype) == (bf16.np, bf16.np, fp32.np)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 19, 300])
+@pytest.mark.parametrize("name", SHAPES)
+def test_on_the_card(name, rows):
+    torch = pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    gradient, arrays = sample(name, rows)
+    got = gradient(*map(to_torch, arrays))
+    torch.cuda.synchronize()
+    compare(gradient, arrays, [to_numpy(x) for x in got])

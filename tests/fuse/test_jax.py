@@ -1,0 +1,40 @@
+"""Fused functions under jax.jit, jax.grad and jax.vjp."""
+
+import pytest
+
+import fuse
+import fuse.operators as operators
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("jax.experimental.buffer_callback")
+jnp = jax.numpy
+
+
+def arrays(*shapes):
+    return [(jax.random.normal(jax.random.key(n), s) / s[0] ** 0.25).astype(jnp.bfloat16) for n, s in enumerate(shapes)]
+
+
+def test_gradients():
+    """By kernels, of what is asked for."""
+    x, g = arrays((2, 3, 40), (40,))
+
+    def fused(x, g):
+        y, h = operators.residual_rms_norm(x, x, g)
+        return (y * h).astype(jnp.float32).sum()
+
+    def by_parts(x, g):
+        h = x + x
+        return (h * jax.lax.rsqrt((h * h).mean(-1, keepdims=True) + 1e-5) * g * h).sum()
+
+    got = jax.jit(jax.grad(fused, (0, 1)))(x, g)
+    want = jax.grad(by_parts, (0, 1))(*[a.astype(jnp.float32) for a in (x, g)])
+    for a, b in zip(got, want):
+        assert a.dtype == jnp.bfloat16 and jnp.abs(a - b).max() <= 2**-6 * jnp.abs(b).max()
+    (y, h), back = jax.vjp(lambda x: operators.residual_rms_norm(x, x, g), x)
+    assert y.shape == h.shape == back((y, h))[0].shape == x.shape
+
+
+def test_what_has_none():
+    (x,) = arrays((3, 40))
+    with pytest.raises(NotImplementedError, match="x: no kernel computes its gradient; put jax.lax.stop_gradient"):
+        jax.grad(lambda x: fuse.kernel(lambda x: fuse.cast(x * 1.0, fuse.functions.fp8e4m3) * 2.0)(x).sum())(x)
