@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from .orders import Span
 from .peers import Peers
 
 LEAST = -1000.0  # a decay to less leaves nothing
+FORGOTTEN = -64 * math.log(2)  # what has decayed by more is less than a float32 holds of anything within 2^40 of it
+WORTH = 16  # chunks of a sequence, from which on it is worth a look which are forgotten
 
 
 class Part:
@@ -20,7 +23,7 @@ class Part:
     each of these is cut, that then lie one behind the other in one batch; `ends` are theirs."""
 
     def __init__(self, span: Span, batch: int, ends: Any, device: Any):
-        self.span, self.batch, self.device, self.segments = span, batch, device, 1
+        self.span, self.batch, self.device, self.segments, self.even = span, batch, device, 1, ends is None
         self.ends = None if ends is None else (ends - span.start).clamp(0, len(span)).to(ends.dtype)
         self.sequences = batch if ends is None else len(ends) - 1
 
@@ -29,7 +32,7 @@ class Part:
         if segments == 1:
             return self
         found = Part(self.span, self.batch, None, self.device)
-        found.segments, found.sequences = segments, self.sequences * segments
+        found.segments, found.sequences, found.even = segments, self.sequences * segments, self.even
         if self.ends is None:
             found.ends = _even_ends(self.batch, len(self.span), segments, self.device)
         else:
@@ -58,6 +61,18 @@ class Part:
             return x.sum(1)
         x = self.packed(x)[0].cumsum(0, dtype=torch.float64)
         return torch.cat([x.new_zeros((1, *x.shape[1:])), x])[self.ends.long()].diff(dim=0).float()
+
+    def forgotten(self, growth: Any) -> Any:
+        """How many chunks at the beginning of each segment nothing is left of at its end, (N, H, 1); None: it is not worth a
+        look, or segments are not alike. growth: (B, S, H), the logarithm of what each token multiplies a state by at most."""
+        chunks = -(-len(self.span) // (self.segments * CHUNK))
+        if not self.even or chunks < WORTH:
+            return None
+        growth = torch.nn.functional.pad(growth, (0, 0, 0, self.segments * chunks * CHUNK - len(self.span)))
+        sums = growth.reshape(self.sequences, chunks, CHUNK, growth.shape[2]).sum(2)
+        later = sums.flip(1).cumsum(1).flip(1)  # of a chunk and all that follow: it multiplies the state before it
+        number = torch.arange(chunks, dtype=torch.float32, device=self.device)[:, None]
+        return torch.where(later < FORGOTTEN, number, 0.0).amax(1)[..., None]
 
 
 @functools.lru_cache(64)

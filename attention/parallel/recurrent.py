@@ -30,7 +30,7 @@ from ..recurrent.kernels.tokens import CHUNK, COLUMNS
 from ..softmax.asked import differentiated
 from .agreed import agreed, form_of, words_of
 from .orders import Contiguous, Span, count
-from .parts import Chain, Part
+from .parts import LEAST, Chain, Part
 from .peers import Peers, one_of
 
 Shape = tuple[int, ...]
@@ -302,7 +302,18 @@ class Delta(Recurrence):
         told = {name: x for name, x in (self.options | place.options()).items() if name in ("decay", "cu_seqlens", "family")}
         if told.get("decay") is not None and told["decay"].ndim > 1:
             told["decay"] = place.packed(told["decay"])
-        return delta.states(k, v, beta, begin, **told)
+        return delta.states(k, v, beta, begin, skipped=self._forgotten(place), **told)
+
+    def _forgotten(self, place: Part) -> Any:
+        """What need not be walked for a state, as it has decayed to nothing at the end: see Part.forgotten. A token multiplies
+        a state by exp(decay) (1 - beta k k^T), whose norm is exp(decay) or, where beta |k|^2 is not between 0 and 2, more."""
+        _, k, v, beta = self.arrays
+        decay = self.options.get("decay")
+        if decay is None:
+            return None
+        lengths = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).repeat_interleave(v.shape[2] // k.shape[2], 2)
+        norms = (1 - beta.float() * lengths.square()).abs().clamp(min=1)
+        return place.forgotten(decay.float().clamp(min=LEAST) + norms.log())
 
     def compose(self, m: Any, state: Any) -> Any:
         """See Recurrence."""

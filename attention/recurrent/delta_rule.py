@@ -49,6 +49,7 @@ DELTA_STATES = Schema(
     decay          H|BSH  log      optional
     cu_seqlens     E      ends     optional
     initial_state  NHKL   float32
+    skipped        NHO    float32  optional
     state          NHKL   float32  made
     """,
 )
@@ -119,11 +120,20 @@ def _delta_rule(problem: Problem, scale: float | None, return_state: bool, famil
 
 
 def states(
-    k: Any, v: Any, beta: Any, initial_state: Any, *, decay: Any = None, cu_seqlens: Any = None, family: str | None = None
+    k: Any,
+    v: Any,
+    beta: Any,
+    initial_state: Any,
+    *,
+    decay: Any = None,
+    skipped: Any = None,
+    cu_seqlens: Any = None,
+    family: str | None = None,
 ) -> Any:
     """The state that `delta_rule` leaves of each sequence, and no output. It may have more columns than values, which are 0
-    there: (N, H, Dk, Dv or more). Not for decays of channels."""
-    return _states(None, (k, v, beta, decay, cu_seqlens, initial_state, None), (family,))
+    there: (N, H, Dk, Dv or more). Not for decays of channels. skipped: (N, H, 1) float32, how many chunks of 64 tokens at the
+    beginning of each sequence have decayed to nothing by its end, with the state before them: they may be left out."""
+    return _states(None, (k, v, beta, decay, cu_seqlens, initial_state, skipped, None), (family,))
 
 
 @program(DELTA_STATES)
@@ -138,7 +148,8 @@ def _states(problem: Problem, family: str | None) -> Plan:
     if rules.idle(problem, True):
         return Plan([])
     if choose(problem, family) == "sm_90" and key_dim <= max(delta_hopper.STAGES) and batch * length:
-        return Plan([_in_chunks(problem, arrays | {"gGates": problem["decay"]}, columns, delta_states_hopper)])
+        arrays |= {"gGates": problem["decay"], "gSkipped": problem["skipped"]}
+        return Plan([_in_chunks(problem, arrays, columns, delta_states_hopper)])
     outputs = (batch, length, heads, value_dim), "bfloat16"  # which the loop over tokens writes, and nobody reads
     arrays |= {"gQ": problem["k"], "gDecay": problem["decay"], "gOut": problem.scratch(0, *outputs)}
     return Plan([token_loop.launch(problem, arrays, 0.0, columns=columns)], [outputs])

@@ -6,6 +6,9 @@ S may have more columns than values: v_t is 0 in those. There S is multiplied by
 was, so that one pass from [0 | I] gives what a part of a sequence leaves of a state of 0, and the matrix that it multiplies
 one by. TMA brings zeros for columns that values have not, and reads nothing.
 
+What has decayed to nothing by the end need not be walked: where there are decays `gSkipped` says of each sequence and head how
+many chunks are left out at its beginning, with the state before them.
+
 A chunk is what it is in delta_hopper.py, so the solver makes the same T. What is left of the weigher is a loader: one of its
 warps has TMA bring keys and values, the others sum up the gates.
 """
@@ -16,8 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
+from numpy import int32
 
-from ops import divmod, load, store, subtile, truncate, warpgroup
+from ops import divmod, load, store, subtile, tile_max, truncate, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed
 from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, INT, array, tiled
@@ -25,7 +29,7 @@ from tiles.arguments import ENDS, INT, array, tiled
 from . import delta_hopper
 from .delta_hopper import ROWS, VECTORS, Decay, NoDecay
 from .gates import DOWN
-from .tokens import CHUNK, COLUMNS, Sequences
+from .tokens import CHUNK, COLUMNS, Sequences, Span
 
 REGISTERS = {1: (56, 104, 240), 2: (40, 96, 184)}  # consumers -> registers a thread of loader, solver and consumer
 STAGES = 4  # chunks in flight
@@ -57,7 +61,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
     VALUES, sequences = rt(16, CHUNK, INPUT), Sequences(config.varlen)
-    decay = (Decay if config.gated else NoDecay)(INPUT)
+    GATED, decay = config.gated, (Decay if config.gated else NoDecay)(INPUT)
     SOLVER, LOADER, (keep, solve, claim) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
     WARPS, READERS = warpgroup.WARPGROUP, CONSUMERS + 1  # warpgroups that read keys
     readers = CONSUMERS * WARPS
@@ -76,7 +80,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3), gGates: array(3), gStart: array(4),
-        gState: array(4), gEnds: ENDS, length: INT, blocks: INT, heads: INT, group: INT,
+        gState: array(4), gSkipped: array(3), gEnds: ENDS, length: INT, blocks: INT, heads: INT, group: INT,
     ):  # fmt: skip
         """The state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
         k, v, t, beta, b, since, factor, high, low = smem.open()
@@ -84,7 +88,9 @@ def make(config: Config):
         value_head, block = divmod(cuda.blockIdx.x, blocks)
         sequence, value_head = divmod(value_head, heads * group)
         head, _ = divmod(value_head, group)
-        span = sequences.span(gEnds, sequence, length)
+        whole = sequences.span(gEnds, sequence, length)
+        skipped = int32(tile_max(load(gSkipped, ROWS, (sequence, value_head, 0)))) if GATED else int32(0)
+        span = Span(int32(min(whole.end, whole.first + CHUNK * skipped)), whole.end, whole.batch)
         n = span.chunks()
         if me == LOADER:
             warpgroup.release_registers(keep)
@@ -119,7 +125,7 @@ def make(config: Config):
         else:
             warpgroup.claim_registers(claim)
             column = COLUMNS * (CONSUMERS * block + me)
-            s_t = warpgroup.load(gStart, STATE, (sequence, value_head, 0, column), 3, 2)
+            s_t = warpgroup.load(gStart, STATE, (sequence, value_head, 0, column), 3, 2) * (0.0 if skipped > 0 else 1.0)
             for j in range(n):
                 keys = k.wait(j)
                 sequences.clear(keys, span.left(j), READERS)

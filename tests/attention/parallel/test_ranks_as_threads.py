@@ -12,7 +12,9 @@ from threads import together
 
 import attention
 from attention import parallel
-from attention.parallel.orders import ORDERS
+from attention.parallel import parts
+from attention.parallel.orders import ORDERS, Span
+from attention.parallel.recurrent import Delta
 from attention.recurrent import chunks
 
 OPTIONS = dict(causal=True), dict(window=(9, 3)), dict(causal=True, window=(20, None)), dict()
@@ -82,6 +84,40 @@ def test_the_delta_rule_in_segments(cut, channels):
     if not channels:
         ends = torch.tensor([0, 150, 150, LENGTH], dtype=torch.int32)
         recurrent("delta_rule", (q, k, v, beta), cu_seqlens=ends, return_state=True)
+
+
+def test_what_is_forgotten_is_not_walked(cut, monkeypatch):
+    """Of a head that decays soon, and of one that does not."""
+    monkeypatch.setattr(parts, "WORTH", 1)
+    asked, forgotten = [], parts.Part.forgotten
+    monkeypatch.setattr(parts.Part, "forgotten", lambda *given: asked.append(forgotten(*given)) or asked[-1])
+    q, k, v, beta = (x.repeat_interleave(2, 2) for x in members())
+    decay = torch.tensor([-0.9, -0.01]) * torch.ones(1, LENGTH, 2)
+    recurrent("delta_rule", (q, k, v, beta), decay=decay, initial_state=torch.randn(1, 2, 16, 16), return_state=True)
+    skipped = torch.stack([x.amax(0)[:, 0] for x in asked])
+    assert (skipped[:, 1] == 0).all() and skipped[:, 0].max() > 0
+
+
+@pytest.mark.parametrize(("strength", "rate", "alike"), [(1, 1.0, False), (1, 0.1, False), (3, 2.0, False), (3, 1.0, True)])
+def test_only_what_is_forgotten_is_skipped(monkeypatch, strength, rate, alike):
+    """Tokens with beta |k|^2 above 2 add to a state, so that it may grow though it decays."""
+    monkeypatch.setattr(parts, "WORTH", 1)
+    torch.manual_seed(0)
+    length, heads = 64 * 5 - 9, 3
+    k, v = torch.randn(2, 1, length, heads, 16).bfloat16()
+    k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
+    beta, decay = strength * torch.rand(1, length, heads), -rate * torch.rand(1, length, heads)
+    if alike:
+        k, beta = k[:, :1].expand_as(k), torch.full_like(beta, strength)
+    place = parts.Part(Span(0, length), 1, None, "cpu")
+    skipped = Delta((k, k, v, beta), {"decay": decay})._forgotten(place)[0, :, 0].int()
+    assert (skipped.min() > 0) == (rate >= 1 and not alike)
+    for head, n in enumerate(skipped.tolist()):
+        m = torch.eye(16, dtype=torch.float64)
+        for t in range(64 * n, length) if n else ():
+            key = k[0, t, head].double()
+            m = decay[0, t, head].double().exp() * (m - beta[0, t, head].double() * torch.outer(key, key @ m))
+        assert not n or torch.linalg.matrix_norm(m, 2) < 2.0**-63
 
 
 def test_batches_in_segments(cut):

@@ -55,6 +55,19 @@ def test_sequences_one_behind_the_other(place):
     agree(place, k[:, :100], v[:, :100], beta[:, :100], decay[:, :100], ends=ends)
 
 
+def test_chunks_that_are_skipped(place):
+    """With what was before them. More than there are: all that was."""
+    _, k, v, beta, decay = inputs(1, 400, 2, 64, 64, gate=0.5)
+    decay[..., 1] *= 2e-3
+    start = np.random.default_rng(1).standard_normal((1, 2, 64, 64), np.float32)
+    put, skipped = place.put, np.array([[[4], [0]]], np.float32)
+    whole = place.get(states(*map(put, (k, v, beta, start)), decay=put(decay)))
+    found = place.get(states(*map(put, (k, v, beta, start)), decay=put(decay), skipped=put(skipped)))
+    assert np.abs(found - whole).max() <= 2**-20
+    none = place.get(states(*map(put, (k, v, beta, start)), decay=put(decay), skipped=put(skipped + 5)))
+    assert (none[:, 0] == 0).all() and np.abs(none[:, 1]).max() > 0
+
+
 def test_token_by_token(place):
     _, k, v, beta, decay = inputs(1, 20, 1, 64, 32)
     agree(place, k, v, beta, decay, family="sm_80")
