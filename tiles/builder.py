@@ -50,7 +50,9 @@ class Builder(ir.IRBuilder):
         return self.asm(i32, text, "=r,r", register, effect=False)
 
     def from_elements(self, spec, elements):
-        """The tile or vector with these fp32 elements, each rounded to its dtype."""
+        """The tile or vector with these fp32 elements, each rounded to its dtype. ValueError: they are too few, or too many."""
+        if isinstance(spec, rt) and len(elements) != spec.elements:
+            raise ValueError(f"from_elements: a lane holds {spec.elements} elements of {spec}, got {len(elements)}")
         if spec.dtype is fp32:
             return self.pack(elements)
         if spec.dtype is tf32:
@@ -73,7 +75,11 @@ class Builder(ir.IRBuilder):
         return self.asm(i32, text, "=r,f,f,f,f", *four, effect=False)
 
     def asm(self, ret, text, constraints, *args, effect=True):
-        """One PTX snippet; `effect` keeps it where it stands among memory operations."""
+        """One PTX snippet; `effect` keeps it where it stands among memory operations. ValueError: the constraints are those of
+        more or fewer arguments."""
+        inputs = [c for c in constraints.split(",") if c and c[0] not in "=~"]
+        if len(inputs) != len(args):
+            raise ValueError(f"asm: {constraints!r} has {len(inputs)} inputs, and {len(args)} are given to {text!r:.60}")
         ty = ir.FunctionType(ret, [a.type for a in args])
         parts = [c for c in (constraints, "~{memory}" if effect else "") if c]
         return self.call(ir.InlineAsm(ty, text, ",".join(parts), side_effect=effect), args)

@@ -60,8 +60,14 @@ class Op:
 
     @functools.cached_property
     def wants(self):
-        """For each parameter `int`, `type` or something else, as the rule is annotated."""
-        return tuple(p.annotation for p in inspect.signature(self.rule).parameters.values())
+        """For each parameter `int`, `type` or something else, as the rule is annotated. TypeError: the rule is not the op's."""
+        if self.rule is None:
+            raise TypeError(f"{self.name}: has no rule, which @lowers({self.name}) above a function makes it")
+        parameters = inspect.signature(self.rule).parameters
+        if len(parameters) != len(self.parameters):
+            theirs, ours = ", ".join(parameters), ", ".join(self.parameters)
+            raise TypeError(f"{self.name}: its rule must have the op's parameters, ({ours}), and has ({theirs})")
+        return tuple(p.annotation for p in parameters.values())
 
     @functools.cached_property
     def defaults(self):
@@ -112,6 +118,8 @@ class Op:
             if want is int and not isinstance(spec, int) and not optional:
                 raise TypeError(f"{self.name}: {parameter} must be known when the kernel is compiled, got {spec}")
         found = self.rule(*(s.type if isinstance(s, Name) else s for s in specs))
+        if found is not None and not (isinstance(found, tuple) and len(found) == 2):
+            raise TypeError(f"{self.name}: its rule must return (result, emit), or None where it has no meaning, got {found}")
         if not any(isinstance(spec, types.Dispatcher) for spec in specs):  # a user's function, which may go
             self.known[specs] = found
         return found
@@ -136,7 +144,13 @@ class Op:
         if deeds and (touches := getattr(getcurrent(), "touches", None)):
             for place, deed in deeds:
                 touches(args[place], deed)
-        return wrap(result, record(self, specs, result, args) if recording() else self.meaning(*args))
+        found = record(self, specs, result, args) if recording() else self.meaning(*args)
+        try:
+            return wrap(result, found)
+        except TypeError as error:
+            from .interpreter import hazard_line
+
+            raise TypeError(f"{self.name}: {error}{hazard_line()}") from None
 
     @functools.cached_property
     def parameters(self):
@@ -190,7 +204,7 @@ def op(face=None, *, takes_pending=False, takes_operands=False):
         return operation(*args, **kwargs)
 
     operation = Op(call, face, takes_pending, takes_operands)
-    operation.name = face.__qualname__
+    operation.name = face.__qualname__.rpartition("<locals>.")[2]
     return call
 
 

@@ -191,9 +191,11 @@ def teach_numba(op):
     """Make the op's face callable in kernels."""
 
     def lower(context, builder, sig, values):
-        _, emit = op.type(*map(spec_of, sig.args))
+        found, emit = op.type(*map(spec_of, sig.args))
         with from_op(builder, op):
             out = emit(Builder(builder, context), *values)
+        if out is None and isinstance(found, (rt, rv)):
+            raise TypeError(f"{op.name}: emit must return the value of {found}, and returned None")
         return context.get_dummy_value() if out is None else out
 
     class Template(AbstractTemplate):

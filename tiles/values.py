@@ -197,7 +197,15 @@ NUMBA_SCALARS = {d.np: scalar for scalar, d in SCALARS.items()}
 def wrap(spec, value):
     """A meaning's result as a value of the type that the rule announced."""
     if isinstance(spec, (rt, rv)):
-        return value if isinstance(value, Tile) else Tile(spec, value)
+        if isinstance(value, Tile):
+            return value
+        try:
+            if value is not None:
+                return Tile(spec, value)
+        except ValueError:
+            pass
+        given = "None" if value is None else f"an array of shape {np.shape(value)}"
+        raise TypeError(f"its meaning must give the elements of {spec}, and gives {given}")
     if isinstance(spec, numba.Float):
         return np.float32(value)
     return value

@@ -10,6 +10,7 @@ from numba.cuda import types
 
 from ops import causal, exp2, finish_sum, full, lane_sum, load, maximum, right_fill, row_max, store, warpgroup, zeros
 from tiles import bf16, fp16, fp32, gl, inlined, lowers, op, ring, rt, shared, st, tensor
+from tiles.builder import f32
 from tiles.compiler import compile_kernel
 from tiles.interpreter import interpret
 from tiles.plumbing import Value
@@ -243,3 +244,55 @@ def test_what_must_be_known_when_a_kernel_is_compiled():
 
     with pytest.raises(TypeError, match="wait: newer must be known when the kernel is compiled, got int"):
         compile_kernel(kernel, (), "sm_90a")
+
+
+def mine(rule, meaning=lambda tile: tile.array):
+    """An op of somebody's, with this rule and meaning, in a kernel."""
+
+    @op
+    def halved(tile):
+        return meaning(tile)
+
+    if rule:
+        lowers(halved)(rule)
+
+    @cuda.jit
+    def kernel(x):
+        store(x, halved(load(x, X, (0, 0))), (0, 0))
+
+    return kernel
+
+
+OWN = {
+    "halved: has no rule, which @lowers(halved) above a function makes it": (None,),
+    "halved: its rule must return (result, emit), or None where it has no meaning, got rt(16, 32, fp32)": (lambda tile: tile,),
+    "halved: its rule must have the op's parameters, (tile), and has (tile, by)": (lambda tile, by: (tile, None),),
+    "halved: its meaning must give the elements of rt(16, 32, fp32), and gives None": (lambda t: (t, None), lambda tile: None),
+    "halved: its meaning must give the elements of rt(16, 32, fp32), and gives an array of shape (3, 32)": (
+        lambda tile: (tile, None),
+        lambda tile: tile.array[:3],
+    ),
+}
+
+
+@pytest.mark.parametrize("words", OWN)
+def test_mistakes_in_an_own_op(words):
+    with pytest.raises(TypeError) as caught:
+        interpret(mine(*OWN[words]), (1, 1, 1), 32, [np.zeros((16, 32), np.float32)])
+    assert words in str(caught.value) and "test_op.py" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("emit", "words"),
+    [
+        (lambda b, v: None, "halved: emit must return the value of rt(16, 32, fp32), and returned None"),
+        (
+            lambda b, v: b.from_elements(X, b.elements(X, v)[:3]),
+            "from_elements: a lane holds 16 elements of rt(16, 32, fp32), got 3",
+        ),
+        (lambda b, v: b.asm(f32, "neg.f32 $0, $1;", "=f", v), "asm: '=f' has 0 inputs, and 1 are given to 'neg.f32 $0, $1;'"),
+    ],
+)
+def test_mistakes_in_what_an_own_op_emits(emit, words):
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        compile_kernel(mine(lambda tile: (tile, emit)), [types.Array(types.float32, 2, "A")], "sm_90a")
