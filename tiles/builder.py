@@ -50,9 +50,7 @@ class Builder(ir.IRBuilder):
         return self.asm(i32, text, "=r,r", register, effect=False)
 
     def from_elements(self, spec, elements):
-        """The tile or vector with these fp32 elements, each rounded to its dtype. ValueError: they are too few, or too many."""
-        if isinstance(spec, rt) and len(elements) != spec.elements:
-            raise ValueError(f"from_elements: a lane holds {spec.elements} elements of {spec}, got {len(elements)}")
+        """The tile or vector with these fp32 elements, each rounded to its dtype."""
         if spec.dtype is fp32:
             return self.pack(elements)
         if spec.dtype is tf32:

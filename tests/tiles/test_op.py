@@ -286,10 +286,6 @@ def test_mistakes_in_an_own_op(words):
     ("emit", "words"),
     [
         (lambda b, v: None, "halved: emit must return the value of rt(16, 32, fp32), and returned None"),
-        (
-            lambda b, v: b.from_elements(X, b.elements(X, v)[:3]),
-            "from_elements: a lane holds 16 elements of rt(16, 32, fp32), got 3",
-        ),
         (lambda b, v: b.asm(f32, "neg.f32 $0, $1;", "=f", v), "asm: '=f' has 0 inputs, and 1 are given to 'neg.f32 $0, $1;'"),
     ],
 )
