@@ -98,8 +98,7 @@ class Layer(Rms):
     def given(self) -> dict[str, Any]:
         """See Rms; its bias likewise."""
         name = "q_norm" if self.of_queries else "k_norm"
-        found = {f"{name}{what}": array(rank) for what in ("", "_bias") for rank in (2,)}
-        return found | {f"{name}_pairs": array(3), f"{name}_bias_pairs": array(3), "norm_eps": FLOAT}
+        return super().given | {f"{name}_bias": array(2), f"{name}_bias_pairs": array(3)}
 
     @inlined
     def bias(self, given):

@@ -228,12 +228,40 @@ class Decay(NoDecay):
             return o * load(since, ALONG)
 
 
+@static
+class Solver:
+    """What a warpgroup does that makes T of each chunk: keys come, and so do the strengths beta of tokens and their decays.
+    readers: the warpgroups that read keys, which clear together what is another sequence's."""
+
+    sequences: Sequences
+    decay: NoDecay
+    readers: int
+
+    @inlined
+    def solve(self, j, left, rings, triangles):
+        """T of chunk j, of which `left` tokens are the sequence's."""
+        k, t, beta, b, since = rings
+        high, low = triangles
+        keys = k.wait(j)
+        self.sequences.clear(keys, left, self.readers)
+        s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
+        k.release(j)
+        strength = warpgroup.load(beta.wait(j), ROWS)
+        a = self.decay.scores(s, self.decay.wait(since, j), self.decay.wait(b, j)) * strength
+        self.decay.release(since, j)
+        self.decay.release(b, j)
+        x = inverse_transposed(a, high, low)
+        warpgroup.store(t.claim(j), x * warpgroup.load(beta.wait(j), ROWS))
+        t.publish(j)
+        beta.release(j)
+
+
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
     sequences, decay = Sequences(config.varlen), (Decay if config.gated else NoDecay)(INPUT)
-    transposed = TransposedState(config.key_dim, INPUT, sequences)
+    transposed, solver = TransposedState(config.key_dim, INPUT, sequences), Solver(sequences, decay, config.consumers + 2)
     SOLVER, WEIGHER, (weigh, solve, claim) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
     WARPS, GROUPS = warpgroup.WARPGROUP, CONSUMERS + 2
     readers = CONSUMERS * WARPS
@@ -301,18 +329,7 @@ def make(config: Config):
         elif me == SOLVER:
             warpgroup.release_registers(solve)
             for j in range(n):
-                keys = k.wait(j)
-                sequences.clear(keys, span.left(j), GROUPS)
-                s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
-                k.release(j)
-                strength = warpgroup.load(beta.wait(j), ROWS)
-                a = decay.scores(s, decay.wait(since, j), decay.wait(b, j)) * strength
-                decay.release(since, j)
-                decay.release(b, j)
-                x = inverse_transposed(a, high, low)
-                warpgroup.store(t.claim(j), x * warpgroup.load(beta.wait(j), ROWS))
-                t.publish(j)
-                beta.release(j)
+                solver.solve(j, span.left(j), (k, t, beta, b, since), (high, low))
         else:
             warpgroup.claim_registers(claim)
             column, mine = COLUMNS * (CONSUMERS * block + me), subtile(out, CHUNK, me)

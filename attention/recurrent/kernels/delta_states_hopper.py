@@ -22,12 +22,12 @@ from numba import cuda
 from numpy import int32
 
 from ops import divmod, load, store, subtile, tile_max, truncate, warpgroup
-from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed
+from ops.for_attention.triangular_inverse import TRIANGLE
 from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, INT, array, tiled
 
 from . import delta_hopper
-from .delta_hopper import ROWS, VECTORS, Decay, NoDecay
+from .delta_hopper import ROWS, VECTORS, Decay, NoDecay, Solver
 from .gates import DOWN
 from .tokens import CHUNK, COLUMNS, Sequences, Span
 
@@ -64,7 +64,7 @@ def make(config: Config):
     GATED, decay = config.gated, (Decay if config.gated else NoDecay)(INPUT)
     SOLVER, LOADER, (keep, solve, claim) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
     WARPS, READERS = warpgroup.WARPGROUP, CONSUMERS + 1  # warpgroups that read keys
-    readers = CONSUMERS * WARPS
+    solver, readers = Solver(sequences, decay, READERS), CONSUMERS * WARPS
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         v=ring(config.values, STAGES, readers),
@@ -110,18 +110,7 @@ def make(config: Config):
         elif me == SOLVER:
             warpgroup.release_registers(solve)
             for j in range(n):
-                keys = k.wait(j)
-                sequences.clear(keys, span.left(j), READERS)
-                s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
-                k.release(j)
-                strength = warpgroup.load(beta.wait(j), ROWS)
-                a = decay.scores(s, decay.wait(since, j), decay.wait(b, j)) * strength
-                decay.release(since, j)
-                decay.release(b, j)
-                x = inverse_transposed(a, high, low)
-                warpgroup.store(t.claim(j), x * warpgroup.load(beta.wait(j), ROWS))
-                t.publish(j)
-                beta.release(j)
+                solver.solve(j, span.left(j), (k, t, beta, b, since), (high, low))
         else:
             warpgroup.claim_registers(claim)
             column = COLUMNS * (CONSUMERS * block + me)
