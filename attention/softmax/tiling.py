@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import rasterize, right_fill
+from ops import exp2, rasterize, right_fill
 from tiles import inlined, static
 from tiles.lengths import follows
 
@@ -106,6 +106,16 @@ class Tiling:
     def score(self, s, at, key):
         """What the variant makes of a tile of scores."""
         return self.variant.score(s, at, key)
+
+    @inlined
+    def weights(self, s, lse, cut, at, key, scale):
+        """exp2(scale s - lse), the weights of scores s once more, if the variant has made what it does of them, lse being their
+        rows' log-sum-exp; marked where it drops them. cut: must they be masked?"""
+        if self.variant.by_rows:
+            lse = lse + self.variant.below(s, at, key) * scale
+        if cut:
+            s = self.mask(s, at, key)
+        return self.variant.marked(exp2(s * scale - lse), at, key)
 
     @inlined
     def mask(self, s, at, key):

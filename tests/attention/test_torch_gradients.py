@@ -82,20 +82,24 @@ def test_autograd_is_deterministic_where_torch_is(monkeypatch, options):
     assert asked == [False, True, True]
 
 
-def test_gradients_are_added_to_tensors():
-    """By accumulate=True, in eager calls and in those that torch compiles, which then knows of the writes."""
+@pytest.mark.parametrize("slopes", [False, True])
+def test_gradients_are_added_to_tensors(slopes):
+    """By accumulate=True, in eager calls and in those that torch compiles, which then knows of the writes, to what is given."""
     torch = pytest.importorskip("torch")
     q, k, v = (x.detach() for x in torch_inputs(1, 12, 1, 64))
-    out, lse = attention.forward(q, k, v, return_lse=True)
-    made = [torch.ones(q.shape) for _ in range(6)]
+    options = {"alibi": torch.tensor([0.2])} if slopes else {}
+    out, lse = attention.forward(q, k, v, return_lse=True, **options)
+    names = "dq", "dk", "dv", *["dalibi"] * slopes
+    eager, compiled = ([*(torch.ones(q.shape) for _ in range(3)), *[torch.ones(1)] * slopes] for _ in range(2))
 
-    def add(dq, dk, dv):
-        attention.backward(q, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, accumulate=True)
-        return dq + 0
+    def add(*made):
+        attention.backward(q, q, k, v, out, lse, accumulate=True, **dict(zip(names, made)), **options)
+        return made[0] + 0
 
-    assert (add(*made[:3]) == made[0]).all()
-    assert (torch.compile(add, fullgraph=True, backend="aot_eager")(*made[3:]) == made[0]).all()
-    for x, y, z in zip(made, made[3:], attention.backward(q, q, k, v, out, lse), strict=False):
+    assert (add(*eager) == eager[0]).all()
+    assert (torch.compile(add, fullgraph=True, backend="aot_eager")(*compiled) == eager[0]).all()
+    asked = {"dalibi": True} if slopes else {}
+    for x, y, z in zip(eager, compiled, attention.backward(q, q, k, v, out, lse, **options, **asked), strict=True):
         torch.testing.assert_close(x, y)
         torch.testing.assert_close(x - 1, z.float(), rtol=2**-7, atol=2**-6)  # by a kernel that rounds otherwise
 

@@ -17,8 +17,8 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import add_held, block, divmod, exp2, load, mma_AB, mma_ABt, store, subtile, truncate, turned, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st
+from ops import add_held, block, divmod, load, mma_AB, mma_ABt, store, subtile, truncate, turned, zeros
+from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st
 from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
@@ -86,7 +86,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, SHARE, WARPS, PIECE = config.kv, config.rows, config.share, config.warps, config.piece
-    GIVEN, AUX, INPUT, BY_ROWS, BENDS = config.given, config.aux, config.dtype, config.variant.by_rows, config.variant.bends
+    GIVEN, AUX, INPUT = config.given, config.aux, config.dtype
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, result, OUT = config.order, config.result, config.result.dtype
     PANELS, BANDS, TILES = config.head_dim // PANEL, KV // BAND, ROWS // BAND
@@ -100,20 +100,6 @@ def make(config: Config):
         do=pipeline(config.dout, 1, WARPS),
         ds=st(ROWS * BANDS, BAND, INPUT),
     )
-
-    @inlined
-    def weights(s, at, key, gSums, place, scale, cut):
-        """(exp2(scale s - lse), the derivative of what the variant makes of s)."""
-        lse, bend = load(gSums, S.col_vec, place, -2, -1, True), 1.0
-        if BENDS:
-            s, bend = variant.bent(s, at, key)
-        else:
-            s = variant.score(s, at, key)
-        if BY_ROWS:
-            lse = lse + variant.below(s, at, key) * scale
-        if cut:
-            s = tiling.mask(s, at, key)
-        return variant.marked(exp2(s * scale - lse), at, key), bend
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
@@ -156,7 +142,9 @@ def make(config: Config):
             place = own.batch, head, int32(2 * ROWS * to)
             queries = q.wait(j, 1)
             s = turned(mma_ABt(zeros(SCORES), keys, queries))
-            p, bend = weights(s, here, int32(key + BAND * mine), gSums, place, scale, tiling.cut(every, nth))
+            own_key, lse = int32(key + BAND * mine), load(gSums, S.col_vec, place, -2, -1, True)
+            s, bend = variant.bent(s, here, own_key)
+            p = tiling.weights(s, lse, tiling.cut(every, nth), here, own_key, scale)
             dout = do.wait(j, 0)
             dv = mma_AB(dv, INPUT(turned(variant.left(p))), subtile(dout, ROWS, 0, V_COLS, share))
             dp = turned(mma_ABt(zeros(SCORES), values, dout))

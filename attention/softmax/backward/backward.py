@@ -148,20 +148,20 @@ def backward(
     Returns (dq, dk, dv), and behind these in this order: dbias and dalibi, if they are asked for; dsink, if there is a sink;
     each of daux that is asked for; those of norms. They are the same kind of arrays as q. Arrays and errors are as in
     forward."""
-    of_sequences, random = (cu_seqlens, cu_seqlens_k, lengths_k), random_of(dropout, seed)
+    of_sequences, random, read = (cu_seqlens, cu_seqlens_k, lengths_k), random_of(dropout, seed), eight(aux)
+    if dsink is not None and sink is None:
+        raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
+    besides = dbias, dalibi, True if dsink is None and sink is not None else dsink, *each_of(daux, read)
+    if flag("accumulate", accumulate):
+        norms_of = {"dq_norm": (dq_norm, q_norm), "dk_norm": (dk_norm, k_norm)}
+        check_given({"dq": dq, "dk": dk, "dv": dv} | {name: x for name, (x, norm) in norms_of.items() if norm is not None})
+        check_given({name: x for name, x in zip(GRADIENTS, besides) if x is not None})
     eps, rows = positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
     of_q, of_k = (norms.normalised(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
     into = [dx if norm is None else None for dx, norm in ((dq, q_norm), (dk, k_norm))]
-    if flag("accumulate", accumulate):
+    if accumulate:
         into = [norms.cleared("q", q, q_norm, dq, stream, layout), norms.cleared("k", k, k_norm, dk, stream, layout)]
     size, ready_for, (*lists, _, marks) = blocks_of(blocks)
-    read = eight(aux)
-    if dsink is not None and sink is None:
-        raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
-    for name, held in {"dq": dq, "dk": dk, "dv": dv, "dsink": True if sink is None else dsink}.items() if accumulate else ():
-        if held is None:
-            raise TypeError(f"{name}: must be given, of float32, with accumulate=True: {name}=None")
-    besides = dbias, dalibi, True if dsink is None and sink is not None else dsink, *each_of(daux, read)
     also = " ".join([name for name, x in zip(GRADIENTS, besides) if x is not None])
     places = [None if x is True else x for x in besides]
     of_scores = alibi, sink, bias, *of_sequences, random.seeds, *lists, marks, *read
@@ -181,10 +181,6 @@ def backward(
         family,
     )
     if accumulate:
-        of_norms = [True if norm is not None and x is None else x for norm, x in ((q_norm, dq_norm), (k_norm, dk_norm))]
-        asked = zip((*GRADIENTS, "dq_norm", "dk_norm"), (*besides, *of_norms))
-        if missing := [name for name, x in asked if x is True]:
-            raise TypeError(f"{missing[0]}: must be an array of float32, to which its gradient is added: accumulate=True")
         _backward_into(stream, (*given, *places), options, layout)
         found = *into, dv, *[x for x in places if x is not None]
     else:
@@ -202,6 +198,13 @@ def plain(
     """backward of (dout, q, k, v, out, lse) on the current stream, with no more options than these."""
     options = causal, *(None,) * 10, scale, deterministic, "", family
     return _backward(None, (*of, *ABSENT), options, layout)
+
+
+def check_given(arrays: dict[str, Any]) -> None:
+    """TypeError: one of these, to which gradients are to be added, is none."""
+    for name, x in arrays.items():
+        if x is None or x is True:
+            raise TypeError(f"{name}: must be given, of float32, with accumulate=True")
 
 
 def each_of(daux: Any, aux: tuple) -> tuple:
@@ -241,8 +244,6 @@ def _backward(
     """How backward does calls of this form; mask and score are the names that python.py knows functions by, also the names of
     the gradients that are asked for besides dq, dk and dv."""
     check_extents(problem)
-    if "dsink" in problem and "sink" not in problem:
-        raise ValueError("dsink: must be None where there is no sink")
     scale = scale_of(problem, scale)  # the sink is in lse, and nowhere else
     masking, scoring, aux = functions_of(problem, mask, score)
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)

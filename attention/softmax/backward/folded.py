@@ -14,7 +14,7 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, grid, load, store_wait, subtile, tma_add, turned, warpgroup, zeros
+from ops import divmod, grid, load, store_wait, subtile, tma_add, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
@@ -69,7 +69,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    GIVEN, AUX, INPUT, ROUNDED, BY_ROWS = config.given, config.aux, config.dtype, config.rounded, config.variant.by_rows
+    GIVEN, AUX, INPUT, ROUNDED = config.given, config.aux, config.dtype, config.rounded
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     readers, turn = CONSUMERS * warpgroup.WARPGROUP, config.turn
@@ -88,12 +88,7 @@ def make(config: Config):
     def weighed(j, s, cut, sums, at, key, scale):
         """The weights of tile j, whose scores are s."""
         lse = load(subtile(sums.wait(j), ROWS, 0), S.col_vec)
-        s = variant.score(turned(s), at, key)
-        if BY_ROWS:
-            lse = lse + variant.below(s, at, key) * scale
-        if cut:
-            s = tiling.mask(s, at, key)
-        return exp2(s * scale - lse)
+        return tiling.weights(variant.score(turned(s), at, key), lse, cut, at, key, scale)
 
     @inlined
     def sloped(j, p, dv, values, rings, me):

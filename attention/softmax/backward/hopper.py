@@ -15,7 +15,7 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import exp2, grid, load, store_wait, subtile, tma_add, truncate, turned, warpgroup, zeros
+from ops import grid, load, store_wait, subtile, tma_add, truncate, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
@@ -94,7 +94,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    GIVEN, AUX, INPUT, ROUNDED, BY_ROWS = config.given, config.aux, config.dtype, config.rounded, config.variant.by_rows
+    GIVEN, AUX, INPUT, ROUNDED = config.given, config.aux, config.dtype, config.rounded
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, result, OUT = config.order, config.result, config.result.dtype
     SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.bends, int(config.sequences.packed)
@@ -137,16 +137,10 @@ def make(config: Config):
         dp = warpgroup.mm_ABt(values, whole(do.wait(j), at.queries - at.row))
         of_rows = sums.wait(j)
         lse = load(subtile(of_rows, ROWS, 0), S.col_vec)
+        s, bend = variant.bent(s, at, key)
         if BENDS:
-            s, bend = variant.bent(s, at, key)
             bend = INPUT(bend)  # for registers' sake
-        else:
-            s = variant.score(s, at, key)
-        if BY_ROWS:
-            lse = lse + variant.below(s, at, key) * scale
-        if cut:
-            s = tiling.mask(s, at, key)
-        p = variant.marked(exp2(s * scale - lse), at, key)
+        p = tiling.weights(s, lse, cut, at, key, scale)
         weights = INPUT(turned(p))
         dv = warpgroup.mma_AB(dv, variant.left(weights), columns(do.wait(j), V_COLS, me % SHARE))
         dp = turned(warpgroup.wait(dp, newer=1))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, grid, load, subtile, turned, warpgroup, zeros
+from ops import divmod, grid, load, subtile, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
@@ -62,7 +62,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, INPUT, GIVEN, AUX = config.kv, config.rows, config.dtype, config.given, config.aux
-    variant, tiling, sequences, BY_ROWS = config.variant, config.tiling, config.sequences, config.variant.by_rows
+    variant, tiling, sequences = config.variant, config.tiling, config.sequences
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     P = rt(16, ROWS, INPUT)
     each, both = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP
@@ -81,12 +81,7 @@ def make(config: Config):
         """exp2(`scale` s - lse) of tile j's scores."""
         lse = load(subtile(sums.wait(j), ROWS, 0), S.col_vec)
         sums.release(j)
-        s = variant.score(turned(s), here, key)
-        if BY_ROWS:
-            lse = lse + variant.below(s, here, key) * scale
-        if cut:
-            s = tiling.mask(s, here, key)
-        return turned(exp2(s * scale - lse))
+        return turned(tiling.weights(variant.score(turned(s), here, key), lse, cut, here, key, scale))
 
     @inlined
     def sloped(j, dp, p, sums):

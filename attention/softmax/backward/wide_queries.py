@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, grid, load, subtile, warpgroup, zeros
+from ops import divmod, grid, load, subtile, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
@@ -61,7 +61,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, EACH, INPUT, GIVEN, AUX = config.rows, warpgroup.ROWS, config.dtype, config.given, config.aux
-    variant, tiling, sequences, BY_ROWS = config.variant, config.tiling, config.sequences, config.variant.by_rows
+    variant, tiling, sequences = config.variant, config.tiling, config.sequences
     DQ, S = rt(16, config.head_dim, fp32), rt(16, config.kv, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
     keep, claim = REGISTERS
@@ -82,12 +82,7 @@ def make(config: Config):
         """What becomes of dQ by key block j, whose scores are s, and the scores of the next one."""
         q, do, k, v = rings
         dp = warpgroup.mm_ABt(rows_of(do.wait(0)), v.wait(j))
-        s = variant.score(s, here, key)
-        if cut:
-            s = tiling.mask(s, here, key)
-        if BY_ROWS:
-            lse = lse + variant.below(s, here, key) * scale
-        p = exp2(s * scale - lse)
+        p = tiling.weights(variant.score(s, here, key), lse, cut, here, key, scale)
         dp = warpgroup.wait(dp)
         v.release(j)
         slope = INPUT(p * (dp - delta))

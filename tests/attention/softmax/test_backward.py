@@ -506,10 +506,19 @@ def call(**other):
         (dict(dbias=True), ValueError, "dbias: must be None where there is no bias: bias=None"),
         (dict(accumulate=True, **{n: np.zeros((1, 8, 2, 64), BF16) for n in NAMES[:3]}), TypeError, "dq: dtype must be one of"),
         (dict(dropout=0.1), ValueError, "seed: must be given"),
-        (dict(accumulate=True, q_norm=np.ones(64, F32)), TypeError, "dq_norm: must be an array of float32, to which"),
         (dict(q_norm=np.ones(64, F32), dq_norm=(np.ones(64, F32),) * 2), TypeError, "dq_norm: must be an array, as q_norm is"),
-        (dict(accumulate=True, alibi=np.ones(2, F32), dalibi=True), TypeError, "dalibi: must be an array of float32"),
-        (dict(accumulate=True, sink=np.ones(2, F32)), TypeError, "dsink: must be an array of float32"),
+        *[
+            (
+                dict(accumulate=True, **{n: np.zeros((1, 8, 2, 64), F32) for n in NAMES[:3]}) | other,
+                TypeError,
+                f"{name}: must be given",
+            )
+            for name, other in (
+                ("dalibi", dict(alibi=np.ones(2, F32), dalibi=True)),
+                ("dsink", dict(sink=np.ones(2, F32))),
+                ("dq_norm", dict(q_norm=np.ones(64, F32))),
+            )
+        ],
         (dict(dsink=np.ones(2, F32)), ValueError, "dsink: must be None where there is no sink"),
         (dict(cu_seqlens_k=np.zeros(2, np.int32)), ValueError, "cu_seqlens_k: takes cu_seqlens, too"),
         (dict(family="sm_70"), ValueError, "family: must be None or one of"),
