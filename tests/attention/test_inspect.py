@@ -16,13 +16,14 @@ from attention.recurrent.kernels.results import Normalizer, Outputs, States
 from attention.softmax import ampere, backward, hopper
 from attention.softmax.block_masks import BlockedMask
 from attention.softmax.decode import attend
-from attention.softmax.decode.caches import Paged
+from attention.softmax.decode.caches import Dense, Paged
+from attention.softmax.decode.norms import ByRms, RmsOfRows
 from attention.softmax.decode.products import Same
 from attention.softmax.decode.reach import Reach
 from attention.softmax.decode.results import Part
 from attention.softmax.decode.splits import Shares
 from attention.softmax.dropped import Dropped
-from attention.softmax.norms import Layer
+from attention.softmax.norms import Layer, Normed
 from attention.softmax.seen import CAUSAL, FULL
 from attention.softmax.variants import Variant
 from tiles import bf16, fp16
@@ -31,6 +32,7 @@ STEPS, MAMBA2, OUTPUTS = BySteps(softplus=True), Outputs(skip=True, silu=True), 
 PLAIN = Variant(), Reach(False, True, False)
 PART = Part(bf16, 16)
 SHARED = *PLAIN, Paged(16), attend.either(bf16, 16), Variant(), Shares
+NORMED = Normed(RmsOfRows(True)), PLAIN[1], Dense(16), attend.either(bf16, 16), Variant(), Shares
 SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect --all --check` takes all of them
     ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, piece=4)),
     ("sm_80", ampere, ampere.config_for(192, bf16, CAUSAL, ampere.ROOM["sm_80"], 4)),
@@ -38,6 +40,7 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
     ("sm_90a", writing, writing.Config(bf16, bf16)),
     ("sm_80", attend, attend.config_for(128, 128, Same(bf16), *SHARED, tall=True, room=attend.ROOM["sm_80"])),
     ("sm_90a", attend, attend.config_for(256, 256, Same(bf16), *SHARED, early=True)),
+    ("sm_90a", attend, attend.config_for(128, 128, Same(bf16), *NORMED, early=True, keys_norm=ByRms())),
     ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], Paged(16), PART, False, 128, mla_ampere.ROOM["sm_80"])),
     ("sm_90a", mla_quantised, mla_quantised.config_for(bf16, PLAIN[1], Paged(16), PART, True, 128)),
     ("sm_90a", mla_hopper, mla_hopper.Config(bf16, PLAIN[1], boxes.Paged(1), PART)),

@@ -37,10 +37,11 @@ from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
+from ..norms import Normed
 from ..online import LOWEST, TINY, Softmax
 from ..variants import At, Variant, arrays_of
 from .caches import Dense, Indexed, Paged
-from .norms import AS_THEY_ARE, AsTheyAre
+from .norms import AS_THEY_ARE, AsTheyAre, ByLayer, ByRms, LayerOfRows, RmsOfRows
 from .products import Narrow, Same
 from .reach import Reach
 from .results import Either, Part, PartOfPacked, Spot, Whole
@@ -119,6 +120,7 @@ TALL = {  # the same of tiles of twice as many rows, where they serve: half of a
     227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 1), 128: (16, 4, 4, 1)},
 }
 LEAST, LARGE = min(ROOMS), max(ROOMS)
+NORMS = (RmsOfRows(True), ByRms()), (LayerOfRows(False), ByLayer())  # of queries and of keys
 ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the least
 
 
@@ -176,6 +178,10 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             early,
         )
         found += [config_for(dim, dim, *kind, tall, room, OneBehindTheOther) for dim in SHAPES for tall in (False, True)]
+        read = Reach(False, True, False), Dense(PIECES[0]), either(bf16, PIECES[0])
+        for (rows, keys), dim, tall in itertools.product(NORMS, SHAPES, (False, True)):
+            normed = Same(bf16), Normed(rows), *read, plain, Shares, early, tall, room
+            found.append(config_for(dim, dim, *normed, keys_norm=keys))
     yield from dict.fromkeys(found)
 
 

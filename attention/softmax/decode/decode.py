@@ -177,7 +177,7 @@ def decode(
     splits: into how many parts each sequence's keys go, which different multiprocessors work on, and which a second launch adds
     up. With as many splits the result has the same bits, always. By default all sequences' keys are shared out evenly, by the
     lengths as the device finds them: a sequence's bits then depend on the others' lengths. Where queries lie one behind the
-    other, shapes decide into how many parts each goes.
+    other, or caches are whole, shapes decide into how many parts each goes.
 
     out, return_lse, stream: as in forward. family: None or "sm_80", the instructions of every GPU since Ampere; of many query
     tokens as in forward.
@@ -406,8 +406,7 @@ def _few(
         shape = each > attend.BAND, gpu.shared_bytes, lie, axes, norms.keys
         return attend.config_for(head_dim, value_dim, product, *kind, *shape)
 
-    chosen, evenly = config(Parted, whole), not packed and batch > 1  # are all keys shared out?
-    evenly = evenly and ("lengths" in problem or "leftpad" not in problem)
+    chosen, evenly = config(Parted, whole), "lengths" in problem and not packed and batch > 1  # are all keys shared out?
     bands = rows // chosen.band + sequences if packed else -(-rows // chosen.band)
     if splits is not None:
         number, evenly = splits, False

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import abs, col_index, divmod, line_up, right_fill, where
+from ops import abs, col_index, line_up, right_fill, where
 from tiles import inlined, static
 from tiles.arguments import ENDS, FLOAT, INT, array
-from tiles.layout import LANES
 
 from ..scores import Scored
 from ..seen import Masked
@@ -102,7 +101,7 @@ class Growing(Reach):
 
 
 class Everything(Reach):
-    """Of all keys that there is room for, given.keys of each sequence."""
+    """Of all keys that there is room for, given.keys of each sequence, which are parted, not shared out: all are as long."""
 
     def __str__(self):
         return f"{super().__str__()} of whole caches"
@@ -116,15 +115,6 @@ class Everything(Reach):
     def in_use(self, sequence, given):
         """See Reach."""
         return int32(given.keys)
-
-    @inlined
-    def line_up(self, size, first, count, before, tile, tokens, given):
-        """See Reach: all have as many tiles."""
-        most = int32(min(given.keys, tokens + given.left) if self.left else given.keys)
-        tiles = int32(max(1, (most + size - 1) // size))
-        here = int32(max(0, min(LANES, count - first)))
-        passed = int32(min(here, divmod(int32(max(0, tile - before)), tiles)[0]))
-        return passed, int32(before + passed * tiles), int32(before + here * tiles)
 
 
 class Sloped(Variant):

@@ -1,8 +1,5 @@
 """attention.decode against float64, on both backends from one body."""
 
-import itertools
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +10,6 @@ from places import BF16, RANDOMLY, OnCard, OnInterpreter
 import attention
 from attention import reference
 from attention.softmax.decode import attend, decode, splits
-from attention.softmax.decode.reach import Everything, Reach
 from tiles import fp8e4m3
 from tiles.frameworks import Kind
 
@@ -101,29 +97,17 @@ def test_lengths_around_every_edge(place, lengths, splits):
     agree(place, *case(lengths, head_dim=128, room=210), lengths, splits=splits)
 
 
-@pytest.mark.parametrize(("batch", "keys", "tokens", "window"), [(2, 70, 1, None), (3, 200, 3, (70, 0))])
-def test_whole_caches(place, batch, keys, tokens, window):
+@pytest.mark.parametrize(("batch", "tokens", "options"), [(1, 1, {}), (3, 3, {"window": (70, 0), "leftpad": (0, 9, 90)})])
+def test_whole_caches(place, batch, tokens, options):
     """Where no lengths are said: the same bits as with those that there is room for."""
-    arrays = [place.put(x) for x in case((keys,) * batch, tokens, 2, 1)]
-    lengths = place.put(np.full(batch, keys, np.int32))
-    for parts in (None, 2):
-        told = {"window": window, "splits": parts, "return_lse": True}
-        found, wanted = (attention.decode(*arrays, lengths=n, **told) for n in (None, lengths))
-        for x, y in zip(found, wanted):
-            np.testing.assert_array_equal(place.get(x), place.get(y))
-    padded = {"leftpad": place.put(np.arange(batch, dtype=np.int32))}
-    found, wanted = (place.get(attention.decode(*arrays, lengths=n, **padded)) for n in (None, lengths))
-    np.testing.assert_allclose(found.astype(np.float32), wanted.astype(np.float32), atol=2**-7)
-
-
-@pytest.mark.parametrize(("keys", "left"), [(0, None), (300, None), (300, 60)])
-def test_tiles_of_whole_caches(keys, left):
-    """Counted as those of caches that are in use to their end."""
-    every, some = (kind(left is not None, False, False) for kind in (Everything, Reach))
-    given = SimpleNamespace(keys=keys, left=left, lengths=np.full(70, keys, np.int32))
-    for first, tile in itertools.product((0, 32, 64), range(0, 400, 7)):
-        asked = 64, np.int32(first), np.int32(70), np.int32(5), np.int32(tile), np.int32(2), given
-        assert every.line_up(*asked) == some.line_up(*asked)
+    arrays = [place.put(x) for x in case((100,) * batch, tokens, 2, 1)]
+    told = {name: place.put(np.array(x)) if name == "leftpad" else x for name, x in options.items()} | {"return_lse": True}
+    found = attention.decode(*arrays, lengths=None, splits=2, **told)
+    wanted = attention.decode(*arrays, lengths=place.put(np.full(batch, 100)), splits=2, **told)
+    for x, y in zip(found, wanted):
+        np.testing.assert_array_equal(place.get(x), place.get(y))
+    found, wanted = (place.get(x).astype(np.float32) for x in (attention.decode(*arrays, lengths=None, **told)[0], wanted[0]))
+    np.testing.assert_allclose(found, wanted, atol=2**-6)
 
 
 def test_many_sequences_of_very_different_lengths(place):

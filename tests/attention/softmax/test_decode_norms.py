@@ -56,7 +56,7 @@ def test_norms(place, ours, theirs):
     decoded(place, *shifted(*case(lengths, 3)), lengths, **norms(ours, theirs), splits=2 if theirs == "rms" else None)
 
 
-@pytest.mark.parametrize(("dim", "value_dim", "theirs"), [(8, 8, "rms"), (72, 136, "layer"), (256, 256, "layer of heads")])
+@pytest.mark.parametrize(("dim", "value_dim", "theirs"), [(8, 8, "rms"), (72, 136, "layer"), (256, 256, "rms of heads")])
 def test_columns_that_are_padding_do_not_count(dim, value_dim, theirs):
     lengths, told = (20,), norms("layer" if dim == 72 else "rms", theirs, dim=dim)
     inputs = shifted(*case(lengths, 2, head_dim=dim, value_dim=value_dim))
