@@ -85,7 +85,10 @@ class Gradient(Fused):
         self.function, self.wanted, self.by, self.count = function, wanted, by, count
 
         def definition(*given: Term) -> dict[str, Term]:
-            return self.pieces(self.whole(*given))
+            made = self.pieces(self.whole(*given))
+            if not made:
+                raise NoKernel(f"{self.name}: has no kernel, for the framework makes all of it")
+            return made
 
         def whole(*given: Term) -> dict[str, Term]:
             return self.whole(*given)

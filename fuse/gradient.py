@@ -18,6 +18,7 @@ from .candidates import candidates
 from .cost import LAUNCH, Card, card
 from .derivative import NoRule
 from .module import unused
+from .place import Way
 from .terms import Term, viewed
 from .trace import Shape, kinds_of, loose
 
@@ -115,7 +116,8 @@ class Gradients:
         results = self.function._trace(shapes).roots
         shapes += tuple([Shape(x.extents, x.held_as(shapes[0].dtype)) for x in results])
         wanted = tuple([name for name, one in zip(self.function.names, needed) if one])
-        return self._served(shapes, wanted, tuple(range(len(results))), len(results), None) == wanted
+        made = self.of(wanted, tuple(range(len(results))), len(results))
+        return bool(_ways(made, shapes, card(None)))  # what they cost follows from lengths
 
     def _op(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> str:
         """The name of the torch op that computes a gradient; torch.compile keeps it whole."""
@@ -173,16 +175,23 @@ def _constant(function: Callable) -> Callable:
 
 
 def _is_served(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> bool:
+    """Do kernels compute it, and faster than parts would?"""
+    ways = _ways(gradient, shapes, at)
+    if not ways or not ways[0].kernels:  # the framework does it all
+        return bool(ways)
+    return ways[0].seconds <= seconds_by_parts(gradient._trace(shapes).roots, at)
+
+
+def _ways(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> list[Way]:
+    """The ways to compute it, none if there are none, the best first."""
     from .backward import pieces
 
     try:
-        made = pieces(gradient._whole(shapes).roots)
-        if not made:
-            return True
-        ways = candidates(gradient._trace(shapes), at)
+        if not pieces(gradient._whole(shapes).roots):
+            return [Way((), 0.0)]
+        return [one.way for one in candidates(gradient._trace(shapes), at)]
     except NoRule:
-        return False
-    return bool(ways) and ways[0].way.seconds <= seconds_by_parts(made, at)
+        return []
 
 
 def seconds_by_parts(roots: Sequence[Term], at: Card) -> float:

@@ -88,6 +88,9 @@ def test_what_has_no_rule():
     with pytest.raises(TypeError, match="the gradient by each of its results"):
         fuse.kernel(lambda x: x * x).gradient(x)
     assert "fp8e4m3" not in BACK  # what rounds so much has no slope
+    product = fuse.kernel(lambda x, w: x @ w).gradients.of(("w",), (0,), 1)
+    assert (product(x, x.T, np.ones((3, 3), np.float32))[0] == x.T.sum(1, keepdims=True) * 0 + 3).all()
+    assert "There is no kernel" in product.explain(x, x.T, np.ones((3, 3), np.float32))
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

@@ -137,6 +137,23 @@ def test_backend(monkeypatch):
     assert len(seen[0]) == 2 and "fused" in seen[0][0] and seen[0][1] is torch.cumsum
 
 
+def test_gradients_with_the_backend(monkeypatch):
+    """Of what is taken out of a graph, by kernels."""
+    aot = torch._dynamo.lookup_backend("aot_eager")
+    monkeypatch.setattr("torch._dynamo.lookup_backend", lambda name: aot)
+    monkeypatch.setattr(fuse.fused.Fused, "_by_parts", None)
+    given = [t.requires_grad_() for t in tensors((3, 40), (40,), (40, 24))]
+
+    def layer(x, g, w):
+        return torch.cumsum(F.rms_norm(x, x.shape[-1:], g, 1e-5) @ w, 0)
+
+    torch.compile(layer, backend=fuse.backend, fullgraph=True)(*given).sum().backward()
+    wide = [t.detach().double().requires_grad_() for t in given]
+    layer(*wide).sum().backward()
+    for t, ref in zip(given, wide):
+        close(t.grad, ref.grad, 5)
+
+
 @pytest.mark.parametrize(
     "function",
     [
