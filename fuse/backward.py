@@ -102,6 +102,11 @@ class Gradient(Fused):
         if count:
             self._know(count)
 
+    @property
+    def gradient(self) -> Gradient:
+        """There is none."""
+        raise NotImplementedError(f"{self.name}: has no second derivatives")
+
     def _know(self, count: int) -> None:
         """How many results the function has, which says what the parameters are called."""
         self.count = count
