@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,14 +47,8 @@ def differentiable(function: Fused, arrays: Sequence[Any]) -> Any:
 def by_kernels(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
     """The gradients, by name, of those among the wanted arguments whose gradients kernels compute. by: the gradients by the
     results, or None."""
-    from .fused import NoKernel
-
     names, run = function.gradients.by_kernels(arrays, by, tuple(wanted))
-    try:
-        return dict(zip(names, run()))
-    except NoKernel as error:
-        warnings.warn(f"{error}; the gradient goes by parts", RuntimeWarning, stacklevel=3)
-        return {}
+    return dict(zip(names, run()))
 
 
 def by_parts(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
@@ -109,15 +102,17 @@ class Gradients:
 
     def all_by_kernels(self, arrays: Sequence[Any], needed: Sequence[bool]) -> bool:
         """Do kernels compute all gradients that are needed? Torch.compile asks, before it knows lengths."""
-        return self.all_of(kinds_of(self.function._shapes(arrays)), tuple(needed))
+        device = next(x.device for x in arrays if hasattr(x, "shape"))
+        ordinal = device.index if device.type == "cuda" else None
+        return self.all_of(kinds_of(self.function._shapes(arrays)), tuple(needed), ordinal)
 
-    def _all_of(self, kinds: tuple, needed: tuple[bool, ...]) -> bool:
+    def _all_of(self, kinds: tuple, needed: tuple[bool, ...], ordinal: int | None) -> bool:
         shapes = loose(kinds)
-        results = self.function._trace(shapes).roots
-        shapes += tuple([Shape(x.extents, x.held_as(shapes[0].dtype)) for x in results])
+        results, first = self.function._trace(shapes).roots, next(s.dtype for s in shapes if s.extents)
+        shapes += tuple([Shape(x.extents, x.held_as(first)) for x in results])
         wanted = tuple([name for name, one in zip(self.function.names, needed) if one])
         made = self.of(wanted, tuple(range(len(results))), len(results))
-        return bool(_ways(made, shapes, card(None)))  # what they cost follows from lengths
+        return bool(_ways(made, shapes, card(ordinal)))  # what they cost follows from lengths
 
     def _op(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> str:
         """The name of the torch op that computes a gradient; torch.compile keeps it whole."""
