@@ -19,20 +19,31 @@ from typing import Any
 
 import numpy as np
 
-from . import derivative, terms
+from . import derivative, language, terms
 from .derivative import NoRule
+from .functions import CASTS
 from .fused import FLOATS, Fused, NoKernel, cast, dtype_of
+from .graph import between
 from .module import unused
 from .terms import Term, viewed
 from .trace import Shape, Traced, result_names, traced
 
-OPERATORS: dict[str, Callable] = {  # of what the framework does at the end
+OPERATORS: dict[str, Callable] = {  # what the framework does with arrays, besides functions of language.py by their names
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
     "div": operator.truediv,
     "neg": operator.neg,
+    "less": operator.lt,
+    "less_equal": operator.le,
+    "greater": operator.gt,
+    "greater_equal": operator.ge,
+    "matmul": operator.matmul,
+    "concat": lambda *parts: language.concatenate(parts),
+    "merged": language.merge_heads,
+    **dict.fromkeys(CASTS, lambda x: x),
 }
+AT_THE_END = "add", "sub", "mul", "div", "neg"  # what it does with what it makes of pieces
 
 
 def at_the_end(x: Term) -> bool:
@@ -41,7 +52,7 @@ def at_the_end(x: Term) -> bool:
         return True
     if x.operation == "matmul":
         return x.of[0].operation == "transpose" or any(at_the_end(y) for y in x.of if y.operation != "transpose")
-    return x.operation in OPERATORS and any(map(at_the_end, x.of))
+    return x.operation in AT_THE_END and any(map(at_the_end, x.of))
 
 
 def pieces(roots: Sequence[Term]) -> list[Term]:
@@ -56,23 +67,33 @@ def pieces(roots: Sequence[Term]) -> list[Term]:
     return list(found)
 
 
-def finished(x: Term, known: Mapping[Term, Any]) -> Any:
-    """The value of what is made of pieces; sums are taken in float32."""
-    if x in known:
-        return known[x]
-    if x.operation == "number":
-        return x.what
-    if x.operation == "length":
-        return float(x.what[1])
-    of = [finished(y, known) for y in x.of]
-    if x.operation == "total":
-        wide = sys.modules["torch"].float32 if hasattr(of[0], "requires_grad") else np.float32
-        return of[0].sum(tuple(x.what), dtype=wide).reshape([1 if n in x.what else of[0].shape[n] for n in range(-x.ndim, 0)])
-    if x.operation == "transpose":
-        return of[0].swapaxes(-1, -2)
-    if x.operation == "matmul":
-        return of[0] @ of[1]
-    return OPERATORS[x.operation](*of)
+def by_framework(roots: Sequence[Term], known: Mapping[Term, Any]) -> list[Any]:
+    """The values of what is made of known ones, by the framework's own operations; sums over rows are taken in float32."""
+    found = dict(known)
+    for x in between(roots, [*known]):
+        of = [found[y] for y in x.of]
+        if x.operation == "number":
+            found[x] = x.what
+        elif x.operation == "length":
+            found[x] = float(x.what[1])
+        elif x.operation == "total":
+            wide = sys.modules["torch"].float32 if hasattr(of[0], "requires_grad") else np.float32
+            kept = [1 if n in x.what else of[0].shape[n] for n in range(-x.ndim, 0)]
+            found[x] = of[0].sum(tuple(x.what), dtype=wide).reshape(kept)
+        elif x.operation == "transpose":
+            found[x] = of[0].swapaxes(-1, -2)
+        elif x.operation == "half":
+            found[x] = language.halves(of[0])[x.what]
+        elif x.operation == "split":
+            found[x] = language.split_heads(of[0], x.what)
+        elif x.operation == "is_column":
+            places = (
+                sys.modules["torch"].arange(x.extents[-1], device=of[0].device) if hasattr(of[0], "requires_grad") else None
+            )
+            found[x] = of[0][..., None] == (np.arange(x.extents[-1]) if places is None else places)
+        else:
+            found[x] = (OPERATORS.get(x.operation) or getattr(language, x.operation))(*of)
+    return [found[x] for x in roots]
 
 
 class Gradient(Fused):
@@ -85,7 +106,10 @@ class Gradient(Fused):
         self.function, self.wanted, self.by, self.count = function, wanted, by, count
 
         def definition(*given: Term) -> dict[str, Term]:
-            return self.pieces(self.whole(*given))
+            made = self.pieces(self.whole(*given))
+            if not made:
+                raise NoKernel(f"{self.name}: has no kernel, for the framework makes all of it")
+            return made
 
         def whole(*given: Term) -> dict[str, Term]:
             return self.whole(*given)
@@ -98,6 +122,11 @@ class Gradient(Fused):
         super().__init__(definition)
         if count:
             self._know(count)
+
+    @property
+    def gradient(self) -> Gradient:
+        """There is none."""
+        raise NotImplementedError(f"{self.name}: has no second derivatives")
 
     def _know(self, count: int) -> None:
         """How many results the function has, which says what the parameters are called."""
@@ -211,9 +240,9 @@ class Gradient(Fused):
             known |= dict(zip(made, results if isinstance(results, tuple) else (results,)))
         names = self.asked([x for _, x in found.inputs][: len(self.function.names)])
         gradients = []
-        for name, root in zip(names, found.roots):
+        for name, x in zip(names, by_framework(found.roots, known)):
             place = self.function.names.index(name)
-            like, x = arrays[place], finished(root, known)
+            like = arrays[place]
             x = x.swapaxes(-1, -2) if shapes[place].turned else x
             gradients.append(
                 cast(x.reshape(like.shape), dtype_of(like)) if dtype_of(x) != dtype_of(like) else x.reshape(like.shape)
@@ -221,7 +250,13 @@ class Gradient(Fused):
         return tuple(gradients)
 
     def _by_parts(self, *arrays: Any) -> Any:
-        raise NoKernel(f"{self.name}: has no parts of its own; the framework's gradient of {self.function.name} is by parts")
+        """The pieces, of torch's tensors, by its own operations in float32."""
+        shapes = self._shapes(arrays)
+        found = self._trace(shapes)
+        wide = [cast(x, "float32") if dtype_of(x) in FLOATS else x for x in arrays]
+        known = {x: a.T if s.turned else a for (_, x), a, s in zip(found.inputs, wide, shapes)}
+        first = next(s.dtype for s in shapes if s.extents)
+        return tuple([cast(x, root.held_as(first)) for x, root in zip(by_framework(found.roots, known), found.roots)])
 
     def explain(self, *arrays: Any) -> str:
         """In sentences: which rules were used, what the kernels do, what the roofline says, what the framework does."""

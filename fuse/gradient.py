@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from .candidates import candidates
 from .cost import LAUNCH, Card, card
 from .derivative import NoRule
 from .module import unused
+from .place import Way
 from .terms import Term, viewed
 from .trace import Shape, kinds_of, loose
 
@@ -47,14 +47,8 @@ def differentiable(function: Fused, arrays: Sequence[Any]) -> Any:
 def by_kernels(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
     """The gradients, by name, of those among the wanted arguments whose gradients kernels compute. by: the gradients by the
     results, or None."""
-    from .fused import NoKernel
-
     names, run = function.gradients.by_kernels(arrays, by, tuple(wanted))
-    try:
-        return dict(zip(names, run()))
-    except NoKernel as error:
-        warnings.warn(f"{error}; the gradient goes by parts", RuntimeWarning, stacklevel=3)
-        return {}
+    return dict(zip(names, run()))
 
 
 def by_parts(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
@@ -108,14 +102,17 @@ class Gradients:
 
     def all_by_kernels(self, arrays: Sequence[Any], needed: Sequence[bool]) -> bool:
         """Do kernels compute all gradients that are needed? Torch.compile asks, before it knows lengths."""
-        return self.all_of(kinds_of(self.function._shapes(arrays)), tuple(needed))
+        device = next(x.device for x in arrays if hasattr(x, "shape"))
+        ordinal = device.index if device.type == "cuda" else None
+        return self.all_of(kinds_of(self.function._shapes(arrays)), tuple(needed), ordinal)
 
-    def _all_of(self, kinds: tuple, needed: tuple[bool, ...]) -> bool:
+    def _all_of(self, kinds: tuple, needed: tuple[bool, ...], ordinal: int | None) -> bool:
         shapes = loose(kinds)
-        results = self.function._trace(shapes).roots
-        shapes += tuple([Shape(x.extents, x.held_as(shapes[0].dtype)) for x in results])
+        results, first = self.function._trace(shapes).roots, next(s.dtype for s in shapes if s.extents)
+        shapes += tuple([Shape(x.extents, x.held_as(first)) for x in results])
         wanted = tuple([name for name, one in zip(self.function.names, needed) if one])
-        return self._served(shapes, wanted, tuple(range(len(results))), len(results), None) == wanted
+        made = self.of(wanted, tuple(range(len(results))), len(results))
+        return bool(_ways(made, shapes, card(ordinal)))  # what they cost follows from lengths
 
     def _op(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> str:
         """The name of the torch op that computes a gradient; torch.compile keeps it whole."""
@@ -173,16 +170,23 @@ def _constant(function: Callable) -> Callable:
 
 
 def _is_served(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> bool:
+    """Do kernels compute it, and faster than parts would?"""
+    ways = _ways(gradient, shapes, at)
+    if not ways or not ways[0].kernels:  # the framework does it all
+        return bool(ways)
+    return ways[0].seconds <= seconds_by_parts(gradient._trace(shapes).roots, at)
+
+
+def _ways(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> list[Way]:
+    """The ways to compute it, none if there are none, the best first."""
     from .backward import pieces
 
     try:
-        made = pieces(gradient._whole(shapes).roots)
-        if not made:
-            return True
-        ways = candidates(gradient._trace(shapes), at)
+        if not pieces(gradient._whole(shapes).roots):
+            return [Way((), 0.0)]
+        return [one.way for one in candidates(gradient._trace(shapes), at)]
     except NoRule:
-        return False
-    return bool(ways) and ways[0].way.seconds <= seconds_by_parts(made, at)
+        return []
 
 
 def seconds_by_parts(roots: Sequence[Term], at: Card) -> float:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import linecache
+import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -131,5 +134,18 @@ def _watched(definition: Callable, given: Sequence[Term]) -> tuple[Any, dict[str
     sys.setprofile(watch)
     try:
         return definition(*given), spoken
+    except (AttributeError, TypeError, ValueError) as error:
+        line = _line(error, code)
+        if not line:
+            raise
+        said = "fuse has functions of its own, and NumPy's are not among them" if "support ufuncs" in str(error) else error
+        raise (TypeError if isinstance(error, AttributeError) else type(error))(f"{said}; in {line}") from error
     finally:
         sys.setprofile(before)
+
+
+def _line(error: Exception, code: Any) -> str:
+    """The line of this code that an error came by, "" if it came by none."""
+    at = [frame.f_lineno for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+    text = linecache.getline(code.co_filename, at[-1]).strip() if at else ""
+    return f"line {at[-1]} of {os.path.basename(code.co_filename)}: {text}" if at else ""

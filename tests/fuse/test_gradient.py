@@ -87,7 +87,12 @@ def test_what_has_no_rule():
         fuse.kernel(lambda x: x * x).gradient(x, x[:, :4])
     with pytest.raises(TypeError, match="the gradient by each of its results"):
         fuse.kernel(lambda x: x * x).gradient(x)
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        fuse.kernel(lambda x: x * x).gradient.gradient(x)
     assert "fp8e4m3" not in BACK  # what rounds so much has no slope
+    product = fuse.kernel(lambda x, w: x @ w).gradients.of(("w",), (0,), 1)
+    assert (product(x, x.T, np.ones((3, 3), np.float32))[0] == x.T.sum(1, keepdims=True) * 0 + 3).all()
+    assert "There is no kernel" in product.explain(x, x.T, np.ones((3, 3), np.float32))
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -124,7 +129,7 @@ def compare(gradient, arrays, got):
         assert_close(x.reshape(r.shape), r, d, factor=3)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("residual_rms_norm", 1), ("rms_norm_linear", 70), ("gated_mlp", 3), ("rotary", 1)])
+@pytest.mark.parametrize(("name", "rows"), [("residual_rms_norm", 1), ("rotary", 1), ("softmax", 70)])
 def test_against_float64(name, rows):
     gradient, arrays = sample(name, rows)
     compare(gradient, arrays, gradient.run(*arrays))

@@ -1,4 +1,4 @@
-"""Fused functions under jax.jit, jax.grad and jax.vjp."""
+"""Fused functions under jax.jit and jax.grad."""
 
 import pytest
 
@@ -26,12 +26,10 @@ def test_gradients():
         h = x + x
         return (h * jax.lax.rsqrt((h * h).mean(-1, keepdims=True) + 1e-5) * g * h).sum()
 
-    got = jax.jit(jax.grad(fused, (0, 1)))(x, g)
+    got = jax.grad(jax.jit(fused), (0, 1))(x, g)
     want = jax.grad(by_parts, (0, 1))(*[a.astype(jnp.float32) for a in (x, g)])
     for a, b in zip(got, want):
         assert a.dtype == jnp.bfloat16 and jnp.abs(a - b).max() <= 2**-6 * jnp.abs(b).max()
-    (y, h), back = jax.vjp(lambda x: operators.residual_rms_norm(x, x, g), x)
-    assert y.shape == h.shape == back((y, h))[0].shape == x.shape
 
 
 def test_what_has_none():

@@ -6,7 +6,7 @@ from references import compare
 
 import fuse
 import fuse.operators as operators
-from fuse import module, tune
+from fuse import inspect, module, tune
 from fuse.candidates import candidates, chosen
 from fuse.cost import card
 from tiles import bf16, fp8e4m3, fp16
@@ -86,6 +86,29 @@ def test_text_and_proof(name, rows):
     space["launch"](*operator._arguments(arrays), *results)
     for mine, its in zip(results, got if isinstance(got, tuple) else (got,)):
         assert mine.dtype == its.dtype and (mine == its).all()
+
+
+@pytest.mark.parametrize("name", ["rms_norm_linear", "gated_mlp", "expert_linear", "lora_linear", "residual_layer_norm"])
+def test_text_at_real_lengths(name):
+    """Wide tiles leave in more parts, of a line or two each."""
+    case = inspect.Case(name, 4096)
+    found = case.operator._trace(inspect.shapes(case))
+    lines = chosen(name, found, candidates(found, card(None))[0]).text.splitlines()
+    assert len(lines) <= 90 * sum("@cuda.jit" in line for line in lines) and max(map(len, lines)) <= module.WIDTH
+
+
+def test_what_was_measured(monkeypatch, tmp_path):
+    """It decides, and candidates say it: on a card that is not there."""
+    monkeypatch.setenv("TILES_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TILES_CACHE", "1")
+    monkeypatch.setattr(fuse.fused, "ordinal_of", lambda arrays: 0)
+    monkeypatch.setattr(fuse.fused, "card", lambda ordinal: card(None))
+    monkeypatch.setattr(tune, "measure", lambda name, made, arrays, say: [1e-6 * (len(made) - n) for n in range(len(made))])
+    operator, arrays = fuse.kernel(operators.rms_norm_linear.definition), sample("rms_norm_linear", 3, bf16)
+    by_roofline = operator.candidates(*arrays)
+    found = operator.tune(*arrays)
+    assert str(found[0]).endswith("measured 1.0 us") and found[0].way is by_roofline[len(found[: tune.FEW]) - 1].way
+    assert [str(one) for one in operator.candidates(*arrays)] == [str(one) for one in found]
 
 
 @pytest.mark.parametrize("rows", [3, 150])

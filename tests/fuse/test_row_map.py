@@ -92,6 +92,22 @@ def test_names_are_those_of_the_definition():
     assert "centred = h - total / width" in text and text.startswith('"""h = x + residual\ncentred = h - mean(h)\n')
 
 
+@pytest.mark.parametrize(
+    ("definition", "says"),
+    [
+        (lambda x: np.sin(x), "NumPy's are not among them; in line .* np.sin"),
+        (lambda x: x**3, "squares only, got 3.*; in line .*x\\*\\*3"),
+        (lambda x: x.cumsum(0), "'cumsum'; in line .*x.cumsum"),
+        (lambda x: x if x else -x, "use fuse.where; in line"),
+        (lambda x: x[0], "not indexed.*; in line"),
+    ],
+)
+def test_what_the_language_has_not(definition, says):
+    """A TypeError, with the line."""
+    with pytest.raises(TypeError, match=says):
+        fuse.kernel(definition)(np.ones((3, 4), np.float32))
+
+
 # ---- random terms ----------------------------------------------------------------------------------------------------
 EXAMPLES = int(os.environ.get("FUSE_EXAMPLES", 30))
 PROFILE = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)

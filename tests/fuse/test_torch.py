@@ -87,19 +87,29 @@ def test_gradients(compiled):
 def test_gradients_by_kernels(monkeypatch):
     """No op of the definition's is run backward; compiled, in one graph and of any number of rows, they are the same."""
     monkeypatch.setattr(fuse.gradient, "by_parts", None)
-    monkeypatch.setattr(operators.rms_norm_linear, "_by_parts", None)
-    _, g, w = (t.requires_grad_() for t in tensors((1, 40), (40,), (24, 40)))
-    linear = operators.rms_norm_linear
-    compiled = torch.compile(lambda *given: linear(*given), fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(fuse.fused.Fused, "_by_parts", None)
+    norm = operators.residual_rms_norm
+    compiled = torch.compile(lambda *given: norm(*given), fullgraph=True, backend="aot_eager")
     for lead in ((3,), (2, 4)):
-        x, found = torch.randn(*lead, 40).bfloat16().requires_grad_(), []
-        for function in (linear, compiled):
-            found.append(torch.autograd.grad((function(x, g, w.t()) * 2).sum(), (x, g, w)))
-        x64, g64, w64 = (t.detach().double().requires_grad_() for t in (x, g, w))
-        (F.rms_norm(x64, (40,), g64, 1e-5) @ w64.t() * 2).sum().backward()
-        for eager, made, ref in zip(*found, (x64, g64, w64)):
-            assert torch.equal(eager, made) and eager.stride() == ref.stride()
-            close(eager, ref.grad)
+        (x, r), g = [torch.randn(*lead, 40).bfloat16().requires_grad_() for _ in "xr"], tensors((40,))[0].requires_grad_()
+        found = [torch.autograd.grad((function(x, r, g)[0] * 2).sum(), (x, r, g)) for function in (norm, compiled)]
+        x64, g64 = (t.detach().double().requires_grad_() for t in (x + r, g))
+        (F.rms_norm(x64, (40,), g64, 1e-5) * 2).sum().backward()
+        for eager, made, ref in zip(*found, (x64, x64, g64)):
+            assert torch.equal(eager, made)
+            close(eager, ref.grad, 5)
+
+
+def test_pieces_by_parts():
+    """Where kernels cannot take what they are given, torch's operations on a gradient's terms make its pieces."""
+    x, cos, dy = tensors((3, 48), (3, 24), (3, 48))
+    gradient = operators.rotary.gradient
+    for got, want in zip(gradient._by_parts(x, cos, cos, dy), gradient(x, cos, cos, dy)):
+        close(got, want)
+    x, w, one = *tensors((5, 40), (40, 24)), torch.ones(5, 1)
+    gradient, given = operators.linear_cross_entropy.gradient, (x, w, torch.tensor([3, 0, -100, 23, 7]), one, one)
+    for got, want in zip(gradient._by_parts(*given), fuse.fused.Fused.run(gradient, *given)):
+        close(got, want)
 
 
 def test_one_gradient_by_kernels_another_by_parts():
@@ -135,6 +145,23 @@ def test_backend(monkeypatch):
     with torch.no_grad():
         close(torch.compile(layer, backend=fuse.backend, fullgraph=True)(*given), layer(*[t.double() for t in given]))
     assert len(seen[0]) == 2 and "fused" in seen[0][0] and seen[0][1] is torch.cumsum
+
+
+def test_gradients_with_the_backend(monkeypatch):
+    """Of what is taken out of a graph, by kernels."""
+    aot = torch._dynamo.lookup_backend("aot_eager")
+    monkeypatch.setattr("torch._dynamo.lookup_backend", lambda name: aot)
+    monkeypatch.setattr(fuse.fused.Fused, "_by_parts", None)
+    given = [t.requires_grad_() for t in tensors((3, 40), (40,), (40, 24))]
+
+    def layer(x, g, w):
+        return torch.cumsum(F.rms_norm(x, x.shape[-1:], g, 1e-5) @ w, 0)
+
+    torch.compile(layer, backend=fuse.backend, fullgraph=True)(*given).sum().backward()
+    wide = [t.detach().double().requires_grad_() for t in given]
+    layer(*wide).sum().backward()
+    for t, ref in zip(given, wide):
+        close(t.grad, ref.grad, 5)
 
 
 @pytest.mark.parametrize(
