@@ -55,8 +55,8 @@ SLOPED = {
 @pytest.mark.parametrize("score", SLOPED.values(), ids=SLOPED)
 @pytest.mark.parametrize("scheme", ["gather", "ulysses"])
 def test_scores_that_are_alibi(scheme, score):
-    """One GPU finds out by algebra that they are, and subtracts from maxima; so do ranks, of what starts in the middle, and have
-    the same bits; of slopes that are computed they do not."""
+    """One GPU finds out by algebra that they are, and subtracts from maxima; so do ranks, of what starts in the middle, and
+    have the same bits; of slopes that are computed they do not."""
     q, k, v = drawn(70, 2, 2)
     told = dict(causal=True, score=score, aux=(torch.tensor([0.3, 0.01]),), return_lse=True)
     wanted = attention.forward(q, k, v, **told)
