@@ -17,7 +17,7 @@ from .gradients import Gradients
 from .moves import Cut, Moving, Way, all_heads, gathered_sums, move, way
 from .orders import Span, Spans, count, merged
 from .peers import Peers
-from .pieces import Call, Piece
+from .pieces import Call, Piece, sloped
 
 FIRST = 4  # a quarter of the key heads comes first,
 LONG = 2**24  # where so many bytes come; less is not worth a launch
@@ -90,6 +90,7 @@ class Gather:
         """What is done for a call; remembered if calls of this form differ in nothing but q, k and v."""
         found = self.known.get("turns")
         if found is None:
+            call = sloped(call, q.shape[0])
             found = [self._turn(q, k, call, heads) for heads in self._in_turn(k)]
             if call.plain:
                 self.known["turns"] = found

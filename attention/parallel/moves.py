@@ -172,17 +172,21 @@ def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
     """Arrays, each by its way, as one message between two ranks. What no rank has is 0."""
     every: list[Any] = []
     sends, receives, late = [], [], []
+    todo, places, parts = [], [], []
     for x, its in routes:
         if its.nothing:
             every.append(x)
             continue
-        found = (torch.empty if its.whole else torch.zeros)(
-            (x.shape[0], *its.shape, *x.shape[3:]), dtype=x.dtype, device=x.device
-        )
-        every.append(found)
+        made = torch.empty if its.whole else torch.zeros
+        found = made((x.shape[0], *its.shape, *x.shape[3:]), dtype=x.dtype, device=x.device)
         here, there = its.here.of(x), its.there.of(found)
-        for part, place in zip(here[: its.own], there):
-            place.copy_(part)
+        every.append(found)
+        todo.append((its, found, here, there))
+        parts += here[: its.own]
+        places += there[: its.own]
+    if parts:
+        torch._foreach_copy_(places, parts)  # on a GPU one launch for all of one dtype
+    for its, found, here, there in todo:
         for rank, part, kept in zip(its.sends, here[its.own :], its.kept):
             for at, tensor in enumerate(_batches(part)):
                 if not tensor.is_contiguous():

@@ -23,6 +23,8 @@ import torch
 from tiles import inlined
 
 from ..softmax import ampere, hopper
+from ..softmax.algebra import slopes_of
+from ..softmax.python import known, named
 from .orders import Span, Spans
 
 PLACED = frozenset("mask score bias blocks cu_seqlens cu_seqlens_k lengths_k".split())  # what asks where each query stands
@@ -210,6 +212,30 @@ class Call(NamedTuple):
             number = (self.heads.start * self.length + q.start) * self.keys + k.start
             found["seed"] = (told["seed"] ^ (number * MIXED % SEEDS)) if number else told["seed"]
         return found
+
+
+def sloped(call: Call, batch: int) -> Call:
+    """The same call, its score said as `alibi` where it is no more than that: attention.forward finds that out by algebra, but
+    not of a score that is asked in its place; and of alibi it knows how positions count in a piece, so that bits are the
+    whole's."""
+    told = call.told
+    if told.get("score") is None or {"alibi", "bias"} & told.keys() or call.past or call.window[1] != 0:
+        return call
+    aux = tuple(told.get("aux", ()))
+    slope = _slope_of(named("score", told["score"]), tuple([x.ndim for x in aux]))
+    if slope is None:
+        return call
+    heads = torch.arange(call.heads.start, call.heads.stop, device=call.device)
+    slopes = slope(torch.arange(batch, device=call.device)[:, None], heads[None], *aux).float()
+    kept = [name for name in told if name != "score" and (name != "aux" or told.get("mask") is not None)]
+    return call._replace(told={name: told[name] for name in kept} | {"alibi": slopes[0] if len(slopes) == 1 else slopes})
+
+
+@functools.lru_cache(256)
+def _slope_of(score: str, axes: tuple[int, ...]) -> Callable | None:
+    """See slopes_of: of the score of this name."""
+    function = known(score)
+    return function and slopes_of(function, axes)
 
 
 class _Blocks:

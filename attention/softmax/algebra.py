@@ -122,6 +122,20 @@ def score_of(score: Callable, axes: Sequence[int], ordered: bool) -> Scored | Sl
         return Scored(score)
 
 
+def slopes_of(score: Callable, axes: Sequence[int]) -> Callable | None:
+    """The slope(b, h, *aux) of a score s - slope (i - j) or s - slope |i - j|, where it is an element of an array and nothing
+    is computed, so that it is the same number wherever it is read; None: it is no such score. axes: see score_of."""
+    try:
+        found = traced(score, axes, scored=True)
+        names, (s, *_) = found.names, found.arguments
+        slope = _slope(found.term, s)
+        if slope is None or not isinstance(slope[0], Term) or slope[0].does != "element":
+            return None
+        return written([*names[1:2], *names[2:3], *names[5:]], slope[0])
+    except TypeError:
+        return None
+
+
 def _unit(x: Any) -> tuple[float, Any]:
     """(c, y) of what is c y, with a positive number c."""
     if isinstance(x, Term) and x.does in ("mul", "product", "truediv"):

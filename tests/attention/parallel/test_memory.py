@@ -20,18 +20,18 @@ SMALL = 4096  # bytes of what else there may be
 
 
 class Counted(TorchDispatchMode):
-    """Counts bytes that were allocated inside and are in use: the most there were."""
+    """Counts bytes that were allocated inside and are in use, the most there were, and torch's operations."""
 
     def __init__(self):
         super().__init__()
-        self.known, self.most = {}, 0
+        self.known, self.most, self.calls = {}, 0, 0
 
     def before(self, *arrays):
         self.given = {x.untyped_storage()._cdata for x in arrays}
         return self
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **kwargs or {})
+        found, self.calls = function(*args, **kwargs or {}), self.calls + 1
         for x in found if isinstance(found, (tuple, list)) else (found,):
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.given:
                 storage = x.untyped_storage()
@@ -61,6 +61,12 @@ def nothing(q, k, v, *, out=None, return_lse=False, **options):
 
 def most(monkeypatch, world, rank, **options):
     """Bytes that a call takes beyond its shards, its output and lse."""
+    counted, own = counts(monkeypatch, world, rank, **options)
+    return counted.most - own
+
+
+def counts(monkeypatch, world, rank, **options):
+    """(what a call counts, bytes of its output and lse)"""
     planned = softmax._planned
 
     def in_earnest(*given):
@@ -78,7 +84,7 @@ def most(monkeypatch, world, rank, **options):
         call()  # what is remembered is taken once
         with Counted().before(q, k, v) as counted:
             call()
-    return counted.most - rows * HEADS * (DIM * 2 + 4)
+    return counted, rows * HEADS * (DIM * 2 + 4)
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
@@ -104,6 +110,13 @@ def test_ring_takes_two_shares_and_two_results(monkeypatch, world):
     share, result = KEYS / world, LENGTH // world * HEADS * (DIM * 4 + 4)
     found = most(monkeypatch, world, 1, scheme="ring", causal=True)
     assert found <= min(2, world - 1) * share + 2 * result + SMALL
+
+
+@pytest.mark.parametrize(("world", "most"), [(2, 10), (4, 10)])
+def test_a_known_form_takes_few_operations(monkeypatch, world, most):
+    """Of the host's time they are what grows: of keys and of values an allocation, a split of what there is and of what is to
+    come; a copy of all own parts; and what attention makes. See bench/test_host_ranks.py."""
+    assert counts(monkeypatch, world, 0, scheme="gather", causal=True)[0].calls <= most
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
