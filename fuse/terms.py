@@ -55,6 +55,7 @@ class Term:
 
     @property
     def ndim(self) -> int:
+        """How many axes."""
         return len(self.extents)
 
     @property

@@ -231,9 +231,9 @@ class sv:
         return f"sv({self.length}, {self.dtype})"
 
     rows, whole, align, swizzle = 1, 1, VECTOR_ALIGN, "NONE"
-    cols = property(lambda self: self.length)
-    shape = property(lambda self: (self.length,))
-    alone = property(lambda self: self)
+    cols = property(lambda self: self.length, doc="Its elements: to TMA it is one row.")
+    shape = property(lambda self: (self.length,), doc="(length,)")
+    alone = property(lambda self: self, doc="Itself: no vector is a part of another.")
 
     @property
     def nbytes(self):
