@@ -130,6 +130,10 @@ class Gradient(Fused):
 
     def _know(self, count: int) -> None:
         """How many results the function has, which says what the parameters are called."""
+        if count < 1:
+            raise TypeError(
+                f"{self.name}: takes the arguments of {self.function.name}, then the gradient by each of its results"
+            )
         self.count = count
         by = range(count) if self.by is None else self.by
         outs = [f"d{one}" for one in result_names(self.function.names, count)]
