@@ -36,7 +36,9 @@ class OfFused(torch.autograd.Function):
         function, saved = ctx.function, iter(ctx.saved_tensors)
         arrays = [next(saved) if x is None else x for x in ctx.numbers]
         wanted = [name for name, needed in zip(function.names, ctx.needs_input_grad[1:]) if needed]
-        given = [g if g is None else g.contiguous() for g in by]
+        first = next(x for x in arrays if isinstance(x, torch.Tensor))
+        wide = first.dtype is torch.float32  # as results are then, but for those of parts that autocast saw
+        given = [g if g is None else g.to(torch.float32 if wide else g.dtype).contiguous() for g in by]
         if torch.compiler.is_compiling():
             found = dict(zip(wanted, _by_op(function, arrays, given, tuple(wanted))))
         else:

@@ -112,6 +112,19 @@ def test_pieces_by_parts():
         close(got, want)
 
 
+def test_gradients_under_autocast():
+    """Of float32, which no template multiplies: by parts, and back in float32."""
+    x, g, w = (torch.randn(s, requires_grad=True) for s in ((3, 40), (40,), (40, 24)))
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(RuntimeWarning, match="no template computes matmul"):
+        y = operators.rms_norm_linear(x, g, w)
+    y.float().sum().backward()
+    x64, g64, w64 = (t.detach().double().requires_grad_() for t in (x, g, w))
+    (F.rms_norm(x64, (40,), g64, 1e-5) @ w64).sum().backward()
+    for t, ref in zip((x, g, w), (x64, g64, w64)):
+        assert y.dtype == torch.bfloat16 and t.grad.dtype == torch.float32
+        close(t.grad, ref.grad, 16)
+
+
 def test_one_gradient_by_kernels_another_by_parts():
     function = fuse.kernel(lambda x, y: (fuse.silu(x) * 2.0, fuse.concatenate([y, y, y]) * 1.0))
     x, y = (t.requires_grad_() for t in tensors((3, 40), (3, 8)))
