@@ -206,6 +206,10 @@ class Gradient(Fused):
         """The gradients as terms, for arrays of these shapes."""
         return self._traced(self.definition_of_all, shapes)
 
+    def made_of(self, shapes: tuple[Shape, ...]) -> list[Term]:
+        """What kernels make of it, for arrays of these shapes."""
+        return pieces(self._whole(shapes).roots)
+
     def _traced(self, definition: Callable, shapes: tuple[Shape, ...]) -> Traced:
         if not self.count:
             self._know(len(shapes) - len(self.function.names))

@@ -86,7 +86,7 @@ def test_gradients(compiled):
 
 def test_gradients_by_kernels(monkeypatch):
     """No op of the definition's is run backward; compiled, in one graph and of any number of rows, they are the same."""
-    monkeypatch.setattr(fuse.gradient, "by_parts", None)
+    monkeypatch.setattr(fuse.autograd, "by_parts", None)
     monkeypatch.setattr(fuse.fused.Fused, "_by_parts", None)
     norm = operators.residual_rms_norm
     compiled = torch.compile(lambda *given: norm(*given), fullgraph=True, backend="aot_eager")
