@@ -3,6 +3,7 @@ there are tensors that require grad, and so torch already."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from tiles.torch_op import NAMESPACE
 
-from . import gradient
-
 if TYPE_CHECKING:
     from .backward import Gradient
+    from .fused import Fused
 
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -36,14 +36,37 @@ class OfFused(torch.autograd.Function):
         function, saved = ctx.function, iter(ctx.saved_tensors)
         arrays = [next(saved) if x is None else x for x in ctx.numbers]
         wanted = [name for name, needed in zip(function.names, ctx.needs_input_grad[1:]) if needed]
-        given = [g if g is None else g.contiguous() for g in by]
+        first = next(x for x in arrays if isinstance(x, torch.Tensor))
+        wide = first.dtype is torch.float32  # as results are then, but for those of parts that autocast saw
+        given = [g if g is None else g.to(torch.float32 if wide else g.dtype).contiguous() for g in by]
         if torch.compiler.is_compiling():
             found = dict(zip(wanted, _by_op(function, arrays, given, tuple(wanted))))
         else:
-            found = gradient.by_kernels(function, arrays, given, wanted)
+            found = by_kernels(function, arrays, given, wanted)
             rest = [name for name in wanted if name not in found]
-            found |= gradient.by_parts(function, arrays, given, rest) if rest else {}
+            found |= by_parts(function, arrays, given, rest) if rest else {}
         return None, *[found.get(name) for name in function.names]
+
+
+def by_kernels(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
+    """The gradients, by name, of those among the wanted arguments whose gradients kernels compute. by: the gradients by the
+    results, or None."""
+    names, run = function.gradients.by_kernels(arrays, by, tuple(wanted))
+    return dict(zip(names, run()))
+
+
+def by_parts(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
+    """The gradients by these arguments, by torch's."""
+    arrays = [x.detach() if isinstance(x, torch.Tensor) else x for x in arrays]
+    inputs = [arrays[function.names.index(name)].requires_grad_() for name in wanted]
+    with torch.enable_grad():
+        results = function._by_parts(*arrays)
+    results = results if isinstance(results, tuple) else (results,)
+    some = [(y, g) for y, g in zip(results, by) if g is not None and y.requires_grad]
+    if not some:
+        return {}
+    of, given = zip(*some)
+    return dict(zip(wanted, torch.autograd.grad(of, inputs, given, allow_unused=True)))
 
 
 def _by_op(function: Any, arrays: list[Any], by: list[Any], wanted: tuple[str, ...]) -> list[Any]:

@@ -130,6 +130,10 @@ class Gradient(Fused):
 
     def _know(self, count: int) -> None:
         """How many results the function has, which says what the parameters are called."""
+        if count < 1:
+            raise TypeError(
+                f"{self.name}: takes the arguments of {self.function.name}, then the gradient by each of its results"
+            )
         self.count = count
         by = range(count) if self.by is None else self.by
         outs = [f"d{one}" for one in result_names(self.function.names, count)]
@@ -201,6 +205,10 @@ class Gradient(Fused):
     def _whole(self, shapes: tuple[Shape, ...]) -> Traced:
         """The gradients as terms, for arrays of these shapes."""
         return self._traced(self.definition_of_all, shapes)
+
+    def made_of(self, shapes: tuple[Shape, ...]) -> list[Term]:
+        """What kernels make of it, for arrays of these shapes."""
+        return pieces(self._whole(shapes).roots)
 
     def _traced(self, definition: Callable, shapes: tuple[Shape, ...]) -> Traced:
         if not self.count:

@@ -25,7 +25,6 @@ from tiles.arrays import Operand, c_ordered
 from tiles.checks import Check, Values, asked
 from tiles.compiler import Compiled, compile_kernel
 from tiles.frameworks import describe
-from tiles.jax_call import tracing
 from tiles.launch import watchers
 from tiles.program import Plan, Program
 from tiles.recording import Recorded, recorded
@@ -39,14 +38,13 @@ from .evaluate import InNumPy, evaluate
 from .functions import CASTS, FP8, MAPS
 from .proof import Proof, proven
 from .terms import Term
-from .trace import Shape, Traced, kinds_of, loose, rows_alone, traced
+from .trace import Shape, Traced, kinds_of, loose, ordinal_of, rows_alone, shape_of, traced
 
 if TYPE_CHECKING:
     from .backward import Gradient
 
 FLOATS = ("bfloat16", "float16", "float32")
 HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # what a schema says of a dtype (tiles/schema.py)
-PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
 
 
 class NoKernel(TypeError):
@@ -108,9 +106,7 @@ class Fused:
     @functools.cached_property
     def gradient(self) -> Gradient:
         """The gradient as a fused function of the arguments and of the gradients by the results (backward.py)."""
-        from .backward import Gradient
-
-        return Gradient(self)
+        return self.gradients.by_all()
 
     def _rows(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
         """Arrays whose leading axes are one, the rows, where they are no more than that; and the leading axes that there were,
@@ -213,8 +209,8 @@ class Fused:
         parameters = [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in ("problem", *numbers)]
         planner.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         planner.__annotations__ = dict.fromkeys(numbers, float)
-        name = module.unused(self.name, PROGRAMS)
-        PROGRAMS.add(name)
+        name = module.unused(self.name, module.PROGRAMS)
+        module.PROGRAMS.add(name)
         ones = {axis: 1 for axis in set("".join(letters[len(held) :])) - set("".join(letters[: len(held)]))}
         schema, dtypes = Schema(name, "\n".join(rows), **ones), [x.held_as("") for x in found.roots]
         return _Program(schema, planner, dtypes, functools.partial(_gradient_of_program, self, found.outs))
@@ -430,14 +426,6 @@ def _refuse_index(name: str, index: np.ndarray, among: int) -> None:
     Check([(name, 0, describe(index, name).form, _values(name, among))], {}).run(0, [index.ctypes.data])
 
 
-def ordinal_of(arrays: Sequence[Any]) -> int | None:
-    """Where they lie, or will lie when JAX calls."""
-    first = next(x for x in arrays if hasattr(x, "shape"))
-    if tracing(first):
-        return 0 if sys.modules["jax"].default_backend() == "gpu" else None
-    return describe(first, "x").device
-
-
 def dtype_of(x: Any) -> str:
     """The name of an array's dtype, "" of a number."""
     return str(getattr(x, "dtype", "")).removeprefix("torch.")
@@ -446,18 +434,3 @@ def dtype_of(x: Any) -> str:
 def cast(x: Any, dtype: str) -> Any:
     """An array of another dtype."""
     return x.to(getattr(sys.modules["torch"], dtype)) if hasattr(x, "to") else x.astype(np.dtype(dtype))
-
-
-def shape_of(x: Any, name: str) -> Shape:
-    """What tracing needs to know of an argument."""
-    if isinstance(x, (bool, int, float)):
-        return Shape((), "float32")
-    if hasattr(x, "stride"):  # torch's, which may have no address
-        extents, strides, unit, dtype = tuple(x.shape), x.stride(), 1, str(x.dtype).removeprefix("torch.")
-    elif tracing(x):  # of JAX
-        return Shape(tuple(x.shape), str(np.dtype(x.dtype)))
-    else:
-        form = describe(x, name).form
-        extents, strides, unit, dtype = form.shape, form.strides, form.itemsize, form.dtype
-    turned = len(extents) == 2 and strides[1] != unit and strides[0] == unit and extents[0] != 1 and extents[1] != 1
-    return Shape(extents, dtype, True if turned else False)  # noqa: SIM210, torch's symbols are decided here

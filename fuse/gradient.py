@@ -16,10 +16,10 @@ from . import graph
 from .candidates import candidates
 from .cost import LAUNCH, Card, card
 from .derivative import NoRule
-from .module import unused
+from .module import PROGRAMS, unused
 from .place import Way
 from .terms import Term, viewed
-from .trace import Shape, kinds_of, loose
+from .trace import Shape, kinds_of, loose, ordinal_of, shape_of
 
 if TYPE_CHECKING:
     from .backward import Gradient
@@ -44,29 +44,6 @@ def differentiable(function: Fused, arrays: Sequence[Any]) -> Any:
     return OfFused.apply(function, *arrays)
 
 
-def by_kernels(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
-    """The gradients, by name, of those among the wanted arguments whose gradients kernels compute. by: the gradients by the
-    results, or None."""
-    names, run = function.gradients.by_kernels(arrays, by, tuple(wanted))
-    return dict(zip(names, run()))
-
-
-def by_parts(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
-    """The gradients by these arguments, by torch's."""
-    import torch
-
-    arrays = [x.detach() if isinstance(x, torch.Tensor) else x for x in arrays]
-    inputs = [arrays[function.names.index(name)].requires_grad_() for name in wanted]
-    with torch.enable_grad():
-        results = function._by_parts(*arrays)
-    results = results if isinstance(results, tuple) else (results,)
-    some = [(y, g) for y, g in zip(results, by) if g is not None and y.requires_grad]
-    if not some:
-        return {}
-    of, given = zip(*some)
-    return dict(zip(wanted, torch.autograd.grad(of, inputs, given, allow_unused=True)))
-
-
 class Gradients:
     """The gradients of a function that were asked for."""
 
@@ -75,6 +52,12 @@ class Gradients:
         self.made: dict[tuple, Gradient] = {}
         self.known: dict[tuple, Any] = {}
         self.op, self.all_of = _constant(self._op), _constant(self._all_of)
+
+    def by_all(self) -> Gradient:
+        """That by all arguments that have one, of all results, however many there are."""
+        from .backward import Gradient
+
+        return Gradient(self.function)
 
     def of(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> Gradient:
         """That by some arguments alone, where the gradients by those of `count` results are given whose places are `by`."""
@@ -90,8 +73,6 @@ class Gradients:
     ) -> tuple[tuple[str, ...], Callable[[], Sequence[Any]]]:
         """The arguments, among those that are wanted, whose gradients kernels compute, and what computes them. arrays: as the
         function's kernels have them. by: the gradients by the results, or None."""
-        from .fused import ordinal_of, shape_of
-
         places, given = tuple(n for n, g in enumerate(by) if g is not None), [g for g in by if g is not None]
         shapes = coarse([*self.function._shapes(arrays), *[shape_of(g, "gradient") for g in given]])
         key = shapes, wanted, places, len(by), ordinal_of(arrays)
@@ -119,7 +100,6 @@ class Gradients:
         key = "op", wanted, by, count
         if key not in self.known:
             from . import autograd
-            from .fused import PROGRAMS
 
             self.known[key] = unused(f"{self.function.name}_gradient", PROGRAMS)
             PROGRAMS.add(self.known[key])
@@ -179,10 +159,8 @@ def _is_served(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> bool:
 
 def _ways(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> list[Way]:
     """The ways to compute it, none if there are none, the best first."""
-    from .backward import pieces
-
     try:
-        if not pieces(gradient._whole(shapes).roots):
+        if not gradient.made_of(shapes):
             return [Way((), 0.0)]
         return [one.way for one in candidates(gradient._trace(shapes), at)]
     except NoRule:

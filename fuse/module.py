@@ -24,6 +24,7 @@ HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops
 HOMES |= {"cuda": "numba", "int32": "numpy", "machine": "tiles.device", "describe": "tiles.frameworks"}
 HOMES |= {"share_of": "attention.dropout"}
 HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums")}
+PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # of matrices that are multiplied
 
 

@@ -11,6 +11,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from tiles.frameworks import describe
+from tiles.jax_call import tracing
+
 from . import terms
 from .axes import Axis
 from .functions import MAPS
@@ -138,8 +143,9 @@ def _watched(definition: Callable, given: Sequence[Term]) -> tuple[Any, dict[str
         line = _line(error, code)
         if not line:
             raise
-        said = "fuse has functions of its own, and NumPy's are not among them" if "support ufuncs" in str(error) else error
-        raise (TypeError if isinstance(error, AttributeError) else type(error))(f"{said}; in {line}") from error
+        found: Any = (TypeError if isinstance(error, AttributeError) else type(error))(f"{error}; in {line}")
+        found.name = getattr(error, "name", None)  # of an attribute that is not there
+        raise found from error
     finally:
         sys.setprofile(before)
 
@@ -149,3 +155,27 @@ def _line(error: Exception, code: Any) -> str:
     at = [frame.f_lineno for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
     text = linecache.getline(code.co_filename, at[-1]).strip() if at else ""
     return f"line {at[-1]} of {os.path.basename(code.co_filename)}: {text}" if at else ""
+
+
+# ---- arrays ---------------------------------------------------------------------------------------------------------
+def shape_of(x: Any, name: str) -> Shape:
+    """What tracing needs to know of an argument."""
+    if isinstance(x, (bool, int, float)):
+        return Shape((), "float32")
+    if hasattr(x, "stride"):  # torch's, which may have no address
+        extents, strides, unit, dtype = tuple(x.shape), x.stride(), 1, str(x.dtype).removeprefix("torch.")
+    elif tracing(x):  # of JAX
+        return Shape(tuple(x.shape), str(np.dtype(x.dtype)))
+    else:
+        form = describe(x, name).form
+        extents, strides, unit, dtype = form.shape, form.strides, form.itemsize, form.dtype
+    turned = len(extents) == 2 and strides[1] != unit and strides[0] == unit and extents[0] != 1 and extents[1] != 1
+    return Shape(extents, dtype, True if turned else False)  # noqa: SIM210, torch's symbols are decided here
+
+
+def ordinal_of(arrays: Sequence[Any]) -> int | None:
+    """Where they lie, or will lie when JAX calls."""
+    first = next(x for x in arrays if hasattr(x, "shape"))
+    if tracing(first):
+        return 0 if sys.modules["jax"].default_backend() == "gpu" else None
+    return describe(first, "x").device

@@ -15,6 +15,7 @@ PACKAGES = "tiles", "ops", "attention", "fuse"  # each imports those before it
 GUIDE, FENCE = ROOT / "CONTRIBUTING.md", "```"
 # Imports inside functions, for outside they would close a circle: an op asks, when it is called, for what is made of ops
 LATE = {
+    ("fuse.gradient", "fuse.backward"),
     ("fuse.terms", "fuse.writing"),
     ("tiles.op", "tiles.dtypes"),
     ("tiles.op", "tiles.interpreter"),

@@ -37,6 +37,11 @@ CASES = {
     "rows folded, to fp8": (operators.residual_rms_norm_quantise, (2, 1040), (2, 1040), (1040,)),
     "rows folded": (operators.normalised_step, (2, 1040), (2, 1040), (1040,)),
     "rows folded, to a number": (fuse.kernel(lambda x: (fuse.max(x), fuse.mean(x))), (3, 1040)),
+    "rows in registers, of which one element is picked": (
+        fuse.kernel(lambda x, index: fuse.log(fuse.sum(fuse.exp(x))) - fuse.pick(x, index)),
+        (3, 136),
+        TARGETS,
+    ),
     "rows read again": (fuse.kernel(lambda x: fuse.softmax(x)), (2, 2056)),
 }
 

@@ -17,9 +17,9 @@ F16, BF16 = np.float16, ml_dtypes.bfloat16
         (lambda x: np.tanh(x), TypeError, "it is written with operators and fuse's abs, .*tanh"),
         (lambda x: math.exp(x), TypeError, "not Term; it is written with operators and fuse's abs, "),
         (lambda x: x // 2, TypeError, "for //: .*; it is written with operators"),
-        (lambda x: x.sum(-1), AttributeError, "'Term' object has no attribute 'sum'; use fuse.sum"),
-        (lambda x: x.reshape(-1), AttributeError, "no attribute 'reshape'; it is written"),
-        (lambda x: fuse.sin(x), AttributeError, "no attribute 'sin'; a fused function is written with operators and abs"),
+        (lambda x: x.sum(-1), TypeError, "'Term' object has no attribute 'sum'; use fuse.sum"),
+        (lambda x: x.reshape(-1), TypeError, "no attribute 'reshape'; it is written"),
+        (lambda x: fuse.sin(x), TypeError, "no attribute 'sin'; a fused function is written with operators and abs"),
         (lambda x: nothing, NameError, "name 'nothing' is not defined"),  # noqa: F821
     ],
 )

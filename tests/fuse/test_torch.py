@@ -86,7 +86,7 @@ def test_gradients(compiled):
 
 def test_gradients_by_kernels(monkeypatch):
     """No op of the definition's is run backward; compiled, in one graph and of any number of rows, they are the same."""
-    monkeypatch.setattr(fuse.gradient, "by_parts", None)
+    monkeypatch.setattr(fuse.autograd, "by_parts", None)
     monkeypatch.setattr(fuse.fused.Fused, "_by_parts", None)
     norm = operators.residual_rms_norm
     compiled = torch.compile(lambda *given: norm(*given), fullgraph=True, backend="aot_eager")
@@ -104,12 +104,25 @@ def test_pieces_by_parts():
     """Where kernels cannot take what they are given, torch's operations on a gradient's terms make its pieces."""
     x, cos, dy = tensors((3, 48), (3, 24), (3, 48))
     gradient = operators.rotary.gradient
-    for got, want in zip(gradient._by_parts(x, cos, cos, dy), gradient(x, cos, cos, dy)):
+    for got, want in zip(gradient._by_parts(*gradient._arguments((x, cos, cos, dy))), gradient(x, cos, cos, dy)):
         close(got, want)
     x, w, one = *tensors((5, 40), (40, 24)), torch.ones(5, 1)
     gradient, given = operators.linear_cross_entropy.gradient, (x, w, torch.tensor([3, 0, -100, 23, 7]), one, one)
-    for got, want in zip(gradient._by_parts(*given), fuse.fused.Fused.run(gradient, *given)):
+    for got, want in zip(gradient._by_parts(*gradient._arguments(given)), fuse.fused.Fused.run(gradient, *given)):
         close(got, want)
+
+
+def test_gradients_under_autocast():
+    """Of float32, which no template multiplies: by parts, and back in float32."""
+    x, g, w = (torch.randn(s, requires_grad=True) for s in ((3, 40), (40,), (40, 24)))
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(RuntimeWarning, match="no template computes matmul"):
+        y = operators.rms_norm_linear(x, g, w)
+    y.float().sum().backward()
+    x64, g64, w64 = (t.detach().double().requires_grad_() for t in (x, g, w))
+    (F.rms_norm(x64, (40,), g64, 1e-5) @ w64).sum().backward()
+    for t, ref in zip((x, g, w), (x64, g64, w64)):
+        assert y.dtype == torch.bfloat16 and t.grad.dtype == torch.float32
+        close(t.grad, ref.grad, 16)
 
 
 def test_one_gradient_by_kernels_another_by_parts():
