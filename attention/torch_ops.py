@@ -8,8 +8,8 @@ def register_torch_ops() -> None:
     the first call that needs an op registers it. RuntimeError: torch is not imported."""
     if "torch" not in sys.modules:
         raise RuntimeError("register_torch_ops: torch is not imported: say `import torch` first")
-    from .cache.append import _append, _append_with_queries
-    from .cache.quantize import _quantize
+    from .cache import append as appending
+    from .cache.quantize import _quantize, _quantize_blocks
     from .mla.decode import _mla_decode, _mla_decode_fp8
     from .recurrent.based import _based
     from .recurrent.delta_rule import _delta_rule
@@ -26,6 +26,8 @@ def register_torch_ops() -> None:
     backward = _backward, _backward_into, *of_norms
     recurrent = _based, _delta_rule, _hedgehog, _linear, _linear_step, _mamba2
     decode = decoding._decode, decoding._variant, _mla_decode, _mla_decode_fp8
-    caches, forward = (_append, _append_with_queries, _quantize), (_forward, _variant, _of_fp8, _fp8_cache)
-    for program in *backward, *caches, *decode, *forward, *recurrent:
+    append = appending._append, appending._append_with_queries
+    quantise = _quantize, _quantize_blocks, appending._append_quantising, appending._append_quantising_with_queries
+    forward = _forward, _variant, _of_fp8, _fp8_cache
+    for program in *backward, *append, *quantise, *decode, *forward, *recurrent:
         program.op()

@@ -2,10 +2,11 @@
 beside a copy that reads and writes as many bytes as K and V have.
 
 One query token, all of the cache in use, bf16, D 128; TB/s are those of K and V read. `pages 16` and its like are ours from a
-pool whose pages lie in any order; `4 tokens` has four; `norms` normalises q and all of K as it reads them. Calls are replayed
-from a CUDA graph, through caches that together exceed L2 several times over. `latents` and what follows it is
-attention.mla_decode, of 576 columns, beside a copy that reads and writes together as many bytes as there are of latents. See
-measure.py for the protocol.
+pool whose pages lie in any order; `4 tokens` has four; `norms` normalises q and all of K as it reads them. `fp8` reads caches
+of e4m3, with a descale a head, or a token and head; its TB/s, too, are of K and V in bf16. `step` appends a token first, and
+`step fp8 by token` finds its descales. Calls are replayed from a CUDA graph, through caches that together exceed L2 several
+times over. `latents` and what follows it is attention.mla_decode, of 576 columns, beside a copy that reads and writes together
+as many bytes as there are of latents. See measure.py for the protocol.
 `pytest bench/test_decode.py --benchmark-json=decode.json`.
 """
 
@@ -36,22 +37,26 @@ SHAPES = [  # batch, keys, query heads, key heads
 ]
 PAGES, TOKENS = (1, 16, 64), (4, 8)
 PEERS = "copy", "cudnn", "flash4", "flash2"
-PROVIDERS = "tiles", *(f"pages {n}" for n in PAGES), *(f"{n} tokens" for n in TOKENS), "norms", *PEERS
+FP8 = "fp8", "fp8 by token", "fp8 by token, pages 16", "step", "step fp8", "step fp8 by token"
+PROVIDERS = "tiles", *(f"pages {n}" for n in PAGES), *(f"{n} tokens" for n in TOKENS), "norms", *FP8, *PEERS
 
 
 def _inputs(batch, keys, heads, kv_heads):
-    """q for the most tokens, K, V, lengths, and tables of pages."""
+    """q for the most tokens, K, V, lengths, tables of pages, K and V in fp8, descales of each head, and of each token, lengths
+    but for the last token."""
     draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     cache = [draw((batch, keys, kv_heads, HEAD_DIM)) for _ in range(2)]
     lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
     tables = [torch.randperm(batch * keys // n, device="cuda").int().view(batch, keys // n) for n in PAGES]
-    return draw((batch, max(TOKENS), heads, HEAD_DIM)), *cache, lengths, tables
+    eight = [x.to(torch.float8_e4m3fn) for x in cache]
+    descales = [[torch.ones(shape, device="cuda") for _ in "kv"] for shape in ((kv_heads,), (batch, keys, kv_heads))]
+    return draw((batch, max(TOKENS), heads, HEAD_DIM)), *cache, lengths, tables, eight, descales, lengths - 1
 
 
 def _ours(tokens=1, page=None):
     """A call of ours on such inputs."""
 
-    def call(q, k, v, lengths, tables):
+    def call(q, k, v, lengths, tables, *_):
         if page is None:
             return attention.decode(q[:, :tokens], k, v, lengths=lengths)
         pools = [x.view(-1, page, *x.shape[2:]) for x in (k, v)]
@@ -66,8 +71,24 @@ def _weights():
     return torch.rand(HEAD_DIM, device="cuda")
 
 
-def _normed(q, k, v, lengths, tables):
+def _normed(q, k, v, lengths, *_):
     return attention.decode(q[:, :1], k, v, lengths=lengths, q_norm=_weights(), k_norm=_weights())
+
+
+def _narrow(by_token=False, page=None, append=False, eight=True):
+    """The same of caches of fp8; append: the last token is written first, and is here."""
+
+    def call(q, k, v, lengths, tables, narrow, descales, before):
+        held, units, told = (narrow if eight else (k, v)), descales[by_token], {"lengths": lengths}
+        if append:
+            told = {"lengths": before, "k_new": k[:, -1:], "v_new": v[:, -1:]}
+        if page is not None:
+            held, units = ([x.view(-1, page, *x.shape[2:]) for x in of] for of in (held, units))
+            told["pages"] = tables[PAGES.index(page)]
+        told |= dict(zip(("k_descale", "v_descale"), units)) if eight else {}
+        return attention.decode(q[:, :1], *held, **told)
+
+    return call
 
 
 def _sdpa(backend):
@@ -88,8 +109,12 @@ def _flash4(q, k, v, *_):
     return peers.library("flash_attn.cute.interface", "flash_attn_func", causal=True)(q[:, :1], k, v)
 
 
+NARROW = (
+    *(_narrow(), _narrow(True), _narrow(True, 16)),
+    *(_narrow(append=True, eight=False), _narrow(append=True), _narrow(True, append=True)),
+)
 OURS = {"tiles": _ours()} | {f"pages {n}": _ours(page=n) for n in PAGES} | {f"{n} tokens": _ours(n) for n in TOKENS}
-OURS["norms"] = _normed
+OURS |= {"norms": _normed} | dict(zip(FP8, NARROW, strict=True))
 THEIRS = {"cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION), "flash4": _flash4, "flash2": _sdpa(SDPBackend.FLASH_ATTENTION)}
 
 

@@ -1,4 +1,5 @@
-"""attention.forward of float8_e4m3fn beside ours and cuDNN's of bfloat16.
+"""attention.forward of float8_e4m3fn beside ours and cuDNN's of bfloat16; `by block` has descales of each block of 128 rows, of
+values, too, or `keys by block` not of those. And attention.quantize beside a copy that moves as many bytes.
 
 cuDNN's fp8 attention cannot be reached through torch, whose SDPA takes 2-byte tensors; NVIDIA's own figures for it on an H200
 are in bench/NOTES.md. B * S = 16384, H * D = 2048, (B, S, H, D) for all. See measure.py for the protocol.
@@ -15,11 +16,11 @@ if not torch.cuda.is_available():
 
 import attention  # noqa: E402
 from bench import peers  # noqa: E402
-from bench.measure import interleaved, report_attention, rotated  # noqa: E402
+from bench.measure import interleaved, report, report_attention, rotated  # noqa: E402
 
 TOKENS, WIDTH = 16384, 2048
 LENGTHS = (2048, 4096, 8192, 16384)
-PROVIDERS = "tiles", "tiles_bf16", "cudnn"
+PROVIDERS = "tiles", "by block", "keys by block", "tiles_bf16", "cudnn"
 ROUNDS = 7
 
 
@@ -43,6 +44,18 @@ def _check(call, causal, *inputs):
     assert (out - ref).abs().max() <= 4 * (low - ref).abs().max() + 2**-9 * ref.abs().max()
 
 
+def _by_block(causal, values):
+    """A call of ours with descales of blocks that are all 1."""
+
+    def call(q, k, v, *_):
+        batch, length, heads, _ = q.shape
+        each = torch.ones((batch, -(-length // 128), heads), device="cuda")
+        told = {"q_descale": each, "k_descale": each} | ({"v_descale": each} if values else {})
+        return attention.forward(q, k, v, causal=causal, **told)
+
+    return call
+
+
 @functools.cache
 def _times(head_dim, causal, length):
     """{provider: milliseconds of every round}, or the reason why it cannot run."""
@@ -51,10 +64,13 @@ def _times(head_dim, causal, length):
         "tiles": lambda q, k, v, *_: attention.forward(q, k, v, causal=causal),
         "tiles_bf16": lambda *x: attention.forward(*x[3:], causal=causal),
     }
+    if head_dim <= 128:
+        ours |= {"by block": _by_block(causal, True), "keys by block": _by_block(causal, False)}
     cudnn = peers.softmax(causal)["cudnn"]
     theirs, missing = peers.present({"cudnn": lambda *x: cudnn(*x[3:])}, sets[0])
     for call in (calls := ours | theirs).values():
         _check(call, causal, *sets[0])
+    missing |= {name: "there is no kernel of so many columns" for name in PROVIDERS if name not in {*calls, *missing}}
     return interleaved(calls, sets, ROUNDS) | missing
 
 
@@ -68,3 +84,29 @@ def test_fp8(benchmark, head_dim, causal, length, provider):
     if isinstance(times, str):
         pytest.skip(f"{provider}: {times}")
     report_attention(benchmark, "fp8", provider, times, 4 * TOKENS * length * WIDTH, head_dim, causal, length)
+
+
+QUANTIZERS = {
+    "a head": attention.quantize,
+    "a head, centred": functools.partial(attention.quantize, centred=True),
+    "a block": functools.partial(attention.quantize, block=128),
+    "a block, centred": functools.partial(attention.quantize, block=128, centred=True),
+    "copy": lambda x: x.view(-1)[: 3 * x.numel() // 4].clone(),  # three bytes a number, read and written
+}
+
+
+@functools.cache
+def _quantized(length):
+    """{provider: milliseconds of every round}"""
+    shape = TOKENS // length, length, WIDTH // 128, 128
+    sets = rotated(lambda: (torch.randn(shape, device="cuda", dtype=torch.bfloat16),), 2 * TOKENS * WIDTH)
+    return interleaved(QUANTIZERS, sets, ROUNDS)
+
+
+@pytest.mark.parametrize("provider", QUANTIZERS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_quantize(benchmark, length, provider):
+    """One of q, k and v, D 128."""
+    benchmark.group = f"quantize S {length}"
+    benchmark.extra_info |= {"provider": provider, "length": length}
+    report(benchmark, _quantized(length)[provider])

@@ -51,7 +51,7 @@ from .schema import Schema
 ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 4 to 12 KB each, by the launches they take
 KINDS, TURNS = 1024, 12  # the same of forms but for lengths; most functions of lengths for one of these
 BEGINS = 256  # bytes: scratch arrays that lie in one piece of memory begin at multiples, as allocators' do
-VARY = frozenset("BSTsNECMA")  # axes whose extents are lengths; heads and columns decide which kernel serves a call
+VARY = frozenset("BSTsNECMAxy")  # axes whose extents are lengths; heads and columns decide which kernel serves a call
 
 
 class Step(Protocol):

@@ -49,7 +49,7 @@ Its role:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .arrays import ALIGNMENT, Form, Operand, c_ordered, overlap, overlaps_itself
@@ -80,15 +80,15 @@ HOLDS = {
 }
 VALUES = {"log": LOG, "rate": RATE, "ends": ENDS, "key_ends": KEY_ENDS, "new_ends": NEW_ENDS, "key_lengths": KEY_LENGTHS}
 ROLES = "", "optional", "made", "in_place", "updated", "updated?"
-TOKENS = "S", "T", "s"  # axes along a sequence
+TOKENS = "S", "T", "s", "x", "y"  # axes along a sequence
 # An axis in messages. G are the heads of keys, which share those of values or queries; T the keys' tokens, s new ones; K and V
 # the columns of keys and values where they differ; F those of a feature map; N sequences have E = N + 1 ends;
-# C are batches of a cache, or pages, of which a sequence has M at most;
+# C are batches of a cache, or pages, of which a sequence has M at most; x and y are blocks of S and of T;
 # U, W, X and Y are batch (or sequences), heads and sequence or 1
 TITLES = dict(B="batch", S="sequence", T="sequence", H="heads", G="heads", D="head_dim", K="key_dim", V="value_dim")
-TITLES |= dict(s="sequence", N="sequences", F="features", E="length", C="batches or pages", M="pages")
+TITLES |= dict(s="sequence", N="sequences", F="features", E="length", C="batches or pages", M="pages", x="blocks", y="blocks")
 SPOKEN = {"G": "Hk", "K": "Dk", "V": "Dv", "E": "N + 1", "T": "S", "U": "B or 1", "W": "B or 1", "X": "H or 1", "Y": "S or 1"}
-SPOKEN |= {"O": "1", "A": "Sq", "s": "S", "Z": "positions", "R": "pairs"}
+SPOKEN |= {"O": "1", "A": "Sq", "s": "S", "Z": "positions", "R": "pairs", "x": "blocks", "y": "blocks"}
 FREE = tuple("*" * rank for rank in range(1, 6))  # axes of any extents
 
 
@@ -218,10 +218,12 @@ class Problem:
 
 class Schema:
     """A table of arguments: see the module. arguments: {name: Argument}, in the order of the rows. extents: of axes that have
-    always the same, or none but results have."""
+    always the same, or none but results have; or what these are, a function of all others."""
 
-    def __init__(self, name: str, table: str, **extents: int):
-        self.name, self.extents = name, extents
+    def __init__(self, name: str, table: str, **extents: int | Callable[[Mapping[str, Any]], Any]):
+        self.name = name
+        self.extents = {axis: extent for axis, extent in extents.items() if isinstance(extent, int)}
+        self._following = {axis: extent for axis, extent in extents.items() if not isinstance(extent, int)}
         rows = [Argument(*_row(line.split())) for line in table.strip().splitlines()]
         self.arguments = {row.name: row for row in rows}
         self.names = tuple(self.arguments)
@@ -296,7 +298,7 @@ class Schema:
                 raise ValueError(f"{name}: must have {like}'s shape: {name}.shape={shape}, {like}.shape={forms[like].shape}")
         if "E" in extents:
             self._check_ends(extents, forms, holder)
-        return Problem(self, canonical, self.extents | _counted(extents), bits, layout)
+        return Problem(self, canonical, self.extents | self._counted(extents), bits, layout)
 
     def results(self, options: Mapping[str, Any]) -> list[str]:
         """The names of what is given back by a call with these options."""
@@ -312,11 +314,19 @@ class Schema:
             if len(shape) not in rows[name]:
                 _refuse_axes(self.arguments[name], layout, shape)
             extents |= zip(rows[name][len(shape)][0], shape)
-        _counted(extents)
+        extents = self._counted(extents)
         results = {name: row for name, row in self.arguments.items() if row.result}
         made = {name: axes for name, row in results.items() if not row.like for axes, _ in rows[name].values()}
         alike = {name: list(given[row.like]) for name, row in results.items() if row.like in given}
         return alike | {name: [extents[axis] for axis in axes] for name, axes in made.items() if extents.keys() >= {*axes}}
+
+    def _counted(self, extents: dict[str, Any]) -> dict[str, Any]:
+        """With the number of sequences, one fewer than ends, or as many as batches; and with what follows from others."""
+        if "E" in extents:
+            extents["N"] = extents["E"] - 1
+        elif "B" in extents:
+            extents["N"] = extents["B"]
+        return extents | {axis: extent(extents) for axis, extent in self._following.items()}
 
     def _check_ends(self, extents, forms, holder):
         name = holder["E"]
@@ -350,15 +360,6 @@ class Schema:
         if overlap(mine, its, behind - at):
             shapes = f"{name}.shape={mine.shape}, {other}.shape={its.shape}"
             raise ValueError(f"{name}: must not overlap {other}: {name} at {at:#x}, {other} at {behind:#x}, {shapes}")
-
-
-def _counted(extents: dict[str, Any]) -> dict[str, Any]:
-    """With the number of sequences: one fewer than ends, or as many as batches."""
-    if "E" in extents:
-        extents["N"] = extents["E"] - 1
-    elif "B" in extents:
-        extents["N"] = extents["B"]
-    return extents
 
 
 def _asks(options: Mapping[str, Any], word: str) -> bool:

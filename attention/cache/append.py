@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +41,20 @@ OF_QUERIES = """
 """
 APPEND = Schema("append", GIVEN)
 WITH_QUERIES = Schema("append_with_queries", f"q BAHD tile {GIVEN.rstrip()}{OF_QUERIES}")
+
+
+def with_descales_found(table: str) -> str:
+    """A table of arguments whose descales, one of each token and head, are written as the cache is."""
+    return re.sub(r"(_descale +)\S+( +float32 +)optional", r"\1CTG\2updated", table)
+
+
+QUANTISING, QUANTISING_WITH_QUERIES = (
+    Schema(name, with_descales_found(table))
+    for name, table in (
+        ("append_quantising", GIVEN),
+        ("append_quantising_with_queries", f"q BAHD tile {GIVEN.rstrip()}{OF_QUERIES}"),
+    )
+)
 
 
 def append(
@@ -84,8 +99,10 @@ def append(
     product and sum rounded, and rounded once to the cache's dtype: the same bits as by hand. positions: (B), of a sequence's
     first new key, where it is not `lengths`. Beyond the tables' end nothing is written.
 
-    k_descale, v_descale: float32, (Hk) or (B, Hk), by which an fp8 cache's numbers are multiplied when they are read; both or
-    none. Rows are divided by them, to 2 ulp of float32, and rounded; what is beyond 448 times that becomes it.
+    k_descale, v_descale: float32, by which an fp8 cache's numbers are multiplied when they are read; both or none. Rows are
+    divided by them, to 2 ulp of float32, and rounded; what is beyond 448 times that becomes it. (Hk) or (B, Hk): they are
+    read. Or they lie as k and v do, (B, Sk, Hk) or with pages (pages, page size, Hk), strides being any: then they are found
+    and written, for each new token and head what makes its greatest number, rotated, 448: its size / 448, 2^-120 at least.
 
     k_new_norm, q_norm: norms of the rows of k_new and of q, before they are rotated, as attention.forward has them: weights
     (D), or of each head, of an RMS norm, or a pair (weights, bias) of a layer norm. They are computed in float32, too, and what
@@ -104,9 +121,16 @@ def append(
     arrays = k_new, v_new, k, v, cu_seqlens, lengths, pages, batch_index, cos, sin, positions, k_descale, v_descale
     given = *arrays, *norm_parts("k_new_norm", k_new_norm)
     options = flag("interleaved", interleaved), flag("causal", causal), positive("norm_eps", norm_eps)
+    found = of_tokens(k_descale, v_descale)
     if q is None:
-        return _append(stream, given, options)
-    return _append_with_queries(stream, (q, *given, *norm_parts("q_norm", q_norm), out), options)
+        return (_append_quantising if found else _append)(stream, given, options)
+    call = _append_quantising_with_queries if found else _append_with_queries
+    return call(stream, (q, *given, *norm_parts("q_norm", q_norm), out), options)
+
+
+def of_tokens(*descales: Any) -> bool:
+    """Are they there, and is there one of each token and head?"""
+    return all([x is not None for x in descales]) and any([len(getattr(x, "shape", ())) == 3 for x in descales])
 
 
 def tables_of(rotary: Any) -> Sequence[Any]:
@@ -121,10 +145,12 @@ def _append(problem: Problem, interleaved: bool, causal: bool, norm_eps: float) 
     """How append does calls of this form."""
     queries = (problem["q"], problem["out"]) if "q" in problem else None
     step = planned(problem, interleaved, causal, Names("S", "A", queries, problem["cu_seqlens"]), norm_eps)
-    return Plan(step, give=None if problem.schema is WITH_QUERIES else _nothing)
+    return Plan(step, give=None if queries else _nothing)
 
 
 _append_with_queries = program(WITH_QUERIES)(_append.planner)
+_append_quantising = program(QUANTISING)(_append.planner)
+_append_quantising_with_queries = program(QUANTISING_WITH_QUERIES)(_append.planner)
 
 
 def _nothing(arrays: Sequence[Any]) -> None:

@@ -15,8 +15,11 @@ import numpy as np
 from tiles import frameworks
 
 from .append import append
+from .scales import END, LEAST
 
-Pair = tuple[Any, Any]  # K and V
+Pair = tuple[Any, Any]
+Pools = tuple[Any, ...]  # K and V, and their descales if each token has its own
+DESCALES = "k_descale", "v_descale"
 
 
 class Memory:
@@ -45,18 +48,19 @@ class Memory:
 
     def write(
         self,
-        pools: Pair,
+        pools: Pools,
         new: Pair,
         starts: np.ndarray,
         pages: np.ndarray,
         ends: np.ndarray | None,
         tables: Pair,
         options: dict,
-    ) -> tuple[Pair, Any]:
+    ) -> tuple[Pools, Any]:
         """attention.append to the pools of a layer, and what it returned. starts, pages: what the host knows of the sequences,
         tables being the same as arrays (pages, starts). ends: of sequences that lie one behind the other."""
         packed: dict[str, Any] = {} if ends is None else {"cu_seqlens": self.new(ends)}
-        (k, v), (k_new, v_new), (of_pages, of_starts) = pools, new, tables
+        (k, v, *descales), (k_new, v_new), (of_pages, of_starts) = pools, new, tables
+        packed |= zip(DESCALES, descales)
         return pools, append(k, v, k_new, v_new, pages=of_pages, lengths=of_starts, **packed, **options)
 
 
@@ -108,14 +112,14 @@ class Jax(Memory):
 
     def write(
         self,
-        pools: Pair,
+        pools: Pools,
         new: Pair,
         starts: np.ndarray,
         pages: np.ndarray,
         ends: np.ndarray | None,
         tables: Pair,
         options: dict,
-    ) -> tuple[Pair, Any]:
+    ) -> tuple[Pools, Any]:
         """See Memory."""
         rotary, interleaved, q = (options.pop(name, None) for name in ("rotary", "interleaved", "q"))
         if options:
@@ -129,8 +133,11 @@ class Jax(Memory):
         positions = at.reshape(new[0].shape[:2])
         rotate = functools.partial(_rotated, positions=positions, rotary=rotary, interleaved=interleaved)
         rows = [x.reshape(-1, *x.shape[2:]) for x in (rotate(new[0]), new[1])]
-        written = tuple(_donated()(pool, *where, x.astype(pool.dtype)) for pool, x in zip(pools, rows))
-        return (written[0], written[1]), None if q is None else rotate(q).astype(q.dtype)
+        if len(pools) > len(rows):
+            held, descales = zip(*map(_quantised, rows))
+            rows = [*held, *descales]
+        written = tuple(_donated()(pool, *where, x.astype(pool.dtype)) for pool, x in zip(pools, rows, strict=True))
+        return written, None if q is None else rotate(q).astype(q.dtype)
 
 
 @functools.cache
@@ -154,6 +161,14 @@ def _rotated(x: Any, positions: np.ndarray, rotary: Pair | None, interleaved: bo
     pair = [one * cos - other * sin, other * cos + one * sin]
     turned = jnp.stack(pair, -1).reshape(turned.shape) if interleaved else jnp.concatenate(pair, -1)
     return jnp.concatenate([turned, rest], -1)
+
+
+def _quantised(x: Any) -> Pair:
+    """Rows (.., H, D) of x divided by what makes the greatest number of each 448, which is e4m3's end; and that."""
+    jnp = sys.modules["jax"].numpy
+    x = x.astype("float32")
+    descale = jnp.maximum(abs(x).max(-1) / END, LEAST)
+    return jnp.clip(x / descale[..., None], -END, END), descale
 
 
 KINDS: Sequence[tuple[type, type[Memory]]] = (

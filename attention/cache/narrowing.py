@@ -5,6 +5,10 @@ three kernels, one after the other, for what a warp divides by follows from all 
     settle     of a head: its mean row, if that is to be subtracted, and its descale
     narrow     the rows themselves
 
+Or each block of 128 rows of a head by one:
+
+    blocks     its descale, and the rows themselves
+
 And the way back:
 
     widen      rows of e4m3 times their descale, in 16 bits"""
@@ -17,17 +21,18 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import col_max, col_min, col_sum, divmod, full, load, lower_fill, maximum, minimum, store, tile_max, zeros
-from tiles import bf16, dtype, fp8e4m3, fp16, fp32, rt
+from ops import abs, col_max, col_min, col_sum, divmod, full, load, lower_fill, maximum, minimum, store, tile_max, zeros
+from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, rt
 from tiles.arguments import FLOAT, INT, array
 from tiles.compiler import capability
 from tiles.layout import LANES
 
-from .writing import FP8, LEAST
+from .scales import END, LEAST
+from .writing import FP8
 
 WARPS, ROWS, COLUMNS = 4, 16, 64  # of a thread block; of a tile
 PARTS = 32  # of a head's rows, at most
-END = 448.0  # of e4m3
+BLOCK = 128  # rows that share a descale where a head has several
 SUM, GREATEST, SMALLEST = range(3)  # where they lie in a part
 
 
@@ -52,6 +57,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             yield Config("widen", of, False)
             for centred in (False, True):
                 yield Config("narrow", of, centred)
+                yield Config("blocks", of, centred)
                 if of is bf16:  # it sees no element
                     yield Config("settle", of, centred)
 
@@ -113,6 +119,33 @@ def make(config: Config):
                 x = x - load(gMean, X.row_vec, (batch, head, col))
             store(gOut, fp8e4m3(x / max(gDescale[batch, head], LEAST)), where, 1, 3)
 
+    @inlined
+    def rows_of(gX, gMean, batch, row, head, col):
+        """16 rows, without the mean if that is subtracted; 0 where there are none."""
+        x = load(gX, X, (batch, row, head, col), 1, 3)
+        if CENTRED:
+            x = lower_fill(x - load(gMean, X.row_vec, (batch, head, col)), int32(gX.shape[1] - row), 0.0)
+        return x
+
+    @cuda.jit(launch_bounds=(config.threads, 1))
+    def blocks(gX: array(4, INPUT), gOut: array(4, fp8e4m3), gMean: array(3), gDescale: array(3), count: INT, heads: INT):
+        """(x - mean) / descale, of blocks of 128 rows of a head, of which there are `count`. A warp a block; it reads its rows
+        twice, from memory and from a cache."""
+        pair, block = divmod(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES, count)
+        batch, head = divmod(pair, heads)
+        if batch < gX.shape[0]:
+            first = int32(BLOCK * block)
+            end, top = int32(min(gX.shape[1], first + BLOCK)), zeros(X.row_vec)
+            for col in range(0, gX.shape[3], COLUMNS):
+                for row in range(first, end, ROWS):
+                    top = col_max(abs(rows_of(gX, gMean, batch, row, head, col)), top)
+            descale = max(tile_max(top) / END, LEAST)
+            gDescale[batch, block, head] = descale
+            for col in range(0, gX.shape[3], COLUMNS):
+                for row in range(first, end, ROWS):
+                    x = rows_of(gX, gMean, batch, row, head, col)
+                    store(gOut, fp8e4m3(x / descale), (batch, row, head, col), 1, 3)
+
     @cuda.jit(launch_bounds=(config.threads, 1))
     def widen(
         gX: array(4, fp8e4m3), gOut: array(4, INPUT), gDescale: array(2), unit: FLOAT, count: INT, heads: INT
@@ -125,4 +158,5 @@ def make(config: Config):
             scale = gDescale[batch, head] * unit if gDescale.shape[0] > 0 else unit
             store(gOut, INPUT(fp32(load(gX, rt(ROWS, COLUMNS, fp8e4m3), where, 1, 3)) * scale), where, 1, 3)
 
-    return {"parts": parts, "settle": settle, "narrow": narrow, "widen": widen}[config.kernel], None
+    kernels = {"parts": parts, "settle": settle, "narrow": narrow, "blocks": blocks, "widen": widen}
+    return kernels[config.kernel], None

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .memory import memory_of
+from .memory import DESCALES, Pools, memory_of
 
 NONE = -1  # in a page table: no page. attention.append writes nothing there
 Layer = tuple[Any, Any]
@@ -30,6 +30,11 @@ class PagedCache:
     sequences: how many there can be at a time; tokens: of each, at most. layers: arrays of one framework, NumPy's, torch's,
     CuPy's or JAX's, all of as many pages of one size. Of JAX's the cache becomes the owner: writing makes new ones.
 
+    scaled: pools are of float8_e4m3fn, and the cache makes and keeps a descale of each token and head, which append finds.
+    `descales`: of each layer what attention.decode is to be told of them, by name, nothing if not scaled:
+
+        attention.decode(q, *cache.layers[0], **cache.descales[0], lengths=cache.lengths, pages=cache.pages)
+
     `layers`: the pools. `pages` (sequences, most pages), `lengths` and `starts` (sequences), int32, lie where the pools do, a
     row for each number a sequence can have. lengths: the tokens of each, the newest among them, as attention.decode takes them.
     starts: where the newest begin, as attention.append takes it; -1 where there are none. Who is not in use has length 0 and no
@@ -40,7 +45,7 @@ class PagedCache:
     others share, which is the last and not full, gets a copy of it first. Full: there is no room, and nothing has changed.
     ValueError: a number is no sequence's, or anything else is wrong."""
 
-    def __init__(self, layers: Sequence[Layer], *, sequences: int, tokens: int):
+    def __init__(self, layers: Sequence[Layer], *, sequences: int, tokens: int, scaled: bool = False):
         given = layers if isinstance(layers, (list, tuple)) else [layers]
         if not all(isinstance(layer, (list, tuple)) and len(layer) == 2 for layer in given):
             said = [type(layer).__name__ for layer in given]
@@ -58,6 +63,12 @@ class PagedCache:
         if min(count, self.page_size, sequences, tokens) < 1:
             raise ValueError(f"layers, sequences, tokens: must not be empty: {shapes[0]=}, {sequences=}, {tokens=}")
         self._memory = memory_of(self.layers[0][0])
+        if scaled and any("float8_e4m3fn" not in str(x.dtype) for layer in self.layers for x in layer):
+            raise TypeError(f"scaled: is for pools of float8_e4m3fn: layers[0][0].dtype={self.layers[0][0].dtype}")
+        self.descales: list[dict[str, Any]] = [
+            {name: self._memory.new(np.zeros(x.shape[:3], np.float32)) for name, x in zip(DESCALES, layer) if scaled}
+            for layer in self.layers
+        ]
         self._table = np.full((sequences, -(-tokens // self.page_size)), NONE, np.int32)
         self._lengths, self._starts = np.zeros(sequences, np.int32), np.full(sequences, NONE, np.int32)
         self._most = tokens
@@ -182,14 +193,16 @@ class PagedCache:
         tokens: Sequence[int] | None = None,
         **options: Any,
     ) -> Any:
-        """attention.append to a layer, with its options rotary, interleaved, positions, k_descale, v_descale, q, causal, out
-        and stream, and its result; of JAX's arrays with rotary, interleaved and q. With the first layer sequences are extended;
-        the others are of the same sequences and tokens. Full: see reserve.
+        """attention.append to a layer, with its options rotary, interleaved, positions, q, causal, out and stream, and
+        k_descale and v_descale if not `scaled`, and its result; of JAX's arrays with rotary, interleaved and q. With the first
+        layer sequences are extended; the others are of the same sequences and tokens. Full: see reserve.
 
         k_new, v_new: (B, S, Hk, D) of as many sequences; or with `tokens`, of each sequence, all of them one behind the other
         in a batch of 1."""
         if not hasattr(sequences, "__len__"):
             raise TypeError(f"sequences: must be a list of their numbers: {sequences=}")
+        if self.descales[0] and (told := [name for name in DESCALES if name in options]):
+            raise ValueError(f"{told[0]}: is the cache's own where it keeps descales: scaled=True")
         if not 0 <= layer < len(self.layers):
             raise ValueError(f"layer: there are {len(self.layers)}: {layer=}")
         ends, wanted = None, (len(sequences), int(k_new.shape[1]))
@@ -208,12 +221,23 @@ class PagedCache:
         pages, _, starts = self.tables(rows)
         where = self._starts[rows], self._table[rows], ends
         try:
-            self.layers[layer], given = self._memory.write(self.layers[layer], (k_new, v_new), *where, (pages, starts), options)
+            pools, given = self._memory.write(self._pools(layer), (k_new, v_new), *where, (pages, starts), options)
         except Exception:
             for sequence in rows if layer == 0 else []:
                 self.rewind(sequence, int(self._starts[sequence]))
             raise
+        self._keep(layer, pools)
         return given
+
+    # ---- pools -------------------------------------------------------------------------------------------------------
+    def _pools(self, layer: int) -> Pools:
+        """All of a layer's: K, V, and descales."""
+        return *self.layers[layer], *self.descales[layer].values()
+
+    def _keep(self, layer: int, pools: Pools) -> None:
+        """These from now on."""
+        k, v, *descales = pools
+        self.layers[layer], self.descales[layer] = (k, v), dict(zip(DESCALES, descales))
 
     # ---- pages -------------------------------------------------------------------------------------------------------
     def _pages_of(self, tokens: int) -> int:
@@ -248,7 +272,8 @@ class PagedCache:
     def _own(self, sequence: int, which: int) -> None:
         """A copy, in all layers, of a page that others share."""
         page, new = self._held[sequence][which], self._taken()
-        self.layers = [(self._memory.copy(k, page, new), self._memory.copy(v, page, new)) for k, v in self.layers]
+        for layer in range(len(self.layers)):
+            self._keep(layer, tuple(self._memory.copy(pool, page, new) for pool in self._pools(layer)))
         self._left(page)
         self._held[sequence][which] = self._table[sequence, which] = new
 

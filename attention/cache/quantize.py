@@ -14,38 +14,59 @@ from ..options import flag
 from . import narrowing
 from .narrowing import Config
 
-QUANTIZE = Schema(
-    "quantize",
-    """
+OF_HEADS = """
     x        BSGD  tile
     descale  BG    float32  optional
     out      BSGD  fp8      made
     found    BG    float32  made  settled
     mean     BGD   float32  made  centred
-    """,
+"""
+QUANTIZE = Schema("quantize", OF_HEADS)
+OF_BLOCKS = OF_HEADS.replace("found    BG ", "found    BxG")
+QUANTIZE_BLOCKS = Schema(
+    "quantize_blocks", OF_BLOCKS, x=lambda extents: (extents["S"] + narrowing.BLOCK - 1) // narrowing.BLOCK
 )
 DTYPES = {"bfloat16": bf16, "float16": fp16}
 
 
 def quantize(
-    x: Any, *, descale: Any = None, centred: bool = False, layout: str = "bshd", out: Any = None, stream: Any = None
+    x: Any,
+    *,
+    block: int | None = None,
+    descale: Any = None,
+    centred: bool = False,
+    layout: str = "bshd",
+    out: Any = None,
+    stream: Any = None,
 ) -> Any:
-    """x in float8_e4m3fn, divided by a number of each sequence and head: what attention.forward takes.
+    """x in float8_e4m3fn, divided by a number of each sequence and head, or of each block of rows, too: what attention.forward
+    takes.
 
-        out[b, s, h] = (x[b, s, h] - mean[b, h]) / descale[b, h]
+        out[b, s, h] = (x[b, s, h] - mean[b, h]) / descale[b, h]         or with a block  descale[b, s // block, h]
 
     x: (B, S, H, D) or with layout="bhsd" (B, H, S, D), bfloat16 or float16, D a multiple of 8 up to 256. descale: (B, H),
     float32, positive; by default made, so that the greatest element of a head becomes 448. What is beyond that becomes it.
+    block: 128, or None: rows that have a descale of their own, (B, blocks, H), or with layout="bhsd" (B, H, blocks); always
+    made. What is large in some blocks then leaves the others' small numbers what e4m3 has of them, 2^-9 to 448.
     centred: the mean of each head's rows is subtracted first. Of keys nobody misses it: all scores of a query change by one
-    number, so its weights are the same (and lse is not); and what is left of keys that have much in common is rounded finer
-    (SageAttention, Zhang et al. 2024). Of values it is missed: add it to the output, where every query sees a key.
+    number, scale q_i . mean, so its weights are the same, and lse is less by that number: add it where you need lse. What is
+    left of keys that have much in common is rounded finer (SageAttention, Zhang et al. 2024). Of values the mean is missed: add
+    it to the output, where every query sees a key.
 
     Returns (out, descale), or (out, descale, mean) with centred=True, mean (B, H, D) in float32; without the descale that you
     gave. out: written in place of a new array. Sums are float32's, in an order of their own: always the same bits.
 
     Of new rows of a cache, whose descales stand, attention.append does this on the way. Arrays, `stream` and errors are those
     of attention.forward; a GPU of compute capability 8.9 or later."""
-    return _quantize(stream, (x, descale, out, None, None), (flag("centred", centred), descale is None), layout)
+    if block is None:
+        return _quantize(stream, (x, descale, out, None, None), (flag("centred", centred), descale is None), layout)
+    if isinstance(block, bool) or block != narrowing.BLOCK:
+        raise ValueError(
+            f"block: must be {narrowing.BLOCK}, the rows that attention.forward takes a descale for, or None: {block=}"
+        )
+    if descale is not None:
+        raise ValueError(f"descale: is made of each block, and must be None: {block=}")
+    return _quantize_blocks(stream, (x, None, out, None, None), (flag("centred", centred), True), layout)
 
 
 @program(QUANTIZE)
@@ -67,11 +88,12 @@ def _quantize(problem: Problem, centred: bool, settled: bool) -> Plan:
 
     def launch(kernel: str, warps: int, of=of, **arguments: Any) -> None:
         config = Config(kernel, of, centred and kernel != "parts")
-        blocks = -(-warps // narrowing.WARPS), 1 if kernel == "settle" else across, 1
+        blocks = -(-warps // narrowing.WARPS), 1 if kernel in ("settle", "blocks") else across, 1
         steps.append(kernel_for(narrowing, config, problem.device).bind(blocks, heads=heads, **arguments))
 
     mean, descale = problem["mean"] if centred else None, problem["found" if settled else "descale"]
-    if settled or centred:
+    by_block = problem.schema is QUANTIZE_BLOCKS
+    if centred or (settled and not by_block):
         scratch.append(((pairs, count, 3, across * narrowing.COLUMNS), "float32"))
         parts = problem.scratch(0, *scratch[0])
         launch("parts", pairs * count, gX=problem["x"], gParts=parts, count=count, each=each, pairs=pairs)
@@ -81,10 +103,15 @@ def _quantize(problem: Problem, centred: bool, settled: bool) -> Plan:
             bf16,
             gParts=parts,
             gMean=mean,
-            gDescale=problem["found"] if settled else None,
+            gDescale=descale if settled and not by_block else None,
             count=count,
             rows=rows,
             pairs=pairs,
         )
-    launch("narrow", pairs * tiles, gX=problem["x"], gOut=problem["out"], gMean=mean, gDescale=descale, count=tiles)
+    blocks = -(-rows // narrowing.BLOCK)
+    kernel, each = ("blocks", blocks) if by_block else ("narrow", tiles)
+    launch(kernel, pairs * each, gX=problem["x"], gOut=problem["out"], gMean=mean, gDescale=descale, count=each)
     return Plan(steps, scratch)
+
+
+_quantize_blocks = program(QUANTIZE_BLOCKS)(_quantize.planner)

@@ -18,8 +18,8 @@ from numba import cuda
 from numba.cuda import types
 from numpy import int32
 
-from ops import divmod, full, load, maximum, product, store
-from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, rt
+from ops import divmod, full, load, store
+from tiles import bf16, dtype, fp8e4m3, fp16, inlined
 from tiles.arguments import ENDS, INT, array, record
 from tiles.arrays import Operand
 from tiles.compiler import capability
@@ -28,22 +28,23 @@ from tiles.layout import LANES
 from tiles.program import Step
 
 from .normed import AS_THEY_ARE, AsTheyAre, Layer, Rms
+from .scales import COLUMNS, HEADS, Found, Given, New, Unscaled, X, first_of, pairs_of, second_of
 
-WARPS, HEADS, COLUMNS = 4, 16, 32  # of a thread block, one a token; of a tile
+WARPS = 4  # of a thread block, one a token
 TABLE = types.Array(types.int32, 2, "A")  # a parameter that is one
 FP8 = 8, 9  # since GPUs of this compute capability
 DTYPES = {x.np.name: x for x in (bf16, fp16, fp8e4m3)}
-NAN, LEAST = float("nan"), 2.0**-120  # LEAST: of scales, for heads that are not there have 0
+NAN = float("nan")
 
 
 @dataclass(frozen=True)
 class Config:
-    """What new rows hold, what the cache does, whether there is a scale for each head of it, and what becomes of keys and of
-    queries before they are rotated."""
+    """What new rows hold, what the cache does, what they are divided by, and what becomes of keys and of queries before they
+    are rotated."""
 
     new: dtype
     cache: dtype
-    scaled: bool = False
+    scales: type[Unscaled] = Unscaled
     keys: AsTheyAre = AS_THEY_ARE
     queries: AsTheyAre = AS_THEY_ARE
     threads = LANES * WARPS
@@ -54,7 +55,7 @@ class Config:
         return record(**self.keys.given | self.queries.given)
 
     def __str__(self):
-        return f"{self.new} to {self.cache}" + ", scaled" * self.scaled + f"{self.keys}{self.queries}"
+        return f"{self.new} to {self.cache}{self.scales(self.cache)}{self.keys}{self.queries}"
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -62,40 +63,29 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     for of in (bf16, fp16) if everything else (bf16,):
         yield Config(of, of)
         if capability(arch)[:2] >= FP8:
-            yield from (Config(of, fp8e4m3, scaled) for scaled in (True, False) if scaled or everything)
+            yield from (Config(of, fp8e4m3, scales) for scales in (Given, Found, Unscaled)[: 3 if everything else 2])
         if everything:
-            yield from (Config(of, of, False, norm(False), norm(True)) for norm in (Rms, Layer))
+            yield from (Config(of, of, Unscaled, norm(False), norm(True)) for norm in (Rms, Layer))
 
 
-def _moving(to: dtype, scaled: bool, norm: AsTheyAre):
-    """How rows become `to`: (copied, rotated), both (source, (batch, token), target, (page, slot), head, ...). of_rows: what
-    they are normalised by."""
-    X = rt(HEADS, COLUMNS, fp32)
-
-    @inlined
-    def held(x, scale):
-        """As the target holds it."""
-        if scaled:
-            return to(x / scale)
-        else:
-            return to(x)
+def _moving(scales: Unscaled, norm: AsTheyAre):
+    """How rows become what the target holds: (copied, rotated), both (source, (batch, token), target, (page, slot), ...).
+    of_rows: what they are normalised by."""
 
     @inlined
     def copied(gX, at, gY, there, head, first, scale, of_rows, given):
         """y = x, in the columns from `first` on."""
         for col in range(first + X.cols * cuda.blockIdx.z, gX.shape[3], X.cols * cuda.gridDim.z):
             x = norm.columns(load(gX, X, (at[0], at[1], head, col)), X, of_rows, head, col, given)
-            store(gY, held(x, scale), (there[0], there[1], head, col))
+            store(gY, scales.held(x, scale), (there[0], there[1], head, col))
 
     @inlined
     def rotated(gX, at, gY, there, head, gCos, gSin, position, scale, of_rows, given):
         """Pairs of columns, rotated by the angle of a position."""
         for col in range(X.cols * cuda.blockIdx.z, gX.shape[4], X.cols * cuda.gridDim.z):
-            cos, sin = load(gCos, X.row_vec, (position, col)), load(gSin, X.row_vec, (position, col))
-            x = norm.half(load(gX, X, (at[0], at[1], head, 0, col), 2, 4), X, of_rows, head, 0, col, given)
-            y = norm.half(load(gX, X, (at[0], at[1], head, 1, col), 2, 4), X, of_rows, head, 1, col, given)
-            store(gY, held(product(x, cos) - product(y, sin), scale), (there[0], there[1], head, 0, col), 2, 4)
-            store(gY, held(product(y, cos) + product(x, sin), scale), (there[0], there[1], head, 1, col), 2, 4)
+            x, y, cos, sin = pairs_of(gX, at, head, col, gCos, gSin, position, norm, of_rows, given)
+            store(gY, scales.held(first_of(x, y, cos, sin), scale), (there[0], there[1], head, 0, col), 2, 4)
+            store(gY, scales.held(second_of(x, y, cos, sin), scale), (there[0], there[1], head, 1, col), 2, 4)
 
     return copied, rotated
 
@@ -103,11 +93,11 @@ def _moving(to: dtype, scaled: bool, norm: AsTheyAre):
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, CACHE, SCALED, X = config.new, config.cache, config.scaled, rt(HEADS, COLUMNS, fp32)
-    keys, queries, NORMED, GIVEN = config.keys, config.queries, config.keys.changes, config.given
-    copied, _ = _moving(CACHE, SCALED, AS_THEY_ARE)
-    copied_key, rotated = _moving(CACHE, SCALED, keys)
-    copied_query, rotated_query = _moving(INPUT, False, queries)
+    INPUT, CACHE, scales = config.new, config.cache, config.scales(config.cache)
+    SCALE, keys, queries, NORMED, GIVEN = scales.array, config.keys, config.queries, config.keys.changes, config.given
+    copied, _ = _moving(scales, AS_THEY_ARE)
+    copied_key, rotated = _moving(scales, keys)
+    copied_query, rotated_query = _moving(Unscaled(INPUT), queries)
 
     @inlined
     def sequence_of(gEnds, token):
@@ -132,18 +122,10 @@ def make(config: Config):
         else:
             return int32(-1)
 
-    @inlined
-    def scale_of(gScale, sequence, head):
-        """What these heads are divided by."""
-        if SCALED:
-            return maximum(load(gScale, X.col_vec, (sequence, head)), LEAST)
-        else:
-            return 1.0
-
     @cuda.jit(launch_bounds=(config.threads, 1))
     def append(
         gKNew: array(4, INPUT), gKNewPairs: array(5, INPUT), gVNew: array(4, INPUT),
-        gK: array(4, CACHE), gKPairs: array(5, CACHE), gV: array(4, CACHE), gKScale: array(2), gVScale: array(2),
+        gK: array(4, CACHE), gKPairs: array(5, CACHE), gV: array(4, CACHE), gKScale: SCALE, gVScale: SCALE,
         gQ: array(4, INPUT), gQPairs: array(5, INPUT), gOut: array(4, INPUT), gOutPairs: array(5, INPUT),
         gLengths: ENDS, gPages: TABLE, gEnds: ENDS, gCos: array(2), gSin: array(2), gPositions: ENDS,
         rows: INT, tokens: INT, page_size: INT, key_parts: INT, fixed: INT, given: GIVEN,
@@ -162,14 +144,14 @@ def make(config: Config):
             of_query = part >= 2 * key_parts
             position = start + n * (1 - fixed * of_query)
             known = gCos.shape[0] == 0 or (position >= 0 and position < gCos.shape[0])
-            turned = 2 * gCos.shape[1]
+            columns = 2 * gCos.shape[1]
             if of_query:
                 head, at = int32(HEADS * (part - 2 * key_parts)), (batch, token)
                 if token < gQ.shape[1]:
                     if known:
                         of_rows = queries.of_rows(gQ, X, (batch, token, head), given)
                         rotated_query(gQPairs, at, gOutPairs, at, head, gCos, gSin, position, 1.0, of_rows, given)
-                        copied_query(gQ, at, gOut, at, head, turned, 1.0, of_rows, given)
+                        copied_query(gQ, at, gOut, at, head, columns, 1.0, of_rows, given)
                     else:
                         for col in range(X.cols * cuda.blockIdx.z, gQ.shape[3], X.cols * cuda.gridDim.z):
                             store(gOut, full(X, NAN), (batch, token, head, col))
@@ -179,15 +161,16 @@ def make(config: Config):
                 if page >= 0:
                     at, there, of_key = (batch, token), (page, slot), part < key_parts
                     head = int32(HEADS * (part if of_key else part - key_parts))
-                    scale = scale_of(gKScale if of_key else gVScale, sequence, head)
+                    new = New(gKNew, gKNewPairs, gVNew, at, gCos, gSin, position, given)
+                    scale = scales.of(gKScale if of_key else gVScale, sequence, there, head, of_key, new, keys)
                     if of_key:
                         of_rows = keys.of_rows(gKNew, X, (batch, token, head), given)
                         rotated(gKNewPairs, at, gKPairs, there, head, gCos, gSin, position, scale, of_rows, given)
                         if NORMED:
-                            copied_key(gKNew, at, gK, there, head, turned, scale, of_rows, given)
+                            copied_key(gKNew, at, gK, there, head, columns, scale, of_rows, given)
                     if not (NORMED and of_key):
                         gX, gY = (gKNew, gK) if of_key else (gVNew, gV)
-                        copied(gX, at, gY, there, head, turned if of_key else 0, scale, None, given)
+                        copied(gX, at, gY, there, head, columns if of_key else 0, scale, None, given)
 
     return append, None
 
@@ -235,14 +218,16 @@ def launch(
         arrays |= {"gQ": q, "gOut": out}
         arrays |= {"gQPairs": _pairs(q, pairs, interleaved), "gOutPairs": _pairs(out, pairs, interleaved)}
         tokens, parts = max(tokens, q.shape[1]), parts + -(-q.shape[2] // HEADS)
-    scaled = scales != (None, None)
-    if scaled:
+    kind = Unscaled
+    if scales != (None, None):
         arrays |= {"gKScale": _of_heads(scales[0], lengths), "gVScale": _of_heads(scales[1], lengths)}
+        kind = Found if scales[0] and len(scales[0].shape) == 3 else Given
     of_norms, normed = _normed((norms[0], norms[1] if queries else None), pairs, interleaved, norm_eps)
-    config = Config(DTYPES[k_new.form.dtype], DTYPES[k.form.dtype], scaled, *of_norms)
+    config = Config(DTYPES[k_new.form.dtype], DTYPES[k.form.dtype], kind, *of_norms)
     rows, columns = batch * tokens, max(k.shape[3], v.shape[3])
+    across = 1 if kind(config.cache).whole else -(-columns // COLUMNS)
     return kernel_for(sys.modules[__name__], config, device).bind(
-        (-(-rows // WARPS), parts, -(-columns // COLUMNS)),
+        (-(-rows // WARPS), parts, across),
         rows=rows,
         tokens=tokens,
         page_size=k.shape[1],
@@ -272,7 +257,7 @@ def turned(
     arrays = {"gQ": q, "gOut": out, "gLengths": lengths, "gEnds": ends, "gCos": cos, "gSin": sin, "gPositions": positions}
     arrays |= {"gQPairs": _pairs(q, pairs, interleaved), "gOutPairs": _pairs(out, pairs, interleaved)}
     of_norms, normed = _normed((None, norm), pairs, interleaved, norm_eps)
-    config, rows = Config(DTYPES[q.form.dtype], DTYPES[q.form.dtype], False, *of_norms), batch * tokens
+    config, rows = Config(DTYPES[q.form.dtype], DTYPES[q.form.dtype], Unscaled, *of_norms), batch * tokens
     numbers = {"rows": rows, "tokens": tokens, "page_size": 1, "key_parts": 0, "fixed": int(not causal)}
     grid = -(-rows // WARPS), -(-heads // HEADS), -(-columns // COLUMNS)
     return kernel_for(sys.modules[__name__], config, device).bind(grid, **numbers, **arrays, **normed)
@@ -307,5 +292,5 @@ def _pairs(x: Operand, pairs: int, interleaved: bool) -> Operand | None:
 
 
 def _of_heads(scale: Operand | None, lengths: Operand) -> Operand | None:
-    """A scale of each sequence and head."""
+    """A scale of each sequence and head; those of tokens as they are."""
     return scale.spread(0, lengths.shape[0]) if scale and len(scale.shape) == 1 else scale

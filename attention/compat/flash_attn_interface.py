@@ -13,6 +13,7 @@ return_attn_probs=True gives (out, lse). Further,
 | q (total_q, H, D), cu_seqlens_q                 | decode's q (1, total_q, H, D), cu_seqlens              |
 | k (total_k_new, Hk, D), cu_seqlens_k_new        | decode's k_new (1, total_k_new, Hk, D), cu_seqlens_new |
 | scheduler_metadata                              | not needed                                             |
+| q_descale (but of caches), k_descale, v_descale | the same, of float8_e4m3fn                             |
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """out, or with return_attn_probs=True (out, lse). q, out: (B, Sq, H, D); k, v: (B, Sk, Hk, D)."""
-    _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
-    return attend(q, k, v, return_attn_probs, **scores(softmax_scale, causal, window_size, softcap, None, deterministic))
+    _refuse(qv, attention_chunk)
+    options = scores(softmax_scale, causal, window_size, softcap, None, deterministic)
+    options |= asked(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    return attend(q, k, v, return_attn_probs, **options)
 
 
 def flash_attn_qkvpacked_func(
@@ -63,13 +66,15 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn_func of qkv (B, S, 3, H, D), or with num_heads_q of qkv (B, S, Hq + 2 Hk, D)."""
-    _refuse(None, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse(None, attention_chunk)
     if num_heads_q is None:
         q, k, v = (qkv[:, :, part] for part in range(3))
     else:
         keys_end = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:keys_end], qkv[:, :, keys_end:]
-    return attend(q, k, v, return_attn_probs, **scores(softmax_scale, causal, window_size, softcap, None, deterministic))
+    options = scores(softmax_scale, causal, window_size, softcap, None, deterministic)
+    options |= asked(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    return attend(q, k, v, return_attn_probs, **options)
 
 
 def flash_attn_varlen_func(
@@ -99,8 +104,9 @@ def flash_attn_varlen_func(
 ) -> Any:
     """flash_attn_func of packed sequences. q, out: (total_q, H, D); k, v: (total_k, Hk, D); lse: (H, total_q)."""
     refuse("seqused_q", seqused_q is not None, "all queries of cu_seqlens_q are answered: leave the unused ones out of q")
-    _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse(qv, attention_chunk)
     options = scores(softmax_scale, causal, window_size, softcap, None, deterministic) | asked(lengths_k=seqused_k)
+    options |= asked(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return attend_packed(q, k, v, return_attn_probs, cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
 
 
@@ -138,11 +144,12 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """out, or with return_softmax_lse=True (out, lse); k and v are written into the caches: see flash_attn.py. With
     cu_seqlens_q q, out: (total_q, H, D), lse: (H, total_q)."""
-    _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse(qv, attention_chunk)
+    refuse("q_descale", q_descale is not None, "queries over caches are of bfloat16 or float16: multiply it in")
     alike = "pass q and k both as (B, S, H, D), or both one behind the other, with cu_seqlens_q and cu_seqlens_k_new"
     refuse("cu_seqlens_k_new", cu_seqlens_k_new is not None and cu_seqlens_q is None, alike)
     refuse("cu_seqlens_q", cu_seqlens_q is not None and k is not None and cu_seqlens_k_new is None, alike)
-    options = scores(softmax_scale, causal, window_size, softcap)
+    options = scores(softmax_scale, causal, window_size, softcap) | asked(k_descale=k_descale, v_descale=v_descale)
     options |= asked(pages=page_table, batch_index=cache_batch_idx, leftpad=cache_leftpad, splits=num_splits or None)
     rotary, new = (rotary_cos, rotary_sin, rotary_interleaved), (k, v)
     if cu_seqlens_q is not None:
@@ -155,10 +162,8 @@ def flash_attn_with_kvcache(
     return (found[0][0], found[1][0]) if return_softmax_lse else found[0]
 
 
-def _refuse(qv, q_descale, k_descale, v_descale, attention_chunk):
+def _refuse(qv, attention_chunk):
     advice = "concatenate it to q, and v to k, where their columns are 256 at most together"
     refuse("qv", qv is not None, f"{advice}; attention.mla_decode serves caches of latents, v and k side by side")
-    for name, descale in ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale):
-        refuse(name, descale is not None, "there are no fp8 tiles yet: multiply it in, in bfloat16 or float16")
     advice = "call attention.forward(.., mask=lambda b, h, i, j: i // chunk == j // chunk)"
     refuse("attention_chunk", bool(attention_chunk), advice)

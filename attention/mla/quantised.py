@@ -25,7 +25,6 @@ from ..softmax.decode.splits import Parted
 from ..softmax.online import LOWEST, TINY, Softmax
 from ..softmax.variants import At
 from .ampere import asked_for
-from .descales import descales_of
 from .shape import LATENT, ROTARY
 
 SINCE, PIECES = (8, 9), EVERY[:-1]  # compute capability; bytes that cp.async brings at once
@@ -95,7 +94,7 @@ def make(config: Config):
     AHEAD, NEWER = STAGES - 1, 2 * STAGES - 3  # tiles under way; groups of copies that are younger than one waited for
     S, O, X = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32), rt(KEYS, COLUMNS, fp16)
     Q, PANEL = rt(BAND, ROTARY, fp32), ROTARY
-    reach, cache, result, softmax, descales = config.reach, config.cache, config.result, Softmax(O), descales_of(config.cache)
+    reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
     split, EARLY, IS_WHOLE = Parted(reach, KV), config.early, type(config.result) is Whole
     smem = shared(
         q=st(BAND, LATENT, fp16),
@@ -150,12 +149,12 @@ def make(config: Config):
             cache.fill(latent, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
             cache.fill(rotary, i, gRotary, here, sequence, int32(first + KV * i), 0, end, n, given)
             here = cache.look(latent, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
-        later_d = descales.of(S.row_vec, gDescale, sequence, own, end, given)
+        later_d = cache.numbers(S.row_vec, gDescale, (), sequence, own, end, given)
         bring(q, q_rotary, gQ, spot, warp)
         at, seen = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0), softmax.begin(LOWEST)
         for i in range(n):
             key, later, d = int32(own + KV * i), int32(first + KV * (i + AHEAD)), later_d
-            later_d = descales.of(S.row_vec, gDescale, sequence, int32(key + KV), end, given)
+            later_d = cache.numbers(S.row_vec, gDescale, (), sequence, int32(key + KV), end, given)
             block.sync()  # all have read the last tile's values
             s, raw = zeros(S), latent.own(i, NEWER)
             for part in range(PARTS):

@@ -8,8 +8,9 @@ For query i and key j of a head (K and V heads shared by heads_q // heads_kv que
     out[i]  = sum_j exp(s[i, j] - lse[i]) * v[j]        0 for a row without keys
 
 With dropout a term of out, not of lse, is multiplied by 1 / (1 - dropout) or by 0. q, k and v are multiplied by q_descale,
-k_descale and v_descale first: numbers, or one of each head of keys, or sequence and head. Rows and columns are those of a
-sequence: packed ones (cu_seqlens) count from their own start, b being the sequence's number; lengths_k ends the keys.
+k_descale and v_descale first: numbers, or one of each head of keys, or sequence and head; or (B, blocks, H), of each block of
+128 rows and each head that the array itself has. Rows and columns are those of a sequence: packed ones (cu_seqlens) count from
+their own start, b being the sequence's number; lengths_k ends the keys.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..dropout import dropout_mask
 from .scores import Variant
 
 ROWS = 1024  # rows of scores that are held at once
+BLOCK = 128  # rows that share a descale where there are several of a head
 
 
 def forward(q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -101,7 +103,8 @@ def _forward(
         for h, start in np.ndindex(heads_q, -(-count // ROWS)):
             i, j = np.arange(count)[start * ROWS : start * ROWS + ROWS, None], np.arange(keys.stop - keys.start)[None]
             rows, kv_head = first + i[:, 0], h * k.shape[2] // heads_q
-            q_unit, k_unit, v_unit = (real(_of_head(x, b, kv_head)) for x in (q_descale, k_descale, v_descale))
+            q_unit = _of_rows(q_descale, b, kv_head, h, i, layout).astype(real)
+            k_unit, v_unit = (_of_rows(x, b, kv_head, kv_head, j, layout).astype(real) for x in (k_descale, v_descale))
             x = q[place, rows, h] @ k[place, keys, kv_head].T * (scale * q_unit * k_unit)
             s = variant.scores(x, b, h, i, j, j.size - count)
             top = s.max(axis=1, keepdims=True, initial=sink[h])
@@ -114,13 +117,18 @@ def _forward(
             p = (p * lift).astype(rounded).astype(real) / lift / total if lift else (p / total).astype(rounded).astype(real)
             if kept is not None:
                 p = np.where(kept(b, h, i, j), p / real(1 - dropout), 0)
-            out[place, rows, h] = (p @ v[place, keys, kv_head] * v_unit).astype(held)
+            values = v[place, keys, kv_head]
+            found = p @ values * v_unit if np.ndim(v_unit) == 0 else p @ (values * v_unit.T)
+            out[place, rows, h] = found.astype(held)
     return out.transpose(axes), lse
 
 
-def _of_head(descale, b, kv_head):
-    """What a sequence's head of keys is multiplied by."""
-    return descale if np.ndim(descale) == 0 else host(descale)[(b, kv_head)[2 - np.ndim(descale) :]]
+def _of_rows(descale, b, kv_head, head, rows, layout):
+    """What these rows of a sequence are multiplied by: of its head of keys, or of each of their blocks and its own head."""
+    if np.ndim(descale) == 3:
+        of_blocks = host(descale)[b] if layout == "bshd" else host(descale)[b].T
+        return of_blocks[rows // BLOCK, head]
+    return np.asarray(descale if np.ndim(descale) == 0 else host(descale)[(b, kv_head)[2 - np.ndim(descale) :]])
 
 
 def kept_of(dropout: float, seed: Any, keep: Any) -> Callable[..., np.ndarray] | None:

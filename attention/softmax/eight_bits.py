@@ -10,7 +10,7 @@ the units that their arrays were divided by, one for each sequence and head of k
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from numba import cuda
@@ -26,18 +26,20 @@ from .online import Softmax
 from .output import Stored
 from .seen import CAUSAL, FULL
 from .sequences import Batched
+from .units import OfBlocks, OfHeads
 from .variants import At, Variant
 
 LIFT, SLACK = 8.0, 0.75  # powers of 2: what a maximum's weight is, and may still grow by; e4m3 ends at 448, 2^8.8
-LEAST = 2.0**-100  # of the unit of scores
 HALF = 128  # columns of a product
+HEADS = OfHeads()
 
 
 @dataclass(frozen=True)
 class Config(Kind):
-    """A kernel's shape: consumers of 64 query rows each. Rings of keys and values have `stages`."""
+    """A kernel's shape: consumers of 64 query rows each. Rings of keys and values have `stages`. units: see units.py."""
 
     consumers: int
+    units: OfHeads = field(default=HEADS, kw_only=True)
     stages = 2
     persistent = False
 
@@ -51,6 +53,9 @@ class Config(Kind):
         """Threads of a block: the consumers and one producer warpgroup."""
         return warpgroup.THREADS * (self.consumers + 1)
 
+    def __str__(self):
+        return f"{super().__str__()}{self.units}"
+
     @property
     def turned(self):
         """A tile of V, transposed."""
@@ -62,12 +67,19 @@ VARIED: dict[int, Any] = {64: (128, 3), 128: (192, 2), 256: (64, 2)}  # the same
 SCORED: dict[int, Any] = {64: (96, 3), 128: (128, 2), 256: (64, 2)}  # the same where functions are asked of scores
 
 
-def config_for(head_dim: int, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
+BLOCKED: dict[int, Any] = {64: (128, 3), 128: (128, 2)}  # the same of blocks that have units of their own
+BLOCKED_VARIED: dict[int, Any] = {64: (64, 3), 128: (128, 2)}
+
+
+def config_for(head_dim: int, variant: Variant, value_dim: int | None = None, units: OfHeads = HEADS, **kind: Any) -> Config:
     """The configuration that serves a problem. kind: what else a Kind says."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
     plain = variant.plain and kind.get("lie", Batched) is Batched
-    shapes = SCORED if variant.scored or not variant.computed else SHAPES if plain else VARIED
-    return Config(padded, padded, fp8e4m3, variant, *shapes[padded], **kind)
+    if units.by_block:
+        shapes = BLOCKED if plain else BLOCKED_VARIED
+    else:
+        shapes = SCORED if variant.scored or not variant.computed else SHAPES if plain else VARIED
+    return Config(padded, padded, fp8e4m3, variant, *shapes[padded], units=units, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -75,11 +87,23 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     if arch == "sm_90a":
         for head_dim, variant in itertools.product(SHAPES, (FULL, CAUSAL)):
             yield config_for(head_dim, variant)
+        for head_dim, values in itertools.product(BLOCKED, (True, False)):
+            yield config_for(head_dim, CAUSAL, units=OfBlocks(values))
+
+
+class Units(NamedTuple):
+    """The arrays that say what numbers are multiplied by, and whose of them are a tile's."""
+
+    q: Any
+    k: Any
+    v: Any
+    batch: Any
+    kv_head: Any
 
 
 class Tile(NamedTuple):
     """What a consumer knows of its rows: the queries, the Blocks of keys, where they stand, how exp2 scales scores, their unit,
-    and in units of scores how much weights are lifted and how far a maximum may lag."""
+    in units of scores how much weights are lifted and how far a maximum may lag, and where units are told."""
 
     queries: Any
     every: Any
@@ -88,6 +112,7 @@ class Tile(NamedTuple):
     unit: Any
     lift: Any
     slack: Any
+    told: Any
 
 
 @functools.cache
@@ -96,7 +121,8 @@ def make(config: Config):
     ROWS, EACH = config.rows, warpgroup.ROWS  # rows of a tile of queries, of a consumer
     CONSUMERS, GIVEN, AUX = config.consumers, config.given, config.aux
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
-    MEASURES = variant.measures
+    MEASURES, units = variant.measures, config.units
+    BY_BLOCK, (Q_UNIT, K_UNIT, V_UNIT) = units.by_block, units.arrays
     output, turn = Stored(config.lie.apart), warpgroup.ping_pong(CONSUMERS)
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
     O, WHOLE = rt(16, config.value_dim, fp32), config.value_dim <= HALF
@@ -110,14 +136,6 @@ def make(config: Config):
     softmax, OUTPUT = Softmax(O), output.declared(config.value_dim, bf16)
 
     @inlined
-    def unit_of(gUnit, batch, head):
-        """What a sequence's head was divided by, if it was."""
-        if gUnit.shape[0] > 0:
-            return float32(gUnit[batch, head])
-        else:
-            return float32(1.0)
-
-    @inlined
     def turn_over(j, v, turned, keys):
         """The producer: V's tile j for the consumers. keys: how many of the first tile's are the sequence's."""
         tile = v.wait(j)
@@ -128,10 +146,10 @@ def make(config: Config):
         v.release(j)
 
     @inlined
-    def scored(s, key, of):
+    def scored(s, key, unit, of):
         """What the variant makes of scores, in their unit if it wants to know."""
         if MEASURES:
-            return variant.score(s * of.unit, of.at, key)
+            return variant.score(s * unit, of.at, key)
         else:
             return variant.score(s, of.at, key)
 
@@ -144,21 +162,23 @@ def make(config: Config):
             return -lift
 
     @inlined
-    def weighed(s, key, seen, of):
-        """What has been seen with a block of scores, but for their sum, and their weights, 2^LIFT at the maximum."""
+    def weighed(s, key, seen, unit, of):
+        """What has been seen with a block of scores, but for their sum, and their weights, 2^LIFT at the maximum. Scores that
+        the variant has measured have no unit any more."""
         below = variant.below(s, of.at, key)
-        seen = seen.moved(s, below, of.scale, of.slack)
-        return seen, seen.weights(s, lifted(below, of.lift), of.scale)
+        unit = float32(1.0) if MEASURES else unit
+        return units.weighed(s, below, lifted(below, of.lift), seen, unit, of.scale, of.slack)
 
     @inlined
-    def gained(o, lag, p, values):
+    def gained(o, lag, p, values, unit):
         """O, which lags, and a block's product, each summed by itself."""
         if WHOLE:
-            return warpgroup.wait(warpgroup.mm_ABt(p, values)) + o * lag
+            return units.summed(warpgroup.wait(warpgroup.mm_ABt(p, values)), o * lag, unit)
         else:  # one half of the columns after the other: there are not registers for more
-            left = warpgroup.wait(warpgroup.mm_ABt(p, subtile(values, HALF, 0))) + columns(o, HALF, 0) * lag
-            right = warpgroup.wait(warpgroup.mm_ABt(p, subtile(values, HALF, 1))) + columns(o, HALF, 1) * lag
-            return hstack(left, right)
+            left = warpgroup.wait(warpgroup.mm_ABt(p, subtile(values, HALF, 0)))
+            left = units.summed(left, columns(o, HALF, 0) * lag, unit)
+            right = warpgroup.wait(warpgroup.mm_ABt(p, subtile(values, HALF, 1)))
+            return hstack(left, units.summed(right, columns(o, HALF, 1) * lag, unit))
 
     def steps(cut):
         """A tile's key blocks; `cut` by the mask or not."""
@@ -167,15 +187,16 @@ def make(config: Config):
         def step(j, p, seen, k, turned, me, of):
             """O takes up block j - 1; then scores and softmax of block j, while another consumer has the tensor cores."""
             key = tiling.key(of.every, j, of.at)
+            unit, before = units.of_keys(of.told, key, of.unit), units.of_values(of.told, tiling.key(of.every, j - 1, of.at))
             turn.take(me)
-            seen = seen._replace(o=gained(seen.o, seen.lag, p, turned.wait(j - 1)))
+            seen = seen._replace(o=gained(seen.o, seen.lag, p, turned.wait(j - 1), before))
             s = warpgroup.mm_ABt(of.queries, k.wait(j))
             turn.give(me)
             turned.release(j - 1)
-            s = scored(warpgroup.wait(s), key, of)
+            s = scored(warpgroup.wait(s), key, unit, of)
             if cut:
                 s = tiling.mask(s, of.at, key)
-            seen, p = weighed(s, key, seen, of)
+            seen, p = weighed(s, key, seen, unit, of)
             k.release(j, after=seen.m)
             return zipped(p), seen.add(p)
 
@@ -187,10 +208,10 @@ def make(config: Config):
     def attend_fp8(
         gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gO: OUTPUT,
         gLse: array(3), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, scale: FLOAT,
-        gQUnit: array(2), gKUnit: array(2), gVUnit: array(2), qk_unit: FLOAT, v_unit: FLOAT,
+        gQUnit: Q_UNIT, gKUnit: K_UNIT, gVUnit: V_UNIT, qk_unit: FLOAT, v_unit: FLOAT,
     ):  # fmt: skip
         """As hopper.py's `attend`, of arrays that stand for themselves times a unit: the product of a number and of one of each
-        sequence and head of keys."""
+        sequence and head of keys, or of each block of rows, too."""
         q, k, v, turned = smem.open()
         me = warpgroup.id()
         block, pair = tiling.place(persistent_tile(0), blocks, pairs, band)
@@ -216,14 +237,17 @@ def make(config: Config):
                 stands = At(batch, head, mine, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
                 at = stands._replace(kept=variant.keep(stands))
                 every = tiling.key_blocks(row, at)
-                unit = max(unit_of(gQUnit, batch, kv_head) * unit_of(gKUnit, batch, kv_head) * qk_unit, float32(LEAST))
-                scale = scale if MEASURES else scale * unit
-                of = Tile(subtile(q.wait(0), EACH, me), every, at, scale, unit, float32(LIFT) / scale, float32(SLACK) / scale)
+                told = Units(gQUnit, gKUnit, gVUnit, int32(batch), int32(kv_head))
+                unit = units.of_queries(told, own.query + row + EACH * me, head, qk_unit)
+                scale = scale if MEASURES or BY_BLOCK else scale * unit
+                lift, slack = float32(LIFT) / scale, float32(SLACK) / scale
+                of = Tile(subtile(q.wait(0), EACH, me), every, at, scale, unit, lift, slack, told)
                 key = tiling.key(every, 0, at)
+                unit = units.of_keys(told, key, of.unit)
                 s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
                 k.release(0)
-                s = tiling.mask(scored(s, key, of), at, key)
-                seen, p = weighed(s, key, softmax.begin(variant.lowest(at)), of)
+                s = tiling.mask(scored(s, key, unit, of), at, key)
+                seen, p = weighed(s, key, softmax.begin(variant.lowest(at)), unit, of)
                 p, seen = zipped(p), seen.add(p)
                 cut = int32(max(1, every.cut))
                 for j in range(int32(1), cut):
@@ -231,9 +255,10 @@ def make(config: Config):
                 for j in range(cut, every.n):
                     p, seen = step(j, p, seen, k, turned, me, of)
                 q.release(0)
-                o = gained(seen.o, seen.lag, p, turned.wait(every.n - 1))
+                last = units.of_values(told, tiling.key(every, int32(every.n - 1), at))
+                o = gained(seen.o, seen.lag, p, turned.wait(every.n - 1), last)
                 turned.release(every.n - 1)
-                o = o * (unit_of(gVUnit, batch, kv_head) * v_unit)
+                o = o * units.of_output(told, v_unit)
                 o, lse = seen._replace(o=o, m=seen.m - of.lift).finish(scale, variant, at)
                 output.store(gO, o, of.queries, own, row + EACH * me, head)
                 output.store_sums(gLse, lse, own, row + EACH * me, head)

@@ -140,10 +140,12 @@ def forward(
 
     q, k and v of float8_e4m3fn (on Hopper, D and Dv multiples of 16): both products are made in fp8, the weights rounded to
     e4m3 on the way, 2^8 times what they are, and summed in float32. q_descale, k_descale, v_descale: what the arrays' numbers
-    are multiplied by, a number or float32 (Hkv) or (B, Hkv), N instead of B for packed sequences; positive; 1 by default. out
-    is bfloat16, or float16 if you give such an array. bias, q_norm, k_norm, dropout and gradients there are not. Where k and v
-    alone are float8_e4m3fn, on any GPU that knows it, small kernels make 16 bits of them first, rounded to q's dtype; all but
-    gradients is as without.
+    are multiplied by, a number or float32 (Hkv) or (B, Hkv), N instead of B for packed sequences; positive; 1 by default. Or
+    of each block of 128 rows, as attention.quantize makes them: (B, blocks, H) of q, (B, blocks, Hkv) of k and of v, with
+    layout="bhsd" the blocks last; for up to 128 columns, and a batch a sequence. out is bfloat16, or float16 if you give such
+    an array. bias, q_norm, k_norm, dropout and gradients there are not. Where k and v alone are float8_e4m3fn, on any GPU that
+    knows it, small kernels make 16 bits of them first, rounded to q's dtype, with descales of heads; all but gradients is as
+    without.
 
     deterministic: torch's gradients of this call are the same bits every time, as they are under
     torch.use_deterministic_algorithms: see backward. What forward itself gives always is.

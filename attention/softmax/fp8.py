@@ -8,7 +8,10 @@ from tiles.schema import Problem, Schema
 
 from ..options import number
 from .asked import OF_AUX, OF_BLOCKS
+from .units import BLOCK
 
+BLOCKED = 128  # columns of what has descales of blocks, at most
+DESCALES = "q_descale", "k_descale", "v_descale"
 OF_FP8 = Schema(
     "forward_fp8",
     f"""
@@ -20,9 +23,9 @@ OF_FP8 = Schema(
     cu_seqlens    E     ends     optional
     cu_seqlens_k  E     key_ends  optional
     lengths_k     N     key_lengths  optional
-    q_descale     G|NG  float32  optional
-    k_descale     G|NG  float32  optional
-    v_descale     G|NG  float32  optional
+    q_descale     G|NG|NxH  float32  optional
+    k_descale     G|NG|NyG  float32  optional
+    v_descale     G|NG|NyG  float32  optional
 {OF_BLOCKS}    lists         *     any      optional
     marks         *     any      optional
 {OF_AUX}    out           BSHV  half     in_place
@@ -62,6 +65,20 @@ def unit_of(name: str, descale: Any) -> tuple[float, Any]:
     if not found or not 2.0**-60 <= found <= 2.0**60:
         raise ValueError(f"{name}: must be positive, and far from float32's ends: {name}={descale!r}")
     return found, None
+
+
+def of_blocks(problem: Problem) -> list[str]:
+    """Those of the descales that are of blocks of rows. ValueError, NotImplementedError: of blocks that kernels do not take."""
+    found = [name for name in DESCALES if name in problem and len(problem.axes(name)) == 3]
+    for name in found:
+        of, rows, blocks = ("q", "S", "x") if name == "q_descale" else ("k", "T", "y")
+        if problem(blocks) != (-(-problem(rows)[0] // BLOCK),):
+            raise problem.error(name, f"must have a number for each block of {BLOCK} rows of {of}", name, of)
+    if found and ("cu_seqlens" in problem or "Z" in problem.extents):
+        raise NotImplementedError(f"{found[0]}: of blocks is not served with sequences that share a batch")
+    if found and max(problem("DV")) > BLOCKED:
+        raise NotImplementedError(f"{found[0]}: of blocks is served with up to {BLOCKED} columns: {problem('DV')}")
+    return found
 
 
 def check_output(problem: Problem) -> None:

@@ -17,11 +17,13 @@ from . import ampere, block_masks, eight_bits, hopper, norms
 from . import blocks as lists
 from .assembled import Assembled
 from .block_masks import Blocked
+from .fp8 import of_blocks
 from .norms import Layer, Rms
 from .online import SLACK
 from .ready import Listing, check, giving
 from .sequences import Batched, InUse, Packed, PackedInUse, Parts
 from .tiling import band_of
+from .units import BLOCK, OfBlocks, OfHeads
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float8_e4m3fn": fp8e4m3}
 LOG2_E = math.log2(math.e)
@@ -182,7 +184,8 @@ def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind:
     head_dim, value_dim = problem("DV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     if dtype is fp8e4m3:
-        return eight_bits.config_for(head_dim, made.variant, value_dim, **kind)
+        units = OfBlocks("v_descale" in blocked) if (blocked := of_blocks(problem)) else eight_bits.HEADS
+        return eight_bits.config_for(head_dim, made.variant, value_dim, units, **kind)
     if tma:
         return hopper.config_for(head_dim, dtype, made.variant, min(kv_len, made.reach), value_dim, **kind)
     room, piece = gpu.shared_bytes, problem.bytes_at_once()
@@ -214,7 +217,7 @@ def launch(problem: Problem, made: Assembled, config: Shape, most_keys: int, **t
     alike = config.persistent and made.reach < most_keys  # a window's tiles, but for a pair's first ones
     uneven = not alike and (variant.rising or (config.persistent and q_len % config.rows > 0))
     if isinstance(config, eight_bits.Config):
-        told |= {f"g{name.upper()}Unit": over(problem, f"{name}_descale", "NG") for name in "qkv"}
+        told |= {f"g{name.upper()}Unit": unit_of(problem, name, config.units) for name in "qkv"}
     else:
         told["slack"] = SLACK / (made.unit * LOG2_E)
     return kernel_for(KERNELS[type(config)], config, problem.device).bind(
@@ -227,6 +230,22 @@ def launch(problem: Problem, made: Assembled, config: Shape, most_keys: int, **t
         scale=made.unit * LOG2_E,
         **told,
     )
+
+
+def unit_of(problem: Problem, name: str, units: OfHeads) -> Operand | None:
+    """What kernels are told of the descale of q, k or v: see units.py."""
+    which = f"{name}_descale"
+    if which not in problem or not units.by_block or (name == "v" and len(problem.axes(which)) < 3):
+        return over(problem, which, "NG")
+    batch, rows, kv_heads, heads = problem("NSGH" if name == "q" else "NTGH")
+    each, group = len(problem.axes(which)) == 3, heads // kv_heads  # has each block its own?
+    operand: Any = problem[which] if each else over(problem, which, "NG")
+    first, block, head = operand.form.strides if each else (operand.form.strides[0], 0, operand.form.strides[1])
+    shape: tuple[int, ...] = (batch, -(-rows // BLOCK), kv_heads)
+    strides: tuple[int, ...] = (first, block, head)
+    if name == "q":  # one of each of its own heads, or of those that share one of keys
+        shape, strides = (*shape, group), (first, block, group * head, head) if each else (*strides, 0)
+    return operand._replace(form=operand.form._replace(shape=shape, strides=strides))
 
 
 def made_for(problem: Problem, config: Any, listing: Listing) -> str:

@@ -51,6 +51,14 @@ class Inputs:
         """Two pages a sequence."""
         return 6 - torch.arange(2 * self.batch, dtype=torch.int32, device=self.device).reshape(-1, 2)
 
+    def eights(self, *shape):
+        """K and V of a cache."""
+        return [self.tile(*shape, self.heads, HEAD).to(torch.float8_e4m3fn) for _ in "kv"]
+
+    def descales(self, *shape):
+        """Of each token and head of it."""
+        return {name: -self.rate(*shape, self.heads) for name in ("k_descale", "v_descale")}
+
     def angles(self):
         """cos and sin of 40 positions."""
         angles = torch.randn((40, HEAD // 2), device=self.device)
@@ -181,6 +189,21 @@ CALLS = {
         lambda x: (
             (x.tile(7, 4, x.heads, HEAD), x.tile(7, 4, x.heads, HEAD), *(y[:, :3] for y in x.qkv()[1:])),
             dict(lengths=x.lengths(), pages=x.pages(), rotary=x.angles(), q=x.qkv()[0][:, :3]),
+        ),
+    ),
+    "quantize, blocks, fp8": (attention.quantize, lambda x: ((x.qkv()[0],), dict(block=128, centred=True))),
+    "append, fp8": (
+        attention.append,
+        lambda x: (
+            (*x.eights(7, 4), *(y[:, :3] for y in x.qkv()[1:])),
+            dict(lengths=x.lengths(), pages=x.pages(), rotary=x.angles(), q=x.qkv()[0][:, :3], **x.descales(7, 4)),
+        ),
+    ),
+    "decode, append, fp8": (
+        attention.decode,
+        lambda x: (
+            (x.qkv()[0][:, :3], *x.eights(x.batch, TOKENS)),
+            dict(lengths=x.lengths(), k_new=x.qkv()[1][:, :3], v_new=x.qkv()[2][:, :3], **x.descales(x.batch, TOKENS)),
         ),
     ),
     "decode, append": (

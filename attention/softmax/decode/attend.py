@@ -42,7 +42,7 @@ from ..online import LOWEST, TINY, Softmax
 from ..variants import At, Variant, arrays_of
 from .caches import Dense, Indexed, Paged
 from .norms import AS_THEY_ARE, AsTheyAre, ByLayer, ByRms, LayerOfRows, RmsOfRows
-from .products import Narrow, Same
+from .products import Narrow, NarrowByKey, Same
 from .reach import Reach
 from .results import Either, Part, PartOfPacked, Spot, Whole
 from .splits import Parted, Shares
@@ -140,6 +140,8 @@ def config_for(
     band, (keys, warps, stages, resident) = (2 * BAND, high[dim]) if tall else (BAND, short[dim])
     if product.held.itemsize == 1:  # twice the warps, so that a stage has as many bytes, and there is twice the work for each
         warps, resident = 2 * warps, 1
+    if product.by_key and band > BAND and keys > BAND:  # there are not registers for the numbers of so many
+        keys, stages = keys // 2, 2 * stages
     shape = band, keys, warps, stages, resident
     return Config(padded, wide, product, variant, reach, cache, result, sums, split, early, *shape, lie, axes, keys_norm)
 
@@ -166,6 +168,11 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         config_for(dim, dim, of, plain, reach, cache(piece), result(of.wide, piece), plain, split, early, tall, room)
         for (of, piece), dim, (reach, cache, result, split), tall in itertools.product(forms, SHAPES, kinds, (False, True))
     ]
+    if arch not in ("sm_80", "sm_86"):  # keys that have numbers of their own
+        by_key, causal, piece = NarrowByKey(bf16, True), Reach(False, True, False), PIECES[0]
+        for dim, cache, tall in itertools.product(SHAPES if everything else (128,), (Dense, Paged), (False, True)):
+            lies, given = cache(piece), either(bf16, piece)
+            found.append(config_for(dim, dim, by_key, plain, causal, lies, given, plain, Shares, early, tall, room))
     if everything:  # queries one behind the other
         kind = (
             Same(bf16),
@@ -206,7 +213,7 @@ def make(config: Config):
     )
     COLUMNS = config.value_dim // PARTS
     ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
-    FAR = O.rows * O.cols <= 16 * 192  # are tiles looked up two ahead? There are registers for it
+    FAR = O.rows * O.cols <= 16 * 192 and not product.by_key  # are tiles looked up two ahead? There are registers for it
     AHEAD, NEWER = STAGES - 1, 2 * STAGES - 3  # tiles under way; groups of keys and values that are younger than one waited for
     smem = shared(
         q=pipeline(QUERY, 1, WARPS),
@@ -303,20 +310,22 @@ def make(config: Config):
             at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
             at = at._replace(kept=variant.keep(at))
             k_unit, v_unit = product.units(sequence, head, given)
-            (queries, known), seen = taken(q, at, head, scratch), softmax.begin(LOWEST)
+            (queries, known), seen, o_unit = taken(q, at, head, scratch), softmax.begin(LOWEST), product.unit()
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
+                numbers = product.numbers(S.row_vec, cache, sequence, head, key, sees.end, given)
                 keys = k.own(i, NEWER)
                 cache.fill(k, i + AHEAD, gK, here, sequence, later, head, sees.end, n, given)
-                s = norm.scores(product.scores(zeros(S), queries, keys, k_unit), keys, KEY, k_unit, known, given)
+                s = product.scores(zeros(S), queries, keys, k_unit, numbers)
+                s = norm.scores(s, keys, KEY, product.of_keys(k_unit, numbers), known, given)
                 values = v.own(i, NEWER)
                 cache.fill(v, i + AHEAD, gV, here, sequence, later, head, sees.end, n, given)
                 here, there = following(there, k, gK, sequence, int32(later + KV), sees.end, given)
                 s = reach.mask(variant.mask(variant.score(s, at, key), at, key, -math.inf), at, key, sees.end)
                 seen = seen.moved(s, None, scale, slack)
-                o = seen.rescaled()
+                o, o_unit = product.rescaled(seen, o_unit, numbers)
                 p = seen.weights(s, None, scale)
-                seen = seen._replace(o=product.weigh(o, p, values)).add(p)
+                seen = seen._replace(o=product.weigh(o, p, values, o_unit, numbers)).add(p)
 
             m = block.reduce_max(seen.m, scratch)
             if result.joins(spot):
@@ -325,7 +334,7 @@ def make(config: Config):
             l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
             if result.joins(spot):
                 l = sums.total(l, m, scale, at)
-            o = seen.o * weight  # the warps have met: nobody reads values any more
+            o = seen.o * product.weight(weight, o_unit)  # the warps have met: nobody reads values any more
             add_up(columns(o, COLUMNS, 0), l, v_unit, 0, v, spot, given)
             if PARTS > 1:
                 block.sync()

@@ -5,7 +5,7 @@ from typing import Any
 from numba.cuda import types
 from numpy import int32
 
-from ops import truncate
+from ops import col_index, load, minimum, truncate, where
 from tiles import inlined, static
 from tiles.arguments import ENDS
 
@@ -36,6 +36,12 @@ class Dense:
         """Start copying tile j of `n` of a pipeline: the sequence's rows from `key` on, zeros from `end` on."""
         pipe.fill(j, truncate(source, 1, end), (sequence, key, head, 0), 1, 3, n, self.piece)
 
+    @inlined
+    def numbers(self, keys, source, head, sequence, key, end, given):
+        """What an array that lies so, but for columns, has of the keys from `key` on, as a vector of the type `keys`; 0 from
+        `end` on. head: (its number,), or () where there are no heads."""
+        return load(truncate(source, 1, end), keys, (sequence, key) + head, 0, 1)
+
 
 class Indexed(Dense):
     """Sequence n in batch given.batch_index[n]."""
@@ -50,6 +56,12 @@ class Indexed(Dense):
         """See Dense."""
         at = int32(given.batch_index[sequence]), key, head, 0
         pipe.fill(j, truncate(source, 1, end), at, 1, 3, n, self.piece)
+
+    @inlined
+    def numbers(self, keys, source, head, sequence, key, end, given):
+        """See Dense."""
+        at = (int32(given.batch_index[sequence]), key) + head
+        return load(truncate(source, 1, end), keys, at, 0, 1)
 
 
 class Paged(Dense):
@@ -69,3 +81,12 @@ class Paged(Dense):
     def fill(self, pipe, j, source, found, sequence, key, head, end, n, given):
         """See Dense."""
         pipe.fill_pages(j, source, found, (key, head, 0), end, n, self.piece)
+
+    @inlined
+    def numbers(self, keys, source, head, sequence, key, end, given):
+        """See Dense."""
+        place = col_index(keys) + key
+        known = minimum(place, float(end - 1))  # behind the end no page is looked up
+        entry = known // source.shape[1]
+        found = source[(given.pages[sequence, entry], known - entry * source.shape[1]) + head]
+        return where(place < end, found, 0.0)

@@ -21,7 +21,7 @@ from ..asked import OF_AUX, eight, ends_of
 from ..assembled import assembled
 from ..launches import DTYPES, LOG2_E, over
 from ..online import SLACK
-from ..planning import check_extents, functions_of, scale_of
+from ..planning import INDICES, check_extents, functions_of, scale_of
 from ..python import named
 from ..scores import Capped, Scored, Sunk
 from ..variants import Both, Variant
@@ -29,7 +29,7 @@ from . import attend, combine, many
 from .caches import Dense, Indexed, Paged
 from .norms import Norms, norms_of
 from .placed import placed
-from .products import Narrow, Same
+from .products import Narrow, NarrowByKey, Same
 from .reach import Everything, Growing, MaskedRows, Reach, ScoredRows, Sloped
 from .results import Either, Part, PartOfPacked, Whole
 from .splits import Parted, Shares, shares_for, splits_for
@@ -51,8 +51,8 @@ KEYS = """
     leftpad         N     index    optional
     alibi           H|UH  float32  optional
     sink            H     float32  optional
-    k_descale       G|NG  float32  optional
-    v_descale       G|NG  float32  optional
+    k_descale       G|NG|CTG  float32  optional
+    v_descale       G|NG|CTG  float32  optional
 """
 MADE = """
     out             BSHV  tile     in_place
@@ -86,7 +86,9 @@ def _schema(name: str, *tables: str) -> Schema:
 
 DECODE = _schema("decode", HELD, KEYS, MADE)
 VARIANT = _schema("decode_variant", HELD, PACKED, KEYS, NORMS, OF_AUX, MADE)
-APPENDING = _schema("decode_append", GROWN, PACKED, BEGUN, NORMS, OF_AUX, NEW, MADE)
+OF_APPEND = GROWN, PACKED, BEGUN, NORMS, OF_AUX, NEW, MADE
+APPENDING = _schema("decode_append", *OF_APPEND)
+QUANTISING = _schema("decode_append_quantising", *map(appending.with_descales_found, OF_APPEND))
 
 
 def decode(
@@ -145,15 +147,17 @@ def decode(
     have more. leftpad: (B), the keys before leftpad[b] are not looked at.
 
     k and v of float8_e4m3fn (since Ada), at multiples of 4 bytes: their numbers become fp16, exactly, and queries are rounded
-    to that. k_descale, v_descale: float32, (Hk) or (B, Hk), what they are multiplied by; both or none. Then there are as many
-    tiles of query tokens as it takes, of few each.
+    to that. k_descale, v_descale: float32, positive, what they are multiplied by; both or none. (Hk) or (B, Hk); or of each
+    token, where k and v have it: (B, Sk, Hk), or (pages, page size, Hk), for layout="bhsd" with Hk in the middle, at any
+    strides; those of keys that are not looked at may be anything. Then there are as many tiles of query tokens as it takes, of
+    few each.
 
     cu_seqlens: (N + 1), ascending from 0 to Sq: the query tokens of N sequences lie one behind the other in a batch of 1,
     those of sequence n from cu_seqlens[n] to cu_seqlens[n + 1]. Caches and all that is said of them are then of N sequences.
 
     k_new, v_new: (B, S, Hk, D) and Dv, keys and values that are first written into the caches, in place, from key lengths[b]
-    on, where `lengths` does not count them yet: what attention.append does, by the same kernel, in the same call. Where queries
-    lie one behind the other, so do these, by cu_seqlens_new, or by cu_seqlens.
+    on, where `lengths` does not count them yet: what attention.append does, by the same kernel, in the same call, which also
+    writes the descales of each token. Where queries lie one behind the other, so do these, by cu_seqlens_new, or by cu_seqlens.
 
     rotary: (cos, sin), as in attention.append, which then also rotates k_new, key i by position lengths[b] + i, and q: query
     token i by that of the i-th new key, or without causal and window all by that of the first; q itself stays as it is.
@@ -226,7 +230,8 @@ def decode(
         keys = after, *keys[1:], *((None, None) if rotary is not None else norms[:2]), *norms[2:]
         return _variant(stream, (turned, k, v, cu_seqlens, *keys, *eight(aux), out, None), options, layout)
     new = k_new, v_new, *norm_parts("k_new_norm", k_new_norm), cu_seqlens_new, *appending.tables_of(rotary), positions
-    return _append(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), *new, out, None), options, layout)
+    call = _append_quantising if appending.of_tokens(k_descale, v_descale) else _append
+    return call(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), *new, out, None), options, layout)
 
 
 def _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, options, layout, descales) -> tuple[Any, Any]:
@@ -306,6 +311,7 @@ def _decode(
 
 _variant = program(VARIANT, no_gradient=NO_GRADIENT)(_decode.planner)
 _append = program(APPENDING, no_gradient=NO_GRADIENT)(_decode.planner)
+_append_quantising = program(QUANTISING, no_gradient=NO_GRADIENT)(_decode.planner)
 
 
 class Asked(NamedTuple):
@@ -483,7 +489,11 @@ def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
             raise TypeError(f"{name}: dtype must be q's or float8_e4m3fn{also}: {said}")
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
-    told = {name: over(problem, name, "NG") for name in ("k_descale", "v_descale")}
+    names = "k_descale", "v_descale"
+    by_key = [name for name in names if name in problem and problem.axes(name) == "CTG"]
+    if len(by_key) == 1 and names[0] in problem and names[1] in problem:
+        raise problem.error("v_descale", "must be of each key and head where k_descale is, and the other way round", *names)
+    told = {name: problem[name] if by_key else over(problem, name, "NG") for name in names}
     scaled = [name for name, descale in told.items() if descale is not None]
     if len(scaled) == 1:
         raise ValueError("k_descale: must be given where v_descale is, and the other way round")
@@ -495,6 +505,12 @@ def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
         raise ValueError(f"k: a cache of float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
     if problem.bytes_at_once("k", "v") < LEAST_PIECE:
         raise ValueError(f"k: addresses and strides of float8_e4m3fn must be multiples of {LEAST_PIECE} bytes")
+    if by_key:
+        pages, rows, most = problem("CT") + (problem("M") if "pages" in problem else (1,))
+        if max(pages, rows * most) >= INDICES:
+            wanted = "of each key and head are for pools of fewer than 2**24 pages, and as many keys of a sequence"
+            raise problem.error("k_descale", wanted, "k_descale")
+        return NarrowByKey(dtype, True), told
     return Narrow(dtype, bool(scaled)), told if scaled else {}
 
 

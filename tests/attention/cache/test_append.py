@@ -139,6 +139,86 @@ def test_as_compiled(arch, case, interleaved, as_compiled):
     check(inputs(**CASES[case]), interleaved=interleaved)
 
 
+def check_found(given, put=lambda x: x, get=lambda x: x, heads_first=False, **options):
+    """A cache of fp8 whose descales are found: they are the greatest numbers / 448, and nothing else is written."""
+    rows = {name: np.full(given[name].shape, np.nan, F32) for name in "kv"}
+    wanted = by_hand(**given | rows, **options)
+    ours = {name: tuple(map(put, x)) if name == "rotary" else put(x) for name, x in given.items()}
+    for name in "kv":
+        room = poisoned((given[name].size // given[name].shape[-1], 2), BF16).view(F32)  # NaN
+        shape = given[name].shape[:3]
+        ours[f"{name}_descale"] = put(room.reshape(shape[0], shape[2], shape[1])).swapaxes(1, 2) if heads_first else put(
+            room.reshape(shape))  # fmt: skip
+    out = attention.append(**ours, **options)
+    assert (out is None) == (wanted is None)
+    if out is not None:
+        np.testing.assert_array_equal(bits(get(out)), bits(wanted))
+    for name, row in rows.items():
+        found, held = get(ours[f"{name}_descale"]), get(ours[name])
+        greatest = np.abs(row).max(-1)
+        np.testing.assert_allclose(found, np.maximum(greatest / 448, 2.0**-120), rtol=2.0**-22)  # NaN where nothing is written
+        new = ~np.isnan(greatest)
+        assert new.any() and (bits(held)[~new] == POISON[1]).all()
+        quotient = (row / found[..., None])[new]
+        low, high = (rounded(quotient * (1 + sign * 2.0**-21), F8) for sign in (-1, 1))
+        assert ((held[new] == low) | (held[new] == high)).all()
+        assert (np.abs(held[new].astype(F32)).max(-1) == 448)[greatest[new] > 0].all()
+    return ours
+
+
+FOUND = {
+    "as it is": dict(head=48, value=16, heads=17, lengths=(3,)),
+    "rotated in part": dict(rotary=16, head=40, paged=3, new=5, index=np.int64),
+    "two tiles of columns": dict(rotary=160, head=192, heads=1, lengths=(0, 5), dtype=F16),
+    "packed, queries": dict(rotary=32, packed=(0, 3, 3, 4), paged=2, queries=2),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_descales_that_are_found(place, case, interleaved):
+    """Rotation makes K's numbers greater, by 2 ** 0.5 at most: that comes first."""
+    if interleaved and "rotary" not in FOUND[case]:
+        pytest.skip("nothing is rotated")
+    check_found(inputs(cache=F8, **FOUND[case]), place.put, place.get, heads_first=interleaved, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_descales_are_found_of_what_is_normalised(bias):
+    """Norm, rotation, descale: what the same call writes into a cache of 16 bits says how large rows are."""
+    given = inputs(rotary=16, heads=3)
+    weights = np.random.default_rng(4).standard_normal((2, 3, 32)).astype(F32)
+    norm = (weights[0], weights[1]) if bias else weights[0]
+    attention.append(**given, k_new_norm=norm)
+    small = given | {name: poisoned(given[name].shape, F8) for name in "kv"}
+    descales = {f"{name}_descale": np.full(given[name].shape[:3], np.nan, F32) for name in "kv"}
+    attention.append(**small, **descales, k_new_norm=norm)
+    greatest = np.abs(given["k"].astype(F32)).max(-1)
+    assert (np.isnan(greatest) == np.isnan(descales["k_descale"])).all() and not np.isnan(greatest).all()
+    np.testing.assert_allclose(descales["k_descale"], greatest / 448, rtol=2.0**-8)
+    wide = small["k"].astype(F32) * descales["k_descale"][..., None]
+    np.testing.assert_allclose(wide, given["k"].astype(F32), rtol=2.0**-3.9, atol=2.0**-9 * np.nanmax(greatest) / 448)
+
+
+def test_rows_of_zeros_and_of_nan_have_a_descale():
+    """What is not finite stays so: a row with an infinity is NaN when it is read, or infinite."""
+    given = inputs(cache=F8, heads=1, lengths=(0,), new=3)
+    given["v_new"][0, 0] = 0
+    given["k_new"][0, 1, 0, 3] = np.nan
+    given["k_new"][0, 2, 0, 3] = np.inf
+    descales = {f"{name}_descale": np.zeros((1, 9, 1), F32) for name in "kv"}
+    attention.append(**given, **descales)
+    wide = {name: given[name].astype(F32) * descales[f"{name}_descale"][..., None] for name in "kv"}
+    assert (wide["v"][0, 0] == 0).all() and np.isfinite(wide["v"][0, :3]).all()
+    assert np.isnan(wide["k"][0, 1, 0, 3]) and np.isnan(wide["k"][0, 1]).sum() == 1
+    assert not np.isfinite(wide["k"][0, 2, 0, 3])
+
+
+def test_descales_found_as_compiled(as_compiled):
+    as_compiled("sm_90a")
+    check_found(inputs(cache=F8, rotary=16, head=40, heads=1, lengths=(3,), new=1), interleaved=True)
+
+
 def test_queries_at_one_position(place):
     check(inputs(rotary=32, queries=2, new=3), place.put, place.get, causal=False)
 
@@ -282,6 +362,7 @@ REFUSED = {
     "positions: are those of rotary": dict(positions=lambda x: np.zeros(3, np.int32)),
     "k_descale: must be given where v_descale is": dict(k_descale=lambda x: np.ones(2, F32)),
     "k_descale: is for a cache of float8": dict.fromkeys(["k_descale", "v_descale"], lambda x: np.ones(2, F32)),
+    "v_descale: must have the axes": dict(k_descale=lambda x: np.ones((3, 9, 2), F32), v_descale=lambda x: np.ones(2, F32)),
     "batch_index: pages say already": dict(
         pages=lambda x: np.zeros((3, 1), np.int32), batch_index=lambda x: np.zeros(3, np.int32)
     ),

@@ -6,9 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import attention
 from attention.cache import Full, PagedCache
 
-BF16 = ml_dtypes.bfloat16
+BF16, F8 = ml_dtypes.bfloat16, np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def pools(pages, size, heads=1, head=1, dtype=np.float32, layers=1):
@@ -224,6 +225,8 @@ def as_numpy(x):
 
 def as_torch(x):
     torch = pytest.importorskip("torch")
+    if x.dtype == F8:
+        return torch.from_numpy(x.view(np.int8)).view(torch.float8_e4m3fn)
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == BF16 else torch.from_numpy(x)
 
 
@@ -308,6 +311,48 @@ def test_append_writes_where_the_tables_say(put):
     with pytest.raises(Full):
         cache.append([b], put(draw(1, 17)), put(draw(1, 17)), rotary=rotary)
     check()
+
+
+@pytest.mark.parametrize("put", FRAMEWORKS)
+def test_a_cache_keeps_descales(put):
+    """Of each token and head, in both layers; a fork shares them, and its own page has its own."""
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: (rng.standard_normal((*shape, 2, 16)) * 10 ** rng.uniform(-3, 3, (*shape, 2, 1))).astype(BF16)
+    cache = PagedCache(
+        [tuple(map(put, pair)) for pair in pools(8, 4, 2, 16, F8, layers=2)], sequences=2, tokens=12, scaled=True
+    )
+    lists = {}
+
+    def append(sequences, tokens):
+        new = draw(len(sequences), tokens), draw(len(sequences), tokens)
+        for layer, sign in (0, 1), (1, -2):
+            cache.append(sequences, *(put((sign * x.astype(np.float32)).astype(BF16)) for x in new), layer=layer)
+        for n, s in enumerate(sequences):
+            lists[s] = tuple(np.concatenate([old, x[n]]) for old, x in zip(lists.get(s, np.zeros((2, 0, 2, 16), BF16)), new))
+
+    append([a := cache.add()], 6)
+    lists[b := cache.fork(a)] = lists[a]
+    append([b, a], 1)
+    for s, wanted in lists.items():
+        at = np.arange(7)
+        places = back(cache.pages).astype(int)[s, at // 4], at % 4
+        for layer, sign in (0, 1), (1, -2):
+            assert [*cache.descales[layer]] == ["k_descale", "v_descale"]
+            for pool, descale, rows in zip(cache.layers[layer], cache.descales[layer].values(), wanted):
+                rows, found = sign * rows.astype(np.float32), back(descale)[places]
+                np.testing.assert_allclose(found, np.abs(rows).max(-1) / 448, rtol=2**-22)
+                np.testing.assert_allclose(back(pool)[places] * found[..., None], rows, rtol=2**-4, atol=2**-9 * found.max())
+    if put is not as_jax:
+        q, turned = put(draw(2, 1)), cache.tables([b, a])
+        out = attention.decode(q, *cache.layers[1], **cache.descales[1], lengths=turned[1], pages=turned[0])
+        assert np.isfinite(back(out)).all()
+    with pytest.raises(ValueError, match="k_descale: is the cache's own"):
+        cache.append([a], put(draw(1, 1)), put(draw(1, 1)), k_descale=None)
+
+
+def test_a_cache_with_descales_is_of_fp8():
+    with pytest.raises(TypeError, match="scaled: is for pools of float8_e4m3fn"):
+        PagedCache(pools(4, 4), sequences=1, tokens=1, scaled=True)
 
 
 def test_of_jax_not_all_options_are_served():

@@ -48,6 +48,57 @@ def test_centred(place):
     assert rounded_once(out, left, descale[:, None, :, None])
 
 
+@pytest.mark.parametrize("shape", [(2, 300, 3, 64), (1, 1, 1, 8), (1, 128, 1, 136), (1, 257, 2, 40)], ids=str)
+@pytest.mark.parametrize("centred", [False, True])
+def test_each_block_has_a_descale(place, shape, centred):
+    x = sample(*shape)
+    x[:, 128:256] *= BF16(100)
+    out, descale, *mean = map(place.get, attention.quantize(place.put(x), block=128, centred=centred))
+    wide = x.astype(F32) - (mean[0][:, None] if centred else 0)
+    if centred:
+        np.testing.assert_allclose(mean[0], x.astype(float).mean(1), atol=1e-3, rtol=1e-5)
+    blocks = -(-shape[1] // 128)
+    assert descale.shape == (shape[0], blocks, shape[2])
+    for n in range(blocks):
+        rows = np.s_[:, 128 * n : 128 * (n + 1)]
+        np.testing.assert_allclose(descale[:, n], np.maximum(np.abs(wide[rows]).max((1, 3)) / 448, 2.0**-120), rtol=1e-6)
+        assert rounded_once(out[rows], wide[rows], descale[:, n, None, :, None])
+
+
+def test_blocks_in_another_layout():
+    x = sample(1, 200, 2, 64)
+    out, descale = attention.quantize(x, block=128)
+    turned, its = attention.quantize(np.ascontiguousarray(x.swapaxes(1, 2)), block=128, layout="bhsd")
+    assert (turned.swapaxes(1, 2) == out).all() and (its.swapaxes(1, 2) == descale).all()
+
+
+def through_fp8(q, k, v, centred=True, **how):
+    """attention.forward, causal, of what quantize makes of all three: out, lse, and what K's mean, taken out, adds to that."""
+    (q8, q_descale), (v8, v_descale) = attention.quantize(q, **how), attention.quantize(v, **how)
+    k8, k_descale, *mean = attention.quantize(k, centred=centred, **how)
+    told = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    out, lse = attention.forward(q8, k8, v8, causal=True, return_lse=True, **told)
+    each = np.repeat(q_descale, 128, 1)[:, : q.shape[1]] if how else q_descale[:, None]
+    of_mean = [np.einsum("bshd,bhd->bhs", q8.astype(F32) * each[..., None], x) * q.shape[-1] ** -0.5 for x in mean]
+    return out.astype(float), lse, *of_mean
+
+
+def test_blocks_and_the_mean_of_keys_make_numbers_finer():
+    """Keys have much in common; queries and values of a later block are a million times as large as those of the first."""
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal((1, 256, 1, 64)).astype(F32) for _ in range(3))
+    k, q[:, 128:], v[:, 128:] = k + 8 * rng.standard_normal(64), 1e6 * q[:, 128:], 1e6 * v[:, 128:]
+    q, k, v = (x.astype(BF16) for x in (q, k, v))
+    ref, ref_lse = reference.forward(q, k, v, causal=True)
+    small = np.s_[:, :128]
+    error = lambda **how: np.abs(through_fp8(q, k, v, **how)[0] - ref)[small].max()
+    best = error(block=128)
+    assert best < error() / 10 and best < error(block=128, centred=False) / 2
+    _, lse, of_mean = through_fp8(q, k, v, block=128)
+    off = lambda x: np.abs(x - ref_lse)[..., :128].max()
+    assert off(lse + of_mean) < 1 and off(lse) > 10
+
+
 def test_a_layout_and_a_descale_that_is_given():
     x, descale = sample(2, 30, 2, 64), np.float32([[0.5, 0.01], [1, 2]])
     turned = np.ascontiguousarray(x.transpose(0, 2, 1, 3))
@@ -75,6 +126,13 @@ def test_keys_that_have_much_in_common_are_rounded_finer_without_it():
     assert errors[1] < errors[0] / 2
 
 
+def test_blocks_as_compiled(as_compiled):
+    as_compiled("sm_90a")
+    x = sample(1, 140, 1, 40)
+    out, descale = attention.quantize(x, block=128)
+    assert rounded_once(out, x.astype(F32), np.repeat(descale, 128, 1)[:, :140, :, None])
+
+
 def test_as_compiled(as_compiled):
     as_compiled("sm_90a")
     x = sample(1, 20, 1, 40)
@@ -90,6 +148,8 @@ def test_as_compiled(as_compiled):
         ("x: must not be empty", np.zeros((1, 0, 1, 64), BF16), {}),
         ("descale: ", np.zeros((1, 2, 1, 64), BF16), dict(descale=np.ones(2, F32))),
         ("out: dtype must be one of", np.zeros((1, 2, 1, 64), BF16), dict(out=np.zeros((1, 2, 1, 64), BF16))),
+        ("block: must be 128, the rows that", np.zeros((1, 2, 1, 64), BF16), dict(block=64)),
+        ("descale: is made of each block", np.zeros((1, 2, 1, 64), BF16), dict(block=128, descale=np.ones((1, 1), F32))),
         ("centred: must be a bool", np.zeros((1, 2, 1, 64), BF16), dict(centred=1)),
     ],
 )

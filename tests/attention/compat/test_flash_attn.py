@@ -1,9 +1,11 @@
 """attention/compat/flash_attn.py and flash_attn_interface.py: each name and default, and what becomes of each argument."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from eager import arguments, attend, window
 
+import attention
 from attention.compat import flash_attn, flash_attn_interface
 
 REST = "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, " \
@@ -152,9 +154,6 @@ REFUSED = [
     (flash_attn, "flash_attn_func", {"return_attn_probs": True, "dropout_p": 0.1}, "return_attn_probs: .* leave it away"),
     (flash_attn, "flash_attn_varlen_func", {"block_table": np.zeros((1, 1))}, "block_table: .* gather the pages"),
     (flash_attn_interface, "flash_attn_func", {"qv": np.zeros(1)}, "qv: .* concatenate"),
-    (flash_attn_interface, "flash_attn_func", {"q_descale": np.ones(1)}, "q_descale: .* multiply"),
-    (flash_attn_interface, "flash_attn_qkvpacked_func", {"k_descale": np.ones(1)}, "k_descale: .* multiply"),
-    (flash_attn_interface, "flash_attn_varlen_func", {"v_descale": np.ones(1)}, "v_descale: .* multiply"),
     (flash_attn_interface, "flash_attn_func", {"attention_chunk": 64}, "attention_chunk: .* mask=lambda"),
     (flash_attn_interface, "flash_attn_varlen_func", {"seqused_q": np.ones(1)}, "seqused_q: .* leave the unused"),
 ]
@@ -174,6 +173,19 @@ def test_what_is_refused(module, name, options, words, calls):
     with pytest.raises(NotImplementedError, match=words):
         getattr(module, name)(*[None] * len(arrays), **options)
     assert not calls
+
+
+def test_fp8_has_descales():
+    """Of each batch, or sequence, and head of keys."""
+    q, k, v = np.random.default_rng(1).standard_normal((3, 1, 5, 2, 64), np.float32).astype(ml_dtypes.float8_e4m3fn)
+    told = {f"{name}_descale": np.float32([[0.5, n]]) for n, name in enumerate("qkv", 1)}
+    wanted = attention.forward(q, k, v, causal=True, **told)
+    found = [flash_attn_interface.flash_attn_func(q, k, v, causal=True, **told)]
+    found.append(flash_attn_interface.flash_attn_qkvpacked_func(np.stack([q, k, v], 2), causal=True, **told))
+    ends = np.int32([0, 5])
+    packed = flash_attn_interface.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 5, 5, causal=True, **told)
+    for x in (*found, packed[None]):
+        np.testing.assert_array_equal(x.astype(float), wanted.astype(float))
 
 
 ON_THE_CARD = [{}, {"causal": True}, {"window_size": (50, 0)}, {"causal": True, "softcap": 5.0}]

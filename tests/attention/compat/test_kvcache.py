@@ -162,7 +162,7 @@ def test_what_makes_no_sense(decode):
             call(x, x.copy(), x.copy(), **options)
 
 
-@pytest.mark.parametrize("name", ["qv", "cu_seqlens_k_new", "q_descale", "k_descale", "v_descale", "attention_chunk"])
+@pytest.mark.parametrize("name", ["qv", "cu_seqlens_k_new", "q_descale", "attention_chunk"])
 def test_what_cannot_be_served_says_so(name, decode):
     x = np.ones((1, 1, 1, 8))
     with pytest.raises(NotImplementedError, match=f"^{name}: is not served; "):
@@ -192,6 +192,21 @@ def test_kernels_serve_it(module):
         ref, its_lse = reference.forward(*given, causal=True)
         reference.assert_close(out[b][None], ref, reference.forward_low(*given, causal=True)[0])
         np.testing.assert_allclose(lse[b], its_lse[0], atol=1e-5)
+
+
+def test_caches_of_fp8_have_descales():
+    """Of each sequence and head, as FlashAttention-3 has them; or of each token and head, which are then written."""
+    rng = np.random.default_rng(3)
+    draw = lambda *shape: rng.standard_normal(shape).astype(BF16)
+    q, k, v, lengths = draw(1, 1, 2, 32), draw(1, 1, 2, 32), draw(1, 1, 2, 32), np.array([3], np.int32)
+    for shape in (1, 2), (1, 5, 2):
+        caches = [draw(1, 5, 2, 32).astype(ml_dtypes.float8_e4m3fn) for _ in "kv"]
+        told = {name: np.full(shape, 0.5, np.float32) for name in ("k_descale", "v_descale")}
+        mine, its = [x.copy() for x in caches], {name: x.copy() for name, x in told.items()}
+        out = flash_attn_interface.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, **told)
+        wanted = attention.decode(q, *mine, lengths=lengths, k_new=k, v_new=v, causal=False, **its)
+        np.testing.assert_array_equal(out.astype(float), wanted.astype(float))
+        assert (told["k_descale"] == its["k_descale"]).all() and ((told["k_descale"] != 0.5).sum() == 2) == (len(shape) == 3)
 
 
 # Of FlashAttention's own sweep (hopper/test_flash_attn.py): (query tokens, keys in a cache, new keys, page size, what else)

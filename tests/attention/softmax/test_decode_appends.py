@@ -13,9 +13,10 @@ from test_decode import case, in_pages, known
 
 import attention
 from attention import reference
+from tiles import fp8e4m3
 
 decoding = importlib.import_module("attention.softmax.decode.decode")
-POSITIONS = 256
+FP8, POSITIONS = fp8e4m3.np, 256
 ANGLES = np.arange(POSITIONS)[:, None] * 100.0 ** (-np.arange(32) / 32)
 COS, SIN = np.cos(ANGLES).astype(np.float32), np.sin(ANGLES).astype(np.float32)
 
@@ -94,6 +95,31 @@ WAYS = {  # how caches lie, how many query tokens there are for how many new one
 
 HERE = [(way, "few") for way in WAYS] + [(way, "many") for way in ("dense", "pages", "packed, pages", "left padding")]
 ON_CARD = ("half a head, interleaved", "few"), ("packed, pages", "few"), ("packed, pages", "many")
+
+
+@pytest.mark.parametrize("size", [None, 16])
+def test_new_keys_are_quantised_with_descales_of_their_own(place, size):
+    """The same bits as attention.append first, and then decode of what it left."""
+    lengths = np.array((0, 14, 70), np.int32)
+    q, k, v = case(lengths, 2, 2, 1, room=80)
+    new = draw((3, 2, 1, 64), BF16, 5), draw((3, 2, 1, 64), BF16, 6)
+    caches = [np.nan_to_num(x.astype(np.float32)).astype(FP8) for x in (k, v)]
+    caches += [np.full(k.shape[:3], 0.25, np.float32), np.full(k.shape[:3], 0.5, np.float32)]
+    told = {"rotary": (place.put(COS), place.put(SIN))}
+    if size:
+        *_, table = in_pages(k, v, lengths + 2, size)
+        caches = [x for n in (0, 2) for x in in_pages(*caches[n : n + 2], lengths + 2, size)[:2]]
+        told["pages"] = place.put(table)
+    mine, its = ([place.put(x.copy()) for x in caches] for _ in "12")
+    put = {"k_new": place.put(new[0]), "v_new": place.put(new[1])}
+    descales = lambda of: {"k_descale": of[2], "v_descale": of[3]}
+    out = attention.decode(place.put(q), *mine[:2], lengths=place.put(lengths), splits=2, **put, **told, **descales(mine))
+    turned = attention.append(*its[:2], **put, lengths=place.put(lengths), q=place.put(q), **told, **descales(its))
+    told.pop("rotary")
+    same = attention.decode(turned, *its[:2], lengths=place.put(lengths + 2), splits=2, **told, **descales(its))
+    for x, y in zip((out, *mine), (same, *its)):
+        np.testing.assert_array_equal(place.get(x).astype(np.float32), place.get(y).astype(np.float32))
+    assert (np.nan_to_num(place.get(mine[2])) != np.nan_to_num(caches[2])).sum() == 6
 
 
 @pytest.mark.smoke

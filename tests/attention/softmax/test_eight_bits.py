@@ -87,6 +87,68 @@ def test_variants(options):
     agree(OnInterpreter(), *inputs(2, 70, 140, 2, 1, 64), **options)
 
 
+def block_units(q, k, v, *names):
+    """Descales of each block of 128 rows and head, or of these names; they differ by factors of 100."""
+    drawn = np.random.default_rng(8)
+    found = {}
+    for name, x in zip(UNITS, (q, k, v)):
+        batch, rows, heads, _ = x.shape
+        if name in (names or UNITS):
+            found[name] = (0.1 * 10 ** drawn.uniform(-1, 1, (batch, -(-rows // 128), heads))).astype(np.float32)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("seq_q", "seq_kv", "head_dim", "options"),
+    [(200, 400, 128, dict(causal=True)), (129, 130, 64, {}), (1, 257, 96, {}), (130, 300, 64, dict(window=(150, 0)))]
+    + [(70, 200, 64, dict(softcap=2.0, alibi=np.float32([0.02, 0.1]), sink=np.float32([1, -2])))]
+    + [(70, 200, 64, dict(score=lambda s, b, h, i, j: s * 0.5 + h, mask=lambda b, h, i, j: (i + j) % 3 < 2))]
+    + [(140, 200, 64, dict(lengths_k=np.int32([131, 0]), q_descale=0.25))],
+    ids=str,
+)
+def test_descales_of_blocks(seq_q, seq_kv, head_dim, options):
+    """Two query heads, each with descales of its own, share one of keys."""
+    q, k, v = inputs(2 if "lengths_k" in options else 1, seq_q, seq_kv, 2, 1, head_dim)
+    agree(OnInterpreter(), q, k, v, **block_units(q, k, v) | options)
+
+
+@pytest.mark.parametrize("by_block", UNITS)
+def test_descales_of_blocks_beside_others(by_block):
+    """Of one array alone; the others have one a head of keys, which query heads share, or a number."""
+    q, k, v = inputs(1, 140, 140, 2, 1, 64)
+    others = units(1, 1, *UNITS) | ({} if by_block == "v_descale" else {"v_descale": 0.5})
+    agree(OnInterpreter(), q, k, v, **others | block_units(q, k, v, by_block))
+
+
+def test_descales_of_blocks_of_many_columns_are_refused():
+    q, k, v = inputs(1, 8, 8, 1, 1, 144)
+    with pytest.raises(NotImplementedError, match="q_descale: of blocks is served with up to 128 columns"):
+        attention.forward(q, k, v, **block_units(q, k, v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_descales_of_blocks_on_the_card(card, head_dim):
+    for seq_q, seq_kv in ((1, 1), (200, 700), (333, 129)):
+        q, k, v = inputs(2, seq_q, seq_kv, 4, 2, head_dim)
+        agree(card, q, k, v, causal=True, **block_units(q, k, v))
+
+
+def test_descales_of_blocks_as_compiled(as_compiled):
+    as_compiled("sm_90a")
+    q, k, v = inputs(1, 5, 140, 1, 1, 64)
+    agree(OnInterpreter(), q, k, v, causal=True, **block_units(q, k, v))
+
+
+def test_descales_of_blocks_in_another_layout():
+    q, k, v = inputs(1, 70, 140, 2, 1, 64)
+    told = block_units(q, k, v)
+    wanted = attention.forward(q, k, v, **told)
+    turned = {name: x.swapaxes(1, 2) for name, x in told.items()}
+    out = attention.forward(*(x.swapaxes(1, 2) for x in (q, k, v)), layout="bhsd", **turned)
+    np.testing.assert_array_equal(out.swapaxes(1, 2).astype(float), wanted.astype(float))
+
+
 def test_packed_sequences(place):
     """What lies behind a sequence's last key is NaN, or a neighbour's."""
     q, k, v = inputs(1, 150, 150, 2, 1, 128)
@@ -143,6 +205,10 @@ REFUSED = {
     "family: q of float8_e4m3fn takes sm_90: family='sm_80'": dict(family="sm_80"),
     "q_descale: must be positive": dict(q_descale=-1.0),
     "k_descale: heads must equal k's": dict(k_descale=np.ones((1, 2), np.float32)),
+    "k_descale: must have a number for each block of 128 rows of k": dict(k_descale=np.ones((1, 2, 1), np.float32)),
+    "k_descale: of blocks is not served with sequences that share": dict(
+        k_descale=np.ones((2, 1, 1), np.float32), cu_seqlens=np.int32([0, 3, 8])
+    ),
     "out: dtype must be one of": dict(out=np.zeros((1, 8, 1, 64), np.float32)),
     "out: must have adjacent columns": dict(out=np.zeros((1, 8, 1, 128), BF16)[..., ::2]),
 }
@@ -170,7 +236,7 @@ def test_arrays_that_are_refused(message, change):
 
 def test_descales_are_for_fp8():
     q, k, v = (x.astype(BF16) for x in inputs(1, 8, 8, 1, 1, 64))
-    with pytest.raises(ValueError, match="q_descale, k_descale, v_descale: are for q, k and v of float8_e4m3fn"):
+    with pytest.raises(ValueError, match="q_descale: is for q, k and v of float8_e4m3fn"):
         attention.forward(q, k, v, q_descale=1.0)
 
 
