@@ -15,7 +15,8 @@ from ..families import choose
 from ..options import flag, number
 from ..softmax.decode import combine as combine_many
 from ..softmax.decode.caches import Dense, Indexed, Paged
-from ..softmax.decode.decode import _by_rows, _parts
+from ..softmax.decode.decode import parts_of
+from ..softmax.decode.launches import by_rows
 from ..softmax.decode.placed import placed
 from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import Part, Whole
@@ -111,7 +112,7 @@ def mla_decode(
     ValueError or TypeError, before anything is launched, names the argument and prints the values."""
     if scale is None:
         raise TypeError("scale: must be a number, such as (128 + 64)**-0.5: scale=None")
-    options = flag("causal", causal), _parts(splits), number("scale", scale), flag("return_lse", return_lse), family
+    options = flag("causal", causal), parts_of(splits), number("scale", scale), flag("return_lse", return_lse), family
     if (rotary is None) != (descale is None):
         name = "rotary" if rotary is None else "descale"
         raise TypeError(f"{name}: must be given where the other is, both of a cache of float8_e4m3fn: {name}=None")
@@ -133,7 +134,7 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     chosen = choose(problem, family, problem.by_tma and box is not None)
     arrays: dict[str, Any] = {"gLatent": _one_head(latent, 2)}
     if chosen == "sm_80" or (family is None and rows <= ampere.BAND):  # tiles of 16 rows: the others are 64, most of them empty
-        early, arrays["gQ"] = is_hopper(gpu.capability), _by_rows(problem["q"], heads)
+        early, arrays["gQ"] = is_hopper(gpu.capability), by_rows(problem["q"], heads)
 
         def config(reach, result):
             return ampere.config_for(dtype, reach, cache, result, early, rows, gpu.shared_bytes)

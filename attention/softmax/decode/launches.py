@@ -1,0 +1,282 @@
+"""The launches of attention.decode: what serves a problem, and what its kernels are bound to."""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tiles.arrays import Operand
+from tiles.device import hopper, machine
+from tiles.launch import kernel_for
+from tiles.program import Plan, Step
+from tiles.schema import Problem
+
+from ...cache import append as appending
+from ...cache import writing
+from ..assembled import assembled
+from ..launches import DTYPES, LOG2_E, over
+from ..online import SLACK
+from ..planning import INDICES
+from ..scores import Capped, Scored, Sunk
+from ..variants import Both, Variant
+from . import attend, combine, many
+from .caches import Dense, Indexed, Paged
+from .norms import Norms
+from .products import Narrow, NarrowByKey, Same
+from .reach import Everything, Growing, MaskedRows, Reach, ScoredRows, Sloped
+from .results import Either, Part, PartOfPacked, Whole
+from .splits import Parted, Shares, shares_for, splits_for
+from .tokens import Alike, OneBehindTheOther
+
+TILES = "q", "k", "v", "out"
+FP8, SINCE_FP8, LEAST_PIECE = "float8_e4m3fn", (8, 9), 4  # copies by cp.async take so many bytes at least
+
+
+class Asked(NamedTuple):
+    """Which keys tokens see and what becomes of their scores; mask and score are functions, which read aux."""
+
+    causal: bool
+    left: int | None
+    right: int | None
+    softcap: float | None
+    scale: float
+    mask: Callable | None
+    score: Callable | None
+    aux: list[Operand]
+
+
+class Before(NamedTuple):
+    """What comes before attention: steps, with their scratch memory; the queries that are left; and what kernels are told of
+    the keys in use then."""
+
+    steps: list[Step]
+    scratch: list[tuple[tuple[int, ...], str]]
+    queries: Operand
+    told: dict[str, Any]
+
+
+def appended(problem: Problem, interleaved: bool, local: bool, norm_eps: float, most_keys: int) -> Before:
+    """What appends new keys, if there are any. local: does each query stand at its own position? ValueError."""
+    told: dict[str, Any] = {"lengths": problem["lengths"], "added": 0}
+    if "lengths" not in problem:
+        told = {"keys": most_keys}
+    if "k_new" not in problem:
+        return Before([], [], problem["q"], told)
+    ends = problem["cu_seqlens_new"] or problem["cu_seqlens"]
+    if "cu_seqlens_new" in problem and "cu_seqlens" not in problem:
+        raise ValueError("cu_seqlens_new: takes cu_seqlens, too, which is None")
+    told |= {"new_ends": ends} if ends else {"added": problem("s")[0]}
+    queries, scratch = problem["q"], []
+    if "cos" in problem:
+        scratch = [(problem("BSHD"), problem.dtype)]
+        queries = problem.scratch(0, *scratch[0])
+    turned, alone = (problem["q"], queries) if scratch else None, "cu_seqlens_new" in problem
+    names = appending.Names("s", "S", None if alone else turned, ends)
+    steps = appending.planned(problem, interleaved, local, names, norm_eps)
+    if turned and alone and 0 not in problem("SH"):  # they lie by other ends than new keys
+        how: dict[str, Any] = {"ends": problem["cu_seqlens"], "positions": problem["positions"], "interleaved": interleaved}
+        how |= {"causal": local, "norm": appending.norm_of(problem, "q_norm", "H"), "norm_eps": norm_eps}
+        tables = problem["cos"], problem["sin"]
+        steps.append(writing.turned(problem.device, turned, problem["lengths"], tables, **how))
+    return Before(steps, scratch, queries, told)
+
+
+def of_many(
+    problem: Problem,
+    asked: Asked,
+    before: Before,
+    norms: Norms,
+    most_keys: int,
+    family: str | None,
+    out: Operand,
+    lse: Operand | None,
+) -> Plan:
+    """Tiles of query tokens."""
+    causal, left, right, softcap, scale, mask, score, aux = asked
+    given = "alibi" in problem, False, "sink" in problem
+    made = assembled(scale, causal, (left, right), softcap, *given, mask, score and Scored(score), norms.queries)
+    step = many.planned(problem, made, family, before.queries, most_keys, aux, {"gO": out, "gLse": lse, **before.told})
+    return Plan([*before.steps, step], before.scratch)
+
+
+def of_few(
+    problem: Problem,
+    asked: Asked,
+    before: Before,
+    norms: Norms,
+    cache: Dense,
+    of_cache: dict[str, Operand],
+    most_keys: int,
+    splits: int | None,
+    out: Operand,
+    lse: Operand | None,
+) -> Plan:
+    """Tiles of query tokens and of the heads that share a key head; in so many parts of the keys."""
+    batch, tokens, heads, head_dim, kv_heads, value_dim, sequences = problem("BSHDGVN")
+    packed, axes = "cu_seqlens" in problem, tuple(len(x.form.shape) for x in asked.aux)
+    group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
+    rows, piece = tokens * group, problem.bytes_at_once(*TILES)
+    product, of_products = _product(problem)
+    reach, of_keys, seen = _reach(problem, asked, most_keys)
+    of_keys |= before.told
+    variant, sums, unit, of_scores, of_sums = _scores(problem, asked, norms)
+    early, whole = hopper(gpu.capability), Whole(dtype, piece)
+    lie, part, each = (
+        (OneBehindTheOther, PartOfPacked(dtype, piece), -(-rows // sequences)) if packed else (Alike, Part(dtype, piece), rows)
+    )
+
+    def config(split: type[Parted], result: Whole | Either) -> attend.Config:
+        kind = variant, reach, cache, result, Variant() if result is part else sums, split, early
+        shape = each > attend.BAND, gpu.shared_bytes, lie, axes, norms.keys
+        return attend.config_for(head_dim, value_dim, product, *kind, *shape)
+
+    chosen, evenly = config(Parted, whole), "lengths" in problem and not packed and batch > 1  # are all keys shared out?
+    bands = rows // chosen.band + sequences if packed else -(-rows // chosen.band)
+    if splits is not None:
+        number, evenly = splits, False
+    elif evenly:
+        reach = Growing(reach.left, reach.right, reach.padded) if "k_new" in problem else reach
+        chosen = config(Shares, Either(whole, part))
+        number = shares_for(kv_heads * bands, chosen.resident * gpu.processors)
+    else:
+        number = splits_for(batch * kv_heads * bands, -(-seen // chosen.kv), gpu.processors)
+    told = {"heads": kv_heads, "group": group, "scale": unit * LOG2_E, "sequences": batch, "tokens": tokens, "splits": number}
+    to = {"out": _grouped(out, 2, group), "lse": lse and _grouped(lse, 1, group), **of_sums}
+    steps, scratch, blocks = [], before.scratch, batch * number
+    if number == 1:
+        chosen = config(Parted, whole)
+    else:
+        ends, places, of_split = batch, (number, batch), {}
+        split = Shares(reach, chosen.kv) if evenly else Parted()
+        if evenly:
+            blocks, places, of_split = number, (number + batch, 1), of_keys
+            ends = batch if batch <= number else number - 1
+        else:
+            chosen = config(Parted, part)
+        shapes = (*places, kv_heads, rows, value_dim), (*places, kv_heads, rows)
+        parts, weights = [problem.scratch(n, shape, "float32") for n, shape in enumerate(shapes, len(scratch))]
+        scratch = [*scratch, *((shape, "float32") for shape in shapes)]
+        last, slabs = combine.Config(dtype, sums, split, early), -(-value_dim // combine.COLUMNS)
+        given = {"parts": parts, "sums_": weights, "rows": rows, "slabs": slabs, **told, **to, **of_split}
+        steps.append(kernel_for(combine, last, problem.device).bind(ends * kv_heads * rows * slabs, **given))
+        to = {"parts": parts, "sums": weights, **(to if evenly else {})}
+    first = kernel_for(attend, chosen, problem.device).bind(
+        blocks * kv_heads * bands,
+        gQ=by_rows(before.queries, group),
+        gK=problem["k"],
+        gV=problem["v"],
+        bands=bands,
+        slack=SLACK / (unit * LOG2_E),
+        **({"ends": problem["cu_seqlens"]} if packed else {}),
+        **{f"aux{n}": x for n, x in enumerate(asked.aux)},
+        **told,
+        **of_cache,
+        **of_products,
+        **of_keys,
+        **(of_scores | norms.of_keys),
+        **to,
+    )
+    return Plan([*before.steps, first, *steps], scratch)
+
+
+def cache_of(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
+    """How keys and values lie, how many a sequence can have at most, and what kernels are told of that. ValueError."""
+    batch, batches, rows = problem("NCT")
+    piece = problem.bytes_at_once(*TILES)
+    if "pages" in problem:
+        if "batch_index" in problem:
+            raise ValueError("batch_index: must be None where there are pages, whose table says where a sequence lies")
+        return Paged(piece), rows * problem("M")[0] if batches else 0, {"pages": problem["pages"]}
+    if "batch_index" in problem:
+        return Indexed(piece), rows if batches else 0, {"batch_index": problem["batch_index"]}
+    if batches != batch:
+        if "cu_seqlens" in problem:
+            raise problem.error("k", f"must have {batch} batches, one a sequence, or pages or batch_index", "k")
+        raise problem.error("k", "batch must equal q's where there are neither pages nor batch_index", "k", "q")
+    return Dense(piece), rows, {}
+
+
+def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
+    """How products are made with what the cache holds, and what kernels are told of that. TypeError, ValueError."""
+    held, dtype, gpu = problem["k"].form.dtype, DTYPES[problem.dtype], machine(problem.device)
+    for name in ("k", "v"):
+        form = problem[name].form
+        if form.dtype not in (problem.dtype, FP8) or form.dtype != held:
+            also, said = (", as k's", f"k.dtype={held!r}, ") if name == "v" else ("", "")
+            said = f"{name}.dtype={form.dtype!r}, {said}q.dtype={problem.dtype!r}"
+            raise TypeError(f"{name}: dtype must be q's or float8_e4m3fn{also}: {said}")
+        if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
+            raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
+    names = "k_descale", "v_descale"
+    by_key = [name for name in names if name in problem and problem.axes(name) == "CTG"]
+    if len(by_key) == 1 and names[0] in problem and names[1] in problem:
+        raise problem.error("v_descale", "must be of each key and head where k_descale is, and the other way round", *names)
+    told = {name: problem[name] if by_key else over(problem, name, "NG") for name in names}
+    scaled = [name for name, descale in told.items() if descale is not None]
+    if len(scaled) == 1:
+        raise ValueError("k_descale: must be given where v_descale is, and the other way round")
+    if held != FP8:
+        if scaled:
+            raise ValueError(f"k_descale: is for a cache of float8_e4m3fn: k.dtype={held!r}")
+        return Same(dtype), {}
+    if gpu.capability < SINCE_FP8:
+        raise ValueError(f"k: a cache of float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
+    if problem.bytes_at_once("k", "v") < LEAST_PIECE:
+        raise ValueError(f"k: addresses and strides of float8_e4m3fn must be multiples of {LEAST_PIECE} bytes")
+    if by_key:
+        pages, rows, most = problem("CT") + (problem("M") if "pages" in problem else (1,))
+        if max(pages, rows * most) >= INDICES:
+            wanted = "of each key and head are for pools of fewer than 2**24 pages, and as many keys of a sequence"
+            raise problem.error("k_descale", wanted, "k_descale")
+        return NarrowByKey(dtype, True), told
+    return Narrow(dtype, bool(scaled)), told if scaled else {}
+
+
+def _reach(problem: Problem, asked: Asked, most_keys: int) -> tuple[Reach, dict[str, Any], int]:
+    """Which keys tokens see, what kernels are told of that, and how many some tile's rows see at most. One token, at the last
+    key, sees no later one, whatever it may."""
+    (tokens,), left, right = problem("S"), asked.left, 0 if asked.causal else asked.right
+    if tokens == 1 and "cu_seqlens" not in problem:
+        right = None
+    told: dict[str, Any] = {name: end for name, end in (("left", left), ("right", right)) if end is not None}
+    told |= {"leftpad": problem["leftpad"]} if "leftpad" in problem else {}
+    seen = most_keys if left is None else min(most_keys, left + tokens + (right or 0))
+    kind = Reach if "lengths" in problem else Everything
+    return kind(left is not None, right is not None, "leftpad" in problem), told, seen
+
+
+def _scores(problem: Problem, asked: Asked, norms: Norms) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
+    """(what becomes of queries and scores, what joins the sum of their weights, the unit of scores, what kernels are told of
+    the former, and of the latter)"""
+    parts, told, unit = [*norms.rows], {**norms.of_queries}, asked.scale
+    if asked.softcap is not None:
+        parts.append(Capped())
+        told["per_cap"], unit = unit / asked.softcap, asked.softcap
+    if "alibi" in problem:
+        parts.append(Sloped())
+        told |= {"slopes": over(problem, "alibi", "NH"), "per_slope": 1 / unit}
+    if asked.score is not None:
+        parts.append(ScoredRows(asked.score))
+        told["score_unit"], unit = unit, 1.0
+    if asked.mask is not None:
+        parts.append(MaskedRows(asked.mask))
+    variant = functools.reduce(Both, parts) if parts else Variant()
+    if "sink" not in problem:
+        return variant, Variant(), unit, told, {}
+    return variant, Sunk(), unit, told, {"sinks": problem["sink"], "per_sink": 1 / unit}
+
+
+def _grouped(operand: Operand, axis: int, group: int) -> Operand:
+    """With an axis of heads as two: key heads, and the query heads of each; tokens come first, as they did."""
+    form = operand.form
+    shape, strides = form.shape, form.strides
+    shape = (*shape[:axis], shape[axis] // group, group, *shape[axis + 1 :])
+    strides = (*strides[:axis], strides[axis] * group, *strides[axis:])
+    return operand._replace(form=form._replace(shape=shape, strides=strides))
+
+
+def by_rows(q: Operand, group: int) -> Operand:
+    """Queries as (token, which of a key head's query heads, sequence, key head, column)."""
+    q = _grouped(q, 2, group)
+    order = operator.itemgetter(1, 3, 0, 2, 4)
+    return q._replace(form=q.form._replace(shape=order(q.form.shape), strides=order(q.form.strides)))
