@@ -223,7 +223,7 @@ def test_other_caches_of_fp8(head_dim, tokens, size, per, splits):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "tokens", "size", "splits"), [(128, 9, 16, None), (64, 1, None, 2), (64, 3, 1, 1), (256, 1, 40, None)]
+    ("head_dim", "tokens", "size", "splits"), [(128, 9, 16, None), (64, 1, None, 2), (64, 9, 1, 1), (256, 1, 40, None)]
 )
 def test_descales_of_each_token(place, head_dim, tokens, size, splits):
     """Behind a length they are NaN."""
