@@ -202,7 +202,7 @@ def make(config: Config):
     variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
     split, lie, EARLY, AUX = config.split(reach, KV), config.lie(BAND), config.early, arrays_of(config.axes)
     norm, PREPARES = config.keys_norm, variant.prepares or config.keys_norm.prepares
-    WIDTH = 64 if PREPARES else 0  # of a panel of queries, in bytes: half as much for a warp to hold, and to do
+    WIDTH = 0 if norm.slim else 64  # of a panel of queries, in bytes: half as much for a warp to hold, where it matters
     IN_PARTS = type(result) is not Whole
     QUERY, VALUES = st(BAND, config.head_dim, INPUT, WIDTH), st(KV, config.value_dim, HELD)
     TAKEN, SAME = st(BAND, config.head_dim, product.takes, WIDTH), product.takes is INPUT and not PREPARES
