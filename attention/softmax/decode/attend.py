@@ -187,8 +187,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         found += [config_for(dim, dim, *kind, tall, room, OneBehindTheOther) for dim in SHAPES for tall in (False, True)]
         read = Reach(False, True, False), Dense(PIECES[0]), either(bf16, PIECES[0])
         for (rows, keys), dim, tall in itertools.product(NORMS, SHAPES, (False, True)):
-            normed = Same(bf16), Normed(rows), *read, plain, Shares, early, tall, room
-            found.append(config_for(dim, dim, *normed, keys_norm=keys))
+            if keys.slim or dim < max(SHAPES) or room > LEAST:  # but for what spills 32 bytes
+                normed = Same(bf16), Normed(rows), *read, plain, Shares, early, tall, room
+                found.append(config_for(dim, dim, *normed, keys_norm=keys))
     yield from dict.fromkeys(found)
 
 
@@ -201,9 +202,10 @@ def make(config: Config):
     variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
     split, lie, EARLY, AUX = config.split(reach, KV), config.lie(BAND), config.early, arrays_of(config.axes)
     norm, PREPARES = config.keys_norm, variant.prepares or config.keys_norm.prepares
+    WIDTH = 0 if norm.slim else 64  # of a panel of queries, in bytes: half as much for a warp to hold, where it matters
     IN_PARTS = type(result) is not Whole
-    QUERY, VALUES = st(BAND, config.head_dim, INPUT), st(KV, config.value_dim, HELD)
-    TAKEN, SAME = st(BAND, config.head_dim, product.takes), product.takes is INPUT and not PREPARES
+    QUERY, VALUES = st(BAND, config.head_dim, INPUT, WIDTH), st(KV, config.value_dim, HELD)
+    TAKEN, SAME = st(BAND, config.head_dim, product.takes, WIDTH), product.takes is INPUT and not PREPARES
     Q, ROWS = rt(BAND, QUERY.panel_cols, fp32 if PREPARES else INPUT), rt(BAND, config.head_dim, fp32)
     KEY = rt(KEYS, st(KEYS, config.head_dim, HELD).panel_cols, fp32)
     S, O = rt(BAND, KEYS, fp32), rt(BAND, config.value_dim, fp32)
