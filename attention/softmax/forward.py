@@ -16,6 +16,7 @@ from .assembled import assembled
 from .block_masks import BAND
 from .fp8 import OF_FP8, check_output, of_fp8, of_fp8_cache, refuse_with_fp8, unit_of
 from .gradient import ONCE, gradient
+from .indexed import Asking, indexed
 from .launches import planned
 from .planning import as_window, check_extents, functions_of, is_ordered, listing_of, parts_of, scale_of
 from .python import named
@@ -351,6 +352,8 @@ def planned_variant(
     masking, scoring, aux = functions_of(problem, mask, score)
     if (mask or score) and "Z" in problem.extents:
         raise NotImplementedError("lengths_k: of parts of queries it is not served with mask or score")
+    asking = Asking(masking, scoring, aux, causal, left, right, problem("T")[0])
+    looks = indexed(problem, asking, listed=ready_for is not None)
     axes, more = [len(x.form.shape) for x in aux], [*more]
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
     masking, causal, (left, right) = as_window(problem, masking, axes, causal, (left, right))
@@ -370,7 +373,8 @@ def planned_variant(
         more,
     )
     made = made._replace(numbers=made.numbers | (numbers or {}))
-    return planned(problem, made, return_lse, family, aux, listing, norm_eps, units)
+    plan = planned(problem, made, return_lse, family, aux, listing, norm_eps, units)
+    return plan._replace(steps=[*looks, *plan.steps])
 
 
 _block_lists, _unrounded = program(LISTS)(_variant.planner), program(IN_FLOAT32)(_variant.planner)

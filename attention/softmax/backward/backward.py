@@ -12,6 +12,7 @@ from ..asked import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, random_of
 from ..assembled import assembled
 from ..derivative import derivatives
 from ..gradient import ONCE
+from ..indexed import Asking, indexed
 from ..planning import as_window, check_extents, dropped, functions_of, listing_of, scale_of
 from ..python import named
 from ..scores import ScoredBack
@@ -246,6 +247,8 @@ def _backward(
     check_extents(problem)
     scale = scale_of(problem, scale)  # the sink is in lse, and nowhere else
     masking, scoring, aux = functions_of(problem, mask, score)
+    asking = Asking(masking, scoring, aux, causal, left, right, problem("T")[0])
+    looks = indexed(problem, asking, listed=ready_for is not None)
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
     more: list[Any] = [dropped(problem, dropout, seed_value)] if dropout is not None else []
     axes = [len(x.form.shape) for x in aux]
@@ -264,7 +267,8 @@ def _backward(
         more=[*more, (blocked, {})] if blocked else more,
     )
     reads = {name: read_by(problem, name, found) for name in also.split() if name != "dsink"}
-    return planned(problem, made, scale, deterministic, family, aux, listing, reads)
+    plan = planned(problem, made, scale, deterministic, family, aux, listing, reads)
+    return plan._replace(steps=[*looks, *plan.steps])
 
 
 _backward_into = program(INTO, no_gradient=ONCE)(_backward.planner)

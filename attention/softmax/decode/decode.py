@@ -12,6 +12,7 @@ from ...cache import append as appending
 from ...families import choose
 from ...options import flag, norm_parts, number, positive
 from ..asked import OF_AUX, eight, ends_of
+from ..indexed import Asking, indexed
 from ..planning import check_extents, functions_of, scale_of
 from ..python import named
 from .launches import Asked, appended, cache_of, of_few, of_many
@@ -277,6 +278,8 @@ def _decode(
     if mask is None:  # what a mask leaves out need not be there
         before = before._replace(steps=[*placed(problem, left), *before.steps])
     *functions, aux = functions_of(problem, mask, score, most_keys)
+    looks = indexed(problem, Asking(functions[0], functions[1], aux, causal, left, right, most_keys))
+    before = before._replace(steps=[*looks, *before.steps])
     asked = Asked(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
     counted = "leftpad" in problem and (mask or score)  # functions count a cache's keys from its first, forward from leftpad
     several = tokens >= MANY * (sequences if "cu_seqlens" in problem else 1)
