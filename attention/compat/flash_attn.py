@@ -11,6 +11,7 @@
 | deterministic                          | the same, of gradients                                                 |
 | max_seqlen_q, .._k                     | not needed                                                             |
 | return_attn_probs=True                 | return_lse=True: (out, lse, None), lse (B, H, Sq) or (H, total)        |
+| block_table, cu_seqlens_k              | attention.decode's pages, lengths; no dropout, no gradients            |
 
 flash_attn_with_kvcache is attention.decode:
 
@@ -126,10 +127,18 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Any = None,
 ) -> Any:
-    """flash_attn_func of packed sequences. q, out: (total_q, H, D); k, v: (total_k, Hk, D); lse: (H, total_q)."""
-    instead = "attention.decode(q[None], k, v, lengths=.., pages=block_table, cu_seqlens=cu_seqlens_q) reads pages"
-    refuse("block_table", block_table is not None, instead)
+    """flash_attn_func of packed sequences. q, out: (total_q, H, D); k, v: (total_k, Hk, D), or with block_table (pages,
+    page size, Hk, D), of which sequence n has cu_seqlens_k[n + 1] - cu_seqlens_k[n] keys; lse: (H, total_q)."""
     refuse_probabilities(return_attn_probs, dropout_p)
+    if block_table is not None:
+        refuse("dropout_p", bool(dropout_p), "with block_table there is none; set dropout_p=0.0, or gather the pages")
+        options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
+        options |= {"pages": block_table, "cu_seqlens": cu_seqlens_q}
+        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+        _check_packed("q", q)
+        found = attend_cache(q[None], k, v, None, None, lengths, (None, None, True), None, return_attn_probs, options)
+        found = (found[0][0], found[1][0]) if return_attn_probs else found[0]
+        return with_probabilities(found, return_attn_probs)
     options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | seeded(dropout_p, q)
     found = attend_packed(q, k, v, return_attn_probs, cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
     return with_probabilities(found, return_attn_probs)
@@ -247,10 +256,15 @@ def attend(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
 def attend_packed(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
     """The same of packed sequences, without the batch of 1: lse (H, total)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if len(x.shape) != 3:
-            raise ValueError(f"{name}: must have the axes total, H, D of packed sequences: {name}.shape={tuple(x.shape)}")
+        _check_packed(name, x)
     found = attend(q[None], k[None], v[None], return_lse, **options)
     return (found[0][0], found[1][0]) if return_lse else found[0]
+
+
+def _check_packed(name: str, x: Any) -> None:
+    """ValueError: an array of packed sequences has other axes."""
+    if len(x.shape) != 3:
+        raise ValueError(f"{name}: must have the axes total, H, D of packed sequences: {name}.shape={tuple(x.shape)}")
 
 
 def attend_cache(

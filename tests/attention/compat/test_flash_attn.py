@@ -152,7 +152,12 @@ def test_keys_in_use(calls, draw):
 
 REFUSED = [
     (flash_attn, "flash_attn_func", {"return_attn_probs": True, "dropout_p": 0.1}, "return_attn_probs: .* leave it away"),
-    (flash_attn, "flash_attn_varlen_func", {"block_table": np.zeros((1, 1))}, "block_table: .* gather the pages"),
+    (
+        flash_attn,
+        "flash_attn_varlen_func",
+        {"block_table": np.zeros((1, 1)), "dropout_p": 0.1},
+        "dropout_p: .* gather the pages",
+    ),
     (flash_attn_interface, "flash_attn_func", {"qv": np.zeros(1)}, "qv: .* concatenate"),
     (flash_attn_interface, "flash_attn_func", {"attention_chunk": 64}, "attention_chunk: .* mask=lambda"),
     (flash_attn_interface, "flash_attn_varlen_func", {"seqused_q": np.ones(1)}, "seqused_q: .* leave the unused"),

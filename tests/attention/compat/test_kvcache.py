@@ -209,6 +209,29 @@ def test_caches_of_fp8_have_descales():
         assert (told["k_descale"] == its["k_descale"]).all() and ((told["k_descale"] != 0.5).sum() == 2) == (len(shape) == 3)
 
 
+@pytest.mark.parametrize("options", [{}, dict(causal=True, window_size=(3, 0), softcap=2.0, alibi_slopes=True)])
+def test_packed_sequences_in_pages(options):
+    """flash_attn_varlen_func(block_table=): what it gives of the pages gathered, of sequences of 3, 0 and 2 queries."""
+    rng, options = np.random.default_rng(4), dict(options)
+    draw = lambda *shape: rng.standard_normal(shape).astype(BF16)
+    options |= {"alibi_slopes": np.array([0.5, 0.25], np.float32)} if options else {}
+    q, k, v, table = draw(5, 2, 16), draw(6, 4, 1, 16), draw(6, 4, 1, 16), np.array([[4, 1], [3, 99], [0, 5]], np.int32)
+    ends, ends_k = np.array([0, 3, 3, 5], np.int32), np.array([0, 7, 9, 14], np.int32)
+    rest = ends, ends_k, 3, 7
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
+        q, k, v, *rest, **options, block_table=table, deterministic=True, return_attn_probs=True
+    )
+    gathered = [
+        np.concatenate([x[page[: -(-n // 4)]].reshape(-1, 1, 16)[:n] for page, n in zip(table, np.diff(ends_k))])
+        for x in (k, v)
+    ]
+    expected, its_lse, _ = flash_attn.flash_attn_varlen_func(q, *gathered, *rest, **options, return_attn_probs=True)
+    np.testing.assert_allclose(out.astype(float), expected.astype(float), atol=0.02)
+    np.testing.assert_allclose(lse, its_lse, atol=1e-3)
+    with pytest.raises(ValueError, match="^q: must have the axes total, H, D of packed sequences"):
+        flash_attn.flash_attn_varlen_func(q[None], k, v, *rest, block_table=table)
+
+
 # Of FlashAttention's own sweep (hopper/test_flash_attn.py): (query tokens, keys in a cache, new keys, page size, what else)
 SWEEP = [
     (1, 128, 0, None, {}),
