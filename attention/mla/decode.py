@@ -20,6 +20,7 @@ from ..softmax.decode.launches import by_rows
 from ..softmax.decode.placed import placed
 from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import Part, Whole
+from ..softmax.fp8 import of_fp8
 from ..softmax.launches import DTYPES, LOG2_E
 from ..softmax.online import SLACK
 from ..softmax.planning import scale_of
@@ -117,6 +118,11 @@ def mla_decode(
         name = "rotary" if rotary is None else "descale"
         raise TypeError(f"{name}: must be given where the other is, both of a cache of float8_e4m3fn: {name}=None")
     if rotary is None:
+        if of_fp8(latent):
+            said = f"latent.dtype={latent.dtype}, latent.shape={tuple(latent.shape)}"
+            raise TypeError(
+                f"latent: of float8_e4m3fn has {LATENT} columns, and the rest apart: pass rotary= and descale=: {said}"
+            )
         return _mla_decode(stream, (q, latent, lengths, pages, batch_index, out, None), options)
     return _mla_decode_fp8(stream, (q, latent, lengths, rotary, descale, pages, batch_index, out, None), options)
 

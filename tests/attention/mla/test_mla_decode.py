@@ -265,7 +265,12 @@ def test_mistakes_about_a_quantised_cache_name_the_argument():
     refused(TypeError, "^rotary: must be given where the other is", latent=held, descale=descale)
     refused(TypeError, "^descale: must be given where the other is", latent=held, rotary=rotary)
     refused(TypeError, "^latent: dtype must be one of", **fp8 | {"latent": draw((1, 5, LATENT))})
-    refused(TypeError, "^latent: dtype must be one of", latent=held)
+    whole = np.concatenate([held, held[..., :ROTARY]], -1)
+    refused(
+        TypeError,
+        "^latent: of float8_e4m3fn has 512 columns, and the rest apart: pass rotary= and descale=: .*576",
+        latent=whole,
+    )
     refused(ValueError, "^latent: q must have 576 columns", **fp8 | {"rotary": draw((1, 5, 2 * ROTARY))})
     refused(ValueError, "^descale: sequence must equal latent's", **fp8 | {"descale": descale[:, :4]})
     refused(
