@@ -89,7 +89,7 @@ TITLES = dict(B="batch", S="sequence", T="sequence", H="heads", G="heads", D="he
 TITLES |= dict(s="sequence", N="sequences", F="features", E="length", C="batches or pages", M="pages", x="blocks", y="blocks")
 SPOKEN = {"G": "Hk", "K": "Dk", "V": "Dv", "E": "N + 1", "T": "S", "U": "B or 1", "W": "B or 1", "X": "H or 1", "Y": "S or 1"}
 SPOKEN |= {"O": "1", "A": "Sq", "s": "S", "Z": "positions", "R": "pairs", "x": "blocks", "y": "blocks"}
-SPOKEN |= {"C": "B or pages", "N": "sequences", "M": "most pages", "I": "B or 1", "J": "H or 1", "P": "rows of blocks"}
+SPOKEN |= {"C": "B or pages", "N": "sequences", "M": "pages of each", "I": "B or 1", "J": "H or 1", "P": "rows of blocks"}
 SPOKEN |= {"Q": "blocks", "L": "blocks"}
 FREE = tuple("*" * rank for rank in range(1, 6))  # axes of any extents
 

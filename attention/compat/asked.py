@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+
+ERRORS = TypeError, ValueError, NotImplementedError  # that name an argument
 
 
 def asked(**options: Any) -> dict[str, Any]:
@@ -18,6 +22,13 @@ def refuse(name: str, is_asked: bool, advice: str) -> None:
     """NotImplementedError if the argument `name` asks for what cannot be served; advice says what to do."""
     if is_asked:
         raise NotImplementedError(f"{name}: is not served; {advice}")
+
+
+def rename(error: Exception, theirs: Mapping[str, str]) -> None:
+    """Put the caller's names of arguments, {ours: theirs}, into an error that begins `lengths: must be ..: lengths[0]=9`."""
+    ours = "|".join(theirs)
+    said = re.sub(rf"(?<![\w.])({ours})(?=[:.=\[]|'s\b)", lambda found: theirs[found[0]], str(error))
+    error.args = (said,)
 
 
 def namespace(x: Any) -> ModuleType:

@@ -34,9 +34,20 @@ from typing import Any
 
 import attention
 
-from .asked import asked, integers, refuse, seeded
+from .asked import ERRORS, asked, integers, refuse, rename, seeded
 
 OPEN = (-1, -1)
+SCORES = {"scale": "softmax_scale", "window": "window_size", "alibi": "alibi_slopes"}  # {our name: theirs}, in errors
+FORWARD = SCORES | {"dropout": "dropout_p", "cu_seqlens": "cu_seqlens_q", "lengths_k": "seqused_k"}
+PAGED = SCORES | {"cu_seqlens": "cu_seqlens_q", "lengths": "cu_seqlens_k", "pages": "block_table"}
+CACHES = PAGED | {
+    "lengths": "cache_seqlens",
+    "batch_index": "cache_batch_idx",
+    "leftpad": "cache_leftpad",
+    "splits": "num_splits",
+}
+CACHES |= {"k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v", "cu_seqlens_new": "cu_seqlens_k_new"}
+CACHES |= {"cos": "rotary_cos", "sin": "rotary_sin", "interleaved": "rotary_interleaved", "positions": "rotary_seqlens"}
 
 
 def flash_attn_func(
@@ -136,7 +147,7 @@ def flash_attn_varlen_func(
         options |= {"pages": block_table, "cu_seqlens": cu_seqlens_q}
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         _check_packed("q", q)
-        found = attend_cache(q[None], k, v, None, None, lengths, (None, None, True), None, return_attn_probs, options)
+        found = attend_cache(q[None], k, v, None, None, lengths, (None, None, True), None, return_attn_probs, options, PAGED)
         found = (found[0][0], found[1][0]) if return_attn_probs else found[0]
         return with_probabilities(found, return_attn_probs)
     options = scores(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) | seeded(dropout_p, q)
@@ -250,7 +261,11 @@ def scores(
 
 def attend(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
     """forward's result: out, or (out, lse)."""
-    return attention.forward(q, k, v, **options, **asked(return_lse=return_lse or None))
+    try:
+        return attention.forward(q, k, v, **options, **asked(return_lse=return_lse or None))
+    except ERRORS as error:
+        rename(error, FORWARD)
+        raise
 
 
 def attend_packed(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
@@ -278,9 +293,10 @@ def attend_cache(
     positions: Any,
     return_lse: bool,
     options: dict[str, Any],
+    theirs: dict[str, str] = CACHES,
 ) -> Any:
     """decode's result: out, or (out, lse). lengths: of the caches, an array, a number or None: all there is. rotary: cos, sin,
-    are neighbours a pair? options: decode's, but for its default of causal."""
+    are neighbours a pair? options: decode's, but for its default of causal. theirs: the caller's names of its arguments."""
     cos, sin, interleaved = rotary
     options.setdefault("causal", False)
     if lengths is None:
@@ -296,7 +312,11 @@ def attend_cache(
     if k is not None:
         options |= {"k_new": k, "v_new": v} | asked(positions=positions if cos is not None else None)
         options |= {} if cos is None else {"rotary": (cos, sin), "interleaved": interleaved}
-    return attention.decode(q, k_cache, v_cache, lengths=lengths, **options, **asked(return_lse=return_lse or None))
+    try:
+        return attention.decode(q, k_cache, v_cache, lengths=lengths, **options, **asked(return_lse=return_lse or None))
+    except ERRORS as error:
+        rename(error, theirs)
+        raise
 
 
 def refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:

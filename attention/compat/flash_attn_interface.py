@@ -21,7 +21,9 @@ from __future__ import annotations
 from typing import Any
 
 from .asked import asked, refuse
-from .flash_attn import OPEN, attend, attend_cache, attend_packed, scores
+from .flash_attn import CACHES, OPEN, attend, attend_cache, attend_packed, scores
+
+CACHES_OF_3 = CACHES | {"pages": "page_table"}
 
 
 def flash_attn_func(
@@ -156,7 +158,8 @@ def flash_attn_with_kvcache(
         same = k is None or cu_seqlens_k_new is cu_seqlens_q
         options |= asked(cu_seqlens=cu_seqlens_q, cu_seqlens_new=None if same else cu_seqlens_k_new)
         q, new = q[None], (k, v) if k is None else (k[None], v[None])
-    found = attend_cache(q, k_cache, v_cache, *new, cache_seqlens, rotary, rotary_seqlens, return_softmax_lse, options)
+    caches, rest = (q, k_cache, v_cache, *new, cache_seqlens), (rotary, rotary_seqlens, return_softmax_lse, options)
+    found = attend_cache(*caches, *rest, CACHES_OF_3)
     if cu_seqlens_q is None:
         return found
     return (found[0][0], found[1][0]) if return_softmax_lse else found[0]

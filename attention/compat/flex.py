@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import attention
 
-from .asked import asked, refuse
+from .asked import ERRORS, asked, refuse, rename
 from .captured import freed
 
+THEIRS = {"q": "query", "k": "key", "v": "value", "mask": "mask_mod", "score": "score_mod", "blocks": "block_mask"}  # in errors
 WHOLE = 2**30  # the block size of a BlockMask that lists everything: torch's for no mask
 
 
@@ -54,7 +55,11 @@ def flex_attention(
     refuse("return_aux", return_aux is not None, "return_lse=True gives the lse; the maximum is not kept")
     block_mask, lists = block_mask if isinstance(block_mask, Listed) else (block_mask, None)
     options = _options(score_mod, block_mask) | asked(scale=scale, return_lse=return_lse or None, blocks=lists)
-    return attention.forward(query, key, value, **options)
+    try:
+        return attention.forward(query, key, value, **options)
+    except ERRORS as error:
+        rename(error, THEIRS)
+        raise
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,9 @@ from typing import Any
 
 import attention
 
-from .asked import asked, namespace, refuse, seeded
+from .asked import ERRORS, asked, namespace, refuse, rename, seeded
+
+THEIRS = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "dropout": "dropout_p", "causal": "is_causal"}
 
 
 def scaled_dot_product_attention(
@@ -48,7 +50,11 @@ def scaled_dot_product_attention(
     if is_causal:
         key, value, more = top_left(query.shape[2], key, value)
         options |= more
-    return attention.forward(query, key, value, layout="bhsd", **options)
+    try:
+        return attention.forward(query, key, value, layout="bhsd", **options)
+    except ERRORS as error:
+        rename(error, THEIRS)
+        raise
 
 
 def top_left(queries: int, key: Any, value: Any) -> tuple[Any, Any, dict[str, Any]]:

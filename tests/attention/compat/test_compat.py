@@ -80,3 +80,38 @@ def test_kernels_serve_variants(case):
     reference.assert_close(
         call(q, k, v), reference.forward(q, k, v, **options)[0], reference.forward_low(q, k, v, **options)[0]
     )
+
+
+def test_errors_have_the_names_of_the_caller():
+    """Of the argument at fault, and of those that it is compared with."""
+    x, of_2 = np.zeros((2, 3, 4, 16), np.float16), flash_attn.flash_attn_with_kvcache
+    of_3, pool = flash_attn_interface.flash_attn_with_kvcache, "page_table: must have the axes sequences, pages of each: page_"
+    numbers, flat, packed = np.array([1, 2, 3], np.int32), np.array([0, 1], np.int32), (np.zeros(3, np.int32),) * 2
+    of_torch, varlen = sdpa.scaled_dot_product_attention, flash_attn.flash_attn_varlen_func
+    for call, arguments, options, message in (
+        (of_2, (x, x, x), dict(cache_seqlens=numbers), "cache_seqlens: sequences must equal q's: cache_seqlens.shape=(3,), q."),
+        (
+            of_2,
+            (x, x, x),
+            dict(cache_seqlens=1, k=x[:, :, :2], v=x),
+            "k: heads must equal k_cache's: k.shape=(2, 3, 2, 16), k_cache.",
+        ),
+        (of_2, (x, x[:, :, :3], x), {}, "v_cache: heads must equal k_cache's: v_cache.shape="),
+        (
+            of_2,
+            (x, x, x),
+            dict(block_table=flat[:, None, None], cache_seqlens=1),
+            "block_table: must have the axes sequences, ",
+        ),
+        (of_3, (x, x, x), dict(page_table=flat, cache_seqlens=1), pool),
+        (varlen, (x[0], x[0], x[0], *packed, 1, 1), {}, "cu_seqlens_q: must end at 3, the length of all sequences together"),
+        (
+            of_torch,
+            (x, x[..., :8], x),
+            {},
+            "key: head_dim must equal query's: key.shape=(2, 3, 4, 8), query.shape=(2, 3, 4, 16)",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            call(*arguments, **options)
+        assert str(raised.value).startswith(message)

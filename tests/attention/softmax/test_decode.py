@@ -429,7 +429,7 @@ def test_mistakes_name_the_argument():
         TypeError, "^k_descale: must be an array .* of a number make an array", k=eight, v=eight, k_descale=0.5, v_descale=one
     )
     refused(ValueError, "^k: must have the axes B or pages, S, Hk, D: ", k=draw((5, 2, 64), BF16), pages=table)
-    refused(ValueError, "^pages: must have the axes sequences, most pages: ", pages=table[0])
+    refused(ValueError, "^pages: must have the axes sequences, pages of each: ", pages=table[0])
     refused(ValueError, "^splits: must be from 1 to 1024", splits=0)
     refused(TypeError, "^splits: must be an integer", splits=2.5)
     refused(ValueError, "^family: attention.decode has kernels of sm_80", family="sm_90")
