@@ -20,6 +20,7 @@ from attention.softmax.backward.norms import DIFFERENTIATE
 from attention.softmax.decode.decode import _append as _decode_append
 from attention.softmax.decode.decode import _decode
 from attention.softmax.forward import _forward, _variant
+from attention.softmax.python import named
 from tiles import arrays as in_memory
 from tiles import bound, loaded, tma
 from tiles import device as devices
@@ -334,6 +335,21 @@ def test_a_seed_is_no_length_and_no_option(gpu, monkeypatch):
     differ = [(x, y, z) for x, y, z in zip(*list(found.values())[:3]) if not x == y == z]
     assert differ == [tuple(seed.to_bytes(8, "little") for seed in (2**62 + 5, 0, 7))]
     assert found[3999, 7] != found[4000, 7] and len(plans) == 1
+
+
+def test_what_a_score_indexes_is_asked_of_every_length(gpu, monkeypatch):
+    """One plan serves lengths for which an array of aux has elements; at another it is refused, as at the first."""
+    plans, score = planned(monkeypatch, _variant), named("score", lambda s, b, h, i, j, table: s + table[j])
+    options = dict.fromkeys(_variant.options) | {"causal": True, "score": score, "norm_eps": 1e-6, "return_lse": False}
+    table = Lent(MEMORY + 4 * ROOM, Form((4000,), (4,), "float32", 0, 4))
+
+    def call(length):
+        arrays = [tokens(2, length, 8, 128, MEMORY + n * ROOM) for n in range(3)]
+        given = dict.fromkeys(_variant.names) | dict(zip("qkv", arrays)) | {"aux0": table}
+        return gpu.call(_variant, tuple(given.values()), tuple(options.values()), "bshd")
+
+    assert [len(call(length)[0]) for length in (4000, 3999, 3000)] == [1, 1, 1] and len(plans) == 1
+    assert call(4001)[1].startswith("aux0: must have an element there, axis 0 is too short: score reads it at each j, of which")
 
 
 def test_threads(gpu):
