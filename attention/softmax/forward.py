@@ -116,7 +116,8 @@ def forward(
     mask and score are functions as FlexAttention has them, b, h, i, j counting from 0. In kernels they get tiles: s is one of
     scores, i a vector of queries, j one of keys, whole numbers below 2**24; elsewhere NumPy's arrays. Comparisons, & | ~,
     + - * / // %, abs, `where` and the maps of `ops` work on both, and so do elements of aux, up to 8 arrays of numbers, at i,
-    j, b and h: `docs[i] == docs[j]`. Key blocks in which a mask holds nowhere are passed by, but for packed sequences.
+    j, b and h: `docs[i] == docs[j]`. Wherever a key is seen they must be there: docs/variants.md says which of them are looked
+    for. Key blocks in which a mask holds nowhere are passed by, but for packed sequences.
 
     blocks: lists of blocks of keys for each block of queries, in FlexAttention's BlockMask or an object that has its fields:
     (rows, columns) of a block, BLOCK_SIZE; of each row of blocks how many are partly seen and which, kv_num_blocks (B or 1,

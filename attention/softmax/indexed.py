@@ -66,8 +66,8 @@ def _check_forms(asking: Asking, function: Callable | None, most: dict[str, int]
             said = getattr(place, "does", None)
             if said in most and shape[axis] < most[said]:
                 name, option = array.does, "score" if scored else "mask"
-                where = f"{option} reads it at each {said}, of which there are {most[said]}"
-                raise ValueError(f"{name}: must have an element there, axis {axis} is too short: {where}, {name}.shape={shape}")
+                must = f"must have {most[said]} elements or more along axis {axis}, which {option} indexes by {said}"
+                raise ValueError(f"{name}: {must}: {name}.shape={shape}")
 
 
 class Indices(NamedTuple):
@@ -85,8 +85,8 @@ class Indices(NamedTuple):
             return
         mask, score, _, causal, left, right, _ = self.asking
         right = 0 if causal else right
-        varies = [any([f and reads(f, at + (f is score)) for f in (mask, score)]) for at in (0, 1)]
-        heads = self.problem("H")[0] if varies[1] else 1
+        by_head = (mask and reads(mask, 1)) or (score and reads(score, 2))
+        heads = self.problem("H")[0] if by_head else 1
         for b, queries, first, keys in self._sequences(found):
             rows = max(1, AT_ONCE // max(keys, 1))
             for h, row in ((h, row) for h in range(heads) for row in range(0, queries if keys > first else 0, rows)):
@@ -142,7 +142,7 @@ class Supervised:
                 b, h, row, key = self.first
                 here = np.broadcast_to(at, self.seen.shape)[tuple(wrong[0])]
                 where = f"{self.option} reads it at b={b}, h={h}, i={row + wrong[0][0]}, j={key + wrong[0][1]}"
-                said = f"index {int(here)} is out of range for axis {axis} of an array of shape {self.shape}"
+                said = f"index {here:.0f} is out of range for axis {axis} of an array of shape {self.shape}"
                 raise ValueError(f"{self.name}: {said}: {where}")
             inside = inside & fits
         if not self.array.size:

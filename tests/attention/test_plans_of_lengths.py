@@ -349,7 +349,7 @@ def test_what_a_score_indexes_is_asked_of_every_length(gpu, monkeypatch):
         return gpu.call(_variant, tuple(given.values()), tuple(options.values()), "bshd")
 
     assert [len(call(length)[0]) for length in (4000, 3999, 3000)] == [1, 1, 1] and len(plans) == 1
-    assert call(4001)[1].startswith("aux0: must have an element there, axis 0 is too short: score reads it at each j, of which")
+    assert call(4001)[1].startswith("aux0: must have 4001 elements or more along axis 0, which score indexes by j: ")
 
 
 def test_threads(gpu):

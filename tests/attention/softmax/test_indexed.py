@@ -27,13 +27,13 @@ of_key = lambda b, h, i, j, docs: docs[j] < 1
 by_head = lambda s, b, h, i, j, slopes: s + slopes[h] * (j - i)
 by_distance = lambda s, b, h, i, j, table: s + table[i - j]
 bucketed = lambda s, b, h, i, j, learned, buckets: s + learned[buckets[abs(i - j)]]
-TOO_SHORT = "aux0: must have an element there, axis 0 is too short: "
+TOO_SHORT = "aux0: must have {} elements or more along axis 0, which "
 SHORT = [
-    (dict(mask=documents, aux=(zeros(8),)), TOO_SHORT + "mask reads it at each i, of which there are 16, aux0.shape=(8,)"),
-    (dict(mask=documents, keys=24, aux=(zeros(16),)), TOO_SHORT + "mask reads it at each j"),
-    (dict(score=by_head, aux=(zeros(1),)), TOO_SHORT + "score reads it at each h, of"),
+    (dict(mask=documents, aux=(zeros(8),)), TOO_SHORT.format(16) + "mask indexes by i: aux0.shape=(8,)"),
+    (dict(mask=documents, keys=24, aux=(zeros(16),)), TOO_SHORT.format(24) + "mask indexes by j: aux0.shape=(16,)"),
+    (dict(score=by_head, aux=(zeros(1),)), TOO_SHORT.format(2) + "score indexes by h: aux0.shape=(1,)"),
     (dict(mask=lambda b, h, i, j, at, seen: seen[b, i, j] & (at[j] < 3), aux=(zeros(S), zeros(1, S, 9, dtype=bool))),
-     "aux1: must have an element there, axis 2 is too short: mask reads it at each j, of which there are 16, aux1.shape=(1, 1"),
+     "aux1: must have 16 elements or more along axis 2, which mask indexes by j: aux1.shape=(1, 16, 9)"),
 ]  # fmt: skip
 OUTSIDE = [
     (forward, dict(score=by_distance, aux=(zeros(S),)), "aux0: index -1 is out of range for axis 0 of an array of shape (16,): "
