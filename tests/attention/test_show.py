@@ -137,7 +137,7 @@ def test_command(file, tmp_path, capsys):
         ("{file}:numbers", "mask: must give truth values"),
         ("{file}:documents --q 65", "out of bounds"),
         ("--window=-1,0", "window: its ends must not be negative"),
-        ("--window 5", "invalid _window value"),
+        ("--window 5", "--window: say left,right, such as 128,0, got '5'"),
         ("--block 20", "blocks must be multiples of 16"),
         ("--q 0", "lengths positive"),
     ],

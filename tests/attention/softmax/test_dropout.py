@@ -91,7 +91,7 @@ def test_what_kernels_are_told():
     (dict(dropout="0.1", seed=1), "dropout: must be a number"),
     (dict(dropout=0.1), "seed: must be given where something is dropped"),
     (dict(dropout=0.1, seed=-1), r"seed: must be from 0 to below 2\*\*63"),
-    (dict(dropout=0.1, seed=1.5), "seed: must be an array"),
+    (dict(dropout=0.1, seed=1.5), "seed: must be an integer, or an array of one: seed=1.5"),
     (dict(dropout=0.1, seed=True), "seed: must be an integer"),
     (dict(dropout=0.1, seed=np.zeros(2, np.int64)), "seed: must have one element"),
 ])  # fmt: skip

@@ -104,7 +104,7 @@ def block_units(q, k, v, *names):
     + [(70, 200, 64, dict(softcap=2.0, alibi=np.float32([0.02, 0.1]), sink=np.float32([1, -2])))]
     + [(70, 200, 64, dict(score=lambda s, b, h, i, j: s * 0.5 + h, mask=lambda b, h, i, j: (i + j) % 3 < 2))]
     + [(140, 200, 64, dict(lengths_k=np.int32([131, 0]), q_descale=0.25))],
-    ids=str,
+    ids=lambda x: "+".join(x) if isinstance(x, dict) else str(x),
 )
 def test_descales_of_blocks(seq_q, seq_kv, head_dim, options):
     """Two query heads, each with descales of its own, share one of keys."""
