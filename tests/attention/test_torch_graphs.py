@@ -21,6 +21,7 @@ from torch_calls import (  # noqa: E402
     prepared,
 )
 
+from attention.softmax.backward import backward as backwards  # noqa: E402
 from attention.softmax.forward import VARIANTS, _variant  # noqa: E402
 
 
@@ -261,15 +262,18 @@ def test_functional_transforms():
     assert rows.shape == (4, *q.shape) and not rows[0, :, 1:].any() and rows[3].any()
 
 
-def test_torchs_deterministic_mode_asks_for_deterministic_gradients(monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"window": (2, 0)}], ids=["plain", "window"])
+def test_torchs_deterministic_mode_asks_for_deterministic_gradients(monkeypatch, options):
+    """Plain calls go a shorter way, by plain(of, causal, scale, deterministic, ..)."""
     q, k, v = (x.requires_grad_() for x in Inputs().qkv())
-    told, backward = [], attention.backward
+    told, backward, plain = [], attention.backward, backwards.plain
     monkeypatch.setattr(
         attention, "backward", lambda *x, deterministic=False, **more: (told.append(deterministic), backward(*x, **more))[1]
     )
+    monkeypatch.setattr(backwards, "plain", lambda *x: (told.append(x[3]), plain(*x))[1])
     for mode in True, False:
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda mode=mode: mode)
-        attention.forward(q, k, v).sum().backward()
+        attention.forward(q, k, v, **options).sum().backward()
     assert told == [True, False]
 
 
