@@ -1,5 +1,6 @@
 """Every public function in torch's graphs: torch.compile, torch.export, CUDA graphs, and what a graph is guarded by."""
 
+import functools
 import subprocess
 import sys
 
@@ -267,9 +268,13 @@ def test_torchs_deterministic_mode_asks_for_deterministic_gradients(monkeypatch,
     """Plain calls go a shorter way, by plain(of, causal, scale, deterministic, ..)."""
     q, k, v = (x.requires_grad_() for x in Inputs().qkv())
     told, backward, plain = [], attention.backward, backwards.plain
-    monkeypatch.setattr(
-        attention, "backward", lambda *x, deterministic=False, **more: (told.append(deterministic), backward(*x, **more))[1]
-    )
+
+    @functools.wraps(backward)  # whose arguments are asked for
+    def watched(*x, deterministic=False, **more):
+        told.append(deterministic)
+        return backward(*x, deterministic=deterministic, **more)
+
+    monkeypatch.setattr(attention, "backward", watched)
     monkeypatch.setattr(backwards, "plain", lambda *x: (told.append(x[3]), plain(*x))[1])
     for mode in True, False:
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda mode=mode: mode)
