@@ -39,8 +39,7 @@ OF_QUERIES = """
     q_norm_bias      D|HD   real     optional
     out              BAHD   tile     in_place
 """
-APPEND = Schema("append", GIVEN)
-WITH_QUERIES = Schema("append_with_queries", f"q BAHD tile {GIVEN.rstrip()}{OF_QUERIES}")
+BESIDE_QUERIES = f"q BAHD tile {GIVEN.rstrip()}{OF_QUERIES}"
 
 
 def with_descales_found(table: str) -> str:
@@ -48,13 +47,9 @@ def with_descales_found(table: str) -> str:
     return re.sub(r"(_descale +)\S+( +float32 +)optional", r"\1CTG\2updated", table)
 
 
-QUANTISING, QUANTISING_WITH_QUERIES = (
-    Schema(name, with_descales_found(table))
-    for name, table in (
-        ("append_quantising", GIVEN),
-        ("append_quantising_with_queries", f"q BAHD tile {GIVEN.rstrip()}{OF_QUERIES}"),
-    )
-)
+APPEND, WITH_QUERIES = Schema("append", GIVEN), Schema("append_with_queries", BESIDE_QUERIES)
+QUANTISING = Schema("append_quantising", with_descales_found(GIVEN))
+QUANTISING_WITH_QUERIES = Schema("append_quantising_with_queries", with_descales_found(BESIDE_QUERIES))
 
 
 def append(

@@ -23,7 +23,8 @@ class Placed(NamedTuple):
         found: dict[str, Any] = {name: read(addresses[(x := self.problem[name]).source], x.form, stream) for name in names}
         if any(x is None for x in found.values()):  # a CUDA graph is being captured
             return
-        (tokens, size, caches), lengths = self.problem("STC"), found["lengths"].astype(np.int64)
+        (tokens, size, caches, count), room = self.problem("STCN"), found["pages"].shape[1] if "pages" in found else 1
+        lengths = found["lengths"].astype(np.int64) if "lengths" in found else np.full(count, size * room)
         asking = np.diff(found["cu_seqlens"]) if "cu_seqlens" in found else np.full_like(lengths, tokens)
         used, name = (lengths > 0) & (asking > 0), "pages" if "pages" in found else "batch_index"
         if name == "pages":
@@ -33,7 +34,8 @@ class Placed(NamedTuple):
         wrong = np.argwhere(used & ((found[name] < 0) | (found[name] >= caches)))
         if len(wrong):
             at, b = ", ".join(map(str, wrong[0])), wrong[0][0]
-            said = f"{name}[{at}]={found[name][tuple(wrong[0])]}, lengths[{b}]={lengths[b]}"
+            length = f"lengths[{b}]={lengths[b]}" if "lengths" in found else "lengths=None"
+            said = f"{name}[{at}]={found[name][tuple(wrong[0])]}, {length}"
             raise ValueError(f"{name}: must be from 0 to {caches - 1} where keys are in use: {said}")
 
 

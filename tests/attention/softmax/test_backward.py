@@ -2,14 +2,13 @@
 
 import itertools
 import math
-import traceback
-from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import draw, inputs, poisoned, there
+from judged import draw, inputs, there
+from judged_gradients import NAMES, agree
 from places import BF16, RANDOMLY, OnCard, OnInterpreter
 
 import attention
@@ -17,45 +16,9 @@ from attention import reference
 from attention.softmax.backward import ampere, hopper
 from attention.softmax.seen import CAUSAL, FULL, Left, Right
 from attention.softmax.variants import Both
-from ops import grid
-from tiles import Hazard, bf16, fp16, interpreter
-from tiles.op import lowers, op
-from tiles.plumbing import void
+from tiles import bf16, fp16
 
 F32, FP16 = np.float32, fp16.np
-NAMES = "dq", "dk", "dv", "dsink"
-NOTHING, NOISE = 1e-9, 1e-4
-
-
-def agree(place, q, k, v, family=None, between=lambda: None, known=None, deterministic=False, by_output=False, **options):
-    """Run forward and, after `between`, backward, and judge by the rule for gradients: no NaN, every element written. known:
-    the same k and v without what may not be read, for the formula. by_output: the formula goes by the output that backward was
-    given. Of a row or two, what its rounding does to all of dq is one number, whose size in another rounding says nothing."""
-    dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
-    put, given = [place.put(x) for x in (q, k, v)], there(place, options)
-    out, lse = attention.forward(*put, return_lse=True, **given)
-    between()
-    of = [q, k, v, *[options[name] for name in ("sink",) if name in options]]
-    made = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in zip(NAMES, of)}
-    got = attention.backward(place.put(dout), *put, out, lse, **given, **made, deterministic=deterministic, family=family)
-    assert len(got) == len(of) and all(x is made[name] for name, x in zip(NAMES, got))
-    k, v = known or (k, v)
-    by = {"by": place.get(out)} if by_output else {}
-    ref, low = (f(dout, q, k, v, **by, **options) for f in (reference.backward, reference.backward_low))
-    got = [place.get(x) for x in got]
-    if "sink" in options:  # by the output as it was rounded: a few sums of many errors have no error worth comparing with
-        *got, dsink = got
-        delta = (dout.astype(float) * place.get(out).astype(float)).sum(-1).swapaxes(1, 2)
-        want = -(np.exp(options["sink"][:, None] - place.get(lse).astype(float)) * delta).sum((0, 2))
-        np.testing.assert_allclose(dsink, want, rtol=1e-4, atol=1e-4)
-    for name, *each in zip(NAMES, got, ref, low):
-        if np.abs(each[1]).max(initial=0) < NOTHING:  # each row sees one key: what is left are sums in another order
-            assert np.abs(each[0].astype(F32)).max(initial=0) < NOISE, name
-        else:
-            reference.assert_close(*each, factor=3, name=name)
-    return got
-
-
 EDGES = [(1, 1), (1, 130), (63, 65), (64, 64), (128, 128), (129, 127), (130, 257), (5, 200), (200, 70)]
 
 
@@ -141,123 +104,6 @@ def test_what_sees_nothing_has_no_gradient(place):
     assert (dk[:, :250].astype(F32) == 0).all() and (dv[:, :250].astype(F32) == 0).all()
 
 
-# ---- in order ----------------------------------------------------------------------------------------------------------
-ORDERED = {
-    "full": {},
-    "causal": dict(causal=True),
-    "window": dict(window=(70, 20)),
-    "window, left": dict(window=(100, None), softcap=2.0),
-    "mask": dict(mask=lambda b, h, i, j: (j <= i) & (j // 70 != 1)),
-}
-
-
-@pytest.mark.parametrize(("case", "head_dim"), [*zip(ORDERED, itertools.cycle([128, 64]))])
-@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
-def test_deterministic(place, case, head_dim, family):
-    """Who waits for a block that comes later, or for more than there are, is found by the interpreter."""
-    agree(place, *inputs(1, 200, 330, 2, 1, head_dim), family, deterministic=True, **ORDERED[case])
-
-
-@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
-def test_blocks_add_in_order(family, monkeypatch):
-    """In whatever order they come: a block waits for those before it. Without order none minds what another does."""
-    forwards, q_k_v = interpreter.clusters, inputs(1, 20, 160, 1, 1, 64)
-    monkeypatch.setattr(interpreter, "clusters", lambda *args: [*forwards(*args)][::-1])
-    agree(OnInterpreter(), *q_k_v, family)
-    ends, ends_k = np.array([0, 9, 20], np.int32), np.array([0, 70, 160], np.int32)
-    agree(OnInterpreter(), *q_k_v, family, cu_seqlens=ends, cu_seqlens_k=ends_k)
-    with pytest.raises(Hazard, match="(?s)deadlock: .*blocks that come later in the grid may not be waited for"):
-        agree(OnInterpreter(), *q_k_v, family, deterministic=True)
-
-
-@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
-def test_blocks_add_in_order_of_those_that_lists_name(family, monkeypatch):
-    """A block waits for those before it whose lists have the tile, and for no others."""
-    n, forwards = 128 if family == "sm_90" else 64, interpreter.clusters  # keys of a block
-    q, k, v = inputs(1, 40, 2 * n + 4, 2, 1, 64)
-    agree(OnInterpreter(), q, k, v, family, deterministic=True, mask=lambda b, h, i, j: (i // 30 + h) % 3 != j // 90)
-    monkeypatch.setattr(interpreter, "clusters", lambda *args: [*forwards(*args)][::-1])
-    q, k, v = q[:, :, :1], k[:, : n + 2], v[:, : n + 2]
-    agree(OnInterpreter(), q, k, v, family, deterministic=True, mask=lambda b, h, i, j: (i + n) // n == j // n)
-    with pytest.raises(Hazard, match="deadlock"):
-        agree(OnInterpreter(), q, k, v, family, deterministic=True, mask=lambda b, h, i, j: (i > 5) | (j < n))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("family", "head_dim"), [("sm_90", 64), ("sm_90", 128), ("sm_80", 128)])
-def test_the_same_bits_through_lists(family, head_dim):
-    """Under load, of a mask that leaves most blocks out, a window of which others see all."""
-    torch = pytest.importorskip("torch")
-    q, k, v = (torch.randn(2, 2000, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    options = dict(mask=lambda b, h, i, j: ((j <= i) & (i - j < 300)) | (j < 40 * h) | (i % 700 == j % 900))
-    out, lse = attention.forward(q, k, v, return_lse=True, **options)
-    found = []
-    torch.cuda.synchronize()
-    for stream in [torch.cuda.Stream() for _ in range(8)] * 5:
-        with torch.cuda.stream(stream):
-            found.append(attention.backward(q, q, k, v, out, lse, deterministic=True, family=family, **options))
-    torch.cuda.synchronize()
-    for one in found[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(one, found[0], strict=True))
-
-
-# ---- one launch after the other ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"head_dim": 136}], ids=["folded", "hopper", "wide"])
-def test_early_launches_wait(options, monkeypatch):
-    """All threads of all do, and but for the last launch's they then let the next one begin."""
-    options, asked = options.copy(), Counter()
-    q, k, v = inputs(1, 10, 10, 1, 1, options.pop("head_dim", 64))
-
-    def counted(what):
-        def happens():
-            names = [frame.name for frame in traceback.extract_stack()]
-            asked[next(name for name in names if name in ("prepare", "attend", "finish")), what] += 1
-
-        lowers(counting := op(happens))(lambda: (void, None))
-        monkeypatch.setattr(grid, what, counting)
-
-    counted("wait")
-    counted("release")
-    attention.backward(q, q, k, v, q, np.zeros((1, 1, 10), F32), family="sm_90", **options)
-    attend, release = (asked["attend", what] for what in ("wait", "release"))
-    assert asked["prepare", "wait"] == asked["prepare", "release"] > 0 and not asked["finish", "release"]
-    if asked["finish", "wait"]:
-        assert attend == release == 12
-    else:  # two kernels: wide.py, wide_queries.py
-        assert attend == 2 * release == 24
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_calls_that_follow_one_another(head_dim):
-    """In the same scratch memory, on a stream and in a graph: as if each were alone."""
-    torch = pytest.importorskip("torch")
-    sets = [
-        [torch.randn(1, 300 + 50 * n, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)] for n in range(4)
-    ]
-    made = [attention.forward(*x[:3], causal=True, return_lse=True) for x in sets]
-
-    def call(n):
-        q, k, v, dout = sets[n]
-        return attention.backward(dout, q, k, v, *made[n], causal=True)
-
-    alone = []
-    for n in range(len(sets)):
-        alone.append(call(n))
-        torch.cuda.synchronize()
-    found = [call(n % len(sets)) for n in range(100)]
-    captured, found_there = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(captured):
-        found_there += [call(n % len(sets)) for n in range(20)]
-    for _ in range(5):
-        captured.replay()
-    torch.cuda.synchronize()
-    for n, of in enumerate([*found, *found_there]):
-        *_, dk, dv = alone[n % len(sets)]
-        assert torch.equal(of[1], dk) and torch.equal(of[2], dv)
-        torch.testing.assert_close(of[0], alone[n % len(sets)][0], rtol=2**-6, atol=2**-8)
-
-
 DROPPED = {
     "full": dict(dropout=0.3, seed=2**40 + 7),
     "causal, softcap": dict(dropout=0.5, seed=5, causal=True, softcap=3.0),
@@ -282,24 +128,6 @@ def test_what_is_learned_under_dropout(place):
     *_, bias, alibi = reference.backward(dout, q, k, v, **options, dbias=True, dalibi=True, by=place.get(out))
     for got, want in ((dbias, bias), (dalibi, alibi)):
         assert np.abs(place.get(got) - want).max() < 0.02 * np.abs(want).max() + 1e-3
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("family", "head_dim"), [("sm_90", 64), ("sm_90", 128), ("sm_90", 256), ("sm_80", 128)])
-def test_the_same_bits_under_load(family, head_dim, causal):
-    """Of eight streams at once, again and again."""
-    torch = pytest.importorskip("torch")
-    q, k, v = (torch.randn(2, 2000, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    out, lse = attention.forward(q, k, v, causal=causal, return_lse=True)
-    options, found = dict(causal=causal, deterministic=True, family=family), []
-    torch.cuda.synchronize()
-    for stream in [torch.cuda.Stream() for _ in range(8)] * 5:
-        with torch.cuda.stream(stream):
-            found.append(attention.backward(q, q, k, v, out, lse, **options))
-    torch.cuda.synchronize()
-    for one in found[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(one, found[0], strict=True))
 
 
 @pytest.mark.parametrize(("head_dim", "family"), [(64, "sm_90"), (128, "sm_90"), (72, "sm_80")])

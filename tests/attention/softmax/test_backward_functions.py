@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import inputs, there
+from judged_gradients import NOISE, agree
 from places import RANDOMLY, OnCard, OnInterpreter
-from test_backward import NOISE, agree, call
+from test_backward import call
 from test_blocks import block_mask, drawn
 
 import attention

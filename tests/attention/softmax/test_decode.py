@@ -110,6 +110,19 @@ def test_whole_caches(place, batch, tokens, options):
     np.testing.assert_allclose(found, wanted, atol=2**-6)
 
 
+@pytest.mark.parametrize("name", ["pages", "batch_index"])
+def test_whole_caches_by_numbers(name):
+    """All that tables name are in use, and must be there."""
+    q, k, v = case((32, 32), 1, 2, 1, room=16)
+    numbers = np.array([[1, 0], [0, 1]] if name == "pages" else [1, 0], np.int32)
+    wanted = np.full(2, 32 if name == "pages" else 16)
+    found = [attention.decode(q, k, v, lengths=lengths, splits=2, **{name: numbers}) for lengths in (None, wanted)]
+    np.testing.assert_array_equal(*found)
+    numbers.flat[-1] = 2
+    with pytest.raises(ValueError, match=rf"{name}: must be from 0 to 1 where keys are in use: {name}\[.*\]=2, lengths=None"):
+        attention.decode(q, k, v, lengths=None, **{name: numbers})
+
+
 def test_many_sequences_of_very_different_lengths(place):
     """More of them than a warp looks at at once, and than there are shares."""
     lengths = (1, 700, *[1, 0, 130, 64, 3] * 7, 65)

@@ -1,0 +1,40 @@
+"""The rule for gradients: attention.backward against float64, and against what the formula loses."""
+
+import numpy as np
+from judged import draw, poisoned, there
+
+import attention
+from attention import reference
+
+F32 = np.float32
+NAMES = "dq", "dk", "dv", "dsink"
+NOTHING, NOISE = 1e-9, 1e-4
+
+
+def agree(place, q, k, v, family=None, between=lambda: None, known=None, deterministic=False, by_output=False, **options):
+    """Run forward and, after `between`, backward, and judge by the rule for gradients: no NaN, every element written. known:
+    the same k and v without what may not be read, for the formula. by_output: the formula goes by the output that backward was
+    given. Of a row or two, what its rounding does to all of dq is one number, whose size in another rounding says nothing."""
+    dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
+    put, given = [place.put(x) for x in (q, k, v)], there(place, options)
+    out, lse = attention.forward(*put, return_lse=True, **given)
+    between()
+    of = [q, k, v, *[options[name] for name in ("sink",) if name in options]]
+    made = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in zip(NAMES, of)}
+    got = attention.backward(place.put(dout), *put, out, lse, **given, **made, deterministic=deterministic, family=family)
+    assert len(got) == len(of) and all(x is made[name] for name, x in zip(NAMES, got))
+    k, v = known or (k, v)
+    by = {"by": place.get(out)} if by_output else {}
+    ref, low = (f(dout, q, k, v, **by, **options) for f in (reference.backward, reference.backward_low))
+    got = [place.get(x) for x in got]
+    if "sink" in options:  # by the output as it was rounded: a few sums of many errors have no error worth comparing with
+        *got, dsink = got
+        delta = (dout.astype(float) * place.get(out).astype(float)).sum(-1).swapaxes(1, 2)
+        want = -(np.exp(options["sink"][:, None] - place.get(lse).astype(float)) * delta).sum((0, 2))
+        np.testing.assert_allclose(dsink, want, rtol=1e-4, atol=1e-4)
+    for name, *each in zip(NAMES, got, ref, low):
+        if np.abs(each[1]).max(initial=0) < NOTHING:  # each row sees one key: what is left are sums in another order
+            assert np.abs(each[0].astype(F32)).max(initial=0) < NOISE, name
+        else:
+            reference.assert_close(*each, factor=3, name=name)
+    return got

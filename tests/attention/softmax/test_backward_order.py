@@ -1,0 +1,140 @@
+"""attention.backward: sums of dQ in order, the same bits every time, and launches one after the other."""
+
+import itertools
+import traceback
+from collections import Counter
+
+import numpy as np
+import pytest
+from judged import inputs
+from judged_gradients import agree
+from places import OnInterpreter
+
+import attention
+from ops import grid
+from tiles import Hazard, interpreter
+from tiles.op import lowers, op
+from tiles.plumbing import void
+
+F32 = np.float32
+ORDERED = {
+    "full": {},
+    "causal": dict(causal=True),
+    "window": dict(window=(70, 20)),
+    "window, left": dict(window=(100, None), softcap=2.0),
+    "mask": dict(mask=lambda b, h, i, j: (j <= i) & (j // 70 != 1)),
+}
+
+
+@pytest.mark.parametrize(("case", "head_dim"), [*zip(ORDERED, itertools.cycle([128, 64]))])
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_deterministic(place, case, head_dim, family):
+    """Who waits for a block that comes later, or for more than there are, is found by the interpreter."""
+    agree(place, *inputs(1, 200, 330, 2, 1, head_dim), family, deterministic=True, **ORDERED[case])
+
+
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_blocks_add_in_order(family, monkeypatch):
+    """In whatever order they come: a block waits for those before it. Without order none minds what another does."""
+    forwards, q_k_v = interpreter.clusters, inputs(1, 20, 160, 1, 1, 64)
+    monkeypatch.setattr(interpreter, "clusters", lambda *args: [*forwards(*args)][::-1])
+    agree(OnInterpreter(), *q_k_v, family)
+    ends, ends_k = np.array([0, 9, 20], np.int32), np.array([0, 70, 160], np.int32)
+    agree(OnInterpreter(), *q_k_v, family, cu_seqlens=ends, cu_seqlens_k=ends_k)
+    with pytest.raises(Hazard, match="(?s)deadlock: .*blocks that come later in the grid may not be waited for"):
+        agree(OnInterpreter(), *q_k_v, family, deterministic=True)
+
+
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+def test_blocks_add_in_order_of_those_that_lists_name(family, monkeypatch):
+    """A block waits for those before it whose lists have the tile, and for no others."""
+    n, forwards = 128 if family == "sm_90" else 64, interpreter.clusters  # keys of a block
+    q, k, v = inputs(1, 40, 2 * n + 4, 2, 1, 64)
+    agree(OnInterpreter(), q, k, v, family, deterministic=True, mask=lambda b, h, i, j: (i // 30 + h) % 3 != j // 90)
+    monkeypatch.setattr(interpreter, "clusters", lambda *args: [*forwards(*args)][::-1])
+    q, k, v = q[:, :, :1], k[:, : n + 2], v[:, : n + 2]
+    agree(OnInterpreter(), q, k, v, family, deterministic=True, mask=lambda b, h, i, j: (i + n) // n == j // n)
+    with pytest.raises(Hazard, match="deadlock"):
+        agree(OnInterpreter(), q, k, v, family, deterministic=True, mask=lambda b, h, i, j: (i > 5) | (j < n))
+
+
+SAME = {  # of a mask that leaves most blocks out, and of which others see all
+    "full": {},
+    "causal": dict(causal=True),
+    "lists": dict(mask=lambda b, h, i, j: ((j <= i) & (i - j < 300)) | (j < 40 * h) | (i % 700 == j % 900)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SAME)
+@pytest.mark.parametrize(("family", "head_dim"), [("sm_90", 64), ("sm_90", 128), ("sm_90", 256), ("sm_80", 128)])
+def test_the_same_bits_under_load(family, head_dim, case):
+    """Of eight streams at once, again and again."""
+    torch, options = pytest.importorskip("torch"), SAME[case]
+    q, k, v = (torch.randn(2, 2000, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    out, lse = attention.forward(q, k, v, return_lse=True, **options)
+    found = []
+    torch.cuda.synchronize()
+    for stream in [torch.cuda.Stream() for _ in range(8)] * 5:
+        with torch.cuda.stream(stream):
+            found.append(attention.backward(q, q, k, v, out, lse, deterministic=True, family=family, **options))
+    torch.cuda.synchronize()
+    for one in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(one, found[0], strict=True))
+
+
+# ---- one launch after the other ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"head_dim": 136}], ids=["folded", "hopper", "wide"])
+def test_early_launches_wait(options, monkeypatch):
+    """All threads of all do, and but for the last launch's they then let the next one begin."""
+    options, asked = options.copy(), Counter()
+    q, k, v = inputs(1, 10, 10, 1, 1, options.pop("head_dim", 64))
+
+    def counted(what):
+        def happens():
+            names = [frame.name for frame in traceback.extract_stack()]
+            asked[next(name for name in names if name in ("prepare", "attend", "finish")), what] += 1
+
+        lowers(counting := op(happens))(lambda: (void, None))
+        monkeypatch.setattr(grid, what, counting)
+
+    counted("wait")
+    counted("release")
+    attention.backward(q, q, k, v, q, np.zeros((1, 1, 10), F32), family="sm_90", **options)
+    attend, release = (asked["attend", what] for what in ("wait", "release"))
+    assert asked["prepare", "wait"] == asked["prepare", "release"] > 0 and not asked["finish", "release"]
+    if asked["finish", "wait"]:
+        assert attend == release == 12
+    else:  # two kernels: wide.py, wide_queries.py
+        assert attend == 2 * release == 24
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_calls_that_follow_one_another(head_dim):
+    """In the same scratch memory, on a stream and in a graph: as if each were alone."""
+    torch = pytest.importorskip("torch")
+    sets = [
+        [torch.randn(1, 300 + 50 * n, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)] for n in range(4)
+    ]
+    made = [attention.forward(*x[:3], causal=True, return_lse=True) for x in sets]
+
+    def call(n):
+        q, k, v, dout = sets[n]
+        return attention.backward(dout, q, k, v, *made[n], causal=True)
+
+    alone = []
+    for n in range(len(sets)):
+        alone.append(call(n))
+        torch.cuda.synchronize()
+    found = [call(n % len(sets)) for n in range(100)]
+    captured, found_there = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(captured):
+        found_there += [call(n % len(sets)) for n in range(20)]
+    for _ in range(5):
+        captured.replay()
+    torch.cuda.synchronize()
+    for n, of in enumerate([*found, *found_there]):
+        *_, dk, dv = alone[n % len(sets)]
+        assert torch.equal(of[1], dk) and torch.equal(of[2], dv)
+        torch.testing.assert_close(of[0], alone[n % len(sets)][0], rtol=2**-6, atol=2**-8)
