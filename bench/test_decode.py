@@ -42,15 +42,26 @@ PROVIDERS = "tiles", *(f"pages {n}" for n in PAGES), *(f"{n} tokens" for n in TO
 
 
 def _inputs(batch, keys, heads, kv_heads):
-    """q for the most tokens, K, V, lengths, tables of pages, K and V in fp8, descales of each head, and of each token, lengths
-    but for the last token."""
+    """q for the most tokens, K, V, lengths, tables of pages, K and V in fp8, descales of each head, and of each token; for a
+    step its K and V, and lengths without them."""
     draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     cache = [draw((batch, keys, kv_heads, HEAD_DIM)) for _ in range(2)]
     lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
     tables = [torch.randperm(batch * keys // n, device="cuda").int().view(batch, keys // n) for n in PAGES]
     eight = [x.to(torch.float8_e4m3fn) for x in cache]
     descales = [[torch.ones(shape, device="cuda") for _ in "kv"] for shape in ((kv_heads,), (batch, keys, kv_heads))]
-    return draw((batch, max(TOKENS), heads, HEAD_DIM)), *cache, lengths, tables, eight, descales, lengths - 1
+    return (
+        draw((batch, max(TOKENS), heads, HEAD_DIM)),
+        *cache,
+        lengths,
+        tables,
+        eight,
+        descales,
+        (
+            *(x[:, -1:].clone() for x in cache),
+            lengths - 1,
+        ),
+    )
 
 
 def _ours(tokens=1, page=None):
@@ -78,10 +89,10 @@ def _normed(q, k, v, lengths, *_):
 def _narrow(by_token=False, page=None, append=False, eight=True):
     """The same of caches of fp8; append: the last token is written first, and is here."""
 
-    def call(q, k, v, lengths, tables, narrow, descales, before):
+    def call(q, k, v, lengths, tables, narrow, descales, step):
         held, units, told = (narrow if eight else (k, v)), descales[by_token], {"lengths": lengths}
         if append:
-            told = {"lengths": before, "k_new": k[:, -1:], "v_new": v[:, -1:]}
+            told = dict(zip(("k_new", "v_new", "lengths"), step, strict=True))
         if page is not None:
             held, units = ([x.view(-1, page, *x.shape[2:]) for x in of] for of in (held, units))
             told["pages"] = tables[PAGES.index(page)]

@@ -108,8 +108,8 @@ def _attention(q, k, v):
 
 def _qk_norm_attention(q, k, v, gq, gk):
     q, k = (F.rms_norm(x, x.shape[-1:], g, 1e-6) for x, g in ((q, gq), (k, gk)))
-    q, k, v = (x.flatten(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).unflatten(1, (GROUPS, -1))
+    groups, (q, k, v) = q.shape[1], (x.flatten(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).unflatten(1, (groups, -1))
 
 
 def _mla_attention(q, latent, wk, wv):
