@@ -3,8 +3,8 @@
 A rank of R has S / R queries of H heads, and keys and values of Hk, of 2 bytes an element. With `seen` keys a query on average,
 
     compute   2 B S H seen (D + Dv) / R operations at `flops` a second
-    gather    needs Hk (D + Dv) 2 bytes of each key that its queries see; the first quarter is waited for, the rest is under way
-              while that is computed
+    gather    needs Hk (D + Dv) 2 bytes of each key that its queries see; some key heads' are waited for, and the rest is under
+              way while these are computed (`first_heads`); a window's under what sees no keys but its own rank's
     ulysses   S / R (H + Hk) (D + Dv) 2 (R - 1) / R bytes there and back, all of it waited for
     ring      S / R Hk (D + Dv) 2 bytes a step, while a step is computed; merging reads and writes 16 bytes of each element
 
@@ -23,7 +23,9 @@ from .pieces import Call
 
 ITEM = 2  # bytes of an element
 SHARE = 0.25  # of a GPU's memory that a scheme may take beyond its shards
-EARLY = 0.25  # of the key heads that come first: see gather.py
+WORTH = 2**24  # bytes that come, from which on it is worth a launch that some come first
+FULL = 2 * 132  # tiles of queries that fill a GPU
+ROWS = 128  # of a tile
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,32 @@ def choose(
     return Choice(best.scheme, f"it takes least{held}", estimates)
 
 
+def first_heads(call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], worth: int = WORTH) -> int:
+    """How many key heads come to gather before the others; 0: all at once. As few as keep the GPU busy until the rest is there,
+    for they are waited for: with T the time that all keys take to come and C that of computing, a share f of both where
+    (1 - f) T = f C. It is the same on all ranks."""
+    kv_heads, machine = len(call.kv_heads), Machine()
+    nbytes, compute, _ = _of_gather(call, batch, queries, keys, machine)
+    rows = min([count(spans) for spans in queries if count(spans)], default=0)
+    if kv_heads < 2 or nbytes < worth or not rows:
+        return 0
+    coming, tiles = nbytes / machine.link, batch * len(call.heads) // kv_heads * -(-rows // ROWS)
+    first = max(1, math.ceil(kv_heads * coming / (coming + compute)), -(-FULL // tiles))
+    return first if first < kv_heads else 0
+
+
+def _of_gather(
+    call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], machine: Machine
+) -> tuple[float, float, float]:
+    """(bytes that come to a rank, seconds that it computes, bytes of all keys that it sees), where these are most."""
+    columns = sum(call.head_dims)
+    work = max([sum([len(q) * seen(call, q) for q in spans]) for spans in queries], default=0)
+    every = [count(_needs(call, spans)) for spans in queries]
+    of_key = batch * len(call.kv_heads) * columns * ITEM
+    comes = max([n - count(own) for n, own in zip(every, keys)], default=0)
+    return of_key * comes, 2 * batch * len(call.heads) * columns * work / machine.flops, of_key * max(every, default=0)
+
+
 def estimate(
     scheme: str, call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], machine: Machine
 ) -> Estimate:
@@ -98,14 +126,11 @@ def estimate(
     if why:
         return Estimate(scheme, math.inf, math.inf, math.inf, why)
     of_key, most = batch * kv_heads * columns * ITEM, max(map(count, queries), default=0)
-    work = max([sum([len(q) * seen(call, q) for q in spans]) for spans in queries], default=0)
-    compute = 2 * batch * heads * columns * work / machine.flops
+    nbytes, compute, needed = _of_gather(call, batch, queries, keys, machine)
     if scheme == "gather":
-        every = [count(_needs(call, spans)) for spans in queries]
-        nbytes = of_key * max([n - count(own) for n, own in zip(every, keys)], default=0)
-        early = nbytes * (EARLY if kv_heads > 3 else 1)
+        early = nbytes * (first_heads(call, batch, queries, keys) or kv_heads) / kv_heads
         waits = early / machine.link + (machine.message if nbytes else 0)
-        return Estimate(scheme, waits + max(compute, (nbytes - early) / machine.link), nbytes, of_key * max(every, default=0))
+        return Estimate(scheme, waits + max(compute, (nbytes - early) / machine.link), nbytes, needed)
     if scheme == "ulysses":
         each = batch * columns * ITEM * most * (heads + kv_heads) * (world - 1) / world
         return Estimate(scheme, compute + each / machine.link + 2 * machine.message, each, each * world / max(1, world - 1))

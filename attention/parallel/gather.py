@@ -1,7 +1,8 @@
 """Scheme "gather": keys and values come to the queries, as far as these see them.
 
-Each query sees all its keys in one call, so out and lse are what one GPU gives, bit by bit, however many ranks there are. The
-first key heads come before the others, and while these are under way theirs are computed. Gradients of keys and values are
+Each query sees all its keys in one call, so out and lse are what one GPU gives, bit by bit, however many ranks there are.
+Something is computed while keys are under way: of a window the queries that see their own rank's keys alone, which stay where
+they are; else the first key heads come before the others, and theirs is computed. Gradients of keys and values are
 added up in float32 at the rank whose queries they are of, and then, in the order of ranks, at the rank that has them."""
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ import torch
 
 import attention
 
+from .choice import WORTH, first_heads
 from .gradients import Gradients
-from .moves import Cut, Moving, Way, all_heads, gathered_sums, move, way
+from .moves import Cut, Moving, Sums, Way, all_heads, move, sums_on_their_way, way
 from .orders import Span, Spans, count, merged
 from .peers import Peers
-from .pieces import Call, Piece, sloped
+from .pieces import Call, Piece, grain, sloped
 
-FIRST = 4  # a quarter of the key heads comes first,
-LONG = 2**24  # where so many bytes come; less is not worth a launch
+LONG = WORTH  # bytes that come, from which on it is worth a launch that some come first
+TILES = 384  # rows of queries that are whole tiles of any kernel of windows
 
 
 class Turn(NamedTuple):
-    """Some key heads, which come together: the way of keys and values, the query heads that read them (None: all), the call of
-    these, and what is computed, as (rows of queries, Piece, which of the fetched keys) each; None stands for all."""
+    """Some key heads, which come together: the way of keys and values (None: they are this rank's own, where they are), the
+    query heads that read them (None: all), the call of these, and what is computed, as (rows of queries, Piece, which of the
+    fetched keys) each; None stands for all."""
 
     heads: Span
-    way: Way
+    way: Way | None
     mine: slice | None
     call: Call
     parts: list[tuple[slice | None, Piece | None, slice | None]]
@@ -46,10 +49,10 @@ class Gather:
     def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
         turns = self._turns(q, k, call)
-        moving = [move(self.peers, (k, turn.way), (v, turn.way)) for turn in turns]
+        moving = [turn.way and move(self.peers, (k, turn.way), (v, turn.way)) for turn in turns]
         if len(turns) == 1 and len(turns[0].parts) == 1 and turns[0].parts[0][0] is None:  # one call makes all there is
             ((_, part, seen),) = turns[0].parts
-            assert part is not None, "all of it"
+            assert part is not None and moving[0] is not None, "all of it"
             keys, values = moving[0].wait()
             if seen is not None:
                 keys, values = keys[:, seen], values[:, seen]
@@ -57,7 +60,7 @@ class Gather:
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         for turn, on_their_way in zip(turns, moving):
-            keys, values = on_their_way.wait()
+            keys, values = on_their_way.wait() if on_their_way else (k, v)
             mine = slice(None) if turn.mine is None else turn.mine
             for rows, part, seen in turn.parts:
                 rows = slice(None) if rows is None else rows
@@ -71,7 +74,8 @@ class Gather:
 
     def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
         """Add the gradients of `attend` to what is found."""
-        moving = [(heads, self._fetch(k, v, call, heads)) for heads in self._in_turn(k)]
+        moving = [(heads, self._fetch(k, v, call, heads)) for heads in self._in_turn(k, call)]
+        home: list[tuple[Span, Sums]] = []
         for heads, on_their_way in moving:
             keys, values = on_their_way.wait()
             sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
@@ -82,8 +86,9 @@ class Gather:
                     into = found.dq[:, rows, mine], sums[0][:, seen], sums[1][:, seen]
                     found.add(part, theirs, *given, lse[:, mine, rows], into)
             back = way(self.peers.rank, self._wanted(call, heads), tuple([Cut(spans, heads) for spans in self.keys]))
-            home = gathered_sums(self.peers, *[(x, back) for x in sums])
-            for total, x in zip((found.dk, found.dv), home):
+            home.append((heads, sums_on_their_way(self.peers, *[(x, back) for x in sums])))
+        for heads, on_their_way_back in home:
+            for total, x in zip((found.dk, found.dv), on_their_way_back.wait()):
                 total[:, :, slice(*heads)] += x
 
     def _turns(self, q: Any, k: Any, call: Call) -> list[Turn]:
@@ -91,7 +96,7 @@ class Gather:
         found = self.known.get("turns")
         if found is None:
             call = sloped(call, q.shape[0])
-            found = [self._turn(q, k, call, heads) for heads in self._in_turn(k)]
+            found = self._by_rows(k, call) or [self._turn(q, k, call, heads) for heads in self._in_turn(k, call)]
             if call.plain:
                 self.known["turns"] = found
         return found
@@ -105,11 +110,39 @@ class Gather:
         parts = [(rows, part, None if seen == slice(0, fetched) else seen) for rows, part, seen in parts]
         return Turn(heads, self._way(k, call, heads), None if heads == all_heads(k.shape[2]) else mine, theirs, parts)
 
-    def _in_turn(self, k: Any) -> list[Span]:
+    def _by_rows(self, k: Any, call: Call) -> list[Turn]:
+        """Of a window first the queries that see their own rank's keys alone, and then the others, whose keys come; nothing if
+        on some rank the former are not most. So keys are neither waited for nor copied."""
+        if call.window[0] is None or self.queries != self.keys or self.peers.world == 1:
+            return []
+        rank, every = self.peers.rank, all_heads(k.shape[2])
+        cuts = [[(at, run, first_at_home(call, run)) for at, run in runs(spans)] for spans in self.queries]
+        if any([2 * sum([run.stop - first for _, run, first in cut]) < count(spans) for cut, spans in zip(cuts, self.queries)]):
+            return []
+        at_home, away = [], []
+        others = [tuple([Span(run.start, first) for _, run, first in cut if first > run.start]) for cut in cuts]
+        for at, run, first in cuts[rank]:
+            for rows, parts in (Span(first, run.stop), at_home), (Span(run.start, first), away):
+                place, reach = at + rows.start - run.start, call.reach(rows)
+                part = call.piece(rows, reach, place)
+                if part is not None:
+                    begin = at - run.start
+                    seen = fetched(self._seen(call, others[rank]), part.keys) if parts is away else slice(0)
+                    seen = seen if parts is away else slice(begin + part.keys.start, begin + part.keys.stop)
+                    parts.append((slice(place, place + len(rows)), part, seen))
+        wanted = tuple([Cut(self._seen(call, spans), every) for spans in others])
+        held = tuple([Cut(spans, every) for spans in self.keys])
+        coming = Turn(every, way(rank, held, wanted), None, call, away)
+        return [Turn(every, None, None, call, at_home), coming]
+
+    def _in_turn(self, k: Any, call: Call) -> list[Span]:
         """The key heads that come one after the other."""
-        heads = k.shape[2]
-        first = heads // FIRST if self.peers.world > 1 and k.nbytes * self.peers.world > LONG else 0
-        return [Span(0, first), Span(first, heads)] if first else [all_heads(heads)]
+        found = self.known.get("in turn")
+        if found is None:
+            heads = k.shape[2]
+            first = first_heads(call, k.shape[0], self.queries, self.keys, LONG) if self.peers.world > 1 else 0
+            found = self.known["in turn"] = [Span(0, first), Span(first, heads)] if first else [all_heads(heads)]
+        return found
 
     def _of(self, call: Call, q: Any, heads: Span) -> tuple[slice, Call]:
         """The query heads that read these key heads, and the call of theirs."""
@@ -154,6 +187,27 @@ class Gather:
         for at, span in Cut(mine, Span(0, 1)).places():
             part = call.piece(span, call.reach(span), at)
             yield slice(at, at + len(span)), part, fetched(self._seen(call, mine), part.keys) if part else slice(0)
+
+
+def runs(spans: Spans) -> list[tuple[int, Span]]:
+    """(where it lies, which it is) of a rank's spans, those that follow each other being one."""
+    found: list[tuple[int, Span]] = []
+    for at, span in Cut(spans, Span(0, 1)).places():
+        if found and found[-1][1].stop == span.start:
+            found[-1] = found[-1][0], Span(found[-1][1].start, span.stop)
+        else:
+            found.append((at, span))
+    return found
+
+
+def first_at_home(call: Call, run: Span) -> int:
+    """The first query of a run, at a whole tile, from which on they see no keys but the run's own."""
+    first, block = run.start, grain(*call.head_dims)
+    if run.start > 0:
+        key = -(-run.start // block) * block
+        first = -(-(key + (call.window[0] or 0)) // TILES) * TILES
+    reach = call.reach(Span(first, run.stop))
+    return first if first < run.stop and run.start <= reach.start and reach.stop <= run.stop else run.stop
 
 
 def fetched(spans: Spans, one: Span) -> slice:

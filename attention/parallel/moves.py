@@ -57,7 +57,14 @@ def common(source: Cut, target: Cut) -> list[Box]:
             rows = mine.within(its)
             if len(rows):
                 a, b = at + rows.start - mine.start, to + rows.start - its.start
-                found.append(Box(slice(a, a + len(rows)), columns[0], slice(b, b + len(rows)), columns[1]))
+                box = Box(slice(a, a + len(rows)), columns[0], slice(b, b + len(rows)), columns[1])
+                last = found[-1] if found else None
+                if last and (last.rows.stop, last.to_rows.stop) == (a, b):  # one message, not two
+                    found[-1] = box._replace(
+                        rows=slice(last.rows.start, a + len(rows)), to_rows=slice(last.to_rows.start, b + len(rows))
+                    )
+                else:
+                    found.append(box)
     return found
 
 
@@ -202,9 +209,29 @@ def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
     return Moving(every, peers.exchange(sends, receives), late)
 
 
+class Sums:
+    """Sums on their way: `wait` gives them. parts: (rank, where it is added, what) of each; to be waited for first."""
+
+    def __init__(self, found: list[Any], pending: Pending, parts: list[tuple[int, Any, Any]]):
+        self.found, self.pending, self.parts = found, pending, parts
+
+    def wait(self) -> list[Any]:
+        """The sums, added up in the order of ranks."""
+        self.pending.wait()
+        for _, place, part in sorted(self.parts, key=itemgetter(0)):
+            place.add_(part)
+        self.parts = []
+        return self.found
+
+
 def gathered_sums(peers: Peers, *routes: tuple[Any, Way]) -> list[Any]:
     """Of each array the sum, over ranks from which a way leads to an element, of what they have; in its dtype, which is float32
     where sums matter."""
+    return sums_on_their_way(peers, *routes).wait()
+
+
+def sums_on_their_way(peers: Peers, *routes: tuple[Any, Way]) -> Sums:
+    """The same, while something else is computed."""
     found = [x.new_zeros((x.shape[0], *its.shape, *x.shape[3:])) for x, its in routes]
     sends, receives, parts = [], [], []
     for total, (x, its) in zip(found, routes):
@@ -215,10 +242,7 @@ def gathered_sums(peers: Peers, *routes: tuple[Any, Way]) -> list[Any]:
             part = torch.empty_like(place, memory_format=torch.contiguous_format)
             receives += [(rank, one) for one in _batches(part)]
             parts.append((rank, place, part))
-    peers.exchange(sends, receives).wait()
-    for _, place, part in sorted(parts, key=itemgetter(0)):
-        place.add_(part)
-    return found
+    return Sums(found, peers.exchange(sends, receives), parts)
 
 
 def _batches(x: Any) -> Sequence[Any]:

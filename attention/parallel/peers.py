@@ -39,16 +39,20 @@ class Peers:
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Pending:
         """Send these contiguous tensors, and receive into those: each a pair (rank, tensor). What a rank sends to another the
         latter receives in that order. All are one message of NCCL's, on its own stream behind the current one."""
-        operations, works = [], []
+        held = [tensor for _, tensor in (*sends, *receives)]
+        sends, receives = ([one for one in todo if one[1].numel()] for todo in (sends, receives))  # of empty ones both know
+        if not sends and not receives:
+            return Pending(())
+        device = held[0].device
+        if device.type == "cuda" and _coalesces(self.group, device):
+            return Pending((_at_once(self.group, device, sends, receives),), held)
+        operations = []
         for operation, todo in (dist.isend, sends), (dist.irecv, receives):
             tags = [0] * self.world
             for rank, tensor in todo:
-                if tensor.numel():  # of an empty share both sides know
-                    operations.append(dist.P2POp(operation, tensor, self.ranks[rank], self.group, tags[rank]))
-                    tags[rank] += 1
-        if operations:
-            works = dist.batch_isend_irecv(operations)
-        return Pending(works, [tensor for _, tensor in (*sends, *receives)])
+                operations.append(dist.P2POp(operation, tensor, self.ranks[rank], self.group, tags[rank]))
+                tags[rank] += 1
+        return Pending(dist.batch_isend_irecv(operations), held)
 
     def gathered(self, said: bytes, device: Any) -> list[bytes]:
         """What each rank says, as many bytes."""
@@ -66,6 +70,25 @@ class Peers:
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, said, group=self.group)
         return found
+
+
+@functools.lru_cache(64)
+def _coalesces(group: Any, device: Any) -> bool:
+    """Does the group make one message of many, by the calls that batch_isend_irecv makes of it?"""
+    calls = "_start_coalescing", "_end_coalescing", "send", "recv"
+    return all([hasattr(group, name) for name in calls]) and bool(
+        getattr(group._get_backend(device), "supports_coalescing", False)
+    )
+
+
+def _at_once(group: Any, device: Any, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Any:
+    """batch_isend_irecv without its checks, which take a GPU's host longer than all else of a call."""
+    group._start_coalescing(device)
+    for rank, tensor in sends:
+        group.send([tensor], rank, 0)
+    for rank, tensor in receives:
+        group.recv([tensor], rank, 0)
+    return group._end_coalescing(device)
 
 
 ALONE = Peers(None, 0, 1, (0,))

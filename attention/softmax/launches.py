@@ -22,7 +22,7 @@ from .norms import Layer, Rms
 from .online import SLACK
 from .ready import Listing, check, giving
 from .sequences import Batched, InUse, Packed, PackedInUse, Parts
-from .tiling import band_of
+from .tiling import band_of, even
 from .units import BLOCK, OfBlocks, OfHeads
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float8_e4m3fn": fp8e4m3}
@@ -220,12 +220,13 @@ def launch(problem: Problem, made: Assembled, config: Shape, most_keys: int, **t
         told |= {f"g{name.upper()}Unit": unit_of(problem, name, config.units) for name in "qkv"}
     else:
         told["slack"] = SLACK / (made.unit * LOG2_E)
+    band = band_of(grid, gpu.processors, nbytes, gpu.cache_bytes, uneven)
     return kernel_for(KERNELS[type(config)], config, problem.device).bind(
         grid,
         blocks=blocks,
         heads=heads,
         pairs=pairs,
-        band=band_of(grid, gpu.processors, nbytes, gpu.cache_bytes, uneven),
+        band=even(band, pairs) if config.lie is Parts else band,
         group=group,
         scale=made.unit * LOG2_E,
         **told,

@@ -13,6 +13,7 @@ from threads import together
 import attention
 from attention import parallel
 from attention.parallel import parts
+from attention.parallel.gather import Gather
 from attention.parallel.orders import ORDERS, Span
 from attention.parallel.recurrent import Delta
 from attention.recurrent import chunks
@@ -44,6 +45,30 @@ def test_any_length(length, world, scheme, order, options, seed):
             torch.testing.assert_close(sums, lse[:, :, rows], rtol=0, atol=2**-10)
         else:
             assert torch.equal(its, out[:, rows]) and torch.equal(sums, lse[:, :, rows])
+
+
+@pytest.mark.parametrize(("order", "world"), [("zigzag", 2), ("contiguous", 2)])
+def test_a_window_is_begun_before_keys_come(monkeypatch, order, world):
+    """Most queries see their own rank's keys alone; the bits are those of one, of which a mask asks for its place, too."""
+    q, k, v = drawn(1024 * world, 1, 1)
+    by_rows, turns = Gather._by_rows, []
+    monkeypatch.setattr(Gather, "_by_rows", lambda *given: turns.append(by_rows(*given)) or turns[-1])
+    for told in dict(window=(100, 0)), dict(window=(100, 0), causal=True, mask=lambda b, h, i, j: (i + j) % 7 > 0):
+        wanted = attention.forward(q, k, v, **told, return_lse=True)
+
+        told |= dict(order=order, scheme="gather", return_lse=True)
+        ranks = lambda peers, told=told: parallel.forward(*[share(x, peers, order) for x in (q, k, v)], group=peers, **told)
+        found = together(world, ranks)
+        for x, y, axis in zip(zip(*found), wanted, (1, 2)):
+            for its, spans in zip(x, ORDERS[order].spans(q.shape[1], world), strict=True):
+                rows = [n for span in spans for n in range(*span)]
+                assert torch.equal(its, y[:, rows] if axis == 1 else y[:, :, rows])
+    assert len(turns) == 2 * world and all([2 * computed(turn[0]) >= 1024 and turn[0].way is None for turn in turns])
+
+
+def computed(turn):
+    """Of queries that it computes."""
+    return sum([one.stop - one.start for one, _, _ in turn.parts])
 
 
 SLOPED = {
