@@ -76,6 +76,12 @@ class Part:
 
 
 @functools.lru_cache(64)
+def behind(segments: int, device: Any) -> Any:
+    """Which segments lie behind each, and at last all of them: rows of 0 and 1."""
+    return torch.cat([torch.ones(segments, segments).triu(1), torch.ones(1, segments)]).to(device)
+
+
+@functools.lru_cache(64)
 def _even_ends(batch: int, length: int, segments: int, device: Any) -> Any:
     """Where segments of as many tokens end, of batches that lie one behind the other."""
     step = -(-length // (segments * CHUNK)) * CHUNK
@@ -84,16 +90,32 @@ def _even_ends(batch: int, length: int, segments: int, device: Any) -> Any:
 
 
 class Chain:
-    """The summaries of all ranks, one behind the other. That of the first is what it leaves of the state before the whole."""
+    """The summaries (M, N) of all ranks, one behind the other; the N of the first is what it leaves of the state before the
+    whole. summary: this rank's, numbers, M's first and N's last; shapes: of M and of N; as_state: what makes a state of one
+    that is laid out as N is."""
 
-    def __init__(self, peers: Peers, m: Any, left: Any, compose: Callable[[Any, Any], Any]):
-        self.compose, self.shapes = compose, (m.shape, left.shape)
-        self.every = peers.collected(torch.cat([m.float().flatten(), left.float().flatten()]))
+    def __init__(
+        self,
+        peers: Peers,
+        summary: Any,
+        shapes: tuple[Any, Any],
+        compose: Callable[[Any, Any], Any],
+        as_state: Callable[[Any], Any],
+    ):
+        self.compose, self.shapes, self.as_state = compose, shapes, as_state
+        self.every = peers.collected(summary)
+
+    @classmethod
+    def of(cls, peers: Peers, m: Any, left: Any, compose: Callable[[Any, Any], Any]) -> Chain:
+        """Where this rank's are by themselves."""
+        summary = torch.cat([m.float().flatten(), left.float().flatten()])
+        return cls(peers, summary, (m.shape, left.shape), compose, lambda state: state.contiguous())
 
     def before(self, rank: int) -> Any:
         """The state before the part of a rank other than the first."""
         state: Any = None
         for one in self.every[:rank]:
-            m, left = (x.reshape(shape) for x, shape in zip(one.split([shape.numel() for shape in self.shapes]), self.shapes))
+            of_m, of_left = self.shapes
+            m, left = one[: of_m.numel()].view(of_m), one[len(one) - of_left.numel() :].view(of_left)
             state = left if state is None else self.compose(m, state) + left
-        return state.contiguous()
+        return self.as_state(state)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its older name
+
 
 class Pending:
     """Messages under way. They keep what they read alive until they are waited for."""
@@ -59,11 +61,11 @@ class Peers:
         mine = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(device)
         return [bytes(x.cpu().tolist()) for x in self.collected(mine)]
 
-    def collected(self, x: Any) -> list[Any]:
-        """Each rank's tensor of this shape."""
-        found = [torch.empty_like(x) for _ in range(self.world)]
-        dist.all_gather(found, x, group=self.group)
-        return found
+    def collected(self, x: Any) -> Sequence[Any]:
+        """Each rank's tensor of this shape, which has elements."""
+        found = x.new_empty((self.world * x.shape[0], *x.shape[1:]))
+        GATHER(found, x, group=self.group)
+        return found.chunk(self.world)
 
     def told(self, said: str) -> list[str]:
         """What each rank says."""

@@ -14,6 +14,7 @@ says what the passes cost."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,12 +31,13 @@ from ..recurrent.kernels.tokens import CHUNK, COLUMNS
 from ..softmax.asked import differentiated
 from .agreed import agreed, form_of, words_of
 from .orders import Contiguous, Span, count
-from .parts import LEAST, Chain, Part
+from .parts import LEAST, Chain, Part, behind
 from .peers import Peers, one_of
 
 Shape = tuple[int, ...]
 SEGMENTED = 128  # columns of keys, at most, where the kernels of linear and mamba2 cut sequences into segments on every GPU
 WIDEST = 256  # columns of values
+ALIGNED = 32  # numbers: 128 bytes
 
 
 def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
@@ -111,17 +113,17 @@ class Recurrence:
             if peers.world == 1:
                 return self.call(place, **{self.before: begin, self.after: after})
             out, chain = self.passes(peers, place, None if peers.rank else begin, after or peers.rank < peers.world - 1)
-        return (out, chain.before(peers.world)) if after else out
+            return (out, chain.before(peers.world).contiguous()) if after else out
 
     def passes(self, peers: Peers, place: Part, begin: Any, awaited: bool) -> tuple[Any, Chain]:
         """This part's output, and all summaries. begin: the state before the whole, of the first part; awaited: does another
         one wait for this one's summary?"""
         cut = place.cut(self.segments(place))
         if not len(place.span):
-            return self._empty(), Chain(peers, *self._nothing_done(place, begin), self.compose)
+            return self._empty(), Chain.of(peers, *self._nothing_done(place, begin), self.compose)
         if peers.rank == 0 and cut is place:  # it knows what is before it, and needs no M
             out, left = self.first(place, begin)
-            chain = Chain(peers, self._none(place)[0], left, self.compose)
+            chain = Chain.of(peers, self._none(place)[0], left, self.compose)
             return self.call(place, **{self.before: begin}) if out is None else out, chain
         found: list[tuple[Any, Any]] = []  # what the first segment, the first two, .. make of a state
         if awaited or cut.segments > 1:
@@ -129,7 +131,7 @@ class Recurrence:
             for m, left in zip(*[x.reshape(shape).unbind(1) for x, shape in zip(self.summary(cut), shapes)]):
                 found.append((self.compose(m, found[-1][0]), self.compose(m, found[-1][1]) + left) if found else (m, left))
         m, left = found[-1] if found else self._none(place)
-        chain = Chain(peers, m, left if begin is None else self.compose(m, begin) + left, self.compose)
+        chain = Chain.of(peers, m, left if begin is None else self.compose(m, begin) + left, self.compose)
         state = chain.before(peers.rank) if peers.rank else begin
         starts = [self._none(place)[1] if state is None else state]
         starts += [left if state is None else self.compose(m, state) + left for m, left in found[:-1]]
@@ -217,18 +219,26 @@ class InSegments(Recurrence):
         raise NotImplementedError
 
     def as_states(self, left: Any) -> Any:
-        """Of kernels' states (.., Dv, Dk) those of this function."""
+        """Of kernels' states (.., Dv, Dk) those of this function, and of those the kernels'."""
         return left
 
     def passes(self, peers: Peers, place: Part, begin: Any, awaited: bool) -> tuple[Any, Chain]:
         """See Recurrence."""
         if not len(place.span):
-            return super().passes(peers, place, begin, awaited)
+            nothing = self._nothing_done(place, begin)
+            summary, m, left = _room(nothing[0].shape, self.as_states(nothing[1]).shape, place.device)
+            m.copy_(nothing[0])
+            left.copy_(self.as_states(nothing[1]))
+            return self._empty(), Chain(peers, summary, (m.shape, left.shape), self.compose, self.as_states)
         local, total = self.left_by_segments(place)
-        later = total.flip(2).cumsum(2).flip(2) - total  # of the segments behind each
-        left = self.as_states((local * later.exp2()[..., None]).sum(2))
-        m = total.sum(2, keepdim=True).exp2()
-        chain = Chain(peers, m, left if begin is None else m * begin + left, self.compose)
+        sequences, heads, segments, *size = local.shape
+        decayed = (total.transpose(2, 3) * behind(segments, total.device)).sum(3).exp2()  # since each segment's end, and by all
+        summary, m, left = _room((sequences, heads, 1, 1), (sequences, heads, *size), total.device)
+        m.copy_(decayed[:, :, -1:, None])
+        torch.sum(local * decayed[:, :, :-1, None, None], 2, out=left)
+        if begin is not None:
+            left.addcmul_(self.as_states(begin), m)
+        chain = Chain(peers, summary, (m.shape, left.shape), self.compose, self.as_states)
         return self.going_on(place, local, total, chain.before(peers.rank) if peers.rank else begin), chain
 
     def _told(self, place: Part, *names: str) -> dict[str, Any]:
@@ -366,6 +376,13 @@ class MambaInSegments(InSegments, Mamba):
         told = self._told(place, "D", "z", "dt_bias", "dt_softplus")
         x, dt, A, B, C = self.arrays
         return mamba.going_on(x, dt, A, B, C, local, total, initial_states=state, **told)
+
+
+def _room(of_m: Shape, of_left: Shape, device: Any) -> tuple[Any, Any, Any]:
+    """A summary that is to be written, and in it the places of M and of N, which begins where kernels like arrays to."""
+    numbers = [math.prod(shape) for shape in (of_m, of_left)]
+    summary = torch.empty(-(-numbers[0] // ALIGNED) * ALIGNED + numbers[1], device=device)
+    return summary, summary[: numbers[0]].view(of_m), summary[len(summary) - numbers[1] :].view(of_left)
 
 
 @functools.lru_cache(64)
