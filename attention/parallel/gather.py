@@ -7,14 +7,14 @@ added up in float32 at the rank whose queries they are of, and then, in the orde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 import attention
 
-from .choice import WORTH, first_heads
+from .choice import FULL, ROWS, WORTH, first_heads
 from .gradients import Gradients
 from .moves import Cut, Moving, Sums, Way, all_heads, move, sums_on_their_way, way
 from .orders import Span, Spans, count, merged
@@ -49,7 +49,7 @@ class Gather:
     def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
         turns = self._turns(q, k, call)
-        moving = [turn.way and move(self.peers, (k, turn.way), (v, turn.way)) for turn in turns]
+        moving = [None if turn.way is None else move(self.peers, (k, turn.way), (v, turn.way)) for turn in turns]
         if len(turns) == 1 and len(turns[0].parts) == 1 and turns[0].parts[0][0] is None:  # one call makes all there is
             ((_, part, seen),) = turns[0].parts
             assert part is not None and moving[0] is not None, "all of it"
@@ -74,13 +74,16 @@ class Gather:
 
     def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
         """Add the gradients of `attend` to what is found."""
-        moving = [(heads, self._fetch(k, v, call, heads)) for heads in self._in_turn(k, call)]
+        drops = bool(call.told.get("dropout"))  # by piece, so that these must be those of `attend`
+        in_turn = self._in_turn(k, call) if drops else self._in_turn_back(k)
+        cut = None if drops else runs(self.queries[self.peers.rank])
+        moving = [(heads, self._fetch(k, v, call, heads)) for heads in in_turn]
         home: list[tuple[Span, Sums]] = []
         for heads, on_their_way in moving:
             keys, values = on_their_way.wait()
             sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
             mine, theirs = self._of(call, q, heads)
-            for rows, part, seen in self._parts(theirs):
+            for rows, part, seen in self._parts(theirs, cut):
                 if part is not None:
                     given = dout[:, rows, mine], q[:, rows, mine], keys[:, seen], values[:, seen], out[:, rows, mine]
                     into = found.dq[:, rows, mine], sums[0][:, seen], sums[1][:, seen]
@@ -113,13 +116,14 @@ class Gather:
     def _by_rows(self, k: Any, call: Call) -> list[Turn]:
         """Of a window first the queries that see their own rank's keys alone, and then the others, whose keys come; nothing if
         on some rank the former are not most. So keys are neither waited for nor copied."""
-        if call.window[0] is None or self.queries != self.keys or self.peers.world == 1:
+        if call.window[0] is None or call.told.get("dropout") or self.queries != self.keys or self.peers.world == 1:
             return []
         rank, every = self.peers.rank, all_heads(k.shape[2])
         cuts = [[(at, run, first_at_home(call, run)) for at, run in runs(spans)] for spans in self.queries]
         if any([2 * sum([run.stop - first for _, run, first in cut]) < count(spans) for cut, spans in zip(cuts, self.queries)]):
             return []
-        at_home, away = [], []
+        at_home: list[Any] = []
+        away: list[Any] = []
         others = [tuple([Span(run.start, first) for _, run, first in cut if first > run.start]) for cut in cuts]
         for at, run, first in cuts[rank]:
             for rows, parts in (Span(first, run.stop), at_home), (Span(run.start, first), away):
@@ -142,6 +146,17 @@ class Gather:
             heads = k.shape[2]
             first = first_heads(call, k.shape[0], self.queries, self.keys, LONG) if self.peers.world > 1 else 0
             found = self.known["in turn"] = [Span(0, first), Span(first, heads)] if first else [all_heads(heads)]
+        return found
+
+    def _in_turn_back(self, k: Any) -> list[Span]:
+        """The same of gradients: a quarter comes first, if so many heads' blocks of keys fill the GPU beside the fewest
+        queries."""
+        found = self.known.get("in turn back")
+        if found is None:
+            heads, fewest = k.shape[2], min([len(run) for spans in self.queries for _, run in runs(spans)], default=0)
+            first = max(heads // 4, -(-FULL * ROWS // max(1, k.shape[0] * fewest)))
+            worth = self.peers.world > 1 and 2 * first <= heads and 2 * fewest * heads * k.shape[3] > LONG
+            found = self.known["in turn back"] = [Span(0, first), Span(first, heads)] if worth else [all_heads(heads)]
         return found
 
     def _of(self, call: Call, q: Any, heads: Span) -> tuple[slice, Call]:
@@ -181,10 +196,11 @@ class Gather:
         told = call.told | {"lengths_k": part.options["lengths_k"]}
         return [(slice(None), part._replace(options=told), slice(*part.keys))]
 
-    def _parts(self, call: Call) -> Iterator[tuple[slice, Piece | None, slice]]:
-        """(rows, Piece, which of the fetched keys) of each of this rank's spans; a Piece is None where nothing is seen."""
+    def _parts(self, call: Call, cut: Iterable[tuple[int, Span]] | None = None) -> Iterator[tuple[slice, Piece | None, slice]]:
+        """(rows, Piece, which of the fetched keys) of each of this rank's spans, or of what these are cut into otherwise, as
+        (where it lies, which it is); a Piece is None where nothing is seen."""
         mine = self.queries[self.peers.rank]
-        for at, span in Cut(mine, Span(0, 1)).places():
+        for at, span in Cut(mine, Span(0, 1)).places() if cut is None else cut:
             part = call.piece(span, call.reach(span), at)
             yield slice(at, at + len(span)), part, fetched(self._seen(call, mine), part.keys) if part else slice(0)
 

@@ -48,7 +48,8 @@ class Box(NamedTuple):
 
 def common(source: Cut, target: Cut) -> list[Box]:
     """The rectangles that both have, in one order whoever asks."""
-    heads, found = source.heads.within(target.heads), []
+    heads = source.heads.within(target.heads)
+    found: list[Box] = []
     if not len(heads):
         return []
     columns = [slice(heads.start - cut.heads.start, heads.stop - cut.heads.start) for cut in (source, target)]
