@@ -24,7 +24,7 @@ from .pieces import Call
 ITEM = 2  # bytes of an element
 SHARE = 0.25  # of a GPU's memory that a scheme may take beyond its shards
 WORTH = 2**24  # bytes that come, from which on it is worth a launch that some come first
-FULL = 2 * 132  # tiles of queries that fill a GPU
+FULL = 132  # tiles of queries that fill a GPU
 ROWS = 128  # of a tile
 
 

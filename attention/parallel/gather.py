@@ -154,7 +154,7 @@ class Gather:
         found = self.known.get("in turn back")
         if found is None:
             heads, fewest = k.shape[2], min([len(run) for spans in self.queries for _, run in runs(spans)], default=0)
-            first = max(heads // 4, -(-FULL * ROWS // max(1, k.shape[0] * fewest)))
+            first = max(heads // 4, -(-2 * FULL * ROWS // max(1, k.shape[0] * fewest)))
             worth = self.peers.world > 1 and 2 * first <= heads and 2 * fewest * heads * k.shape[3] > LONG
             found = self.known["in turn back"] = [Span(0, first), Span(first, heads)] if worth else [all_heads(heads)]
         return found

@@ -4,6 +4,8 @@ longer than they do. A failed assertion ends all, with its words."""
 import os
 import socket
 import sys
+import traceback
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -15,18 +17,77 @@ import torch.multiprocessing as mp
 import attention
 from attention import parallel, reference
 
+PATIENCE = 120  # seconds that ranks wait for each other
+
 
 def start(world, body, backend="gloo"):
     """Run body(world) in so many processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with _path():
+        mp.spawn(_rank, args=(world, body, backend, _free_port()), nprocs=world)
+
+
+class Waiting:
+    """So many processes that run one body after the other: they import, and begin to talk, once."""
+
+    def __init__(self, world, backend):
+        self.world, self.backend, self.processes = world, backend, []
+
+    def run(self, body):
+        """body(world) in all of them. What one of them raises ends all, with its words."""
+        if not self.processes:
+            context = mp.get_context("spawn")
+            self.todo, self.done = [context.SimpleQueue() for _ in range(self.world)], context.Queue()
+            given = self.world, self.backend, _free_port()
+            with _path():
+                for rank, todo in enumerate(self.todo):
+                    one = context.Process(target=_rank_that_waits, args=(rank, todo, self.done, *given), daemon=True)
+                    one.start()
+                    self.processes.append(one)
+        for todo in self.todo:
+            todo.put(body)
+        for _ in range(self.world):
+            error = self.done.get(timeout=PATIENCE)
+            if error:
+                self.end()
+                raise AssertionError(error)
+
+    def end(self):
+        """End them."""
+        for one in self.processes:
+            one.kill()
+            one.join()
+        self.processes = []
+
+
+def _rank_that_waits(rank, todo, done, world, backend, port):
+    def bodies(world):
+        while True:
+            todo.get()(world)
+            dist.barrier()
+            done.put("")
+
+    try:
+        _rank(rank, world, bodies, backend, port)
+    except BaseException:
+        done.put(f"rank {rank}: {traceback.format_exc()}")
+        raise
+
+
+@contextmanager
+def _path():
+    """What is imported here is found there, too."""
     path = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path, path])
     try:
-        mp.spawn(_rank, args=(world, body, backend, port), nprocs=world)
+        yield
     finally:
         os.environ["PYTHONPATH"] = path
+
+
+def _free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def _rank(rank, world, body, backend, port):
@@ -34,7 +95,7 @@ def _rank(rank, world, body, backend, port):
     if backend == "nccl":
         torch.cuda.set_device(rank)
     where = dict(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    dist.init_process_group(backend, timeout=timedelta(seconds=120), **where)
+    dist.init_process_group(backend, timeout=timedelta(seconds=PATIENCE), **where)
     try:
         body(world)
         dist.barrier()  # nobody leaves while others still talk

@@ -1,11 +1,12 @@
-"""The same on GPUs, by NCCL, one process each: at sizes at which tiles are whole, and again and again while the GPU is busy."""
+"""The same on GPUs, by NCCL, two processes for all tests: at sizes at which tiles are whole, and again and again while the GPU
+is busy."""
 
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
-from ranks import compared, drawn, integers, numbers, start
+from ranks import Waiting, compared, drawn, integers, numbers
 
 import attention
 from attention import parallel
@@ -18,8 +19,16 @@ WIDE = dict(dim=128, heads=8, kv_heads=4)
 EVERY = 0, 1, 2, 3, 4
 
 
-def test_bits_are_those_of_one_gpu():
-    start(2, bits, "nccl")
+@pytest.fixture(scope="module")
+def two():
+    """Two processes, for all tests here."""
+    found = Waiting(2, "nccl")
+    yield found
+    found.end()
+
+
+def test_bits_are_those_of_one_gpu(two):
+    two.run(bits)
 
 
 def bits(world):
@@ -33,8 +42,8 @@ def bits(world):
     compared(2048, "gather", shapes=WIDE, causal=True, sink=numbers(8), learned=("sink",))
 
 
-def test_recurrences():
-    start(2, recurrent, "nccl")
+def test_recurrences(two):
+    two.run(recurrent)
 
 
 def recurrent(world):
@@ -59,8 +68,8 @@ def recurrent(world):
             assert off <= 2**-6 * wanted.float().abs().max(), f"{name} of {heads} heads: {off}"
 
 
-def test_everything_runs_on_the_callers_stream():
-    start(2, on_a_stream, "nccl")
+def test_everything_runs_on_the_callers_stream(two):
+    two.run(on_a_stream)
 
 
 def on_a_stream(world):
@@ -82,8 +91,8 @@ def on_a_stream(world):
             assert (found.float() - x.float()).abs().max() <= 2**-6, f"{scheme}, {given=}"
 
 
-def test_ring_is_as_near_as_one_gpu():
-    start(2, near, "nccl")
+def test_ring_is_as_near_as_one_gpu(two):
+    two.run(near)
 
 
 def near(world):
@@ -91,8 +100,8 @@ def near(world):
         compared(2048, "ring", shapes=WIDE, bitwise=(), **options)
 
 
-def test_five_hundred_repetitions_under_load():
-    start(2, again, "nccl")
+def test_five_hundred_repetitions_under_load(two):
+    two.run(again)
 
 
 def again(world):
