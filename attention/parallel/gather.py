@@ -78,7 +78,7 @@ class Gather:
         in_turn = self._in_turn(k, call) if drops else self._in_turn_back(k)
         cut = None if drops else runs(self.queries[self.peers.rank])
         moving = [(heads, self._fetch(k, v, call, heads)) for heads in in_turn]
-        home: list[tuple[Span, Sums]] = []
+        home: list[Sums] = []
         for heads, on_their_way in moving:
             keys, values = on_their_way.wait()
             sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
@@ -89,10 +89,10 @@ class Gather:
                     into = found.dq[:, rows, mine], sums[0][:, seen], sums[1][:, seen]
                     found.add(part, theirs, *given, lse[:, mine, rows], into)
             back = way(self.peers.rank, self._wanted(call, heads), tuple([Cut(spans, heads) for spans in self.keys]))
-            home.append((heads, sums_on_their_way(self.peers, *[(x, back) for x in sums])))
-        for heads, on_their_way_back in home:
-            for total, x in zip((found.dk, found.dv), on_their_way_back.wait()):
-                total[:, :, slice(*heads)] += x
+            totals = [x[:, :, slice(*heads)] for x in (found.dk, found.dv)]
+            home.append(sums_on_their_way(self.peers, *[(x, back) for x in sums], into=totals))
+        for on_their_way_back in home:
+            on_their_way_back.wait()
 
     def _turns(self, q: Any, k: Any, call: Call) -> list[Turn]:
         """What is done for a call; remembered if calls of this form differ in nothing but q, k and v."""

@@ -231,9 +231,9 @@ def gathered_sums(peers: Peers, *routes: tuple[Any, Way]) -> list[Any]:
     return sums_on_their_way(peers, *routes).wait()
 
 
-def sums_on_their_way(peers: Peers, *routes: tuple[Any, Way]) -> Sums:
-    """The same, while something else is computed."""
-    found = [x.new_zeros((x.shape[0], *its.shape, *x.shape[3:])) for x, its in routes]
+def sums_on_their_way(peers: Peers, *routes: tuple[Any, Way], into: Sequence[Any] | None = None) -> Sums:
+    """The same, while something else is computed; into: arrays that they are added to."""
+    found = list(into or [x.new_zeros((x.shape[0], *its.shape, *x.shape[3:])) for x, its in routes])
     sends, receives, parts = [], [], []
     for total, (x, its) in zip(found, routes):
         here, there = its.here.of(x), its.there.of(total)
