@@ -17,6 +17,8 @@ import torch
 from .orders import Span, Spans, count
 from .peers import Peers, Pending
 
+WIDE = torch.float64  # what bytes are copied as
+
 
 class Cut(NamedTuple):
     """What a rank has of an array (batch, rows, heads, ..): the rows of spans, one behind the other, of these heads."""
@@ -187,12 +189,16 @@ def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
             continue
         made = torch.empty if its.whole else torch.zeros
         found = made((x.shape[0], *its.shape, *x.shape[3:]), dtype=x.dtype, device=x.device)
-        here, there = its.here.of(x), its.there.of(found)
         every.append(found)
+        x, found = wide(x), wide(found)
+        here, there = its.here.of(x), its.there.of(found)
         todo.append((its, found, here, there))
         parts += here[: its.own]
         places += there[: its.own]
-    if parts:
+    first = [
+        part for its, _, here, _ in todo for part in here[its.own :] if not part[0].is_contiguous()
+    ]  # of its copy it is sent
+    if parts and first:
         torch._foreach_copy_(places, parts)  # on a GPU one launch for all of one dtype
     for its, found, here, there in todo:
         for rank, part, kept in zip(its.sends, here[its.own :], its.kept):
@@ -207,7 +213,17 @@ def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
                     tensor = torch.empty_like(place, memory_format=torch.contiguous_format)
                     late.append((place, tensor))
                 receives.append((rank, tensor))
-    return Moving(every, peers.exchange(sends, receives), late)
+    pending = peers.exchange(sends, receives)
+    if parts and not first:
+        torch._foreach_copy_(places, parts)  # while messages begin, which find the GPU's multiprocessors taken otherwise
+    return Moving(every, pending, late)
+
+
+def wide(x: Any) -> Any:
+    """The same bytes, eight to an element where they lie so: of rows with gaps between them a copy takes one at a time."""
+    each = WIDE.itemsize // x.element_size()
+    strides = *x.stride()[:-1], x.storage_offset(), x.shape[-1]
+    return x.view(WIDE) if each > 1 and x.stride(-1) == 1 and not any([n % each for n in strides]) else x
 
 
 class Sums:

@@ -226,7 +226,7 @@ def launch(problem: Problem, made: Assembled, config: Shape, most_keys: int, **t
         blocks=blocks,
         heads=heads,
         pairs=pairs,
-        band=even(band, pairs) if config.lie is Parts else band,
+        band=band if config.persistent else even(band, pairs, config.lie is Parts),
         group=group,
         scale=made.unit * LOG2_E,
         **told,

@@ -34,11 +34,12 @@ def band_of(grid: int, processors: int, nbytes: float, cache: int, uneven: bool)
 
 
 @follows
-def even(band: int, pairs: int) -> int:
-    """As many pairs to a band, in as many bands, none of which is much shorter than the others. A short last one leaves most of
-    the GPU idle where a pair's tiles are long: of 24 pairs two behind 22, with parts of 4096 queries at 16384 keys, 6 %."""
+def even(band: int, pairs: int, always: bool) -> int:
+    """As many pairs to a band, in as many bands, so that none is shorter than the others: always, or where the last one has
+    less than a quarter of a band, whose few long tiles would leave most of the GPU idle (bench/NOTES.md)."""
     bands = (pairs + band - 1) // band
-    return (pairs + bands - 1) // bands
+    last = pairs - band * (bands - 1)
+    return (pairs + bands - 1) // bands if always or 4 * last < band else band
 
 
 @functools.cache

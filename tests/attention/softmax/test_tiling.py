@@ -8,7 +8,7 @@ import pytest
 from attention.softmax import hopper
 from attention.softmax.seen import CAUSAL, FULL, Left, Masked, Right
 from attention.softmax.sequences import Packed
-from attention.softmax.tiling import Tiling, band_of
+from attention.softmax.tiling import Tiling, band_of, even
 from attention.softmax.variants import At, Both
 from tiles import bf16
 
@@ -146,3 +146,10 @@ def test_tiles_of_packed_sequences(tile):
     assert wanted == {(int(block), int(n)) for block, n in found if packed.has(block, n, given)} and len(set(found)) == len(
         found
     )
+
+
+def test_bands_of_which_none_is_short():
+    """Of 24 pairs two would come last by themselves. Ten behind 22 stay as they are, but where there are parts of sequences."""
+    assert [even(22, pairs, False) for pairs in (8, 22, 24, 32, 44, 48, 128)] == [22, 22, 12, 22, 22, 16, 22]
+    assert [even(22, pairs, True) for pairs in (1, 24, 28, 32, 128)] == [1, 12, 14, 16, 22]
+    assert even(1, 9, True) == even(1, 9, False) == 1
