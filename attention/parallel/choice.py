@@ -3,12 +3,15 @@
 A rank of R has S / R queries of H heads, and keys and values of Hk, of 2 bytes an element. With `seen` keys a query on average,
 
     compute   2 B S H seen (D + Dv) / R operations at `flops` a second
-    gather    needs Hk (D + Dv) 2 bytes of each key that its queries see; some key heads' are waited for, and the rest is under
-              way while these are computed (`first_heads`); a window's under what sees no keys but its own rank's
-    ulysses   S / R (H + Hk) (D + Dv) 2 (R - 1) / R bytes there and back, all of it waited for
-    ring      S / R Hk (D + Dv) 2 bytes a step, while a step is computed; merging reads and writes 16 bytes of each element
+    gather    needs Hk (D + Dv) 2 bytes of each key that its queries see, and waits for them; where they are many for those of
+              the `first_heads`, and the rest is under way while these are computed; a window's are under way while that is
+              computed which sees no keys but its own rank's
+    ulysses   S / R (H + Hk) (D + Dv) 2 (R - 1) / R bytes there and back, all of it waited for; heads do not lie together, so
+              all R / (R - 1) of it is copied on both sides
+    ring      S / R Hk (D + Dv) 2 bytes a step, while a step is computed; merging reads and writes 32 bytes of each element
 
-The figures of a Machine are to be measured: docs/parallel.md says which were, and what the model says of more GPUs."""
+The figures of a Machine are those of an H200, of two of one host: docs/parallel.md says how well the model meets what was
+measured, and what it says of more GPUs."""
 
 from __future__ import annotations
 
@@ -18,25 +21,26 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .heads import Heads
-from .orders import Span, Spans, count
+from .orders import Span, Spans, count, merged, runs
 from .pieces import Call
 
 ITEM = 2  # bytes of an element
 SHARE = 0.25  # of a GPU's memory that a scheme may take beyond its shards
-WORTH = 2**24  # bytes that come, from which on it is worth a launch that some come first
-FULL = 132  # tiles of queries that fill a GPU
-ROWS = 128  # of a tile
+WORTH = 2**26  # bytes that come, from which on it is worth a launch that some come first
+EARLY = 4  # a quarter of the key heads does
+FULL = 264  # tiles that keep a GPU busy until the last one
 
 
 @dataclass(frozen=True)
 class Machine:
     """One of them: operations a second of attention.forward, bytes a second that come to a GPU and what a message costs at
-    least, and bytes a second of its memory."""
+    least; bytes a second of its memory, and of copies of rows with gaps between them."""
 
-    flops: float = 620e12
-    link: float = 330e9
-    message: float = 30e-6
+    flops: float = 650e12
+    link: float = 320e9
+    message: float = 42e-6
     memory: float = 4e12
+    copies: float = 0.7e12
 
 
 class Estimate(NamedTuple):
@@ -91,17 +95,19 @@ def choose(
 
 
 def first_heads(call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], worth: int = WORTH) -> int:
-    """How many key heads come to gather before the others; 0: all at once. As few as keep the GPU busy until the rest is there,
-    for they are waited for: with T the time that all keys take to come and C that of computing, a share f of both where
-    (1 - f) T = f C. It is the same on all ranks."""
-    kv_heads, machine = len(call.kv_heads), Machine()
-    nbytes, compute, _ = _of_gather(call, batch, queries, keys, machine)
-    rows = min([count(spans) for spans in queries if count(spans)], default=0)
-    if kv_heads < 2 or nbytes < worth or not rows:
-        return 0
-    coming, tiles = nbytes / machine.link, batch * len(call.heads) // kv_heads * -(-rows // ROWS)
-    first = max(1, math.ceil(kv_heads * coming / (coming + compute)), -(-FULL // tiles))
-    return first if first < kv_heads else 0
+    """How many key heads come to gather before the others, the same on all ranks; 0: all at once. A second message finds the
+    multiprocessors taken, and often begins when the first heads are nearly done: so they are not few, and none where little
+    comes."""
+    heads = len(call.kv_heads)
+    return heads // EARLY if _of_gather(call, batch, queries, keys, Machine())[0] >= worth else 0
+
+
+def mostly_at_home(call: Call, queries: Sequence[Spans], keys: Sequence[Spans]) -> bool:
+    """Do most queries of each rank see, by a window, their own rank's keys alone, so that what sees these is begun at once?"""
+    if call.window[0] is None or call.told.get("dropout") or queries != keys or len(queries) == 1:
+        return False
+    counts = [sum([run.stop - call.first_at_home(run) for _, run in runs(spans)]) for spans in queries]
+    return all([2 * n >= count(spans) for n, spans in zip(counts, queries)])
 
 
 def _of_gather(
@@ -130,12 +136,16 @@ def estimate(
     if scheme == "gather":
         early = nbytes * (first_heads(call, batch, queries, keys) or kv_heads) / kv_heads
         waits = early / machine.link + (machine.message if nbytes else 0)
+        if mostly_at_home(call, queries, keys):
+            early = waits = 0
         return Estimate(scheme, waits + max(compute, (nbytes - early) / machine.link), nbytes, needed)
     if scheme == "ulysses":
         each = batch * columns * ITEM * most * (heads + kv_heads) * (world - 1) / world
-        return Estimate(scheme, compute + each / machine.link + 2 * machine.message, each, each * world / max(1, world - 1))
+        every = each * world / max(1, world - 1)
+        moving = each / machine.link + 2 * machine.message + (2 * every / machine.copies if each else 0)
+        return Estimate(scheme, compute + moving, each, every)
     share = of_key * max(map(count, keys), default=0)
-    merging = 16 * batch * most * heads * call.head_dims[1] / machine.memory
+    merging = 32 * batch * most * heads * call.head_dims[1] / machine.memory
     step = max(compute / world + merging, share / machine.link + machine.message)
     held = 2 * share + 8 * batch * most * heads * call.head_dims[1]  # and two results in float32
     return Estimate(scheme, (world - 1) * step + compute / world + merging, (world - 1) * share, held)
@@ -168,6 +178,4 @@ def seen(call: Call, q: Span) -> float:
 
 
 def _needs(call: Call, spans: Spans) -> Spans:
-    from .orders import merged
-
     return merged(tuple([one for one in map(call.reach, spans) if len(one)]))

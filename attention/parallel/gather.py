@@ -14,15 +14,14 @@ import torch
 
 import attention
 
-from .choice import FULL, ROWS, WORTH, first_heads
+from .choice import FULL, WORTH, first_heads, mostly_at_home
 from .gradients import Gradients
 from .moves import Cut, Moving, Sums, Way, all_heads, move, sums_on_their_way, way
-from .orders import Span, Spans, count, merged
+from .orders import Span, Spans, count, merged, runs
 from .peers import Peers
-from .pieces import Call, Piece, grain, sloped
+from .pieces import TILE, Call, Piece, sloped
 
-LONG = WORTH  # bytes that come, from which on it is worth a launch that some come first
-TILES = 384  # rows of queries that are whole tiles of any kernel of windows
+LONG = WORTH  # bytes: see first_heads
 
 
 class Turn(NamedTuple):
@@ -116,12 +115,10 @@ class Gather:
     def _by_rows(self, k: Any, call: Call) -> list[Turn]:
         """Of a window first the queries that see their own rank's keys alone, and then the others, whose keys come; nothing if
         on some rank the former are not most. So keys are neither waited for nor copied."""
-        if call.window[0] is None or call.told.get("dropout") or self.queries != self.keys or self.peers.world == 1:
+        if not mostly_at_home(call, self.queries, self.keys):
             return []
         rank, every = self.peers.rank, all_heads(k.shape[2])
-        cuts = [[(at, run, first_at_home(call, run)) for at, run in runs(spans)] for spans in self.queries]
-        if any([2 * sum([run.stop - first for _, run, first in cut]) < count(spans) for cut, spans in zip(cuts, self.queries)]):
-            return []
+        cuts = [[(at, run, call.first_at_home(run)) for at, run in runs(spans)] for spans in self.queries]
         at_home: list[Any] = []
         away: list[Any] = []
         others = [tuple([Span(run.start, first) for _, run, first in cut if first > run.start]) for cut in cuts]
@@ -130,9 +127,9 @@ class Gather:
                 place, reach = at + rows.start - run.start, call.reach(rows)
                 part = call.piece(rows, reach, place)
                 if part is not None:
-                    begin = at - run.start
-                    seen = fetched(self._seen(call, others[rank]), part.keys) if parts is away else slice(0)
-                    seen = seen if parts is away else slice(begin + part.keys.start, begin + part.keys.stop)
+                    seen = slice(at + part.keys.start - run.start, at + part.keys.stop - run.start)
+                    if parts is away:
+                        seen = fetched(self._seen(call, others[rank]), part.keys)
                     parts.append((slice(place, place + len(rows)), part, seen))
         wanted = tuple([Cut(self._seen(call, spans), every) for spans in others])
         held = tuple([Cut(spans, every) for spans in self.keys])
@@ -154,8 +151,8 @@ class Gather:
         found = self.known.get("in turn back")
         if found is None:
             heads, fewest = k.shape[2], min([len(run) for spans in self.queries for _, run in runs(spans)], default=0)
-            first = max(heads // 4, -(-2 * FULL * ROWS // max(1, k.shape[0] * fewest)))
-            worth = self.peers.world > 1 and 2 * first <= heads and 2 * fewest * heads * k.shape[3] > LONG
+            first = max(heads // 4, -(-FULL * TILE // max(1, k.shape[0] * fewest)))
+            worth = self.peers.world > 1 and 2 * first <= heads
             found = self.known["in turn back"] = [Span(0, first), Span(first, heads)] if worth else [all_heads(heads)]
         return found
 
@@ -203,27 +200,6 @@ class Gather:
         for at, span in Cut(mine, Span(0, 1)).places() if cut is None else cut:
             part = call.piece(span, call.reach(span), at)
             yield slice(at, at + len(span)), part, fetched(self._seen(call, mine), part.keys) if part else slice(0)
-
-
-def runs(spans: Spans) -> list[tuple[int, Span]]:
-    """(where it lies, which it is) of a rank's spans, those that follow each other being one."""
-    found: list[tuple[int, Span]] = []
-    for at, span in Cut(spans, Span(0, 1)).places():
-        if found and found[-1][1].stop == span.start:
-            found[-1] = found[-1][0], Span(found[-1][1].start, span.stop)
-        else:
-            found.append((at, span))
-    return found
-
-
-def first_at_home(call: Call, run: Span) -> int:
-    """The first query of a run, at a whole tile, from which on they see no keys but the run's own."""
-    first, block = run.start, grain(*call.head_dims)
-    if run.start > 0:
-        key = -(-run.start // block) * block
-        first = -(-(key + (call.window[0] or 0)) // TILES) * TILES
-    reach = call.reach(Span(first, run.stop))
-    return first if first < run.stop and run.start <= reach.start and reach.stop <= run.stop else run.stop
 
 
 def fetched(spans: Spans, one: Span) -> slice:

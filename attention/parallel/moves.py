@@ -182,7 +182,7 @@ def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
     """Arrays, each by its way, as one message between two ranks. What no rank has is 0."""
     every: list[Any] = []
     sends, receives, late = [], [], []
-    todo, places, parts = [], [], []
+    todo, places, parts, gaps = [], [], [], False
     for x, its in routes:
         if its.nothing:
             every.append(x)
@@ -190,40 +190,40 @@ def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
         made = torch.empty if its.whole else torch.zeros
         found = made((x.shape[0], *its.shape, *x.shape[3:]), dtype=x.dtype, device=x.device)
         every.append(found)
-        x, found = wide(x), wide(found)
+        if its.here.of_all_heads is None or not x.is_contiguous():
+            gaps, (x, found) = True, wide(x, found)
         here, there = its.here.of(x), its.there.of(found)
-        todo.append((its, found, here, there))
+        todo.append((its, found, here, there, every[-1].dtype))
         parts += here[: its.own]
         places += there[: its.own]
-    first = [
-        part for its, _, here, _ in todo for part in here[its.own :] if not part[0].is_contiguous()
-    ]  # of its copy it is sent
-    if parts and first:
+    if parts and gaps:  # then it is their copy that is sent
         torch._foreach_copy_(places, parts)  # on a GPU one launch for all of one dtype
-    for its, found, here, there in todo:
+    for its, found, here, there, dtype in todo:
         for rank, part, kept in zip(its.sends, here[its.own :], its.kept):
             for at, tensor in enumerate(_batches(part)):
                 if not tensor.is_contiguous():
                     tensor = (tensor if kept is None else _batches(kept.of(found)[0])[at]).contiguous()
-                sends.append((rank, tensor))
+                sends.append((rank, tensor if tensor.dtype == dtype else tensor.view(dtype)))
         for rank, part in zip(its.receives, there[its.own :]):
             for place in _batches(part):
                 tensor = place
                 if not place.is_contiguous():
                     tensor = torch.empty_like(place, memory_format=torch.contiguous_format)
                     late.append((place, tensor))
-                receives.append((rank, tensor))
+                receives.append((rank, tensor if tensor.dtype == dtype else tensor.view(dtype)))
     pending = peers.exchange(sends, receives)
-    if parts and not first:
+    if parts and not gaps:
         torch._foreach_copy_(places, parts)  # while messages begin, which find the GPU's multiprocessors taken otherwise
     return Moving(every, pending, late)
 
 
-def wide(x: Any) -> Any:
-    """The same bytes, eight to an element where they lie so: of rows with gaps between them a copy takes one at a time."""
-    each = WIDE.itemsize // x.element_size()
-    strides = *x.stride()[:-1], x.storage_offset(), x.shape[-1]
-    return x.view(WIDE) if each > 1 and x.stride(-1) == 1 and not any([n % each for n in strides]) else x
+def wide(*arrays: Any) -> list[Any]:
+    """The same bytes, eight to an element if they all lie so: of rows with gaps between them a copy takes one at a time."""
+    for x in arrays:
+        each = max(1, WIDE.itemsize // x.element_size())
+        if x.stride(-1) != 1 or any([n % each for n in (*x.stride()[:-1], x.storage_offset(), x.shape[-1])]):
+            return [*arrays]
+    return [x.view(WIDE) for x in arrays]
 
 
 class Sums:

@@ -112,3 +112,16 @@ def _span(first: int, end: int, block: int, length: int) -> Span:
 def _kept(spans: list[Span]) -> Spans:
     """Without those that are empty, and in one where they touch."""
     return merged(tuple([span for span in spans if len(span)]))
+
+
+def runs(spans: Spans) -> list[tuple[int, Span]]:
+    """(where it lies, which it is) of each of a rank's spans, those that follow each other being one."""
+    found: list[tuple[int, Span]] = []
+    at = 0
+    for span in spans:
+        if found and found[-1][1].stop == span.start:
+            found[-1] = found[-1][0], Span(found[-1][1].start, span.stop)
+        else:
+            found.append((at, span))
+        at += len(span)
+    return found

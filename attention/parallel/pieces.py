@@ -29,6 +29,7 @@ from .orders import Span, Spans
 
 PLACED = frozenset("mask score bias blocks cu_seqlens cu_seqlens_k lengths_k".split())  # what asks where each query stands
 TILE = 128  # rows of a tile of queries in backward, or twice as many
+WHOLE = 384  # rows that are whole tiles of any kernel of windows
 SEEDS = 2**63
 MIXED = 0x9E3779B97F4A7C15  # odd, its bits as if drawn: seeds of different pieces differ everywhere
 
@@ -94,6 +95,15 @@ class Call(NamedTuple):
         first = 0 if left is None or "cu_seqlens" in told else max(0, q.start + self.past - left)
         first -= first % grain(*self.head_dims)
         return Span(min(first, end), end)
+
+    def first_at_home(self, run: Span) -> int:
+        """The first of these queries, at a whole tile, from which on they see no keys but those of their own numbers; its end
+        if there is none."""
+        first, block = run.start, grain(*self.head_dims)
+        if run.start > 0:
+            first = -(-(-(-run.start // block) * block + (self.window[0] or 0)) // WHOLE) * WHOLE
+        reach = self.reach(Span(first, run.stop))
+        return first if first < run.stop and run.start <= reach.start and reach.stop <= run.stop else run.stop
 
     def seers(self, k: Span) -> Span:
         """The queries that may see these keys; they begin where a tile of queries does."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attention.parallel.choice import SCHEMES, choose
 from attention.parallel.gather import Gather
-from attention.parallel.moves import Cut, common
+from attention.parallel.moves import Cut, common, wide
 from attention.parallel.orders import Contiguous, Span, Zigzag, count, merged
 from attention.parallel.peers import Peers, Pending
 from attention.parallel.pieces import Call
@@ -122,3 +122,12 @@ def test_auto_says_why_no_scheme_can():
     spans = Zigzag().spans(4096, 3)
     with pytest.raises(NotImplementedError, match="gather: lengths_k.*ulysses: 4 heads.*ring: lengths_k"):
         choose(call(4096, 4096, lengths_k=None, window=(9, 9)), 1, spans, spans, float("inf"))
+
+
+def test_bytes_are_copied_eight_at_a_time_where_all_lie_so():
+    x = torch.randn(2, 6, 3, 16).bfloat16()
+    both = wide(x[:, 1:, :2], torch.empty(2, 5, 2, 16, dtype=torch.bfloat16))
+    both[1].copy_(both[0])
+    assert both[1].dtype == torch.float64 and torch.equal(both[1].view(torch.bfloat16), x[:, 1:, :2])
+    assert all([y.dtype == x.dtype for y in wide(x, x[..., 1:9])]) and wide(x.transpose(2, 3))[0].dtype == x.dtype
+    assert wide(x[..., :6])[0].dtype == x.dtype and wide(x.double())[0].shape == x.shape
