@@ -3,7 +3,8 @@
     python -m bench.ranks PART ..          host, forward, check, backward, linear; all of them by default
 
 Share of perfect scaling: what the whole takes on one GPU, by as many GPUs as there are and what it takes on them together. Both
-are timed in turns, by CUDA events, on every GPU at once; the slowest rank counts, and of turns the median. The peer: torch's
+are timed in turns, by CUDA events, on every GPU at once, several calls in a row, of which the first one waits for the host; the slowest
+rank counts, and of turns the median. The peer: torch's
 context_parallel (all-gather, head-tail balance), with key heads repeated, as it takes no shared ones."""
 
 import argparse
@@ -133,7 +134,8 @@ def forward():
         functions = {"one": lambda q=q, k=k, v=v, o=options: attention.forward(q, k, v, **o)}
         for scheme in ("gather", "ulysses", "ring") if "causal" in options else ("gather",):
             functions[scheme] = lambda m=mine, s=scheme, o=options: parallel.forward(*m, scheme=s, **o)
-        scaling(f"forward S {length} {heads}/{kv_heads} {options}", functions, turns=3 if length > 16384 else 7)
+        often = dict(turns=3) if length > 16384 else dict(turns=7, calls=10)
+        scaling(f"forward S {length} {heads}/{kv_heads} {options}", functions, **often)
         torch.cuda.reset_peak_memory_stats()
         before, out = torch.cuda.memory_allocated(), None
         for scheme in "gather", "ring":
@@ -206,7 +208,7 @@ def linear():
             off = slowest(((ranks() - wanted).abs().max() / wanted.abs().max()).item())
             del wanted
             say(what=f"{name} S {length}, {heads} heads, off by", off=off)
-            scaling(f"{name} S {length}, {heads} heads", {"one": one, "ranks": ranks})
+            scaling(f"{name} S {length}, {heads} heads", {"one": one, "ranks": ranks}, calls=10)
         k, v, beta, decay = (part(x) for x in (k, v, beta, decay))
         begin = {columns: torch.zeros(1, heads, 128, columns, device="cuda") for columns in (128, 256)}
         passes = {"outputs": lambda: attention.delta_rule(k, k, v, beta, decay=decay)}
