@@ -218,10 +218,11 @@ def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
 
 
 def wide(*arrays: Any) -> list[Any]:
-    """The same bytes, eight to an element if they all lie so: of rows with gaps between them a copy takes one at a time."""
+    """The same bytes, eight to an element if they all lie so behind their heads: of rows with gaps between them a copy takes an
+    element at a time."""
     for x in arrays:
         each = max(1, WIDE.itemsize // x.element_size())
-        if x.stride(-1) != 1 or any([n % each for n in (*x.stride()[:-1], x.storage_offset(), x.shape[-1])]):
+        if x.ndim < 4 or x.stride(-1) != 1 or any([n % each for n in (*x.stride()[:-1], x.storage_offset(), x.shape[-1])]):
             return [*arrays]
     return [x.view(WIDE) for x in arrays]
 

@@ -130,4 +130,6 @@ def test_bytes_are_copied_eight_at_a_time_where_all_lie_so():
     both[1].copy_(both[0])
     assert both[1].dtype == torch.float64 and torch.equal(both[1].view(torch.bfloat16), x[:, 1:, :2])
     assert all([y.dtype == x.dtype for y in wide(x, x[..., 1:9])]) and wide(x.transpose(2, 3))[0].dtype == x.dtype
-    assert wide(x[..., :6])[0].dtype == x.dtype and wide(x.double())[0].shape == x.shape
+    assert (
+        wide(x[..., 0, :])[0].dtype == x.dtype and wide(x[..., :6])[0].dtype == x.dtype and wide(x.double())[0].shape == x.shape
+    )
