@@ -60,7 +60,12 @@ class Seen(NamedTuple):
     @inlined
     def add(self, p):
         """With these weights, of the last block, in their sum."""
-        return Seen(self.o, self.m, self.l * self.lag + lane_sum(p), self.lag)
+        return self.plus(lane_sum(p))
+
+    @inlined
+    def plus(self, l):
+        """The same where each lane's share of it is known."""
+        return Seen(self.o, self.m, self.l * self.lag + l, self.lag)
 
     @inlined
     def rescaled(self):
