@@ -10,7 +10,7 @@ the units that their arrays were divided by, one for each sequence and head of k
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from numba import cuda
@@ -26,7 +26,7 @@ from .online import Softmax
 from .output import Stored
 from .seen import CAUSAL, FULL
 from .sequences import Batched
-from .units import BLOCK, OfBlocks, OfHeads
+from .units import OfBlocks, OfHeads
 from .variants import At, Variant
 
 LIFT, SLACK = 8.0, 0.75  # powers of 2: what a maximum's weight is, and may still grow by; e4m3 ends at 448, 2^8.8
@@ -77,10 +77,9 @@ def config_for(head_dim: int, variant: Variant, value_dim: int | None = None, un
     plain = variant.plain and kind.get("lie", Batched) is Batched
     if units.by_block:
         shapes = BLOCKED if plain else BLOCKED_VARIED
-        units = replace(units, each=2 if shapes[padded][0] > BLOCK else 1)
     else:
         shapes = SCORED if variant.scored or not variant.computed else SHAPES if plain else VARIED
-    return Config(padded, padded, fp8e4m3, variant, *shapes[padded], units=units, **kind)
+    return Config(padded, padded, fp8e4m3, variant, *shapes[padded], units=units.of_tiles(shapes[padded][0]), **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -114,6 +113,11 @@ class Tile(NamedTuple):
     lift: Any
     slack: Any
     told: Any
+
+    @inlined
+    def per_scale(self):
+        """What one power of 2 of a weight is in units of scores."""
+        return self.lift * float32(1 / LIFT)
 
 
 @functools.cache
@@ -166,7 +170,7 @@ def make(config: Config):
     def weighed(s, key, seen, tile, of):
         """What has been seen with a block of scores, but for their sum, and their weights, 2^LIFT at the maximum."""
         below = variant.below(s, of.at, key)
-        return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of.scale, of.slack, of.lift * float32(1 / LIFT))
+        return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
 
     @inlined
     def gained(o, lag, p, values):
@@ -183,8 +187,8 @@ def make(config: Config):
 
         @inlined
         def step(j, p, seen, tile, k, turned, me, of):
-            """O takes up block j - 1; then scores and softmax of block j, while another consumer has the tensor cores. tile: its
-            units; the next one's are asked for while its own are used."""
+            """O takes up block j - 1; then scores and softmax of block j, while another consumer has the tensor cores. tile:
+            its units; the next one's are asked for while these are used, for loads, and their addresses, take long."""
             key = tiling.key(of.every, j, of.at)
             turn.take(me)
             seen = seen._replace(o=gained(seen.o, seen.lag, p, turned.wait(j - 1)))

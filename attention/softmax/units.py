@@ -12,16 +12,14 @@ from tiles.arguments import array
 from ..cache.narrowing import BLOCK
 
 LEAST = 2.0**-100  # of the unit of scores
-LEAST_VALUE = 2.0**-60  # of that of a block's values
+LEAST_VALUE = 2.0**-60  # of that of a block's values: of a block of zeros it may be any
 
 
 class OfTile(NamedTuple):
-    """The units of a tile of keys: of the scores of its first block of rows and of its second one, and of their values."""
+    """Units of a tile's scores and of its values, each a pair: of its first block of rows, and of its second one."""
 
-    first: Any
-    second: Any
-    value: Any
-    later: Any
+    scores: Any
+    values: Any
 
 
 @static
@@ -32,6 +30,10 @@ class OfHeads:
 
     def __str__(self):
         return ""
+
+    def of_tiles(self, kv: int) -> "OfHeads":
+        """The same for tiles of so many keys."""
+        return self
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
@@ -68,11 +70,11 @@ class OfHeads:
         return s * unit
 
     @inlined
-    def weighed(self, s, below, lifted, seen, tile, measured, scale, slack, per_scale):
+    def weighed(self, s, below, lifted, seen, tile, measured, of):
         """What has been seen with a tile's scores, but for their sum, and their weights. below: what is subtracted from a row's
-        scores, or None; lifted: the same for higher weights. measured: have scores no unit any more?"""
-        seen = seen.moved(s, below, scale, slack)
-        return seen, seen.weights(s, lifted, scale)
+        scores, or None; lifted: the same for higher weights. measured: have scores no unit any more? of: an eight_bits.Tile."""
+        seen = seen.moved(s, below, of.scale, of.slack)
+        return seen, seen.weights(s, lifted, of.scale)
 
     @inlined
     def summed(self, seen, p, tile):
@@ -83,8 +85,12 @@ class OfHeads:
 @static
 class OfBlocks(OfHeads):
     """Of each sequence, block of 128 rows, and head: of q (batch, block, head of keys, query head that shares it), of k (batch,
-    block, head), and so of v, if `values` are to have them. A tile lies in one block. Maxima are in units of scores themselves:
-    so a tile's unit multiplies its rows' maxima, and the scale of its exponents, but no score."""
+    block, head), if `keys` are to have them, and so of v, if `values` are. A tile has `each` blocks, two or (a part of) one.
+
+    No score, weight or sum is multiplied for them. Maxima are in units of scores themselves: a block's unit multiplies its
+    rows' maxima, and the scale of its exponents. What values are to be multiplied by, their weights are instead, which is a sum
+    of exponents: u 2^x = 2^(x + log2 u). Maxima are of these sums, so the greatest of what is rounded to e4m3 is as great as
+    ever; and a block's part of the sum of weights is divided by u."""
 
     values: bool
     keys: bool = True
@@ -92,7 +98,11 @@ class OfBlocks(OfHeads):
     by_block = True
 
     def __str__(self):
-        return f" by block{' of values, too' * self.values}"
+        return " by block" + " of values, too" * self.values + " but of keys" * (not self.keys)
+
+    def of_tiles(self, kv: int) -> "OfBlocks":
+        """See OfHeads."""
+        return OfBlocks(self.values, self.keys, 2 if kv > BLOCK else 1)
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
@@ -110,10 +120,10 @@ class OfBlocks(OfHeads):
     @inlined
     def of_tile(self, told, key, unit):
         """See OfHeads."""
-        first = int32(max(0, key // BLOCK))
-        first, second = self.within(first, told), self.within(first + 1, told)
-        keys = self.of_keys(told, first) * unit, self.of_keys(told, second) * unit
-        return OfTile(keys[0], keys[1], self.of_values(told, first), self.of_values(told, second))
+        block = int32(max(0, key // BLOCK))
+        first, second = self.within(block, told), self.within(block + 1, told)
+        scores = self.of_keys(told, first) * unit, self.of_keys(told, second) * unit
+        return OfTile(scores, (self.of_values(told, first), self.of_values(told, second)))
 
     @inlined
     def within(self, block, told):
@@ -146,56 +156,59 @@ class OfBlocks(OfHeads):
         """See OfHeads."""
         if self.values:
             return float32(unit)
-        return self.of(told.v, told.batch, told.kv_head) * unit
+        else:
+            return self.of(told.v, told.batch, told.kv_head) * unit
 
     @inlined
     def measured(self, s, tile, unit):
         """See OfHeads."""
-        return s * max(tile.first, float32(LEAST))
+        return s * max(tile.scores[0], float32(LEAST))
 
     @inlined
-    def highest(self, s, unit, value, per_scale):
-        """A block's greatest scores, as those of values in units."""
+    def exponent(self, value):
+        """What a block's values add to the exponents of their weights."""
         if self.values:
-            return row_max(s) * max(unit, float32(LEAST)) + log2(max(value, float32(LEAST_VALUE))) * per_scale
+            return log2(max(value, float32(LEAST_VALUE)))
         else:
-            return row_max(s) * max(unit, float32(LEAST))
+            return float32(0.0)
 
     @inlined
-    def exponents(self, s, m, unit, value, scale):
-        """Of a block's weights."""
-        if self.values:
-            return s * (scale * max(unit, float32(LEAST))) - (m * scale - log2(max(value, float32(LEAST_VALUE))))
-        else:
-            return s * (scale * max(unit, float32(LEAST))) - m * scale
+    def highest(self, s, score, value, per_scale):
+        """The greatest of each row of a block's scores; per_scale is one power of 2 of their weights."""
+        return row_max(s) * max(score, float32(LEAST)) + self.exponent(value) * per_scale
 
     @inlined
-    def weighed(self, s, below, lifted, seen, tile, measured, scale, slack, per_scale):
+    def weights(self, s, m, score, value, scale):
+        """Of a block."""
+        return exp2(s * (scale * max(score, float32(LEAST))) - (m * scale - self.exponent(value)))
+
+    @inlined
+    def weighed(self, s, below, lifted, seen, tile, measured, of):
         """See OfHeads."""
-        first = float32(1.0) if measured else tile.first
+        score, scale, per_scale = float32(1.0) if measured else tile.scores[0], of.scale, of.per_scale()
         if self.each == 2:
             left, right = columns(s, BLOCK, 0), columns(s, BLOCK, 1)
-            top = self.highest(left, first, tile.value, per_scale)
-            top = maximum(top, self.highest(right, tile.second, tile.later, per_scale))
+            top = maximum(
+                self.highest(left, score, tile.values[0], per_scale),
+                self.highest(right, tile.scores[1], tile.values[1], per_scale),
+            )
         else:
-            top = self.highest(s, first, tile.value, per_scale)
-        seen = seen.raised(top if below is None else top - below, scale, slack)
+            top = self.highest(s, score, tile.values[0], per_scale)
+        seen = seen.raised(top if below is None else top - below, scale, of.slack)
         m = seen.m + lifted
         if self.each == 2:
-            p = exp2(self.exponents(left, m, first, tile.value, scale))
-            return seen, hstack(p, exp2(self.exponents(right, m, tile.second, tile.later, scale)))
+            p = self.weights(left, m, score, tile.values[0], scale)
+            return seen, hstack(p, self.weights(right, m, tile.scores[1], tile.values[1], scale))
         else:
-            return seen, exp2(self.exponents(s, m, first, tile.value, scale))
+            return seen, self.weights(s, m, score, tile.values[0], scale)
 
     @inlined
     def summed(self, seen, p, tile):
         """See OfHeads."""
-        if self.values:
-            per = exp2(-log2(max(tile.value, float32(LEAST_VALUE))))
-            if self.each == 2:
-                later = exp2(-log2(max(tile.later, float32(LEAST_VALUE))))
-                return seen.plus(lane_sum(columns(p, BLOCK, 0)) * per + lane_sum(columns(p, BLOCK, 1)) * later)
-            else:
-                return seen.plus(lane_sum(p) * per)
-        else:
+        if not self.values:
             return seen.add(p)
+        elif self.each == 2:
+            l = lane_sum(columns(p, BLOCK, 0)) * exp2(-self.exponent(tile.values[0]))
+            return seen.plus(l + lane_sum(columns(p, BLOCK, 1)) * exp2(-self.exponent(tile.values[1])))
+        else:
+            return seen.plus(lane_sum(p) * exp2(-self.exponent(tile.values[0])))
