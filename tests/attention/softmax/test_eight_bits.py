@@ -120,6 +120,15 @@ def test_descales_of_blocks_beside_others(by_block):
     agree(OnInterpreter(), q, k, v, **others | block_units(q, k, v, by_block))
 
 
+def test_a_block_of_zeros_counts_in_the_sum_of_weights():
+    """Its descale may be anything: attention.quantize makes it as small as can be."""
+    q, k, v = inputs(1, 40, 300, 1, 1, 128)
+    v[:, 128:256] = 0
+    _, units = attention.quantize(v.astype(BF16), block=128)
+    assert 0 < units[0, 1, 0] < 2.0**-100
+    agree(OnInterpreter(), q, k, v, v_descale=units, k_descale=np.float32([[[1], [2], [0.5]]]))
+
+
 def test_descales_of_blocks_of_many_columns_are_refused():
     q, k, v = inputs(1, 8, 8, 1, 1, 144)
     with pytest.raises(NotImplementedError, match="q_descale: of blocks is served with up to 128 columns"):
@@ -135,8 +144,9 @@ def test_descales_of_blocks_on_the_card(card, head_dim):
 
 
 def test_descales_of_blocks_as_compiled(as_compiled):
+    """Of tiles that have two blocks."""
     as_compiled("sm_90a")
-    q, k, v = inputs(1, 5, 140, 1, 1, 64)
+    q, k, v = inputs(1, 5, 140, 1, 1, 128)
     agree(OnInterpreter(), q, k, v, causal=True, **block_units(q, k, v))
 
 
