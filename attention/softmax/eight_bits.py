@@ -9,6 +9,7 @@ the units that their arrays were divided by, one for each sequence and head of k
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -65,18 +66,26 @@ class Config(Kind):
 SHAPES: dict[int, Any] = {64: (128, 3), 128: (256, 2), 256: (96, 2)}  # padded head_dim: kv, consumers
 VARIED: dict[int, Any] = {64: (128, 3), 128: (192, 2), 256: (64, 2)}  # the same of windows, and sequences of many lengths
 SCORED: dict[int, Any] = {64: (96, 3), 128: (128, 2), 256: (64, 2)}  # the same where functions are asked of scores
-
-
 BLOCKED: dict[int, Any] = {64: (128, 3), 128: (256, 2)}  # the same of blocks that have units of their own
+BLOCKED_SHORT: dict[int, Any] = BLOCKED | {128: (128, 2)}  # the same of causal attention of up to SHORT keys
 BLOCKED_VARIED: dict[int, Any] = {64: (64, 3), 128: (128, 2)}
+SHORT = 2048
 
 
-def config_for(head_dim: int, variant: Variant, value_dim: int | None = None, units: OfHeads = HEADS, **kind: Any) -> Config:
-    """The configuration that serves a problem. kind: what else a Kind says."""
+def config_for(
+    head_dim: int,
+    variant: Variant,
+    value_dim: int | None = None,
+    units: OfHeads = HEADS,
+    keys: float = math.inf,
+    **kind: Any,
+) -> Config:
+    """The configuration that serves a problem of so many keys. kind: what else a Kind says."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
     plain = variant.plain and kind.get("lie", Batched) is Batched
     if units.by_block:
-        shapes = BLOCKED if plain else BLOCKED_VARIED
+        short = variant.rising and keys <= SHORT
+        shapes = BLOCKED_VARIED if not plain else BLOCKED_SHORT if short else BLOCKED
     else:
         shapes = SCORED if variant.scored or not variant.computed else SHAPES if plain else VARIED
     return Config(padded, padded, fp8e4m3, variant, *shapes[padded], units=units.of_tiles(shapes[padded][0]), **kind)
@@ -89,6 +98,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             yield config_for(head_dim, variant)
         for head_dim, values in itertools.product(BLOCKED, (True, False)):
             yield config_for(head_dim, CAUSAL, units=OfBlocks(values))
+        yield config_for(128, CAUSAL, units=OfBlocks(True), keys=SHORT)
 
 
 class Units(NamedTuple):
