@@ -60,11 +60,11 @@ class Seen(NamedTuple):
     @inlined
     def add(self, p):
         """With these weights, of the last block, in their sum."""
-        return self.plus(lane_sum(p))
+        return Seen(self.o, self.m, self.l * self.lag + lane_sum(p), self.lag)
 
     @inlined
     def plus(self, l):
-        """The same where each lane's share of it is known."""
+        """The same where each lane's share of that sum is known."""
         return Seen(self.o, self.m, self.l * self.lag + l, self.lag)
 
     @inlined
