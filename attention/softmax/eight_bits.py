@@ -9,6 +9,7 @@ the units that their arrays were divided by, one for each sequence and head of k
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -65,21 +66,29 @@ class Config(Kind):
 SHAPES: dict[int, Any] = {64: (128, 3), 128: (256, 2), 256: (96, 2)}  # padded head_dim: kv, consumers
 VARIED: dict[int, Any] = {64: (128, 3), 128: (192, 2), 256: (64, 2)}  # the same of windows, and sequences of many lengths
 SCORED: dict[int, Any] = {64: (96, 3), 128: (128, 2), 256: (64, 2)}  # the same where functions are asked of scores
-
-
-BLOCKED: dict[int, Any] = {64: (128, 3), 128: (128, 2)}  # the same of blocks that have units of their own
+BLOCKED: dict[int, Any] = {64: (128, 3), 128: (256, 2)}  # the same of blocks that have units of their own
+BLOCKED_SHORT: dict[int, Any] = BLOCKED | {128: (128, 2)}  # the same of causal attention of up to SHORT keys
 BLOCKED_VARIED: dict[int, Any] = {64: (64, 3), 128: (128, 2)}
+SHORT = 2048
 
 
-def config_for(head_dim: int, variant: Variant, value_dim: int | None = None, units: OfHeads = HEADS, **kind: Any) -> Config:
-    """The configuration that serves a problem. kind: what else a Kind says."""
+def config_for(
+    head_dim: int,
+    variant: Variant,
+    value_dim: int | None = None,
+    units: OfHeads = HEADS,
+    keys: float = math.inf,
+    **kind: Any,
+) -> Config:
+    """The configuration that serves a problem of so many keys. kind: what else a Kind says."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
     plain = variant.plain and kind.get("lie", Batched) is Batched
     if units.by_block:
-        shapes = BLOCKED if plain else BLOCKED_VARIED
+        short = variant.rising and keys <= SHORT
+        shapes = BLOCKED_VARIED if not plain else BLOCKED_SHORT if short else BLOCKED
     else:
         shapes = SCORED if variant.scored or not variant.computed else SHAPES if plain else VARIED
-    return Config(padded, padded, fp8e4m3, variant, *shapes[padded], units=units, **kind)
+    return Config(padded, padded, fp8e4m3, variant, *shapes[padded], units=units.of_tiles(shapes[padded][0]), **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -89,6 +98,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             yield config_for(head_dim, variant)
         for head_dim, values in itertools.product(BLOCKED, (True, False)):
             yield config_for(head_dim, CAUSAL, units=OfBlocks(values))
+        yield config_for(128, CAUSAL, units=OfBlocks(True), keys=SHORT)
 
 
 class Units(NamedTuple):
@@ -113,6 +123,11 @@ class Tile(NamedTuple):
     lift: Any
     slack: Any
     told: Any
+
+    @inlined
+    def per_scale(self):
+        """What one power of 2 of a weight is in units of scores."""
+        return self.lift * float32(1 / LIFT)
 
 
 @functools.cache
@@ -146,10 +161,10 @@ def make(config: Config):
         v.release(j)
 
     @inlined
-    def scored(s, key, unit, of):
+    def scored(s, key, tile, of):
         """What the variant makes of scores, in their unit if it wants to know."""
         if MEASURES:
-            return variant.score(s * unit, of.at, key)
+            return variant.score(units.measured(s, tile, of.unit), of.at, key)
         else:
             return variant.score(s, of.at, key)
 
@@ -162,43 +177,42 @@ def make(config: Config):
             return -lift
 
     @inlined
-    def weighed(s, key, seen, unit, of):
-        """What has been seen with a block of scores, but for their sum, and their weights, 2^LIFT at the maximum. Scores that
-        the variant has measured have no unit any more."""
+    def weighed(s, key, seen, tile, of):
+        """What has been seen with a block of scores, but for their sum, and their weights, 2^LIFT at the maximum."""
         below = variant.below(s, of.at, key)
-        unit = float32(1.0) if MEASURES else unit
-        return units.weighed(s, below, lifted(below, of.lift), seen, unit, of.scale, of.slack)
+        return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
 
     @inlined
-    def gained(o, lag, p, values, unit):
+    def gained(o, lag, p, values):
         """O, which lags, and a block's product, each summed by itself."""
         if WHOLE:
-            return units.summed(warpgroup.wait(warpgroup.mm_ABt(p, values)), o * lag, unit)
+            return warpgroup.wait(warpgroup.mm_ABt(p, values)) + o * lag
         else:  # one half of the columns after the other: there are not registers for more
-            left = warpgroup.wait(warpgroup.mm_ABt(p, subtile(values, HALF, 0)))
-            left = units.summed(left, columns(o, HALF, 0) * lag, unit)
-            right = warpgroup.wait(warpgroup.mm_ABt(p, subtile(values, HALF, 1)))
-            return hstack(left, units.summed(right, columns(o, HALF, 1) * lag, unit))
+            left = warpgroup.wait(warpgroup.mm_ABt(p, subtile(values, HALF, 0))) + columns(o, HALF, 0) * lag
+            right = warpgroup.wait(warpgroup.mm_ABt(p, subtile(values, HALF, 1))) + columns(o, HALF, 1) * lag
+            return hstack(left, right)
 
     def steps(cut):
         """A tile's key blocks; `cut` by the mask or not."""
 
         @inlined
-        def step(j, p, seen, k, turned, me, of):
-            """O takes up block j - 1; then scores and softmax of block j, while another consumer has the tensor cores."""
+        def step(j, p, seen, tile, k, turned, me, of):
+            """O takes up block j - 1; then scores and softmax of block j, while another consumer has the tensor cores. tile:
+            its units; the next one's are asked for while these are used, for loads, and their addresses, take long."""
             key = tiling.key(of.every, j, of.at)
-            unit, before = units.of_keys(of.told, key, of.unit), units.of_values(of.told, tiling.key(of.every, j - 1, of.at))
             turn.take(me)
-            seen = seen._replace(o=gained(seen.o, seen.lag, p, turned.wait(j - 1), before))
+            seen = seen._replace(o=gained(seen.o, seen.lag, p, turned.wait(j - 1)))
             s = warpgroup.mm_ABt(of.queries, k.wait(j))
             turn.give(me)
             turned.release(j - 1)
-            s = scored(warpgroup.wait(s), key, unit, of)
+            s = warpgroup.wait(s)
+            s = scored(s, key, tile, of)
             if cut:
                 s = tiling.mask(s, of.at, key)
-            seen, p = weighed(s, key, seen, unit, of)
+            seen, p = weighed(s, key, seen, tile, of)
             k.release(j, after=seen.m)
-            return zipped(p), seen.add(p)
+            ahead = units.of_tile(of.told, tiling.key(of.every, j + 1, of.at), of.unit)
+            return zipped(p), units.summed(seen, p, tile), ahead
 
         return step
 
@@ -243,20 +257,19 @@ def make(config: Config):
                 lift, slack = float32(LIFT) / scale, float32(SLACK) / scale
                 of = Tile(subtile(q.wait(0), EACH, me), every, at, scale, unit, lift, slack, told)
                 key = tiling.key(every, 0, at)
-                unit = units.of_keys(told, key, of.unit)
+                tile, ahead = units.of_tile(told, key, unit), units.of_tile(told, tiling.key(every, int32(1), at), unit)
                 s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
                 k.release(0)
-                s = tiling.mask(scored(s, key, unit, of), at, key)
-                seen, p = weighed(s, key, softmax.begin(variant.lowest(at)), unit, of)
-                p, seen = zipped(p), seen.add(p)
+                s = tiling.mask(scored(s, key, tile, of), at, key)
+                seen, p = weighed(s, key, softmax.begin(variant.lowest(at)), tile, of)
+                p, seen = zipped(p), units.summed(seen, p, tile)
                 cut = int32(max(1, every.cut))
                 for j in range(int32(1), cut):
-                    p, seen = cut_step(j, p, seen, k, turned, me, of)
+                    p, seen, ahead = cut_step(j, p, seen, ahead, k, turned, me, of)
                 for j in range(cut, every.n):
-                    p, seen = step(j, p, seen, k, turned, me, of)
+                    p, seen, ahead = step(j, p, seen, ahead, k, turned, me, of)
                 q.release(0)
-                last = units.of_values(told, tiling.key(every, int32(every.n - 1), at))
-                o = gained(seen.o, seen.lag, p, turned.wait(every.n - 1), last)
+                o = gained(seen.o, seen.lag, p, turned.wait(every.n - 1))
                 turned.release(every.n - 1)
                 o = o * units.of_output(told, v_unit)
                 o, lse = seen._replace(o=o, m=seen.m - of.lift).finish(scale, variant, at)

@@ -184,8 +184,9 @@ def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind:
     head_dim, value_dim = problem("DV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     if dtype is fp8e4m3:
-        units = OfBlocks("v_descale" in blocked) if (blocked := of_blocks(problem)) else eight_bits.HEADS
-        return eight_bits.config_for(head_dim, made.variant, value_dim, units, **kind)
+        blocked = of_blocks(problem)
+        units = OfBlocks("v_descale" in blocked, "k_descale" in problem) if blocked else eight_bits.HEADS
+        return eight_bits.config_for(head_dim, made.variant, value_dim, units, kv_len, **kind)
     if tma:
         return hopper.config_for(head_dim, dtype, made.variant, min(kv_len, made.reach), value_dim, **kind)
     room, piece = gpu.shared_bytes, problem.bytes_at_once()

@@ -63,6 +63,11 @@ class Seen(NamedTuple):
         return Seen(self.o, self.m, self.l * self.lag + lane_sum(p), self.lag)
 
     @inlined
+    def plus(self, l):
+        """The same where each lane's share of that sum is known."""
+        return Seen(self.o, self.m, self.l * self.lag + l, self.lag)
+
+    @inlined
     def rescaled(self):
         """O by weights that count from the last m: what the last block's are added to."""
         return rescale(self.o, self.lag)

@@ -114,6 +114,7 @@ ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multi
     227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
 }
 SHARED = {128: (32, 4, 2, 1)}  # the same for shares of all sequences, where a block begins and ends several times
+SHARED_TALL = {128: (32, 4, 2, 1)}  # and of tiles of twice as many rows; timed of plain attention over dense caches alone
 TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were
     99 * 1024: {64: (32, 4, 2, 1)},
     163 * 1024: {64: (32, 4, 2, 1), 96: (16, 4, 4, 1), 128: (16, 4, 3, 1)},
@@ -136,6 +137,8 @@ def config_for(
     short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
     if split is Shares and room == LARGE:
         short |= SHARED
+        plain = type(variant) is Variant and type(product) is Same and type(cache) is Dense and keys_norm is AS_THEY_ARE
+        high = high | SHARED_TALL if plain else high
     tall = tall and keys_norm.slim and dim in high
     band, (keys, warps, stages, resident) = (2 * BAND, high[dim]) if tall else (BAND, short[dim])
     if product.held.itemsize == 1:  # twice the warps, so that a stage has as many bytes, and there is twice the work for each

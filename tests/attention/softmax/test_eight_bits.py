@@ -9,6 +9,7 @@ from places import BF16, OnCard, OnInterpreter
 
 import attention
 from attention import reference
+from attention.softmax import eight_bits
 
 E4M3, FP16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float16)
 UNITS = "q_descale", "k_descale", "v_descale"
@@ -112,12 +113,29 @@ def test_descales_of_blocks(seq_q, seq_kv, head_dim, options):
     agree(OnInterpreter(), q, k, v, **block_units(q, k, v) | options)
 
 
+def test_two_blocks_a_tile(monkeypatch):
+    """What many keys are served with; the diagonal goes through both."""
+    monkeypatch.setattr(eight_bits, "SHORT", 0)
+    q, k, v = inputs(1, 210, 410, 2, 1, 128)
+    for names in (), UNITS[:2]:
+        agree(OnInterpreter(), q, k, v, causal=True, **block_units(q, k, v, *names))
+
+
 @pytest.mark.parametrize("by_block", UNITS)
 def test_descales_of_blocks_beside_others(by_block):
     """Of one array alone; the others have one a head of keys, which query heads share, or a number."""
     q, k, v = inputs(1, 140, 140, 2, 1, 64)
     others = units(1, 1, *UNITS) | ({} if by_block == "v_descale" else {"v_descale": 0.5})
     agree(OnInterpreter(), q, k, v, **others | block_units(q, k, v, by_block))
+
+
+def test_a_block_of_zeros_counts_in_the_sum_of_weights():
+    """Its descale may be anything: attention.quantize makes it as small as can be."""
+    q, k, v = inputs(1, 40, 300, 1, 1, 128)
+    v[:, 128:256] = 0
+    _, units = attention.quantize(v.astype(BF16), block=128)
+    assert 0 < units[0, 1, 0] < 2.0**-100
+    agree(OnInterpreter(), q, k, v, v_descale=units, k_descale=np.float32([[[1], [2], [0.5]]]))
 
 
 def test_descales_of_blocks_of_many_columns_are_refused():
@@ -129,15 +147,16 @@ def test_descales_of_blocks_of_many_columns_are_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_descales_of_blocks_on_the_card(card, head_dim):
-    for seq_q, seq_kv in ((1, 1), (200, 700), (333, 129)):
+    for seq_q, seq_kv in ((1, 1), (200, 700), (333, 129), (130, 2300)):
         q, k, v = inputs(2, seq_q, seq_kv, 4, 2, head_dim)
         agree(card, q, k, v, causal=True, **block_units(q, k, v))
 
 
 def test_descales_of_blocks_as_compiled(as_compiled):
+    """Of tiles that have two blocks."""
     as_compiled("sm_90a")
-    q, k, v = inputs(1, 5, 140, 1, 1, 64)
-    agree(OnInterpreter(), q, k, v, causal=True, **block_units(q, k, v))
+    q, k, v = inputs(1, 5, 140, 1, 1, 128)
+    agree(OnInterpreter(), q, k, v, **block_units(q, k, v))
 
 
 def test_descales_of_blocks_in_another_layout():
