@@ -12,7 +12,7 @@ from threads import together
 
 import attention
 from attention import parallel
-from attention.parallel import parts
+from attention.parallel import agreed, gather, moves, parts
 from attention.parallel.gather import Gather
 from attention.parallel.orders import ORDERS, Span
 from attention.parallel.recurrent import Delta
@@ -69,6 +69,32 @@ def test_a_window_is_begun_before_keys_come(monkeypatch, order, world):
 def computed(turn):
     """Of queries that it computes."""
     return sum([one.stop - one.start for one, _, _ in turn.parts])
+
+
+def test_gradients_of_some_heads_come_home_under_those_of_others(monkeypatch):
+    """In two turns, and at once; of a rank whose parts are adjacent, and of one whose are not."""
+    q, k, v = drawn(128, 4, 2)
+    dout, whole = torch.randn_like(q), [x.requires_grad_() for x in (q, k, v)]
+    wanted = torch.autograd.grad(attention.forward(*whole, causal=True), whole, dout)
+    monkeypatch.setattr(gather, "TILE", 1)
+    for full, turns in (1, 2), (10**6, 1):
+        monkeypatch.setattr(gather, "FULL", full)
+        agreed._KNOWN.clear()
+        sent = []
+        send = lambda *given, sent=sent, **told: sent.append(0) or moves.sums_on_their_way(*given, **told)
+        monkeypatch.setattr(gather, "sums_on_their_way", send)
+
+        def rank(peers):
+            mine = [share(x.detach(), peers, "zigzag").requires_grad_() for x in whole]
+            with torch.enable_grad():
+                out = parallel.forward(*mine, group=peers, scheme="gather", causal=True)
+                return torch.autograd.grad(out, mine, share(dout, peers, "zigzag"))
+
+        for found, spans in zip(together(2, rank), ORDERS["zigzag"].spans(128, 2), strict=True):
+            rows = [n for span in spans for n in range(*span)]
+            for x, y in zip(found, wanted):
+                assert (x.float() - y[:, rows].float()).abs().max() <= 2.0**-6 * y.float().abs().max()
+        assert len(sent) == 2 * turns
 
 
 SLOPED = {
