@@ -12,7 +12,7 @@ from .terms import PARTS, Term, viewed
 from .trace import Traced
 from .writing import equations
 
-HIDDEN = dict(zip(PARTS, ("maxima", "sums", "picks")))  # what is kept between kernels is called so, or "hidden"
+HIDDEN = dict(zip((*PARTS, "gathered"), ("maxima", "sums", "picks", "gathered")))  # what is kept between kernels is called so, or "hidden"
 
 
 class Candidate(NamedTuple):

@@ -258,15 +258,23 @@ class Folded(Writing):
             body += self.reduce(level, "tile")
         body += self.stores("row, 0, col", "store_unordered" if self.unordered else "store")
         self.rows(tiles, body)
-        text.before.insert(0, f"rows, cut = {x}.shape[0], ({FOLD}, {x}.shape[1] // {FOLD})")
+        text.before.insert(0, f"rows, cut = {x}.shape[0], ({FOLD}, {self.cut(x)})")
         text.launch += f", 32 * WARPS{', shared=smem' * bool(self.reductions)}, early=True"
         shaped = [
-            (array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*cut)" if along(one) else name[one])
+            (array(name[one]), f"{name[one]}.reshape({self.lead(one)}*cut)" if along(one) else name[one])
             for one in (*tiles, *vectors, *kernel.roots)
         ]
         given = [(array(name[n]) if n.ndim else name[n], name[n]) for n in numbers]
         columns = [("columns", f"float({x}.shape[1])")] if self.lengths else []
         text.arguments = [*shaped, *self.counted, *columns, *given, *self.told]
+
+    def cut(self, x: str) -> str:
+        """How long a part of a row of an array is."""
+        return f"{x}.shape[1] // {FOLD}"
+
+    def lead(self, x: Term) -> str:
+        """What an array's rows are called that is cut."""
+        return "rows, " * is_tile(x)
 
     def loaded(self, x: Term, at: str) -> str:
         """The expression that reads a tile or a vector."""
@@ -276,7 +284,7 @@ class Folded(Writing):
         """What was read, as it is computed with."""
         return written if self.kernel.dtype == "fp32" else f"fp32({written})"
 
-    first = "following"  # what a block's number is called
+    first = begins = "following"  # what a block's number is called; which row is read ahead of the loop
     counted: Sequence[tuple[str, str]] = (("rows", "rows"),)  # the kernel's parameter that ends it
 
     def extents(self) -> list[str]:
@@ -289,7 +297,7 @@ class Folded(Writing):
         """The loop over a block's rows, and the launch of so many blocks."""
         name, text = self.parameters, self.text
         x = name[tiles[0]]
-        text.kernel += [f"next_{name[t]} = {self.loaded(t, 'following, 0, col')}" for t in tiles]
+        text.kernel += [f"next_{name[t]} = {self.loaded(t, f'{self.begins}, 0, col')}" for t in tiles]
         lines = [f"row, {name[t]} = following, {self.widened('next_' + name[t])}" for t in tiles[:1]]
         lines += [f"{name[t]} = {self.widened('next_' + name[t])}" for t in tiles[1:]]
         lines += ["following += int32(cuda.gridDim.x)", "at = min(following, int32(rows - 1))"]
@@ -317,3 +325,46 @@ class Alone(Folded):
         self.text.kernel += [f"{self.parameters[t]} = {self.widened(self.loaded(t, 'row, 0, col'))}" for t in tiles]
         self.text.kernel += body
         self.text.launch = "rows"
+
+
+class Gathered(Folded):
+    """Rows one after the other, as folded ones, and sums over all rows of a block, which stay in registers until they are
+    written. They lie there as they came, unordered, and so they are read again (column_sums.py). warps: of a multiprocessor."""
+
+    part, warps = 32, 16
+    columns, says = FOLD * part, "are tiles of 16 parts; one is worked on while the next one comes, and its block's are added up"
+    begins = "at"
+
+    def extents(self) -> list[str]:
+        """See Folded."""
+        self.text.bounds = "32 * WARPS, BLOCKS"
+        warps = self.kernel.warps
+        return [f"WARPS, BLOCKS = {warps}, {self.warps // warps}  # of a block, of a multiprocessor"]
+
+    def cut(self, x: str) -> str:
+        """See Folded. All tiles of a block, beyond which there must be nothing."""
+        return "WARPS * PART.cols"
+
+    def lead(self, x: Term) -> str:
+        """See Folded."""
+        return f"{self.parameters[x]}.shape[0], " if x in self.kernel.sums else super().lead(x)
+
+    def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
+        """See Folded. What is gathered stays."""
+        if x not in self.kernel.sums:
+            return super().store(x, written, at, store)
+        return [f"{self.parameters[x]} = {self.parameters[x]} + {self.writer.expression(x.of[0])}"]
+
+    def rounded(self, x: Term, store: str) -> str:
+        """See Writing."""
+        return "" if x in self.kernel.sums else super().rounded(x, store)
+
+    def rows(self, tiles: list[Term], body: list[str]) -> None:
+        """See Folded."""
+        text, sums = self.text, [self.parameters[x] for x in self.kernel.sums]
+        text.globals.append(f"SUMS = rt({FOLD}, {self.part}, fp32)")
+        text.kernel.append("at = min(following, int32(rows - 1))")
+        text.kernel.append(f"{', '.join(sums)} = {', '.join(['zeros(SUMS)'] * len(sums))}")
+        super().rows(tiles, body)
+        text.kernel += [f"store_unordered({array(one)}, {one}, (int32(cuda.blockIdx.x), 0, col))" for one in sums]
+        text.before, text.launch = [], f"{sums[0]}.shape[0]"
