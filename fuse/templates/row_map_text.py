@@ -19,6 +19,7 @@ FOLD = 16  # a folded row's parts
 REGISTERS = 2048  # of a multiprocessor, for each lane of a warp
 PLACE = "place = col_index(TILE.row_vec) + col"
 FOLLOW = "grid.follow()"  # the first that a kernel does which is launched early, but for what it reads ahead
+LEAST = "-3e38"  # of float32 and bfloat16, all but
 NOTHING = {"sum": ("zeros", "0.0"), "max": ("neg_infty", "-math.inf")}  # a vector of nothing's sum or maximum, and one number
 
 DROPOUT = '''
@@ -28,6 +29,14 @@ def dropout(x, dropped, per_kept, seed, {place}):
     gone = {draw}(rt(x.rows, x.cols, fp32), dropped, seed, seed >> 32, 0, 0, {place})
     return where(gone, 0.0, x * per_kept)
 '''.strip()
+
+
+def is_softmax_sum(x: Term) -> bool:
+    """Is it sum(exp(s - max(s)))?"""
+    if x.operation != "sum" or x.of[0].operation != "exp" or x.of[0].of[0].operation != "sub":
+        return False
+    scores, greatest = x.of[0].of[0].of
+    return greatest.operation == "max" and greatest.of[0] is scores
 
 
 class Writing:
@@ -177,8 +186,13 @@ class Looped(Writing):
         self.text.kernel.append(f"first = {mine}")
         self.width(True)
         self.text.kernel += [self.load(x) for x in self.kernel.leaves if x.ndim and not along(x)]
-        for level in self.levels():
-            self.reduce_in_a_loop(level)
+        levels = self.levels()
+        sums = {x.of[0].of[0].of[1]: x for level in levels for x in level if is_softmax_sum(x)}
+        for level in levels:
+            self.reduce_in_a_loop([x for x in level if x not in sums and x not in sums.values()])
+            for x in level:
+                if x in sums:
+                    self.reduce_as_softmax(x, sums[x])
         if any(map(is_tile, self.kernel.roots)):
             self.loop([*self.loads(self.kernel.roots), *self.stores()])
         else:
@@ -186,6 +200,8 @@ class Looped(Writing):
 
     def reduce_in_a_loop(self, wanted: list[Term]) -> None:
         """These reductions, of one level."""
+        if not wanted:
+            return
         inner = [x.of[0] for x in wanted]
         before = dict(self.writer.names)
         body = [*self.loads(inner), *self.writer.assignments(inner, self.parameters.values())]
@@ -199,6 +215,23 @@ class Looped(Writing):
         for x in wanted:
             name = self.writer.names[x]
             self.text.kernel.append(f"{name} = block.reduce_{x.operation}({name}, scratch)")
+
+    def reduce_as_softmax(self, greatest: Term, total: Term) -> None:
+        """The maximum of each row and the sum of exp(x - maximum), in one pass: what was summed is rescaled where a tile has a
+        higher one. A maximum begins where numbers end, for it is taken from itself, which -inf cannot be."""
+        most, added = self.named(greatest), self.named(total)
+        taken = {*self.writer.names.values(), *self.parameters.values()}
+        higher, own = unused("higher", taken), unused("own", taken)
+        before = dict(self.writer.names)
+        body = [*self.loads([greatest.of[0]]), *self.writer.assignments([greatest.of[0]], taken, [greatest.of[0], total.of[0]])]
+        body.append(f"{higher} = maximum({most}, {self.folded(greatest)})")
+        self.writer.names[greatest] = higher
+        body.append(f"{added} = {added} * exp({most} - {higher}) + {self.folded(total)}")
+        self.writer.names = before
+        self.text.kernel.append(f"{most}, {added} = full(TILE.col_vec, {LEAST}), zeros(TILE.col_vec)")
+        self.loop([*body, f"{most} = {higher}"])
+        self.text.kernel.append(f"{own}, {most} = {most}, block.reduce_max({most}, scratch)")
+        self.text.kernel.append(f"{added} = block.reduce_sum({added} * exp({own} - {most}), scratch)")
 
     def loop(self, body: list[str]) -> None:
         """These lines, for each of the warp's tiles along the columns."""
@@ -242,7 +275,7 @@ class Folded(Writing):
         text.globals += self.extents()
         text.globals += [f"PART = rt({FOLD}, {self.part}, {kernel.dtype})  # a warp's of a row that is cut into {FOLD}"]
         if self.reductions:
-            text.globals.append(f"smem = shared(scratch=sv({max(16, 4 * kernel.warps)}, fp32))")
+            text.globals.append(f"smem = shared(scratch=sv({-(-4 * kernel.warps // 16) * 16}, fp32))")
             text.kernel.append("(scratch,) = smem.open()")
         text.kernel.append(f"{self.first}, col = int32(cuda.blockIdx.x), PART.cols * int32(cuda.threadIdx.x // 32)")
         for late in (False, True):
