@@ -21,7 +21,8 @@ import tiles
 
 WIDTH = 120
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
-HOMES |= {"cuda": "numba", "int32": "numpy", "machine": "tiles.device", "describe": "tiles.frameworks"}
+HOMES |= {"cuda": "numba", "int32": "numpy", "machine": "tiles.device"}
+HOMES |= dict.fromkeys(("describe", "repeated"), "tiles.frameworks")
 HOMES |= {"share_of": "attention.dropout"}
 HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums")}
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too

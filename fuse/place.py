@@ -12,12 +12,13 @@ from .cost import Card
 from .functions import FP8, MAPS
 from .graph import walk
 from .templates.attention import Attention
+from .templates.attention_of_parts import AttentionOfParts
+from .templates.column_sums import ColumnSums
 from .templates.deep_rows import DeepRows
 from .templates.few_columns import MOST_COLUMNS, FewColumns
 from .templates.few_rows import FewRows
 from .templates.halves import Halves
 from .templates.many_rows import ManyRows
-from .templates.column_sums import ColumnSums
 from .templates.row_map import RowMap
 from .templates.since_ampere import SinceAmpere
 from .terms import PARTS, Term, viewed
@@ -128,7 +129,8 @@ class Search:
             for template in (FewRows, ManyRows):
                 found.extend(template.beside_each_other(roots, self.card.processors))
         if len(roots) == 1:
-            found.extend(Attention.serving(roots[0]))
+            parted = AttentionOfParts.of_parts(roots[0], self.card.processors)
+            found.extend([*parted] or Attention.serving(roots[0]))
             found.extend(Halves.serving(roots[0]))
         if len(roots) != 1 or roots[0].ndim not in (2, 3):
             return found

@@ -23,11 +23,10 @@ class ColumnSums:
     roots: of shape (1, c). leaves: what was gathered of each."""
 
     label, operations, most_rows, launched, early = "totals", 0.0, 2**31 - 1, True, True
-    fixed: dict[Axis, int] = {}
-    ahead: Sequence[Term] = ()
 
     def __init__(self, roots: Sequence[Term], processors: int):
-        self.roots = tuple(roots)
+        self.roots, self.ahead = tuple(roots), list[Term]()
+        self.fixed = dict[Axis, int]()
         self.leaves = tuple([terms.gathered(x.of[0], shares(x.of[0], processors)) for x in roots])
 
     @property
@@ -51,7 +50,8 @@ class ColumnSums:
         """See RowMap.text."""
         text, taken = Text(bounds="32 * WARPS, 1"), {*parameters.values(), "col", "first", "row", "scratch"}
         pairs = [(parameters[one], parameters[x]) for one, x in zip(self.leaves, self.roots)]
-        text.globals = [f"WARPS = {WARPS}", f"SUMS = rt(16, {COLUMNS}, fp32)", "smem = shared(scratch=sv(SUMS.cols * WARPS, fp32))"]
+        text.globals = [f"WARPS = {WARPS}", f"SUMS = rt(16, {COLUMNS}, fp32)"]
+        text.globals.append("smem = shared(scratch=sv(SUMS.cols * WARPS, fp32))")
         text.kernel = ["(scratch,) = smem.open()", "grid.follow()"]
         text.kernel.append("col, first = SUMS.cols * int32(cuda.blockIdx.x), SUMS.rows * int32(cuda.threadIdx.x // 32)")
         for sums, total in pairs:

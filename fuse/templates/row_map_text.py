@@ -365,7 +365,9 @@ class Gathered(Folded):
     written. They lie there as they came, unordered, and so they are read again (column_sums.py). warps: of a multiprocessor."""
 
     part, warps = 32, 16
-    columns, says = FOLD * part, "are tiles of 16 parts; one is worked on while the next one comes, and its block's are added up"
+    columns = FOLD * part
+    says = "are tiles of 16 parts; one is worked on while the next one comes, and its block's are added up"
+
     begins = "at"
 
     def extents(self) -> list[str]:
