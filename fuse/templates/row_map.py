@@ -167,7 +167,7 @@ class RowMap:
     def ahead(self) -> list[Term]:
         """What is read before the launch before is done: vectors, where they stay in registers."""
         vectors = [x for x in self.leaves if along(x) and not is_tile(x)]
-        return [x for x in vectors if x.operation == "input"] if issubclass(self.form, Folded) else []
+        return [x for x in vectors if x.operation == "input"] if issubclass(self.form, Folded) and not self.sums else []
 
     @property
     def draws(self) -> bool:

@@ -280,7 +280,7 @@ class Folded(Writing):
         text.kernel.append(f"{self.first}, col = int32(cuda.blockIdx.x), PART.cols * int32(cuda.threadIdx.x // 32)")
         for late in (False, True):
             text.kernel += [FOLLOW] * late
-            those = [v for v in vectors if (v not in kernel.ahead) == late]
+            those = [v for v in vectors if (v not in kernel.ahead) == late and not kernel.sums]
             text.kernel += [f"{name[v]} = {self.loaded(v, '0, col')}" for v in those]
         text.kernel += [self.load(n) for n in numbers if n.ndim]
         if self.drawn or any(map(self.kernel.filled, self.reductions)):
@@ -317,7 +317,7 @@ class Folded(Writing):
         """What was read, as it is computed with."""
         return written if self.kernel.dtype == "fp32" else f"fp32({written})"
 
-    first = begins = "following"  # what a block's number is called; which row is read ahead of the loop
+    first = "following"  # what a block's number is called
     counted: Sequence[tuple[str, str]] = (("rows", "rows"),)  # the kernel's parameter that ends it
 
     def extents(self) -> list[str]:
@@ -330,7 +330,7 @@ class Folded(Writing):
         """The loop over a block's rows, and the launch of so many blocks."""
         name, text = self.parameters, self.text
         x = name[tiles[0]]
-        text.kernel += [f"next_{name[t]} = {self.loaded(t, f'{self.begins}, 0, col')}" for t in tiles]
+        text.kernel += [f"next_{name[t]} = {self.loaded(t, 'following, 0, col')}" for t in tiles]
         lines = [f"row, {name[t]} = following, {self.widened('next_' + name[t])}" for t in tiles[:1]]
         lines += [f"{name[t]} = {self.widened('next_' + name[t])}" for t in tiles[1:]]
         lines += ["following += int32(cuda.gridDim.x)", "at = min(following, int32(rows - 1))"]
@@ -361,14 +361,13 @@ class Alone(Folded):
 
 
 class Gathered(Folded):
-    """Rows one after the other, as folded ones, and sums over all rows of a block, which stay in registers until they are
-    written. They lie there as they came, unordered, and so they are read again (column_sums.py). warps: of a multiprocessor."""
+    """Rows one after the other, and sums over all rows of a block, which stay in registers until they are written. They lie
+    there as they came, unordered, and so they are read again (column_sums.py). Vectors are read for each row, from L1: there
+    are no registers left for them, nor for a row ahead. warps: of a multiprocessor."""
 
     part, warps = 32, 16
-    columns = FOLD * part
-    says = "are tiles of 16 parts; one is worked on while the next one comes, and its block's are added up"
-
-    begins = "at"
+    columns, says = FOLD * part, "are tiles of 16 parts, several of a block, whose sums over rows stay in registers"
+    first = "row"
 
     def extents(self) -> list[str]:
         """See Folded."""
@@ -398,8 +397,11 @@ class Gathered(Folded):
         """See Folded."""
         text, sums = self.text, [self.parameters[x] for x in self.kernel.sums]
         text.globals.append(f"SUMS = rt({FOLD}, {self.part}, fp32)")
-        text.kernel.append("at = min(following, int32(rows - 1))")
         text.kernel.append(f"{', '.join(sums)} = {', '.join(['zeros(SUMS)'] * len(sums))}")
-        super().rows(tiles, body)
+        lines = [f"{self.parameters[t]} = {self.widened(self.loaded(t, 'row, 0, col'))}" for t in tiles]
+        lines += [
+            f"{self.parameters[v]} = {self.loaded(v, '0, col')}" for v in self.kernel.leaves if along(v) and v not in tiles
+        ]
+        text.kernel += ["while row < rows:", *(f"    {line}" for line in (*lines, *body, "row += int32(cuda.gridDim.x)"))]
         text.kernel += [f"store_unordered({array(one)}, {one}, (int32(cuda.blockIdx.x), 0, col))" for one in sums]
-        text.before, text.launch = [], f"{sums[0]}.shape[0]"
+        text.launch = f"{sums[0]}.shape[0]"
