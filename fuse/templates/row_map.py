@@ -23,7 +23,7 @@ from .. import terms
 from ..axes import Axis
 from ..evaluate import beyond
 from ..functions import FP8, MAPS
-from ..graph import along, between, is_tile
+from ..graph import along, between, inputs, is_tile
 from ..module import DTYPES, Text
 from ..terms import Term, viewed
 from .row_map_text import FOLD, REGISTERS, Alone, Folded, Gathered, Held, Looped, Writing
@@ -111,7 +111,8 @@ class RowMap:
         tiles = [x for x in self.leaves if is_tile(x)]
         fits = self.width % Gathered.columns == 0 and self.width <= Gathered.columns * Gathered.warps
         short = [x.held_as(SIXTEEN[0]) in (*SIXTEEN, FP8) for x in self.roots if x not in self.sums]
-        known = any(x.operation == "input" for x in tiles) and all(along(x) or not any(x.names) for x in self.leaves)
+        held = {x.what[1] for x in inputs(*self.roots) if x.ndim > 1}
+        known = len(held) == 1 and held < {*SIXTEEN} and all(along(x) or not any(x.names) for x in self.leaves)
         few = len(tiles) <= MOST_TILES and len(self.sums) <= HELD
         alike = self.dtype in DTYPES.values() and all(short) and all(map(along, self.roots))
         return (fits or terms.SPACES[-1].loose) and known and few and alike and not self.draws
