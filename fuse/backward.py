@@ -392,10 +392,13 @@ class Gradient(Fused):
         shapes = self._shapes(flat)
         found = self._whole(shapes)
         names = self.asked([x for _, x in found.inputs][: len(self.function.names)])
-        made = pieces(found.roots, divided(found.roots))
+        division, products = divided(found.roots), plain_products(found.roots)
+        made = pieces(found.roots, division)
+        ahead = [f"product_{n} = {products[place]!r:.200}" for n, place in enumerate(division.ahead)]
         ends = [f"d{name} = {x!r:.200}" for name, x in zip(names, found.roots) if x not in made]
         kernels = super().explain(*arrays) if made else "There is no kernel."
-        return "\n".join([kernels, *(["The framework makes of this", *ends] if ends else [])])
+        first = ["The framework makes ahead", *ahead] if ahead else []
+        return "\n".join([*first, kernels, *(["The framework makes of this", *ends] if ends else [])])
 
 
 def replaced(roots: Sequence[Term], known: Mapping[Term, Term]) -> list[Term]:

@@ -47,9 +47,10 @@ class AttentionOfParts(Attention):
 
     @property
     def fixed(self) -> dict[Axis, int]:
-        """See Attention; keys must be a multiple of their parts."""
-        keys = self.k.array.names[-2]
-        return super().fixed | ({keys.root: 5 * self.held.what} if keys is not None else {})
+        """See Attention. Keys must be a multiple of their parts, and the kernel's tile has all columns of v."""
+        keys, columns = self.k.array.names[-2], self.v.names[-1]
+        known = (keys, 5 * self.held.what), (columns, self.v.extents[-1])
+        return super().fixed | {axis.root: n for axis, n in known if axis is not None}
 
     def explained(self) -> str:
         """What it does, in words."""

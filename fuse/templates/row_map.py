@@ -42,7 +42,7 @@ FOLDED_FROM = 1024  # columns
 def shares(x: Term, processors: int) -> int:
     """How many sums of its rows are gathered: by as many blocks as run at once."""
     rows, width = x.extents
-    return min(rows, max(1, Gathered.warps // _warps(width, Gathered)) * processors)
+    return max(1, min(rows, max(1, Gathered.warps // _warps(width, Gathered)) * processors))
 
 
 def _warps(width: int, form: type[Writing]) -> int:

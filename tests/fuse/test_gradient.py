@@ -7,11 +7,13 @@ import pytest
 
 import fuse
 import fuse.operators as operators
-from fuse import inspect, module
+from fuse import backward, inspect, module, terms
 from fuse.candidates import candidates, chosen
 from fuse.cost import card, card_of
 from fuse.derivative import BACK, NoRule
 from fuse.evaluate import InNumPy, evaluate
+from fuse.proof import identity
+from fuse.trace import Shape, traced
 from tiles import bf16, fp32
 from tiles.testing import assert_close
 
@@ -199,6 +201,62 @@ def test_of_wide_rows():
     compare(gradient, arrays, gradient.run(*arrays))
 
 
+def rows_and_vectors(kinds, rows, columns):
+    """Of each letter an array: x of rows and columns, g along the columns."""
+    rng = np.random.default_rng(rows)
+    return [rng.standard_normal((rows, columns) if kind == "x" else columns).astype(bf16.np) for kind in kinds]
+
+
+@pytest.mark.parametrize(("name", "kinds", "rows"), [("residual_layer_norm", "xxggxx", 5), ("normalised_step", "xxgx", 270)])
+def test_sums_over_rows(name, kinds, rows):
+    """Rows of tiles that fill them are added up as they go by; no kernel writes what is to be summed."""
+    gradient, arrays = getattr(operators, name).gradient, rows_and_vectors(kinds, rows, 512)
+    text, explained = gradient.source(*arrays), gradient.explain(*arrays)
+    assert text.count("@cuda.jit") == 2 and len(text.splitlines()) <= 2 * 80 and "for_d" not in text
+    assert "The framework" not in explained and "of each block" in explained.replace("what each block", "of each block")
+    if rows < 19:
+        compare(gradient, arrays, gradient.run(*arrays))
+        assert gradient.proof(*arrays).holds
+
+
+def test_no_rows_to_sum():
+    gradient, arrays = operators.residual_rms_norm.gradient, rows_and_vectors("xxgxx", 0, 512)
+    dx, dresidual, dg = gradient.run(*arrays)
+    assert dx.shape == dresidual.shape == (0, 512) and dg.shape == (512,) and not dg.any()
+
+
+def test_sums_of_some_rows_add_up():
+    """Whatever their number."""
+    found = traced(lambda x: x, ("x",), (Shape((5, 6), "bfloat16"),))
+    (x,) = found.roots
+    terms.SPACES.append(found.space)
+    try:
+        whole = terms.total_along(x, (-2,))
+        parts = [terms.total_along(terms.gathered(x, n), (-2,)) for n in (1, 3, 7)]
+    finally:
+        terms.SPACES.pop()
+    assert all(identity([whole], [one]).equal for one in parts)
+    assert not identity([whole], [terms.total_along(x, (-1,))]).equal
+
+
+@pytest.mark.parametrize("name", ["rms_norm_linear", "gated_mlp"])
+def test_wide_products_are_the_frameworks(name, monkeypatch):
+    """With weights as torch has them, too; what is left is one kernel, and two where rows are summed."""
+    monkeypatch.setattr(backward, "WIDE", 16)
+    gradient, arrays = sample(name, 18)
+    compare(gradient, arrays, gradient.run(*arrays))
+    assert "mma" not in gradient.source(*arrays) and "ahead" in gradient.explain(*arrays) and gradient.proof(*arrays).holds
+    weights = [np.asfortranarray(x) if x.shape == (K, N) else x for x in arrays]
+    compare(gradient, arrays, gradient.run(*weights))
+
+
+def test_narrow_products_are_kernels():
+    """What a kernel adds up in one loop stays its own: LoRA's."""
+    case = inspect.Case("lora_linear", 4096, gradient=True)
+    division = backward.divided(case.operator._whole(tuple(inspect.shapes(case))).roots)
+    assert division == backward.Division(sums=True, ahead=(), behind=False)
+
+
 def test_lengths_of_other_axes():
     """An epilogue asks how long other rows are than those that are multiplied."""
     rng = np.random.default_rng(0)
@@ -223,9 +281,10 @@ def test_kernels_are_found_for_all_shapes():
         for arch in ("sm_90a", "sm_80"):
             assert candidates(case.operator._trace(inspect.shapes(case)), card_of(arch)), (arch, case)
     case = inspect.Case("gated_mlp", 4096, gradient=True)
-    found = case.operator._trace(inspect.shapes(case))
+    gradient, shapes = case.operator._of_shapes(tuple(inspect.shapes(case)))
+    found = gradient._trace(shapes)
     text = chosen("gradient", found, candidates(found, card(None))[0]).text
-    assert text.count("@cuda.jit") == 3 and "store(gFor_dgate" in text and "store(gFor_dup" in text
+    assert text.count("@cuda.jit") == 1 and text.count("unordered(gFor_dx") == 2
 
 
 def test_arrays_of_several_dtypes():
