@@ -73,8 +73,9 @@ def assemble(
     these."""
     texts = [text for _, text in kernels]
     constants, bodies, launches = list[str](), list[str](), list[str]()
+    last = next((text for text in texts[::-1] if text.kernel), None)
     for kernel, text in kernels:
-        marks = {} if text is texts[-1] else _marks(kernel.removeprefix(f"{name}_"), text)
+        marks = {} if text is last else _marks(kernel.removeprefix(f"{name}_"), text)
         mark = functools.partial(_marked, marks=marks)
         constants += map(mark, text.globals)
         launches += [f"    {mark(line)}" for line in text.before]
