@@ -274,9 +274,9 @@ class Folded(Writing):
         x = name[tiles[0]]
         text.globals += self.extents()
         text.globals += [f"PART = rt({FOLD}, {self.part}, {kernel.dtype})  # a warp's of a row that is cut into {FOLD}"]
-        if self.reductions:
-            text.globals.append(f"smem = shared(scratch=sv({-(-4 * kernel.warps // 16) * 16}, fp32))")
-            text.kernel.append("(scratch,) = smem.open()")
+        if memory := self.memory():
+            text.globals.append(f"smem = shared({', '.join(f'{one}={what}' for one, what in memory.items())})")
+            text.kernel.append(f"{', '.join(memory) if len(memory) > 1 else f'({next(iter(memory))},)'} = smem.open()")
         text.kernel.append(f"{self.first}, col = int32(cuda.blockIdx.x), PART.cols * int32(cuda.threadIdx.x // 32)")
         for late in (False, True):
             text.kernel += [FOLLOW] * late
@@ -292,7 +292,7 @@ class Folded(Writing):
         body += self.stores("row, 0, col", "store_unordered" if self.unordered else "store")
         self.rows(tiles, body)
         text.before.insert(0, f"rows, cut = {x}.shape[0], ({FOLD}, {self.cut(x)})")
-        text.launch += f", 32 * WARPS{', shared=smem' * bool(self.reductions)}, early=True"
+        text.launch += f", 32 * WARPS{', shared=smem' * bool(memory)}, early=True"
         shaped = [
             (array(name[one]), f"{name[one]}.reshape({self.lead(one)}*cut)" if along(one) else name[one])
             for one in (*tiles, *vectors, *kernel.roots)
@@ -300,6 +300,10 @@ class Folded(Writing):
         given = [(array(name[n]) if n.ndim else name[n], name[n]) for n in numbers]
         columns = [("columns", f"float({x}.shape[1])")] if self.lengths else []
         text.arguments = [*shaped, *self.counted, *columns, *given, *self.told]
+
+    def memory(self) -> dict[str, str]:
+        """What lies in shared memory, by names."""
+        return {"scratch": f"sv({-(-4 * self.kernel.warps // 16) * 16}, fp32)"} if self.reductions else {}
 
     def cut(self, x: str) -> str:
         """How long a part of a row of an array is."""
@@ -361,19 +365,30 @@ class Alone(Folded):
 
 
 class Gathered(Folded):
-    """Rows one after the other, and sums over all rows of a block, which stay in registers until they are written. They lie
-    there as they came, unordered, and so they are read again (column_sums.py). Vectors are read for each row, from L1: there
-    are no registers left for them, nor for a row ahead. warps: of a multiprocessor."""
+    """Rows one after the other, and sums over all rows of a block, which stay in registers until they are written, or in shared
+    memory where the map takes all registers. They lie there as they came, unordered, and so they are read again
+    (column_sums.py). Vectors are read for each row, from L1: no registers are left for them, nor for a row ahead. warps: of a
+    multiprocessor. levels: of reductions, from which on a map takes all registers."""
 
-    part, warps = 32, 16
-    columns, says = FOLD * part, "are tiles of 16 parts, several of a block, whose sums over rows stay in registers"
+    part, warps, levels_held = 32, 16, 2
+    columns, says = FOLD * part, "are tiles of 16 parts, several of a block, which adds up their sums over rows"
     first = "row"
+
+    @property
+    def apart(self) -> bool:
+        """Do sums lie in shared memory?"""
+        return len(self.levels()) > self.levels_held
 
     def extents(self) -> list[str]:
         """See Folded."""
         self.text.bounds = "32 * WARPS, BLOCKS"
         warps = self.kernel.warps
         return [f"WARPS, BLOCKS = {warps}, {self.warps // warps}  # of a block, of a multiprocessor"]
+
+    def memory(self) -> dict[str, str]:
+        """See Folded."""
+        sums = [self.parameters[x] for x in self.kernel.sums if self.apart]
+        return super().memory() | dict.fromkeys(sums, f"st({FOLD} * WARPS, {self.part}, fp32)")
 
     def cut(self, x: str) -> str:
         """See Folded. All tiles of a block, beyond which there must be nothing."""
@@ -383,11 +398,16 @@ class Gathered(Folded):
         """See Folded."""
         return f"{self.parameters[x]}.shape[0], " if x in self.kernel.sums else super().lead(x)
 
+    def held(self, x: Term) -> str:
+        """What was added up so far, as a tile in registers."""
+        return f"load({self.parameters[x]}, SUMS)" if self.apart else self.parameters[x]
+
     def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
         """See Folded. What is gathered stays."""
         if x not in self.kernel.sums:
             return super().store(x, written, at, store)
-        return [f"{self.parameters[x]} = {self.parameters[x]} + {self.writer.expression(x.of[0])}"]
+        name, found = self.parameters[x], f"{self.held(x)} + {self.writer.expression(x.of[0])}"
+        return [f"store({name}, {found})" if self.apart else f"{name} = {found}"]
 
     def rounded(self, x: Term, store: str) -> str:
         """See Writing."""
@@ -395,13 +415,17 @@ class Gathered(Folded):
 
     def rows(self, tiles: list[Term], body: list[str]) -> None:
         """See Folded."""
-        text, sums = self.text, [self.parameters[x] for x in self.kernel.sums]
+        text, name, sums = self.text, self.parameters, self.kernel.sums
         text.globals.append(f"SUMS = rt({FOLD}, {self.part}, fp32)")
-        text.kernel.append(f"{', '.join(sums)} = {', '.join(['zeros(SUMS)'] * len(sums))}")
-        lines = [f"{self.parameters[t]} = {self.widened(self.loaded(t, 'row, 0, col'))}" for t in tiles]
-        lines += [
-            f"{self.parameters[v]} = {self.loaded(v, '0, col')}" for v in self.kernel.leaves if along(v) and v not in tiles
-        ]
+        if self.apart:
+            for x in sums:
+                text.kernel.append(f"{name[x]} = subtile({name[x]}, SUMS.rows, int32(cuda.threadIdx.x // 32))")
+                text.kernel.append(f"store({name[x]}, zeros(SUMS))")
+        else:
+            text.kernel.append(f"{', '.join(name[x] for x in sums)} = {', '.join(['zeros(SUMS)'] * len(sums))}")
+        vectors = [x for x in self.kernel.leaves if along(x) and x not in tiles]
+        lines = [f"{name[t]} = {self.widened(self.loaded(t, 'row, 0, col'))}" for t in tiles]
+        lines += [f"{name[v]} = {self.loaded(v, '0, col')}" for v in vectors]
         text.kernel += ["while row < rows:", *(f"    {line}" for line in (*lines, *body, "row += int32(cuda.gridDim.x)"))]
-        text.kernel += [f"store_unordered({array(one)}, {one}, (int32(cuda.blockIdx.x), 0, col))" for one in sums]
-        text.launch = f"{sums[0]}.shape[0]"
+        text.kernel += [f"store_unordered({array(name[x])}, {self.held(x)}, (int32(cuda.blockIdx.x), 0, col))" for x in sums]
+        text.launch = f"{name[sums[0]]}.shape[0]"

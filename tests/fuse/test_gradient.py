@@ -207,16 +207,15 @@ def rows_and_vectors(kinds, rows, columns):
     return [rng.standard_normal((rows, columns) if kind == "x" else columns).astype(bf16.np) for kind in kinds]
 
 
-@pytest.mark.parametrize(("name", "kinds", "rows"), [("residual_layer_norm", "xxggxx", 5), ("normalised_step", "xxgx", 270)])
+@pytest.mark.parametrize(("name", "kinds", "rows"), [("residual_layer_norm", "xxggxx", 5), ("normalised_step", "xxgx", 3)])
 def test_sums_over_rows(name, kinds, rows):
-    """Rows of tiles that fill them are added up as they go by; no kernel writes what is to be summed."""
+    """Rows of tiles that fill them are added up as they go by, in registers or in shared memory; none is written to be summed."""
     gradient, arrays = getattr(operators, name).gradient, rows_and_vectors(kinds, rows, 512)
     text, explained = gradient.source(*arrays), gradient.explain(*arrays)
     assert text.count("@cuda.jit") == 2 and len(text.splitlines()) <= 2 * 80 and "for_d" not in text
-    assert "The framework" not in explained and "of each block" in explained.replace("what each block", "of each block")
-    if rows < 19:
-        compare(gradient, arrays, gradient.run(*arrays))
-        assert gradient.proof(*arrays).holds
+    assert "The framework" not in explained and "adds up their sums over rows" in explained
+    compare(gradient, arrays, gradient.run(*arrays))
+    assert gradient.proof(*arrays).holds
 
 
 def test_no_rows_to_sum():
@@ -269,9 +268,9 @@ def test_lengths_of_other_axes():
     )
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
-def test_no_spills(arch):
-    case = inspect.Case("residual_rms_norm", 4096, gradient=True)
+@pytest.mark.parametrize(("name", "arch"), [("residual_layer_norm", "sm_90a"), ("normalised_step", "sm_80")])
+def test_no_spills(name, arch):
+    case = inspect.Case(name, 4096, gradient=True)
     assert not any(map(inspect.bad, inspect.compiled(case, arch)))
 
 
