@@ -209,7 +209,7 @@ def rows_and_vectors(kinds, rows, columns):
 
 @pytest.mark.parametrize(("name", "kinds", "rows"), [("residual_layer_norm", "xxggxx", 5), ("normalised_step", "xxgx", 3)])
 def test_sums_over_rows(name, kinds, rows):
-    """Rows of tiles that fill them are added up as they go by, in registers or in shared memory; none is written to be summed."""
+    """Rows of tiles that fill them are added up as they go by, in registers or shared memory; none is written to be summed."""
     gradient, arrays = getattr(operators, name).gradient, rows_and_vectors(kinds, rows, 512)
     text, explained = gradient.source(*arrays), gradient.explain(*arrays)
     assert text.count("@cuda.jit") == 2 and len(text.splitlines()) <= 2 * 80 and "for_d" not in text
