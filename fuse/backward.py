@@ -10,18 +10,16 @@ dg = total(dy * x * scale), where no row map gathers them as rows go by. Kernels
 
 from __future__ import annotations
 
-import collections
 import functools
 import inspect
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from . import derivative, language, terms
-from .axes import same
 from .derivative import NoRule
 from .functions import CASTS
 from .fused import FLOATS, Fused, NoKernel, cast, dtype_of
@@ -29,7 +27,7 @@ from .graph import between, walk
 from .module import unused
 from .place import is_total_of_rows
 from .terms import Term, viewed
-from .trace import Shape, Traced, ordinal_of, result_names, traced
+from .trace import Shape, Traced, result_names, traced
 
 OPERATORS: dict[str, Callable] = {  # what the framework does with arrays, besides functions of language.py by their names
     "add": operator.add,
@@ -46,7 +44,6 @@ OPERATORS: dict[str, Callable] = {  # what the framework does with arrays, besid
     "merged": language.merge_heads,
     **dict.fromkeys(CASTS, lambda x: x),
 }
-WIDE = 512  # rows, columns, and what is summed over: of products from which on the framework's are as fast
 AT_THE_END = "add", "sub", "mul", "div", "neg"  # what it does with what it makes of pieces
 
 
@@ -64,57 +61,13 @@ def sums_by_kernels(roots: Sequence[Term]) -> bool:
     return all(x in roots and is_total_of_rows(x) for x in walk(*roots) if x.operation == "total")
 
 
-class Division(NamedTuple):
-    """What of a gradient is whose. sums: are sums over rows the kernels'? ahead: which of plain_products the framework makes
-    ahead of them. behind: does it add up products of what they made, too?"""
-
-    sums: bool = True
-    ahead: tuple[int, ...] = ()
-    behind: bool = False
-
-
-def plain_products(roots: Sequence[Term]) -> list[Term]:
-    """Products of two arguments, the right one as it is or as its transpose."""
-    products = [x for x in walk(*roots) if x.operation == "matmul" and x.ndim == x.of[1].ndim == 2]
-    right = [x.of[1].of[0] if x.of[1].operation == "transpose" else x.of[1] for x in products]
-    return [x for x, y in zip(products, right) if x.of[0].operation == y.operation == "input"]
-
-
-def _is_sum_of_products(x: Term) -> bool:
-    """A product, or several that are added up, times numbers?"""
-    parts = [y for y in x.of if any(y.names)]
-    return x.operation == "matmul" or (x.operation in AT_THE_END and bool(parts) and all(map(_is_sum_of_products, parts)))
-
-
-def _is_wide(x: Term) -> bool:
-    """Is it a product in which a framework's is as fast as any can be?"""
-    return min(*x.extents, x.of[0].extents[-1]) >= WIDE
-
-
-def divided(roots: Sequence[Term]) -> Division:
-    """Who is to compute what of these gradients. What a kernel would do with a product, besides multiplying, decides: where a
-    product only feeds a row map, or only adds up others, a kernel of ours has nothing to add."""
-    sums = [x for x in roots if _is_sum_of_products(x) and not at_the_end(x)]
-    behind = bool(sums) and all(map(_is_wide, _outer(sums)))
-    known = plain_products([x for x in roots if x not in sums])
-    ahead = [n for n, x in enumerate(plain_products(roots)) if x in known and _is_wide(x)]
-    return Division(sums_by_kernels(roots), tuple(ahead), behind)
-
-
-def _outer(sums: Sequence[Term]) -> list[Term]:
-    """The products that are added up."""
-    return [y for x in sums if any(x.names) for y in ([x] if x.operation == "matmul" else _outer(x.of))]
-
-
-def pieces(roots: Sequence[Term], division: Division) -> list[Term]:
-    """What kernels make, of which the framework makes the rest."""
-    sums = division.sums and sums_by_kernels(roots)
+def pieces(roots: Sequence[Term], sums: bool) -> list[Term]:
+    """What kernels make, of which the framework makes the rest. sums: may they add up rows?"""
+    sums = sums and sums_by_kernels(roots)
     found, stack = dict[Term, None](), [*roots][::-1]
     while stack:
         x = stack.pop()
-        if x.operation == "total" and sums:
-            found[x] = None
-        elif at_the_end(x) or (division.behind and _is_sum_of_products(x)):
+        if at_the_end(x) and not (sums and x.operation == "total"):
             stack += x.of[::-1]
         elif x.of:
             found[x] = None
@@ -124,15 +77,7 @@ def pieces(roots: Sequence[Term], division: Division) -> list[Term]:
 def by_framework(roots: Sequence[Term], known: Mapping[Term, Any]) -> list[Any]:
     """The values of what is made of known ones, by the framework's own operations; sums over rows are taken in float32."""
     found = dict(known)
-    every = between(roots, [*known])
-    users = collections.Counter(y for x in every for y in x.of) + collections.Counter(roots)
-    added = {x.of[1] for x in every if x.operation == "add" and x.of[1].operation == "matmul" and x.ndim == 2}
-    for x in every:
-        if x in added and users[x] == 1 and hasattr(found[x.of[0]], "addmm"):
-            continue  # it is added as it is made
-        if x.operation == "add" and x.of[1] not in found:
-            found[x] = found[x.of[0]].addmm(*[found[y] for y in x.of[1].of])
-            continue
+    for x in between(roots, [*known]):
         of = [found[y] for y in x.of]
         if x.operation == "number":
             found[x] = x.what
@@ -170,10 +115,9 @@ class Gradient(Fused):
         wanted: tuple[str, ...] = (),
         by: tuple[int, ...] | None = None,
         count: int = 0,
-        division: Division | None = None,
+        sums: bool = True,
     ):
-        self.function, self.wanted, self.by, self.count, self.division = function, wanted, by, count, division
-        self.others: dict[Division, Gradient] = {}
+        self.function, self.wanted, self.by, self.count, self.sums = function, wanted, by, count, sums
 
         def definition(*given: Term) -> dict[str, Term]:
             made = self.pieces(self.whole(*given))
@@ -207,8 +151,7 @@ class Gradient(Fused):
         self.count = count
         by = range(count) if self.by is None else self.by
         outs = [f"d{one}" for one in result_names(self.function.names, count)]
-        ahead = range(len(self.division.ahead) if self.division else 0)
-        self.names = [*self.function.names, *(outs[n] for n in by), *(f"product_{n}" for n in ahead)]
+        self.names = [*self.function.names, *(outs[n] for n in by)]
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in self.names]
         self.signature = inspect.Signature(parameters)
 
@@ -236,13 +179,12 @@ class Gradient(Fused):
     def pieces(self, gradients: Mapping[str, Term]) -> dict[str, Term]:
         """What kernels make, by names: those of gradients that are whole, and for_dx of others."""
         found, roots = {x: name for name, x in reversed([*gradients.items()])}, [*gradients.values()]
-        division = self.division or Division()
-        division = division._replace(sums=division.sums and sums_by_kernels(roots))
+        sums = self.sums and sums_by_kernels(roots)
         for name, root in gradients.items():
-            for x in pieces([root], division):
+            for x in pieces([root], sums):
                 found.setdefault(x, f"for_{name}")
         made, names = dict[str, Term](), list[str]()
-        for x in pieces(roots, division):
+        for x in pieces(roots, sums):
             names.append(unused(found[x], names))
             made[names[-1]] = x
         return made
@@ -265,11 +207,7 @@ class Gradient(Fused):
             if x is None:
                 raise NoRule(f"{name}: no result depends on it")
             gradients[f"d{name}"] = x
-        if self.division is None or not self.division.ahead:
-            return gradients
-        every = plain_products([*gradients.values()])
-        products = {every[n]: given for n, given in zip(self.division.ahead, given[-len(self.division.ahead) :])}
-        return dict(zip(gradients, replaced([*gradients.values()], products)))
+        return gradients
 
     def asked(self, arguments: Sequence[Term]) -> tuple[str, ...]:
         """The names of the arguments whose gradients are given."""
@@ -285,37 +223,13 @@ class Gradient(Fused):
 
     def made_of(self, shapes: tuple[Shape, ...]) -> list[Term]:
         """What kernels make of it, for arrays of these shapes."""
-        return pieces(self._whole(shapes).roots, self.division or Division())
+        return pieces(self._whole(shapes).roots, self.sums)
 
-    def divided(self, shapes: tuple[Shape, ...]) -> tuple[Gradient, list[Term]]:
-        """The same for arrays of these shapes, where it is known who computes what, for which there is a program each, that
-        serves all lengths; and the products that it is given behind the arrays."""
-        roots = self._whole(shapes).roots
-        division = divided(roots)
-        if division not in self.others:
-            self.others[division] = Gradient(self.function, self.wanted, self.by, self.count, division)
-        every = plain_products(roots)
-        return self.others[division], [every[n] for n in division.ahead]
-
-    def _of_shapes(self, shapes: tuple[Shape, ...]) -> tuple[Gradient, tuple[Shape, ...]]:
-        """The same, with the shapes of these products."""
-        other, products = self.divided(shapes)
-        first = next(s.dtype for s in shapes if s.extents)
-        return other, (*shapes, *(Shape(x.extents, first) for x in products))
-
-    def _found(self, arrays: Sequence[Any]) -> tuple[Traced, list[Any]]:
-        """See Fused."""
-        flat, _ = self._rows(self._arguments(arrays))
-        other, shapes = self._of_shapes(self._shapes(flat))
-        found = other._trace(shapes)
-        return found, other._candidates(found, ordinal_of(flat))
-
-    def launches(self, shapes: Sequence[Shape], card: Any) -> list[tuple[Any, ...]]:
-        """See Fused."""
-        if self.division is not None:
-            return super().launches(shapes, card)
-        other, every = self._of_shapes(tuple(shapes))
-        return other.launches(every, card)
+    @functools.cached_property
+    def without_sums(self) -> Gradient:
+        """The same, whose sums over rows are the framework's: for rows of lengths that no row map adds up. A program, which
+        serves all lengths, makes one or the other."""
+        return Gradient(self.function, self.wanted, self.by, self.count, sums=False)
 
     def _traced(self, definition: Callable, shapes: tuple[Shape, ...]) -> Traced:
         if not self.count:
@@ -341,27 +255,16 @@ class Gradient(Fused):
         if out is not None:
             raise TypeError(f"{self.name}: gives new arrays, and takes no out")
         arrays = self._arguments(given, named)
-        if self.division is not None:
-            return self._ended(arrays, lambda flat: super(Gradient, self).run(*flat, stream=stream))
-        flat, _ = self._rows(arrays)
-        shapes = self._shapes(flat)
-        other, products = self.divided(shapes)
-        inputs = self._whole(shapes).inputs
-        ahead = by_framework(products, {x: a.T if s.turned else a for (_, x), a, s in zip(inputs, flat, shapes)})
-        return tuple([x.reshape(y.shape) for x, y in zip(other.run(*flat, *ahead, stream=stream), self._likes(arrays))])
-
-    def _likes(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arguments whose gradients are given."""
-        found = self._whole(self._shapes(self._rows(arrays)[0])).inputs
-        names = self.asked([x for _, x in found[: len(self.function.names)]])
-        return [arrays[self.function.names.index(name)] for name in names]
+        if self.sums and not sums_by_kernels(self._whole(self._shapes(self._rows(arrays)[0])).roots):
+            return self.without_sums.run(*arrays, stream=stream)
+        return self._ended(arrays, lambda flat: super(Gradient, self).run(*flat, stream=stream))
 
     def _ended(self, arrays: Sequence[Any], run: Callable) -> tuple[Any, ...]:
         """The gradients, of pieces that `run` makes."""
         flat, _ = self._rows(arrays)
         shapes = self._shapes(flat)
         found = self._whole(shapes)
-        made = pieces(found.roots, self.division or Division())
+        made = pieces(found.roots, self.sums)
         known = {x: a.T if s.turned else a for (_, x), a, s in zip(found.inputs, flat, shapes)}
         if made:
             results = run(flat)
@@ -392,25 +295,10 @@ class Gradient(Fused):
         shapes = self._shapes(flat)
         found = self._whole(shapes)
         names = self.asked([x for _, x in found.inputs][: len(self.function.names)])
-        division, products = divided(found.roots), plain_products(found.roots)
-        made = pieces(found.roots, division)
-        ahead = [f"product_{n} = {products[place]!r:.200}" for n, place in enumerate(division.ahead)]
+        made = pieces(found.roots, self.sums)
         ends = [f"d{name} = {x!r:.200}" for name, x in zip(names, found.roots) if x not in made]
         kernels = super().explain(*arrays) if made else "There is no kernel."
-        first = ["The framework makes ahead", *ahead] if ahead else []
-        return "\n".join([*first, kernels, *(["The framework makes of this", *ends] if ends else [])])
-
-
-def replaced(roots: Sequence[Term], known: Mapping[Term, Term]) -> list[Term]:
-    """Terms with known ones in place of some, whose axes they have."""
-    for x, y in known.items():
-        for one, other in zip(x.names, y.names):
-            same(one, other)
-    found = dict(known)
-    for x in walk(*roots):
-        if x not in found:
-            found[x] = terms.rebuilt(x, [found[y] for y in x.of]) if x.of else x
-    return [found[x] for x in roots]
+        return "\n".join([kernels, *(["The framework makes of this", *ends] if ends else [])])
 
 
 def viewed_whole(x: Term) -> Term:
