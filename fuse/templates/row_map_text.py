@@ -368,16 +368,16 @@ class Gathered(Folded):
     """Rows one after the other, and sums over all rows of a block, which stay in registers until they are written, or in shared
     memory where the map takes all registers. They lie there as they came, unordered, and so they are read again
     (column_sums.py). Vectors are read for each row, from L1: no registers are left for them, nor for a row ahead. warps: of a
-    multiprocessor. levels: of reductions, from which on a map takes all registers."""
+    multiprocessor. most: levels of reductions, and results, beside which sums have registers."""
 
-    part, warps, levels_held = 32, 16, 2
+    part, warps, most = 32, 16, 5
     columns, says = FOLD * part, "are tiles of 16 parts, several of a block, which adds up their sums over rows"
     first = "row"
 
     @property
     def apart(self) -> bool:
         """Do sums lie in shared memory?"""
-        return len(self.levels()) > self.levels_held
+        return len(self.levels()) + len(self.kernel.roots) > self.most
 
     def extents(self) -> list[str]:
         """See Folded."""

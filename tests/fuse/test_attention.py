@@ -215,3 +215,15 @@ def test_a_wrong_rule_is_caught(wrong):
         forms = [form for form in rules.equal(found.roots, found.space, [HEADS, rule]) if rule in form.rules]
         caught += sum(not identity(found.roots, form.roots, trials=1).equal for form in forms[:2])
     assert caught
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shapes", [((16, 256, 64), (16, 4096, 64)), ((2, 20, 40), (1, 1024, 40))])
+def test_keys_in_parts_on_the_card(shapes):
+    pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    q, k = shapes
+    arrays = sample(q, k, k)
+    assert "parts" in PLAIN.explain(*arrays)
+    compare(PLAIN, arrays, to_numpy(PLAIN(*map(to_torch, arrays))))

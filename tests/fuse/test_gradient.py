@@ -286,3 +286,19 @@ def test_on_the_card(name, rows):
     got = gradient(*map(to_torch, arrays))
     torch.cuda.synchronize()
     compare(gradient, arrays, [to_numpy(x) for x in got])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize(("name", "kinds"), [("residual_layer_norm", "xxggxx"), ("normalised_step", "xxgx")])
+def test_sums_over_rows_on_the_card(name, kinds, rows):
+    """The same bits each time, too."""
+    torch = pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    gradient, arrays = getattr(operators, name).gradient, rows_and_vectors(kinds, rows, 1536)
+    given = list(map(to_torch, arrays))
+    got, again = gradient(*given), gradient(*given)
+    torch.cuda.synchronize()
+    compare(gradient, arrays, [to_numpy(x) for x in got])
+    assert all(torch.equal(x, y) for x, y in zip(got, again))
