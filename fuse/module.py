@@ -60,7 +60,9 @@ def _templates() -> jinja2.Environment:
 def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
     """The Text of a template. gaps: what fills it; `arguments`, `before`, `bounds` and `launch` among them."""
     template = _templates().get_template(file)
-    blocks = {name: "".join(block(template.new_context(dict(gaps)))).splitlines() for name, block in template.blocks.items()}
+    blocks = {
+        name: "".join(block(template.new_context(dict(gaps)))).rstrip().splitlines() for name, block in template.blocks.items()
+    }
     of_launch = {name: gaps[name] for name in ("arguments", "before", "bounds", "launch")}
     return Text(blocks["constants"], blocks["helpers"], blocks["kernel"], **of_launch)
 
