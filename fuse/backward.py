@@ -4,9 +4,9 @@
     print(norm.gradient.source(x, g, dy))
 
 Its definition is what the chain rule makes of the function's terms (derivative.py); rules, cost, templates and proof are those
-of any other. What it needs of the forward pass it computes once more from the arguments: no other array is kept. Two things no
-template computes, and the framework does at the end: products whose left factor is a transpose, x.T @ dy, and sums over axes
-that are no columns, dg = total(dy * x * scale). Kernels make what these are of, its *pieces*."""
+of any other. What it needs of the forward pass it computes once more from the arguments: no other array is kept. Two things the
+framework does at the end: products whose left factor is a transpose, x.T @ dy, and sums over axes that are no columns,
+dg = total(dy * x * scale), where no row map gathers them as rows go by. Kernels make what these are of, its *pieces*."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from . import derivative, language, terms
 from .derivative import NoRule
 from .functions import CASTS
 from .fused import FLOATS, Fused, NoKernel, cast, dtype_of
-from .graph import between
+from .graph import between, walk
 from .module import unused
+from .place import is_total_of_rows
 from .terms import Term, viewed
 from .trace import Shape, Traced, result_names, traced
 
@@ -47,7 +48,7 @@ AT_THE_END = "add", "sub", "mul", "div", "neg"  # what it does with what it make
 
 
 def at_the_end(x: Term) -> bool:
-    """Does the framework compute it, from pieces?"""
+    """Does the framework compute it, from pieces? Sums over rows may be kernels', too (sums_by_kernels)."""
     if x.operation in ("total", "transpose"):
         return True
     if x.operation == "matmul":
@@ -55,12 +56,18 @@ def at_the_end(x: Term) -> bool:
     return x.operation in AT_THE_END and any(map(at_the_end, x.of))
 
 
-def pieces(roots: Sequence[Term]) -> list[Term]:
-    """What kernels make, of which the framework makes the rest."""
+def sums_by_kernels(roots: Sequence[Term]) -> bool:
+    """Are all sums over rows gradients by themselves, that row maps gather as rows go by?"""
+    return all(x in roots and is_total_of_rows(x) for x in walk(*roots) if x.operation == "total")
+
+
+def pieces(roots: Sequence[Term], sums: bool) -> list[Term]:
+    """What kernels make, of which the framework makes the rest. sums: may they add up rows?"""
+    sums = sums and sums_by_kernels(roots)
     found, stack = dict[Term, None](), [*roots][::-1]
     while stack:
         x = stack.pop()
-        if at_the_end(x):
+        if at_the_end(x) and not (sums and x.operation == "total"):
             stack += x.of[::-1]
         elif x.of:
             found[x] = None
@@ -102,8 +109,15 @@ class Gradient(Fused):
     gradients are given, all if None; count: how many there are. `source`, `explain`, `candidates`, `proof` and `compile` are
     those of its kernels."""
 
-    def __init__(self, function: Fused, wanted: tuple[str, ...] = (), by: tuple[int, ...] | None = None, count: int = 0):
-        self.function, self.wanted, self.by, self.count = function, wanted, by, count
+    def __init__(
+        self,
+        function: Fused,
+        wanted: tuple[str, ...] = (),
+        by: tuple[int, ...] | None = None,
+        count: int = 0,
+        sums: bool = True,
+    ):
+        self.function, self.wanted, self.by, self.count, self.sums = function, wanted, by, count, sums
 
         def definition(*given: Term) -> dict[str, Term]:
             made = self.pieces(self.whole(*given))
@@ -164,12 +178,13 @@ class Gradient(Fused):
 
     def pieces(self, gradients: Mapping[str, Term]) -> dict[str, Term]:
         """What kernels make, by names: those of gradients that are whole, and for_dx of others."""
-        found = {x: name for name, x in reversed([*gradients.items()])}
+        found, roots = {x: name for name, x in reversed([*gradients.items()])}, [*gradients.values()]
+        sums = self.sums and sums_by_kernels(roots)
         for name, root in gradients.items():
-            for x in pieces([root]):
+            for x in pieces([root], sums):
                 found.setdefault(x, f"for_{name}")
         made, names = dict[str, Term](), list[str]()
-        for x in pieces([*gradients.values()]):
+        for x in pieces(roots, sums):
             names.append(unused(found[x], names))
             made[names[-1]] = x
         return made
@@ -208,7 +223,13 @@ class Gradient(Fused):
 
     def made_of(self, shapes: tuple[Shape, ...]) -> list[Term]:
         """What kernels make of it, for arrays of these shapes."""
-        return pieces(self._whole(shapes).roots)
+        return pieces(self._whole(shapes).roots, self.sums)
+
+    @functools.cached_property
+    def without_sums(self) -> Gradient:
+        """The same, whose sums over rows are the framework's: for rows of lengths that no row map adds up. A program, which
+        serves all lengths, makes one or the other."""
+        return Gradient(self.function, self.wanted, self.by, self.count, sums=False)
 
     def _traced(self, definition: Callable, shapes: tuple[Shape, ...]) -> Traced:
         if not self.count:
@@ -234,6 +255,8 @@ class Gradient(Fused):
         if out is not None:
             raise TypeError(f"{self.name}: gives new arrays, and takes no out")
         arrays = self._arguments(given, named)
+        if self.sums and not sums_by_kernels(self._whole(self._shapes(self._rows(arrays)[0])).roots):
+            return self.without_sums.run(*arrays, stream=stream)
         return self._ended(arrays, lambda flat: super(Gradient, self).run(*flat, stream=stream))
 
     def _ended(self, arrays: Sequence[Any], run: Callable) -> tuple[Any, ...]:
@@ -241,7 +264,7 @@ class Gradient(Fused):
         flat, _ = self._rows(arrays)
         shapes = self._shapes(flat)
         found = self._whole(shapes)
-        made = pieces(found.roots)
+        made = pieces(found.roots, self.sums)
         known = {x: a.T if s.turned else a for (_, x), a, s in zip(found.inputs, flat, shapes)}
         if made:
             results = run(flat)
@@ -272,8 +295,9 @@ class Gradient(Fused):
         shapes = self._shapes(flat)
         found = self._whole(shapes)
         names = self.asked([x for _, x in found.inputs][: len(self.function.names)])
-        ends = [f"d{name} = {x!r:.200}" for name, x in zip(names, found.roots) if at_the_end(x)]
-        kernels = super().explain(*arrays) if pieces(found.roots) else "There is no kernel."
+        made = pieces(found.roots, self.sums)
+        ends = [f"d{name} = {x!r:.200}" for name, x in zip(names, found.roots) if x not in made]
+        kernels = super().explain(*arrays) if made else "There is no kernel."
         return "\n".join([kernels, *(["The framework makes of this", *ends] if ends else [])])
 
 

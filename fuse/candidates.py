@@ -12,7 +12,8 @@ from .terms import PARTS, Term, viewed
 from .trace import Traced
 from .writing import equations
 
-HIDDEN = dict(zip(PARTS, ("maxima", "sums", "picks")))  # what is kept between kernels is called so, or "hidden"
+# what is kept between kernels is called so, or "hidden"
+HIDDEN = dict(zip(PARTS, ("maxima", "sums", "picks"))) | {name: name for name in ("gathered", "attended")}
 
 
 class Candidate(NamedTuple):

@@ -129,6 +129,8 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
             found = np.asarray(of[0])[..., None] == np.arange(arithmetic.count(*x.what))
         elif x.operation == "total":
             found = _total(arithmetic, of[0], x.what)
+        elif x.operation == "gathered":
+            found = np.concatenate([_total(arithmetic, of[0][n :: x.what], (-2,)) for n in range(x.what)])
         elif x.operation == "matmul_by":
             found = _matmul_by(arithmetic, *of)
         elif x.operation == "among":

@@ -21,7 +21,8 @@ import tiles
 
 WIDTH = 120
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
-HOMES |= {"cuda": "numba", "int32": "numpy", "machine": "tiles.device", "describe": "tiles.frameworks"}
+HOMES |= {"cuda": "numba", "int32": "numpy", "machine": "tiles.device"}
+HOMES |= dict.fromkeys(("describe", "repeated"), "tiles.frameworks")
 HOMES |= {"share_of": "attention.dropout"}
 HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums")}
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
@@ -59,7 +60,9 @@ def _templates() -> jinja2.Environment:
 def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
     """The Text of a template. gaps: what fills it; `arguments`, `before`, `bounds` and `launch` among them."""
     template = _templates().get_template(file)
-    blocks = {name: "".join(block(template.new_context(dict(gaps)))).splitlines() for name, block in template.blocks.items()}
+    blocks = {
+        name: "".join(block(template.new_context(dict(gaps)))).rstrip().splitlines() for name, block in template.blocks.items()
+    }
     of_launch = {name: gaps[name] for name in ("arguments", "before", "bounds", "launch")}
     return Text(blocks["constants"], blocks["helpers"], blocks["kernel"], **of_launch)
 
@@ -72,8 +75,9 @@ def assemble(
     these."""
     texts = [text for _, text in kernels]
     constants, bodies, launches = list[str](), list[str](), list[str]()
+    last = next((text for text in texts[::-1] if text.kernel), None)
     for kernel, text in kernels:
-        marks = {} if text is texts[-1] else _marks(kernel.removeprefix(f"{name}_"), text)
+        marks = {} if text is last else _marks(kernel.removeprefix(f"{name}_"), text)
         mark = functools.partial(_marked, marks=marks)
         constants += map(mark, text.globals)
         launches += [f"    {mark(line)}" for line in text.before]

@@ -12,6 +12,8 @@ from .cost import Card
 from .functions import FP8, MAPS
 from .graph import walk
 from .templates.attention import Attention
+from .templates.attention_of_parts import AttentionOfParts
+from .templates.column_sums import ColumnSums
 from .templates.deep_rows import DeepRows
 from .templates.few_columns import MOST_COLUMNS, FewColumns
 from .templates.few_rows import FewRows
@@ -33,6 +35,7 @@ APART = (
     "causal",
     "pick",
     "total",
+    "gathered",
     "matmul_by",
     "among",
     "merged",
@@ -77,6 +80,11 @@ class Search:
         """The ways to compute these terms, together, the cheapest first."""
         if roots not in self.known:
             found: dict[tuple[str, ...], Way] = {}
+            if totals := [x for x in roots if is_total_of_rows(x)]:
+                last = ColumnSums(totals, self.card.processors)
+                before = self.of((*(x for x in roots if x not in totals), *last.leaves))
+                self.known[roots] = [Way((*way.kernels, last), way.seconds + self.seconds(last)) for way in before]
+                return self.known[roots]
             for kernel in self._kernels(roots):
                 for way in self._with(kernel):
                     found.setdefault(tuple(map(str, way.kernels)), way)
@@ -121,7 +129,8 @@ class Search:
             for template in (FewRows, ManyRows):
                 found.extend(template.beside_each_other(roots, self.card.processors))
         if len(roots) == 1:
-            found.extend(Attention.serving(roots[0]))
+            parted = AttentionOfParts.of_parts(roots[0], self.card.processors)
+            found.extend([*parted] or Attention.serving(roots[0]))
             found.extend(Halves.serving(roots[0]))
         if len(roots) != 1 or roots[0].ndim not in (2, 3):
             return found
@@ -166,12 +175,23 @@ def _of_same_rows(needed: Sequence[Term]) -> list[tuple[tuple[Term, ...], ...]]:
     """The same with maps of the same rows as one row map; nothing if there are none of which several are."""
     groups: dict[Any, list[Term]] = {}
     for x in needed:
-        if x.ndim == 2 and (x.operation in MAPS or x.operation in ("sum", "max")):
-            groups.setdefault(tuple([name and name.root for name in x.names]), []).append(x)
+        if x.ndim == 2 and (x.operation in MAPS or x.operation in ("sum", "max", "gathered")):
+            like = x.of[0] if x.operation == "gathered" else x
+            groups.setdefault(tuple([name and name.root for name in like.names]), []).append(x)
     rows = [tuple(some) for some in groups.values() if len(some) > 1 and RowMap.matches(some, leaves_of_rows(some))]
     inside = {x for some in rows for x in some}
     rest = _together([x for x in needed if x not in inside])
     return [(*rows, *rest)] if rows else []
+
+
+def is_total_of_rows(x: Term) -> bool:
+    """Is it the sum over all rows of what a row map can gather?"""
+    if x.operation != "total" or x.what != (-2,) or x.ndim != 2:
+        return False
+    (inner,) = x.of
+    leaves = [inner] if inner.operation in (*APART, "input") else leaves_of_rows([inner])
+    rows = RowMap.matches([inner], leaves)
+    return rows is not None and rows.gathers
 
 
 def leaves_of_rows(roots: Sequence[Term]) -> list[Term]:

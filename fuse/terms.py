@@ -6,10 +6,10 @@ A Term has an operation, the terms that it is of, and a shape. Equal terms are o
 are few operations, so that rules and templates are few: inputs and numbers; maps, element by element, which broadcast
 (functions.MAPS); sum and max along the last axis, which stays with length 1; matmul; transpose; concat, along the last axis,
 and half, its other way; causal, of scores; dropout; pick, is_column, matmul_by and among, by an index; weighted, of experts,
-and spread; total, the sum over other axes than the last, of which gradients are made (derivative.py);
-what is known of the parts of rows, PARTS; stacked, heads, split, flat and rows, views, and merged, which undoes a split. mean,
-softmax and others are made of these (language.py). The last two axes are rows and columns; what leads them, batches and heads,
-broadcasts as NumPy's does.
+and spread; total, the sum over other axes than the last, of which gradients are made (derivative.py), and gathered, sums of
+some rows each; what is known of the parts of rows, PARTS, and attended, of the parts of keys; stacked, heads, split, flat and
+rows, views, and merged, which undoes a split. mean, softmax and others are made of these (language.py). The last two axes are
+rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
 
 Axes have names besides their lengths: those that an operation says are one have one name. So a term knows that the columns of
 x are the rows of w, whatever their numbers are (axes.py), and the axes of a call's arrays follow (graph.py).
@@ -35,10 +35,10 @@ class Term:
     """An operation on terms: see the module. Make one by `term` or by operators.
 
     operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", "half", "causal",
-    "dropout", "pick", "is_column", "matmul_by", "among", "weighted", "spread", "total", one of PARTS, "stacked", "heads",
-    "split", "merged", "flat", "rows", or a map's name. of: terms. what: an input's name and dtype, a number's value, the axis
-    and value of a length or of is_column, which half, how many heads, the axes of a total. extents: one for each axis. names:
-    their Axis, None for 1."""
+    "dropout", "pick", "is_column", "matmul_by", "among", "weighted", "spread", "total", "gathered", "attended", one of PARTS,
+    "stacked", "heads", "split", "merged", "flat", "rows", or a map's name. of: terms. what: an input's name and dtype, a
+    number's value, the axis and value of a length or of is_column, which half, how many heads, the axes of a total, how many
+    sums are gathered, or parts are attended to. extents: one for each axis. names: their Axis, None for 1."""
 
     __slots__ = ("extents", "names", "of", "operation", "what")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
@@ -67,7 +67,7 @@ class Term:
         """The dtype that it has in memory: an argument's, a cast's, or another."""
         if self.operation == "input":
             return self.what[1]
-        if self.operation in PARTS:
+        if self.operation in PARTS or self.operation in ("gathered", "attended"):
             return "float32"
         return CASTS[self.operation].np.name if self.operation in CASTS else otherwise
 
@@ -249,6 +249,16 @@ def total_along(x: Term, places: tuple[int, ...]) -> Term:
     parts = [(1, None) if n in places else (x.extents[n], x.names[n]) for n in range(-x.ndim, 0)]
     extents, names = zip(*parts)
     return _made("total", (x,), places, extents, names) if places else x
+
+
+def gathered(x: Term, shares: int) -> Term:
+    """x (m, c) as (shares, c): row i is the sum of the rows i, i + shares, ... The total over rows follows from it."""
+    return _made("gathered", (x,), shares, (shares, x.extents[1]), (Axis(shares), x.names[1]))
+
+
+def attended(x: Term, parts: int) -> Term:
+    """What attention finds in each of so many parts of its keys, (parts, heads, rows, columns); x is what it finds in all."""
+    return _made("attended", (x,), parts, (parts, *x.extents), (Axis(parts), *x.names))
 
 
 def matmul(a: Any, b: Any) -> Term:
@@ -455,6 +465,8 @@ def rebuilt(x: Term, of: Sequence[Term]) -> Term:
         return split(of[0], x.what)
     if x.operation == "total":
         return total_along(of[0], x.what)
+    if x.operation == "gathered":
+        return gathered(of[0], x.what)
     if x.operation == "is_column":
         return _made("is_column", of, x.what, x.extents, x.names)
     others: dict[str, Callable] = {

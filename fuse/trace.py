@@ -74,7 +74,8 @@ def traced(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ..
     if any(x.ndim in (2, 3) and x.extents[-2] == 1 for x in found.roots):  # what has one row does not broadcast along rows
         with suppress(ValueError):  # something does
             with_rows = _run(definition, names, shapes, Axis())
-            found = with_rows if all(x.ndim in (2, 3) and x.names[-2] for x in with_rows.roots) else found
+            whole = all(x.ndim in (2, 3) and (x.names[-2] or x.operation == "total") for x in with_rows.roots)
+            found = with_rows if whole else found
     return found
 
 

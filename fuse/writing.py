@@ -17,7 +17,7 @@ WRITTEN = {"sum": "sum({})", "max": "max({})", "matmul": "{} @ {}", "causal": "c
 WRITTEN |= {name: f"{name}({{}}, {{}})" for name in ("pick", "pick_of_parts")}
 WRITTEN |= {"matmul_by": "matmul_by({}, {}, {})", "among": "among({}, {}, {})"}
 WRITTEN |= {name: f"{name}({{}})" for name in ("max_of_parts", "sum_of_parts", "stacked", "heads", "flat", "rows")}
-WRITTEN |= {"total": "total({})", "is_column": "is_column({})"}
+WRITTEN |= {"total": "total({})", "gathered": "gathered({})", "is_column": "is_column({})"}
 WRITTEN |= {"merged": "merge_heads({})", "weighted": "weighted({}, {})", "spread": "spread({}, {})"}
 SUGGESTED = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqrt": "scale", "matmul": "product"}
 

@@ -141,6 +141,11 @@ class Operand(NamedTuple):
         """As an array has one."""
         return self.form.shape
 
+    @property
+    def dtype(self) -> str:
+        """As an array has one."""
+        return self.form.dtype
+
     def reshape(self, *shape: int) -> Operand:
         """With axes cut into several, or several that lie without a gap made one; -1 is what is left over. ValueError: the
         shape has other elements, or needs a copy."""

@@ -336,6 +336,13 @@ def stream_handle(stream: Any) -> int:
     raise TypeError(f"stream: must be a handle (an integer >= 0) or a CUDA stream object: {stream=}")
 
 
+def repeated(x: Any, count: int) -> Any:
+    """An array of any framework with one more axis ahead, along which all elements are one: a view with a stride of 0."""
+    if hasattr(x, "spread"):  # an Operand
+        return x.spread(0, count)
+    return x[None].expand(count, *x.shape) if hasattr(x, "expand") else np.broadcast_to(x[None], (count, *x.shape))
+
+
 def placed(host: np.ndarray, kind: Kind, home: Any, ordinal: int | None) -> Any:
     """An array of this kind, in the place that it calls `home`, with the elements of a C-ordered one in host memory, which is
     given back where that is the place. A CUDA graph that is being captured has no part in it."""

@@ -51,7 +51,8 @@ class Attention:
     label, most_rows, launched, early = "attend", 2**31 - 1, False, False
 
     def __init__(self, root: Term, q: Side, k: Side, v: Term, scale: Term | None, eps: Term | None, causal: bool):
-        self.roots, self.q, self.k, self.v = (root,), q, k, v
+        self.roots: tuple[Term, ...] = (root,)
+        self.q, self.k, self.v = q, k, v
         self.heads = root.of[0] if root.operation == "merged" else root
         self.scale, self.eps, self.causal = scale, eps, causal
 

@@ -184,12 +184,13 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
         counted = f"rows, {parts[0].end} = -(-{high} // X.rows), -(-{wide} // W.{axis})"
     lasts = [p.name.replace("acc", "last") for p in products]
     into = ", ".join(name for name, _ in outs)
-    leaves = _folded(folds, s.parts, told) if folds else _sent(lasts, s.parts, told, "batch, " * batch, into)
+    plain = not (folds or computes or parts)
+    leaves = _folded(folds, s.parts, told) if folds else _sent(lasts, s.parts, told, "batch, " * batch, into, plain)
     arguments = [*operands, *outs, *arrays.items()]
     return {
         "schedule": s, "dtype": dtype, "y": result, "products": products, "turned": turned, "form": "ABt" if turned else "AB",
         "x": x, "arrays": list(arrays), "numbers": list(numbers), "batch": batch, "lead": lead(kernel.root), "folds": folds,
-        "lasts": lasts, "leaves": leaves, "beside": parts, "into": into, "ends": ends,
+        "plain": plain, "lasts": lasts, "leaves": leaves, "beside": parts, "into": into, "ends": ends,
         "extension": extension and {"x": operands[1][0], "w": operands[-1][0], "narrow": extension.narrow},
         "computes": computes, "epilogue": epilogue, "written": writer.expression(kernel.root),
         "arguments": [*arguments, *((n, n) for n in counts), *numbers.items()],
@@ -205,10 +206,13 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     }  # fmt: skip
 
 
-def _sent(lasts: list[str], parts: int, told: str, lead: str, into: str) -> list[list[str]]:
-    """The lines by which each part of a tile leaves: the products' columns of it."""
+def _sent(lasts: list[str], parts: int, told: str, lead: str, into: str, plain: bool) -> list[list[str]]:
+    """The lines by which each part of a tile leaves: the products' columns of it. plain: as they are."""
     columns = [", ".join(f"columns(last, PART, {part + n * parts})" for n in range(len(lasts))) for part in range(parts)]
-    return [[f"send({into}, y, {lead}row, {_nth('PARTS * col', n)}, me, {one}{told})"] for n, one in enumerate(columns)]
+    at = [_nth("PARTS * col", n) for n in range(parts)]
+    if plain:
+        return [[f"warpgroup.send(gY, ({lead}CONSUMERS * row + me, {n}), y, {one})"] for n, one in zip(at, columns)]
+    return [[f"send({into}, y, {lead}row, {n}, me, {one}{told})"] for n, one in zip(at, columns)]
 
 
 def _folded(folds: Folds, parts: int, told: str) -> list[list[str]]:

@@ -9,33 +9,46 @@ One of three forms serves, by the rows' width (row_map_text.py writes them):
   registers. Where several tiles of 16 bits are written, each row is a block's only one;
 - held: a block has sixteen rows, its warps side by side along the columns; all is read once and stays in registers;
 - looped: the same, but a warp takes every so many columns, once for each level of reductions and once more for the result. They
-  come from L2 then, where sixteen rows of every multiprocessor fit."""
+  come from L2 then, where sixteen rows of every multiprocessor fit.
+
+Where sums over rows are asked for, too, as of gradients, folded rows are what serves: a block adds up its own rows' as they go
+by (gathered), and column_sums.py adds up what the blocks found."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+from .. import terms
 from ..axes import Axis
 from ..evaluate import beyond
 from ..functions import FP8, MAPS
-from ..graph import along, between, is_tile
+from ..graph import along, between, inputs, is_tile
 from ..module import DTYPES, Text
 from ..terms import Term, viewed
-from .row_map_text import FOLD, REGISTERS, Alone, Folded, Held, Looped, Writing
+from .row_map_text import FOLD, REGISTERS, Alone, Folded, Gathered, Held, Looped, Writing
 
-KNOWN = "sum", "max", "number", "length", "dropout", "is_column"  # that are no maps of elements alone
+KNOWN = "sum", "max", "number", "length", "dropout", "is_column", "gathered"  # that are no maps of elements alone
 SIXTEEN = "bfloat16", "float16"
 WORKED = 48  # registers of a lane besides those that hold what is read
 DRAWN = 16  # columns whose draws lie together
 MOST_WARPS = 16
+MOST_TILES = 4  # where sums over rows are kept beside them
 HELD = 2  # tiles that a warp holds through all levels of reductions
 MOST_HELD = 5  # where they are half as wide
 FOLDED_FROM = 1024  # columns
 
 
+def shares(x: Term, processors: int) -> int:
+    """How many sums of its rows are gathered: by as many blocks as run at once."""
+    rows, width = x.extents
+    return max(1, min(rows, max(1, Gathered.warps // _warps(width, Gathered)) * processors))
+
+
 def _warps(width: int, form: type[Writing]) -> int:
     """Of a block, for rows of this width."""
+    if form is Gathered:
+        return -(-width // form.columns)
     return next(n for n in (1, 2, 4, 8, 16) if n >= min(-(-width // form.columns), form.most_warps))
 
 
@@ -55,13 +68,15 @@ class RowMap:
             return None
         if any(x.operation == "dropout" and not is_tile(x) for x in inside):
             return None
-        tiles = [x for x in (*inside, *leaves) if along(x)]
+        gathered = [x for x in inside if x.operation == "gathered"]
+        tiles = [x for x in (*inside, *leaves) if along(x) and x not in gathered]
         columns = {x.names[-1].root: x.extents[-1] for x in tiles if x.names[-1]}
         rows = {x.names[0].root for x in tiles if x.ndim == 2 and x.names[0]}
         if len(columns) != 1 or len(rows) > 1 or any(x.ndim != 2 for x in roots):
             return None
         ((axis, width),) = columns.items()
-        return cls(roots, leaves, axis, width)
+        found = cls(roots, leaves, axis, width)
+        return found if {*gathered} <= {*roots} and (not gathered or found.gathers) else None
 
     @property
     def levels(self) -> dict[Term, int]:
@@ -80,12 +95,33 @@ class RowMap:
     @property
     def alike(self) -> bool:
         """Are all arrays of 16 bits, or what is written fp8, so that their columns may come in one order of their own?"""
+        if self.sums:
+            return self.gathers
         held = [x.operation == "input" and x.what[1] in SIXTEEN for x in map(viewed, self.leaves) if along(x)]
         return all(held) and all(x.held_as(SIXTEEN[0]) in (*SIXTEEN, FP8) for x in self.roots if along(x))
 
     @property
+    def sums(self) -> list[Term]:
+        """What is gathered."""
+        return [x for x in self.roots if x.operation == "gathered"]
+
+    @property
+    def gathers(self) -> bool:
+        """May sums over rows be kept, as they go by? Rows must be read once, by tiles that fill them, and lie unordered."""
+        tiles = [x for x in self.leaves if is_tile(x)]
+        fits = self.width % Gathered.columns == 0 and self.width <= Gathered.columns * Gathered.warps
+        short = [x.held_as(SIXTEEN[0]) in (*SIXTEEN, FP8) for x in self.roots if x not in self.sums]
+        held = {x.what[1] for x in inputs(*self.roots) if x.ndim > 1}
+        known = len(held) == 1 and held < {*SIXTEEN} and all(along(x) or not any(x.names) for x in self.leaves)
+        few = len(tiles) <= MOST_TILES and len(self.sums) <= HELD
+        alike = self.dtype in DTYPES.values() and all(short) and all(map(along, self.roots))
+        return (fits or terms.SPACES[-1].loose) and known and few and alike and not self.draws
+
+    @property
     def form(self) -> type[Writing]:
         """How it is written."""
+        if self.sums:
+            return Gathered
         tiles = sum(is_tile(x) for x in self.leaves)
         whole = all(along(x) or not any(x.names) for x in self.leaves)
         parts = self.width % (FOLD * DRAWN if self.draws else FOLD) == 0
@@ -115,12 +151,16 @@ class RowMap:
 
     def filled(self, x: Term) -> bool:
         """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
+        if self.sums:  # nothing goes beyond
+            return False
         least = x.operation == "sum" or x.of[0].operation == "abs"  # 0 is nothing's
         return not least or bool(beyond(x.of[0], self.leaves).any())
 
     @property
     def fixed(self) -> dict[Axis, int]:
         """The axes whose extents are in the kernel's text, or must be multiples of something there."""
+        if self.sums:
+            return {self.columns: self.width}
         part = self.form.part + (DRAWN if self.draws else 3) if issubclass(self.form, Folded) else 0
         return {self.columns: FOLD * part} if part else {}
 
@@ -128,7 +168,7 @@ class RowMap:
     def ahead(self) -> list[Term]:
         """What is read before the launch before is done: vectors, where they stay in registers."""
         vectors = [x for x in self.leaves if along(x) and not is_tile(x)]
-        return [x for x in vectors if x.operation == "input"] if issubclass(self.form, Folded) else []
+        return [x for x in vectors if x.operation == "input"] if issubclass(self.form, Folded) and not self.sums else []
 
     @property
     def draws(self) -> bool:

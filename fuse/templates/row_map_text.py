@@ -19,6 +19,7 @@ FOLD = 16  # a folded row's parts
 REGISTERS = 2048  # of a multiprocessor, for each lane of a warp
 PLACE = "place = col_index(TILE.row_vec) + col"
 FOLLOW = "grid.follow()"  # the first that a kernel does which is launched early, but for what it reads ahead
+LEAST = "-3e38"  # of float32 and bfloat16, all but
 NOTHING = {"sum": ("zeros", "0.0"), "max": ("neg_infty", "-math.inf")}  # a vector of nothing's sum or maximum, and one number
 
 DROPOUT = '''
@@ -28,6 +29,14 @@ def dropout(x, dropped, per_kept, seed, {place}):
     gone = {draw}(rt(x.rows, x.cols, fp32), dropped, seed, seed >> 32, 0, 0, {place})
     return where(gone, 0.0, x * per_kept)
 '''.strip()
+
+
+def is_softmax_sum(x: Term) -> bool:
+    """Is it sum(exp(s - max(s)))?"""
+    if x.operation != "sum" or x.of[0].operation != "exp" or x.of[0].of[0].operation != "sub":
+        return False
+    scores, greatest = x.of[0].of[0].of
+    return greatest.operation == "max" and greatest.of[0] is scores
 
 
 class Writing:
@@ -177,8 +186,13 @@ class Looped(Writing):
         self.text.kernel.append(f"first = {mine}")
         self.width(True)
         self.text.kernel += [self.load(x) for x in self.kernel.leaves if x.ndim and not along(x)]
-        for level in self.levels():
-            self.reduce_in_a_loop(level)
+        levels = self.levels()
+        sums = {x.of[0].of[0].of[1]: x for level in levels for x in level if is_softmax_sum(x)}
+        for level in levels:
+            self.reduce_in_a_loop([x for x in level if x not in sums and x not in sums.values()])
+            for x in level:
+                if x in sums:
+                    self.reduce_as_softmax(x, sums[x])
         if any(map(is_tile, self.kernel.roots)):
             self.loop([*self.loads(self.kernel.roots), *self.stores()])
         else:
@@ -186,6 +200,8 @@ class Looped(Writing):
 
     def reduce_in_a_loop(self, wanted: list[Term]) -> None:
         """These reductions, of one level."""
+        if not wanted:
+            return
         inner = [x.of[0] for x in wanted]
         before = dict(self.writer.names)
         body = [*self.loads(inner), *self.writer.assignments(inner, self.parameters.values())]
@@ -199,6 +215,23 @@ class Looped(Writing):
         for x in wanted:
             name = self.writer.names[x]
             self.text.kernel.append(f"{name} = block.reduce_{x.operation}({name}, scratch)")
+
+    def reduce_as_softmax(self, greatest: Term, total: Term) -> None:
+        """The maximum of each row and the sum of exp(x - maximum), in one pass: what was summed is rescaled where a tile has a
+        higher one. A maximum begins where numbers end, for it is taken from itself, which -inf cannot be."""
+        most, added = self.named(greatest), self.named(total)
+        taken = {*self.writer.names.values(), *self.parameters.values()}
+        higher, own = unused("higher", taken), unused("own", taken)
+        before = dict(self.writer.names)
+        body = [*self.loads([greatest.of[0]]), *self.writer.assignments([greatest.of[0]], taken, [greatest.of[0], total.of[0]])]
+        body.append(f"{higher} = maximum({most}, {self.folded(greatest)})")
+        self.writer.names[greatest] = higher
+        body.append(f"{added} = {added} * exp({most} - {higher}) + {self.folded(total)}")
+        self.writer.names = before
+        self.text.kernel.append(f"{most}, {added} = full(TILE.col_vec, {LEAST}), zeros(TILE.col_vec)")
+        self.loop([*body, f"{most} = {higher}"])
+        self.text.kernel.append(f"{own}, {most} = {most}, block.reduce_max({most}, scratch)")
+        self.text.kernel.append(f"{added} = block.reduce_sum({added} * exp({own} - {most}), scratch)")
 
     def loop(self, body: list[str]) -> None:
         """These lines, for each of the warp's tiles along the columns."""
@@ -241,13 +274,13 @@ class Folded(Writing):
         x = name[tiles[0]]
         text.globals += self.extents()
         text.globals += [f"PART = rt({FOLD}, {self.part}, {kernel.dtype})  # a warp's of a row that is cut into {FOLD}"]
-        if self.reductions:
-            text.globals.append(f"smem = shared(scratch=sv({max(16, 4 * kernel.warps)}, fp32))")
-            text.kernel.append("(scratch,) = smem.open()")
+        if memory := self.memory():
+            text.globals.append(f"smem = shared({', '.join(f'{one}={what}' for one, what in memory.items())})")
+            text.kernel.append(f"{', '.join(memory) if len(memory) > 1 else f'({next(iter(memory))},)'} = smem.open()")
         text.kernel.append(f"{self.first}, col = int32(cuda.blockIdx.x), PART.cols * int32(cuda.threadIdx.x // 32)")
         for late in (False, True):
             text.kernel += [FOLLOW] * late
-            those = [v for v in vectors if (v not in kernel.ahead) == late]
+            those = [v for v in vectors if (v not in kernel.ahead) == late and not kernel.sums]
             text.kernel += [f"{name[v]} = {self.loaded(v, '0, col')}" for v in those]
         text.kernel += [self.load(n) for n in numbers if n.ndim]
         if self.drawn or any(map(self.kernel.filled, self.reductions)):
@@ -258,15 +291,27 @@ class Folded(Writing):
             body += self.reduce(level, "tile")
         body += self.stores("row, 0, col", "store_unordered" if self.unordered else "store")
         self.rows(tiles, body)
-        text.before.insert(0, f"rows, cut = {x}.shape[0], ({FOLD}, {x}.shape[1] // {FOLD})")
-        text.launch += f", 32 * WARPS{', shared=smem' * bool(self.reductions)}, early=True"
+        text.before.insert(0, f"rows, cut = {x}.shape[0], ({FOLD}, {self.cut(x)})")
+        text.launch += f", 32 * WARPS{', shared=smem' * bool(memory)}, early=True"
         shaped = [
-            (array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*cut)" if along(one) else name[one])
+            (array(name[one]), f"{name[one]}.reshape({self.lead(one)}*cut)" if along(one) else name[one])
             for one in (*tiles, *vectors, *kernel.roots)
         ]
         given = [(array(name[n]) if n.ndim else name[n], name[n]) for n in numbers]
         columns = [("columns", f"float({x}.shape[1])")] if self.lengths else []
         text.arguments = [*shaped, *self.counted, *columns, *given, *self.told]
+
+    def memory(self) -> dict[str, str]:
+        """What lies in shared memory, by names."""
+        return {"scratch": f"sv({-(-4 * self.kernel.warps // 16) * 16}, fp32)"} if self.reductions else {}
+
+    def cut(self, x: str) -> str:
+        """How long a part of a row of an array is."""
+        return f"{x}.shape[1] // {FOLD}"
+
+    def lead(self, x: Term) -> str:
+        """What an array's rows are called that is cut."""
+        return "rows, " * is_tile(x)
 
     def loaded(self, x: Term, at: str) -> str:
         """The expression that reads a tile or a vector."""
@@ -317,3 +362,70 @@ class Alone(Folded):
         self.text.kernel += [f"{self.parameters[t]} = {self.widened(self.loaded(t, 'row, 0, col'))}" for t in tiles]
         self.text.kernel += body
         self.text.launch = "rows"
+
+
+class Gathered(Folded):
+    """Rows one after the other, and sums over all rows of a block, which stay in registers until they are written, or in shared
+    memory where the map takes all registers. They lie there as they came, unordered, and so they are read again
+    (column_sums.py). Vectors are read for each row, from L1: no registers are left for them, nor for a row ahead. warps: of a
+    multiprocessor. most: levels of reductions, and results, beside which sums have registers."""
+
+    part, warps, most = 32, 16, 5
+    columns, says = FOLD * part, "are tiles of 16 parts, several of a block, which adds up their sums over rows"
+    first = "row"
+
+    @property
+    def apart(self) -> bool:
+        """Do sums lie in shared memory?"""
+        return len(self.levels()) + len(self.kernel.roots) > self.most
+
+    def extents(self) -> list[str]:
+        """See Folded."""
+        self.text.bounds = "32 * WARPS, BLOCKS"
+        warps = self.kernel.warps
+        return [f"WARPS, BLOCKS = {warps}, {self.warps // warps}  # of a block, of a multiprocessor"]
+
+    def memory(self) -> dict[str, str]:
+        """See Folded."""
+        sums = [self.parameters[x] for x in self.kernel.sums if self.apart]
+        return super().memory() | dict.fromkeys(sums, f"st({FOLD} * WARPS, {self.part}, fp32)")
+
+    def cut(self, x: str) -> str:
+        """See Folded. All tiles of a block, beyond which there must be nothing."""
+        return "WARPS * PART.cols"
+
+    def lead(self, x: Term) -> str:
+        """See Folded."""
+        return f"{self.parameters[x]}.shape[0], " if x in self.kernel.sums else super().lead(x)
+
+    def held(self, x: Term) -> str:
+        """What was added up so far, as a tile in registers."""
+        return f"load({self.parameters[x]}, SUMS)" if self.apart else self.parameters[x]
+
+    def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
+        """See Folded. What is gathered stays."""
+        if x not in self.kernel.sums:
+            return super().store(x, written, at, store)
+        name, found = self.parameters[x], f"{self.held(x)} + {self.writer.expression(x.of[0])}"
+        return [f"store({name}, {found})" if self.apart else f"{name} = {found}"]
+
+    def rounded(self, x: Term, store: str) -> str:
+        """See Writing."""
+        return "" if x in self.kernel.sums else super().rounded(x, store)
+
+    def rows(self, tiles: list[Term], body: list[str]) -> None:
+        """See Folded."""
+        text, name, sums = self.text, self.parameters, self.kernel.sums
+        text.globals.append(f"SUMS = rt({FOLD}, {self.part}, fp32)")
+        if self.apart:
+            for x in sums:
+                text.kernel.append(f"{name[x]} = subtile({name[x]}, SUMS.rows, int32(cuda.threadIdx.x // 32))")
+                text.kernel.append(f"store({name[x]}, zeros(SUMS))")
+        else:
+            text.kernel.append(f"{', '.join(name[x] for x in sums)} = {', '.join(['zeros(SUMS)'] * len(sums))}")
+        vectors = [x for x in self.kernel.leaves if along(x) and x not in tiles]
+        lines = [f"{name[t]} = {self.widened(self.loaded(t, 'row, 0, col'))}" for t in tiles]
+        lines += [f"{name[v]} = {self.loaded(v, '0, col')}" for v in vectors]
+        text.kernel += ["while row < rows:", *(f"    {line}" for line in (*lines, *body, "row += int32(cuda.gridDim.x)"))]
+        text.kernel += [f"store_unordered({array(name[x])}, {self.held(x)}, (int32(cuda.blockIdx.x), 0, col))" for x in sums]
+        text.launch = f"{name[sums[0]]}.shape[0]"

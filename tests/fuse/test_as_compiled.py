@@ -5,6 +5,8 @@ import pytest
 
 import fuse
 import fuse.operators as operators
+import tiles
+from fuse import module
 from tiles import bf16
 from tiles.testing import ptx
 
@@ -51,3 +53,23 @@ def test_as_compiled(case):
     kernel, *shapes = CASES[case]
     arrays = [matrix(*shape) if shape not in INTEGERS else INTEGERS[shape] for shape in shapes]
     compare(kernel, arrays, ptx(kernel.run, *arrays))
+
+
+def test_sums_over_rows():
+    """By blocks, and of what they found: the interpreter's."""
+    gradient, vector = operators.residual_layer_norm.gradient, matrix(512)
+    arrays = matrix(3, 512), matrix(3, 512), vector, vector, matrix(3, 512), matrix(3, 512)
+    for got, want in zip(ptx(gradient.run, *arrays), gradient.run(*arrays), strict=True):
+        assert np.abs(got.astype(float) - want.astype(float)).max() <= 2**-7 * np.abs(want.astype(float)).max()
+
+
+def test_parts_of_keys_are_joined():
+    kernel = fuse.kernel(lambda q, k, v: fuse.attention(q, k, v, 0.125))
+    source = kernel.source(*[np.zeros(shape, bf16.np) for shape in ((2, 20, 40), (2, 1024, 40), (2, 1024, 24))])
+    join = module.load(source, "join").fused
+    rng = np.random.default_rng(0)
+    parts, lse = rng.standard_normal((3, 2, 20, 24)).astype(np.float32), rng.standard_normal((3, 2, 20)).astype(np.float32)
+    y = np.zeros((2, 20, 24), bf16.np)
+    ptx(tiles.launch(join, (2, 2), 32), parts, lse, y)
+    weights = np.exp(lse)[..., None]
+    assert np.abs(y.astype(float) - (parts * weights).sum(0) / weights.sum(0)).max() < 2**-6

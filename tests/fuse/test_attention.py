@@ -36,6 +36,22 @@ def test_leading_axes_that_are_no_rows(run):
     assert got.shape == (2, 6, 6) and np.allclose(got.astype(np.float64), wide @ wide.swapaxes(1, 2), atol=0.5)
 
 
+PLAIN = fuse.kernel(lambda q, k, v: fuse.attention(q, k, v, 0.125))
+
+
+def test_few_queries_take_keys_in_parts():
+    """One head of keys for all, columns that fill no tile; where parts have one length, are long enough, and blocks are few."""
+    arrays = sample((2, 20, 40), (1, 1024, 40), (1, 1024, 24))
+    text = PLAIN.source(*arrays)
+    assert "return_lse=True" in text and len(text.splitlines()) <= 80 and "2 parts of the keys" in PLAIN.explain(*arrays)
+    compare(PLAIN, arrays, PLAIN.run(*arrays))
+    assert PLAIN.proof(*arrays).holds
+    for keys, heads in ((1000, 2), (1023, 2), (1024, 80)):
+        shapes = ((heads, 20, 40), (heads, keys, 40), (heads, keys, 40))
+        (one, *_) = PLAIN.candidates(*[np.zeros(s, bf16.np) for s in shapes])
+        assert "parts" not in one.explained()
+
+
 def test_what_has_no_kernel_says_why():
     (x,) = sample((2, 6, 40))
     with pytest.warns(RuntimeWarning, match=r"no template computes .*\(2, 6, 40\)"):
@@ -199,3 +215,15 @@ def test_a_wrong_rule_is_caught(wrong):
         forms = [form for form in rules.equal(found.roots, found.space, [HEADS, rule]) if rule in form.rules]
         caught += sum(not identity(found.roots, form.roots, trials=1).equal for form in forms[:2])
     assert caught
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shapes", [((16, 256, 64), (16, 4096, 64)), ((2, 20, 40), (1, 1024, 40))])
+def test_keys_in_parts_on_the_card(shapes):
+    pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    q, k = shapes
+    arrays = sample(q, k, k)
+    assert "parts" in PLAIN.explain(*arrays)
+    compare(PLAIN, arrays, to_numpy(PLAIN(*map(to_torch, arrays))))

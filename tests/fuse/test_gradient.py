@@ -7,11 +7,13 @@ import pytest
 
 import fuse
 import fuse.operators as operators
-from fuse import inspect, module
+from fuse import inspect, module, terms
 from fuse.candidates import candidates, chosen
 from fuse.cost import card, card_of
 from fuse.derivative import BACK, NoRule
 from fuse.evaluate import InNumPy, evaluate
+from fuse.proof import identity
+from fuse.trace import Shape, traced
 from tiles import bf16, fp32
 from tiles.testing import assert_close
 
@@ -199,6 +201,43 @@ def test_of_wide_rows():
     compare(gradient, arrays, gradient.run(*arrays))
 
 
+def rows_and_vectors(kinds, rows, columns):
+    """Of each letter an array: x of rows and columns, g along the columns."""
+    rng = np.random.default_rng(rows)
+    return [rng.standard_normal((rows, columns) if kind == "x" else columns).astype(bf16.np) for kind in kinds]
+
+
+@pytest.mark.parametrize(("name", "kinds", "rows"), [("residual_layer_norm", "xxggxx", 37), ("normalised_step", "xxgx", 3)])
+def test_sums_over_rows(name, kinds, rows):
+    """Rows of tiles that fill them are added up as they go by, in registers or shared memory; none is written to be summed."""
+    gradient, arrays = getattr(operators, name).gradient, rows_and_vectors(kinds, rows, 512)
+    text, explained = gradient.source(*arrays), gradient.explain(*arrays)
+    assert text.count("@cuda.jit") == 2 and len(text.splitlines()) <= 2 * 80 and "for_d" not in text
+    assert "The framework" not in explained and "adds up their sums over rows" in explained
+    compare(gradient, arrays, gradient.run(*arrays))
+    assert gradient.proof(*arrays).holds
+
+
+def test_no_rows_to_sum():
+    gradient, arrays = operators.residual_rms_norm.gradient, rows_and_vectors("xxgxx", 0, 512)
+    dx, dresidual, dg = gradient.run(*arrays)
+    assert dx.shape == dresidual.shape == (0, 512) and dg.shape == (512,) and not dg.any()
+
+
+def test_sums_of_some_rows_add_up():
+    """Whatever their number."""
+    found = traced(lambda x: x, ("x",), (Shape((5, 6), "bfloat16"),))
+    (x,) = found.roots
+    terms.SPACES.append(found.space)
+    try:
+        whole = terms.total_along(x, (-2,))
+        parts = [terms.total_along(terms.gathered(x, n), (-2,)) for n in (1, 3, 7)]
+    finally:
+        terms.SPACES.pop()
+    assert all(identity([whole], [one]).equal for one in parts)
+    assert not identity([whole], [terms.total_along(x, (-1,))]).equal
+
+
 def test_lengths_of_other_axes():
     """An epilogue asks how long other rows are than those that are multiplied."""
     rng = np.random.default_rng(0)
@@ -211,9 +250,9 @@ def test_lengths_of_other_axes():
     )
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
-def test_no_spills(arch):
-    case = inspect.Case("residual_rms_norm", 4096, gradient=True)
+@pytest.mark.parametrize(("name", "arch"), [("residual_layer_norm", "sm_90a"), ("normalised_step", "sm_80")])
+def test_no_spills(name, arch):
+    case = inspect.Case(name, 4096, gradient=True)
     assert not any(map(inspect.bad, inspect.compiled(case, arch)))
 
 
@@ -247,3 +286,19 @@ def test_on_the_card(name, rows):
     got = gradient(*map(to_torch, arrays))
     torch.cuda.synchronize()
     compare(gradient, arrays, [to_numpy(x) for x in got])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize(("name", "kinds"), [("residual_layer_norm", "xxggxx"), ("normalised_step", "xxgx")])
+def test_sums_over_rows_on_the_card(name, kinds, rows):
+    """The same bits each time, too."""
+    torch = pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    gradient, arrays = getattr(operators, name).gradient, rows_and_vectors(kinds, rows, 1536)
+    given = list(map(to_torch, arrays))
+    got, again = gradient(*given), gradient(*given)
+    torch.cuda.synchronize()
+    compare(gradient, arrays, [to_numpy(x) for x in got])
+    assert all(torch.equal(x, y) for x, y in zip(got, again))

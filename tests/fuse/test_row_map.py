@@ -58,6 +58,14 @@ def test_against_float64(kernel, rows, columns, dtype):
     compare(kernel, arrays, kernel.run(*arrays))
 
 
+def test_a_long_softmax_begins_with_nothing():
+    """Its maximum and its sum, in one pass, go over tiles of -inf."""
+    x = np.zeros((3, 4100), bf16.np)
+    x[0, :4000], x[1, 200:], x[2, 7] = -np.inf, -np.inf, 9
+    assert softmax.source(x).count("for col in") == 2
+    compare(softmax, [x], softmax.run(x))
+
+
 def test_leading_axes_are_rows():
     rng = np.random.default_rng(0)
     x, g = sample(rng, "x", 12, 40, bf16).reshape(2, 6, 40), sample(rng, "g", 0, 40, bf16)

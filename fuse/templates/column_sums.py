@@ -1,0 +1,71 @@
+"""Sums over all rows, of what blocks of a row map gathered (row_map.py): a few hundred rows of float32, of each total.
+
+    total[col] = gathered[0, col] + gathered[1, col] + ...      in one order, so that every run gives the same bits
+
+A block has 32 columns of every total, its warps every so many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import terms
+from ..axes import Axis
+from ..module import Text, array, unused
+from ..terms import Term
+from .row_map import shares
+
+COLUMNS, WARPS = 32, 8
+
+
+class ColumnSums:
+    """The totals that one such kernel computes.
+
+    roots: of shape (1, c). leaves: what was gathered of each."""
+
+    label, operations, most_rows, launched, early = "totals", 0.0, 2**31 - 1, True, True
+
+    def __init__(self, roots: Sequence[Term], processors: int):
+        self.roots, self.ahead = tuple(roots), list[Term]()
+        self.fixed = dict[Axis, int]()
+        self.leaves = tuple([terms.gathered(x.of[0], shares(x.of[0], processors)) for x in roots])
+
+    @property
+    def bytes(self) -> float:
+        """Read and written."""
+        return float(sum(x.nbytes for x in (*self.leaves, *self.roots)))
+
+    @property
+    def maps(self) -> float:
+        """Operations on elements, outside the tensor cores."""
+        return self.bytes / 4
+
+    def __str__(self):
+        return f"totals of {', '.join(str(x.of[0]) for x in self.roots)}"
+
+    def explained(self) -> str:
+        """What it does, in words."""
+        return "sums over rows, of what each block of the kernel before added up"
+
+    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
+        """See RowMap.text."""
+        text, taken = Text(bounds="32 * WARPS, 1"), {*parameters.values(), "col", "first", "row", "scratch"}
+        pairs = [(parameters[one], parameters[x]) for one, x in zip(self.leaves, self.roots)]
+        text.globals = [f"WARPS = {WARPS}", f"SUMS = rt(16, {COLUMNS}, fp32)"]
+        text.globals.append("smem = shared(scratch=sv(SUMS.cols * WARPS, fp32))")
+        text.kernel = ["(scratch,) = smem.open()", "grid.follow()"]
+        text.kernel.append("col, first = SUMS.cols * int32(cuda.blockIdx.x), SUMS.rows * int32(cuda.threadIdx.x // 32)")
+        for sums, total in pairs:
+            into = array(sums)
+            found = unused("sums", taken)
+            taken.add(found)
+            text.kernel += [
+                f"{found} = zeros(SUMS)",
+                f"for row in range(first, {into}.shape[0], SUMS.rows * WARPS):",
+                f"    {found} = {found} + load_unordered({into}, SUMS, (row, col))",
+                f"{total} = block.reduce_sum(col_sum({found}), scratch)",
+            ]
+        text.kernel.append("if first == 0:")
+        text.kernel += [f"    store_unordered({array(total)}, zeros(SUMS) + {total}, (0, col))" for _, total in pairs]
+        text.launch = f"-(-{pairs[0][1]}.shape[1] // SUMS.cols), 32 * WARPS, shared=smem, early=True"
+        text.arguments = [(array(one), one) for pair in pairs for one in pair]
+        return text
