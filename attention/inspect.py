@@ -38,7 +38,7 @@ from .recurrent.kernels import (
 )
 from .softmax import ampere, block_masks, eight_bits, hopper, norms
 from .softmax.backward import ampere as backward_ampere
-from .softmax.backward import bias, elements, finish, folded, prepare, sinks, wide, wide_queries
+from .softmax.backward import apart, bias, elements, finish, folded, prepare, sinks, wide, wide_queries
 from .softmax.backward import hopper as backward_hopper
 from .softmax.backward import norms as backward_norms
 from .softmax.decode import attend, combine
@@ -46,7 +46,7 @@ from .softmax.decode import attend, combine
 MODULES = {
     "forward": (ampere, hopper, eight_bits, norms, block_masks),
     "backward": (
-        *(prepare, backward_ampere, backward_hopper, folded, wide, wide_queries),
+        *(prepare, backward_ampere, backward_hopper, apart, folded, wide, wide_queries),
         *(finish, sinks, backward_norms, bias, elements),
     ),
     "decode": (attend, combine),

@@ -16,7 +16,7 @@ import itertools
 from dataclasses import replace
 
 import attention
-from attention.softmax.backward import folded, hopper, wide, wide_queries
+from attention.softmax.backward import apart, folded, hopper, wide, wide_queries
 from attention.softmax.hopper import SHARED_BYTES
 from attention.softmax.seen import CAUSAL, FULL
 from attention.softmax.variants import Variant
@@ -36,6 +36,8 @@ def registers(module, config) -> int:
     if module is wide:  # dK or dV, scores, weights or slopes twice
         return max(dims) // 2 + rows // 2 + 2 * (rows // 4)
     sums, scores, part = sum(dims) // (2 * config.share), rows // 2, config.parts.across // 2
+    if module is apart:  # dK is the gatherer's
+        return config.value_dim // 2 + 2 * scores
     if module is folded:  # a tile's dS and the part of dQ before it are in use while weights are found
         return sums + scores + part + rows // 4
     return sums + scores + max(scores + rows // 4 * (2 if config.rounded else 1), part)
@@ -61,8 +63,9 @@ def every(head_dim: int, variant: Variant):
         config = replace(config, dq_stages=dq * hopper.CONSUMERS)  # else a slot would change hands between consumers
         yield hopper, config
         if config.share == 1 and config.parts.count == hopper.CONSUMERS:
-            for turns in (False, True):
-                yield folded, folded.Config(**vars(config), turns=turns)
+            yield folded, folded.Config(**vars(config))
+            if head_dim == apart.HEAD_DIM and rounded:
+                yield apart, apart.Config(**vars(config))
 
 
 PLAIN = bf16, FULL
@@ -74,7 +77,8 @@ def candidates(head_dim: int, variant: Variant = FULL):
     fit = [
         (module, config)
         for module, config in every(head_dim, variant)
-        if registers(module, config) + LOOP <= hopper.REGISTERS[1] and shared_bytes(module, config) <= SHARED_BYTES
+        if registers(module, config) + LOOP <= (apart if module is apart else hopper).REGISTERS[-1]
+        and shared_bytes(module, config) <= SHARED_BYTES
     ]
 
     def deeper(one, other):
@@ -90,18 +94,19 @@ def candidates(head_dim: int, variant: Variant = FULL):
 
 def in_use(module, config) -> bool:
     """Is this what problems are served with?"""
-    ours = module is not hopper or not folded.serves(config.head_dim, config.variant)
-    return ours and config == module.config_for(config.head_dim, config.dtype, config.variant)
+    serving = next((x for x in (apart, folded) if x.serves(config.head_dim, config.variant)), module)
+    return module is serving and config == module.config_for(config.head_dim, config.dtype, config.variant)
 
 
 @contextlib.contextmanager
 def forced(module, config):
     """attention.backward uses this configuration, for either variant."""
-    modules = wide, folded, hopper, wide_queries
+    modules = wide, apart, folded, hopper, wide_queries
     kept = [(m, m.config_for, getattr(m, "serves", None)) for m in modules]
     try:
         module.config_for = lambda _, dtype, variant, *__, **___: replace(config, variant=variant)
         wide.serves = lambda *_: module in (wide, wide_queries)
+        apart.serves = lambda *_: module is apart
         folded.serves = lambda *_: module is folded
         yield
     finally:

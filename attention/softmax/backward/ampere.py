@@ -160,14 +160,14 @@ def make(config: Config):
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
             of = int32(group * pair + h)
-            order.take(given, of, to, tiling.before(number, tile, at, group))
+            order.take(given, of, to, 0, tiling.before(number, tile, at, group))
             for n in range(warp, parts.count, WARPS):
                 down, right = divmod(int32(n), PANELS)
                 part = zeros(PART)
                 for m in range(BANDS):
                     part = mma_AB(part, subtile(ds, BAND, TILES * m + down), subtile(every_key, BAND, m, PANEL, right))
                 add_held(gSum, part, parts.place(of, to, int32(n)))
-            order.give(given, of, to)
+            order.give(given, of, to, 0)
         row = own.key + key + BAND * mine
         result.store(gDK, dk * unit, (own.batch, row, kv_head, K_COLS * share), PIECE)
         result.store(gDV, variant.output(dv, at), (own.batch, row, kv_head, V_COLS * share), PIECE)

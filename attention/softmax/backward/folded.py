@@ -3,13 +3,12 @@
 What is left of a tile of queries, dK, is issued behind the scores of the next tile, and behind it the part of dQ of the tile
 before: so they run while the next weights are found, and no consumer waits for the other one's dS. dV runs while dS is made,
 and what TMA adds is published with dS, under one fence. It takes some more registers, and so is for plain scores of heads that
-are not wide (`serves`)."""
+are not wide (`serves`); narrow ones have apart.py."""
 
 import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from numba import cuda
 from numpy import int32
@@ -18,29 +17,17 @@ from ops import divmod, grid, load, store_wait, subtile, tma_add, turned, warpgr
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
-from ..hopper import AsTheyCome
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
 from . import hopper
 from .hopper import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
 
-SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
-    64: {"queries": 128, "rounded": True, "turns": True},
-    128: {"queries": 64},
-}
+HEAD_DIM = 128  # padded
 
 
 @dataclass(frozen=True)
 class Config(hopper.Config):
-    """A kernel's shape. Each consumer owns 64 keys, and one part of dQ. turns: consumers issue scores in turn, so that one is
-    at its exponentials while the other's products run."""
-
-    turns: bool = False
-
-    @property
-    def turn(self):
-        """In which order consumers issue their products."""
-        return warpgroup.ping_pong(CONSUMERS) if self.turns else AsTheyCome()
+    """A kernel's shape. Each consumer owns 64 keys, and one part of dQ."""
 
     def __str__(self):
         return super().__str__() + " folded"
@@ -48,32 +35,30 @@ class Config(hopper.Config):
 
 def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> bool:
     """Is this kernel for such heads?"""
-    return max(head_dim, value_dim or 0) <= max(SHAPES) and not variant.scored
+    return max(head_dim, value_dim or 0) <= HEAD_DIM and not variant.scored
 
 
 @functools.lru_cache(1024)
-def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None) -> Config:
-    """The configuration that serves a problem: the next larger dims, both as the greater one."""
-    padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
-    return Config(padded, padded, dtype, variant, CONSUMERS * warpgroup.ROWS, **SHAPES[padded])
+def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, ordered: bool = False) -> Config:
+    """The configuration that serves a problem."""
+    return Config(HEAD_DIM, HEAD_DIM, dtype, variant, CONSUMERS * warpgroup.ROWS, warpgroup.ROWS, ordered=ordered)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with."""
     if arch == "sm_90a":
-        for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
-            yield config_for(head_dim, of, variant)
+        for of, variant in itertools.product((bf16, fp16) if everything else (bf16,), (FULL, CAUSAL)):
+            yield config_for(HEAD_DIM, of, variant)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    GIVEN, AUX, INPUT, ROUNDED = config.given, config.aux, config.dtype, config.rounded
+    GIVEN, AUX, INPUT, order = config.given, config.aux, config.dtype, config.order
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
-    readers, turn = CONSUMERS * warpgroup.WARPGROUP, config.turn
-    keep, claim = REGISTERS
+    readers, (keep, claim) = CONSUMERS * warpgroup.WARPGROUP, REGISTERS
     smem = shared(
         k=ring(config.key, 1, readers),
         v=ring(config.value, 1, readers),
@@ -98,8 +83,6 @@ def make(config: Config):
         weights = INPUT(turned(p))
         dv = warpgroup.mma_AB(dv, weights, do.wait(j))
         dp = turned(warpgroup.wait(dp, newer=1))
-        if ROUNDED:
-            p = fp32(turned(weights))
         slope = INPUT(turned(p * (dp - load(subtile(sums.wait(j), ROWS, 1), S.col_vec))))
         warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, me), slope)
         ds.publish(j)
@@ -120,12 +103,10 @@ def make(config: Config):
         def step(j, slope, dk, dv, cut, rings, blocks, me, at, key, scale):
             q, do, ds, dq, sums = rings
             keys, values, every_key = blocks
-            turn.take(me)
             s = warpgroup.mm_ABt(keys, q.wait(j + 1))
             dk = warpgroup.mma_AB(dk, slope, q.wait(j))
             if later:
                 part = parts.product(me, ds.wait(j - 1), every_key.wait(0))
-            turn.give(me)
             s = warpgroup.wait(s, newer=2 if later else 1)
             mine = int32(key + EACH * me + S.cols * warpgroup.rank())  # anew, for registers' sake
             p = weighed(j + 1, s, cut, sums, at, mine, scale)
@@ -151,7 +132,7 @@ def make(config: Config):
         if i == every.n:
             i, here = int32(0), here._replace(head=int32(here.head + 1))
             here = here._replace(kept=variant.keep(here))
-        return i, here._replace(row=int32(ROWS * (every.first + i)))
+        return i, here._replace(row=int32(ROWS * (every.first + order.nth(every.n, i))))
 
     first_step, step = stepping(False), stepping(True)
 
@@ -177,58 +158,51 @@ def make(config: Config):
             if warpgroup.rank() == FILLER:
                 if tiles > 0:
                     k.fill(0, gK, (own.batch, block, kv_head))
-                head, tile = int32(group * kv_head), int32(every.first)
+                head, tile = int32(group * kv_head), order.start(every)
                 for j in range(tiles):
                     q.fill(j, gQ, (own.batch, tile, head))
                     if j == 0:
                         v.fill(0, gV, (own.batch, block, kv_head))
                     do.fill(j, gDO, (own.batch, tile, head))
                     sums.fill(j, gSums, (own.batch, head, tile))
-                    head, tile = tiling.following(every, head, tile)
+                    head, tile = order.following(every, head, tile)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                mine = int32(warpgroup.rank() - SENDER)
-                of, part = int32(group * pair), int32(PARTS * every.first + mine)
-                for n in range(mine, int32(PARTS * tiles), SENDERS):
-                    tma_add(gSum, (of, part), dq.wait(n))
+                mine, of, tile = int32(warpgroup.rank() - SENDER), int32(group * pair), order.start(every)
+                for j in range(tiles):
+                    n = int32(PARTS * j + mine)
+                    order.take(given, of, tile, mine, tiling.before(block, tile, at, group))
+                    tma_add(gSum, (of, int32(PARTS * tile + mine)), dq.wait(n))
                     store_wait()
                     dq.release(n)
-                    part = int32(part + SENDERS)
-                    if part >= PARTS * (every.first + every.n):
-                        of, part = int32(of + 1), int32(PARTS * every.first + mine)
+                    order.give(given, of, tile, mine)
+                    of, tile = order.following(every, of, tile)
         else:
             warpgroup.claim_registers(claim)
             dk, dv = zeros(DK), zeros(DV)
             if tiles > 0:
-                here = at._replace(row=int32(ROWS * every.first))
+                here = at._replace(row=int32(ROWS * order.start(every)))
                 here = here._replace(kept=variant.keep(here))
                 rings, blocks_of = (q, do, ds, dq, sums), (subtile(k.wait(0), EACH, me), subtile(v.wait(0), EACH, me), k)
                 mine, i = int32(key + EACH * me + S.cols * warpgroup.rank()), int32(0)
-                turn.begin(me)
-                turn.take(me)
                 s = warpgroup.mm_ABt(blocks_of[0], q.wait(0))
-                turn.give(me)
-                p = weighed(i, warpgroup.wait(s), tiling.cut(every, 0), sums, here, mine, scale)
+                p = weighed(i, warpgroup.wait(s), tiling.cut(every, order.nth(every.n, i)), sums, here, mine, scale)
                 slope, dv = sloped(i, p, dv, blocks_of[1], rings, me)
                 dv = warpgroup.wait(dv)
                 do.release(0)
                 if tiles > 1:
                     i, here = following(i, every, here)
-                    cut = tiling.cut(every, i)
+                    cut = tiling.cut(every, order.nth(every.n, i))
                     slope, dk, dv = first_step(int32(0), slope, dk, dv, cut, rings, blocks_of, me, here, key, scale)
                 for j in range(int32(1), int32(tiles - 1)):
                     i, here = following(i, every, here)
-                    cut = tiling.cut(every, i)
+                    cut = tiling.cut(every, order.nth(every.n, i))
                     slope, dk, dv = step(int32(j), slope, dk, dv, cut, rings, blocks_of, me, here, key, scale)
                 last = int32(tiles - 1)
-                turn.take(me)
                 dk = warpgroup.wait(warpgroup.mma_AB(dk, slope, q.wait(last)))
                 q.release(last)
-                turn.give(me)
                 for j in range(max(0, last - 1), tiles):
                     stored(j, warpgroup.wait(parts.product(me, ds.wait(j), k.wait(0))), rings, me)
                     dq.publish(PARTS * j + me)
-                if me == 0:  # the last turn was the other's to give
-                    turn.take(me)
             row = own.key + key + EACH * me
             warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, 0), 1, 3, True)
             warpgroup.store(gDV, INPUT(dv), (own.batch, row, kv_head, 0), 1, 3, True)

@@ -45,12 +45,7 @@ class Config(ByKeys):
     @property
     def in_order(self) -> Ordered:
         """See ByKeys."""
-        return Ordered(1, True)
-
-    @property
-    def senders(self) -> int:
-        """How many warps send dQ: in order one does, who has then added all that it gives the turn for."""
-        return 1 if self.ordered else SENDERS
+        return Ordered(1, True, SENDERS)
 
     @property
     def threads(self) -> int:
@@ -98,7 +93,7 @@ def make(config: Config):
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, result, OUT = config.order, config.result, config.result.dtype
     SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.bends, int(config.sequences.packed)
-    FENCED, SENDERS = SHARE == 1, config.senders  # has each consumer published dS?
+    FENCED = SHARE == 1  # has each consumer published dS?
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
@@ -221,13 +216,13 @@ def make(config: Config):
                 for j in range(tiles):
                     number = tiling.tile(every, order.nth(every.n, i), key, at, group)
                     tile = int32(above + number)
-                    order.take(given, of, tile, tiling.before(block, number, at, group))
+                    order.take(given, of, tile, warpgroup.rank() - SENDER, tiling.before(block, number, at, group))
                     for part in range(int32(warpgroup.rank() - SENDER), PARTS, SENDERS):
                         n = int32(PARTS * j + part)
                         tma_add(gSum, (of, int32(PARTS * tile + part)), dq.wait(n))
                         store_wait()
                         dq.release(n)
-                    order.give(given, of, tile)
+                    order.give(given, of, tile, warpgroup.rank() - SENDER)
                     i = int32(i + 1)
                     if i == every.n:
                         of, i = int32(of + 1), int32(0)

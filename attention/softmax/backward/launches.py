@@ -16,7 +16,7 @@ from ..assembled import Assembled
 from ..launches import DTYPES, LOG2_E, Before, made_for, sequences_of, spread, variant_arrays
 from ..ready import Listing, check
 from ..sequences import Batched
-from . import ampere, finish, folded, hopper, prepare, sinks, wide, wide_queries
+from . import ampere, apart, finish, folded, hopper, prepare, sinks, wide, wide_queries
 from .again import Added
 from .learned import Learned
 from .lists import listed
@@ -54,8 +54,10 @@ def planned(
     kind |= {"lie": lie, "ordered": ordered, "adds": adds}
     module: Any
     config: hopper.Config | ampere.Config
-    if plain and not ordered and folded.serves(head_dim, made.variant, value_dim):
-        module, config = folded, folded.config_for(head_dim, dtype, made.variant, value_dim)
+    if plain and apart.serves(head_dim, made.variant, value_dim):
+        module, config = apart, apart.config_for(head_dim, dtype, made.variant, value_dim, ordered)
+    elif plain and folded.serves(head_dim, made.variant, value_dim):
+        module, config = folded, folded.config_for(head_dim, dtype, made.variant, value_dim, ordered)
     elif tma:
         module, config = hopper, hopper.config_for(head_dim, dtype, made.variant, value_dim, **kind)
     else:
@@ -70,7 +72,7 @@ def planned(
     early = Before(problem)
     of_rows = early.memory((batch, heads, 2 * tiles * config.rows), "float32")
     sums = early.memory((batch * heads, tiles * parts.rows, parts.width), "float32")
-    turns = {"turns": early.memory((batch * heads, tiles), "int32")} if ordered else {}
+    turns = {"turns": early.memory((batch * heads, config.in_order.lines * tiles), "int32")} if ordered else {}
     told = where | turns
     given = made.numbers | {name: x for name, x in variant_arrays(problem).items() if name in made.variant.given}
     read = {f"aux{n}": x for n, x in enumerate(aux)}

@@ -64,15 +64,6 @@ class Facing(Tiling):
             return int32(block - self.variant.keys(row, row + self.rows - 1, at).first // self.kv)
 
     @inlined
-    def following(self, tiles, head, tile):
-        """The head and the tile behind this one: behind a head's last tile the next head's first. (It counts, for a division
-        takes the producer's time, and a loop in a loop its registers.)"""
-        tile = int32(tile + 1)
-        if tile == tiles.first + tiles.n:
-            head, tile = int32(head + 1), int32(tiles.first)
-        return head, tile
-
-    @inlined
     def cut(self, tiles, i):
         """Must the i-th of these tiles be masked?"""
         if self.variant.from_first:

@@ -62,7 +62,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, INPUT, GIVEN, AUX = config.kv, config.rows, config.dtype, config.given, config.aux
-    variant, tiling, sequences = config.variant, config.tiling, config.sequences
+    variant, tiling, sequences, order = config.variant, config.tiling, config.sequences, config.order
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     P = rt(16, ROWS, INPUT)
     each, both = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP
@@ -135,7 +135,7 @@ def make(config: Config):
                     v.fill(0, gV, (own.batch, block, kv_head))
                 sums.fill(j, gSums, (own.batch, head, tile))
                 do.fill(j, gDO, (own.batch, tile, head))
-                head, tile = tiling.following(every, head, tile)
+                head, tile = order.following(every, head, tile)
         else:
             warpgroup.claim_registers(claim)
             mine, row = int32(key + S.cols * warpgroup.rank()), own.key + key

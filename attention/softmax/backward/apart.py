@@ -1,0 +1,208 @@
+"""Gradients of softmax attention for Hopper, of narrow heads: two warpgroups make P and dS of their 64 keys, and dV; what needs
+all dS, which they leave in shared memory, a third one makes, apart: dK and dQ.
+
+So nobody who makes exponentials waits for a product of dQ, stores one, or holds dK. dS of a tile is published behind the next
+one's scores. dK^T = Q^T dS takes dS of all keys as its right operand, which reads less of shared memory than dK would.
+dQ leaves as in hopper.py. 512 threads have registers for this in heads of up to 64 columns with plain scores (`serves`)."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import divmod, grid, load, store, store_wait, subtile, tma_add, transpose, turned, warpgroup, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
+from tiles.arguments import FLOAT, INT, array, tiled
+
+from ..seen import CAUSAL, FULL
+from ..variants import At, Variant
+from . import hopper
+from .hopper import CONSUMERS, FILLER, SENDER, SENDERS
+
+GATHERER, PRODUCER = CONSUMERS, CONSUMERS + 1  # the third warpgroup and the fourth
+REGISTERS = (24, 136, 176)  # a thread of the producer, of the gatherer, of a consumer
+HEAD_DIM, QUERIES = 64, 128  # padded; of a tile
+
+
+@dataclass(frozen=True)
+class Config(hopper.Config):
+    """A kernel's shape. Each consumer owns 64 keys."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers, the gatherer and one producer warpgroup."""
+        return warpgroup.THREADS * (PRODUCER + 1)
+
+    def __str__(self):
+        return super().__str__() + " apart"
+
+
+def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> bool:
+    """Is this kernel for such heads?"""
+    return max(head_dim, value_dim or 0) <= HEAD_DIM and not variant.scored
+
+
+@functools.lru_cache(1024)
+def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, ordered: bool = False) -> Config:
+    """The configuration that serves a problem."""
+    shape = CONSUMERS * warpgroup.ROWS, QUERIES
+    return Config(HEAD_DIM, HEAD_DIM, dtype, variant, *shape, stages=3, rounded=True, ordered=ordered)
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What problems are served with."""
+    if arch == "sm_90a":
+        for of, variant in itertools.product((bf16, fp16) if everything else (bf16,), (FULL, CAUSAL)):
+            yield config_for(HEAD_DIM, of, variant)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
+    GIVEN, AUX, INPUT, order = config.given, config.aux, config.dtype, config.order
+    variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
+    DK, DV, S = rt(16, KV, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")  # of dK^T a warp has 16 columns
+    readers, gathers = CONSUMERS * warpgroup.WARPGROUP, warpgroup.WARPGROUP
+    keep, take, claim = REGISTERS
+    smem = shared(
+        k=ring(config.key, 1, readers),
+        v=ring(config.value, 1, readers),
+        q=ring(config.query, config.stages, readers + gathers),
+        do=ring(config.dout, config.do_stages, readers),
+        ds=ring(st(ROWS, KV, INPUT), config.ds_stages, gathers, readers),
+        dq=ring(parts.tile, config.dq_stages, 1, gathers),
+        sums=ring(config.of_rows, config.stages, readers),
+    )
+
+    @inlined
+    def publish(j, rings):
+        """dS of tile j is there."""
+        q, do, ds, dq, sums = rings
+        ds.publish(j)
+        sums.release(j, None, True)
+
+    @inlined
+    def step(j, dv, cut, rings, keys, values, at, key, scale):
+        """P and dS of tile j of queries, and what becomes of dV."""
+        q, do, ds, dq, sums = rings
+        s = warpgroup.mm_ABt(keys, q.wait(j))
+        if j > 0:
+            publish(j - 1, rings)  # so late because the fence waits for what is stored: here the scores run
+        of_rows = sums.wait(j)
+        s = turned(warpgroup.wait(s))
+        q.release(j)
+        mine = int32(key + EACH * warpgroup.id() + S.cols * warpgroup.rank())  # asked anew, for registers' sake
+        p = tiling.weights(variant.score(s, at, mine), load(subtile(of_rows, ROWS, 0), S.col_vec), cut, at, mine, scale)
+        dout = do.wait(j)
+        dp = warpgroup.mm_ABt(values, dout)
+        weights = INPUT(turned(p))
+        dv = warpgroup.mma_AB(dv, weights, dout)
+        dp = turned(warpgroup.wait(dp, newer=1))
+        delta = load(subtile(of_rows, ROWS, 1), S.col_vec)
+        slope = INPUT(turned(fp32(turned(weights)) * (dp - delta)))  # of rounded weights, which take fewer registers
+        warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, warpgroup.id()), slope)
+        dv = warpgroup.wait(dv)
+        do.release(j)
+        return dv
+
+    @inlined
+    def stored(n, part, dq):
+        """A part of dQ, for a sender."""
+        warpgroup.store_held(dq.claim(n), part)
+        dq.publish(n)
+
+    @inlined
+    def gathered(j, dk, rings, every_key):
+        """What becomes of dK^T by tile j of queries, and its dQ: one part leaves while the other products run."""
+        q, do, ds, dq, sums = rings
+        every, queries = ds.wait(j), q.wait(j)
+        part = parts.product(0, every, every_key)
+        dk = warpgroup.mma_AtB(dk, queries, every)
+        stored(PARTS * j, warpgroup.wait(part, newer=1), dq)
+        part = parts.product(1, every, every_key)
+        dk = warpgroup.wait(dk, newer=1)
+        q.release(j)
+        part = warpgroup.wait(part)
+        ds.release(j)
+        stored(PARTS * j + 1, part, dq)
+        return dk
+
+    @inlined
+    def following(i, every, here):
+        """The number of the tile of a head behind its i-th, and where it lies; behind the last one the next head's first."""
+        i = int32(i + 1)
+        if i == every.n:
+            i, here = int32(0), here._replace(head=int32(here.head + 1))
+            here = here._replace(kept=variant.keep(here))
+        return i, here._replace(row=int32(ROWS * (every.first + order.nth(every.n, i))))
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def attend(
+        gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
+        gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
+        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        group: INT, scale: FLOAT, unit: FLOAT,
+    ):  # fmt: skip
+        """As in hopper.py."""
+        k, v, q, do, ds, dq, sums = smem.open()
+        grid.follow()
+        me = warpgroup.id()
+        block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
+        batch, kv_head = divmod(pair, heads)
+        own, key = sequences.sequence(batch, given), int32(KV * block)
+        at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+        every = tiling.tiles(key, at, group)
+        tiles, row = int32(group * every.n), own.key + key
+        if me == PRODUCER:
+            warpgroup.release_registers(keep)
+            if warpgroup.rank() == FILLER:
+                if tiles > 0:
+                    k.fill(0, gK, (own.batch, block, kv_head))
+                head, tile = int32(group * kv_head), order.start(every)
+                for j in range(tiles):
+                    q.fill(j, gQ, (own.batch, tile, head))
+                    if j == 0:
+                        v.fill(0, gV, (own.batch, block, kv_head))
+                    do.fill(j, gDO, (own.batch, tile, head))
+                    sums.fill(j, gSums, (own.batch, head, tile))
+                    head, tile = order.following(every, head, tile)
+            if SENDER <= warpgroup.rank() < SENDER + SENDERS:
+                mine, of, tile = int32(warpgroup.rank() - SENDER), int32(group * pair), order.start(every)
+                for j in range(tiles):
+                    n = int32(PARTS * j + mine)
+                    order.take(given, of, tile, mine, tiling.before(block, tile, at, group))
+                    tma_add(gSum, (of, int32(PARTS * tile + mine)), dq.wait(n))
+                    store_wait()
+                    dq.release(n)
+                    order.give(given, of, tile, mine)
+                    of, tile = order.following(every, of, tile)
+        elif me == GATHERER:
+            warpgroup.claim_registers(take)
+            dk, rings = zeros(DK), (q, do, ds, dq, sums)
+            if tiles > 0:
+                every_key = k.wait(0)
+                for j in range(tiles):
+                    dk = gathered(int32(j), dk, rings, every_key)
+            store(gDK, transpose(INPUT(dk * unit)), (own.batch, row, kv_head, 16 * warpgroup.rank()), 1, 3, True)
+        else:
+            warpgroup.claim_registers(claim)
+            dv, rings = zeros(DV), (q, do, ds, dq, sums)
+            if tiles > 0:
+                here = at._replace(row=int32(ROWS * order.start(every)))
+                here, i = here._replace(kept=variant.keep(here)), int32(0)
+                keys, values = subtile(k.wait(0), EACH, me), subtile(v.wait(0), EACH, me)
+                last = int32(0)
+                for j in range(tiles):
+                    if j > 0:
+                        i, here = following(i, every, here)
+                    last = int32(j)
+                    cut = tiling.cut(every, order.nth(every.n, i))
+                    dv = step(int32(j), dv, cut, rings, keys, values, here, key, scale)
+                publish(last, rings)
+            warpgroup.store(gDV, INPUT(dv), (own.batch, row + EACH * me, kv_head, 0), 1, 3, True)
+
+    return attend, smem
