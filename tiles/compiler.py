@@ -119,8 +119,8 @@ class _TableOfLines(CUDADIBuilder):
     """Numba's description of a function for debuggers, but for what nobody asks of a table of lines: types and variables. A
     tile is a struct of many fields, and to describe those of all calls took a third of the time."""
 
-    def __init__(self, *args, **named):
-        super().__init__(*args, **named)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self._locations = {}
 
     def _di_subroutine_type(self, *_):
