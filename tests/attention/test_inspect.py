@@ -46,7 +46,6 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
     ("sm_89", ampere, ampere.config_for(128, fp16, FULL, ampere.SHARED_BYTES)),
     ("sm_89", token_loop, token_loop.Config(128, "channel", True, varlen=True)),
     ("sm_90a", backward.hopper, backward.hopper.config_for(64, bf16, CAUSAL)),
-    ("sm_90a", backward.wide, backward.wide.config_for(256, bf16, CAUSAL)),
     *(("sm_90a", backward.folded, backward.folded.config_for(n, bf16, CAUSAL)) for n in (64, 128)),
     *(("sm_90a", module, module.config_for(256, bf16, CAUSAL)) for module in (backward.wide, backward.wide_queries)),
     *(("sm_80", backward.ampere, backward.ampere.config_for(n, bf16, CAUSAL)) for n in (64, 128, 256)),
