@@ -3,9 +3,9 @@
     python -m bench.ranks PART ..          host, forward, check, backward, linear; all of them by default
 
 Share of perfect scaling: what the whole takes on one GPU, by as many GPUs as there are and what it takes on them together. Both
-are timed in turns, by CUDA events, on every GPU at once, several calls in a row, of which the first one waits for the host; the slowest
-rank counts, and of turns the median. The peer: torch's
-context_parallel (all-gather, head-tail balance), with key heads repeated, as it takes no shared ones."""
+are timed in turns, by CUDA events, on every GPU at once, several calls in a row, of which the first one waits for the host; the
+slowest rank counts, and of turns the median. The peer: torch's context_parallel (all-gather, head-tail balance), with key heads
+repeated, as it takes no shared ones."""
 
 import argparse
 import json

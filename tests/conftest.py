@@ -23,3 +23,8 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(300_000, 10, 10)
+
+
+def pytest_sessionfinish():
+    """Nor is it looked through at the end, as pytest would: that takes seconds, and xdist's patience is five."""
+    gc.freeze()

@@ -240,9 +240,19 @@ def fill(pointer: int, form: Form, value: float, stream: int) -> None:
             runs.append((n, stride))
     *outer, (height, pitch), (width, _) = runs
     with device(form.device).current():
-        for index in np.ndindex(*(n for n, _ in outer)):
-            offset = lowest + sum(i * stride for i, (_, stride) in zip(index, outer))
-            check(memset(pointer + offset, pitch, bits, width, height, stream))
+        for offset in _offsets(outer):
+            check(memset(pointer + lowest + offset, pitch, bits, width, height, stream))
+
+
+def _offsets(runs):
+    """Where the pieces lie that axes (extent, stride) tell apart; one by one, for np.ndindex would first list every index."""
+    if not runs:
+        yield 0
+        return
+    (extent, stride), *inner = runs
+    for n in range(extent):
+        for offset in _offsets(inner):
+            yield n * stride + offset
 
 
 # ---- where elements lie among each other ----------------------------------------------------------------------------

@@ -6,14 +6,16 @@ Link-time optimisation stays on: without it ptxas ignores setmaxnreg and seriali
 import contextlib
 import re
 import threading
+import weakref
 from dataclasses import dataclass
 
 from cuda.bindings.nvjitlink import nvJitLinkError
 from cuda.core import Linker, LinkerOptions, ObjectCode
 from llvmlite.ir.values import ArgumentAttributes
 from numba.core import types
-from numba.cuda import cgutils, compiler, dispatcher, lowering, utils
+from numba.cuda import cgutils, compiler, dispatcher, lowering, target, utils
 from numba.cuda.core.compiler_machinery import FunctionPass, PassManager, register_pass
+from numba.cuda.debuginfo import CUDADIBuilder
 from numba.cuda.descriptor import cuda_target
 from numba.cuda.misc import firstlinefinder
 
@@ -104,20 +106,51 @@ def _compiling_for(cc, lines=False):
     with _alone, uncollected(), lines_of_helpers() if lines else contextlib.nullcontext():
         asked = dispatcher.get_current_device
         dispatcher.get_current_device = lambda: type("Device", (), {"compute_capability": cc})
-        lowering.get_func_def_lineno = _line_of_def
+        lowering.get_func_def_lineno, target.CUDADIBuilder = _line_of_def, _TableOfLines
         try:
             yield
         finally:
             dispatcher.get_current_device = asked
-            lowering.get_func_def_lineno = firstlinefinder.get_func_def_lineno
+            lowering.get_func_def_lineno, target.CUDADIBuilder = firstlinefinder.get_func_def_lineno, CUDADIBuilder
             forget()
 
 
+class _TableOfLines(CUDADIBuilder):
+    """Numba's description of a function for debuggers, but for what nobody asks of a table of lines: types and variables. A
+    tile is a struct of many fields, and to describe those of all calls took a third of the time."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._locations = {}
+
+    def _di_subroutine_type(self, *_):
+        return self.module.add_debug_info("DISubroutineType", {"types": self.module.add_metadata([])})
+
+    def _di_location(self, line):
+        at = len(self.subprograms), line
+        if at not in self._locations:
+            self._locations[at] = super()._di_location(line)
+        return self._locations[at]
+
+    def mark_variable(self, *_, **__):
+        pass
+
+    update_variable = mark_variable
+
+
+_begins: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # code: {its file: the line where its function begins}
+
+
 def _line_of_def(function):
-    """Where a function begins. Numba itself fails at lambdas, and at bodies of nothing but a docstring."""
-    with contextlib.suppress(IndexError, SyntaxError):
-        return firstlinefinder.get_func_def_lineno(function) or function.__code__.co_firstlineno
-    return function.__code__.co_firstlineno
+    """Where a function begins; its source is parsed once. Numba itself fails at lambdas, and at bodies of nothing but a
+    docstring."""
+    code, found = function.__code__, None
+    known = _begins.setdefault(code, {})
+    if code.co_filename not in known:
+        with contextlib.suppress(IndexError, SyntaxError):
+            found = firstlinefinder.get_func_def_lineno(function)
+        known[code.co_filename] = found or code.co_firstlineno
+    return known[code.co_filename]
 
 
 def capability(arch):

@@ -14,6 +14,7 @@ import numpy as np
 from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.core import typeinfer
+from numba.cuda.core.base import OverloadSelector
 from numba.cuda.cudadrv.error import CudaSupportError
 from numba.cuda.cudaimpl import registry
 from numba.cuda.descriptor import cuda_target
@@ -252,13 +253,22 @@ def inline(function):
 
     if not hasattr(function, "dispatcher"):
         function.dispatcher = cuda.jit(device=True, forceinline=True, fastmath=True)(function)
-        function.dispatcher.targetoptions["lineinfo"] = _lines
+        function.dispatcher.__class__ = _Inlined
         function._numba_type_ = types.Dispatcher(function.dispatcher)  # a type holds its dispatcher weakly
-        INLINED.add(function.dispatcher)
     return function._numba_type_
 
 
-INLINED: weakref.WeakSet = weakref.WeakSet()  # dispatchers
+class _Inlined(CUDADispatcher):
+    """The function, compiled for each types of arguments; with a table of lines and without, apart."""
+
+    def compile_device(self, args, return_type=None):
+        self.targetoptions["lineinfo"] = _lines
+        self.overloads = self.__dict__.setdefault("forms", ({}, {}))[_lines]
+        if args not in self.overloads and (is_local(self.py_func) or any(map(_passes, args))):
+            _passing_forms.append((self.overloads, args))
+        return super().compile_device(args, return_type)
+
+
 WITHOUT_GPU = "`kernel[grid, block](...)` is Numba's launch and takes a GPU; tiles.launch(kernel, grid, block)(...) takes none"
 
 
@@ -278,25 +288,17 @@ def _teach_launch(call):
 
 CUDADispatcher.call = _teach_launch(CUDADispatcher.call)
 _lines = False  # whether they are compiled with a table of lines
-_others: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each, its compiled forms with such a table, or without
 
 
 @contextlib.contextmanager
 def lines_of_helpers():
     """Inside, what is compiled into a kernel has a table of its lines."""
-    _exchange(True)
+    global _lines
+    _lines = True
     try:
         yield
     finally:
-        _exchange(False)
-
-
-def _exchange(lines):
-    global _lines
-    _lines = lines
-    for dispatcher in list(INLINED):
-        dispatcher.targetoptions["lineinfo"] = lines
-        dispatcher.overloads, _others[dispatcher] = _others.get(dispatcher, {}), dispatcher.overloads
+        _lines = False
 
 
 def _passes(ty):
@@ -316,16 +318,42 @@ def is_local(definition):
 def forget():
     """Lets go of what a factory made and Numba would keep for ever: compiled forms of local functions, and of all functions
     for static objects. To be called when a kernel is compiled; the next one compiles what it needs."""
-    context = cuda_target.target_context
-    for dispatcher in list(INLINED):
-        for args in [a for a in dispatcher.overloads if is_local(dispatcher.py_func) or any(map(_passes, a))]:
-            context.remove_user_function(dispatcher.overloads.pop(args).entry_point)
-    for selector in (context._casts, context._get_constants, *context._getattrs.values(), *context._defns.values()):
-        for args in [a for a in selector._cache if any(map(_passes, a))]:
-            del selector._cache[args]
-    models = context.data_model_manager._cache
-    for ty in [ty for ty in models if _passes(ty)]:
-        del models[ty]
+    while _passing_forms:
+        forms, args = _passing_forms.pop()
+        if args in forms:  # it was compiled
+            cuda_target.target_context.remove_user_function(forms.pop(args).entry_point)
+    while _passing:
+        table, key = _passing.pop()
+        table.pop(key, None)
+
+
+_passing_forms: list[tuple] = []  # (forms, types of arguments): what is to go of functions' compiled forms
+_passing: list[tuple] = []  # (table, key): and of Numba's own tables, noted as it gets there, for the tables are large
+
+
+def _note_selected(find):
+    """Of all an implementation is looked up for, by types of arguments."""
+
+    @functools.wraps(find)
+    def found(self, args):
+        if any(map(_passes, args)):
+            _passing.append((self._cache, args))
+        return find(self, args)
+
+    return found
+
+
+class _Models(weakref.WeakKeyDictionary):
+    """Numba's model of each type."""
+
+    def __setitem__(self, ty, model):
+        super().__setitem__(ty, model)
+        if _passes(ty):
+            _passing.append((self, ty))
+
+
+OverloadSelector._find = _note_selected(OverloadSelector._find)
+cuda_target.target_context.data_model_manager._cache = _Models(cuda_target.target_context.data_model_manager._cache)
 
 
 def plain_function(function):

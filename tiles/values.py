@@ -1,5 +1,6 @@
 """What a kernel's values are without a GPU: NumPy arrays that know their tile type."""
 
+import functools
 import itertools
 from types import BuiltinFunctionType, FunctionType
 
@@ -170,7 +171,7 @@ class tensor:
 
 def spec_of(value, fixed=False):
     """The type that an op's rule sees of a value; integers themselves where the rule wants them known (`fixed`)."""
-    if isinstance(value, (Tile, Pending, SharedTile, tensor)):
+    if value.__class__ in OF_A_TYPE:
         return value.spec
     if isinstance(value, (bool, np.bool_)):
         return bool(value) if fixed else numba.boolean
@@ -179,10 +180,10 @@ def spec_of(value, fixed=False):
     if isinstance(value, (float, np.floating)):
         return numba.float32
     if isinstance(value, tuple):
-        return numba.BaseTuple.from_types([numba.int64 if hasattr(v, "__index__") else numba_type(spec_of(v)) for v in value])
+        kinds = [numba.int64 if hasattr(v, "__index__") else numba_type(spec_of(v)) for v in value]
+        return _indices(len(kinds)) if kinds.count(numba.int64) == len(kinds) else numba.BaseTuple.from_types(kinds)
     if isinstance(value, np.ndarray):
-        scalar = NUMBA_SCALARS.get(value.dtype) or from_dtype(value.dtype)
-        return numba.Array(scalar, value.ndim, "A")
+        return _array(value.dtype, value.ndim)
     if isinstance(value, (rt, rv, st, sv)):
         return Name(value)
     if isinstance(value, (FunctionType, BuiltinFunctionType)):
@@ -190,6 +191,17 @@ def spec_of(value, fixed=False):
     return getattr(value, "spec", value)  # a barrier's; rings and plans are their own types
 
 
+@functools.cache
+def _indices(count):
+    return numba.BaseTuple.from_types([numba.int64] * count)
+
+
+@functools.cache
+def _array(dtype, axes):
+    return numba.Array(NUMBA_SCALARS.get(dtype) or from_dtype(dtype), axes, "A")
+
+
+OF_A_TYPE = {Tile, Pending, SharedTile, tensor}
 FUNCTION = numba.Opaque("function")
 NUMBA_SCALARS = {d.np: scalar for scalar, d in SCALARS.items()}
 
@@ -206,6 +218,4 @@ def wrap(spec, value):
             pass
         given = "None" if value is None else f"an array of shape {np.shape(value)}"
         raise TypeError(f"its meaning must give the elements of {spec}, and gives {given}")
-    if isinstance(spec, numba.Float):
-        return np.float32(value)
-    return value
+    return np.float32(value) if spec.__class__ is numba.Float else value

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import itertools
 import sys
 import textwrap
@@ -19,6 +20,14 @@ numbers = itertools.count()
 def settled(monkeypatch):
     """However young the sources are, they are what was imported."""
     monkeypatch.setattr(digest, "IMPORTED", float("inf"))
+
+
+@pytest.fixture
+def collect():
+    """collect() finds what garbage the test has made. What others left stays: to go through that takes three seconds."""
+    gc.collect(1)
+    gc.freeze()
+    return gc.collect
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """tiles/frameworks.py: every framework's arrays are described alike; stand-ins replace what is not installed."""
 
 import contextlib
-import gc
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -184,11 +183,11 @@ def test_dlpack_readonly():
     assert describe(Exporter(x), "x").readonly
 
 
-def test_dlpack_keeps_the_memory():
+def test_dlpack_keeps_the_memory(collect):
     exporter = Exporter(np.full(1000, 3, np.float16))
     view = view_of(describe(exporter, "x"))
     exporter.x = None
-    gc.collect()
+    collect()
     assert (view == 3).all()
 
 

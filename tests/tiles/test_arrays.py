@@ -1,6 +1,5 @@
 """tiles/arrays.py: forms, NumPy views of an array, fills, where elements lie among each other; results and streams."""
 
-import gc
 import weakref
 from types import SimpleNamespace
 
@@ -116,7 +115,7 @@ def test_view_is_the_same_memory(data):
     assert (x == 7).all()
 
 
-def test_view_keeps_the_owner_alive():
+def test_view_keeps_the_owner_alive(collect):
     class Owner(np.ndarray):  # a plain ndarray has no weak references to watch
         pass
 
@@ -124,10 +123,10 @@ def test_view_keeps_the_owner_alive():
     alive = weakref.ref(x)
     view = view_of(describe(x, "x"))
     del x
-    gc.collect()
+    collect()
     assert alive() is not None and (view == 1).all()
     del view
-    gc.collect()
+    collect()
     assert alive() is None
 
 

@@ -1,7 +1,6 @@
 """tiles/bound.py: which frame a launch is written to, and what is written anew."""
 
 import ctypes
-import gc
 import sys
 import threading
 
@@ -67,7 +66,7 @@ def test_inputs_that_take_turns_are_written_once(gpu, monkeypatch):
     assert len(written) == kept + 3 and len(set(map(id, written))) == kept
 
 
-def test_a_launch_keeps_its_frame(gpu, encoded, monkeypatch):
+def test_a_launch_keeps_its_frame(gpu, encoded, monkeypatch, collect):
     """While the driver reads a frame, another thread that launches the same takes another one."""
     bound, real = bound_to_maps(gpu), driver.cuLaunchKernelEx
 
@@ -75,7 +74,7 @@ def test_a_launch_keeps_its_frame(gpu, encoded, monkeypatch):
         monkeypatch.setattr(driver, "cuLaunchKernelEx", real)
         other = threading.Thread(target=bound, args=(5, 160, 320, 480))
         other.start(), other.join()
-        gc.collect()
+        collect()
         return real(*args)
 
     bound(3, 16, 32, 48)

@@ -1,7 +1,6 @@
 """tiles/interpreter/processes.py: clusters in processes compute, find and say what they do one after the other. And
 progress.py: how far a long launch is."""
 
-import gc
 import io
 import os
 import signal
@@ -225,10 +224,9 @@ def test_a_process_that_dies(forks):
     assert (x == np.arange(8)).all() and told.finished[-1] == 8 and not told.muted
 
 
-def test_nobody_is_left_behind(forks):
+def test_nobody_is_left_behind(forks, collect):
     if forks is None:
         return
-    gc.collect()  # what others opened and forgot
     before = len(os.listdir("/proc/self/fd"))
 
     def run(n, args, accesses):
@@ -237,7 +235,7 @@ def test_nobody_is_left_behind(forks):
 
     with pytest.raises(KeyError):
         processes.run_all(40000, run, [np.zeros(1)], Silent())
-    gc.collect()
+    collect()
     assert len(forks) == 2
     for child in forks:  # others' children may be alive
         with pytest.raises(ChildProcessError):

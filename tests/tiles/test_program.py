@@ -147,7 +147,7 @@ def test_torch_makes_torch(scaled):
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
-def test_scratch_lies_between_steps_and_is_not_given_back(framework):
+def test_scratch_lies_between_steps_and_is_not_given_back(framework, collect):
     """Every call has its own, alive until the last step has been launched."""
     places = []
 
@@ -192,7 +192,7 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework):
             RUNS.clear(), made.clear(), places.clear()
     finally:
         known_kinds[type(x)] = kinds
-    gc.collect()
+    collect()
     assert [place for place, alive in memory.items() if alive() is not None] == [address(out)]
 
 

@@ -1,7 +1,6 @@
 """tiles/static.py: who is equal, what that costs, and that nothing is kept of what was dropped."""
 
 import functools
-import gc
 import os
 import subprocess
 import sys
@@ -180,7 +179,7 @@ def test_asking_is_cheap():
     assert best < 100e-6, f"{best * 1e6:.1f} us"  # 10 us on a quiet machine
 
 
-def test_factories_leak_nothing():
+def test_factories_leak_nothing(collect):
     """A kernel, its closures, static objects and their functions are freed once nobody has them, in both backends."""
 
     def factory(number):
@@ -206,16 +205,16 @@ def test_factories_leak_nothing():
         return [weakref.ref(made) for made in (function, score, element, helper, kernel)]
 
     made = factory(3.0) + factory(4.0)
-    gc.collect()
+    collect()
     assert [ref() for ref in made] == [None] * len(made)
 
 
-def test_what_is_freed_is_compiled_anew():
+def test_what_is_freed_is_compiled_anew(collect):
     """Numba's names of compiled functions are addresses, which come again."""
     codes = set()
     for _ in range(3):
         for number in (2.0, 3.0):
             found = compiler.compile_kernel(make(Score(closing_over(number))), (ARRAY, ARRAY), "sm_90a")
             codes.add((number, found.registers, len(found.cubin)))
-            gc.collect()
+            collect()
     assert len(codes) == 2

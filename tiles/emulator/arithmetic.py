@@ -13,11 +13,13 @@ COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operat
 COMPARE |= {"lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
 BINARY = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 WIDER = {16: 32, 32: 64}
+LEAST, ZERO = np.float32(2**-126), np.float32(0)
 
 
 def flush(x):
     """.ftz: numbers below 2 ** -126 are 0."""
-    return np.where(np.abs(x) < np.float32(2**-126), np.copysign(np.float32(0), x), x)
+    small = np.abs(x) < LEAST
+    return np.where(small, np.copysign(ZERO, x), x) if np.count_nonzero(small) else x
 
 
 def _flushed(function):

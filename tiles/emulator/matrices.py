@@ -4,6 +4,8 @@ A wgmma's accumulators are promises until a wait covers its group: they can be m
 else. It reads shared memory when it must, at the wait.
 """
 
+import functools
+
 import numpy as np
 
 from ..interpreter.shadow import Event
@@ -57,7 +59,7 @@ def _(match, w, at):
 # ---- mma -----------------------------------------------------------------------------------------------------------
 def _elements(w, registers, kind):
     """(register, lane, element in it) of fragments."""
-    raw = np.stack([w.get(r) for r in registers])
+    raw = np.array([w.get(r) for r in registers])
     if kind == "tf32" and (raw & np.uint32(0x1FFF)).any():
         raise w.hazard("a number is not rounded to tf32: the last bits are cut off", "language")
     return raw[..., None].view(TYPES[kind]).astype(np.float64).reshape(len(registers), LANES, -1)
@@ -67,17 +69,28 @@ def _fragment(elements, rows):
     """The matrix (8 * rows, k) of a fragment of A (rows = 2) or B (rows = 1): a register's s elements lie at k = s t .., t the
     lane in its group of four, the second register eight rows lower (if A), the next ones 4 s further along k."""
     count, _, s = elements.shape
-    out = np.empty((8 * rows, count // rows * 4 * s))
+    out = np.empty(8 * rows * (count // rows * 4 * s))
+    out[_places(count, s, rows)] = elements
+    return out.reshape(8 * rows, -1)
+
+
+@functools.cache
+def _places(count, s, rows):
+    """Where such elements lie in that matrix."""
     i, h = np.arange(count)[:, None, None], np.arange(s)
-    out[LANE[:, None] // 4 + i % rows * 8, s * (LANE[:, None] % 4 + i // rows * 4) + h] = elements
-    return out
+    return (LANE[:, None] // 4 + i % rows * 8) * (count // rows * 4 * s) + s * (LANE[:, None] % 4 + i // rows * 4) + h
 
 
 def _accumulators(product):
     """The registers (register, lane) in which lanes hold a product of 16 rows: pairs of columns, two rows eight apart, and the
     next eight columns."""
-    i = np.arange(product.shape[1] // 2)[:, None]
-    return product[LANE // 4 + i // 2 % 2 * 8, i // 4 * 8 + LANE % 4 * 2 + i % 2]
+    return product.ravel()[_places_of_accumulators(product.shape[1])]
+
+
+@functools.cache
+def _places_of_accumulators(columns):
+    i = np.arange(columns // 2)[:, None]
+    return (LANE // 4 + i // 2 % 2 * 8) * columns + i // 4 * 8 + LANE % 4 * 2 + i % 2
 
 
 @means(r"mma\.sync\.aligned\.m16n8k(4|8|16|32)\.row\.col\.f32\.(bf16|f16|tf32|e4m3|e5m2)\.(bf16|f16|tf32|e4m3|e5m2)\.f32")
@@ -85,9 +98,14 @@ def _(match, w, at):
     w.converged("mma.sync")
     out, a, b, c = at.operands
     left, right = (_fragment(_elements(w, x, kind), rows) for x, kind, rows in ((a, match[2], 2), (b, match[3], 1)))
-    sums = _accumulators(left @ right.T) + np.stack([operand(x, np.float32)(w) for x in c])
+    sums = _accumulators(left @ right.T) + np.array([_bits(w, x) for x in c]).view(np.float32)
     for to, value in zip(out, sums.astype(np.float32).view(np.uint32), strict=True):
         w.set(to, value)
+
+
+def _bits(w, given):
+    """An fp32 operand's bits: a register's, or a literal's."""
+    return w.get(given) if given.__class__ is Reg else operand(given, np.float32)(w).view(np.uint32)
 
 
 # ---- wgmma ---------------------------------------------------------------------------------------------------------

@@ -99,6 +99,8 @@ def operand(given, kind):
     size, unsigned = _bits_of(kind)
     if isinstance(given, Reg):
         if size == given.width:
+            if np.dtype(kind) == unsigned and size > 1:  # as registers hold them
+                return lambda w: w.get(given)
             return lambda w: w.get(given).view(kind)
         return lambda w: w.get(given).astype(unsigned).view(kind)
     if isinstance(given, Imm):
@@ -143,11 +145,18 @@ def into(w, reg, value):
 def _computes(function, to, types, at):
     target, *sources = at.operands
     gets = [operand(given, kind) for given, kind in zip(sources, types, strict=True)]
-    raw = np.dtype(to) if np.dtype(to).kind in "iu" else _bits_of(to)[1]
+    unsigned = _bits_of(to)[1]
+    raw = np.dtype(to) if np.dtype(to).kind in "iu" else unsigned
+
+    fits = isinstance(target, Reg) and raw.itemsize == target.width
 
     def run(w):
         value = function(*[get(w) for get in gets])
-        into(w, target, (value[0] if value.__class__ is tuple else value).astype(to, copy=False).view(raw))
+        value = (value[0] if value.__class__ is tuple else value).astype(to, copy=False).view(raw)
+        if fits:
+            w.set(target, value.view(unsigned))
+        else:
+            into(w, target, value)
 
     def run_two(w):
         values = function(*[get(w) for get in gets])

@@ -236,9 +236,13 @@ class Warp(greenlet):
         """How often the busiest bank of a pass (128 bytes) is asked for different words."""
         ways, opcode, lanes = self.block.cluster.counts.ways, self.instruction.opcode, max(1, min(LANES, 128 // size))
         words = (at[:, None] + np.arange(0, size, 4)) // 4
+        most = ways.get(opcode, 0)
         for first in range(0, len(at), lanes):
-            banks = np.bincount(np.unique(words[first : first + lanes]) % 32)
-            ways[opcode] = max(ways.get(opcode, 0), int(banks.max()))
+            busy = [0] * 32
+            for word in set(words[first : first + lanes].ravel().tolist()):
+                busy[word % 32] += 1
+            most = max(most, *busy)
+        ways[opcode] = most
 
     def read_shared(self, addresses, size, what="reads shared memory", plain=False):
         """(active lanes, size) bytes; `plain`: be they written or not."""

@@ -133,7 +133,7 @@ class Shadow:
         state = cells.of(self.state)
         bad = self._seen(clock, asynchronous)[cells.of(self.writer)] < cells.of(self.written)
         bad |= state != VALID
-        if not bad.any():
+        if not np.count_nonzero(bad):  # which takes half as long as `any`
             return None
         if state.flat[bad.argmax()] == NEVER:
             return "never written", "which nobody has written"
@@ -143,12 +143,13 @@ class Shadow:
         """What forbids one who knows `clock` to overwrite these cells: (kind, cause), or None."""
         seen = self._seen(clock, asynchronous)
         bad = seen[cells.of(self.writer)] < cells.of(self.written)
-        if bad.any():
+        if np.count_nonzero(bad):
             return self._overtaken(clock, cells, bad)
         for agent, times in self.read.items():
             times = cells.of(times)
-            if times.max() > seen[agent]:
-                late = int(times[times > seen[agent]].min())
+            unseen = times > seen[agent]
+            if np.count_nonzero(unseen):
+                late = int(times[unseen].min())
                 if late > clock[agent]:
                     return "race", f"and nothing orders this after {self.reads[agent, late]}"
                 return "fence", f"with no fence.proxy.async after {self.reads[agent, late]}"
