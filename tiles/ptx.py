@@ -166,6 +166,11 @@ def add_global(b, address, x):
     b.do("red.relaxed.gpu.global.add.f32 [$0], $1;", address, x)
 
 
+def add_four_global(b, address, four):
+    """Add four fp32 registers to 16 bytes of global memory, each atomically (sm_90 and later); nobody waits for them."""
+    b.do("red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", address, *four)
+
+
 def count_global(b, address):
     """Add 1 to 4 bytes of global memory, atomically, once what this thread knows to be written is visible to the whole GPU."""
     b.do("red.release.gpu.global.add.u32 [$0], 1;", address)

@@ -52,12 +52,13 @@ def _places(spec, together=1):
 
 
 @op
-def add_held(target, value, at):
+def add_held(target, value, at, together=1):
     """Add an fp32 tile in registers to what lies in a global array from index `at` on, as the lanes hold it: each element
-    atomically, and nobody waits for it. target: C-ordered, of fp32; a tile takes as many elements as it has."""
+    atomically, and nobody waits for it. target: C-ordered, of fp32; a tile takes as many elements as it has. together: 4 to add
+    four of a lane's at once, which lie together then (sm_90 and later)."""
     line = _line(target, value.spec, at)
     here().touches(target, READ)  # too: two blocks that add to one place must not do so at once
-    line[_places(value.spec)] += value.array
+    line[_places(value.spec, together)] += value.array
     note(Touched, line, True)
 
 
@@ -103,11 +104,19 @@ def _addresses(b, array, value, spec, at):
 
 
 @lowers(add_held)
-def _(target, value, at):
+def _(target, value, at, together: int):
     _check("add_held", target, value, at)
+    if together not in (1, QUAD):
+        raise TypeError(f"add_held: 1 or {QUAD} of a lane's elements lie together, got {together}")
 
-    def emit(b, vtarget, registers, vat):
-        for address, x in zip(_addresses(b, target, vtarget, value, vat), b.unpack(registers), strict=True):
+    def emit(b, vtarget, registers, vat, _):
+        held = b.unpack(registers)
+        if together == QUAD:
+            address = _first(b, target, vtarget, vat, QUAD)
+            for k in range(0, value.elements, QUAD):
+                ptx.add_four_global(b, b.add(address, i64(fp32.itemsize * LANES * k)), held[k : k + QUAD])
+            return
+        for address, x in zip(_addresses(b, target, vtarget, value, vat), held, strict=True):
             ptx.add_global(b, address, x)
 
     return void, emit

@@ -11,19 +11,19 @@ from tiles import Hazard, bf16, fp32, ring, rt, st, tensor
 from tiles.testing import blank, meaning, ptx
 
 
-@pytest.mark.parametrize("shape", [(16, 16), (16, 64), (32, 48)])
-def test_what_was_added_comes_back(run, sample, shape):
+@pytest.mark.parametrize(("shape", "together"), [((16, 16), 1), ((16, 64), 1), ((32, 48), 1), ((16, 64), 4)])
+def test_what_was_added_comes_back(run, sample, shape, together):
     """By two warps, twice each, to the second of three places; what lies around it stays."""
     T, size = rt(*shape, fp32), shape[0] * shape[1]
 
     @cuda.jit
     def add(x, sums):
-        add_held(sums, load(x, T, (0, 0)), (1, 0))
-        add_held(sums, load(x, T, (0, 0)), (1, 0))
+        add_held(sums, load(x, T, (0, 0)), (1, 0), together)
+        add_held(sums, load(x, T, (0, 0)), (1, 0), together)
 
     @cuda.jit
     def take(sums, y):
-        store(y, load_held(sums, T, (1, 0)), (0, 0))
+        store(y, load_held(sums, T, (1, 0), together), (0, 0))
 
     x, sums, y = np.round(sample(shape) * 4), np.zeros((3, size), np.float32), blank(shape)
     run(add, x, sums, warps=2)
@@ -84,3 +84,10 @@ def test_what_is_refused():
 
     with pytest.raises(TypeError, match="add_held: takes a register tile of fp32"):
         meaning(rounded, np.zeros((1, 256), np.float32))
+
+    @cuda.jit
+    def pairs(sums):
+        add_held(sums, load_held(sums, T, (0, 0)), (0, 0), 2)
+
+    with pytest.raises(TypeError, match="add_held: 1 or 4 of a lane's elements"):
+        meaning(pairs, np.zeros((1, 256), np.float32))

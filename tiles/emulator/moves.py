@@ -140,6 +140,16 @@ def _(match, w, at):
         memory.store(w, place, total.view(np.uint8))
 
 
+@means(rf"red{ORDER}\.global{ORDER}\.add\.v4\.f32")
+def _(match, w, at):
+    memory = w.block.cluster.memory
+    values = np.stack([operand(x, np.float32)(w) for x in at.operands[1]], -1)
+    for place, four in zip(address(w, at.operands[0])[w.mask], values[w.mask]):
+        places = (place + np.arange(0, 16, 4))[:, None]
+        for one, x in zip(places, four):
+            memory.store(w, one, (memory.load(w, one, 4).view(np.float32) + x).view(np.uint8))
+
+
 # ---- lanes ---------------------------------------------------------------------------------------------------------
 @means(r"shfl\.sync\.(bfly|idx|up|down)\.b32")
 def _(match, w, at):

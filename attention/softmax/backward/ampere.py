@@ -1,9 +1,10 @@
 """Gradients of softmax attention for sm_80 and later: cp.async, ldmatrix and mma.sync.
 
 As hopper.py, a thread block has a block of keys and goes through the queries that see it, scores being computed again, keys by
-queries. Every warp owns 16 keys, or shares them with others of which each has some columns of dK and dV. dS goes through shared
-memory, in tiles of 16 keys, for dQ = dS K; a warp makes parts of it of 16 queries and 64 columns, and adds them to what other
-blocks of keys have found. The next queries are on their way meanwhile.
+queries. Every warp owns 16 or 32 keys: the more, the less its products read of shared memory. Where registers do not hold dK
+and dV of so many, two warps own the same keys: one finds P and dV, the other dS and dK. dS goes through shared memory, in tiles
+of a warp's keys, for dQ = dS K; a warp makes parts of it of 16 queries and 64 columns, and adds them to what other blocks of
+keys have found. The next queries are on their way meanwhile.
 
 It also takes what TMA cannot: bases and strides of 8, 4 or 2 bytes, by as many smaller copies.
 """
@@ -17,12 +18,14 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import add_held, block, divmod, load, mma_AB, mma_ABt, store, subtile, truncate, turned, zeros
-from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st
+from ops import block, divmod, load, mma_AB, mma_ABt, store, subtile, truncate, turned, warpgroup, zeros
+from ops.memory.held import QUAD
+from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st
 from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
+from ..ampere import LARGE, ROOM, SHARED_BYTES
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
 from .by_keys import ByKeys
@@ -32,11 +35,15 @@ from .parts import BAND, PANEL, Held
 
 @dataclass(frozen=True)
 class Config(ByKeys):
-    """A kernel's shape: how many warps share the columns of the same 16 keys; blocks that a multiprocessor is to hold. piece:
-    the bytes that bases and strides are multiples of."""
+    """A kernel's shape: keys that a warp owns; queries whose scores it has at once; do two warps own the same keys? Blocks that
+    a multiprocessor is to hold. together: how many of a lane's elements of dQ are added at once. piece: the bytes that bases
+    and strides are multiples of."""
 
-    share: int
+    own: int
+    step: int
+    apart: bool
     resident: int
+    together: int = 1
     piece: int = 16
 
     @property
@@ -47,7 +54,7 @@ class Config(ByKeys):
     @property
     def warps(self) -> int:
         """Of a thread block."""
-        return self.kv // BAND * self.share
+        return self.kv // self.own * (2 if self.apart else 1)
 
     @property
     def threads(self) -> int:
@@ -57,49 +64,124 @@ class Config(ByKeys):
     @property
     def parts(self) -> Held:
         """How dQ is cut."""
-        return Held(self.rows, self.kv, self.head_dim, self.dtype, self.piece)
+        return Held(self.rows, self.kv, self.head_dim, self.dtype, self.piece, self.together)
 
     def __str__(self):
         return super().__str__() + f", by {self.piece} bytes" * (self.piece != 16)
 
 
-SHAPES = {64: (64, 64, 1, 2), 128: (64, 64, 2, 1), 256: (32, 32, 2, 1)}  # padded head_dim: (kv, queries, share, resident)
+SHAPES = {  # padded head_dim: (kv, queries, own, step, apart, resident)
+    64: (64, 64, 16, 64, False, 2),
+    128: (64, 64, 16, 64, True, 1),
+    256: (32, 32, 16, 32, True, 1),
+}
+PLAIN = SHAPES | {128: (64, 64, 32, 64, True, 2)}  # where scores take no registers of their own
+ROOMY = PLAIN | {64: (128, 128, 32, 32, False, 2)}  # and a multiprocessor holds two blocks of 97 KB: sm_90 and sm_100
 
 
 @functools.lru_cache(1024)
 def config_for(
-    head_dim: int, dtype: dtype, variant: Variant, piece: int = 16, value_dim: int | None = None, **kind: Any
+    head_dim: int,
+    dtype: dtype,
+    variant: Variant,
+    piece: int = 16,
+    value_dim: int | None = None,
+    room: int = SHARED_BYTES,
+    **kind: Any,
 ) -> Config:
-    """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see Kind."""
-    padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
-    return Config(padded, padded, dtype, variant, *SHAPES[padded], piece, **kind)
+    """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
+    dims, both as the greater one. kind: see Kind."""
+    since_hopper = room >= LARGE
+    shapes = SHAPES if variant.scored or variant.draws else ROOMY if since_hopper else PLAIN
+    padded = min(d for d in shapes if d >= max(head_dim, value_dim or head_dim))
+    return Config(padded, padded, dtype, variant, *shapes[padded], QUAD if since_hopper else 1, piece, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16 and whole pieces, or `everything`."""
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
     for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
-        yield config_for(head_dim, of, variant, piece)
+        yield config_for(head_dim, of, variant, piece, room=ROOM.get(arch, SHARED_BYTES))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, ROWS, SHARE, WARPS, PIECE = config.kv, config.rows, config.share, config.warps, config.piece
-    GIVEN, AUX, INPUT = config.given, config.aux, config.dtype
+    KV, ROWS, OWN, STEP, WARPS, PIECE = config.kv, config.rows, config.own, config.step, config.warps, config.piece
+    GIVEN, AUX, INPUT, APART, BENDS = config.given, config.aux, config.dtype, config.apart, config.variant.bends
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, result, OUT = config.order, config.result, config.result.dtype
-    PANELS, BANDS, TILES = config.head_dim // PANEL, KV // BAND, ROWS // BAND
-    K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
-    DK, DV, S, PART = rt(BAND, K_COLS, fp32), rt(BAND, V_COLS, fp32), rt(ROWS, BAND, fp32, "col"), rt(BAND, PANEL, fp32)
-    SCORES = rt(BAND, ROWS, fp32)
+    PANELS, OWNERS, STEPS, BANDS = config.head_dim // PANEL, KV // OWN, ROWS // STEP, ROWS // BAND
+    EACH = parts.count // WARPS  # how many parts of dQ a warp has
+    DK, DV, PART = rt(OWN, config.head_dim, fp32), rt(OWN, config.value_dim, fp32), rt(BAND, PANEL, fp32)
+    SCORES, S, P = rt(OWN, STEP, fp32), rt(STEP, OWN, fp32, "col"), rt(STEP, OWN, INPUT, "col")
     smem = shared(
         k=pipeline(config.key, 1, WARPS),
         v=pipeline(config.value, 1, WARPS),
         q=pipeline(config.query, 1, WARPS),
         do=pipeline(config.dout, 1, WARPS),
-        ds=st(ROWS * BANDS, BAND, INPUT),
+        ds=st(ROWS * OWNERS * (2 if APART and BENDS else 1), OWN, INPUT),
     )
+
+    @inlined
+    def warp_number():
+        """A warp's number in its block, which ptxas knows to be the same for its lanes: that spares registers."""
+        return int32(warpgroup.WARPGROUP * warpgroup.id() + warpgroup.rank())
+
+    @inlined
+    def alone(j, sums, q, do, keys, values, ds, mine, at, cut, key, gSums, place, scale):
+        """A warp's dK and dV with tile j of queries, and dS for all, some queries after the other."""
+        (dk, dv), (batch, head, row) = sums, place
+        queries, dout = q.wait(j, 1), do.wait(j, 0)
+        for n in range(STEPS):
+            here, its_q, its_do = at._replace(row=int32(at.row + STEP * n)), subtile(queries, STEP, n), subtile(dout, STEP, n)
+            s = turned(mma_ABt(zeros(SCORES), keys, its_q))
+            lse = load(gSums, S.col_vec, (batch, head, int32(row + STEP * n)), -2, -1, True)
+            s, bend = variant.bent(s, here, key)
+            p = INPUT(tiling.weights(s, lse, cut, here, key, scale))
+            dv = mma_AB(dv, turned(variant.left(p)), its_do)
+            dp = turned(mma_ABt(zeros(SCORES), values, its_do))
+            delta = load(gSums, S.col_vec, (batch, head, int32(row + ROWS + STEP * n)), -2, -1, True)
+            slope = INPUT(variant.slope(fp32(p), dp, delta, here) * bend)
+            store(subtile(ds, STEP, STEPS * mine + n), slope)
+            dk = mma_AB(dk, turned(slope), its_q)
+        return dk, dv
+
+    @inlined
+    def apart(j, sum, q, do, keys, values, ds, mine, at, cut, key, gSums, place, scale):
+        """The same of two warps, the first of which has dV and the other dK. P goes from one to the other where dS will lie,
+        and behind all dS what scores are bent by."""
+        first, (batch, head, row) = warp_number() < OWNERS, place
+        of_rows = load(gSums, S.col_vec, (batch, head, row if first else int32(row + ROWS)), -2, -1, True)
+        queries, dout = q.wait(j, 1), do.wait(j, 0)
+        x = turned(mma_ABt(zeros(SCORES), keys if first else values, queries if first else dout))
+        if first:
+            s, bend = variant.bent(x, at, key)
+            p = INPUT(tiling.weights(s, of_rows, cut, at, key, scale))
+            store(subtile(ds, ROWS, mine), p)
+            if BENDS:
+                store(subtile(ds, ROWS, OWNERS + mine), INPUT(bend))
+            block.sync()
+            sum = mma_AB(sum, turned(variant.left(p)), dout)
+        else:
+            block.sync()
+            slope = variant.slope(fp32(load(subtile(ds, ROWS, mine), P)), x, of_rows, at)
+            if BENDS:
+                slope = slope * fp32(load(subtile(ds, ROWS, OWNERS + mine), P))
+            slope = INPUT(slope)
+            store(subtile(ds, ROWS, mine), slope)
+            sum = mma_AB(sum, turned(slope), queries)
+        return sum
+
+    @inlined
+    def add(n, keys, ds, gSum, pair, tile):
+        """Part n of what a block adds to a tile of dQ."""
+        (down, right), part = divmod(n, PANELS), zeros(PART)
+        for m in range(OWNERS):
+            part = mma_AB(part, subtile(ds, BAND, BANDS * m + down), subtile(keys, OWN, m, PANEL, right))
+        parts.add(gSum, part, pair, tile, n)
+
+    step = apart if APART else alone
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
@@ -113,7 +195,7 @@ def make(config: Config):
         k, v, q, do, ds = smem.open()
         number, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         number, batch, kv_head = sequences.find_keys(number, pair, heads, KV, given)
-        own, key, warp = sequences.sequence(batch, given), int32(KV * number), int32(cuda.threadIdx.x // LANES)
+        own, key, warp = sequences.sequence(batch, given), int32(KV * number), warp_number()
         if not sequences.has_keys(key, batch, given):
             return
         if not sequences.apart:  # what lies behind the ends is another's
@@ -121,55 +203,51 @@ def make(config: Config):
         if sequences.packed:
             end, end_k = own.query + own.queries, sequences.last_key(batch, given)
             gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
-        mine, share = divmod(warp, SHARE)
-        at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+        mine, own_key = warp % OWNERS, int32(key + OWN * (warp % OWNERS))
+        at = At(batch, group * kv_head, int32(0), int32(own.keys - own.queries), own.queries, own.keys, given, aux, 0)
         every = tiling.tiles(key, at, group)
         first = int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, 0), key, at, group))
-        tiles = int32(group * every.n)
-        above = sequences.first_tile(batch, given)
+        tiles, above = int32(group * every.n), sequences.first_tile(batch, given)
         k.fill(0, gK, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
         v.fill(0, gV, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
         q.fill(0, gQ, (own.batch, first, group * kv_head, 0), 1, 3, tiles, PIECE)
         do.fill(0, gDO, (own.batch, first, group * kv_head, 0), 1, 3, tiles, PIECE)
         every_key = k.wait(0, 3)
-        keys, values, dk, dv = subtile(every_key, BAND, mine), subtile(v.wait(0, 2), BAND, mine), zeros(DK), zeros(DV)
+        keys, values = subtile(every_key, OWN, mine), subtile(v.wait(0, 2), OWN, mine)
+        sums = zeros(DK) if APART else (zeros(DK), zeros(DV))
+        head, i = int32(group * kv_head), int32(0)
         for j in range(tiles):
-            h, i = divmod(j, every.n)
             nth = order.nth(every.n, i)
-            head, tile = int32(group * kv_head + h), tiling.tile(every, nth, key, at, group)
+            tile = tiling.tile(every, nth, key, at, group)
             stands = at._replace(head=head, row=int32(ROWS * tile))
             here, to = stands._replace(kept=variant.keep(stands)), int32(above + tile)
-            place = own.batch, head, int32(2 * ROWS * to)
-            queries = q.wait(j, 1)
-            s = turned(mma_ABt(zeros(SCORES), keys, queries))
-            own_key, lse = int32(key + BAND * mine), load(gSums, S.col_vec, place, -2, -1, True)
-            s, bend = variant.bent(s, here, own_key)
-            p = tiling.weights(s, lse, tiling.cut(every, nth), here, own_key, scale)
-            dout = do.wait(j, 0)
-            dv = mma_AB(dv, INPUT(turned(variant.left(p))), subtile(dout, ROWS, 0, V_COLS, share))
-            dp = turned(mma_ABt(zeros(SCORES), values, dout))
-            delta = load(gSums, S.col_vec, (own.batch, head, int32(2 * ROWS * to + ROWS)), -2, -1, True)
-            slope = INPUT(variant.slope(p, dp, delta, here) * bend)
-            if share == 0:
-                store(subtile(ds, ROWS, mine), slope)
-            dk = mma_AB(dk, turned(slope), subtile(queries, ROWS, 0, K_COLS, share))
+            place, cut = (own.batch, head, int32(2 * ROWS * to)), tiling.cut(every, nth)
+            sums = step(j, sums, q, do, keys, values, ds, mine, here, cut, own_key, gSums, place, scale)
             block.sync()
             last = i + 1 == every.n  # of the head's tiles
             row = first if last else int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, i + 1), key, at, group))
             later = own.batch, row, int32(head + 1) if last else head, 0
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
-            of = int32(group * pair + h)
+            of = int32(group * heads * own.batch + head)
             order.take(given, of, to, 0, tiling.before(number, tile, at, group))
-            for n in range(warp, parts.count, WARPS):
-                down, right = divmod(int32(n), PANELS)
-                part = zeros(PART)
-                for m in range(BANDS):
-                    part = mma_AB(part, subtile(ds, BAND, TILES * m + down), subtile(every_key, BAND, m, PANEL, right))
-                add_held(gSum, part, parts.place(of, to, int32(n)))
+            if APART:
+                n = warp
+                while n < parts.count:  # which nobody unrolls: there are no registers for it
+                    add(n, every_key, ds, gSum, of, to)
+                    n = int32(n + WARPS)
+            else:
+                for n in range(EACH):
+                    add(int32(warp + WARPS * n), every_key, ds, gSum, of, to)
             order.give(given, of, to, 0)
-        row = own.key + key + BAND * mine
-        result.store(gDK, dk * unit, (own.batch, row, kv_head, K_COLS * share), PIECE)
-        result.store(gDV, variant.output(dv, at), (own.batch, row, kv_head, V_COLS * share), PIECE)
+            head, i = int32(head + 1) if last else head, int32(0) if last else int32(i + 1)
+        row = own.key + own_key
+        if not APART:
+            result.store(gDK, sums[0] * unit, (own.batch, row, kv_head, 0), PIECE)
+            result.store(gDV, variant.output(sums[1], at), (own.batch, row, kv_head, 0), PIECE)
+        elif warp >= OWNERS:
+            result.store(gDK, sums * unit, (own.batch, row, kv_head, 0), PIECE)
+        else:
+            result.store(gDV, variant.output(sums, at), (own.batch, row, kv_head, 0), PIECE)
 
     return attend, smem

@@ -61,8 +61,8 @@ def planned(
     elif tma:
         module, config = hopper, hopper.config_for(head_dim, dtype, made.variant, value_dim, **kind)
     else:
-        at_once = problem.bytes_at_once()
-        module, config = ampere, ampere.config_for(head_dim, dtype, made.variant, at_once, value_dim, **kind)
+        at_once, room = problem.bytes_at_once(), gpu.shared_bytes
+        module, config = ampere, ampere.config_for(head_dim, dtype, made.variant, at_once, value_dim, room, **kind)
     parts, group = config.parts, heads // kv_heads
     if lie.packed:  # see there, how many blocks that takes
         (ends,) = problem("E")

@@ -4,7 +4,7 @@ methods, one a way. Parts are summed in global memory, in float32 and as the lan
 
 from numpy import int32
 
-from ops import divmod, load_held, transpose, warpgroup
+from ops import add_held, divmod, load_held, transpose, warpgroup
 from ops import subtile as part_of
 from ops.memory.held import QUAD
 from tiles import dtype, fp32, inlined, rt, st, static
@@ -96,14 +96,20 @@ class ByColumns(ByRows):
 @static
 class Held(ByRows):
     """Of dQ, each with 16 queries and 64 columns, which warps add themselves. piece: the bytes that dQ's address and strides
-    are multiples of."""
+    are multiples of; together: how many of a lane's elements they add at once."""
 
     piece: int
+    together: int
 
     @property
     def count(self) -> int:
         """See ByRows."""
         return self.queries * self.columns // (BAND * PANEL)
+
+    @inlined
+    def add(self, gSum, part, pair, tile, n):
+        """Part n of a tile of queries to its sums."""
+        add_held(gSum, part, self.place(pair, tile, n), self.together)
 
     @property
     def width(self) -> int:
@@ -128,7 +134,7 @@ class Held(ByRows):
     @inlined
     def load(self, gSum, pair, tile, band):
         """See ByRows."""
-        return load_held(gSum, rt(BAND, PANEL, fp32), self.place(pair, tile, band))
+        return load_held(gSum, rt(BAND, PANEL, fp32), self.place(pair, tile, band), self.together)
 
     @inlined
     def finish(self, gDQ, x, batch, row, head, band, result):
