@@ -48,7 +48,7 @@ def test_blocks_add_in_order(family, monkeypatch):
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_blocks_add_in_order_of_those_that_lists_name(family, monkeypatch):
     """A block waits for those before it whose lists have the tile, and for no others."""
-    n, forwards = 128 if family == "sm_90" else 64, interpreter.clusters  # keys of a block
+    n, forwards = 128, interpreter.clusters  # keys of a block
     q, k, v = inputs(1, 40, 2 * n + 4, 2, 1, 64)
     agree(OnInterpreter(), q, k, v, family, deterministic=True, mask=lambda b, h, i, j: (i // 30 + h) % 3 != j // 90)
     monkeypatch.setattr(interpreter, "clusters", lambda *args: [*forwards(*args)][::-1])
