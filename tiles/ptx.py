@@ -171,9 +171,10 @@ def add_four_global(b, address, four):
     b.do("red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", address, *four)
 
 
-def count_global(b, address):
-    """Add 1 to 4 bytes of global memory, atomically, once what this thread knows to be written is visible to the whole GPU."""
-    b.do("red.release.gpu.global.add.u32 [$0], 1;", address)
+def count_global(b, address, order):
+    """Add 1 to 4 bytes of global memory, atomically; of `order` release once what this thread knows to be written is visible to
+    the whole GPU, relaxed at once."""
+    b.do(f"red.{order}.gpu.global.add.u32 [$0], 1;", address)
 
 
 def wait_global(b, address, n):

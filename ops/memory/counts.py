@@ -3,7 +3,7 @@
     wait_count(turns, (pair, tile), n)          until n warps or more have had their turn there
     tma_add(sums, (pair, tile), part)
     stores_done()
-    count_up(turns, (pair, tile))               the next one's turn: it sees what this warp wrote
+    count_stored(turns, (pair, tile))           the next one's turn: it adds behind these
 
 A block may only wait for what blocks with lower numbers do, or its own other warps: blocks begin in the order of their numbers,
 but nobody knows how many of them there is room for at a time. In the interpreter, which runs blocks one after the other, a wait
@@ -44,6 +44,18 @@ def wait_count(counts, at, n):
 def count_up(counts, at):
     """counts[at] += 1, once what this warp has written to global memory is there. Of bulk stores it must know that
     (`stores_done`)."""
+    _count(counts, at)
+
+
+@op
+def count_stored(counts, at):
+    """The same where bulk stores alone have written, and who waits adds to it by bulk stores, too, but reads none of it. Stores
+    that are done (`stores_done`) have come where those of the whole GPU meet, so this waits for nothing; `count_up` waits until
+    all is there that the warp's multiprocessor has under way."""
+    _count(counts, at)
+
+
+def _count(counts, at):
     warp = here()
     if warp.stored < warp.stores:
         raise warp.hazard(f"counts up, and nobody has waited until {warp.sent[warp.stored].deed} was done: stores_done", "wait")
@@ -80,13 +92,21 @@ def _(counts, at, n):
     return void, emit
 
 
-@lowers(count_up)
-def _(counts, at):
-    _check("count_up", counts, at)
+def _counting(name, order):
+    """Such an op's rule."""
 
-    def emit(b, value, vat):
-        ptx.warp_sync(b)
-        with b.if_then(elected(b, LANES)):
-            ptx.count_global(b, _address(b, counts, value, vat))
+    def rule(counts, at):
+        _check(name, counts, at)
 
-    return void, emit
+        def emit(b, value, vat):
+            ptx.warp_sync(b)
+            with b.if_then(elected(b, LANES)):
+                ptx.count_global(b, _address(b, counts, value, vat), order)
+
+        return void, emit
+
+    return rule
+
+
+lowers(count_up)(_counting("count_up", "release"))
+lowers(count_stored)(_counting("count_stored", "relaxed"))

@@ -37,8 +37,8 @@ def store_wait(newer=0):
 
 @op
 def stores_done():
-    """Until all bulk stores that this warp started are done: what they wrote is there, and this warp may say so (`count_up`).
-    `store_wait` waits for less."""
+    """Until all bulk stores that this warp started are done: what they wrote is there, and this warp may say so (`count_up`,
+    `count_stored`). `store_wait` waits for less."""
     warp = here()
     warp.wait_stores()
     warp.stored = warp.stores

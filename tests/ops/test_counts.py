@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 from numpy import int32
 
-from ops import count_up, load, store, store_wait, stores_done, tma_add, wait_count
+from ops import count_stored, count_up, load, store, store_wait, stores_done, tma_add, wait_count
 from tiles import Hazard, fp32, rt, shared, st, tensor
 from tiles.testing import meaning
 
@@ -53,7 +53,8 @@ def test_waiting_for_a_later_block_does_not_hang_as_compiled():
         ptx(in_turn(1, -1), np.zeros((2, 1), np.int32), np.zeros((16, 16), np.float32), warps=2, grid=2)
 
 
-def test_bulk_stores_are_done_first(run):
+@pytest.mark.parametrize("count", [count_up, count_stored])
+def test_bulk_stores_are_done_first(run, count):
     """It is not enough that they have read."""
 
     def kernel(wait):
@@ -64,7 +65,7 @@ def test_bulk_stores_are_done_first(run):
             wait_count(turns, (0, 0), int32(cuda.blockIdx.x))
             tma_add(y, (0, 0), tile)
             wait()
-            count_up(turns, (0, 0))
+            count(turns, (0, 0))
 
         return kernel
 

@@ -229,6 +229,10 @@ SNIPPETS = {  # name: (PTX that makes o of x and y and the thread's number, what
     "sums in memory": (
         ".reg .b64 s; .reg .b32 h; .reg .f32 c; shr.u32 h, %t, 1; mad.wide.u32 s, h, 4, %a2; mov.f32 c, 0f3F800000;"
         "red.global.add.f32 [s], c; bar.warp.sync -1; ld.global.b32 o, [%p2];", np.where(LANE < 16, 0x40000000, 0)),
+    "four sums at once": (
+        ".reg .b64 s; .reg .b32 h; .reg .f32 c; shr.u32 h, %t, 3; mad.wide.u32 s, h, 16, %a2; mov.f32 c, 0f3F800000;"
+        "red.global.add.v4.f32 [s], {c, c, c, c}; bar.warp.sync -1; ld.global.b32 o, [%p2];",
+        np.where(LANE < 16, 0x41000000, 0)),
     "nothing that shows": (
         "prefetch.global.L2 [%a0]; griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 o, x;", x),
     "an mbarrier that goes": (

@@ -4,7 +4,7 @@ from typing import Any
 
 from numpy import int32
 
-from ops import count_up, stores_done, wait_count
+from ops import count_stored, count_up, stores_done, wait_count
 from tiles import inlined, static
 from tiles.arguments import TURNS
 
@@ -112,9 +112,12 @@ class Ordered(Unordered):
     @inlined
     def give(self, given, pair, tile, line):
         """See Unordered."""
+        turn = pair, int32(self.lines * tile + line)
         if self.in_bulk:
             stores_done()
-        count_up(given.turns, (pair, int32(self.lines * tile + line)))
+            count_stored(given.turns, turn)
+        else:
+            count_up(given.turns, turn)
 
 
 UNORDERED = Unordered()
