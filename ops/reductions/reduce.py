@@ -209,6 +209,31 @@ def _(tile):
 
 
 @op
+def lane_moment(tile):
+    """Sum of each row's elements times the numbers of their columns, as a partial col_vec: see lane_sum. tile: of fp32, in row
+    layout. The numbers take no registers."""
+    return np.add.reduce(_elements(tile) * np.arange(tile.spec.cols, dtype=np.float32), axis=1, keepdims=True)
+
+
+@lowers(lane_moment)
+def _(tile):
+    if not isinstance(tile, rt) or tile.dtype is not fp32 or tile.layout != "row":
+        raise TypeError(f"lane_moment: takes a register tile of fp32 in row layout, got {tile}")
+    out = replace(tile.col_vec, partial=True)
+    numbers = [tile.element(0, i)[1] for i in range(tile.elements)]  # in lane 0; a pair in lane t is 2 t further
+
+    def emit(b, value):
+        elements = b.elements(tile, value)
+        weighted = [fmul(b, x, b.real(n)) for x, n in zip(elements, numbers, strict=True)]
+        found = _fold_lane(b, tile, out, weighted, fadd)
+        sums = _fold_lane(b, tile, out, elements, fadd)
+        further = b.real(b.mul(b.and_(b.lane(), b.u32(3)), b.u32(2)))
+        return b.from_elements(out, [fadd(b, x, fmul(b, y, further)) for x, y in zip(found, sums, strict=True)])
+
+    return out, emit
+
+
+@op
 def finish_sum(vector):
     """The col_vec whose lanes' shares a partial sum holds."""
     return vector.array

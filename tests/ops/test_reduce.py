@@ -7,7 +7,7 @@ import pytest
 from numba import cuda
 
 import ops
-from ops import finish_sum, full, lane_sum, load, row_max, row_sum, store
+from ops import finish_sum, full, lane_moment, lane_sum, load, row_max, row_sum, store
 from tiles import bf16, fp16, fp32, rt, shared, st
 from tiles.testing import EPS, blank, close, meaning, pairs, ptx, wide
 
@@ -175,6 +175,36 @@ def test_partial_sums_are_finished_once(run, sample, dtype, side):
     X = wide(x)
     shares = np.abs(X).sum(axis=1) * EPS[dtype] / 2 * (dtype is not fp32)  # every lane's share is rounded
     close(lanes, X.sum(axis=1), ulp=0.51 if dtype is not fp32 else 0, atol=error_of("sum", X, 1) + shares)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (32, 48), (16, 128)])
+def test_first_moments_of_rows(run, sample, shape):
+    """Each element times the number of its column; added to another partial sum before it is finished."""
+    T = rt(*shape, fp32)
+
+    @cuda.jit
+    def body(x, moments, both):
+        a = load(x, T, (0, 0))
+        store(moments, finish_sum(lane_moment(a)), (0,))
+        store(both, finish_sum(lane_moment(a) + lane_sum(a) * 3.0), (0,))
+
+    x, moments, both = sample(shape), blank(shape[0]), blank(shape[0])
+    run(body, x, moments, both)
+    weighted = wide(x) * np.arange(shape[1])
+    error = error_of("sum", np.abs(weighted) + 3 * np.abs(wide(x)), 1)
+    close(moments, weighted.sum(axis=1), atol=error)
+    close(both, weighted.sum(axis=1) + 3 * wide(x).sum(axis=1), atol=error)
+
+
+@pytest.mark.parametrize("backend", [meaning, ptx])
+@pytest.mark.parametrize("tile", [rt(16, 16, bf16), rt(16, 16, fp32, "col")], ids=str)
+def test_first_moments_are_of_fp32_in_row_layout(backend, tile):
+    @cuda.jit
+    def body(x, out):
+        store(out, finish_sum(lane_moment(load(x, tile, (0, 0)))), (0,))
+
+    with pytest.raises(TypeError, match=re.escape(f"lane_moment: takes a register tile of fp32 in row layout, got {tile}")):
+        backend(body, blank((16, 16), tile.dtype), blank(16))
 
 
 def test_row_max_drops_nan_as_fmax_does(run, sample):

@@ -62,6 +62,11 @@ class Config(ByKeys):
         return LANES * self.warps
 
     @property
+    def learners(self) -> int:
+        """How many warps of a block leave what they have learnt."""
+        return self.kv // self.own
+
+    @property
     def parts(self) -> Held:
         """How dQ is cut."""
         return Held(self.rows, self.kv, self.head_dim, self.dtype, self.piece, self.together)
@@ -110,7 +115,7 @@ def make(config: Config):
     KV, ROWS, OWN, STEP, WARPS, PIECE = config.kv, config.rows, config.own, config.step, config.warps, config.piece
     GIVEN, AUX, INPUT, APART, BENDS = config.given, config.aux, config.dtype, config.apart, config.variant.bends
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
-    order, result, OUT = config.order, config.result, config.result.dtype
+    order, learns, result, OUT = config.order, config.learns, config.result, config.result.dtype
     PANELS, OWNERS, STEPS, BANDS = config.head_dim // PANEL, KV // OWN, ROWS // STEP, ROWS // BAND
     EACH = parts.count // WARPS  # how many parts of dQ a warp has
     DK, DV, PART = rt(OWN, config.head_dim, fp32), rt(OWN, config.value_dim, fp32), rt(BAND, PANEL, fp32)
@@ -129,8 +134,8 @@ def make(config: Config):
         return int32(warpgroup.WARPGROUP * warpgroup.id() + warpgroup.rank())
 
     @inlined
-    def alone(j, sums, q, do, keys, values, ds, mine, at, cut, key, gSums, place, scale):
-        """A warp's dK and dV with tile j of queries, and dS for all, some queries after the other."""
+    def alone(j, sums, learnt, q, do, keys, values, ds, mine, at, cut, key, gSums, place, scale):
+        """A warp's dK and dV with tile j of queries, what it has learnt, and dS for all, some queries after the other."""
         (dk, dv), (batch, head, row) = sums, place
         queries, dout = q.wait(j, 1), do.wait(j, 0)
         for n in range(STEPS):
@@ -142,13 +147,14 @@ def make(config: Config):
             dv = mma_AB(dv, turned(variant.left(p)), its_do)
             dp = turned(mma_ABt(zeros(SCORES), values, its_do))
             delta = load(gSums, S.col_vec, (batch, head, int32(row + ROWS + STEP * n)), -2, -1, True)
-            slope = INPUT(variant.slope(fp32(p), dp, delta, here) * bend)
+            slope = variant.slope(fp32(p), dp, delta, here)
+            learnt, slope = learns.add(learnt, slope, here, key), INPUT(slope * bend)
             store(subtile(ds, STEP, STEPS * mine + n), slope)
             dk = mma_AB(dk, turned(slope), its_q)
-        return dk, dv
+        return (dk, dv), learnt
 
     @inlined
-    def apart(j, sum, q, do, keys, values, ds, mine, at, cut, key, gSums, place, scale):
+    def apart(j, sum, learnt, q, do, keys, values, ds, mine, at, cut, key, gSums, place, scale):
         """The same of two warps, the first of which has dV and the other dK. P goes from one to the other where dS will lie,
         and behind all dS what scores are bent by."""
         first, (batch, head, row) = warp_number() < OWNERS, place
@@ -166,12 +172,13 @@ def make(config: Config):
         else:
             block.sync()
             slope = variant.slope(fp32(load(subtile(ds, ROWS, mine), P)), x, of_rows, at)
+            learnt = learns.add(learnt, slope, at, key)
             if BENDS:
                 slope = slope * fp32(load(subtile(ds, ROWS, OWNERS + mine), P))
             slope = INPUT(slope)
             store(subtile(ds, ROWS, mine), slope)
             sum = mma_AB(sum, turned(slope), queries)
-        return sum
+        return sum, learnt
 
     @inlined
     def add(n, keys, ds, gSum, pair, tile):
@@ -194,6 +201,7 @@ def make(config: Config):
         before the variant made something of it, it was `unit` Q K^T."""
         k, v, q, do, ds = smem.open()
         number, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
+        line = int32(blocks * (pair // heads) + number)  # of what is learnt
         number, batch, kv_head = sequences.find_keys(number, pair, heads, KV, given)
         own, key, warp = sequences.sequence(batch, given), int32(KV * number), warp_number()
         if not sequences.has_keys(key, batch, given):
@@ -214,7 +222,7 @@ def make(config: Config):
         do.fill(0, gDO, (own.batch, first, group * kv_head, 0), 1, 3, tiles, PIECE)
         every_key = k.wait(0, 3)
         keys, values = subtile(every_key, OWN, mine), subtile(v.wait(0, 2), OWN, mine)
-        sums = zeros(DK) if APART else (zeros(DK), zeros(DV))
+        sums, learnt = zeros(DK) if APART else (zeros(DK), zeros(DV)), learns.begin(SCORES)
         head, i = int32(group * kv_head), int32(0)
         for j in range(tiles):
             nth = order.nth(every.n, i)
@@ -222,7 +230,7 @@ def make(config: Config):
             stands = at._replace(head=head, row=int32(ROWS * tile))
             here, to = stands._replace(kept=variant.keep(stands)), int32(above + tile)
             place, cut = (own.batch, head, int32(2 * ROWS * to)), tiling.cut(every, nth)
-            sums = step(j, sums, q, do, keys, values, ds, mine, here, cut, own_key, gSums, place, scale)
+            sums, learnt = step(j, sums, learnt, q, do, keys, values, ds, mine, here, cut, own_key, gSums, place, scale)
             block.sync()
             last = i + 1 == every.n  # of the head's tiles
             row = first if last else int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, i + 1), key, at, group))
@@ -240,6 +248,10 @@ def make(config: Config):
                 for n in range(EACH):
                     add(int32(warp + WARPS * n), every_key, ds, gSum, of, to)
             order.give(given, of, to, 0)
+            if last:
+                if not APART or warp >= OWNERS:
+                    learns.give(learnt, given, here, int32(OWNERS * line + mine))
+                learnt = learns.begin(SCORES)
             head, i = int32(head + 1) if last else head, int32(0) if last else int32(i + 1)
         row = own.key + own_key
         if not APART:

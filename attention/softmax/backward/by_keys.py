@@ -10,16 +10,18 @@ from ..kind import Kind
 from .lists import facing
 from .order import UNORDERED, Ordered, Unordered
 from .results import Added, Written
+from .slopes import UNASKED, Unasked
 from .tiling import Facing
 
 
 @dataclass(frozen=True)
 class ByKeys(Kind):
-    """queries: rows of a tile. ordered: see order.py. adds: see results.py."""
+    """queries: rows of a tile. ordered: see order.py. adds: see results.py. learns: see slopes.py."""
 
     queries: int
     ordered: bool = field(default=False, kw_only=True)
     adds: bool = field(default=False, kw_only=True)
+    learns: Unasked = field(default=UNASKED, kw_only=True)
     early = False  # does it begin while the grid before it ends?
 
     @property
@@ -39,8 +41,8 @@ class ByKeys(Kind):
 
     @property
     def given(self) -> Record:
-        """What the kernel is told of the variant, of sequences, of lists and of the order."""
-        return record(**super().given.fields, **self.order.given)
+        """What the kernel is told of the variant, of sequences, of lists, of the order and of slopes."""
+        return record(**super().given.fields, **self.order.given, **self.learns.given)
 
     @property
     def rows(self) -> int:
@@ -63,4 +65,4 @@ class ByKeys(Kind):
         return st(self.rows, self.value_dim, self.dtype)
 
     def __str__(self):
-        return super().__str__() + str(self.order) + " adds" * self.adds
+        return super().__str__() + str(self.order) + " adds" * self.adds + str(self.learns)

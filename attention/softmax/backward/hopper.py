@@ -20,10 +20,12 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from ..seen import CAUSAL, FULL
+from ..sequences import Batched
 from ..variants import At, Variant
 from .by_keys import ByKeys
 from .order import Ordered
 from .parts import ByRows, parts_of
+from .slopes import UNASKED
 
 CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
 FILLER, SENDER, SENDERS = 0, 1, 2  # which of the producer's warps brings tiles, and from which on how many send dQ
@@ -58,6 +60,11 @@ class Config(ByKeys):
         return CONSUMERS * warpgroup.ROWS // self.kv
 
     @property
+    def learners(self) -> int:
+        """How many warps of a block leave what they have learnt."""
+        return CONSUMERS * warpgroup.WARPGROUP
+
+    @property
     def parts(self) -> ByRows:
         """How dQ is cut."""
         return parts_of(self.rows, self.kv, self.head_dim, self.dtype, CONSUMERS)
@@ -75,7 +82,15 @@ def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | N
     """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see Kind."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
     shape = SHAPES[padded] | ({"rounded": True} if variant.scored or variant.draws else {})
+    if kind.get("learns", UNASKED) is not UNASKED:  # sums of dS would have the rounding of weights
+        shape = shape | {"rounded": False}
     return Config(padded, padded, dtype, variant, **shape, **kind)
+
+
+def finds_slopes(head_dim: int, value_dim: int, lie: type[Batched]) -> bool:
+    """Does the kernel find the gradient of slopes, too? Where that was timed; elsewhere it spills more registers, and
+    of wide heads two consumers have the same keys."""
+    return 64 < max(head_dim, value_dim) <= 128 and lie.packed
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -91,14 +106,15 @@ def make(config: Config):
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
     GIVEN, AUX, INPUT, ROUNDED = config.given, config.aux, config.dtype, config.rounded
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
-    order, result, OUT = config.order, config.result, config.result.dtype
+    order, learns, result, OUT = config.order, config.learns, config.result, config.result.dtype
     SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.bends, int(config.sequences.packed)
     FENCED = SHARE == 1  # has each consumer published dS?
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
+    SCORES = rt(16, ROWS, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
-    keep, claim = REGISTERS
+    LEARNERS, (keep, claim) = config.learners, REGISTERS
     smem = shared(
         k=ring(config.key, 1, readers),
         v=ring(config.value, 1, readers),
@@ -125,9 +141,9 @@ def make(config: Config):
         return queries
 
     @inlined
-    def step(j, s, dk, dv, cut, rings, keys, values, me, at, coming, key, scale):
-        """What becomes of dK and dV by tile j of queries, whose scores are s, and the scores of the next one, whose first query
-        is `coming`."""
+    def step(j, s, dk, dv, learnt, cut, rings, keys, values, me, at, coming, key, scale):
+        """What becomes of dK, dV and what is learnt by tile j of queries, whose scores are s, and the scores of the next one,
+        whose first query is `coming`."""
         k, q, do, ds, dq, sums = rings
         dp = warpgroup.mm_ABt(values, whole(do.wait(j), at.queries - at.row))
         of_rows = sums.wait(j)
@@ -142,6 +158,7 @@ def make(config: Config):
         if ROUNDED:
             p = fp32(turned(weights))
         slope = variant.slope(p, dp, load(subtile(of_rows, ROWS, 1), S.col_vec), at)
+        learnt = learns.add(learnt, slope, at, key)
         if BENDS:
             slope = slope * fp32(bend)
         slope = INPUT(turned(slope))
@@ -171,7 +188,7 @@ def make(config: Config):
         dk = warpgroup.wait(dk, newer=1)
         q.release(j)
         warpgroup.store_held(dq.claim(PARTS * j + LAST + me), part)
-        return turned(warpgroup.wait(s)), dk, dv
+        return turned(warpgroup.wait(s)), dk, dv, learnt
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
@@ -187,6 +204,7 @@ def make(config: Config):
         grid.follow()
         me = warpgroup.id()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
+        line = int32(blocks * (pair // heads) + block)  # of what is learnt
         block, batch, kv_head = sequences.find_keys(block, pair, heads, KV, given)
         own, key = sequences.sequence(batch, given), int32(KV * block)
         if not sequences.has_keys(key, batch, given):
@@ -239,13 +257,15 @@ def make(config: Config):
             j = int32(0)
             for h in range(group):
                 stands = at._replace(head=int32(group * kv_head + h))
-                kept = variant.keep(stands)
+                kept, learnt = variant.keep(stands), learns.begin(SCORES)
                 for i in range(every.n):
                     nth, then = order.nth(every.n, i), order.nth(every.n, i + 1 if i + 1 < every.n else 0)
                     here = stands._replace(row=int32(ROWS * tiling.tile(every, nth, key, at, group)), kept=kept)
                     coming = ROWS * tiling.tile(every, then, key, at, group)
-                    s, dk, dv = step(j, s, dk, dv, tiling.cut(every, nth), rings, keys, values, me, here, coming, mine, scale)
+                    cut = tiling.cut(every, nth)
+                    s, dk, dv, learnt = step(j, s, dk, dv, learnt, cut, rings, keys, values, me, here, coming, mine, scale)
                     j = int32(j + 1)
+                learns.give(learnt, given, stands, int32(LEARNERS * line + warpgroup.WARPGROUP * me + warpgroup.rank()))
             if j > 0:
                 dq.publish(PARTS * (j - 1) + LAST + me)
             row = own.key + key + EACH * (me // SHARE)

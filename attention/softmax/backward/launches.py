@@ -1,5 +1,6 @@
 """The launches of attention.backward: which kernels serve a problem, and what they are bound to."""
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,7 @@ from ..assembled import Assembled
 from ..launches import DTYPES, LOG2_E, Before, made_for, sequences_of, spread, variant_arrays
 from ..ready import Listing, check
 from ..sequences import Batched
-from . import ampere, apart, finish, folded, hopper, prepare, sinks, wide, wide_queries
+from . import ampere, apart, finish, folded, hopper, prepare, sinks, slopes, wide, wide_queries
 from .again import Added
 from .learned import Learned
 from .lists import listed
@@ -52,6 +53,10 @@ def planned(
     by_list = listing is not None and lie is Batched
     kind: dict[str, Any] = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list}
     kind |= {"lie": lie, "ordered": ordered, "adds": adds}
+    learns = slopes.UNASKED
+    if "dalibi" in reads and (not tma or hopper.finds_slopes(head_dim, value_dim, lie)):
+        learns = slopes.asked(made.variant, reads["dalibi"][0])
+    kind |= {"learns": learns}
     module: Any
     config: hopper.Config | ampere.Config
     if plain and apart.serves(head_dim, made.variant, value_dim):
@@ -86,6 +91,12 @@ def planned(
         found = listed(early, made, listing.varies, config, where | given, read)
         surveyed = {"classes": spread(classes := found.pop("classes"), (batch, heads, *classes.form.shape[2:]))}
         listed_by = {name: spread(x, (batch, kv_heads, *x.form.shape[2:])) for name, x in found.items()}
+    learnt: dict[str, Any] = {}
+    if learns is not slopes.UNASKED:
+        rows = config.learners * blocks * (1 if lie.packed else batch)
+        size = math.prod(problem["dalibi"].form.shape)
+        learnt["found"] = early.memory((rows, size), "float32")
+        early.steps.append(Fill(learnt["found"], 0.0))
     before = kernel_for(prepare, prepare.config_of(config), problem.device).bind(
         batch * heads * tiles,
         gO=problem["out"],
@@ -118,6 +129,7 @@ def planned(
         **given,
         **listed_by,
         **read,
+        **learnt,
     )
     after = kernel_for(finish, finish.config_of(config), problem.device).bind(
         batch * heads * tiles, gSum=sums, gDQ=problem["dq"], blocks=tiles, heads=heads, unit=scale, **where
@@ -129,7 +141,10 @@ def planned(
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gSums": of_rows}
     learned = Learned(problem, made, config, late, arrays | where | given | surveyed | read, gpu.processors)
     for name, readers in reads.items():
-        learned.launch(name, readers)
+        if name == "dalibi" and learnt:
+            learned.add_up(name, learnt["found"])
+        else:
+            learned.launch(name, readers)
     return Plan([*steps, *late.steps], early.scratch, give)
 
 

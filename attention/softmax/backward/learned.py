@@ -108,3 +108,13 @@ class Learned:
                 elements, again.Config(**self.kind(read)), grid, gFound=found, **extents, **self.shape, **self.told
             )
         self.late.launch(adding, adding, -(-size // elements.AT_ONCE), gFound=found, gOut=flat)
+
+    def add_up(self, name: str, found: Any) -> None:
+        """The gradient of this name, of rows of sums."""
+        out, adding = self.problem[name], elements.Total(self.config.adds)
+        size = math.prod(out.form.shape)
+        try:
+            flat = out.reshape(1, size)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        self.late.launch(adding, adding, -(-size // elements.AT_ONCE), gFound=found, gOut=flat)

@@ -215,6 +215,21 @@ def test_what_scores_of_sequences_are_made_of(place, name, family):
     judge(options, dout, q, k, v, out, lse, attention.backward(*put, out, lse, **told, **asked), place)
 
 
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("options", [{}, dict(window=(50, 0), sink=SCALES)], ids=["causal", "window"])
+def test_slopes_that_packed_sequences_share(place, family, options):
+    """Their gradient is found where dS is, with no kernel that computes scores once more; of two blocks of keys, and twice
+    the same bits."""
+    ends, ends_k = np.array([0, 17, 17, 90], np.int32), np.array([0, 30, 40, 180], np.int32)
+    options = dict(cu_seqlens=ends, cu_seqlens_k=ends_k, alibi=np.array([0.2, 0.05], F32), causal=True) | options
+    (q, k, v), dout = inputs(1, 90, 180, 2, 1, 128), inputs(1, 90, 180, 2, 1, 128)[0]
+    put, told = [place.put(x) for x in (dout, q, k, v)], there(place, options | {"family": family})
+    out, lse = attention.forward(*put[1:], return_lse=True, **told)
+    got, again = (attention.backward(*put, out, lse, **told, dalibi=True) for _ in range(2))
+    judge(options, dout, q, k, v, out, lse, got, place)
+    assert (place.get(got[3]) == place.get(again[3])).all()
+
+
 SCORE = st.sampled_from([None, lambda s, b, h, i, j: s * sigmoid(s), lambda s, b, h, i, j: s + 0.1 * (j - i) * (h + b)])
 MASK = st.sampled_from([None, lambda b, h, i, j: (i + j + h) % 3 > 0, lambda b, h, i, j: (i // 5 == j // 7) & (j != b)])
 
