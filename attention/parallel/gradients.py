@@ -41,12 +41,25 @@ class Gradients:
                     found.others[flat] = torch.zeros(one.shape, dtype=torch.float32, device=one.device)
         return found
 
-    def add(self, part: Piece, call: Call, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, into: Sequence[Any]) -> None:
-        """The gradients of a piece of a call of some heads; into: where those of its queries, keys and values are summed."""
+    def add(
+        self,
+        part: Piece,
+        call: Call,
+        dout: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        into: Sequence[Any],
+        accumulate: bool = True,
+    ) -> None:
+        """The gradients of a piece of a call of some heads; into: where those of its queries, keys and values are summed.
+        accumulate: by the kernel, which may be another one then than one GPU would take, and give other last bits."""
         told: dict[str, Any] = dict(part.options)
         learned = [name for name in LEARNED if name in told and any([x.startswith(name) for x in self.others])]
         sinks, backward = "sink" in told, partial(attention.backward, dout, q, k, v, out, lse)
-        if not learned:
+        if accumulate and not learned:
             places = dict(zip(("dq", "dk", "dv"), into)) | ({"dsink": torch.zeros_like(told["sink"])} if sinks else {})
             rest = backward(accumulate=True, **places, **told)[3:]
         else:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 import attention
 
 from .gather import Gather, fetched
@@ -29,9 +27,8 @@ class InOrder(Gather):
         keys, values = self._fetch(k, v, call, all_heads(k.shape[2])).wait()
         for rows, part, seen in self._parts(call):
             if part is not None:
-                sums = [torch.zeros(x[:, seen].shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
                 given = dout[:, rows], q[:, rows], keys[:, seen], values[:, seen], out[:, rows], lse[:, :, rows]
-                found.add(part, call, *given, (found.dq[:, rows], *sums))  # whose sums are not the whole's
+                found.add(part, call, *given, (found.dq[:, rows],), accumulate=False)  # its dk and dv are not the whole's
         dout, q, out, lse = facing.wait()
         lse, rank = lse.transpose(1, 2).contiguous(), self.peers.rank
         for at, span in Cut(self.keys[rank], Span(0, 1)).places():
