@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, grid, load, store, store_wait, subtile, tma_add, transpose, turned, warpgroup, zeros
+from ops import divmod, grid, load, store, subtile, transpose, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
 from . import hopper
+from .folded import ways
 from .hopper import CONSUMERS, FILLER, SENDER, SENDERS
 
 GATHERER, PRODUCER = CONSUMERS, CONSUMERS + 1  # the third warpgroup and the fourth
@@ -131,14 +132,7 @@ def make(config: Config):
         stored(PARTS * j + 1, part, dq)
         return dk
 
-    @inlined
-    def following(i, every, here):
-        """The number of the tile of a head behind its i-th, and where it lies; behind the last one the next head's first."""
-        i = int32(i + 1)
-        if i == every.n:
-            i, here = int32(0), here._replace(head=int32(here.head + 1))
-            here = here._replace(kept=variant.keep(here))
-        return i, here._replace(row=int32(ROWS * (every.first + order.nth(every.n, i))))
+    bring, send, following = ways(config)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
@@ -160,26 +154,9 @@ def make(config: Config):
         if me == PRODUCER:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
-                if tiles > 0:
-                    k.fill(0, gK, (own.batch, block, kv_head))
-                head, tile = int32(group * kv_head), order.start(every)
-                for j in range(tiles):
-                    q.fill(j, gQ, (own.batch, tile, head))
-                    if j == 0:
-                        v.fill(0, gV, (own.batch, block, kv_head))
-                    do.fill(j, gDO, (own.batch, tile, head))
-                    sums.fill(j, gSums, (own.batch, head, tile))
-                    head, tile = order.following(every, head, tile)
+                bring((gK, gV, gQ, gDO, gSums), (k, v, q, do, sums), own.batch, block, kv_head, every, group)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                mine, of, tile = int32(warpgroup.rank() - SENDER), int32(group * pair), order.start(every)
-                for j in range(tiles):
-                    n = int32(PARTS * j + mine)
-                    order.take(given, of, tile, mine, tiling.before(block, tile, at, group))
-                    tma_add(gSum, (of, int32(PARTS * tile + mine)), dq.wait(n))
-                    store_wait()
-                    dq.release(n)
-                    order.give(given, of, tile, mine)
-                    of, tile = order.following(every, of, tile)
+                send(gSum, dq, block, pair, every, at, group)
         elif me == GATHERER:
             warpgroup.claim_registers(take)
             dk, rings = zeros(DK), (q, do, ds, dq, sums)

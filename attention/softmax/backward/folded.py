@@ -51,6 +51,52 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             yield config_for(HEAD_DIM, of, variant)
 
 
+def ways(config: hopper.Config):
+    """(bring, send, following): how the warps of a producer bring tiles and send dQ's parts, and how a consumer goes from one
+    tile of queries to the next. Those of apart.py, too."""
+    ROWS, PARTS, variant, tiling, order = config.rows, config.parts.count, config.variant, config.tiling, config.order
+
+    @inlined
+    def bring(arrays, rings, batch, block, kv_head, every, group):
+        """A block of keys and values, and all tiles that see it."""
+        gK, gV, gQ, gDO, gSums = arrays
+        k, v, q, do, sums = rings
+        tiles, head, tile = int32(group * every.n), int32(group * kv_head), order.start(every)
+        if tiles > 0:
+            k.fill(0, gK, (batch, block, kv_head))
+        for j in range(tiles):
+            q.fill(j, gQ, (batch, tile, head))
+            if j == 0:
+                v.fill(0, gV, (batch, block, kv_head))
+            do.fill(j, gDO, (batch, tile, head))
+            sums.fill(j, gSums, (batch, head, tile))
+            head, tile = order.following(every, head, tile)
+
+    @inlined
+    def send(gSum, dq, block, pair, every, at, group):
+        """A sender's parts of dQ, each in its turn."""
+        mine, of, tile = int32(warpgroup.rank() - SENDER), int32(group * pair), order.start(every)
+        for j in range(int32(group * every.n)):
+            n = int32(PARTS * j + mine)
+            order.take(at.given, of, tile, mine, tiling.before(block, tile, at, group))
+            tma_add(gSum, (of, int32(PARTS * tile + mine)), dq.wait(n))
+            store_wait()
+            dq.release(n)
+            order.give(at.given, of, tile, mine)
+            of, tile = order.following(every, of, tile)
+
+    @inlined
+    def following(i, every, here):
+        """The number of the tile of a head behind its i-th, and where it lies; behind the last one the next head's first."""
+        i = int32(i + 1)
+        if i == every.n:
+            i, here = int32(0), here._replace(head=int32(here.head + 1))
+            here = here._replace(kept=variant.keep(here))
+        return i, here._replace(row=int32(ROWS * (every.first + order.nth(every.n, i))))
+
+    return bring, send, following
+
+
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
@@ -125,16 +171,7 @@ def make(config: Config):
 
         return step
 
-    @inlined
-    def following(i, every, here):
-        """The number of the tile of a head behind its i-th, and where it lies; behind the last one the next head's first."""
-        i = int32(i + 1)
-        if i == every.n:
-            i, here = int32(0), here._replace(head=int32(here.head + 1))
-            here = here._replace(kept=variant.keep(here))
-        return i, here._replace(row=int32(ROWS * (every.first + order.nth(every.n, i))))
-
-    first_step, step = stepping(False), stepping(True)
+    first_step, step, (bring, send, following) = stepping(False), stepping(True), ways(config)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
@@ -156,26 +193,9 @@ def make(config: Config):
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
-                if tiles > 0:
-                    k.fill(0, gK, (own.batch, block, kv_head))
-                head, tile = int32(group * kv_head), order.start(every)
-                for j in range(tiles):
-                    q.fill(j, gQ, (own.batch, tile, head))
-                    if j == 0:
-                        v.fill(0, gV, (own.batch, block, kv_head))
-                    do.fill(j, gDO, (own.batch, tile, head))
-                    sums.fill(j, gSums, (own.batch, head, tile))
-                    head, tile = order.following(every, head, tile)
+                bring((gK, gV, gQ, gDO, gSums), (k, v, q, do, sums), own.batch, block, kv_head, every, group)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                mine, of, tile = int32(warpgroup.rank() - SENDER), int32(group * pair), order.start(every)
-                for j in range(tiles):
-                    n = int32(PARTS * j + mine)
-                    order.take(given, of, tile, mine, tiling.before(block, tile, at, group))
-                    tma_add(gSum, (of, int32(PARTS * tile + mine)), dq.wait(n))
-                    store_wait()
-                    dq.release(n)
-                    order.give(given, of, tile, mine)
-                    of, tile = order.following(every, of, tile)
+                send(gSum, dq, block, pair, every, at, group)
         else:
             warpgroup.claim_registers(claim)
             dk, dv = zeros(DK), zeros(DV)

@@ -91,13 +91,8 @@ class Learned:
         """The gradient of an array that these read."""
         out, (batches, heads, tiles, blocks) = self.problem[name], self.dealt()
         size, warps = math.prod(out.form.shape), self.queries // again.BAND
-        try:
-            flat = out.reshape(1, size)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        adding = elements.Total(self.config.adds)
         if not reads or not size:
-            self.late.steps += [] if adding.adds else [Fill(out, 0.0)]
+            self.late.steps += [] if self.config.adds else [Fill(out, 0.0)]
             return
         most = max(1, elements.BYTES // (4 * size * warps * len(reads)))
         grid = min(batches * heads * tiles * blocks, elements.SHARED_BY * self.processors, most)
@@ -107,7 +102,7 @@ class Learned:
             self.late.launch(
                 elements, again.Config(**self.kind(read)), grid, gFound=found, **extents, **self.shape, **self.told
             )
-        self.late.launch(adding, adding, -(-size // elements.AT_ONCE), gFound=found, gOut=flat)
+        self.add_up(name, found)
 
     def add_up(self, name: str, found: Any) -> None:
         """The gradient of this name, of rows of sums."""
