@@ -13,10 +13,8 @@ from cuda.bindings.nvjitlink import nvJitLinkError
 from cuda.core import Linker, LinkerOptions, ObjectCode
 from llvmlite.ir.values import ArgumentAttributes
 from numba.core import types
-from numba.cuda import cgutils, compiler, dispatcher, lowering, target, utils
-from numba.cuda.core.compiler_machinery import FunctionPass, PassManager, register_pass
+from numba.cuda import cgutils, compiler, dispatcher, lowering, target
 from numba.cuda.debuginfo import CUDADIBuilder
-from numba.cuda.descriptor import cuda_target
 from numba.cuda.misc import firstlinefinder
 
 from . import constants, named  # noqa: F401  # they teach Numba
@@ -24,7 +22,8 @@ from .builder import i32
 from .importable import uncollected
 from .lines import Place, of_ptx
 from .overwritten import complaints, overwritten
-from .plumbing import TENSOR_MAP, forget, lines_of_helpers
+from .plumbing import TENSOR_MAP, forget, helpers_as
+from .typed import typed
 
 
 @dataclass(frozen=True)
@@ -98,12 +97,11 @@ _alone = threading.RLock()  # compiling is not for two threads at once
 
 
 @contextlib.contextmanager
-def _compiling_for(cc, lines=False):
+def _compiling_for(cc, form="code"):
     """numba-cuda asks the current device for its compute capability when a kernel calls a device function; answer for it,
     so that code for any architecture can be made on any machine. Afterwards Numba keeps nothing of a factory's. Meanwhile no
-    garbage is collected: that would take a fifth of the time. lines: what is compiled into the kernel has a table of its
-    lines."""
-    with _alone, uncollected(), lines_of_helpers() if lines else contextlib.nullcontext():
+    garbage is collected: that would take a fifth of the time. form: how what is compiled into the kernel is (helpers_as)."""
+    with _alone, uncollected(), helpers_as(form):
         asked = dispatcher.get_current_device
         dispatcher.get_current_device = lambda: type("Device", (), {"compute_capability": cc})
         lowering.get_func_def_lineno, target.CUDADIBuilder = _line_of_def, _TableOfLines
@@ -186,40 +184,11 @@ def _take_maps_by_value(function, cc):
         cgutils.get_or_insert_named_metadata(module, "nvvm.annotations").add(note)
 
 
-@register_pass(mutates_CFG=False, analysis_only=True)
-class _Typed(FunctionPass):
-    """Ends a pipeline where all is typed."""
-
-    _name = "typed"
-
-    def __init__(self):
-        FunctionPass.__init__(self)
-
-    def run_pass(self, state):
-        state.cr = state.return_type  # what such a pipeline gives
-        return False
-
-
-class _Typing(compiler.CUDACompiler):
-    """Numba's pipeline for kernels, up to where all is typed."""
-
-    def define_cuda_lowering_pipeline(self, state):
-        passes = PassManager("typing")
-        passes.add_pass(_Typed, "all is typed")
-        passes.finalize()
-        return passes
-
-
 def check_types(kernel, signature, arch):
     """TypingError, or what else Numba says, if it would refuse this kernel for these types of arguments."""
     cc = capability(arch)[:2]
-    with _compiling_for(cc), utils.numba_target_override():
-        flags = compiler.CUDAFlags()
-        flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
-        flags.error_model, flags.compute_capability = "numpy", cc
-        compiler.compile_extra(
-            cuda_target.typing_context, cuda_target.target_context, kernel.py_func, signature, types.void, flags, {}, _Typing
-        )
+    with _compiling_for(cc, "types"):
+        typed(kernel.py_func, signature, types.void, cc)
 
 
 class Lowered:
@@ -228,7 +197,7 @@ class Lowered:
 
     def __init__(self, kernel, signature, arch, lines=False):
         cc, options = capability(arch), kernel.targetoptions
-        with _compiling_for(cc[:2], lines):
+        with _compiling_for(cc[:2], "lines" if lines else "code"):
             library, _ = compiler._compile_pyfunc_with_fixup(
                 kernel.py_func,
                 types.void(*signature),

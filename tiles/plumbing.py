@@ -12,7 +12,7 @@ import weakref
 
 import numpy as np
 from llvmlite import ir
-from numba.cuda import types
+from numba.cuda import dispatcher, types
 from numba.cuda.core import typeinfer
 from numba.cuda.core.base import OverloadSelector
 from numba.cuda.cudadrv.error import CudaSupportError
@@ -29,6 +29,7 @@ from .builder import Builder, f32, i32, i64
 from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32
 from .lines import from_op
 from .op import OPS, Name
+from .typed import typed
 from .types import barrier, gl, is_static, pending, rt, rv, st, sv
 
 TENSOR_MAP = ir.LiteralStructType([ir.ArrayType(i64, 16)])  # 128 bytes that only TMA understands
@@ -259,13 +260,17 @@ def inline(function):
 
 
 class _Inlined(CUDADispatcher):
-    """The function, compiled for each types of arguments; with a table of lines and without, apart."""
+    """The function, compiled for each types of arguments; in each form apart."""
 
     def compile_device(self, args, return_type=None):
-        self.targetoptions["lineinfo"] = _lines
-        self.overloads = self.__dict__.setdefault("forms", ({}, {}))[_lines]
-        if args not in self.overloads and (is_local(self.py_func) or any(map(_passes, args))):
-            _passing_forms.append((self.overloads, args))
+        self.targetoptions["lineinfo"] = _form == "lines"
+        self.overloads = self.__dict__.setdefault("forms", {}).setdefault(_form, {})
+        if args not in self.overloads:
+            if is_local(self.py_func) or any(map(_passes, args)):
+                _passing_forms.append((self.overloads, args))
+            if _form == "types":
+                cc = dispatcher.get_current_device().compute_capability
+                self.overloads[args] = typed(self.py_func, args, return_type, cc)
         return super().compile_device(args, return_type)
 
 
@@ -287,18 +292,18 @@ def _teach_launch(call):
 
 
 CUDADispatcher.call = _teach_launch(CUDADispatcher.call)
-_lines = False  # whether they are compiled with a table of lines
+_form = "code"  # how they are compiled
 
 
 @contextlib.contextmanager
-def lines_of_helpers():
-    """Inside, what is compiled into a kernel has a table of its lines."""
-    global _lines
-    _lines = True
+def helpers_as(form):
+    """Inside, what is compiled into a kernel is "code", code with a table of its "lines", or only has its "types"."""
+    global _form
+    before, _form = _form, form
     try:
         yield
     finally:
-        _lines = False
+        _form = before
 
 
 def _passes(ty):
@@ -320,8 +325,8 @@ def forget():
     for static objects. To be called when a kernel is compiled; the next one compiles what it needs."""
     while _passing_forms:
         forms, args = _passing_forms.pop()
-        if args in forms:  # it was compiled
-            cuda_target.target_context.remove_user_function(forms.pop(args).entry_point)
+        if (compiled := forms.pop(args, None)) and compiled.library:  # code
+            cuda_target.target_context.remove_user_function(compiled.entry_point)
     while _passing:
         table, key = _passing.pop()
         table.pop(key, None)

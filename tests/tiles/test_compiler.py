@@ -8,11 +8,12 @@ import pytest
 from kernels import copies
 from numba import cuda
 from numba.cuda import types
+from numba.cuda.compiler import CUDANativeLowering
 
 import tiles
 from ops import warpgroup
 from tiles import bf16, inlined, ring, sass, shared, st
-from tiles.compiler import compile_kernel
+from tiles.compiler import check_types, compile_kernel
 from tiles.plumbing import Value
 
 TILE = st(64, 64, bf16)
@@ -76,3 +77,34 @@ def test_maps_are_read_where_the_parameters_lie(arch):
     opcodes = sass.instructions(compiled.cubin)
     assert opcodes["UTMALDG"] and opcodes["UTMASTG"]
     assert compiled.spill_bytes == 0 and compiled.local_bytes < 128
+
+
+@inlined
+def twice(a, k):
+    """Numba has not compiled this before."""
+    return fetch_of(a, k) + fetch_of(a, k)
+
+
+@inlined
+def fetch_of(a, k):
+    return a[k]
+
+
+@cuda.jit
+def doubled(a):
+    a[0] = twice(a, 1)
+
+
+def test_what_is_only_checked_is_not_lowered(monkeypatch):
+    """Neither the kernel nor the helpers that it calls; and they are, when the kernel is compiled afterwards."""
+    lowered, run = [], CUDANativeLowering.run_pass
+    monkeypatch.setattr(
+        CUDANativeLowering, "run_pass", lambda self, state: lowered.append(state.func_id.func_name) or run(self, state)
+    )
+    array = types.Array(types.float32, 1, "A")
+    check_types(doubled, (array,), "sm_90a")
+    assert lowered == []
+    assert compile_kernel(doubled, (array,), "sm_90a").registers
+    assert lowered == ["fetch_of", "twice", "doubled"]
+    check_types(doubled, (array,), "sm_90a")
+    assert len(lowered) == 3
