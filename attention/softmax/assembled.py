@@ -29,14 +29,14 @@ def assembled(
     window: tuple[int | None, int | None] = (None, None),
     softcap: float | None = None,
     alibi: bool = False,
-    bias: bool = False,
+    bias: Biased | None = None,
     sink: bool = False,
     mask: Callable | None = None,
     score: Scored | SlopedBy | None = None,
     more: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
 ) -> Assembled:
-    """The variant of these options, and `more` with their numbers; alibi, bias and sink say whether there is one. Scores are
-    capped, then sloped and biased, then a function's; what is masked stays masked."""
+    """The variant of these options, and `more` with their numbers; alibi and sink say whether there is one, bias
+    how it is read. Scores are capped, then sloped and biased, then a function's; what is masked stays masked."""
     (left, right), unit = window, scale
     parts = [part for part, _ in more]
     numbers = {name: x for _, its in more for name, x in its.items()}
@@ -57,8 +57,8 @@ def assembled(
     if alibi:
         parts.append(Sloped(ordered, last=score is None))
         numbers["per_slope"] = 1 / unit
-    if bias:
-        parts.append(Biased())
+    if bias is not None:
+        parts.append(bias)
         numbers["per_bias"] = 1 / unit
     before = _all_of(parts)
     if score is not None:

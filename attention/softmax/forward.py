@@ -18,7 +18,7 @@ from .fp8 import OF_FP8, check_output, of_fp8, of_fp8_cache, refuse_with_fp8, un
 from .gradient import ONCE, gradient
 from .indexed import Asking, indexed
 from .launches import planned
-from .planning import as_window, check_extents, functions_of, is_ordered, listing_of, parts_of, scale_of
+from .planning import as_window, bias_of, check_extents, functions_of, is_ordered, listing_of, parts_of, scale_of
 from .python import named
 from .ready import BlockLists, Making
 from .variants import Variant
@@ -367,7 +367,7 @@ def planned_variant(
         (left, right),
         softcap,
         "alibi" in problem,
-        "bias" in problem,
+        bias_of(problem),
         "sink" in problem,
         None if listing and listing.blocked else masking,
         scoring and score_of(scoring, axes, is_ordered(problem, 0 if causal else right)),

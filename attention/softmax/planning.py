@@ -14,6 +14,7 @@ from .launches import norm_of
 from .norms import Normed
 from .python import evaluated, known, reads
 from .ready import Listing
+from .scores import Biased, BiasedByKey
 from .variants import Variant
 
 INDICES = 2**24  # tiles of indices are of float32: whole numbers below this
@@ -38,6 +39,15 @@ def dropped(problem: Problem, dropout: float, seed: Number | None) -> tuple[Drop
     if seed is None:
         return DroppedAnew(), {**numbers_of(dropout)}
     return Dropped(), {**numbers_of(dropout), "seed": seed}
+
+
+def bias_of(problem: Problem) -> Biased | None:
+    """How the problem's bias is read, if there is one: by its strides."""
+    if "bias" not in problem:
+        return None
+    form = problem["bias"].form
+    one_row = form.shape[-2] == 1 or form.strides[-2] == 0
+    return BiasedByKey() if one_row else Biased()
 
 
 def functions_of(

@@ -133,6 +133,16 @@ class Biased(Variant):
         return s + load(at.given.bias, rt(s.rows, s.cols, fp32, s.layout), at_bias, 2, 3, aligned=False) * at.given.per_bias
 
 
+class BiasedByKey(Biased):
+    """score + bias[b, h, j]: of a bias with one row for all queries, read once a column of a tile, not once a score."""
+
+    @inlined
+    def score(self, s, at, key):
+        """See Variant."""
+        of_keys, at_bias = rt(s.rows, s.cols, fp32, s.layout).row_vec, (at.batch, at.head, int32(0), int32(key))
+        return s + load(at.given.bias, of_keys, at_bias, 2, 3, aligned=False) * at.given.per_bias
+
+
 @static
 class Scored(Variant):
     """function(score, b, h, i, j, *aux), in units of 1: of a tile of scores, a vector i of queries and one, j, of keys."""

@@ -238,7 +238,7 @@ def make(config: Config):
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
             of = int32(group * heads * own.batch + head)
-            order.take(given, of, to, 0, tiling.before(number, tile, at, group))
+            order.take(given, of, to, 0, order.behind(tiling, number, tile, at, group))
             if APART:
                 n = warp
                 while n < parts.count:  # which nobody unrolls: there are no registers for it

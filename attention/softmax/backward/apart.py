@@ -145,7 +145,7 @@ def make(config: Config):
         k, v, q, do, ds, dq, sums = smem.open()
         grid.follow()
         me = warpgroup.id()
-        block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
+        block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
         batch, kv_head = divmod(pair, heads)
         own, key = sequences.sequence(batch, given), int32(KV * block)
         at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)

@@ -13,7 +13,7 @@ from ..assembled import assembled
 from ..derivative import derivatives
 from ..gradient import ONCE
 from ..indexed import Asking, indexed
-from ..planning import as_window, check_extents, dropped, functions_of, listing_of, scale_of
+from ..planning import as_window, bias_of, check_extents, dropped, functions_of, listing_of, scale_of
 from ..python import named
 from ..scores import ScoredBack
 from . import norms
@@ -255,7 +255,7 @@ def _backward(
     masking, causal, (left, right) = as_window(problem, masking, axes, causal, (left, right))
     listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, FACING, ready_for)
     blocked = listing and listing.blocked
-    of_scores = softcap, "alibi" in problem, "bias" in problem
+    of_scores = softcap, "alibi" in problem, bias_of(problem)
     found = scoring and derivatives(scoring, axes)
     made = assembled(
         scale,

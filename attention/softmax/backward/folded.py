@@ -78,7 +78,7 @@ def ways(config: hopper.Config):
         mine, of, tile = int32(warpgroup.rank() - SENDER), int32(group * pair), order.start(every)
         for j in range(int32(group * every.n)):
             n = int32(PARTS * j + mine)
-            order.take(at.given, of, tile, mine, tiling.before(block, tile, at, group))
+            order.take(at.given, of, tile, mine, order.behind(tiling, block, tile, at, group))
             tma_add(gSum, (of, int32(PARTS * tile + mine)), dq.wait(n))
             store_wait()
             dq.release(n)
@@ -184,7 +184,7 @@ def make(config: Config):
         k, v, q, do, ds, dq, sums = smem.open()
         grid.follow()
         me = warpgroup.id()
-        block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
+        block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
         batch, kv_head = divmod(pair, heads)
         own, key = sequences.sequence(batch, given), int32(KV * block)
         at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)

@@ -23,7 +23,7 @@ from ..seen import CAUSAL, FULL
 from ..sequences import Batched
 from ..variants import At, Variant
 from .by_keys import ByKeys
-from .order import Ordered
+from .order import Ordered, Snaking
 from .parts import ByRows, parts_of
 from .slopes import UNASKED
 
@@ -47,7 +47,9 @@ class Config(ByKeys):
     @property
     def in_order(self) -> Ordered:
         """See ByKeys."""
-        return Ordered(1, True, SENDERS)
+        computed = self.lie is Batched and not self.by_list
+        rising = self.variant.rising and self.variant.from_first and self.variant.within
+        return (Snaking if computed and rising else Ordered)(1, True, SENDERS)
 
     @property
     def threads(self) -> int:
@@ -203,7 +205,7 @@ def make(config: Config):
         k, v, q, do, ds, dq, sums = smem.open()
         grid.follow()
         me = warpgroup.id()
-        block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
+        block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
         line = int32(blocks * (pair // heads) + block)  # of what is learnt
         block, batch, kv_head = sequences.find_keys(block, pair, heads, KV, given)
         own, key = sequences.sequence(batch, given), int32(KV * block)
@@ -234,7 +236,7 @@ def make(config: Config):
                 for j in range(tiles):
                     number = tiling.tile(every, order.nth(every.n, i), key, at, group)
                     tile = int32(above + number)
-                    order.take(given, of, tile, warpgroup.rank() - SENDER, tiling.before(block, number, at, group))
+                    order.take(given, of, tile, warpgroup.rank() - SENDER, order.behind(tiling, block, number, at, group))
                     for part in range(int32(warpgroup.rank() - SENDER), PARTS, SENDERS):
                         n = int32(PARTS * j + part)
                         tma_add(gSum, (of, int32(PARTS * tile + part)), dq.wait(n))

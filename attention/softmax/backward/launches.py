@@ -21,9 +21,10 @@ from . import ampere, apart, finish, folded, hopper, prepare, sinks, slopes, wid
 from .again import Added
 from .learned import Learned
 from .lists import listed
+from .order import SHARING
 from .results import Written
 
-SHARING, IN_LINE = 6, 16  # multiprocessors that work on one pair at a time, where later queries see more keys, and in order
+IN_LINE = 16  # multiprocessors that work on one pair at a time in order, where no query sees more keys than others
 
 
 def planned(

@@ -1,4 +1,4 @@
-"""In which order blocks of keys add to dQ: two objects with the same methods, one a way."""
+"""In which order blocks of keys add to dQ: three objects with the same methods, one a way."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ from numpy import int32
 from ops import count_stored, count_up, stores_done, wait_count
 from tiles import inlined, static
 from tiles.arguments import TURNS
+
+SHARING = 6  # multiprocessors that work on one pair at a time, where later queries see more keys: see launches.band_of
 
 
 @static
@@ -20,6 +22,11 @@ class Unordered:
     def given(self) -> dict[str, Any]:
         """The kernel's arguments that it reads, and what they are."""
         return {}
+
+    @inlined
+    def place(self, tiling, number, blocks, pairs, band):
+        """The (block of keys, pair of key head and batch) of a thread block: see Facing."""
+        return tiling.place(number, blocks, pairs, band)
 
     @inlined
     def nth(self, n, i):
@@ -39,6 +46,11 @@ class Unordered:
         if tile == tiles.first + tiles.n:
             head, tile = int32(head + 1), int32(tiles.first)
         return head, tile
+
+    @inlined
+    def behind(self, tiling, block, tile, at, group):
+        """How many blocks add to a tile of queries before this block of keys."""
+        return tiling.before(block, tile, at, group)
 
     @inlined
     def begin(self, given, pair, tile):
@@ -118,6 +130,45 @@ class Ordered(Unordered):
             count_stored(given.turns, turn)
         else:
             count_up(given.turns, turn)
+
+
+@static
+class Snaking(Ordered):
+    """The same where later queries see more keys, and all see the first: in groups of SHARING blocks, in turns from the group's
+    last keys to its first and from its first to its last.
+
+        keys of a block     0  1  2  3  4  5 |  6  7  8  9 10 11 | 12 13 ..
+        it begins, adds     5  4  3  2  1  0 |  6  7  8  9 10 11 | 17 16 ..
+
+    So many begin at once, of a pair. All take their queries from the last to the first, so each must begin behind the one
+    before it by the time that adding takes, and waits for that if they begin together. From the first keys to the last each is
+    shorter than the one before it, and all of a group end together: the next group's would wait again. From the last keys to
+    the first each is longer, and they end one after the other, by more than they began: so the next group's begin as they
+    must, and if each of them is shorter, end so, too. Only the first group waits.
+
+    Thread blocks begin in the order in which they add, so each waits for those alone that have begun before it, as in Ordered:
+    no deadlock. Which block adds as which depends on the block's number, and on nothing else: the same bits for any heads."""
+
+    def __str__(self):
+        return " snaking"
+
+    @inlined
+    def place(self, tiling, number, blocks, pairs, band):
+        """See Unordered."""
+        block, pair = tiling.place(number, blocks, pairs, band)
+        if block % (2 * SHARING) < SHARING:
+            first = block - block % SHARING
+            block = first + min(first + SHARING, blocks) - 1 - block
+        return int32(block), pair
+
+    @inlined
+    def behind(self, tiling, block, tile, at, group):
+        """See Unordered: of a group from its last keys on, those that come after this block and that the tile sees, too."""
+        if block % (2 * SHARING) < SHARING:
+            first = block - block % SHARING
+            return int32(first + min(first + SHARING, tiling.end(tile, at)) - 1 - block)
+        else:
+            return int32(block)
 
 
 UNORDERED = Unordered()

@@ -64,6 +64,12 @@ class Facing(Tiling):
             return int32(block - self.variant.keys(row, row + self.rows - 1, at).first // self.kv)
 
     @inlined
+    def end(self, tile, at):
+        """The number behind that of the last block of keys that a tile of queries sees."""
+        row = self.rows * tile
+        return (self.variant.keys(row, row + self.rows - 1, at).end + self.kv - 1) // self.kv
+
+    @inlined
     def cut(self, tiles, i):
         """Must the i-th of these tiles be masked?"""
         if self.variant.from_first:

@@ -93,7 +93,7 @@ def of_many(
 ) -> Plan:
     """Tiles of query tokens."""
     causal, left, right, softcap, scale, mask, score, aux = asked
-    given = "alibi" in problem, False, "sink" in problem
+    given = "alibi" in problem, None, "sink" in problem
     made = assembled(scale, causal, (left, right), softcap, *given, mask, score and Scored(score), norms.queries)
     step = many.planned(problem, made, family, before.queries, most_keys, aux, {"gO": out, "gLse": lse, **before.told})
     return Plan([*before.steps, step], before.scratch)

@@ -11,8 +11,11 @@ from judged_gradients import agree
 from places import OnInterpreter
 
 import attention
+from attention.softmax.backward import apart, folded, order
+from attention.softmax.seen import CAUSAL
+from attention.softmax.variants import At
 from ops import grid
-from tiles import Hazard, interpreter
+from tiles import Hazard, bf16, interpreter
 from tiles.op import lowers, op
 from tiles.plumbing import void
 
@@ -56,6 +59,36 @@ def test_blocks_add_in_order_of_those_that_lists_name(family, monkeypatch):
     agree(OnInterpreter(), q, k, v, family, deterministic=True, mask=lambda b, h, i, j: (i + n) // n == j // n)
     with pytest.raises(Hazard, match="deadlock"):
         agree(OnInterpreter(), q, k, v, family, deterministic=True, mask=lambda b, h, i, j: (i > 5) | (j < n))
+
+
+@pytest.mark.parametrize("lengths", [(0, 1), (1, 700), (300, 2000), (2000, 300), (1900, 1900)], ids=str)
+@pytest.mark.parametrize(("module", "head_dim"), [(apart, 64), (folded, 128)], ids=["64", "128"])
+def test_a_snake_comes_behind_what_began_before(module, head_dim, lengths):
+    """Of every tile of queries the blocks of keys that see it have the places 0, 1, .. in the order in which they begin, and
+    each place is one block's. Groups begin in turns from their last keys and from their first."""
+    (queries, keys), config = lengths, module.config_for(head_dim, bf16, CAUSAL, ordered=True)
+    order, tiling, blocks = config.order, config.tiling, -(-keys // config.kv)
+    at, added = At(0, 0, 0, keys - queries, queries, keys, (), (), 0), Counter()
+    begin = [order.place(tiling, number, blocks, 3, 2) for number in range(3 * blocks)]
+    assert sorted(begin) == [(block, pair) for block in range(blocks) for pair in range(3)]
+    for block, pair in begin:
+        every = tiling.tiles(config.kv * block, at, 1)
+        for tile in range(every.first, every.first + every.n):
+            assert order.behind(tiling, block, tile, at, 1) == added[pair, tile]
+            added[pair, tile] += 1
+    if blocks == 15:
+        assert [block for block, pair in begin if pair == 2] == [*range(5, -1, -1), *range(6, 12), 14, 13, 12]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_snake_in_the_interpreter(head_dim, monkeypatch):
+    """Groups of two: from the last keys on, from the first on, and one that is not whole."""
+    monkeypatch.setattr(order, "SHARING", 2)
+    q_k_v, forwards = inputs(1, 150, 600, 2, 1, head_dim), interpreter.clusters
+    agree(OnInterpreter(), *q_k_v, "sm_90", deterministic=True, causal=True)
+    monkeypatch.setattr(interpreter, "clusters", lambda *args: [*forwards(*args)][::-1])
+    with pytest.raises(Hazard, match="deadlock"):
+        agree(OnInterpreter(), *q_k_v, "sm_90", deterministic=True, causal=True)
 
 
 SAME = {  # of a mask that leaves most blocks out, and of which others see all

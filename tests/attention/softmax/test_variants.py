@@ -13,6 +13,8 @@ import attention
 from attention import reference
 from attention.families import FAMILIES
 from ops import tanh, where
+from ops.memory import load_store
+from tiles.types import rt, rv
 
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
 
@@ -147,6 +149,31 @@ def test_strided_views_are_read_and_written_in_place(place, family):
     ref, low = reference.forward(*host, **options)[0], reference.forward_low(*host, **options)[0]
     reference.assert_close(place.get(room)[..., :64], ref, low)
     assert (place.get(room)[..., 64:].astype(F32) == 7).all()
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [numbers(1, HEADS, 1, COLS), np.broadcast_to(numbers(HEADS, 1, COLS), (1, HEADS, ROWS, COLS))],
+    ids=["of one row", "of one row by its strides"],
+)
+def test_a_row_of_bias_is_read_once_a_key(family, bias, monkeypatch):
+    """As a vector, by forward and backward; and it counts as the same numbers do that every query has for itself."""
+    (q, k, v), found, load_rows = inputs(1, ROWS, COLS, HEADS, 1, 64), [], load_store.load_rows
+    for kind, each in (rv, bias), (rt, np.ascontiguousarray(np.broadcast_to(bias, (1, HEADS, ROWS, COLS)))):
+        read = []
+
+        def noted(source, spec, *args, read=read):
+            if np.ndim(source) == 4 and source.dtype == F32:  # the bias: other arrays of four axes have 16 bits
+                read.append(type(spec))
+            return load_rows(source, spec, *args)
+
+        monkeypatch.setattr(load_store, "load_rows", noted)
+        out, lse = attention.forward(q, k, v, return_lse=True, bias=each, family=family)
+        of_forward = len(read)
+        found.append((out, lse, *attention.backward(q, q, k, v, out, lse, bias=each, family=family)))
+        assert set(read) == {kind} and 0 < of_forward < len(read)
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 # ---- lengths -------------------------------------------------------------------------------------------------------
