@@ -10,6 +10,7 @@ from numba import cuda, types
 import ops
 import tiles
 from ops import commit_group, copy_async, load, matmul, store, wait_group, zeros
+from ops.matmul.product import product
 from ops.matmul.supported import TRANSPOSED, cells, transposed_in
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st, tf32
 from tiles.arguments import parameter
@@ -156,3 +157,13 @@ def test_every_cell_compiles_for_every_gpu_that_has_it(name, dtypes, places, arc
     arrays = blank(left, dtypes[0]), blank(right, dtypes[1]), blank((32, 32)), blank((32, 32))
     found = compile_kernel(body, [parameter("x", a).type for a in arrays], arch)
     assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 80, 96), (64, 128, 256), (32, 256, 128)])
+def test_a_rows_bits_do_not_depend_on_its_place(m, n, k):
+    """In the interpreter, whatever BLAS does: attention of part of the queries is compared bit by bit."""
+    a, b = (np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((m, k), (k, n)))
+    found = product(a, b)
+    close(found, a.astype(np.float64) @ b, atol=EPS[fp32] * (np.abs(a) @ np.abs(b)).max() * (k + 2))
+    for by in range(1, m):
+        assert np.array_equal(np.roll(product(np.roll(a, by, 0), b), -by, 0), found), by
