@@ -22,6 +22,7 @@ from .builder import i32
 from .importable import uncollected
 from .lines import Place, of_ptx
 from .overwritten import complaints, overwritten
+from .plainly import plainly
 from .plumbing import TENSOR_MAP, forget, helpers_as
 from .typed import typed
 
@@ -185,9 +186,10 @@ def _take_maps_by_value(function, cc):
 
 
 def check_types(kernel, signature, arch):
-    """TypingError, or what else Numba says, if it would refuse this kernel for these types of arguments."""
+    """A TypeError or NameError in plain words (plainly.py), or what else Numba says, if it would refuse this kernel for these
+    types of arguments."""
     cc = capability(arch)[:2]
-    with _compiling_for(cc, "types"):
+    with _compiling_for(cc, "types"), plainly(kernel.py_func):
         typed(kernel.py_func, signature, types.void, cc)
 
 
@@ -196,19 +198,25 @@ class Lowered:
     from. lines: with a table of the lines of Python it comes from."""
 
     def __init__(self, kernel, signature, arch, lines=False):
-        cc, options = capability(arch), kernel.targetoptions
+        cc, options, refused = capability(arch), kernel.targetoptions, None
         with _compiling_for(cc[:2], "lines" if lines else "code"):
-            library, _ = compiler._compile_pyfunc_with_fixup(
-                kernel.py_func,
-                types.void(*signature),
-                device=False,
-                abi="numba",
-                cc=cc,
-                fastmath=options.get("fastmath", False),
-                launch_bounds=options.get("launch_bounds"),
-                lineinfo=lines,
-                lto=True,
-            )
+            try:
+                library, _ = compiler._compile_pyfunc_with_fixup(
+                    kernel.py_func,
+                    types.void(*signature),
+                    device=False,
+                    abi="numba",
+                    cc=cc,
+                    fastmath=options.get("fastmath", False),
+                    launch_bounds=options.get("launch_bounds"),
+                    lineinfo=lines,
+                    lto=True,
+                )
+            except Exception as error:
+                refused = error
+        if refused:
+            check_types(kernel, signature, arch)  # which says it in plain words, if it can
+            raise refused
         _take_maps_by_value(library.get_function(library._entry_name), cc)
         self.kernel, self.signature, self.lines = kernel, signature, lines
         self.arch, self.name = arch, library._entry_name

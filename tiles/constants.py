@@ -35,8 +35,9 @@ def _value(function, definition, args):
     """The same of what it is defined by."""
     if isinstance(definition, (ir.Const, ir.Global, ir.FreeVar)):
         return definition.value
-    if isinstance(definition, ir.Arg) and isinstance(args[definition.index], Static):
-        return args[definition.index].spec
+    if isinstance(definition, ir.Arg):
+        given = args[definition.index] if args else None
+        return given.spec if isinstance(given, Static) else UNKNOWN
     if not isinstance(definition, ir.Expr):
         return UNKNOWN
     if definition.op == "binop":
@@ -80,7 +81,7 @@ class FoldConstants(Rewrite):
     """Writes what is known in place of arithmetic and comparisons, and of what is read from static objects and tuples."""
 
     def __init__(self, state=None):
-        self.args = state.args
+        self.args = state.args or ()  # of a closure's body, on its way into its kernel, nobody knows them
 
     def match(self, func_ir, block, typemap, calltypes):
         """Is there any in the block?"""

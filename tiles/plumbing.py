@@ -5,6 +5,7 @@ the frozen object itself, closed over by a kernel and known when it is compiled.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import sys
@@ -361,9 +362,8 @@ OverloadSelector._find = _note_selected(OverloadSelector._find)
 cuda_target.target_context.data_model_manager._cache = _Models(cuda_target.target_context.data_model_manager._cache)
 
 
-def plain_function(function):
+def plain_function(name):
     """What is said of a function that kernels call and must not."""
-    name = function.__qualname__.rpartition("<locals>.")[2]
     return f"{name} is a plain Python function, which a kernel cannot call: decorate it with @tiles.inlined"
 
 
@@ -371,7 +371,7 @@ def method_of(cls, name):
     """The @inlined method of that name, if the class has one. TypeError: it is a plain one."""
     face = inspect.getattr_static(cls, name, None)
     if inspect.isfunction(face) and not hasattr(face, "dispatcher"):
-        raise TypeError(f"{plain_function(face)}{kernel_line()}")
+        raise TypeError(f"{plain_function(face.__qualname__.rpartition('<locals>.')[2])}{kernel_line()}")
     return face if inspect.isfunction(face) else None
 
 
@@ -438,10 +438,19 @@ INSTEAD: dict[str, str] = {}  # attributes that arrays have and tiles have not, 
 
 
 def instead_of(spec, name):
-    """What to say where a tile is asked for an attribute that arrays have; None of others."""
-    if isinstance(spec, (rt, rv, pending, st, sv, gl)) and name in INSTEAD:
-        return f"{type(spec).__name__!r} object has no attribute {name!r}: use {INSTEAD[name]}; got {spec}"
-    return None
+    """What to say where a tile, or a static object, is asked for an attribute that it has not; None of others."""
+    if name.startswith("_"):  # Python asks for such by itself
+        return None
+    if isinstance(spec, (rt, rv, pending, st, sv, gl)):
+        has = (attribute for attribute in ("rows", "cols", "length", "dtype", "col_vec", "row_vec") if hasattr(spec, attribute))
+        an_op = any(inspect.isfunction(face) and op.name == name for face, op in OPS.items())
+        instead = INSTEAD.get(name, f"{name}(t), which is an op" if an_op else None)
+        remedy = f"use {instead}" if instead else f"it has {', '.join(has)}"
+    elif is_static(spec):
+        remedy = f"it has {', '.join(field.name for field in dataclasses.fields(spec))} and its @inlined methods"
+    else:
+        return None
+    return f"{type(spec).__name__!r} object has no attribute {name!r}: {remedy}; got {spec}"
 
 
 def _refuse_attribute(spec, name):

@@ -1,11 +1,39 @@
-"""Typing alone: Numba's pipeline for kernels up to where all types are known. What is interpreted is only checked so; lowering
-takes more than half of the time, and no refusal of Numba's that names a line of the kernel comes later."""
+"""Typing alone: Numba's pipeline for kernels up to where all types are known. What is interpreted is only checked so, for
+lowering takes half of the time. What Numba types and cannot lower for a GPU (lists, new arrays, made text) is refused here."""
 
-from numba.cuda import compiler, utils
+from numba.cuda import compiler, types, utils
+from numba.cuda.core import ir
 from numba.cuda.core.compiler_machinery import FunctionPass, PassManager, register_pass
 from numba.cuda.core.typed_passes import NopythonTypeInference
 from numba.cuda.descriptor import cuda_target
 from numba.cuda.typing import signature
+
+ELEMENTWISE = (
+    "an array in a kernel is not copied or computed with as a whole: load tiles of it, or take its elements one by one"
+)
+
+
+def _not_lowered(statement, types_of):
+    """Why Numba, which has typed this statement, makes no code of it for a GPU; None if it does."""
+    if isinstance(statement, (ir.DynamicRaise, ir.DynamicTryRaise)):
+        return "a kernel raises exceptions with constant arguments only"
+    if isinstance(statement, (ir.SetItem, ir.StaticSetItem)):
+        return ELEMENTWISE if isinstance(types_of[statement.value.name], types.Array) else None
+    if not isinstance(statement, ir.Assign):
+        return None
+    found, made = types_of[statement.target.name], statement.value
+    if isinstance(found, (types.List, types.Set)):
+        return f"kernels have no {'lists' if isinstance(found, types.List) else 'sets'}: use a tuple"
+    call = types_of[made.func.name] if isinstance(made, ir.Expr) and made.op == "call" else None
+    if isinstance(found, types.UnicodeType) or getattr(call, "typing_key", None) is str:
+        return "kernels make no text: print(...) takes literal text and numbers, one behind the other"
+    if isinstance(found, types.Array) and isinstance(made, ir.Expr):
+        return (
+            ELEMENTWISE
+            if str(call).startswith("BoundFunction(array.copy") or made.op in ("binop", "inplace_binop", "unary")
+            else None
+        )
+    return None
 
 
 @register_pass(mutates_CFG=False, analysis_only=True)
@@ -18,6 +46,10 @@ class _Typed(FunctionPass):
         FunctionPass.__init__(self)
 
     def run_pass(self, state):
+        for block in state.func_ir.blocks.values():
+            for statement in block.body:
+                if said := _not_lowered(statement, state.typemap):
+                    raise TypeError(f"{said}\n{statement.loc.strformat()}")
         state.cr = compiler.cuda_compile_result(signature=signature(state.return_type, *state.args))
         return False
 

@@ -260,7 +260,7 @@ def _known_to_numba(function):
 
 def _plain(function):
     def refuse(*_, **__):
-        raise here().hazard(plain_function(function), "language")
+        raise here().hazard(plain_function(function.__qualname__.rpartition("<locals>.")[2]), "language")
 
     return refuse
 
