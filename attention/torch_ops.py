@@ -17,13 +17,13 @@ def register_torch_ops() -> None:
     from .recurrent.linear import _linear
     from .recurrent.mamba2 import _mamba2
     from .recurrent.step import _linear_step
-    from .softmax.backward.backward import _backward, _backward_into
+    from .softmax.backward import backward as differentiating
     from .softmax.backward.norms import DIFFERENTIATE, INTO, NORMALISE, ZEROS
     from .softmax.decode import decode as decoding
     from .softmax.forward import _forward, _fp8_cache, _of_fp8, _variant
 
     of_norms = [program for every in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in every.values()]
-    backward = _backward, _backward_into, *of_norms
+    backward = differentiating._backward, differentiating._variant, differentiating._into, *of_norms
     recurrent = _based, _delta_rule, _hedgehog, _linear, _linear_step, _mamba2
     decode = decoding._decode, decoding._variant, _mla_decode, _mla_decode_fp8
     append = appending._append, appending._append_with_queries

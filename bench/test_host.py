@@ -49,6 +49,43 @@ def _nothing():
     return lambda q, k, v: torch.ops.bench.nothing(q, k, v)
 
 
+class _Empty(torch.autograd.Function):
+    """A Function of q, k and v that makes an array, and three in its backward pass: what autograd itself takes."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return tuple([torch.empty_like(x) for x in ctx.saved_tensors])
+
+
+def _training():
+    """{name: (a function, arguments of its n-th call)} of forward and backward passes, and what torch takes for them. The
+    passes backward are those of one forward pass, again and again."""
+    q, k, v = leaves = [x.requires_grad_() for x in _tensors(1, 128, 1, 128, n=3)]
+    turned, (dout,) = tuple(x.transpose(1, 2) for x in leaves), _tensors(1, 128, 1, 128)
+    with torch.no_grad():
+        made = attention.forward(q, k, v, return_lse=True)
+        plain = [x.detach() for x in leaves]
+
+    def through(out, dout=dout):
+        return (lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)), lambda n: ()
+
+    return {
+        "forward, lse": (functools.partial(attention.forward, return_lse=True), lambda n: plain),
+        "forward with autograd": (attention.forward, lambda n: leaves),
+        "empty Function": (_Empty.apply, lambda n: leaves),
+        "SDPA with autograd": (F.scaled_dot_product_attention, lambda n: turned),
+        "backward": (attention.backward, lambda n: (dout, *plain, *made)),
+        "backward through autograd": through(attention.forward(q, k, v)),
+        "backward, empty Function": through(_Empty.apply(q, k, v)),
+        "backward, SDPA": through(F.scaled_dot_product_attention(*turned), dout.transpose(1, 2)),
+    }
+
+
 def _calls():
     """{name: (a function, arguments of its n-th call)}: of a form and addresses seen before, of three sets of inputs that take
     turns, of addresses not seen, and, as in generation, of a length not seen. Views are made beforehand."""
@@ -86,6 +123,7 @@ def _calls():
             lambda *x: attention.linear(*x[:3], decay=x[3]),
             lambda n: tuple(x[n] for x in (*tokens, decays)),
         ),
+        **_training(),
     }
 
 
@@ -94,6 +132,8 @@ NAMES = (
     "forward under torch.compile", "nothing under torch.compile",
     "SDPA under torch.compile", "forward, out=, three sets", "forward, new addresses", "forward, new length",
     "linear, new length", "linear with decay, new length",
+    "forward, lse", "forward with autograd", "empty Function", "SDPA with autograd",
+    "backward", "backward through autograd", "backward, empty Function", "backward, SDPA",
 )  # fmt: skip
 
 
@@ -161,22 +201,33 @@ VARIANTS = {  # options of attention.forward
 }
 
 
+PASSES = {f"forward and backward, D {head_dim}": head_dim for head_dim in (64, 128)}
+
+
+def first(name):
+    """The call of this name, ready to be made; autograd itself, which begins threads, has been at work."""
+    if name in PASSES:
+        inputs = [x.requires_grad_() for x in _tensors(1, 4096, 16, PASSES[name], n=3)]
+        torch.ones(1, device="cuda", requires_grad=True).sum().backward()
+        return lambda: attention.forward(*inputs, causal=True).sum().backward()
+    make, ours, *_ = MEMBERS.get(name, (MEMBERS["linear"][0], attention.forward))
+    return functools.partial(ours, *make(1, 4096, 16), **VARIANTS.get(name, dict)())
+
+
 FIRST = """
-import json, sys, time, torch, attention
-from bench.test_host import VARIANTS
-from bench.test_linear import MEMBERS
-make, ours, *_ = MEMBERS.get(sys.argv[1], (MEMBERS["linear"][0], attention.forward))
-inputs, options = make(1, 4096, 16), VARIANTS.get(sys.argv[1], dict)()
+import json, sys, time, torch
+from bench.test_host import first
+call = first(sys.argv[1])
 torch.cuda.synchronize()
 start = time.perf_counter()
-ours(*inputs, **options)
+call()
 torch.cuda.synchronize()
 print(json.dumps(time.perf_counter() - start))
 """
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["compiled", "from disk"])
-@pytest.mark.parametrize("name", ["forward", *VARIANTS, *MEMBERS])
+@pytest.mark.parametrize("name", ["forward", *PASSES, *VARIANTS, *MEMBERS])
 def test_first_call(benchmark, name, cached, tmp_path_factory):
     """The first call of a process, after imports and context: compiling, or loading from the disk cache."""
     folder = tmp_path_factory.mktemp("cache")

@@ -8,6 +8,9 @@ import torch
 from torch._C._functorch import TransformType
 
 from .asked import differentiated
+from .backward import backward
+from .forward import forward
+from .forward import plain as without_options
 from .gradient import DIFFERENTIABLE, ONCE, flat, gradients, grouped, unserved
 
 ELEMENTS = 8  # 16 bytes of a tile's elements, which TMA moves
@@ -40,34 +43,32 @@ class Attention(torch.autograd.Function):
 
 
 class Plain(torch.autograd.Function):
-    """The same of q, k and v alone, with no option that is an array: what most calls are, in a third of the host's time."""
+    """The same of q, k and v alone, with no option that is an array: what most calls are, in a third of the host's time. told:
+    causal, scale, deterministic, family, layout. lse is a result where it is asked for, which costs torch 6 us."""
 
     @staticmethod
-    def forward(ctx, q, k, v, causal, scale, deterministic, family, layout):
+    def forward(ctx, q, k, v, told, return_lse):
         """Without gradients."""
-        from .forward import plain
-
-        out, lse = made = plain(q, k, v, causal, scale, family, layout)
-        ctx.options = causal, scale, deterministic, family, layout
-        ctx.set_materialize_grads(False)  # else lse's would be zeros, made on the device
-        ctx.mark_non_differentiable(lse)
+        causal, scale, _, family, layout = ctx.told = told
+        out, lse = made = without_options(q, k, v, causal, scale, family, layout)
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)  # else lse's would be zeros, made on the device
+        if not return_lse:
+            return out
+        ctx.mark_non_differentiable(lse)
         return made
 
     @staticmethod
-    def backward(ctx, dout, _):
+    def backward(ctx, dout, _=None):
         """See Attention."""
         if dout is None:
-            return (None,) * 8
+            return (None,) * 5
         saved = ctx.saved_tensors
         if torch.is_grad_enabled() and any([x.requires_grad for x in (dout, *saved)]):
             raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
-        causal, scale, deterministic, family, layout = ctx.options
+        causal, scale, deterministic, family, layout = ctx.told
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
-        from .backward.backward import plain
-
-        found = plain((adjacent(dout), *saved), causal, scale, in_order, family, layout)
-        return *found, None, None, None, None, None
+        return *backward.plain((adjacent(dout), *saved), causal, scale, in_order, family, layout), None, None
 
 
 class Transformed(torch.autograd.Function):
@@ -89,8 +90,6 @@ class Transformed(torch.autograd.Function):
 
 
 def _forward(names: tuple[str, ...], options: dict[str, Any], *tensors: Any) -> tuple[Any, Any]:
-    from .forward import forward
-
     return forward(**grouped(dict(zip(names, tensors))), return_lse=True, **options)
 
 
@@ -116,15 +115,13 @@ def _again(dout: Any, tensors: Sequence[Any], over: bool) -> bool:
     return torch.is_grad_enabled() and any([x.requires_grad for x in (dout, *tensors)])
 
 
-def plain(
-    q: Any, k: Any, v: Any, causal: bool, scale: float | None, deterministic: bool, family: str | None, layout: str
-) -> tuple[Any, Any] | None:
-    """What `differentiable` gives of a call with no more than this; None: ask there."""
+def plain(q: Any, k: Any, v: Any, told: tuple, return_lse: bool) -> Any:
+    """What forward gives of a call with no more than this, differentiable; None: ask `differentiable`. told: see Plain."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None
-    if torch.is_autocast_enabled(q.device.type):
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
         return None
-    return Plain.apply(q, k, v, causal, scale, deterministic, family, layout)
+    return Plain.apply(q, k, v, told, return_lse)
 
 
 def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -145,5 +142,7 @@ def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
 
 def adjacent(x: Any) -> Any:
     """A gradient as TMA can read it: torch's may be one number, expanded."""
+    if x.is_contiguous():
+        return x
     *strides, last = x.stride()
     return x if last == 1 and not any([stride % ELEMENTS for stride in strides]) else x.contiguous()

@@ -1,5 +1,6 @@
 """attention.forward: from a user's arrays to a launch."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,6 +63,8 @@ UNROUNDED = """
 VARIANTS, LISTS = Schema("forward_variant", GIVEN.rstrip() + MADE), Schema("block_lists", GIVEN)
 FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(GIVEN.rstrip() + MADE))
 IN_FLOAT32 = Schema("forward_unrounded", GIVEN.rstrip() + UNROUNDED)
+
+AUTOGRAD = f"{__package__}.autograd"
 
 
 def forward(
@@ -181,11 +184,10 @@ def forward(
     of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
     simple = of_keys and of_scores and not held and not dropout and isinstance(aux, tuple) and not aux
     if simple and out is stream is None and differentiated(q, k, v):
-        from .autograd import plain as differentiable_plain
-
-        made = differentiable_plain(q, k, v, flag("causal", causal), common[0], deterministic, family, layout)
+        few = flag("causal", causal), common[0], deterministic, family, layout
+        made = _autograd().plain(q, k, v, few, common[1])
         if made is not None:
-            return made if return_lse else made[0]
+            return made
     learned = (
         q,
         k,
@@ -207,8 +209,6 @@ def forward(
             raise NotImplementedError(
                 f"{name}: cannot be given where a gradient is to come; leave it away, or call under torch.no_grad()"
             )
-        from .autograd import differentiable
-
         told = {"q": q, "k": k, "v": v, "causal": causal, "scale": scale, "layout": layout, "family": family}
         told |= {"window": window, "mask": mask, "blocks": blocks, "lengths_k": lengths_k}
         told |= {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "aux": aux}
@@ -216,7 +216,7 @@ def forward(
         told |= {} if q_norm is k_norm is None else {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
         told |= {"dropout": dropout, "seed": seed} if dropout else {}
         told |= {"deterministic": True} if deterministic else {}
-        made = differentiable(told)
+        made = _autograd().differentiable(told)
         if made is not None:
             return made if return_lse else made[0]
     unrounded = out is not None and "float32" in str(getattr(out, "dtype", ""))
@@ -240,6 +240,15 @@ def forward(
     if isinstance(blocks, Making):
         return _block_lists(stream, given[: len(LISTS.names)], options, layout)
     return (_unrounded if unrounded else _variant)(stream, given, options, layout)
+
+
+def _autograd() -> Any:
+    """The module that takes tensors that require grad: it imports torch, which is there with them. An import statement would
+    take a microsecond of every call."""
+    found = sys.modules.get(AUTOGRAD)
+    if found is None:
+        from . import autograd as found
+    return found
 
 
 def plain(q: Any, k: Any, v: Any, causal: bool, scale: float | None, family: str | None, layout: str) -> tuple[Any, Any]:

@@ -109,6 +109,10 @@ CALLS = {
     "forward, sequences": (attention.forward, lambda x: (x.qkv(), dict(cu_seqlens=x.ends(), causal=True))),
     "backward": (
         attention.backward,
+        lambda x: ((x.qkv()[2], *x.qkv(), x.qkv()[2], 9 + x.state(x.tokens)), dict(causal=True, deterministic=True)),
+    ),
+    "backward, window": (
+        attention.backward,
         lambda x: ((x.qkv()[2], *x.qkv(), x.qkv()[2], 9 + x.state(x.tokens)), dict(causal=True, window=(5, None))),
     ),
     "norm of queries": (normalised, lambda x: ((x.qkv()[0], x.rate(x.heads, HEAD)), {})),

@@ -21,13 +21,20 @@ from .launches import planned
 from .learned import GRADIENTS, read_by
 from .lists import FACING
 
-GIVEN = f"""
+OF_FORWARD = """
     dout BSHV  tile
     q    BSHD  tile
     k    BTGD  tile
     v    BTGV  tile
     out  BSHV  tile
     lse  BHS   float32
+"""
+OF_INPUTS = """\
+    dq   BSHD  tile  made
+    dk   BTGD  tile  made
+    dv   BTGV  tile  made
+"""
+GIVEN = f"""{OF_FORWARD}\
     alibi  H|UH  float32  optional
     sink   H     float32  optional
     bias   WXYT  real     optional
@@ -37,10 +44,7 @@ GIVEN = f"""
     seed   O     index   optional
 {OF_BLOCKS}    marks  *     any      optional
 {OF_AUX}"""
-MADE = """
-    dq   BSHD  tile  made
-    dk   BTGD  tile  made
-    dv   BTGV  tile  made
+MADE = f"""{OF_INPUTS}\
     dbias  =bias  float32  made  also:dbias
     dalibi =alibi float32  made  also:dalibi
     dsink  H      float32  made  also:dsink
@@ -53,7 +57,7 @@ MADE = """
     daux6  =aux6  float32  made  also:daux6
     daux7  =aux7  float32  made  also:daux7
 """
-ADDED = """
+ADDED = """\
     dq   BSHD  float32  updated
     dk   BTGD  float32  updated
     dv   BTGV  float32  updated
@@ -69,8 +73,8 @@ ADDED = """
     daux6  =aux6  float32  updated?
     daux7  =aux7  float32  updated?
 """
-BACKWARD, INTO = Schema("backward", GIVEN.rstrip() + MADE), Schema("backward_into", GIVEN.rstrip() + ADDED)
-ABSENT = (None,) * (len(BACKWARD.names) - 6)  # of a call that has nothing but dout, q, k, v, out and lse
+BACKWARD = Schema("backward", OF_FORWARD + OF_INPUTS)
+VARIANTS, INTO = Schema("backward_variant", GIVEN + MADE), Schema("backward_into", GIVEN + ADDED)
 
 
 def backward(
@@ -149,6 +153,11 @@ def backward(
     Returns (dq, dk, dv), and behind these in this order: dbias and dalibi, if they are asked for; dsink, if there is a sink;
     each of daux that is asked for; those of norms. They are the same kind of arrays as q. Arrays and errors are as in
     forward."""
+    no_scores = window is softcap is alibi is sink is bias is mask is score is blocks is q_norm is k_norm is None
+    no_more = cu_seqlens is cu_seqlens_k is lengths_k is dbias is dalibi is dsink is daux is None
+    if no_scores and no_more and not (dropout or accumulate or len(aux)):
+        simple = flag("causal", causal), number("scale", scale), flag("deterministic", deterministic), family
+        return _backward(stream, (dout, q, k, v, out, lse, dq, dk, dv), simple, layout)
     of_sequences, random, read = (cu_seqlens, cu_seqlens_k, lengths_k), random_of(dropout, seed), eight(aux)
     if dsink is not None and sink is None:
         raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
@@ -182,10 +191,10 @@ def backward(
         family,
     )
     if accumulate:
-        _backward_into(stream, (*given, *places), options, layout)
+        _into(stream, (*given, *places), options, layout)
         found = *into, dv, *[x for x in places if x is not None]
     else:
-        found = _backward(stream, (*given, *places), options, layout)
+        found = _variant(stream, (*given, *places), options, layout)
     if q_norm is k_norm is None:
         return found
     dq, of_q_norm = norms.gradients("q", q, found[0], q_norm, eps, dq, stream, layout, dq_norm, accumulate)
@@ -197,8 +206,7 @@ def plain(
     of: tuple, causal: bool, scale: float | None, deterministic: bool, family: str | None, layout: str
 ) -> tuple[Any, Any, Any]:
     """backward of (dout, q, k, v, out, lse) on the current stream, with no more options than these."""
-    options = causal, *(None,) * 10, scale, deterministic, "", family
-    return _backward(None, (*of, *ABSENT), options, layout)
+    return _backward(None, (*of, None, None, None), (causal, scale, deterministic, family), layout)
 
 
 def check_given(arrays: dict[str, Any]) -> None:
@@ -224,7 +232,15 @@ def is_real(x: Any) -> bool:
 
 
 @program(BACKWARD, no_gradient=ONCE)
-def _backward(
+def _backward(problem: Problem, causal: bool, scale: float | None, deterministic: bool, family: str | None) -> Plan:
+    """How backward does calls of this form."""
+    check_extents(problem)
+    scale = scale_of(problem, scale)
+    return planned(problem, assembled(scale, causal), scale, deterministic, family)
+
+
+@program(VARIANTS, no_gradient=ONCE)
+def _variant(
     problem: Problem,
     causal: bool,
     left: int | None,
@@ -242,8 +258,8 @@ def _backward(
     also: str,
     family: str | None,
 ) -> Plan:
-    """How backward does calls of this form; mask and score are the names that python.py knows functions by, also the names of
-    the gradients that are asked for besides dq, dk and dv."""
+    """The same with options; mask and score are the names that python.py knows functions by, also the names of the gradients
+    that are asked for besides dq, dk and dv."""
     check_extents(problem)
     scale = scale_of(problem, scale)  # the sink is in lse, and nowhere else
     masking, scoring, aux = functions_of(problem, mask, score)
@@ -271,4 +287,4 @@ def _backward(
     return plan._replace(steps=[*looks, *plan.steps])
 
 
-_backward_into = program(INTO, no_gradient=ONCE)(_backward.planner)
+_into = program(INTO, no_gradient=ONCE)(_variant.planner)
