@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -161,18 +162,18 @@ class Fused:
         except NoKernel as error:
             warnings.warn(f"{error}; it runs by parts", RuntimeWarning, stacklevel=3)
             return self._by_parts(*arrays)
-        if not lead:
-            return found
-        return found.reshape(*lead, -1) if program.results == 1 else tuple([x.reshape(*lead, -1) for x in found])
+        results = found if isinstance(found, tuple) else (found,)
+        results = tuple([x.reshape(*lead, -1) for x in results]) if lead else results
+        return results[0] if program.single else results
 
     def _by_parts(self, *arrays: Any) -> Any:
         """What the definition's ops give, one by one; in float32, where arrays have numbers of several dtypes."""
         numbers = [x for x in arrays if dtype_of(x) in HOLDS]
         if all([x.dtype == numbers[0].dtype for x in numbers]):
-            return self.definition(*arrays)
+            return _in_order(self.definition(*arrays))
         kinds = kinds_of(self._shapes(self._rows(arrays)[0]))
         self.prepare(kinds)
-        results = self.definition(*[cast(x, "float32") if dtype_of(x) in HOLDS else x for x in arrays])
+        results = _in_order(self.definition(*[cast(x, "float32") if dtype_of(x) in HOLDS else x for x in arrays]))
         several = isinstance(results, tuple)
         wanted = [dtype or dtype_of(numbers[0]) for dtype in self.programs[kinds].dtypes]
         found = [cast(x, dtype) for x, dtype in zip(results if several else (results,), wanted)]
@@ -213,7 +214,8 @@ class Fused:
         module.PROGRAMS.add(name)
         ones = {axis: 1 for axis in set("".join(letters[len(held) :])) - set("".join(letters[: len(held)]))}
         schema, dtypes = Schema(name, "\n".join(rows), **ones), [x.held_as("") for x in found.roots]
-        return _Program(schema, planner, dtypes, functools.partial(_gradient_of_program, self, found.outs))
+        of_gradient = functools.partial(_gradient_of_program, self, found.outs)
+        return _Program(schema, planner, dtypes, found.single, of_gradient)
 
     def _plan(self, problem: Any, shapes: tuple[Shape, ...], numbers: dict[str, float]) -> Plan:
         """The launches of the best way, for this problem."""
@@ -228,7 +230,9 @@ class Fused:
         try:
             steps, more = recorded(module.load(made.text, self.name).launch, *operands, places=places)
         except ValueError as error:  # TMA cannot address them
-            raise NoKernel(f"{self.name}: {error}") from None
+            theirs = {module.array(name): name for name in self.names}
+            said = re.sub(r"\bg[A-Z]\w*", lambda found: theirs.get(found[0], found[0]), str(error))
+            raise NoKernel(f"{self.name}: {said}") from None
         lies, own = dict(zip(made.terms, operands)), (kernel for kernel in made.kernels if kernel.launched)
         steps = [step if step.late is None else _early(step, next(own), lies) for step in steps]
         if choices := self._choices(self._trace(shapes)) if problem.device is None or asked().values else {}:
@@ -397,11 +401,16 @@ def _gradient_of_program(
 
 
 class _Program(Program):
-    """A program, how many results it has, and the dtypes that these have by themselves, or ""."""
+    """A program, how many results it has, is it one by itself, and the dtypes that they have by themselves, or ""."""
 
-    def __init__(self, schema: Schema, planner: Callable[..., Plan], dtypes: list[str], gradient: Callable):
+    def __init__(self, schema: Schema, planner: Callable[..., Plan], dtypes: list[str], single: bool, gradient: Callable):
         super().__init__(schema, planner, gradient)
-        self.results, self.dtypes = len(dtypes), dtypes
+        self.results, self.dtypes, self.single = len(dtypes), dtypes, single
+
+
+def _in_order(results: Any) -> Any:
+    """What a definition returns; of a dictionary its values."""
+    return tuple(results.values()) if isinstance(results, dict) else results
 
 
 def _early(step: Recorded, kernel: Any, lies: dict[Term, Operand]) -> Any:

@@ -291,8 +291,6 @@ def _find_kind(x: Any, name: str) -> Kind:
         return _DLPACK
     given = f"{cls.__module__}.{cls.__qualname__}"
     said = f"{name}={x!r:.60}; NumPy's, torch's, CuPy's, JAX's and Numba's are"
-    if isinstance(x, (int, float)):
-        said += "; of a number make an array of the shape that is documented: np.full(shape, number, np.float32)"
     raise TypeError(f"{name}: must be an array with __cuda_array_interface__ or __dlpack__, not {given}: {said}")
 
 

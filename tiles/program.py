@@ -238,6 +238,8 @@ class Program:
         """An Array for each, or None; TypeError that names one that is no array, or is missing."""
         found: list[Any] = []  # which an error's traceback keeps: cuda.core's views forget an error that is raised as they go
         for x, (name, needed) in zip(arrays, self.needed.items(), strict=True):
+            if isinstance(x, (bool, int, float)):
+                raise TypeError(self.schema.of_a_number(name, x))
             found.append(None if x is None and not needed else describe(x, name))
         return found
 

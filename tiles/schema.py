@@ -302,6 +302,14 @@ class Schema:
             self._check_ends(extents, forms, holder)
         return Problem(self, canonical, self.extents | self._counted(extents), bits, layout)
 
+    def of_a_number(self, name: str, number: float) -> str:
+        """What is said where an array is expected and a number is given."""
+        row = self.arguments[name]
+        shape, dtype = ", ".join(SPOKEN.get(axis, axis) for axis in row.axes[0]), row.dtypes[0]
+        comma = "," if len(row.axes[0]) == 1 else ""
+        cure = f"; of a number make one: np.full(({shape}{comma}), {number!r}, np.{dtype})"
+        return f"{name}: must be an array, got {name}={number!r}{cure if dtype in ('float32', 'int32') else ''}"
+
     def results(self, options: Mapping[str, Any]) -> list[str]:
         """The names of what is given back by a call with these options."""
         return [name for name, row in self.arguments.items() if row.result and all(_asks(options, word) for word in row.asked)]

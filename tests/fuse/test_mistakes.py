@@ -1,6 +1,7 @@
 """What a definition cannot say, and arrays that it does not take: refused in words that say what to do."""
 
 import math
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -54,3 +55,40 @@ def test_what_is_no_function_or_shape():
         product.compile((4, 64))
     with pytest.raises(TypeError, match="product: shapes must be tuples of integers, .* got '4x64'"):
         product.compile("4x64", (64, 32))
+
+
+def test_what_is_said_of_an_array_has_its_own_name():
+    """Not that of the parameter in the kernel that was written."""
+    x, w = np.ones((300, 136), BF16)[:, 1:129], np.ones((128, 64), BF16)
+    with pytest.warns(RuntimeWarning, match="^scaled: x_in: the address must be a multiple of 16 bytes, .*; it runs by parts"):
+        fuse.kernel(scaled).run(x, w)
+
+
+def scaled(x_in, w):
+    return (x_in * 2.0) @ w
+
+
+def alone(x, w):
+    return x @ w
+
+
+def in_a_tuple(x, w):
+    return (x @ w,)
+
+
+def in_a_dictionary(x, w):
+    return {"y": x @ w}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_kernels_and_parts_give_back_what_the_definition_does(dtype):
+    """One result by itself, or a tuple of one; of a dictionary a tuple. Of arrays of two dtypes by parts."""
+    x, w = np.ones((4, 64), dtype), np.ones((64, 48), BF16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for definition in (alone, in_a_tuple, in_a_dictionary):
+            function = fuse.kernel(definition)
+            for found in (function(x, w), function.run(x, w)):
+                assert isinstance(found, tuple) == (definition is not alone)
+                (found,) = found if isinstance(found, tuple) else (found,)
+                assert found.shape == (4, 48) and (found == 64).all()

@@ -324,3 +324,13 @@ def test_results_like_an_argument_that_are_asked_for_by_a_word():
     assert schema.shapes({"q": (1, 2, 3, 8)}, "bshd") == {"dq": [1, 2, 3, 8]}
     with pytest.raises(ValueError, match="^dx: must have x's shape"):
         schema.problem({"q": q, "x": x, "dx": form_of(np.zeros((4, 4), np.float32))})
+
+
+def test_a_number_where_an_array_belongs():
+    """The advice has the shape and the dtype that belong there; of tiles there is none."""
+    schema = Schema("f", "x  BSHD  tile\nlengths  N  index\ndescale  G|NG  float32  optional")
+    assert schema.of_a_number("lengths", 40) == (
+        "lengths: must be an array, got lengths=40; of a number make one: np.full((sequences,), 40, np.int32)"
+    )
+    assert schema.of_a_number("descale", 0.5).endswith("make one: np.full((Hk,), 0.5, np.float32)")
+    assert schema.of_a_number("x", 1.0) == "x: must be an array, got x=1.0"

@@ -439,7 +439,12 @@ def test_mistakes_name_the_argument():
     refused(ValueError, "^k_descale: sequence must equal k's", k=eight, v=eight, k_descale=each[:, :4], v_descale=each)
     refused(ValueError, "^k_descale: must be given where v_descale is", k=eight, v=eight, v_descale=each)
     refused(
-        TypeError, "^k_descale: must be an array .* of a number make an array", k=eight, v=eight, k_descale=0.5, v_descale=one
+        TypeError,
+        r"^k_descale: must be an array, .* of a number make one: np.full\(\(Hk,\), 0.5, np.float32\)",
+        k=eight,
+        v=eight,
+        k_descale=0.5,
+        v_descale=one,
     )
     refused(ValueError, "^k: must have the axes B or pages, S, Hk, D: ", k=draw((5, 2, 64), BF16), pages=table)
     refused(ValueError, "^pages: must have the axes sequences, pages of each: ", pages=table[0])
