@@ -4,6 +4,7 @@ Link-time optimisation stays on: without it ptxas ignores setmaxnreg and seriali
 """
 
 import contextlib
+import functools
 import re
 import threading
 import weakref
@@ -94,7 +95,7 @@ _COMPLAINT = re.compile(r"(?:ptxas application ptx input, line (\d+); )?(?:ptxas
 _SUMMARY = re.compile(r"aborted due to errors|NVJITLINK_ERROR")  # what is said after the complaints, about none of them
 
 
-_alone = threading.RLock()  # compiling is not for two threads at once
+_alone = threading.RLock()  # Numba's part is not for two threads at once
 
 
 @contextlib.contextmanager
@@ -194,8 +195,8 @@ def check_types(kernel, signature, arch):
 
 
 class Lowered:
-    """A kernel that Numba has typed and lowered for an architecture, and NVVM optimised: what machine code and PTX are linked
-    from. lines: with a table of the lines of Python it comes from."""
+    """A kernel that Numba has typed and lowered for an architecture: what NVVM and the linker make machine code and PTX from.
+    lines: with a table of the lines of Python it comes from."""
 
     def __init__(self, kernel, signature, arch, lines=False):
         cc, options, refused = capability(arch), kernel.targetoptions, None
@@ -212,15 +213,21 @@ class Lowered:
                     lineinfo=lines,
                     lto=True,
                 )
+                _take_maps_by_value(library.get_function(library._entry_name), cc)
+                library.llvm_strs  # noqa: B018  # written now: other kernels may share the functions that it calls
             except Exception as error:
                 refused = error
         if refused:
             check_types(kernel, signature, arch)  # which says it in plain words, if it can
             raise refused
-        _take_maps_by_value(library.get_function(library._entry_name), cc)
+        self.library, self.cc = library, cc
         self.kernel, self.signature, self.lines = kernel, signature, lines
         self.arch, self.name = arch, library._entry_name
-        self.code = ObjectCode.from_ltoir(bytes(library.get_ltoir(cc)))
+
+    @functools.cached_property
+    def code(self):
+        """What NVVM makes of it."""
+        return ObjectCode.from_ltoir(bytes(self.library.get_ltoir(self.cc)))
 
     def _linker(self, **options):
         return Linker(self.code, options=LinkerOptions(arch=self.arch, link_time_optimization=True, **options))

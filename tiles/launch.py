@@ -20,6 +20,7 @@ scalars as their own type, so np.int64(n) where 32 bits are too few.
 import functools
 import math
 import struct
+import threading
 from typing import Any, NamedTuple
 
 from . import tma
@@ -181,7 +182,9 @@ class Kernel:
             for name, what in declared(self.kernel.py_func).items()
         ]
         types = grouped(self.kernel, types, Record.type)
-        self.codes[others] = code = load(self.kernel, types, device(self.ordinal), self.nbytes)
+        code = load(self.kernel, types, device(self.ordinal), self.nbytes, later=True)
+        if code is not None:
+            self.codes[others] = code
         return code
 
     def _interpreted(self, grid, given):
@@ -201,10 +204,18 @@ class Kernel:
         return Interpreted(launch, bound, None if self.ordinal is None else device(self.ordinal))
 
 
-@functools.lru_cache(KERNELS)
 def kernel_for(family, config, ordinal: int | None) -> Kernel:
     """The Kernel of a module's configuration: `family.make(config)` gives a kernel and its shared memory, or None. One whose
-    `early` is true is launched early."""
+    `early` is true is launched early. There is one of each, whatever threads plan."""
+    with _planning:
+        return _kernel_for(family, config, ordinal)
+
+
+_planning = threading.RLock()
+
+
+@functools.lru_cache(KERNELS)
+def _kernel_for(family, config, ordinal):
     kernel, smem = family.make(config)
     return Kernel(kernel, config.threads, smem, ordinal, getattr(config, "early", False))
 

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from inspect import get_annotations, signature
@@ -46,6 +47,7 @@ from .arrays import ITEMSIZE, Array, Form, Number, Operand, ascending, fill
 from .checks import asked
 from .frameworks import Kind, describe, kind_of, stream_handle
 from .lengths import Trace, made
+from .loaded import together
 from .schema import Schema
 
 ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 4 to 12 KB each, by the launches they take
@@ -134,7 +136,10 @@ class _Known(NamedTuple):
 
 
 def program(
-    schema: Schema, gradient: Callable | None = None, no_gradient: str | None = None
+    schema: Schema,
+    gradient: Callable | None = None,
+    no_gradient: str | None = None,
+    meanwhile: Callable[[list, tuple, str], None] | None = None,
 ) -> Callable[[Callable[..., Plan]], Program]:
     """Make a planner a function of (stream, arrays, options, layout), the arrays being those of the schema.
 
@@ -143,8 +148,11 @@ def program(
     gradient: gradient(names, options=, layout=) refuses what it cannot differentiate, with respect to these arguments of the
     schema, or returns f(given, made, gradients) -> {name: gradient}, all by the schema's names: the arguments, all results,
     and the gradients of those that have one. JAX asks it (jax_call.py). no_gradient: what is said where there is none, or
-    none of second order."""
-    return lambda planner: Program(schema, planner, gradient, no_gradient)
+    none of second order.
+
+    meanwhile: meanwhile(arrays, options, layout), an Array or None for each of the schema's names, is called in a thread of its
+    own while the machine code of a call is made: what will be called next may be prepared. Its errors are not heard of."""
+    return lambda planner: Program(schema, planner, gradient, no_gradient, meanwhile)
 
 
 class Program:
@@ -161,9 +169,10 @@ class Program:
         planner: Callable[..., Plan],
         gradient: Callable | None = None,
         no_gradient: str | None = None,
+        meanwhile: Callable[[list, tuple, str], None] | None = None,
     ):
         self.schema, self.planner, self.names = schema, planner, schema.names
-        self.gradient, self.no_gradient = gradient, no_gradient
+        self.gradient, self.no_gradient, self.meanwhile = gradient, no_gradient, meanwhile
         self.needed = {name: argument.needed for name, argument in schema.arguments.items()}
         self.readers: dict[type, Callable] = {}
         self.op = torch_op.registered(self)
@@ -278,7 +287,16 @@ class Program:
     def _planned(self, described: list, options: tuple, layout: str) -> _Known:
         """The plan for these arrays alone."""
         given = {name: array.form for name, array in zip(self.names, described) if array}
-        return self._plan(given, described[0], options, layout)
+        with together() as coming:
+            known = self._plan(given, described[0], options, layout)
+            if coming and self.meanwhile:
+                threading.Thread(target=_unheard, args=(self.meanwhile, described, options, layout)).start()
+        return self._plan(given, described[0], options, layout) if coming else known
+
+    def prepare(self, given: dict[str, Form], options: tuple, layout: str = "bshd") -> None:
+        """Have the machine code for calls with arrays of these forms, by the schema's names, on a device."""
+        with together():
+            self.steps(given, next(iter(given.values())).device, options, layout)
 
     def _plan(self, given: dict[str, Form], first: Array, options: tuple, layout: str) -> _Known:
         """ValueError or TypeError: the schema or the planner refuses these forms."""
@@ -338,6 +356,12 @@ class Program:
         """ValueError if the arrays in these places share memory."""
         x, y = described[a], described[b]
         self.schema.check_apart(self.names[a], self.names[b], (x.pointer, y.pointer), (x.form, y.form))
+
+
+def _unheard(call: Callable, *args: Any) -> None:
+    """The call, whatever becomes of it."""
+    with suppress(Exception):
+        call(*args)
 
 
 def _joined(scratch: Sequence[tuple[tuple[int, ...], str]]) -> tuple[Sequence[tuple[tuple[int, ...], str]], list[int]]:

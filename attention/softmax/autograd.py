@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch._C._functorch import TransformType
 
+from tiles.arrays import Form, c_ordered
+
 from .asked import differentiated
 from .backward import backward
-from .forward import forward
+from .forward import FORWARD, forward
 from .forward import plain as without_options
 from .gradient import DIFFERENTIABLE, ONCE, flat, gradients, grouped, unserved
 
@@ -122,6 +124,17 @@ def plain(q: Any, k: Any, v: Any, told: tuple, return_lse: bool) -> Any:
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
         return None
     return Plain.apply(q, k, v, told, return_lse)
+
+
+def prepare(q: Form, k: Form, v: Form, options: tuple, layout: str) -> None:
+    """Have the kernels that differentiate such calls, options being those of forward without others. In the usual order of
+    sums: where a call asks for a fixed one, the backward pass makes its own."""
+    causal, scale, _, family = options
+    given = {"q": q, "k": k, "v": v}
+    problem = FORWARD.problem(given, layout)
+    out, lse = (c_ordered(*problem.made(name), q.device) for name in ("out", "lse"))
+    given = {"dout": out, **given, "out": out, "lse": lse}
+    backward._backward.prepare(given, (causal, scale, torch.are_deterministic_algorithms_enabled(), family), layout)
 
 
 def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:

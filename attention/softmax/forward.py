@@ -278,7 +278,14 @@ def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -
     return forward(q, k, v, blocks=Making(blocks), **variant)
 
 
-@program(FORWARD, gradient, ONCE)
+def _meanwhile(arrays: list, options: tuple, layout: str) -> None:
+    """See tiles.program: where a gradient is to come, the kernels of the backward pass."""
+    q, k, v, *_ = arrays
+    if any([getattr(x.owner, "requires_grad", False) for x in (q, k, v)]):
+        _autograd().prepare(*[x.form for x in (q, k, v)], options, layout)
+
+
+@program(FORWARD, gradient, ONCE, _meanwhile)
 def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """How forward does calls of this form; lse is never given."""
     check_extents(problem)

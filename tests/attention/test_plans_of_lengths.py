@@ -84,7 +84,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(loaded, "machine_code", lambda *_: Compiled(b"", "k", ""))
     monkeypatch.setattr(loaded, "uncaptured", contextlib.nullcontext)
     monkeypatch.setattr(loaded, "_loaded", loaded.weakref.WeakKeyDictionary())
-    launching.kernel_for.cache_clear()
+    launching._kernel_for.cache_clear()
     monkeypatch.setattr(tma, "encoded", lambda encoding: hash(encoding).to_bytes(8, "little", signed=True).ljust(tma.MAP_BYTES))
     monkeypatch.setattr(driver, "CUtensorMap", lambda _ptr: _ptr)
     monkeypatch.setattr(
@@ -125,7 +125,7 @@ def gpu(monkeypatch):
         return list(launches), list(kind.made)
 
     yield SimpleNamespace(call=call, launches=launches)
-    launching.kernel_for.cache_clear()
+    launching._kernel_for.cache_clear()
 
 
 COLUMNS = {

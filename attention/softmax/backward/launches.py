@@ -98,17 +98,6 @@ def planned(
         size = math.prod(problem["dalibi"].form.shape)
         learnt["found"] = early.memory((rows, size), "float32")
         early.steps.append(Fill(learnt["found"], 0.0))
-    before = kernel_for(prepare, prepare.config_of(config), problem.device).bind(
-        batch * heads * tiles,
-        gO=problem["out"],
-        gDO=problem["dout"],
-        gLse=problem["lse"],
-        gSums=of_rows,
-        gSum=sums,
-        blocks=tiles,
-        heads=heads,
-        **told,
-    )
     main = kernel_for(module, config, problem.device).bind(
         batch * kv_heads * blocks,
         gQ=problem["q"],
@@ -131,6 +120,17 @@ def planned(
         **listed_by,
         **read,
         **learnt,
+    )
+    before = kernel_for(prepare, prepare.config_of(config), problem.device).bind(
+        batch * heads * tiles,
+        gO=problem["out"],
+        gDO=problem["dout"],
+        gLse=problem["lse"],
+        gSums=of_rows,
+        gSum=sums,
+        blocks=tiles,
+        heads=heads,
+        **told,
     )
     after = kernel_for(finish, finish.config_of(config), problem.device).bind(
         batch * heads * tiles, gSum=sums, gDQ=problem["dq"], blocks=tiles, heads=heads, unit=scale, **where
