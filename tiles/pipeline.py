@@ -52,7 +52,7 @@ class pipeline:
     start: int = 0
 
     def __post_init__(self):
-        if self.stages < 1 or self.warps < 1 or _rows(self.tile) % self.warps:
+        if self.stages < 1 or self.warps < 1 or rows_of(self.tile) % self.warps:
             raise ValueError(
                 f"pipeline: stages and warps must be positive, and each warp copy as many rows, "
                 f"got {self.stages} stages and {self.warps} warps for {self.tile}"
@@ -70,7 +70,7 @@ class pipeline:
     @property
     def share(self):
         """Rows that a warp copies."""
-        return _rows(self.tile) // self.warps
+        return rows_of(self.tile) // self.warps
 
     @op
     def fill(self, j, source, at, rows=-2, cols=-1, end=None, piece=CHUNK_BYTES):
@@ -143,7 +143,7 @@ def _tile(pipe, j):
     return SharedTile(pipe.tile, pipe.slot(j), f"tile {j} of pipeline {pipe.name!r}")
 
 
-def _rows(tile):
+def rows_of(tile):
     """Rows of a tile, elements of a vector."""
     return tile.length if isinstance(tile, sv) else tile.rows
 
@@ -313,7 +313,7 @@ def lower_number_pages(b, ty, tile, address, pool, found, at, last, share, first
         ptx.copy_async(b, to, origin, b.select(exists, b.u32(NUMBER), b.u32(0)), guard, NUMBER)
 
 
-def _own_rows(b, tile, share, first):
+def _ownrows_of(b, tile, share, first):
     """(a lane's row, has it one?) of each row that it copies, or a part of."""
     if isinstance(tile, sv):
         return [(own, guard) for own, _, guard in _numbers(b, tile, b.u32(0), share, first)]
@@ -337,7 +337,7 @@ def lower_look_up(b, tile, table_ty, table, size, at, last, share, first):
         wide = table_ty.dtype.bitwidth == 64
         register, letter, kind = (i64, "l", "b64") if wide else (i32, "r", "b32")
         text = f"{{.reg .pred p;\nsetp.ne.u32 p, $2, 0;\nmov.{kind} $0, 0;\n@p ld.global.{kind} $0, [$1];}}"
-    for row, guard in _own_rows(b, tile, share, first):
+    for row, guard in _ownrows_of(b, tile, share, first):
         place = b.add(begin, row)
         page = number = b.udiv(place, size)
         if table_ty is not None:
@@ -409,41 +409,57 @@ def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
     return void, emit
 
 
-@lowers(pipeline.look_up)
-def _(pipe, pages, size, at, last):
+def found_type(tile, share, pages, size, at, last):
+    """(the type of what is found of `share` of a tile's rows, what emits it: of those from a `first` one on)"""
     numbers, table = (types.int32, types.int64), None if pages in (None, types.none) else pages
     if table is not None and not (isinstance(table, types.Array) and table.ndim == 2 and table.dtype in numbers):
         raise TypeError(f"look_up: takes int32 or int64 numbers (sequence, which of its pages), or None, got {pages}")
     if not (isinstance(at, types.BaseTuple) and len(at) == 2 and all(map(integer, at)) and integer(size) and integer(last)):
         raise TypeError(f"look_up: size, last and the two of `at` must be integers, got {size}, {last} and {at}")
-    share = pipe.share
-    found = types.UniTuple(types.int32, 2 * _looked_up(pipe.tile, share))
+    found = types.UniTuple(types.int32, 2 * _looked_up(tile, share))
 
-    def emit(b, _, value, vsize, vat, vlast):
-        first = b.mul(b.warp(), b.u32(share))
-        return b.context.make_tuple(b, found, lower_look_up(b, pipe.tile, table, value, vsize, vat, vlast, share, first))
+    def emit(b, first, value, vsize, vat, vlast):
+        return b.context.make_tuple(b, found, lower_look_up(b, tile, table, value, vsize, vat, vlast, share, first))
 
     return found, emit
+
+
+@lowers(pipeline.look_up)
+def _(pipe, pages, size, at, last):
+    found, emit = found_type(pipe.tile, pipe.share, pages, size, at, last)
+    return found, lambda b, _, *values: emit(b, b.mul(b.warp(), b.u32(pipe.share)), *values)
+
+
+def lower_copy_pages(name, tile, share, pool, found, at, last, piece):
+    """What emits the copies of `share` of a tile's rows; TypeError."""
+    vector = isinstance(tile, sv)
+    if not isinstance(pool, types.Array) or pool.ndim < 3 - vector or not isinstance(at, types.BaseTuple):
+        raise TypeError(f"{name}: takes a pool (page, row, ..., column), and a tuple `at`, got {pool} and {at}")
+    check_copy(name, tile, pool, types.BaseTuple.from_types((types.int32, *at)), 1, -1, piece)
+    counts = 2 * _looked_up(tile, share), 2 * share  # a lane's, the interpreter's
+    if not (isinstance(found, types.UniTuple) and integer(found.dtype) and found.count in counts):
+        raise TypeError(f"{name}: takes what look_up of a pipeline of such tiles has found, got {found}")
+    if not integer(last):
+        raise TypeError(f"{name}: last must be an integer, got {last}")
+
+    def emit(b, address, first, array, found, at, last):
+        if vector:
+            return lower_number_pages(b, pool, tile, address, array, found, at, last, share, first)
+        lower_pages(b, pool, tile, address, array, found, at, last, piece, share, first)
+
+    return emit
 
 
 @lowers(pipeline.fill_pages)
 def _(pipe, j, pool, found, at, last, end, piece: int):
     needs_index("fill_pages", j)
-    share, vector = pipe.share, isinstance(pipe.tile, sv)
-    if not isinstance(pool, types.Array) or pool.ndim < 3 - vector or not isinstance(at, types.BaseTuple):
-        raise TypeError(f"fill_pages: takes a pool (page, row, ..., column), and a tuple `at`, got {pool} and {at}")
-    check_copy("fill_pages", pipe.tile, pool, types.BaseTuple.from_types((types.int32, *at)), 1, -1, piece)
-    counts = 2 * _looked_up(pipe.tile, share), 2 * share  # a lane's, the interpreter's
-    if not (isinstance(found, types.UniTuple) and integer(found.dtype) and found.count in counts):
-        raise TypeError(f"fill_pages: takes what look_up of a pipeline of such tiles has found, got {found}")
-    if not integer(last) or not (end is None or integer(end)):
-        raise TypeError(f"fill_pages: last and end must be integers, got {last} and {end}")
+    copies = lower_copy_pages("fill_pages", pipe.tile, pipe.share, pool, found, at, last, piece)
+    if not (end is None or integer(end)):
+        raise TypeError(f"fill_pages: end must be an integer, got {end}")
 
     def emit(b, base, j, array, found, at, last, end_value, _):
         def copy(address, first):
-            if vector:
-                return lower_number_pages(b, pool, pipe.tile, address, array, found, at, last, share, first)
-            lower_pages(b, pool, pipe.tile, address, array, found, at, last, piece, share, first)
+            copies(b, address, first, array, found, at, last)
 
         _fill(b, pipe, base, j, None if end is None else end_value, copy)
 

@@ -101,6 +101,7 @@ class Config:
 
 
 BAND = 16  # rows of a tile
+MOST = 2 * BAND  # of a tall one
 SHAPES = {  # padded head_dim: (keys, warps, stages, resident)
     64: (32, 4, 2, 2),
     96: (16, 4, 3, 2),
