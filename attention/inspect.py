@@ -42,6 +42,7 @@ from .softmax.backward import apart, bias, elements, finish, folded, prepare, si
 from .softmax.backward import hopper as backward_hopper
 from .softmax.backward import norms as backward_norms
 from .softmax.decode import attend, combine
+from .softmax.decode import hopper as decode_hopper
 
 MODULES = {
     "forward": (ampere, hopper, eight_bits, norms, block_masks),
@@ -49,7 +50,7 @@ MODULES = {
         *(prepare, backward_ampere, backward_hopper, apart, folded, wide, wide_queries),
         *(finish, sinks, backward_norms, bias, elements),
     ),
-    "decode": (attend, combine),
+    "decode": (attend, decode_hopper, combine),
     "mla_decode": (mla_ampere, mla_hopper, mla_quantised, mla_combine),
     "append": (writing,),
     "quantize": (narrowing,),

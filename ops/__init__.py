@@ -44,7 +44,7 @@ from .matmul.mma import mma_AB, mma_ABt, mma_AtB, mma_AtBt
 from .matmul.unzipped import mma_AB_unzipped, mma_ABt_unzipped, rezipped, unzipped
 from .matmul.zipped import zipped
 from .memory import gather as _gather  # arrays take vectors of indices  # noqa: F401
-from .memory.async_copy import commit_group, copy_async, wait_group
+from .memory.async_copy import commit_group, copy_async, copy_pages, look_up, wait_group
 from .memory.counts import count_stored, count_up, wait_count
 from .memory.global_elements import truncate
 from .memory.held import add_held, load_held
@@ -81,10 +81,10 @@ from .shape.transpose import swap_layout, transpose, turned
 
 __all__ = [
     "abs", "add_held", "bernoulli", "bernoulli_of_row", "block", "causal", "cluster", "col_index", "col_max", "col_min",
-    "col_prod", "col_sum", "columns", "commit_group", "complex", "copy_async", "count_stored", "count_up", "cumsum",
-    "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater",
+    "col_prod", "col_sum", "columns", "commit_group", "complex", "copy_async", "copy_pages", "count_stored", "count_up",
+    "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater",
     "greater_equal", "grid", "hstack", "inverse_unit_lower", "lane_moment", "lane_sum", "last_element", "lazy_maximum",
-    "left_fill", "less", "less_equal", "line_up", "load", "load_held", "load_row", "load_unordered", "log", "log2",
+    "left_fill", "less", "less_equal", "line_up", "load", "load_held", "load_row", "load_unordered", "log", "log2", "look_up",
     "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB", "mma_AB_unzipped", "mma_ABt", "mma_ABt_unzipped",
     "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch",
     "product", "rasterize", "raw", "reciprocal", "relu", "rescale", "rezipped", "right_fill", "row_index", "row_max",

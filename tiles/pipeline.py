@@ -14,6 +14,8 @@ As with rings, the j-th tile lies in slot j % stages, whoever asks. Groups are c
 A warp that reads no rows but those that it copies itself needs no other warp: `own` waits for these alone, and nobody meets.
 What lies in pages, `fill_pages` brings, once `look_up` has said in which. When all is read, `reuse` gives the memory to
 something else.
+
+Tiles may be vectors (`sv`), of numbers of 4 bytes: a lane brings a number, and they may lie any stride apart.
 """
 
 import itertools
@@ -28,49 +30,57 @@ from .interpreter import here
 from .op import integer, lowers, op
 from .plumbing import SCALARS, compile_time, void
 from .ring import needs_index
-from .types import st
+from .types import st, sv
 from .values import SharedTile
 
 PIECES = (16, 8, 4, 2)  # bytes that are copied at once: by a cp.async, or two by a load and a store
 CHUNK_BYTES = PIECES[0]  # that a lane copies of a row
 ELEMENT = PIECES[-1]  # bytes that cp.async cannot copy
+VECTOR = 16  # elements that a vector has a multiple of
+NUMBER = 4  # bytes of a vector's numbers, as cp.async copies them one by one
 
 
 @compile_time
 @dataclass(frozen=True)
 class pipeline:
-    """`stages` copies of one shared tile, each filled by all `warps` warps of the block, a share of its rows each."""
+    """`stages` copies of one shared tile or vector, each filled by all `warps` warps of the block, a share of its rows each."""
 
-    tile: st
+    tile: st | sv
     stages: int
     warps: int
     name: str = ""  # these are set by `shared`: what it is called, and bytes from the base of shared memory
     start: int = 0
 
     def __post_init__(self):
-        if self.stages < 1 or self.warps < 1 or self.tile.rows % self.warps:
+        if self.stages < 1 or self.warps < 1 or rows_of(self.tile) % self.warps:
             raise ValueError(
                 f"pipeline: stages and warps must be positive, and each warp copy as many rows, "
                 f"got {self.stages} stages and {self.warps} warps for {self.tile}"
             )
+        if isinstance(self.tile, sv) and (self.tile.dtype.itemsize != NUMBER or self.tile.length // self.warps % VECTOR):
+            raise ValueError(f"pipeline: of a vector a warp copies a multiple of {VECTOR} numbers of {NUMBER} bytes: {self}")
 
     def __str__(self):
         return f"pipeline({self.tile}, {self.stages} stages, {self.warps} warps)"
 
     def slot(self, j):
         """Address of the j-th tile."""
-        return self.start + j % self.stages * self.tile.nbytes
+        return self.start + j % self.stages * self.tile.room
+
+    @property
+    def share(self):
+        """Rows that a warp copies."""
+        return rows_of(self.tile) // self.warps
 
     @op
     def fill(self, j, source, at, rows=-2, cols=-1, end=None, piece=CHUNK_BYTES):
         """Start copying the tile at `at` of a global array into slot j % stages, as one group; all warps of the block call it.
         Nobody may read tile j - stages any more: call it after a `wait` since. With j >= `end` nothing is copied and the group
-        is empty, so that counts of younger groups hold to the end. Other arguments: see ops.copy_async."""
+        is empty, so that counts of younger groups hold to the end. Other arguments: see ops.copy_async. A vector lies along
+        axis `cols` of the array, at any stride."""
         warp = _opened(self, j)
         if end is None or j < end:
-            share = self.tile.rows // self.warps
-            own = range(share * warp.index, share * (warp.index + 1))
-            warp.copy_async(_tile(self, j), source, at, rows, cols, piece, own)
+            warp.copy_async(_tile(self, j), source, at, rows, cols, piece, _own(self, warp))
         warp.commit_group((self.name, j))
 
     @op
@@ -79,17 +89,16 @@ class pipeline:
         pages[s, n // size], numbers of int32 or int64; or of page n // size, if `pages` is None. at: (sequence, the tile's
         first row). Behind row `last` no numbers are read. It is looked up here, and waited for where it is needed: two tiles
         before, it costs no time."""
-        warp, share = here(), self.tile.rows // self.warps
-        return warp.look_up(pages, size, at, last, range(share * warp.index, share * (warp.index + 1)))
+        return here().look_up(pages, size, at, last, _own(self, here()))
 
     @op
     def fill_pages(self, j, pool, found, at, last, end=None, piece=CHUNK_BYTES):
         """`fill` with rows that lie in the pages that were `found` (see look_up) of a pool, an array (page, row, ..., column).
-        at: (the tile's first row, ..., column), as if there were no pages. Rows from `last` on are 0."""
+        at: (the tile's first row, ..., column), as if there were no pages; of a vector there is no column. Rows from `last` on
+        are 0."""
         warp = _opened(self, j)
         if end is None or j < end:
-            share = self.tile.rows // self.warps
-            warp.copy_pages(_tile(self, j), pool, found, at, last, piece, range(share * warp.index, share * (warp.index + 1)))
+            warp.copy_pages(_tile(self, j), pool, found, at, last, piece, _own(self, warp))
         warp.commit_group((self.name, j))
 
     @op
@@ -134,15 +143,27 @@ def _tile(pipe, j):
     return SharedTile(pipe.tile, pipe.slot(j), f"tile {j} of pipeline {pipe.name!r}")
 
 
+def rows_of(tile):
+    """Rows of a tile, elements of a vector."""
+    return tile.length if isinstance(tile, sv) else tile.rows
+
+
+def _own(pipe, warp):
+    """The rows of a tile that a warp copies."""
+    return range(pipe.share * warp.index, pipe.share * (warp.index + 1))
+
+
 def _part(pipe):
-    """The type of a warp's share of a tile."""
-    return replace(pipe.tile, rows=pipe.tile.rows // pipe.warps)
+    """(the type of a warp's share of a tile, its bytes)"""
+    if isinstance(pipe.tile, sv):
+        return replace(pipe.tile, length=pipe.share), pipe.share * NUMBER
+    return replace(pipe.tile, rows=pipe.share), pipe.share * pipe.tile.width
 
 
 def _share(pipe, j, warp):
-    whole, part = _tile(pipe, j), _part(pipe)
-    first = part.rows * warp
-    return SharedTile(part, whole.address + first * part.width, f"warp {warp}'s rows of {whole.name}", first=first)
+    whole, (part, nbytes) = _tile(pipe, j), _part(pipe)
+    first = 0 if isinstance(part, sv) else pipe.share * warp
+    return SharedTile(part, whole.address + nbytes * warp, f"warp {warp}'s rows of {whole.name}", first=first)
 
 
 # ---- lowerings -----------------------------------------------------------------------------------------------------
@@ -152,6 +173,8 @@ def check_copy(name, tile, source, at, rows, cols, piece):
         raise TypeError(f"{name}: the source must be a global array of {tile.dtype} for {tile}, got {source}")
     if not (isinstance(at, types.BaseTuple) and len(at) == source.ndim and all(map(integer, at))):
         raise TypeError(f"{name}: `at` must be {source.ndim} integers for an array of {source.ndim} axes, got {at}")
+    if isinstance(tile, sv):
+        return
     if not all(-source.ndim <= axis < source.ndim for axis in (rows, cols)) or (rows - cols) % source.ndim == 0:
         raise TypeError(f"{name}: {tile} lies along 2 axes of the array, got {rows} and {cols} of {source.ndim}")
     pieces = PIECES if tile.dtype.itemsize == ELEMENT else PIECES[:-1]
@@ -253,25 +276,69 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
         copies(cut)
 
 
+def _numbers(b, tile, address, share, first):
+    """A lane's numbers among `share` of a shared vector from `first` on: (its number, its address, is there one?) of each."""
+    lane = b.lane()
+    for down in range(0, share, layout.LANES):
+        own = b.add(lane, b.u32(down))
+        guard = b.zext(b.icmp_unsigned("<", own, b.u32(share)), i32)
+        own = b.add(own, first)
+        yield own, b.add(address, b.mul(own, b.u32(NUMBER))), guard
+
+
+def lower_copy_numbers(b, ty, tile, address, array, at, axis, share, first):
+    """Start copying numbers first.. first + share of a vector that lies at `at` along an axis of a global array."""
+    data, extents, strides = b.array(ty, array)
+    at, axis = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)], axis % ty.ndim
+    for k in range(ty.ndim):
+        if k != axis:
+            data = b.add(data, b.mul(at[k], strides[k]))
+    for own, to, guard in _numbers(b, tile, address, share, first):
+        place = b.add(at[axis], b.zext(own, i64))
+        exists = b.and_(b.icmp_signed(">=", place, i64(0)), b.icmp_signed("<", place, extents[axis]))
+        origin = b.add(data, b.mul(place, strides[axis]))
+        ptx.copy_async(b, to, origin, b.select(exists, b.u32(NUMBER), b.u32(0)), guard, NUMBER)
+
+
+def lower_number_pages(b, ty, tile, address, pool, found, at, last, share, first):
+    """The same of numbers of which is known where in pages they lie."""
+    data, _, strides = b.array(ty, pool)
+    at, found = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)], b.unpack(found)
+    for axis in range(2, ty.ndim):
+        data = b.add(data, b.mul(at[axis - 1], strides[axis]))
+    numbers = _numbers(b, tile, address, share, first)
+    for (own, to, guard), number, inside in zip(numbers, found[::2], found[1::2], strict=True):
+        exists = b.icmp_signed("<", b.add(b.trunc(at[0], i32), own), b.u32(last))
+        origin = b.add(b.add(data, b.mul(b.sext(number, i64), strides[0])), b.mul(b.zext(inside, i64), strides[1]))
+        ptx.copy_async(b, to, origin, b.select(exists, b.u32(NUMBER), b.u32(0)), guard, NUMBER)
+
+
+def _ownrows_of(b, tile, share, first):
+    """(a lane's row, has it one?) of each row that it copies, or a part of."""
+    if isinstance(tile, sv):
+        return [(own, guard) for own, _, guard in _numbers(b, tile, b.u32(0), share, first)]
+    _, step, row, *_, guard = _place(b, tile, b.u32(0), share, first)
+    return [(b.add(row, b.u32(down)), guard) for down in range(0, share, step)]
+
+
 def _looked_up(tile, share):
     """Of how many rows a lane knows where they lie."""
-    return -(-share // (layout.LANES * CHUNK_BYTES // tile.width))
+    return -(-share // (layout.LANES if isinstance(tile, sv) else layout.LANES * CHUNK_BYTES // tile.width))
 
 
 def lower_look_up(b, tile, table_ty, table, size, at, last, share, first):
     """(number, row there) of each of a lane's rows, all looked up at once. Neighbours in a sequence are neighbours in the
     table, so that what several lanes look up is one access."""
     sequence, begin = b.unpack(at)
-    _, step, row, *_, guard = _place(b, tile, b.u32(0), share, first)
-    first_row, size, found = b.add(b.u32(begin), row), b.u32(size), []
+    begin, size, found = b.u32(begin), b.u32(size), []
     if table_ty is not None:
         numbers, _, steps = b.array(table_ty, table)
         numbers = b.add(numbers, b.mul(b.sext(sequence, i64) if sequence.type.width < 64 else sequence, steps[0]))
         wide = table_ty.dtype.bitwidth == 64
         register, letter, kind = (i64, "l", "b64") if wide else (i32, "r", "b32")
         text = f"{{.reg .pred p;\nsetp.ne.u32 p, $2, 0;\nmov.{kind} $0, 0;\n@p ld.global.{kind} $0, [$1];}}"
-    for down in range(0, share, step):
-        place = b.add(first_row, b.u32(down))
+    for row, guard in _ownrows_of(b, tile, share, first):
+        place = b.add(begin, row)
         page = number = b.udiv(place, size)
         if table_ty is not None:
             exists = b.and_(b.icmp_signed("<", place, b.u32(last)), b.icmp_signed("!=", guard, b.u32(0)))
@@ -311,12 +378,12 @@ def lower_pages(b, ty, tile, address, pool, found, at, last, piece, share, first
 
 def _address(b, pipe, base, j):
     slot = b.urem(b.u32(j), b.u32(pipe.stages))
-    return b.add(b.add(base, b.mul(slot, b.u32(pipe.tile.nbytes))), b.u32(pipe.start))
+    return b.add(b.add(base, b.mul(slot, b.u32(pipe.tile.room))), b.u32(pipe.start))
 
 
 def _fill(b, pipe, base, j, end, copy):
     """A group of copies, which copy(address of the tile, the warp's first row) starts if j < end."""
-    first = b.mul(b.warp(), b.u32(pipe.tile.rows // pipe.warps))
+    first = b.mul(b.warp(), b.u32(pipe.share))
     wanted = b.icmp_signed("<", b.u32(j), b.u32(2**31 - 1 if end is None else end))
     with b.if_then(wanted):
         copy(_address(b, pipe, base, j), first)
@@ -329,10 +396,12 @@ def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
     check_copy("fill", pipe.tile, source, at, rows, cols, piece)
     if not (end is None or integer(end)):
         raise TypeError(f"fill: end must be an integer, got {end}")
-    share = pipe.tile.rows // pipe.warps
+    share = pipe.share
 
     def emit(b, base, j, array, at, _, __, last, ___):
         def copy(address, first):
+            if isinstance(pipe.tile, sv):
+                return lower_copy_numbers(b, source, pipe.tile, address, array, at, cols, share, first)
             lower_copy(b, source, pipe.tile, address, array, at, rows, cols, piece, share, first)
 
         _fill(b, pipe, base, j, None if end is None else last, copy)
@@ -340,39 +409,57 @@ def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
     return void, emit
 
 
-@lowers(pipeline.look_up)
-def _(pipe, pages, size, at, last):
+def found_type(tile, share, pages, size, at, last):
+    """(the type of what is found of `share` of a tile's rows, what emits it: of those from a `first` one on)"""
     numbers, table = (types.int32, types.int64), None if pages in (None, types.none) else pages
     if table is not None and not (isinstance(table, types.Array) and table.ndim == 2 and table.dtype in numbers):
         raise TypeError(f"look_up: takes int32 or int64 numbers (sequence, which of its pages), or None, got {pages}")
     if not (isinstance(at, types.BaseTuple) and len(at) == 2 and all(map(integer, at)) and integer(size) and integer(last)):
         raise TypeError(f"look_up: size, last and the two of `at` must be integers, got {size}, {last} and {at}")
-    share = pipe.tile.rows // pipe.warps
-    found = types.UniTuple(types.int32, 2 * _looked_up(pipe.tile, share))
+    found = types.UniTuple(types.int32, 2 * _looked_up(tile, share))
 
-    def emit(b, _, value, vsize, vat, vlast):
-        first = b.mul(b.warp(), b.u32(share))
-        return b.context.make_tuple(b, found, lower_look_up(b, pipe.tile, table, value, vsize, vat, vlast, share, first))
+    def emit(b, first, value, vsize, vat, vlast):
+        return b.context.make_tuple(b, found, lower_look_up(b, tile, table, value, vsize, vat, vlast, share, first))
 
     return found, emit
+
+
+@lowers(pipeline.look_up)
+def _(pipe, pages, size, at, last):
+    found, emit = found_type(pipe.tile, pipe.share, pages, size, at, last)
+    return found, lambda b, _, *values: emit(b, b.mul(b.warp(), b.u32(pipe.share)), *values)
+
+
+def lower_copy_pages(name, tile, share, pool, found, at, last, piece):
+    """What emits the copies of `share` of a tile's rows; TypeError."""
+    vector = isinstance(tile, sv)
+    if not isinstance(pool, types.Array) or pool.ndim < 3 - vector or not isinstance(at, types.BaseTuple):
+        raise TypeError(f"{name}: takes a pool (page, row, ..., column), and a tuple `at`, got {pool} and {at}")
+    check_copy(name, tile, pool, types.BaseTuple.from_types((types.int32, *at)), 1, -1, piece)
+    counts = 2 * _looked_up(tile, share), 2 * share  # a lane's, the interpreter's
+    if not (isinstance(found, types.UniTuple) and integer(found.dtype) and found.count in counts):
+        raise TypeError(f"{name}: takes what look_up of a pipeline of such tiles has found, got {found}")
+    if not integer(last):
+        raise TypeError(f"{name}: last must be an integer, got {last}")
+
+    def emit(b, address, first, array, found, at, last):
+        if vector:
+            return lower_number_pages(b, pool, tile, address, array, found, at, last, share, first)
+        lower_pages(b, pool, tile, address, array, found, at, last, piece, share, first)
+
+    return emit
 
 
 @lowers(pipeline.fill_pages)
 def _(pipe, j, pool, found, at, last, end, piece: int):
     needs_index("fill_pages", j)
-    share = pipe.tile.rows // pipe.warps
-    if not isinstance(pool, types.Array) or pool.ndim < 3 or not isinstance(at, types.BaseTuple):
-        raise TypeError(f"fill_pages: takes a pool (page, row, ..., column), and a tuple `at`, got {pool} and {at}")
-    check_copy("fill_pages", pipe.tile, pool, types.BaseTuple.from_types((types.int32, *at)), 1, -1, piece)
-    counts = 2 * _looked_up(pipe.tile, share), 2 * share  # a lane's, the interpreter's
-    if not (isinstance(found, types.UniTuple) and integer(found.dtype) and found.count in counts):
-        raise TypeError(f"fill_pages: takes what look_up of a pipeline of such tiles has found, got {found}")
-    if not integer(last) or not (end is None or integer(end)):
-        raise TypeError(f"fill_pages: last and end must be integers, got {last} and {end}")
+    copies = lower_copy_pages("fill_pages", pipe.tile, pipe.share, pool, found, at, last, piece)
+    if not (end is None or integer(end)):
+        raise TypeError(f"fill_pages: end must be an integer, got {end}")
 
     def emit(b, base, j, array, found, at, last, end_value, _):
         def copy(address, first):
-            lower_pages(b, pool, pipe.tile, address, array, found, at, last, piece, share, first)
+            copies(b, address, first, array, found, at, last)
 
         _fill(b, pipe, base, j, None if end is None else end_value, copy)
 
@@ -384,12 +471,12 @@ def _(pipe, j, newer: int):
     needs_index("own", j)
     if newer < 0:
         raise TypeError(f"own: newer must be 0 or more, got {newer}")
-    part = _part(pipe)
+    part, nbytes = _part(pipe)
 
     def emit(b, base, j, _):
         ptx.copy_wait(b, newer)
         ptx.warp_sync(b)
-        return b.add(_address(b, pipe, base, j), b.mul(b.warp(), b.u32(part.rows * part.width)))
+        return b.add(_address(b, pipe, base, j), b.mul(b.warp(), b.u32(nbytes)))
 
     return part, emit
 

@@ -1,8 +1,8 @@
 """Absorbed MLA of a few query tokens over latents of 8 bits, for sm_89 and later: half the bytes, where memory sets the speed.
 
-ampere.py's way, with one stage more. Each warp brings the keys that it finds scores of, makes fp16 of their latents, which is
-exact, multiplies them with the queries, and leaves them in shared memory, from where all warps take values of their columns.
-What a key's latent was divided by multiplies its scores, and once more its weights: no latent is rounded again.
+ampere.py's way. Latents lie in shared memory as they came, and become fp16 where a product takes them, which is exact: once for
+the scores, once for the values. What a key's latent was divided by multiplies its scores, and once more its weights: no latent
+is rounded again.
 """
 
 import functools
@@ -12,7 +12,25 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import block, divmod, finish_sum, grid, load, log2, maximum, mma_AB, mma_ABt, row_index, row_max, store, subtile, zeros
+from ops import (
+    block,
+    divmod,
+    finish_sum,
+    grid,
+    load,
+    log2,
+    maximum,
+    mma_AB_unzipped,
+    mma_ABt,
+    mma_ABt_unzipped,
+    rezipped,
+    row_index,
+    row_max,
+    store,
+    subtile,
+    unzipped,
+    zeros,
+)
 from tiles import dtype, fp8e4m3, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
@@ -28,7 +46,7 @@ from .ampere import asked_for
 from .shape import LATENT, ROTARY
 
 SINCE, PIECES = (8, 9), EVERY[:-1]  # compute capability; bytes that cp.async brings at once
-KEYS, COLUMNS = 16, 64  # keys that a warp finds scores of; columns of their latents that it converts at once
+KEYS, GROUPS = 16, 3  # keys that a warp finds scores of; groups of copies that bring a tile
 
 
 @dataclass(frozen=True)
@@ -66,8 +84,8 @@ class Config:
 
 BAND = 16  # rows of a tile
 ROOMS = {  # bytes of shared memory that a block may have: {rows: (warps, stages)}
-    99 * 1024: {BAND: (2, 2)},
-    227 * 1024: {BAND: (4, 3), 2 * BAND: (4, 3)},
+    99 * 1024: {BAND: (2, 3)},
+    227 * 1024: {BAND: (8, 2), 2 * BAND: (8, 2)},
 }
 LEAST, LARGE = min(ROOMS), max(ROOMS)
 ROOM = {"sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the least
@@ -90,9 +108,8 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     BAND, KV, WARPS, STAGES, INPUT, GIVEN = config.band, config.kv, config.warps, config.stages, config.dtype, config.given
-    OWN, PARTS = LATENT // WARPS, LATENT // COLUMNS  # columns of the output that a warp has; parts in which it converts
-    AHEAD, NEWER = STAGES - 1, 2 * STAGES - 3  # tiles under way; groups of copies that are younger than one waited for
-    S, O, X = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32), rt(KEYS, COLUMNS, fp16)
+    OWN, AHEAD = LATENT // WARPS, STAGES - 1  # columns of the output that a warp has; tiles under way
+    S, O = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32)
     Q, PANEL = rt(BAND, ROTARY, fp32), ROTARY
     reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
     split, EARLY, IS_WHOLE = Parted(reach, KV), config.early, type(config.result) is Whole
@@ -101,7 +118,7 @@ def make(config: Config):
         q_rotary=st(BAND, ROTARY, INPUT),
         latent=pipeline(st(KV, LATENT, fp8e4m3, 64), STAGES, WARPS),
         rotary=pipeline(st(KV, ROTARY, INPUT, 64), STAGES, WARPS),
-        plain=st(KV, LATENT, fp16),
+        descale=pipeline(sv(KV, fp32), STAGES, WARPS),
         weights=st(WARPS * BAND, KEYS, fp16),
         scratch=sv(WARPS * BAND, fp32),
     )
@@ -116,9 +133,9 @@ def make(config: Config):
 
     @inlined
     def bring(q, q_rotary, gQ, spot, warp):
-        """The block's rows of Q, into shared memory."""
+        """The block's rows of Q, into shared memory, as the products take them."""
         for i in range(warp, LATENT // PANEL, WARPS):
-            store(subtile(q, BAND, 0, PANEL, i), fp16(rows_of(gQ, spot, int32(PANEL * i))))
+            store(subtile(q, BAND, 0, PANEL, i), unzipped(fp16(rows_of(gQ, spot, int32(PANEL * i)))))
         if warp == 0:
             store(q_rotary, INPUT(rows_of(gQ, spot, LATENT)))
 
@@ -128,7 +145,7 @@ def make(config: Config):
         bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """See ampere.py."""
-        q, q_rotary, latent, rotary, plain, weights, scratch = smem.open()
+        q, q_rotary, latent, rotary, descale, weights, scratch = smem.open()
         if EARLY:
             if not IS_WHOLE:
                 grid.release()  # the blocks that combine parts may come, and wait
@@ -143,28 +160,27 @@ def make(config: Config):
         sees = reach.keys(sequence, first_token, last_token, tokens, given)
         first, end = int32(KV * work.tile), sees.end
         n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
-        own = int32(first + KEYS * warp)
-        here = cache.look(latent, gLatent, sequence, first, end, given)
-        for i in range(AHEAD):
-            cache.fill(latent, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
-            cache.fill(rotary, i, gRotary, here, sequence, int32(first + KV * i), 0, end, n, given)
-            here = cache.look(latent, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
-        later_d = cache.numbers(S.row_vec, gDescale, (), sequence, own, end, given)
-        bring(q, q_rotary, gQ, spot, warp)
         at, seen = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0), softmax.begin(LOWEST)
+        here = cache.look(latent, gLatent, sequence, first, end, given)
+        numbers = cache.look(descale, gDescale, sequence, first, end, given)
+        for i in range(AHEAD):
+            cache.fill_numbers(descale, i, gDescale, numbers, sequence, int32(first + KV * i), (), end, n, given)
+            cache.fill(rotary, i, gRotary, here, sequence, int32(first + KV * i), 0, end, n, given)
+            cache.fill(latent, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
+            here = cache.look(latent, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
+            numbers = cache.look(descale, gDescale, sequence, int32(first + KV * (i + 1)), end, given)
+        bring(q, q_rotary, gQ, spot, warp)
         for i in range(n):
-            key, later, d = int32(own + KV * i), int32(first + KV * (i + AHEAD)), later_d
-            later_d = cache.numbers(S.row_vec, gDescale, (), sequence, int32(key + KV), end, given)
-            block.sync()  # all have read the last tile's values
-            s, raw = zeros(S), latent.own(i, NEWER)
-            for part in range(PARTS):
-                x = load(subtile(raw, KEYS, 0, COLUMNS, part), X)
-                store(subtile(plain, KEYS, warp, COLUMNS, part), x)
-                s = mma_ABt(s, subtile(q, BAND, 0, COLUMNS, part), x)
-            cache.fill(latent, i + AHEAD, gLatent, here, sequence, later, 0, end, n, given)
-            s = mma_ABt(s * d, q_rotary, rotary.own(i, NEWER))
+            key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
+            tile = latent.wait(i, GROUPS * (AHEAD - 1))
+            cache.fill_numbers(descale, i + AHEAD, gDescale, numbers, sequence, later, (), end, n, given)
             cache.fill(rotary, i + AHEAD, gRotary, here, sequence, later, 0, end, n, given)
+            cache.fill(latent, i + AHEAD, gLatent, here, sequence, later, 0, end, n, given)
             here = cache.look(latent, gLatent, sequence, int32(later + KV), end, given)
+            numbers = cache.look(descale, gDescale, sequence, int32(later + KV), end, given)
+            d = load(descale.own(i, GROUPS * AHEAD), S.row_vec)
+            s = mma_ABt_unzipped(zeros(S), q, subtile(tile, KEYS, warp))
+            s = mma_ABt(s * d, q_rotary, rotary.own(i, GROUPS * AHEAD))
             s = reach.mask(s, at, key, end)
             seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)
             p = seen.weights(s, None, scale)
@@ -173,11 +189,11 @@ def make(config: Config):
             block.sync()
             o = seen.rescaled()
             for part in range(WARPS):
-                o = mma_AB(o, subtile(weights, BAND, part), subtile(plain, KEYS, part, OWN, warp))
+                o = mma_AB_unzipped(o, subtile(weights, BAND, part), subtile(tile, KEYS, part, OWN, warp))
             seen = seen._replace(o=o)
 
         l = block.reduce_sum(finish_sum(seen.l), scratch)
-        result.store(seen.o / maximum(l, TINY), spot, int32(OWN * warp), given)
+        result.store(rezipped(seen.o) / maximum(l, TINY), spot, int32(OWN * warp), given)
         if warp == 0:
             result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
 

@@ -5,13 +5,17 @@
     wait_group(newer=1)                     all groups but the youngest are here: for this warp
     cuda.syncthreads()                      ... and for all warps, if these waited, too
 
-`tiles.pipeline` does this for all warps of a block, stage by stage.
+`tiles.pipeline` does this for all warps of a block, stage by stage. Warps that bring tiles for others, a ring's writers, do it
+tile by tile. Rows may lie in pages:
+
+    found = look_up(part, pages, size, (sequence, row), last)           a tile ahead
+    copy_pages(subtile(k.claim(j), 16, warp), pool, found, (row, 0), last)
 """
 
 from tiles import ptx
 from tiles.interpreter import here
 from tiles.op import lowers, op
-from tiles.pipeline import CHUNK_BYTES, check_copy, lower_copy
+from tiles.pipeline import CHUNK_BYTES, check_copy, found_type, lower_copy, lower_copy_pages, rows_of
 from tiles.plumbing import void
 from tiles.types import st, sv
 
@@ -35,6 +39,36 @@ def _(tile, source, at, rows: int, cols: int, piece: int):
         lower_copy(b, source, tile, address, array, at, rows, cols, piece, tile.rows, b.u32(0))
 
     return void, emit
+
+
+@op
+def look_up(part, pages, size, at, last):
+    """In which pages the rows lie that `copy_pages` brings to a tile of type `part`: see tiles.pipeline.look_up."""
+    return here().look_up(pages, size, at, last, range(rows_of(part)))
+
+
+@lowers(look_up)
+def _(part: type, pages, size, at, last):
+    if not isinstance(part, st | sv):
+        raise TypeError(f"look_up: takes the type of a shared tile, got {part}")
+    found, emit = found_type(part, rows_of(part), pages, size, at, last)
+    return found, lambda b, _, *values: emit(b, b.u32(0), *values)
+
+
+@op
+def copy_pages(tile, pool, found, at, last, piece=CHUNK_BYTES):
+    """copy_async of rows that lie in the pages that were `found` (look_up) of a pool, an array (page, row, ..., column). at:
+    (the tile's first row, ..., column), as if there were no pages; of a vector there is no column. Rows from `last` on are
+    0."""
+    here().copy_pages(tile, pool, found, at, last, piece, range(rows_of(tile.spec)))
+
+
+@lowers(copy_pages)
+def _(tile, pool, found, at, last, piece: int):
+    if not isinstance(tile, st | sv):
+        raise TypeError(f"copy_pages: copies to a shared tile, got {tile}")
+    copy = lower_copy_pages("copy_pages", tile, rows_of(tile), pool, found, at, last, piece)
+    return void, lambda b, address, array, places, at, last, _: copy(b, address, b.u32(0), array, places, at, last)
 
 
 @op

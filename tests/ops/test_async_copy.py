@@ -7,8 +7,8 @@ from numba import cuda
 from test_load_store import DTYPES, PLACES, WIDTHS, cut
 
 import tiles
-from ops import commit_group, copy_async, load, store, subtile, wait_group
-from tiles import bf16, fp8e4m3, fp16, fp32, pipeline, rt, st
+from ops import commit_group, copy_async, copy_pages, load, look_up, store, subtile, truncate, wait_group, warpgroup
+from tiles import bf16, fp8e4m3, fp16, fp32, inlined, pipeline, ring, rt, st, sv
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
 from tiles.testing import blank, pairs, ptx
@@ -110,6 +110,96 @@ def test_rows_that_lie_in_pages(run, sample, size, piece, dtype):
     run(body, pool, pages, out, warps=2, shared=smem)
     assert (out[: last - 3, :columns] == rows[3:]).all()
     assert (out[last - 3 :] == 0).all() and (out[:, columns:] == 0).all()
+
+
+@pytest.mark.parametrize(("size", "warps"), pairs([None, 1, 5, 64], [1, 2]))
+def test_vectors_of_numbers_any_stride_apart(run, sample, size, warps):
+    """A lane brings a number: dense or, of sequence 1, in pages in any order. Those behind the end are 0, and neither they nor
+    their pages' numbers are read."""
+    length, count, last, stages = 48 * warps, 3, 48 * warps + 21, 2
+    smem = tiles.shared(first=st(8, 64, bf16), d=pipeline(sv(length, fp32), stages, warps))
+    PAGED, OWN = size is not None, rt(16, 48, fp32).row_vec
+
+    @inlined
+    def fill(d, j, x, pages):
+        if PAGED:
+            found = d.look_up(pages, x.shape[1], (1, 2 + length * j), last)
+            d.fill_pages(j, x, found, (2 + length * j, 1), last, count)
+        else:
+            d.fill(j, truncate(x, 1, last), (1, 2 + length * j, 1), cols=1, end=count)
+
+    @cuda.jit
+    def body(x, pages, out):
+        _, d = smem.open()
+        warp = cuda.threadIdx.x // 32
+        for j in range(stages):
+            fill(d, j, x, pages)
+        for j in range(count):
+            store(out, load(d.own(j, stages - 1), OWN), (length * j + 48 * warp,))
+            cuda.syncwarp()
+            fill(d, j + stages, x, pages)
+
+    numbers = sample((last,), fp32)
+    most = -(-last // (size or 1))
+    pages = np.full((2, most), -(2**20), np.int32)
+    if size is None:
+        x = np.full((2, last + 9, 3), np.nan, np.float32)
+        x[1, :last, 1] = numbers
+    else:
+        x = np.full((2 * most + 1, size, 2), np.nan, np.float32)
+        pages[1] = np.random.default_rng(1).permutation(len(x))[:most]
+        for n, number in enumerate(numbers):
+            x[pages[1, n // size], n % size, 1] = number
+    out = blank((length * count,), fp32)
+    run(body, x, pages, out, warps=warps, shared=smem)
+    assert (out[: last - 2] == numbers[2:]).all() and (out[last - 2 :] == 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 5, 16, 100])
+def test_warps_gather_rows_for_others(run, sample, size):
+    """Each a quarter of a ring's tile, which a warpgroup multiplies once all have published theirs."""
+    S, COUNT, LAST = st(64, 64, bf16), 3, 150
+    PART, ACC = st(16, 64, bf16), rt(16, 64, fp32)
+    smem = tiles.shared(one=S, k=ring(S, 2, 4, writers=4))
+
+    @cuda.jit
+    def body(x, pool, pages, out):
+        one, k = smem.open()
+        if warpgroup.id() == 0:
+            warpgroup.store(one, warpgroup.load(x, rt(16, 64, bf16), (0, 0)))
+            warpgroup.sync()
+            for j in range(COUNT):
+                warpgroup.store(out, warpgroup.wait(warpgroup.mm_ABt(one, k.wait(j))), (64 * j, 0))
+                k.release(j)
+        else:
+            rank = warpgroup.rank()
+            for j in range(COUNT):
+                row = 64 * j + 16 * rank
+                found = look_up(PART, pages, pool.shape[1], (1, row), LAST)
+                copy_pages(subtile(k.claim(j), 16, rank), pool, found, (row, 0), LAST)
+                commit_group()
+                wait_group()
+                k.publish(j)
+
+    most = -(-LAST // size)
+    x, rows, pages = sample((64, 64), bf16), sample((LAST, 64), bf16), np.full((2, most), -(2**20), np.int32)
+    pages[1] = np.random.default_rng(1).permutation(2 * most)[:most]
+    pool = np.full((2 * most, size, 64), np.nan, bf16.np)
+    for n, row in enumerate(rows):
+        pool[pages[1, n // size], n % size] = row
+    out = blank((64 * COUNT, 64), fp32)
+    run(body, x, pool, pages, out, warps=8, shared=smem)
+    wanted = np.zeros((64 * COUNT, 64), np.float32)
+    for j in range(COUNT):
+        part = rows[64 * j : 64 * (j + 1)].astype(np.float32)
+        wanted[64 * j : 64 * (j + 1), : len(part)] = x.astype(np.float32) @ part.T
+    np.testing.assert_allclose(out, wanted, rtol=2**-20, atol=2**-16)
+
+
+def test_what_a_pipeline_of_vectors_refuses():
+    for vector, warps in (sv(64, bf16), 2), (sv(64, fp32), 8):
+        with pytest.raises(ValueError, match="of a vector a warp copies a multiple of 16 numbers of 4 bytes"):
+            pipeline(vector, 2, warps)
 
 
 def test_memory_that_is_used_again(run, sample):

@@ -7,6 +7,7 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 
 from ..layout import WARPGROUP
+from ..types import sv
 from .accesses import READ, WRITE
 from .copies import cut, inside, misaligned
 from .hazard import Hazard, Place
@@ -197,6 +198,8 @@ class Warp(greenlet):
     # -- copies by cp.async
     def copy_async(self, tile, source, at, rows, cols, piece, own):
         """Start copying rows `own` of the tile at `at` of a global array into a shared tile, `piece` bytes at a time."""
+        if isinstance(tile.spec, sv):
+            return self._copy_numbers(tile, source, at, cols % source.ndim, own)
         rows, cols = rows % source.ndim, cols % source.ndim
         self.touches(source, READ)
         if why := misaligned(source, at, cols, piece):
@@ -208,6 +211,17 @@ class Warp(greenlet):
         array, shape = np.asarray(source), (len(own), tile.spec.cols)
         view = lambda: inside(array, at, shape, rows, cols)[0]
         self._copies(tile, own, lambda: cut(array, at, shape, rows, cols), view)
+
+    def _copy_numbers(self, tile, source, at, axis, own):
+        """The same of a vector that lies along one axis."""
+        self.touches(source, READ)
+        for k, (index, size) in enumerate(zip(at, source.shape)):
+            if k != axis and not 0 <= index < size:
+                raise self.hazard(f"index {index} is out of range for axis {k} of an array of shape {source.shape}")
+        line = np.moveaxis(np.asarray(source), axis, -1)[tuple(int(i) for k, i in enumerate(at) if k != axis)]
+        at = 0, int(at[axis]) + own.start
+        view = lambda: inside(line[None], at, (1, len(own)), 0, 1)[0]
+        self._copies(tile, own, lambda: cut(line[None], at, (1, len(own)), 0, 1)[0], view)
 
     def look_up(self, pages, size, at, last, own):
         """In which pages rows `own` of a tile lie: see pipeline.look_up. Of each row the page's number and its place there."""
@@ -226,12 +240,19 @@ class Warp(greenlet):
     def copy_pages(self, tile, pool, found, at, last, piece, own):
         """Start copying rows `own` of a tile from the pages that they lie in: see pipeline.fill_pages."""
         self.touches(pool, READ)
+        if isinstance(tile.spec, sv):  # as tiles of one column
+            values, view = self._from_pages(np.asarray(pool)[..., None], found, (*at, 0), last, own, 1)
+            return self._copies(tile, own, lambda: values()[:, 0], view)
         if why := misaligned(pool, (0, 0, *at[1:]), pool.ndim - 1, piece):
             raise self.hazard(f"copy in pieces of {piece} bytes: {why}")
+        self._copies(tile, own, *self._from_pages(np.asarray(pool), found, at, last, own, tile.spec.cols))
+
+    def _from_pages(self, array, found, at, last, own, cols):
+        """(what gives the values of these rows, of so many columns; what gives a view of where they lie)"""
         first, *rest, col = map(int, at)
-        array, lines = np.asarray(pool), []
+        lines = []
         for row, number, place in zip(range(first + own.start, first + own.stop), found[::2], found[1::2], strict=True):
-            line = np.zeros((1, tile.spec.cols), array.dtype)
+            line = np.zeros((1, cols), array.dtype)
             if row < last:
                 if not 0 <= number < len(array):
                     raise self.hazard(
@@ -240,7 +261,7 @@ class Warp(greenlet):
                 page = number, slice(None), *rest
                 line = cut(array[page], (place, col), line.shape, 0, 1)
             lines.append(line)
-        self._copies(tile, own, lambda: np.concatenate(lines), lambda: None)
+        return lambda: np.concatenate(lines), lambda: None
 
     def _copies(self, tile, own, values, view):
         """From now on `values()` are on their way to rows `own` of a shared tile, from `view()` of global memory."""
@@ -252,7 +273,7 @@ class Warp(greenlet):
             shadow.put(tile, values(), own)
             cells.of(shadow.state)[...] = VALID
 
-        nbytes = len(own) * tile.spec.cols * tile.spec.dtype.itemsize
+        nbytes = len(own) * (1 if isinstance(tile.spec, sv) else tile.spec.cols) * tile.spec.dtype.itemsize
         copy = self.block.cluster.start(land, f"the copy into {tile.name}", nbytes, self.place())
         self._started(copy, "cp.async", view, False)
         self.copies.append(copy)

@@ -101,6 +101,7 @@ class Config:
 
 
 BAND = 16  # rows of a tile
+MOST = 2 * BAND  # of a tall one
 SHAPES = {  # padded head_dim: (keys, warps, stages, resident)
     64: (32, 4, 2, 2),
     96: (16, 4, 3, 2),
@@ -219,12 +220,15 @@ def make(config: Config):
     COLUMNS = config.value_dim // PARTS
     ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
     FAR = O.rows * O.cols <= 16 * 192 and not product.by_key  # are tiles looked up two ahead? There are registers for it
-    AHEAD, NEWER = STAGES - 1, 2 * STAGES - 3  # tiles under way; groups of keys and values that are younger than one waited for
+    PIPES = product.pipes(KV, STAGES, WARPS)
+    GROUPS, AHEAD = 2 + len(PIPES), STAGES - 1  # groups of copies that bring a tile; tiles under way
+    NEWER = GROUPS * (STAGES - 2) + GROUPS // 2  # groups that are younger than keys, or values, that are waited for
     smem = shared(
         q=pipeline(QUERY, 1, WARPS),
         k=pipeline(st(KV, config.head_dim, HELD), STAGES, WARPS),
         v=pipeline(VALUES, STAGES, WARPS),
         scratch=sv(WARPS * BAND, fp32),
+        **PIPES,
     )
     softmax = Softmax(O)
 
@@ -248,7 +252,7 @@ def make(config: Config):
     @inlined
     def taken(q, at, head, scratch):
         """Queries, once they are here, as the products take them, and what scores must know of them."""
-        tile = q.wait(0, 2 * AHEAD)
+        tile = q.wait(0, GROUPS * AHEAD)
         if SAME:
             return tile, None
         made, of_queries, known = q.reuse(TAKEN), whole_rows(tile, at), norm.begin(zeros(O.col_vec))
@@ -280,7 +284,8 @@ def make(config: Config):
     ):  # fmt: skip
         """Of one of `bands` tiles of rows, `group` query heads and `tokens` tokens of a key head, over one of `splits` parts of
         the keys; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
-        q, k, v, scratch = smem.open()
+        opened = smem.open()
+        q, k, v, scratch, pipes = opened[0], opened[1], opened[2], opened[3], opened[4:]
         if EARLY:
             if IN_PARTS:
                 grid.release()  # combine.py's blocks may come, and wait
@@ -305,11 +310,16 @@ def make(config: Config):
             place = q.look_up(None, group, (0, spot.row), begin + end)  # a token's rows, and only these, lie in one place
             here = cache.look(k, gK, sequence, first, sees.end, given)
             there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given) if FAR else here
+            numbers = product.look(pipes, cache, sequence, first, sees.end, given)
             q.fill_pages(0, gQ, place, (spot.row, batch, head, 0), begin + end, None, cache.piece)
             for i in range(AHEAD):
-                cache.fill(k, i, gK, here, sequence, int32(first + KV * i), head, sees.end, n, given)
-                cache.fill(v, i, gV, here, sequence, int32(first + KV * i), head, sees.end, n, given)
-                here, there = following(there, k, gK, sequence, int32(first + KV * (i + 1)), sees.end, given)
+                key, later = int32(first + KV * i), int32(first + KV * (i + 1))
+                product.fill_keys(pipes, i, cache, numbers, sequence, key, head, sees.end, n, given)
+                cache.fill(k, i, gK, here, sequence, key, head, sees.end, n, given)
+                product.fill_values(pipes, i, cache, numbers, sequence, key, head, sees.end, n, given)
+                cache.fill(v, i, gV, here, sequence, key, head, sees.end, n, given)
+                here, there = following(there, k, gK, sequence, later, sees.end, given)
+                numbers = product.look(pipes, cache, sequence, later, sees.end, given)
             of_rows = row_index(O.col_vec) + row
             token = of_rows // group
             at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
@@ -318,19 +328,23 @@ def make(config: Config):
             (queries, known), seen, o_unit = taken(q, at, head, scratch), softmax.begin(LOWEST), product.unit()
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
-                numbers = product.numbers(S.row_vec, cache, sequence, head, key, sees.end, given)
                 keys = k.own(i, NEWER)
+                product.fill_keys(pipes, i + AHEAD, cache, numbers, sequence, later, head, sees.end, n, given)
                 cache.fill(k, i + AHEAD, gK, here, sequence, later, head, sees.end, n, given)
-                s = product.scores(zeros(S), queries, keys, k_unit, numbers)
-                s = norm.scores(s, keys, KEY, product.of_keys(k_unit, numbers), known, given)
+                of_keys = product.of_keys(k_unit, pipes, i, NEWER + GROUPS // 2, S.row_vec)
+                s = product.scores(zeros(S), queries, keys, of_keys)
+                s = norm.scores(s, keys, KEY, of_keys, known, given)
                 values = v.own(i, NEWER)
+                product.fill_values(pipes, i + AHEAD, cache, numbers, sequence, later, head, sees.end, n, given)
                 cache.fill(v, i + AHEAD, gV, here, sequence, later, head, sees.end, n, given)
                 here, there = following(there, k, gK, sequence, int32(later + KV), sees.end, given)
+                numbers = product.look(pipes, cache, sequence, int32(later + KV), sees.end, given)
                 s = reach.mask(variant.mask(variant.score(s, at, key), at, key, -math.inf), at, key, sees.end)
                 seen = seen.moved(s, None, scale, slack)
-                o, o_unit = product.rescaled(seen, o_unit, numbers)
+                of_values = product.of_values(v_unit, pipes, i, NEWER + GROUPS // 2, S.row_vec)
+                o, o_unit = product.rescaled(seen, o_unit, of_values)
                 p = seen.weights(s, None, scale)
-                seen = seen._replace(o=product.weigh(o, p, values, o_unit, numbers)).add(p)
+                seen = seen._replace(o=product.weigh(o, p, values, o_unit, of_values)).add(p)
 
             m = block.reduce_max(seen.m, scratch)
             if result.joins(spot):

@@ -5,7 +5,7 @@ from typing import Any
 from numba.cuda import types
 from numpy import int32
 
-from ops import col_index, load, minimum, truncate, where
+from ops import truncate
 from tiles import inlined, static
 from tiles.arguments import ENDS
 
@@ -37,10 +37,10 @@ class Dense:
         pipe.fill(j, truncate(source, 1, end), (sequence, key, head, 0), 1, 3, n, self.piece)
 
     @inlined
-    def numbers(self, keys, source, head, sequence, key, end, given):
-        """What an array that lies so, but for columns, has of the keys from `key` on, as a vector of the type `keys`; 0 from
-        `end` on. head: (its number,), or () where there are no heads."""
-        return load(truncate(source, 1, end), keys, (sequence, key) + head, 0, 1)
+    def fill_numbers(self, pipe, j, source, found, sequence, key, head, end, n, given):
+        """The same for a pipeline of vectors, of an array that lies so, but for columns. head: (its number,), or () where there
+        are no heads."""
+        pipe.fill(j, truncate(source, 1, end), (sequence, key) + head, cols=1, end=n)
 
 
 class Indexed(Dense):
@@ -58,10 +58,9 @@ class Indexed(Dense):
         pipe.fill(j, truncate(source, 1, end), at, 1, 3, n, self.piece)
 
     @inlined
-    def numbers(self, keys, source, head, sequence, key, end, given):
+    def fill_numbers(self, pipe, j, source, found, sequence, key, head, end, n, given):
         """See Dense."""
-        at = (int32(given.batch_index[sequence]), key) + head
-        return load(truncate(source, 1, end), keys, at, 0, 1)
+        pipe.fill(j, truncate(source, 1, end), (int32(given.batch_index[sequence]), key) + head, cols=1, end=n)
 
 
 class Paged(Dense):
@@ -83,10 +82,6 @@ class Paged(Dense):
         pipe.fill_pages(j, source, found, (key, head, 0), end, n, self.piece)
 
     @inlined
-    def numbers(self, keys, source, head, sequence, key, end, given):
+    def fill_numbers(self, pipe, j, source, found, sequence, key, head, end, n, given):
         """See Dense."""
-        place = col_index(keys) + key
-        known = minimum(place, float(end - 1))  # behind the end no page is looked up
-        entry = known // source.shape[1]
-        found = source[(given.pages[sequence, entry], known - entry * source.shape[1]) + head]
-        return where(place < end, found, 0.0)
+        pipe.fill_pages(j, source, found, (key,) + head, end, n)

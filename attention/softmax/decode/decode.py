@@ -9,7 +9,6 @@ from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
 
 from ...cache import append as appending
-from ...families import choose
 from ...options import flag, norm_parts, number, positive
 from ..asked import OF_AUX, eight, ends_of
 from ..indexed import Asking, indexed
@@ -165,8 +164,9 @@ def decode(
     lengths as the device finds them: a sequence's bits then depend on the others' lengths. Where queries lie one behind the
     other, or caches are whole, shapes decide into how many parts each goes.
 
-    out, return_lse, stream: as in forward. family: None or "sm_80", the instructions of every GPU since Ampere; of many query
-    tokens as in forward.
+    out, return_lse, stream: as in forward. family: None, "sm_80", the instructions of every GPU since Ampere, or "sm_90",
+    Hopper's, which serve many query tokens, and few in caches of q's dtype, by default where these times the query heads that
+    share a key head are more than 32.
 
     Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
 
@@ -287,10 +287,7 @@ def _decode(
     few = counted or norms.keys.prepares or "lengths" not in problem or problem["k"].form.dtype != problem.dtype
     if several and splits in (None, 1) and not few:
         return of_many(problem, asked, before, norms, most_keys, family, out, lse)
-    if family == "sm_90":
-        raise ValueError(f"family: attention.decode has kernels of sm_80, for every GPU since Ampere: {family=}")
-    choose(problem, "sm_80")
-    return of_few(problem, asked, before, norms, cache, of_cache, most_keys, splits, out, lse)
+    return of_few(problem, asked, before, norms, cache, of_cache, most_keys, splits, family, out, lse)
 
 
 _variant = program(VARIANT, no_gradient=NO_GRADIENT)(_decode.planner)

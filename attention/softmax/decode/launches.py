@@ -6,20 +6,23 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tiles.arrays import Operand
-from tiles.device import hopper, machine
+from tiles.device import hopper as is_hopper
+from tiles.device import machine
 from tiles.launch import kernel_for
 from tiles.program import Plan, Step
 from tiles.schema import Problem
 
 from ...cache import append as appending
 from ...cache import writing
+from ...families import choose
 from ..assembled import assembled
+from ..held import Along, InCaches, InPages
 from ..launches import DTYPES, LOG2_E, over
 from ..online import SLACK
 from ..planning import INDICES
 from ..scores import Capped, Scored, Sunk
 from ..variants import Both, Variant
-from . import attend, combine, many
+from . import attend, combine, hopper, many
 from .caches import Dense, Indexed, Paged
 from .norms import Norms
 from .products import Narrow, NarrowByKey, Same
@@ -108,10 +111,12 @@ def of_few(
     of_cache: dict[str, Operand],
     most_keys: int,
     splits: int | None,
+    family: str | None,
     out: Operand,
     lse: Operand | None,
 ) -> Plan:
-    """Tiles of query tokens and of the heads that share a key head; in so many parts of the keys."""
+    """Tiles of query tokens and of the heads that share a key head; in so many parts of the keys. family: sm_90 if asked for;
+    Hopper's tiles serve what more than one of the others would take. ValueError."""
     batch, tokens, heads, head_dim, kv_heads, value_dim, sequences = problem("BSHDGVN")
     packed, axes = "cu_seqlens" in problem, tuple(len(x.form.shape) for x in asked.aux)
     group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
@@ -120,13 +125,25 @@ def of_few(
     reach, of_keys, seen = _reach(problem, asked, most_keys)
     of_keys |= before.told
     variant, sums, unit, of_scores, of_sums = _scores(problem, asked, norms)
-    early, whole = hopper(gpu.capability), Whole(dtype, piece)
+    early, whole = is_hopper(gpu.capability), Whole(dtype, piece)
     lie, part, each = (
         (OneBehindTheOther, PartOfPacked(dtype, piece), -(-rows // sequences)) if packed else (Alike, Part(dtype, piece), rows)
     )
 
-    def config(split: type[Parted], result: Whole | Either) -> attend.Config:
-        kind = variant, reach, cache, result, Variant() if result is part else sums, split, early
+    plain = type(product) is Same and not packed and not norms.rows and not norms.keys.prepares
+    if family == "sm_90" and not plain:
+        raise ValueError(
+            "family: of few query tokens sm_90's tiles take caches of q's dtype, a batch a sequence, and no norms: "
+            f"{family=} (the default, None, takes these)"
+        )
+    tma = choose(problem, family, problem.by_tma and plain) == "sm_90" and (family == "sm_90" or each > attend.MOST)
+    kernels, held = (hopper, _held(problem, asked)) if tma else (attend, None)
+
+    def config(split: type[Parted], result: Whole | Either) -> Any:
+        joins = Variant() if result is part else sums
+        if tma:
+            return hopper.config_for(head_dim, value_dim, dtype, variant, reach, held, result, joins, split, axes)
+        kind = variant, reach, cache, result, joins, split, early
         shape = each > attend.BAND, gpu.shared_bytes, lie, axes, norms.keys
         return attend.config_for(head_dim, value_dim, product, *kind, *shape)
 
@@ -160,9 +177,10 @@ def of_few(
         given = {"parts": parts, "sums_": weights, "rows": rows, "slabs": slabs, **told, **to, **of_split}
         steps.append(kernel_for(combine, last, problem.device).bind(ends * kv_heads * rows * slabs, **given))
         to = {"parts": parts, "sums": weights, **(to if evenly else {})}
-    first = kernel_for(attend, chosen, problem.device).bind(
+    sized = {"page_size": problem("T")[0]} if held is not None and held.paged else {}
+    first = kernel_for(kernels, chosen, problem.device).bind(
         blocks * kv_heads * bands,
-        gQ=by_rows(before.queries, group),
+        gQ=_grouped(before.queries, 2, group) if tma else by_rows(before.queries, group),
         gK=problem["k"],
         gV=problem["v"],
         bands=bands,
@@ -171,6 +189,7 @@ def of_few(
         **{f"aux{n}": x for n, x in enumerate(asked.aux)},
         **told,
         **of_cache,
+        **sized,
         **of_products,
         **of_keys,
         **(of_scores | norms.of_keys),
@@ -194,6 +213,14 @@ def cache_of(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
             raise problem.error("k", f"must have {batch} batches, one a sequence, or pages or batch_index", "k")
         raise problem.error("k", "batch must equal q's where there are neither pages nor batch_index", "k", "q")
     return Dense(piece), rows, {}
+
+
+def _held(problem: Problem, asked: Asked) -> Along | None:
+    """How TMA finds keys; None: it does not, for tiles begin anywhere in pages, or several pages have a tile."""
+    if "pages" in problem:
+        whole = problem("T")[0] % hopper.KV == 0 and "leftpad" not in problem and asked.left is None
+        return InPages(1) if whole else None
+    return InCaches() if "batch_index" in problem else Along()
 
 
 def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:

@@ -4,8 +4,8 @@ from typing import Any
 
 from numpy import float32, int32
 
-from ops import abs, mma_AB, mma_AB_unzipped, mma_ABt, mma_ABt_unzipped, rescale, rezipped, tile_max, unzipped
-from tiles import dtype, fp8e4m3, fp16, inlined, static
+from ops import abs, load, mma_AB, mma_AB_unzipped, mma_ABt, mma_ABt_unzipped, rescale, rezipped, tile_max, unzipped
+from tiles import dtype, fp8e4m3, fp16, fp32, inlined, pipeline, static, sv
 from tiles.arguments import array
 
 LIFT, LEAST = 2.0**7, 2.0**-100  # of weights times descales, which then end at 2^15; of the greatest of these
@@ -35,6 +35,10 @@ class Same:
         """Has each key numbers of its own?"""
         return False
 
+    def pipes(self, kv: int, stages: int, warps: int) -> dict[str, pipeline]:
+        """What brings these, of tiles of so many keys."""
+        return {}
+
     @property
     def takes(self) -> dtype:
         """What the products take queries as."""
@@ -51,13 +55,27 @@ class Same:
         return 1.0, 1.0
 
     @inlined
-    def numbers(self, keys, cache, sequence, head, key, end, given):
-        """Likewise of each key from `key` on, where they differ: see caches.py."""
+    def look(self, pipes, cache, sequence, key, end, given):
+        """Where numbers of keys lie, of a tile from `key` on: see caches.py."""
         return int32(0)
 
     @inlined
-    def of_keys(self, unit, numbers):
-        """What keys are multiplied by: their unit, or numbers."""
+    def fill_keys(self, pipes, j, cache, found, sequence, key, head, end, n, given):
+        """Start copying the numbers of tile j's keys, which lie where they were found, one group of copies ahead of K's."""
+
+    @inlined
+    def fill_values(self, pipes, j, cache, found, sequence, key, head, end, n, given):
+        """The same of its values, ahead of V's."""
+
+    @inlined
+    def of_keys(self, unit, pipes, j, newer, like):
+        """What keys are multiplied by: their unit, or numbers of each, as a vector of the type `like`, once all but `newer`
+        groups of copies are here."""
+        return unit
+
+    @inlined
+    def of_values(self, unit, pipes, j, newer, like):
+        """The same of values."""
         return unit
 
     @inlined
@@ -66,17 +84,17 @@ class Same:
         return int32(0)
 
     @inlined
-    def scores(self, s, queries, keys, unit, numbers):
+    def scores(self, s, queries, keys, of_keys):
         """s, which is 0, + Q K^T."""
         return mma_ABt(s, queries, keys)
 
     @inlined
-    def rescaled(self, seen, unit, numbers):
-        """(what the next keys' P V is added to, and its unit from then on); `numbers` are these keys'."""
+    def rescaled(self, seen, unit, of_values):
+        """(what the next keys' P V is added to, and its unit from then on)"""
         return seen.rescaled(), unit
 
     @inlined
-    def weigh(self, o, p, values, unit, numbers):
+    def weigh(self, o, p, values, unit, of_values):
         """O + P V, with O's columns in an order of its own."""
         return mma_AB(o, self.wide(p), values)
 
@@ -129,15 +147,15 @@ class Narrow(Same):
         return 1.0, 1.0
 
     @inlined
-    def scores(self, s, queries, keys, unit, numbers):
+    def scores(self, s, queries, keys, of_keys):
         """See Same."""
         s = mma_ABt_unzipped(s, queries, keys)
         if self.scaled:
-            s = s * unit
+            s = s * of_keys
         return s
 
     @inlined
-    def weigh(self, o, p, values, unit, numbers):
+    def weigh(self, o, p, values, unit, of_values):
         """See Same."""
         return mma_AB_unzipped(o, fp16(p), values)
 
@@ -169,6 +187,10 @@ class NarrowByKey(Narrow):
         """See Same."""
         return True
 
+    def pipes(self, kv: int, stages: int, warps: int) -> dict[str, pipeline]:
+        """See Same: of keys, and of values."""
+        return {name: pipeline(sv(kv, fp32), stages, warps) for name in ("k_descale", "v_descale")}
+
     @inlined
     def units(self, sequence, head, given):
         """See Same."""
@@ -180,32 +202,41 @@ class NarrowByKey(Narrow):
         return float32(LEAST)
 
     @inlined
-    def numbers(self, keys, cache, sequence, head, key, end, given):
-        """See Same: of keys, and of values."""
-        of_keys = cache.numbers(keys, given.k_descale, (head,), sequence, key, end, given)
-        return of_keys, cache.numbers(keys, given.v_descale, (head,), sequence, key, end, given)
+    def look(self, pipes, cache, sequence, key, end, given):
+        """See Same."""
+        return cache.look(pipes[0], given.k_descale, sequence, key, end, given)
 
     @inlined
-    def of_keys(self, unit, numbers):
+    def fill_keys(self, pipes, j, cache, found, sequence, key, head, end, n, given):
         """See Same."""
-        return numbers[0]
+        cache.fill_numbers(pipes[0], j, given.k_descale, found, sequence, key, (head,), end, n, given)
 
     @inlined
-    def scores(self, s, queries, keys, unit, numbers):
+    def fill_values(self, pipes, j, cache, found, sequence, key, head, end, n, given):
         """See Same."""
-        return mma_ABt_unzipped(s, queries, keys) * numbers[0]
+        cache.fill_numbers(pipes[1], j, given.v_descale, found, sequence, key, (head,), end, n, given)
 
     @inlined
-    def rescaled(self, seen, unit, numbers):
+    def of_keys(self, unit, pipes, j, newer, like):
         """See Same."""
-        greatest = max(unit, tile_max(abs(numbers[1])))
+        return load(pipes[0].own(j, newer), like)
+
+    @inlined
+    def of_values(self, unit, pipes, j, newer, like):
+        """See Same."""
+        return load(pipes[1].own(j, newer), like)
+
+    @inlined
+    def rescaled(self, seen, unit, of_values):
+        """See Same."""
+        greatest = max(unit, tile_max(abs(of_values)))
         less = unit / greatest if greatest > unit else float32(1.0)
         return rescale(seen.o, seen.lag * less), greatest
 
     @inlined
-    def weigh(self, o, p, values, unit, numbers):
+    def weigh(self, o, p, values, unit, of_values):
         """See Same."""
-        return mma_AB_unzipped(o, fp16(p * (numbers[1] * (float32(LIFT) / unit))), values)
+        return mma_AB_unzipped(o, fp16(p * (of_values * (float32(LIFT) / unit))), values)
 
     @inlined
     def weight(self, weight, unit):

@@ -9,7 +9,7 @@ from places import BF16, RANDOMLY, OnCard, OnInterpreter
 
 import attention
 from attention import reference
-from attention.softmax.decode import attend, decode, splits
+from attention.softmax.decode import attend, decode, hopper, splits
 from tiles import fp8e4m3
 from tiles.frameworks import Kind
 
@@ -64,7 +64,7 @@ def put(place, x):
     return tuple(map(place.put, x)) if isinstance(x, tuple) else place.put(x)
 
 
-def agree(place, q, k, v, lengths, *, leftpad=None, size=None, room=None, splits=None, causal=True, **options):
+def agree(place, q, k, v, lengths, *, leftpad=None, size=None, splits=None, causal=True, family=None, **options):
     """Run and judge by the rule: out and lse against float64, no NaN, every element written."""
     told = {"lengths": np.array(lengths, np.int32)} | options
     told |= {} if leftpad is None else {"leftpad": np.array(leftpad, np.int64)}
@@ -74,7 +74,7 @@ def agree(place, q, k, v, lengths, *, leftpad=None, size=None, room=None, splits
     told = {name: put(place, x) if name in HELD else x for name, x in told.items()}
     out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
     given = place.put(q), place.put(keys), place.put(values)
-    got, lse = attention.decode(*given, out=out, return_lse=True, splits=splits, causal=causal, **told)
+    got, lse = attention.decode(*given, out=out, return_lse=True, splits=splits, causal=causal, family=family, **told)
     assert got is out
     (ref, ref_lse), (low, low_lse) = known(q, k, v, lengths, leftpad, causal=causal, **options)
     cap, slope = options.get("softcap") or 0.0, np.abs(options.get("alibi", 0)).max()
@@ -134,7 +134,41 @@ def test_many_sequences_of_very_different_lengths(place):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (5, 1), (12, 2), (18, 1)])
 def test_heads_and_tokens_are_rows(place, heads, kv_heads, tokens):
     """One to five tiles of them, of 16 or 32 rows; tokens that stand before the first key see none."""
-    agree(place, *case((2, 70), tokens, heads, kv_heads), (2, 70), splits=tokens - 1)
+    agree(place, *case((2, 70), tokens, heads, kv_heads), (2, 70), splits=tokens - 1, family="sm_80")
+
+
+TALL = [  # lengths, tokens, heads, what is asked: more rows a key head than 32
+    ((130, 0, 65), 8, 16, {}),
+    ((2, 200), 9, 16, {"splits": 2}),
+    ((200, 3, 64), 8, 10, {"window": (70, 0), "leftpad": (0, 1, 9), "causal": False}),
+]
+
+
+@pytest.mark.parametrize("size", [None, 1, 16, 64])
+@pytest.mark.parametrize(("lengths", "tokens", "heads", "asked"), TALL)
+def test_many_rows_go_to_tiles_of_64(place, lengths, tokens, heads, asked, size):
+    """Of two warpgroups that take every other tile of keys; by TMA, or gathered where tiles have several pages, or begin within
+    one."""
+    agree(place, *case(lengths, tokens, heads, first=asked.get("leftpad")), lengths, size=size, **asked)
+
+
+def test_what_becomes_of_scores_in_tiles_of_64():
+    """Rows of a tile are of different heads, each with its own slope and sink; a cache of more batches."""
+    slopes, sink = draw((2, 10), np.float32) ** 2, draw((10,), np.float32)
+    told = {"alibi": slopes, "sink": sink, "softcap": 5.0, "scale": 0.3}
+    agree(OnInterpreter(), *case((100, 5), 8, 10, value_dim=128), (100, 5), **told)
+    q, k, v = case((100, 5), 8, 10)
+    held = [poisoned((3, *x.shape[1:]), x.dtype) for x in (k, v)]
+    for mine, x in zip(held, (k, v)):
+        mine[[2, 0]] = x
+    got = attention.decode(q, *held, lengths=np.array([100, 5]), batch_index=np.array([2, 0]), family="sm_90")
+    np.testing.assert_array_equal(got, agree(OnInterpreter(), q, k, v, (100, 5))[0])
+
+
+@pytest.mark.parametrize("head_dim", [96, 192, 256])
+def test_every_head_dim_in_tiles_of_64(place, head_dim):
+    inputs, size = case((70, 130), 2, head_dim=head_dim, dtype=FP16), 40 if head_dim == 96 else None
+    agree(place, *inputs, (70, 130), size=size, family="sm_90")
 
 
 @pytest.mark.parametrize("head_dim", [8, 72, 96, 192, 256])
@@ -348,7 +382,7 @@ def test_random_problems(lengths, tokens, kv_heads, group, splits, eighths, size
 @pytest.mark.gpu
 @RANDOMLY
 @given(
-    st.lists(st.integers(0, 3000), min_size=1, max_size=5), st.integers(1, 8), st.integers(1, 3), st.integers(1, 8),
+    st.lists(st.integers(0, 3000), min_size=1, max_size=5), st.integers(1, 12), st.integers(1, 3), st.integers(1, 8),
     st.sampled_from([None, 1, 2, 9]), st.integers(1, 32), st.sampled_from([None, 1, 16, 24, 256]), st.booleans(),
     st.sampled_from([BF16, FP16]),
 )  # fmt: skip
@@ -358,12 +392,15 @@ def test_random_problems_on_the_card(lengths, tokens, kv_heads, group, splits, e
     agree(OnCard(), *inputs, lengths, size=size, splits=splits, causal=causal)
 
 
-@pytest.mark.parametrize(("arch", "size", "splits"), [("sm_80", None, 1), ("sm_90a", 16, None)])
-def test_as_compiled(as_compiled, arch, size, splits):
+@pytest.mark.parametrize(
+    ("arch", "size", "splits", "family"),
+    [("sm_80", None, 1, None), ("sm_90a", 16, None, None), ("sm_90a", None, None, "sm_90"), ("sm_90a", 5, 1, "sm_90")],
+)
+def test_as_compiled(as_compiled, arch, size, splits, family):
     """What the GPU would run, by the emulator."""
     as_compiled(arch)
     lengths = (70,) if splits else (70, 3)
-    agree(OnInterpreter(), *case(lengths, 2, 3, 1), lengths, size=size, splits=splits)
+    agree(OnInterpreter(), *case(lengths, 2, 3, 1), lengths, size=size, splits=splits, family=family)
 
 
 def test_fp8_as_compiled(as_compiled):
@@ -408,6 +445,8 @@ def test_every_shape_fits(arch):
         _, smem = attend.make(config)
         assert smem.nbytes <= attend.ROOM[arch]
         assert config.resident * (smem.nbytes + 1024) <= attend.ROOM[arch] + 1024
+    for config in hopper.space(arch, True):
+        assert hopper.make(config)[1].nbytes <= attend.LARGE
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------
@@ -450,7 +489,7 @@ def test_mistakes_name_the_argument():
     refused(ValueError, "^pages: must have the axes sequences, pages of each: ", pages=table[0])
     refused(ValueError, "^splits: must be from 1 to 1024", splits=0)
     refused(TypeError, "^splits: must be an integer", splits=2.5)
-    refused(ValueError, "^family: attention.decode has kernels of sm_80", family="sm_90")
+    refused(ValueError, "^family: of few query tokens sm_90's tiles take caches of q's dtype", family="sm_90", k=eight, v=eight)
     refused(TypeError, "^causal: must be a bool", causal=1)
     refused(ValueError, "^window", window=(-1, 0))
 

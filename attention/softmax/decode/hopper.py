@@ -1,0 +1,234 @@
+"""Attention of some query tokens for Hopper, over a part of the keys: TMA or cp.async, and wgmma.
+
+What attend.py's tiles of 16 and 32 rows are too small for: several tokens of many heads that share a key head. Rows are as
+there, heads and tokens, 64 of them to a tile. Two warpgroups have all of them, and share out the keys: one takes the even
+tiles, the other the odd ones, so that the tensor cores have one's products while the other's softmax runs. Where a block's work
+ends, what both have seen is made one, half of the columns each.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from numba import cuda
+from numpy import int32
+
+from ops import columns, divmod, exp2, finish_sum, grid, load, log2, maximum, row_index, store, subtile, warpgroup, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from tiles.arguments import FLOAT, INT, array, record
+from tiles.layout import WARPGROUP
+
+from ..held import Along, InCaches, InPages
+from ..online import LOWEST, TINY, Softmax
+from ..variants import At, Variant, arrays_of
+from .feeds import ByTma, Gathered
+from .reach import Reach
+from .results import Either, Part, Spot, Whole
+from .splits import Parted, Shares
+
+KV, CONSUMERS = 64, 2  # keys of a tile; warpgroups that share them out
+PRODUCER = CONSUMERS
+BY_TMA, GATHERING = (40, 232), (56, 224)  # registers a thread of producer and consumers
+STAGES = {64: 6, 96: 6, 128: 5, 192: 3, 256: 2}  # padded head_dim: tiles of keys, and of values, in shared memory
+PIECE = 16  # bytes that all addresses are multiples of
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel: which caches it reads, what becomes of their scores, where the output goes: as attend.py's. feed: what fills
+    the rings."""
+
+    head_dim: int
+    value_dim: int
+    dtype: dtype
+    variant: Variant
+    reach: Reach
+    feed: Any
+    result: Whole | Either
+    sums: Variant
+    split: type[Parted]
+    axes: tuple[int, ...] = ()
+    early = True  # it begins while the grid before it ends
+    band, kv, resident = warpgroup.ROWS, KV, 1  # rows of a tile, keys; blocks that a multiprocessor is to hold
+    threads = warpgroup.THREADS * (CONSUMERS + 1)
+
+    @property
+    def given(self):
+        """What the kernel is told of all these."""
+        parts = self.reach, self.feed, self.variant, self.sums, self.result
+        return record(**{name: what for part in parts for name, what in part.given.items()})
+
+    def __str__(self):
+        dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
+        scores = f" {self.variant}" * (type(self.variant) is not Variant) + f" {self.sums}" * (type(self.sums) is not Variant)
+        return f"{dims} {self.dtype} {self.reach} {self.feed}{scores} {self.result}, {self.band} x {self.kv}"
+
+
+def config_for(
+    head_dim: int, value_dim: int, of: dtype, variant: Variant, reach: Reach, held: Along | None, result: Whole | Either,
+    sums: Variant, split: type[Parted], axes: tuple[int, ...] = (),
+) -> Config:  # fmt: skip
+    """The configuration that serves a problem: the next larger dims. held: where TMA finds keys; None: they are gathered."""
+    padded, wide = (min(d for d in STAGES if d >= dim) for dim in (head_dim, value_dim))
+    feed: Any = ByTma(KV, held) if held is not None else None
+    if feed is None:
+        rows = KV // WARPGROUP
+        feed = Gathered(st(rows, padded, of), st(rows, wide, of), STAGES[max(padded, wide)] - 2, PIECE)
+    return Config(padded, wide, of, variant, reach, feed, result, sums, split, axes)
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What problems are served with; fp16, which takes the same registers, and other caches with `everything`."""
+    if arch == "sm_90a":
+        plain, causal = Variant(), Reach(False, True, False)
+        kinds: list[tuple[Along | None, bool]] = [(Along(), False), (None, False)]
+        kinds += [(InPages(1), False), (InCaches(), True), (None, True)] * everything
+        for of, dim, (held, parted) in itertools.product((bf16, fp16)[: 1 + everything], STAGES, kinds):
+            either, part = Either(Whole(of, PIECE), Part(of, PIECE)), Part(of, PIECE)
+            result, split = (part, Parted) if parted else (either, Shares)
+            yield config_for(dim, dim, of, plain, causal, held, result, plain, split)
+
+
+class Pipes(NamedTuple):
+    """What a block has in shared memory: its queries, tiles of keys and values, halves of the columns of O that one consumer
+    has for the other, with both's maxima and sums."""
+
+    q: Any
+    k: Any
+    v: Any
+    other: Any
+    tops: Any
+    sums: Any
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, GIVEN, BAND, AUX = config.dtype, config.given, config.band, arrays_of(config.axes)
+    variant, reach, feed, result, sums = config.variant, config.reach, config.feed, config.result, config.sums
+    split, IN_PARTS, GATHERS = config.split(reach, KV), type(result) is not Whole, feed.writers > 0
+    KEEP, CLAIM = GATHERING if GATHERS else BY_TMA
+    K, V = st(KV, config.head_dim, INPUT), st(KV, config.value_dim, INPUT)
+    QUERIES = st(BAND, config.head_dim, INPUT)
+    Q = rt(16, QUERIES.panel_cols, INPUT)
+    O, HALF = rt(16, config.value_dim, fp32), config.value_dim // 2
+    H, STAGED = rt(16, HALF, fp32), STAGES[max(config.head_dim, config.value_dim)]
+    PANELS, LEFT = QUERIES.panels, reach.left
+    softmax = Softmax(O)
+    smem = shared(
+        q=QUERIES,
+        k=ring(K, STAGED, WARPGROUP, writers=feed.writers),
+        v=ring(V, STAGED, WARPGROUP, writers=feed.writers),
+        other=st(CONSUMERS * BAND, HALF, fp32),
+        tops=sv(CONSUMERS * BAND, fp32),
+        sums=sv(CONSUMERS * BAND, fp32),
+    )
+
+    @inlined
+    def stretch(work, first_token, last_token, tokens, given):
+        """(the first key of a block's tiles, how many tiles, what its rows see)"""
+        every = reach.keys(work.sequence, 0, tokens - 1, tokens, given)
+        sees = reach.keys(work.sequence, first_token, last_token, tokens, given)
+        tile = int32(max(work.tile, (sees.first - every.first) // KV))
+        first = int32(every.first + KV * tile)
+        return first, int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV))), sees
+
+    @inlined
+    def bring(pipes, gQ, spot, me):
+        """The block's rows of Q, into shared memory, by both consumers. A token's rows lie in one place; zeros are loaded where
+        others are."""
+        rank = warpgroup.rank()
+        for i in range(me, PANELS, CONSUMERS):
+            x = zeros(Q)
+            for token in range(spot.first, spot.last + 1):
+                row = int32(spot.row - token * spot.group)
+                x = x + load(gQ, Q, (spot.sequence, token, spot.head, row, int32(Q.cols * i)), 3, 4)
+            store(subtile(pipes.q, 16, rank, Q.cols, i), x)
+        warpgroup.sync_several(CONSUMERS)
+
+    @inlined
+    def absorbed(seen, j, key, inner, pipes, at, scale, slack):
+        """What has been seen with tile j of keys, too, from `key` on; rows see all keys before `inner`."""
+        s = warpgroup.wait(warpgroup.mm_ABt(pipes.q, pipes.k.wait(j)))
+        pipes.k.release(j)
+        s = variant.mask(variant.score(s, at, key), at, key, -math.inf)
+        if LEFT or key + KV > inner:
+            s = reach.mask(s, at, key, at.keys)
+        seen = seen.moved(s, None, scale, slack)
+        p = seen.weights(s, None, scale)
+        seen, values = seen.add(p), pipes.v.wait(j)
+        if not GATHERS and key + KV > at.keys:  # a weight of 0 does not make up for a NaN
+            warpgroup.zero_rows(values, int32(at.keys - key))
+        o = warpgroup.wait(warpgroup.mma_AB(seen.rescaled(), INPUT(p), values))
+        pipes.v.release(j)
+        return seen._replace(o=o)
+
+    @inlined
+    def finish(seen, pipes, me, at, scale, spot, given):
+        """What both consumers have seen goes where it belongs."""
+        own = finish_sum(seen.l)
+        warpgroup.store(subtile(pipes.tops, BAND, me), seen.m)
+        warpgroup.store(subtile(pipes.sums, BAND, me), own)
+        given_away = columns(seen.o, HALF, 1) if me == 0 else columns(seen.o, HALF, 0)
+        warpgroup.store(subtile(pipes.other, BAND, me), given_away)
+        warpgroup.sync_several(CONSUMERS)
+        its_m = warpgroup.load(subtile(pipes.tops, BAND, 1 - me), O.col_vec)
+        m = maximum(seen.m, its_m)
+        if result.joins(spot):
+            m = maximum(m, sums.lowest(at))
+        mine, its = exp2((seen.m - m) * scale), exp2((its_m - m) * scale)
+        l = own * mine + warpgroup.load(subtile(pipes.sums, BAND, 1 - me), O.col_vec) * its
+        if result.joins(spot):
+            l = sums.total(l, m, scale, at)
+        kept = columns(seen.o, HALF, 0) if me == 0 else columns(seen.o, HALF, 1)
+        o = kept * mine + warpgroup.load(subtile(pipes.other, BAND, 1 - me), H) * its
+        result.store(o / maximum(l, TINY), spot, int32(HALF * me), given)
+        if me == 0:
+            result.store_sums(m + log2(l) / scale, scale, spot, given)
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def attend(
+        gQ: array(5, INPUT), gK: feed.source(K), gV: feed.source(V), given: GIVEN, aux: AUX,
+        heads: INT, bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
+    ):  # fmt: skip
+        """See attend.py."""
+        q, k, v, other, tops, totals = smem.open()
+        if IN_PARTS:
+            grid.release()  # the blocks that combine parts may come, and wait
+        grid.wait()
+        rest, band = divmod(cuda.blockIdx.x, bands)
+        number, head = divmod(rest, heads)
+        me, row, rows = warpgroup.id(), int32(BAND * band), int32(tokens * group)
+        first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
+        work, j = split.first(number, splits, sequences, tokens, given), int32(0)
+        if me == PRODUCER:
+            warpgroup.release_registers(KEEP)
+            while work.left > 0:
+                first, n, sees = stretch(work, first_token, last_token, tokens, given)
+                feed.bring(k, v, j, n, gK, gV, work.sequence, first, head, sees.end, given)
+                work, j = split.next(work, tokens, given), int32(j + n)
+            feed.end(k, v, j)
+        else:
+            warpgroup.claim_registers(CLAIM)
+            mine, pipes = int32(row + 16 * warpgroup.rank()), Pipes(q, k, v, other, tops, totals)
+            first_mine, last_mine = int32(mine // group), int32((min(mine + 16, rows) - 1) // group)
+            of_rows = row_index(O.col_vec) + mine
+            token = of_rows // group
+            while work.left > 0:
+                sequence, whole = work.sequence, work.end - work.tile == work.tiles
+                spot = Spot(sequence, head, work.part, work.of, whole, mine, first_mine, last_mine, group)
+                first, n, sees = stretch(work, first_token, last_token, tokens, given)
+                inner = int32(sees.end - (last_token - first_token))
+                at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
+                at = at._replace(kept=variant.keep(at))
+                bring(pipes, gQ, spot, me)
+                seen = softmax.begin(LOWEST)
+                for i in range(int32((me + j) % CONSUMERS), n, CONSUMERS):
+                    seen = absorbed(seen, int32(j + i), int32(first + KV * i), inner, pipes, at, scale, slack)
+                finish(seen, pipes, me, at, scale, spot, given)
+                work, j = split.next(work, tokens, given), int32(j + n)
+
+    return attend, smem
