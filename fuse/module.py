@@ -21,8 +21,7 @@ import tiles
 
 WIDTH = 120
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
-HOMES |= {"cuda": "numba", "int32": "numpy", "machine": "tiles.device"}
-HOMES |= dict.fromkeys(("describe", "repeated"), "tiles.frameworks")
+HOMES |= {"cuda": "numba", "int32": "numpy", "repeated": "tiles.frameworks"}
 HOMES |= {"share_of": "attention.dropout"}
 HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums")}
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
@@ -32,14 +31,15 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # of matrices that are multipl
 @dataclass
 class Text:
     """A kernel's lines. globals: assignments of the module. helpers: functions that the kernel calls. kernel: its body. before:
-    lines of the launching function, ahead of the launch. launch: what follows the kernel in tiles.launch(kernel, ...). bounds:
-    of the launch, threads and blocks. arguments: the kernel's parameters, and what each is given. One without a kernel calls
-    functions that have theirs, in `before`."""
+    lines of the launching function, ahead of the launch. counts: what it computes after them, names and expressions. launch:
+    what follows the kernel in tiles.launch(kernel, ...). bounds: of the launch, threads and blocks. arguments: the kernel's
+    parameters, and what each is given. One without a kernel calls functions that have theirs, in `before`."""
 
     globals: list[str] = field(default_factory=list)
     helpers: list[str] = field(default_factory=list)
     kernel: list[str] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
+    counts: list[tuple[str, str]] = field(default_factory=list)
     launch: str = ""
     bounds: str = ""
     arguments: list[tuple[str, str]] = field(default_factory=list)
@@ -58,12 +58,13 @@ def _templates() -> jinja2.Environment:
 
 
 def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
-    """The Text of a template. gaps: what fills it; `arguments`, `before`, `bounds` and `launch` among them."""
+    """The Text of a template. gaps: what fills it; `arguments`, `bounds` and `launch` among them, and `before` or
+    `counts`."""
     template = _templates().get_template(file)
     blocks = {
         name: "".join(block(template.new_context(dict(gaps)))).rstrip().splitlines() for name, block in template.blocks.items()
     }
-    of_launch = {name: gaps[name] for name in ("arguments", "before", "bounds", "launch")}
+    of_launch = {name: gaps[name] for name in ("arguments", "before", "bounds", "counts", "launch") if name in gaps}
     return Text(blocks["constants"], blocks["helpers"], blocks["kernel"], **of_launch)
 
 
@@ -72,7 +73,7 @@ def assemble(
 ) -> str:
     """The module's text. title: its docstring. name: of what it computes. kernels: the name and the Text of each, in the order
     of their launches. parameters: what is launched with; arrays that are written come last. views: lines that name views of
-    these."""
+    these; where one is used once, it has no name."""
     texts = [text for _, text in kernels]
     constants, bodies, launches = list[str](), list[str](), list[str]()
     last = next((text for text in texts[::-1] if text.kernel), None)
@@ -80,7 +81,7 @@ def assemble(
         marks = {} if text is last else _marks(kernel.removeprefix(f"{name}_"), text)
         mark = functools.partial(_marked, marks=marks)
         constants += map(mark, text.globals)
-        launches += [f"    {mark(line)}" for line in text.before]
+        launches += [f"    {line}" for line in [*map(mark, text.before), *assigned((n, mark(made)) for n, made in text.counts)]]
         if not text.kernel:
             continue
         bodies += ["", "", *map(mark, text.helpers)] if text.helpers else []
@@ -89,12 +90,29 @@ def assemble(
         bodies += [f"    {mark(line)}" for line in text.kernel]
         given = ", ".join(value for _, value in text.arguments)
         launches += _call(f"tiles.launch({kernel}, {mark(text.launch)})", f"({mark(given)})")
+    for view in views[::-1]:  # each after what it is a view of
+        called, _, made = view.partition(" = ")
+        if len(re.findall(rf"\b{called}\b", "\n".join([*views, *launches]))) <= 2:
+            views = [one for one in views if one is not view]
+            views, launches = ([re.sub(rf"\b{called}\b", lambda _: made, one) for one in lines] for lines in (views, launches))
     says = f'    """{name}, on arrays of any framework; what is last is written."""'
     launches = ["", "", f"def launch({', '.join(parameters)}):", says, *(f"    {line}" for line in views), *launches]
     body = [line for every in (constants, bodies, launches) for one in every for line in _folded(one)]
     body = body if constants else body[1:]
     end = "\n" if "\n" in title else ""
     return "\n".join([*f'"""{title}{end}"""'.splitlines(), "", *_imports("\n".join(body)), "", *body]) + "\n"
+
+
+def assigned(values: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines that assign these, (name, expression), in order: those that stand in one line without each other."""
+    lines = list[list[tuple[str, str]]]()
+    for name, made in values:
+        before = lines[-1] if lines else []
+        alone = not before or any(re.search(rf"(?<![\w.]){one}\b", made) for one, _ in before)
+        if alone or sum(len(one) + len(its) + 4 for one, its in [*before, (name, made)]) > WIDTH - 4:
+            lines.append([])
+        lines[-1].append((name, made))
+    return [f"{', '.join(one for one, _ in line)} = {', '.join(its for _, its in line)}" for line in lines]
 
 
 def _call(launch: str, given: str) -> list[str]:
@@ -158,14 +176,14 @@ def _marked(line: str, marks: dict[str, str]) -> str:
 def _folded(line: str) -> list[str]:
     """A line that is too long, as several: first its comment, then cut after a comma or before an operator, in parentheses."""
     code, apart, comment = line.partition("  # ")
-    if len(line) > WIDTH and (names := re.match(r"( *)(\w+(?:, \w+)+) = ", line)):
-        return _folded(f"{names[1]}({names[2]}) = {line[names.end() :]}")
     if len(line) <= WIDTH or ("(" not in line and not apart):
         return [line]
     if apart:
         return [f"{code[: len(code) - len(code.lstrip())]}# {comment}", *_folded(code)]
+    if names := re.match(r"( *)(\w+(?:, \w+)+) = ", line):
+        return _folded(f"{names[1]}({names[2]}) = {line[names.end() :]}")
     inside = [m.end() for m in re.finditer(", ", line[:WIDTH]) if line[: m.end()].count("(") == line[: m.end()].count(")")]
-    if line.endswith(",") and inside:  # in parentheses already
+    if inside and (line.endswith(",") or line.count("(") < line.count(")")):  # in parentheses already
         return [line[: inside[-1]].rstrip(), *_folded(" " * (len(line) - len(line.lstrip())) + line[inside[-1] :])]
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     every = [m.end() for m in re.finditer(r", | (?=[*/+@-] )", line[:WIDTH])]
