@@ -103,13 +103,14 @@ def assemble(
     return "\n".join([*f'"""{title}{end}"""'.splitlines(), "", *_imports("\n".join(body)), "", *body]) + "\n"
 
 
-def assigned(values: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines that assign these, (name, expression), in order: those that stand in one line without each other."""
+def assigned(values: Iterable[tuple[str, str]], indent: int = 4) -> list[str]:
+    """Lines that assign these, (name, expression), in order: in one line as many as it has room for that do without each
+    other."""
     lines = list[list[tuple[str, str]]]()
     for name, made in values:
         before = lines[-1] if lines else []
         alone = not before or any(re.search(rf"(?<![\w.]){one}\b", made) for one, _ in before)
-        if alone or sum(len(one) + len(its) + 4 for one, its in [*before, (name, made)]) > WIDTH - 4:
+        if alone or sum(len(one) + len(its) + 4 for one, its in [*before, (name, made)]) - 1 > WIDTH - indent:
             lines.append([])
         lines[-1].append((name, made))
     return [f"{', '.join(one for one, _ in line)} = {', '.join(its for _, its in line)}" for line in lines]
@@ -181,7 +182,9 @@ def _folded(line: str) -> list[str]:
     if apart:
         return [f"{code[: len(code) - len(code.lstrip())]}# {comment}", *_folded(code)]
     if names := re.match(r"( *)(\w+(?:, \w+)+) = ", line):
-        return _folded(f"{names[1]}({names[2]}) = {line[names.end() :]}")
+        lines = _apart(line)
+        lines = lines if len(lines) > 1 else [f"{names[1]}({names[2]}) = {line[names.end() :]}"]
+        return [part for one in lines for part in _folded(one)]
     inside = [m.end() for m in re.finditer(", ", line[:WIDTH]) if line[: m.end()].count("(") == line[: m.end()].count(")")]
     if inside and (line.endswith(",") or line.count("(") < line.count(")")):  # in parentheses already
         return [line[: inside[-1]].rstrip(), *_folded(" " * (len(line) - len(line.lstrip())) + line[inside[-1] :])]
@@ -192,6 +195,20 @@ def _folded(line: str) -> list[str]:
     if at <= len(indent) or line[:at].count("(") <= line[:at].count(")"):
         return [line]
     return [line[:at].rstrip(), *_folded(indent + line[at:])]
+
+
+def _apart(line: str) -> list[str]:
+    """An assignment to several names as several, one if it is no more; nothing if one needs what another had."""
+    code = line.lstrip()
+    statement = ast.parse(code).body[0]
+    if not isinstance(statement, ast.Assign) or not isinstance(value := statement.value, ast.Tuple):
+        return []
+    names, values = code.partition(" = ")[0].split(", "), [ast.get_source_segment(code, one) or "" for one in value.elts]
+    read = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    if len(names) != len(values) or not read.isdisjoint(names):
+        return []
+    indent = len(line) - len(code)
+    return [line[:indent] + one for one in assigned(zip(names, values), indent)]
 
 
 @functools.lru_cache(1024)
