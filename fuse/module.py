@@ -231,6 +231,42 @@ def unused(name: str, taken: Iterable[str]) -> str:
     return found
 
 
+def free(names: Sequence[str], marks: Sequence[str], text: str) -> list[str]:
+    """The names of arguments, others where a module has something of its own that is called so. marks, text: the module, where
+    the arguments are called by these instead."""
+    tree, found = ast.parse(text), list(names)
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    rest = [node for node in tree.body if node not in functions]
+    scopes = [_identifiers([one]) for one in functions] + [_identifiers(rest) | {one.name for one in functions}]
+    scopes += [{one.arg for one in node.keywords if one.arg} for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    places, every = {mark: n for n, mark in enumerate(marks)}, set[str]().union(*scopes)
+
+    def called(match: re.Match) -> str:
+        mark = match[0]
+        name = found[places[mark.lower()]]
+        return name.upper() if mark.isupper() else name[0].upper() + name[1:] if mark[0].isupper() else name
+
+    pattern = re.compile("|".join(marks), re.IGNORECASE)
+    while True:
+        wrong = set[str]()
+        for scope in scopes:
+            known = dict[str, str]()
+            for one in sorted(scope):
+                other = known.setdefault(pattern.sub(called, one), one)
+                wrong |= {mark.lower() for mark in pattern.findall(one + other)} if other != one else set()
+        if not wrong:
+            return found
+        for mark in wrong:
+            found[places[mark]] = unused(found[places[mark]], every | {*found})
+
+
+def _identifiers(nodes: Iterable[ast.AST]) -> set[str]:
+    """All names in this code, but for attributes."""
+    every = [node for one in nodes for node in ast.walk(one)]
+    found = {node.id for node in every if isinstance(node, ast.Name)} | {n.arg for n in every if isinstance(n, ast.arg)}
+    return found | {(n.asname or n.name).split(".")[0] for n in every if isinstance(n, ast.alias)}
+
+
 def array(name: str) -> str:
     """The parameter that a kernel reads a variable from."""
     return f"g{name[0].upper()}{name[1:]}"
