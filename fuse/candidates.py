@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from . import module, place, rules, terms
@@ -95,9 +96,16 @@ class Chosen(NamedTuple):
 
 @functools.lru_cache(1024)
 def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
-    """The module of a way to compute what was traced."""
+    """The module of a way to compute what was traced. An argument has another name there if a kernel has its own for it."""
+    marks = [f"argument{n}a" for n in range(len(found.inputs))]
+    names = module.free([key for key, _ in found.inputs], marks, _module(name, found, candidate, marks).text)
+    return _module(name, found, candidate, names)
+
+
+def _module(name: str, found: Traced, candidate: Candidate, names: Sequence[str]) -> Chosen:
+    """The same, with the arguments called by these names."""
     way = candidate.way
-    parameters = {x: key for key, x in found.inputs} | dict(zip(candidate.roots, found.outs))
+    parameters = {x: its for (_, x), its in zip(found.inputs, names)} | dict(zip(candidate.roots, found.outs))
     scratch = [x for kernel in way.kernels for x in kernel.roots if x not in parameters]
     for x in scratch:
         parameters[x] = module.unused(HIDDEN.get(x.operation, "hidden"), parameters.values())
@@ -114,7 +122,7 @@ def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
         label = module.unused(name if kernel is way.kernels[-1] else f"{name}_{kernel.label}", known)
         known.add(label)
         texts.append((label, kernel.text(label, parameters, spoken)))
-    given = [*(key for key, _ in found.inputs), *found.outs, *(parameters[x] for x in scratch)]
+    given = [*names, *found.outs, *(parameters[x] for x in scratch)]
     written = (*candidate.roots, *scratch)
     every = (*(x for _, x in found.inputs), *written)
     text = module.assemble(title, name, texts, given, views)

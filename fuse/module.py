@@ -21,8 +21,7 @@ import tiles
 
 WIDTH = 120
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
-HOMES |= {"cuda": "numba", "int32": "numpy", "machine": "tiles.device"}
-HOMES |= dict.fromkeys(("describe", "repeated"), "tiles.frameworks")
+HOMES |= {"cuda": "numba", "int32": "numpy", "repeated": "tiles.frameworks"}
 HOMES |= {"share_of": "attention.dropout"}
 HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums")}
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
@@ -32,14 +31,15 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # of matrices that are multipl
 @dataclass
 class Text:
     """A kernel's lines. globals: assignments of the module. helpers: functions that the kernel calls. kernel: its body. before:
-    lines of the launching function, ahead of the launch. launch: what follows the kernel in tiles.launch(kernel, ...). bounds:
-    of the launch, threads and blocks. arguments: the kernel's parameters, and what each is given. One without a kernel calls
-    functions that have theirs, in `before`."""
+    lines of the launching function, ahead of the launch. counts: what it computes after them, names and expressions. launch:
+    what follows the kernel in tiles.launch(kernel, ...). bounds: of the launch, threads and blocks. arguments: the kernel's
+    parameters, and what each is given. One without a kernel calls functions that have theirs, in `before`."""
 
     globals: list[str] = field(default_factory=list)
     helpers: list[str] = field(default_factory=list)
     kernel: list[str] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
+    counts: list[tuple[str, str]] = field(default_factory=list)
     launch: str = ""
     bounds: str = ""
     arguments: list[tuple[str, str]] = field(default_factory=list)
@@ -58,12 +58,13 @@ def _templates() -> jinja2.Environment:
 
 
 def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
-    """The Text of a template. gaps: what fills it; `arguments`, `before`, `bounds` and `launch` among them."""
+    """The Text of a template. gaps: what fills it; `arguments`, `bounds` and `launch` among them, and `before` or
+    `counts`."""
     template = _templates().get_template(file)
     blocks = {
         name: "".join(block(template.new_context(dict(gaps)))).rstrip().splitlines() for name, block in template.blocks.items()
     }
-    of_launch = {name: gaps[name] for name in ("arguments", "before", "bounds", "launch")}
+    of_launch = {name: gaps[name] for name in ("arguments", "before", "bounds", "counts", "launch") if name in gaps}
     return Text(blocks["constants"], blocks["helpers"], blocks["kernel"], **of_launch)
 
 
@@ -72,7 +73,7 @@ def assemble(
 ) -> str:
     """The module's text. title: its docstring. name: of what it computes. kernels: the name and the Text of each, in the order
     of their launches. parameters: what is launched with; arrays that are written come last. views: lines that name views of
-    these."""
+    these; where one is used once, it has no name."""
     texts = [text for _, text in kernels]
     constants, bodies, launches = list[str](), list[str](), list[str]()
     last = next((text for text in texts[::-1] if text.kernel), None)
@@ -80,7 +81,7 @@ def assemble(
         marks = {} if text is last else _marks(kernel.removeprefix(f"{name}_"), text)
         mark = functools.partial(_marked, marks=marks)
         constants += map(mark, text.globals)
-        launches += [f"    {mark(line)}" for line in text.before]
+        launches += [f"    {line}" for line in [*map(mark, text.before), *assigned((n, mark(made)) for n, made in text.counts)]]
         if not text.kernel:
             continue
         bodies += ["", "", *map(mark, text.helpers)] if text.helpers else []
@@ -89,12 +90,30 @@ def assemble(
         bodies += [f"    {mark(line)}" for line in text.kernel]
         given = ", ".join(value for _, value in text.arguments)
         launches += _call(f"tiles.launch({kernel}, {mark(text.launch)})", f"({mark(given)})")
+    for view in views[::-1]:  # each after what it is a view of
+        called, _, made = view.partition(" = ")
+        if len(re.findall(rf"\b{called}\b", "\n".join([*views, *launches]))) <= 2:
+            views = [one for one in views if one is not view]
+            views, launches = ([re.sub(rf"\b{called}\b", lambda _: made, one) for one in lines] for lines in (views, launches))
     says = f'    """{name}, on arrays of any framework; what is last is written."""'
     launches = ["", "", f"def launch({', '.join(parameters)}):", says, *(f"    {line}" for line in views), *launches]
     body = [line for every in (constants, bodies, launches) for one in every for line in _folded(one)]
     body = body if constants else body[1:]
     end = "\n" if "\n" in title else ""
     return "\n".join([*f'"""{title}{end}"""'.splitlines(), "", *_imports("\n".join(body)), "", *body]) + "\n"
+
+
+def assigned(values: Iterable[tuple[str, str]], indent: int = 4) -> list[str]:
+    """Lines that assign these, (name, expression), in order: in one line as many as it has room for that do without each
+    other."""
+    lines = list[list[tuple[str, str]]]()
+    for name, made in values:
+        before = lines[-1] if lines else []
+        alone = not before or any(re.search(rf"(?<![\w.]){one}\b", made) for one, _ in before)
+        if alone or sum(len(one) + len(its) + 4 for one, its in [*before, (name, made)]) - 1 > WIDTH - indent:
+            lines.append([])
+        lines[-1].append((name, made))
+    return [f"{', '.join(one for one, _ in line)} = {', '.join(its for _, its in line)}" for line in lines]
 
 
 def _call(launch: str, given: str) -> list[str]:
@@ -158,14 +177,16 @@ def _marked(line: str, marks: dict[str, str]) -> str:
 def _folded(line: str) -> list[str]:
     """A line that is too long, as several: first its comment, then cut after a comma or before an operator, in parentheses."""
     code, apart, comment = line.partition("  # ")
-    if len(line) > WIDTH and (names := re.match(r"( *)(\w+(?:, \w+)+) = ", line)):
-        return _folded(f"{names[1]}({names[2]}) = {line[names.end() :]}")
     if len(line) <= WIDTH or ("(" not in line and not apart):
         return [line]
     if apart:
         return [f"{code[: len(code) - len(code.lstrip())]}# {comment}", *_folded(code)]
+    if names := re.match(r"( *)(\w+(?:, \w+)+) = ", line):
+        lines = _apart(line)
+        lines = lines if len(lines) > 1 else [f"{names[1]}({names[2]}) = {line[names.end() :]}"]
+        return [part for one in lines for part in _folded(one)]
     inside = [m.end() for m in re.finditer(", ", line[:WIDTH]) if line[: m.end()].count("(") == line[: m.end()].count(")")]
-    if line.endswith(",") and inside:  # in parentheses already
+    if inside and (line.endswith(",") or line.count("(") < line.count(")")):  # in parentheses already
         return [line[: inside[-1]].rstrip(), *_folded(" " * (len(line) - len(line.lstrip())) + line[inside[-1] :])]
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     every = [m.end() for m in re.finditer(r", | (?=[*/+@-] )", line[:WIDTH])]
@@ -174,6 +195,20 @@ def _folded(line: str) -> list[str]:
     if at <= len(indent) or line[:at].count("(") <= line[:at].count(")"):
         return [line]
     return [line[:at].rstrip(), *_folded(indent + line[at:])]
+
+
+def _apart(line: str) -> list[str]:
+    """An assignment to several names as several, one if it is no more; nothing if one needs what another had."""
+    code = line.lstrip()
+    statement = ast.parse(code).body[0]
+    if not isinstance(statement, ast.Assign) or not isinstance(value := statement.value, ast.Tuple):
+        return []
+    names, values = code.partition(" = ")[0].split(", "), [ast.get_source_segment(code, one) or "" for one in value.elts]
+    read = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    if len(names) != len(values) or not read.isdisjoint(names):
+        return []
+    indent = len(line) - len(code)
+    return [line[:indent] + one for one in assigned(zip(names, values), indent)]
 
 
 @functools.lru_cache(1024)
@@ -194,6 +229,42 @@ def unused(name: str, taken: Iterable[str]) -> str:
         number += 1
         found = f"{name}_{number}"
     return found
+
+
+def free(names: Sequence[str], marks: Sequence[str], text: str) -> list[str]:
+    """The names of arguments, others where a module has something of its own that is called so. marks, text: the module, where
+    the arguments are called by these instead."""
+    tree, found = ast.parse(text), list(names)
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    rest = [node for node in tree.body if node not in functions]
+    scopes = [_identifiers([one]) for one in functions] + [_identifiers(rest) | {one.name for one in functions}]
+    scopes += [{one.arg for one in node.keywords if one.arg} for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    places, every = {mark: n for n, mark in enumerate(marks)}, set[str]().union(*scopes)
+
+    def called(match: re.Match) -> str:
+        mark = match[0]
+        name = found[places[mark.lower()]]
+        return name.upper() if mark.isupper() else name[0].upper() + name[1:] if mark[0].isupper() else name
+
+    pattern = re.compile("|".join(marks), re.IGNORECASE)
+    while True:
+        wrong = set[str]()
+        for scope in scopes:
+            known = dict[str, str]()
+            for one in sorted(scope):
+                other = known.setdefault(pattern.sub(called, one), one)
+                wrong |= {mark.lower() for mark in pattern.findall(one + other)} if other != one else set()
+        if not wrong:
+            return found
+        for mark in wrong:
+            found[places[mark]] = unused(found[places[mark]], every | {*found})
+
+
+def _identifiers(nodes: Iterable[ast.AST]) -> set[str]:
+    """All names in this code, but for attributes."""
+    every = [node for one in nodes for node in ast.walk(one)]
+    found = {node.id for node in every if isinstance(node, ast.Name)} | {n.arg for n in every if isinstance(n, ast.arg)}
+    return found | {(n.asname or n.name).split(".")[0] for n in every if isinstance(n, ast.alias)}
 
 
 def array(name: str) -> str:

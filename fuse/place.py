@@ -19,6 +19,7 @@ from .templates.few_columns import MOST_COLUMNS, FewColumns
 from .templates.few_rows import FewRows
 from .templates.halves import Halves
 from .templates.many_rows import ManyRows
+from .templates.product import Product
 from .templates.row_map import RowMap
 from .templates.since_ampere import SinceAmpere
 from .terms import PARTS, Term, viewed
@@ -85,10 +86,11 @@ class Search:
                 before = self.of((*(x for x in roots if x not in totals), *last.leaves))
                 self.known[roots] = [Way((*way.kernels, last), way.seconds + self.seconds(last)) for way in before]
                 return self.known[roots]
-            for kernel in self._kernels(roots):
-                for way in self._with(kernel):
-                    found.setdefault(tuple(map(str, way.kernels)), way)
-            if len(roots) > 1 and roots[0].operation not in PARTS and (not found or _share(roots)):
+            kernels = self._kernels(roots)
+            for way in itertools.chain.from_iterable(map(self._with, kernels)):
+                found.setdefault(tuple(map(str, way.kernels)), way)
+            products = any(isinstance(kernel, Product) for kernel in kernels)
+            if len(roots) > 1 and roots[0].operation not in PARTS and (not found or products):
                 for way in self._one_by_one(roots):
                     found.setdefault(tuple(map(str, way.kernels)), way)
             self.known[roots] = sorted(found.values(), key=lambda way: way.seconds)[:MOST]
@@ -128,6 +130,8 @@ class Search:
         if _share(roots) and self.card.wgmma:
             for template in (FewRows, ManyRows):
                 found.extend(template.beside_each_other(roots, self.card.processors))
+        if self.card.wgmma and roots[0].operation not in PARTS:
+            found.extend(ManyRows.together(roots, self.card.processors))
         if len(roots) == 1:
             parted = AttentionOfParts.of_parts(roots[0], self.card.processors)
             found.extend([*parted] or Attention.serving(roots[0]))
@@ -144,12 +148,12 @@ class Search:
 
 
 def _without_parts(kernels: Iterable[Any]) -> tuple[Any, ...]:
-    """Without row maps whose results another one gives, too, before or as soon as it finds there what it reads."""
+    """Without those whose results another one gives, too, before or as soon as it finds there what it reads."""
     found, known = list(kernels), set[Term]()
     for n, kernel in enumerate(found):
         for other in found:
             needed = [x for x in map(viewed, other.leaves) if x.operation != "input"]
-            if kernel.label == other.label == "rows" and {*kernel.roots} < {*other.roots} and known.issuperset(needed):
+            if {*kernel.roots} <= {*other.roots} and known.issuperset(needed):
                 found[n] = kernel = other
         known.update(kernel.roots)
     return tuple(dict.fromkeys(found))

@@ -140,7 +140,8 @@ def equations(roots: Mapping[str, Term], spoken: Mapping[Term, str]) -> str:
             writer.names[x] = spoken[x]
     for x in every:
         if (inner := softmax_of(x)) is not None:
-            lines += writer.assignments([inner], roots, roots.values())
+            alone = [y for y in every if inner in y.of] == [y for y in walk(x) if inner in y.of]  # what else is it in?
+            lines += writer.assignments(inner.of if alone else [inner], roots, roots.values())
             writer.names[x] = f"softmax({writer.expression(inner)})"
             if x in spoken and x not in roots.values():
                 lines.append(f"{spoken[x]} = {writer.names[x]}")

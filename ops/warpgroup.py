@@ -1,7 +1,8 @@
 """What four warps do together. A warpgroup's tile of 64 rows is four rt(16, n), one a warp.
 
-Here is what counts rows through all 64. Its matrix products are in matmul/wgmma.py, stores by TMA in memory/tma.py, transposes
-across its warps in memory/transposed.py and shape/diagonal.py, what several warpgroups do in threads/warpgroups.py."""
+Here is what counts rows through all 64. Its matrix products are in matmul/wgmma.py, their steps along k in matmul/steps.py,
+stores by TMA in memory/tma.py, transposes across its warps in memory/transposed.py and shape/diagonal.py, what several
+warpgroups do in threads/warpgroups.py."""
 
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from tiles.plumbing import void
 from tiles.types import st
 
 from .elementwise import create, masks
+from .matmul.steps import finish, step_AB, step_ABt
 from .matmul.wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait
 from .matmul.zipped import transpose_zipped
 from .memory import load_store
@@ -29,11 +31,12 @@ from .threads.warpgroups import ping_pong, sync_several
 from .threads.warps import FOUR_WARPS, THREADS
 
 __all__ = [
-    "ROWS", "THREADS", "causal", "claim_registers", "id", "load", "load_transposed", "lower_fill", "mm_AB", "mm_ABt",
+    "ROWS", "THREADS", "causal", "claim_registers", "finish", "id", "load", "load_transposed", "lower_fill", "mm_AB", "mm_ABt",
     "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "on_diagonal", "outside_fill", "own_block", "own_rows",
     "ping_pong", "quarter", "rank", "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum",
-    "release_registers", "row_index", "send", "store", "store_held", "store_transposed", "store_wait", "sync", "sync_several",
-    "tma_add", "tma_max", "tma_min", "tma_store", "transpose_zipped", "tril", "triu", "upper_fill", "wait", "zero_rows",
+    "release_registers", "row_index", "send", "step_AB", "step_ABt", "store", "store_held", "store_transposed", "store_wait",
+    "sync", "sync_several", "tma_add", "tma_max", "tma_min", "tma_store", "transpose_zipped", "tril", "triu", "upper_fill",
+    "wait", "zero_rows",
 ]  # fmt: skip
 
 
@@ -205,10 +208,11 @@ def _(target, value, at, rows: int, cols: int, aligned: int):
 
 
 @inlined
-def send(target, at, tile, value):
+def send(target, at, tile, value, newer=0):
     """target[at] = value, a register tile of the four warps, by way of the shared tile, as soon as what was sent from there
-    before has left it. TMA writes it while the warps go on; `store_wait` before the end."""
-    store_wait()
+    before has left it: all but the `newer` last of what these warps sent. TMA writes it while the warps go on; `store_wait`
+    before the end."""
+    store_wait(newer)
     sync()
     store(tile, value)
     tma_store(target, at, tile)

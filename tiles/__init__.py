@@ -4,6 +4,7 @@ from .importable import importing
 
 with importing():
     from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32
+    from .frameworks import processors
     from .inspect import inspect
     from .interpreter import Hazard
     from .launch import launch
@@ -18,5 +19,6 @@ with importing():
 
 __all__ = [
     "Hazard", "Tile", "barrier", "bf16", "dtype", "fp8e4m3", "fp8e5m2", "fp16", "fp32", "gl", "inlined", "inspect", "launch",
-    "lowers", "op", "pending", "pipeline", "profile", "ring", "rt", "rv", "shared", "st", "static", "sv", "tensor", "tf32",
+    "lowers", "op", "pending", "pipeline", "processors", "profile", "ring", "rt", "rv", "shared", "st", "static", "sv",
+    "tensor", "tf32",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from .arrays import ALIGNMENT, Array, Form, contiguous, numpy_view
-from .device import check, device, uncaptured
+from .device import check, device, machine, uncaptured
 
 PAST = ALIGNMENT - 1  # the bits of an address that its form holds
 LEGACY_STREAM = 1  # CUDA's handle of the legacy default stream where 0 would mean "none given"
@@ -29,6 +29,12 @@ def describe(x: Any, name: str) -> Array:
     read it; NotImplementedError if x is a torch tensor that requires grad while grad mode is on.
     """
     return kind_of(x, name).describe(x, name)
+
+
+def processors(x: Any) -> int:
+    """How many multiprocessors work on an array: those of the GPU whose memory it lies in, 3 where kernels are interpreted.
+    TypeError: x is no array."""
+    return machine(describe(x, "x").device).processors
 
 
 def kind_of(x: Any, name: str) -> Kind:

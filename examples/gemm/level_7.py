@@ -16,8 +16,6 @@ from numpy import int32
 import tiles
 from ops import columns, persistent_tile, rasterize, subtile, warpgroup
 from tiles import bf16, inlined, ring, shared, st
-from tiles.device import machine
-from tiles.frameworks import describe
 
 CONSUMERS, STAGES, GROUP = 2, 4, 16
 PRODUCER, ROWS = CONSUMERS, 64
@@ -77,7 +75,7 @@ def matmul(a, b, c):
     """c = a @ b.T"""
     (m, k), n = a.shape, b.shape[0]
     rows, cols, steps = -(-m // A.rows), -(-n // B.rows), -(-k // A.cols)
-    grid = min(rows * cols, machine(describe(c, "c").device).processors)
+    grid = min(rows * cols, tiles.processors(c))
     operands = tiles.tensor(a, A), tiles.tensor(b, B), tiles.tensor(c, PART)
     tiles.launch(gemm, grid, THREADS, shared=smem)(*operands, rows, cols, steps)
 

@@ -17,8 +17,6 @@ from numpy import int32
 import tiles
 from ops import cluster, columns, persistent_tile, rasterize, subtile, warpgroup
 from tiles import bf16, inlined, ring, shared, st
-from tiles.device import machine
-from tiles.frameworks import describe
 
 CONSUMERS, STAGES, GROUP, BLOCKS = 2, 4, 8, 2
 PRODUCER, ROWS = CONSUMERS, 64
@@ -82,7 +80,7 @@ def matmul(a, b, c):
     """c = a @ b.T"""
     (m, k), n = a.shape, b.shape[0]
     rows, cols, steps = -(-m // (BLOCKS * A.rows)), -(-n // B.rows), -(-k // A.cols)
-    grid = BLOCKS * min(rows * cols, machine(describe(c, "c").device).processors // BLOCKS)
+    grid = BLOCKS * min(rows * cols, tiles.processors(c) // BLOCKS)
     operands = tiles.tensor(a, A), tiles.tensor(b, B_PART), tiles.tensor(c, PART)
     tiles.launch(gemm, grid, THREADS, shared=smem, cluster=BLOCKS)(*operands, rows, cols, steps)
 

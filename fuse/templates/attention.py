@@ -11,7 +11,7 @@ share them, shares them out among all multiprocessors, and normalises them on th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..axes import Axis
@@ -137,7 +137,7 @@ class Attention:
         """See RowMap.text."""
         writer = Writer({x: parameters[x] for x in self.leaves}, spoken)
         arrays, views = (self.q.array, self.k.array, self.v, self.root), list[str]()
-        *given, out = [_with_heads(x, parameters[x]) for x in arrays]
+        *given, out = [_with_heads(x, parameters) for x in arrays]
         if self.root is not self.heads:
             y = parameters[self.root]
             out = unused(f"{y}_heads", parameters.values())
@@ -210,6 +210,10 @@ def fits(root: Term, q: Term, k: Term, v: Term) -> bool:
     return columns and batch == batch_of_keys and fitting and len(dtypes) <= 1 and dtypes <= {*DTYPES}
 
 
-def _with_heads(x: Term, name: str) -> str:
+def _with_heads(x: Term, parameters: Mapping[Term, str]) -> str:
     """The array with a batch and heads, if it lacks some of them."""
+    if x.operation == "heads":
+        base, heads = (parameters[y] for y in x.of)
+        return f"{base}.reshape(1, {base}.shape[0], {heads}.shape[0], -1).swapaxes(1, 2)"
+    name = parameters[x]
     return name if x.ndim >= AXES else f"{name}.reshape({'1, ' * (AXES - x.ndim)}*{name}.shape)"

@@ -3,9 +3,10 @@
 A persistent block computes tiles of 128 rows: two consumers of 64 rows multiply, a producer feeds them, and a tile leaves part
 by part under the first products of the next one, through the epilogue. What is done to x comes before, in a kernel of its own:
 inside this loop it would cost the products more (bench/NOTES.md). Two products of one x share a tile's columns; several that
-are results of their own lie side by side. A product of another left factor that is added, x @ w + t @ b, is a step more along
-k, or several: [x, t] @ [w; b]. In a batch the tiles of one product follow those of another. Of scores that only a softmax wants
-(terms.of_parts) no tile leaves: each 128 columns of it become three numbers a row, by an online softmax.
+are results of their own lie side by side. Several maps of the same products leave together, each by a shared tile of its own. A
+product of another left factor that is added, x @ w + t @ b, is a step more along k, or several: [x, t] @ [w; b]. In a batch the
+tiles of one product follow those of another. Of scores that only a softmax wants (terms.of_parts) no tile leaves: each 128
+columns of it become three numbers a row, by an online softmax.
 
 many_rows.jinja is the kernel; here stands when it serves, how it is cut, and what fills its gaps."""
 
@@ -28,11 +29,12 @@ if TYPE_CHECKING:
 
 ROWS, STEP = 128, 64  # of a tile; along k
 OVERHEAD = 16  # columns' worth of time that a tile takes besides its products
+MOST_RESULTS = 3  # that leave together
 WIDTHS = 256, 192, 128  # the wider, the less is read for a product; but the last wave may be emptier
 SHARED = 225 * 1024
 
 
-NAMES = "batch tall more last row col part me y width own place".split()  # of the kernel
+NAMES = "batch tall more last row col part n me y width own place".split()  # of the kernel
 NAMES += "known nothing greatest higher total picked scores here chosen end".split()
 
 
@@ -46,17 +48,26 @@ class Schedule(NamedTuple):
     group: int
 
 
-def schedule(m: int, n: int, products: int, processors: int, batch: int = 1, step: int = 64) -> Schedule:
-    """That with which all waves of tiles together are narrowest. step: that a product's columns are a multiple of."""
+def schedule(m: int, n: int, products: int, processors: int, batch: int = 1, step: int = 64, results: int = 1) -> Schedule:
+    """That with which all waves of tiles together are narrowest. step: that a product's columns are a multiple of. results: how
+    many leave together."""
 
     def width_of_waves(columns: int) -> int:
         tiles = batch * -(-m // ROWS) * -(-n * products // columns)
         return -(-tiles // processors) * (columns + OVERHEAD)
 
     columns = min((c for c in WIDTHS if c % (step * products) == 0), key=width_of_waves)
-    parts = columns // 64
-    room = SHARED - ROWS * 2 * (columns // products // parts)
+    parts = columns // 64 * (1 if results == 1 else 2)  # what several are made of would not fit registers else
+    room = SHARED - results * ROWS * 2 * (columns // products // parts)
     return Schedule(columns, parts, min(4, room // (2 * STEP * (ROWS + columns))), min(16, -(-m // ROWS)))
+
+
+class Sent(NamedTuple):
+    """A result on its way out. slot: the shared tile that it leaves by. array: the parameter that it goes to. made: of what."""
+
+    slot: str
+    array: str
+    made: str
 
 
 class ManyRows(Product):
@@ -65,19 +76,35 @@ class ManyRows(Product):
     label, most_rows, early = "many", 2**31 - 1, True
     processors: int  # of the card
 
-    def __init__(self, root: Term, x: Term, products: dict[Term, Weight], others: list[Term], extension: Extension | None):
-        super().__init__(root, x, x, products, {}, [], others, extension)
+    def __init__(
+        self, results: tuple[Term, ...], x: Term, products: dict[Term, Weight], others: list[Term], extension: Extension | None
+    ):
+        super().__init__(results[0], x, x, products, {}, [], others, extension)
+        self.roots, self.results = results, results
 
     @property
     def schedule(self) -> Schedule:
         """How it is cut."""
         step = PART if self.folds else 64
-        return schedule(self.rows, self.columns, len(self.products), self.processors, self.batch or 1, step)
+        results = len(self.results)
+        return schedule(self.rows, self.columns, len(self.products), self.processors, self.batch or 1, step, results)
 
     @classmethod
     def serving(cls, root: Term, processors: int, few: int = MOST_ROWS) -> Iterator[Self]:
         """Those that compute it, on a card of so many multiprocessors, if there are more than a few rows."""
-        found = found_in(root)
+        yield from cls._making((root,), processors, few)
+
+    @classmethod
+    def together(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
+        """Those that compute several maps of the same products, which leave together."""
+        alike = len({tuple([axis and axis.root for axis in x.names]) for x in roots}) == 1
+        if 1 < len(roots) <= MOST_RESULTS and alike and any(x.operation != "matmul" for x in roots):
+            yield from cls._making(roots, processors, MOST_ROWS)
+
+    @classmethod
+    def _making(cls, roots: tuple[Term, ...], processors: int, few: int) -> Iterator[Self]:
+        """Those that make these of what is complete."""
+        found, root = found_in(*roots), roots[0]
         if found is None or root.extents[-2] <= few:
             return
         every = found.products | {x: second for x, (_, second) in found.narrow.items()}
@@ -86,12 +113,12 @@ class ManyRows(Product):
             products = {y: w for y, w in every.items() if y.of[0] is x}
             rest = {y: w for y, w in every.items() if y not in products}
             extension = None
-            if len(products) == 1 and root.ndim == 2:
+            if len(products) == len(roots) == 1 and root.ndim == 2:
                 (product,) = products
                 extension = extended(root, product, products[product], rest)
             of_extension = extension.joint.of if extension else ()
             others = [*found.others, *found.reductions, *(y for y in rest if y not in of_extension)]
-            kernel = cls(root, x, products, others, extension)
+            kernel = cls(roots, x, products, others, extension)
             kernel.processors = processors
             alike = len({w.turned for w in kernel.weights}) == 1 and not kernel.by_itself
             if (
@@ -144,16 +171,16 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
     writer.names |= {x: p.name for x, p in zip(kernel.products, products)}
     kept = keeping(writer, kernel, parameters)
-    tile_rows = "warpgroup.row_index(rt(16, PART, fp32).col_vec) + ROWS * (CONSUMERS * row + me)"
-    tile_columns = "col_index(rt(16, PART, fp32).row_vec) + PART * col"
+    tile_rows = "warpgroup.row_index(rt(16, PART, fp32).col_vec) + ROWS * row"
+    tile_columns = "col_index(rt(16, PART, fp32).row_vec) + PART * (col + n)"
     lengths = measuring(writer, kernel, parameters)
     if kernel.extension:
         writer.names[kernel.extension.joint] = products[0].name
-    computes = kernel.root not in writer.names
+    computes = any(x not in writer.names for x in kernel.results)
     others = [Named(parameters[y], array(parameters[y]), _read(y, array(parameters[y]))) for y in kernel.others]
     taken = {*parameters.values(), *NAMES}
     epilogue = kept.lines(tile_rows, tile_columns) if kept else []
-    epilogue += [f"{other.name} = {other.loaded}" for other in others] + writer.assignments([kernel.root], taken)
+    epilogue += [f"{other.name} = {other.loaded}" for other in others] + writer.assignments(kernel.results, taken)
     x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
     numbers = dict(lengths)
     numbers |= {"each": f"{parameters[kernel.each]}.shape[1]"} if kernel.each is not None else {}
@@ -173,17 +200,24 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     folds = Folds.of(kernel, parameters)
     high, wide = extent(kernel.root, result, -2), folds.end if folds else extent(kernel.root, result, -1)
     batch = kernel.batch is not None
-    counted = f"{'tall' if batch else 'rows'}, cols = -(-{high} // X.rows), -(-{wide} // {tile}.{axis})"
+    counted = [("tall" if batch else "rows", f"-(-{high} // X.rows)")]
+    counted += [(part.end, f"{part.before and part.before + ' + '}-(-{part.result}.shape[1] // W.{axis})") for part in parts]
+    counted += [("cols", f"-(-{wide} // {tile}.{axis})")] if not parts else []
+    counted += [("rows", f"tall * {result}.shape[0]")] if batch else []
+    counted += [("more", f"-(-{names[1]}.shape[1] // X.cols)")] if more else []
+    counted += [("steps", f"max({2 * s.parts - 1}, {inner}{' + more' if more else ' + 1' if extension else ''})")]
     arrays = {o.array: o.name for o in others} | dict(kept.arguments if kept else [])
     ends = [part.end for part in parts[:-1]]
     told = "".join(f", {one}" for one in (*arrays, *numbers, *ends))
     counts = ["rows", *["tall"] * batch, *ends, "cols", "steps", *["more"] * more]
-    outs = folds.arguments if folds else [("gY", f"tiles.tensor({result}, Y_PART)")]
-    if parts:
-        outs = [(array(part.result), f"tiles.tensor({part.result}, Y_PART)") for part in parts]
-        counted = f"rows, {parts[0].end} = -(-{high} // X.rows), -(-{wide} // W.{axis})"
+    outs = (
+        folds.arguments if folds else [(array(parameters[y]), f"tiles.tensor({parameters[y]}, Y_PART)") for y in kernel.roots]
+    )
+    results = [Sent("" if folds else f"y_{n}" if n > 1 else "y", into, writer.expression(y))
+               for n, ((into, _), y) in enumerate(zip(outs, kernel.results), 1)]  # fmt: skip
+    slots = [] if folds else [one.slot for one in results]
     lasts = [p.name.replace("acc", "last") for p in products]
-    into = ", ".join(name for name, _ in outs)
+    into = ", ".join([*(name for name, _ in outs), *slots])
     plain = not (folds or computes or parts)
     leaves = _folded(folds, s.parts, told) if folds else _sent(lasts, s.parts, told, "batch, " * batch, into, plain)
     arguments = [*operands, *outs, *arrays.items()]
@@ -191,38 +225,31 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
         "schedule": s, "dtype": dtype, "y": result, "products": products, "turned": turned, "form": "ABt" if turned else "AB",
         "x": x, "arrays": list(arrays), "numbers": list(numbers), "batch": batch, "lead": lead(kernel.root), "folds": folds,
         "plain": plain, "lasts": lasts, "leaves": leaves, "beside": parts, "into": into, "ends": ends,
+        "slots": slots, "results": results,
         "extension": extension and {"x": operands[1][0], "w": operands[-1][0], "narrow": extension.narrow},
-        "computes": computes, "epilogue": epilogue, "written": writer.expression(kernel.root),
+        "computes": computes, "epilogue": epilogue,
         "arguments": [*arguments, *((n, n) for n in counts), *numbers.items()],
-        "before": [
-            counted,
-            *(f"{part.end} = {part.before} + -(-{part.result}.shape[1] // W.{axis})" for part in parts[1:]),
-            *([f"rows = tall * {result}.shape[0]"] if batch else []),
-            *([f"more = -(-{names[1]}.shape[1] // X.cols)"] if more else []),
-            f"steps = max({2 * s.parts - 1}, {inner}{' + more' if more else ' + 1' if extension else ''})",
-            f"""blocks = min(rows * cols, machine(describe({result}, "{result}").device).processors)""",
-        ],
-        "launch": "blocks, THREADS, shared=smem, early=True", "bounds": "THREADS, 1",
+        "counts": counted,
+        "launch": f"min(rows * cols, tiles.processors({result})), THREADS, shared=smem, early=True", "bounds": "THREADS, 1",
     }  # fmt: skip
 
 
 def _sent(lasts: list[str], parts: int, told: str, lead: str, into: str, plain: bool) -> list[list[str]]:
-    """The lines by which each part of a tile leaves: the products' columns of it. plain: as they are."""
-    columns = [", ".join(f"columns(last, PART, {part + n * parts})" for n in range(len(lasts))) for part in range(parts)]
-    at = [_nth("PARTS * col", n) for n in range(parts)]
+    """The lines by which each part of a tile leaves. plain: as it is."""
     if plain:
-        return [[f"warpgroup.send(gY, ({lead}CONSUMERS * row + me, {n}), y, {one})"] for n, one in zip(at, columns)]
-    return [[f"send({into}, y, {lead}row, {n}, me, {one}{told})"] for n, one in zip(at, columns)]
+        y, slot = into.split(", ")
+        at = [f"({lead}row, {_nth('col', n)})" for n in range(parts)]
+        return [[f"warpgroup.send({y}, {one}, {slot}, columns(last, PART, {n}))"] for n, one in enumerate(at)]
+    return [[f"send({into}, {lead}row, col, {', '.join(lasts)}, {n}{told})"] for n in range(parts)]
 
 
 def _folded(folds: Folds, parts: int, told: str) -> list[list[str]]:
     """The same of what is known of a tile's rows: two PARTs join, and are written."""
     lines, asked = list[list[str]](), f"{'chosen, ' * bool(folds.chosen)}end{told}"
     for n in range(parts):
-        before, at = "known" if n % 2 else "nothing", _nth("PARTS * col", n)
-        lines.append([f"known = fold({before}, columns(last, PART, {n}), row, {at}, me, {asked})"])
+        lines.append([f"known = fold({'known' if n % 2 else 'nothing'}, row, col, last, {n}, {asked})"])
         if n % 2:
-            lines[-1].append(f"keep({', '.join(folds.arrays)}, known, row, {_nth('PARTS // 2 * col', n // 2)}, me)")
+            lines[-1].append(f"keep({', '.join(folds.arrays)}, known, row, {_nth('col // 2', n // 2)})")
     return lines
 
 
@@ -232,7 +259,7 @@ def _nth(first: str, n: int) -> str:
 
 def _read(y: Term, name: str) -> str:
     """The expression that reads what the epilogue wants besides, of the part that leaves."""
-    row, col = "ROWS * (CONSUMERS * row + me)", "PART * col"
+    row, col = "ROWS * row", "PART * (col + n)"
     if y.operation == "spread":
         return f"warpgroup.load({name}, rt(16, PART, fp32).col_vec, ({row}, divmod({col}, each)[0]), cols=0)"
     if not any(y.names[-2:]):

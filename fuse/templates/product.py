@@ -78,7 +78,8 @@ class Product:
     narrow: {term: (weight of the first product, weight of the second)}. sides: reductions of rows of x. vectors: what the
     prologue and the sides read besides. others: what the epilogue does: tiles and vectors. numbers: of all of
     them. extension: a product of another left factor that is added. folds: see `fold`. beside: other results, products of the
-    same operand: {term: its weight}, see `sharing`."""
+    same operand: {term: its weight}, see `sharing`. results: what the epilogue makes, the root and other maps of the
+    same products (many_rows.py)."""
 
     launched = True
     rides: Sequence[str] = ("sum", "max")  # reductions that can ride the loop along k
@@ -96,6 +97,7 @@ class Product:
     ):
         self.root, self.x, self.operand = root, x, operand
         self.roots: tuple[Term, ...] = (root,)
+        self.results: tuple[Term, ...] = (root,)
         self.folds: tuple[Term, ...] = ()
         self.beside: dict[Term, Weight] = {}
         self.extension = extension
@@ -166,28 +168,28 @@ class Product:
     @property
     def numbers(self) -> list[Term]:
         """The numbers that are arguments."""
-        return [y for y in between([self.root], self.read, True) if y.operation == "input" and not y.ndim]
+        return [y for y in between(self.results, self.read, True) if y.operation == "input" and not y.ndim]
 
     @property
     def lengths(self) -> list[Term]:
         """Those that it asks for."""
-        inside = between([self.root, *(one.of[0] for one in self.sides)], [*self.read, *self.sides])
+        inside = between([*self.results, *(one.of[0] for one in self.sides)], [*self.read, *self.sides])
         return [y for y in inside if y.operation == "length"]
 
     @property
     def measured(self) -> bool:
         """Are these the lengths of arguments' axes?"""
-        return all(x.what[0] is not None and known_length(x, inputs(self.root)) for x in self.lengths)
+        return all(x.what[0] is not None and known_length(x, inputs(*self.results)) for x in self.lengths)
 
     @property
     def kept(self) -> list[Term]:
         """Where rows keep some of their columns alone."""
-        return [x for x in between([self.root], self.read) if x.operation == "among"]
+        return [x for x in between(self.results, self.read) if x.operation == "among"]
 
     @property
     def masks(self) -> list[Term]:
         """Where it is asked which column a row's own is."""
-        return [x for x in between([self.root], self.read) if x.operation == "is_column"]
+        return [x for x in between(self.results, self.read) if x.operation == "is_column"]
 
     @property
     def each(self) -> Term | None:
@@ -199,7 +201,7 @@ class Product:
         """What is done besides the product, in words."""
         told = [f"{self.operand} is made as x arrives"] * (not self.plain)
         told += [f"{one} rides along" for one in (*self.sides, *self.narrow)]
-        told += [f"{self.root} is made of what is complete"] * (self.root not in self.products)
+        told += [f"{one} is made of what is complete" for one in self.results if one not in self.products]
         return told + ["its tiles leave as maxima and sums of exponentials"] * bool(self.folds)
 
     @property
@@ -251,7 +253,9 @@ class Product:
     @property
     def maps(self) -> float:
         """Operations on elements, outside the tensor cores."""
-        return float(math.prod(self.x.extents) * (not self.plain + len(self.sides)) + math.prod(self.root.extents))
+        return float(
+            math.prod(self.x.extents) * (not self.plain + len(self.sides)) + len(self.results) * math.prod(self.root.extents)
+        )
 
     def fold(self, roots: tuple[Term, ...]) -> Self | None:
         """The kernel that gives, in place of its result, what is known of the parts of its rows; None if that is not all that a
@@ -302,13 +306,13 @@ class Product:
                         yield made
 
 
-def found_in(root: Term) -> Found | None:
-    """What a walk down from a term of rows and columns comes upon; None if there is something that no epilogue computes, or no
+def found_in(*roots: Term) -> Found | None:
+    """What a walk down from terms of rows and columns comes upon; None if there is something that no epilogue computes, or no
     product."""
     found = Found()
-    if root.operation in CASTS:  # results have the operands' dtype
+    if any(root.operation in CASTS for root in roots):  # results have the operands' dtype
         return None
-    if not is_tile(root) or not found.epilogue(root) or not (found.products or found.narrow):
+    if not all(map(is_tile, roots)) or not found.epilogue(roots) or not (found.products or found.narrow):
         return None
     if len(found.chosen) > 1:
         return None
@@ -348,9 +352,9 @@ class Found:
         part.others += [x for x in (*self.products, *self.narrow) if x not in part.products and x not in part.narrow]
         return part
 
-    def epilogue(self, root: Term) -> bool:
+    def epilogue(self, roots: Sequence[Term]) -> bool:
         """Everything above the products; is it maps?"""
-        stack, seen = [root], set[Term]()
+        stack, seen = [*roots][::-1], set[Term]()
         while stack:
             x = stack.pop()
             if x in seen:

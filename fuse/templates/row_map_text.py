@@ -340,8 +340,7 @@ class Folded(Writing):
         lines += ["following += int32(cuda.gridDim.x)", "at = min(following, int32(rows - 1))"]
         lines += [f"next_{name[t]} = {self.loaded(t, 'at, 0, col')}" for t in tiles]
         text.kernel += ["while following < rows:", *(f"    {line}" for line in (*lines, *body))]
-        text.before = [f"""blocks = min(rows, BLOCKS * machine(describe({x}, "{x}").device).processors)"""]
-        text.launch = "blocks"
+        text.launch = f"min(rows, BLOCKS * tiles.processors({x}))"
 
 
 class Alone(Folded):

@@ -11,7 +11,8 @@ from samples import DTYPES, Exporter, facts, made_like, sample
 
 from tiles import frameworks
 from tiles.arrays import c_ordered, fill, numpy_view
-from tiles.frameworks import current_stream, describe, finish, stream_handle
+from tiles.device import INTERPRETER
+from tiles.frameworks import current_stream, describe, finish, processors, stream_handle
 
 
 def view_of(array):
@@ -42,6 +43,13 @@ def test_foreign_byte_order_keeps_its_name():
 def test_not_an_array(x):
     with pytest.raises(TypeError, match=r"^q: must be an array with .*not \w+\."):
         describe(x, "q")
+
+
+def test_processors():
+    """Of what works on an array."""
+    assert processors(np.zeros(3)) == INTERPRETER.processors
+    with pytest.raises(TypeError, match="^x: must be an array"):
+        processors(3)
 
 
 # ---- torch -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,45 @@
+"""A product along k whose operands come through two rings, tile by tile.
+
+    acc = warpgroup.mm_AB(subtile(x.wait(j), 64, me), w.wait(j))      the first step
+    for i in range(j + 1, j + steps):
+        acc = warpgroup.step_AB(acc, x, w, i, me)                     the others
+    acc = warpgroup.finish(acc, x, w, j + steps - 1)
+
+Consumers lie one below the other: the me-th has 64 rows of x's tiles. A product is in flight while the next one's tiles are
+waited for; so a ring has two slots or more."""
+
+from tiles.op import inlined
+
+from ..shape.subtile import subtile
+from .wgmma import ROWS, mma_AB, mma_ABt, wait
+
+
+@inlined
+def step_AB(acc, x, w, i, me):
+    """acc + mine @ w[i], in flight, of the i-th tiles of the rings x and w, `mine` being the me-th 64 rows of x[i]. The tiles
+    before, whose product is done then, are given back."""
+    return _given_back(mma_AB(acc, subtile(x.wait(i), ROWS, me), w.wait(i)), x, w, i - 1)
+
+
+@inlined
+def step_ABt(acc, x, w, i, me):
+    """acc + mine @ w[i].T: as step_AB, for w's tiles (n, k)."""
+    return _given_back(mma_ABt(acc, subtile(x.wait(i), ROWS, me), w.wait(i)), x, w, i - 1)
+
+
+@inlined
+def _given_back(acc, x, w, i):
+    """acc, in flight, all products before which are done: so their operands, the i-th tiles, are given back."""
+    wait(newer=1)
+    x.release(i)
+    w.release(i)
+    return acc
+
+
+@inlined
+def finish(acc, x, w, i):
+    """acc, whose last step is done: so its tiles, the i-th ones, are given back."""
+    acc = wait(acc)
+    x.release(i)
+    w.release(i)
+    return acc

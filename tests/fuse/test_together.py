@@ -1,0 +1,92 @@
+"""Several maps of the same products, which leave together: one kernel, whose tiles leave as several arrays."""
+
+import numpy as np
+import pytest
+from references import compare
+from test_since_ampere import A100, normal
+
+import fuse
+import fuse.operators as operators
+from fuse import fused
+from fuse.candidates import candidates, chosen
+from fuse.cost import H200, card
+from fuse.inspect import Case, shapes
+from fuse.trace import Shape
+
+
+def gates(x, a, b, d):
+    gate, up = x @ a, x @ b
+    return d * up * fuse.sigmoid(gate), d * fuse.silu(gate)
+
+
+FUNCTIONS = {  # of x (m, 72), a and b (72, 136), d (m, 136)
+    "gates": gates,
+    "three of one product": lambda x, a, b, d: (fuse.exp(x @ a), x @ a + d, x @ a),
+    "of a product that lies in memory": lambda x, a, b, d: (fuse.silu(x @ a) * (d @ b.T @ b), fuse.relu(x @ a)),
+    "of numbers of rows": lambda x, a, b, d: ((x @ a) * fuse.mean(d), (x @ a - x @ b) / (1.0 + fuse.mean(x * x))),
+}
+
+
+@pytest.mark.parametrize(("rows", "card"), [(5, H200), (131, H200), (70, A100)], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_results(name, rows, card, monkeypatch):
+    """At lengths of which none is a multiple of a tile's; where no kernel has several results, by several."""
+    monkeypatch.setattr(fused, "card", lambda ordinal: card)
+    monkeypatch.setenv("TILES_CHECK", "0")
+    kernel, arrays = fuse.kernel(FUNCTIONS[name]), (normal(rows, 72), normal(72, 136), normal(72, 136), normal(rows, 136))
+    compare(kernel, arrays, kernel.run(*arrays))
+    if rows == 131:
+        way = kernel.candidates(*arrays)[0].way
+        assert len(way.kernels[-1].roots) == len(kernel.trace(arrays).roots) and way.kernels[-1].label == "many"
+
+
+def test_proof_and_compiler():
+    """Nothing speaks against it; Numba sees it, and fp16."""
+    kernel, arrays = (
+        fuse.kernel(gates),
+        [normal(s, n).astype(np.float16) for s, n in ((131, 72), (72, 40), (72, 40), (131, 40))],
+    )
+    compare(kernel, arrays, kernel.run(*arrays))
+    proof = kernel.proof(*arrays)
+    assert proof.holds, proof
+
+
+def test_the_gradient_of_a_gated_mlp():
+    """What comes back to both products leaves with them, and the hidden layer, if it is wanted: no map has a kernel."""
+    for name, kernels, results in (("gated_mlp", 2, 2), ("gated_mlp_down", 3, 3)):
+        case = Case(name, 4096, gradient=True)
+        way = candidates(case.operator._trace(shapes(case)), card(None))[0].way
+        assert [kernel.label for kernel in way.kernels] == ["many"] * kernels
+        assert max(len(kernel.roots) for kernel in way.kernels) == results
+
+
+def test_nothing_is_computed_twice():
+    """A product that lies beside others, too, has no kernel of its own."""
+    case = Case("gated_mlp", 4096, gradient=True)
+    for one in candidates(case.operator._trace(shapes(case)), card(None)):
+        roots = [x for kernel in one.way.kernels for x in kernel.roots]
+        assert len(roots) == len(set(roots))
+
+
+def test_other_products_do_not_leave_with_them():
+    """One kernel's tiles are of one shape: results of other columns are other kernels'."""
+    kernel = fuse.kernel(lambda x, a, b: (fuse.silu(x @ a), fuse.relu(x @ b)))
+    found = kernel._trace(tuple(Shape(s, "bfloat16") for s in ((128, 64), (64, 128), (64, 256))))
+    assert chosen(kernel.name, found, candidates(found, H200)[0]).text.count("@cuda.jit") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*FUNCTIONS, "gated_mlp_down"])
+def test_on_the_card(name):
+    torch = pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    if name in FUNCTIONS:
+        kernel, widths = fuse.kernel(FUNCTIONS[name]), ((72, 136), (72, 136))
+    else:
+        kernel, widths = operators.gated_mlp_down.gradient, ((72, 136), (72, 136), (136, 72))
+    for rows in (131, 300):
+        arrays = normal(rows, 72), *(normal(*s) for s in widths), normal(rows, 136 if name in FUNCTIONS else 72)
+        got = kernel(*map(to_torch, arrays))
+        torch.cuda.synchronize()
+        compare(kernel, arrays, tuple(map(to_numpy, got)))
