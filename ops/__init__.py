@@ -51,7 +51,7 @@ from .memory.held import add_held, load_held
 from .memory.load_store import load, store
 from .memory.shared_vectors import last_element, load_row
 from .memory.tma import prefetch
-from .memory.tma_by_warp import store_wait, stores_done, tma_add
+from .memory.tma_by_warp import store_wait, stores_done, tma_add, tma_store
 from .memory.unordered import load_unordered, store_unordered
 from .reductions.reduce import (
     col_max,
@@ -90,7 +90,7 @@ __all__ = [
     "product", "rasterize", "raw", "reciprocal", "relu", "rescale", "rezipped", "right_fill", "row_index", "row_max",
     "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "store", "store_unordered",
     "store_wait", "stores_done", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max",
-    "tile_min", "tile_prod", "tile_sum", "tma_add", "transpose", "tril", "triu", "truncate", "turned", "unzipped",
+    "tile_min", "tile_prod", "tile_sum", "tma_add", "tma_store", "transpose", "tril", "triu", "truncate", "turned", "unzipped",
     "upper_fill", "vstack", "wait_count", "wait_group", "warpgroup", "where", "zeros", "zipped",
 ]  # fmt: skip
 

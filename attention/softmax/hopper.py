@@ -165,7 +165,7 @@ def make(config: Config):
     variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
     own_rows, sequences, held = replace(config, consumers=1).tiling, config.sequences, config.held
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
-    INPUT, Q, O = config.dtype, rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32)
+    INPUT, Q, S, O = config.dtype, *(rt(16, columns, fp32) for columns in (config.head_dim, config.kv, config.value_dim))
     PREPARES, PANELS, PANEL = variant.prepares, config.query.panels, rt(16, config.query.panel_cols, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
     smem = shared(
@@ -213,8 +213,9 @@ def make(config: Config):
             s = warpgroup.mm_ABt(queries, k.wait(j))
             o = warpgroup.mma_AB(seen.rescaled(), p, v.wait(j - 1))
             turn.give(me)
+            fetched = variant.fetch(S, at, key)
             s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
-            s = variant.score(s, at, key)
+            s = variant.score_by(s, fetched, at, key)
             if cut:
                 s = tiling.mask(s, at, key)
             below = variant.below(s, at, key)

@@ -47,7 +47,7 @@ def bias_of(problem: Problem) -> Biased | None:
         return None
     form = problem["bias"].form
     one_row = form.shape[-2] == 1 or form.strides[-2] == 0
-    return BiasedByKey() if one_row else Biased()
+    return BiasedByKey(form.strides[-1] == form.itemsize) if one_row else Biased()
 
 
 def functions_of(

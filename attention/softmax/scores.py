@@ -133,14 +133,28 @@ class Biased(Variant):
         return s + load(at.given.bias, rt(s.rows, s.cols, fp32, s.layout), at_bias, 2, 3, aligned=False) * at.given.per_bias
 
 
+@static
 class BiasedByKey(Biased):
-    """score + bias[b, h, j]: of a bias with one row for all queries, read once a column of a tile, not once a score."""
+    """score + bias[b, h, j]: of a bias with one row for all queries, read once a column of a tile, not once a score. adjacent:
+    its numbers lie side by side."""
+
+    adjacent: bool
+
+    @inlined
+    def fetch(self, spec, at, key):
+        """See Variant."""
+        at_bias = at.batch, at.head, int32(0), int32(key)
+        return load(at.given.bias, spec.row_vec, at_bias, 2, 3, aligned=self.adjacent) * at.given.per_bias
+
+    @inlined
+    def score_by(self, s, fetched, at, key):
+        """See Variant."""
+        return s + fetched
 
     @inlined
     def score(self, s, at, key):
         """See Variant."""
-        of_keys, at_bias = rt(s.rows, s.cols, fp32, s.layout).row_vec, (at.batch, at.head, int32(0), int32(key))
-        return s + load(at.given.bias, of_keys, at_bias, 2, 3, aligned=False) * at.given.per_bias
+        return s + self.fetch(rt(s.rows, s.cols, fp32, s.layout), at, key)
 
 
 @static

@@ -116,6 +116,16 @@ class Variant:
         return s
 
     @inlined
+    def fetch(self, spec, at, key):
+        """What `score_by` needs of memory for a tile of scores, which is a `spec`: asked for while products run."""
+        return 0
+
+    @inlined
+    def score_by(self, s, fetched, at, key):
+        """score(s, at, key), of what was fetched."""
+        return self.score(s, at, key)
+
+    @inlined
     def bent(self, s, at, key):
         """(score(s, at, key), its derivative by s in units of what s counts), of a variant that bends."""
         return self.score(s, at, key), 1.0
@@ -229,6 +239,17 @@ class Both(Variant):
         """See Variant."""
         s = self.one.score(s, at._replace(kept=at.kept[0]), key)
         return self.other.score(s, at._replace(kept=at.kept[1]), key)
+
+    @inlined
+    def fetch(self, spec, at, key):
+        """See Variant."""
+        return self.one.fetch(spec, at, key), self.other.fetch(spec, at, key)
+
+    @inlined
+    def score_by(self, s, fetched, at, key):
+        """See Variant."""
+        s = self.one.score_by(s, fetched[0], at._replace(kept=at.kept[0]), key)
+        return self.other.score_by(s, fetched[1], at._replace(kept=at.kept[1]), key)
 
     @inlined
     def bent(self, s, at, key):

@@ -45,14 +45,18 @@ def count_up(counts, at):
     """counts[at] += 1, once what this warp has written to global memory is there. Of bulk stores it must know that
     (`stores_done`)."""
     _count(counts, at)
+    here().overwritten = None
 
 
 @op
 def count_stored(counts, at):
-    """The same where bulk stores alone have written, and who waits adds to it by bulk stores, too, but reads none of it. Stores
-    that are done (`stores_done`) have come where those of the whole GPU meet, so this waits for nothing; `count_up` waits until
-    all is there that the warp's multiprocessor has under way."""
+    """The same where `tma_add` alone has written, and who waits adds, too, but reads none of it. Additions that are done
+    (`stores_done`) have come where those of the whole GPU meet, so this waits for nothing; `count_up` waits until all is there
+    that the warp's multiprocessor has under way. What took the place of what was there must not be overtaken by an addition:
+    `count_up`."""
     _count(counts, at)
+    if here().overwritten:
+        raise here().hazard(f"counts {here().overwritten} as if it had added: count_up", "wait")
 
 
 def _count(counts, at):

@@ -22,6 +22,13 @@ from .tma import rule, wait_rule
 
 
 @op
+def tma_store(target, at, tile):
+    """target[at] = a shared tile, a part of one or a shared vector, by one warp: see warpgroup.tma_store and `tma_add`."""
+    here().fence_async()
+    here().store_async(target, at, tile)
+
+
+@op
 def tma_add(target, at, tile):
     """target[at] += a shared tile, a part of one or a shared vector, by one warp: see warpgroup.tma_add. What this warp wrote
     is in it, and what was handed to it. Follow with `store_wait` before the tile is given back."""
@@ -44,6 +51,7 @@ def stores_done():
     warp.stored = warp.stores
 
 
+lowers(tma_store)(rule("tma_store", None, None, ptx.reads_done, LANES))
 lowers(tma_add)(rule("tma_add", "add", (fp32, fp16, bf16), ptx.reads_done, LANES))
 lowers(store_wait)(wait_rule(LANES))
 

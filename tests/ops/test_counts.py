@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 from numpy import int32
 
-from ops import count_stored, count_up, load, store, store_wait, stores_done, tma_add, wait_count
+from ops import count_stored, count_up, load, store, store_wait, stores_done, tma_add, tma_store, wait_count
 from tiles import Hazard, fp32, rt, shared, st, tensor
 from tiles.testing import meaning
 
@@ -74,6 +74,33 @@ def test_bulk_stores_are_done_first(run, count):
     assert (y == 2).all() and turns[0, 0] == 2
     with pytest.raises(Hazard, match="nobody has waited until the TMA store .* was done: stores_done"):
         meaning(kernel(store_wait), turns * 0, x, tensor(y, TILE), warps=1, shared=SMEM)
+
+
+@pytest.mark.parametrize("count", [count_up, count_stored])
+def test_what_is_stored_comes_before_what_is_added(run, count):
+    """The first block stores, over what is there, and then counts so that nothing overtakes it."""
+
+    @cuda.jit
+    def kernel(turns, x, y):
+        (tile,) = SMEM.open()
+        store(tile, load(x, rt(16, 32, fp32), (0, 0)))
+        if cuda.blockIdx.x == 0:
+            tma_store(y, (0, 0), tile)
+            stores_done()
+            count(turns, (0, 0))
+        else:
+            wait_count(turns, (0, 0), int32(cuda.blockIdx.x))
+            tma_add(y, (0, 0), tile)
+            stores_done()
+            count_stored(turns, (0, 0))
+
+    x, y, turns = np.ones((16, 32), np.float32), np.full((16, 32), np.nan, np.float32), np.zeros((1, 1), np.int32)
+    if count is count_up:
+        run(kernel, turns, x, tensor(y, TILE), warps=1, grid=3, shared=SMEM)
+        assert (y == 3).all() and turns[0, 0] == 3
+    else:
+        with pytest.raises(Hazard, match="counts the TMA store of .* as if it had added: count_up"):
+            meaning(kernel, turns, x, tensor(y, TILE), warps=1, grid=3, shared=SMEM)
 
 
 def test_what_is_refused():

@@ -30,6 +30,7 @@ class Warp(greenlet):
         self.registers = block.entry_registers
         self.mmas, self.stores, self.sent, self.released, self.collectives = 0, 0, [], {}, 0
         self.met, self.waited, self.met_at = 0, 0, None  # arrivals on the cluster's barrier, waits, where it last arrived
+        self.overwritten = None  # by a bulk store that adds nothing, since it counted (ops/memory/counts.py): that store's deed
         self.stored = 0  # bulk stores that are known to be done, not only to have read
         self.steps, self.in_op = None, False  # what it has done, if it keeps a record: see record.py
         self.copies, self.groups, self.filled = [], [], {}  # copies of the open group, groups, tile of a pipeline -> its group
@@ -179,6 +180,7 @@ class Warp(greenlet):
         self._started(store, "TMA", lambda: target.window(at)[0], True)
         shadow.note_read(agent, self.stores, cells, Event("read", store.deed, store.place))
         self.sent.append(store)
+        self.overwritten = self.overwritten if fold else store.deed
 
     def inside(self, tensor, at):
         """A Hazard if the tile at `at` does not exist."""

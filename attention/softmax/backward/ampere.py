@@ -238,7 +238,8 @@ def make(config: Config):
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
             of = int32(group * heads * own.batch + head)
-            order.take(given, of, to, 0, order.behind(tiling, number, tile, at, group))
+            behind = order.behind(tiling, number, tile, at, group)
+            order.take(given, of, to, 0, behind)
             if APART:
                 n = warp
                 while n < parts.count:  # which nobody unrolls: there are no registers for it
@@ -247,7 +248,7 @@ def make(config: Config):
             else:
                 for n in range(EACH):
                     add(int32(warp + WARPS * n), every_key, ds, gSum, of, to)
-            order.give(given, of, to, 0)
+            order.give(given, of, to, 0, behind)
             if last:
                 if not APART or warp >= OWNERS:
                     learns.give(learnt, given, here, int32(OWNERS * line + mine))

@@ -9,6 +9,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from numba import cuda
 from numpy import int32
@@ -17,11 +18,11 @@ from ops import divmod, grid, load, store, subtile, transpose, turned, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
+from .. import variants
 from ..seen import CAUSAL, FULL
-from ..variants import At, Variant
-from . import hopper
-from .folded import ways
-from .hopper import CONSUMERS, FILLER, SENDER, SENDERS
+from ..variants import At
+from . import hopper, ways
+from .ways import CONSUMERS, FILLER, READERS, SENDER, SENDERS
 
 GATHERER, PRODUCER = CONSUMERS, CONSUMERS + 1  # the third warpgroup and the fourth
 REGISTERS = (24, 136, 176)  # a thread of the producer, of the gatherer, of a consumer
@@ -41,16 +42,16 @@ class Config(hopper.Config):
         return super().__str__() + " apart"
 
 
-def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> bool:
+def serves(head_dim: int, variant: variants.Variant, value_dim: int | None = None) -> bool:
     """Is this kernel for such heads?"""
     return max(head_dim, value_dim or 0) <= HEAD_DIM and not variant.scored
 
 
 @functools.lru_cache(1024)
-def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, ordered: bool = False) -> Config:
-    """The configuration that serves a problem."""
+def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
+    """The configuration that serves a problem. kind: `ordered`, `stores`."""
     shape = CONSUMERS * warpgroup.ROWS, QUERIES
-    return Config(HEAD_DIM, HEAD_DIM, dtype, variant, *shape, stages=3, rounded=True, ordered=ordered)
+    return Config(HEAD_DIM, HEAD_DIM, dtype, variant, *shape, stages=3, rounded=True, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -67,16 +68,16 @@ def make(config: Config):
     GIVEN, AUX, INPUT, order = config.given, config.aux, config.dtype, config.order
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, KV, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")  # of dK^T a warp has 16 columns
-    readers, gathers = CONSUMERS * warpgroup.WARPGROUP, warpgroup.WARPGROUP
+    gathers = warpgroup.WARPGROUP
     keep, take, claim = REGISTERS
     smem = shared(
-        k=ring(config.key, 1, readers),
-        v=ring(config.value, 1, readers),
-        q=ring(config.query, config.stages, readers + gathers),
-        do=ring(config.dout, config.do_stages, readers),
-        ds=ring(st(ROWS, KV, INPUT), config.ds_stages, gathers, readers),
+        k=ring(config.key, 1, READERS),
+        v=ring(config.value, 1, READERS),
+        q=ring(config.query, config.stages, READERS + gathers),
+        do=ring(config.dout, config.do_stages, READERS),
+        ds=ring(st(ROWS, KV, INPUT), config.ds_stages, gathers, READERS),
         dq=ring(parts.tile, config.dq_stages, 1, gathers),
-        sums=ring(config.of_rows, config.stages, readers),
+        sums=ring(config.of_rows, config.stages, READERS),
     )
 
     @inlined
@@ -132,7 +133,7 @@ def make(config: Config):
         stored(PARTS * j + 1, part, dq)
         return dk
 
-    bring, send, following = ways(config)
+    bring, send, following = ways.bringing(config), ways.sending(config), ways.going(config)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
@@ -154,9 +155,9 @@ def make(config: Config):
         if me == PRODUCER:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
-                bring((gK, gV, gQ, gDO, gSums), (k, v, q, do, sums), own.batch, block, kv_head, every, group)
+                bring((gK, gV, gQ, gDO, gSums), (k, v, q, do, sums), own, block, kv_head, every, key, at, group, 0)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                send(gSum, dq, block, pair, every, at, group)
+                send(gSum, dq, block, pair, every, key, at, group, 0)
         elif me == GATHERER:
             warpgroup.claim_registers(take)
             dk, rings = zeros(DK), (q, do, ds, dq, sums)

@@ -16,10 +16,11 @@ from .tiling import Facing
 
 @dataclass(frozen=True)
 class ByKeys(Kind):
-    """queries: rows of a tile. ordered: see order.py. adds: see results.py. learns: see slopes.py."""
+    """queries: rows of a tile. ordered, stores: see order.py. adds: see results.py. learns: see slopes.py."""
 
     queries: int
     ordered: bool = field(default=False, kw_only=True)
+    stores: bool = field(default=False, kw_only=True)
     adds: bool = field(default=False, kw_only=True)
     learns: Unasked = field(default=UNASKED, kw_only=True)
     early = False  # does it begin while the grid before it ends?
@@ -30,9 +31,14 @@ class ByKeys(Kind):
         raise NotImplementedError
 
     @property
+    def in_any(self) -> Unordered:
+        """How they do where the order is no matter."""
+        return UNORDERED
+
+    @property
     def order(self) -> Unordered:
         """In which order blocks add to dQ."""
-        return self.in_order if self.ordered else UNORDERED
+        return self.in_order if self.ordered else self.in_any
 
     @property
     def result(self) -> Written:

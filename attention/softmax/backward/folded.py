@@ -9,18 +9,20 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, grid, load, store_wait, subtile, tma_add, turned, warpgroup, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
+from ops import divmod, grid, load, subtile, turned, warpgroup, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.arguments import FLOAT, INT, array, tiled
 
+from .. import variants
 from ..seen import CAUSAL, FULL
-from ..variants import At, Variant
-from . import hopper
-from .hopper import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
+from ..variants import At
+from . import hopper, ways
+from .ways import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
 
 HEAD_DIM = 128  # padded
 
@@ -33,15 +35,15 @@ class Config(hopper.Config):
         return super().__str__() + " folded"
 
 
-def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> bool:
+def serves(head_dim: int, variant: variants.Variant, value_dim: int | None = None) -> bool:
     """Is this kernel for such heads?"""
     return max(head_dim, value_dim or 0) <= HEAD_DIM and not variant.scored
 
 
 @functools.lru_cache(1024)
-def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, ordered: bool = False) -> Config:
-    """The configuration that serves a problem."""
-    return Config(HEAD_DIM, HEAD_DIM, dtype, variant, CONSUMERS * warpgroup.ROWS, warpgroup.ROWS, ordered=ordered)
+def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
+    """The configuration that serves a problem. kind: `ordered`, `stores`."""
+    return Config(HEAD_DIM, HEAD_DIM, dtype, variant, CONSUMERS * warpgroup.ROWS, warpgroup.ROWS, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -51,52 +53,6 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             yield config_for(HEAD_DIM, of, variant)
 
 
-def ways(config: hopper.Config):
-    """(bring, send, following): how the warps of a producer bring tiles and send dQ's parts, and how a consumer goes from one
-    tile of queries to the next. Those of apart.py, too."""
-    ROWS, PARTS, variant, tiling, order = config.rows, config.parts.count, config.variant, config.tiling, config.order
-
-    @inlined
-    def bring(arrays, rings, batch, block, kv_head, every, group):
-        """A block of keys and values, and all tiles that see it."""
-        gK, gV, gQ, gDO, gSums = arrays
-        k, v, q, do, sums = rings
-        tiles, head, tile = int32(group * every.n), int32(group * kv_head), order.start(every)
-        if tiles > 0:
-            k.fill(0, gK, (batch, block, kv_head))
-        for j in range(tiles):
-            q.fill(j, gQ, (batch, tile, head))
-            if j == 0:
-                v.fill(0, gV, (batch, block, kv_head))
-            do.fill(j, gDO, (batch, tile, head))
-            sums.fill(j, gSums, (batch, head, tile))
-            head, tile = order.following(every, head, tile)
-
-    @inlined
-    def send(gSum, dq, block, pair, every, at, group):
-        """A sender's parts of dQ, each in its turn."""
-        mine, of, tile = int32(warpgroup.rank() - SENDER), int32(group * pair), order.start(every)
-        for j in range(int32(group * every.n)):
-            n = int32(PARTS * j + mine)
-            order.take(at.given, of, tile, mine, order.behind(tiling, block, tile, at, group))
-            tma_add(gSum, (of, int32(PARTS * tile + mine)), dq.wait(n))
-            store_wait()
-            dq.release(n)
-            order.give(at.given, of, tile, mine)
-            of, tile = order.following(every, of, tile)
-
-    @inlined
-    def following(i, every, here):
-        """The number of the tile of a head behind its i-th, and where it lies; behind the last one the next head's first."""
-        i = int32(i + 1)
-        if i == every.n:
-            i, here = int32(0), here._replace(head=int32(here.head + 1))
-            here = here._replace(kept=variant.keep(here))
-        return i, here._replace(row=int32(ROWS * (every.first + order.nth(every.n, i))))
-
-    return bring, send, following
-
-
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
@@ -104,16 +60,9 @@ def make(config: Config):
     GIVEN, AUX, INPUT, order = config.given, config.aux, config.dtype, config.order
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
-    readers, (keep, claim) = CONSUMERS * warpgroup.WARPGROUP, REGISTERS
-    smem = shared(
-        k=ring(config.key, 1, readers),
-        v=ring(config.value, 1, readers),
-        q=ring(config.query, config.stages, readers),
-        do=ring(config.dout, config.do_stages, readers),
-        ds=ring(st(ROWS, KV, INPUT), config.ds_stages, readers, readers),
-        dq=ring(parts.tile, config.dq_stages, 1, warpgroup.WARPGROUP),
-        sums=ring(config.of_rows, config.stages, readers),
-    )
+    keep, claim = REGISTERS
+    smem = ways.memory(config)
+    bring, send, following = ways.bringing(config), ways.sending(config), ways.going(config)
 
     @inlined
     def weighed(j, s, cut, sums, at, key, scale):
@@ -171,7 +120,7 @@ def make(config: Config):
 
         return step
 
-    first_step, step, (bring, send, following) = stepping(False), stepping(True), ways(config)
+    first_step, step = stepping(False), stepping(True)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
@@ -193,9 +142,9 @@ def make(config: Config):
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
-                bring((gK, gV, gQ, gDO, gSums), (k, v, q, do, sums), own.batch, block, kv_head, every, group)
+                bring((gK, gV, gQ, gDO, gSums), (k, v, q, do, sums), own, block, kv_head, every, key, at, group, 0)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                send(gSum, dq, block, pair, every, at, group)
+                send(gSum, dq, block, pair, every, key, at, group, 0)
         else:
             warpgroup.claim_registers(claim)
             dk, dv = zeros(DK), zeros(DV)

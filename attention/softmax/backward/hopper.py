@@ -15,61 +15,26 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import grid, load, store_wait, subtile, tma_add, truncate, turned, warpgroup, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
+from ops import grid, load, subtile, truncate, turned, warpgroup, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.arguments import FLOAT, INT, array, tiled
 
+from .. import sequences, variants
 from ..seen import CAUSAL, FULL
-from ..sequences import Batched
-from ..variants import At, Variant
-from .by_keys import ByKeys
-from .order import Ordered, Snaking
-from .parts import ByRows, parts_of
+from ..variants import At
+from . import ways
 from .slopes import UNASKED
-
-CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
-FILLER, SENDER, SENDERS = 0, 1, 2  # which of the producer's warps brings tiles, and from which on how many send dQ
+from .ways import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
 
 
 @dataclass(frozen=True)
-class Config(ByKeys):
-    """A kernel's shape: stages of the rings of Q, of dO, of dS and of dQ's parts. Each consumer owns 64 keys; where a block has
-    no more than 64, half of the columns of dK and dV. rounded: dS is made of weights as rounded for dV, which takes fewer
-    registers."""
-
-    stages: int = 2
-    do_stages: int = 2
-    ds_stages: int = 2
-    dq_stages: int = 2
-    rounded: bool = False
-    early = True
-
-    @property
-    def in_order(self) -> Ordered:
-        """See ByKeys."""
-        computed = self.lie is Batched and not self.by_list
-        rising = self.variant.rising and self.variant.from_first and self.variant.within
-        return (Snaking if computed and rising else Ordered)(1, True, SENDERS)
+class Config(ways.Config):
+    """A kernel's shape. Each consumer owns 64 keys; where a block has no more than 64, half of the columns of dK and dV."""
 
     @property
     def threads(self) -> int:
         """Threads of a block: the consumers and one producer warpgroup."""
         return warpgroup.THREADS * (CONSUMERS + 1)
-
-    @property
-    def share(self) -> int:
-        """How many consumers share the columns of the same keys."""
-        return CONSUMERS * warpgroup.ROWS // self.kv
-
-    @property
-    def learners(self) -> int:
-        """How many warps of a block leave what they have learnt."""
-        return CONSUMERS * warpgroup.WARPGROUP
-
-    @property
-    def parts(self) -> ByRows:
-        """How dQ is cut."""
-        return parts_of(self.rows, self.kv, self.head_dim, self.dtype, CONSUMERS)
 
 
 SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
@@ -80,7 +45,7 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 
 
 @functools.lru_cache(1024)
-def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None, **kind: Any) -> Config:
+def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see Kind."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
     shape = SHAPES[padded] | ({"rounded": True} if variant.scored or variant.draws else {})
@@ -89,7 +54,7 @@ def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | N
     return Config(padded, padded, dtype, variant, **shape, **kind)
 
 
-def finds_slopes(head_dim: int, value_dim: int, lie: type[Batched]) -> bool:
+def finds_slopes(head_dim: int, value_dim: int, lie: type[sequences.Batched]) -> bool:
     """Does the kernel find the gradient of slopes, too? Where that was timed; elsewhere it spills more registers, and
     of wide heads two consumers have the same keys."""
     return 64 < max(head_dim, value_dim) <= 128 and lie.packed
@@ -115,17 +80,9 @@ def make(config: Config):
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
     SCORES = rt(16, ROWS, fp32)
-    readers = CONSUMERS * warpgroup.WARPGROUP
     LEARNERS, (keep, claim) = config.learners, REGISTERS
-    smem = shared(
-        k=ring(config.key, 1, readers),
-        v=ring(config.value, 1, readers),
-        q=ring(config.query, config.stages, readers),
-        do=ring(config.dout, config.do_stages, readers),
-        ds=ring(st(ROWS, KV, INPUT), config.ds_stages, readers, readers // SHARE),
-        dq=ring(parts.tile, config.dq_stages, 1, warpgroup.WARPGROUP),
-        sums=ring(config.of_rows, config.stages, readers),
-    )
+    smem = ways.memory(config)
+    bring, send = ways.bringing(config, ahead=True), ways.sending(config)
 
     @inlined
     def columns(tile, cols, share):
@@ -213,39 +170,13 @@ def make(config: Config):
             return
         at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
         every = tiling.tiles(key, at, group)
-        tiles, above = int32(group * every.n), sequences.first_tile(batch, given)
+        above = sequences.first_tile(batch, given)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
-                at_keys = own.batch, sequences.begins(own.key, block, KV), kv_head
-                k.fill(0, gK, at_keys)
-                v.fill(0, gV, at_keys)
-                head, i = int32(group * kv_head), int32(0)
-                for j in range(tiles):
-                    tile = tiling.tile(every, order.nth(every.n, i), key, at, group)
-                    begins = sequences.begins(own.query, tile, ROWS)
-                    q.fill(j, gQ, (own.batch, begins, head))
-                    do.fill(j, gDO, (own.batch, begins, head))
-                    sums.fill(j, gSums, (own.batch, head, above + tile))
-                    i = int32(i + 1)
-                    if i == every.n:
-                        head, i = int32(head + 1), int32(0)
-                q.fill(tiles, gQ, (own.batch, 0, group * kv_head))  # consumers ask ahead
+                bring((gK, gV, gQ, gDO, gSums), (k, v, q, do, sums), own, block, kv_head, every, key, at, group, above)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                of, i = int32(group * pair), int32(0)
-                for j in range(tiles):
-                    number = tiling.tile(every, order.nth(every.n, i), key, at, group)
-                    tile = int32(above + number)
-                    order.take(given, of, tile, warpgroup.rank() - SENDER, order.behind(tiling, block, number, at, group))
-                    for part in range(int32(warpgroup.rank() - SENDER), PARTS, SENDERS):
-                        n = int32(PARTS * j + part)
-                        tma_add(gSum, (of, int32(PARTS * tile + part)), dq.wait(n))
-                        store_wait()
-                        dq.release(n)
-                    order.give(given, of, tile, warpgroup.rank() - SENDER)
-                    i = int32(i + 1)
-                    if i == every.n:
-                        of, i = int32(of + 1), int32(0)
+                send(gSum, dq, block, pair, every, key, at, group, above)
         else:
             warpgroup.claim_registers(claim)
             keys, values = k.wait(0), v.wait(0)

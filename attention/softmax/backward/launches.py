@@ -17,13 +17,15 @@ from ..assembled import Assembled
 from ..launches import DTYPES, LOG2_E, Before, made_for, sequences_of, spread, variant_arrays
 from ..ready import Listing, check
 from ..sequences import Batched
+from ..variants import Variant
 from . import ampere, apart, finish, folded, hopper, prepare, sinks, slopes, wide, wide_queries
 from .again import Added
 from .learned import Learned
 from .lists import listed
-from .order import SHARING
+from .order import SHARING, Turns
 from .results import Written
 
+FEW = {64: 1024, 128: 512}  # by head_dim: up to how many keys those store dQ's parts first that have the last ones
 IN_LINE = 16  # multiprocessors that work on one pair at a time in order, where no query sees more keys than others
 
 
@@ -53,7 +55,10 @@ def planned(
         return planned_wide(problem, made, scale)
     by_list = listing is not None and lie is Batched
     kind: dict[str, Any] = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list}
-    kind |= {"lie": lie, "ordered": ordered, "adds": adds}
+    few = FEW.get(head_dim, 0) if plain else 0
+    stores = tma and lie is Batched and not by_list and first_stores(made.variant, q_len, kv_len, ordered, few)
+    in_order: dict[str, bool] = {"ordered": ordered, "stores": stores}
+    kind |= {"lie": lie, "adds": adds} | in_order
     learns = slopes.UNASKED
     if "dalibi" in reads and (not tma or hopper.finds_slopes(head_dim, value_dim, lie)):
         learns = slopes.asked(made.variant, reads["dalibi"][0])
@@ -61,9 +66,9 @@ def planned(
     module: Any
     config: hopper.Config | ampere.Config
     if plain and apart.serves(head_dim, made.variant, value_dim):
-        module, config = apart, apart.config_for(head_dim, dtype, made.variant, value_dim, ordered)
+        module, config = apart, apart.config_for(head_dim, dtype, made.variant, value_dim, **in_order)
     elif plain and folded.serves(head_dim, made.variant, value_dim):
-        module, config = folded, folded.config_for(head_dim, dtype, made.variant, value_dim, ordered)
+        module, config = folded, folded.config_for(head_dim, dtype, made.variant, value_dim, **in_order)
     elif tma:
         module, config = hopper, hopper.config_for(head_dim, dtype, made.variant, value_dim, **kind)
     else:
@@ -78,7 +83,9 @@ def planned(
     early = Before(problem)
     of_rows = early.memory((batch, heads, 2 * tiles * config.rows), "float32")
     sums = early.memory((batch * heads, tiles * parts.rows, parts.width), "float32")
-    turns = {"turns": early.memory((batch * heads, config.in_order.lines * tiles), "int32")} if ordered else {}
+    turns = {}
+    if isinstance(config.order, Turns):
+        turns["turns"] = early.memory((batch * heads, config.order.lines * tiles), "int32")
     told = where | turns
     given = made.numbers | {name: x for name, x in variant_arrays(problem).items() if name in made.variant.given}
     read = {f"aux{n}": x for n, x in enumerate(aux)}
@@ -147,6 +154,13 @@ def planned(
         else:
             learned.launch(name, readers)
     return Plan([*steps, *late.steps], early.scratch, give)
+
+
+def first_stores(variant: Variant, queries: int, keys: int, ordered: bool, few: int) -> bool:
+    """Does the first block of keys that has a part of a tile of queries store it, so that nobody clears the sums? Where each
+    query sees a key: in order, or where later queries see more and there are no more keys than `few`: see order.Heading."""
+    each_sees = variant.from_first and (variant.everything or (variant.within and queries <= keys))
+    return each_sees and (ordered or (variant.rising and keys <= few))
 
 
 def nothing(every: Any) -> None:

@@ -58,8 +58,13 @@ class Listed(Facing):
     @inlined
     def tile(self, tiles, i, key, at, group):
         """See Facing."""
-        lists, i = at.given.lists, max(0, min(i, tiles.n - 1))  # kernels ask ahead
-        place = HEAD + i if i < tiles.left else lists.shape[3] - 1 - i + tiles.left
+        return self.number(tiles, max(0, min(i, tiles.n - 1)), key, at, group)  # kernels ask ahead
+
+    @inlined
+    def number(self, tiles, place, key, at, group):
+        """See Facing."""
+        lists = at.given.lists
+        place = HEAD + place if place < tiles.left else lists.shape[3] - 1 - place + tiles.left
         return int32(lists[at.batch, at.head // group, key // self.kv, place])
 
     @inlined

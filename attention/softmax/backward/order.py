@@ -1,10 +1,10 @@
-"""In which order blocks of keys add to dQ: three objects with the same methods, one a way."""
+"""In which order blocks of keys add to dQ: objects with the same methods, one a way."""
 
 from typing import Any
 
 from numpy import int32
 
-from ops import count_stored, count_up, stores_done, wait_count
+from ops import count_stored, count_up, stores_done, tma_add, tma_store, wait_count
 from tiles import inlined, static
 from tiles.arguments import TURNS
 
@@ -22,6 +22,11 @@ class Unordered:
     def given(self) -> dict[str, Any]:
         """The kernel's arguments that it reads, and what they are."""
         return {}
+
+    @property
+    def clears(self) -> bool:
+        """Must sums be zeros before the first block adds to them?"""
+        return True
 
     @inlined
     def place(self, tiling, number, blocks, pairs, band):
@@ -61,17 +66,81 @@ class Unordered:
         """Until a warp may add its parts to a tile of queries, of a pair of head and batch; `behind` so many blocks of keys."""
 
     @inlined
-    def give(self, given, pair, tile, line):
+    def add(self, sums, at, part, behind):
+        """A warp adds a part of dQ to the sums there, by TMA."""
+        tma_add(sums, at, part)
+
+    @inlined
+    def give(self, given, pair, tile, line, behind):
         """It has."""
 
 
 @static
-class Ordered(Unordered):
-    """One after the other, from the first keys to the last, so that dQ's bits are the same in every call. Of kernels in which
-    so many `warps` of a block add to a tile, `in_bulk` by TMA or by themselves. The parts of a tile may stand in several
-    `lines`: each is added to in order, and none waits for another.
+class Turns(Unordered):
+    """Blocks of keys count how often has been added to a tile, and wait for such a number: what the ways below have in common.
+    Of kernels in which so many `warps` of a block add to a tile, `in_bulk` by TMA or by themselves. The parts of a tile may
+    stand in several `lines`: each is added to in order, and none waits for another. stores: the first block stores its parts,
+    and nobody needs zeros; for tiles that all see some key.
 
     given.turns: how many warps have added to a tile, (pair of head and batch, line).
+
+    A warp counts when its bulk copies are done: not when they have been read, but when they have come to the L2, where the next
+    ones' add. So a count behind additions need not be a release. What was *stored* must be in order with additions for others,
+    too: its count is a release, as the numbers that follow it are part of its release sequence, and who waits acquires one of
+    them before its own copies begin (a fence of TMA's proxy behind the acquire: ops.wait_count)."""
+
+    warps: int
+    in_bulk: bool
+    lines: int = 1
+    stores: bool = False
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Unordered."""
+        return {"turns": TURNS}
+
+    @property
+    def clears(self) -> bool:
+        """See Unordered."""
+        return not self.stores
+
+    @inlined
+    def begin(self, given, pair, tile):
+        """See Unordered."""
+        for line in range(self.lines):
+            given.turns[pair, self.lines * tile + line] = int32(0)
+
+    @inlined
+    def take(self, given, pair, tile, line, behind):
+        """See Unordered."""
+        wait_count(given.turns, (pair, int32(self.lines * tile + line)), int32(self.warps * behind))
+
+    @inlined
+    def add(self, sums, at, part, behind):
+        """See Unordered."""
+        if self.stores:
+            if behind == 0:
+                tma_store(sums, at, part)
+            else:
+                tma_add(sums, at, part)
+        else:
+            tma_add(sums, at, part)
+
+    @inlined
+    def give(self, given, pair, tile, line, behind):
+        """See Unordered."""
+        turn = pair, int32(self.lines * tile + line)
+        if self.in_bulk:
+            stores_done()
+        if self.in_bulk and not (self.stores and behind == 0):
+            count_stored(given.turns, turn)
+        else:
+            count_up(given.turns, turn)
+
+
+@static
+class Ordered(Turns):
+    """One after the other, from the first keys to the last, so that dQ's bits are the same in every call.
 
     A block waits for those of earlier keys alone, which have begun before it: there is no deadlock, however few run at once.
     Every block takes its queries from the last to the first. All that see later keys see the last queries, too, so those that
@@ -80,17 +149,8 @@ class Ordered(Unordered):
     begins itself.) That line is short if there are several pairs at once: launches.band_of. Where lists say which tiles see a
     block, only blocks whose lists have a tile count, and a block waits for these alone: lists.Ranking."""
 
-    warps: int
-    in_bulk: bool
-    lines: int = 1
-
     def __str__(self):
-        return " ordered"
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """See Unordered."""
-        return {"turns": TURNS}
+        return " ordered" + " stores" * self.stores
 
     @inlined
     def nth(self, n, i):
@@ -109,27 +169,6 @@ class Ordered(Unordered):
         if tile < tiles.first:
             head, tile = int32(head + 1), int32(tiles.first + tiles.n - 1)
         return head, tile
-
-    @inlined
-    def begin(self, given, pair, tile):
-        """See Unordered."""
-        for line in range(self.lines):
-            given.turns[pair, self.lines * tile + line] = int32(0)
-
-    @inlined
-    def take(self, given, pair, tile, line, behind):
-        """See Unordered."""
-        wait_count(given.turns, (pair, int32(self.lines * tile + line)), int32(self.warps * behind))
-
-    @inlined
-    def give(self, given, pair, tile, line):
-        """See Unordered."""
-        turn = pair, int32(self.lines * tile + line)
-        if self.in_bulk:
-            stores_done()
-            count_stored(given.turns, turn)
-        else:
-            count_up(given.turns, turn)
 
 
 @static
@@ -150,7 +189,7 @@ class Snaking(Ordered):
     no deadlock. Which block adds as which depends on the block's number, and on nothing else: the same bits for any heads."""
 
     def __str__(self):
-        return " snaking"
+        return " snaking" + " stores" * self.stores
 
     @inlined
     def place(self, tiling, number, blocks, pairs, band):
@@ -169,6 +208,35 @@ class Snaking(Ordered):
             return int32(first + min(first + SHARING, tiling.end(tile, at)) - 1 - block)
         else:
             return int32(block)
+
+
+@static
+class Heading(Turns):
+    """As they come, but for the first: the block with the last keys that a tile of queries sees stores its parts, and others
+    add. Where later queries see more keys these are the first tiles that a block takes. Blocks begin from the last keys to the
+    first: so each waits for those alone that have begun before it, for what they do first, and hardly ever long. The longest
+    blocks come last, so this is for few. dQ's last bits differ from call to call."""
+
+    def __str__(self):
+        return " heading"
+
+    @inlined
+    def place(self, tiling, number, blocks, pairs, band):
+        """See Unordered."""
+        block, pair = tiling.place(number, blocks, pairs, band)
+        return int32(blocks - 1 - block), pair
+
+    @inlined
+    def behind(self, tiling, block, tile, at, group):
+        """See Unordered: 0 of those that store, else 1."""
+        return int32(block + 1 < tiling.end(tile, at))
+
+    @inlined
+    def give(self, given, pair, tile, line, behind):
+        """See Unordered: what is added nobody waits for."""
+        if behind == 0:
+            stores_done()
+            count_up(given.turns, (pair, int32(self.lines * tile + line)))
 
 
 UNORDERED = Unordered()

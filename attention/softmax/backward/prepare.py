@@ -1,5 +1,5 @@
 """Before the gradients' main kernel: of every query the sum of dO O, which the softmax subtracts from its dP, and its
-log-sum-exp in powers of 2; and zeros where dQ will be summed."""
+log-sum-exp in powers of 2; and zeros where dQ will be summed, unless the first to come stores."""
 
 import functools
 from collections.abc import Iterator
@@ -87,7 +87,7 @@ def make(config: Config):
     ROWS, INPUT, PART, GIVEN = config.rows, config.dtype, rt(BAND, 64, fp32), config.given
     parts, sequences, order = config.parts, config.sequences, config.order
     COLUMNS, WARPS = config.value_dim, config.rows // BAND
-    X, HEIGHT = (rt(BAND, parts.width, fp32), parts.rows) if parts else (PART, 0)
+    X, HEIGHT = (rt(BAND, parts.width, fp32), parts.rows) if parts and order.clears else (PART, 0)
     BANDS = HEIGHT // BAND
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -115,7 +115,7 @@ def make(config: Config):
         store(gSums, where(there, lse, NEVER), (own.batch, head, to))
         if warp == 0:
             order.begin(given, pair, tile)
-        for band in range(warp, BANDS, WARPS):
+        for band in range(warp, BANDS, WARPS):  # none if nobody needs zeros
             store(gSum, zeros(X), (pair, int32(HEIGHT * tile + BAND * band), 0), 1, 2, True)
 
     return prepare, None

@@ -55,6 +55,11 @@ class Facing(Tiling):
         return int32(tiles.first + i)
 
     @inlined
+    def number(self, tiles, place, key, at, group):
+        """The number of the tile at a place in their row, which begins at tiles.first: see order.py."""
+        return place
+
+    @inlined
     def before(self, block, tile, at, group):
         """How many blocks of keys that a tile of queries sees come before this one."""
         if self.variant.from_first:

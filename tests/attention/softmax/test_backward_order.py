@@ -116,6 +116,36 @@ def test_the_same_bits_under_load(family, head_dim, case):
         assert all(torch.equal(x, y) for x, y in zip(one, found[0], strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("length", "options"), [(16384, {}), (16384, dict(causal=True)), (512, dict(causal=True))], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_what_is_stored_first_is_there(head_dim, length, options, ordered):
+    """Sums that nobody clears, in memory that holds NaN: dQ as the formula in float64 has it, of eight streams at once."""
+    torch = pytest.importorskip("torch")
+    q, k, v, dout = (torch.randn(1, length, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    out, lse = attention.forward(q, k, v, return_lse=True, **options)
+    poison, found = [torch.full((2**28,), torch.nan, device="cuda") for _ in range(2)], []
+    del poison
+    torch.cuda.synchronize()
+    for stream in [torch.cuda.Stream() for _ in range(8)] * 3:
+        with torch.cuda.stream(stream):
+            found.append(attention.backward(dout, q, k, v, out, lse, deterministic=ordered, **options)[0])
+    torch.cuda.synchronize()
+    one, key, value, its = (x[0, :, -1].double() for x in (q, k, v, dout))
+    for rows in torch.arange(length, device="cuda").split(2048):
+        s = one[rows] @ key.T * head_dim**-0.5
+        if options:
+            s.masked_fill_(torch.arange(length, device="cuda") > rows[:, None], -torch.inf)
+        p, dp = s.softmax(-1), its[rows] @ value.T
+        want = p * (dp - (dp * p).sum(-1, keepdim=True)) @ key * head_dim**-0.5
+        for dq in found:
+            error = (dq[0, rows, -1].double() - want).abs().max()
+            assert error <= 2**-6 * want.abs().max(), (rows[0], error, want.abs().max())
+    if ordered:
+        assert all(torch.equal(x, found[0]) for x in found[1:])
+
+
 # ---- one launch after the other ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "options", [{}, {"head_dim": 72}, {"softcap": 2.0}, {"head_dim": 136}], ids=["apart", "folded", "hopper", "wide"]
