@@ -16,6 +16,7 @@ from attention.parallel import agreed, gather, moves, parts
 from attention.parallel.gather import Gather
 from attention.parallel.orders import ORDERS, Span
 from attention.parallel.recurrent import Delta
+from attention.parallel.ring import Ring
 from attention.recurrent import chunks
 
 OPTIONS = dict(causal=True), dict(window=(9, 3)), dict(causal=True, window=(20, None)), dict()
@@ -95,6 +96,47 @@ def test_gradients_of_some_heads_come_home_under_those_of_others(monkeypatch):
             for x, y in zip(found, wanted):
                 assert (x.float() - y[:, rows].float()).abs().max() <= 2.0**-6 * y.float().abs().max()
         assert len(sent) == 2 * turns
+
+
+IN_TURNS = {
+    "causal": dict(causal=True),
+    "a mask of heads": dict(mask=lambda b, h, i, j: (i + 2 * j + h) % 3 != 0),
+    "a sink": dict(causal=True, sink=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "a window": dict(window=(20, 0)),
+}
+
+
+@pytest.mark.parametrize("name", IN_TURNS)
+def test_ring_in_turns(monkeypatch, name):
+    """A key head each, since there is no memory for more; the same as in one turn."""
+    (q, k, v), told = drawn(90, 4, 2), dict(IN_TURNS[name])
+    dout, spans = torch.randn_like(q), ORDERS["zigzag"].spans(90, 3)
+    learned = [told["sink"].clone().requires_grad_()] if "sink" in told else []
+    whole = [x.requires_grad_() for x in (q, k, v)]
+    its = told | dict(zip(["sink"], learned))
+    wanted = torch.autograd.grad(attention.forward(*whole, **its), [*whole, *learned], dout)
+    went, go = [], Ring._go_round
+    monkeypatch.setattr(Ring, "_go_round", lambda self, k, *given: went.append(k.shape[2]) or go(self, k, *given))
+
+    def rank(peers):
+        mine = [share(x.detach(), peers, "zigzag").requires_grad_() for x in whole]
+        sinks = [x.detach().clone().requires_grad_() for x in learned]
+        its = told | dict(zip(["sink"], sinks), length=90, return_lse=True)
+        with torch.enable_grad():
+            out, lse = parallel.forward(*mine, group=peers, scheme="ring", memory=1, **its)
+            return out, lse, *torch.autograd.grad(out, [*mine, *sinks], share(dout, peers, "zigzag"))
+
+    found = together(3, rank)
+    assert went == [1] * 12  # two turns, on three ranks, there and back
+    out, lse = attention.forward(q.detach(), k.detach(), v.detach(), return_lse=True, **told)
+    for (o, sums, *grads), mine in zip(found, spans, strict=True):
+        rows = [n for span in mine for n in range(*span)]
+        for x, y in ((o, out[:, rows]), *[(x, y[:, rows]) for x, y in zip(grads[:3], wanted)]):
+            assert (x.float() - y.float()).abs().max() <= 2.0**-6 * y.float().abs().max()
+        torch.testing.assert_close(sums, lse[:, :, rows], rtol=0, atol=2**-10)
+    if learned:
+        total = sum([one[5] for one in found])
+        assert (total - wanted[3]).abs().max() <= 2.0**-6 * wanted[3].abs().max()
 
 
 SLOPED = {
