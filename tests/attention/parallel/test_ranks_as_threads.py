@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import drawn
-from threads import together
+from threads import compared, together
 
 import attention
 from attention import parallel
@@ -109,34 +109,11 @@ IN_TURNS = {
 @pytest.mark.parametrize("name", IN_TURNS)
 def test_ring_in_turns(monkeypatch, name):
     """A key head each, since there is no memory for more; the same as in one turn."""
-    (q, k, v), told = drawn(90, 4, 2), dict(IN_TURNS[name])
-    dout, spans = torch.randn_like(q), ORDERS["zigzag"].spans(90, 3)
-    learned = [told["sink"].clone().requires_grad_()] if "sink" in told else []
-    whole = [x.requires_grad_() for x in (q, k, v)]
-    its = told | dict(zip(["sink"], learned))
-    wanted = torch.autograd.grad(attention.forward(*whole, **its), [*whole, *learned], dout)
     went, go = [], Ring._go_round
     monkeypatch.setattr(Ring, "_go_round", lambda self, k, *given: went.append(k.shape[2]) or go(self, k, *given))
-
-    def rank(peers):
-        mine = [share(x.detach(), peers, "zigzag").requires_grad_() for x in whole]
-        sinks = [x.detach().clone().requires_grad_() for x in learned]
-        its = told | dict(zip(["sink"], sinks), length=90, return_lse=True)
-        with torch.enable_grad():
-            out, lse = parallel.forward(*mine, group=peers, scheme="ring", memory=1, **its)
-            return out, lse, *torch.autograd.grad(out, [*mine, *sinks], share(dout, peers, "zigzag"))
-
-    found = together(3, rank)
+    shapes, learned = dict(heads=4, kv_heads=2), ["sink"] * ("sink" in IN_TURNS[name])
+    compared(3, 90, "ring", shapes=shapes, bitwise=(), learned=learned, asked=dict(memory=1), **IN_TURNS[name])
     assert went == [1] * 12  # two turns, on three ranks, there and back
-    out, lse = attention.forward(q.detach(), k.detach(), v.detach(), return_lse=True, **told)
-    for (o, sums, *grads), mine in zip(found, spans, strict=True):
-        rows = [n for span in mine for n in range(*span)]
-        for x, y in ((o, out[:, rows]), *[(x, y[:, rows]) for x, y in zip(grads[:3], wanted)]):
-            assert (x.float() - y.float()).abs().max() <= 2.0**-6 * y.float().abs().max()
-        torch.testing.assert_close(sums, lse[:, :, rows], rtol=0, atol=2**-10)
-    if learned:
-        total = sum([one[5] for one in found])
-        assert (total - wanted[3]).abs().max() <= 2.0**-6 * wanted[3].abs().max()
 
 
 SLOPED = {
