@@ -92,7 +92,7 @@ def forward(
     if layout == "bhsd":
         q, k, v, out = (x if x is None else x.transpose(1, 2) for x in (q, k, v, out))
     elif layout != "bshd":
-        raise ValueError(f'layout: must be "bshd" or "bhsd": {layout=}')
+        told["layout"] = layout  # which `refuse` does, on every rank
     asked = scheme, order, length, length_k, memory
     if stream is None or not q.is_cuda:
         found = _call(group, asked, explain, q, k, v, out, told)
@@ -262,7 +262,9 @@ def _limit(memory: Any, q: Any) -> float:
 
 
 def refuse(told: dict[str, Any]) -> None:
-    """TypeError: what attention.forward does not take, or takes only of whole arrays."""
+    """TypeError, ValueError: what attention.forward does not take."""
+    if "layout" in told:
+        raise ValueError(f'layout: must be "bshd" or "bhsd": layout={told["layout"]!r}')
     unknown = [name for name in told if name not in inspect.signature(attention.forward).parameters]
     if unknown:
         raise TypeError(f"attention.parallel.forward: takes no {unknown[0]}")

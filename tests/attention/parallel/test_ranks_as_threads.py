@@ -232,6 +232,31 @@ def test_mamba2_in_segments(cut):
     recurrent("mamba2", (v, 0.1 * beta, -torch.rand(1), k, q), whole=(2,), **told)
 
 
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (dict(initial_state=torch.zeros(1, 1, 16, 15)), "initial_state: value_dim must equal v's"),
+        (dict(decay=torch.zeros(3)), "decay: heads must equal v's"),
+        (dict(decays=torch.zeros(1)), "decays"),
+    ],
+)
+def test_what_a_recurrence_refuses_is_said_on_every_rank(told, said):
+    """By ranks that have no tokens, and by those that no initial state is asked of: nobody waits for who has given up."""
+    q, k, v, beta = (x[:, :1] for x in members())
+    raised = []
+
+    def rank(peers):
+        mine = [share(x, peers) for x in (q, k, v, beta)]
+        with pytest.raises((TypeError, ValueError), match=said):
+            parallel.delta_rule(
+                *mine, group=peers, length=1, **(told if peers.rank == 0 or "initial_state" not in told else {})
+            )
+        raised.append(peers.rank)
+
+    together(3, rank)
+    assert sorted(raised) == [0, 1, 2]
+
+
 def test_no_gradient_is_said_on_every_rank():
     q, k, v, _ = members()
     with torch.enable_grad(), pytest.raises(NotImplementedError, match="the backward pass is not there yet"):

@@ -96,6 +96,15 @@ def faults():
         parallel.forward(*given, length=39)
     with pytest.raises(NotImplementedError, match="alibi: by ring"):
         parallel.forward(*given, scheme="ring", causal=True, alibi=numbers(2))
+    with pytest.raises(ValueError, match=r"(?s)rank 0: turns=1\nrank 1: turns=2"):
+        parallel.forward(*[parallel.shard(x) for x in drawn(48, 4, 2)], scheme="ring", memory=1 if rank else None)
+    for wrong in dict(layout="sbhd"), dict(memory=0):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: must be"):
+            parallel.forward(*given, **(wrong if rank else {}))
+    with pytest.raises(ValueError, match="rank . of 2 would have .. of 39 tokens, and has 24"):
+        parallel.unshard(given[0], length=39 if rank else None)
+    with pytest.raises(ValueError, match=r"(?s)rank 0: to='contiguous'\nrank 1: to='zigzag'"):
+        parallel.reorder(given[0], to="zigzag" if rank else "contiguous")
     with pytest.raises(TypeError, match="takes no windows"):
         parallel.forward(*given, windows=3)
     compared(48, "auto", causal=True)
