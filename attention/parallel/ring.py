@@ -26,13 +26,14 @@ from .pieces import Call, Part, fewer, nothing, of_parts
 
 
 class Turn(NamedTuple):
-    """Some key heads. heads: which; mine: the query heads that read them; call: of these; unseen: rows to begin with as if they
-    had seen nothing; todo: of each rank's share, in the order in which they come, the parts, and if a part is the first of its
-    rows, so that there is nothing to merge it with."""
+    """Some key heads. heads: which; mine: the query heads that read them; call: of these; all: all rows; unseen: those to begin
+    with as if they had seen nothing; todo: of each rank's share, in the order in which they come, the parts, and if a part is
+    the first of its rows, so that there is nothing to merge it with."""
 
     heads: slice
     mine: slice
     call: Call
+    all: slice
     unseen: list[slice]
     todo: dict[int, list[tuple[Part, bool]]]
 
@@ -48,27 +49,35 @@ class Ring:
 
     def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
-        turns, result = self._turns(q, call), None
-        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+        turns = self._turns(q, call)
+        if len(turns) == 1:
+            out, lse = self._once(q, k, v, turns[0])
+            return out.to(q.dtype), lse
+        out = lse = None
         for turn in turns:
-            out = self._once(q[:, :, turn.mine], k[:, :, turn.heads], v[:, :, turn.heads], lse[:, turn.mine], turn)
-            if len(turns) == 1:
-                return out.to(q.dtype), lse
-            if result is None:
-                result = q.new_empty((*q.shape[:3], v.shape[3]))
-            result[:, :, turn.mine] = out
-            del out
-        return result, lse
+            found = self._once(q[:, :, turn.mine], k[:, :, turn.heads], v[:, :, turn.heads], turn)
+            if out is None:  # now that the turn holds no more than what it has found
+                out = q.new_empty((*q.shape[:3], v.shape[3]))
+                lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+            out[:, :, turn.mine], lse[:, turn.mine] = found
+            del found
+        return out, lse
 
-    def _once(self, q: Any, k: Any, v: Any, lse: Any, turn: Turn) -> Any:
-        """What the queries of a turn see, in float32, and in lse its sums."""
-        out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32, device=q.device)
-        for rows in turn.unseen:
-            nothing(out[:, rows], lse[:, :, rows], turn.call)
+    def _once(self, q: Any, k: Any, v: Any, turn: Turn) -> tuple[Any, Any]:
+        """What the queries of a turn see, in float32, and its sums."""
+        out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        for unseen in turn.unseen:
+            nothing(out[:, unseen], lse[:, :, unseen], turn.call)
 
         def see(share: int, keys: Any, values: Any) -> None:
             for (rows, seen, part), first in turn.todo[share]:
-                mine, its, given = out[:, rows], lse[:, :, rows], (q[:, rows], keys[:, seen], values[:, seen])
+                given = q, keys, values
+                mine, its = out, lse
+                if rows != turn.all:
+                    mine, its, given = out[:, rows], lse[:, :, rows], (q[:, rows], keys, values)
+                if seen != slice(0, keys.shape[1]):
+                    given = given[0], keys[:, seen], values[:, seen]
                 if first:
                     its.copy_(attention.forward(*given, out=mine, return_lse=True, **part.options)[1])
                 else:
@@ -77,7 +86,7 @@ class Ring:
                     del found
 
         self._go_round(k, v, see)
-        return out
+        return out, lse
 
     def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
         """Add the gradients of `attend` to what is found."""
@@ -149,8 +158,9 @@ class Ring:
                 begun = merged((*begun, its))
                 part = part._replace(options=part.options | sink) if first else part
                 todo[share].append(((rows, seen, part), first))
-        unseen += without(Span(0, count(self.queries[rank])), begun)
-        return Turn(heads, mine, call, [slice(*span) for span in unseen], todo)
+        every = Span(0, count(self.queries[rank]))
+        unseen += without(every, begun)
+        return Turn(heads, mine, call, slice(*every), [slice(*span) for span in unseen], todo)
 
     def _parts(self, call: Call, share: int) -> list[Part]:
         """(rows of q, rows of the share, Piece) of what these queries see of it, in as few calls as can be."""
