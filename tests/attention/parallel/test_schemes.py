@@ -166,6 +166,10 @@ def four(world):
         compared(24, scheme, mesh, mask=mask, score=score, shapes=shapes, bitwise=bitwise)
     compared(24, ("gather", "ulysses"), mesh, bias=numbers(1, 4, 24, 24), learned=("bias",), shapes=shapes)
     compared(24, ("gather", "ulysses"), mesh, sink=numbers(4), learned=("sink",), causal=True, shapes=shapes)
+    mine = [parallel.shard(x, mesh) for x in drawn(24, 8, 4)]
+    for scheme in ("ring", "ulysses"), ("ring", "gather"):  # in one turn, and in two or four
+        one, more = [parallel.forward(*mine, group=mesh, scheme=scheme, causal=True, memory=n) for n in (None, 1)]
+        assert (one.float() - more.float()).abs().max() <= 2**-7 * one.float().abs().max()
     compared(24, "ulysses", mesh["near"], causal=True, shapes=shapes)
     compared(45, "ring", causal=True, bitwise=(), shapes=shapes)
     attention.forward(*drawn(8))
