@@ -8,7 +8,8 @@ A rank of R has S / R queries of H heads, and keys and values of Hk, of 2 bytes 
               computed which sees no keys but its own rank's
     ulysses   S / R (H + Hk) (D + Dv) 2 (R - 1) / R bytes there and back, all of it waited for; heads do not lie together, so
               all R / (R - 1) of it is copied on both sides
-    ring      S / R Hk (D + Dv) 2 bytes a step, while a step is computed; merging reads and writes 32 bytes of each element
+    ring      S / R Hk (D + Dv) 2 bytes a step, while a step is computed; merging reads and writes 32 bytes of each element; in
+              several turns, for some key heads each, where two shares and two results in float32 do not fit at once
 
 The figures of a Machine are those of an H200, of two of one host: docs/parallel.md says how well the model meets what was
 measured, and what it says of more GPUs."""
@@ -45,20 +46,20 @@ class Machine:
 
 class Estimate(NamedTuple):
     """What a scheme takes: seconds, bytes that come to a rank, and bytes that it holds beyond its shards; why: if it cannot
-    serve the call, why."""
+    serve the call, why; turns: see Ring."""
 
     scheme: str
     seconds: float
     nbytes: float
     held: float
     why: str = ""
+    turns: int = 1
 
     def __str__(self):
         if self.why:
             return f"{self.scheme:8} cannot: {self.why}"
-        return (
-            f"{self.scheme:8} {1e3 * self.seconds:9.3f} ms  {self.nbytes / 1e6:10.1f} MB come  {self.held / 1e6:10.1f} MB held"
-        )
+        figures = f"{1e3 * self.seconds:9.3f} ms  {self.nbytes / 1e6:10.1f} MB come  {self.held / 1e6:10.1f} MB held"
+        return f"{self.scheme:8} {figures}" + f", in {self.turns} turns" * (self.turns > 1)
 
 
 class Choice(NamedTuple):
@@ -77,7 +78,7 @@ def choose(
 ) -> Choice:
     """Of the schemes that can serve a call the one that takes least, among those that hold no more than `limit` bytes;
     "gather", whose bits are those of one GPU, where another is not faster by a tenth."""
-    estimates = tuple([estimate(name, call, batch, queries, keys, machine or Machine()) for name in SCHEMES])
+    estimates = tuple([estimate(name, call, batch, queries, keys, machine or Machine(), limit) for name in SCHEMES])
     able = [one for one in estimates if not one.why]
     if not able:
         raise NotImplementedError(f"scheme: none can serve this call: {'; '.join([f'{x.scheme}: {x.why}' for x in estimates])}")
@@ -122,10 +123,31 @@ def _of_gather(
     return of_key * comes, 2 * batch * len(call.heads) * columns * work / machine.flops, of_key * max(every, default=0)
 
 
+def turns_of(call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], limit: float) -> int:
+    """How often ring goes round: as seldom as what it holds fits, or with a key head each time."""
+    heads = len(call.kv_heads)
+    able = [n for n in range(1, heads + 1) if heads % n == 0]
+    return next((n for n in able if _of_ring(call, batch, queries, keys, n) <= limit), heads)
+
+
+def _of_ring(call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], turns: int) -> float:
+    """Bytes that ring holds at most: the share that it works on and the one that is on its way, a copy of its own where not all
+    heads travel at once, and two results in float32 with their sums."""
+    share = batch * len(call.kv_heads) * sum(call.head_dims) * ITEM * max(map(count, keys), default=0)
+    result = 4 * batch * max(map(count, queries), default=0) * len(call.heads) * (call.head_dims[1] + 1)
+    return (share * (min(2, len(queries) - 1) + (turns > 1)) + 2 * result) / turns
+
+
 def estimate(
-    scheme: str, call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], machine: Machine
+    scheme: str,
+    call: Call,
+    batch: int,
+    queries: Sequence[Spans],
+    keys: Sequence[Spans],
+    machine: Machine,
+    limit: float = math.inf,
 ) -> Estimate:
-    """What a scheme takes for a call. queries, keys: what each rank has."""
+    """What a scheme takes for a call. queries, keys: what each rank has; limit: bytes that it should hold."""
     world, heads, kv_heads = len(queries), len(call.heads), len(call.kv_heads)
     columns = sum(call.head_dims)
     why = refusal(scheme, call, queries, keys)
@@ -144,11 +166,13 @@ def estimate(
         every = each * world / max(1, world - 1)
         moving = each / machine.link + 2 * machine.message + (2 * every / machine.copies if each else 0)
         return Estimate(scheme, compute + moving, each, every)
-    share = of_key * max(map(count, keys), default=0)
+    share, turns = of_key * max(map(count, keys), default=0), turns_of(call, batch, queries, keys, limit)
     merging = 32 * batch * most * heads * call.head_dims[1] / machine.memory
-    step = max(compute / world + merging, share / machine.link + machine.message)
-    held = 2 * share + 8 * batch * most * heads * call.head_dims[1]  # and two results in float32
-    return Estimate(scheme, (world - 1) * step + compute / world + merging, (world - 1) * share, held)
+    step = max((compute / world + merging) / turns, share / turns / machine.link + machine.message)
+    seconds = turns * (world - 1) * step + compute / world + merging
+    seconds += 2 * share / machine.copies if turns > 1 else 0
+    held = _of_ring(call, batch, queries, keys, turns)
+    return Estimate(scheme, seconds, (world - 1) * share, held, turns=turns)
 
 
 SCHEMES = "gather", "ulysses", "ring"

@@ -19,7 +19,7 @@ from .gradients import Gradients
 from .moves import Cut, Moving, Sums, Way, all_heads, move, sums_on_their_way, way
 from .orders import Span, Spans, count, merged, runs
 from .peers import Peers
-from .pieces import TILE, Call, Piece, sloped
+from .pieces import TILE, Call, Piece, nothing, sloped
 
 LONG = WORTH  # bytes: see first_heads
 
@@ -81,7 +81,7 @@ class Gather:
         for heads, on_their_way in moving:
             keys, values = on_their_way.wait()
             sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
-            mine, theirs = self._of(call, q, heads)
+            mine, theirs = call.of_key_heads(heads)
             for rows, part, seen in self._parts(theirs, cut):
                 if part is not None:
                     given = dout[:, rows, mine], q[:, rows, mine], keys[:, seen], values[:, seen], out[:, rows, mine]
@@ -104,7 +104,7 @@ class Gather:
         return found
 
     def _turn(self, q: Any, k: Any, call: Call, heads: Span) -> Turn:
-        mine, theirs = self._of(call, q, heads)
+        mine, theirs = call.of_key_heads(heads)
         parts: list[Any] = [*self._joined(theirs, q)] or [*self._parts(theirs)]
         if len(parts) == 1 and parts[0][1] is not None:
             parts = [(None, *parts[0][1:])]
@@ -156,13 +156,6 @@ class Gather:
             found = self.known["in turn back"] = [Span(0, first), Span(first, heads)] if worth else [all_heads(heads)]
         return found
 
-    def _of(self, call: Call, q: Any, heads: Span) -> tuple[slice, Call]:
-        """The query heads that read these key heads, and the call of theirs."""
-        group, at = q.shape[2] // len(call.kv_heads), (call.heads.start, call.kv_heads.start)
-        mine = Span(heads.start * group, heads.stop * group)
-        shifted = [Span(at + span.start, at + span.stop) for at, span in zip(at, (mine, heads))]
-        return slice(*mine), call.of_heads(*shifted)
-
     def _wanted(self, call: Call, heads: Span) -> tuple[Cut, ...]:
         """What each rank wants of the keys."""
         found = self.known.get(heads)
@@ -206,9 +199,3 @@ def fetched(spans: Spans, one: Span) -> slice:
     """Where a span lies among rows that were fetched, which are those of `spans`."""
     found = [at + one.start - span.start for at, span in Cut(spans, Span(0, 1)).places() if span.start <= one.start < span.stop]
     return slice(found[0], found[0] + len(one))
-
-
-def nothing(out: Any, lse: Any, call: Call) -> None:
-    """What queries give that see no key."""
-    out.zero_()
-    lse.copy_(call.told["sink"][:, None].expand(lse.shape[1:]) if "sink" in call.told else torch.tensor(-torch.inf))

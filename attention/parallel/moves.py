@@ -187,8 +187,8 @@ def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
         if its.nothing:
             every.append(x)
             continue
-        made = torch.empty if its.whole else torch.zeros
-        found = made((x.shape[0], *its.shape, *x.shape[3:]), dtype=x.dtype, device=x.device)
+        made = x.new_empty if its.whole else x.new_zeros
+        found = made((x.shape[0], *its.shape, *x.shape[3:]))
         every.append(found)
         if its.here.of_all_heads is None or not x.is_contiguous():
             gaps, (x, found) = True, wide(x, found)

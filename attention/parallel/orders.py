@@ -88,6 +88,12 @@ def merged(spans: Spans) -> Spans:
     return tuple(found)
 
 
+def without(span: Span, others: Spans) -> Spans:
+    """The parts of a span that lie in none of others, which are in order and do not touch."""
+    ends = [span.start, *[end for one in others if len(one.within(span)) for end in one.within(span)], span.stop]
+    return tuple([Span(*pair) for pair in zip(ends[::2], ends[1::2]) if pair[0] < pair[1]])
+
+
 def count(spans: Spans) -> int:
     """How many tokens they are."""
     return sum([len(span) for span in spans])

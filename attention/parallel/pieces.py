@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from ..softmax.python import known, named
 from .orders import Span, Spans
 
 PLACED = frozenset("mask score bias blocks cu_seqlens cu_seqlens_k lengths_k".split())  # what asks where each query stands
+ASKING = PLACED | {"alibi", "window", "seed"}  # which queries and keys a piece has
 TILE = 128  # rows of a tile of queries in backward, or twice as many
 WHOLE = 384  # rows that are whole tiles of any kernel of windows
 SEEDS = 2**63
@@ -85,6 +87,16 @@ class Call(NamedTuple):
         if (blocks := told.get("blocks")) is not None and blocks.kv_num_blocks.shape[1] != 1:
             told["blocks"] = _Blocks(blocks, lambda x: x[:, mine])
         return self._replace(told=told, heads=heads, kv_heads=kv_heads)
+
+    def of_key_heads(self, heads: Span) -> tuple[slice, Call]:
+        """The query heads that read these of the arrays' key heads, and the call of these."""
+        group = len(self.heads) // len(self.kv_heads)
+        mine = Span(heads.start * group, heads.stop * group)
+        at = [
+            Span(every.start + one.start, every.start + one.stop)
+            for every, one in zip((self.heads, self.kv_heads), (mine, heads))
+        ]
+        return slice(*mine), self.of_heads(*at)
 
     def reach(self, q: Span) -> Span:
         """The keys that these queries may see; they begin where a block of keys does."""
@@ -222,6 +234,64 @@ class Call(NamedTuple):
             number = (self.heads.start * self.length + q.start) * self.keys + k.start
             found["seed"] = (told["seed"] ^ (number * MIXED % SEEDS)) if number else told["seed"]
         return found
+
+
+Part = tuple[slice, slice, Piece]  # which rows of an array of queries, which of one of keys, and what those see of these
+
+
+def fewer(parts: Sequence[Part]) -> list[Part]:
+    """The same in fewer calls, as each has an end in which some of the GPU idles: keys that queries see all of with what the
+    same queries see of those behind them; queries that see all of the same keys. Not where anything asks which these are."""
+    found: list[Part] = []
+    for one in parts:
+        rows, seen, part = one
+        last = found[-1] if found else one
+        behind = last[0] == rows and last[1].stop == seen.start and (_whole(one) or len(part.keys) >= len(part.rows))
+        if behind and _whole(last) and _alike(last, one):
+            seen = slice(found.pop()[1].start, seen.stop)
+        found.append((rows, seen, part))
+    parts, found = found, []
+    for one in parts:
+        rows, seen, part = one
+        if found and _whole(found[-1]) and _whole(one) and found[-1][1] == seen and found[-1][0].stop == rows.start:
+            rows = slice(found.pop()[0].start, rows.stop)
+        found.append((rows, seen, part))
+    return found
+
+
+def of_parts(parts: Sequence[Part], call: Call, batch: int) -> list[Part]:
+    """Parts of as many queries each, one behind the other, that see keys from the same first one on, as one call without
+    gradients; nothing if they cannot be."""
+    every, keys = [rows for rows, _, _ in parts], [seen for _, seen, _ in parts]
+    adjacent = all([one.stop == then.start for one, then in pairwise(every)]) and not any([seen.start for seen in keys])
+    if len(parts) < 2 or not adjacent or len({rows.stop - rows.start for rows in every}) > 1:
+        return []
+    if any([_asks(part) or part.options != parts[0][2].options for _, _, part in parts]):
+        return []
+    lengths = _lengths(tuple([seen.stop for seen in keys]), batch, call.device)
+    rows, seen = slice(every[0].start, every[-1].stop), slice(0, max([seen.stop for seen in keys]))
+    return [(rows, seen, parts[-1][2]._replace(options=parts[0][2].options | {"lengths_k": lengths}))]
+
+
+def _asks(piece: Piece) -> bool:
+    """Does anything in it ask which queries and keys it has?"""
+    return not ASKING.isdisjoint(piece.options)
+
+
+def _whole(part: Part) -> bool:
+    """Do all of its queries see all of its keys?"""
+    return not _asks(part[2]) and not part[2].options.get("causal")
+
+
+def _alike(one: Part, other: Part) -> bool:
+    """Do they differ in no option but causal?"""
+    return one[2].options | {"causal": True} == other[2].options | {"causal": True}
+
+
+def nothing(out: Any, lse: Any, call: Call) -> None:
+    """What queries give that see no key."""
+    out.zero_()
+    lse.copy_(call.told["sink"][:, None].expand(lse.shape[1:]) if "sink" in call.told else torch.tensor(-torch.inf))
 
 
 def sloped(call: Call, batch: int) -> Call:

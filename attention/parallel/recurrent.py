@@ -37,6 +37,7 @@ from .peers import Peers, one_of
 Shape = tuple[int, ...]
 SEGMENTED = 128  # columns of keys, at most, where the kernels of linear and mamba2 cut sequences into segments on every GPU
 WIDEST = 256  # columns of values
+LOCAL = "decay", "z"  # options of which ranks have shares
 ALIGNED = 32  # numbers: 128 bytes
 
 
@@ -178,10 +179,24 @@ class Recurrence:
         if count(spans) != first.shape[1]:
             had = f"rank {peers.rank} of {peers.world} has {first.shape[1]} tokens, and would have {count(spans)} of {total}"
             raise ValueError(f"length: {had}: give length, the number of all tokens, as shards may differ")
+        self._check(peers.rank)
         forms = [f"array {n}: {(*x.shape[:1], *x.shape[2:])} of {x.dtype}" for n, x in enumerate(self.arrays)]
         options = {option: x for option, x in self.options.items() if option != self.before}
         named = [f"{option}={_local(option, x)}" for option, x in sorted(options.items())]
         return "; ".join([name, *forms, f"length={total}", *named]), spans[0] if spans else Span(0, 0)
+
+    def _check(self, rank: int) -> None:
+        """What the function of one GPU says of a call without tokens: everything is checked, nothing launched, and a rank that
+        has no tokens, or no state to begin with, learns what the others do."""
+        none = [x if n in self.whole else x.detach()[:, :0] for n, x in enumerate(self.arrays)]
+        told = {name: x for name, x in self.options.items() if name != self.after and (rank == 0 or name != self.before)}
+        for name, x in told.items():
+            if name in LOCAL and x.ndim > 1:
+                told[name] = x[:, :0]
+            elif name == "cu_seqlens":
+                told[name] = torch.zeros_like(x)
+        with torch.no_grad():
+            type(self).function(*none, **told)
 
 
 class Linear(Recurrence):
@@ -393,4 +408,4 @@ def _nothing_and_one(keys: int, columns: int, device: Any) -> Any:
 
 def _local(name: str, x: Any) -> str:
     """What is said of an option of which ranks have shares."""
-    return f"{x.ndim} axes of {x.dtype}" if name in ("decay", "z") else words_of(name, x)
+    return f"{x.ndim} axes of {x.dtype}" if name in LOCAL else words_of(name, x)

@@ -5,13 +5,14 @@ are merged in float32 as the online softmax merges blocks (softmax/online.py), w
 
     lse = log(sum_i exp(lse_i))        out = sum_i exp(lse_i - lse) out_i
 
-Step s brings the share of the rank s before this one, from that rank itself. Gradients of a share are sums in float32, which go
-back to the rank it came from, and are added there in the order of steps."""
+Step s brings the share of the rank s before this one, from that rank itself. Where memory is short ring goes round in turns,
+for some of the key heads each, so that shares on their way and results in float32 are of these alone; as many bytes travel.
+Gradients of a share are sums in float32, which go back to the rank it came from, and are added there in the order of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,135 +20,185 @@ import attention
 
 from .gradients import Gradients
 from .moves import Cut, all_heads
-from .orders import Span, Spans
+from .orders import Span, Spans, count, merged, without
 from .peers import Peers, Pending
-from .pieces import Call, Piece
+from .pieces import Call, Part, fewer, nothing, of_parts
+
+
+class Turn(NamedTuple):
+    """Some key heads. heads: which; mine: the query heads that read them; call: of these; all: all rows; unseen: those to begin
+    with as if they had seen nothing; todo: of each rank's share, in the order in which they come, the parts, and if a part is
+    the first of its rows, so that there is nothing to merge it with."""
+
+    heads: slice
+    mine: slice
+    call: Call
+    all: slice
+    unseen: list[slice]
+    todo: dict[int, list[tuple[Part, bool]]]
 
 
 class Ring:
-    """Of ranks that have these queries and these keys each."""
+    """Of ranks that have these queries and these keys each, going round so many times."""
 
     name = "ring"
 
-    def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...]):
-        self.peers, self.queries, self.keys = peers, queries, keys
-        self.known: Any = None  # what follows from the call's form
+    def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...], turns: int = 1):
+        self.peers, self.queries, self.keys, self.turns = peers, queries, keys, turns
+        self.known: list[Turn] | None = None  # what follows from the call's form
 
     def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
-        shares, (unseen, todo) = self._shares(k, v), self._todo(call)
-        out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32, device=q.device)
-        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
-        for rows in unseen:
-            out[:, rows].zero_()
-            lse[:, :, rows].fill_(-torch.inf)
-        for share, (keys, values) in shares:
-            for rows, seen, part, first in todo[share]:
-                mine, its, given = out[:, rows], lse[:, :, rows], (q[:, rows], keys[:, seen], values[:, seen])
-                found = mine if first else torch.empty_like(mine, memory_format=torch.contiguous_format)
-                _, sums = attention.forward(*given, out=found, return_lse=True, **part.options)
+        turns = self._turns(q, call)
+        if len(turns) == 1:
+            out, lse = self._once(q, k, v, turns[0])
+            return out.to(q.dtype), lse
+        out = lse = None
+        for turn in turns:
+            found = self._once(q[:, :, turn.mine], k[:, :, turn.heads], v[:, :, turn.heads], turn)
+            if out is None:  # now that the turn holds no more than what it has found
+                out = q.new_empty((*q.shape[:3], v.shape[3]))
+                lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+            out[:, :, turn.mine], lse[:, turn.mine] = found
+            del found
+        return out, lse
+
+    def _once(self, q: Any, k: Any, v: Any, turn: Turn) -> tuple[Any, Any]:
+        """What the queries of a turn see, in float32, and its sums."""
+        out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        for unseen in turn.unseen:
+            nothing(out[:, unseen], lse[:, :, unseen], turn.call)
+
+        def see(share: int, keys: Any, values: Any) -> None:
+            for (rows, seen, part), first in turn.todo[share]:
+                given = q, keys, values
+                mine, its = out, lse
+                if rows != turn.all:
+                    mine, its, given = out[:, rows], lse[:, :, rows], (q[:, rows], keys, values)
+                if seen != slice(0, keys.shape[1]):
+                    given = given[0], keys[:, seen], values[:, seen]
                 if first:
-                    its.copy_(sums)
+                    its.copy_(attention.forward(*given, out=mine, return_lse=True, **part.options)[1])
                 else:
-                    merge(mine, its, found, sums)
-        if "sink" in call.told:
-            merge(out, lse, None, call.told["sink"][:, None])
-        return out.to(q.dtype), lse
+                    found = torch.empty(mine.shape, dtype=torch.float32, device=q.device)
+                    merge(mine, its, *attention.forward(*given, out=found, return_lse=True, **part.options))
+                    del found
+
+        self._go_round(k, v, see)
+        return out, lse
 
     def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
         """Add the gradients of `attend` to what is found."""
-        back: list[tuple[Pending, Any, Any]] = []
-        alone = _without_sink(call)
-        for share, (keys, values) in self._shares(k, v):
-            of_keys, of_values = _zeros_like(keys), _zeros_like(values)
-            for rows, seen, part in self._parts(alone, share):
-                given = dout[:, rows], q[:, rows], keys[:, seen], values[:, seen], out[:, rows], lse[:, :, rows]
-                found.add(part, alone, *given, (found.dq[:, rows], of_keys[:, seen], of_values[:, seen]))
-            self._add(found, back)
-            back.append(self._return(share, of_keys, of_values, k, v))
+        back: list[list[tuple[Pending, Any, Any]]] = []
+        for heads, mine, of_turn in self._heads(call):
+            alone = _without_sink(of_turn)
+            dk, dv = found.dk[:, :, heads], found.dv[:, :, heads]
+
+            def see(share: int, keys: Any, values: Any) -> None:
+                of_keys, of_values = _zeros_like(keys), _zeros_like(values)
+                for rows, seen, part in self._parts(alone, share):
+                    asked = dout[:, rows, mine], q[:, rows, mine], keys[:, seen], values[:, seen], out[:, rows, mine]
+                    into = found.dq[:, rows, mine], of_keys[:, seen], of_values[:, seen]
+                    found.add(part, alone, *asked, lse[:, mine, rows], into)
+                _add(back)
+                back.append(self._return(share, of_keys, of_values, dk, dv))
+
+            self._go_round(k[:, :, heads], v[:, :, heads], see)
         while back:
-            self._add(found, back)
+            _add(back)
         if "sink" in found.others:  # a key without a value: once, not once a piece
             weights = (call.told["sink"][:, None] - lse).exp()
             found.others["sink"] -= (weights * (dout.float() * out.float()).sum(-1).transpose(1, 2)).sum((0, 2))
 
-    def _shares(self, k: Any, v: Any) -> Iterator[tuple[int, tuple[Any, Any]]]:
-        """(whose it is, its keys and values) of every rank's share, this one's first."""
+    def _go_round(self, k: Any, v: Any, see: Callable[[int, Any, Any], None]) -> None:
+        """see(whose it is, its keys, its values) of every rank's share, this one's first, while the next one comes."""
         rank, world = self.peers.rank, self.peers.world
-        k, v = k.contiguous(), v.contiguous()
-        now = (k, v)
+        now = coming = mine = k.contiguous(), v.contiguous()
         for step in range(world):
-            owner, coming, pending = (rank - step) % world, now, Pending(())
+            pending = Pending(())
             if step + 1 < world:
                 before, behind = (rank - step - 1) % world, (rank + step + 1) % world
-                (rows, _) = Cut(self.keys[before], Span(0, 1)).shape
-                coming = (k.new_empty((k.shape[0], rows, *k.shape[2:])), v.new_empty((v.shape[0], rows, *v.shape[2:])))
-                pending = self.peers.exchange([(behind, x) for x in (k, v)], [(before, x) for x in coming])
-            yield owner, now
+                rows = count(self.keys[before])
+                coming = tuple([x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (k, v)])
+                pending = self.peers.exchange([(behind, x) for x in mine], [(before, x) for x in coming])
+            see((rank - step) % world, *now)
             pending.wait()
             now = coming
 
-    def _todo(self, call: Call) -> tuple[list[slice], dict[int, list[tuple[slice, slice, Piece, bool]]]]:
-        """(rows to begin with as if they had seen nothing, what `_parts` says of each share, and if a piece is the first of its
-        rows, all of a span, so that there is nothing to merge it with); remembered as Gather does."""
+    def _heads(self, call: Call) -> Iterator[tuple[slice, slice, Call]]:
+        """(key heads, query heads that read them, the call of these) of each turn."""
+        each = len(call.kv_heads) // self.turns
+        for first in range(0, len(call.kv_heads), each):
+            heads = Span(first, first + each)
+            yield slice(*heads), *call.of_key_heads(heads)
+
+    def _turns(self, q: Any, call: Call) -> list[Turn]:
+        """What is done for a call; remembered as Gather does."""
         if self.known is not None:
             return self.known
-        rank, world, alone = self.peers.rank, self.peers.world, _without_sink(call)
-        spans = [slice(at, at + len(span)) for at, span in Cut(self.queries[rank], all_heads(1)).places()]
-        begun: dict[int, bool] = {}  # of spans of which a piece was the first: was it of all rows?
-        todo: dict[int, list[tuple[slice, slice, Piece, bool]]] = {}
-        for share in [(rank - step) % world for step in range(world)]:
-            todo[share] = []
-            for rows, seen, part in self._parts(alone, share):
-                (span,) = [one for one in spans if one.start <= rows.start < one.stop]
-                first = span.start not in begun
-                begun.setdefault(span.start, rows == span)
-                todo[share].append((rows, seen, part, first and rows == span))
-        found = [span for span in spans if not begun.get(span.start)], todo
+        found = [self._turn(q.shape[0], *its) for its in self._heads(call)]
         if call.plain:
             self.known = found
         return found
 
-    def _parts(self, call: Call, share: int) -> Iterator[tuple[slice, slice, Piece]]:
-        """(rows of q, rows of the share, Piece) of what these queries see of it."""
-        heads = all_heads(1)
+    def _turn(self, batch: int, heads: slice, mine: slice, call: Call) -> Turn:
+        rank, world, alone = self.peers.rank, self.peers.world, _without_sink(call)
+        sink = {name: x for name, x in call.told.items() if name == "sink"}  # it joins what rows see first
+        begun: Spans = ()
+        unseen: list[Span] = []
+        todo: dict[int, list[tuple[Part, bool]]] = {}
+        for share in [(rank - step) % world for step in range(world)]:
+            parts, todo[share] = self._parts(alone, share), []
+            for rows, seen, part in of_parts(parts, alone, batch) or parts:
+                its = Span(rows.start, rows.stop)
+                new = without(its, begun)
+                first = new == (its,)
+                unseen += [] if first else new
+                begun = merged((*begun, its))
+                part = part._replace(options=part.options | sink) if first else part
+                todo[share].append(((rows, seen, part), first))
+        every = Span(0, count(self.queries[rank]))
+        unseen += without(every, begun)
+        return Turn(heads, mine, call, slice(*every), [slice(*span) for span in unseen], todo)
+
+    def _parts(self, call: Call, share: int) -> list[Part]:
+        """(rows of q, rows of the share, Piece) of what these queries see of it, in as few calls as can be."""
+        heads, found = all_heads(1), []
         for at, span in Cut(self.queries[self.peers.rank], heads).places():
             for there, keys in Cut(self.keys[share], heads).places():
                 part = call.piece(span, keys, at)
                 if part is not None:
                     first, key = at + part.rows.start - span.start, there + part.keys.start - keys.start
-                    yield slice(first, first + len(part.rows)), slice(key, key + len(part.keys)), part
+                    found.append((slice(first, first + len(part.rows)), slice(key, key + len(part.keys)), part))
+        return fewer(found)
 
-    def _return(self, share: int, of_keys: Any, of_values: Any, k: Any, v: Any) -> tuple[Pending, Any, Any]:
-        """The gradients of a share on their way home, and those of this rank's that another one has found."""
+    def _return(self, share: int, of_keys: Any, of_values: Any, dk: Any, dv: Any) -> list[tuple[Pending, Any, Any]]:
+        """The gradients of a share on their way home, and those of this rank's that another one has found: (what is waited for,
+        where it is added, what) of keys and of values."""
         rank, world = self.peers.rank, self.peers.world
         if share == rank:
-            return Pending(()), of_keys, of_values
+            return [(Pending(()), dk, of_keys), (Pending(()), dv, of_values)]
         finder = (2 * rank - share) % world  # who has worked on this rank's share in this step
-        mine = _zeros_like(k), _zeros_like(v)
+        mine = _zeros_like(dk), _zeros_like(dv)
         pending = self.peers.exchange([(share, x) for x in (of_keys, of_values)], [(finder, x) for x in mine])
-        return pending, *mine
-
-    @staticmethod
-    def _add(found: Gradients, back: list[tuple[Pending, Any, Any]]) -> None:
-        """What has come home to what is found."""
-        if back:
-            pending, dk, dv = back.pop(0)
-            pending.wait()
-            found.dk += dk
-            found.dv += dv
+        return [(pending, dk, mine[0]), (pending, dv, mine[1])]
 
 
 def merge(out: Any, lse: Any, other: Any, its: Any) -> None:
     """Add to what queries have seen, out (batch, rows, heads, columns) and lse (batch, heads, rows) in float32, what they see
-    of other keys: `other`, None for nothing, and its sums."""
-    both = torch.logaddexp(lse, its.expand(lse.shape))
-    top = torch.where(both == -torch.inf, 0, both)
-    weights = [(x - top).exp().transpose(1, 2)[..., None] for x in (lse, its.expand(lse.shape))]
-    out *= weights[0]
-    if other is not None:
-        out.addcmul_(other, weights[1])
-    lse.copy_(both)
+    of other keys, `other`, and its sums: out += (other - out) / (1 + exp(lse - its)), which holds no key back where a row has
+    seen none."""
+    weights = (its - lse).sigmoid_().nan_to_num_(0.0)  # of rows that see nothing at all 0
+    out.lerp_(other, weights.transpose(1, 2)[..., None])
+    torch.logaddexp(lse, its, out=lse)
+
+
+def _add(back: list[list[tuple[Pending, Any, Any]]]) -> None:
+    """What has come home first to where it belongs."""
+    for pending, total, x in back.pop(0) if back else ():
+        pending.wait()
+        total += x
 
 
 def _without_sink(call: Call) -> Call:

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
+from .agreed import agreed
 from .moves import Cut, gathered_sums, move, way
 from .orders import Order, Span, order_of
 from .peers import Peers, one_of, peers_of
+
+Cuts = tuple[Cut, ...]
 
 
 def shard(x: Any, group: Any = None, dim: int = 1, order: str | Order = "zigzag") -> Any:
@@ -26,11 +29,7 @@ def shard(x: Any, group: Any = None, dim: int = 1, order: str | Order = "zigzag"
 def unshard(x: Any, group: Any = None, dim: int = 1, order: str | Order = "zigzag", length: int | None = None) -> Any:
     """The whole tensor on every rank, of what `shard` gave each. length: of the whole, where shares differ; as many times the
     share's as there are ranks by default. Differentiable: the gradient of a share is the sum of what every rank has of it."""
-    peers = one_of(group)
-    before = cuts(x.shape[dim], peers, order, length)
-    total = sum([cut.shape[0] for cut in before])
-    after = (Cut((Span(0, total),), Span(0, 1)),) * peers.world
-    return _Moved.apply(x, peers, dim, before, after)
+    return _moved(x, one_of(group), dim, order, None, length)
 
 
 def reorder(
@@ -43,10 +42,21 @@ def reorder(
 ) -> Any:
     """Each rank's share in another order, by one all-to-all: between attention and a recurrence, in a model that has both.
     Differentiable."""
-    peers = one_of(group)
-    before = cuts(x.shape[dim], peers, order, length)
-    total = sum([cut.shape[0] for cut in before])
-    after = tuple([Cut(spans, Span(0, 1)) for spans in order_of(to).spans(total, peers.world)])
+    return _moved(x, one_of(group), dim, order, to, length)
+
+
+def _moved(x: Any, peers: Peers, dim: int, order: str | Order, to: str | Order | None, length: int | None) -> Any:
+    """A share in another order, or the whole of it for None. ValueError on every rank, before anything travels."""
+
+    def plan() -> tuple[str, tuple[Cuts, Cuts]]:
+        before = cuts(x.shape[dim], peers, order, length)
+        total, others = sum([cut.shape[0] for cut in before]), (*x.shape[:dim], *x.shape[dim:][1:])
+        spans = ((Span(0, total),),) * peers.world if to is None else order_of(to).spans(total, peers.world)
+        said = f"{dim=}; other axes {others} of {x.dtype}; {order=}; {to=}; length={total}"
+        return said, (before, tuple([Cut(one, Span(0, 1)) for one in spans]))
+
+    dim = range(x.ndim)[dim]
+    before, after = agreed([peers], ("moved", peers, x.shape, x.dtype, x.device, dim, order, to, length), plan, x.device)
     return _Moved.apply(x, peers, dim, before, after)
 
 
@@ -76,7 +86,7 @@ def _along(x, dim):
     return x[0, :, 0].movedim(0, dim).contiguous()
 
 
-def cuts(rows: int, peers: Peers, order: str | Order, length: int | None) -> tuple[Cut, ...]:
+def cuts(rows: int, peers: Peers, order: str | Order, length: int | None) -> Cuts:
     """What every rank has, this one having so many rows. ValueError."""
     total = rows * peers.world if length is None else length
     found = order_of(order).spans(total, peers.world)

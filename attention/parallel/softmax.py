@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +20,7 @@ from ..softmax.backward.norms import gradients as norm_gradients
 from ..softmax.backward.norms import normalised
 from ..softmax.gradient import ONCE, flat, grouped
 from .agreed import PLAIN, agreed, form_of, words_of
-from .choice import SCHEMES, SHARE, Choice, choose, refusal
+from .choice import SCHEMES, SHARE, Choice, choose, refusal, turns_of
 from .gather import Gather
 from .gradients import Gradients
 from .heads import Heads, Shared, together
@@ -45,6 +46,7 @@ def forward(
     order: str | Order = "zigzag",
     length: int | None = None,
     length_k: int | None = None,
+    memory: float | None = None,
     explain: bool = False,
     layout: str = "bshd",
     out: Any = None,
@@ -70,7 +72,9 @@ def forward(
     | (outer, inner) | of a group of two dimensions: "gather" or "ring", and "ulysses"; or "ring" and "gather" | |
 
     "auto" takes the fastest that a model of bytes and time finds among those that can serve the call and whose memory suffices
-    (attention.parallel.choice); with explain=True nothing is computed, and the Choice is returned, whose str says why.
+    (attention.parallel.choice); with explain=True nothing is computed, and the Choice is returned, whose str says why. memory:
+    bytes that may be held beyond shards and output, by default a quarter of the GPU's. "ring" computes in as many turns, each
+    for some of the key heads, as it takes to hold no more; in one where it fits.
 
     options: all other arguments of attention.forward, about the whole sequence: positions in causal, window, mask and score
     count from its start, cu_seqlens is of all of it, aux are whole arrays. alibi, sink and norms are as there; bias has this
@@ -88,25 +92,24 @@ def forward(
     if layout == "bhsd":
         q, k, v, out = (x if x is None else x.transpose(1, 2) for x in (q, k, v, out))
     elif layout != "bshd":
-        raise ValueError(f'layout: must be "bshd" or "bhsd": {layout=}')
+        told["layout"] = layout  # which `refuse` does, on every rank
+    asked = scheme, order, length, length_k, memory
     if stream is None or not q.is_cuda:
-        found = _call(group, scheme, order, length, length_k, explain, q, k, v, out, told)
+        found = _call(group, asked, explain, q, k, v, out, told)
     else:
         with torch.cuda.stream(stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.ExternalStream(int(stream))):
-            found = _call(group, scheme, order, length, length_k, explain, q, k, v, out, told)
+            found = _call(group, asked, explain, q, k, v, out, told)
     if explain:
         return found
     result = found[0].transpose(1, 2) if layout == "bhsd" else found[0]
     return (result, found[1]) if flag("return_lse", return_lse) else result
 
 
-def _call(
-    group: Any, scheme: Any, order: Any, length: Any, length_k: Any, explain: bool, q: Any, k: Any, v: Any, out: Any, told: dict
-) -> Any:
+def _call(group: Any, asked: tuple[Any, ...], explain: bool, q: Any, k: Any, v: Any, out: Any, told: dict) -> Any:
     """(out, lse) on the current stream, or with `explain` the Choice."""
     peers = peers_of(group)
-    key = _key(peers, scheme, order, length, length_k, q, k, v, told)
-    known = agreed(peers, key, lambda: _planned(peers, scheme, order_of(order), length, length_k, q, k, v, told), q.device)
+    key = _key(peers, asked, q, k, v, told)
+    known = agreed(peers, key, lambda: _planned(peers, asked, q, k, v, told), q.device)
     if explain:
         return known.choice
     arrays, others = ({}, told) if known.plain else flat(_shaped(told))
@@ -202,21 +205,19 @@ def _shaped(told: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---- once for each form of call --------------------------------------------------------------------------------------
-def _key(
-    peers: Sequence[Peers], scheme: Any, order: Any, length: Any, length_k: Any, q: Any, k: Any, v: Any, told: dict
-) -> Any:
+def _key(peers: Sequence[Peers], asked: tuple[Any, ...], q: Any, k: Any, v: Any, told: dict) -> Any:
     """What decides how a call is done: everything but what arrays hold, and a seed."""
     if "seed" in told:
         told = told | {"seed": None}
     forms = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device
-    return (*peers, scheme, order, length, length_k, *forms, *told, *map(form_of, told.values()))
+    return (*peers, *asked, *forms, *told, *map(form_of, told.values()))
 
 
-def _planned(
-    peers: Sequence[Peers], scheme: Any, order: Order, length: Any, length_k: Any, q: Any, k: Any, v: Any, told: dict[str, Any]
-) -> tuple[str, Plan]:
+def _planned(peers: Sequence[Peers], asked: tuple[Any, ...], q: Any, k: Any, v: Any, told: dict[str, Any]) -> tuple[str, Plan]:
     """What all ranks must have in common, in words, and the Plan. TypeError, ValueError, NotImplementedError."""
     refuse(told)
+    scheme, order, length, length_k, memory = asked
+    order = order_of(order)
     world = 1
     for one in peers:
         world *= one.world
@@ -241,31 +242,42 @@ def _planned(
             f"mask: counts queries and keys in float32, so there must be fewer than 2**24 of each: {total}, {length_k}"
         )
     call = called(total, length_k, q, k, v, told)
-    choice = _choice(peers, scheme, call, q, queries, keys)
-    found = _scheme(choice.scheme if isinstance(choice, Choice) else choice, peers, call, queries, keys)
+    limit = _limit(memory, q)
+    choice = _choice(peers, scheme, call, q.shape[0], queries, keys, limit)
+    name = choice.scheme if isinstance(choice, Choice) else choice
+    found, turns = _scheme(name, peers, call, q.shape[0], queries, keys, limit)
     forms = [f"{n}: {x.shape[0]} x {x.shape[2]} x {x.shape[3]} of {x.dtype}" for n, x in (("q", q), ("k", k), ("v", v))]
     named = [f"{name}={words_of(name, x)}" for name, x in sorted(told.items()) if name != "seed"]
-    said = [
-        *forms,
-        f"length={total}",
-        f"length_k={length_k}",
-        f"{scheme=}",
-        f"chosen={choice}".partition(":")[0],
-        f"{order=}",
-        *named,
-    ]
-    return "; ".join(said), Plan(found, total, length_k, choice, call)
+    plan = [f"length={total}", f"length_k={length_k}", f"{scheme=}", f"chosen={name}", f"{turns=}", f"{order=}"]
+    return "; ".join([*forms, *plan, *named]), Plan(found, total, length_k, choice, call)
+
+
+def _limit(memory: Any, q: Any) -> float:
+    """Bytes that a scheme should hold."""
+    if memory is not None:
+        if not isinstance(memory, (int, float)) or not memory > 0:
+            raise ValueError(f"memory: must be a number of bytes, more than 0: {memory=}")
+        return float(memory)
+    return SHARE * torch.cuda.get_device_properties(q.device).total_memory if q.is_cuda else math.inf
 
 
 def refuse(told: dict[str, Any]) -> None:
-    """TypeError: what attention.forward does not take, or takes only of whole arrays."""
+    """TypeError, ValueError: what attention.forward does not take."""
+    if "layout" in told:
+        raise ValueError(f'layout: must be "bshd" or "bhsd": layout={told["layout"]!r}')
     unknown = [name for name in told if name not in inspect.signature(attention.forward).parameters]
     if unknown:
         raise TypeError(f"attention.parallel.forward: takes no {unknown[0]}")
 
 
 def _choice(
-    peers: Sequence[Peers], scheme: Any, call: Call, q: Any, queries: tuple[Spans, ...], keys: tuple[Spans, ...]
+    peers: Sequence[Peers],
+    scheme: Any,
+    call: Call,
+    batch: int,
+    queries: tuple[Spans, ...],
+    keys: tuple[Spans, ...],
+    limit: float,
 ) -> Any:
     """The Choice, or the scheme that was asked for."""
     if len(peers) == 2:
@@ -276,8 +288,7 @@ def _choice(
     if len(peers) > 2:
         raise ValueError(f"group: must have one or two dimensions, not {len(peers)}")
     if scheme == "auto":
-        limit = SHARE * torch.cuda.get_device_properties(q.device).total_memory if q.is_cuda else float("inf")
-        return choose(call, q.shape[0], queries, keys, limit)
+        return choose(call, batch, queries, keys, limit)
     if scheme not in SCHEMES:
         raise ValueError(f'scheme: must be "auto" or one of {SCHEMES}: {scheme=}')
     if why := refusal(scheme, call, queries, keys):
@@ -288,35 +299,47 @@ def _choice(
 PRODUCTS = ("gather", "ulysses"), ("ring", "ulysses"), ("ring", "gather")
 
 
-def _scheme(name: Any, peers: Sequence[Peers], call: Call, queries: tuple[Spans, ...], keys: tuple[Spans, ...]) -> Any:
-    """The scheme of this name, or of a pair of names: the outer one of what the ranks of the inner dimension have together."""
+def _scheme(
+    name: Any,
+    peers: Sequence[Peers],
+    call: Call,
+    batch: int,
+    queries: tuple[Spans, ...],
+    keys: tuple[Spans, ...],
+    limit: float,
+) -> tuple[Any, int]:
+    """The scheme of this name, or of a pair of names: the outer one of what the ranks of the inner dimension have together. And
+    how often it goes round."""
+
+    def by(name: str, peers: Peers, call: Call, queries: tuple[Spans, ...], keys: tuple[Spans, ...]) -> tuple[Any, int]:
+        """The scheme of this name, of ranks that share a sequence."""
+        if why := refusal(name, call, queries, keys):
+            raise NotImplementedError(why)
+        if name == "ring":
+            turns = turns_of(call, batch, queries, keys, limit)
+            return Ring(peers, queries, keys, turns), turns
+        in_order = call.told.get("deterministic") and InOrder.serves(call)
+        return (InOrder if in_order else Gather)(peers, queries, keys), 1
+
     if isinstance(name, str):
         if name == "ulysses":
-            return Heads(peers[0], queries, keys, _alone(call))
-        return _by(name, call)(peers[0], queries, keys)
+            return Heads(peers[0], queries, keys, _alone(call)), 1
+        return by(name, peers[0], call, queries, keys)
     outer, inner = peers
     mine = slice(outer.rank * inner.world, (outer.rank + 1) * inner.world)
     rows = [slice(at * inner.world, (at + 1) * inner.world) for at in range(outer.world)]
     if name[1] == "gather":  # a rank keeps its queries, and has the keys of its row
         own = [queries[at.start + inner.rank] for at in rows]
-        then: Any = Ring(outer, tuple(own), tuple([together(keys[at]) for at in rows]))
-        return Shared(inner, queries[mine], keys[mine], then)
-    if Heads.shares(len(call.heads), len(call.kv_heads), inner.world) is None:
+        then, turns = by(name[0], outer, call, tuple(own), tuple([together(keys[at]) for at in rows]))
+        return Shared(inner, queries[mine], keys[mine], then), turns
+    shares = Heads.shares(len(call.heads), len(call.kv_heads), inner.world)
+    if shares is None:
         raise NotImplementedError(
             f"scheme: {len(call.heads)} heads of {len(call.kv_heads)} key heads are not for {inner.world} ranks"
         )
     of_rows = [tuple([together(spans[at]) for at in rows]) for spans in (queries, keys)]
-    then = _by(name[0], call)(outer, *of_rows)
-    if why := refusal(name[0], call, *of_rows):
-        raise NotImplementedError(why)
-    return Heads(inner, queries[mine], keys[mine], then)
-
-
-def _by(name: str, call: Call) -> type[Gather] | type[Ring]:
-    """The scheme of this name, of ranks that share a sequence."""
-    if name == "ring":
-        return Ring
-    return InOrder if call.told.get("deterministic") and InOrder.serves(call) else Gather
+    then, turns = by(name[0], outer, call.of_heads(*shares[inner.rank]), *of_rows)
+    return Heads(inner, queries[mine], keys[mine], then), turns
 
 
 def _alone(call: Call) -> Gather:

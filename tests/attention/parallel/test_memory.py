@@ -112,6 +112,14 @@ def test_ring_takes_two_shares_and_two_results(monkeypatch, world):
     assert found <= min(2, world - 1) * share + 2 * result + SMALL
 
 
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("shares", [2.0, 1.0, 4.0])
+def test_ring_takes_what_it_may(monkeypatch, world, shares):
+    """In turns: the goal is two shares, of which results in float32 alone would be as many."""
+    found = most(monkeypatch, world, 1, scheme="ring", causal=True, memory=shares * KEYS / world)
+    assert found <= max(shares, 1.3) * KEYS / world + SMALL
+
+
 @pytest.mark.parametrize(("world", "most"), [(2, 10), (4, 10)])
 def test_a_known_form_takes_few_operations(monkeypatch, world, most):
     """Of the host's time they are what grows: of keys and of values an allocation, a split of what there is and of what is to

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import drawn
-from threads import together
+from threads import compared, together
 
 import attention
 from attention import parallel
@@ -16,6 +16,7 @@ from attention.parallel import agreed, gather, moves, parts
 from attention.parallel.gather import Gather
 from attention.parallel.orders import ORDERS, Span
 from attention.parallel.recurrent import Delta
+from attention.parallel.ring import Ring
 from attention.recurrent import chunks
 
 OPTIONS = dict(causal=True), dict(window=(9, 3)), dict(causal=True, window=(20, None)), dict()
@@ -95,6 +96,24 @@ def test_gradients_of_some_heads_come_home_under_those_of_others(monkeypatch):
             for x, y in zip(found, wanted):
                 assert (x.float() - y[:, rows].float()).abs().max() <= 2.0**-6 * y.float().abs().max()
         assert len(sent) == 2 * turns
+
+
+IN_TURNS = {
+    "causal": dict(causal=True),
+    "a mask of heads": dict(mask=lambda b, h, i, j: (i + 2 * j + h) % 3 != 0),
+    "a sink": dict(causal=True, sink=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "a window": dict(window=(20, 0)),
+}
+
+
+@pytest.mark.parametrize("name", IN_TURNS)
+def test_ring_in_turns(monkeypatch, name):
+    """A key head each, since there is no memory for more; the same as in one turn."""
+    went, go = [], Ring._go_round
+    monkeypatch.setattr(Ring, "_go_round", lambda self, k, *given: went.append(k.shape[2]) or go(self, k, *given))
+    shapes, learned = dict(heads=4, kv_heads=2), ["sink"] * ("sink" in IN_TURNS[name])
+    compared(3, 90, "ring", shapes=shapes, bitwise=(), learned=learned, asked=dict(memory=1), **IN_TURNS[name])
+    assert went == [1] * 12  # two turns, on three ranks, there and back
 
 
 SLOPED = {
@@ -211,6 +230,31 @@ def test_mamba2_in_segments(cut):
     q, k, v, beta = members()
     told = dict(dt_bias=torch.rand(1), dt_softplus=True, initial_states=torch.randn(1, 1, 16, 16), return_final_states=True)
     recurrent("mamba2", (v, 0.1 * beta, -torch.rand(1), k, q), whole=(2,), **told)
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (dict(initial_state=torch.zeros(1, 1, 16, 15)), "initial_state: value_dim must equal v's"),
+        (dict(decay=torch.zeros(3)), "decay: heads must equal v's"),
+        (dict(decays=torch.zeros(1)), "decays"),
+    ],
+)
+def test_what_a_recurrence_refuses_is_said_on_every_rank(told, said):
+    """By ranks that have no tokens, and by those that no initial state is asked of: nobody waits for who has given up."""
+    q, k, v, beta = (x[:, :1] for x in members())
+    raised = []
+
+    def rank(peers):
+        mine = [share(x, peers) for x in (q, k, v, beta)]
+        with pytest.raises((TypeError, ValueError), match=said):
+            parallel.delta_rule(
+                *mine, group=peers, length=1, **(told if peers.rank == 0 or "initial_state" not in told else {})
+            )
+        raised.append(peers.rank)
+
+    together(3, rank)
+    assert sorted(raised) == [0, 1, 2]
 
 
 def test_no_gradient_is_said_on_every_rank():

@@ -96,6 +96,15 @@ def faults():
         parallel.forward(*given, length=39)
     with pytest.raises(NotImplementedError, match="alibi: by ring"):
         parallel.forward(*given, scheme="ring", causal=True, alibi=numbers(2))
+    with pytest.raises(ValueError, match=r"(?s)rank 0: turns=1\nrank 1: turns=2"):
+        parallel.forward(*[parallel.shard(x) for x in drawn(48, 4, 2)], scheme="ring", memory=1 if rank else None)
+    for wrong in dict(layout="sbhd"), dict(memory=0):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: must be"):
+            parallel.forward(*given, **(wrong if rank else {}))
+    with pytest.raises(ValueError, match="rank . of 2 would have .. of 39 tokens, and has 24"):
+        parallel.unshard(given[0], length=39 if rank else None)
+    with pytest.raises(ValueError, match=r"(?s)rank 0: to='contiguous'\nrank 1: to='zigzag'"):
+        parallel.reorder(given[0], to="zigzag" if rank else "contiguous")
     with pytest.raises(TypeError, match="takes no windows"):
         parallel.forward(*given, windows=3)
     compared(48, "auto", causal=True)
@@ -157,6 +166,10 @@ def four(world):
         compared(24, scheme, mesh, mask=mask, score=score, shapes=shapes, bitwise=bitwise)
     compared(24, ("gather", "ulysses"), mesh, bias=numbers(1, 4, 24, 24), learned=("bias",), shapes=shapes)
     compared(24, ("gather", "ulysses"), mesh, sink=numbers(4), learned=("sink",), causal=True, shapes=shapes)
+    mine = [parallel.shard(x, mesh) for x in drawn(24, 8, 4)]
+    for scheme in ("ring", "ulysses"), ("ring", "gather"):  # in one turn, and in two or four
+        one, more = [parallel.forward(*mine, group=mesh, scheme=scheme, causal=True, memory=n) for n in (None, 1)]
+        assert (one.float() - more.float()).abs().max() <= 2**-7 * one.float().abs().max()
     compared(24, "ulysses", mesh["near"], causal=True, shapes=shapes)
     compared(45, "ring", causal=True, bitwise=(), shapes=shapes)
     attention.forward(*drawn(8))

@@ -1,11 +1,15 @@
-"""Ranks as threads of one process: what attention.parallel computes with whatever number of ranks, without a process group."""
+"""Ranks as threads of one process: what attention.parallel computes with whatever number of ranks, without a process group, in
+the interpreter or on one GPU."""
 
 import queue
 import threading
 from collections import defaultdict
 
 import torch
+from ranks import differentiated, drawn
 
+import attention
+from attention import parallel
 from attention.parallel.peers import Peers, Pending
 
 PATIENCE = 60  # seconds, in which the others come
@@ -57,3 +61,37 @@ def together(world, body):
     if errors:
         raise errors[0]
     return found
+
+
+def compared(
+    world, length, scheme, where="cpu", order="zigzag", learned=(), shapes=None, bitwise=(0, 1), asked=None, **options
+):
+    """A call on so many ranks against the same call on one, as ranks.compared does: out, lse and gradients, those of `bitwise`,
+    by number, bit by bit. learned: options that every rank has whole and that have gradients; asked: what forward of ranks is
+    told besides."""
+    q, k, v = whole = [x.to(where) for x in drawn(length, **shapes or {})]
+    dout, names, arrays = torch.randn_like(q), [*learned], [options[name].requires_grad_() for name in learned]
+    alone = differentiated(lambda *x: attention.forward(*x, **options, return_lse=True), whole, dout, arrays)
+
+    def rank(peers):
+        part = lambda x, dim=1: parallel.shard(x.detach(), peers, dim, order)
+        mine = [x.detach().clone().requires_grad_() for x in arrays]
+        told = options | dict(zip(names, mine)) | dict(group=peers, scheme=scheme, order=order, length=length) | (asked or {})
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):  # a GPU's thread would wait for itself
+            its = differentiated(
+                lambda *x: parallel.forward(*x, **told, return_lse=True), [*map(part, whole)], part(dout), mine
+            )
+        return its, [part(alone[0]), part(alone[1], 2), *map(part, alone[2:5])]
+
+    found = together(world, rank)
+    totals = [sum(x) for x in zip(*[its[5:] for its, _ in found])]
+    for at, (its, wanted) in enumerate([*found, (totals, alone[5:])]):
+        for n, (x, y) in enumerate(zip(its, wanted)):
+            n += 5 * (at == world)
+            said = f"{scheme} {order} of {length}, {[*options]}: result {n} on rank {at} of {world}"
+            if n in bitwise:
+                assert torch.equal(x, y), f"{said}: {(x.float() - y.float()).abs().max()} of {y.abs().max()}"
+            else:
+                close = 2.0**-6 * alone[n].float().abs().max() if n != 1 else 2.0**-9
+                error = (x.float() - y.float()).nan_to_num(0 if n == 1 else torch.nan).abs()  # of -inf and -inf
+                assert (error <= close).all(), f"{said}: {error.max()} of {alone[n].abs().max()}"

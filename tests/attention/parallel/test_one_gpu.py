@@ -1,0 +1,72 @@
+"""The same on one GPU, whose ranks are threads: kernels and plans at sizes at which tiles are whole. What only two GPUs show,
+messages and streams, is in test_nccl.py, which finds on disk what these have compiled; `-n 8` shares the compiling out."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from threads import compared, together
+
+import attention
+from attention import parallel
+
+pytestmark = pytest.mark.gpu
+WIDE = dict(dim=128, heads=8, kv_heads=4)
+EVERY = 0, 1, 2, 3, 4
+CASES = {
+    "causal, in order": (4096, "gather", dict(causal=True, deterministic=True)),
+    "uneven, in order": (5001, "gather", dict(causal=True, deterministic=True)),
+    "causal": (4096, "gather", dict(causal=True)),
+    "a window": (5001, "gather", dict(window=(1000, 0))),
+    "heads": (4096, "ulysses", dict(causal=True)),
+    "documents by a mask": (4096, "gather", dict(causal=True, mask=lambda b, h, i, j, docs: docs[i] == docs[j])),
+    "documents": (4096, "gather", dict(causal=True, cu_seqlens=[0, 1000, 1001, 3333, 4096])),
+    "sinks": (2048, "gather", dict(causal=True, sink=[0.5, -1.0, 2.0, 0.0, 1.0, 1.5, -2.0, 3.0])),
+    "by ring": (4096, "ring", dict(causal=True)),
+    "by ring, uneven": (5001, "ring", dict(causal=True)),
+    "by ring, a window": (2048, "ring", dict(window=(700, 0))),
+    "by ring, capped": (2048, "ring", dict(softcap=20.0)),
+    "by ring, sinks": (2048, "ring", dict(causal=True, sink=[0.5, -1.0, 2.0, 0.0, 1.0, 1.5, -2.0, 3.0])),
+}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_forward_and_gradients(name, world):
+    """gather and ulysses are bitwise what one call gives, and gradients in order are; ring in one turn, and in four."""
+    length, scheme, options = CASES[name]
+    if scheme == "ulysses" and world == 3:
+        pytest.skip("8 heads are not for three ranks")
+    told = dict(options)
+    if "mask" in told:
+        told["aux"] = (torch.arange(length, device="cuda", dtype=torch.int32) // 777,)
+    for array, of in ("cu_seqlens", torch.int32), ("sink", torch.float32):
+        if array in told:
+            told[array] = torch.tensor(told[array], device="cuda", dtype=of)
+    learned = ["sink"] if "sink" in told else []
+    bitwise = () if scheme == "ring" else EVERY if told.get("deterministic") else (0, 1)
+    for asked in ({}, dict(memory=1)) if scheme == "ring" else ({},):
+        compared(world, length, scheme, "cuda", shapes=WIDE, bitwise=bitwise, learned=learned, asked=asked, **told)
+
+
+@pytest.mark.parametrize("name", ["linear", "delta_rule", "delta_rule without decays", "mamba2"])
+@pytest.mark.parametrize(("length", "heads"), [(20000, 4), (3000, 72)])
+def test_recurrences(name, length, heads):
+    """Parts in as many segments as the GPU has room for, and in one, of heads that fill it."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, length, heads, 128, device="cuda").bfloat16() for _ in range(3))
+    k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
+    beta, decay = torch.rand(1, length, heads, device="cuda"), -0.01 * torch.rand(1, length, heads, device="cuda")
+    rate, function = -torch.rand(heads, device="cuda"), name.partition(" ")[0]
+    arrays = {"linear": (q, k, v), "delta_rule": (q, k, v, beta), "mamba2": (v, 0.1 * beta, rate, k, q)}[function]
+    options = dict(decay=decay) if name in ("linear", "delta_rule") else {}
+    wanted = getattr(attention, function)(*arrays, **options)
+
+    def rank(peers):
+        part = lambda x: x if x is rate else parallel.shard(x, peers, order="contiguous")
+        told = {n: part(x) for n, x in options.items()}
+        return getattr(parallel, function)(*map(part, arrays), group=peers, length=length, **told)
+
+    off = (torch.cat(together(2, rank), 1).float() - wanted.float()).abs().max()
+    assert off <= 2**-6 * wanted.float().abs().max()
