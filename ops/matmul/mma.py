@@ -2,8 +2,6 @@
 there at once; that of a warpgroup's products (wgmma.py) is pending. `ops.matmul.SUPPORTED` names all products of both.
 """
 
-import numpy as np
-
 from tiles import ptx
 from tiles.dtypes import tf32
 from tiles.interpreter import here
@@ -11,12 +9,13 @@ from tiles.op import lowers, op
 from tiles.types import rt
 
 from ..memory.shared_tiles import matrix_addresses
+from .sums import product
 from .supported import MULTIPLE, SLICE, check, transposed_in
 
 
 def _array(operand):
     """The elements of a tile, wherever it lies."""
-    return (operand.array if hasattr(operand, "array") else here().read(operand, fence=False)).astype(np.float32)
+    return operand.array if hasattr(operand, "array") else here().read(operand, fence=False)
 
 
 def _held(operand, layout):
@@ -88,25 +87,25 @@ def mma_AB(acc, a, b):
     """acc + a @ b in fp32, by one warp. acc: rt(m, n, fp32); a: rt(m, k) or st(m, k); b: rt(k, n, layout="col") or st(k, n),
     of one dtype or, of fp8, of two (ops.matmul.SUPPORTED). Shared operands are read 16 rows x 32 bytes at a time, between the
     products."""
-    return acc.array + _array(a) @ _array(b)
+    return acc.array + product(_array(a), _array(b))
 
 
 @op(takes_operands=True)
 def mma_ABt(acc, a, b):
     """acc + a @ b.T in fp32, by one warp. b: rt(n, k) or st(n, k); acc and a as for mma_AB."""
-    return acc.array + _array(a) @ _array(b).T
+    return acc.array + product(_array(a), _array(b).T)
 
 
 @op(takes_operands=True)
 def mma_AtB(acc, a, b):
     """acc + a.T @ b in fp32, by one warp. a: rt(k, m, layout="col") or st(k, m); acc and b as for mma_AB."""
-    return acc.array + _array(a).T @ _array(b)
+    return acc.array + product(_array(a).T, _array(b))
 
 
 @op(takes_operands=True)
 def mma_AtBt(acc, a, b):
     """acc + a.T @ b.T in fp32, by one warp. a as for mma_AtB; acc and b as for mma_ABt."""
-    return acc.array + _array(a).T @ _array(b).T
+    return acc.array + product(_array(a).T, _array(b).T)
 
 
 for _face in (mma_AB, mma_ABt, mma_AtB, mma_AtBt):

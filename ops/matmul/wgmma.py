@@ -21,30 +21,16 @@ from tiles import layout, ptx
 from tiles.builder import i32, i64
 from tiles.dtypes import fp32, tf32
 from tiles.interpreter import here, span
-from tiles.layout import WARPGROUP
 from tiles.op import lowers, op
 from tiles.plumbing import void
 from tiles.types import pending, rt
 from tiles.values import Pending
 
 from ..threads.lanes import spread
+from .sums import product
 from .supported import SLICE, check, transposed_in
 
 ROWS = 64  # of a warpgroup's tile
-ONE_THREAD = 2**18  # multiplications up to which OpenBLAS starts no threads
-
-
-def _matmul(a, b):
-    """a @ b, in parts that BLAS computes on one thread: more threads make a product this small up to 600 times slower when
-    the cores are busy."""
-    rows = a.shape[0] // WARPGROUP
-    step = ONE_THREAD // (rows * b.shape[1])
-    return np.concatenate(
-        [
-            sum(a[r : r + rows, k : k + step] @ b[k : k + step] for k in range(0, a.shape[1], step))
-            for r in range(0, a.shape[0], rows)
-        ]
-    )
 
 
 def _meaning(name, acc, a, b):
@@ -56,15 +42,15 @@ def _meaning(name, acc, a, b):
     slab = (acc, None if from_shared else a.array)
 
     def compute(slabs):
-        left = read(a, transposed.left) if from_shared else np.concatenate([x for _, x in slabs]).astype(np.float32)
-        out = _matmul(left, read(b, transposed.right))
+        left = read(a, transposed.left) if from_shared else np.concatenate([x for _, x in slabs])
+        out = product(left, read(b, transposed.right))
         return out if acc is None else out + np.concatenate([part(c, rank) for rank, (c, _) in enumerate(slabs)])
 
     def part(c, rank):
         return c.part(rank) if isinstance(c, Pending) else c.array
 
     def read(shared, is_transposed):
-        array = warp.block.shadow.get(shared).astype(np.float32)
+        array = warp.block.shadow.get(shared)
         return array.T if is_transposed else array
 
     own = range(16 * warp.rank, 16 * warp.rank + 16)  # its rows of the product
