@@ -14,6 +14,7 @@ from tiles.device import machine
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
+from ..names import by_other_names
 from ..options import flag, norm_parts, positive
 from . import writing
 
@@ -52,6 +53,7 @@ QUANTISING = Schema("append_quantising", with_descales_found(GIVEN))
 QUANTISING_WITH_QUERIES = Schema("append_quantising_with_queries", with_descales_found(BESIDE_QUERIES))
 
 
+@by_other_names
 def append(
     k: Any,
     v: Any,

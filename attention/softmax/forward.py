@@ -9,6 +9,7 @@ from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
 
+from ..names import by_other_names
 from ..options import flag, norm_parts, number, positive
 from .algebra import score_of
 from .asked import OF_AUX, OF_BLOCKS, blocks_of, differentiated, eight, ends_of, random_of, several
@@ -64,6 +65,7 @@ FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(GIVEN.rstrip() + MADE))
 IN_FLOAT32 = Schema("forward_unrounded", GIVEN.rstrip() + UNROUNDED)
 
 
+@by_other_names
 def forward(
     q: Any,
     k: Any,

@@ -7,6 +7,7 @@ from tiles.arrays import Number
 from tiles.program import Plan, program
 from tiles.schema import REAL, Problem, Schema
 
+from ...names import by_other_names
 from ...options import flag, number, positive
 from ..asked import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, random_of
 from ..assembled import assembled
@@ -73,6 +74,7 @@ BACKWARD, INTO = Schema("backward", GIVEN.rstrip() + MADE), Schema("backward_int
 ABSENT = (None,) * (len(BACKWARD.names) - 6)  # of a call that has nothing but dout, q, k, v, out and lse
 
 
+@by_other_names
 def backward(
     dout: Any,
     q: Any,
