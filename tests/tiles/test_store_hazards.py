@@ -114,6 +114,13 @@ def test_who_waits_for_a_count_comes_after():
     assert (array == 3).all() and counts[0] == 3
 
 
+def test_a_read_only_array():
+    array = np.zeros((1, 16, 64), np.float32)
+    array.flags.writeable = False
+    with pytest.raises(ValueError, match=r"read-only is stored to: launch with x.copy.*\n  at warp 0 .*`store\(array, full"):
+        run(cuda.jit(equal_values), threads=32, args=[array])
+
+
 def reversed_view(array):
     store(array, full(R, 1.0 * warp()), (0, 0))
 

@@ -90,6 +90,8 @@ class Warp(greenlet):
     def put(self, view, values):
         """This warp stores values to a view of a global array. Hazard: another one has stored others there, and nothing orders
         the two."""
+        if not view.flags.writeable:
+            raise ValueError(f"an array that is read-only is stored to: launch with x.copy()\n  at {self}")
         accesses = self.block.cluster.accesses
         if accesses and (span := accesses.span(view)):
             accesses.stores.note(self, self.clock, self.tick(), self.place(), view, values, span)
