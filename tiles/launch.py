@@ -279,7 +279,9 @@ class Launch:
         contents = Contents(self.grid, struct.pack(f"<{len(slots)}Q", *slots), plain, maps)
         return Bound(code, self.title, self.block, self.cluster, nbytes, contents, Frames(len(slots), places), self.early)
 
-    def __call__(self, *args) -> None:
+    def __call__(self, *args, **named) -> None:
+        if named:
+            raise TypeError(f"{self.title} takes its arguments in their order, without names; got {', '.join(named)}=")
         given = parameters(self.kernel, args)
         bound = self._bind(given)
         arrays = [p.array for p in given if p.array is not None]

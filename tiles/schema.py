@@ -80,7 +80,7 @@ HOLDS = {
 }
 VALUES = {"log": LOG, "rate": RATE, "ends": ENDS, "key_ends": KEY_ENDS, "new_ends": NEW_ENDS, "key_lengths": KEY_LENGTHS}
 ROLES = "", "optional", "made", "in_place", "updated", "updated?"
-TOKENS = "S", "T", "s", "x", "y"  # axes along a sequence
+TOKENS = "S", "A", "T", "s", "x", "y"  # axes along a sequence
 # An axis in messages. G are the heads of keys, which share those of values or queries; T the keys' tokens, s new ones; K and V
 # the columns of keys and values where they differ; F those of a feature map; N sequences have E = N + 1 ends;
 # C are batches of a cache, or pages, of which a sequence has M at most; x and y are blocks of S and of T;

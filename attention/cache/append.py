@@ -14,6 +14,7 @@ from tiles.device import machine
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
+from ..names import by_other_names
 from ..options import flag, norm_parts, positive
 from . import writing
 
@@ -52,6 +53,7 @@ QUANTISING = Schema("append_quantising", with_descales_found(GIVEN))
 QUANTISING_WITH_QUERIES = Schema("append_quantising_with_queries", with_descales_found(BESIDE_QUERIES))
 
 
+@by_other_names
 def append(
     k: Any,
     v: Any,
@@ -72,6 +74,7 @@ def append(
     q_norm: Any = None,
     norm_eps: float = 1e-6,
     causal: bool = True,
+    layout: str = "bshd",
     out: Any = None,
     stream: Any = None,
 ) -> Any:
@@ -106,6 +109,9 @@ def append(
     q: (B, Sq, H, D), of k_new's dtype: also rotated, query i at position lengths[b] + i, or with causal=False all at
     lengths[b], and given back, in `out` if there is one, which may be q. Beyond the tables' end it is NaN.
 
+    layout="bhsd": keys, values, caches and q are (B, H, S, D), a pool is (pages, Hk, page size, D), and descales of each token
+    are (B, Hk, Sk).
+
     Returns out, or None without q. Arrays, `stream` and errors are those of attention.forward; JAX's arrays cannot be written,
     see cache.PagedCache."""
     cos, sin = tables_of(rotary)
@@ -118,9 +124,9 @@ def append(
     options = flag("interleaved", interleaved), flag("causal", causal), positive("norm_eps", norm_eps)
     found = of_tokens(k_descale, v_descale)
     if q is None:
-        return (_append_quantising if found else _append)(stream, given, options)
+        return (_append_quantising if found else _append)(stream, given, options, layout)
     call = _append_quantising_with_queries if found else _append_with_queries
-    return call(stream, (q, *given, *norm_parts("q_norm", q_norm), out), options)
+    return call(stream, (q, *given, *norm_parts("q_norm", q_norm), out), options, layout)
 
 
 def of_tokens(*descales: Any) -> bool:

@@ -10,6 +10,7 @@ from tiles.launch import kernel_for
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
+from ..names import by_other_names
 from ..options import flag
 from . import narrowing
 from .narrowing import Config
@@ -29,6 +30,7 @@ QUANTIZE_BLOCKS = Schema(
 DTYPES = {"bfloat16": bf16, "float16": fp16}
 
 
+@by_other_names
 def quantize(
     x: Any,
     *,

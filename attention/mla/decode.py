@@ -12,6 +12,7 @@ from tiles.program import Fill, Plan, program
 from tiles.schema import Problem, Schema
 
 from ..families import choose
+from ..names import by_other_names
 from ..options import flag, number
 from ..softmax.decode import combine as combine_many
 from ..softmax.decode.caches import Dense, Indexed, Paged
@@ -59,6 +60,7 @@ QUANTISED = Schema(
 )
 
 
+@by_other_names
 def mla_decode(
     q: Any,
     latent: Any,

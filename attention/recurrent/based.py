@@ -8,7 +8,8 @@ from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
 from ..families import needs_hopper
-from ..options import by_other_names, flag, number
+from ..names import by_other_names
+from ..options import flag, number
 from . import rules
 from .kernels import based_hopper
 from .linear import pair

@@ -20,7 +20,8 @@ from tiles.program import Plan, Step, program
 from tiles.schema import Problem, Schema
 
 from ..families import choose
-from ..options import by_other_names, flag, number
+from ..names import by_other_names
+from ..options import flag, number
 from . import rules
 from .kernels import delta_hopper, delta_states_hopper, kda_hopper, token_loop
 from .rules import DTYPES, padded, varlen

@@ -8,7 +8,7 @@ from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
 from ..families import needs_hopper
-from ..options import by_other_names
+from ..names import by_other_names
 from . import rules
 from .kernels import hedgehog_hopper
 from .kernels.hedgehog_hopper import CHUNK, HALF, HEAD, LOG2_E

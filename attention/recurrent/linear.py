@@ -34,7 +34,8 @@ from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
 from ..families import choose
-from ..options import by_other_names, flag, number
+from ..names import by_other_names
+from ..options import flag, number
 from . import chunks, rules
 from .kernels import token_loop
 

@@ -8,7 +8,8 @@ from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
 from ..families import choose
-from ..options import by_other_names, flag
+from ..names import by_other_names
+from ..options import flag
 from . import chunks, rules
 from .packed import packed
 

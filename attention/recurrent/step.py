@@ -6,6 +6,7 @@ from tiles.arrays import ALIGNMENT, Operand
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
+from ..names import by_other_names
 from ..options import number
 from . import rules
 from .kernels import token_loop
@@ -24,6 +25,7 @@ STEP = Schema(
 )
 
 
+@by_other_names
 def linear_step(
     state: Any,
     q: Any,

@@ -10,6 +10,7 @@ from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
 
+from ..names import by_other_names
 from ..options import flag, norm_parts, number, positive
 from .algebra import score_of
 from .asked import OF_AUX, OF_BLOCKS, blocks_of, differentiated, eight, ends_of, random_of, several
@@ -67,6 +68,7 @@ IN_FLOAT32 = Schema("forward_unrounded", GIVEN.rstrip() + UNROUNDED)
 AUTOGRAD = f"{__package__}.autograd"
 
 
+@by_other_names
 def forward(
     q: Any,
     k: Any,

@@ -2,8 +2,6 @@
 there at once; that of a warpgroup's products (wgmma.py) is pending. `ops.matmul.SUPPORTED` names all products of both.
 """
 
-import numpy as np
-
 from tiles import ptx
 from tiles.dtypes import tf32
 from tiles.interpreter import here
@@ -17,7 +15,7 @@ from .supported import MULTIPLE, SLICE, check, transposed_in
 
 def _array(operand):
     """The elements of a tile, wherever it lies."""
-    return (operand.array if hasattr(operand, "array") else here().read(operand, fence=False)).astype(np.float32)
+    return operand.array if hasattr(operand, "array") else here().read(operand, fence=False)
 
 
 def _held(operand, layout):

@@ -21,6 +21,7 @@ from tiles.types import rt, st
 from ..memory.shared_tiles import matrix_addresses
 from ..threads.lanes import gather, spread
 from .mma import left_operand
+from .product import product
 
 SIXTEEN = np.array([0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15])
 FP8 = fp8e4m3, fp8e5m2
@@ -73,20 +74,20 @@ _exchange(rezipped, spread)
 def mma_ABt_unzipped(acc, a, b):
     """acc + rezipped(a) @ b.T in fp32, by one warp. acc: rt(m, n, fp32); a: an unzipped rt(m, k, fp16) or st(m, k, fp16);
     b: st(n, k) of fp8, n a multiple of 16 and k of 32."""
-    return acc.array + _left(a)[:, _back(a.shape[1])] @ here().read(b, fence=False).astype(np.float32).T
+    return acc.array + product(_left(a)[:, _back(a.shape[1])], here().read(b, fence=False).T)
 
 
 def _left(a):
     """The elements of a left operand, wherever it lies."""
-    return (a.array if hasattr(a, "array") else here().read(a, fence=False)).astype(np.float32)
+    return a.array if hasattr(a, "array") else here().read(a, fence=False)
 
 
 @op
 def mma_AB_unzipped(acc, a, b):
     """acc + unzipped(a @ b) in fp32, by one warp. acc: rt(m, n, fp32), unzipped; a: rt(m, k, fp16) or st(m, k, fp16); b:
     st(k, n) of fp8, k a multiple of 16 and n of 32."""
-    product = _left(a) @ here().read(b, fence=False).astype(np.float32)
-    return acc.array + product[:, _order(b.shape[1])]
+    sums = product(_left(a), here().read(b, fence=False))
+    return acc.array + sums[:, _order(b.shape[1])]
 
 
 def _check(name, acc, a, b, shape):

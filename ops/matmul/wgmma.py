@@ -42,7 +42,7 @@ def _meaning(name, acc, a, b):
     slab = (acc, None if from_shared else a.array)
 
     def compute(slabs):
-        left = read(a, transposed.left) if from_shared else np.concatenate([x for _, x in slabs]).astype(np.float32)
+        left = read(a, transposed.left) if from_shared else np.concatenate([x for _, x in slabs])
         out = product(left, read(b, transposed.right))
         return out if acc is None else out + np.concatenate([part(c, rank) for rank, (c, _) in enumerate(slabs)])
 
@@ -50,7 +50,7 @@ def _meaning(name, acc, a, b):
         return c.part(rank) if isinstance(c, Pending) else c.array
 
     def read(shared, is_transposed):
-        array = warp.block.shadow.get(shared).astype(np.float32)
+        array = warp.block.shadow.get(shared)
         return array.T if is_transposed else array
 
     own = range(16 * warp.rank, 16 * warp.rank + 16)  # its rows of the product

@@ -37,6 +37,7 @@ def wait_count(counts, at, n):
     what = f"the count at {tuple(map(int, at))}, which is to be {n}; blocks that come later in the grid may not be waited for"
     here().until(lambda: there.item() >= n, lambda: what)
     note(Touched, there, False)
+    here().block.cluster.in_turn = True
     here().fence_async()
 
 

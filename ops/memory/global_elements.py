@@ -44,7 +44,8 @@ def window(array, spec, at, rows, cols):
 def check(name, array, spec, at, rows, cols):
     """TypeError if a tile or vector of this type does not go to or from `at` of a global array."""
     if array.dtype not in SCALARS:
-        raise TypeError(f"{name}: the array must hold {', '.join(map(str, SCALARS.values()))}, got {array}")
+        cure = "; convert it on the host: x.astype(np.float32)" if isinstance(array.dtype, types.Number) else ""
+        raise TypeError(f"{name}: the array must hold {', '.join(map(str, SCALARS.values()))}, got {array}{cure}")
     if not (isinstance(at, types.BaseTuple) and len(at) == array.ndim and all(map(integer, at))):
         raise TypeError(f"{name}: `at` must be {array.ndim} integers for an array of {array.ndim} axes, got {said(at)}")
     axes = (rows, cols) if isinstance(spec, rt) else (cols,)

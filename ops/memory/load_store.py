@@ -95,7 +95,7 @@ def store_rows(target, value, at, rows, cols, is_aligned, rank):
     at = shifted(value.spec, at, rows, cols, rank)
     view, part = global_elements.window(target, value.spec, at, rows, cols)
     array = value.array if isinstance(value.spec, rt) else value.array.ravel()
-    view[...] = array[part].astype(view.dtype)
+    here().put(view, array[part].astype(view.dtype))
     note(Touched, view, True)
 
 

@@ -4,7 +4,6 @@ On torch's CPU wheel all of it runs through the interpreter, on tiny shapes; wha
 
 import subprocess
 import sys
-import timeit
 
 import pytest
 
@@ -134,15 +133,20 @@ def test_autocast_of_some():
 
 
 # ---- what it costs ---------------------------------------------------------------------------------------------------
-def test_a_plain_call_pays_less_than_three_microseconds(monkeypatch):
-    """The way to the op is looked for, and not taken. The planner and its launches are left out: they cost what they did."""
+def test_a_plain_call_pays_a_few_calls(monkeypatch):
+    """The way to the op is looked for, and not taken: so many functions of Python's and torch's are called for it.
+    The planner and its launches are left out: they cost what they did."""
     from attention.softmax.forward import _forward
 
     monkeypatch.setattr(type(_forward), "run", lambda self, *args: None)
-    arrays, options = (*Inputs().qkv(), None, None), (False, None, False, None)
-    direct = min(timeit.repeat(lambda: _forward.run(None, arrays, options, "bshd"), number=10_000, repeat=5))
-    whole = min(timeit.repeat(lambda: _forward(None, arrays, options, "bshd"), number=10_000, repeat=5))
-    assert (whole - direct) / 10_000 < 3e-6
+    arrays, options, calls = (*Inputs().qkv(), None, None), (False, None, False, None), []
+    _forward(None, arrays, options, "bshd")
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event in ("call", "c_call") else None)
+    try:
+        _forward(None, arrays, options, "bshd")
+    finally:
+        sys.setprofile(None)
+    assert calls[0] == "__call__" and len(calls) < 16, calls
 
 
 def test_torch_is_not_imported():

@@ -34,6 +34,16 @@ WRONG = {
     "cluster": (lambda: tiles.launch(scale, 3, 32, cluster=2), ValueError, "cluster=2 must divide grid=3"),
     "shared": (lambda: tiles.launch(scale, 1, 32, shared="1024"), TypeError, "tiles.shared plan, got '1024'"),
     "count": (lambda: tiles.launch(scale, 1, 32)(1), TypeError, r"scale takes 3 arguments \(source, target, factor\), got 1"),
+    "names": (
+        lambda: tiles.launch(small, 1, 32)(x=np.zeros(1)),
+        TypeError,
+        "small takes its arguments in their order",
+    ),
+    "dtype": (
+        lambda: tiles.launch(scale, 1, 32)(*np.zeros((2, 16, 64)), 1.0),
+        TypeError,
+        r"convert it .*: x.astype\(np.float32",
+    ),
     "block axes": (lambda: tiles.launch(small, 1, (32, 2))(np.zeros(1)), ValueError, "blocks of one axis"),
 }
 

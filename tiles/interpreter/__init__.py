@@ -25,8 +25,9 @@ block must have set its memory up before a peer reaches into it, and must not en
 hardware's barrier does not wait for warps that have ended; here they must come.
 
 **What it does not see.** Another path through the kernel: other arguments, a branch on data. Races on global memory, between
-blocks or within one. Integers that pass 2^31, and integers that must be known when the kernel is compiled. A loop that waits
-for nothing and never ends. Registers that an mma in flight still reads (the compiler keeps them).
+blocks or within one, but for two stores of other values to one element (stores.py). Integers that pass 2^31, and integers that
+must be known when the kernel is compiled. A loop that waits for nothing and never ends. Registers that an mma in flight still
+reads (the compiler keeps them).
 """
 
 import contextlib

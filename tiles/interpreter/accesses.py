@@ -17,6 +17,7 @@ import numpy as np
 from numba.cuda import types
 
 from ..types import gl
+from .stores import Stores
 
 READ, WRITE = 0, 1
 PAGE = mmap.PAGESIZE
@@ -40,6 +41,7 @@ class Accesses:
                 spans.append((start, end))
         self.spans = [(*span, 2 * k) for k, span in enumerate(spans)]  # and where its marks are; ascending
         self.marks, self.strict = mmap.mmap(-1, 2 * len(spans) + 1), False
+        self.stores = Stores()
 
     def span(self, array):
         """(start, end, marks) of the span that an array lies in; None: it is none of this launch, or has no elements."""
@@ -73,7 +75,7 @@ class Accesses:
             rooms[marks] = np.frombuffer(mmap.mmap(-1, end - start + PAGE), np.uint8)[start % PAGE :]
         places = {marks: room.ctypes.data for marks, room in rooms.items()}
         moved.spans = sorted((places[marks], places[marks] + end - start, marks) for start, end, marks in self.spans)
-        moved.strict = True
+        moved.strict, moved.stores = True, Stores()
         copies = []
         for array in arrays:
             if span := self.span(array):

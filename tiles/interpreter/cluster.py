@@ -33,9 +33,10 @@ class Cluster:
     source: the functions of the kernel (see language.rebind). resident: blocks for which a multiprocessor must have
     registers.
 
-    accesses: where accesses to global arrays are noted (accesses.py). tick: is called now and then."""
+    accesses: where accesses to global arrays are noted (accesses.py). tick: is called now and then. in_turn: it has waited for
+    a count, and so for other clusters' stores."""
 
-    accesses, tick = None, staticmethod(lambda: None)
+    accesses, tick, in_turn = None, staticmethod(lambda: None), False
 
     def __init__(self, indices, grid, warps, smem, rng, source, resident=1):
         self.grid, self.size, self.warps, self.smem, self.rng, self.source = grid, len(indices), warps, smem, rng, source

@@ -118,7 +118,11 @@ class Bounded(np.ndarray):
         return found
 
     def __setitem__(self, index, value):
-        super().__setitem__(index := self._inside(index, WRITE), value)
+        index = self._inside(index, WRITE)
+        if isinstance(warp := getcurrent(), Warp):
+            warp.put(np.asarray(self)[tuple([*index, ...])], value)
+        else:
+            super().__setitem__(index, value)
         self._touched(index, True)
 
     def _touched(self, index, written):

@@ -89,6 +89,16 @@ class Warp(greenlet):
         if accesses:
             accesses.note(getattr(array, "array", array), deed)
 
+    def put(self, view, values):
+        """This warp stores values to a view of a global array. Hazard: another one has stored others there, and nothing orders
+        the two."""
+        if not view.flags.writeable:
+            raise ValueError(f"an array that is read-only is stored to: launch with x.copy()\n  at {self}")
+        accesses = self.block.cluster.accesses
+        if accesses and (span := accesses.span(view)):
+            accesses.stores.note(self, self.clock, self.tick(), self.place(), view, values, span)
+        view[...] = values
+
     # -- ordinary accesses to shared memory
     def read(self, tile, rows=None, fence=True, home=None):
         """The elements of a shared tile (some of its rows), read with ordinary loads; `fence`: a fence follows the loads. home:
@@ -174,9 +184,16 @@ class Warp(greenlet):
         shadow, cells, agent = self.block.shadow, span(tile), self.block.store_agents[self.index]
         self._allowed(shadow.unreadable(self.clock, cells, True), f"stores {tile.name} by TMA")
         self.stores += 1
-        store = self.block.cluster.start(
-            lambda: target.store(at, shadow.get(tile), fold), f"the TMA store of {tile.name}", tile.spec.nbytes, self.place()
-        )
+        clock, time, place = self.clock.copy(), self.tick(), self.place()
+
+        def land():
+            view, inside = target.window(at)
+            accesses = self.block.cluster.accesses
+            if accesses and not fold and (written := accesses.span(view)):
+                accesses.stores.note(self, clock, time, place, view, shadow.get(tile)[inside], written)
+            target.store(at, shadow.get(tile), fold)
+
+        store = self.block.cluster.start(land, f"the TMA store of {tile.name}", tile.spec.nbytes, place)
         self._started(store, "TMA", lambda: target.window(at)[0], True)
         shadow.note_read(agent, self.stores, cells, Event("read", store.deed, store.place))
         self.sent.append(store)

@@ -7,6 +7,7 @@ from tiles.arrays import Number
 from tiles.program import Plan, program
 from tiles.schema import REAL, Problem, Schema
 
+from ...names import by_other_names
 from ...options import flag, number, positive
 from ..asked import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, random_of
 from ..assembled import assembled
@@ -77,6 +78,7 @@ BACKWARD = Schema("backward", OF_FORWARD + OF_INPUTS)
 VARIANTS, INTO = Schema("backward_variant", GIVEN + MADE), Schema("backward_into", GIVEN + ADDED)
 
 
+@by_other_names
 def backward(
     dout: Any,
     q: Any,

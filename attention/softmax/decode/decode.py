@@ -9,6 +9,7 @@ from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
 
 from ...cache import append as appending
+from ...names import by_other_names
 from ...options import flag, norm_parts, number, positive
 from ..asked import OF_AUX, eight, ends_of
 from ..indexed import Asking, indexed
@@ -72,6 +73,7 @@ APPENDING = _schema("decode_append", *OF_APPEND)
 QUANTISING = _schema("decode_append_quantising", *map(appending.with_descales_found, OF_APPEND))
 
 
+@by_other_names
 def decode(
     q: Any,
     k: Any,

@@ -382,3 +382,27 @@ def test_nothing_to_append():
     given = inputs(new=0)
     assert attention.append(**given) is None
     assert (bits(given["k"]) == POISON[2]).all()
+
+
+def across(x):
+    """(B, S, H, ..) as (B, H, S, ..)."""
+    return np.ascontiguousarray(x.swapaxes(1, 2))
+
+
+@pytest.mark.parametrize(("dtype", "paged"), [(BF16, False), (BF16, True), (F8, False), (F8, True)])
+def test_heads_before_tokens(dtype, paged):
+    """layout="bhsd": the same bits in caches, pools, descales of each token, and rotated queries."""
+    rng = np.random.default_rng(7)
+    k_new, v_new, q = (rng.standard_normal((2, 3, heads, 64)).astype(BF16) for heads in (2, 2, 4))
+    k, v = (poisoned((6, 16, 2, 64) if paged else (2, 32, 2, 64), dtype) for _ in range(2))
+    given = dict(lengths=np.array([5, 14], np.int32), rotary=tuple(rng.standard_normal((2, 40, 16)).astype(F32)))
+    if paged:
+        given["pages"] = np.array([[0, 3], [4, 1]], np.int32)
+    scales = {name: np.ones(k.shape[:3], F32) for name in ("k_descale", "v_descale")} if dtype is F8 else {}
+    turned = {name: across(x) for name, x in scales.items()}
+    caches = across(k), across(v)
+    out = attention.append(k, v, k_new, v_new, q=q, **scales, **given)
+    q_out = attention.append(*caches, *map(across, (k_new, v_new)), q=across(q), layout="bhsd", **turned, **given)
+    assert (bits(across(q_out)) == bits(out)).all()
+    for ours, theirs in (*zip((k, v), caches), *zip(scales.values(), turned.values())):
+        assert (across(theirs).view(np.uint8) == ours.view(np.uint8)).all()

@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import attention
 from attention import reference
 from attention.recurrent import chunks, rules
 from attention.recurrent import linear as members
@@ -304,24 +303,6 @@ def test_named_members_take_what_linear_takes(function, more):
     message = rf"^{function.__name__}\(\) got an unexpected keyword argument 'output_final_state'; here that is return_state$"
     with pytest.raises(TypeError, match=message):
         function(**inputs(), **dict.fromkeys(more, 1), output_final_state=True)
-
-
-@pytest.mark.parametrize(
-    ("function", "theirs", "ours"),
-    [
-        (attention.gla, "g", "decay"),
-        (attention.lightning, "layer_idx", "layer"),
-        (attention.delta_rule, "use_qk_l2norm_in_kernel", "what q and k are: divide them by their norms before"),
-        (attention.based, "output_final_state", "return_state"),
-        (attention.mamba2, "return_state", "return_final_states"),
-        (attention.hedgehog, "head_first", 'layout="bhsd"'),
-    ],
-)
-def test_other_libraries_names(function, theirs, ours):
-    """Errors name ours; help and editors see the function's own names."""
-    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected .* '{theirs}'; here that is {ours}$"):
-        function(**{theirs: None})
-    assert theirs not in inspect.signature(function).parameters
 
 
 def test_names_that_are_nowhere():

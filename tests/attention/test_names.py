@@ -1,0 +1,76 @@
+"""attention/names.py: a name that a function does not know is answered with its own, if another library calls it so."""
+
+import inspect
+import re
+
+import pytest
+
+import attention
+from attention.names import TABLE, THEIRS
+
+
+def said(function, name):
+    """What stands behind Python's own words."""
+    with pytest.raises(TypeError) as error:
+        function(**{name: None})
+    return str(error.value).partition(f"{function.__name__}() got an unexpected keyword argument {name!r}")[2]
+
+
+KNOWN = [
+    (attention.gla, "g", "decay"),
+    (attention.lightning, "layer_idx", "layer"),
+    (attention.delta_rule, "use_qk_l2norm_in_kernel", "what q and k are: divide them by their norms before"),
+    (attention.based, "output_final_state", "return_state"),
+    (attention.mamba2, "return_state", "return_final_states"),
+    (attention.hedgehog, "head_first", 'layout="bhsd" or "bshd"'),
+    (attention.linear_step, "log_decay", "decay"),
+    (attention.forward, "softmax_scale", "scale"),
+    (attention.forward, "is_causal", "causal"),
+    (attention.forward, "attn_mask", "bias=, which is added to the scores, or mask=, a function of b, h, i, j"),
+    (attention.decode, "attn_mask", "mask=, a function of b, h, i, j"),
+    (attention.forward, "dropout_p", "dropout=, with a seed"),
+    (attention.forward, "window_size", "window=(left, right), None where it is open"),
+    (attention.forward, "cu_seqlens_q", "cu_seqlens"),
+    (attention.forward, "block_table", "pages of attention.decode"),
+    (attention.decode, "block_table", "pages"),
+    (attention.decode, "cache_seqlens", "lengths"),
+    (attention.forward, "cache_seqlens", "lengths_k"),
+    (attention.decode, "cu_seqlens_k", "lengths"),
+    (attention.mla_decode, "sm_scale", "scale"),
+    (attention.append, "k_cache", "k"),
+    (attention.backward, "grad_output", "dout"),
+    (attention.backward, "softmax_lse", "lse"),
+    (attention.quantize, "tensor_layout", 'layout="bhsd" or "bshd"'),
+]
+
+
+@pytest.mark.parametrize(("function", "theirs", "ours"), KNOWN)
+def test_other_libraries_names(function, theirs, ours):
+    """Errors name ours; help and editors see the function's own names."""
+    assert said(function, theirs) == f"; here that is {ours}"
+    assert theirs not in inspect.signature(function).parameters
+
+
+def test_slips():
+    assert said(attention.forward, "casual") == "; did you mean causal?"
+    assert said(attention.decode, "lenghts") == "; did you mean lengths?"
+    assert said(attention.forward, "xyz") == ""
+
+
+OTHERS = "block_lists", "dropout_mask", "register_torch_ops"  # take options of another's, few arrays, nothing
+PUBLIC = [getattr(attention, name) for name in attention.__all__ if name not in OTHERS]
+
+
+@pytest.mark.parametrize("function", PUBLIC, ids=lambda f: f.__name__)
+def test_every_public_function_answers(function):
+    assert said(function, "streem") == "; did you mean stream?"
+
+
+def test_every_row_serves():
+    """No name stands in two rows, and each answer is an argument of a function, or a sentence."""
+    assert len(THEIRS) == sum(len(names.split()) for names, *_ in TABLE)
+    known = {name for function in PUBLIC for name in inspect.signature(function).parameters}
+    for theirs, every in THEIRS.items():
+        for ours in every:
+            name = re.match(r"(\w+)(=|$)", ours)
+            assert name is None or name[1] in known, (theirs, ours)

@@ -1,0 +1,74 @@
+"""Who stored what to global memory last: two warps that store other values to one element, and nothing orders them, race.
+
+Within a cluster the warps' clocks tell what is ordered (shadow.py); nothing orders stores of two clusters, but a wait for a
+count that others count up (ops/memory/counts.py). Equal values do no harm and are no race. What a reduction adds (tma_add,
+add_held) is not looked at, nor what an op of someone's own writes to an array.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .hazard import Hazard, Place
+
+
+class Stored(NamedTuple):
+    """A store: the first block of its cluster, which warp, at which of its times, where."""
+
+    cluster: tuple
+    agent: int
+    time: int
+    place: Place
+
+
+class Stores:
+    """To the arrays of a launch, which lie in spans of bytes (accesses.py)."""
+
+    def __init__(self):
+        self.last = {}  # start of a span -> (bytes an element, the last store to each as an index into `events`, 0 for none)
+        self.events = [None]
+
+    def _numbers(self, view, span):
+        """The last stores to a view's elements, as a view; None if these are not elements as the span's others are."""
+        start, end, size = span[0], span[1], view.itemsize
+        if start not in self.last:
+            self.last[start] = size, np.zeros((end - start) // size, np.int32)
+        known, numbers = self.last[start]
+        at = view.__array_interface__["data"][0] - start
+        if known != size or at % size or any(stride % size for stride in view.strides):
+            return None
+        strides = [stride // size * numbers.itemsize for stride in view.strides]
+        return np.ndarray(view.shape, np.int32, numbers, at // size * numbers.itemsize, strides)
+
+    def note(self, warp, clock, time, place, view, values, span):
+        """A warp that knows `clock` stores values, at its `time`; what is there is not yet overwritten. Hazard: a race."""
+        numbers = self._numbers(view, span)
+        if numbers is None:
+            return
+        cluster = warp.block.cluster
+        if not cluster.in_turn and np.count_nonzero(numbers):
+            self._check(numbers, view, values, cluster.blocks[0].index, clock, place)
+        self.events.append(Stored(cluster.blocks[0].index, warp.agent, time, place))
+        numbers[...] = len(self.events) - 1
+
+    def _check(self, numbers, view, values, cluster, clock, place):
+        others = None
+        for number in np.unique(numbers):
+            event = self.events[number]
+            if event is None or (event.cluster == cluster and clock[event.agent] >= event.time):
+                continue
+            if others is None:
+                others = _bits(view) != _bits(np.broadcast_to(values, view.shape).astype(view.dtype))
+            where = np.argwhere(others & (numbers == number))
+            if len(where):
+                at = tuple(map(int, where[0]))
+                ours, theirs = float(np.broadcast_to(values, view.shape)[at]), float(view[at])
+                cause = (
+                    f"stores {ours:.6g} where another warp stored {theirs:.6g}, and nothing orders the two; so it is with "
+                    f"{len(where)} of this array's elements"
+                )
+                raise Hazard("race", cause, place, event.place)
+
+
+def _bits(array):
+    return np.ascontiguousarray(array).view(f"u{array.itemsize}").reshape(array.shape)
