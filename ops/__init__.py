@@ -41,7 +41,7 @@ from .for_attention.online_softmax import lazy_maximum, rescale
 from .for_attention.taylor_features import taylor
 from .for_attention.triangular_inverse import inverse_unit_lower
 from .matmul.mma import mma_AB, mma_ABt, mma_AtB, mma_AtBt
-from .matmul.unzipped import mma_AB_unzipped, mma_ABt_unzipped, rezipped, unzipped
+from .matmul.unzipped import mma_AB_unzipped, mma_ABt_unzipped, rezipped, unzipped, widened
 from .matmul.zipped import zipped
 from .memory import gather as _gather  # arrays take vectors of indices  # noqa: F401
 from .memory.async_copy import commit_group, copy_async, copy_pages, look_up, wait_group
@@ -78,6 +78,7 @@ from .scopes import refuse_others as _refuse_others
 from .shape.slicing import columns, hstack, rows, vstack
 from .shape.subtile import subtile
 from .shape.transpose import swap_layout, transpose, turned
+from .shape.viewed import viewed
 
 __all__ = [
     "abs", "add_held", "bernoulli", "bernoulli_of_row", "block", "causal", "cluster", "col_index", "col_max", "col_min",
@@ -91,7 +92,7 @@ __all__ = [
     "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "store", "store_unordered",
     "store_wait", "stores_done", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max",
     "tile_min", "tile_prod", "tile_sum", "tma_add", "tma_store", "transpose", "tril", "triu", "truncate", "turned", "unzipped",
-    "upper_fill", "vstack", "wait_count", "wait_group", "warpgroup", "where", "zeros", "zipped",
+    "upper_fill", "viewed", "vstack", "wait_count", "wait_group", "warpgroup", "where", "widened", "zeros", "zipped",
 ]  # fmt: skip
 
 _refuse_others()

@@ -17,6 +17,8 @@ BEHIND = LATENT // ROTARY  # rotated columns are so many times their own number 
 class Dense:
     """Sequence n in batch n of an array (batch, row, head, column)."""
 
+    writers = 0  # warps that store tiles
+
     def __str__(self):
         return type(self).__name__.lower()
 
@@ -34,6 +36,13 @@ class Dense:
         """Bring tile j of both rings: the sequence's rows from `key` on. Rows from `end` on are anything."""
         latent.fill(j, gLatent, (sequence, key, 0, 0))
         rotary.fill(j, gRotary, (sequence, key, 0, BEHIND))
+
+    @inlined
+    def bring(self, pipes, n, first, gLatent, gRotary, gDescale, sequence, end, given):
+        """All `n` tiles, from key `first` on. By the producer's warps."""
+        for j in range(n):
+            key = int32(first + pipes.latent.tile.rows * j)
+            self.fill(pipes.latent, pipes.rotary, j, gLatent, gRotary, sequence, key, end, given)
 
 
 class Indexed(Dense):

@@ -28,6 +28,7 @@ from ..softmax.planning import scale_of
 from ..softmax.variants import Variant
 from . import ampere, boxes, combine, hopper, quantised
 from .parts import parts_for
+from .products import Same
 from .shape import COLUMNS, LATENT, ROTARY
 
 MLA_DECODE = Schema(
@@ -100,9 +101,8 @@ def mla_decode(
     of them in use. It takes Ada, Hopper or later.
 
     pages: (B, most pages), int32 or int64. Then latent is a pool, (pages, page size, 576): key j of sequence b is row j % size
-    of page pages[b, j // size]; so are rotary and descale. Any page size; Hopper's kernel takes multiples of 8. Numbers of
-    pages behind a sequence's last one are not read. batch_index: (B), sequence b lies in batch batch_index[b] of latent, which
-    may have more.
+    of page pages[b, j // size]; so are rotary and descale. Any page size. Numbers of pages behind a sequence's last one are not
+    read. batch_index: (B), sequence b lies in batch batch_index[b] of latent, which may have more.
 
     causal: the last token stands at the last key, and token t sees keys up to lengths[b] - Sq + t; else all. A token that sees
     no key gives 0.
@@ -137,9 +137,7 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     piece, box, heads = problem.bytes_at_once(), _box(problem), problem("H")[0]
     cache, latent, dtype, gpu = _cache(problem, piece), problem["latent"], DTYPES[problem.dtype], machine(problem.device)
     rows = problem("S")[0] * heads
-    if family == "sm_90" and box is None:
-        raise ValueError(f"family: sm_90 takes pages of a multiple of 8 rows: latent.shape={problem.shape('latent')}")
-    chosen = choose(problem, family, problem.by_tma and box is not None)
+    chosen = choose(problem, family)
     arrays: dict[str, Any] = {"gLatent": _one_head(latent, 2)}
     if chosen == "sm_80" or (family is None and rows <= ampere.BAND):  # tiles of 16 rows: the others are 64, most of them empty
         early, arrays["gQ"] = is_hopper(gpu.capability), by_rows(problem["q"], heads)
@@ -148,11 +146,13 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
             return ampere.config_for(dtype, reach, cache, result, early, rows, gpu.shared_bytes)
 
         return _plan(problem, ampere, config, arrays, piece, causal, splits, scale, return_lse)
-    arrays |= {"gQ": _one_head(problem["q"], 2), "gRotary": _one_head(latent, 2)}
-    arrays |= {"page_size": problem("T")[0]} if "pages" in problem else {}
+    arrays |= {"gQ": _one_head(problem["q"], 2), "gRotary": _one_head(latent, 2), "gDescale": None}
+    arrays |= {"page_size": problem("T")[0]} if "pages" in problem and box is not None else {}
 
     def shape(reach, result):
-        return hopper.Config(dtype, reach, box, result)
+        if box is None:
+            return hopper.gathered(dtype, False, reach, cache, result)
+        return hopper.Config(Same(dtype), reach, box, result)
 
     return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
 
@@ -165,21 +165,25 @@ def _mla_decode_fp8(
     if problem("DVK") != (COLUMNS, LATENT, ROTARY):
         wanted = f"q must have {COLUMNS} columns, a cache of 8 bits {LATENT}, and the rotated columns are {ROTARY}"
         raise problem.error("latent", wanted, "q", "latent", "rotary")
-    if family == "sm_90":
-        raise ValueError(f"family: of a cache of 8 bits there are kernels of mma.sync, for Ada and later: {family=}")
-    choose(problem, "sm_80")
+    piece = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
+    chosen = choose(problem, family, piece == hopper.PIECE)
     gpu, form = machine(problem.device), problem["latent"].form
     if gpu.capability < quantised.SINCE:
         raise ValueError(f"latent: float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
     if form.strides[-1] != 1 and form.extent:
         raise problem.error("latent", f"last axis must be contiguous: latent.strides={form.strides} bytes", "latent")
-    piece = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
     if piece not in quantised.PIECES:
         raise problem.error("latent", "addresses and strides must be multiples of 4 bytes, as of rotary and q", "latent")
     dtype, rows, early = DTYPES[problem.dtype], math.prod(problem("SH")), is_hopper(gpu.capability)
     arrays = {f"g{name.title()}": _one_head(problem[name], 2) for name in ("latent", "rotary")}
     arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
     cache = _cache(problem, piece)
+    if chosen == "sm_90" and (family is not None or rows > quantised.BAND):
+
+        def shape(reach, result):
+            return hopper.gathered(dtype, True, reach, cache, result)
+
+        return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
 
     def config(reach, result):
         return quantised.config_for(dtype, reach, cache, result, early, rows, gpu.shared_bytes)

@@ -15,30 +15,34 @@ from typing import Any, NamedTuple
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, finish_sum, grid, load, log2, maximum, row_index, store, subtile, warpgroup, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from ops import divmod, finish_sum, grid, load, log2, maximum, row_index, store, subtile, viewed, warpgroup, zeros
+from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 
+from ..softmax.decode.caches import Dense as Batches
+from ..softmax.decode.caches import Paged as Rows
 from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import Part, Spot, Whole
 from ..softmax.decode.splits import Parted
 from ..softmax.online import LOWEST, TINY, Softmax
 from ..softmax.variants import At
 from .boxes import Dense, Indexed, Paged
+from .gathered import Gathered, Narrow
+from .products import KV, Same, Widened
 from .shape import LATENT, ROTARY
 
-KV, STAGES, CONSUMERS = 64, 2, 2  # keys of a tile; tiles in shared memory; warpgroups that share out the output's columns
-PRODUCER, KEEP, CLAIM = CONSUMERS, 56, 224  # registers a thread of producer and consumers
+STAGES, CONSUMERS = 2, 2  # tiles in shared memory; warpgroups that share out the output's columns
+PRODUCER, BY_TMA, GATHERING = CONSUMERS, (56, 224), (72, 216)  # registers a thread of producer and consumers
 PIECE = 16  # bytes that all addresses are multiples of
 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel: which caches it reads and where its output goes."""
+    """A kernel: what its caches hold, how it reads them and where its output goes."""
 
-    dtype: dtype
+    product: Same
     reach: Reach
-    cache: Dense
+    cache: Any
     result: Whole
     early = True  # it begins while the grid before it ends
     band, kv = warpgroup.ROWS, KV  # rows of a tile, and keys
@@ -50,7 +54,7 @@ class Config:
         return record(**self.reach.given, **self.cache.given, **self.result.given)
 
     def __str__(self):
-        return f"mla {self.dtype} {self.reach} {self.cache} {self.result}, {self.band} x {self.kv}"
+        return f"mla {self.product} {self.reach} {self.cache} {self.result}, {self.band} x {self.kv}"
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -60,12 +64,23 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         kinds = [(one, Dense(), Whole), (several, Paged(1), Part)]
         kinds += [(one, Indexed(), Part), (one, Paged(4), Whole), (several, Paged(8), Part)] * everything
         for of, (reach, cache, result) in itertools.product((bf16, fp16)[: 1 + everything], kinds):
-            yield Config(of, reach, cache, result(of, PIECE))
+            yield Config(Same(of), reach, cache, result(of, PIECE))
+            if everything or reach is several:
+                lies = Rows(PIECE) if result is Part else Batches(PIECE)
+                yield gathered(of, False, reach, Rows(PIECE), result(of, PIECE))
+                yield gathered(of, True, reach, lies, result(of, PIECE))
+
+
+def gathered(of: dtype, narrow: bool, reach: Reach, cache: Batches, result: Whole) -> Config:
+    """The configuration whose producer's warps gather rows, of fp8 if they are narrow."""
+    if narrow:
+        return Config(Widened(of), reach, Narrow(cache, st(KV // 2, LATENT, fp8e4m3), sv(KV // 2, fp32)), result)
+    return Config(Same(of), reach, Gathered(cache, st(KV // 2, LATENT, of)), result)
 
 
 class Pipes(NamedTuple):
     """What a block has in shared memory: its queries, tiles of latents and of rotated columns, and the rows' maxima of even and
-    of odd ones."""
+    of odd ones; where latents are multiplied by numbers, these."""
 
     q: Any
     q_rotary: Any
@@ -73,27 +88,33 @@ class Pipes(NamedTuple):
     rotary: Any
     even: Any
     odd: Any
+    units: Any
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, GIVEN, BAND, OWN = config.dtype, config.given, config.band, LATENT // CONSUMERS  # of the output's columns
-    K, R = st(KV, LATENT, INPUT), st(KV, ROTARY, INPUT)
+    product, GIVEN, BAND, OWN = config.product, config.given, config.band, LATENT // CONSUMERS  # of the output's columns
+    INPUT, TAKEN, WRITERS = product.wide, product.takes, config.cache.writers
+    K, R, WEIGHTS = st(KV, LATENT, TAKEN), st(KV, ROTARY, INPUT), st(BAND, KV, TAKEN)
+    KEEP, CLAIM = GATHERING if WRITERS else BY_TMA
     LATENTS, ROTARIES = config.cache.source(K), config.cache.source(R)
     Q, Q_ROTARY = rt(16, OWN, INPUT), rt(16, ROTARY, INPUT)
     O = rt(16, OWN, fp32)
     WARPS = warpgroup.WARPGROUP
+    UNITS = product.rings(STAGES, WARPS, WRITERS)
+    SCALED = len(UNITS) > 0
     reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
     split, IS_WHOLE = Parted(reach, KV), type(result) is Whole
     smem = shared(
-        q=st(BAND, LATENT, INPUT),
+        q=st(BAND, LATENT, TAKEN),
         q_rotary=st(BAND, ROTARY, INPUT),
-        latent=ring(K, STAGES, CONSUMERS * WARPS),
-        rotary=ring(R, STAGES, CONSUMERS * WARPS),
+        latent=ring(K, STAGES, CONSUMERS * WARPS, writers=WRITERS),
+        rotary=ring(R, STAGES, CONSUMERS * WARPS, writers=WRITERS),
         even=ring(sv(BAND, fp32), 1, WARPS, writers=WARPS),
         odd=ring(sv(BAND, fp32), 1, WARPS, writers=WARPS),
         sums=sv(CONSUMERS * BAND, fp32),
+        **UNITS,
     )
 
     @inlined
@@ -109,33 +130,33 @@ def make(config: Config):
         """The block's rows of Q, into shared memory."""
         rank = warpgroup.rank()
         own, rotated = rows_of(gQ, Q, spot, int32(OWN * me)), rows_of(gQ, Q_ROTARY, spot, LATENT)
-        store(subtile(pipes.q, 16, rank, OWN, me), own)
+        store(subtile(pipes.q, 16, rank, OWN, me), product.queries(own))
         if me == 0:
             store(subtile(pipes.q_rotary, 16, rank), rotated)
         warpgroup.sync_several(CONSUMERS)
 
     @inlined
-    def scores(j, key, end, pipes):
+    def scores(j, key, end, units, pipes):
         """Those of tile j, in flight. Rows behind the sequence's end are cleared: a weight of 0 does not make up for a NaN."""
         tile = pipes.latent.wait(j)
-        if key + KV > end:
+        if WRITERS == 0 and key + KV > end:
             warpgroup.zero_rows(tile, int32(end - key))
-        return warpgroup.mma_ABt(warpgroup.mm_ABt(pipes.q, tile), pipes.q_rotary, pipes.rotary.wait(j))
+        return product.scores(pipes.q, pipes.q_rotary, tile, pipes.rotary.wait(j), units)
 
     @inlined
-    def weighed(s, seen, key, at, inner, scale, slack):
+    def weighed(s, units, seen, key, at, inner, scale, slack):
         """(the weights of a tile of scores, what has then been seen); rows see all keys before `inner`."""
         if key + KV > inner:
             s = reach.mask(s, at, key, at.keys)
         seen = seen.moved(s, None, scale, slack)
         p = seen.weights(s, None, scale)
-        return INPUT(p), seen.add(p)
+        return product.weights(p, units), seen.add(p)
 
     @inlined
     def hand_on(j, p, seen, pipes, tops):
         """To the other consumer the weights of tile j, in the place of its rotated columns, and the maxima they count from."""
         warpgroup.sync()  # all four warps have their scores: nobody reads these columns any more
-        warpgroup.store(pipes.rotary.wait(j), p)
+        warpgroup.store(viewed(pipes.rotary.wait(j), WEIGHTS), p)
         warpgroup.sync()
         warpgroup.store(tops.claim(j // 2), seen.m)
         tops.publish(j // 2)
@@ -147,7 +168,7 @@ def make(config: Config):
         tops.release(j // 2)
         seen = seen.follow(m, scale)
         values = subtile(pipes.latent.wait(j), KV, 0, OWN, me)
-        return warpgroup.mma_AB(seen.rescaled(), pipes.rotary.wait(j), values), seen
+        return warpgroup.mma_AB(seen.rescaled(), viewed(pipes.rotary.wait(j), WEIGHTS), values), seen
 
     @inlined
     def done(j, o, seen, pipes):
@@ -162,8 +183,9 @@ def make(config: Config):
         """What has been seen of n tiles from key `first` on, by the consumer that makes the scores of even ones."""
         for j in range(0, n, 2):
             key = int32(first + KV * j)
-            s = warpgroup.wait(scores(j, key, at.keys, pipes))
-            p, seen = weighed(s, seen, key, at, inner, scale, slack)
+            units = product.units(pipes, j)
+            s = warpgroup.wait(scores(j, key, at.keys, units, pipes))
+            p, seen = weighed(s, units, seen, key, at, inner, scale, slack)
             o = warpgroup.mma_AB(seen.rescaled(), p, subtile(pipes.latent.wait(j), KV, 0, OWN, 0))
             hand_on(j, p, seen, pipes, pipes.even)
             seen = done(j, o, seen, pipes)
@@ -178,10 +200,11 @@ def make(config: Config):
         for j in range(0, n, 2):
             key = int32(first + KV * (j + 1))
             if j + 1 < n:
-                s = scores(j + 1, key, at.keys, pipes)
+                units = product.units(pipes, int32(j + 1))
+                s = scores(j + 1, key, at.keys, units, pipes)
                 o, seen = taken(j, seen, pipes, pipes.even, 1, scale)
                 s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
-                p, seen = weighed(s, seen, key, at, inner, scale, slack)
+                p, seen = weighed(s, units, seen, key, at, inner, scale, slack)
                 seen = done(j, o, seen, pipes)
                 o = warpgroup.mma_AB(seen.rescaled(), p, subtile(pipes.latent.wait(j + 1), KV, 0, OWN, 1))
                 hand_on(j + 1, p, seen, pipes, pipes.odd)
@@ -193,11 +216,13 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gLatent: LATENTS, gRotary: ROTARIES, given: GIVEN,
+        gQ: array(5, INPUT), gLatent: LATENTS, gRotary: ROTARIES, gDescale: array(2), given: GIVEN,
         bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """See ampere.py."""
-        q, q_rotary, latent, rotary, even, odd, sums = smem.open()
+        opened = smem.open()
+        sums, units = opened[6], opened[7] if SCALED else None
+        pipes = Pipes(opened[0], opened[1], opened[2], opened[3], opened[4], opened[5], units)
         if not IS_WHOLE:
             grid.release()  # the blocks that combine parts may come, and wait
         grid.wait()
@@ -210,11 +235,10 @@ def make(config: Config):
         n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
         if me == PRODUCER:
             warpgroup.release_registers(KEEP)
-            for j in range(n):
-                cache.fill(latent, rotary, j, gLatent, gRotary, work.sequence, int32(first + KV * j), end, given)
+            cache.bring(pipes, n, first, gLatent, gRotary, gDescale, work.sequence, end, given)
         else:
             warpgroup.claim_registers(CLAIM)
-            mine, pipes = int32(row + 16 * warpgroup.rank()), Pipes(q, q_rotary, latent, rotary, even, odd)
+            mine = int32(row + 16 * warpgroup.rank())
             first_mine, last_mine = int32(mine // group), int32((min(mine + 16, rows) - 1) // group)
             spot = Spot(work.sequence, 0, work.part, work.of, IS_WHOLE, mine, first_mine, last_mine, group)
             token = (row_index(O.col_vec) + mine) // group
@@ -229,7 +253,7 @@ def make(config: Config):
             warpgroup.store(subtile(sums, BAND, me), own)
             warpgroup.sync_several(CONSUMERS)
             l = own + warpgroup.load(subtile(sums, BAND, 1 - me), O.col_vec)
-            result.store(seen.o / maximum(l, TINY), spot, int32(OWN * me), given)
+            result.store(product.columns(seen.o) / maximum(l, TINY), spot, int32(OWN * me), given)
             if me == 0:
                 result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
 

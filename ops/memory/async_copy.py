@@ -15,7 +15,16 @@ tile by tile. Rows may lie in pages:
 from tiles import ptx
 from tiles.interpreter import here
 from tiles.op import lowers, op
-from tiles.pipeline import CHUNK_BYTES, check_copy, found_type, lower_copy, lower_copy_pages, rows_of
+from tiles.pipeline import (
+    CHUNK_BYTES,
+    NUMBER,
+    check_copy,
+    found_type,
+    lower_copy,
+    lower_copy_numbers,
+    lower_copy_pages,
+    rows_of,
+)
 from tiles.plumbing import void
 from tiles.types import st, sv
 
@@ -25,17 +34,20 @@ def copy_async(tile, source, at, rows=-2, cols=-1, piece=CHUNK_BYTES):
     """Start copying to a shared tile the part of a global array of its dtype that begins at index `at` and runs along axes
     `rows` and `cols`; zeros where it lies outside the array. Columns must be adjacent, and the array's address, its strides and
     at[cols] multiples of `piece` bytes: 16, or else 8 or 4, which take 2 and 4 times as many instructions. 2-byte dtypes may
-    lie at multiples of 2: the warp then loads and stores them, since cp.async copies no fewer than 4, and waits for memory."""
-    here().copy_async(tile, source, at, rows, cols, piece, range(tile.rows))
+    lie at multiples of 2: the warp then loads and stores them, since cp.async copies no fewer than 4, and waits for memory. A
+    shared vector, of numbers of 4 bytes, lies along axis `cols` at any stride."""
+    here().copy_async(tile, source, at, rows, cols, piece, range(rows_of(tile.spec)))
 
 
 @lowers(copy_async)
 def _(tile, source, at, rows: int, cols: int, piece: int):
-    if not isinstance(tile, st):
+    if not isinstance(tile, st) and not (isinstance(tile, sv) and tile.dtype.itemsize == NUMBER):
         raise TypeError(f"copy_async: copies to a shared tile, got {tile}" + ": load and store it" * isinstance(tile, sv))
     check_copy("copy_async", tile, source, at, rows, cols, piece)
 
     def emit(b, address, array, at, *_):
+        if isinstance(tile, sv):
+            return lower_copy_numbers(b, source, tile, address, array, at, cols, tile.length, b.u32(0))
         lower_copy(b, source, tile, address, array, at, rows, cols, piece, tile.rows, b.u32(0))
 
     return void, emit

@@ -5,7 +5,7 @@ from typing import Any
 from numba.cuda import types
 from numpy import int32
 
-from ops import truncate
+from ops import copy_async, copy_pages, look_up, truncate
 from tiles import inlined, static
 from tiles.arguments import ENDS
 
@@ -42,6 +42,21 @@ class Dense:
         are no heads."""
         pipe.fill(j, truncate(source, 1, end), (sequence, key) + head, cols=1, end=n)
 
+    @inlined
+    def find(self, part, source, sequence, key, end, given):
+        """Where rows of type `part` lie, for `copy`: as `look`, of one warp."""
+        return int32(0)
+
+    @inlined
+    def copy(self, tile, source, found, sequence, key, col, end, given):
+        """Start copying a shared tile, of one head's rows: as `fill`, of one warp."""
+        copy_async(tile, truncate(source, 1, end), (sequence, key, 0, col), 1, 3, self.piece)
+
+    @inlined
+    def copy_numbers(self, vector, source, found, sequence, key, end, given):
+        """The same of a shared vector, where there are no heads."""
+        copy_async(vector, truncate(source, 1, end), (sequence, key))
+
 
 class Indexed(Dense):
     """Sequence n in batch given.batch_index[n]."""
@@ -61,6 +76,16 @@ class Indexed(Dense):
     def fill_numbers(self, pipe, j, source, found, sequence, key, head, end, n, given):
         """See Dense."""
         pipe.fill(j, truncate(source, 1, end), (int32(given.batch_index[sequence]), key) + head, cols=1, end=n)
+
+    @inlined
+    def copy(self, tile, source, found, sequence, key, col, end, given):
+        """See Dense."""
+        copy_async(tile, truncate(source, 1, end), (int32(given.batch_index[sequence]), key, 0, col), 1, 3, self.piece)
+
+    @inlined
+    def copy_numbers(self, vector, source, found, sequence, key, end, given):
+        """See Dense."""
+        copy_async(vector, truncate(source, 1, end), (int32(given.batch_index[sequence]), key))
 
 
 class Paged(Dense):
@@ -85,3 +110,18 @@ class Paged(Dense):
     def fill_numbers(self, pipe, j, source, found, sequence, key, head, end, n, given):
         """See Dense."""
         pipe.fill_pages(j, source, found, (key,) + head, end, n)
+
+    @inlined
+    def find(self, part, source, sequence, key, end, given):
+        """See Dense."""
+        return look_up(part, given.pages, source.shape[1], (sequence, key), end)
+
+    @inlined
+    def copy(self, tile, source, found, sequence, key, col, end, given):
+        """See Dense."""
+        copy_pages(tile, source, found, (key, 0, col), end, self.piece)
+
+    @inlined
+    def copy_numbers(self, vector, source, found, sequence, key, end, given):
+        """See Dense."""
+        copy_pages(vector, source, found, (key,), end)

@@ -14,7 +14,7 @@ from tiles import fp8e4m3
 from tiles.frameworks import Kind
 
 FP16, SCALE = np.dtype(np.float16), 192**-0.5
-FAMILIES = "sm_80", "sm_90", "fp8"
+FAMILIES = "sm_80", "sm_90", "fp8", "fp8 sm_80"
 ULP = 2.0**-23  # of float32
 
 
@@ -67,15 +67,16 @@ def known(q, latent, lengths, causal):
 
 
 def agree(place, q, latent, lengths, *, size=None, splits=None, causal=True, family=None):
-    """Run and judge by the rule: out and lse against float64, no NaN, every element written. family: "fp8" is the kernel of a
-    quantised cache."""
+    """Run and judge by the rule: out and lse against float64, no NaN, every element written. family: "fp8" is Hopper's kernel
+    of a quantised cache, "fp8 sm_80" the other one."""
     cache, told = (latent,), {"lengths": np.array(lengths, np.int32)}
-    if family == "fp8":
+    narrow = family is not None and "fp8" in family
+    if narrow:
         cache, latent = quantise(latent)
     if size is not None:
         cache, told["pages"] = in_pages(cache, lengths, size)
-    if family == "fp8":
-        family, (told["descale"], told["rotary"]) = None, cache[1:]
+    if narrow:
+        family, (told["descale"], told["rotary"]) = "sm_80" if "sm_80" in family else "sm_90", cache[1:]
     told = {name: place.put(x) for name, x in told.items()}
     out = place.put(np.full((*q.shape[:-1], LATENT), np.nan, q.dtype))
     told |= {"scale": SCALE, "splits": splits, "causal": causal, "family": family}
@@ -106,7 +107,9 @@ def test_heads_and_tokens_are_rows(heads, tokens, family):
     agree(OnInterpreter(), *case((2, 67), tokens, heads), (2, 67), splits=tokens, family=family)
 
 
-@pytest.mark.parametrize(("family", "size"), [("sm_80", 1), ("sm_90", 128), ("fp8", 24)])
+@pytest.mark.parametrize(
+    ("family", "size"), [("sm_80", 1), ("sm_90", 128), ("sm_90", 1), ("sm_90", 20), ("fp8", 1), ("fp8", 64), ("fp8 sm_80", 24)]
+)
 def test_pages(place, family, size):
     """In any order, NaN in what no sequence uses. They change no bit."""
     q, latent = case((130, 0), 2, 8)
@@ -114,7 +117,7 @@ def test_pages(place, family, size):
     np.testing.assert_array_equal(paged, agree(place, q, latent, (130, 0), splits=2, family=family)[0])
 
 
-@pytest.mark.parametrize(("family", "size"), [("sm_80", 24), ("sm_90", 8), ("sm_90", 40)])
+@pytest.mark.parametrize(("family", "size"), [("sm_80", 24), ("sm_90", 8), ("sm_90", 40), ("sm_90", 7), ("fp8", 100)])
 def test_pages_of_any_size(family, size):
     agree(OnInterpreter(), *case((130, 0), 2, 9), (130, 0), size=size, splits=2, family=family)
 
@@ -182,7 +185,6 @@ def test_empty():
     st.booleans(), st.sampled_from(FAMILIES),
 )  # fmt: skip
 def test_random_problems(length, tokens, heads, splits, size, causal, family):
-    family = "sm_80" if size == 1 and family == "sm_90" else family
     agree(OnInterpreter(), *case((length,), tokens, heads), (length,), size=size, splits=splits, causal=causal, family=family)
 
 
@@ -192,11 +194,20 @@ def test_random_problems(length, tokens, heads, splits, size, causal, family):
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=5), st.integers(1, 8), st.integers(2, 8), st.booleans())
 def test_random_problems_on_the_card(card, family, lengths, heads, splits, paged):
     """For the kernels that are compiled above."""
-    size = {"sm_80": 1, "sm_90": 128, "fp8": 24}[family] if paged else None
+    size = {"sm_80": 1, "sm_90": 128, "fp8": 1, "fp8 sm_80": 24}[family] if paged else None
     agree(card, *case(lengths, 2, heads), lengths, size=size, splits=splits, family=family)
 
 
-@pytest.mark.parametrize(("arch", "family", "size"), [("sm_89", "fp8", 16), ("sm_90a", "sm_90", 32)])
+@pytest.mark.parametrize(
+    ("arch", "family", "size"),
+    [
+        ("sm_89", "fp8 sm_80", 16),
+        ("sm_90a", "sm_90", 32),
+        ("sm_90a", "sm_90", 1),
+        ("sm_90a", "fp8", 1),
+        ("sm_90a", "fp8", None),
+    ],
+)
 def test_as_compiled(as_compiled, arch, family, size):
     """What the GPU would run, by the emulator."""
     as_compiled(arch)
@@ -254,7 +265,6 @@ def test_mistakes_name_the_argument():
     refused(ValueError, "^batch_index: must be None where there are pages", pages=table, batch_index=np.zeros(1, np.int32))
     refused(ValueError, "^lengths: must be from 0 to 5", pages=table, lengths=(6,))
     refused(ValueError, "^splits: must be from 1 to 1024", splits=0)
-    refused(ValueError, "^family: sm_90 takes pages of a multiple of 8", pages=table, family="sm_90")
     refused(TypeError, "^scale: must be a number", scale=None)
     refused(ValueError, "^scale: must be positive", scale=0.0)
 
@@ -276,7 +286,8 @@ def test_mistakes_about_a_quantised_cache_name_the_argument():
     refused(
         ValueError, "^latent: last axis must be contiguous", **fp8 | {"latent": np.zeros((1, 5, 1024), held.dtype)[..., ::2]}
     )
-    refused(ValueError, "^family: of a cache of 8 bits", family="sm_90", **fp8)
+    apart = {"rotary": np.zeros((1, 5, ROTARY + 2), BF16)[..., :ROTARY]}
+    refused(ValueError, "^family: sm_90 takes addresses and positive strides", family="sm_90", **fp8 | apart)
 
 
 def test_parts_of_one_array_of_bytes():
@@ -292,7 +303,7 @@ def test_parts_of_one_array_of_bytes():
     cut = rows[..., :512].view(held.dtype), rows[..., 512:516].view(np.float32)[..., 0], rows[..., 528:].view(rotary.dtype)
     lengths = np.array([40])
     got = attention.mla_decode(q, cut[0], descale=cut[1], rotary=cut[2], lengths=lengths, scale=SCALE)
-    np.testing.assert_array_equal(got, agree(OnInterpreter(), q, latent, (40,), family="fp8")[0])
+    np.testing.assert_array_equal(got, agree(OnInterpreter(), q, latent, (40,), family="fp8 sm_80")[0])
 
 
 def test_arguments_are_documented():

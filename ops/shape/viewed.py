@@ -1,0 +1,29 @@
+"""A shared tile's memory as a tile of another type."""
+
+from dataclasses import replace
+
+from tiles.op import lowers, op
+from tiles.types import st
+from tiles.values import SharedTile
+
+
+def _type(tile, spec):
+    """The type of the view; TypeError if the bytes do not lie as those of `spec`."""
+    if not (isinstance(tile, st) and isinstance(spec, st)):
+        raise TypeError(f"viewed: takes a shared tile and the type of one, got {tile} and {spec}")
+    rows = [(x.rows, x.width, x.cols * x.dtype.itemsize) for x in (tile, spec)]
+    if rows[0] != rows[1]:
+        raise TypeError(f"viewed: takes a type of as many rows, as many bytes long, in panels as wide as {tile}, got {spec}")
+    return replace(spec, whole=tile.whole)
+
+
+@op
+def viewed(tile, spec):
+    """The bytes of a shared tile as a tile of type `spec`, whose rows are as many and as long. No copy. What is stored through
+    one is what the other then holds."""
+    return SharedTile(_type(tile.spec, spec), tile.address, tile.name, tile.slot, tile.number, tile.first)
+
+
+@lowers(viewed)
+def _(tile, spec: type):
+    return _type(tile, spec), lambda _, address, *__: address
