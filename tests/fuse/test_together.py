@@ -51,6 +51,15 @@ def test_proof_and_compiler():
     assert proof.holds, proof
 
 
+def test_a_batch(monkeypatch):
+    """Of products that lie one behind the other."""
+    monkeypatch.setenv("TILES_CHECK", "0")
+    kernel = fuse.kernel(lambda x, a, b: (fuse.silu(x @ a) * (x @ b), fuse.relu(x @ a)))
+    arrays = normal(2, 70, 72), normal(2, 72, 40), normal(2, 72, 40)
+    compare(kernel, arrays, kernel.run(*arrays))
+    assert [len(one.roots) for one in kernel.candidates(*arrays)[0].way.kernels] == [2]
+
+
 def test_the_gradient_of_a_gated_mlp():
     """What comes back to both products leaves with them, and the hidden layer, if it is wanted: no map has a kernel."""
     for name, kernels, results in (("gated_mlp", 2, 2), ("gated_mlp_down", 3, 3)):
