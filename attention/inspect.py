@@ -36,7 +36,7 @@ from .recurrent.kernels import (
     kda_hopper,
     token_loop,
 )
-from .softmax import ampere, block_masks, eight_bits, hopper, norms
+from .softmax import ampere, block_masks, eight_bits, hopper, norms, rotary
 from .softmax.backward import ampere as backward_ampere
 from .softmax.backward import apart, bias, elements, finish, folded, prepare, sinks, wide, wide_queries
 from .softmax.backward import hopper as backward_hopper
@@ -49,6 +49,7 @@ MODULES = {
         *(prepare, backward_ampere, backward_hopper, apart, folded, wide, wide_queries),
         *(finish, sinks, backward_norms, bias, elements),
     ),
+    "projected": (rotary,),
     "decode": (attend, combine),
     "mla_decode": (mla_ampere, mla_hopper, mla_quantised, mla_combine),
     "append": (writing,),
